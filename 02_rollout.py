@@ -1,0 +1,241 @@
+"""Stage 2: let an agent work with a simulated human on every task, and score the answers.
+
+Reads   tasks.jsonl (01).
+Writes  trajectories.jsonl in the published format, {"task", "dialogue_history", "answer", "reward"}, with "task_id",
+        "sample", "tests" (a verdict a test), "num_rounds", "max_rounds"; an agent's turn has "input" (the rendered
+        prompt), "output" (the raw text) and "output_ids" (the sampled ids).
+
+The protocol (ColBench, backend): the person opens with the request. In each of `--max-rounds` rounds the agent sends a
+message and the person answers it in at most 400 characters. What follows "I WANT TO ANSWER:" is the answer and ends the
+episode; in the last round the whole turn is the answer if the marker is not in it. `reward` is the fraction of hidden
+tests that the answer passes.
+
+Agents: a model (see README), or `script`, a noisy scripted agent for template tasks whose dialogues a base model is
+taught by (`script-informed`: one that knows the reference). Humans: `rules` (template tasks), or a model with a prompt.
+
+Differs from the paper: the agent is told the number of the round. The prompts are ours.
+
+    python 02_rollout.py --tasks out/test.jsonl --agent out/policy --simulator rules --out out/trajectories.jsonl
+    torchrun --nproc-per-node 8 02_rollout.py --tasks tasks.jsonl --agent meta-llama/Llama-3.1-8B-Instruct \\
+        --simulator meta-llama/Llama-3.1-8B-Instruct --out trajectories.jsonl
+"""
+import random
+
+import torch
+
+import common
+
+SIMULATOR_SYSTEM = (
+    "You are a person who asked an assistant for a Python function, in these words:\n{problem_description}\n\n"
+    "Only you know what you need: the function below. Answer the assistant's last message in one or two short sentences "
+    "of plain English. Say only what was asked about. If the function does not settle it, say that you do not know. "
+    "Never write or quote code.\n\n{ground_truth}")
+UNCLEAR = ("Could you ask about something specific?", "I am not sure what you mean.", "Please ask me about one thing.")
+VAGUE = ("Can you tell me more?", "What else should I know?", "Could you describe the function?")
+OPENERS = ("", "", "", "Thanks. ", "Okay. ", "One more question. ")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# humans
+
+def rules_reply(task, history, rng):
+    """The rule-based human: says what it knows of the (at most two) facts that the last message asks about."""
+    asked = common.topics_asked(task["facts"], history[-1]["content"])
+    if not asked:
+        return rng.choice(UNCLEAR)
+    return " ".join(rng.choice(task["facts"][index]["replies"]) for index in asked)
+
+
+def simulator_messages(task, history):
+    """The chat that a model sees which plays the human: the roles swapped, its own request in the system prompt."""
+    swapped = {"assistant": "user", "user": "assistant"}
+    return [{"role": "system", "content": SIMULATOR_SYSTEM.format(**task)}] + [
+        {"role": swapped[turn["role"]], "content": turn["content"]} for turn in history[1:]]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the scripted agent
+
+def script_turn(task, history, max_rounds, informed, rng):
+    """What the noisy scripted agent says next. It asks for facts that matter less often than it should, repeats itself,
+    asks about things that do not matter, and sometimes answers too early, guessing what it does not know."""
+    facts, known = task["facts"], common.known_facts(task, history)
+    needed = [i for i, fact in enumerate(facts) if fact["matters"] and i not in known]
+    idle = [i for i, fact in enumerate(facts) if not fact["matters"] and i not in known]
+    num_turns = sum(turn["role"] == "assistant" for turn in history)
+    early, vague, repeat, useless = (0.01, 0.03, 0.04, 0.10) if informed else (0.03, 0.06, 0.14, 0.42)
+    luck = rng.random()
+    if num_turns + 1 == max_rounds or luck < (early if needed else 0.85):
+        values = {fact["slot"]: fact["code"] if informed or i in known else rng.choice(fact["guesses"])
+                  for i, fact in enumerate(facts) if fact["matters"]}
+        return f"{common.MARKER}\n{task['template'].format(**values)}"
+    luck = rng.random()
+    if luck < vague:
+        return rng.choice(VAGUE)
+    if luck < vague + repeat and known:
+        ask = rng.choice(sorted(known))
+    elif luck < vague + repeat + useless or not needed:
+        ask = rng.choice(idle or sorted(known))
+    else:
+        ask = rng.choice(needed)
+    return (rng.choice(OPENERS) if len(history) > 1 else "") + rng.choice(facts[ask]["questions"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one turn of many dialogues. A dialogue is {"task", "sample", "history", "answer"}.
+
+def script_turns(dialogues, args):
+    turns = []
+    for dialogue in dialogues:
+        rng = dialogue_rng(dialogue, args, "agent")
+        content = script_turn(dialogue["task"], dialogue["history"], args.max_rounds, args.agent == "script-informed", rng)
+        turns.append({"role": "assistant", "content": content})
+    return turns
+
+
+def model_turns(dialogues, agent, args):
+    """The next turn of each dialogue, sampled from the agent; it sees the dialogue alone."""
+    model, tokenizer = agent
+    prompts = [common.prompt_text(tokenizer, d["history"], args.max_rounds) for d in dialogues]
+    outputs = sample(agent, prompts, dialogues, args.temperature, args.max_new_tokens, args, "agent")
+    turns = []
+    for prompt, ids in zip(prompts, outputs):
+        text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        ended = ids[-1] in common.stop_ids(model, tokenizer)
+        turns.append({"role": "assistant", "content": text.strip(), "input": prompt, "output": text, "output_ids": ids,
+                      **({} if ended else {"truncated": True})})
+    return turns
+
+
+def human_replies(dialogues, simulator, args):
+    """The person's answers; a dialogue's history ends with the agent's turn."""
+    if args.simulator == "rules":
+        return [rules_reply(d["task"], d["history"], dialogue_rng(d, args, "human")) for d in dialogues]
+    tokenizer = simulator[1]
+    prompts = [tokenizer.apply_chat_template(simulator_messages(d["task"], d["history"]), tokenize=False,
+                                             add_generation_prompt=True) for d in dialogues]
+    outputs = sample(simulator, prompts, dialogues, 0.0, 128, args, "human")
+    return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in outputs]
+
+
+def sample(model_and_tokenizer, prompts, dialogues, temperature, max_new_tokens, args, who):
+    model, tokenizer = model_and_tokenizer
+    randoms = torch.stack([common.uniforms(max_new_tokens, *dialogue_key(d, args, who)) for d in dialogues])
+    with common.autocast(model.device, args.dtype):
+        return common.generate(model, [common.encode(tokenizer, prompt) for prompt in prompts], randoms, temperature,
+                               common.stop_ids(model, tokenizer))
+
+
+def dialogue_key(dialogue, args, who):
+    return args.seed, common.task_id(dialogue["task"]), dialogue["sample"], len(dialogue["history"]), who
+
+
+def dialogue_rng(dialogue, args, who):
+    return random.Random(repr(dialogue_key(dialogue, args, who)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# episodes
+
+def run_block(dialogues, agent, simulator, args):
+    """Play a block of dialogues to their ends, one round of all at a time."""
+    for round_number in range(1, args.max_rounds + 1):
+        active = [d for d in dialogues if d["answer"] is None]
+        if not active:
+            break
+        turns = script_turns(active, args) if agent is None else model_turns(active, agent, args)
+        for dialogue, turn in zip(active, turns):
+            dialogue["history"].append(turn)
+            if common.MARKER in turn["content"]:
+                dialogue["answer"] = turn["content"].split(common.MARKER, 1)[1].strip("\n")
+            elif round_number == args.max_rounds:
+                dialogue["answer"] = turn["content"]
+        active = [d for d in active if d["answer"] is None]
+        for dialogue, reply in zip(active, human_replies(active, simulator, args) if active else []):
+            dialogue["history"].append({"role": "user", "content": reply[:common.MAX_REPLY_CHARS]})
+
+
+def to_trajectory(dialogue, scorer, tokenizer, args):
+    """The finished dialogue in the published format, scored."""
+    task, history = dialogue["task"], dialogue["history"]
+    (verdicts,), _ = scorer.score(task, [dialogue["answer"]])
+    return {"task_id": common.task_id(task), "sample": dialogue["sample"], "task": task, "dialogue_history": history,
+            "answer": dialogue["answer"], "reward": common.reward_of(verdicts), "tests": verdicts,
+            "num_rounds": sum(turn["role"] == "assistant" for turn in history), "max_rounds": args.max_rounds,
+            "agent": args.agent, "simulator": args.simulator, "tokenizer": tokenizer,
+            "informed": args.agent == "script-informed"}
+
+
+def summary(trajectories):
+    """One line: success, tests passed, rounds, and what was cut or forced."""
+    n = len(trajectories)
+    last = [[turn for turn in t["dialogue_history"] if turn["role"] == "assistant"][-1] for t in trajectories]
+    cut = sum(turn.get("truncated", False) for t in trajectories for turn in t["dialogue_history"])
+    return (f"success {sum(t['reward'] == 1 for t in trajectories) / n:.3f} | tests passed "
+            f"{sum(t['reward'] for t in trajectories) / n:.3f} | rounds {sum(t['num_rounds'] for t in trajectories) / n:.2f}"
+            f" | {sum(common.MARKER not in turn['content'] for turn in last) / n:.1%} ended without the marker"
+            f" | {cut} turns stopped by --max-new-tokens")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+def parse_args(argv=None):
+    parser = common.argument_parser(__doc__)
+    parser.add_argument("--tasks", required=True, help="tasks file (01)")
+    parser.add_argument("--agent", required=True, help="a model (folder, hub id, smollm2), script or script-informed")
+    parser.add_argument("--simulator", default="rules", help="who plays the human: rules, or a model")
+    parser.add_argument("--samples", type=common.positive_int, default=1, help="dialogues a task")
+    parser.add_argument("--max-rounds", type=common.positive_int, default=10, help="agent turns in a dialogue")
+    parser.add_argument("--single-turn", action="store_true", help="the agent answers at once (--max-rounds 1)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the agent; the human's is 0")
+    parser.add_argument("--max-new-tokens", type=common.positive_int, default=1024, help="tokens a turn of the agent")
+    parser.add_argument("--concurrency", type=common.positive_int, default=64, help="dialogues in flight")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the models")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the samples")
+    parser.add_argument("--out", required=True, help="trajectories file to write (JSONL)")
+    common.add_overwrite(parser)
+    return parser.parse_args(argv)
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    if args.single_turn:
+        args.max_rounds = 1
+    runtime = common.start(args.seed)
+    tasks = common.read_jsonl(args.tasks, common.TASK_KEYS)
+    scripted = args.agent.startswith("script")
+    if args.simulator == "rules" or scripted:
+        for number, task in enumerate(tasks, 1):
+            if "facts" not in task:
+                raise common.InputError(f'{args.tasks}:{number}: missing "facts", which the rules of template tasks '
+                                        "need; use --agent MODEL --simulator MODEL")
+    agent = None if scripted else common.load_model(args.agent, runtime.device)
+    simulator = None if args.simulator == "rules" else (
+        agent if args.simulator == args.agent else common.load_model(args.simulator, runtime.device))
+    for model, _ in filter(None, (agent, simulator)):
+        model.eval()
+    if common.claim_output(args, args.out, [args.tasks, args.agent, args.simulator]):
+        return
+
+    # Blocks of `concurrency` dialogues are played to their ends one after the other: a resumed run plays the same blocks.
+    todo = [{"task": task, "sample": sample, "answer": None,
+             "history": [{"role": "user", "content": task["problem_description"]}]}
+            for task in tasks for sample in range(args.samples)]
+    blocks = [todo[i:i + args.concurrency] for i in range(0, len(todo), args.concurrency)]
+    name = common.tokenizer_name(agent[1]) if agent else None
+    num_tokens = 0
+
+    def play(block, progress):
+        nonlocal num_tokens
+        run_block(block, agent, simulator, args)
+        num_tokens += sum(len(turn.get("output_ids", ())) for d in block for turn in d["history"])
+        progress.set_postfix_str(f"{num_tokens / max(1e-9, progress.format_dict['elapsed']):,.0f} tok/s")
+        return [to_trajectory(dialogue, scorer, name, args) for dialogue in block]
+
+    with common.Scorer() as scorer:
+        trajectories = common.map_blocks(args.out, blocks, play, runtime, "dialogue")
+    common.say(summary(trajectories))
+
+
+if __name__ == "__main__":
+    common.run_stage(main)

