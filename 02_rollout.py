@@ -13,7 +13,7 @@ tests that the answer passes.
 Agents: a model (see README), or `script`, a noisy scripted agent for template tasks whose dialogues a base model is
 taught by (`script-informed`: one that knows the reference). Humans: `rules` (template tasks), or a model with a prompt.
 
-Differs from the paper: the agent is told the number of the round. The prompts are ours.
+Differs from the paper: the agent is told when the last round begins. The prompts are ours.
 
     python 02_rollout.py --tasks out/test.jsonl --agent out/policy --simulator rules --out out/trajectories.jsonl
     torchrun --nproc-per-node 8 02_rollout.py --tasks tasks.jsonl --agent meta-llama/Llama-3.1-8B-Instruct \\

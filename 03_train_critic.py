@@ -96,20 +96,16 @@ def main(argv=None):
     runtime = common.start(args.seed)
     trajectories = common.read_trajectories(args.trajectories)
     common.check_rewards(trajectories, args.trajectories)
-    pairs = common.trajectory_pairs(trajectories)
-    if not pairs:
-        raise common.InputError(f"{args.trajectories}: no trajectory pairs: no task has both a success (reward 1) and a "
-                                "failure; roll out more --samples a task")
+    pairs = common.trajectory_pairs(trajectories, args.trajectories)
     model, tokenizer = common.load_model(args.model, runtime.device)
-    if common.claim_output(args, args.out, [args.trajectories, args.model], folder=True):
-        return
-
     split = {held: [pair for pair in pairs if common.held_out(trajectories[pair[0]]["task_id"], args.held_out_frac) == held]
              for held in (False, True)}
     common.say(f"{len(split[False]):,} trajectory pairs to train on, {len(split[True]):,} of other tasks held out")
     examples, held_out = (common.drop_long(trajectory_pair_examples(
-        trajectories, split[held], tokenizer, not args.no_privileged), args.max_length, args.trajectories)
+        trajectories, split[held], tokenizer, not args.no_privileged), args)
         if split[held] or not held else [] for held in (False, True))
+    if common.claim_output(args, args.out, [args.trajectories, args.model], folder=True):
+        return
     batches = common.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
     common.say(f"{len(examples):,} examples, {len(batches):,} steps of {args.batch_size}")
     common.show_samples(tokenizer, [item for example in examples[:1] for item in example])

@@ -41,6 +41,12 @@ def dpo_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps,
     return -F.logsigmoid(chosen_rewards - rejected_rewards), chosen_rewards, rejected_rewards
 
 
+def sides(values, method):
+    """Chosen and rejected, each (B,), of a batch's values per turn: (2B, M) for trajectories, (B, 2) for actions."""
+    values = values.flatten() if method == "sweet" else values.sum(1)                             # (2B,)
+    return values[0::2], values[1::2]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # SWEET's three phases before the training: candidates, their scores, pairs
 
@@ -62,7 +68,7 @@ def sample_candidates(states, model, tokenizer, args):
                for trajectory, _, i in states]
     keys = [(args.seed, "candidates", t["task_id"], t.get("sample", 0), number) for t, number, _ in states]
     randoms = torch.cat([common.uniforms((args.num_candidates, args.max_new_tokens), *key) for key in keys])
-    ids = [common.encode(tokenizer, prompt) for prompt in prompts for _ in range(args.num_candidates)]
+    ids = [common.encode(tokenizer, prompt) for prompt in prompts]
     stops = common.stop_ids(model, tokenizer)
     with common.autocast(model.device, args.dtype):
         actions = common.generate(model, ids, randoms, args.temperature, stops)
@@ -78,21 +84,21 @@ def sample_candidates(states, model, tokenizer, args):
 
 def score_candidates(rows, critic, tokenizer, args, device):
     """The rows with "advantages": A(o_t, a, c) of every candidate by eq. 3. Equal candidates are scored once."""
-    items, places = [], {}
-    for row in rows:
-        for candidate in row["candidates"]:
-            key = (row["prompt"], row["task"]["ground_truth"], tuple(candidate["ids"]))
-            if key not in places:
-                places[key] = len(items)
-                c = row["task"]["ground_truth"] if critic["privileged"] else None
-                items.append(common.trajectory_rows(tokenizer, [(row["prompt"], candidate["ids"])], c))
-    lengths = [sum(turn >= 0 for _, turns in item for turn in turns) for item in items]
-    sums, ref_sums = ([logps.sum().item() for logps in common.logps_of(model, items, args.max_tokens, device, "float32")]
-                      for model in (critic["model"], critic["reference"]))
-    advantages = [(s - r) / (length if critic["normalize"] != "none" else 1)
-                  for s, r, length in zip(sums, ref_sums, lengths)]
-    return [{**row, "advantages": [advantages[places[(row["prompt"], row["task"]["ground_truth"], tuple(c["ids"]))]]
-                                   for c in row["candidates"]]} for row in rows]
+    different = [sorted({tuple(candidate["ids"]) for candidate in row["candidates"]}) for row in rows]
+    items = []
+    for row, actions in zip(rows, different):
+        prompt = row["prompt"]
+        if critic["privileged"]:
+            prompt = common.with_hidden_info(tokenizer, prompt, row["task"]["ground_truth"])
+        items.append(common.candidate_rows(tokenizer, prompt, actions, args.no_tree))
+    logps, ref_logps = (common.logps_of(model, items, args.max_tokens, device, "float32")
+                        for model in (critic["model"], critic["reference"]))
+    scored = []
+    for row, actions, logp, ref_logp in zip(rows, different, logps, ref_logps):
+        advantage = {action: (p - r) / (len(action) if critic["normalize"] != "none" else 1)
+                     for action, p, r in zip(actions, logp.tolist(), ref_logp.tolist())}
+        scored.append({**row, "advantages": [advantage[tuple(candidate["ids"])] for candidate in row["candidates"]]})
+    return scored
 
 
 def candidate_pairs(row, pairs_per_turn, rng):
@@ -123,12 +129,21 @@ def print_kinds(pairs):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# examples: (item,) for likelihoods, (chosen item, rejected item) for DPO; an item is a list of rows (common.py)
+# examples: tuples of items, an item being a list of rows (common.py): (trajectory,) for likelihoods, (chosen trajectory,
+# rejected trajectory) for multi-turn DPO, and for SWEET (candidates,), whose turn 0 is the chosen, 1 the rejected action
+
+def vocabulary_text(trajectory):
+    """All words that a fresh tokenizer should know of a trajectory."""
+    turns = [turn["content"] for turn in trajectory["dialogue_history"]]
+    return "\n".join([*turns, turns[0] + common.LAST_ROUND, common.HIDDEN_INFO.format(**trajectory["task"])])
+
 
 def likelihood_examples(trajectories, tokenizer, args):
     own = common.tokenizer_name(tokenizer)
     if args.method == "rft":
         trajectories = [t for t in trajectories if t["reward"] == 1]
+        if not trajectories:
+            raise common.InputError(f"{args.trajectories}: no successful trajectories (reward 1) to train on")
         common.say(f"{len(trajectories):,} successful trajectories")
     examples = []
     for trajectory in trajectories:
@@ -140,14 +155,14 @@ def likelihood_examples(trajectories, tokenizer, args):
 
 def trajectory_pair_examples(trajectories, tokenizer, args):
     own = common.tokenizer_name(tokenizer)
-    pairs = common.trajectory_pairs(trajectories)
+    pairs = common.trajectory_pairs(trajectories, args.trajectories)
     common.say(f"{len(pairs):,} trajectory pairs")
     items = {i: common.trajectory_rows(tokenizer, common.agent_turns(
         tokenizer, trajectories[i], trajectories[i].get("tokenizer") == own)) for pair in pairs for i in pair}
     return [(items[chosen], items[rejected]) for chosen, rejected in pairs]
 
 
-def sweet_examples(trajectories, model, tokenizer, args, runtime):
+def sweet_examples(trajectories, model, tokenizer, critic, args, runtime):
     """Run the three phases (or read what an earlier run left of them) and return the DPO pairs."""
     out = pathlib.Path(args.out)
     states = sample_states(trajectories, args.data_frac, args.seed)
@@ -157,13 +172,9 @@ def sweet_examples(trajectories, model, tokenizer, args, runtime):
     model.eval()
     rows = common.map_blocks(out / "candidates.jsonl", blocks,
                              lambda block, _: sample_candidates(block, model, tokenizer, args), runtime, "state")
-    if not (out / "scored.jsonl").exists():
-        critic = common.load_critic(args.critic, tokenizer, runtime.device)
-        blocks = [rows[i:i + 64] for i in range(0, len(rows), 64)]
-        rows = common.map_blocks(out / "scored.jsonl", blocks, lambda block, _: score_candidates(
-            block, critic, tokenizer, args, runtime.device), runtime, "state")
-        del critic
-    rows = common.map_blocks(out / "scored.jsonl", [], None, runtime, "state")
+    blocks = [rows[i:i + 64] for i in range(0, len(rows), 64)]
+    rows = common.map_blocks(out / "scored.jsonl", blocks, lambda block, _: score_candidates(
+        block, critic, tokenizer, args, runtime.device), runtime, "state")
 
     rng = random.Random(args.seed)
     pairs = [{"task_id": row["task_id"], "sample": row["sample"], "turn": row["turn"], "prompt": row["prompt"],
@@ -177,8 +188,8 @@ def sweet_examples(trajectories, model, tokenizer, args, runtime):
         common.write_jsonl(out / "pairs.jsonl", [{k: v for k, v in pair.items() if k != "task"} for pair in pairs])
     histories = {(t["task_id"], t.get("sample", 0), number): t["dialogue_history"][:i] for t, number, i in states}
     print_kinds([{**p, "prompt_history": histories[p["task_id"], p["sample"], p["turn"]]} for p in pairs])
-    return [tuple(common.trajectory_rows(tokenizer, [(pair["prompt"], pair[side]["ids"])])
-                  for side in ("chosen", "rejected")) for pair in pairs]
+    return [(common.candidate_rows(tokenizer, pair["prompt"], [pair["chosen"]["ids"], pair["rejected"]["ids"]],
+                                   args.no_tree),) for pair in pairs]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -210,26 +221,29 @@ def main(argv=None):
     trajectories = common.read_trajectories(args.trajectories)
     if args.method in ("rft", "mtdpo"):
         common.check_rewards(trajectories, args.trajectories)
-    texts = [turn["content"] + "\n" + t["task"]["ground_truth"] for t in trajectories for turn in t["dialogue_history"]]
-    texts.append(common.HIDDEN_INFO * 10 + "\n(round 1 of 10)\n(round 11 of 12)" * 10)
-    model, tokenizer = common.load_model(args.model, runtime.device, texts if args.method == "sft" else None)
+    if args.model == "tiny" and args.method != "sft":
+        raise common.InputError("--model tiny: fresh parameters can only be trained by --method sft")
+    model, tokenizer = common.load_model(args.model, runtime.device, [vocabulary_text(t) for t in trajectories])
+    if args.method == "sweet":
+        critic = common.load_critic(args.critic, tokenizer, runtime.device)
+    else:
+        build = trajectory_pair_examples if args.method == "mtdpo" else likelihood_examples
+        examples = common.drop_long(build(trajectories, tokenizer, args), args)
     if common.claim_output(args, args.out, [args.trajectories, args.model, args.critic], folder=True):
         return
-
     if args.method == "sweet":
-        examples = sweet_examples(trajectories, model, tokenizer, args, runtime)
-    elif args.method == "mtdpo":
-        examples = trajectory_pair_examples(trajectories, tokenizer, args)
-    else:
-        examples = likelihood_examples(trajectories, tokenizer, args)
-    examples = common.drop_long(examples, args.max_length, args.trajectories)
+        examples = common.drop_long(sweet_examples(trajectories, model, tokenizer, critic, args, runtime), args)
+        del critic
     batches = common.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
     common.say(f"{len(examples):,} examples, {len(batches):,} steps of {args.batch_size}")
     common.show_samples(tokenizer, [item for example in examples[:1] for item in example])
 
     # The reference is the policy before its first update: its log-probabilities are computed once, by the same function.
     is_dpo = args.method in ("sweet", "mtdpo")
-    ref = common.reference_logps(args.out, model, examples, args, runtime) if is_dpo else None
+    if is_dpo:
+        ref = common.reference_logps(args.out, model, examples, args, runtime)
+        ref = torch.stack([torch.stack(sides(torch.nn.utils.rnn.pad_sequence(logps, batch_first=True), args.method), 1)[0]
+                           for logps in ref])                                           # (examples, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
     first = common.load_state(args.out, model, optimizer, runtime.device)
     log = common.StepLog(args.out, first, len(batches), args.log_every)
@@ -243,13 +257,12 @@ def main(argv=None):
             micro = mine[start:start + args.micro_batch_size]
             batch = common.collate([item for i in micro for item in examples[i]], runtime.device)
             with common.autocast(runtime.device, args.dtype):
-                logps = common.turn_logps(model, batch).sum(1)                          # (B,) or (2B,) chosen, rejected, …
+                logps = common.turn_logps(model, batch)                                 # per turn, see `sides`
             if is_dpo:
-                chosen, rejected = logps[0::2], logps[1::2]                             # (B,)
-                ref_chosen, ref_rejected = (torch.stack([ref[i][side].sum() for i in micro]).to(runtime.device)
-                                            for side in (0, 1))                         # (B,)
+                chosen, rejected = sides(logps, args.method)                            # (B,)
+                ref_chosen, ref_rejected = ref[micro].to(runtime.device).T              # (B,)
                 losses, chosen_rewards, rejected_rewards = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta)
-                nll = -chosen / batch.lengths.sum(1)[0::2]                              # (B,) mean over the chosen's tokens
+                nll = -chosen / sides(batch.lengths, args.method)[0]                    # (B,) mean over the chosen's tokens
                 loss = (losses + args.nll_coef * nll).sum() / len(batch_examples)
                 margin = chosen_rewards - rejected_rewards
                 sums[1:5] += torch.stack([(margin > 0).sum(), margin.sum(), chosen_rewards.sum(),

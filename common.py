@@ -308,19 +308,17 @@ AGENT_SYSTEM = (
     "turn, ask one short question about something that changes what the function returns. The person cannot read or "
     f'run code. When you know enough, write "{MARKER}" and then nothing but the complete Python function. You have '
     "{max_rounds} rounds, and the last one must be that answer.")
+LAST_ROUND = "\n(last round)"
 HIDDEN_INFO = "The function that this person needs is the following.\n{ground_truth}\nThe dialogue with the person:\n"
 
 
 def agent_messages(history, max_rounds):
-    """The chat an agent sees before its next turn: system prompt, then the dialogue, every message of the person with
-    the number of the round that it opens. `c` is not an argument, so that it cannot reach a policy."""
+    """The chat an agent sees before its next turn: system prompt, then the dialogue, with a note on the message of the
+    person that opens the last round. `c` is not an argument, so that it cannot reach a policy."""
     messages = [{"role": "system", "content": AGENT_SYSTEM.format(max_rounds=max_rounds)}]
-    for turn in history:
-        content = turn["content"]
-        if turn["role"] == "user":
-            round_number = 1 + sum(message["role"] == "assistant" for message in messages)
-            content += f"\n(round {round_number} of {max_rounds})"
-        messages.append({"role": turn["role"], "content": content})
+    messages += [{"role": turn["role"], "content": turn["content"]} for turn in history]
+    if len(history) == 2 * max_rounds - 1:
+        messages[-1]["content"] += LAST_ROUND
     return messages
 
 
@@ -390,8 +388,13 @@ def action_kind(task, history, action):
 # ---------------------------------------------------------------------------------------------------------------------
 # dialogue tokens
 #
-# A row is (ids, turns): token ids and, for each token, the index of the agent turn that it belongs to, or -1 for what is
-# only read (prompts, the person, c). A trajectory is one row where the chat template only ever appends, else several.
+# A row is token ids and, for each token, the index of the agent turn that it belongs to, or -1 for what is only read
+# (prompts, the person, c). A trajectory is one row where the chat template only ever appends, else several. A tree is a
+# row of several actions that continue the same prompt: each sees the prompt and itself, so that the prompt, `shared`
+# tokens, is computed once for all of them.
+
+Row = namedtuple("Row", "ids turns shared", defaults=(None,))
+
 
 def prompt_text(tokenizer, history, max_rounds):
     """The text that the agent continues: its chat through the template, with the cue of its turn."""
@@ -442,9 +445,9 @@ def trajectory_rows(tokenizer, turns, ground_truth=None):
         if ground_truth is not None:
             prompt = with_hidden_info(tokenizer, prompt, ground_truth)
         if consumed is None or not prompt.startswith(consumed):
-            rows.append(([], []))
+            rows.append(Row([], []))
             consumed = ""
-        ids, marks = rows[-1]
+        ids, marks, _ = rows[-1]
         read = encode(tokenizer, prompt[len(consumed):])
         ids += read + action
         marks += [-1] * len(read) + [index] * len(action)
@@ -452,51 +455,86 @@ def trajectory_rows(tokenizer, turns, ground_truth=None):
     return rows
 
 
-Batch = namedtuple("Batch", "ids mask turns owners lengths")
+def candidate_rows(tokenizer, prompt, actions, no_tree=False):
+    """Rows of several actions (id lists) after one prompt (text), whose turn numbers are 0, 1, …: one tree, or with
+    `no_tree` a row for each with a prompt of its own.
+
+    For prompt "<u>hi<a>" and actions "who?<e>", "ok<e>" the tree is
+        ids    <u> hi <a> who ? <e> ok <e>
+        turns   -1 -1  -1   0 0   0  1   1      shared = 3"""
+    read = encode(tokenizer, prompt)
+    if no_tree:
+        return [Row(read + list(action), [-1] * len(read) + [n] * len(action)) for n, action in enumerate(actions)]
+    return [Row(read + [token for action in actions for token in action],
+                [-1] * len(read) + [n for n, action in enumerate(actions) for _ in action], len(read))]
+
+
+Batch = namedtuple("Batch", "ids mask positions turns previous owners lengths")
 
 
 def collate(items, device="cpu"):
-    """Pad items (each a list of rows) to one Batch: ids, mask and turns (R, T) right-padded with 0, 0 and -1, owners (R,)
-    the item of each row, lengths (B, M) the number of action tokens of each item's turns (0 = no such turn)."""
+    """Pad items (each a list of rows) on the right to one Batch:
+
+    ids        (R, T) token ids, 0 where padded
+    mask       (R, T) 1 for tokens, or (R, 1, T, T) True where a token (third axis) sees another (fourth), for trees
+    positions  (R, T) position of each token; a tree's actions all begin where its prompt ends
+    turns      (R, T) number of the agent turn, -1 for what is only read
+    previous   (R, T) place of the token before
+    owners     (R,)   the item of each row
+    lengths    (B, M) number of action tokens of each item's turns, 0 where it has no such turn"""
     rows = [(owner, row) for owner, item in enumerate(items) for row in item]
-    width = max(len(ids) for _, (ids, _) in rows)
-    num_turns = 1 + max(max(turns) for _, (_, turns) in rows)
+    width = max(len(row.ids) for _, row in rows)
+    num_turns = 1 + max(max(row.turns) for _, row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     turns = torch.full((len(rows), width), -1)
     mask = torch.zeros(len(rows), width, dtype=torch.long)
+    positions = torch.arange(width).repeat(len(rows), 1)
+    previous = positions - 1
     lengths = torch.zeros(len(items), num_turns)
-    for r, (owner, (row_ids, row_turns)) in enumerate(rows):
-        ids[r, :len(row_ids)] = torch.tensor(row_ids)
-        turns[r, :len(row_ids)] = torch.tensor(row_turns)
-        mask[r, :len(row_ids)] = 1
-        acted = turns[r][turns[r] >= 0]
-        lengths[owner] += torch.bincount(acted, minlength=num_turns)
+    for r, (owner, row) in enumerate(rows):
+        length = len(row.ids)
+        ids[r, :length] = torch.tensor(row.ids)
+        turns[r, :length] = torch.tensor(row.turns)
+        mask[r, :length] = 1
+        counts = torch.bincount(turns[r][turns[r] >= 0], minlength=num_turns)
+        lengths[owner] += counts
+        if row.shared is not None:
+            begins = row.shared + counts.cumsum(0) - counts                               # (M,) where actions begin
+            acting = turns[r] >= 0
+            positions[r][acting] += row.shared - begins[turns[r][acting]]
+            previous[r][begins[counts > 0]] = row.shared - 1
+    if any(row.shared is not None for _, row in rows):
+        branch = torch.where(torch.tensor([row.shared is not None for _, row in rows])[:, None], turns, -1)    # (R, T)
+        sees = (branch[:, None, :] == -1) | (branch[:, None, :] == branch[:, :, None])                      # (R, T, T)
+        causal = torch.ones(width, width, dtype=torch.bool).tril()
+        # Padding sees itself, because a softmax over nothing is NaN.
+        mask = (sees & causal & ((mask[:, None, :] == 1) | torch.eye(width, dtype=torch.bool)))[:, None]
     owners = torch.tensor([owner for owner, _ in rows])
-    return Batch(*(tensor.to(device) for tensor in (ids, mask, turns, owners, lengths)))
+    return Batch(*(tensor.to(device) for tensor in (ids, mask, positions, turns, previous, owners, lengths)))
 
 
 def turn_logps(model, batch):
     """Log-probability of each action, summed over its tokens (end of turn included), as (B, M) float32; 0 where an item
     has no such turn. The vocabulary projection runs at action tokens alone."""
-    hidden = model.get_decoder()(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False).last_hidden_state
-    is_action = batch.turns[:, 1:] >= 0                                                # (R, T-1)
-    logits = model.get_output_embeddings()(hidden[:, :-1][is_action])                  # (N, V), N action tokens
-    targets = batch.ids[:, 1:][is_action]                                              # (N,)
-    logps = -F.cross_entropy(logits.float(), targets, reduction="none")                # (N,)
+    hidden = model.get_decoder()(input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.positions,
+                                 use_cache=False).last_hidden_state                    # (R, T, H)
+    r, t = (batch.turns >= 0).nonzero(as_tuple=True)                                   # (N,) action tokens
+    logits = model.get_output_embeddings()(hidden[r, batch.previous[r, t]])            # (N, V)
+    logps = -F.cross_entropy(logits.float(), batch.ids[r, t], reduction="none")        # (N,)
     num_items, num_turns = batch.lengths.shape
-    cell = (batch.owners[:, None] * num_turns + batch.turns[:, 1:])[is_action]         # (N,)
+    cell = batch.owners[r] * num_turns + batch.turns[r, t]                             # (N,)
     return torch.zeros(num_items * num_turns, device=logps.device).index_add(0, cell, logps).view(num_items, num_turns)
 
 
 def logps_of(model, items, max_tokens, device, dtype):
     """turn_logps of many items without gradients, in batches of at most `max_tokens` padded tokens, longest first.
     Returns a list of float32 tensors (number of turns of the item,) in the items' order."""
-    order = sorted(range(len(items)), key=lambda i: -max(len(ids) for ids, _ in items[i]))
+    order = sorted(range(len(items)), key=lambda i: -max(len(row.ids) for row in items[i]))
     result = [None] * len(items)
     was_training = model.training
     model.eval()
     while order:
-        width = max(len(ids) for ids, _ in items[order[0]])
+        width = max(len(row.ids) for row in items[order[0]])
         chunk, num_rows = [], 0
         while order and (not chunk or (num_rows + len(items[order[0]])) * width <= max_tokens):
             num_rows += len(items[order[0]])
@@ -505,7 +543,7 @@ def logps_of(model, items, max_tokens, device, dtype):
         with torch.no_grad(), autocast(device, dtype):
             sums = turn_logps(model, batch).cpu()
         for i, row in zip(chunk, sums):
-            result[i] = row[:1 + max(max(turns) for _, turns in items[i])]
+            result[i] = row[:1 + max(max(r.turns) for r in items[i])].clone()
     model.train(was_training)
     return result
 
@@ -547,7 +585,7 @@ def tiny_model(texts):
                                         chat_template=TINY_TEMPLATE)
     config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=3,
                          num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=2048,
-                         tie_word_embeddings=True, bos_token_id=None, pad_token_id=tokenizer.pad_token_id,
+                         tie_word_embeddings=True, initializer_range=0.08, bos_token_id=None, pad_token_id=tokenizer.pad_token_id,
                          eos_token_id=tokenizer.eos_token_id)
     return LlamaForCausalLM(config), tokenizer
 
@@ -637,9 +675,10 @@ def autocast(device, dtype):
 # ---------------------------------------------------------------------------------------------------------------------
 # training state
 
-def trajectory_pairs(trajectories, min_gap=None):
+def trajectory_pairs(trajectories, path, min_gap=None):
     """[(chosen, rejected)] indices of trajectories of one task. Backend (`min_gap` None): every trajectory with a lower
-    return is paired with one of return 1, these in turn. With `min_gap`: every two whose returns differ by so much."""
+    return is paired with one of return 1, these in turn. With `min_gap`: every two whose returns differ by so much.
+    InputError, which names `path`, where there is no pair."""
     by_task = {}
     for index, trajectory in enumerate(trajectories):
         by_task.setdefault(trajectory["task_id"], []).append(index)
@@ -652,6 +691,9 @@ def trajectory_pairs(trajectories, min_gap=None):
         winners = [i for i in group if reward[i] == 1]
         losers = [i for i in group if reward[i] < 1]
         pairs += [(winners[n % len(winners)], loser) for n, loser in enumerate(losers) if winners]
+    if not pairs:
+        raise InputError(f"{path}: no trajectory pairs: no task has both a success (reward 1) and a failure; roll out more "
+                         "--samples a task")
     return pairs
 
 
@@ -763,6 +805,7 @@ def add_training_flags(parser):
     parser.add_argument("--max-steps", type=positive_int, help="stop after so many steps (the schedule ends there)")
     parser.add_argument("--max-length", type=positive_int, default=16384, help="longest row in tokens; longer: dropped")
     parser.add_argument("--max-tokens", type=positive_int, default=16384, help="padded tokens a pass without gradients")
+    parser.add_argument("--no-tree", action="store_true", help="give every candidate a prompt of its own (slower)")
     parser.add_argument("--max-grad-norm", type=float, default=1.0, help="gradient clipping")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                         help="arithmetic; the parameters stay float32")
@@ -780,17 +823,18 @@ def check_rewards(trajectories, path):
 
 
 def num_action_tokens(item):
-    return sum(turn >= 0 for _, turns in item for turn in turns)
+    return sum(turn >= 0 for row in item for turn in row.turns)
 
 
-def drop_long(examples, max_length, path):
-    """The examples (tuples of items) all of whose rows have at most `max_length` tokens; says how many were dropped."""
-    kept = [e for e in examples if all(len(ids) <= max_length for item in e for ids, _ in item)]
+def drop_long(examples, args):
+    """The examples (tuples of items) all of whose rows have at most args.max_length tokens; says how many it dropped."""
+    kept = [e for e in examples if all(len(row.ids) <= args.max_length for item in e for row in item)]
     if len(kept) < len(examples):
-        say(f"dropped {len(examples) - len(kept):,} of {len(examples):,} examples: longer than --max-length {max_length}")
+        say(f"dropped {len(examples) - len(kept):,} of {len(examples):,} examples: longer than --max-length "
+            f"{args.max_length}")
     if not kept:
-        raise InputError(f"{path}: no examples to train on" + (
-            f" within --max-length {max_length}" if examples else " (no task has both a success and a failure)"))
+        raise InputError(f"{args.trajectories}: no examples to train on" +
+                         (f" within --max-length {args.max_length}" if examples else ""))
     return kept
 
 
@@ -836,7 +880,7 @@ def load_critic(folder, tokenizer, device):
 def show_samples(tokenizer, items, count=2):
     """Print items as text before training, with the tokens that the loss sees in [brackets]."""
     for item in items[:count]:
-        for ids, turns in item:
+        for ids, turns, _ in item:
             text, start_at = "", 0
             for end in range(1, len(ids) + 1):
                 if end == len(ids) or turns[end] != turns[start_at]:
@@ -858,25 +902,30 @@ def uniforms(shape, *key):
 
 @torch.no_grad()
 def generate(model, prompts, randoms, temperature, stops):
-    """Continue each prompt until a stop id. prompts: N lists of ids; randoms (N, max_new_tokens) uniform in [0, 1), one
-    for each token that may be sampled (inverse CDF); temperature 0 takes the likeliest token. Returns N lists of new
-    ids, the stop id included; a list without it was ended by the length."""
+    """Continue each prompt until a stop id. prompts: P lists of ids; randoms (N, max_new_tokens) uniform in [0, 1), one
+    for each token that may be sampled (inverse CDF), where N is a multiple of P: N / P samples of each prompt, one after
+    the other, which are prefilled once. Temperature 0 takes the likeliest token. Returns N lists of new ids, the stop id
+    included; a list without it was ended by the length."""
     from transformers import DynamicCache
     device = next(model.parameters()).device
     max_new_tokens = randoms.shape[1]
     width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)            # (N, T)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)      # (N, T)
+    ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)            # (P, T)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)      # (P, T)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     randoms = randoms.to(device, torch.float32)
     stops = torch.tensor(stops, device=device)
-    alive = torch.arange(len(prompts), device=device)
-    new = [[] for _ in prompts]
+    alive = torch.arange(len(randoms), device=device)
+    new = [[] for _ in randoms]
+    samples = len(randoms) // len(prompts)
     cache = DynamicCache(config=model.config)
     for step in range(max_new_tokens):
         hidden = model.get_decoder()(input_ids=ids, attention_mask=mask, position_ids=positions,
                                      past_key_values=cache, use_cache=True).last_hidden_state
         logits = model.get_output_embeddings()(hidden[:, -1]).float()                                 # (n, V)
+        if step == 0 and samples > 1:
+            cache.batch_repeat_interleave(samples)
+            logits, mask, positions = (x.repeat_interleave(samples, 0) for x in (logits, mask, positions))
         if temperature == 0:
             token = logits.argmax(-1)
         else:

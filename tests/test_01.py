@@ -1,0 +1,85 @@
+"""01_generate_tasks.py: every fact matters provably, splits share nothing, the same seed gives the same file."""
+import pytest
+
+import common
+from conftest import read, refused, stage, succeed
+
+generate_tasks = stage(1)
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    return {split: generate_tasks.generate(150, 3, split, "some")[0] for split in ("train", "validation", "test")}
+
+
+def test_references_run_and_reproduce_in_the_scorer(tasks):
+    with common.Scorer() as scorer:
+        for task in tasks["test"][:40]:
+            assert len(task["test_cases"]) == 10
+            verdicts, gradeable = scorer.score(task, [task["ground_truth"]])
+            assert all(gradeable) and all(verdicts[0])
+
+
+def test_each_fact_that_matters_fails_a_test_when_it_changes(tasks):
+    with common.Scorer() as scorer:
+        for task in tasks["test"][:28]:                                    # each family twice
+            needed = {fact["slot"]: fact for fact in task["facts"] if fact["matters"]}
+            codes = {slot: fact["code"] for slot, fact in needed.items()}
+            assert task["template"].format(**codes) == task["ground_truth"]
+            for slot, fact in needed.items():
+                wrong = [task["template"].format(**{**codes, slot: guess}) for guess in fact["guesses"] if guess != codes[slot]]
+                assert wrong
+                for verdicts in scorer.score(task, wrong[:3])[0]:
+                    assert not all(verdicts)
+
+
+def test_the_request_is_vague_and_questions_reach_their_fact(tasks):
+    for task in tasks["train"]:
+        assert task["problem_description"].endswith(task["ground_truth"].splitlines()[0])
+        for index, fact in enumerate(task["facts"]):
+            for question in fact["questions"]:
+                assert common.topics_asked(task["facts"], question) == [index], question
+            assert fact["matters"] or not fact["told"]
+    assert 0.15 < sum(any(f["told"] for f in t["facts"]) for t in tasks["train"]) / 150 < 0.45
+
+
+def test_replies_hold_no_code(tasks):
+    for task in tasks["train"]:
+        for fact in task["facts"]:
+            for reply in fact["replies"]:
+                assert len(reply) <= common.MAX_REPLY_CHARS
+                assert not any(sign in reply for sign in ("def ", "return", "(", "=", "["))
+
+
+def test_splits_share_no_reference(tasks):
+    references = {split: {task["ground_truth"] for task in own} for split, own in tasks.items()}
+    assert all(len(own) == 150 for own in references.values())
+    assert not references["train"] & references["test"] and not references["validation"] & references["test"]
+    assert not references["train"] & references["validation"]
+
+
+def test_told_all_states_every_fact_that_matters():
+    for task in generate_tasks.generate(30, 0, "all", "all")[0]:
+        assert all(fact["told"] == fact["matters"] for fact in task["facts"])
+        assert any(reply in task["problem_description"] for fact in task["facts"] if fact["matters"] for reply in fact["replies"])
+
+
+def test_same_seed_same_file(tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        succeed("01_generate_tasks.py", "--num-tasks", 20, "--seed", seed, "--out", tmp_path / name)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
+    assert len({task["task_id"] for task in read(tmp_path / "a")}) == 20
+
+
+def test_output_of_other_arguments_is_refused(tmp_path):
+    arguments = ["--num-tasks", 5, "--out", tmp_path / "t.jsonl"]
+    succeed("01_generate_tasks.py", *arguments)
+    assert "done already" in succeed("01_generate_tasks.py", *arguments)
+    line = refused(1, *arguments, "--seed", 4)
+    assert "--overwrite" in line and "--seed 0, now 4" in line
+    succeed("01_generate_tasks.py", *arguments, "--seed", 4, "--overwrite")
+
+
+def test_too_many_tasks_is_one_line(tmp_path):
+    assert refused(1, "--num-tasks", 10 ** 6, "--split", "test", "--out", tmp_path / "t.jsonl").startswith("--num-tasks")
+    assert not (tmp_path / "t.jsonl").exists()

