@@ -26,8 +26,11 @@ import string
 
 import common
 
-SMALL = (2, 3, 4, 5, 6, 7, 8, 9)
-MID = (10, 11, 12, 14, 15, 16, 18, 20, 25, 30, 40, 50)
+# Ranges of numbers. Facts of one family have disjoint ranges, as prices, ages and limits mostly have.
+FEW = (2, 3, 4, 5)
+SOME = (6, 7, 8, 9)
+TEENS = (10, 11, 12, 14, 15, 16, 18)
+TENS = (20, 25, 30, 40, 50)
 BIG = (60, 70, 75, 80, 90, 100, 120, 150, 200, 250)
 PERCENT = (5, 10, 15, 20, 25, 30)
 NUM_TESTS = 10
@@ -39,7 +42,7 @@ SPLITS = {"train": range(0, 80), "validation": range(80, 90), "test": range(90, 
 
 def number(noun, values):
     """A fact with a number for its value; `noun` begins with "the"."""
-    said = [(f"I want {noun} to be {v}.", f"For {noun} we use {v}.", f"Let {noun} be {v}.") for v in values]
+    said = [(f"{noun.capitalize()} is {v}.", f"Well, {noun} is {v}.", f"I think {noun} is {v}.") for v in values]
     questions = (f"What should {noun} be?", f"Could you tell me {noun}?", f"Do you have a value in mind for {noun}?")
     return {"topic": noun, "questions": questions, "options": [(s, str(v)) for s, v in zip(said, values)]}
 
@@ -141,9 +144,9 @@ FAMILIES = {
         requests=("the price of sending a parcel", "what a customer pays for a parcel"),
         code="def parcel_price(weight):\n    price = {base} + {rate} * weight\n    if weight > {heavy}:\n"
              "        price = price + {extra}\n    return price",
-        facts=dict(base=number("the basic price", SMALL + MID), rate=number("the kilo price", SMALL),
-                   heavy=number("the weight limit", MID),
-                   extra=number("the extra charge", SMALL + MID)),
+        facts=dict(base=number("the basic price", TEENS), rate=number("the kilo price", FEW),
+                   heavy=number("the weight limit", TENS),
+                   extra=number("the extra charge", SOME)),
         idle=("the country of the parcel", "the size of the box", "the insurance", "the delivery time"),
         arguments=integers(1, 60)),
     "order_total": dict(
@@ -151,7 +154,7 @@ FAMILIES = {
         code="def order_total(price, count):\n    total = price * count\n    if total {exact} {minimum}:\n"
              "        total = total - total * {percent} // 100\n    return total + {fee}",
         facts=dict(minimum=number("the least amount", BIG), percent=number("the discount", PERCENT),
-                   fee=number("the shipping fee", SMALL),
+                   fee=number("the shipping fee", (2, 3, 4, *SOME)),
                    exact=boundary("the least amount", below=False)),
         idle=("the currency", "the name of the customer", "the way of payment", "the coupon code"),
         arguments=lambda rng, values: f"{rng.choice(values)}, {rng.choice((1, 1, 1, 2, 3))}"
@@ -159,7 +162,7 @@ FAMILIES = {
     "grade": dict(
         requests=("the grade of a score", "how a student did in a test"),
         code='def grade(score):\n    if score {exact} {mark}:\n        return {good}\n    return {bad}',
-        facts=dict(mark=number("the pass mark", MID + BIG), exact=boundary("the pass mark", below=False),
+        facts=dict(mark=number("the pass mark", TENS + BIG), exact=boundary("the pass mark", below=False),
                    good=word("the pass label", ("good", "pass", "yes", "fine", "well", "great")),
                    bad=word("the fail label", ("bad", "fail", "no", "poor", "retry", "weak"))),
         idle=("the name of the student", "the date of the test", "the number of questions", "the teacher"),
@@ -174,44 +177,44 @@ FAMILIES = {
         requests=("the useful readings of a sensor", "which readings of our sensor are fine"),
         code="def filter_readings(readings):\n    readings = [r * {scale} for r in readings if r {exact} {top}]{sort}\n"
              "    return readings",
-        facts=dict(top=number("the highest reading", MID + BIG), exact=boundary("the highest reading", below=True),
-                   sort=order("the readings", "readings"), scale=number("the scale factor", SMALL)),
+        facts=dict(top=number("the highest reading", TEENS + TENS + BIG), exact=boundary("the highest reading", below=True),
+                   sort=order("the readings", "readings"), scale=number("the scale factor", FEW + SOME)),
         idle=("the name of the sensor", "the time of a reading", "the unit of the readings", "a missing sensor"),
         arguments=number_list(1, 260)),
     "sales_bonus": dict(
         requests=("the bonus of a seller", "what bonus somebody gets for sales"),
         code="def sales_bonus(sales):\n    bonus = max(0, sales - {target}) * {percent} // 100{top}\n    return bonus",
         facts=dict(target=number("the sales target", BIG), percent=number("the seller share", PERCENT),
-                   top=maximum("the maximum bonus", MID, "bonus")),
+                   top=maximum("the maximum bonus", (11, 12, 14, 16, 18, 40, 50), "bonus")),
         idle=("the name of the seller", "the region of the seller", "the month", "the size of the team"),
         arguments=integers(50, 1500)),
     "late_fee": dict(
         requests=("the fee for a late book", "what a reader pays for being late"),
         code="def late_fee(days):\n    fee = max(0, days - {grace}) * {rate}{top}\n    return fee",
-        facts=dict(grace=number("the grace period", SMALL), rate=number("the daily fee", SMALL),
-                   top=maximum("the maximum fee", MID, "fee")),
+        facts=dict(grace=number("the grace period", FEW), rate=number("the daily fee", SOME + TEENS),
+                   top=maximum("the maximum fee", TENS + BIG, "fee")),
         idle=("the title of the book", "the age of the reader", "the closing hours", "a lost book"),
         arguments=integers(0, 40)),
     "water_bill": dict(
         requests=("the water bill of a household", "what a household pays for water"),
         code="def water_bill(litres):\n    bill = {basic} + {rate} * max(0, litres - {free})\n"
              "    return max(bill, {least})",
-        facts=dict(basic=number("the basic fee", SMALL), rate=number("the litre price", SMALL),
-                   free=number("the free amount", MID), least=number("the smallest bill", MID)),
+        facts=dict(basic=number("the basic fee", SOME), rate=number("the litre price", FEW),
+                   free=number("the free amount", TEENS), least=number("the smallest bill", TENS)),
         idle=("the address of the household", "the season", "the number of people", "the pressure of the water"),
         arguments=integers(0, 70)),
     "player_score": dict(
         requests=("the score of a player", "the result of a player in our game"),
         code="def player_score(points, lives):\n    score = points * {factor} + lives * {bonus}\n    if lives == 0:\n"
              "        score = score - {penalty}\n    return score",
-        facts=dict(factor=number("the point factor", SMALL), bonus=number("the life bonus", SMALL + MID),
-                   penalty=number("the loss penalty", SMALL + MID)),
+        facts=dict(factor=number("the point factor", FEW), bonus=number("the life bonus", SOME + TEENS),
+                   penalty=number("the loss penalty", TENS)),
         idle=("the name of the player", "the level of the game", "the time played", "the high score"),
         arguments=lambda rng, values: f"{rng.randint(0, 99)}, {rng.choice((0, 1, 2, 3))}"),
     "shorten": dict(
         requests=("a short form of a text", "a short title from a long text"),
         code="def shorten(text):\n    return text[:{length}]{case} + {end}",
-        facts=dict(length=number("the text length", SMALL + MID), case=letters("the text"),
+        facts=dict(length=number("the text length", SOME + TEENS + TENS), case=letters("the text"),
                    end=choice("the end of the text", ("What should stand at the end of the text?",
                                                       "Could you tell me the end of the text?",
                                                       "Do you have a sign in mind for the end of the text?"),
@@ -224,20 +227,20 @@ FAMILIES = {
         requests=("the number of words in a text", "how many words a text has"),
         code="def count_words(text):\n    words = [w for w in text.split() if len(w) {exact} {length}]\n"
              "    return len({unique}(words)) * {weight}",
-        facts=dict(length=number("the word length", SMALL), exact=boundary("the word length", below=False),
+        facts=dict(length=number("the word length", FEW), exact=boundary("the word length", below=False),
                    unique=choice("the same word twice", ("Does the same word twice count once?",
                                                          "What about the same word twice?",
                                                          "How do you count the same word twice?"),
                                  ("set", "The same word twice counts once.", "Count the same word only once."),
                                  ("list", "The same word twice counts twice.", "Count the same word each time.")),
-                   weight=number("the word weight", SMALL)),
+                   weight=number("the word weight", SOME + TEENS + TENS)),
         idle=("the language of the text", "the author of the text", "the spelling", "the headlines"),
         arguments=sentence),
     "alarm": dict(
         requests=("the alarm of an oven", "what our oven should report"),
         code="def alarm(degrees):\n    if degrees > {high}:\n        return {hot}\n    if degrees < {low}:\n"
              "        return {cold}\n    return {normal}",
-        facts=dict(high=number("the highest heat", BIG), low=number("the lowest heat", MID),
+        facts=dict(high=number("the highest heat", BIG), low=number("the lowest heat", TEENS + TENS),
                    hot=word("the hot label", ("hot", "stop", "high", "red")),
                    cold=word("the cold label", ("cold", "wait", "low", "blue")),
                    normal=word("the normal label", ("fine", "good", "ready", "green"))),
@@ -247,22 +250,21 @@ FAMILIES = {
         requests=("the price of a ticket", "what a visitor pays at the door"),
         code="def ticket_price(age):\n    if age < {child} or age > {senior}:\n        return {reduced}\n"
              "    return {full}",
-        facts=dict(child=number("the child age", (4, 5, 6, 7, 8, 9, 10, 12, 15)),
-                   senior=number("the senior age", (50, 60, 75, 80)),
-                   reduced=number("the reduced price", SMALL), full=number("the full price", MID)),
+        facts=dict(child=number("the child age", SOME),
+                   senior=number("the senior age", (60, 70, 75, 80)),
+                   reduced=number("the reduced price", FEW), full=number("the full price", TEENS + TENS)),
         idle=("the day of the week", "the seat of the visitor", "the size of a group", "the name of the show"),
         arguments=integers(1, 99)),
     "user_name": dict(
         requests=("the user name of a person", "a user name from two names"),
-        code="def user_name(first, last):\n    name = {order}\n    return name[:{length}]{case}",
-        facts=dict(order=choice("the name that comes first", ("Which name comes first?",
-                                                              "Could you tell me the name that comes first?",
-                                                              "Do you have a wish for the name that comes first?"),
-                                *((f'{a} + "{sign}" + {b}', f"The {a} name comes first, then a {said}.",
-                                   f"Begin with the {a} name and then a {said}.")
-                                  for a, b in (("first", "last"), ("last", "first"))
-                                  for sign, said in (("-", "dash"), ("_", "underscore"), (".", "dot")))),
-                   length=number("the name length", (6, 7, 8, 9, 10, 11, 12, 14, 15)), case=letters("the user name")),
+        code="def user_name(first, last):\n    names = [{order}]\n    return {sep}.join(names)[:{length}]{case}",
+        facts=dict(order=choice("the name to begin with", ("Which is the name to begin with?",
+                                                           "Could you tell me the name to begin with?",
+                                                           "Do you have a wish for the name to begin with?"),
+                                ("first, last", "Begin with the first name.", "The first name should begin."),
+                                ("last, first", "Begin with the last name.", "The last name should begin.")),
+                   sep=separator("the names"), length=number("the name length", SOME + TEENS),
+                   case=letters("the user name")),
         idle=("the age of the person", "the address of the person", "the password", "the middle initial"),
         arguments=two_words),
 }

@@ -63,7 +63,7 @@ def script_turn(task, history, max_rounds, informed, rng):
     needed = [i for i, fact in enumerate(facts) if fact["matters"] and i not in known]
     idle = [i for i, fact in enumerate(facts) if not fact["matters"] and i not in known]
     num_turns = sum(turn["role"] == "assistant" for turn in history)
-    early, vague, repeat, useless = (0.01, 0.03, 0.04, 0.10) if informed else (0.03, 0.06, 0.14, 0.42)
+    early, vague, repeat, useless = (0.01, 0.03, 0.04, 0.10) if informed else (0.03, 0.06, 0.14, 0.37)
     luck = rng.random()
     if num_turns + 1 == max_rounds or luck < (early if needed else 0.85):
         values = {fact["slot"]: fact["code"] if informed or i in known else rng.choice(fact["guesses"])

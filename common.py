@@ -878,7 +878,8 @@ class Scorer:
         return self
 
     def __exit__(self, *_):
-        self.child.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self.child.stdin.close()
         self.child.wait()
 
     def results(self, code, calls):

@@ -33,7 +33,7 @@ evaluate() {
 echo "seed $seed, results in $out"
 step tasks-train $py 01_generate_tasks.py --split train --num-tasks "${TRAIN_TASKS:-800}" --seed "$seed" --out "$out/train.jsonl"
 step tasks-test $py 01_generate_tasks.py --split test --num-tasks "${TEST_TASKS:-300}" --seed 1000 --out "$out/test.jsonl"
-step rollout-offline .venv/bin/torchrun --nproc-per-node 2 --master-port 0 ${rollout#$py } --tasks "$out/train.jsonl" \
+step rollout-offline .venv/bin/torchrun --standalone --nproc-per-node 2 ${rollout#$py } --tasks "$out/train.jsonl" \
     --agent tests/tiny --samples 4 --seed "$seed" --out "$out/offline.jsonl"
 
 train="--trajectories $out/offline.jsonl --model tests/tiny --seed $seed"

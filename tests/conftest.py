@@ -20,8 +20,8 @@ def stage(number):
 
 def run(script, *arguments, cwd=ROOT, ranks=1, timeout=300, **options):
     """Run a stage as a user would; returns the finished process."""
-    launcher = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node",
-                                                    str(ranks), "--master-port", "0"]
+    launcher = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone",
+                                                    "--nproc-per-node", str(ranks)]
     return subprocess.run([*launcher, str(ROOT / script), *map(str, arguments)], cwd=cwd, text=True, timeout=timeout,
                           capture_output=True, **options)
 

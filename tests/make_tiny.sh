@@ -13,16 +13,13 @@ py=.venv/bin/python
 mkdir -p "$work"
 $py 01_generate_tasks.py --split train --num-tasks 4000 --seed 100 --out $work/tasks.jsonl
 $py 01_generate_tasks.py --split train --num-tasks 4000 --seed 100 --told all --out $work/clear_tasks.jsonl
-roll="$py 02_rollout.py --simulator rules --max-rounds 8"
-(
-    $roll --agent script --tasks $work/clear_tasks.jsonl --out $work/clear.jsonl
-    $roll --agent script-informed --samples 2 --tasks $work/tasks.jsonl --out $work/informed.jsonl
-) & 
-$roll --agent script --samples 3 --tasks $work/tasks.jsonl --out $work/script.jsonl
-wait $!
+rollout=".venv/bin/torchrun --standalone --nproc-per-node 2 02_rollout.py --simulator rules --max-rounds 8 --samples 2"
+$rollout --agent script --tasks $work/clear_tasks.jsonl --out $work/clear.jsonl
+$rollout --agent script --tasks $work/tasks.jsonl --out $work/script.jsonl
+$rollout --agent script-informed --tasks $work/tasks.jsonl --out $work/informed.jsonl
 cat $work/clear.jsonl $work/script.jsonl $work/informed.jsonl > $work/demonstrations.jsonl
-.venv/bin/torchrun --nproc-per-node 2 04_train_policy.py --method sft --model tiny --trajectories $work/demonstrations.jsonl \
-    --lr 4e-3 --batch-size 32 --epochs 2 --log-every 25 --out $work/model
+.venv/bin/torchrun --standalone --nproc-per-node 2 04_train_policy.py --method sft --model tiny --lr 4e-3 --epochs 2 \
+    --trajectories $work/demonstrations.jsonl --micro-batch-size 16 --log-every 25 --out $work/model
 mkdir -p "$out"
 cp $work/model/{model.safetensors,config.json,generation_config.json,tokenizer.json,tokenizer_config.json,chat_template.jinja,metrics.jsonl,args.json} "$out"
 echo "writes $out"
