@@ -21,5 +21,5 @@ cat $work/clear.jsonl $work/script.jsonl $work/informed.jsonl > $work/demonstrat
 .venv/bin/torchrun --standalone --nproc-per-node 2 04_train_policy.py --method sft --model tiny --lr 4e-3 --epochs 2 \
     --trajectories $work/demonstrations.jsonl --micro-batch-size 16 --log-every 25 --out $work/model
 mkdir -p "$out"
-cp $work/model/{model.safetensors,config.json,generation_config.json,tokenizer.json,tokenizer_config.json,chat_template.jinja,metrics.jsonl,args.json} "$out"
+cp $work/model/{model.safetensors,config.json,generation_config.json,tokenizer.json,tokenizer_config.json,chat_template.jinja} "$out"
 echo "writes $out"
