@@ -54,7 +54,7 @@ def bradley_terry_loss(chosen_scores, rejected_scores, beta):
 # ---------------------------------------------------------------------------------------------------------------------
 # examples: (chosen item, rejected item); an item is a list of rows (common.py)
 
-def held_out(task_id, fraction):
+def is_held_out(task_id, fraction):
     """Whether a task's hash puts it into the held-out fraction; all data of a task fall on the same side."""
     return int(hashlib.sha256(f"held out {task_id}".encode()).hexdigest()[:8], 16) / 2 ** 32 < fraction
 
@@ -119,7 +119,7 @@ def main(argv=None):
     common.check_rewards(trajectories, args.trajectories)
     pairs = common.trajectory_pairs(trajectories, args.trajectories)
     model, tokenizer = common.load_model(args.model, runtime.device)
-    split = {held: [pair for pair in pairs if held_out(trajectories[pair[0]]["task_id"], args.held_out_frac) == held]
+    split = {held: [pair for pair in pairs if is_held_out(trajectories[pair[0]]["task_id"], args.held_out_frac) == held]
              for held in (False, True)}
     common.say(f"{len(split[False]):,} trajectory pairs to train on, {len(split[True]):,} of other tasks held out")
     examples, held_out = (common.drop_long(trajectory_pair_examples(
@@ -158,7 +158,7 @@ def main(argv=None):
                                       nll.sum()]).detach().double().cpu() / len(batch_examples)
             loss.backward()
             sums[0] += loss.item()
-            sums[5] += batch.mask.sum().item()
+            sums[5] += sum(len(row.ids) for i in micro for item in examples[i] for row in item)
         common.reduce_gradients(model)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item()
         lr = common.learning_rate(step, len(batches), args.lr)

@@ -349,7 +349,7 @@ def main(argv=None):
                 loss = -logps.sum() / batch_tokens                                      # mean NLL of the batch's tokens
             loss.backward()
             sums[0] += loss.item()
-            sums[5] += batch.mask.sum().item()
+            sums[5] += sum(len(row.ids) for i in micro for item in examples[i] for row in item)
         common.reduce_gradients(model)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item()
         lr = common.learning_rate(step, len(batches), args.lr)

@@ -53,6 +53,7 @@ baselines() {
 # Two processes of one thread each share the two cores.
 sweet & first=$!
 baselines & second=$!
-wait $first && wait $second
+wait $first
+wait $second
 $py 05_evaluate.py base="$out/base.jsonl" rft="$out/rft.jsonl" mtdpo="$out/mtdpo.jsonl" sweet="$out/sweet.jsonl" \
     --baseline base --out "$out/report" | tee "$out/evaluate.log"

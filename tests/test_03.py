@@ -72,8 +72,8 @@ def test_the_folder_is_a_model_with_a_description(critic):
 
 def test_held_out_pairs_share_no_task_with_the_others(workspace):
     tasks = [row["task_id"] for row in read(workspace / "tasks.jsonl")]
-    held = {task for task in tasks if critic_stage.held_out(task, 0.3)}
-    assert 0 < len(held) < len(tasks) and held == {task for task in tasks if critic_stage.held_out(task, 0.3)}
+    held = {task for task in tasks if critic_stage.is_held_out(task, 0.3)}
+    assert 0 < len(held) < len(tasks) and held == {task for task in tasks if critic_stage.is_held_out(task, 0.3)}
 
 
 def test_it_learns_its_training_pairs(workspace, tmp_path):
