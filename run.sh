@@ -38,13 +38,13 @@ step rollout-offline .venv/bin/torchrun --standalone --nproc-per-node 2 ${rollou
 
 train="--trajectories $out/offline.jsonl --model tests/tiny --seed $seed"
 sweet() {
-    step critic $py 03_train_critic.py $train --lr 3e-4 --epochs 2 --out "$out/critic"
-    step sweet $py 04_train_policy.py --method sweet $train --critic "$out/critic" --lr 1e-4 --data-frac 0.1 \
+    step critic $py 03_train_critic.py $train --beta 1 --lr 3e-4 --epochs 2 --out "$out/critic"
+    step sweet $py 04_train_policy.py --method sweet $train --critic "$out/critic" --lr 3e-5 --data-frac 0.1 \
         --max-new-tokens 160 --out "$out/sweet"
     evaluate sweet "$out/sweet"
 }
 baselines() {
-    step mtdpo $py 04_train_policy.py --method mtdpo $train --lr 3e-4 --epochs 2 --out "$out/mtdpo"
+    step mtdpo $py 04_train_policy.py --method mtdpo $train --beta 0.3 --lr 1e-4 --epochs 2 --out "$out/mtdpo"
     evaluate mtdpo "$out/mtdpo"
     step rft $py 04_train_policy.py --method rft $train --lr 3e-4 --epochs 2 --out "$out/rft"
     evaluate rft "$out/rft"
@@ -56,4 +56,4 @@ baselines & second=$!
 wait $first
 wait $second
 $py 05_evaluate.py base="$out/base.jsonl" rft="$out/rft.jsonl" mtdpo="$out/mtdpo.jsonl" sweet="$out/sweet.jsonl" \
-    --baseline base --out "$out/report" | tee "$out/evaluate.log"
+    --baseline mtdpo --gates tests/tiny --out "$out/report" | tee "$out/evaluate.log"
