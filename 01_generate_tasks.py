@@ -170,14 +170,16 @@ FAMILIES = {
     "join_names": dict(
         requests=("one line of text from a list of names", "a line with all names of a list"),
         code="def join_names(names):{sort}\n    return {sep}.join(names[:{limit}]){case}",
-        facts=dict(limit=number("the name limit", (2, 3, 4, 5, 6)), sep=separator("the names"), sort=order("the names", "names"), case=letters("the names")),
+        facts=dict(limit=number("the name limit", (2, 3, 4, 5, 6)), sep=separator("the names"),
+                   sort=order("the names", "names"), case=letters("the names")),
         idle=("the title of a person", "the names of children", "the longest name", "the middle initial"),
         arguments=word_list),
     "filter_readings": dict(
         requests=("the useful readings of a sensor", "which readings of our sensor are fine"),
         code="def filter_readings(readings):\n    readings = [r * {scale} for r in readings if r {exact} {top}]{sort}\n"
              "    return readings",
-        facts=dict(top=number("the highest reading", TEENS + TENS + BIG), exact=boundary("the highest reading", below=True),
+        facts=dict(top=number("the highest reading", TEENS + TENS + BIG),
+                   exact=boundary("the highest reading", below=True),
                    sort=order("the readings", "readings"), scale=number("the scale factor", FEW + SOME)),
         idle=("the name of the sensor", "the time of a reading", "the unit of the readings", "a missing sensor"),
         arguments=number_list(1, 260)),
@@ -329,7 +331,7 @@ def template_task(rng, name, told, accept):
 
 
 def generate(num_tasks, seed, split, told):
-    """`num_tasks` tasks without repeats, the families in turn until one has no more, and the dropped draws by reason."""
+    """`num_tasks` tasks without repeats, the families in turn until one has no more; the dropped draws by reason."""
     rng = random.Random(seed)
     tasks, dropped = {}, {}
 

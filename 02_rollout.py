@@ -27,9 +27,9 @@ import common
 
 SIMULATOR_SYSTEM = (
     "You are a person who asked an assistant for a Python function, in these words:\n{problem_description}\n\n"
-    "Only you know what you need: the function below. Answer the assistant's last message in one or two short sentences "
-    "of plain English. Say only what was asked about. If the function does not settle it, say that you do not know. "
-    "Never write or quote code.\n\n{ground_truth}")
+    "Only you know what you need: the function below. Answer the assistant's last message in one or two short "
+    "sentences of plain English. Say only what was asked about. If the function does not settle it, say that you do "
+    "not know. Never write or quote code.\n\n{ground_truth}")
 UNCLEAR = ("Could you ask about something specific?", "I am not sure what you mean.", "Please ask me about one thing.")
 VAGUE = ("Can you tell me more?", "What else should I know?", "Could you describe the function?")
 OPENERS = ("", "", "", "Thanks. ", "Okay. ", "One more question. ")
@@ -88,7 +88,8 @@ def script_turns(dialogues, args):
     turns = []
     for dialogue in dialogues:
         rng = dialogue_rng(dialogue, args, "agent")
-        content = script_turn(dialogue["task"], dialogue["history"], args.max_rounds, args.agent == "script-informed", rng)
+        informed = args.agent == "script-informed"
+        content = script_turn(dialogue["task"], dialogue["history"], args.max_rounds, informed, rng)
         turns.append({"role": "assistant", "content": content})
     return turns
 
@@ -170,11 +171,12 @@ def summary(trajectories):
     """One line: success, tests passed, rounds, and what was cut or forced."""
     n = len(trajectories)
     last = [[turn for turn in t["dialogue_history"] if turn["role"] == "assistant"][-1] for t in trajectories]
+    forced = sum(common.MARKER not in turn["content"] for turn in last)
     cut = sum(turn.get("truncated", False) for t in trajectories for turn in t["dialogue_history"])
     return (f"success {sum(t['reward'] == 1 for t in trajectories) / n:.3f} | tests passed "
-            f"{sum(t['reward'] for t in trajectories) / n:.3f} | rounds {sum(t['num_rounds'] for t in trajectories) / n:.2f}"
-            f" | {sum(common.MARKER not in turn['content'] for turn in last) / n:.1%} ended without the marker"
-            f" | {cut} turns stopped by --max-new-tokens")
+            f"{sum(t['reward'] for t in trajectories) / n:.3f} | rounds "
+            f"{sum(t['num_rounds'] for t in trajectories) / n:.2f} | {forced / n:.1%} ended without the marker | "
+            f"{cut} turns stopped by --max-new-tokens")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -217,7 +219,7 @@ def main(argv=None):
     if common.claim_output(args, args.out, [args.tasks, args.agent, args.simulator]):
         return
 
-    # Blocks of `concurrency` dialogues are played to their ends one after the other: a resumed run plays the same blocks.
+    # Blocks of `concurrency` dialogues are played to their ends one after the other; a resumed run plays the same ones.
     todo = [{"task": task, "sample": sample, "answer": None,
              "history": [{"role": "user", "content": task["problem_description"]}]}
             for task in tasks for sample in range(args.samples)]

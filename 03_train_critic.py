@@ -6,11 +6,11 @@ Writes  a critic folder: a model folder with critic.json and metrics.jsonl.
 The critic is a language model, started from the policy's weights, that reads c (the reference solution) before the
 dialogue. The advantage of a turn is the mean log-ratio of its tokens against the initial model with the same input:
 
-    A(o_t, a_t, c) = 1/L sum_l [ log p(a_t^l | o_t, a_t^<l, c) - log p_ref(a_t^l | o_t, a_t^<l, c) ]              (eq. 3)
+    A(o_t, a_t, c) = 1/L sum_l [ log p(a_t^l | o_t, a_t^<l, c) - log p_ref(a_t^l | o_t, a_t^<l, c) ]      (eq. 3)
 
 trained by Bradley-Terry on pairs of trajectories of one task, the chosen one with the higher return:
 
-    J = -log s( b sum_t A(o_t+, a_t+, c) - b sum_t A(o_t-, a_t-, c) ) + nll_coef * mean NLL of the chosen          (eq. 2)
+    J = -log s( b sum_t A(o_t+, a_t+, c) - b sum_t A(o_t-, a_t-, c) ) + nll_coef * mean NLL of the chosen  (eq. 2)
 
 Pairs of `--held-out-frac` of the tasks are not trained on: their accuracy is what is reported.
 
@@ -71,7 +71,8 @@ def trajectory_pair_examples(trajectories, pairs, tokenizer, privileged):
 
 def pair_accuracy(model, examples, ref, args, device):
     """The share of pairs whose chosen trajectory has the higher score; a tie is half right."""
-    logps = common.logps_of(model, [item for example in examples for item in example], args.max_tokens, device, args.dtype)
+    items = [item for example in examples for item in example]
+    logps = common.logps_of(model, items, args.max_tokens, device, args.dtype)
     right = 0.0
     for i, (example, refs) in enumerate(zip(examples, ref)):
         lengths = [common.collate([item]).lengths[0] for item in example]
@@ -86,7 +87,7 @@ def pair_accuracy(model, examples, ref, args, device):
 def parse_args(argv=None):
     parser = common.argument_parser(__doc__)
     parser.add_argument("--trajectories", required=True, help="trajectories file (02), with rewards")
-    parser.add_argument("--model", required=True, help="the model to start from: the policy's (folder, hub id, smollm2)")
+    parser.add_argument("--model", required=True, help="the policy's model, to start from (folder, hub id, smollm2)")
     # the critic
     parser.add_argument("--no-privileged", action="store_true", help="leave c out")
     parser.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn", help="see above")
@@ -98,14 +99,14 @@ def parse_args(argv=None):
     parser.add_argument("--epochs", type=common.positive_int, default=4, help="passes over the examples")
     parser.add_argument("--batch-size", type=common.positive_int, default=8, help="examples a step, over all ranks")
     parser.add_argument("--micro-batch-size", type=common.positive_int, default=8, help="examples a forward pass")
-    parser.add_argument("--max-steps", type=common.positive_int, help="stop after so many steps (the schedule ends there)")
-    parser.add_argument("--max-length", type=common.positive_int, default=8192, help="longest row in tokens; longer: dropped")
-    parser.add_argument("--max-tokens", type=common.positive_int, default=16384, help="padded tokens a pass without gradients")
+    parser.add_argument("--max-steps", type=common.positive_int, help="stop (and end the schedule) after so many steps")
+    parser.add_argument("--max-length", type=common.positive_int, default=8192, help="drop longer rows (tokens)")
+    parser.add_argument("--max-tokens", type=common.positive_int, default=16384, help="tokens a pass without gradients")
     parser.add_argument("--max-grad-norm", type=float, default=1.0, help="gradient clipping")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                         help="arithmetic; the parameters stay float32")
     parser.add_argument("--seed", type=int, default=0, help="seed of order and samples")
-    parser.add_argument("--save-every", type=common.positive_int, default=200, help="steps between states to resume from")
+    parser.add_argument("--save-every", type=common.positive_int, default=200, help="steps between saved states")
     parser.add_argument("--log-every", type=common.positive_int, default=10, help="steps between log lines")
     parser.add_argument("--out", required=True, help="folder to write")
     common.add_overwrite(parser)
@@ -131,7 +132,7 @@ def main(argv=None):
     common.say(f"{len(examples):,} examples, {len(batches):,} steps of {args.batch_size}")
     common.show_samples(tokenizer, [item for example in examples[:1] for item in example])
 
-    # The reference is the critic before its first update: its log-probabilities are computed once, by the same function.
+    # The reference is the critic before its first update; its log-probabilities are computed once, by the same function
     ref = common.reference_logps(args.out, model, examples + held_out, args, runtime)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
     first = common.load_state(args.out, model, optimizer, runtime.device)
@@ -151,7 +152,7 @@ def main(argv=None):
                 ref_logps[row, :len(ref_row)] = ref_row
             scores = turn_advantages(logps, ref_logps, batch.lengths, args.normalize).sum(1)          # (2B,)
             losses, chosen_rewards, rejected_rewards = bradley_terry_loss(scores[0::2], scores[1::2], args.beta)
-            nll = -logps[0::2].sum(1) / batch.lengths[0::2].sum(1)                      # (B,) mean over the chosen's tokens
+            nll = -logps[0::2].sum(1) / batch.lengths[0::2].sum(1)                      # (B,) mean over chosen tokens
             loss = (losses + args.nll_coef * nll).sum() / len(batch_examples)
             margin = chosen_rewards - rejected_rewards
             sums[1:5] += torch.stack([(margin > 0).sum(), margin.sum(), chosen_rewards.sum(),

@@ -3,13 +3,13 @@
 Reads   trajectories.jsonl (02), a model, and for --method sweet a critic (03).
 Writes  a model folder with metrics.jsonl; for sweet also candidates.jsonl, scored.jsonl and pairs.jsonl.
 
---method sweet   For every agent turn of `--data-frac` of the trajectories, sample 16 candidates given o_t, score each with
-                 the critic's A(o_t, a, c) (eq. 3), pair a random one of the better half with a random one of the worse,
-                 and train by single-turn DPO (eq. 4); c never reaches the policy.
+--method sweet   For every agent turn of `--data-frac` of the trajectories, sample 16 candidates given o_t, score each
+                 with the critic's A(o_t, a, c) (eq. 3), pair a random one of the better half with a random one of the
+                 worse, and train by single-turn DPO (eq. 4); c never reaches the policy.
 --method mtdpo   Multi-turn DPO on pairs of trajectories of one task, all agent tokens summed.
 --method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories.
---method sft     Likelihood of the agent's turns of all trajectories; makes the embedded default's base model. Trajectories
-                 of the informed script are trained with c in front, as it saw c.
+--method sft     Likelihood of the agent's turns of all trajectories; makes the embedded default's base model.
+                 Trajectories of the informed script are trained with c in front, as it saw c.
 
 Equations, with sums over the tokens of an action (end of turn included):
     eq. 4   -log s( b [log p(a+|o) / p_ref(a+|o)] - b [log p(a-|o) / p_ref(a-|o)] ) + nll_coef * mean NLL of a+
@@ -85,8 +85,9 @@ def tiny_model(texts):
                                         chat_template=TINY_TEMPLATE)
     config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=3,
                          num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=2048,
-                         tie_word_embeddings=True, initializer_range=0.08, bos_token_id=None, pad_token_id=tokenizer.pad_token_id,
-                         eos_token_id=tokenizer.eos_token_id)
+                         tie_word_embeddings=True, bos_token_id=None, pad_token_id=tokenizer.pad_token_id,
+                         eos_token_id=tokenizer.eos_token_id,
+                         initializer_range=0.08)        # about 1 / sqrt(hidden size); 0.02 never learns to copy values
     return LlamaForCausalLM(config), tokenizer
 
 
@@ -164,8 +165,8 @@ def score_candidates(rows, critic, tokenizer, args, device):
 
 
 def candidate_pairs(row, pairs_per_turn, rng):
-    """Pairs (better, worse) of candidate numbers: a random one of the better half, a random one of the worse. Candidates
-    stopped by length are left out, and a pair of twice the same text is none."""
+    """Pairs (better, worse) of candidate numbers: a random one of the better half, a random one of the worse.
+    Candidates stopped by length are left out, and a pair of twice the same text is none."""
     order = [i for i, candidate in enumerate(row["candidates"]) if candidate["ended"]]
     rng.shuffle(order)                                                               # ties fall either way
     order.sort(key=lambda i: -row["advantages"][i])
@@ -191,8 +192,8 @@ def print_kinds(pairs):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# examples: tuples of items, an item being a list of rows (common.py): (trajectory,) for likelihoods, (chosen trajectory,
-# rejected trajectory) for multi-turn DPO, and for SWEET (candidates,), whose turn 0 is the chosen, 1 the rejected action
+# examples: tuples of items, an item being a list of rows (common.py): (trajectory,) for likelihoods, (chosen
+# trajectory, rejected trajectory) for multi-turn DPO, (candidates,) for SWEET: turn 0 the chosen, 1 the rejected action
 
 def likelihood_examples(trajectories, tokenizer, args):
     own = common.tokenizer_name(tokenizer)
@@ -267,19 +268,19 @@ def parse_args(argv=None):
     parser.add_argument("--beta", type=float, default=0.1, help="scale of the log-ratios in the loss")
     parser.add_argument("--nll-coef", type=float, default=0.01, help="weight of the chosen side's mean NLL")
     parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate (3 %% warm-up, cosine to 10 %%)")
-    parser.add_argument("--epochs", type=common.positive_int, help="passes over the examples (None: 1 for sweet, else 4)")
+    parser.add_argument("--epochs", type=common.positive_int, help="passes over the examples (None: sweet 1, else 4)")
     parser.add_argument("--batch-size", type=common.positive_int,
                         help="examples a step, over all ranks (None: 8 for sweet and mtdpo, else 32)")
     parser.add_argument("--micro-batch-size", type=common.positive_int, default=8, help="examples a forward pass")
-    parser.add_argument("--max-steps", type=common.positive_int, help="stop after so many steps (the schedule ends there)")
-    parser.add_argument("--max-length", type=common.positive_int, default=16384, help="longest row in tokens; longer: dropped")
-    parser.add_argument("--max-tokens", type=common.positive_int, default=16384, help="padded tokens a pass without gradients")
+    parser.add_argument("--max-steps", type=common.positive_int, help="stop (and end the schedule) after so many steps")
+    parser.add_argument("--max-length", type=common.positive_int, default=16384, help="drop longer rows (tokens)")
+    parser.add_argument("--max-tokens", type=common.positive_int, default=16384, help="tokens a pass without gradients")
     parser.add_argument("--no-tree", action="store_true", help="give every candidate a prompt of its own (slower)")
     parser.add_argument("--max-grad-norm", type=float, default=1.0, help="gradient clipping")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                         help="arithmetic; the parameters stay float32")
     parser.add_argument("--seed", type=int, default=0, help="seed of order and samples")
-    parser.add_argument("--save-every", type=common.positive_int, default=200, help="steps between states to resume from")
+    parser.add_argument("--save-every", type=common.positive_int, default=200, help="steps between saved states")
     parser.add_argument("--log-every", type=common.positive_int, default=10, help="steps between log lines")
     parser.add_argument("--out", required=True, help="folder to write")
     common.add_overwrite(parser)
@@ -316,12 +317,12 @@ def main(argv=None):
     common.say(f"{len(examples):,} examples, {len(batches):,} steps of {args.batch_size}")
     common.show_samples(tokenizer, [item for example in examples[:1] for item in example])
 
-    # The reference is the policy before its first update: its log-probabilities are computed once, by the same function.
+    # The reference is the policy before its first update; its log-probabilities are computed once, by the same function
     is_dpo = args.method in ("sweet", "mtdpo")
     if is_dpo:
         ref = common.reference_logps(args.out, model, examples, args, runtime)
-        ref = torch.stack([torch.stack(sides(torch.nn.utils.rnn.pad_sequence(logps, batch_first=True), args.method), 1)[0]
-                           for logps in ref])                                           # (examples, 2)
+        ref = [torch.nn.utils.rnn.pad_sequence(logps, batch_first=True) for logps in ref]
+        ref = torch.stack([torch.cat(sides(logps, args.method)) for logps in ref])      # (examples, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
     first = common.load_state(args.out, model, optimizer, runtime.device)
     log = common.StepLog(args.out, first, len(batches), args.log_every)
@@ -339,8 +340,9 @@ def main(argv=None):
             if is_dpo:
                 chosen, rejected = sides(logps, args.method)                            # (B,)
                 ref_chosen, ref_rejected = ref[micro].to(runtime.device).T              # (B,)
-                losses, chosen_rewards, rejected_rewards = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta)
-                nll = -chosen / sides(batch.lengths, args.method)[0]                    # (B,) mean over the chosen's tokens
+                losses, chosen_rewards, rejected_rewards = dpo_loss(chosen, rejected, ref_chosen, ref_rejected,
+                                                                    args.beta)
+                nll = -chosen / sides(batch.lengths, args.method)[0]                    # (B,) mean over chosen tokens
                 loss = (losses + args.nll_coef * nll).sum() / len(batch_examples)
                 margin = chosen_rewards - rejected_rewards
                 sums[1:5] += torch.stack([(margin > 0).sum(), margin.sum(), chosen_rewards.sum(),

@@ -164,8 +164,9 @@ def report(metrics, lines, files):
         for trajectory in trajectories[:10]:
             summary = f"{trajectory['task_id']}: reward {trajectory['reward']:.1f}"
             parts.append(f"<details><summary>{html.escape(summary)}</summary>")
-            parts += [f"<p class={'assistant' if turn['role'] == 'assistant' else 'user'}><b>{html.escape(turn['role'])}"
-                      f":</b> {html.escape(turn['content'])}</p>" for turn in trajectory["dialogue_history"]]
+            for turn in trajectory["dialogue_history"]:
+                role = "assistant" if turn["role"] == "assistant" else "user"
+                parts.append(f"<p class={role}><b>{role}:</b> {html.escape(turn['content'])}</p>")
             parts.append(f"<p>reference</p><pre>{html.escape(trajectory['task']['ground_truth'])}</pre></details>")
     return "\n".join(parts) + "\n"
 
@@ -176,7 +177,7 @@ def parse_args(argv=None):
     parser = common.argument_parser(__doc__)
     parser.add_argument("files", nargs="+", metavar="NAME=FILE", help="trajectory files (02), each with a name")
     parser.add_argument("--baseline", metavar="NAME", help="compare the others with this one")
-    parser.add_argument("--gates", metavar="MODEL", help="print the gates of a base model, on the first file's dialogues")
+    parser.add_argument("--gates", metavar="MODEL", help="print a base model's gates, on dialogues of the first file")
     parser.add_argument("--out", required=True, help="folder to write")
     common.add_overwrite(parser)
     args = parser.parse_args(argv)
@@ -206,8 +207,8 @@ def main(argv=None):
         for name, trajectories in files.items():
             ungradeable = rescore(trajectories, scorer)
             if ungradeable:
-                print(f"{name}: {ungradeable} tests cannot be graded (the reference raises, or returns nothing that can "
-                      "be compared); no answer passes them")
+                print(f"{name}: {ungradeable} tests cannot be graded (the reference raises, or returns nothing that "
+                      "can be compared); no answer passes them")
             metrics[name] = measure(trajectories)
             common.write_jsonl(out / "scored" / f"{name}.jsonl", trajectories)
     for name in files:

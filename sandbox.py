@@ -39,7 +39,8 @@ def encode(value, depth=0):
     if kind in (set, frozenset):
         return ["set", sorted((encode(item, depth + 1) for item in value), key=json.dumps)]
     if kind is dict:
-        return ["dict", sorted(([encode(k, depth + 1), encode(v, depth + 1)] for k, v in value.items()), key=json.dumps)]
+        pairs = ([encode(k, depth + 1), encode(v, depth + 1)] for k, v in value.items())
+        return ["dict", sorted(pairs, key=json.dumps)]
     if kind is bytes:
         return ["bytes", value.hex()]
     if kind is complex:
