@@ -370,8 +370,8 @@ def all_known(task, history):
 
 def action_kind(task, history, action):
     """What an agent's turn is worth after `history` on a template task: "needed" (asks for a fact that matters and is
-    not known), "repeat" (known already), "idle" (does not matter), "vague" (no topic), "right answer", "wrong answer" (all that
-    matters was known), "early answer" (it was not, and the answer is wrong)."""
+    not known), "repeat" (known already), "idle" (does not matter), "vague" (no topic), "right answer", "wrong answer"
+    (all that matters was known), "early answer" (it was not, and the answer is wrong)."""
     facts, known = task["facts"], known_facts(task, history)
     if MARKER in action:
         if action.split(MARKER, 1)[1].strip() == task["ground_truth"]:
