@@ -77,7 +77,7 @@ def test_held_out_pairs_share_no_task_with_the_others(workspace):
 
 
 def test_it_learns_its_training_pairs(workspace, tmp_path):
-    succeed("03_train_critic.py", *flags(workspace, tmp_path / "c", "--held-out-frac", 0, "--max-steps", 30, "--epochs", 30,
+    succeed("03_train_critic.py", *flags(workspace, tmp_path / "c", "--held-out-frac", 0, "--max-steps", 20, "--epochs", 20,
                                          "--batch-size", 16))
     steps = read(tmp_path / "c" / "metrics.jsonl")
     assert sum(s["acc"] for s in steps[-5:]) / 5 > 0.9 and steps[-1]["loss"] < 0.6
