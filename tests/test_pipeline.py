@@ -8,6 +8,7 @@ import subprocess
 
 import pytest
 
+import common
 from conftest import ROOT, read, run, stage, succeed
 
 
@@ -69,13 +70,15 @@ def english(workspace, tmp_path_factory):
     succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", "smollm2", "--simulator", "smollm2", "--samples", 2,
             "--max-rounds", 2, "--max-new-tokens", 24, "--out", folder / "sampled.jsonl")
     rows = read(folder / "sampled.jsonl")
+    # Unpacking the weights takes 20 s: the training below starts from a folder of them, saved once.
+    (folder / "weights").mkdir()
+    common.save_model(folder / "weights", *common.load_model("smollm2", "cpu"))
     (folder / "offline.jsonl").write_text("".join(json.dumps({**row, "reward": float(row["sample"])}) + "\n" for row in rows))
     return folder
 
 
 def test_smollm2_speaks_english_and_keeps_its_ids(english):
-    import common
-    _, tokenizer = common.load_model("smollm2", "cpu")
+    _, tokenizer = common.load_model(str(english / "weights"), "cpu")
     rows = read(english / "sampled.jsonl")
     text = " ".join(turn["content"] for row in rows for turn in row["dialogue_history"][1:])
     assert len(re.findall(r"\b(the|a|to|of|is|and|you|function)\b", text)) > 5
@@ -86,7 +89,7 @@ def test_smollm2_speaks_english_and_keeps_its_ids(english):
 
 
 def test_smollm2_trains_for_two_steps(english):
-    small = ["--trajectories", english / "offline.jsonl", "--model", "smollm2", "--max-steps", 2, "--batch-size", 1,
+    small = ["--trajectories", english / "offline.jsonl", "--model", english / "weights", "--max-steps", 2, "--batch-size", 1,
              "--log-every", 1, "--dtype", "bfloat16", "--epochs", 2]
     succeed("03_train_critic.py", *small, "--held-out-frac", 0, "--out", english / "critic")
     succeed("04_train_policy.py", *small, "--method", "sweet", "--critic", english / "critic", "--data-frac", 0.5,
