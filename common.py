@@ -115,7 +115,7 @@ TASK_KEYS = {"problem_description": str, "ground_truth": str, "test_cases": dict
 TRAJECTORY_KEYS = {"task": dict, "dialogue_history": list, "answer": str}
 
 
-def read_jsonl(path, keys, say_rows=True):
+def read_jsonl(path, keys):
     """The objects of a JSONL file as dicts. `keys` are {name: type} that each must have; raises InputError by line."""
     path = pathlib.Path(path)
     if not path.is_file():
@@ -142,8 +142,7 @@ def read_jsonl(path, keys, say_rows=True):
             raise InputError(f"{path}: not UTF-8 text") from None
     if not rows:
         raise InputError(f"{path}: no rows in it")
-    if say_rows:
-        say(f"reads {path} ({len(rows):,} rows)")
+    say(f"reads {path} ({len(rows):,} rows)")
     return rows
 
 
