@@ -55,6 +55,7 @@ def run_stage(main):
     """Run a stage's main(); bad input becomes one line on stderr and exit status 2."""
     try:
         main()
+        barrier()                               # a rank that leaves early would break the connections of the others
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
