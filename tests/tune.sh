@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The search that chose the hyper-parameters of run.sh, on validation tasks: bash tests/tune.sh, after bash run.sh.
-# Prints a line of 05_evaluate.py for each setting; about an hour on one core. Test tasks are not touched.
+# Prints a line of 05_evaluate.py for each setting; an estimated hour on one core. Test tasks are not touched.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tests/setup.sh
