@@ -1,6 +1,6 @@
 """Stage 1: make collaborative programming tasks in ColBench's format.
 
-Reads   nothing (--source template).
+Reads   nothing (--source template), or a tasks file (--check).
 Writes  tasks.jsonl, one task a line: {"problem_description", "ground_truth", "test_cases"} as published, and
         {"task_id", "family", "template", "facts"}, which the rule-based human and the scripted agent of 02 read.
 
@@ -13,15 +13,21 @@ other value of that fact at least one test gives another result.
 Splits are disjoint by content: the hash of the reference puts a task into train (80 %), validation (10 %) or test
 (10 %), whatever the seed. No two tasks of a file have the same reference.
 
+--check FILE writes no tasks but says what is wrong with those of a file: references that raise, lack a package, are
+random or return what cannot be compared; tests that say nothing; and how far an answer comes that always returns the
+same value (the best one for each task), the floor under every "tests passed".
+
 Differs from the paper: ColBench's tasks were written by Llama-3.1-70B-Instruct. These need no model, and a human that
 answers by rule can play them.
 
     python 01_generate_tasks.py --split train --num-tasks 1000 --seed 0 --out out/train.jsonl
     python 01_generate_tasks.py --split test --num-tasks 300 --seed 1 --out out/test.jsonl
+    python 01_generate_tasks.py --check out/test.jsonl
 """
-import argparse
 import hashlib
+import json
 import random
+import re
 import string
 
 import common
@@ -360,6 +366,59 @@ def generate(num_tasks, seed, split, told):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# the data check
+
+def check_tasks(tasks, unsafe):
+    """For each task {"findings": {what: detail}, "constant": share of its tests that the best constant answer passes}.
+    A finding is a reason why the task, or one of its tests, measures nothing."""
+    with common.Scorer(unsafe) as scorer, common.Scorer(unsafe, hash_seed=1) as other_hashes:
+        results, others = scorer.reference_values(tasks), other_hashes.reference_values(tasks)
+    checks, seen = [], {}
+    for index, (task, values, other_values) in enumerate(zip(tasks, results, others)):
+        findings = {}
+        for name, (status, value) in zip(task["test_cases"], values):
+            if status == "error":
+                kind = ("missing package" if value.startswith("no module") else
+                        "random" if value == "not the same value twice" else
+                        "not comparable" if "cannot be compared" in value else "reference fails")
+                findings.setdefault(kind, f"{name}: {value}")
+        if not findings and values != other_values:
+            findings["order of a set"] = "other results with another hash seed"
+        counts = {}
+        for status, value in values:
+            if status == "ok":
+                counts[json.dumps(value)] = counts.get(json.dumps(value), 0) + 1
+        constant = max(counts.values(), default=0) / max(1, len(values))
+        if not values:
+            findings["no tests"] = "nothing to pass"
+        elif constant == 1:
+            findings["vacuous"] = f"every test gives {next(iter(counts))[:60]}"
+        comparisons = [name for name, call in task["test_cases"].items() if re.search(r"\)\s*[=!<>]=?\s*\S+$", call)]
+        if comparisons:
+            findings["test is a comparison"] = f"{comparisons[0]}: {task['test_cases'][comparisons[0]]}"
+        first = seen.setdefault(task["ground_truth"], index)
+        if first != index:
+            findings["repeated"] = f"the reference of task {first + 1}"
+        checks.append({"task_id": common.task_id(task), "findings": findings, "constant": constant})
+    return checks
+
+
+def print_check(path, tasks, checks):
+    for number, check in enumerate(checks, 1):
+        for what, detail in check["findings"].items():
+            print(f"{path}:{number}: {what} ({detail})")
+    counts = {}
+    for what in (what for check in checks for what in check["findings"]):
+        counts[what] = counts.get(what, 0) + 1
+    num_tests = sum(len(task["test_cases"]) for task in tasks)
+    print(f"{len(tasks):,} tasks, {num_tests:,} tests: " +
+          (", ".join(f"{count:,} {what}" for what, count in sorted(counts.items())) or "no finding"))
+    constants = [check["constant"] for check in checks]
+    print(f"the best constant answer for each task passes {sum(constants) / len(constants):.1%} of the tests and solves "
+          f"{sum(c == 1 for c in constants) / len(constants):.1%} of the tasks")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 
 def parse_args(argv=None):
     parser = common.argument_parser(__doc__)
@@ -369,14 +428,26 @@ def parse_args(argv=None):
     parser.add_argument("--told", choices=["none", "some", "all"], default="some",
                         help="facts that the request states: none, one in 30 %% of the tasks, or all (clear requests)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the tasks")
-    parser.add_argument("--out", required=True, help="tasks file to write (JSONL)")
+    parser.add_argument("--check", metavar="FILE", help="check the tasks of this file instead of making tasks")
+    parser.add_argument("--out", help="tasks file to write (JSONL); with --check the findings, a line a task (optional)")
+    common.add_scorer(parser)
     common.add_overwrite(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not args.out and not args.check:
+        parser.error("the following arguments are required: --out")
+    return args
 
 
 def main(argv=None):
     args = parse_args(argv)
-    if common.claim_output(args, args.out, inputs=[]):
+    tasks = args.check and common.read_jsonl(args.check, common.TASK_KEYS)
+    if args.out and common.claim_output(args, args.out, [args.check]):
+        return
+    if args.check:
+        checks = check_tasks(tasks, args.unsafe_scorer)
+        print_check(args.check, tasks, checks)
+        if args.out:
+            common.write_jsonl(args.out, checks)
         return
     tasks, dropped = generate(args.num_tasks, args.seed, args.split, args.told)
     print("dropped draws: " + (", ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "none"))

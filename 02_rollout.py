@@ -156,10 +156,9 @@ def run_block(dialogues, agent, simulator, args):
             dialogue["history"].append({"role": "user", "content": reply[:common.MAX_REPLY_CHARS]})
 
 
-def to_trajectory(dialogue, scorer, tokenizer, args):
-    """The finished dialogue in the published format, scored."""
+def to_trajectory(dialogue, verdicts, tokenizer, args):
+    """The finished and scored dialogue in the published format."""
     task, history = dialogue["task"], dialogue["history"]
-    (verdicts,), _ = scorer.score(task, [dialogue["answer"]])
     return {"task_id": common.task_id(task), "sample": dialogue["sample"], "task": task, "dialogue_history": history,
             "answer": dialogue["answer"], "reward": common.reward_of(verdicts), "tests": verdicts,
             "num_rounds": sum(turn["role"] == "assistant" for turn in history), "max_rounds": args.max_rounds,
@@ -194,6 +193,7 @@ def parse_args(argv=None):
     parser.add_argument("--concurrency", type=common.positive_int, default=64, help="dialogues in flight")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the models")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples")
+    common.add_scorer(parser)
     parser.add_argument("--out", required=True, help="trajectories file to write (JSONL)")
     common.add_overwrite(parser)
     return parser.parse_args(argv)
@@ -232,9 +232,10 @@ def main(argv=None):
         run_block(block, agent, simulator, args)
         num_tokens += sum(len(turn.get("output_ids", ())) for d in block for turn in d["history"])
         progress.set_postfix_str(f"{num_tokens / max(1e-9, progress.format_dict['elapsed']):,.0f} tok/s")
-        return [to_trajectory(dialogue, scorer, name, args) for dialogue in block]
+        scores = scorer.score([(dialogue["task"], dialogue["answer"]) for dialogue in block])
+        return [to_trajectory(dialogue, score.tests, name, args) for dialogue, score in zip(block, scores)]
 
-    with common.Scorer() as scorer:
+    with common.Scorer(args.unsafe_scorer) as scorer:
         trajectories = common.map_blocks(args.out, blocks, play, runtime, "dialogue")
     common.say(summary(trajectories))
 

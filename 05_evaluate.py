@@ -11,6 +11,9 @@ all known    template tasks: share of the dialogues in which the agent had found
 ± and [..]   95 % intervals by bootstrap over tasks (all dialogues of a task are drawn together); a difference against
              --baseline is paired: the same drawn tasks on both sides
 
+--compat adds what the published scorer says of the same answers: no imports, helpers or recursion, words that cost all
+tests, objects that claim to be equal. "ends_evaluation" counts the answers that would have ended or hung it.
+
 --gates MODEL also prints what a base model must pass before any claim is made with it: the log-probability of turns
 without and with c in front (needed and useless questions of the logged dialogues; the right answer, and another task's
 answer, as a first turn).
@@ -63,14 +66,29 @@ def paired_difference(trajectories, baseline):
 # scoring
 
 def rescore(trajectories, scorer):
-    """Fresh "tests" and "reward" for every trajectory; returns the number of tests that no answer can pass."""
-    ungradeable = set()
-    for trajectory in trajectories:
-        verdicts, gradeable = scorer.score(trajectory["task"], [trajectory["answer"]])
-        trajectory["tests"] = verdicts[0]
-        trajectory["reward"] = common.reward_of(verdicts[0])
-        ungradeable |= {(trajectory["task_id"], i) for i, ok in enumerate(gradeable) if not ok}
-    return len(ungradeable)
+    """Fresh "tests", "faults" (why a test is not passed) and "reward" for every trajectory; returns metrics of the
+    scoring: {"scorer", "not_gradeable_tests", "not_gradeable_tasks", "faults": {kind: number of tests}}."""
+    ungradeable, faults = set(), {}
+    for trajectory, score in zip(trajectories, scorer.score([(t["task"], t["answer"]) for t in trajectories])):
+        trajectory |= {"tests": score.tests, "faults": score.faults, "reward": common.reward_of(score.tests)}
+        ungradeable |= {(trajectory["task_id"], i) for i, ok in enumerate(score.gradeable) if not ok}
+        for fault in filter(None, score.faults):
+            kind = fault.partition(":")[0]
+            faults[kind] = faults.get(kind, 0) + 1
+    return {"scorer": scorer.layer, "not_gradeable_tests": len(ungradeable),
+            "not_gradeable_tasks": len({task for task, _ in ungradeable}),
+            "faults": dict(sorted(faults.items(), key=lambda item: -item[1]))}
+
+
+def published_verdicts(trajectories, scorer):
+    """Metrics of the published scorer's verdicts (--compat); "tests_compat" for every trajectory."""
+    for trajectory, score in zip(trajectories, scorer.score([(t["task"], t["answer"]) for t in trajectories])):
+        trajectory["tests_compat"] = score.tests
+        trajectory["ends_evaluation"] = any(fault in ("process ended", "time limit") for fault in score.faults)
+    rewards = [common.reward_of(t["tests_compat"]) for t in trajectories]
+    return {"success_rate_compat": sum(reward == 1 for reward in rewards) / len(rewards),
+            "tests_passed_compat": sum(rewards) / len(rewards),
+            "ends_evaluation": sum(t["ends_evaluation"] for t in trajectories)}
 
 
 def measure(trajectories):
@@ -101,12 +119,16 @@ def measure(trajectories):
 
 def table(metrics, baseline):
     """The comparison as lines of text."""
+    compat = any("success_rate_compat" in m for m in metrics.values())
     lines = [f"{'':12s} {'n':>5s}  {'success':>7s} {'95 %':>15s}  {'tests':>5s}  {'rounds':>6s}  {'all known':>9s}  "
-             f"{'when known':>10s}" + (f"  against {baseline}" if baseline else "")]
+             f"{'when known':>10s}" + ("  published scorer: success, tests" if compat else "") +
+             (f"  against {baseline}" if baseline else "")]
     for name, m in metrics.items():
         known = [f"{m[key]:.3f}" if key in m else "-" for key in ("all_known", "success_when_known")]
         line = (f"{name:12s} {m['n']:5d}  {m['success_rate']:7.3f} [{m['ci95'][0]:.3f}, {m['ci95'][1]:.3f}]  "
                 f"{m['tests_passed']:5.3f}  {m['mean_rounds']:6.2f}  {known[0]:>9s}  {known[1]:>10s}")
+        if compat:
+            line += f"  {m['success_rate_compat']:25.3f}, {m['tests_passed_compat']:.3f}"
         if "against_baseline" in m:
             d = m["against_baseline"]
             line += f"  {d['difference']:+.3f} [{d['ci95'][0]:+.3f}, {d['ci95'][1]:+.3f}]"
@@ -177,6 +199,8 @@ def parse_args(argv=None):
     parser = common.argument_parser(__doc__)
     parser.add_argument("files", nargs="+", metavar="NAME=FILE", help="trajectory files (02), each with a name")
     parser.add_argument("--baseline", metavar="NAME", help="compare the others with this one")
+    parser.add_argument("--compat", action="store_true", help="show the published scorer's verdicts as well")
+    common.add_scorer(parser)
     parser.add_argument("--gates", metavar="MODEL", help="print a base model's gates, on dialogues of the first file")
     parser.add_argument("--out", required=True, help="folder to write")
     common.add_overwrite(parser)
@@ -203,13 +227,17 @@ def main(argv=None):
         return
     (out / "scored").mkdir(exist_ok=True)
     metrics = {}
-    with common.Scorer() as scorer:
+    with common.Scorer(args.unsafe_scorer) as scorer:
         for name, trajectories in files.items():
-            ungradeable = rescore(trajectories, scorer)
-            if ungradeable:
-                print(f"{name}: {ungradeable} tests cannot be graded (the reference raises, or returns nothing that "
-                      "can be compared); no answer passes them")
-            metrics[name] = measure(trajectories)
+            scoring = rescore(trajectories, scorer)
+            if scoring["not_gradeable_tests"]:
+                print(f"{name}: {scoring['not_gradeable_tests']} tests of {scoring['not_gradeable_tasks']} tasks cannot "
+                      "be graded (the reference raises, is random, or returns what cannot be compared); no answer "
+                      "passes them")
+            metrics[name] = measure(trajectories) | scoring
+            if args.compat:
+                with common.Scorer(args.unsafe_scorer, compat=True) as published:
+                    metrics[name] |= published_verdicts(trajectories, published)
             common.write_jsonl(out / "scored" / f"{name}.jsonl", trajectories)
     for name in files:
         if args.baseline and name != args.baseline:

@@ -1,5 +1,6 @@
 """What two stages or more call: runtime, JSONL, dialogue, tokens, models, training state, generation, scorer."""
 import argparse
+import concurrent.futures
 import contextlib
 import ctypes
 import functools
@@ -9,16 +10,22 @@ import math
 import os
 import pathlib
 import platform
+import queue
 import re
+import select
 import shutil
+import struct
 import subprocess
 import sys
+import tempfile
 import time
 from collections import namedtuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+
+import sandbox
 
 MARKER = "I WANT TO ANSWER:"
 MAX_REPLY_CHARS = 400
@@ -854,61 +861,297 @@ def generate(model, prompts, randoms, temperature, stops):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# scorer: (task, answers) -> per-test verdicts
+# scorer: (task, answer) -> verdicts. The code runs in sandbox.py, the values are compared here.
+
+Score = namedtuple("Score", "tests gradeable faults")
+Results = namedtuple("Results", "values imports")
+LAYERS = {"namespaces": "namespaces, system call list (no files, network or processes of yours in reach)",
+          "landlock": "Landlock, system call list (no files, network or processes of yours in reach)",
+          "rlimits": "resource limits alone, as --unsafe-scorer asks: untrusted code can read and write your files"}
+START_LIMIT_S, LOAD_LIMIT_S = 60, 4
+PROBE = """def probe():
+    import os, socket, wave
+    open("a", "w").close()
+    found = os.listdir(".") != ["a"]
+    for attack in (lambda: open({path!r}), lambda: open("/etc/passwd"), lambda: open({path!r}, "a"), socket.socket,
+                   lambda: os.chmod(".", 0o777), lambda: os.kill(1, 0)):
+        try:
+            attack()
+            found = True
+        except OSError:
+            pass
+    return found"""
+
+
+def add_scorer(parser):
+    parser.add_argument("--unsafe-scorer", action="store_true", help="run answers under resource limits alone, where the "
+                        "system allows no isolation: they can read and write your files")
+
 
 class Scorer:
-    """Grades answers in a child program (sandbox.py) with a time limit a test; results are compared here.
+    """Grades answers; a context manager that starts the child programs and names the layer of isolation.
 
         with Scorer() as scorer:
-            verdicts, gradeable = scorer.score(task, [answer, …])    # [[True, False, …], …], [True, …]
+            scores = scorer.score([(task, answer), …])      # [Score(tests, gradeable, faults), …] in the same order
 
-    For each answer a verdict a test, and for each test whether it can be graded: the reference gets through it. A test
-    passes when its call gives equal values on the answer and on the reference. Raises RuntimeError if the child cannot
+    tests: a verdict a test, gradeable: whether the test can be graded at all, faults: why a test is not passed (None
+    where it is). A test passes when its call gives equal values on the answer and on the reference, by Python's == but
+    for NaN, which equals NaN in the same place. It cannot be graded where the reference raises, or returns what cannot
+    be compared, or not the same twice; no answer passes it. A reference is evaluated once a task (in two processes).
+
+    compat=True gives the published scorer's verdicts instead (METHOD: no imports, helpers or recursion, code rejected
+    for words, == of the answer's own objects), behind the same walls.
+
+    InputError if the machine allows no isolation (layer None: the strongest that works). RuntimeError if a child cannot
     be used: that is neither pass nor fail."""
 
-    def __init__(self, time_limit_s=1.0):
-        self.time_limit_s = time_limit_s
-        self.references = {}
+    def __init__(self, unsafe=False, time_limit_s=1.0, compat=False, layer=None, hash_seed=0, workers=None):
+        self.time_limit_s, self.compat, self.hash_seed = time_limit_s, compat, hash_seed
+        self.layers = [layer] if layer else ["rlimits"] if unsafe else ["namespaces", "landlock"]
+        self.num_workers = workers or min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
+        self.references, self.workers = {}, queue.SimpleQueue()
 
     def __enter__(self):
-        sandbox = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sandbox.py")
-        self.child = subprocess.Popen([sys.executable, "-I", "-S", sandbox], stdin=subprocess.PIPE,
-                                      stdout=subprocess.PIPE, text=True, encoding="utf-8",
-                                      env={"PYTHONHASHSEED": "0"}, cwd="/")
+        self.stack = contextlib.ExitStack()
+        reasons = []
+        for layer in self.layers:
+            try:
+                with contextlib.ExitStack() as stack:
+                    # References and answers run in children of their own: no answer inherits memory of a reference.
+                    pairs = [[stack.enter_context(Sandbox(layer, self.hash_seed)) for _ in range(2)]
+                             for _ in range(self.num_workers)]
+                    for pair in pairs:
+                        for child in pair:
+                            child.greet()
+                        self.workers.put(pair)
+                    self.stack = stack.pop_all()
+                self.layer = layer
+                say(f"scorer: {LAYERS[layer]}")
+                return self
+            except LayerError as error:
+                reasons.append(f"{layer}: {error}")
+        raise InputError("no isolation for untrusted code on this machine (" + "; ".join(reasons) + "); add "
+                         "--unsafe-scorer to run it under resource limits alone")
+
+    def __exit__(self, *exception):
+        self.stack.close()
+
+    def score(self, pairs):
+        """Scores of (task, answer) pairs, in their order; tasks in parallel."""
+        groups = {}
+        for index, (task, _) in enumerate(pairs):
+            groups.setdefault((task["ground_truth"], *task["test_cases"].values()), []).append(index)
+        scores = [None] * len(pairs)
+
+        def grade(children, key):
+            for index in groups[key]:
+                scores[index] = (self.score_published if self.compat else self.score_one)(children, key, pairs[index][1])
+
+        self.for_each(grade, groups)
+        return scores
+
+    def reference_values(self, tasks):
+        """For each task what its tests give on the reference: ["ok", value], or ["error", why it cannot be graded]."""
+        keys = [(task["ground_truth"], *task["test_cases"].values()) for task in tasks]
+        self.for_each(lambda children, key: self.expected(children[0], key), dict.fromkeys(keys))
+        return [self.references[key].values for key in keys]
+
+    def for_each(self, work, keys):
+        """work([child for references, child for answers], key) for all keys, in parallel."""
+        def one(key):
+            children = self.workers.get()
+            try:
+                work(children, key)
+            finally:
+                self.workers.put(children)
+
+        with concurrent.futures.ThreadPoolExecutor(self.num_workers) as pool:
+            list(pool.map(one, keys))
+
+    def expected(self, child, key):
+        if key not in self.references:
+            reference, *calls = key
+            (first, imports), (second, _) = (child.run(reference, calls, self.time_limit_s) for _ in range(2))
+            values = [a if a == b else ["error", "not the same value twice"] for a, b in zip(first, second)]
+            self.references[key] = Results(values, imports or [])
+        return self.references[key]
+
+    def score_one(self, children, key, answer):
+        expected, imports = self.expected(children[0], key)
+        values, _ = children[1].run(answer, list(key[1:]), self.time_limit_s, imports=imports)
+        faults = []
+        for (want, wanted), (got, value) in zip(expected, values):
+            faults.append(f"not gradeable: {wanted}" if want != "ok" else str(value) if got != "ok" else
+                          None if same_value(wanted, value) else "another value")
+        return Score([fault is None for fault in faults], [want[0] == "ok" for want in expected], faults)
+
+    def score_published(self, children, key, answer):
+        reference, *calls = key
+        values, _ = children[1].run(answer, calls, self.time_limit_s + 1, reference=reference)   # it has its own alarm
+        faults = [str(value) if got != "ok" else None if value is True else "another value" for got, value in values]
+        return Score([fault is None for fault in faults], [True] * len(calls), faults)
+
+
+class LayerError(Exception):
+    """A layer of isolation does not work on this machine."""
+
+
+class Sandbox:
+    """One child program (sandbox.py); a context manager. `run` evaluates calls on some code."""
+
+    def __init__(self, layer, hash_seed):
+        self.layer, self.hash_seed = layer, hash_seed
+
+    def __enter__(self):
+        self.program = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sandbox.py")
+        self.work = "/sandbox" if self.layer == "namespaces" else tempfile.mkdtemp(prefix="sandbox-")
+        theirs, self.requests = os.pipe()
+        self.results, theirs_too = os.pipe()
+        site_packages = [p for p in sys.path if os.path.basename(p) in ("site-packages", "dist-packages") and os.path.isdir(p)]
+        one_thread = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+        environment = {"PYTHONHASHSEED": str(self.hash_seed), "TZ": "UTC", "LANG": "C.UTF-8", "HOME": self.work,
+                       "TMPDIR": self.work, **one_thread}
+        self.child = subprocess.Popen(
+            [sys.executable, "-s", "-S", "-P", "-B", self.program, self.layer, str(theirs), str(theirs_too), self.work,
+             *site_packages], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(theirs, theirs_too),
+            env=environment, cwd="/", start_new_session=True, bufsize=0)
+        os.close(theirs)
+        os.close(theirs_too)
+        os.set_blocking(self.results, False)
+        os.set_blocking(self.requests, False)
         return self
 
-    def __exit__(self, *_):
-        with contextlib.suppress(BrokenPipeError):
-            self.child.stdin.close()
-        self.child.wait()
-
-    def results(self, code, calls):
-        """What each call returns, as sandbox.py encodes it: ["ok", value] or ["error", reason]."""
+    def __exit__(self, *exception):
+        self.child.stdin.close()
         try:
-            self.child.stdin.write(json.dumps({"code": code, "calls": calls, "time_limit_s": self.time_limit_s}) + "\n")
-            self.child.stdin.flush()
-            line = self.child.stdout.readline()
+            self.child.wait(10)
+        except subprocess.TimeoutExpired:
+            self.child.kill()
+            self.child.wait()
+        self.child.stdout.close()
+        os.close(self.requests)
+        os.close(self.results)
+        if self.layer != "namespaces":
+            shutil.rmtree(self.work, ignore_errors=True)
+
+    def greet(self):
+        """Wait until the child serves, and see with harmless attacks that the walls stand; LayerError if not."""
+        hello = json.loads(self.child.stdout.readline() or '{"error": "the child program did not start"}')
+        if "error" in hello:
+            raise LayerError(hello["error"])
+        if self.layer != "rlimits":
+            try:
+                (value,), _ = self.run(PROBE.format(path=self.program), ["probe()"], 10)
+            except RuntimeError as error:
+                raise LayerError(str(error)) from None
+            if value != ["ok", 0]:
+                raise LayerError(f"its walls do not stand ({value[1]})")
+
+    def run(self, code, calls, time_limit_s, imports=None, reference=None):
+        """Results of the calls, ["ok", value] or ["error", reason] each, and what a reference (imports=None) imported.
+        A call that takes too long or ends its process costs its own result: a new process goes on with the next."""
+        values, imported = [], None
+        while len(values) < len(calls):
+            request = {"code": code, "calls": calls[len(values):], "imports": imports, "compat": reference is not None,
+                       "reference": reference}
+            more, found, loaded, reason = self.run_process(request, time_limit_s)
+            values += more
+            imported = imported or found
+            if len(values) < len(calls) and reason != "restart":
+                # code that does not even load would not load again
+                values += [["error", reason]] * (1 if loaded else len(calls) - len(values))
+        return values, imported
+
+    def run_process(self, request, time_limit_s):
+        """One process: (results so far, imports, whether the code had loaded, why it ended)."""
+        data = json.dumps(request).encode()
+        num_calls = len(request["calls"])
+        try:
+            self.child.stdin.write(struct.pack("<II", len(data), int(num_calls * time_limit_s) + LOAD_LIMIT_S + 2))
+            while data:
+                if not select.select([], [self.requests], [], START_LIMIT_S)[1]:
+                    raise OSError("it reads no request")
+                data = data[os.write(self.requests, data):]
         except OSError as error:
             raise RuntimeError(f"the scorer's child program is gone: {error}") from None
-        if not line:
+        values, imports, ready, loaded, reason, buffer = [], None, False, False, "", bytearray()
+        deadline, ended = time.monotonic() + START_LIMIT_S, False
+        while not reason and len(values) < num_calls:
+            channels = [self.results] if ended else [self.results, self.child.stdout]
+            readable, _, _ = select.select(channels, [], [], 0 if ended else max(0, deadline - time.monotonic()))
+            if self.results in readable:
+                buffer += os.read(self.results, 1 << 16)
+            elif readable:
+                self.await_end()
+                ended = True                                        # what it wrote before its end is still to be read
+            else:
+                reason = "process ended" if ended else "time limit"
+            *lines, rest = buffer.split(b"\n")
+            buffer = rest
+            if len(buffer) > sandbox.RESULT_LIMIT:
+                reason = "a result that is too large"
+            for line in lines:
+                try:
+                    message = json.loads(line)
+                except (ValueError, RecursionError):
+                    message = None
+                if message == "ready" and not ready:
+                    ready = True
+                    deadline = time.monotonic() + time_limit_s + LOAD_LIMIT_S
+                elif message == "loaded" and ready and not loaded:
+                    loaded = True
+                    deadline = time.monotonic() + time_limit_s
+                elif loaded and not values and imports is None and request["imports"] is None and is_imports(message):
+                    imports = message
+                elif message == "restart" and values:
+                    reason = "restart"
+                elif ready and isinstance(message, list) and len(message) == 2 and message[0] in ("ok", "error"):
+                    values.append(message)
+                    deadline = time.monotonic() + time_limit_s
+                else:
+                    reason = "a broken result"
+                if reason or len(values) == num_calls:
+                    break
+        if not ready:
+            raise RuntimeError("the scorer's child program could not run anything (" + (reason or "no answer") + ")")
+        if not ended:
+            with contextlib.suppress(OSError):
+                self.child.stdin.write(struct.pack("<II", 0, 0))
+            self.await_end()
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.results, 1 << 16):                   # what came too late
+                pass
+        return values, imports, loaded, reason
+
+    def await_end(self):
+        if not self.child.stdout.readline():
             raise RuntimeError(f"the scorer's child program ended with status {self.child.wait()}")
-        return json.loads(line)
-
-    def score(self, task, answers):
-        calls = list(task["test_cases"].values())
-        key = (task["ground_truth"], *calls)
-        if key not in self.references:
-            self.references[key] = self.results(task["ground_truth"], calls)
-        expected = self.references[key]
-        gradeable = [want[0] == "ok" for want in expected]
-        return [[ok and got == want for ok, got, want in zip(gradeable, self.results(extract_code(a), calls), expected)]
-                for a in answers], gradeable
 
 
-def extract_code(answer):
-    """The code of an answer: inside the first fence where there is one, else the whole text."""
-    fence = re.search(r"```[^\n`]*\n(.*?)(?:```|\Z)", answer.replace("\r\n", "\n"), re.DOTALL)
-    return fence.group(1) if fence else answer
+def is_imports(message):
+    return isinstance(message, list) and all(isinstance(item, list) and len(item) == 3 for item in message)
+
+
+def same_value(a, b):
+    """Are two values, as sandbox.encode() gives them, equal by Python's rules?"""
+    if a == b:
+        return True
+    if not (isinstance(a, list) and isinstance(b, list) and len(a) == len(b) == 2):
+        return False
+    (kind, items), (other_kind, other_items) = a, b
+    if not (isinstance(items, list) and isinstance(other_items, list)):
+        return False
+    dicts = ("dict", "odict", "counter")
+    if kind in dicts and other_kind in dicts:
+        if {kind, other_kind} == {"counter"}:                                   # a missing count is 0
+            items, other_items = ([pair for pair in pairs if pair[1] != 0] for pairs in (items, other_items))
+        if kind != other_kind and "odict" in (kind, other_kind):                # the order counts among OrderedDicts
+            items, other_items = (sorted(pairs, key=json.dumps) for pairs in (items, other_items))
+        return len(items) == len(other_items) and all(
+            key == other_key and same_value(value, other_value)
+            for (key, value), (other_key, other_value) in zip(items, other_items))
+    return (kind == other_kind and kind in ("list", "tuple", "deque") and len(items) == len(other_items) and
+            all(map(same_value, items, other_items)))
 
 
 def reward_of(verdicts):

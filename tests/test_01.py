@@ -14,10 +14,9 @@ def tasks():
 
 def test_references_run_and_reproduce_in_the_scorer(tasks):
     with common.Scorer() as scorer:
-        for task in tasks["test"][:40]:
+        for task, score in zip(tasks["test"], scorer.score([(task, task["ground_truth"]) for task in tasks["test"][:40]])):
             assert len(task["test_cases"]) == 10
-            verdicts, gradeable = scorer.score(task, [task["ground_truth"]])
-            assert all(gradeable) and all(verdicts[0])
+            assert score.gradeable == score.tests == [True] * 10
 
 
 def test_each_fact_that_matters_fails_a_test_when_it_changes(tasks):
@@ -29,8 +28,8 @@ def test_each_fact_that_matters_fails_a_test_when_it_changes(tasks):
             for slot, fact in needed.items():
                 wrong = [task["template"].format(**{**codes, slot: guess}) for guess in fact["guesses"] if guess != codes[slot]]
                 assert wrong
-                for verdicts in scorer.score(task, wrong[:3])[0]:
-                    assert not all(verdicts)
+                for score in scorer.score([(task, answer) for answer in wrong[:3]]):
+                    assert not all(score.tests)
 
 
 def test_the_request_is_vague_and_questions_reach_their_fact(tasks):

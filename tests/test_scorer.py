@@ -1,9 +1,15 @@
-"""The scorer: (task, answers) -> verdicts, with golden verdicts, faults and ungradeable tests."""
+"""The scorer: golden verdicts, values and their equality, where the code stands in an answer, gaps, --compat."""
+import datetime
+import decimal
+import subprocess
+import sys
 import time
 
 import pytest
 
 import common
+import sandbox
+from conftest import ROOT, read, refused, stage, succeed
 
 TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n * n if n else None",
         "test_cases": {f"test{n}": f"f({n})" for n in (3, 2, 0, 1)}}
@@ -11,12 +17,22 @@ TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n * n
 
 @pytest.fixture(scope="module")
 def scorer():
-    with common.Scorer(time_limit_s=0.5) as scorer:
+    with common.Scorer(time_limit_s=0.5, workers=1) as scorer:
+        yield scorer
+
+
+@pytest.fixture(scope="module")
+def compat():
+    with common.Scorer(time_limit_s=0.5, workers=1, compat=True) as scorer:
         yield scorer
 
 
 def verdicts(scorer, answer, task=TASK):
-    return scorer.score(task, [answer])[0][0]
+    return scorer.score([(task, answer)])[0].tests
+
+
+def task_of(reference, *calls):
+    return {"ground_truth": reference, "test_cases": {f"test{i}": call for i, call in enumerate(calls or ["f()"])}}
 
 
 @pytest.mark.parametrize("answer, expected", [
@@ -24,14 +40,33 @@ def verdicts(scorer, answer, task=TASK):
     ("import math\ndef f(n):\n    return round(math.pow(n, 2)) if n else None", [1, 1, 1, 1]),
     ("def g(n): return n * n\ndef f(n): return g(n) or None", [1, 1, 1, 1]),                           # its own helper
     ("def f(n, total=0):\n    return (f(n - 1) + 2 * n - 1 if n > 0 else 0)", [1, 1, 0, 1]),          # recursion
-    ("Here it is:\n```python\ndef f(n):\n    return n * n or None\n```\nI hope it helps.", [1, 1, 1, 1]),
-    ("```\ndef f(n):\r\n    return n * n or None", [1, 1, 1, 1]),                                      # not closed, CRLF
+    ("FACTOR = 1\ndef f(n):\n    global FACTOR\n    FACTOR += 1\n    return n * n * (FACTOR - 1) or None", [1, 1, 1, 1]),
+    ("class Squarer:\n    def of(self, n): return n * n or None\nf = Squarer().of\nf = lambda n, f=f: f(n)", [1, 1, 1, 1]),
+    ("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass N:\n    n: int\n"
+     "def f(n): return N(n).n ** 2 or None", [1, 1, 1, 1]),
+    ("from functools import lru_cache\n@lru_cache\ndef f(n): return n * n or None", [1, 1, 1, 1]),
+    ("# import os and exit() and sudo\ndef f(n): return n * n or None", [1, 1, 1, 1]),
+    ("def f(n):\n    return n * n or None\nif __name__ == '__main__':\n    raise SystemExit", [1, 1, 1, 1]),
+    ("import threading\ndef f(n):\n    r = []\n    t = threading.Thread(target=lambda: r.append(n * n))\n    t.start(); t.join()\n"
+     "    return r[0] or None", [1, 1, 1, 1]),
+    ("import asyncio\nasync def g(n):\n    await asyncio.sleep(0)\n    return n * n\ndef f(n): return asyncio.run(g(n)) or None",
+     [1, 1, 1, 1]),
+    ("import tempfile\ndef f(n):\n    with tempfile.TemporaryFile('w+') as file:\n        file.write(str(n * n)); file.seek(0)\n"
+     "        return int(file.read()) or None", [1, 1, 1, 1]),
+    ("def f(n):\n    try:\n        state = open('state').read()\n    except OSError:\n        state = ''\n"
+     "    return n * n or None", [1, 1, 1, 1]),
     ("def f(n): return float(n * n) or None", [1, 1, 1, 1]),                                           # 9.0 == 9
     ("def f(n): return (n * n,)", [0, 0, 0, 0]),
     ("def f(n): return str(n * n)", [0, 0, 0, 0]),
+    ("def f(n): print(n * n)", [0, 0, 1, 0]),                                                          # None == None
+    ("def f(): return 1", [0, 0, 0, 0]),
+    ("def other(n): return n * n", [0, 0, 0, 0]),
     ("this is not python", [0, 0, 0, 0]),
     ("", [0, 0, 0, 0]),
+    ("def f(n):\n    return n * n or None\nraise ValueError", [0, 0, 0, 0]),
+    ("import no_such_package\ndef f(n): return n * n or None", [0, 0, 0, 0]),
     ("class Yes:\n    def __eq__(self, other): return True\ndef f(n): return Yes()", [0, 0, 0, 0]),
+    ("class Yes(int):\n    def __eq__(self, other): return True\ndef f(n): return Yes(9)", [1, 0, 0, 0]),
     ("calls = []\ndef f(n):\n    calls.append(n)\n    return n * n or None if len(calls) == 1 else 7", [1, 1, 1, 1]),
     # faults cost their own test alone
     ("def f(n):\n    while n == 2: pass\n    return n * n or None", [1, 0, 1, 1]),
@@ -39,37 +74,288 @@ def verdicts(scorer, answer, task=TASK):
      "    return n * n or None", [1, 0, 1, 1]),
     ("def f(n):\n    if n == 2: raise SystemExit\n    return n * n or None", [1, 0, 1, 1]),
     ("import os\ndef f(n):\n    if n == 2: os._exit(0)\n    return n * n or None", [1, 0, 1, 1]),
-    ("import os\ndef f(n):\n    if n == 2: os.kill(os.getpid(), 9)\n    return n * n or None", [1, 0, 1, 1]),
     ("def f(n):\n    return 'x' * 10 ** 10 if n == 2 else n * n or None", [1, 0, 1, 1]),
-    ("def f(n):\n    return 'x' * 10 ** 7 if n == 2 else n * n or None", [1, 0, 1, 1]),
     ("def f(n):\n    return f(n) if n == 2 else n * n or None", [1, 0, 1, 1]),
     ("def f(n):\n    print('x' * 1000, flush=True)\n    return n * n or None", [1, 1, 1, 1]),
+    ("import threading, time\ndef f(n):\n    threading.Thread(target=time.sleep, args=(99,)).start()\n    return n * n or None",
+     [1, 1, 1, 1]),
 ])
 def test_golden_verdicts(scorer, answer, expected):
     assert verdicts(scorer, answer) == [bool(x) for x in expected]
 
 
-def test_a_reference_that_raises_is_no_credit_for_anybody(scorer):
-    task = {**TASK, "ground_truth": "def f(n):\n    return 6 // (n - 2)"}
-    verdicts, gradeable = scorer.score(task, [task["ground_truth"]])
-    assert gradeable == [True, False, True, True]
-    assert verdicts == [[True, False, True, True]]
+def test_code_that_never_loads_is_given_up_after_one_try(scorer):
+    began = time.monotonic()
+    assert verdicts(scorer, "while True: pass\ndef f(n): return n") == [False] * 4
+    assert time.monotonic() - began < 0.5 + common.LOAD_LIMIT_S + 2
 
 
-def test_values_are_compared_with_their_structure(scorer):
-    task = {**TASK, "ground_truth": "def f(n):\n    return {'a': [1, (2, 3)], 'b': {4, 5}, 'c': None, 'd': True}"}
-    same = "def f(n):\n    return {'d': 1, 'c': None, 'b': {5, 4}, 'a': [True, (2.0, 3)]}"
-    other = "def f(n):\n    return {'a': [1, [2, 3]], 'b': {4, 5}, 'c': None, 'd': True}"
-    assert scorer.score(task, [same, other])[0] == [[True] * 4, [False] * 4]
+# ---- values
+
+EQUAL = [
+    ("1", "True"), ("1", "1.0"), ("0.5", "Decimal('0.5')"), ("0.5", "Fraction(1, 2)"), ("1", "1 + 0j"), ("0.0", "-0.0"),
+    ("10 ** 400", "Decimal(10) ** 400"), ("'a'", "'a'"), ("b'ab'", "bytearray(b'ab')"), ("{1, 2}", "frozenset({2, 1})"),
+    ("{'a': 1, 'b': (2, [3])}", "{'b': (2, [3]), 'a': True}"), ("{1: 'x'}", "{1.0: 'x'}"), ("{'k': 1}", "{'k': 1}.copy()"),
+    ("float('nan')", "float('nan')"), ("[1, float('nan')]", "[1, Decimal('nan')]"), ("float('inf')", "Decimal('inf')"),
+    ("datetime(2024, 1, 2, 3)", "datetime(2024, 1, 2, 3)"),
+    ("datetime(2024, 1, 2, 3, tzinfo=timezone.utc)", "datetime(2024, 1, 2, 5, tzinfo=timezone(timedelta(hours=2)))"),
+    ("date(2024, 1, 2)", "date(2024, 1, 2)"), ("timedelta(1)", "timedelta(hours=24)"), ("clock(1, 2)", "clock(1, 2)"),
+    ("Counter('aab')", "Counter(a=2, b=1, c=0)"), ("Counter('aab')", "{'a': 2, 'b': 1}"), ("defaultdict(int, a=1)", "{'a': 1}"),
+    ("OrderedDict(a=1, b=2)", "{'b': 2, 'a': 1}"), ("deque([1, 2])", "deque([1, 2], 5)"), ("Point(1, 2)", "(1, 2)"),
+    ("Color.RED", "Color.RED"), ("Level.LOW", "1"), ("range(0, 5, 2)", "range(0, 6, 2)"), ("range(0)", "range(3, 3)"),
+    ("{1: 2}.keys()", "{1}"), ("np.int64(3)", "3"), ("np.float64(0.5)", "0.5"), ("np.bool_(True)", "True"), ("np.str_('a')", "'a'"),
+    ("np.array([1, 2])", "np.array([1.0, 2.0])"), ("np.array([1, np.nan])", "np.array([1, np.nan])"), ("[np.array([1])]", "[np.array([1])]"),
+    ("'\\ud800 \\0 é'", "'\\ud800 \\0 é'"), ("[None, ...] and None", "None"),
+]
+UNEQUAL = [
+    ("1", "'1'"), ("1", "None"), ("0", "None"), ("[]", "None"), ("[]", "()"), ("[1, 2]", "(1, 2)"), ("[1, 2]", "[2, 1]"), ("[1]", "[1, 1]"),
+    ("0.1 + 0.2", "0.3"), ("10 ** 400", "10 ** 400 + 1"), ("2 ** 53", "2 ** 53 + 1"), ("float(2 ** 53)", "2 ** 53 + 1"),
+    ("float('nan')", "0"), ("[float('nan'), 1]", "[1, float('nan')]"), ("float('inf')", "float('-inf')"), ("'a'", "b'a'"), ("''", "None"),
+    ("{1}", "[1]"), ("{}", "set()"), ("{'a': 1}", "{'a': 2}"), ("{'a': 1}", "[('a', 1)]"), ("{1: 'x'}", "{'1': 'x'}"),
+    ("datetime(2024, 1, 2)", "date(2024, 1, 2)"), ("datetime(2024, 1, 2)", "datetime(2024, 1, 2, tzinfo=timezone.utc)"),
+    ("datetime(2024, 1, 2)", "'2024-01-02T00:00:00'"), ("OrderedDict(a=1, b=2)", "OrderedDict(b=2, a=1)"), ("Counter(a=0)", "{}"),
+    ("deque([1])", "[1]"), ("Color.RED", "Color.BLUE"), ("Color.RED", "1"), ("Color.RED", "'RED'"), ("range(3)", "[0, 1, 2]"),
+    ("np.array([1, 2])", "[1, 2]"), ("np.array([1, 2])", "np.array([[1, 2]])"), ("np.array([1, 2])", "np.array([1, 3])"),
+    ("['list', [1]]", "[1]"), ("['nan']", "float('nan')"), ("('number', 1)", "1"), ("1j", "1"), ("'nan'", "float('nan')"),
+]
+TYPES = """from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from datetime import date, datetime, time as clock, timedelta, timezone
+from decimal import Decimal
+from enum import Enum, IntEnum
+from fractions import Fraction
+import numpy as np
+Point = namedtuple("Point", "x y")
+class Color(Enum): RED = 1; BLUE = 2
+class Level(IntEnum): LOW = 1
+"""
+
+
+@pytest.mark.parametrize("pairs, same", [(EQUAL, True), (UNEQUAL, False)], ids=["equal", "unequal"])
+def test_values_are_compared_by_pythons_rules(scorer, pairs, same):
+    """All pairs in one answer: f(i, side) is the value on one side."""
+    calls = [f"f({i})" for i in range(len(pairs))]
+    for left, right in ((0, 1), (1, 0)):
+        codes = [TYPES + "def f(i):\n    return [" + ",".join(f"lambda: {pair[side]}" for pair in pairs) + "][i]()"
+                 for side in (left, right)]
+        score = scorer.score([(task_of(codes[0], *calls), codes[1])])[0]
+        assert all(score.gradeable), [p for p, ok in zip(pairs, score.gradeable) if not ok]
+        wrong = [(pair, fault) for pair, test, fault in zip(pairs, score.tests, score.faults) if test != same]
+        assert not wrong
+
+
+def test_encoding_by_hand():
+    assert sandbox.encode((1, 2.5, True, None, "a")) == ["tuple", [1, ["ratio", "5/2"], 1, None, "a"]]
+    assert sandbox.encode({"b": {2, 1}, "a": 2 ** 60}) == ["dict", [["a", ["int", "0x1000000000000000"]], ["b", ["set", [1, 2]]]]]
+    assert sandbox.encode(decimal.Decimal("-0.75")) == ["ratio", "-3/4"]
+    assert sandbox.encode(datetime.timedelta(days=1, seconds=2)) == ["timedelta", 1, 2, 0]
+    assert sandbox.encode(range(2, 9, 3)) == ["range", 3, 2, 5]
+    with pytest.raises(TypeError, match="object cannot be compared"):
+        sandbox.encode(object())
+
+
+# ---- answers as models write them
+
+F = "def f(n):\n    return n * n or None"
+ANSWERS = {
+    "plain": F,
+    "python fence": f"```python\n{F}\n```",
+    "py fence": f"```py\n{F}\n```",
+    "Python3 fence": f"```Python3 title=a.py\n{F}\n```",
+    "bare fence": f"```\n{F}\n```",
+    "wrong language": f"```javascript\n{F}\n```",
+    "tildes": f"~~~python\n{F}\n~~~",
+    "four backticks": f"````\n{F}\n````",
+    "prose around": f"Sure! Here is the function:\n\n```python\n{F}\n```\n\nIt squares the number.",
+    "fence in the line": f"Here it is: ```python\n{F}\n``` I hope it helps.",
+    "not closed": f"```python\n{F}\n",
+    "not closed, one more": f"```python\n{F}\n\n```python\n{F}",
+    "CRLF": f"```python\n{F}\n```\nDone.\n".replace("\n", "\r\n"),
+    "old Mac": F.replace("\n", "\r"),
+    "indented": "1. The code:\n" + f"   ```python\n   {F}\n   ```".replace("\n    return", "\n       return"),
+    "all indented": "    " + F.replace("\n", "\n    "),
+    "prose without fence": f"Here is your function:\n\n{F}\n\nThis squares the number, but gives None for 0.",
+    "prose from": f"From what you said, import matters.\nimport math\n{F}\nLet me know!",
+    "usage block": f"```python\n{F}\n```\nUse it like this:\n```python\nprint(f(int(input())))\n```",
+    "shell block first": f"```bash\npip install numpy\n```\n```python\n{F}\n```",
+    "output block": f"```python\n{F}\n```\n```\n>>> f(3)\n9\n```",
+    "two parts": "First a helper:\n```python\ndef g(n):\n    return n * n\n```\nand the function:\n```python\ndef f(n):\n    return g(n) or None\n```",
+    "corrected": f"```python\ndef f(n):\n    return n\n```\nWait, that is wrong.\n```python\n{F}\n```",
+    "future import in the second block": f"```python\ndef g(): pass\n```\n```python\nfrom __future__ import annotations\n{F}\n```",
+    "fence in a docstring": 'def f(n):\n    """Squares.\n\n    ```python\n    def f(n): return 7\n    ```\n    """\n    return n * n or None',
+    "one line": "`def f(n): return n * n or None`",
+    "one line, three backticks": "```python def f(n): return n * n or None```",
+    "marker": f"I WANT TO ANSWER:\n{F}",
+    "marker, lower case": f"I know enough now.\ni want to answer\n```\n{F}\n```",
+    "marker, bold": f"**I WANT TO ANSWER:**\n\n{F}",
+    "marker, heading": f"### I WANT TO ANSWER: ###\n```python\n{F}\n```",
+    "marker twice": f"I WANT TO ANSWER:\nI WANT TO ANSWER:\n{F}",
+    "marker in the code": f"{F}\n# I said: I WANT TO ANSWER: and so I did",
+    "lambda": "f = lambda n: n * n or None",
+    "decorated": f"import functools\n@functools.cache\n{F}",
+    "byte order mark": "\ufeff" + F,
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_code_is_found_where_models_put_it(scorer, name):
+    score = scorer.score([(TASK, ANSWERS[name])])[0]
+    assert score.tests == [True] * 4, (score.faults, sandbox.extract_code(ANSWERS[name]))
+
+
+@pytest.mark.parametrize("answer", ["I do not know.", "```python\n```", "```", "f", "I WANT TO ANSWER:", "~~~\n\n~~~",
+                                    "def f(n) return n * n", "```python\ndef f(n):\n  return n *\n```"])
+def test_no_code_is_no_credit_and_no_crash(scorer, answer):
+    assert verdicts(scorer, answer) == [False] * 4
+
+
+# ---- gaps
+
+@pytest.mark.parametrize("reference, gradeable, reason", [
+    ("def f(n):\n    return 6 // (n - 2)", [1, 0, 1, 1], "ZeroDivisionError"),
+    ("import random\ndef f(n):\n    return random.random() if n == 2 else n", [1, 0, 1, 1], "not the same value twice"),
+    ("import time\ndef f(n):\n    return time.time_ns()", [0, 0, 0, 0], "not the same value twice"),
+    ("def f(n):\n    return object() if n == 2 else n", [1, 0, 1, 1], "cannot be compared"),
+    ("def f(n):\n    return (x for x in [n])", [0, 0, 0, 0], "cannot be compared"),
+    ("def f(n):\n    while n == 2: pass\n    return n", [1, 0, 1, 1], "time limit"),
+    ("import no_such_package\ndef f(n): return n", [0, 0, 0, 0], "no module named no_such_package"),
+    ("def f(n) return", [0, 0, 0, 0], "SyntaxError"),
+    ("def f(n): return {'a', 'b', 'c', str(n)}", [1, 1, 1, 1], ""),
+    ("def f(n): return list({'a', 'b', 'c', str(n)})", [1, 1, 1, 1], ""),                # the same hash seed on both sides
+])
+def test_what_a_reference_cannot_settle_is_never_credited(scorer, reference, gradeable, reason):
+    task = {**TASK, "ground_truth": reference}
+    score = scorer.score([(task, reference)])[0]
+    assert score.gradeable == [bool(x) for x in gradeable]
+    assert score.tests == score.gradeable                                     # the reference itself passes what can be graded
+    assert all(reason in fault and "not gradeable" in fault for fault in score.faults if fault)
+
+
+def test_each_test_gets_fresh_arguments_and_a_fresh_namespace(scorer):
+    reference = "SEEN = []\ndef f(items):\n    items.append(0)\n    SEEN.append(items)\n    return len(items) + len(SEEN)"
+    task = task_of(reference, "f([1])", "f([1])", "f([1])")
+    assert verdicts(scorer, "def f(items): return len(items) + 2", task) == [True] * 3
+
+
+def test_names_in_a_call_mean_what_the_reference_imported(scorer):
+    task = task_of("from datetime import datetime\nimport numpy as np\ndef f(d): return getattr(d, 'year', None) or int(d.sum())",
+                   "f(datetime(2024, 1, 2))", "f(np.array([1, 2]))")
+    assert verdicts(scorer, "import datetime\ndef f(d):\n    return d.year if isinstance(d, datetime.datetime) else sum(d.tolist())",
+                    task) == [True, True]
+
+
+def test_a_reference_is_evaluated_once_a_task(scorer, monkeypatch):
+    calls = []
+    original = common.Sandbox.run
+
+    def run(self, code, *arguments, **options):
+        calls.append(code)
+        return original(self, code, *arguments, **options)
+    monkeypatch.setattr(common.Sandbox, "run", run)
+    task = task_of("def f(): return 12345")
+    scorer.score([(task, f"def f(): return {i}") for i in range(5)])
+    scorer.score([(task, "def f(): return 12345")])
+    assert calls.count("def f(): return 12345") == 2 + 1                                  # two for the reference
 
 
 def test_a_dead_child_is_an_error_not_a_zero():
     with pytest.raises(RuntimeError, match="child"):
-        with common.Scorer() as scorer:
-            scorer.child.kill()
+        with common.Scorer(workers=1) as scorer:
+            children = scorer.workers.get()
+            children[1].child.kill()
             time.sleep(0.1)
-            scorer.score(TASK, ["def f(n): return 1"])
+            scorer.workers.put(children)
+            scorer.score([(TASK, "def f(n): return 1")])
+
+
+def test_same_seed_same_hash_order_another_seed_another(scorer):
+    code = "def f(): return [hash('a'), list({'a', 'b', 'c', 'd'})]"
+    with common.Scorer(workers=1, hash_seed=1) as other:
+        values = []
+        for each in (scorer, other):
+            children = each.workers.get()
+            values += [child.run(code, ["f()"], 1, imports=[])[0] for child in children]
+            each.workers.put(children)
+    assert values[0] == values[1] != values[2] == values[3]
 
 
 def test_reward_by_hand():
     assert common.reward_of([True, True, False, True]) == 0.75
+
+
+# ---- the published scorer's verdicts
+
+LOOP = "def f(n):\n    total = 1\n    for i in range(2, n + 1):\n        total *= i\n    return total"
+TEN = task_of(LOOP, *(f"f({n})" for n in range(10)))
+HELPED = task_of("def g(n): return n\ndef f(n): return g(n)", *(f"f({n})" for n in range(10)))
+
+
+@pytest.mark.parametrize("answer, task, published, ours", [
+    (LOOP, TEN, 1.0, 1.0),
+    ("import math\ndef f(n): return math.factorial(n)", TEN, 0.0, 1.0),
+    ("def f(n):\n    import math\n    return math.factorial(n)", TEN, 1.0, 1.0),
+    ("def g(n): return n\ndef f(n): return g(n)", HELPED, 0.0, 1.0),
+    ("def f(n): return 1 if n < 2 else n * f(n - 1)", TEN, 0.2, 1.0),
+    ("# no need to import os\n" + LOOP, TEN, 0.0, 1.0),
+    (LOOP + "\n# exit() is not called", TEN, 0.0, 1.0),
+    (LOOP + "\n# argparse", TEN, 0.0, 1.0),
+    (LOOP + "\n# transformers", TEN, 0.0, 1.0),
+    ("class Yes:\n    def __eq__(self, other): return True\ndef f(n, Yes=Yes): return Yes()", TEN, 1.0, 0.0),
+    ("def f(n): raise SystemExit", TEN, 0.0, 0.0),
+    ("def f(n):\n    while True:\n        try:\n            while True: pass\n        except Exception: pass", TEN, 0.0, 0.0),
+    ("def f(n): return None", task_of("def f(n): return None", "f(1)"), 0.0, 1.0),
+    (f"```python\n{LOOP}\n```", TEN, 1.0, 1.0),
+    (f"```\n{LOOP}\n```", TEN, 0.0, 1.0),
+    (f"```py\n{LOOP}\n```", TEN, 0.0, 1.0),
+    (f"Here it is:\n```python\n{LOOP}\n```", TEN, 0.0, 1.0),
+    (f"```python\n{LOOP}\n```\nDone.", TEN, 1.0, 1.0),
+    ("LIMIT = 1\ndef f(n): return LIMIT", TEN, 0.0, 0.2),
+    ("from typing import List\ndef f(n: List[int]): return 1", TEN, 0.2, 0.2),
+    ("def f(n): return float('nan')", task_of("def f(n): return float('nan')", "f(1)"), 0.0, 1.0),
+    ("def f(n): return", TEN, 0.0, 0.0),
+])
+def test_published_verdicts(compat, answer, task, published, ours, request):
+    assert common.reward_of(verdicts(compat, answer, task)) == published
+    if "while True" not in answer:
+        assert common.reward_of(verdicts(request.getfixturevalue("scorer"), answer, task)) == ours
+
+
+def test_an_answer_that_ends_the_published_evaluation_is_counted(tmp_path):
+    answers = {"a": LOOP, "b": "def f(n): raise SystemExit", "c": "import math\ndef f(n): return math.factorial(n)"}
+    common.write_jsonl(tmp_path / "t.jsonl", [
+        {"task": {"problem_description": name, **TEN}, "answer": answer,
+         "dialogue_history": [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]}
+        for name, answer in answers.items()])
+    out = succeed("05_evaluate.py", f"a={tmp_path}/t.jsonl", "--compat", "--out", tmp_path / "out")
+    assert "scorer: " in out and "published scorer" in out
+    import json
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["a"]
+    assert metrics["success_rate"] == 2 / 3 and metrics["success_rate_compat"] == 1 / 3
+    assert metrics["ends_evaluation"] == 1 and metrics["scorer"] in ("namespaces", "landlock")
+    assert [t["tests_compat"] for t in read(tmp_path / "out" / "scored" / "a.jsonl")] == [[True] * 10, [False] * 10, [False] * 10]
+
+
+# ---- the data check
+
+def test_data_check(tmp_path, capsys):
+    references = ["def f(n):\n    return n", "def f(n):\n    return 1 // n", "import no_such_package\ndef f(n):\n    return n",
+                  "import random\ndef f(n):\n    return random.random()", "def f(n):\n    return False",
+                  "def f(n):\n    return list({str(n), 'a', 'b', 'c', 'd'})", "def f(n):\n    return f",
+                  "def f(n):\n    return n"]
+    rows = [{"problem_description": "?", **task_of(reference, "f(0)", "f(1)", "f(1)", "f(2) == 2" if i == 0 else "f(2)")}
+            for i, reference in enumerate(references)]
+    common.write_jsonl(tmp_path / "tasks.jsonl", rows)
+    stage(1).main(["--check", str(tmp_path / "tasks.jsonl"), "--out", str(tmp_path / "findings.jsonl")])
+    findings = [list(row["findings"]) for row in read(tmp_path / "findings.jsonl")]
+    assert findings == [["test is a comparison"], ["reference fails"], ["missing package"], ["random"], ["vacuous"],
+                        ["order of a set"], ["not comparable"], ["repeated"]]
+    constants = [row["constant"] for row in read(tmp_path / "findings.jsonl")]
+    assert constants == [0.75, 0.5, 0, 0, 1, 0.5, 0, 0.5]                       # f(2) == 2 is True, and so 1
+    out = capsys.readouterr().out
+    assert "tasks.jsonl:2: reference fails (test0: ZeroDivisionError" in out
+    assert "passes 40.6% of the tests and solves 12.5% of the tasks" in out
+
+
+def test_check_of_no_file_and_no_output_are_refused(tmp_path):
+    assert "no such file" in refused(1, "--check", tmp_path / "missing.jsonl")
+    process = subprocess.run([sys.executable, ROOT / "01_generate_tasks.py"], capture_output=True, text=True)
+    assert process.returncode == 2 and "--out" in process.stderr
