@@ -211,12 +211,15 @@ def main(argv=None):
             if "facts" not in task:
                 raise common.InputError(f'{args.tasks}:{number}: missing "facts", which the rules of template tasks '
                                         "need; use --agent MODEL --simulator MODEL")
+    inputs = [args.tasks, args.agent, args.simulator]
+    if common.claim_output(args, args.out, inputs, begin=False):
+        return
     agent = None if scripted else common.load_model(args.agent, runtime.device)
     simulator = None if args.simulator == "rules" else (
         agent if args.simulator == args.agent else common.load_model(args.simulator, runtime.device))
     for model, _ in filter(None, (agent, simulator)):
         model.eval()
-    if common.claim_output(args, args.out, [args.tasks, args.agent, args.simulator]):
+    if common.claim_output(args, args.out, inputs):
         return
 
     # Blocks of `concurrency` dialogues are played to their ends one after the other; a resumed run plays the same ones.

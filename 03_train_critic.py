@@ -119,6 +119,9 @@ def main(argv=None):
     trajectories = common.read_trajectories(args.trajectories)
     common.check_rewards(trajectories, args.trajectories)
     pairs = common.trajectory_pairs(trajectories, args.trajectories)
+    inputs = [args.trajectories, args.model]
+    if common.claim_output(args, args.out, inputs, folder=True, begin=False):
+        return
     model, tokenizer = common.load_model(args.model, runtime.device)
     split = {held: [pair for pair in pairs if is_held_out(trajectories[pair[0]]["task_id"], args.held_out_frac) == held]
              for held in (False, True)}
@@ -126,7 +129,7 @@ def main(argv=None):
     examples, held_out = (common.drop_long(trajectory_pair_examples(
         trajectories, split[held], tokenizer, not args.no_privileged), args)
         if split[held] or not held else [] for held in (False, True))
-    if common.claim_output(args, args.out, [args.trajectories, args.model], folder=True):
+    if common.claim_output(args, args.out, inputs, folder=True):
         return
     batches = common.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
     common.say(f"{len(examples):,} examples, {len(batches):,} steps of {args.batch_size}")

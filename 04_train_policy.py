@@ -298,6 +298,9 @@ def main(argv=None):
     trajectories = common.read_trajectories(args.trajectories)
     if args.method in ("rft", "mtdpo"):
         common.check_rewards(trajectories, args.trajectories)
+    inputs = [args.trajectories, args.model, args.critic]
+    if common.claim_output(args, args.out, inputs, folder=True, begin=False):
+        return
     if args.model == "tiny" and args.method == "sft":
         model, tokenizer = tiny_model([vocabulary_text(trajectory) for trajectory in trajectories])
         model.to(runtime.device)
@@ -308,7 +311,7 @@ def main(argv=None):
     else:
         build = trajectory_pair_examples if args.method == "mtdpo" else likelihood_examples
         examples = common.drop_long(build(trajectories, tokenizer, args), args)
-    if common.claim_output(args, args.out, [args.trajectories, args.model, args.critic], folder=True):
+    if common.claim_output(args, args.out, inputs, folder=True):
         return
     if args.method == "sweet":
         examples = common.drop_long(sweet_examples(trajectories, model, tokenizer, critic, args, runtime), args)

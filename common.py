@@ -254,14 +254,15 @@ def fingerprint(path):
 NO_INFLUENCE = {"out", "overwrite", "save_every"}
 
 
-def claim_output(args, out, inputs, folder=False):
+def claim_output(args, out, inputs, folder=False, begin=True):
     """Decide, once for all ranks, what a stage does about its output; True when it is there already, made by the same
     arguments from the same inputs. An output of other arguments is an InputError unless args.overwrite. Otherwise the
-    arguments and versions are kept in `out`/args.json (or `out`.args.json) and what an interrupted run left is kept."""
+    arguments and versions are kept in `out`/args.json (or `out`.args.json) and what an interrupted run left is kept;
+    with begin=False nothing is written: a first look, before models are loaded."""
     decision = [None]
     if is_main():
         try:
-            decision[0] = claim_on_main(args, pathlib.Path(out), inputs, folder)
+            decision[0] = claim_on_main(args, pathlib.Path(out), inputs, folder, begin)
         except InputError as error:
             decision[0] = error
     if dist.is_initialized():
@@ -271,11 +272,13 @@ def claim_output(args, out, inputs, folder=False):
     return decision[0]
 
 
-def claim_on_main(args, out, inputs, folder):
+def claim_on_main(args, out, inputs, folder, begin):
     record_path = out / "args.json" if folder else out.with_name(out.name + ".args.json")
     record = {"args": {k: v for k, v in sorted(vars(args).items()) if k not in NO_INFLUENCE},
               "inputs": {str(path): fingerprint(path) for path in inputs if path}}
     if args.overwrite:
+        if not begin:
+            return False
         if folder and out.exists() and not record_path.exists() and any(out.iterdir()):
             raise InputError(f"{out}: not made by this program (no args.json), so --overwrite does not delete it")
         if folder:
@@ -294,10 +297,13 @@ def claim_on_main(args, out, inputs, folder):
         if (out / "COMPLETED" if folder else out).exists():
             say(f"{out}: done already by the same command")
             return True
-        say(f"{out}: continues an interrupted run")
+        if begin:
+            say(f"{out}: continues an interrupted run")
         return False
     if out.exists() and (not folder or any(out.iterdir())):
         raise InputError(f"{out}: exists and was not made by this command; choose another --out")
+    if not begin:
+        return False
     (out if folder else out.parent).mkdir(parents=True, exist_ok=True)
     import transformers
     versions = {"python": platform.python_version(), "torch": torch.__version__,
@@ -1058,8 +1064,9 @@ class Sandbox:
             values += more
             imported = imported or found
             if len(values) < len(calls) and reason != "restart":
-                # code that does not even load would not load again
-                values += [["error", reason]] * (1 if loaded else len(calls) - len(values))
+                # Code that does not even load would not load again; the published evaluation does not go on at all.
+                goes_on = loaded and reference is None
+                values += [["error", reason]] * (1 if goes_on else len(calls) - len(values))
         return values, imported
 
     def run_process(self, request, time_limit_s):

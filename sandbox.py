@@ -271,7 +271,8 @@ def run_compat(request, send):
         answer = answer[len("```python"):].split("```")[0]
     signal.signal(signal.SIGALRM, alarm)
     scopes = None
-    for index, call in enumerate(request["calls"]):
+    send("loaded")
+    for call in request["calls"]:
         try:
             signal.alarm(1)
             if any(word in answer for word in BLACKLIST):
@@ -283,8 +284,6 @@ def run_compat(request, send):
             result = ["error", f"{type(error).__name__}: {describe(error)}"]
         finally:
             signal.alarm(0)
-        if index == 0:
-            send("loaded")
         send(result)
 
 
@@ -311,15 +310,15 @@ epoll_ctl 233 21  epoll_pwait 281 22  eventfd2 290 19  ppoll 271 73  pselect6 27
 shutdown 48 210  getsockopt 55 209  setsockopt 54 208  stat 4 -  lstat 6 -  access 21 -  pipe 22 -  dup2 33 -  poll 7 -
 select 23 -  mkdir 83 -  rmdir 84 -  rename 82 -  unlink 87 -  symlink 88 -  readlink 89 -  getrlimit 97 163
 time 201 -  alarm 37 -  pause 34 -  epoll_wait 232 -  getdents 78 -  arch_prctl 158 -  epoll_create 213 -"""
-# Allowed, or not, by an argument: name, numbers, (argument, mask, value), allowed when equal?
-CONDITIONAL = (("clone", 56, 220, (0, 0x10000, 0x10000), True),         # threads alone
-               ("ioctl", 16, 29, (1, 0xFFFFFF00, 0x5400), True),        # terminal and descriptor flags
-               ("fcntl", 72, 25, (1, 0xFFFFFFF8, 8), False),            # no signals by descriptors
-               ("prctl", 157, 167, (0, 0xFFFFFFFF, 15), True),          # a thread's name
-               ("prlimit64", 302, 261, (0, 0xFFFFFFFF, 0), True),       # of this process
-               ("socketpair", 53, 199, (0, 0xFFFFFFFF, 1), True),       # event loops wake themselves up with it
-               ("openat", 257, 56, (2, 0x203, 0x200), False),           # early Landlock lets O_RDONLY | O_TRUNC pass
-               ("open", 2, None, (1, 0x203, 0x200), False))
+# Allowed, or not, by their arguments: name, numbers, allowed when all equal?, (argument, mask, value) …
+CONDITIONAL = (("clone", 56, 220, True, (0, 0x10000, 0x10000)),         # threads alone
+               ("ioctl", 16, 29, True, (1, 0xFFFFFF00, 0x5400)),        # terminal and descriptor flags
+               ("fcntl", 72, 25, False, (1, 0xFFFFFFF8, 8)),            # no signals by descriptors
+               ("prctl", 157, 167, True, (0, 0xFFFFFFFF, 15)),          # a thread's name
+               ("prlimit64", 302, 261, True, (0, 0xFFFFFFFF, 0)),       # of this process
+               ("socketpair", 53, 199, True, (0, 0xFFFFFFFF, 1), (1, 0xF, 1)),      # for event loops; streams reach
+               ("openat", 257, 56, False, (2, 0x203, 0x200)),           # nobody else. Early Landlock lets
+               ("open", 2, None, False, (1, 0x203, 0x200)))             # O_RDONLY | O_TRUNC pass
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
@@ -336,11 +335,12 @@ def system_call_filter():
     for numbers in zip(words[1::3], words[2::3]):
         if numbers[column] != "-":
             program += [(jump, 0, 1, int(numbers[column])), (give, 0, 0, allow)]
-    for _, *numbers, (argument, mask, value), when_equal in CONDITIONAL:
-        if numbers[column] is not None:
-            program += [(jump, 0, 5, numbers[column]), (load, 0, 0, 16 + 8 * argument), (and_, 0, 0, mask),
-                        (jump, 0, 1, value), (give, 0, 0, allow if when_equal else deny),
-                        (give, 0, 0, deny if when_equal else allow)]
+    for _, x86, arm, when_equal, *tests in CONDITIONAL:
+        if (number := (x86, arm)[column]) is not None:
+            program.append((jump, 0, 3 * len(tests) + 2, number))
+            for left, (argument, mask, value) in zip(range(len(tests) - 1, -1, -1), tests):
+                program += [(load, 0, 0, 16 + 8 * argument), (and_, 0, 0, mask), (jump, 0, 3 * left + 1, value)]
+            program += [(give, 0, 0, allow if when_equal else deny), (give, 0, 0, deny if when_equal else allow)]
     program.append((give, 0, 0, deny))
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
 

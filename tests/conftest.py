@@ -1,10 +1,13 @@
 """Fixtures: a small untrained model, template tasks, trajectories made by the stages themselves."""
+import functools
 import importlib
 import json
 import os
 import pathlib
+import socket
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -18,12 +21,44 @@ def stage(number):
     return importlib.import_module(next(ROOT.glob(f"{number:02d}_*.py")).stem)
 
 
-def run(script, *arguments, cwd=ROOT, ranks=1, timeout=300, **options):
-    """Run a stage as a user would; returns the finished process."""
-    launcher = [sys.executable] if ranks == 1 else [sys.executable, "-m", "torch.distributed.run", "--standalone",
-                                                    "--nproc-per-node", str(ranks)]
-    return subprocess.run([*launcher, str(ROOT / script), *map(str, arguments)], cwd=cwd, text=True, timeout=timeout,
-                          capture_output=True, **options)
+@functools.cache
+def forks():
+    """The process that stages are forked from (forks.py)."""
+    return subprocess.Popen([sys.executable, str(ROOT / "tests" / "forks.py")], stdin=subprocess.PIPE, text=True,
+                            stdout=subprocess.PIPE)
+
+
+def ask_forks(line):
+    forks().stdin.write(line + "\n")
+    forks().stdin.flush()
+    return int(forks().stdout.readline())
+
+
+def begin(script, *arguments, folder, rank=0, environment={}):
+    """Start a stage in a process of its own, its output in files of `folder`; returns the process id."""
+    return ask_forks(json.dumps({"argv": [str(ROOT / script), *map(str, arguments)], "cwd": str(ROOT),
+                                 "env": {**os.environ, **environment}, "stdout": f"{folder}/{rank}.out",
+                                 "stderr": f"{folder}/{rank}.err"}))
+
+
+def wait(pid):
+    return ask_forks(f"wait {pid}")
+
+
+def run(script, *arguments, ranks=1):
+    """Run a stage as a user would, on `ranks` processes as torchrun starts them; returns the finished (first) process."""
+    with tempfile.TemporaryDirectory() as folder:
+        environments = [{}]
+        if ranks > 1:
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            environments = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
+                             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} for rank in range(ranks)]
+        pids = [begin(script, *arguments, folder=folder, rank=rank, environment=environment)
+                for rank, environment in enumerate(environments)]
+        statuses = [wait(pid) for pid in pids]
+        texts = [pathlib.Path(folder, f"0.{name}").read_text() for name in ("out", "err")]
+        return subprocess.CompletedProcess([script, *arguments], max(statuses, key=abs), *texts)
 
 
 def succeed(script, *arguments, **options):

@@ -1,14 +1,13 @@
 """02_rollout.py: the protocol, resume after a kill, ranks, both humans, bad input."""
 import json
+import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
 
 import common
-from conftest import ROOT, read, refused, stage, succeed
+from conftest import begin, read, refused, stage, succeed, wait
 
 rollout = stage(2)
 
@@ -84,14 +83,13 @@ def test_same_seed_same_file_and_another_seed_another(workspace, tmp_path):
 def test_killed_and_resumed_equals_uninterrupted(workspace, tmp_path):
     arguments = flags(workspace, tmp_path / "killed", "--samples", 4)
     succeed("02_rollout.py", *flags(workspace, tmp_path / "whole", "--samples", 4))
-    process = subprocess.Popen([sys.executable, str(ROOT / "02_rollout.py"), *map(str, arguments)], cwd=ROOT,
-                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    pid = begin("02_rollout.py", *arguments, folder=tmp_path)
     partial = tmp_path / "killed.0of1.partial"
     deadline = time.time() + 60
-    while not (partial.exists() and partial.stat().st_size) and process.poll() is None and time.time() < deadline:
+    while not (partial.exists() and partial.stat().st_size) and time.time() < deadline:
         time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    os.kill(pid, signal.SIGKILL)
+    assert wait(pid) == -signal.SIGKILL
     assert partial.exists() and not (tmp_path / "killed").exists()
     succeed("02_rollout.py", *arguments)
     assert (tmp_path / "killed").read_bytes() == (tmp_path / "whole").read_bytes()

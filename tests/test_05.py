@@ -63,7 +63,7 @@ def test_logged_rewards_are_not_trusted(tmp_path):
 def test_ungradeable_tests_are_reported(tmp_path):
     task = {**TASK, "ground_truth": "def f(n): return 1 // (n - 2)"}
     path = write(tmp_path / "a.jsonl", [{**trajectory("x", task["ground_truth"]), "task": task}])
-    assert "1 tests cannot be graded" in succeed("05_evaluate.py", f"a={path}", "--out", tmp_path / "report")
+    assert "1 tests of 1 tasks cannot be graded" in succeed("05_evaluate.py", f"a={path}", "--out", tmp_path / "report")
     assert json.loads((tmp_path / "report" / "metrics.json").read_text())["a"]["tests_passed"] == 0.5
 
 

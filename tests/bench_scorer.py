@@ -1,0 +1,65 @@
+"""Seconds to score 1,000 well-behaved trajectories (10 tests each) behind walls, and by exec in this process.
+
+    python tests/bench_scorer.py [--rounds 5]
+
+Both score the same answers, alternating; a fresh namespace for each test on both sides. 500 tasks with 2 answers each, as
+an evaluation has them: the references are evaluated inside the time, once a task (twice, to find random ones)."""
+import argparse
+import pathlib
+import statistics
+import sys
+import time
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+import common                                                                                            # noqa: E402
+import sandbox                                                                                           # noqa: E402
+from conftest import stage                                                                               # noqa: E402
+
+
+def unsafe(pairs):
+    """The same verdicts by exec in this process: references once a task, no walls, no limits."""
+    references, verdicts = {}, []
+
+    def values(code, calls):
+        compiled = [compile(source, "<answer>", "exec") for source in sandbox.extract_code(code)]
+        results = []
+        for call in calls:
+            namespace = {"__name__": "answer"}
+            for source in compiled:
+                exec(source, namespace)
+            results.append(eval(call, namespace))
+        return results
+
+    for task, answer in pairs:
+        calls = list(task["test_cases"].values())
+        if task["task_id"] not in references:
+            references[task["task_id"]] = values(task["ground_truth"], calls)
+        verdicts.append([a == b for a, b in zip(references[task["task_id"]], values(answer, calls))])
+    return verdicts
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5)
+    args = parser.parse_args()
+    tasks, _ = stage(1).generate(500, 0, "train", "none")
+    pairs = [(task, f"Here is the function.\n\n```python\n{task['ground_truth']}\n```\n") for task in tasks for _ in range(2)]
+    seconds = {"in process": [], **{layer: [] for layer in ("namespaces", "landlock")}}
+    for _ in range(args.rounds):
+        begin = time.perf_counter()
+        expected = unsafe(pairs)
+        seconds["in process"].append(time.perf_counter() - begin)
+        for layer in ("namespaces", "landlock"):
+            with common.Scorer(layer=layer) as scorer:
+                begin = time.perf_counter()
+                scores = scorer.score(pairs)
+                seconds[layer].append(time.perf_counter() - begin)
+            assert [score.tests for score in scores] == expected
+    base = statistics.median(seconds["in process"])
+    for name, values in seconds.items():
+        print(f"{name:12s} {statistics.median(values):6.2f} s for {len(pairs):,} answers (median of {len(values)}, "
+              f"{min(values):.2f} to {max(values):.2f}), {statistics.median(values) / base:.1f} times in process")
+
+
+if __name__ == "__main__":
+    main()

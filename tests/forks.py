@@ -1,0 +1,55 @@
+"""Runs stages in forks of one process that has imported torch and transformers once (4 s each time otherwise).
+
+Reads {"argv", "cwd", "env", "stdout", "stderr"} from stdin, a JSON object a line, starts a process, and writes its id;
+"wait PID" is answered with its exit status as Python's subprocess gives it."""
+import json
+import os
+import pathlib
+import runpy
+import sys
+import traceback
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+import common                                                                                # noqa: E402, F401
+import tokenizers                                                                            # noqa: E402, F401
+import tqdm                                                                                  # noqa: E402, F401
+from transformers import AutoModelForCausalLM, AutoTokenizer                                 # noqa: E402, F401
+from transformers.models.llama import modeling_llama                                         # noqa: E402, F401
+
+
+def become(request):
+    """In the fork: a process as if started by `python argv`."""
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        file = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(file, descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    sys.argv = request["argv"]
+    status = 0
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def main():
+    for line in sys.stdin:
+        if line.startswith("wait "):
+            print(os.waitstatus_to_exitcode(os.waitpid(int(line.split()[1]), 0)[1]), flush=True)
+            continue
+        pid = os.fork()
+        if pid == 0:
+            become(json.loads(line))
+        print(pid, flush=True)
+
+
+if __name__ == "__main__":
+    main()
