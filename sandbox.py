@@ -23,7 +23,6 @@ of files outside (not their content); the results of an answer to itself (code m
 they are wrong values, at most those that it could have returned). Answers that need threads work, answers that start
 processes or open sockets fail.
 """
-import ast
 import ctypes
 import gc
 import importlib
@@ -44,10 +43,8 @@ FILE_LIMIT = 16 << 20           # bytes of a file, and of all files in the layer
 RESULT_LIMIT = 1 << 20          # bytes of one encoded result
 MAX_DEPTH = 100                 # of nested values
 HEADER = struct.Struct("<II")   # bytes of the request (0: kill the running one), seconds of processor time
-PRELOADED = ("abc ast base64 bisect calendar cmath collections collections.abc contextlib copy csv dataclasses "
-             "datetime decimal difflib enum fractions functools hashlib heapq html inspect io itertools json math numbers "
-             "operator random re statistics string struct textwrap threading time traceback types typing "
-             "unicodedata urllib.parse uuid")                   # imported once, before the forks
+PRELOADED = ("bisect calendar collections collections.abc copy dataclasses datetime decimal enum fractions functools heapq "
+             "itertools math operator random re statistics string time typing")  # imported once: each slows every fork
 BLACKLIST = ("import os", "exit(", "quit(", "argparse", "sudo", "transformers")             # of the published scorer
 
 
@@ -170,7 +167,7 @@ def extract_code(answer):
     blocks = fenced_blocks(text)
     if blocks:
         return [block for block in blocks if defines(block)] or blocks[:1]
-    lines = text.split("\n")
+    lines = text.split("\n") if code_of(text) is None else []
     for start, line in enumerate(lines):
         if CODE_LINE.match(line):
             for end in range(len(lines), start, -1):
@@ -191,14 +188,22 @@ def fenced_blocks(text):
     return blocks or re.findall(r"`+(?:python\b|py\b)?[ \t]*(\w[^`\n]*)`", text)
 
 
-def defines(source):
-    """Is it Python that defines a function or a class?"""
+def compiled(source):
+    return compile(source, "<answer>", "exec", dont_inherit=True)
+
+
+def code_of(source):
+    """Its compiled code, None where it is not Python."""
     try:
-        body = ast.parse(source).body
+        return compiled(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return any(isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or
-               isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda) for node in body)
+        return None
+
+
+def defines(source):
+    """Is it Python that defines a function, lambda or class?"""
+    return any(isinstance(constant, types.CodeType) and (constant.co_name == "<lambda>" or constant.co_name[0] != "<")
+               for constant in getattr(code_of(source), "co_consts", ()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -209,12 +214,12 @@ def run_calls(request, send):
     for the first time, "restart" before an early end (threads left running would disturb the next call). A reference
     also sends which imported names its calls use, for the calls of the answers."""
     sources = extract_code(request["code"])
-    imports, compiled = request["imports"], None
+    imports, codes = request["imports"], None
     for index, call in enumerate(request["calls"]):
         try:
-            compiled = compiled or [compile(source, "<answer>", "exec", dont_inherit=True) for source in sources]
+            codes = codes or [compiled(source) for source in sources]
             module = sys.modules["answer"] = types.ModuleType("answer")
-            for code in compiled:
+            for code in codes:
                 exec(code, module.__dict__)
             if index == 0:
                 send("loaded")
@@ -263,7 +268,7 @@ def run_compat(request, send):
 
     def local_scope(source):
         scope = ({"__name__": "scorer"}, {})
-        exec(compile(source, "<published>", "exec", dont_inherit=True), *scope)
+        exec(compiled(source), *scope)
         return scope
 
     answer = request["code"].strip()
@@ -323,7 +328,7 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
 def system_call_filter():
-    """The seccomp program (classic BPF) for this machine's processor; OSError for others."""
+    """The seccomp program (classic BPF) for this machine's processor, and the memory it is in; OSError for others."""
     machine = os.uname().machine
     if machine not in MACHINES:
         raise OSError(f"no list of system calls for {machine}")
@@ -342,7 +347,8 @@ def system_call_filter():
                 program += [(load, 0, 0, 16 + 8 * argument), (and_, 0, 0, mask), (jump, 0, 3 * left + 1, value)]
             program += [(give, 0, 0, allow if when_equal else deny), (give, 0, 0, deny if when_equal else allow)]
     program.append((give, 0, 0, deny))
-    return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
+    instructions = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *instruction) for instruction in program))
+    return struct.pack("<HxxxxxxQ", len(program), ctypes.addressof(instructions)), instructions
 
 
 def check(result, what):
@@ -448,9 +454,7 @@ def confine(layer, seconds, rules, program):
     if layer == "landlock":
         check(libc.syscall(446, rules, 0), "Landlock")
         os.close(rules)
-    buffer = ctypes.create_string_buffer(program)
-    head = struct.pack("<HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
-    check(libc.prctl(22, 2, head, 0, 0), "seccomp")
+    check(libc.prctl(22, 2, program[0], 0, 0), "seccomp")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
