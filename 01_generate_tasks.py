@@ -414,8 +414,8 @@ def print_check(path, tasks, checks):
     print(f"{len(tasks):,} tasks, {num_tests:,} tests: " +
           (", ".join(f"{count:,} {what}" for what, count in sorted(counts.items())) or "no finding"))
     constants = [check["constant"] for check in checks]
-    print(f"the best constant answer for each task passes {sum(constants) / len(constants):.1%} of the tests and solves "
-          f"{sum(c == 1 for c in constants) / len(constants):.1%} of the tasks")
+    print(f"the best constant answer for each task passes {sum(constants) / len(constants):.1%} of the tests and "
+          f"solves {sum(c == 1 for c in constants) / len(constants):.1%} of the tasks")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -429,7 +429,7 @@ def parse_args(argv=None):
                         help="facts that the request states: none, one in 30 %% of the tasks, or all (clear requests)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the tasks")
     parser.add_argument("--check", metavar="FILE", help="check the tasks of this file instead of making tasks")
-    parser.add_argument("--out", help="tasks file to write (JSONL); with --check the findings, a line a task (optional)")
+    parser.add_argument("--out", help="tasks file to write (JSONL); with --check its findings, a row a task (optional)")
     common.add_scorer(parser)
     common.add_overwrite(parser)
     args = parser.parse_args(argv)

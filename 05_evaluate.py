@@ -231,9 +231,9 @@ def main(argv=None):
         for name, trajectories in files.items():
             scoring = rescore(trajectories, scorer)
             if scoring["not_gradeable_tests"]:
-                print(f"{name}: {scoring['not_gradeable_tests']} tests of {scoring['not_gradeable_tasks']} tasks cannot "
-                      "be graded (the reference raises, is random, or returns what cannot be compared); no answer "
-                      "passes them")
+                print(f"{name}: {scoring['not_gradeable_tests']} tests of {scoring['not_gradeable_tasks']} tasks "
+                      "cannot be graded (the reference raises, is random, or returns what cannot be compared); no "
+                      "answer passes them")
             metrics[name] = measure(trajectories) | scoring
             if args.compat:
                 with common.Scorer(args.unsafe_scorer, compat=True) as published:

@@ -12,12 +12,8 @@ import pathlib
 import platform
 import queue
 import re
-import select
 import shutil
-import struct
-import subprocess
 import sys
-import tempfile
 import time
 from collections import namedtuple
 
@@ -874,24 +870,11 @@ Results = namedtuple("Results", "values imports")
 LAYERS = {"namespaces": "namespaces, system call list (no files, network or processes of yours in reach)",
           "landlock": "Landlock, system call list (no files, network or processes of yours in reach)",
           "rlimits": "resource limits alone, as --unsafe-scorer asks: untrusted code can read and write your files"}
-START_LIMIT_S, LOAD_LIMIT_S = 60, 4
-PROBE = """def probe():
-    import os, socket, wave
-    open("a", "w").close()
-    found = os.listdir(".") != ["a"]
-    for attack in (lambda: open({path!r}), lambda: open("/etc/passwd"), lambda: open({path!r}, "a"), socket.socket,
-                   lambda: os.chmod(".", 0o777), lambda: os.kill(1, 0)):
-        try:
-            attack()
-            found = True
-        except OSError:
-            pass
-    return found"""
 
 
 def add_scorer(parser):
-    parser.add_argument("--unsafe-scorer", action="store_true", help="run answers under resource limits alone, where the "
-                        "system allows no isolation: they can read and write your files")
+    parser.add_argument("--unsafe-scorer", action="store_true", help="run answers under resource limits alone, where "
+                        "the system allows no isolation: they can read and write your files")
 
 
 class Scorer:
@@ -905,8 +888,7 @@ class Scorer:
     for NaN, which equals NaN in the same place. It cannot be graded where the reference raises, or returns what cannot
     be compared, or not the same twice; no answer passes it. A reference is evaluated once a task (in two processes).
 
-    compat=True gives the published scorer's verdicts instead (METHOD: no imports, helpers or recursion, code rejected
-    for words, == of the answer's own objects), behind the same walls.
+    compat=True gives the published scorer's verdicts instead (sandbox.run_compat), behind the same walls.
 
     InputError if the machine allows no isolation (layer None: the strongest that works). RuntimeError if a child cannot
     be used: that is neither pass nor fail."""
@@ -924,7 +906,7 @@ class Scorer:
             try:
                 with contextlib.ExitStack() as stack:
                     # References and answers run in children of their own: no answer inherits memory of a reference.
-                    pairs = [[stack.enter_context(Sandbox(layer, self.hash_seed)) for _ in range(2)]
+                    pairs = [[stack.enter_context(sandbox.Sandbox(layer, self.hash_seed)) for _ in range(2)]
                              for _ in range(self.num_workers)]
                     for pair in pairs:
                         for child in pair:
@@ -934,7 +916,7 @@ class Scorer:
                 self.layer = layer
                 say(f"scorer: {LAYERS[layer]}")
                 return self
-            except LayerError as error:
+            except sandbox.LayerError as error:
                 reasons.append(f"{layer}: {error}")
         raise InputError("no isolation for untrusted code on this machine (" + "; ".join(reasons) + "); add "
                          "--unsafe-scorer to run it under resource limits alone")
@@ -948,10 +930,11 @@ class Scorer:
         for index, (task, _) in enumerate(pairs):
             groups.setdefault((task["ground_truth"], *task["test_cases"].values()), []).append(index)
         scores = [None] * len(pairs)
+        score = self.score_published if self.compat else self.score_one
 
         def grade(children, key):
             for index in groups[key]:
-                scores[index] = (self.score_published if self.compat else self.score_one)(children, key, pairs[index][1])
+                scores[index] = score(children, key, pairs[index][1])
 
         self.for_each(grade, groups)
         return scores
@@ -987,160 +970,32 @@ class Scorer:
         values, _ = children[1].run(answer, list(key[1:]), self.time_limit_s, imports=imports)
         faults = []
         for (want, wanted), (got, value) in zip(expected, values):
-            faults.append(f"not gradeable: {wanted}" if want != "ok" else str(value) if got != "ok" else
-                          None if same_value(wanted, value) else "another value")
+            faults.append(f"not gradeable: {wanted}" if want != "ok" else fault_text(value) if got != "ok" else
+                          None if equal_values(wanted, value) else "another value")
         return Score([fault is None for fault in faults], [want[0] == "ok" for want in expected], faults)
 
     def score_published(self, children, key, answer):
         reference, *calls = key
         values, _ = children[1].run(answer, calls, self.time_limit_s + 1, reference=reference)   # it has its own alarm
-        faults = [str(value) if got != "ok" else None if value is True else "another value" for got, value in values]
+        faults = [fault_text(value) if got != "ok" else None if value is True else "another value"
+                  for got, value in values]
         return Score([fault is None for fault in faults], [True] * len(calls), faults)
 
 
-class LayerError(Exception):
-    """A layer of isolation does not work on this machine."""
+def fault_text(value):
+    """What an answer's process said of an error, as text that can be written to a file."""
+    return str(value)[:200].encode("utf-8", "replace").decode()
 
 
-class Sandbox:
-    """One child program (sandbox.py); a context manager. `run` evaluates calls on some code."""
-
-    def __init__(self, layer, hash_seed):
-        self.layer, self.hash_seed = layer, hash_seed
-
-    def __enter__(self):
-        self.program = os.path.join(os.path.dirname(os.path.abspath(__file__)), "sandbox.py")
-        self.work = "/sandbox" if self.layer == "namespaces" else tempfile.mkdtemp(prefix="sandbox-")
-        theirs, self.requests = os.pipe()
-        self.results, theirs_too = os.pipe()
-        site_packages = [p for p in sys.path if os.path.basename(p) in ("site-packages", "dist-packages") and os.path.isdir(p)]
-        one_thread = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
-        environment = {"PYTHONHASHSEED": str(self.hash_seed), "TZ": "UTC", "LANG": "C.UTF-8", "HOME": self.work,
-                       "TMPDIR": self.work, **one_thread}
-        self.child = subprocess.Popen(
-            [sys.executable, "-s", "-S", "-P", "-B", self.program, self.layer, str(theirs), str(theirs_too), self.work,
-             *site_packages], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(theirs, theirs_too),
-            env=environment, cwd="/", start_new_session=True, bufsize=0)
-        os.close(theirs)
-        os.close(theirs_too)
-        os.set_blocking(self.results, False)
-        os.set_blocking(self.requests, False)
-        return self
-
-    def __exit__(self, *exception):
-        self.child.stdin.close()
-        try:
-            self.child.wait(10)
-        except subprocess.TimeoutExpired:
-            self.child.kill()
-            self.child.wait()
-        self.child.stdout.close()
-        os.close(self.requests)
-        os.close(self.results)
-        if self.layer != "namespaces":
-            shutil.rmtree(self.work, ignore_errors=True)
-
-    def greet(self):
-        """Wait until the child serves, and see with harmless attacks that the walls stand; LayerError if not."""
-        hello = json.loads(self.child.stdout.readline() or '{"error": "the child program did not start"}')
-        if "error" in hello:
-            raise LayerError(hello["error"])
-        if self.layer != "rlimits":
-            try:
-                (value,), _ = self.run(PROBE.format(path=self.program), ["probe()"], 10)
-            except RuntimeError as error:
-                raise LayerError(str(error)) from None
-            if value != ["ok", 0]:
-                raise LayerError(f"its walls do not stand ({value[1]})")
-
-    def run(self, code, calls, time_limit_s, imports=None, reference=None):
-        """Results of the calls, ["ok", value] or ["error", reason] each, and what a reference (imports=None) imported.
-        A call that takes too long or ends its process costs its own result: a new process goes on with the next."""
-        values, imported = [], None
-        while len(values) < len(calls):
-            request = {"code": code, "calls": calls[len(values):], "imports": imports, "compat": reference is not None,
-                       "reference": reference}
-            more, found, loaded, reason = self.run_process(request, time_limit_s)
-            values += more
-            imported = imported or found
-            if len(values) < len(calls) and reason != "restart":
-                # Code that does not even load would not load again; the published evaluation does not go on at all.
-                goes_on = loaded and reference is None
-                values += [["error", reason]] * (1 if goes_on else len(calls) - len(values))
-        return values, imported
-
-    def run_process(self, request, time_limit_s):
-        """One process: (results so far, imports, whether the code had loaded, why it ended)."""
-        data = json.dumps(request).encode()
-        num_calls = len(request["calls"])
-        try:
-            self.child.stdin.write(struct.pack("<II", len(data), int(num_calls * time_limit_s) + LOAD_LIMIT_S + 2))
-            while data:
-                if not select.select([], [self.requests], [], START_LIMIT_S)[1]:
-                    raise OSError("it reads no request")
-                data = data[os.write(self.requests, data):]
-        except OSError as error:
-            raise RuntimeError(f"the scorer's child program is gone: {error}") from None
-        values, imports, ready, loaded, reason, buffer = [], None, False, False, "", bytearray()
-        deadline, ended = time.monotonic() + START_LIMIT_S, False
-        while not reason and len(values) < num_calls:
-            channels = [self.results] if ended else [self.results, self.child.stdout]
-            readable, _, _ = select.select(channels, [], [], 0 if ended else max(0, deadline - time.monotonic()))
-            if self.results in readable:
-                buffer += os.read(self.results, 1 << 16)
-            elif readable:
-                self.await_end()
-                ended = True                                        # what it wrote before its end is still to be read
-            else:
-                reason = "process ended" if ended else "time limit"
-            *lines, rest = buffer.split(b"\n")
-            buffer = rest
-            if len(buffer) > sandbox.RESULT_LIMIT:
-                reason = "a result that is too large"
-            for line in lines:
-                try:
-                    message = json.loads(line)
-                except (ValueError, RecursionError):
-                    message = None
-                if message == "ready" and not ready:
-                    ready = True
-                    deadline = time.monotonic() + time_limit_s + LOAD_LIMIT_S
-                elif message == "loaded" and ready and not loaded:
-                    loaded = True
-                    deadline = time.monotonic() + time_limit_s
-                elif loaded and not values and imports is None and request["imports"] is None and is_imports(message):
-                    imports = message
-                elif message == "restart" and values:
-                    reason = "restart"
-                elif ready and isinstance(message, list) and len(message) == 2 and message[0] in ("ok", "error"):
-                    values.append(message)
-                    deadline = time.monotonic() + time_limit_s
-                else:
-                    reason = "a broken result"
-                if reason or len(values) == num_calls:
-                    break
-        if not ready:
-            raise RuntimeError("the scorer's child program could not run anything (" + (reason or "no answer") + ")")
-        if not ended:
-            with contextlib.suppress(OSError):
-                self.child.stdin.write(struct.pack("<II", 0, 0))
-            self.await_end()
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self.results, 1 << 16):                   # what came too late
-                pass
-        return values, imports, loaded, reason
-
-    def await_end(self):
-        if not self.child.stdout.readline():
-            raise RuntimeError(f"the scorer's child program ended with status {self.child.wait()}")
-
-
-def is_imports(message):
-    return isinstance(message, list) and all(isinstance(item, list) and len(item) == 3 for item in message)
+def equal_values(expected, value):
+    """Are two values, as sandbox.encode() gives them, equal by Python's rules? `value` may be forged."""
+    try:
+        return same_value(expected, value)
+    except (TypeError, ValueError, IndexError, RecursionError):
+        return False
 
 
 def same_value(a, b):
-    """Are two values, as sandbox.encode() gives them, equal by Python's rules?"""
     if a == b:
         return True
     if not (isinstance(a, list) and isinstance(b, list) and len(a) == len(b) == 2):

@@ -1,18 +1,22 @@
 """The scorer's child program: runs untrusted code behind walls and says what its calls return. Standard library alone.
 
-    python -s -S -P -B sandbox.py LAYER REQUESTS_FD RESULTS_FD WORK_DIR SITE_PACKAGES …   (common.Scorer starts it)
+    with Sandbox("namespaces", hash_seed=0) as sandbox:                                   (common.Scorer does this)
+        sandbox.greet()
+        values, _ = sandbox.run("def f(n): return n / 2", ["f(4)", "f(None)"], 1.0, imports=[])
+        # [["ok", 2], ["error", "TypeError: unsupported operand …"]]
 
-One request is one process. The server reads the length of a request from stdin and forks. The fork is confined, reads
-the request from REQUESTS_FD, runs the code and writes its results to RESULTS_FD, a JSON line each. So the server's
-memory, which every fork inherits, never holds an answer, a reference or a result. A header of length 0 kills the fork.
-When it is gone, the server removes what it left (processes, files) and says so on stdout.
+Sandbox is the caller's side. It starts `python sandbox.py LAYER REQUESTS_FD RESULTS_FD WORK_DIR SITE_PACKAGES …`, the
+server. One request is one process: the server reads the length of a request from stdin and forks; the fork is confined,
+reads the request from REQUESTS_FD, runs the code and writes its results to RESULTS_FD, a JSON line each. So the memory
+of the server, which every fork inherits, never holds an answer, a reference or a result. A header of length 0 kills the
+fork. When it is gone, the server removes what it left (processes, files) and says so on stdout.
 
 Layers
   namespaces   own user, mount, process, network and IPC namespaces: an empty file system that holds the interpreter's
                libraries and packages, read-only, and an empty working directory in memory (16 MiB, the only place that
                can be written); no network; a process tree that dies as one. Inside it, as in the next layer:
   landlock     no capabilities, no_new_privs, a list of allowed system calls (no other processes, sockets, signals to
-               others, new programs, file modes or owners), and Landlock: the same files to read, one directory to write.
+               others, new programs, file modes or owners), Landlock: the same files to read, one directory to write.
   rlimits      resource limits alone. Stops faults, not attacks.
 In every layer: 1 GiB of address space, files of at most 16 MiB, 64 descriptors, a limit on processor time, an empty
 environment, no standard streams, a fixed hash seed. The wall-clock limit is the caller's, by a SIGKILL.
@@ -23,6 +27,7 @@ of files outside (not their content); the results of an answer to itself (code m
 they are wrong values, at most those that it could have returned). Answers that need threads work, answers that start
 processes or open sockets fail.
 """
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -36,6 +41,7 @@ import signal
 import struct
 import sys
 import textwrap
+import time
 import types
 
 MEMORY_LIMIT = 1 << 30          # bytes of address space
@@ -43,14 +49,177 @@ FILE_LIMIT = 16 << 20           # bytes of a file, and of all files in the layer
 RESULT_LIMIT = 1 << 20          # bytes of one encoded result
 MAX_DEPTH = 100                 # of nested values
 HEADER = struct.Struct("<II")   # bytes of the request (0: kill the running one), seconds of processor time
-PRELOADED = ("bisect calendar collections collections.abc copy dataclasses datetime decimal enum fractions functools heapq "
-             "itertools math operator random re statistics string time typing")  # imported once: each slows every fork
+PRELOADED = ("bisect calendar collections collections.abc copy dataclasses datetime decimal enum fractions functools "
+             "heapq itertools math operator random re statistics string time typing")           # each slows every fork
 BLACKLIST = ("import os", "exit(", "quit(", "argparse", "sudo", "transformers")             # of the published scorer
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# the caller's side
+
+PROGRAM = os.path.abspath(__file__)
+START_LIMIT_S, LOAD_LIMIT_S = 60, 4
+PROBE = """def probe():
+    import os, socket, wave
+    open("a", "w").close()
+    found = os.listdir(".") != ["a"]
+    for attack in (lambda: open({path!r}), lambda: open("/etc/passwd"), lambda: open({path!r}, "a"), socket.socket,
+                   lambda: os.chmod(".", 0o777), lambda: os.kill(1, 0)):
+        try:
+            attack()
+            found = True
+        except OSError:
+            pass
+    return found"""
+
+
+class LayerError(Exception):
+    """A layer of isolation does not work on this machine."""
+
+
+class Sandbox:
+    """One child program (sandbox.py); a context manager. `run` evaluates calls on some code."""
+
+    def __init__(self, layer, hash_seed):
+        self.layer, self.hash_seed = layer, hash_seed
+
+    def __enter__(self):
+        import subprocess                                           # here, so that the server's forks do not carry them
+        import tempfile
+        self.work = "/sandbox" if self.layer == "namespaces" else tempfile.mkdtemp(prefix="sandbox-")
+        theirs, self.requests = os.pipe()
+        self.results, theirs_too = os.pipe()
+        site_packages = [path for path in sys.path if os.path.isdir(path) and
+                         os.path.basename(path) in ("site-packages", "dist-packages")]
+        one_thread = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+        environment = {"PYTHONHASHSEED": str(self.hash_seed), "TZ": "UTC", "LANG": "C.UTF-8", "HOME": self.work,
+                       "TMPDIR": self.work, **one_thread}
+        self.child = subprocess.Popen(
+            [sys.executable, "-s", "-S", "-P", "-B", PROGRAM, self.layer, str(theirs), str(theirs_too), self.work,
+             *site_packages], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(theirs, theirs_too),
+            env=environment, cwd="/", start_new_session=True, bufsize=0)
+        os.close(theirs)
+        os.close(theirs_too)
+        os.set_blocking(self.results, False)
+        os.set_blocking(self.requests, False)
+        return self
+
+    def __exit__(self, *exception):
+        from subprocess import TimeoutExpired
+        self.child.stdin.close()
+        try:
+            self.child.wait(10)
+        except TimeoutExpired:
+            self.child.kill()
+            self.child.wait()
+        self.child.stdout.close()
+        os.close(self.requests)
+        os.close(self.results)
+        if self.layer != "namespaces":
+            shutil.rmtree(self.work, ignore_errors=True)
+
+    def greet(self):
+        """Wait until the child serves, and see with harmless attacks that the walls stand; LayerError if not."""
+        hello = json.loads(self.child.stdout.readline() or '{"error": "the child program did not start"}')
+        if "error" in hello:
+            raise LayerError(hello["error"])
+        if self.layer != "rlimits":
+            try:
+                (value,), _ = self.run(PROBE.format(path=PROGRAM), ["probe()"], 10)
+            except RuntimeError as error:
+                raise LayerError(str(error)) from None
+            if value != ["ok", 0]:
+                raise LayerError(f"its walls do not stand ({value[1]})")
+
+    def run(self, code, calls, time_limit_s, imports=None, reference=None):
+        """Results of the calls, ["ok", value] or ["error", reason] each, and what a reference (imports=None) imported.
+        A call that takes too long or ends its process costs its own result: a new process goes on with the next."""
+        values, imported = [], None
+        while len(values) < len(calls):
+            request = {"code": code, "calls": calls[len(values):], "imports": imports, "compat": reference is not None,
+                       "reference": reference}
+            more, found, loaded, reason = self.run_process(request, time_limit_s)
+            values += more
+            imported = imported or found
+            if len(values) < len(calls) and reason != "restart":
+                # Code that does not even load would not load again; the published evaluation does not go on at all.
+                goes_on = loaded and reference is None
+                values += [["error", reason]] * (1 if goes_on else len(calls) - len(values))
+        return values, imported
+
+    def run_process(self, request, time_limit_s):
+        """One process: (results so far, imports, whether the code had loaded, why it ended)."""
+        data = json.dumps(request).encode()
+        num_calls = len(request["calls"])
+        try:
+            self.child.stdin.write(HEADER.pack(len(data), int(num_calls * time_limit_s) + LOAD_LIMIT_S + 2))
+            while data:
+                if not select.select([], [self.requests], [], START_LIMIT_S)[1]:
+                    raise OSError("it reads no request")
+                data = data[os.write(self.requests, data):]
+        except OSError as error:
+            raise RuntimeError(f"the scorer's child program is gone: {error}") from None
+        values, imports, ready, loaded, reason, buffer = [], None, False, False, "", bytearray()
+        deadline, ended = time.monotonic() + START_LIMIT_S, False
+        while not reason and len(values) < num_calls:
+            channels = [self.results] if ended else [self.results, self.child.stdout]
+            readable, _, _ = select.select(channels, [], [], 0 if ended else max(0, deadline - time.monotonic()))
+            if self.results in readable:
+                buffer += os.read(self.results, 1 << 16)
+            elif readable:
+                self.await_end()
+                ended = True                                        # what it wrote before its end is still to be read
+            else:
+                reason = "process ended" if ended else "time limit"
+            *lines, rest = buffer.split(b"\n")
+            buffer = rest
+            if len(buffer) > RESULT_LIMIT:
+                reason = "a result that is too large"
+            for line in lines:
+                try:
+                    message = json.loads(line)
+                except (ValueError, RecursionError):
+                    message = None
+                if message == "ready" and not ready:
+                    ready = True
+                    deadline = time.monotonic() + time_limit_s + LOAD_LIMIT_S
+                elif message == "loaded" and ready and not loaded:
+                    loaded = True
+                    deadline = time.monotonic() + time_limit_s
+                elif loaded and not values and imports is None and request["imports"] is None and is_imports(message):
+                    imports = message
+                elif message == "restart" and values:
+                    reason = "restart"
+                elif ready and isinstance(message, list) and len(message) == 2 and message[0] in ("ok", "error"):
+                    values.append(message)
+                    deadline = time.monotonic() + time_limit_s
+                else:
+                    reason = "a broken result"
+                if reason or len(values) == num_calls:
+                    break
+        if not ready:
+            raise RuntimeError("the scorer's child program could not run anything (" + (reason or "no answer") + ")")
+        if not ended:
+            with contextlib.suppress(OSError):
+                self.child.stdin.write(HEADER.pack(0, 0))
+            self.await_end()
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self.results, 1 << 16):                   # what came too late
+                pass
+        return values, imports, loaded, reason
+
+    def await_end(self):
+        if not self.child.stdout.readline():
+            raise RuntimeError(f"the scorer's child program ended with status {self.child.wait()}")
+
+
+def is_imports(message):
+    return isinstance(message, list) and all(isinstance(item, list) and len(item) == 3 for item in message)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # values: Python -> JSON. Values of the types below are equal by Python's rules if and only if their JSON is, but for
-# ordered dicts and counters (common.same_value).
+# ordered dicts and counters (common.equal_values).
 
 def encode(value, depth=0):
     """A value as JSON data with its type: encode((1, 2.5)) = ["tuple", [1, ["ratio", "5/2"]]]. 1, True, 1.0 and
@@ -458,7 +627,7 @@ def confine(layer, seconds, rules, program):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# server
+# the server
 
 def read_exactly(descriptor, size):
     data = b""

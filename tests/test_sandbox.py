@@ -16,6 +16,7 @@ import time
 import pytest
 
 import common
+import sandbox
 
 SECRET = "the-secret-" + "of-the-parent"                           # in the parent's memory, environment and a file
 LIMIT_S = 0.4
@@ -214,10 +215,10 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["namespaces", "landlock"])
 def child(request, world):
-    with common.Sandbox(request.param, 0) as child:
+    with sandbox.Sandbox(request.param, 0) as child:
         try:
             child.greet()
-        except common.LayerError as error:
+        except sandbox.LayerError as error:
             pytest.skip(f"{request.param}: {error}")
         yield child
 
@@ -334,15 +335,15 @@ def test_layers_are_named_and_never_weakened(monkeypatch, capsys):
 
     def no_walls(self):
         if self.layer != "rlimits":
-            raise common.LayerError("not allowed")
-    monkeypatch.setattr(common.Sandbox, "greet", no_walls)
+            raise sandbox.LayerError("not allowed")
+    monkeypatch.setattr(sandbox.Sandbox, "greet", no_walls)
     with pytest.raises(common.InputError, match="--unsafe-scorer"):
         common.Scorer().__enter__()
 
 
 def test_walls_that_do_not_stand_are_found(child, monkeypatch):
-    monkeypatch.setattr(common, "PROBE", "def probe(): return {path!r} != ''")
-    with common.Sandbox(child.layer, 0) as other, pytest.raises(common.LayerError, match="do not stand"):
+    monkeypatch.setattr(sandbox, "PROBE", "def probe(): return {path!r} != ''")
+    with sandbox.Sandbox(child.layer, 0) as other, pytest.raises(sandbox.LayerError, match="do not stand"):
         other.greet()
 
 

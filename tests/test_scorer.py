@@ -87,7 +87,7 @@ def test_golden_verdicts(scorer, answer, expected):
 def test_code_that_never_loads_is_given_up_after_one_try(scorer):
     began = time.monotonic()
     assert verdicts(scorer, "while True: pass\ndef f(n): return n") == [False] * 4
-    assert time.monotonic() - began < 0.5 + common.LOAD_LIMIT_S + 2
+    assert time.monotonic() - began < 0.5 + sandbox.LOAD_LIMIT_S + 2
 
 
 # ---- values
@@ -141,6 +141,20 @@ def test_values_are_compared_by_pythons_rules(scorer, pairs, same):
         assert all(score.gradeable), [p for p, ok in zip(pairs, score.gradeable) if not ok]
         wrong = [(pair, fault) for pair, test, fault in zip(pairs, score.tests, score.faults) if test != same]
         assert not wrong
+
+
+@pytest.mark.parametrize("line", [
+    '["ok", ["dict", [1, 2, 3]]]', '["ok", ["dict", [["a"], ["b"]]]]', '["ok", ["counter", [[]]]]', '["ok", ["odict", {}]]',
+    '["ok", {"a": 1}]', '["ok", ["list"]]', '["ok", [["list"], [1]]]', '["ok", ["list", ' + "[" * 500 + "]" * 500 + "]]",
+    '["ok", NaN]', '["ok", 1e999]', '["error", {"a": [1]}]', '["error", "\\ud800"]', '["ok"]', '{"ok": 1}', '"ready"', '"restart"',
+    "9" * 5000, '["ok", ' + "9" * 5000 + "]"])
+def test_forged_results_are_wrong_values_and_break_nothing(scorer, line, tmp_path):
+    for value in ("{'a': 1}", "Counter(a=1)", "OrderedDict(a=1)", "[1]"):
+        task = task_of(f"from collections import *\ndef f(): return {value}")
+        forger = f"import os\nfor d in range(3, 64):\n    try: os.write(d, {line!r}.encode() + b'\\n')\n    except OSError: pass\n"
+        score = scorer.score([(task, forger + "def f(): return 7")])[0]
+        assert score.tests == [False]
+        common.write_jsonl(tmp_path / "scored.jsonl", [{"faults": score.faults}])
 
 
 def test_encoding_by_hand():
@@ -245,12 +259,12 @@ def test_names_in_a_call_mean_what_the_reference_imported(scorer):
 
 def test_a_reference_is_evaluated_once_a_task(scorer, monkeypatch):
     calls = []
-    original = common.Sandbox.run
+    original = sandbox.Sandbox.run
 
     def run(self, code, *arguments, **options):
         calls.append(code)
         return original(self, code, *arguments, **options)
-    monkeypatch.setattr(common.Sandbox, "run", run)
+    monkeypatch.setattr(sandbox.Sandbox, "run", run)
     task = task_of("def f(): return 12345")
     scorer.score([(task, f"def f(): return {i}") for i in range(5)])
     scorer.score([(task, "def f(): return 12345")])
