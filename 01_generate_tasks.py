@@ -1,8 +1,9 @@
-"""Stage 1: make collaborative programming tasks in ColBench's format.
+"""Stage 1: make collaborative programming tasks in ColBench's format, or take ColBench's own.
 
-Reads   nothing (--source template), or a tasks file (--check).
-Writes  tasks.jsonl, one task a line: {"problem_description", "ground_truth", "test_cases"} as published, and
-        {"task_id", "family", "template", "facts"}, which the rule-based human and the scripted agent of 02 read.
+Reads   nothing (--source template), the published files (--source colbench), or a tasks file (--check).
+Writes  tasks.jsonl, one task a line: {"problem_description", "ground_truth", "test_cases"} as published, "task_id", and
+        of template tasks {"family", "template", "facts"}, which the rule-based human and the scripted agent of 02 read;
+        with --trajectories: trajectories.jsonl, as published, with "task_id", "sample" and "reward".
 
 A template task is a vague request with a signature, a reference function and 10 test calls. What the request leaves
 out stands in `facts`: those that matter (thresholds, prices, orders, words: each is a value in the reference) and
@@ -12,6 +13,12 @@ other value of that fact at least one test gives another result.
 
 Splits are disjoint by content: the hash of the reference puts a task into train (80 %), validation (10 %) or test
 (10 %), whatever the seed. No two tasks of a file have the same reference.
+
+--source colbench takes the published tasks as they are, from the Hugging Face hub or from --path: a folder with
+backend_tasks/train.jsonl and backend_tasks/test.jsonl, or one JSONL file, which is taken whole. --trajectories takes
+the published offline trajectories instead, every row and key as it is: a row gets "task_id" and "sample" (0, 1, 2 ...
+by order of appearance of its task: the file holds its samples of the tasks as blocks one after the other), and a row
+without "reward" gets "reward" and "tests" from our scorer.
 
 --check FILE writes no tasks but says what is wrong with those of a file: references that raise, lack a package, are
 random or return what cannot be compared; tests that say nothing; and how far an answer comes that always returns the
@@ -23,9 +30,13 @@ answers by rule can play them.
     python 01_generate_tasks.py --split train --num-tasks 1000 --seed 0 --out out/train.jsonl
     python 01_generate_tasks.py --split test --num-tasks 300 --seed 1 --out out/test.jsonl
     python 01_generate_tasks.py --check out/test.jsonl
+    python 01_generate_tasks.py --source colbench --split test --out colbench/test.jsonl
+    python 01_generate_tasks.py --source colbench --trajectories --path LOCAL_COPY --out colbench/offline.jsonl
 """
+import collections
 import hashlib
 import json
+import pathlib
 import random
 import re
 import string
@@ -41,6 +52,11 @@ BIG = (60, 70, 75, 80, 90, 100, 120, 150, 200, 250)
 PERCENT = (5, 10, 15, 20, 25, 30)
 NUM_TESTS = 10
 SPLITS = {"train": range(0, 80), "validation": range(80, 90), "test": range(90, 100)}
+
+# The published data set on the hub, and its files.
+COLBENCH = "facebook/collaborative_agent_bench"
+COLBENCH_TASKS = {"train": "backend_tasks/train.jsonl", "test": "backend_tasks/test.jsonl"}
+COLBENCH_TRAJECTORIES = "colbench_code_offline_15k_llama8b.jsonl"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -366,6 +382,105 @@ def generate(num_tasks, seed, split, told):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# the published tasks and trajectories
+
+def published_files(names, copy):
+    """Paths of the published files `names` in a local copy (a folder, or one file in their place), or from the hub."""
+    if not copy:
+        return [download(name, names) for name in names]
+    copy = pathlib.Path(copy)
+    if copy.is_file():
+        return [copy]
+    if not copy.is_dir():
+        raise common.InputError(f"{copy}: no such file or folder")
+    files = [copy / name if (copy / name).is_file() else copy / pathlib.Path(name).name for name in names]
+    for name, file in zip(names, files):
+        if not file.is_file():
+            raise common.InputError(f"{copy}: no {name} in it")
+    return files
+
+
+def download(name, names):
+    """The path of a file of the hub's data set, from the cache if it is there; `names` are all that are needed."""
+    from huggingface_hub import hf_hub_download
+    try:
+        return hf_hub_download(COLBENCH, name, repo_type="dataset")
+    except Exception as error:                                      # the hub's client raises those of several libraries
+        raise common.InputError(
+            f"{COLBENCH}: {name} could not be downloaded ({type(error).__name__}); where the hub can be reached run "
+            f'"hf download --repo-type dataset {COLBENCH} {" ".join(names)} --local-dir FOLDER", then pass '
+            "--path FOLDER") from None
+
+
+def read_published(path, trajectories):
+    """The rows of a published file, as they are but for "task_id", and a trajectory's "sample", where missing."""
+    rows = common.read_jsonl(path, common.TRAJECTORY_KEYS if trajectories else common.TASK_KEYS)
+    seen = {}
+    for number, row in enumerate(rows, 1):
+        task = row["task"] if trajectories else row
+        common.check_keys(task["test_cases"], dict.fromkeys(task["test_cases"], str), f"{path}:{number}: test_cases")
+        row["task_id"] = row.get("task_id") or common.task_id(task)
+        if trajectories:
+            row.setdefault("sample", seen.get(row["task_id"], 0))
+            seen[row["task_id"]] = seen.get(row["task_id"], 0) + 1
+            if not isinstance(row.get("reward"), (int, float, type(None))):
+                raise common.InputError(f'{path}:{number}: "reward" is a {type(row["reward"]).__name__}, not a number')
+    return rows
+
+
+def first_shuffled(items, args, files):
+    """The first --num-tasks of `items` in a seeded order; all of them, in their own, where it is not given."""
+    if args.num_tasks is None:
+        return items
+    if args.num_tasks > len(items):
+        raise common.InputError(f"--num-tasks {args.num_tasks}: there are only {len(items)} tasks in "
+                                f"{' and '.join(map(str, files))}")
+    items = list(items)
+    random.Random(args.seed).shuffle(items)
+    return items[:args.num_tasks]
+
+
+def score_missing(trajectories, unsafe):
+    """Give the trajectories without a reward "reward" and "tests", in place; returns how many there were."""
+    missing = [trajectory for trajectory in trajectories if trajectory.get("reward") is None]
+    if missing:
+        with common.Scorer(unsafe) as scorer:
+            scores = scorer.score([(trajectory["task"], trajectory["answer"]) for trajectory in missing])
+        for trajectory, score in zip(missing, scores):
+            trajectory |= {"reward": common.reward_of(score.tests), "tests": score.tests}
+    return len(missing)
+
+
+def take_published(args):
+    """--source colbench: write published tasks or trajectories to args.out."""
+    if args.split == "validation":
+        raise common.InputError("--split validation: the published data have none, only train and test")
+    if args.trajectories and args.split == "test":
+        raise common.InputError("--split test: the published trajectories are all of training tasks")
+    names = ([COLBENCH_TRAJECTORIES] if args.trajectories else
+             list(COLBENCH_TASKS.values()) if args.split == "all" else [COLBENCH_TASKS[args.split]])
+    files = published_files(names, args.path)
+    rows = [row for file in files for row in read_published(file, args.trajectories)]
+    if args.trajectories:
+        ids = list(dict.fromkeys(row["task_id"] for row in rows))
+        chosen = set(first_shuffled(ids, args, files))
+        kept = [row for row in rows if row["task_id"] in chosen]
+    else:
+        kept = first_shuffled(rows, args, files)
+    if common.claim_output(args, args.out, files):
+        return
+    samples = collections.Counter(row["task_id"] for row in kept)
+    if args.trajectories:
+        low, high = min(samples.values()), max(samples.values())
+        print(f"kept {len(kept):,} of {len(rows):,} trajectories, {len(samples):,} of {len(ids):,} tasks, "
+              f"{low if low == high else f'{low} to {high}'} samples a task")
+        print(f"computed {score_missing(kept, args.unsafe_scorer):,} missing rewards")
+    else:
+        print(f"kept {len(kept):,} of {len(rows):,} tasks, {len(kept) - len(samples):,} of them repeat another")
+    common.write_jsonl(args.out, kept)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # the data check
 
 def check_tasks(tasks, unsafe):
@@ -422,9 +537,14 @@ def print_check(path, tasks, checks):
 
 def parse_args(argv=None):
     parser = common.argument_parser(__doc__)
-    parser.add_argument("--source", choices=["template"], default="template", help="where tasks come from")
-    parser.add_argument("--num-tasks", type=common.positive_int, default=1000, help="tasks to write")
-    parser.add_argument("--split", choices=["all", *SPLITS], default="all", help="which part, disjoint by content")
+    parser.add_argument("--source", choices=["template", "colbench"], default="template", help="where tasks come from")
+    parser.add_argument("--path", metavar="LOCAL_COPY", help="colbench: a folder with the published files, or one "
+                        "JSONL file, which is taken whole; without it they are downloaded from the hub")
+    parser.add_argument("--trajectories", action="store_true", help="colbench: take the offline trajectories instead")
+    parser.add_argument("--num-tasks", type=common.positive_int,
+                        help="tasks to write, in an order by --seed (where not given: template: 1000, colbench: all)")
+    parser.add_argument("--split", choices=["all", *SPLITS], default="all",
+                        help="which part: template: disjoint by content; colbench: a published file (no validation)")
     parser.add_argument("--told", choices=["none", "some", "all"], default="some",
                         help="facts that the request states: none, one in 30 %% of the tasks, or all (clear requests)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the tasks")
@@ -435,11 +555,17 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if not args.out and not args.check:
         parser.error("the following arguments are required: --out")
+    if args.source == "template" and (args.path or args.trajectories):
+        parser.error("--path and --trajectories need --source colbench")
+    if args.source == "template" and args.num_tasks is None:
+        args.num_tasks = 1000
     return args
 
 
 def main(argv=None):
     args = parse_args(argv)
+    if args.source == "colbench" and not args.check:
+        return take_published(args)
     tasks = args.check and common.read_jsonl(args.check, common.TASK_KEYS)
     if args.out and common.claim_output(args, args.out, [args.check]):
         return

@@ -10,6 +10,11 @@ message and the person answers it in at most 400 characters. What follows "I WAN
 episode; in the last round the whole turn is the answer if the marker is not in it. `reward` is the fraction of hidden
 tests that the answer passes.
 
+--best-of N: at each turn the agent samples N messages and a critic says which one is sent; it may see the reference, so
+this measures a critic and is no way to use an agent. `--critic DIR` takes a critic of 03, `--critic judge:MODEL` a model
+that compares two messages at a time, in both orders: where the orders disagree, or a verdict cannot be read, the earlier
+message stays. The first message of each turn is the one that would be sent with N = 1.
+
 Agents: a model (see README), or `script`, a noisy scripted agent for template tasks whose dialogues a base model is
 taught by (`script-informed`: one that knows the reference). Humans: `rules` (template tasks), or a model with a prompt.
 
@@ -20,6 +25,7 @@ Differs from the paper: the agent is told when the last round begins. The prompt
         --simulator meta-llama/Llama-3.1-8B-Instruct --out trajectories.jsonl
 """
 import random
+import re
 
 import torch
 
@@ -30,6 +36,10 @@ SIMULATOR_SYSTEM = (
     "Only you know what you need: the function below. Answer the assistant's last message in one or two short "
     "sentences of plain English. Say only what was asked about. If the function does not settle it, say that you do "
     "not know. Never write or quote code.\n\n{ground_truth}")
+JUDGE = (
+    "An assistant writes a Python function for a person. It cannot see what the person needs; you can:\n{ground_truth}\n\n"
+    "The dialogue so far:\n{dialogue}\n\nTwo ways for the assistant to go on:\n[A] {a}\n[B] {b}\n\nWhich one brings the "
+    "assistant nearer to the function that the person needs? Reply with the letter A or B alone.")
 UNCLEAR = ("Could you ask about something specific?", "I am not sure what you mean.", "Please ask me about one thing.")
 VAGUE = ("Can you tell me more?", "What else should I know?", "Could you describe the function?")
 OPENERS = ("", "", "", "Thanks. ", "Okay. ", "One more question. ")
@@ -94,11 +104,15 @@ def script_turns(dialogues, args):
     return turns
 
 
-def model_turns(dialogues, agent, args):
-    """The next turn of each dialogue, sampled from the agent; it sees the dialogue alone."""
+def model_turns(dialogues, agent, chooser, args):
+    """The next turn of each dialogue, sampled from the agent, which sees the dialogue alone; with --best-of the one of
+    several that `chooser` prefers."""
     model, tokenizer = agent
     prompts = [common.prompt_text(tokenizer, d["history"], args.max_rounds) for d in dialogues]
-    outputs = sample(agent, prompts, dialogues, args.temperature, args.max_new_tokens, args, "agent")
+    outputs = sample(agent, prompts, dialogues, args.temperature, args.max_new_tokens, args, "agent", args.best_of)
+    if args.best_of > 1:
+        actions = [outputs[i:i + args.best_of] for i in range(0, len(outputs), args.best_of)]
+        outputs = [own[best] for own, best in zip(actions, chooser(dialogues, prompts, actions))]
     turns = []
     for prompt, ids in zip(prompts, outputs):
         text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -106,6 +120,41 @@ def model_turns(dialogues, agent, args):
         turns.append({"role": "assistant", "content": text.strip(), "input": prompt, "output": text, "output_ids": ids,
                       **({} if ended else {"truncated": True})})
     return turns
+
+
+def critic_choices(dialogues, prompts, actions, critic, tokenizer, device):
+    """The number of the action with the highest score of a critic (03) for each dialogue."""
+    states = [(prompt, d["task"]["ground_truth"], own) for prompt, d, own in zip(prompts, dialogues, actions)]
+    scores = common.score_actions(critic, tokenizer, states, 16384, device)
+    return [max(range(len(own)), key=lambda i: own[i]) for own in scores]
+
+
+def judge_choices(dialogues, actions, tokenizer, judge, counts, args):
+    """The number of the action that is left of each dialogue's after comparing the best so far with the next, N - 1
+    times; `counts` counts verdicts "decided", "tie" (the two orders disagree) and "unreadable"."""
+    texts = [[tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in own] for own in actions]
+    best = [0] * len(actions)
+    for challenger in range(1, args.best_of):
+        prompts, askers = [], []
+        for dialogue, own, held in zip(dialogues, texts, best):
+            said = "\n".join(f"{'Assistant' if turn['role'] == 'assistant' else 'Person'}: {turn['content']}"
+                             for turn in dialogue["history"])
+            for a, b in ((held, challenger), (challenger, held)):
+                content = JUDGE.format(ground_truth=dialogue["task"]["ground_truth"], dialogue=said, a=own[a], b=own[b])
+                prompts.append(judge[1].apply_chat_template([{"role": "user", "content": content}], tokenize=False,
+                                                            add_generation_prompt=True))
+                askers.append(dialogue)
+        outputs = sample(judge, prompts, askers, 0.0, 8, args, "judge")
+        letters = [re.findall(r"\b[AB]\b", judge[1].decode(ids, skip_special_tokens=True)) for ids in outputs]
+        for i, own in enumerate(texts):
+            first, second = (found[0] if len(set(found)) == 1 else None for found in letters[2 * i:2 * i + 2])
+            if own[best[i]] == own[challenger]:
+                continue
+            verdict = "unreadable" if None in (first, second) else "tie" if first == second else "decided"
+            counts[verdict] = counts.get(verdict, 0) + 1
+            if verdict == "decided" and first == "B":
+                best[i] = challenger
+    return best
 
 
 def human_replies(dialogues, simulator, args):
@@ -119,9 +168,10 @@ def human_replies(dialogues, simulator, args):
     return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in outputs]
 
 
-def sample(model_and_tokenizer, prompts, dialogues, temperature, max_new_tokens, args, who):
+def sample(model_and_tokenizer, prompts, dialogues, temperature, max_new_tokens, args, who, count=1):
+    """`count` continuations of each prompt, one prompt's after the other's."""
     model, tokenizer = model_and_tokenizer
-    randoms = torch.stack([common.uniforms(max_new_tokens, *dialogue_key(d, args, who)) for d in dialogues])
+    randoms = torch.cat([common.uniforms((count, max_new_tokens), *dialogue_key(d, args, who)) for d in dialogues])
     with common.autocast(model.device, args.dtype):
         return common.generate(model, [common.encode(tokenizer, prompt) for prompt in prompts], randoms, temperature,
                                common.stop_ids(model, tokenizer))
@@ -138,13 +188,13 @@ def dialogue_rng(dialogue, args, who):
 # ---------------------------------------------------------------------------------------------------------------------
 # episodes
 
-def run_block(dialogues, agent, simulator, args):
+def run_block(dialogues, agent, simulator, chooser, args):
     """Play a block of dialogues to their ends, one round of all at a time."""
     for round_number in range(1, args.max_rounds + 1):
         active = [d for d in dialogues if d["answer"] is None]
         if not active:
             break
-        turns = script_turns(active, args) if agent is None else model_turns(active, agent, args)
+        turns = script_turns(active, args) if agent is None else model_turns(active, agent, chooser, args)
         for dialogue, turn in zip(active, turns):
             dialogue["history"].append(turn)
             if common.MARKER in turn["content"]:
@@ -163,6 +213,7 @@ def to_trajectory(dialogue, verdicts, tokenizer, args):
             "answer": dialogue["answer"], "reward": common.reward_of(verdicts), "tests": verdicts,
             "num_rounds": sum(turn["role"] == "assistant" for turn in history), "max_rounds": args.max_rounds,
             "agent": args.agent, "simulator": args.simulator, "tokenizer": tokenizer,
+            "best_of": args.best_of, "critic": args.critic,
             "informed": args.agent == "script-informed"}
 
 
@@ -180,6 +231,10 @@ def summary(trajectories):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
+PRESETS = {f"paper-{domain}": {"max_rounds": 10, "temperature": 1.0, "max_new_tokens": 1024, "dtype": "bfloat16"}
+           for domain in ("backend", "frontend")}
+
+
 def parse_args(argv=None):
     parser = common.argument_parser(__doc__)
     parser.add_argument("--tasks", required=True, help="tasks file (01)")
@@ -190,13 +245,19 @@ def parse_args(argv=None):
     parser.add_argument("--single-turn", action="store_true", help="the agent answers at once (--max-rounds 1)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the agent; the human's is 0")
     parser.add_argument("--max-new-tokens", type=common.positive_int, default=1024, help="tokens a turn of the agent")
+    parser.add_argument("--best-of", type=common.positive_int, default=1, help="messages sampled at each turn")
+    parser.add_argument("--critic", help="who picks one of --best-of: a critic folder (03) or judge:MODEL")
     parser.add_argument("--concurrency", type=common.positive_int, default=64, help="dialogues in flight")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the models")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples")
     common.add_scorer(parser)
     parser.add_argument("--out", required=True, help="trajectories file to write (JSONL)")
     common.add_overwrite(parser)
-    return parser.parse_args(argv)
+    common.set_preset(parser, PRESETS, argv)
+    args = parser.parse_args(argv)
+    if args.best_of > 1 and (args.critic is None or args.agent.startswith("script")):
+        parser.error("--best-of needs an agent that is a model, and --critic DIR or judge:MODEL")
+    return args
 
 
 def main(argv=None):
@@ -211,13 +272,22 @@ def main(argv=None):
             if "facts" not in task:
                 raise common.InputError(f'{args.tasks}:{number}: missing "facts", which the rules of template tasks '
                                         "need; use --agent MODEL --simulator MODEL")
-    inputs = [args.tasks, args.agent, args.simulator]
+    inputs = [args.tasks, args.agent, args.simulator, (args.critic or "").removeprefix("judge:")]
     if common.claim_output(args, args.out, inputs, begin=False):
         return
     agent = None if scripted else common.load_model(args.agent, runtime.device)
     simulator = None if args.simulator == "rules" else (
         agent if args.simulator == args.agent else common.load_model(args.simulator, runtime.device))
-    for model, _ in filter(None, (agent, simulator)):
+    judge = critic = chooser = None
+    verdicts = {}
+    if args.best_of > 1 and args.critic.startswith("judge:"):
+        name = args.critic.removeprefix("judge:")
+        judge = agent if name == args.agent else common.load_model(name, runtime.device)
+        chooser = lambda dialogues, _, actions: judge_choices(dialogues, actions, agent[1], judge, verdicts, args)
+    elif args.best_of > 1:
+        critic = common.load_critic(args.critic, agent[1], runtime.device)
+        chooser = lambda *state: critic_choices(*state, critic, agent[1], runtime.device)
+    for model, _ in filter(None, (agent, simulator, judge)):
         model.eval()
     if common.claim_output(args, args.out, inputs):
         return
@@ -232,7 +302,7 @@ def main(argv=None):
 
     def play(block, progress):
         nonlocal num_tokens
-        run_block(block, agent, simulator, args)
+        run_block(block, agent, simulator, chooser, args)
         num_tokens += sum(len(turn.get("output_ids", ())) for d in block for turn in d["history"])
         progress.set_postfix_str(f"{num_tokens / max(1e-9, progress.format_dict['elapsed']):,.0f} tok/s")
         scores = scorer.score([(dialogue["task"], dialogue["answer"]) for dialogue in block])
@@ -241,6 +311,8 @@ def main(argv=None):
     with common.Scorer(args.unsafe_scorer) as scorer:
         trajectories = common.map_blocks(args.out, blocks, play, runtime, "dialogue")
     common.say(summary(trajectories))
+    if verdicts:
+        common.say("judge's comparisons: " + ", ".join(f"{count:,} {verdict}" for verdict, count in verdicts.items()))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,14 @@ trained by Bradley-Terry on pairs of trajectories of one task, the chosen one wi
 
     J = -log s( b sum_t A(o_t+, a_t+, c) - b sum_t A(o_t-, a_t-, c) ) + nll_coef * mean NLL of the chosen  (eq. 2)
 
-Pairs of `--held-out-frac` of the tasks are not trained on: their accuracy is what is reported.
+The paper's other critics: `--no-privileged` leaves c out, `--normalize none` leaves out 1/L, and `--head` puts a linear
+head on the mean of the last hidden states over a turn's tokens, which is 0 before training and takes the place of eq. 3:
+
+--head regression   its value is the turn's advantage, trained by eq. 2 on its sums over turns (no NLL term)
+--head value        its value is the logit of success given the dialogue up to and with the turn, and c, trained by binary
+                    cross-entropy at every turn of every trajectory (those without a pair, too)
+
+Pairs of `--held-out-frac` of the tasks are not trained on: their accuracy is what is reported (of values: the last).
 
 Differs from the paper: nothing. Differs from the published code: the sum over turns of each turn's mean, where it takes
 one mean over all tokens of the trajectory (`--normalize trajectory`).
@@ -33,75 +40,92 @@ import common
 # ---------------------------------------------------------------------------------------------------------------------
 # losses
 
-def turn_advantages(logps, ref_logps, lengths, normalize):
-    """Eq. 3. logps, ref_logps, lengths: (B, M), summed over each turn's tokens, 0 where a trajectory has no such turn.
-    Returns (B, M) contributions whose sum over M is the score of a trajectory.
-    normalize "turn": each turn's mean; "trajectory": one mean over all agent tokens; "none": no mean."""
-    logratios = logps - ref_logps                                                   # (B, M)
-    if normalize == "turn":
-        return logratios / lengths.clamp(min=1)                                     # (B, M)
-    if normalize == "trajectory":
-        return logratios / lengths.sum(1, keepdim=True)                             # (B, M)
-    return logratios
-
-
 def bradley_terry_loss(chosen_scores, rejected_scores, beta):
     """Eq. 2 without its NLL term, from scores (B,). Returns (losses, chosen_rewards, rejected_rewards), each (B,)."""
     chosen_rewards, rejected_rewards = beta * chosen_scores, beta * rejected_scores              # (B,)
     return -F.logsigmoid(chosen_rewards - rejected_rewards), chosen_rewards, rejected_rewards
 
 
+def value_losses(values, labels, lengths):
+    """Binary cross-entropy of success (labels, (B,)) at each turn's logit (values, (B, M)), the mean over a trajectory's
+    turns (those with lengths > 0); returns (B,)."""
+    exists = (lengths > 0).float()                                                                # (B, M)
+    losses = F.binary_cross_entropy_with_logits(values, labels[:, None].expand_as(values), reduction="none")
+    return (losses * exists).sum(1) / exists.sum(1)
+
+
+def last_values(values, lengths):
+    """The value of each trajectory's last turn, (B,)."""
+    return values.gather(1, (lengths > 0).sum(1, keepdim=True) - 1).squeeze(1)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# examples: (chosen item, rejected item); an item is a list of rows (common.py)
+# examples: (chosen item, rejected item), (item,) for values; an item is a list of rows (common.py)
 
 def is_held_out(task_id, fraction):
     """Whether a task's hash puts it into the held-out fraction; all data of a task fall on the same side."""
     return int(hashlib.sha256(f"held out {task_id}".encode()).hexdigest()[:8], 16) / 2 ** 32 < fraction
 
 
-def trajectory_pair_examples(trajectories, pairs, tokenizer, privileged):
-    own = common.tokenizer_name(tokenizer)
+def trajectory_examples(trajectories, groups, tokenizer, privileged):
+    """An example for each tuple of trajectory numbers."""
+    used = sorted({i for group in groups for i in group})
     items = {}
-    for i in {i for pair in pairs for i in pair}:
-        turns = common.agent_turns(tokenizer, trajectories[i], trajectories[i].get("tokenizer") == own)
+    for i, turns in zip(used, common.all_turns(tokenizer, [trajectories[i] for i in used])):
         c = trajectories[i]["task"]["ground_truth"] if privileged else None
         items[i] = common.trajectory_rows(tokenizer, turns, c)
-    return [(items[chosen], items[rejected]) for chosen, rejected in pairs]
+    return [tuple(items[i] for i in group) for group in groups]
 
 
 def pair_accuracy(model, examples, ref, args, device):
     """The share of pairs whose chosen trajectory has the higher score; a tie is half right."""
     items = [item for example in examples for item in example]
-    logps = common.logps_of(model, items, args.max_tokens, device, args.dtype)
+    values = common.values_of(model, items, args.max_tokens, device, args.dtype)
     right = 0.0
     for i, (example, refs) in enumerate(zip(examples, ref)):
         lengths = [common.collate([item]).lengths[0] for item in example]
-        chosen, rejected = (turn_advantages(logps[2 * i + side][None], refs[side][None], lengths[side][None],
-                                            args.normalize).sum().item() for side in (0, 1))
+        scores = [common.turn_advantages(values[2 * i + side][None], refs[side][None], lengths[side][None], args.normalize)
+                  for side in (0, 1)]                                                            # (1, M) each
+        chosen, rejected = (score[0, -1] if args.head == "value" else score.sum() for score in scores)
         right += 1.0 if chosen > rejected else 0.5 if chosen == rejected else 0.0
     return right / len(examples)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
+# Table 5 of the paper, and what it leaves unsaid as the published code sets it
+PRESETS = {name: {"beta": 0.1, "nll_coef": 0.01, "lr": 2e-7, "epochs": epochs, "batch_size": 8, "max_length": 8192,
+                  "warmup_frac": 0.03, "final_lr_frac": 0.1, "adam_betas": [0.9, 0.95], "weight_decay": 0.0,
+                  "max_grad_norm": 1.0, "normalize": "turn", "dtype": "bfloat16", "min_gap": min_gap}
+           for name, epochs, min_gap in (("paper-backend", 4, None), ("paper-frontend", 8, 0.1))}
+
+
 def parse_args(argv=None):
     parser = common.argument_parser(__doc__)
     parser.add_argument("--trajectories", required=True, help="trajectories file (02), with rewards")
+    parser.add_argument("--num-trajectories", type=common.positive_int, help="use so many (nested subsets of a seed)")
     parser.add_argument("--model", required=True, help="the policy's model, to start from (folder, hub id, smollm2)")
     # the critic
+    parser.add_argument("--head", choices=["lm", "regression", "value"], default="lm", help="what scores a turn, see above")
     parser.add_argument("--no-privileged", action="store_true", help="leave c out")
     parser.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn", help="see above")
+    parser.add_argument("--min-gap", type=float, help="pair all trajectories of a task whose returns differ by so much "
+                        "(frontend: 0.1); None: successes with the rest")
     parser.add_argument("--held-out-frac", type=float, default=0.05, help="share of the tasks kept for the accuracy")
     # training
     parser.add_argument("--beta", type=float, default=0.1, help="scale of the log-ratios in the loss")
     parser.add_argument("--nll-coef", type=float, default=0.01, help="weight of the chosen side's mean NLL")
-    parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate (3 %% warm-up, cosine to 10 %%)")
+    parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
     parser.add_argument("--epochs", type=common.positive_int, default=4, help="passes over the examples")
     parser.add_argument("--batch-size", type=common.positive_int, default=8, help="examples a step, over all ranks")
     parser.add_argument("--micro-batch-size", type=common.positive_int, default=8, help="examples a forward pass")
     parser.add_argument("--max-steps", type=common.positive_int, help="stop (and end the schedule) after so many steps")
     parser.add_argument("--max-length", type=common.positive_int, default=8192, help="drop longer rows (tokens)")
     parser.add_argument("--max-tokens", type=common.positive_int, default=16384, help="tokens a pass without gradients")
+    parser.add_argument("--warmup-frac", type=float, default=0.03, help="share of the steps with a rising learning rate")
+    parser.add_argument("--final-lr-frac", type=float, default=0.1, help="share of the learning rate at the end (cosine)")
+    parser.add_argument("--adam-betas", type=float, nargs=2, default=[0.9, 0.95], help="of AdamW")
+    parser.add_argument("--weight-decay", type=float, default=0.0, help="of AdamW")
     parser.add_argument("--max-grad-norm", type=float, default=1.0, help="gradient clipping")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                         help="arithmetic; the parameters stay float32")
@@ -109,26 +133,35 @@ def parse_args(argv=None):
     parser.add_argument("--save-every", type=common.positive_int, default=200, help="steps between saved states")
     parser.add_argument("--log-every", type=common.positive_int, default=10, help="steps between log lines")
     parser.add_argument("--out", required=True, help="folder to write")
+    common.add_scorer(parser)
     common.add_overwrite(parser)
-    return parser.parse_args(argv)
+    common.set_preset(parser, PRESETS, argv)
+    args = parser.parse_args(argv)
+    if args.head != "lm":
+        args.normalize, args.nll_coef = "none", 0.0                  # the head's input is a mean already
+    return args
 
 
 def main(argv=None):
     args = parse_args(argv)
     runtime = common.start(args.seed)
-    trajectories = common.read_trajectories(args.trajectories)
-    common.check_rewards(trajectories, args.trajectories)
-    pairs = common.trajectory_pairs(trajectories, args.trajectories)
+    trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     inputs = [args.trajectories, args.model]
     if common.claim_output(args, args.out, inputs, folder=True, begin=False):
         return
+    common.fill_rewards(trajectories, args.unsafe_scorer)
+    pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap)
     model, tokenizer = common.load_model(args.model, runtime.device)
-    split = {held: [pair for pair in pairs if is_held_out(trajectories[pair[0]]["task_id"], args.held_out_frac) == held]
-             for held in (False, True)}
-    common.say(f"{len(split[False]):,} trajectory pairs to train on, {len(split[True]):,} of other tasks held out")
-    examples, held_out = (common.drop_long(trajectory_pair_examples(
-        trajectories, split[held], tokenizer, not args.no_privileged), args)
-        if split[held] or not held else [] for held in (False, True))
+    held = [is_held_out(trajectory["task_id"], args.held_out_frac) for trajectory in trajectories]
+    train, test = ([pair for pair in pairs if held[pair[0]] == side] for side in (False, True))
+    common.say(f"{len(train):,} trajectory pairs to train on, {len(test):,} of other tasks held out")
+    if args.head == "value":
+        train = [(i,) for i in range(len(trajectories)) if not held[i]]
+    examples, held_out = (trajectory_examples(trajectories, groups, tokenizer, not args.no_privileged)
+                          for groups in (train, test))
+    kept = common.drop_long(examples, args)
+    examples, train = [examples[i] for i in kept], [train[i] for i in kept]
+    held_out = [held_out[i] for i in common.drop_long(held_out, args)] if held_out else []
     if common.claim_output(args, args.out, inputs, folder=True):
         return
     batches = common.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
@@ -136,8 +169,10 @@ def main(argv=None):
     common.show_samples(tokenizer, [item for example in examples[:1] for item in example])
 
     # The reference is the critic before its first update; its log-probabilities are computed once, by the same function
-    ref = common.reference_logps(args.out, model, examples + held_out, args, runtime)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    if args.head != "lm":
+        common.add_head(model)
+    ref = common.reference_values(args.out, model, examples + held_out, args, runtime)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay)
     first = common.load_state(args.out, model, optimizer, runtime.device)
     log = common.StepLog(args.out, first, len(batches), args.log_every)
     model.train()
@@ -149,30 +184,36 @@ def main(argv=None):
             micro = mine[start:start + args.micro_batch_size]
             batch = common.collate([item for i in micro for item in examples[i]], runtime.device)
             with common.autocast(runtime.device, args.dtype):
-                logps = common.turn_logps(model, batch)                                 # (2B, M) chosen, rejected, …
-            ref_logps = torch.zeros_like(logps)                                         # (2B, M)
-            for row, ref_row in enumerate(ref[i][side] for i in micro for side in (0, 1)):
-                ref_logps[row, :len(ref_row)] = ref_row
-            scores = turn_advantages(logps, ref_logps, batch.lengths, args.normalize).sum(1)          # (2B,)
-            losses, chosen_rewards, rejected_rewards = bradley_terry_loss(scores[0::2], scores[1::2], args.beta)
-            nll = -logps[0::2].sum(1) / batch.lengths[0::2].sum(1)                      # (B,) mean over chosen tokens
-            loss = (losses + args.nll_coef * nll).sum() / len(batch_examples)
-            margin = chosen_rewards - rejected_rewards
-            sums[1:5] += torch.stack([(margin > 0).sum(), margin.sum(), chosen_rewards.sum(),
-                                      nll.sum()]).detach().double().cpu() / len(batch_examples)
+                values = common.turn_values(model, batch)                               # (2B, M) chosen, rejected, …
+            if args.head == "value":
+                labels = torch.tensor([float(trajectories[train[i][0]]["reward"] == 1) for i in micro],
+                                      device=runtime.device)                            # (B,)
+                loss = value_losses(values, labels, batch.lengths).sum() / len(batch_examples)
+                right = ((last_values(values, batch.lengths) > 0) == (labels > 0)).sum()
+                sums[1] += right.item() / len(batch_examples)
+            else:
+                ref_values = torch.nn.utils.rnn.pad_sequence([ref[i][side] for i in micro for side in (0, 1)],
+                                                             batch_first=True).to(runtime.device)     # (2B, M)
+                scores = common.turn_advantages(values, ref_values, batch.lengths, args.normalize).sum(1)      # (2B,)
+                losses, chosen_rewards, rejected_rewards = bradley_terry_loss(scores[0::2], scores[1::2], args.beta)
+                nll = -values[0::2].sum(1) / batch.lengths[0::2].sum(1)                 # (B,) mean over chosen tokens
+                loss = (losses + args.nll_coef * nll).sum() / len(batch_examples)
+                margin = chosen_rewards - rejected_rewards
+                sums[1:5] += torch.stack([(margin > 0).sum(), margin.sum(), chosen_rewards.sum(),
+                                          nll.sum()]).detach().double().cpu() / len(batch_examples)
             loss.backward()
             sums[0] += loss.item()
             sums[5] += sum(len(row.ids) for i in micro for item in examples[i] for row in item)
         common.reduce_gradients(model)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item()
-        lr = common.learning_rate(step, len(batches), args.lr)
+        lr = common.learning_rate(step, len(batches), args.lr, args.warmup_frac, args.final_lr_frac)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss, accuracy, margin, chosen_reward, nll, num_tokens = common.reduce_sums(sums.tolist(), runtime.device)
-        log.step(step + 1, num_tokens, loss=loss, acc=accuracy, margin=margin, chosen=chosen_reward, nll=nll, lr=lr,
-                 gnorm=grad_norm)
+        preferences = {} if args.head == "value" else {"margin": margin, "chosen": chosen_reward, "nll": nll}
+        log.step(step + 1, num_tokens, loss=loss, acc=accuracy, **preferences, lr=lr, gnorm=grad_norm)
         if (step + 1) % args.save_every == 0:
             common.save_state(args.out, step + 1, model, optimizer)
 
@@ -181,7 +222,7 @@ def main(argv=None):
                if held_out else "held-out pair accuracy: not measured, no held-out pairs")
     if runtime.rank == 0:
         common.write_json(pathlib.Path(args.out) / "critic.json", {
-            "head": "lm", "normalize": args.normalize, "privileged": not args.no_privileged, "beta": args.beta,
+            "head": args.head, "normalize": args.normalize, "privileged": not args.no_privileged, "beta": args.beta,
             "reference": args.model, "held_out_pair_accuracy": accuracy, "num_held_out_pairs": len(held_out)})
     common.finish_training(args.out, model, tokenizer)
 

@@ -132,36 +132,12 @@ def sample_candidates(states, model, tokenizer, args):
     return rows
 
 
-def load_critic(folder, tokenizer, device):
-    """{"model", "reference", "privileged", "normalize", …} of a critic folder (03), for a policy with `tokenizer`."""
-    path = pathlib.Path(folder) / "critic.json"
-    if not path.exists():
-        raise common.InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
-    critic = json.loads(path.read_text())
-    model, critic_tokenizer = common.load_model(str(folder), device)
-    if common.tokenizer_name(critic_tokenizer) != common.tokenizer_name(tokenizer):
-        raise common.InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
-    reference, _ = common.load_model(critic["reference"], device)
-    return {**critic, "model": model.eval(), "reference": reference.eval()}
-
-
 def score_candidates(rows, critic, tokenizer, args, device):
-    """The rows with "advantages": A(o_t, a, c) of every candidate by eq. 3. Equal candidates are scored once."""
-    different = [sorted({tuple(candidate["ids"]) for candidate in row["candidates"]}) for row in rows]
-    items = []
-    for row, actions in zip(rows, different):
-        prompt = row["prompt"]
-        if critic["privileged"]:
-            prompt = common.with_hidden_info(tokenizer, prompt, row["task"]["ground_truth"])
-        items.append(common.candidate_rows(tokenizer, prompt, actions, args.no_tree))
-    logps, ref_logps = (common.logps_of(model, items, args.max_tokens, device, "float32")
-                        for model in (critic["model"], critic["reference"]))
-    scored = []
-    for row, actions, logp, ref_logp in zip(rows, different, logps, ref_logps):
-        advantage = {action: (p - r) / (len(action) if critic["normalize"] != "none" else 1)
-                     for action, p, r in zip(actions, logp.tolist(), ref_logp.tolist())}
-        scored.append({**row, "advantages": [advantage[tuple(candidate["ids"])] for candidate in row["candidates"]]})
-    return scored
+    """The rows with "advantages": the critic's score of every candidate, by eq. 3 where it has no head."""
+    states = [(row["prompt"], row["task"]["ground_truth"], [candidate["ids"] for candidate in row["candidates"]])
+              for row in rows]
+    scores = common.score_actions(critic, tokenizer, states, args.max_tokens, device, args.no_tree)
+    return [{**row, "advantages": advantages} for row, advantages in zip(rows, scores)]
 
 
 def candidate_pairs(row, pairs_per_turn, rng):
@@ -196,26 +172,24 @@ def print_kinds(pairs):
 # trajectory, rejected trajectory) for multi-turn DPO, (candidates,) for SWEET: turn 0 the chosen, 1 the rejected action
 
 def likelihood_examples(trajectories, tokenizer, args):
-    own = common.tokenizer_name(tokenizer)
     if args.method == "rft":
         trajectories = [t for t in trajectories if t["reward"] == 1]
         if not trajectories:
             raise common.InputError(f"{args.trajectories}: no successful trajectories (reward 1) to train on")
         common.say(f"{len(trajectories):,} successful trajectories")
     examples = []
-    for trajectory in trajectories:
-        turns = common.agent_turns(tokenizer, trajectory, trajectory.get("tokenizer") == own)
+    for trajectory, turns in zip(trajectories, common.all_turns(tokenizer, trajectories)):
         c = trajectory["task"]["ground_truth"] if trajectory.get("informed") else None
         examples.append((common.trajectory_rows(tokenizer, turns, c),))
     return examples
 
 
 def trajectory_pair_examples(trajectories, tokenizer, args):
-    own = common.tokenizer_name(tokenizer)
-    pairs = common.trajectory_pairs(trajectories, args.trajectories)
+    pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap)
     common.say(f"{len(pairs):,} trajectory pairs")
-    items = {i: common.trajectory_rows(tokenizer, common.agent_turns(
-        tokenizer, trajectories[i], trajectories[i].get("tokenizer") == own)) for pair in pairs for i in pair}
+    used = sorted({i for pair in pairs for i in pair})
+    turns = common.all_turns(tokenizer, [trajectories[i] for i in used])
+    items = {i: common.trajectory_rows(tokenizer, own) for i, own in zip(used, turns)}
     return [(items[chosen], items[rejected]) for chosen, rejected in pairs]
 
 
@@ -251,12 +225,23 @@ def sweet_examples(trajectories, model, tokenizer, critic, args, runtime):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
+# Table 5 of the paper, and what it leaves unsaid as the published code sets it; epochs and batch size: see parse_args
+PRESETS = {name: {"beta": 0.1, "nll_coef": 0.01, "lr": 2e-7, "data_frac": 0.1, "num_candidates": 16, "pairs_per_turn": 4,
+                  "temperature": 1.0, "max_new_tokens": 1024, "max_length": 16384, "warmup_frac": 0.03,
+                  "final_lr_frac": 0.1, "adam_betas": [0.9, 0.95], "weight_decay": 0.0, "max_grad_norm": 1.0,
+                  "dtype": "bfloat16", "min_gap": min_gap}
+           for name, min_gap in (("paper-backend", None), ("paper-frontend", 0.1))}
+
+
 def parse_args(argv=None):
     parser = common.argument_parser(__doc__)
     parser.add_argument("--method", choices=["sweet", "mtdpo", "rft", "sft"], required=True, help="see above")
     parser.add_argument("--trajectories", required=True, help="trajectories file (02)")
+    parser.add_argument("--num-trajectories", type=common.positive_int, help="use so many (nested subsets of a seed)")
     parser.add_argument("--model", required=True, help="the model to train (folder, hub id, smollm2; tiny for sft)")
-    parser.add_argument("--critic", help="critic folder (03), for sweet")
+    parser.add_argument("--critic", help="critic folder (03), of any kind, for sweet")
+    parser.add_argument("--min-gap", type=float, help="mtdpo: pair all trajectories of a task whose returns differ by so "
+                        "much (frontend: 0.1); None: successes with the rest")
     # SWEET's candidates and pairs
     parser.add_argument("--data-frac", type=float, default=0.1, help="share of the trajectories whose turns are used")
     parser.add_argument("--num-candidates", type=common.positive_int, default=16, help="actions sampled a turn")
@@ -267,8 +252,9 @@ def parse_args(argv=None):
     # training
     parser.add_argument("--beta", type=float, default=0.1, help="scale of the log-ratios in the loss")
     parser.add_argument("--nll-coef", type=float, default=0.01, help="weight of the chosen side's mean NLL")
-    parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate (3 %% warm-up, cosine to 10 %%)")
-    parser.add_argument("--epochs", type=common.positive_int, help="passes over the examples (None: sweet 1, else 4)")
+    parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
+    parser.add_argument("--epochs", type=common.positive_int, help="passes over the examples (None: sweet 1, else 4; "
+                        "with paper-frontend 8)")
     parser.add_argument("--batch-size", type=common.positive_int,
                         help="examples a step, over all ranks (None: 8 for sweet and mtdpo, else 32)")
     parser.add_argument("--micro-batch-size", type=common.positive_int, default=8, help="examples a forward pass")
@@ -276,6 +262,10 @@ def parse_args(argv=None):
     parser.add_argument("--max-length", type=common.positive_int, default=16384, help="drop longer rows (tokens)")
     parser.add_argument("--max-tokens", type=common.positive_int, default=16384, help="tokens a pass without gradients")
     parser.add_argument("--no-tree", action="store_true", help="give every candidate a prompt of its own (slower)")
+    parser.add_argument("--warmup-frac", type=float, default=0.03, help="share of the steps with a rising learning rate")
+    parser.add_argument("--final-lr-frac", type=float, default=0.1, help="share of the learning rate at the end (cosine)")
+    parser.add_argument("--adam-betas", type=float, nargs=2, default=[0.9, 0.95], help="of AdamW")
+    parser.add_argument("--weight-decay", type=float, default=0.0, help="of AdamW")
     parser.add_argument("--max-grad-norm", type=float, default=1.0, help="gradient clipping")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                         help="arithmetic; the parameters stay float32")
@@ -283,11 +273,13 @@ def parse_args(argv=None):
     parser.add_argument("--save-every", type=common.positive_int, default=200, help="steps between saved states")
     parser.add_argument("--log-every", type=common.positive_int, default=10, help="steps between log lines")
     parser.add_argument("--out", required=True, help="folder to write")
+    common.add_scorer(parser)
     common.add_overwrite(parser)
+    common.set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
     if (args.method == "sweet") != (args.critic is not None):
         parser.error("--critic DIR goes with --method sweet, and sweet needs it")
-    args.epochs = args.epochs or (1 if args.method == "sweet" else 4)
+    args.epochs = args.epochs or (1 if args.method == "sweet" else 8 if args.preset == "paper-frontend" else 4)
     args.batch_size = args.batch_size or (8 if args.method in ("sweet", "mtdpo") else 32)
     return args
 
@@ -295,26 +287,28 @@ def parse_args(argv=None):
 def main(argv=None):
     args = parse_args(argv)
     runtime = common.start(args.seed)
-    trajectories = common.read_trajectories(args.trajectories)
-    if args.method in ("rft", "mtdpo"):
-        common.check_rewards(trajectories, args.trajectories)
+    trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     inputs = [args.trajectories, args.model, args.critic]
     if common.claim_output(args, args.out, inputs, folder=True, begin=False):
         return
+    if args.method in ("rft", "mtdpo"):
+        common.fill_rewards(trajectories, args.unsafe_scorer)
     if args.model == "tiny" and args.method == "sft":
         model, tokenizer = tiny_model([vocabulary_text(trajectory) for trajectory in trajectories])
         model.to(runtime.device)
     else:
         model, tokenizer = common.load_model(args.model, runtime.device)
     if args.method == "sweet":
-        critic = load_critic(args.critic, tokenizer, runtime.device)
+        critic = common.load_critic(args.critic, tokenizer, runtime.device)
     else:
         build = trajectory_pair_examples if args.method == "mtdpo" else likelihood_examples
-        examples = common.drop_long(build(trajectories, tokenizer, args), args)
+        examples = build(trajectories, tokenizer, args)
+        examples = [examples[i] for i in common.drop_long(examples, args)]
     if common.claim_output(args, args.out, inputs, folder=True):
         return
     if args.method == "sweet":
-        examples = common.drop_long(sweet_examples(trajectories, model, tokenizer, critic, args, runtime), args)
+        examples = sweet_examples(trajectories, model, tokenizer, critic, args, runtime)
+        examples = [examples[i] for i in common.drop_long(examples, args)]
         del critic
     batches = common.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
     common.say(f"{len(examples):,} examples, {len(batches):,} steps of {args.batch_size}")
@@ -323,10 +317,10 @@ def main(argv=None):
     # The reference is the policy before its first update; its log-probabilities are computed once, by the same function
     is_dpo = args.method in ("sweet", "mtdpo")
     if is_dpo:
-        ref = common.reference_logps(args.out, model, examples, args, runtime)
+        ref = common.reference_values(args.out, model, examples, args, runtime)
         ref = [torch.nn.utils.rnn.pad_sequence(logps, batch_first=True) for logps in ref]
         ref = torch.stack([torch.cat(sides(logps, args.method)) for logps in ref])      # (examples, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay)
     first = common.load_state(args.out, model, optimizer, runtime.device)
     log = common.StepLog(args.out, first, len(batches), args.log_every)
     model.train()
@@ -357,7 +351,7 @@ def main(argv=None):
             sums[5] += sum(len(row.ids) for i in micro for item in examples[i] for row in item)
         common.reduce_gradients(model)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item()
-        lr = common.learning_rate(step, len(batches), args.lr)
+        lr = common.learning_rate(step, len(batches), args.lr, args.warmup_frac, args.final_lr_frac)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()

@@ -1,7 +1,7 @@
 """Stage 5: score trajectory files and compare them in one table.
 
 Reads   NAME=trajectories.jsonl … (02); the logged rewards are not trusted: every answer is scored again.
-Writes  metrics.json, scored/NAME.jsonl (the trajectories with fresh rewards), report.html.
+Writes  metrics.json, scored/NAME.jsonl (the trajectories with fresh rewards), report.html, curves.json (of curves).
 
 success      share of the dialogues whose answer passes all tests of its task
 tests        mean share of the tests passed
@@ -14,14 +14,25 @@ all known    template tasks: share of the dialogues in which the agent had found
 --compat adds what the published scorer says of the same answers: no imports, helpers or recursion, words that cost all
 tests, objects that claim to be equal. "ends_evaluation" counts the answers that would have ended or hung it.
 
+Names of the form LABEL@N (judge@1=… judge@2=… judge@4=…) are the points of LABEL's best-of-N curve (02 --best-of N):
+success against N, the paper's figure 3a, as a table and a drawing.
+
+--costs adds what it took to make each method: the cost records (costs.json) of the agent, for best-of-N also of the
+critic, and of all that they were made from, found through the inputs in args.json. Every output counts once a method;
+the memory is the highest peak among them. The rollout that is evaluated here stands apart.
+
 --gates MODEL also prints what a base model must pass before any claim is made with it: the log-probability of turns
 without and with c in front (needed and useless questions of the logged dialogues; the right answer, and another task's
 answer, as a first turn).
 
-    python 05_evaluate.py base=out/base.jsonl sweet=out/sweet.jsonl --baseline base --out out/report
+    python 05_evaluate.py base=out/base.jsonl sweet=out/sweet.jsonl --baseline base --costs --out out/report
 """
 import html
+import json
+import math
+import os
 import pathlib
+import re
 
 import numpy as np
 
@@ -120,12 +131,13 @@ def measure(trajectories):
 def table(metrics, baseline):
     """The comparison as lines of text."""
     compat = any("success_rate_compat" in m for m in metrics.values())
-    lines = [f"{'':12s} {'n':>5s}  {'success':>7s} {'95 %':>15s}  {'tests':>5s}  {'rounds':>6s}  {'all known':>9s}  "
-             f"{'when known':>10s}" + ("  published scorer: success, tests" if compat else "") +
+    width = max(12, *map(len, metrics))
+    lines = [f"{'':{width}s} {'n':>5s}  {'success':>7s} {'95 %':>15s}  {'tests':>5s}  {'rounds':>6s}  "
+             f"{'all known':>9s}  {'when known':>10s}" + ("  published scorer: success, tests" if compat else "") +
              (f"  against {baseline}" if baseline else "")]
     for name, m in metrics.items():
         known = [f"{m[key]:.3f}" if key in m else "-" for key in ("all_known", "success_when_known")]
-        line = (f"{name:12s} {m['n']:5d}  {m['success_rate']:7.3f} [{m['ci95'][0]:.3f}, {m['ci95'][1]:.3f}]  "
+        line = (f"{name:{width}s} {m['n']:5d}  {m['success_rate']:7.3f} [{m['ci95'][0]:.3f}, {m['ci95'][1]:.3f}]  "
                 f"{m['tests_passed']:5.3f}  {m['mean_rounds']:6.2f}  {known[0]:>9s}  {known[1]:>10s}")
         if compat:
             line += f"  {m['success_rate_compat']:25.3f}, {m['tests_passed_compat']:.3f}"
@@ -134,6 +146,184 @@ def table(metrics, baseline):
             line += f"  {d['difference']:+.3f} [{d['ci95'][0]:+.3f}, {d['ci95'][1]:+.3f}]"
         lines.append(line)
     return lines
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# best-of-N curves: {label: {"N": {"success_rate", "ci95"}}}
+
+def curve_place(name, path, trajectories):
+    """("sweet", "8") of a file named sweet@8, None of a name without @; InputError where N is no positive number or not
+    the one that the rows were made with ("best_of")."""
+    if "@" not in name:
+        return None
+    label, _, number = name.rpartition("@")
+    if not label or not re.fullmatch("[1-9][0-9]*", number):
+        raise common.InputError(f"{path}: named {name}, but a name with @ must be LABEL@N, N a whole number from 1 up")
+    for trajectory in trajectories:
+        if trajectory.get("best_of", int(number)) != int(number):
+            raise common.InputError(f'{path}: named {name}, N = {number}, but its "best_of" is {trajectory["best_of"]}')
+    return label, number
+
+
+def curve_table(curves):
+    """The success rates as lines of text: a row a label, a column an N."""
+    width, sizes = max(12, *map(len, curves)), sorted({n for points in curves.values() for n in points}, key=int)
+    rows = [("best of N", sizes)]
+    for label, points in curves.items():
+        rows.append((label, [f"{points[n]['success_rate']:.3f}" if n in points else "-" for n in sizes]))
+    return [f"{label:{width}s}" + "".join(f"  {cell:>5s}" for cell in cells) for label, cells in rows]
+
+
+COLOURS = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00", "#56b4e9", "#555555"
+LEFT, RIGHT, TOP, BOTTOM, MARGIN = 48, 548, 36, 280, 40              # the plot in pixels; its points keep a margin
+
+
+def svg_text(x, y, anchor, content):
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(str(content))}</text>'
+
+
+def curve_svg(curves):
+    """The curves as an SVG element: N on a log2 axis, the success rate upwards, a 95 % error bar at every point. Points
+    of one N stand side by side; labels stand to the right, in the order of the lines' ends."""
+    sizes = sorted({int(n) for points in curves.values() for n in points})
+    bounds = [rate for points in curves.values() for p in points.values() for rate in (p["success_rate"], *p["ci95"])]
+    low, high = math.floor(10 * min(bounds) + 1e-9), math.ceil(10 * max(bounds) - 1e-9)             # in tenths
+    step = 1 if high - low <= 5 else 2
+    low, high = low // step * step, -(-high // step) * step
+    if low == high:
+        low, high = max(0, low - 1), min(10, high + 1)
+
+    def x_of(n):
+        place = math.log2(n / sizes[0]) / math.log2(sizes[-1] / sizes[0]) if len(sizes) > 1 else 0.5
+        return round(LEFT + MARGIN + place * (RIGHT - LEFT - 2 * MARGIN), 1)
+
+    def y_of(rate):
+        return round(BOTTOM - (BOTTOM - TOP) * (10 * rate - low) / (high - low), 1)
+
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{RIGHT + 50 + 8 * max(map(len, curves))}" height="330" '
+             'role="img" font-family="system-ui, sans-serif" font-size="13" fill="#222">',
+             f"<title>Success rate against N, the candidates a turn: {html.escape(', '.join(curves))}</title>",
+             svg_text((LEFT + RIGHT) / 2, BOTTOM + 42, "middle", "N, candidates a turn (log2)"),
+             svg_text(12, TOP - 20, "start", "success rate")]
+    for tenths in range(low, high + 1, step):
+        y = y_of(tenths / 10)
+        parts += [f'<path d="M{LEFT} {y}H{RIGHT}" stroke="{"#222" if tenths == low else "#ddd"}"/>',
+                  svg_text(LEFT - 8, y + 4, "end", tenths / 10)]
+    for n in sizes:
+        parts += [f'<path d="M{x_of(n)} {BOTTOM}v5" stroke="#222"/>', svg_text(x_of(n), BOTTOM + 20, "middle", n)]
+    ends = {label: y_of(points[max(points, key=int)]["success_rate"]) for label, points in curves.items()}
+    below = TOP - 18                                                 # where the label above stands
+    for rank, label in enumerate(sorted(curves, key=ends.get)):
+        number, points = list(curves).index(label), curves[label]
+        colour, shift = COLOURS[number % len(COLOURS)], (number - (len(curves) - 1) / 2) * min(10, 60 / len(curves))
+        places = {n: (x_of(int(n)) + shift, y_of(points[n]["success_rate"])) for n in sorted(points, key=int)}
+        line = " ".join(f"{x:.1f},{y}" for x, y in places.values())
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        for n, (x, y) in places.items():
+            least, most = points[n]["ci95"]
+            what = html.escape(f"{label}, N = {n}: {points[n]['success_rate']:.3f} [{least:.3f}, {most:.3f}]")
+            bar = f"M{x - 3:.1f} {y_of(most)}h6m-3 0V{y_of(least)}m-3 0h6"
+            parts += [f'<path d="{bar}" fill="none" stroke="{colour}"/>',
+                      f'<circle cx="{x:.1f}" cy="{y}" r="4" fill="{colour}"><title>{what}</title></circle>']
+        below = min(max(ends[label], below + 18), BOTTOM - 18 * (len(curves) - 1 - rank))
+        parts += [f'<path d="M{RIGHT + 8} {below:.1f}h16" stroke="{colour}" stroke-width="3"/>',
+                  svg_text(RIGHT + 30, below + 4, "start", label)]
+    return "\n".join([*parts, "</svg>"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# costs: what it took to make each method
+
+COST_KEYS = "wall_s", "trained_tokens", "generated_tokens", "flops", "peak_memory_mb"
+PROGRAMS = "rules", "script"                    # simulator and agent that are no models: neither trained nor downloaded
+
+
+def record_path(path, kind):
+    """Where a stage keeps its record ("args" or "costs") of an output: DIR/kind.json or FILE.kind.json."""
+    path = pathlib.Path(path)
+    return path / f"{kind}.json" if path.is_dir() else pathlib.Path(f"{path}.{kind}.json")
+
+
+def read_record(path, kind):
+    """That record, a dict; empty where there is none."""
+    path = record_path(path, kind)
+    if not path.is_file():
+        return {}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise common.InputError(f"{path}: not JSON") from None
+    common.check_keys(record, {}, path)
+    for key in COST_KEYS if kind == "costs" else ():
+        if not isinstance(record.get(key), (int, float)):
+            raise common.InputError(f'{path}: "{key}" is missing or not a number')
+    return record
+
+
+def method_costs(*roots):
+    """({path: cost record}, [names without one]) of `roots` (an agent; with best-of-N also the critic) and of all that
+    they were made from; an output to which several ways lead is there once."""
+    counted, not_counted, seen, waiting = {}, [], set(), list(roots)
+    while waiting:
+        name = waiting.pop(0)
+        path = os.path.relpath(name)            # one name for out/critic, ./out/critic/ and /home/me/out/critic
+        if path in seen or name in PROGRAMS:
+            continue
+        seen.add(path)
+        costs = read_record(name, "costs")
+        if costs:
+            counted[path] = costs
+        else:
+            not_counted.append(path if os.path.exists(name) else name)
+        waiting += read_record(name, "args").get("inputs", {})
+    return counted, not_counted
+
+
+def total_costs(records):
+    """The sums of cost records; of the peaks the highest."""
+    totals = {key: sum(record[key] for record in records) for key in COST_KEYS}
+    return totals | {"peak_memory_mb": max((record["peak_memory_mb"] for record in records), default=0)}
+
+
+def compare_costs(paths):
+    """{name: totals, "outputs" counted, "not_counted", "shared" (what is part of every method that costs anything) and
+    "evaluation" (the rollout itself)} of {name: trajectory file}."""
+    found, evaluations = {}, {}
+    for name, path in paths.items():
+        args, evaluations[name] = read_record(path, "args").get("args", {}), read_record(path, "costs")
+        for kind, there in (("args", "agent" in args), ("costs", evaluations[name])):
+            if not there:
+                raise common.InputError(f"{record_path(path, kind)}: not there or not of a rollout; --costs needs the "
+                                        "records that 02_rollout.py keeps beside its output")
+        roots = [args["agent"], (args.get("critic") or "").removeprefix("judge:")]
+        found[name] = method_costs(*filter(None, roots))
+    paid = [set(counted) for counted, _ in found.values() if counted]
+    common_part = set.intersection(*paid) if len(paid) > 1 else set()
+    costs = {}
+    for name, (counted, not_counted) in found.items():
+        shared = sorted(common_part & set(counted))
+        costs[name] = total_costs(counted.values()) | {
+            "outputs": sorted(counted), "not_counted": not_counted, "evaluation": total_costs([evaluations[name]]),
+            "shared": total_costs([counted[path] for path in shared]) | {"outputs": shared}}
+    return costs
+
+
+def cost_table(costs):
+    """The costs as lines of text: methods, the part they share, the evaluation rollouts."""
+    part = next((c["shared"] for c in costs.values() if c["shared"]["outputs"]), None)
+    rows = [*costs.items(), *([("shared, included above", part)] if part else []), ("evaluation, not above:", None),
+            *((name, c["evaluation"]) for name, c in costs.items())]
+    width = max(len(name) for name, _ in rows)
+    lines = [f"{'costs':{width}s}  {'wall min':>9s}  {'M trained':>9s}  {'M generated':>11s}  {'PFLOPs':>9s}  "
+             f"{'peak MB':>8s}"]
+    for name, c in rows:
+        lines.append(f"{name:{width}s}  {c['wall_s'] / 60:9,.1f}  {c['trained_tokens'] / 1e6:9,.3f}  "
+                     f"{c['generated_tokens'] / 1e6:11,.3f}  {c['flops'] / 1e15:9,.3f}  {c['peak_memory_mb']:8,.0f}"
+                     if c else name)
+    if part:
+        lines.append(f"shared, included in every method that costs anything: {', '.join(part['outputs'])}")
+    not_counted = sorted({name for c in costs.values() for name in c["not_counted"]})
+    return lines + ([f"not counted: {', '.join(not_counted)}"] if not_counted else [])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -159,7 +349,7 @@ def print_gates(trajectories, name, device):
         items = [common.trajectory_rows(tokenizer, [(common.prompt_text(tokenizer, history, trajectory["max_rounds"]),
                                                      common.encode(tokenizer, text) + [tokenizer.eos_token_id])],
                                         task["ground_truth"] if with_c else None) for _, history, text, task in turns]
-        columns.append([logps.sum().item() for logps in common.logps_of(model, items, 16384, device, "float32")])
+        columns.append([logps.sum().item() for logps in common.values_of(model, items, 16384, device, "float32")])
     print(f"\n{name}: log-probability of a turn\n{'':22s} {'n':>5s}  {'without c':>9s}  {'with c':>9s}")
     for kind in sorted({turn[0] for turn in turns}):
         chosen = [i for i, turn in enumerate(turns) if turn[0] == kind]
@@ -175,10 +365,12 @@ STYLE = ("body{font:15px/1.45 system-ui,sans-serif;max-width:60rem;margin:2rem a
          "details{margin:.6rem 0}p{margin:.2rem 0;white-space:pre-wrap}")
 
 
-def report(metrics, lines, files):
-    """One HTML page: the table, and for every file the dialogues of the first tasks."""
+def report(metrics, lines, files, curves):
+    """One HTML page: the tables, the curves, and for every file the dialogues of the first tasks."""
     parts = [f"<!doctype html><meta charset=utf-8><title>Evaluation</title><style>{STYLE}</style><h1>Evaluation</h1>",
              f"<pre>{html.escape(chr(10).join(lines))}</pre>"]
+    if curves:
+        parts += ["<h2>Best of N</h2>", curve_svg(curves)]
     for name, trajectories in files.items():
         if "turns" in metrics[name]:
             shares = ", ".join(f"{kind} {share:.1%}" for kind, share in metrics[name]["turns"].items())
@@ -197,9 +389,11 @@ def report(metrics, lines, files):
 
 def parse_args(argv=None):
     parser = common.argument_parser(__doc__)
-    parser.add_argument("files", nargs="+", metavar="NAME=FILE", help="trajectory files (02), each with a name")
+    parser.add_argument("files", nargs="+", metavar="NAME=FILE",
+                        help="trajectory files (02), each with a name; LABEL@N: a point of a best-of-N curve")
     parser.add_argument("--baseline", metavar="NAME", help="compare the others with this one")
     parser.add_argument("--compat", action="store_true", help="show the published scorer's verdicts as well")
+    parser.add_argument("--costs", action="store_true", help="show what it took to make each method")
     common.add_scorer(parser)
     parser.add_argument("--gates", metavar="MODEL", help="print a base model's gates, on dialogues of the first file")
     parser.add_argument("--out", required=True, help="folder to write")
@@ -222,11 +416,13 @@ def main(argv=None):
     args = parse_args(argv)
     paths = dict(argument.split("=", 1) for argument in args.files)
     files = {name: common.read_trajectories(path) for name, path in paths.items()}
+    places = {name: curve_place(name, paths[name], files[name]) for name in files}
+    costs = compare_costs(paths) if args.costs else {}
     out = pathlib.Path(args.out)
     if common.claim_output(args, out, [*paths.values(), args.gates], folder=True):
         return
     (out / "scored").mkdir(exist_ok=True)
-    metrics = {}
+    metrics, curves = {}, {}
     with common.Scorer(args.unsafe_scorer) as scorer:
         for name, trajectories in files.items():
             scoring = rescore(trajectories, scorer)
@@ -240,15 +436,25 @@ def main(argv=None):
                     metrics[name] |= published_verdicts(trajectories, published)
             common.write_jsonl(out / "scored" / f"{name}.jsonl", trajectories)
     for name in files:
+        if places[name]:
+            label, number = places[name]
+            curves.setdefault(label, {})[number] = {key: metrics[name][key] for key in ("success_rate", "ci95")}
+        if costs:
+            metrics[name]["costs"] = costs[name]
         if args.baseline and name != args.baseline:
             difference = paired_difference(files[name], files[args.baseline])
             if difference:
                 metrics[name]["against_baseline"] = {"name": args.baseline, **difference}
     lines = table(metrics, args.baseline)
+    if curves:
+        lines += ["", *curve_table(curves)]
+        common.write_json(out / "curves.json", curves)
+    if costs:
+        lines += ["", *cost_table(costs)]
     print("\n" + "\n".join(lines) + "\n")
     if args.gates:
         print_gates(next(iter(files.values())), args.gates, "cpu")
-    (out / "report.html").write_text(report(metrics, lines, files), encoding="utf-8")
+    (out / "report.html").write_text(report(metrics, lines, files, curves), encoding="utf-8")
     common.write_json(out / "metrics.json", metrics)
     (out / "COMPLETED").touch()
     print(f"writes {out / 'metrics.json'}, {out / 'report.html'}")

@@ -44,6 +44,15 @@ def argument_parser(docstring):
     return argparse.ArgumentParser(description=docstring, formatter_class=Formatter)
 
 
+def set_preset(parser, presets, argv):
+    """Add --preset; the values of the chosen one become the parser's defaults, so that explicit flags win and --help
+    shows them. presets: {name: {argument: value}}."""
+    parser.add_argument("--preset", choices=presets, help="defaults of the paper's table 5, for its backend or frontend")
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("--preset")
+    parser.set_defaults(**presets.get(first.parse_known_args(argv)[0].preset, {}))
+
+
 def positive_int(text):
     if int(text) <= 0:
         raise argparse.ArgumentTypeError(f"must be positive, not {text}")
@@ -160,12 +169,42 @@ def check_keys(row, keys, where):
             raise InputError(f'{where}: "{key}" is a {type(row[key]).__name__}, not a {kind.__name__}')
 
 
-def read_trajectories(path):
-    """Trajectories with "task_id" filled in where a published file has none (a hash of the task)."""
+def read_trajectories(path, num_trajectories=None, seed=0):
+    """Trajectories with "task_id" filled in where a published file has none (a hash of the task). With
+    `num_trajectories` those of whole tasks, in an order that `seed` shuffles, until there are so many: subsets of one
+    seed are nested."""
     trajectories = read_jsonl(path, TRAJECTORY_KEYS)
     for trajectory in trajectories:
         trajectory.setdefault("task_id", task_id(trajectory["task"]))
-    return trajectories
+    if num_trajectories is None:
+        return trajectories
+    if num_trajectories > len(trajectories):
+        raise InputError(f"{path}: --num-trajectories {num_trajectories}, but it has only {len(trajectories):,}")
+    by_task = {}
+    for trajectory in trajectories:
+        by_task.setdefault(trajectory["task_id"], []).append(trajectory)
+    order = sorted(by_task, key=lambda task: hashlib.sha256(f"{seed} {task}".encode()).digest())
+    kept = []
+    while len(kept) < num_trajectories:
+        kept += by_task[order.pop(0)]
+    say(f"{len(kept):,} trajectories of {len({t['task_id'] for t in kept}):,} tasks kept (--num-trajectories)")
+    return kept
+
+
+def fill_rewards(trajectories, unsafe_scorer):
+    """Score the answers of trajectories that have no "reward" (published ones may not), once for all ranks."""
+    missing = [t for t in trajectories if not isinstance(t.get("reward"), (int, float))]
+    if not missing:
+        return
+    rewards = [None]
+    if is_main():
+        with Scorer(unsafe_scorer) as scorer:
+            rewards[0] = [reward_of(score.tests) for score in scorer.score([(t["task"], t["answer"]) for t in missing])]
+    if dist.is_initialized():
+        dist.broadcast_object_list(rewards)
+    for trajectory, reward in zip(missing, rewards[0]):
+        trajectory["reward"] = reward
+    say(f"{len(missing):,} trajectories had no reward: computed")
 
 
 def task_id(task):
@@ -421,24 +460,52 @@ def with_hidden_info(tokenizer, text, ground_truth):
     return bos + HIDDEN_INFO.format(ground_truth=ground_truth) + text[len(bos):]
 
 
+@functools.lru_cache
 def tokenizer_name(tokenizer):
     """A hash of what decides the ids of a dialogue: vocabulary and chat template."""
     content = json.dumps([sorted(tokenizer.get_vocab().items()), str(tokenizer.chat_template)])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def agent_turns(tokenizer, trajectory, own_ids):
-    """[(prompt text, action ids)] of a trajectory's agent turns. With `own_ids` (this tokenizer sampled it) they are
-    the logged prompt and the sampled ids; otherwise both are made from the text, with the template's end of turn."""
+def agent_turns(tokenizer, trajectory, counts=None):
+    """[(prompt text, action ids)] of a trajectory's agent turns, as near to what was sampled as the file allows:
+    "sampled ids" where this tokenizer sampled it, "logged prompt" where the logged prompt ends with this template's cue
+    (published files: the ids are made from the raw output), else "rendered again" from the contents of the turns.
+    `counts` (a dict) counts the turns of each kind."""
     history, turns = trajectory["dialogue_history"], []
+    own_ids = trajectory.get("tokenizer") == tokenizer_name(tokenizer)
     for index, turn in enumerate(history):
         if turn["role"] != "assistant":
             continue
         if own_ids:
+            kind = "sampled ids"
             turns.append((turn["input"], turn["output_ids"]))
+        elif "output" in turn and turn.get("input", "").endswith(generation_cue(tokenizer)):
+            kind = "logged prompt"
+            turns.append((turn["input"], encode(tokenizer, turn["output"].removesuffix(tokenizer.eos_token))
+                          + [tokenizer.eos_token_id]))
         else:
+            kind = "rendered again"
             text = prompt_text(tokenizer, history[:index], trajectory.get("max_rounds", 10))
             turns.append((text, encode(tokenizer, turn["content"]) + [tokenizer.eos_token_id]))
+        if counts is not None:
+            counts[kind] = counts.get(kind, 0) + 1
+    return turns
+
+
+@functools.lru_cache
+def generation_cue(tokenizer):
+    """The text with which the template opens an agent's turn."""
+    chat = [{"role": "user", "content": "?"}]
+    plain, cued = (tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=cue) for cue in (False, True))
+    return cued.removeprefix(plain)
+
+
+def all_turns(tokenizer, trajectories):
+    """agent_turns of many trajectories; says how many turns are of which kind."""
+    counts = {}
+    turns = [agent_turns(tokenizer, trajectory, counts) for trajectory in trajectories]
+    say("agent turns: " + ", ".join(f"{count:,} {kind}" for kind, count in counts.items()))
     return turns
 
 
@@ -535,8 +602,27 @@ def turn_logps(model, batch):
     return torch.zeros(num_items * num_turns, device=logps.device).index_add(0, cell, logps).view(num_items, num_turns)
 
 
-def logps_of(model, items, max_tokens, device, dtype):
-    """turn_logps of many items without gradients, in batches of at most `max_tokens` padded tokens, longest first.
+def turn_means(model, batch):
+    """The mean of the last hidden states over each action's tokens, (B, M, H) float32; 0 where there is no such turn."""
+    hidden = model.get_decoder()(input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.positions,
+                                 use_cache=False).last_hidden_state                    # (R, T, H)
+    r, t = (batch.turns >= 0).nonzero(as_tuple=True)                                   # (N,) action tokens
+    num_items, num_turns = batch.lengths.shape
+    cell = batch.owners[r] * num_turns + batch.turns[r, t]                             # (N,)
+    sums = torch.zeros(num_items * num_turns, hidden.shape[-1], device=hidden.device)
+    sums = sums.index_add(0, cell, hidden[r, t].float()).view(num_items, num_turns, -1)
+    return sums / batch.lengths.clamp(min=1)[..., None]
+
+
+def turn_values(model, batch):
+    """What a critic's model says of each action, (B, M): turn_logps, or its head on turn_means where it has one."""
+    if hasattr(model, "turn_head"):
+        return model.turn_head(turn_means(model, batch)).squeeze(-1) * (batch.lengths > 0)
+    return turn_logps(model, batch)
+
+
+def values_of(model, items, max_tokens, device, dtype):
+    """turn_values of many items without gradients, in batches of at most `max_tokens` padded tokens, longest first.
     Returns a list of float32 tensors (number of turns of the item,) in the items' order."""
     order = sorted(range(len(items)), key=lambda i: -max(len(row.ids) for row in items[i]))
     result = [None] * len(items)
@@ -550,7 +636,7 @@ def logps_of(model, items, max_tokens, device, dtype):
             chunk.append(order.pop(0))
         batch = collate([items[i] for i in chunk], device)
         with torch.no_grad(), autocast(device, dtype):
-            sums = turn_logps(model, batch).cpu()
+            sums = turn_values(model, batch).cpu()
         for i, row in zip(chunk, sums):
             result[i] = row[:1 + max(max(r.turns) for r in items[i])].clone()
     model.train(was_training)
@@ -630,6 +716,66 @@ def autocast(device, dtype):
     if dtype == "float32":
         return contextlib.nullcontext()
     return torch.autocast(torch.device(device).type, torch.bfloat16)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# critics: what 02 and 04 ask any critic folder of 03, whatever its kind
+
+def turn_advantages(values, ref_values, lengths, normalize):
+    """Eq. 3. values, ref_values (turn_values under critic and reference), lengths: (B, M), 0 where there is no such turn.
+    Returns (B, M) contributions whose sum over M is the score of a trajectory.
+    normalize "turn": each turn's mean; "trajectory": one mean over all agent tokens; "none": no mean."""
+    logratios = values - ref_values                                                 # (B, M)
+    if normalize == "turn":
+        return logratios / lengths.clamp(min=1)                                     # (B, M)
+    if normalize == "trajectory":
+        return logratios / lengths.sum(1, keepdim=True)                             # (B, M)
+    return logratios
+
+
+def load_critic(folder, tokenizer, device):
+    """{"model", "reference" (None with a head: its initial values are 0), "privileged", "normalize", …} of a critic
+    folder, for a policy with `tokenizer`."""
+    path = pathlib.Path(folder) / "critic.json"
+    if not path.exists():
+        raise InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
+    critic = json.loads(path.read_text())
+    model, critic_tokenizer = load_model(str(folder), device)
+    if tokenizer_name(critic_tokenizer) != tokenizer_name(tokenizer):
+        raise InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
+    reference = None
+    if critic["head"] == "lm":
+        reference = load_model(critic["reference"], device)[0].eval()
+    else:
+        from safetensors.torch import load_file
+        add_head(model).load_state_dict(load_file(pathlib.Path(folder) / "head.safetensors"))
+    return {**critic, "model": model.eval(), "reference": reference}
+
+
+def add_head(model):
+    """Give a critic's model a linear head on turn_means, at first 0 for every turn; returns it."""
+    model.turn_head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
+    torch.nn.init.zeros_(model.turn_head.weight)
+    torch.nn.init.zeros_(model.turn_head.bias)
+    return model.turn_head
+
+
+def score_actions(critic, tokenizer, states, max_tokens, device, no_tree=False):
+    """The critic's score A(o_t, a, c) of each action; states: [(prompt text, reference solution, [action ids, …]), …].
+    Returns a list of floats for each state. Equal actions are scored once."""
+    different = [sorted(set(map(tuple, actions))) for _, _, actions in states]
+    items = [candidate_rows(tokenizer, with_hidden_info(tokenizer, prompt, c) if critic["privileged"] else prompt,
+                            actions, no_tree) for (prompt, c, _), actions in zip(states, different)]
+    values = values_of(critic["model"], items, max_tokens, device, "float32")
+    ref_values = ([torch.zeros_like(v) for v in values] if critic["reference"] is None else
+                  values_of(critic["reference"], items, max_tokens, device, "float32"))
+    normalize = "none" if critic["normalize"] == "none" else "turn"                 # an action is a trajectory of a turn
+    scores = []
+    for (_, _, actions), unique, value, ref_value in zip(states, different, values, ref_values):
+        lengths = torch.tensor([[len(action) for action in unique]])
+        score = dict(zip(unique, turn_advantages(value[None], ref_value[None], lengths, normalize)[0].tolist()))
+        scores.append([score[tuple(action)] for action in actions])
+    return scores
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -749,15 +895,11 @@ class StepLog:
         self.last, self.tokens = now, 0
 
 
-def check_rewards(trajectories, path):
-    for number, trajectory in enumerate(trajectories, 1):
-        if not isinstance(trajectory.get("reward"), (int, float)):
-            raise InputError(f'{path}:{number}: missing "reward"; score the file first: 05_evaluate.py NAME={path}')
-
-
 def drop_long(examples, args):
-    """The examples (tuples of items) whose rows all have at most args.max_length tokens; says how many it dropped."""
-    kept = [e for e in examples if all(len(row.ids) <= args.max_length for item in e for row in item)]
+    """Indices of the examples (tuples of items) whose rows all have at most args.max_length tokens; says how many it
+    dropped."""
+    kept = [i for i, example in enumerate(examples)
+            if all(len(row.ids) <= args.max_length for item in example for row in item)]
     if len(kept) < len(examples):
         say(f"dropped {len(examples) - len(kept):,} of {len(examples):,} examples: longer than --max-length "
             f"{args.max_length}")
@@ -767,24 +909,27 @@ def drop_long(examples, args):
     return kept
 
 
-def reference_logps(folder, model, examples, args, runtime):
-    """turn_logps of every example's items under the initial model, [(tensor (turns,), …)], kept in `folder`/ref.pt."""
+def reference_values(folder, model, examples, args, runtime):
+    """turn_values of every example's items under the initial model, [(tensor (turns,), …)], kept in `folder`/ref.pt."""
     path = pathlib.Path(folder) / "ref.pt"
     if is_main() and not path.exists():
         say(f"reference log-probabilities of {len(examples):,} examples")
         items = [item for example in examples for item in example]
-        logps = logps_of(model, items, args.max_tokens, runtime.device, args.dtype)
-        torch.save(logps, path.with_suffix(".partial"))
+        values = values_of(model, items, args.max_tokens, runtime.device, args.dtype)
+        torch.save(values, path.with_suffix(".partial"))
         path.with_suffix(".partial").rename(path)
     barrier()
-    logps = torch.load(path, weights_only=True)
-    width = len(examples[0])
-    return [tuple(logps[i * width:(i + 1) * width]) for i in range(len(examples))]
+    values = iter(torch.load(path, weights_only=True))
+    return [tuple(next(values) for _ in example) for example in examples]
 
 
 def finish_training(folder, model, tokenizer):
-    """Write the trained model, remove what only a resumed run needs, and mark the folder as complete."""
+    """Write the trained model (and a critic's head beside it), remove what only a resumed run needs, and mark the folder as complete."""
     if is_main():
+        if hasattr(model, "turn_head"):
+            from safetensors.torch import save_file
+            save_file(model.turn_head.state_dict(), pathlib.Path(folder) / "head.safetensors")
+            del model.turn_head
         save_model(folder, model, tokenizer)
         for name in ("state.pt", "ref.pt"):
             (pathlib.Path(folder) / name).unlink(missing_ok=True)

@@ -58,7 +58,7 @@ def test_long_replies_are_cut_and_the_last_turn_is_the_answer(monkeypatch):
     monkeypatch.setattr(rollout, "script_turns", lambda active, args: [{"role": "assistant", "content": "hm?"} for _ in active])
     monkeypatch.setattr(rollout, "human_replies", lambda active, simulator, args: ["y" * 500 for _ in active])
     dialogue = {"task": {}, "sample": 0, "answer": None, "history": [{"role": "user", "content": "?"}]}
-    rollout.run_block([dialogue], None, None, args)
+    rollout.run_block([dialogue], None, None, None, args)
     assert [turn["content"] for turn in dialogue["history"]] == ["?", "hm?", "y" * 400, "hm?", "y" * 400, "hm?"]
     assert dialogue["answer"] == "hm?"
 
@@ -93,6 +93,61 @@ def test_killed_and_resumed_equals_uninterrupted(workspace, tmp_path):
     assert partial.exists() and not (tmp_path / "killed").exists()
     succeed("02_rollout.py", *arguments)
     assert (tmp_path / "killed").read_bytes() == (tmp_path / "whole").read_bytes()
+
+
+def test_best_of_n_sends_what_the_critic_prefers(workspace, tmp_path, tiny, monkeypatch):
+    """With a critic that prefers long messages, the messages get longer with N; candidates are nested in N."""
+    model, tokenizer = tiny
+    args = rollout.parse_args(["--tasks", "t", "--agent", "a", "--out", "o", "--best-of", "4", "--critic", "c",
+                               "--max-new-tokens", "40"])
+    dialogues = [{"task": task, "sample": 0, "answer": None, "history": [{"role": "user", "content": task["problem_description"]}]}
+                 for task in read(workspace / "tasks.jsonl")[:6]]
+    seen = []
+
+    def longest(dialogues, prompts, actions):
+        seen.append(actions)
+        return [max(range(4), key=lambda i: len(own[i])) for own in actions]
+    best = rollout.model_turns(dialogues, tiny, longest, args)
+    assert [len(turn["output_ids"]) for turn in best] == [max(map(len, own)) for own in seen[0]]
+    args.best_of = 1
+    plain = rollout.model_turns(dialogues, tiny, None, args)
+    assert [turn["output_ids"] for turn in plain] == [own[0] for own in seen[0]]
+    assert len({len(own) == 4 for own in seen[0]}) == 1
+
+
+def test_best_of_n_with_a_critic_folder(workspace, tmp_path):
+    succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", "tests/tiny", "--lr", 1e-3, "--max-steps",
+            2, "--out", tmp_path / "critic")
+    small = ["--tasks", workspace / "tasks.jsonl", "--agent", "tests/tiny", "--max-rounds", 3, "--max-new-tokens", 40]
+    succeed("02_rollout.py", *small, "--best-of", 3, "--critic", tmp_path / "critic", "--out", tmp_path / "a.jsonl")
+    rows = read(tmp_path / "a.jsonl")
+    assert all((row["best_of"], row["critic"]) == (3, str(tmp_path / "critic")) for row in rows)
+    line = refused(2, *small, "--best-of", 3, "--critic", workspace / "model", "--out", tmp_path / "b.jsonl")
+    assert "no critic.json" in line
+    with pytest.raises(SystemExit):
+        rollout.parse_args(["--tasks", "t", "--agent", "a", "--out", "o", "--best-of", "2"])
+
+
+@pytest.mark.parametrize("replies, chosen, counted", [
+    ({"ab": "A", "ba": "B"}, 0, "decided"), ({"ab": "B", "ba": "A"}, 1, "decided"), ({"ab": "A", "ba": "A"}, 0, "tie"),
+    ({"ab": "A or B", "ba": "B"}, 0, "unreadable"), ({"ab": "", "ba": "B"}, 0, "unreadable")])
+def test_the_judge_compares_in_both_orders(tiny, monkeypatch, replies, chosen, counted):
+    _, tokenizer = tiny
+    held, challenger = (common.encode(tokenizer, text) for text in ("price", "weight"))
+
+    def judged(judge, prompts, *_):
+        assert all("def secret" in prompt for prompt in prompts)
+        return [replies["ab" if prompt.index("price") < prompt.index("weight") else "ba"] for prompt in prompts]
+    monkeypatch.setattr(rollout, "sample", judged)
+
+    class Words:
+        apply_chat_template = staticmethod(lambda messages, **_: messages[0]["content"])
+        decode = staticmethod(lambda text, **_: text)
+    dialogue = {"task": {"ground_truth": "def secret(): pass"}, "history": [{"role": "user", "content": "?"}]}
+    args = rollout.parse_args(["--tasks", "t", "--agent", "a", "--out", "o", "--best-of", "2", "--critic", "judge:x"])
+    counts = {}
+    assert rollout.judge_choices([dialogue], [[held, challenger]], tokenizer, (None, Words), counts, args) == [chosen]
+    assert counts == {counted: 1}
 
 
 def test_two_ranks_write_the_same_file_as_one(workspace, tmp_path):

@@ -23,9 +23,9 @@ def test_turn_advantages_by_hand():
     logps = torch.tensor([[-2.0, -6.0, 0.0]])
     ref_logps = torch.tensor([[-4.0, -3.0, 0.0]])
     lengths = torch.tensor([[4.0, 1.0, 0.0]])                      # two turns of 4 tokens and of 1; no third
-    assert critic_stage.turn_advantages(logps, ref_logps, lengths, "turn").tolist() == [[0.5, -3.0, 0.0]]
-    assert critic_stage.turn_advantages(logps, ref_logps, lengths, "trajectory").sum().item() == pytest.approx(-0.2)
-    assert critic_stage.turn_advantages(logps, ref_logps, lengths, "none").sum().item() == -1.0
+    assert common.turn_advantages(logps, ref_logps, lengths, "turn").tolist() == [[0.5, -3.0, 0.0]]
+    assert common.turn_advantages(logps, ref_logps, lengths, "trajectory").sum().item() == pytest.approx(-0.2)
+    assert common.turn_advantages(logps, ref_logps, lengths, "none").sum().item() == -1.0
 
 
 def test_bradley_terry_loss_by_hand_in_float64():
@@ -33,6 +33,14 @@ def test_bradley_terry_loss_by_hand_in_float64():
                                                               torch.tensor([0.0, -1.0], dtype=torch.float64), beta=0.5)
     assert losses.tolist() == pytest.approx([math.log(2), math.log(1 + math.exp(-2))], abs=1e-12)
     assert (chosen.tolist(), rejected.tolist()) == ([0.0, 1.5], [0.0, -0.5])
+
+
+def test_value_losses_by_hand():
+    values = torch.tensor([[0.0, 2.0], [-1.0, 0.0]], dtype=torch.float64)
+    lengths = torch.tensor([[3.0, 1.0], [2.0, 0.0]])                              # two turns, one turn
+    losses = critic_stage.value_losses(values, torch.tensor([1.0, 0.0], dtype=torch.float64), lengths)
+    assert losses.tolist() == pytest.approx([(math.log(2) + math.log(1 + math.exp(-2))) / 2, math.log(1 + math.exp(-1))])
+    assert critic_stage.last_values(values, lengths).tolist() == [2.0, -1.0]
 
 
 # --- training
@@ -55,8 +63,94 @@ def test_an_untrained_critic_scores_every_candidate_0(workspace, tmp_path, tiny)
     turn = row["dialogue_history"][1]
     rows = [{"prompt": turn["input"], "task": row["task"], "candidates": [{"ids": turn["output_ids"]}, {"ids": [7, 8]}]}]
     args = stage(4).parse_args(["--method", "sweet", "--critic", "x", "--trajectories", "x", "--model", "x", "--out", "x"])
-    same = {"model": model, "reference": model, "privileged": True, "normalize": "turn"}
+    same = {"model": model, "reference": model, "privileged": True, "normalize": "turn", "head": "lm"}
     assert stage(4).score_candidates(rows, same, tokenizer, args, "cpu")[0]["advantages"] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("head", ["regression", "value"])
+def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny):
+    out = tmp_path / head
+    succeed("03_train_critic.py", *flags(workspace, out, "--head", head, "--held-out-frac", 0, "--max-steps", 16 if head == "regression" else 40, "--epochs", 16,
+                                         "--beta", 1, "--batch-size", 16))
+    steps = read(out / "metrics.jsonl")
+    assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert sum(s["loss"] for s in steps[-3:]) / 3 < 0.66
+    critic = common.load_critic(out, tiny[1], "cpu")                               # 04 and 02 are not told its kind
+    turn = read(workspace / "offline.jsonl")[0]["dialogue_history"][1]
+    states = [(turn["input"], "def f(): pass", [turn["output_ids"], [7, 8], [7, 8]])]
+    (a, b, c), = common.score_actions(critic, tiny[1], states, 4096, "cpu")
+    (plain, *_), = common.score_actions(critic, tiny[1], states, 4096, "cpu", no_tree=True)
+    assert b == c != a and a == pytest.approx(plain, abs=1e-5)
+    assert json.loads((out / "args.json").read_text())["args"]["normalize"] == "none"
+    if head == "regression":                                                       # the policy stage takes it as it is
+        succeed("04_train_policy.py", "--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--critic",
+                out, "--data-frac", 0.05, "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1, "--out", tmp_path / "p")
+        assert all(len(row["advantages"]) == 4 for row in read(tmp_path / "p" / "scored.jsonl"))
+
+
+def test_turn_means_by_hand(tiny):
+    """The head's input: the mean of the model's own hidden states at the action's tokens."""
+    model, tokenizer = tiny
+    ids = torch.tensor([[5, 6, 7, 8, 9]])
+    hidden = model.get_decoder()(input_ids=ids).last_hidden_state[0]
+    batch = common.collate([[common.Row([5, 6, 7, 8, 9], [-1, 0, 0, -1, 1])], [common.Row([5, 6, 7], [-1, 0, 0])]])
+    means = common.turn_means(model, batch)
+    assert torch.allclose(means[0, 0], hidden[1:3].mean(0), atol=1e-5) and torch.allclose(means[0, 1], hidden[4], atol=1e-5)
+    assert torch.allclose(means[1, 0], means[0, 0], atol=1e-5) and means[1, 1].abs().max() == 0
+
+
+def test_missing_rewards_are_computed(workspace, tmp_path):
+    rows = read(workspace / "offline.jsonl")
+    common.write_jsonl(tmp_path / "plain.jsonl", [{k: v for k, v in row.items() if k != "reward"} for row in rows])
+    filled = common.read_trajectories(tmp_path / "plain.jsonl")
+    common.fill_rewards(filled, False)
+    assert [row["reward"] for row in filled] == [row["reward"] for row in rows]
+
+
+def test_subsets_are_nested_and_hold_whole_tasks(workspace):
+    path = workspace / "offline.jsonl"
+    small, large = (common.read_trajectories(path, n, seed=1) for n in (30, 60))
+    assert [len(small), len(large)] == [30, 60] and small == large[:30]
+    assert {t["task_id"] for t in small} != {t["task_id"] for t in common.read_trajectories(path, 30, seed=2)}
+    for task in {t["task_id"] for t in small}:
+        assert sum(t["task_id"] == task for t in small) == 3
+    with pytest.raises(common.InputError, match="only 120"):
+        common.read_trajectories(path, 121)
+
+
+def test_turns_are_taken_as_sampled_as_logged_or_rendered_again(workspace, tiny):
+    _, tokenizer = tiny
+    row = read(workspace / "offline.jsonl")[0]
+    counts = {}
+    own = common.agent_turns(tokenizer, row, counts)
+    published = {k: v for k, v in row.items() if k not in ("tokenizer", "max_rounds")}
+    logged = common.agent_turns(tokenizer, published, counts)
+    other = json.loads(json.dumps(published))
+    for turn in other["dialogue_history"]:
+        turn.pop("output_ids", 0)
+        if "input" in turn:
+            turn["input"] = "<|start_header_id|>assistant<|end_header_id|>\n\n"           # another template's prompt
+    again = common.agent_turns(tokenizer, other, counts)
+    n = len(own)
+    assert counts == {"sampled ids": n, "logged prompt": n, "rendered again": n}
+    assert logged == own and [ids for _, ids in again] == [ids for _, ids in own]
+
+
+def test_presets_set_table_5_and_explicit_flags_win(capsys):
+    required = ["--trajectories", "t", "--model", "m", "--out", "o"]
+    backend, frontend = (critic_stage.parse_args([*required, "--preset", f"paper-{name}"]) for name in ("backend", "frontend"))
+    for args, epochs, gap in ((backend, 4, None), (frontend, 8, 0.1)):
+        assert (args.lr, args.beta, args.nll_coef, args.batch_size, args.epochs, args.min_gap) == (2e-7, 0.1, 0.01, 8, epochs, gap)
+        assert (args.warmup_frac, args.final_lr_frac, args.adam_betas, args.weight_decay, args.max_grad_norm) == (
+            0.03, 0.1, [0.9, 0.95], 0.0, 1.0)
+    assert critic_stage.parse_args([*required, "--preset", "paper-frontend", "--epochs", "2"]).epochs == 2
+    for method, epochs, batch in (("sweet", 1, 8), ("mtdpo", 8, 8), ("rft", 8, 32)):
+        args = stage(4).parse_args([*required, "--method", method, "--preset", "paper-frontend",
+                                    *(["--critic", "c"] if method == "sweet" else [])])
+        assert (args.epochs, args.batch_size, args.lr, args.beta) == (epochs, batch, 2e-7, 0.1)
+    with pytest.raises(SystemExit):
+        critic_stage.parse_args(["--preset", "paper-frontend", "--help"])
+    assert "(default: 8)" in capsys.readouterr().out.split("--epochs")[-1].split("--batch-size")[0]
 
 
 def test_the_folder_is_a_model_with_a_description(critic):
@@ -129,7 +223,7 @@ def test_bad_input_is_one_line(workspace, tmp_path):
         (tmp_path / name).write_text(content)
     for name, message in (("missing", "no such file"), ("empty", "no rows in it"), ("broken", "broken:2: not JSON"),
                           ("keyless", 'keyless:1: missing "dialogue_history"'), ("losses", "no trajectory pairs"),
-                          ("unscored", 'unscored:1: missing "reward"')):
+                          ("unscored", "no trajectory pairs")):
         line = refused(3, "--trajectories", tmp_path / name, "--model", BASE, "--out", tmp_path / "out")
         assert message in line and str(tmp_path / name) in line
     assert "nobody/model" in refused(3, "--trajectories", workspace / "offline.jsonl", "--model", "nobody/model", "--out",

@@ -1,5 +1,6 @@
-"""05_evaluate.py: numbers by hand, intervals, fresh scores, report, bad input."""
+"""05_evaluate.py: numbers by hand, intervals, fresh scores, curves, costs, report, bad input."""
 import json
+import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
@@ -71,6 +72,180 @@ def test_answers_cannot_write_into_the_report(tmp_path):
     path = write(tmp_path / "a.jsonl", [trajectory("x", "<script>alert(1)</script>")])
     succeed("05_evaluate.py", f"a={path}", "--out", tmp_path / "report")
     assert "<script" not in (tmp_path / "report" / "report.html").read_text()
+
+
+def point(rate, low, high):
+    return {"success_rate": rate, "ci95": [low, high]}
+
+
+CURVES = {"sweet": {"1": point(0.25, 0.2, 0.3), "2": point(0.3, 0.25, 0.35), "16": point(0.45, 0.4, 0.5)},
+          "no <c>": {"2": point(0.3, 0.25, 0.35)}}
+
+
+def elements(svg, kind):
+    return list(svg.iter("{http://www.w3.org/2000/svg}" + kind))
+
+
+def test_curve_table_by_hand():
+    assert evaluate.curve_table(CURVES) == ["best of N         1      2     16",
+                                            "sweet         0.250  0.300  0.450",
+                                            "no <c>            -  0.300      -"]
+
+
+def test_curve_svg_places_points_on_a_log_axis():
+    svg = ElementTree.fromstring(evaluate.curve_svg(CURVES))
+    assert "sweet, no <c>" in svg[0].text and svg[0].tag.endswith("title")
+    assert [c[0].text for c in elements(svg, "circle")] == [
+        "sweet, N = 1: 0.250 [0.200, 0.300]", "sweet, N = 2: 0.300 [0.250, 0.350]",
+        "sweet, N = 16: 0.450 [0.400, 0.500]", "no <c>, N = 2: 0.300 [0.250, 0.350]"]
+    lines = [[[float(v) for v in pair.split(",")] for pair in line.get("points").split()]
+             for line in elements(svg, "polyline")]
+    # y from 0.2 (280) to 0.5 (36); x from N = 1 (88) to N = 16 (508), a doubling is 105 wide; sweet 5 to the left
+    assert lines == [[[83, 239.3], [188, 198.7], [503, 76.7]], [[198, 198.7]]]
+    bars = [path.get("d") for path in elements(svg, "path") if path.get("d").startswith("M80.0 ")]
+    assert bars == ["M80.0 198.7h6m-3 0V280.0m-3 0h6"]                            # of N = 1: 0.3 down to 0.2
+    texts = [text.text for text in elements(svg, "text")]
+    assert texts[:2] == ["N, candidates a turn (log2)", "success rate"]
+    assert texts[2:] == ["0.2", "0.3", "0.4", "0.5", "1", "2", "16", "sweet", "no <c>"]
+
+
+@pytest.mark.parametrize("rates", [[0, 0], [1, 1], [0, 1], [0.2, 0.2], [0.05, 0.87]])
+def test_curve_svg_keeps_inside_its_frame_and_labels_apart(rates):
+    names = [f"label {i}" for i in range(7)]
+    for sizes in (["4"], ["1", "2"], ["1", "2", "4", "8", "16", "32"]):
+        curves = {name: {n: point(*[rates[i % 2]] * 3) for n in sizes} for i, name in enumerate(names)}
+        svg = ElementTree.fromstring(evaluate.curve_svg(curves))
+        assert len(elements(svg, "circle")) == 7 * len(sizes)
+        for circle in elements(svg, "circle"):
+            assert 48 < float(circle.get("cx")) < 548 and 36 <= float(circle.get("cy")) <= 280
+        heights = [float(text.get("y")) for text in elements(svg, "text") if text.text in names]
+        assert all(below - above >= 17.9 for above, below in zip(heights, heights[1:]))
+        assert heights[0] >= 36 and heights[-1] <= 284
+
+
+def test_curve_files_from_rows_to_report(tmp_path):
+    good, bad = "def f(n): return n", "def f(n): return 0"
+    files = {"plain": [good, good], "sweet@1": [bad, bad], "sweet@8": [good, bad], "judge@8": [bad, bad]}
+    for name, answers in files.items():
+        more = {"best_of": 8} if name == "sweet@8" else {}                        # older files do not say it
+        write(tmp_path / name, [trajectory(str(i), answer, **more) for i, answer in enumerate(answers)])
+    printed = succeed("05_evaluate.py", *(f"{name}={tmp_path / name}" for name in files), "--out", tmp_path / "report")
+    assert "best of N         1      8\nsweet         0.000  0.500\njudge             -  0.000\n" in printed
+    metrics, curves = (json.loads((tmp_path / "report" / f"{name}.json").read_text()) for name in ("metrics", "curves"))
+    assert list(metrics) == list(files) and "curves" not in metrics["sweet@8"] and "costs" not in metrics["sweet@8"]
+    assert curves == {"sweet": {"1": point(0, 0, 0), "8": point(0.5, 0, 1)}, "judge": {"8": point(0, 0, 0)}}
+    page = (tmp_path / "report" / "report.html").read_text()
+    svg = ElementTree.fromstring(page[page.index("<svg"):page.index("</svg>") + len("</svg>")])
+    assert len(elements(svg, "circle")) == 3 and len(elements(svg, "polyline")) == 2
+    plain = succeed("05_evaluate.py", f"plain={tmp_path / 'plain'}", "--out", tmp_path / "other")
+    assert "best of N" not in plain and not (tmp_path / "other" / "curves.json").exists()
+
+
+def test_curve_files_that_do_not_fit_their_names(tmp_path):
+    path = write(tmp_path / "a.jsonl", [trajectory("x", "1", best_of=4), trajectory("y", "1", best_of=4)])
+    assert refused(5, f"sweet@8={path}", "--out", tmp_path / "out") == (
+        f'{path}: named sweet@8, N = 8, but its "best_of" is 4')
+    for name in ("sweet@0", "sweet@-4", "sweet@4.0", "sweet@04", "sweet@", "@4"):
+        assert f"{path}: named {name}, but" in refused(5, f"{name}={path}", "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def record(output, inputs, wall_s=None, trained=0, generated=0, flops=0, peak=0, **args):
+    """Write the records of a stage's output: a folder where the name has no suffix; no costs without wall_s."""
+    folder = not output.suffix
+    output.mkdir() if folder else output.touch()
+    place = f"{output}/" if folder else f"{output}."
+    with open(place + "args.json", "w") as file:
+        json.dump({"args": args, "inputs": {str(path): "fingerprint" for path in inputs}}, file)
+    if wall_s is not None:
+        with open(place + "costs.json", "w") as file:
+            json.dump({"wall_s": wall_s, "trained_tokens": trained, "generated_tokens": generated, "flops": flops,
+                       "peak_memory_mb": peak}, file)
+
+
+def pipeline(folder):
+    """The records of a whole chain, as the stages write them with relative paths."""
+    out = folder / "out"
+    out.mkdir()
+    (folder / "base").mkdir()                                                     # a model that came from elsewhere
+    record(out / "train.jsonl", [], 6.0, peak=50)
+    record(out / "test.jsonl", [], 1000.0)                                        # evaluation alone: in no method
+    record(out / "offline.jsonl", ["out/train.jsonl", "base", "rules"], 60.0, 0, 500_000, 1e15, 900, agent="base")
+    record(out / "critic", ["out/offline.jsonl", "base"], 120.0, 2_000_000, 0, 3e15, 700)
+    record(out / "sweet", ["out/offline.jsonl", "base", "./out/critic/"], 30.0, 250_000, 750_000, 0.5e15, 800)
+    record(out / "rft", [folder / "out" / "offline.jsonl", "base"], 18.0, 1_000_000, 0, 2e15, 1200)
+    for name, agent, critic in (("base", "base", None), ("sweet", "out/sweet", None), ("rft", "out/rft", None),
+                                ("best", "base", "out/critic")):
+        record(out / f"{name}.jsonl", ["out/test.jsonl", agent, "rules"], 12.0, 0, 40_000, 2e14, 300, agent=agent,
+               critic=critic)
+
+
+def test_method_costs_count_every_output_once(tmp_path, monkeypatch):
+    pipeline(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    counted, not_counted = evaluate.method_costs("out/sweet")                     # offline.jsonl: by two ways
+    assert sorted(counted) == ["out/critic", "out/offline.jsonl", "out/sweet", "out/train.jsonl"]
+    assert not_counted == ["base"]
+    assert evaluate.total_costs(counted.values()) == {"wall_s": 216.0, "trained_tokens": 2_250_000,
+                                                      "generated_tokens": 1_250_000, "flops": 4.5e15,
+                                                      "peak_memory_mb": 900}
+    assert evaluate.method_costs("script") == ({}, [])
+    assert evaluate.method_costs("http://host:80/v1#m") == ({}, ["http://host:80/v1#m"])
+    assert evaluate.total_costs([])["peak_memory_mb"] == 0
+
+
+def test_costs_of_methods_what_they_share_and_the_evaluation_apart(tmp_path, monkeypatch):
+    pipeline(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    costs = evaluate.compare_costs({name: f"out/{name}.jsonl" for name in ("base", "rft", "sweet", "best")})
+    assert [costs[name]["wall_s"] for name in costs] == [0, 84, 216, 186]
+    assert [costs[name]["peak_memory_mb"] for name in costs] == [0, 1200, 900, 900]
+    assert costs["rft"]["shared"] == {"wall_s": 66, "trained_tokens": 0, "generated_tokens": 500_000, "flops": 1e15,
+                                      "peak_memory_mb": 900, "outputs": ["out/offline.jsonl", "out/train.jsonl"]}
+    assert costs["base"]["shared"]["outputs"] == [] and costs["base"]["not_counted"] == ["base"]
+    assert costs["sweet"]["evaluation"] == {"wall_s": 12, "trained_tokens": 0, "generated_tokens": 40_000,
+                                            "flops": 2e14, "peak_memory_mb": 300}
+    del costs["best"]
+    assert evaluate.cost_table(costs) == [
+        "costs                    wall min  M trained  M generated     PFLOPs   peak MB",
+        "base                          0.0      0.000        0.000      0.000         0",
+        "rft                           1.4      1.000        0.500      3.000     1,200",
+        "sweet                         3.6      2.250        1.250      4.500       900",
+        "shared, included above        1.1      0.000        0.500      1.000       900",
+        "evaluation, not above:",
+        "base                          0.2      0.000        0.040      0.200       300",
+        "rft                           0.2      0.000        0.040      0.200       300",
+        "sweet                         0.2      0.000        0.040      0.200       300",
+        "shared, included in every method that costs anything: out/offline.jsonl, out/train.jsonl",
+        "not counted: base"]
+    alone = evaluate.cost_table(evaluate.compare_costs({"sweet": "out/sweet.jsonl"}))
+    assert not any("shared" in line for line in alone) and alone[-1] == "not counted: base"
+
+
+def test_costs_reach_metrics_and_report(tmp_path):
+    record(tmp_path / "policy", ["rules"], 90.0, 3_000_000, 0, 5e15, 64)
+    record(tmp_path / "a.jsonl", [], 6.0, 0, 10, 1e12, 10, agent=str(tmp_path / "policy"))
+    write(tmp_path / "a.jsonl", [trajectory("x", "def f(n): return n")])
+    printed = succeed("05_evaluate.py", f"a={tmp_path / 'a.jsonl'}", "--costs", "--out", tmp_path / "report")
+    row = "1.5      3.000        0.000      5.000        64"
+    assert row in printed and row in (tmp_path / "report" / "report.html").read_text()
+    costs = json.loads((tmp_path / "report" / "metrics.json").read_text())["a"]["costs"]
+    assert (costs["wall_s"], costs["flops"], costs["evaluation"]["generated_tokens"]) == (90, 5e15, 10)
+    assert costs["not_counted"] == [] and costs["outputs"][0].endswith("policy")
+
+
+def test_costs_without_records_are_bad_input(tmp_path):
+    path = write(tmp_path / "a.jsonl", [trajectory("x", "1")])
+    assert f"{path}.args.json: not there" in refused(5, f"a={path}", "--costs", "--out", tmp_path / "out")
+    record(path, [], agent="script")
+    write(path, [trajectory("x", "1")])
+    assert f"{path}.costs.json: not there" in refused(5, f"a={path}", "--costs", "--out", tmp_path / "out")
+    for text, message in (("{", "not JSON"), ("[]", "a list, not an object"),
+                          ('{"wall_s": 1, "trained_tokens": "2"}', '"trained_tokens" is missing or not a number')):
+        (tmp_path / "a.jsonl.costs.json").write_text(text)
+        line = refused(5, f"a={path}", "--costs", "--out", tmp_path / "out")
+        assert line == f"{path}.costs.json: {message}"
+    assert not (tmp_path / "out").exists()
 
 
 def test_gates_of_the_shipped_base_model(workspace, tmp_path):

@@ -89,7 +89,7 @@ def test_smollm2_speaks_english_and_keeps_its_ids(english):
     text = " ".join(turn["content"] for row in rows for turn in row["dialogue_history"][1:])
     assert len(re.findall(r"\b(the|a|to|of|is|and|you|function)\b", text)) > 5
     for row in rows:
-        turns = common.agent_turns(tokenizer, row, row["tokenizer"] == common.tokenizer_name(tokenizer))
+        turns = common.agent_turns(tokenizer, row)
         trained = [i for r in common.trajectory_rows(tokenizer, turns, "def f(): pass") for i, t in zip(r.ids, r.turns) if t >= 0]
         assert trained == [i for turn in row["dialogue_history"] for i in turn.get("output_ids", [])]
 

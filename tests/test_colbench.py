@@ -1,0 +1,208 @@
+"""01_generate_tasks.py --source colbench: files in the published format (tests/colbench, written by us) become ours."""
+import json
+import random
+import shutil
+
+import pytest
+
+import common
+from conftest import ROOT, read, refused, stage
+
+COPY = ROOT / "tests" / "colbench"
+TRAIN, TEST = COPY / "backend_tasks" / "train.jsonl", COPY / "backend_tasks" / "test.jsonl"
+OFFLINE = COPY / "colbench_code_offline_15k_llama8b.jsonl"
+TRAIN_IDS = ["e9eef26174542a76", "41c1f02e79900b32", "4f3b46a7f72d8f21", "fdfdf569e835fc78", "c0ca71b84d0d014c",
+             "cb6baf292b4d9032"]
+TEST_IDS = ["0bdbd1847c802fec", "d08d84b76399fada", "f67bc90d779da626"]
+
+
+def take(*arguments, out, path=COPY):
+    stage(1).main([str(a) for a in ("--source", "colbench", "--path", path, *arguments, "--out", out)])
+    return read(out)
+
+
+def write(path, *rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+# --- tasks
+
+@pytest.mark.parametrize("split, files, ids", [
+    ("train", [TRAIN], TRAIN_IDS), ("test", [TEST], TEST_IDS), ("all", [TRAIN, TEST], TRAIN_IDS + TEST_IDS)])
+def test_tasks_are_taken_as_they_are(split, files, ids, tmp_path, capsys):
+    tasks = take("--split", split, out=tmp_path / "t.jsonl")
+    published = [task for file in files for task in read(file)]
+    assert tasks == [{**task, "task_id": task_id} for task, task_id in zip(published, ids, strict=True)]
+    assert ids == [common.task_id(task) for task in published]
+    printed = capsys.readouterr().out
+    assert all(f"reads {file} ({len(read(file))} rows)" in printed for file in files)
+    assert f"kept {len(ids)} of {len(ids)} tasks, 0 of them repeat another\nwrites {tmp_path / 't.jsonl'}" in printed
+
+
+def test_one_task_literally(tmp_path):
+    assert take("--split", "train", out=tmp_path / "t.jsonl")[2] == {
+        "problem_description": "I need the days between two waterings of my plants.\ndef watering_gap(kind, summer):",
+        "ground_truth": 'def watering_gap(kind, summer):\n    gaps = {"cactus": 21, "fern": 3}\n'
+                        "    gap = gaps.get(kind, 7)\n    return gap // 2 + 1 if summer else gap",
+        "test_cases": {"test1": "watering_gap('cactus', False)", "test2": "watering_gap('fern', True)",
+                       "test3": "watering_gap('rose', True)", "test4": "watering_gap('rose', False)"},
+        "topic": "plants", "task_id": "4f3b46a7f72d8f21"}
+
+
+def test_path_is_a_folder_a_flat_folder_or_a_file(tmp_path):
+    (tmp_path / "flat").mkdir()
+    shutil.copy(TEST, tmp_path / "flat" / "test.jsonl")
+    expected = take("--split", "test", out=tmp_path / "a")
+    assert expected == take("--split", "test", path=tmp_path / "flat", out=tmp_path / "b")
+    assert expected == take(path=TEST, out=tmp_path / "c")
+    assert expected == take("--split", "test", path=tmp_path / "c", out=tmp_path / "d")                # our own output
+
+
+def test_a_task_id_is_kept_and_repeats_are_counted_not_dropped(tmp_path, capsys):
+    first, second = read(TEST)[:2]
+    rows = [{**first, "task_id": "bread"}, second, second]
+    tasks = take(path=write(tmp_path / "in.jsonl", *rows), out=tmp_path / "t.jsonl")
+    assert [task["task_id"] for task in tasks] == ["bread", TEST_IDS[1], TEST_IDS[1]]
+    assert "kept 3 of 3 tasks, 1 of them repeat another" in capsys.readouterr().out
+
+
+def test_num_tasks_takes_the_first_of_a_seeded_shuffle(tmp_path, capsys):
+    shuffled = list(TRAIN_IDS)
+    random.Random(5).shuffle(shuffled)
+    tasks = take("--split", "train", "--num-tasks", 2, "--seed", 5, out=tmp_path / "t.jsonl")
+    assert [task["task_id"] for task in tasks] == shuffled[:2]
+    assert "kept 2 of 6 tasks" in capsys.readouterr().out
+    line = refused(1, "--source", "colbench", "--path", TEST, "--num-tasks", 4, "--out", tmp_path / "u.jsonl")
+    assert line == f"--num-tasks 4: there are only 3 tasks in {TEST}"
+
+
+def test_template_tasks_still_default_to_1000():
+    assert stage(1).parse_args(["--out", "t"]).num_tasks == 1000
+    assert stage(1).parse_args(["--source", "colbench", "--out", "t"]).num_tasks is None
+
+
+def test_the_same_command_is_done_and_another_is_refused(tmp_path, capsys):
+    arguments = ["--source", "colbench", "--path", COPY, "--split", "test", "--out", tmp_path / "t.jsonl"]
+    for _ in range(2):
+        stage(1).main([str(a) for a in arguments])
+    assert "done already" in capsys.readouterr().out
+    assert list(json.loads((tmp_path / "t.jsonl.args.json").read_text())["inputs"]) == [str(TEST)]
+    assert "--split test, now train" in refused(1, *arguments, "--split", "train")
+    stage(1).main([str(a) for a in (*arguments, "--split", "train", "--overwrite")])
+    assert len(read(tmp_path / "t.jsonl")) == 6
+
+
+# --- trajectories
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory):
+    out = tmp_path_factory.mktemp("offline") / "offline.jsonl"
+    take("--trajectories", out=out)
+    return out
+
+
+def test_blocks_become_samples_and_missing_rewards_are_computed(offline):
+    rows = read(offline)
+    assert [row["task_id"] for row in rows] == TRAIN_IDS[:4] * 2
+    assert [row["sample"] for row in rows] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [row["reward"] for row in rows] == [1.0, 0.5, 0.5, 1.0, 0.25, 0.0, 0.5, 0]
+    assert {n: row["tests"] for n, row in enumerate(rows) if "tests" in row} == {
+        1: [True, True, False, False], 3: [True] * 4, 4: [False, False, False, True]}
+
+
+def test_rows_keep_every_key(offline):
+    ours = {"task_id", "sample", "reward", "tests"}
+    for row, published in zip(read(offline), read(OFFLINE), strict=True):
+        assert {**row, **published} == row and set(row) <= set(published) | ours
+        for turn in row["dialogue_history"]:
+            assert set(turn) == ({"role", "content", "input", "output"} if turn["role"] == "assistant" else
+                                 {"role", "content"})
+    assert read(offline)[2]["source"] == "trial run"
+
+
+def test_the_counts_are_printed(tmp_path, capsys):
+    rows = read(OFFLINE)
+    assert len(take("--trajectories", out=tmp_path / "a")) == 8
+    printed = capsys.readouterr().out
+    assert "kept 8 of 8 trajectories, 4 of 4 tasks, 2 samples a task\n" in printed
+    assert "computed 3 missing rewards\n" in printed
+    uneven = write(tmp_path / "uneven.jsonl", rows[0], *rows[5:], rows[0])
+    assert [row["sample"] for row in take("--trajectories", path=uneven, out=tmp_path / "b")] == [0, 0, 0, 0, 1]
+    printed = capsys.readouterr().out
+    assert "kept 5 of 5 trajectories, 4 of 4 tasks, 1 to 2 samples a task\ncomputed 0 missing rewards\n" in printed
+
+
+def test_num_tasks_keeps_all_trajectories_of_a_task_in_file_order(tmp_path, offline):
+    ids = TRAIN_IDS[:4]
+    random.Random(1).shuffle(ids)
+    kept = take("--trajectories", "--num-tasks", 2, "--seed", 1, out=tmp_path / "t.jsonl")
+    assert kept == [row for row in read(offline) if row["task_id"] in ids[:2]] and len(kept) == 4
+
+
+def test_other_stages_read_the_result(offline):
+    trajectories = common.read_trajectories(offline)
+    assert trajectories == read(offline)
+    assert all(isinstance(t["reward"], (int, float)) for t in trajectories)
+    assert all(t["task_id"] == common.task_id(t["task"]) for t in trajectories)
+
+
+# --- refused
+
+def test_without_the_hub_one_line_says_what_to_do(tmp_path):
+    for flags, files in ((["--split", "test"], "backend_tasks/test.jsonl"), (["--trajectories"], OFFLINE.name),
+                         ([], "backend_tasks/train.jsonl backend_tasks/test.jsonl")):
+        line = refused(1, "--source", "colbench", *flags, "--out", tmp_path / "t.jsonl")
+        assert line.startswith("facebook/collaborative_agent_bench: ") and line.endswith("then pass --path FOLDER")
+        assert f"hf download --repo-type dataset facebook/collaborative_agent_bench {files} --local-dir FOLDER" in line
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flags, line", [
+    (["--split", "validation"], "--split validation: the published data have none, only train and test"),
+    (["--split", "test", "--trajectories"], "--split test: the published trajectories are all of training tasks"),
+    (["--path", "no/such"], "no/such: no such file or folder"),
+    (["--path", COPY / "backend_tasks", "--trajectories"], f"{COPY / 'backend_tasks'}: no {OFFLINE.name} in it"),
+    (["--path", OFFLINE], f'{OFFLINE}:1: missing "problem_description"'),
+    (["--path", TEST, "--trajectories"], f'{TEST}:1: missing "task"')])
+def test_arguments_are_refused_in_one_line(flags, line, tmp_path):
+    assert refused(1, "--source", "colbench", "--path", COPY, *flags, "--out", tmp_path / "t.jsonl") == line
+    assert not list(tmp_path.iterdir())
+
+
+def test_flags_of_colbench_need_it(capsys):
+    for flags in (["--path", "x"], ["--trajectories"]):
+        with pytest.raises(SystemExit):
+            stage(1).parse_args([*flags, "--out", "t"])
+        assert "need --source colbench" in capsys.readouterr().err
+
+
+def changed(row, **changes):
+    """`row` with other values; None leaves a key out."""
+    return {key: value for key, value in {**row, **changes}.items() if value is not None}
+
+
+@pytest.mark.parametrize("change, line", [
+    (lambda task: changed(task, ground_truth=None), 'missing "ground_truth"'),
+    (lambda task: changed(task, test_cases=["f(1)"]), '"test_cases" is a list, not a dict'),
+    (lambda task: changed(task, test_cases={"test1": 5}), 'test_cases: "test1" is a int, not a str'),
+    (lambda task: "task", "not JSON (Expecting value at column 1)"),
+    (lambda task: "[1]", "a list, not an object")])
+def test_bad_tasks_are_one_line(change, line, tmp_path):
+    bad = write(tmp_path / "bad.jsonl", read(TEST)[0], change(read(TEST)[1]))
+    assert refused(1, "--source", "colbench", "--path", bad, "--out", tmp_path / "t.jsonl") == f"{bad}:2: {line}"
+    assert list(tmp_path.iterdir()) == [bad]
+
+
+@pytest.mark.parametrize("change, line", [
+    (lambda row: changed(row, answer=None), 'missing "answer"'),
+    (lambda row: changed(row, reward="0.5"), '"reward" is a str, not a number'),
+    (lambda row: changed(row, task=changed(row["task"], test_cases=None)), 'task: missing "test_cases"'),
+    (lambda row: changed(row, task=changed(row["task"], test_cases={"a": [1]})), '"a" is a list, not a str'),
+    (lambda row: changed(row, dialogue_history=row["dialogue_history"][:1]),
+     'dialogue_history has no turn of role "assistant"')])
+def test_bad_trajectories_are_one_line(change, line, tmp_path):
+    bad = write(tmp_path / "bad.jsonl", read(OFFLINE)[0], change(read(OFFLINE)[1]))
+    found = refused(1, "--source", "colbench", "--trajectories", "--path", bad, "--out", tmp_path / "t.jsonl")
+    assert found.startswith(f"{bad}:2: ") and found.endswith(line)
+    assert list(tmp_path.iterdir()) == [bad]
