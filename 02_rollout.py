@@ -292,6 +292,7 @@ def main(argv=None):
     if common.claim_output(args, args.out, inputs):
         return
 
+    costs = common.Costs(args.out)
     # Blocks of `concurrency` dialogues are played to their ends one after the other; a resumed run plays the same ones.
     todo = [{"task": task, "sample": sample, "answer": None,
              "history": [{"role": "user", "content": task["problem_description"]}]}
@@ -310,6 +311,9 @@ def main(argv=None):
 
     with common.Scorer(args.unsafe_scorer) as scorer:
         trajectories = common.map_blocks(args.out, blocks, play, runtime, "dialogue")
+    models = {id(m): m for m in (agent and agent[0], simulator and simulator[0], judge and judge[0],
+                                 critic and critic["model"], critic and critic["reference"]) if m}
+    costs.record(list(models.values()))
     common.say(summary(trajectories))
     if verdicts:
         common.say("judge's comparisons: " + ", ".join(f"{count:,} {verdict}" for verdict, count in verdicts.items()))

@@ -21,9 +21,9 @@ Differs from the paper: nothing in the method. Differs from the published code: 
     torchrun --nproc-per-node 8 04_train_policy.py --method sweet --trajectories trajectories.jsonl \\
         --model meta-llama/Llama-3.1-8B-Instruct --critic critic --dtype bfloat16 --out policy
 """
-import json
 import pathlib
 import random
+import types
 
 import torch
 import torch.nn.functional as F
@@ -306,9 +306,13 @@ def main(argv=None):
         examples = [examples[i] for i in common.drop_long(examples, args)]
     if common.claim_output(args, args.out, inputs, folder=True):
         return
+    costs, others = common.Costs(args.out, folder=True), []
     if args.method == "sweet":
         examples = sweet_examples(trajectories, model, tokenizer, critic, args, runtime)
         examples = [examples[i] for i in common.drop_long(examples, args)]
+        others = [types.SimpleNamespace(work=m.work, device=m.device) for m in (critic["model"], critic["reference"])
+                  if hasattr(m, "work")]
+        costs.record([model, *others])
         del critic
     batches = common.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
     common.say(f"{len(examples):,} examples, {len(batches):,} steps of {args.batch_size}")
@@ -361,6 +365,8 @@ def main(argv=None):
         log.step(step + 1, num_tokens, loss=loss, **preferences, lr=lr, gnorm=grad_norm)
         if (step + 1) % args.save_every == 0:
             common.save_state(args.out, step + 1, model, optimizer)
+            costs.record([model, *others], log.total_tokens)
+    costs.record([model, *others], log.total_tokens)
     common.finish_training(args.out, model, tokenizer)
 
 

@@ -121,6 +121,45 @@ def peak_memory_mb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+class Costs:
+    """What a stage spends, kept in `out`/costs.json (`folder`) or `out`.costs.json: {"wall_s", "trained_tokens",
+    "generated_tokens", "flops", "peak_memory_mb"}, all ranks together but for wall time and memory (the highest). A
+    resumed run adds to what the run before it had recorded."""
+
+    def __init__(self, out, folder=False):
+        self.path = pathlib.Path(out) / "costs.json" if folder else pathlib.Path(f"{out}.costs.json")
+        self.begin = time.perf_counter()
+        zero = dict.fromkeys(("wall_s", "trained_tokens", "generated_tokens", "flops", "peak_memory_mb"), 0)
+        self.before = json.loads(self.path.read_text()) if self.path.exists() else zero
+
+    def record(self, models=(), trained_tokens=0):
+        """`models` have counted their work (add_work); `trained_tokens` are those of all ranks in this process."""
+        work = [sum(getattr(model, "work", {}).get(key, 0) for model in models) for key in ("generated_tokens", "flops")]
+        if dist.is_initialized():
+            work = reduce_sums(work, models[0].device if models else "cpu")
+        if is_main():
+            now = {"wall_s": time.perf_counter() - self.begin, "trained_tokens": trained_tokens,
+                   "generated_tokens": int(work[0]), "flops": work[1]}
+            write_json(self.path, {**{key: self.before[key] + value for key, value in now.items()},
+                                   "peak_memory_mb": max(self.before["peak_memory_mb"], peak_memory_mb())})
+
+
+def add_work(model, lengths, cached=0, generated=False):
+    """Count a pass over rows of `lengths` tokens, each after `cached` earlier ones, in model.work: 2 FLOPs a token and
+    parameter (input embeddings aside) and 4 a pair of tokens, layer and hidden dimension, three times that where
+    gradients follow (6ND and attention)."""
+    if not hasattr(model, "work"):
+        embedded = model.get_input_embeddings().weight
+        tied = model.get_output_embeddings().weight is embedded
+        model.work = {"generated_tokens": 0, "flops": 0.0,
+                      "parameters": sum(p.numel() for p in model.parameters()) - (0 if tied else embedded.numel())}
+    config = model.config.get_text_config()
+    pairs = sum(length * cached + length * length / 2 for length in lengths)
+    model.work["flops"] += (3 if torch.is_grad_enabled() else 1) * (
+        2 * model.work["parameters"] * sum(lengths) + 4 * config.num_hidden_layers * config.hidden_size * pairs)
+    model.work["generated_tokens"] += sum(lengths) if generated else 0
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # jsonl and outputs
 
@@ -144,6 +183,10 @@ def read_jsonl(path, keys):
                 except json.JSONDecodeError as error:
                     raise InputError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from None
                 check_keys(row, keys, f"{path}:{number}")
+                for task in (row, row.get("task")):
+                    if isinstance(task, dict) and not all(isinstance(call, str)
+                                                          for call in (task.get("test_cases") or {}).values()):
+                        raise InputError(f'{path}:{number}: "test_cases" holds a call that is not a string')
                 if "dialogue_history" in keys:
                     check_keys(row["task"], TASK_KEYS, f"{path}:{number}: task")
                     for turn in row["dialogue_history"]:
@@ -216,7 +259,7 @@ def write_jsonl(path, rows):
     """Write a whole JSONL file beside its name and rename it."""
     path = pathlib.Path(path)
     partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", encoding="utf-8") as file:
+    with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     partial.rename(path)
@@ -243,7 +286,8 @@ def map_blocks(out, blocks, work, runtime, unit):
         with open(part, "wb") as file:
             file.write(b"".join(done.splitlines(True)[:whole]))
         with tqdm(total=whole + sum(map(len, mine)), initial=whole, unit=unit, desc=out.name, mininterval=5,
-                  disable=runtime.rank > 0) as progress, open(part, "a", encoding="utf-8") as file:
+                  disable=runtime.rank > 0) as progress, open(part, "a", encoding="utf-8",
+                                                          errors="backslashreplace") as file:
             for block in mine:
                 rows = work(block, progress)
                 file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
@@ -309,6 +353,8 @@ def claim_output(args, out, inputs, folder=False, begin=True):
 
 def claim_on_main(args, out, inputs, folder, begin):
     record_path = out / "args.json" if folder else out.with_name(out.name + ".args.json")
+    if any(path and os.path.exists(path) and os.path.realpath(path) == os.path.realpath(out) for path in inputs):
+        raise InputError(f"{out}: is an input of this command; choose another --out")
     record = {"args": {k: v for k, v in sorted(vars(args).items()) if k not in NO_INFLUENCE},
               "inputs": {str(path): fingerprint(path) for path in inputs if path}}
     if args.overwrite:
@@ -319,7 +365,7 @@ def claim_on_main(args, out, inputs, folder, begin):
         if folder:
             shutil.rmtree(out, ignore_errors=True)
         else:
-            for path in (out, record_path, *out.parent.glob(out.name + ".*.partial")):
+            for path in (out, record_path, pathlib.Path(f"{out}.costs.json"), *out.parent.glob(out.name + ".*.partial")):
                 path.unlink(missing_ok=True)
     if record_path.exists():
         before = json.loads(record_path.read_text())
@@ -545,7 +591,7 @@ def candidate_rows(tokenizer, prompt, actions, no_tree=False):
                 [-1] * len(read) + [n for n, action in enumerate(actions) for _ in action], len(read))]
 
 
-Batch = namedtuple("Batch", "ids mask positions turns previous owners lengths")
+Batch = namedtuple("Batch", "ids mask positions turns previous owners lengths sizes")
 
 
 def collate(items, device="cpu"):
@@ -557,7 +603,8 @@ def collate(items, device="cpu"):
     turns      (R, T) number of the agent turn, -1 for what is only read
     previous   (R, T) place of the token before
     owners     (R,)   the item of each row
-    lengths    (B, M) number of action tokens of each item's turns, 0 where it has no such turn"""
+    lengths    (B, M) number of action tokens of each item's turns, 0 where it has no such turn
+    sizes      number of tokens of each row"""
     rows = [(owner, row) for owner, item in enumerate(items) for row in item]
     width = max(len(row.ids) for _, row in rows)
     num_turns = 1 + max(max(row.turns) for _, row in rows)
@@ -586,14 +633,21 @@ def collate(items, device="cpu"):
         # Padding sees itself, because a softmax over nothing is NaN.
         mask = (sees & causal & ((mask[:, None, :] == 1) | torch.eye(width, dtype=torch.bool)))[:, None]
     owners = torch.tensor([owner for owner, _ in rows])
-    return Batch(*(tensor.to(device) for tensor in (ids, mask, positions, turns, previous, owners, lengths)))
+    return Batch(*(tensor.to(device) for tensor in (ids, mask, positions, turns, previous, owners, lengths)),
+                 [len(row.ids) for _, row in rows])
+
+
+def hidden_states(model, batch):
+    """The last hidden state of each token, (R, T, H)."""
+    add_work(model, batch.sizes)
+    return model.get_decoder()(input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.positions,
+                               use_cache=False).last_hidden_state
 
 
 def turn_logps(model, batch):
     """Log-probability of each action, summed over its tokens (end of turn included), as (B, M) float32; 0 where an item
     has no such turn. The vocabulary projection runs at action tokens alone."""
-    hidden = model.get_decoder()(input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.positions,
-                                 use_cache=False).last_hidden_state                    # (R, T, H)
+    hidden = hidden_states(model, batch)                                               # (R, T, H)
     r, t = (batch.turns >= 0).nonzero(as_tuple=True)                                   # (N,) action tokens
     logits = model.get_output_embeddings()(hidden[r, batch.previous[r, t]])            # (N, V)
     logps = -F.cross_entropy(logits.float(), batch.ids[r, t], reduction="none")        # (N,)
@@ -604,8 +658,7 @@ def turn_logps(model, batch):
 
 def turn_means(model, batch):
     """The mean of the last hidden states over each action's tokens, (B, M, H) float32; 0 where there is no such turn."""
-    hidden = model.get_decoder()(input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.positions,
-                                 use_cache=False).last_hidden_state                    # (R, T, H)
+    hidden = hidden_states(model, batch)                                               # (R, T, H)
     r, t = (batch.turns >= 0).nonzero(as_tuple=True)                                   # (N,) action tokens
     num_items, num_turns = batch.lengths.shape
     cell = batch.owners[r] * num_turns + batch.turns[r, t]                             # (N,)
@@ -874,11 +927,12 @@ class StepLog:
         self.path = pathlib.Path(folder) / "metrics.jsonl"
         self.first_step, self.num_steps, self.every = first_step, num_steps, every
         self.begin = self.last = time.perf_counter()
-        self.tokens = 0
+        self.tokens = self.total_tokens = 0
 
     def step(self, step, num_tokens, **numbers):
         """`step` counts from 1; `num_tokens` were trained on by all ranks in this step."""
         self.tokens += num_tokens
+        self.total_tokens += int(num_tokens)
         if step % self.every and step != self.num_steps:
             return
         now = time.perf_counter()
@@ -979,6 +1033,7 @@ def generate(model, prompts, randoms, temperature, stops):
     alive = torch.arange(len(randoms), device=device)
     new = [[] for _ in randoms]
     samples = len(randoms) // len(prompts)
+    add_work(model, [len(prompt) for prompt in prompts])
     cache = DynamicCache(config=model.config)
     for step in range(max_new_tokens):
         hidden = model.get_decoder()(input_ids=ids, attention_mask=mask, position_ids=positions,
@@ -1004,6 +1059,8 @@ def generate(model, prompts, randoms, temperature, stops):
         if not going.all():                                     # rows that have ended leave the batch
             cache.batch_select_indices(going.nonzero().squeeze(1))
             ids, mask, positions, alive = ids[going], mask[going], positions[going], alive[going]
+    for number, ids in enumerate(new):
+        add_work(model, [len(ids)], cached=len(prompts[number // samples]), generated=True)
     return new
 
 

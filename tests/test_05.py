@@ -175,7 +175,7 @@ def pipeline(folder):
     record(out / "sweet", ["out/offline.jsonl", "base", "./out/critic/"], 30.0, 250_000, 750_000, 0.5e15, 800)
     record(out / "rft", [folder / "out" / "offline.jsonl", "base"], 18.0, 1_000_000, 0, 2e15, 1200)
     for name, agent, critic in (("base", "base", None), ("sweet", "out/sweet", None), ("rft", "out/rft", None),
-                                ("best", "base", "out/critic")):
+                                ("best", "base", "out/critic"), ("judged", "out/rft", "judge:hub/name")):
         record(out / f"{name}.jsonl", ["out/test.jsonl", agent, "rules"], 12.0, 0, 40_000, 2e14, 300, agent=agent,
                critic=critic)
 
@@ -205,6 +205,8 @@ def test_costs_of_methods_what_they_share_and_the_evaluation_apart(tmp_path, mon
     assert costs["base"]["shared"]["outputs"] == [] and costs["base"]["not_counted"] == ["base"]
     assert costs["sweet"]["evaluation"] == {"wall_s": 12, "trained_tokens": 0, "generated_tokens": 40_000,
                                             "flops": 2e14, "peak_memory_mb": 300}
+    judged = evaluate.compare_costs({"judged": "out/judged.jsonl"})["judged"]
+    assert judged["wall_s"] == 84 and sorted(judged["not_counted"]) == ["base", "hub/name"]
     del costs["best"]
     assert evaluate.cost_table(costs) == [
         "costs                    wall min  M trained  M generated     PFLOPs   peak MB",
