@@ -418,7 +418,6 @@ def read_published(path, trajectories):
     seen = {}
     for number, row in enumerate(rows, 1):
         task = row["task"] if trajectories else row
-        common.check_keys(task["test_cases"], dict.fromkeys(task["test_cases"], str), f"{path}:{number}: test_cases")
         row["task_id"] = row.get("task_id") or common.task_id(task)
         if trajectories:
             row.setdefault("sample", seen.get(row["task_id"], 0))
@@ -438,17 +437,6 @@ def first_shuffled(items, args, files):
     items = list(items)
     random.Random(args.seed).shuffle(items)
     return items[:args.num_tasks]
-
-
-def score_missing(trajectories, unsafe):
-    """Give the trajectories without a reward "reward" and "tests", in place; returns how many there were."""
-    missing = [trajectory for trajectory in trajectories if trajectory.get("reward") is None]
-    if missing:
-        with common.Scorer(unsafe) as scorer:
-            scores = scorer.score([(trajectory["task"], trajectory["answer"]) for trajectory in missing])
-        for trajectory, score in zip(missing, scores):
-            trajectory |= {"reward": common.reward_of(score.tests), "tests": score.tests}
-    return len(missing)
 
 
 def take_published(args):
@@ -474,7 +462,7 @@ def take_published(args):
         low, high = min(samples.values()), max(samples.values())
         print(f"kept {len(kept):,} of {len(rows):,} trajectories, {len(samples):,} of {len(ids):,} tasks, "
               f"{low if low == high else f'{low} to {high}'} samples a task")
-        print(f"computed {score_missing(kept, args.unsafe_scorer):,} missing rewards")
+        common.fill_rewards(kept, args.unsafe_scorer)
     else:
         print(f"kept {len(kept):,} of {len(rows):,} tasks, {len(kept) - len(samples):,} of them repeat another")
     common.write_jsonl(args.out, kept)

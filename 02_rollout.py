@@ -190,20 +190,22 @@ def dialogue_rng(dialogue, args, who):
 
 def run_block(dialogues, agent, simulator, chooser, args):
     """Play a block of dialogues to their ends, one round of all at a time."""
-    for round_number in range(1, args.max_rounds + 1):
-        active = [d for d in dialogues if d["answer"] is None]
-        if not active:
-            break
+    while active := [d for d in dialogues if d["answer"] is None]:
         turns = script_turns(active, args) if agent is None else model_turns(active, agent, chooser, args)
-        for dialogue, turn in zip(active, turns):
-            dialogue["history"].append(turn)
-            if common.MARKER in turn["content"]:
-                dialogue["answer"] = turn["content"].split(common.MARKER, 1)[1].strip("\n")
-            elif round_number == args.max_rounds:
-                dialogue["answer"] = turn["content"]
-        active = [d for d in active if d["answer"] is None]
-        for dialogue, reply in zip(active, human_replies(active, simulator, args) if active else []):
-            dialogue["history"].append({"role": "user", "content": reply[:common.MAX_REPLY_CHARS]})
+        take_turns(active, turns, simulator, args)
+
+
+def take_turns(dialogues, turns, simulator, args):
+    """One round: the agent's turns, which may be answers, and the person's replies to the others."""
+    for dialogue, turn in zip(dialogues, turns):
+        dialogue["history"].append(turn)
+        if common.MARKER in turn["content"]:
+            dialogue["answer"] = turn["content"].split(common.MARKER, 1)[1].strip("\n")
+        elif len(dialogue["history"]) == 2 * args.max_rounds:
+            dialogue["answer"] = turn["content"]
+    active = [d for d in dialogues if d["answer"] is None]
+    for dialogue, reply in zip(active, human_replies(active, simulator, args) if active else []):
+        dialogue["history"].append({"role": "user", "content": reply[:common.MAX_REPLY_CHARS]})
 
 
 def to_trajectory(dialogue, verdicts, tokenizer, args):
@@ -292,7 +294,7 @@ def main(argv=None):
     if common.claim_output(args, args.out, inputs):
         return
 
-    costs = common.Costs(args.out)
+    costs = common.Costs(args.out, runtime.device)
     # Blocks of `concurrency` dialogues are played to their ends one after the other; a resumed run plays the same ones.
     todo = [{"task": task, "sample": sample, "answer": None,
              "history": [{"role": "user", "content": task["problem_description"]}]}
@@ -313,7 +315,7 @@ def main(argv=None):
         trajectories = common.map_blocks(args.out, blocks, play, runtime, "dialogue")
     models = {id(m): m for m in (agent and agent[0], simulator and simulator[0], judge and judge[0],
                                  critic and critic["model"], critic and critic["reference"]) if m}
-    costs.record(list(models.values()))
+    costs.record(list(map(common.work_of, models.values())))
     common.say(summary(trajectories))
     if verdicts:
         common.say("judge's comparisons: " + ", ".join(f"{count:,} {verdict}" for verdict, count in verdicts.items()))

@@ -164,7 +164,7 @@ def main(argv=None):
     held_out = [held_out[i] for i in common.drop_long(held_out, args)] if held_out else []
     if common.claim_output(args, args.out, inputs, folder=True):
         return
-    costs = common.Costs(args.out, folder=True)
+    costs = common.Costs(args.out, runtime.device, folder=True)
     batches = common.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
     common.say(f"{len(examples):,} examples, {len(batches):,} steps of {args.batch_size}")
     common.show_samples(tokenizer, [item for example in examples[:1] for item in example])
@@ -217,7 +217,7 @@ def main(argv=None):
         log.step(step + 1, num_tokens, loss=loss, acc=accuracy, **preferences, lr=lr, gnorm=grad_norm)
         if (step + 1) % args.save_every == 0:
             common.save_state(args.out, step + 1, model, optimizer)
-            costs.record([model], log.total_tokens)
+            costs.record([common.work_of(model)], log.total_tokens)
 
     accuracy = pair_accuracy(model, held_out, ref[len(examples):], args, runtime.device) if held_out else None
     common.say(f"held-out pair accuracy: {accuracy:.3f} on {len(held_out)} pairs of tasks that were not trained on"
@@ -226,7 +226,7 @@ def main(argv=None):
         common.write_json(pathlib.Path(args.out) / "critic.json", {
             "head": args.head, "normalize": args.normalize, "privileged": not args.no_privileged, "beta": args.beta,
             "reference": args.model, "held_out_pair_accuracy": accuracy, "num_held_out_pairs": len(held_out)})
-    costs.record([model], log.total_tokens)
+    costs.record([common.work_of(model)], log.total_tokens)
     common.finish_training(args.out, model, tokenizer)
 
 

@@ -23,7 +23,6 @@ Differs from the paper: nothing in the method. Differs from the published code: 
 """
 import pathlib
 import random
-import types
 
 import torch
 import torch.nn.functional as F
@@ -132,11 +131,11 @@ def sample_candidates(states, model, tokenizer, args):
     return rows
 
 
-def score_candidates(rows, critic, tokenizer, args, device):
+def score_candidates(rows, critic, tokenizer, args, device, sampler=None):
     """The rows with "advantages": the critic's score of every candidate, by eq. 3 where it has no head."""
     states = [(row["prompt"], row["task"]["ground_truth"], [candidate["ids"] for candidate in row["candidates"]])
               for row in rows]
-    scores = common.score_actions(critic, tokenizer, states, args.max_tokens, device, args.no_tree)
+    scores = common.score_actions(critic, tokenizer, states, args.max_tokens, device, args.no_tree, sampler)
     return [{**row, "advantages": advantages} for row, advantages in zip(rows, scores)]
 
 
@@ -205,7 +204,7 @@ def sweet_examples(trajectories, model, tokenizer, critic, args, runtime):
                              lambda block, _: sample_candidates(block, model, tokenizer, args), runtime, "state")
     blocks = [rows[i:i + 64] for i in range(0, len(rows), 64)]
     rows = common.map_blocks(out / "scored.jsonl", blocks, lambda block, _: score_candidates(
-        block, critic, tokenizer, args, runtime.device), runtime, "state")
+        block, critic, tokenizer, args, runtime.device, model if args.published_ranking else None), runtime, "state")
 
     rng = random.Random(args.seed)
     pairs = [{"task_id": row["task_id"], "sample": row["sample"], "turn": row["turn"], "prompt": row["prompt"],
@@ -246,6 +245,8 @@ def parse_args(argv=None):
     parser.add_argument("--data-frac", type=float, default=0.1, help="share of the trajectories whose turns are used")
     parser.add_argument("--num-candidates", type=common.positive_int, default=16, help="actions sampled a turn")
     parser.add_argument("--pairs-per-turn", type=common.positive_int, default=4, help="DPO pairs a turn")
+    parser.add_argument("--published-ranking", action="store_true", help="rank as the published code does: subtract the "
+                        "policy's log-probabilities without c, not the critic's reference's with c")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the candidates")
     parser.add_argument("--max-new-tokens", type=common.positive_int, default=1024, help="tokens of a candidate")
     parser.add_argument("--concurrency", type=common.positive_int, default=256, help="candidates sampled at a time")
@@ -277,6 +278,8 @@ def parse_args(argv=None):
     common.add_overwrite(parser)
     common.set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
+    if args.published_ranking and args.method != "sweet":
+        parser.error("--published-ranking goes with --method sweet")
     if (args.method == "sweet") != (args.critic is not None):
         parser.error("--critic DIR goes with --method sweet, and sweet needs it")
     args.epochs = args.epochs or (1 if args.method == "sweet" else 8 if args.preset == "paper-frontend" else 4)
@@ -306,13 +309,12 @@ def main(argv=None):
         examples = [examples[i] for i in common.drop_long(examples, args)]
     if common.claim_output(args, args.out, inputs, folder=True):
         return
-    costs, others = common.Costs(args.out, folder=True), []
+    costs, works = common.Costs(args.out, runtime.device, folder=True), [common.work_of(model)]
     if args.method == "sweet":
         examples = sweet_examples(trajectories, model, tokenizer, critic, args, runtime)
         examples = [examples[i] for i in common.drop_long(examples, args)]
-        others = [types.SimpleNamespace(work=m.work, device=m.device) for m in (critic["model"], critic["reference"])
-                  if hasattr(m, "work")]
-        costs.record([model, *others])
+        works += [common.work_of(critic[name]) for name in ("model", "reference") if critic[name]]
+        costs.record(works)
         del critic
     batches = common.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
     common.say(f"{len(examples):,} examples, {len(batches):,} steps of {args.batch_size}")
@@ -365,8 +367,8 @@ def main(argv=None):
         log.step(step + 1, num_tokens, loss=loss, **preferences, lr=lr, gnorm=grad_norm)
         if (step + 1) % args.save_every == 0:
             common.save_state(args.out, step + 1, model, optimizer)
-            costs.record([model, *others], log.total_tokens)
-    costs.record([model, *others], log.total_tokens)
+            costs.record(works, log.total_tokens)
+    costs.record(works, log.total_tokens)
     common.finish_training(args.out, model, tokenizer)
 
 

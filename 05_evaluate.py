@@ -25,16 +25,27 @@ the memory is the highest peak among them. The rollout that is evaluated here st
 without and with c in front (needed and useless questions of the logged dialogues; the right answer, and another task's
 answer, as a first turn).
 
+--critics NAME=DIR … compares critics (03) on the dialogues of the first file, of tasks that they were not trained on: how
+often the better trajectory of a pair scores higher, and the rank correlation (Spearman, the mean over states) of a
+turn's score with its Monte-Carlo return: --policy samples --mc-candidates turns in each of --mc-states states and goes
+on --mc-samples times after each with the rule-based human; the return is the share of successes. Writes critics.json
+and monte_carlo.jsonl.
+
     python 05_evaluate.py base=out/base.jsonl sweet=out/sweet.jsonl --baseline base --costs --out out/report
+    python 05_evaluate.py base=out/base.jsonl --critics lm=out/critic --policy tests/tiny --out out/critics
 """
+import argparse
 import html
+import importlib
 import json
 import math
 import os
 import pathlib
+import random
 import re
 
 import numpy as np
+import torch
 
 import common
 
@@ -346,7 +357,7 @@ def print_gates(trajectories, name, device):
                 turns.append((what, history[:1], f"{common.MARKER}\n{answer['ground_truth']}", task))
     columns = []
     for with_c in (False, True):
-        items = [common.trajectory_rows(tokenizer, [(common.prompt_text(tokenizer, history, trajectory["max_rounds"]),
+        items = [common.trajectory_rows(tokenizer, [(common.prompt_text(tokenizer, history, trajectory.get("max_rounds", 10)),
                                                      common.encode(tokenizer, text) + [tokenizer.eos_token_id])],
                                         task["ground_truth"] if with_c else None) for _, history, text, task in turns]
         columns.append([logps.sum().item() for logps in common.values_of(model, items, 16384, device, "float32")])
@@ -355,6 +366,89 @@ def print_gates(trajectories, name, device):
         chosen = [i for i, turn in enumerate(turns) if turn[0] == kind]
         means = [sum(column[i] for i in chosen) / len(chosen) for column in columns]
         print(f"{kind:22s} {len(chosen):5d}  {means[0]:9.2f}  {means[1]:9.2f}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# critics: held-out pair accuracy, and rank correlation with Monte-Carlo returns
+
+def average_ranks(values):
+    """Ranks from 0, equal values sharing the mean of theirs: [3, 1, 3] -> [1.5, 0, 1.5]."""
+    values = np.asarray(values)
+    return np.array([(values < v).sum() + ((values == v).sum() - 1) / 2 for v in values])
+
+
+def rank_correlation(a, b):
+    """Spearman's; None where one side is all equal."""
+    a, b = (average_ranks(values) - (len(values) - 1) / 2 for values in (a, b))
+    scale = np.sqrt((a * a).sum() * (b * b).sum())
+    return float((a * b).sum() / scale) if scale else None
+
+
+def monte_carlo_returns(trajectories, policy, scorer, args, device):
+    """States of the trajectories with candidates of the policy, and for each candidate the share of --mc-samples
+    continuations (by the policy, with the rule-based human) that succeed: rows like 04's, with "returns"."""
+    rollout, policy_stage = (importlib.import_module(name) for name in ("02_rollout", "04_train_policy"))
+    options = argparse.Namespace(seed=0, num_candidates=args.mc_candidates, max_new_tokens=args.mc_max_new_tokens,
+                                 temperature=1.0, dtype="float32", simulator="rules", best_of=1,
+                                 max_rounds=trajectories[0].get("max_rounds", 10))
+    states = policy_stage.sample_states(trajectories, 1.0, 0)
+    states = random.Random(0).sample(states, min(args.mc_states, len(states)))
+    rows = [row for i in range(0, len(states), 16)
+            for row in policy_stage.sample_candidates(states[i:i + 16], *policy, options)]
+    dialogues = []
+    for (trajectory, _, i), row in zip(states, rows):
+        for number, candidate in enumerate(row["candidates"]):
+            turn = {"role": "assistant", "content": candidate["text"].strip()}
+            copies = [{"task": row["task"], "sample": f"{row['sample']} {number} {n}", "answer": None,
+                       "history": list(trajectory["dialogue_history"][:i])} for n in range(args.mc_samples)]
+            rollout.take_turns(copies, [turn] * len(copies), None, options)
+            dialogues += copies
+    for i in range(0, len(dialogues), 128):
+        rollout.run_block(dialogues[i:i + 128], policy, None, None, options)
+    wins = np.array([common.reward_of(score.tests) == 1 for score in scorer.score(
+        [(d["task"], d["answer"]) for d in dialogues])]).reshape(len(rows), -1, args.mc_samples)
+    return [{**row, "returns": share.mean(-1).tolist()} for row, share in zip(rows, wins)]
+
+
+def measure_critic(critic, trajectories, rows, tokenizer, device):
+    """{"pair_accuracy", "num_pairs", "rank_correlation", "ci95", "num_states"} of a critic (common.load_critic)."""
+    critic_stage = importlib.import_module("03_train_critic")
+    options = argparse.Namespace(max_tokens=16384, dtype="float32", normalize=critic["normalize"], head=critic["head"])
+    pairs = common.trajectory_pairs(trajectories, "the first file")
+    examples = critic_stage.trajectory_examples(trajectories, pairs, tokenizer, critic["privileged"])
+    values = common.values_of(critic["reference"] or critic["model"], [item for pair in examples for item in pair],
+                              options.max_tokens, device, options.dtype)
+    if critic["reference"] is None:
+        values = [torch.zeros_like(value) for value in values]
+    accuracy = critic_stage.pair_accuracy(critic["model"], examples, list(zip(values[0::2], values[1::2])), options, device)
+    scores = common.score_actions(critic, tokenizer, [
+        (row["prompt"], row["task"]["ground_truth"], [c["ids"] for c in row["candidates"]]) for row in rows], 16384, device)
+    by_task = {}
+    for row, own in zip(rows, scores):
+        if len(set(row["returns"])) > 1:
+            by_task.setdefault(row["task_id"], []).append(rank_correlation(own, row["returns"]) or 0.0)
+    if not by_task:
+        raise common.InputError("--critics: no state whose candidates differ in return; raise --mc-states")
+    return {"pair_accuracy": accuracy, "num_pairs": len(pairs),
+            "rank_correlation": float(np.mean([value for values in by_task.values() for value in values])),
+            "ci95": bootstrap_interval([float(np.mean(values)) for values in by_task.values()]),
+            "num_states": sum(map(len, by_task.values()))}
+
+
+def compare_critics(trajectories, scorer, args, out):
+    """The table of --critics, also kept in critics.json; the returns are kept in monte_carlo.jsonl."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    policy = common.load_model(args.policy, device)
+    policy[0].eval()
+    rows = monte_carlo_returns(trajectories, policy, scorer, args, device)
+    common.write_jsonl(out / "monte_carlo.jsonl", rows)
+    found = {name: measure_critic(common.load_critic(path, policy[1], device), trajectories, rows, policy[1], device)
+             for name, path in (argument.split("=", 1) for argument in args.critics)}
+    common.write_json(out / "critics.json", found)
+    print(f"\n{'critic':20s} {'pair accuracy':>13s} {'pairs':>5s}  {'rank correlation':>16s} {'95 %':>17s} {'states':>6s}")
+    for name, m in found.items():
+        print(f"{name:20s} {m['pair_accuracy']:13.3f} {m['num_pairs']:5d}  {m['rank_correlation']:16.3f} "
+              f"[{m['ci95'][0]:+.3f}, {m['ci95'][1]:+.3f}] {m['num_states']:6d}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -396,12 +490,21 @@ def parse_args(argv=None):
     parser.add_argument("--costs", action="store_true", help="show what it took to make each method")
     common.add_scorer(parser)
     parser.add_argument("--gates", metavar="MODEL", help="print a base model's gates, on dialogues of the first file")
+    parser.add_argument("--critics", nargs="+", metavar="NAME=DIR", help="compare these critics, on dialogues of the first "
+                        "file")
+    parser.add_argument("--policy", metavar="MODEL", help="--critics: the model that samples turns and goes on after them")
+    parser.add_argument("--mc-states", type=common.positive_int, default=60, help="--critics: turns of the first file")
+    parser.add_argument("--mc-candidates", type=common.positive_int, default=8, help="--critics: turns sampled in each state")
+    parser.add_argument("--mc-samples", type=common.positive_int, default=8, help="--critics: dialogues after each of them")
+    parser.add_argument("--mc-max-new-tokens", type=common.positive_int, default=160, help="--critics: tokens of a turn")
     parser.add_argument("--out", required=True, help="folder to write")
     common.add_overwrite(parser)
     args = parser.parse_args(argv)
-    for argument in args.files:
+    if bool(args.critics) != bool(args.policy):
+        parser.error("--critics and --policy go together")
+    for argument in args.files + (args.critics or []):
         if not all(argument.partition("=")):
-            parser.error(f"{argument}: must be NAME=FILE")
+            parser.error(f"{argument}: must be NAME=PATH")
         if "/" in argument.partition("=")[0]:
             parser.error(f"{argument}: a name cannot contain /")
     names = [argument.partition("=")[0] for argument in args.files]
@@ -419,8 +522,11 @@ def main(argv=None):
     places = {name: curve_place(name, paths[name], files[name]) for name in files}
     costs = compare_costs(paths) if args.costs else {}
     out = pathlib.Path(args.out)
-    if common.claim_output(args, out, [*paths.values(), args.gates], folder=True):
+    critics = [argument.partition("=")[2] for argument in args.critics or []]
+    if common.claim_output(args, out, [*paths.values(), args.gates, args.policy, *critics], folder=True):
         return
+    if args.critics:
+        common.start(0)
     (out / "scored").mkdir(exist_ok=True)
     metrics, curves = {}, {}
     with common.Scorer(args.unsafe_scorer) as scorer:
@@ -435,6 +541,8 @@ def main(argv=None):
                 with common.Scorer(args.unsafe_scorer, compat=True) as published:
                     metrics[name] |= published_verdicts(trajectories, published)
             common.write_jsonl(out / "scored" / f"{name}.jsonl", trajectories)
+        if args.critics:
+            compare_critics(next(iter(files.values())), scorer, args, out)
     for name in files:
         if places[name]:
             label, number = places[name]

@@ -126,38 +126,42 @@ class Costs:
     "generated_tokens", "flops", "peak_memory_mb"}, all ranks together but for wall time and memory (the highest). A
     resumed run adds to what the run before it had recorded."""
 
-    def __init__(self, out, folder=False):
+    def __init__(self, out, device="cpu", folder=False):
+        self.device = device
         self.path = pathlib.Path(out) / "costs.json" if folder else pathlib.Path(f"{out}.costs.json")
         self.begin = time.perf_counter()
         zero = dict.fromkeys(("wall_s", "trained_tokens", "generated_tokens", "flops", "peak_memory_mb"), 0)
         self.before = json.loads(self.path.read_text()) if self.path.exists() else zero
 
-    def record(self, models=(), trained_tokens=0):
-        """`models` have counted their work (add_work); `trained_tokens` are those of all ranks in this process."""
-        work = [sum(getattr(model, "work", {}).get(key, 0) for model in models) for key in ("generated_tokens", "flops")]
-        if dist.is_initialized():
-            work = reduce_sums(work, models[0].device if models else "cpu")
+    def record(self, works, trained_tokens=0):
+        """works: what models did in this process on this rank (work_of); `trained_tokens` by all ranks."""
+        sums = reduce_sums([sum(work[key] for work in works) for key in ("generated_tokens", "flops")], self.device)
         if is_main():
             now = {"wall_s": time.perf_counter() - self.begin, "trained_tokens": trained_tokens,
-                   "generated_tokens": int(work[0]), "flops": work[1]}
+                   "generated_tokens": int(sums[0]), "flops": sums[1]}
             write_json(self.path, {**{key: self.before[key] + value for key, value in now.items()},
                                    "peak_memory_mb": max(self.before["peak_memory_mb"], peak_memory_mb())})
 
 
-def add_work(model, lengths, cached=0, generated=False):
-    """Count a pass over rows of `lengths` tokens, each after `cached` earlier ones, in model.work: 2 FLOPs a token and
-    parameter (input embeddings aside) and 4 a pair of tokens, layer and hidden dimension, three times that where
-    gradients follow (6ND and attention)."""
+def work_of(model):
+    """{"generated_tokens", "flops", "parameters"}: what a model has done so far (add_work), and the number of its
+    parameters that multiply (input embeddings aside)."""
     if not hasattr(model, "work"):
         embedded = model.get_input_embeddings().weight
         tied = model.get_output_embeddings().weight is embedded
         model.work = {"generated_tokens": 0, "flops": 0.0,
                       "parameters": sum(p.numel() for p in model.parameters()) - (0 if tied else embedded.numel())}
-    config = model.config.get_text_config()
+    return model.work
+
+
+def add_work(model, lengths, cached=0, generated=False):
+    """Count a pass over rows of `lengths` tokens, each after `cached` earlier ones: 2 FLOPs a token and parameter and 4
+    a pair of tokens, layer and hidden dimension, three times that where gradients follow (6ND and attention)."""
+    work, config = work_of(model), model.config.get_text_config()
     pairs = sum(length * cached + length * length / 2 for length in lengths)
-    model.work["flops"] += (3 if torch.is_grad_enabled() else 1) * (
-        2 * model.work["parameters"] * sum(lengths) + 4 * config.num_hidden_layers * config.hidden_size * pairs)
-    model.work["generated_tokens"] += sum(lengths) if generated else 0
+    work["flops"] += (3 if torch.is_grad_enabled() else 1) * (
+        2 * work["parameters"] * sum(lengths) + 4 * config.num_hidden_layers * config.hidden_size * pairs)
+    work["generated_tokens"] += sum(lengths) if generated else 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -183,16 +187,14 @@ def read_jsonl(path, keys):
                 except json.JSONDecodeError as error:
                     raise InputError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from None
                 check_keys(row, keys, f"{path}:{number}")
-                for task in (row, row.get("task")):
-                    if isinstance(task, dict) and not all(isinstance(call, str)
-                                                          for call in (task.get("test_cases") or {}).values()):
-                        raise InputError(f'{path}:{number}: "test_cases" holds a call that is not a string')
                 if "dialogue_history" in keys:
                     check_keys(row["task"], TASK_KEYS, f"{path}:{number}: task")
                     for turn in row["dialogue_history"]:
                         check_keys(turn, {"role": str, "content": str}, f"{path}:{number}: dialogue_history")
                     if not any(turn["role"] == "assistant" for turn in row["dialogue_history"]):
                         raise InputError(f'{path}:{number}: dialogue_history has no turn of role "assistant"')
+                tests = row.get("task", row).get("test_cases") or {}
+                check_keys(tests, dict.fromkeys(tests, str), f"{path}:{number}: test_cases")
                 rows.append(row)
         except UnicodeDecodeError:
             raise InputError(f"{path}: not UTF-8 text") from None
@@ -235,19 +237,19 @@ def read_trajectories(path, num_trajectories=None, seed=0):
 
 
 def fill_rewards(trajectories, unsafe_scorer):
-    """Score the answers of trajectories that have no "reward" (published ones may not), once for all ranks."""
+    """Give trajectories that have no "reward" (published ones may not) "reward" and "tests", once for all ranks."""
     missing = [t for t in trajectories if not isinstance(t.get("reward"), (int, float))]
     if not missing:
         return
-    rewards = [None]
+    verdicts = [None]
     if is_main():
         with Scorer(unsafe_scorer) as scorer:
-            rewards[0] = [reward_of(score.tests) for score in scorer.score([(t["task"], t["answer"]) for t in missing])]
+            verdicts[0] = [score.tests for score in scorer.score([(t["task"], t["answer"]) for t in missing])]
     if dist.is_initialized():
-        dist.broadcast_object_list(rewards)
-    for trajectory, reward in zip(missing, rewards[0]):
-        trajectory["reward"] = reward
-    say(f"{len(missing):,} trajectories had no reward: computed")
+        dist.broadcast_object_list(verdicts)
+    for trajectory, tests in zip(missing, verdicts[0]):
+        trajectory |= {"reward": reward_of(tests), "tests": tests}
+    say(f"computed {len(missing):,} missing rewards")
 
 
 def task_id(task):
@@ -813,18 +815,24 @@ def add_head(model):
     return model.turn_head
 
 
-def score_actions(critic, tokenizer, states, max_tokens, device, no_tree=False):
+def score_actions(critic, tokenizer, states, max_tokens, device, no_tree=False, sampler=None):
     """The critic's score A(o_t, a, c) of each action; states: [(prompt text, reference solution, [action ids, …]), …].
-    Returns a list of floats for each state. Equal actions are scored once."""
+    Returns a list of floats for each state. Equal actions are scored once. With `sampler` (a model) its log-probabilities
+    without c are subtracted in place of the reference's with c, as the published code does."""
     different = [sorted(set(map(tuple, actions))) for _, _, actions in states]
-    items = [candidate_rows(tokenizer, with_hidden_info(tokenizer, prompt, c) if critic["privileged"] else prompt,
-                            actions, no_tree) for (prompt, c, _), actions in zip(states, different)]
-    values = values_of(critic["model"], items, max_tokens, device, "float32")
-    ref_values = ([torch.zeros_like(v) for v in values] if critic["reference"] is None else
-                  values_of(critic["reference"], items, max_tokens, device, "float32"))
+
+    def values(model, privileged):
+        items = [candidate_rows(tokenizer, with_hidden_info(tokenizer, prompt, c) if privileged else prompt, actions,
+                                no_tree) for (prompt, c, _), actions in zip(states, different)]
+        return values_of(model, items, max_tokens, device, "float32")
+
+    own_values = values(critic["model"], critic["privileged"])
+    ref_values = (values(sampler, False) if sampler else
+                  [torch.zeros_like(v) for v in own_values] if critic["reference"] is None else
+                  values(critic["reference"], critic["privileged"]))
     normalize = "none" if critic["normalize"] == "none" else "turn"                 # an action is a trajectory of a turn
     scores = []
-    for (_, _, actions), unique, value, ref_value in zip(states, different, values, ref_values):
+    for (_, _, actions), unique, value, ref_value in zip(states, different, own_values, ref_values):
         lengths = torch.tensor([[len(action) for action in unique]])
         score = dict(zip(unique, turn_advantages(value[None], ref_value[None], lengths, normalize)[0].tolist()))
         scores.append([score[tuple(action)] for action in actions])

@@ -276,3 +276,30 @@ def test_bad_arguments_end_with_status_2(tmp_path, arguments):
     with pytest.raises(SystemExit) as error:
         evaluate.main([*arguments, "--out", str(tmp_path / "out")])
     assert error.value.code == 2
+
+
+# --- critics
+
+def test_ranks_and_their_correlation_by_hand():
+    assert evaluate.average_ranks([3, 1, 3, 0]).tolist() == [2.5, 1, 2.5, 0]
+    assert evaluate.rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
+    assert evaluate.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert evaluate.rank_correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
+    assert evaluate.rank_correlation([1, 1, 2], [0, 1, 1]) == pytest.approx(0.5)
+    assert evaluate.rank_correlation([1, 1, 1], [1, 2, 3]) is None
+
+
+def test_critics_are_compared_on_pairs_and_monte_carlo_returns(workspace, tmp_path):
+    succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", "tests/tiny", "--lr", 1e-3, "--max-steps",
+            2, "--head", "regression", "--out", tmp_path / "critic")
+    out = succeed("05_evaluate.py", f"a={workspace}/offline.jsonl", "--critics", f"regression={tmp_path}/critic", "--policy",
+                  "tests/tiny", "--mc-states", 12, "--mc-candidates", 3, "--mc-samples", 2, "--out", tmp_path / "out")
+    assert "rank correlation" in out
+    rows = read(tmp_path / "out" / "monte_carlo.jsonl")
+    assert len(rows) == 12 and all(len(row["returns"]) == 3 and set(row["returns"]) <= {0, 0.5, 1} for row in rows)
+    found = json.loads((tmp_path / "out" / "critics.json").read_text())["regression"]
+    assert 0 <= found["pair_accuracy"] <= 1 and -1 <= found["rank_correlation"] <= 1 and found["num_states"] > 0
+    for row in rows:                                           # an answer's return is the same however often it is drawn
+        for candidate, value in zip(row["candidates"], row["returns"]):
+            if "I WANT TO ANSWER:" in candidate["text"]:
+                assert value in (0, 1)

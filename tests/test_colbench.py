@@ -130,7 +130,7 @@ def test_the_counts_are_printed(tmp_path, capsys):
     uneven = write(tmp_path / "uneven.jsonl", rows[0], *rows[5:], rows[0])
     assert [row["sample"] for row in take("--trajectories", path=uneven, out=tmp_path / "b")] == [0, 0, 0, 0, 1]
     printed = capsys.readouterr().out
-    assert "kept 5 of 5 trajectories, 4 of 4 tasks, 1 to 2 samples a task\ncomputed 0 missing rewards\n" in printed
+    assert "kept 5 of 5 trajectories, 4 of 4 tasks, 1 to 2 samples a task\n" in printed
 
 
 def test_num_tasks_keeps_all_trajectories_of_a_task_in_file_order(tmp_path, offline):
