@@ -15,7 +15,8 @@ this measures a critic and is no way to use an agent. `--critic DIR` takes a cri
 that compares two messages at a time, in both orders: where the orders disagree, or a verdict cannot be read, the earlier
 message stays. The first message of each turn is the one that would be sent with N = 1.
 
-Agents: a model (see README), or `script`, a noisy scripted agent for template tasks whose dialogues a base model is
+Agents, humans and judges can be servers (http://HOST:PORT/v1#NAME); what a server's agent says has no token ids, so 03
+and 04 tokenise it anew. Agents: a model (see README), or `script`, a noisy scripted agent for template tasks whose dialogues a base model is
 taught by (`script-informed`: one that knows the reference). Humans: `rules` (template tasks), or a model with a prompt.
 
 Differs from the paper: the agent is told when the last round begins. The prompts are ours.
@@ -24,8 +25,11 @@ Differs from the paper: the agent is told when the last round begins. The prompt
     torchrun --nproc-per-node 8 02_rollout.py --tasks tasks.jsonl --agent meta-llama/Llama-3.1-8B-Instruct \\
         --simulator meta-llama/Llama-3.1-8B-Instruct --out trajectories.jsonl
 """
+import concurrent.futures
+import os
 import random
 import re
+from collections import namedtuple
 
 import torch
 
@@ -106,7 +110,12 @@ def script_turns(dialogues, args):
 
 def model_turns(dialogues, agent, chooser, args):
     """The next turn of each dialogue, sampled from the agent, which sees the dialogue alone; with --best-of the one of
-    several that `chooser` prefers."""
+    several that `chooser` prefers. A server's turns have no token ids and no rendered prompt."""
+    if isinstance(agent, Server):
+        chats = [common.agent_messages(d["history"], args.max_rounds) for d in dialogues]
+        replies = ask_server(agent, chats, dialogues, args.temperature, args.max_new_tokens, args, "agent")
+        return [{"role": "assistant", "content": text.strip(), "output": text, **({} if ended else {"truncated": True})}
+                for text, ended in replies]
     model, tokenizer = agent
     prompts = [common.prompt_text(tokenizer, d["history"], args.max_rounds) for d in dialogues]
     outputs = sample(agent, prompts, dialogues, args.temperature, args.max_new_tokens, args, "agent", args.best_of)
@@ -135,17 +144,15 @@ def judge_choices(dialogues, actions, tokenizer, judge, counts, args):
     texts = [[tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in own] for own in actions]
     best = [0] * len(actions)
     for challenger in range(1, args.best_of):
-        prompts, askers = [], []
+        chats, askers = [], []
         for dialogue, own, held in zip(dialogues, texts, best):
             said = "\n".join(f"{'Assistant' if turn['role'] == 'assistant' else 'Person'}: {turn['content']}"
                              for turn in dialogue["history"])
             for a, b in ((held, challenger), (challenger, held)):
                 content = JUDGE.format(ground_truth=dialogue["task"]["ground_truth"], dialogue=said, a=own[a], b=own[b])
-                prompts.append(judge[1].apply_chat_template([{"role": "user", "content": content}], tokenize=False,
-                                                            add_generation_prompt=True))
+                chats.append([{"role": "user", "content": content}])
                 askers.append(dialogue)
-        outputs = sample(judge, prompts, askers, 0.0, 8, args, "judge")
-        letters = [re.findall(r"\b[AB]\b", judge[1].decode(ids, skip_special_tokens=True)) for ids in outputs]
+        letters = [re.findall(r"\b[AB]\b", text) for text in reply_texts(judge, chats, askers, 8, args, "judge")]
         for i, own in enumerate(texts):
             first, second = (found[0] if len(set(found)) == 1 else None for found in letters[2 * i:2 * i + 2])
             if own[best[i]] == own[challenger]:
@@ -161,11 +168,55 @@ def human_replies(dialogues, simulator, args):
     """The person's answers; a dialogue's history ends with the agent's turn."""
     if args.simulator == "rules":
         return [rules_reply(d["task"], d["history"], dialogue_rng(d, args, "human")) for d in dialogues]
-    tokenizer = simulator[1]
-    prompts = [tokenizer.apply_chat_template(simulator_messages(d["task"], d["history"]), tokenize=False,
-                                             add_generation_prompt=True) for d in dialogues]
-    outputs = sample(simulator, prompts, dialogues, 0.0, 128, args, "human")
-    return [tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in outputs]
+    chats = [simulator_messages(d["task"], d["history"]) for d in dialogues]
+    return reply_texts(simulator, chats, dialogues, 128, args, "human")
+
+
+def reply_texts(speaker, chats, dialogues, max_new_tokens, args, who):
+    """What a model, or a server, says next in each chat (messages), at temperature 0."""
+    if isinstance(speaker, Server):
+        return [text.strip() for text, _ in ask_server(speaker, chats, dialogues, 0.0, max_new_tokens, args, who)]
+    tokenizer = speaker[1]
+    prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+    return [tokenizer.decode(ids, skip_special_tokens=True).strip()
+            for ids in sample(speaker, prompts, dialogues, 0.0, max_new_tokens, args, who)]
+
+
+Server = namedtuple("Server", "client model address")
+
+
+def open_server(name):
+    """The server behind http://HOST:PORT/v1#NAME (OpenAI's protocol), key from OPENAI_API_KEY."""
+    address, _, model = name.partition("#")
+    if not model:
+        raise common.InputError(f"{name}: a server's model goes after #: {address}#NAME")
+    try:
+        import openai
+    except ImportError:
+        raise common.InputError(f"{name}: servers need the package openai: pip install openai") from None
+    key = os.environ.get("OPENAI_API_KEY", "none")
+    return Server(openai.OpenAI(base_url=address, api_key=key, max_retries=5, timeout=600), model, address)
+
+
+def ask_server(server, chats, dialogues, temperature, max_new_tokens, args, who):
+    """[(text, whether it ended by itself)] of the chats, all in flight together. Failed requests are tried again with
+    growing pauses (by the client); what fails for good is an InputError, never an empty reply."""
+    import openai
+
+    def ask(chat, dialogue):
+        try:
+            seed = int(common.uniforms(1, *dialogue_key(dialogue, args, who)).item() * 2 ** 31)
+            choice = server.client.chat.completions.create(
+                model=server.model, messages=chat, temperature=temperature, top_p=1.0, max_tokens=max_new_tokens,
+                seed=seed).choices[0]
+        except (openai.OpenAIError, ValueError, IndexError, AttributeError, TypeError) as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+            raise common.InputError(f"{server.address}#{server.model}: no reply ({type(error).__name__}: {reason}); run "
+                                    "the same command again to go on") from None
+        return choice.message.content or "", choice.finish_reason != "length"
+
+    with concurrent.futures.ThreadPoolExecutor(args.concurrency) as pool:
+        return list(pool.map(ask, chats, dialogues))
 
 
 def sample(model_and_tokenizer, prompts, dialogues, temperature, max_new_tokens, args, who, count=1):
@@ -277,19 +328,24 @@ def main(argv=None):
     inputs = [args.tasks, args.agent, args.simulator, (args.critic or "").removeprefix("judge:")]
     if common.claim_output(args, args.out, inputs, begin=False):
         return
-    agent = None if scripted else common.load_model(args.agent, runtime.device)
-    simulator = None if args.simulator == "rules" else (
-        agent if args.simulator == args.agent else common.load_model(args.simulator, runtime.device))
+    def load(name):
+        return open_server(name) if name.startswith("http") else common.load_model(name, runtime.device)
+
+    agent = None if scripted else load(args.agent)
+    if args.best_of > 1 and isinstance(agent, Server):
+        raise common.InputError("--best-of needs an agent whose tokens are at hand: a folder or hub id, no server")
+    simulator = None if args.simulator == "rules" else agent if args.simulator == args.agent else load(args.simulator)
     judge = critic = chooser = None
     verdicts = {}
     if args.best_of > 1 and args.critic.startswith("judge:"):
         name = args.critic.removeprefix("judge:")
-        judge = agent if name == args.agent else common.load_model(name, runtime.device)
+        judge = agent if name == args.agent else load(name)
         chooser = lambda dialogues, _, actions: judge_choices(dialogues, actions, agent[1], judge, verdicts, args)
     elif args.best_of > 1:
         critic = common.load_critic(args.critic, agent[1], runtime.device)
         chooser = lambda *state: critic_choices(*state, critic, agent[1], runtime.device)
-    for model, _ in filter(None, (agent, simulator, judge)):
+    local = [speaker for speaker in (agent, simulator, judge) if speaker and not isinstance(speaker, Server)]
+    for model, _ in local:
         model.eval()
     if common.claim_output(args, args.out, inputs):
         return
@@ -300,7 +356,7 @@ def main(argv=None):
              "history": [{"role": "user", "content": task["problem_description"]}]}
             for task in tasks for sample in range(args.samples)]
     blocks = [todo[i:i + args.concurrency] for i in range(0, len(todo), args.concurrency)]
-    name = common.tokenizer_name(agent[1]) if agent else None
+    name = common.tokenizer_name(agent[1]) if agent and not isinstance(agent, Server) else None
     num_tokens = 0
 
     def play(block, progress):
@@ -313,9 +369,8 @@ def main(argv=None):
 
     with common.Scorer(args.unsafe_scorer) as scorer:
         trajectories = common.map_blocks(args.out, blocks, play, runtime, "dialogue")
-    models = {id(m): m for m in (agent and agent[0], simulator and simulator[0], judge and judge[0],
-                                 critic and critic["model"], critic and critic["reference"]) if m}
-    costs.record(list(map(common.work_of, models.values())))
+    models = [model for model, _ in local] + ([critic["model"], critic["reference"]] if critic else [])
+    costs.record([common.work_of(model) for model in {id(m): m for m in models if m}.values()])
     common.say(summary(trajectories))
     if verdicts:
         common.say("judge's comparisons: " + ", ".join(f"{count:,} {verdict}" for verdict, count in verdicts.items()))

@@ -1,7 +1,9 @@
 """02_rollout.py: the protocol, resume after a kill, ranks, both humans, bad input."""
+import http.server
 import json
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -135,19 +137,80 @@ def test_the_judge_compares_in_both_orders(tiny, monkeypatch, replies, chosen, c
     _, tokenizer = tiny
     held, challenger = (common.encode(tokenizer, text) for text in ("price", "weight"))
 
-    def judged(judge, prompts, *_):
+    def judged(judge, chats, *_):
+        prompts = [chat[0]["content"] for chat in chats]
         assert all("def secret" in prompt for prompt in prompts)
         return [replies["ab" if prompt.index("price") < prompt.index("weight") else "ba"] for prompt in prompts]
-    monkeypatch.setattr(rollout, "sample", judged)
-
-    class Words:
-        apply_chat_template = staticmethod(lambda messages, **_: messages[0]["content"])
-        decode = staticmethod(lambda text, **_: text)
+    monkeypatch.setattr(rollout, "reply_texts", judged)
     dialogue = {"task": {"ground_truth": "def secret(): pass"}, "history": [{"role": "user", "content": "?"}]}
     args = rollout.parse_args(["--tasks", "t", "--agent", "a", "--out", "o", "--best-of", "2", "--critic", "judge:x"])
     counts = {}
-    assert rollout.judge_choices([dialogue], [[held, challenger]], tokenizer, (None, Words), counts, args) == [chosen]
+    assert rollout.judge_choices([dialogue], [[held, challenger]], tokenizer, None, counts, args) == [chosen]
     assert counts == {counted: 1}
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A small server of OpenAI's protocol: the agent asks twice, then answers; the person says the size of its chat."""
+    requests, failures = [], []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            requests.append({**request, "key": self.headers["Authorization"]})
+            status, content = 200, f"I see {len(request['messages'])} messages."
+            if failures:
+                status, content = failures.pop(), "busy"
+            elif request["model"] == "agent":
+                content = "What is it?" if len(request["messages"]) < 6 else f"{common.MARKER}\ndef f(): return 1"
+            body = {"id": "1", "object": "chat.completion", "created": 0, "model": request["model"], "choices": [
+                {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": content}}]}
+            data = json.dumps(body if status == 200 else {"error": {"message": content}}).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *_):
+            pass
+    listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=listener.serve_forever, daemon=True).start()
+    monkeypatch.setenv("OPENAI_API_KEY", "the key")
+    yield f"http://127.0.0.1:{listener.server_port}/v1", requests, failures
+    listener.shutdown()
+    listener.server_close()
+
+
+def test_agent_and_person_can_be_servers(workspace, tmp_path, server):
+    address, requests, failures = server
+    failures += [500, 429]                                                     # are tried again
+    common.write_jsonl(tmp_path / "t.jsonl", read(workspace / "tasks.jsonl")[:5])
+    arguments = ["--tasks", tmp_path / "t.jsonl", "--agent", f"{address}#agent", "--simulator", f"{address}#person", "--out",
+                 tmp_path / "out.jsonl"]
+    succeed("02_rollout.py", *arguments)
+    rows = read(tmp_path / "out.jsonl")
+    assert len(rows) == 5
+    for row in rows:
+        assert [turn["content"] for turn in row["dialogue_history"][1:]] == [
+            "What is it?", "I see 2 messages.", "What is it?", "I see 4 messages.", f"{common.MARKER}\ndef f(): return 1"]
+        assert row["answer"] == "def f(): return 1" and not any("output_ids" in turn for turn in row["dialogue_history"])
+    assert len(requests) == 5 * 5 + 2 and {r["key"] for r in requests} == {"Bearer the key"}
+    assert {(r["model"], r["temperature"], r["max_tokens"]) for r in requests} == {("agent", 1.0, 1024), ("person", 0.0, 128)}
+    c = rows[0]["task"]["ground_truth"].split("\n", 1)[1]
+    assert not any(c in json.dumps(r["messages"]) for r in requests if r["model"] == "agent")
+
+
+def test_servers_that_fail_are_one_line(workspace, tmp_path, server):
+    address, _, failures = server
+    common.write_jsonl(tmp_path / "t.jsonl", read(workspace / "tasks.jsonl")[:1])
+    tasks = ["--tasks", tmp_path / "t.jsonl", "--out", tmp_path / "out.jsonl", "--simulator", "rules", "--agent"]
+    assert "goes after #" in refused(2, *tasks, address)
+    failures += [404] * 9
+    assert "no reply" in refused(2, *tasks, f"{address}#agent")
+    assert not (tmp_path / "out.jsonl").exists()
+    with pytest.raises(common.InputError, match="--best-of needs"):
+        rollout.main([str(x) for x in [*tasks, f"{address}#agent", "--best-of", 2, "--critic", "x", "--overwrite"]])
 
 
 def test_two_ranks_write_the_same_file_as_one(workspace, tmp_path):
