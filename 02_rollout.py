@@ -26,6 +26,7 @@ Differs from the paper: the agent is told when the last round begins. The prompt
         --simulator meta-llama/Llama-3.1-8B-Instruct --out trajectories.jsonl
 """
 import concurrent.futures
+import functools
 import os
 import random
 import re
@@ -138,7 +139,7 @@ def critic_choices(dialogues, prompts, actions, critic, tokenizer, device):
     return [max(range(len(own)), key=lambda i: own[i]) for own in scores]
 
 
-def judge_choices(dialogues, actions, tokenizer, judge, counts, args):
+def judge_choices(dialogues, _, actions, tokenizer, judge, counts, args):
     """The number of the action that is left of each dialogue's after comparing the best so far with the next, N - 1
     times; `counts` counts verdicts "decided", "tie" (the two orders disagree) and "unreadable"."""
     texts = [[tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in own] for own in actions]
@@ -158,7 +159,7 @@ def judge_choices(dialogues, actions, tokenizer, judge, counts, args):
             if own[best[i]] == own[challenger]:
                 continue
             verdict = "unreadable" if None in (first, second) else "tie" if first == second else "decided"
-            counts[verdict] = counts.get(verdict, 0) + 1
+            counts[verdict] += 1
             if verdict == "decided" and first == "B":
                 best[i] = challenger
     return best
@@ -328,6 +329,7 @@ def main(argv=None):
     inputs = [args.tasks, args.agent, args.simulator, (args.critic or "").removeprefix("judge:")]
     if common.claim_output(args, args.out, inputs, begin=False):
         return
+
     def load(name):
         return open_server(name) if name.startswith("http") else common.load_model(name, runtime.device)
 
@@ -336,14 +338,14 @@ def main(argv=None):
         raise common.InputError("--best-of needs an agent whose tokens are at hand: a folder or hub id, no server")
     simulator = None if args.simulator == "rules" else agent if args.simulator == args.agent else load(args.simulator)
     judge = critic = chooser = None
-    verdicts = {}
+    verdicts = dict.fromkeys(("decided", "tie", "unreadable"), 0)
     if args.best_of > 1 and args.critic.startswith("judge:"):
         name = args.critic.removeprefix("judge:")
         judge = agent if name == args.agent else load(name)
-        chooser = lambda dialogues, _, actions: judge_choices(dialogues, actions, agent[1], judge, verdicts, args)
+        chooser = functools.partial(judge_choices, tokenizer=agent[1], judge=judge, counts=verdicts, args=args)
     elif args.best_of > 1:
         critic = common.load_critic(args.critic, agent[1], runtime.device)
-        chooser = lambda *state: critic_choices(*state, critic, agent[1], runtime.device)
+        chooser = functools.partial(critic_choices, critic=critic, tokenizer=agent[1], device=runtime.device)
     local = [speaker for speaker in (agent, simulator, judge) if speaker and not isinstance(speaker, Server)]
     for model, _ in local:
         model.eval()
@@ -372,8 +374,9 @@ def main(argv=None):
     models = [model for model, _ in local] + ([critic["model"], critic["reference"]] if critic else [])
     costs.record([common.work_of(model) for model in {id(m): m for m in models if m}.values()])
     common.say(summary(trajectories))
-    if verdicts:
-        common.say("judge's comparisons: " + ", ".join(f"{count:,} {verdict}" for verdict, count in verdicts.items()))
+    if judge:
+        sums = common.reduce_sums(list(verdicts.values()), runtime.device)
+        common.say("judge's comparisons: " + ", ".join(f"{count:,.0f} {name}" for name, count in zip(verdicts, sums)))
 
 
 if __name__ == "__main__":

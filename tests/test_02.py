@@ -144,9 +144,9 @@ def test_the_judge_compares_in_both_orders(tiny, monkeypatch, replies, chosen, c
     monkeypatch.setattr(rollout, "reply_texts", judged)
     dialogue = {"task": {"ground_truth": "def secret(): pass"}, "history": [{"role": "user", "content": "?"}]}
     args = rollout.parse_args(["--tasks", "t", "--agent", "a", "--out", "o", "--best-of", "2", "--critic", "judge:x"])
-    counts = {}
-    assert rollout.judge_choices([dialogue], [[held, challenger]], tokenizer, None, counts, args) == [chosen]
-    assert counts == {counted: 1}
+    counts = {"decided": 0, "tie": 0, "unreadable": 0}
+    assert rollout.judge_choices([dialogue], None, [[held, challenger]], tokenizer, None, counts, args) == [chosen]
+    assert counts == {**dict.fromkeys(counts, 0), counted: 1}
 
 
 @pytest.fixture
