@@ -802,8 +802,8 @@ def load_critic(folder, tokenizer, device):
     if critic["head"] == "lm":
         reference = load_model(critic["reference"], device)[0].eval()
     else:
-        from safetensors.torch import load_file
-        add_head(model).load_state_dict(load_file(pathlib.Path(folder) / "head.safetensors"))
+        add_head(model).load_state_dict(torch.load(pathlib.Path(folder) / "turn_head.pt", map_location=device,
+                                                   weights_only=True))
     return {**critic, "model": model.eval(), "reference": reference}
 
 
@@ -989,8 +989,8 @@ def finish_training(folder, model, tokenizer):
     """Write the trained model (and a critic's head beside it), remove what only a resumed run needs, and mark the folder as complete."""
     if is_main():
         if hasattr(model, "turn_head"):
-            from safetensors.torch import save_file
-            save_file(model.turn_head.state_dict(), pathlib.Path(folder) / "head.safetensors")
+            # not as safetensors: what serves the folder as a plain model would take it for a part of the model
+            torch.save(model.turn_head.state_dict(), pathlib.Path(folder) / "turn_head.pt")
             del model.turn_head
         save_model(folder, model, tokenizer)
         for name in ("state.pt", "ref.pt"):

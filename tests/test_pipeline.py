@@ -94,13 +94,13 @@ def test_smollm2_speaks_english_and_keeps_its_ids(english):
         assert trained == [i for turn in row["dialogue_history"] for i in turn.get("output_ids", [])]
 
 
-def test_smollm2_trains_for_two_steps(english):
-    small = ["--trajectories", english / "offline.jsonl", "--model", english / "weights", "--max-steps", 2, "--batch-size", 1,
+def test_smollm2_trains_for_a_step(english):
+    small = ["--trajectories", english / "offline.jsonl", "--model", english / "weights", "--max-steps", 1, "--batch-size", 1,
              "--log-every", 1, "--dtype", "bfloat16", "--epochs", 2]
     succeed("03_train_critic.py", *small, "--held-out-frac", 0, "--out", english / "critic")
     succeed("04_train_policy.py", *small, "--method", "sweet", "--critic", english / "critic", "--data-frac", 0.5,
             "--num-candidates", 8, "--max-new-tokens", 64, "--out", english / "policy")
     for name in ("critic", "policy"):
-        assert [row["step"] for row in read(english / name / "metrics.jsonl")] == [1, 2]
+        assert [row["step"] for row in read(english / name / "metrics.jsonl")] == [1]
         assert (english / name / "config.json").exists()
         shutil.rmtree(english / name)
