@@ -563,12 +563,14 @@ def main(argv=None):
         if args.out:
             common.write_jsonl(args.out, checks)
         return
+    costs = common.Costs(args.out)
     tasks, dropped = generate(args.num_tasks, args.seed, args.split, args.told)
     print("dropped draws: " + (", ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "none"))
     needed = [sum(fact["matters"] and not fact["told"] for fact in task["facts"]) for task in tasks]
     print(f"{len(tasks):,} tasks of {len({t['family'] for t in tasks})} families, {sum(needed) / len(needed):.2f} "
           "facts to find out in each")
     common.write_jsonl(args.out, tasks)
+    costs.record()
 
 
 if __name__ == "__main__":

@@ -527,6 +527,7 @@ def main(argv=None):
         return
     if args.critics:
         common.start(0)
+    spent = common.Costs(out, folder=True)
     (out / "scored").mkdir(exist_ok=True)
     metrics, curves = {}, {}
     with common.Scorer(args.unsafe_scorer) as scorer:
@@ -564,6 +565,7 @@ def main(argv=None):
         print_gates(next(iter(files.values())), args.gates, "cpu")
     (out / "report.html").write_text(report(metrics, lines, files, curves), encoding="utf-8")
     common.write_json(out / "metrics.json", metrics)
+    spent.record()
     (out / "COMPLETED").touch()
     print(f"writes {out / 'metrics.json'}, {out / 'report.html'}")
 

@@ -133,9 +133,10 @@ class Costs:
         zero = dict.fromkeys(("wall_s", "trained_tokens", "generated_tokens", "flops", "peak_memory_mb"), 0)
         self.before = json.loads(self.path.read_text()) if self.path.exists() else zero
 
-    def record(self, works, trained_tokens=0):
+    def record(self, works=(), trained_tokens=0):
         """works: what models did in this process on this rank (work_of); `trained_tokens` by all ranks."""
-        sums = reduce_sums([sum(work[key] for work in works) for key in ("generated_tokens", "flops")], self.device)
+        sums = [sum(work[key] for work in works) for key in ("generated_tokens", "flops")]
+        sums = reduce_sums(sums, self.device) if dist.is_initialized() else sums
         if is_main():
             now = {"wall_s": time.perf_counter() - self.begin, "trained_tokens": trained_tokens,
                    "generated_tokens": int(sums[0]), "flops": sums[1]}
