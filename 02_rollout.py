@@ -11,13 +11,14 @@ episode; in the last round the whole turn is the answer if the marker is not in 
 tests that the answer passes.
 
 --best-of N: at each turn the agent samples N messages and a critic says which one is sent; it may see the reference, so
-this measures a critic and is no way to use an agent. `--critic DIR` takes a critic of 03, `--critic judge:MODEL` a model
-that compares two messages at a time, in both orders: where the orders disagree, or a verdict cannot be read, the earlier
-message stays. The first message of each turn is the one that would be sent with N = 1.
+this measures a critic and is no way to use an agent. `--critic DIR` takes a critic of 03, `--critic judge:MODEL` a
+model that compares two messages at a time, in both orders: where the orders disagree, or a verdict cannot be read, the
+earlier message stays. The first message of each turn is the one that would be sent with N = 1.
 
 Agents, humans and judges can be servers (http://HOST:PORT/v1#NAME); what a server's agent says has no token ids, so 03
-and 04 tokenise it anew. Agents: a model (see README), or `script`, a noisy scripted agent for template tasks whose dialogues a base model is
-taught by (`script-informed`: one that knows the reference). Humans: `rules` (template tasks), or a model with a prompt.
+and 04 tokenise it anew. Agents: a model (see README), or `script`, a noisy scripted agent for template tasks whose
+dialogues a base model is taught by (`script-informed`: one that knows the reference). Humans: `rules` (template tasks),
+or a model with a prompt.
 
 Differs from the paper: the agent is told when the last round begins. The prompts are ours.
 
@@ -42,9 +43,9 @@ SIMULATOR_SYSTEM = (
     "sentences of plain English. Say only what was asked about. If the function does not settle it, say that you do "
     "not know. Never write or quote code.\n\n{ground_truth}")
 JUDGE = (
-    "An assistant writes a Python function for a person. It cannot see what the person needs; you can:\n{ground_truth}\n\n"
-    "The dialogue so far:\n{dialogue}\n\nTwo ways for the assistant to go on:\n[A] {a}\n[B] {b}\n\nWhich one brings the "
-    "assistant nearer to the function that the person needs? Reply with the letter A or B alone.")
+    "An assistant writes a Python function for a person. It cannot see what the person needs; you can:\n"
+    "{ground_truth}\n\nThe dialogue so far:\n{dialogue}\n\nTwo ways for the assistant to go on:\n[A] {a}\n[B] {b}\n\n"
+    "Which one brings the assistant nearer to the function that the person needs? Reply with the letter A or B alone.")
 UNCLEAR = ("Could you ask about something specific?", "I am not sure what you mean.", "Please ask me about one thing.")
 VAGUE = ("Can you tell me more?", "What else should I know?", "Could you describe the function?")
 OPENERS = ("", "", "", "Thanks. ", "Okay. ", "One more question. ")
@@ -212,8 +213,8 @@ def ask_server(server, chats, dialogues, temperature, max_new_tokens, args, who)
                 seed=seed).choices[0]
         except (openai.OpenAIError, ValueError, IndexError, AttributeError, TypeError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            raise common.InputError(f"{server.address}#{server.model}: no reply ({type(error).__name__}: {reason}); run "
-                                    "the same command again to go on") from None
+            raise common.InputError(f"{server.address}#{server.model}: no reply ({type(error).__name__}: {reason}); "
+                                    "run the same command again to go on") from None
         return choice.message.content or "", choice.finish_reason != "length"
 
     with concurrent.futures.ThreadPoolExecutor(args.concurrency) as pool:

@@ -13,11 +13,11 @@ trained by Bradley-Terry on pairs of trajectories of one task, the chosen one wi
     J = -log s( b sum_t A(o_t+, a_t+, c) - b sum_t A(o_t-, a_t-, c) ) + nll_coef * mean NLL of the chosen  (eq. 2)
 
 The paper's other critics: `--no-privileged` leaves c out, `--normalize none` leaves out 1/L, and `--head` puts a linear
-head on the mean of the last hidden states over a turn's tokens, which is 0 before training and takes the place of eq. 3:
+head on the mean of the last hidden states over a turn's tokens, 0 before training, in the place of eq. 3:
 
 --head regression   its value is the turn's advantage, trained by eq. 2 on its sums over turns (no NLL term)
---head value        its value is the logit of success given the dialogue up to and with the turn, and c, trained by binary
-                    cross-entropy at every turn of every trajectory (those without a pair, too)
+--head value        its value is the logit of success given the dialogue up to and with the turn, and c, trained by
+                    binary cross-entropy at every turn of every trajectory (those without a pair, too)
 
 Pairs of `--held-out-frac` of the tasks are not trained on: their accuracy is what is reported (of values: the last).
 
@@ -47,8 +47,8 @@ def bradley_terry_loss(chosen_scores, rejected_scores, beta):
 
 
 def value_losses(values, labels, lengths):
-    """Binary cross-entropy of success (labels, (B,)) at each turn's logit (values, (B, M)), the mean over a trajectory's
-    turns (those with lengths > 0); returns (B,)."""
+    """Binary cross-entropy of success (labels, (B,)) at each turn's logit (values, (B, M)), the mean over the turns of
+    a trajectory (those with lengths > 0); returns (B,)."""
     exists = (lengths > 0).float()                                                                # (B, M)
     losses = F.binary_cross_entropy_with_logits(values, labels[:, None].expand_as(values), reduction="none")
     return (losses * exists).sum(1) / exists.sum(1)
@@ -84,8 +84,8 @@ def pair_accuracy(model, examples, ref, args, device):
     right = 0.0
     for i, (example, refs) in enumerate(zip(examples, ref)):
         lengths = [common.collate([item]).lengths[0] for item in example]
-        scores = [common.turn_advantages(values[2 * i + side][None], refs[side][None], lengths[side][None], args.normalize)
-                  for side in (0, 1)]                                                            # (1, M) each
+        scores = [common.turn_advantages(values[2 * i + side][None], refs[side][None], lengths[side][None],
+                                         args.normalize) for side in (0, 1)]                     # (1, M) each
         chosen, rejected = (score[0, -1] if args.head == "value" else score.sum() for score in scores)
         right += 1.0 if chosen > rejected else 0.5 if chosen == rejected else 0.0
     return right / len(examples)
@@ -106,7 +106,8 @@ def parse_args(argv=None):
     parser.add_argument("--num-trajectories", type=common.positive_int, help="use so many (nested subsets of a seed)")
     parser.add_argument("--model", required=True, help="the policy's model, to start from (folder, hub id, smollm2)")
     # the critic
-    parser.add_argument("--head", choices=["lm", "regression", "value"], default="lm", help="what scores a turn, see above")
+    parser.add_argument("--head", choices=["lm", "regression", "value"], default="lm",
+                        help="what scores a turn, see above")
     parser.add_argument("--no-privileged", action="store_true", help="leave c out")
     parser.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn", help="see above")
     parser.add_argument("--min-gap", type=float, help="pair all trajectories of a task whose returns differ by so much "
@@ -122,8 +123,10 @@ def parse_args(argv=None):
     parser.add_argument("--max-steps", type=common.positive_int, help="stop (and end the schedule) after so many steps")
     parser.add_argument("--max-length", type=common.positive_int, default=8192, help="drop longer rows (tokens)")
     parser.add_argument("--max-tokens", type=common.positive_int, default=16384, help="tokens a pass without gradients")
-    parser.add_argument("--warmup-frac", type=float, default=0.03, help="share of the steps with a rising learning rate")
-    parser.add_argument("--final-lr-frac", type=float, default=0.1, help="share of the learning rate at the end (cosine)")
+    parser.add_argument("--warmup-frac", type=float, default=0.03,
+                        help="share of the steps with a rising learning rate")
+    parser.add_argument("--final-lr-frac", type=float, default=0.1,
+                        help="share of the learning rate at the end (cosine)")
     parser.add_argument("--adam-betas", type=float, nargs=2, default=[0.9, 0.95], help="of AdamW")
     parser.add_argument("--weight-decay", type=float, default=0.0, help="of AdamW")
     parser.add_argument("--max-grad-norm", type=float, default=1.0, help="gradient clipping")

@@ -225,9 +225,10 @@ def sweet_examples(trajectories, model, tokenizer, critic, args, runtime):
 # ---------------------------------------------------------------------------------------------------------------------
 
 # Table 5 of the paper, and what it leaves unsaid as the published code sets it; epochs and batch size: see parse_args
-PRESETS = {name: {"beta": 0.1, "nll_coef": 0.01, "lr": 2e-7, "data_frac": 0.1, "num_candidates": 16, "pairs_per_turn": 4,
-                  "temperature": 1.0, "max_new_tokens": 1024, "max_length": 16384, "warmup_frac": 0.03,
-                  "final_lr_frac": 0.1, "adam_betas": [0.9, 0.95], "weight_decay": 0.0, "max_grad_norm": 1.0,
+PRESETS = {name: {"beta": 0.1, "nll_coef": 0.01, "lr": 2e-7, "data_frac": 0.1, "num_candidates": 16,
+                  "pairs_per_turn": 4, "temperature": 1.0, "max_new_tokens": 1024, "max_length": 16384,
+                  "warmup_frac": 0.03, "final_lr_frac": 0.1, "adam_betas": [0.9, 0.95], "weight_decay": 0.0,
+                  "max_grad_norm": 1.0,
                   "dtype": "bfloat16", "min_gap": min_gap}
            for name, min_gap in (("paper-backend", None), ("paper-frontend", 0.1))}
 
@@ -239,13 +240,15 @@ def parse_args(argv=None):
     parser.add_argument("--num-trajectories", type=common.positive_int, help="use so many (nested subsets of a seed)")
     parser.add_argument("--model", required=True, help="the model to train (folder, hub id, smollm2; tiny for sft)")
     parser.add_argument("--critic", help="critic folder (03), of any kind, for sweet")
-    parser.add_argument("--min-gap", type=float, help="mtdpo: pair all trajectories of a task whose returns differ by so "
+    parser.add_argument("--min-gap", type=float,
+                        help="mtdpo: pair all trajectories of a task whose returns differ by so "
                         "much (frontend: 0.1); None: successes with the rest")
     # SWEET's candidates and pairs
     parser.add_argument("--data-frac", type=float, default=0.1, help="share of the trajectories whose turns are used")
     parser.add_argument("--num-candidates", type=common.positive_int, default=16, help="actions sampled a turn")
     parser.add_argument("--pairs-per-turn", type=common.positive_int, default=4, help="DPO pairs a turn")
-    parser.add_argument("--published-ranking", action="store_true", help="rank as the published code does: subtract the "
+    parser.add_argument("--published-ranking", action="store_true",
+                        help="rank as the published code does: subtract the "
                         "policy's log-probabilities without c, not the critic's reference's with c")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the candidates")
     parser.add_argument("--max-new-tokens", type=common.positive_int, default=1024, help="tokens of a candidate")
@@ -263,8 +266,10 @@ def parse_args(argv=None):
     parser.add_argument("--max-length", type=common.positive_int, default=16384, help="drop longer rows (tokens)")
     parser.add_argument("--max-tokens", type=common.positive_int, default=16384, help="tokens a pass without gradients")
     parser.add_argument("--no-tree", action="store_true", help="give every candidate a prompt of its own (slower)")
-    parser.add_argument("--warmup-frac", type=float, default=0.03, help="share of the steps with a rising learning rate")
-    parser.add_argument("--final-lr-frac", type=float, default=0.1, help="share of the learning rate at the end (cosine)")
+    parser.add_argument("--warmup-frac", type=float, default=0.03,
+                        help="share of the steps with a rising learning rate")
+    parser.add_argument("--final-lr-frac", type=float, default=0.1,
+                        help="share of the learning rate at the end (cosine)")
     parser.add_argument("--adam-betas", type=float, nargs=2, default=[0.9, 0.95], help="of AdamW")
     parser.add_argument("--weight-decay", type=float, default=0.0, help="of AdamW")
     parser.add_argument("--max-grad-norm", type=float, default=1.0, help="gradient clipping")

@@ -25,8 +25,8 @@ the memory is the highest peak among them. The rollout that is evaluated here st
 without and with c in front (needed and useless questions of the logged dialogues; the right answer, and another task's
 answer, as a first turn).
 
---critics NAME=DIR … compares critics (03) on the dialogues of the first file, of tasks that they were not trained on: how
-often the better trajectory of a pair scores higher, and the rank correlation (Spearman, the mean over states) of a
+--critics NAME=DIR … compares critics (03) on the dialogues of the first file, of tasks that they were not trained on:
+how often the better trajectory of a pair scores higher, and the rank correlation (Spearman, the mean over states) of a
 turn's score with its Monte-Carlo return: --policy samples --mc-candidates turns in each of --mc-states states and goes
 on --mc-samples times after each with the rule-based human; the return is the share of successes. Writes critics.json
 and monte_carlo.jsonl.
@@ -357,8 +357,9 @@ def print_gates(trajectories, name, device):
                 turns.append((what, history[:1], f"{common.MARKER}\n{answer['ground_truth']}", task))
     columns = []
     for with_c in (False, True):
-        items = [common.trajectory_rows(tokenizer, [(common.prompt_text(tokenizer, history, trajectory.get("max_rounds", 10)),
-                                                     common.encode(tokenizer, text) + [tokenizer.eos_token_id])],
+        items = [common.trajectory_rows(tokenizer, [(
+            common.prompt_text(tokenizer, history, trajectory.get("max_rounds", 10)),
+            common.encode(tokenizer, text) + [tokenizer.eos_token_id])],
                                         task["ground_truth"] if with_c else None) for _, history, text, task in turns]
         columns.append([logps.sum().item() for logps in common.values_of(model, items, 16384, device, "float32")])
     print(f"\n{name}: log-probability of a turn\n{'':22s} {'n':>5s}  {'without c':>9s}  {'with c':>9s}")
@@ -420,9 +421,10 @@ def measure_critic(critic, trajectories, rows, tokenizer, device):
                               options.max_tokens, device, options.dtype)
     if critic["reference"] is None:
         values = [torch.zeros_like(value) for value in values]
-    accuracy = critic_stage.pair_accuracy(critic["model"], examples, list(zip(values[0::2], values[1::2])), options, device)
-    scores = common.score_actions(critic, tokenizer, [
-        (row["prompt"], row["task"]["ground_truth"], [c["ids"] for c in row["candidates"]]) for row in rows], 16384, device)
+    ref = list(zip(values[0::2], values[1::2]))
+    accuracy = critic_stage.pair_accuracy(critic["model"], examples, ref, options, device)
+    states = [(row["prompt"], row["task"]["ground_truth"], [c["ids"] for c in row["candidates"]]) for row in rows]
+    scores = common.score_actions(critic, tokenizer, states, options.max_tokens, device)
     by_task = {}
     for row, own in zip(rows, scores):
         if len(set(row["returns"])) > 1:
@@ -445,7 +447,8 @@ def compare_critics(trajectories, scorer, args, out):
     found = {name: measure_critic(common.load_critic(path, policy[1], device), trajectories, rows, policy[1], device)
              for name, path in (argument.split("=", 1) for argument in args.critics)}
     common.write_json(out / "critics.json", found)
-    print(f"\n{'critic':20s} {'pair accuracy':>13s} {'pairs':>5s}  {'rank correlation':>16s} {'95 %':>17s} {'states':>6s}")
+    print(f"\n{'critic':20s} {'pair accuracy':>13s} {'pairs':>5s}  {'rank correlation':>16s} {'95 %':>17s} "
+          f"{'states':>6s}")
     for name, m in found.items():
         print(f"{name:20s} {m['pair_accuracy']:13.3f} {m['num_pairs']:5d}  {m['rank_correlation']:16.3f} "
               f"[{m['ci95'][0]:+.3f}, {m['ci95'][1]:+.3f}] {m['num_states']:6d}")
@@ -490,13 +493,18 @@ def parse_args(argv=None):
     parser.add_argument("--costs", action="store_true", help="show what it took to make each method")
     common.add_scorer(parser)
     parser.add_argument("--gates", metavar="MODEL", help="print a base model's gates, on dialogues of the first file")
-    parser.add_argument("--critics", nargs="+", metavar="NAME=DIR", help="compare these critics, on dialogues of the first "
+    parser.add_argument("--critics", nargs="+", metavar="NAME=DIR",
+                        help="compare these critics, on dialogues of the first "
                         "file")
-    parser.add_argument("--policy", metavar="MODEL", help="--critics: the model that samples turns and goes on after them")
+    parser.add_argument("--policy", metavar="MODEL",
+                        help="--critics: the model that samples turns and goes on after them")
     parser.add_argument("--mc-states", type=common.positive_int, default=60, help="--critics: turns of the first file")
-    parser.add_argument("--mc-candidates", type=common.positive_int, default=8, help="--critics: turns sampled in each state")
-    parser.add_argument("--mc-samples", type=common.positive_int, default=8, help="--critics: dialogues after each of them")
-    parser.add_argument("--mc-max-new-tokens", type=common.positive_int, default=160, help="--critics: tokens of a turn")
+    parser.add_argument("--mc-candidates", type=common.positive_int, default=8,
+                        help="--critics: turns sampled in each state")
+    parser.add_argument("--mc-samples", type=common.positive_int, default=8,
+                        help="--critics: dialogues after each of them")
+    parser.add_argument("--mc-max-new-tokens", type=common.positive_int, default=160,
+                        help="--critics: tokens of a turn")
     parser.add_argument("--out", required=True, help="folder to write")
     common.add_overwrite(parser)
     args = parser.parse_args(argv)

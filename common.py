@@ -47,7 +47,8 @@ def argument_parser(docstring):
 def set_preset(parser, presets, argv):
     """Add --preset; the values of the chosen one become the parser's defaults, so that explicit flags win and --help
     shows them. presets: {name: {argument: value}}."""
-    parser.add_argument("--preset", choices=presets, help="defaults of the paper's table 5, for its backend or frontend")
+    parser.add_argument("--preset", choices=presets,
+                        help="defaults of the paper's table 5, for its backend or frontend")
     first = argparse.ArgumentParser(add_help=False)
     first.add_argument("--preset")
     parser.set_defaults(**presets.get(first.parse_known_args(argv)[0].preset, {}))
@@ -368,7 +369,8 @@ def claim_on_main(args, out, inputs, folder, begin):
         if folder:
             shutil.rmtree(out, ignore_errors=True)
         else:
-            for path in (out, record_path, pathlib.Path(f"{out}.costs.json"), *out.parent.glob(out.name + ".*.partial")):
+            costs_path = pathlib.Path(f"{out}.costs.json")
+            for path in (out, record_path, costs_path, *out.parent.glob(out.name + ".*.partial")):
                 path.unlink(missing_ok=True)
     if record_path.exists():
         before = json.loads(record_path.read_text())
@@ -546,7 +548,8 @@ def agent_turns(tokenizer, trajectory, counts=None):
 def generation_cue(tokenizer):
     """The text with which the template opens an agent's turn."""
     chat = [{"role": "user", "content": "?"}]
-    plain, cued = (tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=cue) for cue in (False, True))
+    plain, cued = (tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=cue)
+                   for cue in (False, True))
     return cued.removeprefix(plain)
 
 
@@ -660,7 +663,7 @@ def turn_logps(model, batch):
 
 
 def turn_means(model, batch):
-    """The mean of the last hidden states over each action's tokens, (B, M, H) float32; 0 where there is no such turn."""
+    """The mean of the last hidden states over each action's tokens, (B, M, H) float32; 0 where a turn is missing."""
     hidden = hidden_states(model, batch)                                               # (R, T, H)
     r, t = (batch.turns >= 0).nonzero(as_tuple=True)                                   # (N,) action tokens
     num_items, num_turns = batch.lengths.shape
@@ -778,7 +781,7 @@ def autocast(device, dtype):
 # critics: what 02 and 04 ask any critic folder of 03, whatever its kind
 
 def turn_advantages(values, ref_values, lengths, normalize):
-    """Eq. 3. values, ref_values (turn_values under critic and reference), lengths: (B, M), 0 where there is no such turn.
+    """Eq. 3. values, ref_values (turn_values under critic and reference), lengths: (B, M), 0 where a turn is missing.
     Returns (B, M) contributions whose sum over M is the score of a trajectory.
     normalize "turn": each turn's mean; "trajectory": one mean over all agent tokens; "none": no mean."""
     logratios = values - ref_values                                                 # (B, M)
@@ -818,8 +821,8 @@ def add_head(model):
 
 def score_actions(critic, tokenizer, states, max_tokens, device, no_tree=False, sampler=None):
     """The critic's score A(o_t, a, c) of each action; states: [(prompt text, reference solution, [action ids, …]), …].
-    Returns a list of floats for each state. Equal actions are scored once. With `sampler` (a model) its log-probabilities
-    without c are subtracted in place of the reference's with c, as the published code does."""
+    Returns a list of floats for each state. Equal actions are scored once. With `sampler` (a model) its values without
+    c are subtracted in place of the reference's with c, as the published code does."""
     different = [sorted(set(map(tuple, actions))) for _, _, actions in states]
 
     def values(model, privileged):
@@ -831,7 +834,7 @@ def score_actions(critic, tokenizer, states, max_tokens, device, no_tree=False, 
     ref_values = (values(sampler, False) if sampler else
                   [torch.zeros_like(v) for v in own_values] if critic["reference"] is None else
                   values(critic["reference"], critic["privileged"]))
-    normalize = "none" if critic["normalize"] == "none" else "turn"                 # an action is a trajectory of a turn
+    normalize = "none" if critic["normalize"] == "none" else "turn"                 # one turn is all of a trajectory
     scores = []
     for (_, _, actions), unique, value, ref_value in zip(states, different, own_values, ref_values):
         lengths = torch.tensor([[len(action) for action in unique]])
@@ -987,7 +990,8 @@ def reference_values(folder, model, examples, args, runtime):
 
 
 def finish_training(folder, model, tokenizer):
-    """Write the trained model (and a critic's head beside it), remove what only a resumed run needs, and mark the folder as complete."""
+    """Write the trained model (and a critic's head beside it), remove what only a resumed run needs, and mark the
+    folder as complete."""
     if is_main():
         if hasattr(model, "turn_head"):
             # not as safetensors: what serves the folder as a plain model would take it for a part of the model
