@@ -35,6 +35,7 @@ and monte_carlo.jsonl.
     python 05_evaluate.py base=out/base.jsonl --critics lm=out/critic --policy tests/tiny --out out/critics
 """
 import argparse
+import contextlib
 import html
 import importlib
 import json
@@ -494,8 +495,7 @@ def parse_args(argv=None):
     common.add_scorer(parser)
     parser.add_argument("--gates", metavar="MODEL", help="print a base model's gates, on dialogues of the first file")
     parser.add_argument("--critics", nargs="+", metavar="NAME=DIR",
-                        help="compare these critics, on dialogues of the first "
-                        "file")
+                        help="compare these critics, on dialogues of the first file")
     parser.add_argument("--policy", metavar="MODEL",
                         help="--critics: the model that samples turns and goes on after them")
     parser.add_argument("--mc-states", type=common.positive_int, default=60, help="--critics: turns of the first file")
@@ -538,7 +538,8 @@ def main(argv=None):
     spent = common.Costs(out, folder=True)
     (out / "scored").mkdir(exist_ok=True)
     metrics, curves = {}, {}
-    with common.Scorer(args.unsafe_scorer) as scorer:
+    published_scorer = common.Scorer(args.unsafe_scorer, compat=True) if args.compat else contextlib.nullcontext()
+    with common.Scorer(args.unsafe_scorer) as scorer, published_scorer as published:
         for name, trajectories in files.items():
             scoring = rescore(trajectories, scorer)
             if scoring["not_gradeable_tests"]:
@@ -547,8 +548,7 @@ def main(argv=None):
                       "answer passes them")
             metrics[name] = measure(trajectories) | scoring
             if args.compat:
-                with common.Scorer(args.unsafe_scorer, compat=True) as published:
-                    metrics[name] |= published_verdicts(trajectories, published)
+                metrics[name] |= published_verdicts(trajectories, published)
             common.write_jsonl(out / "scored" / f"{name}.jsonl", trajectories)
         if args.critics:
             compare_critics(next(iter(files.values())), scorer, args, out)
