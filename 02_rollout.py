@@ -134,9 +134,13 @@ def model_turns(dialogues, agent, chooser, args):
 
 
 def critic_choices(dialogues, prompts, actions, critic, tokenizer, device):
-    """The number of the action with the highest score of a critic (03) for each dialogue."""
-    states = [(prompt, d["task"]["ground_truth"], own) for prompt, d, own in zip(prompts, dialogues, actions)]
-    scores = common.score_actions(critic, tokenizer, states, 16384, device)
+    """The number of the action with the highest score of a critic (03), or of the oracle, for each dialogue."""
+    if critic == "oracle":
+        scores = [common.oracle_scores(d["task"], d["history"], [tokenizer.decode(ids, skip_special_tokens=True)
+                                                                 for ids in own]) for d, own in zip(dialogues, actions)]
+    else:
+        states = [(prompt, d["task"]["ground_truth"], own) for prompt, d, own in zip(prompts, dialogues, actions)]
+        scores = common.score_actions(critic, tokenizer, states, 16384, device)
     return [max(range(len(own)), key=lambda i: own[i]) for own in scores]
 
 
@@ -301,7 +305,8 @@ def parse_args(argv=None):
     parser.add_argument("--temperature", type=float, default=1.0, help="of the agent; the human's is 0")
     parser.add_argument("--max-new-tokens", type=common.positive_int, default=1024, help="tokens a turn of the agent")
     parser.add_argument("--best-of", type=common.positive_int, default=1, help="messages sampled at each turn")
-    parser.add_argument("--critic", help="who picks one of --best-of: a critic folder (03) or judge:MODEL")
+    parser.add_argument("--critic", help="who picks one of --best-of: a critic folder (03), judge:MODEL, or oracle: "
+                        "what the template task says of a turn")
     parser.add_argument("--concurrency", type=common.positive_int, default=64, help="dialogues in flight")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the models")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples")
@@ -322,12 +327,13 @@ def main(argv=None):
     runtime = common.start(args.seed)
     tasks = common.read_jsonl(args.tasks, common.TASK_KEYS)
     scripted = args.agent.startswith("script")
-    if args.simulator == "rules" or scripted:
+    oracle = args.critic == "oracle"
+    if args.simulator == "rules" or scripted or oracle:
         for number, task in enumerate(tasks, 1):
             if "facts" not in task:
                 raise common.InputError(f'{args.tasks}:{number}: missing "facts", which the rules of template tasks '
-                                        "need; use --agent MODEL --simulator MODEL")
-    inputs = [args.tasks, args.agent, args.simulator, (args.critic or "").removeprefix("judge:")]
+                                        "need; use --agent MODEL --simulator MODEL, and a critic that is no oracle")
+    inputs = [args.tasks, args.agent, args.simulator, None if oracle else (args.critic or "").removeprefix("judge:")]
     if common.claim_output(args, args.out, inputs, begin=False):
         return
 
@@ -345,7 +351,7 @@ def main(argv=None):
         judge = agent if name == args.agent else load(name)
         chooser = functools.partial(judge_choices, tokenizer=agent[1], judge=judge, counts=verdicts, args=args)
     elif args.best_of > 1:
-        critic = common.load_critic(args.critic, agent[1], runtime.device)
+        critic = args.critic if oracle else common.load_critic(args.critic, agent[1], runtime.device)
         chooser = functools.partial(critic_choices, critic=critic, tokenizer=agent[1], device=runtime.device)
     local = [speaker for speaker in (agent, simulator, judge) if speaker and not isinstance(speaker, Server)]
     for model, _ in local:
@@ -372,7 +378,7 @@ def main(argv=None):
 
     with common.Scorer(args.unsafe_scorer) as scorer:
         trajectories = common.map_blocks(args.out, blocks, play, runtime, "dialogue")
-    models = [model for model, _ in local] + ([critic["model"], critic["reference"]] if critic else [])
+    models = [model for model, _ in local] + ([critic["model"], critic["reference"]] if critic and not oracle else [])
     costs.record([common.work_of(model) for model in {id(m): m for m in models if m}.values()])
     common.say(summary(trajectories))
     if judge:

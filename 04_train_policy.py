@@ -122,17 +122,31 @@ def sample_candidates(states, model, tokenizer, args):
     with common.autocast(model.device, args.dtype):
         actions = common.generate(model, ids, randoms, args.temperature, stops)
     rows = []
-    for s, ((trajectory, number, _), prompt) in enumerate(zip(states, prompts)):
+    for s, ((trajectory, number, i), prompt) in enumerate(zip(states, prompts)):
+        history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"][:i]]
         own = actions[s * args.num_candidates:(s + 1) * args.num_candidates]
         rows.append({"task_id": trajectory["task_id"], "sample": trajectory.get("sample", 0), "turn": number,
-                     "task": trajectory["task"], "prompt": prompt,
+                     "task": trajectory["task"], "prompt": prompt, "history": history,
                      "candidates": [{"text": tokenizer.decode(a, skip_special_tokens=True), "ids": a,
                                      "ended": a[-1] in stops} for a in own]})
     return rows
 
 
+def read_candidates(path, states, num_candidates):
+    """The rows of another run's candidates.jsonl; InputError where they are not those of the states asked for."""
+    rows = common.read_jsonl(path, {"task_id": str, "turn": int, "prompt": str, "candidates": list})
+    wanted = [(t["task_id"], t.get("sample", 0), number, num_candidates) for t, number, _ in states]
+    if wanted != [(row["task_id"], row.get("sample", 0), row["turn"], len(row["candidates"])) for row in rows]:
+        raise common.InputError(f"{path}: made from other turns or with another --num-candidates; the trajectories, "
+                                "--num-trajectories, --data-frac and --seed must be the same")
+    return rows
+
+
 def score_candidates(rows, critic, tokenizer, args, device, sampler=None):
     """The rows with "advantages": the critic's score of every candidate, by eq. 3 where it has no head."""
+    if critic == "oracle":
+        return [{**row, "advantages": common.oracle_scores(row["task"], row["history"], [
+            candidate["text"] for candidate in row["candidates"]])} for row in rows]
     states = [(row["prompt"], row["task"]["ground_truth"], [candidate["ids"] for candidate in row["candidates"]])
               for row in rows]
     scores = common.score_actions(critic, tokenizer, states, args.max_tokens, device, args.no_tree, sampler)
@@ -159,7 +173,7 @@ def print_kinds(pairs):
         if "facts" not in pair["task"]:
             return
         for side in ("chosen", "rejected"):
-            kind = common.action_kind(pair["task"], pair["prompt_history"], pair[side]["text"])
+            kind = common.action_kind(pair["task"], pair["history"], pair[side]["text"])
             counts.setdefault(kind, {"chosen": 0, "rejected": 0})[side] += 1
     common.say("what the pairs say:  kind             chosen  rejected")
     for kind, count in sorted(counts.items()):
@@ -197,27 +211,31 @@ def sweet_examples(trajectories, model, tokenizer, critic, args, runtime):
     out = pathlib.Path(args.out)
     states = sample_states(trajectories, args.data_frac, args.seed)
     common.say(f"{len(states):,} agent turns of {args.data_frac:.0%} of the trajectories")
-    per_block = max(1, args.concurrency // args.num_candidates)
-    blocks = [states[i:i + per_block] for i in range(0, len(states), per_block)]
-    model.eval()
-    rows = common.map_blocks(out / "candidates.jsonl", blocks,
-                             lambda block, _: sample_candidates(block, model, tokenizer, args), runtime, "state")
+    if args.candidates:
+        rows = read_candidates(args.candidates, states, args.num_candidates)
+    else:
+        per_block = max(1, args.concurrency // args.num_candidates)
+        blocks = [states[i:i + per_block] for i in range(0, len(states), per_block)]
+        model.eval()
+        rows = common.map_blocks(out / "candidates.jsonl", blocks,
+                                 lambda block, _: sample_candidates(block, model, tokenizer, args), runtime, "state")
     blocks = [rows[i:i + 64] for i in range(0, len(rows), 64)]
     rows = common.map_blocks(out / "scored.jsonl", blocks, lambda block, _: score_candidates(
         block, critic, tokenizer, args, runtime.device, model if args.published_ranking else None), runtime, "state")
 
     rng = random.Random(args.seed)
-    pairs = [{"task_id": row["task_id"], "sample": row["sample"], "turn": row["turn"], "prompt": row["prompt"],
-              "task": row["task"], **{side: {**row["candidates"][i], "advantage": row["advantages"][i]}
-                                      for side, i in zip(("chosen", "rejected"), pair)}}
+    kept = "task_id", "sample", "turn", "prompt", "task", "history"
+    pairs = [{**{key: row[key] for key in kept},
+              **{side: {**row["candidates"][i], "advantage": row["advantages"][i]}
+                 for side, i in zip(("chosen", "rejected"), pair)}}
              for row in rows for pair in candidate_pairs(row, args.pairs_per_turn, rng)]
     cut = sum(not candidate["ended"] for row in rows for candidate in row["candidates"])
     common.say(f"{len(pairs):,} pairs of {len(rows) * args.pairs_per_turn:,} asked for; the rest were twice the same "
                f"text; {cut:,} candidates stopped by --max-new-tokens were left out")
     if runtime.rank == 0:
-        common.write_jsonl(out / "pairs.jsonl", [{k: v for k, v in pair.items() if k != "task"} for pair in pairs])
-    histories = {(t["task_id"], t.get("sample", 0), number): t["dialogue_history"][:i] for t, number, i in states}
-    print_kinds([{**p, "prompt_history": histories[p["task_id"], p["sample"], p["turn"]]} for p in pairs])
+        common.write_jsonl(out / "pairs.jsonl", [{key: value for key, value in pair.items()
+                                                  if key not in ("task", "history")} for pair in pairs])
+    print_kinds(pairs)
     return [(common.candidate_rows(tokenizer, pair["prompt"], [pair["chosen"]["ids"], pair["rejected"]["ids"]],
                                    args.no_tree),) for pair in pairs]
 
@@ -239,13 +257,16 @@ def parse_args(argv=None):
     parser.add_argument("--trajectories", required=True, help="trajectories file (02)")
     parser.add_argument("--num-trajectories", type=common.positive_int, help="use so many (nested subsets of a seed)")
     parser.add_argument("--model", required=True, help="the model to train (folder, hub id, smollm2; tiny for sft)")
-    parser.add_argument("--critic", help="critic folder (03), of any kind, for sweet")
+    parser.add_argument("--critic", help="critic folder (03), of any kind, for sweet; oracle: what the template task "
+                        "says of a turn, an upper bound")
     parser.add_argument("--min-gap", type=float,
                         help="mtdpo: pair all trajectories of a task whose returns differ by so "
                         "much (frontend: 0.1); None: successes with the rest")
     # SWEET's candidates and pairs
     parser.add_argument("--data-frac", type=float, default=0.1, help="share of the trajectories whose turns are used")
     parser.add_argument("--num-candidates", type=common.positive_int, default=16, help="actions sampled a turn")
+    parser.add_argument("--candidates", metavar="FILE",
+                        help="candidates.jsonl of another run of the same model, seed and trajectories; None: sample them")
     parser.add_argument("--pairs-per-turn", type=common.positive_int, default=4, help="DPO pairs a turn")
     parser.add_argument("--published-ranking", action="store_true",
                         help="rank as the published code does: subtract the "
@@ -283,8 +304,8 @@ def parse_args(argv=None):
     common.add_overwrite(parser)
     common.set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
-    if args.published_ranking and args.method != "sweet":
-        parser.error("--published-ranking goes with --method sweet")
+    if (args.published_ranking or args.candidates) and args.method != "sweet":
+        parser.error("--published-ranking and --candidates go with --method sweet")
     if (args.method == "sweet") != (args.critic is not None):
         parser.error("--critic DIR goes with --method sweet, and sweet needs it")
     args.epochs = args.epochs or (1 if args.method == "sweet" else 8 if args.preset == "paper-frontend" else 4)
@@ -296,7 +317,10 @@ def main(argv=None):
     args = parse_args(argv)
     runtime = common.start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
-    inputs = [args.trajectories, args.model, args.critic]
+    oracle = args.critic == "oracle"
+    if oracle and any("facts" not in trajectory["task"] for trajectory in trajectories):
+        raise common.InputError(f"{args.trajectories}: --critic oracle needs template tasks (01), which state facts")
+    inputs = [args.trajectories, args.model, args.candidates, None if oracle else args.critic]
     if common.claim_output(args, args.out, inputs, folder=True, begin=False):
         return
     if args.method in ("rft", "mtdpo"):
@@ -307,7 +331,7 @@ def main(argv=None):
     else:
         model, tokenizer = common.load_model(args.model, runtime.device)
     if args.method == "sweet":
-        critic = common.load_critic(args.critic, tokenizer, runtime.device)
+        critic = args.critic if oracle else common.load_critic(args.critic, tokenizer, runtime.device)
     else:
         build = trajectory_pair_examples if args.method == "mtdpo" else likelihood_examples
         examples = build(trajectories, tokenizer, args)
@@ -318,7 +342,8 @@ def main(argv=None):
     if args.method == "sweet":
         examples = sweet_examples(trajectories, model, tokenizer, critic, args, runtime)
         examples = [examples[i] for i in common.drop_long(examples, args)]
-        works += [common.work_of(critic[name]) for name in ("model", "reference") if critic[name]]
+        if not oracle:
+            works += [common.work_of(critic[name]) for name in ("model", "reference") if critic[name]]
         costs.record(works)
         del critic
     batches = common.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]

@@ -8,8 +8,11 @@ tests        mean share of the tests passed
 rounds       mean number of agent turns
 all known    template tasks: share of the dialogues in which the agent had found out every fact that matters before its
              last turn; "when known": success among these
-± and [..]   95 % intervals by bootstrap over tasks (all dialogues of a task are drawn together); a difference against
+[..]         95 % intervals by bootstrap over tasks (all dialogues of a task are drawn together); a difference against
              --baseline is paired: the same drawn tasks on both sides
+runs         NAME=FILE,FILE,… are several runs of one method (seeds) on the same tasks: the bootstrap draws runs as well
+             as tasks, differences are paired by run and task, and a second table has each run and Student's interval
+             over the runs
 
 --compat adds what the published scorer says of the same answers: no imports, helpers or recursion, words that cost all
 tests, objects that claim to be equal. "ends_evaluation" counts the answers that would have ended or hung it.
@@ -64,11 +67,37 @@ def task_means(trajectories, value):
     return {task: sum(values) / len(values) for task, values in by_task.items()}
 
 
+def run_means(trajectories, value):
+    """task_means of each run (each file of a name that has several)."""
+    runs = {}
+    for trajectory in trajectories:
+        runs.setdefault(trajectory.get("run", 0), []).append(trajectory)
+    return [task_means(own, value) for _, own in sorted(runs.items())]
+
+
 def bootstrap_interval(values, seed=0):
-    """95 % percentile interval [low, high] of the mean of `values` (one a task), resampling tasks."""
-    values = np.asarray(values, dtype=np.float64)                                          # (tasks,)
-    draws = np.random.default_rng(seed).integers(len(values), size=(NUM_RESAMPLES, len(values)))
-    return [float(x) for x in np.percentile(values[draws].mean(1), [2.5, 97.5])]
+    """95 % percentile interval [low, high] of the mean of `values`, one a task, resampling tasks; of a row of these for
+    each run, resampling runs as well, each independently of the other."""
+    values = np.atleast_2d(np.asarray(values, dtype=np.float64))                           # (runs, tasks)
+    rng = np.random.default_rng(seed)
+    tasks = rng.integers(values.shape[1], size=(NUM_RESAMPLES, values.shape[1]))
+    runs = rng.integers(values.shape[0], size=(NUM_RESAMPLES, values.shape[0]))
+    weights = np.stack([np.bincount(draw, minlength=values.shape[0]) for draw in runs]) / values.shape[0]
+    by_run = np.stack([row[tasks].mean(1) for row in values], 1)                           # (resamples, runs)
+    return [float(x) for x in np.percentile((weights * by_run).sum(1), [2.5, 97.5])]
+
+
+# 97.5 % quantiles of Student's t with 1, 2, 3 ... degrees of freedom
+T_QUANTILES = 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262
+
+
+def over_runs(runs):
+    """{"runs": the mean of each run, "runs_ci95": Student's 95 % interval of their mean}; empty for a single run."""
+    if len(runs) < 2:
+        return {}
+    means = np.asarray(runs, dtype=np.float64).mean(1)                                     # (runs,)
+    half = T_QUANTILES[min(len(runs), 10) - 2] * means.std(ddof=1) / math.sqrt(len(runs))
+    return {"runs": means.tolist(), "runs_ci95": [float(means.mean() - half), float(means.mean() + half)]}
 
 
 def success(trajectory):
@@ -76,17 +105,32 @@ def success(trajectory):
 
 
 def paired_difference(trajectories, baseline):
-    """{"difference", "ci95", "n"} of success over the tasks that both have; None without common tasks."""
-    ours, theirs = task_means(trajectories, success), task_means(baseline, success)
-    differences = [ours[task] - theirs[task] for task in sorted(ours) if task in theirs]
-    if not differences:
+    """{"difference", "ci95", "n", over_runs} of success over the tasks that both have, run by run; None without common
+    tasks or with another number of runs."""
+    ours, theirs = run_means(trajectories, success), run_means(baseline, success)
+    tasks = sorted(set.intersection(*map(set, ours + theirs)))
+    if not tasks or len(ours) != len(theirs):
         return None
-    return {"difference": sum(differences) / len(differences), "ci95": bootstrap_interval(differences),
-            "n": len(differences)}
+    differences = [[a[task] - b[task] for task in tasks] for a, b in zip(ours, theirs)]   # (runs, tasks)
+    return {"difference": float(np.mean(differences)), "ci95": bootstrap_interval(differences), "n": len(tasks),
+            **over_runs(differences)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # scoring
+
+def read_runs(paths):
+    """The trajectories of the files of one name; of several with "run", the number of the file. InputError where these
+    have not the same tasks."""
+    runs = [common.read_trajectories(path) for path in paths]
+    for number, (path, own) in enumerate(zip(paths, runs)):
+        if {t["task_id"] for t in own} != {t["task_id"] for t in runs[0]}:
+            raise common.InputError(f"{path}: other tasks than {paths[0]}; the runs of a name must have the same")
+        if len(runs) > 1:
+            for trajectory in own:
+                trajectory["run"] = number
+    return [trajectory for own in runs for trajectory in own]
+
 
 def rescore(trajectories, scorer):
     """Fresh "tests", "faults" (why a test is not passed) and "reward" for every trajectory; returns metrics of the
@@ -116,13 +160,14 @@ def published_verdicts(trajectories, scorer):
 
 def measure(trajectories):
     """The metrics of one file (see above)."""
-    successes = task_means(trajectories, success)
+    successes = [[*means.values()] for means in run_means(trajectories, success)]          # (runs, tasks)
+    rewards = [[*means.values()] for means in run_means(trajectories, lambda t: t["reward"])]
     agent = [[turn for turn in t["dialogue_history"] if turn["role"] == "assistant"] for t in trajectories]
-    metrics = {"n": len(trajectories), "tasks": len(successes),
+    metrics = {"n": len(trajectories), "tasks": len(successes[0]),
                "success_rate": sum(map(success, trajectories)) / len(trajectories),
-               "ci95": bootstrap_interval(list(successes.values())),
+               "ci95": bootstrap_interval(successes), **over_runs(successes),
                "tests_passed": sum(t["reward"] for t in trajectories) / len(trajectories),
-               "tests_passed_ci95": bootstrap_interval(list(task_means(trajectories, lambda t: t["reward"]).values())),
+               "tests_passed_ci95": bootstrap_interval(rewards),
                "mean_rounds": sum(map(len, agent)) / len(agent),
                "forced_answers": sum(common.MARKER not in turns[-1]["content"] for turns in agent) / len(agent)}
     if all("facts" in t["task"] for t in trajectories):
@@ -157,6 +202,20 @@ def table(metrics, baseline):
             d = m["against_baseline"]
             line += f"  {d['difference']:+.3f} [{d['ci95'][0]:+.3f}, {d['ci95'][1]:+.3f}]"
         lines.append(line)
+    return lines
+
+
+def run_table(metrics, baseline):
+    """The runs of every name as lines of text: success and difference, mean, Student's interval, each run."""
+    width, against = max(12, *map(len, metrics)), f"against {baseline}"
+    lines = [f"{'over the runs':{width}s}  {'':{len(against)}s}  {'mean':>6s}  {'95 %':>16s}  each run"]
+    for what in ("success", against):
+        for name, m in metrics.items():
+            own = m if what == "success" else m.get("against_baseline", {})
+            if "runs" in own:
+                low, high = own["runs_ci95"]
+                lines.append(f"{name:{width}s}  {what:{len(against)}s}  {sum(own['runs']) / len(own['runs']):+6.3f}  "
+                             f"[{low:+.3f}, {high:+.3f}]  " + " ".join(f"{mean:+.3f}" for mean in own["runs"]))
     return lines
 
 
@@ -247,7 +306,7 @@ def curve_svg(curves):
 # costs: what it took to make each method
 
 COST_KEYS = "wall_s", "trained_tokens", "generated_tokens", "flops", "peak_memory_mb"
-PROGRAMS = "rules", "script"                    # simulator and agent that are no models: neither trained nor downloaded
+PROGRAMS = "rules", "script", "oracle"           # simulator, agent and critic that are no models
 
 
 def record_path(path, kind):
@@ -297,11 +356,11 @@ def total_costs(records):
     return totals | {"peak_memory_mb": max((record["peak_memory_mb"] for record in records), default=0)}
 
 
-def compare_costs(paths):
+def compare_costs(runs):
     """{name: totals, "outputs" counted, "not_counted", "shared" (what is part of every method that costs anything) and
-    "evaluation" (the rollout itself)} of {name: trajectory file}."""
+    "evaluation" (the rollout itself)} of {name: [trajectory file of each run]}; of several runs the first."""
     found, evaluations = {}, {}
-    for name, path in paths.items():
+    for name, (path, *_) in runs.items():
         args, evaluations[name] = read_record(path, "args").get("args", {}), read_record(path, "costs")
         for kind, there in (("args", "agent" in args), ("costs", evaluations[name])):
             if not there:
@@ -488,7 +547,8 @@ def report(metrics, lines, files, curves):
 def parse_args(argv=None):
     parser = common.argument_parser(__doc__)
     parser.add_argument("files", nargs="+", metavar="NAME=FILE",
-                        help="trajectory files (02), each with a name; LABEL@N: a point of a best-of-N curve")
+                        help="trajectory files (02), each with a name; FILE,FILE,…: runs of one method; LABEL@N: a "
+                        "point of a best-of-N curve")
     parser.add_argument("--baseline", metavar="NAME", help="compare the others with this one")
     parser.add_argument("--compat", action="store_true", help="show the published scorer's verdicts as well")
     parser.add_argument("--costs", action="store_true", help="show what it took to make each method")
@@ -525,13 +585,14 @@ def parse_args(argv=None):
 
 def main(argv=None):
     args = parse_args(argv)
-    paths = dict(argument.split("=", 1) for argument in args.files)
-    files = {name: common.read_trajectories(path) for name, path in paths.items()}
-    places = {name: curve_place(name, paths[name], files[name]) for name in files}
-    costs = compare_costs(paths) if args.costs else {}
+    runs = {name: path.split(",") for name, path in (argument.split("=", 1) for argument in args.files)}
+    paths = [path for own in runs.values() for path in own]
+    files = {name: read_runs(own) for name, own in runs.items()}
+    places = {name: curve_place(name, runs[name][0], files[name]) for name in files}
+    costs = compare_costs(runs) if args.costs else {}
     out = pathlib.Path(args.out)
     critics = [argument.partition("=")[2] for argument in args.critics or []]
-    if common.claim_output(args, out, [*paths.values(), args.gates, args.policy, *critics], folder=True):
+    if common.claim_output(args, out, [*paths, args.gates, args.policy, *critics], folder=True):
         return
     if args.critics:
         common.start(0)
@@ -563,6 +624,8 @@ def main(argv=None):
             if difference:
                 metrics[name]["against_baseline"] = {"name": args.baseline, **difference}
     lines = table(metrics, args.baseline)
+    if any(len(own) > 1 for own in runs.values()):
+        lines += ["", *run_table(metrics, args.baseline)]
     if curves:
         lines += ["", *curve_table(curves)]
         common.write_json(out / "curves.json", curves)

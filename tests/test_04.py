@@ -107,6 +107,35 @@ def test_a_tree_trains_like_rows_of_their_own(sweet, workspace, critic, tmp_path
         assert ours["gnorm"] == pytest.approx(theirs["gnorm"], rel=1e-2)
 
 
+def test_the_oracle_ranks_what_a_task_needs_on_candidates_of_another_run(sweet, workspace, tmp_path):
+    oracle = ["--critic", "oracle", "--data-frac", 0.1, "--num-candidates", 8, "--candidates", sweet[0] / "candidates.jsonl"]
+    printed = succeed("04_train_policy.py", *flags(workspace, "sweet", tmp_path / "s", *oracle))
+    assert not (tmp_path / "s" / "candidates.jsonl").exists() and "what the pairs say" in printed
+    kinds = {kind for row in read(tmp_path / "s" / "scored.jsonl")
+             for kind in zip(row["advantages"], (common.action_kind(row["task"], row["history"], candidate["text"])
+                                                 for candidate in row["candidates"]))}
+    assert {kind for score, kind in kinds if score == 2} == {"needed"} and (0, "early answer") in kinds
+    line = refused(4, *flags(workspace, "sweet", tmp_path / "t", *oracle, "--seed", 1))
+    assert "candidates.jsonl: made from other turns" in line
+    rows = read(workspace / "offline.jsonl")[:2]
+    del rows[1]["task"]["facts"]
+    (tmp_path / "plain.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = refused(4, "--method", "sweet", "--trajectories", tmp_path / "plain.jsonl", "--model", BASE, "--critic", "oracle",
+                   "--out", tmp_path / "u")
+    assert "plain.jsonl: --critic oracle needs template tasks" in line
+
+
+def test_oracle_scores_by_hand():
+    task = {"ground_truth": "def f(n):\n    return n * 3", "facts": [
+        {"topic": "the factor", "questions": [], "matters": True, "told": False},
+        {"topic": "the colour", "questions": [], "matters": False, "told": False}]}
+    right, wrong = (f"{common.MARKER}\ndef f(n):\n    return n * {k}" for k in (3, 4))
+    actions = [right, "What is the factor?", "What is the colour?", "Hello?", wrong]
+    assert common.oracle_scores(task, [], actions) == [3, 2, 1, 1, 0]
+    known = [{"role": "assistant", "content": "What is the factor?"}]
+    assert common.oracle_scores(task, known, actions) == [3, 1, 1, 1, 0]
+
+
 def test_phases_resume_where_they_stopped(sweet, workspace, critic, tmp_path, monkeypatch):
     arguments = [str(x) for x in flags(workspace, "sweet", tmp_path / "s", "--critic", critic, "--data-frac", 0.1,
                                        "--num-candidates", 8, "--max-new-tokens", 80, "--nll-coef", 0)]

@@ -32,6 +32,41 @@ def test_task_means_and_paired_difference_by_hand():
     assert evaluate.paired_difference(ours, [{"task_id": "z", "reward": 1}]) is None
 
 
+def test_runs_are_paired_by_run_and_task_by_hand():
+    ours = [{"task_id": t, "reward": r, "run": run} for run, t, r in
+            ((0, "a", 1), (0, "b", 0), (1, "a", 1), (1, "b", 1), (2, "a", 1), (2, "b", 1))]
+    theirs = [{"task_id": t, "reward": 0, "run": run} for run in (2, 0, 1) for t in "ba"]
+    result = evaluate.paired_difference(ours, theirs)
+    assert result["runs"] == [0.5, 1, 1] and result["n"] == 2 and result["difference"] == pytest.approx(5 / 6)
+    half = 4.303 * (1 / 12) ** 0.5 / 3 ** 0.5                        # Student's t with 2 degrees; variance 1 / 12
+    assert result["runs_ci95"] == pytest.approx([5 / 6 - half, 5 / 6 + half])
+    assert evaluate.paired_difference(ours[:2], theirs) is None
+
+
+def test_bootstrap_of_runs_draws_both():
+    rng = np.random.default_rng(0)
+    one, many = rng.random(200), rng.random((5, 1)) + np.zeros((5, 200))
+    assert evaluate.bootstrap_interval([one]) == evaluate.bootstrap_interval(one)
+    low, high = evaluate.bootstrap_interval(many)                    # tasks agree: only the runs differ
+    assert np.min(many) <= low < np.mean(many) < high <= np.max(many)
+    same = np.tile(one, (5, 1))                                      # runs agree: only the tasks differ
+    assert evaluate.bootstrap_interval(same) == pytest.approx(evaluate.bootstrap_interval(one))
+
+
+def test_several_files_of_a_name_are_runs(tmp_path):
+    rows = [[trajectory("x", answer), trajectory("y", "def f(n): return n")] for answer in
+            ("def f(n): return n", "0", "0", "0")]
+    paths = [write(tmp_path / f"{i}.jsonl", own) for i, own in enumerate(rows)]
+    printed = succeed("05_evaluate.py", f"a={paths[0]},{paths[1]}", f"b={paths[2]},{paths[3]}", "--baseline", "b",
+                      "--out", tmp_path / "report")
+    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    assert metrics["a"]["runs"] == [1, 0.5] and metrics["a"]["success_rate"] == 0.75 and metrics["a"]["tasks"] == 2
+    assert metrics["a"]["against_baseline"]["runs"] == [0.5, 0] and "+0.500 +0.000" in printed
+    write(tmp_path / "other.jsonl", [trajectory("z", "0")])
+    line = refused(5, f"a={paths[0]},{tmp_path / 'other.jsonl'}", "--out", tmp_path / "bad")
+    assert "other.jsonl: other tasks than" in line
+
+
 def test_bootstrap_interval_covers_as_promised():
     rng = np.random.default_rng(0)
     samples = rng.binomial(1, 0.3, size=(200, 150))
@@ -197,7 +232,7 @@ def test_method_costs_count_every_output_once(tmp_path, monkeypatch):
 def test_costs_of_methods_what_they_share_and_the_evaluation_apart(tmp_path, monkeypatch):
     pipeline(tmp_path)
     monkeypatch.chdir(tmp_path)
-    costs = evaluate.compare_costs({name: f"out/{name}.jsonl" for name in ("base", "rft", "sweet", "best")})
+    costs = evaluate.compare_costs({name: [f"out/{name}.jsonl"] for name in ("base", "rft", "sweet", "best")})
     assert [costs[name]["wall_s"] for name in costs] == [0, 84, 216, 186]
     assert [costs[name]["peak_memory_mb"] for name in costs] == [0, 1200, 900, 900]
     assert costs["rft"]["shared"] == {"wall_s": 66, "trained_tokens": 0, "generated_tokens": 500_000, "flops": 1e15,
@@ -205,7 +240,7 @@ def test_costs_of_methods_what_they_share_and_the_evaluation_apart(tmp_path, mon
     assert costs["base"]["shared"]["outputs"] == [] and costs["base"]["not_counted"] == ["base"]
     assert costs["sweet"]["evaluation"] == {"wall_s": 12, "trained_tokens": 0, "generated_tokens": 40_000,
                                             "flops": 2e14, "peak_memory_mb": 300}
-    judged = evaluate.compare_costs({"judged": "out/judged.jsonl"})["judged"]
+    judged = evaluate.compare_costs({"judged": ["out/judged.jsonl"]})["judged"]
     assert judged["wall_s"] == 84 and sorted(judged["not_counted"]) == ["base", "hub/name"]
     del costs["best"]
     assert evaluate.cost_table(costs) == [
@@ -220,7 +255,7 @@ def test_costs_of_methods_what_they_share_and_the_evaluation_apart(tmp_path, mon
         "sweet                         0.2      0.000        0.040      0.200       300",
         "shared, included in every method that costs anything: out/offline.jsonl, out/train.jsonl",
         "not counted: base"]
-    alone = evaluate.cost_table(evaluate.compare_costs({"sweet": "out/sweet.jsonl"}))
+    alone = evaluate.cost_table(evaluate.compare_costs({"sweet": ["out/sweet.jsonl"]}))
     assert not any("shared" in line for line in alone) and alone[-1] == "not counted: base"
 
 
