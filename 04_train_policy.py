@@ -166,18 +166,31 @@ def candidate_pairs(row, pairs_per_turn, rng):
     return [(a, b) for a, b in pairs if row["candidates"][a]["ids"] != row["candidates"][b]["ids"]]
 
 
-def print_kinds(pairs):
-    """What is chosen and what is rejected, for template tasks: a collapse shows here before it is trained."""
-    counts = {}
+def print_kinds(rows, pairs):
+    """What the candidates of template tasks are, how they rank (0 the worst of a turn, 1 the best) and how often they are
+    chosen and rejected, before and after all that matters is known: a collapse shows here before it is trained."""
+    if any("facts" not in row["task"] for row in rows):
+        return
+    found = {}                                                       # (known, kind): [number, ranks, chosen, rejected]
+
+    def entry(row, text):
+        known = common.all_known(row["task"], row["history"])
+        return found.setdefault((known, common.action_kind(row["task"], row["history"], text)), [0, 0.0, 0, 0])
+
+    for row in rows:
+        own = row["advantages"]
+        for candidate, advantage in zip(row["candidates"], own):
+            below, equal = sum(other < advantage for other in own), own.count(advantage) - 1
+            counts = entry(row, candidate["text"])
+            counts[0] += 1
+            counts[1] += (below + equal / 2) / max(1, len(own) - 1)
     for pair in pairs:
-        if "facts" not in pair["task"]:
-            return
-        for side in ("chosen", "rejected"):
-            kind = common.action_kind(pair["task"], pair["history"], pair[side]["text"])
-            counts.setdefault(kind, {"chosen": 0, "rejected": 0})[side] += 1
-    common.say("what the pairs say:  kind             chosen  rejected")
-    for kind, count in sorted(counts.items()):
-        common.say(f"                     {kind:15s} {count['chosen']:7d} {count['rejected']:9d}")
+        for index, side in ((2, "chosen"), (3, "rejected")):
+            entry(pair, pair[side]["text"])[index] += 1
+    common.say(f"{'what the pairs say':42s} {'candidates':>10s}  {'rank':>4s}  {'chosen':>6s}  {'rejected':>8s}")
+    for (known, kind), (number, ranks, chosen, rejected) in sorted(found.items()):
+        when = "all known" if known else "not all known"
+        common.say(f"    {when:18s} {kind:19s} {number:10d}  {ranks / number:4.2f}  {chosen:6d}  {rejected:8d}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -235,7 +248,7 @@ def sweet_examples(trajectories, model, tokenizer, critic, args, runtime):
     if runtime.rank == 0:
         common.write_jsonl(out / "pairs.jsonl", [{key: value for key, value in pair.items()
                                                   if key not in ("task", "history")} for pair in pairs])
-    print_kinds(pairs)
+    print_kinds(rows, pairs)
     return [(common.candidate_rows(tokenizer, pair["prompt"], [pair["chosen"]["ids"], pair["rejected"]["ids"]],
                                    args.no_tree),) for pair in pairs]
 

@@ -170,6 +170,9 @@ def measure(trajectories):
                "tests_passed_ci95": bootstrap_interval(rewards),
                "mean_rounds": sum(map(len, agent)) / len(agent),
                "forced_answers": sum(common.MARKER not in turns[-1]["content"] for turns in agent) / len(agent)}
+    lengths = [len(turn["output_ids"]) for turns in agent for turn in turns if "output_ids" in turn]
+    if lengths:
+        metrics["turn_tokens"] = sum(lengths) / len(lengths)
     if all("facts" in t["task"] for t in trajectories):
         kinds, known = {}, []
         for trajectory in trajectories:
@@ -180,7 +183,9 @@ def measure(trajectories):
                     kinds[kind] = kinds.get(kind, 0) + 1
             known.append(common.all_known(trajectory["task"], history[:-1]))
         wins = [success(t) for t, k in zip(trajectories, known) if k]
+        guesses = [success(t) for t, k in zip(trajectories, known) if not k]
         metrics |= {"all_known": sum(known) / len(known), "success_when_known": sum(wins) / max(1, len(wins)),
+                    "success_when_not_known": sum(guesses) / max(1, len(guesses)),
                     "turns": {kind: count / sum(kinds.values()) for kind, count in sorted(kinds.items())}}
     return metrics
 
@@ -531,7 +536,8 @@ def report(metrics, lines, files, curves):
     for name, trajectories in files.items():
         if "turns" in metrics[name]:
             shares = ", ".join(f"{kind} {share:.1%}" for kind, share in metrics[name]["turns"].items())
-            parts.append(f"<h2>{html.escape(name)}</h2><p>Agent turns: {html.escape(shares)}</p>")
+            tokens = f"; {metrics[name]['turn_tokens']:.1f} tokens each" if "turn_tokens" in metrics[name] else ""
+            parts.append(f"<h2>{html.escape(name)}</h2><p>Agent turns: {html.escape(shares + tokens)}</p>")
         for trajectory in trajectories[:10]:
             summary = f"{trajectory['task_id']}: reward {trajectory['reward']:.1f}"
             parts.append(f"<details><summary>{html.escape(summary)}</summary>")

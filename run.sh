@@ -4,10 +4,10 @@
 # multi-turn DPO, rejection fine-tuning), dialogues of each on test tasks, and the evaluation. A second call resumes.
 # The sizes can be set from outside, for a quick look: TRAIN_TASKS=40 TEST_TASKS=20 bash run.sh
 #
-# Over seeds: bash run.sh --study [SEED …]   (0 1 2 3 4; out/study; hours; resumes)
-# The same chain for every seed on 500 test tasks, about 6 minutes a seed; then for every seed SWEET with other critics
-# and the oracle, multi-turn DPO with as many tokens as SWEET, and both methods on less data, about 15 minutes a seed;
-# then best-of-N curves of the first seed's critics; 05 puts the seeds together in out/study/report.
+# Over seeds: bash run.sh --study [SEED …]   (0 1 2 3 4; results in out/study; hours; a second call resumes)
+# The same chain for every seed on 500 test tasks, then SWEET with other critics and with the oracle, multi-turn DPO with
+# as many trained tokens as SWEET, both methods on less data, and the first seed's critics compared. ROWS=chain stops
+# after the chain.
 set -euo pipefail
 cd "$(dirname "$0")"
 . tests/setup.sh
@@ -23,21 +23,37 @@ step() {
         echo "failed: $name (whole log: $out/$name.log)" >&2
         return 1
     fi
-    printf '%-18s %4d s  %s\n' "$name" $((SECONDS - begin)) "$(grep -E '^(success|held-out|writes)' "$out/$name.log" | tail -n 1)"
+    printf '%-36s %4d s  %s\n' "$out/$name" $((SECONDS - begin)) \
+        "$(grep -E '^(success|held-out|writes)' "$out/$name.log" | tail -n 1)"
 }
-rollout() { $py 02_rollout.py --simulator rules --max-rounds 8 --max-new-tokens 160 --seed "$seed" "$@"; }
-evaluate() {
-    step "rollout-$1" rollout --tasks "$out/test.jsonl" --agent "$2" --samples "${SAMPLES:-2}" --out "$out/$1.jsonl"
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the chain; its settings are those that tests/tune.sh found best on validation tasks, of eight for each method
+
+rollout="02_rollout.py --simulator rules --max-rounds 8 --max-new-tokens 160"
+export rollout
+tasks() {                                                            # SPLIT NUMBER SEED
+    step "tasks-$1" $py 01_generate_tasks.py --split "$1" --num-tasks "$2" --seed "$3" --out "$out/$1.jsonl"
 }
-# The settings are those that tests/tune.sh found best on validation tasks, of eight for each method.
+data() {                                                             # what starts the rollouts: python, or torchrun
+    mkdir -p "$out"
+    tasks train "${TRAIN_TASKS:-800}" "$seed"
+    tasks test "${TEST_TASKS:-300}" 1000
+    step rollout-offline "$@" $rollout --tasks "$out/train.jsonl" --agent tests/tiny --samples 4 --seed "$seed" \
+        --out "$out/offline.jsonl"
+}
 train() { $py "0$1" --trajectories "$out/offline.jsonl" --model tests/tiny --seed "$seed" "${@:2}"; }
 critic() { step "$1" train 3_train_critic.py --beta 1 --lr 3e-4 --epochs 2 --out "$out/$1" "${@:2}"; }
-policy() {
+evaluate() {                                                         # NAME MODEL
+    step "rollout-$1" $py $rollout --tasks "$out/test.jsonl" --agent "$2" --samples "${SAMPLES:-2}" --seed "$seed" \
+        --out "$out/$1.jsonl"
+}
+policy() {                                                           # NAME METHOD more flags
     local settings
     case $2 in
-        rft) settings="--lr 3e-4 --epochs 2" ;;
-        mtdpo) settings="--beta 0.3 --lr 1e-4 --epochs 2" ;;
-        sweet) settings="--lr 3e-5 --data-frac 0.1 --max-new-tokens 160" ;;
+        rft) settings="--lr 1e-3 --epochs 4" ;;
+        mtdpo) settings="--lr 1e-4 --epochs 2" ;;
+        sweet) settings="--lr 3e-5 --nll-coef 0.3 --max-new-tokens 160 --max-tokens 4096" ;;
     esac
     step "$1" train 4_train_policy.py --method "$2" $settings --out "$out/$1" "${@:3}"
     evaluate "$1" "$out/$1"
@@ -47,60 +63,77 @@ sweet() {
     policy sweet sweet --critic "$out/critic"
 }
 baselines() {
-    policy mtdpo mtdpo
-    policy rft rft
     evaluate base tests/tiny
-}
-chain() {
-    mkdir -p "$out"
-    echo "seed $seed, results in $out"
-    step tasks-train $py 01_generate_tasks.py --split train --num-tasks "${TRAIN_TASKS:-800}" --seed "$seed" --out "$out/train.jsonl"
-    step tasks-test $py 01_generate_tasks.py --split test --num-tasks "${TEST_TASKS:-300}" --seed 1000 --out "$out/test.jsonl"
-    step rollout-offline .venv/bin/torchrun --standalone --nproc-per-node 2 02_rollout.py --simulator rules --max-rounds 8 \
-        --max-new-tokens 160 --tasks "$out/train.jsonl" --agent tests/tiny --samples 4 --seed "$seed" --out "$out/offline.jsonl"
-    # Two processes of one thread each share the two cores.
-    sweet & first=$!
-    baselines & second=$!
-    wait $first
-    wait $second
+    policy rft rft
+    policy mtdpo mtdpo
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the study
+# the study: a process of one thread plays a seed's chain, or its other rows, from beginning to end; two at a time
 
-# SWEET with a critic of another kind, on the candidates of the seed's SWEET: other NAME CRITIC-FLAGS…
-other() {
+candidates() { echo --candidates "$out/sweet/candidates.jsonl"; }    # all choose from the candidates of the seed's SWEET
+other() {                                                            # SWEET with a critic of another kind
     critic "critic-$1" "${@:2}"
-    policy "sweet-$1" sweet --critic "$out/critic-$1" --candidates "$out/sweet/candidates.jsonl"
+    policy "sweet-$1" sweet --critic "$out/critic-$1" $(candidates)
 }
-oracle() { policy sweet-oracle sweet --critic oracle --candidates "$out/sweet/candidates.jsonl"; }
-published() { policy sweet-published sweet --critic "$out/critic" --published-ranking --candidates "$out/sweet/candidates.jsonl"; }
-more_steps() { policy mtdpo-tokens mtdpo --epochs 4; }               # about as many trained tokens as SWEET
-smaller() {
-    policy "mtdpo-n$1" mtdpo --num-trajectories "$1"
-    critic "critic-n$1" --num-trajectories "$1"
-    policy "sweet-n$1" sweet --num-trajectories "$1" --critic "$out/critic-n$1"
+one_seed() {
+    seed=$1 out=out/study/seed$1
+    data $py
+    baselines
+    sweet
+    touch "$out/chain-done"
 }
-best_of() {
-    step "best-$2@$1" rollout --tasks "$out/few.jsonl" --agent tests/tiny --samples 1 --best-of "$1" --critic "$3" --out "$out/$2@$1.jsonl"
+other_rows() {                                                       # SEED SIZES…
+    seed=$1 out=out/study/seed$1
+    until [ -e "$out/chain-done" ]; do sleep 5; done
+    policy sweet-oracle sweet --critic oracle $(candidates)
+    other no-c --no-privileged
+    other no-norm --normalize none
+    other regression --head regression
+    for n in "${@:2}"; do
+        policy "mtdpo-n$n" mtdpo --num-trajectories "$n"
+        critic "critic-n$n" --num-trajectories "$n"
+        policy "sweet-n$n" sweet --num-trajectories "$n" --critic "$out/critic-n$n"
+    done
+    policy mtdpo-tokens mtdpo --epochs 4                             # about as many as SWEET, its critic included
 }
-export -f step rollout evaluate train critic policy other oracle published more_steps smaller best_of
+best_of() {                                                          # NAME CRITIC N
+    step "best-$1@$3" $py $rollout --tasks "$out/few/test.jsonl" --agent tests/tiny --seed "$seed" --best-of "$3" \
+        --critic "$2" --out "$out/few/$1@$3.jsonl"
+}
+export -f step tasks data train critic evaluate policy sweet baselines candidates other one_seed other_rows best_of
 
+report() {                                                           # FOLDER NAME…
+    local files=() name
+    for name in "${@:2}"; do files+=("$name=$(printf "out/study/seed%s/$name.jsonl\n" $seeds | paste -sd,)"); done
+    $py 05_evaluate.py "${files[@]}" --baseline mtdpo --costs --out "out/study/$1-${seeds// /-}"
+}
 study() {
-    local seeds=${*:-0 1 2 3 4} sizes="${SIZES:-200 800}" files=() curves=() name n
+    local seeds=${*:-0 1 2 3 4} sizes=${SIZES:-200 800} name n kinds="critic critic-no-c critic-no-norm critic-regression"
     export TEST_TASKS=${TEST_TASKS:-500} SAMPLES=1
-    for seed in $seeds; do out=out/study/seed$seed; chain; done
-    for seed in $seeds; do
-        out=out/study/seed$seed
-        printf '%s\n' "other no-c --no-privileged" "other no-norm --normalize none" "other regression --head regression" oracle \
-            published more_steps $(printf 'smaller:%s\n' $sizes) "critic critic-value --head value" | tr : ' ' |
-            xargs -P 2 -d '\n' -I{} bash -euc '{}'
-    done
-    for name in base rft mtdpo mtdpo-tokens sweet sweet-{no-c,no-norm,regression,published,oracle} \
-        $(for n in $sizes; do echo "mtdpo-n$n" "sweet-n$n"; done); do
-        files+=("$name=$(printf "out/study/seed%s/$name.jsonl," $seeds | sed 's/,$//')")
-    done
-    $py 05_evaluate.py "${files[@]}" --baseline mtdpo --costs --out out/study/report
+    {
+        printf 'one_seed %s\n' $seeds
+        [ "${ROWS:-all}" = chain ] || printf "other_rows %s $sizes\n" $seeds
+    } | xargs -P 2 -d '\n' -I{} bash -euo pipefail -c '{}'
+    report chain base rft mtdpo sweet
+    [ "${ROWS:-all}" != chain ] || return 0
+    report rows base rft mtdpo mtdpo-tokens sweet sweet-{oracle,no-c,no-norm,regression} \
+        $(for n in $sizes; do echo "mtdpo-n$n sweet-n$n"; done)
+
+    # The critics of the first seed: best-of-N on a part of the test tasks, pair accuracy, correlation with returns
+    seed=${seeds%% *}
+    out=out/study/seed$seed
+    critic critic-value --head value
+    mkdir -p "$out/few"
+    head -n "${FEW_TASKS:-200}" "$out/test.jsonl" > "$out/few/test.jsonl"
+    for n in 1 4 16; do
+        for name in $kinds critic-value; do echo "best_of $name $out/$name $n"; done
+        echo "best_of oracle oracle $n"
+        echo "best_of judge judge:tests/tiny $n"
+    done | xargs -P 2 -d '\n' -I{} bash -euo pipefail -c '{}'
+    $py 05_evaluate.py $(cd "$out/few" && ls *@*.jsonl | sed "s|\(.*\)\.jsonl|\1=$out/few/&|") --out "$out/curves"
+    $py 05_evaluate.py base="$out/base.jsonl" --critics $(for name in $kinds critic-value; do echo "$name=$out/$name"; done) \
+        --policy tests/tiny --mc-states 100 --out "$out/critics"
 }
 
 if [ "${1:-}" = --study ]; then
@@ -109,7 +142,13 @@ else
     seed=${1:-0}
     out=${OUT:-out}
     [ "$seed" = 0 ] || out=$out/seed$seed
-    chain
+    echo "seed $seed, results in $out"
+    data .venv/bin/torchrun --standalone --nproc-per-node 2
+    # Two processes of one thread each share the two cores.
+    sweet & first=$!
+    baselines & second=$!
+    wait $first
+    wait $second
     $py 05_evaluate.py base="$out/base.jsonl" rft="$out/rft.jsonl" mtdpo="$out/mtdpo.jsonl" sweet="$out/sweet.jsonl" \
         --baseline mtdpo --gates tests/tiny --out "$out/report" | tee "$out/evaluate.log"
 fi

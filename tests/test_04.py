@@ -136,6 +136,23 @@ def test_oracle_scores_by_hand():
     assert common.oracle_scores(task, known, actions) == [3, 1, 1, 1, 0]
 
 
+def test_the_table_of_kinds_by_hand(capsys):
+    task = {"ground_truth": "def f(n):\n    return n * 3", "facts": [
+        {"topic": "the factor", "questions": [], "matters": True, "told": False},
+        {"topic": "the colour", "questions": [], "matters": False, "told": False}]}
+    texts = ["What is the factor?", "What is the colour?", "What is the colour?"]
+    rows = [{"task": task, "history": [], "candidates": [{"text": text} for text in texts], "advantages": [2.0, 1.0, 1.0]},
+            {"task": task, "history": [{"role": "assistant", "content": texts[0]}],
+             "candidates": [{"text": texts[0]}, {"text": texts[1]}], "advantages": [0.0, 1.0]}]
+    pairs = [{"task": task, "history": [], "chosen": {"text": texts[0]}, "rejected": {"text": texts[1]}}] * 4
+    policy_stage.print_kinds(rows, pairs)
+    cells = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert cells == [["not", "all", "known", "idle", "2", "0.25", "0", "4"], ["not", "all", "known", "needed", "1", "1.00", "4", "0"],
+                     ["all", "known", "idle", "1", "1.00", "0", "0"], ["all", "known", "repeat", "1", "0.00", "0", "0"]]
+    policy_stage.print_kinds([{"task": {}}], [])
+    assert capsys.readouterr().out == ""
+
+
 def test_phases_resume_where_they_stopped(sweet, workspace, critic, tmp_path, monkeypatch):
     arguments = [str(x) for x in flags(workspace, "sweet", tmp_path / "s", "--critic", critic, "--data-frac", 0.1,
                                        "--num-candidates", 8, "--max-new-tokens", 80, "--nll-coef", 0)]

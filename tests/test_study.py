@@ -1,0 +1,86 @@
+"""run.sh --study, and tests/tune.sh, with a stand-in for the interpreter: every command's flags are parsed by its stage,
+every input is there before it is used, and nothing is made twice."""
+import json
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from conftest import ROOT, stage
+
+STAND_IN = '''#!/usr/bin/env python3
+import fcntl, json, os, pathlib, sys
+words = sys.argv[4:] if sys.argv[1] == "--standalone" else sys.argv[1:]        # torchrun's own flags
+if words[0] == "-":                                                            # tune.sh writes its CSV
+    sys.exit()
+values = dict(zip(words, words[1:]))
+inputs = [values.get(name) for name in ("--trajectories", "--tasks", "--critic", "--candidates", "--agent", "--model")]
+if words[0].startswith("05"):
+    inputs += [path for word in words if "=" in word for path in word.split("=")[1].split(",")]
+missing = [path for path in inputs if path not in (None, "oracle") and not os.path.exists(path.removeprefix("judge:"))]
+out = pathlib.Path(values["--out"])
+with open("commands.jsonl", "a") as log:
+    fcntl.flock(log, fcntl.LOCK_EX)
+    log.write(json.dumps({"words": words, "missing": missing, "there": out.exists()}) + "\\n")
+out.parent.mkdir(parents=True, exist_ok=True)
+if words[0].startswith(("03", "04", "05")):
+    out.mkdir(exist_ok=True)
+    (out / "candidates.jsonl").touch()
+else:
+    out.touch()
+print("success 0.500 |")
+'''
+
+
+@pytest.fixture
+def call(tmp_path):
+    """Calls a script of ours in a copy of the checkout whose interpreter is the stand-in; returns what it started."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    for name in ("python", "torchrun"):
+        (tmp_path / ".venv" / "bin" / name).write_text(STAND_IN)
+        (tmp_path / ".venv" / "bin" / name).chmod(0o755)
+    (tmp_path / "tests" / "tiny").mkdir(parents=True)
+    for name in ("run.sh", "tests/tune.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "tests" / "setup.sh").write_text("setup_environment() { :; }\n")
+
+    def start(*command):
+        (tmp_path / "commands.jsonl").unlink(missing_ok=True)
+        process = subprocess.run(["bash", *command], cwd=tmp_path, text=True, capture_output=True, timeout=120,
+                                 env={"PATH": os.environ["PATH"]})
+        assert process.returncode == 0, process.stdout + process.stderr
+        commands = [json.loads(line) for line in (tmp_path / "commands.jsonl").read_text().splitlines()]
+        for command in commands:
+            assert not command["missing"], command
+            stage(int(command["words"][0][:2])).parse_args(command["words"][1:])
+        return commands
+    return start
+
+
+def outputs(commands):
+    return [command["words"][command["words"].index("--out") + 1] for command in commands]
+
+
+def test_the_study_makes_every_row_of_every_seed(call):
+    commands = call("run.sh", "--study", "3", "4")
+    made = outputs(commands)
+    assert len(set(made)) == len(made) and not any(command["there"] for command in commands)
+    for seed in (3, 4):
+        for name in ("base", "rft", "mtdpo", "mtdpo-tokens", "sweet", "sweet-no-c", "sweet-no-norm", "sweet-regression",
+                     "sweet-oracle", "mtdpo-n200", "sweet-n800"):
+            assert f"out/study/seed{seed}/{name}.jsonl" in made
+    report = next(command["words"] for command in commands if "out/study/rows-3-4" in command["words"])
+    assert "sweet=out/study/seed3/sweet.jsonl,out/study/seed4/sweet.jsonl" in report
+    seeds = {command["words"][command["words"].index("--seed") + 1] for command in commands if "--seed" in command["words"]}
+    assert seeds == {"3", "4", "1000"}                                         # 1000: the test tasks, the same for all
+
+
+def test_every_method_is_searched_over_as_many_settings(call):
+    call("run.sh")
+    commands = call("tests/tune.sh")
+    tried = [command["words"] for command in commands if command["words"][0].startswith("04") and "--max-steps" not in
+             command["words"]]
+    counts = {method: sum(method == words[words.index("--method") + 1] for words in tried) for method in ("rft", "mtdpo", "sweet")}
+    assert counts == {"rft": 8, "mtdpo": 8, "sweet": 8} and len(set(map(tuple, tried))) == 24
+    assert not any("out/test.jsonl" in command["words"] for command in commands)
