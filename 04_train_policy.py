@@ -5,7 +5,8 @@ Writes  a model folder with metrics.jsonl; for sweet also candidates.jsonl, scor
 
 --method sweet   For every agent turn of `--data-frac` of the trajectories, sample 16 candidates given o_t, score each
                  with the critic's A(o_t, a, c) (eq. 3), pair a random one of the better half with a random one of the
-                 worse, and train by single-turn DPO (eq. 4); c never reaches the policy.
+                 worse, and train by single-turn DPO (eq. 4); c never reaches the policy. --critic oracle ranks by what
+                 a template task says of a turn; --candidates takes those of another run, to compare critics.
 --method mtdpo   Multi-turn DPO on pairs of trajectories of one task, all agent tokens summed.
 --method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories.
 --method sft     Likelihood of the agent's turns of all trajectories; makes the embedded default's base model.
@@ -271,7 +272,7 @@ def parse_args(argv=None):
     parser.add_argument("--num-trajectories", type=common.positive_int, help="use so many (nested subsets of a seed)")
     parser.add_argument("--model", required=True, help="the model to train (folder, hub id, smollm2; tiny for sft)")
     parser.add_argument("--critic", help="critic folder (03), of any kind, for sweet; oracle: what the template task "
-                        "says of a turn, an upper bound")
+                        "says of a turn, a critic without errors")
     parser.add_argument("--min-gap", type=float,
                         help="mtdpo: pair all trajectories of a task whose returns differ by so "
                         "much (frontend: 0.1); None: successes with the rest")

@@ -22,7 +22,8 @@ success against N, the paper's figure 3a, as a table and a drawing.
 
 --costs adds what it took to make each method: the cost records (costs.json) of the agent, for best-of-N also of the
 critic, and of all that they were made from, found through the inputs in args.json. Every output counts once a method;
-the memory is the highest peak among them. The rollout that is evaluated here stands apart.
+the memory is the highest peak among them; of several runs the first is taken. The rollout that is evaluated here stands
+apart. Candidates that 04 took from another run (--candidates) are named as not counted.
 
 --gates MODEL also prints what a base model must pass before any claim is made with it: the log-probability of turns
 without and with c in front (needed and useless questions of the logged dialogues; the right answer, and another task's
@@ -68,11 +69,11 @@ def task_means(trajectories, value):
 
 
 def run_means(trajectories, value):
-    """task_means of each run (each file of a name that has several)."""
+    """task_means of each run (each file of a name that has several), in the order of the task ids."""
     runs = {}
     for trajectory in trajectories:
         runs.setdefault(trajectory.get("run", 0), []).append(trajectory)
-    return [task_means(own, value) for _, own in sorted(runs.items())]
+    return [dict(sorted(task_means(own, value).items())) for _, own in sorted(runs.items())]
 
 
 def bootstrap_interval(values, seed=0):
@@ -105,7 +106,7 @@ def success(trajectory):
 
 
 def paired_difference(trajectories, baseline):
-    """{"difference", "ci95", "n", over_runs} of success over the tasks that both have, run by run; None without common
+    """{"difference", "ci95", "n", what over_runs says} of success over the tasks that both have, run by run; None without common
     tasks or with another number of runs."""
     ours, theirs = run_means(trajectories, success), run_means(baseline, success)
     tasks = sorted(set.intersection(*map(set, ours + theirs)))

@@ -488,7 +488,7 @@ ORACLE = {"right answer": 3, "needed": 2, "idle": 1, "repeat": 1, "vague": 1, "w
 
 
 def oracle_scores(task, history, actions):
-    """Scores of actions (texts) by one who knows what a template task needs, in place of a critic's: an upper bound."""
+    """Scores of actions (texts) by one who knows what a template task needs: a critic without errors."""
     return [ORACLE[action_kind(task, history, action)] for action in actions]
 
 

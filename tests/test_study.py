@@ -4,12 +4,13 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 
 from conftest import ROOT, stage
 
-STAND_IN = '''#!/usr/bin/env python3
+STAND_IN = f'#!{sys.executable} -IS\n' + '''
 import fcntl, json, os, pathlib, sys
 words = sys.argv[4:] if sys.argv[1] == "--standalone" else sys.argv[1:]        # torchrun's own flags
 if words[0] == "-":                                                            # tune.sh writes its CSV
