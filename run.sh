@@ -5,10 +5,10 @@
 # The sizes can be set from outside, for a quick look: TRAIN_TASKS=40 TEST_TASKS=20 bash run.sh
 #
 # Over seeds: bash run.sh --study [SEED …]   (0 1 2 3 4; results in out/study; a second call resumes)
-# The same chain for every seed on 500 test tasks, about 15 minutes of a core a seed; then SWEET with other critics and
-# The same chain for every seed on 500 test tasks, about 15 minutes of one core a seed; then SWEET with other critics and
-# with the oracle, multi-turn DPO with as many trained tokens as SWEET, and both methods on less data, about 30 minutes
-# of one core a seed; at last the first seed's critics compared. ROWS=chain stops after the chain.
+# The same chain for every seed on 500 test tasks, about 15 minutes of one core a seed; then SWEET with other critics
+# and with the oracle, multi-turn DPO with as many trained tokens as SWEET, and both methods on less data, about 30
+# minutes of one core a seed; at last the first seed's critics compared. ROWS=chain stops after the chain.
+set -euo pipefail
 cd "$(dirname "$0")"
 . tests/setup.sh
 setup_environment requirements.txt
