@@ -7,7 +7,7 @@
 # Over seeds: bash run.sh --study [SEED …]   (0 1 2 3 4; results in out/study; a second call resumes)
 # The same chain for every seed on 500 test tasks, about 15 minutes of one core a seed; then SWEET with other critics
 # and with the oracle, multi-turn DPO with as many trained tokens as SWEET, and both methods on less data, about 30
-# minutes of one core a seed; at last the first seed's critics compared. ROWS=chain stops after the chain.
+# minutes of one core a seed; at last the first seed's critics compared. ROWS= (empty) stops after the chain.
 set -euo pipefail
 cd "$(dirname "$0")"
 . tests/setup.sh
@@ -83,43 +83,53 @@ one_seed() {
     sweet
     touch "$out/chain-done"
 }
-other_rows() {                                                       # SEED SIZES…
+row() {                                                              # SEED NAME
     seed=$1 out=out/study/seed$1
+    local n=${2#n}
     until [ -e "$out/chain-done" ]; do sleep 5; done
-    policy sweet-oracle sweet --critic oracle $(candidates)
-    other no-c --no-privileged
-    other no-norm --normalize none
-    other regression --head regression
-    for n in "${@:2}"; do
-        policy "mtdpo-n$n" mtdpo --num-trajectories "$n"
-        critic "critic-n$n" --num-trajectories "$n"
-        policy "sweet-n$n" sweet --num-trajectories "$n" --critic "$out/critic-n$n"
-    done
-    policy mtdpo-tokens mtdpo --epochs 4                             # about as many as SWEET, its critic included
+    case $2 in
+        oracle) policy sweet-oracle sweet --critic oracle $(candidates) ;;
+        tokens) policy mtdpo-tokens mtdpo --epochs 4 ;;              # about as many as SWEET, its critic included
+        no-c) other no-c --no-privileged ;;
+        no-norm) other no-norm --normalize none ;;
+        regression) other regression --head regression ;;
+        *)
+            policy "mtdpo-n$n" mtdpo --num-trajectories "$n"
+            critic "critic-n$n" --num-trajectories "$n"
+            policy "sweet-n$n" sweet --num-trajectories "$n" --critic "$out/critic-n$n"
+            ;;
+    esac
 }
 best_of() {                                                          # NAME CRITIC N
     step "best-$1@$3" $py $rollout --tasks "$out/few/test.jsonl" --agent tests/tiny --seed "$seed" --best-of "$3" \
         --critic "$2" --out "$out/few/$1@$3.jsonl"
 }
-export -f step tasks data train critic evaluate policy sweet baselines candidates other one_seed other_rows best_of
+export -f step tasks data train critic evaluate policy sweet baselines candidates other one_seed row best_of
 
 report() {                                                           # FOLDER NAME…
     local files=() name
     for name in "${@:2}"; do files+=("$name=$(printf "out/study/seed%s/$name.jsonl\n" $seeds | paste -sd,)"); done
-    $py 05_evaluate.py "${files[@]}" --baseline mtdpo --costs --out "out/study/$1-${seeds// /-}"
+    $py 05_evaluate.py "${files[@]}" --baseline mtdpo --costs --overwrite --out "out/study/$1-${seeds// /-}"
 }
 study() {
-    local seeds=${*:-0 1 2 3 4} sizes=${SIZES:-200 800} name n
+    local seeds=${*:-0 1 2 3 4} rows=${ROWS-oracle tokens no-c no-norm regression n200 n800} name n
     local kinds="critic critic-no-c critic-no-norm critic-regression"
     export TEST_TASKS=${TEST_TASKS:-500} SAMPLES=1
     {
         printf 'one_seed %s\n' $seeds
-        [ "${ROWS:-all}" = chain ] || printf "other_rows %s $sizes\n" $seeds
+        for seed in $seeds; do
+            for name in $rows; do echo "row $seed $name"; done
+        done
     } | xargs -P 2 -d '\n' -I{} bash -euo pipefail -c '{}'
     report chain base rft mtdpo sweet
-    [ "${ROWS:-all}" != chain ] || return 0
-    report rows base rft mtdpo mtdpo-tokens sweet sweet-{oracle,no-c,no-norm,regression} \
-        $(for n in $sizes; do echo "mtdpo-n$n sweet-n$n"; done)
+    [ "$rows" ] || return 0
+    report rows base rft mtdpo sweet $(for name in $rows; do
+        case $name in
+            tokens) echo mtdpo-tokens ;;
+            n[0-9]*) echo "mtdpo-$name sweet-$name" ;;
+            *) echo "sweet-$name" ;;
+        esac
+    done)
 
     # The critics of the first seed: best-of-N on a part of the test tasks, pair accuracy, correlation with returns
     seed=${seeds%% *}
