@@ -2,7 +2,7 @@
 # From a bare machine to the table: bash run.sh [SEED]
 # Makes .venv, then tasks, offline dialogues of the shipped base model (tests/tiny), the critic, the policies (SWEET,
 # multi-turn DPO, rejection fine-tuning), dialogues of each on test tasks, and the evaluation. A second call resumes.
-# The sizes can be set from outside, for a quick look: TRAIN_TASKS=40 TEST_TASKS=20 bash run.sh
+# OUT (out), ROUNDS (8) and sizes can be set from outside; for a quick look: TRAIN_TASKS=40 TEST_TASKS=20 bash run.sh
 #
 # Over seeds: bash run.sh --study [SEED …]   (0 1 2 3 4; results in out/study; a second call resumes)
 # The same chain for every seed on 500 test tasks, about 15 minutes of one core a seed; then SWEET with other critics
@@ -12,7 +12,7 @@ set -euo pipefail
 cd "$(dirname "$0")"
 . tests/setup.sh
 setup_environment requirements.txt
-export py=.venv/bin/python seed out
+export py=.venv/bin/python seed out results=${OUT:-out}/study
 
 # Run a command, its output in a log; show where it failed, and how long it took.
 step() {
@@ -30,7 +30,7 @@ step() {
 # ---------------------------------------------------------------------------------------------------------------------
 # the chain; its settings are those that tests/tune.sh found best on validation tasks, of eight for each method
 
-rollout="02_rollout.py --simulator rules --max-rounds 8 --max-new-tokens 160"
+rollout="02_rollout.py --simulator rules --max-rounds ${ROUNDS:-8} --max-new-tokens 160"
 export rollout
 tasks() {                                                            # SPLIT NUMBER SEED
     step "tasks-$1" $py 01_generate_tasks.py --split "$1" --num-tasks "$2" --seed "$3" --out "$out/$1.jsonl"
@@ -77,14 +77,14 @@ other() {                                                            # SWEET wit
     policy "sweet-$1" sweet --critic "$out/critic-$1" $(candidates)
 }
 one_seed() {
-    seed=$1 out=out/study/seed$1
+    seed=$1 out=$results/seed$1
     data $py
     baselines
     sweet
     touch "$out/chain-done"
 }
 row() {                                                              # SEED NAME
-    seed=$1 out=out/study/seed$1
+    seed=$1 out=$results/seed$1
     local n=${2#n}
     until [ -e "$out/chain-done" ]; do sleep 5; done
     case $2 in
@@ -108,8 +108,8 @@ export -f step tasks data train critic evaluate policy sweet baselines candidate
 
 report() {                                                           # FOLDER NAME…
     local files=() name
-    for name in "${@:2}"; do files+=("$name=$(printf "out/study/seed%s/$name.jsonl\n" $seeds | paste -sd,)"); done
-    $py 05_evaluate.py "${files[@]}" --baseline mtdpo --costs --overwrite --out "out/study/$1-${seeds// /-}"
+    for name in "${@:2}"; do files+=("$name=$(printf "$results/seed%s/$name.jsonl\n" $seeds | paste -sd,)"); done
+    $py 05_evaluate.py "${files[@]}" --baseline mtdpo --costs --overwrite --out "$results/$1-${seeds// /-}"
 }
 study() {
     local seeds=${*:-0 1 2 3 4} rows=${ROWS-oracle tokens no-c no-norm regression n200 n800} name n
@@ -133,7 +133,7 @@ study() {
 
     # The critics of the first seed: best-of-N on a part of the test tasks, pair accuracy, correlation with returns
     seed=${seeds%% *}
-    out=out/study/seed$seed
+    out=$results/seed$seed
     critic critic-value --head value
     mkdir -p "$out/few"
     head -n "${FEW_TASKS:-200}" "$out/test.jsonl" > "$out/few/test.jsonl"
