@@ -18,7 +18,7 @@ export py=.venv/bin/python seed out results=${OUT:-out}/study
 step() {
     local name=$1 begin=$SECONDS
     shift
-    if ! "$@" > "$out/$name.log" 2>&1; then
+    if ! "$@" >> "$out/$name.log" 2>&1; then
         tail -n 20 "$out/$name.log" >&2
         echo "failed: $name (whole log: $out/$name.log)" >&2
         return 1
@@ -35,14 +35,14 @@ export rollout
 tasks() {                                                            # SPLIT NUMBER SEED
     step "tasks-$1" $py 01_generate_tasks.py --split "$1" --num-tasks "$2" --seed "$3" --out "$out/$1.jsonl"
 }
-data() {                                                             # what starts the rollouts: python, or torchrun
+data() {
     mkdir -p "$out"
     tasks train "${TRAIN_TASKS:-800}" "$seed"
     tasks test "${TEST_TASKS:-300}" 1000
-    step rollout-offline "$@" $rollout --tasks "$out/train.jsonl" --agent tests/tiny --samples 4 --seed "$seed" \
+    step rollout-offline ${ranks:-$py} $rollout --tasks "$out/train.jsonl" --agent tests/tiny --samples 4 --seed "$seed" \
         --out "$out/offline.jsonl"
 }
-train() { $py "0$1" --trajectories "$out/offline.jsonl" --model tests/tiny --seed "$seed" "${@:2}"; }
+train() { ${ranks:-$py} "0$1" --trajectories "$out/offline.jsonl" --model tests/tiny --seed "$seed" "${@:2}"; }
 critic() { step "$1" train 3_train_critic.py --beta 1 --lr 3e-4 --epochs 2 --out "$out/$1" "${@:2}"; }
 evaluate() {                                                         # NAME MODEL
     step "rollout-$1" $py $rollout --tasks "$out/test.jsonl" --agent "$2" --samples "${SAMPLES:-2}" --seed "$seed" \
@@ -58,10 +58,7 @@ policy() {                                                           # NAME METH
     step "$1" train 4_train_policy.py --method "$2" $settings --out "$out/$1" "${@:3}"
     evaluate "$1" "$out/$1"
 }
-sweet() {
-    critic critic
-    policy sweet sweet --critic "$out/critic"
-}
+sweet() { policy sweet sweet --critic "$out/critic"; }
 baselines() {
     evaluate base tests/tiny
     policy rft rft
@@ -78,8 +75,9 @@ other() {                                                            # SWEET wit
 }
 one_seed() {
     seed=$1 out=$results/seed$1
-    data $py
+    data
     baselines
+    critic critic
     sweet
     touch "$out/chain-done"
 }
@@ -154,8 +152,11 @@ else
     out=${OUT:-out}
     [ "$seed" = 0 ] || out=$out/seed$seed
     echo "seed $seed, results in $out"
-    data .venv/bin/torchrun --standalone --nproc-per-node 2
-    # Two processes of one thread each share the two cores.
+    # Two ranks of one thread each, then two processes, share the two cores.
+    ranks=".venv/bin/torchrun --standalone --nproc-per-node 2"
+    data
+    critic critic
+    ranks=
     sweet & first=$!
     baselines & second=$!
     wait $first
