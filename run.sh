@@ -111,7 +111,7 @@ report() {                                                           # FOLDER NA
 }
 study() {
     local seeds=${*:-0 1 2 3 4} rows=${ROWS-oracle tokens no-c no-norm regression n200 n800} name n
-    local kinds="critic critic-no-c critic-no-norm critic-regression"
+    local kinds=critic
     export TEST_TASKS=${TEST_TASKS:-500} SAMPLES=1
     {
         printf 'one_seed %s\n' $seeds
@@ -132,6 +132,9 @@ study() {
     # The critics of the first seed: best-of-N on a part of the test tasks, pair accuracy, correlation with returns
     seed=${seeds%% *}
     out=$results/seed$seed
+    for name in no-c no-norm regression; do                          # those among the rows
+        case " $rows " in *" $name "*) kinds+=" critic-$name" ;; esac
+    done
     critic critic-value --head value
     mkdir -p "$out/few"
     head -n "${FEW_TASKS:-200}" "$out/test.jsonl" > "$out/few/test.jsonl"
