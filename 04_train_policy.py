@@ -168,8 +168,8 @@ def candidate_pairs(row, pairs_per_turn, rng):
 
 
 def print_kinds(rows, pairs):
-    """What the candidates of template tasks are, how they rank (0 the worst of a turn, 1 the best) and how often they are
-    chosen and rejected, before and after all that matters is known: a collapse shows here before it is trained."""
+    """What the candidates of template tasks are, how they rank (0 the worst of a turn, 1 the best) and how often they
+    are chosen and rejected, before and after all that matters is known: a collapse shows here before it is trained."""
     if any("facts" not in row["task"] for row in rows):
         return
     found = {}                                                       # (known, kind): [number, ranks, chosen, rejected]
@@ -179,12 +179,10 @@ def print_kinds(rows, pairs):
         return found.setdefault((known, common.action_kind(row["task"], row["history"], text)), [0, 0.0, 0, 0])
 
     for row in rows:
-        own = row["advantages"]
-        for candidate, advantage in zip(row["candidates"], own):
-            below, equal = sum(other < advantage for other in own), own.count(advantage) - 1
+        for candidate, rank in zip(row["candidates"], common.average_ranks(row["advantages"])):
             counts = entry(row, candidate["text"])
             counts[0] += 1
-            counts[1] += (below + equal / 2) / max(1, len(own) - 1)
+            counts[1] += rank / max(1, len(row["candidates"]) - 1)
     for pair in pairs:
         for index, side in ((2, "chosen"), (3, "rejected")):
             entry(pair, pair[side]["text"])[index] += 1
@@ -280,7 +278,8 @@ def parse_args(argv=None):
     parser.add_argument("--data-frac", type=float, default=0.1, help="share of the trajectories whose turns are used")
     parser.add_argument("--num-candidates", type=common.positive_int, default=16, help="actions sampled a turn")
     parser.add_argument("--candidates", metavar="FILE",
-                        help="candidates.jsonl of another run of the same model, seed and trajectories; None: sample them")
+                        help="candidates.jsonl of another run of the same model, seed and trajectories; None: sample "
+                        "them")
     parser.add_argument("--pairs-per-turn", type=common.positive_int, default=4, help="DPO pairs a turn")
     parser.add_argument("--published-ranking", action="store_true",
                         help="rank as the published code does: subtract the "

@@ -106,8 +106,8 @@ def success(trajectory):
 
 
 def paired_difference(trajectories, baseline):
-    """{"difference", "ci95", "n", what over_runs says} of success over the tasks that both have, run by run; None without common
-    tasks or with another number of runs."""
+    """{"difference", "ci95", "n", what over_runs says} of success over the tasks that both have, run by run; None
+    without common tasks or with another number of runs."""
     ours, theirs = run_means(trajectories, success), run_means(baseline, success)
     tasks = sorted(set.intersection(*map(set, ours + theirs)))
     if not tasks or len(ours) != len(theirs):
@@ -362,11 +362,11 @@ def total_costs(records):
     return totals | {"peak_memory_mb": max((record["peak_memory_mb"] for record in records), default=0)}
 
 
-def compare_costs(runs):
+def compare_costs(paths):
     """{name: totals, "outputs" counted, "not_counted", "shared" (what is part of every method that costs anything) and
-    "evaluation" (the rollout itself)} of {name: [trajectory file of each run]}; of several runs the first."""
+    "evaluation" (the rollout itself)} of {name: trajectory file}."""
     found, evaluations = {}, {}
-    for name, (path, *_) in runs.items():
+    for name, path in paths.items():
         args, evaluations[name] = read_record(path, "args").get("args", {}), read_record(path, "costs")
         for kind, there in (("args", "agent" in args), ("costs", evaluations[name])):
             if not there:
@@ -438,15 +438,9 @@ def print_gates(trajectories, name, device):
 # ---------------------------------------------------------------------------------------------------------------------
 # critics: held-out pair accuracy, and rank correlation with Monte-Carlo returns
 
-def average_ranks(values):
-    """Ranks from 0, equal values sharing the mean of theirs: [3, 1, 3] -> [1.5, 0, 1.5]."""
-    values = np.asarray(values)
-    return np.array([(values < v).sum() + ((values == v).sum() - 1) / 2 for v in values])
-
-
 def rank_correlation(a, b):
     """Spearman's; None where one side is all equal."""
-    a, b = (average_ranks(values) - (len(values) - 1) / 2 for values in (a, b))
+    a, b = (np.array(common.average_ranks(values)) - (len(values) - 1) / 2 for values in (a, b))
     scale = np.sqrt((a * a).sum() * (b * b).sum())
     return float((a * b).sum() / scale) if scale else None
 
@@ -596,7 +590,7 @@ def main(argv=None):
     paths = [path for own in runs.values() for path in own]
     files = {name: read_runs(own) for name, own in runs.items()}
     places = {name: curve_place(name, runs[name][0], files[name]) for name in files}
-    costs = compare_costs(runs) if args.costs else {}
+    costs = compare_costs({name: own[0] for name, own in runs.items()}) if args.costs else {}
     out = pathlib.Path(args.out)
     critics = [argument.partition("=")[2] for argument in args.critics or []]
     if common.claim_output(args, out, [*paths, args.gates, args.policy, *critics], folder=True):

@@ -851,6 +851,11 @@ def score_actions(critic, tokenizer, states, max_tokens, device, no_tree=False, 
     return scores
 
 
+def average_ranks(values):
+    """Ranks from 0, equal values sharing the mean of theirs: [3, 1, 3] -> [1.5, 0.0, 1.5]."""
+    return [sum(other < value for other in values) + (values.count(value) - 1) / 2 for value in values]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # training state
 

@@ -6,8 +6,8 @@
 #
 # Over seeds: bash run.sh --study [SEED …]   (0 1 2 3 4; results in out/study; a second call resumes)
 # The same chain for every seed on 500 test tasks, about 15 minutes of one core a seed; then SWEET with other critics
-# and with the oracle, multi-turn DPO with as many trained tokens as SWEET, and both methods on less data, about 30
-# minutes of one core a seed; at last the first seed's critics compared. ROWS= (empty) stops after the chain.
+# and with the oracle, multi-turn DPO with as many trained tokens as SWEET, and both methods on less data, an estimated
+# 30 minutes of one core a seed; at last the first seed's critics compared. ROWS= (empty) stops after the chain.
 set -euo pipefail
 cd "$(dirname "$0")"
 . tests/setup.sh
@@ -39,8 +39,8 @@ data() {
     mkdir -p "$out"
     tasks train "${TRAIN_TASKS:-800}" "$seed"
     tasks test "${TEST_TASKS:-300}" 1000
-    step rollout-offline ${ranks:-$py} $rollout --tasks "$out/train.jsonl" --agent tests/tiny --samples 4 --seed "$seed" \
-        --out "$out/offline.jsonl"
+    step rollout-offline ${ranks:-$py} $rollout --tasks "$out/train.jsonl" --agent tests/tiny --samples 4 \
+        --seed "$seed" --out "$out/offline.jsonl"
 }
 train() { ${ranks:-$py} "0$1" --trajectories "$out/offline.jsonl" --model tests/tiny --seed "$seed" "${@:2}"; }
 critic() { step "$1" train 3_train_critic.py --beta 1 --lr 3e-4 --epochs 2 --out "$out/$1" "${@:2}"; }

@@ -232,7 +232,7 @@ def test_method_costs_count_every_output_once(tmp_path, monkeypatch):
 def test_costs_of_methods_what_they_share_and_the_evaluation_apart(tmp_path, monkeypatch):
     pipeline(tmp_path)
     monkeypatch.chdir(tmp_path)
-    costs = evaluate.compare_costs({name: [f"out/{name}.jsonl"] for name in ("base", "rft", "sweet", "best")})
+    costs = evaluate.compare_costs({name: f"out/{name}.jsonl" for name in ("base", "rft", "sweet", "best")})
     assert [costs[name]["wall_s"] for name in costs] == [0, 84, 216, 186]
     assert [costs[name]["peak_memory_mb"] for name in costs] == [0, 1200, 900, 900]
     assert costs["rft"]["shared"] == {"wall_s": 66, "trained_tokens": 0, "generated_tokens": 500_000, "flops": 1e15,
@@ -240,7 +240,7 @@ def test_costs_of_methods_what_they_share_and_the_evaluation_apart(tmp_path, mon
     assert costs["base"]["shared"]["outputs"] == [] and costs["base"]["not_counted"] == ["base"]
     assert costs["sweet"]["evaluation"] == {"wall_s": 12, "trained_tokens": 0, "generated_tokens": 40_000,
                                             "flops": 2e14, "peak_memory_mb": 300}
-    judged = evaluate.compare_costs({"judged": ["out/judged.jsonl"]})["judged"]
+    judged = evaluate.compare_costs({"judged": "out/judged.jsonl"})["judged"]
     assert judged["wall_s"] == 84 and sorted(judged["not_counted"]) == ["base", "hub/name"]
     del costs["best"]
     assert evaluate.cost_table(costs) == [
@@ -255,7 +255,7 @@ def test_costs_of_methods_what_they_share_and_the_evaluation_apart(tmp_path, mon
         "sweet                         0.2      0.000        0.040      0.200       300",
         "shared, included in every method that costs anything: out/offline.jsonl, out/train.jsonl",
         "not counted: base"]
-    alone = evaluate.cost_table(evaluate.compare_costs({"sweet": ["out/sweet.jsonl"]}))
+    alone = evaluate.cost_table(evaluate.compare_costs({"sweet": "out/sweet.jsonl"}))
     assert not any("shared" in line for line in alone) and alone[-1] == "not counted: base"
 
 
@@ -316,7 +316,7 @@ def test_bad_arguments_end_with_status_2(tmp_path, arguments):
 # --- critics
 
 def test_ranks_and_their_correlation_by_hand():
-    assert evaluate.average_ranks([3, 1, 3, 0]).tolist() == [2.5, 1, 2.5, 0]
+    assert common.average_ranks([3, 1, 3, 0]) == [2.5, 1, 2.5, 0]
     assert evaluate.rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
     assert evaluate.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
     assert evaluate.rank_correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
