@@ -31,6 +31,19 @@ def verdicts(scorer, answer, task=TASK):
     return scorer.score([(task, answer)])[0].tests
 
 
+def test_a_time_limit_gets_a_second_chance(scorer):
+    class Busy:                                                     # a machine that pauses the first process it starts
+        runs = 0
+
+        def run(self, code, calls, time_limit_s, imports):
+            self.runs += 1
+            return ([["ok", 9]] * 3 + [["error", "time limit"] if self.runs == 1 else ["ok", 1]], None)
+
+    busy = Busy()
+    assert scorer.run(busy, "", []) == ([["ok", 9]] * 3 + [["ok", 1]], None)
+    assert scorer.run(busy, "", []) and busy.runs == 3              # no time limit, no second run
+
+
 def task_of(reference, *calls):
     return {"ground_truth": reference, "test_cases": {f"test{i}": call for i, call in enumerate(calls or ["f()"])}}
 
