@@ -97,10 +97,10 @@ def test_golden_verdicts(scorer, answer, expected):
     assert verdicts(scorer, answer) == [bool(x) for x in expected]
 
 
-def test_code_that_never_loads_is_given_up_after_one_try(scorer):
+def test_code_that_never_loads_is_given_up_after_two_tries(scorer):
     began = time.monotonic()
     assert verdicts(scorer, "while True: pass\ndef f(n): return n") == [False] * 4
-    assert time.monotonic() - began < 0.5 + sandbox.LOAD_LIMIT_S + 2
+    assert time.monotonic() - began < 2 * (0.5 + sandbox.LOAD_LIMIT_S) + 2
 
 
 # ---- values
