@@ -229,9 +229,8 @@ def sample(model_and_tokenizer, prompts, dialogues, temperature, max_new_tokens,
     """`count` continuations of each prompt, one prompt's after the other's."""
     model, tokenizer = model_and_tokenizer
     randoms = torch.cat([common.uniforms((count, max_new_tokens), *dialogue_key(d, args, who)) for d in dialogues])
-    with common.autocast(model.device, args.dtype):
-        return common.generate(model, [common.encode(tokenizer, prompt) for prompt in prompts], randoms, temperature,
-                               common.stop_ids(model, tokenizer))
+    return common.generate(model, [common.encode(tokenizer, prompt) for prompt in prompts], randoms, temperature,
+                           common.stop_ids(model, tokenizer))
 
 
 def dialogue_key(dialogue, args, who):
@@ -338,7 +337,7 @@ def main(argv=None):
         return
 
     def load(name):
-        return open_server(name) if name.startswith("http") else common.load_model(name, runtime.device)
+        return open_server(name) if name.startswith("http") else common.load_model(name, runtime.device, args.dtype)
 
     agent = None if scripted else load(args.agent)
     if args.best_of > 1 and isinstance(agent, Server):
@@ -351,7 +350,10 @@ def main(argv=None):
         judge = agent if name == args.agent else load(name)
         chooser = functools.partial(judge_choices, tokenizer=agent[1], judge=judge, counts=verdicts, args=args)
     elif args.best_of > 1:
-        critic = args.critic if oracle else common.load_critic(args.critic, agent[1], runtime.device)
+        critic = args.critic
+        if not oracle:
+            critic = common.load_critic(common.read_critic(args.critic, agent[1]),
+                                        common.load_whole(runtime.device, args.dtype))
         chooser = functools.partial(critic_choices, critic=critic, tokenizer=agent[1], device=runtime.device)
     local = [speaker for speaker in (agent, simulator, judge) if speaker and not isinstance(speaker, Server)]
     for model, _ in local:

@@ -29,6 +29,7 @@ one mean over all tokens of the trajectory (`--normalize trajectory`).
         --model meta-llama/Llama-3.1-8B-Instruct --dtype bfloat16 --out critic
 """
 import hashlib
+import math
 import pathlib
 
 import torch
@@ -80,7 +81,7 @@ def trajectory_examples(trajectories, groups, tokenizer, privileged):
 def pair_accuracy(model, examples, ref, args, device):
     """The share of pairs whose chosen trajectory has the higher score; a tie is half right."""
     items = [item for example in examples for item in example]
-    values = common.values_of(model, items, args.max_tokens, device, args.dtype)
+    values = common.values_of(model, items, args.max_tokens, device)
     right = 0.0
     for i, (example, refs) in enumerate(zip(examples, ref)):
         lengths = [common.collate([item]).lengths[0] for item in example]
@@ -96,7 +97,8 @@ def pair_accuracy(model, examples, ref, args, device):
 # Table 5 of the paper, and what it leaves unsaid as the published code sets it
 PRESETS = {name: {"beta": 0.1, "nll_coef": 0.01, "lr": 2e-7, "epochs": epochs, "batch_size": 8, "max_length": 8192,
                   "warmup_frac": 0.03, "final_lr_frac": 0.1, "adam_betas": [0.9, 0.95], "weight_decay": 0.0,
-                  "max_grad_norm": 1.0, "normalize": "turn", "dtype": "bfloat16", "min_gap": min_gap}
+                  "max_grad_norm": 1.0, "normalize": "turn", "dtype": "bfloat16", "activation_checkpointing": True,
+                  "min_gap": min_gap}
            for name, epochs, min_gap in (("paper-backend", 4, None), ("paper-frontend", 8, 0.1))}
 
 
@@ -132,6 +134,12 @@ def parse_args(argv=None):
     parser.add_argument("--max-grad-norm", type=float, default=1.0, help="gradient clipping")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                         help="arithmetic; the parameters stay float32")
+    parser.add_argument("--optimizer", choices=["adamw", "adamw8bit"], default="adamw",
+                        help="adamw8bit: its state in 8 bits (needs torchao)")
+    parser.add_argument("--activation-checkpointing", action="store_true",
+                        help="compute each layer again in the backward pass: less memory, a third more time")
+    parser.add_argument("--replicate", type=common.positive_int, default=1,
+                        help="groups of ranks that each hold the whole model (1: it is split over all ranks)")
     parser.add_argument("--seed", type=int, default=0, help="seed of order and samples")
     parser.add_argument("--save-every", type=common.positive_int, default=200, help="steps between saved states")
     parser.add_argument("--log-every", type=common.positive_int, default=10, help="steps between log lines")
@@ -154,7 +162,7 @@ def main(argv=None):
         return
     common.fill_rewards(trajectories, args.unsafe_scorer)
     pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap)
-    model, tokenizer = common.load_model(args.model, runtime.device)
+    tokenizer = common.load_tokenizer(args.model)
     held = [is_held_out(trajectory["task_id"], args.held_out_frac) for trajectory in trajectories]
     train, test = ([pair for pair in pairs if held[pair[0]] == side] for side in (False, True))
     common.say(f"{len(train):,} trajectory pairs to train on, {len(test):,} of other tasks held out")
@@ -169,47 +177,45 @@ def main(argv=None):
         return
     costs = common.Costs(args.out, runtime.device, folder=True)
     batches = common.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
+    steps_an_epoch = math.ceil(len(examples) / args.batch_size)
     common.say(f"{len(examples):,} examples, {len(batches):,} steps of {args.batch_size}")
     common.show_samples(tokenizer, [item for example in examples[:1] for item in example])
 
     # The reference is the critic before its first update; its log-probabilities are computed once, by the same function
-    if args.head != "lm":
-        common.add_head(model)
+    model = common.load_sharded(args.model, runtime, args, head=args.head != "lm")
     ref = common.reference_values(args.out, model, examples + held_out, args, runtime)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay)
-    first = common.load_state(args.out, model, optimizer, runtime.device)
+    optimizer = common.adamw(model, args)
+    states = common.States(args.out, model, optimizer)
+    first = states.load()
     log = common.StepLog(args.out, first, len(batches), args.log_every)
     model.train()
     for step in range(first, len(batches)):
-        batch_examples = batches[step]
-        mine = batch_examples[runtime.rank::runtime.world_size]
+        torch.manual_seed(args.seed * len(batches) + step)          # for models with dropout: a resumed run draws the same
         sums = torch.zeros(6, dtype=torch.float64)
-        for start in range(0, len(mine), args.micro_batch_size):
-            micro = mine[start:start + args.micro_batch_size]
+        for micro, weights in common.rank_batches(batches[step], args.micro_batch_size, runtime):
+            shares = weights / len(batches[step])                                       # (B,)
             batch = common.collate([item for i in micro for item in examples[i]], runtime.device)
-            with common.autocast(runtime.device, args.dtype):
-                values = common.turn_values(model, batch)                               # (2B, M) chosen, rejected, …
+            values = model.turn_values(batch)                                           # (2B, M) chosen, rejected, …
             if args.head == "value":
                 labels = torch.tensor([float(trajectories[train[i][0]]["reward"] == 1) for i in micro],
                                       device=runtime.device)                            # (B,)
-                loss = value_losses(values, labels, batch.lengths).sum() / len(batch_examples)
-                right = ((last_values(values, batch.lengths) > 0) == (labels > 0)).sum()
-                sums[1] += right.item() / len(batch_examples)
+                loss = (value_losses(values, labels, batch.lengths) * shares).sum()
+                right = (last_values(values, batch.lengths) > 0) == (labels > 0)
+                sums[1] += (right * shares).sum().item()
             else:
                 ref_values = torch.nn.utils.rnn.pad_sequence([ref[i][side] for i in micro for side in (0, 1)],
                                                              batch_first=True).to(runtime.device)     # (2B, M)
                 scores = common.turn_advantages(values, ref_values, batch.lengths, args.normalize).sum(1)      # (2B,)
                 losses, chosen_rewards, rejected_rewards = bradley_terry_loss(scores[0::2], scores[1::2], args.beta)
                 nll = -values[0::2].sum(1) / batch.lengths[0::2].sum(1)                 # (B,) mean over chosen tokens
-                loss = (losses + args.nll_coef * nll).sum() / len(batch_examples)
+                loss = ((losses + args.nll_coef * nll) * shares).sum()
                 margin = chosen_rewards - rejected_rewards
-                sums[1:5] += torch.stack([(margin > 0).sum(), margin.sum(), chosen_rewards.sum(),
-                                          nll.sum()]).detach().double().cpu() / len(batch_examples)
-            loss.backward()
+                sums[1:5] += (torch.stack([margin > 0, margin, chosen_rewards, nll]) * shares).sum(1).detach().cpu()
+            (loss * runtime.world_size).backward()                  # FSDP takes the ranks' mean, the batch is their sum
             sums[0] += loss.item()
-            sums[5] += sum(len(row.ids) for i in micro for item in examples[i] for row in item)
-        common.reduce_gradients(model)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item()
+            sums[5] += sum(len(row.ids) for i, weight in zip(micro, weights) if weight
+                           for item in examples[i] for row in item)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).full_tensor().item()
         lr = common.learning_rate(step, len(batches), args.lr, args.warmup_frac, args.final_lr_frac)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -218,9 +224,10 @@ def main(argv=None):
         loss, accuracy, margin, chosen_reward, nll, num_tokens = common.reduce_sums(sums.tolist(), runtime.device)
         preferences = {} if args.head == "value" else {"margin": margin, "chosen": chosen_reward, "nll": nll}
         log.step(step + 1, num_tokens, loss=loss, acc=accuracy, **preferences, lr=lr, gnorm=grad_norm)
-        if (step + 1) % args.save_every == 0:
-            common.save_state(args.out, step + 1, model, optimizer)
+        if (step + 1) % args.save_every == 0 or (step + 1) % steps_an_epoch == 0:
+            states.save(step + 1)
             costs.record([common.work_of(model)], log.total_tokens)
+    states.wait()
 
     accuracy = pair_accuracy(model, held_out, ref[len(examples):], args, runtime.device) if held_out else None
     common.say(f"held-out pair accuracy: {accuracy:.3f} on {len(held_out)} pairs of tasks that were not trained on"

@@ -22,6 +22,9 @@ Differs from the paper: nothing in the method. Differs from the published code: 
     torchrun --nproc-per-node 8 04_train_policy.py --method sweet --trajectories trajectories.jsonl \\
         --model meta-llama/Llama-3.1-8B-Instruct --critic critic --dtype bfloat16 --out policy
 """
+import functools
+import gc
+import math
 import pathlib
 import random
 
@@ -42,10 +45,14 @@ def dpo_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps,
     return -F.logsigmoid(chosen_rewards - rejected_rewards), chosen_rewards, rejected_rewards
 
 
-def sides(values, method):
-    """Chosen and rejected, each (B,), of a batch's values per turn: (2B, M) for trajectories, (B, 2) for actions."""
-    values = values.flatten() if method == "sweet" else values.sum(1)                             # (2B,)
-    return values[0::2], values[1::2]
+def sides(values, pairs=None):
+    """Chosen and rejected, each (P,), of a batch's values per turn: of trajectories (2P, M) the sums; of actions (B, M)
+    those that `pairs` name, [(chosen, rejected), …] for each row."""
+    if pairs is None:
+        return values.sum(1)[0::2], values.sum(1)[1::2]
+    rows = [row for row, own in enumerate(pairs) for _ in own]
+    chosen, rejected = zip(*(pair for own in pairs for pair in own))
+    return values[rows, list(chosen)], values[rows, list(rejected)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,8 +127,7 @@ def sample_candidates(states, model, tokenizer, args):
     randoms = torch.cat([common.uniforms((args.num_candidates, args.max_new_tokens), *key) for key in keys])
     ids = [common.encode(tokenizer, prompt) for prompt in prompts]
     stops = common.stop_ids(model, tokenizer)
-    with common.autocast(model.device, args.dtype):
-        actions = common.generate(model, ids, randoms, args.temperature, stops)
+    actions = common.generate(model, ids, randoms, args.temperature, stops)
     rows = []
     for s, ((trajectory, number, i), prompt) in enumerate(zip(states, prompts)):
         history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"][:i]]
@@ -131,6 +137,31 @@ def sample_candidates(states, model, tokenizer, args):
                      "candidates": [{"text": tokenizer.decode(a, skip_special_tokens=True), "ids": a,
                                      "ended": a[-1] in stops} for a in own]})
     return rows
+
+
+def candidates_phase(path, states, tokenizer, args, runtime, works):
+    """Rows of candidates.jsonl. Every rank holds the whole policy, and samples for other states than the others."""
+    per_block = max(1, args.concurrency // args.num_candidates)
+    blocks = [states[i:i + per_block] for i in range(0, len(states), per_block)]
+    model = None
+    if not path.exists():
+        model = common.load_model(args.model, runtime.device, args.dtype)[0].eval()
+        works.append(common.work_of(model))
+    return common.map_blocks(path, blocks, lambda block, _: sample_candidates(block, model, tokenizer, args), runtime,
+                             "state")
+
+
+def scores_phase(path, rows, critic, tokenizer, args, runtime, works):
+    """Rows of scored.jsonl. Critic and reference are split over the ranks, which score every block together."""
+    sampler = None
+    if critic != "oracle" and not path.exists():
+        load = functools.partial(common.load_sharded, runtime=runtime, args=args)
+        critic = common.load_critic(critic, lambda name, head: load(name, head=head))
+        sampler = load(args.model).eval() if args.published_ranking else None
+        works += [common.work_of(model) for model in (critic["model"], critic["reference"], sampler) if model]
+    blocks = [rows[i:i + 64] for i in range(0, len(rows), 64)]
+    return common.map_blocks(path, blocks, lambda block, _: score_candidates(
+        block, critic, tokenizer, args, runtime.device, sampler), runtime, "state", together=True)
 
 
 def read_candidates(path, states, num_candidates):
@@ -218,22 +249,19 @@ def trajectory_pair_examples(trajectories, tokenizer, args):
     return [(items[chosen], items[rejected]) for chosen, rejected in pairs]
 
 
-def sweet_examples(trajectories, model, tokenizer, critic, args, runtime):
-    """Run the three phases (or read what an earlier run left of them) and return the DPO pairs."""
+def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
+    """Run the three phases (or read what an earlier run left of them). Returns the examples and, for each, its pairs
+    [(chosen, rejected), …] as numbers of the example's actions. A phase has its models for itself."""
     out = pathlib.Path(args.out)
     states = sample_states(trajectories, args.data_frac, args.seed)
     common.say(f"{len(states):,} agent turns of {args.data_frac:.0%} of the trajectories")
     if args.candidates:
         rows = read_candidates(args.candidates, states, args.num_candidates)
     else:
-        per_block = max(1, args.concurrency // args.num_candidates)
-        blocks = [states[i:i + per_block] for i in range(0, len(states), per_block)]
-        model.eval()
-        rows = common.map_blocks(out / "candidates.jsonl", blocks,
-                                 lambda block, _: sample_candidates(block, model, tokenizer, args), runtime, "state")
-    blocks = [rows[i:i + 64] for i in range(0, len(rows), 64)]
-    rows = common.map_blocks(out / "scored.jsonl", blocks, lambda block, _: score_candidates(
-        block, critic, tokenizer, args, runtime.device, model if args.published_ranking else None), runtime, "state")
+        rows = candidates_phase(out / "candidates.jsonl", states, tokenizer, args, runtime, works)
+    gc.collect()                                                    # a phase's models go before the next phase's come
+    rows = scores_phase(out / "scored.jsonl", rows, critic, tokenizer, args, runtime, works)
+    gc.collect()
 
     rng = random.Random(args.seed)
     kept = "task_id", "sample", "turn", "prompt", "task", "history"
@@ -248,8 +276,18 @@ def sweet_examples(trajectories, model, tokenizer, critic, args, runtime):
         common.write_jsonl(out / "pairs.jsonl", [{key: value for key, value in pair.items()
                                                   if key not in ("task", "history")} for pair in pairs])
     print_kinds(rows, pairs)
-    return [(common.candidate_rows(tokenizer, pair["prompt"], [pair["chosen"]["ids"], pair["rejected"]["ids"]],
-                                   args.no_tree),) for pair in pairs]
+    # An example is a pair, or with --pairs-together all pairs of a turn: a tree of its prompt and their actions
+    groups = {}
+    for number, pair in enumerate(pairs):
+        key = (pair["task_id"], pair["sample"], pair["turn"]) if args.pairs_together else number
+        groups.setdefault(key, []).append(pair)
+    examples, places = [], []
+    for group in groups.values():
+        actions = list(dict.fromkeys(tuple(pair[side]["ids"]) for pair in group for side in ("chosen", "rejected")))
+        examples.append((common.candidate_rows(tokenizer, group[0]["prompt"], actions, args.no_tree),))
+        places.append([tuple(actions.index(tuple(pair[side]["ids"])) for side in ("chosen", "rejected"))
+                       for pair in group])
+    return examples, places
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -258,8 +296,7 @@ def sweet_examples(trajectories, model, tokenizer, critic, args, runtime):
 PRESETS = {name: {"beta": 0.1, "nll_coef": 0.01, "lr": 2e-7, "data_frac": 0.1, "num_candidates": 16,
                   "pairs_per_turn": 4, "temperature": 1.0, "max_new_tokens": 1024, "max_length": 16384,
                   "warmup_frac": 0.03, "final_lr_frac": 0.1, "adam_betas": [0.9, 0.95], "weight_decay": 0.0,
-                  "max_grad_norm": 1.0,
-                  "dtype": "bfloat16", "min_gap": min_gap}
+                  "max_grad_norm": 1.0, "dtype": "bfloat16", "activation_checkpointing": True, "min_gap": min_gap}
            for name, min_gap in (("paper-backend", None), ("paper-frontend", 0.1))}
 
 
@@ -299,6 +336,8 @@ def parse_args(argv=None):
     parser.add_argument("--max-steps", type=common.positive_int, help="stop (and end the schedule) after so many steps")
     parser.add_argument("--max-length", type=common.positive_int, default=16384, help="drop longer rows (tokens)")
     parser.add_argument("--max-tokens", type=common.positive_int, default=16384, help="tokens a pass without gradients")
+    parser.add_argument("--pairs-together", action="store_true",
+                        help="keep the pairs of a turn in one batch, where they share the prompt (faster)")
     parser.add_argument("--no-tree", action="store_true", help="give every candidate a prompt of its own (slower)")
     parser.add_argument("--warmup-frac", type=float, default=0.03,
                         help="share of the steps with a rising learning rate")
@@ -309,6 +348,12 @@ def parse_args(argv=None):
     parser.add_argument("--max-grad-norm", type=float, default=1.0, help="gradient clipping")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                         help="arithmetic; the parameters stay float32")
+    parser.add_argument("--optimizer", choices=["adamw", "adamw8bit"], default="adamw",
+                        help="adamw8bit: its state in 8 bits (needs torchao)")
+    parser.add_argument("--activation-checkpointing", action="store_true",
+                        help="compute each layer again in the backward pass: less memory, a third more time")
+    parser.add_argument("--replicate", type=common.positive_int, default=1,
+                        help="groups of ranks that each hold the whole model (1: it is split over all ranks)")
     parser.add_argument("--seed", type=int, default=0, help="seed of order and samples")
     parser.add_argument("--save-every", type=common.positive_int, default=200, help="steps between saved states")
     parser.add_argument("--log-every", type=common.positive_int, default=10, help="steps between log lines")
@@ -317,8 +362,8 @@ def parse_args(argv=None):
     common.add_overwrite(parser)
     common.set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
-    if (args.published_ranking or args.candidates) and args.method != "sweet":
-        parser.error("--published-ranking and --candidates go with --method sweet")
+    if (args.published_ranking or args.candidates or args.pairs_together) and args.method != "sweet":
+        parser.error("--published-ranking, --candidates and --pairs-together go with --method sweet")
     if (args.method == "sweet") != (args.critic is not None):
         parser.error("--critic DIR goes with --method sweet, and sweet needs it")
     args.epochs = args.epochs or (1 if args.method == "sweet" else 8 if args.preset == "paper-frontend" else 4)
@@ -338,68 +383,74 @@ def main(argv=None):
         return
     if args.method in ("rft", "mtdpo"):
         common.fill_rewards(trajectories, args.unsafe_scorer)
-    if args.model == "tiny" and args.method == "sft":
+    fresh = args.model == "tiny" and args.method == "sft"
+    if fresh:
         model, tokenizer = tiny_model([vocabulary_text(trajectory) for trajectory in trajectories])
-        model.to(runtime.device)
     else:
-        model, tokenizer = common.load_model(args.model, runtime.device)
+        tokenizer = common.load_tokenizer(args.model)
+    places = None                                                                       # of pairs in their examples
     if args.method == "sweet":
-        critic = args.critic if oracle else common.load_critic(args.critic, tokenizer, runtime.device)
+        critic = args.critic if oracle else common.read_critic(args.critic, tokenizer)
     else:
         build = trajectory_pair_examples if args.method == "mtdpo" else likelihood_examples
         examples = build(trajectories, tokenizer, args)
         examples = [examples[i] for i in common.drop_long(examples, args)]
     if common.claim_output(args, args.out, inputs, folder=True):
         return
-    costs, works = common.Costs(args.out, runtime.device, folder=True), [common.work_of(model)]
+    costs, works = common.Costs(args.out, runtime.device, folder=True), []
     if args.method == "sweet":
-        examples = sweet_examples(trajectories, model, tokenizer, critic, args, runtime)
-        examples = [examples[i] for i in common.drop_long(examples, args)]
-        if not oracle:
-            works += [common.work_of(critic[name]) for name in ("model", "reference") if critic[name]]
+        examples, places = sweet_examples(trajectories, tokenizer, critic, args, runtime, works)
+        kept = common.drop_long(examples, args)
+        examples, places = [examples[i] for i in kept], [places[i] for i in kept]
         costs.record(works)
-        del critic
-    batches = common.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
-    common.say(f"{len(examples):,} examples, {len(batches):,} steps of {args.batch_size}")
+    pairs_an_example = args.pairs_per_turn if args.pairs_together else 1
+    batch_size = max(1, args.batch_size // pairs_an_example)
+    batches = common.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
+    steps_an_epoch = math.ceil(len(examples) / batch_size)
+    common.say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
     common.show_samples(tokenizer, [item for example in examples[:1] for item in example])
 
     # The reference is the policy before its first update; its log-probabilities are computed once, by the same function
+    if fresh:
+        common.shard(model.to(runtime.device), runtime, args)
+    else:
+        model = common.load_sharded(args.model, runtime, args)
+    works.append(common.work_of(model))
     is_dpo = args.method in ("sweet", "mtdpo")
     if is_dpo:
-        ref = common.reference_values(args.out, model, examples, args, runtime)
-        ref = [torch.nn.utils.rnn.pad_sequence(logps, batch_first=True) for logps in ref]
-        ref = torch.stack([torch.cat(sides(logps, args.method)) for logps in ref])      # (examples, 2)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay)
-    first = common.load_state(args.out, model, optimizer, runtime.device)
+        ref = [torch.stack(sides(torch.nn.utils.rnn.pad_sequence(values, batch_first=True), places and [places[i]]), 1)
+               for i, values in enumerate(common.reference_values(args.out, model, examples, args, runtime))]    # (P, 2)
+    optimizer = common.adamw(model, args)
+    states = common.States(args.out, model, optimizer)
+    first = states.load()
     log = common.StepLog(args.out, first, len(batches), args.log_every)
     model.train()
     for step in range(first, len(batches)):
-        batch_examples = batches[step]
-        mine = batch_examples[runtime.rank::runtime.world_size]
-        batch_tokens = sum(turn >= 0 for i in batch_examples for row in examples[i][0] for turn in row.turns)
+        torch.manual_seed(args.seed * len(batches) + step)          # for models with dropout: a resumed run draws the same
+        num_pairs = sum(len(places[i]) if places else 1 for i in batches[step])
+        num_tokens = sum(turn >= 0 for i in batches[step] for row in examples[i][0] for turn in row.turns)
         sums = torch.zeros(6, dtype=torch.float64)
-        for start in range(0, len(mine), args.micro_batch_size):
-            micro = mine[start:start + args.micro_batch_size]
+        for micro, weights in common.rank_batches(batches[step], args.micro_batch_size, runtime):
             batch = common.collate([item for i in micro for item in examples[i]], runtime.device)
-            with common.autocast(runtime.device, args.dtype):
-                logps = common.turn_logps(model, batch)                                 # per turn, see `sides`
+            logps = model.turn_values(batch)                                            # per turn, see `sides`
             if is_dpo:
-                chosen, rejected = sides(logps, args.method)                            # (B,)
-                ref_chosen, ref_rejected = ref[micro].to(runtime.device).T              # (B,)
+                pairs = places and [places[i] for i in micro]
+                shares = torch.cat([weight.expand(len(ref[i])) for i, weight in zip(micro, weights)]) / num_pairs  # (P,)
+                chosen, rejected = sides(logps, pairs)                                  # (P,)
+                ref_chosen, ref_rejected = torch.cat([ref[i] for i in micro]).to(runtime.device).T       # (P,)
                 losses, chosen_rewards, rejected_rewards = dpo_loss(chosen, rejected, ref_chosen, ref_rejected,
                                                                     args.beta)
-                nll = -chosen / sides(batch.lengths, args.method)[0]                    # (B,) mean over chosen tokens
-                loss = (losses + args.nll_coef * nll).sum() / len(batch_examples)
+                nll = -chosen / sides(batch.lengths, pairs)[0]                          # (P,) mean over chosen tokens
+                loss = ((losses + args.nll_coef * nll) * shares).sum()
                 margin = chosen_rewards - rejected_rewards
-                sums[1:5] += torch.stack([(margin > 0).sum(), margin.sum(), chosen_rewards.sum(),
-                                          nll.sum()]).detach().double().cpu() / len(batch_examples)
+                sums[1:5] += (torch.stack([margin > 0, margin, chosen_rewards, nll]) * shares).sum(1).detach().cpu()
             else:
-                loss = -logps.sum() / batch_tokens                                      # mean NLL of the batch's tokens
-            loss.backward()
+                loss = -(logps.sum(1) * weights).sum() / num_tokens                     # mean NLL of the batch's tokens
+            (loss * runtime.world_size).backward()                  # FSDP takes the ranks' mean, the batch is their sum
             sums[0] += loss.item()
-            sums[5] += sum(len(row.ids) for i in micro for item in examples[i] for row in item)
-        common.reduce_gradients(model)
-        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item()
+            sums[5] += sum(len(row.ids) for i, weight in zip(micro, weights) if weight
+                           for item in examples[i] for row in item)
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).full_tensor().item()
         lr = common.learning_rate(step, len(batches), args.lr, args.warmup_frac, args.final_lr_frac)
         for group in optimizer.param_groups:
             group["lr"] = lr
@@ -408,9 +459,10 @@ def main(argv=None):
         loss, accuracy, margin, chosen_reward, nll, num_tokens = common.reduce_sums(sums.tolist(), runtime.device)
         preferences = {"acc": accuracy, "margin": margin, "chosen": chosen_reward, "nll": nll} if is_dpo else {}
         log.step(step + 1, num_tokens, loss=loss, **preferences, lr=lr, gnorm=grad_norm)
-        if (step + 1) % args.save_every == 0:
-            common.save_state(args.out, step + 1, model, optimizer)
+        if (step + 1) % args.save_every == 0 or (step + 1) % steps_an_epoch == 0:
+            states.save(step + 1)
             costs.record(works, log.total_tokens)
+    states.wait()
     costs.record(works, log.total_tokens)
     common.finish_training(args.out, model, tokenizer)
 

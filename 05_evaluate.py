@@ -427,7 +427,7 @@ def print_gates(trajectories, name, device):
             common.prompt_text(tokenizer, history, trajectory.get("max_rounds", 10)),
             common.encode(tokenizer, text) + [tokenizer.eos_token_id])],
                                         task["ground_truth"] if with_c else None) for _, history, text, task in turns]
-        columns.append([logps.sum().item() for logps in common.values_of(model, items, 16384, device, "float32")])
+        columns.append([logps.sum().item() for logps in common.values_of(model, items, 16384, device)])
     print(f"\n{name}: log-probability of a turn\n{'':22s} {'n':>5s}  {'without c':>9s}  {'with c':>9s}")
     for kind in sorted({turn[0] for turn in turns}):
         chosen = [i for i, turn in enumerate(turns) if turn[0] == kind]
@@ -474,11 +474,11 @@ def monte_carlo_returns(trajectories, policy, scorer, args, device):
 def measure_critic(critic, trajectories, rows, tokenizer, device):
     """{"pair_accuracy", "num_pairs", "rank_correlation", "ci95", "num_states"} of a critic (common.load_critic)."""
     critic_stage = importlib.import_module("03_train_critic")
-    options = argparse.Namespace(max_tokens=16384, dtype="float32", normalize=critic["normalize"], head=critic["head"])
+    options = argparse.Namespace(max_tokens=16384, normalize=critic["normalize"], head=critic["head"])
     pairs = common.trajectory_pairs(trajectories, "the first file")
     examples = critic_stage.trajectory_examples(trajectories, pairs, tokenizer, critic["privileged"])
     values = common.values_of(critic["reference"] or critic["model"], [item for pair in examples for item in pair],
-                              options.max_tokens, device, options.dtype)
+                              options.max_tokens, device)
     if critic["reference"] is None:
         values = [torch.zeros_like(value) for value in values]
     ref = list(zip(values[0::2], values[1::2]))
@@ -504,7 +504,8 @@ def compare_critics(trajectories, scorer, args, out):
     policy[0].eval()
     rows = monte_carlo_returns(trajectories, policy, scorer, args, device)
     common.write_jsonl(out / "monte_carlo.jsonl", rows)
-    found = {name: measure_critic(common.load_critic(path, policy[1], device), trajectories, rows, policy[1], device)
+    found = {name: measure_critic(common.load_critic(common.read_critic(path, policy[1]), common.load_whole(device)),
+                                  trajectories, rows, policy[1], device)
              for name, path in (argument.split("=", 1) for argument in args.critics)}
     common.write_json(out / "critics.json", found)
     print(f"\n{'critic':20s} {'pair accuracy':>13s} {'pairs':>5s}  {'rank correlation':>16s} {'95 %':>17s} "

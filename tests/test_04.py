@@ -46,8 +46,9 @@ def test_dpo_loss_by_hand_in_float64():
 
 def test_sides_of_trajectories_and_of_actions():
     values = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
-    assert [s.tolist() for s in policy_stage.sides(values, "mtdpo")] == [[3.0, 11.0], [7.0, 15.0]]
-    assert [s.tolist() for s in policy_stage.sides(values, "sweet")] == [[1.0, 3.0, 5.0, 7.0], [2.0, 4.0, 6.0, 8.0]]
+    assert [s.tolist() for s in policy_stage.sides(values)] == [[3.0, 11.0], [7.0, 15.0]]
+    pairs = [[(0, 1)], [(1, 0), (1, 0)], [], [(0, 1)]]
+    assert [s.tolist() for s in policy_stage.sides(values, pairs)] == [[1.0, 4.0, 4.0, 7.0], [2.0, 3.0, 3.0, 8.0]]
 
 
 def test_pairs_are_better_half_against_worse_half():

@@ -149,7 +149,7 @@ def test_batching_and_padding_change_nothing(tiny):
         together = common.turn_logps(model, common.collate(items))
         alone = torch.cat([common.turn_logps(model, common.collate([item])) for item in items])
     torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
-    listed = common.values_of(model, items, 20, "cpu", "float32")
+    listed = common.values_of(model, items, 20, "cpu")
     torch.testing.assert_close(torch.stack(listed), alone, atol=1e-4, rtol=0)
 
 
