@@ -350,6 +350,8 @@ def parse_args(argv=None):
                         help="arithmetic; the parameters stay float32")
     parser.add_argument("--optimizer", choices=["adamw", "adamw8bit"], default="adamw",
                         help="adamw8bit: its state in 8 bits (needs torchao)")
+    parser.add_argument("--attention", choices=["sdpa", "flex"], default="sdpa",
+                        help="flex: FlexAttention, for trees on a GPU (skips what a mask hides)")
     parser.add_argument("--activation-checkpointing", action="store_true",
                         help="compute each layer again in the backward pass: less memory, a third more time")
     parser.add_argument("--replicate", type=common.positive_int, default=1,

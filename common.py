@@ -661,7 +661,12 @@ def collate(items, device="cpu"):
 def hidden_states(model, batch):
     """The last hidden state of each token, (R, T, H)."""
     add_work(model, batch.sizes)
-    return model.get_decoder()(input_ids=batch.ids, attention_mask=batch.mask, position_ids=batch.positions,
+    mask = batch.mask
+    if mask.dim() == 4 and model.config.get_text_config()._attn_implementation == "flex_attention":
+        from torch.nn.attention.flex_attention import create_block_mask
+        mask = create_block_mask(lambda r, head, query, key: batch.mask[r, 0, query, key], len(mask), None,
+                                 *mask.shape[2:], device=mask.device)
+    return model.get_decoder()(input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions,
                                use_cache=False).last_hidden_state
 
 
@@ -800,6 +805,8 @@ def shard(model, runtime, args):
                             mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32,
                                   cast_forward_inputs=False)
+    if args.attention == "flex":
+        model.set_attn_implementation("flex_attention")
     if args.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in [*model.get_decoder().layers, model]:

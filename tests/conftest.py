@@ -45,15 +45,18 @@ def wait(pid):
     return ask_forks(f"wait {pid}")
 
 
+def rank_environments(ranks):
+    """What torchrun sets for each of its processes."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1",
+             "MASTER_PORT": str(port)} for rank in range(ranks)]
+
+
 def run(script, *arguments, ranks=1):
     """Run a stage as a user would, on `ranks` processes as torchrun starts them; returns the finished (first) process."""
     with tempfile.TemporaryDirectory() as folder:
-        environments = [{}]
-        if ranks > 1:
-            with socket.create_server(("127.0.0.1", 0)) as free:
-                port = free.getsockname()[1]
-            environments = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks),
-                             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} for rank in range(ranks)]
+        environments = rank_environments(ranks) if ranks > 1 else [{}]
         pids = [begin(script, *arguments, folder=folder, rank=rank, environment=environment)
                 for rank, environment in enumerate(environments)]
         statuses = [wait(pid) for pid in pids]

@@ -1,0 +1,222 @@
+"""Training on many ranks: shards, files, states, killed runs, chunks of logits, equal batches, pairs that share a prompt."""
+import argparse
+import json
+import os
+import random
+import signal
+import time
+
+import pytest
+import torch
+
+import common
+from conftest import ROOT, begin, rank_environments, read, refused, succeed, wait
+
+BASE = ROOT / "tests" / "tiny"
+ARGS = argparse.Namespace(dtype="float32", replicate=1, activation_checkpointing=False, attention="sdpa", out="unused")
+
+
+@pytest.fixture(scope="module")
+def runtime():
+    return common.start(0)
+
+
+@pytest.fixture(scope="module")
+def sharded(runtime):
+    return common.load_sharded(str(BASE), runtime, ARGS)
+
+
+def weights(folder):
+    from transformers import AutoModelForCausalLM
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+
+
+def flags(workspace, out, *more):
+    return [str(x) for x in ("--method", "mtdpo", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-4,
+                             "--batch-size", 4, "--max-steps", 8, "--save-every", 1, "--log-every", 1, "--out", out, *more)]
+
+
+def a_batch(tokenizer):
+    rng = random.Random(0)
+    prompts = ["<|user|>Can you help?<|assistant|>", "<|user|>Please write a function.<|assistant|>"]
+    return common.collate([common.candidate_rows(tokenizer, prompt, [[rng.randrange(4, 700) for _ in range(n)] for n in (3, 7, 5)])
+                           for prompt in prompts])
+
+
+# --- shards and files
+
+def test_a_sharded_model_is_the_model(sharded, tiny):
+    model, tokenizer = tiny
+    batch = a_batch(tokenizer)
+    values = sharded.turn_values(batch)
+    assert torch.equal(values, common.turn_logps(model, batch))
+    values.sum().backward()
+    model.zero_grad()
+    common.turn_logps(model, batch).sum().backward()
+    for (name, ours), theirs in zip(sharded.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours.grad.full_tensor(), theirs.grad), name
+    sharded.zero_grad()
+    model.zero_grad()
+
+
+def test_half_precision_files_are_read_into_float32_and_written_in_parts(runtime, tiny, tmp_path, monkeypatch):
+    model, tokenizer = tiny
+    half = common.load_model(str(BASE), "cpu", "bfloat16")[0]
+    (tmp_path / "half").mkdir()
+    common.save_model(tmp_path / "half", half, tokenizer)
+    loaded = common.load_sharded(str(tmp_path / "half"), runtime, ARGS)
+    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
+    import huggingface_hub
+    split = huggingface_hub.split_torch_state_dict_into_shards
+    monkeypatch.setattr(huggingface_hub, "split_torch_state_dict_into_shards", lambda state: split(state, max_shard_size="1MB"))
+    (tmp_path / "parts").mkdir()
+    common.save_model(tmp_path / "parts", loaded, tokenizer)
+    assert len(list((tmp_path / "parts").glob("model-*.safetensors"))) > 2
+    written = weights(tmp_path / "parts")
+    assert all(torch.equal(written[name], tensor.float()) for name, tensor in half.state_dict().items())
+    again = common.load_sharded(str(tmp_path / "parts"), runtime, ARGS)
+    assert torch.equal(again.turn_values(a_batch(tokenizer)), loaded.turn_values(a_batch(tokenizer)))
+
+
+def test_weights_of_other_names_are_written_plainly_first(runtime, tiny, tmp_path):
+    from safetensors.torch import load_file, save_file
+    model, tokenizer = tiny
+    (tmp_path / "odd").mkdir()
+    common.save_model(tmp_path / "odd", model, tokenizer)
+    tensors = load_file(tmp_path / "odd" / "model.safetensors")
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, tmp_path / "odd" / "model.safetensors",
+              metadata={"format": "pt"})
+    loaded = common.load_sharded(str(tmp_path / "odd"), runtime, argparse.Namespace(**{**vars(ARGS), "out": tmp_path}))
+    assert len(list((tmp_path / "initial").glob("*/model.safetensors"))) == 1
+    assert torch.equal(loaded.turn_values(a_batch(tokenizer)), model.turn_values(a_batch(tokenizer)))
+
+
+# --- the logits
+
+def test_logits_in_chunks_are_the_logits_whole(tiny, monkeypatch):
+    """Against float64 and the plain way, values and gradients; no tensor of all logits is made."""
+    torch.manual_seed(0)
+    head, hidden, ids = torch.nn.Linear(16, 300, bias=False), torch.randn(50, 16, requires_grad=True), torch.randint(0, 300, (50,))
+    expected = torch.log_softmax(hidden.double() @ head.weight.double().T, -1)[range(50), ids]
+    expected_gradient, = torch.autograd.grad(expected.sum(), hidden)
+    sizes = []
+    head.register_forward_hook(lambda module, inputs, output: sizes.append(output.shape[0]))
+    for limit, largest in ((2 ** 26, 50), (300 * 7, 7)):
+        monkeypatch.setattr(common, "MAX_LOGITS", limit)
+        sizes.clear()
+        logps = common.token_logps(head, hidden, ids)
+        gradient, = torch.autograd.grad(logps.sum(), hidden)
+        torch.testing.assert_close(logps.double(), expected, atol=1e-5, rtol=0)
+        torch.testing.assert_close(gradient.double(), expected_gradient.double(), atol=1e-5, rtol=0)
+        assert max(sizes) == largest
+    assert sum(sizes) == 100                                        # forward, and again in the backward pass
+
+
+def test_flex_attention_sees_what_the_dense_mask_shows(tiny, monkeypatch):
+    """On a CPU it has no backward pass and is not compiled here."""
+    from torch.nn.attention.flex_attention import flex_attention
+    from transformers.integrations import flex_attention as integration
+    monkeypatch.setattr(integration, "compile_friendly_flex_attention",
+                        lambda query, key, value, training=False, **options: flex_attention(query, key, value, **options))
+    model, tokenizer = common.load_model(str(BASE), "cpu")
+    batch = a_batch(tokenizer)
+    with torch.no_grad():
+        dense = model.turn_values(batch)
+        model.set_attn_implementation("flex_attention")
+        torch.testing.assert_close(model.turn_values(batch), dense, atol=1e-3, rtol=1e-5)
+        torch.testing.assert_close(model.turn_values(common.collate([[common.Row([5, 6, 7], [-1, 0, 0])]])),
+                                   tiny[0].turn_values(common.collate([[common.Row([5, 6, 7], [-1, 0, 0])]])), atol=1e-3, rtol=1e-5)
+
+
+# --- batches
+
+def test_every_rank_makes_as_many_passes_over_the_same_batch():
+    batch = [7, 3, 9, 1, 4]
+    for world_size, expected in ((1, [[[7, 3], [9, 1], [4]]]), (2, [[[7, 9], [4]], [[3, 1], [7]]]),
+                                 (8, [[[7]], [[3]], [[9]], [[1]], [[4]], [[7]], [[7]], [[7]]])):
+        ranks = [list(common.rank_batches(batch, 2, common.Runtime(rank, world_size, "cpu"))) for rank in range(world_size)]
+        assert [[examples for examples, _ in own] for own in ranks] == expected
+        counted = [i for own in ranks for examples, weights in own for i, weight in zip(examples, weights.tolist()) if weight]
+        assert sorted(counted) == sorted(batch)
+
+
+def test_pairs_of_a_turn_in_one_tree_train_like_pairs_apart(workspace, tmp_path):
+    """The same pairs in one batch: the same loss and gradient, with fewer tokens."""
+    one = [["--method", "sweet", "--critic", "oracle", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--data-frac", 0.02,
+            "--num-candidates", 8, "--max-new-tokens", 80, "--max-steps", 1, "--log-every", 1, "--batch-size", 400, *more,
+            "--out", tmp_path / name] for name, more in (("apart", []), ("together", ["--pairs-together"]))]
+    for arguments in one:
+        succeed("04_train_policy.py", *arguments)
+    apart, together = (read(tmp_path / name / "metrics.jsonl")[0] for name in ("apart", "together"))
+    for key in ("loss", "nll", "margin"):
+        assert together[key] == pytest.approx(apart[key], abs=1e-5)
+    assert together["gnorm"] == pytest.approx(apart["gnorm"], rel=1e-3)
+    tokens = [json.loads((tmp_path / name / "costs.json").read_text())["trained_tokens"] for name in ("apart", "together")]
+    assert tokens[1] < 0.7 * tokens[0]
+    for name in ("pairs.jsonl", "candidates.jsonl"):
+        assert (tmp_path / "apart" / name).read_bytes() == (tmp_path / "together" / name).read_bytes()
+
+
+# --- many ranks, and runs that were killed
+
+def test_the_world_size_changes_nothing_but_the_last_digits(workspace, tmp_path):
+    """1 rank, 2 ranks, 2 groups of a whole model each, activation checkpointing; 3 ranks do not divide into 2 groups."""
+    for name, ranks, more in (("one", 1, []), ("two", 2, []), ("replicas", 2, ["--replicate", 2]),
+                              ("checkpointing", 1, ["--activation-checkpointing"])):
+        succeed("04_train_policy.py", *flags(workspace, tmp_path / name, "--max-steps", 3, *more), ranks=ranks)
+    for name in ("two", "replicas", "checkpointing"):
+        for ours, theirs in zip(read(tmp_path / name / "metrics.jsonl"), read(tmp_path / "one" / "metrics.jsonl"), strict=True):
+            for key in ("loss", "margin", "gnorm"):
+                assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-4), (name, key)
+        ours, theirs = weights(tmp_path / name), weights(tmp_path / "one")
+        assert max((ours[key] - theirs[key]).abs().max().item() for key in theirs) < 1e-4
+    assert "--replicate 2 does not divide the 1 ranks" in refused(4, *flags(workspace, tmp_path / "x", "--replicate", 2))
+
+
+def test_bfloat16_learns_like_float32(workspace, tmp_path):
+    for dtype in ("float32", "bfloat16"):
+        succeed("04_train_policy.py", *flags(workspace, tmp_path / dtype, "--dtype", dtype, "--nll-coef", 0, "--max-steps", 3))
+    half, full = (read(tmp_path / dtype / "metrics.jsonl") for dtype in ("bfloat16", "float32"))
+    assert half[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
+    assert abs(half[-1]["loss"] - full[-1]["loss"]) < 0.1 and half[-1]["gnorm"] == pytest.approx(full[-1]["gnorm"], rel=0.2)
+    moved = weights(BASE)
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights(tmp_path / "bfloat16").values())
+    assert max((tensor - moved[key]).abs().max().item() for key, tensor in weights(tmp_path / "bfloat16").items()) > 1e-5
+
+
+def test_kill_9_at_random_moments_and_on_other_numbers_of_ranks(workspace, tmp_path):
+    """A run killed at random moments ends with the weights of one that was not, bit for bit on one rank."""
+    succeed("04_train_policy.py", *flags(workspace, tmp_path / "whole"))
+    rng, out = random.Random(0), tmp_path / "killed"
+    for kill in range(3):                                           # a moment after another step has been reached
+        pid = begin("04_train_policy.py", *flags(workspace, out), folder=tmp_path)
+        metrics, began = out / "metrics.jsonl", time.monotonic()
+        while time.monotonic() - began < 60 and (not metrics.exists() or metrics.read_bytes().count(b"\n") < 1 + 2 * kill):
+            time.sleep(0.005)
+        time.sleep(rng.random() * 0.1)
+        os.kill(pid, signal.SIGKILL)
+        assert wait(pid) == -signal.SIGKILL, "it had ended before"
+    succeed("04_train_policy.py", *flags(workspace, out))
+    assert "continues at step" in (tmp_path / "0.out").read_text()
+    ours, theirs = weights(out), weights(tmp_path / "whole")
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert [row["step"] for row in read(out / "metrics.jsonl")] == list(range(1, 9))
+    assert not (out / "states").exists() and (out / "COMPLETED").exists()
+
+
+def test_a_state_of_two_ranks_goes_on_with_one(workspace, tmp_path):
+    succeed("04_train_policy.py", *flags(workspace, tmp_path / "whole"))
+    out = tmp_path / "moved"
+    pids = [begin("04_train_policy.py", *flags(workspace, out), folder=tmp_path, rank=rank, environment=environment)
+            for rank, environment in enumerate(rank_environments(2))]
+    began = time.monotonic()
+    while time.monotonic() - began < 90 and not (out / "states" / "3" / ".metadata").exists():
+        time.sleep(0.01)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        wait(pid)
+    kept = sorted(int(path.parent.name) for path in (out / "states").glob("*/.metadata"))
+    assert 2 <= len(kept) <= 3                                      # the last two, and one that was about to be removed
+    assert "continues at step" in succeed("04_train_policy.py", *flags(workspace, out))
+    ours, theirs = weights(out), weights(tmp_path / "whole")
+    assert max((ours[key] - theirs[key]).abs().max().item() for key in theirs) < 1e-4
