@@ -1,0 +1,186 @@
+"""DPO on pairs of actions: this project's training against TRL's DPOTrainer, same pairs, model, dtype and threads.
+
+    pip install trl datasets accelerate     (or --peer-python of an environment that has them)
+    python tests/bench_train.py --model FOLDER [--pairs shared|unshared] [--steps 3] [--rounds 3]
+
+Each side is a process of its own on one thread in float32; they take turns. Pairs are random token ids: "shared" has 4
+pairs over each prompt, as SWEET makes them, "unshared" one. Sides:
+
+ours            04 --pairs-together: one tree a turn
+ours, apart     04: one tree a pair
+trl, best       DPOTrainer with precomputed reference, the vocabulary projected at action tokens alone (TRL does so on
+                GPUs alone; here one of its functions is patched), causal attention, and our allocator settings
+trl             DPOTrainer with precomputed reference, else as installed
+
+Seconds are of the process's CPU, because other work on a machine changes wall time; the reference's share is included.
+The losses of all sides must agree: they are printed."""
+import argparse
+import json
+import os
+import pathlib
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+
+def make_pairs(kind, num_pairs, args):
+    """[(prompt, chosen, rejected)] of random ids, pairs of a prompt side by side."""
+    rng = random.Random(0)
+
+    def ids(low, high):
+        return [rng.randrange(17, args.vocabulary) for _ in range(rng.randint(low, high))]
+    prompts = [ids(*args.prompt) for _ in range(num_pairs)]
+    return [(prompts[n // 4 if kind == "shared" else n], ids(*args.action), ids(*args.action)) for n in range(num_pairs)]
+
+
+def status_mb(key):
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith(key + ":")) / 1024
+
+
+def train_ours(pairs, args):
+    sys.path.insert(0, str(ROOT))
+    import importlib
+
+    import torch
+
+    import common
+    policy_stage = importlib.import_module("04_train_policy")
+    runtime = common.start(0)
+    options = argparse.Namespace(dtype="float32", replicate=1, activation_checkpointing=False, attention="sdpa", out=args.out,
+                                 optimizer="adamw", lr=1e-6, adam_betas=(0.9, 0.95), weight_decay=0.0)
+    model = common.load_sharded(args.model, runtime, options)
+    together = 4 if args.side == "ours" and args.pairs == "shared" else 1
+    examples = []                                                   # as 04 makes them: a prompt and its actions
+    for start in range(0, len(pairs), together):
+        prompt, actions = pairs[start][0], [action for pair in pairs[start:start + together] for action in pair[1:]]
+        turns = [n for n, action in enumerate(actions) for _ in action]
+        examples.append([common.Row([*prompt, *sum(actions, [])], [-1] * len(prompt) + turns, len(prompt))])
+    places = [[(2 * n, 2 * n + 1) for n in range(together)]] * len(examples)
+    begin = time.process_time()
+    ref = [torch.stack(policy_stage.sides(values[None], places[:1]), 1)
+           for values in common.values_of(model, examples, 4096, "cpu")]
+    reference_s = time.process_time() - begin
+    optimizer = common.adamw(model, options)
+    model.train()
+    losses, steps, size = [], [], args.batch_size // together
+    for step in range(args.steps):
+        begin, batch = time.process_time(), slice(step * size, (step + 1) * size)
+        logps = model.turn_values(common.collate(examples[batch]))
+        chosen, rejected = policy_stage.sides(logps, places[batch])
+        loss = policy_stage.dpo_loss(chosen, rejected, *torch.cat(ref[batch]).T, 0.1)[0].mean()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(loss.item())
+        steps.append(time.process_time() - begin)
+    return reference_s, steps, losses
+
+
+def train_trl(pairs, args):
+    import torch
+    import trl
+    import trl.trainer.utils
+    from datasets import Dataset, disable_progress_bars
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl.trainer.dpo_trainer import DataCollatorForPreference
+    torch.set_num_threads(1)
+    disable_progress_bars()
+    steps, losses, reference = [], [], [0.0]
+
+    class Causal(DataCollatorForPreference):
+        """A mask of ones: padding is on the right, so no action sees it, and attention takes its causal kernel."""
+        def torch_call(self, examples):
+            batch = super().torch_call(examples)
+            return {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])}
+
+    class Peer(trl.DPOTrainer):
+        def _prepare_dataset(self, dataset, processing_class, args, dataset_name):
+            return dataset                                          # token ids as they are
+
+        def _precompute_ref_logps(self, *args):
+            begin = time.process_time()
+            dataset = super()._precompute_ref_logps(*args)
+            reference[0] += time.process_time() - begin
+            return dataset
+
+        def compute_loss(self, *args, **kwargs):
+            loss = super().compute_loss(*args, **kwargs)
+            losses.append(loss.item())
+            return loss
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, *args, **kwargs):
+            self.begin = time.process_time()
+
+        def on_step_end(self, *args, **kwargs):
+            steps.append(time.process_time() - self.begin)
+
+    if args.side == "trl, best":
+        trl.trainer.utils._use_triton = lambda device: True
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    rows = [dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), pair)) for pair in pairs]
+    collator = Causal(pad_token_id=tokenizer.pad_token_id) if args.side == "trl, best" else None
+    trainer = Peer(model=model, processing_class=tokenizer, train_dataset=Dataset.from_list(rows), data_collator=collator,
+                   callbacks=[Clock()], args=trl.DPOConfig(
+                       output_dir=args.out, use_cpu=True, bf16=False, activation_checkpointing=False, max_length=None, beta=0.1,
+                       precompute_ref_log_probs=True, precompute_ref_batch_size=args.batch_size, max_steps=args.steps,
+                       per_device_train_batch_size=args.batch_size, train_sampling_strategy="sequential", learning_rate=1e-6,
+                       lr_scheduler_type="constant", adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0,
+                       eval_strategy="no", save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
+                       dataloader_pin_memory=False))
+    trainer.train()
+    return reference[0], steps, losses
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="Hugging Face folder (smollm2: see the README)")
+    parser.add_argument("--pairs", choices=["shared", "unshared"], default="shared")
+    parser.add_argument("--prompt", type=int, nargs=2, default=[400, 800], help="least and most tokens")
+    parser.add_argument("--action", type=int, nargs=2, default=[40, 120], help="least and most tokens")
+    parser.add_argument("--vocabulary", type=int, default=49152)
+    parser.add_argument("--batch-size", type=int, default=4, help="pairs a step, one micro-batch")
+    parser.add_argument("--steps", type=int, default=3, help="the first, which warms up, is not counted")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--sides", nargs="+", default=["ours", "ours, apart", "trl, best", "trl"])
+    parser.add_argument("--peer-python", default=sys.executable, help="the interpreter for trl")
+    parser.add_argument("--side", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.side:
+        args.out = tempfile.mkdtemp()
+        pairs = make_pairs(args.pairs, args.steps * args.batch_size, args)
+        before = status_mb("VmRSS")
+        reference_s, steps, losses = (train_ours if args.side.startswith("ours") else train_trl)(pairs, args)
+        print(json.dumps({"pair_s": reference_s / len(pairs) + statistics.median(steps[1:]) / args.batch_size, "losses": losses,
+                          "peak_mb": status_mb("VmHWM") - before}))
+        return
+    found = {side: [] for side in args.sides}
+    for _ in range(args.rounds):
+        for side in args.sides:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "",
+                           "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
+            if side == "trl, best":
+                environment |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2 ** 31 - 1)}
+            process = subprocess.run([sys.executable if side.startswith("ours") else args.peer_python, __file__, *sys.argv[1:],
+                                      "--side", side], env=environment, text=True, stdout=subprocess.PIPE, check=True)
+            found[side].append(json.loads(process.stdout.splitlines()[-1]))
+    base = statistics.median(run["pair_s"] for run in found[args.sides[-1]])
+    print(f"{args.pairs} pairs, prompts of {args.prompt} tokens, actions of {args.action}, {args.batch_size} a step, {args.rounds} rounds")
+    for side, runs in found.items():
+        pair_s = [run["pair_s"] for run in runs]
+        print(f"{side:12s} {1000 * statistics.median(pair_s):8.0f} s of CPU for 1,000 pairs ({1000 * min(pair_s):.0f}-"
+              f"{1000 * max(pair_s):.0f}) | {base / statistics.median(pair_s):4.1f} times {args.sides[-1]} | peak memory "
+              f"{statistics.median(run['peak_mb'] for run in runs):6.0f} MB | losses "
+              + ", ".join(f"{loss:.5f}" for loss in runs[0]["losses"]))
+
+
+if __name__ == "__main__":
+    main()
