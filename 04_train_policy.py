@@ -356,6 +356,8 @@ def parse_args(argv=None):
                         help="compute each layer again in the backward pass: less memory, a third more time")
     parser.add_argument("--replicate", type=common.positive_int, default=1,
                         help="groups of ranks that each hold the whole model (1: it is split over all ranks)")
+    parser.add_argument("--dry-run", type=common.positive_int, metavar="RANKS",
+                        help="print the memory that a step needs on each of so many ranks, and stop")
     parser.add_argument("--seed", type=int, default=0, help="seed of order and samples")
     parser.add_argument("--save-every", type=common.positive_int, default=200, help="steps between saved states")
     parser.add_argument("--log-every", type=common.positive_int, default=10, help="steps between log lines")
@@ -375,6 +377,8 @@ def parse_args(argv=None):
 
 def main(argv=None):
     args = parse_args(argv)
+    if args.dry_run:
+        return common.dry_run(args, 2 if args.method == "mtdpo" else 1, tree=args.method == "sweet")
     runtime = common.start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     oracle = args.critic == "oracle"
@@ -454,8 +458,7 @@ def main(argv=None):
                            for item in examples[i] for row in item)
         grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).full_tensor().item()
         lr = common.learning_rate(step, len(batches), args.lr, args.warmup_frac, args.final_lr_frac)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
+        common.set_learning_rate(optimizer, lr)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss, accuracy, margin, chosen_reward, nll, num_tokens = common.reduce_sums(sums.tolist(), runtime.device)

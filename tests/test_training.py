@@ -4,13 +4,15 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
 import torch
 
 import common
-from conftest import ROOT, begin, rank_environments, read, refused, succeed, wait
+from conftest import ROOT, begin, rank_environments, read, refused, stage, succeed, wait
 
 BASE = ROOT / "tests" / "tiny"
 ARGS = argparse.Namespace(dtype="float32", replicate=1, activation_checkpointing=False, attention="sdpa", out="unused")
@@ -126,6 +128,29 @@ def test_flex_attention_sees_what_the_dense_mask_shows(tiny, monkeypatch):
         torch.testing.assert_close(model.turn_values(batch), dense, atol=1e-3, rtol=1e-5)
         torch.testing.assert_close(model.turn_values(common.collate([[common.Row([5, 6, 7], [-1, 0, 0])]])),
                                    tiny[0].turn_values(common.collate([[common.Row([5, 6, 7], [-1, 0, 0])]])), atol=1e-3, rtol=1e-5)
+
+
+# --- memory
+
+@pytest.mark.parametrize("case", ["8 2 bfloat16 1 4 300 2 0", "1 1 float32 0 2 500 1 1"])
+def test_the_memory_plan_is_what_a_step_takes(case):
+    """Arguments of memory.py: 8 ranks in 2 groups, activation checkpointing, two micro-batches; one rank, trees."""
+    process = subprocess.run([sys.executable, ROOT / "tests" / "memory.py", *case.split()], text=True, capture_output=True, check=True)
+    found = json.loads(process.stdout)
+    assert found["plan"] == pytest.approx(found["measured"], rel=0.15)
+
+
+def test_a_dry_run_needs_nothing_but_a_configuration(tmp_path, capsys):
+    (tmp_path / "config.json").write_text((BASE / "config.json").read_text())
+    for number, more in ((3, []), (4, ["--method", "sweet", "--critic", "x"])):
+        stage(number).main(["--trajectories", "none", "--model", str(tmp_path), "--out", str(tmp_path / "x"), "--max-length", "64",
+                            "--dry-run", "8", "--batch-size", "24", *more])
+        printed = capsys.readouterr().out
+        assert "on 8 ranks" in printed and "parameters          0.000 GB" in printed and "total" in printed
+        assert f"{3 * (2 if number == 3 else 1)} rows of 64" in printed
+    assert not (tmp_path / "x").exists()
+    with pytest.raises(common.InputError, match="--replicate 3 does not divide the 8 ranks"):
+        stage(3).main(["--trajectories", "none", "--model", str(BASE), "--out", "x", "--dry-run", "8", "--replicate", "3"])
 
 
 # --- batches
