@@ -502,6 +502,7 @@ def compare_critics(trajectories, scorer, args, out):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = common.load_model(args.policy, device)
     policy[0].eval()
+    common.trajectory_pairs(trajectories, "the first file")          # an error now, not after the hour of the next line
     rows = monte_carlo_returns(trajectories, policy, scorer, args, device)
     common.write_jsonl(out / "monte_carlo.jsonl", rows)
     found = {name: measure_critic(common.load_critic(common.read_critic(path, policy[1]), common.load_whole(device)),

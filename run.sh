@@ -144,7 +144,9 @@ study() {
         [ "$n" = 16 ] || echo "best_of judge judge:tests/tiny $n"      # it compares one by one: slow
     done | xargs -P 2 -d '\n' -I{} bash -euo pipefail -c '{}'
     $py 05_evaluate.py $(cd "$out/few" && ls *@*.jsonl | sed "s|\(.*\)\.jsonl|\1=$out/few/&|") --out "$out/curves"
-    $py 05_evaluate.py base="$out/base.jsonl" --policy tests/tiny --mc-states 100 --out "$out/critics" \
+    step rollout-few $py $rollout --tasks "$out/few/test.jsonl" --agent tests/tiny --samples 4 --seed "$seed" \
+        --out "$out/few/base.jsonl"                                  # pairs need several dialogues of a task
+    $py 05_evaluate.py base="$out/few/base.jsonl" --policy tests/tiny --mc-states 100 --out "$out/critics" \
         --critics $(for name in $kinds critic-value; do echo "$name=$out/$name"; done)
 }
 
