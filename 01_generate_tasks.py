@@ -1,8 +1,10 @@
-"""Stage 1: make collaborative programming tasks in ColBench's format, or take ColBench's own.
+"""Stage 1: make collaborative programming tasks in ColBench's format, by rule or by a model, or take ColBench's own.
 
-Reads   nothing (--source template), the published files (--source colbench), or a tasks file (--check).
+Reads   nothing (--source template), a model and texts (--source llm), the published files (--source colbench), or a
+        tasks file (--check).
 Writes  tasks.jsonl, one task a line: {"problem_description", "ground_truth", "test_cases"} as published, "task_id", and
         of template tasks {"family", "template", "facts"}, which the rule-based human and the scripted agent of 02 read;
+        with --source llm also tasks.rejected.jsonl: {"attempt", "seed_text", "reason", "detail", "reply"};
         with --trajectories: trajectories.jsonl, as published, with "task_id", "sample" and "reward".
 
 A template task is a vague request with a signature, a reference function and 10 test calls. What the request leaves
@@ -14,6 +16,13 @@ other value of that fact at least one test gives another result.
 Splits are disjoint by content: the hash of the reference puts a task into train (80 %), validation (10 %) or test
 (10 %), whatever the seed. No two tasks of a file have the same reference.
 
+--source llm lets a model (--model) write the tasks: a text, an excerpt of --seeds or one of our topics, gives it the
+idea, and it replies with one JSON object: a vague request, a function, 10 calls. A task is kept if the request names
+the signature and quotes no other code, the function has at most 50 lines and gives the same values twice and with
+other hash seeds, not all of them equal, and no kept task is like it. It goes on until --num-tasks are kept; what is
+rejected is kept apart, with the reason and the reply. What the person knows stands in no list of facts, so the human
+must be a model, too. SmolLM2-135M is too small to write one (none in 6 replies).
+
 --source colbench takes the published tasks as they are, from the Hugging Face hub or from --path: a folder with
 backend_tasks/train.jsonl and backend_tasks/test.jsonl, or one JSONL file, which is taken whole. --trajectories takes
 the published offline trajectories instead, every row and key as it is: a row gets "task_id" and "sample" (0, 1, 2 ...
@@ -24,22 +33,32 @@ without "reward" gets "reward" and "tests" from our scorer.
 random or return what cannot be compared; tests that say nothing; and how far an answer comes that always returns the
 same value (the best one for each task), the floor under every "tests passed".
 
-Differs from the paper: ColBench's tasks were written by Llama-3.1-70B-Instruct. These need no model, and a human that
-answers by rule can play them.
+Differs from the paper: ColBench's tasks were written by Llama-3.1-70B-Instruct. Template tasks need no model, and a
+human that answers by rule can play them; for tasks of a model the prompt and the checks are ours.
 
     python 01_generate_tasks.py --split train --num-tasks 1000 --seed 0 --out out/train.jsonl
     python 01_generate_tasks.py --split test --num-tasks 300 --seed 1 --out out/test.jsonl
     python 01_generate_tasks.py --check out/test.jsonl
+    python 01_generate_tasks.py --source llm --model http://localhost:8000/v1#NAME --num-tasks 1000 --split train \\
+        --out llm/train.jsonl
     python 01_generate_tasks.py --source colbench --split test --out colbench/test.jsonl
     python 01_generate_tasks.py --source colbench --trajectories --path LOCAL_COPY --out colbench/offline.jsonl
 """
+import ast
+import asyncio
 import collections
+import contextlib
+import functools
 import hashlib
+import itertools
 import json
 import pathlib
 import random
 import re
 import string
+import warnings
+
+import torch
 
 import common
 
@@ -57,6 +76,43 @@ SPLITS = {"train": range(0, 80), "validation": range(80, 90), "test": range(90, 
 COLBENCH = "facebook/collaborative_agent_bench"
 COLBENCH_TASKS = {"train": "backend_tasks/train.jsonl", "test": "backend_tasks/test.jsonl"}
 COLBENCH_TRAJECTORIES = "colbench_code_offline_15k_llama8b.jsonl"
+
+# What a model is asked to write, and the limits of what is kept.
+MAX_LINES = 50                  # of a reference
+MAX_SEED_CHARS = 2000           # of a text that gives the idea
+NEAR_DUPLICATE = 0.6            # the share of word triples, of two tasks' together, that makes one a repeat
+TASK_PROMPT = (
+    "Invent one small programming job. Take the idea for it from this text:\n\n{text}\n\nLet it be about {kind}.\n\n"
+    "Somebody knows exactly which function they need, but will tell a programmer too little at first. Write both as "
+    "one JSON object, with nothing around it and with these keys:\n"
+    '"code": the Python function that they need: complete, standard library only, at most 50 lines. It returns its '
+    "result, prints and reads nothing, and uses neither chance nor the present time. The result depends on at least "
+    "four decisions that nobody could guess, such as limits, rates, orders, exceptions, words.\n"
+    '"description": what they say at first: one to three sentences in everyday words about what the function is for, '
+    "without any of those decisions, without examples and without code; then, on a line of its own, the function's "
+    "signature.\n"
+    '"tests": a list of exactly 10 different strings, each one call of the function with all arguments written out. '
+    "Together they reach every decision, and their results differ.\n\n"
+    'The form: {{"code": "def name(a, b):\\n    …", "description": "…\\ndef name(a, b):", "tests": ["name(1, 2)", …]}}')
+NO_PYTHON = (SyntaxError, ValueError, MemoryError, RecursionError)      # what ast.parse raises on a model's text
+MEASURES_NOTHING = ("missing package", "random", "not comparable", "reference fails", "order of a set", "vacuous")
+WRITTEN_KEYS = {"description": "problem_description", "code": "ground_truth", "tests": "test_cases"}
+KINDS = ("a price or an amount with exceptions", "checking whether something is allowed", "grouping and counting",
+         "turning one text into another", "picking the best of several things", "sorting and ranking records",
+         "dates, times or a schedule", "cleaning up a list of entries", "a short summary as text")
+TOPICS = """\
+a bakery's orders for cakes; lending books in a library; parking meters; a chess club's ladder; rooms of a youth hostel
+watering a greenhouse; the score of a quiz night; a taxi's meter; renting skis; a school's timetable; a bicycle workshop
+recycling at a village depot; the tide at a harbour; tickets of a zoo; a beekeeper's notes; a choir's seating
+sending out newsletters; a food bank's shelves; a swimming competition; postcodes and delivery tours; a piano's tuning
+names for pets; the menu of a canteen; repairs in rented flats; a second-hand shop's labels; shifts of nurses
+a running plan; lost luggage; votes in a club; knitting patterns; a weather diary; codes on museum objects
+donations for a playground; phone numbers of a firm; a bus timetable; playing cards; mixing paint; a family's chores
+seeds and sowing times; a film festival's programme; marks of an exam; a lorry's load; reviews of restaurants
+mountain huts; opening hours; a treasure hunt; a laundry's machines; invoices of a plumber; vaccination dates
+a radio station's playlist; a vineyard's harvest; birthdays at work; spare parts; a fishing licence; a dance class
+passwords for guests; a recipe for more people; meter readings; a carpool; street names; a stamp collection
+a night watchman's rounds; an auction of paintings; a blood pressure diary; a wedding's tables"""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -382,6 +438,240 @@ def generate(num_tasks, seed, split, told):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# tasks written by a language model: text -> prompt -> reply -> task, or the reason why there is none
+
+def read_seed_texts(path):
+    """The texts of a JSONL file of {"text"}, or of a plain one: its paragraphs, or its lines where none is empty."""
+    path = pathlib.Path(path)
+    if path.suffix == ".jsonl":
+        texts = [row["text"] for row in common.read_jsonl(path, {"text": str})]
+    else:
+        try:
+            content = path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise common.InputError(f"{path}: no file of UTF-8 text ({type(error).__name__})") from None
+        texts = re.split(r"\n\s*\n" if re.search(r"\n\s*\n", content) else r"\n", content)
+    if not any(text.strip() for text in texts):
+        raise common.InputError(f"{path}: no text in it")
+    return [text.strip()[:MAX_SEED_CHARS] for text in texts if text.strip()]
+
+
+def parse_reply(reply):
+    """The first object in a reply that has a key which was asked for, or None: JSON, with line breaks in strings or
+    commas too many, or a Python literal. Thoughts, fences and prose around it do not matter."""
+    text = reply.rsplit("</think>", 1)[-1].split("<think>", 1)[0]
+    decode = json.JSONDecoder(strict=False).raw_decode
+    string_or_comma = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.DOTALL)
+    for read in (lambda part: decode(part)[0],
+                 lambda part: decode(string_or_comma.sub(lambda match: match[1] or "", part))[0],
+                 lambda part: ast.literal_eval(part[:part.rfind("}") + 1])):
+        for match in itertools.islice(re.finditer(r"""\{\s*["']""", text), 20):
+            with contextlib.suppress(*NO_PYTHON, TypeError):
+                value = read(text[match.start():])
+                if isinstance(value, dict) and {*WRITTEN_KEYS, *WRITTEN_KEYS.values()} & value.keys():
+                    return value
+    return None
+
+
+def bare_code(code):
+    """(tree, text) of Python code without docstrings and comments; raises one of NO_PYTHON."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return tree, ast.unparse(tree)
+
+
+def squeeze(code):
+    """Code without what two ways of writing it differ in."""
+    return re.sub(r"\s", "", code).replace('"', "'").rstrip(":")
+
+
+def names_signature(text, function):
+    """Whether a text names a function (an ast node) with its arguments; their types and defaults do not matter."""
+    said = re.findall(rf"\b{function.name}\s*\(((?:[^()]|\([^()]*\))*)\)", text)
+    names = []
+    for arguments in [ast.unparse(function.args), *said]:
+        with contextlib.suppress(*NO_PYTHON):
+            nodes = ast.walk(ast.parse(f"def f({arguments}): 0"))
+            names.append([node.arg for node in nodes if isinstance(node, ast.arg)])
+    return names[0] in names[1:]
+
+
+def call_of(text, name):
+    """A call of the function `name`, written in the one way that ast has; None where `text` is none."""
+    with contextlib.suppress(*NO_PYTHON):
+        call = ast.parse(text.strip(), mode="eval").body
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == name:
+            return ast.unparse(call)
+
+
+def written_task(reply, ended):
+    """The task in a reply, not run yet, or "reason: detail"."""
+    written = parse_reply(reply)
+    if written is None:
+        return "no JSON object" if ended else "cut by --max-new-tokens"
+    description, code, tests = (written.get(key, written.get(other)) for key, other in WRITTEN_KEYS.items())
+    code = "\n".join(map(str, code)) if isinstance(code, list) else code
+    for key, text in (("description", description), ("code", code)):
+        if not isinstance(text, str) or not text.strip():
+            return f"no {key}"
+    code = re.sub(r"^```\w*\n|\n```$", "", code.strip())
+    try:
+        tree, bare = bare_code(code)
+    except NO_PYTHON as error:
+        return f"code is no Python: {error}"
+    if (num_lines := len(code.splitlines())) > MAX_LINES:
+        return f"too many lines: {num_lines}"
+    names = [node.name for node in tree.body
+             if isinstance(node, ast.FunctionDef) and names_signature(description, node)]
+    if not names:
+        return "no signature in the description"
+    said = squeeze(description)
+    for line in map(squeeze, bare.splitlines()):
+        if len(line) >= 8 and re.search(r"[-+*/%=<>([{]", line) and not line.startswith("def") and line in said:
+            return f"code in the description: {line}"
+    tests = tests.values() if isinstance(tests, dict) else tests if isinstance(tests, list) else []
+    calls = {call_of(str(test), names[-1]): test for test in tests}
+    if None in calls:
+        return f"a test is no call of the function: {str(calls[None])[:100]}"
+    if len(calls) < NUM_TESTS:
+        return f"too few tests: {len(calls)}"
+    return {"task_id": hashlib.sha256(code.encode(errors="replace")).hexdigest()[:16],
+            "problem_description": description.strip(), "ground_truth": code,
+            "test_cases": {f"test{i}": call for i, call in zip(range(1, NUM_TESTS + 1), calls)},
+            "written_tests": len(calls)}
+
+
+def repeat_reason(task, seen):
+    """Why a task repeats one of `seen` = (bodies, numbers of triples, {triple: tasks}), or None: then it joins."""
+    bodies, sizes, places = seen
+    name = task["test_cases"]["test1"].split("(")[0]
+    body = re.sub(rf"(?m)^def {name}\(.*|\b{name}\b", "", bare_code(task["ground_truth"])[1])
+    if body in bodies:
+        return "the body of a kept task"
+    words = re.findall(r"\w+", f"{task['problem_description']} {task['ground_truth']}".lower())
+    triples = set(zip(words, words[1:], words[2:]))
+    shared = collections.Counter(place for triple in triples for place in places.get(triple, ()))
+    near = max((both / (len(triples) + sizes[place] - both) for place, both in shared.items()), default=0)
+    if near >= NEAR_DUPLICATE:
+        return f"near duplicate: {near:.2f} of the word triples of a kept task and its own"
+    for triple in triples:
+        places.setdefault(triple, []).append(len(sizes))
+    bodies.add(body)
+    sizes.append(len(triples))
+
+
+def attempt_rows(numbers, ask, texts, scorers, args):
+    """Rows of a block of attempts: the reply, and its task or the reason why there is none; repeats aside."""
+    ideas = [(texts[number % len(texts)], random.Random(f"{args.seed} {number}").choice(KINDS)) for number in numbers]
+    chats = [[{"role": "user", "content": TASK_PROMPT.format(text=text, kind=kind)}] for text, kind in ideas]
+    rows = [{"attempt": number, "seed_text": text, "reason": None, "task": None, **reply}
+            for number, (text, _), reply in zip(numbers, ideas, ask(chats, numbers))]
+    written = [written_task(row["reply"], row.pop("ended")) for row in rows]
+    tasks = [task for task in written if isinstance(task, dict)]
+    checks = iter(zip(check_tasks(tasks, *scorers), scorers[0].reference_values(tasks)))
+    for row, task in zip(rows, written):
+        if isinstance(task, str):
+            row["reason"] = task
+            continue
+        check, values = next(checks)
+        found = [f"{what}: {detail}" for what, detail in check["findings"].items() if what in MEASURES_NOTHING]
+        if found or (args.split != "all" and int(task["task_id"], 16) % 100 not in SPLITS[args.split]):
+            row["reason"] = (found or ["of another split"])[0]
+        else:
+            row["task"] = {**task, "attempt": row["attempt"]}
+            row["types"] = [value[0] if isinstance(value, list) else type(value).__name__ for _, value in values]
+    return rows
+
+
+def ask_model(chats, numbers, model, tokenizer, args):
+    """A local model's replies to chats, {"reply", "ended", "tokens"}; the number of the attempt is the seed."""
+    prompts = [common.encode(tokenizer, tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+               for chat in chats]
+    randoms = torch.cat([common.uniforms((1, args.max_new_tokens), args.seed, number, "task") for number in numbers])
+    stops = common.stop_ids(model, tokenizer)
+    return [{"reply": tokenizer.decode(ids, skip_special_tokens=True), "ended": ids[-1] in stops, "tokens": len(ids)}
+            for ids in common.generate(model, prompts, randoms, args.temperature, stops)]
+
+
+def ask_server(chats, numbers, server, loop, args):
+    """The same of a server, all chats in flight together."""
+    seeds = [int(common.uniforms(1, args.seed, number, "task").item() * 2 ** 31) for number in numbers]
+
+    async def all_replies():
+        return await asyncio.gather(*(common.server_reply(server, chat, args.temperature, args.max_new_tokens, seed)
+                                      for chat, seed in zip(chats, seeds)))
+
+    return [{"reply": reply.text, "ended": reply.ended, "tokens": reply.completion_tokens or 0}
+            for reply in loop.run(all_replies())]
+
+
+def write_tasks(args):
+    """--source llm: ask the model in rounds of attempts until --num-tasks of its tasks are kept. A round's attempts are
+    a partial file, which the same command reads or goes on in; how they are batched does not change what is kept."""
+    warnings.simplefilter("ignore", SyntaxWarning)                      # of what the model writes
+    runtime, out = common.start(args.seed), pathlib.Path(args.out)
+    inputs, texts = [args.seeds, args.model], read_seed_texts(args.seeds) if args.seeds else re.split("; |\n", TOPICS)
+    random.Random(args.seed).shuffle(texts)
+    if common.claim_output(args, out, inputs, begin=False):
+        return
+    rows, kept, seen, model = [], [], (set(), [], {}), None
+    with contextlib.ExitStack() as stack:
+        if args.model.startswith(("http://", "https://")):
+            server, loop = common.open_server(args.model), stack.enter_context(asyncio.Runner())
+            ask = functools.partial(ask_server, server=server, loop=loop, args=args)
+        else:
+            model, tokenizer = common.load_model(args.model, runtime.device, args.dtype)
+            ask = functools.partial(ask_model, model=model.eval(), tokenizer=tokenizer, args=args)
+        if common.claim_output(args, out, inputs):
+            return
+        costs = common.Costs(out, runtime.device)
+        scorers = [stack.enter_context(common.Scorer(args.unsafe_scorer, hash_seed=number)) for number in (0, 1)]
+        while len(kept) < args.num_tasks and len(rows) < args.max_attempts:
+            first, missing = len(rows), max(args.num_tasks - len(kept), args.concurrency)
+            numbers = range(first, min(first + missing, args.max_attempts))
+            blocks = [numbers[i:i + args.concurrency] for i in range(0, len(numbers), args.concurrency)]
+            for row in common.map_blocks(f"{out}.{first}.partial", blocks, lambda block, _: attempt_rows(
+                    block, ask, texts, scorers, args), runtime, "attempt"):
+                if len(kept) < args.num_tasks:
+                    row["reason"] = row["reason"] or repeat_reason(row["task"], seen)
+                    rows.append(row)
+                    kept += [] if row["reason"] else [row]
+    common.barrier()                                                    # all have read the partial files
+    finish_tasks(args, out, rows, kept)
+    generated = {"generated_tokens": sum(row["tokens"] for row in rows) if common.is_main() else 0, "flops": 0}
+    costs.record([common.work_of(model) if model else generated])
+
+
+def counted(items):
+    return ", ".join(f"{count:,} {item}" for item, count in collections.Counter(items).most_common())
+
+
+def finish_tasks(args, out, rows, kept):
+    """Write the rejected replies and the tasks and print what they are like; InputError where tasks are missing."""
+    ends = counted((row["reason"] or "kept").partition(": ")[0] for row in rows)
+    rejected, tasks = out.with_name(out.stem + ".rejected.jsonl"), [row["task"] for row in kept]
+    if common.is_main():
+        common.write_jsonl(rejected, [
+            {"attempt": row["attempt"], "seed_text": row["seed_text"], "reason": row["reason"].partition(": ")[0],
+             "detail": row["reason"].partition(": ")[2], "reply": row["reply"]}
+            for row in rows if row["reason"] not in (None, "of another split")])
+    if len(tasks) < args.num_tasks:
+        raise common.InputError(f"--max-attempts {args.max_attempts}: {len(tasks)} of {args.num_tasks} tasks kept "
+                                f"({ends}; see {rejected}); the same command with a higher one goes on from here")
+    if common.is_main():
+        common.write_jsonl(out, tasks)
+        for path in out.parent.glob(f"{out.name}.*.partial"):
+            path.unlink()
+    lines = sum(len(task["ground_truth"].splitlines()) for task in tasks) / len(tasks)
+    words = sum(len(task["problem_description"].split()) for task in tasks) / len(tasks)
+    common.say(f"{len(rows):,} attempts: {ends}\na task has {lines:.1f} lines of code and a description of {words:.1f} words "
+               f"(means); {sum(task['written_tests'] > NUM_TESTS for task in tasks):,} had more than {NUM_TESTS} tests\n"
+               f"values of the tests: {counted(kind for row in kept for kind in row['types'])}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # the published tasks and trajectories
 
 def published_files(names, copy):
@@ -471,11 +761,10 @@ def take_published(args):
 # ---------------------------------------------------------------------------------------------------------------------
 # the data check
 
-def check_tasks(tasks, unsafe):
+def check_tasks(tasks, scorer, other_hashes):
     """For each task {"findings": {what: detail}, "constant": share of its tests that the best constant answer passes}.
-    A finding is a reason why the task, or one of its tests, measures nothing."""
-    with common.Scorer(unsafe) as scorer, common.Scorer(unsafe, hash_seed=1) as other_hashes:
-        results, others = scorer.reference_values(tasks), other_hashes.reference_values(tasks)
+    A finding is a reason why the task, or one of its tests, measures nothing. Two scorers, of different hash seeds."""
+    results, others = scorer.reference_values(tasks), other_hashes.reference_values(tasks)
     checks, seen = [], {}
     for index, (task, values, other_values) in enumerate(zip(tasks, results, others)):
         findings = {}
@@ -525,14 +814,29 @@ def print_check(path, tasks, checks):
 
 def parse_args(argv=None):
     parser = common.argument_parser(__doc__)
-    parser.add_argument("--source", choices=["template", "colbench"], default="template", help="where tasks come from")
+    parser.add_argument("--source", choices=["template", "llm", "colbench"], default="template",
+                        help="where tasks come from")
+    # a model that writes tasks
+    parser.add_argument("--model", help="llm: who writes the tasks: a folder, a hub id, smollm2, or a server "
+                        "http://HOST:PORT/v1#NAME")
+    parser.add_argument("--seeds", metavar="FILE", help="llm: texts that give the ideas: JSONL with \"text\", or plain "
+                        "paragraphs or lines; without it our own topics")
+    parser.add_argument("--max-attempts", type=common.positive_int, help="llm: replies after which it gives up (where "
+                        "not given: 20 a task, divided by the share of --split)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="llm: of the model")
+    parser.add_argument("--max-new-tokens", type=common.positive_int, default=2048, help="llm: tokens of a reply")
+    parser.add_argument("--concurrency", type=common.positive_int, default=64, help="llm: attempts in flight")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
+                        help="llm: arithmetic of a local model")
+    # the published data
     parser.add_argument("--path", metavar="LOCAL_COPY", help="colbench: a folder with the published files, or one "
                         "JSONL file, which is taken whole; without it they are downloaded from the hub")
     parser.add_argument("--trajectories", action="store_true", help="colbench: take the offline trajectories instead")
+    # the tasks
     parser.add_argument("--num-tasks", type=common.positive_int,
-                        help="tasks to write, in an order by --seed (where not given: template: 1000, colbench: all)")
+                        help="tasks to write, in an order by --seed (where not given: all of colbench, else 1000)")
     parser.add_argument("--split", choices=["all", *SPLITS], default="all",
-                        help="which part: template: disjoint by content; colbench: a published file (no validation)")
+                        help="which part: disjoint by content; colbench: a published file (no validation)")
     parser.add_argument("--told", choices=["none", "some", "all"], default="some",
                         help="facts that the request states: none, one in 30 %% of the tasks, or all (clear requests)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the tasks")
@@ -543,10 +847,14 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if not args.out and not args.check:
         parser.error("the following arguments are required: --out")
-    if args.source == "template" and (args.path or args.trajectories):
+    if args.source != "colbench" and (args.path or args.trajectories):
         parser.error("--path and --trajectories need --source colbench")
-    if args.source == "template" and args.num_tasks is None:
+    if (args.source == "llm") != bool(args.model) or args.source != "llm" and (args.seeds or args.max_attempts):
+        parser.error("--source llm needs --model; --model, --seeds and --max-attempts need --source llm")
+    if args.source != "colbench" and args.num_tasks is None:
         args.num_tasks = 1000
+    if args.source == "llm" and args.max_attempts is None:
+        args.max_attempts = 20 * args.num_tasks * 100 // (100 if args.split == "all" else len(SPLITS[args.split]))
     return args
 
 
@@ -554,11 +862,14 @@ def main(argv=None):
     args = parse_args(argv)
     if args.source == "colbench" and not args.check:
         return take_published(args)
+    if args.source == "llm" and not args.check:
+        return write_tasks(args)
     tasks = args.check and common.read_jsonl(args.check, common.TASK_KEYS)
     if args.out and common.claim_output(args, args.out, [args.check]):
         return
     if args.check:
-        checks = check_tasks(tasks, args.unsafe_scorer)
+        with common.Scorer(args.unsafe_scorer) as scorer, common.Scorer(args.unsafe_scorer, hash_seed=1) as other:
+            checks = check_tasks(tasks, scorer, other)
         print_check(args.check, tasks, checks)
         if args.out:
             common.write_jsonl(args.out, checks)

@@ -1,0 +1,297 @@
+"""01_generate_tasks.py --source llm: what a prepared speaker says becomes tasks, or reasons why not. The one real model
+here is the shipped tests/tiny, whose replies are all rejected; SmolLM2-135M writes no valid task either."""
+import asyncio
+import json
+from collections import namedtuple
+
+import pytest
+
+import common
+from conftest import read, refused, run, stage
+
+generate_tasks = stage(1)
+Reply = namedtuple("Reply", "text ended ids logps prompt_tokens completion_tokens")
+
+CAKE = """def cake_price(layers, guests):
+    \"\"\"What a cake costs.\"\"\"
+    price = 12 + 7 * layers
+    if guests > 20:
+        price = price + 3 * (guests - 20)
+    return price"""
+CAKE_WANTED = "Our bakery needs the price of a cake.\ndef cake_price(layers, guests):"
+CAKE_TESTS = [f"cake_price({layers}, {guests})" for layers in (1, 2) for guests in (4, 20, 21, 30, 50)]
+CODES = '''def shelf_code(author, year):
+    prefix = author[:3].upper()
+    return prefix + ("-N" if year >= 1990 else "-O")'''
+CODES_WANTED = "I label the books of a small library by author and year: `shelf_code(author, year)`"
+CODES_TESTS = [f"shelf_code({author!r}, {year})" for author in ("Lem", "Woolf", "Poe", "Eco", "Roth") for year in (1989, 1990)]
+TIDE = """def tide_words(hours):
+    return ["low" if hour % 12 < 5 else "high" for hour in hours if hour >= 0]"""
+TIDE_WANTED = "Tell me the state of the tide at several hours.\n\n    def tide_words(hours: list) -> list:"
+TIDE_TESTS = [f"tide_words([{hour}, {hour + 3}])" for hour in range(-1, 9)]
+
+
+def wrote(code=CAKE, description=CAKE_WANTED, tests=CAKE_TESTS):
+    return json.dumps({"code": code, "description": description, "tests": tests})
+
+
+def named(code, name):
+    """A reply whose function takes one number, with ten calls of it."""
+    return wrote(code, f"A number for {name}.\n{code.splitlines()[-2]}", [f"{name}({i})" for i in range(10)])
+
+
+ATTEMPTS = [                                                   # (reply, what becomes of it, the detail begins with)
+    (wrote(), "kept", ""),
+    ("I would rather talk about cakes.", "no JSON object", ""),
+    ("```json\n" + wrote(CODES, CODES_WANTED, CODES_TESTS + ["shelf_code('Mann', 3)"]) + "\n```", "kept", ""),
+    ('{"code": "def f(x):\\n    return x", "descr', "no JSON object", ""),
+    (wrote(tests=CAKE_TESTS[:9] + ["cake_price( 1,4 )"]), "too few tests", "9"),
+    (named("import random\ndef lucky(n):\n    return random.random() + n", "lucky"), "random", "test1: "),
+    (named("def constant(n):\n    return n * 0", "constant"), "vacuous", "every test gives 0"),
+    (named("def crash(n):\n    return 1 // n", "crash"), "reference fails", "test1: ZeroDivisionError"),
+    (named("def order(n):\n    return list({'a%d' % n, 'b', 'c', 'd'})", "order"), "order of a set", "other results"),
+    (wrote(CAKE.replace("12", "14")), "near duplicate", "0."),
+    (wrote(CAKE.replace("cake_price", "f").replace("What", "How much"), "A sum, please.\ndef f(layers, guests):",
+           [call.replace("cake_price", "f") for call in CAKE_TESTS]), "the body of a kept task", ""),
+    (wrote(description="price = 12 + 7*layers, more for many.\n" + CAKE_WANTED), "code in the description",
+     "price=12+7*layers"),
+    (wrote(TIDE, TIDE_WANTED, {f"test{i}": call for i, call in enumerate(TIDE_TESTS)}), "kept", "")]
+REPLIES = [reply for reply, _, _ in ATTEMPTS]
+
+
+@pytest.fixture
+def speaker(monkeypatch):
+    """A server whose replies are taken from a list that a test fills, in the order of the attempts; `chats` are kept."""
+    class Speaker:
+        replies, chats = [], []
+
+    async def server_reply(server, messages, temperature, max_new_tokens, seed):
+        await asyncio.sleep(0)
+        Speaker.chats.append((messages, temperature, seed))
+        reply = Speaker.replies.pop(0)
+        if isinstance(reply, Exception):
+            raise reply
+        return Reply(reply, True, None, None, 100, 10)
+
+    Speaker.replies, Speaker.chats = [], []
+    monkeypatch.setattr(common, "open_server", lambda name: name, raising=False)
+    monkeypatch.setattr(common, "server_reply", server_reply, raising=False)
+    return Speaker
+
+
+def arguments(out, *more):
+    return ["--source", "llm", "--model", "http://localhost:1/v1#fake", "--concurrency", 4, "--out", out, *more]
+
+
+def make(*given):
+    generate_tasks.main(list(map(str, given)))
+
+
+def test_what_becomes_of_replies(speaker, tmp_path, capsys):
+    speaker.replies = REPLIES + [wrote(TIDE.replace("12", "6"))] * 3             # the last block is not needed whole
+    make(*arguments(tmp_path / "t.jsonl", "--num-tasks", 3))
+    tasks, rejected = read(tmp_path / "t.jsonl"), read(tmp_path / "t.rejected.jsonl")
+    assert [(task["attempt"], task["ground_truth"], task["problem_description"]) for task in tasks] == [
+        (0, CAKE, CAKE_WANTED), (2, CODES, CODES_WANTED), (12, TIDE, TIDE_WANTED)]
+    assert [list(task["test_cases"].values()) for task in tasks] == [CAKE_TESTS, CODES_TESTS, TIDE_TESTS]
+    assert list(tasks[0]["test_cases"]) == [f"test{i}" for i in range(1, 11)]
+    outcomes = {row["attempt"]: (row["reply"], row["reason"]) for row in rejected}
+    assert outcomes == {i: (reply, reason) for i, (reply, reason, _) in enumerate(ATTEMPTS) if reason != "kept"}
+    assert all(row["detail"].startswith(ATTEMPTS[row["attempt"]][2]) for row in rejected)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "t.jsonl", "t.jsonl.args.json", "t.jsonl.costs.json", "t.rejected.jsonl"]
+    printed = capsys.readouterr().out
+    assert ("13 attempts: 3 kept, 2 no JSON object, 1 too few tests, 1 random, 1 vacuous, 1 reference fails, 1 order of a "
+            "set, 1 near duplicate, 1 the body of a kept task, 1 code in the description\n") in printed
+    assert "a task has 3.7 lines of code and a description of 13.3 words (means); 1 had more than 10 tests\n" in printed
+    assert "values of the tests: 10 int, 10 str, 10 list" in printed
+    assert json.loads((tmp_path / "t.jsonl.costs.json").read_text())["generated_tokens"] == 130
+
+
+def test_tasks_pass_the_check(speaker, tmp_path, capsys):
+    speaker.replies = [REPLIES[i] for i in (0, 2, 12, 0)]
+    make(*arguments(tmp_path / "t.jsonl", "--num-tasks", 3))
+    make("--check", tmp_path / "t.jsonl")
+    assert "3 tasks, 30 tests: no finding" in capsys.readouterr().out
+
+
+def test_every_attempt_has_its_text_and_its_seed(speaker, tmp_path):
+    (tmp_path / "seeds.txt").write_text("About bees.\nIn two lines.\n\nAbout trees.\n")
+    speaker.replies = list(REPLIES) + [""] * 3
+    make(*arguments(tmp_path / "t.jsonl", "--num-tasks", 3, "--seeds", tmp_path / "seeds.txt", "--temperature", 0.5))
+    texts = [messages[0]["content"] for messages, _, _ in speaker.chats]
+    assert ["About bees.\nIn two lines.\n\n" in text for text in texts] == ["About trees.\n" not in text for text in texts]
+    assert sum("bees" in text for text in texts) == 8 and len(texts) == 16
+    assert len({seed for _, _, seed in speaker.chats}) == 16 and {t for _, t, _ in speaker.chats} == {0.5}
+    assert {row["seed_text"] for row in read(tmp_path / "t.rejected.jsonl")} == {"About bees.\nIn two lines.", "About trees."}
+
+
+def test_other_splits_are_counted_apart(speaker, tmp_path):
+    speaker.replies = [REPLIES[i] for i in (0, 1, 2, 12)]
+    line = refused(1, *arguments(tmp_path / "t.jsonl", "--num-tasks", 1, "--split", "test", "--max-attempts", 4))
+    assert "0 of 1 tasks kept (3 of another split, 1 no JSON object; see " in line
+    assert [row["attempt"] for row in read(tmp_path / "t.rejected.jsonl")] == [1]
+    speaker.replies = [REPLIES[i] for i in (0, 1, 2, 12)]
+    make(*arguments(tmp_path / "u.jsonl", "--num-tasks", 3, "--split", "train"))
+    assert all(int(task["task_id"], 16) % 100 < 80 for task in read(tmp_path / "u.jsonl"))
+
+
+# --- going on
+
+def test_batches_and_a_server_that_dies_do_not_change_the_file(speaker, tmp_path):
+    speaker.replies = REPLIES + [""] * 3
+    make(*arguments(tmp_path / "whole.jsonl", "--num-tasks", 3))
+    asked = [seed for _, _, seed in speaker.chats]
+    speaker.replies, speaker.chats[:] = REPLIES[:6] + [common.InputError("the server died")], []
+    command = arguments(tmp_path / "t.jsonl", "--num-tasks", 3)
+    assert refused(1, *command) == "the server died"
+    assert not (tmp_path / "t.jsonl").exists() and not (tmp_path / "t.rejected.jsonl").exists()
+    speaker.replies, speaker.chats[:] = REPLIES[4:] + [""] * 3, []
+    make(*command)
+    assert [seed for _, _, seed in speaker.chats] == asked[4:]                       # the first block is not asked again
+    speaker.replies = REPLIES + [""] * 20
+    make(*arguments(tmp_path / "b.jsonl", "--num-tasks", 3, "--concurrency", 7))
+    for name in ("t", "b"):
+        assert (tmp_path / f"{name}.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+        assert (tmp_path / f"{name}.rejected.jsonl").read_bytes() == (tmp_path / "whole.rejected.jsonl").read_bytes()
+    make(*command)                                                                                  # done: asks nothing
+
+
+def test_too_many_attempts_are_one_line_and_more_of_them_go_on(speaker, tmp_path):
+    command = arguments(tmp_path / "t.jsonl", "--num-tasks", 3, "--max-attempts")
+    speaker.replies = REPLIES[:6]
+    assert refused(1, *command, 6) == (
+        "--max-attempts 6: 2 of 3 tasks kept (2 kept, 2 no JSON object, 1 too few tests, 1 random; see "
+        f"{tmp_path / 't.rejected.jsonl'}); the same command with a higher one goes on from here")
+    assert len(read(tmp_path / "t.rejected.jsonl")) == 4 and not (tmp_path / "t.jsonl").exists()
+    speaker.replies = REPLIES[6:]
+    make(*command, 13)
+    assert [task["attempt"] for task in read(tmp_path / "t.jsonl")] == [0, 2, 12] and speaker.replies == []
+
+
+def test_a_local_model_on_one_rank_or_two(tmp_path):
+    lines = []
+    for ranks in (1, 2):
+        process = run("01_generate_tasks.py", "--source", "llm", "--model", "tests/tiny", "--num-tasks", 1, "--max-attempts",
+                      3, "--concurrency", 2, "--max-new-tokens", 30, "--out", tmp_path / f"{ranks}.jsonl", ranks=ranks)
+        assert process.returncode == 2 and "Traceback" not in process.stderr, process.stderr
+        lines.append(process.stderr.splitlines()[-1].replace(f"{ranks}.rejected", "N.rejected"))
+    assert lines[0] == lines[1] and "--max-attempts 3: 0 of 1 tasks kept (" in lines[0]
+    rejected = read(tmp_path / "1.rejected.jsonl")
+    assert rejected == read(tmp_path / "2.rejected.jsonl") and len({row["reply"] for row in rejected}) == 3
+    assert {row["reason"] for row in rejected} <= {"no JSON object", "cut by --max-new-tokens"}
+
+
+# --- replies and files
+
+WRITTEN = {"code": "def f(x):\n    return {x: [1]}", "description": "Say \"hi\".\ndef f(x):", "tests": ["f(1)", "f('a')"]}
+
+
+@pytest.mark.parametrize("reply", [
+    json.dumps(WRITTEN),
+    f"Here is {{my}} idea:\n```json\n{json.dumps(WRITTEN, indent=2)}\n```\nI hope {{it}} helps.",
+    f"<think>{{\"code\": \"wrong\"}}</think>{json.dumps(WRITTEN)}",
+    f"{{\"code\": \"a draft\"}}</think>{json.dumps(WRITTEN)}",
+    json.dumps(WRITTEN).removesuffix("]}") + ",\n ] ,}",                                              # commas too many
+    json.dumps(WRITTEN).replace("\\n", "\n"),                                                  # line breaks in strings
+    json.dumps(WRITTEN).replace("\\n", "\n").removesuffix("]}") + ",],}",
+    repr(WRITTEN),                                                                                     # single quotes
+    '{"code": """def f(x):\n    return {x: [1]}""", "description": \'Say "hi".\\ndef f(x):\', "tests": ("f(1)", "f(\'a\')")}'],
+    ids=["plain", "fence", "thought", "half a thought", "commas", "line breaks", "both", "python", "triple quotes"])
+def test_replies_are_read_tolerantly(reply):
+    read_reply = generate_tasks.parse_reply(reply)
+    assert {**read_reply, "tests": list(read_reply["tests"])} == WRITTEN
+
+
+def test_replies_without_an_object():
+    for reply in ("", "{}", '{"a": 1}', '["code"]', '{"code": "def f(x):', "{'code': open('x')}", "{" * 9999, '{"code": ' * 3000,
+                  "<think>" + json.dumps(WRITTEN)):
+        assert generate_tasks.parse_reply(reply) is None
+        assert generate_tasks.written_task(reply, True) == "no JSON object"
+        assert generate_tasks.written_task(reply, False) == "cut by --max-new-tokens"
+
+
+@pytest.mark.parametrize("reply, reason", [
+    (wrote(description=" "), "no description"),
+    (wrote(description=["a"]), "no description"),
+    (wrote(code=None), "no code"),
+    (wrote(code="def f(x) return x"), "code is no Python: expected ':' (<unknown>, line 1)"),
+    (wrote(code=CAKE + "\n" * 44 + "    # end"), None),
+    (wrote(code=CAKE + "\n" * 45 + "    # end"), "too many lines: 51"),
+    (wrote(code=CAKE.splitlines()), None),
+    (wrote(code=f"```python\n{CAKE}\n```"), None),
+    (wrote(description="The price of a cake, please."), "no signature in the description"),
+    (wrote(description="A price.\ndef cake_price(guests, layers):"), "no signature in the description"),
+    (wrote(description="A price.\ndef price(layers, guests):"), "no signature in the description"),
+    (wrote(description="A price: cake_price(layers: int = max(1, 2), guests=(3)) -> int"), None),
+    (wrote(description="A price, if guests > 20 higher.\n" + CAKE_WANTED), "code in the description: ifguests>20"),
+    (wrote(description="What a cake costs. Return price.\n" + CAKE_WANTED), None),                      # its docstring
+    (wrote(tests=None), "too few tests: 0"),
+    (wrote(tests=CAKE_TESTS[:9]), "too few tests: 9"),
+    (wrote(tests=CAKE_TESTS + [" cake_price(9,9) "]), None),
+    (wrote(tests=CAKE_TESTS + ["cake_price(1, 4) == 19"]), "a test is no call of the function: cake_price(1, 4) == 19"),
+    (wrote(tests=CAKE_TESTS + ["print(cake_price(1, 4))"]), "a test is no call of the function: print(cake_price(1, 4))"),
+    (wrote(tests=CAKE_TESTS + [7]), "a test is no call of the function: 7"),
+    (wrote(CAKE + "\ndef f(x):\n    return x", tests=CAKE_TESTS), None)])
+def test_reasons_before_anything_runs(reply, reason):
+    task = generate_tasks.written_task(reply, True)
+    assert (task if isinstance(task, str) else None) == reason
+    assert reason or list(task["test_cases"].values()) == CAKE_TESTS
+
+
+def test_repeats():
+    def task(code, description=CAKE_WANTED, call="f(1)"):
+        return {"problem_description": description, "ground_truth": code, "test_cases": {"test1": call}}
+
+    seen = (set(), [], {})
+    first = task("def f(n):\n    return n if n < 2 else f(n - 1) + f(n - 2)", "Count the rabbits of my neighbour after a year.")
+    assert generate_tasks.repeat_reason(first, seen) is None
+    other = task('def g(n: int):\n    """Other."""\n    return n if n < 2 else g(n-1) + g(n-2)', "Stairs!", "g(2)")
+    assert generate_tasks.repeat_reason(other, seen) == "the body of a kept task"
+    near = {**first, "ground_truth": first["ground_truth"].replace("< 2", "< 3")}
+    assert generate_tasks.repeat_reason(near, seen) == "near duplicate: 0.76 of the word triples of a kept task and its own"
+    far = {**near, "problem_description": "Something else altogether about the seats of an opera house in winter."}
+    assert generate_tasks.repeat_reason(far, seen) is None
+
+
+@pytest.mark.parametrize("name, content, texts", [
+    ("a.txt", "one\ntwo\n", ["one", "two"]),
+    ("a.txt", "one\nand more\n\n \ntwo", ["one\nand more", "two"]),
+    ("a.txt", "x" * 3000, ["x" * 2000]),
+    ("a.jsonl", '{"text": "one\\n\\ntwo", "id": 3}\n{"text": " "}\n{"text": "three"}\n', ["one\n\ntwo", "three"])])
+def test_seed_texts(name, content, texts, tmp_path):
+    (tmp_path / name).write_text(content)
+    assert generate_tasks.read_seed_texts(tmp_path / name) == texts
+
+
+@pytest.mark.parametrize("name, content, line", [
+    ("a.jsonl", b'{"text": "one"}\n{"words": 3}\n', '{path}:2: missing "text"'),
+    ("a.jsonl", b'{"text": ""}\n', "{path}: no text in it"),
+    ("a.txt", b" \n\n", "{path}: no text in it"),
+    ("a.txt", b"\xff\xfe\x00", "{path}: no file of UTF-8 text (UnicodeDecodeError)"),
+    ("a.txt", None, "{path}: no file of UTF-8 text (FileNotFoundError)")])
+def test_bad_seed_files_are_one_line(name, content, line, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    out = tmp_path / "out" / "t.jsonl"
+    assert refused(1, *arguments(out, "--seeds", tmp_path / name)) == line.format(path=tmp_path / name)
+    assert not out.parent.exists()
+
+
+def test_topics():
+    topics = generate_tasks.re.split("; |\n", generate_tasks.TOPICS)
+    assert len(topics) == len(set(topics)) >= 60 and all(topics)
+
+
+@pytest.mark.parametrize("flags", [["--source", "llm"], ["--model", "smollm2"], ["--seeds", "x"], ["--max-attempts", "3"],
+                                   ["--source", "llm", "--model", "smollm2", "--path", "x"]])
+def test_flags_that_do_not_fit(flags, capsys):
+    with pytest.raises(SystemExit):
+        generate_tasks.parse_args([*flags, "--out", "t"])
+    assert " need" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("split, attempts", [("all", 200), ("train", 250), ("test", 2000)])
+def test_default_of_max_attempts(split, attempts):
+    args = generate_tasks.parse_args(["--source", "llm", "--model", "m", "--num-tasks", "10", "--split", split, "--out", "t"])
+    assert args.max_attempts == attempts
