@@ -344,11 +344,7 @@ def fingerprint(path):
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-<<<<<<< ours
-NO_INFLUENCE = {"out", "overwrite", "save_every", "dry_run"}
-=======
-NO_INFLUENCE = {"out", "overwrite", "save_every", "max_attempts"}
->>>>>>> theirs
+NO_INFLUENCE = {"out", "overwrite", "save_every", "dry_run", "max_attempts"}
 
 
 def claim_output(args, out, inputs, folder=False, begin=True):
