@@ -1,0 +1,117 @@
+"""Dialogues per second of rollouts through common.Engine, and the plain way.
+
+    python tests/bench_rollout.py --model smollm2 --dialogues 16 --rounds 10 [--repeats 3] [--best-of 1]
+
+The plain way: all dialogues in lock step, common.generate over the whole prompts in every round. Same model, prompts,
+random numbers and stop ids, alternating. A scripted exchange: the agent's turns are sampled, and end with a sentence or
+after --max-new-tokens; the person's replies are fixed texts. With --best-of N the first of N candidates is sent."""
+import argparse
+import asyncio
+import pathlib
+import statistics
+import sys
+import time
+
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
+import common                                                                                            # noqa: E402
+
+REPLIES = (
+    "Yes, that is what I had in mind, more or less.", "Only for the adults.", "The fee is added after the discount.",
+    "I do not know, do what you think is best.", "It should be rounded to two digits, and never below zero.",
+    "If the list is empty, give back None.", "They are sorted by name, and then by age where the names are the same.",
+    "No.", "The first one counts twice, because it is the one that people look at.", "Ten at most.")
+
+
+class Dialogue:
+    def __init__(self, number, tokenizer, args):
+        self.number, self.tokenizer, self.args, self.sampled = number, tokenizer, args, []
+        self.history = [{"role": "user", "content": f"Can you write a function for me, number {number}, that works out "
+                         "the price of a ticket from the age of the visitor and the day of the week?"}]
+
+    def prompt(self):
+        """Ids of the prompt, and the random numbers of the turn (--best-of, --max-new-tokens)."""
+        randoms = common.uniforms((self.args.best_of, self.args.max_new_tokens), self.number, len(self.history))
+        text = common.prompt_text(self.tokenizer, self.history, self.args.rounds)
+        return common.encode(self.tokenizer, text), randoms
+
+    def go_on(self, outputs):
+        self.sampled.append(outputs)
+        text = self.tokenizer.decode(outputs[0], skip_special_tokens=True).strip()
+        reply = REPLIES[(self.number + len(self.history)) % len(REPLIES)]
+        self.history += [{"role": "assistant", "content": text}, {"role": "user", "content": reply}]
+
+
+def plain(dialogues, model, stops, args):
+    for _ in range(args.rounds):
+        prompts, randoms = zip(*[dialogue.prompt() for dialogue in dialogues])
+        outputs = common.generate(model, prompts, torch.cat(randoms), args.temperature, stops)
+        for number, dialogue in enumerate(dialogues):
+            dialogue.go_on(outputs[number * args.best_of:(number + 1) * args.best_of])
+
+
+def through_engine(dialogues, model, stops, args):
+    engine = common.Engine(model, stops, args.slots or len(dialogues) * args.best_of, args.max_tokens)
+
+    async def play(dialogue):
+        for _ in range(args.rounds):
+            prompt, randoms = dialogue.prompt()
+            dialogue.go_on(await engine.generate(prompt, randoms, args.temperature, key=dialogue.number))
+
+    async def play_all():
+        await asyncio.gather(*map(play, dialogues))
+
+    asyncio.run(play_all())
+    return engine.stats
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2", help="folder or hub id, or smollm2")
+    parser.add_argument("--dialogues", type=int, default=16, help="dialogues, all in flight")
+    parser.add_argument("--rounds", type=int, default=10, help="turns of the agent in a dialogue")
+    parser.add_argument("--max-new-tokens", type=int, default=40, help="tokens a turn")
+    parser.add_argument("--best-of", type=int, default=1, help="candidates a turn")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--slots", type=int, help="slots of the engine (default: as many as samples in flight)")
+    parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of a dialogue, and of a prefill pass")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--repeats", type=int, default=3, help="measurements of each way")
+    args = parser.parse_args()
+    device = common.start(0).device
+    model, tokenizer = common.load_model(args.model, device, args.dtype)
+    model.eval()
+    # What ends a turn: the model's stop ids, and what ends a sentence, because a base model seldom ends its turns.
+    texts = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    stops = sorted({*common.stop_ids(model, tokenizer), *(n for n, text in enumerate(texts) if text[-1:] in ".?Ċ")})
+    ways = {"plain": plain, "engine": through_engine}
+    wall_s, processor_s, sampled = {way: [] for way in ways}, {way: [] for way in ways}, {}
+    for _ in range(args.repeats):
+        for way, play in ways.items():
+            dialogues = [Dialogue(number, tokenizer, args) for number in range(args.dialogues)]
+            begin = time.perf_counter(), time.process_time()
+            stats = play(dialogues, model, stops, args)
+            wall_s[way].append(time.perf_counter() - begin[0])
+            processor_s[way].append(time.process_time() - begin[1])
+            sampled[way] = [turn for dialogue in dialogues for turn in dialogue.sampled]
+            print(f"{way:6s} {wall_s[way][-1]:.1f} s, {processor_s[way][-1]:.1f} s of the processor", flush=True)
+    lengths = [len(ids) for turn in sampled["engine"] for ids in turn]
+    longest = max(len(dialogue.prompt()[0]) for dialogue in dialogues)
+    print(f"{args.dialogues} dialogues of {args.rounds} rounds, {statistics.mean(lengths):.1f} new tokens a turn "
+          f"({min(lengths)} to {max(lengths)}), {longest:,} tokens in the end")
+    for name, seconds in (("dialogues/s", wall_s), ("dialogues/s of the processor", processor_s)):
+        rates = {way: args.dialogues / statistics.median(values) for way, values in seconds.items()}
+        print(f"{name}: plain {rates['plain']:.3f}, engine {rates['engine']:.3f}, ratio "
+              f"{rates['engine'] / rates['plain']:.2f} (medians of {args.repeats})")
+    same = sum(a == b for a, b in zip(*sampled.values()))
+    print(f"the same ids in {same} of {len(sampled['plain'])} turns")
+    rates = {kind: stats[f"{kind}_tokens"] / stats[f"{kind}_s"] for kind in ("prefill", "decode")}
+    print("engine, tokens: "
+          f"prefill {stats['prefill_tokens']:,} in {stats['prefill_s']:.1f} s ({rates['prefill']:,.0f} /s), "
+          f"{stats['reused_tokens']:,} reused; decode {stats['decode_tokens']:,} in {stats['decode_s']:.1f} s "
+          f"({rates['decode']:,.0f} /s), {stats['decode_steps']:,} steps, occupancy {stats['occupancy']:.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""common.Engine: the same samples as common.generate, whatever else is in the batch, and what it does not compute."""
+import asyncio
+import random
+
+import pytest
+import torch
+
+import common
+from common import InputError
+
+STOPS = [780, 17]                                                             # the end of a turn, and a common word
+
+
+def prompts_of(*lengths):
+    """Prompts of random ids that begin alike."""
+    rng = random.Random(0)
+    return [[1, 2, 3] + [rng.randrange(20, 700) for _ in range(length)] for length in lengths]
+
+
+def randoms_of(*key, samples=1, max_new_tokens=24):
+    return common.uniforms((samples, max_new_tokens), *key)
+
+
+def plain(model, prompt, randoms, temperature=1.0, stops=STOPS):
+    return common.generate(model, [prompt], randoms, temperature, stops)
+
+
+def together(*coroutines):
+    """The results of coroutines in one event loop, errors among them."""
+    async def gather():
+        return await asyncio.wait_for(asyncio.gather(*coroutines, return_exceptions=True), 60)
+    return asyncio.run(gather())
+
+
+def ask(engine, prompt, randoms, temperature=1.0, key=None):
+    return together(engine.generate(prompt, randoms, temperature, key))[0]
+
+
+@pytest.mark.parametrize("slots", [1, 3, 32])
+def test_samples_do_not_depend_on_the_batch(tiny, slots):
+    model, _ = tiny
+    prompts = prompts_of(*[5, 90, 17, 250, 1, 33, 34, 60, 8, 120, 40, 2])
+    temperatures = [1.0, 0.0, 0.6] * 4
+    randoms = [randoms_of(n, max_new_tokens=4 + 3 * n) for n in range(len(prompts))]
+    engine = common.Engine(model, STOPS, slots, 400)
+    results = together(*map(engine.generate, prompts, randoms, temperatures))
+    assert results == [plain(model, *request) for request in zip(prompts, randoms, temperatures)]
+    lengths = [len(ids) for [ids] in results]
+    assert len(set(lengths)) > 3 and any(ids[-1] in STOPS for [ids] in results)
+    stats = engine.stats
+    # a prompt's last token is read by the step that samples the first new one
+    assert stats["prefill_tokens"] + stats["reused_tokens"] == sum(map(len, prompts)) - len(prompts)
+    assert stats["decode_tokens"] == sum(lengths)
+    assert stats["occupancy"] == pytest.approx(stats["decode_tokens"] / stats["decode_steps"] / slots)
+    assert stats["decode_steps"] == stats["decode_tokens"] or slots > 1
+    assert stats["prefill_s"] > 0 and stats["decode_s"] > 0
+
+
+def test_a_dialogue_computes_only_what_is_new(tiny):
+    model, _ = tiny
+    engine = common.Engine(model, STOPS, 2, 400)
+    prompt, replies = prompts_of(50)[0], prompts_of(7, 20, 1)
+    for turn, reply in enumerate([*replies, []]):
+        before = dict(engine.stats)
+        randoms = randoms_of(turn)
+        [new] = ask(engine, prompt, randoms, key="a")
+        assert [new] == plain(model, prompt, randoms)
+        # what is in the cache is the last prompt and reply, but for its last token, which no step has read
+        cached = 0 if turn == 0 else len(prompt) - len(replies[turn - 1]) - 1
+        assert engine.stats["reused_tokens"] - before["reused_tokens"] == cached
+        assert engine.stats["prefill_tokens"] - before["prefill_tokens"] == len(prompt) - cached - 1
+        prompt = prompt + new + reply
+    changed = prompt[:30] + [5] + prompt[31:]                                # the template rewrites earlier text
+    before = dict(engine.stats)
+    assert ask(engine, changed, randoms, key="a") == plain(model, changed, randoms)
+    assert engine.stats["reused_tokens"] - before["reused_tokens"] == 30
+    for again in (changed, changed[:40]):                                    # a prompt that is in the cache as it is
+        before = dict(engine.stats)
+        assert ask(engine, again, randoms, key="a") == plain(model, again, randoms)
+        assert engine.stats["prefill_tokens"] == before["prefill_tokens"]
+    before = dict(engine.stats)
+    assert ask(engine, changed, randoms, key="b") == plain(model, changed, randoms)
+    assert engine.stats["reused_tokens"] == before["reused_tokens"]          # another dialogue's cache is not read
+
+
+@pytest.mark.parametrize("slots", [6, 4, 3])
+def test_dialogues_in_flight(tiny, slots):
+    """Dialogues of several turns and samples, whose people answer at once or later; slots move, and are taken away."""
+    model, _ = tiny
+    engine = common.Engine(model, STOPS, slots, 600)
+    expected, found = {}, {}
+
+    async def play(number, prompt):
+        rng = random.Random(number)
+        for turn in range(5):
+            randoms = randoms_of(number, turn, samples=1 + number % 3, max_new_tokens=rng.randrange(3, 20))
+            found[number, turn] = new = await engine.generate(prompt, randoms, 1.0, key=number)
+            expected[number, turn] = plain(model, prompt, randoms)
+            prompt = prompt + rng.choice(new) + [rng.randrange(20, 700) for _ in range(rng.randrange(1, 12))]
+            for _ in range(rng.choice([0, 0, 5, 30])):
+                await asyncio.sleep(0)
+
+    results = together(*(play(number, prompt) for number, prompt in enumerate(prompts_of(*[80, 5, 40, 20, 60, 3]))))
+    assert results == [None] * 6
+    assert found == expected
+    assert engine.stats["reused_tokens"] > 0
+
+
+def test_many_samples_from_one_prefill(tiny):
+    model, _ = tiny
+    engine = common.Engine(model, STOPS, 16, 400)
+    [prompt], randoms = prompts_of(60), randoms_of(0, samples=16)
+    new = ask(engine, prompt, randoms, key="a")
+    assert new == plain(model, prompt, randoms) and len(set(map(tuple, new))) > 4
+    assert engine.stats["prefill_tokens"] == len(prompt) - 1
+    chosen = max(new, key=len)                                               # the next turn finds the one that was sent
+    prompt, randoms = prompt + chosen + [33, 34], randoms_of(1, samples=16)
+    assert ask(engine, prompt, randoms, key="a") == plain(model, prompt, randoms)
+    assert engine.stats["reused_tokens"] == len(prompt) - 3
+
+
+def test_the_least_recently_used_dialogue_gives_way(tiny):
+    model, _ = tiny
+    engine = common.Engine(model, STOPS, 2, 400)
+    prompts = dict(zip("abc", prompts_of(30, 40, 50)))
+    randoms = randoms_of(0, max_new_tokens=5)
+    reused = []
+    for key in "ababcab":                                                    # c takes the place of a, then a that of b
+        before = engine.stats["reused_tokens"]
+        assert ask(engine, prompts[key], randoms, key=key) == plain(model, prompts[key], randoms)
+        reused.append(engine.stats["reused_tokens"] - before)
+    assert [count > 0 for count in reused] == [False, False, True, True, False, False, False]
+
+
+def test_stop_ids_and_length(tiny):
+    model, _ = tiny
+    [prompt], randoms = prompts_of(12), randoms_of(1, max_new_tokens=30)
+    [free] = ask(common.Engine(model, [], 1, 400), prompt, randoms)
+    assert len(free) == 30
+    first = {stop: free.index(stop) for stop in free[3:9]}
+    for stops in [*([stop] for stop in first), list(first)]:
+        [new] = ask(common.Engine(model, stops, 1, 400), prompt, randoms)
+        assert new == free[:min(first[stop] for stop in stops) + 1]
+
+
+def test_an_error_does_not_hang_the_others(tiny, monkeypatch):
+    model, _ = tiny
+    prompts, randoms = prompts_of(10, 500, 20, 30), randoms_of(0)
+    engine = common.Engine(model, STOPS, 2, 100)
+    first, long, second, many = together(
+        engine.generate(prompts[0], randoms, 1.0), engine.generate(prompts[1], randoms, 1.0),
+        engine.generate(prompts[2], randoms, 1.0), engine.generate(prompts[3], randoms_of(0, samples=3), 1.0))
+    assert [first, second] == [plain(model, prompt, randoms) for prompt in (prompts[0], prompts[2])]
+    assert isinstance(long, InputError) and "503 tokens and 24 new ones" in str(long) and "100" in str(long)
+    assert isinstance(many, InputError) and "3 samples" in str(many) and "2 slots" in str(many)
+
+    # a dialogue that is given up leaves its slot; the others go on
+    async def give_up():
+        task = asyncio.create_task(engine.generate(prompts[0], randoms, 1.0, key="a"))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        task.cancel()
+        return await engine.generate(prompts[0], randoms_of(0, samples=2), 1.0)
+    assert together(give_up()) == [plain(model, prompts[0], randoms_of(0, samples=2))]
+
+    # an error of the model reaches all who wait, and the engine can be used again
+    def fail(*_, **__):
+        raise RuntimeError("out of memory")
+    with monkeypatch.context() as patch:
+        patch.setattr(model.get_decoder(), "forward", fail)
+        results = together(*(engine.generate(prompt, randoms, 1.0, key=n) for n, prompt in enumerate(prompts[2:] * 3)))
+    assert [str(error) for error in results] == ["out of memory"] * 6
+    for n, prompt in enumerate(prompts[2:]):
+        assert ask(engine, prompt, randoms, key=n) == plain(model, prompt, randoms)
+
+
+def test_counts_the_same_work_as_the_plain_way(tiny):
+    model, _ = tiny
+    prompts, randoms, works = prompts_of(10, 20), randoms_of(0, samples=2), []
+    model.__dict__.pop("work", None)
+    for way in ("plain", "engine"):
+        before = dict(common.work_of(model))
+        if way == "plain":
+            common.generate(model, prompts, randoms, 1.0, STOPS)
+        else:
+            engine = common.Engine(model, STOPS, 2, 400)
+            together(*(engine.generate(prompt, randoms[n:n + 1], 1.0) for n, prompt in enumerate(prompts)))
+        works.append({key: value - before[key] for key, value in common.work_of(model).items()})
+    assert works[0] == pytest.approx(works[1]) and works[0]["generated_tokens"] > 2
+
+
+def test_models_that_do_not_see_all_tokens_are_refused():
+    from transformers import AutoModelForCausalLM, MistralConfig
+    config = MistralConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+                           num_key_value_heads=1, vocab_size=8, sliding_window=4)
+    with pytest.raises(InputError, match="a mistral model"):
+        common.Engine(AutoModelForCausalLM.from_config(config), [], 1, 100)
+    config.sliding_window = None
+    model = AutoModelForCausalLM.from_config(config).eval()
+    randoms = randoms_of(0)
+    assert ask(common.Engine(model, [], 1, 100), [1, 2, 3], randoms) == plain(model, [1, 2, 3], randoms, stops=[])
+
+
+def test_bfloat16_and_grouped_heads(tiny):
+    """Not token by token (bfloat16 rounds differently in another batch), but it runs and stays in range."""
+    from transformers import AutoModelForCausalLM, Qwen2Config
+    config = Qwen2Config(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, vocab_size=50)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    prompts = [[1 + n for n in range(length)] for length in (3, 20, 40)]
+    for kind in (torch.float32, torch.bfloat16):
+        model = model.to(kind)
+        engine = common.Engine(model, [0], 2, 200)
+        results = together(*(engine.generate(prompt, randoms_of(n), 1.0) for n, prompt in enumerate(prompts)))
+        assert all(0 < len(ids) <= 24 and max(ids) < 50 for [ids] in results)
+        if kind == torch.float32:
+            assert results == [plain(model, prompt, randoms_of(n), stops=[0]) for n, prompt in enumerate(prompts)]
