@@ -666,8 +666,9 @@ def finish_tasks(args, out, rows, kept):
             path.unlink()
     lines = sum(len(task["ground_truth"].splitlines()) for task in tasks) / len(tasks)
     words = sum(len(task["problem_description"].split()) for task in tasks) / len(tasks)
-    common.say(f"{len(rows):,} attempts: {ends}\na task has {lines:.1f} lines of code and a description of {words:.1f} words "
-               f"(means); {sum(task['written_tests'] > NUM_TESTS for task in tasks):,} had more than {NUM_TESTS} tests\n"
+    more = sum(task["written_tests"] > NUM_TESTS for task in tasks)
+    common.say(f"{len(rows):,} attempts: {ends}\na task has {lines:.1f} lines of code and a description of {words:.1f} "
+               f"words (means); {more:,} had more than {NUM_TESTS} tests\n"
                f"values of the tests: {counted(kind for row in kept for kind in row['types'])}")
 
 

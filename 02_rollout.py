@@ -3,7 +3,8 @@
 Reads   tasks.jsonl (01).
 Writes  trajectories.jsonl in the published format, {"task", "dialogue_history", "answer", "reward"}, with "task_id",
         "sample", "tests" (a verdict a test), "num_rounds", "max_rounds"; an agent's turn has "input" (the rendered
-        prompt), "output" (the raw text) and "output_ids" (the sampled ids).
+        prompt), "output" (the raw text) and "output_ids" (the sampled ids); a person's turn that shows code "leak".
+        FILE.failed.jsonl where dialogues failed: the same command again plays these alone.
 
 The protocol (ColBench, backend): the person opens with the request. In each of `--max-rounds` rounds the agent sends a
 message and the person answers it in at most 400 characters. What follows "I WANT TO ANSWER:" is the answer and ends the
@@ -15,25 +16,31 @@ this measures a critic and is no way to use an agent. `--critic DIR` takes a cri
 model that compares two messages at a time, in both orders: where the orders disagree, or a verdict cannot be read, the
 earlier message stays. The first message of each turn is the one that would be sent with N = 1.
 
-Agents, humans and judges can be servers (http://HOST:PORT/v1#NAME); what a server's agent says has no token ids, so 03
-and 04 tokenise it anew. Agents: a model (see README), or `script`, a noisy scripted agent for template tasks whose
-dialogues a base model is taught by (`script-informed`: one that knows the reference). Humans: `rules` (template tasks),
-or a model with a prompt.
+Every dialogue goes its own way, `--concurrency` of them at a time. A model on this machine takes what waits for it in
+batches; a server (http://HOST:PORT/v1#NAME, or http://A/v1,http://B/v1#NAME; for agents, humans and judges) is asked at
+once. What a server's agent says has no token ids, so that 03 and 04 tokenise it anew, but for vLLM's with
+--agent-tokenizer. Agents: a model (see README), or `script`, a noisy scripted agent for template tasks whose dialogues
+a base model is taught by (`script-informed`: one that knows the reference). Humans: `rules` (template tasks), or a
+model with a prompt. <think> blocks are kept in "output", and the other side does not see them.
 
 Differs from the paper: the agent is told when the last round begins. The prompts are ours.
 
     python 02_rollout.py --tasks out/test.jsonl --agent out/policy --simulator rules --out out/trajectories.jsonl
     torchrun --nproc-per-node 8 02_rollout.py --tasks tasks.jsonl --agent meta-llama/Llama-3.1-8B-Instruct \\
-        --simulator meta-llama/Llama-3.1-8B-Instruct --out trajectories.jsonl
+        --simulator http://localhost:8000/v1#meta-llama/Llama-3.1-70B-Instruct --out trajectories.jsonl
 """
-import concurrent.futures
+import argparse
+import asyncio
+import collections
 import functools
+import json
 import os
+import pathlib
 import random
 import re
+import sys
+import time
 from collections import namedtuple
-
-import torch
 
 import common
 
@@ -98,170 +105,205 @@ def script_turn(task, history, max_rounds, informed, rng):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# one turn of many dialogues. A dialogue is {"task", "sample", "history", "answer"}.
+# one turn of a dialogue. A dialogue is {"number", "task", "sample", "history", "answer", "waited_s"}; who speaks is a
+# Speaker, a local model (engine) or a server, or None for the scripted agent and the rule-based human.
 
-def script_turns(dialogues, args):
-    turns = []
-    for dialogue in dialogues:
-        rng = dialogue_rng(dialogue, args, "agent")
-        informed = args.agent == "script-informed"
-        content = script_turn(dialogue["task"], dialogue["history"], args.max_rounds, informed, rng)
-        turns.append({"role": "assistant", "content": content})
-    return turns
+Speaker = namedtuple("Speaker", "model tokenizer engine server template_args", defaults=(None, None, None, None, {}))
 
 
-def model_turns(dialogues, agent, chooser, args):
-    """The next turn of each dialogue, sampled from the agent, which sees the dialogue alone; with --best-of the one of
-    several that `chooser` prefers. A server's turns have no token ids and no rendered prompt."""
-    if isinstance(agent, Server):
-        chats = [common.agent_messages(d["history"], args.max_rounds) for d in dialogues]
-        replies = ask_server(agent, chats, dialogues, args.temperature, args.max_new_tokens, args, "agent")
-        return [{"role": "assistant", "content": text.strip(), "output": text, **({} if ended else {"truncated": True})}
-                for text, ended in replies]
-    model, tokenizer = agent
-    prompts = [common.prompt_text(tokenizer, d["history"], args.max_rounds) for d in dialogues]
-    outputs = sample(agent, prompts, dialogues, args.temperature, args.max_new_tokens, args, "agent", args.best_of)
-    if args.best_of > 1:
-        actions = [outputs[i:i + args.best_of] for i in range(0, len(outputs), args.best_of)]
-        outputs = [own[best] for own, best in zip(actions, chooser(dialogues, prompts, actions))]
-    turns = []
-    for prompt, ids in zip(prompts, outputs):
-        text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        ended = ids[-1] in common.stop_ids(model, tokenizer)
-        turns.append({"role": "assistant", "content": text.strip(), "input": prompt, "output": text, "output_ids": ids,
-                      **({} if ended else {"truncated": True})})
-    return turns
+def open_speaker(name, role, opened, args, device):
+    """The Speaker of a role (agent, simulator, judge); a name is opened once for all of its roles."""
+    if name not in opened:
+        if common.is_server(name):
+            opened[name] = Speaker(server=common.open_server(name, args.timeout, args.retries))
+        else:
+            model, tokenizer = common.load_model(name, device, args.dtype)
+            roles = 2 if args.agent == args.simulator else 1        # each side of a dialogue has its own cache
+            engine = common.Engine(model.eval(), common.stop_ids(model, tokenizer),
+                                   roles * args.concurrency * args.best_of, args.max_tokens)
+            opened[name] = Speaker(model, tokenizer, engine)
+    return opened[name]._replace(template_args=args.chat_template_args.get(role, {}))
 
 
-def critic_choices(dialogues, prompts, actions, critic, tokenizer, device):
-    """The number of the action with the highest score of a critic (03), or of the oracle, for each dialogue."""
-    if critic == "oracle":
-        scores = [common.oracle_scores(d["task"], d["history"], [tokenizer.decode(ids, skip_special_tokens=True)
-                                                                 for ids in own]) for d, own in zip(dialogues, actions)]
-    else:
-        states = [(prompt, d["task"]["ground_truth"], own) for prompt, d, own in zip(prompts, dialogues, actions)]
-        scores = common.score_actions(critic, tokenizer, states, 16384, device)
-    return [max(range(len(own)), key=lambda i: own[i]) for own in scores]
-
-
-def judge_choices(dialogues, _, actions, tokenizer, judge, counts, args):
-    """The number of the action that is left of each dialogue's after comparing the best so far with the next, N - 1
-    times; `counts` counts verdicts "decided", "tie" (the two orders disagree) and "unreadable"."""
-    texts = [[tokenizer.decode(ids, skip_special_tokens=True).strip() for ids in own] for own in actions]
-    best = [0] * len(actions)
-    for challenger in range(1, args.best_of):
-        chats, askers = [], []
-        for dialogue, own, held in zip(dialogues, texts, best):
-            said = "\n".join(f"{'Assistant' if turn['role'] == 'assistant' else 'Person'}: {turn['content']}"
-                             for turn in dialogue["history"])
-            for a, b in ((held, challenger), (challenger, held)):
-                content = JUDGE.format(ground_truth=dialogue["task"]["ground_truth"], dialogue=said, a=own[a], b=own[b])
-                chats.append([{"role": "user", "content": content}])
-                askers.append(dialogue)
-        letters = [re.findall(r"\b[AB]\b", text) for text in reply_texts(judge, chats, askers, 8, args, "judge")]
-        for i, own in enumerate(texts):
-            first, second = (found[0] if len(set(found)) == 1 else None for found in letters[2 * i:2 * i + 2])
-            if own[best[i]] == own[challenger]:
-                continue
-            verdict = "unreadable" if None in (first, second) else "tie" if first == second else "decided"
-            counts[verdict] += 1
-            if verdict == "decided" and first == "B":
-                best[i] = challenger
-    return best
-
-
-def human_replies(dialogues, simulator, args):
-    """The person's answers; a dialogue's history ends with the agent's turn."""
-    if args.simulator == "rules":
-        return [rules_reply(d["task"], d["history"], dialogue_rng(d, args, "human")) for d in dialogues]
-    chats = [simulator_messages(d["task"], d["history"]) for d in dialogues]
-    return reply_texts(simulator, chats, dialogues, 128, args, "human")
-
-
-def reply_texts(speaker, chats, dialogues, max_new_tokens, args, who):
-    """What a model, or a server, says next in each chat (messages), at temperature 0."""
-    if isinstance(speaker, Server):
-        return [text.strip() for text, _ in ask_server(speaker, chats, dialogues, 0.0, max_new_tokens, args, who)]
-    tokenizer = speaker[1]
-    prompts = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
-    return [tokenizer.decode(ids, skip_special_tokens=True).strip()
-            for ids in sample(speaker, prompts, dialogues, 0.0, max_new_tokens, args, who)]
-
-
-Server = namedtuple("Server", "client model address")
-
-
-def open_server(name):
-    """The server behind http://HOST:PORT/v1#NAME (OpenAI's protocol), key from OPENAI_API_KEY."""
-    address, _, model = name.partition("#")
-    if not model:
-        raise common.InputError(f"{name}: a server's model goes after #: {address}#NAME")
-    try:
-        import openai
-    except ImportError:
-        raise common.InputError(f"{name}: servers need the package openai: pip install openai") from None
-    key = os.environ.get("OPENAI_API_KEY", "none")
-    return Server(openai.OpenAI(base_url=address, api_key=key, max_retries=5, timeout=600), model, address)
-
-
-def ask_server(server, chats, dialogues, temperature, max_new_tokens, args, who):
-    """[(text, whether it ended by itself)] of the chats, all in flight together. Failed requests are tried again with
-    growing pauses (by the client); what fails for good is an InputError, never an empty reply."""
-    import openai
-
-    def ask(chat, dialogue):
-        try:
-            seed = int(common.uniforms(1, *dialogue_key(dialogue, args, who)).item() * 2 ** 31)
-            choice = server.client.chat.completions.create(
-                model=server.model, messages=chat, temperature=temperature, top_p=1.0, max_tokens=max_new_tokens,
-                seed=seed).choices[0]
-        except (openai.OpenAIError, ValueError, IndexError, AttributeError, TypeError) as error:
-            reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-            raise common.InputError(f"{server.address}#{server.model}: no reply ({type(error).__name__}: {reason}); "
-                                    "run the same command again to go on") from None
-        return choice.message.content or "", choice.finish_reason != "length"
-
-    with concurrent.futures.ThreadPoolExecutor(args.concurrency) as pool:
-        return list(pool.map(ask, chats, dialogues))
-
-
-def sample(model_and_tokenizer, prompts, dialogues, temperature, max_new_tokens, args, who, count=1):
-    """`count` continuations of each prompt, one prompt's after the other's."""
-    model, tokenizer = model_and_tokenizer
-    randoms = torch.cat([common.uniforms((count, max_new_tokens), *dialogue_key(d, args, who)) for d in dialogues])
-    return common.generate(model, [common.encode(tokenizer, prompt) for prompt in prompts], randoms, temperature,
-                           common.stop_ids(model, tokenizer))
+def new_dialogue(task, sample, number=0, history=None):
+    history = history or [{"role": "user", "content": task["problem_description"]}]
+    return {"number": number, "task": task, "sample": sample, "history": history, "answer": None, "waited_s": 0.0}
 
 
 def dialogue_key(dialogue, args, who):
     return args.seed, common.task_id(dialogue["task"]), dialogue["sample"], len(dialogue["history"]), who
 
 
-def dialogue_rng(dialogue, args, who):
-    return random.Random(repr(dialogue_key(dialogue, args, who)))
+async def ask(speaker, chat, key, temperature, max_new_tokens, count=1, cache=None, **fields):
+    """(prompt text, [common.Reply, …]): `count` continuations of a chat (messages) by a model, drawn with the random
+    numbers of `key`. `cache` lets the engine find what it has computed for this dialogue; a server gets more `fields`,
+    and its prompt is only known with its tokenizer."""
+    tokenizer, more = speaker.tokenizer, speaker.template_args
+    prompt = tokenizer and tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **more)
+    if speaker.server:
+        fields |= {"chat_template_kwargs": more} if more else {}
+        seed = int(common.uniforms(1, *key).item() * 2 ** 31)
+        return prompt, [await common.server_reply(speaker.server, chat, temperature, max_new_tokens, seed, **fields)]
+    ids, stops = common.encode(tokenizer, prompt), common.stop_ids(speaker.model, tokenizer)
+    outputs = await speaker.engine.generate(ids, common.uniforms((count, max_new_tokens), *key), temperature, cache)
+    return prompt, [common.Reply(tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False),
+                                 new[-1] in stops, new, None, len(ids), len(new)) for new in outputs]
+
+
+def visible(speaker, prompt, reply):
+    """What the other side sees of a reply. A server may already have put apart the thoughts that its prompt opened."""
+    return common.visible_text(reply.text, None if speaker.server else prompt)
+
+
+async def agent_turn(dialogue, agent, chooser, args):
+    """The agent's next turn. A model sees the dialogue alone; with --best-of it is the one of several that `chooser`
+    prefers. A server's turn has the prompt and the sampled ids only with --agent-tokenizer."""
+    history, key = dialogue["history"], dialogue_key(dialogue, args, "agent")
+    if agent is None:
+        informed = args.agent == "script-informed"
+        content = script_turn(dialogue["task"], history, args.max_rounds, informed, random.Random(repr(key)))
+        return {"role": "assistant", "content": content}
+    fields = ({"logprobs": True} if args.server_logprobs else {}) | (
+        {"return_token_ids": True} if args.agent_tokenizer else {})
+    prompt, replies = await ask(agent, common.agent_messages(history, args.max_rounds), key, args.temperature,
+                                args.max_new_tokens, args.best_of, ("agent", dialogue["number"]), **fields)
+    reply = replies[await chooser(dialogue, prompt, replies) if args.best_of > 1 else 0]
+    if args.agent_tokenizer and (not reply.ids or reply.prompt_tokens != len(common.encode(agent.tokenizer, prompt))):
+        raise common.InputError(f"{args.agent}: --agent-tokenizer needs a server that gives token ids, as vLLM does, "
+                                "and reads prompts as this tokenizer and template make them; this one does not")
+    turn = {"role": "assistant", "content": visible(agent, prompt, reply), "input": prompt, "output": reply.text,
+            "output_ids": reply.ids, "output_logps": reply.logps, "truncated": not reply.ended}
+    return {key: value for key, value in turn.items() if value or key in ("content", "output")}
+
+
+async def critic_choice(dialogue, prompt, replies, critic, tokenizer, device):
+    """The number of the reply with the highest score of a critic (03), or of the oracle."""
+    if critic == "oracle":
+        scores = common.oracle_scores(dialogue["task"], dialogue["history"], [reply.text for reply in replies])
+    else:
+        states = [(prompt, dialogue["task"]["ground_truth"], [reply.ids for reply in replies])]
+        [scores] = common.score_actions(critic, tokenizer, states, 16384, device)
+    return max(range(len(scores)), key=scores.__getitem__)
+
+
+async def judge_choice(dialogue, _, replies, judge, counts, args):
+    """The number of the reply that is left after comparing the best so far with the next, N - 1 times; `counts` counts
+    verdicts "decided", "tie" (the two orders disagree) and "unreadable"."""
+    texts = [reply.text.strip() for reply in replies]
+    said = "\n".join(f"{'Assistant' if turn['role'] == 'assistant' else 'Person'}: {turn['content']}"
+                     for turn in dialogue["history"])
+
+    async def letters(a, b):
+        content = JUDGE.format(ground_truth=dialogue["task"]["ground_truth"], dialogue=said, a=texts[a], b=texts[b])
+        key = dialogue_key(dialogue, args, "judge")
+        prompt, [reply] = await ask(judge, [{"role": "user", "content": content}], key, 0.0, 8)
+        return set(re.findall(r"\b[AB]\b", visible(judge, prompt, reply)))
+
+    best = 0
+    for challenger in range(1, len(texts)):
+        if texts[best] == texts[challenger]:
+            continue
+        first, second = await asyncio.gather(letters(best, challenger), letters(challenger, best))
+        verdict = "unreadable" if len(first) != 1 or len(second) != 1 else "tie" if first == second else "decided"
+        counts[verdict] += 1
+        if verdict == "decided" and first == {"B"}:
+            best = challenger
+    return best
+
+
+async def person_turn(dialogue, person, args):
+    """The person's answer to the agent's turn that ends the history. Where it shows code, "leak" says how; with
+    --reject-leaks it is sampled anew, at temperature 1, as temperature 0 would repeat it."""
+    task, history, key = dialogue["task"], dialogue["history"], dialogue_key(dialogue, args, "human")
+    if person is None:
+        return {"role": "user", "content": rules_reply(task, history, random.Random(repr(key)))}
+    for attempt in range(args.reject_leaks + 1):
+        prompt, [reply] = await ask(person, simulator_messages(task, history), (*key, attempt) if attempt else key,
+                                    1.0 if attempt else 0.0, args.simulator_max_new_tokens,
+                                    cache=("human", dialogue["number"]))
+        content = visible(person, prompt, reply)[:common.MAX_REPLY_CHARS]
+        leak = common.leak_of(task, content)
+        if leak is None:
+            break
+    turn = {"role": "user", "content": content, "output": reply.text if reply.text.strip() != content else None,
+            "leak": leak, "resampled": attempt}
+    return {key: value for key, value in turn.items() if value or key == "content"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # episodes
 
-def run_block(dialogues, agent, simulator, chooser, args):
-    """Play a block of dialogues to their ends, one round of all at a time."""
-    while active := [d for d in dialogues if d["answer"] is None]:
-        turns = script_turns(active, args) if agent is None else model_turns(active, agent, chooser, args)
-        take_turns(active, turns, simulator, args)
+async def play(dialogue, agent, person, chooser, args):
+    """Play one dialogue from where it stands to its answer."""
+    history = dialogue["history"]
+    while dialogue["answer"] is None:
+        if history[-1]["role"] == "user":
+            history.append(await agent_turn(dialogue, agent, chooser, args))
+        content = history[-1]["content"]
+        if common.MARKER in content:
+            dialogue["answer"] = content.split(common.MARKER, 1)[1].strip("\n")
+        elif len(history) == 2 * args.max_rounds:
+            dialogue["answer"] = content
+        else:
+            begin = time.perf_counter()
+            history.append(await person_turn(dialogue, person, args))
+            dialogue["waited_s"] += time.perf_counter() - begin
 
 
-def take_turns(dialogues, turns, simulator, args):
-    """One round: the agent's turns, which may be answers, and the person's replies to the others."""
-    for dialogue, turn in zip(dialogues, turns):
-        dialogue["history"].append(turn)
-        if common.MARKER in turn["content"]:
-            dialogue["answer"] = turn["content"].split(common.MARKER, 1)[1].strip("\n")
-        elif len(dialogue["history"]) == 2 * args.max_rounds:
-            dialogue["answer"] = turn["content"]
-    active = [d for d in dialogues if d["answer"] is None]
-    for dialogue, reply in zip(active, human_replies(active, simulator, args) if active else []):
-        dialogue["history"].append({"role": "user", "content": reply[:common.MAX_REPLY_CHARS]})
+async def each(work, items, concurrency):
+    """work(item) for all items, `concurrency` of them in flight: who has ended one takes the next."""
+    waiting = iter(items)
+
+    async def worker():
+        for item in waiting:
+            await work(item)
+    await asyncio.gather(*(worker() for _ in range(concurrency)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the output: finished dialogues are appended to a partial file of the rank as "NUMBER ROW", in any order
+
+def partial_files(out):
+    return [path for path in out.parent.iterdir()
+            if re.fullmatch(re.escape(out.name) + r"\.\d+of\d+\.partial", path.name)]
+
+
+def find_rows(out):
+    """{number of a finished dialogue: (file, offset)} of what all ranks, of this run and those before, have written. A
+    line that a kill has cut is none."""
+    places = {}
+    for path in partial_files(out):
+        with open(path, "rb") as file:
+            for line in file:
+                if line.endswith(b"\n"):
+                    places[int(line.split(b" ", 1)[0])] = (path, file.tell() - len(line))
+    return places
+
+
+def open_partial(path):
+    """The file to append to, without the line that a kill has cut."""
+    with open(path, "ab+") as file:
+        file.seek(0)
+        file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
+    return open(path, "a", encoding="utf-8", errors="backslashreplace")
+
+
+def merge(out, num_rows):
+    """Make the output whole, in the order of the numbers, and remove the partial files."""
+    places = find_rows(out)
+    files = {path: open(path, "rb") for path, _ in places.values()}
+    with open(f"{out}.partial", "wb") as whole:
+        for number in range(num_rows):
+            path, offset = places[number]
+            files[path].seek(offset)
+            whole.write(files[path].readline().split(b" ", 1)[1])
+    os.rename(f"{out}.partial", out)
+    for file in files.values():
+        file.close()
+    for path in partial_files(out):
+        path.unlink()
+    pathlib.Path(f"{out}.failed.jsonl").unlink(missing_ok=True)
+    common.say(f"writes {out} ({num_rows:,} rows)")
 
 
 def to_trajectory(dialogue, verdicts, tokenizer, args):
@@ -275,16 +317,72 @@ def to_trajectory(dialogue, verdicts, tokenizer, args):
             "informed": args.agent == "script-informed"}
 
 
+async def finish(item, speakers, scorer, file, progress, tally, failed, tokenizer, args):
+    """Play and score a dialogue, (number, task, sample), and append its row to `file`. One that a server leaves without
+    a reply goes to `failed`; many of these in a row end the run."""
+    number, task, sample = item
+    dialogue, begin = new_dialogue(task, sample, number), time.perf_counter()
+    try:
+        await play(dialogue, *speakers, args)
+    except common.ReplyError as error:
+        failed.append({"number": number, "task_id": common.task_id(task), "sample": sample, "failed": str(error),
+                       "dialogue_history": dialogue["history"]})
+        progress.set_postfix_str(f"{len(failed):,} failed")
+        tally["failed in a row"] += 1
+        if tally["failed in a row"] >= max(20, args.concurrency):
+            raise common.InputError(f"{args.out}: {tally['failed in a row']} dialogues in a row failed, the last with "
+                                    f"{error}; run the same command again to go on") from None
+        return
+    tally["played_s"] += time.perf_counter() - begin
+    tally["waited_s"] += dialogue["waited_s"]
+    [score] = await asyncio.to_thread(scorer.score, [(task, dialogue["answer"])])
+    file.write(f"{number} {json.dumps(to_trajectory(dialogue, score.tests, tokenizer, args), ensure_ascii=False)}\n")
+    file.flush()
+    tally["played"], tally["failed in a row"] = tally["played"] + 1, 0
+    progress.update()
+
+
+def report(opened, ranks, wall_s):
+    """Print how fast it went, all ranks together; ranks: the "tally", "stats" and "verdicts" of each."""
+    def total(dicts):
+        return functools.reduce(lambda a, b: {key: a.get(key, 0) + b.get(key, 0) for key in {**a, **b}}, dicts)
+
+    tally = total([rank["tally"] for rank in ranks])
+    print(f"{tally['played']:,} dialogues in {wall_s:,.0f} s, {60 * tally['played'] / wall_s:,.1f} a minute; they "
+          f"waited {tally['waited_s']:,.1f} s of {tally['played_s']:,.1f} s for the person")
+    for name, speaker in opened.items():
+        stats = total([rank["stats"][name] for rank in ranks])
+        if speaker.server:
+            retried = [f"{count:,} {key[9:]}" for key, count in stats.items() if key.startswith("retried: ")]
+            print(f"{name}: {stats.get('requests', 0):,} requests, {stats.get('prompt_tokens', 0):,} prompt and "
+                  f"{stats.get('completion_tokens', 0):,} completion tokens; retried: {', '.join(retried) or 'none'}")
+        else:
+            speeds = [f"{what} {stats[what + '_tokens']:,} tokens, "
+                      f"{len(ranks) * stats[what + '_tokens'] / max(1e-9, stats[what + '_s']):,.0f} a second"
+                      for what in ("prefill", "decode")]
+            print(f"{name}: {'; '.join(speeds)}; {stats['reused_tokens']:,} tokens reused; occupancy "
+                  f"{stats['occupancy'] / len(ranks):.0%}")
+    verdicts = total([rank["verdicts"] for rank in ranks])
+    if any(verdicts.values()):
+        print("judge's comparisons: " + ", ".join(f"{count:,} {verdict}" for verdict, count in verdicts.items()))
+
+
 def summary(trajectories):
-    """One line: success, tests passed, rounds, and what was cut or forced."""
-    n = len(trajectories)
-    last = [[turn for turn in t["dialogue_history"] if turn["role"] == "assistant"][-1] for t in trajectories]
-    forced = sum(common.MARKER not in turn["content"] for turn in last)
-    cut = sum(turn.get("truncated", False) for t in trajectories for turn in t["dialogue_history"])
-    return (f"success {sum(t['reward'] == 1 for t in trajectories) / n:.3f} | tests passed "
-            f"{sum(t['reward'] for t in trajectories) / n:.3f} | rounds "
-            f"{sum(t['num_rounds'] for t in trajectories) / n:.2f} | {forced / n:.1%} ended without the marker | "
-            f"{cut} turns stopped by --max-new-tokens")
+    """One line: success, tests passed, rounds, what was cut or forced, and replies of the person that show code."""
+    sums, leaks = collections.Counter(), collections.Counter()
+    for t in trajectories:
+        agent = [turn for turn in t["dialogue_history"] if turn["role"] == "assistant"]
+        person = [turn for turn in t["dialogue_history"][1:] if turn["role"] == "user"]
+        sums.update(n=1, success=t["reward"] == 1, reward=t["reward"], rounds=t["num_rounds"], replies=len(person),
+                    forced=common.MARKER not in agent[-1]["content"], cut=sum("truncated" in turn for turn in agent),
+                    rejected=sum(turn.get("resampled", 0) for turn in person))
+        leaks.update(turn["leak"] for turn in person if "leak" in turn)
+    mean = {key: value / sums["n"] for key, value in sums.items()}
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(leaks.items()))
+    return (f"success {mean['success']:.3f} | tests passed {mean['reward']:.3f} | rounds {mean['rounds']:.2f} | "
+            f"{mean['forced']:.1%} ended without the marker | {sums['cut']} turns stopped by --max-new-tokens | "
+            f"{leaks.total() / max(1, sums['replies']):.1%} of the person's replies leak code" +
+            (f" ({kinds})" if kinds else "") + (f", {sums['rejected']} rejected" if sums["rejected"] else ""))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -306,7 +404,23 @@ def parse_args(argv=None):
     parser.add_argument("--best-of", type=common.positive_int, default=1, help="messages sampled at each turn")
     parser.add_argument("--critic", help="who picks one of --best-of: a critic folder (03), judge:MODEL, or oracle: "
                         "what the template task says of a turn")
+    # the person
+    parser.add_argument("--simulator-max-new-tokens", type=common.positive_int, default=128,
+                        help="tokens a reply of a model that plays the human (400 characters of it are shown)")
+    parser.add_argument("--reject-leaks", type=int, default=0, metavar="N",
+                        help="sample a reply of the human that shows code again, up to N times")
+    # models and servers
     parser.add_argument("--concurrency", type=common.positive_int, default=64, help="dialogues in flight")
+    parser.add_argument("--max-tokens", type=common.positive_int, default=16384,
+                        help="of a dialogue, and of a pass of a local model over prompts")
+    parser.add_argument("--chat-template-args", type=json.loads, default={}, metavar="JSON", help="arguments of "
+                        "chat templates by role: {\"agent\": {\"enable_thinking\": false}, \"simulator\": …, …}")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds that a request to a server may take")
+    parser.add_argument("--retries", type=int, default=8, help="times that a failed request is tried again")
+    parser.add_argument("--server-logprobs", action="store_true",
+                        help="keep the log-probabilities of what a server's agent says")
+    parser.add_argument("--agent-tokenizer", metavar="MODEL", help="the tokenizer of a vLLM server's agent: keeps the "
+                        "sampled ids and the prompt, so that 03 and 04 train on just these")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the models")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples")
     common.add_scorer(parser)
@@ -316,6 +430,14 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.best_of > 1 and (args.critic is None or args.agent.startswith("script")):
         parser.error("--best-of needs an agent that is a model, and --critic DIR or judge:MODEL")
+    by_role = args.chat_template_args
+    if not (isinstance(by_role, dict) and by_role.keys() <= {"agent", "simulator", "judge"} and
+            all(isinstance(own, dict) for own in by_role.values())):
+        parser.error("--chat-template-args: an object with an object for agent, simulator or judge")
+    if min(args.reject_leaks, args.retries) < 0 or args.timeout <= 0:
+        parser.error("--reject-leaks and --retries cannot be negative, and --timeout must be positive")
+    if args.agent_tokenizer and not common.is_server(args.agent):
+        parser.error("--agent-tokenizer is for an agent behind http://; others bring their own")
     return args
 
 
@@ -323,6 +445,7 @@ def main(argv=None):
     args = parse_args(argv)
     if args.single_turn:
         args.max_rounds = 1
+    from tqdm import tqdm
     runtime = common.start(args.seed)
     tasks = common.read_jsonl(args.tasks, common.TASK_KEYS)
     scripted = args.agent.startswith("script")
@@ -332,60 +455,77 @@ def main(argv=None):
             if "facts" not in task:
                 raise common.InputError(f'{args.tasks}:{number}: missing "facts", which the rules of template tasks '
                                         "need; use --agent MODEL --simulator MODEL, and a critic that is no oracle")
-    inputs = [args.tasks, args.agent, args.simulator, None if oracle else (args.critic or "").removeprefix("judge:")]
-    if common.claim_output(args, args.out, inputs, begin=False):
+    inputs = [args.tasks, args.agent, args.simulator, None if oracle else (args.critic or "").removeprefix("judge:"),
+              args.agent_tokenizer]
+    record = argparse.Namespace(**{k: v for k, v in vars(args).items() if k != "concurrency"})     # it changes no row
+    if common.claim_output(record, args.out, inputs, begin=False):
         return
 
-    def load(name):
-        return open_server(name) if name.startswith("http") else common.load_model(name, runtime.device, args.dtype)
-
-    agent = None if scripted else load(args.agent)
-    if args.best_of > 1 and isinstance(agent, Server):
+    opened, verdicts, critic = {}, dict.fromkeys(("decided", "tie", "unreadable"), 0), None
+    load = functools.partial(open_speaker, opened=opened, args=args, device=runtime.device)
+    agent = None if scripted else load(args.agent, "agent")
+    if args.best_of > 1 and agent.server:
         raise common.InputError("--best-of needs an agent whose tokens are at hand: a folder or hub id, no server")
-    simulator = None if args.simulator == "rules" else agent if args.simulator == args.agent else load(args.simulator)
-    judge = critic = chooser = None
-    verdicts = dict.fromkeys(("decided", "tie", "unreadable"), 0)
+    if args.agent_tokenizer:
+        agent = agent._replace(tokenizer=common.load_tokenizer(args.agent_tokenizer))
+    person = None if args.simulator == "rules" else load(args.simulator, "simulator")
+    chooser = None
     if args.best_of > 1 and args.critic.startswith("judge:"):
-        name = args.critic.removeprefix("judge:")
-        judge = agent if name == args.agent else load(name)
-        chooser = functools.partial(judge_choices, tokenizer=agent[1], judge=judge, counts=verdicts, args=args)
+        judge = load(args.critic.removeprefix("judge:"), "judge")
+        chooser = functools.partial(judge_choice, judge=judge, counts=verdicts, args=args)
     elif args.best_of > 1:
-        critic = args.critic
-        if not oracle:
-            critic = common.load_critic(common.read_critic(args.critic, agent[1]),
-                                        common.load_whole(runtime.device, args.dtype))
-        chooser = functools.partial(critic_choices, critic=critic, tokenizer=agent[1], device=runtime.device)
-    local = [speaker for speaker in (agent, simulator, judge) if speaker and not isinstance(speaker, Server)]
-    for model, _ in local:
-        model.eval()
-    if common.claim_output(args, args.out, inputs):
+        critic = args.critic if oracle else common.load_critic(common.read_critic(args.critic, agent.tokenizer),
+                                                               common.load_whole(runtime.device, args.dtype))
+        chooser = functools.partial(critic_choice, critic=critic, tokenizer=agent.tokenizer, device=runtime.device)
+    if common.claim_output(record, args.out, inputs):
         return
 
-    costs = common.Costs(args.out, runtime.device)
-    # Blocks of `concurrency` dialogues are played to their ends one after the other; a resumed run plays the same ones.
-    todo = [{"task": task, "sample": sample, "answer": None,
-             "history": [{"role": "user", "content": task["problem_description"]}]}
-            for task in tasks for sample in range(args.samples)]
-    blocks = [todo[i:i + args.concurrency] for i in range(0, len(todo), args.concurrency)]
-    name = common.tokenizer_name(agent[1]) if agent and not isinstance(agent, Server) else None
-    num_tokens = 0
+    costs, out = common.Costs(args.out, runtime.device), pathlib.Path(args.out)
+    name = common.tokenizer_name(agent.tokenizer) if agent and agent.tokenizer else None
+    models = [speaker.model for speaker in opened.values() if speaker.model]
+    models += [critic["model"], *filter(None, [critic["reference"]])] if critic and not oracle else []
+    servers = [speaker.server.counts for speaker in opened.values() if speaker.server]
+    tally, failed = {"played": 0, "played_s": 0.0, "waited_s": 0.0, "failed in a row": 0}, []
 
-    def play(block, progress):
-        nonlocal num_tokens
-        run_block(block, agent, simulator, chooser, args)
-        num_tokens += sum(len(turn.get("output_ids", ())) for d in block for turn in d["history"])
-        progress.set_postfix_str(f"{num_tokens / max(1e-9, progress.format_dict['elapsed']):,.0f} tok/s")
-        scores = scorer.score([(dialogue["task"], dialogue["answer"]) for dialogue in block])
-        return [to_trajectory(dialogue, score.tests, name, args) for dialogue, score in zip(block, scores)]
+    def record_costs():
+        costs.record([common.work_of(model) for model in models], servers=servers)
 
-    with common.Scorer(args.unsafe_scorer) as scorer:
-        trajectories = common.map_blocks(args.out, blocks, play, runtime, "dialogue")
-    models = [model for model, _ in local] + ([critic["model"], critic["reference"]] if critic and not oracle else [])
-    costs.record([common.work_of(model) for model in {id(m): m for m in models if m}.values()])
-    common.say(summary(trajectories))
-    if judge:
-        sums = common.reduce_sums(list(verdicts.values()), runtime.device)
-        common.say("judge's comparisons: " + ", ".join(f"{count:,.0f} {name}" for name, count in zip(verdicts, sums)))
+    items = [(number, task, sample) for number, (task, sample) in
+             enumerate((task, sample) for task in tasks for sample in range(args.samples))]
+    done = find_rows(out)
+    common.barrier()                                                 # before any rank adds to what all must read alike
+    mine = [item for item in items if item[0] not in done][runtime.rank::runtime.world_size]
+    if done:
+        common.say(f"{len(done):,} of {len(items):,} dialogues are there already")
+    with (common.Scorer(args.unsafe_scorer) as scorer,
+          open_partial(out.with_name(f"{out.name}.{runtime.rank}of{runtime.world_size}.partial")) as file,
+          tqdm(total=len(mine), unit="dialogue", desc=out.name, mininterval=5, disable=runtime.rank > 0) as progress):
+        try:
+            asyncio.run(each(functools.partial(
+                finish, speakers=(agent, person, chooser), scorer=scorer, file=file, progress=progress, tally=tally,
+                failed=failed, tokenizer=name, args=args), mine, args.concurrency))
+        except common.InputError:
+            if runtime.world_size == 1:                              # the tokens are paid for (ranks need each other)
+                record_costs()
+            raise
+    stats = {key: speaker.server.counts if speaker.server else speaker.engine.stats for key, speaker in opened.items()}
+    ranks = common.gather({"tally": tally, "failed": failed, "stats": stats, "verdicts": verdicts})
+    record_costs()
+    failed = sorted((row for rank in ranks for row in rank["failed"]), key=lambda row: row["number"])
+    if runtime.rank == 0:
+        report(opened, ranks, time.perf_counter() - costs.begin)
+        if failed:
+            common.write_jsonl(f"{out}.failed.jsonl", failed)
+        else:
+            merge(out, len(items))
+            with open(out, encoding="utf-8") as rows:
+                print(summary(map(json.loads, rows)), flush=True)
+    common.barrier()
+    if failed and runtime.rank == 0:
+        raise common.InputError(f"{out}: {len(failed):,} of {len(items):,} dialogues failed, the first with "
+                                f"{failed[0]['failed']}; run the same command again to play these")
+    if failed:
+        sys.exit(2)
 
 
 if __name__ == "__main__":

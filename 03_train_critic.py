@@ -196,7 +196,7 @@ def main(argv=None):
     log = common.StepLog(args.out, first, len(batches), args.log_every)
     model.train()
     for step in range(first, len(batches)):
-        torch.manual_seed(args.seed * len(batches) + step)          # for models with dropout: a resumed run draws the same
+        torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same
         sums = torch.zeros(6, dtype=torch.float64)
         for micro, weights in common.rank_batches(batches[step], args.micro_batch_size, runtime):
             shares = weights / len(batches[step])                                       # (B,)

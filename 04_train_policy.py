@@ -424,15 +424,16 @@ def main(argv=None):
     works.append(common.work_of(model))
     is_dpo = args.method in ("sweet", "mtdpo")
     if is_dpo:
+        ref_values = common.reference_values(args.out, model, examples, args, runtime)
         ref = [torch.stack(sides(torch.nn.utils.rnn.pad_sequence(values, batch_first=True), places and [places[i]]), 1)
-               for i, values in enumerate(common.reference_values(args.out, model, examples, args, runtime))]    # (P, 2)
+               for i, values in enumerate(ref_values)]                                  # (P, 2) each
     optimizer = common.adamw(model, args)
     states = common.States(args.out, model, optimizer)
     first = states.load()
     log = common.StepLog(args.out, first, len(batches), args.log_every)
     model.train()
     for step in range(first, len(batches)):
-        torch.manual_seed(args.seed * len(batches) + step)          # for models with dropout: a resumed run draws the same
+        torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same
         num_pairs = sum(len(places[i]) if places else 1 for i in batches[step])
         num_tokens = sum(turn >= 0 for i in batches[step] for row in examples[i][0] for turn in row.turns)
         sums = torch.zeros(6, dtype=torch.float64)
@@ -441,7 +442,8 @@ def main(argv=None):
             logps = model.turn_values(batch)                                            # per turn, see `sides`
             if is_dpo:
                 pairs = places and [places[i] for i in micro]
-                shares = torch.cat([weight.expand(len(ref[i])) for i, weight in zip(micro, weights)]) / num_pairs  # (P,)
+                counts = torch.tensor([len(ref[i]) for i in micro], device=runtime.device)
+                shares = weights.repeat_interleave(counts) / num_pairs                  # (P,)
                 chosen, rejected = sides(logps, pairs)                                  # (P,)
                 ref_chosen, ref_rejected = torch.cat([ref[i] for i in micro]).to(runtime.device).T       # (P,)
                 losses, chosen_rewards, rejected_rewards = dpo_loss(chosen, rejected, ref_chosen, ref_rejected,

@@ -6,6 +6,7 @@ Writes  metrics.json, scored/NAME.jsonl (the trajectories with fresh rewards), r
 success      share of the dialogues whose answer passes all tests of its task
 tests        mean share of the tests passed
 rounds       mean number of agent turns
+leaks        share of the person's replies that show code in place of describing it (common.leak_of)
 all known    template tasks: share of the dialogues in which the agent had found out every fact that matters before its
              last turn; "when known": success among these
 [..]         95 % intervals by bootstrap over tasks (all dialogues of a task are drawn together); a difference against
@@ -39,7 +40,10 @@ and monte_carlo.jsonl.
     python 05_evaluate.py base=out/base.jsonl --critics lm=out/critic --policy tests/tiny --out out/critics
 """
 import argparse
+import asyncio
+import collections
 import contextlib
+import functools
 import html
 import importlib
 import json
@@ -171,6 +175,11 @@ def measure(trajectories):
                "tests_passed_ci95": bootstrap_interval(rewards),
                "mean_rounds": sum(map(len, agent)) / len(agent),
                "forced_answers": sum(common.MARKER not in turns[-1]["content"] for turns in agent) / len(agent)}
+    replies = [(t["task"], turn["content"]) for t in trajectories for turn in t["dialogue_history"][1:]
+               if turn["role"] != "assistant"]
+    if replies:
+        leaks = collections.Counter(filter(None, (common.leak_of(*reply) for reply in replies)))
+        metrics |= {"leaks": leaks.total() / len(replies), "leaks_by_kind": dict(sorted(leaks.items()))}
     lengths = [len(turn["output_ids"]) for turns in agent for turn in turns if "output_ids" in turn]
     if lengths:
         metrics["turn_tokens"] = sum(lengths) / len(lengths)
@@ -195,13 +204,13 @@ def table(metrics, baseline):
     """The comparison as lines of text."""
     compat = any("success_rate_compat" in m for m in metrics.values())
     width = max(12, *map(len, metrics))
-    lines = [f"{'':{width}s} {'n':>5s}  {'success':>7s} {'95 %':>15s}  {'tests':>5s}  {'rounds':>6s}  "
+    lines = [f"{'':{width}s} {'n':>5s}  {'success':>7s} {'95 %':>15s}  {'tests':>5s}  {'rounds':>6s}  {'leaks':>5s}  "
              f"{'all known':>9s}  {'when known':>10s}" + ("  published scorer: success, tests" if compat else "") +
              (f"  against {baseline}" if baseline else "")]
     for name, m in metrics.items():
-        known = [f"{m[key]:.3f}" if key in m else "-" for key in ("all_known", "success_when_known")]
+        leaks, *known = (f"{m[key]:.3f}" if key in m else "-" for key in ("leaks", "all_known", "success_when_known"))
         line = (f"{name:{width}s} {m['n']:5d}  {m['success_rate']:7.3f} [{m['ci95'][0]:.3f}, {m['ci95'][1]:.3f}]  "
-                f"{m['tests_passed']:5.3f}  {m['mean_rounds']:6.2f}  {known[0]:>9s}  {known[1]:>10s}")
+                f"{m['tests_passed']:5.3f}  {m['mean_rounds']:6.2f}  {leaks:>5s}  {known[0]:>9s}  {known[1]:>10s}")
         if compat:
             line += f"  {m['success_rate_compat']:25.3f}, {m['tests_passed_compat']:.3f}"
         if "against_baseline" in m:
@@ -312,6 +321,7 @@ def curve_svg(curves):
 # costs: what it took to make each method
 
 COST_KEYS = "wall_s", "trained_tokens", "generated_tokens", "flops", "peak_memory_mb"
+SERVER_KEYS = "server_prompt_tokens", "server_completion_tokens"          # not in every record, nor in every table
 PROGRAMS = "rules", "script", "oracle"           # simulator, agent and critic that are no models
 
 
@@ -358,7 +368,9 @@ def method_costs(*roots):
 
 def total_costs(records):
     """The sums of cost records; of the peaks the highest."""
+    records = list(records)
     totals = {key: sum(record[key] for record in records) for key in COST_KEYS}
+    totals |= {key: sum(r.get(key, 0) for r in records) for key in SERVER_KEYS if any(r.get(key) for r in records)}
     return totals | {"peak_memory_mb": max((record["peak_memory_mb"] for record in records), default=0)}
 
 
@@ -391,12 +403,13 @@ def cost_table(costs):
     rows = [*costs.items(), *([("shared, included above", part)] if part else []), ("evaluation, not above:", None),
             *((name, c["evaluation"]) for name, c in costs.items())]
     width = max(len(name) for name, _ in rows)
+    served = any(key in c for _, c in rows if c for key in SERVER_KEYS)
     lines = [f"{'costs':{width}s}  {'wall min':>9s}  {'M trained':>9s}  {'M generated':>11s}  {'PFLOPs':>9s}  "
-             f"{'peak MB':>8s}"]
+             f"{'peak MB':>8s}" + ("  M read, written by servers" if served else "")]
     for name, c in rows:
         lines.append(f"{name:{width}s}  {c['wall_s'] / 60:9,.1f}  {c['trained_tokens'] / 1e6:9,.3f}  "
-                     f"{c['generated_tokens'] / 1e6:11,.3f}  {c['flops'] / 1e15:9,.3f}  {c['peak_memory_mb']:8,.0f}"
-                     if c else name)
+                     f"{c['generated_tokens'] / 1e6:11,.3f}  {c['flops'] / 1e15:9,.3f}  {c['peak_memory_mb']:8,.0f}" +
+                     "".join(f"  {c.get(key, 0) / 1e6:11,.3f}" for key in SERVER_KEYS if served) if c else name)
     if part:
         lines.append(f"shared, included in every method that costs anything: {', '.join(part['outputs'])}")
     not_counted = sorted({name for c in costs.values() for name in c["not_counted"]})
@@ -450,8 +463,8 @@ def monte_carlo_returns(trajectories, policy, scorer, args, device):
     continuations (by the policy, with the rule-based human) that succeed: rows like 04's, with "returns"."""
     rollout, policy_stage = (importlib.import_module(name) for name in ("02_rollout", "04_train_policy"))
     options = argparse.Namespace(seed=0, num_candidates=args.mc_candidates, max_new_tokens=args.mc_max_new_tokens,
-                                 temperature=1.0, dtype="float32", simulator="rules", best_of=1,
-                                 max_rounds=trajectories[0].get("max_rounds", 10))
+                                 temperature=1.0, agent=args.policy, agent_tokenizer=None, server_logprobs=False,
+                                 best_of=1, max_rounds=trajectories[0].get("max_rounds", 10))
     states = policy_stage.sample_states(trajectories, 1.0, 0)
     states = random.Random(0).sample(states, min(args.mc_states, len(states)))
     rows = [row for i in range(0, len(states), 16)
@@ -460,12 +473,12 @@ def monte_carlo_returns(trajectories, policy, scorer, args, device):
     for (trajectory, _, i), row in zip(states, rows):
         for number, candidate in enumerate(row["candidates"]):
             turn = {"role": "assistant", "content": candidate["text"].strip()}
-            copies = [{"task": row["task"], "sample": f"{row['sample']} {number} {n}", "answer": None,
-                       "history": list(trajectory["dialogue_history"][:i])} for n in range(args.mc_samples)]
-            rollout.take_turns(copies, [turn] * len(copies), None, options)
-            dialogues += copies
-    for i in range(0, len(dialogues), 128):
-        rollout.run_block(dialogues[i:i + 128], policy, None, None, options)
+            history = [*trajectory["dialogue_history"][:i], turn]
+            dialogues += [rollout.new_dialogue(row["task"], f"{row['sample']} {number} {n}", len(dialogues) + n,
+                                               list(history)) for n in range(args.mc_samples)]
+    engine = common.Engine(policy[0], common.stop_ids(*policy), 128, 16384)
+    asyncio.run(rollout.each(functools.partial(rollout.play, agent=rollout.Speaker(*policy, engine), person=None,
+                                               chooser=None, args=options), dialogues, 128))
     wins = np.array([common.reward_of(score.tests) == 1 for score in scorer.score(
         [(d["task"], d["answer"]) for d in dialogues])]).reshape(len(rows), -1, args.mc_samples)
     return [{**row, "returns": share.mean(-1).tolist()} for row, share in zip(rows, wins)]

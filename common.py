@@ -1,6 +1,7 @@
-"""What two stages or more call: runtime, JSONL, dialogue, tokens, models, training state, generation, scorer."""
+"""What two stages or more call: runtime, JSONL, dialogue, tokens, models, training, generation, servers, scorer."""
 import argparse
 import asyncio
+import collections
 import concurrent.futures
 import contextlib
 import copy
@@ -14,13 +15,14 @@ import os
 import pathlib
 import platform
 import queue
+import random
 import re
 import shutil
 import sys
 import time
+import types
 import weakref
 from collections import namedtuple
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -122,6 +124,13 @@ def barrier():
         dist.barrier()
 
 
+def gather(value):
+    """The `value`s (any objects) of all ranks in their order, on every rank."""
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def peak_memory_mb():
     """Highest memory use so far in MiB: of the GPU where there is one, else resident memory of this process."""
     if torch.cuda.is_available():
@@ -132,23 +141,27 @@ def peak_memory_mb():
 
 class Costs:
     """What a stage spends, kept in `out`/costs.json (`folder`) or `out`.costs.json: {"wall_s", "trained_tokens",
-    "generated_tokens", "flops", "peak_memory_mb"}, all ranks together but for wall time and memory (the highest). A
-    resumed run adds to what the run before it had recorded."""
+    "generated_tokens", "flops", "server_prompt_tokens", "server_completion_tokens", "peak_memory_mb"}, all ranks
+    together but for wall time and memory (the highest). A resumed run adds to what the run before it had recorded."""
 
     def __init__(self, out, device="cpu", folder=False):
         self.device = device
         self.path = pathlib.Path(out) / "costs.json" if folder else pathlib.Path(f"{out}.costs.json")
         self.begin = time.perf_counter()
-        zero = dict.fromkeys(("wall_s", "trained_tokens", "generated_tokens", "flops", "peak_memory_mb"), 0)
-        self.before = json.loads(self.path.read_text()) if self.path.exists() else zero
+        self.before = dict.fromkeys(("wall_s", "trained_tokens", "generated_tokens", "flops", "server_prompt_tokens",
+                                     "server_completion_tokens", "peak_memory_mb"), 0)
+        self.before |= json.loads(self.path.read_text()) if self.path.exists() else {}
 
-    def record(self, works=(), trained_tokens=0):
-        """works: what models did in this process on this rank (work_of); `trained_tokens` by all ranks."""
+    def record(self, works=(), trained_tokens=0, servers=()):
+        """works: what models did in this process on this rank (work_of), servers: what servers did for it (counts);
+        `trained_tokens` by all ranks."""
         sums = [sum(work[key] for work in works) for key in ("generated_tokens", "flops")]
+        sums += [sum(counts[key] for counts in servers) for key in ("prompt_tokens", "completion_tokens")]
         sums = reduce_sums(sums, self.device) if dist.is_initialized() else sums
         if is_main():
             now = {"wall_s": time.perf_counter() - self.begin, "trained_tokens": trained_tokens,
-                   "generated_tokens": int(sums[0]), "flops": sums[1]}
+                   "generated_tokens": int(sums[0]), "flops": sums[1],
+                   "server_prompt_tokens": int(sums[2]), "server_completion_tokens": int(sums[3])}
             write_json(self.path, {**{key: self.before[key] + value for key, value in now.items()},
                                    "peak_memory_mb": max(self.before["peak_memory_mb"], peak_memory_mb())})
 
@@ -347,7 +360,7 @@ def fingerprint(path):
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-NO_INFLUENCE = {"out", "overwrite", "save_every", "dry_run", "max_attempts"}
+NO_INFLUENCE = {"out", "overwrite", "save_every", "dry_run", "max_attempts", "timeout", "retries"}
 
 
 def claim_output(args, out, inputs, folder=False, begin=True):
@@ -432,6 +445,44 @@ def agent_messages(history, max_rounds):
     if len(history) == 2 * max_rounds - 1:
         messages[-1]["content"] += LAST_ROUND
     return messages
+
+
+def visible_text(text, prompt=None):
+    """What the other side sees of what a model said after a prompt: all but its <think> blocks, of which the last may
+    have no end and, where the prompt or a server opened it, the first no beginning.
+    "<think>a</think> b" -> "b", "a</think>b" -> "b", "a<think>b" -> "a"."""
+    text = ("<think>" if prompt and prompt.rstrip().endswith("<think>") else "") + text
+    return re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL).rpartition("</think>")[2].strip()
+
+
+LEAK_TOKENS = 8
+
+
+def code_tokens(text):
+    """Words, numbers and signs; a string literal is one token, as what it says is no code."""
+    text = re.sub(r"""(?<!\w)("[^"\n]*"|'[^'\n]*')(?!\w)""", " STRING ", text)
+    return re.findall(r"[^\W\d]\w*|\d+(?:\.\d+)?|[^\w\s]", text)
+
+
+@functools.lru_cache(1024)
+def leak_marks(ground_truth):
+    """What gives a reference away: the names that it defines, and its runs of LEAK_TOKENS code tokens."""
+    code = re.sub(r'"""[\s\S]*?"""|' r"'''[\s\S]*?'''" r"|(?m:(^|\s)#.*$)", " ", ground_truth)      # these are English
+    tokens = code_tokens(code)
+    return (set(re.findall(r"\b(?:def|class)\s+(\w+)", code)),
+            {tuple(tokens[i:i + LEAK_TOKENS]) for i in range(len(tokens) - LEAK_TOKENS + 1)})
+
+
+def leak_of(task, reply):
+    """How a person's reply shows code in place of describing it: "fence" (a code block), "signature" (of a function of
+    the reference), "code" (LEAK_TOKENS tokens of the reference in a row); None where it does not."""
+    names, runs = leak_marks(task["ground_truth"])
+    if "```" in reply:
+        return "fence"
+    if names & set(re.findall(r"\b(?:def|class)\s+(\w+)", reply)):
+        return "signature"
+    tokens = code_tokens(reply)
+    return "code" if any(tuple(tokens[i:i + LEAK_TOKENS]) in runs for i in range(len(tokens))) else None
 
 
 STOP_WORDS = set("a an the of for to in at is be as it i me you do does have any if and or on should could would can "
@@ -667,7 +718,7 @@ def collate(items, device="cpu"):
 def hidden_states(model, batch):
     """The last hidden state of each token, (R, T, H)."""
     add_work(model, batch.sizes)
-    mask = None                                         # rows are padded on the right: no token sees it, causal kernels do
+    mask = None                                     # rows are padded on the right: with causal attention no token sees it
     if batch.mask.dim() == 4 and model.config.get_text_config()._attn_implementation == "flex_attention":
         from torch.nn.attention.flex_attention import create_block_mask
         mask = create_block_mask(lambda r, head, query, key: batch.mask[r, 0, query, key], len(batch.mask), None,
@@ -739,14 +790,14 @@ def values_of(model, items, max_tokens, device):
     was_training = model.training
     model.eval()
     for first in range(0, len(chunks), world_size):
-        chunk = chunks[min(first + rank, len(chunks) - 1)]            # ranks gather layers together: as many passes on each
+        chunk = chunks[min(first + rank, len(chunks) - 1)]          # ranks gather layers together: as many passes on each
         with torch.no_grad():
             values = model.turn_values(collate([items[i] for i in chunk], device)).cpu()
         for i, row in zip(chunk, values):
             found[i] = row[:1 + max(max(r.turns) for r in items[i])].clone()
     model.train(was_training)
     if sharded:
-        model.reshard()                                             # the root keeps its layers gathered for a backward pass
+        model.reshard()                                             # the root stays gathered for a backward pass
     if world_size > 1:
         parts = [None] * world_size
         dist.all_gather_object(parts, found)
@@ -758,7 +809,7 @@ def values_of(model, items, max_tokens, device):
 # model
 
 def from_pretrained(kind, name, **options):
-    """kind.from_pretrained() of a folder, a hub id or "smollm2"; InputError that says what to do where there is none."""
+    """kind.from_pretrained() of a folder, a hub id or "smollm2"; InputError that says what to do if there is none."""
     from transformers.utils import logging
     logging.disable_progress_bar()
     folder = name
@@ -1233,6 +1284,19 @@ def finish_training(folder, model, tokenizer):
     barrier()
 
 
+def show_samples(tokenizer, items, count=2):
+    """Print items as text before training, with the tokens that the loss sees in [brackets]."""
+    for item in items[:count]:
+        for ids, turns, _ in item:
+            text, start_at = "", 0
+            for end in range(1, len(ids) + 1):
+                if end == len(ids) or turns[end] != turns[start_at]:
+                    piece = tokenizer.decode(ids[start_at:end], skip_special_tokens=False)
+                    text += piece if turns[start_at] < 0 else f"[{piece}]"
+                    start_at = end
+            say(f"--- sample, the loss sees [brackets]:\n{text}\n---")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # --dry-run: the memory of a training step, without any
 
@@ -1280,7 +1344,7 @@ def memory_plan(config, world_size, replicate, dtype, checkpointing, num_rows, r
 
     num_rows, row_tokens       rows of a micro-batch, tokens of each, half of which are taken to be actions'
     dtype, optimizer_bytes     of the arithmetic (parameters stay float32); of the state of one parameter
-    accumulates, tree          a step has several micro-batches, whose gradients add up; the rows have masks of their own
+    accumulates, tree          a step has several micro-batches, whose gradients add up; the rows have their own masks
 
     parameters, gradients, optimizer       this rank's shard, 1 / (world_size / replicate) of each
     gathered                               whole parameters and gradients of groups in flight (a layer each; the root:
@@ -1362,19 +1426,6 @@ def dry_run(args, rows_an_example, tree=False):
         f"{examples * rows_an_example} rows of {args.max_length:,} tokens (--max-length):")
     for name, number in plan.items():
         say(f"    {name.replace('_', ' '):15s} {number / 1e9:9.3f} GB")
-
-
-def show_samples(tokenizer, items, count=2):
-    """Print items as text before training, with the tokens that the loss sees in [brackets]."""
-    for item in items[:count]:
-        for ids, turns, _ in item:
-            text, start_at = "", 0
-            for end in range(1, len(ids) + 1):
-                if end == len(ids) or turns[end] != turns[start_at]:
-                    piece = tokenizer.decode(ids[start_at:end], skip_special_tokens=False)
-                    text += piece if turns[start_at] < 0 else f"[{piece}]"
-                    start_at = end
-            say(f"--- sample, the loss sees [brackets]:\n{text}\n---")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1466,7 +1517,7 @@ class Engine:
         self.max_tokens = min(max_tokens, config.max_position_embeddings)
         # A slot: the cache's `row` holds `ids`, left by the dialogue `key`, which took it at step `used` (0 if it need
         # not be kept). An active one works for `request`, on the sample `output` with the random numbers `points`.
-        self.slots = [SimpleNamespace(row=row, ids=[], key=None, used=-1, request=None) for row in range(slots)]
+        self.slots = [types.SimpleNamespace(row=row, ids=[], key=None, used=-1, request=None) for row in range(slots)]
         self.waiting, self.task = [], None
         self.held = []                                          # [keys, values] of each layer, (slots, heads, L, D)
         self.cache = Cache(layers=[])
@@ -1484,7 +1535,7 @@ class Engine:
         if len(prompt) + max_new_tokens > self.max_tokens:
             raise InputError(f"a prompt of {len(prompt):,} tokens and {max_new_tokens:,} new ones are more than the "
                              f"{self.max_tokens:,} that there is room for")
-        request = SimpleNamespace(prompt=list(prompt), points=randoms.tolist(), temperature=temperature, key=key,
+        request = types.SimpleNamespace(prompt=list(prompt), points=randoms.tolist(), temperature=temperature, key=key,
                                   outputs=[[] for _ in range(samples)], unfinished=samples, future=asyncio.Future())
         self.waiting.append(request)
         if self.task is None or self.task.done():
@@ -1633,6 +1684,166 @@ class Engine:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# servers: models behind OpenAI's protocol (vLLM, SGLang, llama.cpp, transformers serve, OpenAI)
+
+Reply = namedtuple("Reply", "text ended ids logps prompt_tokens completion_tokens")
+MAX_PAUSE_S, MAX_WAIT_S = 30, 600               # between two tries: of our own accord, and because a server asks for it
+
+
+class Server(types.SimpleNamespace):
+    """A model behind one address or more, as open_server() gives it; `counts` counts its requests, tokens, and what was
+    tried again, by the reason."""
+
+
+class ReplyError(Exception):
+    """A reply that a server did not give, however often it was asked: what needs it fails, and nothing else."""
+
+
+def is_server(name):
+    return name.startswith(("http://", "https://"))
+
+
+def open_server(name, timeout_s=600, retries=8):
+    """The Server of the model NAME behind http://HOST:PORT/v1#NAME, or behind several addresses (commas between them,
+    all before the #); key from OPENAI_API_KEY. A request may take `timeout_s` and is tried again `retries` times.
+    Nothing is sent yet."""
+    urls, _, model = name.partition("#")
+    if not model:
+        raise InputError(f"{name}: a server's model goes after #: {urls}#NAME")
+    if not all(map(is_server, urls.split(","))):
+        raise InputError(f"{name}: several addresses of one model are written http://A/v1,http://B/v1#{model}")
+    try:
+        import openai
+    except ImportError:
+        raise InputError(f"{name}: servers need the package openai: pip install openai") from None
+    options = {"api_key": os.environ.get("OPENAI_API_KEY") or "none", "max_retries": 0,
+               "timeout": openai.Timeout(None, connect=10)}
+    addresses = [types.SimpleNamespace(url=url, client=openai.AsyncOpenAI(base_url=url, **options), in_flight=0,
+                                       rests_until=0.0, answered=False) for url in urls.split(",")]
+    # What the protocol does not name, vLLM, SGLang and llama.cpp take from the model's own defaults, if it is not set.
+    return Server(name=name, model=model, addresses=addresses, timeout_s=timeout_s, retries=retries,
+                  sampling={"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}, takes_sampling=False,
+                  last_reply=-math.inf, counts=collections.Counter())
+
+
+def server_request(server, messages, temperature, max_new_tokens, seed, extra):
+    """The arguments of one request, with every sampling parameter set. OpenAI's reasoning models have none but seed and
+    length, and the first of them no system prompt."""
+    request = {"model": server.model, "messages": messages, "seed": seed}
+    if re.match(r"(openai/)?(o[134]\b|gpt-5)", server.model):
+        if re.match(r"(openai/)?o1-(mini|preview)", server.model):
+            request["messages"] = [{**m, "role": "user" if m["role"] == "system" else m["role"]} for m in messages]
+        return request | {"max_completion_tokens": max_new_tokens, "extra_body": extra}
+    return request | {"max_tokens": max_new_tokens, "temperature": temperature, "top_p": 1.0, "frequency_penalty": 0.0,
+                      "presence_penalty": 0.0, "extra_body": server.sampling | extra}
+
+
+def read_reply(answer):
+    """The Reply in a server's answer: text (thoughts that the server gives apart in a <think> block before it), whether
+    it ended before the limit of its length, token ids and their log-probabilities (None where the server gives none),
+    numbers of tokens read and written."""
+    choice, usage = answer.choices[0], answer.usage
+    thoughts = getattr(choice.message, "reasoning_content", None) or getattr(choice.message, "reasoning", None)
+    logps = [token.logprob for token in choice.logprobs.content or ()] if choice.logprobs else []
+    text = (f"<think>{thoughts}</think>" if thoughts else "") + (choice.message.content or "")
+    return Reply(text, choice.finish_reason != "length", getattr(choice, "token_ids", None),
+                 logps or None, usage.prompt_tokens if usage else 0, usage.completion_tokens if usage else 0)
+
+
+def one_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
+async def ask_once(server, address, request):
+    """(Reply, None, None), or (None, why there is none, the seconds to wait before the next try, None for growing
+    ones). InputError, or ReplyError, where no other try can mend it."""
+    import openai
+    where = f"{address.url}#{server.model}"
+    try:
+        async with asyncio.timeout(server.timeout_s):
+            reply = read_reply(await address.client.chat.completions.create(**request))
+    except openai.APIStatusError as error:
+        status, wait_s = error.status_code, error.response.headers.get("retry-after", "")
+        told = error.body.get("message") if isinstance(error.body, dict) else None
+        fault = f"status {status}: {one_line(told or error)}"
+        if status in (401, 403) or error.code == "insufficient_quota":
+            raise InputError(f"{where}: the key in OPENAI_API_KEY is missing or refused ({fault})") from None
+        if status == 404:
+            raise InputError(f"{where}: no model of this name there ({fault})") from None
+        if status in (408, 409, 429) or status >= 500:
+            return None, fault, float(wait_s) if re.fullmatch(r"\d+(\.\d+)?", wait_s) else None
+        if "top_k" in request["extra_body"] and not server.takes_sampling:
+            if server.sampling:
+                say(f"{where}: asked again without {', '.join(server.sampling)} ({fault})")
+            server.sampling = {}
+            return None, fault, 0
+        raise (ReplyError if address.answered else InputError)(f"{where}: refuses the request ({fault})") from None
+    except openai.APIConnectionError as error:
+        fault = f"no connection ({one_line(error.__cause__ or error)})"
+        if not address.answered:
+            raise InputError(f"{where}: {fault}; start the server first, or mend the address") from None
+        return None, fault, None
+    except TimeoutError:
+        return None, f"no reply within {server.timeout_s:g} s", None
+    except (ValueError, AttributeError, IndexError, TypeError) as error:
+        return None, f"unreadable reply ({one_line(error)})", 0
+    server.counts["prompt_tokens"] += reply.prompt_tokens
+    server.counts["completion_tokens"] += reply.completion_tokens
+    server.takes_sampling |= "top_k" in request["extra_body"]
+    server.last_reply, address.answered = time.monotonic(), True
+    if not visible_text(reply.text):
+        return None, "empty reply" + ("" if reply.ended else " (ended by the limit of new tokens: raise it)"), 0
+    return reply, None, None
+
+
+async def next_address(server):
+    """The address with the fewest requests in flight of those that do not rest."""
+    while True:
+        now = time.monotonic()
+        address = min(server.addresses, key=lambda a: (max(a.rests_until, now), a.in_flight))
+        if address.rests_until <= now:
+            return address
+        await asyncio.sleep((address.rests_until - now) * random.uniform(1, 1.1))
+
+
+async def server_reply(server, messages, temperature, max_new_tokens, seed, **extra):
+    """The Reply of a server's model to a chat; `extra`: more fields of the request, which not every server takes.
+
+    A lost connection, the time limit, and statuses 408, 409, 429 and 5xx are tried again after growing pauses, or the
+    time that the server asks for; an empty or unreadable reply at once, with another seed. InputError where no further
+    request can succeed: no server at the first one, key or model refused, no connection or no turn for any request in
+    all of that time. ReplyError where it is this one."""
+    begin, attempt = time.monotonic(), 0
+    while True:
+        address, sent = await next_address(server), time.monotonic()
+        request = server_request(server, messages, temperature, max_new_tokens, seed, extra)
+        server.counts["requests"] += 1
+        address.in_flight += 1
+        try:
+            reply, fault, wait_s = await ask_once(server, address, request)
+        finally:
+            address.in_flight -= 1
+        if reply:
+            return reply
+        kind, where, now = re.split(r" \(|:", fault)[0], f"{address.url}#{server.model}", time.monotonic()
+        server.counts[f"retried: {kind}"] += 1
+        if wait_s and wait_s > MAX_WAIT_S:
+            raise InputError(f"{where}: asks to wait {wait_s:g} s ({fault}); run the same command again then")
+        attempt += kind != "status 429" or server.last_reply < sent       # while others are served, our turn will come
+        if attempt > server.retries:
+            if kind in ("no connection", "status 429") and server.last_reply < begin:
+                raise InputError(f"{where}: {fault}, and no reply to any request for {now - begin:.0f} s; run the same "
+                                 "command again to go on")
+            raise ReplyError(f"{where}: {fault}")
+        seed += kind in ("empty reply", "unreadable reply")
+        pause_s = min(MAX_PAUSE_S, 2 ** (attempt - 1)) * random.uniform(0.5, 1) if wait_s is None else wait_s
+        if wait_s or kind == "no connection":                             # then all requests leave the address alone
+            address.rests_until = max(address.rests_until, now + pause_s)
+        else:
+            await asyncio.sleep(pause_s)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # scorer: (task, answer) -> verdicts. The code runs in sandbox.py, the values are compared here.
 
 Score = namedtuple("Score", "tests gradeable faults")
@@ -1729,7 +1940,7 @@ class Scorer:
 
     def run(self, child, code, calls, imports=None):
         results = child.run(code, calls, self.time_limit_s, imports=imports)
-        if ["error", "time limit"] in results[0]:           # it is wall time, and the machine may have been busy elsewhere
+        if ["error", "time limit"] in results[0]:                   # it is wall time, and the machine may have been busy
             results = child.run(code, calls, self.time_limit_s, imports=imports)
         return results
 

@@ -12,6 +12,7 @@ import traceback
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common                                                                                # noqa: E402, F401
 from torch.distributed import checkpoint, fsdp                                               # noqa: E402, F401
+import openai                                                                                # noqa: E402, F401
 import tokenizers                                                                            # noqa: E402, F401
 import tqdm                                                                                  # noqa: E402, F401
 from transformers import AutoModelForCausalLM, AutoTokenizer                                 # noqa: E402, F401

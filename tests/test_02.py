@@ -1,15 +1,15 @@
 """02_rollout.py: the protocol, resume after a kill, ranks, both humans, bad input."""
-import http.server
+import asyncio
+import copy
 import json
 import os
 import signal
-import threading
 import time
 
 import pytest
 
 import common
-from conftest import begin, read, refused, stage, succeed, wait
+from conftest import begin, rank_environments, read, refused, stage, succeed, wait
 
 rollout = stage(2)
 
@@ -49,20 +49,45 @@ def test_an_agents_turn_keeps_prompt_text_and_ids(workspace, tiny):
 
 
 def test_c_never_reaches_a_policy_prompt(workspace):
+    """Not a line of the reference but its signature, which is in the request (what a server's agent gets: test_servers)."""
+    prompts = 0
     for row in read(workspace / "offline.jsonl"):
-        body = row["task"]["ground_truth"].split("\n", 1)[1]
+        lines = [line.strip() for line in row["task"]["ground_truth"].split("\n")[1:]]
         for turn in row["dialogue_history"]:
-            assert body not in turn.get("input", "")
+            if turn["role"] == "assistant":
+                prompts += 1
+                assert not any(line in turn["input"].split(common.MARKER)[0] for line in lines)
+    assert prompts > 200
+
+
+def parsed(*more):
+    return rollout.parse_args(["--tasks", "t", "--agent", "a", "--out", "o", *map(str, more)])
 
 
 def test_long_replies_are_cut_and_the_last_turn_is_the_answer(monkeypatch):
-    args = rollout.parse_args(["--tasks", "t", "--agent", "script", "--max-rounds", "3", "--out", "o"])
-    monkeypatch.setattr(rollout, "script_turns", lambda active, args: [{"role": "assistant", "content": "hm?"} for _ in active])
-    monkeypatch.setattr(rollout, "human_replies", lambda active, simulator, args: ["y" * 500 for _ in active])
-    dialogue = {"task": {}, "sample": 0, "answer": None, "history": [{"role": "user", "content": "?"}]}
-    rollout.run_block([dialogue], None, None, None, args)
+    async def says(speaker, chat, *_, **__):
+        return "", [common.Reply({"agent": "hm?", "person": "y" * 500}[speaker.model], True, None, None, 0, 0)]
+    monkeypatch.setattr(rollout, "ask", says)
+    dialogue = rollout.new_dialogue({"problem_description": "?", "ground_truth": "def f(): pass"}, 0)
+    agent, person = rollout.Speaker("agent"), rollout.Speaker("person")
+    asyncio.run(rollout.play(dialogue, agent, person, None, parsed("--max-rounds", 3)))
     assert [turn["content"] for turn in dialogue["history"]] == ["?", "hm?", "y" * 400, "hm?", "y" * 400, "hm?"]
-    assert dialogue["answer"] == "hm?"
+    assert dialogue["answer"] == "hm?" and "y" * 500 == dialogue["history"][2]["output"]
+
+
+def test_dialogues_advance_on_their_own():
+    """A slow one holds back nobody, and no more than `concurrency` are in flight."""
+    order, flying = [], []
+
+    async def work(item):
+        flying.append(item)
+        assert len(flying) <= 3
+        for _ in range(50 if item == 0 else 2):
+            await asyncio.sleep(0)
+        order.append(item)
+        flying.remove(item)
+    asyncio.run(rollout.each(work, range(12), 3))
+    assert order[-1] == 0 and sorted(order) == list(range(12))
 
 
 def test_the_rule_based_human_knows_what_it_is_asked(workspace):
@@ -82,39 +107,72 @@ def test_same_seed_same_file_and_another_seed_another(workspace, tmp_path):
     assert "done already" in succeed("02_rollout.py", *flags(workspace, tmp_path / "a", "--seed", 0))
 
 
+def assert_same(path, other):
+    """The same dialogues, in order. The batches differ, so that a token may differ where a random number falls on the
+    border of two: once in a great many for a model that is sure of what it says."""
+    rows, others = read(path), read(other)
+    assert [(row["task_id"], row["sample"]) for row in rows] == [(row["task_id"], row["sample"]) for row in others]
+    assert sum(row == other for row, other in zip(rows, others)) >= 0.97 * len(rows)
+
+
 def test_killed_and_resumed_equals_uninterrupted(workspace, tmp_path):
-    arguments = flags(workspace, tmp_path / "killed", "--samples", 4)
-    succeed("02_rollout.py", *flags(workspace, tmp_path / "whole", "--samples", 4))
-    pid = begin("02_rollout.py", *arguments, folder=tmp_path)
-    partial = tmp_path / "killed.0of1.partial"
-    deadline = time.time() + 60
-    while not (partial.exists() and partial.stat().st_size) and time.time() < deadline:
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    assert wait(pid) == -signal.SIGKILL
-    assert partial.exists() and not (tmp_path / "killed").exists()
-    succeed("02_rollout.py", *arguments)
-    assert (tmp_path / "killed").read_bytes() == (tmp_path / "whole").read_bytes()
+    """Killed on one rank and on two, the last line cut in half by hand; what was finished is not played again."""
+    small = ["--tasks", workspace / "tasks.jsonl", "--agent", "tests/tiny", "--max-rounds", 5, "--samples", 2, "--out"]
+    succeed("02_rollout.py", *small, tmp_path / "whole", "--concurrency", 20)
+    for ranks in (1, 2):
+        partial = tmp_path / f"killed.0of{ranks}.partial"
+        pids = [begin("02_rollout.py", *small, tmp_path / "killed", "--concurrency", 4, folder=tmp_path, rank=rank,
+                      environment=environment)
+                for rank, environment in enumerate(rank_environments(ranks) if ranks > 1 else [{}])]
+        deadline = time.time() + 60
+        while not (partial.exists() and partial.stat().st_size) and time.time() < deadline:
+            time.sleep(0.01)
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert {wait(pid) for pid in pids} == {-signal.SIGKILL}
+        assert partial.exists() and not (tmp_path / "killed").exists()
+    with open(partial, "a") as file:
+        file.write('7 {"task_id": "cut')
+    lines = [line for path in tmp_path.glob("killed.*of*.partial") for line in path.read_text().split("\n")[:-1]]
+    rows = {int(line.split(" ")[0]): json.loads(line.split(" ", 1)[1]) for line in lines}
+    assert 1 < len(rows) == len(lines) < 80
+    printed = succeed("02_rollout.py", *small, tmp_path / "killed", "--concurrency", 9)        # it is no other command
+    assert f"{len(rows)} of 80 dialogues are there already" in printed
+    assert_same(tmp_path / "killed", tmp_path / "whole")
+    whole = read(tmp_path / "killed")
+    assert all(whole[number] == row for number, row in rows.items())
+    assert not list(tmp_path.glob("killed*partial"))
 
 
-def test_best_of_n_sends_what_the_critic_prefers(workspace, tmp_path, tiny, monkeypatch):
+def test_best_of_n_sends_what_the_critic_prefers(workspace, tiny):
     """With a critic that prefers long messages, the messages get longer with N; candidates are nested in N."""
-    model, tokenizer = tiny
-    args = rollout.parse_args(["--tasks", "t", "--agent", "a", "--out", "o", "--best-of", "4", "--critic", "c",
-                               "--max-new-tokens", "40"])
-    dialogues = [{"task": task, "sample": 0, "answer": None, "history": [{"role": "user", "content": task["problem_description"]}]}
-                 for task in read(workspace / "tasks.jsonl")[:6]]
-    seen = []
+    agent = rollout.Speaker(*tiny, common.Engine(tiny[0], common.stop_ids(*tiny), 64, 10 ** 5))
+    seen = {}
 
-    def longest(dialogues, prompts, actions):
-        seen.append(actions)
-        return [max(range(4), key=lambda i: len(own[i])) for own in actions]
-    best = rollout.model_turns(dialogues, tiny, longest, args)
-    assert [len(turn["output_ids"]) for turn in best] == [max(map(len, own)) for own in seen[0]]
-    args.best_of = 1
-    plain = rollout.model_turns(dialogues, tiny, None, args)
-    assert [turn["output_ids"] for turn in plain] == [own[0] for own in seen[0]]
-    assert len({len(own) == 4 for own in seen[0]}) == 1
+    async def longest(dialogue, prompt, replies):
+        seen[dialogue["number"]] = [reply.ids for reply in replies]
+        return max(range(4), key=lambda i: len(replies[i].ids))
+
+    async def turns(chooser, args):
+        return await asyncio.gather(*(rollout.agent_turn(rollout.new_dialogue(task, 0, number), agent, chooser, args)
+                                      for number, task in enumerate(read(workspace / "tasks.jsonl")[:6])))
+    best = asyncio.run(turns(longest, parsed("--best-of", 4, "--critic", "c", "--max-new-tokens", 40)))
+    assert [len(turn["output_ids"]) for turn in best] == [max(map(len, seen[number])) for number in range(6)]
+    plain = asyncio.run(turns(None, parsed("--max-new-tokens", 40)))
+    assert [turn["output_ids"] for turn in plain] == [seen[number][0] for number in range(6)]
+    assert [len(own) for own in seen.values()] == [4] * 6
+
+
+def test_template_arguments_and_thoughts_that_the_prompt_opens(workspace, tiny):
+    tokenizer = copy.deepcopy(tiny[1])
+    tokenizer.chat_template += "{% if enable_thinking %}<think>{% endif %}"
+    engine = common.Engine(tiny[0], common.stop_ids(*tiny), 64, 10 ** 5)
+    for thinking in (False, True):
+        agent = rollout.Speaker(tiny[0], tokenizer, engine, template_args={"enable_thinking": thinking})
+        dialogue = rollout.new_dialogue(read(workspace / "tasks.jsonl")[0], 0)
+        turn = asyncio.run(rollout.agent_turn(dialogue, agent, None, parsed("--max-new-tokens", 20)))
+        assert turn["input"].endswith("<think>") == thinking and turn["output"]
+        assert turn["content"] == ("" if thinking else turn["output"].strip())
 
 
 def test_best_of_n_with_a_critic_folder(workspace, tmp_path):
@@ -133,90 +191,26 @@ def test_best_of_n_with_a_critic_folder(workspace, tmp_path):
 @pytest.mark.parametrize("replies, chosen, counted", [
     ({"ab": "A", "ba": "B"}, 0, "decided"), ({"ab": "B", "ba": "A"}, 1, "decided"), ({"ab": "A", "ba": "A"}, 0, "tie"),
     ({"ab": "A or B", "ba": "B"}, 0, "unreadable"), ({"ab": "", "ba": "B"}, 0, "unreadable")])
-def test_the_judge_compares_in_both_orders(tiny, monkeypatch, replies, chosen, counted):
-    _, tokenizer = tiny
-    held, challenger = (common.encode(tokenizer, text) for text in ("price", "weight"))
-
-    def judged(judge, chats, *_):
-        prompts = [chat[0]["content"] for chat in chats]
-        assert all("def secret" in prompt for prompt in prompts)
-        return [replies["ab" if prompt.index("price") < prompt.index("weight") else "ba"] for prompt in prompts]
-    monkeypatch.setattr(rollout, "reply_texts", judged)
-    dialogue = {"task": {"ground_truth": "def secret(): pass"}, "history": [{"role": "user", "content": "?"}]}
-    args = rollout.parse_args(["--tasks", "t", "--agent", "a", "--out", "o", "--best-of", "2", "--critic", "judge:x"])
+def test_the_judge_compares_in_both_orders(monkeypatch, replies, chosen, counted):
+    async def judged(judge, chat, *_):
+        assert "def secret" in chat[0]["content"]
+        order = "ab" if chat[0]["content"].index("price") < chat[0]["content"].index("weight") else "ba"
+        return "", [common.Reply(replies[order], True, None, None, 0, 0)]
+    monkeypatch.setattr(rollout, "ask", judged)
+    dialogue = rollout.new_dialogue({"problem_description": "?", "ground_truth": "def secret(): pass"}, 0)
     counts = {"decided": 0, "tie": 0, "unreadable": 0}
-    assert rollout.judge_choices([dialogue], None, [[held, challenger]], tokenizer, None, counts, args) == [chosen]
+    texts = [common.Reply(text, True, None, None, 0, 0) for text in ("price", "weight")]
+    args = parsed("--best-of", 2, "--critic", "judge:x")
+    assert asyncio.run(rollout.judge_choice(dialogue, None, texts, rollout.Speaker(), counts, args)) == chosen
     assert counts == {**dict.fromkeys(counts, 0), counted: 1}
 
 
-@pytest.fixture
-def server(monkeypatch):
-    """A small server of OpenAI's protocol: the agent asks twice, then answers; the person says the size of its chat."""
-    requests, failures = [], []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            requests.append({**request, "key": self.headers["Authorization"]})
-            status, content = 200, f"I see {len(request['messages'])} messages."
-            if failures:
-                status, content = failures.pop(), "busy"
-            elif request["model"] == "agent":
-                content = "What is it?" if len(request["messages"]) < 6 else f"{common.MARKER}\ndef f(): return 1"
-            body = {"id": "1", "object": "chat.completion", "created": 0, "model": request["model"], "choices": [
-                {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": content}}]}
-            data = json.dumps(body if status == 200 else {"error": {"message": content}}).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, *_):
-            pass
-    listener = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=listener.serve_forever, daemon=True).start()
-    monkeypatch.setenv("OPENAI_API_KEY", "the key")
-    yield f"http://127.0.0.1:{listener.server_port}/v1", requests, failures
-    listener.shutdown()
-    listener.server_close()
-
-
-def test_agent_and_person_can_be_servers(workspace, tmp_path, server):
-    address, requests, failures = server
-    failures += [500, 429]                                                     # are tried again
-    common.write_jsonl(tmp_path / "t.jsonl", read(workspace / "tasks.jsonl")[:5])
-    arguments = ["--tasks", tmp_path / "t.jsonl", "--agent", f"{address}#agent", "--simulator", f"{address}#person", "--out",
-                 tmp_path / "out.jsonl"]
-    succeed("02_rollout.py", *arguments)
-    rows = read(tmp_path / "out.jsonl")
-    assert len(rows) == 5
-    for row in rows:
-        assert [turn["content"] for turn in row["dialogue_history"][1:]] == [
-            "What is it?", "I see 2 messages.", "What is it?", "I see 4 messages.", f"{common.MARKER}\ndef f(): return 1"]
-        assert row["answer"] == "def f(): return 1" and not any("output_ids" in turn for turn in row["dialogue_history"])
-    assert len(requests) == 5 * 5 + 2 and {r["key"] for r in requests} == {"Bearer the key"}
-    assert {(r["model"], r["temperature"], r["max_tokens"]) for r in requests} == {("agent", 1.0, 1024), ("person", 0.0, 128)}
-    c = rows[0]["task"]["ground_truth"].split("\n", 1)[1]
-    assert not any(c in json.dumps(r["messages"]) for r in requests if r["model"] == "agent")
-
-
-def test_servers_that_fail_are_one_line(workspace, tmp_path, server):
-    address, _, failures = server
-    common.write_jsonl(tmp_path / "t.jsonl", read(workspace / "tasks.jsonl")[:1])
-    tasks = ["--tasks", tmp_path / "t.jsonl", "--out", tmp_path / "out.jsonl", "--simulator", "rules", "--agent"]
-    assert "goes after #" in refused(2, *tasks, address)
-    failures += [404] * 9
-    assert "no reply" in refused(2, *tasks, f"{address}#agent")
-    assert not (tmp_path / "out.jsonl").exists()
-    with pytest.raises(common.InputError, match="--best-of needs"):
-        rollout.main([str(x) for x in [*tasks, f"{address}#agent", "--best-of", 2, "--critic", "x", "--overwrite"]])
-
-
 def test_two_ranks_write_the_same_file_as_one(workspace, tmp_path):
-    succeed("02_rollout.py", *flags(workspace, tmp_path / "one"))
-    succeed("02_rollout.py", *flags(workspace, tmp_path / "two"), ranks=2)
-    assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
+    for agent, same in (("script", lambda a, b: a.read_bytes() == b.read_bytes()), ("tests/tiny", assert_same)):
+        small = ["--tasks", workspace / "tasks.jsonl", "--agent", agent, "--max-rounds", 4, "--overwrite", "--out"]
+        succeed("02_rollout.py", *small, tmp_path / "one")
+        succeed("02_rollout.py", *small, tmp_path / "two", ranks=2)
+        assert same(tmp_path / "one", tmp_path / "two") is not False
 
 
 def test_a_model_can_play_the_human_and_tasks_need_no_facts(workspace, tmp_path):

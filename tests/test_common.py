@@ -231,6 +231,38 @@ def test_kinds_of_turns():
         assert common.action_kind(task, history, action) == kind, action
 
 
+@pytest.mark.parametrize("text, prompt, seen", [
+    ("<think>a</think> b", None, "b"), ("a</think>b", "x", "b"), ("a<think>b", "", "a"), ("<think>only", None, ""),
+    ("<think>a</think>b<think>c</think>d", None, "bd"), ("thought", "<a><think>\n", ""), ("thought</think>b", "<think>", "b"),
+    (" plain \n", "x", "plain"), (f"<think>{common.MARKER} x</think>What?", None, "What?")])
+def test_thoughts_are_not_seen(text, prompt, seen):
+    assert common.visible_text(text, prompt) == seen
+
+
+REFERENCE = '''def price(weight, zone):
+    """The price of a parcel: heavy parcels that go far away cost more."""
+    rate = {"near": 2, "far": 5}[zone]  # euros, for each kilogram that it weighs when packed
+    if weight > 20 and zone == "far":
+        return rate * weight + 7
+    return rate * weight'''
+
+
+@pytest.mark.parametrize("reply, kind", [
+    ("Here it is:\n```python\nx\n```", "fence"), ("It is def price(weight, zone): and so on", "signature"),
+    ("Then, if weight > 20 and zone == 'far': add seven", "code"), ("it does return rate*weight+7 return rate there", "code"),
+    ("rate = {'near': 2,\n 'far': 5}[zone] is it", "code"), ("If weight > 20 it costs 7 more.", None),
+    ("The price of a parcel: heavy parcels that go far away cost more.", None), ("You define price(weight, zone).", None),
+    ("euros, for each kilogram that it weighs when packed", None), ("It's 'near' or 'far', don't you think?", None), ("", None)])
+def test_leaks_are_code_and_not_what_it_says(reply, kind):
+    assert common.leak_of({"ground_truth": REFERENCE}, reply) == kind
+
+
+def test_the_rule_based_human_leaks_nothing(workspace):
+    for task in read(workspace / "tasks.jsonl"):
+        for reply in [reply for fact in task["facts"] for reply in fact["replies"]]:
+            assert common.leak_of(task, reply) is None
+
+
 def test_agent_messages_name_the_last_round_and_never_hold_c():
     history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     contents = [[m["content"] for m in common.agent_messages(history, rounds)[1:]] for rounds in (3, 2)]
