@@ -120,9 +120,16 @@ def open_speaker(name, role, opened, args, device):
             model, tokenizer = common.load_model(name, device, args.dtype)
             roles = 2 if args.agent == args.simulator else 1        # each side of a dialogue has its own cache
             engine = common.Engine(model.eval(), common.stop_ids(model, tokenizer),
-                                   roles * args.concurrency * args.best_of, args.max_tokens)
+                                   roles * args.concurrency * args.best_of, args.max_tokens,
+                                   functools.partial(has_stop, tokenizer=tokenizer, args=args) if args.stop else None)
             opened[name] = Speaker(model, tokenizer, engine)
     return opened[name]._replace(template_args=args.chat_template_args.get(role, {}))
+
+
+def has_stop(ids, tokenizer, args):
+    """Whether the last of some sampled ids has brought a text of --stop to its end."""
+    tail = tokenizer.decode(ids[-40:], skip_special_tokens=False)
+    return any(text in tail for text in args.stop)
 
 
 def new_dialogue(task, sample, number=0, history=None):
@@ -134,20 +141,26 @@ def dialogue_key(dialogue, args, who):
     return args.seed, common.task_id(dialogue["task"]), dialogue["sample"], len(dialogue["history"]), who
 
 
-async def ask(speaker, chat, key, temperature, max_new_tokens, count=1, cache=None, **fields):
+async def ask(speaker, chat, key, temperature, max_new_tokens, args, count=1, cache=None, **fields):
     """(prompt text, [common.Reply, …]): `count` continuations of a chat (messages) by a model, drawn with the random
     numbers of `key`. `cache` lets the engine find what it has computed for this dialogue; a server gets more `fields`,
     and its prompt is only known with its tokenizer."""
     tokenizer, more = speaker.tokenizer, speaker.template_args
     prompt = tokenizer and tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **more)
     if speaker.server:
-        fields |= {"chat_template_kwargs": more} if more else {}
+        fields |= ({"chat_template_kwargs": more} if more else {}) | ({"stop": args.stop} if args.stop else {})
         seed = int(common.uniforms(1, *key).item() * 2 ** 31)
         return prompt, [await common.server_reply(speaker.server, chat, temperature, max_new_tokens, seed, **fields)]
     ids, stops = common.encode(tokenizer, prompt), common.stop_ids(speaker.model, tokenizer)
     outputs = await speaker.engine.generate(ids, common.uniforms((count, max_new_tokens), *key), temperature, cache)
-    return prompt, [common.Reply(tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False),
-                                 new[-1] in stops, new, None, len(ids), len(new)) for new in outputs]
+    replies = []
+    for new in outputs:
+        text = tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        for stop in args.stop:                                       # servers leave it out, too
+            text = text.split(stop, 1)[0]
+        replies.append(common.Reply(text, new[-1] in stops or has_stop(new, tokenizer, args), new, None, len(ids),
+                                    len(new)))
+    return prompt, replies
 
 
 def visible(speaker, prompt, reply):
@@ -166,7 +179,7 @@ async def agent_turn(dialogue, agent, chooser, args):
     fields = ({"logprobs": True} if args.server_logprobs else {}) | (
         {"return_token_ids": True} if args.agent_tokenizer else {})
     prompt, replies = await ask(agent, common.agent_messages(history, args.max_rounds), key, args.temperature,
-                                args.max_new_tokens, args.best_of, ("agent", dialogue["number"]), **fields)
+                                args.max_new_tokens, args, args.best_of, ("agent", dialogue["number"]), **fields)
     reply = replies[await chooser(dialogue, prompt, replies) if args.best_of > 1 else 0]
     if args.agent_tokenizer and (not reply.ids or reply.prompt_tokens != len(common.encode(agent.tokenizer, prompt))):
         raise common.InputError(f"{args.agent}: --agent-tokenizer needs a server that gives token ids, as vLLM does, "
@@ -196,7 +209,7 @@ async def judge_choice(dialogue, _, replies, judge, counts, args):
     async def letters(a, b):
         content = JUDGE.format(ground_truth=dialogue["task"]["ground_truth"], dialogue=said, a=texts[a], b=texts[b])
         key = dialogue_key(dialogue, args, "judge")
-        prompt, [reply] = await ask(judge, [{"role": "user", "content": content}], key, 0.0, 8)
+        prompt, [reply] = await ask(judge, [{"role": "user", "content": content}], key, 0.0, 8, args)
         return set(re.findall(r"\b[AB]\b", visible(judge, prompt, reply)))
 
     best = 0
@@ -219,7 +232,7 @@ async def person_turn(dialogue, person, args):
         return {"role": "user", "content": rules_reply(task, history, random.Random(repr(key)))}
     for attempt in range(args.reject_leaks + 1):
         prompt, [reply] = await ask(person, simulator_messages(task, history), (*key, attempt) if attempt else key,
-                                    1.0 if attempt else 0.0, args.simulator_max_new_tokens,
+                                    1.0 if attempt else 0.0, args.simulator_max_new_tokens, args,
                                     cache=("human", dialogue["number"]))
         content = visible(person, prompt, reply)[:common.MAX_REPLY_CHARS]
         leak = common.leak_of(task, content)
@@ -401,6 +414,8 @@ def parse_args(argv=None):
     parser.add_argument("--single-turn", action="store_true", help="the agent answers at once (--max-rounds 1)")
     parser.add_argument("--temperature", type=float, default=1.0, help="of the agent; the human's is 0")
     parser.add_argument("--max-new-tokens", type=common.positive_int, default=1024, help="tokens a turn of the agent")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT",
+                        help="ends a turn, beside the model's own end tokens; can be given more than once")
     parser.add_argument("--best-of", type=common.positive_int, default=1, help="messages sampled at each turn")
     parser.add_argument("--critic", help="who picks one of --best-of: a critic folder (03), judge:MODEL, or oracle: "
                         "what the template task says of a turn")

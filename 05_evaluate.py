@@ -463,7 +463,7 @@ def monte_carlo_returns(trajectories, policy, scorer, args, device):
     continuations (by the policy, with the rule-based human) that succeed: rows like 04's, with "returns"."""
     rollout, policy_stage = (importlib.import_module(name) for name in ("02_rollout", "04_train_policy"))
     options = argparse.Namespace(seed=0, num_candidates=args.mc_candidates, max_new_tokens=args.mc_max_new_tokens,
-                                 temperature=1.0, agent=args.policy, agent_tokenizer=None, server_logprobs=False,
+                                 temperature=1.0, agent=args.policy, agent_tokenizer=None, stop=[], server_logprobs=False,
                                  best_of=1, max_rounds=trajectories[0].get("max_rounds", 10))
     states = policy_stage.sample_states(trajectories, 1.0, 0)
     states = random.Random(0).sample(states, min(args.mc_states, len(states)))

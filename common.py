@@ -1499,14 +1499,14 @@ class Engine:
         engine = Engine(model, stop_ids(model, tokenizer), slots=16, max_tokens=8192)
         [ids] = await engine.generate(prompt, randoms, 1.0, key=dialogue)           # in each dialogue's coroutine
 
-    slots: samples in flight; the cache has a row for each, all as long as the longest dialogue needs. max_tokens: the
+    ended(new ids): whether a sample ends here, beside the ids `stops`. slots: samples in flight; the cache has a row for each, all as long as the longest dialogue needs. max_tokens: the
     most that a prompt with its reply may have, and that a prefill pass computes.
 
     stats: tokens of prompts that were computed (prefill_tokens) or found in the cache (reused_tokens), tokens that
     decoding computed and its steps (decode_tokens, decode_steps), seconds of both (prefill_s, decode_s), and the mean
     share of the slots that a step served (occupancy)."""
 
-    def __init__(self, model, stops, slots, max_tokens):
+    def __init__(self, model, stops, slots, max_tokens, ended=None):
         from transformers import Cache, DynamicCache
         from transformers.cache_utils import DynamicLayer
         config = model.config.get_text_config()
@@ -1514,6 +1514,7 @@ class Engine:
             raise InputError(f"{model.name_or_path}: a {config.model_type} model, some of whose layers do not see all "
                              "earlier tokens, cannot be sampled from here; run it as a server")
         self.model, self.stops, self.device = model, set(stops), next(model.parameters()).device
+        self.ended = ended or (lambda ids: False)
         self.max_tokens = min(max_tokens, config.max_position_embeddings)
         # A slot: the cache's `row` holds `ids`, left by the dialogue `key`, which took it at step `used` (0 if it need
         # not be kept). An active one works for `request`, on the sample `output` with the random numbers `points`.
@@ -1624,7 +1625,8 @@ class Engine:
                 active[n].output.append(token)
         for slot in active:
             slot.ids.append(ids[slot.row])
-            if slot.output[-1] in self.stops or len(slot.output) == len(slot.points):
+            last, full = slot.output[-1], len(slot.output) == len(slot.points)
+            if last in self.stops or full or self.ended(slot.output):
                 request, slot.request = slot.request, None
                 add_work(self.model, [len(slot.output)], cached=len(request.prompt), generated=True)
                 request.unfinished -= 1

@@ -48,6 +48,17 @@ def test_an_agents_turn_keeps_prompt_text_and_ids(workspace, tiny):
                 assert turn["content"] == turn["output"].strip()
 
 
+def test_a_text_can_end_a_turn(workspace, tmp_path, tiny):
+    (tmp_path / "tasks").write_text("".join((workspace / "tasks.jsonl").read_text().splitlines(True)[:4]))
+    succeed("02_rollout.py", "--tasks", tmp_path / "tasks", "--agent", "tests/tiny", "--max-rounds", 3, "--max-new-tokens", 60,
+            "--stop", "?", "--stop", "never said", "--out", tmp_path / "out")
+    turns = [turn for row in read(tmp_path / "out") for turn in row["dialogue_history"] if turn["role"] == "assistant"]
+    texts = [tiny[1].decode(turn["output_ids"], skip_special_tokens=False) for turn in turns]
+    assert sum(text.endswith("?") for text in texts) > 4 and not any("?" in text[:-1] for text in texts)
+    assert all(turn["output"] == text.removesuffix("<|end|>").removesuffix("?") for turn, text in zip(turns, texts))
+    assert not any("truncated" in turn for turn, text in zip(turns, texts) if text.endswith(("?", "<|end|>")))
+
+
 def test_c_never_reaches_a_policy_prompt(workspace):
     """Not a line of the reference but its signature, which is in the request (what a server's agent gets: test_servers)."""
     prompts = 0
