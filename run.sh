@@ -53,7 +53,7 @@ policy() {                                                           # NAME METH
     case $2 in
         rft) settings="--lr 1e-3 --epochs 4" ;;
         mtdpo) settings="--lr 1e-4 --nll-coef 0.3 --epochs 2" ;;
-        sweet) settings="--lr 3e-5 --nll-coef 0.3 --max-new-tokens 160 --max-tokens 4096" ;;
+        sweet) settings="--lr 3e-5 --nll-coef 0.3 --max-new-tokens 160 --max-tokens 4096 --pairs-together" ;;
     esac
     step "$1" train 4_train_policy.py --method "$2" $settings --out "$out/$1" "${@:3}"
     evaluate "$1" "$out/$1"
