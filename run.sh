@@ -58,9 +58,11 @@ policy() {                                                           # NAME METH
     step "$1" train 4_train_policy.py --method "$2" $settings --out "$out/$1" "${@:3}"
     evaluate "$1" "$out/$1"
 }
-sweet() { policy sweet sweet --critic "$out/critic"; }
-baselines() {
+sweet() {
+    policy sweet sweet --critic "$out/critic"
     evaluate base tests/tiny
+}
+baselines() {
     policy rft rft
     policy mtdpo mtdpo
 }
