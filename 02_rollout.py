@@ -264,13 +264,16 @@ async def play(dialogue, agent, person, chooser, args):
 
 
 async def each(work, items, concurrency):
-    """work(item) for all items, `concurrency` of them in flight: who has ended one takes the next."""
-    waiting = iter(items)
+    """work(item) for all items, `concurrency` of them in flight: who has ended one takes the next at once. What work()
+    may return, a coroutine, is done beside: its time must not decide what a local model has in one batch."""
+    waiting, beside = iter(items), []
 
     async def worker():
         for item in waiting:
-            await work(item)
+            if (rest := await work(item)) is not None:
+                beside.append(asyncio.create_task(rest))
     await asyncio.gather(*(worker() for _ in range(concurrency)))
+    await asyncio.gather(*beside)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -331,8 +334,8 @@ def to_trajectory(dialogue, verdicts, tokenizer, args):
 
 
 async def finish(item, speakers, scorer, file, progress, tally, failed, tokenizer, args):
-    """Play and score a dialogue, (number, task, sample), and append its row to `file`. One that a server leaves without
-    a reply goes to `failed`; many of these in a row end the run."""
+    """Play a dialogue, (number, task, sample); returns what scores it and appends its row to `file`. One that a server
+    does not answer goes to `failed`; many of these in a row end the run."""
     number, task, sample = item
     dialogue, begin = new_dialogue(task, sample, number), time.perf_counter()
     try:
@@ -345,13 +348,19 @@ async def finish(item, speakers, scorer, file, progress, tally, failed, tokenize
         if tally["failed in a row"] >= max(20, args.concurrency):
             raise common.InputError(f"{args.out}: {tally['failed in a row']} dialogues in a row failed, the last with "
                                     f"{error}; run the same command again to go on") from None
-        return
+        return None
     tally["played_s"] += time.perf_counter() - begin
     tally["waited_s"] += dialogue["waited_s"]
-    [score] = await asyncio.to_thread(scorer.score, [(task, dialogue["answer"])])
-    file.write(f"{number} {json.dumps(to_trajectory(dialogue, score.tests, tokenizer, args), ensure_ascii=False)}\n")
+    tally["failed in a row"] = 0
+    return record(dialogue, scorer, file, progress, tally, tokenizer, args)
+
+
+async def record(dialogue, scorer, file, progress, tally, tokenizer, args):
+    [score] = await asyncio.to_thread(scorer.score, [(dialogue["task"], dialogue["answer"])])
+    row = json.dumps(to_trajectory(dialogue, score.tests, tokenizer, args), ensure_ascii=False)
+    file.write(f"{dialogue['number']} {row}\n")
     file.flush()
-    tally["played"], tally["failed in a row"] = tally["played"] + 1, 0
+    tally["played"] += 1
     progress.update()
 
 
