@@ -459,7 +459,7 @@ def read_seed_texts(path):
 def parse_reply(reply):
     """The first object in a reply that has a key which was asked for, or None: JSON, with line breaks in strings or
     commas too many, or a Python literal. Thoughts, fences and prose around it do not matter."""
-    text = reply.rsplit("</think>", 1)[-1].split("<think>", 1)[0]
+    text = common.visible_text(reply)
     decode = json.JSONDecoder(strict=False).raw_decode
     string_or_comma = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.DOTALL)
     for read in (lambda part: decode(part)[0],
@@ -618,7 +618,7 @@ def write_tasks(args):
         return
     rows, kept, seen, model = [], [], (set(), [], {}), None
     with contextlib.ExitStack() as stack:
-        if args.model.startswith(("http://", "https://")):
+        if common.is_server(args.model):
             server, loop = common.open_server(args.model), stack.enter_context(asyncio.Runner())
             ask = functools.partial(ask_server, server=server, loop=loop, args=args)
         else:

@@ -799,9 +799,7 @@ def values_of(model, items, max_tokens, device):
     if sharded:
         model.reshard()                                             # the root stays gathered for a backward pass
     if world_size > 1:
-        parts = [None] * world_size
-        dist.all_gather_object(parts, found)
-        found = {i: row for part in parts for i, row in part.items()}
+        found = {i: row for part in gather(found) for i, row in part.items()}
     return [found[i] for i in range(len(items))]
 
 
@@ -816,7 +814,7 @@ def from_pretrained(kind, name, **options):
     if name == "tiny":
         raise InputError("tiny: fresh parameters can only be trained, by 04_train_policy.py --method sft; name the "
                          "folder that it made")
-    if name.startswith(("http://", "https://")):
+    if is_server(name):
         raise InputError(f"{name}: a server cannot be used here; name a model folder")
     if name == "smollm2":
         folder, gguf_options = smollm2_files()
