@@ -5,11 +5,18 @@ Writes  trajectories.jsonl in the published format, {"task", "dialogue_history",
         "sample", "tests" (a verdict a test), "num_rounds", "max_rounds"; an agent's turn has "input" (the rendered
         prompt), "output" (the raw text) and "output_ids" (the sampled ids); a person's turn that shows code "leak".
         FILE.failed.jsonl where dialogues failed: the same command again plays these alone.
+        Of pages also "similarity" (which one), "image" and "reference_image" (in the folder FILE.images).
 
 The protocol (ColBench, backend): the person opens with the request. In each of `--max-rounds` rounds the agent sends a
 message and the person answers it in at most 400 characters. What follows "I WANT TO ANSWER:" is the answer and ends the
 episode; in the last round the whole turn is the answer if the marker is not in it. `reward` is the fraction of hidden
 tests that the answer passes.
+
+The protocol (ColBench, frontend; tasks whose reference is a page): in each round the agent sends an HTML page, which is
+rendered in a browser without a network; the person compares it with the reference page and says the main differences,
+in at most 1,000 characters. Of a turn with "OUTPUT:" only what follows is kept in the dialogue. After the last round
+the last page is the answer, and `reward` the similarity of its picture with the reference's (--similarity). Humans:
+`rules` reads both pages' DOM; a model that sees gets both pictures.
 
 --best-of N: at each turn the agent samples N messages and a critic says which one is sent; it may see the reference, so
 this measures a critic and is no way to use an agent. `--critic DIR` takes a critic of 03, `--critic judge:MODEL` a
@@ -31,7 +38,9 @@ Differs from the paper: the agent is told when the last round begins. The prompt
 """
 import argparse
 import asyncio
+import base64
 import collections
+import contextlib
 import functools
 import json
 import os
@@ -49,6 +58,11 @@ SIMULATOR_SYSTEM = (
     "Only you know what you need: the function below. Answer the assistant's last message in one or two short "
     "sentences of plain English. Say only what was asked about. If the function does not settle it, say that you do "
     "not know. Never write or quote code.\n\n{ground_truth}")
+VIEWER_SYSTEM = (
+    "You are a person who asked an assistant for a web page, in these words:\n{problem_description}\n\nYou have the page "
+    "that you want before your eyes: the first picture. The assistant cannot see it. Look at what the assistant made, and "
+    "describe in a few sentences of plain English what differs most from your page: layout, colours, sizes, texts, what "
+    "is missing. Answer what the assistant asks. Never write HTML or CSS.")
 JUDGE = (
     "An assistant writes a Python function for a person. It cannot see what the person needs; you can:\n"
     "{ground_truth}\n\nThe dialogue so far:\n{dialogue}\n\nTwo ways for the assistant to go on:\n[A] {a}\n[B] {b}\n\n"
@@ -74,6 +88,18 @@ def simulator_messages(task, history):
     swapped = {"assistant": "user", "user": "assistant"}
     return [{"role": "system", "content": SIMULATOR_SYSTEM.format(**task)}] + [
         {"role": swapped[turn["role"]], "content": turn["content"]} for turn in history[1:]]
+
+
+def viewer_messages(task, history, reference, page):
+    """The chat that a model sees which plays the human and looks at pictures (paths; page: None where none was sent)."""
+    said = history[-1]["content"].replace(common.page_of(history[-1]["content"]) or "\0", "[the page]")
+    parts = [{"type": "text", "text": "The page that I want:"}, {"type": "image", "path": reference}]
+    if page:
+        parts += [{"type": "text", "text": "The page that the assistant made:"}, {"type": "image", "path": page}]
+    parts.append({"type": "text", "text": ("" if page else "The assistant has made no page that can be shown.\n") +
+                  f"What the assistant says:\n{said}\n\nWhat do I answer?"})
+    return [{"role": "system", "content": [{"type": "text", "text": VIEWER_SYSTEM.format(**task)}]},
+            {"role": "user", "content": parts}]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -108,14 +134,18 @@ def script_turn(task, history, max_rounds, informed, rng):
 # one turn of a dialogue. A dialogue is {"number", "task", "sample", "history", "answer", "waited_s"}; who speaks is a
 # Speaker, a local model (engine) or a server, or None for the scripted agent and the rule-based human.
 
-Speaker = namedtuple("Speaker", "model tokenizer engine server template_args", defaults=(None, None, None, None, {}))
+Speaker = namedtuple("Speaker", "model tokenizer engine server template_args sees",
+                     defaults=(None, None, None, None, {}, None))
 
 
-def open_speaker(name, role, opened, args, device):
-    """The Speaker of a role (agent, simulator, judge); a name is opened once for all of its roles."""
+def open_speaker(name, role, opened, args, device, sees=False):
+    """The Speaker of a role (agent, simulator, judge); a name is opened once for all of its roles. sees: it will be
+    shown pictures, and a local one takes one request at a time (then .sees is a lock, and .tokenizer a processor)."""
     if name not in opened:
         if common.is_server(name):
             opened[name] = Speaker(server=common.open_server(name, args.timeout, args.retries))
+        elif sees:
+            opened[name] = Speaker(*common.load_vision(name, device, args.dtype), sees=asyncio.Lock())
         else:
             model, tokenizer = common.load_model(name, device, args.dtype)
             roles = 2 if args.agent == args.simulator else 1        # each side of a dialogue has its own cache
@@ -168,24 +198,45 @@ def visible(speaker, prompt, reply):
     return common.visible_text(reply.text, None if speaker.server else prompt)
 
 
+async def look(speaker, messages, key, temperature, args):
+    """The Reply of a model that sees to messages with pictures. A server gets them as data URLs."""
+    if speaker.sees:
+        async with speaker.sees:
+            return await asyncio.to_thread(common.vision_reply, speaker.model, speaker.tokenizer, messages,
+                                           args.simulator_max_new_tokens)
+
+    def sent(part):
+        if part["type"] == "text":
+            return part
+        data = base64.b64encode(pathlib.Path(part["path"]).read_bytes()).decode()
+        return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    chat = [{**message, "content": [sent(part) for part in message["content"]]} for message in messages]
+    seed = int(common.uniforms(1, *key).item() * 2 ** 31)
+    return await common.server_reply(speaker.server, chat, temperature, args.simulator_max_new_tokens, seed)
+
+
 async def agent_turn(dialogue, agent, chooser, args):
     """The agent's next turn. A model sees the dialogue alone; with --best-of it is the one of several that `chooser`
     prefers. A server's turn has the prompt and the sampled ids only with --agent-tokenizer."""
-    history, key = dialogue["history"], dialogue_key(dialogue, args, "agent")
+    task, history, key = dialogue["task"], dialogue["history"], dialogue_key(dialogue, args, "agent")
+    frontend = common.is_frontend(task)
     if agent is None:
-        informed = args.agent == "script-informed"
-        content = script_turn(dialogue["task"], history, args.max_rounds, informed, random.Random(repr(key)))
-        return {"role": "assistant", "content": content}
+        informed, rng = args.agent == "script-informed", random.Random(repr(key))
+        text = (script_page(task, history, informed, rng) if frontend else
+                script_turn(task, history, args.max_rounds, informed, rng))
+        return {"role": "assistant", "content": common.shown_text(text, frontend)}
     fields = ({"logprobs": True} if args.server_logprobs else {}) | (
         {"return_token_ids": True} if args.agent_tokenizer else {})
-    prompt, replies = await ask(agent, common.agent_messages(history, args.max_rounds), key, args.temperature,
-                                args.max_new_tokens, args, args.best_of, ("agent", dialogue["number"]), **fields)
+    chat = common.agent_messages(history, args.max_rounds, frontend)
+    prompt, replies = await ask(agent, chat, key, args.temperature, args.max_new_tokens, args, args.best_of,
+                                ("agent", dialogue["number"]), **fields)
     reply = replies[await chooser(dialogue, prompt, replies) if args.best_of > 1 else 0]
     if args.agent_tokenizer and (not reply.ids or reply.prompt_tokens != len(common.encode(agent.tokenizer, prompt))):
         raise common.InputError(f"{args.agent}: --agent-tokenizer needs a server that gives token ids, as vLLM does, "
                                 "and reads prompts as this tokenizer and template make them; this one does not")
-    turn = {"role": "assistant", "content": visible(agent, prompt, reply), "input": prompt, "output": reply.text,
-            "output_ids": reply.ids, "output_logps": reply.logps, "truncated": not reply.ended}
+    content = common.shown_text(visible(agent, prompt, reply), frontend)
+    turn = {"role": "assistant", "content": content, "input": prompt, "output": reply.text, "output_ids": reply.ids,
+            "output_logps": reply.logps, "truncated": not reply.ended}
     return {key: value for key, value in turn.items() if value or key in ("content", "output")}
 
 
@@ -224,17 +275,42 @@ async def judge_choice(dialogue, _, replies, judge, counts, args):
     return best
 
 
-async def person_turn(dialogue, person, args):
+async def rendered(dialogue, browser, **options):
+    """(reference page, the page so far) of a frontend dialogue as common.Render; the second is None where the agent has
+    sent none. A page that cannot be shown leaves "render_fault" in the agent's turn. InputError if it is the reference."""
+    task, turn = dialogue["task"], dialogue["history"][-1]
+    reference = await browser.render(task["ground_truth"], **options)
+    if reference.fault and not reference.image and not reference.spec:
+        raise common.InputError(f"task {common.task_id(task)}: its reference page cannot be rendered: {reference.fault}")
+    page = common.last_page(dialogue["history"])
+    render = page and await browser.render(page, **options)
+    if render and render.fault and common.page_of(turn["content"]):
+        turn["render_fault"] = render.fault
+    return reference, render or None
+
+
+async def person_turn(dialogue, person, args, browser):
     """The person's answer to the agent's turn that ends the history. Where it shows code, "leak" says how; with
     --reject-leaks it is sampled anew, at temperature 1, as temperature 0 would repeat it."""
     task, history, key = dialogue["task"], dialogue["history"], dialogue_key(dialogue, args, "human")
+    rng, frontend = random.Random(repr(key)), common.is_frontend(task)
+    if person is None and frontend:
+        reference, page = await rendered(dialogue, browser, picture=False, read=SPEC_JS)
+        sent = common.page_of(history[-1]["content"])
+        return {"role": "user", "content": page_reply(reference.spec, page.spec if sent else None, rng)}
     if person is None:
-        return {"role": "user", "content": rules_reply(task, history, random.Random(repr(key)))}
+        return {"role": "user", "content": rules_reply(task, history, rng)}
+    limit = common.MAX_PAGE_REPLY_CHARS if frontend else common.MAX_REPLY_CHARS
     for attempt in range(args.reject_leaks + 1):
-        prompt, [reply] = await ask(person, simulator_messages(task, history), (*key, attempt) if attempt else key,
-                                    1.0 if attempt else 0.0, args.simulator_max_new_tokens, args,
-                                    cache=("human", dialogue["number"]))
-        content = visible(person, prompt, reply)[:common.MAX_REPLY_CHARS]
+        temperature, attempt_key = (1.0, (*key, attempt)) if attempt else (0.0, key)
+        if frontend:
+            reference, page = await rendered(dialogue, browser)
+            messages = viewer_messages(task, history, reference.image, page and page.image)
+            prompt, reply = None, await look(person, messages, attempt_key, temperature, args)
+        else:
+            prompt, [reply] = await ask(person, simulator_messages(task, history), attempt_key, temperature,
+                                        args.simulator_max_new_tokens, args, cache=("human", dialogue["number"]))
+        content = visible(person, prompt, reply)[:limit]
         leak = common.leak_of(task, content)
         if leak is None:
             break
@@ -246,20 +322,22 @@ async def person_turn(dialogue, person, args):
 # ---------------------------------------------------------------------------------------------------------------------
 # episodes
 
-async def play(dialogue, agent, person, chooser, args):
+async def play(dialogue, agent, person, chooser, args, browser=None):
     """Play one dialogue from where it stands to its answer."""
-    history = dialogue["history"]
+    history, frontend = dialogue["history"], common.is_frontend(dialogue["task"])
     while dialogue["answer"] is None:
         if history[-1]["role"] == "user":
             history.append(await agent_turn(dialogue, agent, chooser, args))
-        content = history[-1]["content"]
-        if common.MARKER in content:
+        content, last = history[-1]["content"], len(history) == 2 * args.max_rounds
+        if frontend and last:
+            dialogue["answer"] = common.last_page(history) or ""
+        elif common.MARKER in content and not frontend:
             dialogue["answer"] = content.split(common.MARKER, 1)[1].strip("\n")
-        elif len(history) == 2 * args.max_rounds:
+        elif last:
             dialogue["answer"] = content
         else:
             begin = time.perf_counter()
-            history.append(await person_turn(dialogue, person, args))
+            history.append(await person_turn(dialogue, person, args, browser))
             dialogue["waited_s"] += time.perf_counter() - begin
 
 
@@ -323,23 +401,23 @@ def merge(out, num_rows):
 
 
 def to_trajectory(dialogue, verdicts, tokenizer, args):
-    """The finished and scored dialogue in the published format."""
+    """The finished dialogue in the published format, with what score_answer says of it."""
     task, history = dialogue["task"], dialogue["history"]
     return {"task_id": common.task_id(task), "sample": dialogue["sample"], "task": task, "dialogue_history": history,
-            "answer": dialogue["answer"], "reward": common.reward_of(verdicts), "tests": verdicts,
+            "answer": dialogue["answer"], **verdicts,
             "num_rounds": sum(turn["role"] == "assistant" for turn in history), "max_rounds": args.max_rounds,
             "agent": args.agent, "simulator": args.simulator, "tokenizer": tokenizer,
             "best_of": args.best_of, "critic": args.critic,
             "informed": args.agent == "script-informed"}
 
 
-async def finish(item, speakers, scorer, file, progress, tally, failed, tokenizer, args):
+async def finish(item, browser, speakers, scorer, file, progress, tally, failed, tokenizer, args):
     """Play a dialogue, (number, task, sample); returns what scores it and appends its row to `file`. One that a server
     does not answer goes to `failed`; many of these in a row end the run."""
     number, task, sample = item
     dialogue, begin = new_dialogue(task, sample, number), time.perf_counter()
     try:
-        await play(dialogue, *speakers, args)
+        await play(dialogue, *speakers, args, browser)
     except common.ReplyError as error:
         failed.append({"number": number, "task_id": common.task_id(task), "sample": sample, "failed": str(error),
                        "dialogue_history": dialogue["history"]})
@@ -352,16 +430,36 @@ async def finish(item, speakers, scorer, file, progress, tally, failed, tokenize
     tally["played_s"] += time.perf_counter() - begin
     tally["waited_s"] += dialogue["waited_s"]
     tally["failed in a row"] = 0
-    return record(dialogue, scorer, file, progress, tally, tokenizer, args)
+    return record(dialogue, browser, scorer, file, progress, tally, tokenizer, args)
 
 
-async def record(dialogue, scorer, file, progress, tally, tokenizer, args):
-    [score] = await asyncio.to_thread(scorer.score, [(dialogue["task"], dialogue["answer"])])
-    row = json.dumps(to_trajectory(dialogue, score.tests, tokenizer, args), ensure_ascii=False)
+async def score_answer(dialogue, browser, scorer, args):
+    """{"reward", "tests"} of a function, {"reward", "similarity", "image", "reference_image"} of a page."""
+    if browser is None:
+        [score] = await asyncio.to_thread(scorer.score, [(dialogue["task"], dialogue["answer"])])
+        return {"reward": common.reward_of(score.tests), "tests": score.tests}
+    reference, page = await rendered(dialogue, browser)
+    images = [render and render.image for render in (reference, page)]
+    [similarity] = await asyncio.to_thread(scorer.score, [tuple(images)])
+    reference, image = (path and os.path.relpath(path, pathlib.Path(args.out).parent) for path in images)
+    return {"reward": similarity, "similarity": scorer.name, "image": image, "reference_image": reference}
+
+
+async def record(dialogue, browser, scorer, file, progress, tally, tokenizer, args):
+    verdicts = await score_answer(dialogue, browser, scorer, args)
+    row = json.dumps(to_trajectory(dialogue, verdicts, tokenizer, args), ensure_ascii=False)
     file.write(f"{dialogue['number']} {row}\n")
     file.flush()
     tally["played"] += 1
     progress.update()
+
+
+async def play_all(work, items, browser, concurrency):
+    """work(item, browser) for all items; browser: a common.Browser that is not started yet, or None."""
+    async with browser or contextlib.nullcontext() as browser:
+        if browser:
+            common.say(f"browser: {browser.name}")
+        await each(functools.partial(work, browser=browser), items, concurrency)
 
 
 def report(opened, ranks, wall_s):
@@ -372,9 +470,9 @@ def report(opened, ranks, wall_s):
     tally = total([rank["tally"] for rank in ranks])
     print(f"{tally['played']:,} dialogues in {wall_s:,.0f} s, {60 * tally['played'] / wall_s:,.1f} a minute; they "
           f"waited {tally['waited_s']:,.1f} s of {tally['played_s']:,.1f} s for the person")
-    for name, speaker in opened.items():
+    for name in ranks[0]["stats"]:
         stats = total([rank["stats"][name] for rank in ranks])
-        if speaker.server:
+        if opened[name].server:
             retried = [f"{count:,} {key[9:]}" for key, count in stats.items() if key.startswith("retried: ")]
             print(f"{name}: {stats.get('requests', 0):,} requests, {stats.get('prompt_tokens', 0):,} prompt and "
                   f"{stats.get('completion_tokens', 0):,} completion tokens; retried: {', '.join(retried) or 'none'}")
@@ -390,19 +488,25 @@ def report(opened, ranks, wall_s):
 
 
 def summary(trajectories):
-    """One line: success, tests passed, rounds, what was cut or forced, and replies of the person that show code."""
-    sums, leaks = collections.Counter(), collections.Counter()
+    """One line: success, tests passed, rounds, what was cut or forced, and replies of the person that show code; of
+    pages the similarity, and how many could not be shown."""
+    sums, leaks, kind = collections.Counter(), collections.Counter(), None
     for t in trajectories:
+        kind = t.get("similarity")
         agent = [turn for turn in t["dialogue_history"] if turn["role"] == "assistant"]
         person = [turn for turn in t["dialogue_history"][1:] if turn["role"] == "user"]
         sums.update(n=1, success=t["reward"] == 1, reward=t["reward"], rounds=t["num_rounds"], replies=len(person),
                     forced=common.MARKER not in agent[-1]["content"], cut=sum("truncated" in turn for turn in agent),
-                    rejected=sum(turn.get("resampled", 0) for turn in person))
+                    rejected=sum(turn.get("resampled", 0) for turn in person), no_page=not t["answer"],
+                    faults=sum("render_fault" in turn for turn in agent))
         leaks.update(turn["leak"] for turn in person if "leak" in turn)
     mean = {key: value / sums["n"] for key, value in sums.items()}
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(leaks.items()))
-    return (f"success {mean['success']:.3f} | tests passed {mean['reward']:.3f} | rounds {mean['rounds']:.2f} | "
-            f"{mean['forced']:.1%} ended without the marker | {sums['cut']} turns stopped by --max-new-tokens | "
+    head = (f"similarity ({kind}) {mean['reward']:.3f} | {mean['no_page']:.1%} without a page | {sums['faults']} pages "
+            "could not be shown as they are" if kind else
+            f"success {mean['success']:.3f} | tests passed {mean['reward']:.3f} | rounds {mean['rounds']:.2f} | "
+            f"{mean['forced']:.1%} ended without the marker")
+    return (f"{head} | {sums['cut']} turns stopped by --max-new-tokens | "
             f"{leaks.total() / max(1, sums['replies']):.1%} of the person's replies leak code" +
             (f" ({kinds})" if kinds else "") + (f", {sums['rejected']} rejected" if sums["rejected"] else ""))
 
@@ -429,8 +533,9 @@ def parse_args(argv=None):
     parser.add_argument("--critic", help="who picks one of --best-of: a critic folder (03), judge:MODEL, or oracle: "
                         "what the template task says of a turn")
     # the person
-    parser.add_argument("--simulator-max-new-tokens", type=common.positive_int, default=128,
-                        help="tokens a reply of a model that plays the human (400 characters of it are shown)")
+    parser.add_argument("--simulator-max-new-tokens", type=common.positive_int,
+                        help="tokens a reply of a model that plays the human, of which 400 characters are shown, 1,000 on "
+                        "pages (None: 128, on pages 320)")
     parser.add_argument("--reject-leaks", type=int, default=0, metavar="N",
                         help="sample a reply of the human that shows code again, up to N times")
     # models and servers
@@ -448,6 +553,8 @@ def parse_args(argv=None):
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the models")
     parser.add_argument("--seed", type=int, default=0, help="seed of the samples")
     common.add_scorer(parser)
+    common.add_browser(parser)
+    common.add_similarity(parser)
     parser.add_argument("--out", required=True, help="trajectories file to write (JSONL)")
     common.add_overwrite(parser)
     common.set_preset(parser, PRESETS, argv)
@@ -472,13 +579,17 @@ def main(argv=None):
     from tqdm import tqdm
     runtime = common.start(args.seed)
     tasks = common.read_jsonl(args.tasks, common.TASK_KEYS)
-    scripted = args.agent.startswith("script")
+    scripted, frontend = args.agent.startswith("script"), common.is_frontend(tasks[0])
     oracle = args.critic == "oracle"
-    if args.simulator == "rules" or scripted or oracle:
+    args.simulator_max_new_tokens = args.simulator_max_new_tokens or (320 if frontend else 128)
+    lacking = "slots" if frontend and scripted else "facts"
+    if args.simulator == "rules" and not frontend or scripted or oracle:
         for number, task in enumerate(tasks, 1):
-            if "facts" not in task:
-                raise common.InputError(f'{args.tasks}:{number}: missing "facts", which the rules of template tasks '
+            if lacking not in task:
+                raise common.InputError(f'{args.tasks}:{number}: missing "{lacking}", which the rules of template tasks '
                                         "need; use --agent MODEL --simulator MODEL, and a critic that is no oracle")
+    if frontend and (args.critic or "").startswith("judge:"):
+        raise common.InputError("--critic judge: compares messages about functions; pages need a critic of 03")
     inputs = [args.tasks, args.agent, args.simulator, None if oracle else (args.critic or "").removeprefix("judge:"),
               args.agent_tokenizer]
     record = argparse.Namespace(**{k: v for k, v in vars(args).items() if k != "concurrency"})     # it changes no row
@@ -492,7 +603,9 @@ def main(argv=None):
         raise common.InputError("--best-of needs an agent whose tokens are at hand: a folder or hub id, no server")
     if args.agent_tokenizer:
         agent = agent._replace(tokenizer=common.load_tokenizer(args.agent_tokenizer))
-    person = None if args.simulator == "rules" else load(args.simulator, "simulator")
+    person = None if args.simulator == "rules" else load(args.simulator, "simulator", sees=frontend)
+    if person and person.sees and args.reject_leaks:
+        raise common.InputError("--reject-leaks: a local model that sees always says the same; use a server")
     chooser = None
     if args.best_of > 1 and args.critic.startswith("judge:"):
         judge = load(args.critic.removeprefix("judge:"), "judge")
@@ -521,18 +634,21 @@ def main(argv=None):
     mine = [item for item in items if item[0] not in done][runtime.rank::runtime.world_size]
     if done:
         common.say(f"{len(done):,} of {len(items):,} dialogues are there already")
-    with (common.Scorer(args.unsafe_scorer) as scorer,
+    browser = common.Browser(f"{out}.images", args.browser) if frontend else None
+    with (contextlib.nullcontext(common.PageScorer(args.similarity, args.clip_model, runtime.device)) if frontend else
+          common.Scorer(args.unsafe_scorer) as scorer,
           open_partial(out.with_name(f"{out.name}.{runtime.rank}of{runtime.world_size}.partial")) as file,
           tqdm(total=len(mine), unit="dialogue", desc=out.name, mininterval=5, disable=runtime.rank > 0) as progress):
         try:
-            asyncio.run(each(functools.partial(
+            asyncio.run(play_all(functools.partial(
                 finish, speakers=(agent, person, chooser), scorer=scorer, file=file, progress=progress, tally=tally,
-                failed=failed, tokenizer=name, args=args), mine, args.concurrency))
+                failed=failed, tokenizer=name, args=args), mine, browser, args.concurrency))
         except common.InputError:
             if runtime.world_size == 1:                              # the tokens are paid for (ranks need each other)
                 record_costs()
             raise
-    stats = {key: speaker.server.counts if speaker.server else speaker.engine.stats for key, speaker in opened.items()}
+    stats = {key: speaker.server.counts if speaker.server else speaker.engine.stats for key, speaker in opened.items()
+             if not speaker.sees}
     ranks = common.gather({"tally": tally, "failed": failed, "stats": stats, "verdicts": verdicts})
     record_costs()
     failed = sorted((row for rank in ranks for row in rank["failed"]), key=lambda row: row["number"])

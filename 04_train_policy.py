@@ -8,7 +8,8 @@ Writes  a model folder with metrics.jsonl; for sweet also candidates.jsonl, scor
                  worse, and train by single-turn DPO (eq. 4); c never reaches the policy. --critic oracle ranks by what
                  a template task says of a turn; --candidates takes those of another run, to compare critics.
 --method mtdpo   Multi-turn DPO on pairs of trajectories of one task, all agent tokens summed.
---method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories.
+--method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (of pages, which are
+                 more or less alike: of the best trajectory of each task).
 --method sft     Likelihood of the agent's turns of all trajectories; makes the embedded default's base model.
                  Trajectories of the informed script are trained with c in front, as it saw c.
 
@@ -101,7 +102,7 @@ def tiny_model(texts):
 def vocabulary_text(trajectory):
     """All words that a fresh tokenizer should know of a trajectory."""
     turns = [turn["content"] for turn in trajectory["dialogue_history"]]
-    return "\n".join([*turns, turns[0] + common.LAST_ROUND, common.HIDDEN_INFO.format(**trajectory["task"])])
+    return "\n".join([*turns, turns[0] + common.LAST_ROUND, common.hidden_info(trajectory["task"]["ground_truth"])])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -121,8 +122,8 @@ def sample_states(trajectories, fraction, seed):
 
 def sample_candidates(states, model, tokenizer, args):
     """A row of candidates.jsonl for each state: the prompt, and `num_candidates` actions sampled from the policy."""
-    prompts = [common.prompt_text(tokenizer, trajectory["dialogue_history"][:i], trajectory.get("max_rounds", 10))
-               for trajectory, _, i in states]
+    prompts = [common.prompt_text(tokenizer, trajectory["dialogue_history"][:i], trajectory.get("max_rounds", 10),
+                                  common.is_frontend(trajectory["task"])) for trajectory, _, i in states]
     keys = [(args.seed, "candidates", t["task_id"], t.get("sample", 0), number) for t, number, _ in states]
     randoms = torch.cat([common.uniforms((args.num_candidates, args.max_new_tokens), *key) for key in keys])
     ids = [common.encode(tokenizer, prompt) for prompt in prompts]
@@ -228,7 +229,13 @@ def print_kinds(rows, pairs):
 # trajectory, rejected trajectory) for multi-turn DPO, (candidates,) for SWEET: turn 0 the chosen, 1 the rejected action
 
 def likelihood_examples(trajectories, tokenizer, args):
-    if args.method == "rft":
+    if args.method == "rft" and common.is_frontend(trajectories[0]["task"]):
+        best = {}
+        for t in trajectories:
+            best[t["task_id"]] = max(best.get(t["task_id"], t), t, key=lambda t: t["reward"])
+        trajectories = list(best.values())
+        common.say(f"the best trajectory of each of {len(trajectories):,} tasks")
+    elif args.method == "rft":
         trajectories = [t for t in trajectories if t["reward"] == 1]
         if not trajectories:
             raise common.InputError(f"{args.trajectories}: no successful trajectories (reward 1) to train on")

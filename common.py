@@ -34,7 +34,8 @@ from torch.utils.checkpoint import checkpoint
 import sandbox
 
 MARKER = "I WANT TO ANSWER:"
-MAX_REPLY_CHARS = 400
+OUTPUT = "OUTPUT:"
+MAX_REPLY_CHARS, MAX_PAGE_REPLY_CHARS = 400, 1000                    # of what the person says: backend, frontend
 
 
 class InputError(Exception):
@@ -190,12 +191,13 @@ def add_work(model, lengths, cached=0, generated=False):
 # ---------------------------------------------------------------------------------------------------------------------
 # jsonl and outputs
 
-TASK_KEYS = {"problem_description": str, "ground_truth": str, "test_cases": dict}
+TASK_KEYS = {"problem_description": str, "ground_truth": str}       # of the backend also "test_cases"
 TRAJECTORY_KEYS = {"task": dict, "dialogue_history": list, "answer": str}
 
 
 def read_jsonl(path, keys):
-    """The objects of a JSONL file as dicts. `keys` are {name: type} that each must have; raises InputError by line."""
+    """The objects of a JSONL file as dicts. `keys` are {name: type} that each must have; raises InputError by line. All
+    tasks of a file are of one domain, backend or frontend."""
     path = pathlib.Path(path)
     if not path.is_file():
         raise InputError(f"{path}: no such file")
@@ -216,15 +218,26 @@ def read_jsonl(path, keys):
                         check_keys(turn, {"role": str, "content": str}, f"{path}:{number}: dialogue_history")
                     if not any(turn["role"] == "assistant" for turn in row["dialogue_history"]):
                         raise InputError(f'{path}:{number}: dialogue_history has no turn of role "assistant"')
-                tests = row.get("task", row).get("test_cases") or {}
-                check_keys(tests, dict.fromkeys(tests, str), f"{path}:{number}: test_cases")
+                task = row.get("task", row)
+                if "ground_truth" in task and not is_frontend(task):
+                    check_keys(task, {"test_cases": dict}, f"{path}:{number}" + (": task" if "task" in row else ""))
+                    tests = task["test_cases"]
+                    check_keys(tests, dict.fromkeys(tests, str), f"{path}:{number}: test_cases")
                 rows.append(row)
+                if "ground_truth" in task and is_frontend(task) != is_frontend(rows[0].get("task", rows[0])):
+                    raise InputError(f"{path}:{number}: a task of the other domain than in the lines before; keep "
+                                     "functions (backend) and pages (frontend) in files of their own")
         except UnicodeDecodeError:
             raise InputError(f"{path}: not UTF-8 text") from None
     if not rows:
         raise InputError(f"{path}: no rows in it")
     say(f"reads {path} ({len(rows):,} rows)")
     return rows
+
+
+def is_frontend(task):
+    """Whether a task asks for a page (its reference is HTML, and it has no tests), and not for a function."""
+    return not task.get("test_cases") and task["ground_truth"].lstrip().startswith("<")
 
 
 def check_keys(row, keys, where):
@@ -264,6 +277,9 @@ def fill_rewards(trajectories, unsafe_scorer):
     missing = [t for t in trajectories if not isinstance(t.get("reward"), (int, float))]
     if not missing:
         return
+    if is_frontend(missing[0]["task"]):
+        raise InputError(f'{len(missing):,} dialogues have no "reward"; 05_evaluate.py writes files with rewards '
+                         "(scored/NAME.jsonl)")
     verdicts = [None]
     if is_main():
         with Scorer(unsafe_scorer) as scorer:
@@ -433,14 +449,20 @@ AGENT_SYSTEM = (
     "turn, ask one short question about something that changes what the function returns. The person cannot read or "
     f'run code. When you know enough, write "{MARKER}" and then nothing but the complete Python function. You have '
     "{max_rounds} rounds, and the last one must be that answer.")
+DESIGNER_SYSTEM = (
+    "You design a web page for a person who has it before their eyes but cannot write HTML. In each turn send the whole "
+    "page as one HTML document; Tailwind CSS can be loaded from its CDN. The person looks at it in a browser and says "
+    f'what should be different. You may think before you write: then put "{OUTPUT}" behind your thoughts, as the person '
+    "gets only what follows it. You have {max_rounds} rounds, and the last page that you send is the one that counts.")
 LAST_ROUND = "\n(last round)"
-HIDDEN_INFO = "The function that this person needs is the following.\n{ground_truth}\nThe dialogue with the person:\n"
+HIDDEN_INFO = "The {what} that this person needs is the following.\n{ground_truth}\nThe dialogue with the person:\n"
 
 
-def agent_messages(history, max_rounds):
+def agent_messages(history, max_rounds, frontend=False):
     """The chat an agent sees before its next turn: system prompt, then the dialogue, with a note on the message of the
     person that opens the last round. `c` is not an argument, so that it cannot reach a policy."""
-    messages = [{"role": "system", "content": AGENT_SYSTEM.format(max_rounds=max_rounds)}]
+    system = DESIGNER_SYSTEM if frontend else AGENT_SYSTEM
+    messages = [{"role": "system", "content": system.format(max_rounds=max_rounds)}]
     messages += [{"role": turn["role"], "content": turn["content"]} for turn in history]
     if len(history) == 2 * max_rounds - 1:
         messages[-1]["content"] += LAST_ROUND
@@ -453,6 +475,34 @@ def visible_text(text, prompt=None):
     "<think>a</think> b" -> "b", "a</think>b" -> "b", "a<think>b" -> "a"."""
     text = ("<think>" if prompt and prompt.rstrip().endswith("<think>") else "") + text
     return re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL).rpartition("</think>")[2].strip()
+
+
+def hidden_info(ground_truth):
+    """The sentence that states c."""
+    what = "page" if ground_truth.lstrip().startswith("<") else "function"
+    return HIDDEN_INFO.format(what=what, ground_truth=ground_truth)
+
+
+def shown_text(text, frontend):
+    """What stands in the dialogue of what an agent said aloud (visible_text): of a designer what follows OUTPUT:."""
+    return text.split(OUTPUT, 1)[1].strip() if frontend and OUTPUT in text else text
+
+
+def page_of(text):
+    """The HTML page in an agent's turn: the last fenced block that begins with a tag; else from <!doctype or <html, or
+    the first tag that is closed later, to the last ">" (or the end, where the page was cut). None if there is none."""
+    if blocks := re.findall(r"```[a-z]*\s*\n(\s*<[!a-z].*?)(?:```|\Z)", text, re.DOTALL | re.IGNORECASE):
+        return blocks[-1].strip()
+    if match := re.search(r"<(!doctype|html)\b.*", text, re.DOTALL | re.IGNORECASE):
+        page = match[0]
+        return page[:page.rindex(">") + 1] if re.search(r"</html\s*>", page, re.IGNORECASE) else page.strip()
+    match = re.search(r"<([a-z][a-z0-9]*)\b[^>]*>.*</\1\s*>", text, re.DOTALL | re.IGNORECASE)
+    return match and text[match.start():text.rindex(">") + 1]
+
+
+def last_page(history):
+    """The page so far of a dialogue: of its last agent turn that has one; None if none has."""
+    return next(filter(None, (page_of(turn["content"]) for turn in reversed(history) if turn["role"] == "assistant")), None)
 
 
 LEAK_TOKENS = 8
@@ -475,10 +525,13 @@ def leak_marks(ground_truth):
 
 def leak_of(task, reply):
     """How a person's reply shows code in place of describing it: "fence" (a code block), "signature" (of a function of
-    the reference), "code" (LEAK_TOKENS tokens of the reference in a row); None where it does not."""
-    names, runs = leak_marks(task["ground_truth"])
+    the reference), "code" (LEAK_TOKENS tokens of the reference in a row; of a page, whose text may be named, any tag);
+    None where it does not."""
     if "```" in reply:
         return "fence"
+    if is_frontend(task):
+        return "code" if re.search(r"</?[a-zA-Z][^<>]*>", reply) else None
+    names, runs = leak_marks(task["ground_truth"])
     if names & set(re.findall(r"\b(?:def|class)\s+(\w+)", reply)):
         return "signature"
     tokens = code_tokens(reply)
@@ -567,9 +620,9 @@ def oracle_scores(task, history, actions):
 Row = namedtuple("Row", "ids turns shared", defaults=(None,))
 
 
-def prompt_text(tokenizer, history, max_rounds):
+def prompt_text(tokenizer, history, max_rounds, frontend=False):
     """The text that the agent continues: its chat through the template, with the cue of its turn."""
-    return tokenizer.apply_chat_template(agent_messages(history, max_rounds), tokenize=False,
+    return tokenizer.apply_chat_template(agent_messages(history, max_rounds, frontend), tokenize=False,
                                          add_generation_prompt=True)
 
 
@@ -580,7 +633,7 @@ def encode(tokenizer, text):
 def with_hidden_info(tokenizer, text, ground_truth):
     """`text` (a rendered prompt) with the sentence that states c in front, after the beginning-of-sequence token."""
     bos = tokenizer.bos_token if tokenizer.bos_token and text.startswith(tokenizer.bos_token) else ""
-    return bos + HIDDEN_INFO.format(ground_truth=ground_truth) + text[len(bos):]
+    return bos + hidden_info(ground_truth) + text[len(bos):]
 
 
 @functools.lru_cache
@@ -609,7 +662,8 @@ def agent_turns(tokenizer, trajectory, counts=None):
                           + [tokenizer.eos_token_id]))
         else:
             kind = "rendered again"
-            text = prompt_text(tokenizer, history[:index], trajectory.get("max_rounds", 10))
+            text = prompt_text(tokenizer, history[:index], trajectory.get("max_rounds", 10),
+                               is_frontend(trajectory["task"]))
             turns.append((text, encode(tokenizer, turn["content"]) + [tokenizer.eos_token_id]))
         if counts is not None:
             counts[kind] = counts.get(kind, 0) + 1
@@ -1072,8 +1126,10 @@ def average_ranks(values):
 
 def trajectory_pairs(trajectories, path, min_gap=None):
     """[(chosen, rejected)] indices of trajectories of one task. Backend (`min_gap` None): every trajectory with a lower
-    return is paired with one of return 1, these in turn. With `min_gap`: every two whose returns differ by so much.
-    InputError, which names `path`, where there is no pair."""
+    return is paired with one of return 1, these in turn. With `min_gap` (frontend: 0.1 if None): every two whose returns
+    differ by so much. InputError, which names `path`, where there is no pair."""
+    if min_gap is None and is_frontend(trajectories[0]["task"]):
+        min_gap = 0.1
     by_task = {}
     for index, trajectory in enumerate(trajectories):
         by_task.setdefault(trajectory["task_id"], []).append(index)
@@ -1087,8 +1143,9 @@ def trajectory_pairs(trajectories, path, min_gap=None):
         losers = [i for i in group if reward[i] < 1]
         pairs += [(winners[n % len(winners)], loser) for n, loser in enumerate(losers) if winners]
     if not pairs:
-        raise InputError(f"{path}: no trajectory pairs: no task has both a success (reward 1) and a failure; roll out "
-                         "more --samples a task")
+        lack = ("both a success (reward 1) and a failure" if min_gap is None else
+                f"two dialogues whose rewards differ by {min_gap}")
+        raise InputError(f"{path}: no trajectory pairs: no task has {lack}; roll out more --samples a task")
     return pairs
 
 

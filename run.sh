@@ -4,6 +4,9 @@
 # multi-turn DPO, rejection fine-tuning), dialogues of each on test tasks, and the evaluation. A second call resumes.
 # OUT (out), ROUNDS (8) and sizes can be set from outside; for a quick look: TRAIN_TASKS=40 TEST_TASKS=20 bash run.sh
 #
+# Web pages: bash run.sh --domain frontend [SEED]   (template pages, results in out/frontend; needs Chromium, which is
+# installed where this runs as root on Debian)
+#
 # Over seeds: bash run.sh --study [SEED …]   (0 1 2 3 4; results in out/study; a second call resumes)
 # The same chain for every seed on 500 test tasks, about 15 minutes of one core a seed; then SWEET with other critics
 # and with the oracle, multi-turn DPO with as many trained tokens as SWEET, and both methods on less data, an estimated
@@ -11,8 +14,12 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 . tests/setup.sh
-setup_environment requirements.txt
-export py=.venv/bin/python seed out results=${OUT:-out}/study
+domain=backend
+if [ "${1:-}" = --domain ]; then
+    domain=$2
+    shift 2
+fi
+export py=.venv/bin/python seed out results=${OUT:-out}/study domain
 
 # Run a command, its output in a log; show where it failed, and how long it took.
 step() {
@@ -30,37 +37,58 @@ step() {
 # ---------------------------------------------------------------------------------------------------------------------
 # the chain; its settings are those that tests/tune.sh found best on validation tasks, of eight for each method
 
-rollout="02_rollout.py --simulator rules --max-rounds ${ROUNDS:-8} --max-new-tokens 160"
-export rollout
+case $domain in
+    backend)
+        setup_environment requirements.txt
+        base=tests/tiny num_train=800 num_test=300
+        new_tokens="--max-new-tokens 160"
+        rollout="02_rollout.py --simulator rules --max-rounds ${ROUNDS:-8} $new_tokens"
+        critic_settings="--beta 1 --lr 3e-4 --epochs 2"
+        rft_settings="--lr 1e-3 --epochs 4"
+        mtdpo_settings="--lr 1e-4 --nll-coef 0.3 --epochs 2"
+        sweet_settings="--lr 3e-5 --nll-coef 0.3 $new_tokens --max-tokens 4096 --pairs-together"
+        evaluation="--gates tests/tiny" ;;
+    frontend)
+        setup_environment requirements.txt tests/frontend.txt
+        setup_browser
+        base=tests/tiny_pages num_train=200 num_test=60
+        new_tokens="--max-new-tokens 240"
+        rollout="02_rollout.py --simulator rules --similarity pixels --max-rounds ${ROUNDS:-4} $new_tokens"
+        critic_settings="--beta 1 --lr 3e-4 --epochs 2"
+        rft_settings="--lr 1e-3 --epochs 4"
+        mtdpo_settings="--lr 1e-4 --nll-coef 0.3 --epochs 2"
+        sweet_settings="--lr 3e-5 --nll-coef 0.3 $new_tokens --max-tokens 8192 --pairs-together"
+        evaluation="--similarity pixels" ;;
+    *)
+        echo "error: --domain $domain: must be backend or frontend" >&2
+        exit 2 ;;
+esac
+export base num_train num_test rollout critic_settings rft_settings mtdpo_settings sweet_settings
 tasks() {                                                            # SPLIT NUMBER SEED
-    step "tasks-$1" $py 01_generate_tasks.py --split "$1" --num-tasks "$2" --seed "$3" --out "$out/$1.jsonl"
+    step "tasks-$1" $py 01_generate_tasks.py --domain $domain --split "$1" --num-tasks "$2" --seed "$3" \
+        --out "$out/$1.jsonl"
 }
 data() {
     mkdir -p "$out"
-    tasks train "${TRAIN_TASKS:-800}" "$seed"
-    tasks test "${TEST_TASKS:-300}" 1000
-    step rollout-offline ${ranks:-$py} $rollout --tasks "$out/train.jsonl" --agent tests/tiny --samples 4 \
-        --seed "$seed" --out "$out/offline.jsonl"
+    tasks train "${TRAIN_TASKS:-$num_train}" "$seed"
+    tasks test "${TEST_TASKS:-$num_test}" 1000
+    step rollout-offline ${ranks:-$py} $rollout --tasks "$out/train.jsonl" --agent $base --samples 4 --seed "$seed" \
+        --out "$out/offline.jsonl"
 }
-train() { ${ranks:-$py} "0$1" --trajectories "$out/offline.jsonl" --model tests/tiny --seed "$seed" "${@:2}"; }
-critic() { step "$1" train 3_train_critic.py --beta 1 --lr 3e-4 --epochs 2 --out "$out/$1" "${@:2}"; }
+train() { ${ranks:-$py} "0$1" --trajectories "$out/offline.jsonl" --model $base --seed "$seed" "${@:2}"; }
+critic() { step "$1" train 3_train_critic.py $critic_settings --out "$out/$1" "${@:2}"; }
 evaluate() {                                                         # NAME MODEL
     step "rollout-$1" $py $rollout --tasks "$out/test.jsonl" --agent "$2" --samples "${SAMPLES:-2}" --seed "$seed" \
         --out "$out/$1.jsonl"
 }
 policy() {                                                           # NAME METHOD more flags
-    local settings
-    case $2 in
-        rft) settings="--lr 1e-3 --epochs 4" ;;
-        mtdpo) settings="--lr 1e-4 --nll-coef 0.3 --epochs 2" ;;
-        sweet) settings="--lr 3e-5 --nll-coef 0.3 --max-new-tokens 160 --max-tokens 4096 --pairs-together" ;;
-    esac
-    step "$1" train 4_train_policy.py --method "$2" $settings --out "$out/$1" "${@:3}"
+    local settings=${2}_settings
+    step "$1" train 4_train_policy.py --method "$2" ${!settings} --out "$out/$1" "${@:3}"
     evaluate "$1" "$out/$1"
 }
 sweet() {
     policy sweet sweet --critic "$out/critic"
-    evaluate base tests/tiny
+    evaluate base $base
 }
 baselines() {
     policy rft rft
@@ -92,7 +120,7 @@ row() {                                                              # SEED NAME
         tokens) policy mtdpo-tokens mtdpo --epochs 4 ;;              # about as many as SWEET, its critic included
         no-c) other no-c --no-privileged ;;
         no-norm) other no-norm --normalize none ;;
-        regression) other regression --head regression ;;
+        regression | value) other "$2" --head "$2" ;;
         *)
             policy "mtdpo-n$n" mtdpo --num-trajectories "$n"
             critic "critic-n$n" --num-trajectories "$n"
@@ -112,7 +140,7 @@ report() {                                                           # FOLDER NA
     $py 05_evaluate.py "${files[@]}" --baseline mtdpo --costs --overwrite --out "$results/$1-${seeds// /-}"
 }
 study() {
-    local seeds=${*:-0 1 2 3 4} rows=${ROWS-oracle tokens no-c no-norm regression n200 n800} name n
+    local seeds=${*:-0 1 2 3 4} rows=${ROWS-oracle tokens no-c no-norm regression value n200 n800} name n
     local kinds=critic
     export TEST_TASKS=${TEST_TASKS:-500} SAMPLES=1
     {
@@ -153,10 +181,12 @@ study() {
 }
 
 if [ "${1:-}" = --study ]; then
+    [ $domain = backend ] || { echo "error: --study is for the backend" >&2; exit 2; }
     study "${@:2}"
 else
     seed=${1:-0}
     out=${OUT:-out}
+    [ $domain = backend ] || out=$out/$domain
     [ "$seed" = 0 ] || out=$out/seed$seed
     echo "seed $seed, results in $out"
     # Two ranks of one thread each, then two processes, share the two cores.
@@ -169,5 +199,5 @@ else
     wait $first
     wait $second
     $py 05_evaluate.py base="$out/base.jsonl" rft="$out/rft.jsonl" mtdpo="$out/mtdpo.jsonl" sweet="$out/sweet.jsonl" \
-        --baseline mtdpo --gates tests/tiny --out "$out/report" | tee "$out/evaluate.log"
+        --baseline mtdpo $evaluation --out "$out/report" | tee "$out/evaluate.log"
 fi
