@@ -1,7 +1,8 @@
 """Stage 5: score trajectory files and compare them in one table.
 
 Reads   NAME=trajectories.jsonl … (02); the logged rewards are not trusted: every answer is scored again.
-Writes  metrics.json, scored/NAME.jsonl (the trajectories with fresh rewards), report.html, curves.json (of curves).
+Writes  metrics.json, scored/NAME.jsonl (the trajectories with fresh rewards), report.html, curves.json (of curves),
+        images/ (of pages).
 
 success      share of the dialogues whose answer passes all tests of its task
 tests        mean share of the tests passed
@@ -15,11 +16,21 @@ runs         NAME=FILE,FILE,… are several runs of one method (seeds) on the sa
              as tasks, differences are paired by run and task, and a second table has each run and Student's interval
              over the runs
 
+Frontend tasks (answers that are pages) are scored by --similarity of the screenshots of answer and reference, both of
+which are rendered again here. The mean stands under "cosine_similarity" (clip, the paper's) or "pixel_similarity"
+(pixels): two scales, never to be compared with each other. In place of success, tests and known facts:
+no page      share of the dialogues whose answer is no page; it counts as a black one
+not rendered number of answers that are pages, but gave no picture; they count as black ones
+wins         against --baseline, over all pairs of answers to a task and then over the tasks: the share in which the
+             similarity is higher, where equal ones (within 1e-6) count half, so that a method against itself has 50 %
+             as in the paper; "ties" is the share of equal ones
+--compat, --gates and --critics are for backend tasks: Monte-Carlo returns would need a rendered page for every sample.
+
 --compat adds what the published scorer says of the same answers: no imports, helpers or recursion, words that cost all
 tests, objects that claim to be equal. "ends_evaluation" counts the answers that would have ended or hung it.
 
 Names of the form LABEL@N (judge@1=… judge@2=… judge@4=…) are the points of LABEL's best-of-N curve (02 --best-of N):
-success against N, the paper's figure 3a, as a table and a drawing.
+success (or similarity) against N, the paper's figure 3a, as a table and a drawing.
 
 --costs adds what it took to make each method: the cost records (costs.json) of the agent, for best-of-N also of the
 critic, and of all that they were made from, found through the inputs in args.json. Every output counts once a method;
@@ -37,15 +48,18 @@ on --mc-samples times after each with the rule-based human; the return is the sh
 and monte_carlo.jsonl.
 
     python 05_evaluate.py base=out/base.jsonl sweet=out/sweet.jsonl --baseline base --costs --out out/report
+    python 05_evaluate.py base=out/base.jsonl sweet=out/sweet.jsonl --baseline base --similarity pixels --out out/report
     python 05_evaluate.py base=out/base.jsonl --critics lm=out/critic --policy tests/tiny --out out/critics
 """
 import argparse
 import asyncio
+import base64
 import collections
 import contextlib
 import functools
 import html
 import importlib
+import io
 import json
 import math
 import os
@@ -59,25 +73,37 @@ import torch
 import common
 
 NUM_RESAMPLES = 2000
+TIE = 1e-6                       # similarities that differ by no more are equal
+RATES = {"": "success_rate", "clip": "cosine_similarity", "pixels": "pixel_similarity"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # statistics
 
-def task_means(trajectories, value):
-    """{task_id: mean of value(trajectory) over its dialogues}."""
+def task_values(trajectories, value):
+    """{task_id: [value(trajectory) of each of its dialogues]}."""
     by_task = {}
     for trajectory in trajectories:
         by_task.setdefault(trajectory["task_id"], []).append(float(value(trajectory)))
-    return {task: sum(values) / len(values) for task, values in by_task.items()}
+    return by_task
 
 
-def run_means(trajectories, value):
-    """task_means of each run (each file of a name that has several), in the order of the task ids."""
+def task_means(trajectories, value):
+    """{task_id: mean of value(trajectory) over its dialogues}."""
+    return {task: sum(values) / len(values) for task, values in task_values(trajectories, value).items()}
+
+
+def by_run(trajectories):
+    """The trajectories of each run (each file of a name that has several)."""
     runs = {}
     for trajectory in trajectories:
         runs.setdefault(trajectory.get("run", 0), []).append(trajectory)
-    return [dict(sorted(task_means(own, value).items())) for _, own in sorted(runs.items())]
+    return [own for _, own in sorted(runs.items())]
+
+
+def run_means(trajectories, value):
+    """task_means of each run, in the order of the task ids."""
+    return [dict(sorted(task_means(own, value).items())) for own in by_run(trajectories)]
 
 
 def bootstrap_interval(values, seed=0):
@@ -109,16 +135,41 @@ def success(trajectory):
     return trajectory["reward"] == 1
 
 
-def paired_difference(trajectories, baseline):
-    """{"difference", "ci95", "n", what over_runs says} of success over the tasks that both have, run by run; None
-    without common tasks or with another number of runs."""
-    ours, theirs = run_means(trajectories, success), run_means(baseline, success)
+def similarity(trajectory):
+    return trajectory["reward"]
+
+
+def rate_of(scored):
+    """Under which name the mean over the dialogues stands: of a scored trajectory, or of metrics."""
+    return RATES[scored.get("similarity", "").partition(":")[0]]
+
+
+def paired(trajectories, baseline, value, compare):
+    """compare([ours], [theirs]) of the values that a task's dialogues have, for every task that both have, run by run:
+    (runs, tasks); None without common tasks or with another number of runs."""
+    ours, theirs = ([task_values(own, value) for own in by_run(side)] for side in (trajectories, baseline))
     tasks = sorted(set.intersection(*map(set, ours + theirs)))
     if not tasks or len(ours) != len(theirs):
         return None
-    differences = [[a[task] - b[task] for task in tasks] for a, b in zip(ours, theirs)]   # (runs, tasks)
-    return {"difference": float(np.mean(differences)), "ci95": bootstrap_interval(differences), "n": len(tasks),
-            **over_runs(differences)}
+    return [[compare(a[task], b[task]) for task in tasks] for a, b in zip(ours, theirs)]
+
+
+def paired_difference(trajectories, baseline, value=success):
+    """{"difference", "ci95", "n", what over_runs says} of the tasks' means; None where paired gives None."""
+    differences = paired(trajectories, baseline, value, lambda a, b: sum(a) / len(a) - sum(b) / len(b))
+    return differences and {"difference": float(np.mean(differences)), "ci95": bootstrap_interval(differences),
+                            "n": len(differences[0]), **over_runs(differences)}
+
+
+def win_rate(trajectories, baseline):
+    """{"win_rate", "win_rate_ci95", "ties"} of similarity over all pairs of the two sides' answers to a task, a tie
+    half a win, and over the tasks; empty where paired gives None."""
+    gaps = paired(trajectories, baseline, similarity, np.subtract.outer)                   # (ours, theirs) of each task
+    if not gaps:
+        return {}
+    ties = [[(abs(gap) <= TIE).mean() for gap in own] for own in gaps]
+    wins = [[(gap > TIE).mean() + 0.5 * tie for gap, tie in zip(*own)] for own in zip(gaps, ties)]
+    return {"win_rate": float(np.mean(wins)), "win_rate_ci95": bootstrap_interval(wins), "ties": float(np.mean(ties))}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,18 +214,68 @@ def published_verdicts(trajectories, scorer):
             "ends_evaluation": sum(t["ends_evaluation"] for t in trajectories)}
 
 
+def rescore_functions(files, args, out):
+    """rescore() for all files, with what --compat adds; {name: metrics of the scoring}. Also compares the --critics."""
+    metrics = {}
+    published_scorer = common.Scorer(args.unsafe_scorer, compat=True) if args.compat else contextlib.nullcontext()
+    with common.Scorer(args.unsafe_scorer) as scorer, published_scorer as published:
+        for name, trajectories in files.items():
+            metrics[name] = scoring = rescore(trajectories, scorer)
+            if scoring["not_gradeable_tests"]:
+                print(f"{name}: {scoring['not_gradeable_tests']} tests of {scoring['not_gradeable_tasks']} tasks "
+                      "cannot be graded (the reference raises, is random, or returns what cannot be compared); no "
+                      "answer passes them")
+            if args.compat:
+                metrics[name] |= published_verdicts(trajectories, published)
+        if args.critics:
+            compare_critics(next(iter(files.values())), scorer, args, out)
+    return metrics
+
+
+def rescore_pages(files, scorer, browser, out):
+    """Fresh "reward", "similarity", "image" and "reference_image" (relative to out/scored) for every trajectory of all
+    files, each page rendered once; returns {name: metrics of the scoring}. Answers that are no page, or cannot be
+    rendered, have the image None."""
+    pages = {page for own in files.values() for t in own for page in (t["task"]["ground_truth"], t["answer"]) if page}
+    pages = sorted(pages)
+    renders = dict(zip(pages, common.render_pages(pages, out / "images", browser)))
+    metrics = {}
+    for name, trajectories in files.items():
+        shots = [[renders[page].image if page else None for page in (t["task"]["ground_truth"], t["answer"])]
+                 for t in trajectories]
+        logged = {str(t["similarity"]) for t in trajectories if "similarity" in t} - {scorer.name}
+        if logged:
+            print(f"{name}: logged with {', '.join(sorted(logged))}, scored again with {scorer.name}")
+        answers = [renders[t["answer"]] for t in trajectories if t["answer"]]
+        faults = collections.Counter(answer.fault for answer in answers if answer.fault)        # or what was cut
+        bad = {t["task_id"] for t, (reference, _) in zip(trajectories, shots) if not reference}
+        if bad:
+            print(f"{name}: the references of {len(bad)} tasks cannot be rendered; no answer is like them")
+        for trajectory, shot, score in zip(trajectories, shots, scorer.score(shots)):
+            reference, image = (path and os.path.relpath(path, out / "scored") for path in shot)
+            trajectory |= {"reward": score, "similarity": scorer.name, "image": image, "reference_image": reference}
+        metrics[name] = {"similarity": scorer.name, "failed_renders": sum(not answer.image for answer in answers),
+                         "failed_references": len(bad), "faults": dict(faults.most_common())}
+    return metrics
+
+
 def measure(trajectories):
     """The metrics of one file (see above)."""
-    successes = [[*means.values()] for means in run_means(trajectories, success)]          # (runs, tasks)
-    rewards = [[*means.values()] for means in run_means(trajectories, lambda t: t["reward"])]
+    pages = common.is_frontend(trajectories[0]["task"])
+    value = similarity if pages else success
+    values = [[*means.values()] for means in run_means(trajectories, value)]               # (runs, tasks)
     agent = [[turn for turn in t["dialogue_history"] if turn["role"] == "assistant"] for t in trajectories]
-    metrics = {"n": len(trajectories), "tasks": len(successes[0]),
-               "success_rate": sum(map(success, trajectories)) / len(trajectories),
-               "ci95": bootstrap_interval(successes), **over_runs(successes),
-               "tests_passed": sum(t["reward"] for t in trajectories) / len(trajectories),
-               "tests_passed_ci95": bootstrap_interval(rewards),
-               "mean_rounds": sum(map(len, agent)) / len(agent),
-               "forced_answers": sum(common.MARKER not in turns[-1]["content"] for turns in agent) / len(agent)}
+    metrics = {"n": len(trajectories), "tasks": len(values[0]),
+               rate_of(trajectories[0]): sum(map(value, trajectories)) / len(trajectories),
+               "ci95": bootstrap_interval(values), **over_runs(values),
+               "mean_rounds": sum(map(len, agent)) / len(agent)}
+    if pages:
+        metrics["no_page"] = sum(not t["answer"] for t in trajectories) / len(trajectories)
+    else:
+        rewards = [[*means.values()] for means in run_means(trajectories, lambda t: t["reward"])]
+        forced = sum(common.MARKER not in turns[-1]["content"] for turns in agent)
+        metrics |= {"tests_passed": sum(t["reward"] for t in trajectories) / len(trajectories),
+                    "tests_passed_ci95": bootstrap_interval(rewards), "forced_answers": forced / len(agent)}
     replies = [(t["task"], turn["content"]) for t in trajectories for turn in t["dialogue_history"][1:]
                if turn["role"] != "assistant"]
     if replies:
@@ -200,6 +301,27 @@ def measure(trajectories):
     return metrics
 
 
+def page_table(metrics, baseline):
+    """The comparison of answers that are pages as lines of text."""
+    width, used = max(12, *map(len, metrics)), next(iter(metrics.values()))
+    heading = rate_of(used).replace("_", " ")
+    lines = [f"{'':{width}s} {'n':>5s}  {heading:>17s} {'95 %':>15s}  {'rounds':>6s}  {'leaks':>5s}  {'no page':>7s}  "
+             f"{'not rendered':>12s}" + (f"  {'wins':>5s} {'95 %':>15s}  {'ties':>5s}  against {baseline}" if baseline
+                                         else "")]
+    for name, m in metrics.items():
+        leaks = f"{m['leaks']:.3f}" if "leaks" in m else "-"
+        line = (f"{name:{width}s} {m['n']:5d}  {m[rate_of(m)]:17.3f} [{m['ci95'][0]:.3f}, {m['ci95'][1]:.3f}]  "
+                f"{m['mean_rounds']:6.2f}  {leaks:>5s}  {m['no_page']:7.3f}  {m['failed_renders']:12d}")
+        if "win_rate" in m:
+            low, high = m["win_rate_ci95"]
+            line += f"  {m['win_rate']:5.3f} [{low:.3f}, {high:.3f}]  {m['ties']:5.3f}"
+        if "against_baseline" in m:
+            d = m["against_baseline"]
+            line += f"  {d['difference']:+.3f} [{d['ci95'][0]:+.3f}, {d['ci95'][1]:+.3f}]"
+        lines.append(line)
+    return lines + [f"similarity of screenshots: {used['similarity']}"]
+
+
 def table(metrics, baseline):
     """The comparison as lines of text."""
     compat = any("success_rate_compat" in m for m in metrics.values())
@@ -221,12 +343,14 @@ def table(metrics, baseline):
 
 
 def run_table(metrics, baseline):
-    """The runs of every name as lines of text: success and difference, mean, Student's interval, each run."""
+    """The runs of every name as lines of text: success (or similarity) and difference, mean, Student's interval, each
+    run."""
     width, against = max(12, *map(len, metrics)), f"against {baseline}"
     lines = [f"{'over the runs':{width}s}  {'':{len(against)}s}  {'mean':>6s}  {'95 %':>16s}  each run"]
-    for what in ("success", against):
+    what = "similarity" if any("similarity" in m for m in metrics.values()) else "success"
+    for what in (what, against):
         for name, m in metrics.items():
-            own = m if what == "success" else m.get("against_baseline", {})
+            own = m.get("against_baseline", {}) if what == against else m
             if "runs" in own:
                 low, high = own["runs_ci95"]
                 lines.append(f"{name:{width}s}  {what:{len(against)}s}  {sum(own['runs']) / len(own['runs']):+6.3f}  "
@@ -235,7 +359,7 @@ def run_table(metrics, baseline):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# best-of-N curves: {label: {"N": {"success_rate", "ci95"}}}
+# best-of-N curves: {label: {"N": {"success_rate" (or a similarity), "ci95"}}}
 
 def curve_place(name, path, trajectories):
     """("sweet", "8") of a file named sweet@8, None of a name without @; InputError where N is no positive number or not
@@ -251,12 +375,12 @@ def curve_place(name, path, trajectories):
     return label, number
 
 
-def curve_table(curves):
+def curve_table(curves, rate="success_rate"):
     """The success rates as lines of text: a row a label, a column an N."""
     width, sizes = max(12, *map(len, curves)), sorted({n for points in curves.values() for n in points}, key=int)
     rows = [("best of N", sizes)]
     for label, points in curves.items():
-        rows.append((label, [f"{points[n]['success_rate']:.3f}" if n in points else "-" for n in sizes]))
+        rows.append((label, [f"{points[n][rate]:.3f}" if n in points else "-" for n in sizes]))
     return [f"{label:{width}s}" + "".join(f"  {cell:>5s}" for cell in cells) for label, cells in rows]
 
 
@@ -268,11 +392,11 @@ def svg_text(x, y, anchor, content):
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{html.escape(str(content))}</text>'
 
 
-def curve_svg(curves):
-    """The curves as an SVG element: N on a log2 axis, the success rate upwards, a 95 % error bar at every point. Points
-    of one N stand side by side; labels stand to the right, in the order of the lines' ends."""
+def curve_svg(curves, rate="success_rate"):
+    """The curves as an SVG element: N on a log2 axis, the success rate (or `rate`) upwards, a 95 % error bar at every
+    point. Points of one N stand side by side; labels stand to the right, in the order of the lines' ends."""
     sizes = sorted({int(n) for points in curves.values() for n in points})
-    bounds = [rate for points in curves.values() for p in points.values() for rate in (p["success_rate"], *p["ci95"])]
+    bounds = [bound for points in curves.values() for p in points.values() for bound in (p[rate], *p["ci95"])]
     low, high = math.floor(10 * min(bounds) + 1e-9), math.ceil(10 * max(bounds) - 1e-9)             # in tenths
     step = 1 if high - low <= 5 else 2
     low, high = low // step * step, -(-high // step) * step
@@ -283,31 +407,33 @@ def curve_svg(curves):
         place = math.log2(n / sizes[0]) / math.log2(sizes[-1] / sizes[0]) if len(sizes) > 1 else 0.5
         return round(LEFT + MARGIN + place * (RIGHT - LEFT - 2 * MARGIN), 1)
 
-    def y_of(rate):
-        return round(BOTTOM - (BOTTOM - TOP) * (10 * rate - low) / (high - low), 1)
+    def y_of(height):
+        return round(BOTTOM - (BOTTOM - TOP) * (10 * height - low) / (high - low), 1)
 
+    heading = rate.replace("_", " ")
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{RIGHT + 50 + 8 * max(map(len, curves))}" height="330" '
              'role="img" font-family="system-ui, sans-serif" font-size="13" fill="#222">',
-             f"<title>Success rate against N, the candidates a turn: {html.escape(', '.join(curves))}</title>",
+             f"<title>{heading.capitalize()} against N, the candidates a turn: "
+             f"{html.escape(', '.join(curves))}</title>",
              svg_text((LEFT + RIGHT) / 2, BOTTOM + 42, "middle", "N, candidates a turn (log2)"),
-             svg_text(12, TOP - 20, "start", "success rate")]
+             svg_text(12, TOP - 20, "start", heading)]
     for tenths in range(low, high + 1, step):
         y = y_of(tenths / 10)
         parts += [f'<path d="M{LEFT} {y}H{RIGHT}" stroke="{"#222" if tenths == low else "#ddd"}"/>',
                   svg_text(LEFT - 8, y + 4, "end", tenths / 10)]
     for n in sizes:
         parts += [f'<path d="M{x_of(n)} {BOTTOM}v5" stroke="#222"/>', svg_text(x_of(n), BOTTOM + 20, "middle", n)]
-    ends = {label: y_of(points[max(points, key=int)]["success_rate"]) for label, points in curves.items()}
+    ends = {label: y_of(points[max(points, key=int)][rate]) for label, points in curves.items()}
     below = TOP - 18                                                 # where the label above stands
     for rank, label in enumerate(sorted(curves, key=ends.get)):
         number, points = list(curves).index(label), curves[label]
         colour, shift = COLOURS[number % len(COLOURS)], (number - (len(curves) - 1) / 2) * min(10, 60 / len(curves))
-        places = {n: (x_of(int(n)) + shift, y_of(points[n]["success_rate"])) for n in sorted(points, key=int)}
+        places = {n: (x_of(int(n)) + shift, y_of(points[n][rate])) for n in sorted(points, key=int)}
         line = " ".join(f"{x:.1f},{y}" for x, y in places.values())
         parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
         for n, (x, y) in places.items():
             least, most = points[n]["ci95"]
-            what = html.escape(f"{label}, N = {n}: {points[n]['success_rate']:.3f} [{least:.3f}, {most:.3f}]")
+            what = html.escape(f"{label}, N = {n}: {points[n][rate]:.3f} [{least:.3f}, {most:.3f}]")
             bar = f"M{x - 3:.1f} {y_of(most)}h6m-3 0V{y_of(least)}m-3 0h6"
             parts += [f'<path d="{bar}" fill="none" stroke="{colour}"/>',
                       f'<circle cx="{x:.1f}" cy="{y}" r="4" fill="{colour}"><title>{what}</title></circle>']
@@ -535,26 +661,69 @@ def compare_critics(trajectories, scorer, args, out):
 STYLE = ("body{font:15px/1.45 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
          "pre{background:#f5f5f2;padding:.7rem;overflow-x:auto}.user{color:#555}.assistant{color:#0a4a7a}"
          "details{margin:.6rem 0}p{margin:.2rem 0;white-space:pre-wrap}")
+PAGE_STYLE = ("body{max-width:85rem}details pre,p{white-space:pre-wrap;overflow-wrap:anywhere}"
+              "details details{margin-left:1rem}.pages{display:flex;gap:1rem;overflow-x:auto;align-items:flex-start}"
+              "figure{margin:0;flex:0 1 320px;min-width:150px}figure img{display:block;width:100%;outline:1px solid #bbb}"
+              ".none{padding:4rem 0;text-align:center;background:#eee}")
 
 
-def report(metrics, lines, files, curves):
+def dialogue(trajectory, summary):
+    """A dialogue and its reference, folded."""
+    parts = [f"<details><summary>{html.escape(summary)}</summary>"]
+    for turn in trajectory["dialogue_history"]:
+        role = "assistant" if turn["role"] == "assistant" else "user"
+        parts.append(f"<p class={role}><b>{role}:</b> {html.escape(turn['content'])}</p>")
+    return [*parts, f"<p>reference</p><pre>{html.escape(trajectory['task']['ground_truth'])}</pre></details>"]
+
+
+def figure(caption, path, fault="not rendered"):
+    """A screenshot, scaled down to at most 320 x 640 and embedded (without one the fault), and its caption below."""
+    from PIL import Image
+    picture = f"<div class=none>{fault}</div>"
+    if path:
+        small = Image.open(path).convert("RGB")
+        small.thumbnail((320, 640))
+        small.save(data := io.BytesIO(), "JPEG", quality=85)
+        picture = f'<img alt="" src="data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}">'
+    return f"<figure>{picture}<figcaption>{html.escape(caption)}</figcaption></figure>"
+
+
+def page_tasks(files, folder, num_tasks=12):
+    """For the first tasks: the idea, the screenshots of the reference and of each name's first answer in one row, the
+    dialogues. `folder`: where the paths of the screenshots start from."""
+    first = {name: {t["task_id"]: t for t in reversed(own)} for name, own in files.items()}
+    parts = ["<h2>Pages</h2><p>The reference, and each method's first answer with its similarity.</p>"]
+    for task in list(dict.fromkeys(t["task_id"] for own in files.values() for t in own))[:num_tasks]:
+        rows = {name: own[task] for name, own in first.items() if task in own}
+        shown = next(iter(rows.values()))
+        parts += [f"<h3>{html.escape(shown['task']['problem_description'])}</h3><div class=pages>",
+                  figure("reference", shown["reference_image"] and folder / shown["reference_image"])]
+        for name, row in rows.items():
+            parts.append(figure(f"{name}: {row['reward']:.3f}", row["image"] and folder / row["image"],
+                                "not rendered" if row["answer"] else "no page"))
+        parts.append(f"</div><details><summary>dialogues ({html.escape(task)})</summary>")
+        for name, row in rows.items():
+            parts += dialogue(row, name)
+        parts.append("</details>")
+    return parts
+
+
+def report(metrics, lines, files, curves, out, pages):
     """One HTML page: the tables, the curves, and for every file the dialogues of the first tasks."""
-    parts = [f"<!doctype html><meta charset=utf-8><title>Evaluation</title><style>{STYLE}</style><h1>Evaluation</h1>",
+    style = STYLE + PAGE_STYLE if pages else STYLE
+    parts = [f"<!doctype html><meta charset=utf-8><title>Evaluation</title><style>{style}</style><h1>Evaluation</h1>",
              f"<pre>{html.escape(chr(10).join(lines))}</pre>"]
     if curves:
-        parts += ["<h2>Best of N</h2>", curve_svg(curves)]
+        parts += ["<h2>Best of N</h2>", curve_svg(curves, rate_of(next(iter(metrics.values()))))]
+    if pages:
+        return "\n".join(parts + page_tasks(files, out / "scored")) + "\n"
     for name, trajectories in files.items():
         if "turns" in metrics[name]:
             shares = ", ".join(f"{kind} {share:.1%}" for kind, share in metrics[name]["turns"].items())
             tokens = f"; {metrics[name]['turn_tokens']:.1f} tokens each" if "turn_tokens" in metrics[name] else ""
             parts.append(f"<h2>{html.escape(name)}</h2><p>Agent turns: {html.escape(shares + tokens)}</p>")
         for trajectory in trajectories[:10]:
-            summary = f"{trajectory['task_id']}: reward {trajectory['reward']:.1f}"
-            parts.append(f"<details><summary>{html.escape(summary)}</summary>")
-            for turn in trajectory["dialogue_history"]:
-                role = "assistant" if turn["role"] == "assistant" else "user"
-                parts.append(f"<p class={role}><b>{role}:</b> {html.escape(turn['content'])}</p>")
-            parts.append(f"<p>reference</p><pre>{html.escape(trajectory['task']['ground_truth'])}</pre></details>")
+            parts += dialogue(trajectory, f"{trajectory['task_id']}: reward {trajectory['reward']:.1f}")
     return "\n".join(parts) + "\n"
 
 
@@ -569,6 +738,8 @@ def parse_args(argv=None):
     parser.add_argument("--compat", action="store_true", help="show the published scorer's verdicts as well")
     parser.add_argument("--costs", action="store_true", help="show what it took to make each method")
     common.add_scorer(parser)
+    common.add_similarity(parser)
+    common.add_browser(parser)
     parser.add_argument("--gates", metavar="MODEL", help="print a base model's gates, on dialogues of the first file")
     parser.add_argument("--critics", nargs="+", metavar="NAME=DIR",
                         help="compare these critics, on dialogues of the first file")
@@ -599,58 +770,68 @@ def parse_args(argv=None):
     return args
 
 
+def all_pages(files, args):
+    """Whether the tasks are frontend tasks; InputError where only some are, or where an option makes no sense there."""
+    kinds = {common.is_frontend(t["task"]): name for name, own in files.items() for t in own}
+    if len(kinds) > 1:
+        raise common.InputError(f"frontend tasks in {kinds[True]}, backend tasks in {kinds[False]}; evaluate each "
+                                "domain in a call of its own")
+    for option in ("compat", "gates", "critics"):
+        if True in kinds and getattr(args, option):
+            raise common.InputError(f"--{option} is for backend tasks, and these are frontend tasks; leave it out")
+    return True in kinds
+
+
 def main(argv=None):
     args = parse_args(argv)
     runs = {name: path.split(",") for name, path in (argument.split("=", 1) for argument in args.files)}
     paths = [path for own in runs.values() for path in own]
     files = {name: read_runs(own) for name, own in runs.items()}
     places = {name: curve_place(name, runs[name][0], files[name]) for name in files}
+    pages = all_pages(files, args)
     costs = compare_costs({name: own[0] for name, own in runs.items()}) if args.costs else {}
     out = pathlib.Path(args.out)
     critics = [argument.partition("=")[2] for argument in args.critics or []]
-    if common.claim_output(args, out, [*paths, args.gates, args.policy, *critics], folder=True):
+    inputs = [*paths, args.gates, args.policy, *critics, args.clip_model if pages else None]
+    if common.claim_output(args, out, inputs, folder=True, begin=False):
         return
+    if pages:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        page_scorer = common.PageScorer(args.similarity, args.clip_model, device)
+    common.claim_output(args, out, inputs, folder=True)
     if args.critics:
         common.start(0)
     spent = common.Costs(out, folder=True)
     (out / "scored").mkdir(exist_ok=True)
     metrics, curves = {}, {}
-    published_scorer = common.Scorer(args.unsafe_scorer, compat=True) if args.compat else contextlib.nullcontext()
-    with common.Scorer(args.unsafe_scorer) as scorer, published_scorer as published:
-        for name, trajectories in files.items():
-            scoring = rescore(trajectories, scorer)
-            if scoring["not_gradeable_tests"]:
-                print(f"{name}: {scoring['not_gradeable_tests']} tests of {scoring['not_gradeable_tasks']} tasks "
-                      "cannot be graded (the reference raises, is random, or returns what cannot be compared); no "
-                      "answer passes them")
-            metrics[name] = measure(trajectories) | scoring
-            if args.compat:
-                metrics[name] |= published_verdicts(trajectories, published)
-            common.write_jsonl(out / "scored" / f"{name}.jsonl", trajectories)
-        if args.critics:
-            compare_critics(next(iter(files.values())), scorer, args, out)
+    scoring = rescore_pages(files, page_scorer, args.browser, out) if pages else rescore_functions(files, args, out)
+    for name, trajectories in files.items():
+        metrics[name] = measure(trajectories) | scoring[name]
+        common.write_jsonl(out / "scored" / f"{name}.jsonl", trajectories)
     for name in files:
         if places[name]:
             label, number = places[name]
-            curves.setdefault(label, {})[number] = {key: metrics[name][key] for key in ("success_rate", "ci95")}
+            curves.setdefault(label, {})[number] = {key: metrics[name][key] for key in (rate_of(metrics[name]), "ci95")}
         if costs:
             metrics[name]["costs"] = costs[name]
+        if args.baseline and pages:
+            metrics[name] |= win_rate(files[name], files[args.baseline])
         if args.baseline and name != args.baseline:
-            difference = paired_difference(files[name], files[args.baseline])
+            difference = paired_difference(files[name], files[args.baseline], similarity if pages else success)
             if difference:
                 metrics[name]["against_baseline"] = {"name": args.baseline, **difference}
-    lines = table(metrics, args.baseline)
+    lines = (page_table if pages else table)(metrics, args.baseline)
     if any(len(own) > 1 for own in runs.values()):
         lines += ["", *run_table(metrics, args.baseline)]
     if curves:
-        lines += ["", *curve_table(curves)]
+        lines += ["", *curve_table(curves, rate_of(next(iter(metrics.values()))))]
         common.write_json(out / "curves.json", curves)
     if costs:
         lines += ["", *cost_table(costs)]
     print("\n" + "\n".join(lines) + "\n")
     if args.gates:
         print_gates(next(iter(files.values())), args.gates, "cpu")
-    (out / "report.html").write_text(report(metrics, lines, files, curves), encoding="utf-8")
+    (out / "report.html").write_text(report(metrics, lines, files, curves, out, pages), encoding="utf-8")
     common.write_json(out / "metrics.json", metrics)
     spent.record()
     (out / "COMPLETED").touch()

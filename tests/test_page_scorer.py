@@ -1,0 +1,334 @@
+"""Pages: similarity of screenshots (common.PageScorer) and 05_evaluate.py on frontend trajectories, by hand."""
+import base64
+import io
+import itertools
+import json
+import os
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+import torch
+
+import common
+from conftest import read, refused, stage, succeed
+
+Image = pytest.importorskip("PIL.Image", reason="pip install -r tests/frontend.txt")
+Draw = pytest.importorskip("PIL.ImageDraw")
+pytest.importorskip("skimage")
+evaluate = stage(5)
+
+
+def picture(path, header="navy", back="white", card="khaki", left=True, footer="maroon", columns=3, height=720):
+    """A drawn screenshot of a page: header, sidebar, cards in columns, footer."""
+    image = Image.new("RGB", (1280, height), back)
+    draw = Draw.Draw(image)
+    draw.rectangle((0, 0, 1279, 99), fill=header)
+    draw.rectangle((0, height - 60, 1279, height - 1), fill=footer)
+    draw.rectangle((0, 100, 219, 659) if left else (1060, 100, 1279, 659), fill="lightgray")
+    width = 800 // columns
+    for i in range(columns):
+        x = (250 if left else 20) + i * (width + 10)
+        draw.rectangle((x, 130, x + width - 10, 500), fill=card)
+        draw.text((x + 10, 150), f"Card {i}", fill="black", font_size=40)
+    image.save(path)
+    return str(path)
+
+
+CHANGES = {"header": "darkgreen", "back": "lightblue", "card": "white", "left": False, "footer": "black", "columns": 2}
+
+
+# --- pixels
+
+def test_pixel_similarity_by_hand():
+    white, red = np.full((20, 30, 3), 255, np.uint8), np.full((20, 30, 3), (255, 0, 0), np.uint8)
+    assert common.pixel_similarity(white, white) == 1.0
+    # no common colour; SSIM of two flat channels, means 0 and 255: C1 / (255 ** 2 + C1), C1 = 2.55 ** 2; red has one
+    dark = 2.55 ** 2 / (255 ** 2 + 2.55 ** 2)
+    assert common.pixel_similarity(white, None) == pytest.approx(dark / 2, abs=1e-12)
+    assert common.pixel_similarity(white, red) == pytest.approx((1 + 2 * dark) / 3 / 2, abs=1e-12)
+    # a page of 1.5 times the height: roots of 600 and 900 pixels of white, 2 / 3 of the area
+    taller = np.full((30, 30, 3), 255, np.uint8)
+    assert common.pixel_similarity(white, taller) == pytest.approx(((2 / 3) ** 0.5 + 2 / 3) / 2, abs=1e-12)
+    # a quarter of the page is red: the roots 0.5 ** 2 -> (0, 1) and (0.5, 0.75 ** 0.5); two flat parts, SSIM apart
+    part = white.copy()
+    part[:5] = 255, 0, 0
+    colours = 0.75 ** 0.5 / (0.5 + 1)
+    assert colours / 2 < common.pixel_similarity(white, part) < colours / 2 + 0.5 * 0.9
+
+
+def test_pixels_are_symmetric_and_within_bounds(tmp_path):
+    paths = [picture(tmp_path / f"{name}.png", **{name: value}) for name, value in CHANGES.items()]
+    paths += [picture(tmp_path / "tall.png", height=1500)]
+    scorer = common.PageScorer("pixels")
+    assert scorer.name == "pixels"
+    pairs = list(itertools.product(paths, paths))
+    there, back = scorer.score(pairs), scorer.score([(b, a) for a, b in pairs])
+    assert there == back and all(0 <= score <= 1 for score in there)
+    assert [score == 1 for score in there] == [a == b for a, b in pairs]
+    half = np.random.default_rng(0).integers(0, 256, (90, 80, 3), dtype=np.uint8)
+    noise = np.concatenate([half, 255 - half], 1)                                 # its negative: SSIM far below 0, …
+    assert common.pixel_similarity(noise, 255 - noise) == 0.5                     # … the same colours elsewhere
+
+
+def test_pixels_fall_with_every_aspect_that_differs(tmp_path):
+    reference = picture(tmp_path / "reference.png")
+    scorer, means = common.PageScorer("pixels"), []
+    for number in range(len(CHANGES) + 1):
+        paths = [picture(tmp_path / f"{number} {i}.png", **{name: CHANGES[name] for name in names})
+                 for i, names in enumerate(itertools.combinations(CHANGES, number))]
+        scores = scorer.score([(reference, path) for path in paths])
+        means.append(sum(scores) / len(scores))
+        if number == 1:
+            assert max(scores) < 0.99                                             # each aspect is seen
+    assert means[0] == 1 and all(more > less + 0.02 for more, less in zip(means, means[1:])), means
+    assert means[-1] > scorer.score([(reference, None)])[0] and means[1] > 0.75 and means[-1] < 0.5
+
+
+def test_a_picture_that_is_missing(tmp_path):
+    reference, black = picture(tmp_path / "a.png"), tmp_path / "black.png"
+    Image.new("RGB", (1280, 720)).save(black)
+    scorer = common.PageScorer("pixels")
+    none, drawn = scorer.score([(reference, None), (reference, str(black))])
+    assert none == drawn < 0.1
+    assert scorer.score([(None, reference), (None, None), (str(black), None)]) == [0, 0, 1]
+
+
+# --- CLIP
+
+@pytest.fixture(scope="module")
+def clip(tmp_path_factory):
+    """A folder with a tiny CLIP, text half and all as the hub's are, random weights."""
+    from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
+    folder = str(tmp_path_factory.mktemp("clip"))
+    torch.manual_seed(0)
+    size = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, projection_dim=16)
+    CLIPModel(CLIPConfig(text_config={**size, "vocab_size": 9, "bos_token_id": 7, "eos_token_id": 8}, projection_dim=16,
+                         vision_config={**size, "image_size": 32, "patch_size": 8})).save_pretrained(folder)
+    CLIPImageProcessorPil(size={"shortest_edge": 32}, crop_size={"height": 32, "width": 32}).save_pretrained(folder)
+    return folder
+
+
+def test_clip_is_the_cosine_of_the_embeddings(clip, tmp_path):
+    from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
+    paths = [picture(tmp_path / f"{i}.png", **changes) for i, changes in enumerate(
+        ({}, {"header": "red"}, {"back": "black", "left": False}, {"height": 1500}))]
+    black = str(tmp_path / "black.png")
+    Image.new("RGB", (1280, 720)).save(black)
+    model = CLIPVisionModelWithProjection.from_pretrained(clip).double()
+    processor = CLIPImageProcessorPil.from_pretrained(clip)
+    with torch.no_grad():
+        x, *others = (model(processor(Image.open(path), return_tensors="pt")["pixel_values"].double()).image_embeds[0]
+                      for path in [*paths, black])
+    expected = [max(0, float(x @ y / (x @ x).sqrt() / (y @ y).sqrt())) for y in others]
+    scorer = common.PageScorer("clip", clip)
+    assert scorer.name == f"clip:{clip}"
+    scores = scorer.score([(paths[0], path) for path in [*paths[1:], None]])
+    assert scores == pytest.approx(expected, abs=1e-5) and len(set(scores)) == 4
+    assert scorer.score([(path, path) for path in paths]) == pytest.approx([1] * 4, abs=1e-12)
+    assert scorer.score([(None, paths[0]), (None, None)]) == [0, 0]
+
+
+def test_a_cosine_below_zero_is_zero_and_pictures_are_embedded_once(clip, tmp_path, monkeypatch):
+    paths = [picture(tmp_path / f"{i}.png", height=720 + i) for i in range(5)]
+    scorer, sizes = common.PageScorer("clip", clip), []
+    vectors = iter(torch.tensor([[3.0, 4], [-3, -4], [4, -3], [4, 3], [8, 6]]))
+
+    def model(pixel_values):
+        sizes.append(len(pixel_values))
+        return common.types.SimpleNamespace(image_embeds=torch.stack([next(vectors) for _ in pixel_values]))
+
+    model.device = "cpu"
+    scorer.clip = model, scorer.clip[1]
+    assert scorer.score([(paths[0], path) for path in paths]) == pytest.approx([1, 0, 0, 0.96, 0.96])
+    assert scorer.score([(paths[3], paths[4]), (paths[2], paths[3])]) == pytest.approx([1, 0.28])
+    assert sizes == [5]
+
+
+def test_weights_that_cannot_be_had(clip, tmp_path):
+    for name in ("openai/clip-vit-base-patch32", str(tmp_path / "none")):         # the tests run offline
+        with pytest.raises(common.InputError) as error:
+            common.PageScorer("clip", name)
+        assert "\n" not in str(error.value) and name in str(error.value)
+        assert "--similarity pixels" in str(error.value) and "--clip-model" in str(error.value)
+    from safetensors.torch import load_file, save_file
+    for name in os.listdir(clip):                                                 # a weight is missing: never made up
+        (tmp_path / name).write_bytes(open(f"{clip}/{name}", "rb").read())
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["visual_projection.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(common.InputError, match="visual_projection.weight"):
+        common.PageScorer("clip", str(tmp_path))
+
+
+# --- 05: wins, ties, differences
+
+def scored(**rewards):
+    """Trajectories of tasks: a=[0.5, 0.7] are two dialogues of task a."""
+    return [{"task_id": task, "reward": reward, "similarity": "pixels"}
+            for task, own in rewards.items() for reward in own]
+
+
+def test_win_rate_and_ties_by_hand():
+    base = scored(a=[0.5, 0.7], b=[0.4], c=[0.9], only_here=[0.1])
+    # a: 0.6 and 0.7 against 0.5 and 0.7: win, loss, win, tie = 2.5 of 4; b: tie within 1e-6; c: loss
+    result = evaluate.win_rate(scored(a=[0.6, 0.7], b=[0.4 + 5e-7], c=[0.8], only_there=[1]), base)
+    assert result["win_rate"] == pytest.approx((0.625 + 0.5 + 0) / 3)
+    assert result["ties"] == pytest.approx((0.25 + 1 + 0) / 3)
+    assert result["win_rate_ci95"] == evaluate.bootstrap_interval([0.625, 0.5, 0])
+    itself = evaluate.win_rate(base, base)
+    assert itself["win_rate"] == 0.5 and itself["ties"] == pytest.approx((0.5 + 1 + 1 + 1) / 4)
+    assert evaluate.win_rate(base, scored(z=[1])) == {}
+    assert evaluate.win_rate(scored(b=[0.4 + 2e-6]), base)["win_rate"] == 1
+
+
+def test_win_rate_of_runs_is_paired_by_run():
+    ours = [{**t, "run": run} for run, own in enumerate((scored(a=[0.6]), scored(a=[0.2]))) for t in own]
+    theirs = [{**t, "run": run} for run, own in enumerate((scored(a=[0.5]), scored(a=[0.1]))) for t in own]
+    assert evaluate.win_rate(ours, theirs)["win_rate"] == 1                       # all pairs of the runs: 3 of 4
+    assert evaluate.win_rate(ours[:1], theirs) == {}
+
+
+def test_paired_difference_of_similarity_by_hand():
+    ours, theirs = scored(a=[0.6, 0.8], b=[0.5], c=[1]), scored(a=[0.5], b=[0.6], d=[0])
+    result = evaluate.paired_difference(ours, theirs, evaluate.similarity)
+    assert result["difference"] == pytest.approx((0.2 - 0.1) / 2) and result["n"] == 2
+    assert result["ci95"] == pytest.approx([-0.1, 0.2])                           # two tasks: the bootstrap's extremes
+
+
+# --- 05: files
+
+def page(colour, body="<h1>Shop</h1>"):
+    return f'<!doctype html><body style="margin:0;background:{colour}">{body}</body>'
+
+
+TASKS = [{"task_id": "t1", "problem_description": "A shop <b>in green</b>", "ground_truth": page("green")},
+         {"task_id": "t2", "problem_description": "A café", "ground_truth": page("#804000", "<p>Menu</p>" * 60)}]
+
+
+def write(path, *answers, **more):
+    """A file with one dialogue of two rounds for every (task number, answer)."""
+    rows = [{"task": TASKS[i], "answer": answer, "reward": 0.5, "similarity": "clip:elsewhere", **more,
+             "dialogue_history": [
+        {"role": "user", "content": TASKS[i]["problem_description"]},
+        {"role": "assistant", "content": page("white"), "output": "OUTPUT: …"},
+        {"role": "user", "content": "The background should be darker."},
+        {"role": "assistant", "content": answer or "I cannot."}]} for i, answer in answers]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+class Reader(HTMLParser):
+    """The pictures of a report, the captions below them and the elements that it has."""
+    def __init__(self, text):
+        super().__init__()
+        self.pictures, self.captions, self.tags, self.inside = [], [], set(), None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self.inside = tag
+        if tag == "img":
+            head, _, data = dict(attributes)["src"].partition(",")
+            assert head == "data:image/jpeg;base64"
+            self.pictures.append(Image.open(io.BytesIO(base64.b64decode(data, validate=True))).convert("RGB"))
+
+    def handle_data(self, data):
+        if self.inside == "figcaption":
+            self.captions.append(data)
+        self.inside = None
+
+
+def near(colour, other):
+    return max(abs(a - b) for a, b in zip(colour, other)) <= 6
+
+
+def test_frontend_files_from_rows_to_report(tmp_path, capsys):
+    base = write(tmp_path / "base.jsonl", (0, page("white")), (1, ""))
+    sweet = write(tmp_path / "sweet.jsonl", (0, page("green")), (1, page("#804000", "<script>1</script>")))
+    command = ["05_evaluate.py", f"base={base}", f"sweet={sweet}", "--baseline", "base", "--similarity", "pixels",
+               "--out", tmp_path / "out"]
+    printed = succeed(*command)
+    assert "base: logged with clip:elsewhere, scored again with pixels" in printed
+    assert "pixel similarity" in printed and "similarity of screenshots: pixels" in printed
+    assert "success" not in printed and "tests" not in printed.replace(str(tmp_path), "")
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
+    rows = {name: read(tmp_path / "out" / "scored" / f"{name}.jsonl") for name in metrics}
+    for name, m in metrics.items():
+        assert m["n"] == m["tasks"] == 2 and m["mean_rounds"] == 2 and m["similarity"] == "pixels" and m["leaks"] == 0
+        assert m["pixel_similarity"] == pytest.approx(sum(row["reward"] for row in rows[name]) / 2)
+        assert m["failed_renders"] == m["failed_references"] == 0
+        assert not {"success_rate", "tests_passed", "cosine_similarity", "forced_answers"} & set(m)
+    base, sweet = metrics["base"], metrics["sweet"]
+    assert (base["no_page"], sweet["no_page"]) == (0.5, 0) and (base["win_rate"], base["ties"]) == (0.5, 1)
+    assert (sweet["win_rate"], sweet["ties"]) == (1, 0) and rows["sweet"][0]["reward"] == 1
+    difference = sweet["pixel_similarity"] - base["pixel_similarity"]
+    assert sweet["against_baseline"]["difference"] == pytest.approx(difference)
+    for row in [*rows["base"], *rows["sweet"]]:                                   # paths start at the file's folder
+        shot = Image.open(tmp_path / "out" / "scored" / row["reference_image"])
+        assert shot.getpixel((1000, 10)) == ((0, 128, 0) if row["task_id"] == "t1" else (128, 64, 0))
+        assert row["similarity"] == "pixels" and (row["image"] is None) == (row["answer"] == "")
+    text = (tmp_path / "out" / "report.html").read_text()
+    report = Reader(text)
+    assert report.captions == ["reference", f"base: {rows['base'][0]['reward']:.3f}", "sweet: 1.000", "reference",
+                               f"base: {rows['base'][1]['reward']:.3f}", f"sweet: {rows['sweet'][1]['reward']:.3f}"]
+    assert len(report.pictures) == 5 and text.count("<div class=none>no page</div>") == 1
+    colours = [image.getpixel((250, 5)) for image in report.pictures]
+    for got, expected in zip(colours, [(0, 128, 0), (255, 255, 255), (0, 128, 0), (128, 64, 0), (128, 64, 0)]):
+        assert near(got, expected)
+    assert report.pictures[0].size == (320, 180) and report.pictures[3].height > 300
+    assert not {"script", "body"} & report.tags and "A shop &lt;b&gt;in green&lt;/b&gt;" in text
+    assert "&lt;script&gt;1&lt;/script&gt;" in text and "The background should be darker." in text
+    evaluate.main([str(argument) for argument in command[1:]])
+    assert "done already" in capsys.readouterr().out
+
+
+def test_runs_curves_and_clip_in_one_call(clip, tmp_path):
+    paths = [write(tmp_path / f"{i}.jsonl", (0, page(colour)), (1, page(colour)), similarity=f"clip:{clip}")
+             for i, colour in enumerate(("white", "green", "#103010"))]
+    evaluate.main([f"judge@1={paths[0]},{paths[1]}", f"judge@4={paths[2]},{paths[2]}", "--baseline", "judge@1",
+                   "--clip-model", clip, "--out", str(tmp_path / "out")])
+    metrics, curves = (json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("metrics", "curves"))
+    one, four = metrics["judge@1"], metrics["judge@4"]
+    assert one["similarity"] == f"clip:{clip}" and one["cosine_similarity"] == pytest.approx(sum(one["runs"]) / 2)
+    assert four["runs"][0] == four["runs"][1] and len(four["against_baseline"]["runs"]) == 2
+    assert curves == {"judge": {n: {key: m[key] for key in ("cosine_similarity", "ci95")}
+                                for n, m in (("1", one), ("4", four))}}
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert "Cosine similarity against N" in text and f"similarity of screenshots: clip:{clip}" in text
+    assert re.search("over the runs .*\njudge@1 +similarity .*\njudge@4 +similarity .*\njudge@4 +against judge@1", text)
+
+
+def test_what_makes_no_sense_for_pages_is_refused(tmp_path):
+    pages = write(tmp_path / "pages.jsonl", (0, page("green")))
+    code = tmp_path / "code.jsonl"
+    code.write_text(json.dumps({"task": {"problem_description": "?", "ground_truth": "def f(): return 1",
+                                         "test_cases": {"a": "f()"}}, "answer": "", "dialogue_history": [
+        {"role": "assistant", "content": "x"}]}) + "\n")
+    out = tmp_path / "out"
+    assert refused(5, f"a={pages}", f"b={code}", "--out", out) == (
+        "frontend tasks in a, backend tasks in b; evaluate each domain in a call of its own")
+    both = tmp_path / "both.jsonl"
+    both.write_text(pages.read_text() + code.read_text())
+    assert "frontend tasks in a, backend tasks in a" in refused(5, f"a={both}", "--out", out)
+    for options in (["--compat"], ["--gates", "tests/tiny"], ["--critics", "c=out/critic", "--policy", "tests/tiny"]):
+        assert refused(5, f"a={pages}", *options, "--out", out) == (
+            f"{options[0]} is for backend tasks, and these are frontend tasks; leave it out")
+    assert "--similarity pixels" in refused(5, f"a={pages}", "--out", out)        # no weights; nothing is left
+    assert not out.exists()
+
+
+def test_pages_that_cannot_be_rendered_are_counted(tmp_path, monkeypatch, capsys):
+    shots = {"<p>good": picture(tmp_path / "good.png"), TASKS[0]["ground_truth"]: picture(tmp_path / "reference.png")}
+    monkeypatch.setattr(common, "render_pages", lambda pages, images, path=None: [
+        common.Render(shots.get(page), None, {"<p>bad": "time limit", "<p>good": "cut"}.get(page)) for page in pages])
+    path = write(tmp_path / "a.jsonl", (0, "<p>good"), (0, "<p>bad"), (0, ""), (1, "<p>good"))
+    evaluate.main([f"a={path}", "--similarity", "pixels", "--out", str(tmp_path / "out")])
+    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["a"]
+    assert (metrics["failed_renders"], metrics["failed_references"], metrics["no_page"]) == (1, 1, 0.25)
+    assert metrics["faults"] == {"cut": 2, "time limit": 1}
+    rewards = [row["reward"] for row in read(tmp_path / "out" / "scored" / "a.jsonl")]
+    assert rewards[0] == 1 and rewards[1] == rewards[2] < 0.1 and rewards[3] == 0
+    assert "a: the references of 1 tasks cannot be rendered; no answer is like them" in capsys.readouterr().out
+    assert ">not rendered<" in (tmp_path / "out" / "report.html").read_text()
