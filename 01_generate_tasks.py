@@ -1,11 +1,13 @@
-"""Stage 1: make collaborative programming tasks in ColBench's format, by rule or by a model, or take ColBench's own.
+"""Stage 1: make collaborative tasks in ColBench's format, by rule or by a model, or take ColBench's own: Python
+functions (--domain backend) or web pages (--domain frontend).
 
-Reads   nothing (--source template), a model and texts (--source llm), the published files (--source colbench), or a
-        tasks file (--check).
+Reads   nothing (--source template), a model and texts (--source llm), the published files (--source colbench), the
+        data set WebSight (--source websight), or a tasks file (--check).
 Writes  tasks.jsonl, one task a line: {"problem_description", "ground_truth", "test_cases"} as published, "task_id", and
         of template tasks {"family", "template", "facts"}, which the rule-based human and the scripted agent of 02 read;
         with --source llm also tasks.rejected.jsonl: {"attempt", "seed_text", "reason", "detail", "reply"};
         with --trajectories: trajectories.jsonl, as published, with "task_id", "sample" and "reward".
+        Tasks of pages have no "test_cases", and template ones "slots" in place of "facts".
 
 A template task is a vague request with a signature, a reference function and 10 test calls. What the request leaves
 out stands in `facts`: those that matter (thresholds, prices, orders, words: each is a value in the reference) and
@@ -29,6 +31,13 @@ the published offline trajectories instead, every row and key as it is: a row ge
 by order of appearance of its task: the file holds its samples of the tasks as blocks one after the other), and a row
 without "reward" gets "reward" and "tests" from our scorer.
 
+--domain frontend: a task is an idea of a page in one line and its HTML. Template pages are short, as a small model
+writes one whole in every turn. Each slot of such a page (colours, layout, font, title) shows: with any other value the
+page looks different, which tests/test_pages.py proves in a browser. --source websight takes ideas and pages of
+WebSight v0.2, from the hub or from --path (parquet, or JSONL with its keys), as ColBench does: in the data set's order,
+without repeats, and every picture is the same photo in the size that its address asks for. --source colbench takes a
+file of published tasks of pages as it is.
+
 --check FILE writes no tasks but says what is wrong with those of a file: references that raise, lack a package, are
 random or return what cannot be compared; tests that say nothing; and how far an answer comes that always returns the
 same value (the best one for each task), the floor under every "tests passed".
@@ -43,6 +52,8 @@ human that answers by rule can play them; for tasks of a model the prompt and th
         --out llm/train.jsonl
     python 01_generate_tasks.py --source colbench --split test --out colbench/test.jsonl
     python 01_generate_tasks.py --source colbench --trajectories --path LOCAL_COPY --out colbench/offline.jsonl
+    python 01_generate_tasks.py --domain frontend --split train --num-tasks 1000 --out pages/train.jsonl
+    python 01_generate_tasks.py --source websight --path LOCAL_COPY --split train --num-tasks 10000 --out pages.jsonl
 """
 import ast
 import asyncio
@@ -76,6 +87,11 @@ SPLITS = {"train": range(0, 80), "validation": range(80, 90), "test": range(90, 
 COLBENCH = "facebook/collaborative_agent_bench"
 COLBENCH_TASKS = {"train": "backend_tasks/train.jsonl", "test": "backend_tasks/test.jsonl"}
 COLBENCH_TRAJECTORIES = "colbench_code_offline_15k_llama8b.jsonl"
+
+# Web pages on the hub, the one photo that stands for all their pictures, and its size where an address names none.
+WEBSIGHT, WEBSIGHT_CONFIG = "HuggingFaceM4/WebSight", "v0.2"
+WEBSIGHT_KEYS = {"text": str, "llm_generated_idea": str}
+PHOTO, PHOTO_SIZE = "https://picsum.photos/id/48/{}/{}", ("640", "480")
 
 # What a model is asked to write, and the limits of what is kept.
 MAX_LINES = 50                  # of a reference
@@ -352,6 +368,69 @@ IDLE = ("the type hints", "the comments", "the log file", "the speed", "the erro
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# pages: a template, and for each of its slots (topic, {code: (what the person calls it, how the idea states it)}). The
+# slots of a page share no value, so that a word says whose it is.
+
+def page_slot(topic, sentence, names):
+    """names: {code: what the person calls it}, or codes that are called what they are."""
+    names = names if isinstance(names, dict) else {name: name for name in names}
+    return topic, {code: (name, f"There should be {name}." if name == f"no {topic}" else sentence.format(name))
+                   for code, name in names.items()}
+
+
+PAGE = string.Template("""\
+<style>
+*{{padding:2%}}
+body{{background:{page};font-family:{font}}}
+header{{background:{head};color:white;text-align:{align}}}
+aside{{{side};padding:8%;background:silver}}
+main{{display:grid;grid:auto-flow 8em/repeat({columns},1fr);gap:2%}}
+article{{background:{card}}}
+button{{background:{button}}}
+footer{{{footer}}}
+</style>
+<header><h1>{title}</h1>$nav</header>
+<aside>$aside</aside>
+<main>$cards</main>
+<button>$button</button>
+<footer>$footer</footer>""")
+PAGE_SLOTS = {
+    "page": page_slot("background", "The background should be {}.",
+                      ("white", "beige", "lavender", "pink", "lightblue", "khaki")),
+    "font": page_slot("font", "The font should be {}.", ("serif", "sans-serif", "monospace")),
+    "head": page_slot("header", "The header should be {}.", ("navy", "black", "maroon", "indigo", "darkgreen")),
+    "align": page_slot("title", "The title should be {}.",
+                       {"left": "on the left", "center": "in the center", "right": "on the right"}),
+    "side": page_slot("sidebar", "The sidebar should be {}.",
+                      {"float:left": "on the left", "float:right": "on the right", "display:none": "no sidebar"}),
+    "columns": page_slot("cards", "The cards should be in {}.",
+                         {"1": "one column", "2": "two columns", "3": "three columns", "4": "four columns"}),
+    "card": page_slot("cards", "The cards should be {}.", ("gold", "salmon", "turquoise", "yellowgreen", "violet")),
+    "button": page_slot("button", "The button should be {}.", ("red", "blue", "orange", "lime", "magenta")),
+    "footer": page_slot("footer", "There should be a footer, and it should be {}.",
+                        {f"background:{name}": name for name in ("brown", "gray", "olive", "teal")} |
+                        {"display:none": "no footer"}),
+}
+PAGE_FAMILIES = {
+    "bakery": dict(ideas=("a bakery that sells bread and cakes", "a small bakery", "an old bakery in our town"),
+                   titles=("Crumbs", "Oven", "Loaf", "Flour", "Rye"), nav="", aside="Hours",
+                   cards=("Bread", "Cakes", "Rolls", "Pies"), button="Order", footer="Welcome"),
+    "cafe": dict(ideas=("a cafe with a terrace", "a cafe at the station", "a cafe that roasts its own coffee"),
+                 titles=("Mocha", "Brew", "Beans", "Steam", "Cups"), nav="", aside="Menu",
+                 cards=("Coffee", "Tea", "Juice", "Cocoa"), button="Reserve", footer="Thanks"),
+    "concert": dict(ideas=("concerts in a park", "the summer concert of a choir", "a concert for children"),
+                    titles=("Encore", "Stage", "Tempo", "Finale", "Chorus"), nav="<nav>Home News</nav>", aside="Map",
+                    cards=("Friday", "Saturday", "Sunday", "Monday"), button="Tickets", footer="Contact"),
+    "photographer": dict(ideas=("a photographer who shows her work", "a photographer of families",
+                                "pictures that a photographer took on journeys"),
+                         titles=("Lens", "Frame", "Focus", "Shutter", "Prism"), nav="<nav>Home About</nav>",
+                         aside="Prices", cards=("Faces", "Cities", "Forests", "Oceans"), button="Hire",
+                         footer="Studio"),
+}
+PAGE_OPENINGS = ("A page for {}.", "A website for {}.", "I need a page for {}.", "Please make a page for {}.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # tasks
 
 def run_reference(code, calls):
@@ -408,9 +487,34 @@ def template_task(rng, name, told, accept):
             "family": name, "template": family["code"], "facts": facts}
 
 
-def generate(num_tasks, seed, split, told):
+def template_page(rng, name, told, accept):
+    """One task of a family of pages, or the reason why there is none."""
+    family = PAGE_FAMILIES[name]
+    cards = "".join(f"<article>{card}</article>" for card in family["cards"])
+    template = PAGE.substitute(nav=family["nav"], aside=family["aside"], cards=cards, button=family["button"],
+                               footer=family["footer"])
+    slots = PAGE_SLOTS | {"title": page_slot("title", 'The title should be "{}".', family["titles"])}
+    codes = {slot: rng.choice(list(options)) for slot, (_, options) in slots.items()}
+    page = template.format(**codes)
+    task_id = hashlib.sha256(page.encode()).hexdigest()[:16]
+    if reason := accept(task_id):
+        return reason
+    stated = {"none": [], "some": rng.sample(sorted(slots), rng.choice((1, 2)) if rng.random() < 0.3 else 0),
+              "all": list(slots)}[told]
+    rows = []
+    for slot, (topic, options) in slots.items():
+        guesses = [codes[slot], *sorted(options.keys() - {codes[slot]})]
+        rows.append({"slot": slot, "topic": topic, "code": codes[slot], "guesses": guesses,
+                     "names": [options[code][0] for code in guesses], "told": slot in stated})
+    idea = rng.choice(PAGE_OPENINGS).format(rng.choice(family["ideas"]))
+    idea += "".join(" " + slots[slot][1][codes[slot]][1] for slot in stated)
+    return {"task_id": task_id, "problem_description": idea, "ground_truth": page, "family": name,
+            "template": template, "slots": rows}
+
+
+def generate(num_tasks, seed, split, told, domain="backend"):
     """`num_tasks` tasks without repeats, the families in turn until one has no more; the dropped draws by reason."""
-    rng = random.Random(seed)
+    rng, make = random.Random(seed), template_page if domain == "frontend" else template_task
     tasks, dropped = {}, {}
 
     def accept(task_id):
@@ -418,14 +522,14 @@ def generate(num_tasks, seed, split, told):
             return "of another split"
         return "repeated" if task_id in tasks else None
 
-    families = sorted(FAMILIES)
+    families = sorted(PAGE_FAMILIES if domain == "frontend" else FAMILIES)
     misses = {name: 0 for name in families}
     while len(tasks) < num_tasks:
         if not families:
             raise common.InputError(f"--num-tasks {num_tasks}: there are only {len(tasks)} different tasks "
                                     f"(--split {split})")
         name = families[len(tasks) % len(families)]
-        task = template_task(rng, name, told, accept)
+        task = make(rng, name, told, accept)
         if isinstance(task, dict):
             tasks[task["task_id"]] = task
             misses[name] = 0
@@ -730,16 +834,30 @@ def first_shuffled(items, args, files):
     return items[:args.num_tasks]
 
 
-def take_published(args):
-    """--source colbench: write published tasks or trajectories to args.out."""
+def published_paths(args):
+    """The files of what is asked for of the published data."""
+    if args.domain == "frontend":
+        if args.trajectories or args.split != "all":
+            raise common.InputError("--domain frontend of --source colbench takes a file whole: no --split and no "
+                                    "--trajectories")
+        if not args.path or not pathlib.Path(args.path).is_file():
+            raise common.InputError(f"--path {args.path or 'is missing'}: the published tasks of pages are taken from "
+                                    f"a JSONL file alone; download it from {COLBENCH} and pass --path FILE")
     if args.split == "validation":
         raise common.InputError("--split validation: the published data have none, only train and test")
     if args.trajectories and args.split == "test":
         raise common.InputError("--split test: the published trajectories are all of training tasks")
     names = ([COLBENCH_TRAJECTORIES] if args.trajectories else
              list(COLBENCH_TASKS.values()) if args.split == "all" else [COLBENCH_TASKS[args.split]])
-    files = published_files(names, args.path)
+    return published_files(names, args.path)
+
+
+def take_published(args):
+    """--source colbench: write published tasks or trajectories to args.out."""
+    files = published_paths(args)
     rows = [row for file in files for row in read_published(file, args.trajectories)]
+    if common.is_frontend(rows[0].get("task", rows[0])) != (args.domain == "frontend"):
+        raise common.InputError(f"{files[0]}: no tasks of --domain {args.domain}")
     if args.trajectories:
         ids = list(dict.fromkeys(row["task_id"] for row in rows))
         chosen = set(first_shuffled(ids, args, files))
@@ -757,6 +875,123 @@ def take_published(args):
     else:
         print(f"kept {len(kept):,} of {len(rows):,} tasks, {len(kept) - len(samples):,} of them repeat another")
     common.write_jsonl(args.out, kept)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# WebSight: ideas and pages
+
+def websight_rows(path):
+    """(where it stands, row) of all rows of the data set, one after the other: of the hub's, or of a local copy, a
+    parquet or JSONL file or a folder of parquet files, which may be larger than the memory."""
+    if not path:
+        try:
+            import datasets
+            rows = datasets.load_dataset(WEBSIGHT, WEBSIGHT_CONFIG, split="train", streaming=True)
+            for number, row in enumerate(rows.select_columns(list(WEBSIGHT_KEYS)), 1):
+                yield f"{WEBSIGHT}:{number}", row
+        except Exception as error:                                  # the hub's client raises those of several libraries
+            raise common.InputError(
+                f"{WEBSIGHT}: could not be read from the hub ({type(error).__name__}); it needs the package datasets "
+                '(pip install -r tests/frontend.txt); or, where the hub can be reached, run "hf download --repo-type '
+                f'dataset {WEBSIGHT} --include "{WEBSIGHT_CONFIG}/*" --local-dir FOLDER", then pass '
+                f"--path FOLDER/{WEBSIGHT_CONFIG}") from None
+        return
+    for file in websight_files(path):
+        if file.suffix != ".parquet":
+            for number, row in enumerate(common.read_jsonl(file, {}), 1):
+                yield f"{file}:{number}", row
+            continue
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            raise common.InputError(f"{file}: parquet needs the package pyarrow; pip install -r "
+                                    "tests/frontend.txt") from None
+        number = 0
+        try:
+            with pyarrow.parquet.ParquetFile(file) as table:
+                columns = [key for key in WEBSIGHT_KEYS if key in table.schema_arrow.names]
+                for batch in table.iter_batches(256, columns=columns):
+                    for number, row in enumerate(batch.to_pylist(), number + 1):
+                        yield f"{file}:{number}", row
+        except pyarrow.ArrowException as error:
+            raise common.InputError(f"{file}: no parquet file ({type(error).__name__})") from None
+
+
+def websight_files(path):
+    """The files of a local copy, in the order of their names."""
+    if not path:
+        return []
+    path = pathlib.Path(path)
+    if not path.exists():
+        raise common.InputError(f"{path}: no such file or folder")
+    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    if not files:
+        raise common.InputError(f"{path}: no .parquet files in it")
+    return files
+
+
+def photo_size(address):
+    """(width, height) that the address of a picture asks for, as texts, or None: /300x200, /300/200 (but not a year and
+    a month), ?w=300&h=200, or /300 as the whole path for a square."""
+    path = re.sub(r"^(https?:)?//[^/]*/(id/\d+/)?", "", address)
+    if pair := (re.search(r"(?<![\w.-])([1-9]\d{1,3})(?:x|/(?=[2-9]\d|\d{3}))([1-9]\d{1,3})(?![\w-])", path) or
+                re.search(r"\bw=(\d+)\b.*\bh=(\d+)\b", path)):
+        return pair.groups()
+    square = re.match(r"([1-9]\d{1,3})/?(?=$|[?.])", path)
+    return square and (square[1], square[1])
+
+
+def one_photo(html, counts):
+    """A page whose pictures from the net are all PHOTO, in the size that the address asks for, or else the tag, or else
+    PHOTO_SIZE; `counts` counts them by host, and at "" those without a size."""
+    def photo(address, tag=""):
+        given = [re.search(rf"""\s{side}=["']?(\d+)(?:px)?["'\s>/]""", tag) for side in ("width", "height")]
+        size = photo_size(address) or all(given) and [side[1] for side in given]
+        counts[address.split("//", 1)[1].split("/")[0]] += 1
+        counts[""] += not size
+        return PHOTO.format(*(size or PHOTO_SIZE))
+
+    def in_tag(tag):
+        return re.sub(r"""(\ssrc=["']?)((?:https?:)?//[^"'\s>]+)""", lambda src: src[1] + photo(src[2], tag[0]), tag[0])
+
+    def in_style(url):
+        return url[0] if re.search(r"\.(css|woff2?|ttf|otf)\b|//fonts\.", url[2]) else url[1] + photo(url[2])
+
+    html = re.sub(r"<img\b[^>]*>", in_tag, html, flags=re.IGNORECASE)
+    quote = "[\"']|&quot;|&#39;"
+    return re.sub(rf"(\burl\(\s*(?:{quote})?)((?:https?:)?//[^)\s]+?)(?=\)|\s|{quote})", in_style, html)
+
+
+def take_websight(args):
+    """--source websight: write the first --num-tasks of the data set, in its order, that are of --split and new."""
+    if common.claim_output(args, args.out, websight_files(args.path), begin=False):
+        return
+    tasks, ends, pictures = {}, collections.Counter(), collections.Counter()
+    for where, row in websight_rows(args.path):
+        common.check_keys({key: value or "" for key, value in row.items()}, WEBSIGHT_KEYS, where)
+        html, idea = ((row[key] or "").strip() for key in WEBSIGHT_KEYS)
+        counts = collections.Counter()
+        html = one_photo(html, counts)
+        task_id = hashlib.sha256(html.encode(errors="replace")).hexdigest()[:16]
+        elsewhere = args.split != "all" and int(task_id, 16) % 100 not in SPLITS[args.split]
+        end = ("empty" if not html or not idea else "no page" if not html.startswith("<") else
+               "of another split" if elsewhere else "repeated" if task_id in tasks else "kept")
+        ends[end] += 1
+        if end == "kept":
+            tasks[task_id] = {"task_id": task_id, "problem_description": idea, "ground_truth": html}
+            pictures += counts
+        if len(tasks) == args.num_tasks:
+            break
+    if len(tasks) < args.num_tasks:
+        raise common.InputError(f"--num-tasks {args.num_tasks}: there are only {len(tasks)} tasks in "
+                                f"{args.path or WEBSIGHT} (rows: {counted(ends)})")
+    common.claim_output(args, args.out, websight_files(args.path))
+    unsized = pictures.pop("", 0)
+    print(f"{ends.total():,} rows in the order of the data set: {counted(ends)}\n"
+          f"{pictures.total():,} addresses of pictures rewritten to {PHOTO.format('W', 'H')} "
+          f"({counted(pictures) or 'none'}), {unsized:,} of them without a size as {'x'.join(PHOTO_SIZE)}")
+    common.write_jsonl(args.out, tasks.values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -815,8 +1050,10 @@ def print_check(path, tasks, checks):
 
 def parse_args(argv=None):
     parser = common.argument_parser(__doc__)
-    parser.add_argument("--source", choices=["template", "llm", "colbench"], default="template",
+    parser.add_argument("--source", choices=["template", "llm", "colbench", "websight"], default="template",
                         help="where tasks come from")
+    parser.add_argument("--domain", choices=["backend", "frontend"], default="backend",
+                        help="functions or pages; llm: only functions, websight: only pages")
     # a model that writes tasks
     parser.add_argument("--model", help="llm: who writes the tasks: a folder, a hub id, smollm2, or a server "
                         "http://HOST:PORT/v1#NAME")
@@ -831,15 +1068,18 @@ def parse_args(argv=None):
                         help="llm: arithmetic of a local model")
     # the published data
     parser.add_argument("--path", metavar="LOCAL_COPY", help="colbench: a folder with the published files, or one "
-                        "JSONL file, which is taken whole; without it they are downloaded from the hub")
+                        "JSONL file, which is taken whole; websight: a parquet or JSONL file, or a folder of parquet "
+                        "files; without it they are downloaded from the hub")
     parser.add_argument("--trajectories", action="store_true", help="colbench: take the offline trajectories instead")
     # the tasks
     parser.add_argument("--num-tasks", type=common.positive_int,
-                        help="tasks to write, in an order by --seed (where not given: all of colbench, else 1000)")
+                        help="tasks to write, in an order by --seed (where not given: all of colbench, else 1000); "
+                        "websight: in its own order")
     parser.add_argument("--split", choices=["all", *SPLITS], default="all",
                         help="which part: disjoint by content; colbench: a published file (no validation)")
     parser.add_argument("--told", choices=["none", "some", "all"], default="some",
-                        help="facts that the request states: none, one in 30 %% of the tasks, or all (clear requests)")
+                        help="facts that the request states: none, one (of a page one or two) in 30 %% of the tasks, "
+                        "or all (clear requests)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the tasks")
     parser.add_argument("--check", metavar="FILE", help="check the tasks of this file instead of making tasks")
     parser.add_argument("--out", help="tasks file to write (JSONL); with --check its findings, a row a task (optional)")
@@ -848,8 +1088,12 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if not args.out and not args.check:
         parser.error("the following arguments are required: --out")
-    if args.source != "colbench" and (args.path or args.trajectories):
-        parser.error("--path and --trajectories need --source colbench")
+    if args.source not in ("colbench", "websight") and args.path or args.source != "colbench" and args.trajectories:
+        parser.error("--path and --trajectories need --source colbench (--path also websight)")
+    if args.source == "websight":
+        args.domain = "frontend"
+    if args.source == "llm" and args.domain == "frontend":
+        parser.error("--source llm writes functions only; take --source template or websight for --domain frontend")
     if (args.source == "llm") != bool(args.model) or args.source != "llm" and (args.seeds or args.max_attempts):
         parser.error("--source llm needs --model; --model, --seeds and --max-attempts need --source llm")
     if args.source != "colbench" and args.num_tasks is None:
@@ -865,7 +1109,11 @@ def main(argv=None):
         return take_published(args)
     if args.source == "llm" and not args.check:
         return write_tasks(args)
+    if args.source == "websight" and not args.check:
+        return take_websight(args)
     tasks = args.check and common.read_jsonl(args.check, common.TASK_KEYS)
+    if tasks and common.is_frontend(tasks[0]):
+        raise common.InputError(f"{args.check}: --check is for tasks of functions; pages have no tests to check")
     if args.out and common.claim_output(args, args.out, [args.check]):
         return
     if args.check:
@@ -876,10 +1124,11 @@ def main(argv=None):
             common.write_jsonl(args.out, checks)
         return
     costs = common.Costs(args.out)
-    tasks, dropped = generate(args.num_tasks, args.seed, args.split, args.told)
+    tasks, dropped = generate(args.num_tasks, args.seed, args.split, args.told, args.domain)
     print("dropped draws: " + (", ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "none"))
-    needed = [sum(fact["matters"] and not fact["told"] for fact in task["facts"]) for task in tasks]
-    print(f"{len(tasks):,} tasks of {len({t['family'] for t in tasks})} families, {sum(needed) / len(needed):.2f} "
+    needed = [not fact["told"] for task in tasks for fact in task.get("facts", task.get("slots"))
+              if fact.get("matters", True)]
+    print(f"{len(tasks):,} tasks of {len({t['family'] for t in tasks})} families, {sum(needed) / len(tasks):.2f} "
           "facts to find out in each")
     common.write_jsonl(args.out, tasks)
     costs.record()

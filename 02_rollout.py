@@ -40,6 +40,7 @@ import argparse
 import asyncio
 import base64
 import collections
+import colorsys
 import contextlib
 import functools
 import json
@@ -47,6 +48,7 @@ import os
 import pathlib
 import random
 import re
+import string
 import sys
 import time
 from collections import namedtuple
@@ -70,6 +72,7 @@ JUDGE = (
 UNCLEAR = ("Could you ask about something specific?", "I am not sure what you mean.", "Please ask me about one thing.")
 VAGUE = ("Can you tell me more?", "What else should I know?", "Could you describe the function?")
 OPENERS = ("", "", "", "Thanks. ", "Okay. ", "One more question. ")
+PAGE_TALK = ("Could you tell me more?", "What should it look like?", "Which colours do you like?")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -102,6 +105,198 @@ def viewer_messages(task, history, reference, page):
             {"role": "user", "content": parts}]
 
 
+# What a person sees of a rendered page: {aspect: [value, the share of the page's area that it covers]}. A colour is
+# [red, green, blue]; null is what is not there. Parts are found by their tags, else by common class names, else by how
+# they look.
+SPEC_JS = r"""(() => {
+  const root = document.documentElement, body = document.body;
+  const W = Math.max(root.clientWidth, 1), H = Math.max(root.scrollHeight, 1), white = [255, 255, 255];
+  const box = e => e.getBoundingClientRect(), style = e => getComputedStyle(e);
+  const size = e => box(e).width * box(e).height;
+  const seen = e => box(e).width > 1 && box(e).height > 1 && style(e).visibility == "visible" && style(e).opacity > 0.1;
+  const share = n => Math.round(1e4 * Math.min(1, Math.max(0, n / (W * H)))) / 1e4;
+  const all = selector => [...document.querySelectorAll(selector)].filter(seen);
+  const first = (...selectors) => selectors.map(s => all(s)[0]).find(e => e);
+  const canvas = new OffscreenCanvas(1, 1).getContext("2d", {willReadFrequently: true}), known = {};
+  const rgba = css => known[css] ??= (canvas.clearRect(0, 0, 1, 1), canvas.fillStyle = css, canvas.fillRect(0, 0, 1, 1),
+                                      [...canvas.getImageData(0, 0, 1, 1).data]);
+  const paint = e => {                                                    // its own colour; of a gradient the first one
+    const gradient = style(e).backgroundImage.match(/gradient\(.*?((?:rgba?|hsla?|oklch|oklab|color)\([^)]*\))/);
+    const colour = rgba(gradient ? gradient[1] : style(e).backgroundColor);
+    return colour[3] > 127 ? colour.slice(0, 3) : null;
+  };
+  const under = e => { for (; e; e = e.parentElement) if (paint(e)) return paint(e); return white; };
+  const cover = e => [...e.children].find(c => seen(c) && size(c) >= 0.9 * size(e) && (paint(c) || cover(c)));
+  const surface = e => { while (cover(e) && !paint(e)) e = cover(e); return under(e); };
+  const outer = e => !e.parentElement.closest("article, section, main, aside");
+
+  let ground = body;
+  while ([...ground.children].some(c => seen(c) && size(c) >= 0.9 * W * H && (paint(c) || c.children.length)))
+    ground = [...ground.children].find(c => seen(c) && size(c) >= 0.9 * W * H && (paint(c) || c.children.length));
+  const background = under(ground);
+  const nav = first("nav, [role=navigation]", ".nav, .navbar, .navigation, #nav, .menu");
+  const aside = first("aside, [role=complementary]", "[class*=sidebar], [id*=sidebar]");
+  const header = all("header, [role=banner], .header, #header").find(outer) || all("body *").find(e =>
+    e != nav && outer(e) && box(e).top < 40 && box(e).width > 0.6 * W && box(e).height > 20 && size(e) < 0.45 * W * H &&
+    paint(e) && "" + paint(e) != "" + background);
+  const footer = all("footer, [role=contentinfo], .footer, #footer").find(outer);
+  const largest = list => list.sort((a, b) => size(b) - size(a))[0];
+  const button = largest(all("button, [role=button], input[type=submit], input[type=button]")) ||
+    largest(all("[class*=btn], [class*=button]")) ||
+    largest(all("a").filter(a => paint(a) && !a.closest("nav") && "" + paint(a) != "" + under(a.parentElement)));
+  const free = e => !e.closest("header, nav, aside, footer");
+  const tagged = "article, [class~=card], [class*=card-], [class*=-card]";
+  let cards = all(tagged).filter(e => free(e) && !e.parentElement.closest(tagged));
+  if (cards.length < 2) {
+    const groups = all("body, body *").filter(free).map(parent => {
+      const kids = [...parent.children].filter(k =>
+        seen(k) && free(k) && /^(DIV|LI|SECTION|FIGURE|A|TD)$/.test(k.tagName));
+      const alike = kids.filter(k => k.tagName == kids[0].tagName && size(k) < 0.4 * W * H &&
+                                     Math.abs(box(k).width / box(kids[0]).width - 1) < 0.2);
+      const row = alike.some((k, i) => i && Math.abs(box(k).top - box(alike[0]).top) < 5);
+      return alike.length > 1 && (row || alike.every(k => paint(k))) ? alike : [];
+    });
+    const total = list => list.reduce((sum, e) => sum + size(e), 0);
+    cards = groups.sort((a, b) => total(b) - total(a))[0] || [];
+  }
+  const rows = cards.map(card => cards.filter(other => Math.abs(box(other).top - box(card).top) < 5).length);
+  const area = cards.reduce((sum, card) => sum + size(card), 0);
+
+  const texts = all("body *").map(e => {                                   // elements with text of their own
+    const boxes = [...e.childNodes].filter(n => n.nodeType == 3 && n.data.trim()).map(n => {
+      const range = document.createRange(); range.selectNodeContents(n); return range.getBoundingClientRect(); });
+    return {e, area: boxes.reduce((sum, b) => sum + b.width * b.height, 0)};
+  }).filter(text => text.area > 0);
+  const kind = e => {
+    const names = style(e).fontFamily.toLowerCase();
+    return /mono|courier|consolas|menlo/.test(names) ? "monospace" : /cursive|comic|script/.test(names) ? "cursive" :
+      /sans|system-ui|arial|helvetica|verdana|roboto|inter\b/.test(names) ? "sans-serif" :
+      /serif|times|georgia|garamond|playfair/.test(names) ? "serif" : "sans-serif";
+  };
+  const fonts = {};
+  for (const {e, area} of texts) fonts[kind(e)] = (fonts[kind(e)] || 0) + area;
+  const font = Object.entries(fonts).sort((a, b) => b[1] - a[1])[0];
+  const title = first("h1", "h2") || texts.map(text => text.e).sort((a, b) =>
+    parseFloat(style(b).fontSize) - parseFloat(style(a).fontSize))[0];
+  const words = e => (e.innerText || e.value || "").trim().replace(/\s+/g, " ");
+  let place = null, line = 0;
+  if (title) {
+    const range = document.createRange(); range.selectNodeContents(title);
+    const text = range.getBoundingClientRect(), frame = header && header.contains(title) ? box(header) : box(root);
+    const left = text.left - frame.left, right = frame.right - text.right;
+    const middle = Math.abs(left - right) < 0.1 * frame.width;
+    place = middle ? "in the center" : left < right ? "on the left" : "on the right";
+    line = text.width * text.height;
+  }
+  const pictures = all("img, video").filter(e => share(size(e)) > 0.002);
+  const parts = [header, aside, footer, button, ...cards].filter(e => e).reduce((sum, e) => sum + size(e), 0);
+  const part = (e, value) => [e ? value(e) : null, e ? share(size(e)) : 0];
+  const middle = e => (box(e).left + box(e).right) / 2;
+  return {
+    background: [background, Math.max(0.05, share(W * H - parts))],
+    header: part(header, surface), sidebar: part(aside, e => box(e).width > 0.7 * W ? "across the page" :
+      middle(e) < W / 2 ? "on the left" : "on the right"), "sidebar colour": part(aside, surface),
+    cards: [cards.length || null, share(area)], "card columns": [cards.length ? Math.max(...rows) : null, share(area)],
+    "card colour": [cards.length ? surface(cards[0]) : null, share(area)],
+    footer: part(footer, surface),
+    pictures: [pictures.length || null, share(pictures.reduce((sum, e) => sum + size(e), 0))],
+    navigation: part(nav, () => true), button: part(button, words), "button colour": part(button, surface),
+    title: [title ? words(title) : null, share(line)], "title place": [place, share(line)],
+    font: font ? [font[0], share(font[1])] : [null, 0],
+  };
+})()"""
+
+NO_PAGE = ("I cannot see a page yet. Could you show me one?", "Please show me a page.",
+           "Just make a page, and I will look.")
+CONTENT = ("That is the page that I want.", "It looks right to me now.", "Yes, just like this. Thank you.")
+COUNTS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
+BE = ("The {} should be {}.", "I want the {} to be {}.", "Please make the {} {}.")
+PUT = ("The {} should be {}.", "I want the {} {}.", "Please put the {} {}.")
+SAY = ("The {} should say {}.", "I want the {} to say {}.", "Please let the {} say {}.")
+SHOW = ("There should be {1} {0}.", "I want {1} {0}.", "Please show {1} {0}.")
+MISSING = ("There should be a {0}, and it should be {1}.", "I miss the {0}: it should be {1}.")
+UNWANTED = ("There should be no {0}.", "I want no {0}.", "It should have no {0}.")
+# aspect: what the person calls it, how they say what it should be
+ASPECTS = {"background": ("background", BE), "header": ("header", BE), "sidebar": ("sidebar", PUT),
+           "sidebar colour": ("sidebar", BE), "cards": ("cards", SHOW), "card columns": ("cards", PUT),
+           "card colour": ("cards", BE), "footer": ("footer", BE), "pictures": ("pictures", SHOW),
+           "navigation": ("navigation", SHOW), "button": ("button", SAY), "button colour": ("button", BE),
+           "title": ("title", BE), "title place": ("title", PUT), "font": ("font", BE)}
+# Aspects of a part, of which one speaks only if it is there.
+PROPERTIES = ("sidebar colour", "card columns", "card colour", "button colour", "title place", "font")
+
+
+@functools.cache
+def colour_names():
+    """{(red, green, blue): its name in CSS}; of two names the one that people use."""
+    try:
+        from PIL import ImageColor
+    except ImportError:
+        raise common.InputError("--simulator rules needs the package pillow for pages; pip install -r "
+                                "tests/frontend.txt") from None
+    names = [name for name in sorted(ImageColor.colormap) if "grey" not in name]        # cyan, not aqua
+    return {ImageColor.getrgb(name): name for name in names}
+
+
+def colour_words(colour):
+    """What a person calls a colour: its name in CSS, or "a dark blue"."""
+    if name := colour_names().get(tuple(colour)):
+        return name
+    hue, light, strength = colorsys.rgb_to_hls(*(value / 255 for value in colour))
+    shade = "dark " if light < 0.35 else "light " if light > 0.7 else ""
+    if light < 0.05 or light > 0.96:
+        return "almost " + ("black" if light < 0.5 else "white")
+    if strength < 0.15:
+        return f"a {shade}gray"
+    ends = {15: "red", 45: "orange", 70: "yellow", 165: "green", 195: "turquoise", 255: "blue", 290: "purple",
+            345: "pink", 360: "red"}
+    name = next(name for end, name in ends.items() if 360 * hue <= end)
+    return f"a {shade}{name}" if shade or name != "orange" else "an orange"
+
+
+def aspect_words(aspect, value, shown):
+    """How a person puts the value of an aspect; `shown` is what the page has instead."""
+    if isinstance(value, list):
+        words = colour_words(value)
+        return words if not shown or words != colour_words(shown) else "#{:02x}{:02x}{:02x}".format(*value)
+    if aspect == "navigation":
+        return "a"
+    if isinstance(value, int):
+        number = COUNTS[value] if value < len(COUNTS) else str(value)
+        return f"in {number} column{'s' * (value > 1)}" if aspect == "card columns" else number
+    return f'"{value[:100]}"' if aspect in ("title", "button") else value
+
+
+def looks_alike(a, b):
+    if isinstance(a, list) and isinstance(b, list):
+        return max(abs(x - y) for x, y in zip(a, b)) <= 12
+    return str(a).lower() == str(b).lower()
+
+
+def page_reply(reference_spec, page_spec, rng):
+    """The rule-based human on a page: names the largest differences, by area and at most two, or says that there is
+    none. Specs are what SPEC_JS gives; None for the page: the agent has sent none."""
+    if page_spec is None:
+        return rng.choice(NO_PAGE)
+    differences = []
+    for aspect, (wanted, area) in reference_spec.items():
+        shown, shown_area = page_spec[aspect]
+        if not looks_alike(wanted, shown) and not (aspect in PROPERTIES and None in (wanted, shown)):
+            differences.append((max(area, shown_area), aspect, wanted, shown))
+    if not differences:
+        return rng.choice(CONTENT)
+    said = []
+    for _, aspect, wanted, shown in sorted(differences, key=lambda difference: -difference[0])[:2]:
+        name, ways = ASPECTS[aspect]
+        if wanted is None:
+            said.append(rng.choice(UNWANTED).format(name))
+            continue
+        ways = MISSING if shown is None and ways in (BE, PUT) else ways
+        name = name.removesuffix("s") if ways is SHOW and wanted == 1 else name
+        said.append(rng.choice(ways).format(name, aspect_words(aspect, wanted, shown)))
+    return rng.choice(("", "Almost. ") if len(differences) <= 2 else ("", "", "Thanks. ")) + " ".join(said)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the scripted agent
 
@@ -128,6 +323,59 @@ def script_turn(task, history, max_rounds, informed, rng):
     else:
         ask = rng.choice(needed)
     return (rng.choice(OPENERS) if len(history) > 1 else "") + rng.choice(facts[ask]["questions"])
+
+
+def page_values(task, text):
+    """{slot: code} of a page that was made from the task's template, or None."""
+    pattern = "".join(re.escape(literal) + (f"(?P<{slot}>.*?)" if slot else "")
+                      for literal, slot, _, _ in string.Formatter().parse(task["template"]))
+    match = re.search(pattern, text)
+    return match and match.groupdict()
+
+
+def asked_values(task, reply):
+    """{slot: code} that a reply asks for: the value's name behind the topic's in the same sentence."""
+    asked = {}
+    for sentence in re.split(r"(?<=[.?])\s", reply):
+        for slot in task["slots"]:
+            for code, name in zip(slot["guesses"], slot["names"]):
+                texts = [name] if slot["topic"] in name else [slot["topic"], name]             # "no footer" says both
+                if re.search(".*".join(rf"(?<![\w-]){re.escape(text)}(?![\w-])" for text in texts), sentence):
+                    asked[slot["slot"]] = code
+    return asked
+
+
+def script_page(task, history, informed, rng):
+    """What the noisy scripted designer sends next: a guess at first, then its last page with what the person asked for
+    since. It forgets and misunderstands some of that, changes what nobody asked for, sends the same page again, or only
+    words."""
+    slots = {slot["slot"]: slot for slot in task["slots"]}
+    talk, repeat, forget, change = (0.02, 0.03, 0.05, 0.10) if informed else (0.08, 0.10, 0.22, 0.35)
+    pages = [(i, values) for i, turn in enumerate(history)
+             if turn["role"] == "assistant" and (values := page_values(task, turn["content"]))]
+
+    def guess(slot):
+        return slot["code"] if slot["told"] or informed and rng.random() < 0.75 else rng.choice(slot["guesses"])
+
+    luck, thought = rng.random(), "I begin with a simple page."
+    if luck < talk:
+        return rng.choice(PAGE_TALK)
+    if not pages:
+        values = {name: guess(slot) for name, slot in slots.items()}
+    else:
+        index, values = pages[-1]
+        said = " ".join(turn["content"] for turn in history[index + 1:] if turn["role"] == "user")
+        asked, changes = asked_values(task, said), {}
+        if luck >= talk + repeat:
+            for name, code in asked.items():
+                changes[name] = code if rng.random() >= forget else rng.choice([values[name], *slots[name]["guesses"]])
+            if rng.random() < change:
+                name = rng.choice(list(slots))
+                changes.setdefault(name, guess(slots[name]))
+        topics = " and the ".join(dict.fromkeys(slots[name]["topic"] for name in changes))
+        values, thought = values | changes, f"I change the {topics}." if topics else "I keep the page."
+    page = task["template"].format(**values)
+    return f"{thought}\n{common.OUTPUT}\n{page}" if rng.random() < 1 / 3 else page
 
 
 # ---------------------------------------------------------------------------------------------------------------------
