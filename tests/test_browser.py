@@ -1,0 +1,437 @@
+"""Pages in a real Chromium: the same bytes whenever and beside whatever they are drawn, hostile pages, a browser that dies,
+what answers the addresses of Tailwind and of photos."""
+import asyncio
+import contextlib
+import os
+import pathlib
+import signal
+import socket
+import sys
+import threading
+import time
+
+import pytest
+
+import common
+from conftest import ROOT
+
+pytest.importorskip("playwright", reason="no playwright: pip install -r tests/frontend.txt")
+PLAIN = "<!DOCTYPE html><body style='margin:0;background:rgb(10,20,30)'><h1>A shop</h1><p>Texts, <b>fat</b>, <code>fixed</code></p>"
+LISTENER = None                                                     # port of the loopback listener, set below
+
+
+class Listener:
+    """Sockets on loopback, TCP and UDP with one port number, that remember what reached them."""
+    def __init__(self):
+        self.reached = []
+        self.tcp = socket.create_server(("127.0.0.1", 0))
+        self.port = self.tcp.getsockname()[1]
+        self.udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.udp.bind(("127.0.0.1", self.port))
+        threading.Thread(target=self.accept, daemon=True).start()
+        threading.Thread(target=self.receive, daemon=True).start()
+
+    def accept(self):
+        while True:
+            connection, _ = self.tcp.accept()
+            connection.settimeout(0.5)
+            with contextlib.suppress(OSError):
+                self.reached.append(connection.recv(200))
+            connection.close()
+
+    def receive(self):
+        while True:
+            self.reached.append(self.udp.recv(2000))
+
+
+@pytest.fixture(scope="module")
+def listener():
+    listener = Listener()
+    with socket.create_connection(("127.0.0.1", listener.port)) as probe:
+        probe.send(b"probe")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.sendto(b"probe", ("127.0.0.1", listener.port))
+    while len(listener.reached) < 2:
+        time.sleep(0.01)
+    listener.reached.clear()                                        # it hears, so that its silence means something
+    return listener
+
+
+@pytest.fixture(scope="module")
+def loop():
+    loop = asyncio.new_event_loop()
+    yield loop
+    loop.close()
+
+
+@pytest.fixture(scope="module")
+def browser(loop, tmp_path_factory):
+    """One Browser with a single tab at a time, so that each page follows another on the same tab."""
+    browser = common.Browser(tmp_path_factory.mktemp("images"), concurrency=1)
+    loop.run_until_complete(browser.__aenter__())
+    yield browser
+    loop.run_until_complete(browser.__aexit__())
+
+
+@pytest.fixture(scope="module")
+def render(loop, browser):
+    return lambda html, **options: loop.run_until_complete(browser.render(html, **options))
+
+
+@pytest.fixture(scope="module")
+def value(render):
+    """value(html, read): what JavaScript reads on the page; there must be no fault."""
+    def value(html, read):
+        result = render(html, picture=False, read=read)
+        assert result.fault is None and result.image is None
+        return result.spec
+    return value
+
+
+def needs_tailwind(name):
+    return pytest.mark.skipif(not list(pathlib.Path(sys.prefix, "tailwind").glob(f"{name}-[0-9]*")),
+                              reason=f"no {name} in .venv/tailwind: bash tests/run.sh fetches it where npm is")
+
+
+def picture(path):
+    from PIL import Image
+    return Image.open(path).convert("RGB")
+
+
+def data(path):
+    return pathlib.Path(path).read_bytes()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# pictures
+
+MOVING = """<!DOCTYPE html><style>@keyframes go {from {margin-left: 0} to {margin-left: 300px}}
+@keyframes spin {to {transform: rotate(1turn)}} .a {animation: go 1s forwards} .b {animation: spin 1s infinite}
+.c {transition: margin 3s} .c.on {margin-left: 200px}</style>
+<div class=a>a</div><div class=b>b</div><div class=c>c</div><div id=d>d</div><marquee>marquee</marquee><input autofocus>
+<svg width=90 height=20><circle r=9 cy=10><animate attributeName=cx from=0 to=90 dur=2s repeatCount=indefinite /></circle></svg>
+<p id=e></p><canvas></canvas><script>
+document.querySelector(".c").classList.add("on"); d.animate({marginLeft: ["0px", "100px"]}, {duration: 1500, fill: "forwards"});
+e.textContent = [new Date(), Date(), Date.now(), performance.now(), Math.random(), crypto.getRandomValues(new Uint8Array(4))];
+let n = 0; setInterval(() => e.append(` ${++n}`), 300); setTimeout(() => e.append(" late"), 1000); setTimeout("e.append(' text')", 1)
+requestAnimationFrame(function step(t) { canvas = document.querySelector("canvas").getContext("2d"); canvas.fillRect(t / 10, n, 3, 3);
+                                         requestAnimationFrame(step); });</script>"""
+
+
+def test_a_picture(render, browser, tmp_path):
+    result = render(PLAIN)
+    assert result.fault is None and result.spec is None
+    assert picture(result.image).size == (1280, 720) and picture(result.image).getpixel((1200, 700)) == (10, 20, 30)
+    assert result.image == str(common.picture_path(browser.images, PLAIN)) and len(pathlib.Path(result.image).stem) == 16
+    assert browser.name.startswith("Chromium ") and [path for path in browser.images.iterdir() if path.suffix != ".png"] == []
+    assert picture(render("<body style='margin:0'><div style='height:1000px;width:1500px'>").image).size == (1500, 1000)
+
+
+def test_used_again(render, browser):
+    """A picture that is there is not drawn again, not even with `read`."""
+    path = common.picture_path(browser.images, "<p>kept")
+    path.write_bytes(b"as it is")
+    assert render("<p>kept") == common.Render(str(path), None, None)
+    assert render("<p>kept", read="document.body.innerText") == common.Render(str(path), "kept", None)
+    assert path.read_bytes() == b"as it is"
+
+
+def test_read(value, render, browser):
+    assert value("<p id=a>two <b>words", "({text: a.innerText, list: [1, null]})") == {"text": "two words", "list": [1, None]}
+    # what a page does to its own JavaScript does not reach what is read
+    page = "<p id=a>one<script>Element.prototype.getBoundingClientRect = () => ({height: 1}); JSON.stringify = 0; Promise = 0</script>"
+    assert value(page, "a.getBoundingClientRect().height > 10") is True
+    assert "boom" in render("<p>", picture=False, read="(() => { throw new Error('boom') })()").fault
+
+
+def test_same_bytes(render, browser, tmp_path):
+    """Again on the same tab, and beside others in another browser; animations stand at their end, clocks at 2 s."""
+    pages = [PLAIN, MOVING, "<body style='background:linear-gradient(red,blue);height:3000px;font-size:30px'>ff fi é €" * 5]
+    first = [data(render(page).image) for page in pages]
+    for page, image in zip(pages, first):
+        common.picture_path(browser.images, page).unlink()
+        assert data(render(page).image) == image
+    others = [f"<h{n % 6 + 1}>{n}" for n in range(8)]
+    renders = common.render_pages([*others, *pages, *others], tmp_path / "new")
+    assert [data(result.image) for result in renders[8:11]] == first
+    assert renders[:8] == renders[11:] and len(set(result.image for result in renders)) == 11
+    assert common.render_pages(pages, tmp_path / "new", path="/no/browser/is/needed") == renders[8:11]
+
+
+def test_time_of_a_page(value):
+    assert value(MOVING, "[...document.querySelectorAll('div')].map(x => getComputedStyle(x).marginLeft)") == [
+        "300px", "0px", "200px", "100px"]
+    text = value(MOVING, "e.textContent")
+    assert text.startswith("Wed Jan 01 2025 12:00:00 GMT+0000 (Coordinated Universal Time),Wed Jan 01 2025 12:00:00")
+    assert ",1735732800000,0,0.62707" in text and text.endswith(" text 1 2 3 late 4 5 6")
+
+
+def test_cut(render, browser, tmp_path):
+    """What is cut off is stated, by the picture that is used again, too."""
+    page = "<body style='margin:0'><div style='height:200000px;width:9000px'>"
+    result = render(page)
+    assert result.fault == "width 9,000 px cut to 2,560; height 200,000 px cut to 8,192"
+    assert picture(result.image).size == (2560, 8192) and browser.faults["width N px cut to N; height N px cut to N"] == 1
+    assert render(page) == result
+
+
+def test_too_large(render):
+    result = render("é" * 1_000_001)
+    assert result == common.Render(None, None, "page larger than 2,000,000 bytes (2,000,002)")
+    assert render("<p>lone \ud800 surrogate").fault is None and render("").fault is None
+
+
+def test_fonts(value):
+    """All names end at Liberation; nothing of the machine's other fonts is in a picture."""
+    if not common.write_fonts(os.environ.get("TMPDIR", "/tmp")):
+        pytest.skip("no Liberation fonts: apt-get install fonts-liberation")
+    width = "(() => { const c = document.createElement('canvas').getContext('2d'); return ['sans-serif', 'Arial', 'Verdana, " \
+            "system-ui', 'serif', 'Nothing', 'monospace', 'Courier New'].map(f => (c.font = '100px ' + f, " \
+            "c.measureText('Wim').width)) })()"
+    # 944 + 222 + 833 thousandths; 944 + 278 + 778, less 40 between W and i; 3 of 600
+    assert [round(number) for number in value("<p>", width)] == [200, 200, 200, 196, 196, 180, 180]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# addresses
+
+@pytest.mark.parametrize("address, size", [
+    ("https://picsum.photos/id/48/300/200", (300, 200)), ("https://picsum.photos/seed/a7/40/30.jpg?blur", (40, 30)),
+    ("https://picsum.photos/250", (250, 250)), ("https://source.unsplash.com/random/640x480?sea", (640, 480)),
+    ("https://source.unsplash.com/random", (1080, 720)), ("https://via.placeholder.com/150", (150, 150)),
+    ("https://via.placeholder.com/350x65/FF0000/FFFFFF?text=9x9", (350, 65)), ("https://placehold.co/600x400.png", (600, 400))])
+def test_photo_sizes(address, size):
+    assert f'width="{size[0]}" height="{size[1]}"' in common.photo(address)
+
+
+def test_photos(value, render, browser):
+    page = "<style>* {margin:0; display:block}</style><img src=https://picsum.photos/id/48/300/200>" \
+           "<img style='margin-top:3000px' loading=lazy src=https://placehold.co/60x40>"
+    assert value(page, "[...document.images].map(i => [i.naturalWidth, i.naturalHeight])") == [[300, 200], [60, 40]]
+    assert picture(render(page).image).getpixel((150, 100)) == (187, 187, 187)
+
+
+TAILWIND = [("tailwindcss", f'<link rel="stylesheet" href="{address}">') for address in (
+    "https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css",
+    "https://unpkg.com/tailwindcss@^2/dist/tailwind.min.css",
+    "https://cdnjs.cloudflare.com/ajax/libs/tailwindcss/2.0.2/tailwind.min.css")]
+TAILWIND += [("tailwindcss-cdn", f'<script src="{address}"></script>') for address in (
+    "https://cdn.tailwindcss.com", "https://cdn.tailwindcss.com/3.4.1", "https://cdn.tailwindcss.com?plugins=forms,typography")]
+TAILWIND += [("tailwindcss-browser", '<script src="https://cdn.jsdelivr.net/npm/@tailwindcss/browser@4"></script>')]
+
+
+@pytest.mark.parametrize("number, name, head", [
+    pytest.param(number, name, head, marks=needs_tailwind(name)) for number, (name, head) in enumerate(TAILWIND)])
+def test_tailwind(value, number, name, head):
+    page = f"<!DOCTYPE html><head>{head}</head><body><h1 class='p-4 md:w-1/2'>A</h1><p id=a></p><script>" \
+           "setTimeout(() => { a.className = 'pl' + '-6' }, 500)</script>"
+    assert value(page, "[...document.querySelectorAll('h1, p')].map(x => getComputedStyle(x).paddingLeft)") == ["16px", "24px"]
+    assert value(page, "document.querySelector('h1').offsetWidth") == 640
+
+
+@needs_tailwind("tailwindcss")
+def test_rules_left_out(render, browser, monkeypatch):
+    """A page without scripts gets the rules for its own classes alone, and looks as with all of them."""
+    page = f"""{TAILWIND[0][1]}<body class="bg-gradient-to-r from-green-400 to-blue-500 space-y-4 font-sans"><p class="text-2xl
+    hover:underline md:grid md:grid-cols-3 w-1/2 mx-auto">a<i class="sm:text-red-500 -mt-2 w-2.5 animate-pulse">b</i></p>
+    <ul class="divide-y list-disc container group"><li class='group-hover:p-9 placeholder-gray-500'>c<li class=bg&#45;red-500>d
+    </ul><input placeholder=x class="placeholder-red-500 border focus:ring-2"><table><tr><td>e</table>"""
+    path = common.local_file("https://unpkg.com/tailwindcss@2.2.19/dist/tailwind.min.css")
+    assert 10_000 < len(common.style_sheet(path, page)) < 30_000
+    assert len(common.style_sheet(path, page + "<script>")) == path.stat().st_size == 2_934_019
+    assert "".join(text for text, _ in common.style_rules(path)) == path.read_text()
+    for page in (page, "<!DOCTYPE html>" + page):
+        image = data(render(page).image)
+        common.picture_path(browser.images, page).unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(common, "style_sheet", lambda path, page: path.read_text())
+            assert data(render(page).image) == image
+
+
+def test_tailwind_missing(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    with pytest.raises(common.InputError, match="bash tests/run.sh"):
+        common.render_pages([TAILWIND[0][1]], tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# hostile pages: they reach nothing, and the next page is drawn
+
+REACH = """<!DOCTYPE html><head><link rel=preconnect href=http://AT><link rel=dns-prefetch href=//AT><link rel=prefetch href=http://AT/1>
+<link rel=stylesheet href=http://AT/2><link rel=preload as=image href=http://AT/3><link rel=modulepreload href=http://AT/4>
+<link rel=icon href=http://AT/i><script type=speculationrules>{"prefetch": [{"source": "list", "urls": ["http://AT/5"]}],
+"prerender": [{"source": "list", "urls": ["http://AT/6"]}]}</script></head><body ping=http://AT><img src=http://AT/7><iframe
+src=http://AT/8></iframe><iframe srcdoc="<img src=http://AT/9>"></iframe><iframe src="file:///etc/passwd"></iframe>
+<img src=file:///etc/passwd><object data=http://AT/10></object><embed src=http://AT/11><video autoplay src=http://AT/12></video>
+<style>@import "http://AT/13"; @font-face {font-family: x; src: url(http://AT/14)} p {background: url(http://AT/15); font-family: x}
+</style><p>text</p><form id=f action=http://AT/16 method=post target=_blank></form><a id=a href=http://AT/17 target=_blank ping=http://AT/18>x</a>
+<a id=d href=http://AT/19 download>x</a><p id=out></p><script>
+const log = text => out.append(text + ";"), at = "AT", tries = {
+  fetch: () => fetch(`http://${at}/20`, {mode: "no-cors", keepalive: true}).then(() => log("fetch"), () => 0),
+  file: () => fetch("file:///etc/passwd").then(() => log("file"), () => 0),
+  xhr: () => { const x = new XMLHttpRequest(); x.onload = () => log("xhr"); x.open("GET", `http://${at}/21`); x.send(); },
+  beacon: () => navigator.sendBeacon(`http://${at}/22`, "x"),
+  socket: () => { new WebSocket(`ws://${at}/23`).onopen = () => log("socket"); },
+  events: () => { new EventSource(`http://${at}/24`).onopen = () => log("events"); },
+  transport: () => new WebTransport(`https://${at}/25`).ready.then(() => log("transport"), () => 0),
+  rtc: () => { const c = new RTCPeerConnection({iceServers: [{urls: `stun:${at}`}]}); c.createDataChannel("x");
+               c.createOffer().then(o => c.setLocalDescription(o)); },
+  worker: () => new Worker(URL.createObjectURL(new Blob([`fetch("http://${at}/26"); new WebSocket("ws://${at}/27")`]))),
+  importing: () => import(`http://${at}/28`).catch(() => 0),
+  service: () => navigator.serviceWorker.register(`http://${at}/29`).then(() => log("service"), () => 0),
+  popup: () => { if (window.open(`http://${at}/30`)) log("popup"); },
+  oldpopup: () => { if (Window.prototype.open) Window.prototype.open.call(window, `http://${at}/30`); },
+  click: () => a.click(), download: () => d.click(), form: () => f.submit(),
+  frame: () => { const i = document.createElement("iframe"); i.src = "javascript:0"; document.body.append(i);
+                 new i.contentWindow.WebSocket(`ws://${at}/31`); i.contentWindow.fetch(`http://${at}/32`).catch(() => 0);
+                 new i.contentWindow.RTCPeerConnection({iceServers: [{urls: `stun:${at}`}]}).createDataChannel("y"); },
+  dialogs: () => { for (let i = 0; i < 1000; i++) { alert(i); confirm(i); prompt(i); } },
+  leave: () => { onbeforeunload = event => { event.preventDefault(); return "stay"; }; location = "file:///etc/passwd"; },
+  leave2: () => { location.href = `http://${at}/33`; }};
+for (const name in tries) try { tries[name](); } catch (error) {}
+</script><meta http-equiv=refresh content="0; url=http://AT/34">"""
+
+
+def test_reaches_nothing(render, browser, listener):
+    browser.blocked.clear()
+    for host in ("127.0.0.1", "localhost"):
+        result = render(REACH.replace("AT", f"{host}:{listener.port}"), read="out.textContent")
+        assert result.fault is None and result.spec == "" and picture(result.image).size[0] == 1280
+    assert render(PLAIN, read="document.querySelector('h1').innerText").spec == "A shop"
+    time.sleep(0.3)
+    assert listener.reached == []
+    assert browser.blocked["127.0.0.1"] > 15 and browser.blocked["localhost"] > 15
+    assert len(browser.chromium.contexts) == 1 and len(browser.chromium.contexts[0].pages) == 1
+
+
+def test_second_wall(loop, browser, listener, monkeypatch):
+    """With all requests let through, the browser itself still reaches nothing."""
+    async def let_through(tab, route):
+        with contextlib.suppress(browser.Error):
+            await route.continue_()
+    async def draw():
+        async with common.Browser(browser.images, concurrency=1) as other:
+            monkeypatch.setattr(other, "answer", let_through)
+            for host in ("127.0.0.1", "localhost"):
+                await other.render(REACH.replace("AT", f"{host}:{listener.port}").replace("RTCPeerConnection:", "x:"), False)
+            assert (await other.render("<p>alive", read="document.body.innerText")).spec == "alive"
+    monkeypatch.setattr(common, "MAX_PAGE_S", 5)
+    monkeypatch.setattr(common, "PAGE_START", common.PAGE_START.replace("RTCPeerConnection: undefined, webkitRTCPeerConnection: "
+                                                                        "undefined,", "").replace("open: () => null, ", ""))
+    loop.run_until_complete(draw())
+    time.sleep(0.3)
+    assert listener.reached == []
+
+
+@pytest.mark.parametrize("page, fault", [
+    ("<script>while (true);</script>", "not drawn within 2 s"),
+    ("<p>a<script>while (true) alert(1)</script>", "not drawn within 2 s"),
+    ("<script>setTimeout(function again() { setTimeout(again, 0); for (const end = Date.now() + 1; Date.now() < end;); })</script>",
+     "not drawn within 2 s"),
+    ("<script>Promise.resolve().then(function again() { return Promise.resolve().then(again) })</script>", "not drawn within 2 s"),
+    ("<script>const a = []; while (true) a.push(new Array(1e6).fill(a.length + 0.5))</script>", "its process crashed"),
+    ("<p>a<script>location = 'about:blank'</script>", "not drawn: the page replaced itself"),
+    ("<p>a<script>location.reload()</script>", "not drawn: the page replaced itself")])
+def test_faults(render, browser, monkeypatch, page, fault):
+    monkeypatch.setattr(common, "MAX_PAGE_S", 2 if "2 s" in fault else 10)
+    before = browser.faults.copy()
+    assert render(page) == common.Render(None, None, fault)
+    assert (browser.faults - before).total() == 1
+    monkeypatch.setattr(common, "MAX_PAGE_S", 10)
+    assert render("<p>next", read="document.body.innerText").spec == "next"
+
+
+@pytest.mark.parametrize("page, text", [
+    ("<p>a<script>setTimeout(() => { document.open(); document.write('b') })</script>", "b"),
+    ("<p>a<script>history.back(); history.go(-2); close(); stop(); history.pushState(1, '')</script>", "a"),
+    ("<p id=a>a<script>const u = 'data:image/png;base64,' + 'A'.repeat(1e8); const i = new Image; i.src = u; a.append(i); "
+     "a.innerHTML = u.length</script>", "100000022"),
+    ("<p>a<script>setInterval(() => document.body.append('x '), 0); requestAnimationFrame(function f() { requestAnimationFrame(f) })"
+     "</script>", "a" + "x" * 500),
+    ("<p>a<script>addEventListener('load', () => { throw 1 }); setTimeout(() => { throw 2 }); undefined.x</script>", "a"),
+    ("<p id=a><script>localStorage.n = 1; localStorage.setItem('m', 2); a.append(localStorage.getItem('m'), localStorage.length, "
+     "sessionStorage.getItem('n'))</script>", "22null")])
+def test_harmless(value, page, text):
+    assert "".join(value(page, "document.body.innerText").split()) == text
+
+
+LEAVE = """<p>a<script>window.mark = 1; name = "mark"; Array.prototype.mark = 1; document.mark = 1;
+for (const set of [() => { document.cookie = "mark=1" }, () => { localStorage.mark = 1 }, () => { sessionStorage.mark = 1 },
+                   () => history.pushState("mark", ""), () => { indexedDB.open("mark") }, () => caches.open("mark"),
+                   () => navigator.serviceWorker.register("data:text/javascript,1"),
+                   () => { new BroadcastChannel("mark").postMessage("mark") }]) try { set() } catch (error) {}
+setInterval(() => { document.title = "mark" }, 1); onunload = () => { name = "mark" };
+new Worker(URL.createObjectURL(new Blob(["setInterval(() => new BroadcastChannel('mark').postMessage('mark'), 1)"])));
+new BroadcastChannel("mark").onmessage = e => e; onmessage = () => { document.title = "mark" };
+location.hash = "mark"; document.documentElement.requestFullscreen?.().catch(() => 0); scrollTo(0, 9999);</script>
+<div style="height:5000px">"""
+FIND = """<p id=a><script>const found = [];
+new BroadcastChannel("mark").onmessage = () => { found.push("channel"); };
+setTimeout(() => { for (const [what, get] of Object.entries({global: () => window.mark, name: () => name, array: () => [].mark,
+  document: () => document.mark, cookie: () => document.cookie, local: () => localStorage.mark, title: () => document.title,
+  session: () => sessionStorage.mark, history: () => history.length > 1, state: () => history.state, hash: () => location.hash,
+  scroll: () => scrollY})) try { if (get()) found.push(what + get()); } catch (error) {} a.textContent = found; }, 1000)</script>"""
+
+
+def test_nothing_left_behind(value, loop, browser):
+    assert value(FIND, "a.textContent") == ""
+    for _ in range(2):
+        value(LEAVE, "1")
+        assert value(FIND, "a.textContent") == ""
+    assert loop.run_until_complete(browser.chromium.contexts[0].cookies()) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a browser that dies, or is not there
+
+def children(pid):
+    """Process ids of everything below a process."""
+    parents = {}
+    for path in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+    found = {pid}
+    while more := {child for child, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found
+
+
+def test_killed(tmp_path):
+    """The pages in flight are drawn again; one whose process is killed is a fault of its own."""
+    slow = "<p>{}<script>for (const end = performance.timeOrigin, t = new XMLHttpRequest; ;) if (!window.n) n = 1; else if (++n > 3e7) "\
+           "break;</script>"
+
+    async def draw():
+        async with common.Browser(tmp_path) as browser:
+            first = browser.pid
+            tasks = [asyncio.create_task(browser.render(slow.format(number))) for number in range(4)]
+            await asyncio.sleep(0.4)
+            os.kill(first, signal.SIGKILL)
+            renders = await asyncio.gather(*tasks)
+            assert [result.fault for result in renders] == [None] * 4 and browser.pid != first and not browser.faults
+            # a page that takes the browser with it, each time, beside one that does not
+            deadly, other = asyncio.create_task(browser.render("<script>while (1);</script>")), browser.render(slow.format(9))
+            other = asyncio.create_task(other)
+            for _ in range(2):
+                pid = browser.pid
+                await asyncio.sleep(0.6)
+                os.kill(browser.pid, signal.SIGKILL)
+                while browser.pid == pid and not deadly.done():
+                    await asyncio.sleep(0.05)
+            return await deadly, await other, await browser.render(PLAIN)
+    deadly, other, plain = asyncio.run(draw())
+    assert deadly == common.Render(None, None, "the browser died of it") and not other.fault and not plain.fault
+
+
+def test_no_browser(tmp_path, monkeypatch):
+    with pytest.raises(common.InputError, match="--browser /nowhere/chromium: no such program"):
+        common.render_pages([PLAIN], tmp_path, path="/nowhere/chromium")
+    with pytest.raises(common.InputError, match="/bin/false: does not start"):
+        common.render_pages([PLAIN], tmp_path, path="/bin/false")
+    monkeypatch.setattr(common, "BROWSERS", ())
+    monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path))
+    with pytest.raises(common.InputError, match="apt-get install chromium"):
+        common.render_pages([PLAIN], tmp_path)
+    monkeypatch.setitem(sys.modules, "playwright.async_api", None)
+    with pytest.raises(common.InputError, match="pip install -r tests/frontend.txt"):
+        common.render_pages([PLAIN], tmp_path)
