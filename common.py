@@ -2136,7 +2136,7 @@ class Browser:
 
     def __init__(self, images, path=None, concurrency=2):
         self.images, self.path, self.concurrency = pathlib.Path(images), path, concurrency
-        self.blocked, self.faults = collections.Counter(), collections.Counter()
+        self.blocked, self.faults, self.specs = collections.Counter(), collections.Counter(), {}
         self.tabs, self.alone, self.starting = asyncio.Queue(), asyncio.Lock(), asyncio.Lock()
         self.chromium = self.driver = self.name = self.error = None
         for _ in range(concurrency):
@@ -2218,6 +2218,8 @@ class Browser:
         path = picture_path(self.images, html)
         if picture and read is None and path.exists():
             return stored_render(path)
+        if not picture and (path.name, read) in self.specs:
+            return self.specs[path.name, read]
         size = len(html.encode("utf-8", "replace"))
         if size > MAX_PAGE_BYTES:
             render = Render(None, None, f"page larger than {MAX_PAGE_BYTES:,} bytes ({size:,})")
@@ -2227,6 +2229,8 @@ class Browser:
             render = render or Render(None, None, "the browser died of it")
         if render.fault:
             self.faults[re.sub(r"\d[\d,]*", "N", render.fault)] += 1
+        if not picture:
+            self.specs[path.name, read] = render
         return render
 
     async def attempt(self, html, path, read, num_tabs):
