@@ -488,13 +488,16 @@ async def agent_turn(dialogue, agent, chooser, args):
     return {key: value for key, value in turn.items() if value or key in ("content", "output")}
 
 
-async def critic_choice(dialogue, prompt, replies, critic, tokenizer, device):
-    """The number of the reply with the highest score of a critic (03), or of the oracle."""
-    if critic == "oracle":
-        scores = common.oracle_scores(dialogue["task"], dialogue["history"], [reply.text for reply in replies])
-    else:
-        states = [(prompt, dialogue["task"]["ground_truth"], [reply.ids for reply in replies])]
-        [scores] = common.score_actions(critic, tokenizer, states, 16384, device)
+async def critic_choice(dialogue, prompt, replies, critic, tokenizer, device, browser=None):
+    """The number of the reply with the highest score of a critic (03), or of the oracle. A visual critic is shown what
+    `browser` renders."""
+    states = [common.State(prompt, dialogue["task"], dialogue["history"], [reply.ids for reply in replies],
+                           [reply.text for reply in replies])]
+    if critic != "oracle" and critic.get("visual"):
+        pages = common.pages_needed(critic, states)
+        renders = await asyncio.gather(*map(browser.render, pages))
+        critic = {**critic, "show": lambda _: {page: render.image for page, render in zip(pages, renders)}}
+    [scores] = common.score_actions(critic, tokenizer, states, 16384, device)
     return max(range(len(scores)), key=scores.__getitem__)
 
 
@@ -705,8 +708,6 @@ async def record(dialogue, browser, scorer, file, progress, tally, tokenizer, ar
 async def play_all(work, items, browser, concurrency):
     """work(item, browser) for all items; browser: a common.Browser that is not started yet, or None."""
     async with browser or contextlib.nullcontext() as browser:
-        if browser:
-            common.say(f"browser: {browser.name}")
         await each(functools.partial(work, browser=browser), items, concurrency)
 
 
@@ -854,6 +855,7 @@ def main(argv=None):
     person = None if args.simulator == "rules" else load(args.simulator, "simulator", sees=frontend)
     if person and person.sees and args.reject_leaks:
         raise common.InputError("--reject-leaks: a local model that sees always says the same; use a server")
+    browser = common.Browser(f"{args.out}.images", args.browser) if frontend else None
     chooser = None
     if args.best_of > 1 and args.critic.startswith("judge:"):
         judge = load(args.critic.removeprefix("judge:"), "judge")
@@ -861,7 +863,8 @@ def main(argv=None):
     elif args.best_of > 1:
         critic = args.critic if oracle else common.load_critic(common.read_critic(args.critic, agent.tokenizer),
                                                                common.load_whole(runtime.device, args.dtype))
-        chooser = functools.partial(critic_choice, critic=critic, tokenizer=agent.tokenizer, device=runtime.device)
+        chooser = functools.partial(critic_choice, critic=critic, tokenizer=agent.tokenizer, device=runtime.device,
+                                    browser=browser)
     if common.claim_output(record, args.out, inputs):
         return
 
@@ -882,7 +885,6 @@ def main(argv=None):
     mine = [item for item in items if item[0] not in done][runtime.rank::runtime.world_size]
     if done:
         common.say(f"{len(done):,} of {len(items):,} dialogues are there already")
-    browser = common.Browser(f"{out}.images", args.browser) if frontend else None
     with (contextlib.nullcontext(common.PageScorer(args.similarity, args.clip_model, runtime.device)) if frontend else
           common.Scorer(args.unsafe_scorer) as scorer,
           open_partial(out.with_name(f"{out.name}.{runtime.rank}of{runtime.world_size}.partial")) as file,

@@ -19,6 +19,11 @@ head on the mean of the last hidden states over a turn's tokens, 0 before traini
 --head value        its value is the logit of success given the dialogue up to and with the turn, and c, trained by
                     binary cross-entropy at every turn of every trajectory (those without a pair, too)
 
+Of pages (frontend) a `--model` of the Qwen2-VL family makes a visual critic, with one of these heads: it reads the
+request, what the person said last, the picture of the reference page (c) and that of the page after the turn, and its
+head sees the mean of the last hidden states over all of these tokens, of pictures and text. Other models read the
+reference's HTML as c.
+
 Pairs of `--held-out-frac` of the tasks are not trained on: their accuracy is what is reported (of values: the last).
 
 Differs from the paper: nothing. Differs from the published code: the sum over turns of each turn's mean, where it takes
@@ -28,6 +33,7 @@ one mean over all tokens of the trajectory (`--normalize trajectory`).
     torchrun --nproc-per-node 8 03_train_critic.py --trajectories trajectories.jsonl \\
         --model meta-llama/Llama-3.1-8B-Instruct --dtype bfloat16 --out critic
 """
+import functools
 import hashlib
 import math
 import pathlib
@@ -68,10 +74,30 @@ def is_held_out(task_id, fraction):
     return int(hashlib.sha256(f"held out {task_id}".encode()).hexdigest()[:8], 16) / 2 ** 32 < fraction
 
 
-def trajectory_examples(trajectories, groups, tokenizer, privileged):
-    """An example for each tuple of trajectory numbers."""
+def picture_items(trajectories, processor, privileged, show):
+    """An item for each trajectory, of a row for each agent turn, which shows it to a visual critic."""
+    turns = []                                                       # (trajectory number, history, page) of each
+    for number, trajectory in enumerate(trajectories):
+        history = trajectory["dialogue_history"]
+        turns += [(number, history[:i], common.last_page(history[:i + 1]))
+                  for i, turn in enumerate(history) if turn["role"] == "assistant"]
+    pages = [page for _, _, page in turns if page]
+    shown = show(pages + [trajectory["task"]["ground_truth"] for trajectory in trajectories if privileged])
+    items = [[] for _ in trajectories]
+    for number, history, page in turns:
+        items[number].append(common.page_row(processor, trajectories[number]["task"], history, page, len(items[number]),
+                                             shown, privileged))
+    return items
+
+
+def trajectory_examples(trajectories, groups, tokenizer, privileged, show=None):
+    """An example for each tuple of trajectory numbers; `show` (common.show_pages) makes those of a visual critic, whose
+    processor is then in the place of the tokenizer."""
     used = sorted({i for group in groups for i in group})
     items = {}
+    if show:
+        items = dict(zip(used, picture_items([trajectories[i] for i in used], tokenizer, privileged, show)))
+        return [tuple(items[i] for i in group) for group in groups]
     for i, turns in zip(used, common.all_turns(tokenizer, [trajectories[i] for i in used])):
         c = trajectories[i]["task"]["ground_truth"] if privileged else None
         items[i] = common.trajectory_rows(tokenizer, turns, c)
@@ -149,12 +175,26 @@ def parse_args(argv=None):
     parser.add_argument("--log-every", type=common.positive_int, default=10, help="steps between log lines")
     parser.add_argument("--out", required=True, help="folder to write")
     common.add_scorer(parser)
+    common.add_browser(parser)
     common.add_overwrite(parser)
     common.set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
     if args.head != "lm":
         args.normalize, args.nll_coef = "none", 0.0                  # the head's input is a mean already
     return args
+
+
+def check_visual(trajectories, args):
+    """InputError where a model that sees cannot be the critic."""
+    from transformers import AutoConfig
+    if not common.is_frontend(trajectories[0]["task"]):
+        raise common.InputError(f"{args.model}: a model that sees is a critic of pages, but {args.trajectories} has "
+                                "dialogues about functions; name a language model")
+    if args.head == "lm":
+        raise common.InputError(f"{args.model}: a model that sees needs --head regression (or value); one by --head lm "
+                                "reads the reference's HTML, with any language model")
+    if not common.from_pretrained(AutoConfig, args.model).model_type.startswith("qwen"):
+        raise common.InputError(f"{args.model}: a visual critic must be of the Qwen2-VL family")
 
 
 def main(argv=None):
@@ -168,18 +208,27 @@ def main(argv=None):
         return
     common.fill_rewards(trajectories, args.unsafe_scorer)
     pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap)
-    tokenizer = common.load_tokenizer(args.model)
+    visual, show = common.reads_pictures(args.model), None
+    if visual:
+        check_visual(trajectories, args)
+        show = functools.partial(common.show_pages, images=pathlib.Path(args.out) / "images", browser=args.browser)
+        if common.claim_output(args, args.out, inputs, folder=True):
+            return
+    tokenizer = common.load_processor(args.model) if visual else common.load_tokenizer(args.model)
+    if visual:
+        limit = tokenizer.image_processor.size["longest_edge"]
+        common.say(f"a visual critic; pictures are scaled to at most {limit:,} pixels")
     held = [is_held_out(trajectory["task_id"], args.held_out_frac) for trajectory in trajectories]
     train, test = ([pair for pair in pairs if held[pair[0]] == side] for side in (False, True))
     common.say(f"{len(train):,} trajectory pairs to train on, {len(test):,} of other tasks held out")
     if args.head == "value":
         train = [(i,) for i in range(len(trajectories)) if not held[i]]
-    examples, held_out = (trajectory_examples(trajectories, groups, tokenizer, not args.no_privileged)
+    examples, held_out = (trajectory_examples(trajectories, groups, tokenizer, not args.no_privileged, show)
                           for groups in (train, test))
     kept = common.drop_long(examples, args)
     examples, train = [examples[i] for i in kept], [train[i] for i in kept]
     held_out = [held_out[i] for i in common.drop_long(held_out, args)] if held_out else []
-    if common.claim_output(args, args.out, inputs, folder=True):
+    if not visual and common.claim_output(args, args.out, inputs, folder=True):
         return
     costs = common.Costs(args.out, runtime.device, folder=True)
     batches = common.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
@@ -239,7 +288,8 @@ def main(argv=None):
                if held_out else "held-out pair accuracy: not measured, no held-out pairs")
     if runtime.rank == 0:
         common.write_json(pathlib.Path(args.out) / "critic.json", {
-            "head": args.head, "normalize": args.normalize, "privileged": not args.no_privileged, "beta": args.beta,
+            "head": args.head, "visual": visual, "normalize": args.normalize, "privileged": not args.no_privileged,
+            "beta": args.beta,
             "reference": args.model, "held_out_pair_accuracy": accuracy, "num_held_out_pairs": len(held_out)})
     costs.record([common.work_of(model)], log.total_tokens)
     common.finish_training(args.out, model, tokenizer)

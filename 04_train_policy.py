@@ -177,11 +177,8 @@ def read_candidates(path, states, num_candidates):
 
 def score_candidates(rows, critic, tokenizer, args, device, sampler=None):
     """The rows with "advantages": the critic's score of every candidate, by eq. 3 where it has no head."""
-    if critic == "oracle":
-        return [{**row, "advantages": common.oracle_scores(row["task"], row["history"], [
-            candidate["text"] for candidate in row["candidates"]])} for row in rows]
-    states = [(row["prompt"], row["task"]["ground_truth"], [candidate["ids"] for candidate in row["candidates"]])
-              for row in rows]
+    states = [common.State(row["prompt"], row["task"], row["history"], *([c[key] for c in row["candidates"]]
+                                                                         for key in ("ids", "text"))) for row in rows]
     scores = common.score_actions(critic, tokenizer, states, args.max_tokens, device, args.no_tree, sampler)
     return [{**row, "advantages": advantages} for row, advantages in zip(rows, scores)]
 
@@ -370,6 +367,7 @@ def parse_args(argv=None):
     parser.add_argument("--log-every", type=common.positive_int, default=10, help="steps between log lines")
     parser.add_argument("--out", required=True, help="folder to write")
     common.add_scorer(parser)
+    common.add_browser(parser)
     common.add_overwrite(parser)
     common.set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
@@ -391,6 +389,8 @@ def main(argv=None):
     oracle = args.critic == "oracle"
     if oracle and any("facts" not in trajectory["task"] for trajectory in trajectories):
         raise common.InputError(f"{args.trajectories}: --critic oracle needs template tasks (01), which state facts")
+    if args.model != "tiny" and common.reads_pictures(args.model):
+        raise common.InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
     inputs = [args.trajectories, args.model, args.candidates, None if oracle else args.critic]
     if common.claim_output(args, args.out, inputs, folder=True, begin=False):
         return
@@ -404,6 +404,12 @@ def main(argv=None):
     places = None                                                                       # of pairs in their examples
     if args.method == "sweet":
         critic = args.critic if oracle else common.read_critic(args.critic, tokenizer)
+        if not oracle and critic.get("visual"):
+            if args.published_ranking or not common.is_frontend(trajectories[0]["task"]):
+                raise common.InputError(f"{args.critic}: a critic that sees ranks pages (frontend tasks) alone, "
+                                        "and not by --published-ranking")
+            critic["show"] = functools.partial(common.show_pages, images=pathlib.Path(args.out) / "images",
+                                               browser=args.browser)
     else:
         build = trajectory_pair_examples if args.method == "mtdpo" else likelihood_examples
         examples = build(trajectories, tokenizer, args)

@@ -615,14 +615,16 @@ def measure_critic(critic, trajectories, rows, tokenizer, device):
     critic_stage = importlib.import_module("03_train_critic")
     options = argparse.Namespace(max_tokens=16384, normalize=critic["normalize"], head=critic["head"])
     pairs = common.trajectory_pairs(trajectories, "the first file")
-    examples = critic_stage.trajectory_examples(trajectories, pairs, tokenizer, critic["privileged"])
+    reader = critic["model"].processor if critic.get("visual") else tokenizer
+    examples = critic_stage.trajectory_examples(trajectories, pairs, reader, critic["privileged"], critic.get("show"))
     values = common.values_of(critic["reference"] or critic["model"], [item for pair in examples for item in pair],
                               options.max_tokens, device)
     if critic["reference"] is None:
         values = [torch.zeros_like(value) for value in values]
     ref = list(zip(values[0::2], values[1::2]))
     accuracy = critic_stage.pair_accuracy(critic["model"], examples, ref, options, device)
-    states = [(row["prompt"], row["task"]["ground_truth"], [c["ids"] for c in row["candidates"]]) for row in rows]
+    states = [common.State(row["prompt"], row["task"], row["history"], *([c[key] for c in row["candidates"]]
+                                                                         for key in ("ids", "text"))) for row in rows]
     scores = common.score_actions(critic, tokenizer, states, options.max_tokens, device)
     by_task = {}
     for row, own in zip(rows, scores):

@@ -175,23 +175,26 @@ class Costs:
 
 
 def work_of(model):
-    """{"generated_tokens", "flops", "parameters"}: what a model has done so far (add_work), and the number of its
-    parameters that multiply (input embeddings aside)."""
+    """{"generated_tokens", "flops", "parameters", "visual_parameters"}: what a model has done so far (add_work), and
+    the number of its parameters that multiply (input embeddings aside), those of its vision tower apart."""
     if not hasattr(model, "work"):
         embedded = model.get_input_embeddings().weight
         tied = model.get_output_embeddings().weight is embedded
-        model.work = {"generated_tokens": 0, "flops": 0.0,
-                      "parameters": sum(p.numel() for p in model.parameters()) - (0 if tied else embedded.numel())}
+        visual = sum(p.numel() for p in model.base_model.visual.parameters()) if is_visual(model) else 0
+        model.work = {"generated_tokens": 0, "flops": 0.0, "visual_parameters": visual, "parameters":
+                      sum(p.numel() for p in model.parameters()) - visual - (0 if tied else embedded.numel())}
     return model.work
 
 
-def add_work(model, lengths, cached=0, generated=False):
+def add_work(model, lengths, cached=0, generated=False, patches=0):
     """Count a pass over rows of `lengths` tokens, each after `cached` earlier ones: 2 FLOPs a token and parameter and 4
-    a pair of tokens, layer and hidden dimension, three times that where gradients follow (6ND and attention)."""
+    a pair of tokens, layer and hidden dimension, three times that where gradients follow (6ND and attention). Pictures
+    count by their `patches` and the parameters of the vision tower, without its attention."""
     work, config = work_of(model), model.config.get_text_config()
     pairs = sum(length * cached + length * length / 2 for length in lengths)
     work["flops"] += (3 if torch.is_grad_enabled() else 1) * (
-        2 * work["parameters"] * sum(lengths) + 4 * config.num_hidden_layers * config.hidden_size * pairs)
+        2 * work["parameters"] * sum(lengths) + 4 * config.num_hidden_layers * config.hidden_size * pairs +
+        2 * work["visual_parameters"] * patches)
     work["generated_tokens"] += sum(lengths) if generated else 0
 
 
@@ -384,7 +387,7 @@ def fingerprint(path):
     return hashlib.sha256(content).hexdigest()[:16]
 
 
-NO_INFLUENCE = {"out", "overwrite", "save_every", "dry_run", "max_attempts", "timeout", "retries"}
+NO_INFLUENCE = {"browser", "out", "overwrite", "save_every", "dry_run", "max_attempts", "timeout", "retries"}
 
 
 def claim_output(args, out, inputs, folder=False, begin=True):
@@ -623,9 +626,10 @@ def oracle_scores(task, history, actions):
 # A row is token ids and, for each token, the index of the agent turn that it belongs to, or -1 for what is only read
 # (prompts, the person, c). A trajectory is one row where the chat template only ever appends, else several. A tree is a
 # row of several actions that continue the same prompt: each sees the prompt and itself, so that the prompt, `shared`
-# tokens, is computed once for all of them.
+# tokens, is computed once for all of them. A row of a visual critic shows one turn in pictures (files, None: a black
+# one), all of its tokens are that turn's, and a trajectory is a row for each turn.
 
-Row = namedtuple("Row", "ids turns shared", defaults=(None,))
+Row = namedtuple("Row", "ids turns shared pictures", defaults=(None, ()))
 
 
 def prompt_text(tokenizer, history, max_rounds, frontend=False):
@@ -709,7 +713,7 @@ def trajectory_rows(tokenizer, turns, ground_truth=None):
         if consumed is None or not prompt.startswith(consumed):
             rows.append(Row([], []))
             consumed = ""
-        ids, marks, _ = rows[-1]
+        ids, marks = rows[-1][:2]
         read = encode(tokenizer, prompt[len(consumed):])
         ids += read + action
         marks += [-1] * len(read) + [index] * len(action)
@@ -731,7 +735,7 @@ def candidate_rows(tokenizer, prompt, actions, no_tree=False):
                 [-1] * len(read) + [n for n, action in enumerate(actions) for _ in action], len(read))]
 
 
-Batch = namedtuple("Batch", "ids mask positions turns previous owners lengths sizes")
+Batch = namedtuple("Batch", "ids mask positions turns previous owners lengths sizes pictures")
 
 
 def collate(items, device="cpu"):
@@ -744,7 +748,8 @@ def collate(items, device="cpu"):
     previous   (R, T) place of the token before
     owners     (R,)   the item of each row
     lengths    (B, M) number of action tokens of each item's turns, 0 where it has no such turn
-    sizes      number of tokens of each row"""
+    sizes      number of tokens of each row
+    pictures   of all rows, in their order"""
     rows = [(owner, row) for owner, item in enumerate(items) for row in item]
     width = max(len(row.ids) for _, row in rows)
     num_turns = 1 + max(max(row.turns) for _, row in rows)
@@ -774,11 +779,17 @@ def collate(items, device="cpu"):
         mask = (sees & causal & ((mask[:, None, :] == 1) | torch.eye(width, dtype=torch.bool)))[:, None]
     owners = torch.tensor([owner for owner, _ in rows])
     return Batch(*(tensor.to(device) for tensor in (ids, mask, positions, turns, previous, owners, lengths)),
-                 [len(row.ids) for _, row in rows])
+                 [len(row.ids) for _, row in rows], [picture for _, row in rows for picture in row.pictures])
 
 
 def hidden_states(model, batch):
     """The last hidden state of each token, (R, T, H)."""
+    if batch.pictures:                              # the model gives their tokens positions in rows and columns
+        pixels = read_pictures(model.processor, batch.pictures)
+        add_work(model, batch.sizes, patches=len(pixels["pixel_values"]))
+        return model.base_model(input_ids=batch.ids, mm_token_type_ids=(batch.ids == model.config.image_token_id).int(),
+                                use_cache=False, **{name: x.to(batch.ids.device) for name, x in pixels.items()}
+                                ).last_hidden_state
     add_work(model, batch.sizes)
     mask = None                                     # rows are padded on the right: with causal attention no token sees it
     if batch.mask.dim() == 4 and model.config.get_text_config()._attn_implementation == "flex_attention":
@@ -905,10 +916,15 @@ def load_tokenizer(name):
 
 
 def load_model(name, device, dtype="float32"):
-    """(model, tokenizer), the whole model on this rank, which computes in `dtype`; not for training."""
+    """(model, tokenizer), the whole model on this rank, which computes in `dtype`; not for training. Of one that reads
+    pictures (reads_pictures) the processor is in the place of the tokenizer."""
     from transformers import AutoModelForCausalLM
-    tokenizer = load_tokenizer(name)
-    model = from_pretrained(AutoModelForCausalLM, name, dtype=getattr(torch, dtype))
+    if reads_pictures(name):
+        model, tokenizer = load_vision(name, device, dtype)
+        model.processor = tokenizer
+    else:
+        tokenizer = load_tokenizer(name)
+        model = from_pretrained(AutoModelForCausalLM, name, dtype=getattr(torch, dtype))
     model.turn_values = functools.partial(turn_values, model)
     return model.to(device), tokenizer
 
@@ -929,7 +945,7 @@ def shard(model, runtime, args):
         model.set_attn_implementation("flex_attention")
     if args.activation_checkpointing:
         model.activation_checkpointing_enable()
-    for module in [*model.get_decoder().layers, model]:
+    for module in [*(model.base_model.visual.blocks if is_visual(model) else ()), *model.get_decoder().layers, model]:
         fully_shard(module, mesh=mesh if args.replicate > 1 else mesh["shard"], mp_policy=policy)
     model.turn_values = functools.partial(turn_values, model)
     register_fsdp_forward_method(model, "turn_values")
@@ -939,12 +955,13 @@ def load_sharded(name, runtime, args, head=False):
     """A model for training, split over the ranks (shard), each of which reads its own parts of the files. With `head`
     it gets a critic's head (add_head)."""
     from torch.distributed import checkpoint as dcp
-    from transformers import AutoConfig, AutoModelForCausalLM
     folder = plain_weights(name, args.out)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(from_pretrained(AutoConfig, folder), dtype=torch.float32)
+        model = meta_model(folder)
         if head:
             add_head(model)
+    if is_visual(model):
+        model.processor = load_processor(name)
     shard(model, runtime, args)
     model.to_empty(device=runtime.device)
     for module in model.modules():
@@ -955,6 +972,13 @@ def load_sharded(name, runtime, args, head=False):
         torch.nn.init.zeros_(model.turn_head.bias)
     dcp.load(dict(stored_tensors(model)), storage_reader=dcp.HuggingFaceStorageReader(folder))
     return model
+
+
+def meta_model(name):
+    """The model of a folder or name without weights, in float32; to be called under torch.device("meta")."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    kind = AutoModelForImageTextToText if reads_pictures(name) else AutoModelForCausalLM
+    return kind.from_config(from_pretrained(AutoConfig, name), dtype=torch.float32)
 
 
 def stored_tensors(model):
@@ -969,7 +993,6 @@ def plain_weights(name, out):
     or, where it is kept otherwise (GGUF, renamed or merged weights), one in `out`/initial, which is written here."""
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
-    from transformers import AutoConfig, AutoModelForCausalLM
     folder = pathlib.Path(name)
     if name != "smollm2" and not folder.is_dir():
         for main in (True, False):                                  # the main rank of each machine downloads first
@@ -981,7 +1004,7 @@ def plain_weights(name, out):
         with safe_open(path, "pt") as file:
             names |= set(file.keys())
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(from_pretrained(AutoConfig, name))
+        model = meta_model(name)
     if {name for name, _ in stored_tensors(model)} <= names:
         return str(folder)
     initial = pathlib.Path(out) / "initial" / hashlib.sha256(name.encode()).hexdigest()[:16]
@@ -1046,6 +1069,121 @@ def stop_ids(model, tokenizer):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# models that see: the person who compares pages, and the visual critic of pages
+
+MAX_PIXELS = 1280 * 28 * 28
+BLACK = 56, 56                                  # width and height of what stands for a page that is not there
+
+
+def reads_pictures(name):
+    """Whether a model (folder, hub id) is a vision-language model that is no plain language model, too."""
+    import transformers
+    if name == "smollm2":                           # whose file takes seconds to read
+        return False
+    kind = type(from_pretrained(transformers.AutoConfig, name))
+    return (kind in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and
+            kind not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING)
+
+
+def is_visual(model):
+    """Whether a model is of the Qwen2-VL family, the visual critic's."""
+    return hasattr(model.base_model, "visual") and hasattr(model.config, "image_token_id")
+
+
+def load_processor(name):
+    """A vision-language model's tokenizer, chat template and image processor in one. Qwen2-VL's is put together without
+    the video processor, which needs torchvision, and scales pictures down to MAX_PIXELS, if not to fewer."""
+    import transformers
+    try:
+        if not from_pretrained(transformers.AutoConfig, name).model_type.startswith("qwen"):
+            return from_pretrained(transformers.AutoProcessor, name)
+        processor = type("Qwen2VLProcessor", (transformers.Qwen2VLProcessor,),
+                         {"get_attributes": classmethod(lambda cls: ["image_processor", "tokenizer"])})
+        tokenizer = load_tokenizer(name)
+        images = from_pretrained(transformers.Qwen2VLImageProcessorPil, name)
+        if images.size["longest_edge"] > MAX_PIXELS:
+            images = from_pretrained(transformers.Qwen2VLImageProcessorPil, name, max_pixels=MAX_PIXELS)
+        return processor(images, tokenizer, chat_template=tokenizer.chat_template)
+    except ImportError as error:
+        raise InputError(f"{name}: its processor needs more packages ({one_line(error)}): pip install -r "
+                         "tests/frontend.txt") from None
+
+
+def load_vision(name, device, dtype="float32"):
+    """(model, processor) of any vision-language model, for vision_reply."""
+    import transformers
+    if type(from_pretrained(transformers.AutoConfig, name)) not in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        raise InputError(f"{name}: sees no pictures; name a vision-language model (Qwen2-VL, say)")
+    model = from_pretrained(transformers.AutoModelForImageTextToText, name, dtype=getattr(torch, dtype))
+    return model.to(device).eval(), load_processor(name)
+
+
+@torch.no_grad()
+def vision_reply(model, processor, messages, max_new_tokens):
+    """The likeliest Reply of a vision-language model (load_vision) to messages whose contents are lists of
+    {"type": "text", "text"} and {"type": "image", "path" or "image"}."""
+    from transformers import GenerationConfig
+    inputs = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True,
+                                           return_tensors="pt").to(model.device, model.dtype)
+    stops, length = stop_ids(model, processor.tokenizer), inputs["input_ids"].shape[1]
+    # every field that a model's own generation_config may set
+    config = GenerationConfig(do_sample=False, temperature=None, top_k=None, top_p=None, num_beams=1,
+                              repetition_penalty=1.0, no_repeat_ngram_size=0, max_new_tokens=max_new_tokens,
+                              eos_token_id=stops, pad_token_id=stops[0])
+    ids = model.generate(**inputs, generation_config=config)[0, length:].tolist()
+    patches = len(inputs["pixel_values"]) if is_visual(model) and "pixel_values" in inputs else 0
+    add_work(model, [length], patches=patches)
+    add_work(model, [len(ids)], cached=length, generated=True)
+    text = processor.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return Reply(text, ids[-1] in stops, ids, None, length, len(ids))
+
+
+def picture(path):
+    """The image in a file; None: a black one."""
+    from PIL import Image
+    return Image.open(path) if path else Image.new("RGB", BLACK)
+
+
+def read_pictures(processor, paths):
+    """{"pixel_values": (patches of all, values), "image_grid_thw": (number, 3)} of picture files."""
+    read = {path: processor.image_processor(picture(path), return_tensors="pt") for path in dict.fromkeys(paths)}
+    return {name: torch.cat([read[path][name] for path in paths]) for name in ("pixel_values", "image_grid_thw")}
+
+
+def page_row(processor, task, history, page, number, shown, privileged):
+    """The Row that shows a visual critic the agent's turn `number` after `history`: what the person wants and said
+    last, the picture of the reference page (`privileged`), and that of the `page` after this turn (None: a black one).
+    `shown` has the files (show_pages). A picture's place in the chat becomes as many tokens as it has."""
+    said = f"\nLast they said: {history[-1]['content']}" if len(history) > 1 else ""
+    content = [{"type": "text", "text": f"A person wants a web page: {task['problem_description']}{said}"}]
+    views = [("\nThe page that they need:", shown[task["ground_truth"]])] if privileged else []
+    views += [("\nThe page that they get:", shown[page]) if page else ("\nThey get no page yet:", None)]
+    for text, _ in views:
+        content += [{"type": "text", "text": text}, {"type": "image"}]
+    content[0]["text"] = content[0]["text"].replace(processor.image_token, "")
+    text, *rest = processor.apply_chat_template([{"role": "user", "content": content}]).split(processor.image_token)
+    for (_, path), more in zip(views, rest, strict=True):
+        width, height = picture(path).size
+        patches = processor.image_processor.get_number_of_image_patches(height, width, {})
+        text += processor.image_token * (patches // processor.image_processor.merge_size ** 2) + more
+    ids = encode(processor.tokenizer, text)
+    return Row(ids, [number] * len(ids), None, tuple(path for _, path in views))
+
+
+def show_pages(htmls, images, browser=None):
+    """{page: file of its picture in the folder `images`, None where it cannot be rendered} of HTML pages, rendered by
+    rank 0. For all ranks."""
+    htmls, renders = list(dict.fromkeys(htmls)), [None]
+    if is_main():
+        renders[0] = [render.image for render in render_pages(htmls, images, browser)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(renders)
+    if None in renders[0]:
+        say(f"{renders[0].count(None):,} of {len(htmls):,} pages cannot be rendered: shown as black pictures")
+    return dict(zip(htmls, renders[0]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # critics: what 02 and 04 ask any critic folder of 03, whatever its kind
 
 def turn_advantages(values, ref_values, lengths, normalize):
@@ -1061,13 +1199,15 @@ def turn_advantages(values, ref_values, lengths, normalize):
 
 
 def read_critic(folder, tokenizer):
-    """A critic folder's critic.json, {"privileged", "normalize", "head", …}, for a policy with `tokenizer`."""
+    """A critic folder's critic.json, {"privileged", "normalize", "head", …}, for a policy with `tokenizer`. One that is
+    "visual" reads pictures of pages, and "show" must be added to it: a show_pages of pages alone."""
     path = pathlib.Path(folder) / "critic.json"
     if not path.exists():
         raise InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
-    if tokenizer_name(load_tokenizer(str(folder))) != tokenizer_name(tokenizer):
+    critic = {**json.loads(path.read_text()), "folder": str(folder)}
+    if not critic.get("visual") and tokenizer_name(load_tokenizer(str(folder))) != tokenizer_name(tokenizer):
         raise InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
-    return {**json.loads(path.read_text()), "folder": str(folder)}
+    return critic
 
 
 def load_critic(critic, load):
@@ -1093,22 +1233,56 @@ def load_whole(device, dtype="float32"):
 
 
 def add_head(model):
-    """Give a critic's model a linear head on turn_means, at first 0 for every turn; returns it."""
+    """Give a critic's model a linear head on turn_means, at first 0 for every turn; returns it. The output projection,
+    if it is a matrix of its own, is frozen: without gradients it would have no optimiser state to be resumed."""
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        model.get_output_embeddings().requires_grad_(False)
     model.turn_head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
     torch.nn.init.zeros_(model.turn_head.weight)
     torch.nn.init.zeros_(model.turn_head.bias)
     return model.turn_head
 
 
+# Actions in a state: the prompt's text, the task, the turns so far, the actions' ids and what they say
+State = namedtuple("State", "prompt task history actions texts")
+
+
+def pages_seen(states):
+    """For each state the page that each of its actions leads to: its own or the last one so far; None: none yet."""
+    return [[page_of(shown_text(visible_text(text, state.prompt), True)) or last_page(state.history)
+             for text in state.texts] for state in states]
+
+
+def pages_needed(critic, states):
+    """All pages that a visual critic looks at to score the actions of states; InputError where a task has none."""
+    if not all(is_frontend(state.task) for state in states):
+        raise InputError(f"{critic['folder']}: a critic that sees ranks pages (frontend tasks) alone")
+    pages = [page for own in pages_seen(states) for page in own if page]
+    pages += [state.task["ground_truth"] for state in states if critic["privileged"]]
+    return list(dict.fromkeys(pages))
+
+
 def score_actions(critic, tokenizer, states, max_tokens, device, no_tree=False, sampler=None):
-    """The critic's score A(o_t, a, c) of each action; states: [(prompt text, reference solution, [action ids, …]), …].
-    Returns a list of floats for each state. Equal actions are scored once. With `sampler` (a model) its values without
-    c are subtracted in place of the reference's with c, as the published code does."""
-    different = [sorted(set(map(tuple, actions))) for _, _, actions in states]
+    """The score A(o_t, a, c) of each action in `states` by a critic (load_critic) or "oracle", a list of floats for
+    each state. Equal actions are scored once. With `sampler` (a model) its values without c are subtracted in place of
+    the reference's with c, as the published code does."""
+    if critic == "oracle":
+        return [oracle_scores(state.task, state.history, state.texts) for state in states]
+    if critic.get("visual"):
+        needed, model = pages_needed(critic, states), critic["model"]
+        shown = critic["show"](needed)
+        keys = [[(number, page) for page in own] for number, own in enumerate(pages_seen(states))]
+        different = list(dict.fromkeys(key for own in keys for key in own))
+        items = [[page_row(model.processor, states[number].task, states[number].history, page, 0, shown,
+                           critic["privileged"])] for number, page in different]
+        values = dict(zip(different, values_of(model, items, max_tokens, device)))
+        return [[values[key].item() for key in own] for own in keys]
+    different = [sorted(set(map(tuple, state.actions))) for state in states]
 
     def values(model, privileged):
-        items = [candidate_rows(tokenizer, with_hidden_info(tokenizer, prompt, c) if privileged else prompt, actions,
-                                no_tree) for (prompt, c, _), actions in zip(states, different)]
+        items = [candidate_rows(tokenizer, with_hidden_info(tokenizer, state.prompt, state.task["ground_truth"])
+                                if privileged else state.prompt, actions, no_tree)
+                 for state, actions in zip(states, different)]
         return values_of(model, items, max_tokens, device)
 
     own_values = values(critic["model"], critic["privileged"])
@@ -1117,10 +1291,10 @@ def score_actions(critic, tokenizer, states, max_tokens, device, no_tree=False, 
                   values(critic["reference"], critic["privileged"]))
     normalize = "none" if critic["normalize"] == "none" else "turn"                 # one turn is all of a trajectory
     scores = []
-    for (_, _, actions), unique, value, ref_value in zip(states, different, own_values, ref_values):
+    for state, unique, value, ref_value in zip(states, different, own_values, ref_values):
         lengths = torch.tensor([[len(action) for action in unique]])
         score = dict(zip(unique, turn_advantages(value[None], ref_value[None], lengths, normalize)[0].tolist()))
-        scores.append([score[tuple(action)] for action in actions])
+        scores.append([score[tuple(action)] for action in state.actions])
     return scores
 
 
@@ -1350,13 +1524,14 @@ def finish_training(folder, model, tokenizer):
 def show_samples(tokenizer, items, count=2):
     """Print items as text before training, with the tokens that the loss sees in [brackets]."""
     for item in items[:count]:
-        for ids, turns, _ in item:
+        for ids, turns, *_ in item:
             text, start_at = "", 0
             for end in range(1, len(ids) + 1):
                 if end == len(ids) or turns[end] != turns[start_at]:
                     piece = tokenizer.decode(ids[start_at:end], skip_special_tokens=False)
                     text += piece if turns[start_at] < 0 else f"[{piece}]"
                     start_at = end
+            text = re.sub(r"(<\|\w+\|>)\1{3,}", r"\1 …", text)                      # tokens of a picture
             say(f"--- sample, the loss sees [brackets]:\n{text}\n---")
 
 
@@ -1481,6 +1656,8 @@ def dry_run(args, rows_an_example, tree=False):
     from transformers import AutoConfig
     if args.dry_run % args.replicate:
         raise InputError(f"--replicate {args.replicate} does not divide the {args.dry_run} ranks")
+    if reads_pictures(args.model):
+        raise InputError(f"{args.model}: --dry-run knows models of text alone")
     examples = min(args.micro_batch_size, math.ceil(args.batch_size / args.dry_run))
     plan = memory_plan(from_pretrained(AutoConfig, args.model), args.dry_run, args.replicate, args.dtype,
                        args.activation_checkpointing, examples * rows_an_example, args.max_length,

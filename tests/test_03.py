@@ -61,7 +61,8 @@ def test_an_untrained_critic_scores_every_candidate_0(workspace, tmp_path, tiny)
     model, tokenizer = tiny
     row = read(workspace / "offline.jsonl")[0]
     turn = row["dialogue_history"][1]
-    rows = [{"prompt": turn["input"], "task": row["task"], "candidates": [{"ids": turn["output_ids"]}, {"ids": [7, 8]}]}]
+    rows = [{"prompt": turn["input"], "task": row["task"], "history": [],
+             "candidates": [{"ids": turn["output_ids"], "text": ""}, {"ids": [7, 8], "text": ""}]}]
     args = stage(4).parse_args(["--method", "sweet", "--critic", "x", "--trajectories", "x", "--model", "x", "--out", "x"])
     same = {"model": model, "reference": model, "privileged": True, "normalize": "turn", "head": "lm"}
     assert stage(4).score_candidates(rows, same, tokenizer, args, "cpu")[0]["advantages"] == [0.0, 0.0]
@@ -77,7 +78,7 @@ def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny):
     assert sum(s["loss"] for s in steps[-3:]) / 3 < 0.67
     critic = common.load_critic(common.read_critic(out, tiny[1]), common.load_whole("cpu"))     # 04 and 02 are not told its kind
     turn = read(workspace / "offline.jsonl")[0]["dialogue_history"][1]
-    states = [(turn["input"], "def f(): pass", [turn["output_ids"], [7, 8], [7, 8]])]
+    states = [common.State(turn["input"], {"ground_truth": "def f(): pass"}, [], [turn["output_ids"], [7, 8], [7, 8]], [])]
     (a, b, c), = common.score_actions(critic, tiny[1], states, 4096, "cpu")
     (plain, *_), = common.score_actions(critic, tiny[1], states, 4096, "cpu", no_tree=True)
     assert b == c != a and a == pytest.approx(plain, abs=1e-5)

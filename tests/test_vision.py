@@ -1,0 +1,315 @@
+"""Models that see: the rows of a visual critic, its training and use, and the person who looks at pages."""
+import asyncio
+import json
+import math
+import shutil
+import types
+
+import pytest
+import torch
+
+import common
+from conftest import ROOT, read, refused, stage, succeed
+
+BASE = ROOT / "tests" / "tiny"
+SPECIAL = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+            "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
+            "{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+            "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+
+
+def page(colour):
+    return f'<html><body style="background:#{colour}"></body></html>'
+
+
+REFERENCE, WHITE, BLACK, RED = map(page, ("3366cc", "ffffff", "101010", "cc2222"))
+TASK = {"problem_description": "A shop.", "ground_truth": REFERENCE}
+IDEA = {"role": "user", "content": "A shop."}
+
+
+@pytest.fixture(scope="module")
+def vlm(tmp_path_factory):
+    """The folder of an untrained Qwen2-VL: a byte tokenizer, two layers of each kind, pictures of at most 12 tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import (PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration,
+                              Qwen2VLImageProcessorPil)
+    folder = tmp_path_factory.mktemp("vlm")
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    words.add_special_tokens(SPECIAL)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|im_end|>", pad_token="<|im_end|>",
+                                        chat_template=TEMPLATE)
+    ids = tokenizer.convert_tokens_to_ids(SPECIAL)
+    torch.manual_seed(0)
+    model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(
+        text_config={"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+                     "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2, "bos_token_id": None,
+                     "eos_token_id": ids[1],
+                     "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}},
+        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2,
+                       "initializer_range": 0.2},
+        vision_start_token_id=ids[2], vision_end_token_id=ids[3], image_token_id=ids[4], video_token_id=ids[5]))
+    model.generation_config.update(eos_token_id=ids[1], do_sample=True, temperature=2.0, repetition_penalty=3.0)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    Qwen2VLImageProcessorPil(max_pixels=12 * 28 * 28).save_pretrained(folder)
+    return folder
+
+
+def test_pictures_have_a_limit_of_pixels(vlm, tmp_path):
+    """The published preprocessor_config.json allows pictures of 16,384 tokens."""
+    shutil.copytree(vlm, tmp_path / "vlm")
+    config = json.loads((vlm / "preprocessor_config.json").read_text())
+    config = {**config, "min_pixels": 3136, "max_pixels": 12845056, "processor_class": "Qwen2VLProcessor"}
+    (tmp_path / "vlm" / "preprocessor_config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "size"}))
+    for folder, limit in ((tmp_path / "vlm", 1280 * 28 * 28), (vlm, 12 * 28 * 28)):
+        assert common.load_processor(str(folder)).image_processor.size["longest_edge"] == limit
+
+
+@pytest.fixture(scope="module")
+def seeing(vlm, tmp_path_factory):
+    """(model, processor, show) with a head that is not 0."""
+    images = tmp_path_factory.mktemp("images")
+    model, processor = common.load_model(str(vlm), "cpu")
+    torch.nn.init.normal_(common.add_head(model).weight, generator=torch.Generator().manual_seed(1))
+    return model, processor, lambda htmls: common.show_pages(htmls, images)
+
+
+@pytest.fixture(scope="module")
+def dialogues(tmp_path_factory):
+    """Trajectories of four tasks: a white page is near the reference (0.9), a black one is not (0.2)."""
+    path, rows = tmp_path_factory.mktemp("dialogues") / "pages.jsonl", []
+    for number in range(4):
+        task = {"problem_description": f"Page {number}.", "ground_truth": page(f"3366{number}0")}
+        for sample, (own, reward) in enumerate(((WHITE, 0.9), (BLACK, 0.2))):
+            turns = [f"OUTPUT: {RED}", f"OUTPUT: {own}"] if number % 2 else ["Which colour?", own]
+            history = [{"role": "user", "content": task["problem_description"]}, {"role": "assistant", "content": turns[0]},
+                       {"role": "user", "content": "Another colour."}, {"role": "assistant", "content": turns[1]}]
+            rows.append({"task_id": str(number), "sample": sample, "task": task, "dialogue_history": history,
+                         "answer": own, "reward": reward, "max_rounds": 2})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# --- rows
+
+def test_a_row_by_hand(seeing):
+    """Text and number of tokens; ids and pixels are those of transformers' own processor."""
+    _, processor, show = seeing
+    shown = show([REFERENCE, WHITE])
+    history = [IDEA, {"role": "assistant", "content": WHITE}, {"role": "user", "content": "It is<|image_pad|> blue."}]
+    row = common.page_row(processor, TASK, history, WHITE, 3, shown, True)
+    count = row.ids.count(processor.image_token_id)
+    picture = f"<|vision_start|>{'<|image_pad|>' * (count // 2)}<|vision_end|>"
+    assert 2 <= count <= 24 and processor.decode(row.ids) == (
+        "<|im_start|>user\nA person wants a web page: A shop.\nLast they said: It is blue."
+        f"\nThe page that they need:{picture}\nThe page that they get:{picture}<|im_end|>\n")
+    assert row.turns == [3] * len(row.ids) and row.pictures == (shown[REFERENCE], shown[WHITE])
+    blind = common.page_row(processor, TASK, [IDEA], None, 0, {}, False)
+    assert blind.pictures == (None,) and processor.decode(blind.ids) == (
+        "<|im_start|>user\nA person wants a web page: A shop.\nThey get no page yet:<|vision_start|>"
+        + "<|image_pad|>" * 4 + "<|vision_end|><|im_end|>\n")                              # 56 x 56 pixels
+    parts = [{"type": "text", "text": "A person wants a web page: A shop.\nThe page that they need:"},
+             {"type": "image", "path": shown[REFERENCE]}, {"type": "text", "text": "\nThe page that they get:"},
+             {"type": "image", "path": shown[WHITE]}]
+    theirs = processor.apply_chat_template([{"role": "user", "content": parts}], tokenize=True, return_dict=True,
+                                           return_tensors="pt")
+    ours = common.page_row(processor, TASK, [IDEA], WHITE, 0, shown, True)
+    assert ours.ids == theirs["input_ids"][0].tolist()
+    pixels = common.read_pictures(processor, ours.pictures)
+    assert all(torch.equal(pixels[name], theirs[name]) for name in pixels)
+
+
+def test_the_head_sees_the_mean_over_all_tokens_and_padding_changes_nothing(seeing):
+    model, processor, show = seeing
+    shown = show([REFERENCE, WHITE, RED])
+    long = [IDEA, {"role": "assistant", "content": RED}, {"role": "user", "content": "No, make it white, please."}]
+    items = [[common.page_row(processor, TASK, [IDEA], RED, 0, shown, True),
+              common.page_row(processor, TASK, long, WHITE, 1, shown, True)],
+             [common.page_row(processor, TASK, [IDEA], None, 0, shown, False)]]
+    with torch.no_grad():
+        batch = common.collate(items)
+        means = common.turn_means(model, batch)                                                       # (2, 2, H)
+        for item, turn in ((0, 0), (0, 1), (1, 0)):
+            row = items[item][turn]
+            inputs = {"input_ids": torch.tensor([row.ids]), **common.read_pictures(processor, row.pictures)}
+            inputs["mm_token_type_ids"] = (inputs["input_ids"] == processor.image_token_id).int()
+            by_hand = model(**inputs, output_hidden_states=True).hidden_states[-1][0].mean(0)
+            torch.testing.assert_close(means[item, turn], by_hand, atol=1e-5, rtol=1e-5)
+        assert batch.lengths.tolist() == [[len(row.ids) for row in items[0]], [len(items[1][0].ids), 0]]
+        assert means[1, 1].abs().max() == 0
+        for item, row in zip(items, model.turn_values(batch)):
+            alone = common.values_of(model, [item], 1, "cpu")[0]
+            torch.testing.assert_close(alone, row[:len(item)], atol=1e-5, rtol=1e-5)
+
+
+def state(*texts, task=TASK, history=(IDEA,)):
+    return common.State("", task, list(history), None, list(texts))
+
+
+def test_scores_follow_the_pictures_and_c_only_where_it_is_seen(seeing):
+    model, _, show = seeing
+    other = {**TASK, "ground_truth": RED}
+    after = [IDEA, {"role": "assistant", "content": WHITE}, {"role": "user", "content": "Nice."}]
+
+    def scores(privileged, *states):
+        critic = {"visual": True, "privileged": privileged, "model": model, "show": show}
+        return common.score_actions(critic, None, states, 4096, "cpu")
+    states = [state(WHITE, f"<think>{RED}</think>OUTPUT: {WHITE}", BLACK, "no page"), state(WHITE, task=other),
+              state(WHITE, "no page", history=after)]
+    (white, thought, black, none), (with_other,), (again, last) = scores(True, *states)
+    assert white == thought and len({round(value, 4) for value in (white, black, none)}) == 3
+    assert again == last != white and abs(with_other - white) > 1e-4
+    (white, *_), (with_other,), _ = scores(False, *states)
+    assert white == with_other
+    weight = model.turn_head.weight.data.clone()
+    model.turn_head.weight.data.zero_()
+    assert scores(True, *states) == [[0.0] * 4, [0.0], [0.0] * 2]                                     # untrained
+    model.turn_head.weight.data.copy_(weight)
+
+
+def test_a_page_that_cannot_be_rendered_is_black_and_counted(seeing, monkeypatch, capsys):
+    monkeypatch.setattr(common, "render_pages", lambda htmls, *_: [common.Render(None, None, "fault") for _ in htmls])
+    assert common.show_pages([WHITE, WHITE, RED], "images") == {WHITE: None, RED: None}
+    assert "2 of 2 pages cannot be rendered: shown as black pictures" in capsys.readouterr().out
+    pixels = common.read_pictures(seeing[1], [None])["pixel_values"]
+    assert pixels.shape[0] == 16 and pixels.reshape(16, 3, -1).std(-1).max() == 0
+
+
+# --- 03, 04, 02
+
+def flags(dialogues, vlm, out, *more):
+    return [str(x) for x in ("--trajectories", dialogues, "--model", vlm, "--head", "regression", "--lr", 1e-2, "--beta", 1,
+                             "--held-out-frac", 0, "--batch-size", 2, "--epochs", 5, "--log-every", 1, "--out", out, *more)]
+
+
+@pytest.fixture(scope="module")
+def critic(dialogues, vlm, tmp_path_factory):
+    out = tmp_path_factory.mktemp("critic") / "critic"
+    return out, succeed("03_train_critic.py", *flags(dialogues, vlm, out))
+
+
+def load(out, show):
+    critic = common.load_critic(common.read_critic(out, None), common.load_whole("cpu"))
+    return {**critic, "show": show}
+
+
+def test_it_begins_at_log_2_learns_and_loads(critic, seeing):
+    out, printed = critic
+    losses = [row["loss"] for row in read(out / "metrics.jsonl")]
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[-1] < 0.6
+    assert json.loads((out / "critic.json").read_text())["visual"] is True
+    assert "pictures are scaled to at most 9,408 pixels" in printed and "<|image_pad|> …" in printed
+    assert (out / "processor_config.json").exists() and list((out / "images").glob("*.png"))
+    assert json.loads((out / "costs.json").read_text())["flops"] > 0
+    [scores] = common.score_actions(load(out, seeing[2]), None, [state(BLACK, WHITE)], 4096, "cpu")
+    assert scores[1] > scores[0]
+
+
+def weights(folder):
+    from safetensors.torch import load_file
+    return load_file(folder / "model.safetensors")
+
+
+def test_killed_and_resumed_equals_uninterrupted(critic, dialogues, vlm, tmp_path, monkeypatch):
+    original = common.States.save
+
+    def save_and_die(states, step):
+        original(states, step)
+        raise KeyboardInterrupt
+    monkeypatch.setattr(common.States, "save", save_and_die)
+    arguments = flags(dialogues, vlm, tmp_path / "c")
+    with pytest.raises(KeyboardInterrupt):
+        stage(3).main(arguments)
+    monkeypatch.undo()
+    stage(3).main(arguments)
+    resumed, whole = weights(tmp_path / "c"), weights(critic[0])
+    assert all(torch.allclose(resumed[name], whole[name], atol=1e-6) for name in whole)
+
+
+def test_two_ranks_equal_one_and_values_can_be_trained(critic, dialogues, vlm, tmp_path):
+    succeed("03_train_critic.py", *flags(dialogues, vlm, tmp_path / "ranks"), ranks=2)
+    for ours, theirs in zip(read(tmp_path / "ranks" / "metrics.jsonl"), read(critic[0] / "metrics.jsonl"), strict=True):
+        for key in ("loss", "margin", "gnorm"):
+            assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-4), key
+    stage(3).main(flags(dialogues, vlm, tmp_path / "v", "--head", "value", "--no-privileged", "--max-steps", 1,
+                         "--dtype", "bfloat16", "--activation-checkpointing"))
+    [step] = read(tmp_path / "v" / "metrics.jsonl")
+    assert step["loss"] == pytest.approx(math.log(2), abs=1e-6) and step["gnorm"] > 0
+
+
+def test_the_policy_stage_ranks_a_text_policys_pages(critic, dialogues, tmp_path, seeing):
+    succeed("04_train_policy.py", "--method", "sweet", "--trajectories", dialogues, "--model", BASE, "--critic", critic[0],
+            "--data-frac", 0.3, "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1, "--out", tmp_path / "p",
+            ranks=2)
+    rows = read(tmp_path / "p" / "scored.jsonl")
+    states = [common.State(row["prompt"], row["task"], row["history"], None, [c["text"] for c in row["candidates"]])
+              for row in rows]
+    for row, scores in zip(rows, common.score_actions(load(critic[0], seeing[2]), None, states, 4096, "cpu"), strict=True):
+        assert row["advantages"] == pytest.approx(scores, abs=1e-4)
+
+
+def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, tmp_path):
+    async def choose(*texts):
+        async with common.Browser(tmp_path) as browser:
+            replies = [types.SimpleNamespace(text=text, ids=None) for text in texts]
+            return await stage(2).critic_choice({"task": TASK, "history": [IDEA]}, "", replies, load(critic[0], None), None,
+                                                "cpu", browser)
+    assert asyncio.run(choose(BLACK, WHITE, BLACK)) == 1 and asyncio.run(choose(f"OUTPUT: {WHITE}", BLACK)) == 0
+
+
+def test_05_measures_it(critic, dialogues, seeing):
+    rows = [{"task_id": "x", "prompt": "", "task": TASK, "history": [IDEA], "returns": [0.0, 1.0],
+             "candidates": [{"ids": [1], "text": BLACK}, {"ids": [2], "text": WHITE}]}]
+    found = stage(5).measure_critic(load(critic[0], seeing[2]), read(dialogues), rows, None, "cpu")
+    assert (found["pair_accuracy"], found["num_pairs"], found["rank_correlation"]) == (1.0, 4, 1.0)
+
+
+# --- the person who sees
+
+def test_a_reply_to_pictures_is_the_likeliest(vlm, tmp_path):
+    """The model's own generation_config, which samples and penalises, changes nothing."""
+    from PIL import Image
+    model, processor = common.load_vision(str(vlm), "cpu")
+    Image.new("RGB", (60, 90), (200, 30, 30)).save(tmp_path / "a.png")
+    messages = [{"role": "system", "content": [{"type": "text", "text": "Look."}]},
+                {"role": "user", "content": [{"type": "image", "path": str(tmp_path / "a.png")},
+                                             {"type": "image", "image": Image.new("RGB", (56, 56))},
+                                             {"type": "text", "text": "What differs?"}]}]
+    reply = common.vision_reply(model, processor, messages, 5)
+    inputs = processor.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=True,
+                                           return_tensors="pt")
+    ids = inputs["input_ids"]
+    with torch.no_grad():
+        while ids.shape[1] < inputs["input_ids"].shape[1] + 5 and ids[0, -1] != model.generation_config.eos_token_id:
+            types_of = (ids == processor.image_token_id).int()
+            logits = model(**{**inputs, "input_ids": ids, "attention_mask": torch.ones_like(ids),
+                              "mm_token_type_ids": types_of}).logits
+            ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
+    assert reply.ids == ids[0, inputs["input_ids"].shape[1]:].tolist() and reply.text == processor.decode(reply.ids)
+    assert (reply.prompt_tokens, reply.completion_tokens) == (inputs["input_ids"].shape[1], len(reply.ids))
+    assert common.work_of(model)["generated_tokens"] == len(reply.ids) and common.work_of(model)["flops"] > 0
+
+
+# --- bad input
+
+def test_bad_input_is_one_line(dialogues, vlm, critic, tmp_path):
+    out, backend = tmp_path / "out", tmp_path / "functions.jsonl"
+    task = {"problem_description": "f", "ground_truth": "def f(): pass", "test_cases": {"1": "f()"}}
+    backend.write_text("".join(json.dumps({"task": task, "dialogue_history": [IDEA, {"role": "assistant", "content": "x"}],
+                                           "answer": "x", "reward": reward}) + "\n" for reward in (1.0, 0.0)))
+    assert "needs --head regression" in refused(3, *flags(dialogues, vlm, out, "--head", "lm"))
+    assert "a critic of pages" in refused(3, *flags(backend, vlm, out))
+    assert "models of text alone" in refused(3, *flags(dialogues, vlm, out, "--dry-run", 1))
+    assert "policies read and write text alone" in refused(
+        4, "--method", "sft", "--trajectories", dialogues, "--model", vlm, "--out", out)
+    assert "ranks pages" in refused(4, "--method", "sweet", "--trajectories", backend, "--model", BASE, "--critic",
+                                    critic[0], "--out", out)
+    assert not out.exists()
+    seen = {"folder": "critic", "visual": True, "privileged": True}
+    with pytest.raises(common.InputError, match="ranks pages"):
+        common.score_actions(seen, None, [state("x", task=task)], 4096, "cpu")
+    with pytest.raises(common.InputError, match="sees no pictures"):
+        common.load_vision(str(BASE), "cpu")
