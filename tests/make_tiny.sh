@@ -1,27 +1,41 @@
 #!/usr/bin/env bash
-# Makes tests/tiny, the base model of the embedded default, again from nothing: bash tests/make_tiny.sh [OUT]
-# About 30 minutes on 2 cores. It imitates three kinds of scripted dialogues on training tasks: clear requests that are
-# answered at once, vague ones with a noisy agent, and vague ones with an agent that knows the reference, which is put in
-# front of these. The last kind teaches what a pretrained model brings along: to condition on a stated reference.
+# Makes the base model of an embedded default again from nothing: bash tests/make_tiny.sh [--domain frontend] [OUT]
+# tests/tiny (functions) in about 30 minutes on 2 cores, tests/tiny_pages (pages) in about 25. A model imitates three
+# kinds of scripted dialogues on training tasks: clear requests that are answered at once, vague ones with a noisy agent,
+# and vague ones with an agent that knows the reference, which is put in front of these. The last kind teaches what a
+# pretrained model brings along: to condition on a stated reference.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tests/setup.sh
 setup_environment requirements.txt
-out=${1:-tests/tiny}
-work=out/make_tiny
+domain=backend
+if [ "${1:-}" = --domain ]; then
+    domain=$2
+    shift 2
+fi
 py=.venv/bin/python
+ranks=".venv/bin/torchrun --standalone --nproc-per-node 2"
+tasks="01_generate_tasks.py --domain $domain --split train --seed 100"
+if [ $domain = backend ]; then
+    out=${1:-tests/tiny} work=out/make_tiny num_tasks=4000
+    rollout="$ranks 02_rollout.py --simulator rules --max-rounds 8 --samples 2"
+else
+    setup_environment tests/frontend.txt
+    setup_browser
+    out=${1:-tests/tiny_pages} work=out/make_tiny_pages num_tasks=1000
+    rollout="$ranks 02_rollout.py --simulator rules --max-rounds 4 --samples 2 --similarity pixels"
+fi
 mkdir -p "$work"
-$py 01_generate_tasks.py --split train --num-tasks 4000 --seed 100 --out $work/tasks.jsonl
-$py 01_generate_tasks.py --split train --num-tasks 4000 --seed 100 --told all --out $work/clear_tasks.jsonl
-rollout=".venv/bin/torchrun --standalone --nproc-per-node 2 02_rollout.py --simulator rules --max-rounds 8 --samples 2"
+$py $tasks --num-tasks $num_tasks --out $work/tasks.jsonl
+$py $tasks --num-tasks $num_tasks --told all --out $work/clear_tasks.jsonl
 $rollout --agent script --tasks $work/clear_tasks.jsonl --out $work/clear.jsonl
 $rollout --agent script --tasks $work/tasks.jsonl --out $work/script.jsonl
 $rollout --agent script-informed --tasks $work/tasks.jsonl --out $work/informed.jsonl
 cat $work/clear.jsonl $work/script.jsonl $work/informed.jsonl > $work/demonstrations.jsonl
 # Two rounds: after the first some slots (the oven's normal label) are still answered by chance.
-sft=".venv/bin/torchrun --standalone --nproc-per-node 2 04_train_policy.py --method sft --epochs 2 --micro-batch-size 16"
-$sft --model tiny --lr 4e-3 --trajectories $work/demonstrations.jsonl --log-every 25 --out $work/first
-$sft --model $work/first --lr 2e-3 --seed 1 --trajectories $work/demonstrations.jsonl --log-every 25 --out $work/model
+sft="$ranks 04_train_policy.py --method sft --epochs 2 --micro-batch-size 16 --trajectories $work/demonstrations.jsonl"
+$sft --model tiny --lr 4e-3 --log-every 25 --out $work/first
+$sft --model $work/first --lr 2e-3 --seed 1 --log-every 25 --out $work/model
 mkdir -p "$out"
 cp $work/model/{model.safetensors,config.json,generation_config.json,tokenizer.json,tokenizer_config.json,chat_template.jinja} "$out"
 echo "writes $out"

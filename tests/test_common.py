@@ -274,10 +274,13 @@ def test_agent_messages_name_the_last_round_and_never_hold_c():
 
 def test_trajectory_pairs_by_hand():
     rewards = {"t1": [1, 0, 0.5], "t2": [0, 0.9], "t3": [1, 1], "t4": [0.2, 1, 1, 0.4, 0.6]}
-    trajectories = [{"task_id": task, "reward": reward} for task, own in rewards.items() for reward in own]
+    task = {"test_cases": {"a": "f()"}}
+    trajectories = [{"task_id": name, "task": task, "reward": reward} for name, own in rewards.items() for reward in own]
     assert common.trajectory_pairs(trajectories, "x") == [(0, 1), (0, 2), (8, 7), (9, 10), (8, 11)]
-    frontend = [{"task_id": "a", "reward": r} for r in (0.5, 0.58, 0.65)] + [{"task_id": "b", "reward": 0.1}]
-    assert common.trajectory_pairs(frontend, "x", min_gap=0.1) == [(2, 0)]
+    page = {"ground_truth": "<p>"}
+    frontend = [{"task_id": name, "task": page, "reward": r} for name, r in zip("aaab", (0.5, 0.58, 0.65, 0.1))]
+    assert common.trajectory_pairs(frontend, "x") == common.trajectory_pairs(frontend, "x", 0.1) == [(2, 0)]
+    assert common.trajectory_pairs(frontend, "x", min_gap=0.05) == [(1, 0), (2, 0), (2, 1)]
 
 
 def test_epoch_batches_cover_every_item_once_an_epoch():
