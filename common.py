@@ -2091,7 +2091,7 @@ async def server_reply(server, messages, temperature, max_new_tokens, seed, **ex
 Render = namedtuple("Render", "image spec fault")
 VIEWPORT = {"width": 1280, "height": 720}
 MAX_WIDTH_PX, MAX_HEIGHT_PX = 2560, 8192
-MAX_PAGE_BYTES, MAX_PAGE_S, MAX_LOAD_S = 2_000_000, 10, 3          # of HTML; for all of a page; for its load event
+MAX_PAGE_BYTES, MAX_PAGE_S, MAX_LOAD_S = 2_000_000, 10, 6          # of HTML; for all of a page; for its load event
 PAGE_CLOCK_MS = 2000                                               # of its own clock a page has after loading
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER_FLAGS = [
@@ -2100,8 +2100,8 @@ BROWSER_FLAGS = [
     "--disable-skia-runtime-opts", "--disable-partial-raster", "--blink-settings=imageAnimationPolicy=2",
     # no network: requests are answered or refused by Browser.answer; these stop what does not pass there
     "--proxy-server=http://nothing.invalid:9", "--proxy-bypass-list=<-loopback>", "--host-resolver-rules=MAP * ~NOTFOUND",
-    "--force-webrtc-ip-handling-policy=disable_non_proxied_udp", "--dns-prefetch-disable", "--disable-quic", "--no-pings",
-    "--disable-background-networking", "--disable-component-update", "--disable-domain-reliability",
+    "--webrtc-ip-handling-policy=disable_non_proxied_udp", "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",   # new name, old name
+    "--dns-prefetch-disable", "--disable-quic", "--no-pings", "--disable-background-networking", "--disable-component-update", "--disable-domain-reliability",
     # a page that fills its memory dies alone
     "--js-flags=--max-old-space-size=512"]
 FONTS = """<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd"><fontconfig>{folders}<cachedir>{cache}</cachedir>
@@ -2287,6 +2287,16 @@ def write_fonts(folder):
     return path
 
 
+async def within(seconds, call):
+    """What an awaitable gives, or TimeoutError; asyncio.wait_for would wait on for a call that ignores its end."""
+    task = asyncio.ensure_future(call)
+    task.add_done_callback(lambda task: task.cancelled() or task.exception())        # nobody else may ask for it
+    if not (await asyncio.wait({task}, timeout=seconds))[0]:
+        task.cancel()
+        raise TimeoutError
+    return task.result()
+
+
 class Browser:
     """Draws HTML pages; an async context manager around one Chromium, which names itself and its state of isolation.
 
@@ -2374,18 +2384,18 @@ class Browser:
         """End the browser and its driver, whatever state they are in."""
         try:
             if self.chromium:
-                await asyncio.wait_for(self.chromium.close(), 5)
+                await within(5, self.chromium.close())
         except Exception:
             with contextlib.suppress(OSError):
                 os.killpg(self.pid, signal.SIGKILL)                 # Playwright starts it in a group of its own
         with contextlib.suppress(Exception):
             if self.driver:
-                await asyncio.wait_for(self.driver.stop(), 5)
+                await within(5, self.driver.stop())
         self.chromium = self.driver = None
 
     async def alive(self):
         try:
-            await asyncio.wait_for(self.pulse.send("Browser.getVersion"), 3)
+            await within(3, self.pulse.send("Browser.getVersion"))
             return self.chromium.is_connected()
         except (self.Error, TimeoutError):
             return False
@@ -2419,6 +2429,7 @@ class Browser:
             if not tab or tab.chromium is not self.chromium or not self.chromium.is_connected():
                 tab = await self.new_tab()
             drawing = asyncio.ensure_future(self.draw(tab, html, path, read))
+            drawing.add_done_callback(lambda task: task.cancelled() or task.exception())
             await asyncio.wait({drawing, tab.crashed}, timeout=MAX_PAGE_S, return_when=asyncio.FIRST_COMPLETED)
             fault = "its process crashed" if tab.crashed.done() else f"not drawn within {MAX_PAGE_S} s"
             if drawing.done():
@@ -2463,7 +2474,7 @@ class Browser:
 
     async def close(self, tab):
         with contextlib.suppress(self.Error, TimeoutError):
-            await asyncio.wait_for(tab.context.close(), 5)
+            await within(5, tab.context.close())
 
     def refuse(self, url):
         with contextlib.suppress(ValueError):
