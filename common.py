@@ -2197,6 +2197,10 @@ PAGE_SETTLE = """(async (tailwind, seconds) => {
   scrollTo({left: 0, top: 0, behavior: "instant"});
 })(%s, %d)"""
 
+# What may act, load or move: a page without any of these leaves nothing behind, and the next may have its window.
+ACTIVE = re.compile(r"<(script|iframe|frame|object|embed|portal|meta|base|link|template|video|audio|svg)\b|[\s/\"']on\w+\s*=|"
+                    r"javascript:|@import|autofocus", re.IGNORECASE)
+
 PHOTO = '<svg xmlns="http://www.w3.org/2000/svg" width="{0}" height="{1}"><rect width="{0}" height="{1}" fill="#bbb"/></svg>'
 PHOTO_HOSTS = re.compile(r"((fastly\.)?picsum\.photos|source\.unsplash\.com|(via\.)?placeholder\.com|placehold\.(co|it)|"
                          r"(www\.)?(dummyimage|placekitten|loremflickr|placeimg|fakeimg)\.(com|pl))$")
@@ -2459,7 +2463,7 @@ class Browser:
         context = await self.chromium.new_context(
             viewport=VIEWPORT, device_scale_factor=1, locale="en-US", timezone_id="UTC", color_scheme="light",
             service_workers="block", accept_downloads=False)
-        tab = types.SimpleNamespace(chromium=self.chromium, context=context, crashed=asyncio.Future(), html="", scripts=False)
+        tab = types.SimpleNamespace(chromium=self.chromium, context=context, crashed=asyncio.Future(), world=None)
         await context.add_init_script(PAGE_START)
         await context.route("**/*", lambda route: self.answer(tab, route))
         tab.page = await context.new_page()
@@ -2512,14 +2516,16 @@ class Browser:
                 raise self.Error(details.get("exception", {}).get("description") or details["text"])
             return reply["result"].get("value")
 
-        tab.html, tab.scripts = html, False
-        await tab.page.goto("about:blank")
-        await send("Page.resetNavigationHistory")
-        world = (await send("Page.createIsolatedWorld", {"frameId": tab.frame}))["executionContextId"]
+        tab.html, tab.scripts, active = html, False, bool(ACTIVE.search(html))
+        if active or tab.world is None:                             # a new window, which takes 100 ms
+            await tab.page.goto("about:blank")
+            await send("Page.resetNavigationHistory")
+            tab.world = (await send("Page.createIsolatedWorld", {"frameId": tab.frame}))["executionContextId"]
+        world, tab.world = tab.world, None
         faults = []
         if not await evaluate(PAGE_LOAD % (json.dumps(html), MAX_LOAD_S)):
             faults.append(f"still loading after {MAX_LOAD_S} s")
-        for frame in filter(lambda frame: frame.url, tab.page.frames):   # one that was refused has none, and runs nothing
+        for frame in (frame for frame in tab.page.frames if active and frame.url):   # one that was refused has none, and runs nothing
             await frame.evaluate(f"window.__run && __run({PAGE_CLOCK_MS})")
         await evaluate(PAGE_SETTLE % (json.dumps(tab.scripts), MAX_LOAD_S))
         spec = await evaluate(read) if read else None
@@ -2530,6 +2536,7 @@ class Browser:
             if size[name] > most:
                 faults.append(f"{name} {size[name]:,} px cut to {most:,}")
         fault = "; ".join(faults) or None
+        tab.world = None if active else world                       # nothing of the page can be left but its document
         if path and not path.exists():
             options = {"format": "png", "captureBeyondViewport": True, "clip": clip}
             png = base64.b64decode((await send("Page.captureScreenshot", options))["data"])
