@@ -2328,10 +2328,9 @@ class Browser:
     def __init__(self, images, path=None, concurrency=2):
         self.images, self.path, self.concurrency = pathlib.Path(images), path, concurrency
         self.blocked, self.faults, self.specs = collections.Counter(), collections.Counter(), {}
-        self.tabs, self.alone, self.starting = asyncio.Queue(), asyncio.Lock(), asyncio.Lock()
+        self.tabs, self.free = [None] * concurrency, asyncio.Semaphore(concurrency)        # a queue would let some wait for ever
+        self.alone, self.starting = asyncio.Lock(), asyncio.Lock()
         self.chromium = self.driver = self.name = self.error = None
-        for _ in range(concurrency):
-            self.tabs.put_nowait(None)
 
     async def __aenter__(self):
         self.folder = tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True)
@@ -2427,8 +2426,9 @@ class Browser:
     async def attempt(self, html, path, read, num_tabs):
         """The Render of a page, or None where the whole browser died, perhaps of another page. `num_tabs`: how many
         tabs to hold; with all of them the page is alone."""
-        tabs = [await self.tabs.get() for _ in range(num_tabs)]
-        tab, drawing, render = tabs[0], None, None
+        for _ in range(num_tabs):
+            await self.free.acquire()
+        tab, drawing, render = self.tabs.pop(), None, None
         try:
             if not tab or tab.chromium is not self.chromium or not self.chromium.is_connected():
                 tab = await self.new_tab()
@@ -2448,8 +2448,9 @@ class Browser:
                     drawing.cancel()
                 await self.close(tab)
                 tab = None
-            for free in [tab, *tabs[1:]]:
-                self.tabs.put_nowait(free)
+            self.tabs.append(tab)
+            for _ in range(num_tabs):
+                self.free.release()
         if self.error:
             raise self.error
         return render or (Render(None, None, fault) if await self.alive() else None)
