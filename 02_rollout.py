@@ -493,7 +493,7 @@ async def critic_choice(dialogue, prompt, replies, critic, tokenizer, device, br
     `browser` renders."""
     states = [common.State(prompt, dialogue["task"], dialogue["history"], [reply.ids for reply in replies],
                            [reply.text for reply in replies])]
-    if critic != "oracle" and critic.get("visual"):
+    if not isinstance(critic, str) and critic.get("visual"):
         pages = common.pages_needed(critic, states)
         renders = await asyncio.gather(*map(browser.render, pages))
         critic = {**critic, "show": lambda _: {page: render.image for page, render in zip(pages, renders)}}
@@ -779,7 +779,7 @@ def parse_args(argv=None):
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT",
                         help="ends a turn, beside the model's own end tokens; can be given more than once")
     parser.add_argument("--best-of", type=common.positive_int, default=1, help="messages sampled at each turn")
-    parser.add_argument("--critic", help="who picks one of --best-of: a critic folder (03), judge:MODEL, or oracle: "
+    parser.add_argument("--critic", help="who picks one of --best-of: a critic folder (03), judge:MODEL, or oracle (-patient): "
                         "what the template task says of a turn")
     # the person
     parser.add_argument("--simulator-max-new-tokens", type=common.positive_int,
@@ -829,7 +829,7 @@ def main(argv=None):
     runtime = common.start(args.seed)
     tasks = common.read_jsonl(args.tasks, common.TASK_KEYS)
     scripted, frontend = args.agent.startswith("script"), common.is_frontend(tasks[0])
-    oracle = args.critic == "oracle"
+    oracle = args.critic in common.ORACLES
     args.simulator_max_new_tokens = args.simulator_max_new_tokens or (320 if frontend else 128)
     lacking = "slots" if frontend and scripted else "facts"
     if args.simulator == "rules" and not frontend or scripted or oracle:

@@ -5,7 +5,8 @@ Writes  a model folder with metrics.jsonl; for sweet also candidates.jsonl, scor
 
 --method sweet   For every agent turn of `--data-frac` of the trajectories, sample 16 candidates given o_t, score each
                  with the critic's A(o_t, a, c) (eq. 3), pair a random one of the better half with a random one of the
-                 worse, and train by single-turn DPO (eq. 4); c never reaches the policy. --critic oracle ranks by what
+                 worse, and train by single-turn DPO (eq. 4); c never reaches the policy. --critic oracle (or
+                 oracle-patient, which has no preference for answering at once) ranks by what
                  a template task says of a turn; --candidates takes those of another run, to compare critics.
 --method mtdpo   Multi-turn DPO on pairs of trajectories of one task, all agent tokens summed.
 --method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (of pages, which are
@@ -155,7 +156,7 @@ def candidates_phase(path, states, tokenizer, args, runtime, works):
 def scores_phase(path, rows, critic, tokenizer, args, runtime, works):
     """Rows of scored.jsonl. Critic and reference are split over the ranks, which score every block together."""
     sampler = None
-    if critic != "oracle" and not path.exists():
+    if not isinstance(critic, str) and not path.exists():
         load = functools.partial(common.load_sharded, runtime=runtime, args=args)
         critic = common.load_critic(critic, lambda name, head: load(name, head=head))
         sampler = load(args.model).eval() if args.published_ranking else None
@@ -310,7 +311,7 @@ def parse_args(argv=None):
     parser.add_argument("--trajectories", required=True, help="trajectories file (02)")
     parser.add_argument("--num-trajectories", type=common.positive_int, help="use so many (nested subsets of a seed)")
     parser.add_argument("--model", required=True, help="the model to train (folder, hub id, smollm2; tiny for sft)")
-    parser.add_argument("--critic", help="critic folder (03), of any kind, for sweet; oracle: what the template task "
+    parser.add_argument("--critic", help="critic folder (03), of any kind, for sweet; oracle, oracle-patient: what the template task "
                         "says of a turn, a critic without errors")
     parser.add_argument("--min-gap", type=float,
                         help="mtdpo: pair all trajectories of a task whose returns differ by so "
@@ -386,9 +387,9 @@ def main(argv=None):
         return common.dry_run(args, 2 if args.method == "mtdpo" else 1, tree=args.method == "sweet")
     runtime = common.start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
-    oracle = args.critic == "oracle"
+    oracle = args.critic in common.ORACLES
     if oracle and any("facts" not in trajectory["task"] for trajectory in trajectories):
-        raise common.InputError(f"{args.trajectories}: --critic oracle needs template tasks (01), which state facts")
+        raise common.InputError(f"{args.trajectories}: --critic {args.critic} needs template tasks (01), which state facts")
     if args.model != "tiny" and common.reads_pictures(args.model):
         raise common.InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
     inputs = [args.trajectories, args.model, args.candidates, None if oracle else args.critic]

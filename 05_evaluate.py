@@ -448,7 +448,7 @@ def curve_svg(curves, rate="success_rate"):
 
 COST_KEYS = "wall_s", "trained_tokens", "generated_tokens", "flops", "peak_memory_mb"
 SERVER_KEYS = "server_prompt_tokens", "server_completion_tokens"          # not in every record, nor in every table
-PROGRAMS = "rules", "script", "oracle"           # simulator, agent and critic that are no models
+PROGRAMS = "rules", "script", *common.ORACLES           # simulator, agent and critic that are no models
 
 
 def record_path(path, kind):

@@ -612,12 +612,20 @@ def action_kind(task, history, action):
     return "repeat" if any(i in known for i in asked) else "idle"
 
 
-ORACLE = {"right answer": 3, "needed": 2, "idle": 1, "repeat": 1, "vague": 1, "wrong answer": 0, "early answer": 0}
+ORACLES = "oracle", "oracle-patient"
 
 
-def oracle_scores(task, history, actions):
-    """Scores of actions (texts) by one who knows what a template task needs: a critic without errors."""
-    return [ORACLE[action_kind(task, history, action)] for action in actions]
+def oracle_scores(oracle, task, history, actions):
+    """Scores of actions (texts) by one who knows what a template task needs: a critic without errors. "oracle" would
+    have the answer as soon as it is right. "oracle-patient" knows that the agent cannot see whether it knows enough:
+    among right answers and further questions it has no preference, and a right answer before that is none."""
+    kinds = [action_kind(task, history, action) for action in actions]
+    if oracle == "oracle":
+        worth = {"right answer": 3, "needed": 2, "wrong answer": 0, "early answer": 0}
+        return [worth.get(kind, 1) for kind in kinds]
+    known = all_known(task, history)
+    worth = {"right answer": 2 if known else 0, "needed": 3, "wrong answer": 0, "early answer": 0}
+    return [worth.get(kind, 2 if known else 1) for kind in kinds]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1263,11 +1271,11 @@ def pages_needed(critic, states):
 
 
 def score_actions(critic, tokenizer, states, max_tokens, device, no_tree=False, sampler=None):
-    """The score A(o_t, a, c) of each action in `states` by a critic (load_critic) or "oracle", a list of floats for
+    """The score A(o_t, a, c) of each action in `states` by a critic (load_critic) or one of ORACLES, a list of floats for
     each state. Equal actions are scored once. With `sampler` (a model) its values without c are subtracted in place of
     the reference's with c, as the published code does."""
-    if critic == "oracle":
-        return [oracle_scores(state.task, state.history, state.texts) for state in states]
+    if isinstance(critic, str):
+        return [oracle_scores(critic, state.task, state.history, state.texts) for state in states]
     if critic.get("visual"):
         needed, model = pages_needed(critic, states), critic["model"]
         shown = critic["show"](needed)

@@ -9,7 +9,7 @@
 #
 # Over seeds: bash run.sh --study [SEED …]   (0 1 2 3 4; results in out/study; a second call resumes)
 # The same chain for every seed on 500 test tasks, about 15 minutes of one core a seed; then SWEET with other critics
-# and with the oracle, multi-turn DPO with as many trained tokens as SWEET, and both methods on less data, an estimated
+# and with oracles, multi-turn DPO with as many trained tokens as SWEET, and both methods on less data, an estimated
 # 30 minutes of one core a seed; at last the first seed's critics compared. ROWS= (empty) stops after the chain.
 set -euo pipefail
 cd "$(dirname "$0")"
@@ -116,7 +116,7 @@ row() {                                                              # SEED NAME
     local n=${2#n}
     until [ -e "$out/chain-done" ]; do sleep 5; done
     case $2 in
-        oracle) policy sweet-oracle sweet --critic oracle $(candidates) ;;
+        oracle | oracle-patient) policy "sweet-$2" sweet --critic "$2" $(candidates) ;;
         tokens) policy mtdpo-tokens mtdpo --epochs 4 ;;              # about as many as SWEET, its critic included
         no-c) other no-c --no-privileged ;;
         no-norm) other no-norm --normalize none ;;
@@ -140,7 +140,7 @@ report() {                                                           # FOLDER NA
     $py 05_evaluate.py "${files[@]}" --baseline mtdpo --costs --overwrite --out "$results/$1-${seeds// /-}"
 }
 study() {
-    local seeds=${*:-0 1 2 3 4} rows=${ROWS-oracle tokens no-c no-norm regression value n200 n800} name n
+    local seeds=${*:-0 1 2 3 4} rows=${ROWS-oracle oracle-patient tokens no-c no-norm regression value n200 n800} name n
     local kinds=critic
     export TEST_TASKS=${TEST_TASKS:-500} SAMPLES=1
     {

@@ -132,9 +132,11 @@ def test_oracle_scores_by_hand():
         {"topic": "the colour", "questions": [], "matters": False, "told": False}]}
     right, wrong = (f"{common.MARKER}\ndef f(n):\n    return n * {k}" for k in (3, 4))
     actions = [right, "What is the factor?", "What is the colour?", "Hello?", wrong]
-    assert common.oracle_scores(task, [], actions) == [3, 2, 1, 1, 0]
+    assert common.oracle_scores("oracle", task, [], actions) == [3, 2, 1, 1, 0]
+    assert common.oracle_scores("oracle-patient", task, [], actions) == [0, 3, 1, 1, 0]
     known = [{"role": "assistant", "content": "What is the factor?"}]
-    assert common.oracle_scores(task, known, actions) == [3, 1, 1, 1, 0]
+    assert common.oracle_scores("oracle", task, known, actions) == [3, 1, 1, 1, 0]
+    assert common.oracle_scores("oracle-patient", task, known, actions) == [2, 2, 2, 2, 0]
 
 
 def test_the_table_of_kinds_by_hand(capsys):

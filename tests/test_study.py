@@ -19,7 +19,7 @@ values = dict(zip(words, words[1:]))
 inputs = [values.get(name) for name in ("--trajectories", "--tasks", "--critic", "--candidates", "--agent", "--model")]
 if words[0].startswith("05"):
     inputs += [path for word in words if "=" in word for path in word.split("=")[1].split(",")]
-missing = [path for path in inputs if path not in (None, "oracle") and not os.path.exists(path.removeprefix("judge:"))]
+missing = [path for path in inputs if path not in (None, "oracle", "oracle-patient") and not os.path.exists(path.removeprefix("judge:"))]
 out = pathlib.Path(values["--out"])
 with open("commands.jsonl", "a") as log:
     fcntl.flock(log, fcntl.LOCK_EX)
@@ -69,7 +69,7 @@ def test_the_study_makes_every_row_of_every_seed(call):
     assert len(set(made)) == len(made) and not any(command["there"] for command in commands)
     for seed in (3, 4):
         for name in ("base", "rft", "mtdpo", "mtdpo-tokens", "sweet", "sweet-no-c", "sweet-no-norm", "sweet-regression",
-                     "sweet-oracle", "mtdpo-n200", "sweet-n800"):
+                     "sweet-oracle", "sweet-oracle-patient", "sweet-value", "mtdpo-n200", "sweet-n800"):
             assert f"out/study/seed{seed}/{name}.jsonl" in made
     report = next(command["words"] for command in commands if "out/study/rows-3-4" in command["words"])
     assert "sweet=out/study/seed3/sweet.jsonl,out/study/seed4/sweet.jsonl" in report
