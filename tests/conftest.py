@@ -4,10 +4,12 @@ import importlib
 import json
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import time
 
 import pytest
 
@@ -104,3 +106,28 @@ def tiny(workspace):
     import common
     model, tokenizer = common.load_model(str(ROOT / "tests" / "tiny"), "cpu")
     return model.eval(), tokenizer
+
+
+@pytest.fixture
+def serve(tmp_path_factory):
+    """serve(*flags, port=0) starts a server; returns {"url", "port", "log", "pid"}. All end with the test."""
+    running = []
+
+    def serve(*flags, port=0):
+        folder = tmp_path_factory.mktemp("server")
+        pid = begin("tests/server.py", "--log", folder / "log", "--port", port, *flags, folder=folder)
+        running.append(pid)
+        while not (folder / "0.out").exists() or not (text := (folder / "0.out").read_text()).endswith("\n"):
+            assert not (folder / "0.err").exists() or "Error" not in (folder / "0.err").read_text()
+            time.sleep(0.02)
+        return {"url": f"http://127.0.0.1:{int(text)}/v1", "port": int(text), "log": folder / "log", "pid": pid}
+
+    def end(pid):
+        if pid in running:
+            running.remove(pid)
+            os.kill(pid, signal.SIGKILL)                            # a process that has ended waits to be asked for
+            wait(pid)
+    serve.end = end
+    yield serve
+    for pid in list(running):
+        end(pid)

@@ -2,9 +2,10 @@
 
 Serves a model folder under the name `model` through common.generate, and under other names programs: `asker` asks twice
 and answers then, `counter` says how many messages it sees, `leaky` quotes the reference where temperature is 0, `thinker`
-thinks before it asks. Every request is appended to --log before it is answered, a JSON object a line, with its number,
+thinks before it asks, `viewer` counts the pictures that it sees. Every request is appended to --log before it is answered, a JSON object a line, with its number,
 key, time (s), and the status that it got. The failures are those that servers have."""
 import argparse
+import base64
 import http.server
 import json
 import os
@@ -27,7 +28,14 @@ def leaky(messages, temperature):
     return f"It is this: {code.strip()[:200]}" if temperature == 0 else "It is what you think."
 
 
-PROGRAMS = {"asker": asker, "leaky": leaky, "counter": lambda messages, _: f"I see {len(messages)} messages.",
+def viewer(messages, _):
+    """Says how many PNG pictures it was sent."""
+    parts = [part for part in messages[-1]["content"] if part["type"] == "image_url"]
+    pictures = [base64.b64decode(part["image_url"]["url"].removeprefix("data:image/png;base64,")) for part in parts]
+    return f"I see {sum(picture.startswith(bytes([0x89]) + b'PNG') for picture in pictures)} pictures."
+
+
+PROGRAMS = {"asker": asker, "leaky": leaky, "viewer": viewer, "counter": lambda messages, _: f"I see {len(messages)} messages.",
             "thinker": lambda *_: "<think>The plan is secret.</think>\nWhat should the lowest heat be?"}
 
 

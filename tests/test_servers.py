@@ -23,31 +23,6 @@ def log_of(server):
     return read(path) if path.exists() else []
 
 
-@pytest.fixture
-def serve(tmp_path_factory):
-    """serve(*flags, port=0) starts a server; returns {"url", "port", "log", "pid"}. All end with the test."""
-    running = []
-
-    def serve(*flags, port=0):
-        folder = tmp_path_factory.mktemp("server")
-        pid = begin("tests/server.py", "--log", folder / "log", "--port", port, *flags, folder=folder)
-        running.append(pid)
-        while not (folder / "0.out").exists() or not (text := (folder / "0.out").read_text()).endswith("\n"):
-            assert not (folder / "0.err").exists() or "Error" not in (folder / "0.err").read_text()
-            time.sleep(0.02)
-        return {"url": f"http://127.0.0.1:{int(text)}/v1", "port": int(text), "log": folder / "log", "pid": pid}
-
-    def end(pid):
-        if pid in running:
-            running.remove(pid)
-            os.kill(pid, signal.SIGKILL)                            # a process that has ended waits to be asked for
-            wait(pid)
-    serve.end = end
-    yield serve
-    for pid in list(running):
-        end(pid)
-
-
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
     path = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"

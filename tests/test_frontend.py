@@ -1,0 +1,127 @@
+"""The frontend domain through the stages: real browser, the shipped base model of pages, a person on a server that sees."""
+import json
+import os
+import pathlib
+import signal
+import time
+
+import pytest
+
+import common
+from conftest import begin, read, refused, stage, succeed, wait
+
+BASE = "tests/tiny_pages"
+PLAY = ["--similarity", "pixels", "--max-rounds", 3, "--max-new-tokens", 220]
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    """A folder with tasks.jsonl and offline.jsonl, three dialogues of the base model on each of eight tasks."""
+    folder = tmp_path_factory.mktemp("pages")
+    succeed("01_generate_tasks.py", "--domain", "frontend", "--split", "train", "--num-tasks", 8, "--out", folder / "tasks.jsonl")
+    succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", BASE, "--samples", 3, *PLAY, "--out",
+            folder / "offline.jsonl")
+    return folder
+
+
+def test_page_of_and_shown_text():
+    page = "<!DOCTYPE html><html><body>a > b</body></html>"
+    assert common.page_of(f"Here:\n```html\n{page}\n```\nand ```html\n<p>last</p>\n```") == "<p>last</p>"
+    assert common.page_of(f"Look at {page} please") == page
+    assert common.page_of("<!doctype html><body>cut off in the mid") == "<!doctype html><body>cut off in the mid"
+    assert common.page_of("I made <style>a{}</style><p>x</p> for you") == "<style>a{}</style><p>x</p>"
+    assert common.page_of("Is 3 < 4 and 5 > 2?") is None and common.page_of("") is None
+    assert common.shown_text("I think.\nOUTPUT:\n<p>x</p>", True) == "<p>x</p>"
+    assert common.shown_text("OUTPUT: of a function", False) == "OUTPUT: of a function"
+    history = [{"role": "user", "content": "<p>person</p>"}, {"role": "assistant", "content": "<p>1</p>"},
+               {"role": "user", "content": "?"}, {"role": "assistant", "content": "What else?"}]
+    assert common.last_page(history) == "<p>1</p>" and common.last_page(history[:1]) is None
+
+
+def test_dialogues_end_after_the_last_round_with_the_last_page(pages):
+    rows = read(pages / "offline.jsonl")
+    scorer = common.PageScorer("pixels")
+    assert len(rows) == 24 and any(0.1 < row["reward"] < 1 for row in rows)
+    for row in rows:
+        history = row["dialogue_history"]
+        assert [turn["role"] for turn in history] == ["user", "assistant"] * 3 and row["num_rounds"] == 3
+        assert row["answer"] == (common.last_page(history) or "") and row["similarity"] == "pixels"
+        reference, image = (row[key] and str(pages / row[key]) for key in ("reference_image", "image"))
+        assert scorer.score([(reference, image)]) == [row["reward"]]
+        for turn in history[1::2]:
+            assert turn["content"] == common.shown_text(turn["output"].strip(), True)
+            said = [earlier["content"] for earlier in history if earlier["role"] == "assistant"]
+            assert row["task"]["ground_truth"] not in turn["input"] or row["task"]["ground_truth"] in said     # c stays hidden
+        assert all(0 < len(turn["content"]) <= common.MAX_PAGE_REPLY_CHARS and "<" not in turn["content"]
+                   for turn in history[2::2])
+
+
+def test_killed_in_the_middle_it_goes_on(pages, tmp_path):
+    flags = ["--tasks", pages / "tasks.jsonl", "--agent", BASE, "--samples", 3, *PLAY, "--concurrency", 2, "--out", tmp_path / "o.jsonl"]
+    pid = begin("02_rollout.py", *flags, folder=tmp_path)
+    partial = tmp_path / "o.jsonl.0of1.partial"
+    while not partial.exists() or partial.read_text().count("\n") < 3:
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    wait(pid)
+    assert not (tmp_path / "o.jsonl").exists()
+    succeed("02_rollout.py", *flags)
+    again, rows = read(tmp_path / "o.jsonl"), read(pages / "offline.jsonl")
+    assert [(row["answer"], row["reward"]) for row in again] == [(row["answer"], row["reward"]) for row in rows]
+
+
+def test_critic_policies_and_report(pages):
+    flags = ["--trajectories", pages / "offline.jsonl", "--model", BASE, "--max-steps", 1, "--log-every", 1]
+    critic = succeed("03_train_critic.py", *flags, "--out", pages / "critic")
+    rows = read(pages / "offline.jsonl")
+    gaps = [a["reward"] - b["reward"] for a in rows for b in rows if a["task_id"] == b["task_id"]]
+    trained, held_out = (int(critic.split(mark)[0].split()[-1]) for mark in (" trajectory pairs", " of other tasks"))
+    assert trained + held_out == sum(gap >= 0.1 for gap in gaps)
+    assert "The page that this person needs is the following.\n<style>" in critic
+    sweet = ["--critic", pages / "critic", "--data-frac", 0.05, "--num-candidates", 4, "--max-new-tokens", 220]
+    for method, more in (("sweet", sweet), ("mtdpo", []), ("rft", [])):
+        printed = succeed("04_train_policy.py", "--method", method, *flags, *more, "--out", pages / method)
+        assert "the best trajectory of each of 8 tasks" in printed or method != "rft"
+    assert all(row["task"]["ground_truth"] not in row["prompt"] or row["task"]["ground_truth"] in str(row["history"])
+               for row in read(pages / "sweet" / "candidates.jsonl"))
+    table = succeed("05_evaluate.py", f"base={pages / 'offline.jsonl'}", f"same={pages / 'offline.jsonl'}", "--baseline", "base",
+                    "--similarity", "pixels", "--costs", "--out", pages / "report")
+    metrics = json.loads((pages / "report" / "metrics.json").read_text())
+    assert abs(metrics["base"]["pixel_similarity"] - sum(row["reward"] for row in rows) / 24) < 1e-9
+    assert metrics["same"]["against_baseline"]["difference"] == 0 and metrics["base"]["win_rate"] == 0.5
+    assert "pixel similarity" in table and "success" not in table
+
+
+def test_a_person_on_a_server_sees_both_pages(pages, tmp_path, serve):
+    person = serve()
+    (tmp_path / "t.jsonl").write_text((pages / "tasks.jsonl").read_text().split("\n")[0] + "\n")
+    succeed("02_rollout.py", "--tasks", tmp_path / "t.jsonl", "--agent", "script-informed", "--simulator", f"{person['url']}#viewer",
+            "--similarity", "pixels", "--max-rounds", 4, "--out", tmp_path / "o.jsonl")
+    [row] = read(tmp_path / "o.jsonl")
+    agent, human = row["dialogue_history"][1::2], row["dialogue_history"][2::2]
+    for number, turn in enumerate(human):
+        assert turn["content"] == f"I see {1 + any(common.page_of(t['content']) for t in agent[:number + 1])} pictures."
+    request = read(person["log"])[0]
+    assert row["task"]["problem_description"] in request["messages"][0]["content"][0]["text"]
+    assert row["task"]["ground_truth"] not in json.dumps(request)                      # a person who sees it, not its code
+
+
+def test_bad_input(pages, tmp_path):
+    task = json.loads((pages / "tasks.jsonl").read_text().split("\n")[0])
+    function = {"problem_description": "?", "ground_truth": "def f(): return 1", "test_cases": {"a": "f()"}}
+    (tmp_path / "mixed.jsonl").write_text(json.dumps(task) + "\n" + json.dumps(function) + "\n")
+    (tmp_path / "plain.jsonl").write_text(json.dumps({**task, "slots": None}).replace('"slots": null', '"x": 1') + "\n")
+    out = ["--out", tmp_path / "o.jsonl", "--similarity", "pixels"]
+    assert "mixed.jsonl:2: a task of the other domain" in refused(2, "--tasks", tmp_path / "mixed.jsonl", "--agent", "script", *out)
+    assert 'plain.jsonl:1: missing "slots"' in refused(2, "--tasks", tmp_path / "plain.jsonl", "--agent", "script", *out)
+    flags = ["--tasks", pages / "tasks.jsonl", "--agent", BASE, *out]
+    assert "judge: compares messages about functions" in refused(2, *flags, "--best-of", 2, "--critic", f"judge:{BASE}")
+    assert "--browser /none: no such program" in refused(2, *flags, "--browser", "/none")
+    assert "choose --similarity pixels" in refused(2, *flags, "--similarity", "clip", "--clip-model", tmp_path)
+    rows = [{key: value for key, value in row.items() if key != "reward"} for row in read(pages / "offline.jsonl")]
+    (tmp_path / "unscored.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "have no \"reward\"" in refused(3, "--trajectories", tmp_path / "unscored.jsonl", "--model", BASE, "--out", tmp_path / "c")
+    assert not (tmp_path / "o.jsonl").exists() and pathlib.Path(tmp_path / "unscored.jsonl").exists()
+    assert stage(2).summary([{"similarity": "pixels", "dialogue_history": [{"role": "user", "content": "?"}, {
+        "role": "assistant", "content": "?", "render_fault": "x"}], "reward": 0.25, "answer": "", "num_rounds": 1}]).startswith(
+            "similarity (pixels) 0.250 | 100.0% without a page | 1 pages could not be shown")
