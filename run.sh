@@ -165,7 +165,7 @@ study() {
     for name in no-c no-norm regression; do                          # those among the rows
         case " $rows " in *" $name "*) kinds+=" critic-$name" ;; esac
     done
-    critic critic-value --head value
+    case " $rows " in *" value "*) ;; *) critic critic-value --head value ;; esac
     mkdir -p "$out/few"
     head -n "${FEW_TASKS:-200}" "$out/test.jsonl" > "$out/few/test.jsonl"
     for n in 1 4 16; do

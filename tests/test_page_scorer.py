@@ -311,7 +311,7 @@ def test_what_makes_no_sense_for_pages_is_refused(tmp_path):
         "frontend tasks in a, backend tasks in b; evaluate each domain in a call of its own")
     both = tmp_path / "both.jsonl"
     both.write_text(pages.read_text() + code.read_text())
-    assert "frontend tasks in a, backend tasks in a" in refused(5, f"a={both}", "--out", out)
+    assert "both.jsonl:2: a task of the other domain" in refused(5, f"a={both}", "--out", out)
     for options in (["--compat"], ["--gates", "tests/tiny"], ["--critics", "c=out/critic", "--policy", "tests/tiny"]):
         assert refused(5, f"a={pages}", *options, "--out", out) == (
             f"{options[0]} is for backend tasks, and these are frontend tasks; leave it out")

@@ -41,10 +41,11 @@ def call(tmp_path):
     for name in ("python", "torchrun"):
         (tmp_path / ".venv" / "bin" / name).write_text(STAND_IN)
         (tmp_path / ".venv" / "bin" / name).chmod(0o755)
-    (tmp_path / "tests" / "tiny").mkdir(parents=True)
+    for name in ("tiny", "tiny_pages"):
+        (tmp_path / "tests" / name).mkdir(parents=True)
     for name in ("run.sh", "tests/tune.sh"):
         shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "tests" / "setup.sh").write_text("setup_environment() { :; }\n")
+    (tmp_path / "tests" / "setup.sh").write_text("setup_environment() { :; }\nsetup_browser() { :; }\n")
 
     def start(*command):
         (tmp_path / "commands.jsonl").unlink(missing_ok=True)
@@ -75,6 +76,15 @@ def test_the_study_makes_every_row_of_every_seed(call):
     assert "sweet=out/study/seed3/sweet.jsonl,out/study/seed4/sweet.jsonl" in report
     seeds = {command["words"][command["words"].index("--seed") + 1] for command in commands if "--seed" in command["words"]}
     assert seeds == {"3", "4", "1000"}                                         # 1000: the test tasks, the same for all
+
+
+def test_the_chain_of_pages(call):
+    commands = [command["words"] for command in call("run.sh", "--domain", "frontend")]
+    assert {command[command.index("--domain") + 1] for command in commands if "--domain" in command} == {"frontend"}
+    assert {"out/frontend/sweet", "out/frontend/mtdpo", "out/frontend/rft", "out/frontend/critic"} <= {
+        command[command.index("--out") + 1] for command in commands}
+    assert all("pixels" in command for command in commands if command[0][:2] in ("02", "05"))
+    assert not any("tests/tiny" in command for command in commands)
 
 
 def test_every_method_is_searched_over_as_many_settings(call):
