@@ -705,12 +705,6 @@ async def record(dialogue, browser, scorer, file, progress, tally, tokenizer, ar
     progress.update()
 
 
-async def play_all(work, items, browser, concurrency):
-    """work(item, browser) for all items; browser: a common.Browser that is not started yet, or None."""
-    async with browser or contextlib.nullcontext() as browser:
-        await each(functools.partial(work, browser=browser), items, concurrency)
-
-
 def report(opened, ranks, wall_s):
     """Print how fast it went, all ranks together; ranks: the "tally", "stats" and "verdicts" of each."""
     def total(dicts):
@@ -855,7 +849,10 @@ def main(argv=None):
     person = None if args.simulator == "rules" else load(args.simulator, "simulator", sees=frontend)
     if person and person.sees and args.reject_leaks:
         raise common.InputError("--reject-leaks: a local model that sees always says the same; use a server")
-    browser = common.Browser(f"{args.out}.images", args.browser) if frontend else None
+    browser = page_scorer = None
+    if frontend:
+        browser = common.BrowserThread(f"{args.out}.images", args.browser)
+        page_scorer = common.PageScorer(args.similarity, args.clip_model, runtime.device)
     chooser = None
     if args.best_of > 1 and args.critic.startswith("judge:"):
         judge = load(args.critic.removeprefix("judge:"), "judge")
@@ -885,14 +882,14 @@ def main(argv=None):
     mine = [item for item in items if item[0] not in done][runtime.rank::runtime.world_size]
     if done:
         common.say(f"{len(done):,} of {len(items):,} dialogues are there already")
-    with (contextlib.nullcontext(common.PageScorer(args.similarity, args.clip_model, runtime.device)) if frontend else
-          common.Scorer(args.unsafe_scorer) as scorer,
+    with (contextlib.nullcontext(page_scorer) if page_scorer else common.Scorer(args.unsafe_scorer) as scorer,
+          browser or contextlib.nullcontext(),
           open_partial(out.with_name(f"{out.name}.{runtime.rank}of{runtime.world_size}.partial")) as file,
           tqdm(total=len(mine), unit="dialogue", desc=out.name, mininterval=5, disable=runtime.rank > 0) as progress):
         try:
-            asyncio.run(play_all(functools.partial(
-                finish, speakers=(agent, person, chooser), scorer=scorer, file=file, progress=progress, tally=tally,
-                failed=failed, tokenizer=name, args=args), mine, browser, args.concurrency))
+            asyncio.run(each(functools.partial(
+                finish, browser=browser, speakers=(agent, person, chooser), scorer=scorer, file=file,
+                progress=progress, tally=tally, failed=failed, tokenizer=name, args=args), mine, args.concurrency))
         except common.InputError:
             if runtime.world_size == 1:                              # the tokens are paid for (ranks need each other)
                 record_costs()

@@ -22,6 +22,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 import types
 import urllib.parse
@@ -2554,6 +2555,29 @@ class Browser:
             partial.write_bytes(with_note(png, fault) if fault else png)
             partial.rename(path)
         return Render(path and str(path), spec, fault)
+
+
+class BrowserThread:
+    """A Browser in a thread of its own, whose render() any event loop may await: a local model that samples keeps its
+    own loop busy, and pages would time out there."""
+
+    def __init__(self, *options):
+        self.browser, self.loop = Browser(*options), asyncio.new_event_loop()
+
+    def __enter__(self):
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.call(self.browser.__aenter__()).result()
+        return self
+
+    def __exit__(self, *exception):
+        self.call(self.browser.__aexit__(*exception)).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def call(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+    async def render(self, *page, **options):
+        return await asyncio.wrap_future(self.call(self.browser.render(*page, **options)))
 
 
 def render_pages(htmls, images, path=None):

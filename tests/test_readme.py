@@ -9,7 +9,7 @@ import pytest
 from conftest import ROOT, run, stage
 
 README = (ROOT / "README.md").read_text()
-BLOCK, LAPTOP = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+BLOCK, LAPTOP, PAGES = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
 
 
 def commands(environment, folder):
@@ -21,8 +21,10 @@ def commands(environment, folder):
     return [shlex.split(line) for line in process.stdout.splitlines()]
 
 
-def test_the_paper_s_scale_parses():
-    script = f"mkdir -p /tmp/none; export PY=echo RUN=echo D=/tmp/none\n{BLOCK}"
+@pytest.mark.parametrize("block, number", [(BLOCK, 3 + 5 + 3 + 4 + 6 + 1 + 4 + 3 + 1 + 18 + 6 + 3 * 3 + 6),
+                                           (PAGES, 2 + 1 + 1 + 2 + 1 + 4)])
+def test_the_paper_s_scale_parses(block, number):
+    script = f"mkdir -p /tmp/none; export PY=echo RUN=echo D=/tmp/none\n{block}"
     lines = subprocess.run(["bash", "-c", script], text=True, capture_output=True, env={"PATH": os.environ["PATH"]}).stdout
     parsed = 0
     for line in lines.splitlines():
@@ -31,7 +33,7 @@ def test_the_paper_s_scale_parses():
             args = stage(int(words[0][:2])).parse_args(words[1:])
             assert args.out.startswith("/tmp/none/")
             parsed += 1
-    assert parsed == 3 + 5 + 3 + 4 + 6 + 1 + 4 + 3 + 1 + 18 + 6 + 3 * 3 + 6
+    assert parsed == number
 
 
 def test_every_row_runs_small(tmp_path, workspace):
