@@ -2334,7 +2334,7 @@ class Browser:
 
     InputError if there is no browser, or a page needs a Tailwind file that is not there."""
 
-    def __init__(self, images, path=None, concurrency=2):
+    def __init__(self, images, path=None, concurrency=4):
         self.images, self.path, self.concurrency = pathlib.Path(images), path, concurrency
         self.blocked, self.faults, self.specs = collections.Counter(), collections.Counter(), {}
         self.tabs, self.free = [None] * concurrency, asyncio.Semaphore(concurrency)        # a queue would let some wait for ever

@@ -51,13 +51,13 @@ case $domain in
     frontend)
         setup_environment requirements.txt tests/frontend.txt
         setup_browser
-        base=tests/tiny_pages num_train=200 num_test=60
+        base=tests/tiny_pages num_train=120 num_test=50
         new_tokens="--max-new-tokens 220"
         rollout="02_rollout.py --simulator rules --similarity pixels --max-rounds ${ROUNDS:-4} $new_tokens"
         critic_settings="--beta 1 --lr 3e-4 --epochs 1"
         rft_settings="--lr 1e-3 --epochs 4"
         mtdpo_settings="--lr 1e-4 --nll-coef 0.3 --epochs 1"
-        sweet_settings="--lr 3e-5 --nll-coef 0.3 --data-frac 0.05 $new_tokens --pairs-together"
+        sweet_settings="--lr 3e-5 --nll-coef 0.3 --data-frac 0.06 $new_tokens --pairs-together"
         evaluation="--similarity pixels" ;;
     *)
         echo "error: --domain $domain: must be backend or frontend" >&2
