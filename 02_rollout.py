@@ -61,10 +61,10 @@ SIMULATOR_SYSTEM = (
     "sentences of plain English. Say only what was asked about. If the function does not settle it, say that you do "
     "not know. Never write or quote code.\n\n{ground_truth}")
 VIEWER_SYSTEM = (
-    "You are a person who asked an assistant for a web page, in these words:\n{problem_description}\n\nYou have the page "
-    "that you want before your eyes: the first picture. The assistant cannot see it. Look at what the assistant made, and "
-    "describe in a few sentences of plain English what differs most from your page: layout, colours, sizes, texts, what "
-    "is missing. Answer what the assistant asks. Never write HTML or CSS.")
+    "You are a person who asked an assistant for a web page, in these words:\n{problem_description}\n\nYou have the "
+    "page that you want before your eyes: the first picture. The assistant cannot see it. Look at what the assistant "
+    "made, and describe in a few sentences of plain English what differs most from your page: layout, colours, sizes, "
+    "texts, what is missing. Answer what the assistant asks. Never write HTML or CSS.")
 JUDGE = (
     "An assistant writes a Python function for a person. It cannot see what the person needs; you can:\n"
     "{ground_truth}\n\nThe dialogue so far:\n{dialogue}\n\nTwo ways for the assistant to go on:\n[A] {a}\n[B] {b}\n\n"
@@ -94,7 +94,8 @@ def simulator_messages(task, history):
 
 
 def viewer_messages(task, history, reference, page):
-    """The chat that a model sees which plays the human and looks at pictures (paths; page: None where none was sent)."""
+    """The chat that a model sees which plays the human and looks at pictures (paths; page: None where none was
+    sent)."""
     said = history[-1]["content"].replace(common.page_of(history[-1]["content"]) or "\0", "[the page]")
     parts = [{"type": "text", "text": "The page that I want:"}, {"type": "image", "path": reference}]
     if page:
@@ -528,11 +529,13 @@ async def judge_choice(dialogue, _, replies, judge, counts, args):
 
 async def rendered(dialogue, browser, **options):
     """(reference page, the page so far) of a frontend dialogue as common.Render; the second is None where the agent has
-    sent none. A page that cannot be shown leaves "render_fault" in the agent's turn. InputError if it is the reference."""
+    sent none. A page that cannot be shown leaves "render_fault" in the agent's turn. InputError if it is the
+    reference."""
     task, turn = dialogue["task"], dialogue["history"][-1]
     reference = await browser.render(task["ground_truth"], **options)
     if reference.fault and not reference.image and not reference.spec:
-        raise common.InputError(f"task {common.task_id(task)}: its reference page cannot be rendered: {reference.fault}")
+        raise common.InputError(f"task {common.task_id(task)}: its reference page cannot be rendered: "
+                                f"{reference.fault}")
     page = common.last_page(dialogue["history"])
     render = page and await browser.render(page, **options)
     if render and render.fault and common.page_of(turn["content"]):
@@ -773,12 +776,12 @@ def parse_args(argv=None):
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT",
                         help="ends a turn, beside the model's own end tokens; can be given more than once")
     parser.add_argument("--best-of", type=common.positive_int, default=1, help="messages sampled at each turn")
-    parser.add_argument("--critic", help="who picks one of --best-of: a critic folder (03), judge:MODEL, or oracle (-patient): "
-                        "what the template task says of a turn")
+    parser.add_argument("--critic", help="who picks one of --best-of: a critic folder (03), judge:MODEL, or oracle "
+                        "(-patient): what the template task says of a turn")
     # the person
     parser.add_argument("--simulator-max-new-tokens", type=common.positive_int,
-                        help="tokens a reply of a model that plays the human, of which 400 characters are shown, 1,000 on "
-                        "pages (None: 128, on pages 320)")
+                        help="tokens a reply of a model that plays the human, of which 400 characters are shown, 1,000 "
+                        "on pages (None: 128, on pages 320)")
     parser.add_argument("--reject-leaks", type=int, default=0, metavar="N",
                         help="sample a reply of the human that shows code again, up to N times")
     # models and servers
@@ -829,8 +832,9 @@ def main(argv=None):
     if args.simulator == "rules" and not frontend or scripted or oracle:
         for number, task in enumerate(tasks, 1):
             if lacking not in task:
-                raise common.InputError(f'{args.tasks}:{number}: missing "{lacking}", which the rules of template tasks '
-                                        "need; use --agent MODEL --simulator MODEL, and a critic that is no oracle")
+                raise common.InputError(f'{args.tasks}:{number}: missing "{lacking}", which the rules of template '
+                                        "tasks need; use --agent MODEL --simulator MODEL, and a critic that is no "
+                                        "oracle")
     if frontend and (args.critic or "").startswith("judge:"):
         raise common.InputError("--critic judge: compares messages about functions; pages need a critic of 03")
     inputs = [args.tasks, args.agent, args.simulator, None if oracle else (args.critic or "").removeprefix("judge:"),

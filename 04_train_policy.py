@@ -311,8 +311,8 @@ def parse_args(argv=None):
     parser.add_argument("--trajectories", required=True, help="trajectories file (02)")
     parser.add_argument("--num-trajectories", type=common.positive_int, help="use so many (nested subsets of a seed)")
     parser.add_argument("--model", required=True, help="the model to train (folder, hub id, smollm2; tiny for sft)")
-    parser.add_argument("--critic", help="critic folder (03), of any kind, for sweet; oracle, oracle-patient: what the template task "
-                        "says of a turn, a critic without errors")
+    parser.add_argument("--critic", help="critic folder (03), of any kind, for sweet; oracle, oracle-patient: what "
+                        "the template task says of a turn, a critic without errors")
     parser.add_argument("--min-gap", type=float,
                         help="mtdpo: pair all trajectories of a task whose returns differ by so "
                         "much (frontend: 0.1); None: successes with the rest")
@@ -389,7 +389,8 @@ def main(argv=None):
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     oracle = args.critic in common.ORACLES
     if oracle and any("facts" not in trajectory["task"] for trajectory in trajectories):
-        raise common.InputError(f"{args.trajectories}: --critic {args.critic} needs template tasks (01), which state facts")
+        raise common.InputError(f"{args.trajectories}: --critic {args.critic} needs template tasks (01), which state "
+                                "facts")
     if args.model != "tiny" and common.reads_pictures(args.model):
         raise common.InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
     inputs = [args.trajectories, args.model, args.candidates, None if oracle else args.critic]

@@ -589,8 +589,8 @@ def monte_carlo_returns(trajectories, policy, scorer, args, device):
     continuations (by the policy, with the rule-based human) that succeed: rows like 04's, with "returns"."""
     rollout, policy_stage = (importlib.import_module(name) for name in ("02_rollout", "04_train_policy"))
     options = argparse.Namespace(seed=0, num_candidates=args.mc_candidates, max_new_tokens=args.mc_max_new_tokens,
-                                 temperature=1.0, agent=args.policy, agent_tokenizer=None, stop=[], server_logprobs=False,
-                                 best_of=1, max_rounds=trajectories[0].get("max_rounds", 10))
+                                 temperature=1.0, agent=args.policy, agent_tokenizer=None, stop=[],
+                                 server_logprobs=False, best_of=1, max_rounds=trajectories[0].get("max_rounds", 10))
     states = policy_stage.sample_states(trajectories, 1.0, 0)
     states = random.Random(0).sample(states, min(args.mc_states, len(states)))
     rows = [row for i in range(0, len(states), 16)
@@ -665,8 +665,8 @@ STYLE = ("body{font:15px/1.45 system-ui,sans-serif;max-width:60rem;margin:2rem a
          "details{margin:.6rem 0}p{margin:.2rem 0;white-space:pre-wrap}")
 PAGE_STYLE = ("body{max-width:85rem}details pre,p{white-space:pre-wrap;overflow-wrap:anywhere}"
               "details details{margin-left:1rem}.pages{display:flex;gap:1rem;overflow-x:auto;align-items:flex-start}"
-              "figure{margin:0;flex:0 1 320px;min-width:150px}figure img{display:block;width:100%;outline:1px solid #bbb}"
-              ".none{padding:4rem 0;text-align:center;background:#eee}")
+              "figure{margin:0;flex:0 1 320px;min-width:150px}figure img{display:block;width:100%;"
+              "outline:1px solid #bbb}.none{padding:4rem 0;text-align:center;background:#eee}")
 
 
 def dialogue(trajectory, summary):

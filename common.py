@@ -1,4 +1,5 @@
-"""What two stages or more call: runtime, JSONL, dialogue, tokens, models, training, generation, servers, browser, scorer."""
+"""What two stages or more call: runtime, JSONL, dialogue, tokens, models, training, generation, servers, browser,
+scorers."""
 import argparse
 import asyncio
 import base64
@@ -462,10 +463,11 @@ AGENT_SYSTEM = (
     f'run code. When you know enough, write "{MARKER}" and then nothing but the complete Python function. You have '
     "{max_rounds} rounds, and the last one must be that answer.")
 DESIGNER_SYSTEM = (
-    "You design a web page for a person who has it before their eyes but cannot write HTML. In each turn send the whole "
-    "page as one HTML document; Tailwind CSS can be loaded from its CDN. The person looks at it in a browser and says "
-    f'what should be different. You may think before you write: then put "{OUTPUT}" behind your thoughts, as the person '
-    "gets only what follows it. You have {max_rounds} rounds, and the last page that you send is the one that counts.")
+    "You design a web page for a person who has it before their eyes but cannot write HTML. In each turn send the "
+    "whole page as one HTML document; Tailwind CSS can be loaded from its CDN. The person looks at it in a browser and "
+    f'says what should be different. You may think before you write: then put "{OUTPUT}" behind your thoughts, as the '
+    "person gets only what follows it. You have {max_rounds} rounds, and the last page that you send is the one that "
+    "counts.")
 LAST_ROUND = "\n(last round)"
 HIDDEN_INFO = "The {what} that this person needs is the following.\n{ground_truth}\nThe dialogue with the person:\n"
 
@@ -514,7 +516,8 @@ def page_of(text):
 
 def last_page(history):
     """The page so far of a dialogue: of its last agent turn that has one; None if none has."""
-    return next(filter(None, (page_of(turn["content"]) for turn in reversed(history) if turn["role"] == "assistant")), None)
+    pages = (page_of(turn["content"]) for turn in reversed(history) if turn["role"] == "assistant")
+    return next(filter(None, pages), None)
 
 
 LEAK_TOKENS = 8
@@ -800,7 +803,7 @@ def hidden_states(model, batch):
                                 use_cache=False, **{name: x.to(batch.ids.device) for name, x in pixels.items()}
                                 ).last_hidden_state
     add_work(model, batch.sizes)
-    mask = None                                     # rows are padded on the right: with causal attention no token sees it
+    mask = None                                   # rows are padded on the right: with causal attention no token sees it
     if batch.mask.dim() == 4 and model.config.get_text_config()._attn_implementation == "flex_attention":
         from torch.nn.attention.flex_attention import create_block_mask
         mask = create_block_mask(lambda r, head, query, key: batch.mask[r, 0, query, key], len(batch.mask), None,
@@ -872,7 +875,7 @@ def values_of(model, items, max_tokens, device):
     was_training = model.training
     model.eval()
     for first in range(0, len(chunks), world_size):
-        chunk = chunks[min(first + rank, len(chunks) - 1)]          # ranks gather layers together: as many passes on each
+        chunk = chunks[min(first + rank, len(chunks) - 1)]        # ranks gather layers together: as many passes on each
         with torch.no_grad():
             values = model.turn_values(collate([items[i] for i in chunk], device)).cpu()
         for i, row in zip(chunk, values):
@@ -1272,9 +1275,9 @@ def pages_needed(critic, states):
 
 
 def score_actions(critic, tokenizer, states, max_tokens, device, no_tree=False, sampler=None):
-    """The score A(o_t, a, c) of each action in `states` by a critic (load_critic) or one of ORACLES, a list of floats for
-    each state. Equal actions are scored once. With `sampler` (a model) its values without c are subtracted in place of
-    the reference's with c, as the published code does."""
+    """The score A(o_t, a, c) of each action in `states` by a critic (load_critic) or one of ORACLES, a list of floats
+    for each state. Equal actions are scored once. With `sampler` (a model) its values without c are subtracted in place
+    of the reference's with c, as the published code does."""
     if isinstance(critic, str):
         return [oracle_scores(critic, state.task, state.history, state.texts) for state in states]
     if critic.get("visual"):
@@ -1317,8 +1320,8 @@ def average_ranks(values):
 
 def trajectory_pairs(trajectories, path, min_gap=None):
     """[(chosen, rejected)] indices of trajectories of one task. Backend (`min_gap` None): every trajectory with a lower
-    return is paired with one of return 1, these in turn. With `min_gap` (frontend: 0.1 if None): every two whose returns
-    differ by so much. InputError, which names `path`, where there is no pair."""
+    return is paired with one of return 1, these in turn. With `min_gap` (frontend: 0.1 if None): every two whose
+    returns differ by so much. InputError, which names `path`, where there is no pair."""
     if min_gap is None and is_frontend(trajectories[0]["task"]):
         min_gap = 0.1
     by_task = {}
@@ -1748,8 +1751,9 @@ class Engine:
         engine = Engine(model, stop_ids(model, tokenizer), slots=16, max_tokens=8192)
         [ids] = await engine.generate(prompt, randoms, 1.0, key=dialogue)           # in each dialogue's coroutine
 
-    ended(new ids): whether a sample ends here, beside the ids `stops`. slots: samples in flight; the cache has a row for each, all as long as the longest dialogue needs. max_tokens: the
-    most that a prompt with its reply may have, and that a prefill pass computes.
+    ended(new ids): whether a sample ends here, beside the ids `stops`. slots: samples in flight; the
+    cache has a row for each, all as long as the longest dialogue needs. max_tokens: the most that a prompt with its
+    reply may have, and that a prefill pass computes.
 
     stats: tokens of prompts that were computed (prefill_tokens) or found in the cache (reused_tokens), tokens that
     decoding computed and its steps (decode_tokens, decode_steps), seconds of both (prefill_s, decode_s), and the mean
@@ -2100,7 +2104,7 @@ async def server_reply(server, messages, temperature, max_new_tokens, seed, **ex
 Render = namedtuple("Render", "image spec fault")
 VIEWPORT = {"width": 1280, "height": 720}
 MAX_WIDTH_PX, MAX_HEIGHT_PX = 2560, 8192
-MAX_PAGE_BYTES, MAX_PAGE_S, MAX_LOAD_S = 2_000_000, 10, 6          # of HTML; for all of a page; for its load event
+MAX_PAGE_BYTES, MAX_PAGE_S = 2_000_000, 10                         # of HTML; for all of a page
 PAGE_CLOCK_MS = 2000                                               # of its own clock a page has after loading
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER_FLAGS = [
@@ -2108,14 +2112,15 @@ BROWSER_FLAGS = [
     "--disable-gpu", "--disable-lcd-text", "--font-render-hinting=none", "--force-color-profile=srgb",
     "--disable-skia-runtime-opts", "--disable-partial-raster", "--blink-settings=imageAnimationPolicy=2",
     # no network: requests are answered or refused by Browser.answer; these stop what does not pass there
-    "--proxy-server=http://nothing.invalid:9", "--proxy-bypass-list=<-loopback>", "--host-resolver-rules=MAP * ~NOTFOUND",
-    "--webrtc-ip-handling-policy=disable_non_proxied_udp", "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",   # new name, old name
-    "--dns-prefetch-disable", "--disable-quic", "--no-pings", "--disable-background-networking", "--disable-component-update", "--disable-domain-reliability",
+    "--proxy-server=http://nothing.invalid:9", "--proxy-bypass-list=<-loopback>", "--dns-prefetch-disable",
+    "--host-resolver-rules=MAP * ~NOTFOUND", "--webrtc-ip-handling-policy=disable_non_proxied_udp",
+    "--disable-quic", "--no-pings", "--disable-background-networking", "--disable-domain-reliability",
     # a page that fills its memory dies alone
     "--js-flags=--max-old-space-size=512"]
-FONTS = """<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd"><fontconfig>{folders}<cachedir>{cache}</cachedir>
-<match target="font"><edit name="hinting" mode="assign"><bool>false</bool></edit>
-<edit name="rgba" mode="assign"><const>none</const></edit></match>{aliases}
+FONTS = """<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd">
+<fontconfig>{folders}<cachedir>{cache}</cachedir>{aliases}<match target="font">
+<edit name="hinting" mode="assign"><bool>false</bool></edit>
+<edit name="rgba" mode="assign"><const>none</const></edit></match>
 <match><edit name="family" mode="append_last"><string>Liberation Sans</string></edit></match></fontconfig>"""
 FONT_NAMES = {"Sans": "sans-serif sans system-ui Arial Helvetica", "Serif": "serif Times Times_New_Roman",
               "Mono": "monospace mono Courier Courier_New"}
@@ -2123,39 +2128,34 @@ FONT_NAMES = {"Sans": "sans-serif sans system-ui Arial Helvetica", "Serif": "ser
 # Runs before a page's own scripts, in every frame: a clock that stands still until __run moves it, seeded random
 # numbers, dialogs that return at once, storage that lasts as long as the page (its origin has none).
 PAGE_START = """(() => {
-  const start = 1735732800000, timers = new Map(), channel = new MessageChannel(), RealDate = Date, RealPromise = Promise;
-  let now = 0, count = 0, seed = 1;
+  const start = 1735732800000, timers = new Map(), channel = new MessageChannel();
+  const RealDate = Date, RealPromise = Promise;
+  let now = 0, count = 0, seed = 1e9;
+  const random = () => (seed = seed * 16807 % 2147483647) / 2147483647;
   const add = (call, ms, args, every) => {
     timers.set(++count, {at: now + Math.max(1, +ms || 0), call, args, every});
     return count;
   };
   const clear = id => { timers.delete(id); };
-  const random = () => {
-    let t = seed += 0x6D2B79F5;
-    t = Math.imul(t ^ t >>> 15, t | 1);
-    t ^= t + Math.imul(t ^ t >>> 7, t | 61);
-    return ((t ^ t >>> 14) >>> 0) / 4294967296;
-  };
   const storage = () => Object.create({
-    getItem(key) { return Object.hasOwn(this, key) ? this[key] : null; }, setItem(key, value) { this[key] = `${value}`; },
+    getItem(key) { return this[key] ?? null; }, setItem(key, value) { this[key] = `${value}`; },
     removeItem(key) { delete this[key]; }, clear() { for (const key in this) delete this[key]; },
     key(index) { return Object.keys(this)[index] ?? null; }, get length() { return Object.keys(this).length; }});
+  RealDate.now = () => start + now;
+  performance.now = () => now;
+  Math.random = random;
+  crypto.getRandomValues = array => array.map((_, index) => array[index] = random() * 4294967296) && array;
   Object.assign(window, {
     setTimeout: (call, ms, ...args) => add(call, ms, args),
     setInterval: (call, ms, ...args) => add(call, ms, args, Math.max(4, +ms || 0)),
     requestAnimationFrame: call => add(() => call(now), 16, []),
     requestIdleCallback: call => add(() => call({didTimeout: false, timeRemaining: () => 10}), 1, []),
     clearTimeout: clear, clearInterval: clear, cancelAnimationFrame: clear, cancelIdleCallback: clear,
-    alert() {}, confirm: () => false, prompt: () => null, print() {}, open: () => null, close() {},
+    alert() {}, confirm: () => false, prompt: () => null, print() {}, open: () => null, close() {}, stop() {},
     RTCPeerConnection: undefined, webkitRTCPeerConnection: undefined,
-    Date: new Proxy(RealDate, {
+    Date: RealDate.prototype.constructor = new Proxy(RealDate, {
       construct: (target, args, made) => Reflect.construct(target, args.length ? args : [start + now], made),
-      apply: () => new RealDate(start + now).toString(),
-      get: (target, key) => key === "now" ? () => start + now : Reflect.get(target, key)})});
-  RealDate.prototype.constructor = window.Date;
-  performance.now = () => now;
-  Math.random = random;
-  crypto.getRandomValues = array => array.map((_, index) => array[index] = random() * 4294967296) && array;
+      apply: () => new RealDate(start + now).toString()})});
   for (const name of ["localStorage", "sessionStorage"]) Object.defineProperty(window, name, {value: storage()});
   if (window === top) window.name = "";
   Object.defineProperty(window, "__run", {value: async until => {
@@ -2172,57 +2172,51 @@ PAGE_START = """(() => {
   }});
 })()"""
 
-# These run in a world of their own, with the page's document, but without what its scripts may have changed.
-PAGE_LOAD = """(async (html, seconds) => {
-  document.open(); document.write(html); document.close();
-  return await Promise.race([new Promise(done => setTimeout(() => done(false), seconds * 1000)), new Promise(done =>
-    document.readyState === "complete" ? done(true) : addEventListener("load", () => done(true)))]);
-})(%s, %d)"""
-PAGE_SETTLE = """(async (tailwind, seconds) => {
+# These run in a world of their own, with the page's document, but without what its scripts may have changed. The load
+# event is what tells that all is there: readyState is "complete" as soon as a written document is closed.
+PAGE_LOAD = """new Promise(loaded => {
+  document.open(); addEventListener("load", () => loaded()); document.write(%s); document.close();
+})"""
+PAGE_SETTLE = """(async () => {
   const frame = () => new Promise(done => requestAnimationFrame(() => setTimeout(done)));
-  const end = performance.now() + seconds * 1000;
-  const styled = () => [...document.querySelectorAll("style")].some(style => style.textContent.includes("tailwindcss v"));
-  while (tailwind && !styled() && performance.now() < end) await frame();
-  const lazy = [...document.querySelectorAll("img[loading=lazy]")];
-  for (const image of lazy) image.loading = "eager";
-  await Promise.allSettled([document.fonts.ready, ...lazy.map(image => image.decode())]);
-  if (document.scripts.length) {
-    let changes = 1;
-    const observer = new MutationObserver(() => changes++);
-    observer.observe(document, {subtree: true, childList: true, attributes: true, characterData: true});
-    while (changes && performance.now() < end) { changes = 0; await frame(); }
-  }
+  const show = image => { image.loading = "eager"; return image.decode(); };
+  await Promise.allSettled([document.fonts.ready, ...[...document.images].map(show)]);
+  for (const element of document.querySelectorAll("*"))            // drawn or not as the viewport happens to be
+    if (getComputedStyle(element).contentVisibility === "auto") element.style.contentVisibility = "visible";
+  let changes = 1;
+  new MutationObserver(() => changes++).observe(
+    document, {subtree: true, childList: true, attributes: true, characterData: true});
+  while (changes) { changes = 0; await frame(); }
   for (let round = 0; round < 3; round++) {
     const moving = document.getAnimations().filter(animation => animation.playState === "running");
-    for (const animation of moving) try {
-      if (animation.effect.getComputedTiming().endTime !== Infinity) animation.finish();
-      else { animation.pause(); animation.currentTime = 0; }
-    } catch (error) { animation.cancel(); }
-    if (!moving.length) break;
-    await frame();
+    for (const animation of moving) try { animation.finish(); } catch (endless) { animation.cancel(); }
+    if (moving.length) await frame();
   }
   for (const svg of document.querySelectorAll("svg")) { svg.pauseAnimations(); svg.setCurrentTime(0); }
   document.activeElement?.style?.setProperty("caret-color", "transparent", "important");
   scrollTo({left: 0, top: 0, behavior: "instant"});
-})(%s, %d)"""
+})()"""
 
-# What may act, load or move: a page without any of these leaves nothing behind, and the next may have its window.
-ACTIVE = re.compile(r"<(script|iframe|frame|object|embed|portal|meta|base|link|template|video|audio|svg)\b|[\s/\"']on\w+\s*=|"
-                    r"javascript:|@import|autofocus", re.IGNORECASE)
+# What may act, load or move, and the attributes whose effect outlives their elements (the colours of links, the title
+# that chooses among style sheets): a page without any of these leaves nothing behind, and the next gets its window.
+ACTIVE = re.compile(r"<(script|iframe|frame|object|embed|portal|meta|base|link|template|video|audio|svg)\b|<style[^>]|"
+                    r"[\s/\"'](on\w+|[av]?link)\s*=|javascript:|@([\w-]*\\|import)|autofocus", re.IGNORECASE)
 
-PHOTO = '<svg xmlns="http://www.w3.org/2000/svg" width="{0}" height="{1}"><rect width="{0}" height="{1}" fill="#bbb"/></svg>'
-PHOTO_HOSTS = re.compile(r"((fastly\.)?picsum\.photos|source\.unsplash\.com|(via\.)?placeholder\.com|placehold\.(co|it)|"
-                         r"(www\.)?(dummyimage|placekitten|loremflickr|placeimg|fakeimg)\.(com|pl))$")
-NPM = r"https?://(cdn\.jsdelivr\.net/npm|unpkg\.com)/"
+PHOTO = ('<svg xmlns="http://www.w3.org/2000/svg" width="{0}" height="{1}">'
+         '<rect width="{0}" height="{1}" fill="#bbb"/></svg>')
+PHOTO_HOSTS = re.compile(r"(.*\.)?(picsum\.photos|source\.unsplash\.com|placehold\.(co|it)|fakeimg\.pl|"
+                         r"(placeholder|dummyimage|placekitten|loremflickr|placeimg)\.com)$")
+NPM, CDNJS = r"https?://(cdn\.jsdelivr\.net/npm|unpkg\.com)", r"https?://cdnjs\.cloudflare\.com/ajax/libs"
+CDN = r"https?://cdn\.tailwindcss\.com/?(3[^/?]*)?"
 TAILWIND = [                                                       # address -> file, under sys.prefix/tailwind
-    (NPM + r"tailwindcss@[~^]?2[^/]*/dist/tailwind(\.min)?\.css", "tailwindcss-2.2.19/dist/tailwind.min.css"),
-    (r"https?://cdnjs\.cloudflare\.com/ajax/libs/tailwindcss/2[^/]*/tailwind(\.min)?\.css",
+    (rf"({NPM}/tailwindcss@[~^]?2[^/]*/dist|{CDNJS}/tailwindcss/2[^/]*)/tailwind(\.min)?\.css",
      "tailwindcss-2.2.19/dist/tailwind.min.css"),
-    (r"https?://cdn\.tailwindcss\.com/?(3[^/?]*)?\?plugins=.*", "tailwindcss-cdn-3.4.10/tailwindcss-with-all-plugins.js"),
-    (r"https?://cdn\.tailwindcss\.com/?(3[^/?]*)?", "tailwindcss-cdn-3.4.10/tailwindcss.js"),
-    (NPM + r"@tailwindcss/browser@[~^]?4[^/]*(/|/dist/index\.global\.js)?", "tailwindcss-browser-4.3.3/dist/index.global.js")]
-RENDERER = hashlib.sha256(repr((VIEWPORT, MAX_WIDTH_PX, MAX_HEIGHT_PX, PAGE_CLOCK_MS, BROWSER_FLAGS, FONTS, FONT_NAMES, PAGE_START,
-                                PAGE_LOAD, PAGE_SETTLE, PHOTO)).encode()).hexdigest()
+    (rf"{CDN}\?plugins=.*", "tailwindcss-cdn-3.4.10/tailwindcss-with-all-plugins.js"),
+    (CDN, "tailwindcss-cdn-3.4.10/tailwindcss.js"),
+    (rf"{NPM}/@tailwindcss/browser@[~^]?4[^/]*(/|/dist/index\.global\.js)?",
+     "tailwindcss-browser-4.3.3/dist/index.global.js")]
+RENDERER = hashlib.sha256(repr((VIEWPORT, MAX_WIDTH_PX, MAX_HEIGHT_PX, PAGE_CLOCK_MS, BROWSER_FLAGS, FONTS, FONT_NAMES,
+                                PAGE_START, PAGE_LOAD, PAGE_SETTLE, PHOTO)).encode()).hexdigest()
 
 
 def add_browser(parser):
@@ -2259,20 +2253,21 @@ def local_file(url):
     name = next((name for pattern, name in TAILWIND if re.fullmatch(pattern, urllib.parse.unquote(url))), None)
     path = name and pathlib.Path(sys.prefix, "tailwind", name)
     if path and not path.exists():
-        raise InputError(f"a page asks for {url}, and its copy {path} is not there: without it the picture would be another "
-                         "one; `bash tests/run.sh` puts it there (with npm)")
+        raise InputError(f"a page asks for {url}, and its copy {path} is not there: without it the picture would be "
+                         "another one; `bash tests/run.sh` puts it there (with npm)")
     return path
 
 
 @functools.cache
 def style_rules(path):
-    """[(text, the sets of classes, one of which an element needs)] of a minified style sheet's rules; what opens or closes
-    a block, or needs no class, has an empty set."""
+    """[(text, the sets of classes, one of which an element needs)] of a minified style sheet's rules; what opens or
+    closes a block, or needs no class, has an empty set."""
     def needs(part):
         selectors = re.sub(r"/\*.*?\*/", "", part.partition("{")[0]) if part[0] not in "@}" else ""
         return [frozenset(name.replace("\\", "").lower() for name in re.findall(r"\.((?:\\.|[\w-])+)", selector))
                 for selector in selectors.split(",")]
-    parts = re.findall(r"@media[^{]*\{|@[\w-]*keyframes[^{]*\{(?:[^{}]*\{[^}]*\})*\}|[^{}]+\{[^}]*\}|\}", path.read_text("utf-8"))
+    parts = re.findall(r"@media[^{]*\{|@[\w-]*keyframes[^{]*\{(?:[^{}]*\{[^}]*\})*\}|[^{}]+\{[^}]*\}|\}",
+                       path.read_text("utf-8"))
     return [(part, needs(part)) for part in parts]
 
 
@@ -2287,27 +2282,29 @@ def style_sheet(path, page):
 
 def write_fonts(folder):
     """Write fonts.conf into `folder`: Liberation alone, for every name; returns its path, None without Liberation."""
-    roots = [pathlib.Path(root).expanduser() for root in ("/usr/share/fonts", "/usr/local/share/fonts", "~/.local/share/fonts",
-                                                          "~/.fonts", "/Library/Fonts")]
-    folders = sorted({str(path.parent) for root in roots for path in root.rglob("LiberationSans-Regular.*")})
+    roots = "/usr/share/fonts", "/usr/local/share/fonts", "~/.local/share/fonts", "~/.fonts", "/Library/Fonts"
+    folders = sorted({f"<dir>{path.parent}</dir>" for root in roots
+                      for path in pathlib.Path(root).expanduser().rglob("LiberationSans-Regular.*")})
     if not folders:
         return None
-    aliases = [f'<alias binding="same"><family>{name.replace("_", " ")}</family><prefer><family>Liberation {kind}</family>'
-               "</prefer></alias>" for kind, names in FONT_NAMES.items() for name in names.split()]
+    aliases = [f'<alias binding="same"><family>{name.replace("_", " ")}</family><prefer><family>Liberation {kind}'
+               "</family></prefer></alias>" for kind, names in FONT_NAMES.items() for name in names.split()]
     path = pathlib.Path(folder, "fonts.conf")
-    path.write_text(FONTS.format(folders="".join(f"<dir>{name}</dir>" for name in folders), cache=folder,
-                                 aliases="".join(aliases)))
+    path.write_text(FONTS.format(folders="".join(folders), cache=folder, aliases="".join(aliases)))
     return path
 
 
-async def within(seconds, call):
-    """What an awaitable gives, or TimeoutError; asyncio.wait_for would wait on for a call that ignores its end."""
+async def within(seconds, call, *ends):
+    """What an awaitable gives, or TimeoutError after some seconds, or when one of the futures `ends` is done;
+    asyncio.wait_for would wait on for a call that ignores its end."""
     task = asyncio.ensure_future(call)
     task.add_done_callback(lambda task: task.cancelled() or task.exception())        # nobody else may ask for it
-    if not (await asyncio.wait({task}, timeout=seconds))[0]:
-        task.cancel()
+    try:
+        if task in (await asyncio.wait({task, *ends}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]:
+            return task.result()
         raise TimeoutError
-    return task.result()
+    finally:
+        task.cancel()
 
 
 class Browser:
@@ -2316,29 +2313,30 @@ class Browser:
         async with Browser("out/images") as browser:
             image, spec, fault = await browser.render(html)            # up to `concurrency` at a time
 
-    image: path of a PNG of the whole page, 1,280 px wide, or as wide and high as it is, up to 2,560 x 8,192; None where it
-    could not be drawn. An existing picture is used again. spec: the JSON value of the JavaScript expression `read` on
-    the page that is shown. fault: None, or one line: why there is no picture, or (with a picture) what was cut from it.
-    The same page gives the same bytes: fixed fonts, clock, random numbers; a page is shown as it is 2 s after loading by its
-    own clock, with its animations at their end. A name of the file tells the page and the renderer's settings, but not
-    Chromium's version, which pixels may depend on.
+    image: path of a PNG of the whole page, 1,280 px wide, or as wide and high as it is, up to 2,560 x 8,192; None where
+    it could not be drawn. An existing picture is used again. spec: the JSON value of the JavaScript expression `read`.
+    fault: None, or one line: why there is no picture, or (with a picture) what was cut from it.
 
-    A page reaches nothing: its addresses are refused and counted by host in `blocked`, but for Tailwind's, which local
-    files answer, and photos, which become plain pictures of their size; a proxy and a name server that do not exist stop
-    what passes by that (WebSocket, WebRTC, prefetch). It has no origin, no storage, and a frame on which the next page
-    finds nothing of it. Ten seconds for each page; one that hangs or crashes is a fault, and its process is replaced.
-    Where the whole browser dies, the pages in flight are drawn again, one at a time, so that each can only harm itself.
+    A page is shown 2 s after its load event by its own clock, when nothing changes any more, animations at their end
+    (endless ones taken off). So there is one picture of a page, the same bytes whenever it is drawn, or none: one that
+    does not load or come to rest, hangs or crashes, within 10 s, is a fault, never a picture of how far it came. The
+    file's name tells page and settings, but not Chromium's version, which pixels may depend on.
 
-    Chromium's own sandbox, the wall against a page that breaks its renderer, is on where it starts. It cannot for root, nor
-    where the system forbids user namespaces; then it is off and that is said: run as another user for pages you distrust.
+    A page reaches nothing: Tailwind's addresses are answered by local files, photos by plain pictures of their size,
+    all others refused and counted by host in `blocked`; a proxy and a name server that do not exist stop what passes by
+    that (WebSocket, WebRTC). It has no origin, no storage, and the next page finds nothing of it. Where the whole
+    browser dies, the pages in flight are drawn again, one at a time, so that each can only harm itself.
+
+    Chromium's sandbox, the wall against a page that breaks its renderer, is on where it starts: not for root, nor
+    without user namespaces; that it is off is said: run as another user for pages you distrust.
 
     InputError if there is no browser, or a page needs a Tailwind file that is not there."""
 
     def __init__(self, images, path=None, concurrency=4):
         self.images, self.path, self.concurrency = pathlib.Path(images), path, concurrency
         self.blocked, self.faults, self.specs = collections.Counter(), collections.Counter(), {}
-        self.tabs, self.free = [None] * concurrency, asyncio.Semaphore(concurrency)        # a queue would let some wait for ever
-        self.alone, self.starting = asyncio.Lock(), asyncio.Lock()
+        self.tabs, self.alone, self.starting = [None] * concurrency, asyncio.Lock(), asyncio.Lock()
+        self.free = asyncio.Semaphore(concurrency)                  # a queue would let some wait for ever
         self.chromium = self.driver = self.name = self.error = None
 
     async def __aenter__(self):
@@ -2362,14 +2360,15 @@ class Browser:
             from playwright.async_api import Error, async_playwright
         except ImportError:
             raise InputError("pages need the package playwright: pip install -r tests/frontend.txt") from None
-        self.Error, first = Error, self.name is None
+        self.Error = Error
         self.driver = await async_playwright().start()
-        path = self.path and shutil.which(self.path)
+        path = shutil.which(self.path) if self.path else next(
+            filter(None, map(shutil.which, BROWSERS)), self.driver.chromium.executable_path)
         if self.path and not path:
             raise InputError(f"--browser {self.path}: no such program")
-        path = path or next(filter(None, map(shutil.which, BROWSERS)), self.driver.chromium.executable_path)
         if not os.path.exists(path):
-            raise InputError("no browser for pages: apt-get install chromium, or playwright install chromium, or --browser PATH")
+            raise InputError("no browser for pages: apt-get install chromium, or playwright install chromium, or "
+                             "--browser PATH")
         fonts = write_fonts(self.folder.name)
         # Neither keys nor settings of the user's environment reach it.
         env = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
@@ -2386,11 +2385,11 @@ class Browser:
         self.pulse = await self.chromium.new_browser_cdp_session()
         processes = (await self.pulse.send("SystemInfo.getProcessInfo"))["processInfo"]
         self.pid = next(process["id"] for process in processes if process["type"] == "browser")
-        self.name = f"Chromium {self.chromium.version}"
-        if first:
-            say(f"browser: {self.name}, no network, its sandbox {'on' if sandbox_on else 'off'}, " +
-                ("fonts: Liberation" if fonts else "fonts: the system's, as Liberation is missing (apt-get install "
-                 "fonts-liberation): pictures differ from those of other machines"))
+        if not self.name:
+            self.name = f"Chromium {self.chromium.version}"
+            say(f"browser: {self.name}, no network, its sandbox {'on' if sandbox_on else 'off'}, fonts: " +
+                ("Liberation" if fonts else "the system's, without Liberation (apt-get install fonts-liberation) "
+                 "pictures differ from those of other machines"))
 
     async def stop(self):
         """End the browser and its driver, whatever state they are in."""
@@ -2437,27 +2436,22 @@ class Browser:
         tabs to hold; with all of them the page is alone."""
         for _ in range(num_tabs):
             await self.free.acquire()
-        tab, drawing, render = self.tabs.pop(), None, None
+        tab, render, fault = self.tabs.pop(), None, f"not drawn within {MAX_PAGE_S} s"
         try:
             if not tab or tab.chromium is not self.chromium or not self.chromium.is_connected():
                 tab = await self.new_tab()
-            drawing = asyncio.ensure_future(self.draw(tab, html, path, read))
-            drawing.add_done_callback(lambda task: task.cancelled() or task.exception())
-            await asyncio.wait({drawing, tab.crashed}, timeout=MAX_PAGE_S, return_when=asyncio.FIRST_COMPLETED)
-            fault = "its process crashed" if tab.crashed.done() else f"not drawn within {MAX_PAGE_S} s"
-            if drawing.done():
-                render = drawing.result()
-        except self.Error as error:
-            gone = re.search("[Cc]ontext (was destroyed|with specified id)|target navigated", str(error))
-            fault = ("its process crashed" if tab and tab.crashed.done() else "not drawn: the page replaced itself" if gone else
-                     f"not drawn: {one_line(error)}")
+            render = await within(MAX_PAGE_S, self.draw(tab, html, path, read), tab.crashed)
+        except (self.Error, TimeoutError) as error:
+            if tab and tab.crashed.done():
+                fault = "its process crashed"
+            elif re.search("[Cc]ontext (was destroyed|with specified id)|target navigated", str(error)):
+                fault = "not drawn: the page replaced itself"
+            elif str(error):
+                fault = f"not drawn: {one_line(error)}"
         finally:
             if tab and not render:
-                if drawing:
-                    drawing.cancel()
                 await self.close(tab)
-                tab = None
-            self.tabs.append(tab)
+            self.tabs.append(render and tab)
             for _ in range(num_tabs):
                 self.free.release()
         if self.error:
@@ -2496,20 +2490,18 @@ class Browser:
 
     async def answer(self, tab, route):
         """Answer or refuse one request of a page."""
-        url = route.request.url
+        url, path, headers = route.request.url, None, {"access-control-allow-origin": "*"}
         try:
             path = local_file(url)
         except InputError as error:
             self.error = error
-            path = None
         with contextlib.suppress(self.Error):                       # the page may be gone
-            if path:
-                tab.scripts |= path.suffix == ".js"
-                text = style_sheet(path, tab.html) if path.suffix == ".css" else path.read_text("utf-8")
-                await route.fulfill(body=text, content_type="text/css" if path.suffix == ".css" else "text/javascript",
-                                    headers={"access-control-allow-origin": "*"})
+            if path and path.suffix == ".css":
+                await route.fulfill(body=style_sheet(path, tab.html), content_type="text/css", headers=headers)
+            elif path:
+                await route.fulfill(body=path.read_text("utf-8"), content_type="text/javascript", headers=headers)
             elif PHOTO_HOSTS.match(urllib.parse.urlsplit(url).hostname or ""):
-                await route.fulfill(body=photo(url), content_type="image/svg+xml", headers={"access-control-allow-origin": "*"})
+                await route.fulfill(body=photo(url), content_type="image/svg+xml", headers=headers)
             else:
                 self.refuse(url)
                 await route.abort("aborted")                        # for a navigation, too: the page stays where it is
@@ -2526,29 +2518,26 @@ class Browser:
                 raise self.Error(details.get("exception", {}).get("description") or details["text"])
             return reply["result"].get("value")
 
-        tab.html, tab.scripts, active = html, False, bool(ACTIVE.search(html))
+        tab.html, active = html, bool(ACTIVE.search(html))
         if active or tab.world is None:                             # a new window, which takes 100 ms
             await tab.page.goto("about:blank")
             await send("Page.resetNavigationHistory")
             tab.world = (await send("Page.createIsolatedWorld", {"frameId": tab.frame}))["executionContextId"]
         world, tab.world = tab.world, None
-        faults = []
-        if not await evaluate(PAGE_LOAD % (json.dumps(html), MAX_LOAD_S)):
-            faults.append(f"still loading after {MAX_LOAD_S} s")
-        for frame in (frame for frame in tab.page.frames if active and frame.url):   # one that was refused has none, and runs nothing
-            await frame.evaluate(f"window.__run && __run({PAGE_CLOCK_MS})")
-        await evaluate(PAGE_SETTLE % (json.dumps(tab.scripts), MAX_LOAD_S))
+        await evaluate(PAGE_LOAD % json.dumps(html))
+        for frame in tab.page.frames if active else []:
+            if frame.url:                                           # one that was refused has none, and runs nothing
+                await frame.evaluate(f"window.__run && __run({PAGE_CLOCK_MS})")
+        await evaluate(PAGE_SETTLE)
         spec = await evaluate(read) if read else None
         size = (await send("Page.getLayoutMetrics"))["cssContentSize"]
-        clip = {"x": 0, "y": 0, "scale": 1}
-        for name, least, most in (("width", VIEWPORT["width"], MAX_WIDTH_PX), ("height", VIEWPORT["height"], MAX_HEIGHT_PX)):
-            clip[name] = min(max(size[name], least), most)
-            if size[name] > most:
-                faults.append(f"{name} {size[name]:,} px cut to {most:,}")
-        fault = "; ".join(faults) or None
+        limits = {"width": (VIEWPORT["width"], MAX_WIDTH_PX), "height": (VIEWPORT["height"], MAX_HEIGHT_PX)}
+        clip = {name: min(max(size[name], least), most) for name, (least, most) in limits.items()}
+        fault = "; ".join(f"{name} {size[name]:,} px cut to {most:,}" for name, (_, most) in limits.items()
+                          if size[name] > most) or None
         tab.world = None if active else world                       # nothing of the page can be left but its document
         if path and not path.exists():
-            options = {"format": "png", "captureBeyondViewport": True, "clip": clip}
+            options = {"format": "png", "captureBeyondViewport": True, "clip": {**clip, "x": 0, "y": 0, "scale": 1}}
             png = base64.b64decode((await send("Page.captureScreenshot", options))["data"])
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(f"{path.name}.{os.getpid()}-{id(tab)}.partial")
@@ -2793,7 +2782,7 @@ class Scorer:
 
     def run(self, child, code, calls, imports=None):
         results = child.run(code, calls, self.time_limit_s, imports=imports)
-        if ["error", "time limit"] in results[0]:                   # it is wall time, and the machine may have been busy
+        if ["error", "time limit"] in results[0]:                  # it is wall time, and the machine may have been busy
             results = child.run(code, calls, self.time_limit_s, imports=imports)
         return results
 

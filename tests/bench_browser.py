@@ -1,5 +1,5 @@
-"""Pages a second and per second of processor time (Chromium's processes, Playwright's driver and this one together), with
-and without pictures, and the memory of all processes at the end.
+"""Pages a second and per second of processor time (Chromium's processes, Playwright's driver and this one together),
+with and without pictures, and the memory of all processes at the end.
 
     python tests/bench_browser.py [--pages 40] [--concurrency 2] [--browser PATH]
 
@@ -16,16 +16,16 @@ import time
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common                                                                                            # noqa: E402
 
-SMALL = """<!DOCTYPE html><html><head><style>body {{margin: 0; font-family: sans-serif}} .head {{background: #{0:06x}; color: white;
-padding: 40px}} .card {{border: 1px solid #ccc; border-radius: 8px; padding: 20px; margin: 20px; float: left; width: 240px}}</style>
-</head><body><div class="head"><h1>Shop {0}</h1><button>Order</button></div><div class="card">One</div><div class="card">Two</div>
-<div class="card">Three</div></body></html>"""
+SMALL = """<!DOCTYPE html><html><head><style>body {{margin: 0; font-family: sans-serif}} .head {{background: #{0:06x};
+color: white; padding: 40px}} .card {{border: 1px solid #ccc; border-radius: 8px; padding: 20px; margin: 20px;
+float: left; width: 240px}}</style></head><body><div class="head"><h1>Shop {0}</h1><button>Order</button></div>
+<div class="card">One</div><div class="card">Two</div><div class="card">Three</div></body></html>"""
 TAILWIND = """<html><link href="https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css" rel="stylesheet">
-<body class="bg-gray-100"><header class="bg-white p-4 shadow-md"><h1 class="text-2xl font-bold">Company {0}</h1></header>
-<div class="container mx-auto px-4 py-8 grid md:grid-cols-3 gap-4"><div class="bg-white rounded-lg shadow p-6"><img
-src="https://picsum.photos/id/48/300/200" class="w-full"><h2 class="text-xl">First</h2><p class="text-gray-700">Some text of this
-card.</p></div><div class="bg-white rounded-lg shadow p-6"><p>Second</p></div></div><footer class="bg-gray-800 text-white p-4
-text-center">&copy; {0}</footer></body></html>"""
+<body class="bg-gray-100"><header class="bg-white p-4 shadow-md"><h1 class="text-2xl font-bold">Company {0}</h1>
+</header><div class="container mx-auto px-4 py-8 grid md:grid-cols-3 gap-4"><div class="bg-white rounded-lg shadow p-6">
+<img src="https://picsum.photos/id/48/300/200" class="w-full"><h2 class="text-xl">First</h2><p
+class="text-gray-700">Some text of this card.</p></div><div class="bg-white rounded-lg shadow p-6"><p>Second</p></div>
+</div><footer class="bg-gray-800 text-white p-4 text-center">&copy; {0}</footer></body></html>"""
 
 
 def processes():
@@ -59,7 +59,8 @@ async def measure(args, name, page, picture):
             wall, (after, memory) = time.perf_counter() - begin, processes()
             assert not any(render.fault for render in renders)
             print(f"{name:9s} {'pictures' if picture else 'no picture':10s} {args.pages / wall:6.1f} pages/s "
-                  f"{args.pages / (after - cpu):6.1f} pages/s of one core   {before:,.0f} MiB -> {memory:,.0f} MiB", flush=True)
+                  f"{args.pages / (after - cpu):6.1f} pages/s of one core   {before:,.0f} MiB -> {memory:,.0f} MiB",
+                  flush=True)
 
 
 def main():

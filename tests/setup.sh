@@ -16,16 +16,20 @@ setup_environment() {
     export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 }
 
-# What pages need: a browser and its fonts (where apt-get may install them), and the files that answer Tailwind's addresses.
+# What pages need: a browser and its fonts (where apt-get may install them), and the files that answer Tailwind's
+# addresses.
 setup_browser() {
     local name wanted=()
     have() { command -v "$1" > /dev/null; }
-    have chromium || have chromium-browser || have google-chrome || have google-chrome-stable || have chrome || wanted+=(chromium)
-    [ -n "$(find /usr/share/fonts /usr/local/share/fonts ~/.fonts ~/.local/share/fonts -name 'LiberationSans-Regular.*' \
-        2> /dev/null)" ] || wanted+=(fonts-liberation)
+    have chromium || have chromium-browser || have google-chrome || have google-chrome-stable || have chrome ||
+        wanted+=(chromium)
+    [ -n "$(find /usr/share/fonts /usr/local/share/fonts ~/.fonts ~/.local/share/fonts \
+        -name 'LiberationSans-Regular.*' 2> /dev/null)" ] || wanted+=(fonts-liberation)
     if [ ${#wanted[@]} -gt 0 ] && [ "$(id -u)" = 0 ] && have apt-get; then
         echo "installing ${wanted[*]}"
-        apt_install() { DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$@" > /dev/null; }
+        apt_install() {
+            DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$@" > /dev/null
+        }
         apt_install "${wanted[@]}" 2> /dev/null || { apt-get update -qq && apt_install "${wanted[@]}"; } ||
             echo "not installed: ${wanted[*]}; tests and tasks with pages need them" >&2
     fi
