@@ -16,8 +16,9 @@ The paper's other critics: `--no-privileged` leaves c out, `--normalize none` le
 head on the mean of the last hidden states over a turn's tokens, 0 before training, in the place of eq. 3:
 
 --head regression   its value is the turn's advantage, trained by eq. 2 on its sums over turns (no NLL term)
---head value        its value is the logit of success given the dialogue up to and with the turn, and c, trained by
-                    binary cross-entropy at every turn of every trajectory (those without a pair, too)
+--head value        its value is the logit of success (of a page: its similarity) given the dialogue up to and with the
+                    turn, and c, trained by binary cross-entropy at every turn of every trajectory (those without a
+                    pair, too)
 
 Of pages (frontend) a `--model` of the Qwen2-VL family makes a visual critic, with one of these heads: it reads the
 request, what the person said last, the picture of the reference page (c) and that of the page after the turn, and its
@@ -54,7 +55,7 @@ def bradley_terry_loss(chosen_scores, rejected_scores, beta):
 
 
 def value_losses(values, labels, lengths):
-    """Binary cross-entropy of success (labels, (B,)) at each turn's logit (values, (B, M)), the mean over the turns of
+    """Binary cross-entropy of success (labels in [0, 1], (B,)) at each turn's logit (values, (B, M)), the mean over the turns of
     a trajectory (those with lengths > 0); returns (B,)."""
     exists = (lengths > 0).float()                                                                # (B, M)
     losses = F.binary_cross_entropy_with_logits(values, labels[:, None].expand_as(values), reduction="none")
@@ -208,7 +209,7 @@ def main(argv=None):
         return
     common.fill_rewards(trajectories, args.unsafe_scorer)
     pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap)
-    visual, show = common.reads_pictures(args.model), None
+    frontend, visual, show = common.is_frontend(trajectories[0]["task"]), common.reads_pictures(args.model), None
     if visual:
         check_visual(trajectories, args)
         show = functools.partial(common.show_pages, images=pathlib.Path(args.out) / "images", browser=args.browser)
@@ -252,10 +253,11 @@ def main(argv=None):
             batch = common.collate([item for i in micro for item in examples[i]], runtime.device)
             values = model.turn_values(batch)                                           # (2B, M) chosen, rejected, …
             if args.head == "value":
-                labels = torch.tensor([float(trajectories[train[i][0]]["reward"] == 1) for i in micro],
+                rewards = [trajectories[train[i][0]]["reward"] for i in micro]
+                labels = torch.tensor([float(reward if frontend else reward == 1) for reward in rewards],
                                       device=runtime.device)                            # (B,)
                 loss = (value_losses(values, labels, batch.lengths) * shares).sum()
-                right = (last_values(values, batch.lengths) > 0) == (labels > 0)
+                right = (last_values(values, batch.lengths) > 0) == (labels > 0.5)
                 sums[1] += (right * shares).sum().item()
             else:
                 ref_values = torch.nn.utils.rnn.pad_sequence([ref[i][side] for i in micro for side in (0, 1)],
