@@ -2332,7 +2332,7 @@ class Browser:
 
     InputError if there is no browser, or a page needs a Tailwind file that is not there."""
 
-    def __init__(self, images, path=None, concurrency=4):
+    def __init__(self, images, path=None, concurrency=2):
         self.images, self.path, self.concurrency = pathlib.Path(images), path, concurrency
         self.blocked, self.faults, self.specs = collections.Counter(), collections.Counter(), {}
         self.tabs, self.alone, self.starting = [None] * concurrency, asyncio.Lock(), asyncio.Lock()
@@ -2439,7 +2439,7 @@ class Browser:
         tab, render, fault = self.tabs.pop(), None, f"not drawn within {MAX_PAGE_S} s"
         try:
             if not tab or tab.chromium is not self.chromium or not self.chromium.is_connected():
-                tab = await self.new_tab()
+                tab = await within(MAX_PAGE_S, self.new_tab())      # its calls hang where the browser dies
             render = await within(MAX_PAGE_S, self.draw(tab, html, path, read), tab.crashed)
         except (self.Error, TimeoutError) as error:
             if tab and tab.crashed.done():
