@@ -116,8 +116,8 @@ def test_bad_input(pages, tmp_path):
     assert 'plain.jsonl:1: missing "slots"' in refused(2, "--tasks", tmp_path / "plain.jsonl", "--agent", "script", *out)
     flags = ["--tasks", pages / "tasks.jsonl", "--agent", BASE, *out]
     assert "judge: compares messages about functions" in refused(2, *flags, "--best-of", 2, "--critic", f"judge:{BASE}")
-    assert "--browser /none: no such program" in refused(2, *flags, "--browser", "/none")
     assert "choose --similarity pixels" in refused(2, *flags, "--similarity", "clip", "--clip-model", tmp_path)
+    assert "--browser /none: no such program" in refused(2, *flags[:-1], "pixels", "--browser", "/none")
     rows = [{key: value for key, value in row.items() if key != "reward"} for row in read(pages / "offline.jsonl")]
     (tmp_path / "unscored.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert "have no \"reward\"" in refused(3, "--trajectories", tmp_path / "unscored.jsonl", "--model", BASE, "--out", tmp_path / "c")
