@@ -701,7 +701,7 @@ def ask_model(chats, numbers, model, tokenizer, args):
 
 def ask_server(chats, numbers, server, loop, args):
     """The same of a server, all chats in flight together."""
-    seeds = [int(common.uniforms(1, args.seed, number, "task").item() * 2 ** 31) for number in numbers]
+    seeds = [common.server_seed(args.seed, number, "task") for number in numbers]
 
     async def all_replies():
         return await asyncio.gather(*(common.server_reply(server, chat, args.temperature, args.max_new_tokens, seed)
@@ -975,7 +975,7 @@ def take_websight(args):
         html = one_photo(html, counts)
         task_id = hashlib.sha256(html.encode(errors="replace")).hexdigest()[:16]
         elsewhere = args.split != "all" and int(task_id, 16) % 100 not in SPLITS[args.split]
-        end = ("empty" if not html or not idea else "no page" if not html.startswith("<") else
+        end = ("empty" if not html or not idea else "no page" if not common.is_page(html) else
                "of another split" if elsewhere else "repeated" if task_id in tasks else "kept")
         ends[end] += 1
         if end == "kept":

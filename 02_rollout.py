@@ -428,7 +428,7 @@ async def ask(speaker, chat, key, temperature, max_new_tokens, args, count=1, ca
     prompt = tokenizer and tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **more)
     if speaker.server:
         fields |= ({"chat_template_kwargs": more} if more else {}) | ({"stop": args.stop} if args.stop else {})
-        seed = int(common.uniforms(1, *key).item() * 2 ** 31)
+        seed = common.server_seed(*key)
         return prompt, [await common.server_reply(speaker.server, chat, temperature, max_new_tokens, seed, **fields)]
     ids, stops = common.encode(tokenizer, prompt), common.stop_ids(speaker.model, tokenizer)
     outputs = await speaker.engine.generate(ids, common.uniforms((count, max_new_tokens), *key), temperature, cache)
@@ -460,7 +460,7 @@ async def look(speaker, messages, key, temperature, args):
         data = base64.b64encode(pathlib.Path(part["path"]).read_bytes()).decode()
         return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
     chat = [{**message, "content": [sent(part) for part in message["content"]]} for message in messages]
-    seed = int(common.uniforms(1, *key).item() * 2 ** 31)
+    seed = common.server_seed(*key)
     return await common.server_reply(speaker.server, chat, temperature, args.simulator_max_new_tokens, seed)
 
 
@@ -537,10 +537,10 @@ async def rendered(dialogue, browser, **options):
         raise common.InputError(f"task {common.task_id(task)}: its reference page cannot be rendered: "
                                 f"{reference.fault}")
     page = common.last_page(dialogue["history"])
-    render = page and await browser.render(page, **options)
+    render = await browser.render(page, **options) if page else None
     if render and render.fault and common.page_of(turn["content"]):
         turn["render_fault"] = render.fault
-    return reference, render or None
+    return reference, render
 
 
 async def person_turn(dialogue, person, args, browser):

@@ -615,8 +615,7 @@ def measure_critic(critic, trajectories, rows, tokenizer, device):
     critic_stage = importlib.import_module("03_train_critic")
     options = argparse.Namespace(max_tokens=16384, normalize=critic["normalize"], head=critic["head"])
     pairs = common.trajectory_pairs(trajectories, "the first file")
-    reader = critic["model"].processor if critic.get("visual") else tokenizer
-    examples = critic_stage.trajectory_examples(trajectories, pairs, reader, critic["privileged"], critic.get("show"))
+    examples = critic_stage.trajectory_examples(trajectories, pairs, tokenizer, critic["privileged"])
     values = common.values_of(critic["reference"] or critic["model"], [item for pair in examples for item in pair],
                               options.max_tokens, device)
     if critic["reference"] is None:
@@ -643,12 +642,16 @@ def compare_critics(trajectories, scorer, args, out):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = common.load_model(args.policy, device)
     policy[0].eval()
-    common.trajectory_pairs(trajectories, "the first file")          # an error now, not after the hour of the next line
+    critics = {name: common.read_critic(path, policy[1])             # errors now, not after the hour of Monte Carlo
+               for name, path in (argument.split("=", 1) for argument in args.critics)}
+    for critic in critics.values():
+        if critic.get("visual"):
+            raise common.InputError(f"{critic['folder']}: a critic that sees ranks pages (frontend tasks) alone")
+    common.trajectory_pairs(trajectories, "the first file")
     rows = monte_carlo_returns(trajectories, policy, scorer, args, device)
     common.write_jsonl(out / "monte_carlo.jsonl", rows)
-    found = {name: measure_critic(common.load_critic(common.read_critic(path, policy[1]), common.load_whole(device)),
-                                  trajectories, rows, policy[1], device)
-             for name, path in (argument.split("=", 1) for argument in args.critics)}
+    found = {name: measure_critic(common.load_critic(critic, common.load_whole(device)), trajectories, rows, policy[1],
+                                  device) for name, critic in critics.items()}
     common.write_json(out / "critics.json", found)
     print(f"\n{'critic':20s} {'pair accuracy':>13s} {'pairs':>5s}  {'rank correlation':>16s} {'95 %':>17s} "
           f"{'states':>6s}")

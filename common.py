@@ -249,7 +249,12 @@ def read_jsonl(path, keys):
 
 def is_frontend(task):
     """Whether a task asks for a page (its reference is HTML, and it has no tests), and not for a function."""
-    return not task.get("test_cases") and task["ground_truth"].lstrip().startswith("<")
+    return not task.get("test_cases") and is_page(task["ground_truth"])
+
+
+def is_page(text):
+    """Whether a reference or an answer is HTML."""
+    return text.lstrip().startswith("<")
 
 
 def check_keys(row, keys, where):
@@ -493,7 +498,7 @@ def visible_text(text, prompt=None):
 
 def hidden_info(ground_truth):
     """The sentence that states c."""
-    what = "page" if ground_truth.lstrip().startswith("<") else "function"
+    what = "page" if is_page(ground_truth) else "function"
     return HIDDEN_INFO.format(what=what, ground_truth=ground_truth)
 
 
@@ -1685,9 +1690,13 @@ def dry_run(args, rows_an_example, tree=False):
 
 def uniforms(shape, *key):
     """Uniform numbers in [0, 1) that depend on `key` alone, so that a sample does not depend on its batch."""
-    import numpy
     digest = hashlib.sha256(repr(key).encode()).digest()
-    return torch.from_numpy(numpy.random.default_rng(int.from_bytes(digest[:8], "little")).random(shape))
+    return torch.from_numpy(np.random.default_rng(int.from_bytes(digest[:8], "little")).random(shape))
+
+
+def server_seed(*key):
+    """The seed below 2^31 that a server samples with: of `key` alone, like uniforms."""
+    return int(uniforms(1, *key).item() * 2 ** 31)
 
 
 def next_tokens(logits, points, temperature):

@@ -16,8 +16,8 @@ cd "$(dirname "$0")"
 . tests/setup.sh
 domain=backend
 if [ "${1:-}" = --domain ]; then
-    domain=$2
-    shift 2
+    domain=${2:-}
+    shift $(($# < 2 ? 1 : 2))
 fi
 export py=.venv/bin/python seed out results=${OUT:-out}/study domain
 
@@ -60,7 +60,7 @@ case $domain in
         sweet_settings="--lr 3e-5 --nll-coef 0.3 --data-frac 0.06 $new_tokens --pairs-together"
         evaluation="--similarity pixels" ;;
     *)
-        echo "error: --domain $domain: must be backend or frontend" >&2
+        echo "error: --domain '$domain': must be backend or frontend" >&2
         exit 2 ;;
 esac
 export base num_train num_test rollout critic_settings rft_settings mtdpo_settings sweet_settings

@@ -260,11 +260,10 @@ def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, tmp_path):
     assert asyncio.run(choose(BLACK, WHITE, BLACK)) == 1 and asyncio.run(choose(f"OUTPUT: {WHITE}", BLACK)) == 0
 
 
-def test_05_measures_it(critic, dialogues, seeing):
-    rows = [{"task_id": "x", "prompt": "", "task": TASK, "history": [IDEA], "returns": [0.0, 1.0],
-             "candidates": [{"ids": [1], "text": BLACK}, {"ids": [2], "text": WHITE}]}]
-    found = stage(5).measure_critic(load(critic[0], seeing[2]), read(dialogues), rows, None, "cpu")
-    assert (found["pair_accuracy"], found["num_pairs"], found["rank_correlation"]) == (1.0, 4, 1.0)
+def test_05_refuses_it_on_functions(critic, workspace, tmp_path):
+    with pytest.raises(common.InputError, match="a critic that sees ranks pages"):
+        stage(5).main([f"a={workspace}/offline.jsonl", "--critics", f"v={critic[0]}", "--policy", str(BASE), "--out",
+                       str(tmp_path / "out")])
 
 
 # --- the person who sees
