@@ -2458,9 +2458,13 @@ class Browser:
             elif str(error):
                 fault = f"not drawn: {one_line(error)}"
         finally:
-            if tab and not render:
+            if render and tab.busy:
+                with contextlib.suppress(self.Error, TimeoutError):
+                    await within(5, self.clear(tab), tab.crashed)
+            if tab and (not render or tab.busy):
                 await self.close(tab)
-            self.tabs.append(render and tab)
+                tab = None
+            self.tabs.append(tab)
             for _ in range(num_tabs):
                 self.free.release()
         if self.error:
@@ -2476,7 +2480,7 @@ class Browser:
         context = await self.chromium.new_context(
             viewport=VIEWPORT, device_scale_factor=1, locale="en-US", timezone_id="UTC", color_scheme="light",
             service_workers="block", accept_downloads=False)
-        tab = types.SimpleNamespace(chromium=self.chromium, context=context, crashed=asyncio.Future(), world=None)
+        tab = types.SimpleNamespace(chromium=self.chromium, context=context, crashed=asyncio.Future())
         await context.add_init_script(PAGE_START)
         await context.route("**/*", lambda route: self.answer(tab, route))
         tab.page = await context.new_page()
@@ -2487,7 +2491,15 @@ class Browser:
         await tab.session.send("Animation.enable")
         await tab.session.send("Animation.setPlaybackRate", {"playbackRate": 0})     # animations wait for PAGE_SETTLE
         tab.frame = (await tab.session.send("Page.getFrameTree"))["frameTree"]["frame"]["id"]
+        await self.clear(tab)
         return tab
+
+    async def clear(self, tab):
+        """Give a tab a new window (100 ms) with a world for our own scripts. Nothing of the last page goes on."""
+        await tab.page.goto("about:blank")
+        await tab.session.send("Page.resetNavigationHistory")
+        reply = await tab.session.send("Page.createIsolatedWorld", {"frameId": tab.frame})
+        tab.world, tab.new, tab.busy = reply["executionContextId"], True, False
 
     async def close(self, tab):
         with contextlib.suppress(self.Error, TimeoutError):
@@ -2527,14 +2539,12 @@ class Browser:
                 raise self.Error(details.get("exception", {}).get("description") or details["text"])
             return reply["result"].get("value")
 
-        tab.html, active = html, bool(ACTIVE.search(html))
-        if active or tab.world is None:                             # a new window, which takes 100 ms
-            await tab.page.goto("about:blank")
-            await send("Page.resetNavigationHistory")
-            tab.world = (await send("Page.createIsolatedWorld", {"frameId": tab.frame}))["executionContextId"]
-        world, tab.world = tab.world, None
+        active = ACTIVE.search(html)
+        if active and not tab.new:
+            await self.clear(tab)
+        world, tab.html, tab.new, tab.busy = tab.world, html, False, bool(active)
         await evaluate(PAGE_LOAD % json.dumps(html))
-        for frame in tab.page.frames if active else []:
+        for frame in tab.page.frames if tab.busy else []:
             if frame.url:                                           # one that was refused has none, and runs nothing
                 await frame.evaluate(f"window.__run && __run({PAGE_CLOCK_MS})")
         await evaluate(PAGE_SETTLE)
@@ -2544,7 +2554,6 @@ class Browser:
         clip = {name: min(max(size[name], least), most) for name, (least, most) in limits.items()}
         fault = "; ".join(f"{name} {size[name]:,} px cut to {most:,}" for name, (_, most) in limits.items()
                           if size[name] > most) or None
-        tab.world = None if active else world                       # nothing of the page can be left but its document
         if path and not path.exists():
             options = {"format": "png", "captureBeyondViewport": True, "clip": {**clip, "x": 0, "y": 0, "scale": 1}}
             png = base64.b64decode((await send("Page.captureScreenshot", options))["data"])
