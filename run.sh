@@ -57,7 +57,7 @@ case $domain in
         critic_settings="--beta 1 --lr 3e-4 --epochs 1"
         rft_settings="--lr 1e-3 --epochs 4"
         mtdpo_settings="--lr 1e-4 --nll-coef 0.3 --epochs 1"
-        sweet_settings="--lr 3e-5 --nll-coef 0.3 --data-frac 0.06 $new_tokens --pairs-together"
+        sweet_settings="--lr 1e-4 --nll-coef 0.3 --data-frac 0.06 $new_tokens --pairs-together"
         evaluation="--similarity pixels" ;;
     *)
         echo "error: --domain '$domain': must be backend or frontend" >&2

@@ -31,7 +31,7 @@ try() {
     $py 04_train_policy.py --trajectories $offline --model $base "$@" --out $work/$name > $work/$name.log
     $py 02_rollout.py --tasks $work/validation.jsonl --simulator rules --agent $work/$name --samples 2 --seed 5 \
         $play --out $work/$name.jsonl > $work/$name.rollout.log 2>&1
-    echo "$name: $(grep -E "^(success|similarity \()" $work/$name.rollout.log)"
+    echo "$name: $(grep -hE "^(success|similarity \()" $work/$name.rollout.log)"
 }
 export -f try
 
