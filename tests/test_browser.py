@@ -474,6 +474,13 @@ def test_nothing_left_behind(value, loop, browser):
     assert loop.run_until_complete(browser.chromium.contexts[0].cookies()) == []
 
 
+def test_nothing_goes_on(value, loop, browser):
+    """A page that acts is gone as soon as it is drawn."""
+    assert value("<p>a<script>onload = () => { (function f() { fetch('data:,').then(f) })() }</script>",
+                 "document.body.innerText") == "a"
+    assert loop.run_until_complete(browser.tabs[0].page.evaluate("document.body.innerHTML")) == ""
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # a browser that dies, or is not there
 
