@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Makes the base model of an embedded default again from nothing: bash tests/make_tiny.sh [--domain frontend] [OUT]
 # tests/tiny (functions) in about 30 minutes on 2 cores, tests/tiny_pages (pages) in about 35; NUM_TASKS=12 tries it out
-# in two. A model imitates three kinds of scripted dialogues on training tasks: clear requests that are answered at once,
-# vague ones with a noisy agent, and vague ones with an agent that knows the reference, which is put in front of these.
+# in two. A model imitates three kinds of scripted dialogues on training tasks: clear requests that are answered at
+# once, vague ones with a noisy agent, and vague ones with an agent that knows the reference, which is put in front of these.
 # The last kind teaches what a pretrained model brings along: to condition on a stated reference.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -33,7 +33,7 @@ $rollout --agent script --tasks $work/tasks.jsonl --out $work/script.jsonl
 $rollout --agent script-informed --tasks $work/tasks.jsonl --out $work/informed.jsonl
 cat $work/clear.jsonl $work/script.jsonl $work/informed.jsonl > $work/demonstrations.jsonl
 # Two rounds: after the first some slots (the oven's normal label) are still answered by chance. Pages get a third, of
-# small batches: after the second 10 % of the sampled pages fall apart at some token, and hide what a critic is to learn.
+# small batches: after the second 10 % of the sampled pages fall apart at some token, and hide what there is to learn.
 sft="$ranks 04_train_policy.py --method sft --log-every 25 --trajectories $work/demonstrations.jsonl"
 $sft --model tiny --epochs $epochs --micro-batch-size 16 --lr 4e-3 --out $work/first
 $sft --model $work/first --epochs $epochs --micro-batch-size 16 --lr 2e-3 --seed 1 --out $work/model
@@ -43,5 +43,6 @@ if [ $domain = frontend ]; then
     $sft --model $work/model --epochs 1 --batch-size 8 --micro-batch-size 8 --lr 2e-3 --seed 2 --out $model
 fi
 mkdir -p "$out"
-cp $model/{model.safetensors,config.json,generation_config.json,tokenizer.json,tokenizer_config.json,chat_template.jinja} "$out"
+cp $model/{model.safetensors,config.json,generation_config.json} \
+    $model/{tokenizer.json,tokenizer_config.json,chat_template.jinja} "$out"
 echo "writes $out"

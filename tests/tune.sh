@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The search that chose the hyper-parameters of run.sh, on validation tasks: bash tests/tune.sh [--domain frontend], after
-# run.sh with the same (of which it takes the offline dialogues). Eight settings for each method (three with pages); test
-# tasks are not touched. Writes out/tune/grid.csv, which is kept as tests/grid.csv, about 40 minutes on 2 cores; with
-# pages out/frontend/tune/grid.csv and tests/grid_pages.csv, about 25.
+# The search that chose the hyper-parameters of run.sh, on validation tasks: bash tests/tune.sh [--domain frontend],
+# after run.sh with the same (of which it takes the offline dialogues). Eight settings for each method, three with pages;
+# test tasks are not touched. Writes out/tune/grid.csv, which is kept as tests/grid.csv, about 40 minutes on 2 cores;
+# with pages out/frontend/tune/grid.csv and tests/grid_pages.csv, about 25.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tests/setup.sh
