@@ -2,8 +2,8 @@
 # Makes the base model of an embedded default again from nothing: bash tests/make_tiny.sh [--domain frontend] [OUT]
 # tests/tiny (functions) in about 30 minutes on 2 cores, tests/tiny_pages (pages) in about 35; NUM_TASKS=12 tries it out
 # in two. A model imitates three kinds of scripted dialogues on training tasks: clear requests that are answered at
-# once, vague ones with a noisy agent, and vague ones with an agent that knows the reference, which is put in front of these.
-# The last kind teaches what a pretrained model brings along: to condition on a stated reference.
+# once, vague ones with a noisy agent, and vague ones with an agent that knows the reference, which is put in front of
+# these. The last kind teaches what a pretrained model brings along: to condition on a stated reference.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tests/setup.sh
