@@ -55,8 +55,8 @@ def bradley_terry_loss(chosen_scores, rejected_scores, beta):
 
 
 def value_losses(values, labels, lengths):
-    """Binary cross-entropy of success (labels in [0, 1], (B,)) at each turn's logit (values, (B, M)), the mean over the turns of
-    a trajectory (those with lengths > 0); returns (B,)."""
+    """Binary cross-entropy of success (labels in [0, 1], (B,)) at each turn's logit (values, (B, M)), the mean over the
+    turns of a trajectory (those with lengths > 0); returns (B,)."""
     exists = (lengths > 0).float()                                                                # (B, M)
     losses = F.binary_cross_entropy_with_logits(values, labels[:, None].expand_as(values), reduction="none")
     return (losses * exists).sum(1) / exists.sum(1)
