@@ -14,11 +14,8 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 . tests/setup.sh
-domain=backend
-if [ "${1:-}" = --domain ]; then
-    domain=${2:-}
-    shift $(($# < 2 ? 1 : 2))
-fi
+take_domain "$@"
+shift $taken
 export py=.venv/bin/python seed out results=${OUT:-out}/study domain
 
 # Run a command, its output in a log; show where it failed, and how long it took.
@@ -59,9 +56,6 @@ case $domain in
         mtdpo_settings="--lr 1e-4 --nll-coef 0.3 --epochs 1"
         sweet_settings="--lr 1e-4 --nll-coef 0.3 --data-frac 0.06 $new_tokens --pairs-together"
         evaluation="--similarity pixels" ;;
-    *)
-        echo "error: --domain '$domain': must be backend or frontend" >&2
-        exit 2 ;;
 esac
 export base num_train num_test rollout critic_settings rft_settings mtdpo_settings sweet_settings
 tasks() {                                                            # SPLIT NUMBER SEED

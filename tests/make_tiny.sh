@@ -7,12 +7,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tests/setup.sh
+take_domain "$@"
+shift $taken
 setup_environment requirements.txt
-domain=backend
-if [ "${1:-}" = --domain ]; then
-    domain=$2
-    shift 2
-fi
 py=.venv/bin/python
 ranks=".venv/bin/torchrun --standalone --nproc-per-node 2"
 tasks="01_generate_tasks.py --domain $domain --split train --seed 100"

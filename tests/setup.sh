@@ -16,6 +16,18 @@ setup_environment() {
     export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 }
 
+# take_domain "$@": sets `domain`, and `taken`, how many arguments at the front said so (--domain NAME).
+take_domain() {
+    domain=backend taken=0
+    if [ "${1:-}" = --domain ]; then
+        domain=${2:-} taken=2
+    fi
+    if [ "$domain" != backend ] && [ "$domain" != frontend ]; then
+        echo "error: --domain '$domain': must be backend or frontend" >&2
+        exit 2
+    fi
+}
+
 # What pages need: a browser and its fonts (where apt-get may install them), and the files that answer Tailwind's
 # addresses.
 setup_browser() {

@@ -45,7 +45,8 @@ def call(tmp_path):
         (tmp_path / "tests" / name).mkdir(parents=True)
     for name in ("run.sh", "tests/tune.sh"):
         shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "tests" / "setup.sh").write_text("setup_environment() { :; }\nsetup_browser() { :; }\n")
+    (tmp_path / "tests" / "setup.sh").write_text((ROOT / "tests" / "setup.sh").read_text() + "\nsetup_environment() { :; }"
+                                                 "\nsetup_browser() { :; }\n")
 
     def start(*command):
         (tmp_path / "commands.jsonl").unlink(missing_ok=True)
@@ -85,6 +86,13 @@ def test_the_chain_of_pages(call):
         command[command.index("--out") + 1] for command in commands}
     assert all("pixels" in command for command in commands if command[0][:2] in ("02", "05"))
     assert not any("tests/tiny" in command for command in commands)
+
+
+@pytest.mark.parametrize("script", ["run.sh", "tests/tune.sh", "tests/make_tiny.sh"])
+@pytest.mark.parametrize("flags", [["--domain"], ["--domain", "frontends"]])
+def test_an_unknown_domain_is_refused(script, flags):
+    process = subprocess.run(["bash", script, *flags], cwd=ROOT, text=True, capture_output=True, timeout=20)
+    assert process.returncode == 2 and "must be backend or frontend" in process.stderr and not process.stdout
 
 
 @pytest.mark.parametrize("flags, number, test_tasks", [([], 8, "out/test.jsonl"), (["--domain", "frontend"], 3,

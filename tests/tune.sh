@@ -6,8 +6,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tests/setup.sh
+take_domain "$@"
 setup_environment requirements.txt
-if [ "${*:-}" = "--domain frontend" ]; then
+if [ $domain = frontend ]; then
     setup_environment tests/frontend.txt
     setup_browser
     base=tests/tiny_pages offline=out/frontend/offline.jsonl work=out/frontend/tune new_tokens="--max-new-tokens 220"
@@ -65,7 +66,7 @@ page_settings() {
     done
 }
 settings=function_settings
-[ -z "$similarity" ] || settings=page_settings
+[ $domain = backend ] || settings=page_settings
 for beta in $betas; do
     $py 03_train_critic.py --trajectories $offline --model $base $critic --beta $beta --out $work/critic-$beta \
         > $work/critic-$beta.log &
