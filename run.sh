@@ -128,14 +128,14 @@ best_of() {                                                          # NAME CRIT
 }
 export -f step tasks data train critic evaluate policy sweet baselines candidates other one_seed row best_of
 
-report() {                                                           # FOLDER NAME…
+report() {                                                           # FOLDER BASELINE NAME…
     local files=() name
-    for name in "${@:2}"; do files+=("$name=$(printf "$results/seed%s/$name.jsonl\n" $seeds | paste -sd,)"); done
-    $py 05_evaluate.py "${files[@]}" --baseline mtdpo --costs --overwrite --out "$results/$1-${seeds// /-}"
+    for name in "${@:3}"; do files+=("$name=$(printf "$results/seed%s/$name.jsonl\n" $seeds | paste -sd,)"); done
+    $py 05_evaluate.py "${files[@]}" --baseline "$2" --costs --overwrite --out "$results/$1-${seeds// /-}"
 }
 study() {
     local seeds=${*:-0 1 2 3 4} rows=${ROWS-oracle oracle-patient tokens no-c no-norm regression value n200 n800} name n
-    local kinds=critic
+    local kinds=critic rankings=
     export TEST_TASKS=${TEST_TASKS:-500} SAMPLES=1
     {
         printf 'one_seed %s\n' $seeds
@@ -143,15 +143,16 @@ study() {
             for name in $rows; do echo "row $seed $name"; done
         done
     } | xargs -P 2 -d '\n' -I{} bash -euo pipefail -c '{}'
-    report chain base rft mtdpo sweet
+    report chain mtdpo base rft mtdpo sweet
     [ "$rows" ] || return 0
-    report rows base rft mtdpo sweet $(for name in $rows; do
+    for name in $rows; do                                            # each beside what it is compared with
         case $name in
-            tokens) echo mtdpo-tokens ;;
-            n[0-9]*) echo "mtdpo-$name sweet-$name" ;;
-            *) echo "sweet-$name" ;;
+            tokens) report tokens mtdpo mtdpo mtdpo-tokens sweet ;;
+            n[0-9]*) report "$name" "mtdpo-$name" "mtdpo-$name" "sweet-$name" ;;
+            *) rankings+=" sweet-$name" ;;
         esac
-    done)
+    done
+    [ -z "$rankings" ] || report rankings sweet sweet $rankings
 
     # The critics of the first seed: best-of-N on a part of the test tasks, pair accuracy, correlation with returns
     seed=${seeds%% *}

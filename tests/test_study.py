@@ -73,8 +73,16 @@ def test_the_study_makes_every_row_of_every_seed(call):
         for name in ("base", "rft", "mtdpo", "mtdpo-tokens", "sweet", "sweet-no-c", "sweet-no-norm", "sweet-regression",
                      "sweet-oracle", "sweet-oracle-patient", "sweet-value", "mtdpo-n200", "sweet-n800"):
             assert f"out/study/seed{seed}/{name}.jsonl" in made
-    report = next(command["words"] for command in commands if "out/study/rows-3-4" in command["words"])
-    assert "sweet=out/study/seed3/sweet.jsonl,out/study/seed4/sweet.jsonl" in report
+    compared = {}                                                              # {folder: {name: its files}}
+    for words in (command["words"] for command in commands if command["words"][0].startswith("05")):
+        files = dict(word.split("=") for word in words if "=" in word)
+        assert "--baseline" not in words or words[words.index("--baseline") + 1] in files
+        compared[words[words.index("--out") + 1].removeprefix("out/study/")] = files
+    assert compared["rankings-3-4"].keys() == {"sweet", *(f"sweet-{name}" for name in (
+        "oracle", "oracle-patient", "no-c", "no-norm", "regression", "value"))}
+    assert compared["tokens-3-4"].keys() == {"mtdpo", "mtdpo-tokens", "sweet"}
+    assert compared["chain-3-4"]["sweet"] == "out/study/seed3/sweet.jsonl,out/study/seed4/sweet.jsonl"
+    assert compared["n200-3-4"].keys() == {"mtdpo-n200", "sweet-n200"}
     seeds = {command["words"][command["words"].index("--seed") + 1] for command in commands if "--seed" in command["words"]}
     assert seeds == {"3", "4", "1000"}                                         # 1000: the test tasks, the same for all
 
