@@ -862,8 +862,8 @@ def main(argv=None):
         judge = load(args.critic.removeprefix("judge:"), "judge")
         chooser = functools.partial(judge_choice, judge=judge, counts=verdicts, args=args)
     elif args.best_of > 1:
-        critic = args.critic if oracle else common.load_critic(common.read_critic(args.critic, agent.tokenizer),
-                                                               common.load_whole(runtime.device, args.dtype))
+        critic = args.critic if oracle else common.load_critic(
+            common.read_critic(args.critic, agent.tokenizer, frontend), common.load_whole(runtime.device, args.dtype))
         chooser = functools.partial(critic_choice, critic=critic, tokenizer=agent.tokenizer, device=runtime.device,
                                     browser=browser)
     if common.claim_output(record, args.out, inputs):

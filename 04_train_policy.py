@@ -405,11 +405,11 @@ def main(argv=None):
         tokenizer = common.load_tokenizer(args.model)
     places = None                                                                       # of pairs in their examples
     if args.method == "sweet":
-        critic = args.critic if oracle else common.read_critic(args.critic, tokenizer)
+        pages = common.is_frontend(trajectories[0]["task"])
+        critic = args.critic if oracle else common.read_critic(args.critic, tokenizer, pages)
         if not oracle and critic.get("visual"):
-            if args.published_ranking or not common.is_frontend(trajectories[0]["task"]):
-                raise common.InputError(f"{args.critic}: a critic that sees ranks pages (frontend tasks) alone, "
-                                        "and not by --published-ranking")
+            if args.published_ranking:
+                raise common.InputError(f"{args.critic}: a critic that sees has no --published-ranking")
             critic["show"] = functools.partial(common.show_pages, images=pathlib.Path(args.out) / "images",
                                                browser=args.browser)
     else:

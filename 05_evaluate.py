@@ -642,11 +642,8 @@ def compare_critics(trajectories, scorer, args, out):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     policy = common.load_model(args.policy, device)
     policy[0].eval()
-    critics = {name: common.read_critic(path, policy[1])             # errors now, not after the hour of Monte Carlo
+    critics = {name: common.read_critic(path, policy[1], False)      # errors now, not after the hour of Monte Carlo
                for name, path in (argument.split("=", 1) for argument in args.critics)}
-    for critic in critics.values():
-        if critic.get("visual"):
-            raise common.InputError(f"{critic['folder']}: a critic that sees ranks pages (frontend tasks) alone")
     common.trajectory_pairs(trajectories, "the first file")
     rows = monte_carlo_returns(trajectories, policy, scorer, args, device)
     common.write_jsonl(out / "monte_carlo.jsonl", rows)

@@ -1215,13 +1215,16 @@ def turn_advantages(values, ref_values, lengths, normalize):
     return logratios
 
 
-def read_critic(folder, tokenizer):
-    """A critic folder's critic.json, {"privileged", "normalize", "head", …}, for a policy with `tokenizer`. One that is
-    "visual" reads pictures of pages, and "show" must be added to it: a show_pages of pages alone."""
+def read_critic(folder, tokenizer, pages):
+    """A critic folder's critic.json, {"privileged", "normalize", "head", …}, for a policy with `tokenizer`; `pages`:
+    whether it is to rank pages. One that is "visual" ranks these alone, from pictures: "show" must be added to it, a
+    show_pages of pages alone. InputError where it does not fit."""
     path = pathlib.Path(folder) / "critic.json"
     if not path.exists():
         raise InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
     critic = {**json.loads(path.read_text()), "folder": str(folder)}
+    if critic.get("visual") and not pages:
+        raise InputError(f"{folder}: a critic that sees ranks pages (frontend tasks) alone")
     if not critic.get("visual") and tokenizer_name(load_tokenizer(str(folder))) != tokenizer_name(tokenizer):
         raise InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
     return critic
@@ -1271,9 +1274,7 @@ def pages_seen(states):
 
 
 def pages_needed(critic, states):
-    """All pages that a visual critic looks at to score the actions of states; InputError where a task has none."""
-    if not all(is_frontend(state.task) for state in states):
-        raise InputError(f"{critic['folder']}: a critic that sees ranks pages (frontend tasks) alone")
+    """All pages that a visual critic looks at to score the actions of states."""
     pages = [page for own in pages_seen(states) for page in own if page]
     pages += [state.task["ground_truth"] for state in states if critic["privileged"]]
     return list(dict.fromkeys(pages))

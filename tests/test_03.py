@@ -76,7 +76,7 @@ def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny):
     steps = read(out / "metrics.jsonl")
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert sum(s["loss"] for s in steps[-3:]) / 3 < 0.67
-    critic = common.load_critic(common.read_critic(out, tiny[1]), common.load_whole("cpu"))     # 04 and 02 are not told its kind
+    critic = common.load_critic(common.read_critic(out, tiny[1], False), common.load_whole("cpu"))     # 04 and 02 are not told its kind
     turn = read(workspace / "offline.jsonl")[0]["dialogue_history"][1]
     states = [common.State(turn["input"], {"ground_truth": "def f(): pass"}, [], [turn["output_ids"], [7, 8], [7, 8]], [])]
     (a, b, c), = common.score_actions(critic, tiny[1], states, 4096, "cpu")

@@ -192,7 +192,7 @@ def critic(dialogues, vlm, tmp_path_factory):
 
 
 def load(out, show):
-    critic = common.load_critic(common.read_critic(out, None), common.load_whole("cpu"))
+    critic = common.load_critic(common.read_critic(out, None, True), common.load_whole("cpu"))
     return {**critic, "show": show}
 
 
@@ -260,7 +260,11 @@ def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, tmp_path):
     assert asyncio.run(choose(BLACK, WHITE, BLACK)) == 1 and asyncio.run(choose(f"OUTPUT: {WHITE}", BLACK)) == 0
 
 
-def test_05_refuses_it_on_functions(critic, workspace, tmp_path):
+def test_02_and_05_refuse_it_on_functions(critic, workspace, tmp_path):
+    """Before any dialogue is played."""
+    with pytest.raises(common.InputError, match="a critic that sees ranks pages"):
+        stage(2).main(["--tasks", f"{workspace}/tasks.jsonl", "--agent", str(BASE), "--simulator", "rules", "--best-of", "2",
+                       "--critic", str(critic[0]), "--out", str(tmp_path / "out.jsonl")])
     with pytest.raises(common.InputError, match="a critic that sees ranks pages"):
         stage(5).main([f"a={workspace}/offline.jsonl", "--critics", f"v={critic[0]}", "--policy", str(BASE), "--out",
                        str(tmp_path / "out")])
@@ -307,8 +311,5 @@ def test_bad_input_is_one_line(dialogues, vlm, critic, tmp_path):
     assert "ranks pages" in refused(4, "--method", "sweet", "--trajectories", backend, "--model", BASE, "--critic",
                                     critic[0], "--out", out)
     assert not out.exists()
-    seen = {"folder": "critic", "visual": True, "privileged": True}
-    with pytest.raises(common.InputError, match="ranks pages"):
-        common.score_actions(seen, None, [state("x", task=task)], 4096, "cpu")
     with pytest.raises(common.InputError, match="sees no pictures"):
         common.load_vision(str(BASE), "cpu")
