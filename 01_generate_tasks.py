@@ -696,7 +696,7 @@ def ask_model(chats, numbers, model, tokenizer, args):
     randoms = torch.cat([common.uniforms((1, args.max_new_tokens), args.seed, number, "task") for number in numbers])
     stops = common.stop_ids(model, tokenizer)
     return [{"reply": tokenizer.decode(ids, skip_special_tokens=True), "ended": ids[-1] in stops, "tokens": len(ids)}
-            for ids in common.generate(model, prompts, randoms, args.temperature, stops)]
+            for ids in common.generate(model, prompts, randoms, args.temperature, stops, args.concurrency)]
 
 
 def ask_server(chats, numbers, server, loop, args):

@@ -129,7 +129,7 @@ def sample_candidates(states, model, tokenizer, args):
     randoms = torch.cat([common.uniforms((args.num_candidates, args.max_new_tokens), *key) for key in keys])
     ids = [common.encode(tokenizer, prompt) for prompt in prompts]
     stops = common.stop_ids(model, tokenizer)
-    actions = common.generate(model, ids, randoms, args.temperature, stops)
+    actions = common.generate(model, ids, randoms, args.temperature, stops, args.concurrency, args.max_tokens)
     rows = []
     for s, ((trajectory, number, i), prompt) in enumerate(zip(states, prompts)):
         history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"][:i]]
@@ -143,8 +143,7 @@ def sample_candidates(states, model, tokenizer, args):
 
 def candidates_phase(path, states, tokenizer, args, runtime, works):
     """Rows of candidates.jsonl. Every rank holds the whole policy, and samples for other states than the others."""
-    per_block = max(1, args.concurrency // args.num_candidates)
-    blocks = [states[i:i + per_block] for i in range(0, len(states), per_block)]
+    blocks = [states[i:i + 64] for i in range(0, len(states), 64)]
     model = None
     if not path.exists():
         model = common.load_model(args.model, runtime.device, args.dtype)[0].eval()

@@ -589,12 +589,12 @@ def monte_carlo_returns(trajectories, policy, scorer, args, device):
     continuations (by the policy, with the rule-based human) that succeed: rows like 04's, with "returns"."""
     rollout, policy_stage = (importlib.import_module(name) for name in ("02_rollout", "04_train_policy"))
     options = argparse.Namespace(seed=0, num_candidates=args.mc_candidates, max_new_tokens=args.mc_max_new_tokens,
-                                 temperature=1.0, agent=args.policy, agent_tokenizer=None, stop=[],
-                                 server_logprobs=False, best_of=1, max_rounds=trajectories[0].get("max_rounds", 10))
+                                 temperature=1.0, concurrency=128, max_tokens=16384, agent=args.policy,
+                                 agent_tokenizer=None, stop=[], server_logprobs=False, best_of=1,
+                                 max_rounds=trajectories[0].get("max_rounds", 10))
     states = policy_stage.sample_states(trajectories, 1.0, 0)
     states = random.Random(0).sample(states, min(args.mc_states, len(states)))
-    rows = [row for i in range(0, len(states), 16)
-            for row in policy_stage.sample_candidates(states[i:i + 16], *policy, options)]
+    rows = policy_stage.sample_candidates(states, *policy, options)
     dialogues = []
     for (trajectory, _, i), row in zip(states, rows):
         for number, candidate in enumerate(row["candidates"]):
@@ -602,9 +602,9 @@ def monte_carlo_returns(trajectories, policy, scorer, args, device):
             history = [*trajectory["dialogue_history"][:i], turn]
             dialogues += [rollout.new_dialogue(row["task"], f"{row['sample']} {number} {n}", len(dialogues) + n,
                                                list(history)) for n in range(args.mc_samples)]
-    engine = common.Engine(policy[0], common.stop_ids(*policy), 128, 16384)
+    engine = common.Engine(policy[0], common.stop_ids(*policy), options.concurrency, options.max_tokens)
     asyncio.run(rollout.each(functools.partial(rollout.play, agent=rollout.Speaker(*policy, engine), person=None,
-                                               chooser=None, args=options), dialogues, 128))
+                                               chooser=None, args=options), dialogues, options.concurrency))
     wins = np.array([common.reward_of(score.tests) == 1 for score in scorer.score(
         [(d["task"], d["answer"]) for d in dialogues])]).reshape(len(rows), -1, args.mc_samples)
     return [{**row, "returns": share.mean(-1).tolist()} for row, share in zip(rows, wins)]

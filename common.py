@@ -1710,48 +1710,18 @@ def next_tokens(logits, points, temperature):
     return torch.searchsorted(cdf, points, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
 
 
-@torch.no_grad()
-def generate(model, prompts, randoms, temperature, stops):
-    """Continue each prompt until a stop id. prompts: P lists of ids; randoms (N, max_new_tokens) uniform in [0, 1), one
-    for each token that may be sampled (inverse CDF), where N is a multiple of P: N / P samples of each prompt, one
-    after the other, which are prefilled once. Temperature 0 takes the likeliest token. Returns N lists of new ids, the
-    stop id included; a list without it was ended by the length."""
-    from transformers import DynamicCache
-    device = next(model.parameters()).device
-    max_new_tokens = randoms.shape[1]
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)            # (P, T)
-    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)      # (P, T)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
-    randoms = randoms.to(device, torch.float32)
-    stops = torch.tensor(stops, device=device)
-    alive = torch.arange(len(randoms), device=device)
-    new = [[] for _ in randoms]
-    samples = len(randoms) // len(prompts)
-    add_work(model, [len(prompt) for prompt in prompts])
-    cache = DynamicCache(config=model.config)
-    for step in range(max_new_tokens):
-        hidden = model.get_decoder()(input_ids=ids, attention_mask=mask, position_ids=positions,
-                                     past_key_values=cache, use_cache=True).last_hidden_state
-        logits = model.get_output_embeddings()(hidden[:, -1]).float()                                 # (n, V)
-        if step == 0 and samples > 1:
-            cache.batch_repeat_interleave(samples)
-            logits, mask, positions = (x.repeat_interleave(samples, 0) for x in (logits, mask, positions))
-        token = next_tokens(logits, randoms[alive, step], temperature)
-        for row, value in zip(alive.tolist(), token.tolist()):
-            new[row].append(value)
-        going = ~torch.isin(token, stops)
-        if not going.any():
-            break
-        ids = token[:, None]
-        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-        positions = positions[:, -1:] + 1
-        if not going.all():                                     # rows that have ended leave the batch
-            cache.batch_select_indices(going.nonzero().squeeze(1))
-            ids, mask, positions, alive = ids[going], mask[going], positions[going], alive[going]
-    for number, ids in enumerate(new):
-        add_work(model, [len(ids)], cached=len(prompts[number // samples]), generated=True)
-    return new
+def generate(model, prompts, randoms, temperature, stops, slots=256, max_tokens=16384):
+    """Continue each prompt (P lists of ids) by an Engine, `slots` samples at a time, at most `max_tokens` of prompts
+    (or one of them) in a pass. randoms (N, max_new_tokens): uniform in [0, 1), one for each token that may be sampled,
+    where N is a multiple of P: N / P samples of each prompt, one after the other. Temperature 0 takes the likeliest
+    token. Returns N lists of new ids, the stop id included; a list without it was ended by the length."""
+    samples, longest = len(randoms) // len(prompts), max(map(len, prompts)) + randoms.shape[1]
+    engine = Engine(model, stops, max(samples, min(slots, len(randoms))), max(max_tokens, longest))
+
+    async def all_of_them():
+        return await asyncio.gather(*(engine.generate(prompt, own, temperature)
+                                      for prompt, own in zip(prompts, randoms.split(samples))))
+    return [ids for own in asyncio.run(all_of_them()) for ids in own]
 
 
 class Engine:

@@ -2,7 +2,7 @@
 
     python tests/bench_rollout.py --model smollm2 --dialogues 16 --rounds 10 [--repeats 3] [--best-of 1]
 
-The plain way: all dialogues in lock step, common.generate over the whole prompts in every round. Same model, prompts,
+The plain way: all dialogues in lock step, the whole prompts in every round. Same model, prompts,
 random numbers and stop ids, alternating. A scripted exchange: the agent's turns are sampled, and end with a sentence or
 after --max-new-tokens; the person's replies are fixed texts. With --best-of N the first of N candidates is sent."""
 import argparse
@@ -43,10 +43,51 @@ class Dialogue:
         self.history += [{"role": "assistant", "content": text}, {"role": "user", "content": reply}]
 
 
+@torch.no_grad()
+def generate(model, prompts, randoms, temperature, stops):
+    """common.generate without an engine: all prompts padded into one batch, which rows leave as they end."""
+    from transformers import DynamicCache
+    device = next(model.parameters()).device
+    max_new_tokens = randoms.shape[1]
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(p)) + list(p) for p in prompts], device=device)            # (P, T)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)      # (P, T)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    randoms = randoms.to(device, torch.float32)
+    stops = torch.tensor(stops, device=device)
+    alive = torch.arange(len(randoms), device=device)
+    new = [[] for _ in randoms]
+    samples = len(randoms) // len(prompts)
+    common.add_work(model, [len(prompt) for prompt in prompts])
+    cache = DynamicCache(config=model.config)
+    for step in range(max_new_tokens):
+        hidden = model.get_decoder()(input_ids=ids, attention_mask=mask, position_ids=positions,
+                                     past_key_values=cache, use_cache=True).last_hidden_state
+        logits = model.get_output_embeddings()(hidden[:, -1]).float()                                 # (n, V)
+        if step == 0 and samples > 1:
+            cache.batch_repeat_interleave(samples)
+            logits, mask, positions = (x.repeat_interleave(samples, 0) for x in (logits, mask, positions))
+        token = common.next_tokens(logits, randoms[alive, step], temperature)
+        for row, value in zip(alive.tolist(), token.tolist()):
+            new[row].append(value)
+        going = ~torch.isin(token, stops)
+        if not going.any():
+            break
+        ids = token[:, None]
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        positions = positions[:, -1:] + 1
+        if not going.all():                                     # rows that have ended leave the batch
+            cache.batch_select_indices(going.nonzero().squeeze(1))
+            ids, mask, positions, alive = ids[going], mask[going], positions[going], alive[going]
+    for number, ids in enumerate(new):
+        common.add_work(model, [len(ids)], cached=len(prompts[number // samples]), generated=True)
+    return new
+
+
 def plain(dialogues, model, stops, args):
     for _ in range(args.rounds):
         prompts, randoms = zip(*[dialogue.prompt() for dialogue in dialogues])
-        outputs = common.generate(model, prompts, torch.cat(randoms), args.temperature, stops)
+        outputs = generate(model, prompts, torch.cat(randoms), args.temperature, stops)
         for number, dialogue in enumerate(dialogues):
             dialogue.go_on(outputs[number * args.best_of:(number + 1) * args.best_of])
 

@@ -1,10 +1,12 @@
-"""common.Engine: the same samples as common.generate, whatever else is in the batch, and what it does not compute."""
+"""common.Engine: the same samples as the plain way (bench_rollout.py), whatever else is in the batch, and what it does not
+compute."""
 import asyncio
 import random
 
 import pytest
 import torch
 
+import bench_rollout
 import common
 from common import InputError
 
@@ -22,7 +24,7 @@ def randoms_of(*key, samples=1, max_new_tokens=24):
 
 
 def plain(model, prompt, randoms, temperature=1.0, stops=STOPS):
-    return common.generate(model, [prompt], randoms, temperature, stops)
+    return bench_rollout.generate(model, [prompt], randoms, temperature, stops)
 
 
 def together(*coroutines):
@@ -181,7 +183,7 @@ def test_counts_the_same_work_as_the_plain_way(tiny):
     for way in ("plain", "engine"):
         before = dict(common.work_of(model))
         if way == "plain":
-            common.generate(model, prompts, randoms, 1.0, STOPS)
+            bench_rollout.generate(model, prompts, randoms, 1.0, STOPS)
         else:
             engine = common.Engine(model, STOPS, 2, 400)
             together(*(engine.generate(prompt, randoms[n:n + 1], 1.0) for n, prompt in enumerate(prompts)))
