@@ -572,8 +572,14 @@ def content_words(text):
 def topics_asked(facts, message):
     """Which facts (indices, best first, at most two) a message asks about: the one with the largest share of the words
     of its topic or of one of its ways of asking, a word counting the less the more facts share it; at least half."""
+    return list(best_topics(tuple((fact["topic"], *fact["questions"]) for fact in facts), message))
+
+
+@functools.lru_cache(100_000)
+def best_topics(texts, message):
+    """topics_asked of each fact's texts; kept, because every later turn asks it again of all turns before."""
     said = content_words(message)
-    phrases = [[content_words(text) for text in [fact["topic"], *fact["questions"]]] for fact in facts]
+    phrases = [[content_words(text) for text in own] for own in texts]
     shared = {}
     for fact_phrases in phrases:
         for word in set().union(*fact_phrases):
@@ -587,7 +593,7 @@ def topics_asked(facts, message):
     asked = [(share, index, words) for share, index, words in best if share >= max(0.5, top - 1e-9)]
     # "exactly the mark to pass" names "the mark to pass" too: the longer topic is meant.
     asked = [a for a in asked if not any(a[2] < b[2] for b in asked)]
-    return [index for _, index, _ in asked][:2]
+    return tuple(index for _, index, _ in asked)[:2]
 
 
 def known_facts(task, history):
