@@ -10,6 +10,7 @@ import copy
 import ctypes
 import functools
 import hashlib
+import importlib.metadata
 import itertools
 import json
 import math
@@ -451,9 +452,8 @@ def claim_on_main(args, out, inputs, folder, begin):
     if not begin:
         return False
     (out if folder else out.parent).mkdir(parents=True, exist_ok=True)
-    import transformers
     versions = {"python": platform.python_version(), "torch": torch.__version__,
-                "transformers": transformers.__version__}
+                "transformers": importlib.metadata.version("transformers")}
     write_json(record_path, {**record, "versions": versions})
     say("arguments: " + ", ".join(f"{k}={v}" for k, v in record["args"].items()))
     return False

@@ -76,7 +76,8 @@ def english(workspace, tmp_path_factory):
     (folder / "weights").mkdir()
     common.save_model(folder / "weights", *common.load_model("smollm2", "cpu"))
     succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", folder / "weights", "--simulator", folder / "weights",
-            "--samples", 2, "--max-rounds", 2, "--max-new-tokens", 24, "--out", folder / "sampled.jsonl")
+            "--samples", 2, "--max-rounds", 2, "--max-new-tokens", 24, "--simulator-max-new-tokens", 32, "--out",
+            folder / "sampled.jsonl")
     rows = read(folder / "sampled.jsonl")
     (folder / "offline.jsonl").write_text("".join(json.dumps({**row, "reward": float(row["sample"])}) + "\n" for row in rows))
     yield folder

@@ -115,9 +115,12 @@ def test_logits_in_chunks_are_the_logits_whole(tiny, monkeypatch):
 
 
 def test_flex_attention_sees_what_the_dense_mask_shows(tiny, monkeypatch):
-    """On a CPU it has no backward pass and is not compiled here."""
-    from torch.nn.attention.flex_attention import flex_attention
+    """On a CPU it has no backward pass; neither it nor its mask is compiled here, which takes 20 s."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from transformers import masking_utils
     from transformers.integrations import flex_attention as integration
+    monkeypatch.setattr(masking_utils, "create_block_mask",
+                        lambda *args, _compile=None, **options: create_block_mask(*args, **options))
     monkeypatch.setattr(integration, "compile_friendly_flex_attention",
                         lambda query, key, value, training=False, **options: flex_attention(query, key, value, **options))
     model, tokenizer = common.load_model(str(BASE), "cpu")
@@ -202,7 +205,8 @@ def test_bfloat16_learns_like_float32(workspace, tmp_path):
     for dtype in ("float32", "bfloat16"):
         succeed("04_train_policy.py", *flags(workspace, tmp_path / dtype, "--dtype", dtype, "--nll-coef", 0, "--max-steps", 3))
     half, full = (read(tmp_path / dtype / "metrics.jsonl") for dtype in ("bfloat16", "float32"))
-    assert half[0]["loss"] == pytest.approx(0.6931, abs=1e-4)
+    # The reference's values come from another batch, and bfloat16 rounds differently there on some processors.
+    assert full[0]["loss"] == pytest.approx(0.693147, abs=1e-5) and half[0]["loss"] == pytest.approx(0.6931, abs=5e-3)
     assert abs(half[-1]["loss"] - full[-1]["loss"]) < 0.1 and half[-1]["gnorm"] == pytest.approx(full[-1]["gnorm"], rel=0.2)
     moved = weights(BASE)
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights(tmp_path / "bfloat16").values())
