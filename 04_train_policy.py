@@ -143,7 +143,7 @@ def sample_candidates(states, model, tokenizer, args):
 
 def candidates_phase(path, states, tokenizer, args, runtime, works):
     """Rows of candidates.jsonl. Every rank holds the whole policy, and samples for other states than the others."""
-    blocks = [states[i:i + 64] for i in range(0, len(states), 64)]
+    blocks = [states[i:i + 128] for i in range(0, len(states), 128)]
     model = None
     if not path.exists():
         model = common.load_model(args.model, runtime.device, args.dtype)[0].eval()

@@ -1724,10 +1724,13 @@ def generate(model, prompts, randoms, temperature, stops, slots=256, max_tokens=
     samples, longest = len(randoms) // len(prompts), max(map(len, prompts)) + randoms.shape[1]
     engine = Engine(model, stops, max(samples, min(slots, len(randoms))), max(max_tokens, longest))
 
-    async def all_of_them():
-        return await asyncio.gather(*(engine.generate(prompt, own, temperature)
-                                      for prompt, own in zip(prompts, randoms.split(samples))))
-    return [ids for own in asyncio.run(all_of_them()) for ids in own]
+    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))    # what shares a batch is of a length
+
+    async def in_order():
+        return await asyncio.gather(*(engine.generate(prompts[i], randoms[i * samples:(i + 1) * samples], temperature)
+                                      for i in order))
+    found = dict(zip(order, asyncio.run(in_order())))
+    return [ids for number in range(len(prompts)) for ids in found[number]]
 
 
 class Engine:
