@@ -48,10 +48,10 @@ def call(tmp_path):
     (tmp_path / "tests" / "setup.sh").write_text((ROOT / "tests" / "setup.sh").read_text() + "\nsetup_environment() { :; }"
                                                  "\nsetup_browser() { :; }\n")
 
-    def start(*command):
+    def start(*command, **environment):
         (tmp_path / "commands.jsonl").unlink(missing_ok=True)
         process = subprocess.run(["bash", *command], cwd=tmp_path, text=True, capture_output=True, timeout=120,
-                                 env={"PATH": os.environ["PATH"]})
+                                 env={"PATH": os.environ["PATH"], **environment})
         assert process.returncode == 0, process.stdout + process.stderr
         commands = [json.loads(line) for line in (tmp_path / "commands.jsonl").read_text().splitlines()]
         for command in commands:
@@ -113,3 +113,14 @@ def test_every_method_is_searched_over_as_many_settings(call, flags, number, tes
     counts = {method: sum(method == words[words.index("--method") + 1] for words in tried) for method in ("rft", "mtdpo", "sweet")}
     assert set(counts.values()) == {number} and len(set(map(tuple, tried))) == 3 * number
     assert not any(test_tasks in command["words"] for command in commands)
+
+
+def test_other_critics_are_searched_over_as_many_settings(call):
+    call("run.sh")
+    commands = [command["words"] for command in call("tests/tune.sh", KINDS="no-c regression")]
+    critics = [words for words in commands if words[0].startswith("03")]
+    assert sorted("--no-privileged" in words for words in critics) == sorted("regression" in words for words in critics) == [
+        False, False, True, True]
+    tried = [words[words.index("--critic") + 1] for words in commands if words[0].startswith("04") and "--max-steps" not in words]
+    assert {critic: tried.count(critic) for critic in tried} == {
+        f"out/tune/critic-{kind}-{beta}": 4 for kind in ("no-c", "regression") for beta in ("0.1", "1")}

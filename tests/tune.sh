@@ -3,6 +3,9 @@
 # after run.sh with the same (of which it takes the offline dialogues). Eight settings for each method, three with pages;
 # test tasks are not touched. Writes out/tune/grid.csv, which is kept as tests/grid.csv, about 40 minutes on 2 cores;
 # with pages out/frontend/tune/grid.csv and tests/grid_pages.csv, about 25.
+#     KINDS="no-c regression" bash tests/tune.sh
+# then searches for SWEET with other critics in place of the methods, eight settings for each, from the same candidates:
+# out/tune/grid-critics.csv, kept as tests/grid_critics.csv, about 20 minutes a critic.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . tests/setup.sh
@@ -21,6 +24,11 @@ else
     play="--max-rounds 8 $new_tokens" critic="--lr 3e-4 --epochs 2" betas="0.1 1"
     candidates=$new_tokens
 fi
+kinds=${KINDS:-} grid=grid
+if [ "$kinds" ]; then
+    [ $domain = backend ] || { echo "error: KINDS is for the backend" >&2; exit 2; }
+    grid=grid-critics
+fi
 export py=.venv/bin/python base offline work play
 mkdir -p $work
 $py 01_generate_tasks.py --split validation --seed 0 $tasks --out $work/validation.jsonl
@@ -36,7 +44,32 @@ try() {
 }
 export -f try
 
+# Flags of 03 for a kind of critic, as in run.sh --study
+kind_flags() {
+    case $1 in
+        lm) ;;
+        no-c) echo --no-privileged ;;
+        no-norm) echo --normalize none ;;
+        regression) echo --head regression ;;
+        *) echo "error: KINDS: no critic $1" >&2; return 2 ;;
+    esac
+}
+
 # NAME FLAGS… of each setting; the name is its row in the table
+critic_settings() {
+    local kind lr beta nll
+    for kind in $kinds; do
+        for lr in 3e-5 1e-4; do
+            for nll in 0.01 0.3; do
+                for beta in 0.1 1; do
+                    echo "sweet-${kind}_${lr}_${beta}_${nll}_1 --method sweet --lr $lr --nll-coef $nll" \
+                        "$new_tokens --max-tokens 4096 --pairs-together --critic $work/critic-$kind-$beta" \
+                        "--candidates $work/candidates/candidates.jsonl"
+                done
+            done
+        done
+    done
+}
 function_settings() {
     local lr beta nll epochs
     for lr in 1e-4 3e-4 1e-3 3e-3; do
@@ -67,18 +100,23 @@ page_settings() {
 }
 settings=function_settings
 [ $domain = backend ] || settings=page_settings
-for beta in $betas; do
-    $py 03_train_critic.py --trajectories $offline --model $base $critic --beta $beta --out $work/critic-$beta \
-        > $work/critic-$beta.log &
+[ -z "$kinds" ] || settings=critic_settings
+for kind in ${kinds:-lm}; do
+    [ $kind = lm ] && name=critic || name=critic-$kind
+    flags=$(kind_flags $kind)
+    for beta in $betas; do
+        $py 03_train_critic.py --trajectories $offline --model $base $critic --beta $beta $flags \
+            --out $work/$name-$beta > $work/$name-$beta.log &
+    done
+    wait
 done
-wait
-# All settings of SWEET choose from the same candidates.
-$py 04_train_policy.py --trajectories $offline --model $base --method sweet --critic $work/critic-1 --max-steps 1 \
-    $candidates --out $work/candidates > $work/candidates.log
+# All settings of SWEET choose from the same candidates, of whichever critic's run.
+[ -e $work/candidates/COMPLETED ] || $py 04_train_policy.py --trajectories $offline --model $base --method sweet \
+    --critic $work/$name-1 --max-steps 1 $candidates --out $work/candidates > $work/candidates.log
 $settings | xargs -P 2 -d '\n' -I{} bash -ec 'try {}'
 files=$($settings | sed -E "s|^([^ ]+) .*|\1=$work/\1.jsonl|")
-$py 05_evaluate.py $files $similarity --costs --out $work/report --overwrite
-$py - $work/report/metrics.json <<'PYTHON' | tee $work/grid.csv
+$py 05_evaluate.py $files $similarity --costs --out $work/report-$grid --overwrite
+$py - $work/report-$grid/metrics.json <<'PYTHON' | tee $work/$grid.csv
 import json, sys
 metrics = json.load(open(sys.argv[1]))
 keys = ("success_rate", "tests_passed", "mean_rounds", "all_known", "success_when_known", "pixel_similarity")
