@@ -114,7 +114,8 @@ row() {                                                              # SEED NAME
         tokens) policy mtdpo-tokens mtdpo --epochs 4 ;;              # about as many as SWEET, its critic included
         no-c) other no-c --no-privileged ;;
         no-norm) other no-norm --normalize none ;;
-        regression | value) other "$2" --head "$2" ;;
+        regression) other regression --head regression --beta 0.1 ;; # of two, see tests/grid_critics.csv
+        value) other value --head value ;;
         *)
             policy "mtdpo-n$n" mtdpo --num-trajectories "$n"
             critic "critic-n$n" --num-trajectories "$n"
