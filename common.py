@@ -1723,7 +1723,6 @@ def generate(model, prompts, randoms, temperature, stops, slots=256, max_tokens=
     token. Returns N lists of new ids, the stop id included; a list without it was ended by the length."""
     samples, longest = len(randoms) // len(prompts), max(map(len, prompts)) + randoms.shape[1]
     engine = Engine(model, stops, max(samples, min(slots, len(randoms))), max(max_tokens, longest))
-
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))    # what shares a batch is of a length
 
     async def in_order():
