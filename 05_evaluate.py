@@ -660,7 +660,7 @@ def compare_critics(trajectories, scorer, args, out):
 # ---------------------------------------------------------------------------------------------------------------------
 # report
 
-STYLE = ("body{font:15px/1.45 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}"
+STYLE = ("body{font:15px/1.45 system-ui,sans-serif;max-width:72rem;margin:2rem auto;padding:0 1rem;color:#222}"
          "pre{background:#f5f5f2;padding:.7rem;overflow-x:auto}.user{color:#555}.assistant{color:#0a4a7a}"
          "details{margin:.6rem 0}p{margin:.2rem 0;white-space:pre-wrap}")
 PAGE_STYLE = ("body{max-width:85rem}details pre,p{white-space:pre-wrap;overflow-wrap:anywhere}"
