@@ -575,7 +575,7 @@ def topics_asked(facts, message):
     return list(best_topics(tuple((fact["topic"], *fact["questions"]) for fact in facts), message))
 
 
-@functools.lru_cache(100_000)
+@functools.lru_cache(10_000)
 def best_topics(texts, message):
     """topics_asked of each fact's texts; kept, because every later turn asks it again of all turns before."""
     said = content_words(message)

@@ -56,19 +56,20 @@ kind_flags() {
 }
 
 # NAME FLAGS… of each setting; the name is its row in the table
-critic_settings() {
-    local kind lr beta nll
-    for kind in $kinds; do
-        for lr in 3e-5 1e-4; do
-            for nll in 0.01 0.3; do
-                for beta in 0.1 1; do
-                    echo "sweet-${kind}_${lr}_${beta}_${nll}_1 --method sweet --lr $lr --nll-coef $nll" \
-                        "$new_tokens --max-tokens 4096 --pairs-together --critic $work/critic-$kind-$beta" \
-                        "--candidates $work/candidates/candidates.jsonl"
-                done
+sweet_settings() {                                                   # NAME CRITIC more flags
+    local lr beta nll
+    for lr in 3e-5 1e-4; do
+        for nll in 0.01 0.3; do
+            for beta in 0.1 1; do                                    # of the critic; the policy's is the paper's, 0.1
+                echo "$1_${lr}_${beta}_${nll}_1 --method sweet --lr $lr --nll-coef $nll $new_tokens" \
+                    "--critic $work/$2-$beta --candidates $work/candidates/candidates.jsonl" "${@:3}"
             done
         done
     done
+}
+critic_settings() {
+    local kind
+    for kind in $kinds; do sweet_settings sweet-$kind critic-$kind --max-tokens 4096 --pairs-together; done
 }
 function_settings() {
     local lr beta nll epochs
@@ -82,12 +83,9 @@ function_settings() {
             for beta in 0.1 0.3; do
                 echo "mtdpo_${lr}_${beta}_${nll}_2 --method mtdpo --lr $lr --beta $beta --nll-coef $nll --epochs 2"
             done
-            for beta in 0.1 1; do                                    # of the critic; the policy's is the paper's, 0.1
-                echo "sweet_${lr}_${beta}_${nll}_1 --method sweet --lr $lr --nll-coef $nll --max-new-tokens 160" \
-                    "--critic $work/critic-$beta --candidates $work/candidates/candidates.jsonl"
-            done
         done
     done
+    sweet_settings sweet critic
 }
 page_settings() {
     local lr
