@@ -72,7 +72,7 @@ def last_values(values, lengths):
 
 def is_held_out(task_id, fraction):
     """Whether a task's hash puts it into the held-out fraction; all data of a task fall on the same side."""
-    return int(hashlib.sha256(f"held out {task_id}".encode()).hexdigest()[:8], 16) / 2 ** 32 < fraction
+    return int(hashlib.sha256(f"held out {task_id}".encode(errors="replace")).hexdigest()[:8], 16) / 2 ** 32 < fraction
 
 
 def picture_items(trajectories, processor, privileged, show):

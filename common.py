@@ -87,6 +87,7 @@ def add_overwrite(parser):
 
 def run_stage(main):
     """Run a stage's main(); bad input becomes one line on stderr and exit status 2."""
+    sys.stdout.reconfigure(errors="backslashreplace")                # what cannot be shown must not end a run
     try:
         main()
         barrier()                               # a rank that leaves early would break the connections of the others
@@ -282,7 +283,7 @@ def read_trajectories(path, num_trajectories=None, seed=0):
     by_task = {}
     for trajectory in trajectories:
         by_task.setdefault(trajectory["task_id"], []).append(trajectory)
-    order = sorted(by_task, key=lambda task: hashlib.sha256(f"{seed} {task}".encode()).digest())
+    order = sorted(by_task, key=lambda task: hashlib.sha256(f"{seed} {task}".encode(errors="replace")).digest())
     kept = []
     while len(kept) < num_trajectories:
         kept += by_task[order.pop(0)]
@@ -311,7 +312,7 @@ def fill_rewards(trajectories, unsafe_scorer):
 
 def task_id(task):
     content = task["problem_description"] + "\n" + task["ground_truth"]
-    return task.get("task_id") or hashlib.sha256(content.encode()).hexdigest()[:16]
+    return task.get("task_id") or hashlib.sha256(content.encode(errors="backslashreplace")).hexdigest()[:16]
 
 
 def write_jsonl(path, rows):
@@ -375,7 +376,8 @@ def map_blocks(out, blocks, work, runtime, unit, together=False):
 
 def write_json(path, value):
     partial = pathlib.Path(str(path) + ".partial")
-    partial.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8",
+                       errors="backslashreplace")                    # a lone surrogate becomes JSON's own escape
     partial.rename(path)
 
 
@@ -662,7 +664,8 @@ def prompt_text(tokenizer, history, max_rounds, frontend=False):
 
 
 def encode(tokenizer, text):
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    """The ids of `text`; a lone surrogate, which tokenizers refuse, is read as "?"."""
+    return tokenizer(text.encode(errors="replace").decode(), add_special_tokens=False)["input_ids"]
 
 
 def with_hidden_info(tokenizer, text, ground_truth):
