@@ -1,12 +1,15 @@
 """05_evaluate.py: numbers by hand, intervals, fresh scores, curves, costs, report, bad input."""
+import argparse
+import io
 import json
+import sys
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
 
 import common
-from conftest import ROOT, read, refused, stage, succeed
+from conftest import ROOT, read, refused, run, stage, succeed
 
 evaluate = stage(5)
 TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n", "test_cases": {"a": "f(1)", "b": "f(2)"}}
@@ -38,8 +41,7 @@ def test_runs_are_paired_by_run_and_task_by_hand():
     theirs = [{"task_id": t, "reward": 0, "run": run} for run in (2, 0, 1) for t in "ba"]
     result = evaluate.paired_difference(ours, theirs)
     assert result["runs"] == [0.5, 1, 1] and result["n"] == 2 and result["difference"] == pytest.approx(5 / 6)
-    half = 4.303 * (1 / 12) ** 0.5 / 3 ** 0.5                        # Student's t with 2 degrees; variance 1 / 12
-    assert result["runs_ci95"] == pytest.approx([5 / 6 - half, 5 / 6 + half])
+    assert result.keys() == {"difference", "n", "ci95", "runs"}      # no interval over the runs alone, none over families
     assert evaluate.paired_difference(ours[:2], theirs) is None
 
 
@@ -53,6 +55,74 @@ def test_bootstrap_of_runs_draws_both():
     assert evaluate.bootstrap_interval(same) == pytest.approx(evaluate.bootstrap_interval(one))
 
 
+def test_bootstrap_of_families_draws_families_then_their_tasks():
+    families = ["a"] * 50 + ["b"] * 50
+    apart = [0] * 50 + [1] * 50                                      # only the families differ: both of one, or one of each
+    assert evaluate.bootstrap_interval(apart, families) == [0, 1]
+    low, high = evaluate.bootstrap_interval(apart)
+    assert 0.38 <= low < high <= 0.62
+    assert evaluate.bootstrap_interval([1.0] * 100, families) == [1, 1]
+    within = [0, 1] * 50                                             # only the tasks differ: 50 to 100 are drawn
+    low, high = evaluate.bootstrap_interval(within, families)
+    assert 0.38 <= low < 0.43 and 0.57 < high <= 0.62
+    runs = np.array([[0.2], [0.4], [0.9]]) + np.zeros((3, 100))      # only the runs differ
+    assert evaluate.bootstrap_interval(runs, families) == pytest.approx(evaluate.bootstrap_interval(runs), abs=0.04)
+    # a family of one task beside one of 99: its task counts as one of 100, or of two where it is drawn twice
+    low, high = evaluate.bootstrap_interval([1] + [0] * 99, ["a"] + ["b"] * 99)
+    assert low == 0 and high == 1
+
+
+def coverage(monkeypatch, runs, run_sd, family_sd, sets=200):
+    """How often the two intervals hold the true difference, .03: (over runs and tasks, over families as well), of
+    simulated differences of 14 families of 6 tasks."""
+    monkeypatch.setattr(evaluate, "NUM_RESAMPLES", 400)
+    rng, families, inside = np.random.default_rng(0), np.repeat(np.arange(14), 6), np.zeros(2)
+    for _ in range(sets):
+        values = (0.03 + rng.normal(0, run_sd, (runs, 1)) + rng.normal(0, family_sd, 14)[families]
+                  + rng.normal(0, 0.3, 84) + rng.normal(0, 0.3, (runs, 84)))
+        for i, own in enumerate((None, families)):
+            low, high = evaluate.bootstrap_interval(values, own)
+            inside[i] += low <= 0.03 <= high
+    return inside / sets
+
+
+def test_intervals_cover_what_they_claim_to(monkeypatch):
+    plain, with_families = coverage(monkeypatch, runs=5, run_sd=0.03, family_sd=0)
+    assert 0.9 <= plain <= 0.99 and 0.94 <= with_families
+    plain, with_families = coverage(monkeypatch, runs=5, run_sd=0.03, family_sd=0.25)
+    assert plain <= 0.85 and 0.92 <= with_families                   # tasks stand for their families: too narrow
+    plain, _ = coverage(monkeypatch, runs=1, run_sd=0.08, family_sd=0)
+    assert 0.47 <= plain <= 0.82                                     # one run: other seeds are left out
+
+
+def test_intervals_over_families_where_every_task_states_one(tmp_path):
+    tasks = [{**TASK, "problem_description": str(n), **({"family": n // 2} if n < 4 else {})} for n in range(5)]
+    rows = [{**trajectory(str(n), "def f(n): return n" if n < 2 else "0"), "task": task} for n, task in enumerate(tasks)]
+    path, bad = write(tmp_path / "a", rows[:4]), write(tmp_path / "b", [{**row, "answer": "0"} for row in rows[:4]])
+    printed = succeed("05_evaluate.py", f"a={path}", f"b={bad}", "--baseline", "b", "--out", tmp_path / "report")
+    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    assert metrics["a"]["ci95_families"] == metrics["a"]["against_baseline"]["ci95_families"] == [0, 1]
+    assert metrics["b"]["ci95_families"] == [0, 0] and "ci95_families" not in metrics["b"].get("against_baseline", {})
+    table = ["95 %, families drawn          own rate  against b",
+             "a                     [+0.000, +1.000]  [+0.000, +1.000]",
+             "b                     [+0.000, +0.000]"]
+    assert "\n".join(table) in printed and "\n".join(table) in (tmp_path / "report" / "report.html").read_text()
+    for name, own in (("one states none", rows), ("all the same", rows[:2])):
+        printed = succeed("05_evaluate.py", f"a={write(tmp_path / 'c', own)}", "--out", tmp_path / name)
+        assert 'no intervals over families: a task states no "family", or all state the same' in printed
+        assert "ci95_families" not in json.loads((tmp_path / name / "metrics.json").read_text())["a"]
+
+
+def test_an_interval_of_one_run_says_what_it_leaves_out(tmp_path):
+    a, b, c = (write(tmp_path / name, [trajectory("x", name), trajectory("y", "0")]) for name in "abc")
+    printed = succeed("05_evaluate.py", f"m={a}", f"n={b}", "--out", tmp_path / "single")
+    line = "one run each: the intervals leave other seeds out"
+    assert line in printed.splitlines() and line in (tmp_path / "single" / "report.html").read_text()
+    printed = succeed("05_evaluate.py", f"m={a},{b}", f"n={c}", "--out", tmp_path / "mixed")
+    assert "one run of n: the intervals leave other seeds out" in printed.splitlines()
+    assert "leave other seeds out" not in succeed("05_evaluate.py", f"m={a},{b}", "--out", tmp_path / "several")
+
+
 def test_several_files_of_a_name_are_runs(tmp_path):
     rows = [[trajectory("x", answer), trajectory("y", "def f(n): return n")] for answer in
             ("def f(n): return n", "0", "0", "0")]
@@ -61,7 +131,9 @@ def test_several_files_of_a_name_are_runs(tmp_path):
                       "--out", tmp_path / "report")
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
     assert metrics["a"]["runs"] == [1, 0.5] and metrics["a"]["success_rate"] == 0.75 and metrics["a"]["tasks"] == 2
-    assert metrics["a"]["against_baseline"]["runs"] == [0.5, 0] and "+0.500 +0.000" in printed
+    assert metrics["a"]["against_baseline"]["runs"] == [0.5, 0]
+    assert "a             against b  +0.250  +0.500 +0.000" in printed.splitlines()
+    assert "runs_ci95" not in metrics["a"] | metrics["a"]["against_baseline"]
     write(tmp_path / "other.jsonl", [trajectory("z", "0")])
     line = refused(5, f"a={paths[0]},{tmp_path / 'other.jsonl'}", "--out", tmp_path / "bad")
     assert "other.jsonl: other tasks than" in line
@@ -107,6 +179,46 @@ def test_answers_cannot_write_into_the_report(tmp_path):
     path = write(tmp_path / "a.jsonl", [trajectory("x", "<script>alert(1)</script>")])
     succeed("05_evaluate.py", f"a={path}", "--out", tmp_path / "report")
     assert "<script" not in (tmp_path / "report" / "report.html").read_text()
+
+
+def test_a_lone_surrogate_stops_nothing(tmp_path):
+    half = "a\ud800b"
+    row = {**trajectory("x", f"def f(n): return n  # {half}"), "task_id": half,
+           "task": {**TASK, "problem_description": half, "family": half}}
+    row["dialogue_history"][0]["content"] = half
+    path = write(tmp_path / "a.jsonl", [row, {key: value for key, value in row.items() if key != "task_id"}])
+    process = run("05_evaluate.py", f"na\udcffme={path}", "--compat", "--out", tmp_path / "report")
+    assert process.returncode == 0, process.stderr
+    assert "na\\udcffme " in process.stdout
+    assert json.loads((tmp_path / "report" / "metrics.json").read_text())["na\udcffme"]["n"] == 2
+    assert "a\\ud800b" in (tmp_path / "report" / "report.html").read_text()
+    [scored] = (tmp_path / "report" / "scored").iterdir()
+    assert [own["dialogue_history"][0]["content"] for own in read(scored)] == [half, half]
+
+
+def test_what_a_terminal_cannot_show_is_escaped(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    common.run_stage(lambda: print("a\ud800 …"))
+    sys.stdout.flush()
+    assert sys.stdout.buffer.getvalue() == b"a\\ud800 \\u2026\n"
+
+
+def test_a_tokenizer_reads_lone_surrogates(tiny):
+    assert common.encode(tiny[1], "price\ud800?") == common.encode(tiny[1], "price??")
+
+
+@pytest.mark.parametrize("broken", ["report", "print_gates", "curve_table"])
+def test_metrics_are_written_before_everything_optional(tmp_path, monkeypatch, broken):
+    def fail(*_):
+        raise RuntimeError("broken")
+    monkeypatch.setattr(evaluate, broken, fail)
+    task = {**TASK, "facts": [{"topic": "t", "questions": [], "told": True, "matters": True}]}
+    path = write(tmp_path / "a.jsonl", [{**trajectory("x", "def f(n): return n"), "task": task}])
+    with pytest.raises(RuntimeError):
+        evaluate.main([f"a@1={path}", "--gates", "tests/tiny", "--out", str(tmp_path / "report")])
+    assert json.loads((tmp_path / "report" / "metrics.json").read_text())["a@1"]["success_rate"] == 1
+    assert read(tmp_path / "report" / "scored" / "a@1.jsonl")[0]["reward"] == 1
+    assert not (tmp_path / "report" / "COMPLETED").exists()
 
 
 def point(rate, low, high):
@@ -295,6 +407,48 @@ def test_gates_of_the_shipped_base_model(workspace, tmp_path):
     assert table["idle"][2] < table["idle"][1]
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())["base"]
     assert 0.15 <= metrics["success_rate"] <= 0.5 and metrics["success_when_known"] > 0.7
+
+
+GATES, CRITICS = ["--gates", "tests/tiny"], ["--critics", "c=out/critic", "--policy", "tests/tiny"]
+
+
+@pytest.mark.parametrize("flags", [GATES, CRITICS])
+@pytest.mark.parametrize("facts", [{}, {"facts": []}])
+def test_gates_and_critics_need_facts_and_say_so_before_anything_is_scored(tmp_path, flags, facts):
+    path = write(tmp_path / "a.jsonl", [{**trajectory("x", "1"), "task": {**TASK, **facts}}])
+    line = refused(5, f"a={path}", *flags, "--out", tmp_path / "out")
+    assert line.startswith(f'{path}: task x has no "facts", which {flags[0]} needs') and not (tmp_path / "out").exists()
+    assert run("05_evaluate.py", f"a={path}", *flags, "--out", tmp_path / "out").returncode == 2
+
+
+def test_facts_are_asked_of_the_first_file_alone(workspace, tmp_path):
+    rows = read(workspace / "offline.jsonl")[:6]
+    for row in rows:
+        del row["task"]["family"]                                    # gates do without
+    a, b = write(tmp_path / "a", rows), write(tmp_path / "b", [trajectory("x", "1")])
+    assert "right answer at once" in succeed("05_evaluate.py", f"a={a}", f"b={b}", *GATES, "--out", tmp_path / "out")
+
+
+def test_gates_and_critics_take_each_dialogue_s_own_rounds(workspace, tiny, monkeypatch):
+    rows = [row for row in read(workspace / "offline.jsonl") if len(row["dialogue_history"]) == 4][:3]
+    for number, row in enumerate(rows):
+        row |= {"task_id": str(number), "max_rounds": 4 + number}
+    asked, prompt_text = [], common.prompt_text
+    monkeypatch.setattr(common, "prompt_text", lambda tokenizer, history, max_rounds, *more: (
+        asked.append((history[0]["content"], max_rounds)), prompt_text(tokenizer, history, max_rounds, *more))[1])
+    evaluate.print_gates(rows, str(ROOT / "tests" / "tiny"), "cpu")
+    assert set(asked) == {(row["task"]["problem_description"], row["max_rounds"]) for row in rows}
+
+    played, rollout = [], stage(2)
+
+    async def play(dialogue, args, **_):
+        played.append((dialogue["task"]["problem_description"], args.max_rounds))
+        dialogue["answer"] = ""
+    monkeypatch.setattr(rollout, "play", play)
+    args = argparse.Namespace(mc_candidates=2, mc_samples=2, mc_states=6, mc_max_new_tokens=4, policy="tests/tiny")
+    with common.Scorer() as scorer:
+        evaluate.monte_carlo_returns(rows, tiny, scorer, args, "cpu")
+    assert len(played) == 6 * 2 * 2 and set(played) == set(asked)
 
 
 def test_bad_input_is_one_line(tmp_path):
