@@ -30,6 +30,7 @@ wins         against --baseline, over all pairs of answers to a task and then ov
              similarity is higher, where equal ones (within 1e-6) count half, so that a method against itself has 50 %
              as in the paper; "ties" is the share of equal ones
 --compat, --gates and --critics are for backend tasks: Monte-Carlo returns would need a rendered page for every sample.
+--gates and --critics need template tasks ("facts").
 
 --compat adds what the published scorer says of the same answers: no imports, helpers or recursion, words that cost all
 tests, objects that claim to be equal. "ends_evaluation" counts the answers that would have ended or hung it.
