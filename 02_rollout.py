@@ -4,6 +4,7 @@ Reads   tasks.jsonl (01).
 Writes  trajectories.jsonl in the published format, {"task", "dialogue_history", "answer", "reward"}, with "task_id",
         "sample", "tests" (a verdict a test), "num_rounds", "max_rounds"; an agent's turn has "input" (the rendered
         prompt), "output" (the raw text) and "output_ids" (the sampled ids); a person's turn that shows code "leak".
+        "system_prompt" with --system-prompt, so that 03 and 04 render it again where they must.
         FILE.failed.jsonl where dialogues failed: the same command again plays these alone.
         Of pages also "similarity" (which one), "image" and "reference_image" (in the folder FILE.images).
 

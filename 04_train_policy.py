@@ -4,7 +4,8 @@ Reads   trajectories.jsonl (02), a model, and for --method sweet a critic (03).
 Writes  a model folder with metrics.jsonl and agent.json (the system prompt that it was trained with); for sweet also
         candidates.jsonl, scored.jsonl and pairs.jsonl.
 
---method sweet   For every agent turn of `--data-frac` of the trajectories, sample 16 candidates given o_t, score each
+--method sweet   For every agent turn of `--data-frac` of the trajectories, sample 16 candidates given o_t (the prompt
+                 that is logged, if this tokenizer's template made it, else it is rendered again), score each
                  with the critic's A(o_t, a, c) (eq. 3), pair a random one of the better half with a random one of the
                  worse, and train by single-turn DPO (eq. 4); c never reaches the policy. --critic oracle (or
                  oracle-patient, which has no preference for answering at once) ranks by what
@@ -393,7 +394,8 @@ def parse_args(argv=None):
                         help="examples a step, over all ranks (None: 8 for sweet and mtdpo, else 32)")
     parser.add_argument("--micro-batch-size", type=common.positive_int, default=8, help="examples a forward pass")
     parser.add_argument("--max-steps", type=common.positive_int, help="stop (and end the schedule) after so many steps")
-    parser.add_argument("--max-length", type=common.positive_int, default=16384, help="drop longer rows (tokens)")
+    parser.add_argument("--max-length", type=common.positive_int, default=16384,
+                        help="drop what is longer (tokens): trajectories; of SWEET pairs, a prompt with one action")
     parser.add_argument("--max-tokens", type=common.positive_int, default=16384, help="tokens a pass without gradients")
     parser.add_argument("--pairs-together", action="store_true",
                         help="keep the pairs of a turn in one batch, where they share the prompt (faster)")
