@@ -6,7 +6,8 @@ Reads   nothing (--source template), a model and texts (--source llm), the publi
 Writes  tasks.jsonl, one task a line: {"problem_description", "ground_truth", "test_cases"} as published, "task_id", and
         of template tasks {"family", "template", "facts"}, which the rule-based human and the scripted agent of 02 read;
         with --source llm also tasks.rejected.jsonl: {"attempt", "seed_text", "reason", "detail", "reply"};
-        with --trajectories: trajectories.jsonl, as published, with "task_id", "sample" and "reward".
+        with --trajectories: trajectories.jsonl, as published, with "task_id", "sample" and "reward", and beside it
+        FILE.system_prompt.txt: the agent's system prompt, from the logged prompts, for 02 --system-prompt.
         Tasks of pages have no "test_cases", and template ones "slots" in place of "facts".
 
 A template task is a vague request with a signature, a reference function and 10 test calls. What the request leaves
@@ -810,16 +811,31 @@ def download(name, names):
 def read_published(path, trajectories):
     """The rows of a published file, as they are but for "task_id", and a trajectory's "sample", where missing."""
     rows = common.read_jsonl(path, common.TRAJECTORY_KEYS if trajectories else common.TASK_KEYS)
-    seen = {}
+    if not trajectories:
+        for row in rows:
+            row["task_id"] = common.task_id(row)
+        return rows
+    common.number_samples(rows)
     for number, row in enumerate(rows, 1):
-        task = row["task"] if trajectories else row
-        row["task_id"] = row.get("task_id") or common.task_id(task)
-        if trajectories:
-            row.setdefault("sample", seen.get(row["task_id"], 0))
-            seen[row["task_id"]] = seen.get(row["task_id"], 0) + 1
-            if not isinstance(row.get("reward"), (int, float, type(None))):
-                raise common.InputError(f'{path}:{number}: "reward" is a {type(row["reward"]).__name__}, not a number')
+        if not isinstance(row.get("reward"), (int, float, type(None))):
+            raise common.InputError(f'{path}:{number}: "reward" is a {type(row["reward"]).__name__}, not a number')
     return rows
+
+
+def write_system_prompt(path, trajectories):
+    """Write the system prompt that the agent of the trajectories had, for 02 --system-prompt."""
+    counts = collections.Counter(map(common.system_prompt, trajectories))
+    unread = counts.pop(None, 0)
+    path.unlink(missing_ok=True)
+    if counts:
+        [(text, count)] = counts.most_common(1)
+        partial = path.with_name(path.name + ".partial")
+        partial.write_bytes(f"{text}\n".encode(errors="backslashreplace"))
+        partial.rename(path)
+        print(f"writes {path}: the system prompt in the logged prompts of {count:,} of {len(trajectories):,} "
+              f"trajectories; {counts.total() - count:,} have another, {unread:,} ours or none that can be read")
+    else:
+        print("no logged prompt shows a system prompt other than ours")
 
 
 def first_shuffled(items, args, files):
@@ -872,6 +888,7 @@ def take_published(args):
         print(f"kept {len(kept):,} of {len(rows):,} trajectories, {len(samples):,} of {len(ids):,} tasks, "
               f"{low if low == high else f'{low} to {high}'} samples a task")
         common.fill_rewards(kept, args.unsafe_scorer)
+        write_system_prompt(pathlib.Path(f"{args.out}.system_prompt.txt"), kept)
     else:
         print(f"kept {len(kept):,} of {len(rows):,} tasks, {len(kept) - len(samples):,} of them repeat another")
     common.write_jsonl(args.out, kept)

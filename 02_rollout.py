@@ -4,6 +4,7 @@ Reads   tasks.jsonl (01).
 Writes  trajectories.jsonl in the published format, {"task", "dialogue_history", "answer", "reward"}, with "task_id",
         "sample", "tests" (a verdict a test), "num_rounds", "max_rounds"; an agent's turn has "input" (the rendered
         prompt), "output" (the raw text) and "output_ids" (the sampled ids); a person's turn that shows code "leak".
+        "system_prompt" with --system-prompt, so that 03 and 04 render it again where they must.
         FILE.failed.jsonl where dialogues failed: the same command again plays these alone.
         Of pages also "similarity" (which one), "image" and "reference_image" (in the folder FILE.images).
 
@@ -411,9 +412,11 @@ def has_stop(ids, tokenizer, args):
     return any(text in tail for text in args.stop)
 
 
-def new_dialogue(task, sample, number=0, history=None):
+def new_dialogue(task, sample, number=0, history=None, system=None):
+    """`system`: the agent's system prompt; None: ours."""
     history = history or [{"role": "user", "content": task["problem_description"]}]
-    return {"number": number, "task": task, "sample": sample, "history": history, "answer": None, "waited_s": 0.0}
+    return {"number": number, "task": task, "sample": sample, "history": history, "system": system, "answer": None,
+            "waited_s": 0.0}
 
 
 def dialogue_key(dialogue, args, who):
@@ -476,7 +479,7 @@ async def agent_turn(dialogue, agent, chooser, args):
         return {"role": "assistant", "content": common.shown_text(text, frontend)}
     fields = ({"logprobs": True} if args.server_logprobs else {}) | (
         {"return_token_ids": True} if args.agent_tokenizer else {})
-    chat = common.agent_messages(history, args.max_rounds, frontend)
+    chat = common.agent_messages(history, args.max_rounds, frontend, dialogue["system"])
     prompt, replies = await ask(agent, chat, key, args.temperature, args.max_new_tokens, args, args.best_of,
                                 ("agent", dialogue["number"]), **fields)
     reply = replies[await chooser(dialogue, prompt, replies) if args.best_of > 1 else 0]
@@ -654,6 +657,14 @@ def merge(out, num_rows):
     common.say(f"writes {out} ({num_rows:,} rows)")
 
 
+def read_text(path):
+    """A file's text as it is, but for a newline at its end."""
+    try:
+        return pathlib.Path(path).read_bytes().decode().removesuffix("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise common.InputError(f"{path}: cannot be read as UTF-8 text ({common.one_line(error)})") from None
+
+
 def to_trajectory(dialogue, verdicts, tokenizer, args):
     """The finished dialogue in the published format, with what score_answer says of it."""
     task, history = dialogue["task"], dialogue["history"]
@@ -662,14 +673,15 @@ def to_trajectory(dialogue, verdicts, tokenizer, args):
             "num_rounds": sum(turn["role"] == "assistant" for turn in history), "max_rounds": args.max_rounds,
             "agent": args.agent, "simulator": args.simulator, "tokenizer": tokenizer,
             "best_of": args.best_of, "critic": args.critic,
-            "informed": args.agent == "script-informed"}
+            "informed": args.agent == "script-informed",
+            **({} if dialogue["system"] is None else {"system_prompt": dialogue["system"]})}
 
 
-async def finish(item, browser, speakers, scorer, file, progress, tally, failed, tokenizer, args):
+async def finish(item, browser, speakers, scorer, file, progress, tally, failed, tokenizer, system, args):
     """Play a dialogue, (number, task, sample); returns what scores it and appends its row to `file`. One that a server
     does not answer goes to `failed`; many of these in a row end the run."""
     number, task, sample = item
-    dialogue, begin = new_dialogue(task, sample, number), time.perf_counter()
+    dialogue, begin = new_dialogue(task, sample, number, system=system), time.perf_counter()
     try:
         await play(dialogue, *speakers, args, browser)
     except common.ReplyError as error:
@@ -775,6 +787,9 @@ def parse_args(argv=None):
     parser.add_argument("--max-new-tokens", type=common.positive_int, default=1024, help="tokens a turn of the agent")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT",
                         help="ends a turn, beside the model's own end tokens; can be given more than once")
+    parser.add_argument("--system-prompt", metavar="FILE",
+                        help="its text, taken as it is, is the agent's system prompt in place of ours and of our note "
+                        "on the last round; 01 --trajectories writes that of published ones")
     parser.add_argument("--best-of", type=common.positive_int, default=1, help="messages sampled at each turn")
     parser.add_argument("--critic", help="who picks one of --best-of: a critic folder (03), judge:MODEL, or oracle "
                         "(-patient): what the template task says of a turn")
@@ -807,6 +822,8 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.best_of > 1 and (args.critic is None or args.agent.startswith("script")):
         parser.error("--best-of needs an agent that is a model, and --critic DIR or judge:MODEL")
+    if args.system_prompt and args.agent.startswith("script"):
+        parser.error("--system-prompt is for an agent that is a model")
     by_role = args.chat_template_args
     if not (isinstance(by_role, dict) and by_role.keys() <= {"agent", "simulator", "judge"} and
             all(isinstance(own, dict) for own in by_role.values())):
@@ -838,7 +855,8 @@ def main(argv=None):
     if frontend and (args.critic or "").startswith("judge:"):
         raise common.InputError("--critic judge: compares messages about functions; pages need a critic of 03")
     inputs = [args.tasks, args.agent, args.simulator, None if oracle else (args.critic or "").removeprefix("judge:"),
-              args.agent_tokenizer]
+              args.agent_tokenizer, args.system_prompt]
+    system = read_text(args.system_prompt) if args.system_prompt else None
     record = argparse.Namespace(**{k: v for k, v in vars(args).items() if k != "concurrency"})     # it changes no row
     if common.claim_output(record, args.out, inputs, begin=False):
         return
@@ -850,6 +868,8 @@ def main(argv=None):
         raise common.InputError("--best-of needs an agent whose tokens are at hand: a folder or hub id, no server")
     if args.agent_tokenizer:
         agent = agent._replace(tokenizer=common.load_tokenizer(args.agent_tokenizer))
+    if agent and agent.tokenizer:
+        common.check_system_prompt(args.agent, agent.tokenizer, system, args.max_rounds, frontend)
     person = None if args.simulator == "rules" else load(args.simulator, "simulator", sees=frontend)
     if person and person.sees and args.reject_leaks:
         raise common.InputError("--reject-leaks: a local model that sees always says the same; use a server")
@@ -893,7 +913,8 @@ def main(argv=None):
         try:
             asyncio.run(each(functools.partial(
                 finish, browser=browser, speakers=(agent, person, chooser), scorer=scorer, file=file,
-                progress=progress, tally=tally, failed=failed, tokenizer=name, args=args), mine, args.concurrency))
+                progress=progress, tally=tally, failed=failed, tokenizer=name, system=system, args=args), mine,
+                args.concurrency))
         except common.InputError:
             if runtime.world_size == 1:                              # the tokens are paid for (ranks need each other)
                 record_costs()

@@ -226,9 +226,12 @@ def main(argv=None):
         train = [(i,) for i in range(len(trajectories)) if not held[i]]
     examples, held_out = (trajectory_examples(trajectories, groups, tokenizer, not args.no_privileged, show)
                           for groups in (train, test))
+    if not examples:
+        raise common.InputError(f"{args.trajectories}: no examples to train on: all {len(test):,} pairs are of tasks "
+                                f"that --held-out-frac {args.held_out_frac} keeps apart")
     kept = common.drop_long(examples, args)
     examples, train = [examples[i] for i in kept], [train[i] for i in kept]
-    held_out = [held_out[i] for i in common.drop_long(held_out, args)] if held_out else []
+    held_out = [held_out[i] for i in common.drop_long(held_out, args, "held-out pairs", needed=False)]
     if not visual and common.claim_output(args, args.out, inputs, folder=True):
         return
     costs = common.Costs(args.out, runtime.device, folder=True)
@@ -239,6 +242,7 @@ def main(argv=None):
 
     # The reference is the critic before its first update; its log-probabilities are computed once, by the same function
     model = common.load_sharded(args.model, runtime, args, head=args.head != "lm")
+    reference_fingerprint = common.weights_fingerprint(args.model)
     ref = common.reference_values(args.out, model, examples + held_out, args, runtime)
     optimizer = common.adamw(model, args)
     states = common.States(args.out, model, optimizer)
@@ -291,8 +295,8 @@ def main(argv=None):
     if runtime.rank == 0:
         common.write_json(pathlib.Path(args.out) / "critic.json", {
             "head": args.head, "visual": visual, "normalize": args.normalize, "privileged": not args.no_privileged,
-            "beta": args.beta,
-            "reference": args.model, "held_out_pair_accuracy": accuracy, "num_held_out_pairs": len(held_out)})
+            "beta": args.beta, "reference": args.model, "reference_fingerprint": reference_fingerprint,
+            "held_out_pair_accuracy": accuracy, "num_held_out_pairs": len(held_out)})
     costs.record([common.work_of(model)], log.total_tokens)
     common.finish_training(args.out, model, tokenizer)
 

@@ -1,9 +1,11 @@
 """Stage 4: train the agent, by SWEET-RL or by one of its baselines.
 
 Reads   trajectories.jsonl (02), a model, and for --method sweet a critic (03).
-Writes  a model folder with metrics.jsonl; for sweet also candidates.jsonl, scored.jsonl and pairs.jsonl.
+Writes  a model folder with metrics.jsonl and agent.json (the system prompt that it was trained with); for sweet also
+        candidates.jsonl, scored.jsonl and pairs.jsonl.
 
---method sweet   For every agent turn of `--data-frac` of the trajectories, sample 16 candidates given o_t, score each
+--method sweet   For every agent turn of `--data-frac` of the trajectories, sample 16 candidates given o_t (the prompt
+                 that is logged, if this tokenizer's template made it, else it is rendered again), score each
                  with the critic's A(o_t, a, c) (eq. 3), pair a random one of the better half with a random one of the
                  worse, and train by single-turn DPO (eq. 4); c never reaches the policy. --critic oracle (or
                  oracle-patient, which has no preference for answering at once) ranks by what
@@ -121,11 +123,20 @@ def sample_states(trajectories, fraction, seed):
     return states
 
 
+PROMPT_KINDS = {"sampled ids": "as sampled", "logged prompt": "as logged", "rendered again": "rendered again"}
+
+
+def state_prompts(states, tokenizer, counts=None):
+    """The prompt of each state: the one that its trajectory logged, where the file allows (common.agent_turns)."""
+    trajectories = {id(trajectory): trajectory for trajectory, _, _ in states}
+    turns = {key: common.agent_turns(tokenizer, trajectory, counts) for key, trajectory in trajectories.items()}
+    return [turns[id(trajectory)][number][0] for trajectory, number, _ in states]
+
+
 def sample_candidates(states, model, tokenizer, args):
     """A row of candidates.jsonl for each state: the prompt, and `num_candidates` actions sampled from the policy."""
-    prompts = [common.prompt_text(tokenizer, trajectory["dialogue_history"][:i], trajectory.get("max_rounds", 10),
-                                  common.is_frontend(trajectory["task"])) for trajectory, _, i in states]
-    keys = [(args.seed, "candidates", t["task_id"], t.get("sample", 0), number) for t, number, _ in states]
+    prompts = state_prompts(states, tokenizer)
+    keys = [(args.seed, "candidates", t["task_id"], t["sample"], number) for t, number, _ in states]
     randoms = torch.cat([common.uniforms((args.num_candidates, args.max_new_tokens), *key) for key in keys])
     ids = [common.encode(tokenizer, prompt) for prompt in prompts]
     stops = common.stop_ids(model, tokenizer)
@@ -134,7 +145,7 @@ def sample_candidates(states, model, tokenizer, args):
     for s, ((trajectory, number, i), prompt) in enumerate(zip(states, prompts)):
         history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"][:i]]
         own = actions[s * args.num_candidates:(s + 1) * args.num_candidates]
-        rows.append({"task_id": trajectory["task_id"], "sample": trajectory.get("sample", 0), "turn": number,
+        rows.append({"task_id": trajectory["task_id"], "sample": trajectory["sample"], "turn": number,
                      "task": trajectory["task"], "prompt": prompt, "history": history,
                      "candidates": [{"text": tokenizer.decode(a, skip_special_tokens=True), "ids": a,
                                      "ended": a[-1] in stops} for a in own]})
@@ -165,14 +176,33 @@ def scores_phase(path, rows, critic, tokenizer, args, runtime, works):
         block, critic, tokenizer, args, runtime.device, sampler), runtime, "state", together=True)
 
 
-def read_candidates(path, states, num_candidates):
+def read_candidates(path, states, prompts, num_candidates):
     """The rows of another run's candidates.jsonl; InputError where they are not those of the states asked for."""
-    rows = common.read_jsonl(path, {"task_id": str, "turn": int, "prompt": str, "candidates": list})
-    wanted = [(t["task_id"], t.get("sample", 0), number, num_candidates) for t, number, _ in states]
-    if wanted != [(row["task_id"], row.get("sample", 0), row["turn"], len(row["candidates"])) for row in rows]:
+    rows = common.read_jsonl(path, {"task_id": str, "sample": int, "turn": int, "prompt": str, "task": dict,
+                                    "history": list, "candidates": list})
+    wanted = [(t["task_id"], t["sample"], number, num_candidates) for t, number, _ in states]
+    if wanted != [(row["task_id"], row["sample"], row["turn"], len(row["candidates"])) for row in rows]:
         raise common.InputError(f"{path}: made from other turns or with another --num-candidates; the trajectories, "
                                 "--num-trajectories, --data-frac and --seed must be the same")
+    for row, prompt in zip(rows, prompts):
+        if row["prompt"] != prompt:
+            raise common.InputError(f"{path}: task {row['task_id']}, sample {row['sample']}, turn {row['turn']}: its "
+                                    "candidates continue another prompt than the trajectories log; sample them anew "
+                                    "(no --candidates)")
+        for candidate in row["candidates"]:
+            common.check_keys(candidate, {"text": str, "ids": list, "ended": bool}, f"{path}: a candidate")
     return rows
+
+
+def check_prompts(states, prompts, path):
+    """InputError, which names `path`, where (task_id, sample, turn) names two prompts: what is kept under this name
+    (candidates, pairs, random numbers) would belong to either."""
+    found = {}
+    for (trajectory, number, _), prompt in zip(states, prompts):
+        if found.setdefault((trajectory["task_id"], trajectory["sample"], number), prompt) != prompt:
+            raise common.InputError(f"{path}: two dialogues of task {trajectory['task_id']} have \"sample\" "
+                                    f"{trajectory['sample']}; give each a number of its own, or leave out the key "
+                                    '"sample" everywhere')
 
 
 def score_candidates(rows, critic, tokenizer, args, device, sampler=None):
@@ -253,14 +283,31 @@ def trajectory_pair_examples(trajectories, tokenizer, args):
     return [(items[chosen], items[rejected]) for chosen, rejected in pairs]
 
 
+def drop_long_pairs(pairs, tokenizer, max_length):
+    """(pairs whose actions each fit into `max_length` tokens with the prompt, how many do not), which it says. A tree
+    of several pairs may be longer: an action sees the prompt and itself."""
+    prompts = {pair["prompt"] for pair in pairs}
+    room = {prompt: max_length - len(common.encode(tokenizer, prompt)) for prompt in prompts}
+    kept = [pair for pair in pairs
+            if max(len(pair[side]["ids"]) for side in ("chosen", "rejected")) <= room[pair["prompt"]]]
+    if len(kept) < len(pairs):
+        common.say(f"dropped {len(pairs) - len(kept):,} of {len(pairs):,} pairs: prompt and action are longer than "
+                   f"--max-length {max_length}")
+    return kept, len(pairs) - len(kept)
+
+
 def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
     """Run the three phases (or read what an earlier run left of them). Returns the examples and, for each, its pairs
     [(chosen, rejected), …] as numbers of the example's actions. A phase has its models for itself."""
     out = pathlib.Path(args.out)
     states = sample_states(trajectories, args.data_frac, args.seed)
     common.say(f"{len(states):,} agent turns of {args.data_frac:.0%} of the trajectories")
+    counts = {}
+    prompts = state_prompts(states, tokenizer, counts)
+    common.say("their prompts: " + ", ".join(f"{count:,} {PROMPT_KINDS[kind]}" for kind, count in counts.items()))
+    check_prompts(states, prompts, args.trajectories)
     if args.candidates:
-        rows = read_candidates(args.candidates, states, args.num_candidates)
+        rows = read_candidates(args.candidates, states, prompts, args.num_candidates)
     else:
         rows = candidates_phase(out / "candidates.jsonl", states, tokenizer, args, runtime, works)
     gc.collect()                                                    # a phase's models go before the next phase's come
@@ -273,17 +320,26 @@ def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
               **{side: {**row["candidates"][i], "advantage": row["advantages"][i]}
                  for side, i in zip(("chosen", "rejected"), pair)}}
              for row in rows for pair in candidate_pairs(row, args.pairs_per_turn, rng)]
-    cut = sum(not candidate["ended"] for row in rows for candidate in row["candidates"])
-    common.say(f"{len(pairs):,} pairs of {len(rows) * args.pairs_per_turn:,} asked for; the rest were twice the same "
-               f"text; {cut:,} candidates stopped by --max-new-tokens were left out")
+    ended = [sum(candidate["ended"] for candidate in row["candidates"]) for row in rows]
+    too_few, asked = sum(n < 2 for n in ended), len(rows) * args.pairs_per_turn
+    same = asked - too_few * args.pairs_per_turn - len(pairs)
+    cut = args.num_candidates * len(rows) - sum(ended)
+    common.say(f"{len(pairs):,} pairs of {asked:,} asked for; {same:,} were twice the same text; {cut:,} candidates "
+               f"stopped by --max-new-tokens were left out, so that {too_few:,} of {len(rows):,} turns had no two")
     if runtime.rank == 0:
         common.write_jsonl(out / "pairs.jsonl", [{key: value for key, value in pair.items()
                                                   if key not in ("task", "history")} for pair in pairs])
     print_kinds(rows, pairs)
+    pairs, long = drop_long_pairs(pairs, tokenizer, args.max_length)
+    if not pairs:
+        raise common.InputError(
+            f"{args.trajectories}: no examples to train on: of {asked:,} pairs asked for {long:,} are longer than "
+            f"--max-length {args.max_length}, {same:,} are twice the same text, {too_few * args.pairs_per_turn:,} are "
+            f"of turns with fewer than two candidates that --max-new-tokens {args.max_new_tokens} did not stop")
     # An example is a pair, or with --pairs-together all pairs of a turn: a tree of its prompt and their actions
     groups = {}
     for number, pair in enumerate(pairs):
-        key = (pair["task_id"], pair["sample"], pair["turn"]) if args.pairs_together else number
+        key = tuple(pair[name] for name in kept[:4]) if args.pairs_together else number
         groups.setdefault(key, []).append(pair)
     examples, places = [], []
     for group in groups.values():
@@ -338,7 +394,8 @@ def parse_args(argv=None):
                         help="examples a step, over all ranks (None: 8 for sweet and mtdpo, else 32)")
     parser.add_argument("--micro-batch-size", type=common.positive_int, default=8, help="examples a forward pass")
     parser.add_argument("--max-steps", type=common.positive_int, help="stop (and end the schedule) after so many steps")
-    parser.add_argument("--max-length", type=common.positive_int, default=16384, help="drop longer rows (tokens)")
+    parser.add_argument("--max-length", type=common.positive_int, default=16384,
+                        help="drop what is longer (tokens): trajectories; of SWEET pairs, a prompt with one action")
     parser.add_argument("--max-tokens", type=common.positive_int, default=16384, help="tokens a pass without gradients")
     parser.add_argument("--pairs-together", action="store_true",
                         help="keep the pairs of a turn in one batch, where they share the prompt (faster)")
@@ -420,8 +477,6 @@ def main(argv=None):
     costs, works = common.Costs(args.out, runtime.device, folder=True), []
     if args.method == "sweet":
         examples, places = sweet_examples(trajectories, tokenizer, critic, args, runtime, works)
-        kept = common.drop_long(examples, args)
-        examples, places = [examples[i] for i in kept], [places[i] for i in kept]
         costs.record(works)
     pairs_an_example = args.pairs_per_turn if args.pairs_together else 1
     batch_size = max(1, args.batch_size // pairs_an_example)
@@ -485,6 +540,7 @@ def main(argv=None):
             costs.record(works, log.total_tokens)
     states.wait()
     costs.record(works, log.total_tokens)
+    common.note_system_prompt(args.out, trajectories)
     common.finish_training(args.out, model, tokenizer)
 
 

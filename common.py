@@ -207,6 +207,7 @@ def add_work(model, lengths, cached=0, generated=False, patches=0):
 
 TASK_KEYS = {"problem_description": str, "ground_truth": str}       # of the backend also "test_cases"
 TRAJECTORY_KEYS = {"task": dict, "dialogue_history": list, "answer": str}
+OPTIONAL_KEYS = {"sample": int, "max_rounds": int, "system_prompt": str}         # of a trajectory
 
 
 def read_jsonl(path, keys):
@@ -227,9 +228,12 @@ def read_jsonl(path, keys):
                     raise InputError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from None
                 check_keys(row, keys, f"{path}:{number}")
                 if "dialogue_history" in keys:
+                    check_keys(row, OPTIONAL_KEYS, f"{path}:{number}", optional=True)
                     check_keys(row["task"], TASK_KEYS, f"{path}:{number}: task")
                     for turn in row["dialogue_history"]:
-                        check_keys(turn, {"role": str, "content": str}, f"{path}:{number}: dialogue_history")
+                        where = f"{path}:{number}: dialogue_history"
+                        check_keys(turn, {"role": str, "content": str}, where)
+                        check_keys(turn, {"input": str, "output": str}, where, optional=True)
                     if not any(turn["role"] == "assistant" for turn in row["dialogue_history"]):
                         raise InputError(f'{path}:{number}: dialogue_history has no turn of role "assistant"')
                 task = row.get("task", row)
@@ -259,23 +263,24 @@ def is_page(text):
     return text.lstrip().startswith("<")
 
 
-def check_keys(row, keys, where):
+def check_keys(row, keys, where, optional=False):
     if not isinstance(row, dict):
         raise InputError(f"{where}: a {type(row).__name__}, not an object")
     for key, kind in keys.items():
         if key not in row:
+            if optional:
+                continue
             raise InputError(f'{where}: missing "{key}"')
         if not isinstance(row[key], kind):
             raise InputError(f'{where}: "{key}" is a {type(row[key]).__name__}, not a {kind.__name__}')
 
 
 def read_trajectories(path, num_trajectories=None, seed=0):
-    """Trajectories with "task_id" filled in where a published file has none (a hash of the task). With
-    `num_trajectories` those of whole tasks, in an order that `seed` shuffles, until there are so many: subsets of one
-    seed are nested."""
+    """Trajectories with "task_id" (a hash of the task) and "sample" (0, 1, 2 … in the order of the file) filled in
+    where a published file has none, so that (task_id, sample) names one dialogue. With `num_trajectories` those of
+    whole tasks, in an order that `seed` shuffles, until there are so many: subsets of one seed are nested."""
     trajectories = read_jsonl(path, TRAJECTORY_KEYS)
-    for trajectory in trajectories:
-        trajectory.setdefault("task_id", task_id(trajectory["task"]))
+    number_samples(trajectories)
     if num_trajectories is None:
         return trajectories
     if num_trajectories > len(trajectories):
@@ -289,6 +294,15 @@ def read_trajectories(path, num_trajectories=None, seed=0):
         kept += by_task[order.pop(0)]
     say(f"{len(kept):,} trajectories of {len({t['task_id'] for t in kept}):,} tasks kept (--num-trajectories)")
     return kept
+
+
+def number_samples(trajectories):
+    """Fill in "task_id", and "sample": the number of a dialogue among those of its task."""
+    seen = {}
+    for trajectory in trajectories:
+        name = trajectory["task_id"] = trajectory.get("task_id") or task_id(trajectory["task"])
+        trajectory.setdefault("sample", seen.get(name, 0))
+        seen[name] = seen.get(name, 0) + 1
 
 
 def fill_rewards(trajectories, unsafe_scorer):
@@ -382,19 +396,61 @@ def write_json(path, value):
 
 
 def fingerprint(path):
-    """What tells an input from another: a file's hash; for a model folder the hash of the arguments that made it, or
-    of its file names and sizes; a name that is no path stands for itself."""
+    """What tells an input from another: a file's hash; of a model folder that of all files that decide what the model
+    says (weights: file_digest); a name that is no path stands for itself."""
     path = pathlib.Path(path)
     if path.is_dir():
-        made_by = path / "args.json"
-        content = (made_by.read_bytes() if made_by.exists() else
-                   repr(sorted((f.name, f.stat().st_size) for f in path.iterdir() if f.is_file())).encode())
-    elif path.is_file():
+        notes = "args.json", "costs.json"                           # what a training says about itself
+        return files_digest({*weight_files(path), *path.glob("turn_head.pt"),
+                             *(file for ending in ("json", "jinja", "model", "txt") for file in path.glob(f"*.{ending}")
+                               if file.name not in notes)})
+    if path.is_file():
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    else:
-        return str(path)
-    return hashlib.sha256(content).hexdigest()[:16]
+    return str(path)
+
+
+def weight_files(folder):
+    """The files of a model folder that hold its weights: of the kinds of files there, those that are read."""
+    kinds = (list(folder.glob(f"*.{ending}")) for ending in ("safetensors", "bin", "gguf"))
+    return next(filter(None, kinds), [])
+
+
+def files_digest(files):
+    """A hash of the names and contents (file_digest) of some files."""
+    found = sorted((path.name, file_digest(path)) for path in files)
+    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+
+
+def file_digest(path):
+    """A hash of a file's size and content. Of one of more than 64 MiB: the first and the last MiB (the header of
+    safetensors, with all names and shapes, is in the first) and 1,024 blocks of 4 KiB at equal distances, 5 MB in a
+    file of 5 GB. Weights that were trained on, merged or rounded differ in each block; what it can miss is an edit that
+    lies between two blocks."""
+    size, digest = path.stat().st_size, hashlib.sha256()
+    digest.update(str(size).encode())
+    with open(path, "rb") as file:
+        if size <= 2 ** 26:
+            digest.update(file.read())
+            return digest.hexdigest()
+        blocks = [(size * n // 1024, 4096) for n in range(1, 1024)]
+        for start, length in [(0, 2 ** 20), *blocks, (size - 2 ** 20, 2 ** 20)]:
+            file.seek(start)
+            digest.update(file.read(length))
+    return digest.hexdigest()
+
+
+def weights_fingerprint(name):
+    """A hash of the weights and the configuration of a model (folder, hub id or smollm2), whatever its path; None where
+    its files are not on this machine."""
+    folder = pathlib.Path(smollm2_files()[0] if name == "smollm2" else name)
+    if name != "smollm2" and not folder.is_dir():
+        from huggingface_hub import snapshot_download
+        try:
+            folder = pathlib.Path(snapshot_download(name, local_files_only=True))
+        except (OSError, ValueError):                               # not there; no name of a repository
+            return None
+    return files_digest([*weight_files(folder), *folder.glob("config.json")])
 
 
 NO_INFLUENCE = {"browser", "out", "overwrite", "save_every", "dry_run", "max_attempts", "timeout", "retries"}
@@ -479,15 +535,38 @@ LAST_ROUND = "\n(last round)"
 HIDDEN_INFO = "The {what} that this person needs is the following.\n{ground_truth}\nThe dialogue with the person:\n"
 
 
-def agent_messages(history, max_rounds, frontend=False):
+def agent_messages(history, max_rounds, frontend=False, system=None):
     """The chat an agent sees before its next turn: system prompt, then the dialogue, with a note on the message of the
-    person that opens the last round. `c` is not an argument, so that it cannot reach a policy."""
-    system = DESIGNER_SYSTEM if frontend else AGENT_SYSTEM
-    messages = [{"role": "system", "content": system.format(max_rounds=max_rounds)}]
+    person that opens the last round. `system` (a text, taken as it is) replaces our prompt and this note, which is a
+    part of it. `c` is not an argument, so that it cannot reach a policy."""
+    own = our_system(max_rounds, frontend) if system is None else system
+    messages = [{"role": "system", "content": own}]
     messages += [{"role": turn["role"], "content": turn["content"]} for turn in history]
-    if len(history) == 2 * max_rounds - 1:
+    if system is None and len(history) == 2 * max_rounds - 1:
         messages[-1]["content"] += LAST_ROUND
     return messages
+
+
+def our_system(max_rounds, frontend=False):
+    return (DESIGNER_SYSTEM if frontend else AGENT_SYSTEM).format(max_rounds=max_rounds)
+
+
+# The beginning of a logged prompt: the system prompt in Llama 3's template (which puts two dates in front) or ChatML
+LOGGED_SYSTEM = re.compile(
+    r"(?:<\|begin_of_text\|>)*<\|start_header_id\|>system<\|end_header_id\|>\n\n"
+    r"(?:Cutting Knowledge Date: [^\n]*\n)?(?:Today Date: [^\n]*\n)?\n?(.*?)<\|eot_id\|>|"
+    r"<\|im_start\|>system\n(.*?)<\|im_end\|>", re.DOTALL)
+
+
+def system_prompt(trajectory):
+    """The system prompt that the agent of a trajectory had: its "system_prompt" (of 02 --system-prompt), or the one in
+    the logged prompt of its first turn (published files). None: ours, or one that cannot be read."""
+    first = next(turn for turn in trajectory["dialogue_history"] if turn["role"] == "assistant")
+    text = trajectory.get("system_prompt")
+    if text is None and (match := LOGGED_SYSTEM.match(first.get("input") or "")):
+        text = match[1] if match[2] is None else match[2]
+    ours = our_system(trajectory.get("max_rounds", 10), is_frontend(trajectory["task"]))
+    return None if text == ours else text
 
 
 def visible_text(text, prompt=None):
@@ -645,6 +724,31 @@ def oracle_scores(oracle, task, history, actions):
     return [worth.get(kind, 2 if known else 1) for kind in kinds]
 
 
+def note_system_prompt(folder, trajectories):
+    """Keep the system prompt that an agent is trained with in its `folder`, as agent.json (check_system_prompt)."""
+    counts = collections.Counter(system_prompt(t) or our_system(t.get("max_rounds", 10), is_frontend(t["task"]))
+                                 for t in trajectories)
+    [(text, count)] = counts.most_common(1)
+    if len(counts) > 1:
+        say(f"{len(trajectories) - count:,} of {len(trajectories):,} trajectories have another system prompt than most")
+    if is_main():
+        write_json(pathlib.Path(folder) / "agent.json", {"system_prompt": text})
+
+
+def check_system_prompt(agent, tokenizer, system, max_rounds, frontend):
+    """Say where an agent (a folder of 04) was trained with another system prompt than it has now, unless its template
+    shows none."""
+    note = pathlib.Path(agent) / "agent.json"
+    if not note.is_file():
+        return
+    trained = json.loads(note.read_text(encoding="utf-8"))["system_prompt"]
+    texts = trained, our_system(max_rounds, frontend) if system is None else system
+    shown = [prompt_text(tokenizer, [{"role": "user", "content": "?"}], max_rounds, frontend, text) for text in texts]
+    if shown[0] != shown[1]:
+        say(f"{agent}: was trained with another system prompt than it has here; {note} has its text "
+            "(--system-prompt FILE, --max-rounds)")
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # dialogue tokens
 #
@@ -657,9 +761,9 @@ def oracle_scores(oracle, task, history, actions):
 Row = namedtuple("Row", "ids turns shared pictures", defaults=(None, ()))
 
 
-def prompt_text(tokenizer, history, max_rounds, frontend=False):
-    """The text that the agent continues: its chat through the template, with the cue of its turn."""
-    return tokenizer.apply_chat_template(agent_messages(history, max_rounds, frontend), tokenize=False,
+def prompt_text(tokenizer, history, max_rounds, frontend=False, system=None):
+    """The text that the agent continues: its chat (agent_messages) through the template, with the cue of its turn."""
+    return tokenizer.apply_chat_template(agent_messages(history, max_rounds, frontend, system), tokenize=False,
                                          add_generation_prompt=True)
 
 
@@ -701,7 +805,7 @@ def agent_turns(tokenizer, trajectory, counts=None):
         else:
             kind = "rendered again"
             text = prompt_text(tokenizer, history[:index], trajectory.get("max_rounds", 10),
-                               is_frontend(trajectory["task"]))
+                               is_frontend(trajectory["task"]), system_prompt(trajectory))
             turns.append((text, encode(tokenizer, turn["content"]) + [tokenizer.eos_token_id]))
         if counts is not None:
             counts[kind] = counts.get(kind, 0) + 1
@@ -834,9 +938,12 @@ MAX_LOGITS = 2 ** 26
 
 def token_logps(head, hidden, ids):
     """Log-probabilities (N,) float32 of tokens `ids` (N,) after the states `hidden` (N, H), by the output projection
-    `head`; of its logits (N, V) at most MAX_LOGITS are there at a time, and made again in the backward pass."""
+    `head`, which is computed in float32 whatever its weights are in: in bfloat16 a logit of 20 would be rounded by .06,
+    more than the advantages of many candidates differ. Of its logits (N, V) at most MAX_LOGITS are there at a time, and
+    made again in the backward pass."""
     def logps_of(hidden, ids):
-        return -F.cross_entropy(head(hidden).float(), ids, reduction="none")
+        bias = None if head.bias is None else head.bias.float()
+        return -F.cross_entropy(F.linear(hidden.float(), head.weight.float(), bias), ids, reduction="none")
     num_chunks = -(-len(ids) * head.weight.shape[0] // MAX_LOGITS)
     if num_chunks == 1:
         return logps_of(hidden, ids)
@@ -1236,7 +1343,20 @@ def read_critic(folder, tokenizer, pages):
         raise InputError(f"{folder}: a critic that sees ranks pages (frontend tasks) alone")
     if not critic.get("visual") and tokenizer_name(load_tokenizer(str(folder))) != tokenizer_name(tokenizer):
         raise InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
+    if critic["head"] == "lm":                                      # the others need no reference
+        check_reference(critic)
     return critic
+
+
+def check_reference(critic):
+    """InputError where the model that a critic's log-ratios are taken against (a path) has other weights by now."""
+    known, name = critic.get("reference_fingerprint"), critic["reference"]
+    found = weights_fingerprint(name)
+    if known is None:
+        say(f"{critic['folder']}: critic.json has no fingerprint of its reference {name}; taken as it is")
+    elif found not in (None, known):                                # None: it cannot be loaded either, which says more
+        raise InputError(f"{critic['folder']}: its reference {name} has other weights than when the critic was trained "
+                         f"from it (fingerprint {known}, now {found}); put them back, or train the critic again")
 
 
 def load_critic(critic, load):
@@ -1346,7 +1466,7 @@ def trajectory_pairs(trajectories, path, min_gap=None):
     for group in by_task.values():
         reward = {i: trajectories[i]["reward"] for i in group}
         if min_gap is not None:
-            pairs += [(i, j) for i in group for j in group if reward[i] - reward[j] >= min_gap]
+            pairs += [(i, j) for i in group for j in group if reaches(reward[i] - reward[j], min_gap)]
             continue
         winners = [i for i in group if reward[i] == 1]
         losers = [i for i in group if reward[i] < 1]
@@ -1356,6 +1476,11 @@ def trajectory_pairs(trajectories, path, min_gap=None):
                 f"two dialogues whose rewards differ by {min_gap}")
         raise InputError(f"{path}: no trajectory pairs: no task has {lack}; roll out more --samples a task")
     return pairs
+
+
+def reaches(gap, min_gap):
+    """Whether a gap between rewards is at least `min_gap`, but for rounding: .3 - .2 is less than .1 in floats."""
+    return gap > 0 and (gap >= min_gap or math.isclose(gap, min_gap, rel_tol=1e-9))
 
 
 def epoch_batches(num_items, batch_size, epochs, seed):
@@ -1500,17 +1625,17 @@ def set_learning_rate(optimizer, lr):
             group["lr"] = lr
 
 
-def drop_long(examples, args):
+def drop_long(examples, args, what="examples to train on", needed=True):
     """Indices of the examples (tuples of items) whose rows all have at most args.max_length tokens; says how many it
-    dropped."""
-    kept = [i for i, example in enumerate(examples)
-            if all(len(row.ids) <= args.max_length for item in example for row in item)]
+    dropped. InputError where none of those `needed` is left."""
+    tokens = [max(len(row.ids) for item in example for row in item) for example in examples]
+    kept = [i for i, length in enumerate(tokens) if length <= args.max_length]
+    if needed and not kept:
+        raise InputError(f"{args.trajectories}: no {what}: all {len(examples):,} are longer than --max-length "
+                         f"{args.max_length}, the shortest has {min(tokens):,} tokens")
     if len(kept) < len(examples):
-        say(f"dropped {len(examples) - len(kept):,} of {len(examples):,} examples: longer than --max-length "
+        say(f"dropped {len(examples) - len(kept):,} of {len(examples):,} {what}: longer than --max-length "
             f"{args.max_length}")
-    if not kept:
-        raise InputError(f"{args.trajectories}: no examples to train on" +
-                         (f" within --max-length {args.max_length}" if examples else ""))
     return kept
 
 

@@ -3,7 +3,7 @@
     pip install trl datasets accelerate     (or --peer-python of an environment that has them)
     python tests/bench_train.py --model FOLDER [--pairs shared|unshared] [--steps 3] [--rounds 3]
 
-Each side is a process of its own on one thread in float32; they take turns. Pairs are random token ids: "shared" has 4
+Each side is a process of its own on one thread in float32 (ours: --dtype); they take turns. Pairs are random token ids: "shared" has 4
 pairs over each prompt, as SWEET makes them, "unshared" one. Sides:
 
 ours            04 --pairs-together: one tree a turn
@@ -52,7 +52,7 @@ def train_ours(pairs, args):
     import common
     policy_stage = importlib.import_module("04_train_policy")
     runtime = common.start(0)
-    options = argparse.Namespace(dtype="float32", replicate=1, activation_checkpointing=False, attention="sdpa", out=args.out,
+    options = argparse.Namespace(dtype=args.dtype, replicate=1, activation_checkpointing=False, attention="sdpa", out=args.out,
                                  optimizer="adamw", lr=1e-6, adam_betas=(0.9, 0.95), weight_decay=0.0)
     model = common.load_sharded(args.model, runtime, options)
     together = 4 if args.side == "ours" and args.pairs == "shared" else 1
@@ -152,6 +152,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sides", nargs="+", default=["ours", "ours, apart", "trl, best", "trl"])
     parser.add_argument("--peer-python", default=sys.executable, help="the interpreter for trl")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of our sides")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:

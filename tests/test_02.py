@@ -186,6 +186,45 @@ def test_template_arguments_and_thoughts_that_the_prompt_opens(workspace, tiny):
         assert turn["content"] == ("" if thinking else turn["output"].strip())
 
 
+def test_a_system_prompt_of_a_file_replaces_ours(workspace, tmp_path, capsys):
+    """Literal, braces too, kept in the rows, so that 03 and 04 render it again; another than in training is said."""
+    import shutil
+    shutil.copytree("tests/tiny", tmp_path / "agent")
+    template = tmp_path / "agent" / "chat_template.jinja"
+    template.write_text(template.read_text().replace("message.role != 'system'", "true"))                       # shows it
+    (tmp_path / "agent" / "agent.json").write_text(json.dumps({"system_prompt": "Ask {x} {max_rounds}."}))
+    (tmp_path / "mine.txt").write_text("Ask {x} {max_rounds}.\n")
+    (tmp_path / "tasks").write_text("".join((workspace / "tasks.jsonl").read_text().splitlines(True)[:2]))
+    flags = ["--tasks", tmp_path / "tasks", "--agent", tmp_path / "agent", "--max-rounds", 2, "--max-new-tokens", 5]
+    said = f"{tmp_path / 'agent'}: was trained with another system prompt than it has here; "
+    printed = succeed("02_rollout.py", *flags, "--system-prompt", tmp_path / "mine.txt", "--out", tmp_path / "a")
+    assert said not in printed
+    rows = read(tmp_path / "a")
+    for row in rows:
+        assert row["system_prompt"] == "Ask {x} {max_rounds}."
+        assert all(turn["input"].startswith("<|system|>Ask {x} {max_rounds}.<|end|><|user|>") and "(last round)" not in turn["input"]
+                   for turn in row["dialogue_history"][1::2])
+    tokenizer = common.load_tokenizer(str(tmp_path / "agent"))
+    again = json.loads(json.dumps(rows[0]))
+    for turn in again["dialogue_history"][1::2]:
+        del turn["input"], turn["output_ids"]
+    again["tokenizer"] = None
+    assert [prompt for prompt, _ in common.agent_turns(tokenizer, again)] == [t["input"] for t in rows[0]["dialogue_history"][1::2]]
+    printed = succeed("02_rollout.py", *flags, "--out", tmp_path / "b")
+    assert printed.count(said) == 1
+    assert all("system_prompt" not in row and "2 rounds" in row["dialogue_history"][1]["input"] for row in read(tmp_path / "b"))
+    line = refused(2, *flags, "--system-prompt", tmp_path / "none.txt", "--out", tmp_path / "c")
+    assert line.startswith(f"{tmp_path / 'none.txt'}: cannot be read as UTF-8 text")
+    with pytest.raises(SystemExit):
+        rollout.parse_args(["--tasks", "t", "--agent", "script", "--out", "o", "--system-prompt", "f"])
+
+
+def test_a_template_that_shows_no_system_prompt_has_no_other(workspace, tiny, tmp_path, capsys):
+    (tmp_path / "agent.json").write_text(json.dumps({"system_prompt": "Mine"}))
+    common.check_system_prompt(str(tmp_path), tiny[1], None, 1, False)
+    assert capsys.readouterr().out == ""
+
+
 def test_best_of_n_with_a_critic_folder(workspace, tmp_path):
     succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", "tests/tiny", "--lr", 1e-3, "--max-steps",
             2, "--out", tmp_path / "critic")

@@ -1,6 +1,7 @@
 """03_train_critic.py: golden losses, step-0 invariants, learning, resume, ranks, bad input."""
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -213,6 +214,48 @@ def test_one_batch_of_eight_is_eight_batches_of_one_and_two_ranks(workspace, cri
                 assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-4), (name, key)
 
 
+# --- the reference
+
+@pytest.fixture
+def swapped(critic, workspace, tmp_path):
+    """(a critic, its reference): copies, of which the reference has other weights of the same size by now."""
+    import shutil
+    from safetensors.torch import load_file, save_file
+    shutil.copytree(BASE, tmp_path / "base")
+    shutil.copytree(critic[0], tmp_path / "critic")
+    description = json.loads((tmp_path / "critic" / "critic.json").read_text())
+    assert description["reference_fingerprint"] == common.weights_fingerprint(str(tmp_path / "base"))
+    (tmp_path / "critic" / "critic.json").write_text(json.dumps({**description, "reference": str(tmp_path / "base")}))
+    path = tmp_path / "base" / "model.safetensors"
+    size = path.stat().st_size
+    save_file({name: tensor * 1.01 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    assert path.stat().st_size == size
+    return tmp_path / "critic", tmp_path / "base"
+
+
+def test_another_reference_is_refused(swapped, workspace, tmp_path):
+    critic, base = swapped
+    wanted = f"{critic}: its reference {base} has other weights than when the critic was trained from it"
+    sweet = ["--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--out", tmp_path / "x"]
+    assert refused(4, *sweet, "--critic", critic).startswith(wanted)
+    line = refused(2, "--tasks", workspace / "tasks.jsonl", "--agent", BASE, "--best-of", 2, "--critic", critic, "--out",
+                   tmp_path / "x")
+    assert line.startswith(wanted) and line.endswith("put them back, or train the critic again")
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_critic_without_fingerprint_says_so_and_a_head_needs_none(swapped, tiny, capsys):
+    critic, base = swapped
+    description = json.loads((critic / "critic.json").read_text())
+    (critic / "critic.json").write_text(json.dumps({**description, "head": "value"}))
+    common.read_critic(critic, tiny[1], False)
+    assert "fingerprint" not in capsys.readouterr().out
+    del description["reference_fingerprint"]
+    (critic / "critic.json").write_text(json.dumps(description))
+    common.read_critic(critic, tiny[1], False)
+    assert f"critic.json has no fingerprint of its reference {base}; taken as it is" in capsys.readouterr().out
+
+
 # --- bad input
 
 def test_bad_input_is_one_line(workspace, tmp_path):
@@ -229,5 +272,8 @@ def test_bad_input_is_one_line(workspace, tmp_path):
         assert message in line and str(tmp_path / name) in line
     assert "nobody/model" in refused(3, "--trajectories", workspace / "offline.jsonl", "--model", "nobody/model", "--out",
                                      tmp_path / "out")
-    assert "--max-length 20" in refused(3, *flags(workspace, tmp_path / "long", "--max-length", 20))
+    line = refused(3, *flags(workspace, tmp_path / "long", "--max-length", 20))
+    assert re.search(r"offline.jsonl: no examples to train on: all \d+ are longer than --max-length 20, the shortest has \d\d+ tokens", line)
+    line = refused(3, *flags(workspace, tmp_path / "held", "--held-out-frac", 1))
+    assert re.search(r"offline.jsonl: no examples to train on: all \d+ pairs are of tasks that --held-out-frac 1.0 keeps apart", line)
     assert not (tmp_path / "out").exists()

@@ -2,6 +2,7 @@
 import json
 import math
 import random
+import re
 
 import pytest
 import torch
@@ -180,6 +181,100 @@ def test_the_policy_loads_and_continues_to_talk(sweet, workspace, tmp_path):
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "Can you write a function?"}], return_tensors="pt",
                                         add_generation_prompt=True, return_dict=True)
     assert model.generate(**ids, max_new_tokens=4, do_sample=False).shape[1] > ids["input_ids"].shape[1]
+
+
+# --- prompts
+
+def published(workspace, path, num=6, **changes):
+    """The first dialogues as a published file has them: no ids, no numbers of samples, a system prompt of their own in
+    what is logged (this template shows none, so it stands as a turn)."""
+    rows = []
+    for row in read(workspace / "offline.jsonl")[:num]:
+        row = {key: value for key, value in {**row, **changes}.items() if key not in ("tokenizer", "sample", "max_rounds") or key in changes}
+        for turn in row["dialogue_history"]:
+            turn.pop("output_ids", None)
+            if "input" in turn:
+                turn["input"] = "<|user|>Ask {short} questions.<|end|>" + turn["input"]
+        rows.append(row)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return rows
+
+
+def oracle(path, out, *more):
+    return [str(x) for x in ("--method", "sweet", "--critic", "oracle", "--trajectories", path, "--model", BASE, "--data-frac", 1,
+                             "--num-candidates", 6, "--max-new-tokens", 60, "--max-steps", 1, "--out", out, *more)]
+
+
+def test_candidates_continue_logged_prompts_and_train_after_their_own(workspace, tmp_path, monkeypatch, capsys):
+    """Two tasks, three dialogues of each without "sample": what is trained together continues its own prompt."""
+    rows, trained, make = published(workspace, tmp_path / "p.jsonl"), [], common.candidate_rows
+    monkeypatch.setattr(common, "candidate_rows", lambda tokenizer, prompt, actions, no_tree: trained.append((prompt, actions))
+                        or make(tokenizer, prompt, actions, no_tree))
+    policy_stage.main(oracle(tmp_path / "p.jsonl", tmp_path / "out", "--pairs-together"))
+    candidates, pairs = (read(tmp_path / "out" / name) for name in ("candidates.jsonl", "pairs.jsonl"))
+    assert [row["prompt"] for row in candidates] == [turn["input"] for row in rows for turn in row["dialogue_history"][1::2]]
+    assert [row["sample"] for row in candidates if row["turn"] == 0] == [0, 1, 2] * 2
+    assert len({json.dumps(row["candidates"]) for row in candidates if row["turn"] == 0}) == 6      # other random numbers
+    sampled = {}
+    for row in candidates:
+        sampled.setdefault(row["prompt"], set()).update(tuple(candidate["ids"]) for candidate in row["candidates"])
+    assert len({prompt for prompt, _ in trained}) > 6 and all(set(actions) <= sampled[prompt] for prompt, actions in trained)
+    assert len(trained) == len({(pair["task_id"], pair["sample"], pair["turn"]) for pair in pairs})
+    assert f"their prompts: {len(candidates)} as logged\n" in capsys.readouterr().out
+
+
+def test_two_prompts_of_one_name_are_refused(workspace, tmp_path):
+    rows = published(workspace, tmp_path / "p.jsonl", sample=0)
+    line = refused(4, *oracle(tmp_path / "p.jsonl", tmp_path / "out"))
+    assert line.startswith(f'{tmp_path / "p.jsonl"}: two dialogues of task {rows[0]["task_id"]} have "sample" 0; ')
+    published(workspace, tmp_path / "p.jsonl", num=1)
+    policy_stage.main(oracle(tmp_path / "p.jsonl", tmp_path / "a"))
+    candidates = tmp_path / "a" / "candidates.jsonl"
+    policy_stage.main(oracle(tmp_path / "p.jsonl", tmp_path / "b", "--candidates", candidates))
+    candidates.write_text(candidates.read_text().replace("Ask {short} questions", "Ask"))
+    line = refused(4, *oracle(tmp_path / "p.jsonl", tmp_path / "c", "--candidates", candidates))
+    assert line.startswith(f"{candidates}: task {rows[0]['task_id']}, sample 0, turn 0: its candidates continue another prompt")
+    candidates.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "sample"}) + "\n" for row in read(candidates)))
+    assert refused(4, *oracle(tmp_path / "p.jsonl", tmp_path / "d", "--candidates", candidates)) == f'{candidates}:1: missing "sample"'
+
+
+def test_the_agent_folder_keeps_its_system_prompt(sweet, workspace, tmp_path, capsys):
+    assert json.loads((sweet[0] / "agent.json").read_text()) == {"system_prompt": common.our_system(8)}
+    common.start(0)
+    rows = published(workspace, tmp_path / "p.jsonl", system_prompt="Mine {x}")
+    common.note_system_prompt(tmp_path, [{**rows[0], "system_prompt": "Other"}, *rows])
+    assert json.loads((tmp_path / "agent.json").read_text()) == {"system_prompt": "Mine {x}"}
+    assert "1 of 7 trajectories have another system prompt than most" in capsys.readouterr().out
+
+
+# --- lengths
+
+def test_each_action_of_a_tree_has_its_own_length(tiny, capsys):
+    """A tree of 20 tokens within --max-length 10, as each action has 8 with the prompt; one that is too long leaves alone."""
+    prompt, tokenizer = "<|user|>a b<|end|><|assistant|>", tiny[1]
+    read_tokens = len(common.encode(tokenizer, prompt))
+    pair = lambda *lengths: {"prompt": prompt, **{side: {"ids": [9] * n} for side, n in zip(("chosen", "rejected"), lengths)}}
+    pairs = [pair(5, 4), pair(5, 6), pair(3, 5), pair(8, 2)]
+    kept, dropped = policy_stage.drop_long_pairs(pairs, tokenizer, read_tokens + 5)
+    assert kept == [pairs[0], pairs[2]] and dropped == 2
+    assert f"dropped 2 of 4 pairs: prompt and action are longer than --max-length {read_tokens + 5}" in capsys.readouterr().out
+    assert policy_stage.drop_long_pairs(pairs, tokenizer, read_tokens + 8) == (pairs, 0) and capsys.readouterr().out == ""
+
+
+def test_trees_longer_than_their_paths_are_trained(workspace, tmp_path, tiny):
+    published(workspace, tmp_path / "p.jsonl", num=1)
+    policy_stage.main(oracle(tmp_path / "p.jsonl", tmp_path / "a", "--pairs-together"))
+    pairs = read(tmp_path / "a" / "pairs.jsonl")
+    paths = [len(common.encode(tiny[1], pair["prompt"])) + len(pair[side]["ids"]) for pair in pairs for side in ("chosen", "rejected")]
+    policy_stage.main(oracle(tmp_path / "p.jsonl", tmp_path / "b", "--pairs-together", "--max-length", max(paths)))
+    same = [read(tmp_path / name / "metrics.jsonl")[0]["loss"] for name in "ab"]
+    assert same[0] == same[1]
+    reason = rf"p.jsonl: no examples to train on: of \d+ pairs asked for {len(pairs)} are longer than --max-length 5, \d+ are twice"
+    assert re.search(reason, refused(4, *oracle(tmp_path / "p.jsonl", tmp_path / "c", "--max-length", 5)))
+    turns = len(read(tmp_path / "a" / "candidates.jsonl"))
+    line = refused(4, *oracle(tmp_path / "p.jsonl", tmp_path / "d", "--max-new-tokens", 1))
+    assert line.endswith(f"of {4 * turns} pairs asked for 0 are longer than --max-length 16384, 0 are twice the same text, "
+                         f"{4 * turns} are of turns with fewer than two candidates that --max-new-tokens 1 did not stop")
 
 
 # --- likelihoods

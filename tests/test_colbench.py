@@ -147,6 +147,38 @@ def test_other_stages_read_the_result(offline):
     assert all(t["task_id"] == common.task_id(t["task"]) for t in trajectories)
 
 
+SYSTEM = "Help the person with one Python function. Ask short questions, then give the answer."
+
+
+def test_the_logged_system_prompt_is_written_beside(offline, tmp_path, capsys):
+    beside = offline.with_name("offline.jsonl.system_prompt.txt")
+    assert beside.read_text() == SYSTEM + "\n"
+    rows = read(OFFLINE)
+    other = json.loads(json.dumps(rows[0]).replace(SYSTEM, "Say {nothing}."))
+    for row in rows[2:4]:
+        for turn in row["dialogue_history"]:
+            turn.pop("input", 0)
+    write(tmp_path / "mixed.jsonl", other, *rows)
+    take("--trajectories", path=tmp_path / "mixed.jsonl", out=tmp_path / "m.jsonl")
+    assert (tmp_path / "m.jsonl.system_prompt.txt").read_text() == SYSTEM + "\n"
+    assert "in the logged prompts of 6 of 9 trajectories; 1 have another, 2 ours or none that can be read" in capsys.readouterr().out
+    write(tmp_path / "none.jsonl", *rows[2:4])
+    take("--trajectories", path=tmp_path / "none.jsonl", out=tmp_path / "n.jsonl")
+    assert not (tmp_path / "n.jsonl.system_prompt.txt").exists()
+
+
+def test_another_template_gets_the_logged_system_prompt(offline, tiny):
+    """A policy whose template did not make the logged prompts has them rendered with the system prompt in them, and
+    without our note on the last round."""
+    import copy
+    tokenizer = copy.deepcopy(tiny[1])
+    tokenizer.chat_template = tokenizer.chat_template.replace("message.role != 'system'", "true")
+    trajectory, counts = common.read_trajectories(offline)[2], {}
+    turns = common.agent_turns(tokenizer, {**trajectory, "max_rounds": 3}, counts)
+    assert counts == {"rendered again": 3}
+    assert all(prompt.startswith(f"<|system|>{SYSTEM}<|end|><|user|>") and "last round" not in prompt for prompt, _ in turns)
+
+
 # --- refused
 
 def test_without_the_hub_one_line_says_what_to_do(tmp_path):

@@ -268,6 +268,26 @@ def test_agent_messages_name_the_last_round_and_never_hold_c():
     contents = [[m["content"] for m in common.agent_messages(history, rounds)[1:]] for rounds in (3, 2)]
     assert contents == [["a", "b", "c"], ["a", "b", "c\n(last round)"]]
     assert "3 rounds" in common.agent_messages(history, 3)[0]["content"] and history[-1]["content"] == "c"
+    other = common.agent_messages(history, 2, system="As {it} is, {max_rounds} {}")           # literal; no note of ours
+    assert [m["content"] for m in other] == ["As {it} is, {max_rounds} {}", "a", "b", "c"]
+
+
+LLAMA = "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n"
+
+
+@pytest.mark.parametrize("change, system", [
+    ({"input": f"{LLAMA}Help {{x}}.\n\nBe short.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"}, "Help {x}.\n\nBe short."),
+    ({"input": f"{LLAMA}Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\nHelp.<|eot_id|>"}, "Help."),
+    ({"input": "<|im_start|>system\nHelp.<|im_end|>\n<|im_start|>user\n"}, "Help."),
+    ({"input": f"<|user|>{LLAMA}Help.<|eot_id|>"}, None),                         # in what the person says
+    ({"input": f"{LLAMA}{common.our_system(10)}<|eot_id|>"}, None),                                        # ours
+    ({"input": f"{LLAMA}{common.our_system(4)}<|eot_id|>"}, common.our_system(4)),
+    ({}, None)])
+def test_the_system_prompt_is_read_from_the_logged_prompt(change, system):
+    trajectory = {"task": {"ground_truth": "def f(): pass"}, "dialogue_history": [
+        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **change}]}
+    assert common.system_prompt(trajectory) == system
+    assert common.system_prompt({**trajectory, "system_prompt": "Mine"}) == "Mine"
 
 
 # --- pairs, batches, schedule
@@ -281,6 +301,17 @@ def test_trajectory_pairs_by_hand():
     frontend = [{"task_id": name, "task": page, "reward": r} for name, r in zip("aaab", (0.5, 0.58, 0.65, 0.1))]
     assert common.trajectory_pairs(frontend, "x") == common.trajectory_pairs(frontend, "x", 0.1) == [(2, 0)]
     assert common.trajectory_pairs(frontend, "x", min_gap=0.05) == [(1, 0), (2, 0), (2, 1)]
+
+
+def test_gaps_are_compared_but_for_rounding():
+    page = {"ground_truth": "<p>"}
+    for high, low in ((.3, .2), (.7, .6), (.8, .7), (.9, .8), (.95, .85), (1., .9)):
+        assert common.trajectory_pairs([{"task_id": "a", "task": page, "reward": r} for r in (low, high)], "x", 0.1) == [(1, 0)]
+    assert .3 - .2 < .1 and .7 - .6 < .1                            # as floats: what is compared is not these
+    near = [{"task_id": "a", "task": page, "reward": r} for r in (.2, .2999, .2)]
+    with pytest.raises(common.InputError, match="differ by 0.1"):
+        common.trajectory_pairs(near, "x", 0.1)
+    assert common.trajectory_pairs(near, "x", 0) == [(1, 0), (1, 2)]                # nothing is better than its equal
 
 
 def test_epoch_batches_cover_every_item_once_an_epoch():
@@ -320,6 +351,57 @@ def test_map_blocks_resumes_to_the_same_file(tmp_path):
     assert common.map_blocks(out, blocks, work, runtime, "row") == [{"x": x} for x in (1, 2, 3, 4, 5)]
     assert calls == [[1, 2], [3, 4], [5], [3, 4], [5]]
     assert read(out) == [{"x": x} for x in (1, 2, 3, 4, 5)] and not partial.exists()
+
+
+def test_dialogues_of_a_task_without_numbers_are_numbered(tmp_path):
+    """As in the published file: blocks one after the other."""
+    history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"task": {"problem_description": p, "ground_truth": "def f(): 1", "test_cases": {}}, "dialogue_history": history,
+             "answer": ""} for p in "xyxyx"]
+    path = tmp_path / "t.jsonl"
+    common.write_jsonl(path, rows)
+    assert [t["sample"] for t in common.read_trajectories(path)] == [0, 0, 1, 1, 2]
+    common.write_jsonl(path, [{**row, "sample": n} for n, row in enumerate(rows)])
+    assert [t["sample"] for t in common.read_trajectories(path)] == [0, 1, 2, 3, 4]
+    common.write_jsonl(path, [rows[0], {**rows[1], "sample": "1"}])
+    with pytest.raises(common.InputError, match='t.jsonl:2: "sample" is a str, not a int'):
+        common.read_trajectories(path)
+
+
+# --- fingerprints
+
+def test_a_fingerprint_is_of_what_a_model_says(tmp_path):
+    import shutil
+    from safetensors.torch import load_file, save_file
+    def both(folder=tmp_path / "tiny"):
+        return common.fingerprint(folder), common.weights_fingerprint(str(folder))
+    first, folder = both(ROOT / "tests" / "tiny"), tmp_path / "tiny"
+    shutil.copytree(ROOT / "tests" / "tiny", folder)
+    (folder / "args.json").write_text("{}")
+    (folder / "metrics.jsonl").write_text("{}")
+    assert both() == first                                          # whatever the path, and what a training notes
+    (folder / "generation_config.json").write_text("{}")
+    assert both()[0] != first[0] and both()[1] == first[1]
+    weights = folder / "model.safetensors"
+    tensors, size = load_file(weights), weights.stat().st_size
+    name = sorted(tensors)[0]
+    tensors[name][-1, -1] += 1e-3                                                       # one number, the same size
+    save_file(tensors, weights, metadata={"format": "pt"})
+    assert weights.stat().st_size == size and both()[1] != first[1]
+    assert common.weights_fingerprint("nobody/model") is None and common.weights_fingerprint("no/such/folder") is None
+
+
+def test_a_large_file_is_sampled(tmp_path):
+    path, size = tmp_path / "model.safetensors", 2 ** 28
+    with open(path, "wb") as file:
+        file.truncate(size)
+    seen = {common.file_digest(path)}
+    for place in (5, size // 1024, size // 2 + 4000, size - 1):                    # header, two blocks, the end
+        with open(path, "r+b") as file:
+            file.seek(place)
+            file.write(b"x")
+        seen.add(common.file_digest(path))
+    assert len(seen) == 5
 
 
 @pytest.mark.parametrize("content, message", [

@@ -101,8 +101,8 @@ def test_logits_in_chunks_are_the_logits_whole(tiny, monkeypatch):
     head, hidden, ids = torch.nn.Linear(16, 300, bias=False), torch.randn(50, 16, requires_grad=True), torch.randint(0, 300, (50,))
     expected = torch.log_softmax(hidden.double() @ head.weight.double().T, -1)[range(50), ids]
     expected_gradient, = torch.autograd.grad(expected.sum(), hidden)
-    sizes = []
-    head.register_forward_hook(lambda module, inputs, output: sizes.append(output.shape[0]))
+    sizes, linear = [], torch.nn.functional.linear
+    monkeypatch.setattr(common.F, "linear", lambda hidden, *rest: sizes.append(len(hidden)) or linear(hidden, *rest))
     for limit, largest in ((2 ** 26, 50), (300 * 7, 7)):
         monkeypatch.setattr(common, "MAX_LOGITS", limit)
         sizes.clear()
@@ -112,6 +112,37 @@ def test_logits_in_chunks_are_the_logits_whole(tiny, monkeypatch):
         torch.testing.assert_close(gradient.double(), expected_gradient.double(), atol=1e-5, rtol=0)
         assert max(sizes) == largest
     assert sum(sizes) == 100                                        # forward, and again in the backward pass
+
+
+def test_logits_are_not_rounded_to_bfloat16():
+    """bfloat16 states and weights, projected in float32: near float64, where rounded logits are far from it; in float32
+    nothing changes, bit for bit."""
+    torch.manual_seed(0)
+    head, hidden, ids = torch.nn.Linear(64, 300, bias=False), 8 * torch.randn(50, 64), torch.randint(0, 300, (50,))
+    assert torch.equal(common.token_logps(head, hidden, ids), -torch.nn.functional.cross_entropy(head(hidden), ids, reduction="none"))
+    head, hidden = head.bfloat16(), hidden.bfloat16().requires_grad_()
+    expected = torch.log_softmax(hidden.double() @ head.weight.double().T, -1)[range(50), ids]
+    rounded = -torch.nn.functional.cross_entropy(head(hidden).float(), ids, reduction="none")
+    logps = common.token_logps(head, hidden, ids)
+    assert logps.dtype == torch.float32
+    assert (logps - expected).abs().max() < 1e-5 < 1e-2 < (rounded - expected).abs().max()
+    logps.sum().backward()
+    assert head.weight.grad.dtype == hidden.grad.dtype == torch.bfloat16 and head.weight.grad.abs().sum() > 0
+
+
+def test_a_sharded_bfloat16_model_projects_in_float32(runtime, tiny):
+    """The same values as the whole model's, and as float32 arithmetic on its last hidden states."""
+    model = common.load_sharded(str(BASE), runtime, argparse.Namespace(**{**vars(ARGS), "dtype": "bfloat16"}))
+    whole, batch = common.load_model(str(BASE), "cpu", "bfloat16")[0], a_batch(tiny[1])
+    values = model.turn_values(batch)
+    torch.testing.assert_close(values, whole.turn_values(batch), atol=0.05, rtol=0)
+    hidden, (r, t) = common.hidden_states(whole, batch), (batch.turns >= 0).nonzero(as_tuple=True)
+    states = hidden[r, batch.previous[r, t]]
+    logps = torch.log_softmax(states.double() @ whole.get_output_embeddings().weight.double().T, -1)[range(len(r)), batch.ids[r, t]]
+    expected = torch.zeros_like(batch.lengths).double().index_put((batch.owners[r], batch.turns[r, t]), logps, accumulate=True)
+    torch.testing.assert_close(whole.turn_values(batch).double(), expected, atol=1e-3, rtol=0)
+    values.sum().backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
 
 
 def test_flex_attention_sees_what_the_dense_mask_shows(tiny, monkeypatch):
