@@ -39,6 +39,7 @@ import select
 import shutil
 import signal
 import struct
+import symtable
 import sys
 import textwrap
 import time
@@ -312,67 +313,195 @@ def number(value):
 # ---------------------------------------------------------------------------------------------------------------------
 # answers: text -> code
 
-MARKER = re.compile(r"^[^\w\n]*I[ _]WANT[ _]TO[ _]ANSWER\b[ \t]*[:*_.]*", re.IGNORECASE | re.MULTILINE)
-OPENING = re.compile(r"(`{3,}|~{3,})[ \t]*[^\n`]*\n")
-CODE_LINE = re.compile(r"(async def|def|class)\s+\w+|@\w|import\s+\w|from\s+[\w.]+\s+import\b|[A-Za-z_]\w*\s*=[^=]")
+IMPORT = r"(?:import|from)[ \t]+\w"
+DEFINITION = r"(?:async[ \t]+def|def|class)[ \t]+\w|@\w"
+NAMING = re.compile(rf"""[ \t]*(?:{IMPORT}|"{{3}}|'{{3}}|[A-Za-z_(*][^=#`\n]*(?<![<>!=])=(?!=))""")     # imports, assignments
+CODE = re.compile(rf"{NAMING.pattern}|[ \t]*(?:{DEFINITION}|try:|[A-Za-z_][\w.]*\(|\[.*[ \t]for[ \t]|"
+                  r"(?:assert|async|del|for|global|if|match|pass|raise|while|with)\b)")
+BEGINNING = re.compile(rf"(?i:[ \t]*+py[\w.]*+[ \t]++)?+(?=[ \t]*(?:{IMPORT}|{DEFINITION}|\w+ = ))")  # a language, code
+CLAUSE = re.compile(r"[ \t]*(?:else|elif|except|finally)\b")
+NOT_IN_BRACKETS = re.compile(rf"[ \t]*(?:{IMPORT}|{DEFINITION}|```|~~~)")
+MARKER = re.compile(r"[^\w\n]*I[ _]WANT[ _]TO[ _]ANSWER\b[ \t]*[:*_.]*", re.IGNORECASE)
+TICKS = re.compile(r"`+|~{3,}")
+TAGS = re.compile(r"^[ \t]*(?:<(?:pre|code)\b[^<>\n]*>){1,2}|(?:</(?:pre|code|s)>|<\|\w+\|>|\[/INST\]){1,4}[ \t]*$", re.M)
+WORDS = re.compile(r"^(?!(?:assert|async|case|class|def|del|elif|else|except|finally|for|from|global|if|import|match|"
+                   r"pass|raise|return|try|while|with)\b)[A-Za-z][\w ,:-]*$", re.M)              # expressions without effect
+LEXEME = re.compile(r"""\"{3}|'{3}|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|#.*|`|\\(?:.|$)|[()\[\]{}]""")
+STRING_END = {quote: re.compile(rf"(?:\\.|(?!{quote}).)*+{quote}") for quote in ('"""', "'''")}
+GROUP = 50                      # statements that are parsed together where not all of a text's do
+COMPILED_LENGTH = 3000          # compile() takes quadratic time for many equal functions: longer sources are only parsed
 
 
 def extract_code(answer):
     """The code of an answer, as a list of sources that are executed one after the other in one namespace.
 
-    1. What stands before a marker ("I WANT TO ANSWER:", in any case, with or without a colon or asterisks) is dropped.
-    2. A text that is Python as a whole, and defines a function or class, is the code.
-    3. Else the fenced blocks (``` or ~~~, any language word or none, indented, the last one perhaps not closed) that
-       are Python and define a function or class, all of them in order, so that later definitions win and helpers of
-       one block serve another. If none does: the first block. With no such fence, code in backticks inside a line.
-    4. Without a fence: the longest run of lines that is such a Python text, with prose before and after it.
-    5. Else the text as it is (which will not compile)."""
-    text = answer.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
-    if (marker := MARKER.search(text)) and text[marker.end():].strip():
-        text = text[marker.end():]
-    text = textwrap.dedent(text).strip("\n")
-    if defines(text):
+    1. A text that is Python as a whole is the code, but for lines of bare words ("python", "Explanation").
+    2. Else it is read line by line. A line that looks like a statement, at any indentation, is one with all that its
+       brackets, strings, clauses and deeper lines add to it. What is none, or does not parse, is prose; so are fences
+       (``` or ~~~), tags and markers. Statements with no prose between them are one source.
+    3. If sources after the first marker ("I WANT TO ANSWER") define a function, lambda or class, only they count.
+    4. Fenced sources go before others, and these before code in single backticks: what counts is the first sort that
+       defines something, and the sorts before it. Code that a text or a marker begins with is as good as fenced.
+    5. Of these, sources that define something, and those that only import and assign (and call nothing of the
+       answer's), are the code, in order: later definitions win. What only uses them is left out.
+    6. Without any: the first source, or else the text as it is (which will not compile)."""
+    text = textwrap.dedent(answer.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")).strip("\n")
+    if definitions(text)[0] is not None and not WORDS.search(text):
         return [text]
-    blocks = fenced_blocks(text)
-    if blocks:
-        return [block for block in blocks if defines(block)] or blocks[:1]
-    lines = text.split("\n") if code_of(text) is None else []
-    for start, line in enumerate(lines):
-        if CODE_LINE.match(line):
-            for end in range(len(lines), start, -1):
-                if defines(source := "\n".join(lines[start:end])):
-                    return [source]
-    return [text]
+    text = text.translate({0xFEFF: None, 0x200B: None, 0xA0: " "})
+    sources, run = [], []
+    for marked, sort, statement in [*statements(text), (False, 0, None)]:
+        if statement is not None:
+            run.append(statement)
+            place = marked, sort
+        elif run:
+            sources += [(*place, *source) for source in parsed(run, place[1])]
+            run = []
+    whole = set().union(*(names for *_, names, is_cut in sources if not is_cut))
+    sources = [source for source in sources if not source[4] or whole.isdisjoint(source[3])]
+    marked = [source for source in sources if source[0]]
+    group = marked if any(source[3] for source in marked) else sources
+    first_sort = max((sort for _, sort, _, names, _ in group if names), default=0)
+    own = {"input", "open"}.union(*(names for _, _, _, names, _ in group))
+    chosen = [its_statements for _, sort, its_statements, names, _ in group
+              if sort >= first_sort and (names or only_names(its_statements, own))]
+    return ["\n".join(each) for each in chosen or [source[2] for source in sources[:1]]] or [text]
 
 
-def fenced_blocks(text):
-    blocks, position = [], 0
-    while opening := OPENING.search(text, position):
-        start, mark = opening.end(), opening[1]
-        closing = (re.compile(rf"^[ \t]*{mark}[`~]*[ \t]*(\S*)", re.MULTILINE).search(text, start) or
-                   re.compile(mark + "()").search(text, start))
-        end = closing.start() if closing else len(text)
-        blocks.append(textwrap.dedent(text[start:end]))
-        position = len(text) if not closing else closing.start() if closing[1] else closing.end()
-    return blocks or re.findall(r"`+(?:python\b|py\b)?[ \t]*(\w[^`\n]*)`", text)
+def statements(text):
+    """What looks like statements in a text, by its lines: yield (follows a marker?, sort, statement) in order, with
+    statement None for prose; sort is 2 in a fence, 0 in single backticks, else 1. It reads no line more than thrice."""
+    lines = text.split("\n")
+    last = {quote: text.count("\n", 0, text.rfind(quote)) if quote in text else -1 for quote in STRING_END}
+    marked, fenced, begins, unfenced_sort, index = False, False, True, 1, 0
+    while index < len(lines):
+        line = lines[index]
+        indent = line[:len(line) - len(line.lstrip())]
+        is_comment = line.startswith("#", len(indent))
+        if (marker := MARKER.match(line)) and not (is_comment and (fenced or indent)):
+            yield marked, 0, None
+            marked = begins = True
+            line = indent + line[marker.end():].lstrip()
+        if not line.strip() or is_comment and not marker:
+            index += 1
+            continue
+        if line.startswith("<", len(indent)):
+            line = indent + TAGS.sub("", line)
+        if begins:
+            unfenced_sort, begins = 2 if BEGINNING.match(line) else 1, False
+        sort = 2 if fenced else unfenced_sort
+        is_code = CODE.match(line)
+        for tick in () if is_code else TICKS.finditer(line):
+            if code := BEGINNING.match(line, tick.end()):
+                yield marked, 0, None
+                fenced, is_code, sort = fenced or len(tick[0]) > 2, True, 2 if len(tick[0]) > 2 else 0
+                line = indent + line[code.end():].lstrip()
+                break
+        if not is_code:
+            yield marked, 0, None
+            fenced = is_fenced_after(line, fenced)
+            index += 1
+            continue
+        lines[index] = line
+        end, column = statement_end(lines, index, len(indent), last)
+        statement = lines[index:end] + ([lines[end][:column]] if column else [])
+        fence = next((i for i in range(1, len(statement)) if statement[i].lstrip().startswith(("```", "~~~"))), None)
+        if fence and definitions(dedented(statement, len(indent)))[0] is None:      # a string that takes in a fence's end
+            statement, end, column = statement[:fence], index + fence, 0
+        yield marked, sort, dedented(statement, len(indent))
+        if column:
+            yield marked, 0, None
+            fenced = is_fenced_after(lines[end][column:], fenced)
+        index = end + bool(column)
+
+
+def dedented(lines, indent):
+    return "\n".join(line[:indent].lstrip() + line[indent:] for line in lines)
+
+
+def is_fenced_after(prose, fenced):
+    fences = [tick for tick in TICKS.finditer(prose) if len(tick[0]) > 2]
+    return fenced if len(fences) % 2 == 0 else not fenced or bool(prose[fences[-1].end():].strip())
+
+
+def statement_end(lines, first, indent, last):
+    """Where the statement that begins at line `first` ends: (end, 0), or (line, column of the backtick that ends it).
+    last: {triple quote: the last line that has one}."""
+    depth, quote, is_joined, index = 0, None, False, first
+    while True:
+        line, position = lines[index], 0
+        if not (depth or quote or is_joined):
+            is_decorator = line.startswith("@", indent)
+        is_joined = False
+        while True:
+            if quote:
+                if not (closing := STRING_END[quote].match(line, position)):
+                    break
+                quote, position = None, closing.end()
+            if not (lexeme := LEXEME.search(line, position)):
+                break
+            position, token = lexeme.end(), lexeme[0]
+            if token == "`":
+                return index, lexeme.start()
+            if token in last:
+                quote = token if index < last[token] or token in line[position:] else None
+            depth = max(0, depth + (token in "([{") - (token in ")]}"))
+            is_joined = token == "\\"
+        index += 1
+        if index == len(lines):
+            return index, 0
+        if depth or is_joined:
+            if not quote and NOT_IN_BRACKETS.match(lines[index]):
+                return index, 0
+        elif not quote:
+            after = index
+            while after < len(lines) and (not lines[after].strip() or lines[after].lstrip()[0] == "#"):
+                after += 1
+            if after == len(lines):
+                return index, 0
+            its_indent = len(lines[after]) - len(lines[after].lstrip())
+            if not (its_indent > indent or is_decorator or its_indent == indent and CLAUSE.match(lines[after])):
+                return index, 0
+            index = after
+
+
+def parsed(run, sort):
+    """A run of statements as sources, [([statement, …], names that it defines, is it cut?), …]: one if all of them
+    parse, else by GROUP statements, else each that does. An unfenced one is cut before its fault: indented prose may
+    follow it."""
+    names, fault = definitions("\n".join(run))
+    if names is not None:
+        return [(run, names, False)]
+    if len(run) > 1:
+        size = GROUP if len(run) > GROUP else 1
+        return [source for i in range(0, len(run), size) for source in parsed(run[i:i + size], sort)]
+    statement = TAGS.sub("", run[0])
+    if statement != run[0]:
+        return parsed([statement], sort)
+    statement = "\n".join(statement.split("\n")[:fault - 1]) if sort < 2 and fault > 1 else ""
+    names, _ = definitions(statement)
+    return [([statement], names, True)] if statement and names is not None else []
+
+
+def definitions(source):
+    """(Names of the functions and classes that a source defines, "lambda" for lambdas, 0), or (None, line of its fault)
+    where it is not Python."""
+    try:
+        table = symtable.symtable(source, "<answer>", "exec")
+        if len(source) <= COMPILED_LENGTH:
+            compiled(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return None, getattr(error, "lineno", 0) or 0
+    return {child.get_name() for child in table.get_children()} - {"listcomp", "setcomp", "dictcomp", "genexpr"}, 0
+
+
+def only_names(run, own):
+    """Does it only import and assign, with no call of the functions `own`?"""
+    return all(map(NAMING.match, run)) and own.isdisjoint(re.findall(r"\b(\w+)\(", "\n".join(run)))
 
 
 def compiled(source):
     return compile(source, "<answer>", "exec", dont_inherit=True)
-
-
-def code_of(source):
-    """Its compiled code, None where it is not Python."""
-    try:
-        return compiled(source)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-
-
-def defines(source):
-    """Is it Python that defines a function, lambda or class?"""
-    return any(isinstance(constant, types.CodeType) and (constant.co_name == "<lambda>" or constant.co_name[0] != "<")
-               for constant in getattr(code_of(source), "co_consts", ()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
