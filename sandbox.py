@@ -319,8 +319,10 @@ NAMING = re.compile(rf"""[ \t]*(?:{IMPORT}|"{{3}}|'{{3}}|[A-Za-z_(*][^=#`\n]*(?<
 CODE = re.compile(rf"{NAMING.pattern}|[ \t]*(?:{DEFINITION}|try:|[A-Za-z_][\w.]*\(|\[.*[ \t]for[ \t]|"
                   r"(?:assert|async|del|for|global|if|match|pass|raise|while|with)\b)")
 BEGINNING = re.compile(rf"(?i:[ \t]*+py[\w.]*+[ \t]++)?+(?=[ \t]*(?:{IMPORT}|{DEFINITION}|\w+ = ))")  # a language, code
+USE = re.compile(r"assert\b|[A-Za-z_][\w.]*\(")
+DECORATED = re.compile(rf"[ \t]*(?:{DEFINITION})")
 CLAUSE = re.compile(r"[ \t]*(?:else|elif|except|finally)\b")
-NOT_IN_BRACKETS = re.compile(rf"[ \t]*(?:{IMPORT}|{DEFINITION}|```|~~~)")
+NOT_IN_BRACKETS = re.compile(rf"[ \t]*(?:{IMPORT}|{DEFINITION}|\w+ = |```|~~~)")          # as deep as the statement
 MARKER = re.compile(r"[^\w\n]*I[ _]WANT[ _]TO[ _]ANSWER\b[ \t]*[:*_.]*", re.IGNORECASE)
 TICKS = re.compile(r"`+|~{3,}")
 TAGS = re.compile(r"^[ \t]*(?:<(?:pre|code)\b[^<>\n]*>){1,2}|(?:</(?:pre|code|s)>|<\|\w+\|>|\[/INST\]){1,4}[ \t]*$", re.M)
@@ -342,8 +344,8 @@ def extract_code(answer):
     3. If sources after the first marker ("I WANT TO ANSWER") define a function, lambda or class, only they count.
     4. Fenced sources go before others, and these before code in single backticks: what counts is the first sort that
        defines something, and the sorts before it. Code that a text or a marker begins with is as good as fenced.
-    5. Of these, sources that define something, and those that only import and assign (and call nothing of the
-       answer's), are the code, in order: later definitions win. What only uses them is left out.
+    5. Of these, sources that define something, and those that only import and assign (and call no function
+       of the answer), are the code, in order: later definitions win. What only uses them is left out.
     6. Without any: the first source, or else the text as it is (which will not compile)."""
     text = textwrap.dedent(answer.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")).strip("\n")
     if definitions(text)[0] is not None and not WORDS.search(text):
@@ -351,18 +353,18 @@ def extract_code(answer):
     text = text.translate({0xFEFF: None, 0x200B: None, 0xA0: " "})
     sources, run = [], []
     for marked, sort, statement in [*statements(text), (False, 0, None)]:
-        if statement is not None:
+        if statement is None:
+            sources += [(*place, *source) for source in parsed(run, place[1])] if run else []
+            run = []
+        elif run or not USE.match(statement):
             run.append(statement)
             place = marked, sort
-        elif run:
-            sources += [(*place, *source) for source in parsed(run, place[1])]
-            run = []
     whole = set().union(*(names for *_, names, is_cut in sources if not is_cut))
     sources = [source for source in sources if not source[4] or whole.isdisjoint(source[3])]
     marked = [source for source in sources if source[0]]
     group = marked if any(source[3] for source in marked) else sources
     first_sort = max((sort for _, sort, _, names, _ in group if names), default=0)
-    own = {"input", "open"}.union(*(names for _, _, _, names, _ in group))
+    own = {"input"}.union(name for _, _, _, names, _ in group for name, kind in names.items() if kind == "function")
     chosen = [its_statements for _, sort, its_statements, names, _ in group
               if sort >= first_sort and (names or only_names(its_statements, own))]
     return ["\n".join(each) for each in chosen or [source[2] for source in sources[:1]]] or [text]
@@ -373,7 +375,7 @@ def statements(text):
     statement None for prose; sort is 2 in a fence, 0 in single backticks, else 1. It reads no line more than thrice."""
     lines = text.split("\n")
     last = {quote: text.count("\n", 0, text.rfind(quote)) if quote in text else -1 for quote in STRING_END}
-    marked, fenced, begins, unfenced_sort, index = False, False, True, 1, 0
+    marked, fenced, begins, fence_sort, index = False, False, True, 2, 0
     while index < len(lines):
         line = lines[index]
         indent = line[:len(line) - len(line.lstrip())]
@@ -388,13 +390,13 @@ def statements(text):
         if line.startswith("<", len(indent)):
             line = indent + TAGS.sub("", line)
         if begins:
-            unfenced_sort, begins = 2 if BEGINNING.match(line) else 1, False
-        sort = 2 if fenced else unfenced_sort
+            fence_sort, begins = 1 if BEGINNING.match(line) else 2, False
+        sort = fence_sort if fenced else 1
         is_code = CODE.match(line)
         for tick in () if is_code else TICKS.finditer(line):
             if code := BEGINNING.match(line, tick.end()):
                 yield marked, 0, None
-                fenced, is_code, sort = fenced or len(tick[0]) > 2, True, 2 if len(tick[0]) > 2 else 0
+                fenced, is_code, sort = fenced or len(tick[0]) > 2, True, fence_sort if len(tick[0]) > 2 else 0
                 line = indent + line[code.end():].lstrip()
                 break
         if not is_code:
@@ -405,9 +407,10 @@ def statements(text):
         lines[index] = line
         end, column = statement_end(lines, index, len(indent), last)
         statement = lines[index:end] + ([lines[end][:column]] if column else [])
-        fence = next((i for i in range(1, len(statement)) if statement[i].lstrip().startswith(("```", "~~~"))), None)
-        if fence and definitions(dedented(statement, len(indent)))[0] is None:      # a string that takes in a fence's end
-            statement, end, column = statement[:fence], index + fence, 0
+        fences = (i for i in range(1, len(statement)) if statement[i].lstrip().startswith(("```", "~~~")))
+        shorter = 1 if line.lstrip().startswith(("'''", '"""')) else next(fences, None)
+        if shorter and definitions(dedented(statement, len(indent)))[0] is None:        # quotes that are no string's
+            statement, end, column = statement[:shorter], index + shorter, 0
         yield marked, sort, dedented(statement, len(indent))
         if column:
             yield marked, 0, None
@@ -428,6 +431,7 @@ def statement_end(lines, first, indent, last):
     """Where the statement that begins at line `first` ends: (end, 0), or (line, column of the backtick that ends it).
     last: {triple quote: the last line that has one}."""
     depth, quote, is_joined, index = 0, None, False, first
+    may_be_head = not NAMING.match(lines[first])                       # imports and assignments have no deeper lines
     while True:
         line, position = lines[index], 0
         if not (depth or quote or is_joined):
@@ -450,19 +454,20 @@ def statement_end(lines, first, indent, last):
         index += 1
         if index == len(lines):
             return index, 0
-        if depth or is_joined:
-            if not quote and NOT_IN_BRACKETS.match(lines[index]):
-                return index, 0
-        elif not quote:
-            after = index
+        after = index
+        if not (depth or is_joined or quote):
             while after < len(lines) and (not lines[after].strip() or lines[after].lstrip()[0] == "#"):
                 after += 1
             if after == len(lines):
                 return index, 0
-            its_indent = len(lines[after]) - len(lines[after].lstrip())
-            if not (its_indent > indent or is_decorator or its_indent == indent and CLAUSE.match(lines[after])):
+        its_indent = len(lines[after]) - len(lines[after].lstrip())
+        if depth or is_joined or quote:
+            if not quote and its_indent <= indent and NOT_IN_BRACKETS.match(lines[index]):
                 return index, 0
-            index = after
+        elif not (its_indent > indent and may_be_head or is_decorator and DECORATED.match(lines[after]) or
+                  its_indent == indent and CLAUSE.match(lines[after])):
+            return index, 0
+        index = after
 
 
 def parsed(run, sort):
@@ -484,15 +489,16 @@ def parsed(run, sort):
 
 
 def definitions(source):
-    """(Names of the functions and classes that a source defines, "lambda" for lambdas, 0), or (None, line of its fault)
-    where it is not Python."""
+    """({name: "function" or "class"} for all that a source defines, lambdas too, 0), or (None, line of its fault) where
+    it is not Python."""
     try:
         table = symtable.symtable(source, "<answer>", "exec")
         if len(source) <= COMPILED_LENGTH:
             compiled(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return None, getattr(error, "lineno", 0) or 0
-    return {child.get_name() for child in table.get_children()} - {"listcomp", "setcomp", "dictcomp", "genexpr"}, 0
+    return {child.get_name(): child.get_type() for child in table.get_children()
+            if child.get_name() not in ("listcomp", "setcomp", "dictcomp", "genexpr")}, 0
 
 
 def only_names(run, own):
