@@ -27,6 +27,7 @@ of files outside (not their content); the results of an answer to itself (code m
 they are wrong values, at most those that it could have returned). Answers that need threads work, answers that start
 processes or open sockets fail.
 """
+import collections
 import contextlib
 import ctypes
 import gc
@@ -315,7 +316,7 @@ def number(value):
 
 IMPORT = r"(?:import|from)[ \t]+\w"
 DEFINITION = r"(?:async[ \t]+def|def|class)[ \t]+\w|@\w"
-NAMING = re.compile(rf"""[ \t]*(?:{IMPORT}|"{{3}}|'{{3}}|[A-Za-z_(*][^=#`\n]*(?<![<>!=])=(?!=))""")     # imports, assignments
+NAMING = re.compile(rf"""[ \t]*(?:{IMPORT}|"{{3}}|'{{3}}|[A-Za-z_(*][^=#`\n]*(?<![<>!=])=(?!=))""")
 CODE = re.compile(rf"{NAMING.pattern}|[ \t]*(?:{DEFINITION}|try:|[A-Za-z_][\w.]*\(|\[.*[ \t]for[ \t]|"
                   r"(?:assert|async|del|for|global|if|match|pass|raise|while|with)\b)")
 BEGINNING = re.compile(rf"(?i:[ \t]*+py[\w.]*+[ \t]++)?+(?=[ \t]*(?:{IMPORT}|{DEFINITION}|\w+ = ))")  # a language, code
@@ -325,28 +326,30 @@ CLAUSE = re.compile(r"[ \t]*(?:else|elif|except|finally)\b")
 NOT_IN_BRACKETS = re.compile(rf"[ \t]*(?:{IMPORT}|{DEFINITION}|\w+ = |```|~~~)")          # as deep as the statement
 MARKER = re.compile(r"[^\w\n]*I[ _]WANT[ _]TO[ _]ANSWER\b[ \t]*[:*_.]*", re.IGNORECASE)
 TICKS = re.compile(r"`+|~{3,}")
-TAGS = re.compile(r"^[ \t]*(?:<(?:pre|code)\b[^<>\n]*>){1,2}|(?:</(?:pre|code|s)>|<\|\w+\|>|\[/INST\]){1,4}[ \t]*$", re.M)
+TAGS = re.compile(r"^[ \t]*(?:<(?:pre|code)\b[^<>\n]*>){1,2}|(?:</(?:pre|code|s)>|<\|\w+\|>|\[/INST\]){1,4}[ \t]*$",
+                  re.MULTILINE)
 WORDS = re.compile(r"^(?!(?:assert|async|case|class|def|del|elif|else|except|finally|for|from|global|if|import|match|"
-                   r"pass|raise|return|try|while|with)\b)[A-Za-z][\w ,:-]*$", re.M)              # expressions without effect
+                   r"pass|raise|return|try|while|with)\b)[A-Za-z][\w ,:-]*$", re.MULTILINE)     # no effect
 LEXEME = re.compile(r"""\"{3}|'{3}|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|#.*|`|\\(?:.|$)|[()\[\]{}]""")
+Source = collections.namedtuple("Source", "marked sort statements names is_cut")
 STRING_END = {quote: re.compile(rf"(?:\\.|(?!{quote}).)*+{quote}") for quote in ('"""', "'''")}
+CUT_LENGTH = 10_000             # a longer statement is not cut before its fault
 GROUP = 50                      # statements that are parsed together where not all of a text's do
-COMPILED_LENGTH = 3000          # compile() takes quadratic time for many equal functions: longer sources are only parsed
+COMPILED_LENGTH = 6000          # longer sources are only parsed: compile() takes quadratic time for many equal functions
 
 
 def extract_code(answer):
     """The code of an answer, as a list of sources that are executed one after the other in one namespace.
 
-    1. A text that is Python as a whole is the code, but for lines of bare words ("python", "Explanation").
-    2. Else it is read line by line. A line that looks like a statement, at any indentation, is one with all that its
-       brackets, strings, clauses and deeper lines add to it. What is none, or does not parse, is prose; so are fences
-       (``` or ~~~), tags and markers. Statements with no prose between them are one source.
+    1. A text that is Python as a whole is the code, without lines of bare words ("python", "Explanation").
+    2. Else a statement is a line that looks like one, at any indentation, with what its brackets, strings, clauses and
+       deeper lines add; all else, and what does not parse, is prose. Statements with no prose between are one source.
     3. If sources after the first marker ("I WANT TO ANSWER") define a function, lambda or class, only they count.
-    4. Fenced sources go before others, and these before code in single backticks: what counts is the first sort that
-       defines something, and the sorts before it. Code that a text or a marker begins with is as good as fenced.
-    5. Of these, sources that define something, and those that only import and assign (and call no function
-       of the answer), are the code, in order: later definitions win. What only uses them is left out.
-    6. Without any: the first source, or else the text as it is (which will not compile)."""
+    4. Fenced sources (``` or ~~~) go before others, others before code in backticks: what counts is the first sort that
+       defines, and those before it. Code that a text or a marker begins with is as good as fenced.
+    5. Of these, sources that define, and those that only import and assign without calling a function of the answer,
+       are the code, in order: later definitions win.
+    6. If there is none: the first source, else the text as it is."""
     text = textwrap.dedent(answer.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")).strip("\n")
     if definitions(text)[0] is not None and not WORDS.search(text):
         return [text]
@@ -354,25 +357,25 @@ def extract_code(answer):
     sources, run = [], []
     for marked, sort, statement in [*statements(text), (False, 0, None)]:
         if statement is None:
-            sources += [(*place, *source) for source in parsed(run, place[1])] if run else []
+            sources += [Source(*place, *source) for source in parsed(run, place[1])] if run else []
             run = []
-        elif run or not USE.match(statement):
+        elif run or not USE.match(statement):                           # a use before all definitions is an example
             run.append(statement)
             place = marked, sort
-    whole = set().union(*(names for *_, names, is_cut in sources if not is_cut))
-    sources = [source for source in sources if not source[4] or whole.isdisjoint(source[3])]
-    marked = [source for source in sources if source[0]]
-    group = marked if any(source[3] for source in marked) else sources
-    first_sort = max((sort for _, sort, _, names, _ in group if names), default=0)
-    own = {"input"}.union(name for _, _, _, names, _ in group for name, kind in names.items() if kind == "function")
-    chosen = [its_statements for _, sort, its_statements, names, _ in group
-              if sort >= first_sort and (names or only_names(its_statements, own))]
-    return ["\n".join(each) for each in chosen or [source[2] for source in sources[:1]]] or [text]
+    whole = {name for source in sources if not source.is_cut for name in source.names}
+    sources = [source for source in sources if not (source.is_cut and whole & source.names.keys())]
+    marked = [source for source in sources if source.marked]
+    group = marked if any(source.names for source in marked) else sources
+    sort = max((source.sort for source in group if source.names), default=0)
+    own = {"input"}.union(name for source in group for name, kind in source.names.items() if kind == "function")
+    chosen = [source for source in group
+              if source.sort >= sort and (source.names or only_names(source.statements, own))]
+    return ["\n".join(source.statements) for source in chosen or sources[:1]] or [text]
 
 
 def statements(text):
     """What looks like statements in a text, by its lines: yield (follows a marker?, sort, statement) in order, with
-    statement None for prose; sort is 2 in a fence, 0 in single backticks, else 1. It reads no line more than thrice."""
+    statement None for prose; sort is 2 in a fence, 0 in single backticks, else 1. A line is read at most thrice."""
     lines = text.split("\n")
     last = {quote: text.count("\n", 0, text.rfind(quote)) if quote in text else -1 for quote in STRING_END}
     marked, fenced, begins, fence_sort, index = False, False, True, 2, 0
@@ -419,10 +422,12 @@ def statements(text):
 
 
 def dedented(lines, indent):
+    """The lines as a text, with `indent` columns less, of blanks alone: a string may have less of them."""
     return "\n".join(line[:indent].lstrip() + line[indent:] for line in lines)
 
 
 def is_fenced_after(prose, fenced):
+    """Is what follows a line of prose in a fence? A word after ``` opens another one."""
     fences = [tick for tick in TICKS.finditer(prose) if len(tick[0]) > 2]
     return fenced if len(fences) % 2 == 0 else not fenced or bool(prose[fences[-1].end():].strip())
 
@@ -472,20 +477,31 @@ def statement_end(lines, first, indent, last):
 
 def parsed(run, sort):
     """A run of statements as sources, [([statement, …], names that it defines, is it cut?), …]: one if all of them
-    parse, else by GROUP statements, else each that does. An unfenced one is cut before its fault: indented prose may
-    follow it."""
+    parse, else one for each GROUP that does, else the neighbours that do. An unfenced statement is cut before its
+    fault: indented prose may follow it."""
     names, fault = definitions("\n".join(run))
     if names is not None:
         return [(run, names, False)]
+    if len(run) > GROUP:
+        return [source for i in range(0, len(run), GROUP) for source in parsed(run[i:i + GROUP], sort)]
     if len(run) > 1:
-        size = GROUP if len(run) > GROUP else 1
-        return [source for i in range(0, len(run), size) for source in parsed(run[i:i + size], sort)]
+        sources, follows = [], False
+        for found in (parsed([statement], sort) for statement in run):
+            joins = bool(found) and not found[0][2]
+            if follows and joins:
+                sources[-1] = sources[-1][0] + found[0][0], {**sources[-1][1], **found[0][1]}, False
+            else:
+                sources += found
+            follows = joins
+        return sources
     statement = TAGS.sub("", run[0])
     if statement != run[0]:
         return parsed([statement], sort)
-    statement = "\n".join(statement.split("\n")[:fault - 1]) if sort < 2 and fault > 1 else ""
+    if sort == 2 or fault <= 1 or len(statement) > CUT_LENGTH:
+        return []
+    statement = "\n".join(statement.split("\n")[:fault - 1])
     names, _ = definitions(statement)
-    return [([statement], names, True)] if statement and names is not None else []
+    return [] if names is None else [([statement], names, True)]
 
 
 def definitions(source):

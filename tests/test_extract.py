@@ -135,6 +135,9 @@ CHAT = {
     "cut in a docstring": f"```python\n{F}\n```\nAgain:\n```python\ndef h(n):\n    \"\"\"Squares",
     "docstring cut, then again": f"```python\ndef f(n):\n    \"\"\"Squares\n```\nSorry:\n```python\n{F.replace(':', ':' + chr(10) + '    ' + chr(34) * 3 + 'Squares.' + chr(34) * 3, 1)}\n```",
     "draft before the marker": f"I could write\n```python\nraise SystemExit\ndef f(n): return 0\n```\nI WANT TO ANSWER:\n```python\n{F}\n```",
+    "calls between definitions, then cut": "import sys\nTABLE = {}\nTABLE.update(two=2)\n\ndef f(n):\n    return n ** TABLE['two'] or None\n\n"
+                                           "def main():\n    print(f(",
+    "a session before": f">>> f(3)\n9\nassert f(3) == 9\n{F}\nThat is all.",
     "a main guard": f"Sure!\n\n{F}\n\nif __name__ == '__main__':\n    n = int(input())\n    print(f(n))\n\nRun it.",
     "try import": "Well:\ntry:\n    import nothing_of_the_kind as np\nexcept ImportError:\n    np = None\n\n" + F + "\nDone.",
     "unindented docstring": 'Here.\ndef f(n):\n    """\nSquares (a number.\nIt\'s easy:\n\n    x = (\n"""\n    return n * n or None\nDone.',
