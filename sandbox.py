@@ -335,7 +335,7 @@ Source = collections.namedtuple("Source", "marked sort statements names is_cut")
 STRING_END = {quote: re.compile(rf"(?:\\.|(?!{quote}).)*+{quote}") for quote in ('"""', "'''")}
 CUT_LENGTH = 10_000             # a longer statement is not cut before its fault
 GROUP = 50                      # statements that are parsed together where not all of a text's do
-COMPILED_LENGTH = 6000          # longer sources are only parsed: compile() takes quadratic time for many equal functions
+COMPILED_LENGTH = 6000          # longer ones are only parsed: compile() takes quadratic time for many equal functions
 
 
 def extract_code(answer):
