@@ -1,0 +1,286 @@
+"""extract_code: the answers that models write give their code, whatever stands around it, in bounded time."""
+import contextlib
+import functools
+import io
+import json
+import time
+
+import pytest
+
+import sandbox
+from conftest import ROOT, stage
+
+F = "def f(n):\n    return n * n or None"
+CALLS = ("f(3)", "f(2)", "f(0)", "f(1)")
+WANTED = [9, 4, None, 1]
+
+
+def results(answer, calls=CALLS):
+    """What the calls return after the sources have run as in the scorer, their faults as strings."""
+    found, sources = [], sandbox.extract_code(answer)
+    for call in calls:
+        namespace = {"__name__": "answer"}
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                for source in sources:
+                    exec(compile(source, "<answer>", "exec", dont_inherit=True), namespace)
+                found.append(eval(call.strip(), namespace))
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+# ---- the forms of the issue
+
+DOCSTRING = 'def f(n):\n    """Squares.\n\n    ```python\n    f(3)  # 9\n    ```\n    """\n    return n * n or None'
+FORMS = {
+    "marker's line, import after": "I WANT TO ANSWER: def f(n): return math.prod([n, n]) or None\nimport math",
+    "marker's line, import before": "I WANT TO ANSWER: import math\ndef f(n):\n    return math.prod([n, n]) or None",
+    "marker's line, helper after": "I WANT TO ANSWER: def f(n): return g(n)\ndef g(n):\n    return n * n or None",
+    "marker's line, usage after": f"I WANT TO ANSWER: {F}\nprint(f(3))",
+    "marker's line, helper in a fence": "I WANT TO ANSWER: def f(n): return g(n)\n```\ndef g(n): return n * n or None\n```",
+    "after the marker was cut off": " def f(n): return math.prod([n, n]) or None\nimport math",
+    "marker in a list": "  - I WANT TO ANSWER: import math\n    def f(n):\n        return math.prod([n, n]) or None",
+    "imports in a fence": "```python\nimport math\n```\nThen:\n```python\ndef f(n):\n    return math.prod([n, n]) or None\n```",
+    "constants in a fence": "```\nTWO = 2\nNAMES: list = [\n    1,\n]\n```\nand\n```\ndef f(n):\n    return n ** TWO or None\n```",
+    "constants in a last fence": "```\ndef f(n):\n    return n ** TWO or None\n```\nThe constant is\n```\nTWO = 2\n```",
+    "docstring, indented fence": f"```python\n{DOCSTRING}\n```\nDone.",
+    "docstring, fence at the margin": '```python\ndef f(n):\n    """Squares.\n```python\nf(3)\n```\n    """\n    return n * n or None\n```',
+    "docstring, two fences": "```\n" + DOCSTRING.replace('    """\n    r', '    ~~~\n    f\n    ~~~\n    """\n    r') + "\n```\n",
+    "docstring, no closing fence": f"Here:\n\n```python\n{DOCSTRING}",
+    "on the fence's line": "```python def f(n):\n    return n * n or None\n```",
+    "on the fence's line, no language": "```def f(n):\n    return n * n or None\n```\nDone.",
+    "on the fence's line, import": "``` python import math\ndef f(n):\n    return math.prod([n, n]) or None```",
+    "on the fence's line, in a list": "1. ```python import math\n   def f(n):\n       return math.prod([n, n]) or None\n   ```",
+    "bare word python": f"python\n{F}",
+    "bare word Code": f"Code\n\n{F}\n\nExplanation\n",
+    "bare words": f"Code:\n{F}\n\nExplanation:\nsquares it",
+    "bare word in a fence": f"```\npython\n{F}\n```",
+    "bare words that parse": f"so it is\n{F}\nNote: this\nn\n",
+    "prose after imports": "First we import:\n\nimport math\n\nThen the function:\n\ndef f(n):\n    return math.prod([n, n]) or None\n",
+    "prose after constants": "We need a constant.\nTWO = 2\nand then\ndef f(n):\n    return n ** TWO or None\nThat is it!",
+    "prose after helpers": "def g(n):\n    return n * n\n\nNow the main function:\n\ndef f(n):\n    return g(n) or None",
+    "prose between, indented": "Import:\n\n    import math\n\nFunction:\n\n    def f(n):\n        return math.prod([n, n]) or None\n",
+    "marker as a comment": "Here:\n```\ndef f(n):\n    # I WANT TO ANSWER: squares\n    return g(n)\ndef g(n):\n    return n * n or None\n```",
+    "marker as a comment, no fence": "So:\n\ndef f(n):\n    # I WANT TO ANSWER\n    return g(n)\n\ndef g(n):\n    return n * n or None",
+    "marker as a comment in a fence": "```\nimport math\n# I WANT TO ANSWER:\ndef f(n):\n    return math.prod([n, n]) or None\n```",
+    "marker after the code": f"```python\n{F}\n```\nI WANT TO ANSWER",
+    "marker after the code, prose": f"{F}\n\nI WANT TO ANSWER: the function above.",
+    "marker in the fence": f"```python\nI WANT TO ANSWER:\n{F}\n```",
+    "marker cut off in the fence": f"\n{F}\n```\nDone.",
+    "BOM in a fence": f"```python\n\ufeff{F}\n```",
+    "BOM before a fence": f"\ufeff```python\n{F}\n```",
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms(name):
+    assert results(FORMS[name]) == WANTED, sandbox.extract_code(FORMS[name])
+
+
+@pytest.mark.parametrize("answer", [
+    "```python\ndef helper(): pass\n```\nand\n```python\nfrom math import gcd as f\n```",
+    "```bash\npip install x\n```\n```python\nfrom math import gcd as f\n```", "It is\n```\nfrom math import gcd as f\n```"])
+def test_a_function_that_is_imported(answer):
+    assert results(answer, ["f(12, 18)"]) == [6]
+
+
+# ---- as chat models write
+
+G = "def g(n):\n    return n * n"
+CHAT = {
+    "headings and bullets": f"# Solution\n\n## Code\n\n```python\n{F}\n```\n\n## How it works\n\n- `n`: the number\n- `f(n)`: its square\n"
+                            "- `import` is not needed\n\n**Note:** gives `None` for `0`.",
+    "backticks in strings": "Sure:\n\ndef f(n):\n    fence = '```python'\n    tick = \"`\"\n    return n * n or None\n\nThat is all.",
+    "fence in a string, fenced": "```python\ndef f(n):\n    fence = '''\n    ```\n    x\n    ```\n    '''\n    return n * n or None\n```",
+    "nested fences": f"````markdown\nHere:\n```python\n{F}\n```\n````",
+    "doctest in the docstring": f'```python\n{F.replace(":", """:""", 1)}\n```'.replace(
+        "    return", '    """\n    >>> f(3)\n    9\n    """\n    return'),
+    "doctest session after": f"{F}\n\n>>> f(3)\n9\n>>> f(0)\n",
+    "tildes with a word": f"~~~ python\n{F}\n~~~\nand\n~~~ text\nf = 9 lives\n~~~",
+    "html": f"<pre><code>{F}\n</code></pre>",
+    "html with a class": f"<p>Here:</p>\n<pre><code class=\"language-python\">{F}</code></pre>\n<p>Done.</p>",
+    "html lines": f"<code>\n{F}\n</code>",
+    "indented by four": "Here is the code:\n\n    " + F.replace("\n", "\n    ") + "\n\nHope it helps!",
+    "indented by a tab": "Here is the code:\n\n\t" + F.replace("\n", "\n\t").replace("    ", "\t") + "\nHope it helps!",
+    "tabs": "```\n" + F.replace("    ", "\t") + "\n```",
+    "numbered list": "1. Import math:\n   ```python\n   import math\n   ```\n2. Define:\n   ```python\n   def f(n):\n"
+                     "       return math.prod([n, n]) or None\n   ```\n3. Use it.",
+    "explanation after": f"{F}\n\nExplanation:\n1. It takes n.\n2. It returns n * n.\n   - or None (for 0)\n",
+    "indented explanation": f"Code:\n{F}\n\n    This squares n; don't worry (really.\n",
+    "assert usage": f"```python\n{F}\n\nassert f(3) == 9\nprint(f(3))\n```",
+    "print usage, another fence": f"```python\n{F}\n```\nExample:\n```python\nprint(f(int(input('n? '))))\n```\nOutput:\n```\n9\n```",
+    "assigned usage, another fence": f"```python\n{F}\n```\nExample:\n```python\nresult = f('a string')\n```",
+    "input, another fence": f"Read it:\n```python\nn = int(input())\n```\n```python\n{F}\n```",
+    "class-based": "```python\nclass Solution:\n    def square(self, n):\n        return n * n or None\n\n\nsolution = Solution()\n"
+                   "f = solution.square\n```",
+    "class in its own fence": "```python\nclass Solution:\n    def square(self, n):\n        return n * n or None\n```\nthen\n"
+                              "```python\nf = Solution().square\n```",
+    "decorators": "```python\nimport functools\n```\n```python\n@functools.lru_cache(\n    maxsize=None,\n)\n" + F + "\n```",
+    "decorator without a fence": f"We cache it:\nimport functools\n\n@functools.cache\n{F}\nIt is fast.",
+    "type hints": "Here:\nfrom typing import (\n    Optional,\n)\n\ndef f(\n    n: int,\n) -> Optional[int]:\n    return n * n or None\n\nDone (well",
+    "async": "```python\nimport asyncio\n\nasync def g(n: int) -> int:\n    return n * n\n\ndef f(n):\n    return asyncio.run(g(n)) or None\n```",
+    "lambda": "The function is\n\nf = lambda n: n * n or None\n\nIt's short.",
+    "lambda in a sentence": "Use `n` so: `f = lambda n: n * n or None`.",
+    "unicode quotes": f"Here’s the “code” — don’t panic:\n\n{F}\n\nIt’s “done”…",
+    "end of turn": f"```python\n{F}\n```<|eot_id|>",
+    "end of turn in the code": f"Sure.\n{F}<|eot_id|>",
+    "end of instruction": f"{F} [/INST]",
+    "end of text": f"{F}\n</s>",
+    "later version wins": f"{F.replace('n * n', 'n + n')}\n\nWait, that adds. Better:\n\n{F}\n\nGood.",
+    "later version wins, fenced": f"```python\n{F.replace('n * n', 'n + n')}\n```\nBetter:\n```python\n{F}\n```",
+    "cut after a complete function": f"{G}\n\n{F}\n\ndef main():\n    data = [\n        (1, 2",
+    "cut in a second version": f"Here:\n{F}\n\nA faster one:\n\ndef f(n):\n    total = 0\n    for i in range(n",
+    "cut in a second fence": f"```python\n{F}\n```\nA faster one:\n```python\ndef f(n):\n    total = 0\n    for i in range(n",
+    "cut in a docstring": f"```python\n{F}\n```\nAgain:\n```python\ndef h(n):\n    \"\"\"Squares",
+    "docstring cut, then again": f"```python\ndef f(n):\n    \"\"\"Squares\n```\nSorry:\n```python\n{F.replace(':', ':' + chr(10) + '    ' + chr(34) * 3 + 'Squares.' + chr(34) * 3, 1)}\n```",
+    "draft before the marker": f"I could write\n```python\nraise SystemExit\ndef f(n): return 0\n```\nI WANT TO ANSWER:\n```python\n{F}\n```",
+    "calls between definitions, then cut": "import sys\nTABLE = {}\nTABLE.update(two=2)\n\ndef f(n):\n    return n ** TABLE['two'] or None\n\n"
+                                           "def main():\n    print(f(",
+    "a session before": f">>> f(3)\n9\nassert f(3) == 9\n{F}\nThat is all.",
+    "a main guard": f"Sure!\n\n{F}\n\nif __name__ == '__main__':\n    n = int(input())\n    print(f(n))\n\nRun it.",
+    "try import": "Well:\ntry:\n    import nothing_of_the_kind as np\nexcept ImportError:\n    np = None\n\n" + F + "\nDone.",
+    "unindented docstring": 'Here.\ndef f(n):\n    """\nSquares (a number.\nIt\'s easy:\n\n    x = (\n"""\n    return n * n or None\nDone.',
+    "comments at the margin": "Here.\ndef f(n):\n# squares\n    x = n * n\n\n# and gives\n    return x or None\nDone.",
+    "shell and JSON": f"```bash\npip install numpy\npython f.py = 3\n```\n```json\n{{\"n\": 3}}\n```\n```python\n{F}\n```",
+    "no-break spaces": "Here.\n" + F.replace("    ", "\u00a0" * 4),
+    "old Mac line ends": f"Here:\r```\r{F}\r```\r".replace("\n", "\r"),
+    "doubled marker": f"I WANT TO ANSWER: I WANT TO ANSWER:\n{F}",
+    "brackets in prose": f"The cases (see below :( are easy = ( trivial:\n\n{F}\n",
+    "table of constants": "Here.\n\nTABLE = {\n'a': 1,\n'b': [2,\n3],\n}\n\nand\n\ndef f(n):\n    return n ** TABLE['b'][0] or None",
+    "helper after the function": f"The function:\ndef f(n):\n    return g(n) or None\nThe helper:\n{G}\n",
+    "backslash": "So\ndef f(n): \\\n    return n * n \\\n    or None\nDone.",
+}
+
+
+@pytest.mark.parametrize("name", CHAT)
+def test_chat_answers(name):
+    assert results(CHAT[name]) == WANTED, sandbox.extract_code(CHAT[name])
+
+
+@pytest.mark.parametrize("answer", ["I do not know.", "Use `f(n)`.", "```python\ndef f(n):\n    return n *\n```", "def f(n) return n * n",
+                                    "I WANT TO ANSWER:", "```\nI WANT TO ANSWER\n```", "f = ", "x = (", "'''", "\0", "\ud800", "\ufeff"])
+def test_no_code(answer):
+    assert all("Error" in result for result in map(str, results(answer)))
+
+
+# ---- every reference in every wrapping
+
+WRAPPINGS = {
+    "plain": "{code}",
+    "fence": "```python\n{code}\n```",
+    "bare fence": "```\n{code}\n```",
+    "Py fence": "```Py3\n{code}\n```",
+    "tildes": "~~~python\n{code}\n~~~",
+    "open fence": "Here you are:\n```python\n{code}",
+    "closed on the last line": "```python\n{code}```",
+    "opened in a line": "Here it is: ```python\n{code}\n``` Tell me if it's right.",
+    "listed fence": "1. The code:\n\n   ```python\n{indented}\n   ```\n2. That's all.",
+    "prose around a fence": "Sure, it's easy (see below):\n\n```python\n{code}\n```\n\nExplanation:\n- It's `one` function.",
+    "prose around": "Sure, it's easy (see below):\n\n{code}\n\nExplanation:\n- It's one function.",
+    "prose before": "Certainly!\n{code}",
+    "prose after": "{code}\nI hope it helps!",
+    "prose, indented code": "Sure, it's this:\n\n{indented}\n\nIt doesn't print.",
+    "all indented": "{indented}",
+    "marker": "I WANT TO ANSWER:\n{code}",
+    "marker and fence": "I know enough.\n\n**I WANT TO ANSWER:**\n\n```python\n{code}\n```\nDone.",
+    "marker's line": "I WANT TO ANSWER: {code}",
+    "marker as a heading": "# I WANT TO ANSWER:\n{code}\nDone, I'd say.",
+    "marker in a fence": "```python\n# I WANT TO ANSWER:\n{code}\n```",
+    "marker after": "{code}\n\nI WANT TO ANSWER",
+    "bare words": "python\n\n{code}\n\nExplanation",
+    "byte order mark": "\ufeff{code}",
+    "byte order mark in a fence": "```python\n\ufeff{code}\n```",
+    "usage": "```python\n{code}\n```\nUse it:\n```python\nprint(int(input()))\n```\n",
+    "import apart": "First:\n```python\nimport math\n```\nThen:\n```python\n{code}\n```",
+    "import apart, no fence": "First we do this:\nimport math\nThen it's this:\n{code}\nDone.",
+    "a draft before": "```python\ndef draft(n):\n    return (n\n```\nNo, it's this:\n```python\n{code}\n```",
+    "cut after it": "{code}\n\ndef helper(values):\n    for value in values:\n        print(value, [",
+    "tags": "<pre><code>{code}</code></pre>",
+    "end of turn": "{code}<|eot_id|>",
+}
+
+
+@functools.cache
+def references():
+    """(Reference, calls, what the calls return) of the published format's files and of two tasks of each family."""
+    tasks = [json.loads(line) for path in sorted((ROOT / "tests" / "colbench").rglob("*.jsonl"))
+             for line in path.read_text().splitlines()]
+    tasks = [task.get("task", task) for task in tasks] + stage(1).generate(28, 5, "train", "some")[0]
+    found = {task["ground_truth"]: tuple(task["test_cases"].values())[:3] for task in tasks}
+    return [(code, calls, [repr(value) for value in results(code, calls)]) for code, calls in found.items()]
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"], ids=["LF", "CRLF"])
+@pytest.mark.parametrize("name", WRAPPINGS)
+def test_every_reference_in_every_wrapping(name, newline):
+    assert len(references()) >= 30
+    for code, calls, expected in references():
+        assert not all("Error" in value for value in expected)
+        answer = WRAPPINGS[name].format(code=code, indented="   " + code.replace("\n", "\n   ")).replace("\n", newline)
+        assert [repr(value) for value in results(answer, calls)] == expected, (answer, sandbox.extract_code(answer))
+
+
+# ---- time
+
+LONG = {
+    "assignments, then a bracket": lambda size: "x = 1\n" * (size // 6) + "x = (",
+    "assignments, then a function": lambda size: "total = 3 + 5\n" * (size // 14) + "It is:\n" + F,
+    "prose and code by turns": lambda size: "This is prose.\nx = 1\n" * (size // 21),
+    "short prose and code by turns": lambda size: "ab cd\nx=1\n" * (size // 10),
+    "functions that do not parse": lambda size: "def f(x: return\n" * (size // 16),
+    "functions without end": lambda size: "def f(\n" * (size // 7),
+    "equal functions": lambda size: "def f():0\n" * (size // 10),
+    "equal classes and prose": lambda size: "class A:0\n" * (size // 10) + "It is so.",
+    "a bracket": lambda size: "(" * size,
+    "an assigned bracket": lambda size: "x = " + "(" * size,
+    "operators": lambda size: "x = " + "-" * size + "1\nIt is so.",
+    "a sum": lambda size: "x = 1" + "+1" * (size // 2) + "\nIt is so.",
+    "nested blocks": lambda size: "".join(" " * i + "if 1:\n" for i in range(int((2 * size) ** 0.5))),
+    "blocks down": lambda size: "".join(" " * i + "x=1\n" for i in range(int((2 * size) ** 0.5), 0, -1)),
+    "fences": lambda size: "```python\n" * (size // 10),
+    "fenced strings": lambda size: "```\nx = ''' \"\"\"\n" * (size // 16),
+    "shorter and shorter fences": lambda size: "\n".join("`" * i for i in range(int((2 * size) ** 0.5), 2, -1)),
+    "backticks": lambda size: "`" * size,
+    "inline code": lambda size: "`x = 1` " * (size // 8),
+    "a fence and blanks": lambda size: "```" + " " * size + "`",
+    "markers": lambda size: "I WANT TO ANSWER:\n" * (size // 18),
+    "markers with code": lambda size: "I WANT TO ANSWER: def f(n): return n\n" * (size // 38),
+    "marker's stars": lambda size: "*" * size + "I WANT",
+    "quotes": lambda size: '"' * size,
+    "escaped quotes": lambda size: 'x = "' + '\\"' * (size // 2) + "\nIt is so.",
+    "open strings": lambda size: "x = '''\n\"\"\"\n" * (size // 12),
+    "docstrings with fences": lambda size: 'def f():\n """a\n ```\n f()\n ```\n """\n' * (size // 37) + "It is so.",
+    "decorators": lambda size: "@a\n" * (size // 3),
+    "bare words": lambda size: "so it is\n" * (size // 9),
+    "tags": lambda size: "</s>" * (size // 4) + "x",
+    "backslashes": lambda size: "x = \\\n" * (size // 6),
+    "comprehensions": lambda size: "[a for a in b]\n" * (size // 15) + "It is so.",
+    "cut functions": lambda size: "def f():\n x=1\n It is so.\n" * (size // 27),
+    "null bytes": lambda size: "x = \0\n" * (size // 6),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_long_texts_take_linear_time(name):
+    """0.2 s for 100 KB on a free processor: three times that are allowed here."""
+    took = []
+    for _ in range(3):                                              # the least of three: other processes disturb it
+        began = time.process_time()
+        sandbox.extract_code(LONG[name](100_000))
+        took.append(time.process_time() - began)
+        if took[-1] < 0.2:
+            break
+    assert min(took) < 0.6
+
+
+@pytest.mark.parametrize("name", ["assignments, then a bracket", "functions that do not parse"])
+def test_a_megabyte_takes_seconds(name):
+    began = time.process_time()
+    sandbox.extract_code(LONG[name](1_000_000))
+    assert time.process_time() - began < 6
+
+
+@pytest.mark.parametrize("noise", ["x = 1\n" * 300 + "x = (\n", "total = 3 + 5\n" * 200, "This is prose.\nx = 1\n" * 5000])
+def test_the_function_is_found_after_much_else(noise):
+    assert results(noise + "It is:\n" + F) == WANTED
