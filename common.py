@@ -2686,7 +2686,7 @@ def pixel_similarity(reference, answer):
 # scorer: (task, answer) -> verdicts. The code runs in sandbox.py, the values are compared here.
 
 Score = namedtuple("Score", "tests gradeable faults")
-Results = namedtuple("Results", "values imports tests calls sides")
+Results = namedtuple("Results", "values imports calls comparisons")
 LAYERS = {"namespaces": "namespaces, system call list (no files, network or processes of yours in reach)",
           "landlock": "Landlock, system call list (no files, network or processes of yours in reach)",
           "rlimits": "resource limits alone, as --unsafe-scorer asks: untrusted code can read and write your files"}
@@ -2790,25 +2790,28 @@ class Scorer:
         if key not in self.references:
             reference, *calls = key
             tests = [sandbox.split_comparison(call) for call in calls]
-            both = [sandbox.tuple_of(test.sides) if test else call for call, test in zip(calls, tests)]
-            asked = [sandbox.tuple_of(test.sides[i] for i in test.asked) if test else call
-                     for call, test in zip(calls, tests)]
-            (first, imports), (second, _) = (self.run(child, reference, both) for _ in range(2))
-            sides = [a if a == b else ["error", "not the same value twice"] for a, b in zip(first, second)]
-            values = [compared(test._replace(asked=(0, 1)), a, a) if test else a for test, a in zip(tests, sides)]
-            # A name that the reference imported, and that is itself the function under test, is the answer's to define.
-            names = {name for name, _, _ in imports or ()}
-            tested = names and {sandbox.function_under_test(call, names) for call in calls}
+            whole = [sandbox.tuple_of(test.sides) if test else call for call, test in zip(calls, tests)]
+            (first, imports), (second, _) = (self.run(child, reference, whole) for _ in range(2))
+            both = [a if a == b else ["error", "not the same value twice"] for a, b in zip(first, second)]
+            names = [name for name, _, _ in imports or ()]
+            tested = set().union(*(sandbox.functions_under_test(call, names) for call in calls)) if names else ()
+            # What is tested is the answer's to define. Of a comparison, it is asked for the sides that call that.
             imports = [item for item in imports or () if item[0] not in tested]
-            self.references[key] = Results(values, imports, tests, asked, sides)
+            asked = [[i for i, side in enumerate(test.sides) if sandbox.functions_under_test(side, names) &
+                      sandbox.functions_under_test(call, names)] or [0] if test else None
+                     for call, test in zip(calls, tests)]
+            calls = [sandbox.tuple_of(test.sides[i] for i in sides) if test else call
+                     for call, test, sides in zip(calls, tests, asked)]
+            values = [compared(test, both[i], both[i], range(2)) if test else both[i] for i, test in enumerate(tests)]
+            self.references[key] = Results(values, imports, calls, list(zip(tests, asked, both)))
         return self.references[key]
 
     def score_one(self, children, key, answer):
-        expected, imports, tests, calls, sides = self.expected(children[0], key)
+        expected, imports, calls, comparisons = self.expected(children[0], key)
         values, _ = self.run(children[1], answer, calls, imports)
         faults = []
-        for (want, wanted), result, test, both in zip(expected, values, tests, sides):
-            got, value = compared(test, both, result) if test and want == "ok" else result
+        for (want, wanted), result, (test, asked, both) in zip(expected, values, comparisons):
+            got, value = compared(test, both, result, asked) if test and want == "ok" else result
             faults.append(f"not gradeable: {wanted}" if want != "ok" else fault_text(value) if got != "ok" else
                           None if equal_values(wanted, value) else "another value")
         return Score([fault is None for fault in faults], [want[0] == "ok" for want in expected], faults)
@@ -2826,18 +2829,20 @@ def fault_text(value):
     return str(value)[:200].encode("utf-8", "replace").decode()
 
 
-def compared(test, both, result):
-    """["ok", 1 or 0] of a test that is a comparison, or ["error", why not]. `result` has the sides that were asked for,
-    `both` has the reference's, for the others."""
-    if "error" in (both[0], result[0]):
-        return both if both[0] == "error" else result
-    values = list(both[1][1])
-    if result[1][0] != "tuple" or len(result[1][1]) != len(test.asked):
+def compared(test, both, result, asked):
+    """["ok", 1 or 0] of a test that is a comparison, or ["error", why not]. `result` has the sides that were `asked`
+    for, `both` has the reference's, for the others."""
+    for kind, reason in (both, result):
+        if kind == "error":
+            return [kind, reason]
+    sides, values = both[1][1], result[1]
+    if len(sides) != 2:
+        return ["error", "a comparison inside an expression"]
+    if type(values) is not list or values[0] != "tuple" or len(values[1]) != len(asked):
         return ["error", "a broken result"]                         # code wrote it itself
-    for index, value in zip(test.asked, result[1][1]):
-        values[index] = value
+    pair = dict(enumerate(sides)) | dict(zip(asked, values[1]))
     try:
-        return ["ok", int(holds(test.operator, *values))]
+        return ["ok", int(holds(test.operator, pair[0], pair[1]))]
     except TypeError as error:
         return ["error", str(error)]
 
@@ -2849,7 +2854,7 @@ def holds(operator, a, b):
     if operator in ("Eq", "NotEq") or operator in ("Is", "IsNot") and b in (None, 0, 1):
         return equal_values(a, b) == (operator in ("Eq", "Is"))
     if operator not in ("Lt", "LtE", "Gt", "GtE"):
-        raise TypeError(f"not a comparison of two values: {operator}")
+        raise TypeError(f"a comparison by {operator.lower()}")
     if type(a) is type(b) is str:
         left, right = a, b
     else:

@@ -323,19 +323,17 @@ def empty(folder, limit_s):
     return True
 
 
-Comparison = collections.namedtuple("Comparison", "operator sides asked")
+Comparison = collections.namedtuple("Comparison", "operator sides")
 
 
 def split_comparison(call):
-    """What to ask for a test that is a comparison, so that data is compared here and no object of an answer has a say.
-
-    "f(2) == [1]" gives Comparison("Eq", ("f(2)", "[1]"), (0,)): the operator, both sides, and which of them the answer
-    is asked for: those that call the function under test; the other side is the reference's. None for another test. A
-    comparison inside another expression gets an operator that no values satisfy."""
+    """A test that is a comparison, in parts, so that data is compared by the caller and no object of an answer has a
+    say: "f(2) == [1]" gives Comparison("Eq", ("f(2)", "[1]")). None for another test. A comparison inside another
+    expression gets an operator that the caller knows no meaning of."""
     import ast                                                      # here, so that the server's forks do not carry it
     if not re.search(r"[=!<>]|\b(in|is)\b", call):
         return None
-    nested = Comparison("nested", (call.strip(), "None"), (0,))
+    nested = Comparison("nested", (call.strip(),))
     try:
         test = ast.parse(call.strip(), mode="eval").body
         if not isinstance(test, ast.Compare):
@@ -343,9 +341,7 @@ def split_comparison(call):
         sides = (test.left, *test.comparators)
         if len(sides) > 2 or any(map(compares, sides)):
             return nested
-        function = function_under_test(call)
-        asked = tuple(index for index, side in enumerate(sides) if function in names_in(side))
-        return Comparison(type(test.ops[0]).__name__, tuple(map(ast.unparse, sides)), asked or (0, 1))
+        return Comparison(type(test.ops[0]).__name__, tuple(map(ast.unparse, sides)))
     except (SyntaxError, ValueError):
         return None                                                 # its result says so
     except (RecursionError, MemoryError):
@@ -364,20 +360,15 @@ def compares(node):
     return isinstance(node, ast.Compare) or any(map(compares, ast.iter_child_nodes(node)))
 
 
-def names_in(node):
-    import ast
-    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
-
-
-def function_under_test(call, imported=()):
-    """The outermost function that a call calls, but for built-in ones, and imported ones where there are others."""
+def functions_under_test(call, imported):
+    """The names that a call calls, but for built-in and imported ones; if all are imported: the outermost."""
     import ast
     try:
         calls = [node.func.id for node in ast.walk(ast.parse(call.strip(), mode="eval")) if isinstance(node, ast.Call)
                  and isinstance(node.func, ast.Name) and not hasattr(builtins, node.func.id)]
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    return next(iter([name for name in calls if name not in imported] or calls), None)
+        return set()
+    return set(calls) - set(imported) or set(calls[:1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -510,14 +501,17 @@ SCHEMA = {
     "bytes": (text("([0-9a-f]{2})*"),), "array": (is_shape, are_values),
     **dict.fromkeys(("datetime", "datetime utc"), (text(f"{DAY}T{CLOCK}"),)), "date": (text(DAY),),
     **dict.fromkeys(("time", "time utc"), (text(rf"(-?\d+ days?, )?{CLOCK}"),)),
-    "timedelta": (is_int, is_int, is_int), "timezone": (lambda part, depth: is_encoded(part) and part[0] == "timedelta",)}
+    "timedelta": (is_int, is_int, is_int),
+    "timezone": (lambda part, depth: type(part) is list and part[:1] == ["timedelta"] and is_encoded(part),)}
 
 
 def is_encoded(value, depth=0):
     """Is this what encode can give? (But for the order of dicts and sets.) All else from a process is a wrong value."""
+    if depth > MAX_DEPTH:
+        return False
     if value is None or type(value) is str or is_int(value, depth):
         return True
-    if type(value) is not list or not value or type(value[0]) is not str or depth > MAX_DEPTH:
+    if type(value) is not list or not value or type(value[0]) is not str:
         return False
     kind, *parts = value
     if kind == "range":
