@@ -2814,7 +2814,7 @@ def pixel_similarity(reference, answer):
 # scorer: (task, answer) -> verdicts. The code runs in sandbox.py, the values are compared here.
 
 Score = namedtuple("Score", "tests gradeable faults")
-Results = namedtuple("Results", "values imports")
+Results = namedtuple("Results", "values imports calls comparisons")
 LAYERS = {"namespaces": "namespaces, system call list (no files, network or processes of yours in reach)",
           "landlock": "Landlock, system call list (no files, network or processes of yours in reach)",
           "rlimits": "resource limits alone, as --unsafe-scorer asks: untrusted code can read and write your files"}
@@ -2835,6 +2835,8 @@ class Scorer:
     where it is). A test passes when its call gives equal values on the answer and on the reference, by Python's == but
     for NaN, which equals NaN in the same place. It cannot be graded where the reference raises, or returns what cannot
     be compared, or not the same twice; no answer passes it. A reference is evaluated once a task (in two processes).
+    Of a test that is itself a comparison, `f(2) == [4]`, the answer is asked for its side alone, and the sides are
+    compared here, as values; a comparison inside another expression, or by `in`, cannot be graded.
 
     compat=True gives the published scorer's verdicts instead (sandbox.run_compat), behind the same walls.
 
@@ -2907,23 +2909,37 @@ class Scorer:
 
     def run(self, child, code, calls, imports=None):
         results = child.run(code, calls, self.time_limit_s, imports=imports)
-        if ["error", "time limit"] in results[0]:                  # it is wall time, and the machine may have been busy
+        # It is wall time, and the machine may have been busy; but the limit of a whole answer is not met by a pause.
+        if ["error", "time limit"] in results[0] and ["error", sandbox.ANSWER_TIME_LIMIT] not in results[0]:
             results = child.run(code, calls, self.time_limit_s, imports=imports)
         return results
 
     def expected(self, child, key):
         if key not in self.references:
             reference, *calls = key
-            (first, imports), (second, _) = (self.run(child, reference, calls) for _ in range(2))
-            values = [a if a == b else ["error", "not the same value twice"] for a, b in zip(first, second)]
-            self.references[key] = Results(values, imports or [])
+            tests = [sandbox.split_comparison(call) for call in calls]
+            whole = [sandbox.tuple_of(test.sides) if test else call for call, test in zip(calls, tests)]
+            (first, imports), (second, _) = (self.run(child, reference, whole) for _ in range(2))
+            both = [a if a == b else ["error", "not the same value twice"] for a, b in zip(first, second)]
+            names = [name for name, _, _ in imports or ()]
+            tested = set().union(*(sandbox.functions_under_test(call, names) for call in calls)) if names else ()
+            # What is tested is the answer's to define. Of a comparison, it is asked for the sides that call that.
+            imports = [item for item in imports or () if item[0] not in tested]
+            asked = [[i for i, side in enumerate(test.sides) if sandbox.functions_under_test(side, names) &
+                      sandbox.functions_under_test(call, names)] or [0] if test else None
+                     for call, test in zip(calls, tests)]
+            calls = [sandbox.tuple_of(test.sides[i] for i in sides) if test else call
+                     for call, test, sides in zip(calls, tests, asked)]
+            values = [compared(test, both[i], both[i], range(2)) if test else both[i] for i, test in enumerate(tests)]
+            self.references[key] = Results(values, imports, calls, list(zip(tests, asked, both)))
         return self.references[key]
 
     def score_one(self, children, key, answer):
-        expected, imports = self.expected(children[0], key)
-        values, _ = self.run(children[1], answer, list(key[1:]), imports)
+        expected, imports, calls, comparisons = self.expected(children[0], key)
+        values, _ = self.run(children[1], answer, calls, imports)
         faults = []
-        for (want, wanted), (got, value) in zip(expected, values):
+        for (want, wanted), result, (test, asked, both) in zip(expected, values, comparisons):
+            got, value = compared(test, both, result, asked) if test and want == "ok" else result
             faults.append(f"not gradeable: {wanted}" if want != "ok" else fault_text(value) if got != "ok" else
                           None if equal_values(wanted, value) else "another value")
         return Score([fault is None for fault in faults], [want[0] == "ok" for want in expected], faults)
@@ -2931,7 +2947,7 @@ class Scorer:
     def score_published(self, children, key, answer):
         reference, *calls = key
         values, _ = children[1].run(answer, calls, self.time_limit_s + 1, reference=reference)   # it has its own alarm
-        faults = [fault_text(value) if got != "ok" else None if value is True else "another value"
+        faults = [fault_text(value) if got != "ok" else None if value == 1 else "another value"
                   for got, value in values]
         return Score([fault is None for fault in faults], [True] * len(calls), faults)
 
@@ -2941,22 +2957,59 @@ def fault_text(value):
     return str(value)[:200].encode("utf-8", "replace").decode()
 
 
-def equal_values(expected, value):
-    """Are two values, as sandbox.encode() gives them, equal by Python's rules? `value` may be forged."""
+def compared(test, both, result, asked):
+    """["ok", 1 or 0] of a test that is a comparison, or ["error", why not]. `result` has the sides that were `asked`
+    for, `both` has the reference's, for the others."""
+    for kind, reason in (both, result):
+        if kind == "error":
+            return [kind, reason]
+    sides, values = both[1][1], result[1]
+    if len(sides) != 2:
+        return ["error", "a comparison inside an expression"]
+    if type(values) is not list or values[0] != "tuple" or len(values[1]) != len(asked):
+        return ["error", "a broken result"]                         # code wrote it itself
+    pair = dict(enumerate(sides)) | dict(zip(asked, values[1]))
     try:
-        return same_value(expected, value)
-    except (TypeError, ValueError, IndexError, RecursionError):
-        return False
+        return ["ok", int(holds(test.operator, pair[0], pair[1]))]
+    except TypeError as error:
+        return ["error", str(error)]
 
 
-def same_value(a, b):
+def holds(operator, a, b):
+    """Does a comparison of two values, as sandbox.encode() gives them, hold? TypeError where values do not say so."""
+    if type(a) is list and a[0] == "array" or type(b) is list and b[0] == "array":
+        raise TypeError("a comparison with an array")
+    if operator in ("Eq", "NotEq") or operator in ("Is", "IsNot") and b in (None, 0, 1):
+        return equal_values(a, b) == (operator in ("Eq", "Is"))
+    if operator not in ("Lt", "LtE", "Gt", "GtE"):
+        raise TypeError(f"a comparison by {operator.lower()}")
+    if type(a) is type(b) is str:
+        left, right = a, b
+    else:
+        (p, q), (r, s) = real(a), real(b)
+        left, right = p * s, r * q
+    return left < right if operator == "Lt" else left <= right if operator == "LtE" else (
+        left > right if operator == "Gt" else left >= right)
+
+
+def real(value):
+    """The numerator and denominator of an encoded number."""
+    kind, text = value if type(value) is list and len(value) == 2 else ("", value)
+    if type(text) is int and not kind:
+        return text, 1
+    if kind not in ("int", "ratio"):
+        raise TypeError("a comparison of what is not a finite number")
+    p, _, q = text.partition("/")
+    return int(p, 16), int(q or "1", 16)
+
+
+def equal_values(a, b):
+    """Are two values, as sandbox.encode() gives them, equal by Python's rules?"""
     if a == b:
         return True
-    if not (isinstance(a, list) and isinstance(b, list) and len(a) == len(b) == 2):
+    if not (type(a) is type(b) is list and len(a) == len(b) == 2):
         return False
     (kind, items), (other_kind, other_items) = a, b
-    if not (isinstance(items, list) and isinstance(other_items, list)):
-        return False
     dicts = ("dict", "odict", "counter")
     if kind in dicts and other_kind in dicts:
         if {kind, other_kind} == {"counter"}:                                   # a missing count is 0
@@ -2964,10 +3017,10 @@ def same_value(a, b):
         if kind != other_kind and "odict" in (kind, other_kind):                # the order counts among OrderedDicts
             items, other_items = (sorted(pairs, key=json.dumps) for pairs in (items, other_items))
         return len(items) == len(other_items) and all(
-            key == other_key and same_value(value, other_value)
+            key == other_key and equal_values(value, other_value)
             for (key, value), (other_key, other_value) in zip(items, other_items))
     return (kind == other_kind and kind in ("list", "tuple", "deque") and len(items) == len(other_items) and
-            all(map(same_value, items, other_items)))
+            all(map(equal_values, items, other_items)))
 
 
 def reward_of(verdicts):

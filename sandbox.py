@@ -5,11 +5,13 @@
         values, _ = sandbox.run("def f(n): return n / 2", ["f(4)", "f(None)"], 1.0, imports=[])
         # [["ok", 2], ["error", "TypeError: unsupported operand …"]]
 
-Sandbox is the caller's side. It starts `python sandbox.py LAYER REQUESTS_FD RESULTS_FD WORK_DIR SITE_PACKAGES …`, the
-server. One request is one process: the server reads the length of a request from stdin and forks; the fork is confined,
-reads the request from REQUESTS_FD, runs the code and writes its results to RESULTS_FD, a JSON line each. So the memory
-of the server, which every fork inherits, never holds an answer, a reference or a result. A header of length 0 kills the
-fork. When it is gone, the server removes what it left (processes, files) and says so on stdout.
+Sandbox is the caller's side. It starts `python sandbox.py LAYER WORK_DIR SITE_PACKAGES …`, the server, with a socket as
+its stdin and stdout. One request is one process and one fresh pair of pipes: the server receives the length of a request
+and the two descriptors and forks; the fork is confined, reads the request, runs the code and writes its results, a JSON
+line each. So the memory of the server, which every fork inherits, never holds an answer, a reference or a result, and
+nothing that an answer does to its descriptors outlives them. A header without descriptors kills the fork. When it is
+gone, the server removes what it left (processes, files) and says so. The caller reads each line under one deadline and
+one limit of bytes, and takes it only if it has the form that is expected next (is_encoded for values).
 
 Layers
   namespaces   own user, mount, process, network and IPC namespaces: an empty file system that holds the interpreter's
@@ -19,7 +21,9 @@ Layers
                others, new programs, file modes or owners), Landlock: the same files to read, one directory to write.
   rlimits      resource limits alone. Stops faults, not attacks.
 In every layer: 1 GiB of address space, files of at most 16 MiB, 64 descriptors, a limit on processor time, an empty
-environment, no standard streams, a fixed hash seed. The wall-clock limit is the caller's, by a SIGKILL.
+environment, no standard streams, a fixed hash seed. The limits on wall time are the caller's, by a SIGKILL: time_limit_s
+a call, LOAD_LIMIT_S more for each load of the code (it is loaded for each call), and for an answer as a whole
+time_limit_s a call and LOADS_LIMIT_S for all loads. Code and calls have REQUEST_LIMIT characters together at most.
 
 What this does not cover: faults of the kernel or the processor (side channels, Spectre); processor time and memory
 within the limits; in the layer landlock the number of files written before the time limit, and names, sizes and dates
@@ -27,18 +31,21 @@ of files outside (not their content); the results of an answer to itself (code m
 they are wrong values, at most those that it could have returned). Answers that need threads work, answers that start
 processes or open sockets fail.
 """
+import builtins
 import collections
 import contextlib
 import ctypes
 import gc
 import importlib
+import itertools
 import json
+import math
 import os
 import re
 import resource
 import select
-import shutil
 import signal
+import socket
 import struct
 import symtable
 import sys
@@ -49,6 +56,7 @@ import types
 MEMORY_LIMIT = 1 << 30          # bytes of address space
 FILE_LIMIT = 16 << 20           # bytes of a file, and of all files in the layer namespaces
 RESULT_LIMIT = 1 << 20          # bytes of one encoded result
+REQUEST_LIMIT = 1 << 20         # characters of an answer's code and calls
 MAX_DEPTH = 100                 # of nested values
 HEADER = struct.Struct("<II")   # bytes of the request (0: kill the running one), seconds of processor time
 PRELOADED = ("bisect calendar collections collections.abc copy dataclasses datetime decimal enum fractions functools "
@@ -60,7 +68,8 @@ BLACKLIST = ("import os", "exit(", "quit(", "argparse", "sudo", "transformers") 
 # the caller's side
 
 PROGRAM = os.path.abspath(__file__)
-START_LIMIT_S, LOAD_LIMIT_S = 60, 4
+START_LIMIT_S, LOAD_LIMIT_S, LOADS_LIMIT_S, CLEAN_LIMIT_S = 60, 4, 20, 5
+ANSWER_TIME_LIMIT = "time limit of the whole answer"
 PROBE = """def probe():
     import os, socket, wave
     open("a", "w").close()
@@ -88,135 +97,279 @@ class Sandbox:
     def __enter__(self):
         import subprocess                                           # here, so that the server's forks do not carry them
         import tempfile
-        self.work = "/sandbox" if self.layer == "namespaces" else tempfile.mkdtemp(prefix="sandbox-")
-        theirs, self.requests = os.pipe()
-        self.results, theirs_too = os.pipe()
+        self.folder = None if self.layer == "namespaces" else tempfile.mkdtemp(prefix="sandbox-")
+        self.work = os.path.join(self.folder, "0") if self.folder else "/sandbox"
+        if self.folder:
+            os.mkdir(self.work)
+        self.control, theirs = socket.socketpair()
+        self.control.settimeout(START_LIMIT_S)
         site_packages = [path for path in sys.path if os.path.isdir(path) and
                          os.path.basename(path) in ("site-packages", "dist-packages")]
         one_thread = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
         environment = {"PYTHONHASHSEED": str(self.hash_seed), "TZ": "UTC", "LANG": "C.UTF-8", "HOME": self.work,
                        "TMPDIR": self.work, **one_thread}
-        self.child = subprocess.Popen(
-            [sys.executable, "-s", "-S", "-P", "-B", PROGRAM, self.layer, str(theirs), str(theirs_too), self.work,
-             *site_packages], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=(theirs, theirs_too),
-            env=environment, cwd="/", start_new_session=True, bufsize=0)
-        os.close(theirs)
-        os.close(theirs_too)
-        os.set_blocking(self.results, False)
-        os.set_blocking(self.requests, False)
+        with theirs:
+            self.child = subprocess.Popen(
+                [sys.executable, "-s", "-S", "-P", "-B", PROGRAM, self.layer, self.work, *site_packages], stdin=theirs,
+                stdout=theirs, env=environment, cwd="/", start_new_session=True)
         return self
 
     def __exit__(self, *exception):
         from subprocess import TimeoutExpired
-        self.child.stdin.close()
+        self.control.close()
         try:
             self.child.wait(10)
         except TimeoutExpired:
             self.child.kill()
             self.child.wait()
-        self.child.stdout.close()
-        os.close(self.requests)
-        os.close(self.results)
-        if self.layer != "namespaces":
-            shutil.rmtree(self.work, ignore_errors=True)
+        if self.folder:
+            if empty(self.folder, 2 * CLEAN_LIMIT_S):
+                os.rmdir(self.folder)
+            else:
+                print(f"scorer: files of answers cannot be removed: {self.folder}", file=sys.stderr)
 
     def greet(self):
         """Wait until the child serves, and see with harmless attacks that the walls stand; LayerError if not."""
-        hello = json.loads(self.child.stdout.readline() or '{"error": "the child program did not start"}')
-        if "error" in hello:
-            raise LayerError(hello["error"])
-        if self.layer != "rlimits":
-            try:
+        try:
+            hello = json.loads(self.reply())
+            if "error" in hello:
+                raise LayerError(hello["error"])
+            if self.layer != "rlimits":
                 (value,), _ = self.run(PROBE.format(path=PROGRAM), ["probe()"], 10)
-            except RuntimeError as error:
-                raise LayerError(str(error)) from None
-            if value != ["ok", 0]:
-                raise LayerError(f"its walls do not stand ({value[1]})")
+                if value != ["ok", 0]:
+                    raise LayerError(f"its walls do not stand ({value[1]})")
+        except RuntimeError as error:
+            raise LayerError(str(error)) from None
 
     def run(self, code, calls, time_limit_s, imports=None, reference=None):
         """Results of the calls, ["ok", value] or ["error", reason] each, and what a reference (imports=None) imported.
         A call that takes too long or ends its process costs its own result: a new process goes on with the next."""
-        values, imported = [], None
+        if sum(map(len, (code, reference or "", *calls))) > REQUEST_LIMIT:
+            return [["error", f"larger than {REQUEST_LIMIT:,} characters"]] * len(calls), None
+        values, imported, left_s = [], None, LOADS_LIMIT_S + len(calls) * time_limit_s
         while len(values) < len(calls):
             request = {"code": code, "calls": calls[len(values):], "imports": imports, "compat": reference is not None,
                        "reference": reference}
-            more, found, loaded, reason = self.run_process(request, time_limit_s)
+            more, found, loaded, reason, seconds = self.run_process(request, time_limit_s, left_s)
+            left_s -= seconds
             values += more
             imported = imported or found
             if len(values) < len(calls) and reason != "restart":
                 # Code that does not even load would not load again; the published evaluation does not go on at all.
-                goes_on = loaded and reference is None
+                goes_on = loaded and reference is None and reason != ANSWER_TIME_LIMIT
                 values += [["error", reason]] * (1 if goes_on else len(calls) - len(values))
         return values, imported
 
-    def run_process(self, request, time_limit_s):
-        """One process: (results so far, imports, whether the code had loaded, why it ended)."""
-        data = json.dumps(request).encode()
-        num_calls = len(request["calls"])
+    def run_process(self, request, time_limit_s, left_s):
+        """One process: (results so far, imports, whether the code had loaded, why it ended, seconds it took of the
+        left_s). RuntimeError if the server cannot be used; nothing that the code does is one."""
+        data, num_calls = json.dumps(request).encode(), len(request["calls"])
+        values, imports, loaded, reason, began, ends = [], None, False, "", None, None
         try:
-            self.child.stdin.write(HEADER.pack(len(data), int(num_calls * time_limit_s) + LOAD_LIMIT_S + 2))
-            while data:
-                if not select.select([], [self.requests], [], START_LIMIT_S)[1]:
-                    raise OSError("it reads no request")
-                data = data[os.write(self.requests, data):]
+            with contextlib.ExitStack() as stack:
+                theirs, requests, results, theirs_too = (stack.enter_context(open(end, mode, buffering=0)) for pipe in
+                                                         (os.pipe(), os.pipe()) for end, mode in zip(pipe, ("rb", "wb")))
+                socket.send_fds(self.control, [HEADER.pack(len(data), int(max(0, left_s)) + 2)],
+                                [theirs.fileno(), theirs_too.fileno()])
+                theirs.close()
+                theirs_too.close()
+                write_request(requests.fileno(), data, time.monotonic() + START_LIMIT_S)
+                lines = Lines(results.fileno())
+                try:
+                    lines.expect(is_ready, time.monotonic() + START_LIMIT_S)
+                    began = time.monotonic()
+                    ends = began + left_s
+                    while len(values) < num_calls:
+                        message = lines.expect(is_restart if values else is_loaded,
+                                               min(ends, time.monotonic() + time_limit_s + LOAD_LIMIT_S))
+                        if message == "restart":
+                            raise Stop("restart")
+                        deadline, loaded = min(ends, time.monotonic() + time_limit_s), True
+                        if request["imports"] is None and not values and not request["compat"]:
+                            imports = lines.expect(is_imports, deadline)
+                        values.append(lines.expect(is_result, deadline))
+                except Stop as stop:
+                    over = str(stop) == "time limit" and ends and time.monotonic() >= ends
+                    reason = ANSWER_TIME_LIMIT if over else str(stop)
+            if not began:
+                raise RuntimeError(f"the scorer's child program could not run anything ({reason})")
+            seconds = time.monotonic() - began
+            self.control.send(HEADER.pack(0, 0))                    # kill it, unless it has ended
         except OSError as error:
             raise RuntimeError(f"the scorer's child program is gone: {error}") from None
-        values, imports, ready, loaded, reason, buffer = [], None, False, False, "", bytearray()
-        deadline, ended = time.monotonic() + START_LIMIT_S, False
-        while not reason and len(values) < num_calls:
-            channels = [self.results] if ended else [self.results, self.child.stdout]
-            readable, _, _ = select.select(channels, [], [], 0 if ended else max(0, deadline - time.monotonic()))
-            if self.results in readable:
-                buffer += os.read(self.results, 1 << 16)
-            elif readable:
-                self.await_end()
-                ended = True                                        # what it wrote before its end is still to be read
-            else:
-                reason = "process ended" if ended else "time limit"
-            *lines, rest = buffer.split(b"\n")
-            buffer = rest
-            if len(buffer) > RESULT_LIMIT:
-                reason = "a result that is too large"
-            for line in lines:
-                try:
-                    message = json.loads(line)
-                except (ValueError, RecursionError):
-                    message = None
-                if message == "ready" and not ready:
-                    ready = True
-                    deadline = time.monotonic() + time_limit_s + LOAD_LIMIT_S
-                elif message == "loaded" and ready and not loaded:
-                    loaded = True
-                    deadline = time.monotonic() + time_limit_s
-                elif loaded and not values and imports is None and request["imports"] is None and is_imports(message):
-                    imports = message
-                elif message == "restart" and values:
-                    reason = "restart"
-                elif ready and isinstance(message, list) and len(message) == 2 and message[0] in ("ok", "error"):
-                    values.append(message)
-                    deadline = time.monotonic() + time_limit_s
-                else:
-                    reason = "a broken result"
-                if reason or len(values) == num_calls:
-                    break
-        if not ready:
-            raise RuntimeError("the scorer's child program could not run anything (" + (reason or "no answer") + ")")
-        if not ended:
-            with contextlib.suppress(OSError):
-                self.child.stdin.write(HEADER.pack(0, 0))
-            self.await_end()
-        with contextlib.suppress(BlockingIOError):
-            while os.read(self.results, 1 << 16):                   # what came too late
-                pass
-        return values, imports, loaded, reason
+        self.reply()
+        return values, imports, loaded, reason, seconds
 
-    def await_end(self):
-        if not self.child.stdout.readline():
-            raise RuntimeError(f"the scorer's child program ended with status {self.child.wait()}")
+    def reply(self):
+        """The next line of the server."""
+        line = b""
+        try:
+            while not line.endswith(b"\n"):
+                if not (more := self.control.recv(4096)):
+                    raise OSError("it has ended")
+                line += more
+        except OSError as error:
+            raise RuntimeError(f"the scorer's child program does not answer: {error}") from None
+        return line
+
+
+class Stop(Exception):
+    """Why the results of a process end early."""
+
+
+class Lines:
+    """Messages, a JSON line each, from a descriptor that untrusted code may write to."""
+
+    def __init__(self, descriptor):
+        self.descriptor, self.buffer, self.poll = descriptor, bytearray(), select.poll()
+        self.poll.register(descriptor, select.POLLIN)
+
+    def expect(self, valid, deadline):
+        """The next message; Stop if it is not valid(message), is too long, or comes after the deadline. What is read in
+        between, a byte at a time perhaps, moves neither the deadline nor the limit."""
+        searched = 0
+        while (end := self.buffer.find(b"\n", searched)) < 0:
+            searched = len(self.buffer)
+            if searched > RESULT_LIMIT:
+                raise Stop("a result that is too large")
+            left_s = deadline - time.monotonic()
+            if left_s <= 0 or not self.poll.poll(math.ceil(left_s * 1000)):
+                raise Stop("time limit")
+            if not (more := os.read(self.descriptor, 1 << 16)):
+                raise Stop("process ended")
+            self.buffer += more
+        line = bytes(self.buffer[:end])
+        del self.buffer[:end + 1]
+        try:
+            message = json.loads(line)
+        except (ValueError, RecursionError):
+            raise Stop("a broken result") from None
+        if not valid(message):
+            raise Stop("a broken result")
+        return message
+
+
+def write_request(descriptor, data, deadline):
+    os.set_blocking(descriptor, False)
+    poll, data = select.poll(), memoryview(data)
+    poll.register(descriptor, select.POLLOUT)
+    while data:
+        if not poll.poll(max(0, int(1000 * (deadline - time.monotonic())))):
+            raise OSError("it reads no request")
+        data = data[os.write(descriptor, data):]
+
+
+# What a process may say, in this order: "ready", and for each call "loaded" (or "restart", after the first), once what a
+# reference imported, and a result.
+
+def is_ready(message):
+    return message == "ready"
+
+
+def is_loaded(message):
+    return message == "loaded"
+
+
+def is_restart(message):
+    return message in ("loaded", "restart")
 
 
 def is_imports(message):
-    return isinstance(message, list) and all(isinstance(item, list) and len(item) == 3 for item in message)
+    return type(message) is list and all(type(item) is list and len(item) == 3 and type(item[0]) is type(item[1]) is str
+                                         and type(item[2]) in (str, type(None)) for item in message)
+
+
+def is_result(message):
+    return type(message) is list and len(message) == 2 and (
+        message[0] == "ok" and is_encoded(message[1]) or message[0] == "error" and type(message[1]) is str)
+
+
+def empty(folder, limit_s):
+    """Remove what is in a folder; False if that is not done in the time. It never raises: a folder inside a folder is
+    first moved up, so that neither the depth nor the length of a path matters."""
+    until, prefix, numbers, waiting = time.monotonic() + limit_s, os.urandom(8).hex(), itertools.count(), []
+
+    def clear(descriptor):
+        with os.scandir(descriptor) as entries:
+            for entry in entries:
+                name = entry.name
+                if time.monotonic() > until:
+                    raise TimeoutError
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(name, dir_fd=descriptor)
+                    continue
+                os.chmod(name, 0o700, dir_fd=descriptor)
+                if descriptor != top:
+                    moved = f"{prefix}-{next(numbers)}"
+                    os.rename(name, moved, src_dir_fd=descriptor, dst_dir_fd=top)
+                    name = moved
+                waiting.append(name)
+
+    try:
+        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            clear(top)
+            while waiting:
+                name = waiting.pop()
+                descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+                try:
+                    clear(descriptor)
+                finally:
+                    os.close(descriptor)
+                os.rmdir(name, dir_fd=top)
+        finally:
+            os.close(top)
+    except OSError:
+        return False
+    return True
+
+
+Comparison = collections.namedtuple("Comparison", "operator sides")
+
+
+def split_comparison(call):
+    """A test that is a comparison, in parts, so that data is compared by the caller and no object of an answer has a
+    say: "f(2) == [1]" gives Comparison("Eq", ("f(2)", "[1]")). None for another test. A comparison inside another
+    expression gets an operator that the caller knows no meaning of."""
+    import ast                                                      # here, so that the server's forks do not carry it
+    if not re.search(r"[=!<>]|\b(in|is)\b", call):
+        return None
+    nested = Comparison("nested", (call.strip(),))
+    try:
+        test = ast.parse(call.strip(), mode="eval").body
+        if not isinstance(test, ast.Compare):
+            return nested if compares(test) else None
+        sides = (test.left, *test.comparators)
+        if len(sides) > 2 or any(map(compares, sides)):
+            return nested
+        return Comparison(type(test.ops[0]).__name__, tuple(map(ast.unparse, sides)))
+    except (SyntaxError, ValueError):
+        return None                                                 # its result says so
+    except (RecursionError, MemoryError):
+        return nested
+
+
+def tuple_of(expressions):
+    return "(" + "".join(f"({expression}), " for expression in expressions) + ")"
+
+
+def compares(node):
+    """Is there a comparison in an expression, outside of what it passes to functions?"""
+    import ast
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not hasattr(builtins, node.func.id):
+        return False
+    return isinstance(node, ast.Compare) or any(map(compares, ast.iter_child_nodes(node)))
+
+
+def functions_under_test(call, imported):
+    """The names that a call calls, but for built-in and imported ones; if all are imported: the outermost."""
+    import ast
+    try:
+        calls = [node.func.id for node in ast.walk(ast.parse(call.strip(), mode="eval")) if isinstance(node, ast.Call)
+                 and isinstance(node.func, ast.Name) and not hasattr(builtins, node.func.id)]
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+    return set(calls) - set(imported) or set(calls[:1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -309,6 +462,65 @@ def number(value):
     if q == 1:
         return int(p) if -2 ** 53 < p < 2 ** 53 else ["int", hex(p)]
     return ["ratio", f"{p:x}/{q:x}"]
+
+
+def text(pattern):
+    pattern = re.compile(pattern, re.ASCII | re.DOTALL)
+    return lambda part, depth: type(part) is str and pattern.fullmatch(part) is not None
+
+
+def is_int(part, depth):
+    return type(part) is int and -2 ** 53 < part < 2 ** 53
+
+
+def is_number(part, depth):
+    return is_int(part, depth) or type(part) is list and part[:1] in NUMBERS and is_encoded(part)
+
+
+def are_values(parts, depth):
+    return type(parts) is list and all(is_encoded(part, depth) for part in parts)
+
+
+def are_pairs(parts, depth):
+    return type(parts) is list and all(type(pair) is list and len(pair) == 2 and are_values(pair, depth)
+                                       for pair in parts)
+
+
+def is_shape(part, depth):
+    return type(part) is list and all(is_int(size, depth) and size >= 0 for size in part)
+
+
+# The kinds of what encode returns as a list, and a check for each part after the kind.
+NUMBERS = ["nan"], ["infinite"], ["int"], ["ratio"]
+DAY, CLOCK = r"\d{4}-\d\d-\d\d", r"\d\d?:\d\d:\d\d(\.\d{6})?"
+SCHEMA = {
+    "nan": (), "infinite": (lambda part, depth: type(part) is bool,), "int": (text("-?0x[0-9a-f]+"),),
+    "ratio": (text("-?[0-9a-f]+/[1-9a-f][0-9a-f]*"),), "complex": (is_number, is_number),
+    **dict.fromkeys(("list", "tuple", "deque", "set"), (are_values,)),
+    **dict.fromkeys(("dict", "odict", "counter"), (are_pairs,)),
+    "enum": (text(".*"), lambda part, depth: part is None or type(part) is str),
+    "bytes": (text("([0-9a-f]{2})*"),), "array": (is_shape, are_values),
+    **dict.fromkeys(("datetime", "datetime utc"), (text(f"{DAY}T{CLOCK}"),)), "date": (text(DAY),),
+    **dict.fromkeys(("time", "time utc"), (text(rf"(-?\d+ days?, )?{CLOCK}"),)),
+    "timedelta": (is_int, is_int, is_int),
+    "timezone": (lambda part, depth: type(part) is list and part[:1] == ["timedelta"] and is_encoded(part),)}
+
+
+def is_encoded(value, depth=0):
+    """Is this what encode can give? (But for the order of dicts and sets.) All else from a process is a wrong value."""
+    if depth > MAX_DEPTH:
+        return False
+    if value is None or type(value) is str or is_int(value, depth):
+        return True
+    if type(value) is not list or not value or type(value[0]) is not str:
+        return False
+    kind, *parts = value
+    if kind == "range":
+        return (all(is_number(part, depth) for part in parts) and type(parts[:1] and parts[0]) is int and
+                parts[0] >= 0 and len(parts) == 1 + min(parts[0], 2))
+    checks = SCHEMA.get(kind)
+    return checks is not None and len(parts) == len(checks) and all(
+        check(part, depth + 1) for check, part in zip(checks, parts))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -530,33 +742,50 @@ def compiled(source):
 # running, in the confined process
 
 def run_calls(request, send):
-    """Execute the code afresh for each call and send ["ok", value] or ["error", reason]; "loaded" when the code has run
-    for the first time, "restart" before an early end (threads left running would disturb the next call). A reference
-    also sends which imported names its calls use, for the calls of the answers."""
-    sources = extract_code(request["code"])
-    imports, codes = request["imports"], None
+    """Execute the code afresh for each call, send "loaded", and ["ok", value] or ["error", reason]; "restart" before an
+    early end (threads left running would disturb the next call). Code whose top level fails is judged by what it had
+    defined. A reference also sends which imported names its calls use, for the calls of the answers."""
+    imports = request["imports"]
+    try:
+        codes, broken = [compiled(source) for source in extract_code(request["code"])], None
+    except BaseException as error:
+        codes, broken = [], reason_of(error)
     for index, call in enumerate(request["calls"]):
+        module = sys.modules["answer"] = types.ModuleType("answer")
+        fault = execute(codes, module) or broken
+        send("loaded")
+        if index == 0 and imports is None:
+            send(imported_names(request["calls"], module.__dict__))
         try:
-            codes = codes or [compiled(source) for source in sources]
-            module = sys.modules["answer"] = types.ModuleType("answer")
-            for code in codes:
-                exec(code, module.__dict__)
-            if index == 0:
-                send("loaded")
-                if imports is None:
-                    send(imported_names(request["calls"], module.__dict__))
-            # what the reference imported under a name is what the call means by it, however the answer imported
+            # What the reference imported under a name is what the call means by it, however the answer imported it; a
+            # name that the answer defines itself is the answer's.
             names = {name: getattr(importlib.import_module(where), what) if what else importlib.import_module(where)
-                     for name, where, what in imports or ()}
+                     for name, where, what in imports or ()
+                     if name not in module.__dict__ or origin(module.__dict__[name])}
             result = ["ok", encode(eval(call.strip(), {**module.__dict__, **names} if names else module.__dict__))]
-        except ModuleNotFoundError as error:
-            result = ["error", f"no module named {str(error.name)[:100]}"]
         except BaseException as error:
-            result = ["error", f"{type(error).__name__}: {describe(error)}"]
+            result = ["error", fault or reason_of(error)]
         send(result)
         if len(sys._current_frames()) > 1 and index + 1 < len(request["calls"]):
             send("restart")
             return
+
+
+def execute(codes, module):
+    """Execute code objects in a module; why the first failed, None where none did."""
+    fault = None
+    for code in codes:
+        try:
+            exec(code, module.__dict__)
+        except BaseException as error:
+            fault = fault or reason_of(error)
+    return fault
+
+
+def reason_of(error):
+    if isinstance(error, ModuleNotFoundError):
+        return f"no module named {str(error.name)[:100]}"
+    return f"{type(error).__name__}: {describe(error)}"
 
 
 def describe(error):
@@ -570,14 +799,22 @@ def imported_names(calls, namespace):
     """[[name, module, attribute or None], …]: names in the calls that the code imported."""
     found = {}
     for call in calls:
-        for name in compile(call.strip(), "<call>", "eval").co_names:
-            value = namespace.get(name)
-            where, what = getattr(value, "__module__", None), getattr(value, "__name__", None)
-            if isinstance(value, types.ModuleType):
-                found[name] = [name, what, None]
-            elif where in sys.modules and where != "answer" and getattr(sys.modules[where], str(what), None) is value:
-                found[name] = [name, where, what]
+        with contextlib.suppress(Exception):                        # a call that is not Python: its result says so
+            for name in compile(call.strip(), "<call>", "eval").co_names:
+                if where := origin(namespace.get(name)):
+                    found[name] = [name, *where]
     return list(found.values())
+
+
+def origin(value):
+    """(module, attribute or None) that a value was imported from; None for what the code defines itself."""
+    where, what = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    if isinstance(value, types.ModuleType):
+        return what, None
+    if (type(where) is type(what) is str and where in sys.modules and where != "answer" and
+            getattr(sys.modules[where], what, None) is value):
+        return where, what
+    return None
 
 
 def run_compat(request, send):
@@ -596,15 +833,15 @@ def run_compat(request, send):
         answer = answer[len("```python"):].split("```")[0]
     signal.signal(signal.SIGALRM, alarm)
     scopes = None
-    send("loaded")
     for call in request["calls"]:
+        send("loaded")
         try:
             signal.alarm(1)
             if any(word in answer for word in BLACKLIST):
                 raise ValueError("blacklist")
             scopes = scopes or [local_scope(source) for source in (request["reference"], answer)]
             expected, value = (eval(call.strip(), *scope) for scope in scopes)
-            result = ["ok", bool(expected is not None and expected == value)]
+            result = ["ok", int(bool(expected is not None and expected == value))]
         except Exception as error:
             result = ["error", f"{type(error).__name__}: {describe(error)}"]
         finally:
@@ -635,15 +872,17 @@ epoll_ctl 233 21  epoll_pwait 281 22  eventfd2 290 19  ppoll 271 73  pselect6 27
 shutdown 48 210  getsockopt 55 209  setsockopt 54 208  stat 4 -  lstat 6 -  access 21 -  pipe 22 -  dup2 33 -  poll 7 -
 select 23 -  mkdir 83 -  rmdir 84 -  rename 82 -  unlink 87 -  symlink 88 -  readlink 89 -  getrlimit 97 163
 time 201 -  alarm 37 -  pause 34 -  epoll_wait 232 -  getdents 78 -  arch_prctl 158 -  epoll_create 213 -"""
-# Allowed, or not, by their arguments: name, numbers, allowed when all equal?, (argument, mask, value) …
-CONDITIONAL = (("clone", 56, 220, True, (0, 0x10000, 0x10000)),         # threads alone
-               ("ioctl", 16, 29, True, (1, 0xFFFFFF00, 0x5400)),        # terminal and descriptor flags
-               ("fcntl", 72, 25, False, (1, 0xFFFFFFF8, 8)),            # no signals by descriptors
-               ("prctl", 157, 167, True, (0, 0xFFFFFFFF, 15)),          # a thread's name
-               ("prlimit64", 302, 261, True, (0, 0xFFFFFFFF, 0)),       # of this process
-               ("socketpair", 53, 199, True, (0, 0xFFFFFFFF, 1), (1, 0xF, 1)),      # for event loops; streams reach
-               ("openat", 257, 56, False, (2, 0x203, 0x200)),           # nobody else. Early Landlock lets
-               ("open", 2, None, False, (1, 0x203, 0x200)))             # O_RDONLY | O_TRUNC pass
+# Allowed, or not, by their arguments: name, numbers, allowed when any of these holds?, ((argument, mask, value) …) …
+CONDITIONAL = (("clone", 56, 220, True, ((0, 0x10000, 0x10000),)),      # threads alone
+               ("ioctl", 16, 29, True, *(((1, 0xFFFFFFFF, request),) for request in (
+                   0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451))),   # is it a terminal, its size; descriptor flags
+               ("fcntl", 72, 25, False, ((1, 0xFFFFFFF8, 8),)),         # no signals by descriptors
+               ("prctl", 157, 167, True, ((0, 0xFFFFFFFF, 15),)),       # a thread's name
+               ("prlimit64", 302, 261, True, ((0, 0xFFFFFFFF, 0),)),    # of this process
+               ("socketpair", 53, 199, True, ((0, 0xFFFFFFFF, 1), (1, 0xF, 1))),    # for event loops; streams reach
+               # nobody else. Early Landlock lets O_RDONLY | O_TRUNC pass, and any file with access mode 3
+               ("openat", 257, 56, False, ((2, 0x203, 0x200),), ((2, 0x3, 0x3),)),
+               ("open", 2, None, False, ((1, 0x203, 0x200),), ((1, 0x3, 0x3),)))
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
@@ -660,12 +899,15 @@ def system_call_filter():
     for numbers in zip(words[1::3], words[2::3]):
         if numbers[column] != "-":
             program += [(jump, 0, 1, int(numbers[column])), (give, 0, 0, allow)]
-    for _, x86, arm, when_equal, *tests in CONDITIONAL:
+    for _, x86, arm, when_equal, *alternatives in CONDITIONAL:
         if (number := (x86, arm)[column]) is not None:
-            program.append((jump, 0, 3 * len(tests) + 2, number))
-            for left, (argument, mask, value) in zip(range(len(tests) - 1, -1, -1), tests):
-                program += [(load, 0, 0, 16 + 8 * argument), (and_, 0, 0, mask), (jump, 0, 3 * left + 1, value)]
-            program += [(give, 0, 0, allow if when_equal else deny), (give, 0, 0, deny if when_equal else allow)]
+            block = []
+            for tests in alternatives:
+                for left, (argument, mask, value) in zip(range(len(tests) - 1, -1, -1), tests):
+                    block += [(load, 0, 0, 16 + 8 * argument), (and_, 0, 0, mask), (jump, 0, 3 * left + 1, value)]
+                block.append((give, 0, 0, allow if when_equal else deny))
+            block.append((give, 0, 0, deny if when_equal else allow))
+            program += [(jump, 0, len(block), number), *block]
     program.append((give, 0, 0, deny))
     instructions = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *instruction) for instruction in program))
     return struct.pack("<HxxxxxxQ", len(program), ctypes.addressof(instructions)), instructions
@@ -740,9 +982,10 @@ def fresh_work_dir(work):
     os.chdir(work)
 
 
-def landlock_rules(paths, work):
-    """A descriptor of Landlock rules: `paths` to read, `work` to write. OSError where the kernel has no Landlock."""
-    version = check(libc.syscall(444, None, 0, 1), "Landlock")
+def landlock_rules(paths, work, latest):
+    """A descriptor of Landlock rules: `paths` to read, `work` to write. OSError where the kernel has no Landlock.
+    `latest` is the latest version to use, for tests of earlier ones."""
+    version = min(check(libc.syscall(444, None, 0, 1), "Landlock"), latest)
     everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     attributes = struct.pack("<QQQ", everything, 0x3, 0x3)[:8 if version < 4 else 16 if version < 6 else 24]
     rules = check(libc.syscall(444, attributes, len(attributes), 0), "Landlock")
@@ -781,10 +1024,11 @@ def confine(layer, seconds, rules, program):
 # the server
 
 def read_exactly(descriptor, size):
-    data = b""
-    while len(data) < size and (more := os.read(descriptor, size - len(data))):
-        data += more
-    return data
+    pieces = []
+    while size and (more := os.read(descriptor, min(size, 1 << 16))):
+        pieces.append(more)
+        size -= len(more)
+    return b"".join(pieces)
 
 
 def serve_one(layer, header, requests, results, rules, program):
@@ -816,7 +1060,7 @@ def serve_one(layer, header, requests, results, rules, program):
 
 
 def remove_leftovers(layer, child, work):
-    """Kill what the request left running, forget its files."""
+    """Kill what the request left running, forget its files; False if they cannot be removed in time."""
     if layer == "namespaces":
         kill(-1)                                                # this is process 1: all others of the namespace
     else:
@@ -831,18 +1075,13 @@ def remove_leftovers(layer, child, work):
             os.waitpid(-1, 0)
         except ChildProcessError:
             break
+    if layer != "namespaces":
+        return empty(work, CLEAN_LIMIT_S)
     if os.listdir(work):
-        if layer == "namespaces":
-            os.chdir("/")
-            check(libc.umount2(work.encode(), 2), "umount")
-            fresh_work_dir(work)
-        else:
-            for folder, folders, _ in os.walk(work):
-                for name in folders:
-                    if not os.path.islink(os.path.join(folder, name)):
-                        os.chmod(os.path.join(folder, name), 0o700)
-            for entry in os.scandir(work):
-                shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
+        os.chdir("/")
+        check(libc.umount2(work.encode(), 2), "umount")
+        fresh_work_dir(work)
+    return True
 
 
 def kill(pid):
@@ -861,12 +1100,11 @@ def parent_of(pid):
 
 
 def main():
-    layer, requests, results, work, *site_packages = sys.argv[1:]
-    low = [os.dup(int(descriptor)) for descriptor in (requests, results)]       # below 64, whatever the caller has open
-    os.close(int(requests))
-    os.close(int(results))
-    requests, results = low
-    rules = program = None
+    layer, work, *site_packages = sys.argv[1:]
+    layer, _, latest = layer.partition("-")                     # "landlock-2": as where Landlock has version 2
+    latest = int(latest or 99)
+    sys.argv, sys.orig_argv = ["answer.py"], ["python", "answer.py"]            # what an answer sees
+    control, paths, rules, program = socket.socket(fileno=0), [], None, None
     try:
         if layer != "rlimits":
             libc.prctl(1, signal.SIGKILL, 0, 0, 0)
@@ -875,7 +1113,7 @@ def main():
             if layer == "namespaces":
                 enter_namespaces(paths, work)
             else:
-                rules = landlock_rules(paths, work)
+                rules = landlock_rules(paths, work, latest)
         elif hasattr(libc, "prctl"):
             libc.prctl(36, 1, 0, 0, 0)                          # PR_SET_CHILD_SUBREAPER
     except (OSError, AttributeError) as error:                  # AttributeError: not Linux
@@ -892,12 +1130,20 @@ def main():
     signal.set_wakeup_fd(ring, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     os.write(1, b'{"serving": true}\n')
-    while header := read_exactly(0, HEADER.size):
-        if HEADER.unpack(header)[0] == 0:
+    while True:
+        try:
+            header, descriptors, _, _ = socket.recv_fds(control, HEADER.size, 2)
+        except ConnectionError:
+            break
+        if not header:
+            break
+        if not descriptors:
             continue                                            # an order to kill what had ended by itself
         child = os.fork()
         if child == 0:
-            serve_one(layer, header, requests, results, rules, program)
+            serve_one(layer, header, *descriptors, rules, program)
+        for descriptor in descriptors:
+            os.close(descriptor)
         ended = False
         while not ended:
             ready = select.select([0, bell], [], [])[0]
@@ -907,7 +1153,15 @@ def main():
             else:
                 ended = True                                    # an order to kill, or the caller has gone
                 read_exactly(0, HEADER.size)
-        remove_leftovers(layer, child, work)
+        if not remove_leftovers(layer, child, work):
+            print(f"scorer: files of an answer cannot be removed now, another folder is used: {work}", file=sys.stderr)
+            folder, number = os.path.split(work)
+            work = os.environ["HOME"] = os.environ["TMPDIR"] = os.path.join(folder, str(int(number) + 1))
+            os.makedirs(work)
+            os.chdir(work)
+            if layer == "landlock":
+                os.close(rules)
+                rules = landlock_rules(paths, work, latest)
         os.write(1, b'{"ended": true}\n')
 
 

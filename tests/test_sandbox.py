@@ -2,13 +2,21 @@
 
 Nothing of theirs may be left (files, processes, connections, a changed or read input), and their first and third test,
 which behave, must be graded as usual. A layer that this machine does not allow is skipped, not weakened."""
+import collections
 import contextlib
+import datetime
+import decimal
+import enum
+import errno
+import json
 import os
 import pathlib
+import random
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import textwrap
 import threading
 import time
@@ -178,7 +186,74 @@ CHEATS = [
      ["ok", ["set", [None]]]),
     ("return __name__", ["ok", "answer"]),
 ]
-ATTACKS = READ + WRITE + NETWORK + PROCESSES + FAULTS + CHEATS
+DESCRIPTORS = blocked(
+    "os.open('mine', 3 | os.O_CREAT); return loot(1)",
+    "os.open(WORLD + '/input', 3 | os.O_TRUNC); return loot(1)",
+    "os.open(WORLD + '/secret', 3 | os.O_NONBLOCK); return loot(1)",
+    "return loot(libc.syscall(2, (WORLD + '/input').encode(), 3 | os.O_TRUNC) >= 0 or no())",
+    "d = os.open(TERMINAL, 3); a = termios.tcgetattr(d); a[3] = 0; termios.tcsetattr(d, 0, a); return loot(1)",
+    "d = os.open(TERMINAL, os.O_RDONLY | os.O_NOCTTY); return loot(termios.tcgetattr(d))",
+    "d = os.open(TERMINAL, os.O_WRONLY | os.O_NOCTTY); os.write(d, b'x'); return loot(1)",
+    "fcntl.ioctl(os.open(TERMINAL, 3), termios.TIOCSTI, b'x'); return loot(1)",
+    "return loot(open('/dev/tty').read())",
+    "os.close(RESULTS); return loot(1)",
+    "os.close(RESULTS); time.sleep(60)",
+    "os.dup2(os.open('mine', os.O_CREAT | os.O_RDWR), RESULTS); return loot(1)",
+    "os.dup2(0, RESULTS); return loot(1)",
+    "r, w = os.pipe(); os.dup2(w, RESULTS); return loot(1)",
+    "return loot(os.read(RESULTS, 1))",
+    "os.lseek(RESULTS, 0, 0); return loot(1)",
+    "os.ftruncate(RESULTS, 0); return loot(1)",
+    "d = os.dup(RESULTS); os.set_blocking(d, False)\nwhile True: os.write(d, b'x' * 65536)",
+) + [
+    ("fcntl.fcntl(RESULTS, fcntl.F_SETPIPE_SZ, 4096); "
+     "fcntl.fcntl(RESULTS, fcntl.F_SETFL, os.O_WRONLY | os.O_NONBLOCK | os.O_DIRECT); return 1", ["ok", 1]),
+    ("fcntl.fcntl(RESULTS, fcntl.F_SETPIPE_SZ, 4096); return 'x' * 500000", ["ok", "x" * 500000]),
+    ("fcntl.fcntl(RESULTS, fcntl.F_SETPIPE_SZ, 1 << 20); return 'x' * 500000", ["ok", "x" * 500000]),
+    ("fcntl.fcntl(RESULTS, fcntl.F_SETFL, os.O_NONBLOCK); return 'x' * 500000", HARMLESS),
+    ("fcntl.fcntl(RESULTS, fcntl.F_SETFL, os.O_WRONLY | os.O_DIRECT); return 'x' * 500000", HARMLESS),
+    ("fcntl.fcntl(RESULTS, fcntl.F_SETFL, os.O_WRONLY | os.O_APPEND | os.O_ASYNC); return 1", HARMLESS),
+    ("fcntl.fcntl(RESULTS, fcntl.F_SETFD, fcntl.FD_CLOEXEC); os.set_inheritable(RESULTS, True); return 1", ["ok", 1]),
+    ("[os.dup(RESULTS) for _ in range(30)]; return 1", ["ok", 1]),
+    ("fcntl.flock(RESULTS, fcntl.LOCK_EX); return 1", HARMLESS),
+    ("return [open(0).read(), os.isatty(RESULTS), os.isatty(1)]", ["ok", ["list", ["", 0, 0]]]),
+    ("return refusal(lambda: fcntl.ioctl(RESULTS, termios.TCSETS, bytes(60)))", ["ok", errno.ENOSYS]),
+    ("return refusal(lambda: fcntl.ioctl(RESULTS, termios.TIOCSTI, b'x'))", ["ok", errno.ENOSYS]),
+    ("return refusal(lambda: fcntl.ioctl(RESULTS, termios.TIOCLINUX, b'x'))", ["ok", errno.ENOSYS]),
+    ("return refusal(lambda: os.open('mine', 3 | os.O_CREAT))", ["ok", errno.ENOSYS]),
+    ("return sys.argv + sys.orig_argv[1:]", ["ok", ["list", ["answer.py", "answer.py"]]]),
+]
+# A call that goes on for too long, whatever it writes in the meantime.
+DRIP = "t = time.monotonic() + 3\n{}\nwhile time.monotonic() < t:\n    {}\nreturn loot(1)"
+CLOCK = blocked(
+    *(DRIP.format("", f"os.write(RESULTS, {data!r}); time.sleep({pause})") for data, pause in (
+        (b" ", 0), (b" ", 0.02), (b"\t", 1e-5), (b"[", 0), (b"[", 0.02), (b"0", 0.001))),
+    *(DRIP.format("", f"os.write(RESULTS, {data!r})") for data in (b"\n", b'"ready"\n', b'"restart"\n', b"[]\n")),
+    *(DRIP.format(f"fcntl.fcntl(RESULTS, fcntl.F_SETFL, os.O_WRONLY | {flags})\ndef drip():\n"
+                  "    while True: os.write(RESULTS, b' ')\nthreading.Thread(target=drip, daemon=True).start()", work)
+      for flags, work in ((0, "pass"), (0, "time.sleep(3)"), ("os.O_DIRECT", "time.sleep(3)"))),      # one blank a read
+    DRIP.format("signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05); signal.signal(signal.SIGALRM, "
+                "lambda *a: os.write(RESULTS, b' '))", "time.sleep(1)"),
+    DRIP.format("sys.settrace(lambda *a: os.write(RESULTS, b' '))", "pass"),
+    DRIP.format("os.write(RESULTS, b'[\"ok\", 1')", "os.write(RESULTS, b' '); time.sleep(0.01)"),
+)
+DEEP = "for _ in range({}):\n    os.mkdir({!r}); os.chdir({!r})\n{}return 'harmless'"
+LEFTOVERS = [(body, HARMLESS) for body in (
+    DEEP.format(20, "x" * 255, "x" * 255, ""),
+    DEEP.format(1200, "d", "d", ""),
+    DEEP.format(900, "y" * 255, "y" * 255, "open('file', 'w').write('x')\n"),
+    DEEP.format(5, "é" * 100, "é" * 100, "open('\\n', 'w').close(); os.symlink('..', 'up')\n"),
+    "os.makedirs('a/b'); os.mkdir('a/b/locked', 0); return 'harmless'",
+    "os.umask(0o777); os.mkdir('a'); os.mkdir('b'); open('c', 'w').close(); return 'harmless'",
+    "for d in 'abc': os.mkdir(d); [os.mkdir(f'{d}/{i}') for i in range(100)]\nreturn 'harmless'",
+    "for i in range(900): open('z' * 250 + str(i), 'w').close()\nreturn 'harmless'",
+    "os.symlink('/', 'root'); os.symlink(WORLD, 'world'); os.symlink('loop', 'loop'); return 'harmless'",
+    "os.mkdir('d'); os.symlink('../d', 'd/d'); os.symlink(WORLD, 'd/world'); return 'harmless'",
+    "open(b'\\xff\\xfe', 'w').close(); os.mkdir(b'\\x80'); return 'harmless'",
+    "os.mkdir('d'); os.chdir('d'); os.rmdir('../d'); return 'harmless'",
+    "f = open('deleted', 'w'); os.unlink('deleted'); f.write('x' * 10 ** 6); return 'harmless'",
+)]
+ATTACKS = READ + WRITE + NETWORK + PROCESSES + FAULTS + CHEATS + DESCRIPTORS + CLOCK + LEFTOVERS
 
 
 @pytest.fixture(scope="module")
@@ -202,9 +277,14 @@ def world(tmp_path_factory):
         listener.setblocking(False)
     for listener in listeners[1:3]:
         listener.listen()
+    terminal, slave = os.openpty()
+    attributes = termios.tcgetattr(slave)
     victim = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
-    yield {"WORLD": str(folder), "PORT": port, "PARENT": os.getpid(), "VICTIM": victim.pid, "listeners": listeners,
+    yield {"TERMINAL": os.ttyname(slave), "WORLD": str(folder), "PORT": port, "PARENT": os.getpid(), "VICTIM": victim.pid, "listeners": listeners,
            "SANDBOX": str(pathlib.Path(common.__file__).with_name("sandbox.py"))}
+    assert termios.tcgetattr(slave) == attributes
+    os.close(terminal)
+    os.close(slave)
     assert victim.poll() is None
     victim.kill()
     victim.wait()
@@ -227,12 +307,13 @@ def hostile(body, world):
     """An answer that attacks in f(2)."""
     names = {key: value for key, value in world.items() if key.isupper()}
     return "\n".join([
-        "import ctypes, fcntl, os, resource, signal, socket, subprocess, sys, threading, time",
+        "import ctypes, fcntl, os, resource, signal, socket, subprocess, sys, termios, threading, time",
         "libc = ctypes.CDLL(None, use_errno=True)", *(f"{key} = {value!r}" for key, value in names.items()),
         "def fstat(d):\n    try: return os.fstat(d)\n    except OSError: return None",
         "RESULTS = [d for d in range(3, 64) if fstat(d)][0]",
         "def loot(value):\n    return 'loot ' + str(value)",
         "def no():\n    raise OSError('refused')",
+        "def refusal(call):\n    try: return call()\n    except OSError as error: return error.errno",
         "def g(n):\n    return g(n + 1)",
         "def spin():\n    while True: pass",
         "def frames():\n    f = sys._getframe()\n    while f:\n        yield f\n        f = f.f_back",
@@ -255,8 +336,9 @@ def processes(root):
 
 @pytest.mark.parametrize("body, expected", ATTACKS, ids=[f"{i}-{body[:40]}" for i, (body, _) in enumerate(ATTACKS)])
 def test_attack(child, world, body, expected):
-    before = processes(child.child.pid)
+    before, began = processes(child.child.pid), time.monotonic()
     first, second, third = child.run(hostile(body, world), ["f(1)", "f(2)", "f(3)"], LIMIT_S, imports=[])[0]
+    assert time.monotonic() - began < 3 * LIMIT_S + 4
     assert "loot " not in str(second) and SECRET not in str(second)
     if expected == "error":
         assert second[0] == "error", second
@@ -276,12 +358,224 @@ def test_attack(child, world, body, expected):
     assert processes(child.child.pid) == before, "a process was left behind"
     if child.layer == "landlock":
         assert os.listdir(child.work) == []
-    # the next answer finds nothing
-    assert child.run("import os\ndef f(n): return os.listdir('.')", ["f(1)"], 1, imports=[])[0] == [["ok", ["list", []]]]
+    # the next answer finds nothing, and its results are whole
+    code = "import os\ndef f(n): return [os.listdir('.'), 'x' * 200000]"
+    assert child.run(code, ["f(1)"], 1, imports=[])[0] == [["ok", ["list", [["list", []], "x" * 200000]]]]
 
 
 def test_the_suite_is_as_large_as_it_says():
-    assert len(ATTACKS) >= 60
+    assert len(ATTACKS) == 195
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def old_child(request, world):
+    """The layer landlock as on kernels whose Landlock has an earlier version."""
+    with sandbox.Sandbox(f"landlock-{request.param}", 0) as child:
+        try:
+            child.greet()
+        except sandbox.LayerError as error:
+            pytest.skip(str(error))
+        yield child
+
+
+@pytest.mark.parametrize("body", [body for body, _ in READ + WRITE + DESCRIPTORS[:9]])
+def test_attack_on_an_old_landlock(old_child, world, body):
+    test_attack(old_child, world, body, "error")
+
+
+# ---- the results channel
+
+class Color(enum.Enum):
+    RED = 1
+
+
+VALUES = [None, True, 7, -2 ** 53, 2 ** 60, 0.5, float("nan"), float("-inf"), 1j, "", "\ud800", b"ab", [], [1, [2]], (1,), {1, 2},
+          {"a": [1], "b": None}, collections.OrderedDict(a=1), collections.Counter("aab"), collections.Counter({"a": 0.5}),
+          collections.deque([1]), range(0), range(1), range(0, 9, 2), decimal.Decimal("0.1"), Color.RED,
+          datetime.date(2024, 1, 2), datetime.datetime(2024, 1, 2, 3, 4, 5, 6), datetime.time(1, 2), datetime.timedelta(-1, 5),
+          datetime.time(0, tzinfo=datetime.timezone(datetime.timedelta(hours=2))),
+          datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc), datetime.timezone.utc]
+VIOLATIONS = [
+    True, False, 1.5, float("nan"), float("inf"), 2 ** 53, -2 ** 70, {}, {"a": 1}, [], [[]], [None], [1], ["ok", 1], ["nonsense"],
+    ["list"], ["list", 1], ["list", "ab"], ["list", {}], ["list", [1], 2], ["list", [1.5]], ["list", [True]], ["list", [["x"]]],
+    ["tuple", None], ["set", [{}]], ["deque", [[]]], ["dict", [1, 2]], ["dict", [["a"]]], ["dict", [["a", 1, 2]]], ["dict", ["ab"]],
+    ["dict", {"a": 1}], ["odict", [[]]], ["counter", [{"1": 2}]], ["counter", [[{"1": 2}, 1]]], ["counter", [["a", 1.5]]],
+    ["list", [["counter", [{"1": 2}]]]], ["nan", 1], ["infinite"], ["infinite", 1], ["int", 5], ["int", "5"], ["int", "0x"],
+    ["int", "0xg"], ["int", "0x1\n"], ["ratio", "1"], ["ratio", "1/0"], ["ratio", "1/-2"], ["ratio", "1/2/3"], ["ratio", 1, 2],
+    ["complex", 1], ["complex", 1, "2"], ["complex", ["list", []], 1], ["enum", "Color"], ["enum", "Color", 1], ["enum", None, "RED"],
+    ["bytes", "a"], ["bytes", "AB"], ["bytes", b"ab".hex() + " "], ["range"], ["range", 0, 1], ["range", 1], ["range", 2, 1],
+    ["range", -1], ["range", 3, 1, 2, 3], ["range", [], 1], ["range", True, 1], ["date", "2024-1-2"], ["date", 5],
+    ["datetime", "2024-01-02"], ["datetime utc", None], ["time", "x"], ["timedelta", 1, 2], ["timedelta", 1, 2, 0.5],
+    ["timezone", 1], ["timezone", ["timedelta"]], ["timezone", ["list", []]], ["array", 3, []], ["array", [-1], []],
+    ["array", [1.0], [1]], ["array", [1], [{}]]]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_every_value_has_the_form_that_is_expected(value):
+    assert sandbox.is_encoded(json.loads(json.dumps(sandbox.encode(value))))
+    assert sandbox.is_encoded(json.loads(json.dumps(sandbox.encode([value, {"k": (value,)}]))))
+
+
+def nested(depth):
+    value = 1
+    for _ in range(depth):
+        value = ["list", [value]]
+    return value
+
+
+def test_values_nest_as_deep_as_the_encoder_lets_them():
+    assert sandbox.is_encoded(nested(100)) and not sandbox.is_encoded(nested(101))
+
+
+def mutated(encoded, draw):
+    """A copy with one change somewhere: another value, one part more, less, or twice."""
+    if type(encoded) is not list or not encoded or draw.random() < 0.2:
+        return draw.choice([None, True, 1.5, -1, 2 ** 60, "", "x", {}, [], {"1": 2}, ["list"], ["nan"], ["dict", [["a"]]]])
+    parts, index = list(encoded), draw.randrange(len(encoded))
+    change = draw.randrange(6)
+    if change == 0:
+        del parts[index]
+    elif change == 1:
+        parts.insert(index, draw.choice(parts))
+    else:
+        parts[index] = mutated(parts[index], draw)
+    return parts
+
+
+def test_no_mutated_value_breaks_the_comparison():
+    draw, encoded, taken = random.Random(0), [json.loads(json.dumps(sandbox.encode(value))) for value in VALUES], 0
+    for _ in range(20000):
+        left, right = draw.choice(encoded), mutated(draw.choice(encoded), draw)
+        if sandbox.is_encoded(right):
+            taken += 1
+            assert common.equal_values(left, right) in (True, False)
+            for operator in ("Eq", "Lt", "Is", "In"):
+                with contextlib.suppress(TypeError):
+                    common.holds(operator, left, right)
+    assert 2000 < taken < 18000
+
+
+@pytest.mark.parametrize("value", VIOLATIONS, ids=str)
+def test_a_violation_of_the_form_is_a_wrong_value(child, world, value):
+    assert not sandbox.is_encoded(value)
+    body = f"os.write(RESULTS, {json.dumps(['ok', value]).encode()!r} + b'\\n'); time.sleep(60)"
+    assert child.run(hostile(body, world), ["f(2)", "f(3)"], LIMIT_S, imports=[])[0] == [["error", "a broken result"], ["ok", 43]]
+
+
+def random_json(draw, depth=0):
+    kind = draw.randrange(8 if depth < 4 else 5)
+    if kind < 5:
+        return draw.choice([None, True, draw.randint(-9, 9), 10 ** 30, 0.5, "ok", "error", "loaded", "ready", "list", "counter"])
+    if kind == 5:
+        return {str(draw.random()): random_json(draw, depth + 1) for _ in range(draw.randrange(3))}
+    return [random_json(draw, depth + 1) for _ in range(draw.randrange(4))]
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_fuzzed_results_cost_their_own_test(child, world, seed):
+    """Random JSON (even seeds) and random bytes (odd ones), as the result of one call and while the code loads."""
+    draw = random.Random(seed)
+    lines = [json.dumps(random_json(draw)).encode() if seed % 2 == 0 else draw.randbytes(draw.randrange(99)) for _ in range(5)]
+    forged = b"\n".join(lines) + draw.choice([b"", b"\n"])
+    code = hostile(f"os.write(RESULTS, {forged!r}); return 42", world)
+    first, second, third = child.run(code, ["f(1)", "f(2)", "f(3)"], LIMIT_S, imports=[])[0]
+    assert (first, third) == (["ok", 41], ["ok", 43]) and sandbox.is_result(second)
+    loading = hostile("return 42", world) + f"\nos.write(RESULTS, {forged!r})"
+    assert all(sandbox.is_result(result) for result in child.run(loading, ["f(1)", "f(2)"], LIMIT_S, imports=[])[0])
+    assert child.run("def f(n): return n", ["f(1)"], LIMIT_S, imports=[])[0] == [["ok", 1]]
+
+
+# ---- the clock, sizes, clean-up
+
+def test_data_that_waits_moves_no_deadline():
+    """As when untrusted code writes single blanks faster than they are read."""
+    reading, writing = os.pipe()
+    os.write(writing, b" " * 60000 + b'"ready"\n')
+    lines = sandbox.Lines(reading)
+    with pytest.raises(sandbox.Stop, match="time limit"):
+        lines.expect(sandbox.is_ready, time.monotonic() - 0.001)
+    assert not lines.buffer and lines.expect(sandbox.is_ready, time.monotonic() + 1) == "ready"
+    with pytest.raises(sandbox.Stop, match="time limit"):
+        lines.expect(sandbox.is_ready, time.monotonic() + 0.05)
+    os.close(writing)
+    with pytest.raises(sandbox.Stop, match="process ended"):
+        lines.expect(sandbox.is_ready, time.monotonic() + 1)
+    os.close(reading)
+
+
+@pytest.mark.parametrize("size, whole", [(sandbox.RESULT_LIMIT - 20, True), (sandbox.RESULT_LIMIT, False), (9 * 10 ** 6, False)])
+def test_a_result_is_whole_or_too_large(child, size, whole):
+    (result,), _ = child.run(f"def f(): return 'x' * {size}", ["f()"], 2, imports=[])
+    assert result == (["ok", "x" * size] if whole else ["error", "a result that is too large"])
+
+
+@pytest.mark.parametrize("letter, size, whole", [("x", 10 ** 5, True), ("\U0001f600", 10 ** 5, True), ("x", (1 << 20) - 40, True),
+                                                 ("x", 1 << 20, False), ("x", 40 * 10 ** 6, False)])
+def test_a_large_answer_is_graded_or_too_large(child, letter, size, whole):
+    began = time.monotonic()
+    values, _ = child.run(f"# {letter * size}\ndef f(n): return n", ["f(1)", "f(2)"], 1, imports=[])
+    assert values == ([["ok", 1], ["ok", 2]] if whole else [["error", "larger than 1,048,576 characters"]] * 2)
+    assert time.monotonic() - began < 5
+
+
+def test_every_load_has_the_time_to_load(child):
+    code = "import time\ntime.sleep(0.4)\ndef f(n):\n    while n == 2: pass\n    return n"
+    calls = [f"f({n})" for n in range(4)]
+    assert child.run(code, calls, 0.2, imports=[])[0] == [["ok", 0], ["ok", 1], ["error", "time limit"], ["ok", 3]]
+
+
+def test_an_answer_as_a_whole_has_a_limit(child, monkeypatch):
+    monkeypatch.setattr(sandbox, "LOADS_LIMIT_S", 1)
+    code, began = "import time\ntime.sleep(0.5)\ndef f(n):\n    while n: pass\n    return n", time.monotonic()
+    values, _ = child.run(code, ["f(0)"] + ["f(1)"] * 9, 0.1, imports=[])
+    assert time.monotonic() - began < 4                                         # 1 s to load, 0.1 s for each of 10 calls
+    assert values[:2] == [["ok", 0], ["error", "time limit"]] and values[-1] == ["error", sandbox.ANSWER_TIME_LIMIT]
+    assert child.run("def f(n): return n", ["f(1)"], 0.1, imports=[])[0] == [["ok", 1]]
+
+
+def test_descriptors_of_the_caller_are_closed(child, monkeypatch):
+    monkeypatch.setattr(sandbox, "LOAD_LIMIT_S", 0.1)
+    child.run("def f(n): return n", ["f(1)"], 1, imports=[])
+    before = sorted(os.listdir("/proc/self/fd"))
+    for code in ("def f(n): return n", "import os\ndef f(n): os._exit(0)", "while True: pass", "import os\nos.closerange(0, 64)"):
+        child.run(code, ["f(1)", "f(2)"], 0.1, imports=[])
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+def test_removal_is_bounded_and_never_raises(tmp_path):
+    for i in range(200):
+        (tmp_path / str(i)).mkdir()
+    (tmp_path / "0" / "file").write_text("x")
+    assert not sandbox.empty(tmp_path, -1) and len(list(tmp_path.iterdir())) == 200
+    assert sandbox.empty(tmp_path, 5) and not list(tmp_path.iterdir())
+    assert not sandbox.empty(tmp_path / "none", 5)
+
+
+def test_a_folder_that_cannot_be_emptied_is_replaced(world, capfd, tmp_path):
+    """As where files come faster than they go: the next answer works in another folder, and it is said."""
+    with sandbox.Sandbox("landlock", 0) as child:
+        try:
+            child.greet()
+        except sandbox.LayerError as error:
+            pytest.skip(str(error))
+        os.rename(child.work, child.folder + "/moved")
+        code = "import os\ndef f(n):\n    open('file', 'w').close()\n    return [os.path.basename(os.getcwd()), os.listdir('.')]"
+        assert child.run(code, ["f(1)"], 1, imports=[])[0] == [["ok", ["list", ["moved", ["list", ["file"]]]]]]
+        for _ in range(2):
+            assert child.run(code, ["f(1)"], 1, imports=[])[0] == [["ok", ["list", ["1", ["list", ["file"]]]]]]
+        assert capfd.readouterr().err.count("cannot be removed now, another folder is used") == 1
+        assert os.listdir(child.folder + "/1") == []
+    assert not os.path.exists(child.folder)
+
+
+def test_a_folder_that_outlives_the_sandbox_is_named(capfd, monkeypatch):
+    with sandbox.Sandbox("rlimits", 0) as child:
+        child.greet()
+        monkeypatch.setattr(sandbox, "CLEAN_LIMIT_S", -1)
+    assert f"cannot be removed: {child.folder}" in capfd.readouterr().err
+    monkeypatch.undo()
+    assert sandbox.empty(child.folder, 5)
+    os.rmdir(child.folder)
 
 
 def test_no_answer_sees_memory_of_references_or_other_answers(child):

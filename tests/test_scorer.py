@@ -76,7 +76,7 @@ def task_of(reference, *calls):
     ("def other(n): return n * n", [0, 0, 0, 0]),
     ("this is not python", [0, 0, 0, 0]),
     ("", [0, 0, 0, 0]),
-    ("def f(n):\n    return n * n or None\nraise ValueError", [0, 0, 0, 0]),
+    ("def f(n):\n    return n * n or None\nraise ValueError", [1, 1, 1, 1]),                              # f was defined
     ("import no_such_package\ndef f(n): return n * n or None", [0, 0, 0, 0]),
     ("class Yes:\n    def __eq__(self, other): return True\ndef f(n): return Yes()", [0, 0, 0, 0]),
     ("class Yes(int):\n    def __eq__(self, other): return True\ndef f(n): return Yes(9)", [1, 0, 0, 0]),
@@ -157,6 +157,7 @@ def test_values_are_compared_by_pythons_rules(scorer, pairs, same):
 
 
 @pytest.mark.parametrize("line", [
+    '["ok", ["counter", [{"1": 2}]]]', '["ok", ["list", [["counter", [{"1": 2}]]]]]', '["ok", ["dict", [["a", 1], {"0": 1, "1": 2}]]]',
     '["ok", ["dict", [1, 2, 3]]]', '["ok", ["dict", [["a"], ["b"]]]]', '["ok", ["counter", [[]]]]', '["ok", ["odict", {}]]',
     '["ok", {"a": 1}]', '["ok", ["list"]]', '["ok", [["list"], [1]]]', '["ok", ["list", ' + "[" * 500 + "]" * 500 + "]]",
     '["ok", NaN]', '["ok", 1e999]', '["error", {"a": [1]}]', '["error", "\\ud800"]', '["ok"]', '{"ok": 1}', '"ready"', '"restart"',
@@ -164,8 +165,9 @@ def test_values_are_compared_by_pythons_rules(scorer, pairs, same):
 def test_forged_results_are_wrong_values_and_break_nothing(scorer, line, tmp_path):
     for value in ("{'a': 1}", "Counter(a=1)", "OrderedDict(a=1)", "[1]"):
         task = task_of(f"from collections import *\ndef f(): return {value}")
-        forger = f"import os\nfor d in range(3, 64):\n    try: os.write(d, {line!r}.encode() + b'\\n')\n    except OSError: pass\n"
-        score = scorer.score([(task, forger + "def f(): return 7")])[0]
+        forger = f"import os\ndef f():\n    for d in range(3, 64):\n        try: os.write(d, {line!r}.encode() + b'\\n')\n" \
+                 "        except OSError: pass\n    return 7"
+        score = scorer.score([(task, forger)])[0]
         assert score.tests == [False]
         common.write_jsonl(tmp_path / "scored.jsonl", [{"faults": score.faults}])
 
@@ -268,6 +270,94 @@ def test_names_in_a_call_mean_what_the_reference_imported(scorer):
                    "f(datetime(2024, 1, 2))", "f(np.array([1, 2]))")
     assert verdicts(scorer, "import datetime\ndef f(d):\n    return d.year if isinstance(d, datetime.datetime) else sum(d.tolist())",
                     task) == [True, True]
+
+
+@pytest.mark.parametrize("answer, passes", [
+    ("import math\ndef f(a, b): return math.gcd(a, b)", True), ("def f(a, b): return 7", False), ("from math import lcm as f", False),
+    ("import math\nf = math.gcd", True), ("import math\nf = math.lcm", False), ("import math as f", False),
+    ("class f:\n    def __init__(self, a, b): pass", False), ("def g(a, b): return 6", False), ("", False)])
+@pytest.mark.parametrize("reference", ["import math\nf = math.gcd", "from math import gcd as f"])
+def test_the_function_under_test_is_the_answers(scorer, reference, answer, passes):
+    """The reference only lends its imports to what a call passes to the function."""
+    score = scorer.score([(task_of(reference, "f(12, 18)", "f(5, 10)"), answer)])[0]
+    assert score.tests == [passes] * 2 and score.gradeable == [True] * 2, score.faults
+
+
+def test_a_name_that_the_answer_defines_is_the_answers(scorer):
+    reference = "from fractions import Fraction\ndef f(x): return x.numerator"
+    own = "class Fraction:\n    def __init__(self, p, q): self.p = p\ndef f(x): return x.p"
+    assert verdicts(scorer, own, task_of(reference, "f(Fraction(3, 4))")) == [True]
+    assert verdicts(scorer, "def f(x): return x.numerator", task_of(reference, "f(Fraction(3, 4))")) == [True]
+
+
+@pytest.mark.parametrize("call, functions, imported", [
+    ("f(1)", "f", ""), ("round(f(1), 2)", "f", ""), ("f(datetime(1, 2, 3))", "f", "datetime"), ("np.sum(f(1))", "f", "np"),
+    ("Counter(f(1))", "f", "Counter"), ("f(datetime(1, 2, 3))", "f", "f datetime"), ("f(1)[0] == g(2)", "f g", ""),
+    ("Decimal(9) == f(3)", "f", "Decimal"), ("Solver().run(len([1]))", "Solver", ""), ("1 + 1", "", ""), ("f(", "", "")])
+def test_which_functions_a_call_tests(call, functions, imported):
+    assert sandbox.functions_under_test(call, imported.split()) == set(functions.split())
+
+
+# ---- tests that are comparisons
+
+FAKE = "class Yes:\n    def __{name}__(self, *other): return True\n    __hash__ = None\ndef f(n): return Yes()"
+
+
+@pytest.mark.parametrize("call, gradeable", [
+    ("f(3) == 9", 1), ("9 == f(3)", 1), ("f(3) != 8", 1), ("f(3) == [9]", 1), ("f(0) is None", 1), ("f(0) is not None", 1),
+    ("f(3) == f(-3)", 1), ("f(3) == Decimal(9)", 1), ("f(3) < 10", 1), ("f(3) >= 9.5", 1), ("abs(f(3) - 9) <= 1e-9", 1),
+    ("f(2) < float(3)", 1), ("Decimal(9) == f(3)", 1), ("f(3) == float('nan')", 1), ("f(3) == '9'  # text", 1), ("(f(3),\n 9) == (9, 9)", 1),
+    ("f(3) in (9, 8)", 0), ("8 < f(3) < 10", 0), ("f(3) == 9 and f(2) == 4", 0), ("not f(3) == 9", 0), ("[f(3) == 9]", 0),
+    ("all(f(i) == i * i for i in range(1, 3))", 0), ("f(0) < 3", 0), ("f(3) is 9", 0), ("f(3) < 'a'", 0), ("f(3) == object()", 0),
+    ("len(sorted([f(3)], key=lambda x: x > 1))", 0), ("(f(3) == 9) == True", 0)])
+def test_a_comparison_is_of_values_and_no_object_decides_it(scorer, call, gradeable):
+    task = task_of("from decimal import Decimal\n" + F, call)
+    score = scorer.score([(task, F)])[0]
+    assert score.gradeable == score.tests == [bool(gradeable)], score.faults
+    for name in ("eq", "ne", "lt", "le", "gt", "ge", "contains", "bool"):
+        assert verdicts(scorer, FAKE.format(name=name) + "\nclass Decimal(Yes): __init__ = Yes.__eq__", task) == [False]
+
+
+@pytest.mark.parametrize("call, wrong", [("f(3) == 9", "8"), ("9 == f(3)", "None"), ("f(3) == [9]", "[9]"), ("f(3) != 8", "8"),
+                                         ("f(0) is None", "0"), ("f(3) < 10", "10"), ("f(3) < 10", "'9'"), ("f(3) < 10", "10 ** 400"),
+                                         ("f(3) >= 9", "8.99"), ("f(3) == f(-3)", "n"), ("f(3) < 10", "float('inf')"), ("str(f(3)) < 'a'", "'b'")])
+def test_a_comparison_with_a_wrong_value_fails(scorer, call, wrong):
+    task = task_of(F, call)
+    assert verdicts(scorer, F, task) == [True] and verdicts(scorer, f"def f(n): return {wrong}", task) == [False]
+
+
+def test_an_answer_does_not_see_what_it_is_compared_with(scorer):
+    spy = ("import sys\ndef f(n):\n    frame = sys._getframe()\n    while 'request' not in frame.f_locals: frame = frame.f_back\n"
+           "    return [frame.f_locals['request'][key] for key in ('calls', 'reference')]")
+    task = task_of("def f(n): return [['(f(3), ('], None]", "f(3) == [['((f(3)), )'], None]")
+    assert verdicts(scorer, spy, task) == [False]                   # it returned the right side, the reference did not
+    assert scorer.score([(task, spy)])[0].faults == ["another value"]
+
+
+def test_what_a_call_passes_to_the_function_may_compare(scorer):
+    task = task_of("def f(key, items): return list(filter(key, items))", "f(lambda x: x > 1 and x != 3, [1, 2, 3])")
+    assert verdicts(scorer, "def f(key, items): return [x for x in items if key(x)]", task) == [True]
+
+
+def test_data_of_a_comparison_is_checked(scorer):
+    forger = "import os\ndef f(n):\n    for d in range(3, 64):\n        try: os.write(d, b'{line}\\n')\n        except OSError: pass"
+    for line in ('["ok", 1]', '["ok", ["tuple", []]]', '["ok", ["tuple", [9, 9]]]', '["ok", ["list", [9]]]', '["ok", "tuple"]'):
+        assert verdicts(scorer, forger.format(line=line), task_of(F, "f(3) == 9")) == [False]
+
+
+@pytest.mark.parametrize("end", ["raise ValueError", "input()", "import sys; sys.exit()", "exit()", "assert f(2) == 5", "import no_such_package",
+                                 "print(f(int(sys.argv[1])))", "raise KeyboardInterrupt", "undefined", "f(None, None)", "1 / 0"])
+def test_code_whose_top_level_fails_is_graded_by_its_function(scorer, end):
+    assert verdicts(scorer, f"{F}\n{end}") == [True] * 4
+
+
+def test_the_fault_of_code_that_does_not_define_its_function_is_the_first(scorer):
+    assert scorer.score([(TASK, f"1 / 0\n{F}")])[0] == ([False] * 4, [True] * 4, ["ZeroDivisionError: division by zero"] * 4)
+
+
+def test_an_answer_sees_no_arguments_of_the_sandbox(scorer):
+    code = "import sys\nn0 = int(sys.argv[1]) if len(sys.argv) > 1 else 0\ndef f(n): return n * n + n0 or None"
+    assert verdicts(scorer, code) == [True] * 4
 
 
 def test_a_reference_is_evaluated_once_a_task(scorer, monkeypatch):
