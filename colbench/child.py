@@ -1,0 +1,495 @@
+"""The scorer's child program (see sandbox.py): it confines itself and runs an answer. Standard library alone."""
+import contextlib
+import ctypes
+import gc
+import importlib
+import itertools
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+import types
+
+if __name__ == "__main__":                                          # a program: no package around it, no path to it
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+    from answers import compiled, extract_code
+    from values import encode
+    del sys.path[0], sys.modules["answers"], sys.modules["values"]
+else:
+    from colbench.answers import compiled, extract_code
+    from colbench.values import encode
+
+MEMORY_LIMIT = 1 << 30          # bytes of address space
+FILE_LIMIT = 16 << 20           # bytes of a file, and of all files in the layer namespaces
+RESULT_LIMIT = 1 << 20          # bytes of one encoded result
+HEADER = struct.Struct("<II")   # bytes of the request (0: kill the running one), seconds of processor time
+PRELOADED = ("bisect calendar collections collections.abc copy dataclasses datetime decimal enum fractions functools "
+             "heapq itertools math operator random re statistics string time typing")           # each slows every fork
+BLACKLIST = ("import os", "exit(", "quit(", "argparse", "sudo", "transformers")             # of the published scorer
+START_LIMIT_S, LOAD_LIMIT_S, LOADS_LIMIT_S, CLEAN_LIMIT_S = 60, 4, 20, 5
+
+
+def empty(folder, limit_s):
+    """Remove what is in a folder; False if that is not done in the time. It never raises: a folder inside a folder is
+    first moved up, so that neither the depth nor the length of a path matters."""
+    until, prefix, numbers, waiting = time.monotonic() + limit_s, os.urandom(8).hex(), itertools.count(), []
+
+    def clear(descriptor):
+        with os.scandir(descriptor) as entries:
+            for entry in entries:
+                name = entry.name
+                if time.monotonic() > until:
+                    raise TimeoutError
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(name, dir_fd=descriptor)
+                    continue
+                os.chmod(name, 0o700, dir_fd=descriptor)
+                if descriptor != top:
+                    moved = f"{prefix}-{next(numbers)}"
+                    os.rename(name, moved, src_dir_fd=descriptor, dst_dir_fd=top)
+                    name = moved
+                waiting.append(name)
+
+    try:
+        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            clear(top)
+            while waiting:
+                name = waiting.pop()
+                descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+                try:
+                    clear(descriptor)
+                finally:
+                    os.close(descriptor)
+                os.rmdir(name, dir_fd=top)
+        finally:
+            os.close(top)
+    except OSError:
+        return False
+    return True
+
+
+def run_calls(request, send):
+    """Execute the code afresh for each call, send "loaded", and ["ok", value] or ["error", reason]; "restart" before an
+    early end (threads left running would disturb the next call). Code whose top level fails is judged by what it had
+    defined. A reference also sends which imported names its calls use, for the calls of the answers."""
+    imports = request["imports"]
+    try:
+        codes, broken = [compiled(source) for source in extract_code(request["code"])], None
+    except BaseException as error:
+        codes, broken = [], reason_of(error)
+    for index, call in enumerate(request["calls"]):
+        module = sys.modules["answer"] = types.ModuleType("answer")
+        fault = execute(codes, module) or broken
+        send("loaded")
+        if index == 0 and imports is None:
+            send(imported_names(request["calls"], module.__dict__))
+        try:
+            # What the reference imported under a name is what the call means by it, however the answer imported it; a
+            # name that the answer defines itself is the answer's.
+            names = {name: getattr(importlib.import_module(where), what) if what else importlib.import_module(where)
+                     for name, where, what in imports or ()
+                     if name not in module.__dict__ or origin(module.__dict__[name])}
+            result = ["ok", encode(eval(call.strip(), {**module.__dict__, **names} if names else module.__dict__))]
+        except BaseException as error:
+            result = ["error", fault or reason_of(error)]
+        send(result)
+        if len(sys._current_frames()) > 1 and index + 1 < len(request["calls"]):
+            send("restart")
+            return
+
+
+def execute(codes, module):
+    """Execute code objects in a module; why the first failed, None where none did."""
+    fault = None
+    for code in codes:
+        try:
+            exec(code, module.__dict__)
+        except BaseException as error:
+            fault = fault or reason_of(error)
+    return fault
+
+
+def reason_of(error):
+    if isinstance(error, ModuleNotFoundError):
+        return f"no module named {str(error.name)[:100]}"
+    return f"{type(error).__name__}: {describe(error)}"
+
+
+def describe(error):
+    try:
+        return str(error)[:200]
+    except BaseException:
+        return ""
+
+
+def imported_names(calls, namespace):
+    """[[name, module, attribute or None], …]: names in the calls that the code imported."""
+    found = {}
+    for call in calls:
+        with contextlib.suppress(Exception):                        # a call that is not Python: its result says so
+            for name in compile(call.strip(), "<call>", "eval").co_names:
+                if where := origin(namespace.get(name)):
+                    found[name] = [name, *where]
+    return list(found.values())
+
+
+def origin(value):
+    """(module, attribute or None) that a value was imported from; None for what the code defines itself."""
+    where, what = getattr(value, "__module__", None), getattr(value, "__name__", None)
+    if isinstance(value, types.ModuleType):
+        return what, None
+    if (type(where) is type(what) is str and where in sys.modules and where != "answer" and
+            getattr(sys.modules[where], what, None) is value):
+        return where, what
+    return None
+
+
+def run_compat(request, send):
+    """The published scorer's verdicts: reference and answer are executed inside a function, so that their functions see
+    neither imports nor helpers; calls have an alarm of a second, values are compared here with ==."""
+    def alarm(*_):
+        raise TimeoutError
+
+    def local_scope(source):
+        scope = ({"__name__": "scorer"}, {})
+        exec(compiled(source), *scope)
+        return scope
+
+    answer = request["code"].strip()
+    if answer.startswith("```python"):
+        answer = answer[len("```python"):].split("```")[0]
+    signal.signal(signal.SIGALRM, alarm)
+    scopes = None
+    for call in request["calls"]:
+        send("loaded")
+        try:
+            signal.alarm(1)
+            if any(word in answer for word in BLACKLIST):
+                raise ValueError("blacklist")
+            scopes = scopes or [local_scope(source) for source in (request["reference"], answer)]
+            expected, value = (eval(call.strip(), *scope) for scope in scopes)
+            result = ["ok", int(bool(expected is not None and expected == value))]
+        except Exception as error:
+            result = ["error", f"{type(error).__name__}: {describe(error)}"]
+        finally:
+            signal.alarm(0)
+        send(result)
+
+
+libc = ctypes.CDLL(None, use_errno=True)
+# Allowed system calls: name, number on x86-64, number on ARM64. All others are answered with "no such call".
+ALLOWED = """
+read 0 63  write 1 64  close 3 57  fstat 5 80  newfstatat 262 79  statx 332 291  lseek 8 62  mmap 9 222  mprotect 10 226
+munmap 11 215  mremap 25 216  madvise 28 233  brk 12 214  rt_sigaction 13 134  rt_sigprocmask 14 135
+rt_sigreturn 15 139  sigaltstack 131 132  pread64 17 67  pwrite64 18 68  readv 19 65  writev 20 66  faccessat 269 48
+faccessat2 439 439  pipe2 293 59  dup 32 23  dup3 292 24  sched_yield 24 124  nanosleep 35 101  clock_nanosleep 230 115
+clock_gettime 228 113  clock_getres 229 114  gettimeofday 96 169  getitimer 36 102  setitimer 38 103  getpid 39 172
+gettid 186 178  getppid 110 173  getuid 102 174  geteuid 107 175  getgid 104 176  getegid 108 177  getgroups 115 158
+getcwd 79 17  chdir 80 49  fchdir 81 50  mkdirat 258 34  unlinkat 263 35  renameat 264 38  renameat2 316 276
+symlinkat 266 36  readlinkat 267 78  ftruncate 77 46  fsync 74 82  fdatasync 75 83  flock 73 32  getdents64 217 61
+statfs 137 43  fstatfs 138 44  umask 95 166  uname 63 160  sysinfo 99 179  times 100 153  getrusage 98 165
+getpriority 140 141  sched_getaffinity 204 123  sched_getparam 143 121  sched_getscheduler 145 120  getcpu 309 168
+getrandom 318 278  exit 60 93  exit_group 231 94  futex 202 98  set_robust_list 273 99  get_robust_list 274 100
+set_tid_address 218 96  rseq 334 293  restart_syscall 219 128  membarrier 324 283  epoll_create1 291 20
+epoll_ctl 233 21  epoll_pwait 281 22  eventfd2 290 19  ppoll 271 73  pselect6 270 72  sendto 44 206  recvfrom 45 207
+shutdown 48 210  getsockopt 55 209  setsockopt 54 208  stat 4 -  lstat 6 -  access 21 -  pipe 22 -  dup2 33 -  poll 7 -
+select 23 -  mkdir 83 -  rmdir 84 -  rename 82 -  unlink 87 -  symlink 88 -  readlink 89 -  getrlimit 97 163
+time 201 -  alarm 37 -  pause 34 -  epoll_wait 232 -  getdents 78 -  arch_prctl 158 -  epoll_create 213 -"""
+# Allowed, or not, by their arguments: name, numbers, allowed when any of these holds?, ((argument, mask, value) …) …
+CONDITIONAL = (("clone", 56, 220, True, ((0, 0x10000, 0x10000),)),      # threads alone
+               ("ioctl", 16, 29, True, *(((1, 0xFFFFFFFF, request),) for request in (
+                   0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451))),   # is it a terminal, its size; descriptor flags
+               ("fcntl", 72, 25, False, ((1, 0xFFFFFFF8, 8),)),         # no signals by descriptors
+               ("prctl", 157, 167, True, ((0, 0xFFFFFFFF, 15),)),       # a thread's name
+               ("prlimit64", 302, 261, True, ((0, 0xFFFFFFFF, 0),)),    # of this process
+               ("socketpair", 53, 199, True, ((0, 0xFFFFFFFF, 1), (1, 0xF, 1))),    # for event loops; streams reach
+               # nobody else. Early Landlock lets O_RDONLY | O_TRUNC pass, and any file with access mode 3
+               ("openat", 257, 56, False, ((2, 0x203, 0x200),), ((2, 0x3, 0x3),)),
+               ("open", 2, None, False, ((1, 0x203, 0x200),), ((1, 0x3, 0x3),)))
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
+
+
+def system_call_filter():
+    """The seccomp program (classic BPF) for this machine's processor, and the memory it is in; OSError for others."""
+    machine = os.uname().machine
+    if machine not in MACHINES:
+        raise OSError(f"no list of system calls for {machine}")
+    column, audit_arch = MACHINES[machine]
+    allow, deny, kill = 0x7FFF0000, 0x00050000 | 38, 0x80000000                               # 38: ENOSYS
+    load, jump, and_, give = 0x20, 0x15, 0x54, 0x06
+    program = [(load, 0, 0, 4), (jump, 1, 0, audit_arch), (give, 0, 0, kill), (load, 0, 0, 0)]
+    words = ALLOWED.split()
+    for numbers in zip(words[1::3], words[2::3]):
+        if numbers[column] != "-":
+            program += [(jump, 0, 1, int(numbers[column])), (give, 0, 0, allow)]
+    for _, x86, arm, when_equal, *alternatives in CONDITIONAL:
+        if (number := (x86, arm)[column]) is not None:
+            block = []
+            for tests in alternatives:
+                for left, (argument, mask, value) in zip(range(len(tests) - 1, -1, -1), tests):
+                    block += [(load, 0, 0, 16 + 8 * argument), (and_, 0, 0, mask), (jump, 0, 3 * left + 1, value)]
+                block.append((give, 0, 0, allow if when_equal else deny))
+            block.append((give, 0, 0, deny if when_equal else allow))
+            program += [(jump, 0, len(block), number), *block]
+    program.append((give, 0, 0, deny))
+    instructions = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *instruction) for instruction in program))
+    return struct.pack("<HxxxxxxQ", len(program), ctypes.addressof(instructions)), instructions
+
+
+def check(result, what):
+    if result < 0:
+        raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
+    return result
+
+
+def readable_paths(site_packages):
+    """What untrusted code may read: libraries, the interpreter's and the system's, packages, a few devices."""
+    prefixes = {sys.base_prefix, sys.base_exec_prefix, "/usr", "/usr/local", "/"}
+    paths = {os.path.join(prefix, lib) for prefix in prefixes for lib in ("lib", "lib64")} | set(site_packages)
+    paths |= {"/nix/store", "/etc/ld.so.cache", "/usr/share/zoneinfo", "/dev/null", "/dev/zero", "/dev/urandom",
+              "/dev/random"}
+    return sorted(path for path in paths if os.path.exists(path))
+
+
+def enter_namespaces(paths, work):
+    """Move into new namespaces (a fork: the caller returns as process 1 of its own tree) and a file system of `paths`,
+    read-only, and `work`. OSError where the system does not allow it."""
+    user, group = os.geteuid(), os.getegid()
+    new_user = 0 if user == 0 else 0x10000000
+    check(libc.unshare(new_user | 0x20000 | 0x20000000 | 0x40000000 | 0x8000000 | 0x4000000), "unshare")
+    if new_user:
+        for name, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(line)
+    child = os.fork()
+    if child:                                                   # stands between the caller and process 1, and waits
+        os.closerange(0, 64)
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)                      # PR_SET_PDEATHSIG
+
+    def mount(source, target, kind, flags, data=None):
+        check(libc.mount(*(text and text.encode() for text in (source, target, kind)), ctypes.c_ulong(flags),
+                         data and data.encode()), f"mount {target}")
+
+    sources = {path: os.path.realpath(path) for path in paths}
+    links = {path: os.readlink(path) for path in paths if os.path.islink(path) and path.count("/") == 1}
+    mount(None, "/", None, 0x44000)                             # private, recursive
+    mount("tmpfs", "/tmp", "tmpfs", 0x6, "size=1m,mode=755")
+    os.mkdir("/tmp/old")
+    check(libc.syscall(155 if os.uname().machine == "x86_64" else 41, b"/tmp", b"/tmp/old"), "pivot_root")
+    os.chdir("/")
+    done = []
+    for path in paths:
+        if path in links:
+            os.symlink(links[path], path)
+        elif not any(path.startswith(parent + "/") for parent in done):
+            source = "/old" + sources[path]
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            os.mkdir(path) if os.path.isdir(source) else os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
+            mount(source, path, None, 0x5000)                   # bind, recursive
+            read_only = struct.pack("<QQQQ", 0x3 | (0 if path.startswith("/dev/") else 0x4), 0, 0, 0)
+            if libc.syscall(442, -100, path.encode(), 0x8000, read_only, len(read_only)) < 0:   # mount_setattr
+                kept = os.statvfs(path).f_flag & 0xC0F          # before Linux 5.12
+                mount(None, path, None, 0x1023 | kept)
+            done.append(path)
+    check(libc.umount2(b"/old", 2), "umount")
+    os.rmdir("/old")
+    os.mkdir(work)
+    mount(None, "/", None, 0x27)                                # read-only
+    fresh_work_dir(work)
+
+
+def fresh_work_dir(work):
+    check(libc.mount(b"tmpfs", work.encode(), b"tmpfs", ctypes.c_ulong(0x6),
+                     f"size={FILE_LIMIT},nr_inodes=1000,mode=1777".encode()), "mount the working directory")
+    os.chdir(work)
+
+
+def landlock_rules(paths, work, latest):
+    """A descriptor of Landlock rules: `paths` to read, `work` to write. OSError where the kernel has no Landlock.
+    `latest` is the latest version to use, for tests of earlier ones."""
+    version = min(check(libc.syscall(444, None, 0, 1), "Landlock"), latest)
+    everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
+    attributes = struct.pack("<QQQ", everything, 0x3, 0x3)[:8 if version < 4 else 16 if version < 6 else 24]
+    rules = check(libc.syscall(444, attributes, len(attributes), 0), "Landlock")
+    read_file, read_dir = 0x4, 0x8
+    write = (0x2 | 0x4 | 0x8 | 0x10 | 0x20 | 0x80 | 0x100 | 0x1000 | 0x4000) & everything   # and files, folders, links
+    for path in (*paths, work):
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rights = write if path == work else read_file | (read_dir if os.path.isdir(path) else 0)
+        rights |= 0x2 if path == "/dev/null" else 0
+        check(libc.syscall(445, rules, 1, struct.pack("<Qi", rights, descriptor), 0), f"Landlock, {path}")
+        os.close(descriptor)
+    return rules
+
+
+def confine(layer, seconds, rules, program):
+    """In the forked process, before it reads its request: give up whatever it does not need."""
+    for what, limit in ((resource.RLIMIT_AS, MEMORY_LIMIT), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_CORE, 0),
+                        (resource.RLIMIT_FSIZE, FILE_LIMIT), (resource.RLIMIT_NOFILE, 64)):
+        resource.setrlimit(what, (limit, limit))
+    if layer == "rlimits":
+        return
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)
+    if layer == "namespaces" and os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(65534, 65534, 65534)
+        os.setresuid(65534, 65534, 65534)
+    check(libc.capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)), "capset")
+    check(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
+    if layer == "landlock":
+        check(libc.syscall(446, rules, 0), "Landlock")
+        os.close(rules)
+    check(libc.prctl(22, 2, program[0], 0, 0), "seccomp")
+
+
+def read_exactly(descriptor, size):
+    pieces = []
+    while size and (more := os.read(descriptor, min(size, 1 << 16))):
+        pieces.append(more)
+        size -= len(more)
+    return b"".join(pieces)
+
+
+def serve_one(layer, header, requests, results, rules, program):
+    """In the fork: be confined, read the request, answer it, end."""
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setsid()
+        length, seconds = HEADER.unpack(header)
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(null, descriptor)
+        confine(layer, seconds, rules, program)
+        request = json.loads(read_exactly(requests, length))
+        os.closerange(3, results)
+        os.closerange(results + 1, 64)
+
+        def send(message):
+            data = json.dumps(message).encode() + b"\n"
+            if len(data) > RESULT_LIMIT:
+                data = b'["error", "a result that is too large"]\n'
+            while data:
+                data = data[os.write(results, data):]
+
+        send("ready")
+        (run_compat if request["compat"] else run_calls)(request, send)
+    finally:
+        os._exit(0)
+
+
+def remove_leftovers(layer, child, work):
+    """Kill what the request left running, forget its files; False if they cannot be removed in time."""
+    if layer == "namespaces":
+        kill(-1)                                                # this is process 1: all others of the namespace
+    else:
+        kill(-child)
+        kill(child)
+    if layer == "rlimits":
+        for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
+            if name.isdigit() and parent_of(name) == os.getpid():               # orphans come to the subreaper
+                kill(int(name))
+    while True:
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            break
+    if layer != "namespaces":
+        return empty(work, CLEAN_LIMIT_S)
+    if os.listdir(work):
+        os.chdir("/")
+        check(libc.umount2(work.encode(), 2), "umount")
+        fresh_work_dir(work)
+    return True
+
+
+def kill(pid):
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass
+
+
+def parent_of(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return int(file.read().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def main():
+    layer, work, *site_packages = sys.argv[1:]
+    layer, _, latest = layer.partition("-")                     # "landlock-2": as where Landlock has version 2
+    latest = int(latest or 99)
+    sys.argv, sys.orig_argv = ["answer.py"], ["python", "answer.py"]            # what an answer sees
+    control, paths, rules, program = socket.socket(fileno=0), [], None, None
+    try:
+        if layer != "rlimits":
+            libc.prctl(1, signal.SIGKILL, 0, 0, 0)
+            paths = readable_paths(site_packages)
+            program = system_call_filter()
+            if layer == "namespaces":
+                enter_namespaces(paths, work)
+            else:
+                rules = landlock_rules(paths, work, latest)
+        elif hasattr(libc, "prctl"):
+            libc.prctl(36, 1, 0, 0, 0)                          # PR_SET_CHILD_SUBREAPER
+    except (OSError, AttributeError) as error:                  # AttributeError: not Linux
+        print(json.dumps({"error": str(error)}), flush=True)
+        sys.exit(1)
+    os.chdir(work)
+    sys.path += site_packages
+    for name in PRELOADED.split():
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    bell, ring = os.pipe()
+    os.set_blocking(ring, False)
+    signal.set_wakeup_fd(ring, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    os.write(1, b'{"serving": true}\n')
+    while True:
+        try:
+            header, descriptors, _, _ = socket.recv_fds(control, HEADER.size, 2)
+        except ConnectionError:
+            break
+        if not header:
+            break
+        if not descriptors:
+            continue                                            # an order to kill what had ended by itself
+        child = os.fork()
+        if child == 0:
+            serve_one(layer, header, *descriptors, rules, program)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        ended = False
+        while not ended:
+            ready = select.select([0, bell], [], [])[0]
+            if bell in ready:
+                os.read(bell, 4096)
+                ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            else:
+                ended = True                                    # an order to kill, or the caller has gone
+                read_exactly(0, HEADER.size)
+        if not remove_leftovers(layer, child, work):
+            print(f"scorer: files of an answer cannot be removed now, another folder is used: {work}", file=sys.stderr)
+            folder, number = os.path.split(work)
+            work = os.environ["HOME"] = os.environ["TMPDIR"] = os.path.join(folder, str(int(number) + 1))
+            os.makedirs(work)
+            os.chdir(work)
+            if layer == "landlock":
+                os.close(rules)
+                rules = landlock_rules(paths, work, latest)
+        os.write(1, b'{"ended": true}\n')
+
+
+if __name__ == "__main__":
+    main()

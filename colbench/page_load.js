@@ -1,0 +1,3 @@
+new Promise(loaded => {
+  document.open(); addEventListener("load", () => loaded()); document.write(%s); document.close();
+})

@@ -1,0 +1,126 @@
+"""The published data: ColBench's tasks and trajectories, and WebSight, from the hub (package datasets) or a copy."""
+import json
+import pathlib
+import re
+
+from colbench import ColBenchError
+
+# The published data set on the hub, and its files.
+COLBENCH = "facebook/collaborative_agent_bench"
+COLBENCH_TASKS = {"train": "backend_tasks/train.jsonl", "test": "backend_tasks/test.jsonl"}
+COLBENCH_TRAJECTORIES = "colbench_code_offline_15k_llama8b.jsonl"
+
+# Web pages on the hub, the one photo that stands for all their pictures, and its size where an address names none.
+WEBSIGHT, WEBSIGHT_CONFIG = "HuggingFaceM4/WebSight", "v0.2"
+WEBSIGHT_KEYS = {"text": str, "llm_generated_idea": str}
+PHOTO, PHOTO_SIZE = "https://picsum.photos/id/48/{}/{}", ("640", "480")
+
+
+def published_files(names, copy):
+    """Paths of the published files `names` in a local copy (a folder, or one file in their place), or from the hub."""
+    if not copy:
+        return [download(name, names) for name in names]
+    copy = pathlib.Path(copy)
+    if copy.is_file():
+        return [copy]
+    if not copy.is_dir():
+        raise ColBenchError(f"{copy}: no such file or folder")
+    files = [copy / name if (copy / name).is_file() else copy / pathlib.Path(name).name for name in names]
+    for name, file in zip(names, files):
+        if not file.is_file():
+            raise ColBenchError(f"{copy}: no {name} in it")
+    return files
+
+
+def download(name, names):
+    """The path of a file of the hub's data set, from the cache if it is there; `names` are all that are needed. Its
+    rows are read as they are: load_dataset would give every row the keys of all others."""
+    try:
+        from datasets import DownloadManager
+        return DownloadManager().download(f"hf://datasets/{COLBENCH}/{name}")
+    except Exception as error:                                      # the hub's client raises those of several libraries
+        raise ColBenchError(
+            f"{COLBENCH}: {name} could not be downloaded ({type(error).__name__}); where the hub can be reached run "
+            f'"hf download --repo-type dataset {COLBENCH} {" ".join(names)} --local-dir FOLDER", then pass '
+            "--path FOLDER") from None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# WebSight: ideas and pages
+
+def websight_rows(path):
+    """(where it stands, row) of all rows of the data set, one after the other: of the hub's, or of a local copy (a
+    parquet or JSONL file or a folder of parquet files), which may be larger than the memory."""
+    if not path:
+        return enumerate_rows(WEBSIGHT, "could not be read from the hub; where it can be reached, run \"hf download "
+                              f'--repo-type dataset {WEBSIGHT} --include "{WEBSIGHT_CONFIG}/*" --local-dir FOLDER", '
+                              f"then pass --path FOLDER/{WEBSIGHT_CONFIG}", WEBSIGHT, WEBSIGHT_CONFIG)
+    return (row for file in websight_files(path) for row in (
+        enumerate_rows(file, "no parquet file", "parquet", data_files=str(file)) if file.suffix == ".parquet" else
+        jsonl_rows(file)))
+
+
+def enumerate_rows(where, fault, *source, **options):
+    try:
+        import datasets
+        rows = datasets.load_dataset(*source, **options, split="train", streaming=True)
+        keys = [key for key in WEBSIGHT_KEYS if rows.column_names is None or key in rows.column_names]
+        for number, row in enumerate(rows.select_columns(keys), 1):
+            yield f"{where}:{number}", row
+    except Exception as error:                                      # the library raises those of several others
+        raise ColBenchError(f"{where}: {fault} ({type(error).__name__})") from None
+
+
+def jsonl_rows(path):
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                try:
+                    yield f"{path}:{number}", json.loads(line)
+                except ValueError as error:                         # UnicodeDecodeError is one, too
+                    raise ColBenchError(f"{path}:{number}: not JSON ({type(error).__name__})") from None
+
+
+def websight_files(path):
+    """The files of a local copy, in the order of their names."""
+    if not path:
+        return []
+    path = pathlib.Path(path)
+    if not path.exists():
+        raise ColBenchError(f"{path}: no such file or folder")
+    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
+    if not files:
+        raise ColBenchError(f"{path}: no .parquet files in it")
+    return files
+
+
+def photo_size(address):
+    """(width, height) that the address of a picture asks for, as texts, or None: /300x200, /300/200 (but not a year and
+    a month), ?w=300&h=200, or /300 as the whole path for a square."""
+    path = re.sub(r"^(https?:)?//[^/]*/(id/\d+/)?", "", address)
+    if pair := (re.search(r"(?<![\w.-])([1-9]\d{1,3})(?:x|/(?=[2-9]\d|\d{3}))([1-9]\d{1,3})(?![\w-])", path) or
+                re.search(r"\bw=(\d+)\b.*\bh=(\d+)\b", path)):
+        return pair.groups()
+    square = re.match(r"([1-9]\d{1,3})/?(?=$|[?.])", path)
+    return square and (square[1], square[1])
+
+
+def one_photo(html, counts):
+    """A page whose pictures from the net are all PHOTO, in the size that the address asks for, or else the tag, or else
+    PHOTO_SIZE; `counts` counts them by host, and at "" those without a size."""
+    def photo(address, tag=""):
+        given = [re.search(rf"""\s{side}=["']?(\d+)(?:px)?["'\s>/]""", tag) for side in ("width", "height")]
+        size = photo_size(address) or all(given) and [side[1] for side in given]
+        counts[address.split("//", 1)[1].split("/")[0]] += 1
+        counts[""] += not size
+        return PHOTO.format(*(size or PHOTO_SIZE))
+
+    def in_tag(tag):
+        return re.sub(r"""(\ssrc=["']?)((?:https?:)?//[^"'\s>]+)""", lambda src: src[1] + photo(src[2], tag[0]), tag[0])
+
+    def in_style(url):
+        return url[0] if re.search(r"\.(css|woff2?|ttf|otf)\b|//fonts\.", url[2]) else url[1] + photo(url[2])
+
+    html = re.sub(r"<img\b[^>]*>", in_tag, html, flags=re.IGNORECASE)
+    quote = "[\"']|&quot;|&#39;"
+    return re.sub(rf"(\burl\(\s*(?:{quote})?)((?:https?:)?//[^)\s]+?)(?=\)|\s|{quote})", in_style, html)

@@ -1,0 +1,99 @@
+"""How alike two screenshots are: CLIP's embeddings (the paper's metric), or colours and structure (no weights)."""
+import functools
+
+import numpy as np
+
+from colbench import ColBenchError
+
+CLIP_MODEL = "openai/clip-vit-base-patch32"
+
+
+class PageScorer:
+    """Similarity in [0, 1] of the screenshots (PNG paths) of a reference and of an answer; .name says how.
+
+    "clip": cosine of the image embeddings, below 0 it is 0. CLIP looks at the middle square of an image, so that the
+    top and the bottom of a tall page do not count, as in the paper's metric.
+    "pixels": see pixel_similarity. The two are different scales and must not be compared with each other.
+
+    An answer without an image (None) is a black one of the reference's size. A reference without one can be met by no
+    answer: 0. An image is read and embedded once."""
+
+    def __init__(self, similarity, clip_model=CLIP_MODEL, device="cpu"):
+        try:
+            import PIL.Image  # noqa: F401
+            if similarity == "pixels":
+                import skimage.metrics  # noqa: F401
+        except ImportError as error:
+            raise ColBenchError(f"pages need the package {error.name}: pip install -r scripts/frontend.txt") from None
+        self.name = "pixels" if similarity == "pixels" else f"clip:{clip_model}"
+        self.clip = None if similarity == "pixels" else load_clip(clip_model, device)
+        self.embeddings = {}
+
+    def score(self, pairs):
+        if not self.clip:
+            return [pixel_similarity(small_image(reference), small_image(answer) if answer else None)
+                    if reference else 0.0 for reference, answer in pairs]
+        self.embed({path for pair in pairs for path in pair} - set(self.embeddings))
+        return [min(1.0, max(0.0, float(self.embeddings[reference] @ self.embeddings[answer]))) if reference else 0.0
+                for reference, answer in pairs]
+
+    def embed(self, paths, batch_size=32):
+        """Keep the unit embeddings of images; None stands for a black one."""
+        import torch
+        from PIL import Image
+        model, processor = self.clip
+        paths = sorted(paths, key=str)
+        for start in range(0, len(paths), batch_size):
+            batch = paths[start:start + batch_size]
+            images = [Image.open(path).convert("RGB") if path else Image.new("RGB", (224, 224)) for path in batch]
+            pixels = processor(images, return_tensors="pt")["pixel_values"].to(model.device)      # (B, 3, 224, 224)
+            with torch.no_grad():
+                embeddings = model(pixel_values=pixels).image_embeds.double().cpu()                 # (B, D)
+            self.embeddings |= zip(batch, torch.nn.functional.normalize(embeddings, dim=1))
+
+
+def load_clip(name, device):
+    """(vision model, its image processor); ColBenchError that names the other similarity where they cannot be had."""
+    from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()                                    # no list of the text half's weights, unused here
+    try:
+        processor = CLIPImageProcessorPil.from_pretrained(name)
+        model, info = CLIPVisionModelWithProjection.from_pretrained(name, output_loading_info=True)
+        if info["missing_keys"]:
+            raise ValueError(f"its weights have no {min(info['missing_keys'])}")
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0].partition(". ")[0]
+        raise ColBenchError(f"--similarity clip: no CLIP weights could be loaded from {name} ({reason}); where the hub "
+                            f"is in reach, run `hf download {CLIP_MODEL} --local-dir clip` and add --clip-model clip, "
+                            "or choose --similarity pixels, which needs none") from None
+    finally:
+        logging.set_verbosity(verbosity)
+    return model.to(device).eval(), processor
+
+
+@functools.lru_cache(2000)
+def small_image(path):
+    """A screenshot at an eighth of its width and height, each pixel a mean of 64: (rows, columns, 3) uint8."""
+    from PIL import Image
+    return np.asarray(Image.open(path).convert("RGB").reduce(8))
+
+
+def pixel_similarity(reference, answer):
+    """Similarity in [0, 1] of two small images (rows, columns, 3) uint8, symmetric, 1 for equal ones; None is a black
+    image of the reference's size. The mean of two parts:
+    colours     sum of min over sum of max of the square roots of the two histograms (8 levels a channel), wherever the
+                colours are: by the root a small area, such as a header, counts more than its share
+    structure   SSIM (Wang et al., 2004) over the colour channels where both have pixels, below 0 it is 0, times the
+                share of that area in all: what one page has below the end of the other matches nothing"""
+    from skimage.metrics import structural_similarity
+    answer = np.zeros_like(reference) if answer is None else answer
+    roots = [np.sqrt(np.bincount((image.reshape(-1, 3) >> 5) @ (64, 8, 1), minlength=512))
+             for image in (reference, answer)]
+    colours = np.minimum(*roots).sum() / np.maximum(*roots).sum()
+    rows, columns = np.minimum(reference.shape, answer.shape)[:2]
+    share = rows * columns / np.maximum(reference.shape, answer.shape)[:2].prod()
+    structure = structural_similarity(reference[:rows, :columns], answer[:rows, :columns], channel_axis=2)
+    return float(0.5 * colours + 0.5 * share * max(0.0, structure))

@@ -1,0 +1,151 @@
+"""Functions that a language model writes as tasks: the prompt, the reading of a reply, the reasons to reject one."""
+import ast
+import collections
+import contextlib
+import hashlib
+import itertools
+import json
+import re
+
+from colbench.backend import NUM_TESTS
+
+MAX_LINES = 50                  # of a reference
+MAX_SEED_CHARS = 2000           # of a text that gives the idea
+NEAR_DUPLICATE = 0.6            # the share of word triples, of two tasks' together, that makes one a repeat
+TASK_PROMPT = (
+    "Invent one small programming job. Take the idea for it from this text:\n\n{text}\n\nLet it be about {kind}.\n\n"
+    "Somebody knows exactly which function they need, but will tell a programmer too little at first. Write both as "
+    "one JSON object, with nothing around it and with these keys:\n"
+    '"code": the Python function that they need: complete, standard library only, at most 50 lines. It returns its '
+    "result, prints and reads nothing, and uses neither chance nor the present time. The result depends on at least "
+    "four decisions that nobody could guess, such as limits, rates, orders, exceptions, words.\n"
+    '"description": what they say at first: one to three sentences in everyday words about what the function is for, '
+    "without any of those decisions, without examples and without code; then, on a line of its own, the function's "
+    "signature.\n"
+    '"tests": a list of exactly 10 different strings, each one call of the function with all arguments written out. '
+    "Together they reach every decision, and their results differ.\n\n"
+    'The form: {{"code": "def name(a, b):\\n    …", "description": "…\\ndef name(a, b):", "tests": ["name(1, 2)", …]}}')
+NO_PYTHON = (SyntaxError, ValueError, MemoryError, RecursionError)      # what ast.parse raises on a model's text
+MEASURES_NOTHING = ("missing package", "random", "not comparable", "reference fails", "order of a set", "vacuous")
+WRITTEN_KEYS = {"description": "problem_description", "code": "ground_truth", "tests": "test_cases"}
+KINDS = ("a price or an amount with exceptions", "checking whether something is allowed", "grouping and counting",
+         "turning one text into another", "picking the best of several things", "sorting and ranking records",
+         "dates, times or a schedule", "cleaning up a list of entries", "a short summary as text")
+TOPICS = """\
+a bakery's orders for cakes; lending books in a library; parking meters; a chess club's ladder; rooms of a youth hostel
+watering a greenhouse; the score of a quiz night; a taxi's meter; renting skis; a school's timetable; a bicycle workshop
+recycling at a village depot; the tide at a harbour; tickets of a zoo; a beekeeper's notes; a choir's seating
+sending out newsletters; a food bank's shelves; a swimming competition; postcodes and delivery tours; a piano's tuning
+names for pets; the menu of a canteen; repairs in rented flats; a second-hand shop's labels; shifts of nurses
+a running plan; lost luggage; votes in a club; knitting patterns; a weather diary; codes on museum objects
+donations for a playground; phone numbers of a firm; a bus timetable; playing cards; mixing paint; a family's chores
+seeds and sowing times; a film festival's programme; marks of an exam; a lorry's load; reviews of restaurants
+mountain huts; opening hours; a treasure hunt; a laundry's machines; invoices of a plumber; vaccination dates
+a radio station's playlist; a vineyard's harvest; birthdays at work; spare parts; a fishing licence; a dance class
+passwords for guests; a recipe for more people; meter readings; a carpool; street names; a stamp collection
+a night watchman's rounds; an auction of paintings; a blood pressure diary; a wedding's tables"""
+
+
+def parse_reply(text):
+    """The first object in a reply that has a key which was asked for, or None: JSON, with line breaks in strings or
+    commas too many, or a Python literal. Fences and prose around it do not matter."""
+    decode = json.JSONDecoder(strict=False).raw_decode
+    string_or_comma = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.DOTALL)
+    for read in (lambda part: decode(part)[0],
+                 lambda part: decode(string_or_comma.sub(lambda found: found[1] or "", part))[0],
+                 lambda part: ast.literal_eval(part[:part.rfind("}") + 1])):
+        for match in itertools.islice(re.finditer(r"""\{\s*["']""", text), 20):
+            with contextlib.suppress(*NO_PYTHON, TypeError):
+                value = read(text[match.start():])
+                if isinstance(value, dict) and {*WRITTEN_KEYS, *WRITTEN_KEYS.values()} & value.keys():
+                    return value
+    return None
+
+
+def bare_code(code):
+    """(tree, text) of Python code without docstrings and comments; raises one of NO_PYTHON."""
+    tree = ast.parse(code)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:] or [ast.Pass()]
+    return tree, ast.unparse(tree)
+
+
+def squeeze(code):
+    """Code without what two ways of writing it differ in."""
+    return re.sub(r"\s", "", code).replace('"', "'").rstrip(":")
+
+
+def names_signature(text, function):
+    """Whether a text names a function (an ast node) with its arguments; their types and defaults do not matter."""
+    said = re.findall(rf"\b{function.name}\s*\(((?:[^()]|\([^()]*\))*)\)", text)
+    names = []
+    for arguments in [ast.unparse(function.args), *said]:
+        with contextlib.suppress(*NO_PYTHON):
+            nodes = ast.walk(ast.parse(f"def f({arguments}): 0"))
+            names.append([node.arg for node in nodes if isinstance(node, ast.arg)])
+    return names[0] in names[1:]
+
+
+def call_of(text, name):
+    """A call of the function `name`, written in the one way that ast has; None where `text` is none."""
+    with contextlib.suppress(*NO_PYTHON):
+        call = ast.parse(text.strip(), mode="eval").body
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == name:
+            return ast.unparse(call)
+
+
+def written_task(reply, ended):
+    """The task in a reply, not run yet, or "reason: detail"."""
+    written = parse_reply(reply)
+    if written is None:
+        return "no JSON object" if ended else "cut by --max-new-tokens"
+    description, code, tests = (written.get(key, written.get(other)) for key, other in WRITTEN_KEYS.items())
+    code = "\n".join(map(str, code)) if isinstance(code, list) else code
+    for key, text in (("description", description), ("code", code)):
+        if not isinstance(text, str) or not text.strip():
+            return f"no {key}"
+    code = re.sub(r"^```\w*\n|\n```$", "", code.strip())
+    try:
+        tree, bare = bare_code(code)
+    except NO_PYTHON as error:
+        return f"code is no Python: {error}"
+    if (num_lines := len(code.splitlines())) > MAX_LINES:
+        return f"too many lines: {num_lines}"
+    names = [node.name for node in tree.body
+             if isinstance(node, ast.FunctionDef) and names_signature(description, node)]
+    if not names:
+        return "no signature in the description"
+    said = squeeze(description)
+    for line in map(squeeze, bare.splitlines()):
+        if len(line) >= 8 and re.search(r"[-+*/%=<>([{]", line) and not line.startswith("def") and line in said:
+            return f"code in the description: {line}"
+    tests = tests.values() if isinstance(tests, dict) else tests if isinstance(tests, list) else []
+    calls = {call_of(str(test), names[-1]): test for test in tests}
+    if None in calls:
+        return f"a test is no call of the function: {str(calls[None])[:100]}"
+    if len(calls) < NUM_TESTS:
+        return f"too few tests: {len(calls)}"
+    return {"task_id": hashlib.sha256(code.encode(errors="replace")).hexdigest()[:16],
+            "problem_description": description.strip(), "ground_truth": code,
+            "test_cases": {f"test{i}": call for i, call in zip(range(1, NUM_TESTS + 1), calls)},
+            "written_tests": len(calls)}
+
+
+def repeat_reason(task, seen):
+    """Why a task repeats one of `seen` = (bodies, numbers of triples, {triple: tasks}), or None: then it joins."""
+    bodies, sizes, tasks_with = seen
+    name = task["test_cases"]["test1"].split("(")[0]
+    body = re.sub(rf"(?m)^def {name}\(.*|\b{name}\b", "", bare_code(task["ground_truth"])[1])
+    if body in bodies:
+        return "the body of a kept task"
+    words = re.findall(r"\w+", f"{task['problem_description']} {task['ground_truth']}".lower())
+    triples = set(zip(words, words[1:], words[2:]))
+    shared = collections.Counter(place for triple in triples for place in tasks_with.get(triple, ()))
+    near = max((both / (len(triples) + sizes[place] - both) for place, both in shared.items()), default=0)
+    if near >= NEAR_DUPLICATE:
+        return f"near duplicate: {near:.2f} of the word triples of a kept task and its own"
+    for triple in triples:
+        tasks_with.setdefault(triple, []).append(len(sizes))
+    bodies.add(body)
+    sizes.append(len(triples))

@@ -1,0 +1,94 @@
+"""Flags that several stages share, and presets."""
+import argparse
+
+
+def argument_parser(docstring):
+    """A parser whose --help is the stage's docstring and shows every default."""
+    class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+        pass
+    return argparse.ArgumentParser(description=docstring, formatter_class=Formatter)
+
+
+def set_preset(parser, presets, argv):
+    """Add --preset; the values of the chosen one become the parser's defaults, so that explicit flags win and --help
+    shows them. presets: {name: {argument: value}}."""
+    parser.add_argument("--preset", choices=presets,
+                        help="defaults of the paper's table 5, for its backend or frontend")
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("--preset")
+    parser.set_defaults(**presets.get(first.parse_known_args(argv)[0].preset, {}))
+
+
+def positive_int(text):
+    if int(text) <= 0:
+        raise argparse.ArgumentTypeError(f"must be positive, not {text}")
+    return int(text)
+
+
+def non_negative_int(text):
+    if int(text) < 0:
+        raise argparse.ArgumentTypeError(f"cannot be negative: {text}")
+    return int(text)
+
+
+def add_overwrite(parser):
+    parser.add_argument("--overwrite", action="store_true", help="replace an output that other arguments made")
+
+
+def add_world(parser):
+    """Flags of what a domain's World needs (colbench/__init__.py)."""
+    group = parser.add_argument_group("scoring")
+    group.add_argument("--unsafe-scorer", action="store_true", help="run answers under resource limits alone, where "
+                       "the system allows no isolation: they can read and write your files")
+    group.add_argument("--similarity", choices=["clip", "pixels"], default="clip", help="how screenshots of pages are "
+                       "compared: cosine of CLIP embeddings (the paper's), or colours and structure (no weights)")
+    group.add_argument("--clip-model", metavar="MODEL", help="--similarity clip: folder or hub id (None: "
+                       "openai/clip-vit-base-patch32)")
+    group.add_argument("--browser", metavar="PATH", help="Chromium or Chrome, for pages (None: the first one found)")
+
+
+def add_training(parser, max_length):
+    """The flags that 03 and 04 share."""
+    parser.add_argument("--trajectories", required=True, help="trajectories file (02)")
+    parser.add_argument("--model", required=True, help="the model to start from (folder, hub id, smollm2; sft: tiny)")
+    parser.add_argument("--out", required=True, help="folder to write")
+    parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
+    parser.add_argument("--beta", type=float, default=0.1, help="scale of the log-ratios in the loss")
+    parser.add_argument("--nll-coef", type=float, default=0.01, help="weight of the chosen side's mean NLL")
+    parser.add_argument("--epochs", type=positive_int, help="passes over the examples (None: 04's sweet 1, else 4; "
+                        "with paper-frontend 8)")
+    parser.add_argument("--batch-size", type=positive_int, help="examples a step, over all ranks (None: 8; 32 for "
+                        "likelihoods)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
+                        help="arithmetic; the parameters stay float32")
+    parser.add_argument("--seed", type=int, default=0, help="seed of order and samples")
+    group = parser.add_argument_group("the data")
+    group.add_argument("--num-trajectories", type=positive_int, help="use so many (nested subsets of a seed)")
+    group.add_argument("--min-gap", type=float, help="pair all trajectories of a task whose returns differ by so much "
+                       "(None: pages 0.1, functions: successes with the rest)")
+    group.add_argument("--max-length", type=positive_int, default=max_length, help="drop what is longer "
+                       "(tokens): trajectories; of SWEET's pairs, a prompt with one action")
+    group = parser.add_argument_group("the optimiser")
+    group.add_argument("--max-steps", type=positive_int, help="stop (and end the schedule) after so many steps")
+    group.add_argument("--warmup-frac", type=float, default=0.03, help="share of the steps with a rising learning rate")
+    group.add_argument("--final-lr-frac", type=float, default=0.1, help="share of it at the end (cosine)")
+    group.add_argument("--adam-betas", type=float, nargs=2, default=[0.9, 0.95], help="of AdamW")
+    group.add_argument("--weight-decay", type=float, default=0.0, help="of AdamW")
+    group.add_argument("--max-grad-norm", type=float, default=1.0, help="gradient clipping")
+    group.add_argument("--optimizer", choices=["adamw", "adamw8bit"], default="adamw",
+                       help="adamw8bit: its state in 8 bits (needs torchao)")
+    group = parser.add_argument_group("memory and speed")
+    group.add_argument("--micro-batch-size", type=positive_int, default=8, help="examples a forward pass")
+    group.add_argument("--max-tokens", type=positive_int, default=16384, help="tokens a pass without gradients")
+    group.add_argument("--attention", choices=["sdpa", "flex"], default="sdpa",
+                       help="flex: FlexAttention, for trees on a GPU (skips what a mask hides)")
+    group.add_argument("--activation-checkpointing", action="store_true",
+                       help="compute each layer again in the backward pass: less memory, a third more time")
+    group.add_argument("--replicate", type=positive_int, default=1,
+                       help="groups of ranks that each hold the whole model (1: it is split over all ranks)")
+    group.add_argument("--dry-run", type=positive_int, metavar="RANKS",
+                       help="print the memory that a step needs on each of so many ranks, and stop")
+    group.add_argument("--save-every", type=positive_int, default=200, help="steps between saved states")
+    group.add_argument("--log-every", type=positive_int, default=10, help="steps between log lines")
+    add_world(parser)
+    add_overwrite(parser)

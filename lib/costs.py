@@ -1,0 +1,130 @@
+"""What stages spend: the records that they keep beside their outputs, and their sums over all that a method took."""
+import json
+import os
+import pathlib
+import time
+
+import torch.distributed as dist
+
+from lib.report import aligned
+from lib.runtime import check_row, InputError, is_main, peak_memory_mb, reduce_sums, write_json
+
+COST_KEYS = "wall_s", "trained_tokens", "generated_tokens", "flops", "peak_memory_mb"
+SERVER_KEYS = "server_prompt_tokens", "server_completion_tokens"          # not in every record, nor in every table
+
+
+class Costs:
+    """What a stage spends, kept in `out`/costs.json (`folder`) or `out`.costs.json: {"wall_s", "trained_tokens",
+    "generated_tokens", "flops", "server_prompt_tokens", "server_completion_tokens", "peak_memory_mb"}, all ranks
+    together but for wall time and memory (the highest). A resumed run adds to what the run before it had recorded."""
+
+    def __init__(self, out, device="cpu", folder=False):
+        self.device = device
+        self.path = pathlib.Path(out) / "costs.json" if folder else pathlib.Path(f"{out}.costs.json")
+        self.begin = time.perf_counter()
+        self.before = dict.fromkeys(("wall_s", "trained_tokens", "generated_tokens", "flops", "server_prompt_tokens",
+                                     "server_completion_tokens", "peak_memory_mb"), 0)
+        self.before |= json.loads(self.path.read_text()) if self.path.exists() else {}
+
+    def record(self, works=(), trained_tokens=0, servers=()):
+        """works: what models did in this process on this rank (work_of), servers: what servers did for it (counts);
+        `trained_tokens` by all ranks."""
+        sums = [sum(work[key] for work in works) for key in ("generated_tokens", "flops")]
+        sums += [sum(counts[key] for counts in servers) for key in ("prompt_tokens", "completion_tokens")]
+        sums = reduce_sums(sums, self.device) if dist.is_initialized() else sums
+        if is_main():
+            now = {"wall_s": time.perf_counter() - self.begin, "trained_tokens": trained_tokens,
+                   "generated_tokens": int(sums[0]), "flops": sums[1],
+                   "server_prompt_tokens": int(sums[2]), "server_completion_tokens": int(sums[3])}
+            write_json(self.path, {**{key: self.before[key] + value for key, value in now.items()},
+                                   "peak_memory_mb": max(self.before["peak_memory_mb"], peak_memory_mb())})
+
+
+def record_path(path, kind):
+    """Where a stage keeps its record ("args" or "costs") of an output: DIR/kind.json or FILE.kind.json."""
+    path = pathlib.Path(path)
+    return path / f"{kind}.json" if path.is_dir() else pathlib.Path(f"{path}.{kind}.json")
+
+
+def read_record(path, kind):
+    """That record, a dict; empty where there is none."""
+    path = record_path(path, kind)
+    if not path.is_file():
+        return {}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise InputError(f"{path}: not JSON") from None
+    check_row(record, {}, {}, path)
+    for key in COST_KEYS if kind == "costs" else ():
+        if not isinstance(record.get(key), (int, float)):
+            raise InputError(f'{path}: "{key}" is missing or not a number')
+    return record
+
+
+def method_costs(roots, programs):
+    """({path: cost record}, [names without one]) of `roots` (an agent; with best-of-N also the critic) and of all that
+    they were made from, but for `programs` (names of what is no model); an output is counted once."""
+    counted, not_counted, seen, waiting = {}, [], set(), list(roots)
+    while waiting:
+        name = waiting.pop(0)
+        path = os.path.relpath(name)            # one name for out/critic, ./out/critic/ and /home/me/out/critic
+        if path in seen or name in programs:
+            continue
+        seen.add(path)
+        costs = read_record(name, "costs")
+        if costs:
+            counted[path] = costs
+        else:
+            not_counted.append(path if os.path.exists(name) else name)
+        waiting += read_record(name, "args").get("inputs", {})
+    return counted, not_counted
+
+
+def total_costs(records):
+    """The sums of cost records; of the peaks the highest."""
+    records = list(records)
+    totals = {key: sum(record[key] for record in records) for key in COST_KEYS}
+    totals |= {key: sum(r.get(key, 0) for r in records) for key in SERVER_KEYS if any(r.get(key) for r in records)}
+    return totals | {"peak_memory_mb": max((record["peak_memory_mb"] for record in records), default=0)}
+
+
+def compare_costs(paths, programs):
+    """{name: totals, "outputs" counted, "not_counted", "shared" (what is part of every method that costs anything) and
+    "evaluation" (the rollout itself)} of {name: trajectory file}."""
+    found, evaluations = {}, {}
+    for name, path in paths.items():
+        args, evaluations[name] = read_record(path, "args").get("args", {}), read_record(path, "costs")
+        for kind, there in (("args", "agent" in args), ("costs", evaluations[name])):
+            if not there:
+                raise InputError(f"{record_path(path, kind)}: not there or not of a rollout; --costs needs the "
+                                        "records that 02_rollout.py keeps beside its output")
+        roots = [args["agent"], (args.get("critic") or "").removeprefix("judge:")]
+        found[name] = method_costs(filter(None, roots), programs)
+    paid = [set(counted) for counted, _ in found.values() if counted]
+    common_part = set.intersection(*paid) if len(paid) > 1 else set()
+    costs = {}
+    for name, (counted, not_counted) in found.items():
+        shared = sorted(common_part & set(counted))
+        costs[name] = total_costs(counted.values()) | {
+            "outputs": sorted(counted), "not_counted": not_counted, "evaluation": total_costs([evaluations[name]]),
+            "shared": total_costs([counted[path] for path in shared]) | {"outputs": shared}}
+    return costs
+
+
+def cost_lines(costs):
+    """The costs as lines of text: methods, the part they share, the evaluation rollouts."""
+    part = next((c["shared"] for c in costs.values() if c["shared"]["outputs"]), None)
+    rows = [*costs.items(), *([("shared, included above", part)] if part else []), ("evaluation, not above:", None),
+            *((name, c["evaluation"]) for name, c in costs.items())]
+    served = [key for key in SERVER_KEYS if any(key in c for _, c in rows if c)]
+    scales = [("wall_s", 60, 1), ("trained_tokens", 1e6, 3), ("generated_tokens", 1e6, 3), ("flops", 1e15, 3),
+              ("peak_memory_mb", 1, 0), *((key, 1e6, 3) for key in served)]
+    lines = aligned(["costs", "wall min", "M trained", "M generated", "PFLOPs", "peak MB",
+                     *(f"M {key.split('_')[1]} by servers" for key in served)],
+                    [[name, *(f"{c.get(key, 0) / unit:,.{digits}f}" if c else "" for key, unit, digits in scales)]
+                     for name, c in rows])
+    if part:
+        lines.append(f"shared, included in every method that costs anything: {', '.join(part['outputs'])}")
+    not_counted = sorted({name for c in costs.values() for name in c["not_counted"]})
+    return lines + ([f"not counted: {', '.join(not_counted)}"] if not_counted else [])

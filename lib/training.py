@@ -1,0 +1,188 @@
+"""The training loop's plumbing, the same for 03 and 04: batches, schedule, optimiser, checkpoints, log."""
+import json
+import math
+import pathlib
+import shutil
+import time
+
+import torch
+import torch.distributed as dist
+
+from lib.models import save_model, whole_tensor
+from lib.runtime import barrier, InputError, is_main, peak_memory_mb, reduce_sums, say
+
+
+def epoch_batches(num_items, batch_size, epochs, seed):
+    """Batches of item indices for a whole run: one seeded permutation an epoch, the last batch of each may be short."""
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for _ in range(epochs):
+        order = torch.randperm(num_items, generator=generator).tolist()
+        batches += [order[i:i + batch_size] for i in range(0, num_items, batch_size)]
+    return batches
+
+
+def learning_rate(step, num_steps, peak, warmup_frac=0.03, final_frac=0.1):
+    """Linear warm-up over `warmup_frac` of the steps, then a cosine down to `final_frac` of the peak; step from 0."""
+    warmup = max(1, round(warmup_frac * num_steps))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, num_steps - warmup)
+    return peak * (final_frac + (1 - final_frac) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def rank_batches(batch, micro_batch_size, runtime):
+    """[(examples, weights (B,)), …]: this rank's share of a batch of example numbers in micro-batches, as many of them
+    on every rank, because ranks gather layers together: where a rank has fewer examples than others, the batch's first
+    stands in with weight 0."""
+    mine = [(example, 1.0) for example in batch[runtime.rank::runtime.world_size]]
+    mine += [(batch[0], 0.0)] * (-(-len(batch) // runtime.world_size) - len(mine))
+    for start in range(0, len(mine), micro_batch_size):
+        examples, weights = zip(*mine[start:start + micro_batch_size])
+        yield list(examples), torch.tensor(weights, device=runtime.device)
+
+
+def num_tokens(examples, micro, weights):
+    """Tokens of the examples of a micro-batch, without stand-ins (rank_batches)."""
+    return sum(len(row.ids) for i, weight in zip(micro, weights) if weight for item in examples[i] for row in item)
+
+
+def preference_numbers(chosen_rewards, rejected_rewards, nll, shares):
+    """What a log line shows of preferences, each (P,) weighted by its share (P,) of the batch."""
+    margin = chosen_rewards - rejected_rewards
+    sums = (torch.stack([margin > 0, margin, chosen_rewards, nll]) * shares).sum(1)
+    return dict(zip(("acc", "margin", "chosen", "nll"), sums.tolist()))
+
+
+def optimizer_step(model, optimizer, sums, step, num_steps, args, runtime):
+    """One update; returns the batch's numbers for the log: `sums` over all ranks, learning rate and gradient norm."""
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).full_tensor().item()
+    lr = learning_rate(step, num_steps, args.lr, args.warmup_frac, args.final_lr_frac)
+    set_learning_rate(optimizer, lr)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return {**dict(zip(sums, reduce_sums(list(sums.values()), runtime.device))), "lr": lr, "gnorm": grad_norm}
+
+
+class Checkpoints:
+    """What a run needs to go on, in `folder`/states/STEP: the shards of model and optimiser by
+    torch.distributed.checkpoint, the last two that are whole; read again on any number of ranks. Order, schedule and
+    seeds follow from the step and the arguments."""
+
+    def __init__(self, folder, model, optimizer):
+        self.folder, self.model, self.optimizer = pathlib.Path(folder) / "states", model, optimizer
+        self.group, self.saving = dist.new_group(backend="gloo"), None
+
+    def whole(self):
+        """Steps of the states that are whole: .metadata is written last."""
+        return sorted(int(path.parent.name) for path in self.folder.glob("*/.metadata"))
+
+    def state(self):
+        from torch.distributed.checkpoint.state_dict import get_state_dict
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def save(self, step):
+        """Save the state after `step` steps; on a GPU it is copied now and written while the training goes on."""
+        from torch.distributed import checkpoint as dcp
+        self.wait()
+        if torch.cuda.is_available():
+            self.saving = dcp.async_save(self.state(), checkpoint_id=self.folder / str(step), process_group=self.group)
+        else:
+            dcp.save(self.state(), checkpoint_id=self.folder / str(step))
+        if is_main():
+            for old in self.whole()[:-2]:
+                shutil.rmtree(self.folder / str(old))
+
+    def wait(self):
+        if self.saving is not None:
+            self.saving.result()
+            self.saving = None
+
+    def load(self):
+        """Load the last whole state, cut metrics.jsonl back to it, and return its step (0: a new run)."""
+        from torch.distributed import checkpoint as dcp
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+        step = max(self.whole(), default=0)
+        barrier()
+        if step:
+            state = self.state()
+            dcp.load(state, checkpoint_id=self.folder / str(step))
+            set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
+                           optim_state_dict=state["optimizer"])
+            say(f"continues at step {step}")
+        metrics = self.folder.parent / "metrics.jsonl"
+        if is_main() and metrics.exists():
+            kept = [line for line in metrics.read_text().splitlines(True)
+                    if line.endswith("\n") and json.loads(line)["step"] <= step]
+            metrics.write_text("".join(kept))
+        barrier()
+        return step
+
+
+class StepLog:
+    """Prints one line a logged step and keeps the same numbers in `folder`/metrics.jsonl."""
+
+    def __init__(self, folder, first_step, num_steps, every):
+        self.path = pathlib.Path(folder) / "metrics.jsonl"
+        self.first_step, self.num_steps, self.every = first_step, num_steps, every
+        self.begin = self.last = time.perf_counter()
+        self.tokens = self.total_tokens = 0
+
+    def step(self, step, num_tokens, **numbers):
+        """`step` counts from 1; `num_tokens` were trained on by all ranks in this step."""
+        self.tokens += num_tokens
+        self.total_tokens += int(num_tokens)
+        if step % self.every and step != self.num_steps:
+            return
+        now = time.perf_counter()
+        speed = self.tokens / (now - self.last)
+        eta = (now - self.begin) / (step - self.first_step) * (self.num_steps - step)
+        shown = " | ".join(f"{name} {value:.1e}" if name == "lr" else f"{name} {value:.4f}"
+                           for name, value in numbers.items())
+        say(f"step {step:05d}/{self.num_steps:05d} | {shown} | {speed:,.0f} tok/s | eta {eta / 60:.1f}m")
+        if is_main():
+            row = {"step": step, **numbers, "tokens_per_s": speed, "peak_memory_mb": peak_memory_mb(),
+                   "seconds": now - self.begin}
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        self.last, self.tokens = now, 0
+
+
+def adamw(model, args):
+    """AdamW by the flags --optimizer, --lr, --adam-betas and --weight-decay."""
+    options = {"lr": args.lr, "betas": args.adam_betas, "weight_decay": args.weight_decay}
+    if args.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), fused=True, **options)       # makes no copies of all parameters
+    try:
+        from torchao.optim import AdamW8bit
+    except ImportError:
+        raise InputError("--optimizer adamw8bit: needs torchao: pip install torchao") from None
+    return AdamW8bit(model.parameters(), **options)
+
+
+def set_learning_rate(optimizer, lr):
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):                   # AdamW8bit, whose step is compiled
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
+
+
+def finish_training(folder, model, tokenizer):
+    """Write the trained model (and a critic's head beside it), remove what only a resumed run needs, and mark the
+    folder as complete."""
+    folder = pathlib.Path(folder)
+    save_model(folder, model, tokenizer)
+    if hasattr(model, "turn_head"):
+        # not as safetensors: what serves the folder as a plain model would take it for a part of the model
+        head = {name: whole_tensor(tensor.detach()).cpu() for name, tensor in model.turn_head.named_parameters()}
+        if is_main():
+            torch.save(head, folder / "turn_head.pt")
+    if is_main():
+        for name in ("states", "initial"):
+            shutil.rmtree(folder / name, ignore_errors=True)
+        (folder / "ref.pt").unlink(missing_ok=True)
+        (folder / "COMPLETED").touch()
+        say(f"writes {folder} ({sum(p.numel() for p in model.parameters()):,} parameters)")
+    barrier()
