@@ -1,4 +1,4 @@
-# Sourced by run.sh and tests/run.sh in the repository's root: makes .venv and installs what is missing into it.
+# Sourced by scripts/chain.sh and tests/run.sh in the repository's root: makes .venv and installs what is missing.
 # setup_environment [requirements files …]
 setup_environment() {
     # An installed torch that satisfies requirements.txt is used as it is.
@@ -14,18 +14,6 @@ setup_environment() {
     done
     # One thread a process: the stages run side by side. Offline: nothing here needs a hub.
     export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
-}
-
-# take_domain "$@": sets `domain`, and `taken`, how many arguments at the front said so (--domain NAME).
-take_domain() {
-    domain=backend taken=0
-    if [ "${1:-}" = --domain ]; then
-        domain=${2:-} taken=2
-    fi
-    if [ "$domain" != backend ] && [ "$domain" != frontend ]; then
-        echo "error: --domain '$domain': must be backend or frontend" >&2
-        exit 2
-    fi
 }
 
 # What pages need: a browser and its fonts (where apt-get may install them), and the files that answer Tailwind's

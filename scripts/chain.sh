@@ -1,0 +1,91 @@
+# Sourced by run.sh and by the other scripts, in the repository's root: the settings of the two domains, and the steps
+# of the chain (tasks, dialogues, critic, policies) as functions. The settings are those that scripts/tune.sh found best
+# on validation tasks, of eight for each method (three with pages).
+. scripts/setup.sh
+py=.venv/bin/python
+torchrun=".venv/bin/torchrun --standalone --nproc-per-node 2"
+
+# take_domain "$@": sets `domain`, and `taken`, how many arguments at the front said so (--domain NAME).
+take_domain() {
+    domain=backend taken=0
+    if [ "${1:-}" = --domain ]; then
+        domain=${2:-} taken=2
+    fi
+    if [ "$domain" != backend ] && [ "$domain" != frontend ]; then
+        echo "error: --domain '$domain': must be backend or frontend" >&2
+        exit 2
+    fi
+}
+
+# set_up_domain: installs what `domain` needs, and sets its settings.
+# `sampling`: flags of SWEET's candidates; `similarity`: how pages are compared; `rollout`: how dialogues are played.
+set_up_domain() {
+    case $domain in
+        backend)
+            setup_environment requirements.txt
+            base=models/tiny num_train=800 num_test=300 similarity=
+            sampling="--max-new-tokens 160"
+            rollout="02_rollout.py --simulator rules --max-rounds ${ROUNDS:-8} --max-new-tokens 160"
+            critic_settings="--beta 1 --lr 3e-4 --epochs 2"
+            rft_settings="--lr 1e-3 --epochs 4"
+            mtdpo_settings="--lr 1e-4 --nll-coef 0.3 --epochs 2"
+            sweet_settings="--lr 3e-5 --nll-coef 0.3 $sampling --max-tokens 4096 --pairs-together" ;;
+        frontend)
+            setup_environment requirements.txt scripts/frontend.txt
+            setup_browser
+            base=models/tiny_pages num_train=120 num_test=50 similarity="--similarity pixels"
+            sampling="--data-frac 0.06 --max-new-tokens 220"
+            rollout="02_rollout.py --simulator rules $similarity --max-rounds ${ROUNDS:-4} --max-new-tokens 220"
+            critic_settings="--beta 1 --lr 3e-4 --epochs 1"
+            rft_settings="--lr 1e-3 --epochs 4"
+            mtdpo_settings="--lr 1e-4 --nll-coef 0.3 --epochs 1"
+            sweet_settings="--lr 1e-4 --nll-coef 0.3 $sampling --pairs-together" ;;
+    esac
+}
+
+# Runs a command, its output in a log; shows where it failed, and how long it took.
+step() {                                                             # NAME COMMAND…
+    local name=$1 begin=$SECONDS
+    shift
+    if ! "$@" >> "$out/$name.log" 2>&1; then
+        tail -n 20 "$out/$name.log" >&2
+        echo "failed: $name (whole log: $out/$name.log)" >&2
+        return 1
+    fi
+    printf '%-36s %4d s  %s\n' "$out/$name" $((SECONDS - begin)) "$(result_of "$out/$name.log")"
+}
+result_of() { grep -E '^(success|[a-z]+ similarity|held-out|writes) ' "$1" | tail -n 1; }    # the last result in a log
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the steps; they read `out`, `seed`, and `ranks` (torchrun, or empty for one process)
+
+tasks() {                                                            # SPLIT NUMBER SEED
+    step "tasks-$1" $py 01_generate_tasks.py --domain $domain --split "$1" --num-tasks "$2" --seed "$3" \
+        --out "$out/$1.jsonl"
+}
+data() {
+    mkdir -p "$out"
+    tasks train "${TRAIN_TASKS:-$num_train}" "$seed"
+    tasks test "${TEST_TASKS:-$num_test}" 1000
+    step rollout-offline ${ranks:-$py} $rollout --tasks "$out/train.jsonl" --agent $base --samples 4 --seed "$seed" \
+        --out "$out/offline.jsonl"
+}
+train() { ${ranks:-$py} "0$1" --trajectories "$out/offline.jsonl" --model $base --seed "$seed" "${@:2}"; }
+critic() { step "$1" train 3_train_critic.py $critic_settings --out "$out/$1" "${@:2}"; }
+evaluate() {                                                         # NAME MODEL
+    step "rollout-$1" $py $rollout --tasks "$out/test.jsonl" --agent "$2" --samples "${SAMPLES:-2}" --seed "$seed" \
+        --out "$out/$1.jsonl"
+}
+policy() {                                                           # NAME METHOD more flags
+    local settings=${2}_settings
+    step "$1" train 4_train_policy.py --method "$2" ${!settings} --out "$out/$1" "${@:3}"
+    evaluate "$1" "$out/$1"
+}
+sweet() {
+    policy sweet sweet --critic "$out/critic"
+    evaluate base $base
+}
+baselines() {
+    policy rft rft
+    policy mtdpo mtdpo
+}
