@@ -14,7 +14,7 @@ import tempfile
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-import common                                                                                            # noqa: E402
+from colbench.browser import Browser  # noqa: E402
 
 SMALL = """<!DOCTYPE html><html><head><style>body {{margin: 0; font-family: sans-serif}} .head {{background: #{0:06x};
 color: white; padding: 40px}} .card {{border: 1px solid #ccc; border-radius: 8px; padding: 20px; margin: 20px;
@@ -50,7 +50,7 @@ def processes():
 
 async def measure(args, name, page, picture):
     with tempfile.TemporaryDirectory() as folder:
-        async with common.Browser(folder, args.browser, args.concurrency) as browser:
+        async with Browser(folder, args.browser, args.concurrency) as browser:
             await asyncio.gather(*[browser.render(page.format(10 ** 6 + number)) for number in range(args.concurrency)])
             _, before = processes()
             begin, (cpu, _) = time.perf_counter(), processes()
@@ -67,7 +67,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pages", type=int, default=40)
     parser.add_argument("--concurrency", type=int, default=2)
-    common.add_browser(parser)
+    parser.add_argument("--browser", metavar="PATH", help="Chromium or Chrome (None: the first one found)")
     args = parser.parse_args()
     for name, page in (("small", SMALL), ("tailwind", TAILWIND)):
         for picture in (True, False):

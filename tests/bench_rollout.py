@@ -1,4 +1,4 @@
-"""Dialogues per second of rollouts through common.Engine, and the plain way.
+"""Dialogues per second of rollouts through lib.engine.Engine, and the plain way.
 
     python tests/bench_rollout.py --model smollm2 --dialogues 16 --rounds 10 [--repeats 3] [--best-of 1]
 
@@ -15,7 +15,11 @@ import time
 import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-import common                                                                                            # noqa: E402
+import common  # noqa: E402
+from colbench.backend import AGENT_SYSTEM  # noqa: E402
+from lib.engine import Engine, next_tokens, uniforms  # noqa: E402
+from lib.models import add_work, encode, load_model, stop_ids  # noqa: E402
+from lib.runtime import start  # noqa: E402
 
 REPLIES = (
     "Yes, that is what I had in mind, more or less.", "Only for the adults.", "The fee is added after the discount.",
@@ -32,9 +36,9 @@ class Dialogue:
 
     def prompt(self):
         """Ids of the prompt, and the random numbers of the turn (--best-of, --max-new-tokens)."""
-        randoms = common.uniforms((self.args.best_of, self.args.max_new_tokens), self.number, len(self.history))
-        text = common.prompt_text(self.tokenizer, self.history, self.args.rounds)
-        return common.encode(self.tokenizer, text), randoms
+        randoms = uniforms((self.args.best_of, self.args.max_new_tokens), self.number, len(self.history))
+        text = common.prompt_text(self.tokenizer, self.history, self.args.rounds, AGENT_SYSTEM)
+        return encode(self.tokenizer, text), randoms
 
     def go_on(self, outputs):
         self.sampled.append(outputs)
@@ -45,7 +49,7 @@ class Dialogue:
 
 @torch.no_grad()
 def generate(model, prompts, randoms, temperature, stops):
-    """common.generate without an engine: all prompts padded into one batch, which rows leave as they end."""
+    """lib.engine.generate without an engine: all prompts padded into one batch, which rows leave as they end."""
     from transformers import DynamicCache
     device = next(model.parameters()).device
     max_new_tokens = randoms.shape[1]
@@ -58,7 +62,7 @@ def generate(model, prompts, randoms, temperature, stops):
     alive = torch.arange(len(randoms), device=device)
     new = [[] for _ in randoms]
     samples = len(randoms) // len(prompts)
-    common.add_work(model, [len(prompt) for prompt in prompts])
+    add_work(model, [len(prompt) for prompt in prompts])
     cache = DynamicCache(config=model.config)
     for step in range(max_new_tokens):
         hidden = model.get_decoder()(input_ids=ids, attention_mask=mask, position_ids=positions,
@@ -67,7 +71,7 @@ def generate(model, prompts, randoms, temperature, stops):
         if step == 0 and samples > 1:
             cache.batch_repeat_interleave(samples)
             logits, mask, positions = (x.repeat_interleave(samples, 0) for x in (logits, mask, positions))
-        token = common.next_tokens(logits, randoms[alive, step], temperature)
+        token = next_tokens(logits, randoms[alive, step], temperature)
         for row, value in zip(alive.tolist(), token.tolist()):
             new[row].append(value)
         going = ~torch.isin(token, stops)
@@ -80,7 +84,7 @@ def generate(model, prompts, randoms, temperature, stops):
             cache.batch_select_indices(going.nonzero().squeeze(1))
             ids, mask, positions, alive = ids[going], mask[going], positions[going], alive[going]
     for number, ids in enumerate(new):
-        common.add_work(model, [len(ids)], cached=len(prompts[number // samples]), generated=True)
+        add_work(model, [len(ids)], cached=len(prompts[number // samples]), generated=True)
     return new
 
 
@@ -93,7 +97,7 @@ def plain(dialogues, model, stops, args):
 
 
 def through_engine(dialogues, model, stops, args):
-    engine = common.Engine(model, stops, args.slots or len(dialogues) * args.best_of, args.max_tokens)
+    engine = Engine(model, stops, args.slots or len(dialogues) * args.best_of, args.max_tokens)
 
     async def play(dialogue):
         for _ in range(args.rounds):
@@ -120,12 +124,12 @@ def main():
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each way")
     args = parser.parse_args()
-    device = common.start(0).device
-    model, tokenizer = common.load_model(args.model, device, args.dtype)
+    device = start(0).device
+    model, tokenizer = load_model(args.model, device, args.dtype)
     model.eval()
     # What ends a turn: the model's stop ids, and what ends a sentence, because a base model seldom ends its turns.
     texts = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
-    stops = sorted({*common.stop_ids(model, tokenizer), *(n for n, text in enumerate(texts) if text[-1:] in ".?Ċ")})
+    stops = sorted({*stop_ids(model, tokenizer), *(n for n, text in enumerate(texts) if text[-1:] in ".?Ċ")})
     ways = {"plain": plain, "engine": through_engine}
     wall_s, processor_s, sampled = {way: [] for way in ways}, {way: [] for way in ways}, {}
     for _ in range(args.repeats):

@@ -2,8 +2,8 @@
 
     python tests/bench_scorer.py [--rounds 5]
 
-Both score the same answers, alternating; a fresh namespace for each test on both sides. 500 tasks with 2 answers each, as
-an evaluation has them: the references are evaluated inside the time, once a task (twice, to find random ones)."""
+Both score the same answers, alternating; a fresh namespace for each test on both sides. 500 tasks with 2 answers each,
+as an evaluation has them: the references are evaluated inside the time, once a task (twice, to find random ones)."""
 import argparse
 import pathlib
 import statistics
@@ -11,9 +11,10 @@ import sys
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-import common                                                                                            # noqa: E402
-import sandbox                                                                                           # noqa: E402
-from conftest import stage                                                                               # noqa: E402
+from colbench import backend  # noqa: E402
+from colbench.answers import extract_code  # noqa: E402
+from colbench.scorer import Scorer  # noqa: E402
+from conftest import stage  # noqa: E402
 
 
 def unsafe(pairs):
@@ -21,7 +22,7 @@ def unsafe(pairs):
     references, verdicts = {}, []
 
     def values(code, calls):
-        compiled = [compile(source, "<answer>", "exec") for source in sandbox.extract_code(code)]
+        compiled = [compile(source, "<answer>", "exec") for source in extract_code(code)]
         results = []
         for call in calls:
             namespace = {"__name__": "answer"}
@@ -42,15 +43,16 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    tasks, _ = stage(1).generate(500, 0, "train", "none")
-    pairs = [(task, f"Here is the function.\n\n```python\n{task['ground_truth']}\n```\n") for task in tasks for _ in range(2)]
+    tasks, _ = stage(1).make_tasks(backend, 500, 0, "train", "none")
+    pairs = [(task, f"Here is the function.\n\n```python\n{task['ground_truth']}\n```\n") for task in tasks
+             for _ in range(2)]
     seconds = {"in process": [], **{layer: [] for layer in ("namespaces", "landlock")}}
     for _ in range(args.rounds):
         begin = time.perf_counter()
         expected = unsafe(pairs)
         seconds["in process"].append(time.perf_counter() - begin)
         for layer in ("namespaces", "landlock"):
-            with common.Scorer(layer=layer) as scorer:
+            with Scorer(layer=layer) as scorer:
                 begin = time.perf_counter()
                 scores = scorer.score(pairs)
                 seconds[layer].append(time.perf_counter() - begin)

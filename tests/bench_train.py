@@ -3,8 +3,8 @@
     pip install trl datasets accelerate     (or --peer-python of an environment that has them)
     python tests/bench_train.py --model FOLDER [--pairs shared|unshared] [--steps 3] [--rounds 3]
 
-Each side is a process of its own on one thread in float32 (ours: --dtype); they take turns. Pairs are random token ids: "shared" has 4
-pairs over each prompt, as SWEET makes them, "unshared" one. Sides:
+Each side is a process of its own on one thread in float32 (ours: --dtype); they take turns. Pairs are random token ids:
+"shared" has 4 pairs over each prompt, as SWEET makes them, "unshared" one. Sides:
 
 ours            04 --pairs-together: one tree a turn
 ours, apart     04: one tree a pair
@@ -35,7 +35,8 @@ def make_pairs(kind, num_pairs, args):
     def ids(low, high):
         return [rng.randrange(17, args.vocabulary) for _ in range(rng.randint(low, high))]
     prompts = [ids(*args.prompt) for _ in range(num_pairs)]
-    return [(prompts[n // 4 if kind == "shared" else n], ids(*args.action), ids(*args.action)) for n in range(num_pairs)]
+    return [(prompts[n // 4 if kind == "shared" else n], ids(*args.action), ids(*args.action))
+            for n in range(num_pairs)]
 
 
 def status_mb(key):
@@ -50,29 +51,31 @@ def train_ours(pairs, args):
     import torch
 
     import common
+    from lib.runtime import start
+    from lib.training import adamw
     policy_stage = importlib.import_module("04_train_policy")
-    runtime = common.start(0)
-    options = argparse.Namespace(dtype=args.dtype, replicate=1, activation_checkpointing=False, attention="sdpa", out=args.out,
-                                 optimizer="adamw", lr=1e-6, adam_betas=(0.9, 0.95), weight_decay=0.0)
+    runtime = start(0)
+    options = argparse.Namespace(dtype=args.dtype, replicate=1, activation_checkpointing=False, attention="sdpa",
+                                 out=args.out, optimizer="adamw", lr=1e-6, adam_betas=(0.9, 0.95), weight_decay=0.0)
     model = common.load_sharded(args.model, runtime, options)
     together = 4 if args.side == "ours" and args.pairs == "shared" else 1
     examples = []                                                   # as 04 makes them: a prompt and its actions
-    for start in range(0, len(pairs), together):
-        prompt, actions = pairs[start][0], [action for pair in pairs[start:start + together] for action in pair[1:]]
+    for first in range(0, len(pairs), together):
+        prompt, actions = pairs[first][0], [action for pair in pairs[first:first + together] for action in pair[1:]]
         turns = [n for n, action in enumerate(actions) for _ in action]
         examples.append([common.Row([*prompt, *sum(actions, [])], [-1] * len(prompt) + turns, len(prompt))])
-    places = [[(2 * n, 2 * n + 1) for n in range(together)]] * len(examples)
+    pair_indices = [[(2 * n, 2 * n + 1) for n in range(together)]] * len(examples)
     begin = time.process_time()
-    ref = [torch.stack(policy_stage.sides(values[None], places[:1]), 1)
-           for values in common.values_of(model, examples, 4096, "cpu")]
+    ref = [torch.stack(policy_stage.chosen_and_rejected(values[None], pair_indices[:1]), 1)
+           for values in common.turn_scores_of(model, examples, 4096, "cpu")]
     reference_s = time.process_time() - begin
-    optimizer = common.adamw(model, options)
+    optimizer = adamw(model, options)
     model.train()
     losses, steps, size = [], [], args.batch_size // together
     for step in range(args.steps):
         begin, batch = time.process_time(), slice(step * size, (step + 1) * size)
-        logps = model.turn_values(common.collate(examples[batch]))
-        chosen, rejected = policy_stage.sides(logps, places[batch])
+        logps = model.turn_scores(common.collate(examples[batch]))
+        chosen, rejected = policy_stage.chosen_and_rejected(logps, pair_indices[batch])
         loss = policy_stage.dpo_loss(chosen, rejected, *torch.cat(ref[batch]).T, 0.1)[0].mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -128,13 +131,14 @@ def train_trl(pairs, args):
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     rows = [dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), pair)) for pair in pairs]
     collator = Causal(pad_token_id=tokenizer.pad_token_id) if args.side == "trl, best" else None
-    trainer = Peer(model=model, processing_class=tokenizer, train_dataset=Dataset.from_list(rows), data_collator=collator,
-                   callbacks=[Clock()], args=trl.DPOConfig(
-                       output_dir=args.out, use_cpu=True, bf16=False, activation_checkpointing=False, max_length=None, beta=0.1,
-                       precompute_ref_log_probs=True, precompute_ref_batch_size=args.batch_size, max_steps=args.steps,
-                       per_device_train_batch_size=args.batch_size, train_sampling_strategy="sequential", learning_rate=1e-6,
-                       lr_scheduler_type="constant", adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0,
-                       eval_strategy="no", save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
+    trainer = Peer(model=model, processing_class=tokenizer, train_dataset=Dataset.from_list(rows),
+                   data_collator=collator, callbacks=[Clock()], args=trl.DPOConfig(
+                       output_dir=args.out, use_cpu=True, bf16=False, activation_checkpointing=False, max_length=None,
+                       beta=0.1, precompute_ref_log_probs=True, precompute_ref_batch_size=args.batch_size,
+                       max_steps=args.steps, per_device_train_batch_size=args.batch_size,
+                       train_sampling_strategy="sequential", learning_rate=1e-6, lr_scheduler_type="constant",
+                       adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0, eval_strategy="no",
+                       save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
                        dataloader_pin_memory=False))
     trainer.train()
     return reference[0], steps, losses
@@ -160,26 +164,28 @@ def main():
         pairs = make_pairs(args.pairs, args.steps * args.batch_size, args)
         before = status_mb("VmRSS")
         reference_s, steps, losses = (train_ours if args.side.startswith("ours") else train_trl)(pairs, args)
-        print(json.dumps({"pair_s": reference_s / len(pairs) + statistics.median(steps[1:]) / args.batch_size, "losses": losses,
-                          "peak_mb": status_mb("VmHWM") - before}))
+        print(json.dumps({"pair_s": reference_s / len(pairs) + statistics.median(steps[1:]) / args.batch_size,
+                          "losses": losses, "peak_mb": status_mb("VmHWM") - before}))
         return
     found = {side: [] for side in args.sides}
     for _ in range(args.rounds):
         for side in args.sides:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1", "CUDA_VISIBLE_DEVICES": "",
-                           "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1",
+                           "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
             if side == "trl, best":
                 environment |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2 ** 31 - 1)}
-            process = subprocess.run([sys.executable if side.startswith("ours") else args.peer_python, __file__, *sys.argv[1:],
-                                      "--side", side], env=environment, text=True, stdout=subprocess.PIPE, check=True)
+            process = subprocess.run([sys.executable if side.startswith("ours") else args.peer_python, __file__,
+                                      *sys.argv[1:], "--side", side], env=environment, text=True,
+                                      stdout=subprocess.PIPE, check=True)
             found[side].append(json.loads(process.stdout.splitlines()[-1]))
     base = statistics.median(run["pair_s"] for run in found[args.sides[-1]])
-    print(f"{args.pairs} pairs, prompts of {args.prompt} tokens, actions of {args.action}, {args.batch_size} a step, {args.rounds} rounds")
+    print(f"{args.pairs} pairs, prompts of {args.prompt} tokens, actions of {args.action}, {args.batch_size} a step, "
+          f"{args.rounds} rounds")
     for side, runs in found.items():
         pair_s = [run["pair_s"] for run in runs]
         print(f"{side:12s} {1000 * statistics.median(pair_s):8.0f} s of CPU for 1,000 pairs ({1000 * min(pair_s):.0f}-"
-              f"{1000 * max(pair_s):.0f}) | {base / statistics.median(pair_s):4.1f} times {args.sides[-1]} | peak memory "
-              f"{statistics.median(run['peak_mb'] for run in runs):6.0f} MB | losses "
+              f"{1000 * max(pair_s):.0f}) | {base / statistics.median(pair_s):4.1f} times {args.sides[-1]} | peak "
+              f"memory {statistics.median(run['peak_mb'] for run in runs):6.0f} MB | losses "
               + ", ".join(f"{loss:.5f}" for loss in runs[0]["losses"]))
 
 

@@ -42,10 +42,10 @@ def ask_forks(line):
     return int(forks().stdout.readline())
 
 
-def begin(script, *arguments, folder, rank=0, environment={}):
+def begin(script, *arguments, folder, rank=0, environment=None):
     """Start a stage in a process of its own, its output in files of `folder`; returns the process id."""
     return ask_forks(json.dumps({"argv": [str(ROOT / script), *map(str, arguments)], "cwd": str(ROOT),
-                                 "env": {**os.environ, **environment}, "stdout": f"{folder}/{rank}.out",
+                                 "env": {**os.environ, **(environment or {})}, "stdout": f"{folder}/{rank}.out",
                                  "stderr": f"{folder}/{rank}.err"}))
 
 
@@ -62,7 +62,7 @@ def rank_environments(ranks):
 
 
 def run(script, *arguments, ranks=1):
-    """Run a stage as a user would, on `ranks` processes as torchrun starts them; returns the finished (first) process."""
+    """Run a stage as a user would, on `ranks` processes as torchrun starts them; returns the finished (first) one."""
     with tempfile.TemporaryDirectory() as folder:
         environments = rank_environments(ranks) if ranks > 1 else [{}]
         pids = [begin(script, *arguments, folder=folder, rank=rank, environment=environment)
@@ -80,8 +80,9 @@ def succeed(script, *arguments, **options):
 
 def refused(number, *arguments):
     """Call a stage in this process with bad input; returns its one line (test_pipeline checks the exit status)."""
-    import common
-    with pytest.raises(common.InputError) as error:
+    from colbench import ColBenchError
+    from lib.runtime import InputError
+    with pytest.raises((InputError, ColBenchError)) as error:
         stage(number).main([str(argument) for argument in arguments])
     assert "\n" not in str(error.value)
     return str(error.value)
@@ -100,17 +101,17 @@ def workspace(tmp_path_factory):
     succeed("01_generate_tasks.py", "--num-tasks", 40, "--split", "train", "--out", folder / "tasks.jsonl")
     succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", "script", "--max-rounds", 8, "--out",
             folder / "demos.jsonl")
-    succeed("04_train_policy.py", "--method", "sft", "--model", "tiny", "--trajectories", folder / "demos.jsonl", "--lr",
-            3e-3, "--max-steps", 4, "--out", folder / "model")
-    succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", "tests/tiny", "--max-rounds", 8, "--samples", 3,
-            "--max-new-tokens", 120, "--out", folder / "offline.jsonl")
+    succeed("04_train_policy.py", "--method", "sft", "--model", "tiny", "--trajectories", folder / "demos.jsonl",
+            "--lr", 3e-3, "--max-steps", 4, "--out", folder / "model")
+    succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", "models/tiny", "--max-rounds", 8,
+            "--samples", 3, "--max-new-tokens", 120, "--out", folder / "offline.jsonl")
     return folder
 
 
 @pytest.fixture(scope="session")
 def tiny(workspace):
-    import common
-    model, tokenizer = common.load_model(str(ROOT / "tests" / "tiny"), "cpu")
+    from lib.models import load_model
+    model, tokenizer = load_model(str(ROOT / "models" / "tiny"), "cpu")
     return model.eval(), tokenizer
 
 

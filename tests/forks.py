@@ -10,13 +10,15 @@ import sys
 import traceback
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-import common                                                                                # noqa: E402, F401
-from torch.distributed import checkpoint, fsdp                                               # noqa: E402, F401
-import openai                                                                                # noqa: E402, F401
-import tokenizers                                                                            # noqa: E402, F401
-import tqdm                                                                                  # noqa: E402, F401
-from transformers import AutoModelForCausalLM, AutoTokenizer                                 # noqa: E402, F401
-from transformers.models.llama import modeling_llama                                         # noqa: E402, F401
+import openai  # noqa: E402, F401
+import tokenizers  # noqa: E402, F401
+import tqdm  # noqa: E402, F401
+from torch.distributed import checkpoint, fsdp  # noqa: E402, F401
+from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402, F401
+from transformers.models.llama import modeling_llama  # noqa: E402, F401
+
+import common  # noqa: E402, F401
+from lib import costs, memory, speakers, training, vision  # noqa: E402, F401
 
 
 def become(request):

@@ -1,4 +1,4 @@
-"""The highest memory of a real FSDP2 training step against common.memory_plan, on a CPU.
+"""The highest memory of a real FSDP2 training step against lib.memory.memory_plan, on a CPU.
 
     python tests/memory.py WORLD_SIZE REPLICATE DTYPE CHECKPOINTING(0|1) ROWS TOKENS MICRO_BATCHES TREE(0|1)
 
@@ -11,37 +11,42 @@ import sys
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile, ProfilerActivity
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-import common                                                                                # noqa: E402
+import common  # noqa: E402
+from lib.memory import memory_plan  # noqa: E402
+from lib.runtime import Runtime  # noqa: E402
+from lib.training import adamw  # noqa: E402
 
 
 def main():
     world_size, replicate, dtype, *numbers = sys.argv[1:]
-    world_size, replicate, checkpointing, rows, tokens, micro_batches, tree = map(int, [world_size, replicate, *numbers])
-    config = LlamaConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8, num_key_value_heads=4,
-                         vocab_size=8192, max_position_embeddings=2048)
-    plan = common.memory_plan(config, world_size, replicate, dtype, bool(checkpointing), rows, tokens, 8, micro_batches > 1, bool(tree))
+    world_size, replicate = int(world_size), int(replicate)
+    checkpointing, rows, tokens, micro_batches, tree = map(int, numbers)
+    config = LlamaConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
+                         num_key_value_heads=4, vocab_size=8192, max_position_embeddings=2048)
+    plan = memory_plan(config, world_size, replicate, dtype, bool(checkpointing), rows, tokens, 8, micro_batches > 1,
+                       bool(tree))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    args = argparse.Namespace(dtype=dtype, replicate=replicate, activation_checkpointing=bool(checkpointing), attention="sdpa",
-                              optimizer="adamw", lr=1e-4, adam_betas=(0.9, 0.95), weight_decay=0.0)
+    args = argparse.Namespace(dtype=dtype, replicate=replicate, activation_checkpointing=bool(checkpointing),
+                              attention="sdpa", optimizer="adamw", lr=1e-4, adam_betas=(0.9, 0.95), weight_decay=0.0)
 
     def step(width):
         half = width // 2
         row = common.Row(list(range(width)), [-1] * half + [0] * (width - half), half if tree else None)
         for _ in range(micro_batches):
-            model.turn_values(common.collate([[row]] * rows)).sum().backward()
+            model.turn_scores(common.collate([[row]] * rows)).sum().backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         model = LlamaForCausalLM(config)
-        common.shard(model, common.Runtime(0, world_size, torch.device("cpu")), args)
-        optimizer = common.adamw(model.train(), args)
+        common.shard(model, Runtime(0, world_size, torch.device("cpu")), args)
+        optimizer = adamw(model.train(), args)
         step(8)                                                     # makes the optimiser's state
         step(tokens)
     events = sorted((event.start_ns(), event.nbytes()) for event in prof.profiler.kineto_results.events()

@@ -1,9 +1,10 @@
 """A small server of OpenAI's chat protocol, for tests: python tests/server.py [flags]; prints its port when it listens.
 
-Serves a model folder under the name `model` through common.generate, and under other names programs: `asker` asks twice
-and answers then, `counter` says how many messages it sees, `leaky` quotes the reference where temperature is 0, `thinker`
-thinks before it asks, `viewer` counts the pictures that it sees. Every request is appended to --log before it is answered, a JSON object a line, with its number,
-key, time (s), and the status that it got. The failures are those that servers have."""
+Serves a model folder under the name `model` through lib.engine.generate, and under other names programs: `asker` asks
+twice and answers then, `counter` says how many messages it sees, `leaky` quotes the reference where temperature is 0,
+`thinker` thinks before it asks, `viewer` counts the images that it sees. Every request is appended to --log before it
+is answered, a JSON object a line, with its number, key, time (s), and the status that it got. The failures are those
+that servers have."""
 import argparse
 import base64
 import http.server
@@ -15,12 +16,14 @@ import threading
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-import common                                                                                # noqa: E402
+from colbench import backend  # noqa: E402
+from lib.engine import generate, uniforms  # noqa: E402
+from lib.models import encode, load_model, stop_ids  # noqa: E402
 
 
 def asker(messages, _):
     num_turns = sum(message["role"] == "assistant" for message in messages)
-    return "What is it?" if num_turns < 2 else f"{common.MARKER}\ndef f(): return 1"
+    return "What is it?" if num_turns < 2 else f"{backend.MARKER}\ndef f(): return 1"
 
 
 def leaky(messages, temperature):
@@ -35,7 +38,8 @@ def viewer(messages, _):
     return f"I see {sum(picture.startswith(bytes([0x89]) + b'PNG') for picture in pictures)} pictures."
 
 
-PROGRAMS = {"asker": asker, "leaky": leaky, "viewer": viewer, "counter": lambda messages, _: f"I see {len(messages)} messages.",
+PROGRAMS = {"asker": asker, "leaky": leaky, "viewer": viewer,
+            "counter": lambda messages, _: f"I see {len(messages)} messages.",
             "thinker": lambda *_: "<think>The plan is secret.</think>\nWhat should the lowest heat be?"}
 
 
@@ -43,18 +47,14 @@ def sample(model, tokenizer, request, lock):
     """A choice, and the numbers of tokens read and written."""
     prompt = tokenizer.apply_chat_template(request["messages"], tokenize=False, add_generation_prompt=True,
                                            **request.get("chat_template_kwargs", {}))
-    ids, stops = common.encode(tokenizer, prompt), common.stop_ids(model, tokenizer)
-    randoms = common.uniforms((1, request["max_tokens"]), request["seed"])
+    ids, stops = encode(tokenizer, prompt), stop_ids(model, tokenizer)
+    randoms = uniforms((1, request["max_tokens"]), request["seed"])
     with lock:
-        [new] = common.generate(model, [ids], randoms, request["temperature"], stops)
-        row = common.Row(ids + new, [-1] * len(ids) + [0] * len(new))
-        [logps] = common.values_of(model, [[row]], 16384, "cpu") if request.get("logprobs") else [None]
+        [new] = generate(model, [ids], randoms, request["temperature"], stops)
     choice = {"index": 0, "finish_reason": "stop" if new[-1] in stops else "length",
               "message": {"role": "assistant", "content": tokenizer.decode(new, skip_special_tokens=True)}}
     if request.get("return_token_ids"):
         choice["token_ids"] = new
-    if logps is not None:
-        choice["logprobs"] = {"content": [{"token": "", "logprob": logps.item() / len(new), "top_logprobs": []}] * len(new)}
     return choice, len(ids), len(new)
 
 
@@ -100,10 +100,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             "id": "1", "object": "chat.completion", "created": 0, "model": request["model"], "choices": [choice],
             "usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}}))
 
-    def send(self, status, text, headers={}):
+    def send(self, status, text, headers=None):
         data = text.encode()
         self.send_response(status)
-        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data)), **headers}.items():
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(data)), **(headers or {})}
+        for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(data)
@@ -133,7 +134,7 @@ def main():
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"every N-th request {what}")
     Handler.args = parser.parse_args()
     if Handler.args.model:
-        Handler.model = common.load_model(Handler.args.model, "cpu")
+        Handler.model = load_model(Handler.args.model, "cpu")
     listener = Listener(("127.0.0.1", Handler.args.port), Handler)
     print(listener.server_port, flush=True)
     listener.serve_forever()

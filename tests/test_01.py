@@ -1,7 +1,8 @@
 """01_generate_tasks.py: every fact matters provably, splits share nothing, the same seed gives the same file."""
 import pytest
 
-import common
+from colbench import backend
+from colbench.scorer import Scorer
 from conftest import read, refused, stage, succeed
 
 generate_tasks = stage(1)
@@ -9,24 +10,27 @@ generate_tasks = stage(1)
 
 @pytest.fixture(scope="module")
 def tasks():
-    return {split: generate_tasks.generate(150, 3, split, "some")[0] for split in ("train", "validation", "test")}
+    return {split: generate_tasks.make_tasks(backend, 150, 3, split, "some")[0]
+            for split in ("train", "validation", "test")}
 
 
 def test_references_run_and_reproduce_in_the_scorer(tasks):
-    with common.Scorer() as scorer:
-        for task, score in zip(tasks["test"], scorer.score([(task, task["ground_truth"]) for task in tasks["test"][:40]])):
+    with Scorer() as scorer:
+        pairs = [(task, task["ground_truth"]) for task in tasks["test"][:40]]
+        for (task, _), score in zip(pairs, scorer.score(pairs)):
             assert len(task["test_cases"]) == 10
             assert score.gradeable == score.tests == [True] * 10
 
 
 def test_each_fact_that_matters_fails_a_test_when_it_changes(tasks):
-    with common.Scorer() as scorer:
+    with Scorer() as scorer:
         for task in tasks["test"][:28]:                                    # each family twice
             needed = {fact["slot"]: fact for fact in task["facts"] if fact["matters"]}
             codes = {slot: fact["code"] for slot, fact in needed.items()}
             assert task["template"].format(**codes) == task["ground_truth"]
             for slot, fact in needed.items():
-                wrong = [task["template"].format(**{**codes, slot: guess}) for guess in fact["guesses"] if guess != codes[slot]]
+                wrong = [task["template"].format(**{**codes, slot: guess}) for guess in fact["guesses"]
+                         if guess != codes[slot]]
                 assert wrong
                 for score in scorer.score([(task, answer) for answer in wrong[:3]]):
                     assert not all(score.tests)
@@ -37,7 +41,7 @@ def test_the_request_is_vague_and_questions_reach_their_fact(tasks):
         assert task["problem_description"].endswith(task["ground_truth"].splitlines()[0])
         for index, fact in enumerate(task["facts"]):
             for question in fact["questions"]:
-                assert common.topics_asked(task["facts"], question) == [index], question
+                assert backend.topics_asked(task["facts"], question) == [index], question
             assert fact["matters"] or not fact["told"]
     assert 0.15 < sum(any(f["told"] for f in t["facts"]) for t in tasks["train"]) / 150 < 0.45
 
@@ -46,7 +50,7 @@ def test_replies_hold_no_code(tasks):
     for task in tasks["train"]:
         for fact in task["facts"]:
             for reply in fact["replies"]:
-                assert len(reply) <= common.MAX_REPLY_CHARS
+                assert len(reply) <= backend.REPLY_CHARS
                 assert not any(sign in reply for sign in ("def ", "return", "(", "=", "["))
 
 
@@ -58,9 +62,10 @@ def test_splits_share_no_reference(tasks):
 
 
 def test_told_all_states_every_fact_that_matters():
-    for task in generate_tasks.generate(30, 0, "all", "all")[0]:
+    for task in generate_tasks.make_tasks(backend, 30, 0, "all", "all")[0]:
         assert all(fact["told"] == fact["matters"] for fact in task["facts"])
-        assert any(reply in task["problem_description"] for fact in task["facts"] if fact["matters"] for reply in fact["replies"])
+        assert any(reply in task["problem_description"] for fact in task["facts"] if fact["matters"]
+                   for reply in fact["replies"])
 
 
 def test_same_seed_same_file(tmp_path):
@@ -80,5 +85,6 @@ def test_output_of_other_arguments_is_refused(tmp_path):
 
 
 def test_too_many_tasks_is_one_line(tmp_path):
-    assert refused(1, "--num-tasks", 10 ** 6, "--split", "test", "--out", tmp_path / "t.jsonl").startswith("--num-tasks")
+    line = refused(1, "--num-tasks", 10 ** 6, "--split", "test", "--out", tmp_path / "t.jsonl")
+    assert line.startswith("--num-tasks")
     assert not (tmp_path / "t.jsonl").exists()

@@ -9,14 +9,19 @@ import time
 import pytest
 
 import common
+from colbench import backend
 from conftest import begin, rank_environments, read, refused, stage, succeed, wait
+from lib.engine import Engine
+from lib.models import load_tokenizer, stop_ids
+from lib.servers import Reply
+from lib.speakers import Speaker
 
 rollout = stage(2)
 
 
 def flags(workspace, out, *more):
-    return ["--tasks", workspace / "tasks.jsonl", "--agent", workspace / "model", "--max-rounds", 4, "--max-new-tokens", 24,
-            "--concurrency", 8, "--out", out, *more]
+    return ["--tasks", workspace / "tasks.jsonl", "--agent", workspace / "model", "--max-rounds", 4,
+            "--max-new-tokens", 24, "--concurrency", 8, "--out", out, *more]
 
 
 def test_trajectories_follow_the_protocol(workspace):
@@ -28,12 +33,10 @@ def test_trajectories_follow_the_protocol(workspace):
         assert [turn["role"] for turn in history] == ["user", "assistant"] * row["num_rounds"]
         assert history[0]["content"] == row["task"]["problem_description"]
         agent = history[1::2]
-        assert all(common.MARKER not in turn["content"] for turn in agent[:-1])
-        assert common.MARKER in agent[-1]["content"] or row["num_rounds"] == row["max_rounds"] == 8
-        if common.MARKER in agent[-1]["content"]:
-            assert row["answer"] == agent[-1]["content"].split(common.MARKER, 1)[1].strip("\n")
-        else:
-            assert row["answer"] == agent[-1]["content"]
+        assert all(backend.MARKER not in turn["content"] for turn in agent[:-1])
+        assert backend.MARKER in agent[-1]["content"] or row["num_rounds"] == row["max_rounds"] == 8
+        after = agent[-1]["content"].partition(backend.MARKER)[2].strip("\n")
+        assert row["answer"] == (after if after.strip() else agent[-1]["content"])
         assert row["reward"] == sum(row["tests"]) / 10
     assert {row["reward"] == 1 for row in rows} == {True, False}
 
@@ -43,15 +46,16 @@ def test_an_agents_turn_keeps_prompt_text_and_ids(workspace, tiny):
     for row in read(workspace / "offline.jsonl")[:10]:
         for index, turn in enumerate(row["dialogue_history"]):
             if turn["role"] == "assistant":
-                assert turn["input"] == common.prompt_text(tokenizer, row["dialogue_history"][:index], 8)
+                assert turn["input"] == common.prompt_text(tokenizer, row["dialogue_history"][:index], 8,
+                                                             backend.AGENT_SYSTEM)
                 assert tokenizer.decode(turn["output_ids"], skip_special_tokens=True) == turn["output"]
                 assert turn["content"] == turn["output"].strip()
 
 
 def test_a_text_can_end_a_turn(workspace, tmp_path, tiny):
     (tmp_path / "tasks").write_text("".join((workspace / "tasks.jsonl").read_text().splitlines(True)[:4]))
-    succeed("02_rollout.py", "--tasks", tmp_path / "tasks", "--agent", "tests/tiny", "--max-rounds", 3, "--max-new-tokens", 60,
-            "--stop", "?", "--stop", "never said", "--out", tmp_path / "out")
+    succeed("02_rollout.py", "--tasks", tmp_path / "tasks", "--agent", "models/tiny", "--max-rounds", 3,
+            "--max-new-tokens", 60, "--stop", "?", "--stop", "never said", "--out", tmp_path / "out")
     turns = [turn for row in read(tmp_path / "out") for turn in row["dialogue_history"] if turn["role"] == "assistant"]
     texts = [tiny[1].decode(turn["output_ids"], skip_special_tokens=False) for turn in turns]
     assert sum(text.endswith("?") for text in texts) > 4 and not any("?" in text[:-1] for text in texts)
@@ -60,14 +64,14 @@ def test_a_text_can_end_a_turn(workspace, tmp_path, tiny):
 
 
 def test_c_never_reaches_a_policy_prompt(workspace):
-    """Not a line of the reference but its signature, which is in the request (what a server's agent gets: test_servers)."""
+    """Not a line of the reference but its signature, which is in the request (a server's agent: test_servers)."""
     prompts = 0
     for row in read(workspace / "offline.jsonl"):
         lines = [line.strip() for line in row["task"]["ground_truth"].split("\n")[1:]]
         for turn in row["dialogue_history"]:
             if turn["role"] == "assistant":
                 prompts += 1
-                assert not any(line in turn["input"].split(common.MARKER)[0] for line in lines)
+                assert not any(line in turn["input"].split(backend.MARKER)[0] for line in lines)
     assert prompts > 200
 
 
@@ -77,13 +81,35 @@ def parsed(*more):
 
 def test_long_replies_are_cut_and_the_last_turn_is_the_answer(monkeypatch):
     async def says(speaker, chat, *_, **__):
-        return "", [common.Reply({"agent": "hm?", "person": "y" * 500}[speaker.model], True, None, None, 0, 0)]
+        return "", [Reply({"agent": "hm?", "human": "y" * 500}[speaker.model], True, None, 0, 0)]
     monkeypatch.setattr(rollout, "ask", says)
-    dialogue = rollout.new_dialogue({"problem_description": "?", "ground_truth": "def f(): pass"}, 0)
-    agent, person = rollout.Speaker("agent"), rollout.Speaker("person")
-    asyncio.run(rollout.play(dialogue, agent, person, None, parsed("--max-rounds", 3)))
+    dialogue = rollout.new_dialogue({"problem_description": "?", "ground_truth": "def f(): pass", "test_cases": {}}, 0)
+    agent, human = Speaker("agent"), Speaker("human")
+    asyncio.run(rollout.play(dialogue, agent, human, None, backend.World(), parsed("--max-rounds", 3)))
     assert [turn["content"] for turn in dialogue["history"]] == ["?", "hm?", "y" * 400, "hm?", "y" * 400, "hm?"]
     assert dialogue["answer"] == "hm?" and "y" * 500 == dialogue["history"][2]["output"]
+
+
+@pytest.mark.parametrize("content, answer", [
+    ("I WANT TO ANSWER:\ndef f(): return 1\n", "def f(): return 1"),
+    ("Good.\nI WANT TO ANSWER: def f(): return 1", " def f(): return 1"),
+    ("def f(): return 1\nI WANT TO ANSWER:", "def f(): return 1\nI WANT TO ANSWER:"),             # nothing follows
+    ("def f(): return 1\nI WANT TO ANSWER: \n\n", "def f(): return 1\nI WANT TO ANSWER: \n\n"),
+    ("def f():\n    # I WANT TO ANSWER: so\n    return 1", "def f():\n    # I WANT TO ANSWER: so\n    return 1"),
+    ("import math\n#I WANT TO ANSWER:\ndef f(): return 1", "import math\n#I WANT TO ANSWER:\ndef f(): return 1"),
+    ("# My plan\nI WANT TO ANSWER:\ndef f(): return 1", "def f(): return 1"),                # a heading, no comment
+    ("Issue #1: I WANT TO ANSWER:\ndef f(): return 1", "def f(): return 1"),
+    ("I WANT TO ANSWER:\ndef f(): return 'I WANT TO ANSWER:'", "def f(): return 'I WANT TO ANSWER:'"),
+    ("I WANT TO ANSWER:", "I WANT TO ANSWER:")])
+@pytest.mark.parametrize("is_last", [False, True])
+def test_an_answer_follows_the_marker_or_is_the_whole_turn(content, answer, is_last):
+    history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": content}]
+    assert backend.answer_of(history, is_last) == answer
+
+
+def test_a_turn_without_the_marker_is_an_answer_in_the_last_round_alone():
+    history = [{"role": "user", "content": "I WANT TO ANSWER: x"}, {"role": "assistant", "content": "hm?"}]
+    assert backend.answer_of(history, False) is None and backend.answer_of(history, True) == "hm?"
 
 
 def test_dialogues_advance_on_their_own():
@@ -97,7 +123,7 @@ def test_dialogues_advance_on_their_own():
             await asyncio.sleep(0)
         order.append(item)
         flying.remove(item)
-    asyncio.run(rollout.each(work, range(12), 3))
+    asyncio.run(rollout.run_concurrently(work, range(12), 3))
     assert order[-1] == 0 and sorted(order) == list(range(12))
 
 
@@ -106,9 +132,9 @@ def test_the_rule_based_human_knows_what_it_is_asked(workspace):
     task = read(workspace / "tasks.jsonl")[0]
     for fact in task["facts"]:
         history = [{"role": "user", "content": ""}, {"role": "assistant", "content": fact["questions"][0]}]
-        assert rollout.rules_reply(task, history, random.Random(0)) in fact["replies"]
+        assert backend.rules_reply(task, history, random.Random(0)) in fact["replies"]
     history[-1]["content"] = "Hello!"
-    assert rollout.rules_reply(task, history, random.Random(0)) in rollout.UNCLEAR
+    assert backend.rules_reply(task, history, random.Random(0)) in backend.UNCLEAR
 
 
 def test_same_seed_same_file_and_another_seed_another(workspace, tmp_path):
@@ -128,7 +154,7 @@ def assert_same(path, other):
 
 def test_killed_and_resumed_equals_uninterrupted(workspace, tmp_path):
     """Killed on one rank and on two, the last line cut in half by hand; what was finished is not played again."""
-    small = ["--tasks", workspace / "tasks.jsonl", "--agent", "tests/tiny", "--max-rounds", 5, "--samples", 2, "--out"]
+    small = ["--tasks", workspace / "tasks.jsonl", "--agent", "models/tiny", "--max-rounds", 5, "--samples", 2, "--out"]
     succeed("02_rollout.py", *small, tmp_path / "whole", "--concurrency", 20)
     for ranks in (1, 2):
         partial = tmp_path / f"killed.0of{ranks}.partial"
@@ -157,7 +183,7 @@ def test_killed_and_resumed_equals_uninterrupted(workspace, tmp_path):
 
 def test_best_of_n_sends_what_the_critic_prefers(workspace, tiny):
     """With a critic that prefers long messages, the messages get longer with N; candidates are nested in N."""
-    agent = rollout.Speaker(*tiny, common.Engine(tiny[0], common.stop_ids(*tiny), 64, 10 ** 5))
+    agent = Speaker(*tiny, Engine(tiny[0], stop_ids(*tiny), 64, 10 ** 5))
     seen = {}
 
     async def longest(dialogue, prompt, replies):
@@ -177,9 +203,9 @@ def test_best_of_n_sends_what_the_critic_prefers(workspace, tiny):
 def test_template_arguments_and_thoughts_that_the_prompt_opens(workspace, tiny):
     tokenizer = copy.deepcopy(tiny[1])
     tokenizer.chat_template += "{% if enable_thinking %}<think>{% endif %}"
-    engine = common.Engine(tiny[0], common.stop_ids(*tiny), 64, 10 ** 5)
+    engine = Engine(tiny[0], stop_ids(*tiny), 64, 10 ** 5)
     for thinking in (False, True):
-        agent = rollout.Speaker(tiny[0], tokenizer, engine, template_args={"enable_thinking": thinking})
+        agent = Speaker(tiny[0], tokenizer, engine, template_args={"enable_thinking": thinking})
         dialogue = rollout.new_dialogue(read(workspace / "tasks.jsonl")[0], 0)
         turn = asyncio.run(rollout.agent_turn(dialogue, agent, None, parsed("--max-new-tokens", 20)))
         assert turn["input"].endswith("<think>") == thinking and turn["output"]
@@ -189,9 +215,9 @@ def test_template_arguments_and_thoughts_that_the_prompt_opens(workspace, tiny):
 def test_a_system_prompt_of_a_file_replaces_ours(workspace, tmp_path, capsys):
     """Literal, braces too, kept in the rows, so that 03 and 04 render it again; another than in training is said."""
     import shutil
-    shutil.copytree("tests/tiny", tmp_path / "agent")
+    shutil.copytree("models/tiny", tmp_path / "agent")
     template = tmp_path / "agent" / "chat_template.jinja"
-    template.write_text(template.read_text().replace("message.role != 'system'", "true"))                       # shows it
+    template.write_text(template.read_text().replace("message.role != 'system'", "true"))  # shows it
     (tmp_path / "agent" / "agent.json").write_text(json.dumps({"system_prompt": "Ask {x} {max_rounds}."}))
     (tmp_path / "mine.txt").write_text("Ask {x} {max_rounds}.\n")
     (tmp_path / "tasks").write_text("".join((workspace / "tasks.jsonl").read_text().splitlines(True)[:2]))
@@ -202,17 +228,19 @@ def test_a_system_prompt_of_a_file_replaces_ours(workspace, tmp_path, capsys):
     rows = read(tmp_path / "a")
     for row in rows:
         assert row["system_prompt"] == "Ask {x} {max_rounds}."
-        assert all(turn["input"].startswith("<|system|>Ask {x} {max_rounds}.<|end|><|user|>") and "(last round)" not in turn["input"]
-                   for turn in row["dialogue_history"][1::2])
-    tokenizer = common.load_tokenizer(str(tmp_path / "agent"))
+        assert all(turn["input"].startswith("<|system|>Ask {x} {max_rounds}.<|end|><|user|>") and
+                   "(last round)" not in turn["input"] for turn in row["dialogue_history"][1::2])
+    tokenizer = load_tokenizer(str(tmp_path / "agent"))
     again = json.loads(json.dumps(rows[0]))
     for turn in again["dialogue_history"][1::2]:
         del turn["input"], turn["output_ids"]
     again["tokenizer"] = None
-    assert [prompt for prompt, _ in common.agent_turns(tokenizer, again)] == [t["input"] for t in rows[0]["dialogue_history"][1::2]]
+    assert [prompt for prompt, _ in common.agent_turns(tokenizer, again)] == [
+        turn["input"] for turn in rows[0]["dialogue_history"][1::2]]
     printed = succeed("02_rollout.py", *flags, "--out", tmp_path / "b")
     assert printed.count(said) == 1
-    assert all("system_prompt" not in row and "2 rounds" in row["dialogue_history"][1]["input"] for row in read(tmp_path / "b"))
+    assert all("system_prompt" not in row and "2 rounds" in row["dialogue_history"][1]["input"]
+               for row in read(tmp_path / "b"))
     line = refused(2, *flags, "--system-prompt", tmp_path / "none.txt", "--out", tmp_path / "c")
     assert line.startswith(f"{tmp_path / 'none.txt'}: cannot be read as UTF-8 text")
     with pytest.raises(SystemExit):
@@ -221,14 +249,14 @@ def test_a_system_prompt_of_a_file_replaces_ours(workspace, tmp_path, capsys):
 
 def test_a_template_that_shows_no_system_prompt_has_no_other(workspace, tiny, tmp_path, capsys):
     (tmp_path / "agent.json").write_text(json.dumps({"system_prompt": "Mine"}))
-    common.check_system_prompt(str(tmp_path), tiny[1], None, 1, False)
+    common.check_system_prompt(str(tmp_path), tiny[1], backend, None, 1)
     assert capsys.readouterr().out == ""
 
 
 def test_best_of_n_with_a_critic_folder(workspace, tmp_path):
-    succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", "tests/tiny", "--lr", 1e-3, "--max-steps",
-            2, "--out", tmp_path / "critic")
-    small = ["--tasks", workspace / "tasks.jsonl", "--agent", "tests/tiny", "--max-rounds", 3, "--max-new-tokens", 40]
+    succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", "models/tiny", "--lr", 1e-3,
+            "--max-steps", 2, "--out", tmp_path / "critic")
+    small = ["--tasks", workspace / "tasks.jsonl", "--agent", "models/tiny", "--max-rounds", 3, "--max-new-tokens", 40]
     succeed("02_rollout.py", *small, "--best-of", 3, "--critic", tmp_path / "critic", "--out", tmp_path / "a.jsonl")
     rows = read(tmp_path / "a.jsonl")
     assert all((row["best_of"], row["critic"]) == (3, str(tmp_path / "critic")) for row in rows)
@@ -245,18 +273,19 @@ def test_the_judge_compares_in_both_orders(monkeypatch, replies, chosen, counted
     async def judged(judge, chat, *_):
         assert "def secret" in chat[0]["content"]
         order = "ab" if chat[0]["content"].index("price") < chat[0]["content"].index("weight") else "ba"
-        return "", [common.Reply(replies[order], True, None, None, 0, 0)]
+        return "", [Reply(replies[order], True, None, 0, 0)]
     monkeypatch.setattr(rollout, "ask", judged)
-    dialogue = rollout.new_dialogue({"problem_description": "?", "ground_truth": "def secret(): pass"}, 0)
+    dialogue = rollout.new_dialogue({"problem_description": "?", "ground_truth": "def secret(): pass",
+                                     "test_cases": {}}, 0)
     counts = {"decided": 0, "tie": 0, "unreadable": 0}
-    texts = [common.Reply(text, True, None, None, 0, 0) for text in ("price", "weight")]
+    texts = [Reply(text, True, None, 0, 0) for text in ("price", "weight")]
     args = parsed("--best-of", 2, "--critic", "judge:x")
-    assert asyncio.run(rollout.judge_choice(dialogue, None, texts, rollout.Speaker(), counts, args)) == chosen
+    assert asyncio.run(rollout.judge_choice(dialogue, None, texts, Speaker(), counts, args)) == chosen
     assert counts == {**dict.fromkeys(counts, 0), counted: 1}
 
 
 def test_two_ranks_write_the_same_file_as_one(workspace, tmp_path):
-    for agent, same in (("script", lambda a, b: a.read_bytes() == b.read_bytes()), ("tests/tiny", assert_same)):
+    for agent, same in (("script", lambda a, b: a.read_bytes() == b.read_bytes()), ("models/tiny", assert_same)):
         small = ["--tasks", workspace / "tasks.jsonl", "--agent", agent, "--max-rounds", 4, "--overwrite", "--out"]
         succeed("02_rollout.py", *small, tmp_path / "one")
         succeed("02_rollout.py", *small, tmp_path / "two", ranks=2)
@@ -282,9 +311,10 @@ def test_single_turn(workspace, tmp_path):
 
 def test_simulator_prompt_swaps_the_roles():
     task = {"problem_description": "P", "ground_truth": "G"}
-    history = [{"role": "user", "content": "P"}, {"role": "assistant", "content": "q"}, {"role": "user", "content": "r"},
+    history = [{"role": "user", "content": "P"}, {"role": "assistant", "content": "q"},
+               {"role": "user", "content": "r"},
                {"role": "assistant", "content": "q2"}]
-    messages = rollout.simulator_messages(task, history)
+    messages = backend.simulator_messages(task, history)
     assert [(m["role"], m["content"]) for m in messages[1:]] == [("user", "q"), ("assistant", "r"), ("user", "q2")]
     assert "G" in messages[0]["content"]
 
@@ -308,5 +338,6 @@ def test_bad_input_is_one_line(workspace, tmp_path, change, message):
     options = {"tasks": workspace / "tasks.jsonl", "agent": str(workspace / "model"), "simulator": "rules", **change}
     if "tasks" in change:
         options["tasks"] = tmp_path / change["tasks"]
-    assert message in refused(2, *(x for k, v in options.items() for x in (f"--{k}", v)), "--out", tmp_path / "out.jsonl")
+    assert message in refused(2, *(x for k, v in options.items() for x in (f"--{k}", v)), "--out",
+                              tmp_path / "out.jsonl")
     assert not list(tmp_path.glob("out*"))

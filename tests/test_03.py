@@ -7,15 +7,19 @@ import pytest
 import torch
 
 import common
-from conftest import ROOT, read, refused, stage, succeed
+from colbench import backend, frontend
+from conftest import read, refused, ROOT, stage, succeed
+from lib.models import load_model, weights_fingerprint
+from lib.runtime import InputError, write_jsonl
+from lib.training import Checkpoints
 
 critic_stage = stage(3)
-BASE = ROOT / "tests" / "tiny"
+BASE = ROOT / "models" / "tiny"
 
 
 def flags(workspace, out, *more):
-    return ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-3, "--max-steps", 4, "--save-every", 2,
-            "--log-every", 1, "--out", out, *more]
+    return ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-3, "--max-steps", 4,
+            "--save-every", 2, "--log-every", 1, "--out", out, *more]
 
 
 # --- losses by hand
@@ -40,7 +44,8 @@ def test_value_losses_by_hand():
     values = torch.tensor([[0.0, 2.0], [-1.0, 0.0]], dtype=torch.float64)
     lengths = torch.tensor([[3.0, 1.0], [2.0, 0.0]])                              # two turns, one turn
     losses = critic_stage.value_losses(values, torch.tensor([1.0, 0.0], dtype=torch.float64), lengths)
-    assert losses.tolist() == pytest.approx([(math.log(2) + math.log(1 + math.exp(-2))) / 2, math.log(1 + math.exp(-1))])
+    assert losses.tolist() == pytest.approx([(math.log(2) + math.log(1 + math.exp(-2))) / 2,
+                                             math.log(1 + math.exp(-1))])
     assert critic_stage.last_values(values, lengths).tolist() == [2.0, -1.0]
 
 
@@ -64,29 +69,35 @@ def test_an_untrained_critic_scores_every_candidate_0(workspace, tmp_path, tiny)
     turn = row["dialogue_history"][1]
     rows = [{"prompt": turn["input"], "task": row["task"], "history": [],
              "candidates": [{"ids": turn["output_ids"], "text": ""}, {"ids": [7, 8], "text": ""}]}]
-    args = stage(4).parse_args(["--method", "sweet", "--critic", "x", "--trajectories", "x", "--model", "x", "--out", "x"])
-    same = {"model": model, "reference": model, "privileged": True, "normalize": "turn", "head": "lm"}
+    args = stage(4).parse_args(["--method", "sweet", "--critic", "x", "--trajectories", "x", "--model", "x",
+                                "--out", "x"])
+    same = {"model": model, "reference": model, "visual": False, "privileged": True, "normalize": "turn",
+            "head": "lm"}
     assert stage(4).score_candidates(rows, same, tokenizer, args, "cpu")[0]["advantages"] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("head", ["regression", "value"])
 def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny):
     out = tmp_path / head
-    succeed("03_train_critic.py", *flags(workspace, out, "--head", head, "--held-out-frac", 0, "--max-steps", 12 if head == "regression" else 24, "--epochs", 16,
-                                         "--beta", 1, "--batch-size", 16))
+    num_steps = 12 if head == "regression" else 24
+    succeed("03_train_critic.py", *flags(workspace, out, "--head", head, "--held-out-frac", 0, "--max-steps", num_steps,
+                                         "--epochs", 16, "--beta", 1, "--batch-size", 16))
     steps = read(out / "metrics.jsonl")
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert sum(s["loss"] for s in steps[-3:]) / 3 < 0.67
-    critic = common.load_critic(common.read_critic(out, tiny[1], False), common.load_whole("cpu"))     # 04 and 02 are not told its kind
-    turn = read(workspace / "offline.jsonl")[0]["dialogue_history"][1]
-    states = [common.State(turn["input"], {"ground_truth": "def f(): pass"}, [], [turn["output_ids"], [7, 8], [7, 8]], [])]
-    (a, b, c), = common.score_actions(critic, tiny[1], states, 4096, "cpu")
-    (plain, *_), = common.score_actions(critic, tiny[1], states, 4096, "cpu", no_tree=True)
+    # 04 and 02 are not told its kind
+    critic = common.load_critic(common.read_critic(out, tiny[1], backend), common.load_whole("cpu"))
+    row = read(workspace / "offline.jsonl")[0]
+    turn = row["dialogue_history"][1]
+    points = [common.DecisionPoint(turn["input"], row["task"], [], [turn["output_ids"], [7, 8], [7, 8]], [])]
+    (a, b, c), = common.score_actions(critic, tiny[1], points, 4096, "cpu")
+    (plain, *_), = common.score_actions(critic, tiny[1], points, 4096, "cpu", no_tree=True)
     assert b == c != a and a == pytest.approx(plain, abs=1e-5)
     assert json.loads((out / "args.json").read_text())["args"]["normalize"] == "none"
     if head == "regression":                                                       # the policy stage takes it as it is
-        succeed("04_train_policy.py", "--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--critic",
-                out, "--data-frac", 0.05, "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1, "--out", tmp_path / "p")
+        succeed("04_train_policy.py", "--method", "sweet", "--trajectories", workspace / "offline.jsonl",
+                "--model", BASE, "--critic", out, "--data-frac", 0.05, "--num-candidates", 4, "--max-new-tokens", 60,
+                "--max-steps", 1, "--out", tmp_path / "p")
         assert all(len(row["advantages"]) == 4 for row in read(tmp_path / "p" / "scored.jsonl"))
 
 
@@ -97,15 +108,16 @@ def test_turn_means_by_hand(tiny):
     hidden = model.get_decoder()(input_ids=ids).last_hidden_state[0]
     batch = common.collate([[common.Row([5, 6, 7, 8, 9], [-1, 0, 0, -1, 1])], [common.Row([5, 6, 7], [-1, 0, 0])]])
     means = common.turn_means(model, batch)
-    assert torch.allclose(means[0, 0], hidden[1:3].mean(0), atol=1e-5) and torch.allclose(means[0, 1], hidden[4], atol=1e-5)
+    assert torch.allclose(means[0, 0], hidden[1:3].mean(0), atol=1e-5)
+    assert torch.allclose(means[0, 1], hidden[4], atol=1e-5)
     assert torch.allclose(means[1, 0], means[0, 0], atol=1e-5) and means[1, 1].abs().max() == 0
 
 
 def test_missing_rewards_are_computed(workspace, tmp_path):
     rows = read(workspace / "offline.jsonl")
-    common.write_jsonl(tmp_path / "plain.jsonl", [{k: v for k, v in row.items() if k != "reward"} for row in rows])
+    write_jsonl(tmp_path / "plain.jsonl", [{k: v for k, v in row.items() if k != "reward"} for row in rows])
     filled = common.read_trajectories(tmp_path / "plain.jsonl")
-    common.fill_rewards(filled, False)
+    common.fill_rewards(filled, backend, critic_stage.parse_args(["--trajectories", "t", "--model", "m", "--out", "o"]))
     assert [row["reward"] for row in filled] == [row["reward"] for row in rows]
 
 
@@ -116,7 +128,7 @@ def test_subsets_are_nested_and_hold_whole_tasks(workspace):
     assert {t["task_id"] for t in small} != {t["task_id"] for t in common.read_trajectories(path, 30, seed=2)}
     for task in {t["task_id"] for t in small}:
         assert sum(t["task_id"] == task for t in small) == 3
-    with pytest.raises(common.InputError, match="only 120"):
+    with pytest.raises(InputError, match="only 120"):
         common.read_trajectories(path, 121)
 
 
@@ -140,9 +152,11 @@ def test_turns_are_taken_as_sampled_as_logged_or_rendered_again(workspace, tiny)
 
 def test_presets_set_table_5_and_explicit_flags_win(capsys):
     required = ["--trajectories", "t", "--model", "m", "--out", "o"]
-    backend, frontend = (critic_stage.parse_args([*required, "--preset", f"paper-{name}"]) for name in ("backend", "frontend"))
-    for args, epochs, gap in ((backend, 4, None), (frontend, 8, 0.1)):
-        assert (args.lr, args.beta, args.nll_coef, args.batch_size, args.epochs, args.min_gap) == (2e-7, 0.1, 0.01, 8, epochs, gap)
+    paper_backend, paper_frontend = (critic_stage.parse_args([*required, "--preset", f"paper-{name}"])
+                                     for name in ("backend", "frontend"))
+    for args, epochs in ((paper_backend, 4), (paper_frontend, 8)):
+        assert (args.lr, args.beta, args.nll_coef, args.batch_size, args.epochs) == (2e-7, 0.1, 0.01, 8, epochs)
+        assert args.min_gap is None                                 # table 5's gap of pages is the domain's MIN_GAP
         assert (args.warmup_frac, args.final_lr_frac, args.adam_betas, args.weight_decay, args.max_grad_norm) == (
             0.03, 0.1, [0.9, 0.95], 0.0, 1.0)
     assert critic_stage.parse_args([*required, "--preset", "paper-frontend", "--epochs", "2"]).epochs == 2
@@ -150,6 +164,7 @@ def test_presets_set_table_5_and_explicit_flags_win(capsys):
         args = stage(4).parse_args([*required, "--method", method, "--preset", "paper-frontend",
                                     *(["--critic", "c"] if method == "sweet" else [])])
         assert (args.epochs, args.batch_size, args.lr, args.beta) == (epochs, batch, 2e-7, 0.1)
+    assert (backend.MIN_GAP, frontend.MIN_GAP) == (None, 0.1)
     with pytest.raises(SystemExit):
         critic_stage.parse_args(["--preset", "paper-frontend", "--help"])
     assert "(default: 8)" in capsys.readouterr().out.split("--epochs")[-1].split("--batch-size")[0]
@@ -159,8 +174,8 @@ def test_the_folder_is_a_model_with_a_description(critic):
     out, printed = critic
     assert json.loads((out / "critic.json").read_text())["reference"] == str(BASE)
     assert (out / "COMPLETED").exists() and (out / "chat_template.jinja").exists() and not (out / "states").exists()
-    model, tokenizer = common.load_model(str(out), "cpu")
-    base, _ = common.load_model(str(BASE), "cpu")
+    model, tokenizer = load_model(str(out), "cpu")
+    base, _ = load_model(str(BASE), "cpu")
     moved = max((a - b).abs().max().item() for a, b in zip(model.parameters(), base.parameters()))
     assert 1e-4 < moved < 0.1
     assert "held-out pair accuracy" in printed and "The function that this person needs" in printed
@@ -173,8 +188,8 @@ def test_held_out_pairs_share_no_task_with_the_others(workspace):
 
 
 def test_it_learns_its_training_pairs(workspace, tmp_path):
-    succeed("03_train_critic.py", *flags(workspace, tmp_path / "c", "--held-out-frac", 0, "--max-steps", 20, "--epochs", 20,
-                                         "--batch-size", 16))
+    succeed("03_train_critic.py", *flags(workspace, tmp_path / "c", "--held-out-frac", 0, "--max-steps", 20,
+                                         "--epochs", 20, "--batch-size", 16))
     steps = read(tmp_path / "c" / "metrics.jsonl")
     assert sum(s["acc"] for s in steps[-5:]) / 5 > 0.9 and steps[-1]["loss"] < 0.6
 
@@ -186,12 +201,12 @@ def weights(folder):
 
 def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(workspace, tmp_path, monkeypatch):
     arguments = [str(x) for x in flags(workspace, tmp_path / "killed", "--nll-coef", 0)]
-    original = common.States.save
+    original = Checkpoints.save
 
-    def save_and_die(states, step):
-        original(states, step)
+    def save_and_die(checkpoints, step):
+        original(checkpoints, step)
         raise KeyboardInterrupt
-    monkeypatch.setattr(common.States, "save", save_and_die)
+    monkeypatch.setattr(Checkpoints, "save", save_and_die)
     with pytest.raises(KeyboardInterrupt):
         critic_stage.main(arguments)
     assert "not finished" in refused(2, "--tasks", workspace / "tasks.jsonl", "--agent", tmp_path / "killed", "--out",
@@ -220,11 +235,12 @@ def test_one_batch_of_eight_is_eight_batches_of_one_and_two_ranks(workspace, cri
 def swapped(critic, workspace, tmp_path):
     """(a critic, its reference): copies, of which the reference has other weights of the same size by now."""
     import shutil
+
     from safetensors.torch import load_file, save_file
     shutil.copytree(BASE, tmp_path / "base")
     shutil.copytree(critic[0], tmp_path / "critic")
     description = json.loads((tmp_path / "critic" / "critic.json").read_text())
-    assert description["reference_fingerprint"] == common.weights_fingerprint(str(tmp_path / "base"))
+    assert description["reference_fingerprint"] == weights_fingerprint(str(tmp_path / "base"))
     (tmp_path / "critic" / "critic.json").write_text(json.dumps({**description, "reference": str(tmp_path / "base")}))
     path = tmp_path / "base" / "model.safetensors"
     size = path.stat().st_size
@@ -236,10 +252,11 @@ def swapped(critic, workspace, tmp_path):
 def test_another_reference_is_refused(swapped, workspace, tmp_path):
     critic, base = swapped
     wanted = f"{critic}: its reference {base} has other weights than when the critic was trained from it"
-    sweet = ["--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--out", tmp_path / "x"]
+    sweet = ["--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model", BASE,
+             "--out", tmp_path / "x"]
     assert refused(4, *sweet, "--critic", critic).startswith(wanted)
-    line = refused(2, "--tasks", workspace / "tasks.jsonl", "--agent", BASE, "--best-of", 2, "--critic", critic, "--out",
-                   tmp_path / "x")
+    line = refused(2, "--tasks", workspace / "tasks.jsonl", "--agent", BASE, "--best-of", 2, "--critic", critic,
+                   "--out", tmp_path / "x")
     assert line.startswith(wanted) and line.endswith("put them back, or train the critic again")
     assert not (tmp_path / "x").exists()
 
@@ -248,11 +265,11 @@ def test_a_critic_without_fingerprint_says_so_and_a_head_needs_none(swapped, tin
     critic, base = swapped
     description = json.loads((critic / "critic.json").read_text())
     (critic / "critic.json").write_text(json.dumps({**description, "head": "value"}))
-    common.read_critic(critic, tiny[1], False)
+    common.read_critic(critic, tiny[1], backend)
     assert "fingerprint" not in capsys.readouterr().out
     del description["reference_fingerprint"]
     (critic / "critic.json").write_text(json.dumps(description))
-    common.read_critic(critic, tiny[1], False)
+    common.read_critic(critic, tiny[1], backend)
     assert f"critic.json has no fingerprint of its reference {base}; taken as it is" in capsys.readouterr().out
 
 
@@ -260,7 +277,8 @@ def test_a_critic_without_fingerprint_says_so_and_a_head_needs_none(swapped, tin
 
 def test_bad_input_is_one_line(workspace, tmp_path):
     rows = read(workspace / "offline.jsonl")
-    files = {"empty": "", "broken": json.dumps(rows[0]) + "\nx\n", "keyless": json.dumps({"task": rows[0]["task"]}) + "\n",
+    files = {"empty": "", "broken": json.dumps(rows[0]) + "\nx\n",
+             "keyless": json.dumps({"task": rows[0]["task"]}) + "\n",
              "losses": "".join(json.dumps({**row, "reward": 0.0}) + "\n" for row in rows),
              "unscored": json.dumps({k: v for k, v in rows[0].items() if k != "reward"}) + "\n"}
     for name, content in files.items():
@@ -270,10 +288,12 @@ def test_bad_input_is_one_line(workspace, tmp_path):
                           ("unscored", "no trajectory pairs")):
         line = refused(3, "--trajectories", tmp_path / name, "--model", BASE, "--out", tmp_path / "out")
         assert message in line and str(tmp_path / name) in line
-    assert "nobody/model" in refused(3, "--trajectories", workspace / "offline.jsonl", "--model", "nobody/model", "--out",
-                                     tmp_path / "out")
+    assert "nobody/model" in refused(3, "--trajectories", workspace / "offline.jsonl", "--model", "nobody/model",
+                                     "--out", tmp_path / "out")
     line = refused(3, *flags(workspace, tmp_path / "long", "--max-length", 20))
-    assert re.search(r"offline.jsonl: no examples to train on: all \d+ are longer than --max-length 20, the shortest has \d\d+ tokens", line)
+    assert re.search(r"offline.jsonl: no examples to train on: all \d+ are longer than --max-length 20, the "
+                     r"shortest has \d\d+ tokens", line)
     line = refused(3, *flags(workspace, tmp_path / "held", "--held-out-frac", 1))
-    assert re.search(r"offline.jsonl: no examples to train on: all \d+ pairs are of tasks that --held-out-frac 1.0 keeps apart", line)
+    assert re.search(r"offline.jsonl: no examples to train on: all \d+ pairs are of tasks that --held-out-frac 1.0 "
+                     "keeps apart", line)
     assert not (tmp_path / "out").exists()

@@ -8,15 +8,18 @@ import pytest
 import torch
 
 import common
-from conftest import ROOT, read, refused, stage, succeed
+from colbench import backend
+from conftest import read, refused, ROOT, stage, succeed
+from lib.models import encode
+from lib.runtime import start
 
 policy_stage = stage(4)
-BASE = ROOT / "tests" / "tiny"
+BASE = ROOT / "models" / "tiny"
 
 
 def flags(workspace, method, out, *more):
-    return ["--method", method, "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-4, "--max-steps", 2,
-            "--log-every", 1, "--out", out, *more]
+    return ["--method", method, "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-4,
+            "--max-steps", 2, "--log-every", 1, "--out", out, *more]
 
 
 @pytest.fixture(scope="module")
@@ -45,11 +48,12 @@ def test_dpo_loss_by_hand_in_float64():
     assert chosen.tolist() == pytest.approx([0.1, 0.1]) and rejected.tolist() == pytest.approx([-0.1, 0.1])
 
 
-def test_sides_of_trajectories_and_of_actions():
+def test_chosen_and_rejected_of_trajectories_and_of_actions():
     values = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
-    assert [s.tolist() for s in policy_stage.sides(values)] == [[3.0, 11.0], [7.0, 15.0]]
+    assert [s.tolist() for s in policy_stage.chosen_and_rejected(values)] == [[3.0, 11.0], [7.0, 15.0]]
     pairs = [[(0, 1)], [(1, 0), (1, 0)], [], [(0, 1)]]
-    assert [s.tolist() for s in policy_stage.sides(values, pairs)] == [[1.0, 4.0, 4.0, 7.0], [2.0, 3.0, 3.0, 8.0]]
+    assert [s.tolist() for s in policy_stage.chosen_and_rejected(values, pairs)] == [
+        [1.0, 4.0, 4.0, 7.0], [2.0, 3.0, 3.0, 8.0]]
 
 
 def test_pairs_are_better_half_against_worse_half():
@@ -57,7 +61,7 @@ def test_pairs_are_better_half_against_worse_half():
     row = {"candidates": candidates, "advantages": [0.0, 0.9, 0.1, 0.8, 0.2, 0.7, 0.3, 0.6, 0.4, 5.0]}
     pairs = policy_stage.candidate_pairs(row, 200, random.Random(0))
     assert len(pairs) == 200
-    assert {a for a, _ in pairs} == {1, 3, 5, 7} and {b for _, b in pairs} == {0, 2, 4, 6}    # 8 is the middle, 9 was cut
+    assert {a for a, _ in pairs} == {1, 3, 5, 7} and {b for _, b in pairs} == {0, 2, 4, 6}  # 8 is the middle, 9 was cut
     same = {"candidates": [{"ids": [1], "ended": True}] * 4, "advantages": [0.0] * 4}
     assert policy_stage.candidate_pairs(same, 4, random.Random(0)) == []
 
@@ -81,7 +85,8 @@ def test_phases_can_be_inspected(workspace, sweet, tiny):
     by_state = {(row["task_id"], row["sample"], row["turn"]): row for row in scored}
     for pair in pairs:
         row = by_state[pair["task_id"], pair["sample"], pair["turn"]]
-        assert pair["chosen"]["advantage"] >= pair["rejected"]["advantage"] and pair["chosen"]["ids"] != pair["rejected"]["ids"]
+        assert pair["chosen"]["advantage"] >= pair["rejected"]["advantage"]
+        assert pair["chosen"]["ids"] != pair["rejected"]["ids"]
         order = sorted(row["advantages"], reverse=True)
         assert order.index(pair["chosen"]["advantage"]) < 4
     assert "what the pairs say" in printed and (out / "COMPLETED").exists()
@@ -110,11 +115,12 @@ def test_a_tree_trains_like_rows_of_their_own(sweet, workspace, critic, tmp_path
 
 
 def test_the_oracle_ranks_what_a_task_needs_on_candidates_of_another_run(sweet, workspace, tmp_path):
-    oracle = ["--critic", "oracle", "--data-frac", 0.1, "--num-candidates", 8, "--candidates", sweet[0] / "candidates.jsonl"]
+    oracle = ["--critic", "oracle", "--data-frac", 0.1, "--num-candidates", 8,
+              "--candidates", sweet[0] / "candidates.jsonl"]
     printed = succeed("04_train_policy.py", *flags(workspace, "sweet", tmp_path / "s", *oracle))
     assert not (tmp_path / "s" / "candidates.jsonl").exists() and "what the pairs say" in printed
     kinds = {kind for row in read(tmp_path / "s" / "scored.jsonl")
-             for kind in zip(row["advantages"], (common.action_kind(row["task"], row["history"], candidate["text"])
+             for kind in zip(row["advantages"], (backend.turn_kind(row["task"], row["history"], candidate["text"])
                                                  for candidate in row["candidates"]))}
     assert {kind for score, kind in kinds if score == 2} == {"needed"} and (0, "early answer") in kinds
     line = refused(4, *flags(workspace, "sweet", tmp_path / "t", *oracle, "--seed", 1))
@@ -122,38 +128,29 @@ def test_the_oracle_ranks_what_a_task_needs_on_candidates_of_another_run(sweet, 
     rows = read(workspace / "offline.jsonl")[:2]
     del rows[1]["task"]["facts"]
     (tmp_path / "plain.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    line = refused(4, "--method", "sweet", "--trajectories", tmp_path / "plain.jsonl", "--model", BASE, "--critic", "oracle",
-                   "--out", tmp_path / "u")
+    line = refused(4, "--method", "sweet", "--trajectories", tmp_path / "plain.jsonl", "--model", BASE,
+                   "--critic", "oracle", "--out", tmp_path / "u")
     assert "plain.jsonl: --critic oracle needs template tasks" in line
 
 
-def test_oracle_scores_by_hand():
-    task = {"ground_truth": "def f(n):\n    return n * 3", "facts": [
-        {"topic": "the factor", "questions": [], "matters": True, "told": False},
-        {"topic": "the colour", "questions": [], "matters": False, "told": False}]}
-    right, wrong = (f"{common.MARKER}\ndef f(n):\n    return n * {k}" for k in (3, 4))
-    actions = [right, "What is the factor?", "What is the colour?", "Hello?", wrong]
-    assert common.oracle_scores("oracle", task, [], actions) == [3, 2, 1, 1, 0]
-    assert common.oracle_scores("oracle-patient", task, [], actions) == [0, 3, 1, 1, 0]
-    known = [{"role": "assistant", "content": "What is the factor?"}]
-    assert common.oracle_scores("oracle", task, known, actions) == [3, 1, 1, 1, 0]
-    assert common.oracle_scores("oracle-patient", task, known, actions) == [2, 2, 2, 2, 0]
-
-
 def test_the_table_of_kinds_by_hand(capsys):
-    task = {"ground_truth": "def f(n):\n    return n * 3", "facts": [
+    task = {"problem_description": "f", "test_cases": {"1": "f(1)"}, "ground_truth": "def f(n):\n    return n * 3",
+            "facts": [
         {"topic": "the factor", "questions": [], "matters": True, "told": False},
         {"topic": "the colour", "questions": [], "matters": False, "told": False}]}
     texts = ["What is the factor?", "What is the colour?", "What is the colour?"]
-    rows = [{"task": task, "history": [], "candidates": [{"text": text} for text in texts], "advantages": [2.0, 1.0, 1.0]},
+    rows = [{"task": task, "history": [], "candidates": [{"text": text} for text in texts],
+             "advantages": [2.0, 1.0, 1.0]},
             {"task": task, "history": [{"role": "assistant", "content": texts[0]}],
              "candidates": [{"text": texts[0]}, {"text": texts[1]}], "advantages": [0.0, 1.0]}]
     pairs = [{"task": task, "history": [], "chosen": {"text": texts[0]}, "rejected": {"text": texts[1]}}] * 4
-    policy_stage.print_kinds(rows, pairs)
+    policy_stage.say_kinds(rows, pairs)
     cells = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
-    assert cells == [["not", "all", "known", "idle", "2", "0.25", "0", "4"], ["not", "all", "known", "needed", "1", "1.00", "4", "0"],
+    assert cells == [["not", "all", "known", "idle", "2", "0.25", "0", "4"],
+                     ["not", "all", "known", "needed", "1", "1.00", "4", "0"],
                      ["all", "known", "idle", "1", "1.00", "0", "0"], ["all", "known", "repeat", "1", "0.00", "0", "0"]]
-    policy_stage.print_kinds([{"task": {}}], [])
+    del task["facts"]
+    policy_stage.say_kinds(rows, [])
     assert capsys.readouterr().out == ""
 
 
@@ -190,7 +187,8 @@ def published(workspace, path, num=6, **changes):
     what is logged (this template shows none, so it stands as a turn)."""
     rows = []
     for row in read(workspace / "offline.jsonl")[:num]:
-        row = {key: value for key, value in {**row, **changes}.items() if key not in ("tokenizer", "sample", "max_rounds") or key in changes}
+        row = {key: value for key, value in {**row, **changes}.items()
+               if key not in ("tokenizer", "sample", "max_rounds") or key in changes}
         for turn in row["dialogue_history"]:
             turn.pop("output_ids", None)
             if "input" in turn:
@@ -201,24 +199,30 @@ def published(workspace, path, num=6, **changes):
 
 
 def oracle(path, out, *more):
-    return [str(x) for x in ("--method", "sweet", "--critic", "oracle", "--trajectories", path, "--model", BASE, "--data-frac", 1,
-                             "--num-candidates", 6, "--max-new-tokens", 60, "--max-steps", 1, "--out", out, *more)]
+    return [str(x) for x in ("--method", "sweet", "--critic", "oracle", "--trajectories", path, "--model", BASE,
+                             "--data-frac", 1, "--num-candidates", 6, "--max-new-tokens", 60, "--max-steps", 1,
+                             "--out", out, *more)]
 
 
 def test_candidates_continue_logged_prompts_and_train_after_their_own(workspace, tmp_path, monkeypatch, capsys):
     """Two tasks, three dialogues of each without "sample": what is trained together continues its own prompt."""
     rows, trained, make = published(workspace, tmp_path / "p.jsonl"), [], common.candidate_rows
-    monkeypatch.setattr(common, "candidate_rows", lambda tokenizer, prompt, actions, no_tree: trained.append((prompt, actions))
-                        or make(tokenizer, prompt, actions, no_tree))
+
+    def candidate_rows(tokenizer, prompt, actions, no_tree):
+        trained.append((prompt, actions))
+        return make(tokenizer, prompt, actions, no_tree)
+    monkeypatch.setattr(common, "candidate_rows", candidate_rows)
     policy_stage.main(oracle(tmp_path / "p.jsonl", tmp_path / "out", "--pairs-together"))
     candidates, pairs = (read(tmp_path / "out" / name) for name in ("candidates.jsonl", "pairs.jsonl"))
-    assert [row["prompt"] for row in candidates] == [turn["input"] for row in rows for turn in row["dialogue_history"][1::2]]
+    assert [row["prompt"] for row in candidates] == [turn["input"] for row in rows
+                                                     for turn in row["dialogue_history"][1::2]]
     assert [row["sample"] for row in candidates if row["turn"] == 0] == [0, 1, 2] * 2
-    assert len({json.dumps(row["candidates"]) for row in candidates if row["turn"] == 0}) == 6      # other random numbers
+    assert len({json.dumps(row["candidates"]) for row in candidates if row["turn"] == 0}) == 6  # other random numbers
     sampled = {}
     for row in candidates:
         sampled.setdefault(row["prompt"], set()).update(tuple(candidate["ids"]) for candidate in row["candidates"])
-    assert len({prompt for prompt, _ in trained}) > 6 and all(set(actions) <= sampled[prompt] for prompt, actions in trained)
+    assert len({prompt for prompt, _ in trained}) > 6 and all(set(actions) <= sampled[prompt]
+                                                              for prompt, actions in trained)
     assert len(trained) == len({(pair["task_id"], pair["sample"], pair["turn"]) for pair in pairs})
     assert f"their prompts: {len(candidates)} as logged\n" in capsys.readouterr().out
 
@@ -233,14 +237,18 @@ def test_two_prompts_of_one_name_are_refused(workspace, tmp_path):
     policy_stage.main(oracle(tmp_path / "p.jsonl", tmp_path / "b", "--candidates", candidates))
     candidates.write_text(candidates.read_text().replace("Ask {short} questions", "Ask"))
     line = refused(4, *oracle(tmp_path / "p.jsonl", tmp_path / "c", "--candidates", candidates))
-    assert line.startswith(f"{candidates}: task {rows[0]['task_id']}, sample 0, turn 0: its candidates continue another prompt")
-    candidates.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "sample"}) + "\n" for row in read(candidates)))
-    assert refused(4, *oracle(tmp_path / "p.jsonl", tmp_path / "d", "--candidates", candidates)) == f'{candidates}:1: missing "sample"'
+    assert line.startswith(f"{candidates}: task {rows[0]['task_id']}, sample 0, turn 0: its candidates continue "
+                           "another prompt")
+    candidates.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "sample"}) + "\n"
+                                  for row in read(candidates)))
+    assert refused(4, *oracle(tmp_path / "p.jsonl", tmp_path / "d",
+                              "--candidates", candidates)) == f'{candidates}:1: missing "sample"'
 
 
 def test_the_agent_folder_keeps_its_system_prompt(sweet, workspace, tmp_path, capsys):
-    assert json.loads((sweet[0] / "agent.json").read_text()) == {"system_prompt": common.our_system(8)}
-    common.start(0)
+    ours = backend.AGENT_SYSTEM.format(max_rounds=8)
+    assert json.loads((sweet[0] / "agent.json").read_text()) == {"system_prompt": ours}
+    start(0)
     rows = published(workspace, tmp_path / "p.jsonl", system_prompt="Mine {x}")
     common.note_system_prompt(tmp_path, [{**rows[0], "system_prompt": "Other"}, *rows])
     assert json.loads((tmp_path / "agent.json").read_text()) == {"system_prompt": "Mine {x}"}
@@ -250,31 +258,37 @@ def test_the_agent_folder_keeps_its_system_prompt(sweet, workspace, tmp_path, ca
 # --- lengths
 
 def test_each_action_of_a_tree_has_its_own_length(tiny, capsys):
-    """A tree of 20 tokens within --max-length 10, as each action has 8 with the prompt; one that is too long leaves alone."""
+    """A tree of 20 tokens within --max-length 10, as each action has 8 with the prompt; one that is too long leaves
+    alone."""
     prompt, tokenizer = "<|user|>a b<|end|><|assistant|>", tiny[1]
-    read_tokens = len(common.encode(tokenizer, prompt))
-    pair = lambda *lengths: {"prompt": prompt, **{side: {"ids": [9] * n} for side, n in zip(("chosen", "rejected"), lengths)}}
+    read_tokens = len(encode(tokenizer, prompt))
+    pair = lambda *lengths: {"prompt": prompt, **{side: {"ids": [9] * n}
+                                                  for side, n in zip(("chosen", "rejected"), lengths)}}
     pairs = [pair(5, 4), pair(5, 6), pair(3, 5), pair(8, 2)]
-    kept, dropped = policy_stage.drop_long_pairs(pairs, tokenizer, read_tokens + 5)
+    kept, dropped = common.drop_long_pairs(pairs, tokenizer, read_tokens + 5)
     assert kept == [pairs[0], pairs[2]] and dropped == 2
-    assert f"dropped 2 of 4 pairs: prompt and action are longer than --max-length {read_tokens + 5}" in capsys.readouterr().out
-    assert policy_stage.drop_long_pairs(pairs, tokenizer, read_tokens + 8) == (pairs, 0) and capsys.readouterr().out == ""
+    said = f"dropped 2 of 4 pairs: prompt and action are longer than --max-length {read_tokens + 5}"
+    assert said in capsys.readouterr().out
+    assert common.drop_long_pairs(pairs, tokenizer, read_tokens + 8) == (pairs, 0) and capsys.readouterr().out == ""
 
 
 def test_trees_longer_than_their_paths_are_trained(workspace, tmp_path, tiny):
     published(workspace, tmp_path / "p.jsonl", num=1)
     policy_stage.main(oracle(tmp_path / "p.jsonl", tmp_path / "a", "--pairs-together"))
     pairs = read(tmp_path / "a" / "pairs.jsonl")
-    paths = [len(common.encode(tiny[1], pair["prompt"])) + len(pair[side]["ids"]) for pair in pairs for side in ("chosen", "rejected")]
+    paths = [len(encode(tiny[1], pair["prompt"])) + len(pair[side]["ids"]) for pair in pairs
+             for side in ("chosen", "rejected")]
     policy_stage.main(oracle(tmp_path / "p.jsonl", tmp_path / "b", "--pairs-together", "--max-length", max(paths)))
     same = [read(tmp_path / name / "metrics.jsonl")[0]["loss"] for name in "ab"]
     assert same[0] == same[1]
-    reason = rf"p.jsonl: no examples to train on: of \d+ pairs asked for {len(pairs)} are longer than --max-length 5, \d+ are twice"
+    reason = (rf"p.jsonl: no examples to train on: of \d+ pairs asked for {len(pairs)} are longer than --max-length 5, "
+              r"\d+ are twice")
     assert re.search(reason, refused(4, *oracle(tmp_path / "p.jsonl", tmp_path / "c", "--max-length", 5)))
     turns = len(read(tmp_path / "a" / "candidates.jsonl"))
     line = refused(4, *oracle(tmp_path / "p.jsonl", tmp_path / "d", "--max-new-tokens", 1))
-    assert line.endswith(f"of {4 * turns} pairs asked for 0 are longer than --max-length 16384, 0 are twice the same text, "
-                         f"{4 * turns} are of turns with fewer than two candidates that --max-new-tokens 1 did not stop")
+    assert line.endswith(f"of {4 * turns} pairs asked for 0 are longer than --max-length 16384, 0 are twice the same "
+                         f"text, {4 * turns} are of turns with fewer than two candidates that --max-new-tokens 1 did "
+                         "not stop")
 
 
 # --- likelihoods
@@ -293,7 +307,7 @@ def test_sft_loss_is_the_mean_nll_of_the_agents_tokens(workspace, tmp_path, tiny
     nll, count = 0.0, 0
     for turn in row["dialogue_history"]:
         if turn["role"] == "assistant":
-            ids = common.encode(tokenizer, turn["input"])
+            ids = encode(tokenizer, turn["input"])
             with torch.no_grad():
                 logits = model(torch.tensor([ids + turn["output_ids"]])).logits[0].double()
             for n, token in enumerate(turn["output_ids"]):
@@ -320,8 +334,9 @@ def test_bad_input_is_one_line(workspace, critic, tmp_path):
         assert not (tmp_path / "out").exists()
     sweet = ["--method", "sweet", "--trajectories", offline]
     assert "no critic.json" in refused(4, *sweet, *common_flags, "--critic", BASE)
-    assert "nobody/model" in refused(4, *sweet, "--model", "nobody/model", "--critic", critic, "--out", tmp_path / "out")
+    assert "nobody/model" in refused(4, *sweet, "--model", "nobody/model", "--critic", critic,
+                                     "--out", tmp_path / "out")
     # a critic of another architecture and vocabulary
-    assert "tokenizer is not the policy's" in refused(4, *sweet, "--model", workspace / "model", "--critic", critic, "--out",
-                                                      tmp_path / "out")
+    assert "tokenizer is not the policy's" in refused(4, *sweet, "--model", workspace / "model", "--critic", critic,
+                                                      "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()

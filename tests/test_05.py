@@ -1,15 +1,20 @@
 """05_evaluate.py: numbers by hand, intervals, fresh scores, curves, costs, report, bad input."""
-import argparse
 import io
 import json
+import re
 import sys
 import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
+from test_report import CURVES, drawn, point
 
 import common
-from conftest import ROOT, read, refused, run, stage, succeed
+from colbench import backend
+from conftest import read, refused, ROOT, run, stage, succeed
+from lib.costs import compare_costs, cost_lines, method_costs, total_costs
+from lib.models import encode
+from lib.runtime import run_stage
 
 evaluate = stage(5)
 TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n", "test_cases": {"a": "f(1)", "b": "f(2)"}}
@@ -17,7 +22,7 @@ TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n", "
 
 def trajectory(task, answer, **more):
     return {"task_id": task, "task": TASK, "answer": answer, "dialogue_history": [
-        {"role": "user", "content": "?"}, {"role": "assistant", "content": f"{common.MARKER}\n{answer}"}], **more}
+        {"role": "user", "content": "?"}, {"role": "assistant", "content": f"{backend.MARKER}\n{answer}"}], **more}
 
 
 def write(path, rows):
@@ -28,21 +33,21 @@ def write(path, rows):
 def test_task_means_and_paired_difference_by_hand():
     ours = [{"task_id": "a", "reward": 1}, {"task_id": "a", "reward": 0.5}, {"task_id": "b", "reward": 1}]
     theirs = [{"task_id": "a", "reward": 0}, {"task_id": "b", "reward": 1}, {"task_id": "c", "reward": 1}]
-    assert evaluate.task_means(ours, evaluate.success) == {"a": 0.5, "b": 1.0}
+    assert evaluate.task_means(ours, backend.outcome) == {"a": 0.5, "b": 1.0}
     assert evaluate.task_means(ours, lambda t: t["reward"]) == {"a": 0.75, "b": 1.0}
-    result = evaluate.paired_difference(ours, theirs)
+    result = evaluate.paired_difference(ours, theirs, backend.outcome)
     assert (result["difference"], result["n"]) == (0.25, 2)
-    assert evaluate.paired_difference(ours, [{"task_id": "z", "reward": 1}]) is None
+    assert evaluate.paired_difference(ours, [{"task_id": "z", "reward": 1}], backend.outcome) is None
 
 
 def test_runs_are_paired_by_run_and_task_by_hand():
     ours = [{"task_id": t, "reward": r, "run": run} for run, t, r in
             ((0, "a", 1), (0, "b", 0), (1, "a", 1), (1, "b", 1), (2, "a", 1), (2, "b", 1))]
     theirs = [{"task_id": t, "reward": 0, "run": run} for run in (2, 0, 1) for t in "ba"]
-    result = evaluate.paired_difference(ours, theirs)
+    result = evaluate.paired_difference(ours, theirs, backend.outcome)
     assert result["runs"] == [0.5, 1, 1] and result["n"] == 2 and result["difference"] == pytest.approx(5 / 6)
-    assert result.keys() == {"difference", "n", "ci95", "runs"}      # no interval over the runs alone, none over families
-    assert evaluate.paired_difference(ours[:2], theirs) is None
+    assert result.keys() == {"difference", "n", "ci95", "runs"}  # no interval over the runs alone, none over families
+    assert evaluate.paired_difference(ours[:2], theirs, backend.outcome) is None
 
 
 def test_bootstrap_of_runs_draws_both():
@@ -57,7 +62,7 @@ def test_bootstrap_of_runs_draws_both():
 
 def test_bootstrap_of_families_draws_families_then_their_tasks():
     families = ["a"] * 50 + ["b"] * 50
-    apart = [0] * 50 + [1] * 50                                      # only the families differ: both of one, or one of each
+    apart = [0] * 50 + [1] * 50  # only the families differ: both of one, or one of each
     assert evaluate.bootstrap_interval(apart, families) == [0, 1]
     low, high = evaluate.bootstrap_interval(apart)
     assert 0.38 <= low < high <= 0.62
@@ -97,13 +102,14 @@ def test_intervals_cover_what_they_claim_to(monkeypatch):
 
 def test_intervals_over_families_where_every_task_states_one(tmp_path):
     tasks = [{**TASK, "problem_description": str(n), **({"family": n // 2} if n < 4 else {})} for n in range(5)]
-    rows = [{**trajectory(str(n), "def f(n): return n" if n < 2 else "0"), "task": task} for n, task in enumerate(tasks)]
+    rows = [{**trajectory(str(n), "def f(n): return n" if n < 2 else "0"), "task": task} for n,
+            task in enumerate(tasks)]
     path, bad = write(tmp_path / "a", rows[:4]), write(tmp_path / "b", [{**row, "answer": "0"} for row in rows[:4]])
     printed = succeed("05_evaluate.py", f"a={path}", f"b={bad}", "--baseline", "b", "--out", tmp_path / "report")
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
     assert metrics["a"]["ci95_families"] == metrics["a"]["against_baseline"]["ci95_families"] == [0, 1]
     assert metrics["b"]["ci95_families"] == [0, 0] and "ci95_families" not in metrics["b"].get("against_baseline", {})
-    table = ["95 %, families drawn          own rate  against b",
+    table = ["95 %, families drawn          own rate         against b",
              "a                     [+0.000, +1.000]  [+0.000, +1.000]",
              "b                     [+0.000, +0.000]"]
     assert "\n".join(table) in printed and "\n".join(table) in (tmp_path / "report" / "report.html").read_text()
@@ -132,7 +138,7 @@ def test_several_files_of_a_name_are_runs(tmp_path):
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
     assert metrics["a"]["runs"] == [1, 0.5] and metrics["a"]["success_rate"] == 0.75 and metrics["a"]["tasks"] == 2
     assert metrics["a"]["against_baseline"]["runs"] == [0.5, 0]
-    assert "a             against b  +0.250  +0.500 +0.000" in printed.splitlines()
+    assert "a              against b  +0.250  +0.500 +0.000" in printed.splitlines()
     assert "runs_ci95" not in metrics["a"] | metrics["a"]["against_baseline"]
     write(tmp_path / "other.jsonl", [trajectory("z", "0")])
     line = refused(5, f"a={paths[0]},{tmp_path / 'other.jsonl'}", "--out", tmp_path / "bad")
@@ -152,7 +158,8 @@ def test_bootstrap_interval_covers_as_promised():
 
 def test_logged_rewards_are_not_trusted(tmp_path):
     good, half, bad = "def f(n): return n", "def f(n): return 1", "def f(n): return 0"
-    a = write(tmp_path / "a.jsonl", [trajectory("x", good, reward=0.0), trajectory("y", half, reward=1.0), trajectory("z", bad)])
+    a = write(tmp_path / "a.jsonl", [trajectory("x", good, reward=0.0), trajectory("y", half, reward=1.0),
+                                     trajectory("z", bad)])
     b = write(tmp_path / "b.jsonl", [trajectory("x", bad), trajectory("y", bad), trajectory("z", bad)])
     printed = succeed("05_evaluate.py", f"a={a}", f"b={b}", "--baseline", "b", "--out", tmp_path / "report")
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
@@ -165,13 +172,15 @@ def test_logged_rewards_are_not_trusted(tmp_path):
     assert "against b" in printed and "+0.333" in printed
     page = (tmp_path / "report" / "report.html").read_text()
     assert "def f(n): return 1" in page and "<script" not in page
-    assert "done already" in succeed("05_evaluate.py", f"a={a}", f"b={b}", "--baseline", "b", "--out", tmp_path / "report")
+    assert "done already" in succeed("05_evaluate.py", f"a={a}", f"b={b}", "--baseline", "b", "--out",
+                                     tmp_path / "report")
 
 
 def test_ungradeable_tests_are_reported(tmp_path):
     task = {**TASK, "ground_truth": "def f(n): return 1 // (n - 2)"}
     path = write(tmp_path / "a.jsonl", [{**trajectory("x", task["ground_truth"]), "task": task}])
-    assert "1 tests of 1 tasks cannot be graded" in succeed("05_evaluate.py", f"a={path}", "--out", tmp_path / "report")
+    assert "a: 1 tests of 1 tasks cannot be graded" in succeed("05_evaluate.py", f"a={path}", "--out",
+                                                               tmp_path / "report")
     assert json.loads((tmp_path / "report" / "metrics.json").read_text())["a"]["tests_passed"] == 0.5
 
 
@@ -198,16 +207,16 @@ def test_a_lone_surrogate_stops_nothing(tmp_path):
 
 def test_what_a_terminal_cannot_show_is_escaped(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    common.run_stage(lambda: print("a\ud800 …"))
+    run_stage(lambda: print("a\ud800 …"))
     sys.stdout.flush()
     assert sys.stdout.buffer.getvalue() == b"a\\ud800 \\u2026\n"
 
 
 def test_a_tokenizer_reads_lone_surrogates(tiny):
-    assert common.encode(tiny[1], "price\ud800?") == common.encode(tiny[1], "price??")
+    assert encode(tiny[1], "price\ud800?") == encode(tiny[1], "price??")
 
 
-@pytest.mark.parametrize("broken", ["report", "print_gates", "curve_table"])
+@pytest.mark.parametrize("broken", ["write_report", "gate_lines", "curve_lines"])
 def test_metrics_are_written_before_everything_optional(tmp_path, monkeypatch, broken):
     def fail(*_):
         raise RuntimeError("broken")
@@ -215,59 +224,16 @@ def test_metrics_are_written_before_everything_optional(tmp_path, monkeypatch, b
     task = {**TASK, "facts": [{"topic": "t", "questions": [], "told": True, "matters": True}]}
     path = write(tmp_path / "a.jsonl", [{**trajectory("x", "def f(n): return n"), "task": task}])
     with pytest.raises(RuntimeError):
-        evaluate.main([f"a@1={path}", "--gates", "tests/tiny", "--out", str(tmp_path / "report")])
+        evaluate.main([f"a@1={path}", "--gates", "models/tiny", "--out", str(tmp_path / "report")])
     assert json.loads((tmp_path / "report" / "metrics.json").read_text())["a@1"]["success_rate"] == 1
     assert read(tmp_path / "report" / "scored" / "a@1.jsonl")[0]["reward"] == 1
     assert not (tmp_path / "report" / "COMPLETED").exists()
 
 
-def point(rate, low, high):
-    return {"success_rate": rate, "ci95": [low, high]}
-
-
-CURVES = {"sweet": {"1": point(0.25, 0.2, 0.3), "2": point(0.3, 0.25, 0.35), "16": point(0.45, 0.4, 0.5)},
-          "no <c>": {"2": point(0.3, 0.25, 0.35)}}
-
-
-def elements(svg, kind):
-    return list(svg.iter("{http://www.w3.org/2000/svg}" + kind))
-
-
 def test_curve_table_by_hand():
-    assert evaluate.curve_table(CURVES) == ["best of N         1      2     16",
-                                            "sweet         0.250  0.300  0.450",
-                                            "no <c>            -  0.300      -"]
-
-
-def test_curve_svg_places_points_on_a_log_axis():
-    svg = ElementTree.fromstring(evaluate.curve_svg(CURVES))
-    assert "sweet, no <c>" in svg[0].text and svg[0].tag.endswith("title")
-    assert [c[0].text for c in elements(svg, "circle")] == [
-        "sweet, N = 1: 0.250 [0.200, 0.300]", "sweet, N = 2: 0.300 [0.250, 0.350]",
-        "sweet, N = 16: 0.450 [0.400, 0.500]", "no <c>, N = 2: 0.300 [0.250, 0.350]"]
-    lines = [[[float(v) for v in pair.split(",")] for pair in line.get("points").split()]
-             for line in elements(svg, "polyline")]
-    # y from 0.2 (280) to 0.5 (36); x from N = 1 (88) to N = 16 (508), a doubling is 105 wide; sweet 5 to the left
-    assert lines == [[[83, 239.3], [188, 198.7], [503, 76.7]], [[198, 198.7]]]
-    bars = [path.get("d") for path in elements(svg, "path") if path.get("d").startswith("M80.0 ")]
-    assert bars == ["M80.0 198.7h6m-3 0V280.0m-3 0h6"]                            # of N = 1: 0.3 down to 0.2
-    texts = [text.text for text in elements(svg, "text")]
-    assert texts[:2] == ["N, candidates a turn (log2)", "success rate"]
-    assert texts[2:] == ["0.2", "0.3", "0.4", "0.5", "1", "2", "16", "sweet", "no <c>"]
-
-
-@pytest.mark.parametrize("rates", [[0, 0], [1, 1], [0, 1], [0.2, 0.2], [0.05, 0.87]])
-def test_curve_svg_keeps_inside_its_frame_and_labels_apart(rates):
-    names = [f"label {i}" for i in range(7)]
-    for sizes in (["4"], ["1", "2"], ["1", "2", "4", "8", "16", "32"]):
-        curves = {name: {n: point(*[rates[i % 2]] * 3) for n in sizes} for i, name in enumerate(names)}
-        svg = ElementTree.fromstring(evaluate.curve_svg(curves))
-        assert len(elements(svg, "circle")) == 7 * len(sizes)
-        for circle in elements(svg, "circle"):
-            assert 48 < float(circle.get("cx")) < 548 and 36 <= float(circle.get("cy")) <= 280
-        heights = [float(text.get("y")) for text in elements(svg, "text") if text.text in names]
-        assert all(below - above >= 17.9 for above, below in zip(heights, heights[1:]))
-        assert heights[0] >= 36 and heights[-1] <= 284
+    assert evaluate.curve_lines(CURVES, "success_rate") == ["best of N      1      2     16",
+                                                            "sweet      0.250  0.300  0.450",
+                                                            "no <c>         -  0.300      -"]
 
 
 def test_curve_files_from_rows_to_report(tmp_path):
@@ -277,13 +243,14 @@ def test_curve_files_from_rows_to_report(tmp_path):
         more = {"best_of": 8} if name == "sweet@8" else {}                        # older files do not say it
         write(tmp_path / name, [trajectory(str(i), answer, **more) for i, answer in enumerate(answers)])
     printed = succeed("05_evaluate.py", *(f"{name}={tmp_path / name}" for name in files), "--out", tmp_path / "report")
-    assert "best of N         1      8\nsweet         0.000  0.500\njudge             -  0.000\n" in printed
+    assert "best of N      1      8\nsweet      0.000  0.500\njudge          -  0.000\n" in printed
     metrics, curves = (json.loads((tmp_path / "report" / f"{name}.json").read_text()) for name in ("metrics", "curves"))
     assert list(metrics) == list(files) and "curves" not in metrics["sweet@8"] and "costs" not in metrics["sweet@8"]
     assert curves == {"sweet": {"1": point(0, 0, 0), "8": point(0.5, 0, 1)}, "judge": {"8": point(0, 0, 0)}}
     page = (tmp_path / "report" / "report.html").read_text()
     svg = ElementTree.fromstring(page[page.index("<svg"):page.index("</svg>") + len("</svg>")])
-    assert len(elements(svg, "circle")) == 3 and len(elements(svg, "polyline")) == 2
+    lines, bars = drawn(svg)
+    assert [len(line) for line in lines] == [2, 1] and [len(own) for own in bars] == [2, 1]
     plain = succeed("05_evaluate.py", f"plain={tmp_path / 'plain'}", "--out", tmp_path / "other")
     assert "best of N" not in plain and not (tmp_path / "other" / "curves.json").exists()
 
@@ -295,6 +262,9 @@ def test_curve_files_that_do_not_fit_their_names(tmp_path):
     for name in ("sweet@0", "sweet@-4", "sweet@4.0", "sweet@04", "sweet@", "@4"):
         assert f"{path}: named {name}, but" in refused(5, f"{name}={path}", "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+PROGRAMS = "rules", "script", "script-informed"
 
 
 def record(output, inputs, wall_s=None, trained=0, generated=0, flops=0, peak=0, **args):
@@ -330,21 +300,21 @@ def pipeline(folder):
 def test_method_costs_count_every_output_once(tmp_path, monkeypatch):
     pipeline(tmp_path)
     monkeypatch.chdir(tmp_path)
-    counted, not_counted = evaluate.method_costs("out/sweet")                     # offline.jsonl: by two ways
+    counted, not_counted = method_costs(["out/sweet"], PROGRAMS)                  # offline.jsonl: by two ways
     assert sorted(counted) == ["out/critic", "out/offline.jsonl", "out/sweet", "out/train.jsonl"]
     assert not_counted == ["base"]
-    assert evaluate.total_costs(counted.values()) == {"wall_s": 216.0, "trained_tokens": 2_250_000,
+    assert total_costs(counted.values()) == {"wall_s": 216.0, "trained_tokens": 2_250_000,
                                                       "generated_tokens": 1_250_000, "flops": 4.5e15,
                                                       "peak_memory_mb": 900}
-    assert evaluate.method_costs("script") == ({}, [])
-    assert evaluate.method_costs("http://host:80/v1#m") == ({}, ["http://host:80/v1#m"])
-    assert evaluate.total_costs([])["peak_memory_mb"] == 0
+    assert method_costs(["script"], PROGRAMS) == ({}, [])
+    assert method_costs(["http://host:80/v1#m"], PROGRAMS) == ({}, ["http://host:80/v1#m"])
+    assert total_costs([])["peak_memory_mb"] == 0
 
 
 def test_costs_of_methods_what_they_share_and_the_evaluation_apart(tmp_path, monkeypatch):
     pipeline(tmp_path)
     monkeypatch.chdir(tmp_path)
-    costs = evaluate.compare_costs({name: f"out/{name}.jsonl" for name in ("base", "rft", "sweet", "best")})
+    costs = compare_costs({name: f"out/{name}.jsonl" for name in ("base", "rft", "sweet", "best")}, PROGRAMS)
     assert [costs[name]["wall_s"] for name in costs] == [0, 84, 216, 186]
     assert [costs[name]["peak_memory_mb"] for name in costs] == [0, 1200, 900, 900]
     assert costs["rft"]["shared"] == {"wall_s": 66, "trained_tokens": 0, "generated_tokens": 500_000, "flops": 1e15,
@@ -352,22 +322,22 @@ def test_costs_of_methods_what_they_share_and_the_evaluation_apart(tmp_path, mon
     assert costs["base"]["shared"]["outputs"] == [] and costs["base"]["not_counted"] == ["base"]
     assert costs["sweet"]["evaluation"] == {"wall_s": 12, "trained_tokens": 0, "generated_tokens": 40_000,
                                             "flops": 2e14, "peak_memory_mb": 300}
-    judged = evaluate.compare_costs({"judged": "out/judged.jsonl"})["judged"]
+    judged = compare_costs({"judged": "out/judged.jsonl"}, PROGRAMS)["judged"]
     assert judged["wall_s"] == 84 and sorted(judged["not_counted"]) == ["base", "hub/name"]
     del costs["best"]
-    assert evaluate.cost_table(costs) == [
-        "costs                    wall min  M trained  M generated     PFLOPs   peak MB",
-        "base                          0.0      0.000        0.000      0.000         0",
-        "rft                           1.4      1.000        0.500      3.000     1,200",
-        "sweet                         3.6      2.250        1.250      4.500       900",
-        "shared, included above        1.1      0.000        0.500      1.000       900",
+    assert cost_lines(costs) == [
+        "costs                   wall min  M trained  M generated  PFLOPs  peak MB",
+        "base                         0.0      0.000        0.000   0.000        0",
+        "rft                          1.4      1.000        0.500   3.000    1,200",
+        "sweet                        3.6      2.250        1.250   4.500      900",
+        "shared, included above       1.1      0.000        0.500   1.000      900",
         "evaluation, not above:",
-        "base                          0.2      0.000        0.040      0.200       300",
-        "rft                           0.2      0.000        0.040      0.200       300",
-        "sweet                         0.2      0.000        0.040      0.200       300",
+        "base                         0.2      0.000        0.040   0.200      300",
+        "rft                          0.2      0.000        0.040   0.200      300",
+        "sweet                        0.2      0.000        0.040   0.200      300",
         "shared, included in every method that costs anything: out/offline.jsonl, out/train.jsonl",
         "not counted: base"]
-    alone = evaluate.cost_table(evaluate.compare_costs({"sweet": "out/sweet.jsonl"}))
+    alone = cost_lines(compare_costs({"sweet": "out/sweet.jsonl"}, PROGRAMS))
     assert not any("shared" in line for line in alone) and alone[-1] == "not counted: base"
 
 
@@ -376,7 +346,7 @@ def test_costs_reach_metrics_and_report(tmp_path):
     record(tmp_path / "a.jsonl", [], 6.0, 0, 10, 1e12, 10, agent=str(tmp_path / "policy"))
     write(tmp_path / "a.jsonl", [trajectory("x", "def f(n): return n")])
     printed = succeed("05_evaluate.py", f"a={tmp_path / 'a.jsonl'}", "--costs", "--out", tmp_path / "report")
-    row = "1.5      3.000        0.000      5.000        64"
+    row = "1.5      3.000        0.000   5.000       64"
     assert row in printed and row in (tmp_path / "report" / "report.html").read_text()
     costs = json.loads((tmp_path / "report" / "metrics.json").read_text())["a"]["costs"]
     assert (costs["wall_s"], costs["flops"], costs["evaluation"]["generated_tokens"]) == (90, 5e15, 10)
@@ -398,10 +368,12 @@ def test_costs_without_records_are_bad_input(tmp_path):
 
 
 def test_gates_of_the_shipped_base_model(workspace, tmp_path):
-    printed = succeed("05_evaluate.py", f"base={workspace / 'offline.jsonl'}", "--gates", ROOT / "tests" / "tiny", "--out",
+    printed = succeed("05_evaluate.py", f"base={workspace / 'offline.jsonl'}", "--gates", ROOT / "models" / "tiny",
+                      "--out",
                       tmp_path / "report")
-    table = {line[:22].strip(): [float(x) for x in line[22:].split()] for line in printed.splitlines()
-             if line.startswith(("needed", "idle", "right answer", "wrong answer"))}
+    lines = [line.rsplit(None, 3) for line in printed.splitlines()
+             if line.startswith(("needed", "idle", "right answer", "wrong answer"))]
+    table = {kind: [float(x) for x in numbers] for kind, *numbers in lines}
     assert table["right answer at once"][2] > table["right answer at once"][1] + 3            # c makes it likelier …
     assert table["wrong answer at once"][2] < table["right answer at once"][2] - 3            # … than another one
     assert table["idle"][2] < table["idle"][1]
@@ -409,16 +381,18 @@ def test_gates_of_the_shipped_base_model(workspace, tmp_path):
     assert 0.15 <= metrics["success_rate"] <= 0.5 and metrics["success_when_known"] > 0.7
 
 
-GATES, CRITICS = ["--gates", "tests/tiny"], ["--critics", "c=out/critic", "--policy", "tests/tiny"]
+GATES = ["--gates", "models/tiny"]
 
 
-@pytest.mark.parametrize("flags", [GATES, CRITICS])
 @pytest.mark.parametrize("facts", [{}, {"facts": []}])
-def test_gates_and_critics_need_facts_and_say_so_before_anything_is_scored(tmp_path, flags, facts):
+def test_gates_need_facts_and_say_so_before_anything_is_scored(tmp_path, facts):
     path = write(tmp_path / "a.jsonl", [{**trajectory("x", "1"), "task": {**TASK, **facts}}])
-    line = refused(5, f"a={path}", *flags, "--out", tmp_path / "out")
-    assert line.startswith(f'{path}: task x has no "facts", which {flags[0]} needs') and not (tmp_path / "out").exists()
-    assert run("05_evaluate.py", f"a={path}", *flags, "--out", tmp_path / "out").returncode == 2
+    assert refused(5, f"a={path}", *GATES, "--out", tmp_path / "out") == (
+        f"{path}: --gates needs template tasks (01), which say what a turn is worth, and task x does not; leave "
+        "--gates out")
+    assert not (tmp_path / "out").exists()
+    assert run("05_evaluate.py", f"a={path}", *GATES, "--out", tmp_path / "out").returncode == 2
+    assert run("05_evaluate.py", f"a={path}", "--out", tmp_path / "out").returncode == 0
 
 
 def test_facts_are_asked_of_the_first_file_alone(workspace, tmp_path):
@@ -429,26 +403,15 @@ def test_facts_are_asked_of_the_first_file_alone(workspace, tmp_path):
     assert "right answer at once" in succeed("05_evaluate.py", f"a={a}", f"b={b}", *GATES, "--out", tmp_path / "out")
 
 
-def test_gates_and_critics_take_each_dialogue_s_own_rounds(workspace, tiny, monkeypatch):
+def test_gates_take_each_dialogue_s_own_rounds(workspace, monkeypatch):
     rows = [row for row in read(workspace / "offline.jsonl") if len(row["dialogue_history"]) == 4][:3]
     for number, row in enumerate(rows):
         row |= {"task_id": str(number), "max_rounds": 4 + number}
     asked, prompt_text = [], common.prompt_text
     monkeypatch.setattr(common, "prompt_text", lambda tokenizer, history, max_rounds, *more: (
         asked.append((history[0]["content"], max_rounds)), prompt_text(tokenizer, history, max_rounds, *more))[1])
-    evaluate.print_gates(rows, str(ROOT / "tests" / "tiny"), "cpu")
+    evaluate.gate_lines(rows, backend, str(ROOT / "models" / "tiny"), "cpu")
     assert set(asked) == {(row["task"]["problem_description"], row["max_rounds"]) for row in rows}
-
-    played, rollout = [], stage(2)
-
-    async def play(dialogue, args, **_):
-        played.append((dialogue["task"]["problem_description"], args.max_rounds))
-        dialogue["answer"] = ""
-    monkeypatch.setattr(rollout, "play", play)
-    args = argparse.Namespace(mc_candidates=2, mc_samples=2, mc_states=6, mc_max_new_tokens=4, policy="tests/tiny")
-    with common.Scorer() as scorer:
-        evaluate.monte_carlo_returns(rows, tiny, scorer, args, "cpu")
-    assert len(played) == 6 * 2 * 2 and set(played) == set(asked)
 
 
 def test_bad_input_is_one_line(tmp_path):
@@ -475,20 +438,109 @@ def test_ranks_and_their_correlation_by_hand():
     assert evaluate.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
     assert evaluate.rank_correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
     assert evaluate.rank_correlation([1, 1, 2], [0, 1, 1]) == pytest.approx(0.5)
-    assert evaluate.rank_correlation([1, 1, 1], [1, 2, 3]) is None
+    assert evaluate.rank_correlation([1, 1, 1], [1, 2, 3]) == 0
 
 
-def test_critics_are_compared_on_pairs_and_monte_carlo_returns(workspace, tmp_path):
-    succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", "tests/tiny", "--lr", 1e-3, "--max-steps",
-            2, "--head", "regression", "--out", tmp_path / "critic")
-    out = succeed("05_evaluate.py", f"a={workspace}/offline.jsonl", "--critics", f"regression={tmp_path}/critic", "--policy",
-                  "tests/tiny", "--mc-states", 12, "--mc-candidates", 3, "--mc-samples", 2, "--out", tmp_path / "out")
-    assert "rank correlation" in out
-    rows = read(tmp_path / "out" / "monte_carlo.jsonl")
-    assert len(rows) == 12 and all(len(row["returns"]) == 3 and set(row["returns"]) <= {0, 0.5, 1} for row in rows)
+@pytest.fixture(scope="module")
+def branches(workspace, tmp_path_factory):
+    """A file of dialogues that 02 --branch played on from the workspace's, and its flags."""
+    out = tmp_path_factory.mktemp("branches") / "branches.jsonl"
+    flags = ["--tasks", workspace / "offline.jsonl", "--agent", "models/tiny", "--max-rounds", 8, "--max-new-tokens",
+             120,
+             "--branch", 12, "--branch-candidates", 3, "--samples", 2]
+    succeed("02_rollout.py", *flags, "--out", out)
+    return out, flags
+
+
+def test_branches_play_on_from_logged_turns(workspace, branches):
+    rows = read(branches[0])
+    logged = {(row["task_id"], row["sample"]): row["dialogue_history"] for row in read(workspace / "offline.jsonl")}
+    assert [row["sample"] for row in rows] == list(range(12 * 3 * 2))
+    candidates = {}
+    for row in rows:
+        branch, history = row["branch"], row["dialogue_history"]
+        state, i = (row["task_id"], branch["sample"]), branch["turn"]
+        assert [turn["content"] for turn in history[:i]] == [turn["content"] for turn in logged[state][:i]]
+        assert logged[state][i]["role"] == history[i]["role"] == "assistant"
+        assert row["num_rounds"] <= row["max_rounds"] == 8
+        candidates.setdefault((*state, i, branch["candidate"]), []).append((history[i]["output_ids"], row["reward"]))
+    assert len(candidates) == 36 and len({state[:3] for state in candidates}) == 12
+    for first, second in candidates.values():
+        assert first[0] == second[0]                                   # two ways to go on from one candidate
+    answers = [row for row in rows if backend.MARKER in row["dialogue_history"][row["branch"]["turn"]]["content"]]
+    for row in answers:  # an answer's return is the same however often it is drawn
+        own = candidates[row["task_id"], row["branch"]["sample"], row["branch"]["turn"], row["branch"]["candidate"]]
+        assert len(row["dialogue_history"]) == row["branch"]["turn"] + 1 and own[0][1] == own[1][1]
+    assert answers
+
+
+def test_branches_go_on_where_they_were_interrupted(branches, tmp_path):
+    whole, flags = branches
+    lines = whole.read_text().splitlines(True)
+    there = [1, 0, *range(3, 40), 71]
+    (tmp_path / "b.jsonl.0of1.partial").write_text("".join(f"{n} {lines[n]}" for n in there) + '50 {"cut')
+    note = json.loads(whole.with_name("branches.jsonl.args.json").read_text())
+    (tmp_path / "b.jsonl.args.json").write_text(json.dumps(note))
+    assert "40 of 72 dialogues are there already" in succeed("02_rollout.py", *flags, "--out", tmp_path / "b.jsonl")
+    again = (tmp_path / "b.jsonl").read_text().splitlines(True)
+    assert all(again[n] == lines[n] for n in there) and len(again) == 72
+    assert sum(a == b for a, b in zip(again, lines)) >= 70       # batches differ: see test_02's assert_same
+
+
+def test_branches_are_refused_in_one_line(workspace, tmp_path):
+    flags = ["--tasks", workspace / "offline.jsonl", "--branch", 4, "--out", tmp_path / "b.jsonl"]
+    line = refused(2, *flags, "--agent", "models/tiny", "--max-rounds", 4)
+    assert line.startswith(f"{workspace / 'offline.jsonl'}: task ") and line.endswith(
+        " was played with --max-rounds 8; --branch needs the same")
+    assert 'missing "task"' in refused(2, "--tasks", workspace / "tasks.jsonl", *flags[2:], "--agent", "models/tiny")
+    for more in (["--agent", "script"], ["--agent", "a", "--best-of", 2, "--critic", "c"]):
+        with pytest.raises(SystemExit) as error:
+            stage(2).parse_args([str(argument) for argument in (*flags, *more)])
+        assert error.value.code == 2
+    assert not (tmp_path / "b.jsonl").exists()
+
+
+@pytest.fixture(scope="module")
+def critic(workspace, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("critic") / "critic"
+    succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", "models/tiny", "--lr", 1e-3,
+            "--max-steps", 2, "--head", "regression", "--out", folder)
+    return folder
+
+
+def test_critics_are_compared_on_pairs_and_monte_carlo_returns(workspace, branches, critic, tmp_path):
+    files = [f"a={workspace}/offline.jsonl", "--critics", f"regression={critic}"]
+    out = succeed("05_evaluate.py", *files, "--returns", branches[0], "--out", tmp_path / "out")
+    heading = next(line for line in out.splitlines() if line.startswith("critic"))
+    assert re.split("  +", heading) == ["critic", "pair accuracy", "pairs", "rank correlation", "95 %", "states"]
     found = json.loads((tmp_path / "out" / "critics.json").read_text())["regression"]
-    assert 0 <= found["pair_accuracy"] <= 1 and -1 <= found["rank_correlation"] <= 1 and found["num_states"] > 0
-    for row in rows:                                           # an answer's return is the same however often it is drawn
-        for candidate, value in zip(row["candidates"], row["returns"]):
-            if "I WANT TO ANSWER:" in candidate["text"]:
-                assert value in (0, 1)
+    assert 0 <= found["pair_accuracy"] <= 1 and -1 <= found["rank_correlation"] <= 1 and 0 < found["num_states"] <= 12
+    assert found["ci95"][0] <= found["rank_correlation"] <= found["ci95"][1]
+    assert f"{found['rank_correlation']:.3f}" in out and str(found["num_pairs"]) in out
+    means = {}
+    for row in read(branches[0]):
+        state = row["task_id"], row["branch"]["sample"], row["branch"]["turn"]
+        ids = tuple(row["dialogue_history"][state[2]]["output_ids"])             # equal candidates are one
+        means.setdefault(state, {}).setdefault(ids, []).append(row["reward"] == 1)
+    means = [[sum(wins) / len(wins) for wins in own.values()] for own in means.values()]
+    assert [returns for _, returns in evaluate.read_branches(branches[0], backend, {})] == [
+        own for own in means if len(set(own)) > 1]
+    assert found["num_states"] == sum(len(set(own)) > 1 for own in means)
+    alone = succeed("05_evaluate.py", *files, "--out", tmp_path / "alone")
+    assert "pair accuracy" in alone and "rank correlation" not in alone
+    assert json.loads((tmp_path / "alone" / "critics.json").read_text())["regression"] == {
+        key: found[key] for key in ("pair_accuracy", "num_pairs")}
+
+
+def test_bad_returns_are_one_line(workspace, branches, critic, tmp_path):
+    flags = [f"a={workspace}/offline.jsonl", "--critics", f"c={critic}", "--out", tmp_path / "out", "--returns"]
+    assert refused(5, *flags, tmp_path / "none") == f"{tmp_path / 'none'}: no such file"
+    assert refused(5, *flags, workspace / "offline.jsonl") == (
+        f"{workspace / 'offline.jsonl'}: no dialogues of 02_rollout.py --branch")
+    path = write(tmp_path / "same", [{**row, "reward": 0.5} for row in read(branches[0])])
+    assert refused(5, *flags, path) == (
+        f"{path}: no state whose candidates differ in return; raise --branch or --samples of 02")
+    assert "no critic.json" in refused(5, flags[0], "--critics", f"c={workspace}", *flags[3:5])
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(SystemExit):
+        evaluate.parse_args(["a=b", "--out", "o", "--returns", "r"])

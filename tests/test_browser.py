@@ -12,9 +12,38 @@ import time
 
 import pytest
 
-import common
+import colbench.browser as renderer
+from colbench import ColBenchError
+from colbench.browser import (
+    Browser,
+    local_file,
+    PAGE_START,
+    photo,
+    Render,
+    screenshot_path,
+    stored_render,
+    style_rules,
+    style_sheet,
+    write_fonts,
+)
 
-pytest.importorskip("playwright", reason="no playwright: pip install -r tests/frontend.txt")
+pytest.importorskip("playwright", reason="no playwright: pip install -r scripts/frontend.txt")
+
+
+def render_pages(htmls, images, path=None):
+    """The Renders of pages, in their order; each different page is drawn once, none where all screenshots are there."""
+    pages = list(dict.fromkeys(htmls))
+    paths = [screenshot_path(images, page) for page in pages]
+
+    async def draw_all():
+        async with Browser(images, path) as browser:
+            return await asyncio.gather(*map(browser.render, pages))
+
+    renders = list(map(stored_render, paths)) if all(path.exists() for path in paths) else asyncio.run(draw_all())
+    renders = dict(zip(pages, renders))
+    return [renders[page] for page in htmls]
+
+
 PLAIN = "<!DOCTYPE html><body style='margin:0;background:rgb(10,20,30)'><h1>A shop</h1><p>Texts, <b>fat</b>, " \
         "<code>fixed</code></p>"
 
@@ -66,7 +95,7 @@ def loop():
 @pytest.fixture(scope="module")
 def browser(loop, tmp_path_factory):
     """One Browser with a single tab at a time, so that each page follows another on the same tab."""
-    browser = common.Browser(tmp_path_factory.mktemp("images"), concurrency=1)
+    browser = Browser(tmp_path_factory.mktemp("images"), concurrency=1)
     loop.run_until_complete(browser.__aenter__())
     yield browser
     loop.run_until_complete(browser.__aexit__())
@@ -81,7 +110,7 @@ def render(loop, browser):
 def value(render):
     """value(html, read): what JavaScript reads on the page; there must be no fault."""
     def value(html, read):
-        result = render(html, picture=False, read=read)
+        result = render(html, screenshot=False, read=read)
         assert result.fault is None and result.image is None
         return result.spec
     return value
@@ -125,7 +154,7 @@ def test_a_picture(render, browser, tmp_path):
     result = render(PLAIN)
     assert result.fault is None and result.spec is None
     assert picture(result.image).size == (1280, 720) and picture(result.image).getpixel((1200, 700)) == (10, 20, 30)
-    assert result.image == str(common.picture_path(browser.images, PLAIN))
+    assert result.image == str(screenshot_path(browser.images, PLAIN))
     assert len(pathlib.Path(result.image).stem) == 16 and browser.name.startswith("Chromium ")
     assert [path for path in browser.images.iterdir() if path.suffix != ".png"] == []
     assert picture(render("<body style='margin:0'><div style='height:1000px;width:1500px'>").image).size == (1500, 1000)
@@ -133,11 +162,13 @@ def test_a_picture(render, browser, tmp_path):
 
 def test_used_again(render, browser):
     """A picture that is there is not drawn again, not even with `read`."""
-    path = common.picture_path(browser.images, "<p>kept")
-    path.write_bytes(b"as it is")
-    assert render("<p>kept") == common.Render(str(path), None, None)
-    assert render("<p>kept", read="document.body.innerText") == common.Render(str(path), "kept", None)
-    assert path.read_bytes() == b"as it is"
+    from PIL import Image
+    path = screenshot_path(browser.images, "<p>kept")
+    Image.new("RGB", (3, 2)).save(path)
+    kept = path.read_bytes()
+    assert render("<p>kept") == Render(str(path), None, None)
+    assert render("<p>kept", read="document.body.innerText") == Render(str(path), "kept", None)
+    assert path.read_bytes() == kept
 
 
 def test_read(value, render, browser):
@@ -147,7 +178,7 @@ def test_read(value, render, browser):
     page = "<p id=a>one<script>Element.prototype.getBoundingClientRect = () => ({height: 1}); " \
            "JSON.stringify = 0; Promise = 0</script>"
     assert value(page, "a.getBoundingClientRect().height > 10") is True
-    assert "boom" in render("<p>", picture=False, read="(() => { throw new Error('boom') })()").fault
+    assert "boom" in render("<p>", screenshot=False, read="(() => { throw new Error('boom') })()").fault
 
 
 def test_same_bytes(render, browser, tmp_path):
@@ -156,13 +187,13 @@ def test_same_bytes(render, browser, tmp_path):
     pages = [PLAIN, MOVING, gradient]
     first = [data(render(page).image) for page in pages]
     for page, image in zip(pages, first):
-        common.picture_path(browser.images, page).unlink()
+        screenshot_path(browser.images, page).unlink()
         assert data(render(page).image) == image
     others = [f"<h{n % 6 + 1}>{n}" for n in range(4)]
-    renders = common.render_pages([*others, *pages, *others], tmp_path / "new")
+    renders = render_pages([*others, *pages, *others], tmp_path / "new")
     assert [data(result.image) for result in renders[4:7]] == first
     assert renders[:4] == renders[7:] and len(set(result.image for result in renders)) == 7
-    assert common.render_pages(pages, tmp_path / "new", path="/no/browser/is/needed") == renders[4:7]
+    assert render_pages(pages, tmp_path / "new", path="/no/browser/is/needed") == renders[4:7]
 
 
 # Each page that could leave something in the window stands before one that would show it: the colours of links, the
@@ -195,7 +226,7 @@ SHEET = [f"<style>@\\69mport 'https://unpkg.com/tailwindcss@2.2.19/dist/tailwind
 
 def test_any_order(loop, browser, monkeypatch):
     """On one tab, in two orders, pages give the bytes and specs that each gives in a process of its own."""
-    pages = SEQUENCE + (SHEET if pathlib.Path(sys.prefix, "tailwind", common.TAILWIND[0][1]).exists() else [])
+    pages = SEQUENCE + (SHEET if pathlib.Path(sys.prefix, "tailwind", renderer.TAILWIND[0][1]).exists() else [])
     read = "[document.compatMode, document.title, scrollX, innerHeight, [...document.querySelectorAll('*')].map(x => " \
            "{ const s = getComputedStyle(x), r = x.getBoundingClientRect(); return [x.tagName, r.x, r.y, r.width, " \
            "r.height, s.color, s.backgroundColor, s.fontFamily, s.opacity] })]"
@@ -204,7 +235,7 @@ def test_any_order(loop, browser, monkeypatch):
         if alone and browser.tabs[0]:
             await browser.close(browser.tabs.pop())
             browser.tabs.append(None)
-        common.picture_path(browser.images, page).unlink(missing_ok=True)
+        screenshot_path(browser.images, page).unlink(missing_ok=True)
         result = await browser.render(page, read=read)
         return data(result.image), result.spec, result.fault
 
@@ -237,13 +268,13 @@ def test_cut(render, browser, tmp_path):
 
 def test_too_large(render):
     result = render("é" * 1_000_001)
-    assert result == common.Render(None, None, "page larger than 2,000,000 bytes (2,000,002)")
+    assert result == Render(None, None, "page larger than 2,000,000 bytes (2,000,002)")
     assert render("<p>lone \ud800 surrogate").fault is None and render("").fault is None
 
 
 def test_fonts(value):
     """All names end at Liberation; nothing of the machine's other fonts is in a picture."""
-    if not common.write_fonts(os.environ.get("TMPDIR", "/tmp")):
+    if not write_fonts(os.environ.get("TMPDIR", "/tmp")):
         pytest.skip("no Liberation fonts: apt-get install fonts-liberation")
     width = "(() => { const c = document.createElement('canvas').getContext('2d'); return ['sans-serif', 'Arial', " \
             "'Verdana, system-ui', 'serif', 'Nothing', 'monospace', 'Courier New'].map(f => (c.font = '100px ' + f, " \
@@ -262,7 +293,7 @@ def test_fonts(value):
     ("https://via.placeholder.com/350x65/FF0000/FFFFFF?text=9x9", (350, 65)),
     ("https://placehold.co/600x400.png", (600, 400))])
 def test_photo_sizes(address, size):
-    assert f'width="{size[0]}" height="{size[1]}"' in common.photo(address)
+    assert f'width="{size[0]}" height="{size[1]}"' in photo(address)
 
 
 def test_photos(value, render, browser):
@@ -300,23 +331,23 @@ def test_rules_left_out(render, browser, monkeypatch):
     animate-pulse">b</i></p><ul class="divide-y list-disc container group"><li class='group-hover:p-9
     placeholder-gray-500'>c<li class=bg&#45;red-500>d</ul><input placeholder=x class="placeholder-red-500 border
     focus:ring-2"><table><tr><td>e</table>"""
-    path = common.local_file("https://unpkg.com/tailwindcss@2.2.19/dist/tailwind.min.css")
-    assert 6_000 < len(common.style_sheet(path, page)) < 7_000
-    assert len(common.style_sheet(path, page + "<script>")) == path.stat().st_size == 2_934_019
-    assert "".join(text for text, _ in common.style_rules(path)) == path.read_text()
-    for page in (page, "<!DOCTYPE html>" + page):
+    path = local_file("https://unpkg.com/tailwindcss@2.2.19/dist/tailwind.min.css")
+    assert 6_000 < len(style_sheet(path, page)) < 7_000
+    assert len(style_sheet(path, page + "<script>")) == path.stat().st_size == 2_934_019
+    assert "".join(text for text, _ in style_rules(path)) == path.read_text()
+    for page in (page, "<!DOCTYPE html>" + page):                                                     # noqa: B020
         result = render(page)
         image = data(result.image)
-        common.picture_path(browser.images, page).unlink()
+        screenshot_path(browser.images, page).unlink()
         with monkeypatch.context() as patch:
-            patch.setattr(common, "style_sheet", lambda path, page: path.read_text())
+            patch.setattr(renderer, "style_sheet", lambda path, page: path.read_text())
             again = render(page)
         assert (result.fault, again.fault) == (None, None) and data(again.image) == image
 
 
 def test_tailwind_missing(render, browser, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    with pytest.raises(common.InputError, match="bash tests/run.sh"):
+    with pytest.raises(ColBenchError, match="bash tests/run.sh"):
         render(TAILWIND[0][1])
     browser.error = None
 
@@ -375,9 +406,9 @@ def test_reaches_nothing(render, browser, listener, monkeypatch):
     stays = leaves.replace(once, f"{once} if (!/click|download|form|leave/.test(name))")
     result = render(stays, read="out.textContent")
     assert result.fault is None and result.spec == "" and picture(result.image).size[0] == 1280
-    monkeypatch.setattr(common, "MAX_PAGE_S", 3)                    # no load event comes while a page tries to leave
+    monkeypatch.setattr(renderer, "MAX_PAGE_S", 3)                    # no load event comes while a page tries to leave
     assert render(leaves).image is None
-    monkeypatch.setattr(common, "MAX_PAGE_S", 10)
+    monkeypatch.setattr(renderer, "MAX_PAGE_S", 10)
     assert render(PLAIN, read="document.querySelector('h1').innerText").spec == "A shop"
     time.sleep(0.3)
     assert listener.reached == []
@@ -393,16 +424,16 @@ def test_second_wall(loop, browser, listener, monkeypatch):
     wait = "new Promise(done => setTimeout(done, 500))"
 
     async def draw():
-        async with common.Browser(browser.images, concurrency=1) as other:
+        async with Browser(browser.images, concurrency=1) as other:
             monkeypatch.setattr(other, "answer", let_through)
             for host in ("127.0.0.1", "localhost"):
                 for page in (REACH, RTC):
                     await other.render(page.replace("AT", f"{host}:{listener.port}"), False, wait)
             assert (await other.render("<p>alive", read="document.body.innerText")).spec == "alive"
-    monkeypatch.setattr(common, "MAX_PAGE_S", 3)
+    monkeypatch.setattr(renderer, "MAX_PAGE_S", 3)
     for wall in ("RTCPeerConnection: undefined, webkitRTCPeerConnection: undefined,", "open: () => null, "):
-        assert wall in common.PAGE_START
-        monkeypatch.setattr(common, "PAGE_START", common.PAGE_START.replace(wall, ""))
+        assert wall in PAGE_START
+        monkeypatch.setattr(renderer, "PAGE_START", PAGE_START.replace(wall, ""))
     loop.run_until_complete(draw())
     time.sleep(0.3)
     assert listener.reached == []
@@ -423,11 +454,11 @@ def test_second_wall(loop, browser, listener, monkeypatch):
     ("<p>a<script>location = 'about:blank'</script>", "not drawn: the page replaced itself"),
     ("<p>a<script>location.reload()</script>", "not drawn: the page replaced itself")])
 def test_faults(render, browser, monkeypatch, page, fault):
-    monkeypatch.setattr(common, "MAX_PAGE_S", 1 if "1 s" in fault else 10)
+    monkeypatch.setattr(renderer, "MAX_PAGE_S", 1 if "1 s" in fault else 10)
     before = browser.faults.copy()
-    assert render(page) == common.Render(None, None, fault)
+    assert render(page) == Render(None, None, fault)
     assert (browser.faults - before).total() == 1
-    monkeypatch.setattr(common, "MAX_PAGE_S", 10)
+    monkeypatch.setattr(renderer, "MAX_PAGE_S", 10)
     assert render("<p>next", read="document.body.innerText").spec == "next"
 
 
@@ -501,7 +532,7 @@ def test_killed(tmp_path):
     slow = "<p>{}<script>for (const t = new Event('').timeStamp; new Event('').timeStamp - t < 500;);</script>"
 
     async def draw():
-        async with common.Browser(tmp_path) as browser:
+        async with Browser(tmp_path) as browser:
             first, draw_page = browser.pid, browser.draw
             tasks = [asyncio.create_task(browser.render(slow.format(number))) for number in range(3)]
             await asyncio.sleep(0.5)
@@ -522,14 +553,14 @@ def test_killed(tmp_path):
 
 
 def test_no_browser(tmp_path, monkeypatch):
-    with pytest.raises(common.InputError, match="--browser /nowhere/chromium: no such program"):
-        common.render_pages([PLAIN], tmp_path, path="/nowhere/chromium")
-    with pytest.raises(common.InputError, match="/bin/false: does not start"):
-        common.render_pages([PLAIN], tmp_path, path="/bin/false")
-    monkeypatch.setattr(common, "BROWSERS", ())
+    with pytest.raises(ColBenchError, match="--browser /nowhere/chromium: no such program"):
+        render_pages([PLAIN], tmp_path, path="/nowhere/chromium")
+    with pytest.raises(ColBenchError, match="/bin/false: does not start"):
+        render_pages([PLAIN], tmp_path, path="/bin/false")
+    monkeypatch.setattr(renderer, "BROWSERS", ())
     monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path))
-    with pytest.raises(common.InputError, match="apt-get install chromium"):
-        common.render_pages([PLAIN], tmp_path)
+    with pytest.raises(ColBenchError, match="apt-get install chromium"):
+        render_pages([PLAIN], tmp_path)
     monkeypatch.setitem(sys.modules, "playwright.async_api", None)
-    with pytest.raises(common.InputError, match="pip install -r tests/frontend.txt"):
-        common.render_pages([PLAIN], tmp_path)
+    with pytest.raises(ColBenchError, match="pip install -r scripts/frontend.txt"):
+        render_pages([PLAIN], tmp_path)

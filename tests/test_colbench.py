@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 import common
-from conftest import ROOT, read, refused, stage
+from colbench import task_id
+from conftest import read, refused, ROOT, stage
 
 COPY = ROOT / "tests" / "colbench"
 TRAIN, TEST = COPY / "backend_tasks" / "train.jsonl", COPY / "backend_tasks" / "test.jsonl"
@@ -33,8 +34,8 @@ def write(path, *rows):
 def test_tasks_are_taken_as_they_are(split, files, ids, tmp_path, capsys):
     tasks = take("--split", split, out=tmp_path / "t.jsonl")
     published = [task for file in files for task in read(file)]
-    assert tasks == [{**task, "task_id": task_id} for task, task_id in zip(published, ids, strict=True)]
-    assert ids == [common.task_id(task) for task in published]
+    assert tasks == [{**task, "task_id": name} for task, name in zip(published, ids, strict=True)]
+    assert ids == [task_id(task) for task in published]
     printed = capsys.readouterr().out
     assert all(f"reads {file} ({len(read(file))} rows)" in printed for file in files)
     assert f"kept {len(ids)} of {len(ids)} tasks, 0 of them repeat another\nwrites {tmp_path / 't.jsonl'}" in printed
@@ -112,7 +113,7 @@ def test_blocks_become_samples_and_missing_rewards_are_computed(offline):
 
 
 def test_rows_keep_every_key(offline):
-    ours = {"task_id", "sample", "reward", "tests"}
+    ours = {"task_id", "sample", "reward", "tests", "faults"}
     for row, published in zip(read(offline), read(OFFLINE), strict=True):
         assert {**row, **published} == row and set(row) <= set(published) | ours
         for turn in row["dialogue_history"]:
@@ -144,7 +145,7 @@ def test_other_stages_read_the_result(offline):
     trajectories = common.read_trajectories(offline)
     assert trajectories == read(offline)
     assert all(isinstance(t["reward"], (int, float)) for t in trajectories)
-    assert all(t["task_id"] == common.task_id(t["task"]) for t in trajectories)
+    assert all(t["task_id"] == task_id(t["task"]) for t in trajectories)
 
 
 SYSTEM = "Help the person with one Python function. Ask short questions, then give the answer."
@@ -161,7 +162,8 @@ def test_the_logged_system_prompt_is_written_beside(offline, tmp_path, capsys):
     write(tmp_path / "mixed.jsonl", other, *rows)
     take("--trajectories", path=tmp_path / "mixed.jsonl", out=tmp_path / "m.jsonl")
     assert (tmp_path / "m.jsonl.system_prompt.txt").read_text() == SYSTEM + "\n"
-    assert "in the logged prompts of 6 of 9 trajectories; 1 have another, 2 ours or none that can be read" in capsys.readouterr().out
+    assert ("in the logged prompts of 6 of 9 trajectories; 1 have another, 2 ours or none that can be read" in
+            capsys.readouterr().out)
     write(tmp_path / "none.jsonl", *rows[2:4])
     take("--trajectories", path=tmp_path / "none.jsonl", out=tmp_path / "n.jsonl")
     assert not (tmp_path / "n.jsonl.system_prompt.txt").exists()
@@ -176,7 +178,8 @@ def test_another_template_gets_the_logged_system_prompt(offline, tiny):
     trajectory, counts = common.read_trajectories(offline)[2], {}
     turns = common.agent_turns(tokenizer, {**trajectory, "max_rounds": 3}, counts)
     assert counts == {"rendered again": 3}
-    assert all(prompt.startswith(f"<|system|>{SYSTEM}<|end|><|user|>") and "last round" not in prompt for prompt, _ in turns)
+    assert all(prompt.startswith(f"<|system|>{SYSTEM}<|end|><|user|>") and "last round" not in prompt
+               for prompt, _ in turns)
 
 
 # --- refused
@@ -229,7 +232,8 @@ def test_bad_tasks_are_one_line(change, line, tmp_path):
 @pytest.mark.parametrize("change, line", [
     (lambda row: changed(row, answer=None), 'missing "answer"'),
     (lambda row: changed(row, reward="0.5"), '"reward" is a str, not a number'),
-    (lambda row: changed(row, task=changed(row["task"], test_cases=None)), 'task: missing "test_cases"'),
+    (lambda row: changed(row, task=changed(row["task"], test_cases=None)),
+     'task: missing "test_cases", or what a task of another domain has (backend, frontend)'),
     (lambda row: changed(row, task=changed(row["task"], test_cases={"a": [1]})), '"a" is a list, not a str'),
     (lambda row: changed(row, dialogue_history=row["dialogue_history"][:1]),
      'dialogue_history has no turn of role "assistant"')])

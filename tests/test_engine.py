@@ -1,5 +1,5 @@
-"""common.Engine: the same samples as the plain way (bench_rollout.py), whatever else is in the batch, and what it does not
-compute."""
+"""lib/engine.py: the same samples as the plain way (bench_rollout.py), whatever else is in the batch, and what it does
+not compute."""
 import asyncio
 import random
 
@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import bench_rollout
-import common
-from common import InputError
+from lib.engine import Engine, generate, uniforms
+from lib.models import encode, stop_ids, work_of
+from lib.runtime import InputError
 
 STOPS = [780, 17]                                                             # the end of a turn, and a common word
 
@@ -20,7 +21,7 @@ def prompts_of(*lengths):
 
 
 def randoms_of(*key, samples=1, max_new_tokens=24):
-    return common.uniforms((samples, max_new_tokens), *key)
+    return uniforms((samples, max_new_tokens), *key)
 
 
 def plain(model, prompt, randoms, temperature=1.0, stops=STOPS):
@@ -44,7 +45,7 @@ def test_samples_do_not_depend_on_the_batch(tiny, slots):
     prompts = prompts_of(*[5, 90, 17, 250, 1, 33, 34, 60, 8, 120, 40, 2])
     temperatures = [1.0, 0.0, 0.6] * 4
     randoms = [randoms_of(n, max_new_tokens=4 + 3 * n) for n in range(len(prompts))]
-    engine = common.Engine(model, STOPS, slots, 400)
+    engine = Engine(model, STOPS, slots, 400)
     results = together(*map(engine.generate, prompts, randoms, temperatures))
     assert results == [plain(model, *request) for request in zip(prompts, randoms, temperatures)]
     lengths = [len(ids) for [ids] in results]
@@ -60,7 +61,7 @@ def test_samples_do_not_depend_on_the_batch(tiny, slots):
 
 def test_a_dialogue_computes_only_what_is_new(tiny):
     model, _ = tiny
-    engine = common.Engine(model, STOPS, 2, 400)
+    engine = Engine(model, STOPS, 2, 400)
     prompt, replies = prompts_of(50)[0], prompts_of(7, 20, 1)
     for turn, reply in enumerate([*replies, []]):
         before = dict(engine.stats)
@@ -89,7 +90,7 @@ def test_a_dialogue_computes_only_what_is_new(tiny):
 def test_dialogues_in_flight(tiny, slots):
     """Dialogues of several turns and samples, whose people answer at once or later; slots move, and are taken away."""
     model, _ = tiny
-    engine = common.Engine(model, STOPS, slots, 600)
+    engine = Engine(model, STOPS, slots, 600)
     expected, found = {}, {}
 
     async def play(number, prompt):
@@ -110,7 +111,7 @@ def test_dialogues_in_flight(tiny, slots):
 
 def test_many_samples_from_one_prefill(tiny):
     model, _ = tiny
-    engine = common.Engine(model, STOPS, 16, 400)
+    engine = Engine(model, STOPS, 16, 400)
     [prompt], randoms = prompts_of(60), randoms_of(0, samples=16)
     new = ask(engine, prompt, randoms, key="a")
     assert new == plain(model, prompt, randoms) and len(set(map(tuple, new))) > 4
@@ -123,7 +124,7 @@ def test_many_samples_from_one_prefill(tiny):
 
 def test_the_least_recently_used_dialogue_gives_way(tiny):
     model, _ = tiny
-    engine = common.Engine(model, STOPS, 2, 400)
+    engine = Engine(model, STOPS, 2, 400)
     prompts = dict(zip("abc", prompts_of(30, 40, 50)))
     randoms = randoms_of(0, max_new_tokens=5)
     reused = []
@@ -137,18 +138,18 @@ def test_the_least_recently_used_dialogue_gives_way(tiny):
 def test_stop_ids_and_length(tiny):
     model, _ = tiny
     [prompt], randoms = prompts_of(12), randoms_of(1, max_new_tokens=30)
-    [free] = ask(common.Engine(model, [], 1, 400), prompt, randoms)
+    [free] = ask(Engine(model, [], 1, 400), prompt, randoms)
     assert len(free) == 30
     first = {stop: free.index(stop) for stop in free[3:9]}
     for stops in [*([stop] for stop in first), list(first)]:
-        [new] = ask(common.Engine(model, stops, 1, 400), prompt, randoms)
+        [new] = ask(Engine(model, stops, 1, 400), prompt, randoms)
         assert new == free[:min(first[stop] for stop in stops) + 1]
 
 
 def test_an_error_does_not_hang_the_others(tiny, monkeypatch):
     model, _ = tiny
     prompts, randoms = prompts_of(10, 500, 20, 30), randoms_of(0)
-    engine = common.Engine(model, STOPS, 2, 100)
+    engine = Engine(model, STOPS, 2, 100)
     first, long, second, many = together(
         engine.generate(prompts[0], randoms, 1.0), engine.generate(prompts[1], randoms, 1.0),
         engine.generate(prompts[2], randoms, 1.0), engine.generate(prompts[3], randoms_of(0, samples=3), 1.0))
@@ -181,13 +182,13 @@ def test_counts_the_same_work_as_the_plain_way(tiny):
     prompts, randoms, works = prompts_of(10, 20), randoms_of(0, samples=2), []
     model.__dict__.pop("work", None)
     for way in ("plain", "engine"):
-        before = dict(common.work_of(model))
+        before = dict(work_of(model))
         if way == "plain":
             bench_rollout.generate(model, prompts, randoms, 1.0, STOPS)
         else:
-            engine = common.Engine(model, STOPS, 2, 400)
+            engine = Engine(model, STOPS, 2, 400)
             together(*(engine.generate(prompt, randoms[n:n + 1], 1.0) for n, prompt in enumerate(prompts)))
-        works.append({key: value - before[key] for key, value in common.work_of(model).items()})
+        works.append({key: value - before[key] for key, value in work_of(model).items()})
     assert works[0] == pytest.approx(works[1]) and works[0]["generated_tokens"] > 2
 
 
@@ -196,11 +197,11 @@ def test_models_that_do_not_see_all_tokens_are_refused():
     config = MistralConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
                            num_key_value_heads=1, vocab_size=8, sliding_window=4)
     with pytest.raises(InputError, match="a mistral model"):
-        common.Engine(AutoModelForCausalLM.from_config(config), [], 1, 100)
+        Engine(AutoModelForCausalLM.from_config(config), [], 1, 100)
     config.sliding_window = None
     model = AutoModelForCausalLM.from_config(config).eval()
     randoms = randoms_of(0)
-    assert ask(common.Engine(model, [], 1, 100), [1, 2, 3], randoms) == plain(model, [1, 2, 3], randoms, stops=[])
+    assert ask(Engine(model, [], 1, 100), [1, 2, 3], randoms) == plain(model, [1, 2, 3], randoms, stops=[])
 
 
 def test_bfloat16_and_grouped_heads(tiny):
@@ -213,8 +214,39 @@ def test_bfloat16_and_grouped_heads(tiny):
     prompts = [[1 + n for n in range(length)] for length in (3, 20, 40)]
     for kind in (torch.float32, torch.bfloat16):
         model = model.to(kind)
-        engine = common.Engine(model, [0], 2, 200)
+        engine = Engine(model, [0], 2, 200)
         results = together(*(engine.generate(prompt, randoms_of(n), 1.0) for n, prompt in enumerate(prompts)))
         assert all(0 < len(ids) <= 24 and max(ids) < 50 for [ids] in results)
         if kind == torch.float32:
             assert results == [plain(model, prompt, randoms_of(n), stops=[0]) for n, prompt in enumerate(prompts)]
+
+
+# --- generate, from texts
+
+def test_batched_samples_are_single_samples(tiny):
+    model, tokenizer = tiny
+    prompts = [encode(tokenizer, f"<|user|>{text}<|end|><|assistant|>") for text in
+               ("Can you write a function that works out the price of a ticket?\ndef ticket_price(age):", "hm")]
+    randoms = torch.stack([uniforms(30, "test", n) for n in range(4)])
+    stops = stop_ids(model, tokenizer)
+    together = generate(model, prompts, randoms, 1.0, stops)
+    alone = [generate(model, [prompts[n // 2]], randoms[n:n + 1], 1.0, stops)[0] for n in range(4)]
+    assert together == alone
+    assert together[0] != together[1]
+    for ids in together:
+        assert ids[-1] in stops or len(ids) == 30
+        assert not set(ids[:-1]) & set(stops)
+
+
+def test_sampling_follows_the_softmax(tiny):
+    model, tokenizer = tiny
+    prompt = encode(tokenizer, "<|user|>Can you write a function that works out the price of a ticket?<|end|>"
+                    "<|assistant|>")
+    with torch.no_grad():
+        probabilities = torch.softmax(model(torch.tensor([prompt])).logits[0, -1].float(), -1)
+    grid = torch.linspace(0, 1, 4001)[:-1, None] + 0.5 / 4000                # evenly spaced points: no sampling noise
+    first = torch.tensor([ids[0] for ids in generate(model, [prompt], grid, 1.0, [])])
+    shares = torch.bincount(first, minlength=len(probabilities)) / 4000
+    torch.testing.assert_close(shares, probabilities, atol=1e-3, rtol=0)
+    likeliest = generate(model, [prompt], grid[:1], 0.0, [])
+    assert likeliest == [[probabilities.argmax().item()]]

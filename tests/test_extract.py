@@ -7,7 +7,8 @@ import time
 
 import pytest
 
-import sandbox
+from colbench import backend
+from colbench.answers import extract_code
 from conftest import ROOT, stage
 
 F = "def f(n):\n    return n * n or None"
@@ -17,7 +18,7 @@ WANTED = [9, 4, None, 1]
 
 def results(answer, calls=CALLS):
     """What the calls return after the sources have run as in the scorer, their faults as strings."""
-    found, sources = [], sandbox.extract_code(answer)
+    found, sources = [], extract_code(answer)
     for call in calls:
         namespace = {"__name__": "answer"}
         try:
@@ -38,32 +39,45 @@ FORMS = {
     "marker's line, import before": "I WANT TO ANSWER: import math\ndef f(n):\n    return math.prod([n, n]) or None",
     "marker's line, helper after": "I WANT TO ANSWER: def f(n): return g(n)\ndef g(n):\n    return n * n or None",
     "marker's line, usage after": f"I WANT TO ANSWER: {F}\nprint(f(3))",
-    "marker's line, helper in a fence": "I WANT TO ANSWER: def f(n): return g(n)\n```\ndef g(n): return n * n or None\n```",
+    "marker's line, helper in a fence": "I WANT TO ANSWER: def f(n): return g(n)\n```\ndef g(n): return n * n or None\n"
+                                        "```",
     "after the marker was cut off": " def f(n): return math.prod([n, n]) or None\nimport math",
     "marker in a list": "  - I WANT TO ANSWER: import math\n    def f(n):\n        return math.prod([n, n]) or None",
-    "imports in a fence": "```python\nimport math\n```\nThen:\n```python\ndef f(n):\n    return math.prod([n, n]) or None\n```",
-    "constants in a fence": "```\nTWO = 2\nNAMES: list = [\n    1,\n]\n```\nand\n```\ndef f(n):\n    return n ** TWO or None\n```",
+    "imports in a fence": "```python\nimport math\n```\nThen:\n```python\ndef f(n):\n"
+                          "    return math.prod([n, n]) or None\n```",
+    "constants in a fence": "```\nTWO = 2\nNAMES: list = [\n    1,\n]\n```\nand\n```\ndef f(n):\n"
+                            "    return n ** TWO or None\n```",
     "constants in a last fence": "```\ndef f(n):\n    return n ** TWO or None\n```\nThe constant is\n```\nTWO = 2\n```",
     "docstring, indented fence": f"```python\n{DOCSTRING}\n```\nDone.",
-    "docstring, fence at the margin": '```python\ndef f(n):\n    """Squares.\n```python\nf(3)\n```\n    """\n    return n * n or None\n```',
-    "docstring, two fences": "```\n" + DOCSTRING.replace('    """\n    r', '    ~~~\n    f\n    ~~~\n    """\n    r') + "\n```\n",
+    "docstring, fence at the margin": '```python\ndef f(n):\n    """Squares.\n```python\nf(3)\n```\n    """\n'
+                                      '    return n * n or None\n```',
+    "docstring, two fences": "```\n" + DOCSTRING.replace('    """\n    r',
+                                                         '    ~~~\n    f\n    ~~~\n    """\n    r') + "\n```\n",
     "docstring, no closing fence": f"Here:\n\n```python\n{DOCSTRING}",
     "on the fence's line": "```python def f(n):\n    return n * n or None\n```",
     "on the fence's line, no language": "```def f(n):\n    return n * n or None\n```\nDone.",
     "on the fence's line, import": "``` python import math\ndef f(n):\n    return math.prod([n, n]) or None```",
-    "on the fence's line, in a list": "1. ```python import math\n   def f(n):\n       return math.prod([n, n]) or None\n   ```",
+    "on the fence's line, in a list": "1. ```python import math\n   def f(n):\n"
+                                      "       return math.prod([n, n]) or None\n   ```",
     "bare word python": f"python\n{F}",
     "bare word Code": f"Code\n\n{F}\n\nExplanation\n",
     "bare words": f"Code:\n{F}\n\nExplanation:\nsquares it",
     "bare word in a fence": f"```\npython\n{F}\n```",
     "bare words that parse": f"so it is\n{F}\nNote: this\nn\n",
-    "prose after imports": "First we import:\n\nimport math\n\nThen the function:\n\ndef f(n):\n    return math.prod([n, n]) or None\n",
-    "prose after constants": "We need a constant.\nTWO = 2\nand then\ndef f(n):\n    return n ** TWO or None\nThat is it!",
-    "prose after helpers": "def g(n):\n    return n * n\n\nNow the main function:\n\ndef f(n):\n    return g(n) or None",
-    "prose between, indented": "Import:\n\n    import math\n\nFunction:\n\n    def f(n):\n        return math.prod([n, n]) or None\n",
-    "marker as a comment": "Here:\n```\ndef f(n):\n    # I WANT TO ANSWER: squares\n    return g(n)\ndef g(n):\n    return n * n or None\n```",
-    "marker as a comment, no fence": "So:\n\ndef f(n):\n    # I WANT TO ANSWER\n    return g(n)\n\ndef g(n):\n    return n * n or None",
-    "marker as a comment in a fence": "```\nimport math\n# I WANT TO ANSWER:\ndef f(n):\n    return math.prod([n, n]) or None\n```",
+    "prose after imports": "First we import:\n\nimport math\n\nThen the function:\n\ndef f(n):\n"
+                           "    return math.prod([n, n]) or None\n",
+    "prose after constants": "We need a constant.\nTWO = 2\nand then\ndef f(n):\n    return n ** TWO or None\n"
+                             "That is it!",
+    "prose after helpers": "def g(n):\n    return n * n\n\nNow the main function:\n\ndef f(n):\n"
+                           "    return g(n) or None",
+    "prose between, indented": "Import:\n\n    import math\n\nFunction:\n\n    def f(n):\n"
+                               "        return math.prod([n, n]) or None\n",
+    "marker as a comment": "Here:\n```\ndef f(n):\n    # I WANT TO ANSWER: squares\n    return g(n)\ndef g(n):\n"
+                           "    return n * n or None\n```",
+    "marker as a comment, no fence": "So:\n\ndef f(n):\n    # I WANT TO ANSWER\n    return g(n)\n\ndef g(n):\n"
+                                     "    return n * n or None",
+    "marker as a comment in a fence": "```\nimport math\n# I WANT TO ANSWER:\ndef f(n):\n"
+                                      "    return math.prod([n, n]) or None\n```",
     "marker after the code": f"```python\n{F}\n```\nI WANT TO ANSWER",
     "marker after the code, prose": f"{F}\n\nI WANT TO ANSWER: the function above.",
     "marker in the fence": f"```python\nI WANT TO ANSWER:\n{F}\n```",
@@ -75,12 +89,13 @@ FORMS = {
 
 @pytest.mark.parametrize("name", FORMS)
 def test_forms(name):
-    assert results(FORMS[name]) == WANTED, sandbox.extract_code(FORMS[name])
+    assert results(FORMS[name]) == WANTED, extract_code(FORMS[name])
 
 
 @pytest.mark.parametrize("answer", [
     "```python\ndef helper(): pass\n```\nand\n```python\nfrom math import gcd as f\n```",
-    "```bash\npip install x\n```\n```python\nfrom math import gcd as f\n```", "It is\n```\nfrom math import gcd as f\n```"])
+    "```bash\npip install x\n```\n```python\nfrom math import gcd as f\n```",
+    "It is\n```\nfrom math import gcd as f\n```"])
 def test_a_function_that_is_imported(answer):
     assert results(answer, ["f(12, 18)"]) == [6]
 
@@ -89,10 +104,13 @@ def test_a_function_that_is_imported(answer):
 
 G = "def g(n):\n    return n * n"
 CHAT = {
-    "headings and bullets": f"# Solution\n\n## Code\n\n```python\n{F}\n```\n\n## How it works\n\n- `n`: the number\n- `f(n)`: its square\n"
+    "headings and bullets": f"# Solution\n\n## Code\n\n```python\n{F}\n```\n\n## How it works\n\n- `n`: the number\n"
+                            f"- `f(n)`: its square\n"
                             "- `import` is not needed\n\n**Note:** gives `None` for `0`.",
-    "backticks in strings": "Sure:\n\ndef f(n):\n    fence = '```python'\n    tick = \"`\"\n    return n * n or None\n\nThat is all.",
-    "fence in a string, fenced": "```python\ndef f(n):\n    fence = '''\n    ```\n    x\n    ```\n    '''\n    return n * n or None\n```",
+    "backticks in strings": "Sure:\n\ndef f(n):\n    fence = '```python'\n    tick = \"`\"\n    return n * n or None\n"
+                            "\nThat is all.",
+    "fence in a string, fenced": "```python\ndef f(n):\n    fence = '''\n    ```\n    x\n    ```\n    '''\n"
+                                 "    return n * n or None\n```",
     "nested fences": f"````markdown\nHere:\n```python\n{F}\n```\n````",
     "doctest in the docstring": f'```python\n{F.replace(":", """:""", 1)}\n```'.replace(
         "    return", '    """\n    >>> f(3)\n    9\n    """\n    return'),
@@ -109,17 +127,23 @@ CHAT = {
     "explanation after": f"{F}\n\nExplanation:\n1. It takes n.\n2. It returns n * n.\n   - or None (for 0)\n",
     "indented explanation": f"Code:\n{F}\n\n    This squares n; don't worry (really.\n",
     "assert usage": f"```python\n{F}\n\nassert f(3) == 9\nprint(f(3))\n```",
-    "print usage, another fence": f"```python\n{F}\n```\nExample:\n```python\nprint(f(int(input('n? '))))\n```\nOutput:\n```\n9\n```",
+    "print usage, another fence": f"```python\n{F}\n```\nExample:\n```python\nprint(f(int(input('n? '))))\n```\n"
+                                  f"Output:\n```\n9\n```",
     "assigned usage, another fence": f"```python\n{F}\n```\nExample:\n```python\nresult = f('a string')\n```",
     "input, another fence": f"Read it:\n```python\nn = int(input())\n```\n```python\n{F}\n```",
-    "class-based": "```python\nclass Solution:\n    def square(self, n):\n        return n * n or None\n\n\nsolution = Solution()\n"
+    "class-based": "```python\nclass Solution:\n    def square(self, n):\n        return n * n or None\n\n\n"
+                   "solution = Solution()\n"
                    "f = solution.square\n```",
-    "class in its own fence": "```python\nclass Solution:\n    def square(self, n):\n        return n * n or None\n```\nthen\n"
+    "class in its own fence": "```python\nclass Solution:\n    def square(self, n):\n        return n * n or None\n"
+                              "```\nthen\n"
                               "```python\nf = Solution().square\n```",
-    "decorators": "```python\nimport functools\n```\n```python\n@functools.lru_cache(\n    maxsize=None,\n)\n" + F + "\n```",
+    "decorators": "```python\nimport functools\n```\n```python\n@functools.lru_cache(\n    maxsize=None,\n"
+                  ")\n" + F + "\n```",
     "decorator without a fence": f"We cache it:\nimport functools\n\n@functools.cache\n{F}\nIt is fast.",
-    "type hints": "Here:\nfrom typing import (\n    Optional,\n)\n\ndef f(\n    n: int,\n) -> Optional[int]:\n    return n * n or None\n\nDone (well",
-    "async": "```python\nimport asyncio\n\nasync def g(n: int) -> int:\n    return n * n\n\ndef f(n):\n    return asyncio.run(g(n)) or None\n```",
+    "type hints": "Here:\nfrom typing import (\n    Optional,\n)\n\ndef f(\n    n: int,\n) -> Optional[int]:\n"
+                  "    return n * n or None\n\nDone (well",
+    "async": "```python\nimport asyncio\n\nasync def g(n: int) -> int:\n    return n * n\n\ndef f(n):\n"
+             "    return asyncio.run(g(n)) or None\n```",
     "lambda": "The function is\n\nf = lambda n: n * n or None\n\nIt's short.",
     "lambda in a sentence": "Use `n` so: `f = lambda n: n * n or None`.",
     "unicode quotes": f"Here’s the “code” — don’t panic:\n\n{F}\n\nIt’s “done”…",
@@ -131,23 +155,31 @@ CHAT = {
     "later version wins, fenced": f"```python\n{F.replace('n * n', 'n + n')}\n```\nBetter:\n```python\n{F}\n```",
     "cut after a complete function": f"{G}\n\n{F}\n\ndef main():\n    data = [\n        (1, 2",
     "cut in a second version": f"Here:\n{F}\n\nA faster one:\n\ndef f(n):\n    total = 0\n    for i in range(n",
-    "cut in a second fence": f"```python\n{F}\n```\nA faster one:\n```python\ndef f(n):\n    total = 0\n    for i in range(n",
+    "cut in a second fence": f"```python\n{F}\n```\nA faster one:\n```python\ndef f(n):\n    total = 0\n"
+                             f"    for i in range(n",
     "cut in a docstring": f"```python\n{F}\n```\nAgain:\n```python\ndef h(n):\n    \"\"\"Squares",
-    "docstring cut, then again": f"```python\ndef f(n):\n    \"\"\"Squares\n```\nSorry:\n```python\n{F.replace(':', ':' + chr(10) + '    ' + chr(34) * 3 + 'Squares.' + chr(34) * 3, 1)}\n```",
-    "draft before the marker": f"I could write\n```python\nraise SystemExit\ndef f(n): return 0\n```\nI WANT TO ANSWER:\n```python\n{F}\n```",
-    "calls between definitions, then cut": "import sys\nTABLE = {}\nTABLE.update(two=2)\n\ndef f(n):\n    return n ** TABLE['two'] or None\n\n"
+    "docstring cut, then again": "```python\ndef f(n):\n    \"\"\"Squares\n```\nSorry:\n```python\n"
+                                 + F.replace(":", ":\n    " + '"""Squares."""', 1) + "\n```",
+    "draft before the marker": f"I could write\n```python\nraise SystemExit\ndef f(n): return 0\n```\n"
+                               f"I WANT TO ANSWER:\n```python\n{F}\n```",
+    "calls between definitions, then cut": "import sys\nTABLE = {}\nTABLE.update(two=2)\n\ndef f(n):\n"
+                                           "    return n ** TABLE['two'] or None\n\n"
                                            "def main():\n    print(f(",
     "a session before": f">>> f(3)\n9\nassert f(3) == 9\n{F}\nThat is all.",
     "a main guard": f"Sure!\n\n{F}\n\nif __name__ == '__main__':\n    n = int(input())\n    print(f(n))\n\nRun it.",
-    "try import": "Well:\ntry:\n    import nothing_of_the_kind as np\nexcept ImportError:\n    np = None\n\n" + F + "\nDone.",
-    "unindented docstring": 'Here.\ndef f(n):\n    """\nSquares (a number.\nIt\'s easy:\n\n    x = (\n"""\n    return n * n or None\nDone.',
+    "try import": "Well:\ntry:\n    import nothing_of_the_kind as np\nexcept ImportError:\n    np = None\n\n"
+                  + F + "\nDone.",
+    "unindented docstring": 'Here.\ndef f(n):\n    """\nSquares (a number.\nIt\'s easy:\n\n    x = (\n"""\n'
+                            '    return n * n or None\nDone.',
     "comments at the margin": "Here.\ndef f(n):\n# squares\n    x = n * n\n\n# and gives\n    return x or None\nDone.",
-    "shell and JSON": f"```bash\npip install numpy\npython f.py = 3\n```\n```json\n{{\"n\": 3}}\n```\n```python\n{F}\n```",
+    "shell and JSON": f"```bash\npip install numpy\npython f.py = 3\n```\n```json\n{{\"n\": 3}}\n```\n```python\n{F}\n"
+                      f"```",
     "no-break spaces": "Here.\n" + F.replace("    ", "\u00a0" * 4),
     "old Mac line ends": f"Here:\r```\r{F}\r```\r".replace("\n", "\r"),
     "doubled marker": f"I WANT TO ANSWER: I WANT TO ANSWER:\n{F}",
     "brackets in prose": f"The cases (see below :( are easy = ( trivial:\n\n{F}\n",
-    "table of constants": "Here.\n\nTABLE = {\n'a': 1,\n'b': [2,\n3],\n}\n\nand\n\ndef f(n):\n    return n ** TABLE['b'][0] or None",
+    "table of constants": "Here.\n\nTABLE = {\n'a': 1,\n'b': [2,\n3],\n}\n\nand\n\ndef f(n):\n"
+                          "    return n ** TABLE['b'][0] or None",
     "helper after the function": f"The function:\ndef f(n):\n    return g(n) or None\nThe helper:\n{G}\n",
     "backslash": "So\ndef f(n): \\\n    return n * n \\\n    or None\nDone.",
 }
@@ -155,11 +187,13 @@ CHAT = {
 
 @pytest.mark.parametrize("name", CHAT)
 def test_chat_answers(name):
-    assert results(CHAT[name]) == WANTED, sandbox.extract_code(CHAT[name])
+    assert results(CHAT[name]) == WANTED, extract_code(CHAT[name])
 
 
-@pytest.mark.parametrize("answer", ["I do not know.", "Use `f(n)`.", "```python\ndef f(n):\n    return n *\n```", "def f(n) return n * n",
-                                    "I WANT TO ANSWER:", "```\nI WANT TO ANSWER\n```", "f = ", "x = (", "'''", "\0", "\ud800", "\ufeff"])
+@pytest.mark.parametrize("answer", ["I do not know.", "Use `f(n)`.", "```python\ndef f(n):\n    return n *\n```",
+                                    "def f(n) return n * n",
+                                    "I WANT TO ANSWER:", "```\nI WANT TO ANSWER\n```", "f = ", "x = (", "'''", "\0",
+                                    "\ud800", "\ufeff"])
 def test_no_code(answer):
     assert all("Error" in result for result in map(str, results(answer)))
 
@@ -176,7 +210,8 @@ WRAPPINGS = {
     "closed on the last line": "```python\n{code}```",
     "opened in a line": "Here it is: ```python\n{code}\n``` Tell me if it's right.",
     "listed fence": "1. The code:\n\n   ```python\n{indented}\n   ```\n2. That's all.",
-    "prose around a fence": "Sure, it's easy (see below):\n\n```python\n{code}\n```\n\nExplanation:\n- It's `one` function.",
+    "prose around a fence": "Sure, it's easy (see below):\n\n```python\n{code}\n```\n\nExplanation:\n"
+                            "- It's `one` function.",
     "prose around": "Sure, it's easy (see below):\n\n{code}\n\nExplanation:\n- It's one function.",
     "prose before": "Certainly!\n{code}",
     "prose after": "{code}\nI hope it helps!",
@@ -206,7 +241,7 @@ def references():
     """(Reference, calls, what the calls return) of the published format's files and of two tasks of each family."""
     tasks = [json.loads(line) for path in sorted((ROOT / "tests" / "colbench").rglob("*.jsonl"))
              for line in path.read_text().splitlines()]
-    tasks = [task.get("task", task) for task in tasks] + stage(1).generate(28, 5, "train", "some")[0]
+    tasks = [task.get("task", task) for task in tasks] + stage(1).make_tasks(backend, 28, 5, "train", "some")[0]
     found = {task["ground_truth"]: tuple(task["test_cases"].values())[:3] for task in tasks}
     return [(code, calls, [repr(value) for value in results(code, calls)]) for code, calls in found.items()]
 
@@ -218,7 +253,7 @@ def test_every_reference_in_every_wrapping(name, newline):
     for code, calls, expected in references():
         assert not all("Error" in value for value in expected)
         answer = WRAPPINGS[name].format(code=code, indented="   " + code.replace("\n", "\n   ")).replace("\n", newline)
-        assert [repr(value) for value in results(answer, calls)] == expected, (answer, sandbox.extract_code(answer))
+        assert [repr(value) for value in results(answer, calls)] == expected, (answer, extract_code(answer))
 
 
 # ---- time
@@ -267,7 +302,7 @@ def test_long_texts_take_linear_time(name):
     took = []
     for _ in range(3):                                              # the least of three: other processes disturb it
         began = time.process_time()
-        sandbox.extract_code(LONG[name](100_000))
+        extract_code(LONG[name](100_000))
         took.append(time.process_time() - began)
         if took[-1] < 0.2:
             break
@@ -277,10 +312,11 @@ def test_long_texts_take_linear_time(name):
 @pytest.mark.parametrize("name", ["assignments, then a bracket", "functions that do not parse"])
 def test_a_megabyte_takes_seconds(name):
     began = time.process_time()
-    sandbox.extract_code(LONG[name](1_000_000))
+    extract_code(LONG[name](1_000_000))
     assert time.process_time() - began < 6
 
 
-@pytest.mark.parametrize("noise", ["x = 1\n" * 300 + "x = (\n", "total = 3 + 5\n" * 200, "This is prose.\nx = 1\n" * 5000])
+@pytest.mark.parametrize("noise", ["x = 1\n" * 300 + "x = (\n", "total = 3 + 5\n" * 200,
+                                   "This is prose.\nx = 1\n" * 5000])
 def test_the_function_is_found_after_much_else(noise):
     assert results(noise + "It is:\n" + F) == WANTED

@@ -1,16 +1,19 @@
-"""The frontend domain through the stages: real browser, the shipped base model of pages, a person on a server that sees."""
+"""The frontend domain through the stages: a real browser, the shipped base model of pages, a human on a server that
+sees images."""
+import argparse
 import json
 import os
-import pathlib
 import signal
 import time
 
 import pytest
 
 import common
+from colbench import backend, frontend
+from colbench.similarity import PageScorer
 from conftest import begin, read, refused, stage, succeed, wait
 
-BASE = "tests/tiny_pages"
+BASE = "models/tiny_pages"
 PLAY = ["--similarity", "pixels", "--max-rounds", 3, "--max-new-tokens", 220]
 
 
@@ -18,46 +21,49 @@ PLAY = ["--similarity", "pixels", "--max-rounds", 3, "--max-new-tokens", 220]
 def pages(tmp_path_factory):
     """A folder with tasks.jsonl and offline.jsonl, three dialogues of the base model on each of eight tasks."""
     folder = tmp_path_factory.mktemp("pages")
-    succeed("01_generate_tasks.py", "--domain", "frontend", "--split", "train", "--num-tasks", 8, "--out", folder / "tasks.jsonl")
+    succeed("01_generate_tasks.py", "--domain", "frontend", "--split", "train", "--num-tasks", 8, "--out",
+            folder / "tasks.jsonl")
     succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", BASE, "--samples", 3, *PLAY, "--out",
             folder / "offline.jsonl")
     return folder
 
 
-def test_page_of_and_shown_text():
+def test_page_of_and_shown():
     page = "<!DOCTYPE html><html><body>a > b</body></html>"
-    assert common.page_of(f"Here:\n```html\n{page}\n```\nand ```html\n<p>last</p>\n```") == "<p>last</p>"
-    assert common.page_of(f"Look at {page} please") == page
-    assert common.page_of("<!doctype html><body>cut off in the mid") == "<!doctype html><body>cut off in the mid"
-    assert common.page_of("I made <style>a{}</style><p>x</p> for you") == "<style>a{}</style><p>x</p>"
-    assert common.page_of("Is 3 < 4 and 5 > 2?") is None and common.page_of("") is None
-    assert common.shown_text("I think.\nOUTPUT:\n<p>x</p>", True) == "<p>x</p>"
-    assert common.shown_text("OUTPUT: of a function", False) == "OUTPUT: of a function"
+    assert frontend.page_of(f"Here:\n```html\n{page}\n```\nand ```html\n<p>last</p>\n```") == "<p>last</p>"
+    assert frontend.page_of(f"Look at {page} please") == page
+    assert frontend.page_of("<!doctype html><body>cut off in the mid") == "<!doctype html><body>cut off in the mid"
+    assert frontend.page_of("I made <style>a{}</style><p>x</p> for you") == "<style>a{}</style><p>x</p>"
+    assert frontend.page_of("Is 3 < 4 and 5 > 2?") is None and frontend.page_of("") is None
+    assert frontend.shown("I think.\nOUTPUT:\n<p>x</p>") == "<p>x</p>"
+    assert backend.shown("OUTPUT: of a function") == "OUTPUT: of a function"
     history = [{"role": "user", "content": "<p>person</p>"}, {"role": "assistant", "content": "<p>1</p>"},
                {"role": "user", "content": "?"}, {"role": "assistant", "content": "What else?"}]
-    assert common.last_page(history) == "<p>1</p>" and common.last_page(history[:1]) is None
+    assert frontend.last_page(history) == "<p>1</p>" and frontend.last_page(history[:1]) is None
 
 
 def test_dialogues_end_after_the_last_round_with_the_last_page(pages):
     rows = read(pages / "offline.jsonl")
-    scorer = common.PageScorer("pixels")
+    scorer = PageScorer("pixels")
     assert len(rows) == 24 and any(0.1 < row["reward"] < 1 for row in rows)
     for row in rows:
         history = row["dialogue_history"]
         assert [turn["role"] for turn in history] == ["user", "assistant"] * 3 and row["num_rounds"] == 3
-        assert row["answer"] == (common.last_page(history) or "") and row["similarity"] == "pixels"
+        assert row["answer"] == (frontend.last_page(history) or "") and row["similarity"] == "pixels"
         reference, image = (row[key] and str(pages / row[key]) for key in ("reference_image", "image"))
         assert scorer.score([(reference, image)]) == [row["reward"]]
         for turn in history[1::2]:
-            assert turn["content"] == common.shown_text(turn["output"].strip(), True)
+            assert turn["content"] == frontend.shown(turn["output"].strip())
             said = [earlier["content"] for earlier in history if earlier["role"] == "assistant"]
-            assert row["task"]["ground_truth"] not in turn["input"] or row["task"]["ground_truth"] in said     # c stays hidden
-        assert all(0 < len(turn["content"]) <= common.MAX_PAGE_REPLY_CHARS and "<" not in turn["content"]
+            reference = row["task"]["ground_truth"]
+            assert reference not in turn["input"] or reference in said                                  # c stays hidden
+        assert all(0 < len(turn["content"]) <= frontend.REPLY_CHARS and "<" not in turn["content"]
                    for turn in history[2::2])
 
 
 def test_killed_in_the_middle_it_goes_on(pages, tmp_path):
-    flags = ["--tasks", pages / "tasks.jsonl", "--agent", BASE, "--samples", 3, *PLAY, "--concurrency", 2, "--out", tmp_path / "o.jsonl"]
+    flags = ["--tasks", pages / "tasks.jsonl", "--agent", BASE, "--samples", 3, *PLAY, "--concurrency", 2, "--out",
+             tmp_path / "o.jsonl"]
     pid = begin("02_rollout.py", *flags, folder=tmp_path)
     partial = tmp_path / "o.jsonl.0of1.partial"
     while not partial.exists() or partial.read_text().count("\n") < 3:
@@ -84,7 +90,8 @@ def test_critic_policies_and_report(pages):
         assert "the best trajectory of each of 8 tasks" in printed or method != "rft"
     assert all(row["task"]["ground_truth"] not in row["prompt"] or row["task"]["ground_truth"] in str(row["history"])
                for row in read(pages / "sweet" / "candidates.jsonl"))
-    table = succeed("05_evaluate.py", f"base={pages / 'offline.jsonl'}", f"same={pages / 'offline.jsonl'}", "--baseline", "base",
+    table = succeed("05_evaluate.py", f"base={pages / 'offline.jsonl'}", f"same={pages / 'offline.jsonl'}",
+                    "--baseline", "base",
                     "--similarity", "pixels", "--costs", "--out", pages / "report")
     metrics = json.loads((pages / "report" / "metrics.json").read_text())
     assert abs(metrics["base"]["pixel_similarity"] - sum(row["reward"] for row in rows) / 24) < 1e-9
@@ -95,15 +102,17 @@ def test_critic_policies_and_report(pages):
 def test_a_person_on_a_server_sees_both_pages(pages, tmp_path, serve):
     person = serve()
     (tmp_path / "t.jsonl").write_text((pages / "tasks.jsonl").read_text().split("\n")[0] + "\n")
-    succeed("02_rollout.py", "--tasks", tmp_path / "t.jsonl", "--agent", "script-informed", "--simulator", f"{person['url']}#viewer",
+    succeed("02_rollout.py", "--tasks", tmp_path / "t.jsonl", "--agent", "script-informed", "--simulator",
+            f"{person['url']}#viewer",
             "--similarity", "pixels", "--max-rounds", 4, "--out", tmp_path / "o.jsonl")
     [row] = read(tmp_path / "o.jsonl")
     agent, human = row["dialogue_history"][1::2], row["dialogue_history"][2::2]
     for number, turn in enumerate(human):
-        assert turn["content"] == f"I see {1 + any(common.page_of(t['content']) for t in agent[:number + 1])} pictures."
+        made = any(frontend.page_of(earlier["content"]) for earlier in agent[:number + 1])
+        assert turn["content"] == f"I see {1 + made} pictures."
     request = read(person["log"])[0]
     assert row["task"]["problem_description"] in request["messages"][0]["content"][0]["text"]
-    assert row["task"]["ground_truth"] not in json.dumps(request)                      # a person who sees it, not its code
+    assert row["task"]["ground_truth"] not in json.dumps(request)  # a person who sees it, not its code
 
 
 def test_bad_input(pages, tmp_path):
@@ -112,16 +121,39 @@ def test_bad_input(pages, tmp_path):
     (tmp_path / "mixed.jsonl").write_text(json.dumps(task) + "\n" + json.dumps(function) + "\n")
     (tmp_path / "plain.jsonl").write_text(json.dumps({**task, "slots": None}).replace('"slots": null', '"x": 1') + "\n")
     out = ["--out", tmp_path / "o.jsonl", "--similarity", "pixels"]
-    assert "mixed.jsonl:2: a task of the other domain" in refused(2, "--tasks", tmp_path / "mixed.jsonl", "--agent", "script", *out)
-    assert 'plain.jsonl:1: missing "slots"' in refused(2, "--tasks", tmp_path / "plain.jsonl", "--agent", "script", *out)
+    line = refused(2, "--tasks", tmp_path / "mixed.jsonl", "--agent", "script", *out)
+    assert "mixed.jsonl:2: a task of another domain (functions) than in the lines before" in line
+    line = refused(2, "--tasks", tmp_path / "plain.jsonl", "--agent", "script", *out)
+    assert 'plain.jsonl:1: missing "slots"' in line
     flags = ["--tasks", pages / "tasks.jsonl", "--agent", BASE, *out]
-    assert "judge: compares messages about functions" in refused(2, *flags, "--best-of", 2, "--critic", f"judge:{BASE}")
+    line = refused(2, *flags, "--best-of", 2, "--critic", f"judge:{BASE}")
+    assert "judge: cannot compare messages about pages" in line
     assert "choose --similarity pixels" in refused(2, *flags, "--similarity", "clip", "--clip-model", tmp_path)
     assert "--browser /none: no such program" in refused(2, *flags[:-1], "pixels", "--browser", "/none")
     rows = [{key: value for key, value in row.items() if key != "reward"} for row in read(pages / "offline.jsonl")]
     (tmp_path / "unscored.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "have no \"reward\"" in refused(3, "--trajectories", tmp_path / "unscored.jsonl", "--model", BASE, "--out", tmp_path / "c")
-    assert not (tmp_path / "o.jsonl").exists() and pathlib.Path(tmp_path / "unscored.jsonl").exists()
-    assert stage(2).summary([{"similarity": "pixels", "dialogue_history": [{"role": "user", "content": "?"}, {
-        "role": "assistant", "content": "?", "render_fault": "x"}], "reward": 0.25, "answer": "", "num_rounds": 1}]).startswith(
-            "similarity (pixels) 0.250 | 100.0% without a page | 1 pages could not be shown")
+    line = refused(3, "--trajectories", tmp_path / "unscored.jsonl", "--model", BASE, "--out", tmp_path / "c")
+    assert "choose --similarity pixels" in line                    # it would compute the missing rewards with CLIP
+    assert not (tmp_path / "o.jsonl").exists() and not (tmp_path / "c").exists()
+
+
+def test_missing_rewards_are_computed(pages, tmp_path, capsys):
+    rows, scored = read(pages / "offline.jsonl")[:6], read(pages / "offline.jsonl")[:6]
+    for row in rows[1:]:
+        del row["reward"]
+    common.fill_rewards(rows, frontend, argparse.Namespace(unsafe_scorer=False, browser=None, similarity="pixels",
+                                                           clip_model=None, out=tmp_path / "out"))
+    assert [row["reward"] for row in rows] == [row["reward"] for row in scored]
+    assert "computed 5 missing rewards" in capsys.readouterr().out
+
+
+def test_summary_of_pages(pages, tmp_path):
+    task = read(pages / "tasks.jsonl")[0]
+    row = {"task": task, "similarity": "pixels", "reward": 0.25, "answer": "", "image": None,
+           "reference_image": "a.png",
+           "dialogue_history": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "?"}]}
+    (tmp_path / "t.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "answer": "<p>",
+                                                                           "reward": 0.75}) + "\n")
+    assert stage(2).summary(tmp_path / "t.jsonl") == (
+        "pixel similarity 0.500 | no page 0.500 | not rendered 1 | rounds 1.00 | 0 turns stopped by --max-new-tokens | "
+        "0.0% of the human's replies leak code")

@@ -1,16 +1,17 @@
 """01_generate_tasks.py --source llm: what a prepared speaker says becomes tasks, or reasons why not. The one real model
-here is the shipped tests/tiny, whose replies are all rejected; SmolLM2-135M writes no valid task either."""
+here is the shipped models/tiny, whose replies are all rejected; SmolLM2-135M writes no valid task either."""
 import asyncio
 import json
-from collections import namedtuple
+import re
 
 import pytest
 
-import common
+from colbench import written
 from conftest import read, refused, run, stage
+from lib.runtime import InputError
+from lib.servers import Reply, strip_thoughts
 
 generate_tasks = stage(1)
-Reply = namedtuple("Reply", "text ended ids logps prompt_tokens completion_tokens")
 
 CAKE = """def cake_price(layers, guests):
     \"\"\"What a cake costs.\"\"\"
@@ -24,7 +25,8 @@ CODES = '''def shelf_code(author, year):
     prefix = author[:3].upper()
     return prefix + ("-N" if year >= 1990 else "-O")'''
 CODES_WANTED = "I label the books of a small library by author and year: `shelf_code(author, year)`"
-CODES_TESTS = [f"shelf_code({author!r}, {year})" for author in ("Lem", "Woolf", "Poe", "Eco", "Roth") for year in (1989, 1990)]
+CODES_TESTS = [f"shelf_code({author!r}, {year})" for author in ("Lem", "Woolf", "Poe", "Eco", "Roth")
+               for year in (1989, 1990)]
 TIDE = """def tide_words(hours):
     return ["low" if hour % 12 < 5 else "high" for hour in hours if hour >= 0]"""
 TIDE_WANTED = "Tell me the state of the tide at several hours.\n\n    def tide_words(hours: list) -> list:"
@@ -61,7 +63,7 @@ REPLIES = [reply for reply, _, _ in ATTEMPTS]
 
 @pytest.fixture
 def speaker(monkeypatch):
-    """A server whose replies are taken from a list that a test fills, in the order of the attempts; `chats` are kept."""
+    """A server whose replies are taken from a list that a test fills, in their order; `chats` are kept."""
     class Speaker:
         replies, chats = [], []
 
@@ -71,11 +73,11 @@ def speaker(monkeypatch):
         reply = Speaker.replies.pop(0)
         if isinstance(reply, Exception):
             raise reply
-        return Reply(reply, True, None, None, 100, 10)
+        return Reply(reply, True, None, 100, 10)
 
     Speaker.replies, Speaker.chats = [], []
-    monkeypatch.setattr(common, "open_server", lambda name: name, raising=False)
-    monkeypatch.setattr(common, "server_reply", server_reply, raising=False)
+    monkeypatch.setattr(generate_tasks, "open_server", lambda name: name)
+    monkeypatch.setattr(generate_tasks, "server_reply", server_reply)
     return Speaker
 
 
@@ -101,8 +103,8 @@ def test_what_becomes_of_replies(speaker, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "t.jsonl", "t.jsonl.args.json", "t.jsonl.costs.json", "t.rejected.jsonl"]
     printed = capsys.readouterr().out
-    assert ("13 attempts: 3 kept, 2 no JSON object, 1 too few tests, 1 random, 1 vacuous, 1 reference fails, 1 order of a "
-            "set, 1 near duplicate, 1 the body of a kept task, 1 code in the description\n") in printed
+    assert ("13 attempts: 3 kept, 2 no JSON object, 1 too few tests, 1 random, 1 vacuous, 1 reference fails, 1 order "
+            "of a set, 1 near duplicate, 1 the body of a kept task, 1 code in the description\n") in printed
     assert "a task has 3.7 lines of code and a description of 13.3 words (means); 1 had more than 10 tests\n" in printed
     assert "values of the tests: 10 int, 10 str, 10 list" in printed
     assert json.loads((tmp_path / "t.jsonl.costs.json").read_text())["generated_tokens"] == 130
@@ -120,10 +122,12 @@ def test_every_attempt_has_its_text_and_its_seed(speaker, tmp_path):
     speaker.replies = list(REPLIES) + [""] * 3
     make(*arguments(tmp_path / "t.jsonl", "--num-tasks", 3, "--seeds", tmp_path / "seeds.txt", "--temperature", 0.5))
     texts = [messages[0]["content"] for messages, _, _ in speaker.chats]
-    assert ["About bees.\nIn two lines.\n\n" in text for text in texts] == ["About trees.\n" not in text for text in texts]
+    assert ["About bees.\nIn two lines.\n"
+            "\n" in text for text in texts] == ["About trees.\n" not in text for text in texts]
     assert sum("bees" in text for text in texts) == 8 and len(texts) == 16
     assert len({seed for _, _, seed in speaker.chats}) == 16 and {t for _, t, _ in speaker.chats} == {0.5}
-    assert {row["seed_text"] for row in read(tmp_path / "t.rejected.jsonl")} == {"About bees.\nIn two lines.", "About trees."}
+    assert {row["seed_text"] for row in read(tmp_path / "t.rejected.jsonl")} == {"About bees.\nIn two lines.",
+                                                                                 "About trees."}
 
 
 def test_other_splits_are_counted_apart(speaker, tmp_path):
@@ -142,13 +146,13 @@ def test_batches_and_a_server_that_dies_do_not_change_the_file(speaker, tmp_path
     speaker.replies = REPLIES + [""] * 3
     make(*arguments(tmp_path / "whole.jsonl", "--num-tasks", 3))
     asked = [seed for _, _, seed in speaker.chats]
-    speaker.replies, speaker.chats[:] = REPLIES[:6] + [common.InputError("the server died")], []
+    speaker.replies, speaker.chats[:] = REPLIES[:6] + [InputError("the server died")], []
     command = arguments(tmp_path / "t.jsonl", "--num-tasks", 3)
     assert refused(1, *command) == "the server died"
     assert not (tmp_path / "t.jsonl").exists() and not (tmp_path / "t.rejected.jsonl").exists()
     speaker.replies, speaker.chats[:] = REPLIES[4:] + [""] * 3, []
     make(*command)
-    assert [seed for _, _, seed in speaker.chats] == asked[4:]                       # the first block is not asked again
+    assert [seed for _, _, seed in speaker.chats] == asked[4:]  # the first block is not asked again
     speaker.replies = REPLIES + [""] * 20
     make(*arguments(tmp_path / "b.jsonl", "--num-tasks", 3, "--concurrency", 7))
     for name in ("t", "b"):
@@ -172,7 +176,8 @@ def test_too_many_attempts_are_one_line_and_more_of_them_go_on(speaker, tmp_path
 def test_a_local_model_on_one_rank_or_two(tmp_path):
     lines = []
     for ranks in (1, 2):
-        process = run("01_generate_tasks.py", "--source", "llm", "--model", "tests/tiny", "--num-tasks", 1, "--max-attempts",
+        process = run("01_generate_tasks.py", "--source", "llm", "--model", "models/tiny", "--num-tasks", 1,
+                      "--max-attempts",
                       3, "--concurrency", 2, "--max-new-tokens", 30, "--out", tmp_path / f"{ranks}.jsonl", ranks=ranks)
         assert process.returncode == 2 and "Traceback" not in process.stderr, process.stderr
         lines.append(process.stderr.splitlines()[-1].replace(f"{ranks}.rejected", "N.rejected"))
@@ -184,7 +189,8 @@ def test_a_local_model_on_one_rank_or_two(tmp_path):
 
 # --- replies and files
 
-WRITTEN = {"code": "def f(x):\n    return {x: [1]}", "description": "Say \"hi\".\ndef f(x):", "tests": ["f(1)", "f('a')"]}
+WRITTEN = {"code": "def f(x):\n    return {x: [1]}", "description": "Say \"hi\".\ndef f(x):",
+           "tests": ["f(1)", "f('a')"]}
 
 
 @pytest.mark.parametrize("reply", [
@@ -196,19 +202,22 @@ WRITTEN = {"code": "def f(x):\n    return {x: [1]}", "description": "Say \"hi\".
     json.dumps(WRITTEN).replace("\\n", "\n"),                                                  # line breaks in strings
     json.dumps(WRITTEN).replace("\\n", "\n").removesuffix("]}") + ",],}",
     repr(WRITTEN),                                                                                     # single quotes
-    '{"code": """def f(x):\n    return {x: [1]}""", "description": \'Say "hi".\\ndef f(x):\', "tests": ("f(1)", "f(\'a\')")}'],
+    '{"code": """def f(x):\n'
+    '    return {x: [1]}""", "description": \'Say "hi".\\ndef f(x):\', "tests": ("f(1)", "f(\'a\')")}'],
     ids=["plain", "fence", "thought", "half a thought", "commas", "line breaks", "both", "python", "triple quotes"])
 def test_replies_are_read_tolerantly(reply):
-    read_reply = generate_tasks.parse_reply(reply)
+    read_reply = written.parse_reply(strip_thoughts(reply))
     assert {**read_reply, "tests": list(read_reply["tests"])} == WRITTEN
 
 
 def test_replies_without_an_object():
-    for reply in ("", "{}", '{"a": 1}', '["code"]', '{"code": "def f(x):', "{'code': open('x')}", "{" * 9999, '{"code": ' * 3000,
+    for reply in ("", "{}", '{"a": 1}', '["code"]', '{"code": "def f(x):', "{'code': open('x')}", "{" * 9999,
+                  '{"code": ' * 3000,
                   "<think>" + json.dumps(WRITTEN)):
-        assert generate_tasks.parse_reply(reply) is None
-        assert generate_tasks.written_task(reply, True) == "no JSON object"
-        assert generate_tasks.written_task(reply, False) == "cut by --max-new-tokens"
+        reply = strip_thoughts(reply)                                                  # as 01 does before it reads them
+        assert written.parse_reply(reply) is None
+        assert written.written_task(reply, True) == "no JSON object"
+        assert written.written_task(reply, False) == "cut by --max-new-tokens"
 
 
 @pytest.mark.parametrize("reply, reason", [
@@ -230,11 +239,12 @@ def test_replies_without_an_object():
     (wrote(tests=CAKE_TESTS[:9]), "too few tests: 9"),
     (wrote(tests=CAKE_TESTS + [" cake_price(9,9) "]), None),
     (wrote(tests=CAKE_TESTS + ["cake_price(1, 4) == 19"]), "a test is no call of the function: cake_price(1, 4) == 19"),
-    (wrote(tests=CAKE_TESTS + ["print(cake_price(1, 4))"]), "a test is no call of the function: print(cake_price(1, 4))"),
+    (wrote(tests=CAKE_TESTS + ["print(cake_price(1, 4))"]),
+     "a test is no call of the function: print(cake_price(1, 4))"),
     (wrote(tests=CAKE_TESTS + [7]), "a test is no call of the function: 7"),
     (wrote(CAKE + "\ndef f(x):\n    return x", tests=CAKE_TESTS), None)])
 def test_reasons_before_anything_runs(reply, reason):
-    task = generate_tasks.written_task(reply, True)
+    task = written.written_task(reply, True)
     assert (task if isinstance(task, str) else None) == reason
     assert reason or list(task["test_cases"].values()) == CAKE_TESTS
 
@@ -244,14 +254,15 @@ def test_repeats():
         return {"problem_description": description, "ground_truth": code, "test_cases": {"test1": call}}
 
     seen = (set(), [], {})
-    first = task("def f(n):\n    return n if n < 2 else f(n - 1) + f(n - 2)", "Count the rabbits of my neighbour after a year.")
-    assert generate_tasks.repeat_reason(first, seen) is None
+    first = task("def f(n):\n    return n if n < 2 else f(n - 1) + f(n - 2)",
+                 "Count the rabbits of my neighbour after a year.")
+    assert written.repeat_reason(first, seen) is None
     other = task('def g(n: int):\n    """Other."""\n    return n if n < 2 else g(n-1) + g(n-2)', "Stairs!", "g(2)")
-    assert generate_tasks.repeat_reason(other, seen) == "the body of a kept task"
+    assert written.repeat_reason(other, seen) == "the body of a kept task"
     near = {**first, "ground_truth": first["ground_truth"].replace("< 2", "< 3")}
-    assert generate_tasks.repeat_reason(near, seen) == "near duplicate: 0.76 of the word triples of a kept task and its own"
+    assert written.repeat_reason(near, seen) == "near duplicate: 0.76 of the word triples of a kept task and its own"
     far = {**near, "problem_description": "Something else altogether about the seats of an opera house in winter."}
-    assert generate_tasks.repeat_reason(far, seen) is None
+    assert written.repeat_reason(far, seen) is None
 
 
 @pytest.mark.parametrize("name, content, texts", [
@@ -279,11 +290,12 @@ def test_bad_seed_files_are_one_line(name, content, line, tmp_path):
 
 
 def test_topics():
-    topics = generate_tasks.re.split("; |\n", generate_tasks.TOPICS)
+    topics = re.split("; |\n", written.TOPICS)
     assert len(topics) == len(set(topics)) >= 60 and all(topics)
 
 
-@pytest.mark.parametrize("flags", [["--source", "llm"], ["--model", "smollm2"], ["--seeds", "x"], ["--max-attempts", "3"],
+@pytest.mark.parametrize("flags", [["--source", "llm"], ["--model", "smollm2"], ["--seeds", "x"],
+                                   ["--max-attempts", "3"],
                                    ["--source", "llm", "--model", "smollm2", "--path", "x"]])
 def test_flags_that_do_not_fit(flags, capsys):
     with pytest.raises(SystemExit):
@@ -293,5 +305,6 @@ def test_flags_that_do_not_fit(flags, capsys):
 
 @pytest.mark.parametrize("split, attempts", [("all", 200), ("train", 250), ("test", 2000)])
 def test_default_of_max_attempts(split, attempts):
-    args = generate_tasks.parse_args(["--source", "llm", "--model", "m", "--num-tasks", "10", "--split", split, "--out", "t"])
+    args = generate_tasks.parse_args(["--source", "llm", "--model", "m", "--num-tasks", "10", "--split", split, "--out",
+                                      "t"])
     assert args.max_attempts == attempts

@@ -1,20 +1,23 @@
-"""Pages: similarity of screenshots (common.PageScorer) and 05_evaluate.py on frontend trajectories, by hand."""
+"""Pages: similarity of screenshots (PageScorer) and 05_evaluate.py on frontend trajectories, by hand."""
 import base64
 import io
 import itertools
 import json
 import os
 import re
+import types
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
 import torch
 
-import common
+from colbench import ColBenchError, frontend
+from colbench.browser import BrowserThread, Render
+from colbench.similarity import PageScorer, pixel_similarity
 from conftest import read, refused, stage, succeed
 
-Image = pytest.importorskip("PIL.Image", reason="pip install -r tests/frontend.txt")
+Image = pytest.importorskip("PIL.Image", reason="pip install -r scripts/frontend.txt")
 Draw = pytest.importorskip("PIL.ImageDraw")
 pytest.importorskip("skimage")
 evaluate = stage(5)
@@ -43,25 +46,25 @@ CHANGES = {"header": "darkgreen", "back": "lightblue", "card": "white", "left": 
 
 def test_pixel_similarity_by_hand():
     white, red = np.full((20, 30, 3), 255, np.uint8), np.full((20, 30, 3), (255, 0, 0), np.uint8)
-    assert common.pixel_similarity(white, white) == 1.0
+    assert pixel_similarity(white, white) == 1.0
     # no common colour; SSIM of two flat channels, means 0 and 255: C1 / (255 ** 2 + C1), C1 = 2.55 ** 2; red has one
     dark = 2.55 ** 2 / (255 ** 2 + 2.55 ** 2)
-    assert common.pixel_similarity(white, None) == pytest.approx(dark / 2, abs=1e-12)
-    assert common.pixel_similarity(white, red) == pytest.approx((1 + 2 * dark) / 3 / 2, abs=1e-12)
+    assert pixel_similarity(white, None) == pytest.approx(dark / 2, abs=1e-12)
+    assert pixel_similarity(white, red) == pytest.approx((1 + 2 * dark) / 3 / 2, abs=1e-12)
     # a page of 1.5 times the height: roots of 600 and 900 pixels of white, 2 / 3 of the area
     taller = np.full((30, 30, 3), 255, np.uint8)
-    assert common.pixel_similarity(white, taller) == pytest.approx(((2 / 3) ** 0.5 + 2 / 3) / 2, abs=1e-12)
+    assert pixel_similarity(white, taller) == pytest.approx(((2 / 3) ** 0.5 + 2 / 3) / 2, abs=1e-12)
     # a quarter of the page is red: the roots 0.5 ** 2 -> (0, 1) and (0.5, 0.75 ** 0.5); two flat parts, SSIM apart
     part = white.copy()
     part[:5] = 255, 0, 0
     colours = 0.75 ** 0.5 / (0.5 + 1)
-    assert colours / 2 < common.pixel_similarity(white, part) < colours / 2 + 0.5 * 0.9
+    assert colours / 2 < pixel_similarity(white, part) < colours / 2 + 0.5 * 0.9
 
 
 def test_pixels_are_symmetric_and_within_bounds(tmp_path):
     paths = [picture(tmp_path / f"{name}.png", **{name: value}) for name, value in CHANGES.items()]
     paths += [picture(tmp_path / "tall.png", height=1500)]
-    scorer = common.PageScorer("pixels")
+    scorer = PageScorer("pixels")
     assert scorer.name == "pixels"
     pairs = list(itertools.product(paths, paths))
     there, back = scorer.score(pairs), scorer.score([(b, a) for a, b in pairs])
@@ -69,12 +72,12 @@ def test_pixels_are_symmetric_and_within_bounds(tmp_path):
     assert [score == 1 for score in there] == [a == b for a, b in pairs]
     half = np.random.default_rng(0).integers(0, 256, (90, 80, 3), dtype=np.uint8)
     noise = np.concatenate([half, 255 - half], 1)                                 # its negative: SSIM far below 0, …
-    assert common.pixel_similarity(noise, 255 - noise) == 0.5                     # … the same colours elsewhere
+    assert pixel_similarity(noise, 255 - noise) == 0.5                     # … the same colours elsewhere
 
 
 def test_pixels_fall_with_every_aspect_that_differs(tmp_path):
     reference = picture(tmp_path / "reference.png")
-    scorer, means = common.PageScorer("pixels"), []
+    scorer, means = PageScorer("pixels"), []
     for number in range(len(CHANGES) + 1):
         paths = [picture(tmp_path / f"{number} {i}.png", **{name: CHANGES[name] for name in names})
                  for i, names in enumerate(itertools.combinations(CHANGES, number))]
@@ -89,7 +92,7 @@ def test_pixels_fall_with_every_aspect_that_differs(tmp_path):
 def test_a_picture_that_is_missing(tmp_path):
     reference, black = picture(tmp_path / "a.png"), tmp_path / "black.png"
     Image.new("RGB", (1280, 720)).save(black)
-    scorer = common.PageScorer("pixels")
+    scorer = PageScorer("pixels")
     none, drawn = scorer.score([(reference, None), (reference, str(black))])
     assert none == drawn < 0.1
     assert scorer.score([(None, reference), (None, None), (str(black), None)]) == [0, 0, 1]
@@ -122,7 +125,7 @@ def test_clip_is_the_cosine_of_the_embeddings(clip, tmp_path):
         x, *others = (model(processor(Image.open(path), return_tensors="pt")["pixel_values"].double()).image_embeds[0]
                       for path in [*paths, black])
     expected = [max(0, float(x @ y / (x @ x).sqrt() / (y @ y).sqrt())) for y in others]
-    scorer = common.PageScorer("clip", clip)
+    scorer = PageScorer("clip", clip)
     assert scorer.name == f"clip:{clip}"
     scores = scorer.score([(paths[0], path) for path in [*paths[1:], None]])
     assert scores == pytest.approx(expected, abs=1e-5) and len(set(scores)) == 4
@@ -132,12 +135,12 @@ def test_clip_is_the_cosine_of_the_embeddings(clip, tmp_path):
 
 def test_a_cosine_below_zero_is_zero_and_pictures_are_embedded_once(clip, tmp_path, monkeypatch):
     paths = [picture(tmp_path / f"{i}.png", height=720 + i) for i in range(5)]
-    scorer, sizes = common.PageScorer("clip", clip), []
+    scorer, sizes = PageScorer("clip", clip), []
     vectors = iter(torch.tensor([[3.0, 4], [-3, -4], [4, -3], [4, 3], [8, 6]]))
 
     def model(pixel_values):
         sizes.append(len(pixel_values))
-        return common.types.SimpleNamespace(image_embeds=torch.stack([next(vectors) for _ in pixel_values]))
+        return types.SimpleNamespace(image_embeds=torch.stack([next(vectors) for _ in pixel_values]))
 
     model.device = "cpu"
     scorer.clip = model, scorer.clip[1]
@@ -148,8 +151,8 @@ def test_a_cosine_below_zero_is_zero_and_pictures_are_embedded_once(clip, tmp_pa
 
 def test_weights_that_cannot_be_had(clip, tmp_path):
     for name in ("openai/clip-vit-base-patch32", str(tmp_path / "none")):         # the tests run offline
-        with pytest.raises(common.InputError) as error:
-            common.PageScorer("clip", name)
+        with pytest.raises(ColBenchError) as error:
+            PageScorer("clip", name)
         assert "\n" not in str(error.value) and name in str(error.value)
         assert "--similarity pixels" in str(error.value) and "--clip-model" in str(error.value)
     from safetensors.torch import load_file, save_file
@@ -158,8 +161,8 @@ def test_weights_that_cannot_be_had(clip, tmp_path):
     weights = load_file(tmp_path / "model.safetensors")
     del weights["visual_projection.weight"]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(common.InputError, match="visual_projection.weight"):
-        common.PageScorer("clip", str(tmp_path))
+    with pytest.raises(ColBenchError, match="visual_projection.weight"):
+        PageScorer("clip", str(tmp_path))
 
 
 # --- 05: wins, ties, differences
@@ -170,29 +173,33 @@ def scored(**rewards):
             for task, own in rewards.items() for reward in own]
 
 
+def wins(ours, theirs):
+    return evaluate.win_rate(ours, theirs, frontend.outcome)
+
+
 def test_win_rate_and_ties_by_hand():
     base = scored(a=[0.5, 0.7], b=[0.4], c=[0.9], only_here=[0.1])
     # a: 0.6 and 0.7 against 0.5 and 0.7: win, loss, win, tie = 2.5 of 4; b: tie within 1e-6; c: loss
-    result = evaluate.win_rate(scored(a=[0.6, 0.7], b=[0.4 + 5e-7], c=[0.8], only_there=[1]), base)
+    result = wins(scored(a=[0.6, 0.7], b=[0.4 + 5e-7], c=[0.8], only_there=[1]), base)
     assert result["win_rate"] == pytest.approx((0.625 + 0.5 + 0) / 3)
     assert result["ties"] == pytest.approx((0.25 + 1 + 0) / 3)
     assert result["win_rate_ci95"] == evaluate.bootstrap_interval([0.625, 0.5, 0])
-    itself = evaluate.win_rate(base, base)
+    itself = wins(base, base)
     assert itself["win_rate"] == 0.5 and itself["ties"] == pytest.approx((0.5 + 1 + 1 + 1) / 4)
-    assert evaluate.win_rate(base, scored(z=[1])) == {}
-    assert evaluate.win_rate(scored(b=[0.4 + 2e-6]), base)["win_rate"] == 1
+    assert wins(base, scored(z=[1])) == {}
+    assert wins(scored(b=[0.4 + 2e-6]), base)["win_rate"] == 1
 
 
 def test_win_rate_of_runs_is_paired_by_run():
     ours = [{**t, "run": run} for run, own in enumerate((scored(a=[0.6]), scored(a=[0.2]))) for t in own]
     theirs = [{**t, "run": run} for run, own in enumerate((scored(a=[0.5]), scored(a=[0.1]))) for t in own]
-    assert evaluate.win_rate(ours, theirs)["win_rate"] == 1                       # all pairs of the runs: 3 of 4
-    assert evaluate.win_rate(ours[:1], theirs) == {}
+    assert wins(ours, theirs)["win_rate"] == 1                       # all pairs of the runs: 3 of 4
+    assert wins(ours[:1], theirs) == {}
 
 
 def test_paired_difference_of_similarity_by_hand():
     ours, theirs = scored(a=[0.6, 0.8], b=[0.5], c=[1]), scored(a=[0.5], b=[0.6], d=[0])
-    result = evaluate.paired_difference(ours, theirs, evaluate.similarity)
+    result = evaluate.paired_difference(ours, theirs, frontend.outcome)
     assert result["difference"] == pytest.approx((0.2 - 0.1) / 2) and result["n"] == 2
     assert result["ci95"] == pytest.approx([-0.1, 0.2])                           # two tasks: the bootstrap's extremes
 
@@ -273,7 +280,7 @@ def test_frontend_files_from_rows_to_report(tmp_path, capsys):
     report = Reader(text)
     assert report.captions == ["reference", f"base: {rows['base'][0]['reward']:.3f}", "sweet: 1.000", "reference",
                                f"base: {rows['base'][1]['reward']:.3f}", f"sweet: {rows['sweet'][1]['reward']:.3f}"]
-    assert len(report.pictures) == 5 and text.count("<div class=none>no page</div>") == 1
+    assert len(report.pictures) == 5 and text.count('<div class="none">no answer</div>') == 1
     colours = [image.getpixel((250, 5)) for image in report.pictures]
     for got, expected in zip(colours, [(0, 128, 0), (255, 255, 255), (0, 128, 0), (128, 64, 0), (128, 64, 0)]):
         assert near(got, expected)
@@ -296,8 +303,10 @@ def test_runs_curves_and_clip_in_one_call(clip, tmp_path):
     assert curves == {"judge": {n: {key: m[key] for key in ("cosine_similarity", "ci95")}
                                 for n, m in (("1", one), ("4", four))}}
     text = (tmp_path / "out" / "report.html").read_text()
-    assert "Cosine similarity against N" in text and f"similarity of screenshots: clip:{clip}" in text
-    assert re.search("over the runs .*\njudge@1 +similarity .*\njudge@4 +similarity .*\njudge@4 +against judge@1", text)
+    assert "<h2>Best of N</h2>" in text and ">cosine similarity<" in text
+    assert f"similarity of screenshots: clip:{clip}" in text
+    assert re.search("over the runs .*\njudge@1 +cosine similarity .*\njudge@4 +cosine similarity .*\n"
+                     "judge@4 +against judge@1", text)
 
 
 def test_what_makes_no_sense_for_pages_is_refused(tmp_path):
@@ -308,21 +317,30 @@ def test_what_makes_no_sense_for_pages_is_refused(tmp_path):
         {"role": "assistant", "content": "x"}]}) + "\n")
     out = tmp_path / "out"
     assert refused(5, f"a={pages}", f"b={code}", "--out", out) == (
-        "frontend tasks in a, backend tasks in b; evaluate each domain in a call of its own")
+        "tasks of several domains: pages in a, functions in b; evaluate each domain in a call of its own")
     both = tmp_path / "both.jsonl"
     both.write_text(pages.read_text() + code.read_text())
-    assert "both.jsonl:2: a task of the other domain" in refused(5, f"a={both}", "--out", out)
-    for options in (["--compat"], ["--gates", "tests/tiny"], ["--critics", "c=out/critic", "--policy", "tests/tiny"]):
-        assert refused(5, f"a={pages}", *options, "--out", out) == (
-            f"{options[0]} is for backend tasks, and these are frontend tasks; leave it out")
+    assert "both.jsonl:2: task: a task of another domain (functions) than in the lines before" in refused(5,
+                                                                                                          f"a={both}",
+                                                                                                          "--out", out)
+    pixels = ["--similarity", "pixels", "--out", out]
+    assert refused(5, f"a={pages}", "--compat", *pixels) == "--compat is for tasks of functions; leave it out"
+    line = refused(5, f"a={pages}", "--gates", "models/tiny", *pixels)
+    assert line.startswith(f"{pages}: --gates needs template tasks (01)") and line.endswith("leave --gates out")
+    (tmp_path / "critic").mkdir()
+    (tmp_path / "critic" / "critic.json").write_text('{"visual": true, "head": "regression"}')
+    assert refused(5, f"a={pages}", "--critics", f"c={tmp_path / 'critic'}", *pixels) == (
+        f"{tmp_path / 'critic'}: --critics compares critics that read text, and this one sees images")
     assert "--similarity pixels" in refused(5, f"a={pages}", "--out", out)        # no weights; nothing is left
     assert not out.exists()
 
 
 def test_pages_that_cannot_be_rendered_are_counted(tmp_path, monkeypatch, capsys):
     shots = {"<p>good": picture(tmp_path / "good.png"), TASKS[0]["ground_truth"]: picture(tmp_path / "reference.png")}
-    monkeypatch.setattr(common, "render_pages", lambda pages, images, path=None: [
-        common.Render(shots.get(page), None, {"<p>bad": "time limit", "<p>good": "cut"}.get(page)) for page in pages])
+
+    async def render(self, page, **options):
+        return Render(shots.get(page), None, {"<p>bad": "time limit", "<p>good": "cut"}.get(page))
+    monkeypatch.setattr(BrowserThread, "render", render)
     path = write(tmp_path / "a.jsonl", (0, "<p>good"), (0, "<p>bad"), (0, ""), (1, "<p>good"))
     evaluate.main([f"a={path}", "--similarity", "pixels", "--out", str(tmp_path / "out")])
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["a"]

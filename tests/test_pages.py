@@ -8,7 +8,10 @@ from collections import Counter
 import pytest
 
 import common
+from colbench import frontend, published
+from colbench.browser import Browser
 from conftest import read, refused, stage
+from lib.runtime import write_jsonl
 
 generate_tasks, rollout = stage(1), stage(2)
 BLUE, NAVY, GOLD, RED = [0, 0, 255], [0, 0, 128], [255, 215, 0], [255, 0, 0]
@@ -16,7 +19,7 @@ BLUE, NAVY, GOLD, RED = [0, 0, 255], [0, 0, 128], [255, 215, 0], [255, 0, 0]
 
 @pytest.fixture(scope="module")
 def tasks():
-    return {split: generate_tasks.generate(120, 3, split, "some", "frontend")[0] for split in ("train", "test")}
+    return {split: generate_tasks.make_tasks(frontend, 120, 3, split, "some")[0] for split in ("train", "test")}
 
 
 def codes_of(task):
@@ -27,8 +30,8 @@ def codes_of(task):
 
 def test_a_task_is_its_template_with_its_codes(tasks):
     for task in tasks["train"]:
-        assert task["template"].format(**codes_of(task)) == task["ground_truth"] and common.is_frontend(task)
-        assert common.page_of(task["ground_truth"]) == task["ground_truth"]
+        assert task["template"].format(**codes_of(task)) == task["ground_truth"] and frontend.owns(task)
+        assert frontend.page_of(task["ground_truth"]) == task["ground_truth"]
         assert task.keys() == {"task_id", "problem_description", "ground_truth", "family", "template", "slots"}
         for slot in task["slots"]:
             assert slot["guesses"][0] == slot["code"] and len(slot["guesses"]) == len(slot["names"]) >= 3
@@ -36,7 +39,7 @@ def test_a_task_is_its_template_with_its_codes(tasks):
 
 
 def test_one_task_literally():
-    [task] = generate_tasks.generate(1, 0, "all", "all", "frontend")[0]
+    [task] = generate_tasks.make_tasks(frontend, 1, 0, "all", "all")[0]
     assert task["problem_description"].startswith(
         "A website for an old bakery in our town. The background should be pink. The font should be sans-serif. The ")
     assert task["slots"][4] == {
@@ -56,13 +59,13 @@ def test_the_slots_of_a_page_share_no_word(tasks):
 
 def test_the_idea_leaves_out_what_is_not_told(tasks):
     for task in tasks["train"]:
-        told = rollout.asked_values(task, task["problem_description"])
+        told = frontend.asked_values(task, task["problem_description"])
         assert told == {slot["slot"]: slot["code"] for slot in task["slots"] if slot["told"]}
         assert len(told) <= 2 and "\n" not in task["problem_description"]
     assert 0.15 < sum(any(s["told"] for s in task["slots"]) for task in tasks["train"]) / 120 < 0.45
     for told, number in (("none", 0), ("all", 10)):
-        task = generate_tasks.generate(1, 0, "all", told, "frontend")[0][0]
-        assert len(rollout.asked_values(task, task["problem_description"])) == number
+        task = generate_tasks.make_tasks(frontend, 1, 0, "all", told)[0][0]
+        assert len(frontend.asked_values(task, task["problem_description"])) == number
 
 
 def test_pages_are_short(tasks):
@@ -76,13 +79,13 @@ def test_splits_share_no_page_and_the_same_seed_gives_the_same_file(tasks, tmp_p
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         stage(1).main(["--domain", "frontend", "--num-tasks", "20", "--seed", str(seed), "--out", str(tmp_path / name)])
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
-    assert len(common.read_jsonl(tmp_path / "a", common.TASK_KEYS)) == 20
+    assert len(common.read_tasks(tmp_path / "a")) == 20
 
 
 def test_the_check_is_for_functions(tasks, tmp_path):
-    common.write_jsonl(tmp_path / "t.jsonl", tasks["test"])
+    write_jsonl(tmp_path / "t.jsonl", tasks["test"])
     line = refused(1, "--check", tmp_path / "t.jsonl")
-    assert line == f"{tmp_path / 't.jsonl'}: --check is for tasks of functions; pages have no tests to check"
+    assert line == f"{tmp_path / 't.jsonl'}: --check knows nothing to check about pages, which have no tests"
 
 
 # --- WebSight and the published tasks
@@ -107,7 +110,7 @@ def take(*arguments, out):
 
 def test_websight_from_jsonl_and_parquet(tmp_path, capsys):
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    common.write_jsonl(tmp_path / "site.jsonl", site_rows())
+    write_jsonl(tmp_path / "site.jsonl", site_rows())
     assert take("--path", tmp_path / "site.jsonl", "--num-tasks", 3, out=tmp_path / "a.jsonl") == KEPT
     printed = capsys.readouterr().out
     assert "7 rows in the order of the data set: 3 kept, 2 empty, 1 repeated, 1 no page\n" in printed
@@ -126,15 +129,15 @@ def test_websight_from_jsonl_and_parquet(tmp_path, capsys):
 def test_websight_is_refused_in_one_line(tmp_path):
     arguments = ("--source", "websight", "--out", tmp_path / "t.jsonl")
     line = refused(1, *arguments)
-    assert line.startswith("HuggingFaceM4/WebSight: could not be read from the hub (") and line.endswith(
-        "then pass --path FOLDER/v0.2")
+    assert line.startswith("HuggingFaceM4/WebSight: could not be read from the hub; where it can be reached, run ")
+    assert "then pass --path FOLDER/v0.2 (" in line
     assert refused(1, *arguments, "--path", tmp_path) == f"{tmp_path}: no .parquet files in it"
     assert refused(1, *arguments, "--path", "no/such") == "no/such: no such file or folder"
     path = tmp_path / "site.jsonl"
-    common.write_jsonl(path, site_rows())
+    write_jsonl(path, site_rows())
     assert refused(1, *arguments, "--path", path, "--num-tasks", 4) == (
         f"--num-tasks 4: there are only 3 tasks in {path} (rows: 3 kept, 2 empty, 1 repeated, 1 no page)")
-    common.write_jsonl(path, [*site_rows(), {"text": "<p>"}])
+    write_jsonl(path, [*site_rows(), {"text": "<p>"}])
     assert refused(1, *arguments, "--path", path, "--num-tasks", 4) == f'{path}:8: missing "llm_generated_idea"'
     (bad := tmp_path / "x.parquet").write_text("no parquet")
     assert refused(1, *arguments, "--path", bad) == f"{bad}: no parquet file (ArrowInvalid)"
@@ -152,28 +155,29 @@ def test_every_picture_is_one_photo_in_its_size(address, size):
     counts = Counter()
     photo = f"https://picsum.photos/id/48/{size}"
     page = '<img class="a" src="{0}"><p style="background: url({0})"></p><style>a {{background: url(\'{0}\')}}</style>'
-    assert generate_tasks.one_photo(page.format(address), counts) == page.format(photo)
+    assert published.one_photo(page.format(address), counts) == page.format(photo)
     assert counts.pop("", 0) == 3 * (size == "640/480") and list(counts.values()) == [3]
-    assert generate_tasks.one_photo(page.format(photo), counts) == page.format(photo)
+    assert published.one_photo(page.format(photo), counts) == page.format(photo)
 
 
 def test_other_addresses_stay_and_a_tag_can_name_the_size():
     for page in ('<img src="logo.png">', '<script src="https://cdn.com/10x10.js"></script>',
                  '<style>@import url("https://fonts.googleapis.com/css2"); a {src: url(https://a.com/b.woff)}</style>'):
-        assert generate_tasks.one_photo(page, Counter()) == page
-    assert generate_tasks.one_photo('<img width="30" height=20 src="https://a.com/x">', Counter()) == (
+        assert published.one_photo(page, Counter()) == page
+    assert published.one_photo('<img width="30" height=20 src="https://a.com/x">', Counter()) == (
         '<img width="30" height=20 src="https://picsum.photos/id/48/30/20">')
 
 
 def test_published_pages_are_taken_as_they_are(tasks, tmp_path):
     rows = [{"problem_description": "A page.", "ground_truth": f"<p>{i}</p><img src='https://a.com/9x9'>"}
             for i in range(3)]
-    common.write_jsonl(tmp_path / "test.jsonl", rows)
+    write_jsonl(tmp_path / "test.jsonl", rows)
     arguments = ["--source", "colbench", "--domain", "frontend", "--out", tmp_path / "t.jsonl"]
     stage(1).main([str(a) for a in (*arguments, "--path", tmp_path / "test.jsonl")])
     assert [{key: row[key] for key in rows[0]} for row in read(tmp_path / "t.jsonl")] == rows
-    assert refused(1, *arguments).startswith("--path is missing: the published tasks of pages")
-    assert refused(1, *arguments, "--path", tmp_path).startswith(f"--path {tmp_path}: the published tasks of pages")
+    assert refused(1, *arguments).startswith("--path is missing: the published tasks of --domain frontend ")
+    assert refused(1, *arguments, "--path",
+                   tmp_path).startswith(f"--path {tmp_path}: the published tasks of --domain frontend")
     assert refused(1, "--source", "colbench", "--path", tmp_path / "test.jsonl", "--out", tmp_path / "u") == (
         f"{tmp_path / 'test.jsonl'}: no tasks of --domain backend")
 
@@ -181,7 +185,7 @@ def test_published_pages_are_taken_as_they_are(tasks, tmp_path):
 # --- the rule-based person
 
 def spec(**changes):
-    """What SPEC_JS gives for a small page, all literal."""
+    """What look.js gives for a small page, all literal."""
     return {"background": [[255, 255, 255], 0.5], "header": [NAVY, 0.2], "sidebar": ["on the left", 0.1],
             "sidebar colour": [[192, 192, 192], 0.1], "cards": [4, 0.3], "card columns": [2, 0.3],
             "card colour": [GOLD, 0.3], "footer": [None, 0], "pictures": [None, 0], "navigation": [None, 0],
@@ -213,24 +217,24 @@ NO_SIDEBAR = {"sidebar": [None, 0], "sidebar colour": [None, 0]}
     (dict(header=[[30, 58, 138], 0.2]), dict(header=[[30, 30, 100], 0.2]),
      {"The header should be #1e3a8a.", "I want the header to be #1e3a8a.", "Please make the header #1e3a8a."})])
 def test_one_difference_in_words(wanted, shown, sentences):
-    replies = {rollout.page_reply(spec(**wanted), spec(**shown), random.Random(i)) for i in range(60)}
+    replies = {frontend.page_reply(spec(**wanted), spec(**shown), random.Random(i)) for i in range(60)}
     assert {reply.removeprefix("Almost. ") for reply in replies} == sentences
 
 
 def test_the_two_largest_differences_are_named():
     wanted = spec(title=["Loaf", 0.02], header=[BLUE, 0.2], background=[GOLD, 0.5])
     for i in range(20):
-        reply = rollout.page_reply(wanted, spec(), random.Random(i)).removeprefix("Thanks. ")
+        reply = frontend.page_reply(wanted, spec(), random.Random(i)).removeprefix("Thanks. ")
         first, second = re.findall(r"[^.]+\.", reply)
         assert "background" in first and "gold" in first and "header" in second and "blue" in second
     grown = spec(**{"card colour": [RED, 0.9]})                            # it covers most of what the agent made
-    assert "cards" in rollout.page_reply(wanted, grown, random.Random(0)).split(".")[0]
+    assert "cards" in frontend.page_reply(wanted, grown, random.Random(0)).split(".")[0]
 
 
 def test_a_page_as_wanted_and_no_page():
     same = spec(header=[[0, 0, 139], 0.3], title=["OVEN", 0.02])           # no eye sees these
-    assert {rollout.page_reply(spec(), same, random.Random(i)) for i in range(60)} == set(rollout.CONTENT)
-    assert {rollout.page_reply(spec(), None, random.Random(i)) for i in range(60)} == set(rollout.NO_PAGE)
+    assert {frontend.page_reply(spec(), same, random.Random(i)) for i in range(60)} == set(frontend.CONTENT)
+    assert {frontend.page_reply(spec(), None, random.Random(i)) for i in range(60)} == set(frontend.NO_PAGE)
 
 
 @pytest.mark.parametrize("colour, words", [
@@ -239,7 +243,7 @@ def test_a_page_as_wanted_and_no_page():
     ([3, 3, 4], "almost black"), ([16, 185, 129], "a green"), ([253, 186, 116], "a light orange"),
     ([249, 115, 22], "an orange"), ([250, 10, 40], "a red")])
 def test_colours_in_words(colour, words):
-    assert rollout.colour_words(colour) == words
+    assert frontend.colour_words(colour) == words
 
 
 # --- the scripted designer
@@ -266,19 +270,19 @@ def play(task, seed, informed):
     history, right, page, shares = [{"role": "user", "content": task["problem_description"]}], codes_of(task), {}, []
     for number in range(4):
         rng = random.Random(f"{seed} {number}")
-        text = rollout.script_page(task, history, informed, rng)
-        values = rollout.page_values(task, text)
+        text = frontend.scripted_turn(task, history, 4, informed, rng)
+        values = frontend.page_values(task, text)
         page = values or page
         shares.append(sum(page.get(slot) == code for slot, code in right.items()) / len(right))
-        reply = rollout.page_reply(hand_spec(right), values and hand_spec(values), rng)
-        history += [{"role": "assistant", "content": common.shown_text(text, True)}, {"role": "user", "content": reply}]
+        reply = frontend.page_reply(hand_spec(right), values and hand_spec(values), rng)
+        history += [{"role": "assistant", "content": frontend.shown(text)}, {"role": "user", "content": reply}]
     return history[:-1], shares
 
 
 def test_a_page_gives_its_values_back(tasks):
     for task in tasks["train"]:
-        assert rollout.page_values(task, f"Look:\n{task['ground_truth']}\nDo you like it?") == codes_of(task)
-    assert rollout.page_values(task, "Could you tell me more?") is None
+        assert frontend.page_values(task, f"Look:\n{task['ground_truth']}\nDo you like it?") == codes_of(task)
+    assert frontend.page_values(task, "Could you tell me more?") is None
 
 
 def test_the_designer_understands_whatever_the_person_says(tasks):
@@ -288,8 +292,8 @@ def test_the_designer_understands_whatever_the_person_says(tasks):
             for code in slot["guesses"][1:]:
                 other = hand_spec({**right, slot["slot"]: code})
                 for i in range(6):
-                    reply = rollout.page_reply(hand_spec(right), other, random.Random(i))
-                    assert rollout.asked_values(task, reply) == {slot["slot"]: slot["code"]}, reply
+                    reply = frontend.page_reply(hand_spec(right), other, random.Random(i))
+                    assert frontend.asked_values(task, reply) == {slot["slot"]: slot["code"]}, reply
 
 
 def test_pages_get_better_and_dialogues_differ(tasks):
@@ -304,17 +308,18 @@ def test_pages_get_better_and_dialogues_differ(tasks):
 def test_turns_of_the_designer(tasks):
     task = tasks["train"][0]
     opening = [{"role": "user", "content": task["problem_description"]}]
-    texts = [rollout.script_page(task, opening, False, random.Random(i)) for i in range(300)]
-    pages = [rollout.page_values(task, text) for text in texts]
-    assert {text for text, page in zip(texts, pages) if not page} == set(rollout.PAGE_TALK)
+    texts = [frontend.scripted_turn(task, opening, 4, False, random.Random(i)) for i in range(300)]
+    pages = [frontend.page_values(task, text) for text in texts]
+    assert {text for text, page in zip(texts, pages) if not page} == set(frontend.PAGE_TALK)
     assert 0.02 < sum(page is None for page in pages) / 300 < 0.15
     assert all(page[s["slot"]] == s["code"] for page in pages if page for s in task["slots"] if s["told"])
-    thoughts = [text for text in texts if text.startswith(f"I begin with a simple page.\n{common.OUTPUT}\n<style>")]
+    thoughts = [text for text in texts if text.startswith(f"I begin with a simple page.\n{frontend.OUTPUT}\n<style>")]
     assert 0.25 < len(thoughts) / 300 < 0.4
     history = opening + [{"role": role, "content": content} for role, content in (
         ("assistant", task["ground_truth"]), ("user", "The cards should be in one column."),
         ("assistant", "Could you tell me more?"), ("user", "Please show me a page."))]
-    later = [rollout.page_values(task, rollout.script_page(task, history, True, random.Random(i))) for i in range(60)]
+    later = [frontend.page_values(task, frontend.scripted_turn(task, history, 4, True, random.Random(i)))
+             for i in range(60)]
     assert sum(page is not None and page["columns"] == "1" for page in later) > 45        # what was said since its page
 
 
@@ -340,8 +345,8 @@ def browse(tmp_path_factory):
     folder = tmp_path_factory.mktemp("images")
 
     async def all_of(pages):
-        async with common.Browser(folder) as browser:
-            return await asyncio.gather(*(browser.render(page, read=rollout.SPEC_JS) for page in pages))
+        async with Browser(folder) as browser:
+            return await asyncio.gather(*(browser.render(page, read=frontend.LOOK) for page in pages))
     return lambda pages: asyncio.run(all_of(pages))
 
 
@@ -354,7 +359,7 @@ def test_every_slot_shows_and_is_named(tasks, browse):
     """Each slot alone, with any other value: another picture, and the person names the slot and its right value. One
     family with all values; of the others, which differ from it in texts and a navigation, one value of each slot."""
     wanted, cases = {}, []
-    for name in generate_tasks.PAGE_FAMILIES:
+    for name in frontend.FAMILIES:
         task = next(task for task in tasks["test"] if task["family"] == name)
         for slot in task["slots"]:
             for code in slot["guesses"][1:None if name == "bakery" else 2]:
@@ -365,10 +370,10 @@ def test_every_slot_shows_and_is_named(tasks, browse):
     for (task, slot, code, _), render in zip(cases, renders[len(wanted):]):
         reference = references[task["task_id"]]
         assert picture(reference).tobytes() != picture(render).tobytes(), (slot["slot"], code)
-        reply = rollout.page_reply(reference.spec, render.spec, random.Random(0))
-        assert rollout.asked_values(task, reply) == {slot["slot"]: slot["code"]}, reply
-        back = rollout.page_reply(render.spec, reference.spec, random.Random(0))
-        assert rollout.asked_values(task, back) == {slot["slot"]: code}, back
+        reply = frontend.page_reply(reference.spec, render.spec, random.Random(0))
+        assert frontend.asked_values(task, reply) == {slot["slot"]: slot["code"]}, reply
+        back = frontend.page_reply(render.spec, reference.spec, random.Random(0))
+        assert frontend.asked_values(task, back) == {slot["slot"]: code}, back
 
 
 def test_a_page_in_another_style_is_read(browse):
@@ -381,4 +386,4 @@ def test_a_page_in_another_style_is_read(browse):
     assert empty.keys() == other.keys() and empty["background"] == [[255, 255, 255], 1]
     assert all(0 <= area <= 1 for _, area in other.values()) and 0.05 < other["header"][1] < 0.2
     assert all(value is None for aspect, (value, _) in empty.items() if aspect != "background")
-    assert rollout.page_reply(other, empty, random.Random(3)) != rollout.page_reply(other, None, random.Random(3))
+    assert frontend.page_reply(other, empty, random.Random(3)) != frontend.page_reply(other, None, random.Random(3))

@@ -11,14 +11,16 @@ import tempfile
 import pytest
 
 import common
-from conftest import ROOT, read, run, stage, succeed
+from conftest import read, ROOT, run, stage, succeed
+from lib.models import load_model, save_model
 
 
 def test_run_sh_goes_through_and_resumes(tmp_path):
     environment = {**os.environ, "OUT": str(tmp_path / "out"), "TRAIN_TASKS": "28", "TEST_TASKS": "14"}
 
     def call():
-        process = subprocess.run(["bash", "run.sh"], cwd=ROOT, env=environment, text=True, capture_output=True, timeout=300)
+        process = subprocess.run(["bash", "run.sh"], cwd=ROOT, env=environment, text=True, capture_output=True,
+                                 timeout=300)
         assert process.returncode == 0, process.stdout + process.stderr
         return process.stdout
     printed = call()
@@ -55,8 +57,9 @@ def test_only_the_contracts_files_stand_at_the_top():
     if not any(tracked):
         pytest.skip("no git checkout")
     assert {name.split("/")[0] for name in tracked if name} == {
-        "01_generate_tasks.py", "02_rollout.py", "03_train_critic.py", "04_train_policy.py", "05_evaluate.py", "common.py",
-        "sandbox.py", "tests", "requirements.txt", "README.md", "LICENSE", "run.sh", ".gitignore", ".ci"}
+        "01_generate_tasks.py", "02_rollout.py", "03_train_critic.py", "04_train_policy.py", "05_evaluate.py",
+        "common.py", "colbench", "lib", "models", "scripts", "docs", "tests", "requirements.txt", "README.md",
+        "LICENSE", "run.sh", ".gitignore", ".ci"}
 
 
 # --- real weights
@@ -74,34 +77,37 @@ def english(workspace, tmp_path_factory):
     (folder / "tasks.jsonl").write_text("".join(lines))
     # Unpacking the weights takes 20 s: the stages start from a folder of them, saved once.
     (folder / "weights").mkdir()
-    common.save_model(folder / "weights", *common.load_model("smollm2", "cpu"))
-    succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", folder / "weights", "--simulator", folder / "weights",
-            "--samples", 2, "--max-rounds", 2, "--max-new-tokens", 24, "--simulator-max-new-tokens", 32, "--out",
-            folder / "sampled.jsonl")
+    save_model(folder / "weights", *load_model("smollm2", "cpu"))
+    succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", folder / "weights",
+            "--simulator", folder / "weights", "--samples", 2, "--max-rounds", 2, "--max-new-tokens", 24,
+            "--simulator-max-new-tokens", 32, "--out", folder / "sampled.jsonl")
     rows = read(folder / "sampled.jsonl")
-    (folder / "offline.jsonl").write_text("".join(json.dumps({**row, "reward": float(row["sample"])}) + "\n" for row in rows))
+    (folder / "offline.jsonl").write_text("".join(json.dumps({**row, "reward": float(row["sample"])}) + "\n"
+                                                  for row in rows))
     yield folder
     shutil.rmtree(folder)
 
 
 def test_smollm2_speaks_english_and_keeps_its_ids(english):
-    _, tokenizer = common.load_model(str(english / "weights"), "cpu")
+    _, tokenizer = load_model(str(english / "weights"), "cpu")
     rows = read(english / "sampled.jsonl")
     text = " ".join(turn["content"] for row in rows for turn in row["dialogue_history"][1:])
     assert len(re.findall(r"\b(the|a|to|of|is|and|you|function)\b", text)) > 5
     for row in rows:
         turns = common.agent_turns(tokenizer, row)
-        trained = [i for r in common.trajectory_rows(tokenizer, turns, "def f(): pass") for i, t in zip(r.ids, r.turns) if t >= 0]
+        trained = [i for r in common.rows_of_trajectory(tokenizer, turns, common.hidden_info(row["task"]))
+                   for i, t in zip(r.ids, r.turns) if t >= 0]
         assert trained == [i for turn in row["dialogue_history"] for i in turn.get("output_ids", [])]
 
 
 def test_smollm2_trains_for_a_step(english):
     """SWEET with a critic that was not trained, and so pairs at random."""
     (english / "weights" / "critic.json").write_text(json.dumps({
-        "head": "lm", "normalize": "turn", "privileged": True, "beta": 0.1, "reference": str(english / "weights")}))
-    succeed("04_train_policy.py", "--trajectories", english / "offline.jsonl", "--model", english / "weights", "--max-steps", 1,
-            "--batch-size", 1, "--log-every", 1, "--dtype", "bfloat16", "--method", "sweet", "--critic", english / "weights",
-            "--data-frac", 0.5, "--num-candidates", 8, "--max-new-tokens", 64, "--out", english / "policy")
+        "head": "lm", "normalize": "turn", "privileged": True, "reference": str(english / "weights")}))
+    succeed("04_train_policy.py", "--trajectories", english / "offline.jsonl", "--model", english / "weights",
+            "--max-steps", 1, "--batch-size", 1, "--log-every", 1, "--dtype", "bfloat16", "--method", "sweet",
+            "--critic", english / "weights", "--data-frac", 0.5, "--num-candidates", 8, "--max-new-tokens", 64,
+            "--out", english / "policy")
     assert [row["step"] for row in read(english / "policy" / "metrics.jsonl")] == [1]
     assert (english / "policy" / "config.json").exists()
     assert {score for row in read(english / "policy" / "scored.jsonl") for score in row["advantages"]} == {0.0}

@@ -1,65 +1,209 @@
-"""The README's reproduction page: its lines are parsed, and run on the embedded default in small."""
+"""README.md and docs/: their commands are parsed, what they name exists, and the reproduction page runs in small."""
+import contextlib
+import csv
+import functools
+import io
+import json
 import os
+import pathlib
 import re
 import shlex
 import subprocess
+import sys
+import tempfile
 
 import pytest
 
 from conftest import ROOT, run, stage
 
-README = (ROOT / "README.md").read_text()
-BLOCK, LAPTOP, PAGES = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text()
+         for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]}
+BLOCKS = {f"{page}, block {number}": block for page, text in PAGES.items()
+          for number, block in enumerate(re.findall(r"^```bash\n(.*?)^```$", text, re.DOTALL | re.MULTILINE), 1)}
+PROSE = {page: re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE) for page, text in PAGES.items()}
+SPANS = [(page, span) for page, text in PROSE.items() for span in re.findall(r"`([^`\n]+)`", text)]
+PAPER, LAPTOP = [block for name, block in BLOCKS.items() if name.startswith("docs/reproduce.md")][:2]
+CODE = "\n".join(path.read_text() for folder in (".", "colbench", "lib", "scripts")
+                 for path in ROOT.glob(f"{folder}/*.py"))
+
+# Stands for python, torchrun, bash, pip, cp and vllm: notes its words and makes the output, which later lines list.
+STAND_IN = f"#!{sys.executable} -IS\n" + """
+import json, os, pathlib, sys
+with open(os.environ["LOG"], "a") as log:
+    log.write(json.dumps([pathlib.Path(sys.argv[0]).name, *sys.argv[1:]]) + "\\n")
+if "--out" in sys.argv:
+    out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+    (out if out.suffix else out / "file").parent.mkdir(parents=True, exist_ok=True)
+    if out.suffix:
+        out.touch()
+"""
 
 
-def commands(environment, folder):
-    """The block's commands as argument lists, its variables and loops expanded by the shell itself. The last two list
-    files, so they are expanded when the others have run."""
-    script = f"{LAPTOP}\nexport PY=echo RUN=echo D={folder}\n{environment}\n{BLOCK}"
-    process = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=ROOT, text=True, capture_output=True)
+@functools.cache
+def started(block):
+    """The commands that a block starts, as lists of words; its variables and loops are expanded by the shell itself."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("python", "torchrun", "bash", "pip", "cp", "vllm"):
+            program = pathlib.Path(folder, name)
+            program.write_text(STAND_IN)
+            program.chmod(0o755)
+        log = pathlib.Path(folder, "log")
+        log.touch()
+        process = subprocess.run(["/bin/bash", "-euo", "pipefail", "-c", block], cwd=folder, text=True,
+                                 capture_output=True, env={"PATH": f"{folder}:/usr/bin:/bin", "LOG": str(log)})
+        assert process.returncode == 0, process.stderr
+        return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def number_of(script):
+    return int(re.fullmatch(r"0([1-5])_\w+\.py", script)[1])
+
+
+@functools.cache
+def flags_of(number):
+    """The flags of a stage, as its --help shows them."""
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
+        stage(number).parse_args(["--help"])
+    return set(re.findall(r"--[a-z][\w-]*", text.getvalue()))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_every_command_parses(name):
+    copies = {}                                                              # {a copied stage: the stage}
+    for program, *words in started(BLOCKS[name]):
+        if program == "cp":
+            assert (ROOT / words[0]).is_file()
+            copies[words[1]] = words[0]
+        elif program in ("bash", "python") and not (script := copies.get(words[0], words[0])).startswith("0"):
+            assert (ROOT / script).is_file(), script
+            source = (ROOT / script).read_text()
+            assert all(word in source for word in words[1:] if word.startswith("--"))
+        elif program in ("python", "torchrun"):
+            at = next(i for i, word in enumerate(words) if copies.get(word, word).startswith("0"))
+            script = copies.get(words[at], words[at])
+            assert (ROOT / script).is_file() and (at == 0 or program == "torchrun")
+            assert stage(number_of(script)).parse_args(words[at + 1:]).out
+        elif program == "pip" and "-r" in words:
+            assert (ROOT / words[words.index("-r") + 1]).is_file()
+
+
+def test_the_paper_s_rows_are_all_there():
+    commands = started(PAPER)
+    assert len(commands) == 3 + 5 + 3 + 4 + 6 + 1 + 4 + 3 + 1 + 18 + 6 + 3 * 3 + 6 + 2
+    table, curves = ({word.split("=")[0] for word in words if "=" in word} for words in commands[-2:])
+    assert {"single", "base", "rft", "mtdpo", "sweet", "sweet-no-norm", "big", "big-sweet", "sweet-n15000"} <= table
+    assert {"critic@32", "critic-no-c@1", "critic-value@4", "judge@16"} <= curves and not table & curves
+
+
+@pytest.mark.parametrize("page, span", [pair for pair in SPANS if "--" in pair[1]])
+def test_flags_that_the_pages_name_exist(page, span):
+    words = span.split()
+    if words[0] in ("vllm", "torchrun", "pip"):                              # their own flags
+        words = words[next((i for i, word in enumerate(words) if word.startswith("0")), len(words)):]
+    flags = {word.split("=")[0] for word in words if word.startswith("--")}
+    scripts = [word for word in words if word.endswith((".py", ".sh"))]
+    for script in scripts:
+        known = flags_of(number_of(script)) if script.startswith("0") else (ROOT / script).read_text()
+        assert flags and all(flag in known for flag in flags), span
+    if not scripts:
+        benchmarks = "".join(path.read_text() for path in ROOT.glob("tests/bench_*.py"))
+        known = set().union(*map(flags_of, range(1, 6)), re.findall(r'"(--[\w-]+)"', benchmarks))
+        assert flags <= known, span
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_the_pages_name_exist(page):
+    folders = "tests|docs|lib|colbench|models|scripts"
+    named = re.findall(rf"(?<![\w/.$}}-])((?:{folders})/[\w./-]*\w|\w+\.(?:py|sh))", PAGES[page])
+    named = [name for name in named if not name.startswith("your_")]
+    assert named
+    for name in named:
+        assert (ROOT / name).exists(), name
+    for address in re.findall(r"\[[^]]+\]\(([^)]+)\)", PROSE[page]):
+        if not address.startswith("http"):
+            path, _, anchor = address.partition("#")
+            target = (ROOT / page).parent / path if path else ROOT / page
+            assert target.exists(), address
+            headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
+            anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+            assert not anchor or anchor in anchors, address
+
+
+@pytest.mark.parametrize("name", sorted({span[:-2] for _, span in SPANS if re.fullmatch(r"\w+\(\)", span)}))
+def test_functions_that_the_pages_name_exist(name):
+    assert re.search(rf"\bdef {name}\(", CODE)
+
+
+@pytest.mark.parametrize("page, setting, script", [
+    (page, *found) for page, text in PAGES.items()
+    for found in re.findall(r"\b([A-Z_]+)=\S* ?[\w\" ]*?bash (\S+\.sh)", text)])
+def test_settings_of_scripts_that_the_pages_name_exist(page, setting, script):
+    assert f"{{{setting}" in (ROOT / script).read_text()
+
+
+def test_the_interface_of_a_domain_is_documented_whole():
+    import colbench
+    documented = set(re.findall(r"`(?:async )?(\w+)(?:\([^`]*\))?`", PAGES["docs/fork.md"]))
+    stated = set(re.findall(r"^(?: +async )?([A-Z_]{2,}|[a-z_]+(?=\())", colbench.__doc__, re.MULTILINE))
+    assert len(stated) > 20 and stated <= documented
+
+
+def test_the_number_of_attacks_is_right():
+    number = re.search(r"holds (\d+) attacks", PAGES["docs/scorer.md"])[1]
+    assert f"len(ATTACKS) == {number}\n" in (ROOT / "tests" / "test_sandbox.py").read_text()
+
+
+def test_the_readme_is_short():
+    assert len(PAGES["README.md"].splitlines()) <= 150
+    assert all(len(line) <= 200 for line in PAGES["README.md"].splitlines())
+
+
+def test_the_tables_and_the_picture_show_the_same_figures():
+    with open(ROOT / "docs" / "seeds.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    assert len(methods) == 4
+    for method in methods:
+        seeds = [float(row["success"]) for row in rows if row["method"] == method and row["seed"] != "all"]
+        [whole] = [row for row in rows if row["method"] == method and row["seed"] == "all"]
+        mean, low, high = (f"{float(whole[key]):.3f}"[1:] for key in ("success", "low", "high"))
+        assert len(seeds) == 10 and abs(sum(seeds) / 10 - float(whole["success"])) < 0.0006
+        for page in ("README.md", "docs/results.md"):
+            assert re.search(rf"^\| {method} \| (\*\*)?{mean}(\*\*)? \[{low}, {high}\]", PAGES[page], re.MULTILINE)
+        cells = " | ".join(f"{value:.3f}"[1:] for value in seeds)
+        assert f"| {method} | {cells} |" in PAGES["docs/results.md"]
+
+
+def commands_of(environment, folder):
+    """The reproduction block's commands in a laptop's settings. The last two list files, so they are expanded again
+    when the others have run."""
+    script = f"{LAPTOP}\nexport PY=echo RUN=echo D={folder}\n{environment}\n{PAPER}"
+    process = subprocess.run(["bash", "-euo", "pipefail", "-c", script], cwd=ROOT, text=True, capture_output=True,
+                             env={"PATH": os.environ["PATH"]})
     assert process.returncode == 0, process.stderr
     return [shlex.split(line) for line in process.stdout.splitlines()]
-
-
-@pytest.mark.parametrize("block, number", [(BLOCK, 3 + 5 + 3 + 4 + 6 + 1 + 4 + 3 + 1 + 18 + 6 + 3 * 3 + 6),
-                                           (PAGES, 2 + 1 + 1 + 2 + 1 + 4)])
-def test_the_paper_s_scale_parses(block, number):
-    script = f"mkdir -p /tmp/none; export PY=echo RUN=echo D=/tmp/none\n{block}"
-    lines = subprocess.run(["bash", "-c", script], text=True, capture_output=True, env={"PATH": os.environ["PATH"]}).stdout
-    parsed = 0
-    for line in lines.splitlines():
-        words = shlex.split(line)
-        if words[0] != "05_evaluate.py":                                # these list the files of a finished run
-            args = stage(int(words[0][:2])).parse_args(words[1:])
-            assert args.out.startswith("/tmp/none/")
-            parsed += 1
-    assert parsed == number
 
 
 def test_every_row_runs_small(tmp_path, workspace):
     """Two tasks' worth of everything; BIG has another tokenizer, so that its dialogues are rendered again."""
     environment = (f"export DATA='--num-tasks 12' K=3 NS=2 SIZES=18 BIG={workspace}/model "
                    "ROLL='--max-rounds 8 --max-new-tokens 100' CRITIC='--lr 3e-4 --max-steps 1 --held-out-frac 0' "
-                   "SWEET='--max-steps 1 --max-new-tokens 100 --num-candidates 4 --data-frac 0.2' MTDPO='--max-steps 1' "
-                   "RFT='--max-steps 1'")
-    before = commands(environment, tmp_path)
-    for words in before:
+                   "SWEET='--max-steps 1 --max-new-tokens 100 --num-candidates 4 --data-frac 0.2' "
+                   "MTDPO='--max-steps 1' RFT='--max-steps 1'")
+    for words in commands_of(environment, tmp_path):
         if words[0] != "05_evaluate.py":
             if words[0] == "02_rollout.py" and "offline" not in words[-1]:
-                words += ["--max-rounds", "2", "--max-new-tokens", "30"]                                  # the last one wins
+                words += ["--max-rounds", "2", "--max-new-tokens", "30"]     # the last one wins
             process = run(*words)
             assert process.returncode == 0, (words, process.stderr)
-    evaluations = [words for words in commands(environment, tmp_path) if words[0] == "05_evaluate.py"]
+    evaluations = [words for words in commands_of(environment, tmp_path) if words[0] == "05_evaluate.py"]
     outputs = [run(*words) for words in evaluations]
     assert all(process.returncode == 0 for process in outputs), [process.stderr for process in outputs]
     table, curves = (process.stdout for process in outputs)
-    for row in ("single", "base", "rft", "mtdpo", "sweet", "sweet-no-c", "sweet-no-norm", "sweet-regression", "big-sweet",
-                "sweet-n18", "mtdpo-n18"):
+    for row in ("single", "base", "rft", "mtdpo", "sweet", "sweet-no-c", "sweet-no-norm", "sweet-regression",
+                "big-sweet", "sweet-n18", "mtdpo-n18"):
         assert re.search(rf"^{row} ", table, re.MULTILINE), row
-    assert "published scorer" in table and "PFLOP" in table
-    assert all(re.search(rf"^{label} ", curves, re.MULTILINE) for label in ("critic", "critic-no-c", "critic-value", "judge"))
-
-
-@pytest.mark.parametrize("name", re.findall(r"`((?:tests/)?[\w/]+\.(?:py|sh))`", README))
-def test_files_that_the_readme_names_exist(name):
-    assert (ROOT / name).exists()
+    assert "published: success" in table and "PFLOP" in table
+    for label in ("critic", "critic-no-c", "critic-value", "judge"):
+        assert re.search(rf"^{label} ", curves, re.MULTILINE), label

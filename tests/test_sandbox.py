@@ -9,6 +9,7 @@ import decimal
 import enum
 import errno
 import json
+import logging
 import os
 import pathlib
 import random
@@ -23,8 +24,11 @@ import time
 
 import pytest
 
-import common
-import sandbox
+from colbench import ColBenchError, sandbox
+from colbench.child import empty, RESULT_LIMIT
+from colbench.sandbox import ANSWER_TIME_LIMIT, is_ready, is_result, LayerError, Lines, Sandbox, Stop
+from colbench.scorer import equal_values, holds, Scorer
+from colbench.values import encode, is_encoded
 
 SECRET = "the-secret-" + "of-the-parent"                           # in the parent's memory, environment and a file
 LIMIT_S = 0.4
@@ -103,7 +107,8 @@ PROCESSES = blocked(
     "return loot(os.posix_spawn('/bin/sleep', ['sleep', '987'], {}))",
     "os.execv('/bin/sleep', ['sleep', '987'])",
     "os.execv(sys.executable, [sys.executable, '-c', 'print(1)'])",
-    "import multiprocessing as m; p = m.get_context('fork').Process(target=time.sleep, args=(60,)); p.start(); return loot(1)",
+    "import multiprocessing as m; p = m.get_context('fork').Process(target=time.sleep, args=(60,)); p.start(); "
+    "return loot(1)",
     "os.kill(VICTIM, 9); return loot(1)",
     "os.kill(PARENT, 9); return loot(1)",
     "os.kill(os.getppid(), 9); return loot(1)",
@@ -129,7 +134,8 @@ PROCESSES = blocked(
 FAULTS = blocked(
     "while True: pass",
     "while True:\n    try:\n        while True: time.sleep(0.01)\n    except BaseException: pass",
-    "for s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\nwhile True: pass",
+    "for s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
+    "while True: pass",
     "time.sleep(60)",
     "return 'x' * 10 ** 10",
     "data = []\nwhile True: data.append(bytearray(10 ** 6))",
@@ -174,7 +180,8 @@ FAULTS = blocked(
 # What the answer's process holds of the harness; none of it helps to know an expected value.
 CHEATS = [
     ("class Yes:\n    def __eq__(self, other): return True\n    __hash__ = None\nreturn Yes()", "error"),
-    ("class Yes(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\nreturn Yes(7)", ["ok", 7]),
+    ("class Yes(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\nreturn Yes(7)",
+     ["ok", 7]),
     ("class Yes:\n    __class__ = int\n    def __eq__(self, other): return True\nreturn Yes()", "error"),
     ("class Loot:\n    def __reduce__(self): return os.system, ('sleep 987',)\nreturn Loot()", "error"),
     ("sys.modules['__main__'].encode = lambda *a: 'patched'; return 7", ["ok", 7]),
@@ -280,8 +287,9 @@ def world(tmp_path_factory):
     terminal, slave = os.openpty()
     attributes = termios.tcgetattr(slave)
     victim = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
-    yield {"TERMINAL": os.ttyname(slave), "WORLD": str(folder), "PORT": port, "PARENT": os.getpid(), "VICTIM": victim.pid, "listeners": listeners,
-           "SANDBOX": str(pathlib.Path(common.__file__).with_name("sandbox.py"))}
+    yield {"TERMINAL": os.ttyname(slave), "WORLD": str(folder), "PORT": port, "PARENT": os.getpid(),
+           "VICTIM": victim.pid, "listeners": listeners,
+           "SANDBOX": str(pathlib.Path(sandbox.__file__).with_name("child.py"))}
     assert termios.tcgetattr(slave) == attributes
     os.close(terminal)
     os.close(slave)
@@ -295,10 +303,10 @@ def world(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["namespaces", "landlock"])
 def child(request, world):
-    with sandbox.Sandbox(request.param, 0) as child:
+    with Sandbox(request.param, 0) as child:
         try:
             child.greet()
-        except sandbox.LayerError as error:
+        except LayerError as error:
             pytest.skip(f"{request.param}: {error}")
         yield child
 
@@ -370,10 +378,10 @@ def test_the_suite_is_as_large_as_it_says():
 @pytest.fixture(scope="module", params=[2, 4])
 def old_child(request, world):
     """The layer landlock as on kernels whose Landlock has an earlier version."""
-    with sandbox.Sandbox(f"landlock-{request.param}", 0) as child:
+    with Sandbox(f"landlock-{request.param}", 0) as child:
         try:
             child.greet()
-        except sandbox.LayerError as error:
+        except LayerError as error:
             pytest.skip(str(error))
         yield child
 
@@ -389,21 +397,32 @@ class Color(enum.Enum):
     RED = 1
 
 
-VALUES = [None, True, 7, -2 ** 53, 2 ** 60, 0.5, float("nan"), float("-inf"), 1j, "", "\ud800", b"ab", [], [1, [2]], (1,), {1, 2},
-          {"a": [1], "b": None}, collections.OrderedDict(a=1), collections.Counter("aab"), collections.Counter({"a": 0.5}),
+VALUES = [None, True, 7, -2 ** 53, 2 ** 60, 0.5, float("nan"), float("-inf"), 1j, "", "\ud800", b"ab", [], [1, [2]],
+          (1,), {1, 2},
+          {"a": [1], "b": None}, collections.OrderedDict(a=1), collections.Counter("aab"),
+          collections.Counter({"a": 0.5}),
           collections.deque([1]), range(0), range(1), range(0, 9, 2), decimal.Decimal("0.1"), Color.RED,
-          datetime.date(2024, 1, 2), datetime.datetime(2024, 1, 2, 3, 4, 5, 6), datetime.time(1, 2), datetime.timedelta(-1, 5),
+          datetime.date(2024, 1, 2), datetime.datetime(2024, 1, 2, 3, 4, 5, 6), datetime.time(1, 2),
+          datetime.timedelta(-1, 5),
           datetime.time(0, tzinfo=datetime.timezone(datetime.timedelta(hours=2))),
           datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc), datetime.timezone.utc]
 VIOLATIONS = [
-    True, False, 1.5, float("nan"), float("inf"), 2 ** 53, -2 ** 70, {}, {"a": 1}, [], [[]], [None], [1], ["ok", 1], ["nonsense"],
-    ["list"], ["list", 1], ["list", "ab"], ["list", {}], ["list", [1], 2], ["list", [1.5]], ["list", [True]], ["list", [["x"]]],
-    ["tuple", None], ["set", [{}]], ["deque", [[]]], ["dict", [1, 2]], ["dict", [["a"]]], ["dict", [["a", 1, 2]]], ["dict", ["ab"]],
-    ["dict", {"a": 1}], ["odict", [[]]], ["counter", [{"1": 2}]], ["counter", [[{"1": 2}, 1]]], ["counter", [["a", 1.5]]],
-    ["list", [["counter", [{"1": 2}]]]], ["nan", 1], ["infinite"], ["infinite", 1], ["int", 5], ["int", "5"], ["int", "0x"],
-    ["int", "0xg"], ["int", "0x1\n"], ["ratio", "1"], ["ratio", "1/0"], ["ratio", "1/-2"], ["ratio", "1/2/3"], ["ratio", 1, 2],
-    ["complex", 1], ["complex", 1, "2"], ["complex", ["list", []], 1], ["enum", "Color"], ["enum", "Color", 1], ["enum", None, "RED"],
-    ["bytes", "a"], ["bytes", "AB"], ["bytes", b"ab".hex() + " "], ["range"], ["range", 0, 1], ["range", 1], ["range", 2, 1],
+    True, False, 1.5, float("nan"), float("inf"), 2 ** 53, -2 ** 70, {}, {"a": 1}, [], [[]], [None], [1], ["ok", 1],
+    ["nonsense"],
+    ["list"], ["list", 1], ["list", "ab"], ["list", {}], ["list", [1], 2], ["list", [1.5]], ["list", [True]],
+    ["list", [["x"]]],
+    ["tuple", None], ["set", [{}]], ["deque", [[]]], ["dict", [1, 2]], ["dict", [["a"]]], ["dict", [["a", 1, 2]]],
+    ["dict", ["ab"]],
+    ["dict", {"a": 1}], ["odict", [[]]], ["counter", [{"1": 2}]], ["counter", [[{"1": 2}, 1]]],
+    ["counter", [["a", 1.5]]],
+    ["list", [["counter", [{"1": 2}]]]], ["nan", 1], ["infinite"], ["infinite", 1], ["int", 5], ["int", "5"],
+    ["int", "0x"],
+    ["int", "0xg"], ["int", "0x1\n"], ["ratio", "1"], ["ratio", "1/0"], ["ratio", "1/-2"], ["ratio", "1/2/3"],
+    ["ratio", 1, 2],
+    ["complex", 1], ["complex", 1, "2"], ["complex", ["list", []], 1], ["enum", "Color"], ["enum", "Color", 1],
+    ["enum", None, "RED"],
+    ["bytes", "a"], ["bytes", "AB"], ["bytes", b"ab".hex() + " "], ["range"], ["range", 0, 1], ["range", 1],
+    ["range", 2, 1],
     ["range", -1], ["range", 3, 1, 2, 3], ["range", [], 1], ["range", True, 1], ["date", "2024-1-2"], ["date", 5],
     ["datetime", "2024-01-02"], ["datetime utc", None], ["time", "x"], ["timedelta", 1, 2], ["timedelta", 1, 2, 0.5],
     ["timezone", 1], ["timezone", ["timedelta"]], ["timezone", ["list", []]], ["array", 3, []], ["array", [-1], []],
@@ -412,8 +431,8 @@ VIOLATIONS = [
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_every_value_has_the_form_that_is_expected(value):
-    assert sandbox.is_encoded(json.loads(json.dumps(sandbox.encode(value))))
-    assert sandbox.is_encoded(json.loads(json.dumps(sandbox.encode([value, {"k": (value,)}]))))
+    assert is_encoded(json.loads(json.dumps(encode(value))))
+    assert is_encoded(json.loads(json.dumps(encode([value, {"k": (value,)}]))))
 
 
 def nested(depth):
@@ -424,13 +443,14 @@ def nested(depth):
 
 
 def test_values_nest_as_deep_as_the_encoder_lets_them():
-    assert sandbox.is_encoded(nested(100)) and not sandbox.is_encoded(nested(101))
+    assert is_encoded(nested(100)) and not is_encoded(nested(101))
 
 
 def mutated(encoded, draw):
     """A copy with one change somewhere: another value, one part more, less, or twice."""
     if type(encoded) is not list or not encoded or draw.random() < 0.2:
-        return draw.choice([None, True, 1.5, -1, 2 ** 60, "", "x", {}, [], {"1": 2}, ["list"], ["nan"], ["dict", [["a"]]]])
+        return draw.choice([None, True, 1.5, -1, 2 ** 60, "", "x", {}, [], {"1": 2}, ["list"], ["nan"],
+                            ["dict", [["a"]]]])
     parts, index = list(encoded), draw.randrange(len(encoded))
     change = draw.randrange(6)
     if change == 0:
@@ -443,29 +463,31 @@ def mutated(encoded, draw):
 
 
 def test_no_mutated_value_breaks_the_comparison():
-    draw, encoded, taken = random.Random(0), [json.loads(json.dumps(sandbox.encode(value))) for value in VALUES], 0
+    draw, encoded, taken = random.Random(0), [json.loads(json.dumps(encode(value))) for value in VALUES], 0
     for _ in range(20000):
         left, right = draw.choice(encoded), mutated(draw.choice(encoded), draw)
-        if sandbox.is_encoded(right):
+        if is_encoded(right):
             taken += 1
-            assert common.equal_values(left, right) in (True, False)
+            assert equal_values(left, right) in (True, False)
             for operator in ("Eq", "Lt", "Is", "In"):
                 with contextlib.suppress(TypeError):
-                    common.holds(operator, left, right)
+                    holds(operator, left, right)
     assert 2000 < taken < 18000
 
 
 @pytest.mark.parametrize("value", VIOLATIONS, ids=str)
 def test_a_violation_of_the_form_is_a_wrong_value(child, world, value):
-    assert not sandbox.is_encoded(value)
+    assert not is_encoded(value)
     body = f"os.write(RESULTS, {json.dumps(['ok', value]).encode()!r} + b'\\n'); time.sleep(60)"
-    assert child.run(hostile(body, world), ["f(2)", "f(3)"], LIMIT_S, imports=[])[0] == [["error", "a broken result"], ["ok", 43]]
+    assert child.run(hostile(body, world), ["f(2)", "f(3)"], LIMIT_S, imports=[])[0] == [["error", "a broken result"],
+                                                                                         ["ok", 43]]
 
 
 def random_json(draw, depth=0):
     kind = draw.randrange(8 if depth < 4 else 5)
     if kind < 5:
-        return draw.choice([None, True, draw.randint(-9, 9), 10 ** 30, 0.5, "ok", "error", "loaded", "ready", "list", "counter"])
+        return draw.choice([None, True, draw.randint(-9, 9), 10 ** 30, 0.5, "ok", "error", "loaded", "ready", "list",
+                            "counter"])
     if kind == 5:
         return {str(draw.random()): random_json(draw, depth + 1) for _ in range(draw.randrange(3))}
     return [random_json(draw, depth + 1) for _ in range(draw.randrange(4))]
@@ -475,13 +497,14 @@ def random_json(draw, depth=0):
 def test_fuzzed_results_cost_their_own_test(child, world, seed):
     """Random JSON (even seeds) and random bytes (odd ones), as the result of one call and while the code loads."""
     draw = random.Random(seed)
-    lines = [json.dumps(random_json(draw)).encode() if seed % 2 == 0 else draw.randbytes(draw.randrange(99)) for _ in range(5)]
+    lines = [json.dumps(random_json(draw)).encode() if seed % 2 == 0 else draw.randbytes(draw.randrange(99))
+             for _ in range(5)]
     forged = b"\n".join(lines) + draw.choice([b"", b"\n"])
     code = hostile(f"os.write(RESULTS, {forged!r}); return 42", world)
     first, second, third = child.run(code, ["f(1)", "f(2)", "f(3)"], LIMIT_S, imports=[])[0]
-    assert (first, third) == (["ok", 41], ["ok", 43]) and sandbox.is_result(second)
+    assert (first, third) == (["ok", 41], ["ok", 43]) and is_result(second)
     loading = hostile("return 42", world) + f"\nos.write(RESULTS, {forged!r})"
-    assert all(sandbox.is_result(result) for result in child.run(loading, ["f(1)", "f(2)"], LIMIT_S, imports=[])[0])
+    assert all(is_result(result) for result in child.run(loading, ["f(1)", "f(2)"], LIMIT_S, imports=[])[0])
     assert child.run("def f(n): return n", ["f(1)"], LIMIT_S, imports=[])[0] == [["ok", 1]]
 
 
@@ -491,25 +514,26 @@ def test_data_that_waits_moves_no_deadline():
     """As when untrusted code writes single blanks faster than they are read."""
     reading, writing = os.pipe()
     os.write(writing, b" " * 60000 + b'"ready"\n')
-    lines = sandbox.Lines(reading)
-    with pytest.raises(sandbox.Stop, match="time limit"):
-        lines.expect(sandbox.is_ready, time.monotonic() - 0.001)
-    assert not lines.buffer and lines.expect(sandbox.is_ready, time.monotonic() + 1) == "ready"
-    with pytest.raises(sandbox.Stop, match="time limit"):
-        lines.expect(sandbox.is_ready, time.monotonic() + 0.05)
+    lines = Lines(reading)
+    with pytest.raises(Stop, match="time limit"):
+        lines.expect(is_ready, time.monotonic() - 0.001)
+    assert not lines.buffer and lines.expect(is_ready, time.monotonic() + 1) == "ready"
+    with pytest.raises(Stop, match="time limit"):
+        lines.expect(is_ready, time.monotonic() + 0.05)
     os.close(writing)
-    with pytest.raises(sandbox.Stop, match="process ended"):
-        lines.expect(sandbox.is_ready, time.monotonic() + 1)
+    with pytest.raises(Stop, match="process ended"):
+        lines.expect(is_ready, time.monotonic() + 1)
     os.close(reading)
 
 
-@pytest.mark.parametrize("size, whole", [(sandbox.RESULT_LIMIT - 20, True), (sandbox.RESULT_LIMIT, False), (9 * 10 ** 6, False)])
+@pytest.mark.parametrize("size, whole", [(RESULT_LIMIT - 20, True), (RESULT_LIMIT, False), (9 * 10 ** 6, False)])
 def test_a_result_is_whole_or_too_large(child, size, whole):
     (result,), _ = child.run(f"def f(): return 'x' * {size}", ["f()"], 2, imports=[])
     assert result == (["ok", "x" * size] if whole else ["error", "a result that is too large"])
 
 
-@pytest.mark.parametrize("letter, size, whole", [("x", 10 ** 5, True), ("\U0001f600", 10 ** 5, True), ("x", (1 << 20) - 40, True),
+@pytest.mark.parametrize("letter, size, whole",
+                         [("x", 10 ** 5, True), ("\U0001f600", 10 ** 5, True), ("x", (1 << 20) - 40, True),
                                                  ("x", 1 << 20, False), ("x", 40 * 10 ** 6, False)])
 def test_a_large_answer_is_graded_or_too_large(child, letter, size, whole):
     began = time.monotonic()
@@ -528,8 +552,8 @@ def test_an_answer_as_a_whole_has_a_limit(child, monkeypatch):
     monkeypatch.setattr(sandbox, "LOADS_LIMIT_S", 1)
     code, began = "import time\ntime.sleep(0.5)\ndef f(n):\n    while n: pass\n    return n", time.monotonic()
     values, _ = child.run(code, ["f(0)"] + ["f(1)"] * 9, 0.1, imports=[])
-    assert time.monotonic() - began < 4                                         # 1 s to load, 0.1 s for each of 10 calls
-    assert values[:2] == [["ok", 0], ["error", "time limit"]] and values[-1] == ["error", sandbox.ANSWER_TIME_LIMIT]
+    assert time.monotonic() - began < 4  # 1 s to load, 0.1 s for each of 10 calls
+    assert values[:2] == [["ok", 0], ["error", "time limit"]] and values[-1] == ["error", ANSWER_TIME_LIMIT]
     assert child.run("def f(n): return n", ["f(1)"], 0.1, imports=[])[0] == [["ok", 1]]
 
 
@@ -537,7 +561,8 @@ def test_descriptors_of_the_caller_are_closed(child, monkeypatch):
     monkeypatch.setattr(sandbox, "LOAD_LIMIT_S", 0.1)
     child.run("def f(n): return n", ["f(1)"], 1, imports=[])
     before = sorted(os.listdir("/proc/self/fd"))
-    for code in ("def f(n): return n", "import os\ndef f(n): os._exit(0)", "while True: pass", "import os\nos.closerange(0, 64)"):
+    for code in ("def f(n): return n", "import os\ndef f(n): os._exit(0)", "while True: pass",
+                 "import os\nos.closerange(0, 64)"):
         child.run(code, ["f(1)", "f(2)"], 0.1, imports=[])
     assert sorted(os.listdir("/proc/self/fd")) == before
 
@@ -546,20 +571,21 @@ def test_removal_is_bounded_and_never_raises(tmp_path):
     for i in range(200):
         (tmp_path / str(i)).mkdir()
     (tmp_path / "0" / "file").write_text("x")
-    assert not sandbox.empty(tmp_path, -1) and len(list(tmp_path.iterdir())) == 200
-    assert sandbox.empty(tmp_path, 5) and not list(tmp_path.iterdir())
-    assert not sandbox.empty(tmp_path / "none", 5)
+    assert not empty(tmp_path, -1) and len(list(tmp_path.iterdir())) == 200
+    assert empty(tmp_path, 5) and not list(tmp_path.iterdir())
+    assert not empty(tmp_path / "none", 5)
 
 
 def test_a_folder_that_cannot_be_emptied_is_replaced(world, capfd, tmp_path):
     """As where files come faster than they go: the next answer works in another folder, and it is said."""
-    with sandbox.Sandbox("landlock", 0) as child:
+    with Sandbox("landlock", 0) as child:
         try:
             child.greet()
-        except sandbox.LayerError as error:
+        except LayerError as error:
             pytest.skip(str(error))
         os.rename(child.work, child.folder + "/moved")
-        code = "import os\ndef f(n):\n    open('file', 'w').close()\n    return [os.path.basename(os.getcwd()), os.listdir('.')]"
+        code = "import os\ndef f(n):\n    open('file', 'w').close()\n" \
+               "    return [os.path.basename(os.getcwd()), os.listdir('.')]"
         assert child.run(code, ["f(1)"], 1, imports=[])[0] == [["ok", ["list", ["moved", ["list", ["file"]]]]]]
         for _ in range(2):
             assert child.run(code, ["f(1)"], 1, imports=[])[0] == [["ok", ["list", ["1", ["list", ["file"]]]]]]
@@ -569,17 +595,17 @@ def test_a_folder_that_cannot_be_emptied_is_replaced(world, capfd, tmp_path):
 
 
 def test_a_folder_that_outlives_the_sandbox_is_named(capfd, monkeypatch):
-    with sandbox.Sandbox("rlimits", 0) as child:
+    with Sandbox("rlimits", 0) as child:
         child.greet()
         monkeypatch.setattr(sandbox, "CLEAN_LIMIT_S", -1)
     assert f"cannot be removed: {child.folder}" in capfd.readouterr().err
     monkeypatch.undo()
-    assert sandbox.empty(child.folder, 5)
+    assert empty(child.folder, 5)
     os.rmdir(child.folder)
 
 
 def test_no_answer_sees_memory_of_references_or_other_answers(child):
-    """Search the Python objects of a fresh answer's process for what an earlier one left (and its own, as a control)."""
+    """Search the Python objects of a fresh answer's process for what another left (and its own, as a control)."""
     marks = ["marker-" + "of-an-earlier-answer", "marker-" + "of-this-answer"]
     assert child.run(f"def f(): return {marks[0]!r} * 100", ["f()"], 1, imports=[])[0][0][0] == "ok"
     search = f"""
@@ -594,11 +620,11 @@ def f():
 
 
 def test_a_killed_caller_leaves_no_process(world):
-    code = ("import sys; sys.path.insert(0, sys.argv[1]); import common\n"
-            "with common.Scorer(workers=1) as scorer:\n    print('ready', flush=True)\n"
+    code = ("import sys; sys.path.insert(0, sys.argv[1]); from colbench.scorer import Scorer\n"
+            "with Scorer(workers=1) as scorer:\n    print('ready', flush=True)\n"
             "    scorer.score([({'ground_truth': 'def f(): return 1', 'test_cases': {'a': 'f()'}},"
             " 'def f():\\n    while True: pass')] * 99)")
-    process = subprocess.Popen([sys.executable, "-c", code, str(pathlib.Path(common.__file__).parent)],
+    process = subprocess.Popen([sys.executable, "-c", code, str(pathlib.Path(sandbox.__file__).parents[1])],
                                stdout=subprocess.PIPE, text=True)
     while "ready" not in process.stdout.readline():
         assert process.poll() is None
@@ -621,29 +647,30 @@ def state(pid):
         return "Z"
 
 
-def test_layers_are_named_and_never_weakened(monkeypatch, capsys):
+def test_layers_are_named_and_never_weakened(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "colbench")
     task = {"ground_truth": "def f(): return 1", "test_cases": {"a": "f()"}}
-    with common.Scorer(unsafe=True, workers=1) as scorer:
+    with Scorer(unsafe=True, workers=1) as scorer:
         assert scorer.layer == "rlimits" and scorer.score([(task, "def f(): return True")])[0].tests == [True]
-    assert "resource limits alone" in capsys.readouterr().out
+    assert "resource limits alone" in caplog.text
 
     def no_walls(self):
         if self.layer != "rlimits":
-            raise sandbox.LayerError("not allowed")
-    monkeypatch.setattr(sandbox.Sandbox, "greet", no_walls)
-    with pytest.raises(common.InputError, match="--unsafe-scorer"):
-        common.Scorer().__enter__()
+            raise LayerError("not allowed")
+    monkeypatch.setattr(Sandbox, "greet", no_walls)
+    with pytest.raises(ColBenchError, match="--unsafe-scorer"):
+        Scorer().__enter__()
 
 
 def test_walls_that_do_not_stand_are_found(child, monkeypatch):
     monkeypatch.setattr(sandbox, "PROBE", "def probe(): return {path!r} != ''")
-    with sandbox.Sandbox(child.layer, 0) as other, pytest.raises(sandbox.LayerError, match="do not stand"):
+    with Sandbox(child.layer, 0) as other, pytest.raises(LayerError, match="do not stand"):
         other.greet()
 
 
 def test_parallel_scoring_keeps_order_and_graders_apart():
     tasks = [{"ground_truth": f"def f(): return {i}", "test_cases": {"a": "f()"}} for i in range(12)]
-    with common.Scorer(workers=3, time_limit_s=LIMIT_S) as scorer:
+    with Scorer(workers=3, time_limit_s=LIMIT_S) as scorer:
         began = time.monotonic()
         answers = [f"def f():\n    if {i} % 3 == 0:\n        while True: pass\n    return {i}" for i in range(12)]
         scores = scorer.score(list(zip(tasks, answers)))

@@ -7,9 +7,13 @@ import time
 
 import pytest
 
-import common
-import sandbox
-from conftest import ROOT, read, refused, stage, succeed
+from colbench.answers import extract_code
+from colbench.child import LOAD_LIMIT_S
+from colbench.sandbox import Sandbox
+from colbench.scorer import functions_under_test, reward_of, Scorer
+from colbench.values import encode
+from conftest import read, refused, ROOT, stage, succeed
+from lib.runtime import write_jsonl
 
 TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n * n if n else None",
         "test_cases": {f"test{n}": f"f({n})" for n in (3, 2, 0, 1)}}
@@ -17,13 +21,13 @@ TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n * n
 
 @pytest.fixture(scope="module")
 def scorer():
-    with common.Scorer(time_limit_s=0.5, workers=1) as scorer:
+    with Scorer(time_limit_s=0.5, workers=1) as scorer:
         yield scorer
 
 
 @pytest.fixture(scope="module")
 def compat():
-    with common.Scorer(time_limit_s=0.5, workers=1, compat=True) as scorer:
+    with Scorer(time_limit_s=0.5, workers=1, compat=True) as scorer:
         yield scorer
 
 
@@ -53,18 +57,23 @@ def task_of(reference, *calls):
     ("import math\ndef f(n):\n    return round(math.pow(n, 2)) if n else None", [1, 1, 1, 1]),
     ("def g(n): return n * n\ndef f(n): return g(n) or None", [1, 1, 1, 1]),                           # its own helper
     ("def f(n, total=0):\n    return (f(n - 1) + 2 * n - 1 if n > 0 else 0)", [1, 1, 0, 1]),          # recursion
-    ("FACTOR = 1\ndef f(n):\n    global FACTOR\n    FACTOR += 1\n    return n * n * (FACTOR - 1) or None", [1, 1, 1, 1]),
-    ("class Squarer:\n    def of(self, n): return n * n or None\nf = Squarer().of\nf = lambda n, f=f: f(n)", [1, 1, 1, 1]),
+    ("FACTOR = 1\ndef f(n):\n    global FACTOR\n    FACTOR += 1\n    return n * n * (FACTOR - 1) or None",
+     [1, 1, 1, 1]),
+    ("class Squarer:\n    def of(self, n): return n * n or None\nf = Squarer().of\nf = lambda n, f=f: f(n)",
+     [1, 1, 1, 1]),
     ("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass N:\n    n: int\n"
      "def f(n): return N(n).n ** 2 or None", [1, 1, 1, 1]),
     ("from functools import lru_cache\n@lru_cache\ndef f(n): return n * n or None", [1, 1, 1, 1]),
     ("# import os and exit() and sudo\ndef f(n): return n * n or None", [1, 1, 1, 1]),
     ("def f(n):\n    return n * n or None\nif __name__ == '__main__':\n    raise SystemExit", [1, 1, 1, 1]),
-    ("import threading\ndef f(n):\n    r = []\n    t = threading.Thread(target=lambda: r.append(n * n))\n    t.start(); t.join()\n"
+    ("import threading\ndef f(n):\n    r = []\n    t = threading.Thread(target=lambda: r.append(n * n))\n"
+     "    t.start(); t.join()\n"
      "    return r[0] or None", [1, 1, 1, 1]),
-    ("import asyncio\nasync def g(n):\n    await asyncio.sleep(0)\n    return n * n\ndef f(n): return asyncio.run(g(n)) or None",
+    ("import asyncio\nasync def g(n):\n    await asyncio.sleep(0)\n    return n * n\n"
+     "def f(n): return asyncio.run(g(n)) or None",
      [1, 1, 1, 1]),
-    ("import tempfile\ndef f(n):\n    with tempfile.TemporaryFile('w+') as file:\n        file.write(str(n * n)); file.seek(0)\n"
+    ("import tempfile\ndef f(n):\n    with tempfile.TemporaryFile('w+') as file:\n"
+     "        file.write(str(n * n)); file.seek(0)\n"
      "        return int(file.read()) or None", [1, 1, 1, 1]),
     ("def f(n):\n    try:\n        state = open('state').read()\n    except OSError:\n        state = ''\n"
      "    return n * n or None", [1, 1, 1, 1]),
@@ -76,7 +85,7 @@ def task_of(reference, *calls):
     ("def other(n): return n * n", [0, 0, 0, 0]),
     ("this is not python", [0, 0, 0, 0]),
     ("", [0, 0, 0, 0]),
-    ("def f(n):\n    return n * n or None\nraise ValueError", [1, 1, 1, 1]),                              # f was defined
+    ("def f(n):\n    return n * n or None\nraise ValueError", [1, 1, 1, 1]),  # f was defined
     ("import no_such_package\ndef f(n): return n * n or None", [0, 0, 0, 0]),
     ("class Yes:\n    def __eq__(self, other): return True\ndef f(n): return Yes()", [0, 0, 0, 0]),
     ("class Yes(int):\n    def __eq__(self, other): return True\ndef f(n): return Yes(9)", [1, 0, 0, 0]),
@@ -90,7 +99,8 @@ def task_of(reference, *calls):
     ("def f(n):\n    return 'x' * 10 ** 10 if n == 2 else n * n or None", [1, 0, 1, 1]),
     ("def f(n):\n    return f(n) if n == 2 else n * n or None", [1, 0, 1, 1]),
     ("def f(n):\n    print('x' * 1000, flush=True)\n    return n * n or None", [1, 1, 1, 1]),
-    ("import threading, time\ndef f(n):\n    threading.Thread(target=time.sleep, args=(99,)).start()\n    return n * n or None",
+    ("import threading, time\ndef f(n):\n    threading.Thread(target=time.sleep, args=(99,)).start()\n"
+     "    return n * n or None",
      [1, 1, 1, 1]),
 ])
 def test_golden_verdicts(scorer, answer, expected):
@@ -100,7 +110,7 @@ def test_golden_verdicts(scorer, answer, expected):
 def test_code_that_never_loads_is_given_up_after_two_tries(scorer):
     began = time.monotonic()
     assert verdicts(scorer, "while True: pass\ndef f(n): return n") == [False] * 4
-    assert time.monotonic() - began < 2 * (0.5 + sandbox.LOAD_LIMIT_S) + 2
+    assert time.monotonic() - began < 2 * (0.5 + LOAD_LIMIT_S) + 2
 
 
 # ---- values
@@ -108,28 +118,38 @@ def test_code_that_never_loads_is_given_up_after_two_tries(scorer):
 EQUAL = [
     ("1", "True"), ("1", "1.0"), ("0.5", "Decimal('0.5')"), ("0.5", "Fraction(1, 2)"), ("1", "1 + 0j"), ("0.0", "-0.0"),
     ("10 ** 400", "Decimal(10) ** 400"), ("'a'", "'a'"), ("b'ab'", "bytearray(b'ab')"), ("{1, 2}", "frozenset({2, 1})"),
-    ("{'a': 1, 'b': (2, [3])}", "{'b': (2, [3]), 'a': True}"), ("{1: 'x'}", "{1.0: 'x'}"), ("{'k': 1}", "{'k': 1}.copy()"),
+    ("{'a': 1, 'b': (2, [3])}", "{'b': (2, [3]), 'a': True}"), ("{1: 'x'}", "{1.0: 'x'}"),
+    ("{'k': 1}", "{'k': 1}.copy()"),
     ("float('nan')", "float('nan')"), ("[1, float('nan')]", "[1, Decimal('nan')]"), ("float('inf')", "Decimal('inf')"),
     ("datetime(2024, 1, 2, 3)", "datetime(2024, 1, 2, 3)"),
     ("datetime(2024, 1, 2, 3, tzinfo=timezone.utc)", "datetime(2024, 1, 2, 5, tzinfo=timezone(timedelta(hours=2)))"),
     ("date(2024, 1, 2)", "date(2024, 1, 2)"), ("timedelta(1)", "timedelta(hours=24)"), ("clock(1, 2)", "clock(1, 2)"),
-    ("Counter('aab')", "Counter(a=2, b=1, c=0)"), ("Counter('aab')", "{'a': 2, 'b': 1}"), ("defaultdict(int, a=1)", "{'a': 1}"),
+    ("Counter('aab')", "Counter(a=2, b=1, c=0)"), ("Counter('aab')", "{'a': 2, 'b': 1}"),
+    ("defaultdict(int, a=1)", "{'a': 1}"),
     ("OrderedDict(a=1, b=2)", "{'b': 2, 'a': 1}"), ("deque([1, 2])", "deque([1, 2], 5)"), ("Point(1, 2)", "(1, 2)"),
     ("Color.RED", "Color.RED"), ("Level.LOW", "1"), ("range(0, 5, 2)", "range(0, 6, 2)"), ("range(0)", "range(3, 3)"),
-    ("{1: 2}.keys()", "{1}"), ("np.int64(3)", "3"), ("np.float64(0.5)", "0.5"), ("np.bool_(True)", "True"), ("np.str_('a')", "'a'"),
-    ("np.array([1, 2])", "np.array([1.0, 2.0])"), ("np.array([1, np.nan])", "np.array([1, np.nan])"), ("[np.array([1])]", "[np.array([1])]"),
+    ("{1: 2}.keys()", "{1}"), ("np.int64(3)", "3"), ("np.float64(0.5)", "0.5"), ("np.bool_(True)", "True"),
+    ("np.str_('a')", "'a'"),
+    ("np.array([1, 2])", "np.array([1.0, 2.0])"), ("np.array([1, np.nan])", "np.array([1, np.nan])"),
+    ("[np.array([1])]", "[np.array([1])]"),
     ("'\\ud800 \\0 é'", "'\\ud800 \\0 é'"), ("[None, ...] and None", "None"),
 ]
 UNEQUAL = [
-    ("1", "'1'"), ("1", "None"), ("0", "None"), ("[]", "None"), ("[]", "()"), ("[1, 2]", "(1, 2)"), ("[1, 2]", "[2, 1]"), ("[1]", "[1, 1]"),
+    ("1", "'1'"), ("1", "None"), ("0", "None"), ("[]", "None"), ("[]", "()"), ("[1, 2]", "(1, 2)"),
+    ("[1, 2]", "[2, 1]"), ("[1]", "[1, 1]"),
     ("0.1 + 0.2", "0.3"), ("10 ** 400", "10 ** 400 + 1"), ("2 ** 53", "2 ** 53 + 1"), ("float(2 ** 53)", "2 ** 53 + 1"),
-    ("float('nan')", "0"), ("[float('nan'), 1]", "[1, float('nan')]"), ("float('inf')", "float('-inf')"), ("'a'", "b'a'"), ("''", "None"),
+    ("float('nan')", "0"), ("[float('nan'), 1]", "[1, float('nan')]"), ("float('inf')", "float('-inf')"),
+    ("'a'", "b'a'"), ("''", "None"),
     ("{1}", "[1]"), ("{}", "set()"), ("{'a': 1}", "{'a': 2}"), ("{'a': 1}", "[('a', 1)]"), ("{1: 'x'}", "{'1': 'x'}"),
     ("datetime(2024, 1, 2)", "date(2024, 1, 2)"), ("datetime(2024, 1, 2)", "datetime(2024, 1, 2, tzinfo=timezone.utc)"),
-    ("datetime(2024, 1, 2)", "'2024-01-02T00:00:00'"), ("OrderedDict(a=1, b=2)", "OrderedDict(b=2, a=1)"), ("Counter(a=0)", "{}"),
-    ("deque([1])", "[1]"), ("Color.RED", "Color.BLUE"), ("Color.RED", "1"), ("Color.RED", "'RED'"), ("range(3)", "[0, 1, 2]"),
-    ("np.array([1, 2])", "[1, 2]"), ("np.array([1, 2])", "np.array([[1, 2]])"), ("np.array([1, 2])", "np.array([1, 3])"),
-    ("['list', [1]]", "[1]"), ("['nan']", "float('nan')"), ("('number', 1)", "1"), ("1j", "1"), ("'nan'", "float('nan')"),
+    ("datetime(2024, 1, 2)", "'2024-01-02T00:00:00'"), ("OrderedDict(a=1, b=2)", "OrderedDict(b=2, a=1)"),
+    ("Counter(a=0)", "{}"),
+    ("deque([1])", "[1]"), ("Color.RED", "Color.BLUE"), ("Color.RED", "1"), ("Color.RED", "'RED'"),
+    ("range(3)", "[0, 1, 2]"),
+    ("np.array([1, 2])", "[1, 2]"), ("np.array([1, 2])", "np.array([[1, 2]])"),
+    ("np.array([1, 2])", "np.array([1, 3])"),
+    ("['list', [1]]", "[1]"), ("['nan']", "float('nan')"), ("('number', 1)", "1"), ("1j", "1"),
+    ("'nan'", "float('nan')"),
 ]
 TYPES = """from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from datetime import date, datetime, time as clock, timedelta, timezone
@@ -157,29 +177,34 @@ def test_values_are_compared_by_pythons_rules(scorer, pairs, same):
 
 
 @pytest.mark.parametrize("line", [
-    '["ok", ["counter", [{"1": 2}]]]', '["ok", ["list", [["counter", [{"1": 2}]]]]]', '["ok", ["dict", [["a", 1], {"0": 1, "1": 2}]]]',
-    '["ok", ["dict", [1, 2, 3]]]', '["ok", ["dict", [["a"], ["b"]]]]', '["ok", ["counter", [[]]]]', '["ok", ["odict", {}]]',
-    '["ok", {"a": 1}]', '["ok", ["list"]]', '["ok", [["list"], [1]]]', '["ok", ["list", ' + "[" * 500 + "]" * 500 + "]]",
-    '["ok", NaN]', '["ok", 1e999]', '["error", {"a": [1]}]', '["error", "\\ud800"]', '["ok"]', '{"ok": 1}', '"ready"', '"restart"',
+    '["ok", ["counter", [{"1": 2}]]]', '["ok", ["list", [["counter", [{"1": 2}]]]]]',
+    '["ok", ["dict", [["a", 1], {"0": 1, "1": 2}]]]',
+    '["ok", ["dict", [1, 2, 3]]]', '["ok", ["dict", [["a"], ["b"]]]]', '["ok", ["counter", [[]]]]',
+    '["ok", ["odict", {}]]',
+    '["ok", {"a": 1}]', '["ok", ["list"]]', '["ok", [["list"], [1]]]',
+    '["ok", ["list", ' + "[" * 500 + "]" * 500 + "]]",
+    '["ok", NaN]', '["ok", 1e999]', '["error", {"a": [1]}]', '["error", "\\ud800"]', '["ok"]', '{"ok": 1}', '"ready"',
+    '"restart"',
     "9" * 5000, '["ok", ' + "9" * 5000 + "]"])
 def test_forged_results_are_wrong_values_and_break_nothing(scorer, line, tmp_path):
     for value in ("{'a': 1}", "Counter(a=1)", "OrderedDict(a=1)", "[1]"):
         task = task_of(f"from collections import *\ndef f(): return {value}")
-        forger = f"import os\ndef f():\n    for d in range(3, 64):\n        try: os.write(d, {line!r}.encode() + b'\\n')\n" \
-                 "        except OSError: pass\n    return 7"
+        forger = f"import os\ndef f():\n    for d in range(3, 64):\n        try: os.write(d, {line!r}.encode()" \
+                 " + b'\\n')\n        except OSError: pass\n    return 7"
         score = scorer.score([(task, forger)])[0]
         assert score.tests == [False]
-        common.write_jsonl(tmp_path / "scored.jsonl", [{"faults": score.faults}])
+        write_jsonl(tmp_path / "scored.jsonl", [{"faults": score.faults}])
 
 
 def test_encoding_by_hand():
-    assert sandbox.encode((1, 2.5, True, None, "a")) == ["tuple", [1, ["ratio", "5/2"], 1, None, "a"]]
-    assert sandbox.encode({"b": {2, 1}, "a": 2 ** 60}) == ["dict", [["a", ["int", "0x1000000000000000"]], ["b", ["set", [1, 2]]]]]
-    assert sandbox.encode(decimal.Decimal("-0.75")) == ["ratio", "-3/4"]
-    assert sandbox.encode(datetime.timedelta(days=1, seconds=2)) == ["timedelta", 1, 2, 0]
-    assert sandbox.encode(range(2, 9, 3)) == ["range", 3, 2, 5]
+    assert encode((1, 2.5, True, None, "a")) == ["tuple", [1, ["ratio", "5/2"], 1, None, "a"]]
+    assert encode({"b": {2, 1}, "a": 2 ** 60}) == ["dict",
+                                                   [["a", ["int", "0x1000000000000000"]], ["b", ["set", [1, 2]]]]]
+    assert encode(decimal.Decimal("-0.75")) == ["ratio", "-3/4"]
+    assert encode(datetime.timedelta(days=1, seconds=2)) == ["timedelta", 1, 2, 0]
+    assert encode(range(2, 9, 3)) == ["range", 3, 2, 5]
     with pytest.raises(TypeError, match="object cannot be compared"):
-        sandbox.encode(object())
+        encode(object())
 
 
 # ---- answers as models write them
@@ -207,10 +232,13 @@ ANSWERS = {
     "usage block": f"```python\n{F}\n```\nUse it like this:\n```python\nprint(f(int(input())))\n```",
     "shell block first": f"```bash\npip install numpy\n```\n```python\n{F}\n```",
     "output block": f"```python\n{F}\n```\n```\n>>> f(3)\n9\n```",
-    "two parts": "First a helper:\n```python\ndef g(n):\n    return n * n\n```\nand the function:\n```python\ndef f(n):\n    return g(n) or None\n```",
+    "two parts": "First a helper:\n```python\ndef g(n):\n    return n * n\n```\nand the function:\n```python\n"
+                 "def f(n):\n    return g(n) or None\n```",
     "corrected": f"```python\ndef f(n):\n    return n\n```\nWait, that is wrong.\n```python\n{F}\n```",
-    "future import in the second block": f"```python\ndef g(): pass\n```\n```python\nfrom __future__ import annotations\n{F}\n```",
-    "fence in a docstring": 'def f(n):\n    """Squares.\n\n    ```python\n    def f(n): return 7\n    ```\n    """\n    return n * n or None',
+    "future import in the second block": f"```python\ndef g(): pass\n```\n```python\n"
+                                         f"from __future__ import annotations\n{F}\n```",
+    "fence in a docstring": 'def f(n):\n    """Squares.\n\n    ```python\n    def f(n): return 7\n    ```\n    """\n'
+                            '    return n * n or None',
     "one line": "`def f(n): return n * n or None`",
     "one line, three backticks": "```python def f(n): return n * n or None```",
     "marker": f"I WANT TO ANSWER:\n{F}",
@@ -228,7 +256,7 @@ ANSWERS = {
 @pytest.mark.parametrize("name", ANSWERS)
 def test_code_is_found_where_models_put_it(scorer, name):
     score = scorer.score([(TASK, ANSWERS[name])])[0]
-    assert score.tests == [True] * 4, (score.faults, sandbox.extract_code(ANSWERS[name]))
+    assert score.tests == [True] * 4, (score.faults, extract_code(ANSWERS[name]))
 
 
 @pytest.mark.parametrize("answer", ["I do not know.", "```python\n```", "```", "f", "I WANT TO ANSWER:", "~~~\n\n~~~",
@@ -249,31 +277,36 @@ def test_no_code_is_no_credit_and_no_crash(scorer, answer):
     ("import no_such_package\ndef f(n): return n", [0, 0, 0, 0], "no module named no_such_package"),
     ("def f(n) return", [0, 0, 0, 0], "SyntaxError"),
     ("def f(n): return {'a', 'b', 'c', str(n)}", [1, 1, 1, 1], ""),
-    ("def f(n): return list({'a', 'b', 'c', str(n)})", [1, 1, 1, 1], ""),                # the same hash seed on both sides
+    ("def f(n): return list({'a', 'b', 'c', str(n)})", [1, 1, 1, 1], ""),  # the same hash seed on both sides
 ])
 def test_what_a_reference_cannot_settle_is_never_credited(scorer, reference, gradeable, reason):
     task = {**TASK, "ground_truth": reference}
     score = scorer.score([(task, reference)])[0]
     assert score.gradeable == [bool(x) for x in gradeable]
-    assert score.tests == score.gradeable                                     # the reference itself passes what can be graded
+    assert score.tests == score.gradeable  # the reference itself passes what can be graded
     assert all(reason in fault and "not gradeable" in fault for fault in score.faults if fault)
 
 
 def test_each_test_gets_fresh_arguments_and_a_fresh_namespace(scorer):
-    reference = "SEEN = []\ndef f(items):\n    items.append(0)\n    SEEN.append(items)\n    return len(items) + len(SEEN)"
+    reference = "SEEN = []\ndef f(items):\n    items.append(0)\n    SEEN.append(items)\n" \
+                "    return len(items) + len(SEEN)"
     task = task_of(reference, "f([1])", "f([1])", "f([1])")
     assert verdicts(scorer, "def f(items): return len(items) + 2", task) == [True] * 3
 
 
 def test_names_in_a_call_mean_what_the_reference_imported(scorer):
-    task = task_of("from datetime import datetime\nimport numpy as np\ndef f(d): return getattr(d, 'year', None) or int(d.sum())",
+    task = task_of("from datetime import datetime\nimport numpy as np\n"
+                   "def f(d): return getattr(d, 'year', None) or int(d.sum())",
                    "f(datetime(2024, 1, 2))", "f(np.array([1, 2]))")
-    assert verdicts(scorer, "import datetime\ndef f(d):\n    return d.year if isinstance(d, datetime.datetime) else sum(d.tolist())",
+    assert verdicts(scorer,
+                    "import datetime\ndef f(d):\n"
+                    "    return d.year if isinstance(d, datetime.datetime) else sum(d.tolist())",
                     task) == [True, True]
 
 
 @pytest.mark.parametrize("answer, passes", [
-    ("import math\ndef f(a, b): return math.gcd(a, b)", True), ("def f(a, b): return 7", False), ("from math import lcm as f", False),
+    ("import math\ndef f(a, b): return math.gcd(a, b)", True), ("def f(a, b): return 7", False),
+    ("from math import lcm as f", False),
     ("import math\nf = math.gcd", True), ("import math\nf = math.lcm", False), ("import math as f", False),
     ("class f:\n    def __init__(self, a, b): pass", False), ("def g(a, b): return 6", False), ("", False)])
 @pytest.mark.parametrize("reference", ["import math\nf = math.gcd", "from math import gcd as f"])
@@ -291,11 +324,13 @@ def test_a_name_that_the_answer_defines_is_the_answers(scorer):
 
 
 @pytest.mark.parametrize("call, functions, imported", [
-    ("f(1)", "f", ""), ("round(f(1), 2)", "f", ""), ("f(datetime(1, 2, 3))", "f", "datetime"), ("np.sum(f(1))", "f", "np"),
+    ("f(1)", "f", ""), ("round(f(1), 2)", "f", ""), ("f(datetime(1, 2, 3))", "f", "datetime"),
+    ("np.sum(f(1))", "f", "np"),
     ("Counter(f(1))", "f", "Counter"), ("f(datetime(1, 2, 3))", "f", "f datetime"), ("f(1)[0] == g(2)", "f g", ""),
-    ("Decimal(9) == f(3)", "f", "Decimal"), ("Solver().run(len([1]))", "Solver", ""), ("1 + 1", "", ""), ("f(", "", "")])
+    ("Decimal(9) == f(3)", "f", "Decimal"), ("Solver().run(len([1]))", "Solver", ""), ("1 + 1", "", ""),
+    ("f(", "", "")])
 def test_which_functions_a_call_tests(call, functions, imported):
-    assert sandbox.functions_under_test(call, imported.split()) == set(functions.split())
+    assert functions_under_test(call, imported.split()) == set(functions.split())
 
 
 # ---- tests that are comparisons
@@ -304,11 +339,15 @@ FAKE = "class Yes:\n    def __{name}__(self, *other): return True\n    __hash__ 
 
 
 @pytest.mark.parametrize("call, gradeable", [
-    ("f(3) == 9", 1), ("9 == f(3)", 1), ("f(3) != 8", 1), ("f(3) == [9]", 1), ("f(0) is None", 1), ("f(0) is not None", 1),
+    ("f(3) == 9", 1), ("9 == f(3)", 1), ("f(3) != 8", 1), ("f(3) == [9]", 1), ("f(0) is None", 1),
+    ("f(0) is not None", 1),
     ("f(3) == f(-3)", 1), ("f(3) == Decimal(9)", 1), ("f(3) < 10", 1), ("f(3) >= 9.5", 1), ("abs(f(3) - 9) <= 1e-9", 1),
-    ("f(2) < float(3)", 1), ("Decimal(9) == f(3)", 1), ("f(3) == float('nan')", 1), ("f(3) == '9'  # text", 1), ("(f(3),\n 9) == (9, 9)", 1),
-    ("f(3) in (9, 8)", 0), ("8 < f(3) < 10", 0), ("f(3) == 9 and f(2) == 4", 0), ("not f(3) == 9", 0), ("[f(3) == 9]", 0),
-    ("all(f(i) == i * i for i in range(1, 3))", 0), ("f(0) < 3", 0), ("f(3) is 9", 0), ("f(3) < 'a'", 0), ("f(3) == object()", 0),
+    ("f(2) < float(3)", 1), ("Decimal(9) == f(3)", 1), ("f(3) == float('nan')", 1), ("f(3) == '9'  # text", 1),
+    ("(f(3),\n 9) == (9, 9)", 1),
+    ("f(3) in (9, 8)", 0), ("8 < f(3) < 10", 0), ("f(3) == 9 and f(2) == 4", 0), ("not f(3) == 9", 0),
+    ("[f(3) == 9]", 0),
+    ("all(f(i) == i * i for i in range(1, 3))", 0), ("f(0) < 3", 0), ("f(3) is 9", 0), ("f(3) < 'a'", 0),
+    ("f(3) == object()", 0),
     ("len(sorted([f(3)], key=lambda x: x > 1))", 0), ("(f(3) == 9) == True", 0)])
 def test_a_comparison_is_of_values_and_no_object_decides_it(scorer, call, gradeable):
     task = task_of("from decimal import Decimal\n" + F, call)
@@ -318,16 +357,20 @@ def test_a_comparison_is_of_values_and_no_object_decides_it(scorer, call, gradea
         assert verdicts(scorer, FAKE.format(name=name) + "\nclass Decimal(Yes): __init__ = Yes.__eq__", task) == [False]
 
 
-@pytest.mark.parametrize("call, wrong", [("f(3) == 9", "8"), ("9 == f(3)", "None"), ("f(3) == [9]", "[9]"), ("f(3) != 8", "8"),
-                                         ("f(0) is None", "0"), ("f(3) < 10", "10"), ("f(3) < 10", "'9'"), ("f(3) < 10", "10 ** 400"),
-                                         ("f(3) >= 9", "8.99"), ("f(3) == f(-3)", "n"), ("f(3) < 10", "float('inf')"), ("str(f(3)) < 'a'", "'b'")])
+@pytest.mark.parametrize("call, wrong", [("f(3) == 9", "8"), ("9 == f(3)", "None"), ("f(3) == [9]", "[9]"),
+                                         ("f(3) != 8", "8"),
+                                         ("f(0) is None", "0"), ("f(3) < 10", "10"), ("f(3) < 10", "'9'"),
+                                         ("f(3) < 10", "10 ** 400"),
+                                         ("f(3) >= 9", "8.99"), ("f(3) == f(-3)", "n"), ("f(3) < 10", "float('inf')"),
+                                         ("str(f(3)) < 'a'", "'b'")])
 def test_a_comparison_with_a_wrong_value_fails(scorer, call, wrong):
     task = task_of(F, call)
     assert verdicts(scorer, F, task) == [True] and verdicts(scorer, f"def f(n): return {wrong}", task) == [False]
 
 
 def test_an_answer_does_not_see_what_it_is_compared_with(scorer):
-    spy = ("import sys\ndef f(n):\n    frame = sys._getframe()\n    while 'request' not in frame.f_locals: frame = frame.f_back\n"
+    spy = ("import sys\ndef f(n):\n    frame = sys._getframe()\n"
+           "    while 'request' not in frame.f_locals: frame = frame.f_back\n"
            "    return [frame.f_locals['request'][key] for key in ('calls', 'reference')]")
     task = task_of("def f(n): return [['(f(3), ('], None]", "f(3) == [['((f(3)), )'], None]")
     assert verdicts(scorer, spy, task) == [False]                   # it returned the right side, the reference did not
@@ -340,19 +383,24 @@ def test_what_a_call_passes_to_the_function_may_compare(scorer):
 
 
 def test_data_of_a_comparison_is_checked(scorer):
-    forger = "import os\ndef f(n):\n    for d in range(3, 64):\n        try: os.write(d, b'{line}\\n')\n        except OSError: pass"
-    for line in ('["ok", 1]', '["ok", ["tuple", []]]', '["ok", ["tuple", [9, 9]]]', '["ok", ["list", [9]]]', '["ok", "tuple"]'):
+    forger = "import os\ndef f(n):\n    for d in range(3, 64):\n        try: os.write(d, b'{line}\\n')\n" \
+             "        except OSError: pass"
+    for line in ('["ok", 1]', '["ok", ["tuple", []]]', '["ok", ["tuple", [9, 9]]]', '["ok", ["list", [9]]]',
+                 '["ok", "tuple"]'):
         assert verdicts(scorer, forger.format(line=line), task_of(F, "f(3) == 9")) == [False]
 
 
-@pytest.mark.parametrize("end", ["raise ValueError", "input()", "import sys; sys.exit()", "exit()", "assert f(2) == 5", "import no_such_package",
-                                 "print(f(int(sys.argv[1])))", "raise KeyboardInterrupt", "undefined", "f(None, None)", "1 / 0"])
+@pytest.mark.parametrize("end", ["raise ValueError", "input()", "import sys; sys.exit()", "exit()", "assert f(2) == 5",
+                                 "import no_such_package",
+                                 "print(f(int(sys.argv[1])))", "raise KeyboardInterrupt", "undefined", "f(None, None)",
+                                 "1 / 0"])
 def test_code_whose_top_level_fails_is_graded_by_its_function(scorer, end):
     assert verdicts(scorer, f"{F}\n{end}") == [True] * 4
 
 
 def test_the_fault_of_code_that_does_not_define_its_function_is_the_first(scorer):
-    assert scorer.score([(TASK, f"1 / 0\n{F}")])[0] == ([False] * 4, [True] * 4, ["ZeroDivisionError: division by zero"] * 4)
+    assert scorer.score([(TASK, f"1 / 0\n{F}")])[0] == ([False] * 4, [True] * 4,
+                                                        ["ZeroDivisionError: division by zero"] * 4)
 
 
 def test_an_answer_sees_no_arguments_of_the_sandbox(scorer):
@@ -362,12 +410,12 @@ def test_an_answer_sees_no_arguments_of_the_sandbox(scorer):
 
 def test_a_reference_is_evaluated_once_a_task(scorer, monkeypatch):
     calls = []
-    original = sandbox.Sandbox.run
+    original = Sandbox.run
 
     def run(self, code, *arguments, **options):
         calls.append(code)
         return original(self, code, *arguments, **options)
-    monkeypatch.setattr(sandbox.Sandbox, "run", run)
+    monkeypatch.setattr(Sandbox, "run", run)
     task = task_of("def f(): return 12345")
     scorer.score([(task, f"def f(): return {i}") for i in range(5)])
     scorer.score([(task, "def f(): return 12345")])
@@ -376,7 +424,7 @@ def test_a_reference_is_evaluated_once_a_task(scorer, monkeypatch):
 
 def test_a_dead_child_is_an_error_not_a_zero():
     with pytest.raises(RuntimeError, match="child"):
-        with common.Scorer(workers=1) as scorer:
+        with Scorer(workers=1) as scorer:
             children = scorer.workers.get()
             children[1].child.kill()
             time.sleep(0.1)
@@ -386,7 +434,7 @@ def test_a_dead_child_is_an_error_not_a_zero():
 
 def test_same_seed_same_hash_order_another_seed_another(scorer):
     code = "def f(): return [hash('a'), list({'a', 'b', 'c', 'd'})]"
-    with common.Scorer(workers=1, hash_seed=1) as other:
+    with Scorer(workers=1, hash_seed=1) as other:
         values = []
         for each in (scorer, other):
             children = each.workers.get()
@@ -396,7 +444,7 @@ def test_same_seed_same_hash_order_another_seed_another(scorer):
 
 
 def test_reward_by_hand():
-    assert common.reward_of([True, True, False, True]) == 0.75
+    assert reward_of([True, True, False, True]) == 0.75
 
 
 # ---- the published scorer's verdicts
@@ -418,7 +466,8 @@ HELPED = task_of("def g(n): return n\ndef f(n): return g(n)", *(f"f({n})" for n 
     (LOOP + "\n# transformers", TEN, 0.0, 1.0),
     ("class Yes:\n    def __eq__(self, other): return True\ndef f(n, Yes=Yes): return Yes()", TEN, 1.0, 0.0),
     ("def f(n): raise SystemExit", TEN, 0.0, 0.0),
-    ("import time\ndef f(n, sleep=time.sleep):\n    while True:\n        try:\n            sleep(0.01)\n        except Exception: pass",
+    ("import time\ndef f(n, sleep=time.sleep):\n    while True:\n        try:\n            sleep(0.01)\n"
+     "        except Exception: pass",
      TEN, 0.0, 0.0),
     ("def f(n): return None", task_of("def f(n): return None", "f(1)"), 0.0, 1.0),
     (f"```python\n{LOOP}\n```", TEN, 1.0, 1.0),
@@ -432,36 +481,39 @@ HELPED = task_of("def g(n): return n\ndef f(n): return g(n)", *(f"f({n})" for n 
     ("def f(n): return", TEN, 0.0, 0.0),
 ])
 def test_published_verdicts(compat, answer, task, published, ours, request):
-    assert common.reward_of(verdicts(compat, answer, task)) == published
+    assert reward_of(verdicts(compat, answer, task)) == published
     if "while True" not in answer:
-        assert common.reward_of(verdicts(request.getfixturevalue("scorer"), answer, task)) == ours
+        assert reward_of(verdicts(request.getfixturevalue("scorer"), answer, task)) == ours
 
 
 def test_an_answer_that_ends_the_published_evaluation_is_counted(tmp_path):
     answers = {"a": LOOP, "b": "def f(n): raise SystemExit", "c": "import math\ndef f(n): return math.factorial(n)"}
-    common.write_jsonl(tmp_path / "t.jsonl", [
+    write_jsonl(tmp_path / "t.jsonl", [
         {"task": {"problem_description": name, **TEN}, "answer": answer,
          "dialogue_history": [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]}
         for name, answer in answers.items()])
     out = succeed("05_evaluate.py", f"a={tmp_path}/t.jsonl", "--compat", "--out", tmp_path / "out")
-    assert "scorer: " in out and "published scorer" in out
+    assert "scorer: " in out and "published: success" in out
     import json
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["a"]
     assert metrics["success_rate"] == 2 / 3 and metrics["success_rate_compat"] == 1 / 3
     assert metrics["ends_evaluation"] == 1 and metrics["scorer"] in ("namespaces", "landlock")
-    assert [t["tests_compat"] for t in read(tmp_path / "out" / "scored" / "a.jsonl")] == [[True] * 10, [False] * 10, [False] * 10]
+    assert [t["tests_compat"] for t in read(tmp_path / "out" / "scored" / "a.jsonl")] == [[True] * 10, [False] * 10,
+                                                                                          [False] * 10]
 
 
 # ---- the data check
 
 def test_data_check(tmp_path, capsys):
-    references = ["def f(n):\n    return n", "def f(n):\n    return 1 // n", "import no_such_package\ndef f(n):\n    return n",
+    references = ["def f(n):\n    return n", "def f(n):\n    return 1 // n",
+                  "import no_such_package\ndef f(n):\n    return n",
                   "import random\ndef f(n):\n    return random.random()", "def f(n):\n    return False",
                   "def f(n):\n    return list({str(n), 'a', 'b', 'c', 'd'})", "def f(n):\n    return f",
                   "def f(n):\n    return n"]
-    rows = [{"problem_description": "?", **task_of(reference, "f(0)", "f(1)", "f(1)", "f(2) == 2" if i == 0 else "f(2)")}
+    rows = [{"problem_description": "?", **task_of(reference, "f(0)", "f(1)", "f(1)",
+                                                   "f(2) == 2" if i == 0 else "f(2)")}
             for i, reference in enumerate(references)]
-    common.write_jsonl(tmp_path / "tasks.jsonl", rows)
+    write_jsonl(tmp_path / "tasks.jsonl", rows)
     stage(1).main(["--check", str(tmp_path / "tasks.jsonl"), "--out", str(tmp_path / "findings.jsonl")])
     findings = [list(row["findings"]) for row in read(tmp_path / "findings.jsonl")]
     assert findings == [["test is a comparison"], ["reference fails"], ["missing package"], ["random"], ["vacuous"],

@@ -1,5 +1,5 @@
 """Models behind OpenAI's protocol, against real server processes (server.py): requests, failures and their mending,
-resuming, leaks, what is kept of ids and log-probabilities, bad input."""
+resuming, leaks, what is kept of ids, bad input."""
 import argparse
 import asyncio
 import json
@@ -12,7 +12,11 @@ import time
 import pytest
 
 import common
+from colbench import backend, task_id
 from conftest import begin, read, refused, stage, succeed, wait
+from lib.models import load_tokenizer
+from lib.runtime import InputError
+from lib.servers import open_server, read_reply, Reply, ReplyError, server_reply, server_request, strip_thoughts
 
 rollout = stage(2)
 RULES = ["--simulator", "rules"]
@@ -36,7 +40,7 @@ def play(tasks, agent, out, *more):
 
 
 def reply_of(server, messages=({"role": "user", "content": "?"},), seed=0, **options):
-    return asyncio.run(common.server_reply(common.open_server(server, **options), list(messages), 1.0, 8, seed))
+    return asyncio.run(server_reply(open_server(server, **options), list(messages), 1.0, 8, seed))
 
 
 def free_port():
@@ -49,17 +53,18 @@ def test_agent_and_person_behind_servers(tasks, tmp_path, serve, monkeypatch, ca
     monkeypatch.setenv("OPENAI_API_KEY", "the key")
     servers = [serve("--key", "the key", "--delay-s", 0.05) for _ in range(2)]
     both = ",".join(server["url"] for server in servers)
-    person = serve()
-    rows = play(tasks, f"{both}#asker", tmp_path / "out.jsonl", "--simulator", f"{person['url']}#counter")
-    assert [row["task_id"] for row in rows] == [common.task_id(task) for task in read(tasks)]
+    human = serve()
+    rows = play(tasks, f"{both}#asker", tmp_path / "out.jsonl", "--simulator", f"{human['url']}#counter")
+    assert [row["task_id"] for row in rows] == [task_id(task) for task in read(tasks)]
     for row in rows:
         assert [turn["content"] for turn in row["dialogue_history"][1:]] == [
-            "What is it?", "I see 2 messages.", "What is it?", "I see 4 messages.", f"{common.MARKER}\ndef f(): return 1"]
+            "What is it?", "I see 2 messages.", "What is it?", "I see 4 messages.",
+            f"{backend.MARKER}\ndef f(): return 1"]
         assert row["answer"] == "def f(): return 1" and row["tokenizer"] is None
         assert not any(key in turn for turn in row["dialogue_history"] for key in ("output_ids", "input", "leak"))
     logs = [log_of(server) for server in servers]
     assert sum(map(len, logs)) == 24 and min(map(len, logs)) >= 8
-    agent, other = logs[0] + logs[1], log_of(person)
+    agent, other = logs[0] + logs[1], log_of(human)
     shared = {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "top_k": -1, "min_p": 0.0,
               "repetition_penalty": 1.0}
     for requests, wanted in ((agent, {"temperature": 1.0, "max_tokens": 60, "key": "Bearer the key"}),
@@ -76,7 +81,7 @@ def test_agent_and_person_behind_servers(tasks, tmp_path, serve, monkeypatch, ca
 
 
 def test_what_fails_for_a_moment_is_tried_again(tasks, tmp_path, serve, capsys):
-    """Rate limits, busy, empty and broken replies, a reply that never comes: counted, and the dialogues are as without."""
+    """Rate limits, busy, empty and broken replies, a reply that never comes: counted; dialogues are as without."""
     flaky = serve("--limit", 4, "--busy", 9, "--empty", 7, "--broken", 11, "--hang-at", 6, "--strict")
     rows = play(tasks, f"{flaky['url']}#asker", tmp_path / "a", *RULES, "--timeout", 1)
     printed = capsys.readouterr().out
@@ -90,11 +95,11 @@ def test_what_fails_for_a_moment_is_tried_again(tasks, tmp_path, serve, capsys):
 
 def test_the_time_that_a_server_asks_for_is_waited(serve):
     server = serve("--limit", 2)
-    opened = common.open_server(f"{server['url']}#asker")
+    opened = open_server(f"{server['url']}#asker")
 
     async def three():
         for seed in range(3):
-            await common.server_reply(opened, [{"role": "user", "content": "?"}], 1.0, 8, seed)
+            await server_reply(opened, [{"role": "user", "content": "?"}], 1.0, 8, seed)
     asyncio.run(three())
     times = [request["time"] for request in log_of(server)]
     assert [request["status"] for request in log_of(server)] == [200, 429, 200, 429, 200]
@@ -113,7 +118,8 @@ def test_a_server_that_dies_in_the_middle_and_comes_back(tasks, tmp_path, serve)
     """The run ends with one line; the same command again plays what is missing and asks for nothing else."""
     port = free_port()
     dying, agent = serve("--die-at", 16, port=port), f"http://127.0.0.1:{port}/v1#asker"
-    arguments = ["--tasks", tasks, "--agent", agent, *RULES, "--concurrency", 2, "--retries", 1, "--out", tmp_path / "out"]
+    arguments = ["--tasks", tasks, "--agent", agent, *RULES, "--concurrency", 2, "--retries", 1, "--out",
+                 tmp_path / "out"]
     line = refused(2, *arguments)
     assert "no connection" in line and "run the same command again" in line and not (tmp_path / "out").exists()
     finished = [int(row.split(" ")[0]) for row in (tmp_path / "out.0of1.partial").read_text().splitlines()]
@@ -127,7 +133,8 @@ def test_a_server_that_dies_in_the_middle_and_comes_back(tasks, tmp_path, serve)
     assert len(rows) == 8 and len(log_of(alive)) == 3 * (8 - len(finished))
     asked = {request["messages"][1]["content"] for request in log_of(alive)}
     assert asked == {row["task"]["problem_description"] for i, row in enumerate(rows) if i not in finished}
-    assert json.loads((tmp_path / "out.costs.json").read_text())["server_prompt_tokens"] == paid + 10 * len(log_of(alive))
+    costs = json.loads((tmp_path / "out.costs.json").read_text())
+    assert costs["server_prompt_tokens"] == paid + 10 * len(log_of(alive))
 
 
 def test_one_of_two_servers_that_dies_is_left_alone(tasks, tmp_path, serve):
@@ -138,7 +145,8 @@ def test_one_of_two_servers_that_dies_is_left_alone(tasks, tmp_path, serve):
 
 def test_killed_in_the_middle_repeats_nothing(tasks, tmp_path, serve):
     server = serve("--delay-s", 0.05)
-    arguments = ["--tasks", tasks, "--agent", f"{server['url']}#asker", *RULES, "--samples", 3, "--concurrency", 3, "--out",
+    arguments = ["--tasks", tasks, "--agent", f"{server['url']}#asker", *RULES, "--samples", 3, "--concurrency", 3,
+                 "--out",
                  tmp_path / "out"]
     partial = tmp_path / "out.0of1.partial"
     pid = begin("02_rollout.py", *arguments, folder=tmp_path)
@@ -152,7 +160,7 @@ def test_killed_in_the_middle_repeats_nothing(tasks, tmp_path, serve):
     succeed("02_rollout.py", *arguments, ranks=2)
     assert len(log_of(server)) - before == 3 * (24 - len(finished))
     assert [(row["task_id"], row["sample"]) for row in read(tmp_path / "out")] == [
-        (common.task_id(task), sample) for task in read(tasks) for sample in range(3)]
+        (task_id(task), sample) for task in read(tasks) for sample in range(3)]
 
 
 def test_a_dialogue_without_a_reply_is_no_answer(tasks, tmp_path, serve):
@@ -164,7 +172,7 @@ def test_a_dialogue_without_a_reply_is_no_answer(tasks, tmp_path, serve):
     line = refused(2, *arguments)
     assert "out: 1 of 8 dialogues failed" in line and "status 400" in line and not (tmp_path / "out").exists()
     [failed] = read(tmp_path / "out.failed.jsonl")
-    assert failed["task_id"] == common.task_id(task) and "maximum context length" in failed["failed"]
+    assert failed["task_id"] == task_id(task) and "maximum context length" in failed["failed"]
     serve.end(server["pid"])
     server = serve(port=port)
     rollout.main([str(argument) for argument in arguments])
@@ -174,7 +182,8 @@ def test_a_dialogue_without_a_reply_is_no_answer(tasks, tmp_path, serve):
 
 def test_replies_that_stay_empty_are_no_answers(tasks, tmp_path, serve):
     server = serve("--empty", 1)
-    line = refused(2, "--tasks", tasks, "--agent", f"{server['url']}#asker", *RULES, "--retries", 2, "--out", tmp_path / "a")
+    line = refused(2, "--tasks", tasks, "--agent", f"{server['url']}#asker", *RULES, "--retries", 2, "--out",
+                   tmp_path / "a")
     assert "8 of 8 dialogues failed" in line and "empty reply" in line
     assert len(log_of(server)) == 3 * 8 and len({request["seed"] for request in log_of(server)}) == 3 * 8
     line = refused(2, "--tasks", tasks, "--agent", f"{server['url']}#asker", *RULES, "--retries", 0, "--samples", 4,
@@ -187,11 +196,12 @@ def test_a_person_that_shows_code_is_noticed(tasks, tmp_path, serve, capsys):
     url = server["url"]
     leaky = play(tasks, f"{url}#asker", tmp_path / "leaky", "--simulator", f"{url}#leaky")
     assert all(turn["leak"] == "signature" for row in leaky for turn in row["dialogue_history"][2::2])
-    assert "100.0% of the person's replies leak code (16 signature)" in capsys.readouterr().out
+    assert "100.0% of the human's replies leak code (16 signature)" in capsys.readouterr().out
     shy = play(tasks, f"{url}#asker", tmp_path / "shy", "--simulator", f"{url}#leaky", "--reject-leaks", 2)
     person = [turn for row in shy for turn in row["dialogue_history"][2::2]]
-    assert {(turn["content"], turn["resampled"], "leak" in turn) for turn in person} == {("It is what you think.", 1, False)}
-    assert "0.0% of the person's replies leak code, 16 rejected" in capsys.readouterr().out
+    assert {(turn["content"], turn["resampled"], "leak" in turn) for turn in person} == {("It is what you think.", 1,
+                                                                                          False)}
+    assert "0.0% of the human's replies leak code, 16 rejected" in capsys.readouterr().out
     asked = [request for request in log_of(server) if request["model"] == "leaky"][16:]
     assert sorted(request["temperature"] for request in asked) == [0.0] * 16 + [1.0] * 16
     assert len({request["seed"] for request in asked}) == 32
@@ -213,44 +223,46 @@ def test_thoughts_stay_with_who_thinks(tasks, tmp_path, serve):
     assert kinds == {(1.0, "{'enable_thinking': True}"), (0.0, "None")}
 
 
-def test_ids_and_log_probabilities_are_kept_where_the_server_gives_them(tasks, tmp_path, serve):
-    tokenizer = common.load_tokenizer("tests/tiny")
-    server = serve("--model", "tests/tiny")
-    agent, more = f"{server['url']}#model", [*RULES, "--max-rounds", 3, "--server-logprobs"]
-    rows = play(tasks, agent, tmp_path / "out", *more, "--agent-tokenizer", "tests/tiny")
+def test_ids_are_kept_where_the_server_gives_them(tasks, tmp_path, serve):
+    tokenizer = load_tokenizer("models/tiny")
+    server = serve("--model", "models/tiny")
+    agent, more = f"{server['url']}#model", [*RULES, "--max-rounds", 3]
+    rows = play(tasks, agent, tmp_path / "out", *more, "--agent-tokenizer", "models/tiny")
     counts = {}
     for row in rows:
         turns = [turn for turn in row["dialogue_history"] if turn["role"] == "assistant"]
         assert common.agent_turns(tokenizer, row, counts) == [(turn["input"], turn["output_ids"]) for turn in turns]
         for turn in turns:
-            assert len(turn["output_logps"]) == len(turn["output_ids"]) and max(turn["output_logps"]) <= 0
+            assert turn["output_ids"]
             assert tokenizer.decode(turn["output_ids"], skip_special_tokens=True) == turn["output"]
     assert list(counts) == ["sampled ids"]
-    plain = play(tasks, agent, tmp_path / "plain", *more[:-1])                   # same seeds, the server's own numbers
+    plain = play(tasks, agent, tmp_path / "plain", *more)                        # same seeds, no ids
     assert [[turn["content"] for turn in row["dialogue_history"]] for row in plain] == [
         [turn["content"] for turn in row["dialogue_history"]] for row in rows]
     assert "needs a server that gives token ids" in refused(
-        2, "--tasks", tasks, "--agent", f"{server['url']}#asker", *RULES, "--agent-tokenizer", "tests/tiny", "--out",
+        2, "--tasks", tasks, "--agent", f"{server['url']}#asker", *RULES, "--agent-tokenizer", "models/tiny", "--out",
         tmp_path / "none")
 
 
 def test_thoughts_that_a_server_puts_apart_are_kept_as_a_block():
     choice = argparse.Namespace(finish_reason="length", logprobs=None, message=argparse.Namespace(
         content="What is it?", reasoning_content="Ask first."))
-    reply = common.read_reply(argparse.Namespace(choices=[choice], usage=None))
-    assert reply == common.Reply("<think>Ask first.</think>What is it?", False, None, None, 0, 0)
-    assert common.visible_text(reply.text) == "What is it?"
+    reply = read_reply(argparse.Namespace(choices=[choice], usage=None))
+    assert reply == Reply("<think>Ask first.</think>What is it?", False, None, 0, 0)
+    assert strip_thoughts(reply.text) == "What is it?"
 
 
 @pytest.mark.parametrize("model, roles, keys", [
     ("gpt-4o", ["system", "user"], {"max_tokens", "temperature", "top_p", "frequency_penalty", "presence_penalty"}),
     ("o1-mini", ["user", "user"], {"max_completion_tokens"}),
-    ("openai/o3-mini", ["system", "user"], {"max_completion_tokens"}), ("gpt-5.1", ["system", "user"], {"max_completion_tokens"}),
-    ("AIDC-AI/Marco-o1", ["system", "user"], {"max_tokens", "temperature", "top_p", "frequency_penalty", "presence_penalty"})])
+    ("openai/o3-mini", ["system", "user"], {"max_completion_tokens"}),
+    ("gpt-5.1", ["system", "user"], {"max_completion_tokens"}),
+    ("AIDC-AI/Marco-o1", ["system", "user"], {"max_tokens", "temperature", "top_p", "frequency_penalty",
+                                              "presence_penalty"})])
 def test_parameters_of_reasoning_models(model, roles, keys):
-    server = common.open_server(f"http://nowhere/v1#{model}")
+    server = open_server(f"http://nowhere/v1#{model}")
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    request = common.server_request(server, chat, 0.5, 10, 3, {"a": 1})
+    request = server_request(server, chat, 0.5, 10, 3, {"a": 1})
     assert [message["role"] for message in request["messages"]] == roles and request["extra_body"]["a"] == 1
     assert request.keys() - {"model", "messages", "seed", "extra_body"} == keys
 
@@ -268,7 +280,7 @@ def test_bad_servers_are_one_line(tasks, tmp_path, serve, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "right")
     assert "no model of this name there (status 404: The model `m`" in refused(
         2, *base, tmp_path / "5", "--agent", f"{server['url']}#m")
-    assert "--best-of needs an agent whose tokens" in refused(
+    assert "--best-of and --branch need an agent whose tokens are at hand" in refused(
         2, *base, tmp_path / "6", "--agent", f"{server['url']}#asker", "--best-of", 2, "--critic", "x")
     assert not any((tmp_path / str(number)).exists() for number in range(7)) and time.monotonic() - begin_s < 20
     with pytest.raises(SystemExit):
@@ -277,15 +289,15 @@ def test_bad_servers_are_one_line(tasks, tmp_path, serve, monkeypatch):
 
 def test_a_server_that_refuses_at_first_ends_the_run_and_later_the_dialogue(serve):
     server = serve("--refuse", "too long")
-    with pytest.raises(common.InputError, match="refuses the request"):
+    with pytest.raises(InputError, match="refuses the request"):
         reply_of(f"{server['url']}#asker", [{"role": "user", "content": "too long"}])
-    opened = common.open_server(f"{server['url']}#asker")
+    opened = open_server(f"{server['url']}#asker")
 
     async def ask(text):
-        return await common.server_reply(opened, [{"role": "user", "content": text}], 1.0, 8, 0)
+        return await server_reply(opened, [{"role": "user", "content": text}], 1.0, 8, 0)
 
     async def both():
         assert (await ask("short"))[:2] == ("What is it?", True)
-        with pytest.raises(common.ReplyError, match="maximum context length"):
+        with pytest.raises(ReplyError, match="maximum context length"):
             await ask("too long")
     asyncio.run(both())

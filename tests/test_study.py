@@ -1,5 +1,5 @@
-"""run.sh --study, and tests/tune.sh, with a stand-in for the interpreter: every command's flags are parsed by its stage,
-every input is there before it is used, and nothing is made twice."""
+"""run.sh, scripts/study.sh and scripts/tune.sh with a stand-in for the interpreter: every command's flags are parsed by
+its stage, every input is there before it is used, and nothing is made twice."""
 import json
 import os
 import shutil
@@ -16,10 +16,12 @@ words = sys.argv[4:] if sys.argv[1] == "--standalone" else sys.argv[1:]        #
 if words[0] == "-":                                                            # tune.sh writes its CSV
     sys.exit()
 values = dict(zip(words, words[1:]))
-inputs = [values.get(name) for name in ("--trajectories", "--tasks", "--critic", "--candidates", "--agent", "--model")]
+flags = "--trajectories", "--tasks", "--critic", "--candidates", "--agent", "--model", "--returns", "--gates"
+inputs = [values.get(name) for name in flags]
 if words[0].startswith("05"):
     inputs += [path for word in words if "=" in word for path in word.split("=")[1].split(",")]
-missing = [path for path in inputs if path not in (None, "oracle", "oracle-patient") and not os.path.exists(path.removeprefix("judge:"))]
+missing = [path for path in inputs if path not in (None, "oracle", "oracle-patient")
+           and not os.path.exists(path.removeprefix("judge:"))]
 out = pathlib.Path(values["--out"])
 with open("commands.jsonl", "a") as log:
     fcntl.flock(log, fcntl.LOCK_EX)
@@ -42,11 +44,12 @@ def call(tmp_path):
         (tmp_path / ".venv" / "bin" / name).write_text(STAND_IN)
         (tmp_path / ".venv" / "bin" / name).chmod(0o755)
     for name in ("tiny", "tiny_pages"):
-        (tmp_path / "tests" / name).mkdir(parents=True)
-    for name in ("run.sh", "tests/tune.sh"):
+        (tmp_path / "models" / name).mkdir(parents=True)
+    (tmp_path / "scripts").mkdir()
+    for name in ("run.sh", "scripts/chain.sh", "scripts/study.sh", "scripts/tune.sh"):
         shutil.copy(ROOT / name, tmp_path / name)
-    (tmp_path / "tests" / "setup.sh").write_text((ROOT / "tests" / "setup.sh").read_text() + "\nsetup_environment() { :; }"
-                                                 "\nsetup_browser() { :; }\n")
+    (tmp_path / "scripts" / "setup.sh").write_text(
+        (ROOT / "scripts" / "setup.sh").read_text() + "\nsetup_environment() { :; }\nsetup_browser() { :; }\n")
 
     def start(*command, **environment):
         (tmp_path / "commands.jsonl").unlink(missing_ok=True)
@@ -65,8 +68,15 @@ def outputs(commands):
     return [command["words"][command["words"].index("--out") + 1] for command in commands]
 
 
-def test_the_study_makes_every_row_of_every_seed(call):
-    commands = call("run.sh", "--study", "3", "4")
+def comparisons(commands):
+    """{folder of an evaluation: the words of its command}"""
+    return {command["words"][command["words"].index("--out") + 1].removeprefix("out/study/"): command["words"]
+            for command in commands if command["words"][0].startswith("05")}
+
+
+@pytest.mark.parametrize("script", [["scripts/study.sh"], ["run.sh", "--study"]])
+def test_the_study_makes_every_row_of_every_seed(call, script):
+    commands = call(*script, "3", "4")
     made = outputs(commands)
     assert len(set(made)) == len(made) and not any(command["there"] for command in commands)
     for seed in (3, 4):
@@ -74,17 +84,40 @@ def test_the_study_makes_every_row_of_every_seed(call):
                      "sweet-oracle", "sweet-oracle-patient", "sweet-value", "mtdpo-n200", "sweet-n800"):
             assert f"out/study/seed{seed}/{name}.jsonl" in made
     compared = {}                                                              # {folder: {name: its files}}
-    for words in (command["words"] for command in commands if command["words"][0].startswith("05")):
+    for folder, words in comparisons(commands).items():
         files = dict(word.split("=") for word in words if "=" in word)
         assert "--baseline" not in words or words[words.index("--baseline") + 1] in files
-        compared[words[words.index("--out") + 1].removeprefix("out/study/")] = files
+        compared[folder] = files
     assert compared["rankings-3-4"].keys() == {"sweet", *(f"sweet-{name}" for name in (
         "oracle", "oracle-patient", "no-c", "no-norm", "regression", "value"))}
     assert compared["tokens-3-4"].keys() == {"mtdpo", "mtdpo-tokens", "sweet"}
     assert compared["chain-3-4"]["sweet"] == "out/study/seed3/sweet.jsonl,out/study/seed4/sweet.jsonl"
     assert compared["n200-3-4"].keys() == {"mtdpo-n200", "sweet-n200"}
-    seeds = {command["words"][command["words"].index("--seed") + 1] for command in commands if "--seed" in command["words"]}
+    seeds = {command["words"][command["words"].index("--seed") + 1] for command in commands
+             if "--seed" in command["words"]}
     assert seeds == {"3", "4", "1000"}                                         # 1000: the test tasks, the same for all
+
+
+def test_the_study_compares_the_critics_of_its_first_seed(call):
+    commands = call("scripts/study.sh", "3", "4")
+    words = comparisons(commands)["seed3/critics"]
+    assert [word for word in words if "=" in word] == [
+        "base=out/study/seed3/few/base.jsonl", "critic=out/study/seed3/critic",
+        *(f"critic-{name}=out/study/seed3/critic-{name}" for name in ("no-c", "no-norm", "regression", "value"))]
+    [branches] = [command["words"] for command in commands if "--branch" in command["words"]]
+    flags = dict(zip(branches, branches[1:]))
+    assert flags["--tasks"] == "out/study/seed3/few/base.jsonl" and flags["--agent"] == "models/tiny"
+    assert flags["--out"] == words[words.index("--returns") + 1]
+    points = {word.split("=")[0] for word in comparisons(commands)["seed3/curves"] if "@" in word and "=" in word}
+    assert points == {f"{name}@{n}" for n in (1, 4, 16) for name in (
+        "critic", "critic-no-c", "critic-no-norm", "critic-regression", "critic-value", "oracle")} | {
+            "judge@1", "judge@4"}
+
+
+def test_a_study_of_the_chain_alone(call):
+    commands = call("scripts/study.sh", "3", ROWS="")
+    assert list(comparisons(commands)) == ["chain-3"]
+    assert not any("oracle" in name or "few" in name for name in outputs(commands))
 
 
 def test_the_chain_of_pages(call):
@@ -93,34 +126,42 @@ def test_the_chain_of_pages(call):
     assert {"out/frontend/sweet", "out/frontend/mtdpo", "out/frontend/rft", "out/frontend/critic"} <= {
         command[command.index("--out") + 1] for command in commands}
     assert all("pixels" in command for command in commands if command[0][:2] in ("02", "05"))
-    assert not any("tests/tiny" in command for command in commands)
+    assert any("models/tiny_pages" in command for command in commands)
+    assert not any("models/tiny" in command for command in commands)
 
 
-@pytest.mark.parametrize("script", ["run.sh", "tests/tune.sh", "tests/make_tiny.sh"])
+@pytest.mark.parametrize("script", ["run.sh", "scripts/tune.sh", "scripts/make_tiny.sh"])
 @pytest.mark.parametrize("flags", [["--domain"], ["--domain", "frontends"]])
 def test_an_unknown_domain_is_refused(script, flags):
     process = subprocess.run(["bash", script, *flags], cwd=ROOT, text=True, capture_output=True, timeout=20)
     assert process.returncode == 2 and "must be backend or frontend" in process.stderr and not process.stdout
 
 
-@pytest.mark.parametrize("flags, number, test_tasks", [([], 8, "out/test.jsonl"), (["--domain", "frontend"], 3,
-                                                                                       "out/frontend/test.jsonl")])
+def test_a_seed_is_a_number():
+    process = subprocess.run(["bash", "run.sh", "--seed"], cwd=ROOT, text=True, capture_output=True, timeout=20)
+    assert process.returncode == 2 and "seed '--seed': must be a number" in process.stderr and not process.stdout
+
+
+@pytest.mark.parametrize("flags, number, test_tasks", [
+    ([], 8, "out/test.jsonl"), (["--domain", "frontend"], 3, "out/frontend/test.jsonl")])
 def test_every_method_is_searched_over_as_many_settings(call, flags, number, test_tasks):
     call("run.sh", *flags)
-    commands = call("tests/tune.sh", *flags)
+    commands = call("scripts/tune.sh", *flags)
     tried = [command["words"] for command in commands if command["words"][0].startswith("04") and "--max-steps" not in
              command["words"]]
-    counts = {method: sum(method == words[words.index("--method") + 1] for words in tried) for method in ("rft", "mtdpo", "sweet")}
+    counts = {method: sum(method == words[words.index("--method") + 1] for words in tried)
+              for method in ("rft", "mtdpo", "sweet")}
     assert set(counts.values()) == {number} and len(set(map(tuple, tried))) == 3 * number
     assert not any(test_tasks in command["words"] for command in commands)
 
 
 def test_other_critics_are_searched_over_as_many_settings(call):
     call("run.sh")
-    commands = [command["words"] for command in call("tests/tune.sh", KINDS="no-c regression")]
+    commands = [command["words"] for command in call("scripts/tune.sh", KINDS="no-c regression")]
     critics = [words for words in commands if words[0].startswith("03")]
-    assert sorted("--no-privileged" in words for words in critics) == sorted("regression" in words for words in critics) == [
-        False, False, True, True]
-    tried = [words[words.index("--critic") + 1] for words in commands if words[0].startswith("04") and "--max-steps" not in words]
+    for flag in ("--no-privileged", "regression"):
+        assert sorted(flag in words for words in critics) == [False, False, True, True]
+    tried = [words[words.index("--critic") + 1] for words in commands
+             if words[0].startswith("04") and "--max-steps" not in words]
     assert {critic: tried.count(critic) for critic in tried} == {
         f"out/tune/critic-{kind}-{beta}": 4 for kind in ("no-c", "regression") for beta in ("0.1", "1")}

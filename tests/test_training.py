@@ -1,6 +1,8 @@
-"""Training on many ranks: shards, files, states, killed runs, chunks of logits, equal batches, pairs that share a prompt."""
+"""Training on many ranks: shards, files, states, killed runs, chunks of logits, equal batches, pairs that share a
+prompt; the schedule."""
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -12,20 +14,25 @@ import pytest
 import torch
 
 import common
-from conftest import ROOT, begin, rank_environments, read, refused, stage, succeed, wait
+from common import load_sharded
+from conftest import begin, rank_environments, read, refused, ROOT, stage, succeed, wait
+from lib import models
+from lib.models import load_model, save_model, token_logps
+from lib.runtime import InputError, Runtime, start
+from lib.training import epoch_batches, learning_rate, rank_batches
 
-BASE = ROOT / "tests" / "tiny"
+BASE = ROOT / "models" / "tiny"
 ARGS = argparse.Namespace(dtype="float32", replicate=1, activation_checkpointing=False, attention="sdpa", out="unused")
 
 
 @pytest.fixture(scope="module")
 def runtime():
-    return common.start(0)
+    return start(0)
 
 
 @pytest.fixture(scope="module")
 def sharded(runtime):
-    return common.load_sharded(str(BASE), runtime, ARGS)
+    return load_sharded(str(BASE), runtime, ARGS)
 
 
 def weights(folder):
@@ -34,14 +41,16 @@ def weights(folder):
 
 
 def flags(workspace, out, *more):
-    return [str(x) for x in ("--method", "mtdpo", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-4,
-                             "--batch-size", 4, "--max-steps", 8, "--save-every", 1, "--log-every", 1, "--out", out, *more)]
+    return [str(x) for x in ("--method", "mtdpo", "--trajectories", workspace / "offline.jsonl", "--model", BASE,
+                             "--lr", 1e-4, "--batch-size", 4, "--max-steps", 8, "--save-every", 1, "--log-every", 1,
+                             "--out", out, *more)]
 
 
 def a_batch(tokenizer):
     rng = random.Random(0)
     prompts = ["<|user|>Can you help?<|assistant|>", "<|user|>Please write a function.<|assistant|>"]
-    return common.collate([common.candidate_rows(tokenizer, prompt, [[rng.randrange(4, 700) for _ in range(n)] for n in (3, 7, 5)])
+    return common.collate([common.candidate_rows(tokenizer, prompt,
+                                                 [[rng.randrange(4, 700) for _ in range(n)] for n in (3, 7, 5)])
                            for prompt in prompts])
 
 
@@ -50,7 +59,7 @@ def a_batch(tokenizer):
 def test_a_sharded_model_is_the_model(sharded, tiny):
     model, tokenizer = tiny
     batch = a_batch(tokenizer)
-    values = sharded.turn_values(batch)
+    values = sharded.turn_scores(batch)
     assert torch.equal(values, common.turn_logps(model, batch))
     values.sum().backward()
     model.zero_grad()
@@ -63,34 +72,35 @@ def test_a_sharded_model_is_the_model(sharded, tiny):
 
 def test_half_precision_files_are_read_into_float32_and_written_in_parts(runtime, tiny, tmp_path, monkeypatch):
     model, tokenizer = tiny
-    half = common.load_model(str(BASE), "cpu", "bfloat16")[0]
+    half = load_model(str(BASE), "cpu", "bfloat16")[0]
     (tmp_path / "half").mkdir()
-    common.save_model(tmp_path / "half", half, tokenizer)
-    loaded = common.load_sharded(str(tmp_path / "half"), runtime, ARGS)
+    save_model(tmp_path / "half", half, tokenizer)
+    loaded = load_sharded(str(tmp_path / "half"), runtime, ARGS)
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
     import huggingface_hub
     split = huggingface_hub.split_torch_state_dict_into_shards
-    monkeypatch.setattr(huggingface_hub, "split_torch_state_dict_into_shards", lambda state: split(state, max_shard_size="1MB"))
+    monkeypatch.setattr(huggingface_hub, "split_torch_state_dict_into_shards",
+                        lambda state: split(state, max_shard_size="1MB"))
     (tmp_path / "parts").mkdir()
-    common.save_model(tmp_path / "parts", loaded, tokenizer)
+    save_model(tmp_path / "parts", loaded, tokenizer)
     assert len(list((tmp_path / "parts").glob("model-*.safetensors"))) > 2
     written = weights(tmp_path / "parts")
     assert all(torch.equal(written[name], tensor.float()) for name, tensor in half.state_dict().items())
-    again = common.load_sharded(str(tmp_path / "parts"), runtime, ARGS)
-    assert torch.equal(again.turn_values(a_batch(tokenizer)), loaded.turn_values(a_batch(tokenizer)))
+    again = load_sharded(str(tmp_path / "parts"), runtime, ARGS)
+    assert torch.equal(again.turn_scores(a_batch(tokenizer)), loaded.turn_scores(a_batch(tokenizer)))
 
 
 def test_weights_of_other_names_are_written_plainly_first(runtime, tiny, tmp_path):
     from safetensors.torch import load_file, save_file
     model, tokenizer = tiny
     (tmp_path / "odd").mkdir()
-    common.save_model(tmp_path / "odd", model, tokenizer)
+    save_model(tmp_path / "odd", model, tokenizer)
     tensors = load_file(tmp_path / "odd" / "model.safetensors")
-    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, tmp_path / "odd" / "model.safetensors",
-              metadata={"format": "pt"})
-    loaded = common.load_sharded(str(tmp_path / "odd"), runtime, argparse.Namespace(**{**vars(ARGS), "out": tmp_path}))
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()},
+              tmp_path / "odd" / "model.safetensors", metadata={"format": "pt"})
+    loaded = load_sharded(str(tmp_path / "odd"), runtime, argparse.Namespace(**{**vars(ARGS), "out": tmp_path}))
     assert len(list((tmp_path / "initial").glob("*/model.safetensors"))) == 1
-    assert torch.equal(loaded.turn_values(a_batch(tokenizer)), model.turn_values(a_batch(tokenizer)))
+    assert torch.equal(loaded.turn_scores(a_batch(tokenizer)), common.turn_scores(model, a_batch(tokenizer)))
 
 
 # --- the logits
@@ -98,15 +108,16 @@ def test_weights_of_other_names_are_written_plainly_first(runtime, tiny, tmp_pat
 def test_logits_in_chunks_are_the_logits_whole(tiny, monkeypatch):
     """Against float64 and the plain way, values and gradients; no tensor of all logits is made."""
     torch.manual_seed(0)
-    head, hidden, ids = torch.nn.Linear(16, 300, bias=False), torch.randn(50, 16, requires_grad=True), torch.randint(0, 300, (50,))
+    head, hidden = torch.nn.Linear(16, 300, bias=False), torch.randn(50, 16, requires_grad=True)
+    ids = torch.randint(0, 300, (50,))
     expected = torch.log_softmax(hidden.double() @ head.weight.double().T, -1)[range(50), ids]
     expected_gradient, = torch.autograd.grad(expected.sum(), hidden)
     sizes, linear = [], torch.nn.functional.linear
-    monkeypatch.setattr(common.F, "linear", lambda hidden, *rest: sizes.append(len(hidden)) or linear(hidden, *rest))
+    monkeypatch.setattr(models.F, "linear", lambda hidden, *rest: sizes.append(len(hidden)) or linear(hidden, *rest))
     for limit, largest in ((2 ** 26, 50), (300 * 7, 7)):
-        monkeypatch.setattr(common, "MAX_LOGITS", limit)
+        monkeypatch.setattr(models, "MAX_LOGITS", limit)
         sizes.clear()
-        logps = common.token_logps(head, hidden, ids)
+        logps = token_logps(head, hidden, ids)
         gradient, = torch.autograd.grad(logps.sum(), hidden)
         torch.testing.assert_close(logps.double(), expected, atol=1e-5, rtol=0)
         torch.testing.assert_close(gradient.double(), expected_gradient.double(), atol=1e-5, rtol=0)
@@ -119,11 +130,12 @@ def test_logits_are_not_rounded_to_bfloat16():
     nothing changes, bit for bit."""
     torch.manual_seed(0)
     head, hidden, ids = torch.nn.Linear(64, 300, bias=False), 8 * torch.randn(50, 64), torch.randint(0, 300, (50,))
-    assert torch.equal(common.token_logps(head, hidden, ids), -torch.nn.functional.cross_entropy(head(hidden), ids, reduction="none"))
+    assert torch.equal(token_logps(head, hidden, ids),
+                       -torch.nn.functional.cross_entropy(head(hidden), ids, reduction="none"))
     head, hidden = head.bfloat16(), hidden.bfloat16().requires_grad_()
     expected = torch.log_softmax(hidden.double() @ head.weight.double().T, -1)[range(50), ids]
     rounded = -torch.nn.functional.cross_entropy(head(hidden).float(), ids, reduction="none")
-    logps = common.token_logps(head, hidden, ids)
+    logps = token_logps(head, hidden, ids)
     assert logps.dtype == torch.float32
     assert (logps - expected).abs().max() < 1e-5 < 1e-2 < (rounded - expected).abs().max()
     logps.sum().backward()
@@ -132,15 +144,17 @@ def test_logits_are_not_rounded_to_bfloat16():
 
 def test_a_sharded_bfloat16_model_projects_in_float32(runtime, tiny):
     """The same values as the whole model's, and as float32 arithmetic on its last hidden states."""
-    model = common.load_sharded(str(BASE), runtime, argparse.Namespace(**{**vars(ARGS), "dtype": "bfloat16"}))
-    whole, batch = common.load_model(str(BASE), "cpu", "bfloat16")[0], a_batch(tiny[1])
-    values = model.turn_values(batch)
-    torch.testing.assert_close(values, whole.turn_values(batch), atol=0.05, rtol=0)
+    model = load_sharded(str(BASE), runtime, argparse.Namespace(**{**vars(ARGS), "dtype": "bfloat16"}))
+    whole, batch = load_model(str(BASE), "cpu", "bfloat16")[0], a_batch(tiny[1])
+    values = model.turn_scores(batch)
+    torch.testing.assert_close(values, common.turn_scores(whole, batch), atol=0.05, rtol=0)
     hidden, (r, t) = common.hidden_states(whole, batch), (batch.turns >= 0).nonzero(as_tuple=True)
     states = hidden[r, batch.previous[r, t]]
-    logps = torch.log_softmax(states.double() @ whole.get_output_embeddings().weight.double().T, -1)[range(len(r)), batch.ids[r, t]]
-    expected = torch.zeros_like(batch.lengths).double().index_put((batch.owners[r], batch.turns[r, t]), logps, accumulate=True)
-    torch.testing.assert_close(whole.turn_values(batch).double(), expected, atol=1e-3, rtol=0)
+    logits = states.double() @ whole.get_output_embeddings().weight.double().T
+    logps = torch.log_softmax(logits, -1)[range(len(r)), batch.ids[r, t]]
+    expected = torch.zeros_like(batch.lengths).double().index_put((batch.owners[r], batch.turns[r, t]), logps,
+                                                                  accumulate=True)
+    torch.testing.assert_close(common.turn_scores(whole, batch).double(), expected, atol=1e-3, rtol=0)
     values.sum().backward()
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
 
@@ -153,15 +167,16 @@ def test_flex_attention_sees_what_the_dense_mask_shows(tiny, monkeypatch):
     monkeypatch.setattr(masking_utils, "create_block_mask",
                         lambda *args, _compile=None, **options: create_block_mask(*args, **options))
     monkeypatch.setattr(integration, "compile_friendly_flex_attention",
-                        lambda query, key, value, training=False, **options: flex_attention(query, key, value, **options))
-    model, tokenizer = common.load_model(str(BASE), "cpu")
+                        lambda *tensors, training=False, **options: flex_attention(*tensors, **options))
+    model, tokenizer = load_model(str(BASE), "cpu")
     batch = a_batch(tokenizer)
     with torch.no_grad():
-        dense = model.turn_values(batch)
+        dense = common.turn_scores(model, batch)
         model.set_attn_implementation("flex_attention")
-        torch.testing.assert_close(model.turn_values(batch), dense, atol=1e-3, rtol=1e-5)
-        torch.testing.assert_close(model.turn_values(common.collate([[common.Row([5, 6, 7], [-1, 0, 0])]])),
-                                   tiny[0].turn_values(common.collate([[common.Row([5, 6, 7], [-1, 0, 0])]])), atol=1e-3, rtol=1e-5)
+        torch.testing.assert_close(common.turn_scores(model, batch), dense, atol=1e-3, rtol=1e-5)
+        small = common.collate([[common.Row([5, 6, 7], [-1, 0, 0])]])
+        torch.testing.assert_close(common.turn_scores(model, small), common.turn_scores(tiny[0], small), atol=1e-3,
+                                   rtol=1e-5)
 
 
 # --- memory
@@ -169,7 +184,8 @@ def test_flex_attention_sees_what_the_dense_mask_shows(tiny, monkeypatch):
 @pytest.mark.parametrize("case", ["8 2 bfloat16 1 4 300 2 0", "1 1 float32 0 2 500 1 1"])
 def test_the_memory_plan_is_what_a_step_takes(case):
     """Arguments of memory.py: 8 ranks in 2 groups, activation checkpointing, two micro-batches; one rank, trees."""
-    process = subprocess.run([sys.executable, ROOT / "tests" / "memory.py", *case.split()], text=True, capture_output=True, check=True)
+    process = subprocess.run([sys.executable, ROOT / "tests" / "memory.py", *case.split()], text=True,
+                             capture_output=True, check=True)
     found = json.loads(process.stdout)
     assert found["plan"] == pytest.approx(found["measured"], rel=0.15)
 
@@ -177,40 +193,59 @@ def test_the_memory_plan_is_what_a_step_takes(case):
 def test_a_dry_run_needs_nothing_but_a_configuration(tmp_path, capsys):
     (tmp_path / "config.json").write_text((BASE / "config.json").read_text())
     for number, more in ((3, []), (4, ["--method", "sweet", "--critic", "x"])):
-        stage(number).main(["--trajectories", "none", "--model", str(tmp_path), "--out", str(tmp_path / "x"), "--max-length", "64",
-                            "--dry-run", "8", "--batch-size", "24", *more])
+        stage(number).main(["--trajectories", "none", "--model", str(tmp_path), "--out", str(tmp_path / "x"),
+                            "--max-length", "64", "--dry-run", "8", "--batch-size", "24", *more])
         printed = capsys.readouterr().out
         assert "on 8 ranks" in printed and "parameters          0.000 GB" in printed and "total" in printed
         assert f"{3 * (2 if number == 3 else 1)} rows of 64" in printed
     assert not (tmp_path / "x").exists()
-    with pytest.raises(common.InputError, match="--replicate 3 does not divide the 8 ranks"):
-        stage(3).main(["--trajectories", "none", "--model", str(BASE), "--out", "x", "--dry-run", "8", "--replicate", "3"])
+    with pytest.raises(InputError, match="--replicate 3 does not divide the 8 ranks"):
+        stage(3).main(["--trajectories", "none", "--model", str(BASE), "--out", "x", "--dry-run", "8",
+                       "--replicate", "3"])
 
 
-# --- batches
+# --- batches, schedule
+
+def test_epoch_batches_cover_every_item_once_an_epoch():
+    batches = epoch_batches(10, 4, 2, seed=1)
+    assert [len(b) for b in batches] == [4, 4, 2, 4, 4, 2]
+    assert sorted(sum(batches[:3], [])) == sorted(sum(batches[3:], [])) == list(range(10))
+    assert batches == epoch_batches(10, 4, 2, seed=1) != epoch_batches(10, 4, 2, seed=2)
+
+
+def test_learning_rate_by_hand():
+    rates = [learning_rate(step, 100, 1.0) for step in range(100)]
+    assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert rates[3] == pytest.approx(1.0)
+    assert rates[51] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 48 / 97)))
+    assert 0.1 < rates[-1] < 0.11
+
 
 def test_every_rank_makes_as_many_passes_over_the_same_batch():
     batch = [7, 3, 9, 1, 4]
     for world_size, expected in ((1, [[[7, 3], [9, 1], [4]]]), (2, [[[7, 9], [4]], [[3, 1], [7]]]),
                                  (8, [[[7]], [[3]], [[9]], [[1]], [[4]], [[7]], [[7]], [[7]]])):
-        ranks = [list(common.rank_batches(batch, 2, common.Runtime(rank, world_size, "cpu"))) for rank in range(world_size)]
+        ranks = [list(rank_batches(batch, 2, Runtime(rank, world_size, "cpu"))) for rank in range(world_size)]
         assert [[examples for examples, _ in own] for own in ranks] == expected
-        counted = [i for own in ranks for examples, weights in own for i, weight in zip(examples, weights.tolist()) if weight]
+        counted = [i for own in ranks for examples, weights in own for i, weight in zip(examples, weights.tolist())
+                   if weight]
         assert sorted(counted) == sorted(batch)
 
 
 def test_pairs_of_a_turn_in_one_tree_train_like_pairs_apart(workspace, tmp_path):
     """The same pairs in one batch: the same loss and gradient, with fewer tokens."""
-    one = [["--method", "sweet", "--critic", "oracle", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--data-frac", 0.02,
-            "--num-candidates", 8, "--max-new-tokens", 80, "--max-steps", 1, "--log-every", 1, "--batch-size", 400, *more,
-            "--out", tmp_path / name] for name, more in (("apart", []), ("together", ["--pairs-together"]))]
+    one = [["--method", "sweet", "--critic", "oracle", "--trajectories", workspace / "offline.jsonl", "--model", BASE,
+            "--data-frac", 0.02, "--num-candidates", 8, "--max-new-tokens", 80, "--max-steps", 1, "--log-every", 1,
+            "--batch-size", 400, *more, "--out", tmp_path / name]
+            for name, more in (("apart", []), ("together", ["--pairs-together"]))]
     for arguments in one:
         succeed("04_train_policy.py", *arguments)
     apart, together = (read(tmp_path / name / "metrics.jsonl")[0] for name in ("apart", "together"))
     for key in ("loss", "nll", "margin"):
         assert together[key] == pytest.approx(apart[key], abs=1e-5)
     assert together["gnorm"] == pytest.approx(apart["gnorm"], rel=1e-3)
-    tokens = [json.loads((tmp_path / name / "costs.json").read_text())["trained_tokens"] for name in ("apart", "together")]
+    tokens = [json.loads((tmp_path / name / "costs.json").read_text())["trained_tokens"]
+              for name in ("apart", "together")]
     assert tokens[1] < 0.7 * tokens[0]
     for name in ("pairs.jsonl", "candidates.jsonl"):
         assert (tmp_path / "apart" / name).read_bytes() == (tmp_path / "together" / name).read_bytes()
@@ -219,29 +254,34 @@ def test_pairs_of_a_turn_in_one_tree_train_like_pairs_apart(workspace, tmp_path)
 # --- many ranks, and runs that were killed
 
 def test_the_world_size_changes_nothing_but_the_last_digits(workspace, tmp_path):
-    """1 rank, 2 ranks, 2 groups of a whole model each, activation checkpointing; 3 ranks do not divide into 2 groups."""
+    """1 rank, 2 ranks, 2 groups of a whole model each, activation checkpointing; 1 rank makes no 2 groups."""
     for name, ranks, more in (("one", 1, []), ("two", 2, []), ("replicas", 2, ["--replicate", 2]),
                               ("checkpointing", 1, ["--activation-checkpointing"])):
         succeed("04_train_policy.py", *flags(workspace, tmp_path / name, "--max-steps", 3, *more), ranks=ranks)
     for name in ("two", "replicas", "checkpointing"):
-        for ours, theirs in zip(read(tmp_path / name / "metrics.jsonl"), read(tmp_path / "one" / "metrics.jsonl"), strict=True):
+        for ours, theirs in zip(read(tmp_path / name / "metrics.jsonl"), read(tmp_path / "one" / "metrics.jsonl"),
+                                strict=True):
             for key in ("loss", "margin", "gnorm"):
                 assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-4), (name, key)
         ours, theirs = weights(tmp_path / name), weights(tmp_path / "one")
         assert max((ours[key] - theirs[key]).abs().max().item() for key in theirs) < 1e-4
-    assert "--replicate 2 does not divide the 1 ranks" in refused(4, *flags(workspace, tmp_path / "x", "--replicate", 2))
+    line = refused(4, *flags(workspace, tmp_path / "x", "--replicate", 2))
+    assert "--replicate 2 does not divide the 1 ranks" in line
 
 
 def test_bfloat16_learns_like_float32(workspace, tmp_path):
     for dtype in ("float32", "bfloat16"):
-        succeed("04_train_policy.py", *flags(workspace, tmp_path / dtype, "--dtype", dtype, "--nll-coef", 0, "--max-steps", 3))
+        succeed("04_train_policy.py", *flags(workspace, tmp_path / dtype, "--dtype", dtype, "--nll-coef", 0,
+                                             "--max-steps", 3))
     half, full = (read(tmp_path / dtype / "metrics.jsonl") for dtype in ("bfloat16", "float32"))
     # The reference's values come from another batch, and bfloat16 rounds differently there on some processors.
     assert full[0]["loss"] == pytest.approx(0.693147, abs=1e-5) and half[0]["loss"] == pytest.approx(0.6931, abs=5e-3)
-    assert abs(half[-1]["loss"] - full[-1]["loss"]) < 0.1 and half[-1]["gnorm"] == pytest.approx(full[-1]["gnorm"], rel=0.2)
+    assert abs(half[-1]["loss"] - full[-1]["loss"]) < 0.1
+    assert half[-1]["gnorm"] == pytest.approx(full[-1]["gnorm"], rel=0.2)
     moved = weights(BASE)
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights(tmp_path / "bfloat16").values())
-    assert max((tensor - moved[key]).abs().max().item() for key, tensor in weights(tmp_path / "bfloat16").items()) > 1e-5
+    assert max((tensor - moved[key]).abs().max().item()
+               for key, tensor in weights(tmp_path / "bfloat16").items()) > 1e-5
 
 
 def test_kill_9_at_random_moments_and_on_other_numbers_of_ranks(workspace, tmp_path):
@@ -251,7 +291,8 @@ def test_kill_9_at_random_moments_and_on_other_numbers_of_ranks(workspace, tmp_p
     for kill in range(3):                                           # a moment after another step has been reached
         pid = begin("04_train_policy.py", *flags(workspace, out), folder=tmp_path)
         metrics, began = out / "metrics.jsonl", time.monotonic()
-        while time.monotonic() - began < 60 and (not metrics.exists() or metrics.read_bytes().count(b"\n") < 1 + 2 * kill):
+        while time.monotonic() - began < 60 and (not metrics.exists()
+                                                 or metrics.read_bytes().count(b"\n") < 1 + 2 * kill):
             time.sleep(0.005)
         time.sleep(rng.random() * 0.1)
         os.kill(pid, signal.SIGKILL)

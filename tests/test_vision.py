@@ -1,4 +1,5 @@
-"""Models that see: the rows of a visual critic, its training and use, and the person who looks at pages."""
+"""lib/vision.py and what uses it: the rows of a visual critic, its training and use, the human who sees pages."""
+import argparse
 import asyncio
 import json
 import math
@@ -9,18 +10,36 @@ import pytest
 import torch
 
 import common
-from conftest import ROOT, read, refused, stage, succeed
+from colbench import frontend
+from colbench.browser import BrowserThread, Render
+from conftest import read, refused, ROOT, stage, succeed
+from lib.models import add_head, load_model, work_of
+from lib.runtime import InputError
+from lib.training import Checkpoints
+from lib.vision import load_processor, load_vision, read_images, vision_reply
 
-BASE = ROOT / "tests" / "tiny"
+BASE = ROOT / "models" / "tiny"
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
-            "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}"
-            "{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+            "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+            "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
             "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
 
 
 def page(colour):
     return f'<html><body style="background:#{colour}"></body></html>'
+
+
+def shower(folder):
+    """show(pages) of a visual critic, as 03 and 04 make it: its screenshots go to a folder beside folder/x."""
+    return common.shower(frontend, argparse.Namespace(out=folder / "x", unsafe_scorer=False, browser=None,
+                                                      similarity="clip", clip_model=None))
+
+
+def view_row(processor, task, history, sent, number, shown, privileged):
+    """The row of the turn after `history` that sends a page (None: only words)."""
+    views = frontend.views(task, [*history, {"role": "assistant", "content": sent or "Which colour?"}], privileged)
+    return common.view_row(processor, views, number, shown)
 
 
 REFERENCE, WHITE, BLACK, RED = map(page, ("3366cc", "ffffff", "101010", "cc2222"))
@@ -31,9 +50,13 @@ IDEA = {"role": "user", "content": "A shop."}
 @pytest.fixture(scope="module")
 def vlm(tmp_path_factory):
     """The folder of an untrained Qwen2-VL: a byte tokenizer, two layers of each kind, pictures of at most 12 tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import (PreTrainedTokenizerFast, Qwen2VLConfig, Qwen2VLForConditionalGeneration,
-                              Qwen2VLImageProcessorPil)
+    from tokenizers import decoders, models, pre_tokenizers, Tokenizer
+    from transformers import (
+        PreTrainedTokenizerFast,
+        Qwen2VLConfig,
+        Qwen2VLForConditionalGeneration,
+        Qwen2VLImageProcessorPil,
+    )
     folder = tmp_path_factory.mktemp("vlm")
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
@@ -63,18 +86,19 @@ def test_pictures_have_a_limit_of_pixels(vlm, tmp_path):
     shutil.copytree(vlm, tmp_path / "vlm")
     config = json.loads((vlm / "preprocessor_config.json").read_text())
     config = {**config, "min_pixels": 3136, "max_pixels": 12845056, "processor_class": "Qwen2VLProcessor"}
-    (tmp_path / "vlm" / "preprocessor_config.json").write_text(json.dumps({k: v for k, v in config.items() if k != "size"}))
+    (tmp_path / "vlm" / "preprocessor_config.json").write_text(json.dumps({k: v for k, v in config.items()
+                                                                           if k != "size"}))
     for folder, limit in ((tmp_path / "vlm", 1280 * 28 * 28), (vlm, 12 * 28 * 28)):
-        assert common.load_processor(str(folder)).image_processor.size["longest_edge"] == limit
+        assert load_processor(str(folder)).image_processor.size["longest_edge"] == limit
 
 
 @pytest.fixture(scope="module")
 def seeing(vlm, tmp_path_factory):
     """(model, processor, show) with a head that is not 0."""
     images = tmp_path_factory.mktemp("images")
-    model, processor = common.load_model(str(vlm), "cpu")
-    torch.nn.init.normal_(common.add_head(model).weight, generator=torch.Generator().manual_seed(1))
-    return model, processor, lambda htmls: common.show_pages(htmls, images)
+    model, processor = load_model(str(vlm), "cpu")
+    torch.nn.init.normal_(add_head(model).weight, generator=torch.Generator().manual_seed(1))
+    return model, processor, shower(images)
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +109,9 @@ def dialogues(tmp_path_factory):
         task = {"problem_description": f"Page {number}.", "ground_truth": page(f"3366{number}0")}
         for sample, (own, reward) in enumerate(((WHITE, 0.9), (BLACK, 0.2))):
             turns = [f"OUTPUT: {RED}", f"OUTPUT: {own}"] if number % 2 else ["Which colour?", own]
-            history = [{"role": "user", "content": task["problem_description"]}, {"role": "assistant", "content": turns[0]},
-                       {"role": "user", "content": "Another colour."}, {"role": "assistant", "content": turns[1]}]
+            history = [{"role": "user", "content": task["problem_description"]},
+                       {"role": "assistant", "content": turns[0]}, {"role": "user", "content": "Another colour."},
+                       {"role": "assistant", "content": turns[1]}]
             rows.append({"task_id": str(number), "sample": sample, "task": task, "dialogue_history": history,
                          "answer": own, "reward": reward, "max_rounds": 2})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -100,15 +125,15 @@ def test_a_row_by_hand(seeing):
     _, processor, show = seeing
     shown = show([REFERENCE, WHITE])
     history = [IDEA, {"role": "assistant", "content": WHITE}, {"role": "user", "content": "It is<|image_pad|> blue."}]
-    row = common.page_row(processor, TASK, history, WHITE, 3, shown, True)
+    row = view_row(processor, TASK, history, WHITE, 3, shown, True)
     count = row.ids.count(processor.image_token_id)
     picture = f"<|vision_start|>{'<|image_pad|>' * (count // 2)}<|vision_end|>"
     assert 2 <= count <= 24 and processor.decode(row.ids) == (
         "<|im_start|>user\nA person wants a web page: A shop.\nLast they said: It is blue."
         f"\nThe page that they need:{picture}\nThe page that they get:{picture}<|im_end|>\n")
-    assert row.turns == [3] * len(row.ids) and row.pictures == (shown[REFERENCE], shown[WHITE])
-    blind = common.page_row(processor, TASK, [IDEA], None, 0, {}, False)
-    assert blind.pictures == (None,) and processor.decode(blind.ids) == (
+    assert row.turns == [3] * len(row.ids) and row.images == (shown[REFERENCE], shown[WHITE])
+    blind = view_row(processor, TASK, [IDEA], None, 0, {}, False)
+    assert blind.images == (None,) and processor.decode(blind.ids) == (
         "<|im_start|>user\nA person wants a web page: A shop.\nThey get no page yet:<|vision_start|>"
         + "<|image_pad|>" * 4 + "<|vision_end|><|im_end|>\n")                              # 56 x 56 pixels
     parts = [{"type": "text", "text": "A person wants a web page: A shop.\nThe page that they need:"},
@@ -116,9 +141,9 @@ def test_a_row_by_hand(seeing):
              {"type": "image", "path": shown[WHITE]}]
     theirs = processor.apply_chat_template([{"role": "user", "content": parts}], tokenize=True, return_dict=True,
                                            return_tensors="pt")
-    ours = common.page_row(processor, TASK, [IDEA], WHITE, 0, shown, True)
+    ours = view_row(processor, TASK, [IDEA], WHITE, 0, shown, True)
     assert ours.ids == theirs["input_ids"][0].tolist()
-    pixels = common.read_pictures(processor, ours.pictures)
+    pixels = read_images(processor, ours.images)
     assert all(torch.equal(pixels[name], theirs[name]) for name in pixels)
 
 
@@ -126,27 +151,27 @@ def test_the_head_sees_the_mean_over_all_tokens_and_padding_changes_nothing(seei
     model, processor, show = seeing
     shown = show([REFERENCE, WHITE, RED])
     long = [IDEA, {"role": "assistant", "content": RED}, {"role": "user", "content": "No, make it white, please."}]
-    items = [[common.page_row(processor, TASK, [IDEA], RED, 0, shown, True),
-              common.page_row(processor, TASK, long, WHITE, 1, shown, True)],
-             [common.page_row(processor, TASK, [IDEA], None, 0, shown, False)]]
+    items = [[view_row(processor, TASK, [IDEA], RED, 0, shown, True),
+              view_row(processor, TASK, long, WHITE, 1, shown, True)],
+             [view_row(processor, TASK, [IDEA], None, 0, shown, False)]]
     with torch.no_grad():
         batch = common.collate(items)
         means = common.turn_means(model, batch)                                                       # (2, 2, H)
         for item, turn in ((0, 0), (0, 1), (1, 0)):
             row = items[item][turn]
-            inputs = {"input_ids": torch.tensor([row.ids]), **common.read_pictures(processor, row.pictures)}
+            inputs = {"input_ids": torch.tensor([row.ids]), **read_images(processor, row.images)}
             inputs["mm_token_type_ids"] = (inputs["input_ids"] == processor.image_token_id).int()
             by_hand = model(**inputs, output_hidden_states=True).hidden_states[-1][0].mean(0)
             torch.testing.assert_close(means[item, turn], by_hand, atol=1e-5, rtol=1e-5)
         assert batch.lengths.tolist() == [[len(row.ids) for row in items[0]], [len(items[1][0].ids), 0]]
         assert means[1, 1].abs().max() == 0
-        for item, row in zip(items, model.turn_values(batch)):
-            alone = common.values_of(model, [item], 1, "cpu")[0]
+        for item, row in zip(items, common.turn_scores(model, batch)):
+            alone = common.turn_scores_of(model, [item], 1, "cpu")[0]
             torch.testing.assert_close(alone, row[:len(item)], atol=1e-5, rtol=1e-5)
 
 
 def state(*texts, task=TASK, history=(IDEA,)):
-    return common.State("", task, list(history), None, list(texts))
+    return common.DecisionPoint("", task, list(history), None, list(texts))
 
 
 def test_scores_follow_the_pictures_and_c_only_where_it_is_seen(seeing):
@@ -170,19 +195,22 @@ def test_scores_follow_the_pictures_and_c_only_where_it_is_seen(seeing):
     model.turn_head.weight.data.copy_(weight)
 
 
-def test_a_page_that_cannot_be_rendered_is_black_and_counted(seeing, monkeypatch, capsys):
-    monkeypatch.setattr(common, "render_pages", lambda htmls, *_: [common.Render(None, None, "fault") for _ in htmls])
-    assert common.show_pages([WHITE, WHITE, RED], "images") == {WHITE: None, RED: None}
-    assert "2 of 2 pages cannot be rendered: shown as black pictures" in capsys.readouterr().out
-    pixels = common.read_pictures(seeing[1], [None])["pixel_values"]
+def test_a_page_that_cannot_be_rendered_is_black_and_counted(seeing, monkeypatch, tmp_path, capsys):
+    async def fail(browser, html):
+        return Render(None, None, "fault")
+    monkeypatch.setattr(BrowserThread, "render", fail)
+    assert shower(tmp_path)([WHITE, WHITE, RED]) == {WHITE: None, RED: None}
+    assert "2 of 2 pages cannot be rendered: shown as black images" in capsys.readouterr().out
+    pixels = read_images(seeing[1], [None])["pixel_values"]
     assert pixels.shape[0] == 16 and pixels.reshape(16, 3, -1).std(-1).max() == 0
 
 
 # --- 03, 04, 02
 
 def flags(dialogues, vlm, out, *more):
-    return [str(x) for x in ("--trajectories", dialogues, "--model", vlm, "--head", "regression", "--lr", 1e-2, "--beta", 1,
-                             "--held-out-frac", 0, "--batch-size", 2, "--epochs", 5, "--log-every", 1, "--out", out, *more)]
+    return [str(x) for x in ("--trajectories", dialogues, "--model", vlm, "--head", "regression", "--lr", 1e-2,
+                             "--beta", 1, "--held-out-frac", 0, "--batch-size", 2, "--epochs", 5, "--log-every", 1,
+                             "--out", out, *more)]
 
 
 @pytest.fixture(scope="module")
@@ -192,7 +220,7 @@ def critic(dialogues, vlm, tmp_path_factory):
 
 
 def load(out, show):
-    critic = common.load_critic(common.read_critic(out, None, True), common.load_whole("cpu"))
+    critic = common.load_critic(common.read_critic(out, None, frontend), common.load_whole("cpu"))
     return {**critic, "show": show}
 
 
@@ -201,8 +229,8 @@ def test_it_begins_at_log_2_learns_and_loads(critic, seeing):
     losses = [row["loss"] for row in read(out / "metrics.jsonl")]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-6) and losses[-1] < 0.6
     assert json.loads((out / "critic.json").read_text())["visual"] is True
-    assert "pictures are scaled to at most 9,408 pixels" in printed and "<|image_pad|> …" in printed
-    assert (out / "processor_config.json").exists() and list((out / "images").glob("*.png"))
+    assert "images are scaled to at most 9,408 pixels" in printed and "<|image_pad|> …" in printed
+    assert (out / "processor_config.json").exists() and list(out.with_name("critic.images").glob("*.png"))
     assert json.loads((out / "costs.json").read_text())["flops"] > 0
     [scores] = common.score_actions(load(out, seeing[2]), None, [state(BLACK, WHITE)], 4096, "cpu")
     assert scores[1] > scores[0]
@@ -214,12 +242,12 @@ def weights(folder):
 
 
 def test_killed_and_resumed_equals_uninterrupted(critic, dialogues, vlm, tmp_path, monkeypatch):
-    original = common.States.save
+    original = Checkpoints.save
 
-    def save_and_die(states, step):
-        original(states, step)
+    def save_and_die(checkpoints, step):
+        original(checkpoints, step)
         raise KeyboardInterrupt
-    monkeypatch.setattr(common.States, "save", save_and_die)
+    monkeypatch.setattr(Checkpoints, "save", save_and_die)
     arguments = flags(dialogues, vlm, tmp_path / "c")
     with pytest.raises(KeyboardInterrupt):
         stage(3).main(arguments)
@@ -241,32 +269,34 @@ def test_two_ranks_equal_one_and_values_can_be_trained(critic, dialogues, vlm, t
 
 
 def test_the_policy_stage_ranks_a_text_policys_pages(critic, dialogues, tmp_path, seeing):
-    succeed("04_train_policy.py", "--method", "sweet", "--trajectories", dialogues, "--model", BASE, "--critic", critic[0],
-            "--data-frac", 0.3, "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1, "--out", tmp_path / "p",
-            ranks=2)
+    succeed("04_train_policy.py", "--method", "sweet", "--trajectories", dialogues, "--model", BASE,
+            "--critic", critic[0], "--data-frac", 0.3, "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1,
+            "--out", tmp_path / "p", ranks=2)
     rows = read(tmp_path / "p" / "scored.jsonl")
-    states = [common.State(row["prompt"], row["task"], row["history"], None, [c["text"] for c in row["candidates"]])
+    states = [common.DecisionPoint(row["prompt"], row["task"], row["history"], None,
+                                   [c["text"] for c in row["candidates"]])
               for row in rows]
-    for row, scores in zip(rows, common.score_actions(load(critic[0], seeing[2]), None, states, 4096, "cpu"), strict=True):
+    for row, scores in zip(rows, common.score_actions(load(critic[0], seeing[2]), None, states, 4096, "cpu"),
+                           strict=True):
         assert row["advantages"] == pytest.approx(scores, abs=1e-4)
 
 
 def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, tmp_path):
     async def choose(*texts):
-        async with common.Browser(tmp_path) as browser:
+        with frontend.World(tmp_path) as world:
             replies = [types.SimpleNamespace(text=text, ids=None) for text in texts]
-            return await stage(2).critic_choice({"task": TASK, "history": [IDEA]}, "", replies, load(critic[0], None), None,
-                                                "cpu", browser)
+            return await stage(2).critic_choice({"task": TASK, "history": [IDEA]}, "", replies, load(critic[0], None),
+                                                None, "cpu", world)
     assert asyncio.run(choose(BLACK, WHITE, BLACK)) == 1 and asyncio.run(choose(f"OUTPUT: {WHITE}", BLACK)) == 0
 
 
 def test_02_and_05_refuse_it_on_functions(critic, workspace, tmp_path):
     """Before any dialogue is played."""
-    with pytest.raises(common.InputError, match="a critic that sees ranks pages"):
-        stage(2).main(["--tasks", f"{workspace}/tasks.jsonl", "--agent", str(BASE), "--simulator", "rules", "--best-of", "2",
-                       "--critic", str(critic[0]), "--out", str(tmp_path / "out.jsonl")])
-    with pytest.raises(common.InputError, match="a critic that sees ranks pages"):
-        stage(5).main([f"a={workspace}/offline.jsonl", "--critics", f"v={critic[0]}", "--policy", str(BASE), "--out",
+    with pytest.raises(InputError, match="a critic that sees cannot rank functions"):
+        stage(2).main(["--tasks", f"{workspace}/tasks.jsonl", "--agent", str(BASE), "--simulator", "rules",
+                       "--best-of", "2", "--critic", str(critic[0]), "--out", str(tmp_path / "out.jsonl")])
+    with pytest.raises(InputError, match="a critic that sees cannot rank functions"):
+        stage(5).main([f"a={workspace}/offline.jsonl", "--critics", f"v={critic[0]}", "--out",
                        str(tmp_path / "out")])
 
 
@@ -275,13 +305,13 @@ def test_02_and_05_refuse_it_on_functions(critic, workspace, tmp_path):
 def test_a_reply_to_pictures_is_the_likeliest(vlm, tmp_path):
     """The model's own generation_config, which samples and penalises, changes nothing."""
     from PIL import Image
-    model, processor = common.load_vision(str(vlm), "cpu")
+    model, processor = load_vision(str(vlm), "cpu")
     Image.new("RGB", (60, 90), (200, 30, 30)).save(tmp_path / "a.png")
     messages = [{"role": "system", "content": [{"type": "text", "text": "Look."}]},
                 {"role": "user", "content": [{"type": "image", "path": str(tmp_path / "a.png")},
                                              {"type": "image", "image": Image.new("RGB", (56, 56))},
                                              {"type": "text", "text": "What differs?"}]}]
-    reply = common.vision_reply(model, processor, messages, 5)
+    reply = vision_reply(model, processor, messages, 5)
     inputs = processor.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=True,
                                            return_tensors="pt")
     ids = inputs["input_ids"]
@@ -293,23 +323,24 @@ def test_a_reply_to_pictures_is_the_likeliest(vlm, tmp_path):
             ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
     assert reply.ids == ids[0, inputs["input_ids"].shape[1]:].tolist() and reply.text == processor.decode(reply.ids)
     assert (reply.prompt_tokens, reply.completion_tokens) == (inputs["input_ids"].shape[1], len(reply.ids))
-    assert common.work_of(model)["generated_tokens"] == len(reply.ids) and common.work_of(model)["flops"] > 0
+    assert work_of(model)["generated_tokens"] == len(reply.ids) and work_of(model)["flops"] > 0
 
 
 # --- bad input
 
 def test_bad_input_is_one_line(dialogues, vlm, critic, tmp_path):
-    out, backend = tmp_path / "out", tmp_path / "functions.jsonl"
+    out, functions = tmp_path / "out", tmp_path / "functions.jsonl"
     task = {"problem_description": "f", "ground_truth": "def f(): pass", "test_cases": {"1": "f()"}}
-    backend.write_text("".join(json.dumps({"task": task, "dialogue_history": [IDEA, {"role": "assistant", "content": "x"}],
-                                           "answer": "x", "reward": reward}) + "\n" for reward in (1.0, 0.0)))
+    history = [IDEA, {"role": "assistant", "content": "x"}]
+    functions.write_text("".join(json.dumps({"task": task, "dialogue_history": history, "answer": "x",
+                                             "reward": reward}) + "\n" for reward in (1.0, 0.0)))
     assert "needs --head regression" in refused(3, *flags(dialogues, vlm, out, "--head", "lm"))
-    assert "a critic of pages" in refused(3, *flags(backend, vlm, out))
+    assert "can be no critic of functions" in refused(3, *flags(functions, vlm, out))
     assert "models of text alone" in refused(3, *flags(dialogues, vlm, out, "--dry-run", 1))
     assert "policies read and write text alone" in refused(
         4, "--method", "sft", "--trajectories", dialogues, "--model", vlm, "--out", out)
-    assert "ranks pages" in refused(4, "--method", "sweet", "--trajectories", backend, "--model", BASE, "--critic",
-                                    critic[0], "--out", out)
+    assert "cannot rank functions" in refused(4, "--method", "sweet", "--trajectories", functions, "--model", BASE,
+                                              "--critic", critic[0], "--out", out)
     assert not out.exists()
-    with pytest.raises(common.InputError, match="sees no pictures"):
-        common.load_vision(str(BASE), "cpu")
+    with pytest.raises(InputError, match="sees no images"):
+        load_vision(str(BASE), "cpu")

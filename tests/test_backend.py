@@ -1,0 +1,76 @@
+"""colbench/backend.py: what the human understands, kinds of turns, oracles, leaks of code."""
+import pytest
+
+from colbench import backend
+from conftest import read
+
+
+def test_topics_asked_is_tolerant_and_tells_topics_apart():
+    facts = [{"topic": topic, "questions": list(questions)} for topic, questions in (
+        ("the mark to pass", ["What should the mark to pass be?"]),
+        ("a value of exactly the mark to pass", ["What happens at exactly the mark to pass?"]),
+        ("the separator of the names", ["What should stand between the names?"]),
+        ("the order of the names", ["In which order should the names be?"]),
+        ("the country of the parcel", ["What about the country of the parcel?"]))]
+    for message, asked in (("What mark do students need to pass?", [0]),
+                           ("What happens exactly at the pass mark?", [1]),
+                           ("What stands between two names?", [2]), ("Which order should they have?", [3]),
+                           ("Which separator and which order?", [2, 3]), ("Does the country matter?", [4]),
+                           ("Hello there!", []), ("Can you tell me more?", [])):
+        assert backend.topics_asked(facts, message) == asked, message
+
+
+def test_kinds_of_turns():
+    facts = [{"topic": "the fee", "questions": ["What should the fee be?"], "matters": True, "told": False},
+             {"topic": "the price", "questions": ["What should the price be?"], "matters": True, "told": True},
+             {"topic": "the weather", "questions": ["What about the weather?"], "matters": False, "told": False}]
+    task = {"facts": facts, "ground_truth": "def f(): return 1"}
+    start = [{"role": "user", "content": "?"}]
+    asked = start + [{"role": "assistant", "content": "What should the fee be?"}, {"role": "user", "content": "3"}]
+    right, wrong = backend.MARKER + "\ndef f(): return 1", backend.MARKER + "\ndef f(): return 2"
+    for history, action, kind in ((start, "What should the fee be?", "needed"), (asked, "What is the fee?", "repeat"),
+                                  (start, "And the price?", "repeat"), (start, "How is the weather?", "idle"),
+                                  (start, "Well?", "vague"), (start, right, "right answer"),
+                                  (start, wrong, "early answer"),
+                                  (asked, wrong, "wrong answer")):
+        assert backend.turn_kind(task, history, action) == kind, action
+
+
+def test_oracle_scores_by_hand():
+    task = {"ground_truth": "def f(n):\n    return n * 3", "facts": [
+        {"topic": "the factor", "questions": [], "matters": True, "told": False},
+        {"topic": "the colour", "questions": [], "matters": False, "told": False}]}
+    right, wrong = (f"{backend.MARKER}\ndef f(n):\n    return n * {k}" for k in (3, 4))
+    actions = [right, "What is the factor?", "What is the colour?", "Hello?", wrong]
+    assert backend.oracle_scores("oracle", task, [], actions) == [3, 2, 1, 1, 0]
+    assert backend.oracle_scores("oracle-patient", task, [], actions) == [0, 3, 1, 1, 0]
+    known = [{"role": "assistant", "content": "What is the factor?"}]
+    assert backend.oracle_scores("oracle", task, known, actions) == [3, 1, 1, 1, 0]
+    assert backend.oracle_scores("oracle-patient", task, known, actions) == [2, 2, 2, 2, 0]
+
+
+REFERENCE = '''def price(weight, zone):
+    """The price of a parcel: heavy parcels that go far away cost more."""
+    rate = {"near": 2, "far": 5}[zone]  # euros, for each kilogram that it weighs when packed
+    if weight > 20 and zone == "far":
+        return rate * weight + 7
+    return rate * weight'''
+
+
+@pytest.mark.parametrize("reply, kind", [
+    ("Here it is:\n```python\nx\n```", "fence"), ("It is def price(weight, zone): and so on", "signature"),
+    ("Then, if weight > 20 and zone == 'far': add seven", "code"),
+    ("it does return rate*weight+7 return rate there", "code"),
+    ("rate = {'near': 2,\n 'far': 5}[zone] is it", "code"), ("If weight > 20 it costs 7 more.", None),
+    ("The price of a parcel: heavy parcels that go far away cost more.", None),
+    ("You define price(weight, zone).", None),
+    ("euros, for each kilogram that it weighs when packed", None), ("It's 'near' or 'far', don't you think?", None),
+    ("", None)])
+def test_leaks_are_code_and_not_what_it_says(reply, kind):
+    assert backend.leak_of({"ground_truth": REFERENCE}, reply) == kind
+
+
+def test_the_rule_based_human_leaks_nothing(workspace):
+    for task in read(workspace / "tasks.jsonl"):
+        for reply in [reply for fact in task["facts"] for reply in fact["replies"]]:
+            assert backend.leak_of(task, reply) is None

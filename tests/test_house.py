@@ -1,0 +1,181 @@
+"""The layout: who may import whom, how long a file may be; a domain that is only defined here goes through all five
+stages; a copied and changed stage runs in the chain without being registered."""
+import ast
+import json
+import math
+import subprocess
+import types
+
+import pytest
+
+import colbench
+from conftest import read, ROOT, stage, succeed
+
+STAGES = sorted(ROOT.glob("0*.py"))
+
+
+def imported(path):
+    """The first two parts of all names that a file imports."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in (
+                "import_module", "__import__") and isinstance(node.args[0], ast.Constant):
+            names.add(node.args[0].value)
+    return {tuple(name.split(".")[:2]) for name in names}
+
+
+def arrows(path):
+    """Which rooms of the house a file imports: "colbench", "lib", "common", "stage", or a domain of colbench."""
+    found = set()
+    for first, *rest in imported(path):
+        if first == "colbench" and rest and rest[0] in colbench.DOMAINS:
+            found.add("domain")
+        elif first in ("colbench", "lib", "common"):
+            found.add(first)
+        elif first[:1] == "0" or (ROOT / f"{first}.py").exists():
+            found.add("stage")
+    return found
+
+
+@pytest.mark.parametrize("files, allowed", [
+    (STAGES, {"common", "colbench", "lib"}),
+    ([ROOT / "common.py"], {"colbench", "lib"}),
+    (sorted((ROOT / "lib").glob("*.py")), {"lib"}),
+    (sorted((ROOT / "colbench").glob("*.py")), {"colbench", "domain"})])
+def test_who_imports_whom(files, allowed):
+    assert len(files) >= 1
+    assert {path.name: arrows(path) - allowed for path in files if arrows(path) - allowed} == {}
+
+
+def test_an_arrow_that_is_not_allowed_is_seen(tmp_path):
+    (tmp_path / "a.py").write_text("def f():\n    from colbench import backend\n    import common\n"
+                                   "    importlib.import_module('02_rollout')\n")
+    assert arrows(tmp_path / "a.py") == {"domain", "common", "stage"}
+
+
+def test_no_file_is_long():
+    files = [*ROOT.glob("*.py"), *ROOT.glob("lib/*.py"), *ROOT.glob("colbench/*.py"), *ROOT.glob("scripts/*.py")]
+    assert len(files) > 25
+    assert {path.name: length for path in files if (length := len(path.read_text().splitlines())) > 800} == {}
+
+
+def test_03_and_04_differ_by_the_method():
+    lines = subprocess.run(["diff", *map(str, STAGES[2:4])], capture_output=True, text=True).stdout.splitlines()
+    assert 100 < len(lines) <= 480                                    # 184 of them are the three phases of SWEET in 04
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a domain of its own: the human thinks of a colour, and the agent has to say it
+
+class World:
+    about = {"judge": "equality"}
+
+    def __init__(self, **unused):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    async def tool_reply(self, task, history):
+        return "A lamp." if history[-1]["content"] == "LOOK" else None
+
+    async def rule_reply(self, task, history, rng):
+        return f"It is {task['ground_truth']}." if "colour" in history[-1]["content"] else "What do you mean?"
+
+    async def score(self, pairs):
+        return [{"reward": float(answer == task["ground_truth"])} for task, answer in pairs]
+
+
+def make_task(rng, family, told, accept):
+    task = {"task_id": f"{rng.getrandbits(64):016x}", "problem_description": f"Guess what I like about my {family}.",
+            "ground_truth": rng.choice(("red", "green", "blue")), "family": family, "toy": True}
+    return accept(task["task_id"]) or task
+
+
+def scripted_turn(task, history, max_rounds, informed, rng):
+    if len(history) == 1:
+        return rng.choice(("Which colour?", "LOOK", "I say red", "Is it round?"))
+    return f"I say {task['ground_truth'] if 'It is' in history[-1]['content'] else rng.choice(('red', 'blue'))}"
+
+
+def answer_of(history, is_last):
+    text = history[-1]["content"]
+    return text.removeprefix("I say ") if text.startswith("I say ") or is_last else None
+
+
+TOY = types.ModuleType("toy")
+vars(TOY).update(
+    NOUN="colour", AGENT_SYSTEM="Find out the colour in {max_rounds} rounds.", JUDGE=None, REPLY_CHARS=100,
+    REPLY_TOKENS=20, PERSON_SEES=False, MIN_GAP=None, FAMILIES=("car", "house"), ORACLES=(), check_data=None,
+    SCORE_KEYS=("reward",),
+    COLUMNS=(("asked", "asked", ".2f"),), owns=lambda task: "toy" in task, check_task=lambda task, where: None,
+    make_task=make_task, num_hidden=lambda task: 1, lacks=lambda task, player: None, answer_of=answer_of,
+    answer_message=lambda task: f"I say {task['ground_truth']}", shown=lambda message: message, World=World,
+    scripted_turn=scripted_turn, leak_of=lambda task, reply: None, turn_kind=lambda task, history, message: None,
+    views=lambda task, history, privileged: None, metric=lambda trajectories: "success_rate",
+    outcome=lambda trajectory: trajectory["reward"] == 1,
+    measure=lambda trajectories: {"asked": sum(len(t["dialogue_history"]) for t in trajectories) / len(trajectories)})
+
+
+def test_a_toy_domain_goes_through_all_stages(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(colbench.DOMAINS, "toy", TOY)
+    tasks, demos, off, model = (str(tmp_path / name) for name in ("tasks.jsonl", "demos.jsonl", "off.jsonl", "model"))
+    train = ["--lr", "1e-3", "--epochs", "1", "--micro-batch-size", "16"]
+    stage(1).main(["--domain", "toy", "--num-tasks", "60", "--out", tasks])
+    for seed, out in (("0", demos), ("1", off)):
+        stage(2).main(["--tasks", tasks, "--agent", "script", "--samples", "4", "--max-rounds", "3", "--out", out,
+                       "--seed", seed])
+    rows = read(demos)
+    said = {turn["content"] for row in rows for turn in row["dialogue_history"] if turn.get("tool")}
+    assert len(rows) == 240 and {row["reward"] for row in rows} == {0.0, 1.0} and said == {"A lamp."}
+    stage(4).main(["--method", "sft", "--model", "tiny", "--trajectories", demos, "--out", model, *train])
+    stage(3).main(["--trajectories", off, "--model", model, "--out", str(tmp_path / "critic"), *train])
+    for method in ("rft", "mtdpo", "sweet"):
+        more = ["--critic", str(tmp_path / "critic"), "--num-candidates", "4", "--max-new-tokens", "8"]
+        stage(4).main(["--method", method, "--model", model, "--trajectories", off, "--out", str(tmp_path / method),
+                       *train, *(more if method == "sweet" else [])])
+    played = str(tmp_path / "sweet.jsonl")
+    stage(2).main(["--tasks", tasks, "--agent", str(tmp_path / "sweet"), "--best-of", "2", "--critic",
+                   str(tmp_path / "critic"), "--max-rounds", "3", "--max-new-tokens", "8", "--out", played])
+    stage(5).main([f"script={off}", f"sweet={played}", "--baseline", "script", "--out", str(tmp_path / "report")])
+    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    assert metrics["script"]["n"] == 240 and metrics["sweet"]["n"] == 60 and metrics["sweet"]["judge"] == "equality"
+    assert metrics["script"]["success_rate"] == sum(row["reward"] for row in read(off)) / 240
+    assert "asked" in capsys.readouterr().out and "Guess what I like" in (tmp_path / "report/report.html").read_text()
+    assert "The colour that this person needs" in stage(3).common.hidden_info(rows[0]["task"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a fork: one file, copied and changed
+
+def test_a_copied_stage_with_another_loss_runs_in_the_chain(tmp_path, workspace):
+    source = (ROOT / "04_train_policy.py").read_text()
+    old = "    return -F.logsigmoid(chosen_rewards - rejected_rewards), chosen_rewards, rejected_rewards\n"
+    assert source.count(old) == 1
+    fork = ROOT / "hinge_policy_of_a_test.py"                        # beside common.py, as a user's copy
+    fork.write_text(source.replace(old, old.replace("-F.logsigmoid(chosen_rewards - rejected_rewards)",
+                                                    "F.relu(1 - (chosen_rewards - rejected_rewards))")))
+    arguments = ["--method", "mtdpo", "--trajectories", workspace / "offline.jsonl", "--model", "models/tiny",
+                 "--max-steps", 1, "--nll-coef", 0, "--lr", 1e-3]
+    try:
+        succeed(fork.name, *arguments, "--out", tmp_path / "hinge")
+    finally:
+        fork.unlink()
+    succeed("04_train_policy.py", *arguments, "--out", tmp_path / "dpo")
+    loss = {name: read(tmp_path / name / "metrics.jsonl")[0]["loss"] for name in ("hinge", "dpo")}
+    assert loss == {"hinge": pytest.approx(1, abs=1e-5), "dpo": pytest.approx(math.log(2), abs=1e-5)}
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("hinge", "dpo")]
+    assert weights[0] != weights[1]
+    succeed("02_rollout.py", "--tasks", workspace / "tasks.jsonl", "--agent", tmp_path / "hinge", "--max-rounds", 4,
+            "--max-new-tokens", 60, "--out", tmp_path / "hinge.jsonl")
+    succeed("05_evaluate.py", f"base={workspace / 'offline.jsonl'}", f"hinge={tmp_path / 'hinge.jsonl'}", "--baseline",
+            "base", "--costs", "--out", tmp_path / "report")
+    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    assert metrics["hinge"]["n"] == 40 and metrics["hinge"]["costs"]["trained_tokens"] > 0
