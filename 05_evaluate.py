@@ -240,8 +240,9 @@ def result_lines(metrics, metric, columns, baseline):
     lines += [f"{which}: the intervals leave other seeds out"] if single else []
     if not any("ci95_families" in m for m in metrics.values()):
         return [*lines, 'no intervals over families: a task states no "family", or all state the same']
-    families = [[name, *(interval(own["ci95_families"], "+") if "ci95_families" in own else "" for own in
-                         (m, m.get("against_baseline", {}))[:1 + bool(baseline)])] for name, m in metrics.items()]
+    families = [[name, *(interval(own["ci95_families"], sign) if "ci95_families" in own else "" for own, sign in
+                         ((m, ""), (m.get("against_baseline", {}), "+"))[:1 + bool(baseline)])]
+                for name, m in metrics.items()]
     return [*lines, "", *aligned(["95 %, families drawn", "own rate", *([f"against {baseline}"] if baseline else [])],
                                  families)]
 

@@ -1,5 +1,6 @@
 """The text of an answer -> its code. Standard library alone."""
 import collections
+import functools
 import re
 import symtable
 import textwrap
@@ -194,6 +195,7 @@ def parsed(run, sort):
     return [] if names is None else [([statement], names, True)]
 
 
+@functools.lru_cache(2)                                              # a text is often one run of statements
 def definitions(source):
     """({name: "function" or "class"} for all that a source defines, lambdas too, 0), or (None, line of its fault) where
     it is not Python."""

@@ -109,9 +109,9 @@ def test_intervals_over_families_where_every_task_states_one(tmp_path):
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
     assert metrics["a"]["ci95_families"] == metrics["a"]["against_baseline"]["ci95_families"] == [0, 1]
     assert metrics["b"]["ci95_families"] == [0, 0] and "ci95_families" not in metrics["b"].get("against_baseline", {})
-    table = ["95 %, families drawn          own rate         against b",
-             "a                     [+0.000, +1.000]  [+0.000, +1.000]",
-             "b                     [+0.000, +0.000]"]
+    table = ["95 %, families drawn        own rate         against b",
+             "a                     [0.000, 1.000]  [+0.000, +1.000]",
+             "b                     [0.000, 0.000]"]
     assert "\n".join(table) in printed and "\n".join(table) in (tmp_path / "report" / "report.html").read_text()
     for name, own in (("one states none", rows), ("all the same", rows[:2])):
         printed = succeed("05_evaluate.py", f"a={write(tmp_path / 'c', own)}", "--out", tmp_path / name)
