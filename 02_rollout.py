@@ -50,6 +50,7 @@ from colbench import ColBenchError, domain_of, task_id
 from lib.arguments import add_overwrite, add_world, argument_parser, non_negative_int, positive_int, set_preset
 from lib.costs import Costs
 from lib.models import encode, is_server, load_tokenizer, work_of
+from lib.report import heading_of
 from lib.runtime import (
     barrier,
     begin_output,
@@ -294,8 +295,8 @@ def summary(path):
     agent = [turn for t in trajectories for turn in t["dialogue_history"] if turn["role"] == "assistant"]
     human = [turn for t in trajectories for turn in t["dialogue_history"][1:] if turn["role"] == "user"]
     leaks, found = collections.Counter(turn["leak"] for turn in human if "leak" in turn), domain.measure(trajectories)
-    name = domain.metric(trajectories).removesuffix("_rate").replace("_", " ")
-    parts = [f"{name} {sum(map(domain.outcome, trajectories)) / len(trajectories):.3f}"]
+    mean = sum(map(domain.outcome, trajectories)) / len(trajectories)
+    parts = [f"{heading_of(domain.metric(trajectories))} {mean:.3f}"]
     parts += [f"{heading} {found[key]:{form}}" for key, heading, form in domain.COLUMNS if key in found]
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(leaks.items()))
     rejected = sum(turn.get("resampled", 0) for turn in human)

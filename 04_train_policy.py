@@ -83,9 +83,8 @@ def sample_states(trajectories, fraction, seed):
     return states
 
 
-def sample_candidates(states, model, tokenizer, args):
+def sample_candidates(states, prompts, model, tokenizer, args):
     """A row of candidates.jsonl for each state: the prompt, and `num_candidates` actions sampled from the policy."""
-    prompts = common.state_prompts(states, tokenizer)
     keys = [(args.seed, "candidates", t["task_id"], t["sample"], number) for t, number, _ in states]
     randoms = torch.cat([uniforms((args.num_candidates, args.max_new_tokens), *key) for key in keys])
     stops = stop_ids(model, tokenizer)
@@ -102,14 +101,16 @@ def sample_candidates(states, model, tokenizer, args):
     return rows
 
 
-def candidates_phase(path, states, tokenizer, args, runtime, works):
+def candidates_phase(path, states, prompts, tokenizer, args, runtime, works):
     """Rows of candidates.jsonl. Every rank holds the whole policy, and samples for other states than the others."""
-    blocks = [states[i:i + 128] for i in range(0, len(states), 128)]
+    pairs = list(zip(states, prompts))
+    blocks = [pairs[i:i + 128] for i in range(0, len(pairs), 128)]
     model = None
     if not path.exists():
         model = load_model(args.model, runtime.device, args.dtype)[0].eval()
         works.append(work_of(model))
-    return map_blocks(path, blocks, lambda block: sample_candidates(block, model, tokenizer, args), runtime, "state")
+    return map_blocks(path, blocks, lambda block: sample_candidates(*zip(*block), model, tokenizer, args), runtime,
+                      "state")
 
 
 def scores_phase(path, rows, critic, tokenizer, args, runtime, works):
@@ -179,7 +180,7 @@ def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
     if args.candidates:
         rows = common.read_candidates(args.candidates, states, prompts, args.num_candidates)
     else:
-        rows = candidates_phase(out / "candidates.jsonl", states, tokenizer, args, runtime, works)
+        rows = candidates_phase(out / "candidates.jsonl", states, prompts, tokenizer, args, runtime, works)
     gc.collect()                                                    # a phase's models go before the next phase's come
     rows = scores_phase(out / "scored.jsonl", rows, critic, tokenizer, args, runtime, works)
     gc.collect()

@@ -57,7 +57,7 @@ from colbench import ColBenchError, domain_of, task_id
 from lib.arguments import add_overwrite, add_world, argument_parser
 from lib.costs import compare_costs, cost_lines, Costs
 from lib.models import encode, load_model, load_tokenizer
-from lib.report import aligned, interval, write_report
+from lib.report import aligned, heading_of, interval, write_report
 from lib.runtime import begin_output, InputError, is_done, run_stage, start, write_json, write_jsonl
 
 NUM_RESAMPLES = 2000
@@ -222,7 +222,7 @@ def compare(metrics, files, baseline, domain):
 
 def result_lines(metrics, metric, columns, baseline):
     """The comparison, and below it what its intervals leave out."""
-    columns = [("n", "n", "d"), (metric, metric.removesuffix("_rate").replace("_", " "), ".3f"), ("ci95", "95 %", ""),
+    columns = [("n", "n", "d"), (metric, heading_of(metric), ".3f"), ("ci95", "95 %", ""),
                ("mean_rounds", "rounds", ".2f"), ("leaks", "leaks", ".3f"), *columns,
                ("win_rate", "wins", ".3f"), ("win_rate_ci95", "95 %", ""), ("ties", "ties", ".3f")]
     columns = [column for column in columns if any(column[0] in m for m in metrics.values())]
@@ -250,7 +250,7 @@ def result_lines(metrics, metric, columns, baseline):
 def run_lines(metrics, metric, baseline):
     """The runs of every name: the metric and the difference, their mean, and each run's."""
     rows = []
-    for what in (metric.removesuffix("_rate").replace("_", " "), f"against {baseline}"):
+    for what in (heading_of(metric), f"against {baseline}"):
         for name, m in metrics.items():
             own = m.get("against_baseline", {}) if what.startswith("against ") else m
             if "runs" in own:

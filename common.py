@@ -440,8 +440,12 @@ def turn_advantages(values, ref_values, lengths, normalize):
 
 def shard(model, runtime, args):
     """models.shard, with model.turn_scores(batch), which gathers what it needs. Call this, never the model."""
-    from torch.distributed.fsdp import register_fsdp_forward_method
     models.shard(model, runtime, args)
+    attach_turn_scores(model)
+
+
+def attach_turn_scores(model):
+    from torch.distributed.fsdp import register_fsdp_forward_method
     model.turn_scores = functools.partial(turn_scores, model)
     register_fsdp_forward_method(model, "turn_scores")
 
@@ -449,7 +453,9 @@ def shard(model, runtime, args):
 def load_sharded(name, runtime, args, head=False):
     """A model for training, split over the ranks (shard), each of which reads its own parts of the files. With `head`
     it gets a critic's head (add_head)."""
-    return models.load_sharded(name, runtime, args, shard, head)
+    model = models.load_sharded(name, runtime, args, head)
+    attach_turn_scores(model)
+    return model
 
 
 def read_critic(folder, tokenizer, domain):
@@ -645,18 +651,14 @@ def average_ranks(values):
 PROMPT_KINDS = {"sampled ids": "as sampled", "logged prompt": "as logged", "rendered again": "rendered again"}
 
 
-def state_prompts(states, tokenizer, counts=None):
-    """The prompt of each state: the one that its trajectory logged, where the file allows (agent_turns)."""
+def checked_prompts(states, tokenizer, path):
+    """The prompt of each state: the one that its trajectory logged, where the file allows (agent_turns); says where
+    they come from. InputError, which names `path`, where (task_id, sample, turn) names two prompts: what is kept under
+    this name (candidates, pairs, random numbers) would belong to either."""
+    found, counts = {}, {}
     trajectories = {id(trajectory): trajectory for trajectory, _, _ in states}
     turns = {key: agent_turns(tokenizer, trajectory, counts) for key, trajectory in trajectories.items()}
-    return [turns[id(trajectory)][number][0] for trajectory, number, _ in states]
-
-
-def checked_prompts(states, tokenizer, path):
-    """state_prompts, of which it says where they come from; InputError, which names `path`, where (task_id, sample,
-    turn) names two prompts: what is kept under this name (candidates, pairs, random numbers) would belong to either."""
-    found, counts = {}, {}
-    prompts = state_prompts(states, tokenizer, counts)
+    prompts = [turns[id(trajectory)][number][0] for trajectory, number, _ in states]
     for (trajectory, number, _), prompt in zip(states, prompts):
         if found.setdefault((trajectory["task_id"], trajectory["sample"], number), prompt) != prompt:
             raise InputError(f"{path}: two dialogues of task {trajectory['task_id']} have \"sample\" "
@@ -669,7 +671,7 @@ def checked_prompts(states, tokenizer, path):
 def read_candidates(path, states, prompts, num_candidates):
     """The rows of another run's candidates.jsonl; InputError where they are not those of the states asked for."""
     rows = read_jsonl(path, {"task_id": str, "sample": int, "turn": int, "prompt": str, "task": dict,
-                                    "history": list, "candidates": list})
+                             "history": list, "candidates": list})
     wanted = [(t["task_id"], t["sample"], number, num_candidates) for t, number, _ in states]
     if wanted != [(row["task_id"], row["sample"], row["turn"], len(row["candidates"])) for row in rows]:
         raise InputError(f"{path}: made from other turns or with another --num-candidates; the trajectories, "

@@ -156,9 +156,9 @@ def shard(model, runtime, args):
         fully_shard(module, mesh=mesh if args.replicate > 1 else mesh["shard"], mp_policy=policy)
 
 
-def load_sharded(name, runtime, args, shard=shard, head=False):
-    """A model for training, split over the ranks by `shard`, each of which reads its own parts of the files. With
-    `head` it gets a critic's head (add_head)."""
+def load_sharded(name, runtime, args, head=False):
+    """A model for training, split over the ranks (shard), each of which reads its own parts of the files. With `head`
+    it gets a critic's head (add_head)."""
     from torch.distributed import checkpoint as dcp
     folder = plain_weights(name, args.out)
     with torch.device("meta"):

@@ -21,6 +21,11 @@ def interval(bounds, sign=""):
     return f"[{bounds[0]:{sign}.3f}, {bounds[1]:{sign}.3f}]"
 
 
+def heading_of(metric):
+    """What a table calls a metric: "success_rate" -> "success"."""
+    return metric.removesuffix("_rate").replace("_", " ")
+
+
 def curve_svg(curves, metric):
     """An SVG element: `metric` against N (log2) with 95 % error bars. curves: {label: {"N": {metric, "ci95"}}}."""
     try:
