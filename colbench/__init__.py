@@ -54,10 +54,16 @@ class World(images, rows_in, unsafe_scorer=False, compat=False, browser=None, si
     async show(documents)                   {document: image file, or None where there is none} for `views`
 """
 import hashlib
+import pathlib
 
 
 class ColBenchError(Exception):
     """Bad input, or something missing on this machine: one line that says where, what and how to mend it."""
+
+
+def beside(name):
+    """The text of a file of this folder, without its last newline."""
+    return (pathlib.Path(__file__).parent / name).read_text("utf-8").removesuffix("\n")
 
 
 SPLITS = {"train": range(0, 80), "validation": range(80, 90), "test": range(90, 100)}

@@ -21,7 +21,7 @@ import urllib.parse
 from collections import namedtuple
 from html import unescape
 
-from colbench import ColBenchError
+from colbench import beside, ColBenchError
 
 log = logging.getLogger(__name__)
 
@@ -41,11 +41,7 @@ BROWSER_FLAGS = [
     "--disable-quic", "--no-pings", "--disable-background-networking", "--disable-domain-reliability",
     # a page that fills its memory dies alone
     "--js-flags=--max-old-space-size=512"]
-FONTS = """<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd">
-<fontconfig>{folders}<cachedir>{cache}</cachedir>{aliases}<match target="font">
-<edit name="hinting" mode="assign"><bool>false</bool></edit>
-<edit name="rgba" mode="assign"><const>none</const></edit></match>
-<match><edit name="family" mode="append_last"><string>Liberation Sans</string></edit></match></fontconfig>"""
+FONTS = beside("fonts.conf")
 FONT_NAMES = {"Sans": "sans-serif sans system-ui Arial Helvetica", "Serif": "serif Times Times_New_Roman",
               "Mono": "monospace mono Courier Courier_New"}
 
@@ -54,17 +50,13 @@ def one_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
-def page_script(name):
-    return (pathlib.Path(__file__).parent / name).read_text().rstrip("\n")
-
-
 # Runs before a page's own scripts, in every frame: a clock that stands still until __run moves it, seeded random
 # numbers, dialogs that return at once, storage that lasts as long as the page (its origin has none).
-PAGE_START = page_script("page_start.js")
+PAGE_START = beside("page_start.js")
 # These run in a world of their own, with the page's document, but without what its scripts may have changed. The load
 # event is what tells that all is there: readyState is "complete" as soon as a written document is closed.
-PAGE_LOAD = page_script("page_load.js")
-PAGE_SETTLE = page_script("page_settle.js")
+PAGE_LOAD = beside("page_load.js")
+PAGE_SETTLE = beside("page_settle.js")
 # What may act, load or move, and the attributes whose effect outlives their elements (the colours of links, the title
 # that chooses among style sheets): a page without any of these leaves nothing behind, and the next gets its window.
 ACTIVE = re.compile(r"<(script|iframe|frame|object|embed|portal|meta|base|link|template|video|audio|svg)\b|<style[^>]|"

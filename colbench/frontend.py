@@ -12,11 +12,10 @@ import colorsys
 import functools
 import hashlib
 import os
-import pathlib
 import re
 import string
 
-from colbench import check_keys, ColBenchError, task_id
+from colbench import beside, check_keys, ColBenchError, task_id
 from colbench.browser import BrowserThread, screenshot_path, stored_render
 from colbench.similarity import CLIP_MODEL, PageScorer
 
@@ -84,22 +83,7 @@ def page_slot(topic, sentence, names):
                    for code, name in names.items()}
 
 
-PAGE = string.Template("""\
-<style>
-*{{padding:2%}}
-body{{background:{page};font-family:{font}}}
-header{{background:{head};color:white;text-align:{align}}}
-aside{{{side};padding:8%;background:silver}}
-main{{display:grid;grid:auto-flow 8em/repeat({columns},1fr);gap:2%}}
-article{{background:{card}}}
-button{{background:{button}}}
-footer{{{footer}}}
-</style>
-<header><h1>{title}</h1>$nav</header>
-<aside>$aside</aside>
-<main>$cards</main>
-<button>$button</button>
-<footer>$footer</footer>""")
+PAGE = string.Template(beside("page.html"))            # {slots}, and $texts of the family
 PAGE_SLOTS = {
     "page": page_slot("background", "The background should be {}.",
                       ("white", "beige", "lavender", "pink", "lightblue", "khaki")),
@@ -177,7 +161,7 @@ def viewer_messages(task, history, reference, page):
             {"role": "user", "content": parts}]
 
 
-LOOK = (pathlib.Path(__file__).parent / "look.js").read_text()
+LOOK = beside("look.js")
 NO_PAGE = ("I cannot see a page yet. Could you show me one?", "Please show me a page.",
            "Just make a page, and I will look.")
 CONTENT = ("That is the page that I want.", "It looks right to me now.", "Yes, just like this. Thank you.")
