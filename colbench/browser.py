@@ -1,7 +1,6 @@
 """HTML pages -> screenshots, and what a script reads of them, in a real Chromium that reaches nothing."""
 import asyncio
 import base64
-import collections
 import contextlib
 import functools
 import hashlib
@@ -18,7 +17,7 @@ import tempfile
 import threading
 import types
 import urllib.parse
-from collections import namedtuple
+from collections import Counter, namedtuple
 from html import unescape
 
 from colbench import beside, ColBenchError
@@ -175,24 +174,14 @@ class Browser:
     it could not be drawn. An existing screenshot is used again. spec: the JSON value of the JavaScript expression
     `read`. fault: None, or one line: why there is no screenshot, or (with a screenshot) what was cut from it.
 
-    A page is shown 2 s after its load event by its own clock, when nothing changes any more, animations at their end
-    (endless ones taken off). So there is one screenshot of a page, the same bytes whenever it is drawn, or none: one
-    that does not load or come to rest, hangs or crashes, within 10 s, is a fault, never a screenshot of how far it
-    came. The file's name tells page and settings, but not Chromium's version, which pixels may depend on.
-
-    A page reaches nothing: Tailwind's addresses are answered by local files, photos by plain images of their size,
-    all others refused and counted by host in `blocked`; a proxy and a name server that do not exist stop what passes by
-    that (WebSocket, WebRTC). It has no origin, no storage, and the next page finds nothing of it. Where the whole
-    browser dies, the pages in flight are drawn again, one at a time, so that each can only harm itself.
-
-    Chromium's sandbox, the wall against a page that breaks its renderer, is on where it starts: not for root, nor
-    without user namespaces; that it is off is said: run as another user for pages you distrust.
-
-    ColBenchError if there is no browser, or a page needs a Tailwind file that is not there."""
+    A page is shown at rest (docs/pages.md) or not at all: one that does not come to rest, hangs or crashes within 10 s
+    is a fault. Where the whole browser dies, the pages in flight are drawn again, one at a time, so that each can only
+    harm itself. Addresses that are refused are counted by host in `blocked`. ColBenchError if there is no browser, or a
+    page needs a Tailwind file that is not there."""
 
     def __init__(self, images, path=None, concurrency=2):
         self.images, self.path, self.concurrency = pathlib.Path(images), path, concurrency
-        self.blocked, self.faults, self.specs = collections.Counter(), collections.Counter(), {}
+        self.blocked, self.faults, self.specs = Counter(), Counter(), {}
         self.tabs, self.alone, self.starting = [None] * concurrency, asyncio.Lock(), asyncio.Lock()
         self.free = asyncio.Semaphore(concurrency)                  # a queue would let some wait for ever
         self.chromium = self.driver = self.name = self.error = None
