@@ -46,11 +46,6 @@ VIEWER_SYSTEM = (
 # ---------------------------------------------------------------------------------------------------------------------
 # pages in messages
 
-def is_page(text):
-    """Whether a reference or an answer is HTML."""
-    return text.lstrip().startswith("<")
-
-
 def shown(message):
     """Of a message with "OUTPUT:" what follows it."""
     return message.split(OUTPUT, 1)[1].strip() if OUTPUT in message else message
@@ -284,7 +279,7 @@ def scripted_turn(task, history, max_rounds, informed, rng):
 
 def owns(task):
     """A task whose reference is HTML, and that has no tests."""
-    return not task.get("test_cases") and is_page(task["ground_truth"])
+    return not task.get("test_cases") and task["ground_truth"].lstrip().startswith("<")
 
 
 def check_task(task, where):
