@@ -25,7 +25,6 @@ human that answers by rule can play them; for tasks of a model the prompt and th
 """
 import asyncio
 import collections
-import contextlib
 import pathlib
 import random
 import re
@@ -144,13 +143,12 @@ def write_tasks(args):
     if is_done(args, out, inputs):
         return
     rows, kept, seen = [], [], (set(), [], {})
-    speaker = open_speaker(args.model, runtime.device, args.dtype, args.concurrency, 16384 + args.max_new_tokens,
-                           timeout=600, retries=8)
+    room = 16384 + args.max_new_tokens                                  # a prompt and its reply
+    speaker = open_speaker(args.model, runtime.device, args.dtype, args.concurrency, room, timeout=600, retries=8)
     begin_output(args, out, inputs)
     costs = Costs(out, runtime.device)
-    with contextlib.ExitStack() as stack:
-        loop = stack.enter_context(asyncio.Runner())
-        scorers = [stack.enter_context(Scorer(args.unsafe_scorer, hash_seed=number)) for number in (0, 1)]
+    scorers = [Scorer(args.unsafe_scorer, hash_seed=number) for number in (0, 1)]
+    with asyncio.Runner() as loop, scorers[0], scorers[1]:
         while len(kept) < args.num_tasks and len(rows) < args.max_attempts:
             first, missing = len(rows), max(args.num_tasks - len(kept), args.concurrency)
             numbers = range(first, min(first + missing, args.max_attempts))

@@ -30,16 +30,7 @@ MAX_WIDTH_PX, MAX_HEIGHT_PX = 2560, 8192
 MAX_PAGE_BYTES, MAX_PAGE_S = 2_000_000, 10                         # of HTML; for all of a page
 PAGE_CLOCK_MS = 2000                                               # of its own clock a page has after loading
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-BROWSER_FLAGS = [
-    # the same pixels on every machine
-    "--disable-gpu", "--disable-lcd-text", "--font-render-hinting=none", "--force-color-profile=srgb",
-    "--disable-skia-runtime-opts", "--disable-partial-raster", "--blink-settings=imageAnimationPolicy=2",
-    # no network: requests are answered or refused by Browser.answer; these stop what does not pass there
-    "--proxy-server=http://nothing.invalid:9", "--proxy-bypass-list=<-loopback>", "--dns-prefetch-disable",
-    "--host-resolver-rules=MAP * ~NOTFOUND", "--webrtc-ip-handling-policy=disable_non_proxied_udp",
-    "--disable-quic", "--no-pings", "--disable-background-networking", "--disable-domain-reliability",
-    # a page that fills its memory dies alone
-    "--js-flags=--max-old-space-size=512"]
+BROWSER_FLAGS = [line for line in beside("browser_flags.txt").splitlines() if line[0] != "#"]
 FONTS = beside("fonts.conf")
 FONT_NAMES = {"Sans": "sans-serif sans system-ui Arial Helvetica", "Serif": "serif Times Times_New_Roman",
               "Mono": "monospace mono Courier Courier_New"}

@@ -395,10 +395,8 @@ def remove_leftovers(layer, child, work):
 
 
 def kill(pid):
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def parent_of(pid):

@@ -9,6 +9,7 @@ the page looks different.
 import asyncio
 import collections
 import colorsys
+import contextlib
 import functools
 import hashlib
 import json
@@ -340,30 +341,24 @@ def measure(trajectories):
             "failed_references": failed, "faults": dict(faults.most_common()), **({"notes": notes} if notes else {})}
 
 
-class World:
+class World(contextlib.ExitStack):
     """The browser, the similarity of screenshots, and the rule-based human. similarity None: it only shows pages."""
 
     def __init__(self, images, rows_in=None, browser=None, similarity=None, clip_model=None, device="cpu",
                  compat=False, **unused):
+        super().__init__()
         if compat:
             raise ColBenchError("--compat is for tasks of functions; leave it out")
         self.images, self.browser, self.started, self.rows_in = images, BrowserThread(images, browser), False, rows_in
         self.scorer = similarity and PageScorer(similarity, clip_model or CLIP_MODEL, device)
         self.about = {"similarity": self.scorer.name} if self.scorer else {}
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        if self.started:
-            self.browser.__exit__(*exception)
-
     async def render(self, page, **options):
         """The Render of a page; the browser starts with the first one of which there is no screenshot yet."""
         if not options and screenshot_path(self.images, page).exists():
             return stored_render(screenshot_path(self.images, page))
         if not self.started:
-            self.browser.__enter__()
+            self.enter_context(self.browser)
             self.started = True
         return await self.browser.render(page, **options)
 
