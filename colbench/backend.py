@@ -423,8 +423,6 @@ def oracle_scores(oracle, task, history, actions):
 # what the human says
 
 UNCLEAR = ("Could you ask about something specific?", "I am not sure what you mean.", "Please ask me about one thing.")
-
-
 LEAK_TOKENS = 8
 
 
