@@ -1,100 +1,62 @@
-"""Stage 1: make collaborative tasks in ColBench's format, by rule or by a model, or take ColBench's own: Python
-functions (--domain backend) or web pages (--domain frontend).
+"""Stage 1: make collaborative tasks in ColBench's format, or take ColBench's own: Python functions (--domain backend)
+or web pages (--domain frontend).
 
-Reads   nothing (--source template), a model and texts (--source llm), the published files (--source colbench), the
-        data set WebSight (--source websight), or a tasks file (--check).
-Writes  tasks.jsonl, one task a line: {"problem_description", "ground_truth", "test_cases"} as published, "task_id", and
-        of template tasks {"family", "template", "facts"}, which the rule-based human and the scripted agent of 02 read;
+Reads   nothing (--source template), a model and texts (llm), the published files (colbench), the data set WebSight
+        (websight), or a tasks file (--check).
+Writes  tasks.jsonl, one task a line: {"task_id", "problem_description", "ground_truth", "test_cases"} (pages: without
+        "test_cases"); of template tasks also {"family", "template", "facts" (pages: "slots")}, for a human by rule;
         with --source llm also tasks.rejected.jsonl: {"attempt", "seed_text", "reason", "detail", "reply"};
-        with --trajectories: trajectories.jsonl, as published, with "task_id", "sample" and "reward", and beside it
-        FILE.system_prompt.txt: the agent's system prompt, from the logged prompts, for 02 --system-prompt.
-        Tasks of pages have no "test_cases", and template ones "slots" in place of "facts".
+        with --trajectories: the published trajectories, and beside them FILE.system_prompt.txt for 02 --system-prompt.
 
-A template task is a vague request with a signature, a reference function and 10 test calls. What the request leaves
-out stands in `facts`: those that matter (thresholds, prices, orders, words: each is a value in the reference) and
-plausible ones that do not (`matters: false`: the delivery time of a parcel whose price depends on its weight alone).
-A task is kept only if its reference runs on all its tests, and if every fact that matters does so provably: with any
-other value of that fact at least one test gives another result.
+--source template   vague requests; a test fails for each fact that they leave out and the answer gets wrong
+--source llm        a model (--model) writes tasks; those that measure something and repeat no other are kept
+--source colbench   the published tasks, or with --trajectories the dialogues, from the hub or --path
+--source websight   ideas and pages of WebSight v0.2, from the hub or --path
+--check FILE        what is wrong with the tasks of a file, and how far an answer comes that is always the same value
 
 Splits are disjoint by content: the hash of the reference puts a task into train (80 %), validation (10 %) or test
-(10 %), whatever the seed. No two tasks of a file have the same reference.
-
---source llm lets a model (--model) write the tasks: a text, an excerpt of --seeds or one of our topics, gives it the
-idea, and it replies with one JSON object: a vague request, a function, 10 calls. A task is kept if the request names
-the signature and quotes no other code, the function has at most 50 lines and gives the same values twice and with
-other hash seeds, not all of them equal, and no kept task is like it. It goes on until --num-tasks are kept; what is
-rejected is kept apart, with the reason and the reply. What the person knows stands in no list of facts, so the human
-must be a model, too. SmolLM2-135M is too small to write one (none in 6 replies).
-
---source colbench takes the published tasks as they are, from the Hugging Face hub or from --path: a folder with
-backend_tasks/train.jsonl and backend_tasks/test.jsonl, or one JSONL file, which is taken whole. --trajectories takes
-the published offline trajectories instead, every row and key as it is: a row gets "task_id" and "sample" (0, 1, 2 ...
-by order of appearance of its task: the file holds its samples of the tasks as blocks one after the other), and a row
-without "reward" gets "reward", "tests" and "faults" from our scorer.
-
---domain frontend: a task is an idea of a page in one line and its HTML. Template pages are short, as a small model
-writes one whole in every turn. Each slot of such a page (colours, layout, font, title) shows: with any other value the
-page looks different, which tests/test_pages.py proves in a browser. --source websight takes ideas and pages of
-WebSight v0.2, from the hub or from --path (parquet, or JSONL with its keys), as ColBench does: in the data set's order,
-without repeats, and every picture is the same photo in the size that its address asks for. --source colbench takes a
-file of published tasks of pages as it is.
-
---check FILE writes no tasks but says what is wrong with those of a file: references that raise, lack a package, are
-random or return what cannot be compared; tests that say nothing; and how far an answer comes that always returns the
-same value (the best one for each task), the floor under every "tests passed".
+(10 %), whatever the seed. docs/reproduce.md says more of each source.
 
 Differs from the paper: ColBench's tasks were written by Llama-3.1-70B-Instruct. Template tasks need no model, and a
 human that answers by rule can play them; for tasks of a model the prompt and the checks are ours.
 
-    python 01_generate_tasks.py --split train --num-tasks 1000 --seed 0 --out out/train.jsonl
-    python 01_generate_tasks.py --split test --num-tasks 300 --seed 1 --out out/test.jsonl
-    python 01_generate_tasks.py --check out/test.jsonl
-    python 01_generate_tasks.py --source llm --model http://localhost:8000/v1#NAME --num-tasks 1000 --split train \\
-        --out llm/train.jsonl
-    python 01_generate_tasks.py --source colbench --split test --out colbench/test.jsonl
-    python 01_generate_tasks.py --source colbench --trajectories --path LOCAL_COPY --out colbench/offline.jsonl
-    python 01_generate_tasks.py --domain frontend --split train --num-tasks 1000 --out pages/train.jsonl
-    python 01_generate_tasks.py --source websight --path LOCAL_COPY --split train --num-tasks 10000 --out pages.jsonl
+    python 01_generate_tasks.py --split train --num-tasks 1000 --out out/train.jsonl
+    python 01_generate_tasks.py --source llm --model http://localhost:8000/v1#NAME --split train --out llm/train.jsonl
 """
 import asyncio
 import collections
-import contextlib
-import functools
-import hashlib
 import pathlib
 import random
 import re
 import warnings
-
-import torch
 
 import common
 from colbench import ColBenchError, domain_of, DOMAINS, in_split, published, SPLITS, task_id, written
 from colbench.scorer import check_tasks, Scorer
 from lib.arguments import add_overwrite, add_world, argument_parser, positive_int
 from lib.costs import Costs
-from lib.engine import generate, uniforms
-from lib.models import encode, is_server, load_model, stop_ids, work_of
+from lib.models import work_of
 from lib.runtime import (
     barrier,
     begin_output,
-    check_row,
     InputError,
     is_done,
     is_main,
     map_blocks,
     read_jsonl,
+    read_text,
     run_stage,
     say,
     start,
     write_jsonl,
 )
-from lib.servers import open_server, ReplyError, server_reply, server_seed, strip_thoughts
+from lib.servers import ReplyError, strip_thoughts
+from lib.speakers import ask, open_speaker
 
 
 def make_tasks(domain, num_tasks, seed, split, told):
-    """`num_tasks` tasks without repeats, the families in turn until one has no more; the dropped draws by reason."""
-    rng, tasks, dropped = random.Random(seed), {}, {}
+    """`num_tasks` tasks without repeats, the families in turn until one has no more; why draws were dropped."""
+    rng, tasks, dropped = random.Random(seed), {}, []
 
     def accept(name):
         return "of another split" if not in_split(name, split) else "repeated" if name in tasks else None
@@ -110,11 +72,16 @@ def make_tasks(domain, num_tasks, seed, split, told):
             tasks[task["task_id"]] = task
             misses[name] = 0
             continue
-        dropped[task] = dropped.get(task, 0) + 1
+        dropped.append(task)
         misses[name] += 1
         if misses[name] == 300:
             families.remove(name)
     return list(tasks.values()), dropped
+
+
+def counted(items):
+    """"3 kept, 1 repeated": how often each of some texts (or of a Counter) is there, the most frequent first."""
+    return ", ".join(f"{count:,} {item}" for item, count in collections.Counter(items).most_common())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -122,28 +89,33 @@ def make_tasks(domain, num_tasks, seed, split, told):
 
 def read_seed_texts(path):
     """The texts of a JSONL file of {"text"}, or of a plain one: its paragraphs, or its lines where none is empty."""
-    path = pathlib.Path(path)
-    if path.suffix == ".jsonl":
+    if pathlib.Path(path).suffix == ".jsonl":
         texts = [row["text"] for row in read_jsonl(path, {"text": str})]
     else:
-        try:
-            content = path.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"{path}: no file of UTF-8 text ({type(error).__name__})") from None
+        content = read_text(path).strip()
         texts = re.split(r"\n\s*\n" if re.search(r"\n\s*\n", content) else r"\n", content)
     if not any(text.strip() for text in texts):
         raise InputError(f"{path}: no text in it")
     return [text.strip()[:written.MAX_SEED_CHARS] for text in texts if text.strip()]
 
 
-def attempt_rows(numbers, ask, texts, scorers, args):
+async def ask_all(speaker, prompts, numbers, args):
+    """The Reply to each prompt, all in flight together; the number of the attempt is the seed."""
+    found = await asyncio.gather(*(
+        ask(speaker, [{"role": "user", "content": prompt}], (args.seed, number, "task"), args.temperature,
+            args.max_new_tokens) for prompt, number in zip(prompts, numbers)))
+    return [reply for _, [reply] in found]
+
+
+def attempt_rows(numbers, speaker, loop, texts, scorers, args):
     """Rows of a block of attempts: the reply, and its task or the reason why there is none; repeats aside."""
     ideas = [(texts[number % len(texts)], random.Random(f"{args.seed} {number}").choice(written.KINDS))
              for number in numbers]
-    chats = [[{"role": "user", "content": written.TASK_PROMPT.format(text=text, kind=kind)}] for text, kind in ideas]
-    rows = [{"attempt": number, "seed_text": text, "reason": None, "task": None, **reply}
-            for number, (text, _), reply in zip(numbers, ideas, ask(chats, numbers))]
-    found_in = [written.written_task(strip_thoughts(row["reply"]), row.pop("ended")) for row in rows]
+    prompts = [written.TASK_PROMPT.format(text=text, kind=kind) for text, kind in ideas]
+    replies = loop.run(ask_all(speaker, prompts, numbers, args))
+    rows = [{"attempt": number, "seed_text": text, "reason": None, "task": None, "reply": reply.text,
+             "tokens": reply.completion_tokens or 0} for number, (text, _), reply in zip(numbers, ideas, replies)]
+    found_in = [written.written_task(strip_thoughts(reply.text), reply.ended) for reply in replies]
     tasks = [task for task in found_in if isinstance(task, dict)]
     checks = iter(zip(check_tasks(tasks, *scorers), scorers[0].reference_results(tasks)))
     for row, task in zip(rows, found_in):
@@ -160,28 +132,6 @@ def attempt_rows(numbers, ask, texts, scorers, args):
     return rows
 
 
-def ask_model(chats, numbers, model, tokenizer, args):
-    """A local model's replies to chats, {"reply", "ended", "tokens"}; the number of the attempt is the seed."""
-    prompts = [encode(tokenizer, tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-               for chat in chats]
-    randoms = torch.cat([uniforms((1, args.max_new_tokens), args.seed, number, "task") for number in numbers])
-    stops = stop_ids(model, tokenizer)
-    return [{"reply": tokenizer.decode(ids, skip_special_tokens=True), "ended": ids[-1] in stops, "tokens": len(ids)}
-            for ids in generate(model, prompts, randoms, args.temperature, stops, args.concurrency)]
-
-
-def ask_server(chats, numbers, server, loop, args):
-    """The same of a server, all chats in flight together."""
-    seeds = [server_seed(args.seed, number, "task") for number in numbers]
-
-    async def all_replies():
-        return await asyncio.gather(*(server_reply(server, chat, args.temperature, args.max_new_tokens, seed)
-                                      for chat, seed in zip(chats, seeds)))
-
-    return [{"reply": reply.text, "ended": reply.ended, "tokens": reply.completion_tokens or 0}
-            for reply in loop.run(all_replies())]
-
-
 def write_tasks(args):
     """--source llm: ask the model in rounds of attempts until --num-tasks of its tasks are kept. A round's attempts are
     a partial file, which the same command reads or goes on in; how they are batched does not change what is kept."""
@@ -192,23 +142,19 @@ def write_tasks(args):
     random.Random(args.seed).shuffle(texts)
     if is_done(args, out, inputs):
         return
-    rows, kept, seen, model = [], [], (set(), [], {}), None
-    with contextlib.ExitStack() as stack:
-        if is_server(args.model):
-            server, loop = open_server(args.model), stack.enter_context(asyncio.Runner())
-            ask = functools.partial(ask_server, server=server, loop=loop, args=args)
-        else:
-            model, tokenizer = load_model(args.model, runtime.device, args.dtype)
-            ask = functools.partial(ask_model, model=model.eval(), tokenizer=tokenizer, args=args)
-        begin_output(args, out, inputs)
-        costs = Costs(out, runtime.device)
-        scorers = [stack.enter_context(Scorer(args.unsafe_scorer, hash_seed=number)) for number in (0, 1)]
+    rows, kept, seen = [], [], (set(), [], {})
+    room = 16384 + args.max_new_tokens                                  # a prompt and its reply
+    speaker = open_speaker(args.model, runtime.device, args.dtype, args.concurrency, room, timeout=600, retries=8)
+    begin_output(args, out, inputs)
+    costs = Costs(out, runtime.device)
+    scorers = [Scorer(args.unsafe_scorer, hash_seed=number) for number in (0, 1)]
+    with asyncio.Runner() as loop, scorers[0], scorers[1]:
         while len(kept) < args.num_tasks and len(rows) < args.max_attempts:
             first, missing = len(rows), max(args.num_tasks - len(kept), args.concurrency)
             numbers = range(first, min(first + missing, args.max_attempts))
             blocks = [numbers[i:i + args.concurrency] for i in range(0, len(numbers), args.concurrency)]
             for row in map_blocks(f"{out}.{first}.partial", blocks, lambda block: attempt_rows(
-                    block, ask, texts, scorers, args), runtime, "attempt"):
+                    block, speaker, loop, texts, scorers, args), runtime, "attempt"):
                 if len(kept) < args.num_tasks:
                     row["reason"] = row["reason"] or written.repeat_reason(row["task"], seen)
                     rows.append(row)
@@ -216,11 +162,7 @@ def write_tasks(args):
     barrier()                                                    # all have read the partial files
     finish_tasks(args, out, rows, kept)
     generated = {"generated_tokens": sum(row["tokens"] for row in rows) if is_main() else 0, "flops": 0}
-    costs.record([work_of(model) if model else generated])
-
-
-def counted(items):
-    return ", ".join(f"{count:,} {item}" for item, count in collections.Counter(items).most_common())
+    costs.record([work_of(speaker.model) if speaker.model else generated])
 
 
 def finish_tasks(args, out, rows, kept):
@@ -339,50 +281,23 @@ def take_websight(args):
     files = published.websight_files(args.path)
     if is_done(args, args.out, files):
         return
-    tasks, ends, pictures = {}, collections.Counter(), collections.Counter()
-    for where, row in published.websight_rows(args.path):
-        check_row(row, {}, {}, where)
-        check_row({key: value or "" for key, value in row.items()}, published.WEBSIGHT_KEYS, {}, where)
-        html, idea = ((row[key] or "").strip() for key in published.WEBSIGHT_KEYS)
-        counts = collections.Counter()
-        html = published.one_photo(html, counts)
-        name = hashlib.sha256(html.encode(errors="replace")).hexdigest()[:16]
-        task = {"task_id": name, "problem_description": idea, "ground_truth": html}
-        end = ("empty" if not html or not idea else "no page" if not DOMAINS[args.domain].owns(task) else
-               "of another split" if not in_split(name, args.split) else "repeated" if name in tasks else "kept")
+    tasks, ends, images = [], collections.Counter(), collections.Counter()
+    for end, task, addresses in published.websight_tasks(args.path, args.split):
         ends[end] += 1
         if end == "kept":
-            tasks[name] = task
-            pictures += counts
+            tasks.append(task)
+            images += addresses
         if len(tasks) == args.num_tasks:
             break
     if len(tasks) < args.num_tasks:
         raise InputError(f"--num-tasks {args.num_tasks}: there are only {len(tasks)} tasks in "
                          f"{args.path or published.WEBSIGHT} (rows: {counted(ends)})")
     begin_output(args, args.out, files)
-    unsized = pictures.pop("", 0)
+    unsized = images.pop("", 0)
     print(f"{ends.total():,} rows in the order of the data set: {counted(ends)}\n"
-          f"{pictures.total():,} addresses of pictures rewritten to {published.PHOTO.format('W', 'H')} "
-          f"({counted(pictures) or 'none'}), {unsized:,} of them without a size as {'x'.join(published.PHOTO_SIZE)}")
-    write_jsonl(args.out, tasks.values())
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the data check
-
-def print_check(path, checks):
-    for number, check in enumerate(checks, 1):
-        for what, detail in check["findings"].items():
-            print(f"{path}:{number}: {what} ({detail})")
-    counts = {}
-    for what in (what for check in checks for what in check["findings"]):
-        counts[what] = counts.get(what, 0) + 1
-    num_tests = sum(check["num_tests"] for check in checks)
-    print(f"{len(checks):,} tasks, {num_tests:,} tests: " +
-          (", ".join(f"{count:,} {what}" for what, count in sorted(counts.items())) or "no finding"))
-    constants = [check["constant"] for check in checks]
-    print(f"the best constant answer for each task passes {sum(constants) / len(constants):.1%} of the tests and "
-          f"solves {sum(c == 1 for c in constants) / len(constants):.1%} of the tasks")
+          f"{images.total():,} addresses of images rewritten to {published.PHOTO.format('W', 'H')} "
+          f"({counted(images) or 'none'}), {unsized:,} of them without a size as {'x'.join(published.PHOTO_SIZE)}")
+    write_jsonl(args.out, tasks)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -451,7 +366,14 @@ def check(args):
     if args.out and is_done(args, args.out, [args.check]):
         return
     checks = domain.check_data(tasks, args.unsafe_scorer)
-    print_check(args.check, checks)
+    for number, row in enumerate(checks, 1):
+        for what, detail in row["findings"].items():
+            print(f"{args.check}:{number}: {what} ({detail})")
+    constants = [row["constant"] for row in checks]
+    print(f"{len(checks):,} tasks, {sum(row['num_tests'] for row in checks):,} tests: "
+          f"{counted(what for row in checks for what in row['findings']) or 'no finding'}\n"
+          f"the best constant answer for each task passes {sum(constants) / len(constants):.1%} of the tests and "
+          f"solves {constants.count(1) / len(constants):.1%} of the tasks")
     if args.out:
         begin_output(args, args.out, [args.check])
         write_jsonl(args.out, checks)
@@ -468,7 +390,7 @@ def main(argv=None):
     begin_output(args, args.out, [])
     costs, domain = Costs(args.out), DOMAINS[args.domain]
     tasks, dropped = make_tasks(domain, args.num_tasks, args.seed, args.split, args.told)
-    print("dropped draws: " + (", ".join(f"{count:,} {reason}" for reason, count in dropped.items()) or "none"))
+    print(f"dropped draws: {counted(dropped) or 'none'}")
     print(f"{len(tasks):,} tasks of {len({task['family'] for task in tasks})} families, "
           f"{sum(map(domain.num_hidden, tasks)) / len(tasks):.2f} facts to find out in each")
     write_jsonl(args.out, tasks)

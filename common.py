@@ -465,7 +465,7 @@ def read_critic(folder, tokenizer, domain):
     if not path.exists():
         raise InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
     critic = {**json.loads(path.read_text()), "folder": str(folder)}
-    if critic.get("visual") and not domain.PERSON_SEES:
+    if critic.get("visual") and not domain.views:
         raise InputError(f"{folder}: a critic that sees cannot rank {domain.NOUN}s, which have nothing to see")
     own = not critic.get("visual") and tokenizer and load_tokenizer(str(folder))
     if own and tokenizer_name(own) != tokenizer_name(tokenizer):
@@ -585,7 +585,7 @@ def check_visual(args, trajectories):
     """InputError where a model that sees cannot be the critic."""
     from transformers import AutoConfig
     domain = domain_of(trajectories[0]["task"])
-    if not domain.PERSON_SEES:
+    if not domain.views:
         raise InputError(f"{args.model}: a model that sees can be no critic of {domain.NOUN}s ({args.trajectories}), "
                          "which have nothing to see; name a language model")
     if args.head == "lm":

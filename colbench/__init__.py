@@ -1,4 +1,4 @@
-"""ColBench: tasks that an agent can only solve together with a person. This folder imports nothing of the repository
+"""ColBench: tasks that an agent can only solve together with a human. This folder imports nothing of the repository
 but itself, so that it can be copied alone.
 
 A domain is a plain module, listed in DOMAINS. A task is a dict with "problem_description" (the vague request),
@@ -6,13 +6,12 @@ A domain is a plain module, listed in DOMAINS. A task is a dict with "problem_de
 "assistant", "content": str} that begins with the request. A trajectory is {"task", "dialogue_history", "answer",
 "reward", …}. A new domain is one file with these names, and one line in DOMAINS:
 
-NOUN                  what the person needs, as prompts and errors call it ("function")
+NOUN                  what the human needs, as prompts and errors call it ("function")
 AGENT_SYSTEM          the agent's system prompt; "{max_rounds}" stands for the number of rounds
 JUDGE                 prompt for a model that compares two turns ({ground_truth}, {dialogue}, {a}, {b}); None: no judge
 REPLY_CHARS           a reply of the human is cut here
 REPLY_TOKENS          what a model that plays the human may write
-PERSON_SEES           whether the agent's turns can be looked at: a model that plays the human is shown images, and a
-                      critic may be one that sees
+PERSON_SEES           whether a model that plays the human is shown images
 MIN_GAP               two trajectories whose returns differ by so much make a pair; None: success against the rest
 FAMILIES              names of the template families
 ORACLES               names of the critics without errors, for `oracle_scores`; may be empty
@@ -36,7 +35,8 @@ turn_kind(task, history, message)       what an agent's turn is worth ("needed",
 all_known(task, history)                whether everything that matters is known; asked only where turn_kind answers
 oracle_scores(oracle, task, history, messages)              a score for each of several messages
 views(task, history, privileged)        what a critic that sees is shown of the agent's turn that ends `history`:
-                                        [(caption, document or None for a black image), …]; None: it has nothing to see
+                                        [(caption, document or None for a black image), …]; None in place of the
+                                        function: such a critic has nothing to see
 metric(trajectories)  name of the mean return in metrics.json
 outcome(trajectory)   what is averaged under that name
 measure(trajectories) further columns, a dict: the keys of COLUMNS and what belongs into metrics.json; "notes": a list
@@ -54,10 +54,16 @@ class World(images, rows_in, unsafe_scorer=False, compat=False, browser=None, si
     async show(documents)                   {document: image file, or None where there is none} for `views`
 """
 import hashlib
+import pathlib
 
 
 class ColBenchError(Exception):
     """Bad input, or something missing on this machine: one line that says where, what and how to mend it."""
+
+
+def beside(name):
+    """The text of a file of this folder, without its last newline."""
+    return (pathlib.Path(__file__).parent / name).read_text("utf-8").removesuffix("\n")
 
 
 SPLITS = {"train": range(0, 80), "validation": range(80, 90), "test": range(90, 100)}

@@ -32,15 +32,9 @@ COMPILED_LENGTH = 6000          # longer ones are only parsed: compile() takes q
 def extract_code(answer):
     """The code of an answer, as a list of sources that are executed one after the other in one namespace.
 
-    1. A text that is Python as a whole is the code, without lines of bare words ("python", "Explanation").
-    2. Else a statement is a line that looks like one, at any indentation, with what its brackets, strings, clauses and
-       deeper lines add; all else, and what does not parse, is prose. Statements with no prose between are one source.
-    3. If sources after the first marker ("I WANT TO ANSWER") define a function, lambda or class, only they count.
-    4. Fenced sources (``` or ~~~) go before others, others before code in backticks: what counts is the first sort that
-       defines, and those before it. Code that a text or a marker begins with is as good as fenced.
-    5. Of these, sources that define, and those that only import and assign without calling a function of the answer,
-       are the code, in order: later definitions win.
-    6. If there is none: the first source, else the text as it is."""
+    A text that is Python is the code. Else what looks like statements and parses is, in sources with no prose between:
+    those after the first marker if they define something, those in fences before others, and of these all that define,
+    import or assign; if none does, the first one, or the text as it is. docs/scorer.md has the rules."""
     text = textwrap.dedent(answer.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")).strip("\n")
     if definitions(text)[0] is not None and not WORDS.search(text):
         return [text]

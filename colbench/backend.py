@@ -1,7 +1,7 @@
-"""Python functions (ColBench's backend): template tasks, the rule-based person, kinds of turns, oracles, scores.
+"""Python functions (ColBench's backend): template tasks, the rule-based human, kinds of turns, oracles, scores.
 
 A template task is a vague request with a signature, a reference function and 10 test calls. What the request leaves
-out stands in "facts": those that matter (each is a value in the reference) and plausible ones that do not. The person
+out stands in "facts": those that matter (each is a value in the reference) and plausible ones that do not. The human
 opens with the request and answers questions in at most 400 characters; what follows "I WANT TO ANSWER:" is the answer.
 """
 import asyncio
@@ -19,6 +19,7 @@ NOUN = "function"
 REPLY_CHARS, REPLY_TOKENS = 400, 128
 PERSON_SEES = False
 MIN_GAP = None
+views = None
 COLUMNS = (("tests_passed", "tests", ".3f"), ("all_known", "all known", ".3f"),
            ("success_when_known", "when known", ".3f"), ("success_rate_compat", "published: success", ".3f"),
            ("tests_passed_compat", "tests", ".3f"))
@@ -117,12 +118,11 @@ def separator(noun):
                     for code, name in said.items()))
 
 
-def integers(low, high, count=1):
-    """An argument list of `count` integers as source text, sometimes at or beside a value of the task."""
+def integers(low, high):
+    """An integer as source text, sometimes at or beside a value of the task."""
     def draw(rng, values):
         near = [v + d for v in values if low <= v <= high for d in (-1, 0, 1)]
-        return ", ".join(str(rng.choice(near) if near and rng.random() < 0.5 else rng.randint(low, high))
-                         for _ in range(count))
+        return str(rng.choice(near) if near and rng.random() < 0.5 else rng.randint(low, high))
     return draw
 
 
@@ -154,8 +154,7 @@ FAMILIES = {
         code="def parcel_price(weight):\n    price = {base} + {rate} * weight\n    if weight > {heavy}:\n"
              "        price = price + {extra}\n    return price",
         facts=dict(base=number_fact("the basic price", TEENS), rate=number_fact("the kilo price", FEW),
-                   heavy=number_fact("the weight limit", TENS),
-                   extra=number_fact("the extra charge", SOME)),
+                   heavy=number_fact("the weight limit", TENS), extra=number_fact("the extra charge", SOME)),
         idle=("the country of the parcel", "the size of the box", "the insurance", "the delivery time"),
         arguments=integers(1, 60)),
     "order_total": dict(
@@ -167,7 +166,7 @@ FAMILIES = {
                    exact=boundary("the least amount", below=False)),
         idle=("the currency", "the name of the customer", "the way of payment", "the coupon code"),
         arguments=lambda rng, values: f"{rng.choice(values)}, {rng.choice((1, 1, 1, 2, 3))}"
-        if rng.random() < 0.4 else integers(5, 100, 1)(rng, values) + f", {rng.randint(1, 9)}"),
+        if rng.random() < 0.4 else integers(5, 100)(rng, values) + f", {rng.randint(1, 9)}"),
     "grade": dict(
         requests=("the grade of a score", "how a student did in a test"),
         code='def grade(score):\n    if score {exact} {mark}:\n        return {good}\n    return {bad}',
@@ -261,8 +260,7 @@ FAMILIES = {
         requests=("the price of a ticket", "what a visitor pays at the door"),
         code="def ticket_price(age):\n    if age < {child} or age > {senior}:\n        return {reduced}\n"
              "    return {full}",
-        facts=dict(child=number_fact("the child age", SOME),
-                   senior=number_fact("the senior age", (60, 70, 75, 80)),
+        facts=dict(child=number_fact("the child age", SOME), senior=number_fact("the senior age", (60, 70, 75, 80)),
                    reduced=number_fact("the reduced price", FEW), full=number_fact("the full price", TEENS + TENS)),
         idle=("the day of the week", "the seat of the visitor", "the size of a group", "the name of the show"),
         arguments=integers(1, 99)),
@@ -361,10 +359,7 @@ def best_topics(texts, message):
     """topics_asked of each fact's texts; kept, because every later turn asks it again of all turns before."""
     said = content_words(message)
     phrases = [[content_words(text) for text in own] for own in texts]
-    shared = {}
-    for fact_phrases in phrases:
-        for word in set().union(*fact_phrases):
-            shared[word] = shared.get(word, 0) + 1
+    shared = collections.Counter(word for fact_phrases in phrases for word in set().union(*fact_phrases))
     best = []
     for index, fact_phrases in enumerate(phrases):
         share, phrase = max(((sum(1 / shared[w] for w in p & said) / sum(1 / shared[w] for w in p), p)
@@ -417,36 +412,17 @@ def oracle_scores(oracle, task, history, actions):
     """Scores of actions (texts) by one who knows what a template task needs: a critic without errors. "oracle" would
     have the answer as soon as it is right. "oracle-patient" knows that the agent cannot see whether it knows enough:
     among right answers and further questions it has no preference, and a right answer before that is none."""
-    kinds = [turn_kind(task, history, action) for action in actions]
-    if oracle == "oracle":
-        worth = {"right answer": 3, "needed": 2, "wrong answer": 0, "early answer": 0}
-        return [worth.get(kind, 1) for kind in kinds]
-    known = all_known(task, history)
-    worth = {"right answer": 2 if known else 0, "needed": 3, "wrong answer": 0, "early answer": 0}
-    return [worth.get(kind, 2 if known else 1) for kind in kinds]
+    worth, other = {"right answer": 3, "needed": 2, "wrong answer": 0, "early answer": 0}, 1
+    if oracle == "oracle-patient":
+        known = all_known(task, history)
+        worth, other = {**worth, "right answer": 2 if known else 0, "needed": 3}, 2 if known else 1
+    return [worth.get(turn_kind(task, history, action), other) for action in actions]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the person
+# what the human says
 
 UNCLEAR = ("Could you ask about something specific?", "I am not sure what you mean.", "Please ask me about one thing.")
-
-
-def rules_reply(task, history, rng):
-    """The rule-based human: says what it knows of the (at most two) facts that the last message asks about."""
-    asked = topics_asked(task["facts"], history[-1]["content"])
-    if not asked:
-        return rng.choice(UNCLEAR)
-    return " ".join(rng.choice(task["facts"][index]["replies"]) for index in asked)
-
-
-def simulator_messages(task, history):
-    """The chat that a model sees which plays the human: the roles swapped, its own request in the system prompt."""
-    swapped = {"assistant": "user", "user": "assistant"}
-    return [{"role": "system", "content": SIMULATOR_SYSTEM.format(**task)}] + [
-        {"role": swapped[turn["role"]], "content": turn["content"]} for turn in history[1:]]
-
-
 LEAK_TOKENS = 8
 
 
@@ -466,8 +442,8 @@ def leak_marks(ground_truth):
 
 
 def leak_of(task, reply):
-    """How a person's reply shows code in place of describing it: "fence" (a code block), "signature" (of a function of
-    the reference), "code" (LEAK_TOKENS tokens of the reference in a row); None where it does not."""
+    """How a reply of the human shows code: "fence" (a code block), "signature" (of a function of the reference), "code"
+    (LEAK_TOKENS tokens of the reference in a row); None where it describes what it wants."""
     if "```" in reply:
         return "fence"
     names, runs = leak_marks(task["ground_truth"])
@@ -521,7 +497,7 @@ def check_task(task, where):
     check_keys(task["test_cases"], dict.fromkeys(task["test_cases"], str), f"{where}: test_cases")
 
 
-def check_data(tasks, unsafe_scorer=False):
+def check_data(tasks, unsafe_scorer):
     """check_tasks, whose two scorers have different hash seeds."""
     with Scorer(unsafe_scorer) as scorer, Scorer(unsafe_scorer, hash_seed=1) as other:
         return check_tasks(tasks, scorer, other)
@@ -551,10 +527,6 @@ def answer_message(task):
 
 def shown(message):
     return message
-
-
-def views(task, history, privileged):
-    return None
 
 
 def metric(trajectories):
@@ -596,7 +568,7 @@ def measure(trajectories):
 
 
 class World:
-    """The scorer, and the rule-based person."""
+    """The scorer, and the rule-based human."""
 
     def __init__(self, images=None, rows_in=None, unsafe_scorer=False, compat=False, **unused):
         self.scorer = Scorer(unsafe_scorer, compat=compat)
@@ -613,10 +585,15 @@ class World:
         return None
 
     async def rule_reply(self, task, history, rng):
-        return rules_reply(task, history, rng)
+        """What the human knows of the (at most two) facts that the last message asks about."""
+        asked = topics_asked(task["facts"], history[-1]["content"])
+        return " ".join(rng.choice(task["facts"][index]["replies"]) for index in asked) or rng.choice(UNCLEAR)
 
     async def person_chat(self, task, history):
-        return simulator_messages(task, history)
+        """The roles swapped, the human's own request in the system prompt."""
+        swapped = {"assistant": "user", "user": "assistant"}
+        return [{"role": "system", "content": SIMULATOR_SYSTEM.format(**task)}] + [
+            {"role": swapped[turn["role"]], "content": turn["content"]} for turn in history[1:]]
 
     async def score(self, pairs):
         """"tests": a verdict a test, "faults": why a test is not passed, "reward": the share of tests passed."""

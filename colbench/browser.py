@@ -1,7 +1,6 @@
 """HTML pages -> screenshots, and what a script reads of them, in a real Chromium that reaches nothing."""
 import asyncio
 import base64
-import collections
 import contextlib
 import functools
 import hashlib
@@ -18,10 +17,10 @@ import tempfile
 import threading
 import types
 import urllib.parse
-from collections import namedtuple
+from collections import Counter, namedtuple
 from html import unescape
 
-from colbench import ColBenchError
+from colbench import beside, ColBenchError
 
 log = logging.getLogger(__name__)
 
@@ -31,21 +30,8 @@ MAX_WIDTH_PX, MAX_HEIGHT_PX = 2560, 8192
 MAX_PAGE_BYTES, MAX_PAGE_S = 2_000_000, 10                         # of HTML; for all of a page
 PAGE_CLOCK_MS = 2000                                               # of its own clock a page has after loading
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-BROWSER_FLAGS = [
-    # the same pixels on every machine
-    "--disable-gpu", "--disable-lcd-text", "--font-render-hinting=none", "--force-color-profile=srgb",
-    "--disable-skia-runtime-opts", "--disable-partial-raster", "--blink-settings=imageAnimationPolicy=2",
-    # no network: requests are answered or refused by Browser.answer; these stop what does not pass there
-    "--proxy-server=http://nothing.invalid:9", "--proxy-bypass-list=<-loopback>", "--dns-prefetch-disable",
-    "--host-resolver-rules=MAP * ~NOTFOUND", "--webrtc-ip-handling-policy=disable_non_proxied_udp",
-    "--disable-quic", "--no-pings", "--disable-background-networking", "--disable-domain-reliability",
-    # a page that fills its memory dies alone
-    "--js-flags=--max-old-space-size=512"]
-FONTS = """<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd">
-<fontconfig>{folders}<cachedir>{cache}</cachedir>{aliases}<match target="font">
-<edit name="hinting" mode="assign"><bool>false</bool></edit>
-<edit name="rgba" mode="assign"><const>none</const></edit></match>
-<match><edit name="family" mode="append_last"><string>Liberation Sans</string></edit></match></fontconfig>"""
+BROWSER_FLAGS = [line for line in beside("browser_flags.txt").splitlines() if line[0] != "#"]
+FONTS = beside("fonts.conf")
 FONT_NAMES = {"Sans": "sans-serif sans system-ui Arial Helvetica", "Serif": "serif Times Times_New_Roman",
               "Mono": "monospace mono Courier Courier_New"}
 
@@ -54,17 +40,13 @@ def one_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
-def page_script(name):
-    return (pathlib.Path(__file__).parent / name).read_text().rstrip("\n")
-
-
 # Runs before a page's own scripts, in every frame: a clock that stands still until __run moves it, seeded random
 # numbers, dialogs that return at once, storage that lasts as long as the page (its origin has none).
-PAGE_START = page_script("page_start.js")
+PAGE_START = beside("page_start.js")
 # These run in a world of their own, with the page's document, but without what its scripts may have changed. The load
 # event is what tells that all is there: readyState is "complete" as soon as a written document is closed.
-PAGE_LOAD = page_script("page_load.js")
-PAGE_SETTLE = page_script("page_settle.js")
+PAGE_LOAD = beside("page_load.js")
+PAGE_SETTLE = beside("page_settle.js")
 # What may act, load or move, and the attributes whose effect outlives their elements (the colours of links, the title
 # that chooses among style sheets): a page without any of these leaves nothing behind, and the next gets its window.
 ACTIVE = re.compile(r"<(script|iframe|frame|object|embed|portal|meta|base|link|template|video|audio|svg)\b|<style[^>]|"
@@ -183,24 +165,14 @@ class Browser:
     it could not be drawn. An existing screenshot is used again. spec: the JSON value of the JavaScript expression
     `read`. fault: None, or one line: why there is no screenshot, or (with a screenshot) what was cut from it.
 
-    A page is shown 2 s after its load event by its own clock, when nothing changes any more, animations at their end
-    (endless ones taken off). So there is one screenshot of a page, the same bytes whenever it is drawn, or none: one
-    that does not load or come to rest, hangs or crashes, within 10 s, is a fault, never a screenshot of how far it
-    came. The file's name tells page and settings, but not Chromium's version, which pixels may depend on.
-
-    A page reaches nothing: Tailwind's addresses are answered by local files, photos by plain images of their size,
-    all others refused and counted by host in `blocked`; a proxy and a name server that do not exist stop what passes by
-    that (WebSocket, WebRTC). It has no origin, no storage, and the next page finds nothing of it. Where the whole
-    browser dies, the pages in flight are drawn again, one at a time, so that each can only harm itself.
-
-    Chromium's sandbox, the wall against a page that breaks its renderer, is on where it starts: not for root, nor
-    without user namespaces; that it is off is said: run as another user for pages you distrust.
-
-    ColBenchError if there is no browser, or a page needs a Tailwind file that is not there."""
+    A page is shown at rest (docs/pages.md) or not at all: one that does not come to rest, hangs or crashes within 10 s
+    is a fault. Where the whole browser dies, the pages in flight are drawn again, one at a time, so that each can only
+    harm itself. Addresses that are refused are counted by host in `blocked`. ColBenchError if there is no browser, or a
+    page needs a Tailwind file that is not there."""
 
     def __init__(self, images, path=None, concurrency=2):
         self.images, self.path, self.concurrency = pathlib.Path(images), path, concurrency
-        self.blocked, self.faults, self.specs = collections.Counter(), collections.Counter(), {}
+        self.blocked, self.faults, self.specs = Counter(), Counter(), {}
         self.tabs, self.alone, self.starting = [None] * concurrency, asyncio.Lock(), asyncio.Lock()
         self.free = asyncio.Semaphore(concurrency)                  # a queue would let some wait for ever
         self.chromium = self.driver = self.name = self.error = None

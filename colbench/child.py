@@ -183,25 +183,8 @@ def run_compat(request, send):
 
 
 libc = ctypes.CDLL(None, use_errno=True)
-# Allowed system calls: name, number on x86-64, number on ARM64. All others are answered with "no such call".
-ALLOWED = """
-read 0 63  write 1 64  close 3 57  fstat 5 80  newfstatat 262 79  statx 332 291  lseek 8 62  mmap 9 222  mprotect 10 226
-munmap 11 215  mremap 25 216  madvise 28 233  brk 12 214  rt_sigaction 13 134  rt_sigprocmask 14 135
-rt_sigreturn 15 139  sigaltstack 131 132  pread64 17 67  pwrite64 18 68  readv 19 65  writev 20 66  faccessat 269 48
-faccessat2 439 439  pipe2 293 59  dup 32 23  dup3 292 24  sched_yield 24 124  nanosleep 35 101  clock_nanosleep 230 115
-clock_gettime 228 113  clock_getres 229 114  gettimeofday 96 169  getitimer 36 102  setitimer 38 103  getpid 39 172
-gettid 186 178  getppid 110 173  getuid 102 174  geteuid 107 175  getgid 104 176  getegid 108 177  getgroups 115 158
-getcwd 79 17  chdir 80 49  fchdir 81 50  mkdirat 258 34  unlinkat 263 35  renameat 264 38  renameat2 316 276
-symlinkat 266 36  readlinkat 267 78  ftruncate 77 46  fsync 74 82  fdatasync 75 83  flock 73 32  getdents64 217 61
-statfs 137 43  fstatfs 138 44  umask 95 166  uname 63 160  sysinfo 99 179  times 100 153  getrusage 98 165
-getpriority 140 141  sched_getaffinity 204 123  sched_getparam 143 121  sched_getscheduler 145 120  getcpu 309 168
-getrandom 318 278  exit 60 93  exit_group 231 94  futex 202 98  set_robust_list 273 99  get_robust_list 274 100
-set_tid_address 218 96  rseq 334 293  restart_syscall 219 128  membarrier 324 283  epoll_create1 291 20
-epoll_ctl 233 21  epoll_pwait 281 22  eventfd2 290 19  ppoll 271 73  pselect6 270 72  sendto 44 206  recvfrom 45 207
-shutdown 48 210  getsockopt 55 209  setsockopt 54 208  stat 4 -  lstat 6 -  access 21 -  pipe 22 -  dup2 33 -  poll 7 -
-select 23 -  mkdir 83 -  rmdir 84 -  rename 82 -  unlink 87 -  symlink 88 -  readlink 89 -  getrlimit 97 163
-time 201 -  alarm 37 -  pause 34 -  epoll_wait 232 -  getdents 78 -  arch_prctl 158 -  epoll_create 213 -"""
-# Allowed, or not, by their arguments: name, numbers, allowed when any of these holds?, ((argument, mask, value) …) …
+# What system_calls.txt leaves out: calls that are allowed, or not, by their arguments. Name, numbers, allowed when any
+# of these holds?, ((argument, mask, value) …) …
 CONDITIONAL = (("clone", 56, 220, True, ((0, 0x10000, 0x10000),)),      # threads alone
                ("ioctl", 16, 29, True, *(((1, 0xFFFFFFFF, request),) for request in (
                    0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451))),   # is it a terminal, its size; descriptor flags
@@ -216,7 +199,8 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
 def system_call_filter():
-    """The seccomp program (classic BPF) for this machine's processor, and the memory it is in; OSError for others."""
+    """The seccomp program (classic BPF) for this machine's processor, and the memory it is in; OSError for others. All
+    calls but those of system_calls.txt and CONDITIONAL are answered with "no such call"."""
     machine = os.uname().machine
     if machine not in MACHINES:
         raise OSError(f"no list of system calls for {machine}")
@@ -224,10 +208,10 @@ def system_call_filter():
     allow, deny, kill = 0x7FFF0000, 0x00050000 | 38, 0x80000000                               # 38: ENOSYS
     load, jump, and_, give = 0x20, 0x15, 0x54, 0x06
     program = [(load, 0, 0, 4), (jump, 1, 0, audit_arch), (give, 0, 0, kill), (load, 0, 0, 0)]
-    words = ALLOWED.split()
-    for numbers in zip(words[1::3], words[2::3]):
-        if numbers[column] != "-":
-            program += [(jump, 0, 1, int(numbers[column])), (give, 0, 0, allow)]
+    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "system_calls.txt")) as file:
+        for _, *numbers in map(str.split, file.readlines()[1:]):
+            if numbers[column] != "-":
+                program += [(jump, 0, 1, int(numbers[column])), (give, 0, 0, allow)]
     for _, x86, arm, when_equal, *alternatives in CONDITIONAL:
         if (number := (x86, arm)[column]) is not None:
             block = []
@@ -411,10 +395,8 @@ def remove_leftovers(layer, child, work):
 
 
 def kill(pid):
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def parent_of(pid):

@@ -1,6 +1,6 @@
-"""Web pages (ColBench's frontend): template pages, the rule-based person, what a person sees, scores by similarity.
+"""Web pages (ColBench's frontend): template pages, the rule-based human, what a human sees, scores by similarity.
 
-In each round the agent sends an HTML page, which is rendered in a browser without a network; the person compares it
+In each round the agent sends an HTML page, which is rendered in a browser without a network; the human compares it
 with the reference page and says the main differences, in at most 1,000 characters. Of a turn with "OUTPUT:" only what
 follows stands in the dialogue. After the last round the last page is the answer; its return is the similarity of its
 screenshot to the reference's. Each slot of a template page (colours, layout, font, title) shows: with any other value
@@ -9,14 +9,15 @@ the page looks different.
 import asyncio
 import collections
 import colorsys
+import contextlib
 import functools
 import hashlib
+import json
 import os
-import pathlib
 import re
 import string
 
-from colbench import check_keys, ColBenchError, task_id
+from colbench import beside, check_keys, ColBenchError, task_id
 from colbench.browser import BrowserThread, screenshot_path, stored_render
 from colbench.similarity import CLIP_MODEL, PageScorer
 
@@ -46,11 +47,6 @@ VIEWER_SYSTEM = (
 # ---------------------------------------------------------------------------------------------------------------------
 # pages in messages
 
-def is_page(text):
-    """Whether a reference or an answer is HTML."""
-    return text.lstrip().startswith("<")
-
-
 def shown(message):
     """Of a message with "OUTPUT:" what follows it."""
     return message.split(OUTPUT, 1)[1].strip() if OUTPUT in message else message
@@ -78,61 +74,16 @@ def last_page(history):
 # template tasks: families of pages, and the slots that their ideas leave out
 
 def page_slot(topic, sentence, names):
-    """names: {code: what the person calls it}, or codes that are called what they are."""
+    """names: {code: what the human calls it}, or codes that are called what they are."""
     names = names if isinstance(names, dict) else {name: name for name in names}
     return topic, {code: (name, f"There should be {name}." if name == f"no {topic}" else sentence.format(name))
                    for code, name in names.items()}
 
 
-PAGE = string.Template("""\
-<style>
-*{{padding:2%}}
-body{{background:{page};font-family:{font}}}
-header{{background:{head};color:white;text-align:{align}}}
-aside{{{side};padding:8%;background:silver}}
-main{{display:grid;grid:auto-flow 8em/repeat({columns},1fr);gap:2%}}
-article{{background:{card}}}
-button{{background:{button}}}
-footer{{{footer}}}
-</style>
-<header><h1>{title}</h1>$nav</header>
-<aside>$aside</aside>
-<main>$cards</main>
-<button>$button</button>
-<footer>$footer</footer>""")
-PAGE_SLOTS = {
-    "page": page_slot("background", "The background should be {}.",
-                      ("white", "beige", "lavender", "pink", "lightblue", "khaki")),
-    "font": page_slot("font", "The font should be {}.", ("serif", "sans-serif", "monospace")),
-    "head": page_slot("header", "The header should be {}.", ("navy", "black", "maroon", "indigo", "darkgreen")),
-    "align": page_slot("title", "The title should be {}.",
-                       {"left": "on the left", "center": "in the center", "right": "on the right"}),
-    "side": page_slot("sidebar", "The sidebar should be {}.",
-                      {"float:left": "on the left", "float:right": "on the right", "display:none": "no sidebar"}),
-    "columns": page_slot("cards", "The cards should be in {}.",
-                         {"1": "one column", "2": "two columns", "3": "three columns", "4": "four columns"}),
-    "card": page_slot("cards", "The cards should be {}.", ("gold", "salmon", "turquoise", "yellowgreen", "violet")),
-    "button": page_slot("button", "The button should be {}.", ("red", "blue", "orange", "lime", "magenta")),
-    "footer": page_slot("footer", "There should be a footer, and it should be {}.",
-                        {f"background:{name}": name for name in ("brown", "gray", "olive", "teal")} |
-                        {"display:none": "no footer"}),
-}
-FAMILIES = {
-    "bakery": dict(ideas=("a bakery that sells bread and cakes", "a small bakery", "an old bakery in our town"),
-                   titles=("Crumbs", "Oven", "Loaf", "Flour", "Rye"), nav="", aside="Hours",
-                   cards=("Bread", "Cakes", "Rolls", "Pies"), button="Order", footer="Welcome"),
-    "cafe": dict(ideas=("a cafe with a terrace", "a cafe at the station", "a cafe that roasts its own coffee"),
-                 titles=("Mocha", "Brew", "Beans", "Steam", "Cups"), nav="", aside="Menu",
-                 cards=("Coffee", "Tea", "Juice", "Cocoa"), button="Reserve", footer="Thanks"),
-    "concert": dict(ideas=("concerts in a park", "the summer concert of a choir", "a concert for children"),
-                    titles=("Encore", "Stage", "Tempo", "Finale", "Chorus"), nav="<nav>Home News</nav>", aside="Map",
-                    cards=("Friday", "Saturday", "Sunday", "Monday"), button="Tickets", footer="Contact"),
-    "photographer": dict(ideas=("a photographer who shows her work", "a photographer of families",
-                                "pictures that a photographer took on journeys"),
-                         titles=("Lens", "Frame", "Focus", "Shutter", "Prism"), nav="<nav>Home About</nav>",
-                         aside="Prices", cards=("Faces", "Cities", "Forests", "Oceans"), button="Hire",
-                         footer="Studio"),
-}
+PAGE = string.Template(beside("page.html"))            # {slots}, and $texts of the family
+PAGES = json.loads(beside("pages.json"))               # slot: [topic, how an idea states it, values]; families
+PAGE_SLOTS = {slot: page_slot(*given) for slot, given in PAGES["slots"].items()}
+FAMILIES = PAGES["families"]
 PAGE_OPENINGS = ("A page for {}.", "A website for {}.", "I need a page for {}.", "Please make a page for {}.")
 
 
@@ -162,7 +113,7 @@ def make_task(rng, name, told, accept):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the person
+# the human
 
 def viewer_messages(task, history, reference, page):
     """The chat that a model sees which plays the human and looks at images (paths; page: None where none was
@@ -177,7 +128,7 @@ def viewer_messages(task, history, reference, page):
             {"role": "user", "content": parts}]
 
 
-LOOK = (pathlib.Path(__file__).parent / "look.js").read_text()
+LOOK = beside("look.js")
 NO_PAGE = ("I cannot see a page yet. Could you show me one?", "Please show me a page.",
            "Just make a page, and I will look.")
 CONTENT = ("That is the page that I want.", "It looks right to me now.", "Yes, just like this. Thank you.")
@@ -188,7 +139,7 @@ SAY = ("The {} should say {}.", "I want the {} to say {}.", "Please let the {} s
 SHOW = ("There should be {1} {0}.", "I want {1} {0}.", "Please show {1} {0}.")
 MISSING = ("There should be a {0}, and it should be {1}.", "I miss the {0}: it should be {1}.")
 UNWANTED = ("There should be no {0}.", "I want no {0}.", "It should have no {0}.")
-# aspect: what the person calls it, how they say what it should be
+# aspect: what the human calls it, how they say what it should be
 ASPECTS = {"background": ("background", BE), "header": ("header", BE), "sidebar": ("sidebar", PUT),
            "sidebar colour": ("sidebar", BE), "cards": ("cards", SHOW), "card columns": ("cards", PUT),
            "card colour": ("cards", BE), "footer": ("footer", BE), "pictures": ("pictures", SHOW),
@@ -201,17 +152,13 @@ PROPERTIES = ("sidebar colour", "card columns", "card colour", "button colour", 
 @functools.cache
 def colour_names():
     """{(red, green, blue): its name in CSS}; of two names the one that people use."""
-    try:
-        from PIL import ImageColor
-    except ImportError:
-        raise ColBenchError("--simulator rules needs the package pillow for pages; pip install -r "
-                            "scripts/frontend.txt") from None
+    from PIL import ImageColor
     names = [name for name in sorted(ImageColor.colormap) if "grey" not in name]        # cyan, not aqua
     return {ImageColor.getrgb(name): name for name in names}
 
 
 def colour_words(colour):
-    """What a person calls a colour: its name in CSS, or "a dark blue"."""
+    """What the human calls a colour: its name in CSS, or "a dark blue"."""
     if name := colour_names().get(tuple(colour)):
         return name
     hue, light, strength = colorsys.rgb_to_hls(*(value / 255 for value in colour))
@@ -227,7 +174,7 @@ def colour_words(colour):
 
 
 def aspect_words(aspect, value, shown):
-    """How a person puts the value of an aspect; `shown` is what the page has instead."""
+    """How the human puts the value of an aspect; `shown` is what the page has instead."""
     if isinstance(value, list):
         words = colour_words(value)
         return words if not shown or words != colour_words(shown) else "#{:02x}{:02x}{:02x}".format(*value)
@@ -296,7 +243,7 @@ def asked_values(task, reply):
 
 
 def scripted_turn(task, history, max_rounds, informed, rng):
-    """What the noisy scripted designer sends next: a guess at first, then its last page with what the person asked for
+    """What the noisy scripted designer sends next: a guess at first, then its last page with what the human asked for
     since. It forgets and misunderstands some of that, changes what nobody asked for, sends the same page again, or only
     words."""
     slots = {slot["slot"]: slot for slot in task["slots"]}
@@ -333,7 +280,7 @@ def scripted_turn(task, history, max_rounds, informed, rng):
 
 def owns(task):
     """A task whose reference is HTML, and that has no tests."""
-    return not task.get("test_cases") and is_page(task["ground_truth"])
+    return not task.get("test_cases") and task["ground_truth"].lstrip().startswith("<")
 
 
 def check_task(task, where):
@@ -367,7 +314,7 @@ def leak_of(task, reply):
 
 
 def views(task, history, privileged):
-    """The request, what the person said last, the reference page (`privileged`) and the page after the last turn."""
+    """The request, what the human said last, the reference page (`privileged`) and the page after the last turn."""
     said = f"\nLast they said: {history[-2]['content']}" if len(history) > 2 else ""
     request, page = f"A person wants a web page: {task['problem_description']}{said}", last_page(history)
     now = ("\nThe page that they get:" if page else "\nThey get no page yet:", page)
@@ -394,30 +341,24 @@ def measure(trajectories):
             "failed_references": failed, "faults": dict(faults.most_common()), **({"notes": notes} if notes else {})}
 
 
-class World:
-    """The browser, the similarity of screenshots, and the rule-based person. similarity None: it only shows pages."""
+class World(contextlib.ExitStack):
+    """The browser, the similarity of screenshots, and the rule-based human. similarity None: it only shows pages."""
 
     def __init__(self, images, rows_in=None, browser=None, similarity=None, clip_model=None, device="cpu",
                  compat=False, **unused):
+        super().__init__()
         if compat:
             raise ColBenchError("--compat is for tasks of functions; leave it out")
         self.images, self.browser, self.started, self.rows_in = images, BrowserThread(images, browser), False, rows_in
         self.scorer = similarity and PageScorer(similarity, clip_model or CLIP_MODEL, device)
         self.about = {"similarity": self.scorer.name} if self.scorer else {}
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        if self.started:
-            self.browser.__exit__(*exception)
-
     async def render(self, page, **options):
         """The Render of a page; the browser starts with the first one of which there is no screenshot yet."""
         if not options and screenshot_path(self.images, page).exists():
             return stored_render(screenshot_path(self.images, page))
         if not self.started:
-            self.browser.__enter__()
+            self.enter_context(self.browser)
             self.started = True
         return await self.browser.render(page, **options)
 

@@ -1,4 +1,4 @@
-// What a person sees of a rendered page: {aspect: [value, the share of the page's area that it covers]}. A colour
+// What the human sees of a rendered page: {aspect: [value, the share of the page's area that it covers]}. A colour
 // is [red, green, blue]; null is what is not there. Parts are found by their tags, else by common class names, else by
 // how they look.
 (() => {

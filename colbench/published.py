@@ -1,16 +1,19 @@
 """The published data: ColBench's tasks and trajectories, and WebSight, from the hub (package datasets) or a copy."""
+import collections
+import hashlib
 import json
 import pathlib
 import re
 
-from colbench import ColBenchError
+from colbench import check_keys, ColBenchError, in_split
+from colbench.frontend import owns
 
 # The published data set on the hub, and its files.
 COLBENCH = "facebook/collaborative_agent_bench"
 COLBENCH_TASKS = {"train": "backend_tasks/train.jsonl", "test": "backend_tasks/test.jsonl"}
 COLBENCH_TRAJECTORIES = "colbench_code_offline_15k_llama8b.jsonl"
 
-# Web pages on the hub, the one photo that stands for all their pictures, and its size where an address names none.
+# Web pages on the hub, the one photo that stands for all their images, and its size where an address names none.
 WEBSIGHT, WEBSIGHT_CONFIG = "HuggingFaceM4/WebSight", "v0.2"
 WEBSIGHT_KEYS = {"text": str, "llm_generated_idea": str}
 PHOTO, PHOTO_SIZE = "https://picsum.photos/id/48/{}/{}", ("640", "480")
@@ -47,6 +50,25 @@ def download(name, names):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # WebSight: ideas and pages
+
+def websight_tasks(path, split):
+    """What becomes of each row of the data set, in its order: (end, task, addresses). end: "kept", or why the task is
+    none: "empty", "no page", "of another split", "repeated"; addresses: what one_photo counts."""
+    kept = set()
+    for where, row in websight_rows(path):
+        check_keys(row, {}, where)
+        check_keys({key: value or "" for key, value in row.items()}, WEBSIGHT_KEYS, where)
+        html, idea = ((row[key] or "").strip() for key in WEBSIGHT_KEYS)
+        addresses = collections.Counter()
+        html = one_photo(html, addresses)
+        name = hashlib.sha256(html.encode(errors="replace")).hexdigest()[:16]
+        task = {"task_id": name, "problem_description": idea, "ground_truth": html}
+        end = ("empty" if not html or not idea else "no page" if not owns(task) else
+               "of another split" if not in_split(name, split) else "repeated" if name in kept else "kept")
+        if end == "kept":
+            kept.add(name)
+        yield end, task, addresses
+
 
 def websight_rows(path):
     """(where it stands, row) of all rows of the data set, one after the other: of the hub's, or of a local copy (a
@@ -95,7 +117,7 @@ def websight_files(path):
 
 
 def photo_size(address):
-    """(width, height) that the address of a picture asks for, as texts, or None: /300x200, /300/200 (but not a year and
+    """(width, height) that the address of an image asks for, as texts, or None: /300x200, /300/200 (but not a year and
     a month), ?w=300&h=200, or /300 as the whole path for a square."""
     path = re.sub(r"^(https?:)?//[^/]*/(id/\d+/)?", "", address)
     if pair := (re.search(r"(?<![\w.-])([1-9]\d{1,3})(?:x|/(?=[2-9]\d|\d{3}))([1-9]\d{1,3})(?![\w-])", path) or
@@ -106,7 +128,7 @@ def photo_size(address):
 
 
 def one_photo(html, counts):
-    """A page whose pictures from the net are all PHOTO, in the size that the address asks for, or else the tag, or else
+    """A page whose images from the net are all PHOTO, in the size that the address asks for, or else the tag, or else
     PHOTO_SIZE; `counts` counts them by host, and at "" those without a size."""
     def photo(address, tag=""):
         given = [re.search(rf"""\s{side}=["']?(\d+)(?:px)?["'\s>/]""", tag) for side in ("width", "height")]

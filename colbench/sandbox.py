@@ -5,33 +5,11 @@
         values, _ = sandbox.run("def f(n): return n / 2", ["f(4)", "f(None)"], 1.0, imports=[])
         # [["ok", 2], ["error", "TypeError: unsupported operand …"]]
 
-Sandbox is the caller's side. It starts `python child.py LAYER WORK_DIR SITE_PACKAGES …`, the server, with a socket as
-its stdin and stdout. One request is one process and one fresh pair of pipes: the server receives the length of a
-request and the two descriptors and forks; the fork is confined, reads the request, runs the code and writes its
-results, a JSON line each. So the memory of the server, which every fork inherits, never holds an answer, a reference
-or a result, and nothing that an answer does to its descriptors outlives them. A header without descriptors kills the
-fork. When it is gone, the server removes what it left (processes, files) and says so. The caller reads each line
-under one deadline and one limit of bytes, and takes it only if it has the form that is expected next (is_encoded for
-values).
-
-Layers
-  namespaces   own user, mount, process, network and IPC namespaces: an empty file system that holds the interpreter's
-               libraries and packages, read-only, and an empty working directory in memory (16 MiB, the only place that
-               can be written); no network; a process tree that dies as one. Inside it, as in the next layer:
-  landlock     no capabilities, no_new_privs, a list of allowed system calls (no other processes, sockets, signals to
-               others, new programs, file modes or owners), Landlock: the same files to read, one directory to write.
-  rlimits      resource limits alone. Stops faults, not attacks.
-In every layer: 1 GiB of address space, files of at most 16 MiB, 64 descriptors, a limit on processor time, an empty
-environment, no standard streams, a fixed hash seed. The limits on wall time are the caller's, by a SIGKILL:
-time_limit_s a call, LOAD_LIMIT_S more for each load of the code (it is loaded for each call), and for an answer as a
-whole time_limit_s a call and LOADS_LIMIT_S for all loads. Code and calls have REQUEST_LIMIT characters together at
-most.
-
-What this does not cover: faults of the kernel or the processor (side channels, Spectre); processor time and memory
-within the limits; in the layer landlock the number of files written before the time limit, and names, sizes and dates
-of files outside (not their content); the results of an answer to itself (code may write its results' lines, too: then
-they are wrong values, at most those that it could have returned). Answers that need threads work, answers that start
-processes or open sockets fail.
+It starts `python child.py LAYER WORK_DIR SITE_PACKAGES …`, the server, with a socket as its stdin and stdout. For each
+request the server receives a HEADER and the ends of two fresh pipes, and forks; the fork is confined, reads the request
+and writes a JSON line for each result. A HEADER without pipes kills the fork. Each line is read under one deadline and
+one limit of bytes, and taken only if it has the form that is expected next. docs/scorer.md says what the layers
+"namespaces", "landlock" and "rlimits" keep out, and what they do not.
 """
 import contextlib
 import json

@@ -1,15 +1,15 @@
 """The scorer: (task, answer) -> verdicts. The code runs in sandbox.py, the values are compared here."""
 import ast
 import builtins
-import collections
 import concurrent.futures
 import contextlib
 import json
 import logging
+import operator
 import os
 import queue
 import re
-from collections import namedtuple
+from collections import Counter, namedtuple
 
 from colbench import ColBenchError, task_id
 from colbench.sandbox import ANSWER_TIME_LIMIT, LayerError, Sandbox
@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 Score = namedtuple("Score", "tests gradeable faults")
 Results = namedtuple("Results", "values imports calls comparisons")
+Comparison = namedtuple("Comparison", "operator sides")
+ORDER = {"Lt": operator.lt, "LtE": operator.le, "Gt": operator.gt, "GtE": operator.ge}
 LAYERS = {"namespaces": "namespaces, system call list (no files, network or processes of yours in reach)",
           "landlock": "Landlock, system call list (no files, network or processes of yours in reach)",
           "rlimits": "resource limits alone, as --unsafe-scorer asks: untrusted code can read and write your files"}
@@ -30,11 +32,7 @@ class Scorer:
             scores = scorer.score([(task, answer), …])      # [Score(tests, gradeable, faults), …] in the same order
 
     tests: a verdict a test, gradeable: whether the test can be graded at all, faults: why a test is not passed (None
-    where it is). A test passes when its call gives equal values on the answer and on the reference, by Python's == but
-    for NaN, which equals NaN in the same place. It cannot be graded where the reference raises, or returns what cannot
-    be compared, or not the same twice; no answer passes it. A reference is evaluated once a task (in two processes).
-    Of a test that is itself a comparison, `f(2) == [4]`, the answer is asked for its side alone, and the sides are
-    compared here, as values; a comparison inside another expression, or by `in`, cannot be graded.
+    where it is). docs/scorer.md says when a test passes. A reference is evaluated once a task (in two processes).
 
     compat=True gives the published scorer's verdicts instead (child.run_compat), behind the same walls.
 
@@ -166,28 +164,25 @@ def compared(test, both, result, asked):
         return ["error", "a comparison inside an expression"]
     if type(values) is not list or values[0] != "tuple" or len(values[1]) != len(asked):
         return ["error", "a broken result"]                         # code wrote it itself
-    pair = dict(enumerate(sides)) | dict(zip(asked, values[1]))
+    pair = (dict(enumerate(sides)) | dict(zip(asked, values[1]))).values()
     try:
-        return ["ok", int(holds(test.operator, pair[0], pair[1]))]
+        return ["ok", int(holds(test.operator, *pair))]
     except TypeError as error:
         return ["error", str(error)]
 
 
-def holds(operator, a, b):
+def holds(kind, a, b):
     """Does a comparison of two values, as values.encode() gives them, hold? TypeError where values do not say so."""
     if type(a) is list and a[0] == "array" or type(b) is list and b[0] == "array":
         raise TypeError("a comparison with an array")
-    if operator in ("Eq", "NotEq") or operator in ("Is", "IsNot") and b in (None, 0, 1):
-        return equal_values(a, b) == (operator in ("Eq", "Is"))
-    if operator not in ("Lt", "LtE", "Gt", "GtE"):
-        raise TypeError(f"a comparison by {operator.lower()}")
+    if kind in ("Eq", "NotEq") or kind in ("Is", "IsNot") and b in (None, 0, 1):
+        return equal_values(a, b) == (kind in ("Eq", "Is"))
+    if kind not in ORDER:
+        raise TypeError(f"a comparison by {kind.lower()}")
     if type(a) is type(b) is str:
-        left, right = a, b
-    else:
-        (p, q), (r, s) = real(a), real(b)
-        left, right = p * s, r * q
-    return left < right if operator == "Lt" else left <= right if operator == "LtE" else (
-        left > right if operator == "Gt" else left >= right)
+        return ORDER[kind](a, b)
+    (p, q), (r, s) = real(a), real(b)
+    return ORDER[kind](p * s, r * q)
 
 
 def real(value):
@@ -224,9 +219,6 @@ def equal_values(a, b):
 def reward_of(verdicts):
     """The fraction of tests passed; success is a reward of 1."""
     return sum(verdicts) / len(verdicts) if verdicts else 0.0
-
-
-Comparison = collections.namedtuple("Comparison", "operator sides")
 
 
 def split_comparison(call):
@@ -289,10 +281,7 @@ def check_tasks(tasks, scorer, other_hashes):
                 findings.setdefault(kind, f"{name}: {value}")
         if not findings and values != other_values:
             findings["order of a set"] = "other results with another hash seed"
-        counts = {}
-        for status, value in values:
-            if status == "ok":
-                counts[json.dumps(value)] = counts.get(json.dumps(value), 0) + 1
+        counts = Counter(json.dumps(value) for status, value in values if status == "ok")
         constant = max(counts.values(), default=0) / max(1, len(values))
         if not values:
             findings["no tests"] = "nothing to pass"

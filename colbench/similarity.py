@@ -11,10 +11,7 @@ CLIP_MODEL = "openai/clip-vit-base-patch32"
 class PageScorer:
     """Similarity in [0, 1] of the screenshots (PNG paths) of a reference and of an answer; .name says how.
 
-    "clip": cosine of the image embeddings, below 0 it is 0. CLIP looks at the middle square of an image, so that the
-    top and the bottom of a tall page do not count, as in the paper's metric.
-    "pixels": see pixel_similarity. The two are different scales and must not be compared with each other.
-
+    "clip": cosine of the image embeddings, below 0 it is 0; "pixels": see pixel_similarity. They are two scales.
     An answer without an image (None) is a black one of the reference's size. A reference without one can be met by no
     answer: 0. An image is read and embedded once."""
 

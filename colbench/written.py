@@ -7,43 +7,20 @@ import itertools
 import json
 import re
 
+from colbench import beside
 from colbench.backend import NUM_TESTS
 
 MAX_LINES = 50                  # of a reference
 MAX_SEED_CHARS = 2000           # of a text that gives the idea
 NEAR_DUPLICATE = 0.6            # the share of word triples, of two tasks' together, that makes one a repeat
-TASK_PROMPT = (
-    "Invent one small programming job. Take the idea for it from this text:\n\n{text}\n\nLet it be about {kind}.\n\n"
-    "Somebody knows exactly which function they need, but will tell a programmer too little at first. Write both as "
-    "one JSON object, with nothing around it and with these keys:\n"
-    '"code": the Python function that they need: complete, standard library only, at most 50 lines. It returns its '
-    "result, prints and reads nothing, and uses neither chance nor the present time. The result depends on at least "
-    "four decisions that nobody could guess, such as limits, rates, orders, exceptions, words.\n"
-    '"description": what they say at first: one to three sentences in everyday words about what the function is for, '
-    "without any of those decisions, without examples and without code; then, on a line of its own, the function's "
-    "signature.\n"
-    '"tests": a list of exactly 10 different strings, each one call of the function with all arguments written out. '
-    "Together they reach every decision, and their results differ.\n\n"
-    'The form: {{"code": "def name(a, b):\\n    …", "description": "…\\ndef name(a, b):", "tests": ["name(1, 2)", …]}}')
+TASK_PROMPT = beside("task_prompt.txt")         # of {text} and one of KINDS
 NO_PYTHON = (SyntaxError, ValueError, MemoryError, RecursionError)      # what ast.parse raises on a model's text
 MEASURES_NOTHING = ("missing package", "random", "not comparable", "reference fails", "order of a set", "vacuous")
 WRITTEN_KEYS = {"description": "problem_description", "code": "ground_truth", "tests": "test_cases"}
 KINDS = ("a price or an amount with exceptions", "checking whether something is allowed", "grouping and counting",
          "turning one text into another", "picking the best of several things", "sorting and ranking records",
          "dates, times or a schedule", "cleaning up a list of entries", "a short summary as text")
-TOPICS = """\
-a bakery's orders for cakes; lending books in a library; parking meters; a chess club's ladder; rooms of a youth hostel
-watering a greenhouse; the score of a quiz night; a taxi's meter; renting skis; a school's timetable; a bicycle workshop
-recycling at a village depot; the tide at a harbour; tickets of a zoo; a beekeeper's notes; a choir's seating
-sending out newsletters; a food bank's shelves; a swimming competition; postcodes and delivery tours; a piano's tuning
-names for pets; the menu of a canteen; repairs in rented flats; a second-hand shop's labels; shifts of nurses
-a running plan; lost luggage; votes in a club; knitting patterns; a weather diary; codes on museum objects
-donations for a playground; phone numbers of a firm; a bus timetable; playing cards; mixing paint; a family's chores
-seeds and sowing times; a film festival's programme; marks of an exam; a lorry's load; reviews of restaurants
-mountain huts; opening hours; a treasure hunt; a laundry's machines; invoices of a plumber; vaccination dates
-a radio station's playlist; a vineyard's harvest; birthdays at work; spare parts; a fishing licence; a dance class
-passwords for guests; a recipe for more people; meter readings; a carpool; street names; a stamp collection
-a night watchman's rounds; an auction of paintings; a blood pressure diary; a wedding's tables"""
+TOPICS = beside("task_topics.txt")
 
 
 def parse_reply(text):

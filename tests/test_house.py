@@ -119,7 +119,7 @@ vars(TOY).update(
     make_task=make_task, num_hidden=lambda task: 1, lacks=lambda task, player: None, answer_of=answer_of,
     answer_message=lambda task: f"I say {task['ground_truth']}", shown=lambda message: message, World=World,
     scripted_turn=scripted_turn, leak_of=lambda task, reply: None, turn_kind=lambda task, history, message: None,
-    views=lambda task, history, privileged: None, metric=lambda trajectories: "success_rate",
+    views=None, metric=lambda trajectories: "success_rate",
     outcome=lambda trajectory: trajectory["reward"] == 1,
     measure=lambda trajectories: {"asked": sum(len(t["dialogue_history"]) for t in trajectories) / len(trajectories)})
 

@@ -8,6 +8,7 @@ import pytest
 
 from colbench import written
 from conftest import read, refused, run, stage
+from lib import speakers
 from lib.runtime import InputError
 from lib.servers import Reply, strip_thoughts
 
@@ -76,8 +77,8 @@ def speaker(monkeypatch):
         return Reply(reply, True, None, 100, 10)
 
     Speaker.replies, Speaker.chats = [], []
-    monkeypatch.setattr(generate_tasks, "open_server", lambda name: name)
-    monkeypatch.setattr(generate_tasks, "server_reply", server_reply)
+    monkeypatch.setattr(speakers, "open_server", lambda name, timeout, retries: name)
+    monkeypatch.setattr(speakers, "server_reply", server_reply)
     return Speaker
 
 
@@ -279,8 +280,9 @@ def test_seed_texts(name, content, texts, tmp_path):
     ("a.jsonl", b'{"text": "one"}\n{"words": 3}\n', '{path}:2: missing "text"'),
     ("a.jsonl", b'{"text": ""}\n', "{path}: no text in it"),
     ("a.txt", b" \n\n", "{path}: no text in it"),
-    ("a.txt", b"\xff\xfe\x00", "{path}: no file of UTF-8 text (UnicodeDecodeError)"),
-    ("a.txt", None, "{path}: no file of UTF-8 text (FileNotFoundError)")])
+    ("a.txt", b"\xff\xfe\x00", "{path}: cannot be read as UTF-8 text ('utf-8' codec can't decode byte 0xff in position "
+     "0: invalid start byte)"),
+    ("a.txt", None, "{path}: cannot be read as UTF-8 text ([Errno 2] No such file or directory: '{path}')")])
 def test_bad_seed_files_are_one_line(name, content, line, tmp_path):
     if content is not None:
         (tmp_path / name).write_bytes(content)

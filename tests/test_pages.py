@@ -114,7 +114,7 @@ def test_websight_from_jsonl_and_parquet(tmp_path, capsys):
     assert take("--path", tmp_path / "site.jsonl", "--num-tasks", 3, out=tmp_path / "a.jsonl") == KEPT
     printed = capsys.readouterr().out
     assert "7 rows in the order of the data set: 3 kept, 2 empty, 1 repeated, 1 no page\n" in printed
-    assert ("1 addresses of pictures rewritten to https://picsum.photos/id/48/W/H (1 source.unsplash.com), 0 of them "
+    assert ("1 addresses of images rewritten to https://picsum.photos/id/48/W/H (1 source.unsplash.com), 0 of them "
             "without a size as 640x480\n") in printed
     (tmp_path / "v0.2").mkdir()
     for name, rows in (("b", SITE[4:]), ("a", SITE[:4])):                  # read in the order of the names
