@@ -37,7 +37,7 @@ from lib.models import encode, is_server, load_tokenizer, work_of
 from lib.report import heading_of
 from lib.runtime import barrier, begin_output, gather, InputError, is_done, read_text, Rows, run_stage, start
 from lib.servers import ReplyError, strip_thoughts
-from lib.speakers import ask, open_speakers, rollout_lines
+from lib.speakers import ask, open_speakers, rollout_lines, run_concurrently
 
 # ---------------------------------------------------------------------------------------------------------------------
 # one turn of a dialogue. A dialogue is {"number", "task", "sample", "history", "system", "more", "answer", "waited_s"};
@@ -160,20 +160,6 @@ async def play(dialogue, agent, human, chooser, world, args):
             begin = time.perf_counter()
             history.append(await human_turn(dialogue, human, world, args))
             dialogue["waited_s"] += time.perf_counter() - begin
-
-
-async def run_concurrently(work, items, concurrency):
-    """work(item) for all items, `concurrency` of them in flight: one that has ended makes place for the next at once.
-    If `work` returns a coroutine (scoring), it runs in the background, so that it cannot change which requests share a
-    batch."""
-    waiting, background = iter(items), []
-
-    async def worker():
-        for item in waiting:
-            if (rest := await work(item)) is not None:
-                background.append(asyncio.create_task(rest))
-    await asyncio.gather(*(worker() for _ in range(concurrency)))
-    await asyncio.gather(*background)
 
 
 def new_dialogues(rows, system, args):

@@ -124,9 +124,9 @@ def main(argv=None):
         tokenizer = load_tokenizer(args.model)
     examples, held_out = (common.trajectory_examples(trajectories, groups, tokenizer, not args.no_privileged, show)
                           for groups in (train, test))
-    kept = common.drop_long(examples, args)
+    kept = training.drop_long(examples, args)
     examples, train = [examples[i] for i in kept], [train[i] for i in kept]
-    held_out = [held_out[i] for i in common.drop_long(held_out, args, "held-out pairs", needed=False)]
+    held_out = [held_out[i] for i in training.drop_long(held_out, args, "held-out pairs", needed=False)]
     if not visual:
         begin_output(args, args.out, inputs, folder=True)
     costs, works = Costs(args.out, runtime.device, folder=True), []
@@ -134,7 +134,7 @@ def main(argv=None):
     batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
     steps_an_epoch = math.ceil(len(examples) / batch_size)
     say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
-    common.show_samples(tokenizer, [item for example in examples[:1] for item in example])
+    training.show_samples(tokenizer, examples[0])
 
     # The reference is this model before its first update; its log-probabilities are computed once, by the same function
     model = common.load_sharded(args.model, runtime, args, head=args.head != "lm")

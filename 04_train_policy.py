@@ -269,7 +269,7 @@ def main(argv=None):
         groups, pair_indices = baseline_groups(trajectories, args), None
         examples = common.trajectory_examples(trajectories, groups, tokenizer,
                                               privileged=False if args.method == "mtdpo" else None)
-        kept = common.drop_long(examples, args)
+        kept = training.drop_long(examples, args)
         examples = [examples[i] for i in kept]
     begin_output(args, args.out, inputs, folder=True)
     costs, works = Costs(args.out, runtime.device, folder=True), []
@@ -280,7 +280,7 @@ def main(argv=None):
     batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
     steps_an_epoch = math.ceil(len(examples) / batch_size)
     say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
-    common.show_samples(tokenizer, [item for example in examples[:1] for item in example])
+    training.show_samples(tokenizer, examples[0])
 
     # The reference is this model before its first update; its log-probabilities are computed once, by the same function
     if fresh:

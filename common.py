@@ -211,8 +211,8 @@ def tokenizer_name(tokenizer):
 
 
 def agent_turns(tokenizer, trajectory, counts=None):
-    """[(prompt text, action ids)] of a trajectory's agent turns, as near to what was sampled as the file allows: "as
-    sampled" where this tokenizer sampled it, "as logged" where the logged prompt ends with this template's cue
+    """[(prompt text, action ids)] of a trajectory's agent turns, as near to what was sampled as the file allows:
+    "as sampled" where this tokenizer sampled it, "as logged" where the logged prompt ends with this template's cue
     (published files: the ids are made from the raw output), else "rendered again" from the contents of the turns.
     `counts` (a dict) counts the turns of each kind."""
     history, turns = trajectory["dialogue_history"], []
@@ -707,20 +707,6 @@ def reaches(gap, min_gap):
     return gap > 0 and (gap >= min_gap or math.isclose(gap, min_gap, rel_tol=1e-9))
 
 
-def drop_long(examples, args, what="examples to train on", needed=True):
-    """Indices of the examples (tuples of items) whose rows all have at most args.max_length tokens; says how many it
-    dropped. InputError where none of those `needed` is left."""
-    tokens = [max(len(row.ids) for item in example for row in item) for example in examples]
-    kept = [i for i, length in enumerate(tokens) if length <= args.max_length]
-    if needed and not kept:
-        raise InputError(f"{args.trajectories}: no {what}: all {len(examples):,} are longer than --max-length "
-                         f"{args.max_length}, the shortest has {min(tokens):,} tokens")
-    if len(kept) < len(examples):
-        say(f"dropped {len(examples) - len(kept):,} of {len(examples):,} {what}: longer than --max-length "
-            f"{args.max_length}")
-    return kept
-
-
 def reference_logps(folder, model, examples, args, runtime):
     """example_scores under the initial model, kept in `folder`/ref.pt."""
     path = pathlib.Path(folder) / "ref.pt"
@@ -732,17 +718,3 @@ def reference_logps(folder, model, examples, args, runtime):
             path.with_suffix(".partial").rename(path)
     barrier()
     return torch.load(path, weights_only=True)
-
-
-def show_samples(tokenizer, items, count=2):
-    """Print items as text before training, with the tokens that the loss sees in [brackets]."""
-    for item in items[:count]:
-        for ids, turns, *_ in item:
-            text, start_at = "", 0
-            for end in range(1, len(ids) + 1):
-                if end == len(ids) or turns[end] != turns[start_at]:
-                    piece = tokenizer.decode(ids[start_at:end], skip_special_tokens=False)
-                    text += piece if turns[start_at] < 0 else f"[{piece}]"
-                    start_at = end
-            text = re.sub(r"(<\|\w+\|>)\1{3,}", r"\1 …", text)                      # tokens of a picture
-            say(f"--- sample, the loss sees [brackets]:\n{text}\n---")

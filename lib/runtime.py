@@ -310,30 +310,21 @@ NO_INFLUENCE = {"browser", "out", "overwrite", "save_every", "dry_run", "max_att
 known_fingerprint = functools.cache(fingerprint)                    # from is_done to begin_output: hashed once
 
 
-def is_done(args, out, inputs, folder=False):
-    """True if the same command (arguments and inputs) already made this output; InputError if another command did,
-    unless args.overwrite. Writes nothing, so that a stage can ask before it loads models."""
-    return on_main(find_output, args, pathlib.Path(out), inputs, folder)
-
-
-def begin_output(args, out, inputs, folder=False):
-    """Keep the arguments and versions in `out`/args.json (or `out`.args.json); what an interrupted run of the same
-    command left is kept, what another made goes (args.overwrite)."""
-    on_main(open_output, args, pathlib.Path(out), inputs, folder)
-
-
-def on_main(decide, *arguments):
-    """What decide(*arguments) returns or raises on rank 0, on every rank."""
-    decision = None
-    if is_main():
-        try:
-            decision = decide(*arguments)
-        except InputError as error:
-            decision = error
-    decision = broadcast(decision)
-    if isinstance(decision, InputError):
-        raise decision
-    return decision
+def on_main(decide):
+    """A decorator: what rank 0 returns or raises (InputError), on every rank."""
+    @functools.wraps(decide)
+    def decide_on_main(*arguments, **options):
+        decision = None
+        if is_main():
+            try:
+                decision = decide(*arguments, **options)
+            except InputError as error:
+                decision = error
+        decision = broadcast(decision)
+        if isinstance(decision, InputError):
+            raise decision
+        return decision
+    return decide_on_main
 
 
 def output_record(args, out, inputs, folder):
@@ -343,8 +334,12 @@ def output_record(args, out, inputs, folder):
              "inputs": {str(path): known_fingerprint(path) for path in inputs if path}})
 
 
-def find_output(args, out, inputs, folder):
+@on_main
+def is_done(args, out, inputs, folder=False):
+    """True if the same command (arguments and inputs) already made this output; InputError if another command did,
+    unless args.overwrite. Writes nothing, so that a stage can ask before it loads models."""
     known_fingerprint.cache_clear()
+    out = pathlib.Path(out)
     path, record = output_record(args, out, inputs, folder)
     if any(name and os.path.exists(name) and os.path.realpath(name) == os.path.realpath(out) for name in inputs):
         raise InputError(f"{out}: is an input of this command; choose another --out")
@@ -368,7 +363,11 @@ def find_output(args, out, inputs, folder):
     return False
 
 
-def open_output(args, out, inputs, folder):
+@on_main
+def begin_output(args, out, inputs, folder=False):
+    """Keep the arguments and versions in `out`/args.json (or `out`.args.json); what an interrupted run of the same
+    command left is kept, what another made goes (args.overwrite)."""
+    out = pathlib.Path(out)
     path, record = output_record(args, out, inputs, folder)
     if args.overwrite and folder:
         shutil.rmtree(out, ignore_errors=True)

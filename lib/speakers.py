@@ -1,4 +1,4 @@
-"""A model that says something in a dialogue: on this machine (lib/engine.py, lib/vision.py) or a server."""
+"""What says something in a dialogue: a model on this machine (lib/engine.py, lib/vision.py) or a server."""
 import asyncio
 import base64
 import collections
@@ -87,6 +87,20 @@ def sent(content):
             part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
         parts.append(part)
     return parts
+
+
+async def run_concurrently(work, items, concurrency):
+    """work(item) for all items, `concurrency` of them in flight: one that has ended makes place for the next at once.
+    If `work` returns a coroutine (scoring), it runs in the background, so that it cannot change which requests share a
+    batch."""
+    waiting, background = iter(items), []
+
+    async def worker():
+        for item in waiting:
+            if (rest := await work(item)) is not None:
+                background.append(asyncio.create_task(rest))
+    await asyncio.gather(*(worker() for _ in range(concurrency)))
+    await asyncio.gather(*background)
 
 
 def rollout_lines(ranks, wall_s):

@@ -3,6 +3,7 @@ import collections
 import json
 import math
 import pathlib
+import re
 import shutil
 import time
 
@@ -12,6 +13,34 @@ import torch.distributed as dist
 from lib.models import save_model, whole_tensor
 from lib.report import aligned
 from lib.runtime import barrier, InputError, is_main, peak_memory_mb, reduce_sums, say
+
+
+def drop_long(examples, args, what="examples to train on", needed=True):
+    """Indices of the examples (tuples of items) whose rows all have at most args.max_length tokens; says how many it
+    dropped. InputError where none of those `needed` is left."""
+    tokens = [max(len(row.ids) for item in example for row in item) for example in examples]
+    kept = [i for i, length in enumerate(tokens) if length <= args.max_length]
+    if needed and not kept:
+        raise InputError(f"{args.trajectories}: no {what}: all {len(examples):,} are longer than --max-length "
+                         f"{args.max_length}, the shortest has {min(tokens):,} tokens")
+    if len(kept) < len(examples):
+        say(f"dropped {len(examples) - len(kept):,} of {len(examples):,} {what}: longer than --max-length "
+            f"{args.max_length}")
+    return kept
+
+
+def show_samples(tokenizer, example):
+    """Print an example as text before training, with the tokens that the loss sees in [brackets]."""
+    for item in example:
+        for ids, turns, *_ in item:
+            text, start_at = "", 0
+            for end in range(1, len(ids) + 1):
+                if end == len(ids) or turns[end] != turns[start_at]:
+                    piece = tokenizer.decode(ids[start_at:end], skip_special_tokens=False)
+                    text += piece if turns[start_at] < 0 else f"[{piece}]"
+                    start_at = end
+            text = re.sub(r"(<\|\w+\|>)\1{3,}", r"\1 …", text)                      # tokens of a picture
+            say(f"--- sample, the loss sees [brackets]:\n{text}\n---")
 
 
 def epoch_batches(num_items, batch_size, epochs, seed):
