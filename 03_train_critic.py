@@ -71,14 +71,15 @@ def is_held_out(task_id, fraction):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Table 5 of the paper, as far as it differs from the defaults; epochs and batch size: see parse_args
-PRESETS = {name: {"dtype": "bfloat16", "activation_checkpointing": True}
-           for name in ("paper-backend", "paper-frontend")}
+# Table 5 of the paper, as far as it differs from the defaults
+PRESETS = {name: {"epochs": epochs, "dtype": "bfloat16", "activation_checkpointing": True}
+           for name, epochs in (("paper-backend", 4), ("paper-frontend", 8))}
 
 
 def parse_args(argv=None):
     parser = argument_parser(__doc__)
     add_training(parser, max_length=8192)
+    parser.set_defaults(epochs=4, batch_size=8)
     group = parser.add_argument_group("the critic")
     group.add_argument("--head", choices=["lm", "regression", "value"], default="lm",
                        help="what scores a turn, see above")
@@ -87,8 +88,6 @@ def parse_args(argv=None):
     group.add_argument("--held-out-frac", type=float, default=0.05, help="share of the tasks kept for the accuracy")
     set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
-    args.epochs = args.epochs or (8 if args.preset == "paper-frontend" else 4)
-    args.batch_size = args.batch_size or 8
     if args.head != "lm":
         args.normalize, args.nll_coef = "none", 0.0                  # the head's input is a mean already
     return args
