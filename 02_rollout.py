@@ -2,32 +2,16 @@
 
 Reads   tasks.jsonl (01).
 Writes  trajectories.jsonl in the published format, {"task", "dialogue_history", "answer", "reward"}, with "task_id",
-        "sample", "num_rounds", "max_rounds" and what the scorer says ("tests", a verdict a test, and "faults"; of pages
-        "similarity", "image", "reference_image" in the folder FILE.images). An agent's turn has "input" (the rendered
-        prompt), "output" (the raw text) and "output_ids" (the sampled ids); a human's turn that shows code "leak".
+        "sample", "num_rounds", "max_rounds" and what the domain's scorer says (screenshots in the folder FILE.images).
+        An agent's turn has "input" (the rendered prompt), "output" (the raw text) and "output_ids" (the sampled ids);
+        a human's turn that shows code has "leak".
         FILE.failed.jsonl where dialogues failed: the same command again plays these alone.
 
-The protocol (ColBench): the human opens with the request. In each of `--max-rounds` rounds the agent sends a message
-and the human answers it. When a message is the answer, and what a return is, the task's domain says (colbench/): of
-functions what follows "I WANT TO ANSWER:", or the whole last turn, and the share of hidden tests that it passes; of
-pages the last page, and the similarity of its screenshot to the reference's (--similarity).
-
---best-of N: at each turn the agent samples N messages and a critic says which one is sent; it may see the reference, so
-this measures a critic and is no way to use an agent. `--critic DIR` takes a critic of 03, `--critic judge:MODEL` a
-model that compares two messages at a time, in both orders: where the orders disagree, or a verdict cannot be read, the
-earlier message stays. The first message of each turn is the one that would be sent with N = 1.
-
---branch N: --tasks is a trajectories file; at N random agent turns of it the agent samples --branch-candidates
-messages, and each is played on to the end --samples times. Rows have "branch": {"sample", "turn", "candidate"}. The
-mean return of a candidate is its Monte-Carlo return, which 05 --critics --returns compares critics with.
-
-Every dialogue goes its own way, `--concurrency` of them at a time. A model on this machine takes what waits for it in
-batches; a server (http://HOST:PORT/v1#NAME, or http://A/v1,http://B/v1#NAME; for agents, simulators and judges) is
-asked at once. What a server's agent says has no token ids, so that 03 and 04 tokenise it anew, but for vLLM's with
---agent-tokenizer. Agents: a model (see README), or `script`, a noisy scripted agent for template tasks whose dialogues
-a base model is taught by (`script-informed`: one that knows the reference). Simulators: `rules` (template tasks), or a
-model with a prompt. <think> blocks are kept in "output", and the other side does not see them.
-
+The human opens with the request. In each of --max-rounds rounds the agent sends a message and the human answers it.
+The task's domain (colbench/) says which message is the answer, and scores it.
+--best-of N: at each turn the agent samples N messages and --critic says which one is sent. It may see c.
+--branch N: from N random turns of a trajectories file, several messages are played on: their Monte-Carlo returns.
+Both, and models behind http://, are described in docs/scale.md.
 Differs from the paper: the agent is told when the last round begins. The prompts are ours.
 
     python 02_rollout.py --tasks out/test.jsonl --agent out/policy --simulator rules --out out/trajectories.jsonl
@@ -51,30 +35,20 @@ from lib.arguments import add_overwrite, add_world, argument_parser, non_negativ
 from lib.costs import Costs
 from lib.models import encode, is_server, load_tokenizer, work_of
 from lib.report import heading_of
-from lib.runtime import (
-    barrier,
-    begin_output,
-    gather,
-    InputError,
-    is_done,
-    read_text,
-    Rows,
-    run_stage,
-    start,
-    write_jsonl,
-)
+from lib.runtime import barrier, begin_output, gather, InputError, is_done, read_text, Rows, run_stage, start
 from lib.servers import ReplyError, strip_thoughts
-from lib.speakers import ask, open_speaker, speed_lines
+from lib.speakers import ask, open_speakers, rollout_lines, run_concurrently
 
 # ---------------------------------------------------------------------------------------------------------------------
-# one turn of a dialogue. A dialogue is {"number", "task", "sample", "history", "system", "answer", "waited_s"}; who
-# speaks is a Speaker (lib/speakers.py), or None for the scripted agent and the rule-based human.
+# one turn of a dialogue. A dialogue is {"number", "task", "sample", "history", "system", "more", "answer", "waited_s"};
+# who speaks is a Speaker (lib/speakers.py), or None for the scripted agent and the rule-based human.
 
-def new_dialogue(task, sample, number=0, history=None, system=None):
-    """history: the turns so far (None: the request alone); system: the agent's system prompt (None: ours)."""
+def new_dialogue(task, sample, number=0, history=None, system=None, more=None):
+    """history: the turns so far (None: the request alone); system: the agent's system prompt (None: ours); more: what
+    else stands in its row, a dict."""
     history = list(history or [{"role": "user", "content": task["problem_description"]}])
-    return {"number": number, "task": task, "sample": sample, "history": history, "system": system, "answer": None,
-            "waited_s": 0.0}
+    return {"number": number, "task": task, "sample": sample, "history": history, "system": system,
+            "more": more or {}, "answer": None, "waited_s": 0.0}
 
 
 def dialogue_key(dialogue, args, who):
@@ -188,29 +162,14 @@ async def play(dialogue, agent, human, chooser, world, args):
             dialogue["waited_s"] += time.perf_counter() - begin
 
 
-async def run_concurrently(work, items, concurrency):
-    """work(item) for all items, `concurrency` of them in flight: one that has ended makes place for the next at once.
-    If `work` returns a coroutine (scoring), it runs in the background, so that it cannot change which requests share a
-    batch."""
-    waiting, background = iter(items), []
-
-    async def worker():
-        for item in waiting:
-            if (rest := await work(item)) is not None:
-                background.append(asyncio.create_task(rest))
-    await asyncio.gather(*(worker() for _ in range(concurrency)))
-    await asyncio.gather(*background)
-
-
-def dialogue_items(rows, system, args):
-    """[(arguments of new_dialogue, more keys of the row)] of what is to be played: --samples of each task or, with
-    --branch, of each candidate in each state."""
+def new_dialogues(rows, system, args):
+    """All that are to be played: --samples of each task or, with --branch, of each candidate in each state."""
     if not args.branch:
-        return [((task, sample, number, None, system), {}) for number, (task, sample) in
-                enumerate((task, sample) for task in rows for sample in range(args.samples))]
+        pairs = [(task, sample) for task in rows for sample in range(args.samples)]
+        return [new_dialogue(*pair, number, system=system) for number, pair in enumerate(pairs)]
     states = [(t, i) for t in rows for i, turn in enumerate(t["dialogue_history"]) if turn["role"] == "assistant"]
     states = random.Random(args.seed).sample(states, min(args.branch, len(states)))
-    items = []
+    dialogues = []
     for trajectory, i in states:
         if trajectory.get("max_rounds", args.max_rounds) != args.max_rounds:
             raise InputError(f"{args.tasks}: task {trajectory['task_id']} was played with --max-rounds "
@@ -219,13 +178,14 @@ def dialogue_items(rows, system, args):
         for candidate in range(args.branch_candidates):
             branch = {"sample": trajectory["sample"], "turn": i, "candidate": candidate}
             for n in range(args.samples):
-                items.append(((trajectory["task"], f"{trajectory['sample']}/{i}/{candidate}", len(items), history,
-                               system or common.system_prompt(trajectory)),
-                              {"sample": len(items), "branch": branch, "continuation": n}))
-    return items
+                dialogues.append(new_dialogue(
+                    trajectory["task"], f"{trajectory['sample']}/{i}/{candidate}", len(dialogues), history,
+                    system or common.system_prompt(trajectory),
+                    {"sample": len(dialogues), "branch": branch, "continuation": n}))
+    return dialogues
 
 
-def to_trajectory(dialogue, verdicts, tokenizer, more, args):
+def to_trajectory(dialogue, verdicts, tokenizer, args):
     """The finished dialogue in the published format, with what World.score says of it."""
     history = dialogue["history"]
     return {"task_id": task_id(dialogue["task"]), "sample": dialogue["sample"], "task": dialogue["task"],
@@ -233,20 +193,20 @@ def to_trajectory(dialogue, verdicts, tokenizer, more, args):
             "num_rounds": sum(turn["role"] == "assistant" for turn in history), "max_rounds": args.max_rounds,
             "agent": args.agent, "simulator": args.simulator, "tokenizer": tokenizer, "best_of": args.best_of,
             "critic": args.critic, "informed": args.agent == "script-informed",
-            **({} if dialogue["system"] is None else {"system_prompt": dialogue["system"]}), **more}
+            **({} if dialogue["system"] is None else {"system_prompt": dialogue["system"]}), **dialogue["more"]}
 
 
-async def play_and_save(item, speakers, world, rows, progress, tally, failed, candidates, tokenizer, args):
-    """Play an item of dialogue_items; returns what scores it and adds its row. A dialogue that a server does not answer
-    goes to `failed`; many of these in a row end the run. `candidates` keeps the first turns of --branch."""
-    (dialogue, more), begin = (new_dialogue(*item[0]), item[1]), time.perf_counter()
+async def play_and_save(dialogue, speakers, world, rows, progress, tally, failed, candidates, tokenizer, args):
+    """Play a dialogue; returns what scores it and adds its row. One that a server does not answer goes to `failed`, and
+    many of these in a row end the run. `candidates` keeps the first turns of --branch."""
+    begin = time.perf_counter()
     try:
-        if "branch" in more:                                         # one candidate, then several ways to go on
+        if args.branch:                                              # one candidate, then several ways to go on
             name = task_id(dialogue["task"]), dialogue["sample"]
             if name not in candidates:
                 candidates[name] = asyncio.ensure_future(agent_turn(dialogue, speakers[0], None, args))
             dialogue["history"].append(await candidates[name])
-            dialogue["sample"] += f"/{more['continuation']}"
+            dialogue["sample"] += f"/{dialogue['more']['continuation']}"
         await play(dialogue, *speakers, world, args)
     except ReplyError as error:
         failed.append({"number": dialogue["number"], "task_id": task_id(dialogue["task"]), "sample": dialogue["sample"],
@@ -260,50 +220,37 @@ async def play_and_save(item, speakers, world, rows, progress, tally, failed, ca
     tally["played_s"] += time.perf_counter() - begin
     tally["waited_s"] += dialogue["waited_s"]
     tally["failed in a row"] = 0
-    return score_and_append(dialogue, more, world, rows, progress, tally, tokenizer, args)
 
-
-async def score_and_append(dialogue, more, world, rows, progress, tally, tokenizer, args):
-    [verdicts] = await world.score([(dialogue["task"], dialogue["answer"])])
-    rows.add(dialogue["number"], to_trajectory(dialogue, verdicts, tokenizer, more, args))
-    tally["played"] += 1
-    progress.update()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what is printed at the end
-
-def report(opened, ranks, wall_s):
-    """How fast it went, all ranks together; ranks: the "tally", "stats" and "verdicts" of each."""
-    def total(dicts):
-        return functools.reduce(lambda a, b: {key: a.get(key, 0) + b.get(key, 0) for key in {**a, **b}}, dicts)
-
-    tally, verdicts = (total([rank[kind] for rank in ranks]) for kind in ("tally", "verdicts"))
-    stats = {name: total([rank["stats"][name] for rank in ranks]) for name in ranks[0]["stats"]}
-    print(f"{tally['played']:,} dialogues in {wall_s:,.0f} s, {60 * tally['played'] / wall_s:,.1f} a minute; they "
-          f"waited {tally['waited_s']:,.1f} s of {tally['played_s']:,.1f} s for the human")
-    print(*speed_lines(opened, stats, len(ranks)), sep="\n")
-    if any(verdicts.values()):
-        print("judge's comparisons: " + ", ".join(f"{count:,} {verdict}" for verdict, count in verdicts.items()))
+    async def score():
+        [verdicts] = await world.score([(dialogue["task"], dialogue["answer"])])
+        rows.add(dialogue["number"], to_trajectory(dialogue, verdicts, tokenizer, args))
+        tally["played"] += 1
+        progress.update()
+    return score()
 
 
 def summary(path):
     """One line: the mean return, the domain's columns, rounds, what was cut, and the human's replies that show code."""
     with open(path, encoding="utf-8") as file:
         trajectories = [json.loads(line) for line in file]
-    domain = domain_of(trajectories[0]["task"])
+    task, opening = trajectories[0]["task"], trajectories[0]["dialogue_history"][0]
+    domain = domain_of(task)
     agent = [turn for t in trajectories for turn in t["dialogue_history"] if turn["role"] == "assistant"]
     human = [turn for t in trajectories for turn in t["dialogue_history"][1:] if turn["role"] == "user"]
     leaks, found = collections.Counter(turn["leak"] for turn in human if "leak" in turn), domain.measure(trajectories)
     mean = sum(map(domain.outcome, trajectories)) / len(trajectories)
-    parts = [f"{heading_of(domain.metric(trajectories))} {mean:.3f}"]
-    parts += [f"{heading} {found[key]:{form}}" for key, heading, form in domain.COLUMNS if key in found]
+    parts = [f"{heading_of(domain.metric(trajectories))} {mean:.3f}",
+             *(f"{heading} {found[key]:{form}}" for key, heading, form in domain.COLUMNS if key in found),
+             f"rounds {len(agent) / len(trajectories):.2f}"]
+    answer = {"role": "assistant", "content": domain.answer_message(task)}
+    if domain.answer_of([opening, answer], False) is not None:       # else every dialogue takes all rounds
+        forced = sum(domain.answer_of(t["dialogue_history"], False) is None for t in trajectories)
+        parts += [f"{forced / len(trajectories):.1%} ended by --max-rounds"]
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(leaks.items()))
     rejected = sum(turn.get("resampled", 0) for turn in human)
     print(*found.get("notes", []), sep="\n", end="\n" * bool(found.get("notes")))
     return " | ".join([
-        *parts, f"rounds {len(agent) / len(trajectories):.2f}",
-        f"{sum('truncated' in turn for turn in agent)} turns stopped by --max-new-tokens",
+        *parts, f"{sum('truncated' in turn for turn in agent)} turns stopped by --max-new-tokens",
         f"{leaks.total() / max(1, len(human)):.1%} of the human's replies leak code" + f" ({kinds})" * bool(kinds) +
         f", {rejected} rejected" * bool(rejected)])
 
@@ -316,7 +263,8 @@ PRESETS = {f"paper-{domain}": {"dtype": "bfloat16"} for domain in ("backend", "f
 def parse_args(argv=None):
     parser = argument_parser(__doc__)
     parser.add_argument("--tasks", required=True, help="tasks file (01); with --branch a trajectories file")
-    parser.add_argument("--agent", required=True, help="a model (folder, hub id, smollm2), script or script-informed")
+    parser.add_argument("--agent", required=True, help="a model (folder, hub id, smollm2, server), or the scripted "
+                        "agent of template tasks: script, script-informed (knows c)")
     parser.add_argument("--simulator", default="rules", help="who plays the human: rules, or a model")
     parser.add_argument("--out", required=True, help="trajectories file to write (JSONL)")
     parser.add_argument("--samples", type=positive_int, default=1, help="dialogues a task")
@@ -332,8 +280,8 @@ def parse_args(argv=None):
     group.add_argument("--branch", type=positive_int, metavar="N", help="play on from N turns of a trajectories file")
     group.add_argument("--branch-candidates", type=positive_int, default=8, help="--branch: messages in each state")
     group = parser.add_argument_group("the human")
-    group.add_argument("--simulator-max-new-tokens", type=positive_int, help="tokens a reply of a model that plays the "
-                       "human (None: 128, on pages 320), of which 400 characters are shown, 1,000 on pages")
+    group.add_argument("--simulator-max-new-tokens", type=positive_int,
+                       help="tokens a reply of a model that plays the human (None: the domain's REPLY_TOKENS)")
     group.add_argument("--reject-leaks", type=non_negative_int, default=0, metavar="N",
                        help="sample a reply of the human that shows code again, up to N times")
     group = parser.add_argument_group("models and servers")
@@ -405,50 +353,43 @@ def main(argv=None):
     if is_done(record, out, inputs):
         return
 
-    opened, verdicts, critic = {}, dict.fromkeys(("decided", "tie", "unreadable"), 0), None
-
-    def load(name, role, sees=False):
-        if name not in opened:                                       # once for all of its roles
-            roles = 2 if args.agent == args.simulator else 1        # each side of a dialogue has its own cache
-            opened[name] = open_speaker(name, runtime.device, args.dtype, roles * args.concurrency * args.best_of,
-                                        args.max_tokens, args.timeout, args.retries, args.stop, sees)
-        if sees and not (opened[name].sees or opened[name].server):
-            raise InputError(f"{name}: cannot be the agent and a simulator that sees; put it behind a server")
-        return opened[name]._replace(template_args=args.chat_template_args.get(role, {}))
-
-    agent = None if args.agent.startswith("script") else load(args.agent, "agent")
-    if agent and agent.server and (args.best_of > 1 or args.branch):
+    judged = args.best_of > 1 and args.critic.startswith("judge:")
+    roles = {"agent": None if args.agent.startswith("script") else args.agent,
+             "simulator": None if args.simulator == "rules" else args.simulator,
+             "judge": args.critic.removeprefix("judge:") if judged else None}
+    if is_server(args.agent) and (args.best_of > 1 or args.branch):
         raise InputError("--best-of and --branch need an agent whose tokens are at hand: a folder or hub id, no server")
+    agent, human, judge = open_speakers(roles, runtime.device, domain.PERSON_SEES, args)
     if args.agent_tokenizer:
         agent = agent._replace(tokenizer=load_tokenizer(args.agent_tokenizer))
     if agent and agent.tokenizer:
         common.check_system_prompt(args.agent, agent.tokenizer, domain, system, args.max_rounds)
-    human = None if args.simulator == "rules" else load(args.simulator, "simulator", sees=domain.PERSON_SEES)
     if human and human.sees and args.reject_leaks:
         raise InputError("--reject-leaks: a local model that sees always says the same; use a server")
     world = common.world(domain, args, f"{out}.images", out.parent, device=runtime.device)
-    chooser = None
-    if args.best_of > 1 and args.critic.startswith("judge:"):
-        judge = load(args.critic.removeprefix("judge:"), "judge")
+    chooser, critic, verdicts = None, None, dict.fromkeys(("decided", "tie", "unreadable"), 0)
+    if judge:
         chooser = functools.partial(judge_choice, judge=judge, counts=verdicts, args=args)
     elif args.best_of > 1:
         critic = args.critic if oracle else common.load_critic(
             common.read_critic(args.critic, agent.tokenizer, domain), common.load_whole(runtime.device, args.dtype))
         chooser = functools.partial(critic_choice, critic=critic, tokenizer=agent.tokenizer, device=runtime.device,
                                     world=world)
-    items = dialogue_items(rows, system, args)
+    dialogues = new_dialogues(rows, system, args)
     begin_output(record, out, inputs)
 
     costs = Costs(out, runtime.device)
     name = common.tokenizer_name(agent.tokenizer) if agent and agent.tokenizer else None
-    models = [speaker.model for speaker in opened.values() if speaker.model]
-    models += [critic["model"], *filter(None, [critic["reference"]])] if critic and not oracle else []
+    opened = {name: speaker for name, speaker in zip(roles.values(), (agent, human, judge)) if speaker}
+    models = [*(speaker.model for speaker in opened.values()),
+              *((critic["model"], critic["reference"]) if critic and not oracle else ())]
+    works = [work_of(model) for model in models if model]
     counts = [speaker.server.counts for speaker in opened.values() if speaker.server]
-    tally, failed = {"played": 0, "played_s": 0.0, "waited_s": 0.0, "failed in a row": 0}, []
+    tally, failed = collections.Counter(), []
     with Rows(out, runtime) as lines, world:
-        mine = [item for item in items if item[0][2] not in lines.done][runtime.rank::runtime.world_size]
+        mine = [one for one in dialogues if one["number"] not in lines.done][runtime.rank::runtime.world_size]
         if lines.done and runtime.rank == 0:
-            print(f"{len(lines.done):,} of {len(items):,} dialogues are there already", flush=True)
+            print(f"{len(lines.done):,} of {len(dialogues):,} dialogues are there already", flush=True)
         with tqdm(total=len(mine), unit="dialogue", desc=out.name, mininterval=5, disable=runtime.rank > 0) as progress:
             try:
                 asyncio.run(run_concurrently(functools.partial(
@@ -456,24 +397,21 @@ def main(argv=None):
                     tally=tally, failed=failed, candidates={}, tokenizer=name, args=args), mine, args.concurrency))
             except (InputError, ColBenchError):
                 if runtime.world_size == 1:                          # the tokens are paid for (ranks need each other)
-                    costs.record([work_of(model) for model in models], servers=counts)
+                    costs.record(works, servers=counts)
                 raise
     stats = {key: speaker.server.counts if speaker.server else speaker.engine.stats for key, speaker in opened.items()
              if not speaker.sees}
     ranks = gather({"tally": tally, "failed": failed, "stats": stats, "verdicts": verdicts})
-    costs.record([work_of(model) for model in models], servers=counts)
+    costs.record(works, servers=counts)
     failed = sorted((row for rank in ranks for row in rank["failed"]), key=lambda row: row["number"])
     if runtime.rank == 0:
-        report(opened, ranks, time.perf_counter() - costs.begin)
-        if failed:
-            write_jsonl(f"{out}.failed.jsonl", failed)
-        else:
-            lines.finish(len(items))
-            pathlib.Path(f"{out}.failed.jsonl").unlink(missing_ok=True)
+        print(*rollout_lines(ranks, time.perf_counter() - costs.begin), sep="\n")
+        lines.finish(len(dialogues), failed)
+        if not failed:
             print(summary(out), flush=True)
     barrier()                                                        # a rank that leaves early would end the others
     if failed and runtime.rank == 0:
-        raise InputError(f"{out}: {len(failed):,} of {len(items):,} dialogues failed, the first with "
+        raise InputError(f"{out}: {len(failed):,} of {len(dialogues):,} dialogues failed, the first with "
                          f"{failed[0]['failed']}; run the same command again to play these")
     if failed:
         sys.exit(2)

@@ -4,22 +4,16 @@ Reads   trajectories.jsonl (02), a model, and for --method sweet a critic (03).
 Writes  a model folder with metrics.jsonl and agent.json (the system prompt that it was trained with); for sweet also
         candidates.jsonl, scored.jsonl and pairs.jsonl.
 
---method sweet   For every agent turn of `--data-frac` of the trajectories, sample 16 candidates given o_t (the prompt
-                 that is logged, if this tokenizer's template made it, else it is rendered again), score each with the
-                 critic's A(o_t, a, c) (eq. 3), pair a random one of the better half with a random one of the worse, and
-                 train by single-turn DPO (eq. 4); c never reaches the policy. --critic oracle (or oracle-patient, which
-                 has no preference for answering at once) ranks by what a template task says of a turn; --candidates
-                 takes those of another run, to compare critics.
---method mtdpo   Multi-turn DPO on pairs of trajectories of one task, all agent tokens summed.
+--method sweet   For every agent turn of --data-frac of the trajectories: sample 16 candidates given o_t (never c),
+                 score each by the critic's A(o_t, a, c) (eq. 3), pair a random one of the better half with a random one
+                 of the worse, and train by single-turn DPO:
+    eq. 4        -log s( b [log p(a+|o) / p_ref(a+|o)] - b [log p(a-|o) / p_ref(a-|o)] ) + nll_coef * mean NLL of a+
+                 with sums over the tokens of an action (end of turn included).
+--method mtdpo   Multi-turn DPO: the same loss on pairs of trajectories of one task, all agent tokens summed.
 --method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (where returns are
                  graded: of the best trajectory of each task).
---method sft     Likelihood of the agent's turns of all trajectories; makes the embedded default's base model.
-                 Trajectories of the informed script are trained with c in front, as it saw c.
-
-Equations, with sums over the tokens of an action (end of turn included):
-    eq. 4   -log s( b [log p(a+|o) / p_ref(a+|o)] - b [log p(a-|o) / p_ref(a-|o)] ) + nll_coef * mean NLL of a+
-
-Differs from the paper: nothing in the method. Differs from the published code: see docs/reproduce.md.
+--method sft     Likelihood of the agent's turns of all trajectories. Those of the informed script have c in front.
+Differs from the paper: nothing. From the published code: docs/reproduce.md.
 
     python 04_train_policy.py --method sweet --trajectories out/offline.jsonl --model models/tiny --critic out/critic \\
         --out out/sweet
@@ -35,6 +29,7 @@ import random
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 import common
 from colbench import ColBenchError, domain_of
@@ -44,7 +39,6 @@ from lib.costs import Costs
 from lib.engine import generate, uniforms
 from lib.memory import dry_run
 from lib.models import encode, fresh_model, load_model, load_tokenizer, reads_images, stop_ids, work_of
-from lib.report import aligned
 from lib.runtime import begin_output, InputError, is_done, map_blocks, run_stage, say, start, write_jsonl
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -145,31 +139,6 @@ def candidate_pairs(row, pairs_per_turn, rng):
     return [(a, b) for a, b in pairs if row["candidates"][a]["ids"] != row["candidates"][b]["ids"]]
 
 
-def say_kinds(rows, pairs):
-    """Print what the candidates of template tasks are, how they rank (0 the worst of a turn, 1 the best) and how often
-    they are chosen and rejected, before and after all that matters is known: a collapse shows here before training."""
-    domain = domain_of(rows[0]["task"])
-    if any(domain.turn_kind(row["task"], row["history"], "") is None for row in rows):
-        return
-    found = {}                                                       # (known, kind): [number, ranks, chosen, rejected]
-
-    def entry(row, text):
-        known = domain.all_known(row["task"], row["history"])
-        return found.setdefault((known, domain.turn_kind(row["task"], row["history"], text)), [0, 0.0, 0, 0])
-
-    for row in rows:
-        for candidate, rank in zip(row["candidates"], common.average_ranks(row["advantages"])):
-            counts = entry(row, candidate["text"])
-            counts[0] += 1
-            counts[1] += rank / max(1, len(row["candidates"]) - 1)
-    for pair in pairs:
-        for index, side in ((2, "chosen"), (3, "rejected")):
-            entry(pair, pair[side]["text"])[index] += 1
-    say(*aligned(["what the pairs say", "", "candidates", "rank", "chosen", "rejected"], [
-        ["all known" if known else "not all known", kind, str(number), f"{ranks / number:.2f}", str(chosen),
-         str(rejected)] for (known, kind), (number, ranks, chosen, rejected) in sorted(found.items())]))
-
-
 def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
     """Run the three phases (or read what an earlier run left of them). Returns the examples and, for each, its pairs
     [(chosen, rejected), …] as numbers of the example's actions. A phase has its models for itself."""
@@ -200,54 +169,39 @@ def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
     if runtime.rank == 0:
         write_jsonl(out / "pairs.jsonl", [{key: value for key, value in pair.items() if key not in ("task", "history")}
                                           for pair in pairs])
-    say_kinds(rows, pairs)
+    say(*training.kind_lines(domain_of(rows[0]["task"]), rows, pairs))
     pairs, long = common.drop_long_pairs(pairs, tokenizer, args.max_length)
     if not pairs:
         raise InputError(
             f"{args.trajectories}: no examples to train on: of {asked:,} pairs asked for {long:,} are longer than "
             f"--max-length {args.max_length}, {same:,} are twice the same text, {too_few * args.pairs_per_turn:,} are "
             f"of turns with fewer than two candidates that --max-new-tokens {args.max_new_tokens} did not stop")
-    # An example is a pair, or with --pairs-together all pairs of a turn: a tree of its prompt and their actions
-    groups = {}
-    for number, pair in enumerate(pairs):
-        key = tuple(pair[name] for name in kept[:4]) if args.pairs_together else number
-        groups.setdefault(key, []).append(pair)
-    examples, pair_indices = [], []
-    for group in groups.values():
-        actions = list(dict.fromkeys(tuple(pair[side]["ids"]) for pair in group for side in ("chosen", "rejected")))
-        examples.append((common.candidate_rows(tokenizer, group[0]["prompt"], actions, args.no_tree),))
-        pair_indices.append([tuple(actions.index(tuple(pair[side]["ids"])) for side in ("chosen", "rejected"))
-                             for pair in group])
-    return examples, pair_indices
+    return common.pair_examples(pairs, tokenizer, args.pairs_together, args.no_tree)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the baselines' examples: tuples of items, an item being a list of rows (common.py): (trajectory,) for likelihoods,
-# (chosen trajectory, rejected trajectory) for multi-turn DPO
+# the baselines' examples
 
-def likelihood_examples(trajectories, tokenizer, args):
+def baseline_groups(trajectories, args):
+    """Tuples of trajectory numbers, an example each: (chosen, rejected) for multi-turn DPO, else one to imitate."""
+    if args.method == "mtdpo":
+        pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap)
+        say(f"{len(pairs):,} trajectory pairs")
+        return pairs
+    kept = range(len(trajectories))
     if args.method == "rft" and domain_of(trajectories[0]["task"]).MIN_GAP is not None:
         best = {}
-        for t in trajectories:
-            best[t["task_id"]] = max(best.get(t["task_id"], t), t, key=lambda t: t["reward"])
-        trajectories = list(best.values())
-        say(f"the best trajectory of each of {len(trajectories):,} tasks")
+        for i in kept:
+            task = trajectories[i]["task_id"]
+            best[task] = max(best.get(task, i), i, key=lambda i: trajectories[i]["reward"])
+        kept = best.values()
+        say(f"the best trajectory of each of {len(kept):,} tasks")
     elif args.method == "rft":
-        trajectories = [t for t in trajectories if t["reward"] == 1]
-        if not trajectories:
+        kept = [i for i in kept if trajectories[i]["reward"] == 1]
+        if not kept:
             raise InputError(f"{args.trajectories}: no successful trajectories (reward 1) to train on")
-        say(f"{len(trajectories):,} successful trajectories")
-    examples = []
-    for trajectory, turns in zip(trajectories, common.all_turns(tokenizer, trajectories)):
-        c = common.hidden_info(trajectory["task"]) if trajectory.get("informed") else None
-        examples.append((common.rows_of_trajectory(tokenizer, turns, c),))
-    return examples
-
-
-def trajectory_pair_examples(trajectories, tokenizer, args):
-    pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap)
-    say(f"{len(pairs):,} trajectory pairs")
-    return common.trajectory_examples(trajectories, pairs, tokenizer, privileged=False)
+        say(f"{len(kept):,} successful trajectories")
+    return [(i,) for i in kept]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -293,30 +247,30 @@ def main(argv=None):
     runtime = start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
-    oracle = args.critic in domain.ORACLES
+    oracle, fresh = args.critic in domain.ORACLES, args.model == "tiny" and args.method == "sft"
+    inputs = [args.trajectories, args.model, args.candidates, None if oracle else args.critic]
+    if is_done(args, args.out, inputs, folder=True):
+        return
     if oracle and any(domain.lacks(trajectory["task"], args.critic) for trajectory in trajectories):
         raise InputError(f"{args.trajectories}: --critic {args.critic} needs template tasks (01), which state facts")
     if args.model != "tiny" and reads_images(args.model):
         raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
-    inputs = [args.trajectories, args.model, args.candidates, None if oracle else args.critic]
-    if is_done(args, args.out, inputs, folder=True):
-        return
     if args.method in ("rft", "mtdpo"):
         common.fill_rewards(trajectories, domain, args)
-    fresh = args.model == "tiny" and args.method == "sft"
     if fresh:
         model, tokenizer = fresh_model([common.vocabulary_text(trajectory) for trajectory in trajectories])
     else:
         tokenizer = load_tokenizer(args.model)
-    pair_indices = None                                                                 # of pairs in their examples
     if args.method == "sweet":
         critic = args.critic if oracle else common.read_critic(args.critic, tokenizer, domain)
-        if not oracle and critic.get("visual"):
-            critic["show"] = common.shower(domain, args)
+        if not oracle:
+            critic["show"] = functools.partial(common.show_documents, domain=domain, args=args)
     else:
-        build = trajectory_pair_examples if args.method == "mtdpo" else likelihood_examples
-        examples = build(trajectories, tokenizer, args)
-        examples = [examples[i] for i in common.drop_long(examples, args)]
+        groups, pair_indices = baseline_groups(trajectories, args), None
+        examples = common.trajectory_examples(trajectories, groups, tokenizer,
+                                              privileged=False if args.method == "mtdpo" else None)
+        kept = training.drop_long(examples, args)
+        examples = [examples[i] for i in kept]
     begin_output(args, args.out, inputs, folder=True)
     costs, works = Costs(args.out, runtime.device, folder=True), []
     if args.method == "sweet":
@@ -326,9 +280,9 @@ def main(argv=None):
     batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
     steps_an_epoch = math.ceil(len(examples) / batch_size)
     say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
-    common.show_samples(tokenizer, [item for example in examples[:1] for item in example])
+    training.show_samples(tokenizer, examples[0])
 
-    # The reference is the policy before its first update; its log-probabilities are computed once, by the same function
+    # The reference is this model before its first update; its log-probabilities are computed once, by the same function
     if fresh:
         common.shard(model.to(runtime.device), runtime, args)
     else:
@@ -336,10 +290,9 @@ def main(argv=None):
     works.append(work_of(model))
     is_dpo = args.method in ("sweet", "mtdpo")
     if is_dpo:
-        ref_logps = common.reference_logps(args.out, model, examples, args, runtime)
-        ref = [torch.stack(chosen_and_rejected(torch.nn.utils.rnn.pad_sequence(logps, batch_first=True),
-                                               pair_indices and [pair_indices[i]]), 1)
-               for i, logps in enumerate(ref_logps)]                                    # (P, 2) each
+        ref_scores = common.reference_logps(args.out, model, examples, args, runtime)
+        ref = [torch.stack(chosen_and_rejected(pad_sequence(own, batch_first=True), pair_indices and [pair_indices[i]]),
+                           1) for i, own in enumerate(ref_scores)]                      # (P, 2) each
     optimizer = training.adamw(model, args)
     checkpoints = training.Checkpoints(args.out, model, optimizer)
     first = checkpoints.load()
@@ -352,7 +305,7 @@ def main(argv=None):
         num_action_tokens = sum(turn >= 0 for i in batches[step] for row in examples[i][0] for turn in row.turns)
         for micro, weights in training.rank_batches(batches[step], args.micro_batch_size, runtime):
             batch = common.collate([item for i in micro for item in examples[i]], runtime.device)
-            scores = model.turn_scores(batch)                       # per turn or action, see chosen_and_rejected
+            scores = model.turn_scores(batch)                       # (items, M): a value for each turn or action
             if is_dpo:
                 pairs = pair_indices and [pair_indices[i] for i in micro]
                 counts = torch.tensor([len(ref[i]) for i in micro], device=runtime.device)
@@ -375,8 +328,9 @@ def main(argv=None):
             checkpoints.save(step + 1)
             costs.record(works, log.total_tokens)
     checkpoints.wait()
-    costs.record(works, log.total_tokens)
+
     common.note_system_prompt(args.out, trajectories)
+    costs.record(works, log.total_tokens)
     training.finish_training(args.out, model, tokenizer)
 
 

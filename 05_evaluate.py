@@ -354,7 +354,7 @@ def measure_critic(critic, trajectories, branches, path, device):
     tokenizer = load_tokenizer(critic["folder"])
     pairs = common.trajectory_pairs(trajectories, path)
     examples = common.trajectory_examples(trajectories, pairs, tokenizer, critic["privileged"])
-    ref = common.reference_of(critic, examples, 16384, device)
+    ref = common.example_scores(critic["reference"], examples, 16384, device)
     found = {"pair_accuracy": common.pair_accuracy(critic["model"], examples, ref, critic, 16384, device),
              "num_pairs": len(pairs)}
     if branches:

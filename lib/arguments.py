@@ -40,11 +40,12 @@ def add_world(parser):
     group = parser.add_argument_group("scoring")
     group.add_argument("--unsafe-scorer", action="store_true", help="run answers under resource limits alone, where "
                        "the system allows no isolation: they can read and write your files")
-    group.add_argument("--similarity", choices=["clip", "pixels"], default="clip", help="how screenshots of pages are "
+    group.add_argument("--similarity", choices=["clip", "pixels"], default="clip", help="how screenshots are "
                        "compared: cosine of CLIP embeddings (the paper's), or colours and structure (no weights)")
     group.add_argument("--clip-model", metavar="MODEL", help="--similarity clip: folder or hub id (None: "
                        "openai/clip-vit-base-patch32)")
-    group.add_argument("--browser", metavar="PATH", help="Chromium or Chrome, for pages (None: the first one found)")
+    group.add_argument("--browser", metavar="PATH", help="Chromium or Chrome, where a domain needs "
+                       "one (None: the first one found)")
 
 
 def add_training(parser, max_length):
@@ -65,7 +66,7 @@ def add_training(parser, max_length):
     group = parser.add_argument_group("the data")
     group.add_argument("--num-trajectories", type=positive_int, help="use so many (nested subsets of a seed)")
     group.add_argument("--min-gap", type=float, help="pair all trajectories of a task whose returns differ by so much "
-                       "(None: pages 0.1, functions: successes with the rest)")
+                       "(None: the domain's MIN_GAP or, without one, successes with the rest)")
     group.add_argument("--max-length", type=positive_int, default=max_length, help="drop what is longer "
                        "(tokens): trajectories; of SWEET's pairs, a prompt with one action")
     group = parser.add_argument_group("the optimiser")

@@ -14,28 +14,26 @@ SERVER_KEYS = "server_prompt_tokens", "server_completion_tokens"          # not 
 
 
 class Costs:
-    """What a stage spends, kept in `out`/costs.json (`folder`) or `out`.costs.json: {"wall_s", "trained_tokens",
-    "generated_tokens", "flops", "server_prompt_tokens", "server_completion_tokens", "peak_memory_mb"}, all ranks
-    together but for wall time and memory (the highest). A resumed run adds to what the run before it had recorded."""
+    """What a stage spends, kept in `out`/costs.json (`folder`) or `out`.costs.json: COST_KEYS and SERVER_KEYS, all
+    ranks together but for wall time and memory (the highest). A resumed run adds to what the run before it recorded."""
 
     def __init__(self, out, device="cpu", folder=False):
         self.device = device
         self.path = pathlib.Path(out) / "costs.json" if folder else pathlib.Path(f"{out}.costs.json")
         self.begin = time.perf_counter()
-        self.before = dict.fromkeys(("wall_s", "trained_tokens", "generated_tokens", "flops", "server_prompt_tokens",
-                                     "server_completion_tokens", "peak_memory_mb"), 0)
+        self.before = dict.fromkeys((*COST_KEYS, *SERVER_KEYS), 0)
         self.before |= json.loads(self.path.read_text()) if self.path.exists() else {}
 
     def record(self, works=(), trained_tokens=0, servers=()):
         """works: what models did in this process on this rank (work_of), servers: what servers did for it (counts);
         `trained_tokens` by all ranks."""
-        sums = [sum(work[key] for work in works) for key in ("generated_tokens", "flops")]
-        sums += [sum(counts[key] for counts in servers) for key in ("prompt_tokens", "completion_tokens")]
-        sums = reduce_sums(sums, self.device) if dist.is_initialized() else sums
+        spent = {key: sum(work[key] for work in works) for key in ("generated_tokens", "flops")}
+        spent |= {key: sum(counts[key.removeprefix("server_")] for counts in servers) for key in SERVER_KEYS}
+        if dist.is_initialized():
+            spent = dict(zip(spent, reduce_sums(list(spent.values()), self.device)))
         if is_main():
             now = {"wall_s": time.perf_counter() - self.begin, "trained_tokens": trained_tokens,
-                   "generated_tokens": int(sums[0]), "flops": sums[1],
-                   "server_prompt_tokens": int(sums[2]), "server_completion_tokens": int(sums[3])}
+                   **{key: value if key == "flops" else int(value) for key, value in spent.items()}}
             write_json(self.path, {**{key: self.before[key] + value for key, value in now.items()},
                                    "peak_memory_mb": max(self.before["peak_memory_mb"], peak_memory_mb())})
 
@@ -98,7 +96,7 @@ def compare_costs(paths, programs):
         for kind, there in (("args", "agent" in args), ("costs", evaluations[name])):
             if not there:
                 raise InputError(f"{record_path(path, kind)}: not there or not of a rollout; --costs needs the "
-                                        "records that 02_rollout.py keeps beside its output")
+                                 "records that 02_rollout.py keeps beside its output")
         roots = [args["agent"], (args.get("critic") or "").removeprefix("judge:")]
         found[name] = method_costs(filter(None, roots), programs)
     paid = [set(counted) for counted, _ in found.values() if counted]

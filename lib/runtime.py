@@ -1,5 +1,6 @@
 """What every stage stands on: the process group, JSONL files, outputs that a killed run goes on with."""
 import ctypes
+import functools
 import hashlib
 import importlib.metadata
 import itertools
@@ -74,8 +75,8 @@ def is_main():
 
 
 def say(*lines):
-    """Print lines on rank 0 alone, at once."""
-    if is_main():
+    """Print lines, if there are any, on rank 0 alone, at once."""
+    if is_main() and lines:
         print(*lines, sep="\n", flush=True)
 
 
@@ -203,8 +204,13 @@ class Rows:
         self.file.write(f"{number} {json.dumps(row, ensure_ascii=False)}\n")
         self.file.flush()
 
-    def finish(self, num_rows):
-        """Write the whole file and remove the partial ones; one rank calls this, when all have ended."""
+    def finish(self, num_rows, failed=()):
+        """Write the whole file and remove the partial ones or, where rows have failed, write what is known of these to
+        FILE.failed.jsonl; one rank calls this, when all have ended."""
+        failures = pathlib.Path(f"{self.out}.failed.jsonl")
+        if failed:
+            return write_jsonl(failures, failed)
+        failures.unlink(missing_ok=True)
         offsets = self.find()
         files = {path: open(path, "rb") for path, _ in offsets.values()}
         with open(f"{self.out}.partial", "wb") as whole:
@@ -301,42 +307,39 @@ def file_digest(path):
 
 
 NO_INFLUENCE = {"browser", "out", "overwrite", "save_every", "dry_run", "max_attempts", "timeout", "retries"}
+known_fingerprint = functools.cache(fingerprint)                    # from is_done to begin_output: hashed once
 
 
-def is_done(args, out, inputs, folder=False):
-    """True if the same command (arguments and inputs) already made this output; InputError if another command did,
-    unless args.overwrite. Writes nothing, so that a stage can ask before it loads models."""
-    return on_main(find_output, args, pathlib.Path(out), inputs, folder)
-
-
-def begin_output(args, out, inputs, folder=False):
-    """Keep the arguments and versions in `out`/args.json (or `out`.args.json); what an interrupted run of the same
-    command left is kept, what another made goes (args.overwrite)."""
-    on_main(open_output, args, pathlib.Path(out), inputs, folder)
-
-
-def on_main(decide, *arguments):
-    """What decide(*arguments) returns or raises on rank 0, on every rank."""
-    decision = None
-    if is_main():
-        try:
-            decision = decide(*arguments)
-        except InputError as error:
-            decision = error
-    decision = broadcast(decision)
-    if isinstance(decision, InputError):
-        raise decision
-    return decision
+def on_main(decide):
+    """A decorator: what rank 0 returns or raises (InputError), on every rank."""
+    @functools.wraps(decide)
+    def decide_on_main(*arguments, **options):
+        decision = None
+        if is_main():
+            try:
+                decision = decide(*arguments, **options)
+            except InputError as error:
+                decision = error
+        decision = broadcast(decision)
+        if isinstance(decision, InputError):
+            raise decision
+        return decision
+    return decide_on_main
 
 
 def output_record(args, out, inputs, folder):
     """(path of args.json, what stands in it but for the versions)."""
     return (out / "args.json" if folder else out.with_name(out.name + ".args.json"),
             {"args": {k: v for k, v in sorted(vars(args).items()) if k not in NO_INFLUENCE},
-             "inputs": {str(path): fingerprint(path) for path in inputs if path}})
+             "inputs": {str(path): known_fingerprint(path) for path in inputs if path}})
 
 
-def find_output(args, out, inputs, folder):
+@on_main
+def is_done(args, out, inputs, folder=False):
+    """True if the same command (arguments and inputs) already made this output; InputError if another command did,
+    unless args.overwrite. Writes nothing, so that a stage can ask before it loads models."""
+    known_fingerprint.cache_clear()
+    out = pathlib.Path(out)
     path, record = output_record(args, out, inputs, folder)
     if any(name and os.path.exists(name) and os.path.realpath(name) == os.path.realpath(out) for name in inputs):
         raise InputError(f"{out}: is an input of this command; choose another --out")
@@ -360,7 +363,11 @@ def find_output(args, out, inputs, folder):
     return False
 
 
-def open_output(args, out, inputs, folder):
+@on_main
+def begin_output(args, out, inputs, folder=False):
+    """Keep the arguments and versions in `out`/args.json (or `out`.args.json); what an interrupted run of the same
+    command left is kept, what another made goes (args.overwrite)."""
+    out = pathlib.Path(out)
     path, record = output_record(args, out, inputs, folder)
     if args.overwrite and folder:
         shutil.rmtree(out, ignore_errors=True)

@@ -1,19 +1,36 @@
-"""A model that says something in a dialogue: on this machine (lib/engine.py, lib/vision.py) or a server."""
+"""What says something in a dialogue: a model on this machine (lib/engine.py, lib/vision.py) or a server."""
 import asyncio
 import base64
+import collections
 import functools
 import pathlib
-from collections import namedtuple
 
 from lib.engine import Engine, uniforms
 from lib.models import encode, is_server, load_model, stop_ids
+from lib.runtime import InputError
 from lib.servers import open_server, Reply, server_reply, server_seed
 from lib.vision import load_vision, vision_reply
 
 # engine: of a local model; server: of one behind http://; sees: a lock of a local model that is shown images, whose
 # processor is in the place of the tokenizer; template_args: of the chat template; stop: texts that end a turn
-Speaker = namedtuple("Speaker", "model tokenizer engine server sees template_args stop",
-                     defaults=(None, None, None, None, None, {}, ()))
+Speaker = collections.namedtuple("Speaker", "model tokenizer engine server sees template_args stop",
+                                 defaults=(None, None, None, None, None, {}, ()))
+
+
+def open_speakers(names, device, sees, args):
+    """The Speaker of each role in names, {"agent": model name or None, "simulator", "judge"}, by the arguments of 02; a
+    model is opened once for all of its roles. sees: the simulator is shown images."""
+    opened, speakers = {}, []
+    slots = args.concurrency * args.best_of * (1 + (names["agent"] == names["simulator"]))     # each side has its cache
+    for role, name in names.items():
+        shown = sees and role == "simulator"
+        if name and name not in opened:
+            opened[name] = open_speaker(name, device, args.dtype, slots, args.max_tokens, args.timeout, args.retries,
+                                        args.stop, shown)
+        if name and shown and not (opened[name].sees or opened[name].server):
+            raise InputError(f"{name}: cannot be the agent and a simulator that sees; put it behind a server")
+        speakers.append(name and opened[name]._replace(template_args=args.chat_template_args.get(role, {})))
+    return speakers
 
 
 def open_speaker(name, device, dtype, slots, max_tokens, timeout, retries, stop=(), sees=False):
@@ -73,19 +90,44 @@ def sent(content):
     return parts
 
 
-def speed_lines(speakers, stats, num_ranks):
-    """What each of `speakers` ({name: Speaker}) has done, as text; stats: {name: counts of all ranks}."""
-    lines = []
-    for name, own in stats.items():
-        if speakers[name].server:
+async def run_concurrently(work, items, concurrency):
+    """work(item) for all items, `concurrency` of them in flight: one that has ended makes place for the next at once.
+    If `work` returns a coroutine (scoring), it runs in the background, so that it cannot change which requests share a
+    batch."""
+    waiting, background = iter(items), []
+
+    async def worker():
+        for item in waiting:
+            if (rest := await work(item)) is not None:
+                background.append(asyncio.create_task(rest))
+    await asyncio.gather(*(worker() for _ in range(concurrency)))
+    await asyncio.gather(*background)
+
+
+def rollout_lines(ranks, wall_s):
+    """How fast dialogues went, and what each model did, as text. ranks: of each rank its "tally" of dialogues and
+    seconds, "stats" {model name: counts} and "verdicts" of a judge, which are added up."""
+    def total(counts):
+        summed = collections.Counter()
+        for own in counts:
+            summed.update(own)
+        return summed
+
+    tally, verdicts = (total(rank[kind] for rank in ranks) for kind in ("tally", "verdicts"))
+    lines = [f"{tally['played']:,} dialogues in {wall_s:,.0f} s, {60 * tally['played'] / wall_s:,.1f} a minute; they "
+             f"waited {tally['waited_s']:,.1f} s of {tally['played_s']:,.1f} s for the human"]
+    for name in ranks[0]["stats"]:
+        own = total(rank["stats"][name] for rank in ranks)
+        if is_server(name):
             retried = [f"{count:,} {key[9:]}" for key, count in own.items() if key.startswith("retried: ")]
-            lines.append(f"{name}: {own.get('requests', 0):,} requests, {own.get('prompt_tokens', 0):,} prompt and "
-                         f"{own.get('completion_tokens', 0):,} completion tokens; retried: "
-                         f"{', '.join(retried) or 'none'}")
+            lines.append(f"{name}: {own['requests']:,} requests, {own['prompt_tokens']:,} prompt and "
+                         f"{own['completion_tokens']:,} completion tokens; retried: {', '.join(retried) or 'none'}")
         else:
             speeds = [f"{what} {own[what + '_tokens']:,} tokens, "
-                      f"{num_ranks * own[what + '_tokens'] / max(1e-9, own[what + '_s']):,.0f} a second"
+                      f"{len(ranks) * own[what + '_tokens'] / max(1e-9, own[what + '_s']):,.0f} a second"
                       for what in ("prefill", "decode")]
             lines.append(f"{name}: {'; '.join(speeds)}; {own['reused_tokens']:,} tokens reused; occupancy "
-                         f"{own['occupancy'] / num_ranks:.0%}")
+                         f"{own['occupancy'] / len(ranks):.0%}")
+    if any(verdicts.values()):
+        lines.append("judge's comparisons: " + ", ".join(f"{count:,} {kind}" for kind, count in verdicts.items()))
     return lines

@@ -1,7 +1,9 @@
 """The training loop's plumbing, the same for 03 and 04: batches, schedule, optimiser, checkpoints, log."""
+import collections
 import json
 import math
 import pathlib
+import re
 import shutil
 import time
 
@@ -9,7 +11,36 @@ import torch
 import torch.distributed as dist
 
 from lib.models import save_model, whole_tensor
+from lib.report import aligned
 from lib.runtime import barrier, InputError, is_main, peak_memory_mb, reduce_sums, say
+
+
+def drop_long(examples, args, what="examples to train on", needed=True):
+    """Indices of the examples (tuples of items) whose rows all have at most args.max_length tokens; says how many it
+    dropped. InputError where none of those `needed` is left."""
+    tokens = [max(len(row.ids) for item in example for row in item) for example in examples]
+    kept = [i for i, length in enumerate(tokens) if length <= args.max_length]
+    if needed and not kept:
+        raise InputError(f"{args.trajectories}: no {what}: all {len(examples):,} are longer than --max-length "
+                         f"{args.max_length}, the shortest has {min(tokens):,} tokens")
+    if len(kept) < len(examples):
+        say(f"dropped {len(examples) - len(kept):,} of {len(examples):,} {what}: longer than --max-length "
+            f"{args.max_length}")
+    return kept
+
+
+def show_samples(tokenizer, example):
+    """Print an example as text before training, with the tokens that the loss sees in [brackets]."""
+    for item in example:
+        for ids, turns, *_ in item:
+            text, start_at = "", 0
+            for end in range(1, len(ids) + 1):
+                if end == len(ids) or turns[end] != turns[start_at]:
+                    piece = tokenizer.decode(ids[start_at:end], skip_special_tokens=False)
+                    text += piece if turns[start_at] < 0 else f"[{piece}]"
+                    start_at = end
+            text = re.sub(r"(<\|\w+\|>)\1{3,}", r"\1 …", text)                      # tokens of a picture
+            say(f"--- sample, the loss sees [brackets]:\n{text}\n---")
 
 
 def epoch_batches(num_items, batch_size, epochs, seed):
@@ -54,11 +85,43 @@ def preference_numbers(chosen_rewards, rejected_rewards, nll, shares):
     return dict(zip(("acc", "margin", "chosen", "nll"), sums.tolist()))
 
 
+def average_ranks(values):
+    """Ranks from 0, equal values sharing the mean of theirs: [3, 1, 3] -> [1.5, 0.0, 1.5]."""
+    from scipy.stats import rankdata
+    return (rankdata(values) - 1).tolist()
+
+
+def kind_lines(domain, rows, pairs):
+    """A table of what SWEET's pairs say, by the domain's turn_kind (no lines where it has none): of each kind of turn
+    the candidates, their mean rank by advantage (0 the worst, 1 the best), and how many are chosen and rejected, before
+    and after all that matters is known. A collapse shows here before training."""
+    if any(domain.turn_kind(row["task"], row["history"], "") is None for row in rows):
+        return []
+    found = collections.defaultdict(collections.Counter)             # {(known, kind): {"number", "ranks", …}}
+
+    def counts_of(row, text):
+        return found[domain.all_known(row["task"], row["history"]), domain.turn_kind(row["task"], row["history"], text)]
+
+    for row in rows:
+        for candidate, rank in zip(row["candidates"], average_ranks(row["advantages"])):
+            counts_of(row, candidate["text"]).update(number=1, ranks=rank / max(1, len(row["candidates"]) - 1))
+    for pair in pairs:
+        for side in ("chosen", "rejected"):
+            counts_of(pair, pair[side]["text"])[side] += 1
+    return aligned(["what the pairs say", "", "candidates", "rank", "chosen", "rejected"], [
+        ["all known" if known else "not all known", kind, str(own["number"]), f"{own['ranks'] / own['number']:.2f}",
+         str(own["chosen"]), str(own["rejected"])] for (known, kind), own in sorted(found.items())])
+
+
 def optimizer_step(model, optimizer, sums, step, num_steps, args, runtime):
     """One update; returns the batch's numbers for the log: `sums` over all ranks, learning rate and gradient norm."""
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).full_tensor().item()
     lr = learning_rate(step, num_steps, args.lr, args.warmup_frac, args.final_lr_frac)
-    set_learning_rate(optimizer, lr)
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):                   # AdamW8bit, whose step is compiled
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return {**dict(zip(sums, reduce_sums(list(sums.values()), runtime.device))), "lr": lr, "gnorm": grad_norm}
@@ -159,14 +222,6 @@ def adamw(model, args):
     except ImportError:
         raise InputError("--optimizer adamw8bit: needs torchao: pip install torchao") from None
     return AdamW8bit(model.parameters(), **options)
-
-
-def set_learning_rate(optimizer, lr):
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], torch.Tensor):                   # AdamW8bit, whose step is compiled
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
 
 
 def finish_training(folder, model, tokenizer):

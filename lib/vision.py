@@ -28,6 +28,19 @@ def load_processor(name):
                          "scripts/frontend.txt") from None
 
 
+def check_visual_critic(args, domain):
+    """InputError where a model that sees (--model) cannot be the critic of a domain, by the arguments of 03."""
+    from transformers import AutoConfig
+    if not domain.views:
+        raise InputError(f"{args.model}: a model that sees can be no critic of {domain.NOUN}s ({args.trajectories}), "
+                         "which have nothing to see; name a language model")
+    if args.head == "lm":
+        raise InputError(f"{args.model}: a model that sees needs --head regression (or value); one by --head lm reads "
+                         "the reference's text, with any language model")
+    if not from_pretrained(AutoConfig, args.model).model_type.startswith("qwen"):
+        raise InputError(f"{args.model}: a visual critic must be of the Qwen2-VL family")
+
+
 def load_vision(name, device, dtype="float32"):
     """(model, processor) of any vision-language model, for vision_reply."""
     import transformers

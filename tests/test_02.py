@@ -309,6 +309,15 @@ def test_single_turn(workspace, tmp_path):
     assert {row["num_rounds"] for row in read(tmp_path / "s")} == {1}
 
 
+def test_the_summary_says_how_many_dialogues_ended_without_the_marker(workspace, tmp_path):
+    """As metrics.json has it under "forced_answers"."""
+    rows = read(workspace / "offline.jsonl")
+    rows[0]["dialogue_history"][-1]["content"] = "hm?"
+    (tmp_path / "rows").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    share = backend.measure(rows)["forced_answers"]
+    assert 0 < share < 1 and f" | {share:.1%} ended by --max-rounds | " in rollout.summary(tmp_path / "rows")
+
+
 def test_simulator_prompt_swaps_the_roles():
     task = {"problem_description": "P", "ground_truth": "G"}
     history = [{"role": "user", "content": "P"}, {"role": "assistant", "content": "q"},

@@ -146,7 +146,7 @@ def test_turns_are_taken_as_sampled_as_logged_or_rendered_again(workspace, tiny)
             turn["input"] = "<|start_header_id|>assistant<|end_header_id|>\n\n"           # another template's prompt
     again = common.agent_turns(tokenizer, other, counts)
     n = len(own)
-    assert counts == {"sampled ids": n, "logged prompt": n, "rendered again": n}
+    assert counts == {"as sampled": n, "as logged": n, "rendered again": n}
     assert logged == own and [ids for _, ids in again] == [ids for _, ids in own]
 
 

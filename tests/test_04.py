@@ -12,6 +12,7 @@ from colbench import backend
 from conftest import read, refused, ROOT, stage, succeed
 from lib.models import encode
 from lib.runtime import start
+from lib.training import kind_lines
 
 policy_stage = stage(4)
 BASE = ROOT / "models" / "tiny"
@@ -133,7 +134,7 @@ def test_the_oracle_ranks_what_a_task_needs_on_candidates_of_another_run(sweet, 
     assert "plain.jsonl: --critic oracle needs template tasks" in line
 
 
-def test_the_table_of_kinds_by_hand(capsys):
+def test_the_table_of_kinds_by_hand():
     task = {"problem_description": "f", "test_cases": {"1": "f(1)"}, "ground_truth": "def f(n):\n    return n * 3",
             "facts": [
         {"topic": "the factor", "questions": [], "matters": True, "told": False},
@@ -144,14 +145,12 @@ def test_the_table_of_kinds_by_hand(capsys):
             {"task": task, "history": [{"role": "assistant", "content": texts[0]}],
              "candidates": [{"text": texts[0]}, {"text": texts[1]}], "advantages": [0.0, 1.0]}]
     pairs = [{"task": task, "history": [], "chosen": {"text": texts[0]}, "rejected": {"text": texts[1]}}] * 4
-    policy_stage.say_kinds(rows, pairs)
-    cells = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    cells = [line.split() for line in kind_lines(backend, rows, pairs)[1:]]
     assert cells == [["not", "all", "known", "idle", "2", "0.25", "0", "4"],
                      ["not", "all", "known", "needed", "1", "1.00", "4", "0"],
                      ["all", "known", "idle", "1", "1.00", "0", "0"], ["all", "known", "repeat", "1", "0.00", "0", "0"]]
     del task["facts"]
-    policy_stage.say_kinds(rows, [])
-    assert capsys.readouterr().out == ""
+    assert kind_lines(backend, rows, []) == []
 
 
 def test_phases_resume_where_they_stopped(sweet, workspace, critic, tmp_path, monkeypatch):

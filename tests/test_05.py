@@ -15,6 +15,7 @@ from conftest import read, refused, ROOT, run, stage, succeed
 from lib.costs import compare_costs, cost_lines, method_costs, total_costs
 from lib.models import encode
 from lib.runtime import run_stage
+from lib.training import average_ranks
 
 evaluate = stage(5)
 TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n", "test_cases": {"a": "f(1)", "b": "f(2)"}}
@@ -433,7 +434,7 @@ def test_bad_arguments_end_with_status_2(tmp_path, arguments):
 # --- critics
 
 def test_ranks_and_their_correlation_by_hand():
-    assert common.average_ranks([3, 1, 3, 0]) == [2.5, 1, 2.5, 0]
+    assert average_ranks([3, 1, 3, 0]) == [2.5, 1, 2.5, 0]
     assert evaluate.rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
     assert evaluate.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
     assert evaluate.rank_correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)

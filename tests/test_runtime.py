@@ -1,8 +1,13 @@
 """lib/runtime.py: JSONL files by line, blocks that a killed run goes on with, fingerprints."""
+import argparse
+import functools
+import json
+
 import pytest
 import torch
 
 from conftest import read, ROOT
+from lib import runtime
 from lib.models import weights_fingerprint
 from lib.runtime import file_digest, fingerprint, InputError, map_blocks, read_jsonl, Runtime, start
 
@@ -20,7 +25,7 @@ def test_broken_jsonl_is_named_by_line(tmp_path, content, message):
 
 def test_map_blocks_resumes_to_the_same_file(tmp_path):
     start(0)
-    runtime = Runtime(0, 1, torch.device("cpu"))
+    one_rank = Runtime(0, 1, torch.device("cpu"))
     blocks = [[1, 2], [3, 4], [5]]
     calls = []
 
@@ -31,11 +36,11 @@ def test_map_blocks_resumes_to_the_same_file(tmp_path):
         return [{"x": x} for x in block]
     out = tmp_path / "rows.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        map_blocks(out, blocks, work, runtime, "row")
+        map_blocks(out, blocks, work, one_rank, "row")
     partial = tmp_path / "rows.jsonl.0of1.partial"
     partial.write_bytes(partial.read_bytes()[:-3])                          # the last line was cut by the kill
     assert not out.exists()
-    assert map_blocks(out, blocks, work, runtime, "row") == [{"x": x} for x in (1, 2, 3, 4, 5)]
+    assert map_blocks(out, blocks, work, one_rank, "row") == [{"x": x} for x in (1, 2, 3, 4, 5)]
     assert calls == [[1, 2], [3, 4], [5], [3, 4], [5]]
     assert read(out) == [{"x": x} for x in (1, 2, 3, 4, 5)] and not partial.exists()
 
@@ -62,6 +67,20 @@ def test_a_fingerprint_is_of_what_a_model_says(tmp_path):
     save_file(tensors, weights, metadata={"format": "pt"})
     assert weights.stat().st_size == size and both()[1] != first[1]
     assert weights_fingerprint("nobody/model") is None and weights_fingerprint("no/such/folder") is None
+
+
+def test_inputs_are_hashed_once_and_anew_for_each_command(tmp_path, monkeypatch):
+    start(0)
+    hashed, original, path = [], runtime.fingerprint, tmp_path / "input"
+    monkeypatch.setattr(runtime, "known_fingerprint",
+                        functools.cache(lambda name: hashed.append(name) or original(name)))
+    for number in range(2):
+        path.write_text(str(number))
+        args = argparse.Namespace(out=str(tmp_path / f"{number}.jsonl"), overwrite=False)
+        assert not runtime.is_done(args, args.out, [path, None])
+        runtime.begin_output(args, args.out, [path, None])
+        record = json.loads((tmp_path / f"{number}.jsonl.args.json").read_text())
+        assert record["inputs"] == {str(path): fingerprint(path)} and hashed == [path] * (number + 1)
 
 
 def test_a_large_file_is_sampled(tmp_path):

@@ -235,7 +235,7 @@ def test_ids_are_kept_where_the_server_gives_them(tasks, tmp_path, serve):
         for turn in turns:
             assert turn["output_ids"]
             assert tokenizer.decode(turn["output_ids"], skip_special_tokens=True) == turn["output"]
-    assert list(counts) == ["sampled ids"]
+    assert list(counts) == ["as sampled"]
     plain = play(tasks, agent, tmp_path / "plain", *more)                        # same seeds, no ids
     assert [[turn["content"] for turn in row["dialogue_history"]] for row in plain] == [
         [turn["content"] for turn in row["dialogue_history"]] for row in rows]

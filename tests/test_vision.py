@@ -1,6 +1,7 @@
 """lib/vision.py and what uses it: the rows of a visual critic, its training and use, the human who sees pages."""
 import argparse
 import asyncio
+import functools
 import json
 import math
 import shutil
@@ -32,8 +33,8 @@ def page(colour):
 
 def shower(folder):
     """show(pages) of a visual critic, as 03 and 04 make it: its screenshots go to a folder beside folder/x."""
-    return common.shower(frontend, argparse.Namespace(out=folder / "x", unsafe_scorer=False, browser=None,
-                                                      similarity="clip", clip_model=None))
+    args = argparse.Namespace(out=folder / "x", unsafe_scorer=False, browser=None, similarity="clip", clip_model=None)
+    return functools.partial(common.show_documents, domain=frontend, args=args)
 
 
 def view_row(processor, task, history, sent, number, shown, privileged):
