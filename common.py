@@ -627,16 +627,41 @@ def reference_of(critic, examples, max_tokens, device):
 def pair_accuracy(model, examples, ref, critic, max_tokens, device):
     """The share of pairs whose chosen trajectory has the higher score; a tie is half right. critic: {"normalize",
     "head"}; a value head compares last-turn values."""
-    items = [item for example in examples for item in example]
-    values = turn_scores_of(model, items, max_tokens, device)
+    advantages = advantages_of(model, [item for example in examples for item in example],
+                               [values for own in ref for values in own], critic["normalize"], max_tokens, device)
+    scores = [own[-1] if critic["head"] == "value" else own.sum() for own in advantages]
     right = 0.0
-    for i, (example, refs) in enumerate(zip(examples, ref)):
-        lengths = [collate([item]).lengths[0] for item in example]
-        scores = [turn_advantages(values[2 * i + side][None], refs[side][None], lengths[side][None],
-                                  critic["normalize"]) for side in (0, 1)]                       # (1, M) each
-        chosen, rejected = (score[0, -1] if critic["head"] == "value" else score.sum() for score in scores)
+    for chosen, rejected in zip(scores[0::2], scores[1::2]):
         right += 1.0 if chosen > rejected else 0.5 if chosen == rejected else 0.0
     return right / len(examples)
+
+
+def advantages_of(model, items, refs, normalize, max_tokens, device):
+    """turn_advantages of many items, [tensor (turns,), …]; `refs`: their turn_scores_of under the reference."""
+    return [turn_advantages(values[None], ref[None], collate([item]).lengths, normalize)[0]
+            for item, values, ref in zip(items, turn_scores_of(model, items, max_tokens, device), refs)]
+
+
+def score_turns(critic, tokenizer, trajectories, max_tokens, device):
+    """The credit of each agent turn of trajectories by a critic that reads text (load_critic) with its `tokenizer`: for
+    each trajectory a list of floats, one a turn, whose sum is the score of the trajectory; None for one with a row of
+    more than `max_tokens` tokens.
+
+    With an lm or regression head it is A(o_t, a_t, c) of eq. 3, for which the critic was trained. A value head gives
+    the value of a dialogue up to and with a turn (a logit, which is no advantage): the credit is then its change from
+    turn to turn, from 0 before the first one. An untrained critic gives 0 for every turn."""
+    if critic.get("visual"):
+        raise InputError(f"{critic['folder']}: a critic that sees images; turns are scored by one that reads text")
+    examples = trajectory_examples(trajectories, [(i,) for i in range(len(trajectories))], tokenizer,
+                                   critic["privileged"])
+    kept = [i for i, [item] in enumerate(examples) if max(len(row.ids) for row in item) <= max_tokens]
+    examples = [examples[i] for i in kept]
+    refs = [values for [values] in reference_of(critic, examples, max_tokens, device)]
+    found = advantages_of(critic["model"], [item for [item] in examples], refs, critic["normalize"], max_tokens, device)
+    if critic["head"] == "value":
+        found = [torch.diff(values, prepend=torch.zeros(1)) for values in found]
+    credits = dict(zip(kept, found))
+    return [credits[i].tolist() if i in credits else None for i, _ in enumerate(trajectories)]
 
 
 def average_ranks(values):
