@@ -1,9 +1,10 @@
-"""Plots of the report: SVG elements in one colour, the page's own (currentColor); dashes and markers tell lines apart."""
+"""Plots of the report: SVG elements in one colour, the page's own (currentColor); lines differ by dashes, markers."""
 import contextlib
 import io
 import re
 import warnings
 
+from lib.report import heading_of
 from lib.runtime import InputError
 
 LINES = [(style, marker) for style in ("-", "--", ":") for marker in "osD^v"]
@@ -123,3 +124,27 @@ def training_svg(histories):
         found = {text: handle for axes in panels for handle, text in zip(*axes.get_legend_handles_labels())}
         figure.legend(found.values(), found, loc="outside right upper")
     return svg[0]
+
+
+def report_plots(metrics, bars, metric, files, curves, scaling, histories):
+    """[{"title", "svg", "caption"}] of the report: what there is to see of the methods. bars: as interval_svg's;
+    curves, scaling: best-of-N and numbers of trajectories; histories: as training_svg's."""
+    heading = heading_of(metric)
+    known = {name: (m["all_known"], m["success_when_known"]) for name, m in metrics.items()
+             if "success_when_known" in m}
+    rounds = {name: [sum(turn["role"] == "assistant" for turn in t["dialogue_history"]) for t in own]
+              for name, own in files.items()}
+    plots = [(heading, interval_svg(bars, heading), "The mean of each method and its 95 % interval.")]
+    if known:
+        plots.append(("What was known, what was made of it", known_svg(known), "To the right: the agent asked for what "
+                      "matters. Up: it made the right answer of what it knew."))
+    plots.append(("Rounds", rounds_svg(rounds), "Turns of the agent in a dialogue, as shares of the dialogues."))
+    if curves:
+        plots.append(("Best of N", curve_svg(curves, metric), "The critic picks one of N candidates at each turn."))
+    if scaling:
+        plots.append(("Data", curve_svg(scaling, metric, "trajectories trained on", "scaling"),
+                      "The same method on more trajectories."))
+    if histories:
+        plots.append(("Training", training_svg(histories), "metrics.jsonl of each model; the last panel is the norm "
+                      "before clipping."))
+    return [dict(zip(("title", "svg", "caption"), plot)) for plot in plots]
