@@ -385,6 +385,8 @@ def main(argv=None):
     if critic:
         add_credit(metrics, files, critic, domain, device)
         write_json(out / "metrics.json", metrics)
+        if critic["head"] == "value":
+            notes.append(f"{args.critic}: has a value head; a turn's credit is how it changes the value, not eq. 3")
         if too_long := sum(m["credit"]["too_long"] for m in metrics.values()):
             notes.append(f"{too_long:,} dialogues are longer than {MAX_TOKENS:,} tokens: their turns have no credit")
     if found := agreement(states, domain):

@@ -7,7 +7,7 @@ import warnings
 from lib.report import heading_of
 from lib.runtime import InputError
 
-LINES = [(style, marker) for style in ("-", "--", ":") for marker in "osD^v"]
+LINES = [(("-", "--", ":")[i % 3], "osD^v"[i % 5]) for i in range(15)]
 PANELS = {"loss": "loss", "acc": "pair accuracy", "margin": "margin", "nll": "log-probability of a chosen token",
           "gnorm": "gradient norm"}
 

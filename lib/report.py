@@ -69,7 +69,8 @@ def page_data(files, domain, metric, critic=None, states=()):
 def dialogue_data(row, domain):
     """What the page shows of a scored trajectory."""
     task, history = row["task"], row["dialogue_history"]
-    credits, known, turns, faults = iter(row.get("advantages") or ()), set(), [], []
+    advantages, known, turns, faults = row.get("advantages") or [], set(), [], []
+    credits = (round(advantage, 6) for advantage in advantages)
     for i, turn in enumerate(history):
         shown = {"who": "agent" if turn["role"] == "assistant" else "human", "text": turn["content"]}
         if turn["role"] == "assistant":
@@ -95,7 +96,7 @@ def dialogue_data(row, domain):
         "rounds": sum(turn["who"] == "agent" for turn in turns), "answer": row["answer"],
         "known": domain.all_known(task, history[:-1]) if has_kinds else None,
         "similarity": row["reward"] if "reference_image" in row else None,
-        "credit": sum(row["advantages"]) if row.get("advantages") else None,
+        "credit": round(sum(advantages), 6) if advantages else None,
         "faults": faults, "failed": [slim(test) for test in row.get("failed") or ()], "turns": turns})
 
 
@@ -105,7 +106,7 @@ def state_data(row, task, domain):
     return {"d": None, "t": task, "turn": row["turn"],
             "history": [{"who": who.get(turn["role"], "human"), "text": turn["content"]} for turn in row["history"]],
             "candidates": [slim({
-                "text": candidate["text"], "advantage": advantage, "tokens": len(candidate["ids"]),
+                "text": candidate["text"], "advantage": round(advantage, 6), "tokens": len(candidate["ids"]),
                 "kind": domain.turn_kind(row["task"], row["history"], candidate["text"]), "cut": not candidate["ended"],
                 "chosen": candidate["chosen"], "rejected": candidate["rejected"]})
                 for candidate, advantage in zip(row["candidates"], row["advantages"])]}
