@@ -121,25 +121,21 @@ def compare(metrics, files, baseline, domain):
 # points of curves
 
 def curve_point(name, path, trajectories):
-    """("sweet", "8") of a file named sweet@8, None of a name without @; InputError where N is no positive number or not
-    the one that the rows were made with ("best_of")."""
+    """("sweet", "8", False) of a file named sweet@8, None of a name without @; True where the agent was trained on so
+    many trajectories (its args.json). InputError where N is no positive number or, if it was not, not the one that the
+    rows were made with ("best_of")."""
     if "@" not in name:
         return None
     label, _, number = name.rpartition("@")
     if not label or not re.fullmatch("[1-9][0-9]*", number):
         raise InputError(f"{path}: named {name}, but a name with @ must be LABEL@N, N a whole number from 1 up")
+    agent = trajectories[0].get("agent")
+    if agent and read_record(agent, "args").get("args", {}).get("num_trajectories") == int(number):
+        return label, number, True
     for trajectory in trajectories:
         if trajectory.get("best_of", int(number)) != int(number):
             raise InputError(f'{path}: named {name}, N = {number}, but its "best_of" is {trajectory["best_of"]}')
-    return label, number
-
-
-def is_scaling(label, points, files):
-    """Whether the points of a label are numbers of trajectories (04 --num-trajectories), as the agents' args.json say;
-    else they are best-of-N."""
-    agents = {n: files[f"{label}@{n}"][0].get("agent") or "" for n in points}
-    return all(read_record(agent, "args").get("args", {}).get("num_trajectories") == int(n)
-               for n, agent in agents.items())
+    return label, number, False
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -358,20 +354,19 @@ def main(argv=None):
     spent = Costs(out, folder=True)
     (out / "scored").mkdir(exist_ok=True)
     about = rescore(files, domain, worlds)
-    metrics, curves, metric = {}, {}, domain.metric(first)
+    metrics, curves, scaling, metric = {}, {}, {}, domain.metric(first)
     for name, trajectories in files.items():
         metrics[name] = measure(trajectories, domain) | about | ({"costs": costs[name]} if costs else {})
         write_jsonl(out / "scored" / f"{name}.jsonl", trajectories)
         if points[name]:
-            label, number = points[name]
-            curves.setdefault(label, {})[number] = {key: metrics[name][key] for key in (metric, "ci95")}
+            label, number, is_scaling = points[name]
+            own = (scaling if is_scaling else curves).setdefault(label, {})
+            own[number] = {key: metrics[name][key] for key in (metric, "ci95")}
     if args.baseline:
         compare(metrics, files, args.baseline, domain)
     write_json(out / "metrics.json", metrics)                        # before everything that is optional
     headings, rows = tables.result_table(metrics, metric, domain.COLUMNS, args.baseline)
     notes = tables.note_lines(metrics)
-    scaling = {label: own for label, own in curves.items() if is_scaling(label, own, files)}
-    curves = {label: own for label, own in curves.items() if label not in scaling}
     parts = [("95 % intervals, families drawn", tables.family_lines(metrics, args.baseline)),
              ("the runs of each method", tables.run_lines(metrics, metric, args.baseline)),
              ("best of N", tables.curve_lines(curves, metric) if curves else []),
@@ -381,7 +376,8 @@ def main(argv=None):
     print("\n" + "\n\n".join("\n".join(lines) for lines in [aligned(headings, rows) + notes, *(
         lines for _, lines in parts)]) + "\n")
     if curves or scaling:
-        write_json(out / "curves.json", curves | scaling)
+        write_json(out / "curves.json", {label: curves.get(label, {}) | scaling.get(label, {})
+                                         for label in curves | scaling})
     if critic:
         add_credit(metrics, files, critic, domain, device)
         write_json(out / "metrics.json", metrics)
