@@ -34,10 +34,10 @@ from colbench import ColBenchError, domain_of, task_id
 from lib.arguments import add_overwrite, add_world, argument_parser, non_negative_int, positive_int, set_preset
 from lib.costs import Costs
 from lib.models import encode, is_server, load_tokenizer, work_of
-from lib.report import heading_of
 from lib.runtime import barrier, begin_output, gather, InputError, is_done, read_text, Rows, run_stage, start
 from lib.servers import ReplyError, strip_thoughts
 from lib.speakers import ask, open_speakers, rollout_lines, run_concurrently
+from lib.tables import heading_of
 
 # ---------------------------------------------------------------------------------------------------------------------
 # one turn of a dialogue. A dialogue is {"number", "task", "sample", "history", "system", "more", "answer", "waited_s"};

@@ -1,47 +1,26 @@
-"""Stage 5: score trajectory files and compare them in one table.
+"""Stage 5: score trajectory files, compare them in one table, and show every turn's credit in a page.
 
 Reads   NAME=trajectories.jsonl … (02); the logged rewards are not trusted: every answer is scored again.
-Writes  metrics.json, scored/NAME.jsonl (the trajectories with fresh rewards), report.html, curves.json (of curves),
-        images/ (of pages).
+Writes  metrics.json, scored/NAME.jsonl (the trajectories with fresh rewards), report.html, and by what is asked for
+        curves.json, critics.json, agreement.json, images/ (of pages), export/.
 
-n            dialogues
-success      share of the dialogues whose answer passes all tests; of pages the mean similarity of the screenshots of
-             answer and reference, as "cosine similarity" (clip, the paper's) or "pixel similarity": two scales
-rounds       mean number of agent turns
-leaks        share of the human's replies that show the reference
-tests        mean share of the tests passed
-all known    template tasks: share of the dialogues in which the agent had found out every fact that matters before its
-             last turn; "when known": success among these
-no page, not rendered                    answers that are no page; pages that gave no screenshot (a black one counts)
-wins         graded returns: over all pairs of answers to a task, and then over the tasks, the share in which ours is
-             better than the --baseline's; equal ones (within 1e-6, "ties") count half
-[..]         "ci95": 95 % interval by bootstrap over tasks (all dialogues of a task are drawn together); a difference
-             against --baseline is paired: the same drawn tasks on both sides
-runs         NAME=FILE,FILE,… are several runs of one method (seeds) on the same tasks: the bootstrap draws runs as well
-             as tasks, differences are paired by run and task, and a second table has each run ("runs"). With one run
-             the interval leaves other seeds out. It is then too narrow to say that one method is better than another:
-             it covered 47 to 82 % of the true differences in simulations.
-families     "ci95_families": the bootstrap draws families, then tasks within each drawn family, and runs. It says how
-             far a result holds for other families, and is wide rather than narrow (95 to 99 % in simulations). Only for
-             tasks that state a "family" (01's template tasks).
-No interval covers another base model, or how the settings were chosen.
+n, rounds, tests         dialogues; mean number of agent turns; mean share of the tests passed
+success                  share of the dialogues whose answer passes all tests; of pages the mean similarity of the
+                         screenshots of answer and reference, by clip (the paper's) or by pixels: two scales
+leaks                    share of the human's replies that show the reference
+all known, when known    template tasks: share of the dialogues in which the agent had found out all that matters
+                         before its last turn; success among these
+no page, not rendered    answers that are no page; pages that gave no screenshot (a black one counts)
+wins, ties               graded returns: share of better answers against the --baseline's over all pairs of a task, a
+                         tie (within 1e-6) half; then the mean over tasks
+[..]                     95 % interval by bootstrap over tasks, of several runs (NAME=FILE,FILE,…) over runs as well;
+                         against --baseline paired by task and run; "families drawn": over families, then their tasks
+LABEL@N=FILE             points of a curve: of best-of-N (02 --best-of N), or of N training trajectories (04)
 
---compat     adds what the published scorer says of the same answers: no imports, helpers or recursion; a blacklisted
-             word fails every test; a custom __eq__ can fake a pass. "ends_evaluation" counts the answers that would
-             have ended or hung it.
-LABEL@N=FILE the points of LABEL's best-of-N curve (02 --best-of N), the paper's figure 3a, as a table and a drawing
---costs      adds what each method took: the cost records (costs.json) of the agent, for best-of-N also of the critic,
-             and of all that they were made from, found through the inputs in args.json. Every output counts once a
-             method; memory is the highest peak; of several runs the first is taken.
---gates MODEL   what a base model must pass before any claim is made with it: the log-probability of turns without and
-             with c in front, on dialogues of the first file
---critics NAME=DIR …  compares critics (03) on dialogues of the first file, of tasks that they were not trained on: how
-             often the better trajectory of a pair scores higher; with --returns FILE (dialogues that 02 --branch plays
-             on from these) also the rank correlation (Spearman, the mean over states) of a turn's score with its
-             Monte-Carlo return. Writes critics.json.
+docs/results.md says what the intervals leave out, docs/report.md how to read the page and what --critic adds to it.
 
-    python 05_evaluate.py base=out/base.jsonl sweet=out/sweet.jsonl --baseline base --costs --out out/report
-    python 05_evaluate.py base=out/base.jsonl sweet=out/sweet.jsonl --baseline base --similarity pixels --out out/report
+    python 05_evaluate.py base=out/base.jsonl sweet=out/sweet.jsonl --baseline base --critic out/critic \
+        --candidates out/sweet --costs --out out/report
     python 05_evaluate.py base=out/base.jsonl --critics lm=out/critic --returns out/branches.jsonl --out out/critics
 """
 import asyncio
@@ -54,103 +33,17 @@ import torch
 
 import common
 from colbench import ColBenchError, domain_of, task_id
+from lib import statistics, tables
 from lib.arguments import add_overwrite, add_world, argument_parser
-from lib.costs import compare_costs, cost_lines, Costs
+from lib.costs import compare_costs, cost_lines, Costs, read_record
+from lib.credit import agreement, count_pairs, credit_of, credit_summary, read_states
+from lib.export import check_format, export, FORMATS
 from lib.models import encode, load_model, load_tokenizer
-from lib.report import aligned, heading_of, interval, write_report
-from lib.runtime import begin_output, InputError, is_done, run_stage, start, write_json, write_jsonl
+from lib.plots import report_plots
+from lib.report import add_images, page_data, spread, write_report
+from lib.runtime import begin_output, InputError, is_done, read_jsonl, run_stage, start, write_json, write_jsonl
 
-NUM_RESAMPLES = 2000
-TIE = 1e-6                       # returns that differ by no more are equal
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# statistics
-
-def task_values(trajectories, value):
-    """{task_id: [value(trajectory) of each of its dialogues]}."""
-    by_task = {}
-    for trajectory in trajectories:
-        by_task.setdefault(trajectory["task_id"], []).append(float(value(trajectory)))
-    return by_task
-
-
-def by_run(trajectories):
-    """The trajectories of each run (each file of a name that has several)."""
-    runs = {}
-    for trajectory in trajectories:
-        runs.setdefault(trajectory.get("run", 0), []).append(trajectory)
-    return [own for _, own in sorted(runs.items())]
-
-
-def task_means(trajectories, value):
-    """{task_id: mean of value(trajectory) over its dialogues}, in the order of the ids."""
-    return {task: sum(values) / len(values) for task, values in sorted(task_values(trajectories, value).items())}
-
-
-def bootstrap_interval(values, families=None, seed=0):
-    """95 % percentile interval [low, high] of the mean of `values`, one a task, resampling tasks; of a row of these for
-    each run, resampling runs as well, each independently of the other. With `families`, one a task, families are drawn
-    first, and from each drawn one as many tasks as it has."""
-    values = np.atleast_2d(np.asarray(values, dtype=np.float64))                           # (runs, tasks)
-    rng = np.random.default_rng(seed)
-    if families is None:
-        tasks = rng.integers(values.shape[1], size=(NUM_RESAMPLES, values.shape[1]))
-        by_run = np.stack([row[tasks].mean(1) for row in values], 1)                       # (resamples, runs)
-    else:
-        names, family = np.unique(families, return_inverse=True)
-        drawn = rng.multinomial(len(names), np.full(len(names), 1 / len(names)), NUM_RESAMPLES)
-        times = np.zeros((NUM_RESAMPLES, values.shape[1]))       # how often each task is drawn: (resamples, tasks)
-        for number in range(len(names)):
-            size = (family == number).sum()
-            times[:, family == number] = rng.multinomial(drawn[:, number] * size, np.full(size, 1 / size))
-        by_run = times @ values.T / times.sum(1, keepdims=True)                            # (resamples, runs)
-    runs = rng.integers(values.shape[0], size=(NUM_RESAMPLES, values.shape[0]))
-    weights = np.stack([np.bincount(draw, minlength=values.shape[0]) for draw in runs]) / values.shape[0]
-    return [float(x) for x in np.percentile((weights * by_run).sum(1), [2.5, 97.5])]
-
-
-def families_of(trajectories):
-    """{task_id: its task's "family", None where it states none}."""
-    return {t["task_id"]: t.get("task", {}).get("family") for t in trajectories}
-
-
-def intervals(values, families):
-    """{"ci95", "ci95_families" (two or more families, stated by every task), "runs": the mean of each run (of several)}
-    of `values`, (runs, tasks)."""
-    found = {"ci95": bootstrap_interval(values)}
-    if None not in families and len(set(map(str, families))) > 1:
-        found["ci95_families"] = bootstrap_interval(values, [*map(str, families)])
-    return found | ({"runs": [float(np.mean(row)) for row in values]} if len(values) > 1 else {})
-
-
-def paired(trajectories, baseline, value, compare):
-    """(compare([ours], [theirs]) of the values that a task's dialogues have, for every task that both have, run by run:
-    (runs, tasks); the tasks' ids); both None without common tasks or with another number of runs."""
-    ours, theirs = ([task_values(own, value) for own in by_run(side)] for side in (trajectories, baseline))
-    tasks = sorted(set.intersection(*map(set, ours + theirs)))
-    if not tasks or len(ours) != len(theirs):
-        return None, None
-    return [[compare(a[task], b[task]) for task in tasks] for a, b in zip(ours, theirs)], tasks
-
-
-def paired_difference(trajectories, baseline, value):
-    """{"difference", "n", what intervals() gives} of the tasks' means; None where paired gives None."""
-    differences, tasks = paired(trajectories, baseline, value, lambda a, b: sum(a) / len(a) - sum(b) / len(b))
-    families = families_of(trajectories)
-    return differences and {"difference": float(np.mean(differences)), "n": len(tasks),
-                            **intervals(differences, [families[task] for task in tasks])}
-
-
-def win_rate(trajectories, baseline, value):
-    """{"win_rate", "win_rate_ci95", "ties"} over all pairs of the two sides' answers to a task, a tie half a win, and
-    over the tasks; empty where paired gives None."""
-    gaps, _ = paired(trajectories, baseline, value, np.subtract.outer)                     # (ours, theirs) of each task
-    if not gaps:
-        return {}
-    ties = [[(abs(gap) <= TIE).mean() for gap in own] for own in gaps]
-    wins = [[(gap > TIE).mean() + 0.5 * tie for gap, tie in zip(*own)] for own in zip(gaps, ties)]
-    return {"win_rate": float(np.mean(wins)), "win_rate_ci95": bootstrap_interval(wins), "ties": float(np.mean(ties))}
+MAX_TOKENS = 16384               # of a batch without gradients, and of a dialogue whose turns get credit
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -171,7 +64,8 @@ def read_runs(paths):
 
 def rescore(files, domain, worlds):
     """Give every trajectory of all files fresh domain.SCORE_KEYS ("reward", …) by one World after the other (the second
-    one: the published scorer's verdicts); returns what the first scorer says of itself."""
+    one: the published scorer's verdicts), and "failed": what the first one says of tests that an answer does not pass.
+    Returns what the first scorer says of itself."""
     everything = [trajectory for own in files.values() for trajectory in own]
     pairs = [(t["task"], t["answer"]) for t in everything]
     for world in worlds:
@@ -181,21 +75,26 @@ def rescore(files, domain, worlds):
                     if logged := {str(t[key]) for t in own if t.get(key, value) != value}:
                         print(f"{name}: logged with {', '.join(sorted(logged))}, scored again with {value}")
             scores = asyncio.run(world.score(pairs))
+            if world is worlds[0]:
+                wrong = [i for i, score in enumerate(scores) if score["reward"] < 1]
+                explained = dict(zip(wrong, asyncio.run(world.explain([pairs[i] for i in wrong]))))
+                for i, trajectory in enumerate(everything):
+                    for key in (*domain.SCORE_KEYS, "failed", "advantages"):
+                        trajectory.pop(key, None)                    # of an earlier evaluation
+                    trajectory |= {"failed": explained[i]} if explained.get(i) else {}
         for trajectory, fresh in zip(everything, scores):
-            for key in domain.SCORE_KEYS if world is worlds[0] else ():
-                trajectory.pop(key, None)                            # of an earlier evaluation
             trajectory |= fresh
     return worlds[0].about
 
 
 def measure(trajectories, domain):
     """The metrics of one file (see above)."""
-    means = [task_means(own, domain.outcome) for own in by_run(trajectories)]
-    families, n = families_of(trajectories), len(trajectories)
+    means = [statistics.task_means(own, domain.outcome) for own in statistics.by_run(trajectories)]
+    families, n = statistics.families_of(trajectories), len(trajectories)
     agent = [[turn for turn in t["dialogue_history"] if turn["role"] == "assistant"] for t in trajectories]
     metrics = {"n": n, "tasks": len(means[0]),
                domain.metric(trajectories): sum(map(domain.outcome, trajectories)) / n,
-               **intervals([[*own.values()] for own in means], [families[task] for task in means[0]]),
+               **statistics.intervals([[*own.values()] for own in means], [families[task] for task in means[0]]),
                "mean_rounds": sum(map(len, agent)) / n, **domain.measure(trajectories)}
     replies = [(t["task"], turn["content"]) for t in trajectories for turn in t["dialogue_history"][1:]
                if turn["role"] != "assistant"]
@@ -212,71 +111,31 @@ def compare(metrics, files, baseline, domain):
     """Add to each method's metrics what it is against the baseline's dialogues."""
     for name, trajectories in files.items():
         if domain.MIN_GAP is not None:
-            metrics[name] |= win_rate(trajectories, files[baseline], domain.outcome)
-        if name != baseline and (difference := paired_difference(trajectories, files[baseline], domain.outcome)):
+            metrics[name] |= statistics.win_rate(trajectories, files[baseline], domain.outcome)
+        difference = statistics.paired_difference(trajectories, files[baseline], domain.outcome)
+        if name != baseline and difference:
             metrics[name]["against_baseline"] = {"name": baseline, **difference}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# tables: lines of text
-
-def result_lines(metrics, metric, columns, baseline):
-    """The comparison, and below it what its intervals leave out."""
-    columns = [("n", "n", "d"), (metric, heading_of(metric), ".3f"), ("ci95", "95 %", ""),
-               ("mean_rounds", "rounds", ".2f"), ("leaks", "leaks", ".3f"), *columns,
-               ("win_rate", "wins", ".3f"), ("win_rate_ci95", "95 %", ""), ("ties", "ties", ".3f")]
-    columns = [column for column in columns if any(column[0] in m for m in metrics.values())]
-    rows = []
-    for name, m in metrics.items():
-        d = m.get("against_baseline")
-        rows.append([name, *("-" if key not in m else interval(m[key]) if form == "" else format(m[key], form)
-                             for key, _, form in columns),
-                     *([f"{d['difference']:+.3f} {interval(d['ci95'], '+')}" if d else ""] if baseline else [])])
-    lines = aligned(["", *(heading for _, heading, _ in columns), *([f"against {baseline}"] if baseline else [])], rows)
-    lines += [f"{name}: {note}" for name, m in metrics.items() for note in m.get("notes", [])]
-    lines += [f"similarity of screenshots: {m['similarity']}" for m in [*metrics.values()][:1] if "similarity" in m]
-    single = [name for name, m in metrics.items() if "runs" not in m]
-    which = "one run each" if len(single) == len(metrics) else f"one run of {', '.join(single)}"
-    lines += [f"{which}: the intervals leave other seeds out"] if single else []
-    if not any("ci95_families" in m for m in metrics.values()):
-        return [*lines, 'no intervals over families: a task states no "family", or all state the same']
-    families = [[name, *(interval(own["ci95_families"], sign) if "ci95_families" in own else "" for own, sign in
-                         ((m, ""), (m.get("against_baseline", {}), "+"))[:1 + bool(baseline)])]
-                for name, m in metrics.items()]
-    return [*lines, "", *aligned(["95 %, families drawn", "own rate", *([f"against {baseline}"] if baseline else [])],
-                                 families)]
-
-
-def run_lines(metrics, metric, baseline):
-    """The runs of every name: the metric and the difference, their mean, and each run's."""
-    rows = []
-    for what in (heading_of(metric), f"against {baseline}"):
-        for name, m in metrics.items():
-            own = m.get("against_baseline", {}) if what.startswith("against ") else m
-            if "runs" in own:
-                rows.append([name, what, f"{np.mean(own['runs']):+.3f}", " ".join(f"{x:+.3f}" for x in own["runs"])])
-    return aligned(["over the runs", "", "mean", "each run"], rows)
-
+# points of curves
 
 def curve_point(name, path, trajectories):
-    """("sweet", "8") of a file named sweet@8, None of a name without @; InputError where N is no positive number or not
-    the one that the rows were made with ("best_of")."""
+    """("sweet", "8", False) of a file named sweet@8, None of a name without @; True where the agent was trained on so
+    many trajectories (its args.json). InputError where N is no positive number or, if it was not, not the one that the
+    rows were made with ("best_of")."""
     if "@" not in name:
         return None
     label, _, number = name.rpartition("@")
     if not label or not re.fullmatch("[1-9][0-9]*", number):
         raise InputError(f"{path}: named {name}, but a name with @ must be LABEL@N, N a whole number from 1 up")
+    agent = trajectories[0].get("agent")
+    if agent and read_record(agent, "args").get("args", {}).get("num_trajectories") == int(number):
+        return label, number, True
     for trajectory in trajectories:
         if trajectory.get("best_of", int(number)) != int(number):
             raise InputError(f'{path}: named {name}, N = {number}, but its "best_of" is {trajectory["best_of"]}')
-    return label, number
-
-
-def curve_lines(curves, metric):
-    """A row a label, a column an N; curves: {label: {"N": {metric, "ci95"}}}."""
-    sizes = sorted({n for points in curves.values() for n in points}, key=int)
-    return aligned(["best of N", *sizes], [[label, *(f"{points[n][metric]:.3f}" if n in points else "-" for n in sizes)]
-                                           for label, points in curves.items()])
+    return label, number, False
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -304,13 +163,13 @@ def gate_lines(trajectories, domain, name, device):
             common.prompt_text(tokenizer, history, trajectory.get("max_rounds", 10), domain.AGENT_SYSTEM,
                                common.system_prompt(trajectory)), encode(tokenizer, text) + [tokenizer.eos_token_id])],
             common.hidden_info(trajectory["task"]) if with_c else None) for _, history, text, trajectory in turns]
-        columns.append([logps.sum().item() for logps in common.turn_scores_of(model, items, 16384, device)])
+        columns.append([logps.sum().item() for logps in common.turn_scores_of(model, items, MAX_TOKENS, device)])
     rows = []
     for kind in sorted({turn[0] for turn in turns}):
         chosen = [i for i, turn in enumerate(turns) if turn[0] == kind]
         rows.append([kind, str(len(chosen)), *(f"{sum(column[i] for i in chosen) / len(chosen):.2f}"
                                                for column in columns)])
-    return [f"{name}: log-probability of a turn", *aligned(["", "n", "without c", "with c"], rows)]
+    return [f"{name}: log-probability of a turn", *tables.aligned(["", "n", "without c", "with c"], rows)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -342,28 +201,22 @@ def read_branches(path, domain, critics):
     return points
 
 
-def rank_correlation(a, b):
-    """Spearman's; 0 where one side is all equal."""
-    from scipy.stats import spearmanr
-    return 0.0 if len(set(a)) == 1 or len(set(b)) == 1 else float(spearmanr(a, b).statistic)
-
-
 def measure_critic(critic, trajectories, branches, path, device):
     """{"pair_accuracy", "num_pairs"}, with `branches` also {"rank_correlation", "ci95", "num_states"}, of a critic
     (common.load_critic)."""
     tokenizer = load_tokenizer(critic["folder"])
     pairs = common.trajectory_pairs(trajectories, path)
     examples = common.trajectory_examples(trajectories, pairs, tokenizer, critic["privileged"])
-    ref = common.example_scores(critic["reference"], examples, 16384, device)
-    found = {"pair_accuracy": common.pair_accuracy(critic["model"], examples, ref, critic, 16384, device),
+    ref = common.example_scores(critic["reference"], examples, MAX_TOKENS, device)
+    found = {"pair_accuracy": common.pair_accuracy(critic["model"], examples, ref, critic, MAX_TOKENS, device),
              "num_pairs": len(pairs)}
     if branches:
-        points, returns = zip(*branches)
-        by_task = {}
-        for point, own, scores in zip(points, returns, common.score_actions(critic, tokenizer, points, 16384, device)):
-            by_task.setdefault(task_id(point.task), []).append(rank_correlation(scores, own))
+        (points, returns), by_task = zip(*branches), {}
+        scored = common.score_actions(critic, tokenizer, points, MAX_TOKENS, device)
+        for point, own, scores in zip(points, returns, scored):
+            by_task.setdefault(task_id(point.task), []).append(statistics.rank_correlation(scores, own))
         found |= {"rank_correlation": float(np.mean([value for values in by_task.values() for value in values])),
-                  "ci95": bootstrap_interval([float(np.mean(values)) for values in by_task.values()]),
+                  "ci95": statistics.bootstrap_interval([float(np.mean(values)) for values in by_task.values()]),
                   "num_states": len(points)}
     return found
 
@@ -374,11 +227,46 @@ def critic_lines(critics, trajectories, branches, path, out, device):
                                   device) for name, critic in critics.items()}
     write_json(out / "critics.json", found)
     rows = [[name, f"{m['pair_accuracy']:.3f}", str(m["num_pairs"]), *(
-        [f"{m['rank_correlation']:.3f}", interval(m["ci95"], "+"), str(m["num_states"])] if branches else [])]
+        [f"{m['rank_correlation']:.3f}", tables.interval(m["ci95"], "+"), str(m["num_states"])] if branches else [])]
         for name, m in found.items()]
     more = ["rank correlation", "95 %", "states"] if branches else []
-    return [*aligned(["critic", "pair accuracy", "pairs", *more], rows),
+    return [*tables.aligned(["critic", "pair accuracy", "pairs", *more], rows),
             "one training run of each critic: the intervals leave other seeds out"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the page: credit of the turns, and what else it shows
+
+def text_critic(folder, domain):
+    """common.read_critic of one that reads text."""
+    critic = common.read_critic(folder, None, domain)
+    if critic.get("visual"):
+        raise InputError(f"{folder}: --critic and --critics take critics that read text, and this one sees images")
+    return critic
+
+
+def add_credit(metrics, files, critic, domain, device):
+    """Give every trajectory "advantages" (common.score_turns) and every method's metrics their means ("credit")."""
+    critic = common.load_critic(critic, common.load_whole(device))
+    everything = [trajectory for own in files.values() for trajectory in own]
+    credits = common.score_turns(critic, load_tokenizer(critic["folder"]), everything, MAX_TOKENS, device)
+    for trajectory, advantages in zip(everything, credits):
+        trajectory["advantages"] = advantages
+    for name, own in files.items():
+        metrics[name]["credit"] = credit_of(own, domain)
+
+
+def training_histories(files, critic):
+    """{name: rows of metrics.jsonl} of the models that are at hand: the agents of the files, and the critic."""
+    models = {"critic": critic} | {name: own[0].get("agent") for name, own in reversed(files.items())}
+    paths = {folder: (name, pathlib.Path(folder) / "metrics.jsonl") for name, folder in models.items() if folder}
+    return {name: read_jsonl(path, {"step": int}) for name, path in reversed(paths.values()) if path.is_file()}
+
+
+def export_all(folder, form, data, files):
+    """Every dialogue of the page's data, with the agent's system prompt and its model."""
+    export(folder, form, data, [{"system": common.system_prompt(t) or common.our_system(t), "agent": t.get("agent")}
+                                for own in files.values() for t in own])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -396,6 +284,10 @@ def parse_args(argv=None):
     parser.add_argument("--critics", nargs="+", metavar="NAME=DIR",
                         help="compare these critics, on dialogues of the first file")
     parser.add_argument("--returns", metavar="FILE", help="--critics: dialogues of 02 --branch on the first file")
+    parser.add_argument("--critic", metavar="DIR", help="the page shows each turn's credit by this critic (03)")
+    parser.add_argument("--candidates", metavar="PATH", help="the page shows SWEET's candidates: 04's output folder or "
+                        "its scored.jsonl, with pairs.jsonl beside it")
+    parser.add_argument("--export", choices=FORMATS, help="write every dialogue for other programs as well")
     add_world(parser)
     add_overwrite(parser)
     args = parser.parse_args(argv)
@@ -437,18 +329,22 @@ def main(argv=None):
     domain = one_domain(files, args)
     first, first_path = next(iter(files.values())), args.files[0].partition("=")[2]
     folders = dict(argument.split("=", 1) for argument in args.critics or [])
-    critics = {name: common.read_critic(folder, None, domain) for name, folder in folders.items()}
+    critics = {name: text_critic(folder, domain) for name, folder in folders.items()}
     for critic in critics.values():
-        if critic.get("visual"):
-            raise InputError(f"{critic['folder']}: --critics compares critics that read text, and this one sees images")
         critic["tokenizer_name"] = common.tokenizer_name(load_tokenizer(critic["folder"]))
     branches = read_branches(args.returns, domain, critics) if args.returns else None
     if critics:
         common.trajectory_pairs(first, first_path)                   # errors now, not after the scoring
     programs = "rules", "script", "script-informed", *domain.ORACLES
     costs = compare_costs({name: own[0] for name, own in runs.items()}, programs) if args.costs else {}
+    check_format(args.export)
+    critic = text_critic(args.critic, domain) if args.critic else None
+    states = read_states(args.candidates) if args.candidates else []
+    for row in states:
+        common.check_task(row["task"], f"{args.candidates}: task {row['task_id']}", first[0]["task"])
+    histories = training_histories(files, args.critic)
     out, inputs = pathlib.Path(args.out), [path for own in runs.values() for path in own]
-    inputs += [args.gates, args.returns, args.clip_model, *folders.values()]
+    inputs += [args.gates, args.returns, args.clip_model, *folders.values(), args.critic, args.candidates]
     if is_done(args, out, inputs, folder=True):
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -458,26 +354,55 @@ def main(argv=None):
     spent = Costs(out, folder=True)
     (out / "scored").mkdir(exist_ok=True)
     about = rescore(files, domain, worlds)
-    metrics, curves, metric = {}, {}, domain.metric(first)
+    metrics, curves, scaling, metric = {}, {}, {}, domain.metric(first)
     for name, trajectories in files.items():
         metrics[name] = measure(trajectories, domain) | about | ({"costs": costs[name]} if costs else {})
         write_jsonl(out / "scored" / f"{name}.jsonl", trajectories)
         if points[name]:
-            label, number = points[name]
-            curves.setdefault(label, {})[number] = {key: metrics[name][key] for key in (metric, "ci95")}
+            label, number, is_scaling = points[name]
+            own = (scaling if is_scaling else curves).setdefault(label, {})
+            own[number] = {key: metrics[name][key] for key in (metric, "ci95")}
     if args.baseline:
         compare(metrics, files, args.baseline, domain)
     write_json(out / "metrics.json", metrics)                        # before everything that is optional
-    lines = result_lines(metrics, metric, domain.COLUMNS, args.baseline)
-    if any(len(own) > 1 for own in runs.values()):
-        lines += ["", *run_lines(metrics, metric, args.baseline)]
-    if curves:
-        lines += ["", *curve_lines(curves, metric)]
-        write_json(out / "curves.json", curves)
-    if costs:
-        lines += ["", *cost_lines(costs)]
-    print("\n" + "\n".join(lines) + "\n")
-    write_report(out / "report.html", lines, metrics, files, curves, metric, out / "scored")
+    headings, rows = tables.result_table(metrics, metric, domain.COLUMNS, args.baseline)
+    notes = tables.note_lines(metrics)
+    parts = [("95 % intervals, families drawn", tables.family_lines(metrics, args.baseline)),
+             ("the runs of each method", tables.run_lines(metrics, metric, args.baseline)),
+             ("best of N", tables.curve_lines(curves, metric) if curves else []),
+             ("trajectories", tables.curve_lines(scaling, metric, "trajectories") if scaling else []),
+             ("costs", cost_lines(costs) if costs else [])]
+    parts = [(heading, lines) for heading, lines in parts if lines]
+    print("\n" + "\n\n".join("\n".join(lines) for lines in [tables.aligned(headings, rows) + notes, *(
+        lines for _, lines in parts)]) + "\n")
+    if curves or scaling:
+        write_json(out / "curves.json", {label: curves.get(label, {}) | scaling.get(label, {})
+                                         for label in curves | scaling})
+    if critic:
+        add_credit(metrics, files, critic, domain, device)
+        write_json(out / "metrics.json", metrics)
+        if critic["head"] == "value":
+            notes.append(f"{args.critic}: has a value head; a turn's credit is how it changes the value, not eq. 3")
+        if too_long := sum(m["credit"]["too_long"] for m in metrics.values()):
+            notes.append(f"{too_long:,} dialogues are longer than {MAX_TOKENS:,} tokens: their turns have no credit")
+    if found := agreement(states, domain):
+        write_json(out / "agreement.json", found)
+    shown = count_pairs(spread(states))
+    if len(shown) < len(states):
+        notes.append(f"{len(shown):,} of the {len(states):,} states of --candidates are shown, at equal distances")
+    data = page_data(files, domain, metric, args.critic, shown)
+    if args.export:
+        export_all(out / "export", args.export, data, files)
+    add_images(data, files, out / "scored")
+    credit = credit_summary(metrics) if critic else {}
+    parts += tables.credit_tables(credit, list(files))
+    bars = {name: {"value": m[metric], "low": m["ci95"][0], "high": m["ci95"][1]} for name, m in metrics.items()}
+    write_report(out / "report.html", data, title="Evaluation", metric_heading=tables.heading_of(metric), notes=notes,
+                 headings=headings[1:], table=[{"name": row[0], "cells": row[1:]} for row in rows],
+                 bars=list(bars.values()), lines=[(heading, "\n".join(lines)) for heading, lines in parts],
+                 plots=report_plots(metrics, bars, metric, files, curves, scaling, histories),
+                 credit={**credit, "agreement": tables.agreement_lines(found)} if credit or found else None,
+                 hints=tables.hint_lines(args, files, histories))
     if args.gates:
         print("\n".join(gate_lines(first, domain, args.gates, "cpu")))
     if critics:

@@ -618,12 +618,40 @@ def pair_accuracy(model, examples, ref, critic, max_tokens, device):
     """The share of pairs whose chosen trajectory has the higher score; a tie is half right. ref: example_scores under
     the reference; critic: {"normalize", "head"}; a value head compares last-turn values."""
     right = 0.0
-    for example, *both in zip(examples, example_scores(model, examples, max_tokens, device), ref):
-        scores = [turn_advantages(value[None], ref_value[None], collate([item]).lengths, critic["normalize"])
-                  for item, value, ref_value in zip(example, *both)]                             # (1, M) each
-        chosen, rejected = (score[0, -1] if critic["head"] == "value" else score.sum() for score in scores)
+    for own in advantages_of(model, examples, ref, critic["normalize"], max_tokens, device):
+        chosen, rejected = (values[-1] if critic["head"] == "value" else values.sum() for values in own)
         right += 1.0 if chosen > rejected else 0.5 if chosen == rejected else 0.0
     return right / len(examples)
+
+
+def advantages_of(model, examples, ref, normalize, max_tokens, device):
+    """turn_advantages of every example's items, [(tensor (turns,), …)]; ref: their example_scores under the
+    reference."""
+    return [tuple(turn_advantages(value[None], ref_value[None], collate([item]).lengths, normalize)[0]
+                  for item, value, ref_value in zip(example, *both))
+            for example, *both in zip(examples, example_scores(model, examples, max_tokens, device), ref)]
+
+
+def score_turns(critic, tokenizer, trajectories, max_tokens, device):
+    """The credit of each agent turn of trajectories by a critic that reads text (load_critic) with its `tokenizer`: for
+    each trajectory a list of floats, one a turn, whose sum is the score of the trajectory; None for one with a row of
+    more than `max_tokens` tokens.
+
+    With an lm or regression head it is A(o_t, a_t, c) of eq. 3, for which the critic was trained. A value head gives
+    the value of a dialogue up to and with a turn (a logit, which is no advantage): the credit is then its change from
+    turn to turn, from 0 before the first one. An untrained critic gives 0 for every turn."""
+    if critic.get("visual"):
+        raise InputError(f"{critic['folder']}: a critic that sees images; turns are scored by one that reads text")
+    examples = trajectory_examples(trajectories, [(i,) for i in range(len(trajectories))], tokenizer,
+                                   critic["privileged"])
+    kept = [i for i, [item] in enumerate(examples) if max(len(row.ids) for row in item) <= max_tokens]
+    examples = [examples[i] for i in kept]
+    ref = example_scores(critic["reference"], examples, max_tokens, device)
+    found = [own for [own] in advantages_of(critic["model"], examples, ref, critic["normalize"], max_tokens, device)]
+    if critic["head"] == "value":
+        found = [torch.diff(values, prepend=torch.zeros(1)) for values in found]
+    credits = dict(zip(kept, found))
+    return [credits[i].tolist() if i in credits else None for i, _ in enumerate(trajectories)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -31,5 +31,8 @@ sweet & first=$!
 baselines & second=$!
 wait $first
 wait $second
-$py 05_evaluate.py base="$out/base.jsonl" rft="$out/rft.jsonl" mtdpo="$out/mtdpo.jsonl" sweet="$out/sweet.jsonl" \
-    --baseline mtdpo $similarity $gates --out "$out/report" | tee -a "$out/evaluate.log"
+# Alone on the machine by now: both cores.
+OMP_NUM_THREADS=2 $py 05_evaluate.py base="$out/base.jsonl" rft="$out/rft.jsonl" mtdpo="$out/mtdpo.jsonl" sweet="$out/sweet.jsonl" \
+    --baseline mtdpo $similarity $gates --critic "$out/critic" --candidates "$out/sweet" --out "$out/report" |
+    tee -a "$out/evaluate.log"
+echo "the page, with the credit of every turn: $out/report/report.html"

@@ -33,6 +33,8 @@ scripted_turn(task, history, max_rounds, informed, rng)     what the noisy scrip
 leak_of(task, reply)  how a reply of the human shows the reference ("code", …); None: it does not
 turn_kind(task, history, message)       what an agent's turn is worth ("needed", "idle", …); None: the task does not say
 all_known(task, history)                whether everything that matters is known; asked only where turn_kind answers
+facts(task, history)  what the agent has to find out: [(text, whether it is known after `history`)], the texts in the
+                      same order whatever the history; None: the task does not say
 oracle_scores(oracle, task, history, messages)              a score for each of several messages
 views(task, history, privileged)        what a critic that sees is shown of the agent's turn that ends `history`:
                                         [(caption, document or None for a black image), …]; None in place of the
@@ -51,6 +53,8 @@ class World(images, rows_in, unsafe_scorer=False, compat=False, browser=None, si
     async rule_reply(task, history, rng)    what the rule-based human says
     async person_chat(task, history)        the messages for a model that plays the human
     async score(pairs)                      for each (task, answer) {"reward": in [0, 1], …}, which 02 and 05 write
+    async explain(pairs)                    for each (task, answer) its first failed tests, as short texts: [{"call",
+                                            "expected", "got" (None: no value), "said" (None: nothing)}, …]
     async show(documents)                   {document: image file, or None where there is none} for `views`
 """
 import hashlib

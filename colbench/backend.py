@@ -386,6 +386,16 @@ def all_known(task, history):
     return {i for i, fact in enumerate(task["facts"]) if fact["matters"]} <= known_facts(task, history)
 
 
+def facts(task, history):
+    """[(what the person says of it, whether it is known after `history`)] of the facts that matter; None where the task
+    states none."""
+    if not task.get("facts"):
+        return None
+    known = known_facts(task, history)
+    return [(next(iter(fact.get("replies", ())), fact["topic"]), i in known) for i, fact in enumerate(task["facts"])
+            if fact["matters"]]
+
+
 def turn_kind(task, history, action):
     """What an agent's turn is worth after `history`: "needed" (asks for a fact that matters and is not known), "repeat"
     (known already), "idle" (does not matter), "vague" (no topic), "right answer", "wrong answer" (all that matters was
@@ -602,3 +612,6 @@ class World:
             return [{"tests_compat": score.tests, "ends_evaluation": bool({"process ended", "time limit"} &
                                                                           set(score.faults))} for score in scores]
         return [{"reward": reward_of(score.tests), "tests": score.tests, "faults": score.faults} for score in scores]
+
+    async def explain(self, pairs):
+        return await asyncio.to_thread(self.scorer.explain, pairs)

@@ -308,6 +308,18 @@ def turn_kind(task, history, message):
     return None
 
 
+def facts(task, history):
+    """[(a slot and its value, whether the person has asked for it)]; None where the task states no slots."""
+    if "slots" not in task:
+        return None
+    known = {slot["slot"] for slot in task["slots"] if slot["told"]}
+    for turn in history:
+        if turn["role"] == "user":
+            asked = asked_values(task, turn["content"])
+            known |= {slot["slot"] for slot in task["slots"] if asked.get(slot["slot"]) == slot["code"]}
+    return [(f"{slot['topic']}: {slot['names'][0]}", slot["slot"] in known) for slot in task["slots"]]
+
+
 def leak_of(task, reply):
     """A reply may name texts of the page, but shows no tags."""
     return "fence" if "```" in reply else "code" if re.search(r"</?[a-zA-Z][^<>]*>", reply) else None
@@ -399,6 +411,9 @@ class World(contextlib.ExitStack):
             rows.append({"reward": score, "similarity": self.scorer.name, "image": image, "reference_image": reference,
                          **({"render_fault": fault} if fault else {})})
         return rows
+
+    async def explain(self, pairs):
+        return [[] for _ in pairs]
 
     async def show(self, documents):
         documents = list(dict.fromkeys(documents))

@@ -13,8 +13,12 @@ from collections import Counter, namedtuple
 
 from colbench import ColBenchError, task_id
 from colbench.sandbox import ANSWER_TIME_LIMIT, LayerError, Sandbox
+from colbench.values import readable
 
 log = logging.getLogger(__name__)
+
+OTHER_VALUE = "another value"
+MAX_EXPLAINED, MAX_CHARS = 3, 300       # failed tests of an answer that `explain` shows, and characters of a text there
 
 Score = namedtuple("Score", "tests gradeable faults")
 Results = namedtuple("Results", "values imports calls comparisons")
@@ -72,18 +76,26 @@ class Scorer:
 
     def score(self, pairs):
         """Scores of (task, answer) pairs, in their order; tasks in parallel."""
+        return self.of_each(pairs, self.score_published if self.compat else self.score_one)
+
+    def explain(self, pairs):
+        """Of each (task, answer) pair the first MAX_EXPLAINED tests that it does not pass, as texts: [{"call",
+        "expected", "got" (None: it gave no value), "said": what the scorer says (None: another value)}, …]."""
+        return self.of_each(pairs, self.explain_one)
+
+    def of_each(self, pairs, work):
+        """work(children, key of the task, answer) of (task, answer) pairs, in their order; tasks in parallel."""
         groups = {}
         for index, (task, _) in enumerate(pairs):
             groups.setdefault((task["ground_truth"], *task["test_cases"].values()), []).append(index)
-        scores = [None] * len(pairs)
-        score = self.score_published if self.compat else self.score_one
+        found = [None] * len(pairs)
 
         def grade(children, key):
             for index in groups[key]:
-                scores[index] = score(children, key, pairs[index][1])
+                found[index] = work(children, key, pairs[index][1])
 
         self.for_each(grade, groups)
-        return scores
+        return found
 
     def reference_results(self, tasks):
         """For each task what its tests give on the reference: ["ok", value], or ["error", why it cannot be graded]."""
@@ -130,22 +142,48 @@ class Scorer:
             self.references[key] = Results(values, imports, calls, list(zip(tests, asked, both)))
         return self.references[key]
 
-    def score_one(self, children, key, answer):
+    def results(self, children, key, answer):
+        """For each test (what the reference gives, what the answer gives, why it is not passed or None), the first two
+        as ["ok", value] or ["error", why]."""
         expected, imports, calls, comparisons = self.expected(children[0], key)
         values, _ = self.run(children[1], answer, calls, imports)
-        faults = []
-        for (want, wanted), result, (test, asked, both) in zip(expected, values, comparisons):
-            got, value = compared(test, both, result, asked) if test and want == "ok" else result
-            faults.append(f"not gradeable: {wanted}" if want != "ok" else fault_text(value) if got != "ok" else
-                          None if equal_values(wanted, value) else "another value")
-        return Score([fault is None for fault in faults], [want[0] == "ok" for want in expected], faults)
+        results = []
+        for wanted, got, (test, asked, both) in zip(expected, values, comparisons):
+            if test and wanted[0] == "ok":
+                got = compared(test, both, got, asked)
+            fault = (f"not gradeable: {wanted[1]}" if wanted[0] != "ok" else fault_text(got[1]) if got[0] != "ok" else
+                     None if equal_values(wanted[1], got[1]) else OTHER_VALUE)
+            results.append((wanted, got, fault))
+        return results
+
+    def score_one(self, children, key, answer):
+        results = self.results(children, key, answer)
+        faults = [fault for _, _, fault in results]
+        return Score([fault is None for fault in faults], [wanted[0] == "ok" for wanted, _, _ in results], faults)
+
+    def explain_one(self, children, key, answer):
+        failed = [(call, *result) for call, result in zip(key[1:], self.results(children, key, answer)) if result[2]]
+        return [{"call": shortened(call), "expected": shortened(text_of(wanted) or "no value"), "got": text_of(got) and
+                 shortened(text_of(got)), "said": None if fault == OTHER_VALUE else fault}
+                for call, wanted, got, fault in failed[:MAX_EXPLAINED]]
 
     def score_published(self, children, key, answer):
         reference, *calls = key
         values, _ = children[1].run(answer, calls, self.time_limit_s + 1, reference=reference)   # it has its own alarm
-        faults = [fault_text(value) if got != "ok" else None if value == 1 else "another value"
+        faults = [fault_text(value) if got != "ok" else None if value == 1 else OTHER_VALUE
                   for got, value in values]
         return Score([fault is None for fault in faults], [True] * len(calls), faults)
+
+
+def text_of(result):
+    """The value of ["ok", value] as a reader knows it; None of ["error", …]."""
+    return readable(result[1]) if result[0] == "ok" else None
+
+
+def shortened(text):
+    """A text for a reader: what is behind MAX_CHARS characters is left out, and their number stands instead."""
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]} … [{len(text) - MAX_CHARS:,} more characters]"
 
 
 def fault_text(value):

@@ -96,6 +96,26 @@ def encode_number(value):
     return ["ratio", f"{p:x}/{q:x}"]
 
 
+def readable(value):
+    """An encoded value as text: Python's literal where there is one (booleans are numbers)."""
+    if type(value) is not list:
+        return repr(value)
+    kind, *parts = value
+    if kind == "ratio":
+        p, q = (int(part, 16) for part in parts[0].split("/"))
+        try:
+            return repr(p / q)
+        except OverflowError:
+            return parts[0]
+    if kind in ("list", "tuple", "set", "deque"):
+        items = ", ".join(map(readable, parts[0]))
+        return {"list": f"[{items}]", "tuple": f"({items}{',' * (len(parts[0]) == 1)})",
+                "set": f"{{{items}}}" if items else "set()"}.get(kind, f"{kind}([{items}])")
+    if kind in ("dict", "odict", "counter"):
+        return "{" + ", ".join(": ".join(map(readable, pair)) for pair in parts[0]) + "}"
+    return kind + (f"({', '.join(map(str, parts))})" if parts else "")
+
+
 def text(pattern):
     pattern = re.compile(pattern, re.ASCII | re.DOTALL)
     return lambda part, depth: type(part) is str and pattern.fullmatch(part) is not None

@@ -6,8 +6,8 @@ import time
 
 import torch.distributed as dist
 
-from lib.report import aligned
 from lib.runtime import check_row, InputError, is_main, peak_memory_mb, reduce_sums, write_json
+from lib.tables import aligned
 
 COST_KEYS = "wall_s", "trained_tokens", "generated_tokens", "flops", "peak_memory_mb"
 SERVER_KEYS = "server_prompt_tokens", "server_completion_tokens"          # not in every record, nor in every table

@@ -1,57 +1,124 @@
-"""Tables of aligned text, best-of-N curves, and the page that 05 writes (report.html, by jinja2)."""
+"""The page that 05 writes: its data, and report.html with its style and script (jinja2)."""
 import base64
+import hashlib
 import io
+import json
 import pathlib
 
-from lib.runtime import InputError
+from lib.tables import heading_of
 
-LINES = [(style, marker) for style in ("-", "--", ":") for marker in "osD^v"]        # told apart without colours, too
+MAX_STATES = 300                      # states of --candidates that are shown
+MAX_IMAGES = 12_000_000               # characters of all screenshots in the page
+MAX_DATA = 19_000_000                 # bytes of all data of the page
+LIMITS = None, 20_000, 5_000, 2_000, 1_000, 500, 200        # a text is cut to so many characters: the first that fits
 
+# ---------------------------------------------------------------------------------------------------------------------
+# the page's data: methods, tasks, dialogues, states; short keys, and none whose value says nothing
 
-def aligned(headings, rows):
-    """Lines of a table: cells (texts) below each other, the first column to the left, the others to the right."""
-    rows = [headings, *rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(headings))]
-    return ["  ".join(f"{cell:{'>' if column else '<'}{width}s}" for column, (cell, width) in
-                      enumerate(zip(row, widths))).rstrip() for row in rows]
-
-
-def interval(bounds, sign=""):
-    """"[.12, .34]" with three digits; sign "+": with signs, of differences."""
-    return f"[{bounds[0]:{sign}.3f}, {bounds[1]:{sign}.3f}]"
+def slim(row):
+    return {key: value for key, value in row.items() if value is not None and value != []}
 
 
-def heading_of(metric):
-    """What a table calls a metric: "success_rate" -> "success"."""
-    return metric.removesuffix("_rate").replace("_", " ")
+def page_data(files, domain, metric, critic=None, states=()):
+    """The data of the page but for screenshots. files: {name: trajectories, scored, with "failed" (World.explain) and
+    "advantages" (common.score_turns) where these are known}; critic: whose advantages they are; states: some rows of
+    SWEET's scored.jsonl with "chosen" and "rejected" in their candidates."""
+    tasks, dialogues, numbers = {}, [], {}
+    for row in [*(row for own in files.values() for row in own), *states]:
+        task = row["task"]
+        tasks.setdefault(row["task_id"], slim({
+            "id": row["task_id"], "family": task.get("family"), "request": task["problem_description"],
+            "reference": task["ground_truth"], "facts": [text for text, _ in domain.facts(task, []) or ()]}))
+    order = {task_id: number for number, task_id in enumerate(tasks)}
+    for method, own in enumerate(files.values()):
+        for row in own:
+            numbers.setdefault((row["task_id"], row["sample"]), []).append((len(dialogues), row))
+            dialogues.append({"m": method, "t": order[row["task_id"]], **dialogue_data(row, domain)})
+    shown = [state_data(row, order[row["task_id"]], domain) for row in states]
+    for number, (state, row) in enumerate(zip(shown, states)):
+        place = len(row["history"])
+        for d, dialogue in numbers.get((row["task_id"], row["sample"]), ()):
+            if [turn["content"] for turn in dialogue["dialogue_history"][:place]] == [
+                    turn["content"] for turn in row["history"]] and place < len(dialogue["dialogue_history"]):
+                state["d"] = d
+                dialogues[d]["turns"][place]["state"] = number
+                state.pop("history", None)
+    kinds = {turn["kind"]: 0 for dialogue in dialogues for turn in dialogue["turns"] if "kind" in turn}
+    return {"metric": metric, "heading": heading_of(metric), "graded": domain.MIN_GAP is not None,
+            "methods": list(files), "critic": critic, "kinds": sorted(kinds), "tasks": list(tasks.values()),
+            "dialogues": dialogues, "states": shown, "images": {}, "left_out": None}
 
 
-def curve_svg(curves, metric):
-    """An SVG element: `metric` against N (log2) with 95 % error bars. curves: {label: {"N": {metric, "ci95"}}}."""
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError("curves need the package matplotlib: pip install matplotlib") from None
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "curves", "font.size": 10}):
-        axes = (figure := Figure(figsize=(7, 4), layout="constrained")).subplots()
-        for number, (label, points) in enumerate(curves.items()):
-            sizes = sorted(points, key=int)
-            means = [points[n][metric] for n in sizes]
-            errors = [[abs(points[n]["ci95"][side] - mean) for n, mean in zip(sizes, means)] for side in (0, 1)]
-            style, marker = LINES[number % len(LINES)]
-            shift = 1 + 0.02 * (number - (len(curves) - 1) / 2)                        # points of one N side by side
-            axes.errorbar([int(n) * shift for n in sizes], means, errors, linestyle=style, marker=marker, capsize=3,
-                          label=label.replace("$", r"\$"))                            # no formula
-        sizes = sorted({int(n) for points in curves.values() for n in points})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, labels=map(str, sizes), minor=False)
-        axes.set_xlabel("N, candidates a turn")
-        axes.set_ylabel(metric.replace("_", " "))
-        axes.grid(axis="y", alpha=0.3)
-        figure.legend(loc="outside right upper")
-        figure.savefig(svg := io.StringIO(), format="svg", metadata={"Date": None})
-    return svg.getvalue()[svg.getvalue().index("<svg"):]
+def dialogue_data(row, domain):
+    """What the page shows of a scored trajectory."""
+    task, history = row["task"], row["dialogue_history"]
+    advantages, known, turns, faults = row.get("advantages") or [], set(), [], []
+    credits = (round(advantage, 6) for advantage in advantages)
+    for i, turn in enumerate(history):
+        shown = {"who": "agent" if turn["role"] == "assistant" else "human", "text": turn["content"]}
+        if turn["role"] == "assistant":
+            shown |= {"kind": domain.turn_kind(task, history[:i], turn["content"]), "credit": next(credits, None),
+                      "tokens": len(turn["output_ids"]) if "output_ids" in turn else None,
+                      "cut": bool(turn.get("truncated")) or None}
+        else:
+            facts = domain.facts(task, history[:i + 1]) or ()
+            learned = {number for number, (_, is_known) in enumerate(facts) if is_known} - known
+            known |= learned
+            shown |= {"learned": sorted(learned), "tool": turn.get("tool"),
+                      "leak": domain.leak_of(task, turn["content"]) if i else None}
+        if turn.get("render_fault"):
+            faults.append(f"turn {i}: its page cannot be rendered: {turn['render_fault']}")
+        turns.append(slim(shown))
+    if row.get("render_fault"):
+        faults.append(f"the answer cannot be rendered: {row['render_fault']}")
+    if "reference_image" in row and not row["reference_image"]:
+        faults.append("the reference cannot be rendered")
+    has_kinds = any("kind" in turn for turn in turns)
+    return slim({
+        "run": row.get("run", 0), "sample": row["sample"], "reward": row["reward"],
+        "rounds": sum(turn["who"] == "agent" for turn in turns), "answer": row["answer"],
+        "known": domain.all_known(task, history[:-1]) if has_kinds else None,
+        "similarity": row["reward"] if "reference_image" in row else None,
+        "credit": round(sum(advantages), 6) if advantages else None,
+        "faults": faults, "failed": [slim(test) for test in row.get("failed") or ()], "turns": turns})
+
+
+def state_data(row, task, domain):
+    """What the page shows of a state's candidates."""
+    who = {"assistant": "agent"}
+    return {"d": None, "t": task, "turn": row["turn"],
+            "history": [{"who": who.get(turn["role"], "human"), "text": turn["content"]} for turn in row["history"]],
+            "candidates": [slim({
+                "text": candidate["text"], "advantage": round(advantage, 6), "tokens": len(candidate["ids"]),
+                "kind": domain.turn_kind(row["task"], row["history"], candidate["text"]), "cut": not candidate["ended"],
+                "chosen": candidate["chosen"], "rejected": candidate["rejected"]})
+                for candidate, advantage in zip(row["candidates"], row["advantages"])]}
+
+
+def spread(rows, number=MAX_STATES):
+    """At most `number` of the rows, at equal distances."""
+    return rows if len(rows) <= number else [rows[i * len(rows) // number] for i in range(number)]
+
+
+def add_images(data, files, folder):
+    """Put the screenshots that rows name ("image", "reference_image", relative to `folder`) into the data, those of a
+    task after each other, until there are MAX_IMAGES characters of them."""
+    names, left, used = {}, set(), 0
+    rows = [row for own in files.values() for row in own]
+    for dialogue, row in sorted(zip(data["dialogues"], rows), key=lambda pair: pair[0]["t"]):
+        for shown, path in ((data["tasks"][dialogue["t"]], row.get("reference_image")), (dialogue, row.get("image"))):
+            if path and path not in names and path not in left:
+                image = embedded(pathlib.Path(folder) / path)
+                if used + len(image) <= MAX_IMAGES:
+                    names[path], used = f"k{len(names)}", used + len(image)
+                    data["images"][names[path]] = image
+                else:
+                    left.add(path)
+            if path in names:
+                shown["image"] = names[path]
+    if left:
+        data["left_out"] = (f"{len(left):,} of {len(left) + len(names):,} screenshots are left out: the page holds at "
+                            f"most {MAX_IMAGES // 10 ** 6} MB of them")
 
 
 def embedded(path):
@@ -63,25 +130,52 @@ def embedded(path):
     return "data:image/jpeg;base64," + base64.b64encode(data.getvalue()).decode()
 
 
-def write_report(path, lines, metrics, files, curves, metric, images_from, num_tasks=12):
-    """Write report.html: the tables (`lines`), the curves, and of the first tasks each method's first dialogue, with
-    screenshots where rows name them ("image", "reference_image", relative to `images_from`)."""
+# ---------------------------------------------------------------------------------------------------------------------
+# the page
+
+ESCAPES = str.maketrans({character: f"\\u{ord(character):04x}" for character in "<>&\u2028\u2029"})
+
+
+def shortened(value, limit, counts):
+    """The value with its texts cut to `limit` characters, which the text itself says; counts["cut"] counts them."""
+    if isinstance(value, str):
+        if len(value) <= limit:
+            return value
+        counts["cut"] += 1
+        return f"{value[:limit]} … [{len(value) - limit:,} more characters]"
+    if isinstance(value, list):
+        return [shortened(item, limit, counts) for item in value]
+    if isinstance(value, dict):
+        return {key: item if key == "images" else shortened(item, limit, counts) for key, item in value.items()}
+    return value
+
+
+def data_text(data):
+    """The data as JSON that can stand in a script element, at most MAX_DATA bytes: where it is more, long texts are
+    cut, which "left_out" says."""
+    for limit in LIMITS:
+        counts, own = {"cut": 0}, data
+        if limit:
+            own = shortened(data, limit, counts)
+            line = f"{counts['cut']:,} texts longer than {limit:,} characters are cut; scored/ has them whole"
+            own["left_out"] = "; ".join(filter(None, [data["left_out"], line]))
+        text = json.dumps(own, ensure_ascii=False, separators=(",", ":")).translate(ESCAPES)
+        if len(text.encode("utf-8", "backslashreplace")) <= MAX_DATA:
+            break
+    return text
+
+
+def write_report(path, data, **variables):
+    """Write the page: report.html with report.css and report.js beside it in this folder. data: page_data; variables:
+    title, table [{"name", "cells"}], headings, bars [{"value", "low", "high"} of each row], metric_heading, notes
+    [line], lines [(heading, text)], plots [{"title", "svg", "caption"}], credit (None or {"by_kind", "by_round":
+    [{"label", "n", "mean", "methods": {name: {"n", "mean"}}}], "agreement": [line]}), hints [line]."""
     from jinja2 import Environment, FileSystemLoader
-    first = {name: {t["task_id"]: t for t in reversed(own)} for name, own in files.items()}
-    tasks = []
-    for task in list(dict.fromkeys(t["task_id"] for own in files.values() for t in own))[:num_tasks]:
-        rows = {name: own[task] for name, own in first.items() if task in own}
-        shown = next(iter(rows.values()))
-        shots = []                                                  # (caption, data URL or None, what stands instead)
-        if "reference_image" in shown:
-            named = [("reference", shown["reference_image"], "not rendered"),
-                     *((f"{name}: {row['reward']:.3f}", row["image"], "not rendered" if row["answer"] else "no answer")
-                       for name, row in rows.items())]
-            shots = [(caption, image and embedded(pathlib.Path(images_from) / image), instead)
-                     for caption, image, instead in named]
-        tasks.append({"id": task, "task": shown["task"], "rows": rows, "shots": shots})
-    environment = Environment(loader=FileSystemLoader(pathlib.Path(__file__).parent), autoescape=True,
-                              trim_blocks=True, lstrip_blocks=True)
+    from markupsafe import Markup
+    folder = pathlib.Path(__file__).parent
+    script, style = ((folder / f"report.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
+    environment = Environment(loader=FileSystemLoader(folder), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     page = environment.get_template("report.html").render(
-        lines=lines, metrics=metrics, tasks=tasks, curves=curve_svg(curves, metric) if curves else None)
+        **variables, data_json=Markup(data_text(data)), script=Markup(script), style=Markup(style),
+        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode())
     pathlib.Path(path).write_text(page, encoding="utf-8", errors="backslashreplace")

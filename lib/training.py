@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from lib.models import save_model, whole_tensor
-from lib.report import aligned
 from lib.runtime import barrier, InputError, is_main, peak_memory_mb, reduce_sums, say
+from lib.statistics import average_ranks
+from lib.tables import aligned
 
 
 def drop_long(examples, args, what="examples to train on", needed=True):
@@ -83,12 +84,6 @@ def preference_numbers(chosen_rewards, rejected_rewards, nll, shares):
     margin = chosen_rewards - rejected_rewards
     sums = (torch.stack([margin > 0, margin, chosen_rewards, nll]) * shares).sum(1)
     return dict(zip(("acc", "margin", "chosen", "nll"), sums.tolist()))
-
-
-def average_ranks(values):
-    """Ranks from 0, equal values sharing the mean of theirs: [3, 1, 3] -> [1.5, 0.0, 1.5]."""
-    from scipy.stats import rankdata
-    return (rankdata(values) - 1).tolist()
 
 
 def kind_lines(domain, rows, pairs):

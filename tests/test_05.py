@@ -12,10 +12,10 @@ from test_report import CURVES, drawn, point
 import common
 from colbench import backend
 from conftest import read, refused, ROOT, run, stage, succeed
+from lib import statistics, tables
 from lib.costs import compare_costs, cost_lines, method_costs, total_costs
 from lib.models import encode
-from lib.runtime import run_stage
-from lib.training import average_ranks
+from lib.runtime import InputError, run_stage
 
 evaluate = stage(5)
 TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n", "test_cases": {"a": "f(1)", "b": "f(2)"}}
@@ -31,63 +31,69 @@ def write(path, rows):
     return path
 
 
+def page_of(folder):
+    """The data of a report's page."""
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
 def test_task_means_and_paired_difference_by_hand():
     ours = [{"task_id": "a", "reward": 1}, {"task_id": "a", "reward": 0.5}, {"task_id": "b", "reward": 1}]
     theirs = [{"task_id": "a", "reward": 0}, {"task_id": "b", "reward": 1}, {"task_id": "c", "reward": 1}]
-    assert evaluate.task_means(ours, backend.outcome) == {"a": 0.5, "b": 1.0}
-    assert evaluate.task_means(ours, lambda t: t["reward"]) == {"a": 0.75, "b": 1.0}
-    result = evaluate.paired_difference(ours, theirs, backend.outcome)
+    assert statistics.task_means(ours, backend.outcome) == {"a": 0.5, "b": 1.0}
+    assert statistics.task_means(ours, lambda t: t["reward"]) == {"a": 0.75, "b": 1.0}
+    result = statistics.paired_difference(ours, theirs, backend.outcome)
     assert (result["difference"], result["n"]) == (0.25, 2)
-    assert evaluate.paired_difference(ours, [{"task_id": "z", "reward": 1}], backend.outcome) is None
+    assert statistics.paired_difference(ours, [{"task_id": "z", "reward": 1}], backend.outcome) is None
 
 
 def test_runs_are_paired_by_run_and_task_by_hand():
     ours = [{"task_id": t, "reward": r, "run": run} for run, t, r in
             ((0, "a", 1), (0, "b", 0), (1, "a", 1), (1, "b", 1), (2, "a", 1), (2, "b", 1))]
     theirs = [{"task_id": t, "reward": 0, "run": run} for run in (2, 0, 1) for t in "ba"]
-    result = evaluate.paired_difference(ours, theirs, backend.outcome)
+    result = statistics.paired_difference(ours, theirs, backend.outcome)
     assert result["runs"] == [0.5, 1, 1] and result["n"] == 2 and result["difference"] == pytest.approx(5 / 6)
     assert result.keys() == {"difference", "n", "ci95", "runs"}  # no interval over the runs alone, none over families
-    assert evaluate.paired_difference(ours[:2], theirs, backend.outcome) is None
+    assert statistics.paired_difference(ours[:2], theirs, backend.outcome) is None
 
 
 def test_bootstrap_of_runs_draws_both():
     rng = np.random.default_rng(0)
     one, many = rng.random(200), rng.random((5, 1)) + np.zeros((5, 200))
-    assert evaluate.bootstrap_interval([one]) == evaluate.bootstrap_interval(one)
-    low, high = evaluate.bootstrap_interval(many)                    # tasks agree: only the runs differ
+    assert statistics.bootstrap_interval([one]) == statistics.bootstrap_interval(one)
+    low, high = statistics.bootstrap_interval(many)                    # tasks agree: only the runs differ
     assert np.min(many) <= low < np.mean(many) < high <= np.max(many)
     same = np.tile(one, (5, 1))                                      # runs agree: only the tasks differ
-    assert evaluate.bootstrap_interval(same) == pytest.approx(evaluate.bootstrap_interval(one))
+    assert statistics.bootstrap_interval(same) == pytest.approx(statistics.bootstrap_interval(one))
 
 
 def test_bootstrap_of_families_draws_families_then_their_tasks():
     families = ["a"] * 50 + ["b"] * 50
     apart = [0] * 50 + [1] * 50  # only the families differ: both of one, or one of each
-    assert evaluate.bootstrap_interval(apart, families) == [0, 1]
-    low, high = evaluate.bootstrap_interval(apart)
+    assert statistics.bootstrap_interval(apart, families) == [0, 1]
+    low, high = statistics.bootstrap_interval(apart)
     assert 0.38 <= low < high <= 0.62
-    assert evaluate.bootstrap_interval([1.0] * 100, families) == [1, 1]
+    assert statistics.bootstrap_interval([1.0] * 100, families) == [1, 1]
     within = [0, 1] * 50                                             # only the tasks differ: 50 to 100 are drawn
-    low, high = evaluate.bootstrap_interval(within, families)
+    low, high = statistics.bootstrap_interval(within, families)
     assert 0.38 <= low < 0.43 and 0.57 < high <= 0.62
     runs = np.array([[0.2], [0.4], [0.9]]) + np.zeros((3, 100))      # only the runs differ
-    assert evaluate.bootstrap_interval(runs, families) == pytest.approx(evaluate.bootstrap_interval(runs), abs=0.04)
+    assert statistics.bootstrap_interval(runs, families) == pytest.approx(statistics.bootstrap_interval(runs), abs=0.04)
     # a family of one task beside one of 99: its task counts as one of 100, or of two where it is drawn twice
-    low, high = evaluate.bootstrap_interval([1] + [0] * 99, ["a"] + ["b"] * 99)
+    low, high = statistics.bootstrap_interval([1] + [0] * 99, ["a"] + ["b"] * 99)
     assert low == 0 and high == 1
 
 
 def coverage(monkeypatch, runs, run_sd, family_sd, sets=200):
     """How often the two intervals hold the true difference, .03: (over runs and tasks, over families as well), of
     simulated differences of 14 families of 6 tasks."""
-    monkeypatch.setattr(evaluate, "NUM_RESAMPLES", 400)
+    monkeypatch.setattr(statistics, "NUM_RESAMPLES", 400)
     rng, families, inside = np.random.default_rng(0), np.repeat(np.arange(14), 6), np.zeros(2)
     for _ in range(sets):
         values = (0.03 + rng.normal(0, run_sd, (runs, 1)) + rng.normal(0, family_sd, 14)[families]
                   + rng.normal(0, 0.3, 84) + rng.normal(0, 0.3, (runs, 84)))
         for i, own in enumerate((None, families)):
-            low, high = evaluate.bootstrap_interval(values, own)
+            low, high = statistics.bootstrap_interval(values, own)
             inside[i] += low <= 0.03 <= high
     return inside / sets
 
@@ -151,10 +157,10 @@ def test_bootstrap_interval_covers_as_promised():
     samples = rng.binomial(1, 0.3, size=(200, 150))
     inside = 0
     for sample in samples:
-        low, high = evaluate.bootstrap_interval(sample)
+        low, high = statistics.bootstrap_interval(sample)
         inside += low <= 0.3 <= high
     assert 0.90 <= inside / 200 <= 0.99
-    assert evaluate.bootstrap_interval([1.0] * 10) == [1.0, 1.0]
+    assert statistics.bootstrap_interval([1.0] * 10) == [1.0, 1.0]
 
 
 def test_logged_rewards_are_not_trusted(tmp_path):
@@ -171,8 +177,11 @@ def test_logged_rewards_are_not_trusted(tmp_path):
     assert metrics["a"]["against_baseline"]["difference"] == pytest.approx(1 / 3)
     assert [row["reward"] for row in read(tmp_path / "report" / "scored" / "a.jsonl")] == [1.0, 0.5, 0.0]
     assert "against b" in printed and "+0.333" in printed
-    page = (tmp_path / "report" / "report.html").read_text()
-    assert "def f(n): return 1" in page and "<script" not in page
+    data = page_of(tmp_path / "report")
+    assert [dialogue["answer"] for dialogue in data["dialogues"]] == [good, half, bad] + [bad] * 3
+    assert data["dialogues"][0].keys() == {"m", "t", "run", "sample", "reward", "rounds", "answer", "turns"}
+    assert data["dialogues"][1]["failed"] == [{"call": "f(2)", "expected": "2", "got": "1"}]
+    assert data["dialogues"][2]["failed"] == [{"call": f"f({n})", "expected": str(n), "got": "0"} for n in (1, 2)]
     assert "done already" in succeed("05_evaluate.py", f"a={a}", f"b={b}", "--baseline", "b", "--out",
                                      tmp_path / "report")
 
@@ -186,9 +195,11 @@ def test_ungradeable_tests_are_reported(tmp_path):
 
 
 def test_answers_cannot_write_into_the_report(tmp_path):
-    path = write(tmp_path / "a.jsonl", [trajectory("x", "<script>alert(1)</script>")])
+    answer = "</script><script>alert(1)</script>"
+    path = write(tmp_path / "a.jsonl", [trajectory("x", answer)])
     succeed("05_evaluate.py", f"a={path}", "--out", tmp_path / "report")
-    assert "<script" not in (tmp_path / "report" / "report.html").read_text()
+    assert "<script>alert" not in (tmp_path / "report" / "report.html").read_text()
+    assert page_of(tmp_path / "report")["dialogues"][0]["answer"] == answer
 
 
 def test_a_lone_surrogate_stops_nothing(tmp_path):
@@ -217,11 +228,12 @@ def test_a_tokenizer_reads_lone_surrogates(tiny):
     assert encode(tiny[1], "price\ud800?") == encode(tiny[1], "price??")
 
 
-@pytest.mark.parametrize("broken", ["write_report", "gate_lines", "curve_lines"])
-def test_metrics_are_written_before_everything_optional(tmp_path, monkeypatch, broken):
-    def fail(*_):
+@pytest.mark.parametrize("where, broken", [(evaluate, "write_report"), (evaluate, "gate_lines"),
+                                           (evaluate, "page_data"), (tables, "curve_lines")])
+def test_metrics_are_written_before_everything_optional(tmp_path, monkeypatch, where, broken):
+    def fail(*_, **__):
         raise RuntimeError("broken")
-    monkeypatch.setattr(evaluate, broken, fail)
+    monkeypatch.setattr(where, broken, fail)
     task = {**TASK, "facts": [{"topic": "t", "questions": [], "told": True, "matters": True}]}
     path = write(tmp_path / "a.jsonl", [{**trajectory("x", "def f(n): return n"), "task": task}])
     with pytest.raises(RuntimeError):
@@ -232,7 +244,7 @@ def test_metrics_are_written_before_everything_optional(tmp_path, monkeypatch, b
 
 
 def test_curve_table_by_hand():
-    assert evaluate.curve_lines(CURVES, "success_rate") == ["best of N      1      2     16",
+    assert tables.curve_lines(CURVES, "success_rate") == ["best of N      1      2     16",
                                                             "sweet      0.250  0.300  0.450",
                                                             "no <c>         -  0.300      -"]
 
@@ -249,7 +261,8 @@ def test_curve_files_from_rows_to_report(tmp_path):
     assert list(metrics) == list(files) and "curves" not in metrics["sweet@8"] and "costs" not in metrics["sweet@8"]
     assert curves == {"sweet": {"1": point(0, 0, 0), "8": point(0.5, 0, 1)}, "judge": {"8": point(0, 0, 0)}}
     page = (tmp_path / "report" / "report.html").read_text()
-    svg = ElementTree.fromstring(page[page.index("<svg"):page.index("</svg>") + len("</svg>")])
+    [svg] = [ElementTree.fromstring(svg) for svg in re.findall("<svg.*?</svg>", page, re.DOTALL)
+             if "curves-axes" in svg]
     lines, bars = drawn(svg)
     assert [len(line) for line in lines] == [2, 1] and [len(own) for own in bars] == [2, 1]
     plain = succeed("05_evaluate.py", f"plain={tmp_path / 'plain'}", "--out", tmp_path / "other")
@@ -434,12 +447,12 @@ def test_bad_arguments_end_with_status_2(tmp_path, arguments):
 # --- critics
 
 def test_ranks_and_their_correlation_by_hand():
-    assert average_ranks([3, 1, 3, 0]) == [2.5, 1, 2.5, 0]
-    assert evaluate.rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
-    assert evaluate.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
-    assert evaluate.rank_correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
-    assert evaluate.rank_correlation([1, 1, 2], [0, 1, 1]) == pytest.approx(0.5)
-    assert evaluate.rank_correlation([1, 1, 1], [1, 2, 3]) == 0
+    assert statistics.average_ranks([3, 1, 3, 0]) == [2.5, 1, 2.5, 0]
+    assert statistics.rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
+    assert statistics.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
+    assert statistics.rank_correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
+    assert statistics.rank_correlation([1, 1, 2], [0, 1, 1]) == pytest.approx(0.5)
+    assert statistics.rank_correlation([1, 1, 1], [1, 2, 3]) == 0
 
 
 @pytest.fixture(scope="module")
@@ -545,3 +558,158 @@ def test_bad_returns_are_one_line(workspace, branches, critic, tmp_path):
     assert not (tmp_path / "out").exists()
     with pytest.raises(SystemExit):
         evaluate.parse_args(["a=b", "--out", "o", "--returns", "r"])
+
+
+# --- the credit of turns, and SWEET's candidates
+
+def load(folder, tokenizer):
+    return common.load_critic(common.read_critic(folder, tokenizer, backend), common.load_whole("cpu"))
+
+
+@pytest.fixture(scope="module", params=["lm", "regression", "value"])
+def trained(request, workspace, tiny, tmp_path_factory):
+    """A critic of each kind after a few steps, loaded, and its folder."""
+    folder = tmp_path_factory.mktemp("trained") / request.param
+    succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", "models/tiny", "--lr", 1e-3,
+            "--max-steps", 2, "--head", request.param, "--held-out-frac", 0, "--out", folder)
+    return load(folder, tiny[1])
+
+
+def test_the_credit_of_turns_is_the_score_of_actions(workspace, trained, tiny):
+    rows = common.read_trajectories(workspace / "offline.jsonl")[:6]
+    credits = common.score_turns(trained, tiny[1], rows, 4096, "cpu")
+    assert [len(own) for own in credits] == [row["num_rounds"] for row in rows]
+    for row, own in zip(rows, credits):
+        history = row["dialogue_history"]
+        points = [common.DecisionPoint(turn["input"], row["task"], history[:i], [turn["output_ids"]], [turn["output"]])
+                  for i, turn in enumerate(history) if turn["role"] == "assistant"]
+        scores = [score for [score] in common.score_actions(trained, tiny[1], points, 4096, "cpu")]
+        if trained["head"] == "value":                               # its credit: how a turn changes the value
+            assert own == pytest.approx(np.diff([0, *scores]), abs=1e-5)
+            assert sum(own) == pytest.approx(scores[-1], abs=1e-5)
+        else:
+            assert own == pytest.approx(scores, abs=1e-5)
+        [alone] = common.score_turns(trained, tiny[1], [row], 4096, "cpu")
+        assert own == pytest.approx(alone, abs=1e-5)                 # in a batch or alone
+    assert any(abs(credit) > 1e-3 for own in credits for credit in own)
+
+
+def test_an_untrained_critic_gives_no_credit_and_long_dialogues_have_none(workspace, tiny):
+    critic = {"folder": "-", "head": "lm", "normalize": "turn", "privileged": True, "model": tiny[0],
+              "reference": tiny[0]}
+    rows = common.read_trajectories(workspace / "offline.jsonl")[:8]
+    assert common.score_turns(critic, tiny[1], rows, 4096, "cpu") == [[0.0] * row["num_rounds"] for row in rows]
+    [examples] = zip(*common.trajectory_examples(rows, [(i,) for i in range(8)], tiny[1], True))
+    lengths = [max(len(row.ids) for row in item) for item in examples]
+    limit = sorted(lengths)[3]
+    found = common.score_turns(critic, tiny[1], rows, limit, "cpu")
+    assert [own is None for own in found] == [length > limit for length in lengths] and None in found
+    with pytest.raises(InputError, match="^-: a critic that sees images"):
+        common.score_turns(critic | {"visual": True}, tiny[1], rows, 4096, "cpu")
+
+
+@pytest.fixture(scope="module")
+def swept(workspace, critic, tmp_path_factory):
+    """04's folder with scored candidates."""
+    folder = tmp_path_factory.mktemp("sweet") / "sweet"
+    succeed("04_train_policy.py", "--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model",
+            "models/tiny", "--critic", critic, "--data-frac", 0.1, "--num-candidates", 4, "--max-new-tokens", 100,
+            "--max-steps", 1, "--lr", 1e-4, "--out", folder)
+    return folder
+
+
+def test_credit_and_candidates_reach_metrics_and_page(workspace, critic, swept, tmp_path):
+    rows = read(workspace / "offline.jsonl")
+    halves = [f"{name}={write(tmp_path / name, own)}" for name, own in (("a", rows[:60]), ("b", rows[60:]))]
+    out = tmp_path / "report"
+    succeed("05_evaluate.py", *halves, "--critic", critic, "--candidates", swept, "--out", out)
+    metrics, data = json.loads((out / "metrics.json").read_text()), page_of(out)
+    assert data["methods"] == ["a", "b"] and data["critic"] == str(critic) and len(data["dialogues"]) == 120
+    sums = {name: [] for name in "ab"}
+    kinds, rounds = ({name: {} for name in "ab"} for _ in range(2))
+    for dialogue in data["dialogues"]:
+        agent = [turn for turn in dialogue["turns"] if turn["who"] == "agent"]
+        name = data["methods"][dialogue["m"]]
+        sums[name].append(sum(turn["credit"] for turn in agent))
+        assert dialogue["credit"] == pytest.approx(sums[name][-1], abs=1e-5) and dialogue["rounds"] == len(agent)
+        for number, turn in enumerate(agent, 1):
+            kinds[name].setdefault(turn["kind"], []).append(turn["credit"])
+            rounds[name].setdefault(str(number), []).append(turn["credit"])
+    for name in "ab":
+        own = metrics[name]["credit"]
+        assert own["mean"] == pytest.approx(np.mean(sums[name]), abs=1e-5) and own["too_long"] == 0
+        for found, key in ((kinds[name], "by_kind"), (rounds[name], "by_round")):
+            assert {label: (m["n"], round(m["mean"], 4)) for label, m in own[key].items()} == {
+                label: (len(values), round(float(np.mean(values)), 4)) for label, values in found.items()}
+        shares = {kind: len(values) / sum(map(len, kinds[name].values())) for kind, values in kinds[name].items()}
+        assert metrics[name]["turns"] == pytest.approx(shares)
+        known = [dialogue["known"] for dialogue in data["dialogues"] if data["methods"][dialogue["m"]] == name]
+        assert metrics[name]["all_known"] == np.mean(known)
+    scored, pairs = read(swept / "scored.jsonl"), read(swept / "pairs.jsonl")
+    assert len(data["states"]) == len(scored)
+    for state, row in zip(data["states"], scored):
+        assert [c["advantage"] for c in state["candidates"]] == pytest.approx(row["advantages"], abs=1e-5)
+        assert [c["text"] for c in state["candidates"]] == [c["text"] for c in row["candidates"]]
+        turn = data["dialogues"][state["d"]]["turns"][2 * row["turn"] + 1]       # of the very dialogues that are shown
+        assert data["states"][turn["state"]] == state and turn["who"] == "agent" and "history" not in state
+    assert sum(c["chosen"] for s in data["states"] for c in s["candidates"]) == len(pairs)
+    assert sum(c["rejected"] for s in data["states"] for c in s["candidates"]) == len(pairs)
+    agreement = json.loads((out / "agreement.json").read_text())
+    assert agreement.keys() == {"oracle", "oracle-patient"} and agreement["oracle"]["num_pairs"] == len(pairs)
+    page = (out / "report.html").read_text()
+    assert f"{agreement['oracle']['rank_correlation']:+.3f}" in page and "--critic DIR" not in page
+    for name in "ab":
+        assert f"{metrics[name]['success_rate']:.3f}" in page
+        for own in metrics[name]["credit"]["by_kind"].values():
+            assert f"{own['mean']:+.3f} ({own['n']:,})" in page
+
+
+def test_what_is_missing_leaves_a_line_that_names_the_flag(workspace, tmp_path):
+    rows = read(workspace / "offline.jsonl")[:6]
+    for row in rows:
+        del row["agent"]                                             # no folder, no metrics.jsonl
+    a, b = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows)
+    succeed("05_evaluate.py", f"a={a}", f"b={b}", "--out", tmp_path / "report")
+    page, data = (tmp_path / "report" / "report.html").read_text(), page_of(tmp_path / "report")
+    for flag in ("--critic DIR", "--candidates DIR", "--baseline NAME", "--costs", "training curves: no agent"):
+        assert flag in page
+    assert data["critic"] is None and data["states"] == [] and "agreement.json" not in str(list(tmp_path.rglob("*")))
+    assert not any("credit" in turn for dialogue in data["dialogues"] for turn in dialogue["turns"])
+
+
+def test_a_bad_critic_or_candidates_are_one_line(workspace, critic, swept, tmp_path):
+    flags = [f"a={workspace}/offline.jsonl", "--out", tmp_path / "out"]
+    assert "no critic.json" in refused(5, *flags, "--critic", workspace)
+    (tmp_path / "seeing").mkdir()
+    (tmp_path / "seeing" / "critic.json").write_text('{"visual": true, "head": "value"}')
+    assert refused(5, *flags, "--critic", tmp_path / "seeing") == (
+        f"{tmp_path / 'seeing'}: a critic that sees cannot rank functions, which have nothing to see")
+    assert refused(5, *flags, "--candidates", workspace) == f"{workspace / 'scored.jsonl'}: no such file"
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    rows, pairs = read(swept / "scored.jsonl"), read(swept / "pairs.jsonl")
+    path = write(alone / "scored.jsonl", rows)
+    assert refused(5, *flags, "--candidates", path) == f"{alone / 'pairs.jsonl'}: no such file"
+    write(alone / "pairs.jsonl", [{**pairs[0], "turn": 99}])
+    assert refused(5, *flags, "--candidates", path) == (
+        f"{alone / 'pairs.jsonl'}: a pair of task {pairs[0]['task_id']}, turn 99, is of no candidates in {path}")
+    write(path, [{**rows[0], "advantages": [0.0]}])
+    assert '"candidates" and "advantages" differ in number' in refused(5, *flags, "--candidates", alone)
+    write(path, [{**row, "task": {"problem_description": "?", "ground_truth": "<p>"}} for row in rows])
+    write(alone / "pairs.jsonl", pairs)
+    assert "a task of another domain" in refused(5, *flags, "--candidates", alone)
+    assert not (tmp_path / "out").exists()
+    assert run("05_evaluate.py", *flags, "--candidates", workspace).returncode == 2
+
+
+def test_names_with_numbers_of_trajectories_are_a_curve_over_data(tmp_path):
+    for n, answer in ((100, "def f(n): return 0"), (200, "def f(n): return n")):
+        record(tmp_path / f"model{n}", [], num_trajectories=n)
+        write(tmp_path / f"{n}.jsonl", [trajectory("x", answer, agent=str(tmp_path / f"model{n}"), best_of=1)
+                                        for _ in range(2)])
+    printed = succeed("05_evaluate.py", *(f"sweet@{n}={tmp_path / f'{n}.jsonl'}" for n in (100, 200)), "--out",
+                      tmp_path / "report")
+    assert "trajectories    100    200\nsweet         0.000  1.000\n" in printed and "best of N" not in printed
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "trajectories trained on" in page and "N, candidates a turn" not in page
+    assert list(json.loads((tmp_path / "report" / "curves.json").read_text())["sweet"]) == ["100", "200"]

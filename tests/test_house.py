@@ -92,6 +92,10 @@ class World:
     async def score(self, pairs):
         return [{"reward": float(answer == task["ground_truth"])} for task, answer in pairs]
 
+    async def explain(self, pairs):
+        return [[{"call": "colour", "expected": task["ground_truth"], "got": answer, "said": None}]
+                for task, answer in pairs]
+
 
 def make_task(rng, family, told, accept):
     task = {"task_id": f"{rng.getrandbits(64):016x}", "problem_description": f"Guess what I like about my {family}.",
@@ -119,6 +123,7 @@ vars(TOY).update(
     make_task=make_task, num_hidden=lambda task: 1, lacks=lambda task, player: None, answer_of=answer_of,
     answer_message=lambda task: f"I say {task['ground_truth']}", shown=lambda message: message, World=World,
     scripted_turn=scripted_turn, leak_of=lambda task, reply: None, turn_kind=lambda task, history, message: None,
+    facts=lambda task, history: [(f"it is {task['ground_truth']}", any("It is" in t["content"] for t in history))],
     views=None, metric=lambda trajectories: "success_rate",
     outcome=lambda trajectory: trajectory["reward"] == 1,
     measure=lambda trajectories: {"asked": sum(len(t["dialogue_history"]) for t in trajectories) / len(trajectories)})

@@ -1,0 +1,100 @@
+"""The credit of turns (common.score_turns) by kind of turn and by round; SWEET's candidates as 04 left them, and how
+far their critic agrees with the oracles of a domain."""
+import pathlib
+
+from lib.runtime import check_row, InputError, read_jsonl
+from lib.statistics import bootstrap_interval, rank_correlation
+
+
+def credit_of(trajectories, domain):
+    """{"mean": of the dialogues' sums of "advantages", "too_long": dialogues without them, "by_kind" and "by_round": of
+    the turns {name: {"n", "mean"}}} of one method; no kinds where the tasks state none."""
+    kinds, rounds, sums = {}, {}, []
+    for row in trajectories:
+        if row["advantages"] is None:
+            continue
+        history = row["dialogue_history"]
+        places = [i for i, turn in enumerate(history) if turn["role"] == "assistant"]
+        for number, (i, advantage) in enumerate(zip(places, row["advantages"]), 1):
+            kind = domain.turn_kind(row["task"], history[:i], history[i]["content"])
+            kinds.setdefault(kind, []).append(advantage)
+            rounds.setdefault(str(number), []).append(advantage)
+        sums.append(sum(row["advantages"]))
+    kinds.pop(None, None)
+    by_kind, by_round = ({name: {"n": len(found[name]), "mean": sum(found[name]) / len(found[name])} for name in names}
+                         for found, names in ((kinds, sorted(kinds)), (rounds, sorted(rounds, key=int))))
+    return {"mean": sum(sums) / max(1, len(sums)), "too_long": len(trajectories) - len(sums), "by_kind": by_kind,
+            "by_round": by_round}
+
+
+def credit_summary(metrics):
+    """{"by_kind", "by_round": [{"label", "n", "mean", "methods": {name: {"n", "mean"}}}]} over all methods' "credit"
+    (credit_of)."""
+    credits, summary = {name: m["credit"] for name, m in metrics.items()}, {}
+    for what, order in (("by_kind", str), ("by_round", int)):
+        summary[what] = []
+        for label in sorted({label for own in credits.values() for label in own[what]}, key=order):
+            methods = {name: own[what][label] for name, own in credits.items() if label in own[what]}
+            n = sum(own["n"] for own in methods.values())
+            mean = sum(own["n"] * own["mean"] for own in methods.values()) / n
+            summary[what].append({"label": label, "n": n, "mean": mean, "methods": methods})
+    return summary
+
+
+def read_states(path):
+    """The rows of SWEET's scored.jsonl (a file, or in 04's output folder) with "pairs" [(chosen, rejected)]: numbers of
+    candidates, by the pairs.jsonl beside it (of equal candidates the first). InputError where the two do not fit."""
+    path = pathlib.Path(path)
+    path = path / "scored.jsonl" if path.is_dir() else path
+    keys = {"task_id": str, "sample": int, "turn": int}
+    rows = read_jsonl(path, {**keys, "task": dict, "history": list, "candidates": list, "advantages": list})
+    places = {}                                                      # {state: {ids: number of the candidate}}
+    for row in rows:
+        if len(row["candidates"]) != len(row["advantages"]):
+            raise InputError(f'{path}: task {row["task_id"]}: "candidates" and "advantages" differ in number')
+        for candidate in row["candidates"]:
+            check_row(candidate, {"text": str, "ids": list, "ended": bool}, {}, f"{path}: a candidate")
+        row["pairs"], own = [], places.setdefault(tuple(row[key] for key in keys), (row, {}))[1]
+        for number, candidate in enumerate(row["candidates"]):
+            own.setdefault(tuple(candidate["ids"]), number)
+    beside = path.with_name("pairs.jsonl")
+    for pair in read_jsonl(beside, {**keys, "chosen": dict, "rejected": dict}):
+        row, numbers = places.get(tuple(pair[key] for key in keys), (None, {}))
+        sides = [numbers.get(tuple(pair[side].get("ids") or ())) for side in ("chosen", "rejected")]
+        if None in sides:
+            raise InputError(f"{beside}: a pair of task {pair['task_id']}, turn {pair['turn']}, is of no candidates in "
+                             f"{path}")
+        row["pairs"].append(tuple(sides))
+    return rows
+
+
+def count_pairs(rows):
+    """Give every candidate of read_states "chosen" and "rejected": in how many pairs it is."""
+    for row in rows:
+        for number, candidate in enumerate(row["candidates"]):
+            candidate["chosen"], candidate["rejected"] = ([pair[side] for pair in row["pairs"]].count(number)
+                                                          for side in (0, 1))
+    return rows
+
+
+def agreement(rows, domain):
+    """{oracle: {"rank_correlation" (Spearman, the mean over states whose candidates differ for the oracle), "ci95"
+    (over tasks), "num_states", "num_pairs", "right", "wrong": shares of the pairs whose chosen, whose rejected side the
+    oracle has above the other}} of read_states's advantages with each of the domain's oracles."""
+    found = {}
+    for oracle in domain.ORACLES:
+        by_task, gaps = {}, []
+        for row in rows:
+            if domain.lacks(row["task"], oracle):
+                continue
+            scores = domain.oracle_scores(oracle, row["task"], row["history"], [c["text"] for c in row["candidates"]])
+            gaps += [scores[chosen] - scores[rejected] for chosen, rejected in row["pairs"]]
+            if len(set(scores)) > 1:
+                by_task.setdefault(row["task_id"], []).append(rank_correlation(row["advantages"], scores))
+        values = [value for own in by_task.values() for value in own]
+        if values and gaps:
+            found[oracle] = {
+                "rank_correlation": sum(values) / len(values), "num_states": len(values), "num_pairs": len(gaps),
+                "ci95": bootstrap_interval([sum(own) / len(own) for own in by_task.values()]),
+                "right": sum(gap > 0 for gap in gaps) / len(gaps), "wrong": sum(gap < 0 for gap in gaps) / len(gaps)}
+    return found

@@ -1,0 +1,150 @@
+"""Plots of the report: SVG elements in one colour, the page's own (currentColor); lines differ by dashes, markers."""
+import contextlib
+import io
+import re
+import warnings
+
+from lib.runtime import InputError
+from lib.tables import heading_of
+
+LINES = [(("-", "--", ":")[i % 3], "osD^v"[i % 5]) for i in range(15)]
+PANELS = {"loss": "loss", "acc": "pair accuracy", "margin": "margin", "nll": "log-probability of a chosen token",
+          "gnorm": "gradient norm"}
+
+
+def plain(text):
+    """A label as text, no formula; a lone surrogate, which no font has, as its escape."""
+    return str(text).replace("$", r"\$").encode("utf-8", "backslashreplace").decode()
+
+
+def line(number):
+    """How the line of a number is drawn."""
+    style, marker = LINES[number % len(LINES)]
+    return {"linestyle": style, "marker": marker, "color": "black", "markersize": 5}
+
+
+@contextlib.contextmanager
+def canvas(name, size=(7, 4), rows=1, columns=1):
+    """(figure, its rows x columns axes, a list that has the SVG element when the block ends); ids in it begin with
+    `name`."""
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InputError("the report needs the package matplotlib: pip install matplotlib") from None
+    settings = {"svg.fonttype": "none", "svg.hashsalt": name, "font.size": 10, "legend.frameon": False,
+                "axes.spines.top": False, "axes.spines.right": False, "grid.alpha": 0.3, "grid.color": "black"}
+    with rc_context(settings), warnings.catch_warnings():
+        warnings.simplefilter("ignore")                             # a font that lacks a sign of a name
+        figure, found = Figure(figsize=size, layout="constrained"), []
+        yield figure, list(figure.subplots(rows, columns, squeeze=False).flat), found
+        figure.savefig(svg := io.StringIO(), format="svg", transparent=True,
+                       metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    text = svg.getvalue()[svg.getvalue().index("<svg"):].replace("<svg", '<svg fill="currentColor"', 1)
+    found.append(re.sub("<[^>]*>", lambda tag: re.sub(r'( id="|:href="#|url\(#)', rf"\g<1>{name}-", tag[0]).replace(
+        "#000000", "currentColor"), text))
+
+
+def interval_svg(bars, heading):
+    """bars: {name: {"value", "low", "high"}}, each a point with its 95 % interval."""
+    with canvas("success", (7, 1 + 0.45 * len(bars))) as (_, [axes], svg):
+        for row, bar in enumerate(bars.values()):
+            sides = [[abs(bar["value"] - bar[side])] for side in ("low", "high")]
+            axes.errorbar([bar["value"]], [-row], xerr=sides, marker="o", color="black", capsize=4)
+            axes.annotate(f"{bar['value']:.3f}", (bar["value"], -row), (0, 6), textcoords="offset points", ha="center",
+                          fontsize=8)
+        axes.set_yticks([-row for row in range(len(bars))], [plain(name) for name in bars])
+        axes.set_ylim(0.6 - len(bars), 0.6)
+        axes.set_xlabel(f"{heading}, 95 % interval")
+        axes.grid(axis="x")
+    return svg[0]
+
+
+def known_svg(points):
+    """points: {name: (share of dialogues with all known, success among these)}."""
+    with canvas("known") as (_, [axes], svg):
+        for number, (name, point) in enumerate(points.items()):
+            axes.plot(*([value] for value in point), **line(number))
+            axes.annotate(plain(name), point, (6, 4), textcoords="offset points")
+        axes.set_xlim(0, 1.05)
+        axes.set_ylim(0, 1.05)
+        axes.set_xlabel("share of the dialogues in which all was known before the last turn")
+        axes.set_ylabel("success among these")
+        axes.grid()
+    return svg[0]
+
+
+def rounds_svg(rounds):
+    """rounds: {name: [number of rounds of each dialogue]}."""
+    lengths = range(1, 1 + max(map(max, rounds.values())))
+    with canvas("rounds") as (figure, [axes], svg):
+        for number, (name, own) in enumerate(rounds.items()):
+            axes.plot(lengths, [own.count(n) / len(own) for n in lengths], **line(number), label=plain(name))
+        axes.set_xlabel("rounds")
+        axes.set_ylabel("share of the dialogues")
+        axes.set_ylim(bottom=0)
+        axes.grid(axis="y")
+        figure.legend(loc="outside right upper")
+    return svg[0]
+
+
+def curve_svg(curves, metric, what="N, candidates a turn", name="curves"):
+    """`metric` against N (log2) with 95 % error bars. curves: {label: {"N": {metric, "ci95"}}}."""
+    with canvas(name) as (figure, [axes], svg):
+        for number, (label, points) in enumerate(curves.items()):
+            sizes = sorted(points, key=int)
+            means = [points[n][metric] for n in sizes]
+            errors = [[abs(points[n]["ci95"][side] - mean) for n, mean in zip(sizes, means)] for side in (0, 1)]
+            shift = 1 + 0.02 * (number - (len(curves) - 1) / 2)                        # points of one N side by side
+            axes.errorbar([int(n) * shift for n in sizes], means, errors, **line(number), capsize=3, label=plain(label))
+        sizes = sorted({int(n) for points in curves.values() for n in points})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, labels=map(str, sizes), minor=False)
+        axes.set_xlabel(what)
+        axes.set_ylabel(metric.replace("_", " "))
+        axes.grid(axis="y")
+        figure.legend(loc="outside right upper")
+    return svg[0]
+
+
+def training_svg(histories):
+    """histories: {name: rows of a metrics.jsonl}; a panel for each of PANELS that one of them has."""
+    shown = [key for key in PANELS if any(key in row for rows in histories.values() for row in rows)]
+    with canvas("training", (9, 5), rows=2, columns=3) as (figure, panels, svg):
+        for axes, key in zip(panels, shown):
+            for number, (name, rows) in enumerate(histories.items()):
+                points = [(row["step"], -row[key] if key == "nll" else row[key]) for row in rows if key in row]
+                if points:
+                    look = line(number) | {"markersize": 3, "linewidth": 1, "markevery": max(1, len(points) // 6)}
+                    axes.plot(*zip(*points), **look, label=plain(name))
+            axes.set_title(PANELS[key], fontsize=10)
+            axes.set_xlabel("step")
+        for axes in panels[len(shown):]:
+            axes.set_axis_off()
+        found = {text: handle for axes in panels for handle, text in zip(*axes.get_legend_handles_labels())}
+        figure.legend(found.values(), found, loc="outside right upper")
+    return svg[0]
+
+
+def report_plots(metrics, bars, metric, files, curves, scaling, histories):
+    """[{"title", "svg", "caption"}] of the report: what there is to see of the methods. bars: as interval_svg's;
+    curves, scaling: best-of-N and numbers of trajectories; histories: as training_svg's."""
+    heading = heading_of(metric)
+    known = {name: (m["all_known"], m["success_when_known"]) for name, m in metrics.items()
+             if "success_when_known" in m}
+    rounds = {name: [sum(turn["role"] == "assistant" for turn in t["dialogue_history"]) for t in own]
+              for name, own in files.items()}
+    plots = [(heading, interval_svg(bars, heading), "The mean of each method and its 95 % interval.")]
+    if known:
+        plots.append(("What was known, what was made of it", known_svg(known), "To the right: the agent asked for what "
+                      "matters. Up: it made the right answer of what it knew."))
+    plots.append(("Rounds", rounds_svg(rounds), "Turns of the agent in a dialogue, as shares of the dialogues."))
+    if curves:
+        plots.append(("Best of N", curve_svg(curves, metric), "The critic picks one of N candidates at each turn."))
+    if scaling:
+        plots.append(("Data", curve_svg(scaling, metric, "trajectories trained on", "scaling"),
+                      "The same method on more trajectories."))
+    if histories:
+        plots.append(("Training", training_svg(histories), "metrics.jsonl of each model; the last panel is the norm "
+                      "before clipping."))
+    return [dict(zip(("title", "svg", "caption"), plot)) for plot in plots]
