@@ -9,7 +9,8 @@
 const $ = id => document.getElementById(id);
 const DATA = JSON.parse($("data").textContent);
 const { methods: METHODS, tasks: TASKS, dialogues: DIALOGUES } = DATA;
-const KINDS = DATA.kinds || [], STATES = DATA.states || [], IMAGES = DATA.images || {};
+const KINDS = DATA.kinds || [], STATES = DATA.states || [];
+const IMAGES = new Map(Object.entries(DATA.images || {}));
 const SHOWN_CHARACTERS = 5000, ROWS_A_PAGE = 100, ITEMS_A_PAGE = 20;
 
 const BY_TASK = TASKS.map(() => []);
@@ -25,6 +26,7 @@ const SUMS = Math.max(1e-9, ...DIALOGUES.map(d => Math.abs(d.credit || 0)));
 
 const won = d => DATA.graded ? d.reward >= 0.5 : d.reward === 1;
 const counted = number => number.toLocaleString("en-US");
+const several = (number, word) => `${counted(number)} ${word}${number === 1 ? "" : "s"}`;
 const signed = (value, digits = 3) => (value < 0 ? "\u2212" : "+") + Math.abs(value).toFixed(digits);
 const rewardText = d => DATA.graded ? d.reward.toFixed(3) : `${won(d) ? "\u2713" : "\u2717"} ${Number(d.reward.toFixed(2))}`;
 const nameOf = d => METHODS[d.m] + (d.run ? `, run ${d.run + 1}` : "") + (d.sample ? `, sample ${d.sample + 1}` : "");
@@ -102,7 +104,7 @@ function choice(id, label, key, options, changes = {}) {
 
 /** Buttons to the pages of a list. */
 function pager(count, size) {
-  const page = Number(state.page || 0), last = Math.ceil(count / size) - 1;
+  const page = pageOf(count, size), last = Math.ceil(count / size) - 1;
   if (last <= 0) return null;
   const button = (id, text, to) => el("button", { type: "button", id, disabled: to < 0 || to > last,
     onclick: () => go({ page: to || null }) }, text);
@@ -111,10 +113,11 @@ function pager(count, size) {
     button("page-on", "next \u2192", page + 1));
 }
 
-const onPage = (items, size) => items.slice(Number(state.page || 0) * size).slice(0, size);
+const pageOf = (count, size) => Math.max(0, Math.min(Number(state.page || 0), Math.ceil(count / size) - 1));
+const onPage = (items, size) => items.slice(pageOf(items.length, size) * size).slice(0, size);
 
 function picture(key, caption) {
-  const data = IMAGES[key] || "";
+  const data = IMAGES.get(key) || "";
   return el("figure", {}, data.startsWith("data:image/") ? el("img", { src: data, alt: caption }) :
     el("div", { class: "none" }, "no screenshot in this page"), el("figcaption", {}, caption));
 }
@@ -122,7 +125,7 @@ function picture(key, caption) {
 /** Screenshots of reference and answer: side by side, and over each other with a slider. */
 function comparison(d) {
   const reference = TASKS[d.t].image, shots = [picture(reference, "reference"), picture(d.image, "answer")];
-  if (!IMAGES[reference] || !IMAGES[d.image]) return el("div", { class: "shots" }, shots);
+  if (!IMAGES.has(reference) || !IMAGES.has(d.image)) return el("div", { class: "shots" }, shots);
   const stack = el("div", { class: "stack" }, picture(reference, "").firstChild, picture(d.image, "").firstChild);
   const slide = value => { stack.lastChild.style.clipPath = `inset(0 0 0 ${value}%)`; };
   slide(50);
@@ -140,6 +143,7 @@ const lastOf = {};                                                  // the last 
 
 function parse() {
   const found = Object.fromEntries(new URLSearchParams(location.hash.slice(1)));
+  for (const key of ["d", "turn", "t", "s", "page"]) if (!/^\d{1,9}$/.test(found[key] || "0")) delete found[key];
   if (!found.view) found.view = found.d !== undefined ? "dialogues" : found.s !== undefined ? "candidates" : "results";
   if (!VIEWS[found.view] || !$(found.view) || (found.view === "candidates" && !STATES.length)) found.view = "results";
   if (!DIALOGUES[found.d]) delete found.d;
@@ -148,7 +152,7 @@ function parse() {
 
 function address(changes) {
   const next = { ...state, ...changes };
-  if (next.d !== undefined && next.view === "dialogues") delete next.view;               // #d=17 is short
+  if ((next.d ?? "") !== "" && next.view === "dialogues") delete next.view;               // #d=17 is short
   const pairs = Object.entries(next).filter(([, value]) => value !== null && value !== undefined && value !== "");
   return "#" + new URLSearchParams(pairs.sort(([a], [b]) => ORDER.indexOf(a) - ORDER.indexOf(b)));
 }
@@ -178,6 +182,10 @@ function show() {
     if (view === state.view) tab.setAttribute("aria-current", "page");
     if (lastOf[view]) tab.href = view === state.view ? `#view=${view}` : lastOf[view];
   }
+  if (before.view && before.view !== state.view) {                    // an id stands once in the page
+    if (before.view === "dialogues") $("dialogue").replaceChildren();
+    else if (["compare", "candidates", "failures"].includes(before.view)) $(before.view).replaceChildren();
+  }
   VIEWS[state.view](before);
   if (focus && document.activeElement === document.body && $(focus)) $(focus).focus({ preventScroll: true });
 }
@@ -201,6 +209,7 @@ const FILTERS = {
 const SORTS = {
   number: d => d.number, method: d => d.m, request: d => TASKS[d.t].request, family: d => TASKS[d.t].family || "",
   reward: d => d.reward, rounds: d => d.rounds, credit: d => d.credit === undefined ? -Infinity : d.credit,
+  __proto__: null,
 };
 let chosen = { key: null, list: [] };
 
@@ -235,10 +244,10 @@ function filterBar() {
   const closed = { d: null, turn: null };
   return el("form", { class: "filters", role: "search", onsubmit: event => event.preventDefault() },
     choice("f-m", "method", "m", each(METHODS), closed),
-    choice("f-reward", DATA.heading || "reward", "reward", [["", "all"], ...rewards], closed),
+    choice("f-reward", "reward", "reward", [["", "all"], ...rewards], closed),
     families.length ? choice("f-family", "family", "family", each(families), closed) : null,
     choice("f-rounds", "rounds", "rounds", each(sorted(DIALOGUES.map(d => d.rounds))), closed),
-    kinds.length > 1 ? choice("f-kind", "has a turn of kind", "kind", kinds, closed) : null,
+    kinds.length > 1 ? choice("f-kind", "kind of turn", "kind", kinds, closed) : null,
     el("label", {}, "text ", search),
     el("button", { type: "button", id: "f-reset", onclick: () => go(fresh({ view: "dialogues" })) }, "reset"));
 }
@@ -260,7 +269,7 @@ function drawList() {
       text, el("span", { "aria-hidden": "true" }, by !== order ? "" : down ? " \u25BE" : " \u25B4")));
   const table = el("table", { class: "rows" },
     el("thead", {}, el("tr", {}, column("no.", "number", "num extra"), column("method", "method"), column("request", "request"),
-      column("family", "family", "extra"), column(DATA.heading || "reward", "reward", "num"), column("rounds", "rounds", "num extra"),
+      column("family", "family", "extra"), column("reward", "reward", "num"), column("rounds", "rounds", "num extra"),
       withCredit && column("credit", "credit", "num"), withCredit && el("th", { scope: "col", class: "extra" }, "turn by turn"))),
     el("tbody", {}, onPage(list, ROWS_A_PAGE).map(d => row(d, withCredit))));
   const counter = `${counted(list.length)} of ${counted(DIALOGUES.length)} dialogues`;
@@ -274,12 +283,18 @@ function drawDialogues(before) {
     section.append(filterBar(), el("p", { id: "counter", role: "status" }),
       el("div", { id: "browser" }, el("div", { id: "list" }), el("article", { id: "dialogue", "aria-label": "The open dialogue" })));
   }
-  for (const key of Object.keys(FILTERS)) if ($(`f-${key}`) && $(`f-${key}`) !== document.activeElement) $(`f-${key}`).value = state[key] || "";
+  for (const key of Object.keys(FILTERS)) {
+    const control = $(`f-${key}`);
+    if (control && control.value !== (state[key] || "")) control.value = state[key] || "";
+  }
+  const d = DIALOGUES[state.d], place = selection().indexOf(d);
+  if (state.page === undefined && place >= ROWS_A_PAGE) state.page = String(Math.floor(place / ROWS_A_PAGE));
   drawList();
-  const d = DIALOGUES[state.d];
   $("browser").classList.toggle("open", Boolean(d));
   $("dialogue").hidden = !d;
   $("dialogue").replaceChildren(...d ? dialogue(d) : []);
+  const current = d && $(`open-${d.number}`);
+  if (current) $("list").scrollTop = current.closest("tr").offsetTop - $("list").clientHeight / 2;
   const turn = d && $(`turn-${d.number}-${state.turn}`);
   if (turn) turn.scrollIntoView({ block: "center" });
   else if (d && state.d !== before.d) $("dialogue").scrollIntoView({ block: "nearest" });
@@ -289,8 +304,8 @@ function drawDialogues(before) {
 
 /** What stands over a dialogue: method, reward, rounds, credit. */
 const facts = d => el("p", { class: "about" }, badge(nameOf(d), "method"),
-  badge(`${DATA.heading || "reward"} ${rewardText(d)}`, won(d) ? "good" : "bad"), badge(`${d.rounds} rounds`),
-  TASKS[d.t].family && badge(TASKS[d.t].family), d.similarity !== undefined && badge(`similarity ${d.similarity.toFixed(3)}`),
+  badge(`reward ${rewardText(d)}`, won(d) ? "good" : "bad"), badge(several(d.rounds, "round")),
+  TASKS[d.t].family && badge(TASKS[d.t].family), d.similarity !== undefined && d.similarity !== d.reward && badge(`similarity ${d.similarity.toFixed(3)}`),
   d.known !== undefined && badge(d.known ? "\u2713 all known before the answer" : "\u2717 not all known before the answer"));
 
 /** Reference and hidden facts; CSS shows them when the switch is on. `d`: ticks off what was learned in it. */
@@ -315,11 +330,11 @@ function turnCard(d, place, known) {
   (turn.learned || []).forEach(fact => known.add(fact));
   const candidates = turn.state !== undefined && STATES[turn.state] && el("details", { ontoggle: event => {
     if (event.target.open && event.target.children.length === 1) event.target.append(candidateTable(STATES[turn.state]));
-  } }, el("summary", {}, `${STATES[turn.state].candidates.length} candidates of this turn`));
+  } }, el("summary", {}, `${several(STATES[turn.state].candidates.length, "candidate")} of this turn`));
   return el("div", { class: `turn ${agent ? "agent" : "human"}${state.turn === String(place) && state.d === String(d.number) ? " named" : ""}`,
     id: `turn-${d.number}-${place}` },
     el("p", { class: "who" }, el("b", {}, turn.who), agent && ` round ${d.agent.indexOf(place) + 1}`, turn.kind && badge(turn.kind, "kind"),
-      turn.tokens && el("span", { class: "muted" }, `${counted(turn.tokens)} tokens`),
+      turn.tokens && el("span", { class: "muted" }, several(turn.tokens, "token")),
       turn.cut && badge("\u2702 cut by the token limit", "bad"), turn.leak && badge(`\u26A0 shows the reference: ${turn.leak}`, "bad"),
       link(fresh({ view: "dialogues", d: d.number, turn: place }), "#" + place, { class: "anchor", "aria-label": `link to turn ${place}` })),
     el("div", { class: "said" }, said, (turn.learned || []).map(fact => el("p", { class: "secret learned" },
@@ -345,7 +360,8 @@ function dialogue(d) {
       el("button", { type: "button", id: "dialogue-close", onclick: () => go({ d: null, turn: null }) }, "close")),
     el("h2", { id: "dialogue-title", tabindex: "-1", dir: "auto" }, firstLine(task.request)), facts(d),
     d.credit !== undefined && el("div", { class: "sum" }, strip(d, true), el("p", {}, "sum of the credit ", creditBar(d.credit, SUMS)),
-      note("Bars up: the trained critic finds the turn more likely than before training, given the solution. Bars down: less likely.")),
+      note("Credit of a turn: how much more likely the trained critic finds it than before training, given the solution. " +
+        "Down and striped: less likely.")),
     secrets(task, d),
     el("div", { class: "turns" }, d.turns.map((_, number) => turnCard(d, number, known))),
     (d.faults || []).map(fault => el("p", { class: "note" }, `\u26A0 ${fault}`)),
@@ -384,7 +400,7 @@ function drawCompare() {
   const shown = picks.map(number => DIALOGUES[number]), known = shown.map(() => new Set());
   const columns = el("div", { class: "columns", style: `--columns:${shown.length}` },
     shown.map(d => el("div", { class: "head" }, link(fresh({ view: "dialogues", d: d.number }), el("b", {}, nameOf(d))), " ",
-      badge(rewardText(d), won(d) ? "good" : "bad"), badge(`${d.rounds} rounds`), d.credit !== undefined && creditBar(d.credit, SUMS), strip(d))));
+      badge(rewardText(d), won(d) ? "good" : "bad"), badge(several(d.rounds, "round")), d.credit !== undefined && creditBar(d.credit, SUMS), strip(d))));
   for (let turn = 1; turn < Math.max(...shown.map(d => d.turns.length)); turn++) {
     columns.append(...shown.map((d, column) => d.turns[turn] ? el("div", { class: "cell" }, el("span", { class: "narrow" }, nameOf(d)),
       turnCard(d, turn, known[column])) : el("div", { class: "cell none", "aria-label": "the dialogue has ended" })));
@@ -482,7 +498,7 @@ function drawCandidates() {
     el("p", { class: "lead" }, "The policy wrote these turns for one state, and the critic ranked them. A pair has a chosen turn \u25B2 of the better half " +
       "and a rejected turn \u25BC of the worse half. The double line parts the halves."),
     el("h2", { dir: "auto" }, task ? firstLine(task.request) : "A state"), task ? secrets(task) : "",
-    el("details", { open: true }, el("summary", {}, `the dialogue so far (${turns.length} turns)`),
+    el("details", { open: true }, el("summary", {}, `the dialogue so far (${several(turns.length, "turn")})`),
       turns.map(turn => el("div", { class: `turn ${turn.who}` }, el("p", { class: "who" }, el("b", {}, turn.who)),
         el("div", { class: "said" }, textBlock(turn.text))))),
     candidateTable(one));
