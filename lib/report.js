@@ -80,18 +80,25 @@ function creditBar(value, full = FULL_BAR) {
     el("span", { class: "number" }, signed(value)));
 }
 
-/** The credit of all turns of a dialogue over its rounds; as links to the turns where it is large. */
-function strip(d, linked) {
-  const columns = d.agent.map((place, round) => {
+/** The credit of all turns of a dialogue over its rounds, small: one element, as a list has hundreds. */
+function strip(d) {
+  const bars = d.agent.flatMap((place, round) => {
+    const value = d.turns[place].credit || 0, height = Math.min(12, 12 * Math.abs(value) / FULL_BAR).toFixed(1);
+    const color = value < 0 ? "var(--minus)" : "var(--plus)";
+    return `linear-gradient(${color},${color}) ${9 * round}px ${value < 0 ? 12 : 12 - height}px/8px ${height}px no-repeat`;
+  });
+  return el("span", { class: "strip", "aria-hidden": "true", style: `width:${9 * bars.length}px;background:${bars}` });
+}
+
+/** The same, large: each bar is a link to its turn. */
+function linkedStrip(d) {
+  return el("span", { class: "bars" }, d.agent.map((place, round) => {
     const value = d.turns[place].credit;
     if (value === undefined) return null;
     const height = Math.min(50, 50 * Math.abs(value) / FULL_BAR).toFixed(1);
-    const bar = el("span", { class: value < 0 ? "down" : "up", style: `height:${height}%` });
-    if (!linked) return el("span", { class: "column" }, bar);
-    return link({ turn: place }, bar, { class: "column", "data-round": round + 1, title: `round ${round + 1}: ${signed(value)}`,
-      "aria-label": `round ${round + 1}, credit ${signed(value)}` });
-  });
-  return el("span", { class: linked ? "strip large" : "strip", "aria-hidden": !linked && "true" }, columns);
+    return link({ turn: place }, el("span", { class: value < 0 ? "down" : "up", style: `height:${height}%` }),
+      { "data-round": round + 1, title: signed(value), "aria-label": `round ${round + 1}, credit ${signed(value)}` });
+  }));
 }
 
 /** A labelled select; options: [[value, text], …]. What is chosen becomes a part of the address. */
@@ -176,11 +183,10 @@ function show() {
   const focus = document.activeElement && document.activeElement.id;
   for (const view of Object.keys(VIEWS)) if ($(view)) $(view).hidden = view !== state.view;
   for (const tab of $("nav").children) {
-    const view = new URLSearchParams(tab.hash.slice(1)).get("view") || tab.dataset.view;
-    tab.dataset.view = view;
+    const view = tab.dataset.view, current = view === state.view;
     tab.toggleAttribute("aria-current", false);
-    if (view === state.view) tab.setAttribute("aria-current", "page");
-    if (lastOf[view]) tab.href = view === state.view ? `#view=${view}` : lastOf[view];
+    if (current) tab.setAttribute("aria-current", "page");
+    tab.href = !current && lastOf[view] || `#view=${view}`;
   }
   if (before.view && before.view !== state.view) {                    // an id stands once in the page
     if (before.view === "dialogues") $("dialogue").replaceChildren();
@@ -263,14 +269,14 @@ const row = (d, withCredit) => el("tr", { "aria-current": String(d.number) === s
 function drawList() {
   const list = selection(), withCredit = CREDITS.length > 0;
   const by = (state.sort || "number").replace("-", ""), down = (state.sort || "").startsWith("-");
-  const column = (text, order, className) => el("th", { scope: "col", class: className,
+  const column = (text, order, className) => el("th", { scope: "col", class: `c-${order} ${className}`,
     "aria-sort": by === order && (down ? "descending" : "ascending") },
     el("button", { type: "button", id: `sort-${order}`, onclick: () => go({ sort: by === order && !down ? "-" + order : order, page: null }) },
       text, el("span", { "aria-hidden": "true" }, by !== order ? "" : down ? " \u25BE" : " \u25B4")));
   const table = el("table", { class: "rows" },
-    el("thead", {}, el("tr", {}, column("no.", "number", "num extra"), column("method", "method"), column("request", "request"),
+    el("thead", {}, el("tr", {}, column("no.", "number", "num extra"), column("method", "method", ""), column("request", "request", ""),
       column("family", "family", "extra"), column("reward", "reward", "num"), column("rounds", "rounds", "num extra"),
-      withCredit && column("credit", "credit", "num"), withCredit && el("th", { scope: "col", class: "extra" }, "turn by turn"))),
+      withCredit && column("credit", "credit", "num"), withCredit && el("th", { scope: "col", class: "c-strip extra" }, "turn by turn"))),
     el("tbody", {}, onPage(list, ROWS_A_PAGE).map(d => row(d, withCredit))));
   const counter = `${counted(list.length)} of ${counted(DIALOGUES.length)} dialogues`;
   if ($("counter").textContent !== counter) $("counter").textContent = counter;
@@ -359,7 +365,7 @@ function dialogue(d) {
       others && link(fresh({ view: "compare", t: d.t }), "compare the methods on this task"),
       el("button", { type: "button", id: "dialogue-close", onclick: () => go({ d: null, turn: null }) }, "close")),
     el("h2", { id: "dialogue-title", tabindex: "-1", dir: "auto" }, firstLine(task.request)), facts(d),
-    d.credit !== undefined && el("div", { class: "sum" }, strip(d, true), el("p", {}, "sum of the credit ", creditBar(d.credit, SUMS)),
+    d.credit !== undefined && el("div", { class: "sum" }, linkedStrip(d), el("p", {}, "sum of the credit ", creditBar(d.credit, SUMS)),
       note("Credit of a turn: how much more likely the trained critic finds it than before training, given the solution. " +
         "Down and striped: less likely.")),
     secrets(task, d),
@@ -588,7 +594,7 @@ $("help-close").addEventListener("click", () => $("help").close());
 if (DATA.left_out) $("left-out").textContent = DATA.left_out;
 $("left-out").hidden = !DATA.left_out;
 for (const id of ["nav", "switch", "help-button"]) $(id).hidden = false;
-for (const tab of [...$("nav").children]) if (tab.hash === "#view=candidates" && !STATES.length) tab.remove();
+for (const tab of [...$("nav").children]) if (tab.dataset.view === "candidates" && !STATES.length) tab.remove();
 window.addEventListener("hashchange", show);
 const redraw = () => state.view === "credit" && drawCredit();
 window.addEventListener("resize", redraw);

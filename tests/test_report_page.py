@@ -363,13 +363,13 @@ def test_a_dialogue_shows_every_turn_with_its_credit(small, tab):
                 assert fill["x"] + fill["width"] == pytest.approx(centre, abs=1)
             assert card.locator(".badge.kind").inner_text() == turn["kind"]
     assert tab.locator("#dialogue .sum .number").inner_text().replace("\u2212", "-") == f"{one['credit']:+.3f}"
-    assert tab.locator("#dialogue .strip.large a").count() == 6
+    assert tab.locator("#dialogue .bars a").count() == 6
     assert tab.locator("#turn-%d-3" % d).evaluate("e => e.getBoundingClientRect().top") < 900
     tab.click("summary:has-text('failed tests')")
     assert [[re.sub(r"\s+", " ", cell) for cell in row.locator("th, td").all_inner_texts()] for row in
             tab.locator(".tests tbody tr").all()] == [
         [test["call"], test["expected"], test["got"] or "nothing", test["said"] or ""] for test in one["failed"]]
-    tab.click("#dialogue .strip.large a >> nth=1")
+    tab.click("#dialogue .bars a >> nth=1")
     assert tab.url.endswith(f"#d={d}&turn=3")
     tab.click(f"#turn-{d}-4 .anchor")
     assert tab.url.endswith(f"#d={d}&turn=4") and "named" in tab.get_attribute(f"#turn-{d}-4", "class")
@@ -640,7 +640,7 @@ def test_missing_pieces_leave_their_section_out(browser, tmp_path):
     assert shown(tab, ".hints li") == hints and tab.locator(".interval").count() == 0
     tab.goto(page.address + "#d=4")
     assert tab.locator(".turn").count() == len(data["dialogues"][4]["turns"])
-    assert not {"credit", "no."} & set(shown(tab, "#list th")) and tab.locator(".credit, .strip, .facts").count() == 0
+    assert not {"credit", "no."} & set(shown(tab, "#list th")) and tab.locator(".credit, .strip, .bars, .facts").count() == 0
     for view in ("credit", "candidates"):
         tab.goto(page.address + f"#view={view}")
         assert shown(tab, "#nav a[aria-current]") == ["Results"]

@@ -1,0 +1,66 @@
+"""Size and speed of the report page in headless Chromium, on made dialogues: python tests/bench_report.py
+
+Prints the size of the file, the time to the first contentful paint, the time of a filter (from the event to the next
+frame, all filters one after the other, each several times) and the time that opening a dialogue takes."""
+import argparse
+import pathlib
+import statistics
+import tempfile
+
+from playwright.sync_api import sync_playwright
+from test_report_page import launch, make_data, Page, write
+
+PAINT = "performance.getEntriesByName('first-contentful-paint')[0]?.startTime"
+# from the change of a control, or of the address, until the frame that shows what it gives has been laid out
+CHANGE = """([id, value]) => new Promise(done => {
+  const begin = performance.now(), control = document.getElementById(id);
+  if (control) {
+    control.value = value;
+    control.dispatchEvent(new Event(control.type === "search" ? "input" : "change"));
+  } else location.hash = value;
+  requestAnimationFrame(() => { document.body.offsetHeight; done(performance.now() - begin); });
+})"""
+
+
+def measure(browser, path, repeats):
+    """Prints the times of one page."""
+    paints = []
+    for _ in range(repeats):
+        page = Page(browser, path)
+        tab = page.open()
+        tab.wait_for_function(PAINT)
+        paints.append(tab.evaluate(PAINT))
+        page.close()
+    print(f"first paint {statistics.median(paints):6.0f} ms, at most {max(paints):6.0f} ms")
+    page = Page(browser, path)
+    tab = page.open("#view=dialogues")
+    times = {}
+    for _ in range(repeats):
+        for control, values in (("f-q", ["b", "bo", "bonus", "no such words", ""]), ("f-m", ["sweet", ""]),
+                                ("f-reward", ["failed", ""]), ("f-family", ["game", ""]), ("f-rounds", ["6", ""]),
+                                ("f-kind", ["repeat", ""]), ("open", ["#d=700", "#d=1700&turn=3", "#view=dialogues"])):
+            for value in values:
+                times.setdefault(control, []).append(tab.evaluate(CHANGE, [control, value]))
+    for control, own in times.items():
+        name = "open a dialogue" if control == "open" else f"filter {control[2:]}"
+        print(f"{name:16s} {statistics.median(own):6.0f} ms, at most {max(own):6.0f} ms")
+    page.close()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", type=int, default=1000, help="tasks, each with a dialogue of both methods")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    data = make_data(args.tasks)
+    rounds = statistics.mean(d["rounds"] for d in data["dialogues"])
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
+        path = write(pathlib.Path(folder, "report.html"), data)
+        print(f"{len(data['dialogues']):,} dialogues of {rounds:.1f} rounds: {path.stat().st_size / 1e6:.1f} MB")
+        browser = launch(driver)
+        measure(browser, path, args.repeats)
+        browser.close()
+
+
+if __name__ == "__main__":
+    main()
