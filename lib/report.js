@@ -24,7 +24,8 @@ const SIZES = CREDITS.map(Math.abs).sort((a, b) => a - b);
 const FULL_BAR = SIZES.length ? SIZES[Math.floor(0.99 * (SIZES.length - 1))] || 1 : 1;  // a few turns are beyond
 const SUMS = Math.max(1e-9, ...DIALOGUES.map(d => Math.abs(d.credit || 0)));
 
-const won = d => DATA.graded ? d.reward >= 0.5 : d.reward === 1;
+const won = d => d.reward === 1;
+const verdict = d => DATA.graded ? "" : won(d) ? "good" : "bad";                         // the look of a badge
 const counted = number => number.toLocaleString("en-US");
 const several = (number, word) => `${counted(number)} ${word}${number === 1 ? "" : "s"}`;
 const signed = (value, digits = 3) => (value < 0 ? "\u2212" : "+") + Math.abs(value).toFixed(digits);
@@ -310,7 +311,7 @@ function drawDialogues(before) {
 
 /** What stands over a dialogue: method, reward, rounds, credit. */
 const facts = d => el("p", { class: "about" }, badge(nameOf(d), "method"),
-  badge(`reward ${rewardText(d)}`, won(d) ? "good" : "bad"), badge(several(d.rounds, "round")),
+  badge(`reward ${rewardText(d)}`, verdict(d)), badge(several(d.rounds, "round")),
   TASKS[d.t].family && badge(TASKS[d.t].family), d.similarity !== undefined && d.similarity !== d.reward && badge(`similarity ${d.similarity.toFixed(3)}`),
   d.known !== undefined && badge(d.known ? "\u2713 all known before the answer" : "\u2717 not all known before the answer"));
 
@@ -339,7 +340,7 @@ function turnCard(d, place, known) {
   } }, el("summary", {}, `${several(STATES[turn.state].candidates.length, "candidate")} of this turn`));
   return el("div", { class: `turn ${agent ? "agent" : "human"}${state.turn === String(place) && state.d === String(d.number) ? " named" : ""}`,
     id: `turn-${d.number}-${place}` },
-    el("p", { class: "who" }, el("b", {}, turn.who), agent && ` round ${d.agent.indexOf(place) + 1}`, turn.kind && badge(turn.kind, "kind"),
+    el("p", { class: "who" }, el("b", {}, turn.who), agent && ` round ${d.agent.indexOf(place) + 1}`, turn.tool && badge(turn.tool), turn.kind && badge(turn.kind, "kind"),
       turn.tokens && el("span", { class: "muted" }, several(turn.tokens, "token")),
       turn.cut && badge("\u2702 cut by the token limit", "bad"), turn.leak && badge(`\u26A0 shows the reference: ${turn.leak}`, "bad"),
       link(fresh({ view: "dialogues", d: d.number, turn: place }), "#" + place, { class: "anchor", "aria-label": `link to turn ${place}` })),
@@ -388,7 +389,7 @@ function comparedTasks() {
 function drawCompare() {
   const list = comparedTasks(), t = state.t !== undefined && TASKS[state.t] ? Number(state.t) : list[0];
   const bar = el("div", { class: "filters" }, choice("c-what", "tasks", "what",
-    [["", "all"], ["differ", "some succeed, some fail"], ["failed", "all fail"]], { t: null, pick: null }));
+    [["", "all"], ...DATA.graded ? [] : [["differ", "some succeed, some fail"], ["failed", "all fail"]]], { t: null, pick: null }));
   if (t === undefined) return $("compare").replaceChildren(bar, note("No task has two dialogues of this kind."));
   const place = list.indexOf(t), task = TASKS[t], own = METHODS.map((_, m) => BY_TASK[t].filter(number => DIALOGUES[number].m === m));
   const asked = (state.pick || "").split(",").filter(Boolean).map(Number).filter(number => BY_TASK[t].includes(number));
@@ -406,7 +407,7 @@ function drawCompare() {
   const shown = picks.map(number => DIALOGUES[number]), known = shown.map(() => new Set());
   const columns = el("div", { class: "columns", style: `--columns:${shown.length}` },
     shown.map(d => el("div", { class: "head" }, link(fresh({ view: "dialogues", d: d.number }), el("b", {}, nameOf(d))), " ",
-      badge(rewardText(d), won(d) ? "good" : "bad"), badge(several(d.rounds, "round")), d.credit !== undefined && creditBar(d.credit, SUMS), strip(d))));
+      badge(rewardText(d), verdict(d)), badge(several(d.rounds, "round")), d.credit !== undefined && creditBar(d.credit, SUMS), strip(d))));
   for (let turn = 1; turn < Math.max(...shown.map(d => d.turns.length)); turn++) {
     columns.append(...shown.map((d, column) => d.turns[turn] ? el("div", { class: "cell" }, el("span", { class: "narrow" }, nameOf(d)),
       turnCard(d, turn, known[column])) : el("div", { class: "cell none", "aria-label": "the dialogue has ended" })));
@@ -427,6 +428,7 @@ function whichOf(numbers, m, picks, pick) {
 // credit: all turns over the rounds
 
 function drawCredit() {
+  if (!CREDITS.length) return;
   const most = Math.max(...DIALOGUES.map(d => d.agent.length)), box = $("strip");
   const canvas = el("canvas", { role: "img", "aria-label": "Credit of every turn, by round; the table above has the means" });
   box.replaceChildren(el("h2", {}, "Every turn"), note("One mark is one turn: a disc above 0, a ring below. The line is the mean of a round. A click opens the dialogue."),
