@@ -19,7 +19,8 @@ DIALOGUES.forEach((d, number) => {
   d.agent = d.turns.flatMap((turn, place) => turn.who === "agent" ? [place] : []);      // where its agent turns are
   BY_TASK[d.t].push(number);
 });
-const CREDITS = DIALOGUES.flatMap(d => d.agent.map(place => d.turns[place].credit)).filter(value => value !== undefined);
+const given = value => value !== undefined && value !== null && value !== false;
+const CREDITS = DIALOGUES.flatMap(d => d.agent.map(place => d.turns[place].credit)).filter(given);
 const SIZES = CREDITS.map(Math.abs).sort((a, b) => a - b);
 const FULL_BAR = SIZES.length ? SIZES[Math.floor(0.99 * (SIZES.length - 1))] || 1 : 1;  // a few turns are beyond
 const SUMS = Math.max(1e-9, ...DIALOGUES.map(d => Math.abs(d.credit || 0)));
@@ -29,7 +30,8 @@ const verdict = d => DATA.graded ? "" : won(d) ? "good" : "bad";                
 const counted = number => number.toLocaleString("en-US");
 const several = (number, word) => `${counted(number)} ${word}${number === 1 ? "" : "s"}`;
 const signed = (value, digits = 3) => (value < 0 ? "\u2212" : "+") + Math.abs(value).toFixed(digits);
-const rewardText = d => DATA.graded ? d.reward.toFixed(3) : `${won(d) ? "\u2713" : "\u2717"} ${Number(d.reward.toFixed(2))}`;
+const tick = yes => yes ? "\u2713 " : "\u2717 ";
+const rewardText = d => DATA.graded ? d.reward.toFixed(3) : tick(won(d)) + Number(d.reward.toFixed(2));
 const nameOf = d => METHODS[d.m] + (d.run ? `, run ${d.run + 1}` : "") + (d.sample ? `, sample ${d.sample + 1}` : "");
 const firstLine = text => text.split("\n", 1)[0].slice(0, 200);
 const sorted = values => [...new Set(values)].sort((a, b) => a > b ? 1 : -1);
@@ -42,9 +44,9 @@ function el(name, attributes = {}, ...children) {
   const node = document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
     if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
-    else if (value !== undefined && value !== null && value !== false) node.setAttribute(key, value === true ? "" : value);
+    else if (given(value)) node.setAttribute(key, value === true ? "" : value);
   }
-  node.append(...children.flat().filter(child => child !== undefined && child !== null && child !== false));
+  node.append(...children.flat().filter(given));
   return node;
 }
 
@@ -65,11 +67,11 @@ function textBlock(text, name = "div", className = "text") {
   const half = /[\uD800-\uDBFF]/.test(text[SHOWN_CHARACTERS - 1]);                      // of an emoji
   node.append(text.slice(0, SHOWN_CHARACTERS - half) + "\u2026");
   const characters = text.length - (text.match(/[\uD800-\uDBFF][\uDC00-\uDFFF]/g) || []).length;
-  const button = el("button", { type: "button", class: "more", onclick: () => {
+  const more = el("button", { type: "button", class: "more", onclick: () => {
     node.textContent = text;
-    button.remove();
+    more.remove();
   } }, `show all ${counted(characters)} characters`);
-  return el("div", {}, node, button);
+  return el("div", {}, node, more);
 }
 
 /** A bar from the middle: to the right and "+" above 0, to the left, striped and "−" below. */
@@ -85,8 +87,8 @@ function creditBar(value, full = FULL_BAR) {
 function strip(d) {
   const bars = d.agent.flatMap((place, round) => {
     const value = d.turns[place].credit || 0, height = Math.min(12, 12 * Math.abs(value) / FULL_BAR).toFixed(1);
-    const color = value < 0 ? "var(--minus)" : "var(--plus)";
-    return `linear-gradient(${color},${color}) ${9 * round}px ${value < 0 ? 12 : 12 - height}px/8px ${height}px no-repeat`;
+    const color = value < 0 ? "var(--minus)" : "var(--plus)", top = value < 0 ? 12 : 12 - height;
+    return `linear-gradient(${color},${color}) ${9 * round}px ${top}px/8px ${height}px no-repeat`;
   });
   return el("span", { class: "strip", "aria-hidden": "true", style: `width:${9 * bars.length}px;background:${bars}` });
 }
@@ -110,15 +112,21 @@ function choice(id, label, key, options, changes = {}) {
   return el("label", {}, label, " ", select);
 }
 
+const button = (id, text, onclick, enabled = true) =>
+  el("button", { type: "button", id, onclick, disabled: !enabled }, text);
+
+/** Buttons to what comes before and after, for keys j and k: `there(-1)`, `there(1)` say whether there is one. */
+const moves = (id, what, there) => [button(`${id}-back`, `\u2190 previous${what}`, () => next(-1), there(-1)),
+  button(`${id}-on`, `next${what} \u2192`, () => next(1), there(1))];
+
 /** Buttons to the pages of a list. */
 function pager(count, size) {
   const page = pageOf(count, size), last = Math.ceil(count / size) - 1;
   if (last <= 0) return null;
-  const button = (id, text, to) => el("button", { type: "button", id, disabled: to < 0 || to > last,
-    onclick: () => go({ page: to || null }) }, text);
-  return el("nav", { class: "pager", "aria-label": "Pages of the list" }, button("page-back", "\u2190 previous", page - 1),
-    el("span", {}, `${counted(page * size + 1)} to ${counted(Math.min(count, (page + 1) * size))} of ${counted(count)}`),
-    button("page-on", "next \u2192", page + 1));
+  const range = `${counted(page * size + 1)} to ${counted(Math.min(count, (page + 1) * size))} of ${counted(count)}`;
+  return el("nav", { class: "pager", "aria-label": "Pages of the list" },
+    button("page-back", "\u2190 previous", () => go({ page: page - 1 || null }), page > 0), el("span", {}, range),
+    button("page-on", "next \u2192", () => go({ page: page + 1 }), page < last));
 }
 
 const pageOf = (count, size) => Math.max(0, Math.min(Number(state.page || 0), Math.ceil(count / size) - 1));
@@ -164,7 +172,7 @@ function address(changes) {
   const pairs = Object.entries(next).filter(([, value]) => value !== null && value !== undefined && value !== "");
   return "#" + new URLSearchParams(pairs.sort(([a], [b]) => ORDER.indexOf(a) - ORDER.indexOf(b)));
 }
-const ORDER = ["view", "d", "turn", "t", "pick", "s", "m", "reward", "family", "rounds", "kind", "q", "what", "sort", "page"];
+const ORDER = "view d turn t pick s m reward family rounds kind q what sort page".split(" ");
 const fresh = changes => ({ ...Object.fromEntries(ORDER.map(key => [key, null])), ...changes });
 
 /** Change the state; `replace`: without a new entry in the browser's history. */
@@ -204,12 +212,15 @@ let texts = null;                                                   // of each d
 
 const FILTERS = {
   m: (d, value) => METHODS[d.m] === value,
-  reward: (d, value) => DATA.graded ? Math.min(3, Math.floor(d.reward * 4)) === Number(value) : won(d) === (value === "success"),
+  reward: (d, value) => DATA.graded ? Math.max(0, Math.min(3, Math.floor(d.reward * 4))) === Number(value) :
+    won(d) === (value === "success"),
   family: (d, value) => TASKS[d.t].family === value,
   rounds: (d, value) => d.rounds === Number(value),
-  kind: (d, value) => d.turns.some(turn => value === "~cut" ? turn.cut : value === "~leak" ? turn.leak : turn.kind === value),
+  kind: (d, value) => d.turns.some(turn => turn.kind === value || (value === "~cut" && turn.cut) ||
+    (value === "~leak" && turn.leak)),
   q: (d, value) => {
-    texts = texts || DIALOGUES.map(one => [TASKS[one.t].id, ...one.turns.map(turn => turn.text)].join("\n").toLowerCase());
+    const textOf = one => [TASKS[one.t].id, ...one.turns.map(turn => turn.text)].join("\n").toLowerCase();
+    texts = texts || DIALOGUES.map(textOf);
     return texts[d.number].includes(value.toLowerCase());
   },
 };
@@ -243,7 +254,8 @@ function filterBar() {
   const families = sorted(TASKS.map(task => task.family).filter(Boolean));
   const rewards = DATA.graded ? [["3", "0.75 to 1"], ["2", "0.5 to 0.75"], ["1", "0.25 to 0.5"], ["0", "below 0.25"]] :
     [["success", "\u2713 success"], ["failed", "\u2717 failed"]];
-  const special = [["~cut", "cut turn"], ["~leak", "reply that leaks"]].filter(([value]) => DIALOGUES.some(d => FILTERS.kind(d, value)));
+  const special = [["~cut", "cut turn"], ["~leak", "reply that leaks"]].filter(([value]) =>
+    DIALOGUES.some(d => FILTERS.kind(d, value)));
   const each = (values, any = "all") => [["", any], ...values.map(value => [String(value), String(value)])];
   const kinds = [...each(KINDS, "any"), ...special];
   const search = el("input", { type: "search", id: "f-q", placeholder: "words in the dialogue", autocomplete: "off",
@@ -259,25 +271,34 @@ function filterBar() {
     el("button", { type: "button", id: "f-reset", onclick: () => go(fresh({ view: "dialogues" })) }, "reset"));
 }
 
-const row = (d, withCredit) => el("tr", { "aria-current": String(d.number) === state.d && "true",
-  onclick: event => event.target.closest("a") || go({ d: d.number, turn: null }) },
-  el("td", { class: "num extra" }, String(d.number)), cell(METHODS[d.m]),
-  el("th", { scope: "row", dir: "auto" }, link({ d: d.number, turn: null }, firstLine(TASKS[d.t].request) || "(no text)",
-    { class: "open", id: `open-${d.number}` })),
-  el("td", { class: "extra" }, TASKS[d.t].family || ""), numberCell(rewardText(d)), el("td", { class: "num extra" }, String(d.rounds)),
-  withCredit && numberCell(d.credit === undefined ? "" : signed(d.credit, 2)), withCredit && el("td", { class: "extra" }, strip(d)));
+function row(d, withCredit) {
+  const opened = { d: d.number, turn: null }, task = TASKS[d.t];
+  return el("tr", { "aria-current": String(d.number) === state.d && "true",
+    onclick: event => event.target.closest("a") || go(opened) },
+    el("td", { class: "num extra" }, String(d.number)), cell(METHODS[d.m]),
+    el("th", { scope: "row", dir: "auto" },
+      link(opened, firstLine(task.request) || "(no text)", { class: "open", id: `open-${d.number}` })),
+    el("td", { class: "extra" }, task.family || ""), numberCell(rewardText(d)),
+    el("td", { class: "num extra" }, String(d.rounds)),
+    withCredit && numberCell(given(d.credit) ? signed(d.credit, 2) : ""),
+    withCredit && el("td", { class: "extra" }, strip(d)));
+}
 
 function drawList() {
   const list = selection(), withCredit = CREDITS.length > 0;
   const by = (state.sort || "number").replace("-", ""), down = (state.sort || "").startsWith("-");
-  const column = (text, order, className) => el("th", { scope: "col", class: `c-${order} ${className}`,
-    "aria-sort": by === order && (down ? "descending" : "ascending") },
-    el("button", { type: "button", id: `sort-${order}`, onclick: () => go({ sort: by === order && !down ? "-" + order : order, page: null }) },
-      text, el("span", { "aria-hidden": "true" }, by !== order ? "" : down ? " \u25BE" : " \u25B4")));
+  const column = (order, className, text = order) => {
+    const onclick = () => go({ sort: by === order && !down ? "-" + order : order, page: null });
+    return el("th", { scope: "col", class: `c-${order} ${className}`,
+      "aria-sort": by === order && (down ? "descending" : "ascending") },
+      el("button", { type: "button", id: `sort-${order}`, onclick }, text,
+        el("span", { "aria-hidden": "true" }, by !== order ? "" : down ? " \u25BE" : " \u25B4")));
+  };
   const table = el("table", { class: "rows" },
-    el("thead", {}, el("tr", {}, column("no.", "number", "num extra"), column("method", "method", ""), column("request", "request", ""),
-      column("family", "family", "extra"), column("reward", "reward", "num"), column("rounds", "rounds", "num extra"),
-      withCredit && column("credit", "credit", "num"), withCredit && el("th", { scope: "col", class: "c-strip extra" }, "turn by turn"))),
+    el("thead", {}, el("tr", {}, column("number", "num extra", "no."), column("method", ""), column("request", ""),
+      column("family", "extra"), column("reward", "num"), column("rounds", "num extra"),
+      withCredit && column("credit", "num"),
+      withCredit && el("th", { scope: "col", class: "c-strip extra" }, "turn by turn"))),
     el("tbody", {}, onPage(list, ROWS_A_PAGE).map(d => row(d, withCredit))));
   const counter = `${counted(list.length)} of ${counted(DIALOGUES.length)} dialogues`;
   if ($("counter").textContent !== counter) $("counter").textContent = counter;
@@ -288,7 +309,8 @@ function drawDialogues(before) {
   const section = $("dialogues");
   if (!section.firstChild) {
     section.append(filterBar(), el("p", { id: "counter", role: "status" }),
-      el("div", { id: "browser" }, el("div", { id: "list" }), el("article", { id: "dialogue", "aria-label": "The open dialogue" })));
+      el("div", { id: "browser" }, el("div", { id: "list" }),
+        el("article", { id: "dialogue", "aria-label": "The open dialogue" })));
   }
   for (const key of Object.keys(FILTERS)) {
     const control = $(`f-${key}`);
@@ -312,8 +334,9 @@ function drawDialogues(before) {
 /** What stands over a dialogue: method, reward, rounds, credit. */
 const facts = d => el("p", { class: "about" }, badge(nameOf(d), "method"),
   badge(`reward ${rewardText(d)}`, verdict(d)), badge(several(d.rounds, "round")),
-  TASKS[d.t].family && badge(TASKS[d.t].family), d.similarity !== undefined && d.similarity !== d.reward && badge(`similarity ${d.similarity.toFixed(3)}`),
-  d.known !== undefined && badge(d.known ? "\u2713 all known before the answer" : "\u2717 not all known before the answer"));
+  TASKS[d.t].family && badge(TASKS[d.t].family),
+  given(d.similarity) && d.similarity !== d.reward && badge(`similarity ${d.similarity.toFixed(3)}`),
+  d.known !== undefined && badge(`${tick(d.known)}${d.known ? "" : "not "}all known before the answer`));
 
 /** Reference and hidden facts; CSS shows them when the switch is on. `d`: ticks off what was learned in it. */
 function secrets(task, d) {
@@ -321,59 +344,69 @@ function secrets(task, d) {
   if (d) d.turns.forEach((turn, place) => (turn.learned || []).forEach(fact => {
     learned[fact] = d.agent.filter(agent => agent < place).length;
   }));
-  return el("div", { class: "secret" }, el("h3", {}, "Reference (c), hidden from the agent"), textBlock(task.reference || "", "pre"),
-    task.facts && el("ul", { class: "facts" }, task.facts.map((fact, number) => el("li", { class: d && learned[number] === undefined ? "open" : "" },
-      d && (learned[number] === undefined ? "\u25CB " : "\u2713 "), el("span", { dir: "auto" }, fact),
-      d && el("span", { class: "muted" }, learned[number] === undefined ? " not learned" : ` learned in round ${learned[number]}`)))),
+  const fact = (text, number) => {
+    const open = d && learned[number] === undefined;
+    return el("li", { class: open ? "open" : "" }, d && (open ? "\u25CB " : "\u2713 "),
+      el("span", { dir: "auto" }, text),
+      d && el("span", { class: "muted" }, open ? " not learned" : ` learned in round ${learned[number]}`));
+  };
+  return el("div", { class: "secret" }, el("h3", {}, "Reference (c), hidden from the agent"),
+    textBlock(task.reference || "", "pre"), task.facts && el("ul", { class: "facts" }, task.facts.map(fact)),
     task.image && d && comparison(d));
 }
 
-/** One turn: who, what it says, its credit; `before`: the facts known before it. */
+/** One turn: who, what it says, its credit. `known`: the numbers of the facts that are known before it, added to. */
 function turnCard(d, place, known) {
-  const turn = d.turns[place], agent = turn.who === "agent", task = TASKS[d.t];
+  const turn = d.turns[place], agent = turn.who === "agent", all = TASKS[d.t].facts || [], one = STATES[turn.state];
   const answer = agent && place === d.agent[d.agent.length - 1] && d.answer ? turn.text.lastIndexOf(d.answer) : -1;
   const said = answer < 0 ? textBlock(turn.text) :
     [answer > 0 && textBlock(turn.text.slice(0, answer).trimEnd()), textBlock(d.answer, "pre", "text answer")];
-  (turn.learned || []).forEach(fact => known.add(fact));
-  const candidates = turn.state !== undefined && STATES[turn.state] && el("details", { ontoggle: event => {
-    if (event.target.open && event.target.children.length === 1) event.target.append(candidateTable(STATES[turn.state]));
-  } }, el("summary", {}, `${several(STATES[turn.state].candidates.length, "candidate")} of this turn`));
-  return el("div", { class: `turn ${agent ? "agent" : "human"}${state.turn === String(place) && state.d === String(d.number) ? " named" : ""}`,
-    id: `turn-${d.number}-${place}` },
-    el("p", { class: "who" }, el("b", {}, turn.who), agent && ` round ${d.agent.indexOf(place) + 1}`, turn.tool && badge(turn.tool), turn.kind && badge(turn.kind, "kind"),
+  const learned = (turn.learned || []).map(fact => {
+    known.add(fact);
+    return el("p", { class: "secret learned" }, "\u2713 learned: ",
+      el("span", { dir: "auto" }, all[fact] || String(fact)), ` (${known.size} of ${all.length} known)`);
+  });
+  const candidates = one && el("details", { ontoggle: event => {
+    if (event.target.open && event.target.children.length === 1) event.target.append(candidateTable(one));
+  } }, el("summary", {}, `${several(one.candidates.length, "candidate")} of this turn`));
+  const named = state.turn === String(place) && state.d === String(d.number) ? "named" : "";
+  return el("div", { class: `turn ${agent ? "agent" : "human"} ${named}`, id: `turn-${d.number}-${place}` },
+    el("p", { class: "who" }, el("b", {}, turn.who), agent && ` round ${d.agent.indexOf(place) + 1}`,
+      turn.tool && badge(turn.tool), turn.kind && badge(turn.kind, "kind"),
       turn.tokens && el("span", { class: "muted" }, several(turn.tokens, "token")),
-      turn.cut && badge("\u2702 cut by the token limit", "bad"), turn.leak && badge(`\u26A0 shows the reference: ${turn.leak}`, "bad"),
-      link(fresh({ view: "dialogues", d: d.number, turn: place }), "#" + place, { class: "anchor", "aria-label": `link to turn ${place}` })),
-    el("div", { class: "said" }, said, (turn.learned || []).map(fact => el("p", { class: "secret learned" },
-      "\u2713 learned: ", el("span", { dir: "auto" }, task.facts ? task.facts[fact] : String(fact)), ` (${known.size} of ${(task.facts || []).length} known)`)),
-      candidates),
-    turn.credit !== undefined && creditBar(turn.credit));
+      turn.cut && badge("\u2702 cut by the token limit", "bad"),
+      turn.leak && badge(`\u26A0 shows the reference: ${turn.leak}`, "bad"),
+      link(fresh({ view: "dialogues", d: d.number, turn: place }), "#" + place,
+        { class: "anchor", "aria-label": `link to turn ${place}` })),
+    el("div", { class: "said" }, said, learned, candidates),
+    given(turn.credit) && creditBar(turn.credit));
 }
 
 const failedTests = d => el("div", { class: "scroll" }, el("table", { class: "tests" },
   headings("call", "expected", "got", "what the scorer said"),
-  el("tbody", {}, d.failed.map(test => el("tr", {}, el("th", { scope: "row" }, textBlock(test.call, "code")), cell(textBlock(test.expected, "code")),
-    cell(test.got === null || test.got === undefined ? "nothing" : textBlock(test.got, "code")), cell(test.said || ""))))));
+  el("tbody", {}, d.failed.map(test => el("tr", {}, el("th", { scope: "row" }, textBlock(test.call, "code")),
+    cell(textBlock(test.expected, "code")), cell(given(test.got) ? textBlock(test.got, "code") : "nothing"),
+    cell(test.said || ""))))));
 
 function dialogue(d) {
   const list = selection(), place = list.indexOf(d), task = TASKS[d.t], known = new Set();
-  const move = (step, id, text) => el("button", { type: "button", id, disabled: !list[place + step] || place < 0,
-    onclick: () => next(step) }, text);
-  const others = BY_TASK[d.t].length > 1;
+  const where = place < 0 ? "not in the list" : `${counted(place + 1)} of ${counted(list.length)}`;
   return [
-    el("p", { class: "moves" }, move(-1, "dialogue-back", "\u2190 previous"), move(1, "dialogue-on", "next \u2192"),
-      el("span", { class: "muted" }, place < 0 ? "not in the list" : `${counted(place + 1)} of ${counted(list.length)}`),
-      others && link(fresh({ view: "compare", t: d.t }), "compare the methods on this task"),
-      el("button", { type: "button", id: "dialogue-close", onclick: () => go({ d: null, turn: null }) }, "close")),
+    el("p", { class: "moves" }, moves("dialogue", "", step => place >= 0 && list[place + step]),
+      el("span", { class: "muted" }, where),
+      BY_TASK[d.t].length > 1 && link(fresh({ view: "compare", t: d.t }), "compare the methods on this task"),
+      button("dialogue-close", "close", () => go({ d: null, turn: null }))),
     el("h2", { id: "dialogue-title", tabindex: "-1", dir: "auto" }, firstLine(task.request)), facts(d),
-    d.credit !== undefined && el("div", { class: "sum" }, linkedStrip(d), el("p", {}, "sum of the credit ", creditBar(d.credit, SUMS)),
-      note("Credit of a turn: how much more likely the trained critic finds it than before training, given the solution. " +
-        "Down and striped: less likely.")),
+    given(d.credit) && el("div", { class: "sum" }, linkedStrip(d),
+      el("p", {}, "sum of the credit ", creditBar(d.credit, SUMS)),
+      note("Credit of a turn: how much more likely the trained critic finds it than before training, given the " +
+        "solution. Down and striped: less likely.")),
     secrets(task, d),
     el("div", { class: "turns" }, d.turns.map((_, number) => turnCard(d, number, known))),
     (d.faults || []).map(fault => el("p", { class: "note" }, `\u26A0 ${fault}`)),
-    d.failed && d.failed.length ? el("details", {}, el("summary", {}, `failed tests (${d.failed.length})`), failedTests(d)) : null,
-  ].flat().filter(Boolean);
+    d.failed && d.failed.length > 0 &&
+      el("details", {}, el("summary", {}, `failed tests (${d.failed.length})`), failedTests(d)),
+  ].flat().filter(given);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -381,47 +414,50 @@ function dialogue(d) {
 
 /** The tasks that the choice above the comparison leaves. */
 function comparedTasks() {
-  const both = t => BY_TASK[t].some(number => won(DIALOGUES[number])) && BY_TASK[t].some(number => !won(DIALOGUES[number]));
-  return [...TASKS.keys()].filter(t => BY_TASK[t].length > 1 && (state.what !== "differ" || both(t)) &&
-    (state.what !== "failed" || !BY_TASK[t].some(number => won(DIALOGUES[number]))));
+  return [...TASKS.keys()].filter(t => {
+    const wins = BY_TASK[t].filter(number => won(DIALOGUES[number])).length, all = BY_TASK[t].length;
+    return all > 1 && (state.what !== "differ" || (wins > 0 && wins < all)) && (state.what !== "failed" || wins === 0);
+  });
 }
 
 function drawCompare() {
-  const list = comparedTasks(), t = state.t !== undefined && TASKS[state.t] ? Number(state.t) : list[0];
-  const bar = el("div", { class: "filters" }, choice("c-what", "tasks", "what",
-    [["", "all"], ...DATA.graded ? [] : [["differ", "some succeed, some fail"], ["failed", "all fail"]]], { t: null, pick: null }));
+  const list = comparedTasks(), t = TASKS[state.t] ? Number(state.t) : list[0];
+  const outcomes = DATA.graded ? [] : [["differ", "some succeed, some fail"], ["failed", "all fail"]];
+  const bar = el("div", { class: "filters" },
+    choice("c-what", "tasks", "what", [["", "all"], ...outcomes], { t: null, pick: null }));
   if (t === undefined) return $("compare").replaceChildren(bar, note("No task has two dialogues of this kind."));
-  const place = list.indexOf(t), task = TASKS[t], own = METHODS.map((_, m) => BY_TASK[t].filter(number => DIALOGUES[number].m === m));
+  const place = list.indexOf(t), task = TASKS[t];
+  const own = METHODS.map((_, m) => BY_TASK[t].filter(number => DIALOGUES[number].m === m));
   const asked = (state.pick || "").split(",").filter(Boolean).map(Number).filter(number => BY_TASK[t].includes(number));
   const picks = asked.length ? asked : own.flatMap(numbers => numbers.slice(0, 1));
-  const move = (step, id, text) => el("button", { type: "button", id, disabled: list[place + step] === undefined, onclick: () => next(step) }, text);
-  const pick = numbers => go({ t, pick: numbers.join(",") });
-  bar.append(...own.flatMap((numbers, m) => numbers.length ? [el("span", { class: "pick" },
-    el("label", {}, el("input", { type: "checkbox", id: `c-${m}`, checked: picks.some(number => numbers.includes(number)),
-      disabled: picks.length === 1 && numbers.includes(picks[0]),
-      onchange: event => pick(event.target.checked ? [...picks, numbers[0]].sort((a, b) => a - b) :
-        picks.filter(number => !numbers.includes(number))) }), " ", METHODS[m])),
-    numbers.length > 1 && picks.some(number => numbers.includes(number)) ? whichOf(numbers, m, picks, pick) : ""] : []),
-  move(-1, "task-back", "\u2190 previous task"), move(1, "task-on", "next task \u2192"),
-  el("span", { class: "muted" }, place < 0 ? "" : `${counted(place + 1)} of ${counted(list.length)} tasks`));
+  bar.append(...own.flatMap((numbers, m) => numbers.length ? [methodBox(numbers, m, picks)] : []),
+    ...moves("task", " task", step => list[place + step] !== undefined),
+    el("span", { class: "muted" }, place < 0 ? "" : `${counted(place + 1)} of ${counted(list.length)} tasks`));
   const shown = picks.map(number => DIALOGUES[number]), known = shown.map(() => new Set());
-  const columns = el("div", { class: "columns", style: `--columns:${shown.length}` },
-    shown.map(d => el("div", { class: "head" }, link(fresh({ view: "dialogues", d: d.number }), el("b", {}, nameOf(d))), " ",
-      badge(rewardText(d), verdict(d)), badge(several(d.rounds, "round")), d.credit !== undefined && creditBar(d.credit, SUMS), strip(d))));
+  const columns = el("div", { class: "columns", style: `--columns:${shown.length}` }, shown.map(d =>
+    el("div", { class: "head" }, link(fresh({ view: "dialogues", d: d.number }), el("b", {}, nameOf(d))), " ",
+      badge(rewardText(d), verdict(d)), badge(several(d.rounds, "round")),
+      given(d.credit) && creditBar(d.credit, SUMS), given(d.credit) && strip(d))));
   for (let turn = 1; turn < Math.max(...shown.map(d => d.turns.length)); turn++) {
-    columns.append(...shown.map((d, column) => d.turns[turn] ? el("div", { class: "cell" }, el("span", { class: "narrow" }, nameOf(d)),
-      turnCard(d, turn, known[column])) : el("div", { class: "cell none", "aria-label": "the dialogue has ended" })));
+    columns.append(...shown.map((d, column) => d.turns[turn] ?
+      el("div", { class: "cell" }, el("span", { class: "narrow" }, nameOf(d)), turnCard(d, turn, known[column])) :
+      el("div", { class: "cell none", "aria-label": "the dialogue has ended" })));
   }
-  $("compare").replaceChildren(bar, el("h2", { dir: "auto", class: "request" }, textBlock(task.request)), secrets(task), columns);
+  $("compare").replaceChildren(bar, el("h2", { class: "request" }, textBlock(task.request)), secrets(task), columns);
 }
 
-/** Which dialogue of a method is compared, where a task has several. */
-function whichOf(numbers, m, picks, pick) {
-  const select = el("select", { id: `c-which-${m}`, "aria-label": `dialogue of ${METHODS[m]}`,
-    onchange: () => pick(picks.map(number => numbers.includes(number) ? Number(select.value) : number)) },
+/** Whether a method is compared, and which of its dialogues where the task has several. */
+function methodBox(numbers, m, picks) {
+  const isOwn = number => numbers.includes(number), picked = picks.some(isOwn);
+  const pick = chosen => go({ t: DIALOGUES[numbers[0]].t, pick: chosen.join(",") });
+  const box = el("input", { type: "checkbox", id: `c-${m}`, checked: picked, disabled: picks.every(isOwn),
+    onchange: () => pick([...picks.filter(number => !isOwn(number)), ...box.checked ? [numbers[0]] : []]
+      .sort((a, b) => a - b)) });
+  const which = el("select", { id: `c-which-${m}`, "aria-label": `dialogue of ${METHODS[m]}`,
+    onchange: () => pick(picks.map(number => isOwn(number) ? Number(which.value) : number)) },
     numbers.map(number => el("option", { value: number, selected: picks.includes(number) },
-      `${nameOf(DIALOGUES[number]).replace(METHODS[m], "").replace(", ", "") || "first"} ${rewardText(DIALOGUES[number])}`)));
-  return select;
+      `${nameOf(DIALOGUES[number]).slice(METHODS[m].length + 2) || "first"} ${rewardText(DIALOGUES[number])}`)));
+  return el("span", { class: "pick" }, el("label", {}, box, " ", METHODS[m]), numbers.length > 1 && picked && which);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -430,14 +466,17 @@ function whichOf(numbers, m, picks, pick) {
 function drawCredit() {
   if (!CREDITS.length) return;
   const most = Math.max(...DIALOGUES.map(d => d.agent.length)), box = $("strip");
-  const canvas = el("canvas", { role: "img", "aria-label": "Credit of every turn, by round; the table above has the means" });
-  box.replaceChildren(el("h2", {}, "Every turn"), note("One mark is one turn: a disc above 0, a ring below. The line is the mean of a round. A click opens the dialogue."),
+  const label = "Credit of every turn, by round; the table above has the means";
+  const canvas = el("canvas", { role: "img", "aria-label": label });
+  box.replaceChildren(el("h2", {}, "Every turn"), note("One mark is one turn: a disc above 0, a ring below. " +
+    "The line is the mean of a round. A click opens the dialogue."),
     el("div", { class: "filters" }, choice("s-m", "method", "m", [["", "all"], ...METHODS.map(name => [name, name])]),
       choice("s-kind", "kind of turn", "kind", [["", "all"], ...KINDS.map(kind => [kind, kind])])), canvas);
   const width = canvas.clientWidth, height = 320, left = 48, bottom = 28, scale = window.devicePixelRatio || 1;
   canvas.width = width * scale;
   canvas.height = height * scale;
-  const pen = canvas.getContext("2d"), color = name => getComputedStyle(document.documentElement).getPropertyValue(name);
+  const pen = canvas.getContext("2d"), style = getComputedStyle(document.documentElement);
+  const color = name => style.getPropertyValue(name);
   const full = FULL_BAR * 1.25, y = value => (height - bottom) * (0.5 - 0.48 * Math.max(-1, Math.min(1, value / full)));
   const step = (width - left) / most, points = [];
   pen.scale(scale, scale);
@@ -471,7 +510,9 @@ function drawCredit() {
   }
   pen.globalAlpha = 1;
   pen.fillStyle = color("--ink");
-  sums.forEach(([sum, count], round) => count && pen.fillRect(left + (round + 0.08) * step, y(sum / count) - 1.5, 0.84 * step, 3));
+  sums.forEach(([sum, count], round) => {
+    if (count) pen.fillRect(left + (round + 0.08) * step, y(sum / count) - 1.5, 0.84 * step, 3);
+  });
   canvas.onclick = event => {
     const far = ([x, height]) => (x - event.offsetX) ** 2 + (height - event.offsetY) ** 2;
     const nearest = points.reduce((best, point) => !best || far(point) < far(best) ? point : best, null);
@@ -483,45 +524,53 @@ function drawCredit() {
 // candidates of a state
 
 function candidateTable(one) {
-  const ranked = [...one.candidates].sort((a, b) => b.advantage - a.advantage), withKind = ranked.some(candidate => candidate.kind);
+  const ranked = [...one.candidates].sort((a, b) => b.advantage - a.advantage);
+  const withKind = ranked.some(candidate => candidate.kind), half = Math.ceil(ranked.length / 2);
   const full = Math.max(1e-9, ...ranked.map(candidate => Math.abs(candidate.advantage)));
-  const mark = (count, sign, word) => count ? badge(`${sign} ${word}${count > 1 ? ` \u00D7${count}` : ""}`, word) : null;
+  const mark = (count, text, kind) => count > 0 && badge(count > 1 ? `${text} \u00D7${count}` : text, kind);
+  const line = (candidate, rank) => el("tr", { class: rank === half ? "half" : "" },
+    el("th", { scope: "row" }, String(rank + 1)), cell(creditBar(candidate.advantage, full)),
+    cell(mark(candidate.chosen, "\u25B2 chosen", "chosen"), mark(candidate.rejected, "\u25BC rejected", "rejected")),
+    withKind && cell(candidate.kind || ""), numberCell(given(candidate.tokens) ? String(candidate.tokens) : ""),
+    cell(candidate.cut && badge("\u2702 cut", "bad"), textBlock(candidate.text)));
   return el("div", { class: "scroll" }, el("table", { class: "candidates" },
     headings("rank", "advantage", "pairs", ...(withKind ? ["kind"] : []), "tokens", "text"),
-    el("tbody", {}, ranked.map((candidate, rank) => el("tr", { class: rank === Math.ceil(ranked.length / 2) ? "half" : "" },
-      el("th", { scope: "row" }, String(rank + 1)), cell(creditBar(candidate.advantage, full)),
-      cell(mark(candidate.chosen, "\u25B2", "chosen"), mark(candidate.rejected, "\u25BC", "rejected")),
-      withKind && cell(candidate.kind || ""), numberCell(candidate.tokens === undefined ? "" : String(candidate.tokens)),
-      cell(candidate.cut && badge("\u2702 cut", "bad"), textBlock(candidate.text)))))));
+    el("tbody", {}, ranked.map(line))));
 }
 
 function drawCandidates() {
   const number = STATES[state.s] ? Number(state.s) : 0, one = STATES[number], task = TASKS[one.t], d = DIALOGUES[one.d];
   const turns = one.history || (d ? d.turns.slice(0, d.agent[one.turn]) : []);
-  const move = (step, id, text) => el("button", { type: "button", id, disabled: !STATES[number + step], onclick: () => next(step) }, text);
+  const where = `state ${counted(number + 1)} of ${counted(STATES.length)}, round ${one.turn + 1}`;
   $("candidates").replaceChildren(
-    el("div", { class: "filters" }, move(-1, "state-back", "\u2190 previous state"), move(1, "state-on", "next state \u2192"),
-      el("span", { class: "muted" }, `state ${counted(number + 1)} of ${counted(STATES.length)}, round ${one.turn + 1}`),
+    el("div", { class: "filters" }, moves("state", " state", step => STATES[number + step]),
+      el("span", { class: "muted" }, where),
       d && link(fresh({ view: "dialogues", d: one.d, turn: d.agent[one.turn] }), "its dialogue")),
-    el("p", { class: "lead" }, "The policy wrote these turns for one state, and the critic ranked them. A pair has a chosen turn \u25B2 of the better half " +
-      "and a rejected turn \u25BC of the worse half. The double line parts the halves."),
-    el("h2", { dir: "auto" }, task ? firstLine(task.request) : "A state"), task ? secrets(task) : "",
+    el("p", { class: "lead" }, "The policy wrote these turns for one state, and the critic ranked them. A pair has a " +
+      "chosen turn \u25B2 of the better half and a rejected turn \u25BC of the worse half. " +
+      "The double line parts the halves."),
+    el("h2", { dir: "auto" }, firstLine(task.request)), secrets(task),
     el("details", { open: true }, el("summary", {}, `the dialogue so far (${several(turns.length, "turn")})`),
-      turns.map(turn => el("div", { class: `turn ${turn.who}` }, el("p", { class: "who" }, el("b", {}, turn.who)),
-        el("div", { class: "said" }, textBlock(turn.text))))),
+      turns.map(turn => el("div", { class: `turn ${turn.who === "agent" ? "agent" : "human"}` },
+        el("p", { class: "who" }, el("b", {}, turn.who)), el("div", { class: "said" }, textBlock(turn.text))))),
     candidateTable(one));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // failures
 
-const turnsWith = key => DIALOGUES.flatMap(d => d.turns.flatMap((turn, place) => turn[key] ? [{ d, place }] : []));
-const FAILURES = {
-  tests: ["failed tests", () => DIALOGUES.filter(d => d.failed && d.failed.length).map(d => ({ d })), ({ d }) => failedTests(d)],
-  leaks: ["leaks", () => turnsWith("leak"), ({ d, place }) => turnCard(d, place, new Set())],
-  cut: ["cut turns", () => turnsWith("cut"), ({ d, place }) => turnCard(d, place, new Set())],
-  faults: ["faults", () => DIALOGUES.filter(d => d.faults && d.faults.length).map(d => ({ d })), ({ d }) => el("ul", {}, d.faults.map(fault => el("li", {}, fault)))],
-  pages: ["pages", () => DIALOGUES.filter(d => d.image || TASKS[d.t].image).sort((a, b) => a.reward - b.reward).map(d => ({ d })), ({ d }) => comparison(d)],
+const turnsWith = key =>
+  DIALOGUES.flatMap(d => d.turns.flatMap((turn, place) => turn[key] ? [{ d, place }] : []));
+const dialoguesWith = test => DIALOGUES.filter(test).map(d => ({ d }));
+const oneTurn = ({ d, place }) => turnCard(d, place, new Set());
+const FAILURES = {                                                  // heading, items, how an item is shown
+  tests: ["failed tests", () => dialoguesWith(d => d.failed && d.failed.length), ({ d }) => failedTests(d)],
+  leaks: ["leaks", () => turnsWith("leak"), oneTurn],
+  cut: ["cut turns", () => turnsWith("cut"), oneTurn],
+  faults: ["faults", () => dialoguesWith(d => d.faults && d.faults.length),
+    ({ d }) => el("ul", {}, d.faults.map(fault => el("li", {}, fault)))],
+  pages: ["pages", () => dialoguesWith(d => d.image || TASKS[d.t].image).sort((a, b) => a.d.reward - b.d.reward),
+    ({ d }) => comparison(d)],
 };
 let failures = null;
 
@@ -531,22 +580,25 @@ function drawFailures() {
   if (!there.length) return $("failures").replaceChildren(note("No failed test, leak, cut turn or fault."));
   const what = there.includes(state.what) ? state.what : there[0];
   const items = failures[what].filter(({ d }) => !state.m || METHODS[d.m] === state.m);
+  const tab = one => link({ what: one, page: null }, `${FAILURES[one][0]} (${counted(failures[one].length)})`,
+    { id: `w-${one}`, "aria-current": one === what && "page" });
+  const title = ({ d, place }) => link(fresh({ view: "dialogues", d: d.number, turn: place }),
+    firstLine(TASKS[d.t].request), { class: "open", dir: "auto" });
   $("failures").replaceChildren(
-    el("div", { class: "filters" }, el("nav", { class: "tabs", "aria-label": "Kinds of failures" }, there.map(one => link({ what: one, page: null },
-      `${FAILURES[one][0]} (${counted(failures[one].length)})`, { id: `w-${one}`, "aria-current": one === what && "page" }))),
+    el("div", { class: "filters" }, el("nav", { class: "tabs", "aria-label": "Kinds of failures" }, there.map(tab)),
       choice("w-m", "method", "m", [["", "all"], ...METHODS.map(name => [name, name])]),
       el("span", { role: "status" }, `${counted(items.length)} of ${counted(failures[what].length)}`)),
     what === "pages" && DATA.left_out ? note(DATA.left_out) : "",
     ...onPage(items, ITEMS_A_PAGE).map(item => el("article", { class: "failure" },
-      el("h3", {}, link(fresh({ view: "dialogues", d: item.d.number, turn: item.place }), firstLine(TASKS[item.d.t].request), { class: "open", dir: "auto" })),
-      facts(item.d), FAILURES[what][2](item))),
+      el("h3", {}, title(item)), facts(item.d), FAILURES[what][2](item))),
     pager(items.length, ITEMS_A_PAGE) || "");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // keys, and the start
 
-const VIEWS = { results: () => {}, dialogues: drawDialogues, compare: drawCompare, credit: drawCredit, candidates: drawCandidates, failures: drawFailures };
+const VIEWS = { results: () => {}, dialogues: drawDialogues, compare: drawCompare, credit: drawCredit,
+  candidates: drawCandidates, failures: drawFailures };
 
 /** To the next (1) or previous (-1) dialogue, task or state; in a list, to the next row. */
 function next(step) {
@@ -569,7 +621,8 @@ function next(step) {
 const KEYS = { j: 1, ArrowRight: 1, ArrowDown: 1, k: -1, ArrowLeft: -1, ArrowUp: -1 };
 
 document.addEventListener("keydown", event => {
-  const typing = event.target.closest("input:not([type=checkbox]), select, dialog"), arrow = event.key.startsWith("Arrow");
+  const typing = event.target.closest("input:not([type=checkbox]), select, dialog");
+  const arrow = event.key.startsWith("Arrow");
   if (event.ctrlKey || event.metaKey || event.altKey) return;
   if (typing) {
     if (event.key === "Escape" && !event.target.closest("dialog")) event.target.blur();

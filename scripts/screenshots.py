@@ -56,10 +56,10 @@ def main(argv=None):
         first = page.screenshot()
         number = page.evaluate(CHOOSE) if args.dialogue is None else args.dialogue
         if number is None:
-            parser.error(f"{args.report}: no dialogue of the last method has five turns with credit; 05 --critic adds it")
+            parser.error(f"{args.report}: no dialogue of the last method has five turns with credit: see 05 --critic")
         page.goto(f"{args.report.resolve().as_uri()}#d={number}")
         page.wait_for_selector("#dialogue-title", state="visible", timeout=10_000)
-        page.locator("#dialogue-title").evaluate("title => scrollTo(0, title.getBoundingClientRect().top - 16)")
+        page.locator("#dialogue-title").evaluate("title => scrollBy(0, title.getBoundingClientRect().top - 60)")
         second = page.screenshot()
         browser.close()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -65,7 +65,8 @@ def make_dialogue(rng, m, t, task, skill):
             turn["text"] = rng.choice(["Could you tell me the {}?", "Thanks. What should the {} be?",
                                        "One more question. What is the {}, exactly?"]).format(names[fact])
             reply["text"] = rng.choice(["The {} is {}.", "I think the {} is {}.",
-                                        "For the {}, we always take {} in our company."]).format(names[fact], values[fact])
+                                        "For the {}, we always take {} in our company."])
+            reply["text"] = reply["text"].format(names[fact], values[fact])
             if kind == "needed":
                 known.append(fact)
                 reply["learned"] = [fact]
@@ -80,7 +81,8 @@ def make_dialogue(rng, m, t, task, skill):
     all_known = len(known) == len(names)
     right = rng.random() < (0.93 if all_known else 0.05)
     said = [value if i in known else str(rng.randint(2, 40)) for i, value in enumerate(values)]
-    answer = task["reference"] if right else function(head, said).replace("return result", "return 1 + result" if all_known else "return result")
+    wrong = function(head, said).replace("return result", "return 1 + result" if all_known else "return result")
+    answer = task["reference"] if right else wrong
     turns.append({"who": "agent", "text": f"I WANT TO ANSWER:\n{answer}", "tokens": rng.randint(40, 90),
                   "kind": "right answer" if right else "wrong answer" if all_known else "early answer"})
     for turn in turns:
@@ -90,7 +92,8 @@ def make_dialogue(rng, m, t, task, skill):
          "rounds": sum(turn["who"] == "agent" for turn in turns), "known": all_known, "answer": answer, "turns": turns,
          "credit": round(sum(turn.get("credit", 0) for turn in turns), 4)}
     if not right:
-        d["failed"] = [{"call": f"{head[4:].split('(')[0]}({rng.randint(1, 90)}, {i})", "expected": str(rng.randint(1, 999)),
+        d["failed"] = [{"call": f"{head[4:].split('(')[0]}({rng.randint(1, 90)}, {i})",
+                        "expected": str(rng.randint(1, 999)),
                         "got": str(rng.randint(1, 999)) if i else None, "said": None if i else "time limit"}
                        for i in range(round(10 * (1 - d["reward"])))]
     if rng.random() < 0.003:
@@ -107,7 +110,8 @@ def make_state(rng, task):
     ranked = sorted(candidates, key=lambda one: -one["advantage"])
     for better, worse in zip(rng.sample(ranked[:8], 4), rng.sample(ranked[8:], 4)):
         better["chosen"], worse["rejected"] = 1, 1
-    return {"d": None, "t": 0, "turn": 0, "history": [{"who": "human", "text": task["request"]}], "candidates": candidates}
+    return {"d": None, "t": 0, "turn": 0, "history": [{"who": "human", "text": task["request"]}],
+            "candidates": candidates}
 
 
 def make_data(num_tasks=1000, methods=("mtdpo", "sweet"), num_states=20, seed=0):
@@ -123,8 +127,8 @@ def make_data(num_tasks=1000, methods=("mtdpo", "sweet"), num_states=20, seed=0)
         states[0] |= {"d": 0, "turn": 0}
         del states[0]["history"]
     return {"metric": "success_rate", "heading": "success", "graded": False, "methods": list(methods),
-            "critic": "out/critic", "kinds": KINDS, "tasks": tasks, "dialogues": dialogues, "states": states, "images": {},
-            "left_out": None}
+            "critic": "out/critic", "kinds": KINDS, "tasks": tasks, "dialogues": dialogues, "states": states,
+            "images": {}, "left_out": None}
 
 
 def make_pages(num_tasks=6, seed=0):
@@ -139,16 +143,16 @@ def make_pages(num_tasks=6, seed=0):
             draw.rectangle([20 + shift, 90, 300, 200], fill=(230, 200 - shift, 120))
             image.save(file := io.BytesIO(), "JPEG")
             data["images"][name] = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
-        data["tasks"].append({"id": f"p{t}", "family": None, "request": f"A page for shop {t}", "reference": "<h1>Shop</h1>",
-                              "image": f"r{t}"})
+        request, html = f"A page for shop {t}", "<!doctype html><h1>Shop</h1><script>document.title = 'ran'</script>"
+        data["tasks"].append({"id": f"p{t}", "request": request, "reference": "<h1>Shop</h1>", "image": f"r{t}"})
         for m in (0, 1):
-            html = f"<!doctype html><h1>Shop {t}</h1><script>document.title = 'ran'</script>"
             value = round(rng.random(), 3)
-            data["dialogues"].append({"m": m, "t": t, "run": 0, "sample": 0, "reward": value, "similarity": value, "rounds": 1,
-                                      "answer": html, "image": f"a{t}" if m else "left out", "turns": [
-                                          {"who": "human", "text": f"A page for shop {t}"}, {"who": "agent", "text": html}]})
-    return data | {"metric": "cosine_similarity", "heading": "cosine similarity", "graded": True, "kinds": [], "critic": None,
-                   "left_out": "6 of 12 screenshots are left out"}
+            data["dialogues"].append({
+                "m": m, "t": t, "run": 0, "sample": 0, "reward": value, "similarity": value, "rounds": 1,
+                "answer": html, "image": f"a{t}" if m else "left out",
+                "turns": [{"who": "human", "text": request}, {"who": "agent", "text": html}]})
+    return data | {"metric": "cosine_similarity", "heading": "cosine similarity", "graded": True, "kinds": [],
+                   "critic": None, "left_out": "6 of 12 screenshots are left out"}
 
 
 def as_json(data):
@@ -166,7 +170,8 @@ def credit_summary(data):
         groups = {}
         for turn, before in turns:
             groups.setdefault(key(turn, before), []).append(turn["credit"])
-        return [{"label": str(label), "n": len(own), "mean": sum(own) / len(own)} for label, own in sorted(groups.items())]
+        return [{"label": str(label), "n": len(own), "mean": sum(own) / len(own)}
+                for label, own in sorted(groups.items())]
 
     return {"by_kind": mean_rows(lambda turn, _: turn["kind"]),
             "by_round": mean_rows(lambda _, before: sum(turn["who"] == "agent" for turn in before)),
@@ -184,8 +189,10 @@ def render(data, **changes):
         "table": [{"name": name, "cells": [len(own), f"{rate:.3f}", f"[{rate - 0.02:.3f}, {rate + 0.02:.3f}]"]}
                   for name, own, rate in zip(data["methods"], wins, rates)],
         "bars": [{"value": rate, "low": rate - 0.02, "high": rate + 0.02} for rate in rates],
-        "notes": ["one run each: the intervals leave other seeds out"], "lines": [("Runs", "run  success\n0      0.850")],
-        "plots": [], "hints": [], "credit": credit_summary(data) if data["critic"] else None, "data_json": as_json(data),
+        "notes": ["one run each: the intervals leave other seeds out"],
+        "lines": [("Runs", "run  success\n0      0.850")],
+        "plots": [], "hints": [], "credit": credit_summary(data) if data["critic"] else None,
+        "data_json": as_json(data),
         "script": script, "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         "style": (LIB / "report.css").read_text(encoding="utf-8")} | changes
     environment = Environment(loader=FileSystemLoader(LIB), autoescape=True, trim_blocks=True, lstrip_blocks=True)
@@ -387,7 +394,8 @@ def test_reference_and_facts_are_behind_the_switch(small, tab):
     tab.check("#secrets")
     assert tab.inner_text("#dialogue div.secret pre") == task["reference"]
     learned = [(place, fact) for place, turn in enumerate(one["turns"]) for fact in turn.get("learned", [])]
-    assert shown(tab, "#dialogue p.secret") == [f"\u2713 learned: {task['facts'][fact]} ({n} of {len(task['facts'])} known)"
+    num = len(task["facts"])
+    assert shown(tab, "#dialogue p.secret") == [f"\u2713 learned: {task['facts'][fact]} ({n} of {num} known)"
                                               for n, (_, fact) in enumerate(learned, 1)]
     rounds = {fact: sum(turn["who"] == "agent" for turn in one["turns"][:place]) for place, fact in learned}
     assert shown(tab, "#dialogue .facts li") == [f"\u2713 {fact} learned in round {rounds[number]}"
@@ -423,7 +431,8 @@ def test_keyboard(small, tab):
     assert not tab.locator("#help").is_visible() and tab.evaluate("document.activeElement.id") == f"open-{order[2]}"
     tab.keyboard.press("/")
     tab.keyboard.type("jk?r")                                       # in a field they are letters
-    assert tab.input_value("#f-q") == "jk?r" and not tab.locator("#help").is_visible() and not tab.is_checked("#secrets")
+    assert tab.input_value("#f-q") == "jk?r"
+    assert not tab.locator("#help").is_visible() and not tab.is_checked("#secrets")
 
 
 def test_methods_side_by_side(small, tab):
@@ -462,8 +471,11 @@ def test_credit_summary_and_the_strip_of_all_turns(small, tab):
     for table, rows in zip(tab.locator("#credit table").all(), (summary["by_kind"], summary["by_round"]), strict=True):
         assert [re.split(r"\s*\t\s*|\n", row.inner_text()) for row in table.locator("tbody tr").all()] == [
             [row["label"], str(row["n"]), f"{row['mean']:+.3f}".replace("-", "\u2212")] for row in rows]
-    drawn = "() => { const c = document.querySelector('canvas'); const p = c.getContext('2d').getImageData(0, 0, c.width, " \
-            "c.height).data; let n = 0; for (let i = 3; i < p.length; i += 4) n += p[i] > 0; return n; }"
+    drawn = """() => {
+      const canvas = document.querySelector("canvas");
+      const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+      return pixels.filter((value, i) => i % 4 == 3 && value > 0).length;
+    }"""
     whole = tab.evaluate(drawn)
     tab.select_option("#s-m", "base")
     tab.select_option("#s-kind", "vague")
@@ -471,7 +483,7 @@ def test_credit_summary_and_the_strip_of_all_turns(small, tab):
     tab.goto(path.as_uri() + "#view=credit")
     box = tab.locator("canvas").bounding_box()
     most = max(d["rounds"] for d in data["dialogues"])
-    for part in range(20):                                          # a click in the cloud of the first round opens a dialogue
+    for part in range(20):                                          # a click in the cloud of the first round
         tab.mouse.click(box["x"] + 48 + 0.5 * (box["width"] - 48) / most, box["y"] + 70 + 8 * part)
         if "#d=" in tab.url:
             break
@@ -508,7 +520,8 @@ def test_failures(small, tab):
     failed = [d for d in data["dialogues"] if d.get("failed")]
     cut = [turn for d in data["dialogues"] for turn in d["turns"] if turn.get("cut")]
     leaks = [turn for d in data["dialogues"] for turn in d["turns"] if turn.get("leak")]
-    assert shown(tab, ".tabs a")[:3] == [f"failed tests ({len(failed)})", f"leaks ({len(leaks)})", f"cut turns ({len(cut)})"]
+    assert shown(tab, ".tabs a")[:3] == [f"failed tests ({len(failed)})", f"leaks ({len(leaks)})",
+                                             f"cut turns ({len(cut)})"]
     assert tab.locator(".failure").count() == 20
     assert tab.locator(".failure >> nth=0").locator("tbody tr").count() == len(failed[0]["failed"])
     tab.select_option("#w-m", "sweet")
@@ -518,7 +531,8 @@ def test_failures(small, tab):
     tab.click("#w-leaks")
     assert tab.locator(".failure").count() == len(leaks) and "shows the reference: code" in tab.inner_text(".failure")
     tab.click("#w-cut")
-    assert tab.locator(".failure").count() == min(20, len(cut)) and "cut by the token limit" in tab.inner_text(".failure")
+    assert tab.locator(".failure").count() == min(20, len(cut))
+    assert "cut by the token limit" in tab.inner_text(".failure")
     tab.keyboard.press("j")
     tab.keyboard.press("Enter")
     assert re.search(r"#d=\d+&turn=\d+$", tab.url) and tab.locator(".turn.named").is_visible()
@@ -533,7 +547,7 @@ def test_pages_side_by_side_with_a_slider(browser, tmp_path):
     assert "6 of 12 screenshots are left out" in tab.inner_text("#failures")
     article = tab.locator(".failure").nth(first)
     assert article.locator("img").count() == 4 and f"reward {worst[first]['similarity']:.3f}" in article.inner_text()
-    assert all(article.locator("img").evaluate_all("all => all.map(image => image.complete && image.naturalWidth == 320)"))
+    assert article.locator("img").evaluate_all("all => all.map(image => image.naturalWidth)") == [320] * 4
     bare = next(i for i, d in enumerate(worst) if d["m"] == 0)
     assert tab.locator(".failure").nth(bare).locator(".none").inner_text() == "no screenshot in this page"
     clip = "image => getComputedStyle(image).clipPath"
@@ -552,8 +566,9 @@ ATTACKS = ["</script><script>document.title = 'ran'</script>", "<img src=x onerr
            "<iframe srcdoc=\"<script>parent.document.title = 'ran'</script>\"></iframe>", "{{ 7 * 7 }}", "<!--<script>",
            "<meta http-equiv=refresh content='0;url=http://nothing.invalid/'>", "<style>* { display: none }</style>",
            "<svg onload=\"document.title = 'ran'\">", "\u2028\u2029]]>", "\u202Eright to left override",
-           "<!doctype html><html><body onload=\"document.title = 'ran'\"><form action=//nothing.invalid><button>go</button>",
-           "\u0645\u0631\u062D\u0628\u0627 \u0628\u0643\u0645", "\U0001F600\U0001F468\u200D\U0001F469\u200D\U0001F467 emoji",
+           "<!doctype html><html><body onload=\"document.title = 'ran'\"><form action=//nothing.invalid><button>",
+           "\u0645\u0631\u062D\u0628\u0627 \u0628\u0643\u0645",
+           "\U0001F600\U0001F468\u200D\U0001F469\u200D\U0001F467 emoji",
            "__proto__", "constructor"]
 
 
@@ -562,7 +577,8 @@ def test_hostile_texts_stay_texts(browser, tmp_path):
     data |= {"kinds": [*KINDS, ATTACKS[1]], "left_out": ATTACKS[0], "heading": ATTACKS[1]}
     for number, attack in enumerate(ATTACKS):
         task, d = data["tasks"][number], data["dialogues"][number]
-        task |= {"id": attack, "family": attack, "request": attack, "reference": attack, "facts": [attack] * 4, "image": attack}
+        task |= {"id": attack, "family": attack, "request": attack, "reference": attack, "facts": [attack] * 4,
+                 "image": attack}
         d |= {"answer": attack, "reward": 0.5, "faults": [attack], "image": attack,
               "failed": [{"call": attack, "expected": attack, "got": attack, "said": attack}]}
         for turn in d["turns"]:
@@ -589,10 +605,12 @@ def test_hostile_texts_stay_texts(browser, tmp_path):
     assert tab.locator(".turn .text").first.evaluate("node => getComputedStyle(node).direction") == "rtl"
     for view in ("compare", "credit", "candidates", "failures", "failures&what=faults", "failures&what=leaks",
                  "failures&what=pages", "dialogues&q=%3Cscript", "dialogues&q=__proto__", "dialogues&sort=constructor",
-                 "__proto__", "constructor", "dialogues&m=constructor&kind=__proto__&page=-7", "compare&t=__proto__&pick=a,99999"):
+                 "__proto__", "constructor", "dialogues&m=constructor&kind=__proto__&page=-7",
+                 "compare&t=__proto__&pick=a,99999"):
         tab.goto(f"{page.address}#view={view}")
         assert tab.locator("main").inner_text() != ""
-    for fragment in ("d=__proto__", "d=-1&turn=x", "d=99999999", "s=1e9", "d=1&turn=%3Cscript%3E", "%E0%A4%A", "view=<script>"):
+    for fragment in ("d=__proto__", "d=-1&turn=x", "d=99999999", "s=1e9", "d=1&turn=%3Cscript%3E", "%E0%A4%A",
+                     "view=<script>"):
         tab.goto(f"{page.address}#{fragment}")
         assert tab.locator("main").inner_text() != ""
     tab.goto(f"{page.address}#d=0")
@@ -600,8 +618,10 @@ def test_hostile_texts_stay_texts(browser, tmp_path):
     assert len(block.inner_text()) <= 5001
     tab.click("text=show all 1,048,576 characters")
     assert block.evaluate("node => [...node.textContent].length") == 2 ** 20
-    assert tab.locator("script").count() == 2 and tab.locator("main img, main iframe, main form:not(.filters)").count() == 0
-    assert not tab.evaluate("[...document.querySelectorAll('*')].some(e => [...e.attributes].some(a => a.name.startsWith('on')))")
+    assert tab.locator("script").count() == 2
+    assert tab.locator("main img, main iframe, main form:not(.filters)").count() == 0
+    names = tab.evaluate("[...document.querySelectorAll('*')].flatMap(node => node.getAttributeNames())")
+    assert len(names) > 100 and [name for name in names if name.startswith("on")] == []
     links = tab.evaluate("[...document.querySelectorAll('a')].map(a => a.getAttribute('href'))")
     assert len(links) > 10 and [link for link in links if not link.startswith("#")] == []
     assert tab.title() == ATTACKS[0]
@@ -611,8 +631,9 @@ def test_hostile_texts_stay_texts(browser, tmp_path):
 def test_the_policy_of_the_page_stops_what_is_not_its_script(browser, tmp_path):
     """So that the silence of the test above means something: markup that gets in is refused, and this is seen."""
     path = tmp_path / "report.html"
-    path.write_text(render(make_data(2)).replace("<main>", "<main><img src=http://nothing.invalid/a.png><script>"
-                                                 "document.title = 'ran'</script><p onclick=\"document.title = 'ran'\">x</p>"))
+    markup = """<img src=http://nothing.invalid/a.png><script>document.title = 'ran'</script>
+                <p onclick="document.title = 'ran'">x</p>"""
+    path.write_text(render(make_data(2)).replace("<main>", "<main>" + markup))
     page = Page(browser, path)
     tab = page.open()
     tab.click("p:has-text('x')")
@@ -640,7 +661,8 @@ def test_missing_pieces_leave_their_section_out(browser, tmp_path):
     assert shown(tab, ".hints li") == hints and tab.locator(".interval").count() == 0
     tab.goto(page.address + "#d=4")
     assert tab.locator(".turn").count() == len(data["dialogues"][4]["turns"])
-    assert not {"credit", "no."} & set(shown(tab, "#list th")) and tab.locator(".credit, .strip, .bars, .facts").count() == 0
+    assert not {"credit", "no."} & set(shown(tab, "#list th"))
+    assert tab.locator(".credit, .strip, .bars, .facts").count() == 0
     for view in ("credit", "candidates"):
         tab.goto(page.address + f"#view={view}")
         assert shown(tab, "#nav a[aria-current]") == ["Results"]
@@ -652,13 +674,21 @@ def test_missing_pieces_leave_their_section_out(browser, tmp_path):
 def contrast(tab, selector):
     """The least contrast (WCAG) of the texts that a selector finds against what is behind them."""
     return tab.evaluate("""selector => {
-      const light = color => { const [r, g, b] = color.match(/[\\d.]+/g).map(Number).map(v => v / 255)
-        .map(v => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-      const behind = node => { for (; node; node = node.parentElement) { const color = getComputedStyle(node).backgroundColor;
-        if (!/, 0\\)$/.test(color)) return color; } };
-      return Math.min(...[...document.querySelectorAll(selector)].filter(node => node.offsetParent && node.innerText.trim()).map(node => {
+      const linear = value => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
+      const light = color => {
+        const [r, g, b] = color.match(/[\\d.]+/g).map(value => linear(value / 255));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+      };
+      const behind = node => {
+        const color = getComputedStyle(node).backgroundColor;
+        return /, 0\\)$/.test(color) ? behind(node.parentElement) : color;
+      };
+      const nodes = [...document.querySelectorAll(selector)].filter(node => node.offsetParent && node.innerText.trim());
+      return Math.min(...nodes.map(node => {
         const pair = [light(getComputedStyle(node).color), light(behind(node))].sort((a, b) => b - a);
-        return (pair[0] + 0.05) / (pair[1] + 0.05); })); }""", selector)
+        return (pair[0] + 0.05) / (pair[1] + 0.05);
+      }));
+    }""", selector)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -666,12 +696,14 @@ def test_contrast_and_width_of_a_phone(browser, small, scheme):
     data, path = small
     page = Page(browser, path, color_scheme=scheme, viewport={"width": 400, "height": 800})
     failed = next(i for i, d in enumerate(data["dialogues"]) if d["reward"] < 1)
-    for fragment in ("", "#view=dialogues", f"#d={failed}&turn=1", "#view=compare&t=1", "#view=credit", "#view=candidates&s=1",
+    for fragment in ("", "#view=dialogues", f"#d={failed}&turn=1", "#view=compare&t=1", "#view=credit",
+        "#view=candidates&s=1",
                      "#view=failures", "#view=failures&what=cut"):
         tab = page.open(fragment)
         tab.check("#secrets")
         assert tab.evaluate("document.documentElement.scrollWidth") <= 400, fragment
-        assert contrast(tab, "p, a, button:not(:disabled), th, td, span:not([aria-hidden]), label, li, pre, h1, h2, h3, b") >= 4.5, fragment
+        texts = "p, a, button:not(:disabled), th, td, span:not([aria-hidden]), label, li, pre, h1, h2, h3, b"
+        assert contrast(tab, texts) >= 4.5, fragment
     page.close()
 
 
