@@ -8,6 +8,8 @@ import pathlib
 import random
 import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -705,6 +707,15 @@ def test_contrast_and_width_of_a_phone(browser, small, scheme):
         texts = "p, a, button:not(:disabled), th, td, span:not([aria-hidden]), label, li, pre, h1, h2, h3, b"
         assert contrast(tab, texts) >= 4.5, fragment
     page.close()
+
+
+def test_two_small_pictures_of_a_page(browser, small, tmp_path):
+    from PIL import Image
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "screenshots.py", small[1], "--out", tmp_path],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("report_first.png", "report_dialogue.png"):
+        assert Image.open(tmp_path / name).size == (1180, 760) and (tmp_path / name).stat().st_size <= 150_000
 
 
 def test_the_page_is_one_file_without_addresses():
