@@ -34,7 +34,7 @@ def measure(browser, path, repeats):
     for _ in range(repeats):
         page = Page(browser, path)
         tab = page.open()
-        tab.wait_for_function(PAINT)
+        page.wait_for(PAINT)
         paints.append(tab.evaluate(PAINT))
         page.close()
     print(f"first paint {statistics.median(paints):6.0f} ms, at most {max(paints):6.0f} ms")
