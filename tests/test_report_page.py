@@ -1,0 +1,746 @@
+"""lib/report.html, report.css and report.js in headless Chromium, on made dialogues: filters, links, keys, the switch,
+hostile texts, missing pieces."""
+import base64
+import hashlib
+import io
+import json
+import pathlib
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import pytest
+
+from conftest import ROOT
+
+LIB = ROOT / "lib"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+FAMILIES = {
+    "game": ("Can you write a function that works out the result of a player in our game?",
+             "def player_score(points, lives):", ("point factor", "life bonus", "loss penalty")),
+    "shipping": ("I need a function for the price of a parcel. We have some rules of our own.",
+                 "def parcel_price(weight, distance):", ("base price", "price per kilogram", "far surcharge")),
+    "grades": ("Please write a function that turns points of an exam into a grade.",
+               "def grade(points, bonus):", ("pass mark", "bonus limit", "rounding", "top grade")),
+    "leave": ("We need to know how many days off a person has left.",
+              "def days_left(years, taken):", ("days a year", "extra days", "carry-over limit")),
+}
+KINDS = ["needed", "repeat", "idle", "vague", "right answer", "wrong answer", "early answer"]
+CREDIT = {"needed": 0.35, "repeat": -0.25, "idle": -0.1, "vague": -0.15, "right answer": 0.3, "wrong answer": -0.05,
+          "early answer": -0.4}
+
+
+def function(head, values):
+    values = list(map(int, values))
+    lines = [f"    result = {head.split('(')[1].split(',')[0]} * {values[0]}"]
+    lines += [f"    if result > {10 * value}:\n        result = result + {value}" for value in values[1:]]
+    return "\n".join([head, *lines, "    return result"])
+
+
+def make_task(rng, number):
+    family = rng.choice(list(FAMILIES))
+    request, head, names = FAMILIES[family]
+    values = [rng.randint(2, 40) for _ in names]
+    return {"id": f"{number:06x}{rng.getrandbits(40):010x}", "family": family, "request": f"{request}\n{head}",
+            "reference": function(head, values), "facts": [f"{name} = {value}" for name, value in zip(names, values)]}
+
+
+def make_dialogue(rng, m, t, task, skill):
+    """One dialogue: asks for the facts, with detours, then answers."""
+    names, values = zip(*(fact.split(" = ") for fact in task["facts"]))
+    head = task["request"].split("\n")[1]
+    turns, known = [{"who": "human", "text": task["request"]}], []
+    while len(turns) < 15 and (len(known) < len(names) or rng.random() < 0.3):
+        kind = rng.choices(["needed", "repeat", "idle", "vague"], [6 * skill, 1, 1, 1])[0]
+        if len(known) == len(names) and kind == "needed":
+            kind = "idle"
+        if kind == "repeat" and not known:
+            kind = "vague"
+        if len(turns) > 4 and rng.random() > skill:
+            break
+        turn = {"who": "agent", "kind": kind, "tokens": rng.randint(7, 24)}
+        reply = {"who": "human"}
+        if kind in ("needed", "repeat"):
+            fact = rng.choice([i for i in range(len(names)) if (i in known) == (kind == "repeat")])
+            turn["text"] = rng.choice(["Could you tell me the {}?", "Thanks. What should the {} be?",
+                                       "One more question. What is the {}, exactly?"]).format(names[fact])
+            reply["text"] = rng.choice(["The {} is {}.", "I think the {} is {}.",
+                                        "For the {}, we always take {} in our company."])
+            reply["text"] = reply["text"].format(names[fact], values[fact])
+            if kind == "needed":
+                known.append(fact)
+                reply["learned"] = [fact]
+        else:
+            turn["text"] = "Is there a limit on the length of names?" if kind == "idle" else "Can you tell me more?"
+            reply["text"] = "That does not matter." if kind == "idle" else "Could you ask about something specific?"
+        if rng.random() < 0.004:
+            reply |= {"leak": "code", "text": f"It is just {task['reference'].splitlines()[1].strip()}, I think."}
+        if rng.random() < 0.004:
+            turn |= {"cut": True, "tokens": 160, "text": turn["text"] + " " + "and so on " * 40}
+        turns += [turn, reply]
+    all_known = len(known) == len(names)
+    right = rng.random() < (0.93 if all_known else 0.05)
+    said = [value if i in known else str(rng.randint(2, 40)) for i, value in enumerate(values)]
+    wrong = function(head, said).replace("return result", "return 1 + result" if all_known else "return result")
+    answer = task["reference"] if right else wrong
+    turns.append({"who": "agent", "text": f"I WANT TO ANSWER:\n{answer}", "tokens": rng.randint(40, 90),
+                  "kind": "right answer" if right else "wrong answer" if all_known else "early answer"})
+    for turn in turns:
+        if turn["who"] == "agent":
+            turn["credit"] = round(rng.gauss(CREDIT[turn["kind"]], 0.12), 4)
+    d = {"m": m, "t": t, "run": 0, "sample": 0, "reward": 1.0 if right else round(rng.randint(0, 9) / 10, 1),
+         "rounds": sum(turn["who"] == "agent" for turn in turns), "known": all_known, "answer": answer, "turns": turns,
+         "credit": round(sum(turn.get("credit", 0) for turn in turns), 4)}
+    if not right:
+        d["failed"] = [{"call": f"{head[4:].split('(')[0]}({rng.randint(1, 90)}, {i})",
+                        "expected": str(rng.randint(1, 999)),
+                        "got": str(rng.randint(1, 999)) if i else None, "said": None if i else "time limit"}
+                       for i in range(round(10 * (1 - d["reward"])))]
+    if rng.random() < 0.003:
+        d["faults"] = ["the server did not answer in 60 s; the turn was asked for again"]
+    return d
+
+
+def make_state(rng, task):
+    """A state of a training dialogue, with 16 candidates of which 4 are chosen and 4 rejected."""
+    kinds = [rng.choice(KINDS[:4]) for _ in range(16)]
+    candidates = [{"text": f"Could you tell me about the {rng.choice(task['facts']).split(' = ')[0]}?", "kind": kind,
+                   "advantage": round(rng.gauss(CREDIT[kind], 0.1), 4), "tokens": rng.randint(7, 20), "cut": False,
+                   "chosen": 0, "rejected": 0} for kind in kinds]
+    ranked = sorted(candidates, key=lambda one: -one["advantage"])
+    for better, worse in zip(rng.sample(ranked[:8], 4), rng.sample(ranked[8:], 4)):
+        better["chosen"], worse["rejected"] = 1, 1
+    return {"d": None, "t": 0, "turn": 0, "history": [{"who": "human", "text": task["request"]}],
+            "candidates": candidates}
+
+
+def make_data(num_tasks=1000, methods=("mtdpo", "sweet"), num_states=20, seed=0):
+    """The data of a page as lib/report.py writes them: a dialogue of each method on each task."""
+    rng = random.Random(seed)
+    tasks = [make_task(rng, number) for number in range(num_tasks)]
+    skills = [0.5 + 0.47 * (m + 1) / len(methods) for m in range(len(methods))]
+    dialogues = [make_dialogue(rng, m, t, task, skills[m]) for m in range(len(methods)) for t, task in enumerate(tasks)]
+    states = [make_state(rng, tasks[t]) | {"t": t} for t in range(min(num_states, num_tasks))]
+    if states:                                                      # one of a dialogue that is in the page
+        place = next(i for i, turn in enumerate(dialogues[0]["turns"]) if turn["who"] == "agent")
+        dialogues[0]["turns"][place]["state"] = 0
+        states[0] |= {"d": 0, "turn": 0}
+        del states[0]["history"]
+    return {"metric": "success_rate", "heading": "success", "graded": False, "methods": list(methods),
+            "critic": "out/critic", "kinds": KINDS, "tasks": tasks, "dialogues": dialogues, "states": states,
+            "images": {}, "left_out": None}
+
+
+def make_pages(num_tasks=6, seed=0):
+    """Graded dialogues about pages, with screenshots."""
+    from PIL import Image, ImageDraw
+    rng, data = random.Random(seed), make_data(0)
+    for t in range(num_tasks):
+        for name, shift in ((f"r{t}", 0), (f"a{t}", rng.randint(5, 60))):
+            image = Image.new("RGB", (320, 400), "white")
+            draw = ImageDraw.Draw(image)
+            draw.rectangle([0, 0, 320, 60], fill=(20, 60 + 20 * t, 120))
+            draw.rectangle([20 + shift, 90, 300, 200], fill=(230, 200 - shift, 120))
+            image.save(file := io.BytesIO(), "JPEG")
+            data["images"][name] = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+        request, html = f"A page for shop {t}", "<!doctype html><h1>Shop</h1><script>document.title = 'ran'</script>"
+        data["tasks"].append({"id": f"p{t}", "request": request, "reference": "<h1>Shop</h1>", "image": f"r{t}"})
+        for m in (0, 1):
+            value = round(rng.random(), 3)
+            data["dialogues"].append({
+                "m": m, "t": t, "run": 0, "sample": 0, "reward": value, "similarity": value, "rounds": 1,
+                "answer": html, "image": f"a{t}" if m else "left out",
+                "turns": [{"who": "human", "text": request}, {"who": "agent", "text": html}]})
+    return data | {"metric": "cosine_similarity", "heading": "cosine similarity", "graded": True, "kinds": [],
+                   "critic": None, "left_out": "6 of 12 screenshots are left out"}
+
+
+def as_json(data):
+    """JSON that can stand in a script element."""
+    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
+    return re.sub("[<>&\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def credit_summary(data):
+    """The rows that lib/report.py gives the template."""
+    turns = [(turn, d["turns"][:place + 1]) for d in data["dialogues"] for place, turn in enumerate(d["turns"])
+             if turn["who"] == "agent"]
+
+    def mean_rows(key):
+        groups = {}
+        for turn, before in turns:
+            groups.setdefault(key(turn, before), []).append(turn["credit"])
+        return [{"label": str(label), "n": len(own), "mean": sum(own) / len(own)}
+                for label, own in sorted(groups.items())]
+
+    return {"by_kind": mean_rows(lambda turn, _: turn["kind"]),
+            "by_round": mean_rows(lambda _, before: sum(turn["who"] == "agent" for turn in before)),
+            "agreement": ["made data: no oracle was asked"]}
+
+
+def render(data, **changes):
+    """The page, as lib/report.py makes it of the three files."""
+    from jinja2 import Environment, FileSystemLoader
+    script = (LIB / "report.js").read_text(encoding="utf-8")
+    wins = [[d["reward"] == 1 for d in data["dialogues"] if d["m"] == m] for m in range(len(data["methods"]))]
+    rates = [sum(own) / max(1, len(own)) for own in wins]
+    values = {
+        "title": "Evaluation", "headings": ["n", "success", "95 %"], "metric_heading": data["heading"],
+        "table": [{"name": name, "cells": [len(own), f"{rate:.3f}", f"[{rate - 0.02:.3f}, {rate + 0.02:.3f}]"]}
+                  for name, own, rate in zip(data["methods"], wins, rates)],
+        "bars": [{"value": rate, "low": rate - 0.02, "high": rate + 0.02} for rate in rates],
+        "notes": ["one run each: the intervals leave other seeds out"],
+        "lines": [("Runs", "run  success\n0      0.850")],
+        "plots": [], "hints": [], "credit": credit_summary(data) if data["critic"] else None,
+        "data_json": as_json(data),
+        "script": script, "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        "style": (LIB / "report.css").read_text(encoding="utf-8")} | changes
+    environment = Environment(loader=FileSystemLoader(LIB), autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.get_template("report.html").render(values)
+
+
+def write(path, data, **changes):
+    path.write_text(render(data, **changes), encoding="utf-8")
+    return path
+
+
+def launch(driver):
+    """Headless Chromium; the system's where there is one."""
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    return driver.chromium.launch(executable_path=path, args=["--proxy-server=http://nothing.invalid:9"])
+
+
+class Page:
+    """A page of the browser that notes what must not happen: errors, dialogs, requests other than for the file."""
+    def __init__(self, browser, path, **options):
+        self.context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
+        self.tab, self.faults, self.address = self.context.new_page(), [], path.as_uri()
+        self.context.on("request", self.asked)
+        self.context.on("page", lambda page: self.faults.append(f"opened {page.url}"))
+        self.tab.on("console", lambda message: self.faults.append(f"{message.type}: {message.text}"))
+        self.tab.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
+        self.tab.on("dialog", lambda dialog: (self.faults.append(f"dialog {dialog.message}"), dialog.dismiss()))
+
+        # a link's view is drawn by an event that follows the click: what is read afterwards must not come before it
+        for owner, name in ((self.tab, "goto"), (self.tab, "click"), (self.tab, "go_back"), (self.tab, "go_forward"),
+                            (self.tab.keyboard, "press"), (self.tab.mouse, "click")):
+            setattr(owner, name, self.drawn_after(getattr(owner, name)))
+
+    def drawn_after(self, act):
+        def act_and_wait(*args, **options):
+            act(*args, **options)
+            self.wait_for("typeof drawn === 'undefined' || drawn === location.hash")
+        return act_and_wait
+
+    def wait_for(self, expression):
+        """Until it is true; the page's policy forbids wait_for_function, which evaluates texts inside the page."""
+        deadline = time.monotonic() + 20
+        while not self.tab.evaluate(expression):
+            assert time.monotonic() < deadline, expression
+            self.tab.wait_for_timeout(10)
+
+    def asked(self, request):
+        if request.url.partition("#")[0] != self.address and not request.url.startswith("data:image/"):
+            self.faults.append(f"asked for {request.url[:200]}")
+
+    def open(self, fragment=""):
+        self.tab.goto("about:blank")
+        self.tab.goto(self.address + fragment)
+        return self.tab
+
+    def close(self):
+        self.context.close()
+        assert self.faults == []
+
+
+@pytest.fixture(scope="module")
+def browser():
+    sync_api = pytest.importorskip("playwright.sync_api", reason="no playwright: pip install -r scripts/frontend.txt")
+    with sync_api.sync_playwright() as driver:
+        browser = launch(driver)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """(data, path) of a page of 3 methods on 60 tasks."""
+    data = make_data(60, ("base", "mtdpo", "sweet"))
+    data["dialogues"].append(make_dialogue(random.Random(7), 2, 0, data["tasks"][0], 0.9) | {"sample": 1})
+    return data, write(tmp_path_factory.mktemp("page") / "report.html", data)
+
+
+@pytest.fixture
+def tab(browser, small):
+    page = Page(browser, small[1])
+    yield page.open()
+    page.close()
+
+
+def shown(tab, selector):
+    return tab.locator(selector).locator("visible=true").all_inner_texts()
+
+
+def numbers(tab):
+    """The numbers of the dialogues in the list, in its order."""
+    return [int(cell) for cell in shown(tab, "#list tbody td:first-child")]
+
+
+def has(d, kind):
+    return any(turn.get("kind") == kind for turn in d["turns"])
+
+
+def test_first_screen_is_the_table_with_bars(small, tab):
+    data, _ = small
+    assert shown(tab, ".results tbody th") == data["methods"]
+    rates = [sum(d["reward"] == 1 for d in own) / len(own) for own in
+             ([d for d in data["dialogues"] if d["m"] == m] for m in range(3))]
+    for bar, rate in zip(tab.locator(".interval").all(), rates, strict=True):
+        box, fill = bar.bounding_box(), bar.locator(".fill").bounding_box()
+        assert fill["width"] / box["width"] == pytest.approx(rate, abs=0.005)
+        assert bar.get_attribute("aria-label") == f"{rate:.3f}, 95 % interval {rate - 0.02:.3f} to {rate + 0.02:.3f}"
+    assert shown(tab, "section h2") == []                           # neither plots nor hints, and no other view
+    assert tab.locator(".results th[scope=col]").count() == 5
+
+
+@pytest.mark.parametrize("fragment, keeps", [
+    ("m=sweet", lambda d, task: d["m"] == 2),
+    ("reward=success", lambda d, task: d["reward"] == 1),
+    ("reward=failed", lambda d, task: d["reward"] < 1),
+    ("family=game", lambda d, task: task["family"] == "game"),
+    ("rounds=6", lambda d, task: d["rounds"] == 6),
+    ("kind=repeat", lambda d, task: has(d, "repeat")),
+    ("kind=early+answer", lambda d, task: has(d, "early answer")),
+    ("kind=%7Ecut", lambda d, task: any(turn.get("cut") for turn in d["turns"])),
+    ("kind=%7Eleak", lambda d, task: any(turn.get("leak") for turn in d["turns"])),
+    ("q=LIFE+Bonus", lambda d, task: any("life bonus" in turn["text"].lower() for turn in d["turns"])),
+    ("q=no+such+words", lambda d, task: False),
+    ("m=mtdpo&reward=failed&kind=needed&q=company", lambda d, task: d["m"] == 1 and d["reward"] < 1 and has(d, "needed")
+     and any("company" in turn["text"] for turn in d["turns"]))])
+def test_filters_in_the_address(small, tab, fragment, keeps):
+    data, path = small
+    tab.goto(path.as_uri() + f"#view=dialogues&{fragment}")
+    kept = [i for i, d in enumerate(data["dialogues"]) if keeps(d, data["tasks"][d["t"]])]
+    assert shown(tab, "#counter") == [f"{len(kept)} of 181 dialogues"]
+    assert numbers(tab) == kept[:100]
+    if len(kept) > 100:
+        tab.click("#page-on")
+        assert numbers(tab) == kept[100:200] and "page=1" in tab.url
+
+
+def test_filters_by_hand_and_back(small, tab):
+    data, _ = small
+    tab.click("nav >> text=Dialogues")
+    assert shown(tab, "#counter") == ["181 of 181 dialogues"]
+    tab.select_option("#f-m", "base")
+    tab.select_option("#f-reward", "failed")
+    kept = [i for i, d in enumerate(data["dialogues"]) if d["m"] == 0 and d["reward"] < 1]
+    assert numbers(tab) == kept
+    tab.locator("#f-q").press_sequentially("bonus")
+    found = [i for i in kept if any("bonus" in turn["text"].lower() for turn in data["dialogues"][i]["turns"])]
+    assert numbers(tab) == found and 0 < len(found) < len(kept)
+    assert tab.evaluate("document.activeElement.id") == "f-q" and tab.url.endswith("m=base&reward=failed&q=bonus")
+    tab.go_back()                                                   # typing is one step with what was there before
+    assert numbers(tab) == [i for i, d in enumerate(data["dialogues"]) if d["m"] == 0][:100]
+    assert tab.input_value("#f-q") == "" and tab.input_value("#f-reward") == ""
+    tab.go_forward()
+    assert numbers(tab) == found and tab.input_value("#f-reward") == "failed"
+    tab.click("#f-reset")
+    assert shown(tab, "#counter") == ["181 of 181 dialogues"]
+
+
+def test_sorting(small, tab):
+    data, path = small
+    tab.goto(path.as_uri() + "#view=dialogues&m=sweet")
+    own = [i for i, d in enumerate(data["dialogues"]) if d["m"] == 2]
+    for key, heading in (("credit", "credit"), ("rounds", "rounds"), ("reward", "reward")):
+        tab.click(f"#sort-{heading}")
+        assert numbers(tab) == sorted(own, key=lambda i: data["dialogues"][i][key])
+        assert tab.locator("th[aria-sort]").get_attribute("aria-sort") == "ascending"
+        tab.click(f"#sort-{heading}")
+        assert numbers(tab) == sorted(own, key=lambda i: -data["dialogues"][i][key])
+        assert tab.locator("th[aria-sort]").get_attribute("aria-sort") == "descending"
+    tab.click("#sort-request")
+    assert numbers(tab) == sorted(own, key=lambda i: data["tasks"][data["dialogues"][i]["t"]]["request"])
+
+
+def test_a_dialogue_shows_every_turn_with_its_credit(small, tab):
+    data, path = small
+    d = next(i for i, d in enumerate(data["dialogues"]) if d["rounds"] == 6 and d["reward"] < 1)
+    tab.goto(path.as_uri() + f"#d={d}&turn=3")
+    one = data["dialogues"][d]
+    turns = tab.locator("#dialogue .turn")
+    assert turns.count() == len(one["turns"])
+    for place, turn in enumerate(one["turns"]):
+        card = turns.nth(place)
+        text = card.locator(".said").inner_text()
+        assert re.sub(r"\s+", " ", text).strip() == re.sub(r"\s+", " ", turn["text"]).strip()
+        assert ("named" in card.get_attribute("class")) == (place == 3)
+        if turn["who"] == "agent":
+            sign = "+" if turn["credit"] >= 0 else "\u2212"
+            assert card.locator(".number").inner_text() == f"{sign}{abs(turn['credit']):.3f}"
+            middle = card.locator(".track").bounding_box()
+            fill = card.locator(".fill").bounding_box()
+            centre = middle["x"] + middle["width"] / 2
+            if turn["credit"] > 0.01:
+                assert fill["x"] == pytest.approx(centre, abs=1)
+            elif turn["credit"] < -0.01:
+                assert fill["x"] + fill["width"] == pytest.approx(centre, abs=1)
+            assert card.locator(".badge.kind").inner_text() == turn["kind"]
+    assert tab.locator("#dialogue .sum .number").inner_text().replace("\u2212", "-") == f"{one['credit']:+.3f}"
+    assert tab.locator("#dialogue .bars a").count() == 6
+    assert tab.locator("#turn-%d-3" % d).evaluate("e => e.getBoundingClientRect().top") < 900
+    tab.click("summary:has-text('failed tests')")
+    assert [[re.sub(r"\s+", " ", cell) for cell in row.locator("th, td").all_inner_texts()] for row in
+            tab.locator(".tests tbody tr").all()] == [
+        [test["call"], test["expected"], test["got"] or "nothing", test["said"] or ""] for test in one["failed"]]
+    tab.click("#dialogue .bars a >> nth=1")
+    assert tab.url.endswith(f"#d={d}&turn=3")
+    tab.click(f"#turn-{d}-4 .anchor")
+    assert tab.url.endswith(f"#d={d}&turn=4") and "named" in tab.get_attribute(f"#turn-{d}-4", "class")
+    tab.go_back()
+    assert "named" in tab.get_attribute(f"#turn-{d}-3", "class")
+
+
+def test_reference_and_facts_are_behind_the_switch(small, tab):
+    data, path = small
+    d = next(i for i, d in enumerate(data["dialogues"]) if d["known"] and d["m"] == 2 and d["reward"] < 1)
+    one, task = data["dialogues"][d], data["tasks"][data["dialogues"][d]["t"]]
+    tab.goto(path.as_uri() + f"#d={d}")
+    assert shown(tab, ".secret") == [] and "learned" not in tab.inner_text("body")
+    assert task["reference"] not in tab.inner_text("body")
+    tab.check("#secrets")
+    assert tab.inner_text("#dialogue div.secret pre") == task["reference"]
+    learned = [(place, fact) for place, turn in enumerate(one["turns"]) for fact in turn.get("learned", [])]
+    num = len(task["facts"])
+    assert shown(tab, "#dialogue p.secret") == [f"\u2713 learned: {task['facts'][fact]} ({n} of {num} known)"
+                                              for n, (_, fact) in enumerate(learned, 1)]
+    rounds = {fact: sum(turn["who"] == "agent" for turn in one["turns"][:place]) for place, fact in learned}
+    assert shown(tab, "#dialogue .facts li") == [f"\u2713 {fact} learned in round {rounds[number]}"
+                                               for number, fact in enumerate(task["facts"])]
+    tab.keyboard.press("Escape")                                    # the switch has the focus; the dialogue closes
+    assert numbers(tab) != [] and not tab.locator("#dialogue").is_visible()
+    tab.keyboard.press("r")
+    assert not tab.is_checked("#secrets")
+
+
+def test_keyboard(small, tab):
+    data, path = small
+    tab.goto(path.as_uri() + "#view=dialogues&m=sweet&sort=-credit")
+    order = numbers(tab)
+    for key in ("j", "j", "ArrowDown", "k", "ArrowUp", "j"):
+        tab.keyboard.press(key)
+    assert tab.evaluate("document.activeElement.id") == f"open-{order[1]}"
+    assert tab.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    tab.keyboard.press("Enter")
+    assert f"d={order[1]}" in tab.url and tab.locator("#dialogue").is_visible()
+    tab.keyboard.press("j")
+    tab.keyboard.press("ArrowRight")
+    assert f"d={order[3]}&" in tab.url and shown(tab, ".moves .muted") == [f"4 of {len(order)}"]
+    tab.keyboard.press("k")
+    assert f"d={order[2]}&" in tab.url
+    tab.keyboard.press("Escape")
+    assert not re.search("[#&]d=", tab.url) and not tab.locator("#dialogue").is_visible()
+    assert tab.evaluate("document.activeElement.id") == f"open-{order[2]}"
+    tab.keyboard.press("?")
+    assert tab.locator("#help").is_visible()
+    tab.keyboard.press("j")                                         # nothing moves behind the help
+    tab.keyboard.press("Escape")
+    assert not tab.locator("#help").is_visible() and tab.evaluate("document.activeElement.id") == f"open-{order[2]}"
+    tab.keyboard.press("/")
+    tab.keyboard.type("jk?r")                                       # in a field they are letters
+    assert tab.input_value("#f-q") == "jk?r"
+    assert not tab.locator("#help").is_visible() and not tab.is_checked("#secrets")
+
+
+def test_methods_side_by_side(small, tab):
+    data, path = small
+    tab.goto(path.as_uri() + "#view=dialogues&m=base")
+    tab.keyboard.press("j")
+    tab.keyboard.press("Enter")
+    tab.click("text=compare the methods on this task")
+    picks = [0, 60, 120]
+    assert [re.sub(r"\s.*", "", text) for text in shown(tab, ".columns .head a")] == data["methods"]
+    longest = max(len(data["dialogues"][d]["turns"]) for d in picks)
+    assert tab.locator(".columns .cell").count() == 3 * (longest - 1)
+    for place in range(1, longest):
+        there = [d for d in picks if place < len(data["dialogues"][d]["turns"])]
+        boxes = [tab.locator(f"#turn-{d}-{place}").bounding_box() for d in there]
+        assert len({round(box["y"]) for box in boxes}) == 1 and len({box["x"] for box in boxes}) == len(there)
+    tab.uncheck("#c-0")
+    assert tab.url.endswith("t=0&pick=60%2C120") and tab.locator(".columns .head").count() == 2
+    tab.select_option("#c-which-2", "180")
+    assert shown(tab, ".columns .head a") == ["mtdpo", "sweet, sample 2"] and "pick=60%2C180" in tab.url
+    tab.select_option("#c-what", "differ")
+    by_task = [[d["reward"] == 1 for d in data["dialogues"] if d["t"] == t] for t in range(60)]
+    differ = [t for t, wins in enumerate(by_task) if any(wins) and not all(wins)]
+    assert f"1 of {len(differ)} tasks" in tab.inner_text("#compare .filters") and 0 < len(differ) < 60
+    tab.keyboard.press("Tab")
+    tab.click("#task-on")
+    assert f"t={differ[1]}&" in tab.url and tab.evaluate("document.activeElement.id") == "task-on"
+    tab.keyboard.press("k")
+    assert f"t={differ[0]}&" in tab.url
+
+
+def test_credit_summary_and_the_strip_of_all_turns(small, tab):
+    data, path = small
+    tab.goto(path.as_uri() + "#view=credit")
+    summary = credit_summary(data)
+    for table, rows in zip(tab.locator("#credit table").all(), (summary["by_kind"], summary["by_round"]), strict=True):
+        assert [re.split(r"\s*\t\s*|\n", row.inner_text()) for row in table.locator("tbody tr").all()] == [
+            [row["label"], str(row["n"]), f"{row['mean']:+.3f}".replace("-", "\u2212")] for row in rows]
+    drawn = """() => {
+      const canvas = document.querySelector("canvas");
+      const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+      return pixels.filter((value, i) => i % 4 == 3 && value > 0).length;
+    }"""
+    whole = tab.evaluate(drawn)
+    tab.select_option("#s-m", "base")
+    tab.select_option("#s-kind", "vague")
+    assert 0 < tab.evaluate(drawn) < whole and tab.url.endswith("m=base&kind=vague")
+    tab.goto(path.as_uri() + "#view=credit")
+    box = tab.locator("canvas").bounding_box()
+    most = max(d["rounds"] for d in data["dialogues"])
+    for part in range(20):                                          # a click in the cloud of the first round
+        tab.mouse.click(box["x"] + 48 + 0.5 * (box["width"] - 48) / most, box["y"] + 70 + 8 * part)
+        if "#d=" in tab.url:
+            break
+    assert re.search(r"#d=\d+&turn=1$", tab.url) and tab.locator(".turn.named").is_visible()
+
+
+def test_candidates_are_ranked_and_marked(small, tab):
+    data, path = small
+    tab.goto(path.as_uri() + "#view=candidates&s=3")
+    one = data["states"][3]
+    ranked = sorted(one["candidates"], key=lambda candidate: -candidate["advantage"])
+    rows = tab.locator(".candidates tbody tr").all()
+    assert len(rows) == 16
+    for rank, (row, candidate) in enumerate(zip(rows, ranked), 1):
+        mark = "\u25B2 chosen" if candidate["chosen"] else "\u25BC rejected" if candidate["rejected"] else ""
+        cells = [re.sub(r"\s+", " ", text).strip() for text in row.locator("th, td").all_inner_texts()]
+        assert cells == [str(rank), f"{candidate['advantage']:+.3f}".replace("-", "\u2212"), mark, candidate["kind"],
+                         str(candidate["tokens"]), candidate["text"]]
+        assert ("half" in row.get_attribute("class")) == (rank == 9)
+    assert one["history"][0]["text"].split("\n")[0] in tab.inner_text("#candidates .turn")
+    tab.keyboard.press("k")
+    assert "s=2" in tab.url
+    tab.goto(path.as_uri() + "#view=candidates&s=0")
+    tab.click("text=its dialogue")
+    assert tab.url.endswith("#d=0&turn=1")
+    tab.click("summary:has-text('16 candidates of this turn')")
+    tab.wait_for_selector("#turn-0-1 .candidates")
+    assert tab.locator("#turn-0-1 .candidates tbody tr").count() == 16
+
+
+def test_failures(small, tab):
+    data, path = small
+    tab.goto(path.as_uri() + "#view=failures")
+    failed = [d for d in data["dialogues"] if d.get("failed")]
+    cut = [turn for d in data["dialogues"] for turn in d["turns"] if turn.get("cut")]
+    leaks = [turn for d in data["dialogues"] for turn in d["turns"] if turn.get("leak")]
+    assert shown(tab, ".tabs a")[:3] == [f"failed tests ({len(failed)})", f"leaks ({len(leaks)})",
+                                             f"cut turns ({len(cut)})"]
+    assert tab.locator(".failure").count() == 20
+    assert tab.locator(".failure >> nth=0").locator("tbody tr").count() == len(failed[0]["failed"])
+    tab.select_option("#w-m", "sweet")
+    own = [d for d in failed if d["m"] == 2]
+    assert shown(tab, "#failures [role=status]") == [f"{len(own)} of {len(failed)}"]
+    tab.select_option("#w-m", "")
+    tab.click("#w-leaks")
+    assert tab.locator(".failure").count() == len(leaks) and "shows the reference: code" in tab.inner_text(".failure")
+    tab.click("#w-cut")
+    assert tab.locator(".failure").count() == min(20, len(cut))
+    assert "cut by the token limit" in tab.inner_text(".failure")
+    tab.keyboard.press("j")
+    tab.keyboard.press("Enter")
+    assert re.search(r"#d=\d+&turn=\d+$", tab.url) and tab.locator(".turn.named").is_visible()
+
+
+def test_pages_side_by_side_with_a_slider(browser, tmp_path):
+    data = make_pages()
+    page = Page(browser, write(tmp_path / "report.html", data, hints=["--critic DIR adds the credit of each turn"]))
+    tab = page.open("#view=failures")
+    worst = sorted(data["dialogues"], key=lambda d: d["reward"])
+    first = next(i for i, d in enumerate(worst) if d["m"] == 1)
+    assert "6 of 12 screenshots are left out" in tab.inner_text("#failures")
+    article = tab.locator(".failure").nth(first)
+    assert article.locator("img").count() == 4 and f"reward {worst[first]['similarity']:.3f}" in article.inner_text()
+    assert article.locator("img").evaluate_all("all => all.map(image => image.naturalWidth)") == [320] * 4
+    bare = next(i for i, d in enumerate(worst) if d["m"] == 0)
+    assert tab.locator(".failure").nth(bare).locator(".none").inner_text() == "no screenshot in this page"
+    clip = "image => getComputedStyle(image).clipPath"
+    assert article.locator(".stack img").last.evaluate(clip) == "inset(0px 0px 0px 50%)"
+    article.locator("input[type=range]").fill("80")
+    assert article.locator(".stack img").last.evaluate(clip) == "inset(0px 0px 0px 80%)"
+    tab.goto(page.address + "#view=dialogues&reward=0")
+    assert numbers(tab) == [i for i, d in enumerate(data["dialogues"]) if d["reward"] < 0.25]
+    assert "A page for shop" in tab.inner_text("#list") and tab.title() == "Evaluation"
+    assert not tab.locator("#f-family").count() and not tab.locator("#f-kind").count()
+    page.close()
+
+
+ATTACKS = ["</script><script>document.title = 'ran'</script>", "<img src=x onerror=\"document.title = 'ran'\">",
+           "<a href=\"javascript:document.title = 'ran'\">click</a>", "javascript:document.title='ran'",
+           "<iframe srcdoc=\"<script>parent.document.title = 'ran'</script>\"></iframe>", "{{ 7 * 7 }}", "<!--<script>",
+           "<meta http-equiv=refresh content='0;url=http://nothing.invalid/'>", "<style>* { display: none }</style>",
+           "<svg onload=\"document.title = 'ran'\">", "\u2028\u2029]]>", "\u202Eright to left override",
+           "<!doctype html><html><body onload=\"document.title = 'ran'\"><form action=//nothing.invalid><button>",
+           "\u0645\u0631\u062D\u0628\u0627 \u0628\u0643\u0645",
+           "\U0001F600\U0001F468\u200D\U0001F469\u200D\U0001F467 emoji",
+           "__proto__", "constructor"]
+
+
+def test_hostile_texts_stay_texts(browser, tmp_path):
+    data = make_data(len(ATTACKS), (ATTACKS[0], "<b>sweet</b>"), num_states=3)
+    data |= {"kinds": [*KINDS, ATTACKS[1]], "left_out": ATTACKS[0], "heading": ATTACKS[1]}
+    for number, attack in enumerate(ATTACKS):
+        task, d = data["tasks"][number], data["dialogues"][number]
+        task |= {"id": attack, "family": attack, "request": attack, "reference": attack, "facts": [attack] * 4,
+                 "image": attack}
+        d |= {"answer": attack, "reward": 0.5, "faults": [attack], "image": attack,
+              "failed": [{"call": attack, "expected": attack, "got": attack, "said": attack}]}
+        for turn in d["turns"]:
+            turn |= {"text": attack} | ({"kind": attack} if "kind" in turn else {"leak": attack})
+        data["images"] |= {attack: attack}
+    data["states"][0]["candidates"][0] |= {"text": ATTACKS[0], "kind": ATTACKS[1]}
+    many = "\U0001F600" * 3000 + "a" * (2 ** 20 - 3000)
+    data["dialogues"][0]["turns"][1]["text"] = many
+    path = write(tmp_path / "report.html", data, title=ATTACKS[0], hints=[ATTACKS[1]], notes=[ATTACKS[0]],
+                 lines=[(ATTACKS[1], ATTACKS[0])], metric_heading=ATTACKS[1])
+    page = Page(browser, path)
+    tab = page.open()
+    assert tab.locator("h1").inner_text() == ATTACKS[0] == tab.title()
+    for number, attack in enumerate(ATTACKS):
+        tab.goto(f"{page.address}#d={number}")
+        tab.locator("#secrets").check()
+        said = tab.locator(".turn .said").last.evaluate("node => node.textContent")
+        assert said.startswith(attack)
+        tab.locator("summary:has-text('failed tests')").click()
+        assert tab.locator(".tests td").first.evaluate("node => node.textContent") == attack
+        assert tab.locator(".secret pre").first.evaluate("node => node.textContent") == attack
+    assert tab.locator("[dir=auto]").first.evaluate("node => getComputedStyle(node).unicodeBidi") == "isolate"
+    tab.goto(f"{page.address}#d=13")                                # Arabic
+    assert tab.locator(".turn .text").first.evaluate("node => getComputedStyle(node).direction") == "rtl"
+    for view in ("compare", "credit", "candidates", "failures", "failures&what=faults", "failures&what=leaks",
+                 "failures&what=pages", "dialogues&q=%3Cscript", "dialogues&q=__proto__", "dialogues&sort=constructor",
+                 "__proto__", "constructor", "dialogues&m=constructor&kind=__proto__&page=-7",
+                 "compare&t=__proto__&pick=a,99999"):
+        tab.goto(f"{page.address}#view={view}")
+        assert tab.locator("main").inner_text() != ""
+    for fragment in ("d=__proto__", "d=-1&turn=x", "d=99999999", "s=1e9", "d=1&turn=%3Cscript%3E", "%E0%A4%A",
+                     "view=<script>"):
+        tab.goto(f"{page.address}#{fragment}")
+        assert tab.locator("main").inner_text() != ""
+    tab.goto(f"{page.address}#d=0")
+    block = tab.locator("#turn-0-1 .text")
+    assert len(block.inner_text()) <= 5001
+    tab.click("text=show all 1,048,576 characters")
+    assert block.evaluate("node => [...node.textContent].length") == 2 ** 20
+    assert tab.locator("script").count() == 2
+    assert tab.locator("main img, main iframe, main form:not(.filters)").count() == 0
+    names = tab.evaluate("[...document.querySelectorAll('*')].flatMap(node => node.getAttributeNames())")
+    assert len(names) > 100 and [name for name in names if name.startswith("on")] == []
+    links = tab.evaluate("[...document.querySelectorAll('a')].map(a => a.getAttribute('href'))")
+    assert len(links) > 10 and [link for link in links if not link.startswith("#")] == []
+    assert tab.title() == ATTACKS[0]
+    page.close()
+
+
+def test_the_policy_of_the_page_stops_what_is_not_its_script(browser, tmp_path):
+    """So that the silence of the test above means something: markup that gets in is refused, and this is seen."""
+    path = tmp_path / "report.html"
+    markup = """<img src=http://nothing.invalid/a.png><script>document.title = 'ran'</script>
+                <p onclick="document.title = 'ran'">x</p>"""
+    path.write_text(render(make_data(2)).replace("<main>", "<main>" + markup))
+    page = Page(browser, path)
+    tab = page.open()
+    tab.click("p:has-text('x')")
+    assert tab.title() == "Evaluation"
+    blocked = sorted(re.findall("(image|script|handler).* violates the following Content", "\n".join(page.faults)))
+    assert blocked == ["handler", "image", "script"]
+    page.faults.clear()
+    page.close()
+
+
+def test_missing_pieces_leave_their_section_out(browser, tmp_path):
+    data = make_data(3, num_states=0) | {"critic": None, "kinds": []}
+    for task in data["tasks"]:
+        del task["facts"], task["family"]
+    for d in data["dialogues"]:
+        for key in ("credit", "known", "failed", "faults"):
+            d.pop(key, None)
+        for turn in d["turns"]:
+            for key in ("credit", "kind", "learned", "tokens", "cut", "leak"):
+                turn.pop(key, None)
+    hints = ["--critic DIR adds the credit of each turn", "--candidates FILE adds the candidates"]
+    page = Page(browser, write(tmp_path / "report.html", data, bars=None, hints=hints))
+    tab = page.open()
+    assert shown(tab, "#nav a") == ["Results", "Dialogues", "Compare", "Failures"]
+    assert shown(tab, ".hints li") == hints and tab.locator(".interval").count() == 0
+    tab.goto(page.address + "#d=4")
+    assert tab.locator(".turn").count() == len(data["dialogues"][4]["turns"])
+    assert not {"credit", "no."} & set(shown(tab, "#list th"))
+    assert tab.locator(".credit, .strip, .bars, .facts").count() == 0
+    for view in ("credit", "candidates"):
+        tab.goto(page.address + f"#view={view}")
+        assert shown(tab, "#nav a[aria-current]") == ["Results"]
+    tab.goto(page.address + "#view=failures")
+    assert shown(tab, "#failures") == ["No failed test, leak, cut turn or fault."]
+    page.close()
+
+
+def contrast(tab, selector):
+    """The least contrast (WCAG) of the texts that a selector finds against what is behind them."""
+    return tab.evaluate("""selector => {
+      const linear = value => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
+      const light = color => {
+        const [r, g, b] = color.match(/[\\d.]+/g).map(value => linear(value / 255));
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+      };
+      const behind = node => {
+        const color = getComputedStyle(node).backgroundColor;
+        return /, 0\\)$/.test(color) ? behind(node.parentElement) : color;
+      };
+      const nodes = [...document.querySelectorAll(selector)].filter(node => node.offsetParent && node.innerText.trim());
+      return Math.min(...nodes.map(node => {
+        const pair = [light(getComputedStyle(node).color), light(behind(node))].sort((a, b) => b - a);
+        return (pair[0] + 0.05) / (pair[1] + 0.05);
+      }));
+    }""", selector)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast_and_width_of_a_phone(browser, small, scheme):
+    data, path = small
+    page = Page(browser, path, color_scheme=scheme, viewport={"width": 400, "height": 800})
+    failed = next(i for i, d in enumerate(data["dialogues"]) if d["reward"] < 1)
+    for fragment in ("", "#view=dialogues", f"#d={failed}&turn=1", "#view=compare&t=1", "#view=credit",
+        "#view=candidates&s=1",
+                     "#view=failures", "#view=failures&what=cut"):
+        tab = page.open(fragment)
+        tab.check("#secrets")
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 400, fragment
+        texts = "p, a, button:not(:disabled), th, td, span:not([aria-hidden]), label, li, pre, h1, h2, h3, b"
+        assert contrast(tab, texts) >= 4.5, fragment
+    page.close()
+
+
+def test_two_small_pictures_of_a_page(browser, small, tmp_path):
+    from PIL import Image
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "screenshots.py", small[1], "--out", tmp_path],
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name in ("report_first.png", "report_dialogue.png"):
+        assert Image.open(tmp_path / name).size == (1180, 760) and (tmp_path / name).stat().st_size <= 150_000
+
+
+def test_the_page_is_one_file_without_addresses():
+    page = render(make_data(2))
+    assert page.count("<script") == 2 and not re.search(r"""(src|href)=["']?(?!#)\w|url\(|@import""", page)
+    for name in ("report.js", "report.html"):
+        assert not re.search(r"innerHTML|insertAdjacentHTML|outerHTML|document\.write|eval\(|Function\(|https?://",
+                             (LIB / name).read_text(encoding="utf-8"))
+    assert {path.name for path in pathlib.Path(LIB).glob("report.*")} >= {"report.html", "report.css", "report.js"}
