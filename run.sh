@@ -31,8 +31,9 @@ sweet & first=$!
 baselines & second=$!
 wait $first
 wait $second
+files=() report=$out/report
+for name in base rft mtdpo sweet; do files+=("$name=$out/$name.jsonl"); done
 # Alone on the machine by now: both cores.
-OMP_NUM_THREADS=2 $py 05_evaluate.py base="$out/base.jsonl" rft="$out/rft.jsonl" mtdpo="$out/mtdpo.jsonl" sweet="$out/sweet.jsonl" \
-    --baseline mtdpo $similarity $gates --critic "$out/critic" --candidates "$out/sweet" --out "$out/report" |
-    tee -a "$out/evaluate.log"
-echo "the page, with the credit of every turn: $out/report/report.html"
+OMP_NUM_THREADS=2 $py 05_evaluate.py "${files[@]}" --baseline mtdpo $similarity $gates --critic "$out/critic" \
+    --candidates "$out/sweet" --out "$report" | tee -a "$out/evaluate.log"
+echo "the page, with the credit of every turn: $report/report.html"
