@@ -94,6 +94,6 @@ def domain_of(task, where="task"):
     raise ColBenchError(f'{where}: missing "test_cases", or what a task of another domain has ({", ".join(DOMAINS)})')
 
 
-from colbench import backend, frontend  # noqa: E402  they need the names above
+from colbench import backend, frontend, sql  # noqa: E402  they need the names above
 
-DOMAINS = {"backend": backend, "frontend": frontend}
+DOMAINS = {"backend": backend, "frontend": frontend, "sql": sql}

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Makes the base model of an embedded default again from nothing:
-#     bash scripts/make_tiny.sh [--domain frontend] [FOLDER]
+#     bash scripts/make_tiny.sh [--domain NAME] [FOLDER]
 # models/tiny (functions) in about 30 minutes on 2 cores, models/tiny_pages (pages) in about 35. To try it out in two
 # minutes: OUT=out/try NUM_TASKS=12 bash scripts/make_tiny.sh out/try/tiny
 # A model imitates three kinds of scripted dialogues on training tasks: clear requests that are answered at once, vague
@@ -13,11 +13,12 @@ take_domain "$@"
 shift $taken
 set_up_domain
 folder=${1:-$base}
-if [ $domain = backend ]; then
-    work=${OUT:-out}/make_tiny num_tasks=${NUM_TASKS:-4000} epochs=2
-else
-    work=${OUT:-out}/make_tiny_pages num_tasks=${NUM_TASKS:-1000} epochs=1
-fi
+case $domain in
+    backend) num_tasks=4000 epochs=2 ;;
+    frontend) num_tasks=1000 epochs=1 ;;
+    sql) num_tasks=1500 epochs=2 ;;
+esac
+work=${OUT:-out}/make_$(basename $base) num_tasks=${NUM_TASKS:-$num_tasks}
 tasks="01_generate_tasks.py --domain $domain --split train --seed 100"
 rollout="$torchrun $rollout --samples 2"
 mkdir -p "$work"
