@@ -36,18 +36,18 @@ COLUMNS = (("databases_agree", "databases", ".3f"), ("success_seen", "seen", ".3
            ("success_when_known", "when known", ".3f"), ("looks", "looks", ".2f"))
 SCORE_KEYS = "reward", "databases", "faults"
 AGENT_SYSTEM = (
-    "You write one SQL query (SQLite) for a person. The question leaves things out. Some of them only the person knows: "
-    "ask one short question in a turn; the person cannot read SQL. Some of them the database shows: write "
-    f'"{LOOK}" and one SELECT, and you get rows of an example database. When you know enough, write "{MARKER}" and then '
-    "nothing but the query. You have {max_rounds} rounds, looks included, and the last one must be that answer.")
+    "You write one SQL query (SQLite) for a person. The question leaves things out. Some only the person knows: ask "
+    "one short question in a turn; the person cannot read SQL. Some the database shows: write "
+    f'"{LOOK}" and one SELECT, and you get rows of an example database. When you know enough, write "{MARKER}" and '
+    "then nothing but the query. You have {max_rounds} rounds, looks included; the last one must be that answer.")
 SIMULATOR_SYSTEM = (
-    "You are a person who asked an assistant for data, in these words:\n{problem_description}\n\nOnly you know what you "
-    "mean: the query below. Answer the assistant's last message in one or two short sentences of plain English. Say "
-    "only what was asked about. You do not know how the database stores things. Never write SQL.\n\n{ground_truth}")
+    "You are a person who asked an assistant for data, in these words:\n{problem_description}\n\nOnly you know what "
+    "you mean: the query below. Answer the assistant's last message in one or two short sentences of plain English. "
+    "Say only what was asked about. You do not know how the database stores things. Never write SQL.\n\n{ground_truth}")
 JUDGE = (
     "An assistant writes an SQL query for a person. It cannot see what the person needs; you can:\n{ground_truth}\n\n"
-    "The dialogue so far:\n{dialogue}\n\nTwo ways for the assistant to go on:\n[A] {a}\n[B] {b}\n\nWhich one brings the "
-    "assistant nearer to the query that the person needs? Reply with the letter A or B alone.")
+    "The dialogue so far:\n{dialogue}\n\nTwo ways for the assistant to go on:\n[A] {a}\n[B] {b}\n\nWhich one brings "
+    "the assistant nearer to the query that the person needs? Reply with the letter A or B alone.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -340,7 +340,7 @@ def open_database(schema, tables):
         connection.setlimit(limit, value)
     allowed = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
     connection.set_authorizer(lambda action, table, name, *_: int(
-        action not in allowed or name in ("load_extension", "randomblob", "random")))
+        action not in allowed or name in ("load_extension", "fts3_tokenizer", "random", "randomblob")))
     return connection
 
 
@@ -392,10 +392,11 @@ def is_ordered(query):
 
 def program(task, databases, statement):
     """Python source for the child: result(i) is what `statement` gives on database i, table() how that looks."""
-    return (f"{SOURCE}\n\nSCHEMA, DATABASES, STATEMENT = json.loads({json.dumps([task['schema'], databases, statement])!r}"
-            f")\n\n\ndef result(i):\n    return canonical(*select(open_database(SCHEMA, DATABASES[i]), STATEMENT), "
-            f"{is_ordered(task['ground_truth'])})\n\n\ndef table():\n"
-            "    return as_table(*select(open_database(SCHEMA, DATABASES[0]), STATEMENT))\n")
+    data = json.dumps([task["schema"], databases, statement])
+    return (f"{SOURCE}\n\nSCHEMA, DATABASES, STATEMENT = json.loads({data!r})\n\n\n"
+            "def rows(i):\n    return select(open_database(SCHEMA, DATABASES[i]), STATEMENT)\n\n\n"
+            f"def result(i):\n    return canonical(*rows(i), {is_ordered(task['ground_truth'])})\n\n\n"
+            "def table():\n    return as_table(*rows(0))\n")
 
 
 def statement_of(text):
@@ -500,12 +501,12 @@ def oracle_scores(oracle, task, history, messages):
 # the person, and the scripted agents
 
 def leak_of(task, reply):
-    """How a person's reply shows SQL: "fence", "query" (SELECT … FROM), "code" (8 tokens of the reference in a row);
-    None: it does not."""
+    """How a person's reply shows SQL: "fence", "query" (select … from a table), "code" (8 tokens of the reference in a
+    row); None: it does not."""
     if "```" in reply:
         return "fence"
-    if re.search(r"\bselect\b.+\bfrom\s+\w+(\s+\w)?\b.*(\bwhere\b|\bjoin\b|;)|^\s*select\b.+\bfrom\b", reply,
-                 re.IGNORECASE | re.DOTALL):
+    tables = "|".join(re.findall(r"CREATE TABLE (\w+)", task["schema"]))
+    if re.search(rf"\bselect\b.+\bfrom\s+({tables})\b", reply, re.IGNORECASE | re.DOTALL):
         return "query"
     runs, tokens = leak_marks(task["ground_truth"])[1], code_tokens(reply)
     return "code" if any(tuple(tokens[i:i + 8]) in runs for i in range(len(tokens))) else None
