@@ -16,6 +16,7 @@ PERSON_SEES           whether the agent's turns can be looked at: a model that p
 MIN_GAP               two trajectories whose returns differ by so much make a pair; None: success against the rest
 FAMILIES              names of the template families
 ORACLES               names of the critics without errors, for `oracle_scores`; may be empty
+PLAYERS               may be left out: {name: turn} of further scripted agents for 02 --agent, called as scripted_turn
 COLUMNS               [(key of `measure`, heading, format), …] of the table of 05
 SCORE_KEYS            what World.score writes into rows: 05 removes what an earlier evaluation wrote
 

@@ -23,10 +23,24 @@ import re
 import string
 
 from colbench import check_keys, ColBenchError, task_id
-from colbench.backend import code_tokens, leak_marks, OPENERS, topics_asked, UNCLEAR
+from colbench.backend import (  # noqa: F401  six names of the interface are the same as for functions
+    code_tokens,
+    lacks,
+    leak_marks,
+    MARKER,
+    metric,
+    num_hidden,
+    OPENERS,
+    ORACLES,
+    outcome,
+    shown,
+    topics_asked,
+    UNCLEAR,
+    views,
+)
 from colbench.scorer import check_tasks, reward_of, Scorer
 
-MARKER, LOOK = "I WANT TO ANSWER:", "QUERY:"
+LOOK = "QUERY:"
 NOUN = "query"
 REPLY_CHARS, REPLY_TOKENS = 400, 128
 PERSON_SEES = False
@@ -245,13 +259,6 @@ def fill(rng, words, chosen, example):
     return rows
 
 
-def create_statements(tables, texts):
-    """The schema as SQL; `texts` are the columns of text, the others hold whole numbers."""
-    return "".join(f"CREATE TABLE {table}(" + ", ".join(f"{column} {'TEXT' if column in texts else 'INTEGER'}"
-                                                        for column in columns) + ");\n"
-                   for table, columns in tables.items())
-
-
 def make_task(rng, name, told, accept):
     """One task of a family, or the reason why there is none: `accept(task_id)` says no, or no databases prove every
     decision. The id of a task with an unseen schema is of the test split."""
@@ -271,8 +278,10 @@ def make_task(rng, name, told, accept):
         number += 90 + number % 10 - number % 100
     if reason := accept(f"{number:016x}"):
         return reason
-    tables, chosen = tables_of(words), codes | {"style": style}
-    schema_text = create_statements(tables, {"name", "status", words["begin"], words["end"]})
+    tables, chosen, texts = tables_of(words), codes | {"style": style}, ("name", "status", words["begin"], words["end"])
+    schema_text = "".join(f"CREATE TABLE {table}(" + ", ".join(
+        f"{column} {'TEXT' if column in texts else 'INTEGER'}" for column in own) + ");\n"
+        for table, own in tables.items())
     for _ in range(12):
         databases = [fill(rng, words, chosen, index == 0) for index in range(NUM_HIDDEN + 1)]
         databases[-1][words["children"]] = []
@@ -484,9 +493,6 @@ def turn_kind(task, history, message):
     return "ask repeat" if any(i in known for i in asked) else "ask idle"
 
 
-ORACLES = "oracle", "oracle-patient"
-
-
 def oracle_scores(oracle, task, history, messages):
     """As for functions (backend.oracle_scores): "oracle" wants a right answer at once, "oracle-patient" only when the
     agent can know that it is right."""
@@ -591,14 +597,6 @@ def check_data(tasks, unsafe_scorer=False):
         return check_tasks([as_function_task(task) for task in tasks], scorer, other)
 
 
-def num_hidden(task):
-    return sum(fact["matters"] and not fact["told"] for fact in task["facts"])
-
-
-def lacks(task, player):
-    return None if task.get("facts") else "facts"
-
-
 def answer_of(history, is_last):
     """What follows the marker; in the last round without it the whole turn."""
     before, marker, after = history[-1]["content"].partition(MARKER)
@@ -607,22 +605,6 @@ def answer_of(history, is_last):
 
 def answer_message(task):
     return f"{MARKER}\n{task['ground_truth']}"
-
-
-def shown(message):
-    return message
-
-
-def views(task, history, privileged):
-    return None
-
-
-def metric(trajectories):
-    return "success_rate"
-
-
-def outcome(trajectory):
-    return trajectory["reward"] == 1
 
 
 def measure(trajectories):
