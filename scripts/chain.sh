@@ -42,8 +42,8 @@ set_up_domain() {
             sweet_settings="--lr 1e-4 --nll-coef 0.3 $sampling --pairs-together" ;;
         sql)
             setup_environment requirements.txt
-            base=models/tiny_sql num_train=600 num_test=300 similarity=
-            sampling="--data-frac 0.06 --max-new-tokens 100"
+            base=models/tiny_sql num_train=500 num_test=300 similarity=
+            sampling="--max-new-tokens 100"
             rollout="02_rollout.py --simulator rules --max-rounds ${ROUNDS:-8} --max-new-tokens 100"
             critic_settings="--beta 1 --lr 3e-4 --epochs 2"
             rft_settings="--lr 1e-3 --epochs 4"
