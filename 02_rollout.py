@@ -25,9 +25,9 @@ Every dialogue goes its own way, `--concurrency` of them at a time. A model on t
 batches; a server (http://HOST:PORT/v1#NAME, or http://A/v1,http://B/v1#NAME; for agents, simulators and judges) is
 asked at once. What a server's agent says has no token ids, so that 03 and 04 tokenise it anew, but for vLLM's with
 --agent-tokenizer. Agents: a model (see README), or `script`, a noisy scripted agent for template tasks whose dialogues
-a base model is taught by (`script-informed`: one that knows the reference; queries have a `script-asker`, too). Simulators:
-`rules` (template tasks), or a model with a prompt. <think> blocks are kept in "output", and the other side does not
-see them.
+a base model is taught by (`script-informed`: one that knows the reference; queries have a `script-asker`, too).
+Simulators: `rules` (template tasks), or a model with a prompt. <think> blocks are kept in "output", and the other side
+does not see them.
 
 Differs from the paper: the agent is told when the last round begins. The prompts are ours.
 
