@@ -392,7 +392,7 @@ def test_an_asker_takes_what_has_most_values_first(tasks):
 def test_05_evaluates_queries(played, tmp_path, capsys):
     path = tmp_path / "script.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in played["script"][:4]))
-    stage(5).main([f"script={path}", "--out", str(tmp_path / "report"), "--gates", str(ROOT / "models" / "tiny")])
+    stage(5).main([f"script={path}", "--out", str(tmp_path / "report"), "--gates", str(ROOT / "models" / "tiny_sql")])
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())["script"]
     assert metrics["success_rate"] == sum(row["reward"] == 1 for row in played["script"][:4]) / 4
     text = capsys.readouterr().out
