@@ -67,8 +67,8 @@ async def agent_turn(dialogue, agent, chooser, args):
     task, history, key = dialogue["task"], dialogue["history"], dialogue_key(dialogue, args, "agent")
     domain = domain_of(task)
     if agent is None:
-        text = domain.scripted_turn(task, history, args.max_rounds, args.agent == "script-informed",
-                                    random.Random(repr(key)))
+        player = getattr(domain, "PLAYERS", {}).get(args.agent, domain.scripted_turn)
+        text = player(task, history, args.max_rounds, args.agent == "script-informed", random.Random(repr(key)))
         return {"role": "assistant", "content": domain.shown(text)}
     chat = common.agent_messages(history, args.max_rounds, domain.AGENT_SYSTEM, dialogue["system"])
     prompt, replies = await ask(agent, chat, key, args.temperature, args.max_new_tokens, args.best_of,
@@ -263,8 +263,8 @@ PRESETS = {f"paper-{domain}": {"dtype": "bfloat16"} for domain in ("backend", "f
 def parse_args(argv=None):
     parser = argument_parser(__doc__)
     parser.add_argument("--tasks", required=True, help="tasks file (01); with --branch a trajectories file")
-    parser.add_argument("--agent", required=True, help="a model (folder, hub id, smollm2, server), or the scripted "
-                        "agent of template tasks: script, script-informed (knows c)")
+    parser.add_argument("--agent", required=True, help="a model (folder, hub id, smollm2, server), or a scripted agent "
+                        "of template tasks: script, script-informed (knows c), or a further one of the domain")
     parser.add_argument("--simulator", default="rules", help="who plays the human: rules, or a model")
     parser.add_argument("--out", required=True, help="trajectories file to write (JSONL)")
     parser.add_argument("--samples", type=positive_int, default=1, help="dialogues a task")
@@ -326,6 +326,9 @@ def parse_args(argv=None):
 
 def check_players(tasks, domain, args):
     """InputError where a task states not what the rules, the scripted agent or the oracle need."""
+    scripts = "script", "script-informed", *getattr(domain, "PLAYERS", ())
+    if args.agent.startswith("script") and args.agent not in scripts:
+        raise InputError(f"--agent {args.agent}: {domain.NOUN}s have the scripted agents {', '.join(scripts)}")
     players = {"rules": args.simulator == "rules", "script": args.agent.startswith("script"),
                args.critic: args.critic in domain.ORACLES}
     for number, task in enumerate(tasks, 1):

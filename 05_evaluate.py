@@ -335,7 +335,7 @@ def main(argv=None):
     branches = read_branches(args.returns, domain, critics) if args.returns else None
     if critics:
         common.trajectory_pairs(first, first_path)                   # errors now, not after the scoring
-    programs = "rules", "script", "script-informed", *domain.ORACLES
+    programs = "rules", "script", "script-informed", *getattr(domain, "PLAYERS", ()), *domain.ORACLES
     costs = compare_costs({name: own[0] for name, own in runs.items()}, programs) if args.costs else {}
     check_format(args.export)
     critic = text_critic(args.critic, domain) if args.critic else None

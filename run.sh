@@ -7,7 +7,9 @@
 # Web pages: bash run.sh --domain frontend [SEED]   (template pages, results in out/frontend; needs Chromium, which is
 # installed where this runs as root on Debian)
 #
-# Over seeds, with ablations: bash scripts/study.sh [SEED …], or bash run.sh --study [SEED …]
+# Ambiguous questions to a database: bash run.sh --domain sql [SEED]   (results in out/sql)
+#
+# Over seeds, with ablations: bash scripts/study.sh [SEED …], or bash run.sh --study [--domain sql] [SEED …]
 set -euo pipefail
 cd "$(dirname "$0")"
 [ "${1:-}" != --study ] || exec bash scripts/study.sh "${@:2}"
@@ -19,7 +21,8 @@ seed=${1:-0}
 set_up_domain
 
 out=${OUT:-out} gates="--gates $base"
-[ $domain = backend ] || out=$out/$domain gates=
+[ $domain = backend ] || out=$out/$domain
+[ $domain != frontend ] || gates=
 [ "$seed" = 0 ] || out=$out/seed$seed
 echo "seed $seed, results in $out"
 # Two ranks of one thread each, then two processes, share the two cores.

@@ -15,6 +15,7 @@ PERSON_SEES           whether a model that plays the human is shown images
 MIN_GAP               two trajectories whose returns differ by so much make a pair; None: success against the rest
 FAMILIES              names of the template families
 ORACLES               names of the critics without errors, for `oracle_scores`; may be empty
+PLAYERS               may be left out: {name: turn} of further scripted agents for 02 --agent, called as scripted_turn
 COLUMNS               [(key of `measure`, heading, format), …] of the table of 05
 SCORE_KEYS            what World.score writes into rows: 05 removes what an earlier evaluation wrote
 
@@ -104,6 +105,6 @@ def domain_of(task, where="task"):
     raise ColBenchError(f'{where}: missing "test_cases", or what a task of another domain has ({", ".join(DOMAINS)})')
 
 
-from colbench import backend, frontend  # noqa: E402  they need the names above
+from colbench import backend, frontend, sql  # noqa: E402  they need the names above
 
-DOMAINS = {"backend": backend, "frontend": frontend}
+DOMAINS = {"backend": backend, "frontend": frontend, "sql": sql}

@@ -29,7 +29,7 @@ FILE_LIMIT = 16 << 20           # bytes of a file, and of all files in the layer
 RESULT_LIMIT = 1 << 20          # bytes of one encoded result
 HEADER = struct.Struct("<II")   # bytes of the request (0: kill the running one), seconds of processor time
 PRELOADED = ("bisect calendar collections collections.abc copy dataclasses datetime decimal enum fractions functools "
-             "heapq itertools math operator random re statistics string time typing")           # each slows every fork
+             "heapq itertools math operator random re sqlite3 statistics string time typing")   # each slows every fork
 BLACKLIST = ("import os", "exit(", "quit(", "argparse", "sudo", "transformers")             # of the published scorer
 START_LIMIT_S, LOAD_LIMIT_S, LOADS_LIMIT_S, CLEAN_LIMIT_S = 60, 4, 20, 5
 

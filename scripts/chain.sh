@@ -1,4 +1,4 @@
-# Sourced by run.sh and by the other scripts, in the repository's root: the settings of the two domains, and the steps
+# Sourced by run.sh and by the other scripts, in the repository's root: the settings of the domains, and the steps
 # of the chain (tasks, dialogues, critic, policies) as functions. The settings are those that scripts/tune.sh found best
 # on validation tasks, of eight for each method (three with pages).
 . scripts/setup.sh
@@ -11,8 +11,8 @@ take_domain() {
     if [ "${1:-}" = --domain ]; then
         domain=${2:-} taken=2
     fi
-    if [ "$domain" != backend ] && [ "$domain" != frontend ]; then
-        echo "error: --domain '$domain': must be backend or frontend" >&2
+    if [[ ! $domain =~ ^(backend|frontend|sql)$ ]]; then
+        echo "error: --domain '$domain': must be backend, frontend or sql" >&2
         exit 2
     fi
 }
@@ -40,6 +40,15 @@ set_up_domain() {
             rft_settings="--lr 1e-3 --epochs 4"
             mtdpo_settings="--lr 1e-4 --nll-coef 0.3 --epochs 1"
             sweet_settings="--lr 1e-4 --nll-coef 0.3 $sampling --pairs-together" ;;
+        sql)
+            setup_environment requirements.txt
+            base=models/tiny_sql num_train=500 num_test=300 similarity=
+            sampling="--max-new-tokens 100"
+            rollout="02_rollout.py --simulator rules --max-rounds ${ROUNDS:-8} --max-new-tokens 100"
+            critic_settings="--beta 1 --lr 3e-4 --epochs 2"
+            rft_settings="--lr 1e-3 --epochs 4"
+            mtdpo_settings="--lr 1e-4 --nll-coef 0.3 --epochs 2"
+            sweet_settings="--lr 3e-5 --nll-coef 0.3 $sampling --max-tokens 4096 --pairs-together" ;;
     esac
 }
 

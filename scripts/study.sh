@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Over seeds: bash scripts/study.sh [SEED …]   (0 1 2 3 4; results in out/study; a second call resumes)
+# Over seeds: bash scripts/study.sh [--domain sql] [SEED …]   (0 1 2 3 4; results in out/study or out/sql/study; a second
+# call resumes)
 # The chain of run.sh for every seed on 500 test tasks, about 15 minutes of one core a seed; then SWEET with other
 # critics and with oracles, multi-turn DPO with as many trained tokens as SWEET, and both methods on less data, an
 # estimated 30 minutes of one core a seed; at last the first seed's critics compared. ROWS names the rows, as in row()
@@ -7,10 +8,13 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/chain.sh
-domain=backend
+take_domain "$@"
+shift $taken
+[ $domain != frontend ] || { echo "error: --domain frontend: the study is for backend and sql" >&2; exit 2; }
 set_up_domain
 seeds=${*:-0 1 2 3 4} rows=${ROWS-oracle oracle-patient tokens no-c no-norm regression value n200 n800}
 results=${OUT:-out}/study
+[ $domain = backend ] || results=${OUT:-out}/$domain/study
 export TEST_TASKS=${TEST_TASKS:-500} SAMPLES=1
 export py domain seed out results base num_train num_test rollout critic_settings rft_settings mtdpo_settings \
     sweet_settings

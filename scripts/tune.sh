@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The search that chose the hyper-parameters of run.sh, on validation tasks: bash scripts/tune.sh [--domain frontend],
-# after run.sh with the same (whose offline dialogues it takes). Eight settings for each method, three with pages; test
-# tasks are not touched. Writes out/tune/grid.csv, which is kept as docs/grid.csv, about 40 minutes on 2 cores;
-# with pages out/frontend/tune/grid.csv and docs/grid_pages.csv, about 25.
+# The search that chose the hyper-parameters of run.sh, on validation tasks: bash scripts/tune.sh [--domain NAME],
+# after run.sh with the same (whose offline dialogues it takes). Eight settings for each method, three with pages and
+# queries; test tasks are not touched. Writes out/tune/grid.csv, which is kept as docs/grid.csv, about 40 minutes on 2
+# cores; with pages out/frontend/tune/grid.csv and docs/grid_pages.csv, about 25; with queries out/sql/tune/grid.csv.
 #     KINDS="no-c regression" bash scripts/tune.sh
 # then searches for SWEET with other critics in place of the methods, eight settings for each, from the same candidates:
 # out/tune/grid-critics.csv, kept as docs/grid_critics.csv, about 20 minutes a critic.
@@ -13,6 +13,7 @@ take_domain "$@"
 set_up_domain
 chain=${OUT:-out} betas="0.1 1" num_validation=300
 [ $domain = backend ] || chain=$chain/$domain betas=1 num_validation=60
+[ $domain != sql ] || num_validation=150
 offline=$chain/offline.jsonl work=$chain/tune
 kinds=${KINDS:-} grid=grid
 if [ "$kinds" ]; then
@@ -78,17 +79,18 @@ function_grid() {
     done
     sweet_grid sweet critic
 }
-page_grid() {
-    local lr
+short_grid() {
+    local lr epochs=1
+    [ $domain = frontend ] || epochs=2
     for lr in 3e-4 1e-3 3e-3; do echo "rft_${lr}_-_-_4 --method rft --lr $lr --epochs 4"; done
     for lr in 3e-5 1e-4 3e-4; do
-        echo "mtdpo_${lr}_0.1_0.3_1 --method mtdpo --lr $lr --nll-coef 0.3 --epochs 1"
+        echo "mtdpo_${lr}_0.1_0.3_$epochs --method mtdpo --lr $lr --nll-coef 0.3 --epochs $epochs"
         echo "sweet_${lr}_1_0.3_1 --method sweet --lr $lr --nll-coef 0.3 --pairs-together $sampling --critic" \
             "$work/critic-1 --candidates $work/candidates/candidates.jsonl"
     done
 }
 settings=function_grid
-[ $domain = backend ] || settings=page_grid
+[ $domain = backend ] || settings=short_grid
 [ -z "$kinds" ] || settings=critic_grid
 for kind in ${kinds:-lm}; do
     [ $kind = lm ] && name=critic || name=critic-$kind

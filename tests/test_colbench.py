@@ -233,7 +233,7 @@ def test_bad_tasks_are_one_line(change, line, tmp_path):
     (lambda row: changed(row, answer=None), 'missing "answer"'),
     (lambda row: changed(row, reward="0.5"), '"reward" is a str, not a number'),
     (lambda row: changed(row, task=changed(row["task"], test_cases=None)),
-     'task: missing "test_cases", or what a task of another domain has (backend, frontend)'),
+     'task: missing "test_cases", or what a task of another domain has (backend, frontend, sql)'),
     (lambda row: changed(row, task=changed(row["task"], test_cases={"a": [1]})), '"a" is a list, not a str'),
     (lambda row: changed(row, dialogue_history=row["dialogue_history"][:1]),
      'dialogue_history has no turn of role "assistant"')])

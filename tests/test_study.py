@@ -43,7 +43,7 @@ def call(tmp_path):
     for name in ("python", "torchrun"):
         (tmp_path / ".venv" / "bin" / name).write_text(STAND_IN)
         (tmp_path / ".venv" / "bin" / name).chmod(0o755)
-    for name in ("tiny", "tiny_pages"):
+    for name in ("tiny", "tiny_pages", "tiny_sql"):
         (tmp_path / "models" / name).mkdir(parents=True)
     (tmp_path / "scripts").mkdir()
     for name in ("run.sh", "scripts/chain.sh", "scripts/study.sh", "scripts/tune.sh"):
@@ -120,6 +120,16 @@ def test_a_study_of_the_chain_alone(call):
     assert not any("oracle" in name or "few" in name for name in outputs(commands))
 
 
+def test_the_chain_of_queries_and_its_study(call):
+    commands = [command["words"] for command in call("run.sh", "--domain", "sql")]
+    assert {command[command.index("--domain") + 1] for command in commands if "--domain" in command} == {"sql"}
+    assert any("models/tiny_sql" in command for command in commands) and "--gates" in commands[-1]
+    assert not any("models/tiny" in command for command in commands)
+    commands = call("run.sh", "--study", "--domain", "sql", "3", ROWS="oracle-patient no-c")
+    assert {f"out/sql/study/seed3/{name}.jsonl" for name in ("base", "rft", "mtdpo", "sweet", "sweet-no-c",
+                                                             "sweet-oracle-patient")} <= set(outputs(commands))
+
+
 def test_the_chain_of_pages(call):
     commands = [command["words"] for command in call("run.sh", "--domain", "frontend")]
     assert {command[command.index("--domain") + 1] for command in commands if "--domain" in command} == {"frontend"}
@@ -134,7 +144,7 @@ def test_the_chain_of_pages(call):
 @pytest.mark.parametrize("flags", [["--domain"], ["--domain", "frontends"]])
 def test_an_unknown_domain_is_refused(script, flags):
     process = subprocess.run(["bash", script, *flags], cwd=ROOT, text=True, capture_output=True, timeout=20)
-    assert process.returncode == 2 and "must be backend or frontend" in process.stderr and not process.stdout
+    assert process.returncode == 2 and "must be backend, frontend or sql" in process.stderr and not process.stdout
 
 
 def test_a_seed_is_a_number():
@@ -143,7 +153,8 @@ def test_a_seed_is_a_number():
 
 
 @pytest.mark.parametrize("flags, number, test_tasks", [
-    ([], 8, "out/test.jsonl"), (["--domain", "frontend"], 3, "out/frontend/test.jsonl")])
+    ([], 8, "out/test.jsonl"), (["--domain", "frontend"], 3, "out/frontend/test.jsonl"),
+    (["--domain", "sql"], 3, "out/sql/test.jsonl")])
 def test_every_method_is_searched_over_as_many_settings(call, flags, number, test_tasks):
     call("run.sh", *flags)
     commands = call("scripts/tune.sh", *flags)

@@ -1,0 +1,687 @@
+"""SQL queries (an ambiguous question to a database): schemas, hidden decisions, the rule-based human, looks into an
+example database, kinds of turns, oracles, scores.
+
+The human asks in a colleague's words ("How many customers had a big order this year?"). What the words mean stands in
+"facts": the decisions, each of which matters, and plausible ones that do not. Some are the human's ("by": "ask"), some
+the database shows ("by": "look"). In each round the agent does one of three things:
+
+    QUERY: SELECT …             a look: the rows of the example database come back as a table (8 rows, 600 characters)
+    any other text              a message to the human, who says what was asked about
+    I WANT TO ANSWER: SELECT …  ends the dialogue
+
+The answer is run on hidden databases, the reward is the share of them on which it gives the rows of the reference. Rows
+are a multiset, and a list where the reference ends with ORDER BY. Names and order of columns are ignored, 1 equals 1.0,
+and fractions are compared to 9 digits. All SQL of an agent runs in the scorer's confined child program (sandbox.py).
+"""
+import asyncio
+import collections
+import hashlib
+import inspect
+import json
+import math
+import re
+import string
+
+from colbench import check_keys, ColBenchError, task_id
+from colbench.backend import (  # noqa: F401  six names of the interface are the same as for functions
+    code_tokens,
+    lacks,
+    leak_marks,
+    MARKER,
+    metric,
+    num_hidden,
+    OPENERS,
+    ORACLES,
+    outcome,
+    shown,
+    topics_asked,
+    UNCLEAR,
+    views,
+)
+from colbench.scorer import check_tasks, reward_of, Scorer
+
+LOOK = "QUERY:"
+NOUN = "query"
+REPLY_CHARS, REPLY_TOKENS = 400, 128
+PERSON_SEES = False
+MIN_GAP = None
+COLUMNS = (("databases_agree", "databases", ".3f"), ("success_seen", "seen", ".3f"),
+           ("success_unseen", "unseen", ".3f"), ("all_known", "all known", ".3f"),
+           ("success_when_known", "when known", ".3f"), ("looks", "looks", ".2f"))
+SCORE_KEYS = "reward", "databases", "faults"
+AGENT_SYSTEM = (
+    "You write one SQL query (SQLite) for a person. The question leaves things out. Some only the person knows: ask "
+    "one short question in a turn; the person cannot read SQL. Some the database shows: write "
+    f'"{LOOK}" and one SELECT, and you get rows of an example database. When you know enough, write "{MARKER}" and '
+    "then nothing but the query. You have {max_rounds} rounds, looks included; the last one must be that answer.")
+SIMULATOR_SYSTEM = (
+    "You are a person who asked an assistant for data, in these words:\n{problem_description}\n\nOnly you know what "
+    "you mean: the query below. Answer the assistant's last message in one or two short sentences of plain English. "
+    "Say only what was asked about. You do not know how the database stores things. Never write SQL.\n\n{ground_truth}")
+JUDGE = (
+    "An assistant writes an SQL query for a person. It cannot see what the person needs; you can:\n{ground_truth}\n\n"
+    "The dialogue so far:\n{dialogue}\n\nTwo ways for the assistant to go on:\n[A] {a}\n[B] {b}\n\nWhich one brings "
+    "the assistant nearer to the query that the person needs? Reply with the letter A or B alone.")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# schemas: two or three tables, joined by keys. Those marked "unseen" are in the test split alone; their words occur in
+# other schemas, too, in other combinations.
+
+SCHEMAS = {name: dict(zip(("parents", "children", "first", "second", "begin", "end", "statuses", "places", "unseen"),
+                          words)) for name, *words in (line.split() for line in """
+shop      customers orders   total  net     placed   paid     active/paused/closed       cities      -
+library   readers   loans    fee    fine    taken    returned student/guest/regular      branches    -
+clinic    patients  visits   cost   refund  booked   held     insured/private/unknown    -           -
+airline   travelers tickets  price  tax     sold     flown    gold/silver/bronze         cities      -
+school    pupils    exams    score  bonus   written  graded   enrolled/finished/left     classes     -
+music     artists   albums   sales  streams recorded released signed/independent/retired -           -
+rental    drivers   rentals  price  deposit started  returned verified/pending/blocked   stations    -
+payroll   employees payments gross  net     earned   paid     permanent/temporary/outside departments -
+gym       members   sessions fee    tip     booked   held     active/paused/closed       -           -
+hotel     guests    stays    price  deposit started  ended    gold/silver/bronze         branches    -
+theatre   members   tickets  price  fee     sold     held     active/paused/closed       -           unseen
+bank      customers payments net    fee     placed   returned verified/pending/blocked   branches    unseen
+garage    drivers   visits   cost   tax     started  paid     gold/silver/bronze         stations    unseen
+""".strip().splitlines())}
+NAMES = ("Ada Ben Cora Dan Eva Finn Gina Hugo Ida Jon Kim Leo Mia Ned Olga Paul Rosa Sam Tina Vera").split()
+PLACES = "Bonn Cork Dover Essen Graz Lyon Oslo Porto Riga Turin".split()
+YEARS = [str(year) for year in range(2019, 2026)]
+BIG = (20, 30, 40, 50, 60, 70, 80, 90, 120, 150)
+NUM_HIDDEN = 6                  # hidden databases of a task; one of them has an empty table
+
+
+def singular(word):
+    return {"cities": "city", "branches": "branch", "classes": "class"}.get(word, word[:-1])
+
+
+def schema_words(name):
+    """What a schema puts in the place of $words in requests, queries and decisions."""
+    schema = SCHEMAS[name]
+    parent, child, place = (singular(schema[key]) for key in ("parents", "children", "places"))
+    return {**schema, "parent": parent, "child": child, "place": place, "parent_id": f"{parent}_id",
+            "place_id": f"{place}_id", "status": schema["statuses"].split("/")[0]}
+
+
+def tables_of(words):
+    """{table: [column, …]} of a schema."""
+    has_places = words["places"] != "-"
+    tables = {words["parents"]: ["id", "name", "status"] + [words["place_id"]] * has_places,
+              words["children"]: ["id", words["parent_id"], words["first"], words["second"], words["begin"],
+                                  words["end"]]}
+    return tables | ({words["places"]: ["id", "name"]} if has_places else {})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# decisions: what the words of a request can mean. "options" are {how it stands in the query: (what the human says, …)}
+
+DECISIONS = {
+    "once": dict(topic="the same $parent twice", questions=(
+        "Does the same $parent count twice?", "What about the same $parent twice?"), options={
+        "DISTINCT ": ("Count the same $parent once.", "The same $parent counts once."),
+        "": ("Count every $child.", "Every $child counts.")}),
+    "date": dict(topic="the date", questions=("Which date counts?", "Which date do you mean?", "What is the date?"),
+                 options={f"${key}": (f"The date ${key} counts.", f"I mean the date ${key}.")
+                          for key in ("begin", "end")}),
+    "exact": dict(topic="exactly the limit", questions=(
+        "Does exactly the limit count?", "Is exactly the limit included?", "What about exactly the limit?"), options={
+        ">=": ("Yes, exactly the limit counts.", "The limit is included."),
+        ">": ("No, only above the limit.", "The limit is not included.")}),
+    "big": dict(topic="a big $child", questions=(
+        "What is a big $child?", "When is a $child big?", "How big is a big $child?"), options={
+        str(value): (f"Big begins at {value}.", f"I mean {value}.") for value in BIG}),
+    "amount": dict(topic="the column", questions=(
+        "Is it the $first or the $second?", "Do you mean $first or $second?"), options={
+        f"${key}": (f"The ${key} counts.", f"I mean the ${key}.") for key in ("first", "second")}),
+    "order": dict(topic="the order of the names", questions=(
+        "In which order should the names be?", "How do I sort the names?"), options={
+        "": ("Sort the names upwards.", "The names go up."), " DESC": ("Sort the names downwards.",
+                                                                      "The names go down.")}),
+    "measure": dict(topic="the meaning of best", questions=("What does best mean?", "Who is the best?"), options={
+        "COUNT(*)": ("Best means most $children.", "I look at how many $children there are."),
+        "SUM(c.$first)": ("Best means the sum of $first.", "I look at the sum of $first."),
+        "MAX(c.$first)": ("Best means the highest $first.", "I look at the highest $first.")}),
+    "length": dict(topic="the length of the list", questions=(
+        "How long should the list be?", "What is the length of the list?"), options={
+        str(value): (f"The list should have {value} lines.", f"I want {value} lines.") for value in (2, 3, 4)}),
+    "ties": dict(topic="a tie", questions=("Who wins a tie?", "What happens in a tie?"), options={
+        "": ("In a tie sort the names upwards.", "In a tie the names go up."),
+        " DESC": ("In a tie sort the names downwards.", "In a tie the names go down.")}),
+    "nulls": dict(topic="a missing $first", questions=(
+        "What about a missing $first?", "Does a missing $first count?"), options={
+        "c.$first": ("A missing $first does not count.", "Leave a missing $first out."),
+        "COALESCE(c.$first, 0)": ("A missing $first counts as zero.", "Take zero for a missing $first.")}),
+    "digits": dict(topic="the number of digits", questions=(
+        "How many digits do you need?", "What is the number of digits?"), options={
+        str(value): (f"The number of digits is {value}.", f"I need digits: {value}.") for value in (0, 1, 2)}),
+    # the database shows these: the human cannot tell them, a look at one of the columns does, by a cell of this form
+    "code": dict(topic="how the status is stored", questions=(
+        "How is the status stored?", "Which words does the status have?"), looks=(
+        "SELECT DISTINCT status FROM $parents", "SELECT status FROM $parents GROUP BY status"), options=dict.fromkeys(
+        ("word", "capitals", "letter", "small"), ()), columns=["status"], cell="{code}"),
+    "year": dict(topic="which year it is now", questions=("Which year is it now?", "Which year is this year?"), looks=(
+        "SELECT MAX($begin) FROM $children", "SELECT MAX($end) FROM $children"), options={
+        year: (f"It is {year} now.",) for year in YEARS}, columns=["$begin", "$end"], cell="{code}-.*"),
+    "unit": dict(topic="whether $first is in cents", questions=(
+        "Is the $first in cents?", "Is $first stored in cents?"), looks=(
+        "SELECT MAX($first) FROM $children", "SELECT MIN($first) FROM $children"), options={
+        "": ("The $first is not in cents.",), " / 100": ("The $first is in cents.",)}, columns=["$first"],
+        cell=r"\d+(\.\d+)?"),
+}
+NOT_MINE = ("I do not know that. The database shows it.", "You can look that up.", "Please look into the database.")
+IDLE = ("the name of the report", "the title of the page", "the colour of the table", "the format of the file",
+        "the reader of the report", "the deadline")
+IDLE_LOOKS = ("SELECT COUNT(*) FROM $parents", "SELECT COUNT(*) FROM $children", "SELECT name FROM $parents LIMIT 3",
+              "SELECT MAX(id) FROM $children")
+
+PATTERNS = {
+    "count": dict(
+        requests=("How many $parents had a big $child this year?", "Please count our $parents with a big $child this "
+                  "year.", "I need the number of $parents with a big $child this year."),
+        query="SELECT COUNT({once}c.$parent_id) FROM $children c WHERE c.{date} LIKE '{year}%' AND c.$first {exact} "
+              "{big}"),
+    "status": dict(
+        requests=("How many $status $parents had a big $child?", "Please count our $status $parents with a big $child.",
+                  "I need the number of $status $parents with a big $child."),
+        query="SELECT COUNT({once}p.id) FROM $parents p JOIN $children c ON c.$parent_id = p.id WHERE p.status = "
+              "'{code}' AND c.{amount} {exact} {big}"),
+    "names": dict(
+        requests=("Which $status $parents reach a big $child in sum?", "Please list our $status $parents who reach a "
+                  "big $child in sum.", "Who of our $status $parents has a big $child in sum?"),
+        query="SELECT p.name FROM $parents p JOIN $children c ON c.$parent_id = p.id WHERE p.status = '{code}' GROUP "
+              "BY p.id HAVING SUM(c.{amount}) >= {big} ORDER BY p.name{order}"),
+    "best": dict(
+        requests=("Who are our best $parents this year?", "Please list our best $parents of this year.",
+                  "I need the best $parents of this year."),
+        query="SELECT p.name FROM $parents p JOIN $children c ON c.$parent_id = p.id WHERE c.$begin LIKE '{year}%' "
+              "GROUP BY p.id ORDER BY {measure} DESC, p.name{ties} LIMIT {length}"),
+    "places": dict(
+        requests=("Which are our best $places this year?", "Please list our best $places of this year.",
+                  "I need the best $places of this year."),
+        query="SELECT g.name FROM $places g JOIN $parents p ON p.$place_id = g.id JOIN $children c ON c.$parent_id = "
+              "p.id WHERE c.$begin LIKE '{year}%' GROUP BY g.id ORDER BY {measure} DESC, g.name{ties} LIMIT {length}"),
+    "mean": dict(
+        requests=("What is the average $first of our $children this year?", "Please give me the average $first of a "
+                  "$child this year.", "I need the average $first of our $children this year."),
+        query="SELECT ROUND(AVG({nulls}){unit}, {digits}) FROM $children c WHERE c.{date} LIKE '{year}%'"),
+}
+FAMILIES = [f"{schema}_{pattern}" for schema, words in SCHEMAS.items() for pattern in PATTERNS
+            if pattern != ("best" if words["places"] != "-" else "places")]
+
+
+def put(text, words):
+    """`text`, or each text of a tuple, list or dict, with a schema's words for $words."""
+    if isinstance(text, str):
+        return string.Template(text).substitute(words)
+    if isinstance(text, dict):
+        return {put(key, words): put(value, words) for key, value in text.items()}
+    return [put(part, words) for part in text]
+
+
+def stored(status, style):
+    """How a database with this style keeps a status."""
+    return {"word": status, "capitals": status.upper(), "letter": status[0].upper(), "small": status[0]}[style]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# databases
+
+def fill(rng, words, chosen, example):
+    """{table: rows} of a random database with values at and beside the borders of the decisions `chosen` {slot: code}.
+    The example shows what looks are for: all codes of a status, this year, a few plain rows."""
+    limit, year = int(chosen.get("big", rng.choice(BIG))), int(chosen.get("year", YEARS[-1]))
+    unit, style = (100 if chosen.get("unit") else 1), chosen.get("style", "word")
+    statuses = [stored(status, style) for status in words["statuses"].split("/")]
+
+    def amount():
+        near = (limit, limit, limit - 5, limit + 5, rng.choice(BIG), rng.choice(BIG) + rng.choice((-1, 1)))
+        return None if rng.random() < 0.1 else rng.choice(near) * unit
+
+    def day():
+        border = rng.choice((f"{year}-01-01", f"{year}-12-31", f"{year - 1}-12-31"))
+        then = f"{rng.choice((year, year, year - 1, year - 2))}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}"
+        return None if rng.random() < 0.05 else border if rng.random() < 0.3 else then
+
+    num_parents = 6
+    drawn = [None if rng.random() < 0.1 else rng.choice((statuses[0], *statuses)) for _ in range(num_parents)]
+    rows = {words["parents"]: [[number, name, status] + [rng.randint(1, 5)] * (words["places"] != "-") for
+                               number, (name, status) in enumerate(zip(rng.sample(NAMES, num_parents), drawn), 1)]}
+    rows[words["children"]] = [[number, rng.randint(1, num_parents), amount(), amount(), day(), day()]
+                               for number in range(1, rng.randint(10, 14))]
+    if words["places"] != "-":
+        rows[words["places"]] = [[number, name] for number, name in enumerate(rng.sample(PLACES, 5), 1)]
+    if example:
+        for row, status in zip(rows[words["parents"]], statuses):
+            row[2] = status
+        for row, column in zip(rows[words["children"]], (4, 5)):
+            row[2:] = [rng.choice(BIG) * unit, rng.choice(BIG) * unit, f"{year}-0{rng.randint(1, 9)}-1{row[0]}",
+                       f"{year}-0{rng.randint(1, 9)}-1{column}"]
+    return rows
+
+
+def make_task(rng, name, told, accept):
+    """One task of a family, or the reason why there is none: `accept(task_id)` says no, or no databases prove every
+    decision. The id of a task with an unseen schema is of the test split."""
+    schema, pattern = name.split("_")
+    words, pattern = schema_words(schema), PATTERNS[pattern]
+    template = put(pattern["query"], words)
+    slots = {slot: put(DECISIONS[slot], words) for slot in re.findall(r"\{(\w+)\}", template)}
+    codes = {slot: rng.choice(list(decision["options"])) for slot, decision in slots.items()}
+    style = codes.get("code", "word")
+    if "code" in slots:
+        options = [stored(words["status"], style) for style in slots["code"]["options"]]
+        slots["code"]["options"] = {code: [f"The status is stored as {code}."] for code in options}
+        codes["code"] = stored(words["status"], style)
+    reference = template.format(**codes)
+    number = int(hashlib.sha256(f"{reference} {codes.get('unit')}".encode()).hexdigest()[:15], 16)
+    if words["unseen"] == "unseen":
+        number += 90 + number % 10 - number % 100
+    if reason := accept(f"{number:016x}"):
+        return reason
+    tables, chosen, texts = tables_of(words), codes | {"style": style}, ("name", "status", words["begin"], words["end"])
+    schema_text = "".join(f"CREATE TABLE {table}(" + ", ".join(
+        f"{column} {'TEXT' if column in texts else 'INTEGER'}" for column in own) + ");\n"
+        for table, own in tables.items())
+    for _ in range(12):
+        databases = [fill(rng, words, chosen, index == 0) for index in range(NUM_HIDDEN + 1)]
+        databases[-1][words["children"]] = []
+        if proves_all(schema_text, databases[1:], template, codes, slots):
+            break
+    else:
+        return "a decision without proof"
+
+    facts = [{"topic": decision["topic"], "questions": decision["questions"], "matters": True, "told": False,
+              "slot": slot, "code": codes[slot], "by": "look" if "looks" in decision else "ask",
+              "guesses": [codes[slot], *sorted(set(decision["options"]) - {codes[slot]})],
+              **({"replies": NOT_MINE, "looks": decision["looks"], "columns": decision["columns"],
+                  "cell": decision["cell"].replace("{code}", re.escape(codes[slot]))} if "looks" in decision else
+                 {"replies": decision["options"][codes[slot]]})} for slot, decision in slots.items()]
+    facts += [{"topic": topic, "matters": False, "told": False, "by": "ask",
+               "questions": [f"What is {topic}?", f"Could you tell me {topic}?"],
+               "replies": ["That does not matter.", f"It does not depend on {topic}."]} for topic in IDLE]
+    needed = [fact for fact in facts if fact["matters"]]
+    own = [fact for fact in needed if fact["by"] == "ask"]
+    for fact in {"none": [], "some": rng.sample(own, int(rng.random() < 0.3)), "all": needed}[told]:
+        fact["told"] = True
+    hints = [rng.choice(slots[fact["slot"]]["options"][fact["code"]]) for fact in needed if fact["told"]]
+    lines = ", ".join(f"{table}({', '.join(columns)})" for table, columns in tables.items())
+    request = " ".join([put(rng.choice(pattern["requests"]), words), *hints])
+    return {"task_id": f"{number:016x}", "problem_description": f"{request}\n{lines}", "ground_truth": reference,
+            "schema": schema_text, "databases": databases, "family": name, "seen": words["unseen"] != "unseen",
+            "template": template, "facts": facts, "idle_looks": put(IDLE_LOOKS, words)}
+
+
+def proves_all(schema, databases, template, codes, slots):
+    """Whether every other value of every decision gives other rows on one of the databases. (Runs queries that this
+    file made, in this process.)"""
+    opened = [open_database(schema, tables) for tables in databases]
+
+    def results(own):
+        query = template.format(**own)
+        return [canonical(*select(connection, query), is_ordered(query)) for connection in opened]
+
+    try:
+        wanted = results(codes)
+        return all(results({**codes, slot: code}) != wanted for slot, decision in slots.items()
+                   for code in decision["options"] if code != codes[slot])
+    finally:
+        for connection in opened:
+            connection.close()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# running SQL. The source of these four functions is what the confined child program runs
+
+def open_database(schema, tables):
+    """A filled sqlite database in memory that lets SELECT through and nothing else, with limits on its size."""
+    import sqlite3
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    connection.executescript(schema)
+    for name, rows in tables.items():
+        if rows:
+            connection.executemany(f'INSERT INTO "{name}" VALUES ({", ".join("?" * len(rows[0]))})', rows)
+    for pragma in ("query_only = 1", "trusted_schema = 0", "hard_heap_limit = 67108864", "temp_store = 2"):
+        connection.execute(f"PRAGMA {pragma}")
+    for limit, value in ((sqlite3.SQLITE_LIMIT_LENGTH, 100_000), (sqlite3.SQLITE_LIMIT_SQL_LENGTH, 10_000),
+                         (sqlite3.SQLITE_LIMIT_COLUMN, 100), (sqlite3.SQLITE_LIMIT_EXPR_DEPTH, 100),
+                         (sqlite3.SQLITE_LIMIT_COMPOUND_SELECT, 50), (sqlite3.SQLITE_LIMIT_VDBE_OP, 20_000),
+                         (sqlite3.SQLITE_LIMIT_ATTACHED, 0), (sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 1000)):
+        connection.setlimit(limit, value)
+    allowed = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
+    connection.set_authorizer(lambda action, table, name, *_: int(
+        action not in allowed or name in ("load_extension", "fts3_tokenizer", "random", "randomblob")))
+    return connection
+
+
+def select(connection, statement):
+    """(names of the columns, rows) of one SELECT; ValueError or sqlite3.Error that says why there are none."""
+    steps = iter(range(300))                                       # of 10,000 instructions each
+    connection.set_progress_handler(lambda: next(steps, None) is None, 10_000)
+    cursor = connection.execute(statement)
+    if cursor.description is None:
+        raise ValueError("no SELECT")
+    rows, size = [], 0
+    for row in cursor:
+        rows.append(row)
+        size += sum(len(cell) if isinstance(cell, (str, bytes)) else 8 for cell in row)
+        if len(rows) > 1000 or size > 200_000:
+            raise ValueError("more than 1,000 rows or 200,000 characters")
+    return [column[0] for column in cursor.description], rows
+
+
+def canonical(names, rows, ordered):
+    """Rows in a form that is equal for equal results: fractions to 9 digits, columns and (unless `ordered`) rows in an
+    order of their own."""
+    rows = [[float(f"{cell:.9g}") if isinstance(cell, float) else cell for cell in row] for row in rows]
+    rows = [[int(cell) if isinstance(cell, float) and cell == cell // 1 and abs(cell) < 2 ** 53 else cell
+             for cell in row] for row in rows]
+    keys = [[repr(row[i]) for row in rows] for i in range(len(names))]
+    columns = sorted(range(len(names)), key=lambda i: keys[i] if ordered else sorted(keys[i]))
+    rows = [[row[i] for i in columns] for row in rows]
+    return [len(names), rows if ordered else sorted(rows, key=repr)]
+
+
+def as_table(names, rows):
+    """Rows as the agent sees them: at most 8, and 600 characters."""
+    lines = [" | ".join("NULL" if cell is None else str(cell) for cell in row)[:200] for row in rows[:8]]
+    note = ["(no rows)"] if not rows else [f"({len(rows)} rows)"] if len(rows) > 8 else []
+    return "\n".join([" | ".join(names)[:200], *lines, *note])[:600]
+
+
+SOURCE = "import json\n\n" + "\n\n".join(map(inspect.getsource, (open_database, select, canonical, as_table)))
+
+
+def is_ordered(query):
+    """Whether the rows of a query come in an order: it says ORDER BY outside of all parentheses."""
+    query, count = re.sub(r"'[^']*'|--.*", " ", query), 1
+    while count:
+        query, count = re.subn(r"\([^()]*\)", " ", query)
+    return re.search(r"\border\s+by\b", query, re.IGNORECASE) is not None
+
+
+def program(task, databases, statement):
+    """Python source for the child: result(i) is what `statement` gives on database i, table() how that looks."""
+    data = json.dumps([task["schema"], databases, statement])
+    return (f"{SOURCE}\n\nSCHEMA, DATABASES, STATEMENT = json.loads({data!r})\n\n\n"
+            "def rows(i):\n    return select(open_database(SCHEMA, DATABASES[i]), STATEMENT)\n\n\n"
+            f"def result(i):\n    return canonical(*rows(i), {is_ordered(task['ground_truth'])})\n\n\n"
+            "def table():\n    return as_table(*rows(0))\n")
+
+
+def statement_of(text):
+    """The statement in an agent's text, without a fence around it."""
+    fenced = re.search(r"```\w*\n(.*?)(```|\Z)", text, re.DOTALL)
+    return (fenced[1] if fenced else text).strip()
+
+
+def as_function_task(task):
+    """A task as the scorer knows it: its tests are the hidden databases."""
+    hidden = task["databases"][1:]
+    return {**task, "ground_truth": program(task, hidden, task["ground_truth"]),
+            "test_cases": {f"database{i + 1}": f"result({i})" for i in range(len(hidden))}}
+
+
+def as_functions(pair):
+    """(task, answer) as the scorer knows them."""
+    task, answer = pair
+    return as_function_task(task), program(task, task["databases"][1:], answer)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what a turn is worth
+
+def query_of(message):
+    """The statement of a look; None where the message is none."""
+    found = re.match(rf"\s*{LOOK}(.*)", message, re.DOTALL)
+    return statement_of(found[1]) if found else None
+
+
+def looked_at(task, query):
+    """Which facts (indices) a look is for: those that a column of the statement shows."""
+    said = set(re.findall(r"\w+", query))
+    if re.search(r"SELECT\s+\*", query, re.IGNORECASE):
+        said |= {column for i, fact in enumerate(task["facts"]) for column in fact.get("columns", ())}
+    return [i for i, fact in enumerate(task["facts"]) if fact["by"] == "look" and said & set(fact["columns"])]
+
+
+def known_facts(task, history):
+    """Indices of the facts that the request states, the human was asked about, or the rows of a look have shown."""
+    known = {i for i, fact in enumerate(task["facts"]) if fact["told"]}
+    for turn, reply in zip(history, [*history[1:], {"content": ""}]):
+        if turn["role"] != "assistant":
+            continue
+        if (query := query_of(turn["content"])) is not None:
+            cells = [cell for line in reply["content"].split("\n")[1:] for cell in line.split(" | ")]
+            known |= {i for i in looked_at(task, query)
+                      if any(re.fullmatch(task["facts"][i]["cell"], cell) for cell in cells)}
+        else:
+            known |= {i for i in topics_asked(task["facts"], turn["content"]) if task["facts"][i]["by"] == "ask"}
+    return known
+
+
+def all_known(task, history):
+    """Whether every decision is known after `history`."""
+    return {i for i, fact in enumerate(task["facts"]) if fact["matters"]} <= known_facts(task, history)
+
+
+def facts(task, history):
+    """[(a decision and how it stands in the reference, whether it is known after `history`)]; None where the task
+    states no facts."""
+    if not task.get("facts"):
+        return None
+    known = known_facts(task, history)
+    return [(f"{fact['topic']}: {fact['code'].strip()}", i in known) for i, fact in enumerate(task["facts"])
+            if fact["matters"]]
+
+
+def turn_kind(task, history, message):
+    """What an agent's turn is worth: "ask needed", "ask repeat", "ask idle" (does not matter), "ask for a look" (the
+    database shows it), "ask vague" (no topic); "look needed", "look repeat", "look idle" (shows nothing that matters);
+    "right answer", "wrong answer", "early answer", as for functions. None where the task states no facts."""
+    if not task.get("facts"):
+        return None
+    if (answer := answer_of([{"content": message}], False)) is not None:
+        if " ".join(answer.split()).rstrip("; ") == task["ground_truth"]:
+            return "right answer"
+        return "wrong answer" if all_known(task, history) else "early answer"
+    known = known_facts(task, history)
+    if (query := query_of(message)) is not None:
+        found = looked_at(task, query)
+        before = {turn["content"] for turn in history}
+        return ("look needed" if set(found) - known else "look repeat" if found or message in before else "look idle")
+    facts, asked = task["facts"], topics_asked(task["facts"], message)
+    if not asked:
+        return "ask vague"
+    if any(facts[i]["matters"] and facts[i]["by"] == "ask" and i not in known for i in asked):
+        return "ask needed"
+    if any(facts[i]["by"] == "look" for i in asked):
+        return "ask for a look"
+    return "ask repeat" if any(i in known for i in asked) else "ask idle"
+
+
+def oracle_scores(oracle, task, history, messages):
+    """As for functions (backend.oracle_scores): "oracle" wants a right answer at once, "oracle-patient" only when the
+    agent can know that it is right."""
+    known = all_known(task, history)
+    right, rest = (3, 1) if oracle == "oracle" else (2, 2) if known else (0, 1)
+    needed = 2 if oracle == "oracle" else 3
+    worth = {"right answer": right, "wrong answer": 0, "early answer": 0, "ask needed": needed, "look needed": needed}
+    return [worth.get(turn_kind(task, history, message), rest) for message in messages]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the human, and the scripted agents
+
+def leak_of(task, reply):
+    """How a reply of the human shows SQL: "fence", "query" (select … from a table), "code" (8 tokens of the reference in a
+    row); None: it does not."""
+    if "```" in reply:
+        return "fence"
+    tables = "|".join(re.findall(r"CREATE TABLE (\w+)", task["schema"]))
+    if re.search(rf"\bselect\b.+\bfrom\s+({tables})\b", reply, re.IGNORECASE | re.DOTALL):
+        return "query"
+    runs, tokens = leak_marks(task["ground_truth"])[1], code_tokens(reply)
+    return "code" if any(tuple(tokens[i:i + 8]) in runs for i in range(len(tokens))) else None
+
+
+VAGUE = ("Can you tell me more?", "What else should I know?", "Could you describe the data?")
+
+
+def answer_text(task, value):
+    """The answer with value(index, fact) for each decision."""
+    values = {fact["slot"]: value(i, fact) for i, fact in enumerate(task["facts"]) if fact["matters"]}
+    return f"{MARKER}\n{task['template'].format(**values)}"
+
+
+def asking(task, index, rng):
+    """What the agent says to learn a fact: a look where a look shows it."""
+    fact = task["facts"][index]
+    return f"{LOOK} {rng.choice(fact['looks'])}" if fact["by"] == "look" else rng.choice(fact["questions"])
+
+
+def scripted_turn(task, history, max_rounds, informed, rng):
+    """What the noisy scripted agent says next. It asks the human what a look would show, looks at what shows nothing,
+    repeats itself, asks for what does not matter, forgets, and sometimes answers too early, guessing what it does not
+    know."""
+    facts, known = task["facts"], known_facts(task, history)
+    unknown = [i for i, fact in enumerate(facts) if i not in known]
+    needed = [i for i in unknown if facts[i]["matters"]]
+    num_turns = sum(turn["role"] == "assistant" for turn in history)
+    early, vague, repeat, useless = (0.01, 0.03, 0.04, 0.08) if informed else (0.03, 0.05, 0.12, 0.33)
+    luck = rng.random()
+    if num_turns + 1 == max_rounds or luck < (early if needed else 0.85):
+        return answer_text(task, lambda i, fact: fact["code"] if informed or i in known and rng.random() > 0.01 else
+                           rng.choice(fact["guesses"]))
+    luck = rng.random()
+    if luck < vague:
+        return rng.choice(VAGUE)
+    if luck < vague + repeat and known:
+        return asking(task, rng.choice(sorted(known)), rng)
+    if luck < vague + repeat + useless or not needed:
+        to_look = [i for i in unknown if facts[i]["by"] == "look"]
+        idle = [i for i in unknown if not facts[i]["matters"]]
+        luck = rng.random()
+        if luck < 0.3:
+            return f"{LOOK} {rng.choice(task['idle_looks'])}"
+        return rng.choice(facts[rng.choice(to_look if to_look and luck < 0.6 else idle or range(len(facts)))]
+                          ["questions"])
+    ask = rng.choice(needed)
+    opener = rng.choice(OPENERS) if len(history) > 1 and facts[ask]["by"] == "ask" else ""
+    return opener + asking(task, ask, rng)
+
+
+def asker_turn(task, history, max_rounds, informed, rng):
+    """An asker that learns nothing: it knows the decisions of the family and their values, takes each value for equally
+    likely, and asks or looks where it expects most information; then it answers, guessing what it has no round for."""
+    facts, known = task["facts"], known_facts(task, history)
+    bits = {i: math.log2(len(fact["guesses"])) for i, fact in enumerate(facts) if fact["matters"] and i not in known}
+    if bits and sum(turn["role"] == "assistant" for turn in history) + 1 < max_rounds:
+        return asking(task, max(bits, key=bits.get), rng)
+    return answer_text(task, lambda i, fact: fact["code"] if i in known else rng.choice(fact["guesses"]))
+
+
+PLAYERS = {"script-asker": asker_turn}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the rest of the interface (colbench/__init__.py)
+
+def owns(task):
+    return "databases" in task
+
+
+def check_task(task, where):
+    check_keys(task, {"problem_description": str, "ground_truth": str, "schema": str, "databases": list}, where)
+    if len(task["databases"]) < 2:
+        raise ColBenchError(f'{where}: "databases" needs the example and a hidden one')
+    for tables in task["databases"]:
+        check_keys(tables, dict.fromkeys(tables, list) if isinstance(tables, dict) else {}, f"{where}: databases")
+
+
+def check_data(tasks, unsafe_scorer=False):
+    with Scorer(unsafe_scorer) as scorer, Scorer(unsafe_scorer, hash_seed=1) as other:
+        return check_tasks([as_function_task(task) for task in tasks], scorer, other)
+
+
+def answer_of(history, is_last):
+    """What follows the marker; in the last round without it the whole turn."""
+    before, marker, after = history[-1]["content"].partition(MARKER)
+    return statement_of(after) if marker else before if is_last else None
+
+
+def answer_message(task):
+    return f"{MARKER}\n{task['ground_truth']}"
+
+
+def measure(trajectories):
+    """See 05_evaluate.py; "databases_agree" is the mean reward, "success_seen" and "success_unseen" are those of
+    schemas that are also in the training split, and of others; "looks" counts QUERY turns of a dialogue, "failed_looks"
+    the share of them with an error."""
+    def mean(values):
+        return sum(values) / max(1, len(values))
+
+    said = [(t["task"], t["dialogue_history"][:i], turn["content"]) for t in trajectories
+            for i, turn in enumerate(t["dialogue_history"]) if turn["role"] == "assistant"]
+    rows = [turn["content"] for t in trajectories for turn in t["dialogue_history"] if turn.get("tool")]
+    faults = collections.Counter(fault.partition(":")[0] for t in trajectories for fault in t["faults"] if fault)
+    metrics = {"databases_agree": mean([t["reward"] for t in trajectories]),
+               "looks": len(rows) / len(trajectories), "failed_looks": mean([row.startswith("Error:") for row in rows]),
+               "forced_answers": mean([MARKER not in t["dialogue_history"][-1]["content"] for t in trajectories]),
+               "faults": dict(faults.most_common())}
+    for name, side in (("success_seen", True), ("success_unseen", False)):
+        if own := [outcome(t) for t in trajectories if t["task"].get("seen") == side]:
+            metrics |= {name: mean(own), f"n_{name[8:]}": len(own)}
+    if not all(t["task"].get("facts") for t in trajectories):
+        return metrics
+    kinds = collections.Counter(turn_kind(*turn) for turn in said)
+    known = [all_known(t["task"], t["dialogue_history"][:-1]) for t in trajectories]
+    wins, guesses = ([outcome(t) for t, k in zip(trajectories, known) if k == side] for side in (True, False))
+    return metrics | {"all_known": mean(known), "success_when_known": mean(wins), "success_when_not_known":
+                      mean(guesses), "turns": {kind: count / len(said) for kind, count in sorted(kinds.items())}}
+
+
+class World:
+    """The scorer, the example databases, and the rule-based human."""
+
+    def __init__(self, images=None, rows_in=None, unsafe_scorer=False, **unused):
+        self.scorer, self.tables = Scorer(unsafe_scorer), {}
+
+    def __enter__(self):
+        self.scorer.__enter__()
+        self.about = {"scorer": self.scorer.layer}
+        return self
+
+    def __exit__(self, *exception):
+        self.scorer.__exit__(*exception)
+
+    async def tool_reply(self, task, history):
+        """The rows of a look, or what the database says is wrong with it. It blocks: what runs beside it would change
+        which requests of a local model share a batch."""
+        if (query := query_of(history[-1]["content"])) is None:
+            return None
+        key = task_id(task), query
+        if key not in self.tables:
+            children = self.scorer.workers.get()
+            [(kind, text)], _ = self.scorer.run(
+                children[1], program(task, task["databases"][:1], query), ["table()"], [])
+            self.scorer.workers.put(children)
+            self.tables[key] = text if kind == "ok" else f"Error: {text.partition(': ')[2] or text}"[:600]
+        return self.tables[key]
+
+    async def rule_reply(self, task, history, rng):
+        asked = topics_asked(task["facts"], history[-1]["content"])
+        return " ".join(rng.choice(task["facts"][i]["replies"]) for i in asked) or rng.choice(UNCLEAR)
+
+    async def person_chat(self, task, history):
+        swapped = {"assistant": "user", "user": "assistant"}
+        return [{"role": "system", "content": SIMULATOR_SYSTEM.format(**task)}] + [
+            {"role": swapped[turn["role"]], "content": turn["content"]} for turn in history[1:]]
+
+    async def score(self, pairs):
+        """"databases": whether the rows agree, for each hidden database; "faults": why they do not."""
+        scores = await asyncio.to_thread(self.scorer.score, list(map(as_functions, pairs)))
+        return [{"reward": reward_of(score.tests), "databases": score.tests, "faults": score.faults}
+                for score in scores]
+
+    async def explain(self, pairs):
+        return await asyncio.to_thread(self.scorer.explain, list(map(as_functions, pairs)))

@@ -1,0 +1,421 @@
+"""colbench/sql.py: tasks whose decisions matter, looks, kinds of turns, the human, players, scores of hostile and of
+ordinary queries."""
+import asyncio
+import collections
+import json
+import random
+import re
+import time
+
+import pytest
+
+from colbench import in_split, sql
+from conftest import read, refused, ROOT, stage
+
+SCHEMA = ("CREATE TABLE customers(id INTEGER, name TEXT, status TEXT);\n"
+          "CREATE TABLE orders(id INTEGER, customer_id INTEGER, total INTEGER, net INTEGER, placed TEXT);\n")
+
+
+def database(*orders, names="Ada Ben Cora Dan"):
+    """Customers 1 to 4, the second closed, the fourth without a status; orders are (customer, total, net, placed)."""
+    statuses = ("active", "closed", "active", None)
+    return {"customers": [[i, *pair] for i, pair in enumerate(zip(names.split(), statuses), 1)],
+            "orders": [[i, *order] for i, order in enumerate(orders, 1)]}
+
+
+DATABASES = [database((1, 50, 40, "2024-05-01"), (2, 70, 60, "2025-01-01")),
+             database((1, 50, 40, "2025-01-01"), (1, 60, 50, "2025-12-31"), (3, 110, 10, "2025-03-01"),
+                      (2, 500, 9, "2025-02-02")),
+             database((3, 100, 90, "2025-01-01"), (3, None, 90, "2025-01-02"), (1, 10, 5, "2024-12-31"),
+                      names="B A D C"),
+             database(), database((4, 300, 1, "2025-06-06"), (1, 99, 99, None)),
+             database((1, 40, 1, "2025-06-06"), (3, 40, 1, "2025-06-06"), (3, 1, 1, "2025-06-06")),
+             database((1, 5, 1, "2025-06-06"), (3, 7, 3, "2025-06-06"), (None, 9, 1, "2025-06-06"))]
+REFERENCES = {
+    "sum": "SELECT c.name, SUM(o.total) FROM customers c JOIN orders o ON o.customer_id = c.id "
+           "WHERE c.status = 'active' GROUP BY c.id",
+    "ordered": "SELECT c.name FROM customers c JOIN orders o ON o.customer_id = c.id WHERE o.placed LIKE '2025%' "
+               "GROUP BY c.id ORDER BY COUNT(*) DESC, c.name",
+    "mean": "SELECT ROUND(AVG(total), 2) FROM orders"}
+
+
+def task_of(reference):
+    return {"problem_description": "How much?", "ground_truth": REFERENCES[reference], "schema": SCHEMA,
+            "databases": DATABASES}
+
+
+@pytest.fixture(scope="module")
+def world():
+    with sql.World() as world:
+        yield world
+
+
+def score(world, reference, answer):
+    [verdict] = asyncio.run(world.score([(task_of(reference), answer)]))
+    assert len(verdict["databases"]) == 6 and verdict["reward"] == sum(verdict["databases"]) / 6
+    return verdict
+
+
+def look(world, query, task=None):
+    return asyncio.run(world.tool_reply(task or task_of("sum"), [{"role": "assistant", "content": f"QUERY: {query}"}]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# scores
+
+ORDINARY = [
+    ("sum", REFERENCES["sum"] + ";"),
+    ("sum", f"```sql\n{REFERENCES['sum']}\n```"),
+    ("sum", REFERENCES["sum"].lower()),
+    ("sum", "SELECT name AS n, SUM(total) AS s FROM customers, orders WHERE customer_id = customers.id AND "
+            "status = 'active' GROUP BY customers.id"),
+    ("sum", "SELECT SUM(o.total), c.name FROM orders o INNER JOIN customers c ON o.customer_id = c.id "
+            "WHERE c.status IN ('active') GROUP BY c.id"),
+    ("sum", REFERENCES["sum"] + " ORDER BY c.name"),
+    ("sum", REFERENCES["sum"] + " ORDER BY 2 DESC"),
+    ("sum", "WITH a AS (SELECT id, name FROM customers WHERE status = 'active') SELECT a.name, SUM(total) FROM a JOIN "
+            "orders o ON o.customer_id = a.id GROUP BY a.id"),
+    ("sum", "SELECT name, s FROM customers c JOIN (SELECT customer_id, SUM(total) AS s FROM orders GROUP BY "
+            "customer_id) t ON t.customer_id = c.id WHERE status = 'active'"),
+    ("sum", "SELECT name, (SELECT SUM(total) FROM orders WHERE customer_id = c.id) FROM customers c WHERE "
+            "status = 'active' AND EXISTS (SELECT 1 FROM orders WHERE customer_id = c.id)"),
+    ("sum", "SELECT DISTINCT c.name, SUM(o.total) OVER (PARTITION BY c.id) FROM customers c JOIN orders o ON "
+            "o.customer_id = c.id WHERE c.status = 'active'"),
+    ("sum", "SELECT c.name, SUM(o.total) * 1.0 FROM customers c JOIN orders o ON o.customer_id = c.id WHERE "
+            "c.status LIKE 'active' GROUP BY c.id"),
+    ("sum", "-- active customers alone\nSELECT c.name, /* all */ SUM(o.total)\nFROM customers c\nJOIN orders o\n"
+            "  ON o.customer_id = c.id\nWHERE c.status = 'active'\nGROUP BY c.id"),
+    ("sum", "SELECT c.name, SUM(o.total) FROM orders o LEFT JOIN customers c ON o.customer_id = c.id GROUP BY c.id "
+            "HAVING c.status = 'active'"),
+    ("sum", "SELECT c.name, SUM(CASE WHEN o.total IS NULL THEN 0 ELSE o.total END) FROM customers c JOIN orders o ON "
+            "o.customer_id = c.id WHERE NOT c.status <> 'active' GROUP BY c.id"),
+    ("sum", 'SELECT "c"."name", SUM([o].[total]) FROM `customers` c JOIN orders o ON o.customer_id = c.id WHERE '
+            "c.status = 'active' GROUP BY c.id"),
+    ("sum", "SELECT name, total FROM (SELECT c.name, c.status, SUM(o.total) AS total FROM customers c JOIN orders o ON "
+            "o.customer_id = c.id GROUP BY c.id) WHERE status = 'active'"),
+    ("ordered", "SELECT name FROM customers JOIN orders ON customer_id = customers.id WHERE placed >= '2025-01-01' "
+                "AND placed <= '2025-12-31' GROUP BY customers.id ORDER BY COUNT(orders.id) DESC, name ASC"),
+    ("ordered", "SELECT name FROM (SELECT c.name, COUNT(*) AS n FROM customers c JOIN orders o ON o.customer_id = c.id "
+                "WHERE strftime('%Y', o.placed) = '2025' GROUP BY c.id) ORDER BY n DESC, name"),
+    ("ordered", "WITH t AS (SELECT customer_id, COUNT(*) AS n FROM orders WHERE substr(placed, 1, 4) = '2025' GROUP BY "
+                "1) SELECT c.name FROM t JOIN customers c ON c.id = t.customer_id ORDER BY t.n DESC, c.name"),
+    ("ordered", "SELECT c.name FROM customers c WHERE (SELECT COUNT(*) FROM orders o WHERE o.customer_id = c.id AND "
+                "o.placed LIKE '2025-%') > 0 ORDER BY (SELECT COUNT(*) FROM orders o WHERE o.customer_id = c.id AND "
+                "o.placed LIKE '2025-%') DESC, c.name"),
+    ("ordered", "SELECT name FROM (SELECT c.name, ROW_NUMBER() OVER (ORDER BY COUNT(*) DESC, c.name) AS r FROM "
+                "customers c JOIN orders o ON o.customer_id = c.id WHERE o.placed LIKE '2025%' GROUP BY c.id) "
+                "ORDER BY r"),
+    ("mean", "SELECT ROUND(SUM(total) * 1.0 / COUNT(total), 2) FROM orders"),
+    ("mean", "SELECT ROUND(AVG(total) + 0, 2) AS average FROM orders WHERE total IS NOT NULL"),
+    ("mean", "SELECT CAST(ROUND(AVG(total) * 100) AS REAL) / 100 FROM orders")]
+
+
+def test_there_are_enough_ordinary_queries():
+    assert len(ORDINARY) == len({answer for _, answer in ORDINARY}) >= 20
+
+
+@pytest.mark.parametrize("number", range(len(ORDINARY)))
+def test_ordinary_variants_pass(world, number):
+    reference, answer = ORDINARY[number]
+    verdict = score(world, reference, sql.statement_of(answer))
+    assert verdict["faults"] == [None] * 6, answer
+
+
+ENDLESS = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) SELECT "
+HOSTILE = {                                                                    # {answer: the first fault, or a part}
+    ENDLESS + "COUNT(*) FROM r": "interrupted", ENDLESS + "n FROM r": "more than 1,000 rows",
+    ENDLESS + "n FROM r ORDER BY n DESC": "interrupted",
+    "SELECT COUNT(*) FROM " + ", ".join(f"orders o{i}, customers c{i}" for i in range(9)): "interrupted",
+    "SELECT * FROM orders a, orders b, orders c, orders d, orders e, customers f": "more than 1,000 rows",
+    "SELECT randomblob(1000000000)": "not authorized", "SELECT zeroblob(1000000000)": "too big",
+    "SELECT hex(zeroblob(90000))": "too big", "SELECT random()": "not authorized",
+    "SELECT replace(hex(zeroblob(40000)), '0', 'aaaaaaaaaa')": "too big",
+    "SELECT group_concat(hex(zeroblob(40000))) FROM orders a, orders b": "too big",
+    "SELECT printf('%.*c', 1000000000, 'x')": "time limit",
+    REFERENCES["sum"] + "; DROP TABLE orders": "one statement", "SELECT 1; SELECT 2": "one statement",
+    REFERENCES["sum"] + "; --\nATTACH ':memory:' AS x": "one statement",
+    "DROP TABLE orders": "not authorized", "DELETE FROM orders": "not authorized",
+    "INSERT INTO orders SELECT * FROM orders": "not authorized", "UPDATE orders SET total = 1": "not authorized",
+    "CREATE TEMP TABLE t AS SELECT 1": "not authorized", "CREATE VIRTUAL TABLE t USING fts5(x)": "not authorized",
+    "REPLACE INTO orders(id) VALUES (1)": "not authorized", "BEGIN": "not authorized", "REINDEX": "no SELECT",
+    "PRAGMA writable_schema = 1": "not authorized", "SELECT * FROM pragma_table_info('orders')": "not authorized",
+    "ATTACH '/etc/passwd' AS x": "not authorized", "VACUUM INTO 'copy.db'": "authorization denied",
+    "SELECT load_extension('/tmp/x.so')": "not authorized", "SELECT readfile('/etc/passwd')": "no such function",
+    "SELECT fts3_tokenizer('simple')": "not authorized", "SELECT * FROM json_each('[1]')": "constructor failed",
+    "WITH t AS (SELECT 1) DELETE FROM orders": "not authorized",
+    "SELECT " + "(" * 2000 + "1" + ")" * 2000: "overflow", "SELECT " + "1, " * 500 + "1": "too many columns",
+    "SELECT 1 " + "UNION ALL SELECT 1 " * 100: "too many terms", "SELECT 1" + " " * 20_000: "too large",
+    "SELECT 1 -- " + "x" * (1 << 21): "larger than", "SELECT \0 1": "null character", "SELECT '\ud800'": "surrogates",
+    "": "no SELECT", "-- SELECT 1": "no SELECT", "I do not know": "syntax error", "SELECT": "incomplete input",
+    "SELECT * FROM": "incomplete input", "QUERY: SELECT 1": "syntax error",
+    "SELECT missing FROM orders": "no such column",
+    "EXPLAIN SELECT 1": "another value", "SELECT * FROM sqlite_master": "another value",
+    "SELECT * FROM orders": "another value", "SELECT 9e999": "another value", "SELECT x'00ff'": "another value",
+    "SELECT NULL, NULL": "another value", "VALUES (1), (2)": "another value",
+    REFERENCES["sum"].replace("SUM(o.total)", "CAST(SUM(o.total) AS TEXT)"): "another value",
+    REFERENCES["sum"].replace("SUM(o.total)", "SUM(o.total), 1"): "another value",
+    REFERENCES["sum"] + " UNION ALL " + REFERENCES["sum"]: "another value"}
+
+
+def test_there_are_enough_hostile_answers():
+    assert len(HOSTILE) >= 30
+
+
+@pytest.mark.parametrize("number", range(len(HOSTILE)))
+def test_hostile_and_odd_answers_fail_and_harm_nobody(world, number):
+    answer, fault = list(HOSTILE.items())[number]
+    begin = time.monotonic()
+    verdict = score(world, "sum", answer)
+    assert verdict["reward"] < 1 and fault in verdict["faults"][0], verdict["faults"]
+    assert time.monotonic() - begin < 40
+    assert score(world, "sum", REFERENCES["sum"])["reward"] == 1
+
+
+def test_rows_are_a_list_only_where_the_reference_orders(world):
+    turned = REFERENCES["ordered"].replace("COUNT(*) DESC, c.name", "COUNT(*), c.name DESC")
+    assert score(world, "ordered", turned)["reward"] < 1
+    assert score(world, "ordered", REFERENCES["ordered"].partition("ORDER")[0])["reward"] < 1
+    assert [sql.is_ordered(query) for query in (
+        "SELECT 1", "SELECT a FROM t ORDER BY a", "select a from t order\n by a limit 1",
+        "SELECT * FROM (SELECT a FROM t ORDER BY a)", "SELECT SUM(a) OVER (ORDER BY (b)) FROM t",
+        "SELECT ' ORDER BY ' FROM t", "SELECT a FROM t -- ORDER BY a")] == [False, True, True] + [False] * 4
+
+
+def test_canonical_rows():
+    same = sql.canonical
+    assert same(["a", "b"], [(1, "x"), (2, "y")], False) == same(["n", "m"], [("y", 2.0), ("x", 1.0)], False)
+    assert same(["a"], [(1,), (1,)], False) != same(["a"], [(1,)], False)
+    assert same(["a"], [(1,), (2,)], True) != same(["a"], [(2,), (1,)], True)
+    assert same(["a"], [(0.1 + 0.2,)], False) == same(["a"], [(0.3,)], False) != same(["a"], [(0.31,)], False)
+    assert same(["a"], [], False) != same(["a", "b"], [], False)
+    assert same(["a"], [("1",)], False) != same(["a"], [(1,)], False) != same(["a"], [(None,)], False)
+    assert same(["a", "b"], [(1, 2), (2, 1)], False) != same(["a", "b"], [(1, 1), (2, 2)], False)
+    assert same(["a"], [(float("inf"),)], False) == same(["b"], [(float("inf"),)], True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# looks
+
+def test_a_look_shows_a_short_table_or_the_database_s_error(world):
+    assert look(world, "SELECT id, status FROM customers WHERE id > 2") == "id | status\n3 | active\n4 | NULL"
+    assert look(world, "```sql\nSELECT MAX(placed) FROM orders\n```") == "MAX(placed)\n2025-01-01"
+    assert look(world, "SELECT 1 WHERE 0") == "1\n(no rows)"
+    many = look(world, "SELECT a.id FROM customers a, customers b")
+    assert many == "id\n" + "1\n" * 4 + "2\n" * 4 + "(16 rows)"
+    assert len(look(world, "SELECT hex(zeroblob(2000)), 1 FROM customers a, customers b")) == 600
+    assert look(world, "SELECT x FROM orders") == "Error: no such column: x"
+    assert look(world, "DELETE FROM orders") == "Error: not authorized"
+    assert asyncio.run(world.tool_reply(task_of("sum"), [{"role": "assistant", "content": "Which year?"}])) is None
+    assert world.tables[sql.task_id(task_of("sum")), "DELETE FROM orders"] == "Error: not authorized"    # kept
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tasks
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    folder, made = tmp_path_factory.mktemp("sql"), {}
+    for split, told in (("train", "some"), ("validation", "none"), ("test", "all")):
+        stage(1).main(["--domain", "sql", "--split", split, "--told", told, "--num-tasks", "65", "--out",
+                       str(folder / split)])
+        made[split] = read(folder / split)
+    return made
+
+
+def test_schemas_and_families():
+    assert len(sql.SCHEMAS) >= 10 and {len(sql.tables_of(sql.schema_words(name))) for name in sql.SCHEMAS} == {2, 3}
+    for pattern in sql.PATTERNS.values():
+        slots = set(re.findall(r"\{(\w+)\}", pattern["query"]))
+        assert 3 <= len(slots) <= 6 and slots <= set(sql.DECISIONS) and len(pattern["requests"]) >= 3
+        assert any("looks" in sql.DECISIONS[slot] for slot in slots)
+    assert {"rental_count", "rental_places", "gym_best"} <= set(sql.FAMILIES) and "gym_places" not in sql.FAMILIES
+
+
+def test_unseen_schemas_are_in_the_test_split_alone_and_of_known_words(tasks):
+    assert all(task["seen"] for split in ("train", "validation") for task in tasks[split])
+    assert {task["family"].split("_")[0] for task in tasks["test"] if not task["seen"]} == {"theatre", "bank", "garage"}
+    assert all(in_split(task["task_id"], split) for split, own in tasks.items() for task in own)
+    references = [{task["ground_truth"] for task in own} for own in tasks.values()]
+    assert not references[0] & references[1] and not references[0] & references[2] and not references[1] & references[2]
+    known = {word for name, words in sql.SCHEMAS.items() if words["unseen"] == "-"
+             for word in map(str, sql.schema_words(name).values())}
+    for name, words in sql.SCHEMAS.items():
+        assert words["unseen"] == "-" or set(sql.schema_words(name).values()) - {"unseen"} <= known
+
+
+def test_every_decision_changes_the_rows_of_a_hidden_database(tasks):
+    for task in [task for own in tasks.values() for task in own]:
+        assert len(task["databases"]) == 7 and not list(task["databases"][-1].values())[1]
+        facts = [fact for fact in task["facts"] if fact["matters"]]
+        codes = {fact["slot"]: fact["code"] for fact in facts}
+        assert 3 <= len(facts) <= 6 and task["template"].format(**codes) == task["ground_truth"]
+        opened = [sql.open_database(task["schema"], tables) for tables in task["databases"][1:]]
+
+        def rows(query, opened=opened):
+            return [sql.canonical(*sql.select(connection, query), sql.is_ordered(query)) for connection in opened]
+
+        for fact in facts:
+            for code in fact["guesses"][1:]:
+                assert rows(task["template"].format(**{**codes, fact["slot"]: code})) != rows(task["ground_truth"])
+
+
+def test_what_the_request_states(tasks):
+    stated = [sum(fact["told"] for fact in task["facts"]) for task in tasks["train"]]
+    assert set(stated) == {0, 1} and 8 <= sum(stated) <= 32                     # 30 % of 65
+    assert not any(fact["told"] for task in tasks["validation"] for fact in task["facts"])
+    assert all(sql.all_known(task, [{"role": "user", "content": "?"}]) for task in tasks["test"])
+    assert len({task["problem_description"].split("\n")[0] for task in tasks["train"]}) > 40
+    assert all(task["problem_description"].split("\n")[1].startswith(task["schema"][13:20].split("(")[0])
+               for task in tasks["train"])
+
+
+def test_every_look_shows_what_it_is_for_and_the_human_shows_no_sql(tasks, world):
+    looks = collections.Counter()
+    for task in tasks["validation"]:
+        for i, fact in enumerate(task["facts"]):
+            assert all(sql.leak_of(task, reply) is None for reply in fact["replies"])
+            for question in fact["questions"]:
+                asked = sql.topics_asked(task["facts"], question)
+                assert asked == [i], (question, [task["facts"][j]["topic"] for j in asked])
+            for query in fact.get("looks", ()):
+                rows = look(world, query, task)
+                history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": f"QUERY: {query}"},
+                           {"role": "user", "content": rows}]
+                assert sql.known_facts(task, history) == {i} and sql.known_facts(task, history[:2]) == set(), rows
+                looks[fact["slot"]] += 1
+        assert not any(sql.looked_at(task, query) for query in task["idle_looks"])
+    assert set(looks) == {"code", "year", "unit"}
+
+
+def task_by_hand():
+    def fact(topic, **more):
+        return {"topic": topic, "questions": [f"What is {topic}?"], "replies": ["It is so."], "matters": True,
+                "told": False, "by": "ask", "guesses": ["1", "2"], "code": "1", "slot": topic.split()[-1], **more}
+
+    return {**task_of("mean"), "template": "SELECT {limit}, {now}", "ground_truth": "SELECT 1, 1", "facts": [
+        fact("the limit"),
+        fact("which year it is now", by="look", looks=["SELECT MAX(placed) FROM orders"], columns=["placed"],
+             cell="2025-.*", guesses=["1", "2", "3"]),
+        {**fact("the deadline"), "matters": False}], "idle_looks": ["SELECT COUNT(*) FROM orders"]}
+
+
+START = [{"role": "user", "content": "How many?"}]
+LOOK, SHOWN = "QUERY: SELECT MAX(placed) FROM orders", {"role": "user", "content": "MAX(placed)\n2025-01-01"}
+ASKED = [{"role": "assistant", "content": "What is the limit?"}, {"role": "user", "content": "1"}]
+LOOKED = [{"role": "assistant", "content": LOOK}, SHOWN]
+
+
+@pytest.mark.parametrize("history, message, kind", [
+    (START, "What is the limit?", "ask needed"), (START + ASKED, "The limit?", "ask repeat"),
+    (START, "What is the deadline?", "ask idle"), (START, "Well?", "ask vague"),
+    (START, "Which year is it now?", "ask for a look"), (START, LOOK, "look needed"),
+    (START + LOOKED, LOOK, "look repeat"), (START + LOOKED, "QUERY: SELECT MIN(placed) FROM orders", "look repeat"),
+    (START, "QUERY: SELECT * FROM orders", "look needed"), (START, "QUERY: SELECT COUNT(*) FROM orders", "look idle"),
+    (START, f"{sql.MARKER}\nselect 1", "early answer"), (START, f"{sql.MARKER}\nSELECT 1,\n 1;", "right answer"),
+    (START + ASKED + LOOKED, f"{sql.MARKER}\nSELECT 1, 2", "wrong answer")])
+def test_kinds_of_turns(history, message, kind):
+    assert sql.turn_kind(task_by_hand(), history, message) == kind
+
+
+def test_what_is_known_decision_by_decision():
+    task, failed = task_by_hand(), [LOOKED[0], {"role": "user", "content": "Error: no such column: placed"}]
+    for more, known in (([], [False, False]), (ASKED, [True, False]), (LOOKED, [False, True]), (failed, [False, False]),
+                        (LOOKED + ASKED, [True, True])):
+        facts = sql.facts(task, START + more)
+        assert [is_known for _, is_known in facts] == known
+        assert sql.all_known(task, START + more) == all(known)
+    assert facts[0] == ("the limit: 1", True)
+    assert sql.facts(task_of("sum"), START) is None and sql.turn_kind(task_of("sum"), START, "Well?") is None
+
+
+def test_oracles_by_hand():
+    task = task_by_hand()
+    messages = [f"{sql.MARKER}\nSELECT 1, 1", "What is the limit?", LOOK, "Well?", f"{sql.MARKER}\nSELECT 2, 1"]
+    assert sql.oracle_scores("oracle", task, START, messages) == [3, 2, 2, 1, 0]
+    assert sql.oracle_scores("oracle-patient", task, START, messages) == [0, 3, 3, 1, 0]
+    assert sql.oracle_scores("oracle-patient", task, START + ASKED + LOOKED, messages) == [2, 2, 2, 2, 0]
+
+
+@pytest.mark.parametrize("reply, kind", [
+    ("```SELECT 1```", "fence"), ("Use SELECT name FROM customers c WHERE it fits", "query"),
+    ("select name from customers", "query"), ("It is COUNT(o.id) FROM orders o WHERE o.total then", "code"),
+    ("Select what you like from it.", None), ("The total counts.", None)])
+def test_leaks(reply, kind):
+    task = {"ground_truth": "SELECT COUNT(o.id) FROM orders o WHERE o.total > 5", "schema": SCHEMA}
+    assert sql.leak_of(task, reply) == kind
+
+
+def test_the_answer_of_a_turn():
+    def answer(text, is_last=False):
+        return sql.answer_of([{"content": text}], is_last)
+
+    assert answer("Which year?") is None and answer(LOOK) is None and answer(LOOK, True) == LOOK
+    assert answer(f"So: {sql.MARKER} ```sql\nSELECT 1\n```") == answer(f"{sql.MARKER}\nSELECT 1\n") == "SELECT 1"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the stages
+
+@pytest.fixture(scope="module")
+def played(tasks, tmp_path_factory):
+    """{player: its dialogues on the validation tasks}, with 8 rounds, and of the asker with 4 ("few")."""
+    folder = tmp_path_factory.mktemp("played")
+    path = folder / "tasks.jsonl"
+    path.write_text("".join(json.dumps(task) + "\n" for task in tasks["validation"]))
+    for name, player, rounds in (("script", "script", 8), ("script-informed", "script-informed", 8),
+                                 ("script-asker", "script-asker", 8), ("few", "script-asker", 4)):
+        stage(2).main(["--tasks", str(path), "--agent", player, "--max-rounds", str(rounds), "--out",
+                       str(folder / f"{name}.jsonl")])
+    return {path.stem: read(path) for path in folder.glob("*.jsonl") if path.stem != "tasks"}
+
+
+def test_scripted_players(played):
+    mean = {name: sum(map(sql.outcome, rows)) / len(rows) for name, rows in played.items()}
+    assert mean["script-asker"] == 1 and mean["script-informed"] > 0.95 and 0.2 < mean["script"] < 0.8
+    assert mean["few"] < 0.8                                                   # patience is short
+    asker, noisy = (sql.measure(played[name]) for name in ("script-asker", "script"))
+    assert set(asker["turns"]) == {"ask needed", "look needed", "right answer"} and asker["all_known"] == 1
+    assert {"ask for a look", "ask idle", "look idle", "ask repeat", "look repeat", "early answer"} <= set(
+        noisy["turns"]) and sum(noisy["turns"].values()) == pytest.approx(1)
+    assert noisy["success_seen"] == mean["script"] and noisy["n_seen"] == 65 and "success_unseen" not in noisy
+    assert noisy["failed_looks"] == 0 and noisy["success_when_known"] > noisy["success_when_not_known"]
+    assert any(turn.get("tool") for turn in played["script"][0]["dialogue_history"])
+
+
+def test_an_asker_takes_what_has_most_values_first(tasks):
+    task = next(task for task in tasks["validation"] if task["family"].endswith("count"))
+    first = sql.asker_turn(task, START, 8, False, random.Random(0))
+    assert sql.topics_asked(task["facts"], first) == [i for i, fact in enumerate(task["facts"])
+                                                      if fact.get("slot") == "big"]
+
+
+def test_05_evaluates_queries(played, tmp_path, capsys):
+    path = tmp_path / "script.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in played["script"][:4]))
+    stage(5).main([f"script={path}", "--out", str(tmp_path / "report"), "--gates", str(ROOT / "models" / "tiny_sql")])
+    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())["script"]
+    assert metrics["success_rate"] == sum(row["reward"] == 1 for row in played["script"][:4]) / 4
+    text = capsys.readouterr().out
+    assert "ask needed" in text and "right answer at once" in text and "when known" in text
+
+
+def test_check_finds_nothing_and_bad_tasks_are_one_line(tasks, tmp_path):
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("".join(json.dumps(task) + "\n" for task in tasks["validation"][:20]))
+    stage(1).main(["--check", str(path), "--out", str(tmp_path / "checks.jsonl")])
+    checks = read(tmp_path / "checks.jsonl")
+    assert len(checks) == 20 and all(check["num_tests"] == 6 and not check["findings"] for check in checks)
+    for change, line in (({"schema": 1}, '"schema" is a int, not a str'), ({"databases": [{}]}, "needs the example"),
+                         ({"databases": [{}, {"a": 1}]}, '"a" is a int, not a list'),
+                         ({"databases": [{}, []]}, "a list, not an object")):
+        path.write_text(json.dumps({**tasks["validation"][0], **change}) + "\n")
+        assert line in refused(1, "--check", path)
+    path.write_text(json.dumps(task_of("sum")) + "\n")
+    assert 'missing "facts"' in refused(2, "--tasks", path, "--agent", "script", "--out", tmp_path / "x.jsonl")
+    assert "script-asker" in refused(2, "--tasks", path, "--agent", "script-x", "--out", tmp_path / "x.jsonl")
+
+
+def test_a_model_that_plays_the_human_is_told_its_part():
+    with_person = asyncio.run(sql.World.person_chat(None, task_of("sum"), START + ASKED[:1]))
+    assert REFERENCES["sum"] in with_person[0]["content"] and with_person[1] == {"role": "user", "content":
+                                                                                "What is the limit?"}
