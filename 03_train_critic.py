@@ -35,9 +35,9 @@ from torch.nn.utils.rnn import pad_sequence
 import common
 from colbench import ColBenchError, domain_of
 from lib import training
+from lib.adapters import lora_config
 from lib.arguments import add_training, argument_parser, set_preset
 from lib.costs import Costs
-from lib.lora import lora_config
 from lib.memory import dry_run
 from lib.models import load_tokenizer, reads_images, weights_fingerprint, work_of
 from lib.runtime import begin_output, InputError, is_done, run_stage, say, start, write_json

@@ -34,10 +34,10 @@ from torch.nn.utils.rnn import pad_sequence
 import common
 from colbench import ColBenchError, domain_of
 from lib import training
+from lib.adapters import lora_config
 from lib.arguments import add_training, argument_parser, positive_int, set_preset
 from lib.costs import Costs
 from lib.engine import generate, uniforms
-from lib.lora import lora_config
 from lib.memory import dry_run
 from lib.models import encode, fresh_model, load_model, load_tokenizer, reads_images, stop_ids, work_of
 from lib.runtime import begin_output, InputError, is_done, map_blocks, run_stage, say, start, write_jsonl

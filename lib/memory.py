@@ -6,7 +6,7 @@ import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib.lora import add_adapter, lora_config
+from lib.adapters import add_adapter, lora_config
 from lib.models import from_pretrained, reads_images, token_logps
 from lib.runtime import InputError, say
 
@@ -101,7 +101,7 @@ def memory_plan(config, world_size, replicate, dtype, checkpointing, num_rows, r
         ledger.book({parameter: width * parameter.numel()})
 
     def after_backward(group, *unused):
-        ledger.book({"root" if group is model else "layer": 0, "reduced": 4 * trained[group]})   # of the next group, too
+        ledger.book({"root" if group is model else "layer": 0, "reduced": 4 * trained[group]})     # of the next, too
         for parameter in params[group]:
             ledger.now.pop(parameter, None)
         before = ledger.now["gradients"]
@@ -122,11 +122,12 @@ def memory_plan(config, world_size, replicate, dtype, checkpointing, num_rows, r
         hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
         token_logps(model.get_output_embeddings(), hidden[places, places], ids[places, places]).sum().backward()
         after_backward(model)
-    plan = {"parameters": 4 * shard + width * frozen, "gradients": ledger.peak.pop("gradients"), "optimizer": optimizer_bytes * shard,
+    plan = {"parameters": 4 * shard + width * frozen, "gradients": ledger.peak.pop("gradients"),
+            "optimizer": optimizer_bytes * shard,
             "activations": ledger.peak.pop("activations") + ledger.peak.pop("masks"),
             "gathered": sum(ledger.peak.values())}
-    return {**plan, "total": sum(plan.values()), "largest_buffer": max(ledger.largest, *(max(width * numel[group], 4 * trained[group])
-                                                                               for group in params))}
+    largest = max(max(width * numel[group], 4 * trained[group]) for group in params)
+    return {**plan, "total": sum(plan.values()), "largest_buffer": max(ledger.largest, largest)}
 
 
 def dry_run(args, rows_an_example, tree=False):

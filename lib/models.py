@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lib.lora import (
-    adapter_base, adapter_delta, adapter_layers, add_adapter, check_base, CONFIG, import_peft, is_adapter, lost_base,
-    start_adapter, stored_adapter, WEIGHTS)
+from lib import adapters
 from lib.runtime import barrier, files_digest, InputError, is_main, weight_files, write_json
 
 
@@ -52,9 +50,9 @@ def weights_fingerprint(name):
             folder = pathlib.Path(snapshot_download(name, local_files_only=True))
         except (OSError, ValueError):                               # not there; no name of a repository
             return None
-    if is_adapter(folder):
-        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        of_all = files_digest([folder / WEIGHTS]), weights_fingerprint(adapter_base(folder)), sorted(
+    if adapters.is_adapter(folder):
+        config = json.loads((folder / adapters.CONFIG).read_text(encoding="utf-8"))
+        of_all = files_digest([folder / adapters.WEIGHTS]), weights_fingerprint(adapters.adapter_base(folder)), sorted(
             (key, str(value)) for key, value in config.items() if key != "base_model_name_or_path")
         return hashlib.sha256(repr(of_all).encode()).hexdigest()[:16]
     return files_digest([*weight_files(folder), *folder.glob("config.json")])
@@ -84,8 +82,8 @@ def token_logps(head, hidden, ids):
 
 
 def from_pretrained(kind, name, **options):
-    """kind.from_pretrained() of a folder, a hub id or "smollm2"; InputError that says what to do if there is none. Of an
-    adapter folder its base's, but for a tokenizer of its own."""
+    """kind.from_pretrained() of a folder, a hub id or "smollm2"; InputError that says what to do if there is none.
+    Of an adapter folder its base's, but for a tokenizer of its own."""
     from transformers.utils import logging
     logging.disable_progress_bar()
     folder = name
@@ -97,13 +95,9 @@ def from_pretrained(kind, name, **options):
     if name == "smollm2":
         folder, gguf_options = smollm2_files()
         options |= gguf_options if "dtype" in options else {"gguf_file": gguf_options["gguf_file"]}
-    elif is_adapter(name):
+    elif adapters.is_adapter(name):
         if "Tokenizer" not in kind.__name__ or not os.path.exists(os.path.join(name, "tokenizer_config.json")):
-            base = adapter_base(name)
-            try:
-                return from_pretrained(kind, base, **options)
-            except InputError as error:
-                raise InputError(lost_base(name, base, error)) from None
+            return from_pretrained(kind, adapters.adapter_base(name), **options)
     elif os.path.isdir(name):
         if not os.path.exists(os.path.join(name, "config.json")):
             unfinished = os.path.exists(os.path.join(name, "args.json"))
@@ -153,9 +147,9 @@ def load_model(name, device, dtype="float32"):
     else:
         tokenizer = load_tokenizer(name)
         model = from_pretrained(AutoModelForCausalLM, name, dtype=getattr(torch, dtype))
-    if is_adapter(name):
-        check_base(name, weights_fingerprint(adapter_base(name)))
-        model = import_peft().PeftModel.from_pretrained(model, name, torch_device="cpu").merge_and_unload()
+    if adapters.is_adapter(name):
+        adapters.check_base(name, weights_fingerprint(adapters.adapter_base(name)))
+        model = adapters.import_peft().PeftModel.from_pretrained(model, name, torch_device="cpu").merge_and_unload()
     return model.to(device), tokenizer
 
 
@@ -187,7 +181,7 @@ def load_sharded(name, runtime, args, lora=None, head=False):
     with torch.device("meta"):
         model = meta_model(folder, args.dtype if lora else "float32")
         if lora:
-            add_adapter(model, lora)
+            adapters.add_adapter(model, lora)
         if head:
             add_head(model)
     if is_visual(model):
@@ -202,7 +196,7 @@ def load_sharded(name, runtime, args, lora=None, head=False):
         torch.nn.init.zeros_(model.turn_head.weight)
         torch.nn.init.zeros_(model.turn_head.bias)
     if lora:
-        start_adapter(model, args.seed)
+        adapters.start_adapter(model, args.seed)
     dcp.load(dict(stored_tensors(model)), storage_reader=dcp.HuggingFaceStorageReader(folder))
     return model
 
@@ -259,7 +253,7 @@ def save_model(folder, model, tokenizer, merge=False):
     adapter the adapter alone, as peft does or, with `merge`, the sum of both. For all ranks."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
-    layers, folder = {f"{name}.weight": layer for name, layer in adapter_layers(model)}, pathlib.Path(folder)
+    layers, folder = {f"{name}.weight": layer for name, layer in adapters.adapter_layers(model)}, pathlib.Path(folder)
     if layers and not merge:
         return save_adapter(folder, model, tokenizer)
 
@@ -267,7 +261,7 @@ def save_model(folder, model, tokenizer, merge=False):
         tensor = whole_tensor(tensors[name])
         if layers:
             tensor = tensor.float()
-        return tensor + adapter_delta(layers[name], whole_tensor) if name in layers else tensor
+        return tensor + adapters.adapter_delta(layers[name], whole_tensor) if name in layers else tensor
 
     tensors, config = {name: tensor.detach() for name, tensor in stored_tensors(model)}, copy.deepcopy(model.config)
     if layers:
@@ -304,21 +298,21 @@ def move_files(partial, folder, last):
 
 def save_adapter(folder, model, tokenizer):
     """Write a model's adapter and the tokenizer as a folder in PEFT's format, as save_model does; the file of weights
-    names the fingerprint of the base (check_base)."""
+    names the fingerprint of the base (adapters.check_base)."""
     from safetensors.torch import save_file
-    tensors = {name: whole_tensor(tensor.detach()).cpu() for name, tensor in stored_adapter(model).items()}
+    tensors = {name: whole_tensor(tensor.detach()).cpu() for name, tensor in adapters.stored_adapter(model).items()}
     partial = folder / "model.partial"
     if is_main():
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         config = model.peft_config["default"]
         known = weights_fingerprint(config.base_model_name_or_path)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / WEIGHTS,
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / adapters.WEIGHTS,
                   metadata={"format": "pt", **({"base_fingerprint": known} if known else {})})
-        config.inference_mode = True
+        config.inference_mode, config.target_modules = True, sorted(config.target_modules)       # a set has no order
         config.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        move_files(partial, folder, CONFIG)
+        move_files(partial, folder, adapters.CONFIG)
 
 
 def smollm2_files():

@@ -10,7 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from lib.lora import adapter_parameters
+from lib.adapters import adapter_parameters
 from lib.models import save_model, whole_tensor
 from lib.report import aligned
 from lib.runtime import barrier, InputError, is_main, peak_memory_mb, reduce_sums, say

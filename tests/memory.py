@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
-from lib.lora import add_adapter, import_peft  # noqa: E402
+from lib.adapters import add_adapter, import_peft  # noqa: E402
 from lib.memory import memory_plan  # noqa: E402
 from lib.runtime import Runtime  # noqa: E402
 from lib.training import adamw  # noqa: E402

@@ -28,15 +28,19 @@ def is_adapter(name):
 def adapter_base(folder):
     """The name of the model that an adapter folder belongs to. InputError that says what to do where it is not here."""
     base = json.loads(pathlib.Path(folder, CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
-    if not base or (base.count("/") != 1 or base.startswith((".", "/"))) and base != "smollm2" and \
-            not os.path.isdir(base):
-        raise InputError(lost_base(folder, base, "no such folder"))
+    try:
+        if not base or is_adapter(base):
+            raise InputError("an adapter itself" if base else "no name")
+        if base != "smollm2":
+            from transformers import AutoConfig
+
+            from lib.models import from_pretrained  # here, because it imports this module
+            from_pretrained(AutoConfig, base)
+    except InputError as error:
+        raise InputError(f"{folder}: its base model {base} cannot be used ({error}); start from the folder where the "
+                         f"adapter was trained, or write where the base is into {os.path.join(folder, CONFIG)} "
+                         "(base_model_name_or_path)") from None
     return base
-
-
-def lost_base(folder, base, reason):
-    return (f"{folder}: its base model {base} cannot be loaded ({reason}); start from the folder where the adapter was "
-            f"trained, or write where the base is into {os.path.join(folder, CONFIG)} (base_model_name_or_path)")
 
 
 def check_base(folder, fingerprint):
@@ -45,7 +49,7 @@ def check_base(folder, fingerprint):
     from safetensors import safe_open
     with safe_open(os.path.join(folder, WEIGHTS), "pt") as file:
         known = (file.metadata() or {}).get("base_fingerprint")
-    if known not in (None, fingerprint):
+    if None not in (known, fingerprint) and known != fingerprint:
         raise InputError(f"{folder}: its base model {adapter_base(folder)} has other weights than when the adapter was "
                          f"trained (fingerprint {known}, now {fingerprint}); put them back, or train it again")
 
@@ -127,7 +131,7 @@ def set_adapter(model, tensors):
 
 
 def start_adapter(model, seed):
-    """A new adapter's first values, the same on any number of ranks: A by `seed`, B zero, so that it changes nothing."""
+    """A new adapter's first values, the same on any number of ranks: A by `seed`; B zero, so that it does nothing."""
     generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, parameter in adapter_parameters(model).items():
         tensors[name] = torch.zeros(parameter.shape)
