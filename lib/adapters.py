@@ -161,14 +161,18 @@ def adapter_delta(layer, whole):
 @contextlib.contextmanager
 def adapter_off(model):
     """The model computes as if it had no adapter; for passes without gradients."""
-    layers = [layer for _, layer in adapter_layers(model)]
-    for layer in layers:
-        layer.enable_adapters(False)
+    needed = {parameter: parameter.requires_grad for parameter in adapter_parameters(model).values()}
+
+    def turn(on):
+        for _, layer in adapter_layers(model):
+            layer.enable_adapters(on)
+        for parameter, needs in needed.items():         # peft changes it; by it FSDP2's first pass, which may be one of
+            parameter.requires_grad_(needs)             # the reference, settles the dtype of the gradients
+    turn(False)
     try:
         yield
     finally:
-        for layer in layers:
-            layer.enable_adapters(True)
+        turn(True)
 
 
 class WithoutAdapter:

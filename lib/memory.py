@@ -1,6 +1,7 @@
 """--dry-run: the memory that a training step needs on each rank, from a run on the meta device."""
 import copy
 import math
+import warnings
 import weakref
 
 import torch
@@ -116,7 +117,8 @@ def memory_plan(config, world_size, replicate, dtype, checkpointing, num_rows, r
         layer.register_forward_hook(after_forward)
         layer.register_full_backward_pre_hook(before_backward)
         layer.register_full_backward_hook(after_backward)
-    with torch.device("meta"), ledger:
+    with torch.device("meta"), ledger, warnings.catch_warnings():
+        warnings.simplefilter("ignore")                             # the first layer's hook is early in a frozen model
         ids = torch.zeros(num_rows, row_tokens, dtype=torch.long)
         places = torch.zeros(num_rows * row_tokens // 2, dtype=torch.long)
         hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state

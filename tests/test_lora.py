@@ -1,4 +1,5 @@
 """LoRA in 03 and 04: what is trained, the model without its adapter, adapter folders, whole models, bad flags."""
+import functools
 import json
 import math
 import re
@@ -22,7 +23,7 @@ LORA = ["--lora", 4, "--lora-alpha", 8]
 
 def flags(workspace, out, *more):
     return ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-2, "--max-steps", 4,
-            "--save-every", 2, "--log-every", 1, "--nll-coef", 0, *LORA, "--out", out, *more]
+            "--save-every", 2, "--log-every", 1, "--nll-coef", 0, "--beta", 1, *LORA, "--out", out, *more]
 
 
 def policy_flags(workspace, out, *more):
@@ -61,7 +62,7 @@ def adapter(folder):
 def test_the_first_loss_is_log_2_and_it_falls(critic, policy):
     for folder in (critic[0], policy):
         steps = read(folder / "metrics.jsonl")
-        assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and steps[-1]["loss"] < 0.68
+        assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and steps[-1]["loss"] < 0.67
 
 
 def test_the_adapter_alone_is_trained_and_kept_in_states(workspace, tmp_path, monkeypatch):
@@ -122,7 +123,6 @@ def test_without_its_adapter_a_critic_is_its_base_bit_for_bit(critic, tiny, work
     args = stage(4).parse_args([str(x) for x in policy_flags(workspace, tmp_path / "x")])
     items = [[common.Row([5, 6, 7, 8, 9, 10, 11], [-1, -1, 0, 0, 1, 1, 1], 2)]]
     expected = common.turn_scores_of(tiny[0], items, 4096, "cpu")[0]
-    import functools
     for load in (common.load_whole("cpu"), functools.partial(common.load_sharded, runtime=runtime, args=args)):
         loaded = common.load_critic(common.read_critic(critic[0], tiny[1], backend), load)
         assert loaded["reference"].model is loaded["model"] and loaded["reference"].work["flops"] == 0
@@ -136,7 +136,8 @@ def test_an_untrained_adapter_scores_every_candidate_0(workspace, tiny, tmp_path
     model = common.load_sharded(str(BASE), Runtime(0, 1, torch.device("cpu")), args, adapters.lora_config(args))
     critic = {"model": model, "reference": adapters.without_adapter(model), "privileged": True, "normalize": "turn"}
     assert common.score_actions(critic, tiny[1], points_of(workspace), 4096, "cpu") == [[0.0, 0.0, 0.0]]
-    assert any(tensor.abs().max() > 0 for name, tensor in adapters.adapter_parameters(model).items() if "lora_A" in name)
+    started = adapters.adapter_parameters(model)
+    assert {".lora_A." in name for name, tensor in started.items() if tensor.abs().max() > 0} == {True}
 
 
 # --- folders
@@ -184,7 +185,7 @@ def test_02_and_04_take_adapter_folders(workspace, critic, policy, tmp_path):
 @pytest.mark.parametrize("head", ["regression", "value"])
 def test_a_head_is_trained_beside_the_adapter(workspace, tmp_path, tiny, head):
     out = tmp_path / head
-    succeed("03_train_critic.py", *flags(workspace, out, "--head", head, "--beta", 1))
+    succeed("03_train_critic.py", *flags(workspace, out, "--head", head))
     assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     loaded = common.load_critic(common.read_critic(out, tiny[1], backend), common.load_whole("cpu"))
     assert loaded["reference"] is None and loaded["model"].turn_head.weight.abs().max() > 1e-3
