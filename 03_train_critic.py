@@ -35,6 +35,7 @@ from torch.nn.utils.rnn import pad_sequence
 import common
 from colbench import ColBenchError, domain_of
 from lib import training
+from lib.adapters import lora_config
 from lib.arguments import add_training, argument_parser, set_preset
 from lib.costs import Costs
 from lib.memory import dry_run
@@ -103,6 +104,7 @@ def main(argv=None):
     inputs = [args.trajectories, args.model]
     if is_done(args, args.out, inputs, folder=True):
         return
+    lora = lora_config(args)
     common.fill_rewards(trajectories, domain, args)
     pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap)
     held = [is_held_out(trajectory["task_id"], args.held_out_frac) for trajectory in trajectories]
@@ -136,7 +138,7 @@ def main(argv=None):
     training.show_samples(tokenizer, examples[0])
 
     # The reference is this model before its first update; its log-probabilities are computed once, by the same function
-    model = common.load_sharded(args.model, runtime, args, head=args.head != "lm")
+    model = common.load_sharded(args.model, runtime, args, lora, head=args.head != "lm")
     works.append(work_of(model))
     critic = {"head": args.head, "visual": visual, "normalize": args.normalize, "privileged": not args.no_privileged,
               "beta": args.beta, "reference": args.model, "reference_fingerprint": weights_fingerprint(args.model),
@@ -186,7 +188,7 @@ def main(argv=None):
     if runtime.rank == 0:
         write_json(pathlib.Path(args.out) / "critic.json", critic)
     costs.record(works, log.total_tokens)
-    training.finish_training(args.out, model, tokenizer)
+    training.finish_training(args, model, tokenizer)
 
 
 if __name__ == "__main__":

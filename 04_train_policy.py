@@ -34,6 +34,7 @@ from torch.nn.utils.rnn import pad_sequence
 import common
 from colbench import ColBenchError, domain_of
 from lib import training
+from lib.adapters import lora_config
 from lib.arguments import add_training, argument_parser, positive_int, set_preset
 from lib.costs import Costs
 from lib.engine import generate, uniforms
@@ -251,6 +252,7 @@ def main(argv=None):
     inputs = [args.trajectories, args.model, args.candidates, None if oracle else args.critic]
     if is_done(args, args.out, inputs, folder=True):
         return
+    lora = lora_config(args)
     if oracle and any(domain.lacks(trajectory["task"], args.critic) for trajectory in trajectories):
         raise InputError(f"{args.trajectories}: --critic {args.critic} needs template tasks (01), which state facts")
     if args.model != "tiny" and reads_images(args.model):
@@ -286,7 +288,7 @@ def main(argv=None):
     if fresh:
         common.shard(model.to(runtime.device), runtime, args)
     else:
-        model = common.load_sharded(args.model, runtime, args)
+        model = common.load_sharded(args.model, runtime, args, lora)
     works.append(work_of(model))
     is_dpo = args.method in ("sweet", "mtdpo")
     if is_dpo:
@@ -331,7 +333,7 @@ def main(argv=None):
 
     common.note_system_prompt(args.out, trajectories)
     costs.record(works, log.total_tokens)
-    training.finish_training(args.out, model, tokenizer)
+    training.finish_training(args, model, tokenizer)
 
 
 if __name__ == "__main__":

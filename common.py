@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from colbench import ColBenchError, domain_of, task_id
-from lib import models
+from lib import adapters, models
 from lib.models import add_head, add_work, encode, load_model, load_tokenizer, token_logps, weights_fingerprint
 from lib.runtime import barrier, broadcast, check_row, gather, InputError, is_main, read_jsonl, say, write_json
 from lib.servers import strip_thoughts
@@ -391,6 +391,9 @@ def turn_scores_of(model, items, max_tokens, device):
     head (load_critic), whose initial values are 0: zeros (1,)."""
     if model is None:
         return [torch.zeros(1)] * len(items)
+    if isinstance(model, adapters.WithoutAdapter):
+        with adapters.adapter_off(model.model):
+            return turn_scores_of(model.model, items, max_tokens, device)
     order = sorted(range(len(items)), key=lambda i: -max(len(row.ids) for row in items[i]))
     chunks = []
     while order:
@@ -447,10 +450,9 @@ def attach_turn_scores(model):
     register_fsdp_forward_method(model, "turn_scores")
 
 
-def load_sharded(name, runtime, args, head=False):
-    """A model for training, split over the ranks (shard), each of which reads its own parts of the files. With `head`
-    it gets a critic's head (add_head)."""
-    model = models.load_sharded(name, runtime, args, head)
+def load_sharded(name, runtime, args, lora=None, head=False):
+    """models.load_sharded, with model.turn_scores(batch) as shard gives it."""
+    model = models.load_sharded(name, runtime, args, lora, head)
     attach_turn_scores(model)
     return model
 
@@ -463,12 +465,14 @@ def read_critic(folder, tokenizer, domain):
     if not path.exists():
         raise InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
     critic = {**json.loads(path.read_text()), "folder": str(folder)}
+    if adapters.is_adapter(folder):
+        critic["reference"] = adapters.adapter_base(folder)
     if critic.get("visual") and not domain.views:
         raise InputError(f"{folder}: a critic that sees cannot rank {domain.NOUN}s, which have nothing to see")
     own = not critic.get("visual") and tokenizer and load_tokenizer(str(folder))
     if own and tokenizer_name(own) != tokenizer_name(tokenizer):
         raise InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
-    if critic["head"] != "lm":                                      # these need no reference
+    if critic["head"] != "lm" and not adapters.is_adapter(folder):  # these need no reference
         return critic
     known, name = critic.get("reference_fingerprint"), critic["reference"]
     found = weights_fingerprint(name)
@@ -481,21 +485,28 @@ def read_critic(folder, tokenizer, domain):
 
 
 def load_critic(critic, load):
-    """read_critic's answer with its "model" and "reference" (None with a head: its initial values are 0), each loaded
-    by load(name, head=…), a whole one (load_whole) or one that is split over the ranks (load_sharded)."""
+    """read_critic's answer with its "model" and "reference" (None with a head: its initial values are 0; of an adapter
+    folder the model with its adapter off), each loaded by load(name, lora=…, head=…), a whole one (load_whole) or one
+    that is split over the ranks (load_sharded)."""
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, StateDictOptions
-    has_head = critic["head"] != "lm"
-    model = load(critic["folder"], head=has_head)
+    has_head, lora = critic["head"] != "lm", adapters.folder_config(critic["folder"])
+    model = load(critic["reference"] if lora else critic["folder"], lora=lora, head=has_head)
+    if lora:
+        adapters.load_adapter(model, critic["folder"])
     if has_head:
         weights = torch.load(pathlib.Path(critic["folder"]) / "turn_head.pt", weights_only=True)
         set_model_state_dict(model.turn_head, weights, options=StateDictOptions(full_state_dict=True))
-    return {**critic, "model": model.eval(), "reference": None if has_head else load(critic["reference"]).eval()}
+    model.eval()
+    reference = None if has_head else adapters.without_adapter(model) if lora else load(critic["reference"]).eval()
+    return {**critic, "model": model, "reference": reference}
 
 
 def load_whole(device, dtype="float32"):
     """A `load` for load_critic: whole models on this rank."""
-    def load(name, head=False):
+    def load(name, lora=None, head=False):
         model, _ = load_model(name, device, dtype)
+        if lora:
+            adapters.add_adapter(model, lora, getattr(torch, dtype))     # as in a pass of a model that is split
         if head:
             add_head(model)
         return model
@@ -740,7 +751,7 @@ def reference_logps(folder, model, examples, args, runtime):
     path = pathlib.Path(folder) / "ref.pt"
     if not path.exists():
         say(f"reference log-probabilities of {len(examples):,} examples")
-        scores = example_scores(model, examples, args.max_tokens, runtime.device)
+        scores = example_scores(adapters.without_adapter(model), examples, args.max_tokens, runtime.device)
         if is_main():
             torch.save(scores, path.with_suffix(".partial"))
             path.with_suffix(".partial").rename(path)

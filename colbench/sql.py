@@ -513,8 +513,8 @@ def oracle_scores(oracle, task, history, messages):
 # the human, and the scripted agents
 
 def leak_of(task, reply):
-    """How a reply of the human shows SQL: "fence", "query" (select … from a table), "code" (8 tokens of the reference in a
-    row); None: it does not."""
+    """How a reply of the human shows SQL: "fence", "query" (select … from a table), "code" (8 tokens in a row of the
+    reference); None: it does not."""
     if "```" in reply:
         return "fence"
     tables = "|".join(re.findall(r"CREATE TABLE (\w+)", task["schema"]))

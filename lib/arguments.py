@@ -61,7 +61,7 @@ def add_training(parser, max_length):
     parser.add_argument("--batch-size", type=positive_int, help="examples a step, over all ranks (None: 8; 32 for "
                         "likelihoods)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
-                        help="arithmetic; the parameters stay float32")
+                        help="arithmetic; the parameters that are trained stay float32")
     parser.add_argument("--seed", type=int, default=0, help="seed of order and samples")
     group = parser.add_argument_group("the data")
     group.add_argument("--num-trajectories", type=positive_int, help="use so many (nested subsets of a seed)")
@@ -78,6 +78,14 @@ def add_training(parser, max_length):
     group.add_argument("--max-grad-norm", type=float, default=1.0, help="gradient clipping")
     group.add_argument("--optimizer", choices=["adamw", "adamw8bit"], default="adamw",
                        help="adamw8bit: its state in 8 bits (needs torchao)")
+    group = parser.add_argument_group("LoRA (needs peft)")
+    group.add_argument("--lora", type=positive_int, metavar="RANK",
+                       help="train an adapter of this rank; the model stays as it is, in --dtype")
+    group.add_argument("--lora-alpha", type=positive_int, metavar="A", help="the adapter counts A / RANK times (None: "
+                       "2 RANK)")
+    group.add_argument("--lora-targets", nargs="+", metavar="NAME",
+                       help="layers with an adapter, q_proj v_proj, say (None: all linear ones but the output's)")
+    group.add_argument("--merge", action="store_true", help="write a whole model in place of an adapter folder")
     group = parser.add_argument_group("memory and speed")
     group.add_argument("--micro-batch-size", type=positive_int, default=8, help="examples a forward pass")
     group.add_argument("--max-tokens", type=positive_int, default=16384, help="tokens a pass without gradients")

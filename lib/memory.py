@@ -1,11 +1,13 @@
 """--dry-run: the memory that a training step needs on each rank, from a run on the meta device."""
 import copy
 import math
+import warnings
 import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lib.adapters import add_adapter, lora_config
 from lib.models import from_pretrained, reads_images, token_logps
 from lib.runtime import InputError, say
 
@@ -48,13 +50,14 @@ def fused_attention(module, query, key, value, mask, scaling=None, **unused):
 
 
 def memory_plan(config, world_size, replicate, dtype, checkpointing, num_rows, row_tokens, optimizer_bytes,
-                accumulates=False, tree=False):
+                accumulates=False, tree=False, lora=None):
     """Bytes on each rank when a training step needs most, as a dict; takes no memory itself: the model of `config` runs
     on the meta device over one micro-batch, a Ledger counts what lives, and hooks book what FSDP2 does beside it.
 
     num_rows, row_tokens       rows of a micro-batch, tokens of each, half of which are taken to be actions'
-    dtype, optimizer_bytes     of the arithmetic (parameters stay float32); of the state of one parameter
+    dtype, optimizer_bytes     of the arithmetic (trained parameters stay float32); of the state of one parameter
     accumulates, tree          a step has several micro-batches, whose gradients add up; the rows have their own masks
+    lora                       a LoraConfig: its adapter alone is trained, all else stays in `dtype`
 
     parameters, gradients, optimizer       this rank's shard, 1 / (world_size / replicate) of each
     gathered                               whole parameters and gradients of groups in flight (a layer each; the root:
@@ -68,13 +71,16 @@ def memory_plan(config, world_size, replicate, dtype, checkpointing, num_rows, r
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=getattr(torch, dtype),
                                                  attn_implementation="fused_attention").train()
+        if lora:
+            add_adapter(model, lora, getattr(torch, dtype))
     if checkpointing:
         model.activation_checkpointing_enable()
     layers, shards, width = list(model.get_decoder().layers), world_size // replicate, getattr(torch, dtype).itemsize
     params = {layer: list(layer.parameters()) for layer in layers}
     params[model] = list(set(model.parameters()) - {p for layer in layers for p in params[layer]})
     numel = {group: sum(p.numel() for p in params[group]) for group in params}
-    shard = sum(numel.values()) / shards
+    trained = {group: sum(p.numel() for p in params[group] if p.requires_grad) for group in params}
+    shard, frozen = sum(trained.values()) / shards, sum(numel[group] - trained[group] for group in params) / shards
     ledger = Ledger([*model.parameters(), *model.buffers()], root=width * numel[model],
                     gradients=4 * shard * accumulates, masks=num_rows * row_tokens ** 2 * (width + 1) * tree)
 
@@ -96,31 +102,34 @@ def memory_plan(config, world_size, replicate, dtype, checkpointing, num_rows, r
         ledger.book({parameter: width * parameter.numel()})
 
     def after_backward(group, *unused):
-        ledger.book({"root" if group is model else "layer": 0, "reduced": 4 * numel[group]})   # of the next group, too
+        ledger.book({"root" if group is model else "layer": 0, "reduced": 4 * trained[group]})     # of the next, too
         for parameter in params[group]:
-            ledger.now.pop(parameter)
+            ledger.now.pop(parameter, None)
         before = ledger.now["gradients"]
-        ledger.book({"gradients": before + 4 * numel[group] / shards})
+        ledger.book({"gradients": before + 4 * trained[group] / shards})
         if accumulates:
             ledger.book({"gradients": before})
 
-    for parameter in model.parameters():
+    for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
         parameter.register_post_accumulate_grad_hook(keep_gradient)
     for layer in layers:
         layer.register_forward_pre_hook(before_forward)
         layer.register_forward_hook(after_forward)
         layer.register_full_backward_pre_hook(before_backward)
         layer.register_full_backward_hook(after_backward)
-    with torch.device("meta"), ledger:
+    with torch.device("meta"), ledger, warnings.catch_warnings():
+        warnings.simplefilter("ignore")                             # the first layer's hook is early in a frozen model
         ids = torch.zeros(num_rows, row_tokens, dtype=torch.long)
         places = torch.zeros(num_rows * row_tokens // 2, dtype=torch.long)
         hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
         token_logps(model.get_output_embeddings(), hidden[places, places], ids[places, places]).sum().backward()
         after_backward(model)
-    plan = {"parameters": 4 * shard, "gradients": ledger.peak.pop("gradients"), "optimizer": optimizer_bytes * shard,
+    plan = {"parameters": 4 * shard + width * frozen, "gradients": ledger.peak.pop("gradients"),
+            "optimizer": optimizer_bytes * shard,
             "activations": ledger.peak.pop("activations") + ledger.peak.pop("masks"),
             "gathered": sum(ledger.peak.values())}
-    return {**plan, "total": sum(plan.values()), "largest_buffer": max(ledger.largest, 4 * max(numel.values()))}
+    largest = max(max(width * numel[group], 4 * trained[group]) for group in params)
+    return {**plan, "total": sum(plan.values()), "largest_buffer": max(ledger.largest, largest)}
 
 
 def dry_run(args, rows_an_example, tree=False):
@@ -133,7 +142,8 @@ def dry_run(args, rows_an_example, tree=False):
     examples = min(args.micro_batch_size, math.ceil(args.batch_size / args.dry_run))
     plan = memory_plan(from_pretrained(AutoConfig, args.model), args.dry_run, args.replicate, args.dtype,
                        args.activation_checkpointing, examples * rows_an_example, args.max_length,
-                       2 if args.optimizer == "adamw8bit" else 8, args.batch_size > examples * args.dry_run, tree)
+                       2 if args.optimizer == "adamw8bit" else 8, args.batch_size > examples * args.dry_run, tree,
+                       lora_config(args))
     say(f"{args.model} on {args.dry_run} ranks in {args.replicate} groups, {args.dtype}; on each rank a micro-batch of "
         f"{examples * rows_an_example} rows of {args.max_length:,} tokens (--max-length):")
     for name, number in plan.items():

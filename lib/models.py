@@ -1,5 +1,7 @@
 """Models: loading whole or split over ranks, saving, token log-probabilities, and what a pass costs."""
+import copy
 import hashlib
+import json
 import os
 import pathlib
 import shutil
@@ -8,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+from lib import adapters
 from lib.runtime import barrier, files_digest, InputError, is_main, weight_files, write_json
 
 
@@ -25,19 +28,21 @@ def work_of(model):
 
 def add_work(model, lengths, cached=0, generated=False, patches=0):
     """Count a pass over rows of `lengths` tokens, each after `cached` earlier ones: 2 FLOPs a token and parameter and 4
-    a pair of tokens, layer and hidden dimension, three times that where gradients follow (6ND and attention). Pictures
-    count by their `patches` and the parameters of the vision tower, without its attention."""
+    a pair of tokens, layer and hidden dimension, three times that where gradients follow (6ND and attention), twice
+    where the parameters that multiply are frozen (LoRA). Pictures count by their `patches` and the parameters of the
+    vision tower, without its attention."""
     work, config = work_of(model), model.config.get_text_config()
+    training = 2 if hasattr(model, "peft_config") else 3
     pairs = sum(length * cached + length * length / 2 for length in lengths)
-    work["flops"] += (3 if torch.is_grad_enabled() else 1) * (
+    work["flops"] += (training if torch.is_grad_enabled() else 1) * (
         2 * work["parameters"] * sum(lengths) + 4 * config.num_hidden_layers * config.hidden_size * pairs +
         2 * work["visual_parameters"] * patches)
     work["generated_tokens"] += sum(lengths) if generated else 0
 
 
 def weights_fingerprint(name):
-    """A hash of the weights and the configuration of a model (folder, hub id or smollm2), whatever its path; None where
-    its files are not on this machine."""
+    """A hash of the weights and the configuration of a model (folder, hub id or smollm2), whatever its path; of an
+    adapter folder that of its base, too. None where its files are not on this machine."""
     folder = pathlib.Path(smollm2_files()[0] if name == "smollm2" else name)
     if name != "smollm2" and not folder.is_dir():
         from huggingface_hub import snapshot_download
@@ -45,6 +50,11 @@ def weights_fingerprint(name):
             folder = pathlib.Path(snapshot_download(name, local_files_only=True))
         except (OSError, ValueError):                               # not there; no name of a repository
             return None
+    if adapters.is_adapter(folder):
+        config = json.loads((folder / adapters.CONFIG).read_text(encoding="utf-8"))
+        of_all = files_digest([folder / adapters.WEIGHTS]), weights_fingerprint(adapters.adapter_base(folder)), sorted(
+            (key, str(value)) for key, value in config.items() if key != "base_model_name_or_path")
+        return hashlib.sha256(repr(of_all).encode()).hexdigest()[:16]
     return files_digest([*weight_files(folder), *folder.glob("config.json")])
 
 
@@ -72,7 +82,8 @@ def token_logps(head, hidden, ids):
 
 
 def from_pretrained(kind, name, **options):
-    """kind.from_pretrained() of a folder, a hub id or "smollm2"; InputError that says what to do if there is none."""
+    """kind.from_pretrained() of a folder, a hub id or "smollm2"; InputError that says what to do if there is none.
+    Of an adapter folder its base's, but for a tokenizer of its own."""
     from transformers.utils import logging
     logging.disable_progress_bar()
     folder = name
@@ -84,6 +95,9 @@ def from_pretrained(kind, name, **options):
     if name == "smollm2":
         folder, gguf_options = smollm2_files()
         options |= gguf_options if "dtype" in options else {"gguf_file": gguf_options["gguf_file"]}
+    elif adapters.is_adapter(name):
+        if "Tokenizer" not in kind.__name__ or not os.path.exists(os.path.join(name, "tokenizer_config.json")):
+            return from_pretrained(kind, adapters.adapter_base(name), **options)
     elif os.path.isdir(name):
         if not os.path.exists(os.path.join(name, "config.json")):
             unfinished = os.path.exists(os.path.join(name, "args.json"))
@@ -123,8 +137,8 @@ def load_tokenizer(name):
 
 
 def load_model(name, device, dtype="float32"):
-    """(model, tokenizer), the whole model on this rank, which computes in `dtype`; not for training. Of one that reads
-    images (reads_images) the processor is in the place of the tokenizer."""
+    """(model, tokenizer), the whole model on this rank, which computes in `dtype`; not for training. An adapter is
+    merged into its base. Of a model that reads images (reads_images) the processor is in the place of the tokenizer."""
     from transformers import AutoModelForCausalLM
     if reads_images(name):
         from lib.vision import load_vision  # here, because it imports this module
@@ -133,6 +147,9 @@ def load_model(name, device, dtype="float32"):
     else:
         tokenizer = load_tokenizer(name)
         model = from_pretrained(AutoModelForCausalLM, name, dtype=getattr(torch, dtype))
+    if adapters.is_adapter(name):
+        adapters.check_base(name, weights_fingerprint(adapters.adapter_base(name)))
+        model = adapters.import_peft().PeftModel.from_pretrained(model, name, torch_device="cpu").merge_and_unload()
     return model.to(device), tokenizer
 
 
@@ -156,13 +173,15 @@ def shard(model, runtime, args):
         fully_shard(module, mesh=mesh if args.replicate > 1 else mesh["shard"], mp_policy=policy)
 
 
-def load_sharded(name, runtime, args, head=False):
-    """A model for training, split over the ranks (shard), each of which reads its own parts of the files. With `head`
-    it gets a critic's head (add_head)."""
+def load_sharded(name, runtime, args, lora=None, head=False):
+    """A model for training, split over the ranks (shard), each of which reads its own parts of the files. With `lora`
+    (a LoraConfig) it is kept in args.dtype, frozen, and gets a new adapter; with `head` a critic's head (add_head)."""
     from torch.distributed import checkpoint as dcp
     folder = plain_weights(name, args.out)
     with torch.device("meta"):
-        model = meta_model(folder)
+        model = meta_model(folder, args.dtype if lora else "float32")
+        if lora:
+            adapters.add_adapter(model, lora)
         if head:
             add_head(model)
     if is_visual(model):
@@ -176,22 +195,26 @@ def load_sharded(name, runtime, args, head=False):
     if head:
         torch.nn.init.zeros_(model.turn_head.weight)
         torch.nn.init.zeros_(model.turn_head.bias)
+    if lora:
+        adapters.start_adapter(model, args.seed)
     dcp.load(dict(stored_tensors(model)), storage_reader=dcp.HuggingFaceStorageReader(folder))
     return model
 
 
-def meta_model(name):
-    """The model of a folder or name without weights, in float32; to be called under torch.device("meta")."""
+def meta_model(name, dtype="float32"):
+    """The model of a folder or name without weights; to be called under torch.device("meta")."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     kind = AutoModelForImageTextToText if reads_images(name) else AutoModelForCausalLM
-    return kind.from_config(from_pretrained(AutoConfig, name), dtype=torch.float32)
+    return kind.from_config(from_pretrained(AutoConfig, name), dtype=getattr(torch, dtype))
 
 
 def stored_tensors(model):
-    """(name, tensor) of what a model folder's safetensors hold: parameters, each once, and buffers that are saved."""
+    """(name, tensor) of what a model folder's safetensors hold: parameters, each once, and buffers that are saved; not
+    an adapter, nor a critic's head."""
     saved = model.state_dict().keys()
-    return [(name, tensor) for name, tensor in [*model.named_parameters(), *model.named_buffers()]
-            if name in saved and not name.startswith("turn_head.")]
+    return [(name.replace(".base_layer.", "."), tensor) for name, tensor in [*model.named_parameters(),
+                                                                             *model.named_buffers()]
+            if name in saved and not name.startswith("turn_head.") and ".lora_" not in name]
 
 
 def plain_weights(name, out):
@@ -224,35 +247,72 @@ def whole_tensor(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def save_model(folder, model, tokenizer):
+def save_model(folder, model, tokenizer, merge=False):
     """Write a model, sharded or whole, and its tokenizer as a Hugging Face folder inside `folder`, each file whole or
-    not at all: the weights (float32 of a trained model) gathered on rank 0, at most 5 GB at a time. For all ranks."""
+    not at all: the weights (float32 of a trained model) gathered on rank 0, at most 5 GB at a time. Of a model with an
+    adapter the adapter alone, as peft does or, with `merge`, the sum of both. For all ranks."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
-    tensors = {name: tensor.detach() for name, tensor in stored_tensors(model)}
+    layers, folder = {f"{name}.weight": layer for name, layer in adapters.adapter_layers(model)}, pathlib.Path(folder)
+    if layers and not merge:
+        return save_adapter(folder, model, tokenizer)
+
+    def whole(name):
+        tensor = whole_tensor(tensors[name])
+        if layers:
+            tensor = tensor.float()
+        return tensor + adapters.adapter_delta(layers[name], whole_tensor) if name in layers else tensor
+
+    tensors, config = {name: tensor.detach() for name, tensor in stored_tensors(model)}, copy.deepcopy(model.config)
+    if layers:
+        config.dtype = torch.float32
     plan = split_torch_state_dict_into_shards(
-        {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()})
-    folder = pathlib.Path(folder)
+        {name: torch.empty(tensor.shape, dtype=torch.float32 if layers else tensor.dtype, device="meta")
+         for name, tensor in tensors.items()})
     partial = folder / "model.partial"
     if is_main():
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     for file_name, names in plan.filename_to_tensors.items():
-        whole = {name: whole_tensor(tensors[name]) for name in names}
+        found = {name: whole(name) for name in names}
         if is_main():
-            save_file({name: tensor.cpu().contiguous() for name, tensor in whole.items()}, partial / file_name,
+            save_file({name: tensor.cpu().contiguous() for name, tensor in found.items()}, partial / file_name,
                       metadata={"format": "pt"})
     if is_main():
         if plan.is_sharded:
             write_json(partial / "model.safetensors.index.json",
                        {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
-        model.config.save_pretrained(partial)
+        config.save_pretrained(partial)
         if model.generation_config is not None:
             model.generation_config.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
-        for path in sorted(partial.iterdir(), key=lambda p: p.name == "config.json"):
-            path.rename(folder / path.name)
-        partial.rmdir()
+        move_files(partial, folder, "config.json")
+
+
+def move_files(partial, folder, last):
+    """Put what is in a folder into another one; the file that makes it a model comes last."""
+    for path in sorted(partial.iterdir(), key=lambda p: p.name == last):
+        path.rename(folder / path.name)
+    partial.rmdir()
+
+
+def save_adapter(folder, model, tokenizer):
+    """Write a model's adapter and the tokenizer as a folder in PEFT's format, as save_model does; the file of weights
+    names the fingerprint of the base (adapters.check_base)."""
+    from safetensors.torch import save_file
+    tensors = {name: whole_tensor(tensor.detach()).cpu() for name, tensor in adapters.stored_adapter(model).items()}
+    partial = folder / "model.partial"
+    if is_main():
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        config = model.peft_config["default"]
+        known = weights_fingerprint(config.base_model_name_or_path)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / adapters.WEIGHTS,
+                  metadata={"format": "pt", **({"base_fingerprint": known} if known else {})})
+        config.inference_mode, config.target_modules = True, sorted(config.target_modules)       # a set has no order
+        config.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        move_files(partial, folder, adapters.CONFIG)
 
 
 def smollm2_files():

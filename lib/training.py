@@ -10,6 +10,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from lib.adapters import adapter_parameters
 from lib.models import save_model, whole_tensor
 from lib.runtime import barrier, InputError, is_main, peak_memory_mb, reduce_sums, say
 from lib.statistics import average_ranks
@@ -138,7 +139,13 @@ class Checkpoints:
     def state(self):
         from torch.distributed.checkpoint.state_dict import get_state_dict
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        frozen = self.frozen()
+        return {"model": {name: tensor for name, tensor in model.items() if name not in frozen}, "optimizer": optimizer}
+
+    def frozen(self):
+        """Names of parameters that are not trained, which a resumed run reads from the model's files again."""
+        return {name for name, parameter in self.model.named_parameters(remove_duplicate=False)
+                if not parameter.requires_grad}
 
     def save(self, step):
         """Save the state after `step` steps; on a GPU it is copied now and written while the training goes on."""
@@ -160,14 +167,14 @@ class Checkpoints:
     def load(self):
         """Load the last whole state, cut metrics.jsonl back to it, and return its step (0: a new run)."""
         from torch.distributed import checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import set_state_dict
+        from torch.distributed.checkpoint.state_dict import set_state_dict, StateDictOptions
         step = max(self.whole(), default=0)
         barrier()
         if step:
             state = self.state()
             dcp.load(state, checkpoint_id=self.folder / str(step))
             set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
-                           optim_state_dict=state["optimizer"])
+                           optim_state_dict=state["optimizer"], options=StateDictOptions(strict=not self.frozen()))
             say(f"continues at step {step}")
         metrics = self.folder.parent / "metrics.jsonl"
         if is_main() and metrics.exists():
@@ -208,22 +215,23 @@ class StepLog:
 
 
 def adamw(model, args):
-    """AdamW by the flags --optimizer, --lr, --adam-betas and --weight-decay."""
+    """AdamW of the parameters that are not frozen, by the flags --optimizer, --lr, --adam-betas and --weight-decay."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     options = {"lr": args.lr, "betas": args.adam_betas, "weight_decay": args.weight_decay}
     if args.optimizer == "adamw":
-        return torch.optim.AdamW(model.parameters(), fused=True, **options)       # makes no copies of all parameters
+        return torch.optim.AdamW(trained, fused=True, **options)       # makes no copies of all parameters
     try:
         from torchao.optim import AdamW8bit
     except ImportError:
         raise InputError("--optimizer adamw8bit: needs torchao: pip install torchao") from None
-    return AdamW8bit(model.parameters(), **options)
+    return AdamW8bit(trained, **options)
 
 
-def finish_training(folder, model, tokenizer):
-    """Write the trained model (and a critic's head beside it), remove what only a resumed run needs, and mark the
-    folder as complete."""
-    folder = pathlib.Path(folder)
-    save_model(folder, model, tokenizer)
+def finish_training(args, model, tokenizer):
+    """Write the trained model (and a critic's head beside it) into args.out, remove what only a resumed run needs, and
+    mark the folder as complete."""
+    folder = pathlib.Path(args.out)
+    save_model(folder, model, tokenizer, args.merge)
     if hasattr(model, "turn_head"):
         # not as safetensors: what serves the folder as a plain model would take it for a part of the model
         head = {name: whole_tensor(tensor.detach()).cpu() for name, tensor in model.turn_head.named_parameters()}
@@ -234,5 +242,6 @@ def finish_training(folder, model, tokenizer):
             shutil.rmtree(folder / name, ignore_errors=True)
         (folder / "ref.pt").unlink(missing_ok=True)
         (folder / "COMPLETED").touch()
-        say(f"writes {folder} ({sum(p.numel() for p in model.parameters()):,} parameters)")
+        written = adapter_parameters(model).values() if args.lora and not args.merge else model.parameters()
+        say(f"writes {folder} ({sum(parameter.numel() for parameter in written):,} parameters)")
     barrier()

@@ -8,6 +8,7 @@ Each side is a process of its own on one thread in float32 (ours: --dtype); they
 
 ours            04 --pairs-together: one tree a turn
 ours, apart     04: one tree a pair
+ours, LoRA      04 --pairs-together --lora 16 (only with --sides; needs peft)
 trl, best       DPOTrainer with precomputed reference, the vocabulary projected at action tokens alone (TRL does so on
                 GPUs alone; here one of its functions is patched), causal attention, and our allocator settings
 trl             DPOTrainer with precomputed reference, else as installed
@@ -51,14 +52,19 @@ def train_ours(pairs, args):
     import torch
 
     import common
+    from lib.adapters import import_peft, without_adapter
     from lib.runtime import start
     from lib.training import adamw
     policy_stage = importlib.import_module("04_train_policy")
     runtime = start(0)
     options = argparse.Namespace(dtype=args.dtype, replicate=1, activation_checkpointing=False, attention="sdpa",
-                                 out=args.out, optimizer="adamw", lr=1e-6, adam_betas=(0.9, 0.95), weight_decay=0.0)
-    model = common.load_sharded(args.model, runtime, options)
-    together = 4 if args.side == "ours" and args.pairs == "shared" else 1
+                                 out=args.out, seed=0, optimizer="adamw", lr=1e-6, adam_betas=(0.9, 0.95),
+                                 weight_decay=0.0)
+    lora = None
+    if args.side == "ours, LoRA":
+        lora = import_peft().LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
+    model = common.load_sharded(args.model, runtime, options, lora)
+    together = 4 if args.side != "ours, apart" and args.pairs == "shared" else 1
     examples = []                                                   # as 04 makes them: a prompt and its actions
     for first in range(0, len(pairs), together):
         prompt, actions = pairs[first][0], [action for pair in pairs[first:first + together] for action in pair[1:]]
@@ -67,7 +73,7 @@ def train_ours(pairs, args):
     pair_indices = [[(2 * n, 2 * n + 1) for n in range(together)]] * len(examples)
     begin = time.process_time()
     ref = [torch.stack(policy_stage.chosen_and_rejected(values[None], pair_indices[:1]), 1)
-           for values in common.turn_scores_of(model, examples, 4096, "cpu")]
+           for values in common.turn_scores_of(without_adapter(model), examples, 4096, "cpu")]
     reference_s = time.process_time() - begin
     optimizer = adamw(model, options)
     model.train()

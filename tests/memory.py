@@ -1,6 +1,6 @@
 """The highest memory of a real FSDP2 training step against lib.memory.memory_plan, on a CPU.
 
-    python tests/memory.py WORLD_SIZE REPLICATE DTYPE CHECKPOINTING(0|1) ROWS TOKENS MICRO_BATCHES TREE(0|1)
+    python tests/memory.py WORLD_SIZE REPLICATE DTYPE CHECKPOINTING(0|1) ROWS TOKENS MICRO_BATCHES TREE(0|1) [LORA_RANK]
 
 Measured is the sum of what torch's CPU allocator holds (the profiler's memory events), for one rank of a group whose
 other ranks are not there (their collectives do nothing). Prints {"plan", "measured"} in bytes."""
@@ -17,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
+from lib.adapters import add_adapter, import_peft  # noqa: E402
 from lib.memory import memory_plan  # noqa: E402
 from lib.runtime import Runtime  # noqa: E402
 from lib.training import adamw  # noqa: E402
@@ -25,11 +26,12 @@ from lib.training import adamw  # noqa: E402
 def main():
     world_size, replicate, dtype, *numbers = sys.argv[1:]
     world_size, replicate = int(world_size), int(replicate)
-    checkpointing, rows, tokens, micro_batches, tree = map(int, numbers)
+    checkpointing, rows, tokens, micro_batches, tree, *rank = map(int, numbers)
+    lora = import_peft().LoraConfig(r=rank[0], target_modules="all-linear") if rank else None
     config = LlamaConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
                          num_key_value_heads=4, vocab_size=8192, max_position_embeddings=2048)
     plan = memory_plan(config, world_size, replicate, dtype, bool(checkpointing), rows, tokens, 8, micro_batches > 1,
-                       bool(tree))
+                       bool(tree), lora)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     args = argparse.Namespace(dtype=dtype, replicate=replicate, activation_checkpointing=bool(checkpointing),
                               attention="sdpa", optimizer="adamw", lr=1e-4, adam_betas=(0.9, 0.95), weight_decay=0.0)
@@ -45,6 +47,8 @@ def main():
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         model = LlamaForCausalLM(config)
+        if lora:
+            add_adapter(model.to(getattr(torch, dtype)), lora)
         common.shard(model, Runtime(0, world_size, torch.device("cpu")), args)
         optimizer = adamw(model.train(), args)
         step(8)                                                     # makes the optimiser's state

@@ -181,9 +181,10 @@ def test_flex_attention_sees_what_the_dense_mask_shows(tiny, monkeypatch):
 
 # --- memory
 
-@pytest.mark.parametrize("case", ["8 2 bfloat16 1 4 300 2 0", "1 1 float32 0 2 500 1 1"])
+@pytest.mark.parametrize("case", ["8 2 bfloat16 1 4 300 2 0", "1 1 float32 0 2 500 1 1",
+                                  "8 2 bfloat16 1 4 300 2 0 8"])
 def test_the_memory_plan_is_what_a_step_takes(case):
-    """Arguments of memory.py: 8 ranks in 2 groups, activation checkpointing, two micro-batches; one rank, trees."""
+    """Arguments of memory.py: 8 ranks in 2 groups, checkpointing, two micro-batches; one rank, trees; LoRA."""
     process = subprocess.run([sys.executable, ROOT / "tests" / "memory.py", *case.split()], text=True,
                              capture_output=True, check=True)
     found = json.loads(process.stdout)

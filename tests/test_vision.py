@@ -345,3 +345,12 @@ def test_bad_input_is_one_line(dialogues, vlm, critic, tmp_path):
     assert not out.exists()
     with pytest.raises(InputError, match="sees no images"):
         load_vision(str(BASE), "cpu")
+
+
+def test_an_adapter_s_critic_that_sees_begins_at_log_2_and_loads(dialogues, vlm, tmp_path):
+    out = tmp_path / "critic"
+    succeed("03_train_critic.py", *flags(dialogues, vlm, out, "--lora", 4, "--epochs", 1))
+    assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    critic = load(out, None)
+    assert critic["visual"] and critic["model"].turn_head.weight.abs().max() > 0
+    assert (out / "adapter_model.safetensors").exists() and not (out / "model.safetensors").exists()

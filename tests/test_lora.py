@@ -1,0 +1,250 @@
+"""LoRA in 03 and 04: what is trained, the model without its adapter, adapter folders, whole models, bad flags."""
+import functools
+import json
+import math
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import common
+from colbench import backend
+from conftest import read, refused, ROOT, stage, succeed
+from lib import adapters
+from lib.models import load_model, weights_fingerprint
+from lib.runtime import InputError, Runtime
+from lib.training import Checkpoints
+
+BASE = ROOT / "models" / "tiny"
+LORA = ["--lora", 4, "--lora-alpha", 8]
+
+
+def flags(workspace, out, *more):
+    return ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-2, "--max-steps", 4,
+            "--save-every", 2, "--log-every", 1, "--nll-coef", 0, "--beta", 1, *LORA, "--out", out, *more]
+
+
+def policy_flags(workspace, out, *more):
+    return ["--method", "mtdpo", *flags(workspace, out, *more)]
+
+
+def points_of(workspace):
+    row = read(workspace / "offline.jsonl")[0]
+    turn = row["dialogue_history"][1]
+    return [common.DecisionPoint(turn["input"], row["task"], [], [turn["output_ids"], [7, 8], [9, 10, 11]], [])]
+
+
+def a_batch():
+    return common.collate([[common.Row([5, 6, 7, 8, 9, 10, 11], [-1, -1, 0, 0, 1, 1, 1], 2)]])
+
+
+@pytest.fixture(scope="module")
+def critic(workspace, tmp_path_factory):
+    out = tmp_path_factory.mktemp("lora") / "critic"
+    return out, succeed("03_train_critic.py", *flags(workspace, out))
+
+
+@pytest.fixture(scope="module")
+def policy(workspace, tmp_path_factory):
+    out = tmp_path_factory.mktemp("lora") / "policy"
+    succeed("04_train_policy.py", *policy_flags(workspace, out))
+    return out
+
+
+def adapter(folder):
+    return load_file(folder / "adapter_model.safetensors")
+
+
+# --- training
+
+def test_the_first_loss_is_log_2_and_it_falls(critic, policy):
+    for folder in (critic[0], policy):
+        steps = read(folder / "metrics.jsonl")
+        assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and steps[-1]["loss"] < 0.67
+
+
+def test_the_adapter_alone_is_trained_and_kept_in_states(workspace, tmp_path, monkeypatch):
+    """In bfloat16: base weights in bfloat16, adapters and the optimiser's state in float32, two numbers for each."""
+    kept = {}
+    original = Checkpoints.save
+
+    def look(checkpoints, step):
+        kept.update(checkpoints.state(), parameters=dict(checkpoints.model.named_parameters()))
+        original(checkpoints, step)
+    monkeypatch.setattr(Checkpoints, "save", look)
+    stage(3).main([str(x) for x in flags(workspace, tmp_path / "c", "--dtype", "bfloat16", "--max-steps", 1,
+                                         "--save-every", 1, "--head", "regression")])
+    trained = {name for name, parameter in kept["parameters"].items() if parameter.requires_grad}
+    assert trained == set(kept["model"]) and all(".lora_" in name or "turn_head" in name for name in trained)
+    assert len(trained) == 3 * 7 * 2 + 2
+    for name, parameter in kept["parameters"].items():
+        assert parameter.dtype == (torch.float32 if name in trained else torch.bfloat16), name
+    assert set(kept["optimizer"]["state"]) == trained
+    assert all(state["exp_avg"].dtype == torch.float32 for state in kept["optimizer"]["state"].values())
+
+
+def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(workspace, tmp_path, critic, monkeypatch):
+    original = Checkpoints.save
+
+    def save_and_die(checkpoints, step):
+        original(checkpoints, step)
+        raise KeyboardInterrupt
+    monkeypatch.setattr(Checkpoints, "save", save_and_die)
+    arguments = [str(x) for x in flags(workspace, tmp_path / "killed")]
+    with pytest.raises(KeyboardInterrupt):
+        stage(3).main(arguments)
+    assert "not finished" in refused(2, "--tasks", workspace / "tasks.jsonl", "--agent", tmp_path / "killed", "--out",
+                                     tmp_path / "x")
+    monkeypatch.undo()
+    stage(3).main(arguments)
+    killed, whole = adapter(tmp_path / "killed"), adapter(critic[0])
+    assert len(whole) == 42 and all(torch.equal(killed[name], whole[name]) for name in whole)
+    assert (tmp_path / "killed" / "adapter_config.json").read_text() == (critic[0] / "adapter_config.json").read_text()
+
+
+def test_ranks_and_checkpointing_change_nothing_but_the_last_digits(workspace, tmp_path, policy):
+    for name, ranks, more in (("two", 2, []), ("checkpointing", 1, ["--activation-checkpointing"])):
+        succeed("04_train_policy.py", *policy_flags(workspace, tmp_path / name, *more), ranks=ranks)
+        for ours, theirs in zip(read(tmp_path / name / "metrics.jsonl"), read(policy / "metrics.jsonl"), strict=True):
+            for key in ("loss", "margin", "gnorm"):
+                assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-4), (name, key)
+        ours, theirs = adapter(tmp_path / name), adapter(policy)
+        assert max((ours[key] - theirs[key]).abs().max().item() for key in theirs) < 1e-3
+        assert max(tensor.abs().max().item() for key, tensor in theirs.items() if "lora_B" in key) > 1e-2
+
+
+# --- the model without its adapter
+
+def test_without_its_adapter_a_critic_is_its_base_bit_for_bit(critic, tiny, workspace, tmp_path):
+    """Whole and split over ranks; with the adapter it is another model, and one copy of it is in memory."""
+    runtime = Runtime(0, 1, torch.device("cpu"))
+    args = stage(4).parse_args([str(x) for x in policy_flags(workspace, tmp_path / "x")])
+    items = [[common.Row([5, 6, 7, 8, 9, 10, 11], [-1, -1, 0, 0, 1, 1, 1], 2)]]
+    expected = common.turn_scores_of(tiny[0], items, 4096, "cpu")[0]
+    for load in (common.load_whole("cpu"), functools.partial(common.load_sharded, runtime=runtime, args=args)):
+        loaded = common.load_critic(common.read_critic(critic[0], tiny[1], backend), load)
+        assert loaded["reference"].model is loaded["model"] and loaded["reference"].work["flops"] == 0
+        for _ in range(2):                                          # on again, and off again
+            own, ref = (common.turn_scores_of(loaded[which], items, 4096, "cpu")[0] for which in ("model", "reference"))
+            assert torch.equal(ref, expected) and (own - expected).abs().max() > 1e-3
+
+
+def test_an_untrained_adapter_scores_every_candidate_0(workspace, tiny, tmp_path):
+    args = stage(3).parse_args([str(x) for x in flags(workspace, tmp_path / "x")])
+    model = common.load_sharded(str(BASE), Runtime(0, 1, torch.device("cpu")), args, adapters.lora_config(args))
+    critic = {"model": model, "reference": adapters.without_adapter(model), "privileged": True, "normalize": "turn"}
+    assert common.score_actions(critic, tiny[1], points_of(workspace), 4096, "cpu") == [[0.0, 0.0, 0.0]]
+    started = adapters.adapter_parameters(model)
+    assert {".lora_A." in name for name, tensor in started.items() if tensor.abs().max() > 0} == {True}
+
+
+# --- folders
+
+def test_peft_reads_the_folder_and_finds_the_same_values(policy, tiny):
+    from peft import AutoPeftModelForCausalLM
+    config = json.loads((policy / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(BASE))
+    assert config["target_modules"] == sorted(config["target_modules"]) and len(config["target_modules"]) == 7
+    theirs, batch = AutoPeftModelForCausalLM.from_pretrained(policy).base_model.model.eval(), a_batch()
+    ours = load_model(str(policy), "cpu")[0]
+    with torch.no_grad():
+        values, base = common.turn_scores(ours, batch), common.turn_scores(tiny[0], batch)
+        torch.testing.assert_close(values, common.turn_scores(theirs, batch), atol=1e-4, rtol=1e-5)
+    assert (values - base).abs().max() > 1e-2
+    assert not (policy / "model.safetensors").exists() and (policy / "chat_template.jinja").exists()
+
+
+def test_merged_is_the_adapter_within_rounding(workspace, tmp_path, policy):
+    for name, ranks in (("one", 1), ("two", 2)):
+        succeed("04_train_policy.py", *policy_flags(workspace, tmp_path / name, "--merge"), ranks=ranks)
+        merged, apart = (load_model(str(folder), "cpu")[0] for folder in (tmp_path / name, policy))
+        for (key, ours), theirs in zip(merged.named_parameters(), apart.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-6 if ranks == 1 else 1e-3, rtol=0, msg=key)
+        assert not (tmp_path / name / "adapter_config.json").exists()
+        assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_02_and_04_take_adapter_folders(workspace, critic, policy, tmp_path):
+    """An adapter plays, another chooses its messages; 04 scores by the critic on two ranks, trains from the adapter
+    as a whole model, and says the same scores as one rank does."""
+    succeed("02_rollout.py", "--tasks", workspace / "tasks.jsonl", "--agent", policy, "--best-of", 2, "--critic",
+            critic[0], "--max-rounds", 3, "--max-new-tokens", 40, "--out", tmp_path / "played.jsonl")
+    assert len(read(tmp_path / "played.jsonl")) == 40
+    sweet = ["--method", "sweet", "--critic", critic[0], "--trajectories", workspace / "offline.jsonl", "--data-frac",
+             0.03, "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1]
+    for name, ranks in (("one", 1), ("two", 2)):
+        succeed("04_train_policy.py", *sweet, "--model", policy, "--out", tmp_path / name, ranks=ranks)
+    one, two = ([value for row in read(tmp_path / name / "scored.jsonl") for value in row["advantages"]]
+                for name in ("one", "two"))
+    assert one == pytest.approx(two, abs=1e-4) and max(map(abs, one)) > 1e-3
+    assert (tmp_path / "one" / "model.safetensors").exists() and not (tmp_path / "one" / "initial").exists()
+
+
+@pytest.mark.parametrize("head", ["regression", "value"])
+def test_a_head_is_trained_beside_the_adapter(workspace, tmp_path, tiny, head):
+    out = tmp_path / head
+    succeed("03_train_critic.py", *flags(workspace, out, "--head", head))
+    assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    loaded = common.load_critic(common.read_critic(out, tiny[1], backend), common.load_whole("cpu"))
+    assert loaded["reference"] is None and loaded["model"].turn_head.weight.abs().max() > 1e-3
+    assert max(tensor.abs().max().item() for key, tensor in adapter(out).items() if "lora_B" in key) > 1e-3
+    scores, = common.score_actions(loaded, tiny[1], points_of(workspace), 4096, "cpu")
+    assert len(set(scores)) == 3
+
+
+def test_a_base_that_moved_or_changed_is_one_line(workspace, critic, policy, tiny, tmp_path):
+    from safetensors.torch import save_file
+    shutil.copytree(policy, tmp_path / "policy")
+    shutil.copytree(critic[0], tmp_path / "critic")
+
+    def set_base(name):
+        for folder in (tmp_path / "policy", tmp_path / "critic"):
+            config = json.loads((folder / "adapter_config.json").read_text())
+            (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": name}))
+    known = weights_fingerprint(str(policy))
+    shutil.copytree(BASE, tmp_path / "moved")
+    set_base(str(tmp_path / "moved"))
+    assert weights_fingerprint(str(tmp_path / "policy")) == known
+    assert load_model(str(tmp_path / "policy"), "cpu")[0] and common.read_critic(tmp_path / "critic", tiny[1], backend)
+    path = tmp_path / "moved" / "model.safetensors"
+    save_file({name: tensor * 1.01 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+    assert weights_fingerprint(str(tmp_path / "policy")) != known
+    play = ["--tasks", workspace / "tasks.jsonl", "--out", tmp_path / "x", "--agent"]
+    assert "other weights than when the adapter was trained" in refused(2, *play, tmp_path / "policy")
+    line = refused(2, *play, BASE, "--best-of", 2, "--critic", tmp_path / "critic")
+    assert f"its reference {tmp_path / 'moved'} has other weights" in line
+    for name in ("models/nowhere", str(tmp_path / "nowhere"), str(tmp_path / "critic"), None):
+        set_base(name)
+        for line in (refused(2, *play, tmp_path / "policy"),
+                     refused(2, *play, BASE, "--best-of", 2, "--critic", tmp_path / "critic")):
+            assert re.search(rf"its base model {name} cannot be used .*; start from the folder where the adapter was "
+                             r"trained, or write where the base is into .*adapter_config.json", line)
+    assert not (tmp_path / "x").exists()
+
+
+def test_bad_flags_are_one_line(workspace, policy, tmp_path, monkeypatch):
+    out, method = tmp_path / "x", ["--method", "sft", "--trajectories", workspace / "demos.jsonl"]
+    for flag, *value in (["--lora-alpha", 8], ["--lora-targets", "q_proj"], ["--merge"]):
+        assert refused(4, *method, "--model", BASE, "--out", out, flag, *value) == f"{flag} goes with --lora RANK"
+    assert "--model tiny" in refused(4, *method, "--model", "tiny", "--out", out, *LORA)
+    assert "--merge" in refused(4, *method, "--model", policy, "--out", out, *LORA)
+    for targets, wanted in ((["nothing"], "nothing"), (["q_proj", "nothing"], "nothing: names no linear layer"),
+                            (["lm_head"], "lm_head"), (["embed_tokens"], "embed_tokens")):
+        line = refused(3, *flags(workspace, out, "--lora-targets", *targets))
+        assert line.startswith("--lora-targets") and wanted in line
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    assert refused(3, *flags(workspace, out)) == "LoRA adapters need peft: pip install peft"
+    with pytest.raises(InputError, match="pip install peft"):
+        load_model(str(policy), "cpu")
+    assert not out.exists()
+
+
+def test_a_dry_run_knows_the_adapter(tmp_path, capsys):
+    totals = []
+    for more in ([], LORA):
+        stage(3).main([str(x) for x in ("--trajectories", "none", "--model", BASE, "--out", tmp_path / "x", "--dry-run",
+                                        1, "--max-length", 64, *more)])
+        totals.append(float(re.search(r"optimizer\s+([\d.]+) GB", capsys.readouterr().out)[1]))
+    assert totals[0] == pytest.approx(0.006, abs=0.001) and totals[1] < 0.001
