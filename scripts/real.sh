@@ -15,7 +15,7 @@ seeds=${*:-0} results=${OUT:-out}/real start=${START:-smollm2} base=${OUT:-out}/
 num_train=${TRAIN_TASKS:-100} num_test=${TEST_TASKS:-200} num_base=${BASE_TASKS:-320} few=${FEW_TASKS:-40}
 num_validation=${VALIDATION_TASKS:-50}
 rollout+=" --dtype bfloat16"
-short="--dtype bfloat16 --max-tokens 4096 --save-every 20"
+short="--dtype bfloat16 --max-tokens 4096 --save-every 20 --log-every 5"
 # A setting is METHOD_RATE_BETA_NLL_EPOCHS, as in docs/grid.csv; of SWEET the beta is its critic's.
 pairs="$short --micro-batch-size 2 --batch-size 4"
 critic_settings="$pairs --beta 1 --lr 3e-5 --epochs 1 --held-out-frac 0.15"
