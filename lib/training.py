@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lib.models import save_model, whole_tensor
-from lib.runtime import barrier, InputError, is_main, peak_memory_mb, reduce_sums, say
+from lib.runtime import barrier, InputError, is_main, peak_memory_mb, reduce_sums, say, trim_memory
 
 
 def epoch_batches(num_items, batch_size, epochs, seed):
@@ -93,6 +93,7 @@ class Checkpoints:
         if is_main():
             for old in self.whole()[:-2]:
                 shutil.rmtree(self.folder / str(old))
+        trim_memory()
 
     def wait(self):
         if self.saving is not None:
