@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 domain=backend
 set_up_domain
 seeds=${*:-0} results=${OUT:-out}/real start=${START:-smollm2} base=${OUT:-out}/real/base/model
-num_train=${TRAIN_TASKS:-100} num_test=${TEST_TASKS:-200} num_base=${BASE_TASKS:-320} few=${FEW_TASKS:-40}
+num_train=${TRAIN_TASKS:-200} num_test=${TEST_TASKS:-200} num_base=${BASE_TASKS:-1200} few=${FEW_TASKS:-40}
 num_validation=${VALIDATION_TASKS:-50}
 rollout+=" --dtype bfloat16"
 short="--dtype bfloat16 --max-tokens 4096 --save-every 20 --log-every 5"
