@@ -138,7 +138,7 @@ def load_model(name, device, dtype="float32"):
 
 def set_matmul_precision(dtype):
     """Where a model computes in bfloat16, float32 matrices are multiplied in bfloat16, too, with float32 sums: of the
-    output projection (token_logps) both factors are bfloat16 values, so that its logits lose nothing, at a fraction of
+    output projection (token_logps) both factors are bfloat16 values, so that its logits lose nothing, in about half
     the time."""
     torch.set_float32_matmul_precision("medium" if dtype == "bfloat16" else "highest")
 
