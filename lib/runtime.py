@@ -70,6 +70,13 @@ def start(seed):
     return Runtime(dist.get_rank(), dist.get_world_size(), device)
 
 
+def trim_memory():
+    """Give the kernel back what start() keeps of freed buffers. Batches of all lengths leave holes between them that
+    no later one fits into: a run of a 135M model grew to 13 GB where 2 GB are in use."""
+    if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def is_main():
     return not dist.is_initialized() or dist.get_rank() == 0
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lib.adapters import adapter_parameters
 from lib.models import save_model, whole_tensor
-from lib.runtime import barrier, InputError, is_main, peak_memory_mb, reduce_sums, say
+from lib.runtime import barrier, InputError, is_main, peak_memory_mb, reduce_sums, say, trim_memory
 from lib.statistics import average_ranks
 from lib.tables import aligned
 
@@ -158,6 +158,7 @@ class Checkpoints:
         if is_main():
             for old in self.whole()[:-2]:
                 shutil.rmtree(self.folder / str(old))
+        trim_memory()
 
     def wait(self):
         if self.saving is not None:

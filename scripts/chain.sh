@@ -98,3 +98,30 @@ baselines() {
     policy rft rft
     policy mtdpo mtdpo
 }
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what scripts measure: critics on a part of the test tasks, in $out/few, and the table of a search
+
+best_of() {                                                          # NAME CRITIC N
+    step "best-$1@$3" $py $rollout --tasks "$out/few/test.jsonl" --agent $base --seed "$seed" --best-of "$3" \
+        --critic "$2" --out "$out/few/$1@$3.jsonl"
+}
+branches() {                                                         # STATES SAMPLES: Monte-Carlo returns of turns
+    step rollout-few $py $rollout --tasks "$out/few/test.jsonl" --agent $base --samples 4 --seed "$seed" \
+        --out "$out/few/base.jsonl"                                  # pairs need several dialogues of a task
+    step rollout-branches $py $rollout --tasks "$out/few/base.jsonl" --branch "$1" --branch-candidates 8 \
+        --samples "$2" --agent $base --seed "$seed" --out "$out/few/branches.jsonl"
+}
+grid_table() {                                                       # METRICS of METHOD_RATE_BETA_NLL_EPOCHS, as CSV
+    $py - "$1" <<'PYTHON'
+import json, sys
+metrics = json.load(open(sys.argv[1]))
+keys = ("success_rate", "tests_passed", "mean_rounds", "all_known", "success_when_known", "pixel_similarity")
+keys = [key for key in keys if all(key in m for m in metrics.values())]
+print("method,lr,beta,nll_coef,epochs", *(key.removesuffix("_rate").removeprefix("mean_") for key in keys),
+      "trained_tokens", sep=",")
+for name, m in metrics.items():
+    numbers = [f"{m[key]:.3f}" for key in keys]
+    print(name.replace("_-", "_").replace("_", ","), *numbers, m["costs"]["trained_tokens"], sep=",")
+PYTHON
+}

@@ -53,10 +53,6 @@ row() {                                                              # SEED NAME
             ;;
     esac
 }
-best_of() {                                                          # NAME CRITIC N
-    step "best-$1@$3" $py $rollout --tasks "$out/few/test.jsonl" --agent $base --seed "$seed" --best-of "$3" \
-        --critic "$2" --out "$out/few/$1@$3.jsonl"
-}
 export -f step result_of tasks data train critic evaluate policy sweet baselines candidates other one_seed row best_of
 two_at_a_time() { xargs -P 2 -d '\n' -I{} bash -euo pipefail -c '{}'; }
 
@@ -106,9 +102,6 @@ for n in 1 4 16; do
     [ "$n" = 16 ] || echo "best_of judge judge:$base $n"             # it compares one by one: slow
 done | two_at_a_time
 $py 05_evaluate.py $(cd "$out/few" && ls *@*.jsonl | sed "s|\(.*\)\.jsonl|\1=$out/few/&|") --out "$out/curves"
-step rollout-few $py $rollout --tasks "$out/few/test.jsonl" --agent $base --samples 4 --seed "$seed" \
-    --out "$out/few/base.jsonl"                                      # pairs need several dialogues of a task
-step rollout-branches $py $rollout --tasks "$out/few/base.jsonl" --branch 100 --branch-candidates 8 --samples 8 \
-    --agent $base --seed "$seed" --out "$out/few/branches.jsonl"
+branches 100 8
 $py 05_evaluate.py base="$out/few/base.jsonl" --critics $(for name in $critics; do echo "$name=$out/$name"; done) \
     --returns "$out/few/branches.jsonl" --out "$out/critics"

@@ -107,14 +107,4 @@ done
 $settings | xargs -P 2 -d '\n' -I{} bash -ec 'try {}'
 files=$($settings | sed -E "s|^([^ ]+) .*|\1=$work/\1.jsonl|")
 $py 05_evaluate.py $files $similarity --costs --out $work/report-$grid --overwrite
-$py - $work/report-$grid/metrics.json <<'PYTHON' | tee $work/$grid.csv
-import json, sys
-metrics = json.load(open(sys.argv[1]))
-keys = ("success_rate", "tests_passed", "mean_rounds", "all_known", "success_when_known", "pixel_similarity")
-keys = [key for key in keys if all(key in m for m in metrics.values())]
-print("method,lr,beta,nll_coef,epochs", *(key.removesuffix("_rate").removeprefix("mean_") for key in keys),
-      "trained_tokens", sep=",")
-for name, m in metrics.items():
-    numbers = [f"{m[key]:.3f}" for key in keys]
-    print(name.replace("_-", "_").replace("_", ","), *numbers, m["costs"]["trained_tokens"], sep=",")
-PYTHON
+grid_table $work/report-$grid/metrics.json | tee $work/$grid.csv

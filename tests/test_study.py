@@ -20,7 +20,7 @@ flags = "--trajectories", "--tasks", "--critic", "--candidates", "--agent", "--m
 inputs = [values.get(name) for name in flags]
 if words[0].startswith("05"):
     inputs += [path for word in words if "=" in word for path in word.split("=")[1].split(",")]
-missing = [path for path in inputs if path not in (None, "oracle", "oracle-patient")
+missing = [path for path in inputs if path not in (None, "oracle", "oracle-patient", "script", "smollm2")
            and not os.path.exists(path.removeprefix("judge:"))]
 out = pathlib.Path(values["--out"])
 with open("commands.jsonl", "a") as log:
@@ -29,7 +29,8 @@ with open("commands.jsonl", "a") as log:
 out.parent.mkdir(parents=True, exist_ok=True)
 if words[0].startswith(("03", "04", "05")):
     out.mkdir(exist_ok=True)
-    (out / "candidates.jsonl").touch()
+    for name in ("candidates.jsonl", "COMPLETED"):
+        (out / name).touch()
 else:
     out.touch()
 print("success 0.500 |")
@@ -46,7 +47,7 @@ def call(tmp_path):
     for name in ("tiny", "tiny_pages", "tiny_sql"):
         (tmp_path / "models" / name).mkdir(parents=True)
     (tmp_path / "scripts").mkdir()
-    for name in ("run.sh", "scripts/chain.sh", "scripts/study.sh", "scripts/tune.sh"):
+    for name in ("run.sh", "scripts/chain.sh", "scripts/study.sh", "scripts/tune.sh", "scripts/real.sh"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "scripts" / "setup.sh").write_text(
         (ROOT / "scripts" / "setup.sh").read_text() + "\nsetup_environment() { :; }\nsetup_browser() { :; }\n")
@@ -176,3 +177,20 @@ def test_other_critics_are_searched_over_as_many_settings(call):
              if words[0].startswith("04") and "--max-steps" not in words]
     assert {critic: tried.count(critic) for critic in tried} == {
         f"out/tune/critic-{kind}-{beta}": 4 for kind in ("no-c", "regression") for beta in ("0.1", "1")}
+
+
+def test_the_chain_of_real_weights(call):
+    commands = [command["words"] for command in call("scripts/real.sh", "0", "1")]
+    made = [words[words.index("--out") + 1] for words in commands if "--overwrite" not in words]
+    assert len(set(made)) == len(made)
+    tried = [words[words.index("--out") + 1] for words in commands if words[0].startswith("04")]
+    for method in ("rft", "mtdpo", "sweet", "sweet-no-c"):
+        counts = [sum(f"seed{seed}/{method}_" in path for path in tried) for seed in (0, 1)]
+        assert counts == [3, 1]                                                # seed 1 takes what seed 0 found
+    for words in commands:
+        if words[0].startswith("04") and "--candidates" in words:
+            assert ("no-c" in words[words.index("--out") + 1]) == words[words.index("--critic") + 1].endswith("no-c")
+    test = [words for words in commands if words[0].startswith("02") and any("/test.jsonl" in word for word in words)]
+    assert {words[words.index("--agent") + 1] for words in test} >= {"out/real/base/model"}
+    searched = [words for words in commands if words[words.index("--out") + 1].endswith("validation.jsonl")]
+    assert len(searched) == 1

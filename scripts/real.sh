@@ -1,0 +1,151 @@
+#!/usr/bin/env bash
+# The chain with a pretrained model: bash scripts/real.sh [SEED …]   (0; results in out/real; a second call resumes)
+# SmolLM2-135M-Instruct learns the protocol from scripted dialogues, once. Then, for every seed: offline dialogues, two
+# critics (one without c), four policies, their test dialogues. Seed 0 tries three learning rates for each policy on
+# validation tasks: out/real/grid.csv, kept as docs/grid_real.csv. One rate of each is tried in a round, and after each
+# round the best so far play the test tasks, so that an interrupted run has whole tables. The critics are measured after
+# the first round. Other seeds take the rates that seed 0 found. Two processes of one thread, at most 8 GB each.
+# BASE_TASKS, TRAIN_TASKS, VALIDATION_TASKS, TEST_TASKS and FEW_TASKS (for the critics) set the sizes.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/chain.sh
+domain=backend
+set_up_domain
+seeds=${*:-0} results=${OUT:-out}/real start=${START:-smollm2} base=${OUT:-out}/real/base/model
+num_train=${TRAIN_TASKS:-200} num_test=${TEST_TASKS:-200} num_base=${BASE_TASKS:-1200} few=${FEW_TASKS:-40}
+num_validation=${VALIDATION_TASKS:-50}
+rollout+=" --dtype bfloat16"
+short="--dtype bfloat16 --max-tokens 4096 --save-every 20 --log-every 5"
+# A setting is METHOD_RATE_BETA_NLL_EPOCHS, as in docs/grid.csv; of SWEET the beta is its critic's.
+pairs="$short --micro-batch-size 2 --batch-size 4"
+critic_settings="$pairs --beta 1 --lr 3e-5 --epochs 1 --held-out-frac 0.15"
+rft_rest=-_-_2 rft_rates="1e-4 3e-5 3e-4" rft_settings="$short --micro-batch-size 4 --batch-size 8 --epochs 2"
+mtdpo_rest=0.1_0.3_1 mtdpo_rates="3e-5 1e-5 1e-4" mtdpo_settings="$pairs --nll-coef 0.3 --epochs 1"
+sweet_rest=1_0.3_1 sweet_rates="3e-5 1e-5 1e-4"
+sweet_settings="$short --batch-size 8 --nll-coef 0.3 $sampling --concurrency 64 --pairs-together"
+methods="rft mtdpo sweet sweet-no-c"
+export py domain seed out results drawn_by base num_train num_test rollout critic_settings SAMPLES=1 few \
+    rft_rest rft_rates rft_settings mtdpo_rest mtdpo_rates mtdpo_settings sweet_rest sweet_rates sweet_settings
+two_at_a_time() { xargs -P 2 -d '\n' -I{} bash -euo pipefail -c '{}'; }
+once() { [ -e "$1" ] || "${@:2}"; }                                  # OUTPUT COMMAND…: a stage starts in seconds
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the base model: the protocol from clear requests that are answered at once, and vague ones with a noisy agent
+
+make_base() {
+    local out=$results/base kind told number
+    mkdir -p "$out"
+    for kind in clear script; do
+        [ $kind = clear ] && told="--told all" number=$((num_base / 2)) || told= number=$num_base
+        once "$out/$kind-tasks.jsonl" step tasks-$kind $py 01_generate_tasks.py --split train --seed 100 $told \
+            --num-tasks $number --out "$out/$kind-tasks.jsonl"
+        once "$out/$kind.jsonl" step rollout-$kind $py $rollout --agent script --tasks "$out/$kind-tasks.jsonl" \
+            --out "$out/$kind.jsonl"
+    done
+    cat "$out/clear.jsonl" "$out/script.jsonl" > "$out/demonstrations.jsonl"
+    OMP_NUM_THREADS=2 step model $py 04_train_policy.py --method sft --model $start $short --lr 5e-4 --epochs 1 \
+        --micro-batch-size 4 --batch-size 8 --trajectories "$out/demonstrations.jsonl" --out "$base"
+}
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one seed: jobs of one thread, each with the functions of scripts/chain.sh
+
+flags_of() {                                                         # SETTING: flags of 04
+    local critic=critic drawn=
+    case $1 in
+        rft_* | mtdpo_*) echo --method "${1%%_*}"; return ;;
+        sweet-no-c_*) critic=critic-no-c ;;
+    esac
+    [ "$1" = "$drawn_by" ] || drawn="--candidates $out/$drawn_by/candidates.jsonl"         # one draw for all of SWEET
+    echo --method sweet --critic "$out/$critic" $drawn
+}
+one_critic() { once "$out/$1/COMPLETED" critic "$@"; }
+settings_of() {                                                      # METHOD: its settings, in the order of rounds
+    local rate rates=${1%-no-c}_rates rest=${1%-no-c}_rest
+    for rate in ${!rates}; do echo "$1_${rate}_${!rest}"; done
+}
+try() {                                                              # SETTING: train it, play the validation tasks
+    local method=${1%%_*} rate=${1#*_}
+    local settings=${method%-no-c}_settings
+    once "$out/$1/COMPLETED" step "$1" train 4_train_policy.py $(flags_of "$1") ${!settings} --lr ${rate%%_*} \
+        --out "$out/$1"
+    [ "$seed" != 0 ] || validate "$1" "$out/$1"
+}
+validate() {                                                         # NAME MODEL
+    once "$out/validation/$1.jsonl" step "validation-$1" $py $rollout --tasks "$results/validation.jsonl" \
+        --agent "$2" --samples 2 --seed 5 --out "$out/validation/$1.jsonl"
+}
+best() {                                                             # METHOD: seed 0's best setting so far
+    local name
+    for name in $(settings_of $1); do
+        [ ! -e "$results/seed0/validation/$name.jsonl" ] ||
+            echo "$(result_of "$results/seed0/validation-$name.log" | grep -oE '[0-9.]+' | head -n 1) $name"
+    done | sort -s -k 1,1nr | head -n 1 | cut -d ' ' -f 2
+}
+play() { once "$out/$1.jsonl" evaluate "$1" "$2"; }                  # NAME MODEL: the test tasks
+export -f step result_of train critic evaluate once flags_of one_critic try validate play best_of
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+report() {                                                           # the tables of a seed's test and validation tasks
+    local method name files=() tried=()
+    for method in $methods; do
+        files+=("$method=$out/test-$(best $method).jsonl")
+        for name in $(settings_of $method); do
+            [ ! -e "$out/validation/$name.jsonl" ] || tried+=("$name=$out/validation/$name.jsonl")
+        done
+    done
+    $py 05_evaluate.py base="$out/test-base.jsonl" "${files[@]}" --baseline mtdpo --costs --overwrite \
+        --out "$out/report"
+    [ "$seed" = 0 ] || return 0                                      # other seeds try nothing
+    step report-grid $py 05_evaluate.py "${tried[@]}" --costs --overwrite --out "$out/report-grid"
+    grid_table "$out/report-grid/metrics.json" > "$results/grid.csv"
+}
+one_round() {                                                        # RFT MTDPO SWEET SWEET-NO-C, each a setting
+    printf '%s\n' "one_critic critic; try $3" "try $2; one_critic critic-no-c --no-privileged" | two_at_a_time
+    printf '%s\n' "try $1" "try $4" | two_at_a_time
+    {
+        echo "play test-base $base"
+        for method in $methods; do echo "play test-$(best $method) $out/$(best $method)"; done
+    } | two_at_a_time
+    report
+}
+measure() {                                                          # the base, and the critics as scripts/study.sh
+    local n name
+    head -n $few "$out/validation/base.jsonl" > "$results/gates.jsonl"
+    once "$results/gates/COMPLETED" step gates $py 05_evaluate.py base="$results/gates.jsonl" --gates "$base" \
+        --out "$results/gates"
+    mkdir -p "$out/few"
+    head -n "$few" "$out/test.jsonl" > "$out/few/test.jsonl"
+    once "$out/few/branches.jsonl" branches 60 4
+    once "$out/critics/COMPLETED" step critics $py 05_evaluate.py base="$out/few/base.jsonl" --critics \
+        c="$out/critic" no-c="$out/critic-no-c" --returns "$out/few/branches.jsonl" --out "$out/critics"
+    for n in 1 4 16; do
+        for name in critic critic-no-c; do echo "once $out/few/$name@$n.jsonl best_of $name $out/$name $n"; done
+        echo "once $out/few/oracle@$n.jsonl best_of oracle oracle $n"
+    done | two_at_a_time
+    $py 05_evaluate.py $(cd "$out/few" && ls *@*.jsonl | sed "s|\(.*\)\.jsonl|\1=$out/few/&|") --overwrite \
+        --out "$out/curves"
+}
+
+[ -e "$base/COMPLETED" ] || make_base
+for seed in $seeds; do
+    out=$results/seed$seed
+    mkdir -p "$out/validation"
+    once "$out/offline.jsonl" eval "ranks='$torchrun' data"
+    if [ "$seed" = 0 ]; then
+        once "$results/validation.jsonl" step tasks-validation $py 01_generate_tasks.py --split validation --seed 0 \
+            --num-tasks $num_validation --out "$results/validation.jsonl"
+        validate base "$base"
+        for round in 1 2 3; do
+            settings=$(for method in $methods; do settings_of $method | sed -n ${round}p; done)
+            [ $round != 1 ] || drawn_by=$(sed -n 3p <<< "$settings")
+            one_round $settings
+            [ $round != 1 ] || measure
+        done
+    else
+        settings=$(for method in $methods; do best $method; done)
+        drawn_by=$(sed -n 3p <<< "$settings")
+        one_round $settings
+    fi
+done
