@@ -1,7 +1,6 @@
 """examples/: the benchmark in other trainers, and colbench/ alone. `bash tests/run.sh --examples` runs it all, with an
 environment for each trainer; without these (the variable EXAMPLES names their folder) only what needs no package."""
 import ast
-import contextlib
 import http.server
 import json
 import os
@@ -66,20 +65,19 @@ def test_the_docstring_s_lines_run(alone):
 # the package verifiers, by its own command
 
 class Streamer(http.server.BaseHTTPRequestHandler):
-    """A server of OpenAI's protocol that streams. Its agent asks for the first fact that the task needs. Then it gives
-    the reference, or, of every second task, what no test passes."""
+    """A server of OpenAI's protocol that streams. Its agent asks for the first fact that the task needs; then it gives
+    the reference, or (second task) what passes no test, or (third task) it asks on."""
     tasks, requests, lock = [], [], threading.Lock()
 
     def do_POST(self):
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.lock:
             self.requests.append(request)
-        said = [(message["role"], message["content"]) for message in request["messages"] if message["role"] != "system"]
-        [number] = [number for number, task in enumerate(self.tasks) if task["problem_description"] == said[0][1]]
-        task = self.tasks[number]
-        question = next(fact["questions"][0] for fact in task["facts"] if fact["matters"])
-        content = question if len(said) == 1 else f"{backend.MARKER}\n" + (
-            "def nothing(): pass" if number % 2 else task["ground_truth"])
+        said = [message["content"] for message in request["messages"] if message["role"] != "system"]
+        [number] = [number for number, task in enumerate(self.tasks) if task["problem_description"] == said[0]]
+        question = next(fact["questions"][0] for fact in self.tasks[number]["facts"] if fact["matters"])
+        answers = [self.tasks[number]["ground_truth"], "def nothing(): pass"]
+        content = question if len(said) == 1 or number == 2 else f"{backend.MARKER}\n{answers[number]}"
         chunk = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": request["model"]}
         usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
         parts = [{"role": "assistant", "content": ""}, *({"content": word} for word in re.findall(r"\s*\S+", content))]
@@ -111,23 +109,22 @@ def streamer():
 @pytest.fixture(scope="session")
 def tasks(tmp_path_factory):
     path = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
-    stage(1).main(["--num-tasks", "4", "--split", "train", "--out", str(path)])
+    stage(1).main(["--num-tasks", "3", "--split", "train", "--out", str(path)])
     return path
 
 
 def command_of(example):
     """The command that an example's docstring shows, as words."""
     text = ast.get_docstring(ast.parse((ROOT / "examples" / f"{example}.py").read_text()))
-    return re.search(r"(?m)^    (PYTHONPATH\S* .*(?:\\\n.*)*)", text)[1].replace("\\\n", " ").split()
+    return re.search(r"(?m)^ +(PYTHONPATH=(?:.*\\\n)*.*)", text)[1].replace("\\\n", " ").split()
 
 
 def execute(environment, words, **variables):
-    """A command in an environment of `EXAMPLES`; PYTHONPATH and the program are taken from it as it stands."""
-    folder = pathlib.Path(ENVIRONMENTS, environment, "bin")
-    name, _, path = words[0].partition("=")
-    began = time.monotonic()
-    process = subprocess.run([folder / words[1], *words[2:]], cwd=ROOT, text=True, capture_output=True, timeout=600, env={
-        **os.environ, "PATH": f"{folder}:{os.environ['PATH']}", name: path, **variables})
+    """Run a command, PYTHONPATH=… and the program's name in front, in an environment; returns what it prints."""
+    folder, began = pathlib.Path(ENVIRONMENTS, environment, "bin").absolute(), time.monotonic()
+    variables |= {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": words[0].removeprefix("PYTHONPATH=")}
+    process = subprocess.run([folder / words[1], *map(str, words[2:])], cwd=ROOT, text=True, capture_output=True,
+                             timeout=600, env={**os.environ, **variables})
     assert process.returncode == 0, process.stdout + process.stderr
     print(f"{environment}: {time.monotonic() - began:.0f} s")
     return process.stdout
@@ -139,7 +136,19 @@ def test_verifiers_evaluates_it(tasks, streamer, tmp_path):
     values = {"out/test.jsonl": str(tasks), "NAME": "fake", "http://HOST:PORT/v1": streamer}
     words = [values.get(word, word) for word in command_of("colbench_verifiers")]
     assert set(values) & set(command_of("colbench_verifiers")) == set(values)
-    execute("verifiers", [*words, "--output-dir", str(tmp_path)], OPENAI_API_KEY="none")
+    execute("verifiers", [*words, "--env.taskset.max-rounds", "3", "--output-dir", tmp_path], OPENAI_API_KEY="none")
     [file] = tmp_path.rglob("traces.jsonl")
-    traces = read(file)
-    print(json.dumps(traces[0])[:3000])
+    traces = {trace["task"]["data"]["idx"]: trace for row in read(file) for trace in row["traces"]}
+    assert {i: trace["rewards"]["tests_passed"]["score"] for i, trace in traces.items()} == {0: 1, 1: 0, 2: 0}
+    assert not any(trace["errors"] for trace in traces.values())
+    for number, task in enumerate(Streamer.tasks):
+        messages = [node["message"] for node in traces[number]["nodes"]]
+        roles, said = ([message[key] for message in messages] for key in ("role", "content"))
+        assert roles == ["system", *["user", "assistant"] * (3 if number == 2 else 2)]
+        assert "3 rounds" in said[0] and said[1] == task["problem_description"]
+        replies = next(fact["replies"] for fact in task["facts"] if fact["matters"])
+        assert said[3] in replies                                   # what the human knows of what was asked
+        assert number < 2 or said[5] in [f"{reply}\n(last round)" for reply in replies]
+    sent = json.dumps([request["messages"] for request in Streamer.requests])
+    assert all(request["stream"] for request in Streamer.requests) and len(Streamer.requests) == 2 + 2 + 3
+    assert not any(json.dumps(task["ground_truth"])[1:-1] in sent for task in Streamer.tasks)
