@@ -13,6 +13,7 @@ import json
 import random
 
 from datasets import Dataset
+from transformers.utils import is_torch_bf16_gpu_available
 from trl import GRPOConfig, GRPOTrainer
 
 from colbench import backend
@@ -66,7 +67,8 @@ def main():
         rows = [{"task": line, "prompt": [{"role": "system", "content": SYSTEM}, {
             "role": "user", "content": json.loads(line)["problem_description"]}]} for line in file]
     config = GRPOConfig(args.out, max_steps=args.steps, num_generations=8, per_device_train_batch_size=8,
-                        max_completion_length=1024, max_tool_calling_iterations=10, logging_steps=1, report_to="none")
+                        max_completion_length=1024, max_tool_calling_iterations=10, logging_steps=1, report_to="none",
+                        bf16=is_torch_bf16_gpu_available())
     with backend.World() as world:
         trainer = GRPOTrainer(args.model, args=config, train_dataset=Dataset.from_list(rows),
                               environment_factory=functools.partial(ColBench, world))

@@ -53,12 +53,16 @@ def main(path, folder):
         for code in (task["ground_truth"], "def nothing(): pass"):
             messages, tools = dialogue(task, code)
             text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
-            rows.append(tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids)          # (1, T)
-    print(f"{len(rows)} dialogues, at most {max(row.shape[1] for row in rows)} tokens")
+            prompt, said = text.split("<|im_start|>assistant\n", 1)
+            prompt, said = (tokenizer(part, add_special_tokens=False).input_ids for part in
+                            (f"{prompt}<|im_start|>assistant\n", said))
+            ids, labels = torch.tensor([prompt + said]), torch.tensor([[-100] * len(prompt) + said])       # (1, T)
+            rows.append((ids, labels))
+    print(f"{len(rows)} dialogues, at most {max(ids.shape[1] for ids, _ in rows)} tokens")
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     for step in range(NUM_STEPS):
-        ids = rows[step % len(rows)]
-        loss = model(input_ids=ids, labels=ids).loss
+        ids, labels = rows[step % len(rows)]
+        loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
