@@ -152,3 +152,24 @@ def test_verifiers_evaluates_it(tasks, streamer, tmp_path):
     sent = json.dumps([request["messages"] for request in Streamer.requests])
     assert all(request["stream"] for request in Streamer.requests) and len(Streamer.requests) == 2 + 2 + 3
     assert not any(json.dumps(task["ground_truth"])[1:-1] in sent for task in Streamer.tasks)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# TRL
+
+@in_environments
+def test_trl_trains_on_it(tasks, tmp_path):
+    """Two steps from a model that calls both tools, with good and with bad answers."""
+    execute("trl", ["PYTHONPATH=.", "python", "tests/tool_model.py", tasks, tmp_path / "model"])
+    values = {"out/train.jsonl": tasks, "Qwen/Qwen3-0.6B": tmp_path / "model", "out/grpo": tmp_path / "grpo"}
+    words = [values.get(word, word) for word in command_of("colbench_trl")]
+    assert set(values) <= set(command_of("colbench_trl"))
+    execute("trl", [*words, "--steps", "2"])
+    [state] = (tmp_path / "grpo").glob("checkpoint-2/trainer_state.json")
+    steps = [step for step in json.loads(state.read_text())["log_history"] if "loss" in step]
+    assert len(steps) == 2
+    print([{key: step[key] for key in ("reward", "tools/call_frequency", "tools/failure_frequency")} for step in steps])
+    assert any(float(step["tools/call_frequency"]) > 0.5 for step in steps)
+    assert any(float(step["reward"]) > 0 for step in steps)
+    before, after = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("model", "grpo"))
+    assert before != after
