@@ -8,8 +8,8 @@
 # HUMAN=rules needs none). A lost rank: torchrun starts the ranks again. A lost node: Slurm queues the job again, and the
 # stage goes on where it stopped. A job that has failed or met its time limit: the same command submits the chain again;
 # what is done ends at once. The repository and OUT must be on a disk that all nodes share.
-set -euo pipefail
 # shellcheck disable=SC2086,SC2206                                   # settings that hold flags are split into words
+set -euo pipefail
 
 # Settings. All can be set from outside.
 set -a

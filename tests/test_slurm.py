@@ -25,7 +25,7 @@ def commands(**settings):
 
 def parsed(words):
     """(stage number, arguments) of a command that runs a stage."""
-    at = next(i for i, word in enumerate(words) if word.startswith("0"))
+    at = next(i for i, word in enumerate(words) if word.startswith("0") and word.endswith(".py"))
     return int(words[at][:2]), stage(int(words[at][:2])).parse_args(words[at + 1:])
 
 

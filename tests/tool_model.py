@@ -1,7 +1,7 @@
 """Makes a small model that calls the two tools of examples/colbench_trl.py: python tests/tool_model.py TASKS FOLDER
 
-A Qwen2 of random parameters learns one dialogue a task and answer by heart: a question, the person's reply, a submitted
-function, which is the reference or one that passes no test. So a trainer samples from it both good and bad dialogues."""
+A Qwen2 of random parameters learns one dialogue a task and answer by heart: a question, the person's reply, and a
+submitted function, which is the reference or one that passes no test. A trainer samples good and bad dialogues."""
 import asyncio
 import json
 import pathlib
