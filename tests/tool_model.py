@@ -1,6 +1,6 @@
 """Makes a small model that calls the two tools of examples/colbench_trl.py: python tests/tool_model.py TASKS FOLDER
 
-A Qwen2 of random parameters learns one dialogue a task and answer by heart: a question, the person's reply, and a
+A Llama of random parameters learns one dialogue a task and answer by heart: a question, the person's reply, and a
 submitted function, which is the reference or one that passes no test. A trainer samples good and bad dialogues."""
 import asyncio
 import json
@@ -11,7 +11,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 import colbench_trl  # noqa: E402
 import torch  # noqa: E402
-from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM  # noqa: E402
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E402
 from trl.chat_template_utils import qwen2_5_chat_template  # noqa: E402
 
 from colbench import backend  # noqa: E402
@@ -44,7 +44,7 @@ def main(path, folder):
     tokenizer.add_tokens(["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"])
     tokenizer.eos_token, tokenizer.chat_template = "<|im_end|>", qwen2_5_chat_template
     tokenizer.pad_token = tokenizer.pad_token or "<|im_start|>"
-    model = Qwen2ForCausalLM(Qwen2Config(
+    model = LlamaForCausalLM(LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, tie_word_embeddings=True, eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id, bos_token_id=None))
