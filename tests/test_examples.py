@@ -160,8 +160,10 @@ def test_verifiers_evaluates_it(tasks, streamer, tmp_path):
 @in_environments
 def test_trl_trains_on_it(tasks, tmp_path):
     """Two steps from a model that calls both tools, with good and with bad answers."""
-    execute("trl", ["PYTHONPATH=.", "python", "tests/tool_model.py", tasks, tmp_path / "model"])
-    values = {"out/train.jsonl": tasks, "Qwen/Qwen3-0.6B": tmp_path / "model", "out/grpo": tmp_path / "grpo"}
+    task = tmp_path / "task.jsonl"
+    task.write_text(tasks.read_text().splitlines()[0] + "\n")
+    execute("trl", ["PYTHONPATH=.", "python", "tests/tool_model.py", task, tmp_path / "model"])
+    values = {"out/train.jsonl": task, "Qwen/Qwen3-0.6B": tmp_path / "model", "out/grpo": tmp_path / "grpo"}
     words = [values.get(word, word) for word in command_of("colbench_trl")]
     assert set(values) <= set(command_of("colbench_trl"))
     execute("trl", [*words, "--steps", "2"])
