@@ -1,5 +1,18 @@
 """ColBench: tasks that an agent can only solve together with a human. This folder imports nothing of the repository
-but itself, so that it can be copied alone.
+but itself, so that it can be copied alone. It needs no package, unless pages are drawn and compared.
+
+In ten lines: a task, a question to the rule-based human, and two answers scored by the confined scorer:
+
+    import asyncio, random
+    from colbench import backend as domain
+    rng = random.Random(0)
+    task = domain.make_task(rng, "grade", "none", lambda task_id: None)     # a str: why this draw gave none
+    history = [{"role": "user", "content": task["problem_description"]}]
+    with domain.World() as world:
+        history.append({"role": "assistant", "content": "What should the pass mark be?"})
+        print(asyncio.run(world.rule_reply(task, history, rng)))
+        for code in (task["ground_truth"], "def grade(score): return 'good'"):
+            print(asyncio.run(world.score([(task, code)]))[0]["reward"])
 
 A domain is a plain module, listed in DOMAINS. A task is a dict with "problem_description" (the vague request),
 "ground_truth" (the reference solution c) and what the domain adds. A history is a list of turns {"role": "user" |

@@ -1,8 +1,6 @@
 """How alike two screenshots are: CLIP's embeddings (the paper's metric), or colours and structure (no weights)."""
 import functools
 
-import numpy as np
-
 from colbench import ColBenchError
 
 CLIP_MODEL = "openai/clip-vit-base-patch32"
@@ -74,6 +72,7 @@ def load_clip(name, device):
 @functools.lru_cache(2000)
 def small_image(path):
     """A screenshot at an eighth of its width and height, each pixel a mean of 64: (rows, columns, 3) uint8."""
+    import numpy as np
     from PIL import Image
     return np.asarray(Image.open(path).convert("RGB").reduce(8))
 
@@ -85,6 +84,7 @@ def pixel_similarity(reference, answer):
                 colours are: by the root a small area, such as a header, counts more than its share
     structure   SSIM (Wang et al., 2004) over the colour channels where both have pixels, below 0 it is 0, times the
                 share of that area in all: what one page has below the end of the other matches nothing"""
+    import numpy as np
     from skimage.metrics import structural_similarity
     answer = np.zeros_like(reference) if answer is None else answer
     roots = [np.sqrt(np.bincount((image.reshape(-1, 3) >> 5) @ (64, 8, 1), minlength=512))

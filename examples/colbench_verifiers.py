@@ -1,0 +1,80 @@
+"""ColBench as an environment of the package verifiers (0.4), which prime-rl and others train with.
+
+    pip install "verifiers>=0.4,<0.5" uv
+    PYTHONPATH=.:examples vf-eval colbench_verifiers --env.taskset.tasks out/test.jsonl --model NAME \\
+        --client.base-url http://HOST:PORT/v1 --client.api-key-var OPENAI_API_KEY --env.agent.harness.id null \\
+        --env.agent.runtime.type subprocess --no-push
+
+The tasks are a file of 01_generate_tasks.py. The agent and the rule-based human take turns. The reward is the share of
+hidden tests that the answer passes, by the confined scorer. Traces hold the reference: use a harness without tools.
+Without the last flags, verifiers runs the agent in a remote sandbox and uploads the traces.
+"""
+import atexit
+import contextlib
+import functools
+import json
+import pathlib
+import random
+
+import verifiers.v1 as vf
+
+from colbench import ColBenchError, domain_of
+
+__all__ = ["ColBenchEnv", "ColBenchTaskset"]                        # verifiers finds the two classes here
+
+
+class ColBenchConfig(vf.TasksetConfig):
+    tasks: pathlib.Path = pathlib.Path("out/train.jsonl")
+    max_rounds: int = 10
+
+
+class ColBenchData(vf.TaskData):
+    row: dict
+    max_rounds: int
+
+
+@functools.cache
+def world(domain):
+    """The scorer and the human of a domain, from the first use to the end of this process."""
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(domain.World())
+
+
+class ColBenchTask(vf.Task[ColBenchData]):
+    @vf.reward
+    async def tests_passed(self, trace: vf.Trace) -> float:
+        """The return of the dialogue in `trace`; 0 where it ended without an answer."""
+        domain, is_last = domain_of(self.data.row), len(trace.assistant_messages) == self.data.max_rounds
+        answer = domain.answer_of([{"role": "assistant", "content": domain.shown(trace.last_reply)}], is_last)
+        return 0.0 if answer is None else (await world(domain).score([(self.data.row, answer)]))[0]["reward"]
+
+
+class ColBenchTaskset(vf.Taskset[ColBenchTask, ColBenchConfig]):
+    def load(self):
+        with open(self.config.tasks, encoding="utf-8") as file:
+            rounds = self.config.max_rounds
+            for number, line in enumerate(file, 1):
+                row, where = json.loads(line), f"{self.config.tasks}:{number}"
+                if missing := domain_of(row, where).lacks(row, "rules"):
+                    raise ColBenchError(f'{where}: missing "{missing}"')
+                system = domain_of(row).AGENT_SYSTEM.format(max_rounds=rounds)
+                yield ColBenchTask(ColBenchData(prompt=row["problem_description"], system_prompt=system, row=row,
+                                                max_rounds=rounds), self.config.task)
+
+
+class ColBenchEnv(vf.SingleAgentEnv):
+    async def run(self, task, agents):
+        row, domain = task.data.row, domain_of(task.data.row)
+        history = [{"role": "user", "content": row["problem_description"]}]
+        async with agents.agent.interaction(task) as chat:
+            said = await chat.turn()                                # the agent's reply to the prompt
+            for number in range(1, task.data.max_rounds + 1):
+                history.append({"role": "assistant", "content": domain.shown(said.last_reply)})
+                if said.terminated or domain.answer_of(history, number == task.data.max_rounds) is not None:
+                    break
+                rng = random.Random(f"{row['task_id']} {number}")
+                reply = (await world(domain).tool_reply(row, history) or
+                         (await world(domain).rule_reply(row, history, rng))[:domain.REPLY_CHARS])
+                history.append({"role": "user", "content": reply})
+                said = await chat.turn(reply + "\n(last round)" * (number + 1 == task.data.max_rounds))

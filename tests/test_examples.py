@@ -1,0 +1,177 @@
+"""examples/: the benchmark in other trainers, and colbench/ alone. `bash tests/run.sh --examples` runs it all, with an
+environment for each trainer; without these (the variable EXAMPLES names their folder) only what needs no package."""
+import ast
+import http.server
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+import colbench
+from colbench import backend
+from conftest import read, ROOT, stage
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+ENVIRONMENTS = os.environ.get("EXAMPLES")
+in_environments = pytest.mark.skipif(not ENVIRONMENTS, reason="bash tests/run.sh --examples")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_an_example_is_short_and_parses(path):
+    text = path.read_text()
+    num_lines, documented = text.count("\n"), bool(ast.get_docstring(ast.parse(text)))
+    assert num_lines <= 80 and documented and len(EXAMPLES) == 2
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# colbench/ alone
+
+@pytest.fixture
+def alone(tmp_path):
+    """alone(code) runs code in a Python without any package, with a copy of colbench/ and nothing else of this
+    repository; returns what it prints."""
+    shutil.copytree(ROOT / "colbench", tmp_path / "colbench", ignore=shutil.ignore_patterns("__pycache__"))
+
+    def alone(code):
+        code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{code}"
+        process = subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd="/", text=True, capture_output=True)
+        assert process.returncode == 0, process.stderr
+        return process.stdout
+    return alone
+
+
+def test_colbench_alone_needs_no_package(alone):
+    code = "import colbench, importlib.util\nassert importlib.util.find_spec('torch') is None\nprint(*colbench.DOMAINS)"
+    assert alone(code).split() == list(colbench.DOMAINS)
+
+
+def test_the_docstring_s_lines_run(alone):
+    """They play a task, and print what the human says and how two answers score."""
+    lines = re.findall(r"(?m)^    (.*)$", re.search(r"(?s)In ten lines.*?:\n\n(.*?)\n\n", colbench.__doc__)[1])
+    assert len(lines) == 10
+    said, good, bad = alone("\n".join(lines)).splitlines()
+    assert re.search(r"\d", said) and "pass mark" in said
+    assert float(good) == 1 and 0 <= float(bad) < 1
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the package verifiers, by its own command
+
+class Streamer(http.server.BaseHTTPRequestHandler):
+    """A server of OpenAI's protocol that streams. Its agent asks for the first fact that the task needs; then it gives
+    the reference, or (second task) what passes no test, or (third task) it asks on."""
+    tasks, requests, lock = [], [], threading.Lock()
+
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.lock:
+            self.requests.append(request)
+        said = [message["content"] for message in request["messages"] if message["role"] != "system"]
+        [number] = [number for number, task in enumerate(self.tasks) if task["problem_description"] == said[0]]
+        question = next(fact["questions"][0] for fact in self.tasks[number]["facts"] if fact["matters"])
+        answers = [self.tasks[number]["ground_truth"], "def nothing(): pass"]
+        content = question if len(said) == 1 or number == 2 else f"{backend.MARKER}\n{answers[number]}"
+        chunk = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": request["model"]}
+        usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
+        parts = [{"role": "assistant", "content": ""}, *({"content": word} for word in re.findall(r"\s*\S+", content))]
+        events = [*({**chunk, "choices": [{"index": 0, "delta": part, "finish_reason": None}]} for part in parts),
+                  {**chunk, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": usage}]
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream" if request.get("stream") else "application/json")
+        self.end_headers()
+        if request.get("stream"):
+            self.wfile.write("".join(f"data: {json.dumps(event)}\n\n" for event in events).encode())
+            self.wfile.write(b"data: [DONE]\n\n")
+        else:
+            message = {"role": "assistant", "content": content}
+            self.wfile.write(json.dumps({**chunk, "object": "chat.completion", "usage": usage, "choices": [
+                {"index": 0, "message": message, "finish_reason": "stop"}]}).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def streamer():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Streamer) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def tasks(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tasks") / "tasks.jsonl"
+    stage(1).main(["--num-tasks", "3", "--split", "train", "--out", str(path)])
+    return path
+
+
+def command_of(example):
+    """The command that an example's docstring shows, as words."""
+    text = ast.get_docstring(ast.parse((ROOT / "examples" / f"{example}.py").read_text()))
+    return re.search(r"(?m)^ +(PYTHONPATH=(?:.*\\\n)*.*)", text)[1].replace("\\\n", " ").split()
+
+
+def execute(environment, words, **variables):
+    """Run a command, PYTHONPATH=… and the program's name in front, in an environment; returns what it prints."""
+    folder, began = pathlib.Path(ENVIRONMENTS, environment, "bin").absolute(), time.monotonic()
+    variables |= {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": words[0].removeprefix("PYTHONPATH=")}
+    process = subprocess.run([folder / words[1], *map(str, words[2:])], cwd=ROOT, text=True, capture_output=True,
+                             timeout=600, env={**os.environ, **variables})
+    assert process.returncode == 0, process.stdout + process.stderr
+    print(f"{environment}: {time.monotonic() - began:.0f} s")
+    return process.stdout
+
+
+@in_environments
+def test_verifiers_evaluates_it(tasks, streamer, tmp_path):
+    Streamer.tasks, Streamer.requests = read(tasks), []
+    values = {"out/test.jsonl": str(tasks), "NAME": "fake", "http://HOST:PORT/v1": streamer}
+    words = [values.get(word, word) for word in command_of("colbench_verifiers")]
+    assert set(values) & set(command_of("colbench_verifiers")) == set(values)
+    execute("verifiers", [*words, "--env.taskset.max-rounds", "3", "--output-dir", tmp_path], OPENAI_API_KEY="none")
+    [file] = tmp_path.rglob("traces.jsonl")
+    traces = {trace["task"]["data"]["idx"]: trace for row in read(file) for trace in row["traces"]}
+    assert {i: trace["rewards"]["tests_passed"]["score"] for i, trace in traces.items()} == {0: 1, 1: 0, 2: 0}
+    assert not any(trace["errors"] for trace in traces.values())
+    for number, task in enumerate(Streamer.tasks):
+        messages = [node["message"] for node in traces[number]["nodes"]]
+        roles, said = ([message[key] for message in messages] for key in ("role", "content"))
+        assert roles == ["system", *["user", "assistant"] * (3 if number == 2 else 2)]
+        assert "3 rounds" in said[0] and said[1] == task["problem_description"]
+        replies = next(fact["replies"] for fact in task["facts"] if fact["matters"])
+        assert said[3] in replies                                   # what the human knows of what was asked
+        assert number < 2 or said[5] in [f"{reply}\n(last round)" for reply in replies]
+    sent = json.dumps([request["messages"] for request in Streamer.requests])
+    assert all(request["stream"] for request in Streamer.requests) and len(Streamer.requests) == 2 + 2 + 3
+    assert not any(json.dumps(task["ground_truth"])[1:-1] in sent for task in Streamer.tasks)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# TRL
+
+@in_environments
+def test_trl_trains_on_it(tasks, tmp_path):
+    """Two steps from a model that calls both tools, with good and with bad answers."""
+    task = tmp_path / "task.jsonl"
+    task.write_text(tasks.read_text().splitlines()[0] + "\n")
+    execute("trl", ["PYTHONPATH=.", "python", "tests/tool_model.py", task, tmp_path / "model"])
+    values = {"out/train.jsonl": task, "Qwen/Qwen3-0.6B": tmp_path / "model", "out/grpo": tmp_path / "grpo"}
+    words = [values.get(word, word) for word in command_of("colbench_trl")]
+    assert set(values) <= set(command_of("colbench_trl"))
+    execute("trl", [*words, "--steps", "2"])
+    [state] = (tmp_path / "grpo").glob("checkpoint-2/trainer_state.json")
+    steps = [step for step in json.loads(state.read_text())["log_history"] if "loss" in step]
+    assert len(steps) == 2
+    print([{key: step[key] for key in ("reward", "tools/call_frequency", "tools/failure_frequency")} for step in steps])
+    assert any(float(step["tools/call_frequency"]) > 0.5 for step in steps)
+    assert any(float(step["reward"]) > 0 for step in steps)
+    before, after = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("model", "grpo"))
+    assert before != after
