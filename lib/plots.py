@@ -62,15 +62,16 @@ def interval_svg(bars, heading):
 
 def known_svg(points):
     """points: {name: (share of dialogues with all known, success among these)}."""
-    with canvas("known") as (_, [axes], svg):
+    with canvas("known") as (figure, [axes], svg):
         for number, (name, point) in enumerate(points.items()):
-            axes.plot(*([value] for value in point), **line(number))
-            axes.annotate(plain(name), point, (6, 4), textcoords="offset points")
+            look = line(number) | {"linestyle": "", "markersize": 8, "fillstyle": "none"}      # points may lie together
+            axes.plot(*([value] for value in point), **look, label=plain(name))
         axes.set_xlim(0, 1.05)
         axes.set_ylim(0, 1.05)
         axes.set_xlabel("share of the dialogues in which all was known before the last turn")
         axes.set_ylabel("success among these")
         axes.grid()
+        figure.legend(loc="outside right upper")
     return svg[0]
 
 
@@ -134,7 +135,7 @@ def report_plots(metrics, bars, metric, files, curves, scaling, histories):
              if "success_when_known" in m}
     rounds = {name: [sum(turn["role"] == "assistant" for turn in t["dialogue_history"]) for t in own]
               for name, own in files.items()}
-    plots = [(heading, interval_svg(bars, heading), "The mean of each method and its 95 % interval.")]
+    plots = [(heading.capitalize(), interval_svg(bars, heading), "The mean of each method and its 95 % interval.")]
     if known:
         plots.append(("What was known, what was made of it", known_svg(known), "To the right: the agent asked for what "
                       "matters. Up: it made the right answer of what it knew."))

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import types
-from html.parser import HTMLParser
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from colbench import ColBenchError, frontend
 from colbench.browser import BrowserThread, Render
 from colbench.similarity import PageScorer, pixel_similarity
 from conftest import read, refused, stage, succeed
+from lib import statistics
 
 Image = pytest.importorskip("PIL.Image", reason="pip install -r scripts/frontend.txt")
 Draw = pytest.importorskip("PIL.ImageDraw")
@@ -174,7 +174,7 @@ def scored(**rewards):
 
 
 def wins(ours, theirs):
-    return evaluate.win_rate(ours, theirs, frontend.outcome)
+    return statistics.win_rate(ours, theirs, frontend.outcome)
 
 
 def test_win_rate_and_ties_by_hand():
@@ -183,7 +183,7 @@ def test_win_rate_and_ties_by_hand():
     result = wins(scored(a=[0.6, 0.7], b=[0.4 + 5e-7], c=[0.8], only_there=[1]), base)
     assert result["win_rate"] == pytest.approx((0.625 + 0.5 + 0) / 3)
     assert result["ties"] == pytest.approx((0.25 + 1 + 0) / 3)
-    assert result["win_rate_ci95"] == evaluate.bootstrap_interval([0.625, 0.5, 0])
+    assert result["win_rate_ci95"] == statistics.bootstrap_interval([0.625, 0.5, 0])
     itself = wins(base, base)
     assert itself["win_rate"] == 0.5 and itself["ties"] == pytest.approx((0.5 + 1 + 1 + 1) / 4)
     assert wins(base, scored(z=[1])) == {}
@@ -199,7 +199,7 @@ def test_win_rate_of_runs_is_paired_by_run():
 
 def test_paired_difference_of_similarity_by_hand():
     ours, theirs = scored(a=[0.6, 0.8], b=[0.5], c=[1]), scored(a=[0.5], b=[0.6], d=[0])
-    result = evaluate.paired_difference(ours, theirs, frontend.outcome)
+    result = statistics.paired_difference(ours, theirs, frontend.outcome)
     assert result["difference"] == pytest.approx((0.2 - 0.1) / 2) and result["n"] == 2
     assert result["ci95"] == pytest.approx([-0.1, 0.2])                           # two tasks: the bootstrap's extremes
 
@@ -226,25 +226,14 @@ def write(path, *answers, **more):
     return path
 
 
-class Reader(HTMLParser):
-    """The pictures of a report, the captions below them and the elements that it has."""
-    def __init__(self, text):
-        super().__init__()
-        self.pictures, self.captions, self.tags, self.inside = [], [], set(), None
-        self.feed(text)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.add(tag)
-        self.inside = tag
-        if tag == "img":
-            head, _, data = dict(attributes)["src"].partition(",")
-            assert head == "data:image/jpeg;base64"
-            self.pictures.append(Image.open(io.BytesIO(base64.b64decode(data, validate=True))).convert("RGB"))
-
-    def handle_data(self, data):
-        if self.inside == "figcaption":
-            self.captions.append(data)
-        self.inside = None
+def shown_in(text):
+    """The data of a report page, with its screenshots as images."""
+    data = json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
+    for name, url in data["images"].items():
+        head, _, content = url.partition(",")
+        assert head == "data:image/jpeg;base64"
+        data["images"][name] = Image.open(io.BytesIO(base64.b64decode(content, validate=True))).convert("RGB")
+    return data
 
 
 def near(colour, other):
@@ -277,16 +266,18 @@ def test_frontend_files_from_rows_to_report(tmp_path, capsys):
         assert shot.getpixel((1000, 10)) == ((0, 128, 0) if row["task_id"] == "t1" else (128, 64, 0))
         assert row["similarity"] == "pixels" and (row["image"] is None) == (row["answer"] == "")
     text = (tmp_path / "out" / "report.html").read_text()
-    report = Reader(text)
-    assert report.captions == ["reference", f"base: {rows['base'][0]['reward']:.3f}", "sweet: 1.000", "reference",
-                               f"base: {rows['base'][1]['reward']:.3f}", f"sweet: {rows['sweet'][1]['reward']:.3f}"]
-    assert len(report.pictures) == 5 and text.count('<div class="none">no answer</div>') == 1
-    colours = [image.getpixel((250, 5)) for image in report.pictures]
-    for got, expected in zip(colours, [(0, 128, 0), (255, 255, 255), (0, 128, 0), (128, 64, 0), (128, 64, 0)]):
-        assert near(got, expected)
-    assert report.pictures[0].size == (320, 180) and report.pictures[3].height > 300
-    assert not {"script", "body"} & report.tags and "A shop &lt;b&gt;in green&lt;/b&gt;" in text
-    assert "&lt;script&gt;1&lt;/script&gt;" in text and "The background should be darker." in text
+    report = shown_in(text)
+    shots = [*(task["image"] for task in report["tasks"]), *(one.get("image") for one in report["dialogues"])]
+    colours = [name and report["images"][name].getpixel((250, 5)) for name in shots]
+    for got, expected in zip(colours, [(0, 128, 0), (128, 64, 0), (255, 255, 255), None, (0, 128, 0), (128, 64, 0)],
+                             strict=True):
+        assert got is expected is None or near(got, expected)
+    first, second = (report["images"][name] for name in shots[:2])
+    assert first.size == (320, 180) and second.height > 300 and len(report["images"]) == 4
+    assert [one["similarity"] for one in report["dialogues"]] == [row["reward"] for name in ("base", "sweet")
+                                                                  for row in rows[name]]
+    assert report["tasks"][0]["request"].startswith("A shop <b>in green</b>") and "<b>in green" not in text
+    assert report["dialogues"][3]["answer"] == page("#804000", "<script>1</script>") and "<script>1" not in text
     evaluate.main([str(argument) for argument in command[1:]])
     assert "done already" in capsys.readouterr().out
 
@@ -330,7 +321,7 @@ def test_what_makes_no_sense_for_pages_is_refused(tmp_path):
     (tmp_path / "critic").mkdir()
     (tmp_path / "critic" / "critic.json").write_text('{"visual": true, "head": "regression"}')
     assert refused(5, f"a={pages}", "--critics", f"c={tmp_path / 'critic'}", *pixels) == (
-        f"{tmp_path / 'critic'}: --critics compares critics that read text, and this one sees images")
+        f"{tmp_path / 'critic'}: --critic and --critics take critics that read text, and this one sees images")
     assert "--similarity pixels" in refused(5, f"a={pages}", "--out", out)        # no weights; nothing is left
     assert not out.exists()
 
