@@ -395,7 +395,6 @@ def main(argv=None):
         export_all(out / "export", args.export, data, files)
     add_images(data, files, out / "scored")
     credit = credit_summary(metrics) if critic else {}
-    parts += tables.credit_tables(credit, list(files))
     bars = {name: {"value": m[metric], "low": m["ci95"][0], "high": m["ci95"][1]} for name, m in metrics.items()}
     write_report(out / "report.html", data, title="Evaluation", metric_heading=tables.heading_of(metric), notes=notes,
                  headings=headings[1:], table=[{"name": row[0], "cells": row[1:]} for row in rows],

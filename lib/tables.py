@@ -75,16 +75,6 @@ def curve_lines(curves, metric, what="best of N"):
                                            for label, points in curves.items()])
 
 
-def credit_tables(credit, methods):
-    """[(heading, lines)] of credit_summary: a column a method, with the mean credit and the number of turns."""
-    tables = []
-    for what, heading in (("by_kind", "mean credit by kind of turn"), ("by_round", "mean credit by round")):
-        if rows := [[row["label"], *(f"{own['mean']:+.3f} ({own['n']:,})" if own else "-"
-                                     for own in map(row["methods"].get, methods))] for row in credit.get(what, ())]:
-            tables.append((heading, aligned(["", *methods], rows)))
-    return tables
-
-
 def agreement_lines(found):
     """A line for each oracle of credit.agreement."""
     return [f"{oracle}: rank correlation of the critic's advantages with its scores {m['rank_correlation']:+.3f} "
