@@ -350,27 +350,8 @@ def content_words(text):
 
 def topics_asked(facts, message):
     """Which facts (indices, best first, at most two) a message asks about: the one with the largest share of the words
-    of its topic or of one of its ways of asking, a word counting the less the more facts share it; at least half. Where
-    there is none, the first that it asks about in other_words."""
-    if asked := best_topics(tuple((fact["topic"], *fact["questions"]) for fact in facts), message):
-        return list(asked)
-    said = content_words(message)
-    return [i for i, fact in enumerate(facts) if any(words <= said for words in other_words(fact["topic"]))][:1]
-
-
-SYNONYMS = {"maximum": ("highest", "largest", "greatest", "upper"), "highest": ("maximum", "largest", "upper"),
-            "least": ("minimum", "smallest", "lowest"), "smallest": ("minimum", "least", "lowest"),
-            "lowest": ("minimum", "smallest", "least"), "twice": ("repeated", "duplicate")}
-OTHER_WORDS = {"the name to begin with": ("the order of the names", "the name that comes first"),
-               "the separator of the names": ("the sign that joins the names", "the character between the names")}
-
-
-@functools.lru_cache(1024)
-def other_words(topic):
-    """The content words of a topic as another speaker may put it, which no template does."""
-    texts = OTHER_WORDS.get(topic, ()) + tuple(topic.replace(word, other) for word, others in SYNONYMS.items()
-                                               if word in topic.split() for other in others)
-    return [content_words(text) for text in texts]
+    of its topic or of one of its ways of asking, a word counting the less the more facts share it; at least half."""
+    return list(best_topics(tuple((fact["topic"], *fact["questions"]) for fact in facts), message))
 
 
 @functools.lru_cache(10_000)

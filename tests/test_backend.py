@@ -74,15 +74,3 @@ def test_the_rule_based_human_leaks_nothing(workspace):
     for task in read(workspace / "tasks.jsonl"):
         for reply in [reply for fact in task["facts"] for reply in fact["replies"]]:
             assert backend.leak_of(task, reply) is None
-
-
-def test_a_question_in_other_words_is_understood():
-    def facts(family):
-        return [{"topic": fact["topic"], "questions": fact["questions"]}
-                for fact in backend.FAMILIES[family]["facts"].values()]
-    for family, message, topic in [("late_fee", "Could you tell me the highest fee?", "the maximum fee"),
-                                   ("user_name", "In which order should the names be?", "the name to begin with"),
-                                   ("water_bill", "What is the minimum bill?", "the smallest bill"),
-                                   ("late_fee", "Could you tell me the size of a group?", None)]:
-        asked = [facts(family)[i]["topic"] for i in backend.topics_asked(facts(family), message)]
-        assert asked == ([topic] if topic else []), message
