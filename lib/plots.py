@@ -108,16 +108,23 @@ def curve_svg(curves, metric, what="N, candidates a turn", name="curves"):
     return svg[0]
 
 
+def smoothed(values):
+    """The mean of each value and those before it, a twentieth of all."""
+    width = max(1, len(values) // 20)
+    return [sum(values[max(0, i + 1 - width):i + 1]) / min(width, i + 1) for i in range(len(values))]
+
+
 def training_svg(histories):
-    """histories: {name: rows of a metrics.jsonl}; a panel for each of PANELS that one of them has."""
+    """histories: {name: rows of a metrics.jsonl}; a panel for each of PANELS that one of them has, smoothed."""
     shown = [key for key in PANELS if any(key in row for rows in histories.values() for row in rows)]
     with canvas("training", (9, 5), rows=2, columns=3) as (figure, panels, svg):
         for axes, key in zip(panels, shown):
             for number, (name, rows) in enumerate(histories.items()):
-                points = [(row["step"], -row[key] if key == "nll" else row[key]) for row in rows if key in row]
-                if points:
-                    look = line(number) | {"markersize": 3, "linewidth": 1, "markevery": max(1, len(points) // 6)}
-                    axes.plot(*zip(*points), **look, label=plain(name))
+                own = [row for row in rows if key in row]
+                if own:
+                    look = line(number) | {"markersize": 3, "linewidth": 1, "markevery": max(1, len(own) // 6)}
+                    axes.plot([row["step"] for row in own], smoothed([-row[key] if key == "nll" else row[key]
+                                                                      for row in own]), **look, label=plain(name))
             axes.set_title(PANELS[key], fontsize=10)
             axes.set_xlabel("step")
         for axes in panels[len(shown):]:
@@ -146,6 +153,6 @@ def report_plots(metrics, bars, metric, files, curves, scaling, histories):
         plots.append(("Data", curve_svg(scaling, metric, "trajectories trained on", "scaling"),
                       "The same method on more trajectories."))
     if histories:
-        plots.append(("Training", training_svg(histories), "metrics.jsonl of each model; the last panel is the norm "
-                      "before clipping."))
+        plots.append(("Training", training_svg(histories), "metrics.jsonl of each model, as means over a twentieth of "
+                      "the points; the gradient norm is that before clipping."))
     return [dict(zip(("title", "svg", "caption"), plot)) for plot in plots]

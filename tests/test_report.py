@@ -14,7 +14,7 @@ import pytest
 from colbench import backend
 from lib import report
 from lib.credit import agreement, credit_of, credit_summary
-from lib.plots import curve_svg, report_plots
+from lib.plots import curve_svg, report_plots, smoothed
 from lib.report import add_images, data_text, page_data, spread, write_report
 from lib.tables import aligned, interval
 
@@ -27,6 +27,11 @@ def test_aligned_tables_by_hand():
         "base             7  [0, 1]",
         "a long name  1,200"]
     assert aligned(["x"], []) == ["x"]
+
+
+def test_training_curves_are_smoothed_by_hand():
+    assert smoothed([1, 2, 3]) == [1, 2, 3] and smoothed([]) == []
+    assert smoothed([0, 2] * 20) == [0] + [1] * 39                   # the mean of two
 
 
 def test_intervals_by_hand():

@@ -15,6 +15,7 @@ import time
 import pytest
 
 from conftest import ROOT
+from lib.plots import interval_svg
 
 LIB = ROOT / "lib"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -166,15 +167,19 @@ def as_json(data):
 
 def credit_summary(data):
     """The rows that lib/report.py gives the template."""
-    turns = [(turn, d["turns"][:place + 1]) for d in data["dialogues"] for place, turn in enumerate(d["turns"])
-             if turn["who"] == "agent"]
+    turns = [(turn, d["turns"][:place + 1], data["methods"][d["m"]]) for d in data["dialogues"]
+             for place, turn in enumerate(d["turns"]) if turn["who"] == "agent"]
+
+    def mean_of(credits):
+        return {"n": len(credits), "mean": sum(credits) / len(credits)}
 
     def mean_rows(key):
         groups = {}
-        for turn, before in turns:
-            groups.setdefault(key(turn, before), []).append(turn["credit"])
-        return [{"label": str(label), "n": len(own), "mean": sum(own) / len(own)}
-                for label, own in sorted(groups.items())]
+        for turn, before, method in turns:
+            groups.setdefault(key(turn, before), []).append((turn["credit"], method))
+        return [{"label": str(label), **mean_of([credit for credit, _ in own]),
+                 "methods": {name: mean_of([credit for credit, method in own if method == name])
+                             for name in {method for _, method in own}}} for label, own in sorted(groups.items())]
 
     return {"by_kind": mean_rows(lambda turn, _: turn["kind"]),
             "by_round": mean_rows(lambda _, before: sum(turn["who"] == "agent" for turn in before)),
@@ -485,13 +490,18 @@ def test_methods_side_by_side(small, tab):
     assert f"t={differ[0]}&" in tab.url
 
 
+def signed(own):
+    return f"{own['mean']:+.3f}".replace("-", "\u2212")
+
+
 def test_credit_summary_and_the_strip_of_all_turns(small, tab):
     data, path = small
     tab.goto(path.as_uri() + "#view=credit")
     summary = credit_summary(data)
     for table, rows in zip(tab.locator("#credit table").all(), (summary["by_kind"], summary["by_round"]), strict=True):
         assert [re.split(r"\s*\t\s*|\n", row.inner_text()) for row in table.locator("tbody tr").all()] == [
-            [row["label"], str(row["n"]), f"{row['mean']:+.3f}".replace("-", "\u2212")] for row in rows]
+            [row["label"], str(row["n"]), signed(row), *(f"{signed(own)} ({own['n']})" for own in map(
+                row["methods"].get, data["methods"]))] for row in rows]
     drawn = """() => {
       const canvas = document.querySelector("canvas");
       const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
@@ -502,6 +512,7 @@ def test_credit_summary_and_the_strip_of_all_turns(small, tab):
     tab.select_option("#s-kind", "vague")
     assert 0 < tab.evaluate(drawn) < whole and tab.url.endswith("m=base&kind=vague")
     tab.goto(path.as_uri() + "#view=credit")
+    tab.locator("canvas").scroll_into_view_if_needed()
     box = tab.locator("canvas").bounding_box()
     most = max(d["rounds"] for d in data["dialogues"])
     for part in range(20):                                          # a click in the cloud of the first round
@@ -725,6 +736,18 @@ def test_contrast_and_width_of_a_phone(browser, small, scheme):
         assert tab.evaluate("document.documentElement.scrollWidth") <= 400, fragment
         texts = "p, a, button:not(:disabled), th, td, span:not([aria-hidden]), label, li, pre, h1, h2, h3, b"
         assert contrast(tab, texts) >= 4.5, fragment
+    page.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_plots_are_seen_in_both_schemes(browser, tmp_path, scheme):
+    from PIL import Image
+    plot = {"title": "Success", "svg": interval_svg({"a": {"value": 0.5, "low": 0.4, "high": 0.6}}, "success"),
+            "caption": "By hand."}
+    page = Page(browser, write(tmp_path / "plots.html", make_data(2), plots=[plot]), color_scheme=scheme)
+    shot = Image.open(io.BytesIO(page.open("").locator("figure svg").screenshot())).convert("L")
+    darkest, lightest = shot.getextrema()
+    assert lightest - darkest > 150
     page.close()
 
 
