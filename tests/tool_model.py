@@ -1,7 +1,7 @@
 """Makes a small model that calls the two tools of examples/colbench_trl.py: python tests/tool_model.py TASKS FOLDER
 
 A Llama of random parameters learns one dialogue a task and answer by heart: a question, the person's reply, and a
-submitted function, which is the reference or one that passes no test. A trainer samples good and bad dialogues."""
+submitted function, which is the reference or one that ends with another value. A trainer samples both."""
 import asyncio
 import json
 import pathlib
@@ -50,7 +50,8 @@ def main(path, folder):
         pad_token_id=tokenizer.pad_token_id, bos_token_id=None))
     rows = []
     for task in tasks:
-        for code in (task["ground_truth"], "def nothing(): pass"):
+        reference = task["ground_truth"]
+        for code in (reference, f"{reference.rpartition('return')[0]}return 0"):      # differ where nothing follows
             messages, tools = dialogue(task, code)
             text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
             prompt, said = text.split("<|im_start|>assistant\n", 1)
