@@ -661,7 +661,8 @@ def test_credit_and_candidates_reach_metrics_and_page(workspace, critic, swept, 
     for name in "ab":
         assert f"{metrics[name]['success_rate']:.3f}" in page
         for own in metrics[name]["credit"]["by_kind"].values():
-            assert f"{own['mean']:+.3f} ({own['n']:,})" in page
+            mean = f"{own['mean']:+.3f}".replace("-", "\u2212")
+            assert f"{mean} <small>({own['n']:,})</small>" in page
 
 
 def test_what_is_missing_leaves_a_line_that_names_the_flag(workspace, tmp_path):
