@@ -422,17 +422,36 @@ def oracle_scores(oracle, task, history, actions):
     """Scores of actions (texts) by one who knows what a template task needs: a critic without errors. "oracle" would
     have the answer as soon as it is right. "oracle-patient" knows that the agent cannot see whether it knows enough:
     among right answers and further questions it has no preference, and a right answer before that is none."""
+    return kind_scores(oracle, all_known(task, history), [turn_kind(task, history, action) for action in actions])
+
+
+def kind_scores(oracle, known, kinds):
+    """oracle_scores of turns of these kinds, once everything that matters is known, or before (`known`)."""
     worth, other = {"right answer": 3, "needed": 2, "wrong answer": 0, "early answer": 0}, 1
     if oracle == "oracle-patient":
-        known = all_known(task, history)
         worth, other = {**worth, "right answer": 2 if known else 0, "needed": 3}, 2 if known else 1
-    return [worth.get(turn_kind(task, history, action), other) for action in actions]
+    return [worth.get(kind, other) for kind in kinds]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # what the human says
 
 UNCLEAR = ("Could you ask about something specific?", "I am not sure what you mean.", "Please ask me about one thing.")
+
+
+def known_reply(task, history, rng):
+    """What the human knows of the (at most two) facts that the last message asks about."""
+    asked = topics_asked(task["facts"], history[-1]["content"])
+    return " ".join(rng.choice(task["facts"][index]["replies"]) for index in asked) or rng.choice(UNCLEAR)
+
+
+def human_chat(system, history):
+    """The chat that a model sees which plays the human: the roles swapped, the request left to the system prompt."""
+    swapped = {"assistant": "user", "user": "assistant"}
+    return [{"role": "system", "content": system}] + [
+        {"role": swapped[turn["role"]], "content": turn["content"]} for turn in history[1:]]
+
+
 LEAK_TOKENS = 8
 
 
@@ -595,15 +614,10 @@ class World:
         return None
 
     async def rule_reply(self, task, history, rng):
-        """What the human knows of the (at most two) facts that the last message asks about."""
-        asked = topics_asked(task["facts"], history[-1]["content"])
-        return " ".join(rng.choice(task["facts"][index]["replies"]) for index in asked) or rng.choice(UNCLEAR)
+        return known_reply(task, history, rng)
 
     async def person_chat(self, task, history):
-        """The roles swapped, the human's own request in the system prompt."""
-        swapped = {"assistant": "user", "user": "assistant"}
-        return [{"role": "system", "content": SIMULATOR_SYSTEM.format(**task)}] + [
-            {"role": swapped[turn["role"]], "content": turn["content"]} for turn in history[1:]]
+        return human_chat(SIMULATOR_SYSTEM.format(**task), history)
 
     async def score(self, pairs):
         """"tests": a verdict a test, "faults": why a test is not passed, "reward": the share of tests passed."""

@@ -25,6 +25,9 @@ import string
 from colbench import check_keys, ColBenchError, task_id
 from colbench.backend import (  # noqa: F401  six names of the interface are the same as for functions
     code_tokens,
+    human_chat,
+    kind_scores,
+    known_reply,
     lacks,
     leak_marks,
     MARKER,
@@ -35,7 +38,6 @@ from colbench.backend import (  # noqa: F401  six names of the interface are the
     outcome,
     shown,
     topics_asked,
-    UNCLEAR,
     views,
 )
 from colbench.scorer import check_tasks, reward_of, Scorer
@@ -502,11 +504,9 @@ def turn_kind(task, history, message):
 def oracle_scores(oracle, task, history, messages):
     """As for functions (backend.oracle_scores): "oracle" wants a right answer at once, "oracle-patient" only when the
     agent can know that it is right."""
-    known = all_known(task, history)
-    right, rest = (3, 1) if oracle == "oracle" else (2, 2) if known else (0, 1)
-    needed = 2 if oracle == "oracle" else 3
-    worth = {"right answer": right, "wrong answer": 0, "early answer": 0, "ask needed": needed, "look needed": needed}
-    return [worth.get(turn_kind(task, history, message), rest) for message in messages]
+    kinds = [turn_kind(task, history, message) for message in messages]
+    needed = {"ask needed": "needed", "look needed": "needed"}
+    return kind_scores(oracle, all_known(task, history), [needed.get(kind, kind) for kind in kinds])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -669,13 +669,10 @@ class World:
         return self.tables[key]
 
     async def rule_reply(self, task, history, rng):
-        asked = topics_asked(task["facts"], history[-1]["content"])
-        return " ".join(rng.choice(task["facts"][i]["replies"]) for i in asked) or rng.choice(UNCLEAR)
+        return known_reply(task, history, rng)
 
     async def person_chat(self, task, history):
-        swapped = {"assistant": "user", "user": "assistant"}
-        return [{"role": "system", "content": SIMULATOR_SYSTEM.format(**task)}] + [
-            {"role": swapped[turn["role"]], "content": turn["content"]} for turn in history[1:]]
+        return human_chat(SIMULATOR_SYSTEM.format(**task), history)
 
     async def score(self, pairs):
         """"databases": whether the rows agree, for each hidden database; "faults": why they do not."""

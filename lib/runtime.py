@@ -48,12 +48,16 @@ def run_stage(main, *errors):
             dist.destroy_process_group()
 
 
+def glibc():
+    """The C library where it is glibc, whose malloc can be told what to keep; else None."""
+    return ctypes.CDLL(None) if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc" else None
+
+
 def start(seed):
     """Join the process group (torchrun's, or one of size 1), seed torch; returns Runtime(rank, world_size, device)."""
     # glibc returns big buffers to the kernel at every free, and page faults then dominate small models on a CPU:
     # M_MMAP_MAX = 0 and a high M_TRIM_THRESHOLD keep them (several times faster training, measured).
-    if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc":
-        libc = ctypes.CDLL(None)
+    if libc := glibc():
         libc.mallopt(-4, 0)
         libc.mallopt(-1, 2 ** 31 - 1)
     if not dist.is_initialized():
@@ -73,8 +77,8 @@ def start(seed):
 def trim_memory():
     """Give the kernel back what start() keeps of freed buffers. Batches of all lengths leave holes between them that
     no later one fits into: a run of a 135M model grew to 13 GB where 2 GB are in use."""
-    if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
+    if libc := glibc():
+        libc.malloc_trim(0)
 
 
 def is_main():

@@ -78,7 +78,7 @@ def curve_lines(curves, metric, what="best of N"):
 def agreement_lines(found):
     """A line for each oracle of credit.agreement."""
     return [f"{oracle}: rank correlation of the critic's advantages with its scores {m['rank_correlation']:+.3f} "
-            f"[{m['ci95'][0]:+.3f}, {m['ci95'][1]:+.3f}] over {m['num_states']:,} states of --candidates; of "
+            f"{interval(m['ci95'], '+')} over {m['num_states']:,} states of --candidates; of "
             f"{m['num_pairs']:,} pairs {m['right']:.1%} right, {m['wrong']:.1%} wrong, the rest equal to it"
             for oracle, m in found.items()]
 
