@@ -33,7 +33,7 @@ import common
 from colbench import ColBenchError, domain_of, task_id
 from lib.arguments import add_overwrite, add_world, argument_parser, non_negative_int, positive_int, set_preset
 from lib.costs import Costs
-from lib.models import encode, is_server, load_tokenizer, work_of
+from lib.models import encode, is_server, load_tokenizer, tokenizer_name, work_of
 from lib.runtime import barrier, begin_output, gather, InputError, is_done, read_text, Rows, run_stage, start
 from lib.servers import ReplyError, strip_thoughts
 from lib.speakers import ask, open_speakers, rollout_lines, run_concurrently
@@ -382,7 +382,7 @@ def main(argv=None):
     begin_output(record, out, inputs)
 
     costs = Costs(out, runtime.device)
-    name = common.tokenizer_name(agent.tokenizer) if agent and agent.tokenizer else None
+    name = tokenizer_name(agent.tokenizer) if agent and agent.tokenizer else None
     opened = {name: speaker for name, speaker in zip(roles.values(), (agent, human, judge)) if speaker}
     models = [*(speaker.model for speaker in opened.values()),
               *((critic["model"], critic["reference"]) if critic and not oracle else ())]

@@ -106,7 +106,7 @@ def main(argv=None):
         return
     lora = lora_config(args)
     common.fill_rewards(trajectories, domain, args)
-    pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap)
+    pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap, args.turn_cost)
     held = [is_held_out(trajectory["task_id"], args.held_out_frac) for trajectory in trajectories]
     train, test = ([pair for pair in pairs if held[pair[0]] == side] for side in (False, True))
     say(f"{len(train):,} trajectory pairs to train on, {len(test):,} of other tasks held out")
@@ -165,8 +165,9 @@ def main(argv=None):
                 loss = ((losses + args.nll_coef * nll) * shares).sum()
                 numbers = training.preference_numbers(chosen_rewards, rejected_rewards, nll, shares)
             else:
-                labels = torch.tensor([float(domain.outcome(trajectories[train[i][0]])) for i in micro],
-                                      device=runtime.device)                            # (B,)
+                own = [trajectories[train[i][0]] for i in micro]
+                labels = torch.tensor([common.net_return(float(domain.outcome(t)), t, args.turn_cost) for t in own],
+                                      device=runtime.device).clamp(min=0)               # (B,)
                 loss = (value_losses(scores, labels, batch.lengths) * shares).sum()
                 right = (last_values(scores, batch.lengths) > 0) == (labels > 0.5)
                 numbers = {"acc": (right * shares).sum().item()}

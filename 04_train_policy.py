@@ -13,7 +13,14 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
 --method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (where returns are
                  graded: of the best trajectory of each task).
 --method sft     Likelihood of the agent's turns of all trajectories. Those of the informed script have c in front.
-Differs from the paper: nothing. From the published code: docs/reproduce.md.
+--method grpo    Policy gradient with group baselines: each token of a trajectory has its return less the mean of its
+                 task's trajectories, over their deviation, as advantage; the ratio to the model at the start, which
+                 must have sampled them, is clipped (PPO). With --critic: eq. 3's advantage of its turn in place of the
+                 return.
+--method distill Privileged self-distillation: at each token of the agent's own turns the divergence from the model at
+                 the start with c in front. No critic.
+--turn-cost COST orders trajectories by return less COST for each agent turn (mtdpo, rft, grpo; of 03 the critics).
+Differs from the paper: grpo, distill and turn costs are not in it. From the published code: docs/reproduce.md.
 
     python 04_train_policy.py --method sweet --trajectories out/offline.jsonl --model models/tiny --critic out/critic \\
         --out out/sweet
@@ -23,9 +30,11 @@ Differs from the paper: nothing. From the published code: docs/reproduce.md.
 import collections
 import functools
 import gc
+import itertools
 import math
 import pathlib
 import random
+import statistics
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +44,7 @@ import common
 from colbench import ColBenchError, domain_of
 from lib import training
 from lib.adapters import lora_config
-from lib.arguments import add_training, argument_parser, positive_int, set_preset
+from lib.arguments import add_training, argument_parser, non_negative_float, positive_int, set_preset
 from lib.costs import Costs
 from lib.engine import generate, uniforms
 from lib.memory import dry_run
@@ -61,6 +70,16 @@ def chosen_and_rejected(scores, pairs=None):
     rows = [row for row, own in enumerate(pairs) for _ in own]
     chosen, rejected = zip(*(pair for own in pairs for pair in own))
     return scores[rows, list(chosen)], scores[rows, list(rejected)]
+
+
+def clipped_objective(logps, sampled_logps, advantages, clip, kl_coef):
+    """What PPO wants large of each token, all (B, T): min(r A, clip(r, 1 - clip, 1 + clip) A), where r is its
+    probability over that under the model which sampled it, less kl_coef times an estimate of KL(policy || that model)
+    that is never negative: 1 / r - 1 + log r. Returns (objectives, ratios)."""
+    log_ratios = logps - sampled_logps                                                            # (B, T)
+    ratios = log_ratios.exp()                                                                     # (B, T)
+    clipped = torch.minimum(ratios * advantages, ratios.clamp(1 - clip, 1 + clip) * advantages)
+    return clipped - kl_coef * ((-log_ratios).exp() - 1 + log_ratios), ratios
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -127,9 +146,10 @@ def score_candidates(rows, critic, tokenizer, args, device):
     return [{**row, "advantages": advantages} for row, advantages in zip(rows, scores)]
 
 
-def candidate_pairs(row, pairs_per_turn, rng):
+def candidate_pairs(row, pairs_per_turn, min_margin, rng):
     """Pairs (better, worse) of candidate numbers: a random one of the better half, a random one of the worse.
-    Candidates stopped by length are left out, and a pair of twice the same text is none."""
+    Candidates stopped by length are left out; a pair of twice the same text, or of two whose advantages differ by less
+    than `min_margin`, is none."""
     order = [i for i, candidate in enumerate(row["candidates"]) if candidate["ended"]]
     rng.shuffle(order)                                                               # ties fall either way
     order.sort(key=lambda i: -row["advantages"][i])
@@ -137,7 +157,8 @@ def candidate_pairs(row, pairs_per_turn, rng):
     if half == 0:
         return []
     pairs = [(rng.choice(order[:half]), rng.choice(order[-half:])) for _ in range(pairs_per_turn)]
-    return [(a, b) for a, b in pairs if row["candidates"][a]["ids"] != row["candidates"][b]["ids"]]
+    return [(a, b) for a, b in pairs if row["candidates"][a]["ids"] != row["candidates"][b]["ids"] and
+            row["advantages"][a] - row["advantages"][b] >= min_margin]
 
 
 def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
@@ -160,13 +181,14 @@ def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
     pairs = [{**{key: row[key] for key in kept},
               **{side: {**row["candidates"][i], "advantage": row["advantages"][i]}
                  for side, i in zip(("chosen", "rejected"), pair)}}
-             for row in rows for pair in candidate_pairs(row, args.pairs_per_turn, rng)]
+             for row in rows for pair in candidate_pairs(row, args.pairs_per_turn, args.min_margin, rng)]
     ended = [sum(candidate["ended"] for candidate in row["candidates"]) for row in rows]
     too_few, asked = sum(n < 2 for n in ended), len(rows) * args.pairs_per_turn
     same = asked - too_few * args.pairs_per_turn - len(pairs)
     cut = args.num_candidates * len(rows) - sum(ended)
-    say(f"{len(pairs):,} pairs of {asked:,} asked for; {same:,} were twice the same text; {cut:,} candidates stopped "
-        f"by --max-new-tokens were left out, so that {too_few:,} of {len(rows):,} turns had no two")
+    near = f" or differed by less than --min-margin {args.min_margin}" if args.min_margin else ""
+    say(f"{len(pairs):,} pairs of {asked:,} asked for; {same:,} were twice the same text{near}; {cut:,} candidates "
+        f"stopped by --max-new-tokens were left out, so that {too_few:,} of {len(rows):,} turns had no two")
     if runtime.rank == 0:
         write_jsonl(out / "pairs.jsonl", [{key: value for key, value in pair.items() if key not in ("task", "history")}
                                           for pair in pairs])
@@ -175,9 +197,57 @@ def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
     if not pairs:
         raise InputError(
             f"{args.trajectories}: no examples to train on: of {asked:,} pairs asked for {long:,} are longer than "
-            f"--max-length {args.max_length}, {same:,} are twice the same text, {too_few * args.pairs_per_turn:,} are "
-            f"of turns with fewer than two candidates that --max-new-tokens {args.max_new_tokens} did not stop")
+            f"--max-length {args.max_length}, {same:,} are twice the same text{near}, "
+            f"{too_few * args.pairs_per_turn:,} are of turns with fewer than two candidates that "
+            f"--max-new-tokens {args.max_new_tokens} did not stop")
     return common.pair_examples(pairs, tokenizer, args.pairs_together, args.no_tree)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the advantages of --method grpo
+
+def group_advantages(values, task_ids):
+    """`values`, a list of numbers for each trajectory, less the mean of all numbers of its group (the trajectories of
+    its task), over their standard deviation; None for those of a group whose numbers are all equal."""
+    groups = collections.defaultdict(list)
+    for own, task in zip(values, task_ids):
+        groups[task] += own
+    scales = {task: (statistics.fmean(group), statistics.pstdev(group)) if group else (0, 0)
+              for task, group in groups.items()}
+    return [[(value - scales[task][0]) / scales[task][1] for value in own] if scales[task][1] > 0 else None
+            for own, task in zip(values, task_ids)]
+
+
+def grpo_advantages(trajectories, critic, tokenizer, args, runtime, works):
+    """For each trajectory an advantage a turn, standardised over the trajectories of its task; None where they are all
+    equal, [] where it is too long for the critic. With a critic they are its credit (common.score_turns), which is
+    written to credit.jsonl, else the trajectory's return, the same for all turns."""
+    tasks = [trajectory["task_id"] for trajectory in trajectories]
+    if critic:
+        critic = common.load_critic(critic, functools.partial(common.load_sharded, runtime=runtime, args=args))
+        works += [work_of(model) for model in (critic["model"], critic["reference"]) if model]
+        credit = common.score_turns(critic, tokenizer, trajectories, args.max_tokens, runtime.device)
+        if runtime.rank == 0:
+            write_jsonl(pathlib.Path(args.out) / "credit.jsonl",
+                        [{"task_id": t["task_id"], "sample": t["sample"], "advantages": own}
+                         for t, own in zip(trajectories, credit)])
+        found = group_advantages([own or [] for own in credit], tasks)
+    else:
+        domain = domain_of(trajectories[0]["task"])
+        returns = [[common.net_return(float(domain.outcome(t)), t, args.turn_cost)] for t in trajectories]
+        found = [own and own * sum(turn["role"] == "assistant" for turn in t["dialogue_history"])
+                 for own, t in zip(group_advantages(returns, tasks), trajectories)]
+    say(f"{found.count(None):,} of {len(found):,} trajectories are left out, all those of their task are equally good; "
+        f"{found.count([]):,} are longer than --max-tokens")
+    if not any(found):
+        raise InputError(f"{args.trajectories}: no examples to train on: those of each task are equally good")
+    return found
+
+
+def token_item(item):
+    """An item whose action tokens are turns of their own, so that turn_scores gives a log-probability for each."""
+    numbers = itertools.count()
+    return [row._replace(turns=[next(numbers) if turn >= 0 else -1 for turn in row.turns]) for row in item]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -186,22 +256,29 @@ def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
 def baseline_groups(trajectories, args):
     """Tuples of trajectory numbers, an example each: (chosen, rejected) for multi-turn DPO, else one to imitate."""
     if args.method == "mtdpo":
-        pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap)
+        pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap, args.turn_cost)
         say(f"{len(pairs):,} trajectory pairs")
         return pairs
     kept = range(len(trajectories))
-    if args.method == "rft" and domain_of(trajectories[0]["task"]).MIN_GAP is not None:
-        best = {}
-        for i in kept:
-            task = trajectories[i]["task_id"]
-            best[task] = max(best.get(task, i), i, key=lambda i: trajectories[i]["reward"])
-        kept = best.values()
-        say(f"the best trajectory of each of {len(kept):,} tasks")
-    elif args.method == "rft":
-        kept = [i for i in kept if trajectories[i]["reward"] == 1]
+    if args.method == "rft":
+        net = [common.net_return(t["reward"], t, args.turn_cost) for t in trajectories]
+        graded = domain_of(trajectories[0]["task"]).MIN_GAP is not None
+        if not graded:
+            kept = [i for i in kept if trajectories[i]["reward"] == 1]
         if not kept:
             raise InputError(f"{args.trajectories}: no successful trajectories (reward 1) to train on")
-        say(f"{len(kept):,} successful trajectories")
+        best = {}                                                    # of each task, the first of equals
+        for i in kept:
+            task = trajectories[i]["task_id"]
+            best[task] = max(best.get(task, i), i, key=lambda i: net[i])
+        if graded:
+            kept = best.values()
+            say(f"the best trajectory of each of {len(kept):,} tasks")
+        else:
+            say(f"{len(kept):,} successful trajectories")
+            if args.turn_cost:
+                kept = [i for i in kept if net[i] == net[best[trajectories[i]["task_id"]]]]
+                say(f"the shortest {len(kept):,} of them are kept (--turn-cost)")
     return [(i,) for i in kept]
 
 
@@ -214,14 +291,17 @@ PRESETS = {name: {"dtype": "bfloat16", "activation_checkpointing": True}
 
 def parse_args(argv=None):
     parser = argument_parser(__doc__)
-    parser.add_argument("--method", choices=["sweet", "mtdpo", "rft", "sft"], required=True, help="see above")
+    parser.add_argument("--method", choices=["sweet", "mtdpo", "rft", "sft", "grpo", "distill"], required=True,
+                        help="see above")
     add_training(parser, max_length=16384)
     group = parser.add_argument_group("SWEET's candidates and pairs")
-    group.add_argument("--critic", help="critic folder (03), of any kind, for sweet; oracle, oracle-patient: what the "
-                       "template task says of a turn, a critic without errors")
+    group.add_argument("--critic", help="critic folder (03), of any kind, for sweet, or for grpo; oracle, "
+                       "oracle-patient: what the template task says of a turn, a critic without errors, for sweet")
     group.add_argument("--data-frac", type=float, default=0.1, help="share of the trajectories whose turns are used")
     group.add_argument("--num-candidates", type=positive_int, default=16, help="actions sampled a turn")
     group.add_argument("--pairs-per-turn", type=positive_int, default=4, help="DPO pairs a turn")
+    group.add_argument("--min-margin", type=non_negative_float, default=0.0, metavar="A",
+                       help="make no pair of candidates whose advantages differ by less")
     group.add_argument("--temperature", type=float, default=1.0, help="of the candidates")
     group.add_argument("--max-new-tokens", type=positive_int, default=1024, help="tokens of a candidate")
     group.add_argument("--candidates", metavar="FILE", help="candidates.jsonl of another run of the same model, seed "
@@ -230,13 +310,23 @@ def parse_args(argv=None):
     group.add_argument("--pairs-together", action="store_true",
                        help="keep the pairs of a turn in one batch, where they share the prompt (faster)")
     group.add_argument("--no-tree", action="store_true", help="give every candidate a prompt of its own (slower)")
+    group = parser.add_argument_group("grpo and distill")
+    group.add_argument("--clip", type=non_negative_float, default=0.2, help="grpo: the ratio counts from 1 - CLIP to "
+                       "1 + CLIP")
+    group.add_argument("--kl-coef", type=non_negative_float, default=0.0, help="grpo: weight of the divergence from "
+                       "the model at the start")
+    group.add_argument("--divergence", choices=["forward", "reverse"], default="reverse", help="distill: "
+                       "KL(teacher || policy) or KL(policy || teacher)")
     set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
-    if (args.candidates or args.pairs_together) and args.method != "sweet":
-        parser.error("--candidates and --pairs-together go with --method sweet")
-    if (args.method == "sweet") != (args.critic is not None):
-        parser.error("--critic DIR goes with --method sweet, and sweet needs it")
-    args.epochs = args.epochs or (1 if args.method == "sweet" else 8 if args.preset == "paper-frontend" else 4)
+    if (args.candidates or args.pairs_together or args.min_margin) and args.method != "sweet":
+        parser.error("--candidates, --pairs-together and --min-margin go with --method sweet")
+    if args.method == "sweet" and args.critic is None or args.critic and args.method not in ("sweet", "grpo"):
+        parser.error("--critic DIR goes with --method sweet, which needs it, and grpo")
+    if args.turn_cost and (args.method not in ("mtdpo", "rft", "grpo") or args.critic):
+        parser.error("--turn-cost goes with --method mtdpo, rft and grpo; with a critic give it to 03")
+    epochs = 8 if args.preset == "paper-frontend" else 4
+    args.epochs = args.epochs or (1 if args.method in ("sweet", "grpo", "distill") else epochs)
     args.batch_size = args.batch_size or (8 if args.method in ("sweet", "mtdpo") else 32)
     return args
 
@@ -253,30 +343,41 @@ def main(argv=None):
     if is_done(args, args.out, inputs, folder=True):
         return
     lora = lora_config(args)
+    if oracle and args.method == "grpo":
+        raise InputError(f"--critic {args.critic}: grpo takes a critic folder (03); an oracle ranks, and has no "
+                         "advantages")
     if oracle and any(domain.lacks(trajectory["task"], args.critic) for trajectory in trajectories):
         raise InputError(f"{args.trajectories}: --critic {args.critic} needs template tasks (01), which state facts")
     if args.model != "tiny" and reads_images(args.model):
         raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
-    if args.method in ("rft", "mtdpo"):
+    if args.method in ("rft", "mtdpo", "grpo"):
         common.fill_rewards(trajectories, domain, args)
     if fresh:
         model, tokenizer = fresh_model([common.vocabulary_text(trajectory) for trajectory in trajectories])
     else:
         tokenizer = load_tokenizer(args.model)
-    if args.method == "sweet":
-        critic = args.critic if oracle else common.read_critic(args.critic, tokenizer, domain)
-        if not oracle:
-            critic["show"] = functools.partial(common.show_documents, domain=domain, args=args)
-    else:
+    critic = args.critic
+    if critic and not oracle:
+        critic = common.read_critic(critic, tokenizer, domain)
+        critic["show"] = functools.partial(common.show_documents, domain=domain, args=args)
+    if args.method != "sweet":
         groups, pair_indices = baseline_groups(trajectories, args), None
         examples = common.trajectory_examples(trajectories, groups, tokenizer,
-                                              privileged=False if args.method == "mtdpo" else None)
-        kept = training.drop_long(examples, args)
-        examples = [examples[i] for i in kept]
+                                              privileged=None if args.method in ("rft", "sft") else False)
+        informed = examples                                          # distill: what the teacher reads, which is longer
+        if args.method == "distill":
+            informed = common.trajectory_examples(trajectories, groups, tokenizer, privileged=True)
+        kept = training.drop_long(informed, args)
+        examples, informed = [examples[i] for i in kept], [informed[i] for i in kept]
     begin_output(args, args.out, inputs, folder=True)
     costs, works = Costs(args.out, runtime.device, folder=True), []
     if args.method == "sweet":
         examples, pair_indices = sweet_examples(trajectories, tokenizer, critic, args, runtime, works)
+        costs.record(works)
+    if args.method == "grpo":
+        advantages = grpo_advantages([trajectories[i] for i in kept], critic, tokenizer, args, runtime, works)
+        gc.collect()
+        examples, advantages = zip(*(pair for pair in zip(examples, advantages) if pair[1]))
         costs.record(works)
     batch_size = max(1, args.batch_size // (args.pairs_per_turn if args.pairs_together else 1))
     batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
@@ -291,6 +392,14 @@ def main(argv=None):
         model = common.load_sharded(args.model, runtime, args, lora)
     works.append(work_of(model))
     is_dpo = args.method in ("sweet", "mtdpo")
+    if args.method == "distill":
+        teacher = load_model(args.model, runtime.device, args.dtype)[0].eval()
+        works.append(work_of(teacher))
+    if args.method == "grpo":                                        # a number for each token, in place of each turn
+        advantages = [torch.tensor([own[turn] for row in item for turn in row.turns if turn >= 0])
+                      for [item], own in zip(examples, advantages)]
+        examples = [(token_item(item),) for [item] in examples]
+        sampled = [own for [own] in common.reference_logps(args.out, model, examples, args, runtime)]
     if is_dpo:
         ref_scores = common.reference_logps(args.out, model, examples, args, runtime)
         ref = [torch.stack(chosen_and_rejected(pad_sequence(own, batch_first=True), pair_indices and [pair_indices[i]]),
@@ -307,7 +416,19 @@ def main(argv=None):
         num_action_tokens = sum(turn >= 0 for i in batches[step] for row in examples[i][0] for turn in row.turns)
         for micro, weights in training.rank_batches(batches[step], args.micro_batch_size, runtime):
             batch = common.collate([item for i in micro for item in examples[i]], runtime.device)
-            scores = model.turn_scores(batch)                       # (items, M): a value for each turn or action
+            if args.method == "distill":
+                shown = common.collate([item for i in micro for item in informed[i]], runtime.device)
+                scores = -model.turn_kls(batch, teacher, shown, args.divergence)        # (items, M)
+            else:
+                scores = model.turn_scores(batch)                   # (items, M): a value for each turn, action or token
+            numbers = {}
+            if args.method == "grpo":
+                before, own = (pad_sequence([of[i] for i in micro], batch_first=True).to(runtime.device)
+                               for of in (sampled, advantages))                         # (items, M)
+                scores, ratios = clipped_objective(scores, before, own, args.clip, args.kl_coef)
+                shares = batch.lengths * weights[:, None] / num_action_tokens           # 0 where there is no token
+                numbers = {"ratio": (ratios * shares).sum().item(),
+                           "clipped": (((ratios - 1).abs() > args.clip) * shares).sum().item()}
             if is_dpo:
                 pairs = pair_indices and [pair_indices[i] for i in micro]
                 counts = torch.tensor([len(ref[i]) for i in micro], device=runtime.device)
@@ -320,8 +441,7 @@ def main(argv=None):
                 loss = ((losses + args.nll_coef * nll) * shares).sum()
                 numbers = training.preference_numbers(chosen_rewards, rejected_rewards, nll, shares)
             else:
-                loss = -(scores.sum(1) * weights).sum() / num_action_tokens             # mean NLL of the batch's tokens
-                numbers = {}
+                loss = -(scores.sum(1) * weights).sum() / num_action_tokens             # a mean over the batch's tokens
             (loss * runtime.world_size).backward()                  # FSDP takes the ranks' mean, the batch is their sum
             sums.update(loss=loss.item(), **numbers, num_tokens=training.num_tokens(examples, micro, weights))
         numbers = training.optimizer_step(model, optimizer, sums, step, len(batches), args, runtime)

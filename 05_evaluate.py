@@ -15,7 +15,8 @@ wins, ties               graded returns: share of better answers against the --b
                          tie (within 1e-6) half; then the mean over tasks
 [..]                     95 % interval by bootstrap over tasks, of several runs (NAME=FILE,FILE,…) over runs as well;
                          against --baseline paired by task and run; "families drawn": over families, then their tasks
-LABEL@N=FILE             points of a curve: of best-of-N (02 --best-of N), or of N training trajectories (04)
+LABEL@N=FILE             points of a curve: of best-of-N (02 --best-of N), of N training trajectories (04), or of N
+                         rounds of training (an agent of 04 that was made from one of N - 1)
 
 docs/results.md says what the intervals leave out, docs/report.md how to read the page and what --critic adds to it.
 
@@ -38,7 +39,7 @@ from lib.arguments import add_overwrite, add_world, argument_parser
 from lib.costs import compare_costs, cost_lines, Costs, read_record
 from lib.credit import agreement, count_pairs, credit_of, credit_summary, read_states
 from lib.export import check_format, export, FORMATS
-from lib.models import encode, load_model, load_tokenizer
+from lib.models import encode, load_model, load_tokenizer, tokenizer_name
 from lib.plots import report_plots
 from lib.report import add_images, page_data, spread, write_report
 from lib.runtime import begin_output, InputError, is_done, read_jsonl, run_stage, start, write_json, write_jsonl
@@ -121,9 +122,9 @@ def compare(metrics, files, baseline, domain):
 # points of curves
 
 def curve_point(name, path, trajectories):
-    """("sweet", "8", False) of a file named sweet@8, None of a name without @; True where the agent was trained on so
-    many trajectories (its args.json). InputError where N is no positive number or, if it was not, not the one that the
-    rows were made with ("best_of")."""
+    """("sweet", "8", "best of N") of a file named sweet@8, None of a name without @; with "trajectories" or "rounds"
+    where the agent was trained on so many trajectories, or in so many rounds from 2 on (its args.json). InputError
+    where N is no positive number or, of best-of-N, not the one that the rows were made with ("best_of")."""
     if "@" not in name:
         return None
     label, _, number = name.rpartition("@")
@@ -131,11 +132,19 @@ def curve_point(name, path, trajectories):
         raise InputError(f"{path}: named {name}, but a name with @ must be LABEL@N, N a whole number from 1 up")
     agent = trajectories[0].get("agent")
     if agent and read_record(agent, "args").get("args", {}).get("num_trajectories") == int(number):
-        return label, number, True
+        return label, number, "trajectories"
+    if agent and rounds_of(agent) == int(number) > 1 and trajectories[0].get("best_of", 1) == 1:
+        return label, number, "rounds"
     for trajectory in trajectories:
         if trajectory.get("best_of", int(number)) != int(number):
             raise InputError(f'{path}: named {name}, N = {number}, but its "best_of" is {trajectory["best_of"]}')
-    return label, number, False
+    return label, number, "best of N"
+
+
+def rounds_of(agent):
+    """How often the agent (a folder of 04) was trained, one model made from another; not counting --method sft."""
+    args = read_record(agent, "args").get("args", {})
+    return rounds_of(args["model"]) + (args["method"] != "sft") if "method" in args else 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -326,12 +335,13 @@ def main(argv=None):
     runs = {name: path.split(",") for name, path in (argument.split("=", 1) for argument in args.files)}
     files = {name: read_runs(own) for name, own in runs.items()}
     points = {name: curve_point(name, runs[name][0], files[name]) for name in files}
+    repeated = {point[0] for point in points.values() if point and point[2] == "rounds"}
     domain = one_domain(files, args)
     first, first_path = next(iter(files.values())), args.files[0].partition("=")[2]
     folders = dict(argument.split("=", 1) for argument in args.critics or [])
     critics = {name: text_critic(folder, domain) for name, folder in folders.items()}
     for critic in critics.values():
-        critic["tokenizer_name"] = common.tokenizer_name(load_tokenizer(critic["folder"]))
+        critic["tokenizer_name"] = tokenizer_name(load_tokenizer(critic["folder"]))
     branches = read_branches(args.returns, domain, critics) if args.returns else None
     if critics:
         common.trajectory_pairs(first, first_path)                   # errors now, not after the scoring
@@ -354,14 +364,15 @@ def main(argv=None):
     spent = Costs(out, folder=True)
     (out / "scored").mkdir(exist_ok=True)
     about = rescore(files, domain, worlds)
-    metrics, curves, scaling, metric = {}, {}, {}, domain.metric(first)
+    metrics, curves, metric = {}, {}, domain.metric(first)           # curves: {kind: {label: {N: a point}}}
     for name, trajectories in files.items():
         metrics[name] = measure(trajectories, domain) | about | ({"costs": costs[name]} if costs else {})
         write_jsonl(out / "scored" / f"{name}.jsonl", trajectories)
         if points[name]:
-            label, number, is_scaling = points[name]
-            own = (scaling if is_scaling else curves).setdefault(label, {})
-            own[number] = {key: metrics[name][key] for key in (metric, "ci95")}
+            label, number, kind = points[name]
+            kind = "rounds" if label in repeated else kind          # a first round is a best of 1, too
+            own = curves.setdefault(kind, {}).setdefault(label, {})
+            own[number] = {key: metrics[name][key] for key in (metric, "ci95")} | costs.get(name, {})
     if args.baseline:
         compare(metrics, files, args.baseline, domain)
     write_json(out / "metrics.json", metrics)                        # before everything that is optional
@@ -369,15 +380,15 @@ def main(argv=None):
     notes = tables.note_lines(metrics)
     parts = [("95 % intervals, families drawn", tables.family_lines(metrics, args.baseline)),
              ("the runs of each method", tables.run_lines(metrics, metric, args.baseline)),
-             ("best of N", tables.curve_lines(curves, metric) if curves else []),
-             ("trajectories", tables.curve_lines(scaling, metric, "trajectories") if scaling else []),
+             *((kind, tables.curve_lines(own, metric, kind)) for kind, own in curves.items()),
              ("costs", cost_lines(costs) if costs else [])]
     parts = [(heading, lines) for heading, lines in parts if lines]
     print("\n" + "\n\n".join("\n".join(lines) for lines in [tables.aligned(headings, rows) + notes, *(
         lines for _, lines in parts)]) + "\n")
-    if curves or scaling:
-        write_json(out / "curves.json", {label: curves.get(label, {}) | scaling.get(label, {})
-                                         for label in curves | scaling})
+    if curves:
+        write_json(out / "curves.json", {label: {n: {key: point[key] for key in (metric, "ci95")}
+                                                 for n, point in points.items()}
+                                         for own in curves.values() for label, points in own.items()})
     if critic:
         add_credit(metrics, files, critic, domain, device)
         write_json(out / "metrics.json", metrics)
@@ -399,7 +410,7 @@ def main(argv=None):
     write_report(out / "report.html", data, title="Evaluation", metric_heading=tables.heading_of(metric), notes=notes,
                  headings=headings[1:], table=[{"name": row[0], "cells": row[1:]} for row in rows],
                  bars=list(bars.values()), lines=[(heading, "\n".join(lines)) for heading, lines in parts],
-                 plots=report_plots(metrics, bars, metric, files, curves, scaling, histories),
+                 plots=report_plots(metrics, bars, metric, files, curves, histories),
                  credit={**credit, "agreement": tables.agreement_lines(found)} if credit or found else None,
                  hints=tables.hint_lines(args, files, histories))
     if args.gates:

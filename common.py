@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import pathlib
+import random
 import re
 from collections import namedtuple
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 
 from colbench import ColBenchError, domain_of, task_id
 from lib import adapters, models
-from lib.models import add_head, add_work, encode, load_model, load_tokenizer, token_logps, weights_fingerprint
+from lib.models import add_head, add_work, encode, generation_cue, load_model, load_tokenizer, tokenizer_name
 from lib.runtime import barrier, broadcast, check_row, gather, InputError, is_main, read_jsonl, say, write_json
 from lib.servers import strip_thoughts
 from lib.vision import image_row, read_images
@@ -203,13 +204,6 @@ def with_hidden_info(tokenizer, text, privileged_info):
     return bos + privileged_info + text[len(bos):]
 
 
-@functools.lru_cache
-def tokenizer_name(tokenizer):
-    """A hash of what decides the ids of a dialogue: vocabulary and chat template."""
-    content = json.dumps([sorted(tokenizer.get_vocab().items()), str(tokenizer.chat_template)])
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
 def agent_turns(tokenizer, trajectory, counts=None):
     """[(prompt text, action ids)] of a trajectory's agent turns, as near to what was sampled as the file allows:
     "as sampled" where this tokenizer sampled it, "as logged" where the logged prompt ends with this template's cue
@@ -235,15 +229,6 @@ def agent_turns(tokenizer, trajectory, counts=None):
         if counts is not None:
             counts[kind] = counts.get(kind, 0) + 1
     return turns
-
-
-@functools.lru_cache
-def generation_cue(tokenizer):
-    """The text with which the template opens an agent's turn."""
-    chat = [{"role": "user", "content": "?"}]
-    plain, cued = (tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=cue)
-                   for cue in (False, True))
-    return cued.removeprefix(plain)
 
 
 def all_turns(tokenizer, trajectories, what="agent turns"):
@@ -358,19 +343,43 @@ def hidden_states(model, batch):
                                use_cache=False).last_hidden_state
 
 
+def action_tokens(batch):
+    """(r, t), each (N,): the places of the action tokens of a batch."""
+    return (batch.turns >= 0).nonzero(as_tuple=True)
+
+
+def states_before_actions(model, batch):
+    """The last hidden state of the token before each action token, (N, H)."""
+    r, t = action_tokens(batch)
+    return hidden_states(model, batch)[r, batch.previous[r, t]]
+
+
+def turn_sums(batch, values):
+    """The sums of `values` (N,) of action tokens over each action, (B, M) float32; 0 where an item has no such turn."""
+    r, t = action_tokens(batch)
+    return torch.zeros_like(batch.lengths).index_put((batch.owners[r], batch.turns[r, t]), values, accumulate=True)
+
+
 def turn_logps(model, batch):
     """Log-probability of each action, summed over its tokens (end of turn included), as (B, M) float32; 0 where an item
     has no such turn. The vocabulary projection runs at action tokens alone."""
-    hidden = hidden_states(model, batch)                                               # (R, T, H)
-    r, t = (batch.turns >= 0).nonzero(as_tuple=True)                                   # (N,) action tokens
-    logps = token_logps(model.get_output_embeddings(), hidden[r, batch.previous[r, t]], batch.ids[r, t])      # (N,)
-    return torch.zeros_like(batch.lengths).index_put((batch.owners[r], batch.turns[r, t]), logps, accumulate=True)
+    return turn_sums(batch, models.token_logps(model.get_output_embeddings(), states_before_actions(model, batch),
+                                        batch.ids[action_tokens(batch)]))
+
+
+def turn_kls(model, batch, teacher, teacher_batch, direction):
+    """The divergence of a model from a `teacher` (token_kls) at each action token, summed as turn_logps, (B, M). The
+    teacher has no gradients and reads `teacher_batch`: the same actions, after other prompts."""
+    with torch.no_grad():
+        teacher_hidden = states_before_actions(teacher, teacher_batch)
+    return turn_sums(batch, models.token_kls(model.get_output_embeddings(), states_before_actions(model, batch),
+                                      teacher.get_output_embeddings(), teacher_hidden, direction))
 
 
 def turn_means(model, batch):
     """The mean of the last hidden states over each action's tokens, (B, M, H) float32; 0 where a turn is missing."""
     hidden = hidden_states(model, batch)                                               # (R, T, H)
-    r, t = (batch.turns >= 0).nonzero(as_tuple=True)                                   # (N,) action tokens
+    r, t = action_tokens(batch)
     sums = torch.zeros(*batch.lengths.shape, hidden.shape[-1], device=hidden.device)
     sums = sums.index_put((batch.owners[r], batch.turns[r, t]), hidden[r, t].float(), accumulate=True)
     return sums / batch.lengths.clamp(min=1)[..., None]
@@ -439,15 +448,17 @@ def turn_advantages(values, ref_values, lengths, normalize):
 
 
 def shard(model, runtime, args):
-    """models.shard, with model.turn_scores(batch), which gathers what it needs. Call this, never the model."""
+    """models.shard, with model.turn_scores(batch) and turn_kls, which gather what they need. Call these, never the
+    model."""
     models.shard(model, runtime, args)
     attach_turn_scores(model)
 
 
 def attach_turn_scores(model):
     from torch.distributed.fsdp import register_fsdp_forward_method
-    model.turn_scores = functools.partial(turn_scores, model)
-    register_fsdp_forward_method(model, "turn_scores")
+    for function in (turn_scores, turn_kls):
+        setattr(model, function.__name__, functools.partial(function, model))
+        register_fsdp_forward_method(model, function.__name__)
 
 
 def load_sharded(name, runtime, args, lora=None, head=False):
@@ -475,7 +486,7 @@ def read_critic(folder, tokenizer, domain):
     if critic["head"] != "lm" and not adapters.is_adapter(folder):  # these need no reference
         return critic
     known, name = critic.get("reference_fingerprint"), critic["reference"]
-    found = weights_fingerprint(name)
+    found = models.weights_fingerprint(name)
     if known is None:
         say(f"{folder}: critic.json has no fingerprint of its reference {name}; taken as it is")
     elif found not in (None, known):                                # None: it cannot be loaded either, which says more
@@ -717,27 +728,47 @@ def drop_long_pairs(pairs, tokenizer, max_length):
 # ---------------------------------------------------------------------------------------------------------------------
 # pairs and examples
 
-def trajectory_pairs(trajectories, path, min_gap=None):
+def net_return(value, trajectory, turn_cost):
+    """`value`, the return of a trajectory, less `turn_cost` for each of its agent turns."""
+    if turn_cost == 0:
+        return value
+    return value - turn_cost * sum(turn["role"] == "assistant" for turn in trajectory["dialogue_history"])
+
+
+def trajectory_pairs(trajectories, path, min_gap=None, turn_cost=0.0):
     """[(chosen, rejected)] indices of trajectories of one task. With `min_gap` (None: the domain's MIN_GAP): every two
-    whose returns differ by so much. Where that is None, too: every trajectory with a lower return is paired with one of
-    return 1, these in turn. InputError, which names `path`, where there is no pair."""
+    whose net_return differs by so much. Where that is None, too: every trajectory with a lower return is paired with
+    one of return 1, these in turn, the better by net_return chosen; with a `turn_cost` also the shortest of return 1
+    with each longer one, at most as many in all as there are other pairs. InputError, which names `path`, where there
+    is no pair."""
     min_gap = domain_of(trajectories[0]["task"]).MIN_GAP if min_gap is None else min_gap
     by_task = {}
     for index, trajectory in enumerate(trajectories):
         by_task.setdefault(trajectory["task_id"], []).append(index)
-    pairs = []
+    net = [net_return(t["reward"] == 1 if min_gap is None else t["reward"], t, turn_cost) for t in trajectories]
+    pairs, shorter = [], []
     for group in by_task.values():
-        reward = {i: trajectories[i]["reward"] for i in group}
         if min_gap is not None:
-            pairs += [(i, j) for i in group for j in group if reaches(reward[i] - reward[j], min_gap)]
+            pairs += [(i, j) for i in group for j in group if reaches(net[i] - net[j], min_gap)]
             continue
-        winners = [i for i in group if reward[i] == 1]
-        losers = [i for i in group if reward[i] < 1]
-        pairs += [(winners[n % len(winners)], loser) for n, loser in enumerate(losers) if winners]
+        winners = [i for i in group if trajectories[i]["reward"] == 1]
+        losers = [i for i in group if trajectories[i]["reward"] < 1]
+        for n, loser in enumerate(losers if winners else ()):
+            winner = winners[n % len(winners)]
+            pairs.append((winner, loser) if net[winner] >= net[loser] else (loser, winner))
+        if turn_cost and winners:
+            best = max(winners, key=lambda i: net[i])
+            shorter += [(best, i) for i in winners if net[best] > net[i]]
     if not pairs:
         lack = ("both a success (reward 1) and a failure" if min_gap is None else
                 f"two dialogues whose rewards differ by {min_gap}")
         raise InputError(f"{path}: no trajectory pairs: no task has {lack}; roll out more --samples a task")
+    if turn_cost:
+        kept = sorted(random.Random(0).sample(shorter, min(len(shorter), len(pairs))))
+        equal = sum(trajectories[i]["reward"] == trajectories[j]["reward"] for i, j in pairs + kept)
+        say(f"{equal:,} of {len(pairs) + len(kept):,} trajectory pairs are between equal returns, by --turn-cost; "
+            f"{len(shorter) - len(kept):,} more of these were left out, so that at most half of the pairs are such")
+        pairs += kept
     return pairs
 
 

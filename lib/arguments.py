@@ -1,5 +1,6 @@
 """Flags that several stages share, and presets."""
 import argparse
+import math
 
 
 def argument_parser(docstring):
@@ -29,6 +30,12 @@ def non_negative_int(text):
     if int(text) < 0:
         raise argparse.ArgumentTypeError(f"cannot be negative: {text}")
     return int(text)
+
+
+def non_negative_float(text):
+    if not 0 <= float(text) < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number from 0 on, not {text}")
+    return float(text)
 
 
 def add_overwrite(parser):
@@ -67,6 +74,8 @@ def add_training(parser, max_length):
     group.add_argument("--num-trajectories", type=positive_int, help="use so many (nested subsets of a seed)")
     group.add_argument("--min-gap", type=float, help="pair all trajectories of a task whose returns differ by so much "
                        "(None: the domain's MIN_GAP or, without one, successes with the rest)")
+    group.add_argument("--turn-cost", type=non_negative_float, default=0.0, metavar="COST", help="order trajectories "
+                       "by their return less COST for each agent turn: of two successes the shorter one is better")
     group.add_argument("--max-length", type=positive_int, default=max_length, help="drop what is longer "
                        "(tokens): trajectories; of SWEET's pairs, a prompt with one action")
     group = parser.add_argument_group("the optimiser")

@@ -1,5 +1,6 @@
 """Models: loading whole or split over ranks, saving, token log-probabilities, and what a pass costs."""
 import copy
+import functools
 import hashlib
 import json
 import os
@@ -63,22 +64,57 @@ def encode(tokenizer, text):
     return tokenizer(text.encode(errors="replace").decode(), add_special_tokens=False)["input_ids"]
 
 
+@functools.lru_cache
+def tokenizer_name(tokenizer):
+    """A hash of what decides the ids of a dialogue: vocabulary and chat template."""
+    content = json.dumps([sorted(tokenizer.get_vocab().items()), str(tokenizer.chat_template)])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+@functools.lru_cache
+def generation_cue(tokenizer):
+    """The text with which the template opens an agent's turn."""
+    chat = [{"role": "user", "content": "?"}]
+    plain, cued = (tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=cue)
+                   for cue in (False, True))
+    return cued.removeprefix(plain)
+
+
 MAX_LOGITS = 2 ** 26
 
 
 def token_logps(head, hidden, ids):
     """Log-probabilities (N,) float32 of tokens `ids` (N,) after the states `hidden` (N, H), by the output projection
     `head`, which is computed in float32 whatever its weights are in: in bfloat16 a logit of 20 would be rounded by .06,
-    more than the advantages of many candidates differ. Of its logits (N, V) at most MAX_LOGITS are there at a time, and
-    made again in the backward pass."""
-    def logps_of(hidden, ids):
-        bias = None if head.bias is None else head.bias.float()
-        return -F.cross_entropy(F.linear(hidden.float(), head.weight.float(), bias), ids, reduction="none")
-    num_chunks = -(-len(ids) * head.weight.shape[0] // MAX_LOGITS)
+    more than the advantages of many candidates differ."""
+    return in_chunks(lambda hidden, ids: -F.cross_entropy(float_logits(head, hidden), ids, reduction="none"), head,
+                     hidden, ids)
+
+
+def token_kls(head, hidden, teacher_head, teacher_hidden, direction):
+    """KL divergences (N,) float32 between what follows the states `hidden` (N, H) by `head` and the states of a teacher
+    by its head, over the whole vocabulary. direction "forward": KL(teacher || own), which makes the model cover what
+    the teacher does; "reverse": KL(own || teacher), which makes it avoid what the teacher does not."""
+    def kls_of(hidden, teacher_hidden):
+        own, teacher = (F.log_softmax(float_logits(*pair), -1) for pair in ((head, hidden),
+                                                                          (teacher_head, teacher_hidden)))
+        of, against = (teacher, own) if direction == "forward" else (own, teacher)
+        return (of.exp() * (of - against)).sum(-1)
+    return in_chunks(kls_of, head, hidden, teacher_hidden)
+
+
+def float_logits(head, hidden):
+    return F.linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())
+
+
+def in_chunks(function, head, *tensors):
+    """function(*tensors) (N,) of tensors (N, …), in parts whose logits (n, V) by `head` are at most MAX_LOGITS at a
+    time, and are made again in the backward pass."""
+    num_chunks = -(-len(tensors[0]) * head.weight.shape[0] // MAX_LOGITS)
     if num_chunks == 1:
-        return logps_of(hidden, ids)
-    return torch.cat([checkpoint(logps_of, *chunk, use_reentrant=False)
-                      for chunk in zip(hidden.chunk(num_chunks), ids.chunk(num_chunks))])
+        return function(*tensors)
+    return torch.cat([checkpoint(function, *chunk, use_reentrant=False)
+                      for chunk in zip(*(tensor.chunk(num_chunks) for tensor in tensors))])
 
 
 def from_pretrained(kind, name, **options):

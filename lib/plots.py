@@ -89,9 +89,17 @@ def rounds_svg(rounds):
     return svg[0]
 
 
-def curve_svg(curves, metric, what="N, candidates a turn", name="curves"):
-    """`metric` against N (log2) with 95 % error bars. curves: {label: {"N": {metric, "ci95"}}}."""
-    with canvas(name) as (figure, [axes], svg):
+CURVES = {                                                           # title, what N counts, caption
+    "best of N": ("Best of N", "N, candidates a turn", "The critic picks one of N candidates at each turn."),
+    "trajectories": ("Data", "trajectories trained on", "The same method on more trajectories."),
+    "rounds": ("Rounds of training", "round", "Each round trains the agent of the one before on fresh dialogues."),
+}
+
+
+def curve_svg(curves, metric, kind="best of N"):
+    """`metric` against N, which counts what `kind` (of CURVES) says, with 95 % error bars. curves: {label: {"N":
+    {metric, "ci95"}}}."""
+    with canvas(f"{kind.split()[0]}-curve") as (figure, [axes], svg):
         for number, (label, points) in enumerate(curves.items()):
             sizes = sorted(points, key=int)
             means = [points[n][metric] for n in sizes]
@@ -99,12 +107,30 @@ def curve_svg(curves, metric, what="N, candidates a turn", name="curves"):
             shift = 1 + 0.02 * (number - (len(curves) - 1) / 2)                        # points of one N side by side
             axes.errorbar([int(n) * shift for n in sizes], means, errors, **line(number), capsize=3, label=plain(label))
         sizes = sorted({int(n) for points in curves.values() for n in points})
-        axes.set_xscale("log", base=2)
+        if kind != "rounds":
+            axes.set_xscale("log", base=2)
         axes.set_xticks(sizes, labels=map(str, sizes), minor=False)
-        axes.set_xlabel(what)
+        axes.set_xlabel(CURVES[kind][1])
         axes.set_ylabel(metric.replace("_", " "))
         axes.grid(axis="y")
         figure.legend(loc="outside right upper")
+    return svg[0]
+
+
+def spent_svg(curves, metric):
+    """`metric` against the tokens trained on and generated, in millions; None where no point has them (--costs)."""
+    if not all("trained_tokens" in point for points in curves.values() for point in points.values()):
+        return None
+    with canvas("spent", (9, 4), columns=2) as (figure, panels, svg):
+        for axes, key in zip(panels, ("trained_tokens", "generated_tokens")):
+            for number, (label, points) in enumerate(curves.items()):
+                sizes = sorted(points, key=int)
+                axes.plot([points[n][key] / 1e6 for n in sizes], [points[n][metric] for n in sizes], **line(number),
+                          label=plain(label))
+            axes.set_xlabel(f"million {key.replace('_', ' ')}")
+            axes.set_ylabel(metric.replace("_", " "))
+            axes.grid(axis="y")
+        figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper")
     return svg[0]
 
 
@@ -134,9 +160,9 @@ def training_svg(histories):
     return svg[0]
 
 
-def report_plots(metrics, bars, metric, files, curves, scaling, histories):
+def report_plots(metrics, bars, metric, files, curves, histories):
     """[{"title", "svg", "caption"}] of the report: what there is to see of the methods. bars: as interval_svg's;
-    curves, scaling: best-of-N and numbers of trajectories; histories: as training_svg's."""
+    curves: {"best of N", "trajectories", "rounds": as curve_svg's}; histories: as training_svg's."""
     heading = heading_of(metric)
     known = {name: (m["all_known"], m["success_when_known"]) for name, m in metrics.items()
              if "success_when_known" in m}
@@ -147,11 +173,12 @@ def report_plots(metrics, bars, metric, files, curves, scaling, histories):
         plots.append(("What was known, what was made of it", known_svg(known), "To the right: the agent asked for what "
                       "matters. Up: it made the right answer of what it knew."))
     plots.append(("Rounds", rounds_svg(rounds), "Turns of the agent in a dialogue, as shares of the dialogues."))
-    if curves:
-        plots.append(("Best of N", curve_svg(curves, metric), "The critic picks one of N candidates at each turn."))
-    if scaling:
-        plots.append(("Data", curve_svg(scaling, metric, "trajectories trained on", "scaling"),
-                      "The same method on more trajectories."))
+    for kind, (title, _, caption) in CURVES.items():
+        if kind in curves:
+            plots.append((title, curve_svg(curves[kind], metric, kind), caption))
+    if "rounds" in curves and (spent := spent_svg(curves["rounds"], metric)):
+        plots.append(("Rounds against tokens", spent, "The same points; tokens of all models that a method took, its "
+                      "critics and earlier rounds included."))
     if histories:
         plots.append(("Training", training_svg(histories), "metrics.jsonl of each model, as means over a twentieth of "
                       "the points; the gradient norm is that before clipping."))

@@ -1,6 +1,7 @@
 """05_evaluate.py: numbers by hand, intervals, fresh scores, curves, costs, report, bad input."""
 import io
 import json
+import pathlib
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -13,7 +14,7 @@ import common
 from colbench import backend
 from conftest import read, refused, ROOT, run, stage, succeed
 from lib import statistics, tables
-from lib.costs import compare_costs, cost_lines, method_costs, total_costs
+from lib.costs import compare_costs, COST_KEYS, cost_lines, method_costs, total_costs
 from lib.models import encode
 from lib.runtime import InputError, run_stage
 
@@ -249,6 +250,30 @@ def test_curve_table_by_hand():
                                                             "no <c>         -  0.300      -"]
 
 
+def test_rounds_of_training_are_a_curve_of_their_own(tmp_path):
+    """Round 2 is an agent made from that of round 1; the protocol that a base learned (sft) is no round."""
+    before = "models/tiny"
+    for name, method in (("base", "sft"), ("1", "mtdpo"), ("2", "mtdpo")):
+        (tmp_path / name).mkdir()
+        for kind, content in (("args", {"args": {"method": method, "model": str(before)}, "inputs": {str(before): ""}}),
+                              ("costs", {**dict.fromkeys(COST_KEYS, 0), "trained_tokens": 1000})):
+            (tmp_path / name / f"{kind}.json").write_text(json.dumps(content))
+        before = tmp_path / name
+    assert [evaluate.rounds_of(str(tmp_path / name)) for name in ("base", "1", "2")] == [0, 1, 2]
+    files = {f"mtdpo@{n}": write(tmp_path / f"{n}.jsonl", [trajectory("x", "def f(n): return n", best_of=1,
+                                                                      agent=str(tmp_path / n))]) for n in "12"}
+    for path in files.values():
+        for kind, content in (("args", {"args": {"agent": read(path)[0]["agent"]}}), ("costs", dict.fromkeys(
+                COST_KEYS, 0))):
+            pathlib.Path(f"{path}.{kind}.json").write_text(json.dumps(content))
+    printed = succeed("05_evaluate.py", *(f"{name}={path}" for name, path in files.items()), "--costs", "--out",
+                      tmp_path / "report")
+    assert "rounds      1      2\nmtdpo   1.000  1.000\n" in printed and "best of N" not in printed
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "rounds-curve-axes" in page and "spent-axes_2" in page
+    assert json.loads((tmp_path / "report" / "curves.json").read_text()) == {"mtdpo": {n: point(1, 1, 1) for n in "12"}}
+
+
 def test_curve_files_from_rows_to_report(tmp_path):
     good, bad = "def f(n): return n", "def f(n): return 0"
     files = {"plain": [good, good], "sweet@1": [bad, bad], "sweet@8": [good, bad], "judge@8": [bad, bad]}
@@ -262,7 +287,7 @@ def test_curve_files_from_rows_to_report(tmp_path):
     assert curves == {"sweet": {"1": point(0, 0, 0), "8": point(0.5, 0, 1)}, "judge": {"8": point(0, 0, 0)}}
     page = (tmp_path / "report" / "report.html").read_text()
     [svg] = [ElementTree.fromstring(svg) for svg in re.findall("<svg.*?</svg>", page, re.DOTALL)
-             if "curves-axes" in svg]
+             if "best-curve-axes" in svg]
     lines, bars = drawn(svg)
     assert [len(line) for line in lines] == [2, 1] and [len(own) for own in bars] == [2, 1]
     plain = succeed("05_evaluate.py", f"plain={tmp_path / 'plain'}", "--out", tmp_path / "other")

@@ -53,14 +53,14 @@ def numbers(path):
 
 
 def axes_of(svg):
-    return next(g for g in svg.iter(SVG + "g") if g.get("id") == "curves-axes_1")
+    return next(g for g in svg.iter(SVG + "g") if g.get("id") == "best-curve-axes_1")
 
 
 def drawn(svg):
     """(points of each curve, error bars of each curve) of an SVG (ElementTree), in units of its axes: (N, value)."""
     ticks = {}
     for axis in "xy":
-        groups = [g for g in svg.iter(SVG + "g") if re.fullmatch(f"curves-{axis}" + r"tick_\d+", g.get("id", ""))]
+        groups = [g for g in svg.iter(SVG + "g") if re.fullmatch(f"best-curve-{axis}" + r"tick_\d+", g.get("id", ""))]
         pairs = [(float(next(g.iter(SVG + "use")).get(axis)), float(next(g.iter(SVG + "text")).text)) for g in groups]
         ticks[axis] = [(at, math.log2(value) if axis == "x" else value) for at, value in pairs]
 
@@ -72,8 +72,8 @@ def drawn(svg):
         return [(2 ** value("x", x), value("y", y)) for x, y in numbers(path)]
 
     groups = [(g.get("id"), g.findall(SVG + "path")) for g in axes_of(svg).findall(SVG + "g")]
-    return ([units(paths[0]) for name, paths in groups if name.startswith("curves-line2d") and paths],
-            [[units(path) for path in paths] for name, paths in groups if name.startswith("curves-LineCollection")])
+    return ([units(paths[0]) for name, paths in groups if name.startswith("best-curve-line2d") and paths],
+            [[units(path) for path in paths] for name, paths in groups if name.startswith("best-curve-LineCollection")])
 
 
 def test_curves_have_labels_points_and_error_bars():
@@ -97,7 +97,8 @@ def test_curves_keep_inside_the_frame_and_labels_apart(rates):
         svg = ElementTree.fromstring(curve_svg(curves, "success_rate"))
         groups = axes_of(svg).findall(SVG + "g")
         (left, bottom), _, (right, top), *_ = numbers(groups[0].find(SVG + "path"))
-        paths = [path for g in groups for path in g.findall(SVG + "path") if g.get("id").startswith("curves-line2d")]
+        paths = [path for g in groups for path in g.findall(SVG + "path")
+                 if g.get("id").startswith("best-curve-line2d")]
         assert [len(numbers(path)) for path in paths] == [len(sizes)] * 7
         for x, y in (xy for path in paths for xy in numbers(path)):
             assert left < x < right and top < y < bottom
@@ -142,7 +143,8 @@ def hostile_report(folder, **more):
                                 {"role": "assistant", "content": HOSTILE}], **more}
     files, bar = {HOSTILE: [row]}, {"value": 0.5, "low": 0.25, "high": 0.75}
     metrics = {HOSTILE: {"all_known": 0.5, "success_when_known": 0.25}}
-    plots = report_plots(metrics, {HOSTILE: bar}, "success_rate", files, {HOSTILE: {"1": point(0.5, 0.4, 0.6)}}, {},
+    plots = report_plots(metrics, {HOSTILE: bar}, "success_rate", files,
+                         {"best of N": {HOSTILE: {"1": point(0.5, 0.4, 0.6)}}},
                          {HOSTILE: [{"step": 1, "loss": 0.5, "nll": 0.25}]})
     data = page_data(files, backend, "success_rate", HOSTILE)
     write_report(folder / "r.html", data, title=HOSTILE, table=[{"name": HOSTILE, "cells": [HOSTILE]}], bars=[bar],

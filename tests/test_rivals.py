@@ -1,0 +1,290 @@
+"""04's methods beyond the paper: policy gradient with group baselines (grpo), also by a critic's advantages, and
+privileged self-distillation (distill); --turn-cost and --min-margin."""
+import copy
+import json
+import os
+import random
+import re
+import signal
+import time
+
+import pytest
+import torch
+
+import common
+from colbench import backend
+from conftest import begin, read, refused, ROOT, stage, succeed, wait
+from lib.models import encode, token_kls
+
+policy_stage = stage(4)
+BASE = ROOT / "models" / "tiny"
+TASK = {"problem_description": "x", "ground_truth": "y", "test_cases": {}}
+PAGE = {"problem_description": "x", "ground_truth": "<p>"}
+
+
+def flags(workspace, method, out, *more):
+    return ["--method", method, "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-3,
+            "--max-steps", 3, "--log-every", 1, "--out", out, *more]
+
+
+@pytest.fixture(scope="module")
+def critic(workspace, tmp_path_factory):
+    out = tmp_path_factory.mktemp("critic") / "critic"
+    succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-3,
+            "--max-steps", 3, "--out", out)
+    return out
+
+
+def an_item(tokenizer):
+    """Two turns in one row, as rows_of_trajectory makes them."""
+    first, second = encode(tokenizer, "Which value?"), encode(tokenizer, "Do not worry.")
+    end = tokenizer.eos_token_id
+    read = [encode(tokenizer, text) for text in ("<|user|>Can you help?<|assistant|>", "<|user|>The pass mark is 75."
+                                                 "<|end|><|assistant|>")]
+    ids = read[0] + first + [end] + read[1] + second + [end]
+    return [common.Row(ids, [-1] * len(read[0]) + [0] * (len(first) + 1) + [-1] * len(read[1]) +
+                       [1] * (len(second) + 1))]
+
+
+# --- grpo
+
+def test_the_clipped_objective_by_hand_in_float64():
+    """Ratio 1: the advantage. Ratio 2: clipped to 1.2 where that is less, as it is where A > 0. Ratio 1/2: a good
+    token's is taken as it is (.5 A), a bad one's is clipped to .8. KL estimate of ratio 2: 1/2 - 1 + log 2."""
+    value = lambda *numbers: torch.tensor([numbers], dtype=torch.float64)
+    log = value(1.0, 2.0, 2.0, 0.5, 0.5).log()
+    advantages = value(3.0, 3.0, -3.0, 3.0, -3.0)
+    objective, ratios = policy_stage.clipped_objective(log - 7, torch.full_like(log, -7), advantages, 0.2, 0.0)
+    assert ratios[0].tolist() == pytest.approx([1, 2, 2, .5, .5], abs=1e-12)
+    assert objective[0].tolist() == pytest.approx([3, 3.6, -6, 1.5, -2.4], abs=1e-12)
+    with_kl, _ = policy_stage.clipped_objective(log, torch.zeros_like(log), advantages, 0.2, 0.1)
+    kls = [0, .5 - 1 + .6931471805599453, .5 - 1 + .6931471805599453, 2 - 1 - .6931471805599453,
+           2 - 1 - .6931471805599453]
+    assert with_kl[0].tolist() == pytest.approx([a - .1 * kl for a, kl in zip((3, 3.6, -6, 1.5, -2.4), kls)], abs=1e-12)
+
+
+def test_advantages_are_standardised_over_the_trajectories_of_a_task():
+    found = policy_stage.group_advantages([[1.0], [0.0], [1.0], [0.5], [0.0], [0.5]], ["a", "a", "b", "c", "a", "c"])
+    root = 2 ** .5                                                  # a: mean 1/3, deviation sqrt(2)/3
+    assert [own and own[0] for own in found] == [pytest.approx(root), pytest.approx(-root / 2), None, None,
+                                                 pytest.approx(-root / 2), None]
+    turns = policy_stage.group_advantages([[1.0, 2.0], [3.0]], ["a", "a"])
+    assert turns == [[pytest.approx(-1.5 ** .5), 0], [pytest.approx(1.5 ** .5)]]
+    assert policy_stage.group_advantages([[1.0], [], [0.0], []], ["a", "a", "a", "b"]) == [[1], [], [-1], None]
+
+
+def test_each_token_has_its_own_log_probability_and_the_gradient_is_a_finite_difference(tiny):
+    model, tokenizer = copy.deepcopy(tiny[0]), tiny[1]
+    item = an_item(tokenizer)
+    [row], [tokens] = item, policy_stage.token_item(item)
+    count = sum(turn >= 0 for turn in row.turns)
+    assert [turn for turn in tokens.turns if turn >= 0] == list(range(count)) and tokens.ids == row.ids
+    batch = common.collate([[tokens]])
+    logps = common.turn_logps(model, batch)
+    with torch.no_grad():
+        plain = torch.log_softmax(model(torch.tensor([row.ids])).logits[0].double(), -1)
+    acting = [place for place, turn in enumerate(row.turns) if turn >= 0]
+    torch.testing.assert_close(logps[0].double(), plain[[p - 1 for p in acting], [row.ids[p] for p in acting]],
+                               atol=1e-5, rtol=0)
+    assert common.turn_logps(model, common.collate([item])).sum().item() == pytest.approx(logps.sum().item(), abs=1e-4)
+
+    generator = torch.Generator().manual_seed(0)
+    advantages = torch.randn(1, count, generator=generator)
+    before = logps.detach() + 0.3 * torch.randn(1, count, generator=generator)       # some tokens are clipped
+    def objective():
+        return policy_stage.clipped_objective(common.turn_logps(model, batch), before, advantages, 0.2, 0.1)[0].sum()
+    parameters = list(model.parameters())
+    gradients = torch.autograd.grad(objective(), parameters)
+    direction = [gradient / torch.cat([g.flatten() for g in gradients]).norm() for gradient in gradients]
+    ends = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for parameter, part in zip(parameters, direction):
+                parameter += sign * 1e-3 * part
+            ends.append(objective().item())
+            for parameter, part in zip(parameters, direction):
+                parameter -= sign * 1e-3 * part
+    slope = sum((g * d).sum().item() for g, d in zip(gradients, direction))
+    assert (ends[0] - ends[1]) / 2e-3 == pytest.approx(slope, rel=0.02) and slope > 0.1
+
+
+def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(workspace, tmp_path):
+    printed = succeed("04_train_policy.py", *flags(workspace, "grpo", tmp_path / "g", "--batch-size", 200))
+    first, second = read(tmp_path / "g" / "metrics.jsonl")[0], read(workspace / "offline.jsonl")
+    assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["clipped"] == 0
+    by_task, total, tokens, left_out = {}, 0.0, 0, 0
+    for row in second:
+        by_task.setdefault(row["task_id"], []).append(row)
+    for rows in by_task.values():
+        wins = [float(row["reward"] == 1) for row in rows]
+        mean = sum(wins) / len(wins)
+        deviation = (sum((win - mean) ** 2 for win in wins) / len(wins)) ** .5
+        left_out += len(rows) if deviation == 0 else 0
+        for row, win in zip(rows, wins):
+            count = sum(len(turn["output_ids"]) for turn in row["dialogue_history"] if turn["role"] == "assistant")
+            if deviation:
+                total, tokens = total + count * (win - mean) / deviation, tokens + count
+    assert first["loss"] == pytest.approx(-total / tokens, abs=1e-4)
+    assert f"{left_out} of {len(second)} trajectories are left out" in printed
+
+
+def test_a_critics_advantages_take_the_place_of_the_return(workspace, critic, tmp_path, tiny):
+    succeed("04_train_policy.py", *flags(workspace, "grpo", tmp_path / "g", "--critic", critic))
+    rows, credit = read(workspace / "offline.jsonl"), read(tmp_path / "g" / "credit.jsonl")
+    assert [(row["task_id"], row["sample"]) for row in credit] == [(row["task_id"], row["sample"]) for row in rows]
+    loaded = common.load_critic(common.read_critic(critic, None, backend), common.load_whole("cpu"))
+    expected = common.score_turns(loaded, tiny[1], rows[:4], 16384, "cpu")
+    for row, own in zip(credit, expected):
+        assert row["advantages"] == pytest.approx(own, abs=1e-5)
+    assert len({round(value, 6) for row in credit for value in row["advantages"]}) > len(credit)
+    assert read(tmp_path / "g" / "metrics.jsonl")[0]["ratio"] == pytest.approx(1, abs=1e-5)
+
+
+# --- distill
+
+def test_divergences_against_float64():
+    torch.manual_seed(0)
+    head, hidden, teacher_hidden = torch.nn.Linear(8, 50), torch.randn(6, 8), torch.randn(6, 8)
+    own, teacher = (torch.log_softmax(head(x).double(), -1) for x in (hidden, teacher_hidden))
+    for direction, of, against in (("forward", teacher, own), ("reverse", own, teacher)):
+        found = token_kls(head, hidden, head, teacher_hidden, direction)
+        torch.testing.assert_close(found.double(), (of.exp() * (of - against)).sum(-1), atol=1e-5, rtol=1e-5)
+        assert token_kls(head, hidden, head, hidden, direction).abs().max() < 1e-6
+    two = torch.nn.Linear(1, 2, bias=False)                         # p = (.5, .5), q = (.9, .1): .5 log(.5 / .9) + …
+    two.weight.data = torch.tensor([[2.1972246], [0.0]])
+    states = torch.tensor([[0.0]]), torch.tensor([[1.0]])
+    assert token_kls(two, states[0], two, states[1], "reverse").item() == pytest.approx(.5108256, abs=1e-6)
+    assert token_kls(two, states[0], two, states[1], "forward").item() == pytest.approx(.3680642, abs=1e-6)
+
+
+def test_distill_learns_from_the_same_model_that_reads_c(workspace, tmp_path, tiny):
+    for direction in ("forward", "reverse"):
+        out = tmp_path / direction
+        succeed("04_train_policy.py", *flags(workspace, "distill", out, "--divergence", direction, "--max-steps", 4,
+                                             "--epochs", 4, "--batch-size", 200))
+        losses = [row["loss"] for row in read(out / "metrics.jsonl")]
+        assert losses[0] > 0.01 and losses[-1] < 0.95 * losses[0], losses
+    model, tokenizer = tiny
+    one = tmp_path / "one.jsonl"
+    row = read(workspace / "offline.jsonl")[0]
+    one.write_text(json.dumps(row) + "\n")
+    policy_stage.main([str(x) for x in ("--method", "distill", "--trajectories", one, "--model", BASE, "--log-every", 1,
+                                        "--out", tmp_path / "one")])
+    total, count = 0.0, 0
+    for turn in row["dialogue_history"]:
+        if turn["role"] == "assistant":
+            logps = []
+            for prompt in (turn["input"], common.with_hidden_info(tokenizer, turn["input"],
+                                                                  common.hidden_info(row["task"]))):
+                ids = encode(tokenizer, prompt)
+                with torch.no_grad():
+                    logits = model(torch.tensor([ids + turn["output_ids"]])).logits[0].double()
+                logps.append(torch.log_softmax(logits[len(ids) - 1:-1], -1))
+            own, teacher = logps
+            total, count = total + (own.exp() * (own - teacher)).sum().item(), count + len(turn["output_ids"])
+    assert read(tmp_path / "one" / "metrics.jsonl")[0]["loss"] == pytest.approx(total / count, abs=1e-4)
+
+
+def test_two_ranks_train_the_same_weights_and_killed_runs_go_on(workspace, tmp_path):
+    from safetensors.torch import load_file
+    for method in ("grpo", "distill"):
+        outs = [tmp_path / f"{method}{name}" for name in ("", "-two", "-resumed")]
+        succeed("04_train_policy.py", *flags(workspace, method, outs[0], "--batch-size", 8))
+        succeed("04_train_policy.py", *flags(workspace, method, outs[1], "--batch-size", 8), ranks=2)
+        stopped = flags(workspace, method, outs[2], "--batch-size", 8, "--save-every", 1)
+        pid, metrics = begin("04_train_policy.py", *stopped, folder=tmp_path), outs[2] / "metrics.jsonl"
+        began = time.monotonic()
+        while time.monotonic() - began < 60 and not (metrics.exists() and metrics.read_bytes().count(b"\n")):
+            time.sleep(0.005)
+        os.kill(pid, signal.SIGKILL)
+        assert wait(pid) == -signal.SIGKILL, "it had ended before"
+        succeed("04_train_policy.py", *stopped)
+        whole, two, resumed = (load_file(out / "model.safetensors") for out in outs)
+        assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
+        assert max((two[name] - tensor).abs().max().item() for name, tensor in whole.items()) < 1e-4
+
+
+# --- turn costs and margins
+
+def trajectories(*rows):
+    return [{"task_id": name, "task": task, "reward": reward,
+             "dialogue_history": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}] * turns}
+            for name, task, reward, turns in rows]
+
+
+def test_turn_costs_order_successes_by_hand(capsys):
+    rows = trajectories(("a", TASK, 1, 5), ("a", TASK, 1, 3), ("a", TASK, 0.5, 2), ("a", TASK, 1, 3), ("b", TASK, 0, 1),
+                        ("b", TASK, 0, 4), ("c", TASK, 1, 8), ("c", TASK, 0.9, 1), ("c", TASK, 1, 2))
+    assert common.trajectory_pairs(rows, "x") == [(0, 2), (6, 7)]
+    assert common.trajectory_pairs(rows, "x", turn_cost=0.05) == [(0, 2), (6, 7), (1, 0), (8, 6)]
+    assert "2 of 4 trajectory pairs are between equal returns, by --turn-cost; 0 more" in capsys.readouterr().out
+    # of a task with two pairs of successes and one with a failure one is kept; failures are never ordered by length
+    few = trajectories(("a", TASK, 1, 5), ("a", TASK, 1, 3), ("a", TASK, 1, 4), ("a", TASK, 0, 2), ("b", TASK, 0, 1),
+                       ("b", TASK, 0, 4))
+    pairs = common.trajectory_pairs(few, "x", turn_cost=0.05)
+    assert pairs[0] == (0, 3) and len(pairs) == 2 and pairs[1] in [(1, 0), (1, 2)]
+    assert "1 of 2 trajectory pairs are between equal returns, by --turn-cost; 1 more" in capsys.readouterr().out
+    # a cost that is worth more than the answer turns pairs round
+    assert common.trajectory_pairs(rows[6:8], "x", turn_cost=0.2) == [(1, 0)]
+    pages = trajectories(("a", PAGE, .9, 4), ("a", PAGE, .9, 2), ("a", PAGE, .7, 1))
+    assert common.trajectory_pairs(pages, "x", 0.1) == [(0, 2), (1, 2)]
+    assert common.trajectory_pairs(pages, "x", 0.1, turn_cost=0.06) == [(1, 0), (1, 2)]
+
+
+def test_rft_and_grpo_prefer_the_shorter_success(workspace, tmp_path):
+    printed = succeed("04_train_policy.py", *flags(workspace, "rft", tmp_path / "r", "--turn-cost", 0.02))
+    shortest = {}
+    for row in read(workspace / "offline.jsonl"):
+        if row["reward"] == 1:
+            shortest.setdefault(row["task_id"], []).append(len(row["dialogue_history"]))
+    kept = sum(lengths.count(min(lengths)) for lengths in shortest.values())
+    assert kept < sum(map(len, shortest.values()))
+    assert f"the shortest {kept} of them are kept" in printed
+    plain, costly = (succeed("04_train_policy.py", *flags(workspace, "grpo", tmp_path / str(cost), "--turn-cost", cost))
+                     for cost in (0, 0.02))
+    left_out = [int(re.search(r"(\d+) of \d+ trajectories are left out", text)[1]) for text in (plain, costly)]
+    assert left_out[1] < left_out[0]                                # of equal rewards, lengths now tell
+
+
+def test_the_value_critics_labels_know_the_cost(workspace, tmp_path):
+    shared = ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--head", "value", "--max-steps", 1,
+              "--log-every", 1, "--lr", 1e-3]
+    for name, cost in (("plain", 0), ("costly", 0.1)):
+        succeed("03_train_critic.py", *shared, "--turn-cost", cost, "--out", tmp_path / name)
+    found = [torch.load(tmp_path / name / "turn_head.pt", weights_only=True)["bias"].item() for name in
+             ("plain", "costly")]
+    assert found[1] <= found[0]
+
+
+def test_pairs_of_a_small_margin_are_none():
+    row = {"candidates": [{"ids": [n], "text": str(n), "ended": True} for n in range(4)],
+           "advantages": [0.3, 0.25, 0.2, 0.1]}
+    pairs = {margin: {pair for seed in range(50)
+                      for pair in policy_stage.candidate_pairs(row, 4, margin, random.Random(seed))}
+             for margin in (0, 0.1, 0.15, 0.3)}
+    assert pairs[0] == {(0, 2), (0, 3), (1, 2), (1, 3)}
+    assert pairs[0.1] == {(0, 2), (0, 3), (1, 3)} or pairs[0.1] == {(0, 3), (1, 3)}       # .3 - .2 is a float
+    assert pairs[0.15] == {(0, 3), (1, 3)} or pairs[0.15] == {(0, 3)}
+    assert pairs[0.3] == set()
+
+
+# --- bad input
+
+def test_bad_input_is_one_line(workspace, critic, tmp_path, capsys):
+    equal = tmp_path / "equal.jsonl"
+    equal.write_text("".join(json.dumps({**row, "reward": 0.0}) + "\n" for row in read(workspace / "offline.jsonl")))
+    line = refused(4, "--method", "grpo", "--trajectories", equal, "--model", BASE, "--out", tmp_path / "x")
+    assert str(equal) in line and "equally good" in line
+    offline = ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--out", tmp_path / "y"]
+    assert "no critic.json" in refused(4, "--method", "grpo", "--critic", BASE, *offline)
+    assert "--critic oracle: grpo takes a critic folder" in refused(4, "--method", "grpo", "--critic", "oracle",
+                                                                     *offline)
+    for wrong, message in ((["sft", "--turn-cost", 1], "--turn-cost goes with"), (["distill", "--critic", critic],
+                                                                                  "--critic DIR goes with"),
+                           (["sweet", "--critic", critic, "--turn-cost", 1], "give it to 03"),
+                           (["grpo", "--min-margin", 1], "go with --method sweet"),
+                           (["mtdpo", "--turn-cost", -1], "must be a number from 0 on")):
+        with pytest.raises(SystemExit) as stopped:
+            policy_stage.main([str(x) for x in ("--method", *wrong, *offline)])
+        assert stopped.value.code == 2 and message in capsys.readouterr().err
+    assert not (tmp_path / "y").exists()
