@@ -29,7 +29,8 @@ set_up_domain() {
             critic_settings="--beta 1 --lr 3e-4 --epochs 2"
             rft_settings="--lr 1e-3 --epochs 4"
             mtdpo_settings="--lr 1e-4 --nll-coef 0.3 --epochs 2"
-            sweet_settings="--lr 3e-5 --nll-coef 0.3 $sampling --max-tokens 4096 --pairs-together" ;;
+            sweet_settings="--lr 3e-5 --nll-coef 0.3 $sampling --max-tokens 4096 --pairs-together"
+            grpo_settings="--lr 1e-4 --epochs 2" grpo_critic_settings=$grpo_settings distill_settings=$grpo_settings ;;
         frontend)
             setup_environment requirements.txt scripts/frontend.txt
             setup_browser

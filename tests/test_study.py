@@ -47,7 +47,8 @@ def call(tmp_path):
     for name in ("tiny", "tiny_pages", "tiny_sql"):
         (tmp_path / "models" / name).mkdir(parents=True)
     (tmp_path / "scripts").mkdir()
-    for name in ("run.sh", "scripts/chain.sh", "scripts/study.sh", "scripts/tune.sh", "scripts/real.sh"):
+    for name in ("run.sh", "scripts/chain.sh", "scripts/study.sh", "scripts/tune.sh", "scripts/real.sh",
+                 "scripts/rounds.sh"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "scripts" / "setup.sh").write_text(
         (ROOT / "scripts" / "setup.sh").read_text() + "\nsetup_environment() { :; }\nsetup_browser() { :; }\n")
@@ -177,6 +178,65 @@ def test_other_critics_are_searched_over_as_many_settings(call):
              if words[0].startswith("04") and "--max-steps" not in words]
     assert {critic: tried.count(critic) for critic in tried} == {
         f"out/tune/critic-{kind}-{beta}": 4 for kind in ("no-c", "regression") for beta in ("0.1", "1")}
+
+
+def test_rivals_are_searched_over_as_many_settings(call):
+    call("run.sh")
+    commands = [command["words"] for command in call("scripts/tune.sh", RIVALS="1")]
+    tried = [words for words in commands if words[0].startswith("04")]
+    kinds = [words[words.index("--method") + 1] + ("-critic" if "--critic" in words else "") for words in tried]
+    assert {kind: kinds.count(kind) for kind in kinds} == {"grpo": 8, "grpo-critic": 8, "distill": 8}
+    assert len(set(map(tuple, tried))) == 24 and not any("out/test.jsonl" in words for words in commands)
+
+
+def rounds_of(commands, stage, name):
+    """{round: the flags of a stage's command, by seed 3}"""
+    found = {}
+    for words in commands:
+        out = words[words.index("--out") + 1]
+        if words[0].startswith(stage) and f"out/rounds/seed3/{name}/" in out:
+            found[int(out.split("/")[4])] = dict(zip(words, words[1:]))
+    return found
+
+
+def test_each_round_trains_the_agent_of_the_one_before(call):
+    commands = [command["words"] for command in call("scripts/rounds.sh", "sweet", "3", "3", "4")]
+    made = [words[words.index("--out") + 1] for words in commands]
+    assert len(set(made)) == len(made)
+    policies, critics = rounds_of(commands, "04", "sweet"), rounds_of(commands, "03", "sweet")
+    assert [policies[n]["--model"] for n in (1, 2, 3)] == [critics[n]["--model"] for n in (1, 2, 3)] == [
+        "models/tiny", "out/rounds/seed3/sweet/1/agent", "out/rounds/seed3/sweet/2/agent"]
+    assert all(policies[n]["--critic"] == f"out/rounds/seed3/sweet/{n}/critic" for n in policies)
+    assert all(policies[n]["--trajectories"] == critics[n]["--trajectories"] == f"out/rounds/seed3/sweet/{n}/"
+               "offline.jsonl" for n in policies)
+    played = [dict(zip(words, words[1:])) for words in commands if words[0].startswith("02")]
+    offline = {flags["--seed"]: flags["--agent"] for flags in played if "--samples" in flags
+               and flags["--samples"] == "4" and "seed3" in flags["--out"]}
+    assert offline == {"3": "models/tiny", "1003": "out/rounds/seed3/sweet/1/agent",
+                       "2003": "out/rounds/seed3/sweet/2/agent"}
+    assert {word.split("=")[0] for word in commands[-1] if "=" in word} == {"sweet@1", "sweet@2", "sweet@3"}
+    others = [command["words"] for command in call("scripts/rounds.sh", "grpo-critic", "2", "3", NAME="credit",
+                                                   CRITIC_DATA="all", CRITIC_MODEL="base", TURN_COST="0.02")]
+    policies, critics = rounds_of(others, "04", "credit"), rounds_of(others, "03", "credit")
+    assert critics[2]["--trajectories"] == "out/rounds/seed3/credit/2/all.jsonl"
+    assert [words for words in others if words[0].startswith("03")][-1].count("--model") == 2
+    assert critics[2]["--turn-cost"] == "0.02" and "--turn-cost" not in policies[2]
+    assert policies[2]["--method"] == "grpo" and critics[2]["--model"] == "models/tiny"
+    # the dialogues of round 1 are shared; what an earlier call played is in the report of this one
+    assert not any(words[words.index("--out") + 1] == "out/rounds/seed3/offline.jsonl" for words in others)
+    assert {word.split("=")[0] for word in others[-1] if "=" in word} == {"credit@1", "credit@2", "sweet@1", "sweet@2"}
+    for method, flag in (("mtdpo", "--turn-cost"), ("sweet", "--min-margin")):
+        more = [command["words"] for command in call("scripts/rounds.sh", method, "1", "3", NAME="x" + method, **{
+            flag[2:].upper().replace("-", "_"): "0.05"})]
+        assert rounds_of(more, "04", "x" + method)[1][flag] == "0.05"
+        assert not rounds_of(more, "03", "xmtdpo")
+
+
+def test_rounds_need_a_method_and_a_number():
+    for words in ([], ["sweet"], ["sweets", "2"], ["sweet", "0"]):
+        process = subprocess.run(["bash", "scripts/rounds.sh", *words], cwd=ROOT, text=True, capture_output=True,
+                                 timeout=60)
+        assert process.returncode == 2 and process.stderr.startswith("error: bash scripts/rounds.sh METHOD ROUNDS")
 
 
 def test_the_chain_of_real_weights(call):
