@@ -61,7 +61,8 @@ measure(trajectories) further columns, a dict: the keys of COLUMNS and what belo
 class World(images, rows_in, unsafe_scorer=False, compat=False, browser=None, similarity=None, clip_model=None,
             device="cpu")
     A context manager that holds what the domain needs to run: scorer, browser, … `images`: folder for screenshots,
-    `rows_in`: folder that paths in rows are relative to. compat: verdicts of the published scorer.
+    `rows_in`: folder that paths in rows are relative to. compat: verdicts of the published scorer. It names what it
+    needs of these and takes the rest as **unused; a flag of a stage for an argument that is not named is an error.
     about                                   {name: value} for metrics.json: which scorer, which similarity
     async tool_reply(task, history)         what the environment itself answers; None: it is the human's turn
     async rule_reply(task, history, rng)    what the rule-based human says

@@ -356,11 +356,8 @@ def measure(trajectories):
 class World(contextlib.ExitStack):
     """The browser, the similarity of screenshots, and the rule-based human. similarity None: it only shows pages."""
 
-    def __init__(self, images, rows_in=None, browser=None, similarity=None, clip_model=None, device="cpu",
-                 compat=False, **unused):
+    def __init__(self, images, rows_in=None, browser=None, similarity=None, clip_model=None, device="cpu", **unused):
         super().__init__()
-        if compat:
-            raise ColBenchError("--compat is for tasks of functions; leave it out")
         self.images, self.browser, self.started, self.rows_in = images, BrowserThread(images, browser), False, rows_in
         self.scorer = similarity and PageScorer(similarity, clip_model or CLIP_MODEL, device)
         self.about = {"similarity": self.scorer.name} if self.scorer else {}

@@ -399,6 +399,15 @@ def test_05_evaluates_queries(played, tmp_path, capsys):
     assert "ask needed" in text and "right answer at once" in text and "when known" in text
 
 
+@pytest.mark.parametrize("flags", [["--compat"], ["--similarity", "pixels"], ["--clip-model", "x"], ["--browser", "x"]])
+def test_flags_of_other_domains_are_refused(played, tmp_path, flags):
+    path = tmp_path / "script.jsonl"
+    path.write_text(json.dumps(played["script"][0]) + "\n")
+    line = refused(5, f"a={path}", *flags, "--out", tmp_path / "out")
+    assert line == f"{flags[0]} does nothing for a query; leave it out"
+    assert not (tmp_path / "out").exists()
+
+
 def test_check_finds_nothing_and_bad_tasks_are_one_line(tasks, tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(json.dumps(task) + "\n" for task in tasks["validation"][:20]))
