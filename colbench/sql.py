@@ -528,8 +528,6 @@ def measure(trajectories):
     def mean(values):
         return sum(values) / max(1, len(values))
 
-    said = [(t["task"], t["dialogue_history"][:i], turn["content"]) for t in trajectories
-            for i, turn in enumerate(t["dialogue_history"]) if turn["role"] == "assistant"]
     rows = [turn["content"] for t in trajectories for turn in t["dialogue_history"] if turn.get("tool")]
     faults = collections.Counter(fault.partition(":")[0] for t in trajectories for fault in t["faults"] if fault)
     metrics = {"databases_agree": mean([t["reward"] for t in trajectories]),
@@ -539,13 +537,7 @@ def measure(trajectories):
     for name, side in (("success_seen", True), ("success_unseen", False)):
         if own := [outcome(t) for t in trajectories if t["task"].get("seen") == side]:
             metrics |= {name: mean(own), f"n_{name[8:]}": len(own)}
-    if not all(t["task"].get("facts") for t in trajectories):
-        return metrics
-    kinds = collections.Counter(turn_kind(*turn) for turn in said)
-    known = [all_known(t["task"], t["dialogue_history"][:-1]) for t in trajectories]
-    wins, guesses = ([outcome(t) for t, k in zip(trajectories, known) if k == side] for side in (True, False))
-    return metrics | {"all_known": mean(known), "success_when_known": mean(wins), "success_when_not_known":
-                      mean(guesses), "turns": {kind: count / len(said) for kind, count in sorted(kinds.items())}}
+    return metrics
 
 
 class World(backend.World):
@@ -572,11 +564,7 @@ class World(backend.World):
     async def person_chat(self, task, history):
         return human_chat(SIMULATOR_SYSTEM.format(**task), history)
 
-    async def score(self, pairs):
+    async def score(self, pairs, explain=False):
         """"databases": whether the rows agree, for each hidden database; "faults": why they do not."""
-        scores = await super().score([as_functions(*pair) for pair in pairs])
-        return [{"reward": score["reward"], "databases": score["tests"], "faults": score["faults"]}
-                for score in scores]
-
-    async def explain(self, pairs):
-        return await super().explain([as_functions(*pair) for pair in pairs])
+        scores = await super().score([as_functions(*pair) for pair in pairs], explain)
+        return [{"databases" if key == "tests" else key: value for key, value in score.items()} for score in scores]

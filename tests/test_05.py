@@ -11,6 +11,7 @@ from test_report import CURVES, drawn, point
 
 import common
 from colbench import backend
+from colbench.scorer import Scorer
 from conftest import read, refused, ROOT, run, stage, succeed
 from lib import statistics, tables
 from lib.costs import compare_costs, cost_lines, method_costs, total_costs
@@ -184,6 +185,18 @@ def test_logged_rewards_are_not_trusted(tmp_path):
     assert data["dialogues"][2]["failed"] == [{"call": f"f({n})", "expected": str(n), "got": "0"} for n in (1, 2)]
     assert "done already" in succeed("05_evaluate.py", f"a={a}", f"b={b}", "--baseline", "b", "--out",
                                      tmp_path / "report")
+
+
+def test_an_answer_runs_once_and_a_turn_is_judged_once(tmp_path, monkeypatch, critic):
+    asked, run_all, kind_of = [], Scorer.results, backend.turn_kind
+    monkeypatch.setattr(Scorer, "results", lambda scorer, children, key, answer: (
+        asked.append(answer), run_all(scorer, children, key, answer))[1])
+    monkeypatch.setattr(backend, "turn_kind", lambda task, history, message: (
+        asked.append(message), kind_of(task, history, message))[1])
+    answers = ["def f(n): return n", "def f(n): return 0"]
+    path = write(tmp_path / "a.jsonl", [trajectory(answer, answer) for answer in answers])
+    evaluate.main([f"a={path}", "--critic", str(critic), "--out", str(tmp_path / "report")])
+    assert sorted(asked) == sorted([*answers, *(f"{backend.MARKER}\n{answer}" for answer in answers)])
 
 
 def test_ungradeable_tests_are_reported(tmp_path):
@@ -424,6 +437,7 @@ def test_gates_take_each_dialogue_s_own_rounds(workspace, monkeypatch):
     asked, prompt_text = [], common.prompt_text
     monkeypatch.setattr(common, "prompt_text", lambda tokenizer, history, max_rounds, *more: (
         asked.append((history[0]["content"], max_rounds)), prompt_text(tokenizer, history, max_rounds, *more))[1])
+    evaluate.measure_turns(rows, backend)
     evaluate.gate_lines(rows, backend, str(ROOT / "models" / "tiny"), "cpu")
     assert set(asked) == {(row["task"]["problem_description"], row["max_rounds"]) for row in rows}
 
