@@ -33,6 +33,7 @@ import common
 from colbench import ColBenchError, domain_of, task_id
 from lib.arguments import add_overwrite, add_world, argument_parser, non_negative_int, positive_int, set_preset
 from lib.costs import Costs
+from lib.credit import measure_turns
 from lib.models import encode, is_server, load_tokenizer, tokenizer_name, work_of
 from lib.runtime import barrier, begin_output, gather, InputError, is_done, read_text, Rows, run_stage, start
 from lib.servers import ReplyError, strip_thoughts
@@ -237,7 +238,8 @@ def summary(path):
     domain = domain_of(task)
     agent = [turn for t in trajectories for turn in t["dialogue_history"] if turn["role"] == "assistant"]
     human = [turn for t in trajectories for turn in t["dialogue_history"][1:] if turn["role"] == "user"]
-    leaks, found = collections.Counter(turn["leak"] for turn in human if "leak" in turn), domain.measure(trajectories)
+    leaks = collections.Counter(turn["leak"] for turn in human if "leak" in turn)
+    found = domain.measure(trajectories) | measure_turns(trajectories, domain)
     mean = sum(map(domain.outcome, trajectories)) / len(trajectories)
     parts = [f"{heading_of(domain.metric(trajectories))} {mean:.3f}",
              *(f"{heading} {found[key]:{form}}" for key, heading, form in domain.COLUMNS if key in found),

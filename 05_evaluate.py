@@ -37,7 +37,7 @@ from colbench import ColBenchError, domain_of, task_id
 from lib import statistics, tables
 from lib.arguments import add_overwrite, add_world, argument_parser
 from lib.costs import compare_costs, cost_lines, Costs, read_record
-from lib.credit import agreement, count_pairs, credit_of, credit_summary, read_states
+from lib.credit import agreement, count_pairs, credit_of, credit_summary, measure_turns, read_states
 from lib.export import check_format, export, FORMATS
 from lib.models import encode, load_model, load_tokenizer, tokenizer_name
 from lib.plots import report_plots
@@ -64,9 +64,8 @@ def read_runs(paths):
 
 
 def rescore(files, domain, worlds):
-    """Give every trajectory of all files fresh domain.SCORE_KEYS ("reward", …) by one World after the other (the second
-    one: the published scorer's verdicts), and "failed": what the first one says of tests that an answer does not pass.
-    Returns what the first scorer says of itself."""
+    """Give every trajectory of all files fresh domain.SCORE_KEYS ("reward", …) and "failed" by one World after the
+    other (the second one: the published scorer's verdicts). Returns what the first scorer says of itself."""
     everything = [trajectory for own in files.values() for trajectory in own]
     pairs = [(t["task"], t["answer"]) for t in everything]
     for world in worlds:
@@ -75,15 +74,11 @@ def rescore(files, domain, worlds):
                 for key, value in world.about.items():
                     if logged := {str(t[key]) for t in own if t.get(key, value) != value}:
                         print(f"{name}: logged with {', '.join(sorted(logged))}, scored again with {value}")
-            scores = asyncio.run(world.score(pairs))
-            if world is worlds[0]:
-                wrong = [i for i, score in enumerate(scores) if score["reward"] < 1]
-                explained = dict(zip(wrong, asyncio.run(world.explain([pairs[i] for i in wrong]))))
-                for i, trajectory in enumerate(everything):
-                    for key in (*domain.SCORE_KEYS, "failed", "advantages"):
-                        trajectory.pop(key, None)                    # of an earlier evaluation
-                    trajectory |= {"failed": explained[i]} if explained.get(i) else {}
+            scores = asyncio.run(world.score(pairs, explain=True))
         for trajectory, fresh in zip(everything, scores):
+            if world is worlds[0]:
+                for key in (*domain.SCORE_KEYS, "failed", "advantages"):
+                    trajectory.pop(key, None)                        # of an earlier evaluation
             trajectory |= fresh
     return worlds[0].about
 
@@ -96,7 +91,8 @@ def measure(trajectories, domain):
     metrics = {"n": n, "tasks": len(means[0]),
                domain.metric(trajectories): sum(map(domain.outcome, trajectories)) / n,
                **statistics.intervals([[*own.values()] for own in means], [families[task] for task in means[0]]),
-               "mean_rounds": sum(map(len, agent)) / n, **domain.measure(trajectories)}
+               "mean_rounds": sum(map(len, agent)) / n, **domain.measure(trajectories),
+               **measure_turns(trajectories, domain)}
     replies = [(t["task"], turn["content"]) for t in trajectories for turn in t["dialogue_history"][1:]
                if turn["role"] != "assistant"]
     if replies:
@@ -152,16 +148,15 @@ def rounds_of(agent):
 
 def gate_lines(trajectories, domain, name, device):
     """Mean summed log-probability of turns under a model, without c and with c in front: of questions of the logged
-    dialogues by kind, of the right answer and of another task's answer as a first turn."""
+    dialogues (after measure_turns) by kind, of the right answer and of another task's answer as a first turn."""
     model, tokenizer = load_model(name, device)
     turns = []                                                       # (what it is, history, turn, trajectory)
     first_of_family = {}
     for trajectory in trajectories[:200]:
         task, history = trajectory["task"], trajectory["dialogue_history"]
-        for i, turn in enumerate(history):
-            kind = domain.turn_kind(task, history[:i], turn["content"]) if turn["role"] == "assistant" else "answer"
-            if "answer" not in kind:
-                turns.append((kind, history[:i], turn["content"], trajectory))
+        agent = [i for i, turn in enumerate(history) if turn["role"] == "assistant"]
+        turns += [(kind, history[:i], history[i]["content"], trajectory) for i, kind in zip(agent, trajectory["kinds"])
+                  if "answer" not in kind]
         other = first_of_family.setdefault(task.get("family"), task)
         turns.append(("right answer at once", history[:1], domain.answer_message(task), trajectory))
         if other["ground_truth"] != task["ground_truth"]:
@@ -262,7 +257,7 @@ def add_credit(metrics, files, critic, domain, device):
     for trajectory, advantages in zip(everything, credits):
         trajectory["advantages"] = advantages
     for name, own in files.items():
-        metrics[name]["credit"] = credit_of(own, domain)
+        metrics[name]["credit"] = credit_of(own)
 
 
 def training_histories(files, critic):
@@ -366,8 +361,8 @@ def main(argv=None):
     about = rescore(files, domain, worlds)
     metrics, curves, metric = {}, {}, domain.metric(first)           # curves: {kind: {label: {N: a point}}}
     for name, trajectories in files.items():
-        metrics[name] = measure(trajectories, domain) | about | ({"costs": costs[name]} if costs else {})
         write_jsonl(out / "scored" / f"{name}.jsonl", trajectories)
+        metrics[name] = measure(trajectories, domain) | about | ({"costs": costs[name]} if costs else {})
         if points[name]:
             label, number, kind = points[name]
             kind = "rounds" if label in repeated else kind          # a first round is a best of 1, too

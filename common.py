@@ -4,6 +4,7 @@ import asyncio
 import collections
 import functools
 import hashlib
+import inspect
 import json
 import math
 import pathlib
@@ -22,11 +23,21 @@ from lib.runtime import barrier, broadcast, check_row, gather, InputError, is_ma
 from lib.servers import strip_thoughts
 from lib.vision import image_row, read_images
 
+# Flags for which a World may have an argument, and their values where they are not set (--unsafe-scorer is a permission,
+# which a World may have no need of)
+WORLD_FLAGS = {"compat": False, "browser": None, "similarity": "clip", "clip_model": None}
+
 
 def world(domain, args, images, rows_in, score=True, **more):
-    """The World of a domain by the flags of add_world; without `score` it only shows documents."""
-    return domain.World(images=images, rows_in=rows_in, unsafe_scorer=args.unsafe_scorer, browser=args.browser,
-                        similarity=args.similarity if score else None, clip_model=args.clip_model, **more)
+    """The World of a domain by the flags of add_world; without `score` it only shows documents. InputError for a flag
+    that is set and that this World does not name among its arguments: it would do nothing."""
+    options = {"unsafe_scorer": args.unsafe_scorer, "browser": args.browser,
+               "similarity": args.similarity if score else None, "clip_model": args.clip_model, **more}
+    taken = inspect.signature(domain.World).parameters
+    for name, default in WORLD_FLAGS.items():
+        if name not in taken and options.get(name) not in (None, default):
+            raise InputError(f"--{name.replace('_', '-')} does nothing for a {domain.NOUN}; leave it out")
+    return domain.World(images=images, rows_in=rows_in, **options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -56,19 +56,22 @@ views(task, history, privileged)        what a critic that sees is shown of the 
 metric(trajectories)  name of the mean return in metrics.json
 outcome(trajectory)   what is averaged under that name
 measure(trajectories) further columns, a dict: the keys of COLUMNS and what belongs into metrics.json; "notes": a list
-                      of what a reader must know (05 prints it below the table)
+                      of what a reader must know (05 prints it below the table). Not in it, but keys for COLUMNS:
+                      "all_known", "success_when_known" and "success_when_not_known", which follow from all_known
 
 class World(images, rows_in, unsafe_scorer=False, compat=False, browser=None, similarity=None, clip_model=None,
             device="cpu")
     A context manager that holds what the domain needs to run: scorer, browser, … `images`: folder for screenshots,
-    `rows_in`: folder that paths in rows are relative to. compat: verdicts of the published scorer.
+    `rows_in`: folder that paths in rows are relative to. compat: verdicts of the published scorer. It names what it
+    needs of these and takes the rest as **unused; a flag of a stage for an argument that is not named is an error.
     about                                   {name: value} for metrics.json: which scorer, which similarity
     async tool_reply(task, history)         what the environment itself answers; None: it is the human's turn
     async rule_reply(task, history, rng)    what the rule-based human says
     async person_chat(task, history)        the messages for a model that plays the human
-    async score(pairs)                      for each (task, answer) {"reward": in [0, 1], …}, which 02 and 05 write
-    async explain(pairs)                    for each (task, answer) its first failed tests, as short texts: [{"call",
-                                            "expected", "got" (None: no value), "said" (None: nothing)}, …]
+    async score(pairs, explain=False)       for each (task, answer) {"reward": in [0, 1], …}, which 02 and 05 write;
+                                            `explain` (05): also "failed", if any test is: the first ones as short
+                                            texts [{"call", "expected", "got" (None: no value), "said" (None:
+                                            nothing)}, …]
     async show(documents)                   {document: image file, or None where there is none} for `views`
 """
 import hashlib

@@ -567,7 +567,7 @@ def outcome(trajectory):
 
 
 def measure(trajectories):
-    """See 05_evaluate.py for the columns; "faults" counts tests that are not passed by reason, "turns" are shares."""
+    """See 05_evaluate.py for the columns; "faults" counts tests that are not passed by reason."""
     n = len(trajectories)
     ends = [t["dialogue_history"][-1]["content"] for t in trajectories]
     faults = collections.Counter(fault.partition(":")[0] for t in trajectories for fault in t["faults"] if fault)
@@ -585,15 +585,7 @@ def measure(trajectories):
         rewards = [reward_of(t["tests_compat"]) for t in trajectories]
         metrics |= {"success_rate_compat": rewards.count(1) / n, "tests_passed_compat": sum(rewards) / n,
                     "ends_evaluation": sum(t["ends_evaluation"] for t in trajectories)}
-    if not all(t["task"].get("facts") for t in trajectories):
-        return metrics
-    kinds = collections.Counter(turn_kind(t["task"], t["dialogue_history"][:i], turn["content"]) for t in trajectories
-                                for i, turn in enumerate(t["dialogue_history"]) if turn["role"] == "assistant")
-    known = [all_known(t["task"], t["dialogue_history"][:-1]) for t in trajectories]
-    wins, guesses = ([outcome(t) for t, k in zip(trajectories, known) if k == side] for side in (True, False))
-    return metrics | {"all_known": sum(known) / n, "success_when_known": sum(wins) / max(1, len(wins)),
-                      "success_when_not_known": sum(guesses) / max(1, len(guesses)),
-                      "turns": {kind: count / kinds.total() for kind, count in sorted(kinds.items())}}
+    return metrics
 
 
 class World:
@@ -619,13 +611,11 @@ class World:
     async def person_chat(self, task, history):
         return human_chat(SIMULATOR_SYSTEM.format(**task), history)
 
-    async def score(self, pairs):
+    async def score(self, pairs, explain=False):
         """"tests": a verdict a test, "faults": why a test is not passed, "reward": the share of tests passed."""
         scores = await asyncio.to_thread(self.scorer.score, pairs)
         if self.scorer.compat:
             return [{"tests_compat": score.tests, "ends_evaluation": bool({"process ended", "time limit"} &
                                                                           set(score.faults))} for score in scores]
-        return [{"reward": reward_of(score.tests), "tests": score.tests, "faults": score.faults} for score in scores]
-
-    async def explain(self, pairs):
-        return await asyncio.to_thread(self.scorer.explain, pairs)
+        return [{"reward": reward_of(score.tests), "tests": score.tests, "faults": score.faults,
+                 **({"failed": score.failed} if explain and score.failed else {})} for score in scores]

@@ -356,11 +356,8 @@ def measure(trajectories):
 class World(contextlib.ExitStack):
     """The browser, the similarity of screenshots, and the rule-based human. similarity None: it only shows pages."""
 
-    def __init__(self, images, rows_in=None, browser=None, similarity=None, clip_model=None, device="cpu",
-                 compat=False, **unused):
+    def __init__(self, images, rows_in=None, browser=None, similarity=None, clip_model=None, device="cpu", **unused):
         super().__init__()
-        if compat:
-            raise ColBenchError("--compat is for tasks of functions; leave it out")
         self.images, self.browser, self.started, self.rows_in = images, BrowserThread(images, browser), False, rows_in
         self.scorer = similarity and PageScorer(similarity, clip_model or CLIP_MODEL, device)
         self.about = {"similarity": self.scorer.name} if self.scorer else {}
@@ -397,7 +394,7 @@ class World(contextlib.ExitStack):
         reference, page = await self.rendered(task, history)
         return viewer_messages(task, history, reference.image, page and page.image)
 
-    async def score(self, pairs):
+    async def score(self, pairs, explain=False):
         """"reward": the similarity of the screenshots, "image", "reference_image": their files, "render_fault"."""
         pages = list(dict.fromkeys(page for task, answer in pairs for page in (task["ground_truth"], answer) if page))
         renders = dict(zip(pages, await asyncio.gather(*map(self.render, pages))))
@@ -411,9 +408,6 @@ class World(contextlib.ExitStack):
             rows.append({"reward": score, "similarity": self.scorer.name, "image": image, "reference_image": reference,
                          **({"render_fault": fault} if fault else {})})
         return rows
-
-    async def explain(self, pairs):
-        return [[] for _ in pairs]
 
     async def show(self, documents):
         documents = list(dict.fromkeys(documents))

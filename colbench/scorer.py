@@ -18,9 +18,9 @@ from colbench.values import readable
 log = logging.getLogger(__name__)
 
 OTHER_VALUE = "another value"
-MAX_EXPLAINED, MAX_CHARS = 3, 300       # failed tests of an answer that `explain` shows, and characters of a text there
+MAX_FAILED, MAX_CHARS = 3, 300          # failed tests of an answer that a score shows, and characters of a text there
 
-Score = namedtuple("Score", "tests gradeable faults")
+Score = namedtuple("Score", "tests gradeable faults failed")
 Results = namedtuple("Results", "values imports calls comparisons")
 Comparison = namedtuple("Comparison", "operator sides")
 ORDER = {"Lt": operator.lt, "LtE": operator.le, "Gt": operator.gt, "GtE": operator.ge}
@@ -33,10 +33,12 @@ class Scorer:
     """Grades answers; a context manager that starts the child programs and names the layer of isolation.
 
         with Scorer() as scorer:
-            scores = scorer.score([(task, answer), …])      # [Score(tests, gradeable, faults), …] in the same order
+            scores = scorer.score([(task, answer), …])      # [Score, …] in the same order
 
-    tests: a verdict a test, gradeable: whether the test can be graded at all, faults: why a test is not passed (None
-    where it is). docs/scorer.md says when a test passes. A reference is evaluated once a task (in two processes).
+    A Score has tests: a verdict a test, gradeable: whether the test can be graded at all, faults: why a test is not
+    passed (None where it is), failed: the first MAX_FAILED tests that it does not pass, as short texts: [{"call",
+    "expected", "got" (None: it gave no value), "said": what the scorer says (None: another value)}, …].
+    docs/scorer.md says when a test passes. A reference is evaluated once a task (in two processes).
 
     compat=True gives the published scorer's verdicts instead (child.run_compat), behind the same walls.
 
@@ -76,23 +78,14 @@ class Scorer:
 
     def score(self, pairs):
         """Scores of (task, answer) pairs, in their order; tasks in parallel."""
-        return self.of_each(pairs, self.score_published if self.compat else self.score_one)
-
-    def explain(self, pairs):
-        """Of each (task, answer) pair the first MAX_EXPLAINED tests that it does not pass, as texts: [{"call",
-        "expected", "got" (None: it gave no value), "said": what the scorer says (None: another value)}, …]."""
-        return self.of_each(pairs, self.explain_one)
-
-    def of_each(self, pairs, work):
-        """work(children, key of the task, answer) of (task, answer) pairs, in their order; tasks in parallel."""
-        groups = {}
+        score_one, groups = self.score_published if self.compat else self.score_one, {}
         for index, (task, _) in enumerate(pairs):
             groups.setdefault((task["ground_truth"], *task["test_cases"].values()), []).append(index)
         found = [None] * len(pairs)
 
         def grade(children, key):
             for index in groups[key]:
-                found[index] = work(children, key, pairs[index][1])
+                found[index] = score_one(children, key, pairs[index][1])
 
         self.for_each(grade, groups)
         return found
@@ -159,25 +152,22 @@ class Scorer:
     def score_one(self, children, key, answer):
         results = self.results(children, key, answer)
         faults = [fault for _, _, fault in results]
-        return Score([fault is None for fault in faults], [wanted[0] == "ok" for wanted, _, _ in results], faults)
-
-    def explain_one(self, children, key, answer):
-        failed = [(call, *result) for call, result in zip(key[1:], self.results(children, key, answer)) if result[2]]
-        return [{"call": shortened(call), "expected": shortened(text_of(wanted) or "no value"), "got": text_of(got) and
-                 shortened(text_of(got)), "said": None if fault == OTHER_VALUE else fault}
-                for call, wanted, got, fault in failed[:MAX_EXPLAINED]]
+        failed = [(call, *result) for call, result in zip(key[1:], results) if result[2]]
+        return Score([fault is None for fault in faults], [wanted[0] == "ok" for wanted, _, _ in results], faults, [
+            {"call": shortened(call), "expected": text_of(wanted) or "no value", "got": text_of(got),
+             "said": None if fault == OTHER_VALUE else fault} for call, wanted, got, fault in failed[:MAX_FAILED]])
 
     def score_published(self, children, key, answer):
         reference, *calls = key
         values, _ = children[1].run(answer, calls, self.time_limit_s + 1, reference=reference)   # it has its own alarm
         faults = [fault_text(value) if got != "ok" else None if value == 1 else OTHER_VALUE
                   for got, value in values]
-        return Score([fault is None for fault in faults], [True] * len(calls), faults)
+        return Score([fault is None for fault in faults], [True] * len(calls), faults, [])
 
 
 def text_of(result):
-    """The value of ["ok", value] as a reader knows it; None of ["error", …]."""
-    return readable(result[1]) if result[0] == "ok" else None
+    """The value of ["ok", value] as a short text for a reader; None of ["error", …]."""
+    return shortened(readable(result[1])) if result[0] == "ok" else None
 
 
 def shortened(text):

@@ -13,7 +13,6 @@ The answer is run on hidden databases, the reward is the share of them on which 
 are a multiset, and a list where the reference ends with ORDER BY. Names and order of columns are ignored, 1 equals 1.0,
 and fractions are compared to 9 digits. All SQL of an agent runs in the scorer's confined child program (sandbox.py).
 """
-import asyncio
 import collections
 import hashlib
 import inspect
@@ -22,14 +21,11 @@ import math
 import re
 import string
 
-from colbench import check_keys, ColBenchError, task_id
-from colbench.backend import (  # noqa: F401  six names of the interface are the same as for functions
-    code_tokens,
+from colbench import backend, beside, check_keys, ColBenchError, task_id
+from colbench.backend import (  # noqa: F401  some names of the interface are the same as for functions
     human_chat,
     kind_scores,
-    known_reply,
     lacks,
-    leak_marks,
     MARKER,
     metric,
     num_hidden,
@@ -40,7 +36,7 @@ from colbench.backend import (  # noqa: F401  six names of the interface are the
     topics_asked,
     views,
 )
-from colbench.scorer import check_tasks, reward_of, Scorer
+from colbench.scorer import check_tasks, Scorer
 
 LOOK = "QUERY:"
 NOUN = "query"
@@ -88,8 +84,6 @@ garage    drivers   visits   cost   tax     started  paid     gold/silver/bronze
 """.strip().splitlines())}
 NAMES = ("Ada Ben Cora Dan Eva Finn Gina Hugo Ida Jon Kim Leo Mia Ned Olga Paul Rosa Sam Tina Vera").split()
 PLACES = "Bonn Cork Dover Essen Graz Lyon Oslo Porto Riga Turin".split()
-YEARS = [str(year) for year in range(2019, 2026)]
-BIG = (20, 30, 40, 50, 60, 70, 80, 90, 120, 150)
 NUM_HIDDEN = 6                  # hidden databases of a task; one of them has an empty table
 
 
@@ -115,98 +109,15 @@ def tables_of(words):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# decisions: what the words of a request can mean. "options" are {how it stands in the query: (what the human says, …)}
+# decisions: what the words of a request can mean, and patterns: requests whose query depends on them (queries.json)
+#
+# "options" of a decision are {how it stands in the query: [what the human says of it, …]}. Those with "looks" are what
+# the database shows: the human cannot tell them, a look at one of the "columns" does, by a cell of the form "cell".
 
-DECISIONS = {
-    "once": dict(topic="the same $parent twice", questions=(
-        "Does the same $parent count twice?", "What about the same $parent twice?"), options={
-        "DISTINCT ": ("Count the same $parent once.", "The same $parent counts once."),
-        "": ("Count every $child.", "Every $child counts.")}),
-    "date": dict(topic="the date", questions=("Which date counts?", "Which date do you mean?", "What is the date?"),
-                 options={f"${key}": (f"The date ${key} counts.", f"I mean the date ${key}.")
-                          for key in ("begin", "end")}),
-    "exact": dict(topic="exactly the limit", questions=(
-        "Does exactly the limit count?", "Is exactly the limit included?", "What about exactly the limit?"), options={
-        ">=": ("Yes, exactly the limit counts.", "The limit is included."),
-        ">": ("No, only above the limit.", "The limit is not included.")}),
-    "big": dict(topic="a big $child", questions=(
-        "What is a big $child?", "When is a $child big?", "How big is a big $child?"), options={
-        str(value): (f"Big begins at {value}.", f"I mean {value}.") for value in BIG}),
-    "amount": dict(topic="the column", questions=(
-        "Is it the $first or the $second?", "Do you mean $first or $second?"), options={
-        f"${key}": (f"The ${key} counts.", f"I mean the ${key}.") for key in ("first", "second")}),
-    "order": dict(topic="the order of the names", questions=(
-        "In which order should the names be?", "How do I sort the names?"), options={
-        "": ("Sort the names upwards.", "The names go up."), " DESC": ("Sort the names downwards.",
-                                                                      "The names go down.")}),
-    "measure": dict(topic="the meaning of best", questions=("What does best mean?", "Who is the best?"), options={
-        "COUNT(*)": ("Best means most $children.", "I look at how many $children there are."),
-        "SUM(c.$first)": ("Best means the sum of $first.", "I look at the sum of $first."),
-        "MAX(c.$first)": ("Best means the highest $first.", "I look at the highest $first.")}),
-    "length": dict(topic="the length of the list", questions=(
-        "How long should the list be?", "What is the length of the list?"), options={
-        str(value): (f"The list should have {value} lines.", f"I want {value} lines.") for value in (2, 3, 4)}),
-    "ties": dict(topic="a tie", questions=("Who wins a tie?", "What happens in a tie?"), options={
-        "": ("In a tie sort the names upwards.", "In a tie the names go up."),
-        " DESC": ("In a tie sort the names downwards.", "In a tie the names go down.")}),
-    "nulls": dict(topic="a missing $first", questions=(
-        "What about a missing $first?", "Does a missing $first count?"), options={
-        "c.$first": ("A missing $first does not count.", "Leave a missing $first out."),
-        "COALESCE(c.$first, 0)": ("A missing $first counts as zero.", "Take zero for a missing $first.")}),
-    "digits": dict(topic="the number of digits", questions=(
-        "How many digits do you need?", "What is the number of digits?"), options={
-        str(value): (f"The number of digits is {value}.", f"I need digits: {value}.") for value in (0, 1, 2)}),
-    # the database shows these: the human cannot tell them, a look at one of the columns does, by a cell of this form
-    "code": dict(topic="how the status is stored", questions=(
-        "How is the status stored?", "Which words does the status have?"), looks=(
-        "SELECT DISTINCT status FROM $parents", "SELECT status FROM $parents GROUP BY status"), options=dict.fromkeys(
-        ("word", "capitals", "letter", "small"), ()), columns=["status"], cell="{code}"),
-    "year": dict(topic="which year it is now", questions=("Which year is it now?", "Which year is this year?"), looks=(
-        "SELECT MAX($begin) FROM $children", "SELECT MAX($end) FROM $children"), options={
-        year: (f"It is {year} now.",) for year in YEARS}, columns=["$begin", "$end"], cell="{code}-.*"),
-    "unit": dict(topic="whether $first is in cents", questions=(
-        "Is the $first in cents?", "Is $first stored in cents?"), looks=(
-        "SELECT MAX($first) FROM $children", "SELECT MIN($first) FROM $children"), options={
-        "": ("The $first is not in cents.",), " / 100": ("The $first is in cents.",)}, columns=["$first"],
-        cell=r"\d+(\.\d+)?"),
-}
-NOT_MINE = ("I do not know that. The database shows it.", "You can look that up.", "Please look into the database.")
-IDLE = ("the name of the report", "the title of the page", "the colour of the table", "the format of the file",
-        "the reader of the report", "the deadline")
-IDLE_LOOKS = ("SELECT COUNT(*) FROM $parents", "SELECT COUNT(*) FROM $children", "SELECT name FROM $parents LIMIT 3",
-              "SELECT MAX(id) FROM $children")
-
-PATTERNS = {
-    "count": dict(
-        requests=("How many $parents had a big $child this year?", "Please count our $parents with a big $child this "
-                  "year.", "I need the number of $parents with a big $child this year."),
-        query="SELECT COUNT({once}c.$parent_id) FROM $children c WHERE c.{date} LIKE '{year}%' AND c.$first {exact} "
-              "{big}"),
-    "status": dict(
-        requests=("How many $status $parents had a big $child?", "Please count our $status $parents with a big $child.",
-                  "I need the number of $status $parents with a big $child."),
-        query="SELECT COUNT({once}p.id) FROM $parents p JOIN $children c ON c.$parent_id = p.id WHERE p.status = "
-              "'{code}' AND c.{amount} {exact} {big}"),
-    "names": dict(
-        requests=("Which $status $parents reach a big $child in sum?", "Please list our $status $parents who reach a "
-                  "big $child in sum.", "Who of our $status $parents has a big $child in sum?"),
-        query="SELECT p.name FROM $parents p JOIN $children c ON c.$parent_id = p.id WHERE p.status = '{code}' GROUP "
-              "BY p.id HAVING SUM(c.{amount}) >= {big} ORDER BY p.name{order}"),
-    "best": dict(
-        requests=("Who are our best $parents this year?", "Please list our best $parents of this year.",
-                  "I need the best $parents of this year."),
-        query="SELECT p.name FROM $parents p JOIN $children c ON c.$parent_id = p.id WHERE c.$begin LIKE '{year}%' "
-              "GROUP BY p.id ORDER BY {measure} DESC, p.name{ties} LIMIT {length}"),
-    "places": dict(
-        requests=("Which are our best $places this year?", "Please list our best $places of this year.",
-                  "I need the best $places of this year."),
-        query="SELECT g.name FROM $places g JOIN $parents p ON p.$place_id = g.id JOIN $children c ON c.$parent_id = "
-              "p.id WHERE c.$begin LIKE '{year}%' GROUP BY g.id ORDER BY {measure} DESC, g.name{ties} LIMIT {length}"),
-    "mean": dict(
-        requests=("What is the average $first of our $children this year?", "Please give me the average $first of a "
-                  "$child this year.", "I need the average $first of our $children this year."),
-        query="SELECT ROUND(AVG({nulls}){unit}, {digits}) FROM $children c WHERE c.{date} LIKE '{year}%'"),
-}
+QUERIES = json.loads(beside("queries.json"))
+DECISIONS, PATTERNS = QUERIES["decisions"], QUERIES["patterns"]
+BIG = [int(value) for value in DECISIONS["big"]["options"]]
+LAST_YEAR = max(DECISIONS["year"]["options"])
 FAMILIES = [f"{schema}_{pattern}" for schema, words in SCHEMAS.items() for pattern in PATTERNS
             if pattern != ("best" if words["places"] != "-" else "places")]
 
@@ -231,7 +142,7 @@ def stored(status, style):
 def fill(rng, words, chosen, example):
     """{table: rows} of a random database with values at and beside the borders of the decisions `chosen` {slot: code}.
     The example shows what looks are for: all codes of a status, this year, a few plain rows."""
-    limit, year = int(chosen.get("big", rng.choice(BIG))), int(chosen.get("year", YEARS[-1]))
+    limit, year = int(chosen.get("big", rng.choice(BIG))), int(chosen.get("year", LAST_YEAR))
     unit, style = (100 if chosen.get("unit") else 1), chosen.get("style", "word")
     statuses = [stored(status, style) for status in words["statuses"].split("/")]
 
@@ -295,12 +206,12 @@ def make_task(rng, name, told, accept):
     facts = [{"topic": decision["topic"], "questions": decision["questions"], "matters": True, "told": False,
               "slot": slot, "code": codes[slot], "by": "look" if "looks" in decision else "ask",
               "guesses": [codes[slot], *sorted(set(decision["options"]) - {codes[slot]})],
-              **({"replies": NOT_MINE, "looks": decision["looks"], "columns": decision["columns"],
+              **({"replies": QUERIES["not_mine"], "looks": decision["looks"], "columns": decision["columns"],
                   "cell": decision["cell"].replace("{code}", re.escape(codes[slot]))} if "looks" in decision else
                  {"replies": decision["options"][codes[slot]]})} for slot, decision in slots.items()]
     facts += [{"topic": topic, "matters": False, "told": False, "by": "ask",
                "questions": [f"What is {topic}?", f"Could you tell me {topic}?"],
-               "replies": ["That does not matter.", f"It does not depend on {topic}."]} for topic in IDLE]
+               "replies": ["That does not matter.", f"It does not depend on {topic}."]} for topic in QUERIES["idle"]]
     needed = [fact for fact in facts if fact["matters"]]
     own = [fact for fact in needed if fact["by"] == "ask"]
     for fact in {"none": [], "some": rng.sample(own, int(rng.random() < 0.3)), "all": needed}[told]:
@@ -310,7 +221,7 @@ def make_task(rng, name, told, accept):
     request = " ".join([put(rng.choice(pattern["requests"]), words), *hints])
     return {"task_id": f"{number:016x}", "problem_description": f"{request}\n{lines}", "ground_truth": reference,
             "schema": schema_text, "databases": databases, "family": name, "seen": words["unseen"] != "unseen",
-            "template": template, "facts": facts, "idle_looks": put(IDLE_LOOKS, words)}
+            "template": template, "facts": facts, "idle_looks": put(QUERIES["idle_looks"], words)}
 
 
 def proves_all(schema, databases, template, codes, slots):
@@ -423,9 +334,8 @@ def as_function_task(task):
             "test_cases": {f"database{i + 1}": f"result({i})" for i in range(len(hidden))}}
 
 
-def as_functions(pair):
+def as_functions(task, answer):
     """(task, answer) as the scorer knows them."""
-    task, answer = pair
     return as_function_task(task), program(task, task["databases"][1:], answer)
 
 
@@ -515,13 +425,11 @@ def oracle_scores(oracle, task, history, messages):
 def leak_of(task, reply):
     """How a reply of the human shows SQL: "fence", "query" (select … from a table), "code" (8 tokens in a row of the
     reference); None: it does not."""
-    if "```" in reply:
-        return "fence"
     tables = "|".join(re.findall(r"CREATE TABLE (\w+)", task["schema"]))
-    if re.search(rf"\bselect\b.+\bfrom\s+({tables})\b", reply, re.IGNORECASE | re.DOTALL):
+    leak = backend.leak_of(task, reply)
+    if leak != "fence" and re.search(rf"\bselect\b.+\bfrom\s+({tables})\b", reply, re.IGNORECASE | re.DOTALL):
         return "query"
-    runs, tokens = leak_marks(task["ground_truth"])[1], code_tokens(reply)
-    return "code" if any(tuple(tokens[i:i + 8]) in runs for i in range(len(tokens))) else None
+    return leak
 
 
 VAGUE = ("Can you tell me more?", "What else should I know?", "Could you describe the data?")
@@ -620,8 +528,6 @@ def measure(trajectories):
     def mean(values):
         return sum(values) / max(1, len(values))
 
-    said = [(t["task"], t["dialogue_history"][:i], turn["content"]) for t in trajectories
-            for i, turn in enumerate(t["dialogue_history"]) if turn["role"] == "assistant"]
     rows = [turn["content"] for t in trajectories for turn in t["dialogue_history"] if turn.get("tool")]
     faults = collections.Counter(fault.partition(":")[0] for t in trajectories for fault in t["faults"] if fault)
     metrics = {"databases_agree": mean([t["reward"] for t in trajectories]),
@@ -631,28 +537,15 @@ def measure(trajectories):
     for name, side in (("success_seen", True), ("success_unseen", False)):
         if own := [outcome(t) for t in trajectories if t["task"].get("seen") == side]:
             metrics |= {name: mean(own), f"n_{name[8:]}": len(own)}
-    if not all(t["task"].get("facts") for t in trajectories):
-        return metrics
-    kinds = collections.Counter(turn_kind(*turn) for turn in said)
-    known = [all_known(t["task"], t["dialogue_history"][:-1]) for t in trajectories]
-    wins, guesses = ([outcome(t) for t, k in zip(trajectories, known) if k == side] for side in (True, False))
-    return metrics | {"all_known": mean(known), "success_when_known": mean(wins), "success_when_not_known":
-                      mean(guesses), "turns": {kind: count / len(said) for kind, count in sorted(kinds.items())}}
+    return metrics
 
 
-class World:
+class World(backend.World):
     """The scorer, the example databases, and the rule-based human."""
 
-    def __init__(self, images=None, rows_in=None, unsafe_scorer=False, **unused):
-        self.scorer, self.tables = Scorer(unsafe_scorer), {}
-
-    def __enter__(self):
-        self.scorer.__enter__()
-        self.about = {"scorer": self.scorer.layer}
-        return self
-
-    def __exit__(self, *exception):
-        self.scorer.__exit__(*exception)
+    def __init__(self, unsafe_scorer=False, **unused):
+        super().__init__(unsafe_scorer=unsafe_scorer)
+        self.tables = {}
 
     async def tool_reply(self, task, history):
         """The rows of a look, or what the database says is wrong with it. It blocks: what runs beside it would change
@@ -668,17 +561,10 @@ class World:
             self.tables[key] = text if kind == "ok" else f"Error: {text.partition(': ')[2] or text}"[:600]
         return self.tables[key]
 
-    async def rule_reply(self, task, history, rng):
-        return known_reply(task, history, rng)
-
     async def person_chat(self, task, history):
         return human_chat(SIMULATOR_SYSTEM.format(**task), history)
 
-    async def score(self, pairs):
+    async def score(self, pairs, explain=False):
         """"databases": whether the rows agree, for each hidden database; "faults": why they do not."""
-        scores = await asyncio.to_thread(self.scorer.score, list(map(as_functions, pairs)))
-        return [{"reward": reward_of(score.tests), "databases": score.tests, "faults": score.faults}
-                for score in scores]
-
-    async def explain(self, pairs):
-        return await asyncio.to_thread(self.scorer.explain, list(map(as_functions, pairs)))
+        scores = await super().score([as_functions(*pair) for pair in pairs], explain)
+        return [{"databases" if key == "tests" else key: value for key, value in score.items()} for score in scores]

@@ -1,22 +1,39 @@
-"""The credit of turns (common.score_turns) by kind of turn and by round; SWEET's candidates as 04 left them, and how
-far their critic agrees with the oracles of a domain."""
+"""Kinds of turns; the credit of turns (common.score_turns) by kind and by round; SWEET's candidates as 04 left them,
+and how far their critic agrees with the oracles of a domain."""
+import collections
 import pathlib
 
 from lib.runtime import check_row, InputError, read_jsonl
 from lib.statistics import bootstrap_interval, rank_correlation
 
 
-def credit_of(trajectories, domain):
+def measure_turns(trajectories, domain):
+    """Give every trajectory "kinds", the domain's turn_kind of each agent turn, and "known", whether all that matters
+    was known before the last turn (None where the task does not say). Returns {"all_known", "success_when_known",
+    "success_when_not_known", "turns": {kind: share}} of one method, or {} where a task does not say."""
+    for row in trajectories:
+        task, history = row["task"], row["dialogue_history"]
+        row["kinds"] = [domain.turn_kind(task, history[:i], turn["content"]) for i, turn in enumerate(history)
+                        if turn["role"] == "assistant"]
+        row["known"] = domain.all_known(task, history[:-1]) if any(row["kinds"]) else None
+    if any(row["known"] is None for row in trajectories):
+        return {}
+    kinds = collections.Counter(kind for row in trajectories for kind in row["kinds"])
+    wins, guesses = ([domain.outcome(row) for row in trajectories if row["known"] == side] for side in (True, False))
+    return {"all_known": sum(row["known"] for row in trajectories) / len(trajectories),
+            "success_when_known": sum(wins) / max(1, len(wins)),
+            "success_when_not_known": sum(guesses) / max(1, len(guesses)),
+            "turns": {kind: count / kinds.total() for kind, count in sorted(kinds.items())}}
+
+
+def credit_of(trajectories):
     """{"mean": of the dialogues' sums of "advantages", "too_long": dialogues without them, "by_kind" and "by_round": of
-    the turns {name: {"n", "mean"}}} of one method; no kinds where the tasks state none."""
+    the turns {name: {"n", "mean"}}} of one method (after measure_turns); no kinds where the tasks state none."""
     kinds, rounds, sums = {}, {}, []
     for row in trajectories:
         if row["advantages"] is None:
             continue
-        history = row["dialogue_history"]
-        places = [i for i, turn in enumerate(history) if turn["role"] == "assistant"]
-        for number, (i, advantage) in enumerate(zip(places, row["advantages"]), 1):
-            kind = domain.turn_kind(row["task"], history[:i], history[i]["content"])
+        for number, (kind, advantage) in enumerate(zip(row["kinds"], row["advantages"]), 1):
             kinds.setdefault(kind, []).append(advantage)
             rounds.setdefault(str(number), []).append(advantage)
         sums.append(sum(row["advantages"]))

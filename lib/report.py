@@ -20,9 +20,10 @@ def slim(row):
 
 
 def page_data(files, domain, metric, critic=None, states=()):
-    """The data of the page but for screenshots. files: {name: trajectories, scored, with "failed" (World.explain) and
-    "advantages" (common.score_turns) where these are known}; critic: whose advantages they are; states: some rows of
-    SWEET's scored.jsonl with "chosen" and "rejected" in their candidates."""
+    """The data of the page but for screenshots. files: {name: trajectories, scored, with "kinds" and "known"
+    (lib.credit.measure_turns), and with "failed" (World.score) and "advantages" (common.score_turns) where these are
+    known}; critic: whose advantages they are; states: some rows of SWEET's scored.jsonl with "chosen" and "rejected" in
+    their candidates."""
     tasks, dialogues, numbers = {}, [], {}
     for row in [*(row for own in files.values() for row in own), *states]:
         task = row["task"]
@@ -53,11 +54,11 @@ def dialogue_data(row, domain):
     """What the page shows of a scored trajectory."""
     task, history = row["task"], row["dialogue_history"]
     advantages, known, turns, faults = row.get("advantages") or [], set(), [], []
-    credits = (round(advantage, 6) for advantage in advantages)
+    kinds, credits = iter(row["kinds"]), (round(advantage, 6) for advantage in advantages)
     for i, turn in enumerate(history):
         shown = {"who": "agent" if turn["role"] == "assistant" else "human", "text": turn["content"]}
         if turn["role"] == "assistant":
-            shown |= {"kind": domain.turn_kind(task, history[:i], turn["content"]), "credit": next(credits, None),
+            shown |= {"kind": next(kinds), "credit": next(credits, None),
                       "tokens": len(turn["output_ids"]) if "output_ids" in turn else None,
                       "cut": bool(turn.get("truncated")) or None}
         else:
@@ -73,11 +74,10 @@ def dialogue_data(row, domain):
         faults.append(f"the answer cannot be rendered: {row['render_fault']}")
     if "reference_image" in row and not row["reference_image"]:
         faults.append("the reference cannot be rendered")
-    has_kinds = any("kind" in turn for turn in turns)
     return slim({
         "run": row.get("run", 0), "sample": row["sample"], "reward": row["reward"],
         "rounds": sum(turn["who"] == "agent" for turn in turns), "answer": row["answer"],
-        "known": domain.all_known(task, history[:-1]) if has_kinds else None,
+        "known": row["known"],
         "similarity": row["reward"] if "reference_image" in row else None,
         "credit": round(sum(advantages), 6) if advantages else None,
         "faults": faults, "failed": [slim(test) for test in row.get("failed") or ()], "turns": turns})

@@ -12,6 +12,7 @@ from test_report import CURVES, drawn, point
 
 import common
 from colbench import backend
+from colbench.scorer import Scorer
 from conftest import read, refused, ROOT, run, stage, succeed
 from lib import statistics, tables
 from lib.costs import compare_costs, COST_KEYS, cost_lines, method_costs, total_costs
@@ -185,6 +186,18 @@ def test_logged_rewards_are_not_trusted(tmp_path):
     assert data["dialogues"][2]["failed"] == [{"call": f"f({n})", "expected": str(n), "got": "0"} for n in (1, 2)]
     assert "done already" in succeed("05_evaluate.py", f"a={a}", f"b={b}", "--baseline", "b", "--out",
                                      tmp_path / "report")
+
+
+def test_an_answer_runs_once_and_a_turn_is_judged_once(tmp_path, monkeypatch, critic):
+    asked, run_all, kind_of = [], Scorer.results, backend.turn_kind
+    monkeypatch.setattr(Scorer, "results", lambda scorer, children, key, answer: (
+        asked.append(answer), run_all(scorer, children, key, answer))[1])
+    monkeypatch.setattr(backend, "turn_kind", lambda task, history, message: (
+        asked.append(message), kind_of(task, history, message))[1])
+    answers = ["def f(n): return n", "def f(n): return 0"]
+    path = write(tmp_path / "a.jsonl", [trajectory(answer, answer) for answer in answers])
+    evaluate.main([f"a={path}", "--critic", str(critic), "--out", str(tmp_path / "report")])
+    assert sorted(asked) == sorted([*answers, *(f"{backend.MARKER}\n{answer}" for answer in answers)])
 
 
 def test_ungradeable_tests_are_reported(tmp_path):
@@ -449,6 +462,7 @@ def test_gates_take_each_dialogue_s_own_rounds(workspace, monkeypatch):
     asked, prompt_text = [], common.prompt_text
     monkeypatch.setattr(common, "prompt_text", lambda tokenizer, history, max_rounds, *more: (
         asked.append((history[0]["content"], max_rounds)), prompt_text(tokenizer, history, max_rounds, *more))[1])
+    evaluate.measure_turns(rows, backend)
     evaluate.gate_lines(rows, backend, str(ROOT / "models" / "tiny"), "cpu")
     assert set(asked) == {(row["task"]["problem_description"], row["max_rounds"]) for row in rows}
 
@@ -739,3 +753,32 @@ def test_names_with_numbers_of_trajectories_are_a_curve_over_data(tmp_path):
     page = (tmp_path / "report" / "report.html").read_text()
     assert "trajectories trained on" in page and "N, candidates a turn" not in page
     assert list(json.loads((tmp_path / "report" / "curves.json").read_text())["sweet"]) == ["100", "200"]
+
+
+def test_messages_of_another_trainer_get_credit(workspace, critic, tmp_path):
+    """Without ids it is what the same dialogues have with them: docs/fork.md, whose lines of Python run, too."""
+    rows = read(workspace / "offline.jsonl")[:6]
+    plain = [{**{key: row[key] for key in ("task", "answer", "max_rounds")}, "dialogue_history": [
+        {key: turn[key] for key in ("role", "content")} for turn in row["dialogue_history"]]} for row in rows]
+    exported = {}
+    for name, own in (("ids", rows), ("plain", plain)):
+        path = write(tmp_path / f"{name}.jsonl", own)
+        printed = succeed("05_evaluate.py", f"a={path}", "--critic", critic, "--export", "messages", "--out",
+                          tmp_path / name)
+        exported[name] = [row["advantages"] for row in read(tmp_path / name / "export" / "a.jsonl")]
+    assert f"agent turns: {sum(row['num_rounds'] for row in rows)} rendered again" in printed
+    assert [len(own) for own in exported["ids"]] == [row["num_rounds"] for row in rows]
+    ours, theirs = sum(exported["ids"], []), sum(exported["plain"], [])
+    assert any(abs(advantage) > 1e-3 for advantage in ours) and theirs == pytest.approx(ours, abs=1e-5)
+
+    code = re.search(r"(?s)```python\n(import common\n.*?)```", (ROOT / "docs" / "fork.md").read_text())[1]
+    names = {}
+    exec(code.replace("out/base.jsonl", str(tmp_path / "ids.jsonl")).replace("out/critic", str(critic)), names)
+    assert len(names["batch"]) == 6                                  # the template of models/tiny only appends
+    for found, row, own in zip(names["batch"], rows, exported["ids"]):
+        agent = [turn for turn in row["dialogue_history"] if turn["role"] == "assistant"]
+        assert [token for token, mask in zip(found["ids"], found["mask"]) if mask] == sum(
+            (turn["output_ids"] for turn in agent), [])
+        assert [advantage for advantage, mask in zip(found["advantages"], found["mask"]) if mask] == pytest.approx(
+            [advantage for turn, advantage in zip(agent, own) for _ in turn["output_ids"]], abs=1e-5)
+        assert not any(advantage for advantage, mask in zip(found["advantages"], found["mask"]) if not mask)

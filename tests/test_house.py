@@ -89,12 +89,10 @@ class World:
     async def rule_reply(self, task, history, rng):
         return f"It is {task['ground_truth']}." if "colour" in history[-1]["content"] else "What do you mean?"
 
-    async def score(self, pairs):
-        return [{"reward": float(answer == task["ground_truth"])} for task, answer in pairs]
-
-    async def explain(self, pairs):
-        return [[{"call": "colour", "expected": task["ground_truth"], "got": answer, "said": None}]
-                for task, answer in pairs]
+    async def score(self, pairs, explain=False):
+        return [{"reward": 0.0, **({"failed": [{"call": "colour", "expected": task["ground_truth"], "got": answer,
+                                               "said": None}]} if explain else {})}
+                if answer != task["ground_truth"] else {"reward": 1.0} for task, answer in pairs]
 
 
 def make_task(rng, family, told, accept):

@@ -315,7 +315,7 @@ def test_what_makes_no_sense_for_pages_is_refused(tmp_path):
                                                                                                           f"a={both}",
                                                                                                           "--out", out)
     pixels = ["--similarity", "pixels", "--out", out]
-    assert refused(5, f"a={pages}", "--compat", *pixels) == "--compat is for tasks of functions; leave it out"
+    assert refused(5, f"a={pages}", "--compat", *pixels) == "--compat does nothing for a page; leave it out"
     line = refused(5, f"a={pages}", "--gates", "models/tiny", *pixels)
     assert line.startswith(f"{pages}: --gates needs template tasks (01)") and line.endswith("leave --gates out")
     (tmp_path / "critic").mkdir()

@@ -13,7 +13,7 @@ import pytest
 
 from colbench import backend
 from lib import report
-from lib.credit import agreement, credit_of, credit_summary
+from lib.credit import agreement, credit_of, credit_summary, measure_turns
 from lib.plots import curve_svg, report_plots, smoothed
 from lib.report import add_images, data_text, page_data, spread, write_report
 from lib.tables import aligned, interval
@@ -146,6 +146,7 @@ def hostile_report(folder, **more):
     plots = report_plots(metrics, {HOSTILE: bar}, "success_rate", files,
                          {"best of N": {HOSTILE: {"1": point(0.5, 0.4, 0.6)}}},
                          {HOSTILE: [{"step": 1, "loss": 0.5, "nll": 0.25}]})
+    measure_turns([row], backend)
     data = page_data(files, backend, "success_rate", HOSTILE)
     write_report(folder / "r.html", data, title=HOSTILE, table=[{"name": HOSTILE, "cells": [HOSTILE]}], bars=[bar],
                  headings=[HOSTILE], metric_heading=HOSTILE, notes=[HOSTILE], lines=[(HOSTILE, HOSTILE)], plots=plots,
@@ -182,6 +183,7 @@ def test_long_texts_and_many_screenshots_keep_the_page_small(tmp_path, monkeypat
     row = {"task_id": "t", "task": {"problem_description": "?", "ground_truth": "c", "test_cases": {}}, "sample": 0,
            "reward": 0.5, "answer": "a", "image": "a.png", "reference_image": "a.png", "dialogue_history": [
                {"role": "user", "content": "?"}, {"role": "assistant", "content": "x" * 3000}]}
+    measure_turns([row], backend)
     data = page_data({"m": [row]}, backend, "success_rate")
     assert json.loads(data_text(data)) == data and data["left_out"] is None
     add_images(data, {"m": [row]}, tmp_path)
@@ -207,12 +209,15 @@ def test_credit_by_hand():
             "ground_truth": "def f(): return 2"}
     history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "What is the size?"},
                {"role": "user", "content": "It is 2."}, {"role": "assistant", "content": "Really?"}]
-    rows = [{"task": task, "dialogue_history": history, "advantages": own} for own in ([0.5, -0.25], [0.25, 0.0], None)]
-    found = credit_of(rows, backend)
+    rows = [{"task": task, "dialogue_history": history, "reward": 1, "advantages": own}
+            for own in ([0.5, -0.25], [0.25, 0.0], None)]
+    shares = measure_turns(rows, backend)
+    assert shares["turns"] == {"needed": 0.5, "vague": 0.5} and shares["all_known"] == 1
+    found = credit_of(rows)
     assert found == {"mean": 0.25, "too_long": 1, "by_kind": {"needed": {"n": 2, "mean": 0.375},
                                                               "vague": {"n": 2, "mean": -0.125}},
                      "by_round": {"1": {"n": 2, "mean": 0.375}, "2": {"n": 2, "mean": -0.125}}}
-    other = credit_of(rows[:1], backend)
+    other = credit_of(rows[:1])
     [needed, vague] = credit_summary({"a": {"credit": found}, "b": {"credit": other}})["by_kind"]
     assert (needed["label"], needed["n"], needed["mean"]) == ("needed", 3, pytest.approx((2 * 0.375 + 0.5) / 3))
     assert vague["methods"]["b"] == {"n": 1, "mean": -0.25}

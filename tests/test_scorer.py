@@ -399,8 +399,9 @@ def test_code_whose_top_level_fails_is_graded_by_its_function(scorer, end):
 
 
 def test_the_fault_of_code_that_does_not_define_its_function_is_the_first(scorer):
-    assert scorer.score([(TASK, f"1 / 0\n{F}")])[0] == ([False] * 4, [True] * 4,
-                                                        ["ZeroDivisionError: division by zero"] * 4)
+    [score], said = scorer.score([(TASK, f"1 / 0\n{F}")]), "ZeroDivisionError: division by zero"
+    assert score[:3] == ([False] * 4, [True] * 4, [said] * 4)
+    assert len(score.failed) == 3 and score.failed[0] == {"call": "f(3)", "expected": "9", "got": None, "said": said}
 
 
 def test_an_answer_sees_no_arguments_of_the_sandbox(scorer):

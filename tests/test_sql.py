@@ -11,6 +11,7 @@ import pytest
 
 from colbench import in_split, sql
 from conftest import read, refused, ROOT, stage
+from lib.credit import measure_turns
 
 SCHEMA = ("CREATE TABLE customers(id INTEGER, name TEXT, status TEXT);\n"
           "CREATE TABLE orders(id INTEGER, customer_id INTEGER, total INTEGER, net INTEGER, placed TEXT);\n")
@@ -373,7 +374,7 @@ def test_scripted_players(played):
     mean = {name: sum(map(sql.outcome, rows)) / len(rows) for name, rows in played.items()}
     assert mean["script-asker"] == 1 and mean["script-informed"] > 0.95 and 0.2 < mean["script"] < 0.8
     assert mean["few"] < 0.8                                                   # patience is short
-    asker, noisy = (sql.measure(played[name]) for name in ("script-asker", "script"))
+    asker, noisy = (sql.measure(played[name]) | measure_turns(played[name], sql) for name in ("script-asker", "script"))
     assert set(asker["turns"]) == {"ask needed", "look needed", "right answer"} and asker["all_known"] == 1
     assert {"ask for a look", "ask idle", "look idle", "ask repeat", "look repeat", "early answer"} <= set(
         noisy["turns"]) and sum(noisy["turns"].values()) == pytest.approx(1)
@@ -397,6 +398,15 @@ def test_05_evaluates_queries(played, tmp_path, capsys):
     assert metrics["success_rate"] == sum(row["reward"] == 1 for row in played["script"][:4]) / 4
     text = capsys.readouterr().out
     assert "ask needed" in text and "right answer at once" in text and "when known" in text
+
+
+@pytest.mark.parametrize("flags", [["--compat"], ["--similarity", "pixels"], ["--clip-model", "x"], ["--browser", "x"]])
+def test_flags_of_other_domains_are_refused(played, tmp_path, flags):
+    path = tmp_path / "script.jsonl"
+    path.write_text(json.dumps(played["script"][0]) + "\n")
+    line = refused(5, f"a={path}", *flags, "--out", tmp_path / "out")
+    assert line == f"{flags[0]} does nothing for a query; leave it out"
+    assert not (tmp_path / "out").exists()
 
 
 def test_check_finds_nothing_and_bad_tasks_are_one_line(tasks, tmp_path):
