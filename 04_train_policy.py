@@ -20,6 +20,7 @@ Differs from the paper: nothing. From the published code: docs/reproduce.md.
     torchrun --nproc-per-node 8 04_train_policy.py --method sweet --trajectories trajectories.jsonl \\
         --model meta-llama/Llama-3.1-8B-Instruct --critic critic --dtype bfloat16 --out policy
 """
+import asyncio
 import collections
 import functools
 import gc
@@ -39,8 +40,10 @@ from lib.arguments import add_training, argument_parser, positive_int, set_prese
 from lib.costs import Costs
 from lib.engine import generate, uniforms
 from lib.memory import dry_run
-from lib.models import encode, fresh_model, load_model, load_tokenizer, reads_images, stop_ids, work_of
+from lib.models import encode, fresh_model, is_server, load_model, load_tokenizer, reads_images, stop_ids, work_of
 from lib.runtime import begin_output, InputError, is_done, map_blocks, run_stage, say, start, write_jsonl
+from lib.servers import open_server
+from lib.speakers import continue_prompt, map_served, Speaker
 
 # ---------------------------------------------------------------------------------------------------------------------
 # losses
@@ -80,25 +83,49 @@ def sample_states(trajectories, fraction, seed):
 
 def sample_candidates(states, prompts, model, tokenizer, args):
     """A row of candidates.jsonl for each state: the prompt, and `num_candidates` actions sampled from the policy."""
-    keys = [(args.seed, "candidates", t["task_id"], t["sample"], number) for t, number, _ in states]
-    randoms = torch.cat([uniforms((args.num_candidates, args.max_new_tokens), *key) for key in keys])
+    randoms = torch.cat([uniforms((args.num_candidates, args.max_new_tokens), *state_key(state, args))
+                         for state in states])
     stops = stop_ids(model, tokenizer)
     actions = generate(model, [encode(tokenizer, prompt) for prompt in prompts], randoms, args.temperature, stops,
                        args.concurrency, args.max_tokens)
-    rows = []
-    for s, ((trajectory, number, i), prompt) in enumerate(zip(states, prompts)):
-        history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"][:i]]
-        own = actions[s * args.num_candidates:(s + 1) * args.num_candidates]
-        rows.append({"task_id": trajectory["task_id"], "sample": trajectory["sample"], "turn": number,
-                     "task": trajectory["task"], "prompt": prompt, "history": history,
-                     "candidates": [{"text": tokenizer.decode(a, skip_special_tokens=True), "ids": a,
-                                     "ended": a[-1] in stops} for a in own]})
-    return rows
+    drawn = [(action, action[-1] in stops) for action in actions]
+    return [candidates_row(state, prompt, drawn[s * args.num_candidates:(s + 1) * args.num_candidates], tokenizer)
+            for s, (state, prompt) in enumerate(zip(states, prompts))]
+
+
+def state_key(state, args):
+    """What the random numbers of a state's candidates depend on."""
+    trajectory, number, _ = state
+    return args.seed, "candidates", trajectory["task_id"], trajectory["sample"], number
+
+
+def candidates_row(state, prompt, drawn, tokenizer):
+    """A row of candidates.jsonl. drawn: [(ids, whether they have an end), …]"""
+    trajectory, number, i = state
+    history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"][:i]]
+    return {"task_id": trajectory["task_id"], "sample": trajectory["sample"], "turn": number,
+            "task": trajectory["task"], "prompt": prompt, "history": history,
+            "candidates": [{"text": tokenizer.decode(ids, skip_special_tokens=True), "ids": ids, "ended": ended}
+                           for ids, ended in drawn]}
+
+
+async def served_candidates(state_and_prompt, sampler, gate, args):
+    """The same row, of actions that a server of the policy samples."""
+    state, prompt = state_and_prompt
+    replies = await continue_prompt(sampler, prompt, state_key(state, args), args.temperature, args.max_new_tokens,
+                                    args.num_candidates, gate)
+    return candidates_row(state, prompt, [(reply.ids, reply.ended) for reply in replies], sampler.tokenizer)
 
 
 def candidates_phase(path, states, prompts, tokenizer, args, runtime, works):
-    """Rows of candidates.jsonl. Every rank holds the whole policy, and samples for other states than the others."""
+    """Rows of candidates.jsonl. Every rank samples for other states than the others: it holds the whole policy, or asks
+    --sampler."""
     pairs = list(zip(states, prompts))
+    if args.sampler:
+        sampler = Speaker(tokenizer=tokenizer, server=open_server(args.sampler))
+        works.append(sampler.server.counts)
+        ask = functools.partial(served_candidates, sampler=sampler, gate=asyncio.Semaphore(args.concurrency), args=args)
+        return map_served(path, pairs, ask, sampler.server, runtime, "state", args.concurrency)
     blocks = [pairs[i:i + 128] for i in range(0, len(pairs), 128)]
     model = None
     if not path.exists():
@@ -226,7 +253,10 @@ def parse_args(argv=None):
     group.add_argument("--max-new-tokens", type=positive_int, default=1024, help="tokens of a candidate")
     group.add_argument("--candidates", metavar="FILE", help="candidates.jsonl of another run of the same model, seed "
                        "and trajectories; None: sample them")
-    group.add_argument("--concurrency", type=positive_int, default=256, help="candidates sampled at a time")
+    group.add_argument("--sampler", metavar="http://HOST:PORT/v1#NAME", help="servers of --model's weights (commas "
+                       "between addresses) that give token ids, as vLLM does: they sample the candidates, which then "
+                       "do not repeat bit for bit; None: every rank holds the model and samples")
+    group.add_argument("--concurrency", type=positive_int, default=256, help="candidates sampled at a time, by a rank")
     group.add_argument("--pairs-together", action="store_true",
                        help="keep the pairs of a turn in one batch, where they share the prompt (faster)")
     group.add_argument("--no-tree", action="store_true", help="give every candidate a prompt of its own (slower)")
@@ -234,6 +264,8 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if (args.candidates or args.pairs_together) and args.method != "sweet":
         parser.error("--candidates and --pairs-together go with --method sweet")
+    if args.sampler and (args.method != "sweet" or args.candidates or not is_server(args.sampler)):
+        parser.error("--sampler http://HOST:PORT/v1#NAME goes with --method sweet, without --candidates")
     if (args.method == "sweet") != (args.critic is not None):
         parser.error("--critic DIR goes with --method sweet, and sweet needs it")
     args.epochs = args.epochs or (1 if args.method == "sweet" else 8 if args.preset == "paper-frontend" else 4)
@@ -249,7 +281,7 @@ def main(argv=None):
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
     oracle, fresh = args.critic in domain.ORACLES, args.model == "tiny" and args.method == "sft"
-    inputs = [args.trajectories, args.model, args.candidates, None if oracle else args.critic]
+    inputs = [args.trajectories, args.model, args.candidates, args.sampler, None if oracle else args.critic]
     if is_done(args, args.out, inputs, folder=True):
         return
     lora = lora_config(args)

@@ -3,12 +3,15 @@ import asyncio
 import base64
 import collections
 import functools
+import itertools
+import json
 import pathlib
+import sys
 
 from lib.engine import Engine, uniforms
 from lib.models import encode, is_server, load_model, stop_ids
-from lib.runtime import InputError
-from lib.servers import open_server, Reply, server_reply, server_seed
+from lib.runtime import barrier, gather, InputError, Rows, say
+from lib.servers import empty_fault, open_server, Reply, ReplyError, server_reply, server_seed, strip_thoughts
 from lib.vision import load_vision, vision_reply
 
 # engine: of a local model; server: of one behind http://; sees: a lock of a local model that is shown images, whose
@@ -53,8 +56,8 @@ def has_stop(ids, tokenizer, stop):
 
 async def ask(speaker, chat, key, temperature, max_new_tokens, count=1, cache=None, **fields):
     """(prompt text, [Reply, …]): `count` continuations of a chat (messages), drawn with the random numbers of `key`.
-    `cache` lets the engine find what it has computed for this dialogue; a server gets more `fields`, and its prompt is
-    only known with its tokenizer (None otherwise)."""
+    `cache` lets the engine find what it has computed for this dialogue; a server gets more `fields`. Its prompt is only
+    known with its tokenizer (None otherwise), and it must then give the ids that it sampled (ids_fault)."""
     tokenizer, more = speaker.tokenizer, speaker.template_args
     if speaker.sees:
         async with speaker.sees:
@@ -63,8 +66,13 @@ async def ask(speaker, chat, key, temperature, max_new_tokens, count=1, cache=No
     if speaker.server:
         fields |= ({"chat_template_kwargs": more} if more else {}) | ({"stop": speaker.stop} if speaker.stop else {})
         chat = [{**message, "content": sent(message["content"])} for message in chat]
-        return prompt, [await server_reply(speaker.server, chat, temperature, max_new_tokens, server_seed(*key),
-                                           **fields)]
+        if tokenizer:
+            length = len(encode(tokenizer, prompt))
+            fields |= {"return_token_ids": True, "fault_of": lambda reply: empty_fault(reply) or ids_fault(
+                reply, speaker, prompt, length)}
+        seeds = [server_seed(*key, *([n] if n else [])) for n in range(count)]           # the first as with count = 1
+        return prompt, await asyncio.gather(*(server_reply(speaker.server, chat, temperature, max_new_tokens, seed,
+                                                           **fields) for seed in seeds))
     ids, stops = encode(tokenizer, prompt), stop_ids(speaker.model, tokenizer)
     outputs = await speaker.engine.generate(ids, uniforms((count, max_new_tokens), *key), temperature, cache)
     replies = []
@@ -75,6 +83,99 @@ async def ask(speaker, chat, key, temperature, max_new_tokens, count=1, cache=No
         ended = new[-1] in stops or bool(speaker.stop) and has_stop(new, tokenizer, speaker.stop)
         replies.append(Reply(text, ended, new, len(ids), len(new)))
     return prompt, replies
+
+
+def ids_fault(reply, speaker, prompt, prompt_tokens):
+    """One line where a server's Reply to a prompt (text) of so many tokens has other ids than its text by the speaker's
+    tokenizer, or no end of the turn among them; else None. InputError where the server gives no ids, or has read
+    another number of tokens."""
+    name, tokenizer = speaker.server.name, speaker.tokenizer
+    if not reply.ids:
+        raise InputError(f"{name}: gives no token ids; --agent-tokenizer and --sampler need a server that gives those "
+                         "that it samples, as vLLM does (return_token_ids)")
+    if reply.prompt_tokens != prompt_tokens:
+        raise InputError(f"{name}: says that it has read {reply.prompt_tokens:,} tokens, where this tokenizer and "
+                         f"template make {prompt_tokens:,}; the server's must be the same")
+    if not all(isinstance(token, int) and 0 <= token < len(tokenizer) for token in reply.ids):
+        return "wrong ids (not of this vocabulary)"
+    said = tokenizer.decode(reply.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    for stop in speaker.stop:
+        said = said.split(stop, 1)[0]
+    texts = [[text.rstrip("\ufffd").strip() for text in both]      # a limit may cut a character, which is shown or not
+             for both in ((said, reply.text), (strip_thoughts(said, prompt), strip_thoughts(reply.text)))]
+    if all(by_ids != text for by_ids, text in texts):
+        return f"wrong ids (they say {said[:40]!r} and the text says {reply.text[:40]!r})"
+    if reply.ended and not speaker.stop and tokenizer.decode(reply.ids[-1:], skip_special_tokens=True):
+        return "wrong ids (no end of the turn among them)"
+
+
+async def continue_prompt(speaker, prompt, key, temperature, max_new_tokens, count, gate):
+    """[Reply, …]: `count` continuations of a prompt (text) by a server, which is sent the ids that the speaker's
+    tokenizer makes of it and must give those that it samples (ids_fault). `gate` (asyncio.Semaphore) limits the
+    requests in flight."""
+    ids = encode(speaker.tokenizer, prompt)
+
+    async def one(number):
+        async with gate:
+            return await server_reply(speaker.server, ids, temperature, max_new_tokens, server_seed(*key, number),
+                                      lambda reply: ids_fault(reply, speaker, prompt, len(ids)), return_token_ids=True)
+    return await asyncio.gather(*(one(number) for number in range(count)))
+
+
+class Failures(list):
+    """Rows of what no server answered, {"number", …, "failed"}, of this rank; many in a row end the run."""
+
+    def __init__(self, out, unit, concurrency):
+        self.out, self.unit, self.most, self.in_a_row = out, unit, max(20, concurrency), 0
+
+    def add(self, error, **row):
+        self.append({**row, "failed": str(error)})
+        self.in_a_row += 1
+        if self.in_a_row >= self.most:
+            raise InputError(f"{self.out}: {self.in_a_row} {self.unit}s in a row failed, the last with {error}; run "
+                             "the same command again to go on") from None
+
+    def finish(self, rows, num_rows, runtime):
+        """Finish the Rows of all ranks, each of which calls this; where any failed, the stage ends with status 2."""
+        failed = sorted(itertools.chain(*gather(list(self))), key=lambda row: row["number"])
+        if runtime.rank == 0:
+            rows.finish(num_rows, failed)
+        barrier()                                                    # a rank that leaves early would end the others
+        if failed and runtime.rank == 0:
+            raise InputError(f"{self.out}: {len(failed):,} of {num_rows:,} {self.unit}s failed, the first with "
+                             f"{failed[0]['failed']}; run the same command again for these")
+        if failed:
+            sys.exit(2)
+
+
+def map_served(out, items, work, server, runtime, unit, concurrency):
+    """Write the row that the coroutine work(item), which asks a Server, returns for each item to the JSONL file `out`,
+    in order. As with runtime.map_blocks ranks share the items, `concurrency` of them in flight, and a run that was
+    killed goes on with those that are missing. What the server does not answer is a Failures' row. Returns all rows, on
+    every rank."""
+    from tqdm import tqdm
+    if not out.exists():
+        failed = Failures(out, unit, concurrency)
+        with Rows(out, runtime) as rows:
+            missing = [(number, item) for number, item in enumerate(items) if number not in rows.done]
+            mine = missing[runtime.rank::runtime.world_size]
+            with tqdm(total=len(mine), unit=unit, desc=out.name, mininterval=5, disable=runtime.rank > 0) as progress:
+                asyncio.run(run_concurrently(functools.partial(append_served, work=work, rows=rows, failed=failed,
+                                                               progress=progress), mine, concurrency))
+        say(server_line(server.name, sum(gather(server.counts), collections.Counter())))
+        failed.finish(rows, len(items), runtime)
+    with open(out, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+async def append_served(numbered, work, rows, failed, progress):
+    number, item = numbered
+    try:
+        rows.add(number, await work(item))
+    except ReplyError as error:
+        return failed.add(error, number=number)
+    failed.in_a_row = 0
+    progress.update()
 
 
 def sent(content):
@@ -104,6 +205,12 @@ async def run_concurrently(work, items, concurrency):
     await asyncio.gather(*background)
 
 
+def server_line(name, counts):
+    retried = [f"{count:,} {key[9:]}" for key, count in counts.items() if key.startswith("retried: ")]
+    return (f"{name}: {counts['requests']:,} requests, {counts['server_prompt_tokens']:,} prompt and "
+            f"{counts['server_completion_tokens']:,} completion tokens; retried: {', '.join(retried) or 'none'}")
+
+
 def rollout_lines(ranks, wall_s):
     """How fast dialogues went, and what each model did, as text. ranks: of each rank its "tally" of dialogues and
     seconds, "stats" {model name: counts} and "verdicts" of a judge, which are added up."""
@@ -119,9 +226,7 @@ def rollout_lines(ranks, wall_s):
     for name in ranks[0]["stats"]:
         own = total(rank["stats"][name] for rank in ranks)
         if is_server(name):
-            retried = [f"{count:,} {key[9:]}" for key, count in own.items() if key.startswith("retried: ")]
-            lines.append(f"{name}: {own['requests']:,} requests, {own['prompt_tokens']:,} prompt and "
-                         f"{own['completion_tokens']:,} completion tokens; retried: {', '.join(retried) or 'none'}")
+            lines.append(server_line(name, own))
         else:
             speeds = [f"{what} {own[what + '_tokens']:,} tokens, "
                       f"{len(ranks) * own[what + '_tokens'] / max(1e-9, own[what + '_s']):,.0f} a second"
