@@ -20,7 +20,6 @@ Differs from the paper: nothing. From the published code: docs/reproduce.md.
     torchrun --nproc-per-node 8 04_train_policy.py --method sweet --trajectories trajectories.jsonl \\
         --model meta-llama/Llama-3.1-8B-Instruct --critic critic --dtype bfloat16 --out policy
 """
-import asyncio
 import collections
 import functools
 import gc
@@ -42,8 +41,7 @@ from lib.engine import generate, uniforms
 from lib.memory import dry_run
 from lib.models import encode, fresh_model, is_server, load_model, load_tokenizer, reads_images, stop_ids, work_of
 from lib.runtime import begin_output, InputError, is_done, map_blocks, run_stage, say, start, write_jsonl
-from lib.servers import open_server
-from lib.speakers import continue_prompt, map_served, Speaker
+from lib.speakers import served_candidates
 
 # ---------------------------------------------------------------------------------------------------------------------
 # losses
@@ -81,58 +79,33 @@ def sample_states(trajectories, fraction, seed):
     return states
 
 
-def sample_candidates(states, prompts, model, tokenizer, args):
-    """A row of candidates.jsonl for each state: the prompt, and `num_candidates` actions sampled from the policy."""
-    randoms = torch.cat([uniforms((args.num_candidates, args.max_new_tokens), *state_key(state, args))
-                         for state in states])
+def sample_candidates(rows, model, tokenizer, args):
+    """The rows with "candidates": after each prompt, `num_candidates` actions sampled from the policy."""
+    keys = [(args.seed, "candidates", row["task_id"], row["sample"], row["turn"]) for row in rows]
+    randoms = torch.cat([uniforms((args.num_candidates, args.max_new_tokens), *key) for key in keys])
     stops = stop_ids(model, tokenizer)
-    actions = generate(model, [encode(tokenizer, prompt) for prompt in prompts], randoms, args.temperature, stops,
+    actions = generate(model, [encode(tokenizer, row["prompt"]) for row in rows], randoms, args.temperature, stops,
                        args.concurrency, args.max_tokens)
-    drawn = [(action, action[-1] in stops) for action in actions]
-    return [candidates_row(state, prompt, drawn[s * args.num_candidates:(s + 1) * args.num_candidates], tokenizer)
-            for s, (state, prompt) in enumerate(zip(states, prompts))]
-
-
-def state_key(state, args):
-    """What the random numbers of a state's candidates depend on."""
-    trajectory, number, _ = state
-    return args.seed, "candidates", trajectory["task_id"], trajectory["sample"], number
-
-
-def candidates_row(state, prompt, drawn, tokenizer):
-    """A row of candidates.jsonl. drawn: [(ids, whether they have an end), …]"""
-    trajectory, number, i = state
-    history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"][:i]]
-    return {"task_id": trajectory["task_id"], "sample": trajectory["sample"], "turn": number,
-            "task": trajectory["task"], "prompt": prompt, "history": history,
-            "candidates": [{"text": tokenizer.decode(ids, skip_special_tokens=True), "ids": ids, "ended": ended}
-                           for ids, ended in drawn]}
-
-
-async def served_candidates(state_and_prompt, sampler, gate, args):
-    """The same row, of actions that a server of the policy samples."""
-    state, prompt = state_and_prompt
-    replies = await continue_prompt(sampler, prompt, state_key(state, args), args.temperature, args.max_new_tokens,
-                                    args.num_candidates, gate)
-    return candidates_row(state, prompt, [(reply.ids, reply.ended) for reply in replies], sampler.tokenizer)
+    candidates = [{"text": tokenizer.decode(a, skip_special_tokens=True), "ids": a, "ended": a[-1] in stops}
+                  for a in actions]
+    return [{**row, "candidates": candidates[r * args.num_candidates:(r + 1) * args.num_candidates]}
+            for r, row in enumerate(rows)]
 
 
 def candidates_phase(path, states, prompts, tokenizer, args, runtime, works):
-    """Rows of candidates.jsonl. Every rank samples for other states than the others: it holds the whole policy, or asks
-    --sampler."""
-    pairs = list(zip(states, prompts))
+    """Rows of candidates.jsonl. Every rank holds the whole policy, or asks --sampler, for other states than the others.
+    """
+    rows = [{"task_id": t["task_id"], "sample": t["sample"], "turn": number, "task": t["task"], "prompt": prompt,
+             "history": [{"role": turn["role"], "content": turn["content"]} for turn in t["dialogue_history"][:i]]}
+            for (t, number, i), prompt in zip(states, prompts)]
     if args.sampler:
-        sampler = Speaker(tokenizer=tokenizer, server=open_server(args.sampler))
-        works.append(sampler.server.counts)
-        ask = functools.partial(served_candidates, sampler=sampler, gate=asyncio.Semaphore(args.concurrency), args=args)
-        return map_served(path, pairs, ask, sampler.server, runtime, "state", args.concurrency)
-    blocks = [pairs[i:i + 128] for i in range(0, len(pairs), 128)]
+        return served_candidates(path, rows, tokenizer, args, runtime, works)
+    blocks = [rows[i:i + 128] for i in range(0, len(rows), 128)]
     model = None
     if not path.exists():
         model = load_model(args.model, runtime.device, args.dtype)[0].eval()
         works.append(work_of(model))
-    return map_blocks(path, blocks, lambda block: sample_candidates(*zip(*block), model, tokenizer, args), runtime,
-                      "state")
+    return map_blocks(path, blocks, lambda block: sample_candidates(block, model, tokenizer, args), runtime, "state")
 
 
 def scores_phase(path, rows, critic, tokenizer, args, runtime, works):

@@ -5,6 +5,7 @@ import collections
 import functools
 import itertools
 import json
+import math
 import pathlib
 import sys
 
@@ -54,22 +55,22 @@ def has_stop(ids, tokenizer, stop):
     return any(text in tail for text in stop)
 
 
-async def ask(speaker, chat, key, temperature, max_new_tokens, count=1, cache=None, **fields):
+async def ask(speaker, chat, key, temperature, max_new_tokens, count=1, cache=None):
     """(prompt text, [Reply, …]): `count` continuations of a chat (messages), drawn with the random numbers of `key`.
-    `cache` lets the engine find what it has computed for this dialogue; a server gets more `fields`. Its prompt is only
-    known with its tokenizer (None otherwise), and it must then give the ids that it sampled (ids_fault)."""
+    `cache` lets the engine find what it has computed for this dialogue. A server's prompt is only known with its
+    tokenizer (None otherwise), and it must then give the ids that it samples (ids_fault)."""
     tokenizer, more = speaker.tokenizer, speaker.template_args
     if speaker.sees:
         async with speaker.sees:
             return None, [await asyncio.to_thread(vision_reply, speaker.model, tokenizer, chat, max_new_tokens)]
     prompt = tokenizer and tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **more)
     if speaker.server:
-        fields |= ({"chat_template_kwargs": more} if more else {}) | ({"stop": speaker.stop} if speaker.stop else {})
+        fields = ({"chat_template_kwargs": more} if more else {}) | ({"stop": speaker.stop} if speaker.stop else {})
         chat = [{**message, "content": sent(message["content"])} for message in chat]
         if tokenizer:
             length = len(encode(tokenizer, prompt))
-            fields |= {"return_token_ids": True, "fault_of": lambda reply: empty_fault(reply) or ids_fault(
-                reply, speaker, prompt, length)}
+            fields |= {"return_token_ids": True,
+                       "fault_of": lambda reply: empty_fault(reply) or ids_fault(reply, speaker, length)}
         seeds = [server_seed(*key, *([n] if n else [])) for n in range(count)]           # the first as with count = 1
         return prompt, await asyncio.gather(*(server_reply(speaker.server, chat, temperature, max_new_tokens, seed,
                                                            **fields) for seed in seeds))
@@ -85,8 +86,8 @@ async def ask(speaker, chat, key, temperature, max_new_tokens, count=1, cache=No
     return prompt, replies
 
 
-def ids_fault(reply, speaker, prompt, prompt_tokens):
-    """One line where a server's Reply to a prompt (text) of so many tokens has other ids than its text by the speaker's
+def ids_fault(reply, speaker, prompt_tokens):
+    """One line where a server's Reply to a prompt of so many tokens has other ids than its text by the speaker's
     tokenizer, or no end of the turn among them; else None. InputError where the server gives no ids, or has read
     another number of tokens."""
     name, tokenizer = speaker.server.name, speaker.tokenizer
@@ -96,30 +97,18 @@ def ids_fault(reply, speaker, prompt, prompt_tokens):
     if reply.prompt_tokens != prompt_tokens:
         raise InputError(f"{name}: says that it has read {reply.prompt_tokens:,} tokens, where this tokenizer and "
                          f"template make {prompt_tokens:,}; the server's must be the same")
-    if not all(isinstance(token, int) and 0 <= token < len(tokenizer) for token in reply.ids):
+    vocabulary = range(len(tokenizer))
+    if not all(isinstance(token, int) and token in vocabulary for token in reply.ids):
         return "wrong ids (not of this vocabulary)"
     said = tokenizer.decode(reply.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     for stop in speaker.stop:
         said = said.split(stop, 1)[0]
-    texts = [[text.rstrip("\ufffd").strip() for text in both]      # a limit may cut a character, which is shown or not
-             for both in ((said, reply.text), (strip_thoughts(said, prompt), strip_thoughts(reply.text)))]
-    if all(by_ids != text for by_ids, text in texts):
-        return f"wrong ids (they say {said[:40]!r} and the text says {reply.text[:40]!r})"
+    # A limit may cut a character, which is shown or not, and a server may put thoughts apart or write them otherwise.
+    said, text, visible = (own.rstrip("\ufffd").strip() for own in (said, reply.text, strip_thoughts(reply.text)))
+    if said != text and not (visible and said.endswith(visible)):
+        return f"wrong ids (they say {said[-40:]!r} and the text says {text[-40:]!r})"
     if reply.ended and not speaker.stop and tokenizer.decode(reply.ids[-1:], skip_special_tokens=True):
         return "wrong ids (no end of the turn among them)"
-
-
-async def continue_prompt(speaker, prompt, key, temperature, max_new_tokens, count, gate):
-    """[Reply, …]: `count` continuations of a prompt (text) by a server, which is sent the ids that the speaker's
-    tokenizer makes of it and must give those that it samples (ids_fault). `gate` (asyncio.Semaphore) limits the
-    requests in flight."""
-    ids = encode(speaker.tokenizer, prompt)
-
-    async def one(number):
-        async with gate:
-            return await server_reply(speaker.server, ids, temperature, max_new_tokens, server_seed(*key, number),
-                                      lambda reply: ids_fault(reply, speaker, prompt, len(ids)), return_token_ids=True)
-    return await asyncio.gather(*(one(number) for number in range(count)))
 
 
 class Failures(list):
@@ -148,32 +137,51 @@ class Failures(list):
             sys.exit(2)
 
 
-def map_served(out, items, work, server, runtime, unit, concurrency):
-    """Write the row that the coroutine work(item), which asks a Server, returns for each item to the JSONL file `out`,
-    in order. As with runtime.map_blocks ranks share the items, `concurrency` of them in flight, and a run that was
-    killed goes on with those that are missing. What the server does not answer is a Failures' row. Returns all rows, on
-    every rank."""
+def served_candidates(out, rows, tokenizer, args, runtime, works):
+    """Write `rows`, {"prompt" (text), "task_id", "sample", "turn", …} each, with the "candidates" that the servers
+    args.sampler sample after each prompt, to the JSONL file `out` (pathlib.Path), in order. As with runtime.map_blocks
+    ranks share the rows, and a run that was killed goes on with those that are missing. What no server answers is a
+    Failures' row. `works` gets the servers' counts. Returns all rows, on every rank."""
     from tqdm import tqdm
     if not out.exists():
-        failed = Failures(out, unit, concurrency)
-        with Rows(out, runtime) as rows:
-            missing = [(number, item) for number, item in enumerate(items) if number not in rows.done]
+        speaker = Speaker(tokenizer=tokenizer, server=open_server(args.sampler))
+        works.append(speaker.server.counts)
+        gate = asyncio.Semaphore(args.concurrency)
+        in_flight = 2 * math.ceil(args.concurrency / args.num_candidates)    # a row's last candidate leaves none empty
+        failed = Failures(out, "state", in_flight)
+        with Rows(out, runtime) as lines:
+            missing = [(number, row) for number, row in enumerate(rows) if number not in lines.done]
             mine = missing[runtime.rank::runtime.world_size]
-            with tqdm(total=len(mine), unit=unit, desc=out.name, mininterval=5, disable=runtime.rank > 0) as progress:
-                asyncio.run(run_concurrently(functools.partial(append_served, work=work, rows=rows, failed=failed,
-                                                               progress=progress), mine, concurrency))
-        say(server_line(server.name, sum(gather(server.counts), collections.Counter())))
-        failed.finish(rows, len(items), runtime)
+            with tqdm(total=len(mine), unit="state", desc=out.name, mininterval=5,
+                      disable=runtime.rank > 0) as progress:
+                asyncio.run(run_concurrently(functools.partial(
+                    sample_served, speaker=speaker, gate=gate, lines=lines, failed=failed, progress=progress,
+                    args=args), mine, in_flight))
+        say(server_line(args.sampler, sum(gather(speaker.server.counts), collections.Counter())))
+        failed.finish(lines, len(rows), runtime)
     with open(out, encoding="utf-8") as file:
         return [json.loads(line) for line in file]
 
 
-async def append_served(numbered, work, rows, failed, progress):
-    number, item = numbered
+async def sample_served(numbered, speaker, gate, lines, failed, progress, args):
+    """Add a (number, row) with its candidates to `lines` (Rows). The server is sent the prompt's ids and gives those
+    that it samples; `gate` (asyncio.Semaphore) limits the requests in flight."""
+    number, row = numbered
+    ids = encode(speaker.tokenizer, row["prompt"])
+    fault_of = functools.partial(ids_fault, speaker=speaker, prompt_tokens=len(ids))
+
+    async def one(candidate):
+        seed = server_seed(args.seed, "candidates", row["task_id"], row["sample"], row["turn"], candidate)
+        async with gate:
+            return await server_reply(speaker.server, ids, args.temperature, args.max_new_tokens, seed, fault_of,
+                                      return_token_ids=True)
     try:
-        rows.add(number, await work(item))
+        replies = await asyncio.gather(*map(one, range(args.num_candidates)))
     except ReplyError as error:
-        return failed.add(error, number=number)
+        return failed.add(error, number=number, **{key: row[key] for key in ("task_id", "sample", "turn")})
+    lines.add(number, {**row, "candidates": [
+        {"text": speaker.tokenizer.decode(reply.ids, skip_special_tokens=True), "ids": reply.ids, "ended": reply.ended}
+        for reply in replies]})
     failed.in_a_row = 0
     progress.update()
 

@@ -13,7 +13,7 @@ import pytest
 
 import common
 from conftest import begin, read, refused, ROOT, run, stage, succeed, wait
-from lib import servers
+from lib import servers, speakers
 from lib.models import encode, stop_ids
 from lib.runtime import InputError
 from lib.servers import open_server, Reply
@@ -84,7 +84,7 @@ def test_candidates_come_from_two_servers(few, greedy, tmp_path, serve, tiny, mo
 def test_a_misbehaving_server_changes_no_candidate(few, greedy, tmp_path, serve, monkeypatch, capsys):
     """At temperature 0 they are those that are sampled here, byte for byte: errors, rate limits, empty, half and cut
     replies, wrong ids, a reply that never comes."""
-    monkeypatch.setattr(policy, "open_server", functools.partial(open_server, timeout_s=2, retries=20))
+    monkeypatch.setattr(speakers, "open_server", functools.partial(open_server, timeout_s=2, retries=20))
     monkeypatch.setattr(servers, "MAX_PAUSE_S", 0.2)
     server = serve("--model", BASE, "--limit", 11, "--busy", 13, "--empty", 17, "--broken", 10, "--cut", 7,
                    "--wrong-ids", 12, "--hang-at", 6, "--strict")
@@ -135,7 +135,7 @@ def test_a_state_without_a_reply_is_asked_for_again(few, greedy, tmp_path, serve
 
 
 def test_servers_that_cannot_sample_are_one_line(few, tmp_path, serve, monkeypatch):
-    monkeypatch.setattr(policy, "open_server", functools.partial(open_server, retries=1))
+    monkeypatch.setattr(speakers, "open_server", functools.partial(open_server, retries=1))
     server = serve("--model", BASE, "--wrong-ids", 1)
     line = refused(4, *flags(few, tmp_path / "a", "--sampler", f"{server['url']}#model"))
     assert f"{server['url']}#model: wrong ids (they say " in line and "candidates.jsonl: " in line
@@ -152,10 +152,13 @@ def test_what_ids_must_be(tiny):
     ids = encode(tokenizer, "What is it?")
     end = [tokenizer.eos_token_id]
     speaker = Speaker(tokenizer=tokenizer, server=argparse.Namespace(name="http://a/v1#m"))
-    fault = lambda *reply, speaker=speaker: ids_fault(Reply(*reply, 5), speaker, "<|user|>", 9)
+    fault = lambda *reply, speaker=speaker: ids_fault(Reply(*reply, 5), speaker, 9)
     assert fault("What is it?", True, ids + end, 9) is None and fault("What is it?", False, ids, 9) is None
     assert fault("", True, end, 9) is None
-    assert fault("<think>no</think> What is it?", True, ids + end, 9) is None            # thoughts that it puts apart
+    thoughts = encode(tokenizer, "<think>A plan</think>")
+    for text in ("<think>A plan.</think>What is it?", "What is it?"):               # thoughts that it puts apart
+        assert fault(text, True, thoughts + ids + end, 9) is None
+    assert fault("What is it?\ufffd", False, ids, 9) is None
     assert "they say 'What is it?' and the text says 'When?'" in fault("When?", True, ids + end, 9)
     assert "they say 'What is it?' and the text says ''" in fault("", True, ids + end, 9)
     assert "no end of the turn" in fault("What is it?", True, ids, 9)
