@@ -12,7 +12,7 @@ import time
 import pytest
 
 import common
-from conftest import begin, read, refused, ROOT, run, stage, succeed, wait
+from conftest import begin, read, refused, ROOT, run, serving, stage, succeed, wait
 from lib import servers, speakers
 from lib.models import encode, stop_ids
 from lib.runtime import InputError
@@ -45,6 +45,13 @@ def greedy(few, tmp_path_factory):
     return out / "candidates.jsonl"
 
 
+@pytest.fixture(scope="module")
+def clean(tmp_path_factory):
+    """A server of the base model without faults, for all tests: the log grows."""
+    for serve in serving(tmp_path_factory):
+        yield serve("--model", BASE)
+
+
 def log_of(server):
     path = pathlib.Path(server["log"])
     return read(path) if path.exists() else []
@@ -52,13 +59,13 @@ def log_of(server):
 
 # --- 04 --sampler
 
-def test_candidates_come_from_two_servers(few, greedy, tmp_path, serve, tiny, monkeypatch, capsys):
+def test_candidates_come_from_two_servers(few, greedy, tmp_path, clean, serve, tiny, monkeypatch, capsys):
     """Prompts by their ids, every parameter, seeds that differ, balance, costs; the policy is not loaded to sample."""
     monkeypatch.setattr(policy, "load_model", None)
-    served = [serve("--model", BASE), serve("--model", BASE)]
+    served, before = [serve("--model", BASE), clean], len(log_of(clean))
     both = ",".join(server["url"] for server in served) + "#model"
     policy.main(flags(few, tmp_path / "out", "--sampler", both))
-    rows, logs = read(tmp_path / "out" / "candidates.jsonl"), [log_of(server) for server in served]
+    rows, logs = read(tmp_path / "out" / "candidates.jsonl"), [log_of(served[0]), log_of(clean)[before:]]
     requests = logs[0] + logs[1]
     assert len(requests) == 3 * len(rows) and min(map(len, logs)) > len(requests) / 4
     keys = "task_id", "sample", "turn", "task", "prompt", "history"
@@ -96,7 +103,7 @@ def test_a_misbehaving_server_changes_no_candidate(few, greedy, tmp_path, serve,
     assert (tmp_path / "out" / "candidates.jsonl").read_bytes() == greedy.read_bytes()
 
 
-def test_killed_it_goes_on_by_states(few, greedy, tmp_path, serve, capsys):
+def test_killed_it_goes_on_by_states(few, greedy, tmp_path, clean, serve):
     """On two ranks then, with a server at another address, which is asked for what is missing alone."""
     first, out = serve("--model", BASE, "--delay-s", 0.1), tmp_path / "out"
     arguments = flags(few, out, "--temperature", 0, "--concurrency", 3, "--sampler")
@@ -110,16 +117,16 @@ def test_killed_it_goes_on_by_states(few, greedy, tmp_path, serve, capsys):
     num_states = len(read(greedy))
     assert 3 < len(done) < num_states and not (out / "candidates.jsonl").exists()
     serve.end(first["pid"])
-    second = serve("--model", BASE)
-    process = run("04_train_policy.py", *arguments, f"{second['url']}#model", ranks=2)
+    before = len(log_of(clean))
+    process = run("04_train_policy.py", *arguments, f"{clean['url']}#model", ranks=2)
     assert process.returncode == 2 and "twice the same text" in process.stderr
-    assert f"{first['url']}#model; {second['url']}#model is taken for the same model" in process.stdout
-    assert len(log_of(second)) == 3 * (num_states - len(done))
+    assert f"{first['url']}#model; {clean['url']}#model is taken for the same model" in process.stdout
+    assert len(log_of(clean)) - before == 3 * (num_states - len(done))
     assert (out / "candidates.jsonl").read_bytes() == greedy.read_bytes() and not list(out.glob("*.partial"))
-    assert "made with --sampler" in refused(4, *arguments, f"{second['url']}#other")
+    assert "made with --sampler" in refused(4, *arguments, f"{clean['url']}#other")
 
 
-def test_a_state_without_a_reply_is_asked_for_again(few, greedy, tmp_path, serve):
+def test_a_state_without_a_reply_is_asked_for_again(few, greedy, tmp_path, clean, serve):
     rows, out = read(greedy), tmp_path / "out"
     longest = max(range(len(rows)), key=lambda i: len(rows[i]["prompt"]))
     server = serve("--model", BASE, "--refuse", rows[longest]["prompt"][-40:])
@@ -128,9 +135,9 @@ def test_a_state_without_a_reply_is_asked_for_again(few, greedy, tmp_path, serve
     assert f"candidates.jsonl: 1 of {len(rows)} states failed, the first with " in line and "status 400" in line
     [failed] = read(out / "candidates.jsonl.failed.jsonl")
     assert failed["number"] == longest and not (out / "candidates.jsonl").exists()
-    other = serve("--model", BASE)
-    assert "twice the same text" in refused(4, *arguments, f"{other['url']}#model")
-    assert len(log_of(other)) == 3 and (out / "candidates.jsonl").read_bytes() == greedy.read_bytes()
+    before = len(log_of(clean))
+    assert "twice the same text" in refused(4, *arguments, f"{clean['url']}#model")
+    assert len(log_of(clean)) - before == 3 and (out / "candidates.jsonl").read_bytes() == greedy.read_bytes()
     assert not (out / "candidates.jsonl.failed.jsonl").exists()
 
 
@@ -174,10 +181,10 @@ def test_what_ids_must_be(tiny):
 
 # --- 02 --best-of
 
-def test_best_of_n_of_a_server_sends_what_is_preferred(workspace, serve, tiny):
+def test_best_of_n_of_a_server_sends_what_is_preferred(workspace, clean, tiny):
     """The candidates are nested in N, the first is that of N = 1; each is sampled with a seed of its own."""
-    server = serve("--model", BASE)
-    agent, seen = Speaker(tokenizer=tiny[1], server=open_server(f"{server['url']}#model")), []
+    agent, seen = Speaker(tokenizer=tiny[1], server=open_server(f"{clean['url']}#model")), []
+    before = len(log_of(clean))
 
     async def longest(dialogue, prompt, replies):
         seen.extend(reply.ids for reply in replies)
@@ -190,7 +197,7 @@ def test_best_of_n_of_a_server_sends_what_is_preferred(workspace, serve, tiny):
     best = turn("--best-of", "4", "--critic", "c")
     assert len(best["output_ids"]) == max(map(len, seen)) and best["input"] and len(set(map(tuple, seen))) > 1
     assert turn()["output_ids"] == seen[0]
-    assert len({request["seed"] for request in log_of(server)}) == 4
+    assert len({request["seed"] for request in log_of(clean)[before:]}) == 4
 
 
 def test_best_of_n_of_a_server_goes_on_after_a_kill(workspace, tmp_path, serve, tiny):
