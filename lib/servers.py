@@ -113,7 +113,8 @@ async def ask_once(server, address, request, fault_of):
         if status in (401, 403) or error.code == "insufficient_quota":
             raise InputError(f"{where}: the key in OPENAI_API_KEY is missing or refused ({fault})") from None
         if status == 404:
-            raise InputError(f"{where}: no model of this name there ({fault})") from None
+            or_no = ", or nothing that continues a prompt (/completions)" if "prompt" in request else ""
+            raise InputError(f"{where}: no model of this name there{or_no} ({fault})") from None
         if status in (408, 409, 429) or status >= 500:
             return None, fault, float(wait_s) if re.fullmatch(r"\d+(\.\d+)?", wait_s) else None
         if "top_k" in request["extra_body"] and not server.takes_sampling:

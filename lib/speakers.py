@@ -147,7 +147,7 @@ def served_candidates(out, rows, tokenizer, args, runtime, works):
         speaker = Speaker(tokenizer=tokenizer, server=open_server(args.sampler))
         works.append(speaker.server.counts)
         gate = asyncio.Semaphore(args.concurrency)
-        in_flight = 2 * math.ceil(args.concurrency / args.num_candidates)    # a row's last candidate leaves none empty
+        in_flight = 2 * math.ceil(args.concurrency / args.num_candidates)   # a slow candidate leaves no gap at the gate
         failed = Failures(out, "state", in_flight)
         with Rows(out, runtime) as lines:
             missing = [(number, row) for number, row in enumerate(rows) if number not in lines.done]

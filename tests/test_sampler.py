@@ -141,11 +141,13 @@ def test_a_state_without_a_reply_is_asked_for_again(few, greedy, tmp_path, clean
     assert not (out / "candidates.jsonl.failed.jsonl").exists()
 
 
-def test_servers_that_cannot_sample_are_one_line(few, tmp_path, serve, monkeypatch):
+def test_servers_that_cannot_sample_are_one_line(few, tmp_path, clean, serve, monkeypatch):
     monkeypatch.setattr(speakers, "open_server", functools.partial(open_server, retries=1))
     server = serve("--model", BASE, "--wrong-ids", 1)
     line = refused(4, *flags(few, tmp_path / "a", "--sampler", f"{server['url']}#model"))
     assert f"{server['url']}#model: wrong ids (they say " in line and "candidates.jsonl: " in line
+    line = refused(4, *flags(few, tmp_path / "d", "--sampler", f"{clean['url']}#nobody"))
+    assert "#nobody: no model of this name there, or nothing that continues a prompt (/completions) (status 404" in line
     process = run("04_train_policy.py", *flags(few, tmp_path / "b", "--sampler", "http://127.0.0.1:9/v1#model"))
     assert process.returncode == 2 and "no connection" in process.stderr
     for more in (["--sampler", BASE], ["--sampler", "http://a/v1#m", "--candidates", "c"]):
