@@ -26,7 +26,6 @@ import json
 import pathlib
 import random
 import re
-import sys
 import time
 
 import common
@@ -34,10 +33,10 @@ from colbench import ColBenchError, domain_of, task_id
 from lib.arguments import add_overwrite, add_world, argument_parser, non_negative_int, positive_int, set_preset
 from lib.costs import Costs
 from lib.credit import measure_turns
-from lib.models import encode, is_server, load_tokenizer, tokenizer_name, work_of
-from lib.runtime import barrier, begin_output, gather, InputError, is_done, read_text, Rows, run_stage, start
+from lib.models import is_server, load_tokenizer, tokenizer_name, work_of
+from lib.runtime import begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
 from lib.servers import ReplyError, strip_thoughts
-from lib.speakers import ask, open_speakers, rollout_lines, run_concurrently
+from lib.speakers import ask, Failures, open_speakers, rollout_lines, run_concurrently
 from lib.tables import heading_of
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -73,12 +72,8 @@ async def agent_turn(dialogue, agent, chooser, args):
         return {"role": "assistant", "content": domain.shown(text)}
     chat = common.agent_messages(history, args.max_rounds, domain.AGENT_SYSTEM, dialogue["system"])
     prompt, replies = await ask(agent, chat, key, args.temperature, args.max_new_tokens, args.best_of,
-                                ("agent", dialogue["number"]),
-                                **({"return_token_ids": True} if args.agent_tokenizer else {}))
+                                ("agent", dialogue["number"]))
     reply = replies[await chooser(dialogue, prompt, replies) if args.best_of > 1 else 0]
-    if args.agent_tokenizer and (not reply.ids or reply.prompt_tokens != len(encode(agent.tokenizer, prompt))):
-        raise InputError(f"{args.agent}: --agent-tokenizer needs a server that gives token ids, as vLLM does, and "
-                         "reads prompts as this tokenizer and template make them; this one does not")
     turn = {"role": "assistant", "content": domain.shown(visible(agent, prompt, reply)), "input": prompt,
             "output": reply.text, "output_ids": reply.ids, "truncated": not reply.ended}
     return {key: value for key, value in turn.items() if value or key in ("content", "output")}
@@ -210,17 +205,12 @@ async def play_and_save(dialogue, speakers, world, rows, progress, tally, failed
             dialogue["sample"] += f"/{dialogue['more']['continuation']}"
         await play(dialogue, *speakers, world, args)
     except ReplyError as error:
-        failed.append({"number": dialogue["number"], "task_id": task_id(dialogue["task"]), "sample": dialogue["sample"],
-                       "failed": str(error), "dialogue_history": dialogue["history"]})
-        progress.set_postfix_str(f"{len(failed):,} failed")
-        tally["failed in a row"] += 1
-        if tally["failed in a row"] >= max(20, args.concurrency):
-            raise InputError(f"{args.out}: {tally['failed in a row']} dialogues in a row failed, the last with "
-                             f"{error}; run the same command again to go on") from None
-        return None
+        progress.set_postfix_str(f"{len(failed) + 1:,} failed")
+        return failed.add(error, number=dialogue["number"], task_id=task_id(dialogue["task"]),
+                          sample=dialogue["sample"], dialogue_history=dialogue["history"])
     tally["played_s"] += time.perf_counter() - begin
     tally["waited_s"] += dialogue["waited_s"]
-    tally["failed in a row"] = 0
+    failed.in_a_row = 0
 
     async def score():
         [verdicts] = await world.score([(dialogue["task"], dialogue["answer"])])
@@ -299,7 +289,8 @@ def parse_args(argv=None):
     group.add_argument("--chat-template-args", type=json.loads, default={}, metavar="JSON", help="arguments of chat "
                        "templates by role: {\"agent\": {\"enable_thinking\": false}, \"simulator\": …, …}")
     group.add_argument("--agent-tokenizer", metavar="MODEL", help="the tokenizer of a vLLM server's agent: keeps the "
-                       "sampled ids and the prompt, so that 03 and 04 train on just these")
+                       "sampled ids and the prompt, so that 03 and 04 train on just these; --best-of needs it for a "
+                       "critic that reads tokens")
     group.add_argument("--timeout", type=float, default=600, help="seconds that a request to a server may take")
     group.add_argument("--retries", type=non_negative_int, default=8, help="times that a failed request is tried again")
     add_world(parser)
@@ -362,8 +353,6 @@ def main(argv=None):
     roles = {"agent": None if args.agent.startswith("script") else args.agent,
              "simulator": None if args.simulator == "rules" else args.simulator,
              "judge": args.critic.removeprefix("judge:") if judged else None}
-    if is_server(args.agent) and (args.best_of > 1 or args.branch):
-        raise InputError("--best-of and --branch need an agent whose tokens are at hand: a folder or hub id, no server")
     agent, human, judge = open_speakers(roles, runtime.device, domain.PERSON_SEES, args)
     if args.agent_tokenizer:
         agent = agent._replace(tokenizer=load_tokenizer(args.agent_tokenizer))
@@ -376,8 +365,12 @@ def main(argv=None):
     if judge:
         chooser = functools.partial(judge_choice, judge=judge, counts=verdicts, args=args)
     elif args.best_of > 1:
-        critic = args.critic if oracle else common.load_critic(
-            common.read_critic(args.critic, agent.tokenizer, domain), common.load_whole(runtime.device, args.dtype))
+        critic = args.critic if oracle else common.read_critic(args.critic, agent.tokenizer, domain)
+        if not (oracle or critic.get("visual") or agent.tokenizer):
+            raise InputError(f"--best-of with {args.critic}, a critic that reads tokens: {args.agent} needs "
+                             "--agent-tokenizer MODEL")
+        if not oracle:
+            critic = common.load_critic(critic, common.load_whole(runtime.device, args.dtype))
         chooser = functools.partial(critic_choice, critic=critic, tokenizer=agent.tokenizer, device=runtime.device,
                                     world=world)
     dialogues = new_dialogues(rows, system, args)
@@ -388,9 +381,9 @@ def main(argv=None):
     opened = {name: speaker for name, speaker in zip(roles.values(), (agent, human, judge)) if speaker}
     models = [*(speaker.model for speaker in opened.values()),
               *((critic["model"], critic["reference"]) if critic and not oracle else ())]
-    works = [work_of(model) for model in models if model]
-    counts = [speaker.server.counts for speaker in opened.values() if speaker.server]
-    tally, failed = collections.Counter(), []
+    works = [*(work_of(model) for model in models if model),
+             *(speaker.server.counts for speaker in opened.values() if speaker.server)]
+    tally, failed = collections.Counter(), Failures(out, "dialogue", args.concurrency)
     with Rows(out, runtime) as lines, world:
         mine = [one for one in dialogues if one["number"] not in lines.done][runtime.rank::runtime.world_size]
         if lines.done and runtime.rank == 0:
@@ -402,24 +395,16 @@ def main(argv=None):
                     tally=tally, failed=failed, candidates={}, tokenizer=name, args=args), mine, args.concurrency))
             except (InputError, ColBenchError):
                 if runtime.world_size == 1:                          # the tokens are paid for (ranks need each other)
-                    costs.record(works, servers=counts)
+                    costs.record(works)
                 raise
     stats = {key: speaker.server.counts if speaker.server else speaker.engine.stats for key, speaker in opened.items()
              if not speaker.sees}
-    ranks = gather({"tally": tally, "failed": failed, "stats": stats, "verdicts": verdicts})
-    costs.record(works, servers=counts)
-    failed = sorted((row for rank in ranks for row in rank["failed"]), key=lambda row: row["number"])
+    ranks = gather({"tally": tally, "stats": stats, "verdicts": verdicts})
+    costs.record(works)
+    say(*rollout_lines(ranks, time.perf_counter() - costs.begin))
+    failed.finish(lines, len(dialogues), runtime)
     if runtime.rank == 0:
-        print(*rollout_lines(ranks, time.perf_counter() - costs.begin), sep="\n")
-        lines.finish(len(dialogues), failed)
-        if not failed:
-            print(summary(out), flush=True)
-    barrier()                                                        # a rank that leaves early would end the others
-    if failed and runtime.rank == 0:
-        raise InputError(f"{out}: {len(failed):,} of {len(dialogues):,} dialogues failed, the first with "
-                         f"{failed[0]['failed']}; run the same command again to play these")
-    if failed:
-        sys.exit(2)
+        print(summary(out), flush=True)
 
 
 if __name__ == "__main__":

@@ -48,8 +48,9 @@ from lib.arguments import add_training, argument_parser, non_negative_float, pos
 from lib.costs import Costs
 from lib.engine import generate, uniforms
 from lib.memory import dry_run
-from lib.models import encode, fresh_model, load_model, load_tokenizer, reads_images, stop_ids, work_of
+from lib.models import encode, fresh_model, is_server, load_model, load_tokenizer, reads_images, stop_ids, work_of
 from lib.runtime import begin_output, InputError, is_done, map_blocks, run_stage, say, start, write_jsonl
+from lib.speakers import served_candidates
 
 # ---------------------------------------------------------------------------------------------------------------------
 # losses
@@ -97,34 +98,33 @@ def sample_states(trajectories, fraction, seed):
     return states
 
 
-def sample_candidates(states, prompts, model, tokenizer, args):
-    """A row of candidates.jsonl for each state: the prompt, and `num_candidates` actions sampled from the policy."""
-    keys = [(args.seed, "candidates", t["task_id"], t["sample"], number) for t, number, _ in states]
+def sample_candidates(rows, model, tokenizer, args):
+    """The rows with "candidates": after each prompt, `num_candidates` actions sampled from the policy."""
+    keys = [(args.seed, "candidates", row["task_id"], row["sample"], row["turn"]) for row in rows]
     randoms = torch.cat([uniforms((args.num_candidates, args.max_new_tokens), *key) for key in keys])
     stops = stop_ids(model, tokenizer)
-    actions = generate(model, [encode(tokenizer, prompt) for prompt in prompts], randoms, args.temperature, stops,
+    actions = generate(model, [encode(tokenizer, row["prompt"]) for row in rows], randoms, args.temperature, stops,
                        args.concurrency, args.max_tokens)
-    rows = []
-    for s, ((trajectory, number, i), prompt) in enumerate(zip(states, prompts)):
-        history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"][:i]]
-        own = actions[s * args.num_candidates:(s + 1) * args.num_candidates]
-        rows.append({"task_id": trajectory["task_id"], "sample": trajectory["sample"], "turn": number,
-                     "task": trajectory["task"], "prompt": prompt, "history": history,
-                     "candidates": [{"text": tokenizer.decode(a, skip_special_tokens=True), "ids": a,
-                                     "ended": a[-1] in stops} for a in own]})
-    return rows
+    candidates = [{"text": tokenizer.decode(a, skip_special_tokens=True), "ids": a, "ended": a[-1] in stops}
+                  for a in actions]
+    return [{**row, "candidates": candidates[r * args.num_candidates:(r + 1) * args.num_candidates]}
+            for r, row in enumerate(rows)]
 
 
 def candidates_phase(path, states, prompts, tokenizer, args, runtime, works):
-    """Rows of candidates.jsonl. Every rank holds the whole policy, and samples for other states than the others."""
-    pairs = list(zip(states, prompts))
-    blocks = [pairs[i:i + 128] for i in range(0, len(pairs), 128)]
+    """Rows of candidates.jsonl. Every rank holds the whole policy, or asks --sampler, for other states than the others.
+    """
+    rows = [{"task_id": t["task_id"], "sample": t["sample"], "turn": number, "task": t["task"], "prompt": prompt,
+             "history": [{"role": turn["role"], "content": turn["content"]} for turn in t["dialogue_history"][:i]]}
+            for (t, number, i), prompt in zip(states, prompts)]
+    if args.sampler:
+        return served_candidates(path, rows, tokenizer, args, runtime, works)
+    blocks = [rows[i:i + 128] for i in range(0, len(rows), 128)]
     model = None
     if not path.exists():
         model = load_model(args.model, runtime.device, args.dtype)[0].eval()
         works.append(work_of(model))
-    return map_blocks(path, blocks, lambda block: sample_candidates(*zip(*block), model, tokenizer, args), runtime,
-                      "state")
+    return map_blocks(path, blocks, lambda block: sample_candidates(block, model, tokenizer, args), runtime, "state")
 
 
 def scores_phase(path, rows, critic, tokenizer, args, runtime, works):
@@ -306,7 +306,10 @@ def parse_args(argv=None):
     group.add_argument("--max-new-tokens", type=positive_int, default=1024, help="tokens of a candidate")
     group.add_argument("--candidates", metavar="FILE", help="candidates.jsonl of another run of the same model, seed "
                        "and trajectories; None: sample them")
-    group.add_argument("--concurrency", type=positive_int, default=256, help="candidates sampled at a time")
+    group.add_argument("--sampler", metavar="http://HOST:PORT/v1#NAME", help="servers of --model's weights (commas "
+                       "between addresses) that give token ids, as vLLM does: they sample the candidates, which then "
+                       "do not repeat bit for bit; None: every rank holds the model and samples")
+    group.add_argument("--concurrency", type=positive_int, default=256, help="candidates sampled at a time, by a rank")
     group.add_argument("--pairs-together", action="store_true",
                        help="keep the pairs of a turn in one batch, where they share the prompt (faster)")
     group.add_argument("--no-tree", action="store_true", help="give every candidate a prompt of its own (slower)")
@@ -321,10 +324,14 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if (args.candidates or args.pairs_together or args.min_margin) and args.method != "sweet":
         parser.error("--candidates, --pairs-together and --min-margin go with --method sweet")
+    if args.sampler and (args.method != "sweet" or args.candidates or not is_server(args.sampler)):
+        parser.error("--sampler http://HOST:PORT/v1#NAME goes with --method sweet, without --candidates")
     if args.method == "sweet" and args.critic is None or args.critic and args.method not in ("sweet", "grpo"):
         parser.error("--critic DIR goes with --method sweet, which needs it, and grpo")
     if args.turn_cost and (args.method not in ("mtdpo", "rft", "grpo") or args.critic):
         parser.error("--turn-cost goes with --method mtdpo, rft and grpo; with a critic give it to 03")
+    if args.dry_run and args.method == "distill":
+        parser.error("--dry-run does not know the teacher of --method distill")
     epochs = 8 if args.preset == "paper-frontend" else 4
     args.epochs = args.epochs or (1 if args.method in ("sweet", "grpo", "distill") else epochs)
     args.batch_size = args.batch_size or (8 if args.method in ("sweet", "mtdpo") else 32)
@@ -339,7 +346,7 @@ def main(argv=None):
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
     oracle, fresh = args.critic in domain.ORACLES, args.model == "tiny" and args.method == "sft"
-    inputs = [args.trajectories, args.model, args.candidates, None if oracle else args.critic]
+    inputs = [args.trajectories, args.model, args.candidates, args.sampler, None if oracle else args.critic]
     if is_done(args, args.out, inputs, folder=True):
         return
     lora = lora_config(args)

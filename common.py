@@ -23,8 +23,7 @@ from lib.runtime import barrier, broadcast, check_row, gather, InputError, is_ma
 from lib.servers import strip_thoughts
 from lib.vision import image_row, read_images
 
-# Flags for which a World may have an argument, and their values where they are not set (--unsafe-scorer is a permission,
-# which a World may have no need of)
+# Flags for which a World may have an argument, and their values where they are not set
 WORLD_FLAGS = {"compat": False, "browser": None, "similarity": "clip", "clip_model": None}
 
 

@@ -24,11 +24,10 @@ class Costs:
         self.before = dict.fromkeys((*COST_KEYS, *SERVER_KEYS), 0)
         self.before |= json.loads(self.path.read_text()) if self.path.exists() else {}
 
-    def record(self, works=(), trained_tokens=0, servers=()):
-        """works: what models did in this process on this rank (work_of), servers: what servers did for it (counts);
-        `trained_tokens` by all ranks."""
-        spent = {key: sum(work[key] for work in works) for key in ("generated_tokens", "flops")}
-        spent |= {key: sum(counts[key.removeprefix("server_")] for counts in servers) for key in SERVER_KEYS}
+    def record(self, works=(), trained_tokens=0):
+        """works: what models (work_of) and servers (their counts) did for this process on this rank; `trained_tokens`
+        by all ranks."""
+        spent = {key: sum(work.get(key, 0) for work in works) for key in ("generated_tokens", "flops", *SERVER_KEYS)}
         if dist.is_initialized():
             spent = dict(zip(spent, reduce_sums(list(spent.values()), self.device)))
         if is_main():

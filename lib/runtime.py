@@ -345,6 +345,11 @@ def output_record(args, out, inputs, folder):
              "inputs": {str(path): known_fingerprint(path) for path in inputs if path}})
 
 
+def without_address(value):
+    """The name of a server's model alone: when a run goes on, the same model may answer at another address."""
+    return re.sub(r"^(judge:)?https?:/[^#]*", r"\1", value) if isinstance(value, str) else value
+
+
 @on_main
 def is_done(args, out, inputs, folder=False):
     """True if the same command (arguments and inputs) already made this output; InputError if another command did,
@@ -361,11 +366,14 @@ def is_done(args, out, inputs, folder=False):
     if path.exists():
         before = json.loads(path.read_text())
         for kind in ("args", "inputs"):
-            for key in {**before[kind], **record[kind]}:
-                old, new = (r[kind].get(key, "not given") for r in (before, record))
-                if old != new:
+            both = [{without_address(key): value for key, value in r[kind].items()} for r in (before, record)]
+            for key in {**both[0], **both[1]}:
+                old, new = (own.get(key, "not given") for own in both)
+                if without_address(old) != without_address(new):
                     what = f"--{key.replace('_', '-')} {old}, now {new}" if kind == "args" else f"another {key}"
                     raise InputError(f"{out}: made with {what}; choose another --out or add --overwrite")
+                if old != new and kind == "args":
+                    say(f"{out}: begun with --{key.replace('_', '-')} {old}; {new} is taken for the same model")
         if (out / "COMPLETED" if folder else out).exists():
             say(f"{out}: done already by the same command")
             return True

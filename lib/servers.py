@@ -21,6 +21,7 @@ def server_seed(*key):
 
 Reply = namedtuple("Reply", "text ended ids prompt_tokens completion_tokens")
 MAX_PAUSE_S, MAX_WAIT_S = 30, 600               # between two tries: of our own accord, and because a server asks for it
+RESEEDED = "empty reply", "unreadable reply", "wrong ids"                 # the same seed could give the same again
 
 
 class Server(types.SimpleNamespace):
@@ -63,13 +64,15 @@ def open_server(name, timeout_s=600, retries=8):
                   last_reply=-math.inf, counts=collections.Counter())
 
 
-def server_request(server, messages, temperature, max_new_tokens, seed, extra):
-    """The arguments of one request, with every sampling parameter set. OpenAI's reasoning models have none but seed and
-    length, and o1-mini, a row of the paper's table 2, no system prompt."""
-    request = {"model": server.model, "messages": messages, "seed": seed}
-    if re.match(r"(openai/)?(o[134]\b|gpt-5)", server.model):
+def server_request(server, said, temperature, max_new_tokens, seed, extra):
+    """The arguments of one request after a chat (messages) or a prompt (ids), with every sampling parameter set.
+    OpenAI's reasoning models have none but seed and length, and o1-mini, a row of the paper's table 2, no system
+    prompt."""
+    kind = "prompt" if isinstance(said[0], int) else "messages"
+    request = {"model": server.model, kind: said, "seed": seed}
+    if kind == "messages" and re.match(r"(openai/)?(o[134]\b|gpt-5)", server.model):
         if re.match(r"(openai/)?o1-(mini|preview)", server.model):
-            request["messages"] = [{**m, "role": "user" if m["role"] == "system" else m["role"]} for m in messages]
+            request["messages"] = [{**m, "role": "user" if m["role"] == "system" else m["role"]} for m in said]
         return request | {"max_completion_tokens": max_new_tokens, "extra_body": extra}
     return request | {"max_tokens": max_new_tokens, "temperature": temperature, "top_p": 1.0, "frequency_penalty": 0.0,
                       "presence_penalty": 0.0, "extra_body": server.sampling | extra}
@@ -80,20 +83,29 @@ def read_reply(answer):
     it ended before the limit of its length, token ids (None where the server gives none), numbers of tokens read and
     written."""
     choice, usage = answer.choices[0], answer.usage
-    thoughts = getattr(choice.message, "reasoning_content", None) or getattr(choice.message, "reasoning", None)
-    text = (f"<think>{thoughts}</think>" if thoughts else "") + (choice.message.content or "")
+    message = getattr(choice, "message", None)                      # of a chat, none after a prompt
+    thoughts = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
+    text = (f"<think>{thoughts}</think>" if thoughts else "") + ((message.content if message else choice.text) or "")
     return Reply(text, choice.finish_reason != "length", getattr(choice, "token_ids", None),
                  usage.prompt_tokens if usage else 0, usage.completion_tokens if usage else 0)
 
 
-async def ask_once(server, address, request):
+def empty_fault(reply):
+    """One line where nothing is said in a Reply but thoughts; else None."""
+    if not strip_thoughts(reply.text):
+        return "empty reply" + ("" if reply.ended else " (ended by the limit of new tokens: raise it)")
+
+
+async def ask_once(server, address, request, fault_of):
     """Returns (reply, error, retry_after_s): (Reply, None, None), or (None, one line, seconds or None for growing
     pauses). InputError, or ReplyError, where no retry can help."""
+    import httpx
     import openai
-    where = f"{address.url}#{server.model}"
+    where, client = f"{address.url}#{server.model}", address.client
+    create = client.completions.create if "prompt" in request else client.chat.completions.create
     try:
         async with asyncio.timeout(server.timeout_s):
-            reply = read_reply(await address.client.chat.completions.create(**request))
+            reply = read_reply(await create(**request))
     except openai.APIStatusError as error:
         status, wait_s = error.status_code, error.response.headers.get("retry-after", "")
         told = error.body.get("message") if isinstance(error.body, dict) else None
@@ -101,7 +113,8 @@ async def ask_once(server, address, request):
         if status in (401, 403) or error.code == "insufficient_quota":
             raise InputError(f"{where}: the key in OPENAI_API_KEY is missing or refused ({fault})") from None
         if status == 404:
-            raise InputError(f"{where}: no model of this name there ({fault})") from None
+            or_no = ", or nothing that continues a prompt (/completions)" if "prompt" in request else ""
+            raise InputError(f"{where}: no model of this name there{or_no} ({fault})") from None
         if status in (408, 409, 429) or status >= 500:
             return None, fault, float(wait_s) if re.fullmatch(r"\d+(\.\d+)?", wait_s) else None
         if "top_k" in request["extra_body"] and not server.takes_sampling:
@@ -112,20 +125,19 @@ async def ask_once(server, address, request):
         raise (ReplyError if address.answered else InputError)(f"{where}: refuses the request ({fault})") from None
     except openai.APIConnectionError as error:
         fault = f"no connection ({one_line(error.__cause__ or error)})"
-        if not address.answered:
+        if not address.answered and not isinstance(error.__cause__, (httpx.ReadError, httpx.RemoteProtocolError)):
             raise InputError(f"{where}: {fault}; start the server first, or mend the address") from None
         return None, fault, None
     except TimeoutError:
         return None, f"no reply within {server.timeout_s:g} s", None
     except (ValueError, AttributeError, IndexError, TypeError) as error:
         return None, f"unreadable reply ({one_line(error)})", 0
-    server.counts["prompt_tokens"] += reply.prompt_tokens
-    server.counts["completion_tokens"] += reply.completion_tokens
+    server.counts["server_prompt_tokens"] += reply.prompt_tokens
+    server.counts["server_completion_tokens"] += reply.completion_tokens
     server.takes_sampling |= "top_k" in request["extra_body"]
     server.last_reply, address.answered = time.monotonic(), True
-    if not strip_thoughts(reply.text):
-        return None, "empty reply" + ("" if reply.ended else " (ended by the limit of new tokens: raise it)"), 0
-    return reply, None, None
+    fault = fault_of(reply)
+    return (None, fault, 0) if fault else (reply, None, None)
 
 
 async def next_address(server):
@@ -138,21 +150,22 @@ async def next_address(server):
         await asyncio.sleep((address.rests_until - now) * random.uniform(1, 1.1))
 
 
-async def server_reply(server, messages, temperature, max_new_tokens, seed, **extra):
-    """The Reply of a server's model to a chat; `extra`: more fields of the request, which not every server takes.
+async def server_reply(server, said, temperature, max_new_tokens, seed, fault_of=empty_fault, **extra):
+    """The Reply of a server's model to a chat (messages) or a prompt (ids); fault_of(Reply): one line that begins with
+    a name of RESEEDED where it cannot be taken; `extra`: more fields of the request, which not every server takes.
 
     A lost connection, the time limit, and statuses 408, 409, 429 and 5xx are tried again after growing pauses, or the
-    time that the server asks for; an empty or unreadable reply at once, with another seed. InputError where no further
+    time that the server asks for; what cannot be read or taken at once, with another seed. InputError where no further
     request can succeed: no server at the first one, key or model refused, no connection or no turn for any request in
     all of that time. ReplyError where it is this one."""
     begin, attempt = time.monotonic(), 0
     while True:
         address, sent = await next_address(server), time.monotonic()
-        request = server_request(server, messages, temperature, max_new_tokens, seed, extra)
+        request = server_request(server, said, temperature, max_new_tokens, seed, extra)
         server.counts["requests"] += 1
         address.in_flight += 1
         try:
-            reply, fault, wait_s = await ask_once(server, address, request)
+            reply, fault, wait_s = await ask_once(server, address, request, fault_of)
         finally:
             address.in_flight -= 1
         if reply:
@@ -167,7 +180,7 @@ async def server_reply(server, messages, temperature, max_new_tokens, seed, **ex
                 raise InputError(f"{where}: {fault}, and no reply to any request for {now - begin:.0f} s; run the same "
                                  "command again to go on")
             raise ReplyError(f"{where}: {fault}")
-        seed += kind in ("empty reply", "unreadable reply")
+        seed += kind in RESEEDED
         pause_s = min(MAX_PAUSE_S, 2 ** (attempt - 1)) * random.uniform(0.5, 1) if wait_s is None else wait_s
         if wait_s or kind == "no connection":                             # then all requests leave the address alone
             address.rests_until = max(address.rests_until, now + pause_s)

@@ -3,12 +3,16 @@ import asyncio
 import base64
 import collections
 import functools
+import itertools
+import json
+import math
 import pathlib
+import sys
 
 from lib.engine import Engine, uniforms
 from lib.models import encode, is_server, load_model, stop_ids
-from lib.runtime import InputError
-from lib.servers import open_server, Reply, server_reply, server_seed
+from lib.runtime import barrier, gather, InputError, Rows, say
+from lib.servers import empty_fault, open_server, Reply, ReplyError, server_reply, server_seed, strip_thoughts
 from lib.vision import load_vision, vision_reply
 
 # engine: of a local model; server: of one behind http://; sees: a lock of a local model that is shown images, whose
@@ -51,20 +55,25 @@ def has_stop(ids, tokenizer, stop):
     return any(text in tail for text in stop)
 
 
-async def ask(speaker, chat, key, temperature, max_new_tokens, count=1, cache=None, **fields):
+async def ask(speaker, chat, key, temperature, max_new_tokens, count=1, cache=None):
     """(prompt text, [Reply, …]): `count` continuations of a chat (messages), drawn with the random numbers of `key`.
-    `cache` lets the engine find what it has computed for this dialogue; a server gets more `fields`, and its prompt is
-    only known with its tokenizer (None otherwise)."""
+    `cache` lets the engine find what it has computed for this dialogue. A server's prompt is only known with its
+    tokenizer (None otherwise), and it must then give the ids that it samples (ids_fault)."""
     tokenizer, more = speaker.tokenizer, speaker.template_args
     if speaker.sees:
         async with speaker.sees:
             return None, [await asyncio.to_thread(vision_reply, speaker.model, tokenizer, chat, max_new_tokens)]
     prompt = tokenizer and tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **more)
     if speaker.server:
-        fields |= ({"chat_template_kwargs": more} if more else {}) | ({"stop": speaker.stop} if speaker.stop else {})
+        fields = ({"chat_template_kwargs": more} if more else {}) | ({"stop": speaker.stop} if speaker.stop else {})
         chat = [{**message, "content": sent(message["content"])} for message in chat]
-        return prompt, [await server_reply(speaker.server, chat, temperature, max_new_tokens, server_seed(*key),
-                                           **fields)]
+        if tokenizer:
+            length = len(encode(tokenizer, prompt))
+            fields |= {"return_token_ids": True,
+                       "fault_of": lambda reply: empty_fault(reply) or ids_fault(reply, speaker, length)}
+        seeds = [server_seed(*key, *([n] if n else [])) for n in range(count)]           # the first as with count = 1
+        return prompt, await asyncio.gather(*(server_reply(speaker.server, chat, temperature, max_new_tokens, seed,
+                                                           **fields) for seed in seeds))
     ids, stops = encode(tokenizer, prompt), stop_ids(speaker.model, tokenizer)
     outputs = await speaker.engine.generate(ids, uniforms((count, max_new_tokens), *key), temperature, cache)
     replies = []
@@ -75,6 +84,106 @@ async def ask(speaker, chat, key, temperature, max_new_tokens, count=1, cache=No
         ended = new[-1] in stops or bool(speaker.stop) and has_stop(new, tokenizer, speaker.stop)
         replies.append(Reply(text, ended, new, len(ids), len(new)))
     return prompt, replies
+
+
+def ids_fault(reply, speaker, prompt_tokens):
+    """One line where a server's Reply to a prompt of so many tokens has other ids than its text by the speaker's
+    tokenizer, or no end of the turn among them; else None. InputError where the server gives no ids, or has read
+    another number of tokens."""
+    name, tokenizer = speaker.server.name, speaker.tokenizer
+    if not reply.ids:
+        raise InputError(f"{name}: gives no token ids; --agent-tokenizer and --sampler need a server that gives those "
+                         "that it samples, as vLLM does (return_token_ids)")
+    if reply.prompt_tokens != prompt_tokens:
+        raise InputError(f"{name}: says that it has read {reply.prompt_tokens:,} tokens, where this tokenizer and "
+                         f"template make {prompt_tokens:,}; the server's must be the same")
+    vocabulary = range(len(tokenizer))
+    if not all(isinstance(token, int) and token in vocabulary for token in reply.ids):
+        return "wrong ids (not of this vocabulary)"
+    said = tokenizer.decode(reply.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    for stop in speaker.stop:
+        said = said.split(stop, 1)[0]
+    # A limit may cut a character, which is shown or not, and a server may put thoughts apart or write them otherwise.
+    said, text, visible = (own.rstrip("\ufffd").strip() for own in (said, reply.text, strip_thoughts(reply.text)))
+    if said != text and not (visible and said.endswith(visible)):
+        return f"wrong ids (they say {said[-40:]!r} and the text says {text[-40:]!r})"
+    if reply.ended and not speaker.stop and tokenizer.decode(reply.ids[-1:], skip_special_tokens=True):
+        return "wrong ids (no end of the turn among them)"
+
+
+class Failures(list):
+    """Rows of what no server answered, {"number", …, "failed"}, of this rank; many in a row end the run."""
+
+    def __init__(self, out, unit, concurrency):
+        self.out, self.unit, self.most, self.in_a_row = out, unit, max(20, concurrency), 0
+
+    def add(self, error, **row):
+        self.append({**row, "failed": str(error)})
+        self.in_a_row += 1
+        if self.in_a_row >= self.most:
+            raise InputError(f"{self.out}: {self.in_a_row} {self.unit}s in a row failed, the last with {error}; run "
+                             "the same command again to go on") from None
+
+    def finish(self, rows, num_rows, runtime):
+        """Finish the Rows of all ranks, each of which calls this; where any failed, the stage ends with status 2."""
+        failed = sorted(itertools.chain(*gather(list(self))), key=lambda row: row["number"])
+        if runtime.rank == 0:
+            rows.finish(num_rows, failed)
+        barrier()                                                    # a rank that leaves early would end the others
+        if failed and runtime.rank == 0:
+            raise InputError(f"{self.out}: {len(failed):,} of {num_rows:,} {self.unit}s failed, the first with "
+                             f"{failed[0]['failed']}; run the same command again for these")
+        if failed:
+            sys.exit(2)
+
+
+def served_candidates(out, rows, tokenizer, args, runtime, works):
+    """Write `rows`, {"prompt" (text), "task_id", "sample", "turn", …} each, with the "candidates" that the servers
+    args.sampler sample after each prompt, to the JSONL file `out` (pathlib.Path), in order. As with runtime.map_blocks
+    ranks share the rows, and a run that was killed goes on with those that are missing. What no server answers is a
+    Failures' row. `works` gets the servers' counts. Returns all rows, on every rank."""
+    from tqdm import tqdm
+    if not out.exists():
+        speaker = Speaker(tokenizer=tokenizer, server=open_server(args.sampler))
+        works.append(speaker.server.counts)
+        gate = asyncio.Semaphore(args.concurrency)
+        in_flight = 2 * math.ceil(args.concurrency / args.num_candidates)   # a slow candidate leaves no gap at the gate
+        failed = Failures(out, "state", in_flight)
+        with Rows(out, runtime) as lines:
+            missing = [(number, row) for number, row in enumerate(rows) if number not in lines.done]
+            mine = missing[runtime.rank::runtime.world_size]
+            with tqdm(total=len(mine), unit="state", desc=out.name, mininterval=5,
+                      disable=runtime.rank > 0) as progress:
+                asyncio.run(run_concurrently(functools.partial(
+                    sample_served, speaker=speaker, gate=gate, lines=lines, failed=failed, progress=progress,
+                    args=args), mine, in_flight))
+        say(server_line(args.sampler, sum(gather(speaker.server.counts), collections.Counter())))
+        failed.finish(lines, len(rows), runtime)
+    with open(out, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+async def sample_served(numbered, speaker, gate, lines, failed, progress, args):
+    """Add a (number, row) with its candidates to `lines` (Rows). The server is sent the prompt's ids and gives those
+    that it samples; `gate` (asyncio.Semaphore) limits the requests in flight."""
+    number, row = numbered
+    ids = encode(speaker.tokenizer, row["prompt"])
+    fault_of = functools.partial(ids_fault, speaker=speaker, prompt_tokens=len(ids))
+
+    async def one(candidate):
+        seed = server_seed(args.seed, "candidates", row["task_id"], row["sample"], row["turn"], candidate)
+        async with gate:
+            return await server_reply(speaker.server, ids, args.temperature, args.max_new_tokens, seed, fault_of,
+                                      return_token_ids=True)
+    try:
+        replies = await asyncio.gather(*map(one, range(args.num_candidates)))
+    except ReplyError as error:
+        return failed.add(error, number=number, **{key: row[key] for key in ("task_id", "sample", "turn")})
+    lines.add(number, {**row, "candidates": [
+        {"text": speaker.tokenizer.decode(reply.ids, skip_special_tokens=True), "ids": reply.ids, "ended": reply.ended}
+        for reply in replies]})
+    failed.in_a_row = 0
+    progress.update()
 
 
 def sent(content):
@@ -104,6 +213,12 @@ async def run_concurrently(work, items, concurrency):
     await asyncio.gather(*background)
 
 
+def server_line(name, counts):
+    retried = [f"{count:,} {key[9:]}" for key, count in counts.items() if key.startswith("retried: ")]
+    return (f"{name}: {counts['requests']:,} requests, {counts['server_prompt_tokens']:,} prompt and "
+            f"{counts['server_completion_tokens']:,} completion tokens; retried: {', '.join(retried) or 'none'}")
+
+
 def rollout_lines(ranks, wall_s):
     """How fast dialogues went, and what each model did, as text. ranks: of each rank its "tally" of dialogues and
     seconds, "stats" {model name: counts} and "verdicts" of a judge, which are added up."""
@@ -119,9 +234,7 @@ def rollout_lines(ranks, wall_s):
     for name in ranks[0]["stats"]:
         own = total(rank["stats"][name] for rank in ranks)
         if is_server(name):
-            retried = [f"{count:,} {key[9:]}" for key, count in own.items() if key.startswith("retried: ")]
-            lines.append(f"{name}: {own['requests']:,} requests, {own['prompt_tokens']:,} prompt and "
-                         f"{own['completion_tokens']:,} completion tokens; retried: {', '.join(retried) or 'none'}")
+            lines.append(server_line(name, own))
         else:
             speeds = [f"{what} {own[what + '_tokens']:,} tokens, "
                       f"{len(ranks) * own[what + '_tokens'] / max(1e-9, own[what + '_s']):,.0f} a second"

@@ -3,9 +3,10 @@
 # DRY=1 bash scripts/slurm.sh prints every command and submits nothing.
 #
 # A chain of jobs, each of which starts when the one before has ended well:
-#     tasks -> offline -> critic -> policies (an array, a job a method) -> test (an array, a job a model) -> evaluate
-# offline and test serve the model that plays the human on one more node of their own (vLLM in an environment of its own;
-# HUMAN=rules needs none). A lost rank: torchrun starts the ranks again. A lost node: Slurm queues the job again, and the
+#     tasks -> offline -> critic -> policies (a job a method) -> test (an array, a job a model) -> evaluate
+# offline and test serve the model that plays the human on one more node of their own, and sweet's job of policies serves
+# MODEL on SAMPLERS more, which sample its candidates (vLLM in an environment of its own; HUMAN=rules and SAMPLERS=0 need
+# none). A lost rank: torchrun starts the ranks again. A lost node: Slurm queues the job again, and the
 # stage goes on where it stopped. A job that has failed or met its time limit: the same command submits the chain again;
 # what is done ends at once. The repository and OUT must be on a disk that all nodes share.
 # shellcheck disable=SC2086,SC2206                                   # settings that hold flags are split into words
@@ -17,6 +18,7 @@ NODES=${NODES:-2} GPUS=${GPUS:-8} HOURS=${HOURS:-24}                 # of each j
 SLURM_FLAGS=${SLURM_FLAGS:-}                                         # e.g. "--partition gpu --account me"
 MODEL=${MODEL:-meta-llama/Llama-3.1-8B-Instruct} OUT=${OUT:-out/slurm}
 HUMAN=${HUMAN:-meta-llama/Llama-3.1-70B-Instruct} VLLM=${VLLM:-vllm} PORT=${PORT:-8000}
+SAMPLERS=${SAMPLERS:-1}                                              # nodes; 0: the ranks sample, each with all of MODEL
 TASKS=${TASKS:---source colbench}                                    # flags of 01
 ROLLOUT=${ROLLOUT:---preset paper-backend --dtype bfloat16} SAMPLES=${SAMPLES:-3}
 TRAIN=${TRAIN:---preset paper-backend --dtype bfloat16 --activation-checkpointing --micro-batch-size 1 --save-every 50}
@@ -42,10 +44,10 @@ run() {
     fi
 }
 
-# The nodes of this job; the human's server has the one behind those of the stage.
+# The nodes of this job; servers have those behind the NODES of the stage.
 nodes=(node0)
 if [ -n "${SLURM_JOB_NODELIST:-}" ]; then mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST"); fi
-[ -z "$DRY" ] || for ((i = 0; i <= NODES; i++)); do nodes[i]=node$i; done
+[ -z "$DRY" ] || for ((i = 0; i <= NODES + SAMPLERS; i++)); do nodes[i]=node$i; done
 
 # A stage on all ranks of the first NODES nodes. They meet at the first node.
 ranks() {
@@ -55,20 +57,29 @@ ranks() {
         --rdzv-backend c10d --rdzv-id "${SLURM_JOB_ID:-0}" --rdzv-endpoint "${nodes[0]}:29500" "$@"
 }
 
-# Starts the server, waits until it answers, and sets `simulator`. It ends with the job.
+# serve MODEL COUNT: starts that many servers, waits until they answer, and sets `served`. They end with the job.
+serve() {
+    local host server hosts=("${nodes[@]:NODES:$2}") servers=() urls=()
+    for host in "${hosts[@]}"; do
+        run srun --nodes 1 --ntasks 1 --nodelist "$host" "$VLLM" serve "$1" --tensor-parallel-size "$GPUS" \
+            --port "$PORT" &
+        servers+=($!)
+        urls+=("http://$host:$PORT/v1")
+        [ -z "$DRY" ] || wait $!
+    done
+    for host in "${hosts[@]}"; do
+        until run curl --silent --fail "http://$host:$PORT/health"; do
+            for server in "${servers[@]}"; do kill -0 "$server"; done         # ends this job if a server has ended
+            sleep 10
+        done
+    done
+    served=$(IFS=,; echo "${urls[*]}")#$1
+}
 serve_human() {
     simulator=$HUMAN
     if [ "$HUMAN" = rules ]; then return; fi
-    local host=${nodes[NODES]}
-    run srun --nodes 1 --ntasks 1 --nodelist "$host" "$VLLM" serve "$HUMAN" --tensor-parallel-size "$GPUS" \
-        --port "$PORT" &
-    local server=$!
-    [ -z "$DRY" ] || wait $server
-    until run curl --silent --fail "http://$host:$PORT/health"; do
-        kill -0 $server                                              # ends this job if the server has ended
-        sleep 10
-    done
-    simulator=http://$host:$PORT/v1#$HUMAN
+    serve "$HUMAN" 1
+    simulator=$served
 }
 
 rollout() { ranks 02_rollout.py --simulator "$simulator" $ROLLOUT "$@"; }
@@ -87,6 +98,10 @@ step() {
         policies)
             local method=${methods[SLURM_ARRAY_TASK_ID]} critic=()
             if [ "$method" = sweet ]; then critic=(--critic "$OUT/critic"); fi
+            if [ "$method" = sweet ] && [ "$SAMPLERS" -gt 0 ]; then
+                if [ -n "$DRY" ] || [ ! -e "$OUT/sweet/candidates.jsonl" ]; then serve "$MODEL" "$SAMPLERS"; fi
+                critic+=(--sampler "${served:-http://none#$MODEL}")          # another address is the same command
+            fi
             train 04_train_policy.py --method "$method" "${critic[@]}" --out "$OUT/$method" ;;
         test)
             local name=${models[SLURM_ARRAY_TASK_ID]} agent
@@ -144,8 +159,15 @@ submit offline "$talk" "$GPUS"
 show offline 0
 submit critic "$NODES" "$GPUS"
 show critic 0
-submit policies "$NODES" "$GPUS" --array "0-$((${#methods[@]} - 1))"
-show policies "${!methods[@]}"
+before=$after policies=
+for index in "${!methods[@]}"; do                                    # jobs of their own: sweet has more nodes
+    count=$NODES after=$before
+    if [ "${methods[index]}" = sweet ]; then count=$((NODES + SAMPLERS)); fi
+    submit policies "$count" "$GPUS" --array "$index"
+    show policies "$index"
+    policies+=:$after
+done
+after=${policies#:}
 submit test "$talk" "$GPUS" --array "0-$((${#models[@]} - 1))"
 show test "${!models[@]}"
 submit evaluate 1 0

@@ -118,6 +118,10 @@ def tiny(workspace):
 @pytest.fixture
 def serve(tmp_path_factory):
     """serve(*flags, port=0) starts a server; returns {"url", "port", "log", "pid"}. All end with the test."""
+    yield from serving(tmp_path_factory)
+
+
+def serving(tmp_path_factory):
     running = []
 
     def serve(*flags, port=0):

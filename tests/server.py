@@ -1,6 +1,7 @@
-"""A small server of OpenAI's chat protocol, for tests: python tests/server.py [flags]; prints its port when it listens.
+"""A small server of OpenAI's protocol, for tests: python tests/server.py [flags]; prints its port when it listens.
 
-Serves a model folder under the name `model` through lib.engine.generate, and under other names programs: `asker` asks
+Serves a model folder under the name `model` through lib.engine.generate, to chats and to prompts of ids, and under
+other names programs for chats: `asker` asks
 twice and answers then, `counter` says how many messages it sees, `leaky` quotes the reference where temperature is 0,
 `thinker` thinks before it asks, `viewer` counts the images that it sees. Every request is appended to --log before it
 is answered, a JSON object a line, with its number, key, time (s), and the status that it got. The failures are those
@@ -45,14 +46,17 @@ PROGRAMS = {"asker": asker, "leaky": leaky, "viewer": viewer,
 
 def sample(model, tokenizer, request, lock):
     """A choice, and the numbers of tokens read and written."""
-    prompt = tokenizer.apply_chat_template(request["messages"], tokenize=False, add_generation_prompt=True,
-                                           **request.get("chat_template_kwargs", {}))
-    ids, stops = encode(tokenizer, prompt), stop_ids(model, tokenizer)
+    ids, stops = request.get("prompt"), stop_ids(model, tokenizer)
+    if ids is None:
+        ids = encode(tokenizer, tokenizer.apply_chat_template(request["messages"], tokenize=False,
+                                                              add_generation_prompt=True,
+                                                              **request.get("chat_template_kwargs", {})))
     randoms = uniforms((1, request["max_tokens"]), request["seed"])
     with lock:
         [new] = generate(model, [ids], randoms, request["temperature"], stops)
+    text = tokenizer.decode(new, skip_special_tokens=True)
     choice = {"index": 0, "finish_reason": "stop" if new[-1] in stops else "length",
-              "message": {"role": "assistant", "content": tokenizer.decode(new, skip_special_tokens=True)}}
+              **({"text": text} if "prompt" in request else {"message": {"role": "assistant", "content": text}})}
     if request.get("return_token_ids"):
         choice["token_ids"] = new
     return choice, len(ids), len(new)
@@ -78,7 +82,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             status, headers, body = 429, {"Retry-After": "0.2"}, "Rate limit reached"
         elif args.busy and number % args.busy == 0:
             status, body = 503, "Loading model"
-        elif args.refuse and args.refuse in json.dumps(request["messages"]):
+        elif args.refuse and args.refuse in (self.model[1].decode(request["prompt"]) if "prompt" in request else
+                                             json.dumps(request["messages"])):
             status, body = 400, "This model's maximum context length is 8 tokens"
         with self.lock, open(args.log or os.devnull, "a") as log:
             log.write(json.dumps({**request, "number": number, "key": self.headers["Authorization"], "status": status,
@@ -95,19 +100,23 @@ class Handler(http.server.BaseHTTPRequestHandler):
             choice, read, written = {"index": 0, "finish_reason": "stop", "message": {
                 "role": "assistant", "content": content}}, 10, 5
         if args.empty and number % args.empty == 0:
-            choice["message"]["content"] = ""
+            choice |= {"text": ""} if "prompt" in request else {"message": {"role": "assistant", "content": ""}}
+        if args.wrong_ids and number % args.wrong_ids == 0:
+            choice["token_ids"] = [7 for _ in choice["token_ids"]]
         self.send(200, '{"choices": [' if args.broken and number % args.broken == 0 else json.dumps({
             "id": "1", "object": "chat.completion", "created": 0, "model": request["model"], "choices": [choice],
-            "usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}}))
+            "usage": {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}}),
+                  cut=bool(args.cut) and number % args.cut == 0)
 
-    def send(self, status, text, headers=None):
+    def send(self, status, text, headers=None, cut=False):
         data = text.encode()
         self.send_response(status)
         headers = {"Content-Type": "application/json", "Content-Length": str(len(data)), **(headers or {})}
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(data)
+        self.wfile.write(data[:len(data) // 2] if cut else data)
+        self.close_connection |= cut
 
     def log_message(self, *_):
         pass
@@ -130,7 +139,9 @@ def main():
     parser.add_argument("--strict", action="store_true", help="status 400 for fields that OpenAI does not have")
     parser.add_argument("--refuse", metavar="TEXT", help="status 400 for chats with this text in them")
     for name, what in (("limit", "gets status 429 and Retry-After"), ("busy", "gets status 503"),
-                       ("empty", "gets an empty reply"), ("broken", "gets half a JSON object")):
+                       ("empty", "gets an empty reply"), ("broken", "gets half a JSON object"),
+                       ("cut", "gets half of the bytes, then the connection ends"),
+                       ("wrong-ids", "gets other token ids than its text")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"every N-th request {what}")
     Handler.args = parser.parse_args()
     if Handler.args.model:

@@ -239,7 +239,7 @@ def test_ids_are_kept_where_the_server_gives_them(tasks, tmp_path, serve):
     plain = play(tasks, agent, tmp_path / "plain", *more)                        # same seeds, no ids
     assert [[turn["content"] for turn in row["dialogue_history"]] for row in plain] == [
         [turn["content"] for turn in row["dialogue_history"]] for row in rows]
-    assert "needs a server that gives token ids" in refused(
+    assert "#asker: gives no token ids; --agent-tokenizer and --sampler need a server" in refused(
         2, "--tasks", tasks, "--agent", f"{server['url']}#asker", *RULES, "--agent-tokenizer", "models/tiny", "--out",
         tmp_path / "none")
 
@@ -280,8 +280,10 @@ def test_bad_servers_are_one_line(tasks, tmp_path, serve, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "right")
     assert "no model of this name there (status 404: The model `m`" in refused(
         2, *base, tmp_path / "5", "--agent", f"{server['url']}#m")
-    assert "--best-of and --branch need an agent whose tokens are at hand" in refused(
-        2, *base, tmp_path / "6", "--agent", f"{server['url']}#asker", "--best-of", 2, "--critic", "x")
+    (tmp_path / "critic").mkdir()
+    (tmp_path / "critic" / "critic.json").write_text('{"head": "value"}')
+    assert f"a critic that reads tokens: {server['url']}#asker needs --agent-tokenizer MODEL" in refused(
+        2, *base, tmp_path / "6", "--agent", f"{server['url']}#asker", "--best-of", 2, "--critic", tmp_path / "critic")
     assert not any((tmp_path / str(number)).exists() for number in range(7)) and time.monotonic() - begin_s < 20
     with pytest.raises(SystemExit):
         rollout.parse_args(["--tasks", "t", "--agent", "a", "--out", "o", "--chat-template-args", '{"person": {}}'])
