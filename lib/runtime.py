@@ -12,6 +12,8 @@ import platform
 import re
 import shutil
 import sys
+import time
+import uuid
 from collections import namedtuple
 
 import torch
@@ -62,16 +64,37 @@ def start(seed):
         libc.mallopt(-1, 2 ** 31 - 1)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        store, rank, world_size = dist.HashStore(), 0, 1
         if "RANK" in os.environ:
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            store, rank, world_size = next(dist.rendezvous("env://"))
+            store = new_store(store, rank, world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     torch.manual_seed(seed)
     return Runtime(dist.get_rank(), dist.get_world_size(), device)
+
+
+def new_store(store, rank, world_size):
+    """A part of torchrun's store where nothing stands yet, the same one on every rank. torchrun keeps its store when it
+    starts the ranks again, and torch 2.13 takes the addresses of ranks that are gone for those of the new ones.
+
+    Each rank says hello with a word of its own. Rank 0 answers every word with the name of the new part until all
+    ranks have read it: what earlier starts left behind is answered too, but nobody reads that."""
+    word, others = uuid.uuid4().hex, set(range(1, world_size))
+    if rank > 0:
+        store.set(f"hello {rank}", word)
+        name = store.get(f"welcome {word}").decode()                # waits for it
+        store.set(f"{name} {rank}", "read")
+        return dist.PrefixStore(name, store)
+    while others := {other for other in others if not store.check([f"{word} {other}"])}:
+        for other in others:
+            if store.check([f"hello {other}"]):
+                store.set(f"welcome {store.get(f'hello {other}').decode()}", word)
+        time.sleep(0.01)
+    return dist.PrefixStore(word, store)
 
 
 def trim_memory():

@@ -8,7 +8,6 @@ import shutil
 import time
 
 import torch
-import torch.distributed as dist
 
 from lib.adapters import adapter_parameters
 from lib.models import save_model, whole_tensor
@@ -130,7 +129,7 @@ class Checkpoints:
 
     def __init__(self, folder, model, optimizer):
         self.folder, self.model, self.optimizer = pathlib.Path(folder) / "states", model, optimizer
-        self.group, self.saving = dist.new_group(backend="gloo"), None
+        self.saving = None
 
     def whole(self):
         """Steps of the states that are whole: .metadata is written last."""
@@ -152,7 +151,8 @@ class Checkpoints:
         from torch.distributed import checkpoint as dcp
         self.wait()
         if torch.cuda.is_available():
-            self.saving = dcp.async_save(self.state(), checkpoint_id=self.folder / str(step), process_group=self.group)
+            # by the default group's gloo, which nothing else uses while the training goes on
+            self.saving = dcp.async_save(self.state(), checkpoint_id=self.folder / str(step))
         else:
             dcp.save(self.state(), checkpoint_id=self.folder / str(step))
         if is_main():
