@@ -38,6 +38,7 @@ from lib.runtime import barrier, begin_output, gather, InputError, is_done, read
 from lib.servers import ReplyError, strip_thoughts
 from lib.speakers import ask, open_speakers, rollout_lines, run_concurrently
 from lib.tables import heading_of
+from lib.tracking import check_track, Counters
 
 # ---------------------------------------------------------------------------------------------------------------------
 # one turn of a dialogue. A dialogue is {"number", "task", "sample", "history", "system", "more", "answer", "waited_s"};
@@ -196,7 +197,8 @@ def to_trajectory(dialogue, verdicts, tokenizer, args):
             **({} if dialogue["system"] is None else {"system_prompt": dialogue["system"]}), **dialogue["more"]}
 
 
-async def play_and_save(dialogue, speakers, world, rows, progress, tally, failed, candidates, tokenizer, args):
+async def play_and_save(dialogue, speakers, world, rows, progress, tally, failed, candidates, counters, tokenizer,
+                        args):
     """Play a dialogue; returns what scores it and adds its row. One that a server does not answer goes to `failed`, and
     many of these in a row end the run. `candidates` keeps the first turns of --branch."""
     begin = time.perf_counter()
@@ -223,9 +225,11 @@ async def play_and_save(dialogue, speakers, world, rows, progress, tally, failed
 
     async def score():
         [verdicts] = await world.score([(dialogue["task"], dialogue["answer"])])
-        rows.add(dialogue["number"], to_trajectory(dialogue, verdicts, tokenizer, args))
+        row = to_trajectory(dialogue, verdicts, tokenizer, args)
+        rows.add(dialogue["number"], row)
         tally["played"] += 1
         progress.update()
+        counters.add(domain_of(row["task"]).outcome(row))
     return score()
 
 
@@ -300,6 +304,8 @@ def parse_args(argv=None):
                        "sampled ids and the prompt, so that 03 and 04 train on just these")
     group.add_argument("--timeout", type=float, default=600, help="seconds that a request to a server may take")
     group.add_argument("--retries", type=non_negative_int, default=8, help="times that a failed request is tried again")
+    parser.add_argument("--track", metavar="PROJECT", help="log how many dialogues are there, their mean return and "
+                        "tokens a second to this project of trackio (pip install trackio)")
     add_world(parser)
     add_overwrite(parser)
     set_preset(parser, PRESETS, argv)
@@ -356,6 +362,7 @@ def main(argv=None):
     if is_done(record, out, inputs):
         return
 
+    check_track(args)
     judged = args.best_of > 1 and args.critic.startswith("judge:")
     roles = {"agent": None if args.agent.startswith("script") else args.agent,
              "simulator": None if args.simulator == "rules" else args.simulator,
@@ -389,21 +396,25 @@ def main(argv=None):
     works = [work_of(model) for model in models if model]
     counts = [speaker.server.counts for speaker in opened.values() if speaker.server]
     tally, failed = collections.Counter(), []
+    stats = {key: speaker.server.counts if speaker.server else speaker.engine.stats for key, speaker in opened.items()
+             if not speaker.sees}
+    counters = Counters(args, stats)
     with Rows(out, runtime) as lines, world:
         mine = [one for one in dialogues if one["number"] not in lines.done][runtime.rank::runtime.world_size]
         if lines.done and runtime.rank == 0:
             print(f"{len(lines.done):,} of {len(dialogues):,} dialogues are there already", flush=True)
+            counters.resume(domain.outcome(row) for row in lines.rows())
         with tqdm(total=len(mine), unit="dialogue", desc=out.name, mininterval=5, disable=runtime.rank > 0) as progress:
             try:
                 asyncio.run(run_concurrently(functools.partial(
                     play_and_save, speakers=(agent, human, chooser), world=world, rows=lines, progress=progress,
-                    tally=tally, failed=failed, candidates={}, tokenizer=name, args=args), mine, args.concurrency))
+                    tally=tally, failed=failed, candidates={}, counters=counters, tokenizer=name, args=args), mine,
+                    args.concurrency))
             except (InputError, ColBenchError):
                 if runtime.world_size == 1:                          # the tokens are paid for (ranks need each other)
                     costs.record(works, servers=counts)
                 raise
-    stats = {key: speaker.server.counts if speaker.server else speaker.engine.stats for key, speaker in opened.items()
-             if not speaker.sees}
+    counters.log()
     ranks = gather({"tally": tally, "failed": failed, "stats": stats, "verdicts": verdicts})
     costs.record(works, servers=counts)
     failed = sorted((row for rank in ranks for row in rank["failed"]), key=lambda row: row["number"])

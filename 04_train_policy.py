@@ -41,6 +41,7 @@ from lib.engine import generate, uniforms
 from lib.memory import dry_run
 from lib.models import encode, fresh_model, load_model, load_tokenizer, reads_images, stop_ids, work_of
 from lib.runtime import begin_output, InputError, is_done, map_blocks, run_stage, say, start, write_jsonl
+from lib.tracking import check_track
 
 # ---------------------------------------------------------------------------------------------------------------------
 # losses
@@ -253,6 +254,7 @@ def main(argv=None):
     if is_done(args, args.out, inputs, folder=True):
         return
     lora = lora_config(args)
+    check_track(args)
     if oracle and any(domain.lacks(trajectory["task"], args.critic) for trajectory in trajectories):
         raise InputError(f"{args.trajectories}: --critic {args.critic} needs template tasks (01), which state facts")
     if args.model != "tiny" and reads_images(args.model):
@@ -298,7 +300,7 @@ def main(argv=None):
     optimizer = training.adamw(model, args)
     checkpoints = training.Checkpoints(args.out, model, optimizer)
     first = checkpoints.load()
-    log = training.StepLog(args.out, first, len(batches), args.log_every)
+    log = training.StepLog(args, first, len(batches))
     model.train()
     for step in range(first, len(batches)):
         torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same

@@ -224,6 +224,14 @@ class Rows:
                         offsets[int(line.split(b" ", 1)[0])] = (path, file.tell() - len(line))
         return offsets
 
+    def rows(self):
+        """The rows that are `done`, in any order."""
+        for number, (path, offset) in self.find().items():
+            if number in self.done:
+                with open(path, "rb") as file:
+                    file.seek(offset)
+                    yield json.loads(file.readline().split(b" ", 1)[1])
+
     def __enter__(self):
         with open(self.path, "ab+") as file:                        # without the line that a kill has cut
             file.seek(0)
@@ -340,7 +348,7 @@ def file_digest(path):
     return digest.hexdigest()
 
 
-NO_INFLUENCE = {"browser", "out", "overwrite", "save_every", "dry_run", "max_attempts", "timeout", "retries"}
+NO_INFLUENCE = {"browser", "out", "overwrite", "save_every", "dry_run", "max_attempts", "timeout", "retries", "track"}
 known_fingerprint = functools.cache(fingerprint)                    # from is_done to begin_output: hashed once
 
 
@@ -399,8 +407,8 @@ def is_done(args, out, inputs, folder=False):
 
 @on_main
 def begin_output(args, out, inputs, folder=False):
-    """Keep the arguments and versions in `out`/args.json (or `out`.args.json); what an interrupted run of the same
-    command left is kept, what another made goes (args.overwrite)."""
+    """Keep arguments, versions and an id of this run in `out`/args.json (or `out`.args.json). What an interrupted run
+    of the same command left is kept, what another made goes (args.overwrite)."""
     out = pathlib.Path(out)
     path, record = output_record(args, out, inputs, folder)
     if args.overwrite and folder:
@@ -414,7 +422,7 @@ def begin_output(args, out, inputs, folder=False):
     (out if folder else out.parent).mkdir(parents=True, exist_ok=True)
     versions = {"python": platform.python_version(), "torch": torch.__version__,
                 "transformers": importlib.metadata.version("transformers")}
-    write_json(path, {**record, "versions": versions})
+    write_json(path, {**record, "versions": versions, "id": uuid.uuid4().hex[:6]})
     say("arguments: " + ", ".join(f"{k}={v}" for k, v in record["args"].items()))
 
 

@@ -14,6 +14,7 @@ from lib.models import save_model, whole_tensor
 from lib.runtime import barrier, InputError, is_main, peak_memory_mb, reduce_sums, say, trim_memory
 from lib.statistics import average_ranks
 from lib.tables import aligned
+from lib.tracking import Track
 
 
 def drop_long(examples, args, what="examples to train on", needed=True):
@@ -187,11 +188,12 @@ class Checkpoints:
 
 
 class StepLog:
-    """Prints one line a logged step and keeps the same numbers in `folder`/metrics.jsonl."""
+    """Prints one line each --log-every steps, keeps the same numbers in metrics.jsonl of args.out, and tracks them."""
 
-    def __init__(self, folder, first_step, num_steps, every):
-        self.path = pathlib.Path(folder) / "metrics.jsonl"
-        self.first_step, self.num_steps, self.every = first_step, num_steps, every
+    def __init__(self, args, first_step, num_steps):
+        self.path = pathlib.Path(args.out) / "metrics.jsonl"
+        self.first_step, self.num_steps, self.every = first_step, num_steps, args.log_every
+        self.track = Track(args, [json.loads(line) for line in open(self.path)] if self.path.exists() else [])
         self.begin = self.last = time.perf_counter()
         self.tokens = self.total_tokens = 0
 
@@ -212,6 +214,7 @@ class StepLog:
                    "seconds": now - self.begin}
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+            self.track.log(**row)
         self.last, self.tokens = now, 0
 
 
