@@ -230,13 +230,21 @@ async def play_and_save(dialogue, speakers, world, rows, progress, tally, failed
         tally["played"] += 1
         progress.update()
         counters.add(domain_of(row["task"]).outcome(row))
+        dialogue.clear()                                             # memory is for what is in flight
     return score()
+
+
+def without_samples(trajectory):
+    """The trajectory without what takes most memory: prompts, raw texts and ids of its turns."""
+    kept = [{key: value for key, value in turn.items() if key not in ("input", "output", "output_ids")}
+            for turn in trajectory["dialogue_history"]]
+    return {**trajectory, "dialogue_history": kept}
 
 
 def summary(path):
     """One line: the mean return, the domain's columns, rounds, what was cut, and the human's replies that show code."""
     with open(path, encoding="utf-8") as file:
-        trajectories = [json.loads(line) for line in file]
+        trajectories = [without_samples(json.loads(line)) for line in file]
     task, opening = trajectories[0]["task"], trajectories[0]["dialogue_history"][0]
     domain = domain_of(task)
     agent = [turn for t in trajectories for turn in t["dialogue_history"] if turn["role"] == "assistant"]

@@ -193,7 +193,8 @@ class StepLog:
     def __init__(self, args, first_step, num_steps):
         self.path = pathlib.Path(args.out) / "metrics.jsonl"
         self.first_step, self.num_steps, self.every = first_step, num_steps, args.log_every
-        self.track = Track(args, [json.loads(line) for line in open(self.path)] if self.path.exists() else [])
+        kept = self.path.read_text().splitlines() if self.path.exists() else []
+        self.track = Track(args, map(json.loads, kept))
         self.begin = self.last = time.perf_counter()
         self.tokens = self.total_tokens = 0
 
