@@ -38,6 +38,7 @@ from lib.runtime import begin_output, gather, InputError, is_done, read_text, Ro
 from lib.servers import ReplyError, strip_thoughts
 from lib.speakers import ask, Failures, open_speakers, rollout_lines, run_concurrently
 from lib.tables import heading_of
+from lib.tracking import check_track, Counters
 
 # ---------------------------------------------------------------------------------------------------------------------
 # one turn of a dialogue. A dialogue is {"number", "task", "sample", "history", "system", "more", "answer", "waited_s"};
@@ -192,7 +193,8 @@ def to_trajectory(dialogue, verdicts, tokenizer, args):
             **({} if dialogue["system"] is None else {"system_prompt": dialogue["system"]}), **dialogue["more"]}
 
 
-async def play_and_save(dialogue, speakers, world, rows, progress, tally, failed, candidates, tokenizer, args):
+async def play_and_save(dialogue, speakers, world, rows, progress, tally, failed, candidates, counters, tokenizer,
+                        args):
     """Play a dialogue; returns what scores it and adds its row. One that a server does not answer goes to `failed`, and
     many of these in a row end the run. `candidates` keeps the first turns of --branch."""
     begin = time.perf_counter()
@@ -214,16 +216,26 @@ async def play_and_save(dialogue, speakers, world, rows, progress, tally, failed
 
     async def score():
         [verdicts] = await world.score([(dialogue["task"], dialogue["answer"])])
-        rows.add(dialogue["number"], to_trajectory(dialogue, verdicts, tokenizer, args))
+        row = to_trajectory(dialogue, verdicts, tokenizer, args)
+        rows.add(dialogue["number"], row)
         tally["played"] += 1
         progress.update()
+        counters.add(domain_of(row["task"]).outcome(row))
+        dialogue.clear()                                             # memory is for what is in flight
     return score()
+
+
+def without_samples(trajectory):
+    """The trajectory without what takes most memory: prompts, raw texts and ids of its turns."""
+    kept = [{key: value for key, value in turn.items() if key not in ("input", "output", "output_ids")}
+            for turn in trajectory["dialogue_history"]]
+    return {**trajectory, "dialogue_history": kept}
 
 
 def summary(path):
     """One line: the mean return, the domain's columns, rounds, what was cut, and the human's replies that show code."""
     with open(path, encoding="utf-8") as file:
-        trajectories = [json.loads(line) for line in file]
+        trajectories = [without_samples(json.loads(line)) for line in file]
     task, opening = trajectories[0]["task"], trajectories[0]["dialogue_history"][0]
     domain = domain_of(task)
     agent = [turn for t in trajectories for turn in t["dialogue_history"] if turn["role"] == "assistant"]
@@ -293,6 +305,8 @@ def parse_args(argv=None):
                        "critic that reads tokens")
     group.add_argument("--timeout", type=float, default=600, help="seconds that a request to a server may take")
     group.add_argument("--retries", type=non_negative_int, default=8, help="times that a failed request is tried again")
+    parser.add_argument("--track", metavar="PROJECT", help="log how many dialogues are there, their mean return and "
+                        "tokens a second to this project of trackio (pip install trackio)")
     add_world(parser)
     add_overwrite(parser)
     set_preset(parser, PRESETS, argv)
@@ -349,6 +363,7 @@ def main(argv=None):
     if is_done(record, out, inputs):
         return
 
+    check_track(args)
     judged = args.best_of > 1 and args.critic.startswith("judge:")
     roles = {"agent": None if args.agent.startswith("script") else args.agent,
              "simulator": None if args.simulator == "rules" else args.simulator,
@@ -384,21 +399,25 @@ def main(argv=None):
     works = [*(work_of(model) for model in models if model),
              *(speaker.server.counts for speaker in opened.values() if speaker.server)]
     tally, failed = collections.Counter(), Failures(out, "dialogue", args.concurrency)
+    stats = {key: speaker.server.counts if speaker.server else speaker.engine.stats for key, speaker in opened.items()
+             if not speaker.sees}
+    counters = Counters(args, stats)
     with Rows(out, runtime) as lines, world:
         mine = [one for one in dialogues if one["number"] not in lines.done][runtime.rank::runtime.world_size]
         if lines.done and runtime.rank == 0:
             print(f"{len(lines.done):,} of {len(dialogues):,} dialogues are there already", flush=True)
+            counters.resume(domain.outcome(row) for row in lines.rows())
         with tqdm(total=len(mine), unit="dialogue", desc=out.name, mininterval=5, disable=runtime.rank > 0) as progress:
             try:
                 asyncio.run(run_concurrently(functools.partial(
                     play_and_save, speakers=(agent, human, chooser), world=world, rows=lines, progress=progress,
-                    tally=tally, failed=failed, candidates={}, tokenizer=name, args=args), mine, args.concurrency))
+                    tally=tally, failed=failed, candidates={}, counters=counters, tokenizer=name, args=args), mine,
+                    args.concurrency))
             except (InputError, ColBenchError):
                 if runtime.world_size == 1:                          # the tokens are paid for (ranks need each other)
                     costs.record(works)
                 raise
-    stats = {key: speaker.server.counts if speaker.server else speaker.engine.stats for key, speaker in opened.items()
-             if not speaker.sees}
+    counters.log()
     ranks = gather({"tally": tally, "stats": stats, "verdicts": verdicts})
     costs.record(works)
     say(*rollout_lines(ranks, time.perf_counter() - costs.begin))

@@ -41,6 +41,7 @@ from lib.costs import Costs
 from lib.memory import dry_run
 from lib.models import load_tokenizer, reads_images, weights_fingerprint, work_of
 from lib.runtime import begin_output, InputError, is_done, run_stage, say, start, write_json
+from lib.tracking import check_track
 from lib.vision import check_visual_critic, load_processor
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -105,6 +106,7 @@ def main(argv=None):
     if is_done(args, args.out, inputs, folder=True):
         return
     lora = lora_config(args)
+    check_track(args)
     common.fill_rewards(trajectories, domain, args)
     pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap, args.turn_cost)
     held = [is_held_out(trajectory["task_id"], args.held_out_frac) for trajectory in trajectories]
@@ -147,7 +149,7 @@ def main(argv=None):
     optimizer = training.adamw(model, args)
     checkpoints = training.Checkpoints(args.out, model, optimizer)
     first = checkpoints.load()
-    log = training.StepLog(args.out, first, len(batches), args.log_every)
+    log = training.StepLog(args, first, len(batches))
     model.train()
     for step in range(first, len(batches)):
         torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same

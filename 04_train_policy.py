@@ -51,6 +51,7 @@ from lib.memory import dry_run
 from lib.models import encode, fresh_model, is_server, load_model, load_tokenizer, reads_images, stop_ids, work_of
 from lib.runtime import begin_output, InputError, is_done, map_blocks, run_stage, say, start, write_jsonl
 from lib.speakers import served_candidates
+from lib.tracking import check_track
 
 # ---------------------------------------------------------------------------------------------------------------------
 # losses
@@ -350,6 +351,7 @@ def main(argv=None):
     if is_done(args, args.out, inputs, folder=True):
         return
     lora = lora_config(args)
+    check_track(args)
     if oracle and args.method == "grpo":
         raise InputError(f"--critic {args.critic}: grpo takes a critic folder (03); an oracle ranks, and has no "
                          "advantages")
@@ -414,7 +416,7 @@ def main(argv=None):
     optimizer = training.adamw(model, args)
     checkpoints = training.Checkpoints(args.out, model, optimizer)
     first = checkpoints.load()
-    log = training.StepLog(args.out, first, len(batches), args.log_every)
+    log = training.StepLog(args, first, len(batches))
     model.train()
     for step in range(first, len(batches)):
         torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same

@@ -108,5 +108,7 @@ def add_training(parser, max_length):
                        help="print the memory that a step needs on each of so many ranks, and stop")
     group.add_argument("--save-every", type=positive_int, default=200, help="steps between saved states")
     group.add_argument("--log-every", type=positive_int, default=10, help="steps between log lines")
+    group.add_argument("--track", metavar="PROJECT", help="log to this project of trackio, too (pip install trackio; "
+                       "trackio show opens it); a run that goes on continues its curve")
     add_world(parser)
     add_overwrite(parser)

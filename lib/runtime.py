@@ -12,6 +12,8 @@ import platform
 import re
 import shutil
 import sys
+import time
+import uuid
 from collections import namedtuple
 
 import torch
@@ -62,16 +64,37 @@ def start(seed):
         libc.mallopt(-1, 2 ** 31 - 1)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        store, rank, world_size = dist.HashStore(), 0, 1
         if "RANK" in os.environ:
-            dist.init_process_group(backend)
-        else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            store, rank, world_size = next(dist.rendezvous("env://"))
+            store = new_store(store, rank, world_size)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     torch.manual_seed(seed)
     return Runtime(dist.get_rank(), dist.get_world_size(), device)
+
+
+def new_store(store, rank, world_size):
+    """A part of torchrun's store where nothing stands yet, the same one on every rank. torchrun keeps its store when it
+    starts the ranks again, and torch 2.13 takes the addresses of ranks that are gone for those of the new ones.
+
+    Each rank says hello with a word of its own. Rank 0 answers every word with the name of the new part until all
+    ranks have read it: what earlier starts left behind is answered too, but nobody reads that."""
+    word, others = uuid.uuid4().hex, set(range(1, world_size))
+    if rank > 0:
+        store.set(f"hello {rank}", word)
+        name = store.get(f"welcome {word}").decode()                # waits for it
+        store.set(f"{name} {rank}", "read")
+        return dist.PrefixStore(name, store)
+    while others := {other for other in others if not store.check([f"{word} {other}"])}:
+        for other in others:
+            if store.check([f"hello {other}"]):
+                store.set(f"welcome {store.get(f'hello {other}').decode()}", word)
+        time.sleep(0.01)
+    return dist.PrefixStore(word, store)
 
 
 def trim_memory():
@@ -201,6 +224,14 @@ class Rows:
                         offsets[int(line.split(b" ", 1)[0])] = (path, file.tell() - len(line))
         return offsets
 
+    def rows(self):
+        """The rows that are `done`, in any order."""
+        for number, (path, offset) in self.find().items():
+            if number in self.done:
+                with open(path, "rb") as file:
+                    file.seek(offset)
+                    yield json.loads(file.readline().split(b" ", 1)[1])
+
     def __enter__(self):
         with open(self.path, "ab+") as file:                        # without the line that a kill has cut
             file.seek(0)
@@ -317,7 +348,7 @@ def file_digest(path):
     return digest.hexdigest()
 
 
-NO_INFLUENCE = {"browser", "out", "overwrite", "save_every", "dry_run", "max_attempts", "timeout", "retries"}
+NO_INFLUENCE = {"browser", "out", "overwrite", "save_every", "dry_run", "max_attempts", "timeout", "retries", "track"}
 known_fingerprint = functools.cache(fingerprint)                    # from is_done to begin_output: hashed once
 
 
@@ -384,8 +415,8 @@ def is_done(args, out, inputs, folder=False):
 
 @on_main
 def begin_output(args, out, inputs, folder=False):
-    """Keep the arguments and versions in `out`/args.json (or `out`.args.json); what an interrupted run of the same
-    command left is kept, what another made goes (args.overwrite)."""
+    """Keep arguments, versions and an id of this run in `out`/args.json (or `out`.args.json). What an interrupted run
+    of the same command left is kept, what another made goes (args.overwrite)."""
     out = pathlib.Path(out)
     path, record = output_record(args, out, inputs, folder)
     if args.overwrite and folder:
@@ -399,7 +430,7 @@ def begin_output(args, out, inputs, folder=False):
     (out if folder else out.parent).mkdir(parents=True, exist_ok=True)
     versions = {"python": platform.python_version(), "torch": torch.__version__,
                 "transformers": importlib.metadata.version("transformers")}
-    write_json(path, {**record, "versions": versions})
+    write_json(path, {**record, "versions": versions, "id": uuid.uuid4().hex[:6]})
     say("arguments: " + ", ".join(f"{k}={v}" for k, v in record["args"].items()))
 
 

@@ -202,13 +202,19 @@ def sent(content):
 async def run_concurrently(work, items, concurrency):
     """work(item) for all items, `concurrency` of them in flight: one that has ended makes place for the next at once.
     If `work` returns a coroutine (scoring), it runs in the background, so that it cannot change which requests share a
-    batch."""
-    waiting, background = iter(items), []
+    batch; no more than `concurrency` of these wait at a time, so that a kill costs no more than that."""
+    waiting, background = iter(items), set()
 
     async def worker():
         for item in waiting:
             if (rest := await work(item)) is not None:
-                background.append(asyncio.create_task(rest))
+                background.add(asyncio.create_task(rest))
+            ended = {task for task in background if task.done()}
+            if len(background) - len(ended) > concurrency:
+                ended |= (await asyncio.wait(background - ended, return_when=asyncio.FIRST_COMPLETED))[0]
+            for task in ended & background:
+                background.remove(task)
+                task.result()                                        # raises what it raised
     await asyncio.gather(*(worker() for _ in range(concurrency)))
     await asyncio.gather(*background)
 

@@ -8,13 +8,13 @@ import shutil
 import time
 
 import torch
-import torch.distributed as dist
 
 from lib.adapters import adapter_parameters
 from lib.models import save_model, whole_tensor
 from lib.runtime import barrier, InputError, is_main, peak_memory_mb, reduce_sums, say, trim_memory
 from lib.statistics import average_ranks
 from lib.tables import aligned
+from lib.tracking import Track
 
 
 def drop_long(examples, args, what="examples to train on", needed=True):
@@ -130,7 +130,7 @@ class Checkpoints:
 
     def __init__(self, folder, model, optimizer):
         self.folder, self.model, self.optimizer = pathlib.Path(folder) / "states", model, optimizer
-        self.group, self.saving = dist.new_group(backend="gloo"), None
+        self.saving = None
 
     def whole(self):
         """Steps of the states that are whole: .metadata is written last."""
@@ -152,7 +152,8 @@ class Checkpoints:
         from torch.distributed import checkpoint as dcp
         self.wait()
         if torch.cuda.is_available():
-            self.saving = dcp.async_save(self.state(), checkpoint_id=self.folder / str(step), process_group=self.group)
+            # by the default group's gloo, which nothing else uses while the training goes on
+            self.saving = dcp.async_save(self.state(), checkpoint_id=self.folder / str(step))
         else:
             dcp.save(self.state(), checkpoint_id=self.folder / str(step))
         if is_main():
@@ -187,11 +188,13 @@ class Checkpoints:
 
 
 class StepLog:
-    """Prints one line a logged step and keeps the same numbers in `folder`/metrics.jsonl."""
+    """Prints one line each --log-every steps, keeps the same numbers in metrics.jsonl of args.out, and tracks them."""
 
-    def __init__(self, folder, first_step, num_steps, every):
-        self.path = pathlib.Path(folder) / "metrics.jsonl"
-        self.first_step, self.num_steps, self.every = first_step, num_steps, every
+    def __init__(self, args, first_step, num_steps):
+        self.path = pathlib.Path(args.out) / "metrics.jsonl"
+        self.first_step, self.num_steps, self.every = first_step, num_steps, args.log_every
+        kept = self.path.read_text().splitlines() if self.path.exists() else []
+        self.track = Track(args, map(json.loads, kept))
         self.begin = self.last = time.perf_counter()
         self.tokens = self.total_tokens = 0
 
@@ -212,6 +215,7 @@ class StepLog:
                    "seconds": now - self.begin}
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
+            self.track.log(**row)
         self.last, self.tokens = now, 0
 
 

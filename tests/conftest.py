@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 def pytest_collection_modifyitems(items):
     """The longest files come first, so that no worker is left alone with one at the end."""
-    longest = ["test_pipeline.py", "test_readme.py", "test_training.py", "test_03.py"]
+    longest = ["test_pipeline.py", "test_readme.py", "test_training.py", "test_03.py", "test_elastic.py"]
     items.sort(key=lambda item: longest.index(item.path.name) if item.path.name in longest else len(longest))
 
 

@@ -21,6 +21,22 @@ import common  # noqa: E402, F401
 from lib import costs, memory, speakers, training, vision  # noqa: E402, F401
 
 
+def run_script(argv):
+    """Run a script as `python argv` does; returns its exit status."""
+    sys.argv = argv
+    status = 0
+    try:
+        runpy.run_path(argv[0], run_name="__main__")
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status
+
+
 def become(request):
     """In the fork: a process as if started by `python argv`."""
     for descriptor, name in ((1, "stdout"), (2, "stderr")):
@@ -30,18 +46,7 @@ def become(request):
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
-    sys.argv = request["argv"]
-    status = 0
-    try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+    os._exit(run_script(request["argv"]))
 
 
 def main():

@@ -1,0 +1,120 @@
+"""torchrun --max-restarts: a run whose ranks are killed (kill -9) goes on by itself and ends with the same files."""
+import concurrent.futures
+import os
+import pathlib
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from conftest import begin, read, ROOT, succeed, wait
+from lib.runtime import new_store
+
+BASE = ROOT / "models" / "tiny"
+TIMES = "tokens_per_s", "peak_memory_mb", "seconds"                 # of metrics.jsonl
+
+
+def run_with_kills(script, arguments, folder, *kills):
+    """Run a stage on two ranks. kills: (rank, moment) of each start; the rank is killed once moment() is true."""
+    agent = begin("tests/elastic.py", folder, ROOT / script, *arguments, folder=folder)
+    for attempt, (rank, moment) in enumerate(kills):
+        pid, began = folder / f"pid.{attempt}.{rank}", time.monotonic()
+        while not (pid.exists() and moment()):
+            assert time.monotonic() - began < 120, (folder / "0.err").read_text()
+            time.sleep(0.001)
+        os.kill(int(pid.read_text()), signal.SIGKILL)
+        assert moment(), "it had gone on before the kill"
+    status = wait(agent)
+    assert status == 0, (folder / "0.err").read_text()
+    assert (folder / f"pid.{len(kills)}.0").exists() and not (folder / f"pid.{len(kills) + 1}.0").exists()
+    return (folder / "0.out").read_text()
+
+
+def files(out):
+    """Names and contents of what a stage wrote, without times."""
+    found = {}
+    for path in sorted(pathlib.Path(out).rglob("*")):
+        name = str(path.relative_to(out))
+        if path.suffix == ".safetensors":
+            found[name] = {key: tensor.tolist() for key, tensor in load_file(path).items()}
+        elif name == "metrics.jsonl":
+            found[name] = [{key: row[key] for key in row if key not in TIMES} for row in read(path)]
+        else:
+            found[name] = None if name in ("costs.json", "args.json") or path.is_dir() else path.read_bytes()
+    return found
+
+
+def num_lines(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def critic(workspace, tmp_path_factory):
+    """(arguments, folder) of a critic that was trained without a disturbance."""
+    arguments = ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-4, "--batch-size", 4,
+                 "--max-steps", 8, "--save-every", 1, "--log-every", 1, "--out"]
+    out = tmp_path_factory.mktemp("elastic") / "critic"
+    succeed("03_train_critic.py", *arguments, out, ranks=2)
+    return arguments, out
+
+
+def test_a_critic_whose_ranks_are_killed(critic, tmp_path):
+    """A rank in the middle of the first state that is saved, and the other one later."""
+    arguments, whole = critic
+    out = tmp_path / "out"
+    states, metrics = out / "states", out / "metrics.jsonl"
+    printed = run_with_kills("03_train_critic.py", [*arguments, out], tmp_path,
+                             (1, lambda: states.exists() and not list(states.glob("*/.metadata"))),
+                             (0, lambda: 4 <= num_lines(metrics) < 8))
+    assert "continues at step" in printed and files(out) == files(whole)
+
+
+def test_a_policy_whose_ranks_are_killed_in_each_phase(workspace, critic, tmp_path):
+    arguments = ["--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--critic",
+                 critic[1], "--data-frac", 0.2, "--num-candidates", 16, "--max-new-tokens", 60, "--lr", 1e-4,
+                 "--max-steps", 8, "--save-every", 2, "--log-every", 1, "--out"]
+    succeed("04_train_policy.py", *arguments, tmp_path / "whole", ranks=2)
+    out = tmp_path / "out"
+    candidates, scored = out / "candidates.jsonl", out / "scored.jsonl"
+    printed = run_with_kills(
+        "04_train_policy.py", [*arguments, out], tmp_path,
+        (1, lambda: num_lines(pathlib.Path(f"{candidates}.1of2.partial")) and not candidates.exists()),
+        (0, lambda: num_lines(pathlib.Path(f"{scored}.0of2.partial")) and not scored.exists()),
+        (1, lambda: 3 <= num_lines(out / "metrics.jsonl") < 8))
+    assert "continues at step" in printed and files(out) == files(tmp_path / "whole")
+
+
+def test_a_rollout_whose_rank_is_killed(workspace, tmp_path):
+    arguments = ["--tasks", workspace / "tasks.jsonl", "--agent", BASE, "--max-rounds", 8, "--samples", 2,
+                 "--max-new-tokens", 60, "--concurrency", 12, "--out"]
+    (tmp_path / "whole").mkdir()
+    succeed("02_rollout.py", *arguments, tmp_path / "whole" / "rows.jsonl", ranks=2)
+    (tmp_path / "out").mkdir()
+    out = tmp_path / "out" / "rows.jsonl"
+    run_with_kills("02_rollout.py", [*arguments, out], tmp_path,
+                   (1, lambda: num_lines(pathlib.Path(f"{out}.1of2.partial")) >= 3 and not out.exists()))
+    rows, others = read(out), read(tmp_path / "whole" / "rows.jsonl")
+    assert [(row["task_id"], row["sample"]) for row in rows] == [(row["task_id"], row["sample"]) for row in others]
+    # Other dialogues share a batch after the kill, and its last digits can decide a token.
+    assert len(rows) == 80 and sum(row == other for row, other in zip(rows, others)) >= 0.95 * len(rows)
+    assert {path.name for path in out.parent.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_ranks_that_start_again_find_nothing_of_earlier_ones(late):
+    """Three starts in one store. One rank comes late, another has left a hello that nobody waits for."""
+    store = dist.HashStore()
+    store.set("hello 1", "the word of a rank that was killed before it was answered")
+
+    def join(rank):
+        time.sleep(0.2 * (rank == late))
+        own = new_store(store, rank, 3)
+        assert not own.check([f"address {rank}"])
+        own.set(f"address {rank}", f"of start {start}")
+        return [own.get(f"address {other}").decode() for other in range(3)]
+
+    for start in range(3):
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            assert list(pool.map(join, range(3))) == [[f"of start {start}"] * 3] * 3
