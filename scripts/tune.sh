@@ -2,7 +2,8 @@
 # The search that chose the hyper-parameters of run.sh, on validation tasks: bash scripts/tune.sh [--domain NAME],
 # after run.sh with the same (whose offline dialogues it takes). Eight settings for each method, three with pages and
 # queries; test tasks are not touched. Writes out/tune/grid.csv, which is kept as docs/grid.csv, about 40 minutes on 2
-# cores; with pages out/frontend/tune/grid.csv and docs/grid_pages.csv, about 25; with queries out/sql/tune/grid.csv.
+# cores; with pages out/frontend/tune/grid.csv and docs/grid_pages.csv, about 25; with queries out/sql/tune/grid.csv and
+# docs/grid_sql.csv.
 #     KINDS="no-c regression" bash scripts/tune.sh
 # then searches for SWEET with other critics in place of the methods, eight settings for each, from the same candidates:
 # out/tune/grid-critics.csv, kept as docs/grid_critics.csv, about 20 minutes a critic.
