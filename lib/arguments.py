@@ -63,8 +63,8 @@ def add_training(parser, max_length):
     parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
     parser.add_argument("--beta", type=float, default=0.1, help="scale of the log-ratios in the loss")
     parser.add_argument("--nll-coef", type=float, default=0.01, help="weight of the chosen side's mean NLL")
-    parser.add_argument("--epochs", type=positive_int, help="passes over the examples (None: 04's sweet 1, else 4; "
-                        "with paper-frontend 8)")
+    parser.add_argument("--epochs", type=positive_int, help="passes over the examples (None: 04's sweet, grpo, "
+                        "distill 1, else 4; with paper-frontend 8)")
     parser.add_argument("--batch-size", type=positive_int, help="examples a step, over all ranks (None: 8; 32 for "
                         "likelihoods)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",

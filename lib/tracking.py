@@ -68,6 +68,7 @@ class Counters:
 
     def log(self):
         self.last = time.monotonic()
-        tokens = sum(own.get("completion_tokens", 0) + own.get("decode_tokens", 0) for own in self.stats.values())
+        tokens = sum(own.get("server_completion_tokens", 0) + own.get("decode_tokens", 0)
+                     for own in self.stats.values())
         self.track.log(self.number, mean_return=self.sum / max(1, self.number),
                        tokens_per_s=tokens / (self.last - self.begin))
