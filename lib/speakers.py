@@ -215,8 +215,15 @@ async def run_concurrently(work, items, concurrency):
             for task in ended & background:
                 background.remove(task)
                 task.result()                                        # raises what it raised
-    await asyncio.gather(*(worker() for _ in range(concurrency)))
-    await asyncio.gather(*background)
+    workers = [asyncio.create_task(worker()) for _ in range(concurrency)]
+    try:
+        await asyncio.gather(*workers)
+        await asyncio.gather(*background)
+    except BaseException:
+        for task in (*workers, *background):
+            task.cancel()
+        await asyncio.gather(*workers, *background, return_exceptions=True)  # or asyncio prints what each has raised
+        raise
 
 
 def server_line(name, counts):

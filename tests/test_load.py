@@ -1,6 +1,7 @@
 """Many dialogues in flight: bench_load.py in small, and how run_concurrently bounds what waits."""
 import argparse
 import asyncio
+import gc
 
 import bench_load
 import pytest
@@ -45,7 +46,7 @@ def test_no_more_wait_to_be_scored_than_are_in_flight():
     assert waiting == 0 and 4 <= most <= 8
 
 
-def test_an_error_of_the_scorer_ends_the_run_at_once():
+def test_an_error_of_the_scorer_ends_the_run_at_once(caplog):
     started = []
 
     async def score():
@@ -59,3 +60,5 @@ def test_an_error_of_the_scorer_ends_the_run_at_once():
     with pytest.raises(ValueError, match="no sandbox"):
         asyncio.run(run_concurrently(work, range(1000), 2))
     assert len(started) < 20
+    gc.collect()
+    assert not caplog.records                                       # the error is raised once, and not also printed
