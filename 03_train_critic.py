@@ -61,6 +61,11 @@ def value_losses(values, labels, lengths):
     return (losses * exists).sum(1) / exists.sum(1)
 
 
+def value_labels(trajectories, turn_cost):
+    """Of each trajectory the return less its turn costs, not below 0: what binary cross-entropy takes."""
+    return [max(0.0, common.net_return(float(domain_of(t["task"]).outcome(t)), t, turn_cost)) for t in trajectories]
+
+
 def last_values(values, lengths):
     """The value of each trajectory's last turn, (B,)."""
     return values.gather(1, (lengths > 0).sum(1, keepdim=True) - 1).squeeze(1)
@@ -167,9 +172,8 @@ def main(argv=None):
                 loss = ((losses + args.nll_coef * nll) * shares).sum()
                 numbers = training.preference_numbers(chosen_rewards, rejected_rewards, nll, shares)
             else:
-                own = [trajectories[train[i][0]] for i in micro]
-                labels = torch.tensor([common.net_return(float(domain.outcome(t)), t, args.turn_cost) for t in own],
-                                      device=runtime.device).clamp(min=0)               # (B,)
+                labels = torch.tensor(value_labels([trajectories[train[i][0]] for i in micro], args.turn_cost),
+                                      device=runtime.device)                            # (B,)
                 loss = (value_losses(scores, labels, batch.lengths) * shares).sum()
                 right = (last_values(scores, batch.lengths) > 0) == (labels > 0.5)
                 numbers = {"acc": (right * shares).sum().item()}

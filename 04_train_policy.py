@@ -16,7 +16,7 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
 --method grpo    Policy gradient with group baselines: each token of a trajectory has its return less the mean of its
                  task's trajectories, over their deviation, as advantage; the ratio to the model at the start, which
                  must have sampled them, is clipped (PPO). With --critic: eq. 3's advantage of its turn in place of the
-                 return.
+                 return, standardised over all turns of the task's trajectories.
 --method distill Privileged self-distillation: at each token of the agent's own turns the divergence from the model at
                  the start with c in front. No critic.
 --turn-cost COST orders trajectories by return less COST for each agent turn (mtdpo, rft, grpo; of 03 the critics).
@@ -32,6 +32,7 @@ import functools
 import gc
 import itertools
 import math
+import os
 import pathlib
 import random
 import statistics
@@ -77,11 +78,11 @@ def chosen_and_rejected(scores, pairs=None):
 def clipped_objective(logps, sampled_logps, advantages, clip, kl_coef):
     """What PPO wants large of each token, all (B, T): min(r A, clip(r, 1 - clip, 1 + clip) A), where r is its
     probability over that under the model which sampled it, less kl_coef times an estimate of KL(policy || that model)
-    that is never negative: 1 / r - 1 + log r. Returns (objectives, ratios)."""
+    that is never negative: r log r - r + 1. Returns (objectives, ratios)."""
     log_ratios = logps - sampled_logps                                                            # (B, T)
     ratios = log_ratios.exp()                                                                     # (B, T)
     clipped = torch.minimum(ratios * advantages, ratios.clamp(1 - clip, 1 + clip) * advantages)
-    return clipped - kl_coef * ((-log_ratios).exp() - 1 + log_ratios), ratios
+    return clipped - kl_coef * (ratios * log_ratios - ratios + 1), ratios
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -147,10 +148,9 @@ def score_candidates(rows, critic, tokenizer, args, device):
     return [{**row, "advantages": advantages} for row, advantages in zip(rows, scores)]
 
 
-def candidate_pairs(row, pairs_per_turn, min_margin, rng):
+def candidate_pairs(row, pairs_per_turn, rng):
     """Pairs (better, worse) of candidate numbers: a random one of the better half, a random one of the worse.
-    Candidates stopped by length are left out; a pair of twice the same text, or of two whose advantages differ by less
-    than `min_margin`, is none."""
+    Candidates stopped by length are left out, and a pair of twice the same text is none."""
     order = [i for i, candidate in enumerate(row["candidates"]) if candidate["ended"]]
     rng.shuffle(order)                                                               # ties fall either way
     order.sort(key=lambda i: -row["advantages"][i])
@@ -158,8 +158,7 @@ def candidate_pairs(row, pairs_per_turn, min_margin, rng):
     if half == 0:
         return []
     pairs = [(rng.choice(order[:half]), rng.choice(order[-half:])) for _ in range(pairs_per_turn)]
-    return [(a, b) for a, b in pairs if row["candidates"][a]["ids"] != row["candidates"][b]["ids"] and
-            row["advantages"][a] - row["advantages"][b] >= min_margin]
+    return [(a, b) for a, b in pairs if row["candidates"][a]["ids"] != row["candidates"][b]["ids"]]
 
 
 def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
@@ -182,13 +181,19 @@ def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
     pairs = [{**{key: row[key] for key in kept},
               **{side: {**row["candidates"][i], "advantage": row["advantages"][i]}
                  for side, i in zip(("chosen", "rejected"), pair)}}
-             for row in rows for pair in candidate_pairs(row, args.pairs_per_turn, args.min_margin, rng)]
+             for row in rows for pair in candidate_pairs(row, args.pairs_per_turn, rng)]
     ended = [sum(candidate["ended"] for candidate in row["candidates"]) for row in rows]
     too_few, asked = sum(n < 2 for n in ended), len(rows) * args.pairs_per_turn
     same = asked - too_few * args.pairs_per_turn - len(pairs)
     cut = args.num_candidates * len(rows) - sum(ended)
-    near = f" or differed by less than --min-margin {args.min_margin}" if args.min_margin else ""
-    say(f"{len(pairs):,} pairs of {asked:,} asked for; {same:,} were twice the same text{near}; {cut:,} candidates "
+    near = len(pairs)
+    if args.min_margin:
+        pairs = [pair for pair in pairs if common.reaches(pair["chosen"]["advantage"] - pair["rejected"]["advantage"],
+                                                          args.min_margin)]
+    near -= len(pairs)
+    if near:
+        say(f"{near:,} pairs differ by less than --min-margin {args.min_margin}: left out")
+    say(f"{len(pairs):,} pairs of {asked:,} asked for; {same:,} were twice the same text; {cut:,} candidates "
         f"stopped by --max-new-tokens were left out, so that {too_few:,} of {len(rows):,} turns had no two")
     if runtime.rank == 0:
         write_jsonl(out / "pairs.jsonl", [{key: value for key, value in pair.items() if key not in ("task", "history")}
@@ -198,32 +203,39 @@ def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
     if not pairs:
         raise InputError(
             f"{args.trajectories}: no examples to train on: of {asked:,} pairs asked for {long:,} are longer than "
-            f"--max-length {args.max_length}, {same:,} are twice the same text{near}, "
-            f"{too_few * args.pairs_per_turn:,} are of turns with fewer than two candidates that "
-            f"--max-new-tokens {args.max_new_tokens} did not stop")
+            f"--max-length {args.max_length}, {same:,} are twice the same text, " +
+            f"{near:,} differ by less than --min-margin, " * (near > 0) +
+            f"{too_few * args.pairs_per_turn:,} are of turns with fewer than two candidates that --max-new-tokens "
+            f"{args.max_new_tokens} did not stop")
     return common.pair_examples(pairs, tokenizer, args.pairs_together, args.no_tree)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the advantages of --method grpo
 
-def group_advantages(values, task_ids):
+EQUAL = 1e-6                                                         # a smaller deviation is rounding
+
+
+def group_advantages(values, task_ids, least=0.0):
     """`values`, a list of numbers for each trajectory, less the mean of all numbers of its group (the trajectories of
-    its task), over their standard deviation; None for those of a group whose numbers are all equal."""
+    its task), over their standard deviation or `least`, whichever is larger; None for those of a group whose numbers
+    are all equal."""
     groups = collections.defaultdict(list)
     for own, task in zip(values, task_ids):
         groups[task] += own
     scales = {task: (statistics.fmean(group), statistics.pstdev(group)) if group else (0, 0)
               for task, group in groups.items()}
-    return [[(value - scales[task][0]) / scales[task][1] for value in own] if scales[task][1] > 0 else None
-            for own, task in zip(values, task_ids)]
+    return [[(value - scales[task][0]) / max(scales[task][1], least) for value in own]
+            if scales[task][1] > EQUAL else None for own, task in zip(values, task_ids)]
 
 
 def grpo_advantages(trajectories, critic, tokenizer, args, runtime, works):
     """For each trajectory an advantage a turn, standardised over the trajectories of its task; None where they are all
     equal, [] where it is too long for the critic. With a critic they are its credit (common.score_turns), which is
-    written to credit.jsonl, else the trajectory's return, the same for all turns."""
-    tasks = [trajectory["task_id"] for trajectory in trajectories]
+    written to credit.jsonl. Else they are the trajectory's return, the same for all turns, less its turn costs, but not
+    below 0, so that failures are not ordered by their length; where only lengths differ, the costs are measured by the
+    deviation of all returns, so that they stay small."""
+    tasks, lost = [trajectory["task_id"] for trajectory in trajectories], 0
     if critic:
         critic = common.load_critic(critic, functools.partial(common.load_sharded, runtime=runtime, args=args))
         works += [work_of(model) for model in (critic["model"], critic["reference"]) if model]
@@ -232,16 +244,26 @@ def grpo_advantages(trajectories, critic, tokenizer, args, runtime, works):
             write_jsonl(pathlib.Path(args.out) / "credit.jsonl",
                         [{"task_id": t["task_id"], "sample": t["sample"], "advantages": own}
                          for t, own in zip(trajectories, credit)])
-        found = group_advantages([own or [] for own in credit], tasks)
+        lost = credit.count(None)
+        found = [[] if before is None else own for own, before in
+                 zip(group_advantages([own or [] for own in credit], tasks), credit)]
     else:
         domain = domain_of(trajectories[0]["task"])
-        returns = [[common.net_return(float(domain.outcome(t)), t, args.turn_cost)] for t in trajectories]
+        returns = [float(domain.outcome(t)) for t in trajectories]
+        net = [[max(0.0, common.net_return(own, t, args.turn_cost))] for own, t in zip(returns, trajectories)]
+        found = group_advantages(net, tasks, statistics.pstdev(returns) if args.turn_cost else 0.0)
+        if args.turn_cost:
+            plain = group_advantages([[own] for own in returns], tasks)
+            say(f"{sum(own is None for own in plain) - found.count(None):,} trajectories differ from the others of "
+                "their task by --turn-cost alone")
         found = [own and own * sum(turn["role"] == "assistant" for turn in t["dialogue_history"])
-                 for own, t in zip(group_advantages(returns, tasks), trajectories)]
-    say(f"{found.count(None):,} of {len(found):,} trajectories are left out, all those of their task are equally good; "
-        f"{found.count([]):,} are longer than --max-tokens")
+                 for own, t in zip(found, trajectories)]
+    say(f"{found.count(None):,} of {len(found):,} trajectories are left out: all those of their task are equally good")
+    if lost:
+        say(f"{lost:,} of {len(found):,} trajectories are left out: with c longer than --max-tokens {args.max_tokens}")
     if not any(found):
-        raise InputError(f"{args.trajectories}: no examples to train on: those of each task are equally good")
+        raise InputError(f"{args.trajectories}: no examples to train on: those of each task are equally good" +
+                         f", or too long ({lost:,})" * (lost > 0))
     return found
 
 
@@ -359,7 +381,7 @@ def main(argv=None):
         raise InputError(f"{args.trajectories}: --critic {args.critic} needs template tasks (01), which state facts")
     if args.model != "tiny" and reads_images(args.model):
         raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
-    if args.method in ("rft", "mtdpo", "grpo"):
+    if args.method in ("rft", "mtdpo", "grpo") and not args.critic:
         common.fill_rewards(trajectories, domain, args)
     if fresh:
         model, tokenizer = fresh_model([common.vocabulary_text(trajectory) for trajectory in trajectories])
@@ -368,7 +390,14 @@ def main(argv=None):
     critic = args.critic
     if critic and not oracle:
         critic = common.read_critic(critic, tokenizer, domain)
+        if args.method == "grpo" and (critic.get("visual") or critic["head"] == "value"):
+            raise InputError(f"{args.critic}: grpo takes a critic that reads text and has advantages: 03 --head lm or "
+                             "regression")
         critic["show"] = functools.partial(common.show_documents, domain=domain, args=args)
+    own = os.path.realpath(args.model)
+    others = sum(os.path.realpath(str(trajectory.get("agent"))) != own for trajectory in trajectories)
+    if others and args.method in ("grpo", "distill"):
+        say(f"{others:,} of {len(trajectories):,} trajectories are of another agent than --model {args.model}")
     if args.method != "sweet":
         groups, pair_indices = baseline_groups(trajectories, args), None
         examples = common.trajectory_examples(trajectories, groups, tokenizer,
@@ -402,7 +431,7 @@ def main(argv=None):
     works.append(work_of(model))
     is_dpo = args.method in ("sweet", "mtdpo")
     if args.method == "distill":
-        teacher = load_model(args.model, runtime.device, args.dtype)[0].eval()
+        teacher = load_model(args.model, runtime.device, args.dtype)[0].eval().requires_grad_(False)    # on each rank
         works.append(work_of(teacher))
     if args.method == "grpo":                                        # a number for each token, in place of each turn
         advantages = [torch.tensor([own[turn] for row in item for turn in row.turns if turn >= 0])

@@ -365,7 +365,8 @@ def main(argv=None):
         metrics[name] = measure(trajectories, domain) | about | ({"costs": costs[name]} if costs else {})
         if points[name]:
             label, number, kind = points[name]
-            kind = "rounds" if label in repeated else kind          # a first round is a best of 1, too
+            if label in repeated and number == "1":                 # a first round is a best of 1, too
+                kind = "rounds"
             own = curves.setdefault(kind, {}).setdefault(label, {})
             own[number] = {key: metrics[name][key] for key in (metric, "ci95")} | costs.get(name, {})
     if args.baseline:
@@ -381,9 +382,11 @@ def main(argv=None):
     print("\n" + "\n\n".join("\n".join(lines) for lines in [tables.aligned(headings, rows) + notes, *(
         lines for _, lines in parts)]) + "\n")
     if curves:
-        write_json(out / "curves.json", {label: {n: {key: point[key] for key in (metric, "ci95")}
-                                                 for n, point in points.items()}
-                                         for own in curves.values() for label, points in own.items()})
+        drawn = {label: {} for labels in curves.values() for label in labels}
+        for labels in curves.values():
+            for label, own in labels.items():
+                drawn[label] |= {n: {key: point[key] for key in (metric, "ci95")} for n, point in own.items()}
+        write_json(out / "curves.json", drawn)
     if critic:
         add_credit(metrics, files, critic, domain, device)
         write_json(out / "metrics.json", metrics)

@@ -749,8 +749,8 @@ def trajectory_pairs(trajectories, path, min_gap=None, turn_cost=0.0):
     """[(chosen, rejected)] indices of trajectories of one task. With `min_gap` (None: the domain's MIN_GAP): every two
     whose net_return differs by so much. Where that is None, too: every trajectory with a lower return is paired with
     one of return 1, these in turn, the better by net_return chosen; with a `turn_cost` also the shortest of return 1
-    with each longer one, at most as many in all as there are other pairs. InputError, which names `path`, where there
-    is no pair."""
+    with each longer one, a random part of these where they would be more than the others. InputError, which names
+    `path`, where there is no pair."""
     min_gap = domain_of(trajectories[0]["task"]).MIN_GAP if min_gap is None else min_gap
     by_task = {}
     for index, trajectory in enumerate(trajectories):
@@ -776,8 +776,8 @@ def trajectory_pairs(trajectories, path, min_gap=None, turn_cost=0.0):
     if turn_cost:
         kept = sorted(random.Random(0).sample(shorter, min(len(shorter), len(pairs))))
         equal = sum(trajectories[i]["reward"] == trajectories[j]["reward"] for i, j in pairs + kept)
-        say(f"{equal:,} of {len(pairs) + len(kept):,} trajectory pairs are between equal returns, by --turn-cost; "
-            f"{len(shorter) - len(kept):,} more of these were left out, so that at most half of the pairs are such")
+        say(f"{equal:,} of {len(pairs) + len(kept):,} trajectory pairs are between equal returns, by --turn-cost" + (
+            f"; {len(shorter) - len(kept):,} more of these are left out: they would be most" * (kept != shorter)))
         pairs += kept
     return pairs
 

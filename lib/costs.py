@@ -65,7 +65,7 @@ def method_costs(roots, programs):
     counted, not_counted, seen, waiting = {}, [], set(), list(roots)
     while waiting:
         name = waiting.pop(0)
-        path = os.path.relpath(name)            # one name for out/critic, ./out/critic/ and /home/me/out/critic
+        path = os.path.relpath(os.path.realpath(name))          # one name for out/critic, ./out/critic/ and a link
         if path in seen or name in programs:
             continue
         seen.add(path)

@@ -177,8 +177,8 @@ def report_plots(metrics, bars, metric, files, curves, histories):
         if kind in curves:
             plots.append((title, curve_svg(curves[kind], metric, kind), caption))
     if "rounds" in curves and (spent := spent_svg(curves["rounds"], metric)):
-        plots.append(("Rounds against tokens", spent, "The same points; tokens of all models that a method took, its "
-                      "critics and earlier rounds included."))
+        plots.append(("Rounds against tokens", spent, "The same points; tokens of all models that a method took (its "
+                      "first run), critics and earlier rounds included."))
     if histories:
         plots.append(("Training", training_svg(histories), "metrics.jsonl of each model, as means over a twentieth of "
                       "the points; the gradient norm is that before clipping."))

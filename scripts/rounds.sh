@@ -20,6 +20,14 @@ if [[ ! $method =~ ^(rft|mtdpo|sweet|grpo|grpo-critic|distill)$ || ! $num_rounds
     echo "error: bash scripts/rounds.sh METHOD ROUNDS [SEED …], METHOD rft, mtdpo, sweet, grpo, grpo-critic or distill" >&2
     exit 2
 fi
+if [[ ! ${CRITIC_DATA:-new} =~ ^(new|all)$ || ! ${CRITIC_MODEL:-agent} =~ ^(agent|base)$ ]]; then
+    echo "error: CRITIC_DATA is new or all, CRITIC_MODEL agent or base" >&2
+    exit 2
+fi
+if [[ -n ${TURN_COST:-} && $method = distill ]]; then
+    echo "error: TURN_COST: distill orders nothing" >&2
+    exit 2
+fi
 domain=backend
 set_up_domain
 [ $split = test ] || results=$results-$split
@@ -46,20 +54,20 @@ play_round() {                                                       # of `seed`
     local top=$results/seed$seed first=$base data record
     local folder=$top/$name
     [ "$round" = 1 ] || base=$folder/$((round - 1))/agent
-    out=$folder/$round
+    out=$folder/$round seed=$((seed + 1000 * (round - 1)))           # 04 draws its dialogues and candidates by the seed
     mkdir -p "$out"
     cp "$top/$split.jsonl" "$out/test.jsonl"                         # where `evaluate` looks
     if [ "$round" = 1 ]; then
         for record in "" .args.json .costs.json; do ln -sf ../../offline.jsonl$record "$out/offline.jsonl$record"; done
     else
         step rollout-offline $py $rollout --tasks "$top/train.jsonl" --agent "$base" --samples 4 \
-            --seed $((seed + 1000 * (round - 1))) --out "$out/offline.jsonl"
+            --seed "$seed" --out "$out/offline.jsonl"
     fi
     if [[ $method =~ ^(sweet|grpo-critic)$ ]]; then
         data=$out/offline.jsonl
         if [ "${CRITIC_DATA:-new}" = all ]; then
             data=$out/all.jsonl
-            [ -e "$data" ] || cat "$folder"/*/offline.jsonl > "$data"
+            [ -e "$data" ] || { cat $(seq -f "$folder/%g/offline.jsonl" "$round") > "$data.new"; mv "$data.new" "$data"; }
         fi
         [ "${CRITIC_MODEL:-agent}" = agent ] || critic_flags+=" --model $first"
         critic critic --trajectories "$data" $critic_flags
@@ -86,7 +94,11 @@ for folder in "$results/seed${seeds%% *}"/*/; do
     other=$(basename "$folder")
     for round in $(seq "$num_rounds"); do
         own=$(printf "$results/seed%s/$other/$round/agent.jsonl\n" $seeds)
-        ls $own > /dev/null 2>&1 && files+=("$other@$round=$(paste -sd, <<< "$own")")
+        if ls $own > /dev/null 2>&1; then
+            files+=("$other@$round=$(paste -sd, <<< "$own")")
+        else
+            echo "not in the table: round $round of $other, which not all of these seeds have played"
+        fi
     done
 done
 $py 05_evaluate.py "${files[@]}" --costs --overwrite --out "$results/report-${seeds// /-}"

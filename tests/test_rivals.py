@@ -1,5 +1,6 @@
 """04's methods beyond the paper: policy gradient with group baselines (grpo), also by a critic's advantages, and
 privileged self-distillation (distill); --turn-cost and --min-margin."""
+import argparse
 import copy
 import json
 import os
@@ -50,7 +51,8 @@ def an_item(tokenizer):
 
 def test_the_clipped_objective_by_hand_in_float64():
     """Ratio 1: the advantage. Ratio 2: clipped to 1.2 where that is less, as it is where A > 0. Ratio 1/2: a good
-    token's is taken as it is (.5 A), a bad one's is clipped to .8. KL estimate of ratio 2: 1/2 - 1 + log 2."""
+    token's is taken as it is (.5 A), a bad one's is clipped to .8. KL estimate of ratio 2: 2 log 2 - 2 + 1. A token
+    that has become impossible gives no NaN."""
     value = lambda *numbers: torch.tensor([numbers], dtype=torch.float64)
     log = value(1.0, 2.0, 2.0, 0.5, 0.5).log()
     advantages = value(3.0, 3.0, -3.0, 3.0, -3.0)
@@ -58,9 +60,11 @@ def test_the_clipped_objective_by_hand_in_float64():
     assert ratios[0].tolist() == pytest.approx([1, 2, 2, .5, .5], abs=1e-12)
     assert objective[0].tolist() == pytest.approx([3, 3.6, -6, 1.5, -2.4], abs=1e-12)
     with_kl, _ = policy_stage.clipped_objective(log, torch.zeros_like(log), advantages, 0.2, 0.1)
-    kls = [0, .5 - 1 + .6931471805599453, .5 - 1 + .6931471805599453, 2 - 1 - .6931471805599453,
-           2 - 1 - .6931471805599453]
-    assert with_kl[0].tolist() == pytest.approx([a - .1 * kl for a, kl in zip((3, 3.6, -6, 1.5, -2.4), kls)], abs=1e-12)
+    log_2 = .6931471805599453
+    kls = [0, 2 * log_2 - 1, 2 * log_2 - 1, .5 - .5 * log_2, .5 - .5 * log_2]
+    lost, _ = policy_stage.clipped_objective(value(-200.0).float(), value(0.0).float(), value(1.0).float(), 0.2, 0.0)
+    assert lost.item() == 0
+    assert with_kl[0].tolist() == pytest.approx([a - .1 * kl for a, kl in zip((3, 3.6, -6, 1.5, -2.4), kls)])
 
 
 def test_advantages_are_standardised_over_the_trajectories_of_a_task():
@@ -71,6 +75,33 @@ def test_advantages_are_standardised_over_the_trajectories_of_a_task():
     turns = policy_stage.group_advantages([[1.0, 2.0], [3.0]], ["a", "a"])
     assert turns == [[pytest.approx(-1.5 ** .5), 0], [pytest.approx(1.5 ** .5)]]
     assert policy_stage.group_advantages([[1.0], [], [0.0], []], ["a", "a", "a", "b"]) == [[1], [], [-1], None]
+    assert policy_stage.group_advantages([[.9 - .05 * 4], [.8 - .05 * 2]], ["a", "a"]) == [None, None]     # rounding
+    assert policy_stage.group_advantages([[.9], [.8]], ["a", "a"], least=.5) == [[pytest.approx(.1)], [
+        pytest.approx(-.1)]]
+
+
+def test_the_estimate_of_the_divergence_is_right_on_average():
+    """Over what the start model samples: exactly KL(policy || start)."""
+    start, policy = (torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).log_softmax(-1)
+                     for seed in (0, 1))
+    objective, _ = policy_stage.clipped_objective(policy[None], start[None], torch.zeros(1, 6), 0.2, 1.0)
+    assert -(start.exp() * objective[0]).sum().item() == pytest.approx((policy.exp() * (policy - start)).sum().item())
+
+
+def test_turn_costs_of_grpo_by_hand(capsys):
+    """Returns 1, 0 and costs of .1: a mixed task, one of successes alone, one of failures alone, whose lengths do not
+    count. The scale of the second is the deviation of all returns, .5, not its own, .05."""
+    rows = trajectories(("a", TASK, 1, 2), ("a", TASK, 0, 1), ("b", TASK, 1, 1), ("b", TASK, 1, 2), ("c", TASK, 0, 1),
+                        ("c", TASK, 0, 3))
+    args = argparse.Namespace(turn_cost=0.1, trajectories="x", max_tokens=100)
+    found = policy_stage.grpo_advantages(rows, None, None, args, None, [])
+    assert found == [[pytest.approx(.8)] * 2, [pytest.approx(-.8)], [pytest.approx(.1)], [pytest.approx(-.1)] * 2, None,
+                     None]
+    printed = capsys.readouterr().out
+    assert "2 trajectories differ from the others of their task by --turn-cost alone" in printed
+    assert "2 of 6 trajectories are left out: all those of their task are equally good" in printed
+    args.turn_cost = 0.0
+    assert policy_stage.grpo_advantages(rows, None, None, args, None, []) == [[1, 1], [-1], None, None, None, None]
 
 
 def test_each_token_has_its_own_log_probability_and_the_gradient_is_a_finite_difference(tiny):
@@ -217,7 +248,7 @@ def test_turn_costs_order_successes_by_hand(capsys):
                         ("b", TASK, 0, 4), ("c", TASK, 1, 8), ("c", TASK, 0.9, 1), ("c", TASK, 1, 2))
     assert common.trajectory_pairs(rows, "x") == [(0, 2), (6, 7)]
     assert common.trajectory_pairs(rows, "x", turn_cost=0.05) == [(0, 2), (6, 7), (1, 0), (8, 6)]
-    assert "2 of 4 trajectory pairs are between equal returns, by --turn-cost; 0 more" in capsys.readouterr().out
+    assert "2 of 4 trajectory pairs are between equal returns, by --turn-cost\n" in capsys.readouterr().out
     # of a task with two pairs of successes and one with a failure one is kept; failures are never ordered by length
     few = trajectories(("a", TASK, 1, 5), ("a", TASK, 1, 3), ("a", TASK, 1, 4), ("a", TASK, 0, 2), ("b", TASK, 0, 1),
                        ("b", TASK, 0, 4))
@@ -247,25 +278,38 @@ def test_rft_and_grpo_prefer_the_shorter_success(workspace, tmp_path):
 
 
 def test_the_value_critics_labels_know_the_cost(workspace, tmp_path):
-    shared = ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--head", "value", "--max-steps", 1,
-              "--log-every", 1, "--lr", 1e-3]
-    for name, cost in (("plain", 0), ("costly", 0.1)):
-        succeed("03_train_critic.py", *shared, "--turn-cost", cost, "--out", tmp_path / name)
-    found = [torch.load(tmp_path / name / "turn_head.pt", weights_only=True)["bias"].item() for name in
-             ("plain", "costly")]
-    assert found[1] <= found[0]
+    rows = trajectories(("a", TASK, 1, 4), ("a", TASK, 0.5, 2), ("a", PAGE, .7, 2), ("a", PAGE, .1, 4))
+    assert stage(3).value_labels(rows, 0.0) == [1, 0, .7, .1]
+    assert stage(3).value_labels(rows, 0.05) == [pytest.approx(.8), 0, pytest.approx(.6), 0]
+    losses = []
+    for name, cost in (("plain", 0), ("costly", 0.02)):             # at logits of 0 every label has a loss of log 2
+        succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--head", "value",
+                "--max-steps", 3, "--log-every", 1, "--lr", 1e-2, "--turn-cost", cost, "--out", tmp_path / name)
+        losses.append([row["loss"] for row in read(tmp_path / name / "metrics.jsonl")])
+    assert losses[0][0] == pytest.approx(losses[1][0]) and losses[0][2] != pytest.approx(losses[1][2], abs=1e-5)
 
 
-def test_pairs_of_a_small_margin_are_none():
+def test_pairs_of_a_small_margin_are_none(workspace, critic, tmp_path):
     row = {"candidates": [{"ids": [n], "text": str(n), "ended": True} for n in range(4)],
            "advantages": [0.3, 0.25, 0.2, 0.1]}
-    pairs = {margin: {pair for seed in range(50)
-                      for pair in policy_stage.candidate_pairs(row, 4, margin, random.Random(seed))}
-             for margin in (0, 0.1, 0.15, 0.3)}
-    assert pairs[0] == {(0, 2), (0, 3), (1, 2), (1, 3)}
-    assert pairs[0.1] == {(0, 2), (0, 3), (1, 3)} or pairs[0.1] == {(0, 3), (1, 3)}       # .3 - .2 is a float
-    assert pairs[0.15] == {(0, 3), (1, 3)} or pairs[0.15] == {(0, 3)}
-    assert pairs[0.3] == set()
+    pairs = {pair for seed in range(50) for pair in policy_stage.candidate_pairs(row, 4, random.Random(seed))}
+    assert pairs == {(0, 2), (0, 3), (1, 2), (1, 3)}
+    printed = {}
+    for margin in (0, 0.02, 100):
+        arguments = [str(x) for x in flags(workspace, "sweet", tmp_path / str(margin), "--critic", critic,
+                                           "--data-frac", 0.1, "--num-candidates", 4, "--max-new-tokens", 60,
+                                           "--min-margin", margin)]
+        if margin == 100:
+            assert re.search(r"0 pairs|, (\d+) differ by less than --min-margin", refused(4, *arguments))
+        else:
+            printed[margin] = succeed("04_train_policy.py", *arguments)
+            kept = [pair["chosen"]["advantage"] - pair["rejected"]["advantage"]
+                    for pair in read(tmp_path / str(margin) / "pairs.jsonl")]
+            assert min(kept) >= margin - 1e-9
+            printed[margin] = len(kept), printed[margin]
+    left_out = int(re.search(r"(\d+) pairs differ by less than --min-margin 0.02: left out", printed[0.02][1])[1])
+    assert printed[0][0] == printed[0.02][0] + left_out and "min-margin 0" not in printed[0][1].replace(
+        "min_margin=0.0", "")
 
 
 # --- bad input

@@ -206,6 +206,8 @@ def test_each_round_trains_the_agent_of_the_one_before(call):
     policies, critics = rounds_of(commands, "04", "sweet"), rounds_of(commands, "03", "sweet")
     assert [policies[n]["--model"] for n in (1, 2, 3)] == [critics[n]["--model"] for n in (1, 2, 3)] == [
         "models/tiny", "out/rounds/seed3/sweet/1/agent", "out/rounds/seed3/sweet/2/agent"]
+    assert [policies[n]["--seed"] for n in (1, 2, 3)] == [critics[n]["--seed"] for n in (1, 2, 3)] == [
+        "3", "1003", "2003"]                                                   # or 04 draws the same dialogues again
     assert all(policies[n]["--critic"] == f"out/rounds/seed3/sweet/{n}/critic" for n in policies)
     assert all(policies[n]["--trajectories"] == critics[n]["--trajectories"] == f"out/rounds/seed3/sweet/{n}/"
                "offline.jsonl" for n in policies)
@@ -237,6 +239,10 @@ def test_rounds_need_a_method_and_a_number():
         process = subprocess.run(["bash", "scripts/rounds.sh", *words], cwd=ROOT, text=True, capture_output=True,
                                  timeout=60)
         assert process.returncode == 2 and process.stderr.startswith("error: bash scripts/rounds.sh METHOD ROUNDS")
+    for method, name, value in (("sweet", "CRITIC_DATA", "ALL"), ("distill", "TURN_COST", "0.1")):
+        process = subprocess.run(["bash", "scripts/rounds.sh", method, "2"], cwd=ROOT, text=True, capture_output=True,
+                                 timeout=60, env={"PATH": os.environ["PATH"], name: value})
+        assert process.returncode == 2 and process.stderr.startswith("error:") and name in process.stderr
 
 
 def test_the_chain_of_real_weights(call):
