@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # The chain with a pretrained model: bash scripts/real.sh [SEED …]   (0; results in out/real; a second call resumes)
-# SmolLM2-135M-Instruct learns the protocol from scripted dialogues, once. Then, for every seed: offline dialogues, two
-# critics (one without c), four policies, their test dialogues. Seed 0 tries three learning rates for each policy on
-# validation tasks: out/real/grid.csv, kept as docs/grid_real.csv. One rate of each is tried in a round, and after each
-# round the best so far play the test tasks, so that an interrupted run has whole tables. The critics are measured after
-# the first round. Other seeds take the rates that seed 0 found. Two processes of one thread, at most 8 GB each.
-# BASE_TASKS, TRAIN_TASKS, VALIDATION_TASKS, TEST_TASKS and FEW_TASKS (for the critics) set the sizes.
+# SmolLM2-135M-Instruct learns the protocol from scripted dialogues, then from the successful ones, once. Then, for
+# every seed: offline dialogues, two critics (one without c), four policies, their test dialogues. Seed 0 tries three
+# learning rates for each policy on validation tasks: out/real/grid.csv, kept as docs/grid_real.csv. One rate of each
+# is tried in a round, and after each round the best so far play the test tasks, so that an interrupted run has whole
+# tables. The critics are measured after the first round. Other seeds take the rates that seed 0 found. Two processes
+# of one thread, at most 8 GB each. BASE_TASKS, TRAIN_TASKS, VALIDATION_TASKS, TEST_TASKS and FEW_TASKS (for the
+# critics) set the sizes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/chain.sh
@@ -43,8 +44,11 @@ make_base() {
             --out "$out/$kind.jsonl"
     done
     cat "$out/clear.jsonl" "$out/script.jsonl" > "$out/demonstrations.jsonl"
-    OMP_NUM_THREADS=2 step model $py 04_train_policy.py --method sft --model $start $short --lr 5e-4 --epochs 1 \
-        --micro-batch-size 4 --batch-size 8 --trajectories "$out/demonstrations.jsonl" --out "$base"
+    OMP_NUM_THREADS=2 step first $py 04_train_policy.py --method sft --model $start $short --lr 5e-4 --epochs 1 \
+        --micro-batch-size 4 --batch-size 8 --trajectories "$out/demonstrations.jsonl" --out "$out/first"
+    # once more, the dialogues that succeeded: the first model imitates the script's early answers, too
+    OMP_NUM_THREADS=2 step model $py 04_train_policy.py --method rft --model "$out/first" $short --lr 3e-4 --epochs 1 \
+        --micro-batch-size 4 --batch-size 8 --trajectories "$out/script.jsonl" --out "$base"
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
