@@ -108,6 +108,20 @@ def workspace(tmp_path_factory):
     return folder
 
 
+def policy_flags(workspace, method, out, *more):
+    """Flags of 04 for two steps from the shipped base model; the last of a flag given twice counts."""
+    return ["--method", method, "--trajectories", workspace / "offline.jsonl", "--model", ROOT / "models" / "tiny",
+            "--lr", 1e-4, "--max-steps", 2, "--log-every", 1, "--out", out, *more]
+
+
+@pytest.fixture(scope="session")
+def critic(workspace, tmp_path_factory):
+    out = tmp_path_factory.mktemp("critic") / "critic"
+    succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", ROOT / "models" / "tiny",
+            "--lr", 1e-3, "--max-steps", 5, "--out", out)
+    return out
+
+
 @pytest.fixture(scope="session")
 def tiny(workspace):
     from lib.models import load_model

@@ -9,6 +9,7 @@ import torch
 
 import common
 from colbench import backend
+from conftest import policy_flags as flags
 from conftest import read, refused, ROOT, stage, succeed
 from lib.models import encode
 from lib.runtime import start
@@ -16,19 +17,6 @@ from lib.training import kind_lines
 
 policy_stage = stage(4)
 BASE = ROOT / "models" / "tiny"
-
-
-def flags(workspace, method, out, *more):
-    return ["--method", method, "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-4,
-            "--max-steps", 2, "--log-every", 1, "--out", out, *more]
-
-
-@pytest.fixture(scope="module")
-def critic(workspace, tmp_path_factory):
-    out = tmp_path_factory.mktemp("critic") / "critic"
-    succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-3,
-            "--max-steps", 5, "--out", out)
-    return out
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import torch
 
 import common
 from colbench import backend
-from conftest import begin, read, refused, ROOT, stage, succeed, wait
+from conftest import begin, policy_flags, read, refused, ROOT, stage, succeed, wait
 from lib.models import encode, token_kls
 
 policy_stage = stage(4)
@@ -24,16 +24,7 @@ PAGE = {"problem_description": "x", "ground_truth": "<p>"}
 
 
 def flags(workspace, method, out, *more):
-    return ["--method", method, "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-3,
-            "--max-steps", 3, "--log-every", 1, "--out", out, *more]
-
-
-@pytest.fixture(scope="module")
-def critic(workspace, tmp_path_factory):
-    out = tmp_path_factory.mktemp("critic") / "critic"
-    succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-3,
-            "--max-steps", 3, "--out", out)
-    return out
+    return policy_flags(workspace, method, out, "--lr", 1e-3, "--max-steps", 3, *more)
 
 
 def an_item(tokenizer):
