@@ -2,9 +2,10 @@
 # A method repeated with its own, better agent: bash scripts/rounds.sh METHOD R [SEED …]   (seed 0; results in
 # out/rounds; a second call resumes, or goes on to more rounds)
 # METHOD is rft, mtdpo, sweet, grpo, grpo-critic (grpo with the critic's advantages) or distill. Each of R rounds plays
-# fresh dialogues of the current agent on the training tasks, as many for every method, trains a critic from the current
-# agent where the method has one, trains the next agent from the current one, and plays the test tasks. All methods
-# share the dialogues of round 1. Two seeds at a time, one thread each.
+# four dialogues of the current agent on each of TRAIN_TASKS (200) new training tasks, the same tasks for every method,
+# trains a critic from the current agent where the method has one, trains the next agent from the current one, and plays
+# the test tasks. Four rounds so take as many dialogues as run.sh. All methods share the dialogues of round 1. Two seeds
+# at a time, one thread each.
 # NAME (METHOD) names what differs from the plain method by
 #     CRITIC_DATA=all        the critic learns from the dialogues of all rounds so far, not from the newest alone
 #     CRITIC_MODEL=base      the critic starts from the shipped base model, not from the current agent
@@ -39,15 +40,18 @@ if [[ -n ${TURN_COST:-} && $method =~ ^(rft|mtdpo|grpo)$ ]]; then policy_flags="
 [ -z "${MIN_MARGIN:-}" ] || policy_flags+=" --min-margin $MIN_MARGIN"
 [ -z "${LEARNING_RATE:-}" ] || policy_flags+=" --lr $LEARNING_RATE"
 export TEST_TASKS=${TEST_TASKS:-500} SAMPLES=1 method name num_rounds results split critic_flags policy_flags
-export py domain base num_train rollout critic_settings rft_settings mtdpo_settings sweet_settings grpo_settings \
+export py domain base rollout critic_settings rft_settings mtdpo_settings sweet_settings grpo_settings \
     grpo_critic_settings distill_settings
 
-first_dialogues() {                                                  # SEED: of the base model, for all methods
+tasks_and_first_dialogues() {                                        # SEED: the dialogues of the base model
     seed=$1 out=$results/seed$1
     mkdir -p "$out"
-    tasks train "${TRAIN_TASKS:-$num_train}" "$seed"
     if [ $split = test ]; then tasks test "$TEST_TASKS" 1000; else tasks validation "${VALIDATION_TASKS:-300}" 0; fi
-    step rollout-offline $py $rollout --tasks "$out/train.jsonl" --agent $base --samples 4 --seed "$seed" \
+    for round in $(seq "$num_rounds"); do
+        step "tasks-train-$round" $py 01_generate_tasks.py --split train --num-tasks "${TRAIN_TASKS:-200}" \
+            --seed $((seed + 1000 * (round - 1))) --out "$out/train-$round.jsonl"
+    done
+    step rollout-offline $py $rollout --tasks "$out/train-1.jsonl" --agent $base --samples 4 --seed "$seed" \
         --out "$out/offline.jsonl"
 }
 play_round() {                                                       # of `seed`, after `round` - 1 others
@@ -60,7 +64,7 @@ play_round() {                                                       # of `seed`
     if [ "$round" = 1 ]; then
         for record in "" .args.json .costs.json; do ln -sf ../../offline.jsonl$record "$out/offline.jsonl$record"; done
     else
-        step rollout-offline $py $rollout --tasks "$top/train.jsonl" --agent "$base" --samples 4 \
+        step rollout-offline $py $rollout --tasks "$top/train-$round.jsonl" --agent "$base" --samples 4 \
             --seed "$seed" --out "$out/offline.jsonl"
     fi
     if [[ $method =~ ^(sweet|grpo-critic)$ ]]; then
@@ -80,10 +84,11 @@ play_round() {                                                       # of `seed`
 }
 one_seed() {
     seed=$1
-    [ -e "$results/seed$seed/offline.jsonl" ] || first_dialogues "$seed"
+    [[ -e $results/seed$seed/offline.jsonl && -e $results/seed$seed/train-$num_rounds.jsonl ]] ||
+        tasks_and_first_dialogues "$seed"
     for round in $(seq "$num_rounds"); do (play_round); done
 }
-export -f step result_of tasks train critic evaluate policy first_dialogues play_round one_seed
+export -f step result_of tasks train critic evaluate policy tasks_and_first_dialogues play_round one_seed
 printf '%s\n' $seeds | xargs -P 2 -I{} bash -euo pipefail -c 'one_seed {}'
 
 # ---------------------------------------------------------------------------------------------------------------------
