@@ -113,16 +113,16 @@ branches() {                                                         # STATES SA
     step rollout-branches $py $rollout --tasks "$out/few/base.jsonl" --branch "$1" --branch-candidates 8 \
         --samples "$2" --agent $base --seed "$seed" --out "$out/few/branches.jsonl"
 }
-grid_table() {                                                       # METRICS of METHOD_RATE_BETA_NLL_EPOCHS, as CSV
-    $py - "$1" <<'PYTHON'
+grid_table() {                                                       # METRICS FIRST-COLUMNS, from names such as A_B_C@D
+    $py - "$1" "${2:-method,lr,beta,nll_coef,epochs}" <<'PYTHON'
 import json, sys
-metrics = json.load(open(sys.argv[1]))
+metrics, first = json.load(open(sys.argv[1])), sys.argv[2]
 keys = ("success_rate", "tests_passed", "mean_rounds", "all_known", "success_when_known", "pixel_similarity")
 keys = [key for key in keys if all(key in m for m in metrics.values())]
-print("method,lr,beta,nll_coef,epochs", *(key.removesuffix("_rate").removeprefix("mean_") for key in keys),
+print(first, *(key.removesuffix("_rate").removeprefix("mean_") for key in keys),
       "trained_tokens", sep=",")
 for name, m in metrics.items():
     numbers = [f"{m[key]:.3f}" for key in keys]
-    print(name.replace("_-", "_").replace("_", ","), *numbers, m["costs"]["trained_tokens"], sep=",")
+    print(*name.replace("_-", "_").replace("@", "_").split("_"), *numbers, m["costs"]["trained_tokens"], sep=",")
 PYTHON
 }

@@ -7,9 +7,7 @@
 #     KINDS="no-c regression" bash scripts/tune.sh
 # then searches for SWEET with other critics in place of the methods, eight settings for each, from the same candidates:
 # out/tune/grid-critics.csv, kept as docs/grid_critics.csv, about 20 minutes a critic.
-#     RIVALS=1 bash scripts/tune.sh
-# searches for the methods that are not in the paper (grpo, grpo with the critic's advantages, distill), eight settings
-# for each: out/tune/grid-rivals.csv, kept as docs/grid_rivals.csv.
+# The methods that are not in the paper are searched by scripts/rounds.sh.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/chain.sh
@@ -20,10 +18,9 @@ chain=${OUT:-out} betas="0.1 1" num_validation=300
 [ $domain != sql ] || num_validation=150
 offline=$chain/offline.jsonl work=$chain/tune
 kinds=${KINDS:-} grid=grid
-if [ "$kinds${RIVALS:-}" ]; then
-    [ $domain = backend ] || { echo "error: KINDS and RIVALS are for the backend" >&2; exit 2; }
+if [ "$kinds" ]; then
+    [ $domain = backend ] || { echo "error: KINDS are for the backend" >&2; exit 2; }
     grid=grid-critics
-    [ -z "${RIVALS:-}" ] || grid=grid-rivals betas=1
 fi
 export py base rollout offline work
 mkdir -p $work
@@ -94,22 +91,9 @@ short_grid() {
             "$work/critic-1 --candidates $work/candidates/candidates.jsonl"
     done
 }
-rival_grid() {
-    local lr epochs way
-    for lr in 3e-5 1e-4 3e-4 1e-3; do
-        for epochs in 1 4; do
-            echo "grpo_${lr}_-_-_$epochs --method grpo --lr $lr --epochs $epochs"
-            echo "grpo-critic_${lr}_-_-_$epochs --method grpo --critic $work/critic-1 --lr $lr --epochs $epochs"
-        done
-        for way in forward reverse; do
-            echo "distill-${way}_${lr}_-_-_2 --method distill --divergence $way --lr $lr --epochs 2"
-        done
-    done
-}
 settings=function_grid
 [ $domain = backend ] || settings=short_grid
 [ -z "$kinds" ] || settings=critic_grid
-[ -z "${RIVALS:-}" ] || settings=rival_grid
 for kind in ${kinds:-lm}; do
     [ $kind = lm ] && name=critic || name=critic-$kind
     flags=$(kind_flags $kind)
@@ -120,7 +104,7 @@ for kind in ${kinds:-lm}; do
     wait
 done
 # All settings of SWEET choose from the same candidates, of whichever critic's run.
-[ -e $work/candidates/COMPLETED ] || [ $settings = rival_grid ] || $py 04_train_policy.py --trajectories $offline --model $base --method sweet \
+[ -e $work/candidates/COMPLETED ] || $py 04_train_policy.py --trajectories $offline --model $base --method sweet \
     --critic $work/$name-1 --max-steps 1 $sampling --out $work/candidates > $work/candidates.log
 $settings | xargs -P 2 -d '\n' -I{} bash -ec 'try {}'
 files=$($settings | sed -E "s|^([^ ]+) .*|\1=$work/\1.jsonl|")
