@@ -180,15 +180,6 @@ def test_other_critics_are_searched_over_as_many_settings(call):
         f"out/tune/critic-{kind}-{beta}": 4 for kind in ("no-c", "regression") for beta in ("0.1", "1")}
 
 
-def test_rivals_are_searched_over_as_many_settings(call):
-    call("run.sh")
-    commands = [command["words"] for command in call("scripts/tune.sh", RIVALS="1")]
-    tried = [words for words in commands if words[0].startswith("04")]
-    kinds = [words[words.index("--method") + 1] + ("-critic" if "--critic" in words else "") for words in tried]
-    assert {kind: kinds.count(kind) for kind in kinds} == {"grpo": 8, "grpo-critic": 8, "distill": 8}
-    assert len(set(map(tuple, tried))) == 24 and not any("out/test.jsonl" in words for words in commands)
-
-
 def rounds_of(commands, stage, name):
     """{round: the flags of a stage's command, by seed 3}"""
     found = {}
@@ -217,8 +208,12 @@ def test_each_round_trains_the_agent_of_the_one_before(call):
     assert offline == {"3": "models/tiny", "1003": "out/rounds/seed3/sweet/1/agent",
                        "2003": "out/rounds/seed3/sweet/2/agent"}
     assert {word.split("=")[0] for word in commands[-1] if "=" in word} == {"sweet@1", "sweet@2", "sweet@3"}
+    assert {words[words.index("--tasks") + 1] for words in played if words[words.index("--out") + 1].startswith(
+        "out/rounds/seed3/") and "offline" in words[words.index("--out") + 1]} == {
+        f"out/rounds/seed3/train-{n}.jsonl" for n in (1, 2, 3)}
+    flags = "--turn-cost 0.02 --model models/tiny"
     others = [command["words"] for command in call("scripts/rounds.sh", "grpo-critic", "2", "3", NAME="credit",
-                                                   CRITIC_DATA="all", CRITIC_MODEL="base", TURN_COST="0.02")]
+                                                   CRITIC_DATA="all", CRITIC_FLAGS=flags)]
     policies, critics = rounds_of(others, "04", "credit"), rounds_of(others, "03", "credit")
     assert critics[2]["--trajectories"] == "out/rounds/seed3/credit/2/all.jsonl"
     assert [words for words in others if words[0].startswith("03")][-1].count("--model") == 2
@@ -227,20 +222,30 @@ def test_each_round_trains_the_agent_of_the_one_before(call):
     # the dialogues of round 1 are shared; what an earlier call played is in the report of this one
     assert not any(words[words.index("--out") + 1] == "out/rounds/seed3/offline.jsonl" for words in others)
     assert {word.split("=")[0] for word in others[-1] if "=" in word} == {"credit@1", "credit@2", "sweet@1", "sweet@2"}
-    for method, flag in (("mtdpo", "--turn-cost"), ("sweet", "--min-margin")):
-        more = [command["words"] for command in call("scripts/rounds.sh", method, "1", "3", NAME="x" + method, **{
-            flag[2:].upper().replace("-", "_"): "0.05"})]
-        assert rounds_of(more, "04", "x" + method)[1][flag] == "0.05"
-        assert not rounds_of(more, "03", "xmtdpo")
+    more = [command["words"] for command in call("scripts/rounds.sh", "mtdpo", "1", "3", NAME="patient",
+                                                 POLICY_FLAGS="--turn-cost 0.05")]
+    assert rounds_of(more, "04", "patient")[1]["--turn-cost"] == "0.05" and not rounds_of(more, "03", "patient")
+
+
+def test_rounds_with_several_methods_and_rates(call):
+    commands = [command["words"] for command in call("scripts/rounds.sh", "grpo,grpo-critic", "2", "3",
+                                                     SPLIT="validation", RATES="1e-4 1e-3")]
+    tried = [(words[words.index("--out") + 1], words[-1]) for words in commands if words[0].startswith("04")]
+    assert sorted(tried) == sorted(
+        (f"out/rounds-validation/seed3/{method}_{rate}/{n}/agent", rate)
+        for method in ("grpo", "grpo-critic") for rate in ("1e-4", "1e-3") for n in (1, 2))
+    assert not any("test" in word for words in commands if words[0].startswith("01") for word in words)
+    assert {word.split("=")[0] for word in commands[-1] if "=" in word} == {
+        f"{method}_{rate}@{n}" for method in ("grpo", "grpo-critic") for rate in ("1e-4", "1e-3") for n in (1, 2)}
 
 
 def test_rounds_need_a_method_and_a_number():
-    for words in ([], ["sweet"], ["sweets", "2"], ["sweet", "0"]):
+    for words in ([], ["sweet"], ["sweets", "2"], ["sweet", "0"], ["sweet,", "2"]):
         process = subprocess.run(["bash", "scripts/rounds.sh", *words], cwd=ROOT, text=True, capture_output=True,
                                  timeout=60)
-        assert process.returncode == 2 and process.stderr.startswith("error: bash scripts/rounds.sh METHOD ROUNDS")
-    for method, name, value in (("sweet", "CRITIC_DATA", "ALL"), ("distill", "TURN_COST", "0.1")):
-        process = subprocess.run(["bash", "scripts/rounds.sh", method, "2"], cwd=ROOT, text=True, capture_output=True,
+        assert process.returncode == 2 and process.stderr.startswith("error: bash scripts/rounds.sh METHOD[,METHOD…] R")
+    for name, value in (("CRITIC_DATA", "ALL"), ("SPLIT", "train")):
+        process = subprocess.run(["bash", "scripts/rounds.sh", "sweet", "2"], cwd=ROOT, text=True, capture_output=True,
                                  timeout=60, env={"PATH": os.environ["PATH"], name: value})
         assert process.returncode == 2 and process.stderr.startswith("error:") and name in process.stderr
 
