@@ -62,7 +62,7 @@ def adapter(folder):
 def test_the_first_loss_is_log_2_and_it_falls(critic, policy):
     for folder in (critic[0], policy):
         steps = read(folder / "metrics.jsonl")
-        assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6) and steps[-1]["loss"] < 0.67
+        assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-5) and steps[-1]["loss"] < 0.67
 
 
 def test_the_adapter_alone_is_trained_and_kept_in_states(workspace, tmp_path, monkeypatch):
@@ -186,7 +186,7 @@ def test_02_and_04_take_adapter_folders(workspace, critic, policy, tmp_path):
 def test_a_head_is_trained_beside_the_adapter(workspace, tmp_path, tiny, head):
     out = tmp_path / head
     succeed("03_train_critic.py", *flags(workspace, out, "--head", head))
-    assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
     loaded = common.load_critic(common.read_critic(out, tiny[1], backend), common.load_whole("cpu"))
     assert loaded["reference"] is None and loaded["model"].turn_head.weight.abs().max() > 1e-3
     assert max(tensor.abs().max().item() for key, tensor in adapter(out).items() if "lora_B" in key) > 1e-3
