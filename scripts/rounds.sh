@@ -8,6 +8,7 @@
 # processes of one thread at a time.
 # NAME (METHOD) names what differs from the plain method by
 #     POLICY_FLAGS="--min-margin 0.05"      more flags of 04
+#     LATER_FLAGS="--lr 3e-5"               more flags of 04 from the second round on
 #     CRITIC_FLAGS="--turn-cost 0.02"       more flags of 03; with "--model models/tiny" it starts anew in each round
 #     CRITIC_DATA=all                       the critic learns from the dialogues of all rounds so far
 # RATES="3e-5 1e-4" plays each learning rate of the policy in place of that of scripts/chain.sh, as NAME_RATE.
@@ -33,7 +34,7 @@ seeds=${*:3}
 seeds=${seeds:-0}
 export TEST_TASKS=${TEST_TASKS:-500} SAMPLES=1 num_rounds results split py domain base rollout critic_settings \
     rft_settings mtdpo_settings sweet_settings grpo_settings grpo_critic_settings distill_settings
-export CRITIC_DATA=${CRITIC_DATA:-new} CRITIC_FLAGS=${CRITIC_FLAGS:-} POLICY_FLAGS=${POLICY_FLAGS:-}
+export CRITIC_DATA=${CRITIC_DATA:-new} CRITIC_FLAGS=${CRITIC_FLAGS:-}
 
 tasks_and_first_dialogues() {                                        # SEED: the dialogues of the base model
     seed=$1 out=$results/seed$1
@@ -48,7 +49,8 @@ tasks_and_first_dialogues() {                                        # SEED: the
 }
 play_round() {                                                       # METHOD FOLDER FLAGS…: after `round` - 1 others
     local method=$1 folder=$2 top=$results/seed$seed data record
-    [ "$round" = 1 ] || base=$folder/$((round - 1))/agent
+    shift 2
+    [ "$round" = 1 ] || { base=$folder/$((round - 1))/agent; set -- "$@" ${LATER_FLAGS:-}; }
     out=$folder/$round seed=$((seed + 1000 * (round - 1)))           # 04 draws its dialogues and candidates by the seed
     mkdir -p "$out"
     cp "$top/$split.jsonl" "$out/test.jsonl"                         # where `evaluate` looks
@@ -67,9 +69,9 @@ play_round() {                                                       # METHOD FO
         critic critic --trajectories "$data" $CRITIC_FLAGS
     fi
     case $method in
-        sweet) policy agent sweet --critic "$out/critic" "${@:3}" ;;
-        grpo-critic) grpo_settings=$grpo_critic_settings; policy agent grpo --critic "$out/critic" "${@:3}" ;;
-        *) policy agent "$method" "${@:3}" ;;
+        sweet) policy agent sweet --critic "$out/critic" "$@" ;;
+        grpo-critic) grpo_settings=$grpo_critic_settings; policy agent grpo --critic "$out/critic" "$@" ;;
+        *) policy agent "$method" "$@" ;;
     esac
 }
 play_rounds() {                                                      # METHOD NAME SEED FLAGS…
@@ -85,9 +87,9 @@ for seed in $seeds; do
 done | two_at_a_time
 for seed in $seeds; do
     for method in ${methods//,/ }; do
-        [ -n "${RATES:-}" ] || echo "play_rounds $method ${NAME:-$method} $seed $POLICY_FLAGS"
+        [ -n "${RATES:-}" ] || echo "play_rounds $method ${NAME:-$method} $seed ${POLICY_FLAGS:-}"
         for rate in ${RATES:-}; do
-            echo "play_rounds $method ${NAME:-$method}_$rate $seed $POLICY_FLAGS --lr $rate"
+            echo "play_rounds $method ${NAME:-$method}_$rate $seed ${POLICY_FLAGS:-} --lr $rate"
         done
     done
 done | two_at_a_time
