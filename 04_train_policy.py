@@ -186,12 +186,18 @@ def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
     too_few, asked = sum(n < 2 for n in ended), len(rows) * args.pairs_per_turn
     same = asked - too_few * args.pairs_per_turn - len(pairs)
     cut = args.num_candidates * len(rows) - sum(ended)
-    near = len(pairs)
+    unlike = near = 0
+    if args.like_pairs:
+        answers = domain_of(rows[0]["task"]).answer_of
+        ends = [[answers([*pair["history"], {"role": "assistant", "content": pair[side]["text"]}], False) is None
+                 for side in ("chosen", "rejected")] for pair in pairs]
+        unlike, pairs = len(pairs), [pair for pair, (a, b) in zip(pairs, ends) if a == b]
+        unlike -= len(pairs)
+        say(f"{unlike:,} pairs are of an answer and a turn that goes on: left out (--like-pairs)")
     if args.min_margin:
-        pairs = [pair for pair in pairs if common.reaches(pair["chosen"]["advantage"] - pair["rejected"]["advantage"],
-                                                          args.min_margin)]
-    near -= len(pairs)
-    if near:
+        near, pairs = len(pairs), [pair for pair in pairs if common.reaches(
+            pair["chosen"]["advantage"] - pair["rejected"]["advantage"], args.min_margin)]
+        near -= len(pairs)
         say(f"{near:,} pairs differ by less than --min-margin {args.min_margin}: left out")
     say(f"{len(pairs):,} pairs of {asked:,} asked for; {same:,} were twice the same text; {cut:,} candidates "
         f"stopped by --max-new-tokens were left out, so that {too_few:,} of {len(rows):,} turns had no two")
@@ -204,6 +210,7 @@ def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
         raise InputError(
             f"{args.trajectories}: no examples to train on: of {asked:,} pairs asked for {long:,} are longer than "
             f"--max-length {args.max_length}, {same:,} are twice the same text, " +
+            f"{unlike:,} are unlike (--like-pairs), " * (unlike > 0) +
             f"{near:,} differ by less than --min-margin, " * (near > 0) +
             f"{too_few * args.pairs_per_turn:,} are of turns with fewer than two candidates that --max-new-tokens "
             f"{args.max_new_tokens} did not stop")
@@ -325,6 +332,7 @@ def parse_args(argv=None):
     group.add_argument("--pairs-per-turn", type=positive_int, default=4, help="DPO pairs a turn")
     group.add_argument("--min-margin", type=non_negative_float, default=0.0, metavar="A",
                        help="make no pair of candidates whose advantages differ by less")
+    group.add_argument("--like-pairs", action="store_true", help="make no pair of an answer and a turn that goes on")
     group.add_argument("--temperature", type=float, default=1.0, help="of the candidates")
     group.add_argument("--max-new-tokens", type=positive_int, default=1024, help="tokens of a candidate")
     group.add_argument("--candidates", metavar="FILE", help="candidates.jsonl of another run of the same model, seed "
@@ -345,8 +353,8 @@ def parse_args(argv=None):
                        "KL(teacher || policy) or KL(policy || teacher)")
     set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
-    if (args.candidates or args.pairs_together or args.min_margin) and args.method != "sweet":
-        parser.error("--candidates, --pairs-together and --min-margin go with --method sweet")
+    if (args.candidates or args.pairs_together or args.min_margin or args.like_pairs) and args.method != "sweet":
+        parser.error("--candidates, --pairs-together, --min-margin and --like-pairs go with --method sweet")
     if args.sampler and (args.method != "sweet" or args.candidates or not is_server(args.sampler)):
         parser.error("--sampler http://HOST:PORT/v1#NAME goes with --method sweet, without --candidates")
     if args.method == "sweet" and args.critic is None or args.critic and args.method not in ("sweet", "grpo"):
