@@ -1,6 +1,6 @@
 # Sourced by run.sh and by the other scripts, in the repository's root: the settings of the domains, and the steps
 # of the chain (tasks, dialogues, critic, policies) as functions. The settings are those that scripts/tune.sh found best
-# on validation tasks, of eight for each method (three with pages and queries). Not searched yet: grpo, distill.
+# on validation tasks, of eight for each method (three with pages and queries).
 . scripts/setup.sh
 py=.venv/bin/python
 torchrun=".venv/bin/torchrun --standalone --nproc-per-node 2"
@@ -29,8 +29,7 @@ set_up_domain() {
             critic_settings="--beta 1 --lr 3e-4 --epochs 2"
             rft_settings="--lr 1e-3 --epochs 4"
             mtdpo_settings="--lr 1e-4 --nll-coef 0.3 --epochs 2"
-            sweet_settings="--lr 3e-5 --nll-coef 0.3 $sampling --max-tokens 4096 --pairs-together"
-            grpo_settings="--lr 1e-4 --epochs 2" grpo_critic_settings=$grpo_settings distill_settings=$grpo_settings ;;
+            sweet_settings="--lr 3e-5 --nll-coef 0.3 $sampling --max-tokens 4096 --pairs-together" ;;
         frontend)
             setup_environment requirements.txt scripts/frontend.txt
             setup_browser

@@ -8,11 +8,12 @@
 # processes of one thread at a time.
 # NAME (METHOD) names what differs from the plain method by
 #     POLICY_FLAGS="--min-margin 0.05"      more flags of 04
-#     LATER_FLAGS="--lr 3e-5"               more flags of 04 from the second round on
+#     LATER_FLAGS="--lr 3e-5"               flags of 04 from the second round on, in place of METHOD_later below
 #     CRITIC_FLAGS="--turn-cost 0.02"       more flags of 03; with "--model models/tiny" it starts anew in each round
-#     CRITIC_DATA=all                       the critic learns from the dialogues of all rounds so far
-# RATES="3e-5 1e-4" plays each learning rate of the policy in place of that of scripts/chain.sh, as NAME_RATE.
-# SPLIT=validation plays validation tasks (VALIDATION_TASKS, 300) instead of test tasks (TEST_TASKS, 500): for choosing.
+#     CRITIC_DATA=new                       the critic learns from the newest dialogues, not from those of all rounds
+# RATES="3e-5 1e-4" plays each learning rate of the policy in place of METHOD_settings, as NAME_RATE (with
+# LATER_FLAGS= in every round).
+# SPLIT=validation plays validation tasks (VALIDATION_TASKS, 300) instead of test tasks (TEST_TASKS, 300): for choosing.
 # With RATES it writes a table, out/rounds-validation/grid.csv, which is kept as docs/grid_rounds.csv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -23,18 +24,27 @@ if [[ ! $methods =~ ^($known)(,($known))*$ || ! $num_rounds =~ ^[1-9][0-9]*$ ]];
     echo "error: bash scripts/rounds.sh METHOD[,METHOD…] ROUNDS [SEED …], METHOD one of ${known//|/, }" >&2
     exit 2
 fi
-if [[ ! ${CRITIC_DATA:-new} =~ ^(new|all)$ || ! $split =~ ^(test|validation)$ ]]; then
+if [[ ! ${CRITIC_DATA:-all} =~ ^(new|all)$ || ! $split =~ ^(test|validation)$ ]]; then
     echo "error: CRITIC_DATA is new or all, SPLIT test or validation" >&2
     exit 2
 fi
 domain=backend
 set_up_domain
 [ $split = test ] || results=$results-$split
+# The best that was tried on validation tasks (docs/grid_rounds.csv). The settings of chain.sh are for one round of four
+# times as many dialogues.
+rft_settings="--lr 1e-3 --epochs 4" rft_later=
+mtdpo_settings="--lr 3e-4 --nll-coef 0.3 --epochs 2" mtdpo_later="--lr 1e-4"
+sweet_settings="--lr 1e-4 --nll-coef 0.3 $sampling --max-tokens 4096 --pairs-together"
+sweet_later="--lr 3e-5 --like-pairs"
+grpo_settings="--lr 3e-4 --epochs 2" grpo_later=
+grpo_critic_settings="--lr 1e-4 --epochs 2" grpo_critic_later=
+distill_settings="--lr 1e-4 --epochs 2" distill_later=
 seeds=${*:3}
 seeds=${seeds:-0}
-export TEST_TASKS=${TEST_TASKS:-500} SAMPLES=1 num_rounds results split py domain base rollout critic_settings \
-    rft_settings mtdpo_settings sweet_settings grpo_settings grpo_critic_settings distill_settings
-export CRITIC_DATA=${CRITIC_DATA:-new} CRITIC_FLAGS=${CRITIC_FLAGS:-}
+export TEST_TASKS=${TEST_TASKS:-300} SAMPLES=1 num_rounds results split py domain base rollout critic_settings \
+    {rft,mtdpo,sweet,grpo,grpo_critic,distill}_{settings,later}
+export CRITIC_DATA=${CRITIC_DATA:-all} CRITIC_FLAGS=${CRITIC_FLAGS:-}
 
 tasks_and_first_dialogues() {                                        # SEED: the dialogues of the base model
     seed=$1 out=$results/seed$1
@@ -48,9 +58,9 @@ tasks_and_first_dialogues() {                                        # SEED: the
         --out "$out/offline.jsonl"
 }
 play_round() {                                                       # METHOD FOLDER FLAGS…: after `round` - 1 others
-    local method=$1 folder=$2 top=$results/seed$seed data record
+    local method=$1 folder=$2 top=$results/seed$seed later=${1//-/_}_later data record
     shift 2
-    [ "$round" = 1 ] || { base=$folder/$((round - 1))/agent; set -- "$@" ${LATER_FLAGS:-}; }
+    [ "$round" = 1 ] || { base=$folder/$((round - 1))/agent; set -- "$@" ${LATER_FLAGS-${!later}}; }
     out=$folder/$round seed=$((seed + 1000 * (round - 1)))           # 04 draws its dialogues and candidates by the seed
     mkdir -p "$out"
     cp "$top/$split.jsonl" "$out/test.jsonl"                         # where `evaluate` looks
@@ -97,18 +107,19 @@ done | two_at_a_time
 # ---------------------------------------------------------------------------------------------------------------------
 # all that has been played of these seeds, as points of curves
 
-files=()
+files=() baseline=
 for folder in "$results/seed${seeds%% *}"/*/; do
     other=$(basename "$folder")
     for round in $(seq "$num_rounds"); do
         own=$(printf "$results/seed%s/$other/$round/agent.jsonl\n" $seeds)
         if ls $own > /dev/null 2>&1; then
             files+=("$other@$round=$(paste -sd, <<< "$own")")
+            [ "$other@$round" != "mtdpo@$num_rounds" ] || baseline="--baseline mtdpo@$num_rounds"
         else
             echo "not in the table: round $round of $other, which not all of these seeds have played"
         fi
     done
 done
-$py 05_evaluate.py "${files[@]}" --costs --overwrite --out "$results/report-${seeds// /-}"
+$py 05_evaluate.py "${files[@]}" $baseline --costs --overwrite --out "$results/report-${seeds// /-}"
 [[ $split = test || -z ${RATES:-} ]] ||
     grid_table "$results/report-${seeds// /-}/metrics.json" method,lr,round > "$results/grid.csv"

@@ -200,22 +200,24 @@ def test_each_round_trains_the_agent_of_the_one_before(call):
     assert [policies[n]["--seed"] for n in (1, 2, 3)] == [critics[n]["--seed"] for n in (1, 2, 3)] == [
         "3", "1003", "2003"]                                                   # or 04 draws the same dialogues again
     assert all(policies[n]["--critic"] == f"out/rounds/seed3/sweet/{n}/critic" for n in policies)
-    assert all(policies[n]["--trajectories"] == critics[n]["--trajectories"] == f"out/rounds/seed3/sweet/{n}/"
-               "offline.jsonl" for n in policies)
+    assert all(policies[n]["--trajectories"] == f"out/rounds/seed3/sweet/{n}/offline.jsonl" for n in policies)
+    assert all(critics[n]["--trajectories"] == f"out/rounds/seed3/sweet/{n}/all.jsonl" for n in critics)
+    later = [words for words in commands if words[0].startswith("04") and "--like-pairs" in words]
+    assert [words[words.index("--seed") + 1] for words in later if "seed3" in words[words.index("--out") + 1]] == [
+        "1003", "2003"]
     played = [dict(zip(words, words[1:])) for words in commands if words[0].startswith("02")]
     offline = {flags["--seed"]: flags["--agent"] for flags in played if "--samples" in flags
                and flags["--samples"] == "4" and "seed3" in flags["--out"]}
     assert offline == {"3": "models/tiny", "1003": "out/rounds/seed3/sweet/1/agent",
                        "2003": "out/rounds/seed3/sweet/2/agent"}
     assert {word.split("=")[0] for word in commands[-1] if "=" in word} == {"sweet@1", "sweet@2", "sweet@3"}
-    assert {words[words.index("--tasks") + 1] for words in played if words[words.index("--out") + 1].startswith(
-        "out/rounds/seed3/") and "offline" in words[words.index("--out") + 1]} == {
+    assert {flags["--tasks"] for flags in played if "seed3" in flags["--out"] and "offline" in flags["--out"]} == {
         f"out/rounds/seed3/train-{n}.jsonl" for n in (1, 2, 3)}
-    flags = "--turn-cost 0.02 --model models/tiny"
+    flags = "--turn-cost 0.02 --model models/tiny"                                 # the last --model counts
     others = [command["words"] for command in call("scripts/rounds.sh", "grpo-critic", "2", "3", NAME="credit",
-                                                   CRITIC_DATA="all", CRITIC_FLAGS=flags)]
+                                                   CRITIC_DATA="new", CRITIC_FLAGS=flags)]
     policies, critics = rounds_of(others, "04", "credit"), rounds_of(others, "03", "credit")
-    assert critics[2]["--trajectories"] == "out/rounds/seed3/credit/2/all.jsonl"
+    assert critics[2]["--trajectories"] == "out/rounds/seed3/credit/2/offline.jsonl"
     assert [words for words in others if words[0].startswith("03")][-1].count("--model") == 2
     assert critics[2]["--turn-cost"] == "0.02" and "--turn-cost" not in policies[2]
     assert policies[2]["--method"] == "grpo" and critics[2]["--model"] == "models/tiny"
@@ -225,11 +227,14 @@ def test_each_round_trains_the_agent_of_the_one_before(call):
     more = [command["words"] for command in call("scripts/rounds.sh", "mtdpo", "1", "3", NAME="patient",
                                                  POLICY_FLAGS="--turn-cost 0.05")]
     assert rounds_of(more, "04", "patient")[1]["--turn-cost"] == "0.05" and not rounds_of(more, "03", "patient")
+    plain = [command["words"] for command in call("scripts/rounds.sh", "mtdpo", "2", "3")]
+    assert [rounds_of(plain, "04", "mtdpo")[n]["--lr"] for n in (1, 2)] == ["3e-4", "1e-4"]
+    assert plain[-1][plain[-1].index("--baseline") + 1] == "mtdpo@2"
 
 
 def test_rounds_with_several_methods_and_rates(call):
     commands = [command["words"] for command in call("scripts/rounds.sh", "grpo,grpo-critic", "2", "3",
-                                                     SPLIT="validation", RATES="1e-4 1e-3")]
+                                                     SPLIT="validation", RATES="1e-4 1e-3", LATER_FLAGS="")]
     tried = [(words[words.index("--out") + 1], words[-1]) for words in commands if words[0].startswith("04")]
     assert sorted(tried) == sorted(
         (f"out/rounds-validation/seed3/{method}_{rate}/{n}/agent", rate)
