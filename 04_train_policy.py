@@ -186,20 +186,16 @@ def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
     too_few, asked = sum(n < 2 for n in ended), len(rows) * args.pairs_per_turn
     same = asked - too_few * args.pairs_per_turn - len(pairs)
     cut = args.num_candidates * len(rows) - sum(ended)
-    unlike = near = 0
+    found, answer_of = len(pairs), domain_of(rows[0]["task"]).answer_of
     if args.like_pairs:
-        answers = domain_of(rows[0]["task"]).answer_of
-        ends = [[answers([*pair["history"], {"role": "assistant", "content": pair[side]["text"]}], False) is None
-                 for side in ("chosen", "rejected")] for pair in pairs]
-        unlike, pairs = len(pairs), [pair for pair, (a, b) in zip(pairs, ends) if a == b]
-        unlike -= len(pairs)
-        say(f"{unlike:,} pairs are of an answer and a turn that goes on: left out (--like-pairs)")
+        pairs = [pair for pair in pairs if len({answer_of([{"content": pair[side]["text"]}], False) is None
+                                                for side in ("chosen", "rejected")}) == 1]
+    alike = len(pairs)
     if args.min_margin:
-        near, pairs = len(pairs), [pair for pair in pairs if common.reaches(
-            pair["chosen"]["advantage"] - pair["rejected"]["advantage"], args.min_margin)]
-        near -= len(pairs)
-        say(f"{near:,} pairs differ by less than --min-margin {args.min_margin}: left out")
-    say(f"{len(pairs):,} pairs of {asked:,} asked for; {same:,} were twice the same text; {cut:,} candidates "
+        pairs = [pair for pair in pairs if common.reaches(pair["chosen"]["advantage"] - pair["rejected"]["advantage"],
+                                                          args.min_margin)]
+    out_of = f"{found - alike:,} are unlike (--like-pairs), {alike - len(pairs):,} differ by less than --min-margin"
+    say(f"{len(pairs):,} pairs of {asked:,} asked for; {same:,} were twice the same text, {out_of}; {cut:,} candidates "
         f"stopped by --max-new-tokens were left out, so that {too_few:,} of {len(rows):,} turns had no two")
     if runtime.rank == 0:
         write_jsonl(out / "pairs.jsonl", [{key: value for key, value in pair.items() if key not in ("task", "history")}
@@ -209,9 +205,7 @@ def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
     if not pairs:
         raise InputError(
             f"{args.trajectories}: no examples to train on: of {asked:,} pairs asked for {long:,} are longer than "
-            f"--max-length {args.max_length}, {same:,} are twice the same text, " +
-            f"{unlike:,} are unlike (--like-pairs), " * (unlike > 0) +
-            f"{near:,} differ by less than --min-margin, " * (near > 0) +
+            f"--max-length {args.max_length}, {same:,} are twice the same text, {out_of}, "
             f"{too_few * args.pairs_per_turn:,} are of turns with fewer than two candidates that --max-new-tokens "
             f"{args.max_new_tokens} did not stop")
     return common.pair_examples(pairs, tokenizer, args.pairs_together, args.no_tree)

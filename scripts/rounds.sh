@@ -38,7 +38,7 @@ mtdpo_settings="--lr 3e-4 --nll-coef 0.3 --epochs 2" mtdpo_later="--lr 1e-4"
 sweet_settings="--lr 1e-4 --nll-coef 0.3 $sampling --max-tokens 4096 --pairs-together"
 sweet_later="--lr 3e-5 --like-pairs"
 grpo_settings="--lr 3e-4 --epochs 2" grpo_later=
-grpo_critic_settings="--lr 1e-4 --epochs 2" grpo_critic_later=
+grpo_critic_settings="--lr 1e-3 --epochs 2" grpo_critic_later=
 distill_settings="--lr 1e-4 --epochs 2" distill_later=
 seeds=${*:3}
 seeds=${seeds:-0}

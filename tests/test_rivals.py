@@ -291,16 +291,28 @@ def test_pairs_of_a_small_margin_are_none(workspace, critic, tmp_path):
                                            "--data-frac", 0.1, "--num-candidates", 4, "--max-new-tokens", 60,
                                            "--min-margin", margin)]
         if margin == 100:
-            assert re.search(r"0 pairs|, (\d+) differ by less than --min-margin", refused(4, *arguments))
+            assert re.search(r", [1-9]\d* differ by less than --min-margin", refused(4, *arguments))
         else:
             printed[margin] = succeed("04_train_policy.py", *arguments)
             kept = [pair["chosen"]["advantage"] - pair["rejected"]["advantage"]
                     for pair in read(tmp_path / str(margin) / "pairs.jsonl")]
             assert min(kept) >= margin - 1e-9
             printed[margin] = len(kept), printed[margin]
-    left_out = int(re.search(r"(\d+) pairs differ by less than --min-margin 0.02: left out", printed[0.02][1])[1])
-    assert printed[0][0] == printed[0.02][0] + left_out and "min-margin 0" not in printed[0][1].replace(
-        "min_margin=0.0", "")
+    left_out = int(re.search(r", (\d+) differ by less than --min-margin;", printed[0.02][1])[1])
+    assert printed[0][0] == printed[0.02][0] + left_out and ", 0 differ" in printed[0][1]
+
+
+def test_pairs_of_an_answer_and_a_question_are_none(workspace, critic, tmp_path):
+    arguments = flags(workspace, "sweet", tmp_path / "all", "--critic", critic, "--data-frac", 0.3,
+                      "--num-candidates", 8, "--max-new-tokens", 60)
+    succeed("04_train_policy.py", *arguments)
+    like = [*arguments[:arguments.index("--out") + 1], tmp_path / "like", *arguments[arguments.index("--out") + 2:],
+            "--candidates", tmp_path / "all" / "candidates.jsonl", "--like-pairs"]
+    printed = succeed("04_train_policy.py", *like)
+    found, kept = ([[(pair[side]["text"], backend.MARKER in pair[side]["text"]) for side in ("chosen", "rejected")]
+                    for pair in read(tmp_path / name / "pairs.jsonl")] for name in ("all", "like"))
+    assert kept == [pair for pair in found if pair[0][1] == pair[1][1]] and 0 < len(kept) < len(found)
+    assert f"the same text, {len(found) - len(kept)} are unlike (--like-pairs), 0 differ" in printed
 
 
 # --- bad input
@@ -318,6 +330,7 @@ def test_bad_input_is_one_line(workspace, critic, tmp_path, capsys):
                                                                                   "--critic DIR goes with"),
                            (["sweet", "--critic", critic, "--turn-cost", 1], "give it to 03"),
                            (["grpo", "--min-margin", 1], "go with --method sweet"),
+                           (["mtdpo", "--like-pairs"], "go with --method sweet"),
                            (["mtdpo", "--turn-cost", -1], "must be a number from 0 on")):
         with pytest.raises(SystemExit) as stopped:
             policy_stage.main([str(x) for x in ("--method", *wrong, *offline)])
