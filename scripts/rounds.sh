@@ -33,13 +33,13 @@ set_up_domain
 [ $split = test ] || results=$results-$split
 # The best that was tried on validation tasks (docs/grid_rounds.csv). The settings of chain.sh are for one round of four
 # times as many dialogues.
-rft_settings="--lr 1e-3 --epochs 4" rft_later=
+rft_settings="--lr 3e-3 --epochs 4" rft_later="--lr 1e-3"
 mtdpo_settings="--lr 3e-4 --nll-coef 0.3 --epochs 2" mtdpo_later="--lr 1e-4"
 sweet_settings="--lr 1e-4 --nll-coef 0.3 $sampling --max-tokens 4096 --pairs-together"
 sweet_later="--lr 3e-5 --like-pairs"
 grpo_settings="--lr 3e-4 --epochs 2" grpo_later=
-grpo_critic_settings="--lr 1e-3 --epochs 2" grpo_critic_later=
-distill_settings="--lr 1e-4 --epochs 2" distill_later=
+grpo_critic_settings="--lr 1e-3 --epochs 2" grpo_critic_later="--lr 3e-4"
+distill_settings="--lr 3e-4 --epochs 2" distill_later="--lr 1e-4"
 seeds=${*:3}
 seeds=${seeds:-0}
 export TEST_TASKS=${TEST_TASKS:-300} SAMPLES=1 num_rounds results split py domain base rollout critic_settings \
