@@ -11,6 +11,7 @@
 #     LATER_FLAGS="--lr 3e-5"               flags of 04 from the second round on, in place of METHOD_later below
 #     CRITIC_FLAGS="--turn-cost 0.02"       more flags of 03; with "--model models/tiny" it starts anew in each round
 #     CRITIC_DATA=new                       the critic learns from the newest dialogues, not from those of all rounds
+# BUDGETS="4 5 6" also plays dialogues of at most so many rounds with the last agent, as NAME-in-4 and so on.
 # RATES="3e-5 1e-4" plays each learning rate of the policy in place of METHOD_settings, as NAME_RATE (with
 # LATER_FLAGS= in every round).
 # SPLIT=validation plays validation tasks (VALIDATION_TASKS, 300) instead of test tasks (TEST_TASKS, 300): for choosing.
@@ -39,7 +40,7 @@ sweet_settings="--lr 1e-4 --nll-coef 0.3 $sampling --max-tokens 4096 --pairs-tog
 sweet_later="--lr 3e-5 --like-pairs"
 grpo_settings="--lr 3e-4 --epochs 2" grpo_later=
 grpo_critic_settings="--lr 1e-3 --epochs 2" grpo_critic_later="--lr 3e-4"
-distill_settings="--lr 3e-4 --epochs 2" distill_later="--lr 1e-4"
+distill_settings="--lr 1e-3 --epochs 2" distill_later="--lr 3e-4"
 seeds=${*:3}
 seeds=${seeds:-0}
 export TEST_TASKS=${TEST_TASKS:-300} SAMPLES=1 num_rounds results split py domain base rollout critic_settings \
@@ -87,6 +88,11 @@ play_round() {                                                       # METHOD FO
 play_rounds() {                                                      # METHOD NAME SEED FLAGS…
     seed=$3
     for round in $(seq "$num_rounds"); do (play_round "$1" "$results/seed$3/$2" "${@:4}"); done
+    out=$results/seed$3/$2/$num_rounds
+    for budget in ${BUDGETS:-}; do
+        step "in-$budget" $py $rollout --max-rounds "$budget" --tasks "$out/test.jsonl" --agent "$out/agent" \
+            --seed "$seed" --out "$out/in-$budget.jsonl"
+    done
 }
 export -f step result_of tasks train critic evaluate policy tasks_and_first_dialogues play_round play_rounds
 two_at_a_time() { xargs -P 2 -d '\n' -I{} bash -euo pipefail -c '{}'; }
@@ -118,6 +124,10 @@ for folder in "$results/seed${seeds%% *}"/*/; do
         else
             echo "not in the table: round $round of $other, which not all of these seeds have played"
         fi
+    done
+    for budget in ${BUDGETS:-}; do
+        own=$(printf "$results/seed%s/$other/$num_rounds/in-$budget.jsonl\n" $seeds)
+        ! ls $own > /dev/null 2>&1 || files+=("$other-in-$budget=$(paste -sd, <<< "$own")")
     done
 done
 $py 05_evaluate.py "${files[@]}" $baseline --costs --overwrite --out "$results/report-${seeds// /-}"

@@ -225,7 +225,10 @@ def test_each_round_trains_the_agent_of_the_one_before(call):
     assert not any(words[words.index("--out") + 1] == "out/rounds/seed3/offline.jsonl" for words in others)
     assert {word.split("=")[0] for word in others[-1] if "=" in word} == {"credit@1", "credit@2", "sweet@1", "sweet@2"}
     more = [command["words"] for command in call("scripts/rounds.sh", "mtdpo", "1", "3", NAME="patient",
-                                                 POLICY_FLAGS="--turn-cost 0.05")]
+                                                 POLICY_FLAGS="--turn-cost 0.05", BUDGETS="4 6")]
+    assert [dict(zip(words, words[1:]))["--agent"] for words in more if words[0].startswith("02")
+            and words[-1].endswith(("in-4.jsonl", "in-6.jsonl"))] == ["out/rounds/seed3/patient/1/agent"] * 2
+    assert {"patient-in-4", "patient-in-6"} < {word.split("=")[0] for word in more[-1]}
     assert rounds_of(more, "04", "patient")[1]["--turn-cost"] == "0.05" and not rounds_of(more, "03", "patient")
     plain = [command["words"] for command in call("scripts/rounds.sh", "mtdpo", "2", "3")]
     assert [rounds_of(plain, "04", "mtdpo")[n]["--lr"] for n in (1, 2)] == ["3e-4", "1e-4"]
