@@ -118,10 +118,12 @@ import json, sys
 metrics, first = json.load(open(sys.argv[1])), sys.argv[2]
 keys = ("success_rate", "tests_passed", "mean_rounds", "all_known", "success_when_known", "pixel_similarity")
 keys = [key for key in keys if all(key in m for m in metrics.values())]
-print(first, *(key.removesuffix("_rate").removeprefix("mean_") for key in keys),
-      "trained_tokens", sep=",")
+print(first, *(key.removesuffix("_rate").removeprefix("mean_") for key in keys), "low,high",
+      "trained_tokens,generated_tokens,minutes", sep=",")
 for name, m in metrics.items():
-    numbers = [f"{m[key]:.3f}" for key in keys]
-    print(*name.replace("_-", "_").replace("@", "_").split("_"), *numbers, m["costs"]["trained_tokens"], sep=",")
+    numbers = [f"{number:.3f}" for number in [*(m[key] for key in keys), *m["ci95"]]]
+    costs = m["costs"]
+    print(*name.replace("_-", "_").replace("@", "_").split("_"), *numbers, costs["trained_tokens"],
+          costs["generated_tokens"], f"{costs['wall_s'] / 60:.1f}", sep=",")
 PYTHON
 }

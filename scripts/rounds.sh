@@ -15,7 +15,7 @@
 # RATES="3e-5 1e-4" plays each learning rate of the policy in place of METHOD_settings, as NAME_RATE (with
 # LATER_FLAGS= in every round).
 # SPLIT=validation plays validation tasks (VALIDATION_TASKS, 300) instead of test tasks (TEST_TASKS, 300): for choosing.
-# With RATES it writes a table, out/rounds-validation/grid.csv, which is kept as docs/grid_rounds.csv.
+# The tables out/rounds/table.csv and out/rounds-validation/table.csv are kept as docs/rounds.csv and docs/grid_rounds.csv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/chain.sh
@@ -131,5 +131,6 @@ for folder in "$results/seed${seeds%% *}"/*/; do
     done
 done
 $py 05_evaluate.py "${files[@]}" $baseline --costs --overwrite --out "$results/report-${seeds// /-}"
-[[ $split = test || -z ${RATES:-} ]] ||
-    grid_table "$results/report-${seeds// /-}/metrics.json" method,lr,round > "$results/grid.csv"
+first=method,round
+[ -z "${RATES:-}" ] || first=method,lr,round
+grid_table "$results/report-${seeds// /-}/metrics.json" $first > "$results/table.csv"
