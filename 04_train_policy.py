@@ -190,12 +190,11 @@ def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
     if args.like_pairs:
         pairs = [pair for pair in pairs if len({answer_of([{"content": pair[side]["text"]}], False) is None
                                                 for side in ("chosen", "rejected")}) == 1]
-    alike = len(pairs)
     if args.min_margin:
         pairs = [pair for pair in pairs if common.reaches(pair["chosen"]["advantage"] - pair["rejected"]["advantage"],
                                                           args.min_margin)]
-    out_of = f"{found - alike:,} are unlike (--like-pairs), {alike - len(pairs):,} differ by less than --min-margin"
-    say(f"{len(pairs):,} pairs of {asked:,} asked for; {same:,} were twice the same text, {out_of}; {cut:,} candidates "
+    left_out = f"{found - len(pairs):,} are none by --like-pairs or --min-margin, " * (found > len(pairs))
+    say(f"{len(pairs):,} pairs of {asked:,} asked for; {same:,} were twice the same text, {left_out}{cut:,} candidates "
         f"stopped by --max-new-tokens were left out, so that {too_few:,} of {len(rows):,} turns had no two")
     if runtime.rank == 0:
         write_jsonl(out / "pairs.jsonl", [{key: value for key, value in pair.items() if key not in ("task", "history")}
@@ -205,7 +204,7 @@ def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
     if not pairs:
         raise InputError(
             f"{args.trajectories}: no examples to train on: of {asked:,} pairs asked for {long:,} are longer than "
-            f"--max-length {args.max_length}, {same:,} are twice the same text, {out_of}, "
+            f"--max-length {args.max_length}, {same:,} are twice the same text, {left_out}"
             f"{too_few * args.pairs_per_turn:,} are of turns with fewer than two candidates that --max-new-tokens "
             f"{args.max_new_tokens} did not stop")
     return common.pair_examples(pairs, tokenizer, args.pairs_together, args.no_tree)

@@ -291,15 +291,15 @@ def test_pairs_of_a_small_margin_are_none(workspace, critic, tmp_path):
                                            "--data-frac", 0.1, "--num-candidates", 4, "--max-new-tokens", 60,
                                            "--min-margin", margin)]
         if margin == 100:
-            assert re.search(r", [1-9]\d* differ by less than --min-margin", refused(4, *arguments))
+            assert re.search(r", [1-9]\d* are none by --like-pairs or --min-margin", refused(4, *arguments))
         else:
             printed[margin] = succeed("04_train_policy.py", *arguments)
             kept = [pair["chosen"]["advantage"] - pair["rejected"]["advantage"]
                     for pair in read(tmp_path / str(margin) / "pairs.jsonl")]
             assert min(kept) >= margin - 1e-9
             printed[margin] = len(kept), printed[margin]
-    left_out = int(re.search(r", (\d+) differ by less than --min-margin;", printed[0.02][1])[1])
-    assert printed[0][0] == printed[0.02][0] + left_out and ", 0 differ" in printed[0][1]
+    left_out = int(re.search(r", (\d+) are none by --like-pairs or --min-margin, ", printed[0.02][1])[1])
+    assert printed[0][0] == printed[0.02][0] + left_out and "are none" not in printed[0][1]
 
 
 def test_pairs_of_an_answer_and_a_question_are_none(workspace, critic, tmp_path):
@@ -312,7 +312,7 @@ def test_pairs_of_an_answer_and_a_question_are_none(workspace, critic, tmp_path)
     found, kept = ([[(pair[side]["text"], backend.MARKER in pair[side]["text"]) for side in ("chosen", "rejected")]
                     for pair in read(tmp_path / name / "pairs.jsonl")] for name in ("all", "like"))
     assert kept == [pair for pair in found if pair[0][1] == pair[1][1]] and 0 < len(kept) < len(found)
-    assert f"the same text, {len(found) - len(kept)} are unlike (--like-pairs), 0 differ" in printed
+    assert f"the same text, {len(found) - len(kept)} are none by --like-pairs" in printed
 
 
 # --- bad input
