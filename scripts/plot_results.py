@@ -49,7 +49,7 @@ def draw_rounds(axes, rows):
     axes.set_xticks(sorted({int(row["round"]) for row in rows}))
     axes.set(xlabel="round of training", ylabel="success (all 10 hidden tests pass)")
     axes.grid(axis="y", color="0.9")
-    axes.legend(loc="lower right", fontsize=8)
+    axes.figure.legend(loc="outside right upper", fontsize=8)
 
 
 if __name__ == "__main__":
