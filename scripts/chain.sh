@@ -63,6 +63,7 @@ step() {                                                             # NAME COMM
     fi
     printf '%-36s %4d s  %s\n' "$out/$name" $((SECONDS - begin)) "$(result_of "$out/$name.log")"
 }
+two_at_a_time() { xargs -P 2 -d '\n' -I{} bash -euo pipefail -c '{}'; }                       # lines of commands
 result_of() { grep -E '^(success|[a-z]+ similarity|held-out|writes) ' "$1" | tail -n 1; }    # the last result in a log
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -27,7 +27,6 @@ sweet_settings="$short --batch-size 8 --nll-coef 0.3 $sampling --concurrency 64 
 methods="rft mtdpo sweet sweet-no-c"
 export py domain seed out results drawn_by base num_train num_test rollout critic_settings SAMPLES=1 few \
     rft_rest rft_rates rft_settings mtdpo_rest mtdpo_rates mtdpo_settings sweet_rest sweet_rates sweet_settings
-two_at_a_time() { xargs -P 2 -d '\n' -I{} bash -euo pipefail -c '{}'; }
 once() { [ -e "$1" ] || "${@:2}"; }                                  # OUTPUT COMMAND…: a stage starts in seconds
 
 # ---------------------------------------------------------------------------------------------------------------------

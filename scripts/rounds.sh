@@ -95,7 +95,6 @@ play_rounds() {                                                      # METHOD NA
     done
 }
 export -f step result_of tasks train critic evaluate policy tasks_and_first_dialogues play_round play_rounds
-two_at_a_time() { xargs -P 2 -d '\n' -I{} bash -euo pipefail -c '{}'; }
 
 for seed in $seeds; do
     [[ -e $results/seed$seed/offline.jsonl && -e $results/seed$seed/train-$num_rounds.jsonl ]] ||

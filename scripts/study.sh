@@ -54,7 +54,6 @@ row() {                                                              # SEED NAME
     esac
 }
 export -f step result_of tasks data train critic evaluate policy sweet baselines candidates other one_seed row best_of
-two_at_a_time() { xargs -P 2 -d '\n' -I{} bash -euo pipefail -c '{}'; }
 
 {
     printf 'one_seed %s\n' $seeds
