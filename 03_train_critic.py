@@ -159,7 +159,7 @@ def main(argv=None):
     for step in range(first, len(batches)):
         torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same
         sums = collections.Counter()
-        for micro, weights in training.rank_batches(batches[step], args.micro_batch_size, runtime):
+        for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, runtime):
             batch = common.collate([item for i in micro for item in examples[i]], runtime.device)
             scores = model.turn_scores(batch)                       # (items, M): a value for each turn or action
             shares = weights / len(batches[step])                                       # (B,)

@@ -453,7 +453,7 @@ def main(argv=None):
         sums = collections.Counter()
         num_pairs = sum(len(pair_indices[i]) if pair_indices else 1 for i in batches[step])
         num_action_tokens = sum(turn >= 0 for i in batches[step] for row in examples[i][0] for turn in row.turns)
-        for micro, weights in training.rank_batches(batches[step], args.micro_batch_size, runtime):
+        for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, runtime):
             batch = common.collate([item for i in micro for item in examples[i]], runtime.device)
             if args.method == "distill":
                 shown = common.collate([item for i in micro for item in informed[i]], runtime.device)

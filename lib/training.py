@@ -20,7 +20,7 @@ from lib.tracking import Track
 def drop_long(examples, args, what="examples to train on", needed=True):
     """Indices of the examples (tuples of items) whose rows all have at most args.max_length tokens; says how many it
     dropped. InputError where none of those `needed` is left."""
-    tokens = [max(len(row.ids) for item in example for row in item) for example in examples]
+    tokens = [longest_row(example) for example in examples]
     kept = [i for i, length in enumerate(tokens) if length <= args.max_length]
     if needed and not kept:
         raise InputError(f"{args.trajectories}: no {what}: all {len(examples):,} are longer than --max-length "
@@ -29,6 +29,11 @@ def drop_long(examples, args, what="examples to train on", needed=True):
         say(f"dropped {len(examples) - len(kept):,} of {len(examples):,} {what}: longer than --max-length "
             f"{args.max_length}")
     return kept
+
+
+def longest_row(example):
+    """Tokens of the longest row of an example."""
+    return max(len(row.ids) for item in example for row in item)
 
 
 def show_samples(tokenizer, example):
@@ -64,15 +69,16 @@ def learning_rate(step, num_steps, peak, warmup_frac=0.03, final_frac=0.1):
     return peak * (final_frac + (1 - final_frac) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def rank_batches(batch, micro_batch_size, runtime):
-    """[(examples, weights (B,)), …]: this rank's share of a batch of example numbers in micro-batches, as many of them
-    on every rank, because ranks gather layers together: where a rank has fewer examples than others, the batch's first
-    stands in with weight 0."""
+def rank_batches(batch, examples, micro_batch_size, runtime):
+    """[(numbers, weights (B,)), …]: this rank's share of a batch of example numbers in micro-batches. Examples of like
+    length go together, so that little is padded. Every rank has as many micro-batches, because ranks gather layers
+    together: where a rank has fewer examples than others, the batch's shortest stands in with weight 0."""
+    batch = sorted(batch, key=lambda i: longest_row(examples[i]))
     mine = [(example, 1.0) for example in batch[runtime.rank::runtime.world_size]]
     mine += [(batch[0], 0.0)] * (-(-len(batch) // runtime.world_size) - len(mine))
     for start in range(0, len(mine), micro_batch_size):
-        examples, weights = zip(*mine[start:start + micro_batch_size])
-        yield list(examples), torch.tensor(weights, device=runtime.device)
+        numbers, weights = zip(*mine[start:start + micro_batch_size])
+        yield list(numbers), torch.tensor(weights, device=runtime.device)
 
 
 def num_tokens(examples, micro, weights):

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Methods repeated with their own, better agent: bash scripts/rounds.sh METHOD[,METHOD…] R [SEED …]   (seed 0; results
-# in out/rounds; a second call resumes, or goes on to more rounds)
+# Methods repeated with their own, better agent: bash scripts/rounds.sh [--domain sql] METHOD[,METHOD…] R [SEED …]
+# (seed 0; results in out/rounds or out/sql/rounds; a second call resumes, or goes on to more rounds)
 # METHOD is rft, mtdpo, sweet, grpo, grpo-critic (grpo with the critic's advantages) or distill. Each of R rounds plays
-# four dialogues of the current agent on each of TRAIN_TASKS (200) new training tasks, the same tasks for every method,
-# trains a critic from the current agent where the method has one, trains the next agent from the current one, and plays
-# the test tasks. Four rounds so take as many dialogues as run.sh. All methods share the dialogues of round 1. Two
-# processes of one thread at a time.
+# four dialogues of the current agent on each of TRAIN_TASKS (200; 125 with queries) new training tasks, the same tasks
+# for every method, trains a critic from the current agent where the method has one, trains the next agent from the
+# current one, and plays the test tasks. Four rounds so take as many dialogues as run.sh. All methods share the
+# dialogues of round 1. Two processes of one thread at a time.
 # NAME (METHOD) names what differs from the plain method by
 #     POLICY_FLAGS="--min-margin 0.05"      more flags of 04
 #     LATER_FLAGS="--lr 3e-5"               flags of 04 from the second round on, in place of METHOD_later below
@@ -19,17 +19,21 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/chain.sh
+take_domain "$@"
+shift $taken
 known="rft|mtdpo|sweet|grpo|grpo-critic|distill" methods=${1:-} num_rounds=${2:-} split=${SPLIT:-test}
 results=${OUT:-out}/rounds
+[ $domain = backend ] || results=${OUT:-out}/$domain/rounds
+[ $domain != frontend ] || { echo "error: --domain frontend: rounds are for backend and sql" >&2; exit 2; }
 if [[ ! $methods =~ ^($known)(,($known))*$ || ! $num_rounds =~ ^[1-9][0-9]*$ ]]; then
-    echo "error: bash scripts/rounds.sh METHOD[,METHOD…] ROUNDS [SEED …], METHOD one of ${known//|/, }" >&2
+    echo "error: bash scripts/rounds.sh METHOD[,METHOD…] ROUNDS [SEED …], before these perhaps --domain sql;" \
+        "METHOD one of ${known//|/, }" >&2
     exit 2
 fi
 if [[ ! ${CRITIC_DATA:-all} =~ ^(new|all)$ || ! $split =~ ^(test|validation)$ ]]; then
     echo "error: CRITIC_DATA is new or all, SPLIT test or validation" >&2
     exit 2
 fi
-domain=backend
 set_up_domain
 [ $split = test ] || results=$results-$split
 # The best that was tried on validation tasks (docs/grid_rounds.csv). The settings of chain.sh are for one round of four
@@ -43,7 +47,8 @@ grpo_critic_settings="--lr 1e-3 --epochs 2" grpo_critic_later="--lr 3e-4"
 distill_settings="--lr 1e-3 --epochs 2" distill_later="--lr 3e-4"
 seeds=${*:3}
 seeds=${seeds:-0}
-export TEST_TASKS=${TEST_TASKS:-300} SAMPLES=1 num_rounds results split py domain base rollout critic_settings \
+export TRAIN_TASKS=${TRAIN_TASKS:-$((num_train / 4))} TEST_TASKS=${TEST_TASKS:-300} SAMPLES=1
+export num_rounds results split py domain base rollout critic_settings \
     {rft,mtdpo,sweet,grpo,grpo_critic,distill}_{settings,later}
 export CRITIC_DATA=${CRITIC_DATA:-all} CRITIC_FLAGS=${CRITIC_FLAGS:-}
 
@@ -52,8 +57,9 @@ tasks_and_first_dialogues() {                                        # SEED: the
     mkdir -p "$out"
     if [ $split = test ]; then tasks test "$TEST_TASKS" 1000; else tasks validation "${VALIDATION_TASKS:-300}" 0; fi
     for round in $(seq "$num_rounds"); do
-        step "tasks-train-$round" $py 01_generate_tasks.py --split train --num-tasks "${TRAIN_TASKS:-200}" \
-            --seed $((seed + 1000 * (round - 1))) --out "$out/train-$round.jsonl"
+        step "tasks-train-$round" $py 01_generate_tasks.py --domain $domain --split train \
+            --num-tasks "$TRAIN_TASKS" --seed $((seed + 1000 * (round - 1))) \
+            --out "$out/train-$round.jsonl"
     done
     step rollout-offline $py $rollout --tasks "$out/train-1.jsonl" --agent $base --samples 4 --seed "$seed" \
         --out "$out/offline.jsonl"

@@ -247,11 +247,25 @@ def test_rounds_with_several_methods_and_rates(call):
         f"{method}_{rate}@{n}" for method in ("grpo", "grpo-critic") for rate in ("1e-4", "1e-3") for n in (1, 2)}
 
 
+def test_rounds_of_queries(call):
+    commands = [command["words"] for command in call("scripts/rounds.sh", "--domain", "sql", "sweet", "2", "3")]
+    made = [dict(zip(words, words[1:])) for words in commands]
+    assert all(flags["--out"].startswith("out/sql/rounds/") for flags in made)
+    tasks = [flags for words, flags in zip(commands, made) if words[0].startswith("01")]
+    assert [(flags["--domain"], flags["--split"], flags["--num-tasks"], flags["--seed"]) for flags in tasks] == [
+        ("sql", "test", "300", "1000"), ("sql", "train", "125", "3"), ("sql", "train", "125", "1003")]
+    assert [flags["--model"] for words, flags in zip(commands, made) if words[0].startswith("04")] == [
+        "models/tiny_sql", "out/sql/rounds/seed3/sweet/1/agent"]
+
+
 def test_rounds_need_a_method_and_a_number():
-    for words in ([], ["sweet"], ["sweets", "2"], ["sweet", "0"], ["sweet,", "2"]):
+    for words in ([], ["sweet"], ["sweets", "2"], ["sweet", "0"], ["sweet,", "2"], ["--domain", "sql", "sweet"]):
         process = subprocess.run(["bash", "scripts/rounds.sh", *words], cwd=ROOT, text=True, capture_output=True,
                                  timeout=60)
         assert process.returncode == 2 and process.stderr.startswith("error: bash scripts/rounds.sh METHOD[,METHOD…] R")
+    process = subprocess.run(["bash", "scripts/rounds.sh", "--domain", "frontend", "sweet", "2"], cwd=ROOT, text=True,
+                             capture_output=True, timeout=60)
+    assert process.returncode == 2 and process.stderr.startswith("error: --domain frontend: ")
     for name, value in (("CRITIC_DATA", "ALL"), ("SPLIT", "train")):
         process = subprocess.run(["bash", "scripts/rounds.sh", "sweet", "2"], cwd=ROOT, text=True, capture_output=True,
                                  timeout=60, env={"PATH": os.environ["PATH"], name: value})

@@ -224,9 +224,11 @@ def test_learning_rate_by_hand():
 
 def test_every_rank_makes_as_many_passes_over_the_same_batch():
     batch = [7, 3, 9, 1, 4]
-    for world_size, expected in ((1, [[[7, 3], [9, 1], [4]]]), (2, [[[7, 9], [4]], [[3, 1], [7]]]),
-                                 (8, [[[7]], [[3]], [[9]], [[1]], [[4]], [[7]], [[7]], [[7]]])):
-        ranks = [list(rank_batches(batch, 2, Runtime(rank, world_size, "cpu"))) for rank in range(world_size)]
+    tokens = {7: [5], 3: [2, 30], 9: [6, 6], 1: [20], 4: [8]}         # by the longest row: 7, 9, 4, 1, 3
+    examples = {i: ([common.Row([0] * length, [0] * length) for length in lengths],) for i, lengths in tokens.items()}
+    for world_size, expected in ((1, [[[7, 9], [4, 1], [3]]]), (2, [[[7, 4], [3]], [[9, 1], [7]]]),
+                                 (8, [[[7]], [[9]], [[4]], [[1]], [[3]], [[7]], [[7]], [[7]]])):
+        ranks = [list(rank_batches(batch, examples, 2, Runtime(rank, world_size, "cpu"))) for rank in range(world_size)]
         assert [[examples for examples, _ in own] for own in ranks] == expected
         counted = [i for own in ranks for examples, weights in own for i, weight in zip(examples, weights.tolist())
                    if weight]
