@@ -1,26 +1,25 @@
 #!/usr/bin/env bash
 # The chain with a pretrained model: bash scripts/real.sh [SEED …]   (0; results in out/real; a second call resumes)
-# SmolLM2-135M-Instruct learns the protocol from scripted dialogues, then from the successful ones, once. Then, for
-# every seed: offline dialogues, two critics (one without c), four policies, their test dialogues. Seed 0 tries three
-# learning rates for each policy on validation tasks: out/real/grid.csv, kept as docs/grid_real.csv. One rate of each
-# is tried in a round, and after each round the best so far play the test tasks, so that an interrupted run has whole
-# tables. The critics are measured after the first round. Other seeds take the rates that seed 0 found. Two processes
-# of one thread, at most 8 GB each. BASE_TASKS, TRAIN_TASKS, VALIDATION_TASKS, TEST_TASKS and FEW_TASKS (for the
-# critics) set the sizes.
+# SmolLM2-135M-Instruct learns the protocol from scripted dialogues that succeeded. Then, for every seed: offline
+# dialogues, two critics (one without c), four policies, their test dialogues. Seed 0 tries three learning rates for each
+# policy on validation tasks: out/real/grid.csv, kept as docs/grid_real.csv. One rate of each is tried in a round, and
+# after each round the best so far play the test tasks, so that an interrupted run has whole tables. The critics are
+# measured after the first round. Other seeds take the rates that seed 0 found. Two processes of one thread, at most 8 GB
+# each. BASE_TASKS, TRAIN_TASKS, VALIDATION_TASKS, TEST_TASKS and FEW_TASKS (for the critics) set the sizes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/chain.sh
 domain=backend
 set_up_domain
 seeds=${*:-0} results=${OUT:-out}/real start=${START:-smollm2} base=${OUT:-out}/real/base/model
-num_train=${TRAIN_TASKS:-200} num_test=${TEST_TASKS:-200} num_base=${BASE_TASKS:-1200} few=${FEW_TASKS:-40}
-num_validation=${VALIDATION_TASKS:-50}
+num_train=${TRAIN_TASKS:-80} num_test=${TEST_TASKS:-200} num_base=${BASE_TASKS:-1200} few=${FEW_TASKS:-40}
+num_validation=${VALIDATION_TASKS:-40}
 rollout+=" --dtype bfloat16"
 short="--dtype bfloat16 --max-tokens 4096 --save-every 20 --log-every 5"
 # A setting is METHOD_RATE_BETA_NLL_EPOCHS, as in docs/grid.csv; of SWEET the beta is its critic's.
 pairs="$short --micro-batch-size 2 --batch-size 4"
-critic_settings="$pairs --beta 1 --lr 3e-5 --epochs 1 --held-out-frac 0.15"
-rft_rest=-_-_2 rft_rates="1e-4 3e-5 3e-4" rft_settings="$short --micro-batch-size 4 --batch-size 8 --epochs 2"
+critic_settings="$pairs --beta 1 --lr 1e-4 --epochs 1 --held-out-frac 0.15"
+rft_rest=-_-_2 rft_rates="3e-4 1e-4 1e-3" rft_settings="$short --micro-batch-size 4 --batch-size 8 --epochs 2"
 mtdpo_rest=0.1_0.3_1 mtdpo_rates="3e-5 1e-5 1e-4" mtdpo_settings="$pairs --nll-coef 0.3 --epochs 1"
 sweet_rest=1_0.3_1 sweet_rates="3e-5 1e-5 1e-4"
 sweet_settings="$short --batch-size 8 --nll-coef 0.3 $sampling --concurrency 64 --pairs-together"
@@ -30,7 +29,8 @@ export py domain seed out results drawn_by base num_train num_test rollout criti
 once() { [ -e "$1" ] || "${@:2}"; }                                  # OUTPUT COMMAND…: a stage starts in seconds
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the base model: the protocol from clear requests that are answered at once, and vague ones with a noisy agent
+# the base model: the protocol from clear requests that are answered at once, and from a noisy agent's dialogues about
+# vague ones, as far as they succeed: half of the noisy agent's dialogues end with an answer that is too early
 
 make_base() {
     local out=$results/base kind told number
@@ -43,11 +43,8 @@ make_base() {
             --out "$out/$kind.jsonl"
     done
     cat "$out/clear.jsonl" "$out/script.jsonl" > "$out/demonstrations.jsonl"
-    OMP_NUM_THREADS=2 step first $py 04_train_policy.py --method sft --model $start $short --lr 5e-4 --epochs 1 \
-        --micro-batch-size 4 --batch-size 8 --trajectories "$out/demonstrations.jsonl" --out "$out/first"
-    # once more, the dialogues that succeeded: the first model imitates the script's early answers, too
-    OMP_NUM_THREADS=2 step model $py 04_train_policy.py --method rft --model "$out/first" $short --lr 3e-4 --epochs 1 \
-        --micro-batch-size 4 --batch-size 8 --trajectories "$out/script.jsonl" --out "$base"
+    OMP_NUM_THREADS=2 step model $py 04_train_policy.py --method rft --model $start $short --lr 5e-4 --epochs 1 \
+        --micro-batch-size 4 --batch-size 8 --trajectories "$out/demonstrations.jsonl" --out "$base"
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -85,8 +82,13 @@ best() {                                                             # METHOD: s
             echo "$(result_of "$results/seed0/validation-$name.log" | grep -oE '[0-9.]+' | head -n 1) $name"
     done | sort -s -k 1,1nr | head -n 1 | cut -d ' ' -f 2
 }
-play() { once "$out/$1.jsonl" evaluate "$1" "$2"; }                  # NAME MODEL: the test tasks
-export -f step result_of train critic evaluate once flags_of one_critic try validate play best_of
+play() { once "$out/test-$1.jsonl" evaluate "test-$1" "$2"; }        # NAME MODEL: the test tasks
+play_best() {                                                        # METHOD…
+    local method
+    for method in "$@"; do play "$(best $method)" "$out/$(best $method)"; done
+}
+export -f step result_of train critic evaluate once flags_of one_critic settings_of try validate best play play_best \
+    best_of
 
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -105,12 +107,8 @@ report() {                                                           # the table
     grid_table "$out/report-grid/metrics.json" > "$results/grid.csv"
 }
 one_round() {                                                        # RFT MTDPO SWEET SWEET-NO-C, each a setting
-    printf '%s\n' "one_critic critic; try $3" "try $2; one_critic critic-no-c --no-privileged" | two_at_a_time
-    printf '%s\n' "try $1" "try $4" | two_at_a_time
-    {
-        echo "play test-base $base"
-        for method in $methods; do echo "play test-$(best $method) $out/$(best $method)"; done
-    } | two_at_a_time
+    printf '%s\n' "one_critic critic; try $3" "try $2; one_critic critic-no-c --no-privileged; try $1" | two_at_a_time
+    printf '%s\n' "try $4; play_best sweet-no-c" "play base $base; play_best rft mtdpo sweet" | two_at_a_time
     report
 }
 measure() {                                                          # the base, and the critics as scripts/study.sh
