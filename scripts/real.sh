@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # The chain with a pretrained model: bash scripts/real.sh [SEED …]   (0; results in out/real; a second call resumes)
 # SmolLM2-135M-Instruct learns the protocol from scripted dialogues that succeeded. Then, for every seed: offline
-# dialogues, two critics (one without c), four policies, their test dialogues. Seed 0 tries three learning rates for each
-# policy on validation tasks: out/real/grid.csv, kept as docs/grid_real.csv. One rate of each is tried in a round, and
-# after each round the best so far play the test tasks, so that an interrupted run has whole tables. The critics are
-# measured after the first round. Other seeds take the rates that seed 0 found. Two processes of one thread, at most 8 GB
-# each. BASE_TASKS, TRAIN_TASKS, VALIDATION_TASKS, TEST_TASKS and FEW_TASKS (for the critics) set the sizes.
+# dialogues, two critics (one without c), five policies (the fifth: SWEET with the oracle as critic), their test
+# dialogues. Seed 0 tries three learning rates for each policy on validation tasks: out/real/grid.csv, kept as
+# docs/grid_real.csv. One rate of each is tried in a round, and after each round the best so far play the test tasks, so
+# that an interrupted run has whole tables. The critics are measured after the first round. Other seeds take the rates
+# that seed 0 found. Two processes of one thread, at most 8 GB each. BASE_TASKS, TRAIN_TASKS, VALIDATION_TASKS,
+# TEST_TASKS and FEW_TASKS (for the critics) set the sizes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/chain.sh
@@ -23,7 +24,7 @@ rft_rest=-_-_2 rft_rates="3e-4 1e-3 1e-4" rft_settings="$short --micro-batch-siz
 mtdpo_rest=0.1_0.3_1 mtdpo_rates="3e-5 1e-4 1e-5" mtdpo_settings="$pairs --nll-coef 0.3 --epochs 1"
 sweet_rest=1_0.3_1 sweet_rates="3e-5 1e-4 1e-5"
 sweet_settings="$short --batch-size 8 --nll-coef 0.3 $sampling --concurrency 64 --pairs-together"
-methods="rft mtdpo sweet sweet-no-c"
+methods="rft mtdpo sweet sweet-no-c sweet-oracle"
 export py domain seed out results drawn_by base num_train num_test rollout critic_settings SAMPLES=1 few \
     rft_rest rft_rates rft_settings mtdpo_rest mtdpo_rates mtdpo_settings sweet_rest sweet_rates sweet_settings
 once() { [ -e "$1" ] || "${@:2}"; }                                  # OUTPUT COMMAND…: a stage starts in seconds
@@ -51,22 +52,23 @@ make_base() {
 # one seed: jobs of one thread, each with the functions of scripts/chain.sh
 
 flags_of() {                                                         # SETTING: flags of 04
-    local critic=critic drawn=
+    local critic=$out/critic drawn=
     case $1 in
         rft_* | mtdpo_*) echo --method "${1%%_*}"; return ;;
-        sweet-no-c_*) critic=critic-no-c ;;
+        sweet-no-c_*) critic=$out/critic-no-c ;;
+        sweet-oracle_*) critic=oracle ;;
     esac
     [ "$1" = "$drawn_by" ] || drawn="--candidates $out/$drawn_by/candidates.jsonl"         # one draw for all of SWEET
-    echo --method sweet --critic "$out/$critic" $drawn
+    echo --method sweet --critic "$critic" $drawn
 }
 one_critic() { once "$out/$1/COMPLETED" critic "$@"; }
 settings_of() {                                                      # METHOD: its settings, in the order of rounds
-    local rate rates=${1%-no-c}_rates rest=${1%-no-c}_rest
+    local rate rates=${1%%-*}_rates rest=${1%%-*}_rest
     for rate in ${!rates}; do echo "$1_${rate}_${!rest}"; done
 }
 try() {                                                              # SETTING: train it, play the validation tasks
     local method=${1%%_*} rate=${1#*_}
-    local settings=${method%-no-c}_settings
+    local settings=${method%%-*}_settings
     once "$out/$1/COMPLETED" step "$1" train 4_train_policy.py $(flags_of "$1") ${!settings} --lr ${rate%%_*} \
         --out "$out/$1"
     [ "$seed" != 0 ] || validate "$1" "$out/$1"
@@ -106,9 +108,10 @@ report() {                                                           # the table
     step report-grid $py 05_evaluate.py "${tried[@]}" --costs --overwrite --out "$out/report-grid"
     grid_table "$out/report-grid/metrics.json" > "$results/grid.csv"
 }
-one_round() {                                                        # RFT MTDPO SWEET SWEET-NO-C, each a setting
+one_round() {                                                        # a setting for each of `methods`
     printf '%s\n' "one_critic critic; try $3" "try $2; one_critic critic-no-c --no-privileged; try $1" | two_at_a_time
-    printf '%s\n' "try $4; play_best sweet-no-c" "play base $base; play_best rft mtdpo sweet" | two_at_a_time
+    printf '%s\n' "try $4; play_best sweet-no-c" \
+        "try $5; play base $base; play_best rft mtdpo sweet sweet-oracle" | two_at_a_time
     report
 }
 measure() {                                                          # the base, and the critics as scripts/study.sh

@@ -277,7 +277,7 @@ def test_the_chain_of_real_weights(call):
     made = [words[words.index("--out") + 1] for words in commands if "--overwrite" not in words]
     assert len(set(made)) == len(made)
     tried = [words[words.index("--out") + 1] for words in commands if words[0].startswith("04")]
-    for method in ("rft", "mtdpo", "sweet", "sweet-no-c"):
+    for method in ("rft", "mtdpo", "sweet", "sweet-no-c", "sweet-oracle"):
         counts = [sum(f"seed{seed}/{method}_" in path for path in tried) for seed in (0, 1)]
         assert counts == [3, 1]                                                # seed 1 takes what seed 0 found
     for words in commands:
