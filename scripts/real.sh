@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # The chain with a pretrained model: bash scripts/real.sh [SEED …]   (0; results in out/real; a second call resumes)
 # SmolLM2-135M-Instruct learns the protocol from scripted dialogues that succeeded. Then, for every seed: offline
-# dialogues, two critics (one without c), five policies (the fifth: SWEET with the oracle as critic), their test
-# dialogues. Seed 0 tries three learning rates for each policy on validation tasks: out/real/grid.csv, kept as
-# docs/grid_real.csv. One rate of each is tried in a round, and after each round the best so far play the test tasks, so
-# that an interrupted run has whole tables. The critics are measured after the first round. Other seeds take the rates
-# that seed 0 found. Two processes of one thread, at most 8 GB each. BASE_TASKS, TRAIN_TASKS, VALIDATION_TASKS,
-# TEST_TASKS and FEW_TASKS (for the critics) set the sizes.
+# dialogues, two critics (one without c), four policies, their test dialogues. Seed 0 has two policies more: SWEET with
+# the oracle as critic, and multi-turn DPO by LoRA. It tries three learning rates for each policy on validation tasks:
+# out/real/grid.csv, kept as docs/grid_real.csv. One rate of each is tried in a round, and after each round the best so
+# far play the test tasks, so that an interrupted run has whole tables. The critics are measured after the first round.
+# Other seeds take the rates that seed 0 found. Two processes of one thread, at most 8 GB each. BASE_TASKS, TRAIN_TASKS,
+# VALIDATION_TASKS, TEST_TASKS and FEW_TASKS (for the critics) set the sizes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/chain.sh
@@ -24,8 +24,9 @@ rft_rest=-_-_2 rft_rates="3e-4 1e-3 1e-4" rft_settings="$short --micro-batch-siz
 mtdpo_rest=0.1_0.3_1 mtdpo_rates="3e-5 1e-4 1e-5" mtdpo_settings="$pairs --nll-coef 0.3 --epochs 1"
 sweet_rest=1_0.3_1 sweet_rates="3e-5 1e-4 1e-5"
 sweet_settings="$short --batch-size 8 --nll-coef 0.3 $sampling --concurrency 64 --pairs-together"
-methods="rft mtdpo sweet sweet-no-c sweet-oracle"
-export py domain seed out results drawn_by base num_train num_test rollout critic_settings SAMPLES=1 few \
+lora_rates="3e-4 1e-3 1e-4"
+policies="rft mtdpo sweet sweet-no-c"
+export py domain seed out results drawn_by base num_train num_test rollout critic_settings SAMPLES=1 few lora_rates \
     rft_rest rft_rates rft_settings mtdpo_rest mtdpo_rates mtdpo_settings sweet_rest sweet_rates sweet_settings
 once() { [ -e "$1" ] || "${@:2}"; }                                  # OUTPUT COMMAND…: a stage starts in seconds
 
@@ -55,6 +56,7 @@ flags_of() {                                                         # SETTING: 
     local critic=$out/critic drawn=
     case $1 in
         rft_* | mtdpo_*) echo --method "${1%%_*}"; return ;;
+        mtdpo-lora_*) echo --method mtdpo --lora 16; return ;;
         sweet-no-c_*) critic=$out/critic-no-c ;;
         sweet-oracle_*) critic=oracle ;;
     esac
@@ -64,6 +66,7 @@ flags_of() {                                                         # SETTING: 
 one_critic() { once "$out/$1/COMPLETED" critic "$@"; }
 settings_of() {                                                      # METHOD: its settings, in the order of rounds
     local rate rates=${1%%-*}_rates rest=${1%%-*}_rest
+    [[ $1 != *-lora ]] || rates=lora_rates
     for rate in ${!rates}; do echo "$1_${rate}_${!rest}"; done
 }
 try() {                                                              # SETTING: train it, play the validation tasks
@@ -94,42 +97,42 @@ export -f step result_of train critic evaluate once flags_of one_critic settings
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-report() {                                                           # the tables of a seed's test and validation tasks
-    local method name files=() tried=()
-    for method in $methods; do
-        files+=("$method=$out/test-$(best $method).jsonl")
-        for name in $(settings_of $method); do
-            [ ! -e "$out/validation/$name.jsonl" ] || tried+=("$name=$out/validation/$name.jsonl")
-        done
+report() {                                                           # FOLDER SEED…: a table of their test tasks
+    local method files=()
+    tests() { printf "$results/seed%s/test-$1.jsonl\n" "${@:2}" | paste -sd,; }
+    for method in $methods; do files+=("$method=$(tests "$(best $method)" "${@:2}")"); done
+    $py 05_evaluate.py base="$(tests base "${@:2}")" "${files[@]}" --baseline mtdpo --costs --overwrite --out "$1"
+}
+report_search() {                                                    # the table of seed 0's validation tasks
+    local name tried=()
+    for name in $(for method in $methods; do settings_of $method; done); do
+        [ ! -e "$out/validation/$name.jsonl" ] || tried+=("$name=$out/validation/$name.jsonl")
     done
-    $py 05_evaluate.py base="$out/test-base.jsonl" "${files[@]}" --baseline mtdpo --costs --overwrite \
-        --out "$out/report"
-    [ "$seed" = 0 ] || return 0                                      # other seeds try nothing
     step report-grid $py 05_evaluate.py "${tried[@]}" --costs --overwrite --out "$out/report-grid"
     grid_table "$out/report-grid/metrics.json" > "$results/grid.csv"
 }
 one_round() {                                                        # a setting for each of `methods`
     printf '%s\n' "one_critic critic; try $3" "try $2; one_critic critic-no-c --no-privileged; try $1" | two_at_a_time
     printf '%s\n' "try $4; play_best sweet-no-c" \
-        "try $5; play base $base; play_best rft mtdpo sweet sweet-oracle" | two_at_a_time
-    report
+        "${5:+try $5; try $6;} play base $base; play_best ${methods/ sweet-no-c/}" | two_at_a_time
+    report "$out/report" $seed
 }
 measure() {                                                          # the base, and the critics as scripts/study.sh
-    local n name
+    local n name tried
     head -n $few "$out/validation/base.jsonl" > "$results/gates.jsonl"
     once "$results/gates/COMPLETED" step gates $py 05_evaluate.py base="$results/gates.jsonl" --gates "$base" \
         --out "$results/gates"
     mkdir -p "$out/few"
     head -n "$few" "$out/test.jsonl" > "$out/few/test.jsonl"
-    once "$out/few/branches.jsonl" branches 60 4
+    once "$out/few/branches.jsonl" branches 44 4
     once "$out/critics/COMPLETED" step critics $py 05_evaluate.py base="$out/few/base.jsonl" --critics \
         c="$out/critic" no-c="$out/critic-no-c" --returns "$out/few/branches.jsonl" --out "$out/critics"
-    for n in 1 4 16; do
+    for n in 4 16; do
         for name in critic critic-no-c; do echo "once $out/few/$name@$n.jsonl best_of $name $out/$name $n"; done
         echo "once $out/few/oracle@$n.jsonl best_of oracle oracle $n"
     done | two_at_a_time
-    $py 05_evaluate.py $(cd "$out/few" && ls *@*.jsonl | sed "s|\(.*\)\.jsonl|\1=$out/few/&|") --overwrite \
-        --out "$out/curves"
+    tried=$(cd "$out/few" && ls *@*.jsonl | sed "s|\(.*\)\.jsonl|\1=$out/few/&|")
+    $py 05_evaluate.py base="$out/few/base.jsonl" $tried --overwrite --out "$out/curves"
 }
 
 [ -e "$base/COMPLETED" ] || make_base
@@ -138,6 +141,7 @@ for seed in $seeds; do
     mkdir -p "$out/validation"
     once "$out/offline.jsonl" eval "ranks='$torchrun' data"
     if [ "$seed" = 0 ]; then
+        methods="$policies sweet-oracle mtdpo-lora"
         once "$results/validation.jsonl" step tasks-validation $py 01_generate_tasks.py --split validation --seed 0 \
             --num-tasks $num_validation --out "$results/validation.jsonl"
         validate base "$base"
@@ -145,11 +149,15 @@ for seed in $seeds; do
             settings=$(for method in $methods; do settings_of $method | sed -n ${round}p; done)
             [ $round != 1 ] || drawn_by=$(sed -n 3p <<< "$settings")
             one_round $settings
+            report_search
             [ $round != 1 ] || measure
         done
     else
+        methods=$policies
         settings=$(for method in $methods; do best $method; done)
         drawn_by=$(sed -n 3p <<< "$settings")
         one_round $settings
     fi
 done
+methods=$policies
+[ "$(wc -w <<< "$seeds")" = 1 ] || report "$results/report" $seeds

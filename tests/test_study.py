@@ -277,9 +277,10 @@ def test_the_chain_of_real_weights(call):
     made = [words[words.index("--out") + 1] for words in commands if "--overwrite" not in words]
     assert len(set(made)) == len(made)
     tried = [words[words.index("--out") + 1] for words in commands if words[0].startswith("04")]
-    for method in ("rft", "mtdpo", "sweet", "sweet-no-c", "sweet-oracle"):
+    for method, later in (("rft", 1), ("mtdpo", 1), ("sweet", 1), ("sweet-no-c", 1), ("sweet-oracle", 0),
+                          ("mtdpo-lora", 0)):
         counts = [sum(f"seed{seed}/{method}_" in path for path in tried) for seed in (0, 1)]
-        assert counts == [3, 1]                                                # seed 1 takes what seed 0 found
+        assert counts == [3, later]                                            # seed 1 takes what seed 0 found
     for words in commands:
         if words[0].startswith("04") and "--candidates" in words:
             assert ("no-c" in words[words.index("--out") + 1]) == words[words.index("--critic") + 1].endswith("no-c")
@@ -287,3 +288,5 @@ def test_the_chain_of_real_weights(call):
     assert {words[words.index("--agent") + 1] for words in test} >= {"out/real/base/model"}
     searched = [words for words in commands if words[words.index("--out") + 1].endswith("validation.jsonl")]
     assert len(searched) == 1
+    last = commands[-1]                                                        # both seeds in one table
+    assert all(len(word.split(",")) == 2 for word in last if "=" in word) and last[-1] == "out/real/report"
