@@ -119,6 +119,7 @@ one_round() {                                                        # a setting
 }
 measure() {                                                          # the base, and the critics as scripts/study.sh
     local n name tried
+    local -x rollout="$rollout --max-tokens 4096"                    # two processes with three models each
     head -n $few "$out/validation/base.jsonl" > "$results/gates.jsonl"
     once "$results/gates/COMPLETED" step gates $py 05_evaluate.py base="$results/gates.jsonl" --gates "$base" \
         --out "$results/gates"
