@@ -15,7 +15,8 @@
 # RATES="3e-5 1e-4" plays each learning rate of the policy in place of METHOD_settings, as NAME_RATE (with
 # LATER_FLAGS= in every round).
 # SPLIT=validation plays validation tasks (VALIDATION_TASKS, 300) instead of test tasks (TEST_TASKS, 300): for choosing.
-# The tables out/rounds/table.csv and out/rounds-validation/table.csv are kept as docs/rounds.csv and docs/grid_rounds.csv.
+# The tables out/rounds/table.csv and out/rounds-validation/table.csv are kept as docs/rounds.csv and docs/grid_rounds.csv,
+# those of queries as docs/rounds_sql.csv and docs/grid_rounds_sql.csv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/chain.sh
@@ -45,6 +46,12 @@ sweet_later="--lr 3e-5 --like-pairs"
 grpo_settings="--lr 3e-4 --epochs 2" grpo_later=
 grpo_critic_settings="--lr 1e-3 --epochs 2" grpo_critic_later="--lr 3e-4"
 distill_settings="--lr 1e-3 --epochs 2" distill_later="--lr 3e-4"
+if [ $domain = sql ]; then                                           # docs/grid_rounds_sql.csv
+    rft_settings="--lr 1e-3 --epochs 4" rft_later="--lr 3e-4"
+    mtdpo_settings="--lr 1e-4 --nll-coef 0.3 --epochs 2" mtdpo_later="--lr 3e-5"
+    grpo_critic_settings="--lr 3e-4 --epochs 2" grpo_critic_later="--lr 1e-4"
+    distill_settings="--lr 3e-4 --epochs 2" distill_later="--lr 1e-4"
+fi
 seeds=${*:3}
 seeds=${seeds:-0}
 export TRAIN_TASKS=${TRAIN_TASKS:-$((num_train / 4))} TEST_TASKS=${TEST_TASKS:-300} SAMPLES=1
