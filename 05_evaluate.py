@@ -41,7 +41,7 @@ from lib.credit import agreement, count_pairs, credit_of, credit_summary, measur
 from lib.export import check_format, export, FORMATS
 from lib.models import encode, load_model, load_tokenizer, tokenizer_name
 from lib.plots import report_plots
-from lib.report import add_images, page_data, spread, write_report
+from lib.report import page_data, spread, write_report
 from lib.runtime import begin_output, InputError, is_done, read_jsonl, run_stage, start, write_json, write_jsonl
 
 MAX_TOKENS = 16384               # of a batch without gradients, and of a dialogue whose turns get credit
@@ -402,15 +402,17 @@ def main(argv=None):
     data = page_data(files, domain, metric, args.critic, shown)
     if args.export:
         export_all(out / "export", args.export, data, files)
-    add_images(data, files, out / "scored")
     credit = credit_summary(metrics) if critic else {}
     bars = {name: {"value": m[metric], "low": m["ci95"][0], "high": m["ci95"][1]} for name, m in metrics.items()}
-    write_report(out / "report.html", data, title="Evaluation", metric_heading=tables.heading_of(metric), notes=notes,
-                 headings=headings[1:], table=[{"name": row[0], "cells": row[1:]} for row in rows],
-                 bars=list(bars.values()), lines=[(heading, "\n".join(lines)) for heading, lines in parts],
-                 plots=report_plots(metrics, bars, metric, files, curves, histories),
-                 credit={**credit, "agreement": tables.agreement_lines(found)} if credit or found else None,
-                 hints=tables.hint_lines(args, files, histories))
+    left_out = write_report(
+        out / "report.html", data, out / "images", title="Evaluation", metric_heading=tables.heading_of(metric),
+        notes=notes, headings=headings[1:], table=[{"name": row[0], "cells": row[1:]} for row in rows],
+        bars=list(bars.values()), lines=[(heading, "\n".join(lines)) for heading, lines in parts],
+        plots=report_plots(metrics, bars, metric, files, curves, histories),
+        credit={**credit, "agreement": tables.agreement_lines(found)} if credit or found else None,
+        hints=tables.hint_lines(args, files, histories))
+    if left_out:
+        print(f"report.html: {left_out}")
     if args.gates:
         print("\n".join(gate_lines(first, domain, args.gates, "cpu")))
     if critics:

@@ -73,6 +73,11 @@ def screenshot_path(images, html):
     return pathlib.Path(images) / (hashlib.sha256(f"{RENDERER}{json.dumps(html)}".encode()).hexdigest()[:16] + ".png")
 
 
+def is_stored(path):
+    """Whether a screenshot was drawn before: a file. A link or a FIFO in its place is drawn over, never followed."""
+    return path.is_file() and not path.is_symlink()
+
+
 def with_note(png, note):
     """A PNG file's bytes with a text chunk "fault", so that a screenshot used again says what was cut from it."""
     from PIL import Image, PngImagePlugin
@@ -253,7 +258,7 @@ class Browser:
     async def render(self, html, screenshot=True, read=None):
         """The Render of one page; see the class."""
         path = screenshot_path(self.images, html)
-        if screenshot and read is None and path.exists():
+        if screenshot and read is None and is_stored(path):
             return stored_render(path)
         if not screenshot and (path.name, read) in self.specs:
             return self.specs[path.name, read]
@@ -384,7 +389,7 @@ class Browser:
         clip = {name: min(max(size[name], least), most) for name, (least, most) in limits.items()}
         fault = "; ".join(f"{name} {size[name]:,} px cut to {most:,}" for name, (_, most) in limits.items()
                           if size[name] > most) or None
-        if path and not path.exists():
+        if path and not is_stored(path):
             options = {"format": "png", "captureBeyondViewport": True, "clip": {**clip, "x": 0, "y": 0, "scale": 1}}
             png = base64.b64decode((await send("Page.captureScreenshot", options))["data"])
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ import re
 import string
 
 from colbench import beside, check_keys, ColBenchError, task_id
-from colbench.browser import BrowserThread, screenshot_path, stored_render
+from colbench.browser import BrowserThread, is_stored, screenshot_path, stored_render
 from colbench.similarity import CLIP_MODEL, PageScorer
 
 OUTPUT = "OUTPUT:"
@@ -364,7 +364,7 @@ class World(contextlib.ExitStack):
 
     async def render(self, page, **options):
         """The Render of a page; the browser starts with the first one of which there is no screenshot yet."""
-        if not options and screenshot_path(self.images, page).exists():
+        if not options and is_stored(screenshot_path(self.images, page)):
             return stored_render(screenshot_path(self.images, page))
         if not self.started:
             self.enter_context(self.browser)

@@ -5,6 +5,9 @@ import pathlib
 
 from lib.runtime import check_row, InputError, read_jsonl
 from lib.statistics import bootstrap_interval, rank_correlation
+from lib.tables import finite
+
+MAX_ROUNDS = 50                      # rows of the credit by round
 
 
 def measure_turns(trajectories, domain):
@@ -45,8 +48,8 @@ def credit_of(trajectories):
 
 
 def credit_summary(metrics):
-    """{"by_kind", "by_round": [{"label", "n", "mean", "methods": {name: {"n", "mean"}}}]} over all methods' "credit"
-    (credit_of)."""
+    """{"by_kind", "by_round": [{"label", "n", "mean", "methods": {name: {"n", "mean"}}}], "num_rounds"} over all
+    methods' "credit" (credit_of); of the rounds the first MAX_ROUNDS."""
     credits, summary = {name: m["credit"] for name, m in metrics.items()}, {}
     for what, order in (("by_kind", str), ("by_round", int)):
         summary[what] = []
@@ -55,7 +58,29 @@ def credit_summary(metrics):
             n = sum(own["n"] for own in methods.values())
             mean = sum(own["n"] * own["mean"] for own in methods.values()) / n
             summary[what].append({"label": label, "n": n, "mean": mean, "methods": methods})
+    summary["num_rounds"] = len(summary["by_round"])
+    summary["by_round"] = summary["by_round"][:MAX_ROUNDS]
     return summary
+
+
+def ids_of(candidate, where):
+    """The token ids of a candidate, or of a side of a pair; InputError, which begins with `where`, for other values."""
+    ids = candidate.get("ids")
+    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+        raise InputError(f'{where}: "ids" of a candidate must be a list of whole numbers')
+    return ids
+
+
+def check_state(row, where):
+    """InputError, which begins with `where`, where the parts of a row of scored.jsonl are not what the page shows."""
+    for candidate in row["candidates"]:
+        check_row(candidate, {"text": str, "ids": list, "ended": bool}, {}, f"{where}: a candidate")
+        ids_of(candidate, where)
+    for turn in row["history"]:
+        check_row(turn, {"role": str, "content": str}, {}, f"{where}: history")
+    for advantage in row["advantages"]:
+        if finite(advantage) is None:
+            raise InputError(f'{where}: "advantages" must be finite numbers')
 
 
 def read_states(path):
@@ -69,15 +94,15 @@ def read_states(path):
     for row in rows:
         if len(row["candidates"]) != len(row["advantages"]):
             raise InputError(f'{path}: task {row["task_id"]}: "candidates" and "advantages" differ in number')
-        for candidate in row["candidates"]:
-            check_row(candidate, {"text": str, "ids": list, "ended": bool}, {}, f"{path}: a candidate")
+        check_state(row, f"{path}: task {row['task_id']}")
         row["pairs"], own = [], places.setdefault(tuple(row[key] for key in keys), (row, {}))[1]
         for number, candidate in enumerate(row["candidates"]):
             own.setdefault(tuple(candidate["ids"]), number)
     beside = path.with_name("pairs.jsonl")
     for pair in read_jsonl(beside, {**keys, "chosen": dict, "rejected": dict}):
         row, numbers = places.get(tuple(pair[key] for key in keys), (None, {}))
-        sides = [numbers.get(tuple(pair[side].get("ids") or ())) for side in ("chosen", "rejected")]
+        sides = [numbers.get(tuple(ids_of(pair[side], f"{beside}: a pair of task {pair['task_id']}")))
+                 for side in ("chosen", "rejected")]
         if None in sides:
             raise InputError(f"{beside}: a pair of task {pair['task_id']}, turn {pair['turn']}, is of no candidates in "
                              f"{path}")

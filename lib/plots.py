@@ -1,20 +1,30 @@
 """Plots of the report: SVG elements in one colour, the page's own (currentColor); lines differ by dashes, markers."""
+import collections
 import contextlib
 import io
+import itertools
 import re
 import warnings
 
 from lib.runtime import InputError
-from lib.tables import heading_of
+from lib.tables import finite, heading_of
 
 LINES = [(("-", "--", ":")[i % 3], "osD^v"[i % 5]) for i in range(15)]
 PANELS = {"loss": "loss", "acc": "pair accuracy", "margin": "margin", "nll": "log-probability of a chosen token",
           "gnorm": "gradient norm"}
 
 
+MAX_LABEL = 60                       # characters of a label; a longer one would leave no room for the axes
+MAX_POINTS = 1_000                   # of a training curve
+MAX_ROUNDS = 50                      # a plot counts dialogues of more rounds as dialogues of so many
+
+
 def plain(text):
-    """A label as text, no formula; a lone surrogate, which no font has, as its escape."""
-    return str(text).replace("$", r"\$").encode("utf-8", "backslashreplace").decode()
+    """A label as text, no formula, in one line; a lone surrogate, which no font has, as its escape."""
+    text = re.sub(r"[\x00-\x1f\x7f-\x9f]", " ", str(text))
+    text = text if len(text) <= MAX_LABEL else text[:MAX_LABEL - 1] + "…"
+    hidden = "\u200b" if text.startswith("_") else ""               # matplotlib leaves out labels that begin with _
+    return hidden + text.replace("$", r"\$").encode("utf-8", "backslashreplace").decode()
 
 
 def line(number):
@@ -77,11 +87,13 @@ def known_svg(points):
 
 def rounds_svg(rounds):
     """rounds: {name: [number of rounds of each dialogue]}."""
-    lengths = range(1, 1 + max(map(max, rounds.values())))
+    most = max(map(max, rounds.values()))
+    lengths = range(1, 1 + min(most, MAX_ROUNDS))
     with canvas("rounds") as (figure, [axes], svg):
         for number, (name, own) in enumerate(rounds.items()):
-            axes.plot(lengths, [own.count(n) / len(own) for n in lengths], **line(number), label=plain(name))
-        axes.set_xlabel("rounds")
+            counts = collections.Counter(min(length, MAX_ROUNDS) for length in own)
+            axes.plot(lengths, [counts[n] / len(own) for n in lengths], **line(number), label=plain(name))
+        axes.set_xlabel("rounds" if most <= MAX_ROUNDS else f"rounds ({MAX_ROUNDS}: {MAX_ROUNDS} and more)")
         axes.set_ylabel("share of the dialogues")
         axes.set_ylim(bottom=0)
         axes.grid(axis="y")
@@ -137,23 +149,34 @@ def spent_svg(curves, metric):
 def smoothed(values):
     """The mean of each value and those before it, a twentieth of all."""
     width = max(1, len(values) // 20)
-    return [sum(values[max(0, i + 1 - width):i + 1]) / min(width, i + 1) for i in range(len(values))]
+    sums = [0, *itertools.accumulate(values)]
+    return [(sums[i + 1] - sums[max(0, i + 1 - width)]) / min(width, i + 1) for i in range(len(values))]
+
+
+def history_points(rows, key):
+    """(steps, smoothed values) of a key of metrics.jsonl, at most MAX_POINTS at equal distances; values that are no
+    finite numbers are left out."""
+    points = [(row["step"], -row[key] if key == "nll" else row[key]) for row in rows
+              if finite(row["step"]) is not None and finite(row.get(key)) is not None]
+    curve = list(zip([step for step, _ in points], smoothed([value for _, value in points])))
+    if len(curve) > MAX_POINTS:
+        curve = [curve[i * len(curve) // MAX_POINTS] for i in range(MAX_POINTS)]
+    return [step for step, _ in curve], [value for _, value in curve]
 
 
 def training_svg(histories):
     """histories: {name: rows of a metrics.jsonl}; a panel for each of PANELS that one of them has, smoothed."""
-    shown = [key for key in PANELS if any(key in row for rows in histories.values() for row in rows)]
+    panel_keys = [key for key in PANELS if any(key in row for rows in histories.values() for row in rows)]
     with canvas("training", (9, 5), rows=2, columns=3) as (figure, panels, svg):
-        for axes, key in zip(panels, shown):
+        for axes, key in zip(panels, panel_keys):
             for number, (name, rows) in enumerate(histories.items()):
-                own = [row for row in rows if key in row]
-                if own:
-                    look = line(number) | {"markersize": 3, "linewidth": 1, "markevery": max(1, len(own) // 6)}
-                    axes.plot([row["step"] for row in own], smoothed([-row[key] if key == "nll" else row[key]
-                                                                      for row in own]), **look, label=plain(name))
+                steps, values = history_points(rows, key)
+                if steps:
+                    look = line(number) | {"markersize": 3, "linewidth": 1, "markevery": max(1, len(steps) // 6)}
+                    axes.plot(steps, values, **look, label=plain(name))
             axes.set_title(PANELS[key], fontsize=10)
             axes.set_xlabel("step")
-        for axes in panels[len(shown):]:
+        for axes in panels[len(panel_keys):]:
             axes.set_axis_off()
         found = {text: handle for axes in panels for handle, text in zip(*axes.get_legend_handles_labels())}
         figure.legend(found.values(), found, loc="outside right upper")

@@ -23,7 +23,8 @@ const given = value => value !== undefined && value !== null && value !== false;
 const CREDITS = DIALOGUES.flatMap(d => d.agent.map(place => d.turns[place].credit)).filter(given);
 const SIZES = CREDITS.map(Math.abs).sort((a, b) => a - b);
 const FULL_BAR = SIZES.length ? SIZES[Math.floor(0.99 * (SIZES.length - 1))] || 1 : 1;  // a few turns are beyond
-const SUMS = Math.max(1e-9, ...DIALOGUES.map(d => Math.abs(d.credit || 0)));
+const most = (items, valueOf, least) => items.reduce((best, item) => Math.max(best, valueOf(item)), least);
+const SUMS = most(DIALOGUES, d => Math.abs(d.credit || 0), 1e-9);       // Math.max(...) takes 100,000 values at most
 
 const won = d => d.reward === 1;
 const verdict = d => DATA.graded ? "" : won(d) ? "good" : "bad";                         // the look of a badge
@@ -31,7 +32,7 @@ const counted = number => number.toLocaleString("en-US");
 const several = (number, word) => `${counted(number)} ${word}${number === 1 ? "" : "s"}`;
 const signed = (value, digits = 3) => (value < 0 ? "\u2212" : "+") + Math.abs(value).toFixed(digits);
 const tick = yes => yes ? "\u2713 " : "\u2717 ";
-const rewardText = d => DATA.graded ? d.reward.toFixed(3) : tick(won(d)) + Number(d.reward.toFixed(2));
+const rewardText = d => !given(d.reward) ? "no number" : DATA.graded ? d.reward.toFixed(3) : tick(won(d)) + Number(d.reward.toFixed(2));
 const nameOf = d => METHODS[d.m] + (d.run ? `, run ${d.run + 1}` : "") + (d.sample ? `, sample ${d.sample + 1}` : "");
 const firstLine = text => text.split("\n", 1)[0].slice(0, 200);
 const sorted = values => [...new Set(values)].sort((a, b) => a > b ? 1 : -1);
@@ -309,7 +310,7 @@ function drawList() {
 function drawDialogues(before) {
   const section = $("dialogues");
   if (!section.firstChild) {
-    section.append(filterBar(), el("p", { id: "counter", role: "status" }),
+    section.append(filterBar(), el("p", { id: "counter", role: "status" }), DATA.left_out ? note(DATA.left_out) : "",
       el("div", { id: "browser" }, el("div", { id: "list" }),
         el("article", { id: "dialogue", "aria-label": "The open dialogue" })));
   }
@@ -444,7 +445,7 @@ function drawCompare() {
       el("div", { class: "cell" }, el("span", { class: "narrow" }, nameOf(d)), turnCard(d, turn, known[column])) :
       el("div", { class: "cell none", "aria-label": "the dialogue has ended" })));
   }
-  $("compare").replaceChildren(bar, el("h2", { class: "request" }, textBlock(task.request)), secrets(task), columns);
+  $("compare").replaceChildren(bar, DATA.left_out ? note(DATA.left_out) : "", el("h2", { class: "request" }, textBlock(task.request)), secrets(task), columns);
 }
 
 /** Whether a method is compared, and which of its dialogues where the task has several. */
@@ -466,7 +467,7 @@ function methodBox(numbers, m, picks) {
 
 function drawCredit() {
   if (!CREDITS.length) return;
-  const most = Math.max(...DIALOGUES.map(d => d.agent.length)), box = $("strip");
+  const rounds = most(DIALOGUES, d => d.agent.length, 1), box = $("strip");
   const label = "Credit of every turn, by round; the table above has the means";
   const canvas = el("canvas", { role: "img", "aria-label": label });
   box.replaceChildren(el("h2", {}, "Every turn"), note("One mark is one turn: a disc above 0, a ring below. " +
@@ -479,7 +480,7 @@ function drawCredit() {
   const pen = canvas.getContext("2d"), style = getComputedStyle(document.documentElement);
   const color = name => style.getPropertyValue(name);
   const full = FULL_BAR * 1.25, y = value => (height - bottom) * (0.5 - 0.48 * Math.max(-1, Math.min(1, value / full)));
-  const step = (width - left) / most, points = [];
+  const step = (width - left) / rounds, points = [];
   pen.scale(scale, scale);
   pen.font = "12px system-ui, sans-serif";
   pen.fillStyle = color("--muted");
@@ -490,8 +491,10 @@ function drawCredit() {
     pen.fillRect(left, y(value), width - left, value ? 0.3 : 1);
   }
   pen.textAlign = "center";
-  for (let round = 1; round <= most; round++) pen.fillText(String(round), left + (round - 0.5) * step, height - 8);
-  const sums = Array.from({ length: most }, () => [0, 0]);
+  for (let round = 1, every = Math.ceil(rounds / 50); round <= rounds; round += every) {
+    pen.fillText(String(round), left + (round - 0.5) * step, height - 8);
+  }
+  const sums = Array.from({ length: rounds }, () => [0, 0]);
   for (const d of DIALOGUES) {
     if (state.m && METHODS[d.m] !== state.m) continue;
     d.agent.forEach((place, round) => {

@@ -10,6 +10,12 @@ def aligned(headings, rows):
                       enumerate(zip(row, widths))).rstrip() for row in rows]
 
 
+def finite(value):
+    """A number that can be drawn and that every reader of JSON takes; None for NaN, an infinite or a huge one, and for
+    what is no number."""
+    return value if isinstance(value, (int, float)) and abs(value) <= 1e15 else None
+
+
 def interval(bounds, sign=""):
     """"[.12, .34]" with three digits; sign "+": with signs, of differences."""
     return f"[{bounds[0]:{sign}.3f}, {bounds[1]:{sign}.3f}]"
