@@ -257,13 +257,26 @@ def shortened(value, limit, counts, key=None):
     return value
 
 
-def sizes_of(items, limit, whole=None):
-    """Bytes of each item with its texts cut to `limit`. whole: their bytes before the cut; an item of fewer bytes than
-    `limit` has no text to cut."""
-    if whole is None:
-        return [size_of(shortened(item, limit, collections.Counter())) for item in items]
-    return [size if size <= limit else size_of(shortened(item, limit, collections.Counter()))
-            for item, size in zip(items, whole)]
+Measure = collections.namedtuple("Measure", "size longest")           # bytes in the page; characters of a text, at most
+
+
+def measured(item):
+    """The Measure of an item. A text's escapes are counted as they stand in the page: none is longer than `longest`."""
+    text = as_json(item)
+    size = len(text.encode("utf-8", "backslashreplace")) + 1
+    return Measure(size, max(map(len, re.findall(r'"(?:[^"\\]|\\.)*"', text)), default=0))
+
+
+def sizes_at(limit, items, measures):
+    """Bytes of each item with its texts cut to `limit`; of one without a longer text they are known."""
+    sizes = []
+    for item, measure in zip(items, measures):
+        if limit is not None and measure.longest > limit:
+            item = shortened(item, limit, collections.Counter())
+            sizes.append(size_of(item))
+        else:
+            sizes.append(measure.size)
+    return sizes
 
 
 def without_history(state):
@@ -280,14 +293,14 @@ def fitting(data, folder, room):
     text_room = room - size_of(frame) - line_bytes - min(MAX_IMAGES, IMAGE_BYTES * len(paths))
     states_with_links = list(map(without_history, data["states"]))
     items = {"tasks": data["tasks"], "dialogues": data["dialogues"], "states": states_with_links}
-    whole = {key: sizes_of(own, None) for key, own in items.items()}
+    measures = {key: list(map(measured, own)) for key, own in items.items()}
     for limit in LIMITS:
-        sizes = whole if limit is None else {key: sizes_of(own, limit, whole[key]) for key, own in items.items()}
+        sizes = {key: sizes_at(limit, own, measures[key]) for key, own in items.items()}
         if sum(map(sum, sizes.values())) <= text_room:
             numbers, states = list(range(len(data["dialogues"]))), list(range(len(data["states"])))
             break
     else:
-        state_sizes = sizes_of(data["states"], limit)               # with their histories
+        state_sizes = sizes_at(limit, data["states"], map(measured, data["states"]))        # with their histories
         states = select_states(state_sizes)
         numbers = select_dialogues(data, sizes, text_room - sum(state_sizes[s] for s in states),
                                    {data["states"][s]["t"] for s in states})

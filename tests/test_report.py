@@ -1,21 +1,28 @@
 """lib/report.py, lib/plots.py, lib/credit.py: tables, curves as numbers in the SVG, a page in which nothing that a
-dialogue says is markup, and which stays small; credit by hand."""
+dialogue says is markup, which shows no file but this run's screenshots, and which stays small; credit by hand."""
 import base64
+import collections
 import hashlib
 import json
 import math
+import os
 import re
+import socket
+import struct
 import types
 import xml.etree.ElementTree as ElementTree
+import zlib
 from html.parser import HTMLParser
 
 import pytest
 
 from colbench import backend
-from lib import report
-from lib.credit import agreement, credit_of, credit_summary, measure_turns
-from lib.plots import curve_svg, report_plots, smoothed
-from lib.report import add_images, data_text, page_data, spread, write_report
+from conftest import read, stage
+from lib import plots, report
+from lib.credit import agreement, credit_of, credit_summary, measure_turns, read_states
+from lib.plots import curve_svg, report_plots, smoothed, training_svg
+from lib.report import as_json, fitting, page_data, spread, write_report
+from lib.runtime import InputError
 from lib.tables import aligned, interval
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -148,7 +155,8 @@ def hostile_report(folder, **more):
                          {HOSTILE: [{"step": 1, "loss": 0.5, "nll": 0.25}]})
     measure_turns([row], backend)
     data = page_data(files, backend, "success_rate", HOSTILE)
-    write_report(folder / "r.html", data, title=HOSTILE, table=[{"name": HOSTILE, "cells": [HOSTILE]}], bars=[bar],
+    table = [{"name": HOSTILE, "cells": [HOSTILE]}]
+    write_report(folder / "r.html", data, folder / "images", title=HOSTILE, table=table, bars=[bar],
                  headings=[HOSTILE], metric_heading=HOSTILE, notes=[HOSTILE], lines=[(HOSTILE, HOSTILE)], plots=plots,
                  credit={"by_kind": [{"label": HOSTILE, "n": 1, "mean": -0.5, "methods": {}}], "by_round": [],
                          "agreement": [HOSTILE]}, hints=[HOSTILE])
@@ -179,24 +187,27 @@ def test_plots_take_the_page_s_colour_and_have_ids_of_their_own(tmp_path):
 
 
 def test_long_texts_and_many_screenshots_keep_the_page_small(tmp_path, monkeypatch):
-    pytest.importorskip("PIL.Image").new("RGB", (4, 4)).save(tmp_path / "a.png")
+    images = tmp_path / "images"
+    images.mkdir()
+    pytest.importorskip("PIL.Image").new("RGB", (4, 4)).save(images / "a.png")
     row = {"task_id": "t", "task": {"problem_description": "?", "ground_truth": "c", "test_cases": {}}, "sample": 0,
-           "reward": 0.5, "answer": "a", "image": "a.png", "reference_image": "a.png", "dialogue_history": [
+           "reward": 0.5, "answer": "a", "image": "../images/a.png", "reference_image": "../images/a.png",
+           "dialogue_history": [
                {"role": "user", "content": "?"}, {"role": "assistant", "content": "x" * 3000}]}
     measure_turns([row], backend)
-    data = page_data({"m": [row]}, backend, "success_rate")
-    assert json.loads(data_text(data)) == data and data["left_out"] is None
-    add_images(data, {"m": [row]}, tmp_path)
+    monkeypatch.setattr(backend, "SCORE_KEYS", ("reward", "image", "reference_image"))
+    whole = page_data({"m": [row]}, backend, "success_rate")
+    data = fitting(whole, images, report.MAX_PAGE)
+    assert json.loads(as_json(data)) == data and data["left_out"] is None
     assert list(data["images"]) == ["k0"] and data["dialogues"][0]["image"] == data["tasks"][0]["image"] == "k0"
     assert data["images"]["k0"].startswith("data:image/jpeg;base64,") and data["left_out"] is None
-    monkeypatch.setattr(report, "MAX_DATA", len(data_text(data)) - 900)
-    cut = json.loads(data_text(data))
+    monkeypatch.setattr(report, "IMAGE_BYTES", 3_000)
+    cut = fitting(whole, images, 8_000)
     assert cut["dialogues"][0]["turns"][1]["text"] == "x" * 2000 + " … [1,000 more characters]"
     assert cut["left_out"] == "1 texts longer than 2,000 characters are cut; scored/ has them whole"
-    assert cut["images"] == data["images"]
+    assert cut["images"] == data["images"] and len(as_json(cut)) < 8_000
     monkeypatch.setattr(report, "MAX_IMAGES", 10)
-    data = page_data({"m": [row]}, backend, "success_rate")
-    add_images(data, {"m": [row]}, tmp_path)
+    data = fitting(whole, images, report.MAX_PAGE)
     assert data["images"] == {} and data["left_out"].startswith("1 of 1 screenshots are left out: ")
 
 
@@ -238,3 +249,376 @@ def test_agreement_with_oracles_by_hand():
                                                 "right": 0.25, "wrong": 0.5, "ci95": None}
     assert found["oracle"]["ci95"] == pytest.approx([-1, 1])
     assert agreement([row("c", ["x", "y"], [1, 2], [(1, 0)])], domain) == {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# screenshots: only this run's, whatever a row names and whatever stands in the folder
+
+def picture(path, size=(4, 4), form="PNG"):
+    from PIL import Image
+    Image.new("RGB", size, "red").save(path, form)
+    return path
+
+
+def bomb(path):
+    """A PNG whose head promises 30,000 x 30,000 pixels."""
+    content = picture(path).read_bytes()
+    head = b"IHDR" + struct.pack(">II", 30_000, 30_000) + content[24:29]
+    path.write_bytes(content[:12] + head + struct.pack(">I", zlib.crc32(head)) + content[33:])
+
+
+def large(path):
+    picture(path)
+    os.truncate(path, report.MAX_FILE + 1)
+
+
+def listening(path):
+    short = os.path.relpath(path)                                   # a socket's name has 107 bytes at most
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(short)
+
+
+def device(path):
+    try:
+        os.mknod(path, 0o020600, os.makedev(1, 5))                  # as /dev/zero
+    except OSError:
+        pytest.skip("no right to make a device")
+
+
+THINGS = {                                                          # what stands at images/a.png
+    "a link to another file": lambda path: path.symlink_to(picture(path.parents[1] / "secret.png")),
+    "a link to a screenshot": lambda path: path.symlink_to(picture(path.parent / "b.png")),
+    "a link to itself": lambda path: path.symlink_to(path),
+    "a FIFO": os.mkfifo, "a folder": os.mkdir, "a socket": listening, "a device": device, "nothing": lambda path: None,
+    "a file that is too large": large, "a head that promises too much": bomb,
+    "a picture that is too wide": lambda path: picture(path, (report.MAX_SIZE[0] + 1, 1)),
+    "a picture that is too high": lambda path: picture(path, (1, report.MAX_SIZE[1] + 1)),
+    "an empty file": lambda path: path.touch(), "a text": lambda path: path.write_text("root:x:0:0"),
+    "half a picture": lambda path: path.write_bytes(picture(path, (300, 300)).read_bytes()[:300]),
+    "a JPEG": lambda path: picture(path, form="JPEG"), "a GIF": lambda path: picture(path, form="GIF"),
+    "an SVG": lambda path: path.write_text('<svg xmlns="http://www.w3.org/2000/svg" onload="alert(1)"/>')}
+PATHS = ["/etc/passwd", "SECRET", "../secret.png", "../../secret.png", "../images/../secret.png", "../images/./a.png",
+         "../images", "../images/", "../images/.", "../images/..", "../images/deep/a.png", "../images//a.png", "a.png",
+         "images/a.png", "../scored/../images/a.png", "../images/a.png\0", "../images/a\ud800.png", "../images/a.png\n",
+         "../images/" + 5_000 * "a", "file:///etc/passwd", "data:image/png;base64,AAAA", 7, ["../images/a.png"],
+         {"path": "../images/a.png"}, True, 0.5]
+
+
+def with_image(path):
+    return {"tasks": [{"id": "t", "image": path}], "dialogues": [{"t": 0, "image": path}], "images": {}}
+
+
+@pytest.mark.parametrize("thing", THINGS)
+def test_a_screenshot_is_a_png_file_of_this_run(tmp_path, thing):
+    images = tmp_path / "images"
+    images.mkdir()
+    THINGS[thing](images / "a.png")
+    data = with_image("../images/a.png")
+    lines = report.add_images(data, images)
+    assert lines == ["1 of 1 screenshots are left out: they are no PNG files in images/ of at most 64 MB and "
+                     "2,560 x 8,192 pixels"]
+    assert data == with_image("left out")
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: repr(path)[:40])
+def test_a_screenshot_is_named_by_this_run(tmp_path, path):
+    (tmp_path / "images" / "deep").mkdir(parents=True)
+    for place in ("images/a.png", "images/deep/a.png", "secret.png", "scored.png", "a.png"):
+        picture(tmp_path / place)
+    with pytest.raises(report.UnfitImage):
+        report.embedded(tmp_path / "images", str(tmp_path / "secret.png") if path == "SECRET" else path)
+    assert report.embedded(tmp_path / "images", "../images/a.png").startswith("data:image/jpeg;base64,")
+
+
+def test_a_folder_of_screenshots_that_is_a_link_is_not_followed(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    picture(tmp_path / "elsewhere" / "a.png")
+    (tmp_path / "images").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(report.UnfitImage):
+        report.embedded(tmp_path / "images", "../images/a.png")
+    with pytest.raises(report.UnfitImage):
+        report.embedded(tmp_path / "nothing", "../nothing/a.png")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 05 on hostile files
+
+TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n", "test_cases": {"a": "f(1)"}}
+
+
+def hostile_row(where, value):
+    """A row whose field `where` ("task.family", say) has this value."""
+    row = {"task_id": "x", "task": dict(TASK), "answer": "", "dialogue_history": [
+        {"role": "user", "content": "?"}, {"role": "assistant", "content": "What?"}, {"role": "user", "content": "!"},
+        {"role": "assistant", "content": "So."}]}
+    *folders, key = where.split(".")
+    place = row
+    for folder in folders:
+        place = place[int(folder) if folder.isdigit() else folder]
+    place[key] = value
+    return row
+
+
+def nested(depth):
+    value = "x"
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def strict(text):
+    """JSON as a browser reads it: without NaN and Infinity."""
+    def refuse(name):
+        raise ValueError(name)
+    return json.loads(text, parse_constant=refuse)
+
+
+SECRET = "the secret file"                                          # stands for a path in the table
+FIELDS = [
+    ("image", SECRET), ("reference_image", SECRET), ("similarity", SECRET), ("image", "/dev/zero"), ("image", 5),
+    ("image", [SECRET]), ("reference_image", None), ("render_fault", HOSTILE), ("render_fault", nested(200)),
+    ("similarity", HOSTILE), ("failed", [{"call": HOSTILE}]), ("advantages", ["x"]), ("views", [SECRET]),
+    ("win_rate", {"image": SECRET}), ("kinds", [HOSTILE]), ("known", HOSTILE), ("task_id", HOSTILE),
+    ("task_id", "\ud800"), ("task_id", "x" * 10 ** 6), ("task_id", "a\0b\x1b[31m"), ("sample", 10 ** 30),
+    ("sample", -1), ("task.family", HOSTILE), ("task.family", "f" * 10 ** 6), ("task.family", "__proto__"),
+    ("task.image", SECRET), ("task.problem_description", "long " * 2 * 10 ** 6),
+    ("task.problem_description", "</script><!--<script>"), ("dialogue_history.1.content", "\0\x1b\u202e\ud800"),
+    ("dialogue_history.1.content", "y" * 10 ** 7), ("dialogue_history.2.tool", HOSTILE),
+    ("dialogue_history.2.tool", {"a": [1]}), ("dialogue_history.2.tool", nested(200)),
+    ("dialogue_history.2.render_fault", HOSTILE), ("dialogue_history.2.render_fault", 10 ** 400),
+    ("dialogue_history.1.truncated", {"a": "b"}), ("dialogue_history.2.image", SECRET),
+    ("dialogue_history.2.role", HOSTILE), ("answer", "def f(n): return f([[[[" + "[" * 5_000),
+    ("extra", {"image": SECRET})]
+
+
+@pytest.mark.parametrize("where, value", FIELDS, ids=[f"{where}-{number}" for number, (where, _) in enumerate(FIELDS)])
+def test_05_makes_a_page_of_hostile_fields(tmp_path, monkeypatch, where, value):
+    async def score(self, pairs, explain=False):
+        return [{"reward": 0.0, "tests": [False], "faults": ["wrong value"], "failed": [
+            {"call": answer, "expected": answer, "got": None, "said": answer}]} for _, answer in pairs]
+    monkeypatch.setattr(backend.World, "score", score)
+    secret = str(picture(tmp_path / "secret.png"))
+    text = json.dumps(hostile_row(where, value)).replace(SECRET, secret)
+    (tmp_path / "a.jsonl").write_text(text + "\n" + text + "\n")
+    stage(5).main([f"a={tmp_path / 'a.jsonl'}", "--out", str(tmp_path / "out")])
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    found = Reader(page)
+    assert found.tags.count("script") == 2 and "img" not in found.tags and "data:image/jpeg" not in page
+    assert not any(name.startswith("on") for name in found.attributes)
+    data = strict(found.scripts[0])
+    assert len(data["dialogues"]) == 2 and len(data["dialogues"][0]["turns"]) == 4 and data["images"] == {}
+    assert "image" not in data["tasks"][0] and "image" not in data["dialogues"][0]
+    assert "similarity" not in data["dialogues"][0] and len(page.encode("utf-8")) <= report.MAX_PAGE
+    assert {len(str(data["tasks"][0].get(key, ""))) <= 250 for key in ("id", "family")} == {True}
+
+
+def test_a_page_is_made_twice_and_anew_and_follows_no_link(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text(json.dumps(hostile_row("answer", "")) + "\n")
+    flags = [f"a={tmp_path / 'a.jsonl'}", "--out", str(tmp_path / "out")]
+    stage(5).main(flags)
+    page = (tmp_path / "out" / "report.html").read_bytes()
+    stage(5).main(flags)
+    assert "done already" in capsys.readouterr().out and (tmp_path / "out" / "report.html").read_bytes() == page
+    stage(5).main([*flags, "--overwrite"])
+    assert (tmp_path / "out" / "report.html").read_bytes() == page
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "out" / "COMPLETED").unlink()                       # as a run that was killed
+    for name in ("report.html", "report.html.partial"):
+        (tmp_path / "out" / name).unlink(missing_ok=True)
+        (tmp_path / "out" / name).symlink_to(precious)
+    stage(5).main(flags)
+    assert precious.read_text() == "mine" and not (tmp_path / "out" / "report.html").is_symlink()
+    assert (tmp_path / "out" / "report.html").read_bytes() == page
+
+
+NUMBERS = [float("nan"), float("inf"), -float("inf"), 1e300, 10 ** 400, 10 ** 5_000, -1e16]
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=lambda value: "huge" if isinstance(value, int) else str(value))
+def test_numbers_that_no_browser_reads_are_left_out(tmp_path, value):
+    row = hostile_row("answer", "") | {"reward": value, "sample": value, "run": value}
+    measure_turns([row], backend)
+    if isinstance(value, float):
+        row["advantages"] = [value, 0.5]
+    data = page_data({"a": [row]}, backend, "success_rate", "critic")
+    data = strict(as_json(fitting(data, tmp_path, report.MAX_PAGE)))
+    [dialogue] = data["dialogues"]
+    assert not {"reward", "sample", "credit"} & set(dialogue) and dialogue["run"] == 0
+    assert "credit" not in dialogue["turns"][1]
+    rows = [{"step": 1, "loss": value, "acc": 0.5}, {"step": value, "loss": 1, "acc": 0.25},
+            {"step": 3, "loss": "x", "acc": None, "nll": [1], "gnorm": {}}, {"step": 4, "loss": 2}]
+    assert plots.history_points(rows, "loss") == ([4], [2]) and plots.history_points(rows, "acc") == ([1], [0.5])
+    assert plots.history_points(rows, "nll") == ([], []) and "<svg" in training_svg({"a": rows})
+
+
+def test_many_steps_rounds_and_long_names_keep_plots_small():
+    rows = [{"step": step, "loss": float(step % 7)} for step in range(50_000)]
+    steps, values = plots.history_points(rows, "loss")
+    assert len(steps) == len(values) == plots.MAX_POINTS and values[-1] == pytest.approx(3, abs=0.01)
+    names = ["_hidden", "x" * 100_000, "two\nlines\x1b", HOSTILE]
+    svg = plots.rounds_svg({name: list(range(1, 10_001)) for name in names})
+    assert len(svg) < 60_000 and "50 and more" in svg and "_hidden" in svg and "two lines" in svg
+    assert "x" * 61 not in svg
+    svgs = [{"title": f"plot {i}", "svg": "x" * 3_000_000, "caption": ""} for i in range(2)]
+    assert report.fitting_plots(svgs) == (svgs[:1], ['the plot "plot 1" is left out: it has 3,000,000 bytes'])
+
+
+def test_credit_by_round_says_what_it_leaves_out(tmp_path):
+    own = {"by_kind": {}, "by_round": {str(n): {"n": 1, "mean": 0.5} for n in range(1, 121)}}
+    summary = credit_summary({"a": {"credit": own}})
+    assert [row["label"] for row in summary["by_round"]] == [str(n) for n in range(1, 51)]
+    write_page(tmp_path, page_data({}, backend, "success_rate"), credit={**summary, "agreement": []})
+    assert "The table has the first 50 of 120 rounds; metrics.json has all." in (tmp_path / "r.html").read_text()
+
+
+STATE = {"task_id": "x", "sample": 0, "turn": 0, "task": TASK, "history": [{"role": "user", "content": "?"}],
+         "candidates": [{"text": "a", "ids": [1], "ended": True}], "advantages": [0.5]}
+
+
+@pytest.mark.parametrize("key, value, line", [
+    ("advantages", [float("nan")], '"advantages" must be finite numbers'),
+    ("advantages", ["x"], '"advantages" must be finite numbers'), ("advantages", [None], "must be finite numbers"),
+    ("advantages", [10 ** 400], '"advantages" must be finite numbers'),
+    ("history", ["x"], "history: a str, not an object"), ("history", [{"role": "user"}], 'missing "content"'),
+    ("history", [{"role": "user", "content": 5}], '"content" is a int, not a str'),
+    ("candidates", [5], "a candidate: a int, not an object"),
+    ("candidates", [{"text": "a", "ids": [[1]], "ended": True}], "must be a list of whole numbers"),
+    ("candidates", [{"text": "a", "ids": [{}], "ended": True}], "must be a list of whole numbers"),
+    ("candidates", [{"text": 1, "ids": [1], "ended": True}], '"text" is a int, not a str')])
+def test_states_of_wrong_types_are_one_line(tmp_path, key, value, line):
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(STATE | {"chosen": {"ids": [1]}, "rejected": {"ids": [1]}}) + "\n")
+    (tmp_path / "scored.jsonl").write_text(json.dumps(STATE) + "\n")
+    assert read_states(tmp_path)[0]["pairs"] == [(0, 0)]
+    (tmp_path / "scored.jsonl").write_text(json.dumps(STATE | {key: value}) + "\n")
+    with pytest.raises(InputError, match=re.escape(line)):
+        read_states(tmp_path)
+    (tmp_path / "scored.jsonl").write_text(json.dumps(STATE) + "\n")
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(STATE | {"chosen": {"ids": [{}]}, "rejected": {}}) + "\n")
+    with pytest.raises(InputError, match="must be a list of whole numbers"):
+        read_states(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a page that would be too large
+
+def write_page(folder, data, **variables):
+    """write_report with little but the data; returns the line of what is left out."""
+    values = {"title": "x", "table": [], "bars": [], "headings": [], "metric_heading": "m", "notes": [], "lines": [],
+              "plots": [], "credit": None, "hints": []} | variables
+    return write_report(folder / "r.html", data, folder / "images", **values)
+
+
+def made_data(files, length=300):
+    """page_data of {name: task_ids}, a dialogue of `length` characters each."""
+    rows = {}
+    for name, task_ids in files.items():
+        counts = collections.Counter()
+        rows[name] = []
+        for task in task_ids:
+            row = hostile_row("task_id", task) | {"sample": counts[task], "reward": 0.0}
+            row["dialogue_history"][1]["content"] = "z" * length
+            counts[task] += 1
+            rows[name].append(row)
+        measure_turns(rows[name], backend)
+    return page_data(rows, backend, "success_rate")
+
+
+def dialogues_in(folder):
+    """{name: [task_id of each dialogue that is in the page]}, and the data of the page."""
+    data = strict(Reader((folder / "r.html").read_text(encoding="utf-8")).scripts[0])
+    shown = {name: [] for name in data["methods"]}
+    for dialogue in data["dialogues"]:
+        shown[data["methods"][dialogue["m"]]].append(data["tasks"][dialogue["t"]]["id"])
+    return shown, data
+
+
+MANY, FEW = [f"t{i}" for i in range(400)], [f"few{i}" for i in range(5)]
+
+
+@pytest.mark.parametrize("case, files", [
+    ("the same tasks", {"a": MANY, "b": MANY, "c": MANY}), ("another order", {"a": MANY, "b": MANY[::-1]}),
+    ("a part", {"a": MANY, "b": MANY[:200]}), ("other tasks", {"a": MANY, "b": FEW}),
+    ("several dialogues a task", {"a": MANY[:40] * 10, "b": MANY[:40] * 10}),
+    ("one task alone", {"a": ["t"] * 400, "b": ["t"] * 400}), ("one name", {"a": MANY})])
+def test_what_does_not_fit_is_left_out_by_a_fair_rule(tmp_path, monkeypatch, case, files):
+    monkeypatch.setattr(report, "MAX_PAGE", 160_000)
+    data = made_data(files)
+    line = write_page(tmp_path, data)
+    shown, page = dialogues_in(tmp_path)
+    every, number = len(data["dialogues"]), len(page["dialogues"])
+    assert (tmp_path / "r.html").stat().st_size <= 160_000 and 0.2 * every < number + 60 and number > 60
+    assert page["left_out"] == line and line.startswith(
+        f"{every - number:,} of {every:,} dialogues are left out, as the page holds at most 0.16 MB; shown are ")
+    for name, task_ids in files.items():
+        assert f"{len(shown[name]):,} of {len(task_ids):,} of {name}" in line
+        assert set(shown[name]) <= set(task_ids)
+    if case in ("the same tasks", "another order", "several dialogues a task", "one task alone"):
+        assert len({json.dumps(sorted(own)) for own in shown.values()}) == 1
+    if case == "a part":
+        assert set(shown["b"]) <= set(shown["a"]) and abs(len(shown["a"]) - 2 * len(shown["b"])) <= 1
+    if case == "other tasks":
+        assert sorted(shown["b"]) == FEW and len(shown["a"]) > 60
+    if case == "several dialogues a task":                          # of all tasks as many as of each other
+        assert set(collections.Counter(shown["a"]).values()) <= {len(shown["a"]) // 40, len(shown["a"]) // 40 + 1}
+    reordered = made_data({name: own[::-1] for name, own in files.items()})
+    write_page(tmp_path, reordered)
+    again, _ = dialogues_in(tmp_path)
+    assert {name: sorted(own) for name, own in again.items()} == {name: sorted(own) for name, own in shown.items()}
+
+
+def test_long_dialogues_do_not_take_the_place_of_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "MAX_PAGE", 160_000)
+    data = made_data({"a": MANY, "b": MANY})
+    for dialogue in data["dialogues"]:
+        if dialogue["t"] % 10 == 0:                                 # 40 of 400 tasks, each beyond the page alone
+            dialogue["turns"] *= 300
+    write_page(tmp_path, data)
+    shown, page = dialogues_in(tmp_path)
+    assert len(shown["a"]) == len(shown["b"]) > 60 and max(len(one["turns"]) for one in page["dialogues"]) == 4
+    assert (tmp_path / "r.html").stat().st_size <= 160_000
+
+
+def test_states_keep_their_history_where_their_dialogue_is_left_out(tmp_path, monkeypatch):
+    data = made_data({"a": MANY})
+    for number in range(0, 400, 20):
+        dialogue = data["dialogues"][number]
+        dialogue["turns"][1]["state"] = len(data["states"])
+        data["states"].append({"d": number, "t": dialogue["t"], "turn": 0, "history": dialogue["turns"][:1],
+                               "candidates": [{"text": f"of {number}", "advantage": 0.5}]})
+    write_page(tmp_path, data)
+    _, page = dialogues_in(tmp_path)
+    assert len(page["dialogues"]) == 400 and page["left_out"] is None
+    assert not any("history" in state for state in page["states"])
+    monkeypatch.setattr(report, "MAX_PAGE", 160_000)
+    write_page(tmp_path, data)
+    _, page = dialogues_in(tmp_path)
+    assert len(page["states"]) == 20 and 60 < len(page["dialogues"]) < 400
+    linked = [state for state in page["states"] if state["d"] is not None]
+    assert 0 < len(linked) < 20
+    for number, state in enumerate(page["states"]):
+        assert page["tasks"][state["t"]]["id"] == f"t{state['candidates'][0]['text'].removeprefix('of ')}"
+        if state["d"] is None:
+            assert [turn["text"] for turn in state["history"]] == ["?"]
+        else:
+            assert "history" not in state and page["dialogues"][state["d"]]["turns"][1]["state"] == number
+            assert page["dialogues"][state["d"]]["t"] == state["t"]
+    monkeypatch.setattr(report, "MAX_STATE_BYTES", 1_000)
+    assert "states are left out, at equal distances" in write_page(tmp_path, data)
+    _, page = dialogues_in(tmp_path)
+    assert 0 < len(page["states"]) < 20
+    assert {turn.get("state", 0) for one in page["dialogues"] for turn in one["turns"]} <= set(range(20))
+
+
+def test_05_prints_what_the_page_leaves_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(report, "MAX_PAGE", 130_000)
+    for name in "ab":
+        rows = [json.dumps(hostile_row("task_id", task)) for task in MANY]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
+    stage(5).main([*(f"{name}={tmp_path / name}.jsonl" for name in "ab"), "--export", "messages", "--out",
+                   str(tmp_path / "out")])
+    page = (tmp_path / "out" / "report.html").read_text()
+    data = strict(Reader(page).scripts[0])
+    assert f"report.html: {data['left_out']}\n" in capsys.readouterr().out
+    assert "of 800 dialogues are left out" in data["left_out"] and len(page.encode()) <= 130_000
+    assert len(read(tmp_path / "out" / "export" / "a.jsonl")) == 400                     # the export has all
