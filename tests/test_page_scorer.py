@@ -282,6 +282,28 @@ def test_frontend_files_from_rows_to_report(tmp_path, capsys):
     assert "done already" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("plant", ["link", "broken link", "fifo"])
+def test_what_stands_in_the_place_of_a_screenshot_is_drawn_over(tmp_path, plant):
+    """A run that was killed goes on with the screenshots that it drew; nothing else in their place is opened."""
+    base = write(tmp_path / "base.jsonl", (0, page("green")))
+    command = ["05_evaluate.py", f"base={base}", "--similarity", "pixels", "--out", tmp_path / "out"]
+    succeed(*command)
+    text = (tmp_path / "out" / "report.html").read_text()
+    secret = tmp_path / "secret.png"
+    Image.new("RGB", (30, 30), "red").save(secret)
+    [shot] = (tmp_path / "out" / "images").glob("*.png")
+    content, before = shot.read_bytes(), secret.read_bytes()
+    shot.unlink()
+    if plant == "fifo":
+        os.mkfifo(shot)
+    else:
+        shot.symlink_to(secret if plant == "link" else tmp_path / "nothing")
+    (tmp_path / "out" / "COMPLETED").unlink()
+    assert "continues an interrupted run" in succeed(*command)
+    assert shot.is_file() and not shot.is_symlink() and shot.read_bytes() == content and secret.read_bytes() == before
+    assert (tmp_path / "out" / "report.html").read_text() == text
+
+
 def test_runs_curves_and_clip_in_one_call(clip, tmp_path):
     paths = [write(tmp_path / f"{i}.jsonl", (0, page(colour)), (1, page(colour)), similarity=f"clip:{clip}")
              for i, colour in enumerate(("white", "green", "#103010"))]

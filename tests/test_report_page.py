@@ -190,7 +190,7 @@ def render(data, **changes):
     """The page, as lib/report.py makes it of the three files."""
     from jinja2 import Environment, FileSystemLoader
     script = (LIB / "report.js").read_text(encoding="utf-8")
-    wins = [[d["reward"] == 1 for d in data["dialogues"] if d["m"] == m] for m in range(len(data["methods"]))]
+    wins = [[d.get("reward") == 1 for d in data["dialogues"] if d["m"] == m] for m in range(len(data["methods"]))]
     rates = [sum(own) / max(1, len(own)) for own in wins]
     values = {
         "title": "Evaluation", "headings": ["n", "success", "95 %"], "metric_heading": data["heading"],
@@ -700,6 +700,78 @@ def test_missing_pieces_leave_their_section_out(browser, tmp_path):
         assert shown(tab, "#nav a[aria-current]") == ["Results"]
     tab.goto(page.address + "#view=failures")
     assert shown(tab, "#failures") == ["No failed test, leak, cut turn or fault."]
+    page.close()
+
+
+VIEWS = ("results", "dialogues", "compare", "credit", "candidates", "failures", "dialogues&sort=reward",
+         "dialogues&sort=-credit", "dialogues&reward=failed", "failures&what=faults")
+
+
+def test_a_page_that_had_to_leave_dialogues_out_says_so_in_each_view(browser, tmp_path, monkeypatch):
+    from lib import report
+    monkeypatch.setattr(report, "MAX_PAGE", 400_000)
+    data = make_data(300)
+    data["states"] = []
+    line = report.write_report(tmp_path / "report.html", data, tmp_path / "images", title="Evaluation", table=[],
+                               bars=[], headings=[], metric_heading="success", notes=[], lines=[], plots=[],
+                               credit=None, hints=[])
+    page = Page(browser, tmp_path / "report.html")
+    tab = page.open()
+    assert (tmp_path / "report.html").stat().st_size <= 400_000
+    assert re.match(r"\d+ of 600 dialogues are left out, as the page holds at most 0.4 MB; shown are \d+ of 300 tasks "
+                    r"\((\d+) of 300 of mtdpo, \1 of 300 of sweet\): ", line)
+    left = 600 - int(line.split()[0])
+    for view, place in (("results", "#left-out"), ("dialogues", "#dialogues"), ("compare", "#compare")):
+        tab.goto(f"{page.address}#view={view}")
+        assert line in tab.inner_text(place)
+    assert f"1 of {left // 2} tasks" in tab.inner_text("#compare .filters")
+    tab.goto(f"{page.address}#view=dialogues")
+    assert shown(tab, "#counter") == [f"{left} of {left} dialogues"]
+    page.close()
+
+
+def test_a_page_without_a_dialogue_opens(browser, tmp_path):
+    data = make_data(0) | {"left_out": "all dialogues are left out"}
+    page = Page(browser, write(tmp_path / "report.html", data, bars=[], credit=None))
+    for view in VIEWS:
+        tab = page.open(f"#view={view}")
+        assert tab.locator("#nav a[aria-current]").count() == 1
+    assert "all dialogues are left out" in page.open().inner_text("#left-out")
+    page.close()
+
+
+def test_numbers_that_are_missing_leave_their_place_empty(browser, tmp_path):
+    """As lib/report.py leaves them out where a scorer or a critic gives no finite number."""
+    data = make_data(4, num_states=2) | {"critic": None}
+    for d in data["dialogues"][:4]:
+        for key in ("reward", "credit", "sample"):
+            d.pop(key, None)
+        for turn in d["turns"]:
+            turn.pop("credit", None)
+    page = Page(browser, write(tmp_path / "report.html", data, bars=None, credit={"by_kind": [], "by_round": []}))
+    for view in VIEWS:
+        tab = page.open(f"#view={view}")
+        assert tab.locator("main").inner_text() != ""
+    assert "no number" in page.open("#d=0").inner_text("#dialogue .about")
+    assert page.open("#view=dialogues").locator("#list tbody tr").count() == 8
+    page.close()
+
+
+def test_a_page_of_very_many_dialogues_and_turns_opens(browser, tmp_path):
+    """Math.max(...values) ends with an error at about 120,000 values."""
+    data = make_data(1, num_states=0) | {"critic": None}
+    one = {"m": 0, "t": 0, "run": 0, "sample": 0, "reward": 1, "rounds": 1, "credit": 0.5, "answer": "",
+           "turns": [{"who": "human", "text": "?"}, {"who": "agent", "text": "a", "credit": 0.5}]}
+    data["dialogues"] += [one] * 130_000
+    data["dialogues"].append(one | {"turns": one["turns"] * 5_000, "rounds": 5_000})
+    credit = {"by_kind": [], "by_round": [], "agreement": []}
+    page = Page(browser, write(tmp_path / "report.html", data, credit=credit))
+    tab = page.open("#view=dialogues")
+    assert shown(tab, "#counter") == ["130,003 of 130,003 dialogues"]
+    tab = page.open("#view=credit")
+    assert tab.locator("canvas").is_visible()
+    tab = page.open("#d=130002")
+    assert tab.locator("#dialogue .turn").count() == 10_000
     page.close()
 
 
