@@ -452,6 +452,21 @@ def test_numbers_that_no_browser_reads_are_left_out(tmp_path, value):
     assert plots.history_points(rows, "nll") == ([], []) and "<svg" in training_svg({"a": rows})
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
+def test_a_page_of_means_that_are_no_numbers_is_written(tmp_path, value):
+    row = hostile_row("answer", "") | {"reward": 0.0, "sample": 0}
+    measure_turns([row], backend)
+    bars = {"a": {"value": value, "low": value, "high": value}}
+    made = report_plots({"a": {"all_known": value, "success_when_known": value}}, bars, "success_rate", {"a": [row]},
+                        {"best of N": {"a": {"1": point(value, value, value)}}}, {"a": [{"step": 1, "loss": value}]})
+    own = {"by_kind": {"idle": {"n": 1, "mean": value}}, "by_round": {"1": {"n": 1, "mean": value}}}
+    credit = {**credit_summary({"a": {"credit": own}}), "agreement": []}
+    data = page_data({"a": [row]}, backend, "success_rate")
+    assert write_page(tmp_path, data, plots=made, bars=list(bars.values()), credit=credit,
+                      table=[{"name": "a", "cells": []}]) is None
+    assert dialogues_in(tmp_path)[0] == {"a": ["x"]}
+
+
 def test_many_steps_rounds_and_long_names_keep_plots_small():
     rows = [{"step": step, "loss": float(step % 7)} for step in range(50_000)]
     steps, values = plots.history_points(rows, "loss")
