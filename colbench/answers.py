@@ -1,212 +1,536 @@
-"""The text of an answer -> its code. Standard library alone."""
+"""The text of an answer -> its code. Standard library alone.
+
+A message of a model is prose with pieces of code in it. `pieces` finds them: fences show where code may stand, and
+Python's own parser decides what is code. `chosen_pieces` picks those that the tested function needs.
+docs/scorer.md has the rules.
+"""
+import ast
+import bisect
+import builtins
 import collections
 import functools
+import keyword
 import re
-import symtable
-import textwrap
 
-IMPORT = r"(?:import|from)[ \t]+\w"
-DEFINITION = r"(?:async[ \t]+def|def|class)[ \t]+\w|@\w"
-NAMING = re.compile(rf"""[ \t]*(?:{IMPORT}|"{{3}}|'{{3}}|[A-Za-z_(*][^=#`\n]*(?<![<>!=])=(?!=))""")
-CODE = re.compile(rf"{NAMING.pattern}|[ \t]*(?:{DEFINITION}|try:|[A-Za-z_][\w.]*\(|\[.*[ \t]for[ \t]|"
-                  r"(?:assert|async|del|for|global|if|match|pass|raise|while|with)\b)")
-BEGINNING = re.compile(rf"(?i:[ \t]*+py[\w.]*+[ \t]++)?+(?=[ \t]*(?:{IMPORT}|{DEFINITION}|\w+ = ))")  # a language, code
-USE = re.compile(r"assert\b|[A-Za-z_][\w.]*\(")
-DECORATED = re.compile(rf"[ \t]*(?:{DEFINITION})")
-CLAUSE = re.compile(r"[ \t]*(?:else|elif|except|finally)\b")
-NOT_IN_BRACKETS = re.compile(rf"[ \t]*(?:{IMPORT}|{DEFINITION}|\w+ = |```|~~~)")          # as deep as the statement
-MARKER = re.compile(r"[^\w\n]*I[ _]WANT[ _]TO[ _]ANSWER\b[ \t]*[:*_.]*", re.IGNORECASE)
+MARKER = re.compile(r"[^\w\n]*I[ _]WANT[ _]TO[ _]ANSWER\b[ \t]*[:*_.`]*", re.IGNORECASE)
+FENCE_RUN = re.compile(r"`{3,}|~{3,}")
+FENCE_LINE = re.compile(r"[ \t]*(`{3,}|~{3,})(.*)")
+LANGUAGE = re.compile(r"[\w.+-]*")
 TICKS = re.compile(r"`+|~{3,}")
-TAGS = re.compile(r"^[ \t]*(?:<(?:pre|code)\b[^<>\n]*>){1,2}|(?:</(?:pre|code|s)>|<\|\w+\|>|\[/INST\]){1,4}[ \t]*$",
-                  re.MULTILINE)
-WORDS = re.compile(r"^(?!(?:assert|async|case|class|def|del|elif|else|except|finally|for|from|global|if|import|match|"
-                   r"pass|raise|return|try|while|with)\b)[A-Za-z][\w ,:-]*$", re.MULTILINE)     # no effect
+QUOTED = re.compile(r" {0,3}(?:(?:>>>|\.\.\.)(?: |$)|> ?)")         # of a session (>>> code), or of a quotation (> code)
+OPENING_TAGS = re.compile(r"[ \t]*(?:<[A-Za-z][^<>]*>[ \t]*)+")
+CLOSING_TAGS = re.compile(r"(?:(?:</\w+>|<\|\w+\|>|\[/INST\])[ \t]*){1,4}$", re.MULTILINE)
+ODD_BLANKS = {0xFEFF: None, 0x200B: None, 0xA0: " "}                # byte order mark, zero-width blank, no-break blank
+OPERATORS = {"and", "if", "in", "is", "not", "or"}
+TWO_WORDS = re.compile(r"[ \t]*([^\W\d]\w*)[ \t]+([^\W\d]\w*)(?!['\"\w])")
 LEXEME = re.compile(r"""\"{3}|'{3}|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|#.*|`|\\(?:.|$)|[()\[\]{}]""")
-Source = collections.namedtuple("Source", "marked sort statements names is_cut")
 STRING_END = {quote: re.compile(rf"(?:\\.|(?!{quote}).)*+{quote}") for quote in ('"""', "'''")}
-CUT_LENGTH = 10_000             # a longer statement is not cut before its fault
-GROUP = 50                      # statements that are parsed together where not all of a text's do
-COMPILED_LENGTH = 6000          # longer ones are only parsed: compile() takes quadratic time for many equal functions
+CLAUSE = re.compile(r"(?:else|elif|except|finally)\b")
+
+INLINE, PLAIN, FENCED = 0, 1, 2      # where a piece stands: between backticks in a line, in the open, in a fence
+NUM_CLOSINGS = 12                    # lines with a fence that are tried as the end of one
+LINE_EFFORT = 10                     # a line takes as long as so many characters, and its own
+MAX_QUOTES = 3                       # a quotation in a quotation in a quotation
+
+DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+IMPORTS = ast.Import, ast.ImportFrom
+NAMING = *IMPORTS, ast.Assign, ast.AnnAssign
+
+# A piece of code: does it follow the marker, where does it stand, its text, its statements (syntax trees), and was it
+# cut at a fault.
+Piece = collections.namedtuple("Piece", "marked sort source nodes is_cut")
 
 
-def extract_code(answer):
+def extract_code(answer, calls=()):
     """The code of an answer, as a list of sources that are executed one after the other in one namespace.
 
-    A text that is Python is the code. Else what looks like statements and parses is, in sources with no prose between:
-    those after the first marker if they define something, those in fences before others, and of these all that define,
-    import or assign; if none does, the first one, or the text as it is. docs/scorer.md has the rules."""
-    text = textwrap.dedent(answer.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")).strip("\n")
-    if definitions(text)[0] is not None and not WORDS.search(text):
-        return [text]
-    text = text.translate({0xFEFF: None, 0x200B: None, 0xA0: " "})
-    sources, run, place = [], [], (False, 0)
-    for marked, sort, statement in [*statements(text), (False, 0, None)]:
-        if statement is None:
-            sources += [Source(*place, *source) for source in parsed(run, place[1])] if run else []
-            run = []
-        elif run or not USE.match(statement):                           # a use before all definitions is an example
-            run.append(statement)
-            place = marked, sort
-    whole = {name for source in sources if not source.is_cut for name in source.names}
-    sources = [source for source in sources if not (source.is_cut and whole & source.names.keys())]
-    marked = [source for source in sources if source.marked]
-    group = marked if any(source.names for source in marked) else sources
-    sort = max((source.sort for source in group if source.names), default=0)
-    own = {"input"}.union(name for source in group for name, kind in source.names.items() if kind == "function")
-    chosen = [source for source in group
-              if source.sort >= sort and (source.names or only_names(source.statements, own))]
-    return ["\n".join(source.statements) for source in chosen or sources[:1]] or [text]
+    calls: the test calls; what defines a name that they use goes before what does not. Without code: [the text]."""
+    text = answer.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n").strip("\n")
+    return [piece.source for piece in chosen_pieces(pieces(text), names_of_calls(calls))] or [text]
 
 
-def statements(text):
-    """What looks like statements in a text, by its lines: yield (follows a marker?, sort, statement) in order, with
-    statement None for prose; sort is 2 in a fence, 0 in single backticks, else 1. A line is read at most thrice."""
-    lines = text.split("\n")
-    last = {quote: text.count("\n", 0, text.rfind(quote)) if quote in text else -1 for quote in STRING_END}
-    marked, fenced, begins, fence_sort, index = False, False, True, 2, 0
-    while index < len(lines):
-        line = lines[index]
-        indent = line[:len(line) - len(line.lstrip())]
-        is_comment = line.startswith("#", len(indent))
-        if (marker := MARKER.match(line)) and not (is_comment and (fenced or indent)):
-            yield marked, 0, None
-            marked = begins = True
-            line = indent + line[marker.end():].lstrip()
-        if not line.strip() or is_comment and not marker:
-            index += 1
-            continue
-        if line.startswith("<", len(indent)):
-            line = indent + TAGS.sub("", line)
-        if begins:
-            fence_sort, begins = 1 if BEGINNING.match(line) else 2, False
-        sort = fence_sort if fenced else 1
-        is_code = CODE.match(line)
-        for tick in () if is_code else TICKS.finditer(line):
-            if code := BEGINNING.match(line, tick.end()):
-                yield marked, 0, None
-                fenced, is_code, sort = fenced or len(tick[0]) > 2, True, fence_sort if len(tick[0]) > 2 else 0
-                line = indent + line[code.end():].lstrip()
-                break
-        if not is_code:
-            yield marked, 0, None
-            fenced = is_fenced_after(line, fenced)
-            index += 1
-            continue
-        lines[index] = line
-        end, column = statement_end(lines, index, len(indent), last)
-        statement = lines[index:end] + ([lines[end][:column]] if column else [])
-        fences = (i for i in range(1, len(statement)) if statement[i].lstrip().startswith(("```", "~~~")))
-        shorter = 1 if line.lstrip().startswith(("'''", '"""')) else next(fences, None)
-        if shorter and definitions(dedented(statement, len(indent)))[0] is None:        # quotes that are no string's
-            statement, end, column = statement[:shorter], index + shorter, 0
-        yield marked, sort, dedented(statement, len(indent))
-        if column:
-            yield marked, 0, None
-            fenced = is_fenced_after(lines[end][column:], fenced)
-        index = end + bool(column)
-
-
-def dedented(lines, indent):
-    """The lines as a text, with `indent` columns less, of blanks alone: a string may have less of them."""
-    return "\n".join(line[:indent].lstrip() + line[indent:] for line in lines)
-
-
-def is_fenced_after(prose, fenced):
-    """Is what follows a line of prose in a fence? A word after ``` opens another one."""
-    fences = [tick for tick in TICKS.finditer(prose) if len(tick[0]) > 2]
-    return fenced if len(fences) % 2 == 0 else not fenced or bool(prose[fences[-1].end():].strip())
-
-
-def statement_end(lines, first, indent, last):
-    """Where the statement that begins at line `first` ends: (end, 0), or (line, column of the backtick that ends it).
-    last: {triple quote: the last line that has one}."""
-    depth, quote, is_joined, index = 0, None, False, first
-    may_be_head = not NAMING.match(lines[first])                       # imports and assignments have no deeper lines
-    while True:
-        line, position = lines[index], 0
-        if not (depth or quote or is_joined):
-            is_decorator = line.startswith("@", indent)
-        is_joined = False
-        while True:
-            if quote:
-                if not (closing := STRING_END[quote].match(line, position)):
-                    break
-                quote, position = None, closing.end()
-            if not (lexeme := LEXEME.search(line, position)):
-                break
-            position, token = lexeme.end(), lexeme[0]
-            if token == "`":
-                return index, lexeme.start()
-            if token in last:
-                quote = token if index < last[token] or token in line[position:] else None
-            depth = max(0, depth + (token in "([{") - (token in ")]}"))
-            is_joined = token == "\\"
-        index += 1
-        if index == len(lines):
-            return index, 0
-        after = index
-        if not (depth or is_joined or quote):
-            while after < len(lines) and (not lines[after].strip() or lines[after].lstrip()[0] == "#"):
-                after += 1
-            if after == len(lines):
-                return index, 0
-        its_indent = len(lines[after]) - len(lines[after].lstrip())
-        if depth or is_joined or quote:
-            if not quote and its_indent <= indent and NOT_IN_BRACKETS.match(lines[index]):
-                return index, 0
-        elif not (its_indent > indent and may_be_head or is_decorator and DECORATED.match(lines[after]) or
-                  its_indent == indent and CLAUSE.match(lines[after])):
-            return index, 0
-        index = after
-
-
-def parsed(run, sort):
-    """A run of statements as sources, [([statement, …], names that it defines, is it cut?), …]: one if all of them
-    parse, else one for each GROUP that does, else the neighbours that do. An unfenced statement is cut before its
-    fault: indented prose may follow it."""
-    names, fault = definitions("\n".join(run))
-    if names is not None:
-        return [(run, names, False)]
-    if len(run) > GROUP:
-        return [source for i in range(0, len(run), GROUP) for source in parsed(run[i:i + GROUP], sort)]
-    if len(run) > 1:
-        sources, follows = [], False
-        for found in (parsed([statement], sort) for statement in run):
-            joins = bool(found) and not found[0][2]
-            if follows and joins:
-                sources[-1] = sources[-1][0] + found[0][0], {**sources[-1][1], **found[0][1]}, False
-            else:
-                sources += found
-            follows = joins
-        return sources
-    statement = TAGS.sub("", run[0])
-    if statement != run[0]:
-        return parsed([statement], sort)
-    if sort == 2 or fault <= 1 or len(statement) > CUT_LENGTH:
-        return []
-    statement = "\n".join(statement.split("\n")[:fault - 1])
-    names, _ = definitions(statement)
-    return [] if names is None else [([statement], names, True)]
-
-
-@functools.lru_cache(2)                                              # a text is often one run of statements
-def definitions(source):
-    """({name: "function" or "class"} for all that a source defines, lambdas too, 0), or (None, line of its fault) where
-    it is not Python."""
+def compiled_statements(source):
+    """Code objects of a source, one for each statement at its top level, so that a fault of one costs only that one;
+    an exception in the place of one that does not compile."""
     try:
-        table = symtable.symtable(source, "<answer>", "exec")
-        if len(source) <= COMPILED_LENGTH:
-            compiled(source)
+        nodes = ast.parse(source).body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return None, getattr(error, "lineno", 0) or 0
-    return {child.get_name(): child.get_type() for child in table.get_children()
-            if child.get_name() not in ("listcomp", "setcomp", "dictcomp", "genexpr")}, 0
-
-
-def only_names(run, own):
-    """Does it only import and assign, with no call of the functions `own`?"""
-    return all(map(NAMING.match, run)) and own.isdisjoint(re.findall(r"\b(\w+)\(", "\n".join(run)))
+        return [error]
+    futures = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+    codes = []
+    for node in nodes:
+        try:
+            codes.append(compiled(ast.Module([*futures, node], [])))
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            codes.append(error)
+    return codes
 
 
 def compiled(source):
     return compile(source, "<answer>", "exec", dont_inherit=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# where code stands in a text
+
+class Effort:
+    """How many more characters may be read and parsed again, so that every text takes linear time."""
+
+    def __init__(self, text):
+        self.left = 4 * len(text) + 20_000
+
+    def spend(self, num_chars):
+        """Take so many; False if there were none left before."""
+        self.left -= num_chars
+        return self.left + num_chars > 0
+
+
+def pieces(text, effort=None, num_quotes=0):
+    """The pieces of code in a text, in order. A text that is Python is one piece (but for bare words)."""
+    effort = effort or Effort(text)
+    whole = whole_source(text)
+    if whole is not None:
+        return split(whole, parsed(whole)[0], False, PLAIN)
+
+    lines = text.split("\n")
+    fence_lines = [index for index, line in enumerate(lines) if FENCE_RUN.search(line)]
+    result = []
+    run = []                                                        # neighbouring statements: [(source, nodes), …]
+    marked, fence, index = False, None, 0
+
+    def end_run():
+        if run:
+            nodes = [node for _, statement_nodes in run for node in statement_nodes]
+            result.append(Piece(marked, FENCED if fence else PLAIN, "\n".join(source for source, _ in run), nodes,
+                                False))
+            run.clear()
+
+    while index < len(lines):
+        line = lines[index]
+        indent = indent_of(line)
+        is_comment = line.startswith("#", indent)
+        marker = MARKER.match(line)
+        if marker and not (is_comment and (fence or indent)):
+            end_run()
+            lines[index] = line[:indent] + line[marker.end():].lstrip()
+            if not marked:
+                marked = True
+                rest = "\n".join(lines[index:])
+                whole = whole_source(rest) if effort.spend(len(rest)) else None
+                if whole is not None:
+                    return result + split(whole, parsed(whole)[0], True, FENCED if fence else PLAIN)
+            index += not lines[index].strip()
+        elif not line.strip() or is_comment:
+            if is_comment and not fence:                            # a heading
+                end_run()
+            index += 1
+        elif fence_line := FENCE_LINE.match(line):
+            end_run()
+            mark, info = fence_line[1], fence_line[2].strip()
+            if fence and not info and mark.startswith(fence):
+                fence = None
+                index += 1
+                continue
+            content, end = fence_content(lines, index, fence_lines, effort)
+            if content is not None:
+                result += split(content, parsed(content)[0], marked, FENCED)
+                fence, index = None, end
+                continue
+            closed_in_line = FENCE_RUN.search(info)
+            if closed_in_line:
+                code = without_language(info[:closed_in_line.start()])
+                result += inline_piece(code, marked, FENCED)
+                lines[index] = info[closed_in_line.end():]
+                continue
+            fence = mark
+            lines[index] = line[:indent] + without_language(info)
+            index += not lines[index].strip() or parsed(lines[index].strip())[0] is None and not info.endswith(":")
+        elif QUOTED.match(line) and num_quotes < MAX_QUOTES:
+            end_run()
+            end = index
+            while end < len(lines) and QUOTED.match(lines[end]):
+                end += 1
+            quoted = "\n".join(QUOTED.sub("", each, count=1) for each in lines[index:end])
+            for piece in pieces(quoted, effort, num_quotes + 1):
+                result.append(piece._replace(marked=marked or piece.marked,
+                                             sort=FENCED if fence else piece.sort))
+            index = end
+        elif tags := OPENING_TAGS.match(line):
+            end_run()
+            lines[index] = line[:indent] + line[tags.end():]
+            index += not lines[index].strip()
+        elif statement := statement_at(lines, index, fence, effort):
+            source, nodes, end, is_cut = statement
+            if is_cut:
+                end_run()
+                result.append(Piece(marked, PLAIN, source, nodes, True))
+            elif any(map(is_code, nodes)):
+                run.append((source, nodes))
+            else:
+                end_run()
+            index = end
+        else:
+            end_run()
+            codes, fence, rest = prose_line(line, fence)
+            for sort, code in codes:
+                result += inline_piece(code, marked, sort)
+            lines[index] = rest
+            index += not rest
+    end_run()
+    return result
+
+
+def whole_source(text):
+    """The text as Python, without blanks before its first line and without columns before all lines; None if it is
+    not Python."""
+    indent = indent_of(text)
+    shifted = dedented(text.split("\n"), indent)
+    # One blank before the first line is what stood behind the marker: the other lines have none because of it.
+    candidates = [text.lstrip(" "), shifted] if indent == 1 else [shifted, text.lstrip(" ")]
+    for candidate in dict.fromkeys(candidates):
+        if parsed(candidate)[0] is not None:
+            return candidate
+    return None
+
+
+def fence_content(lines, index, fence_lines, effort):
+    """(The text in the fence that line `index` opens, index after it) where it is Python; else (None, None).
+
+    A line of the code (a docstring) may look like the end of the fence: the next ones are tried, too."""
+    opening = FENCE_LINE.match(lines[index])
+    mark, info = opening[1], opening[2].strip()
+    after = bisect.bisect_right(fence_lines, index)
+    closings, loose = [], []
+    for end in fence_lines[after:after + NUM_CLOSINGS]:
+        run = FENCE_RUN.search(lines[end])
+        if lines[end].strip().startswith(mark) and not lines[end].strip().strip(mark[0]):
+            closings.append((lines[index + 1:end], end + 1))
+        elif run and run[0].startswith(mark):
+            loose.append((lines[index + 1:end] + [lines[end][:run.start()]], end, run.start()))
+    candidates = [(content, end, 0) for content, end in closings] + loose
+    candidates.append((lines[index + 1:], len(lines), 0))
+    for content, end, column in candidates:
+        if not effort.spend(sum(map(len, content)) + len(content)):
+            break
+        for source in with_first_line(content, info):
+            if parsed(source)[0] is not None:
+                if column:
+                    lines[end] = lines[end][column + len(mark):]
+                return source, end
+    return None, None
+
+
+def with_first_line(content, info):
+    """The texts that a fence may hold: its lines, and before them the code on the fence's own line, if any."""
+    first = next((line for line in content if line.strip()), "")
+    source = dedented(content, indent_of(first))
+    sources = [source]
+    if info and not LANGUAGE.fullmatch(info):
+        sources = [f"{without_language(info)}\n{source}", f"{without_language(info)}\n" + "\n".join(content), source]
+    return sources
+
+
+def without_language(info):
+    """What stands on the line of a fence after the name of the language."""
+    word, *rest = info.strip().split(None, 1) or [""]
+    if rest and (is_prose(info) or rest[0].startswith("@")):
+        return rest[0]
+    return "" if LANGUAGE.fullmatch(info.strip()) else info.strip()
+
+
+def prose_line(line, fence):
+    """([(sort, code between backticks), …], the fence after this line, what is left to read: a fence that opens in it).
+    """
+    if fence:
+        end = next((run for run in FENCE_RUN.finditer(line) if run[0].startswith(fence)), None)
+        if end is None:
+            return [], fence, ""
+        line = line[end.end():]
+    codes, opening = [], None
+    for ticks in TICKS.finditer(line):
+        if opening is None:
+            opening = ticks
+        elif opening[0] == ticks[0]:
+            code = line[opening.end():ticks.start()]
+            codes.append((FENCED, without_language(code)) if len(ticks[0]) > 2 else (INLINE, code.strip()))
+            opening = None
+    rest = line[opening.start():] if opening and len(opening[0]) > 2 else ""
+    return codes, None, rest
+
+
+def inline_piece(code, marked, sort):
+    """Pieces of the code between backticks in a line: one, or none where it is no code."""
+    nodes, _ = parsed(code)
+    return split(code, nodes, marked, sort) if nodes else []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what is code
+
+def is_prose(line):
+    """Does a line begin with two words that Python never has side by side? (Not needed, but much faster than to ask
+    the parser.)"""
+    words = TWO_WORDS.match(line)
+    return bool(words) and not (keyword.iskeyword(words[1]) or words[1] in keyword.softkwlist or words[2] in OPERATORS)
+
+
+@functools.lru_cache(512)
+def parsed(source):
+    """(The statements of a source as syntax trees, 0), or (None, the line of its fault) where it is not Python."""
+    try:
+        return ast.parse(source).body, 0
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return None, getattr(error, "lineno", 0) or 0
+
+
+def is_code(node):
+    """Does a statement have an effect? `Explanation`, `9`, `(see below)` and `Note: this` have none: they are prose."""
+    if isinstance(node, ast.AnnAssign):
+        return node.value is not None
+    if isinstance(node, ast.Expr):
+        return any(isinstance(inner, (ast.Call, ast.NamedExpr)) for inner in ast.walk(node))
+    return not isinstance(node, (ast.Return, ast.Pass, ast.Break, ast.Continue))
+
+
+def split(source, nodes, marked, sort):
+    """Pieces of a source that is Python: its statements between bare words and the like."""
+    runs = [[]]
+    for node in nodes:
+        if is_code(node):
+            runs[-1].append(node)
+        elif not is_docstring(node, nodes):
+            runs.append([])
+    if len(runs) == 1:
+        return [Piece(marked, sort, source, runs[0], False)] if runs[0] else []
+    lines = source.split("\n")
+    return [Piece(marked, sort, "\n".join(lines[first_line(run[0]) - 1:run[-1].end_lineno]), run, False)
+            for run in runs if run]
+
+
+def is_docstring(node, nodes):
+    return node is nodes[0] and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and \
+        isinstance(node.value.value, str)
+
+
+def first_line(node):
+    return min([node.lineno, *(decorator.lineno for decorator in getattr(node, "decorator_list", ()))])
+
+
+def statement_at(lines, index, fence, effort):
+    """(source, syntax trees, index after it, is it cut?) of the statement that begins at a line; None where none does.
+
+    A statement ends with its last deeper line. If that is not Python, deeper prose may follow it: then it is its first
+    line alone, or, outside a fence, what comes before the fault."""
+    if is_prose(lines[index]):
+        return None
+    indent = indent_of(lines[index])
+    first_end, end, column = statement_ends(lines, index, indent, effort)
+    sources = [(lines[index:end] + [lines[end][:column]] if column else lines[index:end], end)]
+    if first_end < end:
+        sources.append((lines[index:first_end], first_end))
+    for source_lines, source_end in sources:
+        source = dedented(source_lines, indent)
+        if not effort.spend(len(source)):
+            return None
+        for candidate in dict.fromkeys((source, CLOSING_TAGS.sub("", source), source.translate(ODD_BLANKS))):
+            nodes, fault = parsed(candidate)
+            if nodes:
+                if column and source_end == end:
+                    lines[end] = lines[end][column:]
+                return candidate, nodes, source_end, False
+    nodes, fault = parsed(dedented(sources[0][0], indent))
+    if not fence and fault > 1:
+        source = dedented(lines[index:index + fault - 1], indent)
+        nodes, _ = parsed(source)
+        if nodes and effort.spend(len(source)):
+            return source, nodes, index + fault - 1, True
+    return None
+
+
+def statement_ends(lines, index, indent, effort):
+    """Where the statement that begins at a line ends: (index after its first logical line, index after its last deeper
+    line or clause, 0), or with the column of the backtick, in the line of this index, that ends it."""
+    end, column = logical_line_end(lines, index, effort)
+    first_end = end
+    is_decorator = lines[index].startswith("@", indent)
+    while not column:
+        after = end
+        while after < len(lines) and (not lines[after].strip() or lines[after].lstrip().startswith("#")):
+            after += 1
+        if after == len(lines) or not effort.spend(after - end):
+            break
+        next_indent = indent_of(lines[after])
+        is_deeper = next_indent > indent
+        is_clause = next_indent == indent and CLAUSE.match(lines[after], indent)
+        if not (is_deeper or is_clause or is_decorator and next_indent == indent):
+            break
+        if not is_deeper:
+            is_decorator = lines[after].startswith("@", indent)
+        end, column = logical_line_end(lines, after, effort)
+    return first_end, end, column
+
+
+def logical_line_end(lines, index, effort):
+    """(Index after the last line of the brackets, strings and backslashes of a line, 0), or (index, column) of the
+    first backtick outside of strings: Python has none."""
+    depth, quote = 0, None
+    while index < len(lines):
+        line, position, is_joined = lines[index], 0, False
+        if not effort.spend(len(line) + LINE_EFFORT):
+            return index + 1, 0
+        while True:
+            if quote:
+                closing = STRING_END[quote].match(line, position)
+                if not closing:
+                    break
+                quote, position = None, closing.end()
+            lexeme = LEXEME.search(line, position)
+            if not lexeme:
+                break
+            position, token = lexeme.end(), lexeme[0]
+            if token == "`":
+                return index, lexeme.start()
+            if token in STRING_END:
+                quote = token
+            elif token in "([{":
+                depth += 1
+            elif token in ")]}":
+                depth = max(0, depth - 1)
+            is_joined = token == "\\"
+        index += 1
+        if not (depth or quote or is_joined):
+            break
+    return index, 0
+
+
+def indent_of(line):
+    return len(line) - len(line.lstrip(" \t\u00a0"))
+
+
+def dedented(lines, indent):
+    """The lines as a text, with `indent` columns less, of blanks alone: a line of a string may have fewer."""
+    return "\n".join(line[:indent].lstrip(" \t\u00a0") + line[indent:] for line in lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# which code counts
+
+# The global names of a piece: of its functions, classes and lambdas; that it imports; that it binds (these, too); whose
+# content it changes (TABLE[0] = 1, TABLE.update(a=1), random.seed(0)); that it reads; whose functions it calls itself.
+Names = collections.namedtuple("Names", "defined imported bound changed read called")
+
+
+def chosen_pieces(all_pieces, tested):
+    """The pieces that are the answer, in order. tested: the names that the test calls use.
+
+    Those that define a tested name decide where the answer is: after the marker or anywhere, in fences or in the open.
+    Of the pieces there, definitions, imports and assignments count, and what sets up a global that these read."""
+    names = [names_of(piece.nodes) for piece in all_pieces]
+    whole = set().union(*(names[i].defined for i, piece in enumerate(all_pieces) if not piece.is_cut))
+    candidates = [i for i, piece in enumerate(all_pieces) if not (piece.is_cut and whole & names[i].defined)]
+    group, wanted = answer_group(all_pieces, names, candidates, tested)
+    if not group:
+        return [all_pieces[i] for i in candidates[:1]]
+
+    functions = {"input"}.union(*(names[i].defined for i in group))
+    waiting = []
+    for i in group:
+        only_names = all(isinstance(node, NAMING) for node in all_pieces[i].nodes) and functions.isdisjoint(
+            names[i].called)
+        if names[i].defined or wanted & names[i].bound or only_names:
+            waiting.append(i)
+
+    near, far = collections.defaultdict(list), collections.defaultdict(list)    # name -> pieces that set it up
+    for i in group:
+        for name in names[i].bound | names[i].changed:
+            near[name].append(i)
+    for i in set(candidates) - set(group):
+        for name in names[i].bound:
+            far[name].append(i)
+    chosen = set()
+    while waiting:
+        i = waiting.pop()
+        if i in chosen:
+            continue
+        chosen.add(i)
+        for name in names[i].read:
+            if name in near:
+                waiting += near[name]
+                near[name] = []
+            elif not hasattr(builtins, name):                       # an import before the marker, or outside of fences
+                waiting += far.pop(name, [])
+    return [all_pieces[i] for i in sorted(chosen)]
+
+
+def answer_group(all_pieces, names, candidates, tested):
+    """(The numbers of the pieces among which the answer is, the names that it is about); ([], set()) where no piece
+    defines anything."""
+    fields = [("defined", tested), ("imported", tested), ("bound", tested), ("defined", None)]
+    for field, wanted in fields:
+        with_names = {i: getattr(names[i], field) for i in candidates}
+        wanted = set().union(*with_names.values()) if wanted is None else wanted
+        holders = [i for i in candidates if wanted & with_names[i]]
+        if holders:
+            marked = [i for i in holders if all_pieces[i].marked]
+            least = max(all_pieces[i].sort for i in marked or holders)
+            return [i for i in candidates
+                    if all_pieces[i].sort >= least and (all_pieces[i].marked or not marked)], wanted
+    return [], set()
+
+
+def names_of_calls(calls):
+    """The names that test calls use, but for builtins."""
+    names = set()
+    for call in calls:
+        for node in parsed(call.strip())[0] or ():
+            names |= {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+    return {name for name in names if not hasattr(builtins, name)}
+
+
+def names_of(nodes):
+    """The Names of a piece, by its statements."""
+    names = Names(*(set() for _ in Names._fields))
+    waiting = list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Name):
+            (names.read if isinstance(node.ctx, ast.Load) else names.bound).add(node.id)
+            continue
+        if isinstance(node, (*DEFINITIONS, ast.Lambda)):
+            names.read.update(free_names(node))
+            if not isinstance(node, ast.Lambda):
+                names.defined.add(node.name)
+            continue                                                # what is inside of it is not global
+        if isinstance(node, IMPORTS):
+            names.imported.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+            names.defined.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            names.called.add(node.func.id)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            names.changed.update(name_of_part(node.value.func))
+        elif isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
+            names.changed.update(name_of_part(node))
+        waiting += ast.iter_child_nodes(node)
+    names.bound.update(names.defined, names.imported)
+    return names
+
+
+def name_of_part(node):
+    """{the name} of which a[0], a.b or a.b[0].c is a part; nothing for a name alone, or for a part of something else.
+    """
+    is_part = False
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node, is_part = node.value, True
+    return {node.id} if is_part and isinstance(node, ast.Name) else set()
+
+
+def free_names(definition):
+    """The names that a function or lambda reads and that are not local to it; of a class, all that it reads."""
+    nodes = list(ast.walk(definition))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    if isinstance(definition, ast.ClassDef):
+        return names
+    local = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    local |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    return names - local | {name for node in nodes if isinstance(node, ast.Global) for name in node.names}

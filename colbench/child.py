@@ -1,4 +1,5 @@
 """The scorer's child program (see sandbox.py): it confines itself and runs an answer. Standard library alone."""
+import builtins
 import contextlib
 import ctypes
 import gc
@@ -17,11 +18,11 @@ import types
 
 if __name__ == "__main__":                                          # a program: no package around it, no path to it
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    from answers import compiled, extract_code
+    from answers import compiled, compiled_statements, extract_code
     from values import encode
     del sys.path[0], sys.modules["answers"], sys.modules["values"]
 else:
-    from colbench.answers import compiled, extract_code
+    from colbench.answers import compiled, compiled_statements, extract_code
     from colbench.values import encode
 
 MEMORY_LIMIT = 1 << 30          # bytes of address space
@@ -31,6 +32,7 @@ HEADER = struct.Struct("<II")   # bytes of the request (0: kill the running one)
 PRELOADED = ("bisect calendar collections collections.abc copy dataclasses datetime decimal enum fractions functools "
              "heapq itertools math operator random re sqlite3 statistics string time typing")   # each slows every fork
 BLACKLIST = ("import os", "exit(", "quit(", "argparse", "sudo", "transformers")             # of the published scorer
+COMPREHENSIONS = "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"                      # the names of their code
 START_LIMIT_S, LOAD_LIMIT_S, LOADS_LIMIT_S, CLEAN_LIMIT_S = 60, 4, 20, 5
 
 
@@ -80,12 +82,13 @@ def run_calls(request, send):
     defined. A reference also sends which imported names its calls use, for the calls of the answers."""
     imports = request["imports"]
     try:
-        codes, broken = [compiled(source) for source in extract_code(request["code"])], None
+        sources = extract_code(request["code"], request["calls"])
+        pieces, broken = [compiled_statements(source) for source in sources], None
     except BaseException as error:
-        codes, broken = [], reason_of(error)
+        pieces, broken = [], reason_of(error)
     for index, call in enumerate(request["calls"]):
         module = sys.modules["answer"] = types.ModuleType("answer")
-        fault = execute(codes, module) or broken
+        fault = execute(pieces, module) or broken
         send("loaded")
         if index == 0 and imports is None:
             send(imported_names(request["calls"], module.__dict__))
@@ -97,22 +100,42 @@ def run_calls(request, send):
                      if name not in module.__dict__ or origin(module.__dict__[name])}
             result = ["ok", encode(eval(call.strip(), {**module.__dict__, **names} if names else module.__dict__))]
         except BaseException as error:
-            result = ["error", fault or reason_of(error)]
+            # Examples in the answer may have failed, too: that says why a call fails only if it lacks a name.
+            result = ["error", fault if fault and isinstance(error, NameError) else reason_of(error)]
         send(result)
         if len(sys._current_frames()) > 1 and index + 1 < len(request["calls"]):
             send("restart")
             return
 
 
-def execute(codes, module):
-    """Execute code objects in a module; why the first failed, None where none did."""
-    fault = None
-    for code in codes:
-        try:
-            exec(code, module.__dict__)
-        except BaseException as error:
-            fault = fault or reason_of(error)
+def execute(pieces, module):
+    """Execute pieces of code (of each the code objects of its statements) in a module; why the first statement failed,
+    None where none did. A fault costs its statement alone.
+
+    A piece without a definition is an example or a set-up: where it gives something that is not callable the name of a
+    builtin or of a function (`sum = 6`, `total = total([1, 2])`), the name gets back what it had."""
+    namespace, fault = module.__dict__, None
+    for statements in pieces:
+        before = {**vars(builtins), **namespace}
+        for statement in statements:
+            try:
+                if isinstance(statement, Exception):
+                    raise statement
+                exec(statement, namespace)
+            except BaseException as error:
+                fault = fault or reason_of(error)
+        if not any(map(defines, statements)):
+            for name in [name for name, value in namespace.items()
+                         if callable(before.get(name)) and not callable(value)]:
+                namespace[name] = before[name]
     return fault
+
+
+def defines(statement):
+    """Does a statement define a function or class (or use a lambda)?"""
+    constants = getattr(statement, "co_consts", ())
+    return any(isinstance(constant, types.CodeType) and constant.co_name not in COMPREHENSIONS
+               for constant in constants)
 
 
 def reason_of(error):

@@ -4,11 +4,13 @@ import functools
 import io
 import json
 import time
+import types
 
 import pytest
 
 from colbench import backend
-from colbench.answers import extract_code
+from colbench.answers import compiled_statements, extract_code
+from colbench.child import execute
 from conftest import ROOT, stage
 
 F = "def f(n):\n    return n * n or None"
@@ -17,15 +19,14 @@ WANTED = [9, 4, None, 1]
 
 
 def results(answer, calls=CALLS):
-    """What the calls return after the sources have run as in the scorer, their faults as strings."""
-    found, sources = [], extract_code(answer)
+    """What the calls return after the sources have run as in the scorer (without its walls), their faults as strings."""
+    found, sources = [], extract_code(answer, calls)
     for call in calls:
-        namespace = {"__name__": "answer"}
+        module = types.ModuleType("answer")
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                for source in sources:
-                    exec(compile(source, "<answer>", "exec", dont_inherit=True), namespace)
-                found.append(eval(call.strip(), namespace))
+                execute([compiled_statements(source) for source in sources], module)
+                found.append(eval(call.strip(), vars(module)))
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
