@@ -19,7 +19,7 @@ LANGUAGE = re.compile(r"[\w.+-]*")
 TICKS = re.compile(r"`+|~{3,}")
 QUOTED = re.compile(r" {0,3}(?:(?:>>>|\.\.\.)(?: |$)|> ?)")         # of a session (>>> code), or of a quotation (> code)
 OPENING_TAGS = re.compile(r"[ \t]*(?:<[A-Za-z][^<>]*>[ \t]*)+")
-CLOSING_TAGS = re.compile(r"(?:(?:</\w+>|<\|\w+\|>|\[/INST\])[ \t]*){1,4}$", re.MULTILINE)
+CLOSING_TAGS = re.compile(r"(?:(?:</\w+>|<\|\w+\|>|\[/INST\])[ \t]*){1,4}$")
 ODD_BLANKS = {0xFEFF: None, 0x200B: None, 0xA0: " "}                # byte order mark, zero-width blank, no-break blank
 OPERATORS = {"and", "if", "in", "is", "not", "or"}
 TWO_WORDS = re.compile(r"[ \t]*([^\W\d]\w*)[ \t]+([^\W\d]\w*)(?!['\"\w])")
@@ -131,16 +131,16 @@ def pieces(text, effort=None, num_quotes=0):
                 fence = None
                 index += 1
                 continue
-            content, end = fence_content(lines, index, fence_lines, effort)
-            if content is not None:
-                result += split(content, parsed(content)[0], marked, FENCED)
-                fence, index = None, end
-                continue
             closed_in_line = FENCE_RUN.search(info)
             if closed_in_line:
                 code = without_language(info[:closed_in_line.start()])
                 result += inline_piece(code, marked, FENCED)
                 lines[index] = info[closed_in_line.end():]
+                continue
+            content, end = fence_content(lines, index, fence_lines, effort)
+            if content is not None:
+                result += split(content, parsed(content)[0], marked, FENCED)
+                fence, index = None, end
                 continue
             fence = mark
             lines[index] = line[:indent] + without_language(info)
@@ -200,23 +200,26 @@ def fence_content(lines, index, fence_lines, effort):
     opening = FENCE_LINE.match(lines[index])
     mark, info = opening[1], opening[2].strip()
     after = bisect.bisect_right(fence_lines, index)
-    closings, loose = [], []
+    closings, loose = [], []                                        # [(line, column where the content ends in it), …]
     for end in fence_lines[after:after + NUM_CLOSINGS]:
+        line = lines[end].strip()
         run = FENCE_RUN.search(lines[end])
-        if lines[end].strip().startswith(mark) and not lines[end].strip().strip(mark[0]):
-            closings.append((lines[index + 1:end], end + 1))
+        if line.startswith(mark) and not line.strip(mark[0]):
+            closings.append((end, 0))
         elif run and run[0].startswith(mark):
-            loose.append((lines[index + 1:end] + [lines[end][:run.start()]], end, run.start()))
-    candidates = [(content, end, 0) for content, end in closings] + loose
-    candidates.append((lines[index + 1:], len(lines), 0))
-    for content, end, column in candidates:
-        if not effort.spend(sum(map(len, content)) + len(content)):
+            loose.append((end, run.start()))
+    for end, column in [*closings, *loose, (len(lines), 0)]:
+        if not effort.spend((end - index) * LINE_EFFORT):
             break
+        content = lines[index + 1:end]
+        if column:
+            content.append(lines[end][:column])
         for source in with_first_line(content, info):
-            if parsed(source)[0] is not None:
+            if effort.spend(len(source)) and parsed(source)[0] is not None:
                 if column:
                     lines[end] = lines[end][column + len(mark):]
-                return source, end
+                    return source, end
+                return source, end + 1
     return None, None
 
 

@@ -83,7 +83,9 @@ def run_calls(request, send):
     imports = request["imports"]
     try:
         sources = extract_code(request["code"], request["calls"])
-        pieces, broken = [compiled_statements(source) for source in sources], None
+        # Of a reference nothing may fail: it stops at its first fault, as a program does.
+        pieces = [[compiled(source)] if imports is None else compiled_statements(source) for source in sources]
+        broken = None
     except BaseException as error:
         pieces, broken = [], reason_of(error)
     for index, call in enumerate(request["calls"]):

@@ -199,6 +199,102 @@ def test_no_code(answer):
     assert all("Error" in result for result in map(str, results(answer)))
 
 
+# ---- right answers whose surroundings were taken for code, or whose code for surroundings
+
+T = "def total(values):\n    return sum(values)"
+FENCED_T = f"```python\n{T}\n```"
+INDENTED_T = "    def total(values):\n        return sum(values)"
+TOTALS = {
+    # a line before it is Python, and fails
+    "a: input is shown": f"Input: values = [1, 2, 3]\n{T}",
+    "a: the call is shown": f"Function: total(values)\n{T}",
+    "a: a formula": f"total = sum(values) * factor\n{T}",
+    "a: input is read": f"values = input()\n{T}",
+    "a: a formula in the fence": f"```python\ntotal = sum(values) * factor\n\n{T}\n```",
+    "a: a session before": f"assert total([1]) == 1\nprint(total(values))\n{T}",
+    "a: an import that fails": f"import nothing_of_the_kind\nfrom nothing import *\n{T}",
+    "a: the program ends": f"raise SystemExit\n{T}\nexit()",
+    # an example after it names something as it, or as a builtin
+    "b: output is shown": f"{T}\n\nExample:\nOutput: total = 12",
+    "b: the result has its name": f"{T}\n\nExample:\ntotal = total([5, 7])",
+    "b: the result has its name, fences": f"{FENCED_T}\nExample:\n```python\ntotal = total([5, 7])\n```",
+    "b: a formula with its name": f"{FENCED_T}\nThat is\n```\ntotal = 5 + 7\n```",
+    "b: sum": f"{T}\nwhich gives\nsum = 6",
+    "b: sum in a fence": f"{FENCED_T}\nResult:\n```\nsum = 6\n```",
+    "b: sum before": f"With\n```\nsum = 6\n```\nwe write\n{FENCED_T}",
+    "b: list": "def total(values):\n    return sum(list(values))\n\nFor example:\n\nlist = [1, 2, 3]\ntotal(list)",
+    "b: a loop over it": f"{FENCED_T}\n```\nfor sum in range(3):\n    print(total([sum]))\n```",
+    # set-up apart from the function
+    "c: a table is filled": "```python\nTABLE = {}\nfor n in range(5):\n    TABLE[n] = n\n```\nThen\n```python\n"
+                            "def total(values):\n    return sum(TABLE[value] for value in values)\n```",
+    "c: a table is filled in the open": "TABLE = {}\n\nNow fill it:\n\nfor n in range(5):\n    TABLE[n] = n\n\nThen\n\n"
+                                        "def total(values):\n    return sum(TABLE[value] for value in values)\nDone!",
+    "c: import or else": "```python\ntry:\n    import nothing_of_the_kind as np\nexcept ImportError:\n    np = None\n```\nThen"
+                         "\n```python\ndef total(values):\n    return sum(values) if np is None else np.sum(values)\n```",
+    "c: a seed": "```python\nimport random\n```\n```python\nrandom.seed(0)\n```\n```python\ndef total(values):\n"
+                 "    random.seed(0)\n    return sum(random.sample(values, len(values)))\n```",
+    "c: a table is built": "```python\ndef build(n):\n    return list(range(n))\n```\n```python\nTABLE = build(5)\n```\n```python\n"
+                           "def total(values):\n    return sum(TABLE[value] for value in values)\n```",
+    "c: it is made": "```python\ndef make(start):\n    def add(values):\n        return sum(values, start)\n    return add\n```\n"
+                     "and\n```python\ntotal = make(0)\n```",
+    "c: it is made in the open": "def make(start):\n    return lambda values: sum(values, start)\n\nso:\n\ntotal = make(0)\n\nDone!",
+    "c: a call fills it": "```python\nTABLE = {}\n```\n```python\nTABLE.update({1: 1, 2: 2, 3: 3, 4: 4})\n```\n```python\ndef total(values):\n"
+                          "    return sum(map(TABLE.get, values))\n```",
+    "c: import before the marker": "```python\nimport math\n```\nI WANT TO ANSWER:\n```python\ndef total(values):\n"
+                                   "    return int(math.fsum(values))\n```",
+    "c: helper in the open": f"def add(a, b):\n    return a + b\n\nand so:\n\n```python\nimport functools\n\ndef total(values):\n"
+                             "    return functools.reduce(add, values)\n```",
+    "c: a global that changes": "```python\nCOUNT = 0\n```\n```python\ndef total(values):\n    global COUNT\n    COUNT += 1\n"
+                                "    return sum(values)\n```",
+    # the function in the open, its tests in a fence
+    "d: tests in a fence": f"{T}\n\nTests:\n```python\ndef test_total():\n    assert total([1, 2]) == 3\n\ntest_total()\n```",
+    "d: a test class in a fence": f"{T}\n\nTests:\n```python\nimport unittest\n\nclass TestTotal(unittest.TestCase):\n"
+                                  "    def test_it(self):\n        self.assertEqual(total([1]), 1)\n```",
+    "d: the result in a fence": f"{T}\n\nUse:\n```python\ntotal = total([1, 2])\n```",
+    # prose that looks like the head of a block, or like a decorator
+    "e: a call and words": f"total(values) adds up the numbers:\n{INDENTED_T}",
+    "e: words": f"The function:\n{INDENTED_T}",
+    "e: words that begin with a keyword": f"with this function you can add:\n{INDENTED_T}",
+    "e: for": f"For lists and tuples:\n{INDENTED_T}\nDone.",
+    "e: a decorator-like line": f"@param values: the numbers\n@return the sum\n{T}",
+    "e: an assignment and words": f"x = the sum:\n{INDENTED_T}",
+    # signs
+    "f: a string of several lines": "I WANT TO ANSWER: def total(values):\n    return sum(values) + len(\"\"\"\n  a\n\"\"\") - 5",
+    "f: the same, cut": " def total(values):\n    return sum(values) + len(\"\"\"\n  a\n\"\"\") - 5",
+    "f: a no-break blank in a string": "So:\ndef total(values):\n    return sum(values) + ord('\u00a0') - 160",
+    "f: no-break blanks around it": "So:\ndef total(values):\n\u00a0\u00a0\u00a0\u00a0return\u00a0sum(values)",
+    "f: a key that is a sign": "So:\nT = {}\nT['#'] = 2\n\ndef total(values):\n    return sum(values) + T['#'] - 2\nDone!",
+    "f: a session": ">>> def total(values):\n...     return sum(values)\n...\n>>> total([1, 2])\n3",
+    "f: a session in a fence": "```pycon\n>>> def total(values):\n...     return sum(values)\n>>> total([1, 2])\n3\n```",
+    "f: quoted": "You said:\n> def total(values):\n>     return sum(values)\nso be it.",
+    "f: a quoted fence": "> ```python\n> def total(values):\n>     return sum(values)\n> ```",
+    "f: answer tags": f"<answer>\n{T}\n</answer>",
+    "f: answer tags around a fence": f"<answer>{FENCED_T}\n</answer>",
+    "f: answer tags on the line": f"<answer>{T}</answer>",
+    # others
+    "future": "Sure!\n\nfrom __future__ import annotations\n\ndef total(values: List[Unknown]) -> int:\n    return sum(values)\n\nDone!",
+    "several fences, one bad": f"```python\ndef total(values:\n```\nSorry.\n{FENCED_T}",
+    "a text after the fence that is Python": f"{FENCED_T}\n\nvalues = [1, 2]\n\nsum = 3",
+    "json": f"{FENCED_T}\n```json\n{{\"total\": 3}}\n```",
+    "a table of results": f"{FENCED_T}\n\n| values | total |\n| --- | --- |\n| [1, 2] | 3 |",
+}
+
+
+@pytest.mark.parametrize("name", TOTALS)
+def test_right_answers_in_ordinary_shapes(name):
+    assert results(TOTALS[name], ["total([1, 2])", "total([3, 4])"]) == [3, 7], extract_code(TOTALS[name], ["total([1])"])
+
+
+def test_an_assignment_in_the_piece_of_the_definition_counts():
+    """What the answer's own code does to a builtin is not undone: Python would not, either."""
+    assert results("```python\nlen = 3\n\ndef total(values):\n    return len\n```", ["total([1])"]) == [3]
+
+
+def test_a_callable_may_take_the_name_of_a_builtin():
+    answer = f"```python\n{T}\n```\n```python\nimport functools\nsum = functools.partial(max)\n```"
+    assert results(answer, ["total([1, 2])"]) == [2]
+
+
 # ---- every reference in every wrapping
 
 WRAPPINGS = {
@@ -293,6 +389,17 @@ LONG = {
     "backslashes": lambda size: "x = \\\n" * (size // 6),
     "comprehensions": lambda size: "[a for a in b]\n" * (size // 15) + "It is so.",
     "cut functions": lambda size: "def f():\n x=1\n It is so.\n" * (size // 27),
+    "docstrings and braces": lambda size: '  """{\n' * (size // 7),
+    "open brackets": lambda size: "x = [\n" * (size // 6),
+    "heads without bodies": lambda size: "if x:\n" * (size // 6),
+    "calls and words": lambda size: "".join(f"f{i}(values) adds up:\n" for i in range(size // 20)),
+    "open tags": lambda size: "<a " * (size // 3),
+    "fences with prose": lambda size: "".join(f"```python\nx = {i}\nit is\n```\n" for i in range(size // 28)),
+    "quotations": lambda size: "> " * (size // 2),
+    "quoted brackets": lambda size: "> x = (\n" * (size // 8),
+    "ticks of all lengths": lambda size: "".join("`" * (i % 40 + 1) + "a " for i in range(size // 22)),
+    "names that need each other": lambda size: "".join(f"x{i} = x{i + 1}()\nThat is.\n"
+                                                       for i in range(size // 24)) + "def f():\n    return x0",
     "null bytes": lambda size: "x = \0\n" * (size // 6),
 }
 
@@ -310,7 +417,8 @@ def test_long_texts_take_linear_time(name):
     assert min(took) < 0.6
 
 
-@pytest.mark.parametrize("name", ["assignments, then a bracket", "functions that do not parse"])
+@pytest.mark.parametrize("name", ["assignments, then a bracket", "functions that do not parse", "fences",
+                                  "docstrings and braces", "names that need each other"])
 def test_a_megabyte_takes_seconds(name):
     began = time.process_time()
     extract_code(LONG[name](1_000_000))

@@ -86,7 +86,9 @@ def task_of(reference, *calls):
     ("this is not python", [0, 0, 0, 0]),
     ("", [0, 0, 0, 0]),
     ("def f(n):\n    return n * n or None\nraise ValueError", [1, 1, 1, 1]),  # f was defined
-    ("import no_such_package\ndef f(n): return n * n or None", [0, 0, 0, 0]),
+    # a fault at the top level costs its own statement, and what needs it
+    ("import no_such_package\ndef f(n): return n * n or None", [1, 1, 1, 1]),
+    ("import no_such_package\ndef f(n): return no_such_package.square(n) or None", [0, 0, 0, 0]),
     ("class Yes:\n    def __eq__(self, other): return True\ndef f(n): return Yes()", [0, 0, 0, 0]),
     ("class Yes(int):\n    def __eq__(self, other): return True\ndef f(n): return Yes(9)", [1, 0, 0, 0]),
     ("calls = []\ndef f(n):\n    calls.append(n)\n    return n * n or None if len(calls) == 1 else 7", [1, 1, 1, 1]),
@@ -399,7 +401,7 @@ def test_code_whose_top_level_fails_is_graded_by_its_function(scorer, end):
 
 
 def test_the_fault_of_code_that_does_not_define_its_function_is_the_first(scorer):
-    [score], said = scorer.score([(TASK, f"1 / 0\n{F}")]), "ZeroDivisionError: division by zero"
+    [score], said = scorer.score([(TASK, "x = 1 / 0\ndef g(n): return n")]), "ZeroDivisionError: division by zero"
     assert score[:3] == ([False] * 4, [True] * 4, [said] * 4)
     assert len(score.failed) == 3 and score.failed[0] == {"call": "f(3)", "expected": "9", "got": None, "said": said}
 
