@@ -19,8 +19,9 @@ WANTED = [9, 4, None, 1]
 
 
 def results(answer, calls=CALLS):
-    """What the calls return after the sources have run as in the scorer (without its walls), their faults as strings."""
-    found, sources = [], extract_code(answer, calls)
+    """What the calls return after the sources have run as in the scorer (without its walls); faults as strings."""
+    found = []
+    sources = extract_code(answer, calls)
     for call in calls:
         module = types.ModuleType("answer")
         try:
@@ -202,6 +203,13 @@ def test_no_code(answer):
 # ---- right answers whose surroundings were taken for code, or whose code for surroundings
 
 T = "def total(values):\n    return sum(values)"
+READS_TABLE = "def total(values):\n    return sum(TABLE[value] for value in values)"
+
+
+def fences(*codes):
+    return "\nThen:\n".join(f"```python\n{code}\n```" for code in codes)
+
+
 FENCED_T = f"```python\n{T}\n```"
 INDENTED_T = "    def total(values):\n        return sum(values)"
 TOTALS = {
@@ -222,32 +230,32 @@ TOTALS = {
     "b: sum": f"{T}\nwhich gives\nsum = 6",
     "b: sum in a fence": f"{FENCED_T}\nResult:\n```\nsum = 6\n```",
     "b: sum before": f"With\n```\nsum = 6\n```\nwe write\n{FENCED_T}",
-    "b: list": "def total(values):\n    return sum(list(values))\n\nFor example:\n\nlist = [1, 2, 3]\ntotal(list)",
+    "b: list": "def total(values):\n    return sum(list(values))\n\nFor example:\n\nlist = [1, 2, 3]\n"
+               "total(list)",
     "b: a loop over it": f"{FENCED_T}\n```\nfor sum in range(3):\n    print(total([sum]))\n```",
     # set-up apart from the function
-    "c: a table is filled": "```python\nTABLE = {}\nfor n in range(5):\n    TABLE[n] = n\n```\nThen\n```python\n"
-                            "def total(values):\n    return sum(TABLE[value] for value in values)\n```",
+    "c: a table is filled": fences("TABLE = {}\nfor n in range(5):\n    TABLE[n] = n", READS_TABLE),
     "c: a table is filled in the open": "TABLE = {}\n\nNow fill it:\n\nfor n in range(5):\n    TABLE[n] = n\n\nThen\n\n"
-                                        "def total(values):\n    return sum(TABLE[value] for value in values)\nDone!",
-    "c: import or else": "```python\ntry:\n    import nothing_of_the_kind as np\nexcept ImportError:\n    np = None\n```\nThen"
-                         "\n```python\ndef total(values):\n    return sum(values) if np is None else np.sum(values)\n```",
-    "c: a seed": "```python\nimport random\n```\n```python\nrandom.seed(0)\n```\n```python\ndef total(values):\n"
-                 "    random.seed(0)\n    return sum(random.sample(values, len(values)))\n```",
-    "c: a table is built": "```python\ndef build(n):\n    return list(range(n))\n```\n```python\nTABLE = build(5)\n```\n```python\n"
-                           "def total(values):\n    return sum(TABLE[value] for value in values)\n```",
-    "c: it is made": "```python\ndef make(start):\n    def add(values):\n        return sum(values, start)\n    return add\n```\n"
-                     "and\n```python\ntotal = make(0)\n```",
-    "c: it is made in the open": "def make(start):\n    return lambda values: sum(values, start)\n\nso:\n\ntotal = make(0)\n\nDone!",
-    "c: a call fills it": "```python\nTABLE = {}\n```\n```python\nTABLE.update({1: 1, 2: 2, 3: 3, 4: 4})\n```\n```python\ndef total(values):\n"
-                          "    return sum(map(TABLE.get, values))\n```",
+                                        f"{READS_TABLE}\nDone!",
+    "c: import or else": fences("try:\n    import nothing_of_the_kind as np\nexcept ImportError:\n    np = None",
+                                "def total(values):\n    return sum(values) if np is None else np.sum(values)"),
+    "c: a seed": fences("import random", "random.seed(0)", "def total(values):\n    random.seed(0)\n"
+                        "    return sum(random.sample(values, len(values)))"),
+    "c: a table is built": fences("def build(n):\n    return list(range(n))", "TABLE = build(5)", READS_TABLE),
+    "c: it is made": fences("def make(start):\n    def add(values):\n        return sum(values, start)\n    return add",
+                            "total = make(0)"),
+    "c: it is made in the open": "def make(start):\n    return lambda values: sum(values, start)\n\nso:\n\n"
+                                 "total = make(0)\n\nDone!",
+    "c: a call fills it": fences("TABLE = {}", "TABLE.update({1: 1, 2: 2, 3: 3, 4: 4})", READS_TABLE),
     "c: import before the marker": "```python\nimport math\n```\nI WANT TO ANSWER:\n```python\ndef total(values):\n"
                                    "    return int(math.fsum(values))\n```",
-    "c: helper in the open": f"def add(a, b):\n    return a + b\n\nand so:\n\n```python\nimport functools\n\ndef total(values):\n"
-                             "    return functools.reduce(add, values)\n```",
-    "c: a global that changes": "```python\nCOUNT = 0\n```\n```python\ndef total(values):\n    global COUNT\n    COUNT += 1\n"
-                                "    return sum(values)\n```",
+    "c: helper in the open": "def add(a, b):\n    return a + b\n\nand so:\n\n" + fences(
+        "import functools\n\ndef total(values):\n    return functools.reduce(add, values)"),
+    "c: a global that changes": fences("COUNT = 0", "def total(values):\n    global COUNT\n    COUNT += 1\n"
+                                       "    return sum(values)"),
     # the function in the open, its tests in a fence
-    "d: tests in a fence": f"{T}\n\nTests:\n```python\ndef test_total():\n    assert total([1, 2]) == 3\n\ntest_total()\n```",
+    "d: tests in a fence": f"{T}\n\nTests:\n```python\ndef test_total():\n    assert total([1, 2]) == 3\n\n"
+                           f"test_total()\n```",
     "d: a test class in a fence": f"{T}\n\nTests:\n```python\nimport unittest\n\nclass TestTotal(unittest.TestCase):\n"
                                   "    def test_it(self):\n        self.assertEqual(total([1]), 1)\n```",
     "d: the result in a fence": f"{T}\n\nUse:\n```python\ntotal = total([1, 2])\n```",
@@ -259,20 +267,24 @@ TOTALS = {
     "e: a decorator-like line": f"@param values: the numbers\n@return the sum\n{T}",
     "e: an assignment and words": f"x = the sum:\n{INDENTED_T}",
     # signs
-    "f: a string of several lines": "I WANT TO ANSWER: def total(values):\n    return sum(values) + len(\"\"\"\n  a\n\"\"\") - 5",
+    "f: a string of several lines": "I WANT TO ANSWER: def total(values):\n    return sum(values) + len(\"\"\"\n"
+                                    "  a\n\"\"\") - 5",
     "f: the same, cut": " def total(values):\n    return sum(values) + len(\"\"\"\n  a\n\"\"\") - 5",
     "f: a no-break blank in a string": "So:\ndef total(values):\n    return sum(values) + ord('\u00a0') - 160",
     "f: no-break blanks around it": "So:\ndef total(values):\n\u00a0\u00a0\u00a0\u00a0return\u00a0sum(values)",
-    "f: a key that is a sign": "So:\nT = {}\nT['#'] = 2\n\ndef total(values):\n    return sum(values) + T['#'] - 2\nDone!",
+    "f: a key that is a sign": "So:\nT = {}\nT['#'] = 2\n\ndef total(values):\n"
+                               "    return sum(values) + T['#'] - 2\nDone!",
     "f: a session": ">>> def total(values):\n...     return sum(values)\n...\n>>> total([1, 2])\n3",
-    "f: a session in a fence": "```pycon\n>>> def total(values):\n...     return sum(values)\n>>> total([1, 2])\n3\n```",
+    "f: a session in a fence": "```pycon\n>>> def total(values):\n...     return sum(values)\n"
+                               ">>> total([1, 2])\n3\n```",
     "f: quoted": "You said:\n> def total(values):\n>     return sum(values)\nso be it.",
     "f: a quoted fence": "> ```python\n> def total(values):\n>     return sum(values)\n> ```",
     "f: answer tags": f"<answer>\n{T}\n</answer>",
     "f: answer tags around a fence": f"<answer>{FENCED_T}\n</answer>",
     "f: answer tags on the line": f"<answer>{T}</answer>",
     # others
-    "future": "Sure!\n\nfrom __future__ import annotations\n\ndef total(values: List[Unknown]) -> int:\n    return sum(values)\n\nDone!",
+    "future": "Sure!\n\nfrom __future__ import annotations\n\ndef total(values: List[Unknown]) -> int:\n"
+              "    return sum(values)\n\nDone!",
     "several fences, one bad": f"```python\ndef total(values:\n```\nSorry.\n{FENCED_T}",
     "a text after the fence that is Python": f"{FENCED_T}\n\nvalues = [1, 2]\n\nsum = 3",
     "json": f"{FENCED_T}\n```json\n{{\"total\": 3}}\n```",
@@ -282,7 +294,8 @@ TOTALS = {
 
 @pytest.mark.parametrize("name", TOTALS)
 def test_right_answers_in_ordinary_shapes(name):
-    assert results(TOTALS[name], ["total([1, 2])", "total([3, 4])"]) == [3, 7], extract_code(TOTALS[name], ["total([1])"])
+    calls = ["total([1, 2])", "total([3, 4])"]
+    assert results(TOTALS[name], calls) == [3, 7], extract_code(TOTALS[name], calls)
 
 
 def test_an_assignment_in_the_piece_of_the_definition_counts():

@@ -7,6 +7,7 @@
 import argparse
 import ast
 import collections
+import functools
 import pathlib
 import random
 import sys
@@ -20,8 +21,8 @@ from colbench.answers import extract_code  # noqa: E402
 
 SAMPLE = 300
 
-# {code}: the function. {indented}: by four columns. {listed}: by three, as under "1. ". {quoted}: with "> " before each
-# line. {session}: with ">>> " and "... ". {name}: its name. {first}, {rest}: its first line, and the others.
+# {code}: the function. {indented}: by four columns. {listed}: by three, as under "1. ". {quoted}: "> " before lines.
+# {session}: with ">>> " and "... ". {name}: its name. {first}, {rest}: its first line, and the others.
 WRAPPINGS = {
     # no fence
     "plain": "{code}",
@@ -54,7 +55,8 @@ WRAPPINGS = {
     "opened in a line": "Here it is: ```python\n{code}\n``` Tell me if it's right.",
     "one-line fence": "```python {first}\n{rest}\n```",
     "imports in another fence": "First:\n```python\nimport os\nimport sys\n```\nThen:\n```python\n{code}\n```",
-    "helper in another fence": "A helper:\n```python\ndef some_helper(values, start=0):\n    return sum(values, start)\n"
+    "helper in another fence": "A helper:\n```python\ndef some_helper(values, start=0):\n"
+                               "    return sum(values, start)\n"
                                "```\nThe function:\n```python\n{code}\n```",
     "helper after": "```python\n{code}\n```\nIt needs\n```python\nLIMIT = 10\n\ndef some_helper(a, b=3):\n"
                     "    return a + b\n```",
@@ -84,26 +86,48 @@ LINE_ENDS = {"CRLF, fence": ("fence, prose around", "\r\n"), "CRLF, no fence": (
 NAMES = [*WRAPPINGS, *LINE_ENDS]
 
 
-def library_functions():
-    """The sources of all top-level functions of the standard library, decorators included, in a fixed order."""
+def library_files():
     folder = pathlib.Path(sysconfig.get_path("stdlib"))
-    functions = {}
-    for path in sorted(folder.rglob("*.py")):
-        if "site-packages" in path.parts:
-            continue
-        try:
-            source = path.read_text(encoding="utf-8")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                tree = ast.parse(source)
-        except (SyntaxError, ValueError):                           # another encoding, or broken on purpose
-            continue
-        lines = source.split("\n")
-        for node in tree.body:
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and "\f" not in source:
-                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-                functions["\n".join(lines[first - 1:node.end_lineno])] = node.name
-    return list(functions.items())
+    return [path for path in sorted(folder.rglob("*.py")) if "site-packages" not in path.parts]
+
+
+def functions_of_file(path):
+    """[(source, name), …] of the top-level functions of a file, with their decorators; [] where it cannot be read."""
+    try:
+        source = path.read_text(encoding="utf-8")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError):                               # another encoding, or broken on purpose
+        return []
+    if "\f" in source:                                              # counts as the end of a line for some
+        return []
+    lines, functions = source.split("\n"), []
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            functions.append(("\n".join(lines[first - 1:node.end_lineno]), node.name))
+    return functions
+
+
+@functools.cache
+def library_functions():
+    """All different functions of the standard library, in a fixed order."""
+    return list(dict.fromkeys(function for path in library_files() for function in functions_of_file(path)))
+
+
+@functools.cache
+def sample_of_functions():
+    """300 functions, at most three of a file."""
+    rng, functions = random.Random(0), {}
+    files = library_files()
+    rng.shuffle(files)
+    for path in files:
+        in_file = functions_of_file(path)
+        functions.update(dict.fromkeys(rng.sample(in_file, min(3, len(in_file)))))
+        if len(functions) >= SAMPLE:
+            break
+    return list(functions)[:SAMPLE]
 
 
 def wrapped(code, name, wrapping):
@@ -138,14 +162,13 @@ def is_lost(code, name, wrapping):
 @pytest.mark.parametrize("wrapping", NAMES)
 def test_functions_of_the_standard_library(wrapping):
     """Of 300 functions at most one is lost: 99.5 % of a wrapping."""
-    functions = random.Random(0).sample(library_functions(), SAMPLE)
-    lost = [name for code, name in functions if is_lost(code, name, wrapping)]
+    lost = [name for code, name in sample_of_functions() if is_lost(code, name, wrapping)]
     assert len(lost) <= 0.005 * SAMPLE, lost
 
 
 def test_there_are_enough_wrappings_and_functions():
     assert len(NAMES) >= 35
-    assert len(library_functions()) > 2500
+    assert len(sample_of_functions()) == SAMPLE
 
 
 def main():
