@@ -37,6 +37,7 @@ from lib.models import is_server, load_tokenizer, tokenizer_name, work_of
 from lib.runtime import begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
 from lib.servers import ReplyError, strip_thoughts
 from lib.speakers import ask, Failures, open_speakers, rollout_lines, run_concurrently
+from lib.statistics import mean_over_tasks
 from lib.tables import heading_of
 from lib.tracking import check_track, Counters
 
@@ -233,7 +234,8 @@ def without_samples(trajectory):
 
 
 def summary(path):
-    """One line: the mean return, the domain's columns, rounds, what was cut, and the human's replies that show code."""
+    """One line: the mean return (over tasks, as 05 has it), the domain's columns, rounds, what was cut, and the
+    human's replies that show code."""
     with open(path, encoding="utf-8") as file:
         trajectories = [without_samples(json.loads(line)) for line in file]
     task, opening = trajectories[0]["task"], trajectories[0]["dialogue_history"][0]
@@ -242,7 +244,7 @@ def summary(path):
     human = [turn for t in trajectories for turn in t["dialogue_history"][1:] if turn["role"] == "user"]
     leaks = collections.Counter(turn["leak"] for turn in human if "leak" in turn)
     found = domain.measure(trajectories) | measure_turns(trajectories, domain)
-    mean = sum(map(domain.outcome, trajectories)) / len(trajectories)
+    mean = mean_over_tasks(trajectories, domain.outcome)
     parts = [f"{heading_of(domain.metric(trajectories))} {mean:.3f}",
              *(f"{heading} {found[key]:{form}}" for key, heading, form in domain.COLUMNS if key in found),
              f"rounds {len(agent) / len(trajectories):.2f}"]

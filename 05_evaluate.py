@@ -6,7 +6,9 @@ Writes  metrics.json, scored/NAME.jsonl (the trajectories with fresh rewards), r
 
 n, rounds, tests         dialogues; mean number of agent turns; mean share of the tests passed
 success                  share of the dialogues whose answer passes all tests; of pages the mean similarity of the
-                         screenshots of answer and reference, by clip (the paper's) or by pixels: two scales
+                         screenshots of answer and reference, by clip (the paper's) or by pixels: two scales. As its
+                         interval and the differences it is the mean over tasks of the mean of a task's dialogues (of
+                         several runs their mean); the other columns are means over dialogues
 leaks                    share of the human's replies that show the reference
 all known, when known    template tasks: share of the dialogues in which the agent had found out all that matters
                          before its last turn; success among these
@@ -29,7 +31,6 @@ import collections
 import pathlib
 import re
 
-import numpy as np
 import torch
 
 import common
@@ -88,8 +89,8 @@ def measure(trajectories, domain):
     means = [statistics.task_means(own, domain.outcome) for own in statistics.by_run(trajectories)]
     families, n = statistics.families_of(trajectories), len(trajectories)
     agent = [[turn for turn in t["dialogue_history"] if turn["role"] == "assistant"] for t in trajectories]
-    metrics = {"n": n, "tasks": len(means[0]),
-               domain.metric(trajectories): sum(map(domain.outcome, trajectories)) / n,
+    metrics = {"n": n, "tasks": len(means[0]), "dialogues_a_task": statistics.dialogues_a_task(trajectories),
+               domain.metric(trajectories): statistics.mean_over_tasks(trajectories, domain.outcome),
                **statistics.intervals([[*own.values()] for own in means], [families[task] for task in means[0]]),
                "mean_rounds": sum(map(len, agent)) / n, **domain.measure(trajectories),
                **measure_turns(trajectories, domain)}
@@ -219,9 +220,8 @@ def measure_critic(critic, trajectories, branches, path, device):
         scored = common.score_actions(critic, tokenizer, points, MAX_TOKENS, device)
         for point, own, scores in zip(points, returns, scored):
             by_task.setdefault(task_id(point.task), []).append(statistics.rank_correlation(scores, own))
-        found |= {"rank_correlation": float(np.mean([value for values in by_task.values() for value in values])),
-                  "ci95": statistics.bootstrap_interval([float(np.mean(values)) for values in by_task.values()]),
-                  "num_states": len(points)}
+        mean, interval = statistics.mean_of_groups(by_task)
+        found |= {"rank_correlation": mean, "ci95": interval, "num_states": len(points)}
     return found
 
 
@@ -373,7 +373,7 @@ def main(argv=None):
         compare(metrics, files, args.baseline, domain)
     write_json(out / "metrics.json", metrics)                        # before everything that is optional
     headings, rows = tables.result_table(metrics, metric, domain.COLUMNS, args.baseline)
-    notes = tables.note_lines(metrics)
+    notes = tables.note_lines(metrics, metric)
     parts = [("95 % intervals, families drawn", tables.family_lines(metrics, args.baseline)),
              ("the runs of each method", tables.run_lines(metrics, metric, args.baseline)),
              *((kind, tables.curve_lines(own, metric, kind)) for kind, own in curves.items()),

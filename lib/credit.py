@@ -4,7 +4,7 @@ import collections
 import pathlib
 
 from lib.runtime import check_row, InputError, read_jsonl
-from lib.statistics import bootstrap_interval, rank_correlation
+from lib.statistics import mean_of_groups, rank_correlation
 from lib.tables import finite
 
 MAX_ROUNDS = 50                      # rows of the credit by round
@@ -120,8 +120,8 @@ def count_pairs(rows):
 
 
 def agreement(rows, domain):
-    """{oracle: {"rank_correlation" (Spearman, the mean over states whose candidates differ for the oracle), "ci95"
-    (over tasks), "num_states", "num_pairs", "right", "wrong": shares of the pairs whose chosen, whose rejected side the
+    """{oracle: {"rank_correlation" (Spearman, of states whose candidates differ for the oracle: the mean of a task's
+    states, then the mean over tasks), "ci95" (over tasks), "num_states", "num_pairs", "right", "wrong": shares of the pairs whose chosen, whose rejected side the
     oracle has above the other}} of read_states's advantages with each of the domain's oracles."""
     found = {}
     for oracle in domain.ORACLES:
@@ -133,10 +133,10 @@ def agreement(rows, domain):
             gaps += [scores[chosen] - scores[rejected] for chosen, rejected in row["pairs"]]
             if len(set(scores)) > 1:
                 by_task.setdefault(row["task_id"], []).append(rank_correlation(row["advantages"], scores))
-        values = [value for own in by_task.values() for value in own]
-        if values and gaps:
+        if by_task and gaps:
+            mean, interval = mean_of_groups(by_task)
             found[oracle] = {
-                "rank_correlation": sum(values) / len(values), "num_states": len(values), "num_pairs": len(gaps),
-                "ci95": bootstrap_interval([sum(own) / len(own) for own in by_task.values()]),
+                "rank_correlation": mean, "ci95": interval, "num_states": sum(map(len, by_task.values())),
+                "num_pairs": len(gaps),
                 "right": sum(gap > 0 for gap in gaps) / len(gaps), "wrong": sum(gap < 0 for gap in gaps) / len(gaps)}
     return found

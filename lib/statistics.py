@@ -27,6 +27,25 @@ def task_means(trajectories, value):
     return {task: sum(values) / len(values) for task, values in sorted(task_values(trajectories, value).items())}
 
 
+def mean_over_tasks(trajectories, value):
+    """The mean over tasks of task_means, of several runs their mean: what intervals and differences are about. A task
+    counts once, however many dialogues it has."""
+    means = [np.mean([*task_means(own, value).values()]) for own in by_run(trajectories)]
+    return float(np.mean(means))
+
+
+def mean_of_groups(groups):
+    """(the mean over tasks, its bootstrap_interval) of `groups`, {task: its values}: each task counts once."""
+    means = [sum(values) / len(values) for values in groups.values()]
+    return sum(means) / len(means), bootstrap_interval(means)
+
+
+def dialogues_a_task(trajectories):
+    """[fewest, most] dialogues that a task has (in a run)."""
+    counts = [len(values) for own in by_run(trajectories) for values in task_values(own, lambda _: 0).values()]
+    return [min(counts), max(counts)]
+
+
 def bootstrap_interval(values, families=None, seed=0):
     """95 % percentile interval [low, high] of the mean of `values`, one a task, resampling tasks; of a row of these for
     each run, resampling runs as well, each independently of the other. With `families`, one a task, families are drawn

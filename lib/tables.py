@@ -41,9 +41,13 @@ def result_table(metrics, metric, columns, baseline):
     return ["", *(heading for _, heading, _ in columns), *([f"against {baseline}"] if baseline else [])], rows
 
 
-def note_lines(metrics):
+def note_lines(metrics, metric):
     """What a reader of the comparison has to know, and what its intervals leave out."""
     lines = [f"{name}: {note}" for name, m in metrics.items() for note in m.get("notes", [])]
+    unequal = [name for name, m in metrics.items() if m["dialogues_a_task"][0] < m["dialogues_a_task"][1]]
+    if unequal:
+        lines.append(f"tasks of {', '.join(unequal)} have unequal numbers of dialogues: {heading_of(metric)}, its "
+                     "interval and differences are means over tasks, the other columns over dialogues")
     lines += [f"similarity of screenshots: {m['similarity']}" for m in [*metrics.values()][:1] if "similarity" in m]
     single = [name for name, m in metrics.items() if "runs" not in m]
     which = "one run each" if len(single) == len(metrics) else f"one run of {', '.join(single)}"

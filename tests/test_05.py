@@ -49,6 +49,32 @@ def test_task_means_and_paired_difference_by_hand():
     assert statistics.paired_difference(ours, [{"task_id": "z", "reward": 1}], backend.outcome) is None
 
 
+def test_rate_interval_and_difference_average_the_same_thing(tmp_path):
+    """Nine successes of one task, a failure of each of three others: a quarter of the tasks, not nine twelfths."""
+    good, bad = "def f(n): return n", "0"
+    uneven = [trajectory("w", good, sample=n) for n in range(9)] + [trajectory(task, bad) for task in "xyz"]
+    a = write(tmp_path / "a.jsonl", uneven)
+    b = write(tmp_path / "b.jsonl", [trajectory(task, bad) for task in "wxyz"])
+    printed = succeed("05_evaluate.py", f"a={a}", f"b={b}", "--baseline", "b", "--out", tmp_path / "report")
+    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    assert metrics["a"]["success_rate"] == metrics["a"]["against_baseline"]["difference"] == 0.25
+    assert metrics["a"]["ci95"][0] <= 0.25 <= metrics["a"]["ci95"][1] <= 0.75
+    assert metrics["a"]["dialogues_a_task"] == [1, 9] and metrics["b"]["dialogues_a_task"] == [1, 1]
+    line = ("tasks of a have unequal numbers of dialogues: success, its interval and differences are means over tasks, "
+            "the other columns over dialogues")
+    assert line in printed.splitlines() and line in (tmp_path / "report" / "report.html").read_text()
+    assert "unequal numbers" not in succeed("05_evaluate.py", f"b={b}", "--out", tmp_path / "even")
+    assert stage(2).summary(str(tmp_path / "report" / "scored" / "a.jsonl")).startswith("success 0.250 | ")
+    # a run counts once, too: 1 and 0, of nine dialogues and of one
+    runs = [{**row, "run": 0, "reward": 1.0} for row in uneven[:9]] + [{**uneven[0], "run": 1, "reward": 0.0}]
+    assert statistics.mean_over_tasks(runs, backend.outcome) == 0.5
+
+
+def test_a_mean_of_groups_lies_in_its_interval():
+    mean, (low, high) = statistics.mean_of_groups({"a": [1.0] * 30, "b": [0.0], "c": [0.25, -0.25]})
+    assert mean == pytest.approx(1 / 3) and low == 0 and high == 1
+
+
 def test_runs_are_paired_by_run_and_task_by_hand():
     ours = [{"task_id": t, "reward": r, "run": run} for run, t, r in
             ((0, "a", 1), (0, "b", 0), (1, "a", 1), (1, "b", 1), (2, "a", 1), (2, "b", 1))]
