@@ -113,6 +113,8 @@ def compare(metrics, files, baseline, domain):
         difference = statistics.paired_difference(trajectories, files[baseline], domain.outcome)
         if name != baseline and difference:
             metrics[name]["against_baseline"] = {"name": baseline, **difference}
+        if note := statistics.pairing_note(trajectories, files[baseline]):
+            metrics[name].setdefault("notes", []).append(f"against {baseline} {note}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

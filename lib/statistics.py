@@ -92,6 +92,20 @@ def paired(trajectories, baseline, value, compare):
     return [[compare(a[task], b[task]) for task in tasks] for a, b in zip(ours, theirs)], tasks
 
 
+def pairing_note(trajectories, baseline):
+    """One line where `paired` leaves out tasks or can compare nothing; None where it compares everything."""
+    num_runs = [len(by_run(side)) for side in (trajectories, baseline)]
+    if num_runs[0] != num_runs[1]:
+        return f"not compared: {num_runs[0]} and {num_runs[1]} runs, which cannot be paired; give both as many files"
+    ours, theirs = ({t["task_id"] for t in side} for side in (trajectories, baseline))
+    if ours == theirs:
+        return None
+    if not ours & theirs:
+        return "not compared: no task that both have"
+    return (f"compared on the {len(ours & theirs):,} tasks that both have (of {len(ours):,} and {len(theirs):,}); the "
+            "rates above are those of all")
+
+
 def paired_difference(trajectories, baseline, value):
     """{"difference", "n", what intervals() gives} of the tasks' means; None where paired gives None."""
     differences, tasks = paired(trajectories, baseline, value, lambda a, b: sum(a) / len(a) - sum(b) / len(b))

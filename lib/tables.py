@@ -52,6 +52,10 @@ def note_lines(metrics, metric):
     single = [name for name, m in metrics.items() if "runs" not in m]
     which = "one run each" if len(single) == len(metrics) else f"one run of {', '.join(single)}"
     lines += [f"{which}: the intervals leave other seeds out"] if single else []
+    few = [name for name, m in metrics.items() if "runs" in m and len(m["runs"]) < 5]
+    if few:
+        lines.append(f"fewer than five runs of {', '.join(few)}: where runs differ much the intervals are too narrow "
+                     "(docs/results.md, What the intervals cover)")
     if not any("ci95_families" in m for m in metrics.values()):
         lines.append('no intervals over families: a task states no "family", or all state the same')
     return lines

@@ -70,6 +70,37 @@ def test_rate_interval_and_difference_average_the_same_thing(tmp_path):
     assert statistics.mean_over_tasks(runs, backend.outcome) == 0.5
 
 
+def test_a_comparison_that_says_little_or_nothing_has_a_line(tmp_path):
+    """Another number of runs, no common task, and a quarter of the tasks: .45 less .4 is no "-0.400" without a word."""
+    good, bad = "def f(n): return n", "0"
+    rows = lambda tasks, wins: [trajectory(f"t{n}", good if n in wins else bad) for n in tasks]
+    base = write(tmp_path / "base", rows(range(8), range(4)))
+    few = write(tmp_path / "few", rows(range(2), [1]))
+    apart = write(tmp_path / "apart", rows(range(8, 10), []))
+    files = [f"base={base}", f"few={few}", f"apart={apart}", f"twice={base},{base}", f"same={base}"]
+    printed = succeed("05_evaluate.py", *files, "--baseline", "base", "--out", tmp_path / "report")
+    lines = [line for line in printed.splitlines() if "against base " in line and ": " in line]
+    assert lines == [
+        "few: against base compared on the 2 tasks that both have (of 2 and 8); the rates above are those of all",
+        "apart: against base not compared: no task that both have",
+        "twice: against base not compared: 2 and 1 runs, which cannot be paired; give both as many files"]
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert all(line in page for line in lines)
+    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    assert [name for name in metrics if "against_baseline" in metrics[name]] == ["few", "same"]
+
+
+def test_results_with_fewer_than_five_runs_say_so(tmp_path):
+    path = write(tmp_path / "a.jsonl", [trajectory("x", "0")])
+    runs = lambda number: ",".join([str(path)] * number)
+    printed = succeed("05_evaluate.py", f"one={path}", f"two={runs(2)}", f"four={runs(4)}", f"five={runs(5)}", "--out",
+                      tmp_path / "report")
+    line = ("fewer than five runs of two, four: where runs differ much the intervals are too narrow (docs/results.md, "
+            "What the intervals cover)")
+    assert line in printed.splitlines() and line in (tmp_path / "report" / "report.html").read_text()
+    assert "fewer than five" not in succeed("05_evaluate.py", f"five={runs(5)}", "--out", tmp_path / "five")
+
+
 def test_a_mean_of_groups_lies_in_its_interval():
     mean, (low, high) = statistics.mean_of_groups({"a": [1.0] * 30, "b": [0.0], "c": [0.25, -0.25]})
     assert mean == pytest.approx(1 / 3) and low == 0 and high == 1
@@ -133,6 +164,8 @@ def test_intervals_cover_what_they_claim_to(monkeypatch):
     assert plain <= 0.85 and 0.92 <= with_families                   # tasks stand for their families: too narrow
     plain, _ = coverage(monkeypatch, runs=1, run_sd=0.08, family_sd=0)
     assert 0.47 <= plain <= 0.82                                     # one run: other seeds are left out
+    few, many = (coverage(monkeypatch, runs=runs, run_sd=0.08, family_sd=0)[0] for runs in (2, 10))
+    assert few <= 0.9 and many >= 0.93                               # two runs do not show how far runs differ
 
 
 def test_intervals_over_families_where_every_task_states_one(tmp_path):
