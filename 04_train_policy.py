@@ -251,9 +251,11 @@ def grpo_advantages(trajectories, critic, tokenizer, args, runtime, works):
         domain = domain_of(trajectories[0]["task"])
         returns = [float(domain.outcome(t)) for t in trajectories]
         net = [[max(0.0, common.net_return(own, t, args.turn_cost))] for own, t in zip(returns, trajectories)]
-        found = group_advantages(net, tasks, statistics.pstdev(returns) if args.turn_cost else 0.0)
+        found = group_advantages(net, tasks)
         if args.turn_cost:
             plain = group_advantages([[own] for own in returns], tasks)
+            by_length = group_advantages(net, tasks, statistics.pstdev(returns))
+            found = [short if before is None else own for own, short, before in zip(found, by_length, plain)]
             say(f"{sum(own is None for own in plain) - found.count(None):,} trajectories differ from the others of "
                 "their task by --turn-cost alone")
         found = [own and own * sum(turn["role"] == "assistant" for turn in t["dialogue_history"])

@@ -81,18 +81,29 @@ def test_the_estimate_of_the_divergence_is_right_on_average():
 
 def test_turn_costs_of_grpo_by_hand(capsys):
     """Returns 1, 0 and costs of .1: a mixed task, one of successes alone, one of failures alone, whose lengths do not
-    count. The scale of the second is the deviation of all returns, .5, not its own, .05."""
+    count. The scale of the second is the deviation of all returns, .5, not its own, .05; that of the first its own, .4,
+    as its returns differ."""
     rows = trajectories(("a", TASK, 1, 2), ("a", TASK, 0, 1), ("b", TASK, 1, 1), ("b", TASK, 1, 2), ("c", TASK, 0, 1),
                         ("c", TASK, 0, 3))
     args = argparse.Namespace(turn_cost=0.1, trajectories="x", max_tokens=100)
     found = policy_stage.grpo_advantages(rows, None, None, args, None, [])
-    assert found == [[pytest.approx(.8)] * 2, [pytest.approx(-.8)], [pytest.approx(.1)], [pytest.approx(-.1)] * 2, None,
+    assert found == [[pytest.approx(1)] * 2, [pytest.approx(-1)], [pytest.approx(.1)], [pytest.approx(-.1)] * 2, None,
                      None]
     printed = capsys.readouterr().out
     assert "2 trajectories differ from the others of their task by --turn-cost alone" in printed
     assert "2 of 6 trajectories are left out: all those of their task are equally good" in printed
     args.turn_cost = 0.0
     assert policy_stage.grpo_advantages(rows, None, None, args, None, []) == [[1, 1], [-1], None, None, None, None]
+
+
+def test_a_tiny_turn_cost_changes_no_advantage_of_grpo_where_returns_differ():
+    """One success of eight: sqrt(7) = 2.65 without a cost, and not 1.75 with one of 1e-9."""
+    rows = trajectories(("a", TASK, 1, 1), *[("a", TASK, 0, 1)] * 7, *[("b", TASK, 1, 1), ("b", TASK, 0, 1)] * 9)
+    args = argparse.Namespace(turn_cost=0.0, trajectories="x", max_tokens=100)
+    plain = policy_stage.grpo_advantages(rows, None, None, args, None, [])
+    args.turn_cost = 1e-9
+    costly = policy_stage.grpo_advantages(rows, None, None, args, None, [])
+    assert plain[0] == [pytest.approx(7 ** .5)] and sum(costly, []) == pytest.approx(sum(plain, []), abs=1e-6)
 
 
 def test_each_token_has_its_own_log_probability_and_the_gradient_is_a_finite_difference(tiny):
