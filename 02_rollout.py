@@ -2,7 +2,8 @@
 
 Reads   tasks.jsonl (01).
 Writes  trajectories.jsonl in the published format, {"task", "dialogue_history", "answer", "reward"}, with "task_id",
-        "sample", "num_rounds", "max_rounds" and what the domain's scorer says (screenshots in the folder FILE.images).
+        "sample", "num_rounds", "max_rounds" and what the domain's scorer says (screenshots in the folder FILE.images);
+        "best_of", and "temperature" where it is not 1.
         An agent's turn has "input" (the rendered prompt), "output" (the raw text) and "output_ids" (the sampled ids);
         a human's turn that shows code has "leak".
         FILE.failed.jsonl where dialogues failed: the same command again plays these alone.
@@ -185,12 +186,14 @@ def new_dialogues(rows, system, args):
 
 def to_trajectory(dialogue, verdicts, tokenizer, args):
     """The finished dialogue in the published format, with what World.score says of it."""
-    history = dialogue["history"]
+    history, sampled = dialogue["history"], {}
+    if args.temperature != 1 and not args.agent.startswith("script"):
+        sampled["temperature"] = args.temperature
     return {"task_id": task_id(dialogue["task"]), "sample": dialogue["sample"], "task": dialogue["task"],
             "dialogue_history": history, "answer": dialogue["answer"], **verdicts,
             "num_rounds": sum(turn["role"] == "assistant" for turn in history), "max_rounds": args.max_rounds,
             "agent": args.agent, "simulator": args.simulator, "tokenizer": tokenizer, "best_of": args.best_of,
-            "critic": args.critic, "informed": args.agent == "script-informed",
+            "critic": args.critic, **sampled, "informed": args.agent == "script-informed",
             **({} if dialogue["system"] is None else {"system_prompt": dialogue["system"]}), **dialogue["more"]}
 
 

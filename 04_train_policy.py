@@ -229,6 +229,11 @@ def group_advantages(values, task_ids, least=0.0):
             if scales[task][1] > EQUAL else None for own, task in zip(values, task_ids)]
 
 
+def sampled_otherwise(trajectory):
+    """Whether an agent's turns were sampled at another temperature than 1 or chosen among several (02 --best-of)."""
+    return trajectory.get("temperature", 1) != 1 or trajectory.get("best_of", 1) != 1
+
+
 def grpo_advantages(trajectories, critic, tokenizer, args, runtime, works):
     """For each trajectory an advantage a turn, standardised over the trajectories of its task; None where they are all
     equal, [] where it is too long for the critic. With a critic they are its credit (common.score_turns), which is
@@ -401,6 +406,10 @@ def main(argv=None):
     others = sum(os.path.realpath(str(trajectory.get("agent"))) != own for trajectory in trajectories)
     if others and args.method in ("grpo", "distill"):
         say(f"{others:,} of {len(trajectories):,} trajectories are of another agent than --model {args.model}")
+    elsewhere = sum(sampled_otherwise(trajectory) for trajectory in trajectories)
+    if elsewhere and args.method in ("grpo", "distill"):
+        say(f"{elsewhere:,} of {len(trajectories):,} trajectories were sampled at another temperature than 1 or by "
+            "--best-of (02), so their tokens are no samples of a model's own probabilities")
     if args.method != "sweet":
         groups, pair_indices = baseline_groups(trajectories, args), None
         examples = common.trajectory_examples(trajectories, groups, tokenizer,

@@ -161,6 +161,25 @@ def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(workspace, tm
     assert f"{left_out} of {len(second)} trajectories are left out" in printed
 
 
+def test_dialogues_sampled_at_another_temperature_or_by_best_of_are_named(workspace, critic, tmp_path):
+    few = tmp_path / "tasks.jsonl"
+    few.write_text("".join(json.dumps(task) + "\n" for task in read(workspace / "tasks.jsonl")[:2]))
+    play = ["--tasks", few, "--agent", BASE, "--max-rounds", 2, "--max-new-tokens", 20]
+    more = {"plain": [], "cold": ["--temperature", 0.5], "best": ["--best-of", 2, "--critic", critic]}
+    for name, flags_of_02 in more.items():
+        succeed("02_rollout.py", *play, *flags_of_02, "--out", tmp_path / name)
+    assert ["temperature" in row for row in read(tmp_path / "plain")] == [False, False]
+    assert [row["temperature"] for row in read(tmp_path / "cold")] == [0.5, 0.5]
+    rows = [*read(workspace / "offline.jsonl"), *read(tmp_path / "cold"), *read(tmp_path / "best")]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = (f"4 of {len(rows)} trajectories were sampled at another temperature than 1 or by --best-of (02), so their tokens are "
+            "no samples of a model's own probabilities")
+    for path, there in ((tmp_path / "all.jsonl", True), (workspace / "offline.jsonl", False)):
+        printed = succeed("04_train_policy.py", *flags(workspace, "grpo", tmp_path / f"grpo-{there}", "--trajectories",
+                                                       path, "--max-steps", 1))
+        assert (line in printed) == there and ("another temperature" in printed) == there
+
+
 def test_a_critics_advantages_take_the_place_of_the_return(workspace, critic, tmp_path, tiny):
     succeed("04_train_policy.py", *flags(workspace, "grpo", tmp_path / "g", "--critic", critic))
     rows, credit = read(workspace / "offline.jsonl"), read(tmp_path / "g" / "credit.jsonl")
