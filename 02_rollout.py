@@ -36,7 +36,7 @@ from lib.costs import Costs
 from lib.credit import measure_turns
 from lib.models import is_server, load_tokenizer, tokenizer_name, work_of
 from lib.runtime import begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
-from lib.servers import ReplyError, strip_thoughts
+from lib.servers import ReplyError, said, strip_thoughts
 from lib.speakers import ask, Failures, open_speakers, rollout_lines, run_concurrently
 from lib.statistics import mean_over_tasks
 from lib.tables import heading_of
@@ -76,9 +76,14 @@ async def agent_turn(dialogue, agent, chooser, args):
     chat = common.agent_messages(history, args.max_rounds, domain.AGENT_SYSTEM, dialogue["system"])
     prompt, replies = await ask(agent, chat, key, args.temperature, args.max_new_tokens, args.best_of,
                                 ("agent", dialogue["number"]))
-    reply = replies[await chooser(dialogue, prompt, replies) if args.best_of > 1 else 0]
-    turn = {"role": "assistant", "content": domain.shown(visible(agent, prompt, reply)), "input": prompt,
-            "output": reply.text, "output_ids": reply.ids, "truncated": not reply.ended}
+    messages = [said(domain, reply.text, None if agent.server else prompt) for reply in replies]
+    number = 0
+    if args.best_of > 1:
+        choices = [reply._replace(text=message) for reply, message in zip(replies, messages)]
+        number = await chooser(dialogue, prompt, choices)
+    reply = replies[number]
+    turn = {"role": "assistant", "content": messages[number], "input": prompt, "output": reply.text,
+            "output_ids": reply.ids, "truncated": not reply.ended}
     return {key: value for key, value in turn.items() if value or key in ("content", "output")}
 
 
@@ -106,7 +111,7 @@ async def human_turn(dialogue, human, world, args):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# --best-of: which of several replies is sent
+# --best-of: which of several replies is sent; "text" of these is what the other side would see
 
 async def critic_choice(dialogue, prompt, replies, critic, tokenizer, device, world):
     """The number of the reply with the highest score of a critic (03), or of the oracle."""
@@ -123,12 +128,13 @@ async def judge_choice(dialogue, _, replies, judge, counts, args):
     """The number of the reply that is left after comparing the best so far with the next, N - 1 times; `counts` counts
     verdicts "decided", "tie" (the two orders disagree) and "unreadable"."""
     texts = [reply.text.strip() for reply in replies]
-    said = "\n".join(f"{'Assistant' if turn['role'] == 'assistant' else 'Person'}: {turn['content']}"
-                     for turn in dialogue["history"])
+    so_far = "\n".join(f"{'Assistant' if turn['role'] == 'assistant' else 'Person'}: {turn['content']}"
+                       for turn in dialogue["history"])
     question = domain_of(dialogue["task"]).JUDGE
 
     async def letters(a, b):
-        content = question.format(ground_truth=dialogue["task"]["ground_truth"], dialogue=said, a=texts[a], b=texts[b])
+        c = dialogue["task"]["ground_truth"]
+        content = question.format(ground_truth=c, dialogue=so_far, a=texts[a], b=texts[b])
         key = dialogue_key(dialogue, args, "judge")
         prompt, [reply] = await ask(judge, [{"role": "user", "content": content}], key, 0.0, 8)
         return set(re.findall(r"\b[AB]\b", visible(judge, prompt, reply)))

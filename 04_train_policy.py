@@ -51,6 +51,7 @@ from lib.engine import generate, uniforms
 from lib.memory import dry_run
 from lib.models import encode, fresh_model, is_server, load_model, load_tokenizer, reads_images, stop_ids, work_of
 from lib.runtime import begin_output, InputError, is_done, map_blocks, run_stage, say, start, write_jsonl
+from lib.servers import said
 from lib.speakers import served_candidates
 from lib.tracking import check_track
 
@@ -141,11 +142,28 @@ def scores_phase(path, rows, critic, tokenizer, args, runtime, works):
 
 def score_candidates(rows, critic, tokenizer, args, device):
     """The rows with "advantages": the critic's score of every candidate, by eq. 3 where it has no head."""
-    points = [common.DecisionPoint(row["prompt"], row["task"], row["history"], *([c[key] for c in row["candidates"]]
-                                                                                 for key in ("ids", "text")))
-              for row in rows]
+    points = []
+    for row in rows:
+        texts = [candidate_says(row, candidate) for candidate in row["candidates"]]
+        ids = [candidate["ids"] for candidate in row["candidates"]]
+        points.append(common.DecisionPoint(row["prompt"], row["task"], row["history"], ids, texts))
     scores = common.score_actions(critic, tokenizer, points, args.max_tokens, device, args.no_tree)
     return [{**row, "advantages": advantages} for row, advantages in zip(rows, scores)]
+
+
+def candidate_says(row, candidate):
+    """What a candidate of a state (or a side of a pair) says, without its thoughts."""
+    return said(domain_of(row["task"]), candidate["text"], row["prompt"])
+
+
+def is_alike(pair, is_last):
+    """Whether both sides of a pair are answers, or neither is. In the last round the whole turn is the answer, whatever
+    it says."""
+    domain, answers = domain_of(pair["task"]), []
+    for side in ("chosen", "rejected"):
+        turn = {"role": "assistant", "content": candidate_says(pair, pair[side])}
+        answers.append(domain.answer_of([*pair["history"], turn], is_last))
+    return (answers[0] is None) == (answers[1] is None)
 
 
 def candidate_pairs(row, pairs_per_turn, rng):
@@ -186,10 +204,12 @@ def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
     too_few, asked = sum(n < 2 for n in ended), len(rows) * args.pairs_per_turn
     same = asked - too_few * args.pairs_per_turn - len(pairs)
     cut = args.num_candidates * len(rows) - sum(ended)
-    found, answer_of = len(pairs), domain_of(rows[0]["task"]).answer_of
+    found = len(pairs)
     if args.like_pairs:
-        pairs = [pair for pair in pairs if len({answer_of([{"content": pair[side]["text"]}], False) is None
-                                                for side in ("chosen", "rejected")}) == 1]
+        last_turns = {(t["task_id"], t["sample"], number) for t, number, _ in states
+                      if number == t.get("max_rounds", 10) - 1}
+        pairs = [pair for pair in pairs
+                 if is_alike(pair, (pair["task_id"], pair["sample"], pair["turn"]) in last_turns)]
     if args.min_margin:
         pairs = [pair for pair in pairs if common.reaches(pair["chosen"]["advantage"] - pair["rejected"]["advantage"],
                                                           args.min_margin)]

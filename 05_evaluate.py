@@ -202,7 +202,7 @@ def read_branches(path, domain, critics):
         if len(set(returns)) > 1:
             points.append((common.DecisionPoint(
                 turns[0]["input"], rows[0]["task"], rows[0]["dialogue_history"][:i], [t["output_ids"] for t in turns],
-                [t["output"] for t in turns]), returns))
+                [t["content"] for t in turns]), returns))
     if not points:
         raise InputError(f"{path}: no state whose candidates differ in return; raise --branch or --samples of 02")
     return points

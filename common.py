@@ -20,7 +20,6 @@ from colbench import ColBenchError, domain_of, task_id
 from lib import adapters, models
 from lib.models import add_head, add_work, encode, generation_cue, load_model, load_tokenizer, tokenizer_name
 from lib.runtime import barrier, broadcast, check_row, gather, InputError, is_main, read_jsonl, say, write_json
-from lib.servers import strip_thoughts
 from lib.vision import image_row, read_images
 
 # Flags for which a World may have an argument, and their values where they are not set
@@ -534,7 +533,7 @@ def load_whole(device, dtype="float32"):
     return load
 
 
-# A state and actions in it: the prompt's text, the task, the turns so far, the actions' ids and what they say
+# A state and actions in it: the prompt's text, the task, the turns so far, the actions' ids and what they say (said)
 DecisionPoint = namedtuple("DecisionPoint", "prompt task history actions texts")
 
 
@@ -555,7 +554,7 @@ def views_after(critic, point):
     """For each action of a point what a visual critic is shown of it (domain.views), as a tuple."""
     domain, views = domain_of(point.task), []
     for text in point.texts:
-        turn = {"role": "assistant", "content": domain.shown(strip_thoughts(text, point.prompt))}
+        turn = {"role": "assistant", "content": text}
         views.append(tuple(domain.views(point.task, [*point.history, turn], critic["privileged"])))
     return views
 

@@ -4,6 +4,7 @@ import collections
 import pathlib
 
 from lib.runtime import check_row, InputError, read_jsonl
+from lib.servers import said
 from lib.statistics import mean_of_groups, rank_correlation
 from lib.tables import finite
 
@@ -121,15 +122,17 @@ def count_pairs(rows):
 
 def agreement(rows, domain):
     """{oracle: {"rank_correlation" (Spearman, of states whose candidates differ for the oracle: the mean of a task's
-    states, then the mean over tasks), "ci95" (over tasks), "num_states", "num_pairs", "right", "wrong": shares of the pairs whose chosen, whose rejected side the
-    oracle has above the other}} of read_states's advantages with each of the domain's oracles."""
+    states, then the mean over tasks), "ci95" (over tasks), "num_states", "num_pairs", "right", "wrong": shares of the
+    pairs whose chosen, whose rejected side the oracle has above the other}} of read_states's advantages with each of
+    the domain's oracles."""
     found = {}
     for oracle in domain.ORACLES:
         by_task, gaps = {}, []
         for row in rows:
             if domain.lacks(row["task"], oracle):
                 continue
-            scores = domain.oracle_scores(oracle, row["task"], row["history"], [c["text"] for c in row["candidates"]])
+            texts = [said(domain, candidate["text"], row.get("prompt")) for candidate in row["candidates"]]
+            scores = domain.oracle_scores(oracle, row["task"], row["history"], texts)
             gaps += [scores[chosen] - scores[rejected] for chosen, rejected in row["pairs"]]
             if len(set(scores)) > 1:
                 by_task.setdefault(row["task_id"], []).append(rank_correlation(row["advantages"], scores))

@@ -13,6 +13,7 @@ import re
 import stat
 import warnings
 
+from lib.servers import said
 from lib.tables import finite, heading_of
 
 MAX_PAGE = 20_000_000                 # bytes of the whole file
@@ -126,12 +127,13 @@ def dialogue_data(row, domain):
 
 def state_data(row, task, domain):
     """What the page shows of a state's candidates."""
-    who = {"assistant": "agent"}
+    who, prompt = {"assistant": "agent"}, row.get("prompt")
     return {"d": None, "t": task, "turn": finite(row["turn"]),
             "history": [{"who": who.get(turn["role"], "human"), "text": turn["content"]} for turn in row["history"]],
             "candidates": [slim({
                 "text": candidate["text"], "advantage": round(advantage, 6), "tokens": len(candidate["ids"]),
-                "kind": domain.turn_kind(row["task"], row["history"], candidate["text"]), "cut": not candidate["ended"],
+                "kind": domain.turn_kind(row["task"], row["history"], said(domain, candidate["text"], prompt)),
+                "cut": not candidate["ended"],
                 "chosen": candidate["chosen"], "rejected": candidate["rejected"]})
                 for candidate, advantage in zip(row["candidates"], row["advantages"])]}
 

@@ -41,6 +41,12 @@ def strip_thoughts(text, prompt=None):
     return re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL).rpartition("</think>")[2].strip()
 
 
+def said(domain, text, prompt=None):
+    """What an agent's turn says, whoever asks: what the other side sees of the sampled `text` (strip_thoughts), as the
+    domain shows it."""
+    return domain.shown(strip_thoughts(text, prompt))
+
+
 def open_server(name, timeout_s=600, retries=8):
     """The Server of the model NAME behind http://HOST:PORT/v1#NAME, or behind several addresses (commas between them,
     all before the #); key from OPENAI_API_KEY. A request may take `timeout_s` and is tried again `retries` times.

@@ -12,6 +12,7 @@ import torch
 from lib.adapters import adapter_parameters
 from lib.models import save_model, whole_tensor
 from lib.runtime import barrier, InputError, is_main, peak_memory_mb, reduce_sums, say, trim_memory
+from lib.servers import said
 from lib.statistics import average_ranks
 from lib.tables import aligned
 from lib.tracking import Track
@@ -102,7 +103,8 @@ def kind_lines(domain, rows, pairs):
     found = collections.defaultdict(collections.Counter)             # {(known, kind): {"number", "ranks", …}}
 
     def counts_of(row, text):
-        return found[domain.all_known(row["task"], row["history"]), domain.turn_kind(row["task"], row["history"], text)]
+        kind = domain.turn_kind(row["task"], row["history"], said(domain, text, row.get("prompt")))
+        return found[domain.all_known(row["task"], row["history"]), kind]
 
     for row in rows:
         for candidate, rank in zip(row["candidates"], average_ranks(row["advantages"])):

@@ -284,6 +284,22 @@ def test_the_judge_compares_in_both_orders(monkeypatch, replies, chosen, counted
     assert counts == {**dict.fromkeys(counts, 0), counted: 1}
 
 
+def test_who_picks_one_of_several_messages_is_not_shown_their_thoughts(monkeypatch):
+    async def replied(*_):
+        return "prompt<think>", [Reply(f"plan {n}</think>What {n}?", True, [n], 0, 0) for n in range(2)]
+    picked_from = []
+
+    async def chooser(dialogue, prompt, replies):
+        picked_from.extend(reply.text for reply in replies)
+        return 1
+    monkeypatch.setattr(rollout, "ask", replied)
+    task = {"problem_description": "?", "ground_truth": "def secret(): pass", "test_cases": {}}
+    turn = asyncio.run(rollout.agent_turn(rollout.new_dialogue(task, 0), Speaker(), chooser,
+                                          parsed("--best-of", 2, "--critic", "judge:x")))
+    assert picked_from == ["What 0?", "What 1?"]
+    assert (turn["content"], turn["output"], turn["output_ids"]) == ("What 1?", "plan 1</think>What 1?", [1])
+
+
 def test_two_ranks_write_the_same_file_as_one(workspace, tmp_path):
     for agent, same in (("script", lambda a, b: a.read_bytes() == b.read_bytes()), ("models/tiny", assert_same)):
         small = ["--tasks", workspace / "tasks.jsonl", "--agent", agent, "--max-rounds", 4, "--overwrite", "--out"]

@@ -15,7 +15,10 @@ import torch
 import common
 from colbench import backend
 from conftest import begin, policy_flags, read, refused, ROOT, stage, succeed, wait
+from lib.credit import agreement
 from lib.models import encode, token_kls
+from lib.report import state_data
+from lib.training import kind_lines
 
 policy_stage = stage(4)
 BASE = ROOT / "models" / "tiny"
@@ -172,8 +175,8 @@ def test_dialogues_sampled_at_another_temperature_or_by_best_of_are_named(worksp
     assert [row["temperature"] for row in read(tmp_path / "cold")] == [0.5, 0.5]
     rows = [*read(workspace / "offline.jsonl"), *read(tmp_path / "cold"), *read(tmp_path / "best")]
     (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    line = (f"4 of {len(rows)} trajectories were sampled at another temperature than 1 or by --best-of (02), so their tokens are "
-            "no samples of a model's own probabilities")
+    line = (f"4 of {len(rows)} trajectories were sampled at another temperature than 1 or by --best-of (02), so their "
+            "tokens are no samples of a model's own probabilities")
     for path, there in ((tmp_path / "all.jsonl", True), (workspace / "offline.jsonl", False)):
         printed = succeed("04_train_policy.py", *flags(workspace, "grpo", tmp_path / f"grpo-{there}", "--trajectories",
                                                        path, "--max-steps", 1))
@@ -333,16 +336,42 @@ def test_pairs_of_a_small_margin_are_none(workspace, critic, tmp_path):
 
 
 def test_pairs_of_an_answer_and_a_question_are_none(workspace, critic, tmp_path):
+    third = tmp_path / "third.jsonl"                                 # as if the third turn (2) had been the last one
+    third.write_text("".join(json.dumps({**row, "max_rounds": 3}) + "\n" for row in read(workspace / "offline.jsonl")))
     arguments = flags(workspace, "sweet", tmp_path / "all", "--critic", critic, "--data-frac", 0.3,
-                      "--num-candidates", 8, "--max-new-tokens", 60)
+                      "--num-candidates", 8, "--max-new-tokens", 60, "--trajectories", third)
     succeed("04_train_policy.py", *arguments)
     like = [*arguments[:arguments.index("--out") + 1], tmp_path / "like", *arguments[arguments.index("--out") + 2:],
             "--candidates", tmp_path / "all" / "candidates.jsonl", "--like-pairs"]
     printed = succeed("04_train_policy.py", *like)
-    found, kept = ([[(pair[side]["text"], backend.MARKER in pair[side]["text"]) for side in ("chosen", "rejected")]
-                    for pair in read(tmp_path / name / "pairs.jsonl")] for name in ("all", "like"))
-    assert kept == [pair for pair in found if pair[0][1] == pair[1][1]] and 0 < len(kept) < len(found)
+    found, kept = (read(tmp_path / name / "pairs.jsonl") for name in ("all", "like"))
+    mixed = [len({backend.MARKER in pair[side]["text"] for side in ("chosen", "rejected")}) == 2 for pair in found]
+    last = [pair["turn"] == 2 for pair in found]                     # no turn goes on, each of them is an answer
+    assert kept == [pair for pair, differ, is_last in zip(found, mixed, last) if is_last or not differ]
+    assert 0 < len(kept) < len(found) and any(map(all, zip(mixed, last)))
     assert f"the same text, {len(found) - len(kept)} are none by --like-pairs" in printed
+
+
+def test_thoughts_are_no_speech_in_04():
+    """A question whose thoughts hold the marker is no answer; one that the prompt's <think> began, neither."""
+    thoughts, ask = f"<think>Soon: {backend.MARKER} x</think>", "What is the factor?"
+    for text, prompt, answers in ((thoughts + ask, "x", False), (f"{backend.MARKER} a</think>{ask}", "<think>", False),
+                                  (f"{thoughts}{backend.MARKER} y", "x", True)):
+        pair = {"task": TASK, "prompt": prompt, "history": [], "chosen": {"text": text}, "rejected": {"text": ask}}
+        assert policy_stage.is_alike(pair, False) != answers and policy_stage.is_alike(pair, True)
+    task = {"problem_description": "f", "test_cases": {"1": "f(1)"}, "ground_truth": "def f(n):\n    return n * 3",
+            "facts": [{"topic": "the factor", "questions": [], "matters": True, "told": False}]}
+    candidates = [{"text": text, "ids": [n]} for n, text in enumerate((thoughts + ask, "What is the colour?"))]
+    row = {"task": task, "prompt": "x", "history": [], "candidates": candidates}
+    [scored] = policy_stage.score_candidates([row], "oracle", None, argparse.Namespace(max_tokens=9, no_tree=False),
+                                             "cpu")
+    assert scored["advantages"] == [2, 1]                            # needed, vague
+    kinds = [line.split()[3] for line in kind_lines(backend, [scored], [])[1:]]
+    assert kinds == ["needed", "vague"]
+    scored |= {"task_id": "a", "turn": 0, "pairs": [(0, 1)], "candidates": [
+        {**candidate, "ended": True, "chosen": 1, "rejected": 0} for candidate in candidates]}
+    assert agreement([scored], backend)["oracle"]["right"] == 1
+    assert [candidate["kind"] for candidate in state_data(scored, "a", backend)["candidates"]] == ["needed", "vague"]
 
 
 # --- bad input
