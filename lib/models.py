@@ -174,7 +174,7 @@ def load_tokenizer(name):
 
 def load_model(name, device, dtype="float32"):
     """(model, tokenizer), the whole model on this rank, which computes in `dtype`; not for training. An adapter is
-    merged into its base. Of a model that reads images (reads_images) the processor is in the place of the tokenizer."""
+    merged into its base in float32; in bfloat16 it stays apart, as in training. Of a model that reads images (reads_images) the processor is in the place of the tokenizer."""
     from transformers import AutoModelForCausalLM
     if reads_images(name):
         from lib.vision import load_vision  # here, because it imports this module
@@ -185,7 +185,13 @@ def load_model(name, device, dtype="float32"):
         model = from_pretrained(AutoModelForCausalLM, name, dtype=getattr(torch, dtype))
     if adapters.is_adapter(name):
         adapters.check_base(name, weights_fingerprint(adapters.adapter_base(name)))
-        model = adapters.import_peft().PeftModel.from_pretrained(model, name, torch_device="cpu").merge_and_unload()
+        adapted = adapters.import_peft().PeftModel.from_pretrained(model, name, torch_device="cpu")
+        if dtype == "float32":
+            model = adapted.merge_and_unload()
+        else:                                       # a sum in bfloat16 would round most of a small adapter away
+            model = adapted.base_model.model
+            for tensor in adapters.adapter_parameters(model).values():
+                tensor.data = tensor.data.to(getattr(torch, dtype))
     return model.to(device), tokenizer
 
 
@@ -286,7 +292,8 @@ def whole_tensor(tensor):
 def save_model(folder, model, tokenizer, merge=False):
     """Write a model, sharded or whole, and its tokenizer as a Hugging Face folder inside `folder`, each file whole or
     not at all: the weights (float32 of a trained model) gathered on rank 0, at most 5 GB at a time. Of a model with an
-    adapter the adapter alone, as peft does or, with `merge`, the sum of both. For all ranks."""
+    adapter the adapter alone, as peft does or, with `merge`, the sum of both in float32, where the base is that of its
+    own files, as the model may hold it in bfloat16. For all ranks."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
     layers, folder = {f"{name}.weight": layer for name, layer in adapters.adapter_layers(model)}, pathlib.Path(folder)
@@ -294,11 +301,13 @@ def save_model(folder, model, tokenizer, merge=False):
         return save_adapter(folder, model, tokenizer)
 
     def whole(name):
-        tensor = whole_tensor(tensors[name])
-        if layers:
-            tensor = tensor.float()
-        return tensor + adapters.adapter_delta(layers[name], whole_tensor) if name in layers else tensor
+        if not layers:
+            return whole_tensor(tensors[name])
+        delta = adapters.adapter_delta(layers[name], whole_tensor).cpu() if name in layers else 0   # for all ranks
+        return stored(name).float() + delta if is_main() else None
 
+    if layers:
+        stored = tensor_reader(plain_weights(model.peft_config["default"].base_model_name_or_path, folder))
     tensors, config = {name: tensor.detach() for name, tensor in stored_tensors(model)}, copy.deepcopy(model.config)
     if layers:
         config.dtype = torch.float32
@@ -323,6 +332,20 @@ def save_model(folder, model, tokenizer, merge=False):
             model.generation_config.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         move_files(partial, folder, "config.json")
+
+
+def tensor_reader(folder):
+    """A function that reads the tensor of a name from a folder's safetensors."""
+    from safetensors import safe_open
+    files = {}
+    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            files |= dict.fromkeys(file.keys(), path)
+
+    def read(name):
+        with safe_open(files[name], "pt") as file:
+            return file.get_tensor(name)
+    return read
 
 
 def move_files(partial, folder, last):

@@ -166,12 +166,63 @@ def test_merged_is_the_adapter_within_rounding(workspace, tmp_path, policy):
         assert json.loads((tmp_path / name / "config.json").read_text())["dtype"] == "float32"
 
 
+@pytest.mark.parametrize("share", [1, 0.1])
+def test_bfloat16_keeps_small_adapters(policy, tiny, tmp_path, share):
+    """What an adapter adds to each weight of a model that computes in bfloat16, against float32: rounded once."""
+    from safetensors.torch import save_file
+    shutil.copytree(policy, tmp_path / "small")
+    small = {name: tensor * share if "lora_B" in name else tensor for name, tensor in adapter(policy).items()}
+    save_file(small, tmp_path / "small" / "adapter_model.safetensors", metadata={"format": "pt"})
+    model, base = load_model(str(tmp_path / "small"), "cpu", "bfloat16")[0], tiny[0]
+    checked = 0
+    for key, b in small.items():
+        if "lora_B" not in key:
+            continue
+        name = key.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
+        expected = 8 / 4 * (b @ small[key.replace("lora_B", "lora_A")])
+        layer = model.get_submodule(name)
+        if hasattr(layer, "lora_A"):
+            found = adapters.adapter_delta(layer, lambda tensor: tensor)
+        else:
+            found = layer.weight.float() - base.get_submodule(name).weight.bfloat16().float()
+        assert (found - expected).norm() < 0.01 * expected.norm(), name
+        checked += 1
+    assert checked == 21 and {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        values = common.turn_scores(model, a_batch())
+        expected = common.turn_scores(load_model(str(tmp_path / "small"), "cpu")[0], a_batch())
+    torch.testing.assert_close(values, expected, atol=0.3, rtol=0.02)
+
+
+def test_merging_after_bfloat16_writes_the_float32_base_and_the_adapter(workspace, tmp_path, tiny, capsys):
+    """Bit for bit what the base's files hold where there is no adapter; the sum in float32 where there is."""
+    args = ["--dtype", "bfloat16", "--max-steps", 1]
+    stage(4).main([str(x) for x in policy_flags(workspace, tmp_path / "merged", "--merge", *args)])
+    stage(4).main([str(x) for x in policy_flags(workspace, tmp_path / "apart", *args)])
+    merged, base, added = load_file(tmp_path / "merged" / "model.safetensors"), dict(tiny[0].named_parameters()), 0
+    apart = adapter(tmp_path / "apart")
+    for name, tensor in merged.items():
+        key = "base_model.model." + name.removesuffix(".weight")
+        if f"{key}.lora_B.weight" in apart:
+            delta = 2 * (apart[f"{key}.lora_B.weight"] @ apart[f"{key}.lora_A.weight"])
+            torch.testing.assert_close(tensor - base[name], delta, atol=1e-6, rtol=0)
+            added += 1
+        else:
+            assert torch.equal(tensor, base[name]), name
+    assert added == 21 and json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "float32"
+
+
 def test_02_and_04_take_adapter_folders(workspace, critic, policy, tmp_path):
     """An adapter plays, another chooses its messages; 04 scores by the critic on two ranks, trains from the adapter
     as a whole model, and says the same scores as one rank does."""
     succeed("02_rollout.py", "--tasks", workspace / "tasks.jsonl", "--agent", policy, "--best-of", 2, "--critic",
             critic[0], "--max-rounds", 3, "--max-new-tokens", 40, "--out", tmp_path / "played.jsonl")
     assert len(read(tmp_path / "played.jsonl")) == 40
+    one_task = tmp_path / "one_task.jsonl"
+    one_task.write_text(json.dumps(read(workspace / "tasks.jsonl")[0]) + "\n")
+    succeed("02_rollout.py", "--tasks", one_task, "--agent", policy, "--dtype", "bfloat16", "--max-rounds", 3,
+            "--max-new-tokens", 40, "--out", tmp_path / "bfloat16.jsonl")        # the adapter stays apart
+    assert read(tmp_path / "bfloat16.jsonl")[0]["dialogue_history"][1]["output"]
     sweet = ["--method", "sweet", "--critic", critic[0], "--trajectories", workspace / "offline.jsonl", "--data-frac",
              0.03, "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1]
     for name, ranks in (("one", 1), ("two", 2)):
