@@ -747,9 +747,9 @@ def net_return(value, trajectory, turn_cost):
 def trajectory_pairs(trajectories, path, min_gap=None, turn_cost=0.0):
     """[(chosen, rejected)] indices of trajectories of one task. With `min_gap` (None: the domain's MIN_GAP): every two
     whose net_return differs by so much. Where that is None, too: every trajectory with a lower return is paired with
-    one of return 1, these in turn, the better by net_return chosen; with a `turn_cost` also the shortest of return 1
-    with each longer one, a random part of these where they would be more than the others. InputError, which names
-    `path`, where there is no pair."""
+    one of return 1, these in turn, the better by net_return chosen (of equals the success); with a `turn_cost` also the
+    shortest of return 1 with each longer one, a random part of these where they would be more than the others.
+    InputError, which names `path`, where there is no pair."""
     min_gap = domain_of(trajectories[0]["task"]).MIN_GAP if min_gap is None else min_gap
     by_task = {}
     for index, trajectory in enumerate(trajectories):
@@ -764,7 +764,8 @@ def trajectory_pairs(trajectories, path, min_gap=None, turn_cost=0.0):
         losers = [i for i in group if trajectories[i]["reward"] < 1]
         for n, loser in enumerate(losers if winners else ()):
             winner = winners[n % len(winners)]
-            pairs.append((winner, loser) if net[winner] >= net[loser] else (loser, winner))
+            is_tie = math.isclose(net[winner], net[loser], rel_tol=1e-9, abs_tol=1e-9)
+            pairs.append((winner, loser) if net[winner] > net[loser] or is_tie else (loser, winner))
         if turn_cost and winners:
             best = max(winners, key=lambda i: net[i])
             shorter += [(best, i) for i in winners if net[best] > net[i]]

@@ -174,7 +174,8 @@ def load_tokenizer(name):
 
 def load_model(name, device, dtype="float32"):
     """(model, tokenizer), the whole model on this rank, which computes in `dtype`; not for training. An adapter is
-    merged into its base in float32; in bfloat16 it stays apart, as in training. Of a model that reads images (reads_images) the processor is in the place of the tokenizer."""
+    merged into its base in float32; in bfloat16 it stays apart, as in training. Of a model that reads images
+    (reads_images) the processor is in the place of the tokenizer."""
     from transformers import AutoModelForCausalLM
     if reads_images(name):
         from lib.vision import load_vision  # here, because it imports this module

@@ -281,6 +281,10 @@ def test_turn_costs_order_successes_by_hand(capsys):
     assert "1 of 2 trajectory pairs are between equal returns, by --turn-cost; 1 more" in capsys.readouterr().out
     # a cost that is worth more than the answer turns pairs round
     assert common.trajectory_pairs(rows[6:8], "x", turn_cost=0.2) == [(1, 0)]
+    # an exact tie goes to the success, however it is rounded: 1 - 11 * .1 and 0 - 1 * .1, 1 - 6 * .2 and 0 - 1 * .2, …
+    for cost, turns, shorter in ((.1, 11, 1), (.1, 13, 3), (.2, 6, 1), (.05, 21, 1), (.05, 23, 3), (.5, 3, 1)):
+        tie = trajectories(("a", TASK, 1, turns), ("a", TASK, 0, shorter))
+        assert common.trajectory_pairs(tie, "x", turn_cost=cost) == [(0, 1)], (cost, turns)
     pages = trajectories(("a", PAGE, .9, 4), ("a", PAGE, .9, 2), ("a", PAGE, .7, 1))
     assert common.trajectory_pairs(pages, "x", 0.1) == [(0, 2), (1, 2)]
     assert common.trajectory_pairs(pages, "x", 0.1, turn_cost=0.06) == [(1, 0), (1, 2)]
