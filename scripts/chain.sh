@@ -1,6 +1,7 @@
 # Sourced by run.sh and by the other scripts, in the repository's root: the settings of the domains, and the steps
 # of the chain (tasks, dialogues, critic, policies) as functions. The settings are those that scripts/tune.sh found best
-# on validation tasks, of eight for each method (three with pages and queries).
+# on validation tasks, of eight for each method (three with pages and queries). A domain of your own: one file in
+# colbench/, a line in DOMAINS there, a case in take_domain and one in set_up_domain here.
 . scripts/setup.sh
 py=.venv/bin/python
 torchrun=".venv/bin/torchrun --standalone --nproc-per-node 2"
@@ -18,37 +19,38 @@ take_domain() {
 }
 
 # set_up_domain: installs what `domain` needs, and sets its settings.
-# `sampling`: flags of SWEET's candidates; `similarity`: how pages are compared; `rollout`: how dialogues are played.
+# `sampling`: flags of SWEET's candidates; `sweet_batches`: of its training, not searched; `similarity`: how pages are
+# compared; `rollout`: how dialogues are played.
 set_up_domain() {
     case $domain in
         backend)
             setup_environment requirements.txt
             base=models/tiny num_train=800 num_test=300 similarity=
-            sampling="--max-new-tokens 160"
+            sampling="--max-new-tokens 160" sweet_batches="--max-tokens 4096 --pairs-together"
             rollout="02_rollout.py --simulator rules --max-rounds ${ROUNDS:-8} --max-new-tokens 160"
             critic_settings="--beta 1 --lr 3e-4 --epochs 2"
             rft_settings="--lr 1e-3 --epochs 4"
             mtdpo_settings="--lr 1e-4 --nll-coef 0.3 --epochs 2"
-            sweet_settings="--lr 3e-5 --nll-coef 0.3 $sampling --max-tokens 4096 --pairs-together" ;;
+            sweet_settings="--lr 3e-5 --nll-coef 0.3 $sampling $sweet_batches" ;;
         frontend)
             setup_environment requirements.txt scripts/frontend.txt
             setup_browser
             base=models/tiny_pages num_train=120 num_test=50 similarity="--similarity pixels"
-            sampling="--data-frac 0.06 --max-new-tokens 220"
+            sampling="--data-frac 0.06 --max-new-tokens 220" sweet_batches=--pairs-together
             rollout="02_rollout.py --simulator rules $similarity --max-rounds ${ROUNDS:-4} --max-new-tokens 220"
             critic_settings="--beta 1 --lr 3e-4 --epochs 1"
             rft_settings="--lr 1e-3 --epochs 4"
             mtdpo_settings="--lr 1e-4 --nll-coef 0.3 --epochs 1"
-            sweet_settings="--lr 1e-4 --nll-coef 0.3 $sampling --pairs-together" ;;
+            sweet_settings="--lr 1e-4 --nll-coef 0.3 $sampling $sweet_batches" ;;
         sql)
             setup_environment requirements.txt
             base=models/tiny_sql num_train=500 num_test=300 similarity=
-            sampling="--max-new-tokens 100"
+            sampling="--max-new-tokens 100" sweet_batches="--max-tokens 4096 --pairs-together"
             rollout="02_rollout.py --simulator rules --max-rounds ${ROUNDS:-8} --max-new-tokens 100"
             critic_settings="--beta 1 --lr 3e-4 --epochs 2"
             rft_settings="--lr 3e-3 --epochs 4"
             mtdpo_settings="--lr 1e-4 --nll-coef 0.3 --epochs 2"
-            sweet_settings="--lr 3e-5 --nll-coef 0.3 $sampling --max-tokens 4096 --pairs-together" ;;
+            sweet_settings="--lr 3e-5 --nll-coef 0.3 $sampling $sweet_batches" ;;
     esac
 }
 

@@ -50,20 +50,20 @@ kind_flags() {
 }
 
 # NAME FLAGS… of each setting; the name is its row in the table
-sweet_grid() {                                                       # NAME CRITIC more flags
+sweet_grid() {                                                       # NAME CRITIC
     local lr beta nll
     for lr in 3e-5 1e-4; do
         for nll in 0.01 0.3; do
             for beta in 0.1 1; do                                    # of the critic; the policy's is the paper's, 0.1
-                echo "$1_${lr}_${beta}_${nll}_1 --method sweet --lr $lr --nll-coef $nll $sampling" \
-                    "--critic $work/$2-$beta --candidates $work/candidates/candidates.jsonl" "${@:3}"
+                echo "$1_${lr}_${beta}_${nll}_1 --method sweet --lr $lr --nll-coef $nll $sampling $sweet_batches" \
+                    "--critic $work/$2-$beta --candidates $work/candidates/candidates.jsonl"
             done
         done
     done
 }
 critic_grid() {
     local kind
-    for kind in $kinds; do sweet_grid sweet-$kind critic-$kind --max-tokens 4096 --pairs-together; done
+    for kind in $kinds; do sweet_grid sweet-$kind critic-$kind; done
 }
 function_grid() {
     local lr beta nll epochs
@@ -87,7 +87,7 @@ short_grid() {
     for lr in 3e-4 1e-3 3e-3; do echo "rft_${lr}_-_-_4 --method rft --lr $lr --epochs 4"; done
     for lr in 3e-5 1e-4 3e-4; do
         echo "mtdpo_${lr}_0.1_0.3_$epochs --method mtdpo --lr $lr --nll-coef 0.3 --epochs $epochs"
-        echo "sweet_${lr}_1_0.3_1 --method sweet --lr $lr --nll-coef 0.3 --pairs-together $sampling --critic" \
+        echo "sweet_${lr}_1_0.3_1 --method sweet --lr $lr --nll-coef 0.3 $sampling $sweet_batches --critic" \
             "$work/critic-1 --candidates $work/candidates/candidates.jsonl"
     done
 }

@@ -168,6 +168,20 @@ def test_every_method_is_searched_over_as_many_settings(call, flags, number, tes
     assert not any(test_tasks in command["words"] for command in commands)
 
 
+@pytest.mark.parametrize("flags", [[], ["--domain", "frontend"], ["--domain", "sql"]])
+def test_the_search_tries_what_run_sh_uses(call, flags):
+    """For each method one of the settings is that of run.sh, with all that is not searched."""
+    def trained(commands):
+        for command in commands:
+            words = command["words"]
+            if words[0].startswith("04") and "--max-steps" not in words:
+                args = vars(stage(4).parse_args(words[1:]))
+                yield {key: value for key, value in args.items() if key not in ("out", "critic", "candidates")}
+    used, tried = list(trained(call("run.sh", *flags))), list(trained(call("scripts/tune.sh", *flags)))
+    assert {args["method"] for args in used} == {"sweet", "mtdpo", "rft"}
+    assert [args for args in used if args not in tried] == []
+
+
 def test_other_critics_are_searched_over_as_many_settings(call):
     call("run.sh")
     commands = [command["words"] for command in call("scripts/tune.sh", KINDS="no-c regression")]
