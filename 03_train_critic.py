@@ -170,7 +170,7 @@ def main(argv=None):
                 losses, chosen_rewards, rejected_rewards = bradley_terry_loss(chosen, rejected, args.beta)
                 nll = -scores[0::2].sum(1) / batch.lengths[0::2].sum(1)                 # (B,) mean over chosen tokens
                 loss = ((losses + args.nll_coef * nll) * shares).sum()
-                numbers = training.preference_numbers(chosen_rewards, rejected_rewards, nll, shares)
+                numbers = training.preference_numbers(chosen_rewards, rejected_rewards, nll, shares, args.dtype)
             else:
                 labels = torch.tensor(value_labels([trajectories[train[i][0]] for i in micro], args.turn_cost),
                                       device=runtime.device)                            # (B,)

@@ -509,7 +509,7 @@ def main(argv=None):
                                                                     args.beta)
                 nll = -chosen / chosen_and_rejected(batch.lengths, pairs)[0]            # (P,) mean over chosen tokens
                 loss = ((losses + args.nll_coef * nll) * shares).sum()
-                numbers = training.preference_numbers(chosen_rewards, rejected_rewards, nll, shares)
+                numbers = training.preference_numbers(chosen_rewards, rejected_rewards, nll, shares, args.dtype)
             else:
                 loss = -(scores.sum(1) * weights).sum() / num_action_tokens             # a mean over the batch's tokens
             (loss * runtime.world_size).backward()                  # FSDP takes the ranks' mean, the batch is their sum

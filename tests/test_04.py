@@ -13,7 +13,7 @@ from conftest import policy_flags as flags
 from conftest import read, refused, ROOT, stage, succeed
 from lib.models import encode
 from lib.runtime import start
-from lib.training import kind_lines
+from lib.training import kind_lines, preference_numbers
 
 policy_stage = stage(4)
 BASE = ROOT / "models" / "tiny"
@@ -91,6 +91,16 @@ def test_the_first_loss_is_log_2(sweet, workspace, tmp_path):
     assert read(sweet[0] / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
     succeed("04_train_policy.py", *flags(workspace, "mtdpo", tmp_path / "m", "--nll-coef", 0))
     assert read(tmp_path / "m" / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
+
+
+def test_an_equal_pair_is_half_right(sweet, workspace, tmp_path):
+    rewards = torch.tensor([0.3, 0.3 + 3e-7, 0.3 - 3e-7, 0.4, 0.2]), torch.full((5,), 0.3)
+    numbers = preference_numbers(*rewards, torch.zeros(5), torch.full((5,), 0.2), "float32")
+    assert numbers["acc"] == pytest.approx(0.5) and numbers["margin"] == pytest.approx(0, abs=1e-6)
+    one = preference_numbers(rewards[0][3:4], rewards[1][:1], torch.zeros(1), torch.ones(1), "bfloat16")
+    assert one["acc"] == 1 and read(sweet[0] / "metrics.jsonl")[0]["acc"] == 0.5
+    succeed("04_train_policy.py", *flags(workspace, "mtdpo", tmp_path / "m", "--dtype", "bfloat16", "--max-steps", 1))
+    assert read(tmp_path / "m" / "metrics.jsonl")[0]["acc"] == 0.5
 
 
 def test_a_tree_trains_like_rows_of_their_own(sweet, workspace, critic, tmp_path):

@@ -195,9 +195,12 @@ def test_bfloat16_keeps_small_adapters(policy, tiny, tmp_path, share):
 
 
 def test_merging_after_bfloat16_writes_the_float32_base_and_the_adapter(workspace, tmp_path, tiny, capsys):
-    """Bit for bit what the base's files hold where there is no adapter; the sum in float32 where there is."""
+    """Bit for bit what the base's files hold where there is no adapter; the sum in float32 where there is. It reports
+    what it writes."""
     args = ["--dtype", "bfloat16", "--max-steps", 1]
     stage(4).main([str(x) for x in policy_flags(workspace, tmp_path / "merged", "--merge", *args)])
+    num_parameters = sum(parameter.numel() for parameter in tiny[0].parameters())
+    assert f"writes {tmp_path / 'merged'} ({num_parameters:,} parameters)" in capsys.readouterr().out
     stage(4).main([str(x) for x in policy_flags(workspace, tmp_path / "apart", *args)])
     merged, base, added = load_file(tmp_path / "merged" / "model.safetensors"), dict(tiny[0].named_parameters()), 0
     apart = adapter(tmp_path / "apart")
