@@ -1,10 +1,11 @@
-"""Stage 1: make collaborative tasks in ColBench's format, or take ColBench's own: Python functions (--domain backend)
-or web pages (--domain frontend).
+"""Stage 1: make collaborative tasks in ColBench's format, or take ColBench's own: Python functions (--domain backend),
+web pages (--domain frontend) or queries to a database (--domain sql, from templates alone).
 
 Reads   nothing (--source template), a model and texts (llm), the published files (colbench), the data set WebSight
         (websight), or a tasks file (--check).
 Writes  tasks.jsonl, one task a line: {"task_id", "problem_description", "ground_truth", "test_cases"} (pages: without
-        "test_cases"); of template tasks also {"family", "template", "facts" (pages: "slots")}, for a human by rule;
+        "test_cases"; queries: "schema" and "databases" in its place); of template tasks also {"family", "template",
+        "facts" (pages: "slots")}, for a human by rule;
         with --source llm also tasks.rejected.jsonl: {"attempt", "seed_text", "reason", "detail", "reply"};
         with --trajectories: the published trajectories, and beside them FILE.system_prompt.txt for 02 --system-prompt.
 

@@ -113,14 +113,14 @@ async def human_turn(dialogue, human, world, args):
 # ---------------------------------------------------------------------------------------------------------------------
 # --best-of: which of several replies is sent; "text" of these is what the other side would see
 
-async def critic_choice(dialogue, prompt, replies, critic, tokenizer, device, world):
+async def critic_choice(dialogue, prompt, replies, critic, tokenizer, device, world, max_tokens=16384):
     """The number of the reply with the highest score of a critic (03), or of the oracle."""
     points = [common.DecisionPoint(prompt, dialogue["task"], dialogue["history"], [reply.ids for reply in replies],
                                    [reply.text for reply in replies])]
     if not isinstance(critic, str) and critic.get("visual"):
         shown = await world.show(common.documents_needed(critic, points))
         critic = {**critic, "show": lambda _: shown}
-    [scores] = common.score_actions(critic, tokenizer, points, 16384, device)
+    [scores] = common.score_actions(critic, tokenizer, points, max_tokens, device)
     return max(range(len(scores)), key=scores.__getitem__)
 
 
@@ -303,7 +303,7 @@ def parse_args(argv=None):
     group.add_argument("--concurrency", type=positive_int, default=64, help="dialogues in flight")
     group.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the models")
     group.add_argument("--max-tokens", type=positive_int, default=16384,
-                       help="of a dialogue, and of a pass of a local model over prompts")
+                       help="of a dialogue, and of a pass of a local model over prompts, or of --critic over messages")
     group.add_argument("--system-prompt", metavar="FILE",
                        help="its text, taken as it is, is the agent's system prompt in place of ours and of our note "
                        "on the last round; 01 --trajectories writes that of published ones")
@@ -398,7 +398,7 @@ def main(argv=None):
         if not oracle:
             critic = common.load_critic(critic, common.load_whole(runtime.device, args.dtype))
         chooser = functools.partial(critic_choice, critic=critic, tokenizer=agent.tokenizer, device=runtime.device,
-                                    world=world)
+                                    world=world, max_tokens=args.max_tokens)
     dialogues = new_dialogues(rows, system, args)
     begin_output(record, out, inputs)
 

@@ -63,10 +63,10 @@ def add_training(parser, max_length):
     parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
     parser.add_argument("--beta", type=float, default=0.1, help="scale of the log-ratios in the loss")
     parser.add_argument("--nll-coef", type=float, default=0.01, help="weight of the chosen side's mean NLL")
-    parser.add_argument("--epochs", type=positive_int, help="passes over the examples (None: 04's sweet, grpo, "
-                        "distill 1, else 4; with paper-frontend 8)")
-    parser.add_argument("--batch-size", type=positive_int, help="examples a step, over all ranks (None: 8; 32 for "
-                        "likelihoods)")
+    parser.add_argument("--epochs", type=positive_int, help="passes over the examples (None: of 04's sweet, grpo "
+                        "and distill 1, else 4, or with --preset paper-frontend 8)")
+    parser.add_argument("--batch-size", type=positive_int, help="examples a step, over all ranks (None: of 04's "
+                        "sweet and mtdpo 8, of rft, sft, grpo and distill 32)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                         help="arithmetic; the parameters that are trained stay float32")
     parser.add_argument("--seed", type=int, default=0, help="seed of order and samples")

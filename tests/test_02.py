@@ -284,6 +284,20 @@ def test_the_judge_compares_in_both_orders(monkeypatch, replies, chosen, counted
     assert counts == {**dict.fromkeys(counts, 0), counted: 1}
 
 
+def test_the_critic_of_best_of_n_has_passes_of_max_tokens(workspace, critic, tmp_path, monkeypatch):
+    limits, score = [], rollout.common.score_actions
+
+    def scored(critic, tokenizer, points, max_tokens, device):
+        limits.append(max_tokens)
+        return score(critic, tokenizer, points, max_tokens, device)
+    monkeypatch.setattr(rollout.common, "score_actions", scored)
+    (tmp_path / "task.jsonl").write_text(json.dumps(read(workspace / "tasks.jsonl")[0]) + "\n")
+    rollout.main([str(word) for word in (
+        "--tasks", tmp_path / "task.jsonl", "--agent", "models/tiny", "--max-rounds", 1, "--max-new-tokens", 20,
+        "--best-of", 2, "--critic", critic, "--max-tokens", 1234, "--out", tmp_path / "out.jsonl")])
+    assert limits == [1234]
+
+
 def test_who_picks_one_of_several_messages_is_not_shown_their_thoughts(monkeypatch):
     async def replied(*_):
         return "prompt<think>", [Reply(f"plan {n}</think>What {n}?", True, [n], 0, 0) for n in range(2)]

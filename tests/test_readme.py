@@ -14,6 +14,7 @@ import tempfile
 
 import pytest
 
+from colbench import DOMAINS
 from conftest import ROOT, run, stage
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text()
@@ -53,6 +54,29 @@ def started(block):
                                  capture_output=True, env={"PATH": f"{folder}:/usr/bin:/bin", "LOG": str(log)})
         assert process.returncode == 0, process.stderr
         return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def test_docstrings_and_help_texts_know_domains_and_defaults():
+    assert all(f"--domain {name}" in stage(1).__doc__ for name in DOMAINS)
+    texts = {}
+    for flag in ("--epochs", "--batch-size"):
+        [texts[flag]] = re.findall(rf"^  {flag} .*?(?=^  --)", (helped := help_of(4)), re.DOTALL | re.MULTILINE)
+        texts[flag] = " ".join(texts[flag].split())
+    assert "of 04's sweet, grpo and distill 1, else 4, or with --preset paper-frontend 8" in texts["--epochs"], helped
+    assert "of 04's sweet and mtdpo 8, of rft, sft, grpo and distill 32" in texts["--batch-size"]
+    for method in ("sweet", "mtdpo", "rft", "sft", "grpo", "distill"):
+        more = ["--critic", "x"] if method == "sweet" else []
+        flags = ["--method", method, "--trajectories", "x", "--model", "x", "--out", "x", *more]
+        plain, pages = (stage(4).parse_args([*flags, *preset]) for preset in ([], ["--preset", "paper-frontend"]))
+        assert plain.batch_size == (8 if method in ("sweet", "mtdpo") else 32)
+        assert (plain.epochs, pages.epochs) == ((1, 1) if method in ("sweet", "grpo", "distill") else (4, 8))
+
+
+def help_of(number):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        stage(number).parse_args(["--help"])
+    return printed.getvalue()
 
 
 def number_of(script):
