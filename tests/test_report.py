@@ -237,7 +237,7 @@ def test_credit_by_hand():
 
 
 def test_agreement_with_oracles_by_hand():
-    domain = types.SimpleNamespace(ORACLES=("oracle",), lacks=lambda task, oracle: None,
+    domain = types.SimpleNamespace(ORACLES=("oracle",), lacks=lambda task, oracle: None, shown=lambda message: message,
                                    oracle_scores=lambda oracle, task, history, texts: [len(text) for text in texts])
 
     def row(task, texts, advantages, pairs):
