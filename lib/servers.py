@@ -1,12 +1,18 @@
 """Models behind http:// (OpenAI's protocol): balanced over addresses, retried, tokens counted."""
 import asyncio
 import collections
+import html
+import http.cookiejar
+import itertools
+import json
 import math
 import os
 import random
 import re
 import time
 import types
+import urllib.parse
+import zlib
 from collections import namedtuple
 
 from lib.engine import uniforms
@@ -21,6 +27,10 @@ def server_seed(*key):
 
 Reply = namedtuple("Reply", "text ended ids prompt_tokens completion_tokens")
 MAX_PAUSE_S, MAX_WAIT_S = 30, 600               # between two tries: of our own accord, and because a server asks for it
+MAX_REPLY_BYTES = 2 ** 23                       # after decompression; 100,000 tokens, as text and as ids, are 2 MB
+MAX_COUNT = 2 ** 31                             # above all token ids, and all numbers of tokens of a request
+MAX_TOLD_CHARS = 2_000                          # of a server's message, before it becomes one line
+KEY_PART_CHARS = 8                              # of the key: so many in a row are replaced in messages
 RESEEDED = "empty reply", "unreadable reply", "wrong ids"                 # the same seed could give the same again
 
 
@@ -31,6 +41,10 @@ class Server(types.SimpleNamespace):
 
 class ReplyError(Exception):
     """A server gave no reply after all retries. Only this dialogue fails."""
+
+
+class UnreadableReply(Exception):
+    """What a server sent is no reply; says why."""
 
 
 def strip_thoughts(text, prompt=None):
@@ -57,17 +71,36 @@ def open_server(name, timeout_s=600, retries=8):
     if not all(map(is_server, urls.split(","))):
         raise InputError(f"{name}: several addresses of one model are written http://A/v1,http://B/v1#{model}")
     try:
-        import openai
+        import httpx
     except ImportError:
-        raise InputError(f"{name}: servers need the package openai: pip install openai") from None
-    options = {"api_key": os.environ.get("OPENAI_API_KEY") or "none", "max_retries": 0,
-               "timeout": openai.Timeout(None, connect=10)}
-    addresses = [types.SimpleNamespace(url=url, client=openai.AsyncOpenAI(base_url=url, **options), in_flight=0,
-                                       rests_until=0.0, answered=False) for url in urls.split(",")]
+        raise InputError(f"{name}: servers need the package httpx: pip install httpx") from None
+    key = os.environ.get("OPENAI_API_KEY") or "none"
+    if not (key.isascii() and key.isprintable()):
+        raise InputError("OPENAI_API_KEY: has characters that no header can have; set it again")
+    addresses = []
+    for url in urls.split(","):
+        try:
+            client = new_client(url, key)
+        except (httpx.InvalidURL, ValueError) as error:
+            raise InputError(f"{url}: no address of a server ({one_line(error)})") from None
+        if not client.base_url.host or (client.base_url.port or 0) > 65535:
+            raise InputError(f"{url}: no address of a server (host or port)")
+        addresses.append(types.SimpleNamespace(url=url, client=client, in_flight=0, rests_until=0.0, answered=False))
     # What the protocol does not name, vLLM, SGLang and llama.cpp take from the model's own defaults, if it is not set.
     return Server(name=name, model=model, addresses=addresses, timeout_s=timeout_s, retries=retries,
-                  sampling={"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}, takes_sampling=False,
-                  last_reply=-math.inf, counts=collections.Counter())
+                  key_parts=key_parts(key), sampling={"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
+                  takes_sampling=False, last_reply=-math.inf, counts=collections.Counter())
+
+
+def new_client(url, key):
+    """The HTTP client of one address. It follows no redirect, since a chat may hold the reference, which another server
+    must not get; it keeps no cookies, which would bind all requests to one machine behind a balancer."""
+    import httpx
+    no_cookies = http.cookiejar.CookieJar(policy=http.cookiejar.DefaultCookiePolicy(allowed_domains=[]))
+    return httpx.AsyncClient(
+        base_url=url, headers={"Authorization": f"Bearer {key}", "Accept-Encoding": "identity"}, cookies=no_cookies,
+        follow_redirects=False, timeout=httpx.Timeout(None, connect=10),
+        limits=httpx.Limits(max_connections=1000, max_keepalive_connections=100))
 
 
 def server_request(server, said, temperature, max_new_tokens, seed, extra):
@@ -84,17 +117,142 @@ def server_request(server, said, temperature, max_new_tokens, seed, extra):
                       "presence_penalty": 0.0, "extra_body": server.sampling | extra}
 
 
-def read_reply(answer):
-    """The Reply in a server's answer: text (thoughts that the server gives apart in a <think> block before it), whether
-    it ended before the limit of its length, token ids (None where the server gives none), numbers of tokens read and
-    written."""
-    choice, usage = answer.choices[0], answer.usage
-    message = getattr(choice, "message", None)                      # of a chat, none after a prompt
-    thoughts = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
-    text = (f"<think>{thoughts}</think>" if thoughts else "") + ((message.content if message else choice.text) or "")
-    return Reply(text, choice.finish_reason != "length", getattr(choice, "token_ids", None),
-                 usage.prompt_tokens if usage else 0, usage.completion_tokens if usage else 0)
+# ---------------------------------------------------------------------------------------------------------------------
+# what a server sends is read here, and nowhere else
 
+async def read_body(response):
+    """The body (bytes) of a response. UnreadableReply where it has more than MAX_REPLY_BYTES, as it is sent or after
+    decompression."""
+    encoding = response.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity", "gzip", "deflate"):
+        raise UnreadableReply("compressed in a way that was not asked for")
+    unzip = zlib.decompressobj(wbits=47) if encoding in ("gzip", "deflate") else None      # 47: of both, by the header
+    body, num_sent = bytearray(), 0
+    async for chunk in response.aiter_raw():
+        num_sent += len(chunk)
+        if unzip:
+            chunk = unzipped(unzip, chunk, MAX_REPLY_BYTES + 1 - len(body))
+        body += chunk
+        if max(num_sent, len(body)) > MAX_REPLY_BYTES:
+            raise UnreadableReply(f"more than {MAX_REPLY_BYTES:,} bytes")
+    if unzip and not unzip.eof:
+        raise UnreadableReply("compressed data without an end")
+    return bytes(body)
+
+
+def unzipped(unzip, chunk, max_bytes):
+    try:
+        return unzip.decompress(chunk, max_bytes)
+    except zlib.error:
+        raise UnreadableReply("damaged compressed data") from None
+
+
+def read_object(body):
+    """The JSON object in a body (bytes)."""
+    try:
+        answer = json.loads(body.decode())
+    except RecursionError:
+        raise UnreadableReply("nested too deeply") from None
+    except ValueError as error:                 # no UTF-8, no JSON, or an integer of more digits than Python reads
+        raise UnreadableReply(one_line(error)) from None
+    if type(answer) is not dict:
+        raise UnreadableReply(f"a {type(answer).__name__}, not an object")
+    return answer
+
+
+def field(owner, name, kind):
+    """owner[name] of an object in a reply, which is of the type `kind`; None where it is missing or null."""
+    value = owner.get(name)
+    if value is not None and type(value) is not kind:               # bool is no int here
+        raise UnreadableReply(f'"{name}" is a {type(value).__name__}, not a {kind.__name__}')
+    return value
+
+
+def check_count(name, value):
+    """UnreadableReply unless `value` is a token id or a number of tokens."""
+    if type(value) is not int or not 0 <= value < MAX_COUNT:
+        raise UnreadableReply(f'"{name}": not an integer from 0 to {MAX_COUNT - 1:,}')
+
+
+def read_reply(body):
+    """The Reply in a body (bytes): text (thoughts that the server gives apart in a <think> block before it), whether it
+    ended before the limit of its length, token ids (None where the server gives none), numbers of tokens read and
+    written (0 where the server gives none). UnreadableReply where a part of it is missing or of another type."""
+    answer = read_object(body)
+    choices = field(answer, "choices", list)
+    if not choices:
+        raise UnreadableReply(f'no "choices": {refusal(body)[0]}')
+    choice = choices[0]
+    if type(choice) is not dict:
+        raise UnreadableReply(f"a choice is a {type(choice).__name__}, not an object")
+    message, text, thoughts = field(choice, "message", dict), field(choice, "text", str), None    # of a chat; a prompt
+    if message is None and text is None:
+        raise UnreadableReply('neither "message" nor "text"')
+    if message is not None:
+        text = field(message, "content", str) or ""
+        thoughts = field(message, "reasoning_content", str) or field(message, "reasoning", str)
+    if thoughts:
+        text = f"<think>{thoughts}</think>{text}"
+    token_ids, usage = field(choice, "token_ids", list), field(answer, "usage", dict) or {}
+    for token_id in token_ids or []:
+        check_count("token_ids", token_id)
+    counts = [field(usage, name, int) or 0 for name in ("prompt_tokens", "completion_tokens")]
+    for count in counts:
+        check_count("usage", count)
+    return Reply(text, field(choice, "finish_reason", str) != "length", token_ids, *counts)
+
+
+def refusal(body):
+    """(message, code or None) of a body (bytes) that says why there is no reply: {"error": {"message", "code"}},
+    {"error": "message"}, {"message"}, or any text."""
+    text = body[:MAX_TOLD_CHARS].decode(errors="replace")
+    try:
+        answer = read_object(body)
+    except UnreadableReply:
+        return text, None
+    error = answer.get("error", answer)
+    if type(error) is str:
+        return error, None
+    if type(error) is not dict or type(error.get("message")) is not str:
+        return text, None
+    return error["message"], error.get("code")
+
+
+def key_parts(key):
+    """All that stands for KEY_PART_CHARS characters of the key in a row, in small letters: as they are, and as they can
+    stand in JSON, HTML, a URL or Python. Empty for a key of less than four characters, which hides nothing."""
+    spellings = (
+        str, lambda c: json.dumps(c)[1:-1], lambda c: c.replace("/", r"\/"), html.escape,
+        lambda c: urllib.parse.quote(c, safe=""), lambda c: f"%{ord(c):02x}", lambda c: rf"\u{ord(c):04x}",
+        lambda c: rf"\x{ord(c):02x}", lambda c: f"&#{ord(c)};", lambda c: f"&#x{ord(c):x};")
+    length, parts = min(KEY_PART_CHARS, len(key)), set()
+    for spelling in spellings if length > 3 else ():
+        spelled = [spelling(c).lower() for c in key]
+        parts |= {"".join(spelled[i:i + length]) for i in range(len(key) - length + 1)}
+    return parts
+
+
+def without_key(text, parts):
+    """A text with "[key]" for all that holds a part of the key (key_parts)."""
+    lowered = "".join(c.lower() if c.isascii() else c for c in text)        # other letters may become two
+    is_key = [False] * len(text)
+    for part in parts:
+        start = lowered.find(part)
+        while start >= 0:
+            is_key[start:start + len(part)] = [True] * len(part)
+            start = lowered.find(part, start + 1)                           # parts overlap
+    pieces = []
+    for hidden, positions in itertools.groupby(range(len(text)), is_key.__getitem__):
+        pieces.append("[key]" if hidden else "".join(text[i] for i in positions))
+    return "".join(pieces)
+
+
+def quoted(told, server):
+    """One line of what a server, or an error that may name what it sent, says; without the key."""
+    return one_line(without_key(str(told)[:MAX_TOLD_CHARS] or type(told).__name__, server.key_parts))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 
 def empty_fault(reply):
     """One line where nothing is said in a Reply but thoughts; else None."""
@@ -102,48 +260,71 @@ def empty_fault(reply):
         return "empty reply" + ("" if reply.ended else " (ended by the limit of new tokens: raise it)")
 
 
+async def send(address, request):
+    """(httpx.Response, its body) to a request (server_request)."""
+    path = "/completions" if "prompt" in request else "/chat/completions"
+    fields = {name: value for name, value in request.items() if name != "extra_body"} | request["extra_body"]
+    content = json.dumps(fields, ensure_ascii=False).encode(errors="replace")      # a lone surrogate is sent as "?"
+    async with address.client.stream("POST", path, content=content,
+                                     headers={"Content-Type": "application/json"}) as response:
+        try:
+            return response, await read_body(response)
+        except UnreadableReply:
+            if response.is_success:
+                raise
+            return response, b""                                    # the status says enough
+
+
 async def ask_once(server, address, request, fault_of):
     """Returns (reply, error, retry_after_s): (Reply, None, None), or (None, one line, seconds or None for growing
     pauses). InputError, or ReplyError, where no retry can help."""
     import httpx
-    import openai
-    where, client = f"{address.url}#{server.model}", address.client
-    create = client.completions.create if "prompt" in request else client.chat.completions.create
     try:
         async with asyncio.timeout(server.timeout_s):
-            reply = read_reply(await create(**request))
-    except openai.APIStatusError as error:
-        status, wait_s = error.status_code, error.response.headers.get("retry-after", "")
-        told = error.body.get("message") if isinstance(error.body, dict) else None
-        fault = f"status {status}: {one_line(told or error)}"
-        if status in (401, 403) or error.code == "insufficient_quota":
-            raise InputError(f"{where}: the key in OPENAI_API_KEY is missing or refused ({fault})") from None
-        if status == 404:
-            or_no = ", or nothing that continues a prompt (/completions)" if "prompt" in request else ""
-            raise InputError(f"{where}: no model of this name there{or_no} ({fault})") from None
-        if status in (408, 409, 429) or status >= 500:
-            return None, fault, float(wait_s) if re.fullmatch(r"\d+(\.\d+)?", wait_s) else None
-        if "top_k" in request["extra_body"] and not server.takes_sampling:
-            if server.sampling:
-                say(f"{where}: asked again without {', '.join(server.sampling)} ({fault})")
-            server.sampling = {}
-            return None, fault, 0
-        raise (ReplyError if address.answered else InputError)(f"{where}: refuses the request ({fault})") from None
-    except openai.APIConnectionError as error:
-        fault = f"no connection ({one_line(error.__cause__ or error)})"
-        if not address.answered and not isinstance(error.__cause__, (httpx.ReadError, httpx.RemoteProtocolError)):
-            raise InputError(f"{where}: {fault}; start the server first, or mend the address") from None
+            response, body = await send(address, request)
+        if not response.is_success:
+            return refused(server, address, request, response, body)
+        reply = read_reply(body)
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        fault = f"no connection ({quoted(error, server)})"
+        if not address.answered and not isinstance(error, (httpx.ReadError, httpx.RemoteProtocolError)):
+            raise InputError(f"{address.url}#{server.model}: {fault}; start the server first, or mend the address"
+                             ) from None
         return None, fault, None
     except TimeoutError:
         return None, f"no reply within {server.timeout_s:g} s", None
-    except (ValueError, AttributeError, IndexError, TypeError) as error:
-        return None, f"unreadable reply ({one_line(error)})", 0
+    except UnreadableReply as error:
+        return None, f"unreadable reply ({quoted(error, server)})", 0
     server.counts["server_prompt_tokens"] += reply.prompt_tokens
     server.counts["server_completion_tokens"] += reply.completion_tokens
     server.takes_sampling |= "top_k" in request["extra_body"]
     server.last_reply, address.answered = time.monotonic(), True
     fault = fault_of(reply)
-    return (None, fault, 0) if fault else (reply, None, None)
+    return (None, quoted(fault, server), 0) if fault else (reply, None, None)
+
+
+def refused(server, address, request, response, body):
+    """What ask_once returns, or raises, of a response whose status is none of success."""
+    where, status = f"{address.url}#{server.model}", response.status_code
+    told, code = refusal(body)
+    fault = f"status {status}: {quoted(told.strip() or response.reason_phrase or 'says no more', server)}"
+    if 300 <= status < 400:
+        target = quoted(response.headers.get("location") or "nowhere", server)
+        fault = f"status {status}: sends to {target}, which is not followed"
+    elif status in (401, 403) or code == "insufficient_quota":
+        raise InputError(f"{where}: the key in OPENAI_API_KEY is missing or refused ({fault})")
+    elif status == 404:
+        or_no = ", or nothing that continues a prompt (/completions)" if "prompt" in request else ""
+        raise InputError(f"{where}: no model of this name there{or_no} ({fault})")
+    elif status in (408, 409, 429) or status >= 500:
+        wait_s = response.headers.get("retry-after", "")
+        return None, fault, float(wait_s) if re.fullmatch(r"\d+(\.\d+)?", wait_s) else None
+    elif "top_k" in request["extra_body"] and not server.takes_sampling:
+        if server.sampling:
+            say(f"{where}: asked again without {', '.join(server.sampling)} ({fault})")
+        server.sampling = {}
+        return None, fault, 0
+    raise (ReplyError if address.answered else InputError)(f"{where}: refuses the request ({fault})")
 
 
 async def next_address(server):

@@ -10,7 +10,7 @@ import sys
 import traceback
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-import openai  # noqa: E402, F401
+import httpx  # noqa: E402, F401
 import tokenizers  # noqa: E402, F401
 import tqdm  # noqa: E402, F401
 from torch.distributed import checkpoint, fsdp  # noqa: E402, F401

@@ -1,6 +1,5 @@
 """Models behind OpenAI's protocol, against real server processes (server.py): requests, failures and their mending,
 resuming, leaks, what is kept of ids, bad input."""
-import argparse
 import asyncio
 import json
 import os
@@ -245,9 +244,9 @@ def test_ids_are_kept_where_the_server_gives_them(tasks, tmp_path, serve):
 
 
 def test_thoughts_that_a_server_puts_apart_are_kept_as_a_block():
-    choice = argparse.Namespace(finish_reason="length", logprobs=None, message=argparse.Namespace(
-        content="What is it?", reasoning_content="Ask first."))
-    reply = read_reply(argparse.Namespace(choices=[choice], usage=None))
+    message = {"content": "What is it?", "reasoning_content": "Ask first."}
+    body = json.dumps({"choices": [{"finish_reason": "length", "logprobs": None, "message": message}], "usage": None})
+    reply = read_reply(body.encode())
     assert reply == Reply("<think>Ask first.</think>What is it?", False, None, 0, 0)
     assert strip_thoughts(reply.text) == "What is it?"
 
