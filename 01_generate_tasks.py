@@ -214,10 +214,10 @@ def write_system_prompt(path, trajectories):
         partial = path.with_name(path.name + ".partial")
         partial.write_bytes(f"{text}\n".encode(errors="backslashreplace"))
         partial.rename(path)
-        print(f"writes {path}: the system prompt in the logged prompts of {count:,} of {len(trajectories):,} "
-              f"trajectories; {counts.total() - count:,} have another, {unread:,} ours or none that can be read")
+        say(f"writes {path}: the system prompt in the logged prompts of {count:,} of {len(trajectories):,} "
+            f"trajectories; {counts.total() - count:,} have another, {unread:,} ours or none that can be read")
     else:
-        print("no logged prompt shows a system prompt other than ours")
+        say("no logged prompt shows a system prompt other than ours")
 
 
 def first_shuffled(items, args, files):
@@ -268,12 +268,12 @@ def take_published(args):
     samples = collections.Counter(row["task_id"] for row in kept)
     if args.trajectories:
         low, high = min(samples.values()), max(samples.values())
-        print(f"kept {len(kept):,} of {len(rows):,} trajectories, {len(samples):,} of {len(ids):,} tasks, "
-              f"{low if low == high else f'{low} to {high}'} samples a task")
+        say(f"kept {len(kept):,} of {len(rows):,} trajectories, {len(samples):,} of {len(ids):,} tasks, "
+            f"{low if low == high else f'{low} to {high}'} samples a task")
         common.fill_rewards(kept, DOMAINS[args.domain], args)
         write_system_prompt(pathlib.Path(f"{args.out}.system_prompt.txt"), kept)
     else:
-        print(f"kept {len(kept):,} of {len(rows):,} tasks, {len(kept) - len(samples):,} of them repeat another")
+        say(f"kept {len(kept):,} of {len(rows):,} tasks, {len(kept) - len(samples):,} of them repeat another")
     write_jsonl(args.out, kept)
 
 
@@ -295,9 +295,9 @@ def take_websight(args):
                          f"{args.path or published.WEBSIGHT} (rows: {counted(ends)})")
     begin_output(args, args.out, files)
     unsized = images.pop("", 0)
-    print(f"{ends.total():,} rows in the order of the data set: {counted(ends)}\n"
-          f"{images.total():,} addresses of images rewritten to {published.PHOTO.format('W', 'H')} "
-          f"({counted(images) or 'none'}), {unsized:,} of them without a size as {'x'.join(published.PHOTO_SIZE)}")
+    say(f"{ends.total():,} rows in the order of the data set: {counted(ends)}\n"
+        f"{images.total():,} addresses of images rewritten to {published.PHOTO.format('W', 'H')} "
+        f"({counted(images) or 'none'}), {unsized:,} of them without a size as {'x'.join(published.PHOTO_SIZE)}")
     write_jsonl(args.out, tasks)
 
 
@@ -369,12 +369,12 @@ def check(args):
     checks = domain.check_data(tasks, args.unsafe_scorer)
     for number, row in enumerate(checks, 1):
         for what, detail in row["findings"].items():
-            print(f"{args.check}:{number}: {what} ({detail})")
+            say(f"{args.check}:{number}: {what} ({detail})")
     constants = [row["constant"] for row in checks]
-    print(f"{len(checks):,} tasks, {sum(row['num_tests'] for row in checks):,} tests: "
-          f"{counted(what for row in checks for what in row['findings']) or 'no finding'}\n"
-          f"the best constant answer for each task passes {sum(constants) / len(constants):.1%} of the tests and "
-          f"solves {constants.count(1) / len(constants):.1%} of the tasks")
+    say(f"{len(checks):,} tasks, {sum(row['num_tests'] for row in checks):,} tests: "
+        f"{counted(what for row in checks for what in row['findings']) or 'no finding'}\n"
+        f"the best constant answer for each task passes {sum(constants) / len(constants):.1%} of the tests and "
+        f"solves {constants.count(1) / len(constants):.1%} of the tasks")
     if args.out:
         begin_output(args, args.out, [args.check])
         write_jsonl(args.out, checks)
@@ -391,9 +391,9 @@ def main(argv=None):
     begin_output(args, args.out, [])
     costs, domain = Costs(args.out), DOMAINS[args.domain]
     tasks, dropped = make_tasks(domain, args.num_tasks, args.seed, args.split, args.told)
-    print(f"dropped draws: {counted(dropped) or 'none'}")
-    print(f"{len(tasks):,} tasks of {len({task['family'] for task in tasks})} families, "
-          f"{sum(map(domain.num_hidden, tasks)) / len(tasks):.2f} facts to find out in each")
+    say(f"dropped draws: {counted(dropped) or 'none'}")
+    say(f"{len(tasks):,} tasks of {len({task['family'] for task in tasks})} families, "
+        f"{sum(map(domain.num_hidden, tasks)) / len(tasks):.2f} facts to find out in each")
     write_jsonl(args.out, tasks)
     costs.record()
 

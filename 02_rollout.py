@@ -263,7 +263,7 @@ def summary(path):
         parts += [f"{forced / len(trajectories):.1%} ended by --max-rounds"]
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(leaks.items()))
     rejected = sum(turn.get("resampled", 0) for turn in human)
-    print(*found.get("notes", []), sep="\n", end="\n" * bool(found.get("notes")))
+    say(*found.get("notes", []))
     return " | ".join([
         *parts, f"{sum('truncated' in turn for turn in agent)} turns stopped by --max-new-tokens",
         f"{leaks.total() / max(1, len(human)):.1%} of the human's replies leak code" + f" ({kinds})" * bool(kinds) +
@@ -416,7 +416,7 @@ def main(argv=None):
     with Rows(out, runtime) as lines, world:
         mine = [one for one in dialogues if one["number"] not in lines.done][runtime.rank::runtime.world_size]
         if lines.done and runtime.rank == 0:
-            print(f"{len(lines.done):,} of {len(dialogues):,} dialogues are there already", flush=True)
+            say(f"{len(lines.done):,} of {len(dialogues):,} dialogues are there already")
             counters.resume(domain.outcome(row) for row in lines.rows())
         with tqdm(total=len(mine), unit="dialogue", desc=out.name, mininterval=5, disable=runtime.rank > 0) as progress:
             try:
@@ -434,7 +434,7 @@ def main(argv=None):
     say(*rollout_lines(ranks, time.perf_counter() - costs.begin))
     failed.finish(lines, len(dialogues), runtime)
     if runtime.rank == 0:
-        print(summary(out), flush=True)
+        say(summary(out))
 
 
 if __name__ == "__main__":

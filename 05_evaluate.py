@@ -43,7 +43,7 @@ from lib.export import check_format, export, FORMATS
 from lib.models import encode, load_model, load_tokenizer, tokenizer_name
 from lib.plots import report_plots
 from lib.report import page_data, spread, write_report
-from lib.runtime import begin_output, InputError, is_done, read_jsonl, run_stage, start, write_json, write_jsonl
+from lib.runtime import begin_output, InputError, is_done, read_jsonl, run_stage, say, start, write_json, write_jsonl
 
 MAX_TOKENS = 16384               # of a batch without gradients, and of a dialogue whose turns get credit
 
@@ -74,7 +74,7 @@ def rescore(files, domain, worlds):
             for name, own in files.items():
                 for key, value in world.about.items():
                     if logged := {str(t[key]) for t in own if t.get(key, value) != value}:
-                        print(f"{name}: logged with {', '.join(sorted(logged))}, scored again with {value}")
+                        say(f"{name}: logged with {', '.join(sorted(logged))}, scored again with {value}")
             scores = asyncio.run(world.score(pairs, explain=True))
         for trajectory, fresh in zip(everything, scores):
             if world is worlds[0]:
@@ -381,7 +381,7 @@ def main(argv=None):
              *((kind, tables.curve_lines(own, metric, kind)) for kind, own in curves.items()),
              ("costs", cost_lines(costs) if costs else [])]
     parts = [(heading, lines) for heading, lines in parts if lines]
-    print("\n" + "\n\n".join("\n".join(lines) for lines in [tables.aligned(headings, rows) + notes, *(
+    say("\n" + "\n\n".join("\n".join(lines) for lines in [tables.aligned(headings, rows) + notes, *(
         lines for _, lines in parts)]) + "\n")
     if curves:
         drawn = {label: {} for labels in curves.values() for label in labels}
@@ -414,14 +414,14 @@ def main(argv=None):
         credit={**credit, "agreement": tables.agreement_lines(found)} if credit or found else None,
         hints=tables.hint_lines(args, files, histories))
     if left_out:
-        print(f"report.html: {left_out}")
+        say(f"report.html: {left_out}")
     if args.gates:
-        print("\n".join(gate_lines(first, domain, args.gates, "cpu")))
+        say("\n".join(gate_lines(first, domain, args.gates, "cpu")))
     if critics:
-        print("\n".join(critic_lines(critics, first, branches, first_path, out, device)))
+        say("\n".join(critic_lines(critics, first, branches, first_path, out, device)))
     spent.record()
     (out / "COMPLETED").touch()
-    print(f"writes {out / 'metrics.json'}, {out / 'report.html'}")
+    say(f"writes {out / 'metrics.json'}, {out / 'report.html'}")
 
 
 if __name__ == "__main__":

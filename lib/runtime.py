@@ -3,6 +3,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.metadata
+import io
 import itertools
 import json
 import logging
@@ -32,10 +33,32 @@ class SayHandler(logging.Handler):
         say(record.getMessage())
 
 
+# Control characters of terminals, which files and servers must not send there: C0 but for tab and newline, delete, C1,
+# other ends of lines, and what turns the direction of text.
+CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text):
+    """A text with escapes ("\\x1b") for the control characters in it, for a terminal; files keep the raw text."""
+    return CONTROL.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
+class EscapedStream(io.TextIOWrapper):
+    """A stream to a terminal for what libraries print: printable(), but for a progress bar's carriage returns (at the
+    beginning of what it writes) and its ways up."""
+
+    def write(self, text):
+        begin = re.match(r"\r|(\x1b\[A)*\Z", text)
+        begin = begin[0] if begin else ""
+        super().write(begin + printable(text[len(begin):]))
+        return len(text)
+
+
 def run_stage(main, *errors):
     """Run a stage's main(); bad input (InputError, or one of `errors`) becomes one line on stderr and exit status 2.
     What the benchmark logs is printed."""
     sys.stdout.reconfigure(errors="backslashreplace")                # what cannot be shown must not end a run
+    sys.stderr = EscapedStream(sys.stderr.buffer, sys.stderr.encoding, "backslashreplace", line_buffering=True)
     log = logging.getLogger("colbench")
     log.setLevel(logging.INFO)
     log.addHandler(SayHandler())
@@ -43,7 +66,7 @@ def run_stage(main, *errors):
         main()
         barrier()                               # a rank that leaves early would break the connections of the others
     except (InputError, *errors) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}").replace("\n", "\\n"), file=sys.stderr)
         sys.exit(2)
     finally:
         if dist.is_initialized():
@@ -109,9 +132,10 @@ def is_main():
 
 
 def say(*lines):
-    """Print lines, if there are any, on rank 0 alone, at once."""
+    """Print lines, if there are any, on rank 0 alone, at once; control characters that files or servers brought into
+    them are escaped."""
     if is_main() and lines:
-        print(*lines, sep="\n", flush=True)
+        print(printable("\n".join(map(str, lines))), flush=True)
 
 
 def barrier():
