@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from colbench import ColBenchError, domain_of, task_id
 from lib import adapters, models
+from lib.folders import render_chat
 from lib.models import add_head, add_work, encode, generation_cue, load_model, load_tokenizer, tokenizer_name
 from lib.runtime import barrier, broadcast, check_row, gather, InputError, is_main, read_jsonl, say, write_json
 from lib.vision import image_row, read_images
@@ -202,8 +203,7 @@ Row = namedtuple("Row", "ids turns shared images", defaults=(None, ()))
 
 def prompt_text(tokenizer, history, max_rounds, own_prompt, system=None):
     """The text that the agent continues: its chat (agent_messages) through the template, with the cue of its turn."""
-    return tokenizer.apply_chat_template(agent_messages(history, max_rounds, own_prompt, system), tokenize=False,
-                                         add_generation_prompt=True)
+    return render_chat(tokenizer, agent_messages(history, max_rounds, own_prompt, system), add_generation_prompt=True)
 
 
 def with_hidden_info(tokenizer, text, privileged_info):

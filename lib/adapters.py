@@ -1,12 +1,11 @@
 """LoRA by the package peft: adapters in a model's layers, the model without them, adapter folders."""
 import contextlib
-import json
 import math
 import os
-import pathlib
 
 import torch
 
+from lib import folders
 from lib.runtime import InputError
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
@@ -27,10 +26,10 @@ def is_adapter(name):
 
 def adapter_base(folder):
     """The name of the model that an adapter folder belongs to. InputError that says what to do where it is not here."""
-    base = json.loads(pathlib.Path(folder, CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+    base = folders.read_object(os.path.join(folder, CONFIG)).get("base_model_name_or_path")
     try:
-        if not base or is_adapter(base):
-            raise InputError("an adapter itself" if base else "no name")
+        if not isinstance(base, str) or not base or is_adapter(base):
+            raise InputError("an adapter itself" if base and isinstance(base, str) else "no name")
         if base != "smollm2":
             from transformers import AutoConfig
 
@@ -47,7 +46,7 @@ def check_base(folder, fingerprint):
     """InputError where an adapter's base has another `fingerprint` than when the adapter was trained; one that other
     programs made has none."""
     from safetensors import safe_open
-    with safe_open(os.path.join(folder, WEIGHTS), "pt") as file:
+    with folders.loading(folder), safe_open(os.path.join(folder, WEIGHTS), "pt") as file:
         known = (file.metadata() or {}).get("base_fingerprint")
     if None not in (known, fingerprint) and known != fingerprint:
         raise InputError(f"{folder}: its base model {adapter_base(folder)} has other weights than when the adapter was "
@@ -76,7 +75,11 @@ def lora_config(args):
 
 def folder_config(folder):
     """The LoraConfig of a folder that 03 or 04 made; None: a whole model."""
-    return import_peft().LoraConfig.from_pretrained(folder) if is_adapter(folder) else None
+    if not is_adapter(folder):
+        return None
+    peft = import_peft()
+    with folders.loading(folder):
+        return peft.LoraConfig.from_pretrained(folder)
 
 
 def add_adapter(model, config, dtype=torch.float32):
@@ -143,8 +146,9 @@ def start_adapter(model, seed):
 def load_adapter(model, folder):
     """Read the weights of an adapter folder into a model that has such an adapter (add_adapter)."""
     from safetensors.torch import load_file
-    set_adapter(model, {name.removeprefix(PREFIX).replace(".weight", ".default.weight"): tensor
-                        for name, tensor in load_file(os.path.join(folder, WEIGHTS)).items()})
+    with folders.loading(folder):
+        set_adapter(model, {name.removeprefix(PREFIX).replace(".weight", ".default.weight"): tensor
+                            for name, tensor in load_file(os.path.join(folder, WEIGHTS)).items()})
 
 
 def stored_adapter(model):

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lib import adapters
+from lib import adapters, folders
 from lib.runtime import barrier, files_digest, InputError, is_main, weight_files, write_json
 
 
@@ -52,7 +52,7 @@ def weights_fingerprint(name):
         except (OSError, ValueError):                               # not there; no name of a repository
             return None
     if adapters.is_adapter(folder):
-        config = json.loads((folder / adapters.CONFIG).read_text(encoding="utf-8"))
+        config = folders.read_object(folder / adapters.CONFIG)
         of_all = files_digest([folder / adapters.WEIGHTS]), weights_fingerprint(adapters.adapter_base(folder)), sorted(
             (key, str(value)) for key, value in config.items() if key != "base_model_name_or_path")
         return hashlib.sha256(repr(of_all).encode()).hexdigest()[:16]
@@ -75,8 +75,7 @@ def tokenizer_name(tokenizer):
 def generation_cue(tokenizer):
     """The text with which the template opens an agent's turn."""
     chat = [{"role": "user", "content": "?"}]
-    plain, cued = (tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=cue)
-                   for cue in (False, True))
+    plain, cued = (folders.render_chat(tokenizer, chat, add_generation_prompt=cue) for cue in (False, True))
     return cued.removeprefix(plain)
 
 
@@ -139,14 +138,18 @@ def from_pretrained(kind, name, **options):
             unfinished = os.path.exists(os.path.join(name, "args.json"))
             raise InputError(f"{name}: " + ("its training is not finished; run that command again" if unfinished else
                                             "no config.json in it, so no Hugging Face model folder"))
+        folders.check_weights(name)
     elif name.count("/") > 1 or name.startswith((".", "/")):
         raise InputError(f"{name}: no such folder")
-    try:
-        return kind.from_pretrained(folder, **options)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise InputError(f"{name}: no model of this name could be loaded ({reason}); download it first and name its "
-                         "folder, or use smollm2") from None
+    if kind.__name__.startswith("Auto"):
+        options["trust_remote_code"] = False                        # else transformers asks on the terminal
+    if kind.__name__.startswith("AutoModel") and name != "smollm2":
+        options["use_safetensors"] = True
+    with folders.loading(name):
+        loaded = kind.from_pretrained(folder, **options)
+    if kind.__name__ == "AutoConfig":
+        folders.check_config(name, loaded)
+    return loaded
 
 
 def reads_images(name):
@@ -169,6 +172,7 @@ def load_tokenizer(name):
     tokenizer = from_pretrained(AutoTokenizer, name)
     if tokenizer.chat_template is None:
         raise InputError(f"{name}: its tokenizer has no chat template")
+    folders.check_template(name, tokenizer)
     return tokenizer
 
 
@@ -186,11 +190,14 @@ def load_model(name, device, dtype="float32"):
         model = from_pretrained(AutoModelForCausalLM, name, dtype=getattr(torch, dtype))
     if adapters.is_adapter(name):
         adapters.check_base(name, weights_fingerprint(adapters.adapter_base(name)))
-        adapted = adapters.import_peft().PeftModel.from_pretrained(model, name, torch_device="cpu")
-        if dtype == "float32":
-            model = adapted.merge_and_unload()
-        else:                                       # a sum in bfloat16 would round most of a small adapter away
-            model = adapted.base_model.model
+        peft = adapters.import_peft()
+        with folders.loading(name):
+            adapted = peft.PeftModel.from_pretrained(model, name, torch_device="cpu")
+            if dtype == "float32":
+                model = adapted.merge_and_unload()
+            else:                                   # a sum in bfloat16 would round most of a small adapter away
+                model = adapted.base_model.model
+        if dtype != "float32":
             for tensor in adapters.adapter_parameters(model).values():
                 tensor.data = tensor.data.to(getattr(torch, dtype))
     return model.to(device), tokenizer
@@ -240,7 +247,8 @@ def load_sharded(name, runtime, args, lora=None, head=False):
         torch.nn.init.zeros_(model.turn_head.bias)
     if lora:
         adapters.start_adapter(model, args.seed)
-    dcp.load(dict(stored_tensors(model)), storage_reader=dcp.HuggingFaceStorageReader(folder))
+    with folders.loading(name):
+        dcp.load(dict(stored_tensors(model)), storage_reader=dcp.HuggingFaceStorageReader(folder))
     return model
 
 
@@ -248,7 +256,9 @@ def meta_model(name, dtype="float32"):
     """The model of a folder or name without weights; to be called under torch.device("meta")."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     kind = AutoModelForImageTextToText if reads_images(name) else AutoModelForCausalLM
-    return kind.from_config(from_pretrained(AutoConfig, name), dtype=getattr(torch, dtype))
+    config = from_pretrained(AutoConfig, name)
+    with folders.loading(name):
+        return kind.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
 
 
 def stored_tensors(model):
@@ -273,7 +283,7 @@ def plain_weights(name, out):
             barrier()
     names = set()
     for path in folder.glob("*.safetensors"):
-        with safe_open(path, "pt") as file:
+        with folders.loading(name), safe_open(path, "pt") as file:
             names |= set(file.keys())
     with torch.device("meta"):
         model = meta_model(name)
@@ -392,7 +402,10 @@ def stop_ids(model, tokenizer):
     """All ids that end a turn: the model's eos list and the tokenizer's."""
     ids = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    return sorted({*ids, tokenizer.eos_token_id})
+    ids = [token_id for token_id in (*ids, tokenizer.eos_token_id) if token_id is not None]
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise InputError(f"{tokenizer.name_or_path}: eos_token_id in its generation_config.json is no token id")
+    return sorted(set(ids))
 
 
 def add_head(model):

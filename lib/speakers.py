@@ -10,6 +10,7 @@ import pathlib
 import sys
 
 from lib.engine import Engine, uniforms
+from lib.folders import render_chat
 from lib.models import encode, is_server, load_model, stop_ids
 from lib.runtime import barrier, gather, InputError, Rows, say
 from lib.servers import empty_fault, open_server, Reply, ReplyError, server_reply, server_seed, strip_thoughts
@@ -63,7 +64,7 @@ async def ask(speaker, chat, key, temperature, max_new_tokens, count=1, cache=No
     if speaker.sees:
         async with speaker.sees:
             return None, [await asyncio.to_thread(vision_reply, speaker.model, tokenizer, chat, max_new_tokens)]
-    prompt = tokenizer and tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True, **more)
+    prompt = tokenizer and render_chat(tokenizer, chat, add_generation_prompt=True, **more)
     if speaker.server:
         fields = ({"chat_template_kwargs": more} if more else {}) | ({"stop": speaker.stop} if speaker.stop else {})
         chat = [{**message, "content": sent(message["content"])} for message in chat]

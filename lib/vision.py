@@ -1,6 +1,7 @@
 """Vision-language models: the simulator that compares images, and the input of the visual critic."""
 import torch
 
+from lib.folders import check_template, render_chat
 from lib.models import add_work, encode, from_pretrained, is_visual, load_tokenizer, stop_ids
 from lib.runtime import InputError, one_line
 from lib.servers import Reply
@@ -15,7 +16,10 @@ def load_processor(name):
     import transformers
     try:
         if not from_pretrained(transformers.AutoConfig, name).model_type.startswith("qwen"):
-            return from_pretrained(transformers.AutoProcessor, name)
+            processor = from_pretrained(transformers.AutoProcessor, name)
+            if processor.chat_template:
+                check_template(name, processor)
+            return processor
         processor = type("Qwen2VLProcessor", (transformers.Qwen2VLProcessor,),
                          {"get_attributes": classmethod(lambda cls: ["image_processor", "tokenizer"])})
         tokenizer = load_tokenizer(name)
@@ -88,7 +92,7 @@ def image_row(processor, views):
     content = []
     for caption, _ in views:
         content += [{"type": "text", "text": caption.replace(processor.image_token, "")}, {"type": "image"}]
-    text, *rest = processor.apply_chat_template([{"role": "user", "content": content}]).split(processor.image_token)
+    text, *rest = render_chat(processor, [{"role": "user", "content": content}]).split(processor.image_token)
     for (_, path), more in zip(views, rest, strict=True):
         width, height = open_image(path).size
         patches = processor.image_processor.get_number_of_image_patches(height, width, {})

@@ -1,0 +1,336 @@
+"""Model folders from elsewhere: damaged files, code, pickles and endless chat templates end with one line and status 2;
+nothing asks on the terminal, nothing runs."""
+import json
+import pickle
+import shutil
+import signal
+import threading
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import common
+from conftest import ROOT, run
+from lib import folders
+from lib.models import load_model, load_tokenizer, stop_ids
+from lib.runtime import InputError
+
+TINY = ROOT / "models" / "tiny"
+USER = [{"role": "user", "content": "What is it?"}]
+
+
+class Planted:
+    """What runs where it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    shutil.copytree(TINY, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change_json(folder, name, **fields):
+    value = json.loads((folder / name).read_text()) | fields
+    (folder / name).write_text(json.dumps(value))
+
+
+def text(name, content):
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def config(**fields):
+    return lambda folder: change_json(folder, "config.json", **fields)
+
+
+def cut(name, length):
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:length])
+
+
+def header(content):
+    """A file of safetensors with this header (bytes)."""
+    return text("model.safetensors", len(content).to_bytes(8, "little") + content)
+
+
+def one_tensor(**fields):
+    tensor = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4], **fields}
+    return header(json.dumps({"model.norm.weight": tensor}).encode() + b" " * 8)
+
+
+def change_tensors(change):
+    def damage(folder):
+        tensors = load_file(folder / "model.safetensors")
+        save_file(change(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    return damage
+
+
+def without(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def code_of(name, kind):
+    def damage(folder):
+        (folder / "planted.py").write_text(f"open({str(folder.parent / 'ran')!r}, 'w')\nclass Planted:\n    pass\n")
+        change_json(folder, name, auto_map={kind: "planted.Planted"}, model_type="planted")
+    return damage
+
+
+def pickled(folder):
+    (folder / "model.safetensors").unlink()
+    with open(folder / "pytorch_model.bin", "wb") as file:
+        pickle.dump(Planted(folder.parent / "ran"), file)
+
+
+def torch_pickled(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def in_parts(*names):
+    def damage(folder):
+        (folder / "model.safetensors").unlink()
+        index = {"metadata": {}, "weight_map": {f"model.{i}": name for i, name in enumerate(names)}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return damage
+
+
+DAMAGES = {
+    # code and pickles
+    "code of a config": code_of("config.json", "AutoConfig"),
+    "code of a model": code_of("config.json", "AutoModelForCausalLM"),
+    "code of another repository": config(auto_map={"AutoConfig": "evil/repository--planted.P"}, model_type="planted"),
+    "pickled weights that run code": pickled,
+    "pickled weights": torch_pickled,
+    # config.json
+    "an empty config": text("config.json", ""), "half a config": cut("config.json", 100),
+    "a config that is a list": text("config.json", "[]"), "a config that is null": text("config.json", "null"),
+    "a config that is a number": text("config.json", "7"), "an empty object as config": text("config.json", "{}"),
+    "a config that is no UTF-8": text("config.json", b"\xff\xfe{}"),
+    "a config 100,000 deep": text("config.json", "[" * 100_000),
+    "an integer of 5,000 digits": text("config.json", '{"vocab_size": ' + "9" * 5000 + "}"),
+    "an unknown kind of model": config(model_type="unknown"), "a kind that is a number": config(model_type=7),
+    "a kind that is a list": config(model_type=["llama"]), "a kind that is null": config(model_type=None),
+    "a size that is a string": config(hidden_size="large"), "a size that is null": config(hidden_size=None),
+    "a size of 0": config(hidden_size=0), "a size below zero": config(hidden_size=-128),
+    "another size": config(hidden_size=64), "another number of words": config(vocab_size=99),
+    "heads of 0": config(num_attention_heads=0),
+    "heads that do not divide": config(num_attention_heads=3, head_dim=None),
+    "a billion layers": config(num_hidden_layers=10 ** 9), "layers below zero": config(num_hidden_layers=-1),
+    "layers that are a string": config(num_hidden_layers="3"), "an unknown activation": config(hidden_act="planted"),
+    "rope of a wrong type": config(rope_parameters="default"), "rope of an unknown kind": config(
+        rope_parameters={"rope_type": "planted"}),
+    "a quantization that is a list": config(quantization_config=[1]),
+    "an attention from the hub": config(attn_implementation="evil/kernel"),
+    "an unknown dtype": config(dtype="float31"),
+    # weights
+    "no weights": without("model.safetensors"), "empty weights": text("model.safetensors", ""),
+    "half of the weights": cut("model.safetensors", 1_000_000), "a cut header": cut("model.safetensors", 100),
+    "seven bytes": cut("model.safetensors", 7), "a header of 2^63 bytes": text("model.safetensors", b"\xff" * 64),
+    "a header that is no JSON": header(b"{{{{"), "a header that is a list": header(b"[]"),
+    "offsets outside": one_tensor(data_offsets=[0, 10 ** 9]), "offsets below zero": one_tensor(data_offsets=[-4, 0]),
+    "a shape of another length": one_tensor(shape=[10 ** 6]), "a huge shape": one_tensor(shape=[2 ** 62, 2 ** 62]),
+    "an unknown type": one_tensor(dtype="F31"), "a header 100,000 deep": header(b"[" * 100_000),
+    "a shape of other numbers": change_tensors(lambda tensors: {
+        name: tensor[:-1] if "norm" in name else tensor for name, tensor in tensors.items()}),
+    "weights that are a folder": lambda folder: (without("model.safetensors")(folder), (
+        folder / "model.safetensors").mkdir()),
+    "parts that are not there": in_parts("model-1.safetensors"), "parts elsewhere": in_parts("../../etc/passwd"),
+    "an index that is no JSON": lambda folder: (in_parts()(folder), text("model.safetensors.index.json", "{")(folder)),
+    "an index without a map": lambda folder: (in_parts()(folder), text("model.safetensors.index.json", "{}")(folder)),
+    # the tokenizer
+    "no tokenizer": without("tokenizer.json"), "an empty tokenizer": text("tokenizer.json", ""),
+    "half a tokenizer": cut("tokenizer.json", 20_000), "a tokenizer that is a list": text("tokenizer.json", "[]"),
+    "a tokenizer that is an empty object": text("tokenizer.json", "{}"),
+    "a tokenizer 100,000 deep": text("tokenizer.json", "[" * 100_000),
+    "a tokenizer of an unknown model": text("tokenizer.json", '{"version": "1.0", "model": {"type": "Planted"}}'),
+    "a tokenizer with a broken regex": lambda folder: change_json(folder, "tokenizer.json", pre_tokenizer={
+        "type": "Split", "pattern": {"Regex": "(((("}, "behavior": "Isolated", "invert": False}),
+    "a vocabulary of wrong types": lambda folder: change_json(folder, "tokenizer.json", model={
+        "type": "Unigram", "vocab": [1, 2], "unk_id": 0}),
+    "half a tokenizer_config": cut("tokenizer_config.json", 50),
+    "a tokenizer_config that is a list": text("tokenizer_config.json", "[]"),
+    "an end that is a list": lambda folder: change_json(folder, "tokenizer_config.json", eos_token=[1]),
+    "a class that is a number": lambda folder: change_json(folder, "tokenizer_config.json", tokenizer_class=7),
+    "no template": without("chat_template.jinja"),
+    "a template that is no UTF-8": text("chat_template.jinja", b"\xff\xfe"),
+    "a template that is a number": lambda folder: (without("chat_template.jinja")(folder), change_json(
+        folder, "tokenizer_config.json", chat_template=7)),
+}
+ENDLESS = {
+    "nested loops": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "loops in text": "{% for i in range(99999) %}{{ range(99999)|join|length }}{% endfor %}",
+    "a macro that calls itself twice": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+                                       "{{ f(40) }}",
+    "a huge power": "{{ messages|length * 9 ** (9 ** 9) }}", "a power that is folded": "{{ 9 ** (9 ** 9) }}",
+    "a power of a variable": "{% set n = 9 %}{{ n ** (n ** n) }}",
+    "a long chat alone": "{% if messages|length > 20 %}{{ 9 ** (9 ** 9) }}{% endif %}{{ messages[0].content }}",
+    "a system prompt alone": "{% if messages[0].role == 'system' %}{{ 9 ** (9 ** 9) }}{% endif %}",
+    "the cue alone": "{% if add_generation_prompt %}{{ 9 ** (9 ** 9) }}{% endif %}",
+    "an endless namespace": "{% set ns = namespace(a='x') %}{% for i in range(64) %}{% set ns.a = ns.a + ns.a %}"
+                            "{% endfor %}{{ ns.a }}",
+    "ten gigabytes": "{{ 'a' * 10 ** 10 }}", "a wide text": "{{ 'a'|center(10 ** 10) }}",
+    "a format": "{{ '%10000000000d' % 1 }}", "a list": "{{ ([0] * 10 ** 10)|length }}",
+    "ten million characters": "{{ 'a' * 10 ** 7 }}",
+}
+BROKEN = {
+    "a syntax error": "{% for %}", "no end": "{% if messages %}", "an unknown filter": "{{ messages|planted }}",
+    "an unknown tag": "{% include 'a' %}", "an attribute of Python": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "an error of its own": "{{ raise_exception('No\x1b[31m system\nprompt') }}", "a division by zero": "{{ 1 // 0 }}",
+    "an unknown name": "{{ nothing.at.all }}", "a type error": "{{ 1 + 'a' }}",
+    "deep": "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+    "a macro without an end": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "a long range": "{{ range(10 ** 9)|list }}",
+}
+
+
+def load_as_stages_do(folder):
+    """Model, tokenizer, and the prompt of a chat."""
+    model, tokenizer = load_model(str(folder), "cpu")
+    stop_ids(model, tokenizer)
+    return common.prompt_text(tokenizer, USER, 10, "Help.")
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_folder_is_one_line(folder, name, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asks on the terminal"))
+    DAMAGES[name](folder)
+    with pytest.raises(InputError) as error:
+        load_as_stages_do(folder)
+    assert "\n" not in str(error.value) and str(folder) in str(error.value) and len(str(error.value)) < 600
+    assert not (folder.parent / "ran").exists()
+
+
+@pytest.mark.parametrize("name", ENDLESS)
+def test_an_endless_template_is_one_line(folder, name, monkeypatch):
+    monkeypatch.setattr(folders, "TEMPLATE_S", 0.5)
+    (folder / "chat_template.jinja").write_text(ENDLESS[name])
+    begin = time.monotonic()
+    with pytest.raises(InputError, match="its chat template (takes|makes) more than .* a short chat") as error:
+        load_tokenizer(str(folder))
+    assert str(error.value).startswith(f"{folder}: ") and time.monotonic() - begin < 15
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_template_is_one_line(folder, name):
+    (folder / "chat_template.jinja").write_text(BROKEN[name])
+    with pytest.raises(InputError, match="its chat template fails") as error:
+        load_as_stages_do(folder)
+    assert str(error.value).startswith(f"{folder}: ") and "\n" not in str(error.value)
+
+
+def test_a_template_that_is_slow_for_one_dialogue_is_stopped(folder, monkeypatch):
+    """The probes cannot know every dialogue; a prompt has a limit of its own. In a thread it has none."""
+    monkeypatch.setattr(folders, "RENDER_S", 0.3)
+    (folder / "chat_template.jinja").write_text(
+        "{% if 'magic' in messages[0].content %}" + ENDLESS["nested loops"] + "{% endif %}{{ messages[0].content }}")
+    tokenizer, before = load_tokenizer(str(folder)), signal.getsignal(signal.SIGPROF)
+    assert folders.render_chat(tokenizer, USER) == "What is it?"
+    with pytest.raises(InputError, match=f"{folder}: its chat template fails .*more than 0.3 CPU seconds"):
+        folders.render_chat(tokenizer, [{"role": "user", "content": "magic"}])
+    assert signal.getsignal(signal.SIGPROF) is before and signal.getitimer(signal.ITIMER_PROF)[0] == 0
+    texts = []
+    thread = threading.Thread(target=lambda: texts.append(folders.render_chat(tokenizer, USER)))
+    thread.start()
+    thread.join()
+    assert texts == ["What is it?"]
+
+
+def test_a_template_is_tried_once_a_process(folder, monkeypatch):
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }} once")
+    tried, probe_fault = [], folders.probe_fault
+    monkeypatch.setattr(folders, "probe_fault", lambda tokenizer: tried.append(tokenizer) or probe_fault(tokenizer))
+    for _ in range(3):
+        load_tokenizer(str(folder))
+    assert len(tried) == 1
+
+
+def test_a_probe_works_beside_threads_and_leaves_no_process(folder):
+    """Also in a thread, as a fork of a process with others that compute."""
+    stop, found = threading.Event(), []
+
+    def compute():
+        while not stop.is_set():
+            torch.randn(200, 200) @ torch.randn(200, 200)
+    workers = [threading.Thread(target=compute) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    tokenizer = load_tokenizer(str(folder))
+    for _ in range(5):
+        thread = threading.Thread(target=lambda: found.append(folders.probe_fault(tokenizer)))
+        thread.start()
+        thread.join()
+    stop.set()
+    for worker in workers:
+        worker.join()
+    assert found == [None] * 5
+    with pytest.raises(ChildProcessError):
+        folders.os.waitpid(-1, folders.os.WNOHANG)
+
+
+@pytest.mark.parametrize("damage, message", [
+    ("code of a config", "custom code"), ("pickled weights that run code", "are pickled"),
+    ("half of the weights", "cannot be loaded"), ("half a tokenizer", "cannot be loaded"),
+    ("another size", "cannot be loaded"), ("a billion layers", "num_hidden_layers")])
+def test_stages_end_with_one_line_and_status_2(workspace, folder, tmp_path, damage, message):
+    """02 with such an agent, and 04 with such a model; a folder that is not there is left alone."""
+    DAMAGES[damage](folder)
+    for script, arguments in (
+            ("02_rollout.py", ["--tasks", workspace / "tasks.jsonl"]),
+            ("04_train_policy.py", ["--method", "rft", "--trajectories", workspace / "offline.jsonl"])):
+        arguments = [*arguments, "--model" if "04" in script else "--agent", folder]
+        process = run(script, *arguments, "--out", tmp_path / script)
+        assert process.returncode == 2, process.stderr
+        [line] = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
+        assert message in line and str(folder) in line and "Traceback" not in process.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_02_ends_where_a_template_hangs(workspace, folder, tmp_path):
+    (folder / "chat_template.jinja").write_text(ENDLESS["nested loops"])
+    process = run("02_rollout.py", "--tasks", workspace / "tasks.jsonl", "--agent", folder, "--out", tmp_path / "out")
+    assert process.returncode == 2 and process.stderr.count("\n") == 1
+    assert process.stderr == (f"error: {folder}: its chat template takes more than 5 CPU seconds for a short chat; "
+                              "mend chat_template.jinja or tokenizer_config.json there\n")
+
+
+@pytest.mark.parametrize("name, content", [
+    ("adapter_config.json", b""), ("adapter_config.json", b"[]"), ("adapter_config.json", b"{}"),
+    ("adapter_config.json", b"[" * 100_000), ("adapter_config.json", b'{"base_model_name_or_path": 7}'),
+    ("adapter_config.json", b'{"base_model_name_or_path": ["a"]}'),
+    ("adapter_config.json", b'{"base_model_name_or_path": "models/tiny", "peft_type": "PLANTED"}'),
+    ("adapter_config.json", b'{"base_model_name_or_path": "models/tiny", "peft_type": "LORA", "r": "x"}'),
+    ("adapter_model.safetensors", b""), ("adapter_model.safetensors", b"\xff" * 100),
+    ("adapter_model.safetensors", None)])
+def test_a_damaged_adapter_is_one_line(tmp_path, name, content):
+    pytest.importorskip("peft")
+    good = {"base_model_name_or_path": str(TINY), "peft_type": "LORA", "r": 2, "lora_alpha": 4,
+            "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(good))
+    save_file({"base_model.model.a": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
+    if content is None:
+        with open(tmp_path / "adapter_model.bin", "wb") as file:
+            pickle.dump(Planted(tmp_path / "ran"), file)
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError) as error:
+        load_model(str(tmp_path), "cpu")
+    assert "\n" not in str(error.value) and str(tmp_path) in str(error.value) and not (tmp_path / "ran").exists()
+
+
+def test_a_folder_that_is_whole_is_loaded_as_before(tiny):
+    """The same weights, the same prompt; a tokenizer whose template is one of several, too."""
+    model, tokenizer = load_model(str(TINY), "cpu")
+    for name, tensor in tiny[0].state_dict().items():
+        assert torch.equal(tensor, model.state_dict()[name])
+    assert folders.render_chat(tokenizer, USER, add_generation_prompt=True) == tokenizer.apply_chat_template(
+        USER, tokenize=False, add_generation_prompt=True)
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ tools }}"}
+    folders.check_template("models/tiny", tokenizer)
