@@ -18,7 +18,7 @@ import torch.nn.functional as F
 
 from colbench import ColBenchError, domain_of, task_id
 from lib import adapters, models
-from lib.folders import render_chat
+from lib.folders import check_critic, read_critic_json, render_chat
 from lib.models import add_head, add_work, encode, generation_cue, load_model, load_tokenizer, tokenizer_name
 from lib.runtime import barrier, broadcast, check_row, gather, InputError, is_main, read_jsonl, say, write_json
 from lib.vision import image_row, read_images
@@ -484,7 +484,7 @@ def read_critic(folder, tokenizer, domain):
     path = pathlib.Path(folder) / "critic.json"
     if not path.exists():
         raise InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
-    critic = {**json.loads(path.read_text()), "folder": str(folder)}
+    critic = {**read_critic_json(path), "folder": str(folder)}
     if adapters.is_adapter(folder):
         critic["reference"] = adapters.adapter_base(folder)
     if critic.get("visual") and not domain.views:
@@ -508,14 +508,13 @@ def load_critic(critic, load):
     """read_critic's answer with its "model" and "reference" (None with a head: its initial values are 0; of an adapter
     folder the model with its adapter off), each loaded by load(name, lora=…, head=…), a whole one (load_whole) or one
     that is split over the ranks (load_sharded)."""
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict, StateDictOptions
+    check_critic(critic)
     has_head, lora = critic["head"] != "lm", adapters.folder_config(critic["folder"])
     model = load(critic["reference"] if lora else critic["folder"], lora=lora, head=has_head)
     if lora:
         adapters.load_adapter(model, critic["folder"])
     if has_head:
-        weights = torch.load(pathlib.Path(critic["folder"]) / "turn_head.pt", weights_only=True)
-        set_model_state_dict(model.turn_head, weights, options=StateDictOptions(full_state_dict=True))
+        models.load_head(model, critic["folder"])
     model.eval()
     reference = None if has_head else adapters.without_adapter(model) if lora else load(critic["reference"]).eval()
     return {**critic, "model": model, "reference": reference}

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from lib.runtime import InputError, one_line
+from lib.runtime import check_row, InputError, one_line
 
 TEMPLATE_S = 5.0                                # CPU seconds for PROBES; honest templates take milliseconds
 TEMPLATE_BYTES = 2 ** 30                        # of memory for PROBES
@@ -54,11 +54,37 @@ def read_object(path):
     return value
 
 
+def read_critic_json(path):
+    """What stands in a critic folder's critic.json (03), with the types that are relied on."""
+    critic = read_object(path)
+    check_row(critic, {"head": str}, {"normalize": str, "privileged": bool, "visual": bool, "reference": str}, path)
+    for key, values in (("head", ("lm", "regression", "value")), ("normalize", ("turn", "trajectory", "none"))):
+        if key in critic and critic[key] not in values:
+            raise InputError(f'{path}: "{key}" is {critic[key][:40]!r}, not one of {", ".join(values)}')
+    if critic["head"] == "lm" and "reference" not in critic:
+        raise InputError(f'{path}: missing "reference"')
+    return critic
+
+
+def check_critic(critic):
+    """InputError where a critic (read_critic_json, with its "folder") lacks what its scores depend on."""
+    for key in ("normalize", "privileged"):
+        if key not in critic:
+            raise InputError(f'{critic["folder"]}: missing "{key}" in its critic.json')
+
+
 def check_config(name, config):
-    """InputError for a configuration (transformers) that would build layers for hours."""
+    """InputError for a configuration (transformers) that would build layers for hours, or take kernels, which are code,
+    from a hub."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if layers is not None and not (type(layers) is int and 0 < layers <= MAX_LAYERS):
         raise InputError(f"{name}: config.json: num_hidden_layers is {str(layers)[:40]}, not 1 to {MAX_LAYERS:,}")
+    for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
+        for kind in ("_attn_implementation", "_experts_implementation"):
+            value = str(getattr(part, kind, None))
+            if "/" in value:
+                raise InputError(f"{name}: config.json: {kind[1:]} names code of a hub ({value[:80]}), which is not "
+                                 "run; take it out")
 
 
 def check_weights(name):

@@ -419,6 +419,16 @@ def add_head(model):
     return model.turn_head
 
 
+def load_head(model, folder):
+    """Read turn_head.pt of a critic folder into a model that has such a head (add_head), split over ranks or not."""
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict, StateDictOptions
+    with folders.loading(folder):
+        weights = torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True)
+        if not isinstance(weights, dict) or weights.keys() != {"weight", "bias"}:
+            raise InputError(f"{folder}: turn_head.pt holds no weight and bias")
+        set_model_state_dict(model.turn_head, weights, options=StateDictOptions(full_state_dict=True))
+
+
 def is_server(name):
     return name.startswith(("http://", "https://"))
 

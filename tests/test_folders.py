@@ -128,6 +128,7 @@ DAMAGES = {
         rope_parameters={"rope_type": "planted"}),
     "a quantization that is a list": config(quantization_config=[1]),
     "an attention from the hub": config(attn_implementation="evil/kernel"),
+    "experts from the hub": config(experts_implementation="evil/kernel"),
     "an unknown dtype": config(dtype="float31"),
     # weights
     "no weights": without("model.safetensors"), "empty weights": text("model.safetensors", ""),
@@ -210,6 +211,7 @@ def test_a_damaged_folder_is_one_line(folder, name, monkeypatch):
 @pytest.mark.parametrize("name", ENDLESS)
 def test_an_endless_template_is_one_line(folder, name, monkeypatch):
     monkeypatch.setattr(folders, "TEMPLATE_S", 0.5)
+    monkeypatch.setattr(folders, "TEMPLATE_BYTES", 2 ** 27)
     (folder / "chat_template.jinja").write_text(ENDLESS[name])
     begin = time.monotonic()
     with pytest.raises(InputError, match="its chat template (takes|makes) more than .* a short chat") as error:
@@ -277,7 +279,8 @@ def test_a_probe_works_beside_threads_and_leaves_no_process(folder):
 @pytest.mark.parametrize("damage, message", [
     ("code of a config", "custom code"), ("pickled weights that run code", "are pickled"),
     ("half of the weights", "cannot be loaded"), ("half a tokenizer", "cannot be loaded"),
-    ("another size", "cannot be loaded"), ("a billion layers", "num_hidden_layers")])
+    ("another size", "cannot be loaded"), ("an attention from the hub", "names code of a hub"),
+    ("a billion layers", "num_hidden_layers")])
 def test_stages_end_with_one_line_and_status_2(workspace, folder, tmp_path, damage, message):
     """02 with such an agent, and 04 with such a model; a folder that is not there is left alone."""
     DAMAGES[damage](folder)
@@ -323,6 +326,49 @@ def test_a_damaged_adapter_is_one_line(tmp_path, name, content):
     with pytest.raises(InputError) as error:
         load_model(str(tmp_path), "cpu")
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value) and not (tmp_path / "ran").exists()
+
+
+CRITIC = {"head": "regression", "normalize": "turn", "privileged": True, "reference": str(TINY)}
+CRITICS = {
+    "no JSON": "{", "a list": "[]", "deep": "[" * 100_000, "no UTF-8": b"\xff", "empty": {},
+    "a head that is a number": {**CRITIC, "head": 7}, "an unknown head": {**CRITIC, "head": "planted"},
+    "an unknown way": {**CRITIC, "normalize": "planted"}, "no reference": {"head": "lm", "privileged": True},
+    "a reference that is a list": {**CRITIC, "head": "lm", "reference": ["a"]},
+    "privileged a string": {**CRITIC, "privileged": "no"}, "visual a number": {**CRITIC, "visual": 1},
+    "no way": {"head": "regression", "privileged": True}, "not said whether privileged": {
+        "head": "regression", "normalize": "turn"}, "no turn_head.pt": CRITIC}
+HEADS = {"empty": b"", "text": b"What is it?", "a pickle that runs code": None,
+         "another shape": {"weight": torch.zeros(1, 7), "bias": torch.zeros(1)},
+         "no bias": {"weight": torch.zeros(1, 128)}, "a list": [1, 2]}
+
+
+def load_critic(folder, tokenizer):
+    from colbench import backend
+    return common.load_critic(common.read_critic(folder, tokenizer, backend), common.load_whole("cpu"))
+
+
+@pytest.mark.parametrize("name", CRITICS)
+def test_a_damaged_critic_is_one_line(folder, name, tiny):
+    content = CRITICS[name]
+    content = json.dumps(content) if isinstance(content, dict) else content
+    text("critic.json", content)(folder)
+    with pytest.raises(InputError) as error:
+        load_critic(folder, tiny[1])
+    assert "\n" not in str(error.value) and str(error.value).startswith(str(folder))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_damaged_head_is_one_line(folder, name, tiny):
+    text("critic.json", json.dumps(CRITIC))(folder)
+    if name == "a pickle that runs code":
+        torch.save(Planted(folder.parent / "ran"), folder / "turn_head.pt")
+    elif isinstance(HEADS[name], bytes):
+        text("turn_head.pt", HEADS[name])(folder)
+    else:
+        torch.save(HEADS[name], folder / "turn_head.pt")
+    with pytest.raises(InputError) as error:
+        load_critic(folder, tiny[1])
+    assert "\n" not in str(error.value) and str(folder) in str(error.value) and not (folder.parent / "ran").exists()
 
 
 def test_a_folder_that_is_whole_is_loaded_as_before(tiny):
