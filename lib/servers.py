@@ -158,7 +158,7 @@ def unzipped(unzip, chunk, max_bytes):
 def read_object(body):
     """The JSON object in a body (bytes)."""
     try:
-        answer = json.loads(body.decode())
+        answer = json.loads(body.decode("utf-8-sig"))
     except RecursionError:
         raise UnreadableReply("nested too deeply") from None
     except ValueError as error:                 # no UTF-8, no JSON, or an integer of more digits than Python reads

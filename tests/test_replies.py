@@ -17,7 +17,7 @@ import zlib
 
 import pytest
 
-from conftest import read, refused, stage
+from conftest import read, refused, run, stage
 from lib.runtime import InputError
 from lib.servers import (
     key_parts,
@@ -137,6 +137,7 @@ REPLIES = {
     "thoughts": (chat_reply(message={"content": "a", "reasoning": "b"}), ("<think>b</think>a", True, None, 10, 5)),
     "a lone surrogate": (with_content(rb'"\ud800?"'), ("\ud800?", True, None, 0, 0)),
     "a text": ({"choices": [{"text": "a"}]}, ("a", True, None, 0, 0)),
+    "a byte order mark": (b"\xef\xbb\xbf" + json.dumps(chat_reply()).encode(), ("What is it?", True, None, 10, 5)),
 }
 
 
@@ -217,7 +218,6 @@ UNREADABLE = {
     "invalid UTF-8": with_content(b'"\xff\xfe"'),
     "Latin-1": with_content('"Grüße"'.encode("latin-1")),
     "UTF-16": json.dumps(chat_reply()).encode("utf-16"),
-    "a byte order mark": b"\xef\xbb\xbf" + json.dumps(chat_reply()).encode(),
     "zero bytes": b"\0" * 1000,
     "an error with status 200": {"error": {"message": "Provider returned error", "code": 429}},
     "a key that is there twice, the last null": b'{"choices": [{"text": "a"}], "choices": null}',
@@ -391,6 +391,27 @@ def test_the_key_is_in_no_file_of_failed_dialogues(answer, tmp_path, monkeypatch
     failed = read(tmp_path / "out.failed.jsonl")
     assert len(failed) == 3 and all("No [key] here" in row["failed"] for row in failed) and "No [key] here" in line
     assert_no_key((tmp_path / "out.failed.jsonl").read_text() + capsys.readouterr().out + line)
+
+
+@pytest.mark.parametrize("role", ["agent", "simulator", "judge", "01"])
+def test_every_role_reads_replies_alike(answer, tmp_path, monkeypatch, role):
+    """A server whose every reply is unreadable, and holds the key, ends each kind of run with one line and status 2."""
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    stage(1).main(["--num-tasks", "2", "--out", str(tmp_path / "tasks")])
+    good = answer(*(http_reply(chat_reply(message={"content": f"What is {n}?"})) for n in range(30))).url
+    bad = answer(http_reply(chat_reply(usage={"prompt_tokens": KEY}, choices={KEY: KEY}))).url
+    flags = {"agent": ["--agent", bad, "--simulator", "rules"], "simulator": ["--agent", good, "--simulator", bad],
+             "judge": ["--agent", good, "--simulator", "rules", "--best-of", 2, "--critic", f"judge:{bad}"]}
+    if role == "01":
+        process = run("01_generate_tasks.py", "--source", "llm", "--model", bad, "--num-tasks", 1, "--max-attempts", 1,
+                      "--concurrency", 1, "--out", tmp_path / "out")
+    else:
+        process = run("02_rollout.py", "--tasks", tmp_path / "tasks", *flags[role], "--retries", 1, "--max-rounds", 2,
+                      "--out", tmp_path / "out")
+    assert process.returncode == 2 and 'unreadable reply ("choices" is a dict, not a list)' in process.stderr
+    assert "Traceback" not in process.stderr
+    assert_no_key(process.stdout + process.stderr + "".join(
+        path.read_text() for path in tmp_path.iterdir() if path.is_file()))
 
 
 @pytest.mark.parametrize("key, text, wanted", [
