@@ -1,6 +1,7 @@
 """Model folders from elsewhere: damaged files, code, pickles and endless chat templates end with one line and status 2;
 nothing asks on the terminal, nothing runs."""
 import json
+import os
 import pickle
 import shutil
 import signal
@@ -254,9 +255,15 @@ def test_a_template_is_tried_once_a_process(folder, monkeypatch):
     assert len(tried) == 1
 
 
-def test_a_probe_works_beside_threads_and_leaves_no_process(folder):
+def test_a_probe_works_beside_threads_and_leaves_no_process(folder, monkeypatch):
     """Also in a thread, as a fork of a process with others that compute."""
-    stop, found = threading.Event(), []
+    stop, found, pids, fork = threading.Event(), [], [], os.fork
+
+    def fork_and_note():
+        pid = fork()
+        pids.append(pid)
+        return pid
+    monkeypatch.setattr(os, "fork", fork_and_note)
 
     def compute():
         while not stop.is_set():
@@ -272,9 +279,10 @@ def test_a_probe_works_beside_threads_and_leaves_no_process(folder):
     stop.set()
     for worker in workers:
         worker.join()
-    assert found == [None] * 5
-    with pytest.raises(ChildProcessError):
-        folders.os.waitpid(-1, folders.os.WNOHANG)
+    assert found == [None] * 5 and len(pids) >= 5
+    for pid in pids:
+        with pytest.raises(ChildProcessError):
+            os.waitpid(pid, os.WNOHANG)
 
 
 @pytest.mark.parametrize("damage, message", [
