@@ -293,14 +293,14 @@ async def ask_once(server, address, request, fault_of):
         if not response.is_success:
             return refused(server, address, request, response, body)
         reply = read_reply(body)
-    except (httpx.TransportError, httpx.InvalidURL) as error:
+    except TimeoutError:                                             # an OSError, too
+        return None, f"no reply within {server.timeout_s:g} s", None
+    except (httpx.HTTPError, httpx.InvalidURL, OSError, RuntimeError) as error:       # the last: of an ended event loop
         fault = f"no connection ({quoted(error, server)})"
         if not address.answered and not isinstance(error, (httpx.ReadError, httpx.RemoteProtocolError)):
             raise InputError(f"{address.url}#{server.model}: {fault}; start the server first, or mend the address"
                              ) from None
         return None, fault, None
-    except TimeoutError:
-        return None, f"no reply within {server.timeout_s:g} s", None
     except UnreadableReply as error:
         return None, f"unreadable reply ({quoted(error, server)})", 0
     server.counts["server_prompt_tokens"] += reply.prompt_tokens
