@@ -197,9 +197,8 @@ def load_model(name, device, dtype="float32"):
                 model = adapted.merge_and_unload()
             else:                                   # a sum in bfloat16 would round most of a small adapter away
                 model = adapted.base_model.model
-        if dtype != "float32":
-            for tensor in adapters.adapter_parameters(model).values():
-                tensor.data = tensor.data.to(getattr(torch, dtype))
+                for tensor in adapters.adapter_parameters(model).values():
+                    tensor.data = tensor.data.to(getattr(torch, dtype))
     return model.to(device), tokenizer
 
 
