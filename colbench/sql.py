@@ -14,14 +14,16 @@ are a multiset, and a list where the reference ends with ORDER BY. Names and ord
 and fractions are compared to 9 digits. All SQL of an agent runs in the scorer's confined child program (sandbox.py).
 """
 import collections
+import functools
 import hashlib
 import inspect
 import json
 import math
+import random
 import re
 import string
 
-from colbench import backend, beside, check_keys, ColBenchError, task_id
+from colbench import backend, beside, check_keys, ColBenchError, sql_mutants, task_id
 from colbench.backend import (  # noqa: F401  some names of the interface are the same as for functions
     human_chat,
     kind_scores,
@@ -85,6 +87,8 @@ garage    drivers   visits   cost   tax     started  paid     gold/silver/bronze
 NAMES = ("Ada Ben Cora Dan Eva Finn Gina Hugo Ida Jon Kim Leo Mia Ned Olga Paul Rosa Sam Tina Vera").split()
 PLACES = "Bonn Cork Dover Essen Graz Lyon Oslo Porto Riga Turin".split()
 NUM_HIDDEN = 6                  # hidden databases of a task; one of them has an empty table
+FEW_DRAWS, MANY_DRAWS = 5, 100  # random databases of which one is taken, and for the last hidden one
+MOST_TRIES = 12
 
 
 def singular(word):
@@ -139,37 +143,115 @@ def stored(status, style):
 # ---------------------------------------------------------------------------------------------------------------------
 # databases
 
-def fill(rng, words, chosen, example):
+def fill(rng, words, chosen, shape):
     """{table: rows} of a random database with values at and beside the borders of the decisions `chosen` {slot: code}.
-    The example shows what looks are for: all codes of a status, this year, a few plain rows."""
+
+    Its shape is "example" (it shows what looks are for: all codes of a status, this year, a few plain rows), "plain",
+    "wide" (many parents, most of them as they are asked for), "quiet" (nothing has happened yet this year) or "empty"
+    (no children at all). In all of them keys lead somewhere, names differ, amounts are positive, a status is stored in
+    one way, and no date lies behind this year."""
     limit, year = int(chosen.get("big", rng.choice(BIG))), int(chosen.get("year", LAST_YEAR))
     unit, style = (100 if chosen.get("unit") else 1), chosen.get("style", "word")
     statuses = [stored(status, style) for status in words["statuses"].split("/")]
+    newest = year - 1 if shape == "quiet" else year
+
+    def status():
+        if rng.random() < (0.05 if shape == "wide" else 0.12):
+            return None
+        return statuses[0] if shape == "wide" and rng.random() < 0.8 else rng.choice((statuses[0], *statuses))
 
     def amount():
-        near = (limit, limit, limit - 5, limit + 5, rng.choice(BIG), rng.choice(BIG) + rng.choice((-1, 1)))
-        return None if rng.random() < 0.1 else rng.choice(near) * unit
+        if rng.random() < 0.12:
+            return None
+        if shape == "wide":
+            return limit + rng.choice((0, 1, 5, 30))
+        near = (limit, limit, limit - 1, limit + 1, limit - 5, limit + 5, rng.choice(BIG),
+                rng.choice(BIG) + rng.choice((-1, 1)))
+        whole = rng.choice(near) * unit
+        return whole + rng.randint(0, 99) if unit == 100 and shape != "example" else whole
 
     def day():
-        border = rng.choice((f"{year}-01-01", f"{year}-12-31", f"{year - 1}-12-31"))
-        then = f"{rng.choice((year, year, year - 1, year - 2))}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}"
-        return None if rng.random() < 0.05 else border if rng.random() < 0.3 else then
+        luck = rng.random()
+        if luck < 0.08:
+            return None
+        if luck < 0.38:
+            return rng.choice((f"{newest}-01-01", f"{newest}-12-31", f"{newest - 1}-12-31"))
+        return f"{newest - rng.choice((0, 0, 1, 2))}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}"
 
-    num_parents = 6
-    drawn = [None if rng.random() < 0.1 else rng.choice((statuses[0], *statuses)) for _ in range(num_parents)]
-    rows = {words["parents"]: [[number, name, status] + [rng.randint(1, 5)] * (words["places"] != "-") for
-                               number, (name, status) in enumerate(zip(rng.sample(NAMES, num_parents), drawn), 1)]}
-    rows[words["children"]] = [[number, rng.randint(1, num_parents), amount(), amount(), day(), day()]
-                               for number in range(1, rng.randint(10, 14))]
+    num_parents = 6 if shape == "example" else 18 if shape == "wide" else rng.choice((5, 6, 9))
+    num_children = 0 if shape == "empty" else 24 if shape == "wide" else rng.randint(9, 14)
+    parents = [[number, name, status()] for number, name in enumerate(rng.sample(NAMES, num_parents), 1)]
+    keys = list(range(1, num_parents + 1)) if shape == "wide" else []
+    keys += [rng.randint(1, num_parents) for _ in range(num_children - len(keys))]
+    children = [[number, key, amount(), amount(), day(), day()] for number, key in enumerate(keys, 1)]
+    rows = {words["parents"]: parents, words["children"]: children}
     if words["places"] != "-":
+        for row, place in zip(parents, rng.sample(4 * [1, 2, 3, 4, 5], num_parents)):
+            row.append(place)
         rows[words["places"]] = [[number, name] for number, name in enumerate(rng.sample(PLACES, 5), 1)]
-    if example:
-        for row, status in zip(rows[words["parents"]], statuses):
-            row[2] = status
-        for row, column in zip(rows[words["children"]], (4, 5)):
+    if shape == "example":
+        for row, code in zip(parents, statuses):
+            row[2] = code
+        for row, column in zip(children, (4, 5)):
             row[2:] = [rng.choice(BIG) * unit, rng.choice(BIG) * unit, f"{year}-0{rng.randint(1, 9)}-1{row[0]}",
                        f"{year}-0{rng.randint(1, 9)}-1{column}"]
+    elif children and "big" in chosen:
+        put_sum_at(rng, children, limit)
     return rows
+
+
+def put_sum_at(rng, children, limit):
+    """Change amounts of a parent so that their sum lies at the limit or beside it: one amount or, of two, each a half."""
+    row, column = rng.choice(children), rng.choice((2, 3))
+    siblings = [other for other in children if other[1] == row[1] and other is not row]
+    if len(siblings) == 1 and rng.random() < 0.5:
+        row[column] = siblings[0][column] = (limit + 1) // 2
+        return
+    rest = sum(other[column] or 0 for other in siblings)
+    row[column] = max(1, limit + rng.choice((-1, 0, 1)) - rest)
+
+
+def shapes_of(query):
+    """The shapes of the hidden databases for a query, from the last one to the first."""
+    if "{year}" in query:
+        special = ["quiet"]
+    elif "ORDER BY" in query:
+        special = ["wide"]
+    else:
+        special = ["plain"]
+    return ["empty", *special] + ["plain"] * (NUM_HIDDEN - 2)
+
+
+def draw_hidden(draw, shapes, judge, rivals):
+    """Hidden databases of these shapes such that each of the queries `rivals` gives other rows than the reference on one
+    of them; None if a rival is left. draw(shape) makes one.
+
+    Of several databases of a shape the one is taken on which the fewest rivals agree with the reference."""
+    hidden = []
+    for number, shape in enumerate(shapes):
+        most_draws = 1 if shape == "empty" else FEW_DRAWS if number < len(shapes) - 1 else MANY_DRAWS
+        fewest = None
+        for _ in range(most_draws):
+            tables = draw(shape)
+            agreeing = judge.agreeing(tables, rivals)
+            if fewest is None or len(agreeing) < len(fewest):
+                best, fewest = tables, agreeing
+            if not agreeing:
+                break
+        hidden.append(best)
+        rivals = fewest
+    return None if rivals else hidden[::-1]
+
+
+def rivals_of(template, codes, slots, statuses):
+    """The queries that must not pass: the reference with another value of one decision, and likely mistakes."""
+    queries = []
+    for slot, decision in slots.items():
+        for code in decision["options"]:
+            if code != codes[slot]:
+                queries.append(template.format(**{**codes, slot: code}))
+    mistakes = sql_mutants.mutants_of(template.format(**codes), statuses)
+    return list(dict.fromkeys([*queries, *mistakes]))
 
 
 def make_task(rng, name, told, accept):
@@ -195,13 +277,17 @@ def make_task(rng, name, told, accept):
     schema_text = "".join(f"CREATE TABLE {table}(" + ", ".join(
         f"{column} {'TEXT' if column in texts else 'INTEGER'}" for column in own) + ");\n"
         for table, own in tables.items())
-    for _ in range(12):
-        databases = [fill(rng, words, chosen, index == 0) for index in range(NUM_HIDDEN + 1)]
-        databases[-1][words["children"]] = []
-        if proves_all(schema_text, databases[1:], template, codes, slots):
-            break
-    else:
-        return "a decision without proof"
+    # The databases depend on the reference alone, not on what was drawn for other tasks before.
+    own_rng = random.Random(number)
+    draw = functools.partial(fill, own_rng, words, chosen)
+    statuses = [stored(status, style) for status in words["statuses"].split("/")]
+    rivals, hidden = rivals_of(template, codes, slots, statuses), None
+    with sql_mutants.Judge(schema_text, reference, is_ordered(reference), canonical) as judge:
+        for _ in range(MOST_TRIES):
+            hidden = hidden or draw_hidden(draw, shapes_of(template), judge, rivals)
+    if hidden is None:
+        return "a wrong query that no database shows"
+    databases = [draw("example"), *hidden]
 
     facts = [{"topic": decision["topic"], "questions": decision["questions"], "matters": True, "told": False,
               "slot": slot, "code": codes[slot], "by": "look" if "looks" in decision else "ask",
@@ -222,24 +308,6 @@ def make_task(rng, name, told, accept):
     return {"task_id": f"{number:016x}", "problem_description": f"{request}\n{lines}", "ground_truth": reference,
             "schema": schema_text, "databases": databases, "family": name, "seen": words["unseen"] != "unseen",
             "template": template, "facts": facts, "idle_looks": put(QUERIES["idle_looks"], words)}
-
-
-def proves_all(schema, databases, template, codes, slots):
-    """Whether every other value of every decision gives other rows on one of the databases. (Runs queries that this
-    file made, in this process.)"""
-    opened = [open_database(schema, tables) for tables in databases]
-
-    def results(own):
-        query = template.format(**own)
-        return [canonical(*select(connection, query), is_ordered(query)) for connection in opened]
-
-    try:
-        wanted = results(codes)
-        return all(results({**codes, slot: code}) != wanted for slot, decision in slots.items()
-                   for code in decision["options"] if code != codes[slot])
-    finally:
-        for connection in opened:
-            connection.close()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
