@@ -9,9 +9,10 @@ the database shows ("by": "look"). In each round the agent does one of three thi
     any other text              a message to the human, who says what was asked about
     I WANT TO ANSWER: SELECT …  ends the dialogue
 
-The answer is run on hidden databases, the reward is the share of them on which it gives the rows of the reference. Rows
-are a multiset, and a list where the reference ends with ORDER BY. Names and order of columns are ignored, 1 equals 1.0,
-and fractions are compared to 9 digits. All SQL of an agent runs in the scorer's confined child program (sandbox.py).
+The answer (sql_text.py finds the query in it) is run on hidden databases, the reward is the share of them on which it
+gives the rows of the reference. The databases are drawn until likely mistakes show (sql_mutants.py). Rows are a multiset,
+and a list where the reference ends with ORDER BY. Names and order of columns are ignored, 1 equals 1.0, and fractions
+are compared to 9 digits. All SQL of an agent runs in the scorer's confined child program (sandbox.py).
 """
 import collections
 import functools
@@ -39,8 +40,8 @@ from colbench.backend import (  # noqa: F401  some names of the interface are th
     views,
 )
 from colbench.scorer import check_tasks, Scorer
+from colbench.sql_text import is_ordered, LOOK, statement_of
 
-LOOK = "QUERY:"
 NOUN = "query"
 REPLY_CHARS, REPLY_TOKENS = 400, 128
 PERSON_SEES = False
@@ -201,7 +202,7 @@ def fill(rng, words, chosen, shape):
 
 
 def put_sum_at(rng, children, limit):
-    """Change amounts of a parent so that their sum lies at the limit or beside it: one amount or, of two, each a half."""
+    """Change amounts of a parent so that their sum lies at the limit or beside it: one of them or, of two, both."""
     row, column = rng.choice(children), rng.choice((2, 3))
     siblings = [other for other in children if other[1] == row[1] and other is not row]
     if len(siblings) == 1 and rng.random() < 0.5:
@@ -223,8 +224,8 @@ def shapes_of(query):
 
 
 def draw_hidden(draw, shapes, judge, rivals):
-    """Hidden databases of these shapes such that each of the queries `rivals` gives other rows than the reference on one
-    of them; None if a rival is left. draw(shape) makes one.
+    """Hidden databases of these shapes such that each of the queries `rivals` gives other rows than the reference on
+    one of them; None if a rival is left. draw(shape) makes one.
 
     Of several databases of a shape the one is taken on which the fewest rivals agree with the reference."""
     hidden = []
@@ -311,7 +312,7 @@ def make_task(rng, name, told, accept):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# running SQL. The source of these four functions is what the confined child program runs
+# running SQL. The source of these five functions is what the confined child program runs
 
 def open_database(schema, tables):
     """A filled sqlite database in memory that lets SELECT through and nothing else, with limits on its size."""
@@ -350,16 +351,41 @@ def select(connection, statement):
     return [column[0] for column in cursor.description], rows
 
 
+def plain_number(cell):
+    """A cell in a form that is equal for equal numbers: whole numbers as int, fractions to 9 digits."""
+    if not isinstance(cell, float):
+        return cell
+    if 10 ** 9 <= abs(cell) < 2 ** 53:                               # where 9 digits are coarser than whole numbers
+        return round(cell)
+    cell = float(f"{cell:.9g}")
+    return int(cell) if abs(cell) < 2 ** 53 and cell == int(cell) else cell
+
+
 def canonical(names, rows, ordered):
-    """Rows in a form that is equal for equal results: fractions to 9 digits, columns and (unless `ordered`) rows in an
-    order of their own."""
-    rows = [[float(f"{cell:.9g}") if isinstance(cell, float) else cell for cell in row] for row in rows]
-    rows = [[int(cell) if isinstance(cell, float) and cell == cell // 1 and abs(cell) < 2 ** 53 else cell
-             for cell in row] for row in rows]
-    keys = [[repr(row[i]) for row in rows] for i in range(len(names))]
-    columns = sorted(range(len(names)), key=lambda i: keys[i] if ordered else sorted(keys[i]))
-    rows = [[row[i] for i in columns] for row in rows]
-    return [len(names), rows if ordered else sorted(rows, key=repr)]
+    """Rows in a form that is equal for equal results: columns and (unless `ordered`) rows in an order of their own."""
+    import itertools
+    import math
+    rows = [[plain_number(cell) for cell in row] for row in rows]
+    if len(names) == 1:
+        return [1, rows if ordered else sorted(rows, key=repr)]
+    texts = [[repr(cell) for cell in row] for row in rows]
+    contents = [tuple(sorted(row)) for row in texts]
+    numbers = {content: number for number, content in enumerate(sorted(set(contents)))}
+    groups = {}                                             # columns with equal cells in rows of equal content
+    for i in range(len(names)):
+        column = [(row[i], numbers[content]) for row, content in zip(texts, contents)]
+        groups.setdefault(tuple(column if ordered else sorted(column)), []).append(i)
+    groups = [groups[column] for column in sorted(groups)]
+    orders = [groups]
+    if not ordered and math.prod(math.factorial(len(group)) for group in groups) <= 120:
+        orders = itertools.product(*map(itertools.permutations, groups))
+
+    def in_order(order):
+        columns = [i for group in order for i in group]
+        return [[row[i] for i in columns] for row in rows]
+
+    tables = (in_order(order) for order in orders)
+    return [len(names), next(tables) if ordered else min((sorted(table, key=repr) for table in tables), key=repr)]
 
 
 def as_table(names, rows):
@@ -369,15 +395,8 @@ def as_table(names, rows):
     return "\n".join([" | ".join(names)[:200], *lines, *note])[:600]
 
 
-SOURCE = "import json\n\n" + "\n\n".join(map(inspect.getsource, (open_database, select, canonical, as_table)))
-
-
-def is_ordered(query):
-    """Whether the rows of a query come in an order: it says ORDER BY outside of all parentheses."""
-    query, count = re.sub(r"'[^']*'|--.*", " ", query), 1
-    while count:
-        query, count = re.subn(r"\([^()]*\)", " ", query)
-    return re.search(r"\border\s+by\b", query, re.IGNORECASE) is not None
+SOURCE = "import json\n\n" + "\n\n".join(
+    map(inspect.getsource, (open_database, select, plain_number, canonical, as_table)))
 
 
 def program(task, databases, statement):
@@ -389,12 +408,6 @@ def program(task, databases, statement):
             "def table():\n    return as_table(*rows(0))\n")
 
 
-def statement_of(text):
-    """The statement in an agent's text, without a fence around it."""
-    fenced = re.search(r"```\w*\n(.*?)(```|\Z)", text, re.DOTALL)
-    return (fenced[1] if fenced else text).strip()
-
-
 def as_function_task(task):
     """A task as the scorer knows it: its tests are the hidden databases."""
     hidden = task["databases"][1:]
@@ -403,8 +416,8 @@ def as_function_task(task):
 
 
 def as_functions(task, answer):
-    """(task, answer) as the scorer knows them."""
-    return as_function_task(task), program(task, task["databases"][1:], answer)
+    """(task, answer) as the scorer knows them. This is where an answer, wherever it comes from, becomes a query."""
+    return as_function_task(task), program(task, task["databases"][1:], statement_of(answer))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -580,7 +593,7 @@ def check_data(tasks, unsafe_scorer=False):
 
 
 def answer_of(history, is_last):
-    """What follows the marker; in the last round without it the whole turn."""
+    """The statement that follows the marker; in the last round without it the whole turn, as it is."""
     before, marker, after = history[-1]["content"].partition(MARKER)
     return statement_of(after) if marker else before if is_last else None
 

@@ -1,0 +1,153 @@
+"""What stands in the text of an answer or a look: the statement without what a model writes around it, and whether its
+rows come in an order. Text alone decides; no SQL runs here.
+
+statement_of(text) takes the first of these that is there:
+1. the text itself, where it begins as a query;
+2. the first fence (``` or ~~~, of any language, on one line or several, closed or not) that holds a query;
+3. the first query in backticks;
+4. the first query in prose: at the begin of a line, behind a colon, or in capitals;
+5. what stands in the first fence, or the whole text: no query, which the database says.
+
+A query ends with a semicolon, before a line or a paragraph that is prose, or with the text. What follows a semicolon
+stays where it is a further statement, so that two statements are refused. Parentheses around a whole query are dropped.
+"""
+import re
+
+LOOK = "QUERY:"
+MAX_CHARS = 20_000              # a longer text stays as it is; sqlite3 is told to refuse a statement of 10,000
+
+QUOTED = r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`[^`\n]*`|\[[^\]\n]{0,100}\]"""
+COMMENT = r"--[^\n]*|/\*.*?(?:\*/|\Z)"
+NAME = r"""(?:\w+|"[^"]*"|`[^`]*`|\[[^\]]*\])"""
+TO_SKIP = re.compile(rf"\s+|\(|{COMMENT}", re.DOTALL)
+QUERY = re.compile(
+    rf"SELECT\b|VALUES\s*\(|WITH\s+(?:RECURSIVE\s+)?{NAME}\s*(?:\([^()]*\)\s*)?AS\s*(?:(?:NOT\s+)?MATERIALIZED\s*)?\(",
+    re.IGNORECASE)
+OTHER_STATEMENT = re.compile(
+    r"(?:ALTER|ANALYZE|ATTACH|BEGIN|COMMIT|CREATE|DELETE|DETACH|DROP|EXPLAIN|INSERT|PRAGMA|REINDEX|RELEASE|REPLACE|"
+    r"ROLLBACK|SAVEPOINT|UPDATE|VACUUM)\b(?!\s*:)", re.IGNORECASE)
+CLAUSE = re.compile(                                                # how a query can go on in a new line
+    r"[(),*/+<>=|-]|(?:FROM|WHERE|GROUP|HAVING|ORDER|LIMIT|OFFSET|WINDOW|LEFT|RIGHT|FULL|INNER|OUTER|CROSS|NATURAL|"
+    r"JOIN|ON|USING|AND|OR|NOT|AS|BY|UNION|EXCEPT|INTERSECT|SELECT|DISTINCT|CASE|WHEN|THEN|ELSE|END|IN|LIKE|BETWEEN|"
+    r"IS|DESC|ASC|VALUES|OVER|PARTITION)\b", re.IGNORECASE)
+UNFINISHED = re.compile(r"(?:[,(=<>+*/|-]|\b(?:SELECT|DISTINCT|FROM|JOIN|WHERE|BY|HAVING|AND|OR|ON|AS))\s*\Z",
+                        re.IGNORECASE)
+
+FENCE = re.compile(r"(```+|~~~+)(.*?)(?:\1[`~]*|\Z)", re.DOTALL)
+LANGUAGE = re.compile(r"\s*(?:sql|sqlite3?|mysql|postgres(?:ql)?|text|plaintext)\b", re.IGNORECASE)
+BACKTICKS = re.compile(r"(?<!`)(`{1,2})(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
+TAG = re.compile(r"</?(?:answer|final|query|sql|code|pre)>", re.IGNORECASE)
+BEGINS = (re.compile(r"^[ \t>*]*(?=[(\w])", re.MULTILINE),          # of a line
+          re.compile(r":[\s*]*(?=[(\w])"),                          # of what a colon announces
+          re.compile(r"(?<=\s)(?=SELECT\b|WITH\b)"))                # in capitals
+ENDS = re.compile(
+    r";"
+    r"|\n\s*\n"                                                     # a paragraph
+    r"|\n(?=[^\n]*[A-Za-z)][.!?:]\s*(?:\n|\Z))"                     # a line that ends as a sentence
+    r"|\n(?=[A-Z][a-z]+ [a-z]+ [a-z]+\b)"                           # a line that begins as one
+    r"|\n(?=\s*(?:\#+ |\*\*))"                                      # a heading
+    r"|[.!](?=\s+[A-Z])")                                           # a sentence in the same line
+PROSE = re.compile(r"[A-Z][a-z]+\b.*[A-Za-z)`][.!?:]\Z|[-*+]\s+[A-Z`*]|\d+[.)] |\#+ |\*\*", re.DOTALL)
+
+
+def masked(text):
+    """A text of the same length in which strings, quoted names and comments are spaces."""
+    return re.sub(f"{QUOTED}|{COMMENT}", lambda match: re.sub(r"[^\n]", " ", match[0]), text, flags=re.DOTALL)
+
+
+def is_ordered(query):
+    """Whether the rows of a query come in an order: it says ORDER BY outside of all parentheses."""
+    query, count = masked(query), 1
+    while count:
+        query, count = re.subn(r"\([^()]*\)", " ", query)
+    return re.search(r"\border\s+by\b", query, re.IGNORECASE) is not None
+
+
+def begins_as(pattern, text, position=0):
+    """Whether a text reads as `pattern` from a position on, comments and opening parentheses aside."""
+    while match := TO_SKIP.match(text, position):
+        position = match.end()
+    return pattern.match(text, position) is not None
+
+
+def statement_of(text):
+    """The statement in an agent's text (see above). A statement alone stays as it is."""
+    if len(text) > MAX_CHARS:
+        return text
+    text = text.replace("\r\n", "\n").replace("\r", "\n").strip()
+    if begins_as(QUERY, text):
+        return whole_query(text)
+    if text.startswith(LOOK):                                       # in the last round: no answer
+        return text
+    text = TAG.sub("\n", text).strip()
+    blocks = [without_language(block) for _, block in FENCE.findall(text)]
+    spans = [span for _, span in BACKTICKS.findall(FENCE.sub("\n\n", text))]
+    for candidate in [*blocks, *spans]:
+        if begins_as(QUERY, candidate):
+            return whole_query(candidate)
+    prose = FENCE.sub("\n\n", text).strip()
+    if not begins_as(OTHER_STATEMENT, prose):
+        position = begin_in_prose(prose)
+        if position is not None:
+            return whole_query(prose[position:])
+    return blocks[0] if blocks and blocks[0] else text
+
+
+def without_language(block):
+    """What a fence holds, without the name of its language."""
+    first, _, rest = block.partition("\n")
+    for content in (block, LANGUAGE.sub("", block, count=1), rest):
+        if begins_as(QUERY, content):
+            return content.strip()
+    return (rest if re.fullmatch(r"[\w+#.-]*\s*", first) else block).strip()
+
+
+def begin_in_prose(text):
+    """Where in a text its first query begins; None where there is none."""
+    for begin in BEGINS:
+        for match in begin.finditer(text):
+            line_begin = text.rfind("\n", 0, match.end()) + 1
+            line = text[line_begin:].partition("\n")[0]
+            is_comment = "--" in text[line_begin:match.end()]
+            is_sentence = re.search(r"[A-Za-z)][!?:]\s*\Z", line)
+            if not is_comment and not is_sentence and begins_as(QUERY, text, match.end()):
+                return match.end()
+    return None
+
+
+def whole_query(text):
+    """The query that a text begins with, without what follows it, and without parentheses around the whole."""
+    query = text[:end_of(text)].strip()
+    query = re.sub(r"(?:\s*</?[a-z]+>)+\Z", "", query)
+    query = re.sub(r"(?<=[\w)'])(?:\.|\*\*|\.\*\*)\Z", "", query)    # the full stop of a sentence, bold letters
+    while (inner := without_parentheses(query)) is not None:
+        query = inner
+    return query
+
+
+def end_of(text):
+    """Where the query ends that a text begins with."""
+    bare = masked(text)
+    for match in ENDS.finditer(bare):
+        before, after = bare[:match.start()], text[match.end():].lstrip()
+        if match[0] == ";":
+            is_further = begins_as(QUERY, after) or begins_as(OTHER_STATEMENT, after)
+            return len(text) if is_further else match.end()
+        is_open = before.count("(") > before.count(")") or UNFINISHED.search(before[-100:])
+        paragraph = after.partition("\n\n")[0].strip()
+        if not is_open and (PROSE.match(paragraph) or not CLAUSE.match(paragraph)):
+            return match.start()
+    return len(text)
+
+
+def without_parentheses(query):
+    """What stands in the parentheses around a whole query; None where there are none."""
+    bare = masked(query).rstrip("; \n")
+    if not bare.startswith("("):
+        return None
+    depth = 0
+    for position, sign in enumerate(bare):
+        depth += {"(": 1, ")": -1}.get(sign, 0)
+        if not depth:
+            return query[1:position].strip() if position == len(bare) - 1 else None
+    return None
