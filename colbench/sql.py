@@ -10,9 +10,9 @@ the database shows ("by": "look"). In each round the agent does one of three thi
     I WANT TO ANSWER: SELECT …  ends the dialogue
 
 The answer (sql_text.py finds the query in it) is run on hidden databases, the reward is the share of them on which it
-gives the rows of the reference. The databases are drawn until likely mistakes show (sql_mutants.py). Rows are a multiset,
-and a list where the reference ends with ORDER BY. Names and order of columns are ignored, 1 equals 1.0, and fractions
-are compared to 9 digits. All SQL of an agent runs in the scorer's confined child program (sandbox.py).
+gives the rows of the reference. The databases are drawn until likely mistakes show (sql_mutants.py). Rows are a
+multiset, and a list where the reference ends with ORDER BY. Names and order of columns are ignored, 1 equals 1.0, and
+fractions are compared to 9 digits. All SQL of an agent runs in the scorer's confined child program (sandbox.py).
 """
 import collections
 import functools

@@ -19,7 +19,7 @@ MAX_CHARS = 20_000              # a longer text stays as it is; sqlite3 is told 
 QUOTED = r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`[^`\n]*`|\[[^\]\n]{0,100}\]"""
 COMMENT = r"--[^\n]*|/\*.*?(?:\*/|\Z)"
 NAME = r"""(?:\w+|"[^"]*"|`[^`]*`|\[[^\]]*\])"""
-TO_SKIP = re.compile(rf"\s+|\(|{COMMENT}", re.DOTALL)
+TO_SKIP = re.compile(rf"[\s(]+|{COMMENT}", re.DOTALL)
 QUERY = re.compile(
     rf"SELECT\b|VALUES\s*\(|WITH\s+(?:RECURSIVE\s+)?{NAME}\s*(?:\([^()]*\)\s*)?AS\s*(?:(?:NOT\s+)?MATERIALIZED\s*)?\(",
     re.IGNORECASE)
@@ -37,7 +37,7 @@ FENCE = re.compile(r"(```+|~~~+)(.*?)(?:\1[`~]*|\Z)", re.DOTALL)
 LANGUAGE = re.compile(r"\s*(?:sql|sqlite3?|mysql|postgres(?:ql)?|text|plaintext)\b", re.IGNORECASE)
 BACKTICKS = re.compile(r"(?<!`)(`{1,2})(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
 TAG = re.compile(r"</?(?:answer|final|query|sql|code|pre)>", re.IGNORECASE)
-BEGINS = (re.compile(r"^[ \t>*]*(?=[(\w])", re.MULTILINE),          # of a line
+BEGINS = (re.compile(r"^(?:sqlite)?[ \t>*]*(?=[(\w])", re.MULTILINE),         # of a line
           re.compile(r":[\s*]*(?=[(\w])"),                          # of what a colon announces
           re.compile(r"(?<=\s)(?=SELECT\b|WITH\b)"))                # in capitals
 ENDS = re.compile(
@@ -51,8 +51,11 @@ PROSE = re.compile(r"[A-Z][a-z]+\b.*[A-Za-z)`][.!?:]\Z|[-*+]\s+[A-Z`*]|\d+[.)] |
 
 
 def masked(text):
-    """A text of the same length in which strings, quoted names and comments are spaces."""
-    return re.sub(f"{QUOTED}|{COMMENT}", lambda match: re.sub(r"[^\n]", " ", match[0]), text, flags=re.DOTALL)
+    """A text of the same length with _ for what strings and quoted names hold, and blanks for comments."""
+    def blanked(match):
+        return re.sub(r"[^\n]", " " if match[0][:2] in ("--", "/*") else "_", match[0])
+
+    return re.sub(f"{QUOTED}|{COMMENT}", blanked, text, flags=re.DOTALL)
 
 
 def is_ordered(query):
@@ -63,11 +66,16 @@ def is_ordered(query):
     return re.search(r"\border\s+by\b", query, re.IGNORECASE) is not None
 
 
-def begins_as(pattern, text, position=0):
-    """Whether a text reads as `pattern` from a position on, comments and opening parentheses aside."""
+def first_word(text, position=0):
+    """Where the first word stands from a position on, comments and opening parentheses aside."""
     while match := TO_SKIP.match(text, position):
         position = match.end()
-    return pattern.match(text, position) is not None
+    return position
+
+
+def begins_as(pattern, text):
+    """Whether a text reads as `pattern`, comments and opening parentheses aside."""
+    return pattern.match(text, first_word(text)) is not None
 
 
 def statement_of(text):
@@ -105,14 +113,21 @@ def without_language(block):
 def begin_in_prose(text):
     """Where in a text its first query begins; None where there is none."""
     for begin in BEGINS:
+        looked_to = -1
         for match in begin.finditer(text):
-            line_begin = text.rfind("\n", 0, match.end()) + 1
-            line = text[line_begin:].partition("\n")[0]
-            is_comment = "--" in text[line_begin:match.end()]
-            is_sentence = re.search(r"[A-Za-z)][!?:]\s*\Z", line)
-            if not is_comment and not is_sentence and begins_as(QUERY, text, match.end()):
+            if match.end() <= looked_to:                            # the same word again
+                continue
+            looked_to = first_word(text, match.end())
+            if QUERY.match(text, looked_to) and not is_remark(text, match.end()):
                 return match.end()
     return None
+
+
+def is_remark(text, position):
+    """Whether what stands at a position is in a comment, or in a line that ends as a sentence."""
+    line_begin = text.rfind("\n", 0, position) + 1
+    line = text[line_begin:].partition("\n")[0]
+    return "--" in text[line_begin:position] or re.search(r"[A-Za-z)][!?:]\s*\Z", line) is not None
 
 
 def whole_query(text):

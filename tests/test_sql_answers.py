@@ -1,0 +1,232 @@
+"""colbench/sql_text.py: the query in what models write around it, in all places where an answer is scored."""
+import asyncio
+import json
+import re
+import time
+
+import pytest
+from query_mutants import mutants_of, verdicts
+
+from colbench import sql
+from colbench.sql_text import begins_as, is_ordered, MAX_CHARS, QUERY, statement_of
+from conftest import read, stage
+
+NUM_TASKS = 40
+
+
+def by_clause(query):
+    """The query with a line for each clause, as people write it."""
+    return re.sub(r" (FROM|JOIN|WHERE|AND|GROUP BY|HAVING|ORDER BY|LIMIT) ", r"\n\1 ", query)
+
+
+def commented(query):
+    first, _, rest = query.partition(" FROM ")
+    return f"-- it's the list\n{first}  -- what counts\nFROM {rest}\n/* that is all; */"
+
+
+WRAPPINGS = {
+    "alone": "{q}",
+    "semicolon": "{q};",
+    "fence": "```sql\n{q}\n```",
+    "announced fence": "Here you are:\n\n```sql\n{q}\n```",
+    "fence and prose after": "```sql\n{q};\n```\nThis query counts what you asked for; it's all there.",
+    "prose around a fence": "Here's the query:\n```\n{q}\n```\nLet me know if you need more.",
+    "language with a space": "``` sql\n{q}\n```",
+    "language in capitals": "```SQL\n{q};\n```",
+    "other language": "```sqlite3\n{q}\n```",
+    "info string": '```sql title="report.sql"\n{q}\n```',
+    "one-line fence": "```sql {q}```",
+    "one-line fence without language": "Sure: ```{q};```",
+    "query on the line of the fence": "```sql {q}\n```",
+    "tildes": "~~~sql\n{q}\n~~~",
+    "long fence": "````sql\n{q}\n````",
+    "open fence": "Here it is:\n```sql\n{q}",
+    "indented fence": "1. The query:\n   ```sql\n   {q}\n   ```\n2. That is all.",
+    "CRLF": "Here you are:\r\n```sql\r\n{q}\r\n```\r\n",
+    "CRLF without a fence": "{q}\r\n",
+    "backticks": "`{q}`",
+    "backticks in prose": "You can use `{q}` for that.",
+    "double backticks": "Here: ``{q}``",
+    "first fence is data": "The table looks so:\n```\nid | name\n1 | Ada\n```\nThe query:\n```sql\n{q}\n```",
+    "first fence is a shell": "```bash\nsqlite3 data.db\n```\nthen\n```sql\n{q}\n```",
+    "a table's columns in backticks": "I look at `status` and `name`.\n\n```sql\n{q}\n```",
+    "prose before": "Here is the query that you need:\n{q}",
+    "prose before, in a line": "The query is {q}",
+    "colon in a line": "Answer: {q}",
+    "prose after a semicolon": "{q};\nThis gives you the result.",
+    "paragraph after": "{q}\n\nThis query takes all that's asked for, and nothing else",
+    "sentence after": "{q}\nThis gives you what you want.",
+    "two lines of prose after": "{q}\nThis gives you all the rows that you\nasked me for.",
+    "list after": "{q};\n\n- The condition is as you said.\n- The order, too.",
+    "heading after": "{q}\n\n**Explanation**\n\nIt's simple.",
+    "prose around": "Sure! Here's what you need:\n\n{q}\n\nI hope this helps!",
+    "output after": "{q};\n\nExample output:\n```\n3\n```",
+    "bold label": "**Query:**\n\n{q}",
+    "bold query": "**{q}**",
+    "full stop": "Use this: {q}.",
+    "parentheses": "({q})",
+    "parentheses and semicolon": "({q});",
+    "parentheses in a fence": "```sql\n(\n{q}\n);\n```",
+    "tags": "<answer>\n{q}\n</answer>",
+    "tags in a line": "<sql>{q}</sql>",
+    "label": "sql\n{q}",
+    "prompt": "sqlite> {q};"}
+SHAPES = {"one line": str, "a line a clause": by_clause, "comments": commented, "small letters": None}
+ONE_LINE = ("backticks", "double backticks", "bold query", "full stop", "prose before, in a line", "colon in a line",
+            "tags in a line", "prompt", "backticks in prose")
+
+
+def small(query):
+    """The keywords in small letters."""
+    return re.sub(r"\b[A-Z]{2,}\b(?=[^']*(?:'[^']*'[^']*)*$)", lambda match: match[0].lower(), query)
+
+
+SHAPES["small letters"] = small
+
+
+def fits(wrapping, shape):
+    """Whether people write a query of this shape so."""
+    if wrapping in ("prose before, in a line",):
+        return shape == "one line"                                  # a sentence that goes on in small letters
+    return shape != "comments" or wrapping not in ONE_LINE
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    path = tmp_path_factory.mktemp("answers") / "tasks.jsonl"
+    stage(1).main(["--domain", "sql", "--seed", "5", "--num-tasks", str(NUM_TASKS), "--out", str(path)])
+    return read(path)
+
+
+@pytest.fixture(scope="module")
+def world():
+    with sql.World() as world:
+        yield world
+
+
+def wrapped(text):
+    return [wrapping.replace("{q}", text) for wrapping in WRAPPINGS.values()]
+
+
+def answers_of(text):
+    """The answer of a dialogue that ends with this text: behind the marker, in the last round without it; and as a file
+    has it that somebody else made."""
+    behind = sql.answer_of([{"content": f"{sql.MARKER}\n{text}"}], False)
+    on_its_line = sql.answer_of([{"content": f"{sql.MARKER} {text}"}], False)
+    last = sql.answer_of([{"content": text}], True)
+    return [behind, on_its_line, last, text]
+
+
+def test_the_table_is_large(tasks):
+    assert len(WRAPPINGS) >= 40 and len(tasks) == NUM_TASKS
+    assert len({task["family"] for task in tasks}) == NUM_TASKS
+    assert {task["family"].split("_")[1] for task in tasks} == set(sql.PATTERNS)
+
+
+def test_right_answers_in_every_wrapping_score_1(tasks, world):
+    pairs = [(task, text) for task in tasks for text in wrapped(task["ground_truth"])]
+    pairs += [(tasks[0], answer) for text in wrapped(tasks[0]["ground_truth"]) for answer in answers_of(text)]
+    lost = [answer for (_, answer), score in zip(pairs, asyncio.run(world.score(pairs))) if score["reward"] != 1]
+    assert len(pairs) >= NUM_TASKS * len(WRAPPINGS) and lost == []
+
+
+def test_the_same_query_is_found_in_every_shape(tasks):
+    def plain(query):
+        query = query.removeprefix("-- it's the list\n").removesuffix(";").removesuffix("/* that is all; */")
+        return " ".join(query.split()).rstrip("; ")
+
+    for task in tasks:
+        for shape, change in SHAPES.items():
+            query = change(task["ground_truth"])
+            for name, wrapping in WRAPPINGS.items():
+                if fits(name, shape):
+                    text = wrapping.replace("{q}", query)
+                    found = {plain(statement_of(answer)) for answer in answers_of(text)}
+                    assert found == {plain(query)}, (name, shape, text)
+
+
+def test_wrong_answers_in_every_wrapping_score_as_they_do_alone(tasks, world):
+    pairs = []
+    for number, task in enumerate(tasks):
+        wrong = [mutant for mutant, _, is_wrong, passes in verdicts(task) if is_wrong and not passes]
+        text = wrong[number % len(wrong)] if number else "SELECT 'nothing of that', 17 WHERE 2 > 1"
+        pairs += [(task, text)] + [(task, answer) for answer in wrapped(text)]
+    rewards = [score["reward"] for score in asyncio.run(world.score(pairs))]
+    size = len(WRAPPINGS) + 1
+    assert len(pairs) == size * NUM_TASKS and set(rewards[:size]) == {0}
+    for first in range(0, len(pairs), size):
+        others = {answer: reward for (_, answer), reward in zip(pairs[first:first + size], rewards[first:])
+                  if reward != rewards[first]}
+        assert rewards[first] < 1 and not others, pairs[first][1]
+
+
+def test_05_scores_a_file_again_as_02_would(tasks, tmp_path):
+    task = tasks[0]
+    rows = [{"task_id": f"{number}", "sample": 0, "task": {**task, "task_id": f"{number}"}, "answer": text, "reward": 0,
+             "dialogue_history": [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]}
+            for number, text in enumerate(wrapped(task["ground_truth"]))]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    stage(5).main([f"a={path}", "--out", str(tmp_path / "report")])
+    assert json.loads((tmp_path / "report" / "metrics.json").read_text())["a"]["success_rate"] == 1
+
+
+@pytest.mark.parametrize("text, statement", [
+    ("SELECT 1; SELECT 2", "SELECT 1; SELECT 2"),
+    ("SELECT 1; DROP TABLE orders", "SELECT 1; DROP TABLE orders"),
+    ("```sql\nSELECT 1;\nSELECT 2;\n```", "SELECT 1;\nSELECT 2;"),
+    ("SELECT 1; -- one\nSELECT 2", "SELECT 1; -- one\nSELECT 2"),
+    ("INSERT INTO orders SELECT * FROM orders", "INSERT INTO orders SELECT * FROM orders"),
+    ("CREATE TABLE t AS\nSELECT 1", "CREATE TABLE t AS\nSELECT 1"),
+    ("EXPLAIN SELECT 1", "EXPLAIN SELECT 1"),
+    ("```\nDROP TABLE orders\n```", "DROP TABLE orders"),
+    ("QUERY: SELECT 1", "QUERY: SELECT 1"), ("-- SELECT 1", "-- SELECT 1"), ("", ""),
+    ("I do not know", "I do not know"), ("Select what you like!", "Select what you like!"),
+    ("```sql\nSELECT 1\n```\n```sql\nSELECT 2\n```", "SELECT 1"),
+    ("SELECT 1\nUNION SELECT 2", "SELECT 1\nUNION SELECT 2"),
+    ("SELECT a\n\nFROM t\n\nWHERE a = 'x; y'\n\n  AND b > 1", "SELECT a\n\nFROM t\n\nWHERE a = 'x; y'\n\n  AND b > 1"),
+    ("SELECT\n  Name,\n  Total\nFROM t", "SELECT\n  Name,\n  Total\nFROM t"),
+    ("SELECT `name` FROM `t`", "SELECT `name` FROM `t`"),
+    ("SELECT 'It is. So it is' FROM t", "SELECT 'It is. So it is' FROM t"),
+    ("SELECT a FROM t WHERE b = '```'", "SELECT a FROM t WHERE b = '```'"),
+    ("SELECT a FROM t WHERE b IN (SELECT c\n\nFrom u)", "SELECT a FROM t WHERE b IN (SELECT c\n\nFrom u)"),
+    ("SELECT a FROM t WHERE b = 'c'\n\nIt is so", "SELECT a FROM t WHERE b = 'c'"),
+    ("With these: WITH t AS (SELECT 1) SELECT * FROM t", "WITH t AS (SELECT 1) SELECT * FROM t"),
+    ("WITH RECURSIVE t(n) AS (VALUES (1)) SELECT n FROM t; With that it's done.",
+     "WITH RECURSIVE t(n) AS (VALUES (1)) SELECT n FROM t;"),
+    ("(SELECT 1) UNION (SELECT 2)", "(SELECT 1) UNION (SELECT 2)"), ("((SELECT 1))", "SELECT 1"),
+    ("VALUES (1), (2)", "VALUES (1), (2)")])
+def test_statements_by_hand(text, statement):
+    assert statement_of(text) == statement
+    assert statement_of(statement) == statement
+
+
+def test_any_text_is_read_fast():
+    pieces = ("'", '"', "`", "[", "(", ")", "/*", "--", ";", "\n\n", "\nA b c.", "```", "~~~", "<sql>", "SELECT ", ":",
+              "WITH a AS (", "/**/", "**", "```sql\n", ". A", "WITH (", "\n(", "``")
+    texts = [first + piece * (MAX_CHARS // len(piece)) for piece in pieces for first in ("", "SELECT ", "So: ")]
+    texts += [piece * 50_000 for piece in pieces]
+    for text in texts:
+        begin = time.perf_counter()
+        statement_of(text[:MAX_CHARS] if len(text) < 2 * MAX_CHARS else text)
+        assert time.perf_counter() - begin < 2, text[:40]
+
+
+def test_an_order_is_outside_of_comments_strings_and_names():
+    assert not any(map(is_ordered, (
+        "SELECT a FROM t /* order by */", "SELECT a /* ORDER BY a", "SELECT a FROM t -- order by a",
+        "SELECT 'it''s' FROM t -- order by", 'SELECT a AS "order by" FROM t', "SELECT a AS [order by] FROM t",
+        "SELECT a FROM (SELECT b FROM t ORDER BY b)")))
+    assert all(map(is_ordered, (
+        "SELECT a FROM t ORDER BY a", "SELECT '-- ' FROM t ORDER BY a", "SELECT '/*' FROM t order /* */ by a",
+        "SELECT a FROM t -- it's\nORDER BY a")))
+
+
+def test_what_begins_a_query():
+    assert begins_as(QUERY, " ( -- a\n/* b */ SELECT 1")
+    assert begins_as(QUERY, "with a(b) as not materialized (select 1)")
+    assert not begins_as(QUERY, "With this query AS (") and not begins_as(QUERY, "selected")
+
+
+def test_mutants_are_many(tasks):
+    assert min(len(mutants_of(task)) for task in tasks) > 15
