@@ -2,14 +2,16 @@
 ordinary queries."""
 import asyncio
 import collections
+import itertools
 import json
 import random
 import re
 import time
 
 import pytest
+import query_mutants
 
-from colbench import in_split, sql
+from colbench import in_split, sql, sql_mutants
 from conftest import read, refused, ROOT, stage
 from lib.credit import measure_turns
 
@@ -192,6 +194,34 @@ def test_canonical_rows():
     assert same(["a"], [("1",)], False) != same(["a"], [(1,)], False) != same(["a"], [(None,)], False)
     assert same(["a", "b"], [(1, 2), (2, 1)], False) != same(["a", "b"], [(1, 1), (2, 2)], False)
     assert same(["a"], [(float("inf"),)], False) == same(["b"], [(float("inf"),)], True)
+    assert same(["a"], [(1234567891,)], False) == same(["a"], [(1234567891.0,)], False)
+    assert same(["a"], [(1234567891,)], False) == same(["a"], [(1234567891.0000002,)], False)
+    assert same(["a"], [(1234567891,)], False) != same(["a"], [(1234567892.0,)], False)
+    assert same(["a"], [(-123456789012,)], False) == same(["a"], [(-123456789012.0,)], False)
+    assert same(["a"], [(12345.678901,)], False) == same(["a"], [(12345.678902,)], False)
+    assert same(["a"], [(12345.67890,)], False) != same(["a"], [(12345.67899,)], False)
+
+
+def test_columns_with_the_same_values_are_equal_where_their_rows_are():
+    cycle = [(1, 2), (2, 3), (3, 1)]
+    turned = [(b, a) for a, b in cycle]
+    assert sql.canonical(["a", "b"], cycle, False) == sql.canonical(["b", "a"], turned, False)
+    assert sql.canonical(["a", "b"], cycle, False) != sql.canonical(["a", "b"], [(1, 1), (2, 2), (3, 3)], False)
+    rng = random.Random(0)
+    for _ in range(500):
+        width, height = rng.randint(1, 4), rng.randint(1, 5)
+        rows = [tuple(rng.choice((1, 2, "x", None)) for _ in range(width)) for _ in range(height)]
+        columns = rng.sample(range(width), width)
+        same = [tuple(row[i] for i in columns) for row in rows]
+        assert sql.canonical("abcd"[:width], rows, True) == sql.canonical("abcd"[:width], same, True)
+        rng.shuffle(same)
+        assert sql.canonical("abcd"[:width], rows, False) == sql.canonical("abcd"[:width], same, False)
+        cells = list(zip(*rows))
+        mixed = [rng.sample(column, height) for column in cells]        # each column has its values, in other rows
+        equal = any(sorted(zip(*(mixed[i] for i in order)), key=repr) == sorted(rows, key=repr)
+                    for order in itertools.permutations(range(width)))
+        assert equal == (sql.canonical("abcd"[:width], rows, False) ==
+                         sql.canonical("abcd"[:width], list(zip(*mixed)), False))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -258,6 +288,95 @@ def test_every_decision_changes_the_rows_of_a_hidden_database(tasks):
         for fact in facts:
             for code in fact["guesses"][1:]:
                 assert rows(task["template"].format(**{**codes, fact["slot"]: code})) != rows(task["ground_truth"])
+
+
+def test_hidden_databases_show_each_mutant_of_the_generator(tasks):
+    kinds = collections.Counter()
+    for task in [task for rows in tasks.values() for task in rows]:
+        codes = sorted({code for tables in task["databases"] for _, _, code, *_ in list(tables.values())[0]} - {None})
+        mutants = sql_mutants.mutants_of(task["ground_truth"], codes)
+        kinds.update(mutants.values())
+        with sql_mutants.Judge(task["schema"], task["ground_truth"], sql.is_ordered(task["ground_truth"]),
+                               sql.canonical) as judge:
+            left = list(mutants)
+            for tables in task["databases"][1:]:
+                left = judge.agreeing(tables, left)
+        assert left == [] and len(mutants) > 10, task["ground_truth"]
+    assert set(kinds) == {"threshold", "limit", "aggregate", "tie", "missing value", "year", "unit", "status"}
+    assert min(kinds.values()) > 15
+
+
+def test_at_most_1_percent_of_wrong_mutants_pass(tasks):
+    """The mutants are made by other rules than those of the generator, and judged on other databases."""
+    wrong, passing = collections.Counter(), []
+    for task in tasks["train"]:
+        for mutant, kind, is_wrong, passes in query_mutants.verdicts(task):
+            wrong[kind] += is_wrong
+            passing += [(kind, task["ground_truth"], mutant)] * (is_wrong and passes)
+    assert wrong.total() > 1800 and len([kind for kind in wrong if wrong[kind]]) > 30
+    assert len(passing) <= 0.01 * wrong.total(), passing
+
+
+def test_mutants_by_hand():
+    count, names = (list(sql_mutants.mutants_of(query, ["A", "B"])) for query in (
+        "SELECT COUNT(c.a) FROM t c WHERE c.d LIKE '2020%' AND c.x > 50",
+        "SELECT p.name FROM q p JOIN t c ON c.a = p.id WHERE p.status = 'A' GROUP BY p.id HAVING SUM(c.x) >= 50 "
+        "ORDER BY p.name DESC"))
+    for part in ("c.x > 49", "c.x > 51", "c.x >= 50", "(c.x > 50 OR c.x IS NULL)", "(c.d LIKE '2020%' OR c.d IS NULL)",
+                 "c.d > '2020-01-01' AND", "c.d < '2020-12-31' AND", "c.d >= '2019-12-31' AND", "SELECT SUM(c.a)",
+                 "substr(c.d, 1, 4) = (SELECT substr(MAX(d), 1, 4) FROM t)", "COUNT(DISTINCT c.a)"):
+        assert len([mutant for mutant in count if part in mutant]) == 1, part
+    for part in ("SUM(c.x) >= 51", "MAX(c.x) >= 50", "(SUM(c.x) >= 50 OR SUM(c.x) IS NULL)", "DESC LIMIT 10",
+                 "(p.status = 'A' OR p.status IS NULL)", "p.status IN ('A', 'B')", "SUM(DISTINCT c.x)"):
+        assert len([mutant for mutant in names if part in mutant]) == 1, part
+    best = sql_mutants.mutants_of("SELECT p.name FROM q p JOIN t c ON c.a = p.id WHERE c.d LIKE '2020%' GROUP BY p.id "
+                                  "ORDER BY MAX(c.x) DESC, p.name LIMIT 3", [])
+    assert {mutant.partition(" DESC")[2] for mutant, kind in best.items() if kind in ("limit", "tie")} == {
+        ", p.name LIMIT 2", ", p.name LIMIT 4", ", p.name", " LIMIT 3", ", p.id LIMIT 3"}
+
+
+def test_databases_keep_what_the_domain_tells_the_agent(tasks):
+    for task in [task for rows in tasks.values() for task in rows]:
+        codes = {fact.get("slot"): fact["code"] for fact in task["facts"] if fact["matters"]}
+        parents, children, *places = task["databases"][0]
+        statuses = {row[2] for row in task["databases"][0][parents]}
+        dates = [date for tables in task["databases"] for row in tables[children] for date in row[4:6] if date]
+        assert all(re.fullmatch(r"20\d\d-(0[1-9]|1[012])-(0[1-9]|[12]\d|3[01])", date) for date in dates)
+        year = codes.get("year", sql.LAST_YEAR)
+        assert max(dates)[:4] == year == max(row[4] for row in task["databases"][0][children] if row[4])[:4]
+        for tables in task["databases"]:
+            for table in (parents, *places):
+                assert len({row[1] for row in tables[table]}) == len(tables[table])
+                assert [row[0] for row in tables[table]] == list(range(1, len(tables[table]) + 1))
+            assert {row[2] for row in tables[parents]} <= statuses | {None}
+            assert {row[1] for row in tables[children]} <= {row[0] for row in tables[parents]}
+            assert not places or {row[3] for row in tables[parents]} <= {row[0] for row in tables[places[0]]}
+            assert all(cell is None or type(cell) is int and 0 < cell < (20_000 if codes.get("unit") else 400)
+                       for row in tables[children] for cell in row[2:4])
+
+
+def test_shapes_of_hidden_databases(tasks):
+    for task in tasks["train"]:
+        parents, children, *_ = task["databases"][0]
+        special, last = task["databases"][-2:]
+        pattern = task["family"].split("_")[1]
+        assert last[children] == [] and len(task["databases"]) == 7
+        if pattern == "names":
+            assert len(special[parents]) == 18
+        elif pattern != "status":                                   # nothing has happened yet this year
+            year = next(fact["code"] for fact in task["facts"] if fact.get("slot") == "year")
+            assert all(date is None or date[:4] < year for row in special[children] for date in row[4:6])
+
+
+def test_the_databases_of_a_reference_are_the_same_whatever_the_seed():
+    def make(seed):
+        rng = random.Random(seed)
+        tasks = [sql.make_task(rng, "gym_names", "some", lambda name: None) for _ in range(20)]
+        return {task["task_id"]: task["databases"] for task in tasks}
+
+    first, second = make(0), make(1)
+    assert len(first.keys() & second.keys()) > 0
+    assert all(first[name] == second[name] for name in first.keys() & second.keys())
 
 
 def test_what_the_request_states(tasks):
