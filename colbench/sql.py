@@ -193,12 +193,17 @@ def fill(rng, words, chosen, shape):
     if shape == "example":
         for row, code in zip(parents, statuses):
             row[2] = code
-        for row, column in zip(children, (4, 5)):
-            row[2:] = [rng.choice(BIG) * unit, rng.choice(BIG) * unit, f"{year}-0{rng.randint(1, 9)}-1{row[0]}",
-                       f"{year}-0{rng.randint(1, 9)}-1{column}"]
+        put_plain_rows(rng, children, year, unit)
     elif children and "big" in chosen:
         put_sum_at(rng, children, limit)
     return rows
+
+
+def put_plain_rows(rng, children, year, unit):
+    """Let the first two children have all their values, and dates of this year."""
+    for row, column in zip(children, (4, 5)):
+        row[2:] = [rng.choice(BIG) * unit, rng.choice(BIG) * unit, f"{year}-0{rng.randint(1, 9)}-1{row[0]}",
+                   f"{year}-0{rng.randint(1, 9)}-1{column}"]
 
 
 def put_sum_at(rng, children, limit):
