@@ -31,7 +31,8 @@ RESULT_LIMIT = 1 << 20          # bytes of one encoded result
 HEADER = struct.Struct("<II")   # bytes of the request (0: kill the running one), seconds of processor time
 PRELOADED = ("bisect calendar collections collections.abc copy dataclasses datetime decimal enum fractions functools "
              "heapq itertools math operator random re sqlite3 statistics string time typing")   # each slows every fork
-BLACKLIST = ("import os", "exit(", "quit(", "argparse", "sudo", "transformers")             # of the published scorer
+BLACKLIST = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(", "quit(",
+             "argparse")        # of the published scorer; also where they stand in a comment or a longer word
 COMPREHENSIONS = "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"                      # the names of their code
 START_LIMIT_S, LOAD_LIMIT_S, LOADS_LIMIT_S, CLEAN_LIMIT_S = 60, 4, 20, 5
 
@@ -183,21 +184,17 @@ def run_compat(request, send):
 
     def local_scope(source):
         scope = ({"__name__": "scorer"}, {})
-        exec(compiled(source), *scope)
+        exec(source, *scope)
         return scope
 
-    answer = request["code"].strip()
-    if answer.startswith("```python"):
-        answer = answer[len("```python"):].split("```")[0]
     signal.signal(signal.SIGALRM, alarm)
     scopes = None
     for call in request["calls"]:
         send("loaded")
         try:
             signal.alarm(1)
-            if any(word in answer for word in BLACKLIST):
-                raise ValueError("blacklist")
-            scopes = scopes or [local_scope(source) for source in (request["reference"], answer)]
+            answer = published_code(request["code"])
+            scopes = scopes or [local_scope(request["reference"]), local_scope(answer)]
             expected, value = (eval(call.strip(), *scope) for scope in scopes)
             result = ["ok", int(bool(expected is not None and expected == value))]
         except Exception as error:
@@ -205,6 +202,20 @@ def run_compat(request, send):
         finally:
             signal.alarm(0)
         send(result)
+
+
+def published_code(answer):
+    """The text of an answer that the published scorer executes; ValueError where it gives 0 at once.
+
+    If ```python occurs anywhere: what stands between the first and the next ```. If ``` still occurs: what stands
+    between the first two. Nothing else is cut: prose without a fence is a syntax error."""
+    if any(word in answer for word in BLACKLIST):
+        raise ValueError("blacklist")
+    if "```python" in answer:
+        answer = answer.split("```python")[1].split("```")[0]
+    if "```" in answer:
+        answer = answer.split("```")[1]
+    return answer
 
 
 libc = ctypes.CDLL(None, use_errno=True)

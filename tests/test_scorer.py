@@ -457,31 +457,58 @@ TEN = task_of(LOOP, *(f"f({n})" for n in range(10)))
 HELPED = task_of("def g(n): return n\ndef f(n): return g(n)", *(f"f({n})" for n in range(10)))
 
 
+ONE = task_of(LOOP, "f(3)")
+NONE = task_of("def f(n): return None", "f(1)")
+NAN = task_of("def f(n): return float('nan')", "f(1)")
+ARRAY = task_of("def f(n):\n    import numpy\n    return numpy.array([n, n])", "f(1)")
+
+
+# METHOD.md, section 6, has the rules: W words that give 0 at once, P the text after ```python, B the text between bare
+# fences, N nothing else is cut, S globals and locals are apart, E equal and not None, A an alarm of a second.
 @pytest.mark.parametrize("answer, task, published, ours", [
-    (LOOP, TEN, 1.0, 1.0),
-    ("import math\ndef f(n): return math.factorial(n)", TEN, 0.0, 1.0),
-    ("def f(n):\n    import math\n    return math.factorial(n)", TEN, 1.0, 1.0),
-    ("def g(n): return n\ndef f(n): return g(n)", HELPED, 0.0, 1.0),
-    ("def f(n): return 1 if n < 2 else n * f(n - 1)", TEN, 0.2, 1.0),
-    ("# no need to import os\n" + LOOP, TEN, 0.0, 1.0),
-    (LOOP + "\n# exit() is not called", TEN, 0.0, 1.0),
-    (LOOP + "\n# argparse", TEN, 0.0, 1.0),
-    (LOOP + "\n# transformers", TEN, 0.0, 1.0),
-    ("class Yes:\n    def __eq__(self, other): return True\ndef f(n, Yes=Yes): return Yes()", TEN, 1.0, 0.0),
-    ("def f(n): raise SystemExit", TEN, 0.0, 0.0),
+    (LOOP, TEN, 1.0, 1.0),                                                      # none of the rules takes anything away
+    (f"\n\n{LOOP}\n\n", TEN, 1.0, 1.0),                                         # N: blank lines are Python
+    ("import math\ndef f(n): return math.factorial(n)", TEN, 0.0, 1.0),         # S: f sees no global `math`
+    ("def f(n):\n    import math\n    return math.factorial(n)", TEN, 1.0, 1.0),                  # S: a local one
+    ("def g(n): return n\ndef f(n): return g(n)", HELPED, 0.0, 1.0),            # S: the reference's f fails, too
+    ("def f(n): return 1 if n < 2 else n * f(n - 1)", TEN, 0.2, 1.0),           # S: f sees no f; 0! and 1! need none
+    ("LIMIT = 1\ndef f(n): return LIMIT", TEN, 0.0, 0.2),                       # S: no global `LIMIT`
+    ("from typing import List\ndef f(n: List[int]): return 1", TEN, 0.2, 0.2),  # S: annotations are read outside of f
+    ("# no need to import os\n" + LOOP, TEN, 0.0, 1.0),                         # W, in a comment
+    ("# import oscillations\n" + LOOP, TEN, 0.0, 1.0),                          # W: `import os`, in a longer word
+    ("from os import path\n" + LOOP, TEN, 0.0, 1.0),                            # W: `from os`
+    ("import sys\n" + LOOP, TEN, 0.0, 1.0),                                     # W: `import sys`
+    ("from sys import maxsize\n" + LOOP, TEN, 0.0, 1.0),                        # W: `from sys`
+    (LOOP + "\n# as in a sudoku", TEN, 0.0, 1.0),                               # W: `sudo`, in a longer word
+    (LOOP + "\n# exit() is not called", TEN, 0.0, 1.0),                         # W: `exit(`
+    (LOOP + "\n# nor quit()", TEN, 0.0, 1.0),                                   # W: `quit(`
+    (LOOP + "\n# argparse", TEN, 0.0, 1.0),                                     # W
+    (LOOP + "\n# transformers", TEN, 0.0, 1.0),                                 # W
+    (f"I did not import os.\n```python\n{LOOP}\n```", TEN, 0.0, 1.0),           # W comes before P: the whole text counts
+    (LOOP + "\nos = sys = None  # import  os", TEN, 1.0, 1.0),                  # not W: two blanks
+    (f"```python\n{LOOP}\n```", TEN, 1.0, 1.0),                                 # P
+    (f"Here it is:\n```python\n{LOOP}\n```", TEN, 1.0, 1.0),                    # P, anywhere
+    (f"```python\n{LOOP}\n```\nDone.", TEN, 1.0, 1.0),                          # P: to the next fence
+    (f"```python\n{LOOP}", TEN, 1.0, 1.0),                                      # P: no next fence, to the end
+    (f"```\n1 / 0\n```\n```python\n{LOOP}\n```", TEN, 1.0, 1.0),                # P comes before B
+    (f"```python\n{LOOP}\n```\n```python\n1 / 0\n```", TEN, 1.0, 1.0),          # P: the first one alone
+    (f"```python\nx = 1\n```\n```python\n{LOOP}\n```", TEN, 0.0, 1.0),          # P: the first one alone
+    (f"```\n{LOOP}\n```", TEN, 1.0, 1.0),                                       # B
+    (f"Here it is:\n```\n{LOOP}\n```\nDone.", TEN, 1.0, 1.0),                   # B, after prose
+    (f"```py\n{LOOP}\n```", TEN, 0.0, 1.0),                                     # B: its first line is the name `py`
+    (f"~~~\n{LOOP}\n~~~", TEN, 0.0, 1.0),                                       # N: a syntax error
+    (f"Here it is:\n\n{LOOP}", TEN, 0.0, 1.0),                                  # N: prose is a syntax error
+    ("    " + LOOP.replace("\n", "\n    "), TEN, 0.0, 1.0),                     # N: columns stay, an indentation error
+    ("class Yes:\n    def __eq__(self, other): return True\ndef f(n, Yes=Yes): return Yes()", TEN, 1.0, 0.0),     # E
+    ("def f(n): return None", NONE, 0.0, 1.0),                                  # E: not None
+    ("def f(n): return", TEN, 0.0, 0.0),                                        # E
+    ("def f(n): return float('nan')", NAN, 0.0, 1.0),                           # E: NaN is not equal to NaN
+    (ARRAY["ground_truth"], ARRAY, 0.0, 1.0),                                   # E: the comparison raises ValueError
+    ("def f(n): raise SystemExit", TEN, 0.0, 0.0),                              # it ends the evaluation
     ("import time\ndef f(n, sleep=time.sleep):\n    while True:\n        try:\n            sleep(0.01)\n"
      "        except Exception: pass",
-     TEN, 0.0, 0.0),
-    ("def f(n): return None", task_of("def f(n): return None", "f(1)"), 0.0, 1.0),
-    (f"```python\n{LOOP}\n```", TEN, 1.0, 1.0),
-    (f"```\n{LOOP}\n```", TEN, 0.0, 1.0),
-    (f"```py\n{LOOP}\n```", TEN, 0.0, 1.0),
-    (f"Here it is:\n```python\n{LOOP}\n```", TEN, 0.0, 1.0),
-    (f"```python\n{LOOP}\n```\nDone.", TEN, 1.0, 1.0),
-    ("LIMIT = 1\ndef f(n): return LIMIT", TEN, 0.0, 0.2),
-    ("from typing import List\ndef f(n: List[int]): return 1", TEN, 0.2, 0.2),
-    ("def f(n): return float('nan')", task_of("def f(n): return float('nan')", "f(1)"), 0.0, 1.0),
-    ("def f(n): return", TEN, 0.0, 0.0),
+     ONE, 0.0, 0.0),                                                            # A is swallowed: it hangs
+    ("def f(n, wait=__import__('time').sleep): wait(3)\n", ONE, 0.0, 0.0),       # A
 ])
 def test_published_verdicts(compat, answer, task, published, ours, request):
     assert reward_of(verdicts(compat, answer, task)) == published
