@@ -579,8 +579,8 @@ def measure(trajectories):
                "not_gradeable_tasks": len({task for task, _ in not_gradeable}), "faults": dict(faults.most_common())}
     if not_gradeable:
         metrics["notes"] = [f"{len(not_gradeable)} tests of {metrics['not_gradeable_tasks']} tasks cannot be graded "
-                            "(the reference raises, is random, or returns what cannot be compared); no answer passes "
-                            "them"]
+                            "(the reference raises, is random, or returns what cannot be compared, or the test asks "
+                            "the answer nothing); no answer passes them"]
     if all("tests_compat" in t for t in trajectories):
         rewards = [reward_of(t["tests_compat"]) for t in trajectories]
         metrics |= {"success_rate_compat": rewards.count(1) / n, "tests_passed_compat": sum(rewards) / n,

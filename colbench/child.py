@@ -80,7 +80,7 @@ def empty(folder, limit_s):
 def run_calls(request, send):
     """Execute the code afresh for each call, send "loaded", and ["ok", value] or ["error", reason]; "restart" before an
     early end (threads left running would disturb the next call). Code whose top level fails is judged by what it had
-    defined. A reference also sends which imported names its calls use, for the calls of the answers."""
+    defined. A reference also sends which names of the calls it imported or defined, for the calls of the answers."""
     imports = request["imports"]
     try:
         sources = extract_code(request["code"], request["calls"])
@@ -96,12 +96,7 @@ def run_calls(request, send):
         if index == 0 and imports is None:
             send(imported_names(request["calls"], module.__dict__))
         try:
-            # What the reference imported under a name is what the call means by it, however the answer imported it; a
-            # name that the answer defines itself is the answer's.
-            names = {name: getattr(importlib.import_module(where), what) if what else importlib.import_module(where)
-                     for name, where, what in imports or ()
-                     if name not in module.__dict__ or origin(module.__dict__[name])}
-            result = ["ok", encode(eval(call.strip(), {**module.__dict__, **names} if names else module.__dict__))]
+            result = ["ok", encode(eval(call.strip(), scope_of_a_call(module, imports)))]
         except BaseException as error:
             # Examples in the answer may have failed, too: that says why a call fails only if it lacks a name.
             result = ["error", fault if fault and isinstance(error, NameError) else reason_of(error)]
@@ -109,6 +104,26 @@ def run_calls(request, send):
         if len(sys._current_frames()) > 1 and index + 1 < len(request["calls"]):
             send("restart")
             return
+
+
+def scope_of_a_call(module, imports):
+    """The globals in which a call is evaluated.
+
+    What the reference imported under a name is what the call means by it, however the answer imported it; a name that
+    the answer defines itself is the answer's. What the reference defines is the answer's to define, also where Python
+    has something of that name."""
+    imported, to_define = {}, set()
+    for name, where, what in imports or ():
+        if where is None:
+            to_define.add(name)
+        elif name not in module.__dict__ or origin(module.__dict__[name]):
+            source = importlib.import_module(where)
+            imported[name] = getattr(source, what) if what else source
+    if not imported and to_define.isdisjoint(vars(builtins)):
+        return module.__dict__
+    scope = {**module.__dict__, **imported}
+    scope["__builtins__"] = {name: value for name, value in vars(builtins).items() if name not in to_define}
+    return scope
 
 
 def execute(pieces, module):
@@ -155,14 +170,24 @@ def describe(error):
 
 
 def imported_names(calls, namespace):
-    """[[name, module, attribute or None], …]: names in the calls that the code imported."""
-    found = {}
+    """[[name, module or None, attribute or None], …]: names in the calls that the code imported. A name that
+    it defines itself has no module."""
+    imports = {}
     for call in calls:
         with contextlib.suppress(Exception):                        # a call that is not Python: its result says so
-            for name in compile(call.strip(), "<call>", "eval").co_names:
-                if where := origin(namespace.get(name)):
-                    found[name] = [name, *where]
-    return list(found.values())
+            for name in names_in(compile(call.strip(), "<call>", "eval")):
+                if name in namespace and not name.startswith("__"):
+                    imports[name] = [name, *(origin(namespace[name]) or (None, None))]
+    return list(imports.values())
+
+
+def names_in(code):
+    """The names that a code object reads, those in its lambdas and comprehensions included."""
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names += names_in(constant)
+    return names
 
 
 def origin(value):

@@ -99,7 +99,8 @@ class Sandbox:
             raise LayerError(str(error)) from None
 
     def run(self, code, calls, time_limit_s, imports=None, reference=None):
-        """Results of the calls, ["ok", value] or ["error", reason] each, and what a reference (imports=None) imported.
+        """Results of the calls, ["ok", value] or ["error", reason] each, and of a reference (imports=None) what it
+        imported and defined of the names in the calls (child.imported_names).
         A call that takes too long or ends its process costs its own result: a new process goes on with the next."""
         if sum(map(len, (code, reference or "", *calls))) > REQUEST_LIMIT:
             return [["error", f"larger than {REQUEST_LIMIT:,} characters"]] * len(calls), None
@@ -233,8 +234,12 @@ def is_restart(message):
 
 
 def is_imports(message):
-    return type(message) is list and all(type(item) is list and len(item) == 3 and type(item[0]) is type(item[1]) is str
-                                         and type(item[2]) in (str, type(None)) for item in message)
+    return type(message) is list and all(map(is_import, message))
+
+
+def is_import(item):
+    return (type(item) is list and len(item) == 3 and type(item[0]) is str and
+            type(item[1]) in (str, type(None)) and type(item[2]) in (str, type(None)))
 
 
 def is_result(message):

@@ -1,29 +1,26 @@
 """The scorer: (task, answer) -> verdicts. The code runs in sandbox.py, the values are compared here."""
-import ast
-import builtins
 import concurrent.futures
 import contextlib
 import json
 import logging
-import operator
 import os
 import queue
 import re
 from collections import Counter, namedtuple
 
 from colbench import ColBenchError, task_id
+from colbench.questions import equal_values, functions_under_test, holds, Names, question_of  # noqa: F401
 from colbench.sandbox import ANSWER_TIME_LIMIT, LayerError, Sandbox
 from colbench.values import readable
 
 log = logging.getLogger(__name__)
 
 OTHER_VALUE = "another value"
+ASKS_NOTHING = "it asks the answer nothing"
 MAX_FAILED, MAX_CHARS = 3, 300          # failed tests of an answer that a score shows, and characters of a text there
 
 Score = namedtuple("Score", "tests gradeable faults failed")
-Results = namedtuple("Results", "values imports calls comparisons")
-Comparison = namedtuple("Comparison", "operator sides")
-ORDER = {"Lt": operator.lt, "LtE": operator.le, "Gt": operator.gt, "GtE": operator.ge}
+Results = namedtuple("Results", "values imports tests")
 LAYERS = {"namespaces": "namespaces, system call list (no files, network or processes of yours in reach)",
           "landlock": "Landlock, system call list (no files, network or processes of yours in reach)",
           "rlimits": "resource limits alone, as --unsafe-scorer asks: untrusted code can read and write your files"}
@@ -118,35 +115,42 @@ class Scorer:
     def expected(self, child, key):
         if key not in self.references:
             reference, *calls = key
-            tests = [split_comparison(call) for call in calls]
-            whole = [tuple_of(test.sides) if test else call for call, test in zip(calls, tests)]
-            (first, imports), (second, _) = (self.run(child, reference, whole) for _ in range(2))
-            both = [a if a == b else ["error", "not the same value twice"] for a, b in zip(first, second)]
-            names = [name for name, _, _ in imports or ()]
-            tested = set().union(*(functions_under_test(call, names) for call in calls)) if names else ()
-            # What is tested is the answer's to define. Of a comparison, it is asked for the sides that call that.
-            imports = [item for item in imports or () if item[0] not in tested]
-            asked = [[i for i, side in enumerate(test.sides) if functions_under_test(side, names) &
-                      functions_under_test(call, names)] or [0] if test else None
-                     for call, test in zip(calls, tests)]
-            calls = [tuple_of(test.sides[i] for i in sides) if test else call
-                     for call, test, sides in zip(calls, tests, asked)]
-            values = [compared(test, both[i], both[i], range(2)) if test else both[i] for i, test in enumerate(tests)]
-            self.references[key] = Results(values, imports, calls, list(zip(tests, asked, both)))
+            self.references[key] = self.reference_of(child, reference, calls)
         return self.references[key]
+
+    def reference_of(self, child, reference, calls):
+        questions = [question_of(call) for call in calls]
+        texts = [question.of_reference for question in questions]
+        (first, names), (second, _) = (self.run(child, reference, texts) for _ in range(2))
+        results = [a if a == b else ["error", "not the same value twice"] for a, b in zip(first, second)]
+        imports = imports_for_answers(calls, names or [])
+        names = names_of(imports)
+        values = [question.value(result, names) for question, result in zip(questions, results)]
+        tests = [Test(question, result[1], value) for question, result, value in zip(questions, results, values)]
+        of_nobody = self.values_of_nobody(child, tests, imports)
+        tests = [test.seen_with(of_nobody) for test in tests]
+        return Results([test.value for test in tests], imports, tests)
+
+    def values_of_nobody(self, child, tests, imports):
+        """{expression: result of an empty answer} for all that does not certainly ask an answer something: tests, and
+        sides of comparisons."""
+        names, expressions = names_of(imports), []
+        for test in tests:
+            if test.value[0] == "ok":
+                expressions += test.question.doubtful(test.on_reference, names)
+        results = self.run(child, "", expressions, imports)[0] if expressions else []
+        return dict(zip(expressions, results))
 
     def results(self, children, key, answer):
         """For each test (what the reference gives, what the answer gives, why it is not passed or None), the first two
         as ["ok", value] or ["error", why]."""
-        expected, imports, calls, comparisons = self.expected(children[0], key)
-        values, _ = self.run(children[1], answer, calls, imports)
+        expected, imports, tests = self.expected(children[0], key)
+        values, _ = self.run(children[1], answer, [test.question.of_answers for test in tests], imports)
         results = []
-        for wanted, got, (test, asked, both) in zip(expected, values, comparisons):
-            if test and wanted[0] == "ok":
-                got = compared(test, both, got, asked)
-            fault = (f"not gradeable: {wanted[1]}" if wanted[0] != "ok" else fault_text(got[1]) if got[0] != "ok" else
-                     None if equal_values(wanted[1], got[1]) else OTHER_VALUE)
-            results.append((wanted, got, fault))
+        for wanted, got, test in zip(expected, values, tests):
+            if wanted[0] == "ok":
+                got = test.question.graded(test.on_reference, got, test.fixed_sides)
+            results.append((wanted, got, fault_of(wanted, got)))
         return results
 
     def score_one(self, children, key, answer):
@@ -165,6 +169,15 @@ class Scorer:
         return Score([fault is None for fault in faults], [True] * len(calls), faults, [])
 
 
+def fault_of(wanted, got):
+    """Why a test is not passed; None if it is."""
+    if wanted[0] != "ok":
+        return f"not gradeable: {wanted[1]}"
+    if got[0] != "ok":
+        return fault_text(got[1])
+    return None if equal_values(wanted[1], got[1]) else OTHER_VALUE
+
+
 def text_of(result):
     """The value of ["ok", value] as a short text for a reader; None of ["error", …]."""
     return shortened(readable(result[1])) if result[0] == "ok" else None
@@ -181,114 +194,48 @@ def fault_text(value):
     return str(value)[:200].encode("utf-8", "replace").decode()
 
 
-def compared(test, both, result, asked):
-    """["ok", 1 or 0] of a test that is a comparison, or ["error", why not]. `result` has the sides that were `asked`
-    for, `both` has the reference's, for the others."""
-    for kind, reason in (both, result):
-        if kind == "error":
-            return [kind, reason]
-    sides, values = both[1][1], result[1]
-    if len(sides) != 2:
-        return ["error", "a comparison inside an expression"]
-    if type(values) is not list or values[0] != "tuple" or len(values[1]) != len(asked):
-        return ["error", "a broken result"]                         # code wrote it itself
-    pair = (dict(enumerate(sides)) | dict(zip(asked, values[1]))).values()
-    try:
-        return ["ok", int(holds(test.operator, *pair))]
-    except TypeError as error:
-        return ["error", str(error)]
-
-
-def holds(kind, a, b):
-    """Does a comparison of two values, as values.encode() gives them, hold? TypeError where values do not say so."""
-    if type(a) is list and a[0] == "array" or type(b) is list and b[0] == "array":
-        raise TypeError("a comparison with an array")
-    if kind in ("Eq", "NotEq") or kind in ("Is", "IsNot") and b in (None, 0, 1):
-        return equal_values(a, b) == (kind in ("Eq", "Is"))
-    if kind not in ORDER:
-        raise TypeError(f"a comparison by {kind.lower()}")
-    if type(a) is type(b) is str:
-        return ORDER[kind](a, b)
-    (p, q), (r, s) = real(a), real(b)
-    return ORDER[kind](p * s, r * q)
-
-
-def real(value):
-    """The numerator and denominator of an encoded number."""
-    kind, text = value if type(value) is list and len(value) == 2 else ("", value)
-    if type(text) is int and not kind:
-        return text, 1
-    if kind not in ("int", "ratio"):
-        raise TypeError("a comparison of what is not a finite number")
-    p, _, q = text.partition("/")
-    return int(p, 16), int(q or "1", 16)
-
-
-def equal_values(a, b):
-    """Are two values, as values.encode() gives them, equal by Python's rules?"""
-    if a == b:
-        return True
-    if not (type(a) is type(b) is list and len(a) == len(b) == 2):
-        return False
-    (kind, items), (other_kind, other_items) = a, b
-    dicts = ("dict", "odict", "counter")
-    if kind in dicts and other_kind in dicts:
-        if {kind, other_kind} == {"counter"}:                                   # a missing count is 0
-            items, other_items = ([pair for pair in pairs if pair[1] != 0] for pairs in (items, other_items))
-        if kind != other_kind and "odict" in (kind, other_kind):                # the order counts among OrderedDicts
-            items, other_items = (sorted(pairs, key=json.dumps) for pairs in (items, other_items))
-        return len(items) == len(other_items) and all(
-            key == other_key and equal_values(value, other_value)
-            for (key, value), (other_key, other_value) in zip(items, other_items))
-    return (kind == other_kind and kind in ("list", "tuple", "deque") and len(items) == len(other_items) and
-            all(map(equal_values, items, other_items)))
-
-
 def reward_of(verdicts):
     """The fraction of tests passed; success is a reward of 1."""
     return sum(verdicts) / len(verdicts) if verdicts else 0.0
 
 
-def split_comparison(call):
-    """A test that is a comparison, in parts, so that data is compared by the caller and no object of an answer has a
-    say: "f(2) == [1]" gives Comparison("Eq", ("f(2)", "[1]")). None for another test. A comparison inside another
-    expression gets an operator that the caller knows no meaning of."""
-    if not re.search(r"[=!<>]|\b(in|is)\b", call):
-        return None
-    nested = Comparison("nested", (call.strip(),))
-    try:
-        test = ast.parse(call.strip(), mode="eval").body
-        if not isinstance(test, ast.Compare):
-            return nested if compares(test) else None
-        sides = (test.left, *test.comparators)
-        if len(sides) > 2 or any(map(compares, sides)):
-            return nested
-        return Comparison(type(test.ops[0]).__name__, tuple(map(ast.unparse, sides)))
-    except (SyntaxError, ValueError):
-        return None                                                 # its result says so
-    except (RecursionError, MemoryError):
-        return nested
+class Test(namedtuple("Test", "question on_reference value fixed_sides", defaults=((),))):
+    """A test of a task: the question, what the reference says to it (of a comparison: both sides), the value that an
+    answer must have, as ["ok", value] or ["error", why it cannot be graded], and the sides of a comparison that must
+    have the reference's value."""
+
+    def seen_with(self, of_nobody):
+        """The same test, when it is known what an empty answer says: {expression: result}."""
+        question = self.question
+        if self.value[0] != "ok":
+            return self
+        fixed_sides = question.fixed_sides(self.on_reference, of_nobody) if question.operator else ()
+        if question.of_answers in of_nobody:
+            nothing = question.graded(self.on_reference, of_nobody[question.of_answers], fixed_sides)
+            if nothing == self.value:
+                return self._replace(value=["error", ASKS_NOTHING])
+        return self._replace(fixed_sides=fixed_sides)
 
 
-def tuple_of(expressions):
-    return "(" + "".join(f"({expression}), " for expression in expressions) + ")"
+def names_of(imports):
+    return Names({name for name, module, _ in imports if module}, {name for name, module, _ in imports if not module})
 
 
-def compares(node):
-    """Is there a comparison in an expression, outside of what it passes to functions?"""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not hasattr(builtins, node.func.id):
-        return False
-    return isinstance(node, ast.Compare) or any(map(compares, ast.iter_child_nodes(node)))
+def imports_for_answers(calls, names):
+    """What the calls of answers are told of the names that the reference sent (child.imported_names): its imports, and
+    without a module what is tested, which is the answer's to define."""
+    imported = {name for name, module, _ in names if module}
+    defined = {name for name, module, _ in names if not module}
+    tested = tested_names(calls, imported, defined)
+    lent = [item for item in names if item[0] in imported - tested]
+    return lent + [[name, None, None] for name, _, _ in names if name in tested]
 
 
-def functions_under_test(call, imported):
-    """The names that a call calls, but for built-in and imported ones; if all are imported: the outermost."""
-    try:
-        calls = [node.func.id for node in ast.walk(ast.parse(call.strip(), mode="eval")) if isinstance(node, ast.Call)
-                 and isinstance(node.func, ast.Name) and not hasattr(builtins, node.func.id)]
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return set()
-    return set(calls) - set(imported) or set(calls[:1])
+def tested_names(calls, imported, defined):
+    """The names that are tested: of the reference, or imported ones where no call reads a name of the reference."""
+    functions = [functions_under_test(call, imported, defined) for call in calls]
+    names = set().union(*functions)
+    return names - imported or names
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -305,7 +252,8 @@ def check_tasks(tasks, scorer, other_hashes):
             if status == "error":
                 kind = ("missing package" if value.startswith("no module") else
                         "random" if value == "not the same value twice" else
-                        "not comparable" if "cannot be compared" in value else "reference fails")
+                        "not comparable" if "cannot be compared" in value else
+                        "asks nothing" if value == ASKS_NOTHING else "reference fails")
                 findings.setdefault(kind, f"{name}: {value}")
         if not findings and values != other_values:
             findings["order of a set"] = "other results with another hash seed"

@@ -15,7 +15,8 @@ MAX_SEED_CHARS = 2000           # of a text that gives the idea
 NEAR_DUPLICATE = 0.6            # the share of word triples, of two tasks' together, that makes one a repeat
 TASK_PROMPT = beside("task_prompt.txt")         # of {text} and one of KINDS
 NO_PYTHON = (SyntaxError, ValueError, MemoryError, RecursionError)      # what ast.parse raises on a model's text
-MEASURES_NOTHING = ("missing package", "random", "not comparable", "reference fails", "order of a set", "vacuous")
+MEASURES_NOTHING = ("missing package", "random", "not comparable", "asks nothing", "reference fails", "order of a set",
+                    "vacuous")
 WRITTEN_KEYS = {"description": "problem_description", "code": "ground_truth", "tests": "test_cases"}
 KINDS = ("a price or an amount with exceptions", "checking whether something is allowed", "grouping and counting",
          "turning one text into another", "picking the best of several things", "sorting and ranking records",

@@ -1,6 +1,7 @@
 """The scorer: golden verdicts, values and their equality, where the code stands in an answer, gaps, --compat."""
 import datetime
 import decimal
+import random
 import subprocess
 import sys
 import time
@@ -370,6 +371,113 @@ def test_a_comparison_with_a_wrong_value_fails(scorer, call, wrong):
     assert verdicts(scorer, F, task) == [True] and verdicts(scorer, f"def f(n): return {wrong}", task) == [False]
 
 
+@pytest.mark.parametrize("call", [
+    "[4, 9] == list(map(f, [2, 3]))", "9 == max(map(f, [1, 2, 3]))", "4 == (lambda: f)()(2)", "[f(2)] == [4]",
+    "9 == sum([f(x) for x in [3]])", "[3, 2] == sorted([2, 3], key=lambda x: -f(x))",
+    "{2: 4} == {x: f(x) for x in [2]}",
+    "4 < max(map(f, [3]))", "(n := f(2)) == n * 1", "(n := 2) * 2 == f(n)", "[4] * 2 == [f(2), f(-2)]",
+    "max(f(3), f(2)) == Decimal(9)", "list(map(f, [2, 3]))", "[f(x) for x in [2, 3]]", "(lambda: f)()(2)",
+    "[Decimal(f(x)) for x in [2, 3]]", "list(map(lambda x: Decimal(f(x)), [2]))"])
+def test_every_side_that_is_no_literal_is_asked_of_the_answer(scorer, call):
+    task = task_of("from decimal import Decimal\n" + F, call)
+    right, empty, unrelated, wrong = scorer.score([
+        (task, F), (task, ""), (task, "x = 1\ndef g(n): return n * n or None"), (task, "def f(n): return -1")])
+    assert right.gradeable == right.tests == [True], right.faults
+    assert empty.tests == unrelated.tests == wrong.tests == [False]
+
+
+@pytest.mark.parametrize("call", [
+    "[4] * 2 == [4, 4]", "1 == 1", "4 == 2 + 2", "Decimal(4) == 4", "(n := 3) == n", "len([1])", "[f(x) for x in []]",
+    "True or f(2)", "3 if True else f(2)", "0 < len([lambda: f])"])
+def test_a_test_that_asks_the_answer_nothing_cannot_be_graded(scorer, call):
+    task = task_of("from decimal import Decimal\n" + F, call, "f(2)")
+    right, empty = scorer.score([(task, F), (task, "")])
+    assert right.gradeable == right.tests == [False, True] and empty.tests == [False, False]
+    assert right.faults[0] == "not gradeable: it asks the answer nothing"
+
+
+def test_sides_have_the_values_that_the_test_states(scorer):
+    """An equality that holds states both; a side that asks the answer nothing has its value on any answer."""
+    same, fewer = task_of(F, "f(3) == f(-3)"), task_of("from decimal import Decimal\n" + F, "f(2) < Decimal(9)")
+    own = "def Decimal(n): return 10 ** 9\ndef f(n): return 10 ** 8"
+    scores = scorer.score([(same, F), (same, "def f(n): return 0"),
+                           (fewer, F), (fewer, "def f(n): return 5"), (fewer, own)])
+    assert [score.tests for score in scores] == [[True], [False], [True], [True], [False]]
+    assert scores[1].faults == scores[4].faults == ["another value on one side of the comparison"]
+
+
+def test_a_function_that_is_named_like_a_builtin_is_the_answers_to_define(scorer):
+    reference = "def sum(values, key=None):\n    total = 0\n    for value in values: total += value\n    return total"
+    task = task_of(reference, "sum([1, 2])", "3 == sum([1, 2])")
+    assert verdicts(scorer, reference, task) == [True] * 2
+    assert verdicts(scorer, "sum = lambda values: values[0] + values[1]", task) == [True] * 2
+    assert verdicts(scorer, "", task) == verdicts(scorer, "def total(values): return 3", task) == [False] * 2
+    helper = "def round(x, digits): return int(x * 10 ** digits) / 10 ** digits\ndef f(x): return x / 3"
+    assert verdicts(scorer, "def f(x): return x / 3", task_of(helper, "round(f(1), 2)")) == [True]        # Python's own
+
+
+def test_a_reference_that_writes_its_own_results_settles_nothing(scorer):
+    forger = ("import os\ndef f(n):\n    for d in range(3, 64):\n        try: os.write(d, b'{line}\\n')\n"
+              "        except OSError: pass")
+    for line in ('["ok", 1]', '["ok", ["tuple", [1]]]', '["ok", ["list", [9, 9]]]', '["ok", "tuple"]', '["ok", null]'):
+        assert scorer.score([(task_of(forger.format(line=line), "f(3) == 9"), F)])[0].gradeable == [False]
+
+
+GRADED = """from decimal import Decimal
+from math import gcd as h
+TABLE = {1: 2, 2: 5}
+class Box:
+    def __init__(self, n): self.n = n
+    def double(self): return 2 * self.n
+def g(n): return n + 1
+def f(n): return n * n + 1"""
+VALUES_OF_ANSWERS = (
+    "f(N)", "g(N)", "h(4, 6)", "TABLE[1]", "Box(N).double()", "list(map(f, L))", "max(map(f, L))", "sorted(L, key=f)",
+    "[f(x) for x in L]", "[x for x in L if f(x)]", "{x: g(x) for x in L}", "(lambda: f)()(N)", "(lambda x: f(x))(N)",
+    "list(filter(f, L))", "f(N).bit_length()", "str(g(N)).upper()", "(y := f(N))", "sum(f(x) for x in L)",
+    "min(L, key=lambda x: g(x))", "[*map(g, L)]", "f(n=N)", "{**{N: f(N)}}", "f'{f(N)}'", "len([f])", "[f, g][0](N)",
+    "callable(f)", "next(map(f, L), N)", "any(map(f, L))", "isinstance(f(N), int)", "L.count(f(N))", "(y := N) + g(y)")
+VALUES_OF_NOBODY = ("N", "L", "'a'", "None", "True", "-N", "(N,)", "{N: L}", "[N] * 2", "Decimal(N)", "len(L)", "[]",
+                    "float('nan')", "sum(L)", "(lambda x: x)(N)", "[x for x in L]", "(y := N)")
+
+
+def random_value(draw, depth):
+    if depth == 0 or draw.random() < 0.6:
+        text = draw.choice(VALUES_OF_ANSWERS if draw.random() < 0.6 else VALUES_OF_NOBODY)
+        return text.replace("N", str(draw.randrange(4))).replace("L", str(draw.sample(range(5), draw.randrange(3))))
+    shape = draw.choice(["({} + {})", "({} if {} else {})", "({} or {})", "({} and {})", "[{}]", "({}, {})", "abs({})",
+                         "len([{}])", "str({})", "(not {})", "(lambda: {})()", "[{} for z in [1]]", "({})[0]", "f({})"])
+    return shape.format(*(random_value(draw, depth - 1) for _ in range(shape.count("{}"))))
+
+
+def random_test(draw, depth=2):
+    left, right = random_value(draw, 2), random_value(draw, 2)
+    form = draw.randrange(10)
+    if form < 2:
+        return left
+    if form < 8:
+        sign = draw.choice(["==", "==", "==", "!=", "<", "<=", ">", ">=", "is", "is not", "in", "not in"])
+        return f"{left} {sign} {right}"
+    if form == 8 or depth == 0:
+        return f"{left} <= {right} == {random_value(draw, 1)}"
+    return draw.choice(["not ({})", "({}) and ({})", "({}) or ({})", "({}) == ({})", "bool({})"]).format(
+        *(random_test(draw, depth - 1) for _ in range(2)))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_an_empty_answer_passes_no_test_that_can_be_graded(scorer, seed):
+    draw = random.Random(seed)
+    calls = [random_test(draw) for _ in range(250)]
+    task = task_of(GRADED, *calls)
+    unrelated = "import os\nfrom collections import deque\ndef total(values): return sum(values)\nx = y = 3"
+    answers = [GRADED, "", "I do not know.", unrelated]
+    right, empty, nothing, other = scorer.score([(task, answer) for answer in answers])
+    assert right.tests == right.gradeable
+    assert [call for call, *passed in zip(calls, empty.tests, nothing.tests, other.tests) if any(passed)] == []
+    comparisons = [call for test, call in zip(right.tests, calls) if test and ("==" in call or "<" in call)]
+    assert 50 < sum(right.gradeable) and 20 < len(comparisons)          # it does not settle by grading nothing
+
+
 def test_an_answer_does_not_see_what_it_is_compared_with(scorer):
     spy = ("import sys\ndef f(n):\n    frame = sys._getframe()\n"
            "    while 'request' not in frame.f_locals: frame = frame.f_back\n"
@@ -484,7 +592,7 @@ ARRAY = task_of("def f(n):\n    import numpy\n    return numpy.array([n, n])", "
     (LOOP + "\n# nor quit()", TEN, 0.0, 1.0),                                   # W: `quit(`
     (LOOP + "\n# argparse", TEN, 0.0, 1.0),                                     # W
     (LOOP + "\n# transformers", TEN, 0.0, 1.0),                                 # W
-    (f"I did not import os.\n```python\n{LOOP}\n```", TEN, 0.0, 1.0),           # W comes before P: the whole text counts
+    (f"I did not import os.\n```python\n{LOOP}\n```", TEN, 0.0, 1.0),           # W comes before P
     (LOOP + "\nos = sys = None  # import  os", TEN, 1.0, 1.0),                  # not W: two blanks
     (f"```python\n{LOOP}\n```", TEN, 1.0, 1.0),                                 # P
     (f"Here it is:\n```python\n{LOOP}\n```", TEN, 1.0, 1.0),                    # P, anywhere
