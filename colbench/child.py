@@ -1,4 +1,5 @@
 """The scorer's child program (see sandbox.py): it confines itself and runs an answer. Standard library alone."""
+import _thread
 import builtins
 import contextlib
 import ctypes
@@ -28,13 +29,17 @@ else:
 MEMORY_LIMIT = 1 << 30          # bytes of address space
 FILE_LIMIT = 16 << 20           # bytes of a file, and of all files in the layer namespaces
 RESULT_LIMIT = 1 << 20          # bytes of one encoded result
-HEADER = struct.Struct("<II")   # bytes of the request (0: kill the running one), seconds of processor time
+HEADER = struct.Struct("<III")  # bytes of the request (0: kill the running one), seconds of processor time,
+                                # milliseconds to remove what it leaves
 PRELOADED = ("bisect calendar collections collections.abc copy dataclasses datetime decimal enum fractions functools "
              "heapq itertools math operator random re sqlite3 statistics string time typing")   # each slows every fork
 BLACKLIST = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(", "quit(",
              "argparse")        # of the published scorer; also where they stand in a comment or a longer word
 COMPREHENSIONS = "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"                      # the names of their code
 START_LIMIT_S, LOAD_LIMIT_S, LOADS_LIMIT_S, CLEAN_LIMIT_S = 60, 4, 20, 5
+CLEAN_SLICE_S, CLEAN_SLICES = .05, 1200                     # while no request waits: at a time, and how many times
+THREAD_LIMIT = 64               # threads of an answer
+WATCH_S = .01                   # seconds between two counts of threads, where the system does not count
 
 
 def empty(folder, limit_s):
@@ -312,7 +317,7 @@ def enter_namespaces(paths, work):
         for name, line in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
             with open(f"/proc/self/{name}", "w") as file:
                 file.write(line)
-    child = os.fork()
+    child = fork()
     if child:                                                   # stands between the caller and process 1, and waits
         os.closerange(0, 64)
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
@@ -374,24 +379,103 @@ def landlock_rules(paths, work, latest):
     return rules
 
 
-def confine(layer, seconds, rules, program):
+def fork():
+    """os.fork(). Where a container has no process left, another answer has started threads: that one ends in time."""
+    until = time.monotonic() + START_LIMIT_S / 2
+    while True:
+        try:
+            return os.fork()
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(.02)
+
+
+def free_user():
+    """The number of a user that has no processes, so that the system counts this sandbox's threads alone; None where
+    the caller is not root."""
+    if os.geteuid() != 0:
+        return None
+    try:
+        with open("/proc/self/uid_map") as file:
+            lines = [list(map(int, line.split())) for line in file]
+    except OSError:
+        return None
+    end = min(1 << 31, max(first + size for first, _, size in lines))
+    return end - 2 - int.from_bytes(os.urandom(4), "little") % max(1, min(end // 16, 1 << 20))
+
+
+def limit_threads(user, limit):
+    """Let the system refuse more than `limit` threads. It counts by the real user, and never root's: the real user
+    becomes a number of its own, the effective one stays."""
+    if user is not None:
+        os.setresuid(user, -1, -1)
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
+
+
+def counts_threads(user, num_others):
+    """Does the system hold a sandbox to a limit of threads, and count no other processes of the user in it? It is tried
+    out. num_others: processes of the sandbox that count as well."""
+    child = fork()
+    if child == 0:
+        status = 1
+        try:
+            limit_threads(user, num_others + 2)
+            drop_capabilities()                                 # who has them is not limited
+            lock = _thread.allocate_lock()
+            lock.acquire()
+            _thread.start_new_thread(lock.acquire, ())
+            status = 2
+            _thread.start_new_thread(lock.acquire, ())
+        except RuntimeError:
+            status = 0 if status == 2 else 1
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+class Walls:
+    """What is the same for all requests.
+
+    layer: its name
+    rules: a descriptor of Landlock rules, in that layer
+    program: the filter of system calls, and the memory it is in
+    user: the real user that answers run as, see free_user
+    num_others: processes of the sandbox that have the answer's user
+    threads_are_counted: whether the system holds an answer to THREAD_LIMIT; else the server watches it"""
+    rules = program = user = None
+    num_others, threads_are_counted = 0, False
+
+    def __init__(self, layer):
+        self.layer = layer
+
+
+def confine(walls, seconds):
     """In the forked process, before it reads its request: give up whatever it does not need."""
     for what, limit in ((resource.RLIMIT_AS, MEMORY_LIMIT), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_CORE, 0),
                         (resource.RLIMIT_FSIZE, FILE_LIMIT), (resource.RLIMIT_NOFILE, 64)):
         resource.setrlimit(what, (limit, limit))
-    if layer == "rlimits":
+    if walls.layer == "rlimits":
         return
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)
-    if layer == "namespaces" and os.geteuid() == 0:
+    if walls.threads_are_counted:
+        limit_threads(walls.user, walls.num_others + 1 + THREAD_LIMIT)
+    if walls.layer == "namespaces" and os.geteuid() == 0:
         os.setgroups([])
         os.setresgid(65534, 65534, 65534)
-        os.setresuid(65534, 65534, 65534)
-    check(libc.capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)), "capset")
+        os.setresuid(-1 if walls.threads_are_counted else 65534, 65534, 65534)
+    drop_capabilities()
     check(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
-    if layer == "landlock":
-        check(libc.syscall(446, rules, 0), "Landlock")
-        os.close(rules)
-    check(libc.prctl(22, 2, program[0], 0, 0), "seccomp")
+    if walls.layer == "landlock":
+        check(libc.syscall(446, walls.rules, 0), "Landlock")
+        os.close(walls.rules)
+    check(libc.prctl(22, 2, walls.program[0], 0, 0), "seccomp")
+
+
+def drop_capabilities():
+    check(libc.capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)), "capset")
 
 
 def read_exactly(descriptor, size):
@@ -402,17 +486,17 @@ def read_exactly(descriptor, size):
     return b"".join(pieces)
 
 
-def serve_one(layer, header, requests, results, rules, program):
+def serve_one(walls, header, requests, results):
     """In the fork: be confined, read the request, answer it, end."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        length, seconds = HEADER.unpack(header)
+        length, seconds, _ = HEADER.unpack(header)
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(null, descriptor)
-        confine(layer, seconds, rules, program)
+        confine(walls, seconds)
         request = json.loads(read_exactly(requests, length))
         os.closerange(3, results)
         os.closerange(results + 1, 64)
@@ -430,8 +514,8 @@ def serve_one(layer, header, requests, results, rules, program):
         os._exit(0)
 
 
-def remove_leftovers(layer, child, work):
-    """Kill what the request left running, forget its files; False if they cannot be removed in time."""
+def remove_leftovers(layer, child, work, clean_s):
+    """Kill what the request left running, forget its files; False if they cannot be removed in clean_s."""
     if layer == "namespaces":
         kill(-1)                                                # this is process 1: all others of the namespace
     else:
@@ -447,7 +531,7 @@ def remove_leftovers(layer, child, work):
         except ChildProcessError:
             break
     if layer != "namespaces":
-        return empty(work, CLEAN_LIMIT_S)
+        return empty(work, clean_s)
     if os.listdir(work):
         os.chdir("/")
         check(libc.umount2(work.encode(), 2), "umount")
@@ -461,11 +545,76 @@ def kill(pid):
 
 
 def parent_of(pid):
+    return int((status_of(pid) or [0, 0])[1])
+
+
+def num_threads(pid):
+    return int((status_of(pid) or [0] * 18)[17])
+
+
+def status_of(pid):
+    """The fields of /proc/PID/stat from the state on; [] where there is no such process."""
     try:
         with open(f"/proc/{pid}/stat") as file:
-            return int(file.read().rpartition(")")[2].split()[1])
+            return file.read().rpartition(")")[2].split()
     except OSError:
-        return 0
+        return []
+
+
+def wait_for_end(walls, child, bell):
+    """Wait until the request's process ends, the caller orders to kill it, or it has too many threads."""
+    watch_s = WATCH_S if walls.layer == "landlock" and not walls.threads_are_counted else None
+    while True:
+        ready = select.select([0, bell], [], [], watch_s)[0]
+        if bell in ready:
+            os.read(bell, 4096)
+            if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                return
+        elif ready:                                             # an order to kill, or the caller has gone
+            read_exactly(0, HEADER.size)
+            return
+        elif num_threads(child) > 1 + THREAD_LIMIT:
+            return
+
+
+class Leftovers:
+    """Folders that could not be emptied in time: they are emptied bit by bit, while no request waits."""
+
+    def __init__(self):
+        self.folders, self.slices = [], 0
+
+    def add(self, folder):
+        self.folders.append(folder)
+
+    def clear(self, control):
+        """Go on until a request waits, or nothing is left that can be removed."""
+        while self.folders and not select.select([control], [], [], 0)[0]:
+            began = time.monotonic()
+            is_empty = empty(self.folders[-1], CLEAN_SLICE_S)
+            if is_empty:
+                os.rmdir(self.folders[-1])
+            self.slices += 1
+            lacks_time = time.monotonic() - began >= CLEAN_SLICE_S and self.slices < CLEAN_SLICES
+            if is_empty or not lacks_time:                      # the caller tries the others at the end
+                self.folders.pop()
+                self.slices = 0
+
+
+def build(walls, paths, work, latest):
+    """Build the walls of a layer; OSError or AttributeError (not Linux) where the system does not allow it."""
+    if walls.layer == "rlimits":
+        if hasattr(libc, "prctl"):
+            libc.prctl(36, 1, 0, 0, 0)                          # PR_SET_CHILD_SUBREAPER
+        return
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)
+    walls.program = system_call_filter()
+    walls.user = free_user()
+    if walls.layer == "namespaces":
+        walls.num_others = 2 if walls.user is None else 0       # this process, and the one that waits for it
+        enter_namespaces(paths, work)
+    else:
+        walls.rules = landlock_rules(paths, work, latest)
+    walls.threads_are_counted = counts_threads(walls.user, walls.num_others)
 
 
 def main():
@@ -473,19 +622,11 @@ def main():
     layer, _, latest = layer.partition("-")                     # "landlock-2": as where Landlock has version 2
     latest = int(latest or 99)
     sys.argv, sys.orig_argv = ["answer.py"], ["python", "answer.py"]            # what an answer sees
-    control, paths, rules, program = socket.socket(fileno=0), [], None, None
+    control, walls, leftovers = socket.socket(fileno=0), Walls(layer), Leftovers()
+    paths = readable_paths(site_packages)
     try:
-        if layer != "rlimits":
-            libc.prctl(1, signal.SIGKILL, 0, 0, 0)
-            paths = readable_paths(site_packages)
-            program = system_call_filter()
-            if layer == "namespaces":
-                enter_namespaces(paths, work)
-            else:
-                rules = landlock_rules(paths, work, latest)
-        elif hasattr(libc, "prctl"):
-            libc.prctl(36, 1, 0, 0, 0)                          # PR_SET_CHILD_SUBREAPER
-    except (OSError, AttributeError) as error:                  # AttributeError: not Linux
+        build(walls, paths, work, latest)
+    except (OSError, AttributeError) as error:
         print(json.dumps({"error": str(error)}), flush=True)
         sys.exit(1)
     os.chdir(work)
@@ -500,6 +641,7 @@ def main():
     signal.signal(signal.SIGCHLD, lambda *_: None)
     os.write(1, b'{"serving": true}\n')
     while True:
+        leftovers.clear(control)
         try:
             header, descriptors, _, _ = socket.recv_fds(control, HEADER.size, 2)
         except ConnectionError:
@@ -508,29 +650,22 @@ def main():
             break
         if not descriptors:
             continue                                            # an order to kill what had ended by itself
-        child = os.fork()
+        child = fork()
         if child == 0:
-            serve_one(layer, header, *descriptors, rules, program)
+            serve_one(walls, header, *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
-        ended = False
-        while not ended:
-            ready = select.select([0, bell], [], [])[0]
-            if bell in ready:
-                os.read(bell, 4096)
-                ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-            else:
-                ended = True                                    # an order to kill, or the caller has gone
-                read_exactly(0, HEADER.size)
-        if not remove_leftovers(layer, child, work):
+        wait_for_end(walls, child, bell)
+        if not remove_leftovers(layer, child, work, HEADER.unpack(header)[2] / 1000):
             print(f"scorer: files of an answer cannot be removed now, another folder is used: {work}", file=sys.stderr)
+            leftovers.add(work)
             folder, number = os.path.split(work)
             work = os.environ["HOME"] = os.environ["TMPDIR"] = os.path.join(folder, str(int(number) + 1))
             os.makedirs(work)
             os.chdir(work)
             if layer == "landlock":
-                os.close(rules)
-                rules = landlock_rules(paths, work, latest)
+                os.close(walls.rules)
+                walls.rules = landlock_rules(paths, work, latest)
         os.write(1, b'{"ended": true}\n')
 
 

@@ -80,7 +80,7 @@ class Sandbox:
             self.child.kill()
             self.child.wait()
         if self.folder:
-            if empty(self.folder, 2 * CLEAN_LIMIT_S):
+            if empty(self.folder, CLEAN_LIMIT_S):
                 os.rmdir(self.folder)
             else:
                 print(f"scorer: files of answers cannot be removed: {self.folder}", file=sys.stderr)
@@ -105,11 +105,13 @@ class Sandbox:
         if sum(map(len, (code, reference or "", *calls))) > REQUEST_LIMIT:
             return [["error", f"larger than {REQUEST_LIMIT:,} characters"]] * len(calls), None
         values, imported, left_s = [], None, LOADS_LIMIT_S + len(calls) * time_limit_s
+        clean_s = CLEAN_LIMIT_S                     # of the answer's time, to remove what its processes leave
         while len(values) < len(calls):
             request = {"code": code, "calls": calls[len(values):], "imports": imports, "compat": reference is not None,
                        "reference": reference}
-            more, found, loaded, reason, seconds = self.run_process(request, time_limit_s, left_s)
-            left_s -= seconds
+            more, found, loaded, reason, ran_s, cleaned_s = self.run_process(request, time_limit_s, left_s, clean_s)
+            left_s -= ran_s + cleaned_s
+            clean_s -= cleaned_s
             values += more
             imported = imported or found
             if len(values) < len(calls) and reason != "restart":
@@ -118,9 +120,10 @@ class Sandbox:
                 values += [["error", reason]] * (1 if goes_on else len(calls) - len(values))
         return values, imported
 
-    def run_process(self, request, time_limit_s, left_s):
+    def run_process(self, request, time_limit_s, left_s, clean_s):
         """One process: (results so far, imports, whether the code had loaded, why it ended, seconds it took of the
-        left_s). RuntimeError if the server cannot be used; nothing that the code does is one."""
+        left_s, seconds that removing its files took of the clean_s). RuntimeError if the server cannot be used; nothing
+        that the code does is one."""
         data, num_calls = json.dumps(request).encode(), len(request["calls"])
         values, imports, loaded, reason, began, ends = [], None, False, "", None, None
         try:
@@ -128,8 +131,8 @@ class Sandbox:
                 pipes = [(end, mode) for pipe in (os.pipe(), os.pipe()) for end, mode in zip(pipe, ("rb", "wb"))]
                 theirs, requests, results, theirs_too = (stack.enter_context(open(end, mode, buffering=0))
                                                          for end, mode in pipes)
-                socket.send_fds(self.control, [HEADER.pack(len(data), int(max(0, left_s)) + 2)],
-                                [theirs.fileno(), theirs_too.fileno()])
+                header = HEADER.pack(len(data), int(max(0, left_s)) + 2, int(1000 * max(0, clean_s)))
+                socket.send_fds(self.control, [header], [theirs.fileno(), theirs_too.fileno()])
                 theirs.close()
                 theirs_too.close()
                 write_request(requests.fileno(), data, time.monotonic() + START_LIMIT_S)
@@ -152,12 +155,12 @@ class Sandbox:
                     reason = ANSWER_TIME_LIMIT if over else str(stop)
             if not began:
                 raise RuntimeError(f"the scorer's child program could not run anything ({reason})")
-            seconds = time.monotonic() - began
-            self.control.send(HEADER.pack(0, 0))                    # kill it, unless it has ended
+            ended = time.monotonic()
+            self.control.send(HEADER.pack(0, 0, 0))                 # kill it, unless it has ended
         except OSError as error:
             raise RuntimeError(f"the scorer's child program is gone: {error}") from None
         self.reply()
-        return values, imports, loaded, reason, seconds
+        return values, imports, loaded, reason, ended - began, time.monotonic() - ended
 
     def reply(self):
         """The next line of the server."""

@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import re
+import threading
 from collections import Counter, namedtuple
 
 from colbench import ColBenchError, task_id
@@ -61,6 +62,7 @@ class Scorer:
                         for child in pair:
                             child.greet()
                         self.workers.put(pair)
+                    self.pool = stack.enter_context(started_threads(self.num_workers))
                     self.stack = stack.pop_all()
                 self.layer = layer
                 log.info(f"scorer: {LAYERS[layer]}")
@@ -102,8 +104,7 @@ class Scorer:
             finally:
                 self.workers.put(children)
 
-        with concurrent.futures.ThreadPoolExecutor(self.num_workers) as pool:
-            list(pool.map(one, keys))
+        list(self.pool.map(one, keys))
 
     def run(self, child, code, calls, imports=None):
         results = child.run(code, calls, self.time_limit_s, imports=imports)
@@ -167,6 +168,13 @@ class Scorer:
         faults = [fault_text(value) if got != "ok" else None if value == 1 else OTHER_VALUE
                   for got, value in values]
         return Score([fault is None for fault in faults], [True] * len(calls), faults, [])
+
+
+def started_threads(number):
+    """A pool whose threads run already: while answers run, the system may have none left to give."""
+    pool, barrier = concurrent.futures.ThreadPoolExecutor(number), threading.Barrier(number)
+    list(pool.map(lambda _: barrier.wait(), range(number)))
+    return pool
 
 
 def fault_of(wanted, got):

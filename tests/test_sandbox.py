@@ -25,7 +25,7 @@ import time
 import pytest
 
 from colbench import ColBenchError, sandbox
-from colbench.child import empty, RESULT_LIMIT
+from colbench.child import empty, Leftovers, RESULT_LIMIT, THREAD_LIMIT
 from colbench.sandbox import ANSWER_TIME_LIMIT, is_ready, is_result, LayerError, Lines, Sandbox, Stop
 from colbench.scorer import equal_values, holds, Scorer
 from colbench.values import encode, is_encoded
@@ -576,6 +576,46 @@ def test_removal_is_bounded_and_never_raises(tmp_path):
     assert not empty(tmp_path / "none", 5)
 
 
+def test_removal_of_what_an_answer_leaves_is_a_part_of_its_time(monkeypatch):
+    """An answer makes folders for as long as it may. Removing them takes longer on most disks."""
+    monkeypatch.setattr(sandbox, "CLEAN_LIMIT_S", 0.2)
+    code = """import os
+def f(n):
+    while n:
+        os.makedirs(f"{n}-{os.urandom(8).hex()}/b/c/d")
+    return os.listdir('.')"""
+    with Sandbox("landlock", 0) as child:
+        try:
+            child.greet()
+        except LayerError as error:
+            pytest.skip(str(error))
+        began = time.monotonic()
+        values, _ = child.run(code, ["f(1)", "f(2)", "f(3)"], LIMIT_S, imports=[])
+        assert time.monotonic() - began < 3 * LIMIT_S + 0.2 + 1.5
+        assert values == [["error", "time limit"]] * 3
+        assert child.run(code, ["f(0)"], 1, imports=[])[0] == [["ok", ["list", []]]]
+        began = time.monotonic()
+    assert time.monotonic() - began < 0.2 + 1.5
+    subprocess.run(["rm", "-rf", child.folder], check=True)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_folders_that_were_left_are_emptied_while_no_request_waits(tmp_path, waits):
+    full, leftovers = tmp_path / "0", Leftovers()
+    for i in range(50):
+        (full / str(i) / "a").mkdir(parents=True)
+    leftovers.add(str(full))
+    leftovers.add(str(tmp_path / "none"))                           # it cannot be removed, and is given up
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        if waits:
+            theirs.send(b"x")
+        began = time.monotonic()
+        leftovers.clear(ours)
+        assert time.monotonic() - began < 5
+    assert len(leftovers.folders) == (2 if waits else 0) and full.exists() == waits
+
+
 def test_a_folder_that_cannot_be_emptied_is_replaced(world, capfd, tmp_path):
     """As where files come faster than they go: the next answer works in another folder, and it is said."""
     with Sandbox("landlock", 0) as child:
@@ -660,6 +700,108 @@ def test_layers_are_named_and_never_weakened(monkeypatch, caplog):
     monkeypatch.setattr(Sandbox, "greet", no_walls)
     with pytest.raises(ColBenchError, match="--unsafe-scorer"):
         Scorer().__enter__()
+
+
+# ---- processes and threads
+
+STARTER = """import threading
+threading.stack_size(32768)
+def f(n):
+    stop, number = threading.Event(), 0
+    while n == 2:
+        try:
+            threading.Thread(target=stop.wait, daemon=True).start()
+            number += 1
+        except RuntimeError:
+            if {gives_up}: return number
+    return n + 40"""
+CONTAINER = """
+import os, resource, sys
+sys.path.insert(0, sys.argv[1])
+from colbench import ColBenchError
+from colbench.scorer import Scorer
+task = {"ground_truth": "def f(n): return n + 40", "test_cases": {str(n): f"f({n})" for n in (1, 2, 3)}}
+answers = [sys.argv[3], task["ground_truth"] + "  # right", task["ground_truth"] + "  # right, too"] * 4
+tasks = [{**task, "ground_truth": f"{task['ground_truth']} # {number}"} for number in range(len(answers))]
+try:
+    with Scorer(layer=sys.argv[2], workers=3, time_limit_s=0.5) as scorer:
+        for score in scorer.score(list(zip(tasks, answers))):
+            print("".join(map(str, map(int, score.tests))), end=" ")
+except ColBenchError as error:
+    print("no layer:", error)
+"""
+
+
+def limit_of_a_group(layer):
+    """A folder of a control group that allows so few processes that the threads of one answer are too many."""
+    for parent in ("/sys/fs/cgroup/pids", "/sys/fs/cgroup"):
+        folder = pathlib.Path(parent, f"scorer-test-{os.getpid()}-{layer}")
+        with contextlib.suppress(OSError):
+            folder.mkdir()
+            try:
+                (folder / "pids.max").write_text("60")
+                return folder
+            except OSError:
+                folder.rmdir()
+    return None
+
+
+def interpreter_for_all():
+    """An interpreter that another user may start, with all that the scorer needs: the standard library."""
+    for path in (sys.executable, "/usr/bin/python3"):
+        command = [path, "-c", "import sys; assert sys.version_info >= (3, 11)"]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(command, check=True, user=OTHER_USER, extra_groups=[], capture_output=True)
+            return path
+    return None
+
+
+OTHER_USER = 54321 if os.geteuid() == 0 else os.geteuid()
+PACKAGE = str(pathlib.Path(sandbox.__file__).parents[1])
+
+
+@pytest.mark.parametrize("layer", ["namespaces", "landlock"])
+def test_threads_until_a_container_has_no_process_left_end_no_other_answer(layer):
+    if (folder := limit_of_a_group(layer)) is None:
+        pytest.skip("no control group can be made here")
+    command = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(folder), sys.executable, "-c", CONTAINER,
+               PACKAGE, layer, STARTER.format(gives_up=False)]
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert int((folder / "pids.events").read_text().split()[1]) > 0, "the limit was never met"
+    finally:
+        folder.rmdir()
+    if "no layer" in process.stdout:
+        pytest.skip(process.stdout)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split() == ["101", "111", "111"] * 4
+
+
+@pytest.mark.parametrize("layer", ["namespaces", "landlock"])
+def test_threads_until_a_user_has_no_process_left_end_no_other_answer(layer):
+    """As a user who is not root, with a limit of processes; root has none."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can start it as a user that has no other processes")
+    if (python := interpreter_for_all()) is None:
+        pytest.skip("no interpreter that another user may start")
+    process = subprocess.run(["prlimit", "--nproc=60", python, "-c", CONTAINER, PACKAGE, layer,
+                              STARTER.format(gives_up=False)], capture_output=True, text=True, timeout=120,
+                             user=OTHER_USER, group=OTHER_USER, extra_groups=[], cwd="/")
+    if "no layer" in process.stdout:
+        pytest.skip(process.stdout)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split() == ["101", "111", "111"] * 4
+
+
+def test_an_answer_has_a_limit_of_threads(child):
+    """The system counts them where it can; else the server ends the answer (see child.counts_threads)."""
+    for _ in range(2):                                              # what one answer starts does not count for the next
+        first, second, third = child.run(STARTER.format(gives_up=True), ["f(1)", "f(2)", "f(3)"], 2, imports=[])[0]
+        assert (first, third) == (["ok", 41], ["ok", 43])
+        assert second in (["ok", THREAD_LIMIT], ["error", "process ended"])
+    threads = "import threading\ndef f(n):\n    threads = [threading.Thread(target=int) for _ in range(n)]\n" \
+              "    [thread.start() for thread in threads]\n    return [thread.join() for thread in threads].count(None)"
+    assert child.run(threads, ["f(200)"], 2, imports=[])[0] == [["ok", 200]]        # one after the other
 
 
 def test_walls_that_do_not_stand_are_found(child, monkeypatch):
