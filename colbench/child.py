@@ -115,8 +115,8 @@ def scope_of_a_call(module, imports):
     """The globals in which a call is evaluated.
 
     What the reference imported under a name is what the call means by it, however the answer imported it; a name that
-    the answer defines itself is the answer's. What the reference defines is the answer's to define, also where Python
-    has something of that name."""
+    the answer defines itself is the answer's. Names without a module are what is tested: the answer's to define, also
+    where Python has something of that name."""
     imported, to_define = {}, set()
     for name, where, what in imports or ():
         if where is None:
@@ -124,11 +124,14 @@ def scope_of_a_call(module, imports):
         elif name not in module.__dict__ or origin(module.__dict__[name]):
             source = importlib.import_module(where)
             imported[name] = getattr(source, what) if what else source
-    if not imported and to_define.isdisjoint(vars(builtins)):
-        return module.__dict__
-    scope = {**module.__dict__, **imported}
-    scope["__builtins__"] = {name: value for name, value in vars(builtins).items() if name not in to_define}
-    return scope
+    scope = {**module.__dict__, **imported} if imported else module.__dict__
+    hidden = to_define.intersection(vars(builtins))
+    if not hidden:
+        return scope
+    others = {name: value for name, value in vars(builtins).items() if name not in hidden}
+    defined = {name: value for name, value in scope.items()
+               if name not in hidden or value is not getattr(builtins, name)}      # execute() may have put it there
+    return {**defined, "__builtins__": others}
 
 
 def execute(pieces, module):

@@ -411,7 +411,8 @@ def test_a_function_that_is_named_like_a_builtin_is_the_answers_to_define(scorer
     task = task_of(reference, "sum([1, 2])", "3 == sum([1, 2])")
     assert verdicts(scorer, reference, task) == [True] * 2
     assert verdicts(scorer, "sum = lambda values: values[0] + values[1]", task) == [True] * 2
-    assert verdicts(scorer, "", task) == verdicts(scorer, "def total(values): return 3", task) == [False] * 2
+    for answer in ("", "def total(values): return 3", "def total(values): return 3\nsum = 6", "sum = 6"):
+        assert verdicts(scorer, answer, task) == [False] * 2
     helper = "def round(x, digits): return int(x * 10 ** digits) / 10 ** digits\ndef f(x): return x / 3"
     assert verdicts(scorer, "def f(x): return x / 3", task_of(helper, "round(f(1), 2)")) == [True]        # Python's own
 
