@@ -31,7 +31,15 @@ import time
 
 import common
 from colbench import ColBenchError, domain_of, task_id
-from lib.arguments import add_overwrite, add_world, argument_parser, non_negative_int, positive_int, set_preset
+from lib.arguments import (
+    add_overwrite,
+    add_reference,
+    add_world,
+    argument_parser,
+    non_negative_int,
+    positive_int,
+    set_preset,
+)
 from lib.costs import Costs
 from lib.credit import measure_turns
 from lib.models import is_server, load_tokenizer, tokenizer_name, work_of
@@ -291,7 +299,9 @@ def parse_args(argv=None):
     group = parser.add_argument_group("critics")
     group.add_argument("--best-of", type=positive_int, default=1, help="messages sampled at each turn")
     group.add_argument("--critic", help="who picks one of --best-of: a critic folder (03), judge:MODEL, or oracle "
-                       "(-patient): what the template task says of a turn")
+                       "(-patient): what the template task says of a turn; untrained: the agent itself, with "
+                       "--reference blind")
+    add_reference(group)
     group.add_argument("--branch", type=positive_int, metavar="N", help="play on from N turns of a trajectories file")
     group.add_argument("--branch-candidates", type=positive_int, default=8, help="--branch: messages in each state")
     group = parser.add_argument_group("the human")
@@ -327,6 +337,10 @@ def parse_args(argv=None):
     scripted = args.agent.startswith("script")
     if args.best_of > 1 and (args.critic is None or scripted):
         parser.error("--best-of needs an agent that is a model, and --critic DIR or judge:MODEL")
+    if args.reference and args.best_of == 1:
+        parser.error("--reference goes with --best-of")
+    if args.critic == common.UNTRAINED and is_server(args.agent):
+        parser.error(f"--critic {common.UNTRAINED}: its scores need the agent's weights, which a server does not give")
     if args.branch and (scripted or args.best_of > 1):
         parser.error("--branch needs an agent that is a model, and goes without --best-of")
     if args.system_prompt and scripted:
@@ -365,9 +379,11 @@ def main(argv=None):
     rows = common.read_trajectories(args.tasks) if args.branch else common.read_tasks(args.tasks)
     tasks = [row["task"] for row in rows] if args.branch else rows
     domain, oracle = domain_of(tasks[0]), args.critic in domain_of(tasks[0]).ORACLES
+    untrained = args.critic == common.UNTRAINED
     check_players(tasks, domain, args)
     args.simulator_max_new_tokens = args.simulator_max_new_tokens or domain.REPLY_TOKENS
-    inputs = [args.tasks, args.agent, args.simulator, None if oracle else (args.critic or "").removeprefix("judge:"),
+    inputs = [args.tasks, args.agent, args.simulator,
+              None if oracle or untrained else (args.critic or "").removeprefix("judge:"),
               args.agent_tokenizer, args.system_prompt]
     system = read_text(args.system_prompt) if args.system_prompt else None
     record = argparse.Namespace(**{k: v for k, v in vars(args).items() if k != "concurrency"})     # it changes no row
@@ -391,7 +407,14 @@ def main(argv=None):
     if judge:
         chooser = functools.partial(judge_choice, judge=judge, counts=verdicts, args=args)
     elif args.best_of > 1:
-        critic = args.critic if oracle else common.read_critic(args.critic, agent.tokenizer, domain)
+        if oracle:
+            critic = args.critic
+        elif untrained:
+            critic = common.untrained_critic(args.agent, args.reference)
+        else:
+            critic = common.read_critic(args.critic, agent.tokenizer, domain, args.reference)
+        if not oracle and (line := common.reference_line(critic)):
+            say(line)
         if not (oracle or critic.get("visual") or agent.tokenizer):
             raise InputError(f"--best-of with {args.critic}, a critic that reads tokens: {args.agent} needs "
                              "--agent-tokenizer MODEL")

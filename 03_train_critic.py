@@ -8,6 +8,8 @@ A turn's advantage is the mean log-ratio of its tokens against the initial model
 Bradley-Terry on pairs of trajectories of one task, the chosen one with the higher return:
     eq. 2   -log s( b sum_t A(o_t+, a_t+, c) - b sum_t A(o_t-, a_t-, c) ) + nll_coef * mean NLL of the chosen
 
+--reference blind   leaves c out of what the reference reads: log p(a|o, c) - log p_ref(a|o). The critic then starts
+                    from how much likelier c makes a turn, and not from 0.
 --no-privileged     leaves c out
 --normalize none    leaves out 1/L (trajectory: one mean over all agent tokens, as in the published code)
 --head regression   a linear head on the mean of a turn's last hidden states gives its advantage, trained by eq. 2
@@ -36,7 +38,7 @@ import common
 from colbench import ColBenchError, domain_of
 from lib import training
 from lib.adapters import lora_config
-from lib.arguments import add_training, argument_parser, set_preset
+from lib.arguments import add_training, argument_parser, REFERENCES, set_preset
 from lib.costs import Costs
 from lib.memory import dry_run
 from lib.models import load_tokenizer, reads_images, weights_fingerprint, work_of
@@ -91,10 +93,15 @@ def parse_args(argv=None):
     group.add_argument("--head", choices=["lm", "regression", "value"], default="lm",
                        help="what scores a turn, see above")
     group.add_argument("--no-privileged", action="store_true", help="leave c out")
+    group.add_argument("--reference", choices=REFERENCES, default="informed", help="informed: the reference of eq. 3 "
+                       "reads c, as the paper prints it; blind: it reads the dialogue alone")
     group.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn", help="see above")
     group.add_argument("--held-out-frac", type=float, default=0.05, help="share of the tasks kept for the accuracy")
     set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
+    if args.reference == "blind" and (args.no_privileged or args.head != "lm"):
+        parser.error("--reference blind goes with --head lm, without --no-privileged: no other critic compares prompts "
+                     "with c and without")
     if args.head != "lm":
         args.normalize, args.nll_coef = "none", 0.0                  # the head's input is a mean already
     return args
@@ -134,7 +141,11 @@ def main(argv=None):
                           for groups in (train, test))
     kept = training.drop_long(examples, args)
     examples, train = [examples[i] for i in kept], [train[i] for i in kept]
-    held_out = [held_out[i] for i in training.drop_long(held_out, args, "held-out pairs", needed=False)]
+    kept = training.drop_long(held_out, args, "held-out pairs", needed=False)
+    held_out, test = [held_out[i] for i in kept], [test[i] for i in kept]
+    ref_examples = examples + held_out
+    if args.reference == "blind":
+        ref_examples = common.trajectory_examples(trajectories, train + test, tokenizer, privileged=False)
     if not visual:
         begin_output(args, args.out, inputs, folder=True)
     costs, works = Costs(args.out, runtime.device, folder=True), []
@@ -148,9 +159,10 @@ def main(argv=None):
     model = common.load_sharded(args.model, runtime, args, lora, head=args.head != "lm")
     works.append(work_of(model))
     critic = {"head": args.head, "visual": visual, "normalize": args.normalize, "privileged": not args.no_privileged,
-              "beta": args.beta, "reference": args.model, "reference_fingerprint": weights_fingerprint(args.model),
+              "reference_sees": args.reference, "beta": args.beta, "reference": args.model,
+              "reference_fingerprint": weights_fingerprint(args.model),
               "held_out_pair_accuracy": None, "num_held_out_pairs": len(held_out)}
-    ref = common.reference_logps(args.out, model, examples + held_out, args, runtime)
+    ref = common.reference_logps(args.out, model, ref_examples, args, runtime)
     optimizer = training.adamw(model, args)
     checkpoints = training.Checkpoints(args.out, model, optimizer)
     first = checkpoints.load()

@@ -45,7 +45,7 @@ import common
 from colbench import ColBenchError, domain_of
 from lib import training
 from lib.adapters import lora_config
-from lib.arguments import add_training, argument_parser, non_negative_float, positive_int, set_preset
+from lib.arguments import add_reference, add_training, argument_parser, non_negative_float, positive_int, set_preset
 from lib.costs import Costs
 from lib.engine import generate, uniforms
 from lib.memory import dry_run
@@ -345,8 +345,10 @@ def parse_args(argv=None):
                         help="see above")
     add_training(parser, max_length=16384)
     group = parser.add_argument_group("SWEET's candidates and pairs")
-    group.add_argument("--critic", help="critic folder (03), of any kind, for sweet, or for grpo; oracle, "
-                       "oracle-patient: what the template task says of a turn, a critic without errors, for sweet")
+    group.add_argument("--critic", help="critic folder (03), of any kind, for sweet, or for grpo; untrained: --model "
+                       "itself, with --reference blind; oracle, oracle-patient: what the template task says of a turn, "
+                       "a critic without errors, for sweet")
+    add_reference(group)
     group.add_argument("--data-frac", type=float, default=0.1, help="share of the trajectories whose turns are used")
     group.add_argument("--num-candidates", type=positive_int, default=16, help="actions sampled a turn")
     group.add_argument("--pairs-per-turn", type=positive_int, default=4, help="DPO pairs a turn")
@@ -379,6 +381,8 @@ def parse_args(argv=None):
         parser.error("--sampler http://HOST:PORT/v1#NAME goes with --method sweet, without --candidates")
     if args.method == "sweet" and args.critic is None or args.critic and args.method not in ("sweet", "grpo"):
         parser.error("--critic DIR goes with --method sweet, which needs it, and grpo")
+    if args.reference and not args.critic:
+        parser.error("--reference goes with --critic")
     if args.turn_cost and (args.method not in ("mtdpo", "rft", "grpo") or args.critic):
         parser.error("--turn-cost goes with --method mtdpo, rft and grpo; with a critic give it to 03")
     if args.dry_run and args.method == "distill":
@@ -397,11 +401,17 @@ def main(argv=None):
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
     oracle, fresh = args.critic in domain.ORACLES, args.model == "tiny" and args.method == "sft"
-    inputs = [args.trajectories, args.model, args.candidates, args.sampler, None if oracle else args.critic]
+    untrained = args.critic == common.UNTRAINED
+    inputs = [args.trajectories, args.model, args.candidates, args.sampler,
+              None if oracle or untrained else args.critic]
     if is_done(args, args.out, inputs, folder=True):
         return
     lora = lora_config(args)
     check_track(args)
+    if oracle and args.reference:
+        raise InputError(f"--reference {args.reference} does nothing with --critic {args.critic}: it has no reference")
+    if untrained and args.method == "sweet" and args.model == "tiny":
+        raise InputError("--critic untrained: needs a model that was trained to read c, and tiny is a fresh one")
     if oracle and args.method == "grpo":
         raise InputError(f"--critic {args.critic}: grpo takes a critic folder (03); an oracle ranks, and has no "
                          "advantages")
@@ -417,7 +427,12 @@ def main(argv=None):
         tokenizer = load_tokenizer(args.model)
     critic = args.critic
     if critic and not oracle:
-        critic = common.read_critic(critic, tokenizer, domain)
+        if untrained:
+            critic = common.untrained_critic(args.model, args.reference)
+        else:
+            critic = common.read_critic(critic, tokenizer, domain, args.reference)
+        if line := common.reference_line(critic):
+            say(line)
         if args.method == "grpo" and (critic.get("visual") or critic["head"] == "value"):
             raise InputError(f"{args.critic}: grpo takes a critic that reads text and has advantages: 03 --head lm or "
                              "regression")

@@ -36,7 +36,7 @@ import torch
 import common
 from colbench import ColBenchError, domain_of, task_id
 from lib import statistics, tables
-from lib.arguments import add_overwrite, add_world, argument_parser
+from lib.arguments import add_overwrite, add_reference, add_world, argument_parser
 from lib.costs import compare_costs, cost_lines, Costs, read_record
 from lib.credit import agreement, count_pairs, credit_of, credit_summary, measure_turns, read_states
 from lib.export import check_format, export, FORMATS
@@ -214,7 +214,8 @@ def measure_critic(critic, trajectories, branches, path, device):
     tokenizer = load_tokenizer(critic["folder"])
     pairs = common.trajectory_pairs(trajectories, path)
     examples = common.trajectory_examples(trajectories, pairs, tokenizer, critic["privileged"])
-    ref = common.example_scores(critic["reference"], examples, MAX_TOKENS, device)
+    ref_examples = common.reference_examples(critic, examples, trajectories, pairs, tokenizer)
+    ref = common.example_scores(critic["reference"], ref_examples, MAX_TOKENS, device)
     found = {"pair_accuracy": common.pair_accuracy(critic["model"], examples, ref, critic, MAX_TOKENS, device),
              "num_pairs": len(pairs)}
     if branches:
@@ -243,9 +244,9 @@ def critic_lines(critics, trajectories, branches, path, out, device):
 # ---------------------------------------------------------------------------------------------------------------------
 # the page: credit of the turns, and what else it shows
 
-def text_critic(folder, domain):
+def text_critic(folder, domain, reference):
     """common.read_critic of one that reads text."""
-    critic = common.read_critic(folder, None, domain)
+    critic = common.read_critic(folder, None, domain, reference)
     if critic.get("visual"):
         raise InputError(f"{folder}: --critic and --critics take critics that read text, and this one sees images")
     return critic
@@ -291,12 +292,15 @@ def parse_args(argv=None):
                         help="compare these critics, on dialogues of the first file")
     parser.add_argument("--returns", metavar="FILE", help="--critics: dialogues of 02 --branch on the first file")
     parser.add_argument("--critic", metavar="DIR", help="the page shows each turn's credit by this critic (03)")
+    add_reference(parser)
     parser.add_argument("--candidates", metavar="PATH", help="the page shows SWEET's candidates: 04's output folder or "
                         "its scored.jsonl, with pairs.jsonl beside it")
     parser.add_argument("--export", choices=FORMATS, help="write every dialogue for other programs as well")
     add_world(parser)
     add_overwrite(parser)
     args = parser.parse_args(argv)
+    if args.reference and not (args.critic or args.critics):
+        parser.error("--reference goes with --critic or --critics")
     if args.returns and not args.critics:
         parser.error("--returns needs --critics")
     for argument in args.files + (args.critics or []):
@@ -336,16 +340,16 @@ def main(argv=None):
     domain = one_domain(files, args)
     first, first_path = next(iter(files.values())), args.files[0].partition("=")[2]
     folders = dict(argument.split("=", 1) for argument in args.critics or [])
-    critics = {name: text_critic(folder, domain) for name, folder in folders.items()}
+    critics = {name: text_critic(folder, domain, args.reference) for name, folder in folders.items()}
     for critic in critics.values():
         critic["tokenizer_name"] = tokenizer_name(load_tokenizer(critic["folder"]))
     branches = read_branches(args.returns, domain, critics) if args.returns else None
     if critics:
         common.trajectory_pairs(first, first_path)                   # errors now, not after the scoring
-    programs = "rules", "script", "script-informed", *getattr(domain, "PLAYERS", ()), *domain.ORACLES
+    programs = "rules", "script", "script-informed", common.UNTRAINED, *getattr(domain, "PLAYERS", ()), *domain.ORACLES
     costs = compare_costs({name: own[0] for name, own in runs.items()}, programs) if args.costs else {}
     check_format(args.export)
-    critic = text_critic(args.critic, domain) if args.critic else None
+    critic = text_critic(args.critic, domain, args.reference) if args.critic else None
     states = read_states(args.candidates) if args.candidates else []
     for row in states:
         common.check_task(row["task"], f"{args.candidates}: task {row['task_id']}", first[0]["task"])
@@ -389,6 +393,9 @@ def main(argv=None):
             for label, own in labels.items():
                 drawn[label] |= {n: {key: point[key] for key in (metric, "ci95")} for n, point in own.items()}
         write_json(out / "curves.json", drawn)
+    forms = [line for line in map(common.reference_line, [*critics.values(), *([critic] if critic else [])]) if line]
+    print("\n".join(dict.fromkeys(forms)))
+    notes += dict.fromkeys(forms)
     if critic:
         add_credit(metrics, files, critic, domain, device)
         write_json(out / "metrics.json", metrics)

@@ -477,16 +477,36 @@ def load_sharded(name, runtime, args, lora=None, head=False):
     return model
 
 
-def read_critic(folder, tokenizer, domain):
+UNTRAINED = "untrained"                                             # --critic: the base model, with no training
+
+
+def untrained_critic(model_name, reference):
+    """The model itself as a critic, as read_critic gives it: log p(a|o, c) - log p(a|o), a mean over the tokens of a.
+    reference: "blind". With an informed one all of its scores would be 0: InputError."""
+    if reference == "informed":
+        raise InputError(f"--critic {UNTRAINED}: scores every action 0 with a reference that sees c; it needs "
+                         "--reference blind")
+    return {"folder": model_name, "head": "lm", "normalize": "turn", "privileged": True, "reference": model_name,
+            "trained_with": None, "reference_sees": "blind"}
+
+
+def read_critic(folder, tokenizer, domain, reference=None):
     """A critic folder's critic.json, {"privileged", "normalize", "head", …}, for a policy with `tokenizer` (None: not
     compared) on a domain's tasks. A "visual" one also needs "show" (show_documents). InputError where it does not fit.
-    """
+
+    "reference_sees" is what the reference of eq. 3 reads when actions are scored: `reference`, or what the critic was
+    trained with ("trained_with"; a folder without the key: "informed")."""
     path = pathlib.Path(folder) / "critic.json"
     if not path.exists():
         raise InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
     critic = {**read_critic_json(path), "folder": str(folder)}
     if adapters.is_adapter(folder):
         critic["reference"] = adapters.adapter_base(folder)
+    critic["trained_with"] = critic.get("reference_sees", "informed")
+    critic["reference_sees"] = reference or critic["trained_with"]
+    if reference == "blind" and (critic["head"] != "lm" or not critic.get("privileged")):
+        raise InputError(f"{folder}: --reference blind needs a language model that sees c as a critic; this one has "
+                         + ("a head, whose initial values are 0" if critic["head"] != "lm" else "never seen c"))
     if critic.get("visual") and not domain.views:
         raise InputError(f"{folder}: a critic that sees cannot rank {domain.NOUN}s, which have nothing to see")
     own = not critic.get("visual") and tokenizer and load_tokenizer(str(folder))
@@ -504,19 +524,36 @@ def read_critic(folder, tokenizer, domain):
     return critic
 
 
+def reference_line(critic):
+    """What a critic's scores are, in a line; None where there is no choice (a head, a critic without c)."""
+    if critic["head"] != "lm" or not critic["privileged"]:
+        return None
+    model = "p" if critic["trained_with"] else "p_ref"
+    prompt = "o, c" if critic["reference_sees"] == "informed" else "o"
+    trained = f"trained with --reference {critic['trained_with']}" if critic["trained_with"] else "not trained"
+    return f"{critic['folder']}: scores are log {model}(a|o, c) - log p_ref(a|{prompt}), means over tokens; {trained}"
+
+
 def load_critic(critic, load):
     """read_critic's answer with its "model" and "reference" (None with a head: its initial values are 0; of an adapter
     folder the model with its adapter off), each loaded by load(name, lora=…, head=…), a whole one (load_whole) or one
     that is split over the ranks (load_sharded)."""
     check_critic(critic)
-    has_head, lora = critic["head"] != "lm", adapters.folder_config(critic["folder"])
+    has_head = critic["head"] != "lm"
+    is_trained = critic["folder"] != critic["reference"]
+    lora = adapters.folder_config(critic["folder"]) if is_trained else None
     model = load(critic["reference"] if lora else critic["folder"], lora=lora, head=has_head)
     if lora:
         adapters.load_adapter(model, critic["folder"])
     if has_head:
         models.load_head(model, critic["folder"])
     model.eval()
-    reference = None if has_head else adapters.without_adapter(model) if lora else load(critic["reference"]).eval()
+    if has_head:
+        reference = None
+    elif lora:
+        reference = adapters.without_adapter(model)
+    else:
+        reference = load(critic["reference"]).eval() if is_trained else model
     return {**critic, "model": model, "reference": reference}
 
 
@@ -584,11 +621,12 @@ def score_actions(critic, tokenizer, points, max_tokens, device, no_tree=False):
         values = dict(zip(different, turn_scores_of(model, items, max_tokens, device)))
         return [[values[key].item() for key in own] for own in keys]
     different = [sorted(set(map(tuple, point.actions))) for point in points]
-    items = [candidate_rows(tokenizer, with_hidden_info(tokenizer, point.prompt, hidden_info(point.task))
-                            if critic["privileged"] else point.prompt, actions, no_tree)
-             for point, actions in zip(points, different)]
-    own_values, ref_values = (turn_scores_of(model, items, max_tokens, device)
-                              for model in (critic["model"], critic["reference"]))
+    items = action_items(points, different, tokenizer, critic["privileged"], no_tree)
+    ref_items = items
+    if ref_sees_c(critic) != critic["privileged"]:
+        ref_items = action_items(points, different, tokenizer, False, no_tree)
+    own_values = turn_scores_of(critic["model"], items, max_tokens, device)
+    ref_values = turn_scores_of(critic["reference"], ref_items, max_tokens, device)
     normalize = "none" if critic["normalize"] == "none" else "turn"                 # one turn is all of a trajectory
     scores = []
     for point, unique, value, ref_value in zip(points, different, own_values, ref_values):
@@ -596,6 +634,22 @@ def score_actions(critic, tokenizer, points, max_tokens, device, no_tree=False):
         score = dict(zip(unique, turn_advantages(value[None], ref_value[None], lengths, normalize)[0].tolist()))
         scores.append([score[tuple(action)] for action in point.actions])
     return scores
+
+
+def ref_sees_c(critic):
+    """Whether the reference of eq. 3 reads c: where the critic does, unless its reference is "blind"."""
+    return critic["privileged"] and critic.get("reference_sees", "informed") == "informed"
+
+
+def action_items(points, actions, tokenizer, privileged, no_tree):
+    """Of each DecisionPoint the item (candidate_rows) of its `actions` after its prompt, which c may precede."""
+    items = []
+    for point, point_actions in zip(points, actions):
+        prompt = point.prompt
+        if privileged:
+            prompt = with_hidden_info(tokenizer, prompt, hidden_info(point.task))
+        items.append(candidate_rows(tokenizer, prompt, point_actions, no_tree))
+    return items
 
 
 def trajectory_examples(trajectories, groups, tokenizer, privileged=None, show=None):
@@ -612,6 +666,14 @@ def trajectory_examples(trajectories, groups, tokenizer, privileged=None, show=N
         items = {i: rows_of_trajectory(tokenizer, turns, info)
                  for i, turns, info in zip(used, all_turns(tokenizer, own), infos)}
     return [tuple(items[i] for i in group) for group in groups]
+
+
+def reference_examples(critic, examples, trajectories, groups, tokenizer):
+    """What the reference of eq. 3 reads in place of a critic's `examples` (trajectory_examples of these groups): the
+    same, or without c where it is blind."""
+    if ref_sees_c(critic) == critic["privileged"]:
+        return examples
+    return trajectory_examples(trajectories, groups, tokenizer, privileged=False)
 
 
 def pair_examples(pairs, tokenizer, together, no_tree):
@@ -669,14 +731,15 @@ def score_turns(critic, tokenizer, trajectories, max_tokens, device):
 
     With an lm or regression head it is A(o_t, a_t, c) of eq. 3, for which the critic was trained. A value head gives
     the value of a dialogue up to and with a turn (a logit, which is no advantage): the credit is then its change from
-    turn to turn, from 0 before the first one. An untrained critic gives 0 for every turn."""
+    turn to turn, from 0 before the first one. An untrained critic whose reference sees c gives 0 for every turn."""
     if critic.get("visual"):
         raise InputError(f"{critic['folder']}: a critic that sees images; turns are scored by one that reads text")
-    examples = trajectory_examples(trajectories, [(i,) for i in range(len(trajectories))], tokenizer,
-                                   critic["privileged"])
+    groups = [(i,) for i in range(len(trajectories))]
+    examples = trajectory_examples(trajectories, groups, tokenizer, critic["privileged"])
     kept = [i for i, [item] in enumerate(examples) if max(len(row.ids) for row in item) <= max_tokens]
-    examples = [examples[i] for i in kept]
-    ref = example_scores(critic["reference"], examples, max_tokens, device)
+    ref_examples = reference_examples(critic, examples, trajectories, groups, tokenizer)
+    examples, ref_examples = [examples[i] for i in kept], [ref_examples[i] for i in kept]
+    ref = example_scores(critic["reference"], ref_examples, max_tokens, device)
     found = [own for [own] in advantages_of(critic["model"], examples, ref, critic["normalize"], max_tokens, device)]
     if critic["head"] == "value":
         found = [torch.diff(values, prepend=torch.zeros(1)) for values in found]

@@ -2,6 +2,8 @@
 import argparse
 import math
 
+REFERENCES = ["informed", "blind"]                                  # does the reference of eq. 3 read c?
+
 
 def argument_parser(docstring):
     """A parser whose --help is the stage's docstring and shows every default."""
@@ -53,6 +55,13 @@ def add_world(parser):
                        "openai/clip-vit-base-patch32)")
     group.add_argument("--browser", metavar="PATH", help="Chromium or Chrome, where a domain needs "
                        "one (None: the first one found)")
+
+
+def add_reference(parser):
+    """The flag of the stages that score actions with a critic."""
+    parser.add_argument("--reference", choices=REFERENCES, help="what the reference of eq. 3 reads when --critic "
+                        "scores: informed, c as in the paper's formula; blind, the dialogue alone as in the published "
+                        "code (None: what the critic was trained with)")
 
 
 def add_training(parser, max_length):

@@ -57,8 +57,10 @@ def read_object(path):
 def read_critic_json(path):
     """What stands in a critic folder's critic.json (03), with the types that are relied on."""
     critic = read_object(path)
-    check_row(critic, {"head": str}, {"normalize": str, "privileged": bool, "visual": bool, "reference": str}, path)
-    for key, values in (("head", ("lm", "regression", "value")), ("normalize", ("turn", "trajectory", "none"))):
+    check_row(critic, {"head": str}, {"normalize": str, "privileged": bool, "visual": bool, "reference": str,
+                                      "reference_sees": str}, path)
+    for key, values in (("head", ("lm", "regression", "value")), ("normalize", ("turn", "trajectory", "none")),
+                        ("reference_sees", ("informed", "blind"))):
         if key in critic and critic[key] not in values:
             raise InputError(f'{path}: "{key}" is {critic[key][:40]!r}, not one of {", ".join(values)}')
     if critic["head"] == "lm" and "reference" not in critic:

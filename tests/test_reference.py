@@ -1,0 +1,188 @@
+"""--reference informed|blind: the reference of eq. 3 reads c, too, or the dialogue alone; critics without training."""
+import json
+import math
+
+import pytest
+import torch
+
+import common
+from colbench import backend
+from conftest import policy_flags, read, ROOT, run, succeed
+from lib.models import encode
+from lib.runtime import InputError
+
+BASE = ROOT / "models" / "tiny"
+
+
+@pytest.fixture(scope="module")
+def blind(workspace, tmp_path_factory):
+    """A critic trained with --reference blind: one step on all pairs, so that its loss is that of the initial model."""
+    out = tmp_path_factory.mktemp("blind") / "critic"
+    printed = succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr",
+                      1e-3, "--reference", "blind", "--batch-size", 10_000, "--epochs", 1, "--held-out-frac", 0,
+                      "--nll-coef", 0, "--beta", 0.7, "--log-every", 1, "--out", out)
+    return out, printed
+
+
+def mean_logp(model, tokenizer, prompt, action):
+    """The mean log-probability of an action after a prompt, in float64, a turn at a time: no batch, no mask, no tree.
+    """
+    ids = encode(tokenizer, prompt)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids + action])).logits[0].double()
+    logps = logits.log_softmax(-1)
+    return sum(logps[len(ids) + n - 1, token].item() for n, token in enumerate(action)) / len(action)
+
+
+def gain(model, tokenizer, trajectory, turn):
+    """How much likelier c makes a turn: log p(a|o, c) - log p(a|o), by hand."""
+    informed = common.with_hidden_info(tokenizer, turn["input"], common.hidden_info(trajectory["task"]))
+    return (mean_logp(model, tokenizer, informed, turn["output_ids"])
+            - mean_logp(model, tokenizer, turn["input"], turn["output_ids"]))
+
+
+def agent_turns(trajectory):
+    return [turn for turn in trajectory["dialogue_history"] if turn["role"] == "assistant"]
+
+
+def untrained(reference="blind"):
+    return common.load_critic(common.untrained_critic(str(BASE), reference), common.load_whole("cpu"))
+
+
+def points_of(trajectories):
+    """A DecisionPoint for the first turn of each trajectory, with its action and two others."""
+    points = []
+    for trajectory in trajectories:
+        turn = agent_turns(trajectory)[0]
+        actions = [turn["output_ids"], [7, 8], agent_turns(trajectory)[-1]["output_ids"]]
+        points.append(common.DecisionPoint(turn["input"], trajectory["task"], [], actions, ["", "", ""]))
+    return points
+
+
+def test_the_first_loss_of_a_blind_critic_is_that_of_the_gains_by_hand(workspace, blind, tiny):
+    model, tokenizer = tiny
+    trajectories = common.read_trajectories(workspace / "offline.jsonl")
+    pairs = common.trajectory_pairs(trajectories, "offline.jsonl")
+    scores = {i: sum(gain(model, tokenizer, trajectories[i], turn) for turn in agent_turns(trajectories[i]))
+              for i in sorted({i for pair in pairs for i in pair})}
+    losses = [math.log1p(math.exp(-0.7 * (scores[chosen] - scores[rejected]))) for chosen, rejected in pairs]
+    [step] = read(blind[0] / "metrics.jsonl")
+    assert step["loss"] == pytest.approx(sum(losses) / len(losses), abs=2e-5)
+    assert abs(step["loss"] - math.log(2)) > 0.01                   # with an informed reference it is log 2
+    margins = [0.7 * (scores[chosen] - scores[rejected]) for chosen, rejected in pairs]
+    assert step["margin"] == pytest.approx(sum(margins) / len(margins), abs=2e-4)
+
+
+def test_the_folder_says_what_its_reference_reads(blind, critic):
+    assert json.loads((blind[0] / "critic.json").read_text())["reference_sees"] == "blind"
+    assert json.loads((critic / "critic.json").read_text())["reference_sees"] == "informed"
+
+
+@pytest.mark.parametrize("no_tree", [False, True], ids=["tree", "rows"])
+def test_an_untrained_critic_scores_by_the_gain(workspace, tiny, no_tree):
+    model, tokenizer = tiny
+    trajectories = common.read_trajectories(workspace / "offline.jsonl")[:4]
+    points = points_of(trajectories)
+    scores = common.score_actions(untrained(), tokenizer, points, 4096, "cpu", no_tree)
+    for trajectory, point, point_scores in zip(trajectories, points, scores):
+        expected = [gain(model, tokenizer, trajectory, {"input": point.prompt, "output_ids": action})
+                    for action in point.actions]
+        assert point_scores == pytest.approx(expected, abs=1e-4)
+        assert max(map(abs, point_scores)) > 0.01
+
+
+def test_the_credit_of_turns_by_an_untrained_critic_is_the_gain(workspace, tiny):
+    model, tokenizer = tiny
+    trajectories = common.read_trajectories(workspace / "offline.jsonl")[:4]
+    credits = common.score_turns(untrained(), tokenizer, trajectories, 4096, "cpu")
+    for trajectory, credit in zip(trajectories, credits):
+        assert credit == pytest.approx([gain(model, tokenizer, trajectory, turn) for turn in agent_turns(trajectory)],
+                                       abs=1e-4)
+
+
+def test_released_ranking_is_the_printed_one_and_the_gain(workspace, critic, tiny):
+    """METHOD.md, section 7.1: with a blind reference a score is eq. 3 as printed plus the gain under the reference."""
+    model, tokenizer = tiny
+    trajectories = common.read_trajectories(workspace / "offline.jsonl")[:3]
+    points = points_of(trajectories)
+    scores = {}
+    for reference in ("informed", "blind"):
+        loaded = common.load_critic(common.read_critic(critic, tokenizer, backend, reference), common.load_whole("cpu"))
+        scores[reference] = common.score_actions(loaded, tokenizer, points, 4096, "cpu")
+    gains = common.score_actions(untrained(), tokenizer, points, 4096, "cpu")
+    for printed, released, point_gains in zip(scores["informed"], scores["blind"], gains):
+        assert released == pytest.approx([a + b for a, b in zip(printed, point_gains)], abs=1e-4)
+        assert released != pytest.approx(printed, abs=1e-3)
+
+
+def test_without_the_flag_a_critic_ranks_as_it_was_trained(blind, critic, tiny):
+    assert common.read_critic(blind[0], tiny[1], backend)["reference_sees"] == "blind"
+    assert common.read_critic(critic, tiny[1], backend)["reference_sees"] == "informed"
+    assert common.read_critic(blind[0], tiny[1], backend, "informed")["reference_sees"] == "informed"
+
+
+def test_04_with_an_untrained_critic(workspace, tmp_path, tiny):
+    options = ["--data-frac", 0.05, "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1]
+    printed = succeed("04_train_policy.py", *policy_flags(workspace, "sweet", tmp_path / "p", "--critic", "untrained",
+                                                          "--reference", "blind", *options))
+    assert "scores are log p_ref(a|o, c) - log p_ref(a|o), means over tokens; not trained" in printed
+    rows = read(tmp_path / "p" / "scored.jsonl")
+    trajectories = {(t["task_id"], t["sample"]): t for t in read(workspace / "offline.jsonl")}
+    for row in rows[:3]:
+        trajectory = trajectories[row["task_id"], row["sample"]]
+        expected = [gain(*tiny, trajectory, {"input": row["prompt"], "output_ids": candidate["ids"]})
+                    for candidate in row["candidates"]]
+        assert row["advantages"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_ranks_rank_alike(workspace, tmp_path, critic):
+    """Both ranks score every block together, with a blind reference as with an informed one."""
+    options = ["--critic", critic, "--reference", "blind", "--data-frac", 0.05, "--num-candidates", 4,
+               "--max-new-tokens", 60, "--max-steps", 1]
+    for ranks in (1, 2):
+        succeed("04_train_policy.py", *policy_flags(workspace, "sweet", tmp_path / str(ranks), *options), ranks=ranks)
+    one, two = (read(tmp_path / str(ranks) / "scored.jsonl") for ranks in (1, 2))
+    assert [row["candidates"] for row in one] == [row["candidates"] for row in two]
+    for a, b in zip(one, two):
+        assert a["advantages"] == pytest.approx(b["advantages"], abs=1e-5)
+
+
+def test_02_picks_by_an_untrained_critic_and_05_shows_a_blind_one(workspace, tmp_path, blind):
+    printed = succeed("02_rollout.py", "--tasks", workspace / "tasks.jsonl", "--agent", BASE, "--simulator", "rules",
+                      "--max-new-tokens", 60, "--best-of", 2, "--critic", "untrained", "--reference", "blind",
+                      "--out", tmp_path / "best.jsonl")
+    assert "not trained" in printed
+    printed = succeed("05_evaluate.py", f"best={tmp_path / 'best.jsonl'}", "--critic", blind[0], "--out",
+                      tmp_path / "r")
+    assert "log p_ref(a|o), means over tokens; trained with --reference blind" in printed
+    assert "trained with --reference blind" in (tmp_path / "r" / "report.html").read_text()
+
+
+NO_GAIN = "--reference blind goes with --head lm"
+REFUSED = {
+    "an untrained critic and a reference that sees c": (
+        "04_train_policy.py", ["--critic", "untrained", "--reference", "informed"], "scores every action 0"),
+    "an oracle": ("04_train_policy.py", ["--critic", "oracle", "--reference", "blind"], "it has no reference"),
+    "no critic": ("05_evaluate.py", ["--reference", "blind"], "--reference goes with --critic"),
+    "a critic without c": ("03_train_critic.py", ["--no-privileged", "--reference", "blind"], NO_GAIN),
+    "a head": ("03_train_critic.py", ["--head", "value", "--reference", "blind"], NO_GAIN),
+    "no best-of": ("02_rollout.py", ["--reference", "blind"], "--reference goes with --best-of"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(workspace, tmp_path, name):
+    script, options, reason = REFUSED[name]
+    trajectories = workspace / "offline.jsonl"
+    required = {"02_rollout.py": ["--tasks", workspace / "tasks.jsonl", "--agent", BASE, "--simulator", "rules"],
+                "03_train_critic.py": ["--trajectories", trajectories, "--model", BASE],
+                "04_train_policy.py": ["--trajectories", trajectories, "--model", BASE, "--method", "sweet"],
+                "05_evaluate.py": [f"a={trajectories}"]}
+    process = run(script, *required[script], *options, "--out", tmp_path / "out")
+    assert process.returncode == 2 and reason in process.stderr and "Traceback" not in process.stderr
+
+
+def test_a_head_cannot_be_ranked_blind(tmp_path, tiny):
+    (tmp_path / "critic.json").write_text(json.dumps({"head": "value", "privileged": True, "normalize": "none"}))
+    with pytest.raises(InputError, match="has a head"):
+        common.read_critic(tmp_path, None, backend, "blind")
