@@ -184,7 +184,9 @@ def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
     [(chosen, rejected), …] as numbers of the example's actions. A phase has its models for itself."""
     out = pathlib.Path(args.out)
     states = sample_states(trajectories, args.data_frac, args.seed)
-    say(f"{len(states):,} agent turns of {args.data_frac:.0%} of the trajectories")
+    num_dialogues = len({id(trajectory) for trajectory, _, _ in states})
+    say(f"{len(states):,} agent turns of {num_dialogues:,} dialogues (--data-frac {args.data_frac:g} of "
+        f"{len(trajectories):,})")
     prompts = common.checked_prompts(states, tokenizer, args.trajectories)
     if args.candidates:
         rows = common.read_candidates(args.candidates, states, prompts, args.num_candidates)
@@ -349,7 +351,8 @@ def parse_args(argv=None):
                        "itself, with --reference blind; oracle, oracle-patient: what the template task says of a turn, "
                        "a critic without errors, for sweet")
     add_reference(group)
-    group.add_argument("--data-frac", type=float, default=0.1, help="share of the trajectories whose turns are used")
+    group.add_argument("--data-frac", type=float, default=0.1, help="share of the trajectories whose turns are used "
+                       "(the paper's tenth is of 15,000; with few hundred take all: 1)")
     group.add_argument("--num-candidates", type=positive_int, default=16, help="actions sampled a turn")
     group.add_argument("--pairs-per-turn", type=positive_int, default=4, help="DPO pairs a turn")
     group.add_argument("--min-margin", type=non_negative_float, default=0.0, metavar="A",
