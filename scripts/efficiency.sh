@@ -1,0 +1,140 @@
+#!/usr/bin/env bash
+# Success against the number of dialogues: bash scripts/efficiency.sh [--domain sql] [SEED …]
+# (10 11 12 13 14; results in out/efficiency or out/sql/efficiency; a second call resumes)
+# Each arm of ARMS is trained on the first 80, 160 … of a seed's offline dialogues (SIZES; whole tasks, nested subsets)
+# and plays the test tasks (TEST_TASKS, 300, SAMPLES, 2, dialogues each):
+#     rft, mtdpo       the baselines
+#     tenth            SWEET as the paper has it: eq. 3 as printed, a tenth of the dialogues
+#     printed          SWEET with all turns, eq. 3 as printed
+#     released         SWEET with all turns, ranked with a reference that does not see c, as the published code does
+#     blind            SWEET with all turns, its critic trained with such a reference, too
+#     untrained        the base model with such a reference in place of a critic
+# The arms with all turns choose from the same candidates. Two processes of one thread at a time.
+# SEARCH=1 plays every rate of RATES (and epochs of EPOCHS for mtdpo) on validation tasks (VALIDATION_TASKS, 300; one
+# dialogue each) instead: seed 9 and the sizes 320 and all, unless named. Its table is kept as
+# docs/grid_efficiency.csv, that of queries as docs/grid_efficiency_sql.csv.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/chain.sh
+take_domain "$@"
+shift $taken
+[ $domain != frontend ] || { echo "error: --domain frontend: this script is for backend and sql" >&2; exit 2; }
+set_up_domain
+search=${SEARCH:-} results=${OUT:-out} all=$((4 * ${TRAIN_TASKS:-$num_train}))
+[ $domain = backend ] || results=$results/$domain
+results=$results/efficiency
+arms=${ARMS:-rft mtdpo tenth untrained printed released blind}
+if [ "$search" ]; then
+    results=$results-search sizes=${SIZES:-320 $all} seeds=${*:-9} samples=1
+    rates=${RATES:-1e-5 3e-5 1e-4 3e-4} epochs=${EPOCHS:-2 4 8}
+else
+    sizes=${SIZES:-80 160 320 800 $all} seeds=${*:-10 11 12 13 14} samples=${SAMPLES:-2}
+fi
+for name in $arms; do
+    [[ $name =~ ^(rft|mtdpo|tenth|untrained|printed|released|blind)$ ]] ||
+        { echo "error: ARMS: no arm $name" >&2; exit 2; }
+done
+
+# Flags of an arm for at most 800 dialogues, and for more. Not searched yet: those of scripts/rounds.sh and of run.sh,
+# and for SWEET with all turns those of the first look (docs/results.md).
+arm_flags() {                                                        # ARM SIZE
+    local few=
+    [ "$2" -gt 800 ] || few=1
+    case $domain-$1-$few in
+        backend-rft-*) echo ${few:+--lr 3e-3} ;;
+        backend-mtdpo-*) echo ${few:+--lr 3e-4 --epochs 4} ;;
+        backend-tenth-*) echo ${few:+--lr 1e-4} ;;
+        sql-rft-*) echo ${few:+--lr 1e-3} ;;
+        sql-mtdpo-*) echo ${few:+--epochs 4} ;;
+        sql-tenth-*) ;;
+        backend-*) ;;                                                # 3e-5, as chain.sh has it
+        sql-*) echo --lr 1e-5 ;;
+    esac
+}
+export SAMPLES=$samples
+export py domain results base num_train num_test rollout critic_settings rft_settings mtdpo_settings sweet_settings \
+    search rates epochs
+
+offline() {                                                          # SEED
+    seed=$1 out=$results/seed$1
+    mkdir -p "$out"
+    tasks train "${TRAIN_TASKS:-$num_train}" "$seed"
+    if [ "$search" ]; then
+        step tasks-validation $py 01_generate_tasks.py --domain $domain --split validation --seed 0 \
+            --num-tasks "${VALIDATION_TASKS:-300}" --out "$out/test.jsonl"    # where `evaluate` looks
+    else
+        tasks test "${TEST_TASKS:-$num_test}" 1000
+    fi
+    step rollout-offline $py $rollout --tasks "$out/train.jsonl" --agent $base --samples 4 --seed "$seed" \
+        --out "$out/offline.jsonl"
+}
+sweet_flags() {                                                      # ARM SIZE
+    case $1 in
+        tenth | printed) echo --critic "$out/critic@$2" ;;
+        released) echo --critic "$out/critic@$2" --reference blind ;;
+        blind) echo --critic "$out/critic-blind@$2" ;;
+        untrained) echo --critic untrained --reference blind ;;
+    esac
+    # All turns; the candidates are those of the first arm that needs them.
+    [ "$1" = tenth ] || echo --data-frac 1 --candidates "$out/candidates@$2/candidates.jsonl"
+}
+prepare() {                                                          # SEED SIZE ARM…: critics and candidates
+    seed=$1 out=$results/seed$1
+    local size=$2 needed=" ${*:3} "
+    [[ ! $needed =~ \ (tenth|printed|released)\  ]] || critic "critic@$size" --num-trajectories "$size"
+    [[ ! $needed =~ \ blind\  ]] || critic "critic-blind@$size" --num-trajectories "$size" --reference blind
+    [[ ! $needed =~ \ (untrained|printed|released|blind)\  ]] ||
+        step "candidates@$size" train 4_train_policy.py --method sweet $sweet_settings --critic untrained \
+            --reference blind --data-frac 1 --num-trajectories "$size" --max-steps 1 --out "$out/candidates@$size"
+}
+arm() {                                                              # SEED SIZE ARM NAME more flags
+    seed=$1 out=$results/seed$1
+    case $3 in
+        rft | mtdpo) policy "$4" "$3" --num-trajectories "$2" "${@:5}" ;;
+        *) policy "$4" sweet --num-trajectories "$2" $(sweet_flags "$3" "$2") "${@:5}" ;;
+    esac
+}
+export -f step result_of tasks train critic evaluate policy offline sweet_flags prepare arm
+
+for seed in $seeds; do echo "offline $seed"; done | two_at_a_time
+for seed in $seeds; do
+    for size in $sizes; do echo "prepare $seed $size $arms"; done
+done | two_at_a_time
+names() {                                                            # SIZE ARM: NAME FLAGS… of each run of an arm
+    local rate passes
+    if [ ! "$search" ]; then
+        echo "$2@$1 $(arm_flags "$2" "$1")"
+        return
+    fi
+    for rate in $rates; do
+        if [ "$2" = mtdpo ]; then
+            for passes in $epochs; do echo "$2_${rate}_${passes}@$1 --lr $rate --epochs $passes"; done
+        else
+            echo "$2_${rate}_-@$1 --lr $rate"
+        fi
+    done
+}
+for seed in $seeds; do
+    for size in $sizes; do
+        for name in $arms; do
+            names "$size" "$name" | while read -r run; do echo "arm $seed $size $name $run"; done
+        done
+    done
+done | two_at_a_time
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the table; the baseline is multi-turn DPO with all dialogues, or with the most that were played
+
+files=() largest=${sizes##* } baseline=
+for size in $sizes; do
+    for name in $arms; do
+        while read -r run _; do
+            files+=("$run=$(printf "$results/seed%s/$run.jsonl\n" $seeds | paste -sd,)")
+        done < <(names "$size" "$name")
+    done
+done
+[[ "$search" || ! " $arms " =~ " mtdpo " ]] || baseline="--baseline mtdpo@$largest"
+$py 05_evaluate.py "${files[@]}" $baseline --costs --overwrite --out "$results/report-${seeds// /-}"
+first=method,dialogues
+[ -z "$search" ] || first=method,lr,epochs,dialogues
+grid_table "$results/report-${seeds// /-}/metrics.json" $first | tee "$results/table.csv"
