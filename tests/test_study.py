@@ -2,6 +2,7 @@
 its stage, every input is there before it is used, and nothing is made twice."""
 import json
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -20,7 +21,7 @@ flags = "--trajectories", "--tasks", "--critic", "--candidates", "--agent", "--m
 inputs = [values.get(name) for name in flags]
 if words[0].startswith("05"):
     inputs += [path for word in words if "=" in word for path in word.split("=")[1].split(",")]
-missing = [path for path in inputs if path not in (None, "oracle", "oracle-patient", "script", "smollm2")
+missing = [path for path in inputs if path not in (None, "oracle", "oracle-patient", "untrained", "script", "smollm2")
            and not os.path.exists(path.removeprefix("judge:"))]
 out = pathlib.Path(values["--out"])
 with open("commands.jsonl", "a") as log:
@@ -48,7 +49,7 @@ def call(tmp_path):
         (tmp_path / "models" / name).mkdir(parents=True)
     (tmp_path / "scripts").mkdir()
     for name in ("run.sh", "scripts/chain.sh", "scripts/study.sh", "scripts/tune.sh", "scripts/real.sh",
-                 "scripts/rounds.sh"):
+                 "scripts/rounds.sh", "scripts/efficiency.sh"):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "scripts" / "setup.sh").write_text(
         (ROOT / "scripts" / "setup.sh").read_text() + "\nsetup_environment() { :; }\nsetup_browser() { :; }\n")
@@ -304,3 +305,52 @@ def test_the_chain_of_real_weights(call):
     assert len(searched) == 1
     last = commands[-1]                                                        # both seeds in one table
     assert all(len(word.split(",")) == 2 for word in last if "=" in word) and last[-1] == "out/real/report"
+
+
+# ---- scripts/efficiency.sh
+
+def flags_of(commands, ending):
+    """The words of the command whose output ends so."""
+    [words] = [command["words"] for command in commands
+               if command["words"][command["words"].index("--out") + 1].endswith(ending)]
+    return words
+
+
+def after(words, flag):
+    return words[words.index(flag) + 1] if flag in words else None
+
+
+def test_efficiency_gives_every_arm_the_same_dialogues(call):
+    commands = call("scripts/efficiency.sh", "10", "11", SIZES="80 320")
+    arms = ("rft", "mtdpo", "tenth", "untrained", "printed", "released", "blind")
+    for seed in (10, 11):
+        for size in ("80", "320"):
+            words = {arm: flags_of(commands, f"seed{seed}/{arm}@{size}") for arm in arms}
+            assert {after(own, "--num-trajectories") for own in words.values()} == {size}
+            assert {after(own, "--trajectories") for own in words.values()} == {
+                f"out/efficiency/seed{seed}/offline.jsonl"}
+            # the arms with all turns choose from the same candidates
+            of_all_turns = [words[arm] for arm in arms[3:]]
+            assert {after(own, "--data-frac") for own in of_all_turns} == {"1"}
+            assert len({after(own, "--candidates") for own in of_all_turns}) == 1
+            assert after(words["tenth"], "--candidates") is None and after(words["tenth"], "--data-frac") is None
+            assert [after(words[arm], "--reference") for arm in arms[2:]] == [None, "blind", None, "blind", None]
+            assert [pathlib.Path(after(words[arm], "--critic")).name for arm in arms[2:]] == [
+                f"critic@{size}", "untrained", f"critic@{size}", f"critic@{size}", f"critic-blind@{size}"]
+            assert after(flags_of(commands, f"seed{seed}/critic-blind@{size}"), "--reference") == "blind"
+    report = flags_of(commands, "report-10-11")
+    assert after(report, "--baseline") == "mtdpo@320" and "--costs" in report
+    assert sum("=" in word for word in report) == 2 * len(arms)
+
+
+def test_the_search_of_efficiency_plays_validation_tasks_of_a_seed_that_is_not_used_after(call):
+    commands = call("scripts/efficiency.sh", SEARCH="1", SIZES="320", ARMS="rft mtdpo released", RATES="1e-5 1e-4",
+                    EPOCHS="2 8")
+    splits = {after(command["words"], "--split") for command in commands if command["words"][0].startswith("01")}
+    assert splits == {"train", "validation"}
+    assert all("/seed9/" in output or "report-9" in output for output in outputs(commands))
+    names = sorted(output.rpartition("/")[2] for output in outputs(commands) if output.endswith("@320"))
+    assert names == sorted(["candidates@320", "critic@320", "released_1e-4_-@320", "released_1e-5_-@320",
+                            "rft_1e-4_-@320", "rft_1e-5_-@320", *(f"mtdpo_{rate}_{epochs}@320"
+                                                                  for rate in ("1e-5", "1e-4") for epochs in (2, 8))])
+    assert after(flags_of(commands, "mtdpo_1e-5_8@320"), "--epochs") == "2"      # the first; the last one given counts
