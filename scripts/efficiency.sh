@@ -9,7 +9,8 @@
 #     released         SWEET with all turns, ranked with a reference that does not see c, as the published code does
 #     blind            SWEET with all turns, its critic trained with such a reference, too
 #     untrained        the base model with such a reference in place of a critic
-# The arms with all turns choose from the same candidates. Two processes of one thread at a time.
+# The arms with all turns choose from the same candidates, whose sampling 05 does not count as theirs (it says so); what
+# it costs is in candidates@N/costs.json. Two processes of one thread at a time.
 # SEARCH=1 plays every rate of RATES (and epochs of EPOCHS for mtdpo) on validation tasks (VALIDATION_TASKS, 300; one
 # dialogue each) instead: seed 9 and the sizes 320 and all, unless named. Its table is kept as
 # docs/grid_efficiency.csv, that of queries as docs/grid_efficiency_sql.csv.
