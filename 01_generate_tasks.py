@@ -34,7 +34,17 @@ import warnings
 import common
 from colbench import ColBenchError, domain_of, DOMAINS, in_split, published, SPLITS, task_id, written
 from colbench.scorer import check_tasks, Scorer
-from lib.arguments import add_overwrite, add_world, argument_parser, positive_int
+from lib.arguments import (
+    add_overwrite,
+    add_world,
+    argument_parser,
+    num_samples_flag,
+    num_tokens_flag,
+    positive_int,
+    seed_flag,
+    temperature_flag,
+    text_flag,
+)
 from lib.costs import Costs
 from lib.models import work_of
 from lib.runtime import (
@@ -44,6 +54,7 @@ from lib.runtime import (
     is_done,
     is_main,
     map_blocks,
+    new_file,
     read_jsonl,
     read_text,
     run_stage,
@@ -146,7 +157,7 @@ def write_tasks(args):
     rows, kept, seen = [], [], (set(), [], {})
     room = 16384 + args.max_new_tokens                                  # a prompt and its reply
     speaker = open_speaker(args.model, runtime.device, args.dtype, args.concurrency, room, timeout=600, retries=8)
-    begin_output(args, out, inputs)
+    runtime = runtime._replace(run=begin_output(args, out, inputs))
     costs = Costs(out, runtime.device)
     scorers = [Scorer(args.unsafe_scorer, hash_seed=number) for number in (0, 1)]
     with asyncio.Runner() as loop, scorers[0], scorers[1]:
@@ -154,19 +165,19 @@ def write_tasks(args):
             first, missing = len(rows), max(args.num_tasks - len(kept), args.concurrency)
             numbers = range(first, min(first + missing, args.max_attempts))
             blocks = [numbers[i:i + args.concurrency] for i in range(0, len(numbers), args.concurrency)]
-            for row in map_blocks(f"{out}.{first}.partial", blocks, lambda block: attempt_rows(
+            for row in map_blocks(f"{out}.{runtime.run}.{first}.partial", blocks, lambda block: attempt_rows(
                     block, speaker, loop, texts, scorers, args), runtime, "attempt"):
                 if len(kept) < args.num_tasks:
                     row["reason"] = row["reason"] or written.repeat_reason(row["task"], seen)
                     rows.append(row)
                     kept += [] if row["reason"] else [row]
     barrier()                                                    # all have read the partial files
-    finish_tasks(args, out, rows, kept)
+    finish_tasks(args, out, rows, kept, runtime)
     generated = {"generated_tokens": sum(row["tokens"] for row in rows) if is_main() else 0, "flops": 0}
     costs.record([work_of(speaker.model) if speaker.model else generated])
 
 
-def finish_tasks(args, out, rows, kept):
+def finish_tasks(args, out, rows, kept, runtime):
     """Write the rejected replies and the tasks and print what they are like; InputError where tasks are missing."""
     ends = counted((row["reason"] or "kept").partition(": ")[0] for row in rows)
     rejected, tasks = out.with_name(out.stem + ".rejected.jsonl"), [row["task"] for row in kept]
@@ -180,8 +191,9 @@ def finish_tasks(args, out, rows, kept):
                          f"({ends}; see {rejected}); the same command with a higher one goes on from here")
     if is_main():
         write_jsonl(out, tasks)
-        for path in out.parent.glob(f"{out.name}.*.partial"):
-            path.unlink()
+        for path in out.parent.iterdir():
+            if path.name.startswith(f"{out.name}.{runtime.run}.") and path.name.endswith(".partial"):
+                path.unlink()
     lines = sum(len(task["ground_truth"].splitlines()) for task in tasks) / len(tasks)
     words = sum(len(task["problem_description"].split()) for task in tasks) / len(tasks)
     more = sum(task["written_tests"] > written.NUM_TESTS for task in tasks)
@@ -212,7 +224,8 @@ def write_system_prompt(path, trajectories):
     if counts:
         [(text, count)] = counts.most_common(1)
         partial = path.with_name(path.name + ".partial")
-        partial.write_bytes(f"{text}\n".encode(errors="backslashreplace"))
+        with new_file(partial) as file:
+            file.write(f"{text}\n".encode(errors="backslashreplace"))
         partial.rename(path)
         say(f"writes {path}: the system prompt in the logged prompts of {count:,} of {len(trajectories):,} "
             f"trajectories; {counts.total() - count:,} have another, {unread:,} ours or none that can be read")
@@ -310,19 +323,22 @@ def parse_args(argv=None):
     parser.add_argument("--domain", choices=list(DOMAINS), default="backend",
                         help="functions or pages; llm: only functions, websight: only pages")
     # a model that writes tasks
-    parser.add_argument("--model", help="llm: who writes the tasks: a folder, a hub id, smollm2, or a server "
+    parser.add_argument("--model", type=text_flag,
+                        help="llm: who writes the tasks: a folder, a hub id, smollm2, or a server "
                         "http://HOST:PORT/v1#NAME")
-    parser.add_argument("--seeds", metavar="FILE", help="llm: texts that give the ideas: JSONL with \"text\", or plain "
+    parser.add_argument("--seeds", type=text_flag, metavar="FILE",
+                        help="llm: texts that give the ideas: JSONL with \"text\", or plain "
                         "paragraphs or lines; without it our own topics")
     parser.add_argument("--max-attempts", type=positive_int, help="llm: replies after which it gives up (where "
                         "not given: 20 a task, divided by the share of --split)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="llm: of the model")
-    parser.add_argument("--max-new-tokens", type=positive_int, default=2048, help="llm: tokens of a reply")
-    parser.add_argument("--concurrency", type=positive_int, default=64, help="llm: attempts in flight")
+    parser.add_argument("--temperature", type=temperature_flag, default=1.0, help="llm: of the model")
+    parser.add_argument("--max-new-tokens", type=num_tokens_flag, default=2048, help="llm: tokens of a reply")
+    parser.add_argument("--concurrency", type=num_samples_flag, default=64, help="llm: attempts in flight")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                         help="llm: arithmetic of a local model")
     # the published data
-    parser.add_argument("--path", metavar="LOCAL_COPY", help="colbench: a folder with the published files, or one "
+    parser.add_argument("--path", type=text_flag, metavar="LOCAL_COPY",
+                        help="colbench: a folder with the published files, or one "
                         "JSONL file, which is taken whole; websight: a parquet or JSONL file, or a folder of parquet "
                         "files; without it they are downloaded from the hub")
     parser.add_argument("--trajectories", action="store_true", help="colbench: take the offline trajectories instead")
@@ -335,9 +351,11 @@ def parse_args(argv=None):
     parser.add_argument("--told", choices=["none", "some", "all"], default="some",
                         help="facts that the request states: none, one (of a page one or two) in 30 %% of the tasks, "
                         "or all (clear requests)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the tasks")
-    parser.add_argument("--check", metavar="FILE", help="check the tasks of this file instead of making tasks")
-    parser.add_argument("--out", help="tasks file to write (JSONL); with --check its findings, a row a task (optional)")
+    parser.add_argument("--seed", type=seed_flag, default=0, help="seed of the tasks")
+    parser.add_argument("--check", type=text_flag, metavar="FILE",
+                        help="check the tasks of this file instead of making tasks")
+    parser.add_argument("--out", type=text_flag,
+                        help="tasks file to write (JSONL); with --check its findings, a row a task (optional)")
     add_world(parser)
     add_overwrite(parser)
     args = parser.parse_args(argv)

@@ -36,9 +36,16 @@ from lib.arguments import (
     add_reference,
     add_world,
     argument_parser,
+    json_flag,
     non_negative_int,
+    num_samples_flag,
+    num_tokens_flag,
+    number_flag,
     positive_int,
+    seed_flag,
     set_preset,
+    temperature_flag,
+    text_flag,
 )
 from lib.costs import Costs
 from lib.credit import measure_turns
@@ -285,48 +292,54 @@ PRESETS = {f"paper-{domain}": {"dtype": "bfloat16"} for domain in ("backend", "f
 
 def parse_args(argv=None):
     parser = argument_parser(__doc__)
-    parser.add_argument("--tasks", required=True, help="tasks file (01); with --branch a trajectories file")
-    parser.add_argument("--agent", required=True, help="a model (folder, hub id, smollm2, server), or a scripted agent "
+    parser.add_argument("--tasks", type=text_flag, required=True,
+                        help="tasks file (01); with --branch a trajectories file")
+    parser.add_argument("--agent", type=text_flag, required=True,
+                        help="a model (folder, hub id, smollm2, server), or a scripted agent "
                         "of template tasks: script, script-informed (knows c), or a further one of the domain")
-    parser.add_argument("--simulator", default="rules", help="who plays the human: rules, or a model")
-    parser.add_argument("--out", required=True, help="trajectories file to write (JSONL)")
+    parser.add_argument("--simulator", type=text_flag, default="rules", help="who plays the human: rules, or a model")
+    parser.add_argument("--out", type=text_flag, required=True, help="trajectories file to write (JSONL)")
     parser.add_argument("--samples", type=positive_int, default=1, help="dialogues a task")
     parser.add_argument("--max-rounds", type=positive_int, default=10, help="agent turns in a dialogue")
     parser.add_argument("--single-turn", action="store_true", help="the agent answers at once (--max-rounds 1)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of the agent; the human's is 0")
-    parser.add_argument("--max-new-tokens", type=positive_int, default=1024, help="tokens a turn of the agent")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the samples")
+    parser.add_argument("--temperature", type=temperature_flag, default=1.0, help="of the agent; the human's is 0")
+    parser.add_argument("--max-new-tokens", type=num_tokens_flag, default=1024, help="tokens a turn of the agent")
+    parser.add_argument("--seed", type=seed_flag, default=0, help="seed of the samples")
     group = parser.add_argument_group("critics")
-    group.add_argument("--best-of", type=positive_int, default=1, help="messages sampled at each turn")
-    group.add_argument("--critic", help="who picks one of --best-of: a critic folder (03), judge:MODEL, or oracle "
+    group.add_argument("--best-of", type=num_samples_flag, default=1, help="messages sampled at each turn")
+    group.add_argument("--critic", type=text_flag,
+                       help="who picks one of --best-of: a critic folder (03), judge:MODEL, or oracle "
                        "(-patient): what the template task says of a turn; untrained: the agent itself, with "
                        "--reference blind")
     add_reference(group)
     group.add_argument("--branch", type=positive_int, metavar="N", help="play on from N turns of a trajectories file")
-    group.add_argument("--branch-candidates", type=positive_int, default=8, help="--branch: messages in each state")
+    group.add_argument("--branch-candidates", type=num_samples_flag, default=8, help="--branch: messages in each state")
     group = parser.add_argument_group("the human")
-    group.add_argument("--simulator-max-new-tokens", type=positive_int,
+    group.add_argument("--simulator-max-new-tokens", type=num_tokens_flag,
                        help="tokens a reply of a model that plays the human (None: the domain's REPLY_TOKENS)")
     group.add_argument("--reject-leaks", type=non_negative_int, default=0, metavar="N",
                        help="sample a reply of the human that shows code again, up to N times")
     group = parser.add_argument_group("models and servers")
-    group.add_argument("--concurrency", type=positive_int, default=64, help="dialogues in flight")
+    group.add_argument("--concurrency", type=num_samples_flag, default=64, help="dialogues in flight")
     group.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the models")
     group.add_argument("--max-tokens", type=positive_int, default=16384,
                        help="of a dialogue, and of a pass of a local model over prompts, or of --critic over messages")
-    group.add_argument("--system-prompt", metavar="FILE",
+    group.add_argument("--system-prompt", type=text_flag, metavar="FILE",
                        help="its text, taken as it is, is the agent's system prompt in place of ours and of our note "
                        "on the last round; 01 --trajectories writes that of published ones")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT",
+    group.add_argument("--stop", type=text_flag, action="append", default=[], metavar="TEXT",
                        help="ends a turn, beside the model's own end tokens; can be given more than once")
-    group.add_argument("--chat-template-args", type=json.loads, default={}, metavar="JSON", help="arguments of chat "
+    group.add_argument("--chat-template-args", type=json_flag, default={}, metavar="JSON", help="arguments of chat "
                        "templates by role: {\"agent\": {\"enable_thinking\": false}, \"simulator\": …, …}")
-    group.add_argument("--agent-tokenizer", metavar="MODEL", help="the tokenizer of a vLLM server's agent: keeps the "
+    group.add_argument("--agent-tokenizer", type=text_flag, metavar="MODEL",
+                       help="the tokenizer of a vLLM server's agent: keeps the "
                        "sampled ids and the prompt, so that 03 and 04 train on just these; --best-of needs it for a "
                        "critic that reads tokens")
-    group.add_argument("--timeout", type=float, default=600, help="seconds that a request to a server may take")
+    group.add_argument("--timeout", type=number_flag(0, 10 ** 6, above=True), default=600,
+                       help="seconds that a request to a server may take")
     group.add_argument("--retries", type=non_negative_int, default=8, help="times that a failed request is tried again")
-    parser.add_argument("--track", metavar="PROJECT", help="log how many dialogues are there, their mean return and "
+    parser.add_argument("--track", type=text_flag, metavar="PROJECT",
+                        help="log how many dialogues are there, their mean return and "
                         "tokens a second to this project of trackio (pip install trackio)")
     add_world(parser)
     add_overwrite(parser)
@@ -349,8 +362,6 @@ def parse_args(argv=None):
     if not (isinstance(by_role, dict) and by_role.keys() <= {"agent", "simulator", "judge"} and
             all(isinstance(own, dict) for own in by_role.values())):
         parser.error("--chat-template-args: an object with an object for agent, simulator or judge")
-    if args.timeout <= 0:
-        parser.error("--timeout must be positive")
     if args.agent_tokenizer and not is_server(args.agent):
         parser.error("--agent-tokenizer is for an agent behind http://; others bring their own")
     return args
@@ -423,7 +434,7 @@ def main(argv=None):
         chooser = functools.partial(critic_choice, critic=critic, tokenizer=agent.tokenizer, device=runtime.device,
                                     world=world, max_tokens=args.max_tokens)
     dialogues = new_dialogues(rows, system, args)
-    begin_output(record, out, inputs)
+    runtime = runtime._replace(run=begin_output(record, out, inputs))
 
     costs = Costs(out, runtime.device)
     name = tokenizer_name(agent.tokenizer) if agent and agent.tokenizer else None

@@ -38,7 +38,7 @@ import common
 from colbench import ColBenchError, domain_of
 from lib import training
 from lib.adapters import lora_config
-from lib.arguments import add_training, argument_parser, REFERENCES, set_preset
+from lib.arguments import add_training, argument_parser, REFERENCES, set_preset, share_flag
 from lib.costs import Costs
 from lib.memory import dry_run
 from lib.models import load_tokenizer, reads_images, weights_fingerprint, work_of
@@ -75,7 +75,8 @@ def last_values(values, lengths):
 
 def is_held_out(task_id, fraction):
     """Whether a task's hash puts it into the held-out fraction; all data of a task fall on the same side."""
-    return int(hashlib.sha256(f"held out {task_id}".encode()).hexdigest()[:8], 16) / 2 ** 32 < fraction
+    digest = hashlib.sha256(f"held out {task_id}".encode(errors="backslashreplace"))
+    return int(digest.hexdigest()[:8], 16) / 2 ** 32 < fraction
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -96,7 +97,8 @@ def parse_args(argv=None):
     group.add_argument("--reference", choices=REFERENCES, default="informed", help="informed: the reference of eq. 3 "
                        "reads c, as the paper prints it; blind: it reads the dialogue alone")
     group.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn", help="see above")
-    group.add_argument("--held-out-frac", type=float, default=0.05, help="share of the tasks kept for the accuracy")
+    group.add_argument("--held-out-frac", type=share_flag, default=0.05,
+                       help="share of the tasks kept for the accuracy")
     set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
     if args.reference == "blind" and (args.no_privileged or args.head != "lm"):
@@ -134,11 +136,11 @@ def main(argv=None):
         check_visual_critic(args, domain)
         tokenizer, show = load_processor(args.model), functools.partial(common.show_documents, domain=domain, args=args)
         say(f"a visual critic; images are scaled to at most {tokenizer.image_processor.size['longest_edge']:,} pixels")
-        begin_output(args, args.out, inputs, folder=True)           # its screenshots are drawn beside it
+        begin_output(args, args.out, inputs, training.FILES)        # its screenshots are drawn beside it
     else:
         tokenizer = load_tokenizer(args.model)
-    examples, held_out = (common.trajectory_examples(trajectories, groups, tokenizer, not args.no_privileged, show)
-                          for groups in (train, test))
+    examples, held_out = (common.trajectory_examples(trajectories, groups, tokenizer, not args.no_privileged, show,
+                                                     args.max_length) for groups in (train, test))
     kept = training.drop_long(examples, args)
     examples, train = [examples[i] for i in kept], [train[i] for i in kept]
     kept = training.drop_long(held_out, args, "held-out pairs", needed=False)
@@ -147,7 +149,7 @@ def main(argv=None):
     if args.reference == "blind":
         ref_examples = common.trajectory_examples(trajectories, train + test, tokenizer, privileged=False)
     if not visual:
-        begin_output(args, args.out, inputs, folder=True)
+        begin_output(args, args.out, inputs, training.FILES)
     costs, works = Costs(args.out, runtime.device, folder=True), []
     batch_size = args.batch_size
     batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
@@ -191,7 +193,9 @@ def main(argv=None):
                 numbers = {"acc": (right * shares).sum().item()}
             (loss * runtime.world_size).backward()                  # FSDP takes the ranks' mean, the batch is their sum
             sums.update(loss=loss.item(), **numbers, num_tokens=training.num_tokens(examples, micro, weights))
-        numbers = training.optimizer_step(model, optimizer, sums, step, len(batches), args, runtime)
+        tasks = [trajectories[n]["task_id"] for i in batches[step] for n in train[i]]
+        numbers = training.optimizer_step(model, optimizer, sums, training.Step(step, len(batches), tasks), args,
+                                          runtime)
         log.step(step + 1, **numbers)
         if (step + 1) % args.save_every == 0 or (step + 1) % steps_an_epoch == 0:
             checkpoints.save(step + 1)

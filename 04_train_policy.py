@@ -45,7 +45,19 @@ import common
 from colbench import ColBenchError, domain_of
 from lib import training
 from lib.adapters import lora_config
-from lib.arguments import add_reference, add_training, argument_parser, non_negative_float, positive_int, set_preset
+from lib.arguments import (
+    add_reference,
+    add_training,
+    argument_parser,
+    non_negative_float,
+    num_samples_flag,
+    num_tokens_flag,
+    positive_int,
+    set_preset,
+    share_flag,
+    temperature_flag,
+    text_flag,
+)
 from lib.costs import Costs
 from lib.engine import generate, uniforms
 from lib.memory import dry_run
@@ -148,6 +160,8 @@ def score_candidates(rows, critic, tokenizer, args, device):
         ids = [candidate["ids"] for candidate in row["candidates"]]
         points.append(common.DecisionPoint(row["prompt"], row["task"], row["history"], ids, texts))
     scores = common.score_actions(critic, tokenizer, points, args.max_tokens, device, args.no_tree)
+    if not all(math.isfinite(score) for own in scores for score in own):
+        raise InputError(f"{args.critic}: gives candidates scores that are not finite; train this critic again")
     return [{**row, "advantages": advantages} for row, advantages in zip(rows, scores)]
 
 
@@ -179,18 +193,35 @@ def candidate_pairs(row, pairs_per_turn, rng):
     return [(a, b) for a, b in pairs if row["candidates"][a]["ids"] != row["candidates"][b]["ids"]]
 
 
-def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
-    """Run the three phases (or read what an earlier run left of them). Returns the examples and, for each, its pairs
-    [(chosen, rejected), …] as numbers of the example's actions. A phase has its models for itself."""
-    out = pathlib.Path(args.out)
+def sweet_turns(trajectories, tokenizer, args):
+    """(states, their prompts, the rows of --candidates or None): what the three phases work on. All that is read is
+    read here, before an output is replaced."""
     states = sample_states(trajectories, args.data_frac, args.seed)
-    num_dialogues = len({id(trajectory) for trajectory, _, _ in states})
-    say(f"{len(states):,} agent turns of {num_dialogues:,} dialogues (--data-frac {args.data_frac:g} of "
+    sampled = {id(trajectory): trajectory for trajectory, _, _ in states}.values()
+    say(f"{len(states):,} agent turns of {len(sampled):,} dialogues (--data-frac {args.data_frac:g} of "
         f"{len(trajectories):,})")
+    endless = {id(trajectory) for trajectory in sampled if common.endless_row(tokenizer, trajectory, args.max_length)}
+    if endless:
+        states = [state for state in states if id(state[0]) not in endless]
+        say(f"left out {len(endless):,} trajectories, whose last prompt is longer than twice --max-length "
+            f"{args.max_length}: {len(states):,} turns are left")
+        if not states:
+            raise InputError(f"{args.trajectories}: no turns to train on: all prompts are far longer than --max-length "
+                             f"{args.max_length}")
     prompts = common.checked_prompts(states, tokenizer, args.trajectories)
+    rows = None
     if args.candidates:
-        rows = common.read_candidates(args.candidates, states, prompts, args.num_candidates)
-    else:
+        rows = common.read_candidates(args.candidates, states, prompts, tokenizer, args.num_candidates)
+    return states, prompts, rows
+
+
+def sweet_examples(turns, tokenizer, critic, args, runtime, works):
+    """Run the three phases on `turns` (sweet_turns), or read what an earlier run left of them. Returns the examples
+    and, for each, its pairs [(chosen, rejected), …] as numbers of the example's actions, and its task's id. A phase has
+    its models for itself."""
+    out = pathlib.Path(args.out)
+    states, prompts, rows = turns
+    if rows is None:
         rows = candidates_phase(out / "candidates.jsonl", states, prompts, tokenizer, args, runtime, works)
     gc.collect()                                                    # a phase's models go before the next phase's come
     rows = scores_phase(out / "scored.jsonl", rows, critic, tokenizer, args, runtime, works)
@@ -229,7 +260,11 @@ def sweet_examples(trajectories, tokenizer, critic, args, runtime, works):
             f"--max-length {args.max_length}, {same:,} are twice the same text, {left_out}"
             f"{too_few * args.pairs_per_turn:,} are of turns with fewer than two candidates that --max-new-tokens "
             f"{args.max_new_tokens} did not stop")
-    return common.pair_examples(pairs, tokenizer, args.pairs_together, args.no_tree)
+    examples, pair_indices = common.pair_examples(pairs, tokenizer, args.pairs_together, args.no_tree)
+    state = "task_id", "sample", "turn", "prompt"
+    states = [tuple(pair[key] for key in state) for pair in pairs]
+    tasks = [task for task, *_ in (dict.fromkeys(states) if args.pairs_together else states)]
+    return examples, pair_indices, tasks
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -347,25 +382,29 @@ def parse_args(argv=None):
                         help="see above")
     add_training(parser, max_length=16384)
     group = parser.add_argument_group("SWEET's candidates and pairs")
-    group.add_argument("--critic", help="critic folder (03), of any kind, for sweet, or for grpo; untrained: --model "
+    group.add_argument("--critic", type=text_flag,
+                       help="critic folder (03), of any kind, for sweet, or for grpo; untrained: --model "
                        "itself, with --reference blind; oracle, oracle-patient: what the template task says of a turn, "
                        "a critic without errors, for sweet")
     add_reference(group)
-    group.add_argument("--data-frac", type=float, default=0.1, help="share of the trajectories whose turns are used "
-                       "(the paper's tenth is of 15,000; with few hundred take all: 1)")
-    group.add_argument("--num-candidates", type=positive_int, default=16, help="actions sampled a turn")
+    group.add_argument("--data-frac", type=share_flag, default=0.1, help="share of the trajectories whose turns are "
+                       "used (the paper's tenth is of 15,000; with few hundred take all: 1)")
+    group.add_argument("--num-candidates", type=num_samples_flag, default=16, help="actions sampled a turn")
     group.add_argument("--pairs-per-turn", type=positive_int, default=4, help="DPO pairs a turn")
     group.add_argument("--min-margin", type=non_negative_float, default=0.0, metavar="A",
                        help="make no pair of candidates whose advantages differ by less")
     group.add_argument("--like-pairs", action="store_true", help="make no pair of an answer and a turn that goes on")
-    group.add_argument("--temperature", type=float, default=1.0, help="of the candidates")
-    group.add_argument("--max-new-tokens", type=positive_int, default=1024, help="tokens of a candidate")
-    group.add_argument("--candidates", metavar="FILE", help="candidates.jsonl of another run of the same model, seed "
+    group.add_argument("--temperature", type=temperature_flag, default=1.0, help="of the candidates")
+    group.add_argument("--max-new-tokens", type=num_tokens_flag, default=1024, help="tokens of a candidate")
+    group.add_argument("--candidates", type=text_flag, metavar="FILE",
+                       help="candidates.jsonl of another run of the same model, seed "
                        "and trajectories; None: sample them")
-    group.add_argument("--sampler", metavar="http://HOST:PORT/v1#NAME", help="servers of --model's weights (commas "
+    group.add_argument("--sampler", type=text_flag, metavar="http://HOST:PORT/v1#NAME",
+                       help="servers of --model's weights (commas "
                        "between addresses) that give token ids, as vLLM does: they sample the candidates, which then "
                        "do not repeat bit for bit; None: every rank holds the model and samples")
-    group.add_argument("--concurrency", type=positive_int, default=256, help="candidates sampled at a time, by a rank")
+    group.add_argument("--concurrency", type=num_samples_flag, default=256,
+                       help="candidates sampled at a time, by a rank")
     group.add_argument("--pairs-together", action="store_true",
                        help="keep the pairs of a turn in one batch, where they share the prompt (faster)")
     group.add_argument("--no-tree", action="store_true", help="give every candidate a prompt of its own (slower)")
@@ -451,21 +490,27 @@ def main(argv=None):
     if args.method != "sweet":
         groups, pair_indices = baseline_groups(trajectories, args), None
         examples = common.trajectory_examples(trajectories, groups, tokenizer,
-                                              privileged=None if args.method in ("rft", "sft") else False)
+                                              privileged=None if args.method in ("rft", "sft") else False,
+                                              max_length=args.max_length)
         informed = examples                                          # distill: what the teacher reads, which is longer
         if args.method == "distill":
-            informed = common.trajectory_examples(trajectories, groups, tokenizer, privileged=True)
+            informed = common.trajectory_examples(trajectories, groups, tokenizer, privileged=True,
+                                                  max_length=args.max_length)
         kept = training.drop_long(informed, args)
         examples, informed = [examples[i] for i in kept], [informed[i] for i in kept]
-    begin_output(args, args.out, inputs, folder=True)
+        example_tasks = [trajectories[groups[i][0]]["task_id"] for i in kept]
+    if args.method == "sweet":
+        turns = sweet_turns(trajectories, tokenizer, args)
+    runtime = runtime._replace(run=begin_output(args, args.out, inputs, training.FILES))
     costs, works = Costs(args.out, runtime.device, folder=True), []
     if args.method == "sweet":
-        examples, pair_indices = sweet_examples(trajectories, tokenizer, critic, args, runtime, works)
+        examples, pair_indices, example_tasks = sweet_examples(turns, tokenizer, critic, args, runtime, works)
         costs.record(works)
     if args.method == "grpo":
         advantages = grpo_advantages([trajectories[i] for i in kept], critic, tokenizer, args, runtime, works)
         gc.collect()
-        examples, advantages = zip(*(pair for pair in zip(examples, advantages) if pair[1]))
+        examples, advantages, example_tasks = zip(*(
+            row for row in zip(examples, advantages, example_tasks) if row[1]))
         costs.record(works)
     batch_size = max(1, args.batch_size // (args.pairs_per_turn if args.pairs_together else 1))
     batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
@@ -532,7 +577,8 @@ def main(argv=None):
                 loss = -(scores.sum(1) * weights).sum() / num_action_tokens             # a mean over the batch's tokens
             (loss * runtime.world_size).backward()                  # FSDP takes the ranks' mean, the batch is their sum
             sums.update(loss=loss.item(), **numbers, num_tokens=training.num_tokens(examples, micro, weights))
-        numbers = training.optimizer_step(model, optimizer, sums, step, len(batches), args, runtime)
+        numbers = training.optimizer_step(model, optimizer, sums, training.Step(
+            step, len(batches), [example_tasks[i] for i in batches[step]]), args, runtime)
         log.step(step + 1, **numbers)
         if (step + 1) % args.save_every == 0 or (step + 1) % steps_an_epoch == 0:
             checkpoints.save(step + 1)

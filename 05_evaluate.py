@@ -28,6 +28,9 @@ docs/results.md says what the intervals leave out, docs/report.md how to read th
 """
 import asyncio
 import collections
+import glob
+import math
+import os
 import pathlib
 import re
 
@@ -35,8 +38,8 @@ import torch
 
 import common
 from colbench import ColBenchError, domain_of, task_id
-from lib import statistics, tables
-from lib.arguments import add_overwrite, add_reference, add_world, argument_parser
+from lib import schema, statistics, tables
+from lib.arguments import add_overwrite, add_reference, add_world, argument_parser, text_flag
 from lib.costs import compare_costs, cost_lines, Costs, read_record
 from lib.credit import agreement, count_pairs, credit_of, credit_summary, measure_turns, read_states
 from lib.export import check_format, export, FORMATS
@@ -142,8 +145,15 @@ def curve_point(name, path, trajectories):
 
 def rounds_of(agent):
     """How often the agent (a folder of 04) was trained, one model made from another; not counting --method sft."""
-    args = read_record(agent, "args").get("args", {})
-    return rounds_of(args["model"]) + (args["method"] != "sft") if "method" in args else 0
+    rounds, seen = 0, set()
+    while agent not in seen:                                         # a record could name its own folder as its model
+        seen.add(agent)
+        args = read_record(agent, "args").get("args", {})
+        if "method" not in args or not isinstance(args.get("model"), str):
+            return rounds
+        rounds += args["method"] != "sft"
+        agent = args["model"]
+    return rounds
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -190,9 +200,13 @@ def read_branches(path, domain, critics):
         if "branch" not in row or not isinstance(row.get("reward"), (int, float)):
             raise InputError(f"{path}: no dialogues of 02_rollout.py --branch")
         for critic in critics.values():
-            if row["tokenizer"] != critic["tokenizer_name"]:
+            if row.get("tokenizer") != critic["tokenizer_name"]:
                 raise InputError(f"{critic['folder']}: its tokenizer is not that of the agent in {path}")
         i = row["branch"]["turn"]
+        turns = row["dialogue_history"][i:i + 1]
+        if not turns or not {"input", "output", "output_ids"} <= turns[0].keys():
+            raise InputError(f"{path}: task {row['task_id']}, sample {row['sample']}: turn {i}, of which its "
+                             '"branch" speaks, is no turn that the agent sampled')
         turn, own = row["dialogue_history"][i], states.setdefault((row["task_id"], row["branch"]["sample"], i), {})
         own.setdefault(tuple(turn["output_ids"]), (turn, row, []))[2].append(float(domain.outcome(row)))
     points = []
@@ -263,11 +277,20 @@ def add_credit(metrics, files, critic, domain, device):
         metrics[name]["credit"] = credit_of(own)
 
 
+NUMBERS = schema.table_of(schema.number(-math.inf, math.inf))
+METRICS = schema.record({"step": int})
+
+
+def metrics_row(value):
+    """The kind of a row of metrics.jsonl: numbers alone, one of them the step."""
+    return METRICS(value) or NUMBERS(value)
+
+
 def training_histories(files, critic):
     """{name: rows of metrics.jsonl} of the models that are at hand: the agents of the files, and the critic."""
     models = {"critic": critic} | {name: own[0].get("agent") for name, own in reversed(files.items())}
     paths = {folder: (name, pathlib.Path(folder) / "metrics.jsonl") for name, folder in models.items() if folder}
-    return {name: read_jsonl(path, {"step": int}) for name, path in reversed(paths.values()) if path.is_file()}
+    return {name: read_jsonl(path, metrics_row) for name, path in reversed(paths.values()) if path.is_file()}
 
 
 def export_all(folder, form, data, files):
@@ -283,17 +306,21 @@ def parse_args(argv=None):
     parser.add_argument("files", nargs="+", metavar="NAME=FILE",
                         help="trajectory files (02), each with a name; FILE,FILE,…: runs of one method; LABEL@N: a "
                         "point of a best-of-N curve")
-    parser.add_argument("--out", required=True, help="folder to write")
-    parser.add_argument("--baseline", metavar="NAME", help="compare the others with this one")
+    parser.add_argument("--out", type=text_flag, required=True, help="folder to write")
+    parser.add_argument("--baseline", type=text_flag, metavar="NAME", help="compare the others with this one")
     parser.add_argument("--compat", action="store_true", help="show the published scorer's verdicts as well")
     parser.add_argument("--costs", action="store_true", help="show what it took to make each method")
-    parser.add_argument("--gates", metavar="MODEL", help="print a base model's gates, on dialogues of the first file")
+    parser.add_argument("--gates", type=text_flag, metavar="MODEL",
+                        help="print a base model's gates, on dialogues of the first file")
     parser.add_argument("--critics", nargs="+", metavar="NAME=DIR",
                         help="compare these critics, on dialogues of the first file")
-    parser.add_argument("--returns", metavar="FILE", help="--critics: dialogues of 02 --branch on the first file")
-    parser.add_argument("--critic", metavar="DIR", help="the page shows each turn's credit by this critic (03)")
+    parser.add_argument("--returns", type=text_flag, metavar="FILE",
+                        help="--critics: dialogues of 02 --branch on the first file")
+    parser.add_argument("--critic", type=text_flag, metavar="DIR",
+                        help="the page shows each turn's credit by this critic (03)")
     add_reference(parser)
-    parser.add_argument("--candidates", metavar="PATH", help="the page shows SWEET's candidates: 04's output folder or "
+    parser.add_argument("--candidates", type=text_flag, metavar="PATH",
+                        help="the page shows SWEET's candidates: 04's output folder or "
                         "its scored.jsonl, with pairs.jsonl beside it")
     parser.add_argument("--export", choices=FORMATS, help="write every dialogue for other programs as well")
     add_world(parser)
@@ -306,14 +333,25 @@ def parse_args(argv=None):
     for argument in args.files + (args.critics or []):
         if not all(argument.partition("=")):
             parser.error(f"{argument}: must be NAME=PATH")
-        if "/" in argument.partition("=")[0]:
-            parser.error(f"{argument}: a name cannot contain /")
+        name = argument.partition("=")[0]
+        if "/" in name or name in (".", ".."):
+            parser.error(f"{argument}: a name cannot contain /, or be . or ..")
+        if len(os.fsencode(name)) > 200:                            # it names files
+            parser.error(f"{name[:40]} …: a name cannot be longer than 200 bytes")
     names = [argument.partition("=")[0] for argument in args.files]
     if len(set(names)) < len(names):
         parser.error("every file needs a name of its own")
     if args.baseline and args.baseline not in names:
         parser.error(f"--baseline {args.baseline}: none of {', '.join(names)}")
     return args
+
+
+def output_files(names):
+    """Patterns of all files that this stage writes into its folder, for methods of these names."""
+    names = list(map(glob.escape, names))
+    return ["metrics.json", "curves.json", "critics.json", "agreement.json", "report.html", "images/*.png",
+            *(f"scored/{name}.jsonl" for name in names), *(f"export/{name}.jsonl" for name in names),
+            *(f"export/{name}/*.json" for name in names)]
 
 
 def one_domain(files, args):
@@ -361,7 +399,7 @@ def main(argv=None):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     worlds = [common.world(domain, args, out / "images", out / "scored", device=device, compat=compat)
               for compat in (False, True)[:1 + args.compat]]
-    begin_output(args, out, inputs, folder=True)
+    begin_output(args, out, inputs, output_files(runs))
     spent = Costs(out, folder=True)
     (out / "scored").mkdir(exist_ok=True)
     about = rescore(files, domain, worlds)

@@ -5,7 +5,6 @@ import collections
 import functools
 import hashlib
 import inspect
-import json
 import math
 import pathlib
 import random
@@ -20,7 +19,18 @@ from colbench import ColBenchError, domain_of, task_id
 from lib import adapters, models
 from lib.folders import check_critic, read_critic_json, render_chat
 from lib.models import add_head, add_work, encode, generation_cue, load_model, load_tokenizer, tokenizer_name
-from lib.runtime import barrier, broadcast, check_row, gather, InputError, is_main, read_jsonl, say, write_json
+from lib.runtime import (
+    barrier,
+    broadcast,
+    gather,
+    InputError,
+    is_main,
+    read_json,
+    read_jsonl,
+    say,
+    write_json,
+)
+from lib.schema import label, list_of, nullable, one_of, record, short_text, token_ids, whole
 from lib.vision import image_row, read_images
 
 # Flags for which a World may have an argument, and their values where they are not set
@@ -42,7 +52,22 @@ def world(domain, args, images, rows_in, score=True, **more):
 # ---------------------------------------------------------------------------------------------------------------------
 # tasks and trajectories: the one place where files of others are checked
 
-OPTIONAL_KEYS = {"sample": int, "max_rounds": int, "system_prompt": str}         # of a trajectory
+# The kinds of rows, with all fields of theirs that some stage uses (lib/schema.py); further ones are kept as they are.
+TURN = record({"role": one_of("user", "assistant"), "content": str},
+              {"input": str, "output": str, "output_ids": token_ids, "truncated": bool, "leak": str, "tool": bool,
+               "resampled": int, "render_fault": str})
+TRAJECTORY = record(
+    {"task": dict, "dialogue_history": list_of(TURN), "answer": str},
+    {"task_id": nullable(label), "sample": int, "reward": nullable(float), "max_rounds": whole(1),
+     "num_rounds": int, "system_prompt": str, "agent": nullable(short_text), "simulator": nullable(short_text),
+     "critic": nullable(short_text), "tokenizer": nullable(str), "informed": nullable(bool), "best_of": whole(1),
+     "run": whole(0), "similarity": str, "image": nullable(short_text), "reference_image": nullable(short_text),
+     "render_fault": nullable(str), "continuation": int,
+     "branch": record({"sample": int, "turn": whole(0), "candidate": int})})
+CANDIDATE = record({"text": str, "ids": token_ids, "ended": bool})
+CANDIDATES = record({"task_id": label, "sample": int, "turn": whole(0), "prompt": str, "task": dict,
+                     "history": list_of(TURN), "candidates": list_of(CANDIDATE)})
+AGENT = record({"system_prompt": str})
 
 
 def check_task(task, where, first):
@@ -65,8 +90,6 @@ def read_tasks(path):
 
 def check_trajectory(row, where, first):
     check_task(row["task"], f"{where}: task", first["task"])
-    for turn in row["dialogue_history"]:
-        check_row(turn, {"role": str, "content": str}, {"input": str, "output": str}, f"{where}: dialogue_history")
     if not any(turn["role"] == "assistant" for turn in row["dialogue_history"]):
         raise InputError(f'{where}: dialogue_history has no turn of role "assistant"')
 
@@ -75,8 +98,7 @@ def read_trajectories(path, num_trajectories=None, seed=0):
     """Trajectories with "task_id" (a hash of the task) and "sample" (0, 1, 2 … in the order of the file) filled in
     where a published file has none, so that (task_id, sample) names one dialogue. With `num_trajectories` those of
     whole tasks, in an order that `seed` shuffles, until there are so many: subsets of one seed are nested."""
-    keys = {"task": dict, "dialogue_history": list, "answer": str}
-    trajectories, seen = read_jsonl(path, keys, OPTIONAL_KEYS, check_trajectory), collections.Counter()
+    trajectories, seen = read_jsonl(path, TRAJECTORY, check=check_trajectory), collections.Counter()
     for trajectory in trajectories:
         name = trajectory["task_id"] = trajectory.get("task_id") or task_id(trajectory["task"])
         trajectory.setdefault("sample", seen[name])
@@ -181,7 +203,7 @@ def check_system_prompt(agent, tokenizer, domain, system, max_rounds):
     note = pathlib.Path(agent) / "agent.json"
     if not note.is_file():
         return
-    trained = json.loads(note.read_text(encoding="utf-8"))["system_prompt"]
+    trained = read_json(note, AGENT)["system_prompt"]
     texts = trained, domain.AGENT_SYSTEM.format(max_rounds=max_rounds) if system is None else system
     shown = [prompt_text(tokenizer, [{"role": "user", "content": "?"}], max_rounds, "", text) for text in texts]
     if shown[0] != shown[1]:
@@ -213,18 +235,19 @@ def with_hidden_info(tokenizer, text, privileged_info):
     return bos + privileged_info + text[len(bos):]
 
 
-def agent_turns(tokenizer, trajectory, counts=None):
+def agent_turns(tokenizer, trajectory, counts=None, only=None):
     """[(prompt text, action ids)] of a trajectory's agent turns, as near to what was sampled as the file allows:
     "as sampled" where this tokenizer sampled it, "as logged" where the logged prompt ends with this template's cue
     (published files: the ids are made from the raw output), else "rendered again" from the contents of the turns.
-    `counts` (a dict) counts the turns of each kind."""
+    `counts` (a dict) counts the turns of each kind. only: the index in the history of the one turn asked for."""
     history, turns = trajectory["dialogue_history"], []
     own_ids = trajectory.get("tokenizer") == tokenizer_name(tokenizer)
     for index, turn in enumerate(history):
-        if turn["role"] != "assistant":
+        if turn["role"] != "assistant" or only not in (None, index):
             continue
         if own_ids:
             kind = "as sampled"
+            check_sampled(turn, tokenizer, f"task {trajectory['task_id']}, sample {trajectory['sample']}, turn {index}")
             turns.append((turn["input"], turn["output_ids"]))
         elif "output" in turn and turn.get("input", "").endswith(generation_cue(tokenizer)):
             kind = "as logged"
@@ -238,6 +261,16 @@ def agent_turns(tokenizer, trajectory, counts=None):
         if counts is not None:
             counts[kind] = counts.get(kind, 0) + 1
     return turns
+
+
+def check_sampled(turn, tokenizer, where):
+    """InputError unless an agent's turn that is said to be of this tokenizer has the prompt and ids of it."""
+    for key in ("input", "output_ids"):
+        if key not in turn:
+            raise InputError(f'{where}: missing "{key}", which a turn that this tokenizer sampled has')
+    if max(turn["output_ids"]) >= len(tokenizer):
+        raise InputError(f'{where}: "output_ids" has {max(turn["output_ids"])}, and this tokenizer has only '
+                         f"{len(tokenizer):,} ids")
 
 
 def all_turns(tokenizer, trajectories, what="agent turns"):
@@ -652,10 +685,29 @@ def action_items(points, actions, tokenizer, privileged, no_tree):
     return items
 
 
-def trajectory_examples(trajectories, groups, tokenizer, privileged=None, show=None):
+MANY_TURNS = 64                 # of the agent: what has more is looked at before all of its prompts are rendered
+
+
+def endless_row(tokenizer, trajectory, max_length):
+    """The last agent turn of a dialogue of many turns as a Row, where its prompt alone has more than twice `max_length`
+    tokens; else None. Such a dialogue is left out anyway, and the prompts of all of its turns would take a time and a
+    memory that grow with the square of their number."""
+    history = trajectory["dialogue_history"]
+    agent = [i for i, turn in enumerate(history) if turn["role"] == "assistant"]
+    if max_length is None or len(agent) <= MANY_TURNS:
+        return None
+    [(prompt, action)] = agent_turns(tokenizer, trajectory, only=agent[-1])
+    read = encode(tokenizer, prompt)
+    if len(read) <= 2 * max_length:
+        return None
+    return Row(read + list(action), [-1] * len(read) + [len(agent) - 1] * len(action))
+
+
+def trajectory_examples(trajectories, groups, tokenizer, privileged=None, show=None, max_length=None):
     """An example, (item, …), for each tuple of trajectory numbers; an item is a list of rows. privileged: whether c
     stands in front (None: where the logged agent saw it). `show` (show_documents) makes the rows of a visual critic,
-    whose processor is then in the place of the tokenizer."""
+    whose processor is then in the place of the tokenizer. max_length: what is far longer (endless_row) is not made
+    whole, as it is left out by its length."""
     used = sorted({i for group in groups for i in group})
     own = [trajectories[i] for i in used]
     if show:
@@ -663,17 +715,20 @@ def trajectory_examples(trajectories, groups, tokenizer, privileged=None, show=N
     else:
         infos = [hidden_info(t["task"]) if (t.get("informed") if privileged is None else privileged) else None
                  for t in own]
-        items = {i: rows_of_trajectory(tokenizer, turns, info)
-                 for i, turns, info in zip(used, all_turns(tokenizer, own), infos)}
+        endless = {i: row for i in used if (row := endless_row(tokenizer, trajectories[i], max_length))}
+        infos = dict(zip(used, infos))
+        rendered = [i for i in used if i not in endless]
+        turns = dict(zip(rendered, all_turns(tokenizer, [trajectories[i] for i in rendered])))
+        items = {i: [endless[i]] if i in endless else rows_of_trajectory(tokenizer, turns[i], infos[i]) for i in used}
     return [tuple(items[i] for i in group) for group in groups]
 
 
-def reference_examples(critic, examples, trajectories, groups, tokenizer):
+def reference_examples(critic, examples, trajectories, groups, tokenizer, max_length=None):
     """What the reference of eq. 3 reads in place of a critic's `examples` (trajectory_examples of these groups): the
     same, or without c where it is blind."""
     if ref_sees_c(critic) == critic["privileged"]:
         return examples
-    return trajectory_examples(trajectories, groups, tokenizer, privileged=False)
+    return trajectory_examples(trajectories, groups, tokenizer, privileged=False, max_length=max_length)
 
 
 def pair_examples(pairs, tokenizer, together, no_tree):
@@ -735,9 +790,9 @@ def score_turns(critic, tokenizer, trajectories, max_tokens, device):
     if critic.get("visual"):
         raise InputError(f"{critic['folder']}: a critic that sees images; turns are scored by one that reads text")
     groups = [(i,) for i in range(len(trajectories))]
-    examples = trajectory_examples(trajectories, groups, tokenizer, critic["privileged"])
+    examples = trajectory_examples(trajectories, groups, tokenizer, critic["privileged"], max_length=max_tokens)
     kept = [i for i, [item] in enumerate(examples) if max(len(row.ids) for row in item) <= max_tokens]
-    ref_examples = reference_examples(critic, examples, trajectories, groups, tokenizer)
+    ref_examples = reference_examples(critic, examples, trajectories, groups, tokenizer, max_tokens)
     examples, ref_examples = [examples[i] for i in kept], [ref_examples[i] for i in kept]
     ref = example_scores(critic["reference"], ref_examples, max_tokens, device)
     found = [own for [own] in advantages_of(critic["model"], examples, ref, critic["normalize"], max_tokens, device)]
@@ -765,10 +820,14 @@ def checked_prompts(states, tokenizer, path):
     return prompts
 
 
-def read_candidates(path, states, prompts, num_candidates):
-    """The rows of another run's candidates.jsonl; InputError where they are not those of the states asked for."""
-    rows = read_jsonl(path, {"task_id": str, "sample": int, "turn": int, "prompt": str, "task": dict,
-                             "history": list, "candidates": list})
+def check_candidates(row, where, first):
+    check_task(row["task"], f"{where}: task", first["task"])
+
+
+def read_candidates(path, states, prompts, tokenizer, num_candidates):
+    """The rows of another run's candidates.jsonl; InputError where they are not those of the states asked for, or not
+    of this tokenizer."""
+    rows = read_jsonl(path, CANDIDATES, check=check_candidates)
     wanted = [(t["task_id"], t["sample"], number, num_candidates) for t, number, _ in states]
     if wanted != [(row["task_id"], row["sample"], row["turn"], len(row["candidates"])) for row in rows]:
         raise InputError(f"{path}: made from other turns or with another --num-candidates; the trajectories, "
@@ -779,7 +838,9 @@ def read_candidates(path, states, prompts, num_candidates):
                              "candidates continue another prompt than the trajectories log; sample them anew "
                              "(no --candidates)")
         for candidate in row["candidates"]:
-            check_row(candidate, {"text": str, "ids": list, "ended": bool}, {}, f"{path}: a candidate")
+            if max(candidate["ids"]) >= len(tokenizer):
+                raise InputError(f'{path}: task {row["task_id"]}: a candidate has the id {max(candidate["ids"])}, and '
+                                 f"this tokenizer has only {len(tokenizer):,} ids")
     return rows
 
 
@@ -856,6 +917,7 @@ def reference_logps(folder, model, examples, args, runtime):
         say(f"reference log-probabilities of {len(examples):,} examples")
         scores = example_scores(adapters.without_adapter(model), examples, args.max_tokens, runtime.device)
         if is_main():
+            path.with_suffix(".partial").unlink(missing_ok=True)     # torch.save would follow a link
             torch.save(scores, path.with_suffix(".partial"))
             path.with_suffix(".partial").rename(path)
     barrier()

@@ -33,7 +33,8 @@ COLUMNS               [(key of `measure`, heading, format), …] of the table of
 SCORE_KEYS            what World.score writes into rows: 05 removes what an earlier evaluation wrote
 
 owns(task)            whether a task is of this domain (published files name none: told by the fields)
-check_task(task, where)                 ColBenchError, which begins with `where`, for a task that lacks a field
+check_task(task, where)                 ColBenchError, which begins with `where`, for a task that lacks a field, or
+                      has one that this domain reads and that is of another type (schema.py)
 make_task(rng, family, told, accept)    a task with "task_id" (a hexadecimal hash) and "family", or the reason (str) why
                       this draw gave none; accept(task_id) -> such a reason, or None
 check_data(tasks, unsafe_scorer)        for 01 --check: for each task {"findings": {what: detail}, "num_tests",
@@ -49,6 +50,9 @@ turn_kind(task, history, message)       what an agent's turn is worth ("needed",
 all_known(task, history)                whether everything that matters is known; asked only where turn_kind answers
 facts(task, history)  what the agent has to find out: [(text, whether it is known after `history`)], the texts in the
                       same order whatever the history; None: the task does not say
+turn_kinds(task, history), facts_by_turn(task, history)     may be left out: turn_kind of each agent turn of a history,
+                      and the numbers in `facts` of those known after 0, 1, … all turns, where facts are stated; both
+                      in a time that is linear in the turns
 oracle_scores(oracle, task, history, messages)              a score for each of several messages
 views(task, history, privileged)        what a critic that sees is shown of the agent's turn that ends `history`:
                                         [(caption, document or None for a black image), …]; None in place of the
@@ -76,6 +80,9 @@ class World(images, rows_in, unsafe_scorer=False, compat=False, browser=None, si
 """
 import hashlib
 import pathlib
+import string
+
+from colbench.schema import label, nullable, record, scalar
 
 
 class ColBenchError(Exception):
@@ -102,19 +109,37 @@ def task_id(task):
 
 
 def check_keys(row, keys, where):
-    """ColBenchError, which begins with `where`, unless `row` is a dict with all `keys`, {name: type}."""
-    if not isinstance(row, dict):
-        raise ColBenchError(f"{where}: a {type(row).__name__}, not an object")
-    for key, kind in keys.items():
-        if key not in row:
-            raise ColBenchError(f'{where}: missing "{key}"')
-        if not isinstance(row[key], kind):
-            raise ColBenchError(f'{where}: "{key}" is a {type(row[key]).__name__}, not a {kind.__name__}')
+    """ColBenchError, which begins with `where`, unless `row` is a dict with all `keys`, {name: kind} (schema.py)."""
+    check_kind(row, record(keys), where)
+
+
+def check_kind(value, kind, where):
+    """ColBenchError, which begins with `where`, unless `value` is of this kind (a function of schema.py)."""
+    if fault := kind(value):
+        raise ColBenchError(f"{where}: {fault.removeprefix('is ')}")
+
+
+def check_template(task, slots, where):
+    """ColBenchError unless the fields of a task's "template" are names of `slots`: str.format would fail, or do what a
+    format can do beyond that ("{a:999999999}", "{a.__class__}")."""
+    try:
+        fields = list(string.Formatter().parse(task["template"]))
+    except ValueError as error:
+        raise ColBenchError(f'{where}: "template" cannot be filled ({error})') from None
+    for _, field, form, conversion in fields:
+        if field is not None and (field not in slots or form or conversion):
+            raise ColBenchError(f'{where}: "template" has the field {field[:80]!r}, which no fact fills as it is')
+
+
+# What every task has, and what several domains read of it
+TASK_KEYS = {"problem_description": str, "ground_truth": str}
+MORE_KEYS = {"task_id": nullable(label), "family": scalar, "seen": bool}
+ANY_TASK = record(TASK_KEYS, {"test_cases": dict, "databases": list, "facts": list, "slots": list})
 
 
 def domain_of(task, where="task"):
     """The module of a task's domain; ColBenchError where no domain owns it."""
-    check_keys(task, {"problem_description": str, "ground_truth": str}, where)
+    check_kind(task, ANY_TASK, where)
     for domain in reversed(DOMAINS.values()):
         if domain.owns(task):
             return domain

@@ -11,7 +11,8 @@ import hashlib
 import re
 import string
 
-from colbench import check_keys, task_id
+from colbench import check_kind, check_template, MORE_KEYS, task_id, TASK_KEYS
+from colbench.schema import list_of, record, short_text, table_of
 from colbench.scorer import check_tasks, reward_of, Scorer
 
 MARKER = "I WANT TO ANSWER:"
@@ -363,7 +364,8 @@ def best_topics(texts, message):
     best = []
     for index, fact_phrases in enumerate(phrases):
         share, phrase = max(((sum(1 / shared[w] for w in p & said) / sum(1 / shared[w] for w in p), p)
-                             for p in fact_phrases if p), key=lambda pair: (pair[0], len(pair[1])))
+                             for p in fact_phrases if p), key=lambda pair: (pair[0], len(pair[1])),
+                            default=(0, frozenset()))               # of a fact that is named by stop words alone
         best.append((share, index, phrase & said))
     top = max(share for share, _, _ in best)
     asked = [(share, index, words) for share, index, words in best if share >= max(0.5, top - 1e-9)]
@@ -372,18 +374,28 @@ def best_topics(texts, message):
     return tuple(index for _, index, _ in asked)[:2]
 
 
+def known_by_turn(task, history):
+    """[the facts (indices) that are known after 0, 1, … all turns]: those that the request states or that the agent has
+    asked about."""
+    known = [{i for i, fact in enumerate(task["facts"]) if fact["told"]}]
+    for turn in history:
+        asked = topics_asked(task["facts"], turn["content"]) if turn["role"] == "assistant" else ()
+        known.append(known[-1].union(asked) if asked else known[-1])
+    return known
+
+
 def known_facts(task, history):
     """Indices of the facts that the request states or that the agent has asked about."""
-    known = {i for i, fact in enumerate(task["facts"]) if fact["told"]}
-    for turn in history:
-        if turn["role"] == "assistant":
-            known |= set(topics_asked(task["facts"], turn["content"]))
-    return known
+    return known_by_turn(task, history)[-1]
+
+
+def knows_all(task, known):
+    return {i for i, fact in enumerate(task["facts"]) if fact["matters"]} <= known
 
 
 def all_known(task, history):
     """Whether every fact that matters is known after `history`."""
-    return {i for i, fact in enumerate(task["facts"]) if fact["matters"]} <= known_facts(task, history)
+    return knows_all(task, known_facts(task, history))
 
 
 def facts(task, history):
@@ -396,17 +408,35 @@ def facts(task, history):
             if fact["matters"]]
 
 
+def facts_by_turn(task, history):
+    """[the facts (numbers in the list of `facts`) that are known after 0, 1, … all turns]; as `facts`, all at once."""
+    needed = [i for i, fact in enumerate(task["facts"]) if fact["matters"]]
+    return [{number for number, i in enumerate(needed) if i in known} for known in known_by_turn(task, history)]
+
+
 def turn_kind(task, history, action):
     """What an agent's turn is worth after `history`: "needed" (asks for a fact that matters and is not known), "repeat"
     (known already), "idle" (does not matter), "vague" (no topic), "right answer", "wrong answer" (all that matters was
     known), "early answer" (it was not, and the answer is wrong). None where the task states no facts."""
+    return kind_of(task, known_facts(task, history), action) if task.get("facts") else None
+
+
+def turn_kinds(task, history):
+    """turn_kind of each agent turn of a history, all at once."""
+    agent = [(i, turn["content"]) for i, turn in enumerate(history) if turn["role"] == "assistant"]
     if not task.get("facts"):
-        return None
-    facts, known = task["facts"], known_facts(task, history)
+        return [None] * len(agent)
+    known = known_by_turn(task, history)
+    return [kind_of(task, known[i], content) for i, content in agent]
+
+
+def kind_of(task, known, action):
+    """turn_kind of an action where these facts are known."""
+    facts = task["facts"]
     if (answer := answer_of([{"content": action}], False)) is not None:
         if answer.strip() == task["ground_truth"]:
             return "right answer"
-        return "wrong answer" if all_known(task, history) else "early answer"
+        return "wrong answer" if knows_all(task, known) else "early answer"
     asked = topics_asked(facts, action)
     if not asked:
         return "vague"
@@ -442,7 +472,7 @@ UNCLEAR = ("Could you ask about something specific?", "I am not sure what you me
 def known_reply(task, history, rng):
     """What the human knows of the (at most two) facts that the last message asks about."""
     asked = topics_asked(task["facts"], history[-1]["content"])
-    return " ".join(rng.choice(task["facts"][index]["replies"]) for index in asked) or rng.choice(UNCLEAR)
+    return " ".join(rng.choice(task["facts"][index].get("replies", UNCLEAR)) for index in asked) or rng.choice(UNCLEAR)
 
 
 def human_chat(system, history):
@@ -508,7 +538,7 @@ def scripted_turn(task, history, max_rounds, informed, rng):
     if luck < vague + repeat and known:
         ask = rng.choice(sorted(known))
     elif luck < vague + repeat + useless or not needed:
-        ask = rng.choice(idle or sorted(known))
+        ask = rng.choice(idle or sorted(known) or needed)
     else:
         ask = rng.choice(needed)
     return (rng.choice(OPENERS) if len(history) > 1 else "") + rng.choice(facts[ask]["questions"])
@@ -521,9 +551,23 @@ def owns(task):
     return "test_cases" in task
 
 
+FACT_KEYS = {"topic": str, "matters": bool, "told": bool, "questions": list_of(str)}
+SLOT_KEYS = {"slot": short_text, "code": str, "guesses": list_of(str, 1)}             # of a fact that matters
+REPLIES = {"replies": list_of(str, 1)}                                          # may be missing
+FACT = record(FACT_KEYS, {**REPLIES, **SLOT_KEYS})
+TASK = record({**TASK_KEYS, "test_cases": table_of(str)}, {**MORE_KEYS, "template": str, "facts": list_of(FACT)})
+
+
 def check_task(task, where):
-    check_keys(task, {"problem_description": str, "ground_truth": str, "test_cases": dict}, where)
-    check_keys(task["test_cases"], dict.fromkeys(task["test_cases"], str), f"{where}: test_cases")
+    check_kind(task, TASK, where)
+    if task.get("facts"):
+        check_facts(task, where)
+
+
+def check_facts(task, where):
+    """ColBenchError for a "template" that the facts of a task cannot fill."""
+    if "template" in task:
+        check_template(task, {fact["slot"] for fact in task["facts"] if fact["matters"] and "slot" in fact}, where)
 
 
 def check_data(tasks, unsafe_scorer):
@@ -537,7 +581,18 @@ def num_hidden(task):
 
 
 def lacks(task, player):
-    return None if task.get("facts") else "facts"
+    facts = task.get("facts")
+    if not facts:
+        return "facts"
+    if player == "script":
+        if "template" not in task:
+            return "template"
+        for fact in facts:
+            needed = ("questions", *SLOT_KEYS) if fact["matters"] else ("questions",)
+            for key in needed:
+                if key not in fact or fact[key] == []:
+                    return key
+    return None
 
 
 def answer_of(history, is_last):

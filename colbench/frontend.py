@@ -17,8 +17,9 @@ import os
 import re
 import string
 
-from colbench import beside, check_keys, ColBenchError, task_id
+from colbench import beside, check_kind, check_template, ColBenchError, MORE_KEYS, task_id, TASK_KEYS
 from colbench.browser import BrowserThread, is_stored, screenshot_path, stored_render
+from colbench.schema import list_of, record, short_text
 from colbench.similarity import CLIP_MODEL, PageScorer
 
 OUTPUT = "OUTPUT:"
@@ -283,8 +284,25 @@ def owns(task):
     return not task.get("test_cases") and task["ground_truth"].lstrip().startswith("<")
 
 
+def identifier(text):
+    """What is wrong with the name of a slot, which names a group of a regular expression (page_values)."""
+    return short_text(text) or (None if text.isidentifier() else f"is {text[:80]!r}, not a name of letters and digits")
+
+
+SLOT = record({"slot": identifier, "topic": str, "code": str, "told": bool, "guesses": list_of(str, 1),
+               "names": list_of(str, 1)})
+TASK = record(TASK_KEYS, {**MORE_KEYS, "template": str, "slots": list_of(SLOT, 1)})
+
+
 def check_task(task, where):
-    check_keys(task, {"problem_description": str, "ground_truth": str}, where)
+    check_kind(task, TASK, where)
+    if "slots" in task:
+        if "template" not in task:
+            raise ColBenchError(f'{where}: missing "template", which a task with "slots" has')
+        check_template(task, {slot["slot"] for slot in task["slots"]}, where)
+        fields = [field for _, field, _, _ in string.Formatter().parse(task["template"]) if field]
+        if len(set(fields)) < len(fields):
+            raise ColBenchError(f'{where}: "template" has a field twice')
 
 
 def num_hidden(task):
@@ -318,6 +336,16 @@ def facts(task, history):
             asked = asked_values(task, turn["content"])
             known |= {slot["slot"] for slot in task["slots"] if asked.get(slot["slot"]) == slot["code"]}
     return [(f"{slot['topic']}: {slot['names'][0]}", slot["slot"] in known) for slot in task["slots"]]
+
+
+def facts_by_turn(task, history):
+    """[the slots (numbers) whose value the person has asked for after 0, 1, … all turns]; as `facts`, all at once."""
+    known = [{number for number, slot in enumerate(task["slots"]) if slot["told"]}]
+    for turn in history:
+        asked = asked_values(task, turn["content"]) if turn["role"] == "user" else {}
+        known.append(known[-1] | {number for number, slot in enumerate(task["slots"])
+                                  if asked.get(slot["slot"]) == slot["code"]} if asked else known[-1])
+    return known
 
 
 def leak_of(task, reply):

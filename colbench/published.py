@@ -99,7 +99,7 @@ def jsonl_rows(path):
             if line.strip():
                 try:
                     yield f"{path}:{number}", json.loads(line)
-                except ValueError as error:                         # UnicodeDecodeError is one, too
+                except (ValueError, RecursionError) as error:       # UnicodeDecodeError is one, too
                     raise ColBenchError(f"{path}:{number}: not JSON ({type(error).__name__})") from None
 
 

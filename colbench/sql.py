@@ -24,10 +24,11 @@ import random
 import re
 import string
 
-from colbench import backend, beside, check_keys, ColBenchError, sql_mutants, task_id
+from colbench import backend, beside, check_kind, ColBenchError, MORE_KEYS, sql_mutants, task_id, TASK_KEYS
 from colbench.backend import (  # noqa: F401  some names of the interface are the same as for functions
     human_chat,
     kind_scores,
+    knows_all,
     lacks,
     MARKER,
     metric,
@@ -39,6 +40,7 @@ from colbench.backend import (  # noqa: F401  some names of the interface are th
     topics_asked,
     views,
 )
+from colbench.schema import list_of, MAX_WORD, one_of, record, table_of
 from colbench.scorer import check_tasks, Scorer
 from colbench.sql_text import is_ordered, LOOK, statement_of
 
@@ -442,24 +444,30 @@ def looked_at(task, query):
     return [i for i, fact in enumerate(task["facts"]) if fact["by"] == "look" and said & set(fact["columns"])]
 
 
+def known_by_turn(task, history):
+    """[the facts (indices) that are known after 0, 1, … all turns]: those that the request states, the human was asked
+    about, or the rows of a look have shown, which are the turn after it."""
+    known = [{i for i, fact in enumerate(task["facts"]) if fact["told"]}]
+    for before, turn in zip([{"role": "user"}, *history], history):
+        learned = set()
+        if turn["role"] == "assistant" and query_of(turn["content"]) is None:
+            learned |= {i for i in topics_asked(task["facts"], turn["content"]) if task["facts"][i]["by"] == "ask"}
+        if before["role"] == "assistant" and (query := query_of(before["content"])) is not None:
+            cells = [cell for line in turn["content"].split("\n")[1:] for cell in line.split(" | ")]
+            learned |= {i for i in looked_at(task, query)
+                        if any(re.fullmatch(task["facts"][i]["cell"], cell) for cell in cells)}
+        known.append(known[-1] | learned if learned else known[-1])
+    return known
+
+
 def known_facts(task, history):
     """Indices of the facts that the request states, the human was asked about, or the rows of a look have shown."""
-    known = {i for i, fact in enumerate(task["facts"]) if fact["told"]}
-    for turn, reply in zip(history, [*history[1:], {"content": ""}]):
-        if turn["role"] != "assistant":
-            continue
-        if (query := query_of(turn["content"])) is not None:
-            cells = [cell for line in reply["content"].split("\n")[1:] for cell in line.split(" | ")]
-            known |= {i for i in looked_at(task, query)
-                      if any(re.fullmatch(task["facts"][i]["cell"], cell) for cell in cells)}
-        else:
-            known |= {i for i in topics_asked(task["facts"], turn["content"]) if task["facts"][i]["by"] == "ask"}
-    return known
+    return known_by_turn(task, history)[-1]
 
 
 def all_known(task, history):
     """Whether every decision is known after `history`."""
-    return {i for i, fact in enumerate(task["facts"]) if fact["matters"]} <= known_facts(task, history)
+    return knows_all(task, known_facts(task, history))
 
 
 def facts(task, history):
@@ -472,20 +480,38 @@ def facts(task, history):
             if fact["matters"]]
 
 
+def facts_by_turn(task, history):
+    """[the facts (numbers in the list of `facts`) that are known after 0, 1, … all turns]; as `facts`, all at once."""
+    needed = [i for i, fact in enumerate(task["facts"]) if fact["matters"]]
+    return [{number for number, i in enumerate(needed) if i in known} for known in known_by_turn(task, history)]
+
+
 def turn_kind(task, history, message):
     """What an agent's turn is worth: "ask needed", "ask repeat", "ask idle" (does not matter), "ask for a look" (the
     database shows it), "ask vague" (no topic); "look needed", "look repeat", "look idle" (shows nothing that matters);
     "right answer", "wrong answer", "early answer", as for functions. None where the task states no facts."""
-    if not task.get("facts"):
-        return None
+    before = {turn["content"] for turn in history}
+    return kind_of(task, known_facts(task, history), before, message) if task.get("facts") else None
+
+
+def turn_kinds(task, history):
+    """turn_kind of each agent turn of a history, all at once."""
+    known, before, kinds = known_by_turn(task, history) if task.get("facts") else None, set(), []
+    for i, turn in enumerate(history):
+        if turn["role"] == "assistant":
+            kinds.append(kind_of(task, known[i], before, turn["content"]) if known else None)
+        before.add(turn["content"])
+    return kinds
+
+
+def kind_of(task, known, before, message):
+    """turn_kind of a message where these facts are known; `before`: the texts of all turns before."""
     if (answer := answer_of([{"content": message}], False)) is not None:
         if " ".join(answer.split()).rstrip("; ") == task["ground_truth"]:
             return "right answer"
-        return "wrong answer" if all_known(task, history) else "early answer"
-    known = known_facts(task, history)
+        return "wrong answer" if knows_all(task, known) else "early answer"
     if (query := query_of(message)) is not None:
         found = looked_at(task, query)
-        before = {turn["content"] for turn in history}
         return ("look needed" if set(found) - known else "look repeat" if found or message in before else "look idle")
     facts, asked = task["facts"], topics_asked(task["facts"], message)
     if not asked:
@@ -584,12 +610,64 @@ def owns(task):
     return "databases" in task
 
 
+CELL_TYPES = {int, float, str, type(None)}
+
+
+def table_rows(rows):
+    """What is wrong with the rows of a table, which go into a database as they are; None: nothing."""
+    if type(rows) is not list:
+        return f"is a {type(rows).__name__}, not a list"
+    for index, row in enumerate(rows):
+        if type(row) is not list or not row or len(row) != len(rows[0]):
+            return f"item {index}: not a list of as many cells as the first row"
+        for cell in row:
+            if type(cell) not in CELL_TYPES:
+                return f"item {index}: a cell is a {type(cell).__name__}, not a number, a str or null"
+            if type(cell) in (int, float) and not -MAX_WORD <= cell < MAX_WORD:
+                return f"item {index}: a cell is a number that is not finite or not of 64 bits"
+
+
+OBJECT, TABLES = record({}), table_of(table_rows)
+
+
+def database(tables):
+    """What is wrong with the tables of a database, {name: rows}; None: nothing."""
+    return OBJECT(tables) or TABLES(tables)
+
+
+def pattern(text):
+    """What is wrong with a regular expression; None: nothing."""
+    if type(text) is not str:
+        return f"is a {type(text).__name__}, not a str"
+    try:
+        re.compile(text)
+    except (re.error, RecursionError, OverflowError) as error:
+        return f"is no regular expression ({error})"
+
+
+SQL_FACT_KEYS = {**backend.FACT_KEYS, "by": one_of("ask", "look")}
+FACT = record(SQL_FACT_KEYS, backend.REPLIES)
+NEEDED_FACT = record({**SQL_FACT_KEYS, **backend.SLOT_KEYS}, backend.REPLIES)
+LOOK_FACT = record({**SQL_FACT_KEYS, "looks": list_of(str, 1), "columns": list_of(str, 1), "cell": pattern},
+                   backend.REPLIES)
+TASK = record({**TASK_KEYS, "schema": str, "databases": list_of(database)},
+              {**MORE_KEYS, "template": str, "facts": list_of(FACT), "idle_looks": list_of(str, 1)})
+
+
 def check_task(task, where):
-    check_keys(task, {"problem_description": str, "ground_truth": str, "schema": str, "databases": list}, where)
+    check_kind(task, TASK, where)
     if len(task["databases"]) < 2:
         raise ColBenchError(f'{where}: "databases" needs the example and a hidden one')
-    for tables in task["databases"]:
-        check_keys(tables, dict.fromkeys(tables, list) if isinstance(tables, dict) else {}, f"{where}: databases")
+    if task.get("facts"):
+        for key in ("idle_looks", "template"):
+            if key not in task:
+                raise ColBenchError(f'{where}: missing "{key}", which a task with "facts" has')
+        for index, fact in enumerate(task["facts"]):
+            if fact["matters"]:
+                check_kind(fact, NEEDED_FACT, f"{where}: facts: item {index}")
+            if fact["by"] == "look":
+                check_kind(fact, LOOK_FACT, f"{where}: facts: item {index}")
+        backend.check_facts(task, where)
 
 
 def check_data(tasks, unsafe_scorer=False):

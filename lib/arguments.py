@@ -2,14 +2,25 @@
 import argparse
 import math
 
+from lib.runtime import InputError, parse_json
+
 REFERENCES = ["informed", "blind"]                                  # does the reference of eq. 3 read c?
+
+
+class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    pass
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line, as those of all other bad input."""
+
+    def error(self, message):
+        self.exit(2, f"error: {message}\n")
 
 
 def argument_parser(docstring):
     """A parser whose --help is the stage's docstring and shows every default."""
-    class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-        pass
-    return argparse.ArgumentParser(description=docstring, formatter_class=Formatter)
+    return Parser(description=docstring, formatter_class=Formatter)
 
 
 def set_preset(parser, presets, argv):
@@ -17,27 +28,73 @@ def set_preset(parser, presets, argv):
     shows them. presets: {name: {argument: value}}."""
     parser.add_argument("--preset", choices=presets,
                         help="defaults of the paper's table 5, for its backend or frontend")
-    first = argparse.ArgumentParser(add_help=False)
+    first = Parser(add_help=False)
     first.add_argument("--preset")
     parser.set_defaults(**presets.get(first.parse_known_args(argv)[0].preset, {}))
 
 
-def positive_int(text):
-    if int(text) <= 0:
-        raise argparse.ArgumentTypeError(f"must be positive, not {text}")
-    return int(text)
+# ---------------------------------------------------------------------------------------------------------------------
+# types of flags: finite numbers with bounds, texts that are not empty
+
+MOST = 10 ** 9                  # of what is counted
+MOST_TOKENS = 10 ** 6           # of one turn: there is a random number for each
+MOST_SAMPLES = 10 ** 4          # of one turn, or in flight
 
 
-def non_negative_int(text):
-    if int(text) < 0:
-        raise argparse.ArgumentTypeError(f"cannot be negative: {text}")
-    return int(text)
+def whole_number(low, high):
+    """A type: a whole number from `low` to `high`."""
+    def read(text):
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {low} to {high}, not {text[:40]}")
+        return value
+    return read
 
 
-def non_negative_float(text):
-    if not 0 <= float(text) < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number from 0 on, not {text}")
-    return float(text)
+def number_flag(low, high, above=False):
+    """A type: a finite number from `low` to `high`, or with `above` one that is larger than `low`."""
+    def read(text):
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or above and value == low:
+            begin = f"above {low:g}, at most {high:g}" if above else f"from {low:g} to {high:g}"
+            raise argparse.ArgumentTypeError(f"must be a finite number {begin}, not {text[:40]}")
+        return value
+    return read
+
+
+positive_int = whole_number(1, MOST)
+non_negative_int = whole_number(0, MOST)
+non_negative_float = number_flag(0, MOST)
+share_flag = number_flag(0, 1)
+num_tokens_flag = whole_number(1, MOST_TOKENS)
+num_samples_flag = whole_number(1, MOST_SAMPLES)
+seed_flag = whole_number(-2 ** 32, 2 ** 32)                              # times a number of steps it still has 64 bits
+
+
+def temperature_flag(text):
+    """A type: 0, or a temperature by which logits can be divided."""
+    return 0.0 if number_flag(0, 100)(text) == 0 else number_flag(1e-3, 100)(text)
+
+
+def text_flag(text):
+    """A type: a text that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("cannot be empty")
+    return text
+
+
+def json_flag(text):
+    """A type: JSON, as files of JSON are read."""
+    try:
+        return parse_json(text, "it")
+    except InputError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_overwrite(parser):
@@ -51,9 +108,10 @@ def add_world(parser):
                        "the system allows no isolation: they can read and write your files")
     group.add_argument("--similarity", choices=["clip", "pixels"], default="clip", help="how screenshots are "
                        "compared: cosine of CLIP embeddings (the paper's), or colours and structure (no weights)")
-    group.add_argument("--clip-model", metavar="MODEL", help="--similarity clip: folder or hub id (None: "
+    group.add_argument("--clip-model", type=text_flag, metavar="MODEL",
+                       help="--similarity clip: folder or hub id (None: "
                        "openai/clip-vit-base-patch32)")
-    group.add_argument("--browser", metavar="PATH", help="Chromium or Chrome, where a domain needs "
+    group.add_argument("--browser", type=text_flag, metavar="PATH", help="Chromium or Chrome, where a domain needs "
                        "one (None: the first one found)")
 
 
@@ -66,22 +124,25 @@ def add_reference(parser):
 
 def add_training(parser, max_length):
     """The flags that 03 and 04 share."""
-    parser.add_argument("--trajectories", required=True, help="trajectories file (02)")
-    parser.add_argument("--model", required=True, help="the model to start from (folder, hub id, smollm2; sft: tiny)")
-    parser.add_argument("--out", required=True, help="folder to write")
-    parser.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
-    parser.add_argument("--beta", type=float, default=0.1, help="scale of the log-ratios in the loss")
-    parser.add_argument("--nll-coef", type=float, default=0.01, help="weight of the chosen side's mean NLL")
+    parser.add_argument("--trajectories", type=text_flag, required=True, help="trajectories file (02)")
+    parser.add_argument("--model", type=text_flag, required=True,
+                        help="the model to start from (folder, hub id, smollm2; sft: tiny)")
+    parser.add_argument("--out", type=text_flag, required=True, help="folder to write")
+    parser.add_argument("--lr", type=number_flag(0, 1000), default=2e-7, help="peak learning rate")
+    parser.add_argument("--beta", type=non_negative_float, default=0.1, help="scale of the log-ratios in the loss")
+    parser.add_argument("--nll-coef", type=non_negative_float, default=0.01,
+                        help="weight of the chosen side's mean NLL")
     parser.add_argument("--epochs", type=positive_int, help="passes over the examples (None: of 04's sweet, grpo "
                         "and distill 1, else 4, or with --preset paper-frontend 8)")
     parser.add_argument("--batch-size", type=positive_int, help="examples a step, over all ranks (None: of 04's "
                         "sweet and mtdpo 8, of rft, sft, grpo and distill 32)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                         help="arithmetic; the parameters that are trained stay float32")
-    parser.add_argument("--seed", type=int, default=0, help="seed of order and samples")
+    parser.add_argument("--seed", type=seed_flag, default=0, help="seed of order and samples")
     group = parser.add_argument_group("the data")
     group.add_argument("--num-trajectories", type=positive_int, help="use so many (nested subsets of a seed)")
-    group.add_argument("--min-gap", type=float, help="pair all trajectories of a task whose returns differ by so much "
+    group.add_argument("--min-gap", type=non_negative_float,
+                       help="pair all trajectories of a task whose returns differ by so much "
                        "(None: the domain's MIN_GAP or, without one, successes with the rest)")
     group.add_argument("--turn-cost", type=non_negative_float, default=0.0, metavar="COST", help="order trajectories "
                        "by their return less COST for each agent turn: of two successes the shorter one is better")
@@ -89,11 +150,12 @@ def add_training(parser, max_length):
                        "(tokens): trajectories; of SWEET's pairs, a prompt with one action")
     group = parser.add_argument_group("the optimiser")
     group.add_argument("--max-steps", type=positive_int, help="stop (and end the schedule) after so many steps")
-    group.add_argument("--warmup-frac", type=float, default=0.03, help="share of the steps with a rising learning rate")
-    group.add_argument("--final-lr-frac", type=float, default=0.1, help="share of it at the end (cosine)")
-    group.add_argument("--adam-betas", type=float, nargs=2, default=[0.9, 0.95], help="of AdamW")
-    group.add_argument("--weight-decay", type=float, default=0.0, help="of AdamW")
-    group.add_argument("--max-grad-norm", type=float, default=1.0, help="gradient clipping")
+    group.add_argument("--warmup-frac", type=share_flag, default=0.03,
+                       help="share of the steps with a rising learning rate")
+    group.add_argument("--final-lr-frac", type=share_flag, default=0.1, help="share of it at the end (cosine)")
+    group.add_argument("--adam-betas", type=number_flag(0, 0.999999), nargs=2, default=[0.9, 0.95], help="of AdamW")
+    group.add_argument("--weight-decay", type=non_negative_float, default=0.0, help="of AdamW")
+    group.add_argument("--max-grad-norm", type=number_flag(0, MOST, above=True), default=1.0, help="gradient clipping")
     group.add_argument("--optimizer", choices=["adamw", "adamw8bit"], default="adamw",
                        help="adamw8bit: its state in 8 bits (needs torchao)")
     group = parser.add_argument_group("LoRA (needs peft)")
@@ -101,7 +163,7 @@ def add_training(parser, max_length):
                        help="train an adapter of this rank; the model stays as it is, in --dtype")
     group.add_argument("--lora-alpha", type=positive_int, metavar="A", help="the adapter counts A / RANK times (None: "
                        "2 RANK)")
-    group.add_argument("--lora-targets", nargs="+", metavar="NAME",
+    group.add_argument("--lora-targets", type=text_flag, nargs="+", metavar="NAME",
                        help="layers with an adapter, q_proj v_proj, say (None: all linear ones but the output's)")
     group.add_argument("--merge", action="store_true", help="write a whole model in place of an adapter folder")
     group = parser.add_argument_group("memory and speed")
@@ -117,7 +179,8 @@ def add_training(parser, max_length):
                        help="print the memory that a step needs on each of so many ranks, and stop")
     group.add_argument("--save-every", type=positive_int, default=200, help="steps between saved states")
     group.add_argument("--log-every", type=positive_int, default=10, help="steps between log lines")
-    group.add_argument("--track", metavar="PROJECT", help="log to this project of trackio, too (pip install trackio; "
+    group.add_argument("--track", type=text_flag, metavar="PROJECT",
+                       help="log to this project of trackio, too (pip install trackio; "
                        "trackio show opens it); a run that goes on continues its curve")
     add_world(parser)
     add_overwrite(parser)

@@ -1,16 +1,21 @@
 """What stages spend: the records that they keep beside their outputs, and their sums over all that a method took."""
-import json
 import os
 import pathlib
 import time
 
 import torch.distributed as dist
 
-from lib.runtime import check_row, InputError, is_main, peak_memory_mb, reduce_sums, write_json
+from lib.runtime import InputError, is_main, peak_memory_mb, read_json, reduce_sums, write_json
+from lib.schema import checker, record
 from lib.tables import aligned
 
 COST_KEYS = "wall_s", "trained_tokens", "generated_tokens", "flops", "peak_memory_mb"
 SERVER_KEYS = "server_prompt_tokens", "server_completion_tokens"          # not in every record, nor in every table
+
+
+RECORDS = {"args": record({}, {"args": dict, "inputs": dict, "id": str}),
+           "costs": record({}, dict.fromkeys(SERVER_KEYS, float))}
+NUMBER = checker(float)
 
 
 class Costs:
@@ -22,7 +27,7 @@ class Costs:
         self.path = pathlib.Path(out) / "costs.json" if folder else pathlib.Path(f"{out}.costs.json")
         self.begin = time.perf_counter()
         self.before = dict.fromkeys((*COST_KEYS, *SERVER_KEYS), 0)
-        self.before |= json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.before |= checked_record(self.path, "costs") if self.path.exists() else {}
 
     def record(self, works=(), trained_tokens=0):
         """works: what models (work_of) and servers (their counts) did for this process on this rank; `trained_tokens`
@@ -48,13 +53,16 @@ def read_record(path, kind):
     path = record_path(path, kind)
     if not path.is_file():
         return {}
+    return checked_record(path, kind)
+
+
+def checked_record(path, kind):
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise InputError(f"{path}: not JSON") from None
-    check_row(record, {}, {}, path)
+        record = read_json(path, RECORDS[kind])
+    except InputError as error:
+        raise InputError(str(error).partition(" (")[0]) from None    # where in the line says nothing to a user
     for key in COST_KEYS if kind == "costs" else ():
-        if not isinstance(record.get(key), (int, float)):
+        if NUMBER(record.get(key)):
             raise InputError(f'{path}: "{key}" is missing or not a number')
     return record
 

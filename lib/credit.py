@@ -3,12 +3,21 @@ and how far their critic agrees with the oracles of a domain."""
 import collections
 import pathlib
 
+from lib import schema
 from lib.runtime import check_row, InputError, read_jsonl
+from lib.schema import list_of, record, token_ids, whole
 from lib.servers import said
 from lib.statistics import mean_of_groups, rank_correlation
-from lib.tables import finite
 
 MAX_ROUNDS = 50                      # rows of the credit by round
+
+
+def turn_kinds(task, history, domain):
+    """The domain's turn_kind of each agent turn."""
+    if hasattr(domain, "turn_kinds"):
+        return domain.turn_kinds(task, history)
+    return [domain.turn_kind(task, history[:i], turn["content"]) for i, turn in enumerate(history)
+            if turn["role"] == "assistant"]
 
 
 def measure_turns(trajectories, domain):
@@ -17,8 +26,7 @@ def measure_turns(trajectories, domain):
     "success_when_not_known", "turns": {kind: share}} of one method, or {} where a task does not say."""
     for row in trajectories:
         task, history = row["task"], row["dialogue_history"]
-        row["kinds"] = [domain.turn_kind(task, history[:i], turn["content"]) for i, turn in enumerate(history)
-                        if turn["role"] == "assistant"]
+        row["kinds"] = turn_kinds(task, history, domain)
         row["known"] = domain.all_known(task, history[:-1]) if any(row["kinds"]) else None
     if any(row["known"] is None for row in trajectories):
         return {}
@@ -64,24 +72,27 @@ def credit_summary(metrics):
     return summary
 
 
+STATE_KEYS = {"task_id": schema.label, "sample": int, "turn": whole(0)}
+SCORED = record({**STATE_KEYS, "task": dict, "history": list, "candidates": list, "advantages": list})
+PAIR = record({**STATE_KEYS, "chosen": dict, "rejected": dict})
+
+
 def ids_of(candidate, where):
     """The token ids of a candidate, or of a side of a pair; InputError, which begins with `where`, for other values."""
-    ids = candidate.get("ids")
-    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
-        raise InputError(f'{where}: "ids" of a candidate must be a list of whole numbers')
-    return ids
+    if token_ids(candidate.get("ids")):
+        raise InputError(f'{where}: "ids" of a candidate must be a list of whole numbers from 0 up, one at least')
+    return candidate["ids"]
 
 
 def check_state(row, where):
     """InputError, which begins with `where`, where the parts of a row of scored.jsonl are not what the page shows."""
     for candidate in row["candidates"]:
-        check_row(candidate, {"text": str, "ids": list, "ended": bool}, {}, f"{where}: a candidate")
+        check_row(candidate, {"text": str, "ended": bool}, {}, f"{where}: a candidate")
         ids_of(candidate, where)
     for turn in row["history"]:
         check_row(turn, {"role": str, "content": str}, {}, f"{where}: history")
-    for advantage in row["advantages"]:
-        if finite(advantage) is None:
-            raise InputError(f'{where}: "advantages" must be finite numbers')
+    if list_of(float)(row["advantages"]):
+        raise InputError(f'{where}: "advantages" must be finite numbers')
 
 
 def read_states(path):
@@ -89,19 +100,18 @@ def read_states(path):
     candidates, by the pairs.jsonl beside it (of equal candidates the first). InputError where the two do not fit."""
     path = pathlib.Path(path)
     path = path / "scored.jsonl" if path.is_dir() else path
-    keys = {"task_id": str, "sample": int, "turn": int}
-    rows = read_jsonl(path, {**keys, "task": dict, "history": list, "candidates": list, "advantages": list})
+    rows = read_jsonl(path, SCORED)
     places = {}                                                      # {state: {ids: number of the candidate}}
     for row in rows:
         if len(row["candidates"]) != len(row["advantages"]):
             raise InputError(f'{path}: task {row["task_id"]}: "candidates" and "advantages" differ in number')
         check_state(row, f"{path}: task {row['task_id']}")
-        row["pairs"], own = [], places.setdefault(tuple(row[key] for key in keys), (row, {}))[1]
+        row["pairs"], own = [], places.setdefault(tuple(row[key] for key in STATE_KEYS), (row, {}))[1]
         for number, candidate in enumerate(row["candidates"]):
             own.setdefault(tuple(candidate["ids"]), number)
     beside = path.with_name("pairs.jsonl")
-    for pair in read_jsonl(beside, {**keys, "chosen": dict, "rejected": dict}):
-        row, numbers = places.get(tuple(pair[key] for key in keys), (None, {}))
+    for pair in read_jsonl(beside, PAIR):
+        row, numbers = places.get(tuple(pair[key] for key in STATE_KEYS), (None, {}))
         sides = [numbers.get(tuple(ids_of(pair[side], f"{beside}: a pair of task {pair['task_id']}")))
                  for side in ("chosen", "rejected")]
         if None in sides:

@@ -95,6 +95,7 @@ def dialogue_data(row, domain):
     """What the page shows of a scored trajectory; "image": the file of a screenshot, as the row names it."""
     task, history, scores = row["task"], row["dialogue_history"], scores_of(row, domain)
     advantages, known, turns, faults = row.get("advantages") or [], set(), [], []
+    known_after = facts_known(task, history, domain)
     kinds, credits = iter(row["kinds"]), (finite(round(advantage, 6)) for advantage in advantages)
     for i, turn in enumerate(history):
         shown = {"who": "agent" if turn["role"] == "assistant" else "human", "text": turn["content"]}
@@ -103,8 +104,7 @@ def dialogue_data(row, domain):
                       "tokens": len(turn["output_ids"]) if isinstance(turn.get("output_ids"), list) else None,
                       "cut": bool(turn.get("truncated")) or None}
         else:
-            facts = domain.facts(task, history[:i + 1]) or ()
-            learned = {number for number, (_, is_known) in enumerate(facts) if is_known} - known
+            learned = known_after(i + 1) - known
             known |= learned
             shown |= {"learned": sorted(learned), "tool": label_of(turn.get("tool")),
                       "leak": domain.leak_of(task, turn["content"]) if i else None}
@@ -123,6 +123,15 @@ def dialogue_data(row, domain):
         "credit": finite(round(sum(advantages), 6)) if advantages else None,
         "image": scores.get("image") or None,
         "faults": faults, "failed": [slim(test) for test in row.get("failed") or ()], "turns": turns})
+
+
+def facts_known(task, history, domain):
+    """A function of a number of turns: the numbers of the facts that are known after so many."""
+    if not domain.facts(task, []):
+        return lambda number: set()
+    if hasattr(domain, "facts_by_turn"):
+        return domain.facts_by_turn(task, history).__getitem__
+    return lambda number: {n for n, (_, is_known) in enumerate(domain.facts(task, history[:number])) if is_known}
 
 
 def state_data(row, task, domain):

@@ -1,5 +1,7 @@
 """What every stage stands on: the process group, JSONL files, outputs that a killed run goes on with."""
 import ctypes
+import errno
+import fnmatch
 import functools
 import hashlib
 import importlib.metadata
@@ -11,7 +13,7 @@ import os
 import pathlib
 import platform
 import re
-import shutil
+import stat
 import sys
 import time
 import uuid
@@ -20,12 +22,15 @@ from collections import namedtuple
 import torch
 import torch.distributed as dist
 
+from lib.schema import list_of, MAX_DEPTH, record
+
 
 class InputError(Exception):
     """Bad input from the user: one line that says where, what and how to mend it. Ends the stage with status 2."""
 
 
-Runtime = namedtuple("Runtime", "rank world_size device")
+# run: the id of the run (begin_output), which stands in the names of its partial files
+Runtime = namedtuple("Runtime", "rank world_size device run", defaults=("",))
 
 
 class SayHandler(logging.Handler):
@@ -55,8 +60,8 @@ class EscapedStream(io.TextIOWrapper):
 
 
 def run_stage(main, *errors):
-    """Run a stage's main(); bad input (InputError, or one of `errors`) becomes one line on stderr and exit status 2.
-    What the benchmark logs is printed."""
+    """Run a stage's main(); bad input (InputError, or one of `errors`), what the system refuses (OSError) and what is
+    nested too deeply become one line on stderr and exit status 2. What the benchmark logs is printed."""
     sys.stdout.reconfigure(errors="backslashreplace")                # what cannot be shown must not end a run
     sys.stderr = EscapedStream(sys.stderr.buffer, sys.stderr.encoding, "backslashreplace", line_buffering=True)
     log = logging.getLogger("colbench")
@@ -65,12 +70,21 @@ def run_stage(main, *errors):
     try:
         main()
         barrier()                               # a rank that leaves early would break the connections of the others
-    except (InputError, *errors) as error:
-        print(printable(f"error: {error}").replace("\n", "\\n"), file=sys.stderr)
+    except (InputError, OSError, RecursionError, *errors) as error:
+        print(printable(f"error: {error_text(error)}").replace("\n", "\\n"), file=sys.stderr)
         sys.exit(2)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def error_text(error):
+    """What is wrong, by an error that run_stage catches."""
+    if isinstance(error, RecursionError):
+        return f"something is nested too deeply ({one_line(error)})"
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return one_line(error) if isinstance(error, OSError) else str(error)
 
 
 def glibc():
@@ -166,24 +180,52 @@ def peak_memory_mb():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# reading
+
+def parse_json(text, where):
+    """The value of a JSON text; InputError, which begins with `where`. The one place where JSON of others is read; what
+    it may be is said by the kinds of lib/schema.py."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+    except RecursionError:
+        raise InputError(f"{where}: nested deeper than {MAX_DEPTH}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{where}: not UTF-8 text") from None
+    except ValueError as error:                                     # an integer of more than 4,300 digits
+        raise InputError(f"{where}: not JSON that can be read ({one_line(error)[:80]})") from None
+    return value
+
+
+def read_json(path, kind):
+    """The value of a JSON file, of a kind (a function of lib/schema.py); InputError that names the file."""
+    value = parse_json(read_text(path), path)
+    if fault := kind(value):
+        raise InputError(f"{path}: {fault.removeprefix('is ')}")
+    return value
+
+
 def read_jsonl(path, keys, optional=None, check=None):
-    """The objects of a JSONL file as dicts. `keys` are {name: type} that each must have, `optional` those that it may
-    have; InputError by line. check(row, where, first row) may say more of a row."""
-    path, rows = pathlib.Path(path), []
-    if not path.is_file():
+    """The objects of a JSONL file as dicts. `keys` are {name: kind} that each must have, `optional` those that it may
+    have (lib/schema.py), or `keys` is the kind of a row; InputError by line. check(row, where, first row) may say more
+    of a row."""
+    rows, kind = [], keys if callable(keys) else record(keys, optional)
+    if not os.path.isfile(path):
         raise InputError(f"{path}: no such file")
     with open(path, encoding="utf-8") as file:
         try:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
-                try:
-                    rows.append(json.loads(line))
-                except json.JSONDecodeError as error:
-                    raise InputError(f"{path}:{number}: not JSON ({error.msg} at column {error.colno})") from None
-                check_row(rows[-1], keys, optional or {}, f"{path}:{number}")
+                where = f"{path}:{number}"
+                row = parse_json(line, where)
+                if fault := kind(row):
+                    raise InputError(f"{where}: {fault.removeprefix('is ')}")
+                rows.append(row)
                 if check:
-                    check(rows[-1], f"{path}:{number}", rows[0])
+                    check(row, where, rows[0])
         except UnicodeDecodeError:
             raise InputError(f"{path}: not UTF-8 text") from None
     if not rows:
@@ -194,14 +236,9 @@ def read_jsonl(path, keys, optional=None, check=None):
 
 def check_row(row, keys, optional, where):
     """InputError, which begins with `where`, unless `row` is a dict with all `keys` and, if at all, `optional` ones,
-    {name: type}."""
-    if not isinstance(row, dict):
-        raise InputError(f"{where}: a {type(row).__name__}, not an object")
-    for key, kind in {**optional, **keys}.items():
-        if key in keys and key not in row:
-            raise InputError(f'{where}: missing "{key}"')
-        if key in row and not isinstance(row[key], kind):
-            raise InputError(f'{where}: "{key}" is a {type(row[key]).__name__}, not a {kind.__name__}')
+    {name: kind} (lib/schema.py)."""
+    if fault := record(keys, optional)(row):
+        raise InputError(f"{where}: {fault.removeprefix('is ')}")
 
 
 def read_text(path):
@@ -212,11 +249,38 @@ def read_text(path):
         raise InputError(f"{path}: cannot be read as UTF-8 text ({one_line(error)})") from None
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# writing: each file beside its name, and renamed when it is whole
+
+def open_file(path, mode, **options):
+    """open() of a regular file that has this one name. Neither a link is followed, symbolic or hard, nor a pipe or a
+    device opened: somebody else may have put it there to have another file written. InputError says so."""
+    def opener(name, flags):
+        descriptor = os.open(name, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0), 0o666)
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode) or about.st_nlink > 1:
+            os.close(descriptor)
+            raise InputError(f"{path}: is a link or no file; this program did not make it, so remove it")
+        return descriptor
+    try:
+        return open(path, mode, opener=opener, **options)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):               # a symbolic link; a pipe
+            raise InputError(f"{path}: is a link or no file; this program did not make it, so remove it") from None
+        raise
+
+
+def new_file(path, mode="wb", **options):
+    """open() of a new file of this name. What had the name before is removed, not written to, be it a link."""
+    pathlib.Path(path).unlink(missing_ok=True)
+    return open_file(path, mode.replace("w", "x"), **options)
+
+
 def write_jsonl(path, rows):
     """Write a whole JSONL file beside its name and rename it."""
     path = pathlib.Path(path)
     partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
+    with new_file(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     partial.rename(path)
@@ -226,41 +290,55 @@ def write_jsonl(path, rows):
 class Rows:
     """A JSONL file that is made row by row; a context manager. Every rank appends lines "NUMBER ROW" to a partial file
     of its own, in any order; a run that was killed finds the rows that are there (`done`: their numbers) and adds the
-    others, on any number of ranks; finish() puts all rows in the order of their numbers."""
+    others, on any number of ranks; finish() puts all rows in the order of their numbers.
+
+    The names of partial files have the run's id (Runtime.run): those of another run, which may have had another seed or
+    other flags, are neither read nor removed."""
 
     def __init__(self, out, runtime):
         self.out = pathlib.Path(out)
-        self.path = self.out.with_name(f"{self.out.name}.{runtime.rank}of{runtime.world_size}.partial")
+        self.name = f"{self.out.name}.{runtime.run}" if runtime.run else self.out.name
+        self.path = self.out.with_name(f"{self.name}.{runtime.rank}of{runtime.world_size}.partial")
         self.done = set(self.find())
+        if others := [path.name for path in self.partial_files(rf"{re.escape(self.out.name)}(\.\w+)?")
+                      if path not in self.parts()]:
+            say(f"{self.out}: partial files of other runs are left alone: {listing(others)}")
         barrier()                                                   # before any rank adds to what all must read alike
 
+    def partial_files(self, name):
+        return [path for path in sorted(self.out.parent.iterdir())
+                if re.fullmatch(name + r"\.\d+of\d+\.partial", path.name)]
+
     def parts(self):
-        return [path for path in self.out.parent.iterdir()
-                if re.fullmatch(re.escape(self.out.name) + r"\.\d+of\d+\.partial", path.name)]
+        return self.partial_files(re.escape(self.name))
 
     def find(self):
         """{number of a row: (file, offset)} of all whole lines, of this run and those before, of all ranks."""
         offsets = {}
         for path in self.parts():
-            with open(path, "rb") as file:
+            with open_file(path, "rb") as file:
                 for line in file:
-                    if line.endswith(b"\n"):
-                        offsets[int(line.split(b" ", 1)[0])] = (path, file.tell() - len(line))
+                    number = re.match(rb"\d{1,18} ", line)
+                    if not line.endswith(b"\n"):
+                        continue
+                    if not number:
+                        raise InputError(f"{path}: no rows of this program in it; remove it")
+                    offsets[int(number[0])] = (path, file.tell() - len(line))
         return offsets
 
     def rows(self):
         """The rows that are `done`, in any order."""
         for number, (path, offset) in self.find().items():
             if number in self.done:
-                with open(path, "rb") as file:
+                with open_file(path, "rb") as file:
                     file.seek(offset)
-                    yield json.loads(file.readline().split(b" ", 1)[1])
+                    yield parse_json(file.readline().split(b" ", 1)[1].decode(errors="replace"), path)
 
     def __enter__(self):
-        with open(self.path, "ab+") as file:                        # without the line that a kill has cut
+        with open_file(self.path, "ab+") as file:                   # without the line that a kill has cut
             file.seek(0)
             file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
-        self.file = open(self.path, "a", encoding="utf-8", errors="backslashreplace")
+        self.file = open_file(self.path, "a", encoding="utf-8", errors="backslashreplace")
         return self
 
     def __exit__(self, *exception):
@@ -278,8 +356,8 @@ class Rows:
             return write_jsonl(failures, failed)
         failures.unlink(missing_ok=True)
         offsets = self.find()
-        files = {path: open(path, "rb") for path, _ in offsets.values()}
-        with open(f"{self.out}.partial", "wb") as whole:
+        files = {path: open_file(path, "rb") for path, _ in offsets.values()}
+        with new_file(f"{self.out}.partial") as whole:
             for number in range(num_rows):
                 path, offset = offsets[number]
                 files[path].seek(offset)
@@ -290,6 +368,18 @@ class Rows:
         for path in self.parts():
             path.unlink()
         say(f"writes {self.out} ({num_rows:,} rows)")
+
+
+def listing(names, most=5):
+    """"a, b and 3 more": the first of some names."""
+    first = ", ".join(sorted(names)[:most])
+    return first if len(names) <= most else f"{first} and {len(names) - most:,} more"
+
+
+def read_rows(path):
+    """The rows of a JSONL file that this program made."""
+    with open(path, encoding="utf-8") as file:
+        return [parse_json(line, f"{path}:{number}") for number, line in enumerate(file, 1)]
 
 
 def map_blocks(out, blocks, work, runtime, unit, together=False):
@@ -316,16 +406,18 @@ def map_blocks(out, blocks, work, runtime, unit, together=False):
             if runtime.rank == 0:
                 rows.finish(starts[-1])
             barrier()
-    with open(out, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    return read_rows(out)
 
 
 def write_json(path, value):
     partial = pathlib.Path(str(path) + ".partial")
-    partial.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8",
-                       errors="backslashreplace")                    # a lone surrogate becomes JSON's own escape
+    with new_file(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(json.dumps(value, indent=1, ensure_ascii=False) + "\n")     # a lone surrogate becomes JSON's escape
     partial.rename(path)
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# outputs: is it there already, whose is it, may it be replaced
 
 def fingerprint(path):
     """What tells an input from another: a file's hash; of a model folder that of all files that decide what the model
@@ -377,15 +469,15 @@ known_fingerprint = functools.cache(fingerprint)                    # from is_do
 
 
 def on_main(decide):
-    """A decorator: what rank 0 returns or raises (InputError), on every rank."""
+    """A decorator: what rank 0 returns or raises (bad input, what the system refuses), on every rank."""
     @functools.wraps(decide)
     def decide_on_main(*arguments, **options):
         decision = None
         if is_main():
             try:
                 decision = decide(*arguments, **options)
-            except InputError as error:
-                decision = error
+            except (InputError, OSError, RecursionError) as error:
+                decision = InputError(error_text(error))
         decision = broadcast(decision)
         if isinstance(decision, InputError):
             raise decision
@@ -400,26 +492,74 @@ def output_record(args, out, inputs, folder):
              "inputs": {str(path): known_fingerprint(path) for path in inputs if path}})
 
 
+def run_id(value):
+    """What is wrong with the id of a run, which stands in names of files; None: nothing."""
+    return None if type(value) is str and re.fullmatch("[0-9a-f]{1,32}", value) else "is no id of a run"
+
+
+ARGS_JSON = record({"args": dict, "inputs": dict}, {"id": run_id, "files": list_of(str), "versions": dict})
+
+
 def without_address(value):
     """The name of a server's model alone: when a run goes on, the same model may answer at another address."""
     return re.sub(r"^(judge:)?https?:/[^#]*", r"\1", value) if isinstance(value, str) else value
 
 
+MAX_OUT_BYTES = 200             # of the last part of --out: names of partial files are longer, 255 is what systems take
+BESIDE = ".args.json", ".costs.json", ".failed.jsonl", ".partial", ".system_prompt.txt"     # of an output file
+
+
+def check_place(out, folder):
+    """InputError where an output of this name cannot be written."""
+    if not folder and not out.name:
+        raise InputError(f"--out {out}: names no file")
+    if len(os.fsencode(out.name)) > MAX_OUT_BYTES:
+        raise InputError(f"--out {out.name[:40]} …: its name is longer than {MAX_OUT_BYTES} bytes")
+    for parent in out.parents:
+        if parent.exists() and not parent.is_dir():
+            raise InputError(f"--out {out}: {parent} is no folder")
+    if out.exists() and out.is_dir() != bool(folder):
+        raise InputError(f"{out}: is {'a folder' if out.is_dir() else 'no folder'}; choose another --out")
+
+
+def check_inputs(out, inputs, folder):
+    """InputError where an input is the output, stands below an output folder, or is one of the files that are written
+    beside an output file. Names are compared by what they lead to: links and other spellings are the same file."""
+    written = [out] if folder else [out, f"{out}.images", f"{out.with_suffix('')}.rejected.jsonl",
+                                    *(f"{out}{ending}" for ending in BESIDE)]
+    written = {name: os.stat(name) for name in written if os.path.exists(name)}
+    for name in filter(None, inputs):
+        if not os.path.exists(name):
+            continue                                                # of a hub, a server or a program
+        path = pathlib.Path(os.path.realpath(name))
+        for place in (path, *path.parents):
+            about = os.stat(place)
+            for own, own_about in written.items():
+                if not os.path.samestat(about, own_about):
+                    continue
+                if place == path and own == out:
+                    raise InputError(f"{out}: is an input of this command; choose another --out")
+                raise InputError(f"{name}: is an input of this command and {'below' if place != path else 'beside'} "
+                                 f"--out {out}, which may replace it; choose another --out")
+
+
 @on_main
 def is_done(args, out, inputs, folder=False):
     """True if the same command (arguments and inputs) already made this output; InputError if another command did,
-    unless args.overwrite. Writes nothing, so that a stage can ask before it loads models."""
+    unless args.overwrite, or if an input would be written to. Writes nothing, so that a stage can ask before it loads
+    models."""
     known_fingerprint.cache_clear()
     out = pathlib.Path(out)
+    check_place(out, folder)
+    check_inputs(out, inputs, folder)
     path, record = output_record(args, out, inputs, folder)
-    if any(name and os.path.exists(name) and os.path.realpath(name) == os.path.realpath(out) for name in inputs):
-        raise InputError(f"{out}: is an input of this command; choose another --out")
+    is_there = out.exists() and (not folder or any(out.iterdir()))
+    before = read_json(path, ARGS_JSON) if path.exists() else None
     if args.overwrite:
-        if folder and out.exists() and not path.exists() and any(out.iterdir()):
-            raise InputError(f"{out}: not made by this program (no args.json), so --overwrite does not delete it")
+        if is_there and before is None:
+            raise InputError(f"{out}: not made by this program (no {path.name}), so --overwrite does not delete it")
         return False
-    if path.exists():
-        before = json.loads(path.read_text())
+    if before:
         for kind in ("args", "inputs"):
             both = [{without_address(key): value for key, value in r[kind].items()} for r in (before, record)]
             for key in {**both[0], **both[1]}:
@@ -432,30 +572,77 @@ def is_done(args, out, inputs, folder=False):
         if (out / "COMPLETED" if folder else out).exists():
             say(f"{out}: done already by the same command")
             return True
-    elif out.exists() and (not folder or any(out.iterdir())):
+    elif is_there:
         raise InputError(f"{out}: exists and was not made by this command; choose another --out")
     return False
 
 
 @on_main
-def begin_output(args, out, inputs, folder=False):
-    """Keep arguments, versions and an id of this run in `out`/args.json (or `out`.args.json). What an interrupted run
-    of the same command left is kept, what another made goes (args.overwrite)."""
-    out = pathlib.Path(out)
+def begin_output(args, out, inputs, files=None):
+    """Keep arguments, versions and an id of this run in `out`/args.json (or `out`.args.json); returns the id. What an
+    interrupted run of the same command left is kept, what another made goes (args.overwrite).
+
+    files: patterns of the names of all files that the stage writes into the folder `out` ("scored/*.jsonl"), which
+    args.json keeps: a later --overwrite removes these and nothing else. None: `out` is one file."""
+    out, folder = pathlib.Path(out), files is not None
     path, record = output_record(args, out, inputs, folder)
-    if args.overwrite and folder:
-        shutil.rmtree(out, ignore_errors=True)
-    elif args.overwrite:
-        for old in (out, path, pathlib.Path(f"{out}.costs.json"), *out.parent.glob(out.name + ".*.partial")):
-            old.unlink(missing_ok=True)
     if path.exists():
-        say(f"{out}: continues an interrupted run")
-        return
+        before = read_json(path, ARGS_JSON)
+        if not args.overwrite:
+            say(f"{out}: continues an interrupted run")
+            return before.get("id", "")
+        if folder:
+            remove_listed(out, before.get("files", files))
+        else:
+            remove_file(out, path, before.get("id"))
     (out if folder else out.parent).mkdir(parents=True, exist_ok=True)
     versions = {"python": platform.python_version(), "torch": torch.__version__,
                 "transformers": importlib.metadata.version("transformers")}
-    write_json(path, {**record, "versions": versions, "id": uuid.uuid4().hex[:6]})
+    number = uuid.uuid4().hex[:6]
+    write_json(path, {**record, "versions": versions, "id": number} | ({"files": list(files)} if folder else {}))
     say("arguments: " + ", ".join(f"{k}={v}" for k, v in record["args"].items()))
+    return number
+
+
+def remove_file(out, args_json, number):
+    """Remove an output file and what its run, of this id, left beside it, args.json at last."""
+    own = [out, *(pathlib.Path(f"{out}{ending}") for ending in (".costs.json", ".failed.jsonl"))]
+    if number:
+        own += [path for path in out.parent.iterdir()
+                if path.name.startswith(f"{out.name}.{number}.") and path.name.endswith(".partial")]
+    for path in (*own, args_json):
+        path.unlink(missing_ok=True)
+
+
+def remove_listed(folder, patterns):
+    """Remove the files of a folder whose names match one of the `patterns`, and its folders that are empty then. Says
+    what stays at its top. No link is followed. COMPLETED goes first and args.json last, so that a kill in between
+    leaves an output that is not complete, and that is known for one of this program."""
+    always = "args.json", "costs.json", "COMPLETED"
+    patterns = [name.split("/") for pattern in (*patterns, *always)
+                for name in (pattern, f"{pattern}.partial", f"{pattern}.*.partial")]
+    files, folders = [], []
+    for place, folder_names, names in os.walk(folder, topdown=False):
+        for name in (*names, *folder_names):
+            path = pathlib.Path(place, name)
+            parts = path.relative_to(folder).parts
+            if path.is_dir() and not path.is_symlink():
+                if any(matches(parts, pattern[:len(parts)]) for pattern in patterns if len(pattern) > len(parts)):
+                    folders.append(path)
+            elif any(matches(parts, pattern) for pattern in patterns):
+                files.append(path)
+    for path in sorted(files, key=lambda path: (path.name == "args.json", path.name != "COMPLETED")):
+        path.unlink()
+    for path in folders:
+        if not any(path.iterdir()):
+            path.rmdir()
+    if others := os.listdir(folder):
+        say(f"{folder}: what no run listed as its own stays there: {listing(others)}")
+
+
+def matches(parts, pattern):
+    """Whether the parts of a path match those of a pattern."""
+    return len(parts) == len(pattern) and all(map(fnmatch.fnmatchcase, parts, pattern))
 
 
 def reduce_sums(values, device):

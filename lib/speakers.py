@@ -4,7 +4,6 @@ import base64
 import collections
 import functools
 import itertools
-import json
 import math
 import pathlib
 import sys
@@ -12,7 +11,7 @@ import sys
 from lib.engine import Engine, uniforms
 from lib.folders import render_chat
 from lib.models import encode, is_server, load_model, stop_ids
-from lib.runtime import barrier, gather, InputError, Rows, say
+from lib.runtime import barrier, gather, InputError, read_rows, Rows, say
 from lib.servers import empty_fault, open_server, Reply, ReplyError, server_reply, server_seed, strip_thoughts
 from lib.vision import load_vision, vision_reply
 
@@ -160,8 +159,7 @@ def served_candidates(out, rows, tokenizer, args, runtime, works):
                     args=args), mine, in_flight))
         say(server_line(args.sampler, sum(gather(speaker.server.counts), collections.Counter())))
         failed.finish(lines, len(rows), runtime)
-    with open(out, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    return read_rows(out)
 
 
 async def sample_served(numbered, speaker, gate, lines, failed, progress, args):

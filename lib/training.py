@@ -11,7 +11,21 @@ import torch
 
 from lib.adapters import adapter_parameters
 from lib.models import save_model, whole_tensor
-from lib.runtime import barrier, InputError, is_main, peak_memory_mb, reduce_sums, say, trim_memory
+from lib.runtime import (
+    barrier,
+    check_row,
+    InputError,
+    is_main,
+    listing,
+    new_file,
+    on_main,
+    open_file,
+    parse_json,
+    peak_memory_mb,
+    reduce_sums,
+    say,
+    trim_memory,
+)
 from lib.servers import said
 from lib.statistics import average_ranks
 from lib.tables import aligned
@@ -123,10 +137,21 @@ def kind_lines(domain, rows, pairs):
          str(own["chosen"]), str(own["rejected"])] for (known, kind), own in sorted(found.items())])
 
 
-def optimizer_step(model, optimizer, sums, step, num_steps, args, runtime):
-    """One update; returns the batch's numbers for the log: `sums` over all ranks, learning rate and gradient norm."""
+# number: from 0; total: of the whole run; task_ids: of the examples of the step's batch
+Step = collections.namedtuple("Step", "number total task_ids")
+
+
+def optimizer_step(model, optimizer, sums, step, args, runtime):
+    """One update; returns the batch's numbers for the log: `sums` over all ranks, learning rate and gradient norm.
+    InputError on all ranks, before anything is updated, where the loss or the norm is not finite."""
     grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).full_tensor().item()
-    lr = learning_rate(step, num_steps, args.lr, args.warmup_frac, args.final_lr_frac)
+    numbers = dict(zip(sums, reduce_sums(list(sums.values()), runtime.device)))
+    if not (math.isfinite(numbers["loss"]) and math.isfinite(grad_norm)):
+        raise InputError(f"{args.out}: step {step.number + 1} of {step.total}: the loss is {numbers['loss']:g} and the "
+                         f"norm of its gradient {grad_norm:g}, in a batch of these tasks: "
+                         f"{listing(set(step.task_ids), 20)}. The step is not taken and no model is written; lower "
+                         "--lr or --beta, or look at these tasks")
+    lr = learning_rate(step.number, step.total, args.lr, args.warmup_frac, args.final_lr_frac)
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):                   # AdamW8bit, whose step is compiled
             group["lr"].fill_(lr)
@@ -134,13 +159,26 @@ def optimizer_step(model, optimizer, sums, step, num_steps, args, runtime):
             group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return {**dict(zip(sums, reduce_sums(list(sums.values()), runtime.device))), "lr": lr, "gnorm": grad_norm}
+    return {**numbers, "lr": lr, "gnorm": grad_norm}
+
+
+def check_weights(model, out):
+    """InputError on all ranks where a weight is not finite: the last step can have made it so, after its loss."""
+    broken = torch.zeros((), dtype=torch.float64)
+    for parameter in model.parameters():
+        shard = parameter.detach()
+        shard = shard.to_local() if hasattr(shard, "to_local") else shard
+        broken += int(not torch.isfinite(shard).all())
+    [number] = reduce_sums([broken.item()], next(model.parameters()).device)
+    if number:
+        raise InputError(f"{out}: {number:.0f} tensors of the trained model have numbers that are not finite; no model "
+                         "is written: lower --lr")
 
 
 class Checkpoints:
     """What a run needs to go on, in `folder`/states/STEP: the shards of model and optimiser by
     torch.distributed.checkpoint, the last two that are whole; read again on any number of ranks. Order, schedule and
-    seeds follow from the step and the arguments."""
+    seeds follow from the step and the arguments. lib/states.py says what is safe about reading them."""
 
     def __init__(self, folder, model, optimizer):
         self.folder, self.model, self.optimizer = pathlib.Path(folder) / "states", model, optimizer
@@ -148,7 +186,10 @@ class Checkpoints:
 
     def whole(self):
         """Steps of the states that are whole: .metadata is written last."""
-        return sorted(int(path.parent.name) for path in self.folder.glob("*/.metadata"))
+        if self.folder.is_symlink():
+            raise InputError(f"{self.folder}: is a link; this program did not make it, so remove it")
+        return sorted(int(path.parent.name) for path in self.folder.glob("*/.metadata")
+                      if re.fullmatch("[0-9]{1,15}", path.parent.name) and not path.parent.is_symlink())
 
     def state(self):
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -165,6 +206,9 @@ class Checkpoints:
         """Save the state after `step` steps; on a GPU it is copied now and written while the training goes on."""
         from torch.distributed import checkpoint as dcp
         self.wait()
+        if is_main():
+            remove_folder(self.folder / str(step))                  # of a kill, or with links in it
+        barrier()
         if torch.cuda.is_available():
             # by the default group's gloo, which nothing else uses while the training goes on
             self.saving = dcp.async_save(self.state(), checkpoint_id=self.folder / str(step))
@@ -182,23 +226,58 @@ class Checkpoints:
 
     def load(self):
         """Load the last whole state, cut metrics.jsonl back to it, and return its step (0: a new run)."""
-        from torch.distributed import checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import set_state_dict, StateDictOptions
+
+        from lib.states import load_state  # here, because it imports torch.distributed.checkpoint
         step = max(self.whole(), default=0)
         barrier()
         if step:
             state = self.state()
-            dcp.load(state, checkpoint_id=self.folder / str(step))
+            load_state(state, self.folder / str(step))
             set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
                            optim_state_dict=state["optimizer"], options=StateDictOptions(strict=not self.frozen()))
             say(f"continues at step {step}")
-        metrics = self.folder.parent / "metrics.jsonl"
-        if is_main() and metrics.exists():
-            kept = [line for line in metrics.read_text().splitlines(True)
-                    if line.endswith("\n") and json.loads(line)["step"] <= step]
-            metrics.write_text("".join(kept))
-        barrier()
+        cut_metrics(self.folder.parent / "metrics.jsonl", step)
         return step
+
+
+def remove_folder(path):
+    """Remove a folder with all that is in it; of a link the link alone."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+@on_main
+def cut_metrics(path, step):
+    """Cut metrics.jsonl back to the rows up to `step`."""
+    if not path.exists():
+        return
+    with open_file(path, "r", encoding="utf-8") as file:
+        lines = [line for line in file.read().splitlines(True) if line.endswith("\n")]
+    partial = path.with_name(path.name + ".partial")
+    with new_file(partial, "w", encoding="utf-8") as file:
+        for number, line in enumerate(lines, 1):
+            row, where = parse_json(line, f"{path}:{number}"), f"{path}:{number}"
+            check_row(row, {"step": int}, {}, where)
+            if row["step"] <= step:
+                file.write(line)
+    partial.rename(path)
+
+
+# What 03 and 04 write into their folders: --overwrite removes these and nothing else (runtime.begin_output)
+FILES = [
+    "metrics.jsonl", "critic.json", "agent.json", "turn_head.pt", "ref.pt", "ref", "states/*/*", "initial/*/*",
+    *(f"{name}.jsonl{ending}" for name in ("candidates", "scored", "pairs", "credit")
+      for ending in ("", ".failed.jsonl")),
+    # a model in the form of Hugging Face or PEFT, in the end and while it is written
+    *(f"{folder}{name}" for folder in ("", "model.partial/") for name in (
+        "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
+        "adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer*.json", "tokenizer.model",
+        "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.spm", "*.bpe.model",
+        "spiece.model", "*.tiktoken", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
+        "processor_config.json", "video_preprocessor_config.json"))]
 
 
 class StepLog:
@@ -208,7 +287,7 @@ class StepLog:
         self.path = pathlib.Path(args.out) / "metrics.jsonl"
         self.first_step, self.num_steps, self.every = first_step, num_steps, args.log_every
         kept = self.path.read_text().splitlines() if self.path.exists() else []
-        self.track = Track(args, map(json.loads, kept))
+        self.track = Track(args, (parse_json(line, self.path) for line in kept))
         self.begin = self.last = time.perf_counter()
         self.tokens = self.total_tokens = 0
 
@@ -227,7 +306,7 @@ class StepLog:
         if is_main():
             row = {"step": step, **numbers, "tokens_per_s": speed, "peak_memory_mb": peak_memory_mb(),
                    "seconds": now - self.begin}
-            with open(self.path, "a", encoding="utf-8") as file:
+            with open_file(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             self.track.log(**row)
         self.last, self.tokens = now, 0
@@ -250,11 +329,13 @@ def finish_training(args, model, tokenizer):
     """Write the trained model (and a critic's head beside it) into args.out, remove what only a resumed run needs, and
     mark the folder as complete."""
     folder = pathlib.Path(args.out)
+    check_weights(model, folder)
     save_model(folder, model, tokenizer, args.merge)
     if hasattr(model, "turn_head"):
         # not as safetensors: what serves the folder as a plain model would take it for a part of the model
         head = {name: whole_tensor(tensor.detach()).cpu() for name, tensor in model.turn_head.named_parameters()}
         if is_main():
+            (folder / "turn_head.pt").unlink(missing_ok=True)        # torch.save would follow a link
             torch.save(head, folder / "turn_head.pt")
     if is_main():
         for name in ("states", "initial"):

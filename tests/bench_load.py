@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
 from colbench import backend  # noqa: E402
 from colbench.scorer import Scorer  # noqa: E402
-from conftest import stage  # noqa: E402
+from conftest import Partial, stage  # noqa: E402
 from lib.runtime import Rows, Runtime, write_jsonl  # noqa: E402
 from lib.servers import open_server, server_reply  # noqa: E402
 from lib.speakers import run_concurrently  # noqa: E402
@@ -143,7 +143,7 @@ def play(folder, tasks, url, args):
         kill_at = args.dialogues * (kill + 1) // (args.kills + 1) if kill < args.kills else float("inf")
         with open(folder / "log", "w") as log:
             process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=subprocess.STDOUT)
-            starts.append(watch(process, folder / "out.jsonl.0of1.partial", kill_at))
+            starts.append(watch(process, Partial(out), kill_at))
             process.wait()
     assert process.returncode == 0, (folder / "log").read_text()
     return starts, cpu_s() - begin_cpu_s, time.perf_counter() - begin

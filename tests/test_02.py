@@ -10,7 +10,7 @@ import pytest
 
 import common
 from colbench import backend
-from conftest import begin, rank_environments, read, refused, stage, succeed, wait
+from conftest import begin, Partial, rank_environments, read, refused, stage, succeed, wait
 from lib.engine import Engine
 from lib.models import load_tokenizer, stop_ids
 from lib.servers import Reply
@@ -157,7 +157,7 @@ def test_killed_and_resumed_equals_uninterrupted(workspace, tmp_path):
     small = ["--tasks", workspace / "tasks.jsonl", "--agent", "models/tiny", "--max-rounds", 5, "--samples", 2, "--out"]
     succeed("02_rollout.py", *small, tmp_path / "whole", "--concurrency", 20)
     for ranks in (1, 2):
-        partial = tmp_path / f"killed.0of{ranks}.partial"
+        partial = Partial(tmp_path / "killed", 0, ranks)
         pids = [begin("02_rollout.py", *small, tmp_path / "killed", "--concurrency", 4, folder=tmp_path, rank=rank,
                       environment=environment)
                 for rank, environment in enumerate(rank_environments(ranks) if ranks > 1 else [{}])]
@@ -170,7 +170,7 @@ def test_killed_and_resumed_equals_uninterrupted(workspace, tmp_path):
         assert partial.exists() and not (tmp_path / "killed").exists()
     with open(partial, "a") as file:
         file.write('7 {"task_id": "cut')
-    lines = [line for path in tmp_path.glob("killed.*of*.partial") for line in path.read_text().split("\n")[:-1]]
+    lines = [line for path in tmp_path.glob("killed.*.*of*.partial") for line in path.read_text().split("\n")[:-1]]
     rows = {int(line.split(" ")[0]): json.loads(line.split(" ", 1)[1]) for line in lines}
     assert 1 < len(rows) == len(lines) < 80
     printed = succeed("02_rollout.py", *small, tmp_path / "killed", "--concurrency", 9)        # it is no other command

@@ -13,7 +13,7 @@ from test_report import CURVES, drawn, point
 import common
 from colbench import backend
 from colbench.scorer import Scorer
-from conftest import read, refused, ROOT, run, stage, succeed
+from conftest import Partial, read, refused, ROOT, run, stage, succeed
 from lib import statistics, tables
 from lib.costs import compare_costs, COST_KEYS, cost_lines, method_costs, total_costs
 from lib.models import encode
@@ -248,11 +248,11 @@ def test_logged_rewards_are_not_trusted(tmp_path):
 
 
 def test_an_answer_runs_once_and_a_turn_is_judged_once(tmp_path, monkeypatch, critic):
-    asked, run_all, kind_of = [], Scorer.results, backend.turn_kind
+    asked, run_all, kinds_of = [], Scorer.results, backend.turn_kinds
     monkeypatch.setattr(Scorer, "results", lambda scorer, children, key, answer: (
         asked.append(answer), run_all(scorer, children, key, answer))[1])
-    monkeypatch.setattr(backend, "turn_kind", lambda task, history, message: (
-        asked.append(message), kind_of(task, history, message))[1])
+    monkeypatch.setattr(backend, "turn_kinds", lambda task, history: (
+        asked.extend(turn["content"] for turn in history if turn["role"] == "assistant"), kinds_of(task, history))[1])
     answers = ["def f(n): return n", "def f(n): return 0"]
     path = write(tmp_path / "a.jsonl", [trajectory(answer, answer) for answer in answers])
     evaluate.main([f"a={path}", "--critic", str(critic), "--out", str(tmp_path / "report")])
@@ -590,9 +590,9 @@ def test_branches_go_on_where_they_were_interrupted(branches, tmp_path):
     whole, flags = branches
     lines = whole.read_text().splitlines(True)
     there = [1, 0, *range(3, 40), 71]
-    (tmp_path / "b.jsonl.0of1.partial").write_text("".join(f"{n} {lines[n]}" for n in there) + '50 {"cut')
     note = json.loads(whole.with_name("branches.jsonl.args.json").read_text())
     (tmp_path / "b.jsonl.args.json").write_text(json.dumps(note))
+    Partial(tmp_path / "b.jsonl").write_text("".join(f"{n} {lines[n]}" for n in there) + '50 {"cut')
     assert "40 of 72 dialogues are there already" in succeed("02_rollout.py", *flags, "--out", tmp_path / "b.jsonl")
     again = (tmp_path / "b.jsonl").read_text().splitlines(True)
     assert all(again[n] == lines[n] for n in there) and len(again) == 72

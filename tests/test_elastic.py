@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from conftest import begin, read, ROOT, succeed, wait
+from conftest import begin, Partial, read, ROOT, succeed, wait
 from lib.runtime import new_store
 
 BASE = ROOT / "models" / "tiny"
@@ -80,8 +80,8 @@ def test_a_policy_whose_ranks_are_killed_in_each_phase(workspace, critic, tmp_pa
     candidates, scored = out / "candidates.jsonl", out / "scored.jsonl"
     printed = run_with_kills(
         "04_train_policy.py", [*arguments, out], tmp_path,
-        (1, lambda: num_lines(pathlib.Path(f"{candidates}.1of2.partial")) and not candidates.exists()),
-        (0, lambda: num_lines(pathlib.Path(f"{scored}.0of2.partial")) and not scored.exists()),
+        (1, lambda: num_lines(Partial(candidates, 1, 2)) and not candidates.exists()),
+        (0, lambda: num_lines(Partial(scored, 0, 2)) and not scored.exists()),
         (1, lambda: 3 <= num_lines(out / "metrics.jsonl") < 8))
     assert "continues at step" in printed and files(out) == files(tmp_path / "whole")
 
@@ -94,7 +94,7 @@ def test_a_rollout_whose_rank_is_killed(workspace, tmp_path):
     (tmp_path / "out").mkdir()
     out = tmp_path / "out" / "rows.jsonl"
     run_with_kills("02_rollout.py", [*arguments, out], tmp_path,
-                   (1, lambda: num_lines(pathlib.Path(f"{out}.1of2.partial")) >= 3 and not out.exists()))
+                   (1, lambda: num_lines(Partial(out, 1, 2)) >= 3 and not out.exists()))
     rows, others = read(out), read(tmp_path / "whole" / "rows.jsonl")
     assert [(row["task_id"], row["sample"]) for row in rows] == [(row["task_id"], row["sample"]) for row in others]
     # Other dialogues share a batch after the kill, and its last digits can decide a token.

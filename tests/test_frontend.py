@@ -11,7 +11,7 @@ import pytest
 import common
 from colbench import backend, frontend
 from colbench.similarity import PageScorer
-from conftest import begin, read, refused, stage, succeed, wait
+from conftest import begin, Partial, read, refused, stage, succeed, wait
 
 BASE = "models/tiny_pages"
 PLAY = ["--similarity", "pixels", "--max-rounds", 3, "--max-new-tokens", 220]
@@ -65,7 +65,7 @@ def test_killed_in_the_middle_it_goes_on(pages, tmp_path):
     flags = ["--tasks", pages / "tasks.jsonl", "--agent", BASE, "--samples", 3, *PLAY, "--concurrency", 2, "--out",
              tmp_path / "o.jsonl"]
     pid = begin("02_rollout.py", *flags, folder=tmp_path)
-    partial = tmp_path / "o.jsonl.0of1.partial"
+    partial = Partial(tmp_path / "o.jsonl")
     while not partial.exists() or partial.read_text().count("\n") < 3:
         time.sleep(0.05)
     os.kill(pid, signal.SIGKILL)

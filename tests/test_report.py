@@ -17,7 +17,7 @@ from html.parser import HTMLParser
 import pytest
 
 from colbench import backend
-from conftest import read, stage
+from conftest import read, refused, stage
 from lib import plots, report
 from lib.credit import agreement, credit_of, credit_summary, measure_turns, read_states
 from lib.plots import curve_svg, report_plots, smoothed, training_svg
@@ -391,6 +391,15 @@ FIELDS = [
     ("extra", {"image": SECRET})]
 
 
+# Of another type than the field has in a file of trajectories, or no name: no page is made of these.
+REFUSED = {
+    ("image", "5"), ("image", str([SECRET])), ("render_fault", str(nested(200))), ("task_id", "x" * 10 ** 6),
+    ("sample", str(10 ** 30)),
+    *(("dialogue_history.2.tool", str(value)) for value in (HOSTILE, {"a": [1]}, nested(200))),
+    ("dialogue_history.2.render_fault", str(10 ** 400)), ("dialogue_history.1.truncated", str({"a": "b"})),
+    ("dialogue_history.2.role", HOSTILE)}
+
+
 @pytest.mark.parametrize("where, value", FIELDS, ids=[f"{where}-{number}" for number, (where, _) in enumerate(FIELDS)])
 def test_05_makes_a_page_of_hostile_fields(tmp_path, monkeypatch, where, value):
     async def score(self, pairs, explain=False):
@@ -400,6 +409,11 @@ def test_05_makes_a_page_of_hostile_fields(tmp_path, monkeypatch, where, value):
     secret = str(picture(tmp_path / "secret.png"))
     text = json.dumps(hostile_row(where, value)).replace(SECRET, secret)
     (tmp_path / "a.jsonl").write_text(text + "\n" + text + "\n")
+    if (where, str(value)) in REFUSED:                               # where files are read (common.TRAJECTORY)
+        line = refused(5, f"a={tmp_path / 'a.jsonl'}", "--out", tmp_path / "out")
+        assert line.startswith(f"{tmp_path / 'a.jsonl'}:1: ") and where.rpartition(".")[2] in line
+        assert not (tmp_path / "out").exists()
+        return
     stage(5).main([f"a={tmp_path / 'a.jsonl'}", "--out", str(tmp_path / "out")])
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     found = Reader(page)

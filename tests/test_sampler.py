@@ -12,7 +12,7 @@ import time
 import pytest
 
 import common
-from conftest import begin, read, refused, ROOT, run, serving, stage, succeed, wait
+from conftest import begin, Partial, read, refused, ROOT, run, serving, stage, succeed, wait
 from lib import servers, speakers
 from lib.models import encode, stop_ids
 from lib.runtime import InputError
@@ -108,7 +108,7 @@ def test_killed_it_goes_on_by_states(few, greedy, tmp_path, clean, serve):
     first, out = serve("--model", BASE, "--delay-s", 0.1), tmp_path / "out"
     arguments = flags(few, out, "--temperature", 0, "--concurrency", 3, "--sampler")
     pid = begin("04_train_policy.py", *arguments, f"{first['url']}#model", folder=tmp_path)
-    partial = out / "candidates.jsonl.0of1.partial"
+    partial = Partial(out / "candidates.jsonl")
     while not (partial.exists() and len(partial.read_bytes().splitlines()) > 3):
         time.sleep(0.01)
     os.kill(pid, signal.SIGKILL)
@@ -212,7 +212,7 @@ def test_best_of_n_of_a_server_goes_on_after_a_kill(workspace, tmp_path, serve, 
                  "--max-rounds", 2, "--max-new-tokens", 30, "--best-of", 3, "--critic", critic, "--concurrency", 2,
                  "--out", tmp_path / "out"]
     pid = begin("02_rollout.py", *arguments, folder=tmp_path)
-    partial = tmp_path / "out.0of1.partial"
+    partial = Partial(tmp_path / "out")
     while not (partial.exists() and partial.read_bytes().count(b"\n") > 1):
         time.sleep(0.01)
     os.kill(pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ import pytest
 
 import common
 from colbench import backend, task_id
-from conftest import begin, read, refused, stage, succeed, wait
+from conftest import begin, Partial, read, refused, stage, succeed, wait
 from lib.models import load_tokenizer
 from lib.runtime import InputError
 from lib.servers import open_server, read_reply, Reply, ReplyError, server_reply, server_request, strip_thoughts
@@ -121,7 +121,7 @@ def test_a_server_that_dies_in_the_middle_and_comes_back(tasks, tmp_path, serve)
                  tmp_path / "out"]
     line = refused(2, *arguments)
     assert "no connection" in line and "run the same command again" in line and not (tmp_path / "out").exists()
-    finished = [int(row.split(" ")[0]) for row in (tmp_path / "out.0of1.partial").read_text().splitlines()]
+    finished = [int(row.split(" ")[0]) for row in Partial(tmp_path / "out").read_text().splitlines()]
     assert 2 <= len(finished) <= 5
     paid = json.loads((tmp_path / "out.costs.json").read_text())["server_prompt_tokens"]
     assert 10 * 13 <= paid <= 10 * 15                              # a reply may have been under way
@@ -147,7 +147,7 @@ def test_killed_in_the_middle_repeats_nothing(tasks, tmp_path, serve):
     arguments = ["--tasks", tasks, "--agent", f"{server['url']}#asker", *RULES, "--samples", 3, "--concurrency", 3,
                  "--out",
                  tmp_path / "out"]
-    partial = tmp_path / "out.0of1.partial"
+    partial = Partial(tmp_path / "out")
     pid = begin("02_rollout.py", *arguments, folder=tmp_path)
     while not (partial.exists() and len(partial.read_bytes().splitlines()) > 4):
         time.sleep(0.01)

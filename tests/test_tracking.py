@@ -60,7 +60,7 @@ def test_a_training_that_was_killed_continues_its_curve(workspace, tmp_path, tra
     original = training.optimizer_step
 
     def die(model, optimizer, sums, step, *rest):
-        if step == 3:
+        if step.number == 3:
             raise KeyboardInterrupt
         return original(model, optimizer, sums, step, *rest)
     monkeypatch.setattr(training, "optimizer_step", die)

@@ -1,0 +1,185 @@
+"""Kinds of JSON values: what a file of somebody else may hold where this program uses it.
+
+A kind is one of Python's types str, bool, int, float, list, dict, or None, or a function that takes a value and says
+what is wrong with it (None: nothing). The functions below make such functions of other kinds:
+
+    TURN = record({"role": one_of("user", "assistant"), "content": str}, {"output_ids": list_of(whole(0))})
+    TURN({"role": "user", "content": 1})        '"content" is a int, not a str'
+
+`int` is a whole number of 64 bits, `float` a finite number, whole or not; true and false are neither.
+colbench/ and lib/ import nothing of each other, so that each has this file; tests/test_hardening.py compares them."""
+
+MAX_WORD = 2 ** 63
+MAX_NUMBER = 1e300
+MAX_NAME = 1000                 # characters of what names a file, a model or a task
+MAX_DEPTH = 100                 # of values in each other that no kind describes: they are kept and written again
+NESTED = list, dict
+PLAIN = str, bool, dict, list
+
+
+def checker(kind):
+    """The function of a kind."""
+    if kind is int:
+        return whole(-MAX_WORD, MAX_WORD - 1)
+    if kind is float:
+        return number(-MAX_NUMBER, MAX_NUMBER)
+    if kind is None:
+        return lambda value: None if value is None else f"is {shown(value)}, not null"
+    if isinstance(kind, type):
+        return lambda value: None if type(value) is kind else f"is a {type(value).__name__}, not a {kind.__name__}"
+    return kind
+
+
+def whole(low, high=MAX_WORD - 1):
+    """A whole number from `low` to `high`."""
+    def check(value):
+        if type(value) is not int:
+            return f"is a {type(value).__name__}, not a int"
+        return None if low <= value <= high else f"is {shown(value)}, not from {low} to {high}"
+    return check
+
+
+def number(low, high):
+    """A number from `low` to `high`; never NaN or infinite."""
+    def check(value):
+        if type(value) not in (int, float):
+            return f"is a {type(value).__name__}, not a number"
+        return None if low <= value <= high else f"is {shown(value)}, not a finite number from {low:g} to {high:g}"
+    return check
+
+
+def short_text(value):
+    """A text that can name a file, a model or a task: UTF-8 that is not empty and not long."""
+    if type(value) is not str:
+        return f"is a {type(value).__name__}, not a str"
+    if not value or len(value) > MAX_NAME:
+        return f"is a text of {len(value):,} characters, not of 1 to {MAX_NAME:,}"
+    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+        return "is no UTF-8 text"
+    return "is a text with a null character" if "\0" in value else None
+
+
+def label(value):
+    """A text that is not empty and not long, and names something, but no file."""
+    if type(value) is not str:
+        return f"is a {type(value).__name__}, not a str"
+    return None if 0 < len(value) <= MAX_NAME else f"is a text of {len(value):,} characters, not of 1 to {MAX_NAME:,}"
+
+
+def scalar(value):
+    """A value that can be a key: neither a list nor an object."""
+    return f"is a {type(value).__name__}, not a str" if type(value) in NESTED else None
+
+
+def one_of(*values):
+    """One of some texts."""
+    def check(value):
+        if type(value) is str and value in values:
+            return None
+        return f"is {shown(value)}, not {' or '.join(map(repr, values))}"
+    return check
+
+
+def nullable(kind):
+    """null, or a value of this kind."""
+    check = checker(kind)
+    return lambda value: None if value is None else check(value)
+
+
+def list_of(kind, least=0):
+    """A list of at least so many values of this kind."""
+    check = checker(kind)
+
+    def check_list(value):
+        if type(value) is not list:
+            return f"is a {type(value).__name__}, not a list"
+        if len(value) < least:
+            return f"is a list of {len(value)}, not of {least} or more"
+        if kind is str and set(map(type, value)) <= {str}:
+            return None
+        for index, item in enumerate(value):
+            if fault := check(item):
+                return f"item {index} {fault}" if fault.startswith("is ") else f"item {index}: {fault}"
+    return check_list
+
+
+def token_ids(value):
+    """A list of one or more token ids; a tokenizer says which of them it has."""
+    if type(value) is list and set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 2 ** 31:
+        return None
+    return f"is {shown(value)}, not a list of token ids: whole numbers from 0 up, one at least"
+
+
+def table_of(kind):
+    """An object with any names, whose values are all of this kind."""
+    check = checker(kind)
+
+    def check_table(value):
+        if type(value) is not dict:
+            return f"is a {type(value).__name__}, not a dict"
+        for key, item in value.items():
+            if fault := check(item):
+                return located(key, fault)
+    return check_table
+
+
+def record(needed, optional=None):
+    """An object with the names of `needed` and, if at all, of `optional`, {name: kind}; other names may be there, with
+    values that are not nested too deeply."""
+    kinds = {**(optional or {}), **needed}
+    plans = {}                                                      # {the names of an object: what is asked of each}
+
+    def plan_of(names):
+        """[(name, the type that needs no further check, the check)] of an object with these names."""
+        plan = []
+        for key in names:
+            kind = kinds.get(key, further)
+            plan.append((key, kind if kind in PLAIN else str if kind is further else object, checker(kind)))
+        return plan
+
+    def check_record(value):
+        if type(value) is not dict:
+            return f"is a {type(value).__name__}, not an object"
+        names = tuple(value)
+        plan = plans.get(names)                                     # nearly all rows of a file have the same names
+        if plan is None:
+            for key in needed:
+                if key not in value:
+                    return f'missing "{key}"'
+            plan = plan_of(names)
+            if len(plans) < 1000:
+                plans[names] = plan
+        for (key, kind, check), item in zip(plan, value.values()):
+            if type(item) is not kind and (fault := check(item)):
+                return located(key, fault)
+    return check_record
+
+
+def further(value):
+    """A value that no kind describes."""
+    if type(value) in NESTED and is_deeper(value, MAX_DEPTH):
+        return f"is nested deeper than {MAX_DEPTH}"
+
+
+def is_deeper(value, limit):
+    """Whether lists and objects stand in each other more than `limit` deep; looks at one level after the other."""
+    level = [value]
+    for _ in range(limit):
+        level = [item for parent in level for item in (parent.values() if type(parent) is dict else parent)
+                 if type(item) in NESTED]
+    return bool(level)
+
+
+def located(key, fault):
+    """The fault of the value of a name: "sample" is …, or, of what is inside of it, test_cases: "test1" is …"""
+    key = key[:80]
+    return f'"{key}" {fault}' if fault.startswith("is ") else f"{key}: {fault}"
+
+
+def shown(value):
+    """A value as a short text."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):                            # of more than 4,300 digits; very deep
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else text[:80] + " …"
