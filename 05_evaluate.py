@@ -432,7 +432,7 @@ def main(argv=None):
                 drawn[label] |= {n: {key: point[key] for key in (metric, "ci95")} for n, point in own.items()}
         write_json(out / "curves.json", drawn)
     forms = [line for line in map(common.reference_line, [*critics.values(), *([critic] if critic else [])]) if line]
-    print("\n".join(dict.fromkeys(forms)))
+    say(*dict.fromkeys(forms))
     notes += dict.fromkeys(forms)
     if critic:
         add_credit(metrics, files, critic, domain, device)
