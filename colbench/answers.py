@@ -87,97 +87,140 @@ class Effort:
 
 def pieces(text, effort=None, num_quotes=0):
     """The pieces of code in a text, in order. A text that is Python is one piece (but for bare words)."""
-    effort = effort or Effort(text)
     whole = whole_source(text)
     if whole is not None:
         return split(whole, parsed(whole)[0], False, PLAIN)
+    reader = Reader(text, effort or Effort(text), num_quotes)
+    while reader.index < len(reader.lines):
+        reader.read_on()
+    reader.end_run()
+    return reader.pieces
 
-    lines = text.split("\n")
-    fence_lines = [index for index, line in enumerate(lines) if FENCE_RUN.search(line)]
-    result = []
-    run = []                                                        # neighbouring statements: [(source, nodes), …]
-    marked, fence, index = False, None, 0
 
-    def end_run():
-        if run:
-            nodes = [node for _, statement_nodes in run for node in statement_nodes]
-            result.append(Piece(marked, FENCED if fence else PLAIN, "\n".join(source for source, _ in run), nodes,
-                                False))
-            run.clear()
+class Reader:
+    """Reads the lines of a text from the first to the last and collects its pieces.
 
-    while index < len(lines):
-        line = lines[index]
+    Each step of `read_on` reads some lines, or the beginning of a line: then what is left stands in its place."""
+
+    def __init__(self, text, effort, num_quotes):
+        self.lines, self.index = text.split("\n"), 0
+        self.effort, self.num_quotes = effort, num_quotes
+        self.fence_lines = [index for index, line in enumerate(self.lines) if FENCE_RUN.search(line)]
+        self.is_marked = False                                      # does a line before have the marker?
+        self.fence = None                                           # the ``` of the fence around the line, if any
+        self.run = []                                               # neighbouring statements: [(source, nodes), …]
+        self.pieces = []
+
+    def read_on(self):
+        line = self.lines[self.index]
         indent = indent_of(line)
         is_comment = line.startswith("#", indent)
         marker = MARKER.match(line)
-        if marker and not (is_comment and (fence or indent)):
-            end_run()
-            lines[index] = line[:indent] + line[marker.end():].lstrip()
-            if not marked:
-                marked = True
-                rest = "\n".join(lines[index:])
-                whole = whole_source(rest) if effort.spend(len(rest)) else None
-                if whole is not None:
-                    return result + split(whole, parsed(whole)[0], True, FENCED if fence else PLAIN)
-            index += not lines[index].strip()
-        elif not line.strip() or is_comment:
-            if is_comment and not fence:                            # a heading
-                end_run()
-            index += 1
-        elif fence_line := FENCE_LINE.match(line):
-            end_run()
-            mark, info = fence_line[1], fence_line[2].strip()
-            if fence and not info and mark.startswith(fence):
-                fence = None
-                index += 1
-                continue
-            closed_in_line = FENCE_RUN.search(info)
-            if closed_in_line:
-                code = without_language(info[:closed_in_line.start()])
-                result += inline_piece(code, marked, FENCED)
-                lines[index] = info[closed_in_line.end():]
-                continue
-            content, end = fence_content(lines, index, fence_lines, effort)
-            if content is not None:
-                result += split(content, parsed(content)[0], marked, FENCED)
-                fence, index = None, end
-                continue
-            fence = mark
-            lines[index] = line[:indent] + without_language(info)
-            index += not lines[index].strip() or parsed(lines[index].strip())[0] is None and not info.endswith(":")
-        elif QUOTED.match(line) and num_quotes < MAX_QUOTES:
-            end_run()
-            end = index
-            while end < len(lines) and QUOTED.match(lines[end]):
-                end += 1
-            quoted = "\n".join(QUOTED.sub("", each, count=1) for each in lines[index:end])
-            for piece in pieces(quoted, effort, num_quotes + 1):
-                result.append(piece._replace(marked=marked or piece.marked,
-                                             sort=FENCED if fence else piece.sort))
-            index = end
+        if marker and not (is_comment and (self.fence or indent)):
+            self.read_marker(marker)
+        elif is_comment:
+            if not self.fence:                                      # a heading
+                self.end_run()
+            self.index += 1
+        elif not line.strip():
+            self.index += 1
+        elif FENCE_LINE.match(line):
+            self.end_run()
+            self.read_fence()
+        elif QUOTED.match(line) and self.num_quotes < MAX_QUOTES:
+            self.end_run()
+            self.read_quotation()
         elif tags := OPENING_TAGS.match(line):
-            end_run()
-            lines[index] = line[:indent] + line[tags.end():]
-            index += not lines[index].strip()
-        elif statement := statement_at(lines, index, fence, effort):
-            source, nodes, end, is_cut = statement
-            if is_cut:
-                end_run()
-                result.append(Piece(marked, PLAIN, source, nodes, True))
-            elif any(map(is_code, nodes)):
-                run.append((source, nodes))
-            else:
-                end_run()
-            index = end
+            self.end_run()
+            self.leave(line[tags.end():])
+        elif not self.read_statement():
+            self.end_run()
+            self.read_prose()
+
+    def leave(self, rest):
+        """Of the current line a rest is left to read, or nothing."""
+        line = self.lines[self.index]
+        self.lines[self.index] = line[:indent_of(line)] + rest.lstrip()
+        self.index += not rest.strip()
+
+    def place(self):
+        """Where a piece that begins here stands."""
+        return FENCED if self.fence else PLAIN
+
+    def end_run(self):
+        """Neighbouring statements are a piece."""
+        if self.run:
+            source = "\n".join(source for source, _ in self.run)
+            nodes = [node for _, statement_nodes in self.run for node in statement_nodes]
+            self.pieces.append(Piece(self.is_marked, self.place(), source, nodes, False))
+            self.run = []
+
+    def read_marker(self, marker):
+        self.end_run()
+        index, is_first = self.index, not self.is_marked
+        self.is_marked = True
+        self.leave(self.lines[index][marker.end():])
+        rest = "\n".join(self.lines[index:]) if is_first else ""
+        if is_first and self.effort.spend(len(rest)):
+            whole = whole_source(rest)
+            if whole is not None:
+                self.pieces += split(whole, parsed(whole)[0], True, self.place())
+                self.index = len(self.lines)
+
+    def read_fence(self):
+        """A line that begins with a fence: it closes one, is one, or opens one whose content is Python or not."""
+        fence_line = FENCE_LINE.match(self.lines[self.index])
+        mark, info = fence_line[1], fence_line[2].strip()
+        if self.fence and not info and mark.startswith(self.fence):
+            self.fence = None
+            self.index += 1
+            return
+        closed_in_line = FENCE_RUN.search(info)
+        if closed_in_line:
+            self.pieces += inline_piece(without_language(info[:closed_in_line.start()]), self.is_marked, FENCED)
+            self.lines[self.index] = info[closed_in_line.end():]
+            return
+        content, end = fence_content(self.lines, self.index, self.fence_lines, self.effort)
+        if content is not None:
+            self.pieces += split(content, parsed(content)[0], self.is_marked, FENCED)
+            self.fence, self.index = None, end
+            return
+        self.fence = mark
+        rest = without_language(info)
+        is_code_begun = parsed(rest)[0] is not None or info.endswith(":")
+        self.leave(rest if is_code_begun else "")
+
+    def read_quotation(self):
+        end = self.index
+        while end < len(self.lines) and QUOTED.match(self.lines[end]):
+            end += 1
+        quoted = "\n".join(QUOTED.sub("", line, count=1) for line in self.lines[self.index:end])
+        for piece in pieces(quoted, self.effort, self.num_quotes + 1):
+            sort = FENCED if self.fence else piece.sort
+            self.pieces.append(piece._replace(marked=self.is_marked or piece.marked, sort=sort))
+        self.index = end
+
+    def read_statement(self):
+        """Read the statement that begins at the line; False where none does."""
+        statement = statement_at(self.lines, self.index, self.fence, self.effort)
+        if not statement:
+            return False
+        source, nodes, self.index, is_cut = statement
+        if is_cut:
+            self.end_run()
+            self.pieces.append(Piece(self.is_marked, PLAIN, source, nodes, True))
+        elif any(map(is_code, nodes)):
+            self.run.append((source, nodes))
         else:
-            end_run()
-            codes, fence, rest = prose_line(line, fence)
-            for sort, code in codes:
-                result += inline_piece(code, marked, sort)
-            lines[index] = rest
-            index += not rest
-    end_run()
-    return result
+            self.end_run()
+        return True
+
+    def read_prose(self):
+        codes, self.fence, rest = prose_line(self.lines[self.index], self.fence)
+        for sort, code in codes:
+            self.pieces += inline_piece(code, self.is_marked, sort)
+        self.lines[self.index] = rest
+        self.index += not rest
 
 
 def whole_source(text):
