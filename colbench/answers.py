@@ -18,12 +18,13 @@ FENCE_LINE = re.compile(r"[ \t]*(`{3,}|~{3,})(.*)")
 LANGUAGE = re.compile(r"[\w.+-]*")
 TICKS = re.compile(r"`+|~{3,}")
 QUOTED = re.compile(r" {0,3}(?:(?:>>>|\.\.\.)(?: |$)|> ?)")         # the marks of a session and of a quotation
-OPENING_TAGS = re.compile(r"[ \t]*(?:<[A-Za-z][^<>]*>[ \t]*)+")
-CLOSING_TAGS = re.compile(r"(?:(?:</\w+>|<\|\w+\|>|\[/INST\])[ \t]*){1,4}$")
+OPENING_TAGS = re.compile(r"[ \t]*(?:<\|?[A-Za-z][^<>]*>[ \t]*)+")
+CLOSING_TAG = r"</\w+>|<\|\w+\|>|\[/\w+\]"
 ODD_BLANKS = {0xFEFF: None, 0x200B: None, 0xA0: " "}                # byte order mark, zero-width blank, no-break blank
 OPERATORS = {"and", "if", "in", "is", "not", "or"}
 TWO_WORDS = re.compile(r"[ \t]*([^\W\d]\w*)[ \t]+([^\W\d]\w*)(?!['\"\w])")
-LEXEME = re.compile(r"""\"{3}|'{3}|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|#.*|`|\\(?:.|$)|[()\[\]{}]""")
+LEXEME = re.compile(rf"""\"{{3}}|'{{3}}|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|#.*|(?P<end>`|{CLOSING_TAG})|\\(?:.|$)|"""
+                    r"[()\[\]{}]")
 STRING_END = {quote: re.compile(rf"(?:\\.|(?!{quote}).)*+{quote}") for quote in ('"""', "'''")}
 CLAUSE = re.compile(r"(?:else|elif|except|finally)\b")
 
@@ -378,7 +379,7 @@ def statement_at(lines, index, fence, effort):
         source = dedented(source_lines, indent)
         if not effort.spend(len(source)):
             return None
-        for candidate in dict.fromkeys((source, CLOSING_TAGS.sub("", source), source.translate(ODD_BLANKS))):
+        for candidate in dict.fromkeys((source, source.translate(ODD_BLANKS))):
             nodes, fault = parsed(candidate)
             if nodes:
                 if column and source_end == end:
@@ -395,7 +396,7 @@ def statement_at(lines, index, fence, effort):
 
 def statement_ends(lines, index, indent, effort):
     """Where the statement that begins at a line ends: (index after its first logical line, index after its last deeper
-    line or clause, 0), or with the column of the backtick, in the line of this index, that ends it."""
+    line or clause, 0), or with the column of the backtick or tag, in the line of this index, that ends it."""
     end, column = logical_line_end(lines, index, effort)
     first_end = end
     is_decorator = lines[index].startswith("@", indent)
@@ -418,7 +419,7 @@ def statement_ends(lines, index, indent, effort):
 
 def logical_line_end(lines, index, effort):
     """(Index after the last line of the brackets, strings and backslashes of a line, 0), or (index, column) of the
-    first backtick outside of strings: Python has none."""
+    first backtick or closing tag outside of strings: Python has none."""
     depth, quote = 0, None
     while index < len(lines):
         line, position, is_joined = lines[index], 0, False
@@ -434,7 +435,7 @@ def logical_line_end(lines, index, effort):
             if not lexeme:
                 break
             position, token = lexeme.end(), lexeme[0]
-            if token == "`":
+            if lexeme["end"]:
                 return index, lexeme.start()
             if token in STRING_END:
                 quote = token
