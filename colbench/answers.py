@@ -9,24 +9,33 @@ import bisect
 import builtins
 import collections
 import functools
+import html
+import json
 import keyword
 import re
 
-MARKER = re.compile(r"[^\w\n]*I[ _]WANT[ _]TO[ _]ANSWER\b[ \t]*[:*_.`]*", re.IGNORECASE)
+MARKER = re.compile(r"[^\w\n]*I[ _]WANT[ _]TO[ _]ANSWER\b[ \t:*_.`–—-]*", re.IGNORECASE)
 FENCE_RUN = re.compile(r"`{3,}|~{3,}")
 FENCE_LINE = re.compile(r"[ \t]*(`{3,}|~{3,})(.*)")
 LANGUAGE = re.compile(r"[\w.+-]*")
 TICKS = re.compile(r"`+|~{3,}")
-QUOTED = re.compile(r" {0,3}(?:(?:>>>|\.\.\.)(?: |$)|> ?)")         # the marks of a session and of a quotation
+QUOTED = re.compile(r"[ \t]*(?:(?:>>>|\.\.\.)(?: |$)|> ?)")         # the marks of a session and of a quotation
 OPENING_TAGS = re.compile(r"[ \t]*(?:<\|?[A-Za-z][^<>]*>[ \t]*)+")
 CLOSING_TAG = r"</\w+>|<\|\w+\|>|\[/\w+\]"
-ODD_BLANKS = {0xFEFF: None, 0x200B: None, 0xA0: " "}                # byte order mark, zero-width blank, no-break blank
+LABEL = re.compile(r"[^`]*?:[\s*_]*(?=(?:async|def|class|import|from|@|<\|?)\b)")        # before what may be code
+WIDE_BLANKS = "\u00a0\u2002\u2003\u2009\u202f\u3000"                # no-break, en, em, thin, narrow, ideographic
+ODD_BLANKS = {0xFEFF: None, 0x200B: None, **dict.fromkeys(map(ord, WIDE_BLANKS), " ")}      # None: they have no width
+BLANKS = " \t" + WIDE_BLANKS
 OPERATORS = {"and", "if", "in", "is", "not", "or"}
 TWO_WORDS = re.compile(r"[ \t]*([^\W\d]\w*)[ \t]+([^\W\d]\w*)(?!['\"\w])")
 LEXEME = re.compile(rf"""\"{{3}}|'{{3}}|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|#.*|(?P<end>`|{CLOSING_TAG})|\\(?:.|$)|"""
                     r"[()\[\]{}]")
 STRING_END = {quote: re.compile(rf"(?:\\.|(?!{quote}).)*+{quote}") for quote in ('"""', "'''")}
 CLAUSE = re.compile(r"(?:else|elif|except|finally)\b")
+
+THOUGHTS = re.compile(r".*(?:</think(?:ing)?>|\[/THINK\])", re.DOTALL)
+STRING = re.compile(r"""(?P<quotes>"{3}|'{3})(?P<content>.*?)(?:(?P=quotes)|\Z)|"(?:\\.|[^"\\])*+(?:"|\\?\Z)""",
+                    re.DOTALL)
 
 INLINE, PLAIN, FENCED = 0, 1, 2      # where a piece stands: between backticks in a line, in the open, in a fence
 NUM_CLOSINGS = 12                    # lines with a fence that are tried as the end of one
@@ -39,7 +48,7 @@ NAMING = *IMPORTS, ast.Assign, ast.AnnAssign
 
 # A piece of code: does it follow the marker, where does it stand, its text, its statements (syntax trees), and was it
 # cut at a fault.
-Piece = collections.namedtuple("Piece", "marked sort source nodes is_cut")
+Piece = collections.namedtuple("Piece", "is_marked place source nodes is_cut")
 
 
 def extract_code(answer, calls=()):
@@ -47,7 +56,36 @@ def extract_code(answer, calls=()):
 
     calls: the test calls; what defines a name that they use goes before what does not. Without code: [the text]."""
     text = answer.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n").strip("\n")
-    return [piece.source for piece in chosen_pieces(pieces(text), names_of_calls(calls))] or [text]
+    tested = names_of_calls(calls)
+    sources = []
+    for number, reading in enumerate(readings(text)):
+        chosen, is_bound = chosen_pieces(pieces(reading), tested)
+        if is_bound or number == 0:
+            sources = [piece.source for piece in chosen]
+        if is_bound:
+            break
+    return sources or [text]
+
+
+def readings(text):
+    """The text, and in what other ways it may be read where it does not bind a tested name."""
+    thoughts = THOUGHTS.match(text)
+    ways = [text[thoughts.end():]] if thoughts else []
+    ways += [text, html.unescape(text), "\n\n".join(strings_of(text))]
+    if "\n" not in text:
+        ways.append(text.replace("\\n", "\n"))
+    return dict.fromkeys(ways)
+
+
+def strings_of(text):
+    """The strings in a text, of JSON or between three quotes: one may be code."""
+    strings = []
+    for match in STRING.finditer(text):
+        try:
+            strings.append(match["content"] if match["quotes"] else json.loads(match[0], strict=False))
+        except ValueError:
+            pass
+    return strings
 
 
 def compiled_statements(source):
@@ -144,7 +182,7 @@ class Reader:
         self.lines[self.index] = line[:indent_of(line)] + rest.lstrip()
         self.index += not rest.strip()
 
-    def place(self):
+    def here(self):
         """Where a piece that begins here stands."""
         return FENCED if self.fence else PLAIN
 
@@ -153,7 +191,7 @@ class Reader:
         if self.run:
             source = "\n".join(source for source, _ in self.run)
             nodes = [node for _, statement_nodes in self.run for node in statement_nodes]
-            self.pieces.append(Piece(self.is_marked, self.place(), source, nodes, False))
+            self.pieces.append(Piece(self.is_marked, self.here(), source, nodes, False))
             self.run = []
 
     def read_marker(self, marker):
@@ -165,7 +203,7 @@ class Reader:
         if is_first and self.effort.spend(len(rest)):
             whole = whole_source(rest)
             if whole is not None:
-                self.pieces += split(whole, parsed(whole)[0], True, self.place())
+                self.pieces += split(whole, parsed(whole)[0], True, self.here())
                 self.index = len(self.lines)
 
     def read_fence(self):
@@ -176,10 +214,8 @@ class Reader:
             self.fence = None
             self.index += 1
             return
-        closed_in_line = FENCE_RUN.search(info)
-        if closed_in_line:
-            self.pieces += inline_piece(without_language(info[:closed_in_line.start()]), self.is_marked, FENCED)
-            self.lines[self.index] = info[closed_in_line.end():]
+        if any(run[0] == mark for run in FENCE_RUN.finditer(info)):
+            self.read_backticks()
             return
         content, end = fence_content(self.lines, self.index, self.fence_lines, self.effort)
         if content is not None:
@@ -197,8 +233,8 @@ class Reader:
             end += 1
         quoted = "\n".join(QUOTED.sub("", line, count=1) for line in self.lines[self.index:end])
         for piece in pieces(quoted, self.effort, self.num_quotes + 1):
-            sort = FENCED if self.fence else piece.sort
-            self.pieces.append(piece._replace(marked=self.is_marked or piece.marked, sort=sort))
+            place = FENCED if self.fence else piece.place
+            self.pieces.append(piece._replace(is_marked=self.is_marked or piece.is_marked, place=place))
         self.index = end
 
     def read_statement(self):
@@ -217,9 +253,25 @@ class Reader:
         return True
 
     def read_prose(self):
-        codes, self.fence, rest = prose_line(self.lines[self.index], self.fence)
-        for sort, code in codes:
-            self.pieces += inline_piece(code, self.is_marked, sort)
+        line = self.lines[self.index]
+        label = LABEL.match(line)
+        if label and self.effort.spend(len(line)):
+            self.leave(line[label.end():])
+            return
+        if self.fence:
+            end = next((run for run in FENCE_RUN.finditer(line) if run[0].startswith(self.fence)), None)
+            if end is None:
+                self.index += 1
+                return
+            self.fence = None
+            self.lines[self.index] = line[end.end():]
+        self.read_backticks()
+
+    def read_backticks(self):
+        """Read the code between backticks in the line."""
+        codes, rest = codes_in_line(self.lines[self.index])
+        for place, code in codes:
+            self.pieces += inline_piece(code, self.is_marked, place)
         self.lines[self.index] = rest
         self.index += not rest
 
@@ -285,14 +337,9 @@ def without_language(info):
     return "" if LANGUAGE.fullmatch(info.strip()) else info.strip()
 
 
-def prose_line(line, fence):
-    """([(sort, code between backticks), …], the fence after this line, what is left to read: a fence that opens in it).
-    """
-    if fence:
-        end = next((run for run in FENCE_RUN.finditer(line) if run[0].startswith(fence)), None)
-        if end is None:
-            return [], fence, ""
-        line = line[end.end():]
+def codes_in_line(line):
+    """([(where it stands, code between backticks), …], what is left to read: a fence that opens in the line, or what
+    follows a backtick that the line does not close)."""
     codes, opening = [], None
     for ticks in TICKS.finditer(line):
         if opening is None:
@@ -301,14 +348,16 @@ def prose_line(line, fence):
             code = line[opening.end():ticks.start()]
             codes.append((FENCED, without_language(code)) if len(ticks[0]) > 2 else (INLINE, code.strip()))
             opening = None
-    rest = line[opening.start():] if opening and len(opening[0]) > 2 else ""
-    return codes, None, rest
+    if opening is None:
+        return codes, ""
+    is_fence = len(opening[0]) > 2
+    return codes, line[opening.start() if is_fence else opening.end():].rstrip()
 
 
-def inline_piece(code, marked, sort):
+def inline_piece(code, is_marked, place):
     """Pieces of the code between backticks in a line: one, or none where it is no code."""
     nodes, _ = parsed(code)
-    return split(code, nodes, marked, sort) if nodes else []
+    return split(code, nodes, is_marked, place) if nodes else []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -339,7 +388,7 @@ def is_code(node):
     return not isinstance(node, (ast.Return, ast.Pass, ast.Break, ast.Continue))
 
 
-def split(source, nodes, marked, sort):
+def split(source, nodes, is_marked, place):
     """Pieces of a source that is Python: its statements between bare words and the like."""
     runs = [[]]
     for node in nodes:
@@ -348,9 +397,9 @@ def split(source, nodes, marked, sort):
         elif not is_docstring(node, nodes):
             runs.append([])
     if len(runs) == 1:
-        return [Piece(marked, sort, source, runs[0], False)] if runs[0] else []
+        return [Piece(is_marked, place, source, runs[0], False)] if runs[0] else []
     lines = source.split("\n")
-    return [Piece(marked, sort, "\n".join(lines[first_line(run[0]) - 1:run[-1].end_lineno]), run, False)
+    return [Piece(is_marked, place, "\n".join(lines[first_line(run[0]) - 1:run[-1].end_lineno]), run, False)
             for run in runs if run]
 
 
@@ -451,24 +500,25 @@ def logical_line_end(lines, index, effort):
 
 
 def indent_of(line):
-    return len(line) - len(line.lstrip(" \t\u00a0"))
+    return len(line) - len(line.lstrip(BLANKS))
 
 
 def dedented(lines, indent):
     """The lines as a text, with `indent` columns less, of blanks alone: a line of a string may have fewer."""
-    return "\n".join(line[:indent].lstrip(" \t\u00a0") + line[indent:] for line in lines)
+    return "\n".join(line[:indent].lstrip(BLANKS) + line[indent:] for line in lines)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # which code counts
 
 # The global names of a piece: of its functions, classes and lambdas; that it imports; that it binds (these, too); whose
-# content it changes (TABLE[0] = 1, TABLE.update(a=1), random.seed(0)); that it reads; whose functions it calls itself.
-Names = collections.namedtuple("Names", "defined imported bound changed read called")
+# content it changes (TABLE[0] = 1, TABLE.update(a=1), random.seed(0)); that it passes to a call whose result it does
+# not use (fill(TABLE)); that it reads; whose functions it calls itself.
+Names = collections.namedtuple("Names", "defined imported bound changed passed read called")
 
 
 def chosen_pieces(all_pieces, tested):
-    """The pieces that are the answer, in order. tested: the names that the test calls use.
+    """(The pieces that are the answer, in order; do they bind a tested name?). tested: the names in the test calls.
 
     Those that define a tested name decide where the answer is: after the marker or anywhere, in fences or in the open.
     Of the pieces there, definitions, imports and assignments count, and what sets up a global that these read."""
@@ -477,7 +527,7 @@ def chosen_pieces(all_pieces, tested):
     candidates = [i for i, piece in enumerate(all_pieces) if not (piece.is_cut and whole & names[i].defined)]
     group, wanted = answer_group(all_pieces, names, candidates, tested)
     if not group:
-        return [all_pieces[i] for i in candidates[:1]]
+        return [all_pieces[i] for i in candidates[:1]], False
 
     functions = {"input"}.union(*(names[i].defined for i in group))
     waiting = []
@@ -489,7 +539,7 @@ def chosen_pieces(all_pieces, tested):
 
     near, far = collections.defaultdict(list), collections.defaultdict(list)    # name -> pieces that set it up
     for i in group:
-        for name in names[i].bound | names[i].changed:
+        for name in names[i].bound | names[i].changed | names[i].passed - functions:
             near[name].append(i)
     for i in set(candidates) - set(group):
         for name in names[i].bound:
@@ -506,7 +556,46 @@ def chosen_pieces(all_pieces, tested):
                 near[name] = []
             elif not hasattr(builtins, name):                       # an import before the marker, or outside of fences
                 waiting += far.pop(name, [])
-    return [all_pieces[i] for i in sorted(chosen)]
+    bodies = longest_bodies([all_pieces[i] for i in chosen])
+    excerpts = {i for i in chosen if is_excerpt(all_pieces[i], bodies)}
+    in_order = [*sorted(excerpts), *sorted(chosen - excerpts)]      # so that an excerpt replaces nothing
+    return [all_pieces[i] for i in in_order], not tested or bool(wanted & tested)
+
+
+def longest_bodies(some_pieces):
+    """{name: the body of its longest definition}."""
+    bodies = {}
+    for piece in some_pieces:
+        for node in piece.nodes:
+            if isinstance(node, DEFINITIONS):
+                bodies[node.name] = max(bodies.get(node.name, []), body_of(node), key=len)
+    return bodies
+
+
+def is_excerpt(piece, bodies):
+    """Is each definition of a piece only the beginning of a longer one? `def total(values): ...` shows a signature."""
+    definitions = [node for node in piece.nodes if isinstance(node, DEFINITIONS)]
+    for node in definitions:
+        body, whole = body_of(node), bodies[node.name]
+        if len(body) == len(whole) or body != whole[:len(body)]:
+            return False
+    return bool(definitions)
+
+
+def body_of(definition):
+    """The statements in a definition as texts, but for those that only hold a place."""
+    try:
+        return [ast.dump(node) for node in definition.body if not is_placeholder(node)]
+    except RecursionError:
+        return [definition]
+
+
+def is_placeholder(node):
+    """Is a statement `pass`, `...`, a docstring or `raise NotImplementedError`?"""
+    if isinstance(node, ast.Raise):
+        error = node.exc.func if isinstance(node.exc, ast.Call) else node.exc
+        return isinstance(error, ast.Name) and error.id == "NotImplementedError"
+    return isinstance(node, ast.Pass) or isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def answer_group(all_pieces, names, candidates, tested):
@@ -518,10 +607,13 @@ def answer_group(all_pieces, names, candidates, tested):
         wanted = set().union(*with_names.values()) if wanted is None else wanted
         holders = [i for i in candidates if wanted & with_names[i]]
         if holders:
-            marked = [i for i in holders if all_pieces[i].marked]
-            least = max(all_pieces[i].sort for i in marked or holders)
+            marked = [i for i in holders if all_pieces[i].is_marked]
+            places = [all_pieces[i].place for i in marked or holders]
+            least = max(places)
+            if field == "defined" and least == FENCED:
+                least = [place for place in places if place != INLINE][-1]      # a later version may be in the open
             return [i for i in candidates
-                    if all_pieces[i].sort >= least and (all_pieces[i].marked or not marked)], wanted
+                    if all_pieces[i].place >= least and (all_pieces[i].is_marked or not marked)], wanted
     return [], set()
 
 
@@ -556,6 +648,7 @@ def names_of(nodes):
             names.called.add(node.func.id)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             names.changed.update(name_of_part(node.value.func))
+            names.passed.update(inner.id for inner in node.value.args if isinstance(inner, ast.Name))
         elif isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
             names.changed.update(name_of_part(node))
         waiting += ast.iter_child_nodes(node)

@@ -138,23 +138,31 @@ def execute(pieces, module):
     """Execute pieces of code (of each the code objects of its statements) in a module; why the first statement failed,
     None where none did. A fault costs its statement alone.
 
-    A piece without a definition is an example or a set-up: where it gives something that is not callable the name of a
-    builtin or of a function (`sum = 6`, `total = total([1, 2])`), the name gets back what it had."""
-    namespace, fault = module.__dict__, None
+    What follows the last definition of a piece is an example or a set-up: where it gives something that is not callable
+    the name of a builtin or of a function (`sum = 6`, `total = total([1, 2])`), the name gets back what it had."""
+    namespace, faults = module.__dict__, []
     for statements in pieces:
+        end = max([number for number, statement in enumerate(statements, 1) if defines(statement)], default=0)
+        faults += execute_each(statements[:end], namespace)
         before = {**vars(builtins), **namespace}
-        for statement in statements:
-            try:
-                if isinstance(statement, Exception):
-                    raise statement
-                exec(statement, namespace)
-            except BaseException as error:
-                fault = fault or reason_of(error)
-        if not any(map(defines, statements)):
-            for name in [name for name, value in namespace.items()
-                         if callable(before.get(name)) and not callable(value)]:
-                namespace[name] = before[name]
-    return fault
+        faults += execute_each(statements[end:], namespace)
+        for name in [name for name, value in namespace.items()
+                     if callable(before.get(name)) and not callable(value)]:
+            namespace[name] = before[name]
+    return faults[0] if faults else None
+
+
+def execute_each(statements, namespace):
+    """Execute statements one by one; why some of them failed."""
+    faults = []
+    for statement in statements:
+        try:
+            if isinstance(statement, Exception):
+                raise statement
+            exec(statement, namespace)
+        except BaseException as error:
+            faults.append(reason_of(error))
+    return faults
 
 
 def defines(statement):
