@@ -33,7 +33,10 @@ LEXEME = re.compile(rf"""\"{{3}}|'{{3}}|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|#.*|
 STRING_END = {quote: re.compile(rf"(?:\\.|(?!{quote}).)*+{quote}") for quote in ('"""', "'''")}
 CLAUSE = re.compile(r"(?:else|elif|except|finally)\b")
 
-THOUGHTS = re.compile(r".*(?:</think(?:ing)?>|\[/THINK\])", re.DOTALL)
+OPENED_THOUGHTS = re.compile(r"\A\s*<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL)
+HTML_TAG = re.compile(r"</?[A-Za-z][^<>]*>")
+HTML_ENTITY = re.compile(r"&(?:lt|gt|amp|quot|#\d{1,5});")
+THOUGHTS = re.compile(r".*(?:</think(?:ing)?>|\[/THINK\])", re.DOTALL)      # their beginning may be in the prompt
 STRING = re.compile(r"""(?P<quotes>"{3}|'{3})(?P<content>.*?)(?:(?P=quotes)|\Z)|"(?:\\.|[^"\\])*+(?:"|\\?\Z)""",
                     re.DOTALL)
 
@@ -59,22 +62,31 @@ def extract_code(answer, calls=()):
     tested = names_of_calls(calls)
     sources = []
     for number, reading in enumerate(readings(text)):
-        chosen, is_bound = chosen_pieces(pieces(reading), tested)
-        if is_bound or number == 0:
+        chosen, is_whole = chosen_pieces(pieces(reading), tested)
+        if is_whole or number == 0:
             sources = [piece.source for piece in chosen]
-        if is_bound:
+        if is_whole:
             break
     return sources or [text]
 
 
 def readings(text):
-    """The text, and in what other ways it may be read where it does not bind a tested name."""
+    """The text without thoughts, and in what other ways it may be read where it does not define a tested name."""
+    text = OPENED_THOUGHTS.sub("", text, count=1)
+    if is_escaped_html(text):
+        text = html.unescape(text)
     thoughts = THOUGHTS.match(text)
     ways = [text[thoughts.end():]] if thoughts else []
-    ways += [text, html.unescape(text), "\n\n".join(strings_of(text))]
+    ways += [text, "\n\n".join(strings_of(text))]
     if "\n" not in text:
         ways.append(text.replace("\\n", "\n"))
     return dict.fromkeys(ways)
+
+
+def is_escaped_html(text):
+    """Has a text tags, and `&lt;` for `<`? (`a &lt; b` is Python, too: the parser does not tell.)"""
+    between_tags, num_tags = HTML_TAG.subn("", text)
+    return num_tags > 0 and bool(HTML_ENTITY.search(text)) and "<" not in between_tags and ">" not in between_tags
 
 
 def strings_of(text):
@@ -116,7 +128,7 @@ class Effort:
     """How many more characters may be read and parsed again, so that every text takes linear time."""
 
     def __init__(self, text):
-        self.left = 4 * len(text) + 20_000
+        self.left = 4 * len(text) + 100_000
 
     def spend(self, num_chars):
         """Take so many; False if there were none left before."""
@@ -518,7 +530,8 @@ Names = collections.namedtuple("Names", "defined imported bound changed passed r
 
 
 def chosen_pieces(all_pieces, tested):
-    """(The pieces that are the answer, in order; do they bind a tested name?). tested: the names in the test calls.
+    """(The pieces that are the answer, in order; do they define a tested name and are not cut there?).
+    tested: the names that the test calls use.
 
     Those that define a tested name decide where the answer is: after the marker or anywhere, in fences or in the open.
     Of the pieces there, definitions, imports and assignments count, and what sets up a global that these read."""
@@ -559,7 +572,8 @@ def chosen_pieces(all_pieces, tested):
     bodies = longest_bodies([all_pieces[i] for i in chosen])
     excerpts = {i for i in chosen if is_excerpt(all_pieces[i], bodies)}
     in_order = [*sorted(excerpts), *sorted(chosen - excerpts)]      # so that an excerpt replaces nothing
-    return [all_pieces[i] for i in in_order], not tested or bool(wanted & tested)
+    is_whole = any(not all_pieces[i].is_cut and wanted & names[i].bound for i in chosen)
+    return [all_pieces[i] for i in in_order], is_whole and (not tested or bool(wanted & tested))
 
 
 def longest_bodies(some_pieces):

@@ -211,6 +211,8 @@ def fences(*codes):
 
 
 FENCED_T = f"```python\n{T}\n```"
+WRONG_T = f"{T} + 1"
+FENCED_WRONG_T = f"```python\n{WRONG_T}\n```"
 INDENTED_T = "    def total(values):\n        return sum(values)"
 TOTALS = {
     # a line before it is Python, and fails
@@ -282,6 +284,50 @@ TOTALS = {
     "f: answer tags": f"<answer>\n{T}\n</answer>",
     "f: answer tags around a fence": f"<answer>{FENCED_T}\n</answer>",
     "f: answer tags on the line": f"<answer>{T}</answer>",
+    # thoughts, and other versions than the last
+    "g: a draft in thoughts": f"<think>\nMaybe\n{FENCED_WRONG_T}\nNo.\n</think>\n{T}",
+    "g: the marker in thoughts": f"<think>\nI WANT TO ANSWER:\n{WRONG_T}\nNo.\n</think>\nI WANT TO ANSWER:\n{T}",
+    "g: thoughts without a beginning": f"It is\n{FENCED_WRONG_T}\nor not.\n</think>\n\n{T}\n",
+    "g: the end of thoughts in a string": "So:\n\ndef total(values):\n    return sum(values) + len('</think>') - 8\n"
+                                          "Done!",
+    "g: a fence, then the open": f"{FENCED_WRONG_T}\nThat is wrong. Better:\n\n{T}\n\nDone!",
+    "g: a signature after": f"{FENCED_T}\nIts signature:\n```python\ndef total(values: list) -> int: ...\n```",
+    "g: a signature with a docstring after": f"{T}\n\nIts signature:\n\ndef total(values):\n    \"\"\"Sums.\"\"\"\n",
+    "g: a first part after": "```python\ndef total(values):\n    result = 0\n    for value in values:\n"
+                             "        result += value\n    return result\n```\nLine by line:\n```python\n"
+                             "def total(values):\n    result = 0\n```\nThis begins with 0.",
+    # examples behind the function, in its own fence
+    "h: the result has its name": f"```python\n{T}\n\ntotal = total([5, 7])\nprint(total)\n```",
+    "h: a loop has its name": f"{T}\n\nfor total in [1, 2]:\n    print(total)",
+    "h: sum": f"```python\n{T}\n\nsum = total([5, 7])\nprint(sum)\n```",
+    # set-up by a call
+    "i: a function fills a table": fences("TABLE = {}\n\ndef fill(table):\n    table.update({n: n for n in range(5)})",
+                                          "fill(TABLE)", READS_TABLE),
+    # signs around it
+    "j: a label": f"Answer: {T}",
+    "j: a label and an import": "Python: import math\ndef total(values):\n    return int(math.fsum(values))",
+    "j: a label and tags": f"**Answer:** <code>{T}</code>",
+    "j: words behind the tag": f"<answer>{T}</answer> Done.",
+    "j: a special token": f"<|python_tag|>{T}<|eom_id|>",
+    "j: a backtick": f"`{T}`",
+    "j: two backticks": f"So: ``{T}`` is it.",
+    "j: HTML that is Python as it stands": "<code>def total(values):\n"
+                                           "    return sum(v for v in values if 9 &gt; v)</code>",
+    "j: entities in code": "<pre>def total(values):\n    return sum(values) if len('&lt;') > 1 else 0</pre>",
+    "j: HTML": "<pre>def total(values):\n    return sum(v for v in values if v &lt; 9 and v &gt; 0)</pre>",
+    "j: a dash behind the marker": f"I WANT TO ANSWER - {T}",
+    "j: the marker in a line": f"I see. I WANT TO ANSWER: {T}",
+    "j: wide blanks": "好的：\ndef total(values):\n\u3000\u3000return\u2009sum(values)",
+    "j: a quoted fence in a list": "1. So:\n\n    > ```python\n    > def total(values):\n    >     return sum(values)\n"
+                                   "    > ```",
+    # in a string
+    "k: JSON": json.dumps({"explanation": "It's easy.", "code": T}),
+    "k: JSON with lines": '{"code": "' + T + '"}',
+    "k: JSON in a fence": f"Here:\n```json\n{json.dumps({'code': FENCED_T, 'done': True}, indent=1)}\n```",
+    "k: a tool call": f"<tool_call>{json.dumps({'arguments': {'code': T}})}</tool_call>",
+    "k: three quotes": f"'''python\n{T}\n'''\nThat is all.",
+    "k: a string": f'code = """\n{T}\n"""\nprint(code)',
+    "k: escaped lines": T.replace("\n", "\\n"),
     # others
     "future": "Sure!\n\nfrom __future__ import annotations\n\ndef total(values: List[Unknown]) -> int:\n"
               "    return sum(values)\n\nDone!",
@@ -301,6 +347,17 @@ def test_right_answers_in_ordinary_shapes(name):
 def test_an_assignment_in_the_piece_of_the_definition_counts():
     """What the answer's own code does to a builtin is not undone: Python would not, either."""
     assert results("```python\nlen = 3\n\ndef total(values):\n    return len\n```", ["total([1])"]) == [3]
+
+
+@pytest.mark.parametrize("answer", [
+    f"<think>\n{FENCED_T}\n</think>\nI do not know.",                   # what is thought is not said
+    f"{FENCED_T}\nNo, this:\n{FENCED_WRONG_T}",                         # the last version counts
+    f"{FENCED_T}\nNo, this:\n{WRONG_T}\nDone!",
+    f"```python\n{WRONG_T}\n```\n" + json.dumps({"code": T}),           # strings count where nothing else does
+    f"```python\n{T}\n\ntotal = max\n```",                             # something callable is a new version
+    "```python\nsum = 6\n\n" + T + "\n```"])
+def test_wrong_answers(answer):
+    assert results(answer, ["total([1, 2])"]) != [3]
 
 
 def test_a_callable_may_take_the_name_of_a_builtin():
@@ -413,6 +470,15 @@ LONG = {
     "ticks of all lengths": lambda size: "".join("`" * (i % 40 + 1) + "a " for i in range(size // 22)),
     "names that need each other": lambda size: "".join(f"x{i} = x{i + 1}()\nThat is.\n"
                                                        for i in range(size // 24)) + "def f():\n    return x0",
+    "tildes in a line": lambda size: "~~~ " * (size // 4),
+    "fences of two kinds in a line": lambda size: "``` ~~~ " * (size // 8),
+    "labels": lambda size: "a: def " * (size // 7),
+    "escaped quotes without end": lambda size: '"\\' * (size // 2),
+    "strings": lambda size: '"def f(): 0" ' * (size // 13),
+    "quotes of two kinds": lambda size: "'''\"\"\"" * (size // 6),
+    "escaped HTML": lambda size: "<b>f(1)\n&lt;x\n" * (size // 14),
+    "thoughts": lambda size: "<think>x = (\n</think>" * (size // 21),
+    "versions": lambda size: "".join(f"def f():\n    x = {i}\nIt is.\n" for i in range(size // 30)),
     "null bytes": lambda size: "x = \0\n" * (size // 6),
 }
 

@@ -8,6 +8,8 @@ import argparse
 import ast
 import collections
 import functools
+import html
+import json
 import pathlib
 import random
 import sys
@@ -22,7 +24,8 @@ from colbench.answers import extract_code  # noqa: E402
 SAMPLE = 300
 
 # {code}: the function. {indented}: by four columns. {listed}: by three, as under "1. ". {quoted}: "> " before lines.
-# {session}: with ">>> " and "... ". {name}: its name. {first}, {rest}: its first line, and the others.
+# {listed_quoted}: "    > " before lines. {session}: with ">>> " and "... ". {escaped}: as HTML. {json}: as a string of
+# JSON. {name}: its name. {first}, {rest}: its first line, and the others.
 WRAPPINGS = {
     # no fence
     "plain": "{code}",
@@ -41,6 +44,14 @@ WRAPPINGS = {
     "end of turn": "{code}<|eot_id|>",
     "quoted": "As you said:\n\n> {quoted}\n\nThat is it.",
     "session": "In a session:\n\n>>> {session}\n>>> {name}()\nNone",
+    "answer tags in the lines": "<answer>{code}</answer> That is it.",
+    "escaped HTML": "<p>Here:</p>\n<pre><code>{escaped}</code></pre>",
+    "label": "Assistant: {code}",
+    "label and tags": "Answer: <code>{code}</code>",
+    "thoughts": "<think>\nA draft:\n```python\ndef {name}(a, b=3):\n    return None\n```\nI WANT TO ANSWER it so.\n"
+                "</think>\n{code}",
+    "JSON": "{{\"explanation\": \"it's easy\", \"code\": {json}}}",
+    "JSON in a tool call": "<tool_call>\n{{\"name\": \"answer\", \"arguments\": {{\"code\": {json}}}}}\n</tool_call>",
     # fences
     "fence": "```python\n{code}\n```",
     "fence, prose around": "Sure! Here's how it's done:\n\n```python\n{code}\n```\n\nThis `{name}` function doesn't "
@@ -70,6 +81,8 @@ WRAPPINGS = {
     "bold headings": "**Solution**\n\n```python\n{code}\n```\n\n**Explanation**\n\n* `{name}` is called.\n* That's it.",
     "headings": "# Solution\n\n## Code\n\n```python\n{code}\n```\n\n## How it works\n\nIt's easy: see the code.",
     "nested fences": "````markdown\nHere:\n```python\n{code}\n```\n````",
+    "a quoted fence in a list": "1. As you said:\n\n    > ```python\n    > {listed_quoted}\n    > ```\n2. That's it.",
+    "a signature in a fence before": "Its signature:\n```python\ndef {name}(a, b=3): ...\n```\nThe code:\n\n{code}",
     "a draft before": "```python\ndef draft(n):\n    return (n\n```\nNo, that isn't it:\n```python\n{code}\n```",
     # markers
     "marker": "I WANT TO ANSWER:\n{code}",
@@ -136,7 +149,8 @@ def wrapped(code, name, wrapping):
     lines = code.split("\n")
     answer = WRAPPINGS[wrapping].format(
         code=code, name=name, first=lines[0], rest="\n".join(lines[1:]), indented="\n    ".join(lines),
-        listed="\n   ".join(lines), quoted="\n> ".join(lines), session="\n... ".join(lines))
+        listed="\n   ".join(lines), quoted="\n> ".join(lines), session="\n... ".join(lines),
+        listed_quoted="\n    > ".join(lines), escaped=html.escape(code, quote=False), json=json.dumps(code))
     return answer.replace("\n", line_end)
 
 
