@@ -463,9 +463,9 @@ def statement_ends(lines, index, indent, effort):
     is_decorator = lines[index].startswith("@", indent)
     while not column:
         after = end
-        while after < len(lines) and (not lines[after].strip() or lines[after].lstrip().startswith("#")):
+        while after < len(lines) and is_blank_or_comment(lines[after]) and effort.spend(LINE_EFFORT):
             after += 1
-        if after == len(lines) or not effort.spend(after - end):
+        if after == len(lines):
             break
         next_indent = indent_of(lines[after])
         is_deeper = next_indent > indent
@@ -509,6 +509,10 @@ def logical_line_end(lines, index, effort):
         if not (depth or quote or is_joined):
             break
     return index, 0
+
+
+def is_blank_or_comment(line):
+    return line.strip()[:1] in ("", "#")
 
 
 def indent_of(line):

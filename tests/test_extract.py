@@ -479,6 +479,7 @@ LONG = {
     "escaped HTML": lambda size: "<b>f(1)\n&lt;x\n" * (size // 14),
     "thoughts": lambda size: "<think>x = (\n</think>" * (size // 21),
     "versions": lambda size: "".join(f"def f():\n    x = {i}\nIt is.\n" for i in range(size // 30)),
+    "statements between comments": lambda size: "return x\n>>> \u2028#~~~" * (size // 20),
     "null bytes": lambda size: "x = \0\n" * (size // 6),
 }
 
