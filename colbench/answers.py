@@ -104,7 +104,7 @@ def compiled_statements(source):
     """Code objects of a source, one for each statement at its top level, so that a fault of one costs only that one;
     an exception in the place of one that does not compile."""
     try:
-        nodes = ast.parse(source).body
+        nodes = ast.parse(source, "<answer>").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return [error]
     futures = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
@@ -386,7 +386,7 @@ def is_prose(line):
 def parsed(source):
     """(The statements of a source as syntax trees, 0), or (None, the line of its fault) where it is not Python."""
     try:
-        return ast.parse(source).body, 0
+        return ast.parse(source, "<answer>").body, 0
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return None, getattr(error, "lineno", 0) or 0
 
