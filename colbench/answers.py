@@ -465,7 +465,7 @@ def statement_ends(lines, index, indent, effort):
         after = end
         while after < len(lines) and is_blank_or_comment(lines[after]) and effort.spend(LINE_EFFORT):
             after += 1
-        if after == len(lines):
+        if after == len(lines) or not effort.spend(LINE_EFFORT):
             break
         next_indent = indent_of(lines[after])
         is_deeper = next_indent > indent

@@ -480,6 +480,7 @@ LONG = {
     "thoughts": lambda size: "<think>x = (\n</think>" * (size // 21),
     "versions": lambda size: "".join(f"def f():\n    x = {i}\nIt is.\n" for i in range(size // 30)),
     "statements between comments": lambda size: "return x\n>>> \u2028#~~~" * (size // 20),
+    "clauses": lambda size: "except:\n" * (size // 8),
     "null bytes": lambda size: "x = \0\n" * (size // 6),
 }
 
