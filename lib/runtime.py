@@ -52,11 +52,20 @@ class EscapedStream(io.TextIOWrapper):
     """A stream to a terminal for what libraries print: printable(), but for a progress bar's carriage returns (at the
     beginning of what it writes) and its ways up."""
 
+    is_detached = False
+
     def write(self, text):
         begin = re.match(r"\r|(\x1b\[A)*\Z", text)
         begin = begin[0] if begin else ""
         super().write(begin + printable(text[len(begin):]))
         return len(text)
+
+    def close(self):
+        """Leave the stream below open: others write to it, too."""
+        if not self.is_detached:
+            self.flush()
+            self.is_detached = True
+            self.detach()
 
 
 def run_stage(main, *errors):

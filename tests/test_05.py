@@ -292,6 +292,7 @@ def test_a_lone_surrogate_stops_nothing(tmp_path):
 
 def test_what_a_terminal_cannot_show_is_escaped(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    monkeypatch.setattr(sys, "stderr", sys.stderr)                  # run_stage replaces it
     run_stage(lambda: print("a\ud800 …"))
     sys.stdout.flush()
     assert sys.stdout.buffer.getvalue() == b"a\\ud800 \\u2026\n"
