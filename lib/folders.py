@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 
-from lib.runtime import check_row, InputError, one_line
+from lib.runtime import check_row, InputError, one_line, read_text
 
 TEMPLATE_S = 5.0                                # CPU seconds for PROBES; honest templates take milliseconds
 TEMPLATE_BYTES = 2 ** 30                        # of memory for PROBES
@@ -46,8 +46,8 @@ def loading(name):
 def read_object(path):
     """The JSON object in a file of a model folder."""
     try:
-        value = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        value = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as JSON ({one_line(error)})") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: a {type(value).__name__}, not an object")

@@ -22,7 +22,7 @@ from collections import namedtuple
 import torch
 import torch.distributed as dist
 
-from lib.schema import list_of, MAX_DEPTH, record
+from lib.schema import list_of, MAX_DEPTH, record, short_text
 
 
 class InputError(Exception):
@@ -251,7 +251,10 @@ def check_row(row, keys, optional, where):
 
 
 def read_text(path):
-    """A file's text as it is, but for a newline at its end."""
+    """A file's text as it is, but for a newline at its end. Neither a pipe, which would be waited for, nor a device,
+    which may never end."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise InputError(f"{path}: is no file")
     try:
         return pathlib.Path(path).read_bytes().decode().removesuffix("\n")
     except (OSError, UnicodeDecodeError) as error:
@@ -531,15 +534,34 @@ def check_place(out, folder):
         raise InputError(f"{out}: is {'a folder' if out.is_dir() else 'no folder'}; choose another --out")
 
 
+MODELS_BEHIND = ("adapter_config.json", "base_model_name_or_path"), ("critic.json", "reference")
+
+
+def with_models_behind(inputs):
+    """Those inputs that are files or folders (others are of a hub, a server or a program) and, of model folders, the
+    models that they need: an adapter's base model, a critic's reference."""
+    names = []
+    rest = [*filter(None, inputs)]
+    while rest:
+        name = str(rest.pop())
+        if name in names or not os.path.exists(name):
+            continue
+        names.append(name)
+        for file, key in MODELS_BEHIND:
+            path = os.path.join(name, file)
+            value = parse_json(read_text(path), path) if os.path.exists(path) else None
+            behind = value.get(key) if isinstance(value, dict) else None
+            rest += [behind] * (short_text(behind) is None)
+    return names
+
+
 def check_inputs(out, inputs, folder):
     """InputError where an input is the output, stands below an output folder, or is one of the files that are written
     beside an output file. Names are compared by what they lead to: links and other spellings are the same file."""
     written = [out] if folder else [out, f"{out}.images", f"{out.with_suffix('')}.rejected.jsonl",
                                     *(f"{out}{ending}" for ending in BESIDE)]
     written = {name: os.stat(name) for name in written if os.path.exists(name)}
-    for name in filter(None, inputs):
-        if not os.path.exists(name):
-            continue                                                # of a hub, a server or a program
+    for name in with_models_behind(inputs):
         path = pathlib.Path(os.path.realpath(name))
         for place in (path, *path.parents):
             about = os.stat(place)
@@ -564,6 +586,10 @@ def is_done(args, out, inputs, folder=False):
     path, record = output_record(args, out, inputs, folder)
     is_there = out.exists() and (not folder or any(out.iterdir()))
     before = read_json(path, ARGS_JSON) if path.exists() else None
+    failures = pathlib.Path(f"{out}.failed.jsonl")
+    if not folder and before is None and failures.exists():
+        raise InputError(f"{failures}: no run of {out} made it (no {path.name}), and this one may replace it; choose "
+                         "another --out")
     if args.overwrite:
         if is_there and before is None:
             raise InputError(f"{out}: not made by this program (no {path.name}), so --overwrite does not delete it")

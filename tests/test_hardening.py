@@ -15,6 +15,7 @@ import common
 from colbench import backend, ColBenchError, frontend, sql
 from conftest import Partial, read, ROOT, run, stage
 from lib import costs, credit, runtime, states, training
+from lib.folders import read_critic_json
 from lib.runtime import InputError, Rows, Runtime, start
 
 MODEL = str(ROOT / "models" / "tiny")
@@ -466,6 +467,39 @@ def test_an_input_beside_an_output_file_that_it_may_replace_is_refused(data, tmp
     tasks.write_bytes((data / "tasks.jsonl").read_bytes())
     line = stage_line(2, "--tasks", tasks, "--agent", "script", "--out", tmp_path / "o")
     assert "which may replace it" in line and tasks.read_bytes() == (data / "tasks.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+@pytest.mark.parametrize("file, key", [("adapter_config.json", "base_model_name_or_path"),
+                                       ("critic.json", "reference")])
+def test_a_model_behind_an_input_is_an_input(data, tmp_path, file, key, overwrite):
+    """--overwrite removed an adapter's base model, and a critic's reference, before they were read."""
+    model = tmp_path / "P"
+    stage(4).main(["--method", "sft", "--trajectories", str(data / "demos.jsonl"), "--model", MODEL, "--max-steps", "1",
+                   "--out", str(model)])
+    (tmp_path / "C").mkdir()
+    (tmp_path / "C" / file).write_text(json.dumps({key: str(model), "head": "lm", "normalize": "turn",
+                                                   "privileged": True}))
+    before = contents(model)
+    line = stage_line(4, "--method", "sft", "--trajectories", data / "demos.jsonl", "--model", tmp_path / "C", "--out",
+                      model, *overwrite)
+    assert "is an input of this command" in line and contents(model) == before
+
+
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+def test_failures_that_no_run_of_this_output_noted_are_kept(data, tmp_path, overwrite):
+    (tmp_path / "o.failed.jsonl").write_text("mine")
+    line = stage_line(2, "--tasks", data / "tasks.jsonl", "--agent", "script", "--out", tmp_path / "o", *overwrite)
+    assert "no run of" in line and (tmp_path / "o.failed.jsonl").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["args.json", "critic.json"])
+@pytest.mark.parametrize("plant", [os.mkfifo, lambda place: os.symlink("/dev/zero", place), os.mkdir])
+def test_a_note_that_is_no_file_is_not_waited_for(tmp_path, name, plant):
+    plant(tmp_path / name)
+    read_note = {"args.json": functools.partial(runtime.read_json, kind=runtime.ARGS_JSON),
+                 "critic.json": read_critic_json}[name]
+    assert line_of(read_note, tmp_path / name).endswith("is no file")
 
 
 def test_overwrite_removes_what_the_run_listed_and_nothing_else(data, used, capsys):
