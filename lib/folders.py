@@ -76,8 +76,8 @@ def check_critic(critic):
 
 
 def check_config(name, config):
-    """InputError for a configuration (transformers) that would build layers for hours, or take kernels, which are code,
-    from a hub."""
+    """InputError for a configuration (transformers) that would build layers for hours, take kernels, which are code,
+    from a hub, or drop shares that are none."""
     layers = getattr(config.get_text_config(), "num_hidden_layers", None)
     if layers is not None and not (type(layers) is int and 0 < layers <= MAX_LAYERS):
         raise InputError(f"{name}: config.json: num_hidden_layers is {str(layers)[:40]}, not 1 to {MAX_LAYERS:,}")
@@ -87,6 +87,20 @@ def check_config(name, config):
             if "/" in value:
                 raise InputError(f"{name}: config.json: {kind[1:]} names code of a hub ({value[:80]}), which is not "
                                  "run; take it out")
+        for key, value in vars(part).items() if part else ():
+            if key.endswith("dropout") and not (value is None or type(value) in (int, float) and 0 <= value < 1):
+                raise InputError(f"{name}: config.json: {key} is {str(value)[:40]}, not from 0 to less than 1")
+
+
+def check_texts(name):
+    """InputError for a folder whose notes have texts that cannot be written again: transformers would say so when a
+    training is saved."""
+    for file in ("config.json", "generation_config.json", "tokenizer_config.json"):
+        path = pathlib.Path(name, file)
+        try:
+            json.dumps(read_object(path) if path.exists() else None, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise InputError(f"{path}: has a text that is no UTF-8 (a lone surrogate)") from None
 
 
 def check_weights(name):

@@ -139,6 +139,7 @@ def from_pretrained(kind, name, **options):
             raise InputError(f"{name}: " + ("its training is not finished; run that command again" if unfinished else
                                             "no config.json in it, so no Hugging Face model folder"))
         folders.check_weights(name)
+        folders.check_texts(name)
     elif name.count("/") > 1 or name.startswith((".", "/")):
         raise InputError(f"{name}: no such folder")
     if kind.__name__.startswith("Auto"):

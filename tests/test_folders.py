@@ -131,6 +131,9 @@ DAMAGES = {
     "an attention from the hub": config(attn_implementation="evil/kernel"),
     "experts from the hub": config(experts_implementation="evil/kernel"),
     "an unknown dtype": config(dtype="float31"),
+    "dropout below zero": config(attention_dropout=-1), "dropout of all": config(attention_dropout=1.0),
+    "a lone surrogate": config(more="\ud800"),
+    "a lone surrogate of the tokenizer": lambda folder: change_json(folder, "tokenizer_config.json", more="\ud800"),
     # weights
     "no weights": without("model.safetensors"), "empty weights": text("model.safetensors", ""),
     "half of the weights": cut("model.safetensors", 1_000_000), "a cut header": cut("model.safetensors", 100),
