@@ -553,7 +553,7 @@ def read_critic(folder, tokenizer, domain, reference=None):
         say(f"{folder}: critic.json has no fingerprint of its reference {name}; taken as it is")
     elif found not in (None, known):                                # None: it cannot be loaded either, which says more
         raise InputError(f"{folder}: its reference {name} has other weights than when the critic was trained from it "
-                         f"(fingerprint {known}, now {found}); put them back, or train the critic again")
+                         f"(fingerprint {str(known)[:40]}, now {found}); put them back, or train the critic again")
     return critic
 
 

@@ -108,10 +108,21 @@ class Names(namedtuple("Names", "lent to_define")):
         return name in self.lent or hasattr(builtins, name) or name.startswith("__")
 
 
+def parse_call(call):
+    """The syntax tree of a call. Where garbage is collected in the middle of it and another thread parses meanwhile,
+    Python 3.11 says SystemError of good code (its count of depths belongs to all threads); so it is tried again."""
+    for _ in range(9):
+        try:
+            return ast.parse(call, mode="eval")
+        except SystemError:
+            pass
+    return ast.parse(call, mode="eval")
+
+
 def question_of(call):
     call = call.strip()
     try:
-        tree = ast.parse(call, mode="eval").body
+        tree = parse_call(call).body
         if not isinstance(tree, ast.Compare) or len(tree.ops) > 1:
             return Question(call, None, (tree,), (call,), (0,))
         nodes = tree.left, tree.comparators[0]
@@ -183,7 +194,7 @@ def functions_under_test(call, imported, defined=()):
     """The names that a call reads, but for built-in and imported ones. If there are none: those of builtins that the
     reference `defined` anew. If there are none: the outermost imported one that is called, or read."""
     try:
-        tree = ast.parse(call.strip(), mode="eval")
+        tree = parse_call(call.strip())
         bound = bound_names(tree)
         nodes = list(ast.walk(tree))
     except (SyntaxError, ValueError, *TOO_DEEP):

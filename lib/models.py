@@ -173,6 +173,8 @@ def load_tokenizer(name):
     tokenizer = from_pretrained(AutoTokenizer, name)
     if tokenizer.chat_template is None:
         raise InputError(f"{name}: its tokenizer has no chat template")
+    if type(tokenizer.model_max_length) not in (int, float):
+        raise InputError(f"{name}: tokenizer_config.json: model_max_length is no number")
     folders.check_template(name, tokenizer)
     return tokenizer
 

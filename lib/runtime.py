@@ -600,7 +600,9 @@ def is_done(args, out, inputs, folder=False):
             for key in {**both[0], **both[1]}:
                 old, new = (own.get(key, "not given") for own in both)
                 if without_address(old) != without_address(new):
-                    what = f"--{key.replace('_', '-')} {old}, now {new}" if kind == "args" else f"another {key}"
+                    what = f"another {key[:500]}"
+                    if kind == "args":
+                        what = f"--{key[:80].replace('_', '-')} {str(old)[:500]}, now {str(new)[:500]}"
                     raise InputError(f"{out}: made with {what}; choose another --out or add --overwrite")
                 if old != new and kind == "args":
                     say(f"{out}: begun with --{key.replace('_', '-')} {old}; {new} is taken for the same model")

@@ -163,6 +163,7 @@ DAMAGES = {
     "a tokenizer_config that is a list": text("tokenizer_config.json", "[]"),
     "an end that is a list": lambda folder: change_json(folder, "tokenizer_config.json", eos_token=[1]),
     "a class that is a number": lambda folder: change_json(folder, "tokenizer_config.json", tokenizer_class=7),
+    "a length that is a text": lambda folder: change_json(folder, "tokenizer_config.json", model_max_length=""),
     "no template": without("chat_template.jinja"),
     "a template that is no UTF-8": text("chat_template.jinja", b"\xff\xfe"),
     "a template that is a number": lambda folder: (without("chat_template.jinja")(folder), change_json(

@@ -12,7 +12,7 @@ import torch
 
 import colbench
 import common
-from colbench import backend, ColBenchError, frontend, sql
+from colbench import backend, ColBenchError, frontend, questions, sql
 from conftest import Partial, read, ROOT, run, stage
 from lib import costs, credit, runtime, states, training
 from lib.folders import read_critic_json
@@ -500,6 +500,29 @@ def test_a_note_that_is_no_file_is_not_waited_for(tmp_path, name, plant):
     read_note = {"args.json": functools.partial(runtime.read_json, kind=runtime.ARGS_JSON),
                  "critic.json": read_critic_json}[name]
     assert line_of(read_note, tmp_path / name).endswith("is no file")
+
+
+def test_a_long_flag_of_an_earlier_run_is_cut(data, tmp_path):
+    arguments = ["--tasks", data / "tasks.jsonl", "--agent", "script", "--out", tmp_path / "o"]
+    stage(2).main([str(argument) for argument in arguments])
+    path = tmp_path / "o.args.json"
+    record = json.loads(path.read_text())
+    record["args"]["seed"] = "x" * 3000
+    path.write_text(json.dumps(record))
+    line = stage_line(2, *arguments)
+    assert "made with --seed xxx" in line and len(line) < 1000
+
+
+def test_a_false_fault_of_the_parser_is_not_believed(monkeypatch):
+    """CPython 3.11, with threads: AST constructor recursion depth mismatch."""
+    faults, parse = [SystemError("AST constructor recursion depth mismatch")] * 2, questions.ast.parse
+
+    def parse_later(*arguments, **options):
+        if faults:
+            raise faults.pop()
+        return parse(*arguments, **options)
+    monkeypatch.setattr(questions.ast, "parse", parse_later)
+    assert questions.question_of("f(2) == 3").operator == "Eq" and not faults
 
 
 def test_overwrite_removes_what_the_run_listed_and_nothing_else(data, used, capsys):
