@@ -330,12 +330,12 @@ class Rows:
         for path in self.parts():
             with open_file(path, "rb") as file:
                 for line in file:
-                    number = re.match(rb"\d{1,18} ", line)
+                    number = re.match(rb"(\d{1,18}) \S", line)
                     if not line.endswith(b"\n"):
                         continue
                     if not number:
                         raise InputError(f"{path}: no rows of this program in it; remove it")
-                    offsets[int(number[0])] = (path, file.tell() - len(line))
+                    offsets[int(number[1])] = (path, file.tell() - len(line))
         return offsets
 
     def rows(self):

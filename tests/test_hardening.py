@@ -643,7 +643,7 @@ def test_a_planted_link_in_the_place_of_rows_ends_the_run(tmp_path, make):
     assert "is a link or no file" in line and victim.read_text() == '0 {"row": 1}\n'
 
 
-@pytest.mark.parametrize("content", [b"x {}\n", b"{}\n", b"-1 {}\n", b"9" * 5000 + b" {}\n"])
+@pytest.mark.parametrize("content", [b"x {}\n", b"{}\n", b"1 \n", b"-1 {}\n", b"9" * 5000 + b" {}\n"])
 def test_a_partial_file_of_something_else(tmp_path, content):
     start(0)
     (tmp_path / "o.abc.0of1.partial").write_bytes(content)
