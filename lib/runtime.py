@@ -373,7 +373,9 @@ class Rows:
             for number in range(num_rows):
                 path, offset = offsets[number]
                 files[path].seek(offset)
-                whole.write(files[path].readline().split(b" ", 1)[1])
+                row = files[path].readline().split(b" ", 1)[1]
+                parse_json(row, f"{path}: row {number}")            # a disk may have lost a part of it
+                whole.write(row)
         for file in files.values():
             file.close()
         os.rename(f"{self.out}.partial", self.out)

@@ -650,6 +650,16 @@ def test_a_partial_file_of_something_else(tmp_path, content):
     assert "no rows of this program" in line_of(Rows, tmp_path / "o", Runtime(0, 1, torch.device("cpu"), "abc"))
 
 
+@pytest.mark.parametrize("row", [b"{garbage", b"\0\0\0", b'{"a": "\xff"}'])
+def test_a_damaged_row_is_not_written_into_the_output(tmp_path, row):
+    start(0)
+    with Rows(tmp_path / "o", Runtime(0, 1, "cpu", "ab")) as rows:
+        rows.add(0, {"a": 1})
+    with open(rows.path, "ab") as file:
+        file.write(b"1 " + row + b"\n")
+    assert line_of(rows.finish, 2).startswith(f"{rows.path}: row 1: not ") and not (tmp_path / "o").exists()
+
+
 def test_a_run_goes_on_with_its_own_partial_file(data, tmp_path):
     arguments = ["--tasks", str(data / "tasks.jsonl"), "--agent", "script", "--out", str(tmp_path / "o")]
     stage(2).main(arguments)
