@@ -149,7 +149,7 @@ def test_missing_rewards_are_computed(pages, tmp_path, capsys):
 
 def test_summary_of_pages(pages, tmp_path):
     task = read(pages / "tasks.jsonl")[0]
-    row = {"task": task, "similarity": "pixels", "reward": 0.25, "answer": "", "image": None,
+    row = {"task_id": "a", "task": task, "similarity": "pixels", "reward": 0.25, "answer": "", "image": None,
            "reference_image": "a.png",
            "dialogue_history": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "?"}]}
     (tmp_path / "t.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "answer": "<p>",

@@ -394,7 +394,7 @@ def test_bad_input_is_one_line(workspace, critic, tmp_path, capsys):
                            (["sweet", "--critic", critic, "--turn-cost", 1], "give it to 03"),
                            (["grpo", "--min-margin", 1], "go with --method sweet"),
                            (["mtdpo", "--like-pairs"], "go with --method sweet"),
-                           (["mtdpo", "--turn-cost", -1], "must be a number from 0 on")):
+                           (["mtdpo", "--turn-cost", -1], "must be a finite number from 0 to 1e+09, not -1")):
         with pytest.raises(SystemExit) as stopped:
             policy_stage.main([str(x) for x in ("--method", *wrong, *offline)])
         assert stopped.value.code == 2 and message in capsys.readouterr().err

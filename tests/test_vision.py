@@ -16,6 +16,7 @@ from colbench.browser import BrowserThread, Render
 from conftest import read, refused, ROOT, stage, succeed
 from lib.models import add_head, load_model, work_of
 from lib.runtime import InputError
+from lib.servers import said
 from lib.training import Checkpoints
 from lib.vision import load_processor, load_vision, read_images, vision_reply
 
@@ -183,7 +184,8 @@ def test_scores_follow_the_pictures_and_c_only_where_it_is_seen(seeing):
     def scores(privileged, *states):
         critic = {"visual": True, "privileged": privileged, "model": model, "show": show}
         return common.score_actions(critic, None, states, 4096, "cpu")
-    states = [state(WHITE, f"<think>{RED}</think>OUTPUT: {WHITE}", BLACK, "no page"), state(WHITE, task=other),
+    thoughts = said(frontend, f"<think>{RED}</think>OUTPUT: {WHITE}")                  # as 02 and 04 make a state
+    states = [state(WHITE, thoughts, BLACK, "no page"), state(WHITE, task=other),
               state(WHITE, "no page", history=after)]
     (white, thought, black, none), (with_other,), (again, last) = scores(True, *states)
     assert white == thought and len({round(value, 4) for value in (white, black, none)}) == 3
