@@ -511,7 +511,13 @@ def run_id(value):
     return None if type(value) is str and re.fullmatch("[0-9a-f]{1,32}", value) else "is no id of a run"
 
 
-ARGS_JSON = record({"args": dict, "inputs": dict}, {"id": run_id, "files": list_of(str), "versions": dict})
+ARGS_JSON = record({"args": dict, "inputs": dict},
+                   {"id": run_id, "files": list_of(str), "versions": dict, "stage": str})
+
+
+def stage_name():
+    """The file that was started, 04_train_policy.py say."""
+    return pathlib.Path(sys.argv[0]).name
 
 
 def without_address(value):
@@ -595,6 +601,9 @@ def is_done(args, out, inputs, folder=False):
     if args.overwrite:
         if is_there and before is None:
             raise InputError(f"{out}: not made by this program (no {path.name}), so --overwrite does not delete it")
+        if before and before.get("stage", stage_name()) != stage_name():            # older outputs do not say it
+            raise InputError(f"{out}: {before['stage'][:80]} made it, and --overwrite replaces outputs of the same "
+                             "stage alone; choose another --out, or remove it")
         return False
     if before:
         for kind in ("args", "inputs"):
@@ -638,7 +647,8 @@ def begin_output(args, out, inputs, files=None):
     versions = {"python": platform.python_version(), "torch": torch.__version__,
                 "transformers": importlib.metadata.version("transformers")}
     number = uuid.uuid4().hex[:6]
-    write_json(path, {**record, "versions": versions, "id": number} | ({"files": list(files)} if folder else {}))
+    record |= {"versions": versions, "id": number, "stage": stage_name()} | ({"files": list(files)} if folder else {})
+    write_json(path, record)
     say("arguments: " + ", ".join(f"{k}={v}" for k, v in record["args"].items()))
     return number
 

@@ -13,7 +13,7 @@ import torch
 import colbench
 import common
 from colbench import backend, ColBenchError, frontend, questions, sql
-from conftest import Partial, read, ROOT, run, stage
+from conftest import Partial, read, ROOT, run, stage, succeed
 from lib import costs, credit, runtime, states, training
 from lib.folders import read_critic_json
 from lib.runtime import InputError, Rows, Runtime, start
@@ -549,6 +549,17 @@ def test_a_training_that_is_overwritten_leaves_no_state_behind(data, tmp_path, c
     stage(4).main([*arguments, "--seed", "1", "--overwrite"])
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted([*names, "notes.txt"])
     assert "stays there: notes.txt" in capsys.readouterr().out
+
+
+def test_overwrite_does_not_replace_the_output_of_another_stage(data, tmp_path):
+    """05 --out at a trained model's folder, by mistake: the model stays."""
+    model = tmp_path / "model"
+    succeed("04_train_policy.py", "--method", "sft", "--model", "tiny", "--trajectories", data / "demos.jsonl",
+            "--max-steps", 1, "--out", model)
+    before = {path: path.read_bytes() for path in model.rglob("*") if path.is_file()}
+    process = run("05_evaluate.py", f"a={data / 'demos.jsonl'}", "--out", model, "--overwrite")
+    assert process.returncode == 2 and "04_train_policy.py made it" in process.stderr
+    assert {path: path.read_bytes() for path in model.rglob("*") if path.is_file()} == before
 
 
 @pytest.mark.parametrize("args_json", [None, "", "[]", "{}", '{"args": {}, "inputs": {}, "id": "../x"}', DEEP])
