@@ -145,9 +145,8 @@ def main(argv=None):
     examples, train = [examples[i] for i in kept], [train[i] for i in kept]
     kept = training.drop_long(held_out, args, "held-out pairs", needed=False)
     held_out, test = [held_out[i] for i in kept], [test[i] for i in kept]
-    ref_examples = examples + held_out
-    if args.reference == "blind":
-        ref_examples = common.trajectory_examples(trajectories, train + test, tokenizer, privileged=False)
+    form = {"privileged": not args.no_privileged, "reference_sees": args.reference}
+    ref_examples = common.reference_examples(form, examples + held_out, trajectories, train + test, tokenizer)
     if not visual:
         begin_output(args, args.out, inputs, training.FILES)
     costs, works = Costs(args.out, runtime.device, folder=True), []
@@ -160,8 +159,8 @@ def main(argv=None):
     # The reference is this model before its first update; its log-probabilities are computed once, by the same function
     model = common.load_sharded(args.model, runtime, args, lora, head=args.head != "lm")
     works.append(work_of(model))
-    critic = {"head": args.head, "visual": visual, "normalize": args.normalize, "privileged": not args.no_privileged,
-              "reference_sees": args.reference, "beta": args.beta, "reference": args.model,
+    critic = {"head": args.head, "visual": visual, "normalize": args.normalize, **form,
+              "beta": args.beta, "reference": args.model,
               "reference_fingerprint": weights_fingerprint(args.model),
               "held_out_pair_accuracy": None, "num_held_out_pairs": len(held_out)}
     ref = common.reference_logps(args.out, model, ref_examples, args, runtime)

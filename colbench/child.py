@@ -144,6 +144,8 @@ def execute(pieces, module):
     for statements in pieces:
         end = max([number for number, statement in enumerate(statements, 1) if defines(statement)], default=0)
         faults += execute_each(statements[:end], namespace)
+        if end == len(statements):
+            continue
         before = {**vars(builtins), **namespace}
         faults += execute_each(statements[end:], namespace)
         for name in [name for name, value in namespace.items()
