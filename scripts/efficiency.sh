@@ -11,9 +11,10 @@
 #     untrained        the base model with such a reference in place of a critic
 # The arms with all turns choose from the same candidates, whose sampling 05 does not count as theirs (it says so); what
 # it costs is in candidates@N/costs.json. Two processes of one thread at a time.
-# SEARCH=1 plays every rate of RATES (and epochs of EPOCHS for mtdpo) on validation tasks (VALIDATION_TASKS, 300; one
-# dialogue each) instead: seed 9 and the sizes 320 and all, unless named. Its table is kept as
-# docs/grid_efficiency.csv, that of queries as docs/grid_efficiency_sql.csv.
+# The arms with all turns are played with at most MOST_ALL_TURNS dialogues (320): their cost grows with the turns.
+# SEARCH=1 plays every rate of an arm (RATES, or three about what the arm's method is known to need; mtdpo: with each of
+# EPOCHS, 2 4 8) on validation tasks (VALIDATION_TASKS, 300; one dialogue each) instead: seed 9 and size 320, unless
+# named. Its table is kept as docs/grid_efficiency.csv, that of queries as docs/grid_efficiency_sql.csv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/chain.sh
@@ -24,10 +25,9 @@ set_up_domain
 search=${SEARCH:-} results=${OUT:-out} all=$((4 * ${TRAIN_TASKS:-$num_train}))
 [ $domain = backend ] || results=$results/$domain
 results=$results/efficiency
-arms=${ARMS:-rft mtdpo tenth untrained printed released blind}
+arms=${ARMS:-rft mtdpo tenth untrained printed released blind} most_all_turns=${MOST_ALL_TURNS:-320}
 if [ "$search" ]; then
-    results=$results-search sizes=${SIZES:-320 $all} seeds=${*:-9} samples=1
-    rates=${RATES:-1e-5 3e-5 1e-4 3e-4} epochs=${EPOCHS:-2 4 8}
+    results=$results-search sizes=${SIZES:-320} seeds=${*:-9} samples=1
 else
     sizes=${SIZES:-80 160 320 800 $all} seeds=${*:-10 11 12 13 14} samples=${SAMPLES:-2}
 fi
@@ -52,9 +52,23 @@ arm_flags() {                                                        # ARM SIZE
         sql-*) echo --lr 1e-5 ;;
     esac
 }
+# Rates of the search: three about what the arm's method is known to need.
+search_rates() {                                                     # ARM
+    case $1 in
+        rft) echo ${RATES:-3e-4 1e-3 3e-3} ;;
+        mtdpo | tenth) echo ${RATES:-3e-5 1e-4 3e-4} ;;
+        *) echo ${RATES:-1e-5 3e-5 1e-4} ;;
+    esac
+}
+arms_of() {                                                          # SIZE: the arms that are played with so many
+    local name
+    for name in $arms; do
+        [[ $name =~ ^(rft|mtdpo|tenth)$ ]] || [ "$1" -le "$most_all_turns" ] || continue
+        echo $name
+    done
+}
 export SAMPLES=$samples
-export py domain results base num_train num_test rollout critic_settings rft_settings mtdpo_settings sweet_settings \
-    search rates epochs
+export py domain results base num_train num_test rollout critic_settings rft_settings mtdpo_settings sweet_settings search
 
 offline() {                                                          # SEED
     seed=$1 out=$results/seed$1
@@ -99,7 +113,7 @@ export -f step result_of tasks train critic evaluate policy offline sweet_flags 
 
 for seed in $seeds; do echo "offline $seed"; done | two_at_a_time
 for seed in $seeds; do
-    for size in $sizes; do echo "prepare $seed $size $arms"; done
+    for size in $sizes; do echo "prepare $seed $size" $(arms_of $size); done
 done | two_at_a_time
 names() {                                                            # SIZE ARM: NAME FLAGS… of each run of an arm
     local rate passes
@@ -107,9 +121,9 @@ names() {                                                            # SIZE ARM:
         echo "$2@$1 $(arm_flags "$2" "$1")"
         return
     fi
-    for rate in $rates; do
+    for rate in $(search_rates "$2"); do
         if [ "$2" = mtdpo ]; then
-            for passes in $epochs; do echo "$2_${rate}_${passes}@$1 --lr $rate --epochs $passes"; done
+            for passes in ${EPOCHS:-2 4 8}; do echo "$2_${rate}_${passes}@$1 --lr $rate --epochs $passes"; done
         else
             echo "$2_${rate}_-@$1 --lr $rate"
         fi
@@ -117,7 +131,7 @@ names() {                                                            # SIZE ARM:
 }
 for seed in $seeds; do
     for size in $sizes; do
-        for name in $arms; do
+        for name in $(arms_of $size); do
             names "$size" "$name" | while read -r run; do echo "arm $seed $size $name $run"; done
         done
     done
@@ -128,7 +142,7 @@ done | two_at_a_time
 
 files=() largest=${sizes##* } baseline=
 for size in $sizes; do
-    for name in $arms; do
+    for name in $(arms_of $size); do
         while read -r run _; do
             files+=("$run=$(printf "$results/seed%s/$run.jsonl\n" $seeds | paste -sd,)")
         done < <(names "$size" "$name")
