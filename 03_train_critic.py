@@ -63,11 +63,6 @@ def value_losses(values, labels, lengths):
     return (losses * exists).sum(1) / exists.sum(1)
 
 
-def value_labels(trajectories, turn_cost):
-    """Of each trajectory the return less its turn costs, not below 0: what binary cross-entropy takes."""
-    return [max(0.0, common.net_return(float(domain_of(t["task"]).outcome(t)), t, turn_cost)) for t in trajectories]
-
-
 def last_values(values, lengths):
     """The value of each trajectory's last turn, (B,)."""
     return values.gather(1, (lengths > 0).sum(1, keepdim=True) - 1).squeeze(1)
@@ -122,7 +117,7 @@ def main(argv=None):
     lora = lora_config(args)
     check_track(args)
     common.fill_rewards(trajectories, domain, args)
-    pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap, args.turn_cost)
+    pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap)
     held = [is_held_out(trajectory["task_id"], args.held_out_frac) for trajectory in trajectories]
     train, test = ([pair for pair in pairs if held[pair[0]] == side] for side in (False, True))
     say(f"{len(train):,} trajectory pairs to train on, {len(test):,} of other tasks held out")
@@ -185,8 +180,8 @@ def main(argv=None):
                 loss = ((losses + args.nll_coef * nll) * shares).sum()
                 numbers = training.preference_numbers(chosen_rewards, rejected_rewards, nll, shares, args.dtype)
             else:
-                labels = torch.tensor(value_labels([trajectories[train[i][0]] for i in micro], args.turn_cost),
-                                      device=runtime.device)                            # (B,)
+                returns = [float(domain.outcome(trajectories[train[i][0]])) for i in micro]
+                labels = torch.tensor(returns, device=runtime.device)                   # (B,)
                 loss = (value_losses(scores, labels, batch.lengths) * shares).sum()
                 right = (last_values(scores, batch.lengths) > 0) == (labels > 0.5)
                 numbers = {"acc": (right * shares).sum().item()}

@@ -19,8 +19,7 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
                  return, standardised over all turns of the task's trajectories.
 --method distill Privileged self-distillation: at each token of the agent's own turns the divergence from the model at
                  the start with c in front. No critic.
---turn-cost COST orders trajectories by return less COST for each agent turn (mtdpo, rft, grpo; of 03 the critics).
-Differs from the paper: grpo, distill and turn costs are not in it. From the published code: docs/reproduce.md.
+Differs from the paper: grpo and distill are not in it. From the published code: docs/reproduce.md.
 
     python 04_train_policy.py --method sweet --trajectories out/offline.jsonl --model models/tiny --critic out/critic \\
         --out out/sweet
@@ -243,10 +242,7 @@ def sweet_examples(turns, tokenizer, critic, args, runtime, works):
                       if number == t.get("max_rounds", 10) - 1}
         pairs = [pair for pair in pairs
                  if is_alike(pair, (pair["task_id"], pair["sample"], pair["turn"]) in last_turns)]
-    if args.min_margin:
-        pairs = [pair for pair in pairs if common.reaches(pair["chosen"]["advantage"] - pair["rejected"]["advantage"],
-                                                          args.min_margin)]
-    left_out = f"{found - len(pairs):,} are none by --like-pairs or --min-margin, " * (found > len(pairs))
+    left_out = f"{found - len(pairs):,} are none by --like-pairs, " * (found > len(pairs))
     say(f"{len(pairs):,} pairs of {asked:,} asked for; {same:,} were twice the same text, {left_out}{cut:,} candidates "
         f"stopped by --max-new-tokens were left out, so that {too_few:,} of {len(rows):,} turns had no two")
     if runtime.rank == 0:
@@ -273,16 +269,15 @@ def sweet_examples(turns, tokenizer, critic, args, runtime, works):
 EQUAL = 1e-6                                                         # a smaller deviation is rounding
 
 
-def group_advantages(values, task_ids, least=0.0):
+def group_advantages(values, task_ids):
     """`values`, a list of numbers for each trajectory, less the mean of all numbers of its group (the trajectories of
-    its task), over their standard deviation or `least`, whichever is larger; None for those of a group whose numbers
-    are all equal."""
+    its task), over their standard deviation; None for those of a group whose numbers are all equal."""
     groups = collections.defaultdict(list)
     for own, task in zip(values, task_ids):
         groups[task] += own
     scales = {task: (statistics.fmean(group), statistics.pstdev(group)) if group else (0, 0)
               for task, group in groups.items()}
-    return [[(value - scales[task][0]) / max(scales[task][1], least) for value in own]
+    return [[(value - scales[task][0]) / scales[task][1] for value in own]
             if scales[task][1] > EQUAL else None for own, task in zip(values, task_ids)]
 
 
@@ -294,9 +289,7 @@ def sampled_otherwise(trajectory):
 def grpo_advantages(trajectories, critic, tokenizer, args, runtime, works):
     """For each trajectory an advantage a turn, standardised over the trajectories of its task; None where they are all
     equal, [] where it is too long for the critic. With a critic they are its credit (common.score_turns), which is
-    written to credit.jsonl. Else they are the trajectory's return, the same for all turns, less its turn costs, but not
-    below 0, so that failures are not ordered by their length; where only lengths differ, the costs are measured by the
-    deviation of all returns, so that they stay small."""
+    written to credit.jsonl. Else they are the trajectory's return, the same for all turns."""
     tasks, lost = [trajectory["task_id"] for trajectory in trajectories], 0
     if critic:
         critic = common.load_critic(critic, functools.partial(common.load_sharded, runtime=runtime, args=args))
@@ -312,14 +305,7 @@ def grpo_advantages(trajectories, critic, tokenizer, args, runtime, works):
     else:
         domain = domain_of(trajectories[0]["task"])
         returns = [float(domain.outcome(t)) for t in trajectories]
-        net = [[max(0.0, common.net_return(own, t, args.turn_cost))] for own, t in zip(returns, trajectories)]
-        found = group_advantages(net, tasks)
-        if args.turn_cost:
-            plain = group_advantages([[own] for own in returns], tasks)
-            by_length = group_advantages(net, tasks, statistics.pstdev(returns))
-            found = [short if before is None else own for own, short, before in zip(found, by_length, plain)]
-            say(f"{sum(own is None for own in plain) - found.count(None):,} trajectories differ from the others of "
-                "their task by --turn-cost alone")
+        found = group_advantages([[value] for value in returns], tasks)
         found = [own and own * sum(turn["role"] == "assistant" for turn in t["dialogue_history"])
                  for own, t in zip(found, trajectories)]
     say(f"{found.count(None):,} of {len(found):,} trajectories are left out: all those of their task are equally good")
@@ -343,29 +329,25 @@ def token_item(item):
 def baseline_groups(trajectories, args):
     """Tuples of trajectory numbers, an example each: (chosen, rejected) for multi-turn DPO, else one to imitate."""
     if args.method == "mtdpo":
-        pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap, args.turn_cost)
+        pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap)
         say(f"{len(pairs):,} trajectory pairs")
         return pairs
     kept = range(len(trajectories))
     if args.method == "rft":
-        net = [common.net_return(t["reward"], t, args.turn_cost) for t in trajectories]
         graded = domain_of(trajectories[0]["task"]).MIN_GAP is not None
         if not graded:
             kept = [i for i in kept if trajectories[i]["reward"] == 1]
         if not kept:
             raise InputError(f"{args.trajectories}: no successful trajectories (reward 1) to train on")
-        best = {}                                                    # of each task, the first of equals
-        for i in kept:
-            task = trajectories[i]["task_id"]
-            best[task] = max(best.get(task, i), i, key=lambda i: net[i])
         if graded:
+            best = {}                                                # of each task, the first of equals
+            for i in kept:
+                task = trajectories[i]["task_id"]
+                best[task] = max(best.get(task, i), i, key=lambda i: trajectories[i]["reward"])
             kept = best.values()
             say(f"the best trajectory of each of {len(kept):,} tasks")
         else:
             say(f"{len(kept):,} successful trajectories")
-            if args.turn_cost:
-                kept = [i for i in kept if net[i] == net[best[trajectories[i]["task_id"]]]]
-                say(f"the shortest {len(kept):,} of them are kept (--turn-cost)")
     return [(i,) for i in kept]
 
 
@@ -391,8 +373,6 @@ def parse_args(argv=None):
                        "used (the paper's tenth is of 15,000; with few hundred take all: 1)")
     group.add_argument("--num-candidates", type=num_samples_flag, default=16, help="actions sampled a turn")
     group.add_argument("--pairs-per-turn", type=positive_int, default=4, help="DPO pairs a turn")
-    group.add_argument("--min-margin", type=non_negative_float, default=0.0, metavar="A",
-                       help="make no pair of candidates whose advantages differ by less")
     group.add_argument("--like-pairs", action="store_true", help="make no pair of an answer and a turn that goes on")
     group.add_argument("--temperature", type=temperature_flag, default=1.0, help="of the candidates")
     group.add_argument("--max-new-tokens", type=num_tokens_flag, default=1024, help="tokens of a candidate")
@@ -417,16 +397,14 @@ def parse_args(argv=None):
                        "KL(teacher || policy) or KL(policy || teacher)")
     set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
-    if (args.candidates or args.pairs_together or args.min_margin or args.like_pairs) and args.method != "sweet":
-        parser.error("--candidates, --pairs-together, --min-margin and --like-pairs go with --method sweet")
+    if (args.candidates or args.pairs_together or args.like_pairs) and args.method != "sweet":
+        parser.error("--candidates, --pairs-together and --like-pairs go with --method sweet")
     if args.sampler and (args.method != "sweet" or args.candidates or not is_server(args.sampler)):
         parser.error("--sampler http://HOST:PORT/v1#NAME goes with --method sweet, without --candidates")
     if args.method == "sweet" and args.critic is None or args.critic and args.method not in ("sweet", "grpo"):
         parser.error("--critic DIR goes with --method sweet, which needs it, and grpo")
     if args.reference and not args.critic:
         parser.error("--reference goes with --critic")
-    if args.turn_cost and (args.method not in ("mtdpo", "rft", "grpo") or args.critic):
-        parser.error("--turn-cost goes with --method mtdpo, rft and grpo; with a critic give it to 03")
     if args.dry_run and args.method == "distill":
         parser.error("--dry-run does not know the teacher of --method distill")
     epochs = 8 if args.preset == "paper-frontend" else 4

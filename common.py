@@ -5,9 +5,9 @@ import collections
 import functools
 import hashlib
 import inspect
+import itertools
 import math
 import pathlib
-import random
 import re
 from collections import namedtuple
 
@@ -860,48 +860,28 @@ def drop_long_pairs(pairs, tokenizer, max_length):
 # ---------------------------------------------------------------------------------------------------------------------
 # pairs and examples
 
-def net_return(value, trajectory, turn_cost):
-    """`value`, the return of a trajectory, less `turn_cost` for each of its agent turns."""
-    if turn_cost == 0:
-        return value
-    return value - turn_cost * sum(turn["role"] == "assistant" for turn in trajectory["dialogue_history"])
-
-
-def trajectory_pairs(trajectories, path, min_gap=None, turn_cost=0.0):
+def trajectory_pairs(trajectories, path, min_gap=None):
     """[(chosen, rejected)] indices of trajectories of one task. With `min_gap` (None: the domain's MIN_GAP): every two
-    whose net_return differs by so much. Where that is None, too: every trajectory with a lower return is paired with
-    one of return 1, these in turn, the better by net_return chosen (of equals the success); with a `turn_cost` also the
-    shortest of return 1 with each longer one, a random part of these where they would be more than the others.
-    InputError, which names `path`, where there is no pair."""
+    whose rewards differ by so much. Where that is None, too: every failure (reward below 1) is paired with a success
+    (reward 1) of its task, these in turn. InputError, which names `path`, where there is no pair."""
     min_gap = domain_of(trajectories[0]["task"]).MIN_GAP if min_gap is None else min_gap
     by_task = {}
     for index, trajectory in enumerate(trajectories):
         by_task.setdefault(trajectory["task_id"], []).append(index)
-    net = [net_return(t["reward"] == 1 if min_gap is None else t["reward"], t, turn_cost) for t in trajectories]
-    pairs, shorter = [], []
+    pairs = []
     for group in by_task.values():
+        rewards = {i: trajectories[i]["reward"] for i in group}
         if min_gap is not None:
-            pairs += [(i, j) for i in group for j in group if reaches(net[i] - net[j], min_gap)]
+            pairs += [(i, j) for i in group for j in group if reaches(rewards[i] - rewards[j], min_gap)]
             continue
-        winners = [i for i in group if trajectories[i]["reward"] == 1]
-        losers = [i for i in group if trajectories[i]["reward"] < 1]
-        for n, loser in enumerate(losers if winners else ()):
-            winner = winners[n % len(winners)]
-            is_tie = math.isclose(net[winner], net[loser], rel_tol=1e-9, abs_tol=1e-9)
-            pairs.append((winner, loser) if net[winner] > net[loser] or is_tie else (loser, winner))
-        if turn_cost and winners:
-            best = max(winners, key=lambda i: net[i])
-            shorter += [(best, i) for i in winners if net[best] > net[i]]
+        successes = [i for i in group if rewards[i] == 1]
+        failures = [i for i in group if rewards[i] < 1]
+        if successes:
+            pairs += zip(itertools.cycle(successes), failures)
     if not pairs:
         lack = ("both a success (reward 1) and a failure" if min_gap is None else
                 f"two dialogues whose rewards differ by {min_gap}")
         raise InputError(f"{path}: no trajectory pairs: no task has {lack}; roll out more --samples a task")
-    if turn_cost:
-        kept = sorted(random.Random(0).sample(shorter, min(len(shorter), len(pairs))))
-        equal = sum(trajectories[i]["reward"] == trajectories[j]["reward"] for i, j in pairs + kept)
-        say(f"{equal:,} of {len(pairs) + len(kept):,} trajectory pairs are between equal returns, by --turn-cost" + (
-            f"; {len(shorter) - len(kept):,} more of these are left out: they would be most" * (kept != shorter)))
-        pairs += kept
     return pairs
 
 

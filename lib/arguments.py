@@ -144,8 +144,6 @@ def add_training(parser, max_length):
     group.add_argument("--min-gap", type=non_negative_float,
                        help="pair all trajectories of a task whose returns differ by so much "
                        "(None: the domain's MIN_GAP or, without one, successes with the rest)")
-    group.add_argument("--turn-cost", type=non_negative_float, default=0.0, metavar="COST", help="order trajectories "
-                       "by their return less COST for each agent turn: of two successes the shorter one is better")
     group.add_argument("--max-length", type=positive_int, default=max_length, help="drop what is longer "
                        "(tokens): trajectories; of SWEET's pairs, a prompt with one action")
     group = parser.add_argument_group("the optimiser")

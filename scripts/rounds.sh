@@ -7,9 +7,9 @@
 # current one, and plays the test tasks. Four rounds so take as many dialogues as run.sh. All methods share the
 # dialogues of round 1. Two processes of one thread at a time.
 # NAME (METHOD) names what differs from the plain method by
-#     POLICY_FLAGS="--min-margin 0.05"      more flags of 04
+#     POLICY_FLAGS="--epochs 2"             more flags of 04
 #     LATER_FLAGS="--lr 3e-5"               flags of 04 from the second round on, in place of METHOD_later below
-#     CRITIC_FLAGS="--turn-cost 0.02"       more flags of 03; with "--model models/tiny" it starts anew in each round
+#     CRITIC_FLAGS="--reference blind"      more flags of 03; with "--model models/tiny" it starts anew in each round
 #     CRITIC_DATA=new                       the critic learns from the newest dialogues, not from those of all rounds
 # BUDGETS="4 5 6" also plays dialogues of at most so many rounds with the last agent, as NAME-in-4 and so on.
 # RATES="3e-5 1e-4" plays each learning rate of the policy in place of METHOD_settings, as NAME_RATE (with

@@ -1,11 +1,9 @@
 """04's methods beyond the paper: policy gradient with group baselines (grpo), also by a critic's advantages, and
-privileged self-distillation (distill); --turn-cost and --min-margin."""
+privileged self-distillation (distill); --like-pairs."""
 import argparse
 import copy
 import json
 import os
-import random
-import re
 import signal
 import time
 
@@ -23,7 +21,6 @@ from lib.training import kind_lines
 policy_stage = stage(4)
 BASE = ROOT / "models" / "tiny"
 TASK = {"problem_description": "x", "ground_truth": "y", "test_cases": {}}
-PAGE = {"problem_description": "x", "ground_truth": "<p>"}
 
 
 def flags(workspace, method, out, *more):
@@ -70,8 +67,6 @@ def test_advantages_are_standardised_over_the_trajectories_of_a_task():
     assert turns == [[pytest.approx(-1.5 ** .5), 0], [pytest.approx(1.5 ** .5)]]
     assert policy_stage.group_advantages([[1.0], [], [0.0], []], ["a", "a", "a", "b"]) == [[1], [], [-1], None]
     assert policy_stage.group_advantages([[.9 - .05 * 4], [.8 - .05 * 2]], ["a", "a"]) == [None, None]     # rounding
-    assert policy_stage.group_advantages([[.9], [.8]], ["a", "a"], least=.5) == [[pytest.approx(.1)], [
-        pytest.approx(-.1)]]
 
 
 def test_the_estimate_of_the_divergence_is_right_on_average():
@@ -82,31 +77,18 @@ def test_the_estimate_of_the_divergence_is_right_on_average():
     assert -(start.exp() * objective[0]).sum().item() == pytest.approx((policy.exp() * (policy - start)).sum().item())
 
 
-def test_turn_costs_of_grpo_by_hand(capsys):
-    """Returns 1, 0 and costs of .1: a mixed task, one of successes alone, one of failures alone, whose lengths do not
-    count. The scale of the second is the deviation of all returns, .5, not its own, .05; that of the first its own, .4,
-    as its returns differ."""
-    rows = trajectories(("a", TASK, 1, 2), ("a", TASK, 0, 1), ("b", TASK, 1, 1), ("b", TASK, 1, 2), ("c", TASK, 0, 1),
-                        ("c", TASK, 0, 3))
-    args = argparse.Namespace(turn_cost=0.1, trajectories="x", max_tokens=100)
-    found = policy_stage.grpo_advantages(rows, None, None, args, None, [])
-    assert found == [[pytest.approx(1)] * 2, [pytest.approx(-1)], [pytest.approx(.1)], [pytest.approx(-.1)] * 2, None,
-                     None]
-    printed = capsys.readouterr().out
-    assert "2 trajectories differ from the others of their task by --turn-cost alone" in printed
-    assert "2 of 6 trajectories are left out: all those of their task are equally good" in printed
-    args.turn_cost = 0.0
+def test_returns_as_advantages_by_hand(capsys):
+    """A mixed task, one of successes alone, one of failures alone; of each agent turn the same number."""
+    rows = [trajectory("a", 1, 2), trajectory("a", 0, 1), trajectory("b", 1, 1), trajectory("b", 1, 2),
+            trajectory("c", 0, 1), trajectory("c", 0, 3)]
+    args = argparse.Namespace(trajectories="x", max_tokens=100)
     assert policy_stage.grpo_advantages(rows, None, None, args, None, []) == [[1, 1], [-1], None, None, None, None]
+    assert "4 of 6 trajectories are left out: all those of their task are equally good" in capsys.readouterr().out
 
 
-def test_a_tiny_turn_cost_changes_no_advantage_of_grpo_where_returns_differ():
-    """One success of eight: sqrt(7) = 2.65 without a cost, and not 1.75 with one of 1e-9."""
-    rows = trajectories(("a", TASK, 1, 1), *[("a", TASK, 0, 1)] * 7, *[("b", TASK, 1, 1), ("b", TASK, 0, 1)] * 9)
-    args = argparse.Namespace(turn_cost=0.0, trajectories="x", max_tokens=100)
-    plain = policy_stage.grpo_advantages(rows, None, None, args, None, [])
-    args.turn_cost = 1e-9
-    costly = policy_stage.grpo_advantages(rows, None, None, args, None, [])
-    assert plain[0] == [pytest.approx(7 ** .5)] and sum(costly, []) == pytest.approx(sum(plain, []), abs=1e-6)
+def trajectory(name, reward, turns):
+    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}] * turns
+    return {"task_id": name, "task": TASK, "reward": reward, "dialogue_history": said}
 
 
 def test_each_token_has_its_own_log_probability_and_the_gradient_is_a_finite_difference(tiny):
@@ -259,85 +241,7 @@ def test_two_ranks_train_the_same_weights_and_killed_runs_go_on(workspace, tmp_p
         assert max((two[name] - tensor).abs().max().item() for name, tensor in whole.items()) < 1e-4
 
 
-# --- turn costs and margins
-
-def trajectories(*rows):
-    return [{"task_id": name, "task": task, "reward": reward,
-             "dialogue_history": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}] * turns}
-            for name, task, reward, turns in rows]
-
-
-def test_turn_costs_order_successes_by_hand(capsys):
-    rows = trajectories(("a", TASK, 1, 5), ("a", TASK, 1, 3), ("a", TASK, 0.5, 2), ("a", TASK, 1, 3), ("b", TASK, 0, 1),
-                        ("b", TASK, 0, 4), ("c", TASK, 1, 8), ("c", TASK, 0.9, 1), ("c", TASK, 1, 2))
-    assert common.trajectory_pairs(rows, "x") == [(0, 2), (6, 7)]
-    assert common.trajectory_pairs(rows, "x", turn_cost=0.05) == [(0, 2), (6, 7), (1, 0), (8, 6)]
-    assert "2 of 4 trajectory pairs are between equal returns, by --turn-cost\n" in capsys.readouterr().out
-    # of a task with two pairs of successes and one with a failure one is kept; failures are never ordered by length
-    few = trajectories(("a", TASK, 1, 5), ("a", TASK, 1, 3), ("a", TASK, 1, 4), ("a", TASK, 0, 2), ("b", TASK, 0, 1),
-                       ("b", TASK, 0, 4))
-    pairs = common.trajectory_pairs(few, "x", turn_cost=0.05)
-    assert pairs[0] == (0, 3) and len(pairs) == 2 and pairs[1] in [(1, 0), (1, 2)]
-    assert "1 of 2 trajectory pairs are between equal returns, by --turn-cost; 1 more" in capsys.readouterr().out
-    # a cost that is worth more than the answer turns pairs round
-    assert common.trajectory_pairs(rows[6:8], "x", turn_cost=0.2) == [(1, 0)]
-    # an exact tie goes to the success, however it is rounded: 1 - 11 * .1 and 0 - 1 * .1, 1 - 6 * .2 and 0 - 1 * .2, …
-    for cost, turns, shorter in ((.1, 11, 1), (.1, 13, 3), (.2, 6, 1), (.05, 21, 1), (.05, 23, 3), (.5, 3, 1)):
-        tie = trajectories(("a", TASK, 1, turns), ("a", TASK, 0, shorter))
-        assert common.trajectory_pairs(tie, "x", turn_cost=cost) == [(0, 1)], (cost, turns)
-    pages = trajectories(("a", PAGE, .9, 4), ("a", PAGE, .9, 2), ("a", PAGE, .7, 1))
-    assert common.trajectory_pairs(pages, "x", 0.1) == [(0, 2), (1, 2)]
-    assert common.trajectory_pairs(pages, "x", 0.1, turn_cost=0.06) == [(1, 0), (1, 2)]
-
-
-def test_rft_and_grpo_prefer_the_shorter_success(workspace, tmp_path):
-    printed = succeed("04_train_policy.py", *flags(workspace, "rft", tmp_path / "r", "--turn-cost", 0.02))
-    shortest = {}
-    for row in read(workspace / "offline.jsonl"):
-        if row["reward"] == 1:
-            shortest.setdefault(row["task_id"], []).append(len(row["dialogue_history"]))
-    kept = sum(lengths.count(min(lengths)) for lengths in shortest.values())
-    assert kept < sum(map(len, shortest.values()))
-    assert f"the shortest {kept} of them are kept" in printed
-    plain, costly = (succeed("04_train_policy.py", *flags(workspace, "grpo", tmp_path / str(cost), "--turn-cost", cost))
-                     for cost in (0, 0.02))
-    left_out = [int(re.search(r"(\d+) of \d+ trajectories are left out", text)[1]) for text in (plain, costly)]
-    assert left_out[1] < left_out[0]                                # of equal rewards, lengths now tell
-
-
-def test_the_value_critics_labels_know_the_cost(workspace, tmp_path):
-    rows = trajectories(("a", TASK, 1, 4), ("a", TASK, 0.5, 2), ("a", PAGE, .7, 2), ("a", PAGE, .1, 4))
-    assert stage(3).value_labels(rows, 0.0) == [1, 0, .7, .1]
-    assert stage(3).value_labels(rows, 0.05) == [pytest.approx(.8), 0, pytest.approx(.6), 0]
-    losses = []
-    for name, cost in (("plain", 0), ("costly", 0.02)):             # at logits of 0 every label has a loss of log 2
-        succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--head", "value",
-                "--max-steps", 3, "--log-every", 1, "--lr", 1e-2, "--turn-cost", cost, "--out", tmp_path / name)
-        losses.append([row["loss"] for row in read(tmp_path / name / "metrics.jsonl")])
-    assert losses[0][0] == pytest.approx(losses[1][0]) and losses[0][2] != pytest.approx(losses[1][2], abs=1e-5)
-
-
-def test_pairs_of_a_small_margin_are_none(workspace, critic, tmp_path):
-    row = {"candidates": [{"ids": [n], "text": str(n), "ended": True} for n in range(4)],
-           "advantages": [0.3, 0.25, 0.2, 0.1]}
-    pairs = {pair for seed in range(50) for pair in policy_stage.candidate_pairs(row, 4, random.Random(seed))}
-    assert pairs == {(0, 2), (0, 3), (1, 2), (1, 3)}
-    printed = {}
-    for margin in (0, 0.02, 100):
-        arguments = [str(x) for x in flags(workspace, "sweet", tmp_path / str(margin), "--critic", critic,
-                                           "--data-frac", 0.1, "--num-candidates", 4, "--max-new-tokens", 60,
-                                           "--min-margin", margin)]
-        if margin == 100:
-            assert re.search(r", [1-9]\d* are none by --like-pairs or --min-margin", refused(4, *arguments))
-        else:
-            printed[margin] = succeed("04_train_policy.py", *arguments)
-            kept = [pair["chosen"]["advantage"] - pair["rejected"]["advantage"]
-                    for pair in read(tmp_path / str(margin) / "pairs.jsonl")]
-            assert min(kept) >= margin - 1e-9
-            printed[margin] = len(kept), printed[margin]
-    left_out = int(re.search(r", (\d+) are none by --like-pairs or --min-margin, ", printed[0.02][1])[1])
-    assert printed[0][0] == printed[0.02][0] + left_out and "are none" not in printed[0][1]
-
+# --- pairs of SWEET
 
 def test_pairs_of_an_answer_and_a_question_are_none(workspace, critic, tmp_path):
     third = tmp_path / "third.jsonl"                                 # as if the third turn (2) had been the last one
@@ -389,12 +293,8 @@ def test_bad_input_is_one_line(workspace, critic, tmp_path, capsys):
     assert "no critic.json" in refused(4, "--method", "grpo", "--critic", BASE, *offline)
     assert "--critic oracle: grpo takes a critic folder" in refused(4, "--method", "grpo", "--critic", "oracle",
                                                                      *offline)
-    for wrong, message in ((["sft", "--turn-cost", 1], "--turn-cost goes with"), (["distill", "--critic", critic],
-                                                                                  "--critic DIR goes with"),
-                           (["sweet", "--critic", critic, "--turn-cost", 1], "give it to 03"),
-                           (["grpo", "--min-margin", 1], "go with --method sweet"),
-                           (["mtdpo", "--like-pairs"], "go with --method sweet"),
-                           (["mtdpo", "--turn-cost", -1], "must be a finite number from 0 to 1e+09, not -1")):
+    for wrong, message in ((["distill", "--critic", critic], "--critic DIR goes with"),
+                           (["mtdpo", "--like-pairs"], "go with --method sweet")):
         with pytest.raises(SystemExit) as stopped:
             policy_stage.main([str(x) for x in ("--method", *wrong, *offline)])
         assert stopped.value.code == 2 and message in capsys.readouterr().err

@@ -228,23 +228,23 @@ def test_each_round_trains_the_agent_of_the_one_before(call):
     assert {word.split("=")[0] for word in commands[-1] if "=" in word} == {"sweet@1", "sweet@2", "sweet@3"}
     assert {flags["--tasks"] for flags in played if "seed3" in flags["--out"] and "offline" in flags["--out"]} == {
         f"out/rounds/seed3/train-{n}.jsonl" for n in (1, 2, 3)}
-    flags = "--turn-cost 0.02 --model models/tiny"                                 # the last --model counts
+    flags = "--beta 0.5 --model models/tiny"                                 # the last --model counts
     others = [command["words"] for command in call("scripts/rounds.sh", "grpo-critic", "2", "3", NAME="credit",
                                                    CRITIC_DATA="new", CRITIC_FLAGS=flags)]
     policies, critics = rounds_of(others, "04", "credit"), rounds_of(others, "03", "credit")
     assert critics[2]["--trajectories"] == "out/rounds/seed3/credit/2/offline.jsonl"
     assert [words for words in others if words[0].startswith("03")][-1].count("--model") == 2
-    assert critics[2]["--turn-cost"] == "0.02" and "--turn-cost" not in policies[2]
+    assert critics[2]["--beta"] == "0.5" and policies[2].get("--beta") != "0.5"
     assert policies[2]["--method"] == "grpo" and critics[2]["--model"] == "models/tiny"
     # the dialogues of round 1 are shared; what an earlier call played is in the report of this one
     assert not any(words[words.index("--out") + 1] == "out/rounds/seed3/offline.jsonl" for words in others)
     assert {word.split("=")[0] for word in others[-1] if "=" in word} == {"credit@1", "credit@2", "sweet@1", "sweet@2"}
-    more = [command["words"] for command in call("scripts/rounds.sh", "mtdpo", "1", "3", NAME="patient",
-                                                 POLICY_FLAGS="--turn-cost 0.05", BUDGETS="4 6")]
+    more = [command["words"] for command in call("scripts/rounds.sh", "mtdpo", "1", "3", NAME="longer",
+                                                 POLICY_FLAGS="--epochs 3", BUDGETS="4 6")]
     assert [dict(zip(words, words[1:]))["--agent"] for words in more if words[0].startswith("02")
-            and words[-1].endswith(("in-4.jsonl", "in-6.jsonl"))] == ["out/rounds/seed3/patient/1/agent"] * 2
-    assert {"patient-in-4", "patient-in-6"} < {word.split("=")[0] for word in more[-1]}
-    assert rounds_of(more, "04", "patient")[1]["--turn-cost"] == "0.05" and not rounds_of(more, "03", "patient")
+            and words[-1].endswith(("in-4.jsonl", "in-6.jsonl"))] == ["out/rounds/seed3/longer/1/agent"] * 2
+    assert {"longer-in-4", "longer-in-6"} < {word.split("=")[0] for word in more[-1]}
+    assert rounds_of(more, "04", "longer")[1]["--epochs"] == "3" and not rounds_of(more, "03", "longer")
     plain = [command["words"] for command in call("scripts/rounds.sh", "mtdpo", "2", "3")]
     assert [rounds_of(plain, "04", "mtdpo")[n]["--lr"] for n in (1, 2)] == ["3e-4", "1e-4"]
     assert plain[-1][plain[-1].index("--baseline") + 1] == "mtdpo@2"
