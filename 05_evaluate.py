@@ -42,7 +42,7 @@ from lib import schema, statistics, tables
 from lib.arguments import add_overwrite, add_reference, add_world, argument_parser, text_flag
 from lib.costs import compare_costs, cost_lines, Costs, read_record
 from lib.credit import agreement, count_pairs, credit_of, credit_summary, measure_turns, read_states
-from lib.export import check_format, export, FORMATS
+from lib.export import export
 from lib.models import encode, load_model, load_tokenizer, tokenizer_name
 from lib.plots import report_plots
 from lib.report import page_data, spread, write_report
@@ -293,10 +293,13 @@ def training_histories(files, critic):
     return {name: read_jsonl(path, metrics_row) for name, path in reversed(paths.values()) if path.is_file()}
 
 
-def export_all(folder, form, data, files):
-    """Every dialogue of the page's data, with the agent's system prompt and its model."""
-    export(folder, form, data, [{"system": common.system_prompt(t) or common.our_system(t), "agent": t.get("agent")}
-                                for own in files.values() for t in own])
+def agent_systems(files):
+    """The agent's system prompt in each dialogue, in the order of the page's data."""
+    systems = []
+    for trajectories in files.values():
+        for trajectory in trajectories:
+            systems.append(common.system_prompt(trajectory) or common.our_system(trajectory))
+    return systems
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -322,7 +325,7 @@ def parse_args(argv=None):
     parser.add_argument("--candidates", type=text_flag, metavar="PATH",
                         help="the page shows SWEET's candidates: 04's output folder or "
                         "its scored.jsonl, with pairs.jsonl beside it")
-    parser.add_argument("--export", choices=FORMATS, help="write every dialogue for other programs as well")
+    parser.add_argument("--export", choices=["messages"], help="write every dialogue for other programs as well")
     add_world(parser)
     add_overwrite(parser)
     args = parser.parse_args(argv)
@@ -350,8 +353,7 @@ def output_files(names):
     """Patterns of all files that this stage writes into its folder, for methods of these names."""
     names = list(map(glob.escape, names))
     return ["metrics.json", "curves.json", "critics.json", "agreement.json", "report.html", "images/*.png",
-            *(f"scored/{name}.jsonl" for name in names), *(f"export/{name}.jsonl" for name in names),
-            *(f"export/{name}/*.json" for name in names)]
+            *(f"scored/{name}.jsonl" for name in names), *(f"export/{name}.jsonl" for name in names)]
 
 
 def one_domain(files, args):
@@ -386,7 +388,6 @@ def main(argv=None):
         common.trajectory_pairs(first, first_path)                   # errors now, not after the scoring
     programs = "rules", "script", "script-informed", common.UNTRAINED, *getattr(domain, "PLAYERS", ()), *domain.ORACLES
     costs = compare_costs({name: own[0] for name, own in runs.items()}, programs) if args.costs else {}
-    check_format(args.export)
     critic = text_critic(args.critic, domain, args.reference) if args.critic else None
     states = read_states(args.candidates) if args.candidates else []
     for row in states:
@@ -448,7 +449,7 @@ def main(argv=None):
         notes.append(f"{len(shown):,} of the {len(states):,} states of --candidates are shown, at equal distances")
     data = page_data(files, domain, metric, args.critic, shown)
     if args.export:
-        export_all(out / "export", args.export, data, files)
+        export(out / "export", data, agent_systems(files))
     credit = credit_summary(metrics) if critic else {}
     bars = {name: {"value": m[metric], "low": m["ci95"][0], "high": m["ci95"][1]} for name, m in metrics.items()}
     left_out = write_report(
