@@ -374,11 +374,7 @@ def hidden_states(model, batch):
                                 ).last_hidden_state
     add_work(model, batch.sizes)
     mask = None                                   # rows are padded on the right: with causal attention no token sees it
-    if batch.mask.dim() == 4 and model.config.get_text_config()._attn_implementation == "flex_attention":
-        from torch.nn.attention.flex_attention import create_block_mask
-        mask = create_block_mask(lambda r, head, query, key: batch.mask[r, 0, query, key], len(batch.mask), None,
-                                 *batch.mask.shape[2:], device=batch.mask.device)
-    elif batch.mask.dim() == 4:                         # added to scores; as bool every layer would keep a copy like it
+    if batch.mask.dim() == 4:                         # added to scores; as bool every layer would keep a copy like it
         mask = torch.zeros_like(batch.mask, dtype=model.get_input_embeddings().weight.dtype)
         mask.masked_fill_(~batch.mask, -torch.inf)
     return model.get_decoder()(input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions,

@@ -154,8 +154,6 @@ def add_training(parser, max_length):
     group.add_argument("--adam-betas", type=number_flag(0, 0.999999), nargs=2, default=[0.9, 0.95], help="of AdamW")
     group.add_argument("--weight-decay", type=non_negative_float, default=0.0, help="of AdamW")
     group.add_argument("--max-grad-norm", type=number_flag(0, MOST, above=True), default=1.0, help="gradient clipping")
-    group.add_argument("--optimizer", choices=["adamw", "adamw8bit"], default="adamw",
-                       help="adamw8bit: its state in 8 bits (needs torchao)")
     group = parser.add_argument_group("LoRA (needs peft)")
     group.add_argument("--lora", type=positive_int, metavar="RANK",
                        help="train an adapter of this rank; the model stays as it is, in --dtype")
@@ -167,8 +165,6 @@ def add_training(parser, max_length):
     group = parser.add_argument_group("memory and speed")
     group.add_argument("--micro-batch-size", type=positive_int, default=8, help="examples a forward pass")
     group.add_argument("--max-tokens", type=positive_int, default=16384, help="tokens a pass without gradients")
-    group.add_argument("--attention", choices=["sdpa", "flex"], default="sdpa",
-                       help="flex: FlexAttention, for trees on a GPU (skips what a mask hides)")
     group.add_argument("--activation-checkpointing", action="store_true",
                        help="compute each layer again in the backward pass: less memory, a third more time")
     group.add_argument("--replicate", type=positive_int, default=1,

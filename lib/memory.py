@@ -142,7 +142,7 @@ def dry_run(args, rows_an_example, tree=False):
     examples = min(args.micro_batch_size, math.ceil(args.batch_size / args.dry_run))
     plan = memory_plan(from_pretrained(AutoConfig, args.model), args.dry_run, args.replicate, args.dtype,
                        args.activation_checkpointing, examples * rows_an_example, args.max_length,
-                       2 if args.optimizer == "adamw8bit" else 8, args.batch_size > examples * args.dry_run, tree,
+                       8, args.batch_size > examples * args.dry_run, tree,
                        lora_config(args))
     say(f"{args.model} on {args.dry_run} ranks in {args.replicate} groups, {args.dtype}; on each rank a micro-batch of "
         f"{examples * rows_an_example} rows of {args.max_length:,} tokens (--max-length):")

@@ -217,8 +217,6 @@ def shard(model, runtime, args):
                             mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32,
                                   cast_forward_inputs=False)
-    if args.attention == "flex":
-        model.set_attn_implementation("flex_attention")
     if args.activation_checkpointing:
         model.activation_checkpointing_enable()
     for module in [*(model.base_model.visual.blocks if is_visual(model) else ()), *model.get_decoder().layers, model]:

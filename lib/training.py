@@ -153,10 +153,7 @@ def optimizer_step(model, optimizer, sums, step, args, runtime):
                          "--lr or --beta, or look at these tasks")
     lr = learning_rate(step.number, step.total, args.lr, args.warmup_frac, args.final_lr_frac)
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], torch.Tensor):                   # AdamW8bit, whose step is compiled
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
+        group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return {**numbers, "lr": lr, "gnorm": grad_norm}
@@ -313,16 +310,10 @@ class StepLog:
 
 
 def adamw(model, args):
-    """AdamW of the parameters that are not frozen, by the flags --optimizer, --lr, --adam-betas and --weight-decay."""
+    """AdamW of the parameters that are not frozen, by the flags --lr, --adam-betas and --weight-decay."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    options = {"lr": args.lr, "betas": args.adam_betas, "weight_decay": args.weight_decay}
-    if args.optimizer == "adamw":
-        return torch.optim.AdamW(trained, fused=True, **options)       # makes no copies of all parameters
-    try:
-        from torchao.optim import AdamW8bit
-    except ImportError:
-        raise InputError("--optimizer adamw8bit: needs torchao: pip install torchao") from None
-    return AdamW8bit(trained, **options)
+    # fused: makes no copies of all parameters
+    return torch.optim.AdamW(trained, lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay, fused=True)
 
 
 def finish_training(args, model, tokenizer):

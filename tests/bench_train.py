@@ -57,8 +57,8 @@ def train_ours(pairs, args):
     from lib.training import adamw
     policy_stage = importlib.import_module("04_train_policy")
     runtime = start(0)
-    options = argparse.Namespace(dtype=args.dtype, replicate=1, activation_checkpointing=False, attention="sdpa",
-                                 out=args.out, seed=0, optimizer="adamw", lr=1e-6, adam_betas=(0.9, 0.95),
+    options = argparse.Namespace(dtype=args.dtype, replicate=1, activation_checkpointing=False,
+                                 out=args.out, seed=0, lr=1e-6, adam_betas=(0.9, 0.95),
                                  weight_decay=0.0)
     lora = None
     if args.side == "ours, LoRA":

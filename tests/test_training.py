@@ -22,7 +22,7 @@ from lib.runtime import InputError, Runtime, start
 from lib.training import epoch_batches, learning_rate, rank_batches
 
 BASE = ROOT / "models" / "tiny"
-ARGS = argparse.Namespace(dtype="float32", replicate=1, activation_checkpointing=False, attention="sdpa", out="unused")
+ARGS = argparse.Namespace(dtype="float32", replicate=1, activation_checkpointing=False, out="unused")
 
 
 @pytest.fixture(scope="module")
@@ -157,26 +157,6 @@ def test_a_sharded_bfloat16_model_projects_in_float32(runtime, tiny):
     torch.testing.assert_close(common.turn_scores(whole, batch).double(), expected, atol=1e-3, rtol=0)
     values.sum().backward()
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
-
-
-def test_flex_attention_sees_what_the_dense_mask_shows(tiny, monkeypatch):
-    """On a CPU it has no backward pass; neither it nor its mask is compiled here, which takes 20 s."""
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-    from transformers import masking_utils
-    from transformers.integrations import flex_attention as integration
-    monkeypatch.setattr(masking_utils, "create_block_mask",
-                        lambda *args, _compile=None, **options: create_block_mask(*args, **options))
-    monkeypatch.setattr(integration, "compile_friendly_flex_attention",
-                        lambda *tensors, training=False, **options: flex_attention(*tensors, **options))
-    model, tokenizer = load_model(str(BASE), "cpu")
-    batch = a_batch(tokenizer)
-    with torch.no_grad():
-        dense = common.turn_scores(model, batch)
-        model.set_attn_implementation("flex_attention")
-        torch.testing.assert_close(common.turn_scores(model, batch), dense, atol=1e-3, rtol=1e-5)
-        small = common.collate([[common.Row([5, 6, 7], [-1, 0, 0])]])
-        torch.testing.assert_close(common.turn_scores(model, small), common.turn_scores(tiny[0], small), atol=1e-3,
-                                   rtol=1e-5)
 
 
 # --- memory
