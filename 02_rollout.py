@@ -49,13 +49,13 @@ from lib.arguments import (
 )
 from lib.costs import Costs
 from lib.credit import measure_turns
-from lib.models import is_server, load_tokenizer, tokenizer_name, work_of
+from lib.models import load_tokenizer, tokenizer_name, work_of
 from lib.runtime import begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
-from lib.servers import ReplyError, said, strip_thoughts
+from lib.servers import is_server, ReplyError, said, strip_thoughts
 from lib.speakers import ask, Failures, open_speakers, rollout_lines, run_concurrently
 from lib.statistics import mean_over_tasks
 from lib.tables import heading_of
-from lib.tracking import check_track, Counters
+from lib.tracking import check_track, Track
 
 # ---------------------------------------------------------------------------------------------------------------------
 # one turn of a dialogue. A dialogue is {"number", "task", "sample", "history", "system", "more", "answer", "waited_s"};
@@ -218,8 +218,27 @@ def to_trajectory(dialogue, verdicts, tokenizer, args):
             **({} if dialogue["system"] is None else {"system_prompt": dialogue["system"]}), **dialogue["more"]}
 
 
-async def play_and_save(dialogue, speakers, world, rows, progress, tally, failed, candidates, counters, tokenizer,
-                        args):
+class Curve:
+    """What --track shows of a rollout, on rank 0: by the number of dialogues their mean return so far and, of this
+    start, tokens a second."""
+
+    def __init__(self, args, stats):
+        """stats: what counts the tokens of each model, as rollout_lines() takes it."""
+        self.track, self.stats = Track(args.track, args.out, vars(args)), stats
+        self.number, self.sum, self.begin = 0, 0.0, time.perf_counter()
+
+    def add(self, value, log=True):
+        """One more dialogue, of this return."""
+        self.number += 1
+        self.sum += value
+        if log:
+            tokens = sum(count.get("server_completion_tokens", 0) + count.get("decode_tokens", 0)
+                         for count in self.stats.values())
+            self.track.log(self.number, mean_return=self.sum / self.number,
+                           tokens_per_s=tokens / (time.perf_counter() - self.begin))
+
+
+async def play_and_save(dialogue, speakers, world, rows, progress, tally, failed, candidates, curve, tokenizer, args):
     """Play a dialogue; returns what scores it and adds its row. One that a server does not answer goes to `failed`, and
     many of these in a row end the run. `candidates` keeps the first turns of --branch."""
     begin = time.perf_counter()
@@ -245,7 +264,7 @@ async def play_and_save(dialogue, speakers, world, rows, progress, tally, failed
         rows.add(dialogue["number"], row)
         tally["played"] += 1
         progress.update()
-        counters.add(domain_of(row["task"]).outcome(row))
+        curve.add(domain_of(row["task"]).outcome(row))
         dialogue.clear()                                             # memory is for what is in flight
     return score()
 
@@ -401,7 +420,7 @@ def main(argv=None):
     if is_done(record, out, inputs):
         return
 
-    check_track(args)
+    check_track(args.track)
     judged = args.best_of > 1 and args.critic.startswith("judge:")
     roles = {"agent": None if args.agent.startswith("script") else args.agent,
              "simulator": None if args.simulator == "rules" else args.simulator,
@@ -446,23 +465,24 @@ def main(argv=None):
     tally, failed = collections.Counter(), Failures(out, "dialogue", args.concurrency)
     stats = {key: speaker.server.counts if speaker.server else speaker.engine.stats for key, speaker in opened.items()
              if not speaker.sees}
-    counters = Counters(args, stats)
+    curve = Curve(args, stats)
     with Rows(out, runtime) as lines, world:
         mine = [one for one in dialogues if one["number"] not in lines.done][runtime.rank::runtime.world_size]
         if lines.done and runtime.rank == 0:
             say(f"{len(lines.done):,} of {len(dialogues):,} dialogues are there already")
-            counters.resume(domain.outcome(row) for row in lines.rows())
+            if args.track:
+                for row in lines.rows():
+                    curve.add(domain.outcome(row), log=False)
         with tqdm(total=len(mine), unit="dialogue", desc=out.name, mininterval=5, disable=runtime.rank > 0) as progress:
             try:
                 asyncio.run(run_concurrently(functools.partial(
                     play_and_save, speakers=(agent, human, chooser), world=world, rows=lines, progress=progress,
-                    tally=tally, failed=failed, candidates={}, counters=counters, tokenizer=name, args=args), mine,
+                    tally=tally, failed=failed, candidates={}, curve=curve, tokenizer=name, args=args), mine,
                     args.concurrency))
             except (InputError, ColBenchError):
                 if runtime.world_size == 1:                          # the tokens are paid for (ranks need each other)
                     costs.record(works)
                 raise
-    counters.log()
     ranks = gather({"tally": tally, "stats": stats, "verdicts": verdicts})
     costs.record(works)
     say(*rollout_lines(ranks, time.perf_counter() - costs.begin))

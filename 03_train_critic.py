@@ -115,7 +115,7 @@ def main(argv=None):
     if is_done(args, args.out, inputs, folder=True):
         return
     lora = lora_config(args)
-    check_track(args)
+    check_track(args.track)
     common.fill_rewards(trajectories, domain, args)
     pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap)
     held = [is_held_out(trajectory["task_id"], args.held_out_frac) for trajectory in trajectories]

@@ -58,11 +58,12 @@ from lib.arguments import (
     text_flag,
 )
 from lib.costs import Costs
-from lib.engine import generate, uniforms
+from lib.engine import generate
 from lib.memory import dry_run
-from lib.models import encode, fresh_model, is_server, load_model, load_tokenizer, reads_images, stop_ids, work_of
+from lib.models import encode, fresh_model, load_model, load_tokenizer, reads_images, stop_ids, work_of
 from lib.runtime import begin_output, InputError, is_done, map_blocks, run_stage, say, start, write_jsonl
-from lib.servers import said
+from lib.seeds import uniforms
+from lib.servers import is_server, said
 from lib.speakers import served_candidates
 from lib.tracking import check_track
 
@@ -427,7 +428,7 @@ def main(argv=None):
     if is_done(args, args.out, inputs, folder=True):
         return
     lora = lora_config(args)
-    check_track(args)
+    check_track(args.track)
     if oracle and args.reference:
         raise InputError(f"--reference {args.reference} does nothing with --critic {args.critic}: it has no reference")
     if untrained and args.method == "sweet" and args.model == "tiny":

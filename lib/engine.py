@@ -1,23 +1,15 @@
 """Sampling from a local model: one batch that dialogues enter and leave at every token, with their caches."""
 import asyncio
-import hashlib
 import itertools
 import os
 import time
 import types
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from lib.models import add_work
 from lib.runtime import InputError
-
-
-def uniforms(shape, *key):
-    """Uniform numbers in [0, 1) that depend on `key` alone, so that a sample does not depend on its batch."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return torch.from_numpy(np.random.default_rng(int.from_bytes(digest[:8], "little")).random(shape))
 
 
 def next_tokens(logits, points, temperature):

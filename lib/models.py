@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lib import adapters, folders
 from lib.runtime import barrier, files_digest, InputError, is_main, weight_files, write_json
+from lib.servers import is_server
 
 
 def work_of(model):
@@ -427,10 +428,6 @@ def load_head(model, folder):
         if not isinstance(weights, dict) or weights.keys() != {"weight", "bias"}:
             raise InputError(f"{folder}: turn_head.pt holds no weight and bias")
         set_model_state_dict(model.turn_head, weights, options=StateDictOptions(full_state_dict=True))
-
-
-def is_server(name):
-    return name.startswith(("http://", "https://"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

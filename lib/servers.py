@@ -16,15 +16,7 @@ import urllib.parse
 import zlib
 from collections import namedtuple
 
-from lib.engine import uniforms
-from lib.models import is_server
 from lib.runtime import InputError, one_line, say
-
-
-def server_seed(*key):
-    """The seed below 2^31 that a server samples with: of `key` alone, like uniforms."""
-    return int(uniforms(1, *key).item() * 2 ** 31)
-
 
 Reply = namedtuple("Reply", "text ended ids prompt_tokens completion_tokens")
 MAX_PAUSE_S, MAX_WAIT_S = 30, 600               # between two tries: of our own accord, and because a server asks for it
@@ -60,6 +52,10 @@ def said(domain, text, prompt=None):
     """What an agent's turn says, whoever asks: what the other side sees of the sampled `text` (strip_thoughts), as the
     domain shows it."""
     return domain.shown(strip_thoughts(text, prompt))
+
+
+def is_server(name):
+    return name.startswith(("http://", "https://"))
 
 
 def open_server(name, timeout_s=600, retries=8):

@@ -8,11 +8,12 @@ import math
 import pathlib
 import sys
 
-from lib.engine import Engine, uniforms
+from lib.engine import Engine
 from lib.folders import render_chat
-from lib.models import encode, is_server, load_model, stop_ids
+from lib.models import encode, load_model, stop_ids
 from lib.runtime import barrier, gather, InputError, read_rows, Rows, say
-from lib.servers import empty_fault, open_server, Reply, ReplyError, server_reply, server_seed, strip_thoughts
+from lib.seeds import server_seed, uniforms
+from lib.servers import empty_fault, is_server, open_server, Reply, ReplyError, server_reply, strip_thoughts
 from lib.vision import load_vision, vision_reply
 
 # engine: of a local model; server: of one behind http://; sees: a lock of a local model that is shown images, whose

@@ -284,7 +284,7 @@ class StepLog:
         self.path = pathlib.Path(args.out) / "metrics.jsonl"
         self.first_step, self.num_steps, self.every = first_step, num_steps, args.log_every
         kept = self.path.read_text().splitlines() if self.path.exists() else []
-        self.track = Track(args, (parse_json(line, self.path) for line in kept))
+        self.track = Track(args.track, args.out, vars(args), (parse_json(line, self.path) for line in kept))
         self.begin = self.last = time.perf_counter()
         self.tokens = self.total_tokens = 0
 

@@ -17,9 +17,10 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
 from colbench.backend import AGENT_SYSTEM  # noqa: E402
-from lib.engine import Engine, next_tokens, uniforms  # noqa: E402
+from lib.engine import Engine, next_tokens  # noqa: E402
 from lib.models import add_work, encode, load_model, stop_ids  # noqa: E402
 from lib.runtime import start  # noqa: E402
+from lib.seeds import uniforms  # noqa: E402
 
 REPLIES = (
     "Yes, that is what I had in mind, more or less.", "Only for the adults.", "The fee is added after the discount.",

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import bench_rollout
-from lib.engine import Engine, generate, uniforms
+from lib.engine import Engine, generate
 from lib.models import encode, stop_ids, work_of
 from lib.runtime import InputError
+from lib.seeds import uniforms
 
 STOPS = [780, 17]                                                             # the end of a turn, and a common word
 

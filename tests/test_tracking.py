@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from conftest import read, ROOT, stage
-from lib import tracking, training
+from lib import training
 from lib.runtime import InputError, Rows, run_stage
 
 # Keeps {name: {"config", "rows": [[step, numbers], …]}} of each project in the file $TRACKIO.
@@ -91,7 +91,6 @@ def test_a_rollout_that_was_killed_continues_its_curve(workspace, tmp_path, trac
         added.append(number)
         add(rows, number, row)
     monkeypatch.setattr(Rows, "add", add_or_die)
-    monkeypatch.setattr(tracking, "EVERY_S", 0)
     with pytest.raises(InputError, match="killed"):
         stage(2).main(arguments)
     monkeypatch.setattr(Rows, "add", add)
