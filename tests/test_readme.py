@@ -26,6 +26,7 @@ SPANS = [(page, span) for page, text in PROSE.items() for span in re.findall(r"`
 PAPER, LAPTOP = [block for name, block in BLOCKS.items() if name.startswith("docs/reproduce.md")][:2]
 CODE = "\n".join(path.read_text() for folder in (".", "colbench", "lib", "scripts")
                  for path in ROOT.glob(f"{folder}/*.py"))
+REMOVED_FLAGS = {"--turn-cost", "--min-margin"}                              # of 03 and 04, in commits up to 748f4b3
 
 # Stands for python, torchrun, bash, pip, cp and vllm: notes its words and makes the output, which later lines list.
 STAND_IN = f"#!{sys.executable} -IS\n" + """
@@ -133,7 +134,29 @@ def test_flags_that_the_pages_name_exist(page, span):
     if not scripts:
         benchmarks = "".join(path.read_text() for path in ROOT.glob("tests/bench_*.py"))
         known = set().union(*map(flags_of, range(1, 6)), re.findall(r'"(--[\w-]+)"', benchmarks))
+        if page == "docs/notebook.md":
+            known |= REMOVED_FLAGS
         assert flags <= known, span
+
+
+def test_entries_of_the_notebook_say_which_flags_were_removed():
+    entries = re.split(r"^## ", PAGES["docs/notebook.md"], flags=re.MULTILINE)
+    for flag in REMOVED_FLAGS:
+        naming = [entry for entry in entries if flag in entry]
+        assert naming
+        for entry in naming:
+            note = re.search(r"\*\*(.*) removed later; commits up to 748f4b3 have", entry)[1]
+            assert f"`{flag}`" in note
+
+
+def test_entries_of_the_notebook_have_a_date_and_a_commit_and_the_newest_is_first():
+    entries = re.split(r"^## ", PAGES["docs/notebook.md"], flags=re.MULTILINE)[1:]
+    dates = []
+    for entry in entries:
+        first_line = entry.split("\n")[2]
+        assert re.search(r"\b[0-9a-f]{7}\b", first_line), first_line
+        dates.append(re.match(r"\d{4}-\d{2}-\d{2}", first_line)[0])
+    assert dates == sorted(dates, reverse=True)
 
 
 @pytest.mark.parametrize("page", PAGES)
