@@ -12,7 +12,7 @@ The human opens with the request. In each of --max-rounds rounds the agent sends
 The task's domain (colbench/) says which message is the answer, and scores it.
 --best-of N: at each turn the agent samples N messages and --critic says which one is sent. It may see c.
 --branch N: from N random turns of a trajectories file, several messages are played on: their Monte-Carlo returns.
-Both, and models behind http://, are described in docs/scale.md.
+docs/scale.md describes both, docs/servers.md models behind http://.
 Differs from the paper: the agent is told when the last round begins. The prompts are ours.
 
     python 02_rollout.py --tasks out/test.jsonl --agent out/policy --simulator rules --out out/trajectories.jsonl
