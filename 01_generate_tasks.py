@@ -91,6 +91,12 @@ def make_tasks(domain, num_tasks, seed, split, told):
     return list(tasks.values()), dropped
 
 
+def num_hidden(domain, task):
+    """How many facts the agent has to find out."""
+    facts = domain.facts(task, []) or []
+    return sum(not is_known for _, is_known in facts)
+
+
 def counted(items):
     """"3 kept, 1 repeated": how often each of some texts (or of a Counter) is there, the most frequent first."""
     return ", ".join(f"{count:,} {item}" for item, count in collections.Counter(items).most_common())
@@ -411,7 +417,7 @@ def main(argv=None):
     tasks, dropped = make_tasks(domain, args.num_tasks, args.seed, args.split, args.told)
     say(f"dropped draws: {counted(dropped) or 'none'}")
     say(f"{len(tasks):,} tasks of {len({task['family'] for task in tasks})} families, "
-        f"{sum(map(domain.num_hidden, tasks)) / len(tasks):.2f} facts to find out in each")
+        f"{sum(num_hidden(domain, task) for task in tasks) / len(tasks):.2f} facts to find out in each")
     write_jsonl(args.out, tasks)
     costs.record()
 

@@ -85,8 +85,7 @@ async def agent_turn(dialogue, agent, chooser, args):
     task, history, key = dialogue["task"], dialogue["history"], dialogue_key(dialogue, args, "agent")
     domain = domain_of(task)
     if agent is None:
-        player = getattr(domain, "PLAYERS", {}).get(args.agent, domain.scripted_turn)
-        text = player(task, history, args.max_rounds, args.agent == "script-informed", random.Random(repr(key)))
+        text = domain.PLAYERS[args.agent](task, history, args.max_rounds, random.Random(repr(key)))
         return {"role": "assistant", "content": domain.shown(text)}
     chat = common.agent_messages(history, args.max_rounds, domain.AGENT_SYSTEM, dialogue["system"])
     prompt, replies = await ask(agent, chat, key, args.temperature, args.max_new_tokens, args.best_of,
@@ -388,9 +387,9 @@ def parse_args(argv=None):
 
 def check_players(tasks, domain, args):
     """InputError where a task states not what the rules, the scripted agent or the oracle need."""
-    scripts = "script", "script-informed", *getattr(domain, "PLAYERS", ())
-    if args.agent.startswith("script") and args.agent not in scripts:
-        raise InputError(f"--agent {args.agent}: {domain.NOUN}s have the scripted agents {', '.join(scripts)}")
+    if args.agent.startswith("script") and args.agent not in domain.PLAYERS:
+        names = ", ".join(domain.PLAYERS) or "(none)"
+        raise InputError(f"--agent {args.agent}: {domain.NOUN}s have the scripted agents {names}")
     players = {"rules": args.simulator == "rules", "script": args.agent.startswith("script"),
                args.critic: args.critic in domain.ORACLES}
     for number, task in enumerate(tasks, 1):

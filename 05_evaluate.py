@@ -386,7 +386,7 @@ def main(argv=None):
     branches = read_branches(args.returns, domain, critics) if args.returns else None
     if critics:
         common.trajectory_pairs(first, first_path)                   # errors now, not after the scoring
-    programs = "rules", "script", "script-informed", common.UNTRAINED, *getattr(domain, "PLAYERS", ()), *domain.ORACLES
+    programs = "rules", common.UNTRAINED, *domain.PLAYERS, *domain.ORACLES
     costs = compare_costs({name: own[0] for name, own in runs.items()}, programs) if args.costs else {}
     critic = text_critic(args.critic, domain, args.reference) if args.critic else None
     states = read_states(args.candidates) if args.candidates else []

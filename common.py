@@ -4,7 +4,6 @@ import asyncio
 import collections
 import functools
 import hashlib
-import inspect
 import itertools
 import math
 import pathlib
@@ -33,20 +32,20 @@ from lib.runtime import (
 from lib.schema import label, list_of, nullable, one_of, record, short_text, token_ids, whole
 from lib.vision import image_row, read_images
 
-# Flags for which a World may have an argument, and their values where they are not set
+# Flags that a World may take, and their values where they are not set
 WORLD_FLAGS = {"compat": False, "browser": None, "similarity": "clip", "clip_model": None}
 
 
 def world(domain, args, images, rows_in, score=True, **more):
-    """The World of a domain by the flags of add_world; without `score` it only shows documents. InputError for a flag
-    that is set and that this World does not name among its arguments: it would do nothing."""
-    options = {"unsafe_scorer": args.unsafe_scorer, "browser": args.browser,
+    """The World of a domain by the flags of add_world; without `score` it only shows documents.
+
+    It is given what it TAKES. InputError for a flag that is set and that it does not take: it would do nothing."""
+    options = {"images": images, "rows_in": rows_in, "unsafe_scorer": args.unsafe_scorer, "browser": args.browser,
                "similarity": args.similarity if score else None, "clip_model": args.clip_model, **more}
-    taken = inspect.signature(domain.World).parameters
     for name, default in WORLD_FLAGS.items():
-        if name not in taken and options.get(name) not in (None, default):
+        if name not in domain.World.TAKES and options.get(name) not in (None, default):
             raise InputError(f"--{name.replace('_', '-')} does nothing for a {domain.NOUN}; leave it out")
-    return domain.World(images=images, rows_in=rows_in, **options)
+    return domain.World(**{name: options[name] for name in domain.World.TAKES if name in options})
 
 
 # ---------------------------------------------------------------------------------------------------------------------

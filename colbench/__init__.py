@@ -14,69 +14,78 @@ In ten lines: a task, a question to the rule-based human, and two answers scored
         for code in (task["ground_truth"], "def grade(score): return 'good'"):
             print(asyncio.run(world.score([(task, code)]))[0]["reward"])
 
-A domain is a plain module, listed in DOMAINS. A task is a dict with "problem_description" (the vague request),
-"ground_truth" (the reference solution c) and what the domain adds. A history is a list of turns {"role": "user" |
-"assistant", "content": str} that begins with the request. A trajectory is {"task", "dialogue_history", "answer",
-"reward", …}. A new domain is one file with these names, and one line in DOMAINS:
+A new domain is one file and one line in DOMAINS. The file begins with `from colbench.defaults import *`, which says of
+most names below that the domain has no such thing; it defines those that it needs.
 
-NOUN                  what the human needs, as prompts and errors call it ("function")
-AGENT_SYSTEM          the agent's system prompt; "{max_rounds}" stands for the number of rounds
-JUDGE                 prompt for a model that compares two turns ({ground_truth}, {dialogue}, {a}, {b}); None: no judge
-REPLY_CHARS           a reply of the human is cut here
-REPLY_TOKENS          what a model that plays the human may write
-PERSON_SEES           whether a model that plays the human is shown images
-MIN_GAP               two trajectories whose returns differ by so much make a pair; None: success against the rest
-FAMILIES              names of the template families
-ORACLES               names of the critics without errors, for `oracle_scores`; may be empty
-PLAYERS               may be left out: {name: turn} of further scripted agents for 02 --agent, called as scripted_turn
-COLUMNS               [(key of `measure`, heading, format), …] of the table of 05
-SCORE_KEYS            what World.score writes into rows: 05 removes what an earlier evaluation wrote
+A task is a dict with "problem_description" (the vague request), "ground_truth" (the reference solution c) and what the
+domain adds. A history is a list of turns {"role": "user" | "assistant", "content": str} that begins with the request. A
+trajectory is {"task", "dialogue_history", "answer", "reward", …}.
 
-owns(task)            whether a task is of this domain (published files name none: told by the fields)
-check_task(task, where)                 ColBenchError, which begins with `where`, for a task that lacks a field, or
-                      has one that this domain reads and that is of another type (schema.py)
-make_task(rng, family, told, accept)    a task with "task_id" (a hexadecimal hash) and "family", or the reason (str) why
-                      this draw gave none; accept(task_id) -> such a reason, or None
-check_data(tasks, unsafe_scorer)        for 01 --check: for each task {"findings": {what: detail}, "num_tests",
-                      "constant": share of the tests that the best constant answer passes}; None: nothing to check
-num_hidden(task)      how many facts the agent has to find out, of a template task
-lacks(task, player)   the field that "rules", "script" or an oracle needs and the task has not; None: it can be played
-answer_of(history, is_last)             the answer after the agent's turn that ends `history`; None: it goes on
-answer_message(task)  the agent's turn that gives the reference as its answer
-shown(message)        what stands in the dialogue of an agent's message (its thoughts are gone already)
-scripted_turn(task, history, max_rounds, informed, rng)     what the noisy scripted agent says next
-leak_of(task, reply)  how a reply of the human shows the reference ("code", …); None: it does not
-turn_kind(task, history, message)       what an agent's turn is worth ("needed", "idle", …); None: the task does not say
-all_known(task, history)                whether everything that matters is known; asked only where turn_kind answers
-facts(task, history)  what the agent has to find out: [(text, whether it is known after `history`)], the texts in the
-                      same order whatever the history; None: the task does not say
-turn_kinds(task, history), facts_by_turn(task, history)     may be left out: turn_kind of each agent turn of a history,
-                      and the numbers in `facts` of those known after 0, 1, … all turns, where facts are stated; both
-                      in a time that is linear in the turns
-oracle_scores(oracle, task, history, messages)              a score for each of several messages
-views(task, history, privileged)        what a critic that sees is shown of the agent's turn that ends `history`:
-                                        [(caption, document or None for a black image), …]; None in place of the
-                                        function: such a critic has nothing to see
-metric(trajectories)  name of the mean return in metrics.json
-outcome(trajectory)   what is averaged under that name
-measure(trajectories) further columns, a dict: the keys of COLUMNS and what belongs into metrics.json; "notes": a list
-                      of what a reader must know (05 prints it below the table). Not in it, but keys for COLUMNS:
-                      "all_known", "success_when_known" and "success_when_not_known", which follow from all_known
+Names that every domain defines
+-------------------------------
+NOUN                what the human needs, as prompts and errors call it ("function")
+FAMILIES            names of the template families
+AGENT_SYSTEM        the agent's system prompt; "{max_rounds}" stands for the number of rounds
+owns(task)          whether a task is of this domain, told by its fields; no task is of two domains
+check_task(task, where)     ColBenchError, which begins with `where`, for a task that lacks a field, or has one that
+                    this domain reads and that is of another type (schema.py)
+make_task(rng, family, told, accept)    a task with "task_id" (a hexadecimal hash) and "family"; or the reason (str)
+                    why this draw gave none. accept(task_id) is None, or such a reason. told: "none", "some", "all"
+answer_of(history, is_last)     the answer after the agent's turn that ends `history`; None: the dialogue goes on
+World               a context manager that holds what the domain needs to run (a scorer, a browser …): see below
+  async rule_reply(task, history, rng)      what the rule-based human says
+  async person_chat(task, history)          the messages for a model that plays the human
+  async score(pairs, explain=False)         for each (task, answer) {"reward": in [0, 1], …}, which 02 and 05 write.
+                    explain (05): also "failed", where a test is: the first failed tests as short texts, [{"call",
+                    "expected", "got" (None: no value), "said" (None: nothing)}, …]
 
-class World(images, rows_in, unsafe_scorer=False, compat=False, browser=None, similarity=None, clip_model=None,
-            device="cpu")
-    A context manager that holds what the domain needs to run: scorer, browser, … `images`: folder for screenshots,
-    `rows_in`: folder that paths in rows are relative to. compat: verdicts of the published scorer. It names what it
-    needs of these and takes the rest as **unused; a flag of a stage for an argument that is not named is an error.
-    about                                   {name: value} for metrics.json: which scorer, which similarity
-    async tool_reply(task, history)         what the environment itself answers; None: it is the human's turn
-    async rule_reply(task, history, rng)    what the rule-based human says
-    async person_chat(task, history)        the messages for a model that plays the human
-    async score(pairs, explain=False)       for each (task, answer) {"reward": in [0, 1], …}, which 02 and 05 write;
-                                            `explain` (05): also "failed", if any test is: the first ones as short
-                                            texts [{"call", "expected", "got" (None: no value), "said" (None:
-                                            nothing)}, …]
-    async show(documents)                   {document: image file, or None where there is none} for `views`
+Names with a default: what a dialogue is worth
+----------------------------------------------
+outcome(trajectory)     what is averaged (default: whether the reward is 1)
+metric(trajectories)    the name of that mean in metrics.json ("success_rate")
+measure(trajectories)   further metrics, a dict; "notes": a list of what a reader must know, which 05 prints ({})
+COLUMNS             (key of `measure`, heading, format) of each further column of 05's table. "all_known",
+                    "success_when_known" and "success_when_not_known" follow from all_known, not from `measure` (())
+MIN_GAP             two trajectories whose returns differ by so much make a pair; None: success against the rest (None)
+SCORE_KEYS          what World.score writes into rows: 05 removes what an earlier evaluation wrote (("reward",))
+
+Names with a default: how it is played
+--------------------------------------
+shown(message)      what stands in the dialogue of an agent's message, whose thoughts are gone already (the message)
+answer_message(task)    the agent's turn that gives the reference as its answer (the reference)
+REPLY_CHARS, REPLY_TOKENS   where a reply of the human is cut; what a model that plays the human may write (400, 128)
+PERSON_SEES         whether a model that plays the human is shown images (False)
+PLAYERS             scripted agents for 02 --agent: {name: turn}. turn(task, history, max_rounds, rng) is what the
+                    agent says next. Their names begin with "script" ({})
+lacks(task, player)     the field that the task lacks for a player: "rules" (the rule-based human), "script" (a scripted
+                    agent) or an oracle; None: it can be played (None)
+leak_of(task, reply)    how a reply of the human shows the reference ("code", …); None: it does not (None)
+JUDGE               prompt for a model that compares two turns ({ground_truth}, {dialogue}, {a}, {b}); None: no judge
+views(task, history, privileged)    what a critic that sees is shown of the agent's turn that ends `history`:
+                    [(caption, document or None for a black image), …]. None in place of the function: nothing to see
+check_data(tasks, unsafe_scorer)    for 01 --check: for each task {"findings": {what: detail}, "num_tests", "constant":
+                    share of the tests that the best constant answer passes}. None in its place: nothing to check
+
+Names with a default: what the agent has to find out. By default the task does not say, and each is None
+--------------------------------------------------------------------------------------------------------
+facts(task, history)    [(text, whether it is known after `history`)]: the texts in one order, whatever the history
+turn_kind(task, history, message)   what an agent's turn is worth after `history` ("needed", "idle", …)
+all_known(task, history)    whether everything that matters is known; asked only where turn_kind answers
+facts_by_turn(task, history)    the numbers in `facts` of those that are known after 0, 1, … all turns
+turn_kinds(task, history)   turn_kind of each agent turn of a history. These two answer in one pass what the functions
+                    above say of one turn after the other; None in their place: those are asked
+ORACLES             names of the critics without errors (())
+oracle_scores(oracle, task, history, messages)      a score for each of several messages
+
+World, with defaults in defaults.World
+--------------------------------------
+TAKES               the arguments that it takes, by name, each with a default (()):
+                    unsafe_scorer, compat (verdicts of the published scorer), browser, similarity, clip_model: flags of
+                    the stages; a stage refuses a flag that this World does not take.
+                    images (a folder for screenshots), rows_in (the folder that paths in rows are relative to), device
+about               {name: value} for metrics.json: which scorer, which similarity ({})
+async tool_reply(task, history)     what the environment itself answers; None: it is the human's turn (None)
+async show(documents)   {document: image file, or None where there is none} for `views`
 """
 import hashlib
 import pathlib
@@ -91,7 +100,8 @@ class ColBenchError(Exception):
 
 def beside(name):
     """The text of a file of this folder, without its last newline."""
-    return (pathlib.Path(__file__).parent / name).read_text("utf-8").removesuffix("\n")
+    path = pathlib.Path(__file__).parent / name
+    return path.read_text("utf-8").removesuffix("\n")
 
 
 SPLITS = {"train": range(0, 80), "validation": range(80, 90), "test": range(90, 100)}
@@ -104,8 +114,10 @@ def in_split(task_id, split):
 
 def task_id(task):
     """The task's "task_id", or a hash of its content."""
+    if task.get("task_id"):
+        return task["task_id"]
     content = task["problem_description"] + "\n" + task["ground_truth"]
-    return task.get("task_id") or hashlib.sha256(content.encode(errors="backslashreplace")).hexdigest()[:16]
+    return hashlib.sha256(content.encode(errors="backslashreplace")).hexdigest()[:16]
 
 
 def check_keys(row, keys, where):
@@ -115,19 +127,23 @@ def check_keys(row, keys, where):
 
 def check_kind(value, kind, where):
     """ColBenchError, which begins with `where`, unless `value` is of this kind (a function of schema.py)."""
-    if fault := kind(value):
+    fault = kind(value)
+    if fault:
         raise ColBenchError(f"{where}: {fault.removeprefix('is ')}")
 
 
 def check_template(task, slots, where):
-    """ColBenchError unless the fields of a task's "template" are names of `slots`: str.format would fail, or do what a
-    format can do beyond that ("{a:999999999}", "{a.__class__}")."""
+    """ColBenchError unless the fields of a task's "template" are names of `slots`.
+
+    Of other fields str.format would fail, or do more than fill them in ("{a:999999999}", "{a.__class__}")."""
     try:
         fields = list(string.Formatter().parse(task["template"]))
     except ValueError as error:
         raise ColBenchError(f'{where}: "template" cannot be filled ({error})') from None
     for _, field, form, conversion in fields:
-        if field is not None and (field not in slots or form or conversion):
+        if field is None:                                           # text behind the last field
+            continue
+        if field not in slots or form or conversion:
             raise ColBenchError(f'{where}: "template" has the field {field[:80]!r}, which no fact fills as it is')
 
 
@@ -138,12 +154,15 @@ ANY_TASK = record(TASK_KEYS, {"test_cases": dict, "databases": list, "facts": li
 
 
 def domain_of(task, where="task"):
-    """The module of a task's domain; ColBenchError where no domain owns it."""
+    """The module of a task's domain; ColBenchError where no domain owns it, or several do."""
     check_kind(task, ANY_TASK, where)
-    for domain in reversed(DOMAINS.values()):
-        if domain.owns(task):
-            return domain
-    raise ColBenchError(f'{where}: missing "test_cases", or what a task of another domain has ({", ".join(DOMAINS)})')
+    owners = [name for name, domain in DOMAINS.items() if domain.owns(task)]
+    if not owners:
+        names = ", ".join(DOMAINS)
+        raise ColBenchError(f'{where}: missing "test_cases", or what a task of another domain has ({names})')
+    if len(owners) > 1:
+        raise ColBenchError(f"{where}: has what tasks of several domains have ({', '.join(owners)})")
+    return DOMAINS[owners[0]]
 
 
 from colbench import backend, frontend, sql  # noqa: E402  they need the names above

@@ -3,6 +3,7 @@
 A template task is a vague request with a signature, a reference function and 10 test calls. What the request leaves
 out stands in "facts": those that matter (each is a value in the reference) and plausible ones that do not. The human
 opens with the request and answers questions in at most 400 characters; what follows "I WANT TO ANSWER:" is the answer.
+dialogue.py has what functions and queries have in common.
 """
 import asyncio
 import collections
@@ -11,16 +12,24 @@ import hashlib
 import re
 import string
 
-from colbench import check_kind, check_template, MORE_KEYS, task_id, TASK_KEYS
-from colbench.schema import list_of, record, short_text, table_of
+from colbench import check_kind, defaults, dialogue, MORE_KEYS, task_id, TASK_KEYS
+from colbench.defaults import *  # noqa: F403
+from colbench.dialogue import (
+    human_chat,
+    kind_scores,
+    known_reply,
+    knows_all,
+    MARKER,
+    needed_facts,
+    numbers_known,
+    OPENERS,
+    topics_asked,
+)
+from colbench.schema import list_of, record, table_of
 from colbench.scorer import check_tasks, reward_of, Scorer
 
-MARKER = "I WANT TO ANSWER:"
 NOUN = "function"
-REPLY_CHARS, REPLY_TOKENS = 400, 128
-PERSON_SEES = False
-MIN_GAP = None
-views = None
+ORACLES = "oracle", "oracle-patient"
 COLUMNS = (("tests_passed", "tests", ".3f"), ("all_known", "all known", ".3f"),
            ("success_when_known", "when known", ".3f"), ("success_rate_compat", "published: success", ".3f"),
            ("tests_passed_compat", "tests", ".3f"))
@@ -42,7 +51,9 @@ JUDGE = (
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# template tasks: families of functions and the facts that their requests leave out
+# template tasks: what a request can leave out
+#
+# A fact of a family is {"topic", "questions", "options": [([what the human says of it, …], how it stands in the code)]}
 
 # Ranges of numbers. Facts of one family have disjoint ranges, as prices, ages and limits mostly have.
 FEW = (2, 3, 4, 5)
@@ -56,44 +67,49 @@ NUM_TESTS = 10
 
 def number_fact(noun, values):
     """A fact with a number for its value; `noun` begins with "the"."""
-    said = [(f"{noun.capitalize()} is {v}.", f"Well, {noun} is {v}.", f"I think {noun} is {v}.") for v in values]
+    options = []
+    for value in values:
+        replies = (f"{noun.capitalize()} is {value}.", f"Well, {noun} is {value}.", f"I think {noun} is {value}.")
+        options.append((replies, str(value)))
     questions = (f"What should {noun} be?", f"Could you tell me {noun}?", f"Do you have a value in mind for {noun}?")
-    return {"topic": noun, "questions": questions, "options": [(s, str(v)) for s, v in zip(said, values)]}
+    return {"topic": noun, "questions": questions, "options": options}
 
 
 def word(noun, values):
     """A fact with a word for its value, which the function returns as a string."""
     fact = number_fact(noun, values)
-    return {**fact, "options": [(said, f'"{value}"') for said, value in fact["options"]]}
+    fact["options"] = [(replies, f'"{value}"') for replies, value in fact["options"]]
+    return fact
 
 
 def choice(topic, questions, *options):
     """A fact with a few possible values; each option is (how it stands in the code, what the human says …)."""
-    return {"topic": topic, "questions": questions, "options": [(said, code) for code, *said in options]}
+    return {"topic": topic, "questions": questions, "options": [(replies, code) for code, *replies in options]}
 
 
 def maximum(noun, values, variable):
     """An upper limit that may be absent; its code is a whole line, or nothing."""
     fact = number_fact(noun, values)
-    limits = [(said, f"\n    {variable} = min({variable}, {code})") for said, code in fact["options"]]
-    none = ((f"There is no need for {noun}.", f"We do not have {noun}."), "")
-    return {**fact, "options": [none, none, *limits]}
+    limits = [(replies, f"\n    {variable} = min({variable}, {code})") for replies, code in fact["options"]]
+    no_limit = ((f"There is no need for {noun}.", f"We do not have {noun}."), "")
+    fact["options"] = [no_limit, no_limit, *limits]
+    return fact
 
 
 def boundary(noun, below):
     """Whether a value exactly at the limit counts; `below` tells which side of the limit the code compares."""
-    operators = ("<", "<=") if below else (">", ">=")
-    return choice(f"a value of exactly {noun}",
-                  (f"Does a value of exactly {noun} count as well?", f"What happens at exactly {noun}?",
-                   f"Should a value of exactly {noun} be included?"),
-                  (operators[0], f"No, exactly {noun} does not count.", f"At exactly {noun} it is not included."),
-                  (operators[1], f"Yes, exactly {noun} counts too.", f"At exactly {noun} it is included."))
+    without, including = ("<", "<=") if below else (">", ">=")
+    questions = (f"Does a value of exactly {noun} count as well?", f"What happens at exactly {noun}?",
+                 f"Should a value of exactly {noun} be included?")
+    return choice(f"a value of exactly {noun}", questions,
+                  (without, f"No, exactly {noun} does not count.", f"At exactly {noun} it is not included."),
+                  (including, f"Yes, exactly {noun} counts too.", f"At exactly {noun} it is included."))
 
 
 def order(noun, variable):
-    return choice(f"the order of {noun}",
-                  (f"In which order should {noun} be?", f"Could you tell me the order of {noun}?",
-                   f"Should I change the order of {noun}?"),
+    questions = (f"In which order should {noun} be?", f"Could you tell me the order of {noun}?",
+                 f"Should I change the order of {noun}?")
+    return choice(f"the order of {noun}", questions,
                   ("", f"Keep the order of {noun} as it is.", f"Please do not change the order of {noun}."),
                   (f"\n    {variable} = sorted({variable})", f"Please sort {noun} upwards.",
                    f"The order of {noun} should go up."),
@@ -102,34 +118,63 @@ def order(noun, variable):
 
 
 def letters(noun):
-    return choice(f"the letters of {noun}",
-                  (f"Should the letters of {noun} be capital or small?", f"Could you tell me the letters of {noun}?",
-                   f"Do you have a wish for the letters of {noun}?"),
+    questions = (f"Should the letters of {noun} be capital or small?", f"Could you tell me the letters of {noun}?",
+                 f"Do you have a wish for the letters of {noun}?")
+    return choice(f"the letters of {noun}", questions,
                   (".upper()", f"Use capital letters for {noun}.", f"The letters of {noun} should all be capital."),
                   (".lower()", f"Use small letters for {noun}.", f"The letters of {noun} should all be small."),
                   ("", f"Leave the letters of {noun} as they are.", f"Please do not change the letters of {noun}."))
 
 
 def separator(noun):
-    said = {'"-"': "dash", '"_"': "underscore", '"/"': "slash", '"."': "dot", '"+"': "plus"}
-    return choice(f"the separator of {noun}",
-                  (f"What should stand between {noun}?", f"Could you tell me the separator of {noun}?",
-                   f"Do you have a separator in mind for {noun}?"),
-                  *((code, f"Please put a {name} between {noun}.", f"The separator of {noun} is a {name}.")
-                    for code, name in said.items()))
+    questions = (f"What should stand between {noun}?", f"Could you tell me the separator of {noun}?",
+                 f"Do you have a separator in mind for {noun}?")
+    options = []
+    for sign, name in (("-", "dash"), ("_", "underscore"), ("/", "slash"), (".", "dot"), ("+", "plus")):
+        options.append((f'"{sign}"', f"Please put a {name} between {noun}.", f"The separator of {noun} is a {name}."))
+    return choice(f"the separator of {noun}", questions, *options)
 
+
+def end_sign(noun):
+    questions = (f"What should stand at the end of {noun}?", f"Could you tell me the end of {noun}?",
+                 f"Do you have a sign in mind for the end of {noun}?")
+    options = []
+    for sign, name in (("...", "three dots"), ("-", "a dash"), ("", "nothing")):
+        options.append((f'"{sign}"', f"Please put {name} at the end of {noun}.",
+                        f"At the end of {noun} we want {name}."))
+    return choice(f"the end of {noun}", questions, *options)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# template tasks: arguments of test calls, as source text. arguments(rng, values); values: the numbers of the task
 
 def integers(low, high):
-    """An integer as source text, sometimes at or beside a value of the task."""
+    """Draws an integer, sometimes at or beside a value of the task."""
     def draw(rng, values):
-        near = [v + d for v in values if low <= v <= high for d in (-1, 0, 1)]
-        return str(rng.choice(near) if near and rng.random() < 0.5 else rng.randint(low, high))
+        near = [value + step for value in values if low <= value <= high for step in (-1, 0, 1)]
+        if near and rng.random() < 0.5:
+            return str(rng.choice(near))
+        return str(rng.randint(low, high))
     return draw
 
 
 def number_list(low, high):
-    return lambda rng, values: "[" + ", ".join(integers(low, high)(rng, values)
-                                               for _ in range(rng.randint(3, 7))) + "]"
+    draw_number = integers(low, high)
+
+    def draw(rng, values):
+        numbers = [draw_number(rng, values) for _ in range(rng.randint(3, 7))]
+        return f"[{', '.join(numbers)}]"
+    return draw
+
+
+def price_and_count(rng, values):
+    if rng.random() < 0.4:
+        return f"{rng.choice(values)}, {rng.choice((1, 1, 1, 2, 3))}"
+    return f"{integers(5, 100)(rng, values)}, {rng.randint(1, 9)}"
+
+
+def points_and_lives(rng, values):
+    return f"{rng.randint(0, 99)}, {rng.choice((0, 1, 2, 3))}"
 
 
 def random_word(rng, low=2, high=9):
@@ -146,8 +191,12 @@ def two_words(rng, values):
 
 def sentence(rng, values):
     words = [random_word(rng, 1, 10) for _ in range(rng.randint(3, 14))]
-    return repr(" ".join(words + words[:rng.randint(0, 2)]))
+    repeated = words[:rng.randint(0, 2)]
+    return repr(" ".join(words + repeated))
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# template tasks: the families, and how a task is drawn
 
 FAMILIES = {
     "parcel_price": dict(
@@ -166,8 +215,7 @@ FAMILIES = {
                    fee=number_fact("the shipping fee", (2, 3, 4, *SOME)),
                    exact=boundary("the least amount", below=False)),
         idle=("the currency", "the name of the customer", "the way of payment", "the coupon code"),
-        arguments=lambda rng, values: f"{rng.choice(values)}, {rng.choice((1, 1, 1, 2, 3))}"
-        if rng.random() < 0.4 else integers(5, 100)(rng, values) + f", {rng.randint(1, 9)}"),
+        arguments=price_and_count),
     "grade": dict(
         requests=("the grade of a score", "how a student did in a test"),
         code='def grade(score):\n    if score {exact} {mark}:\n        return {good}\n    return {bad}',
@@ -221,17 +269,12 @@ FAMILIES = {
         facts=dict(factor=number_fact("the point factor", FEW), bonus=number_fact("the life bonus", SOME + TEENS),
                    penalty=number_fact("the loss penalty", TENS)),
         idle=("the name of the player", "the level of the game", "the time played", "the high score"),
-        arguments=lambda rng, values: f"{rng.randint(0, 99)}, {rng.choice((0, 1, 2, 3))}"),
+        arguments=points_and_lives),
     "shorten": dict(
         requests=("a short form of a text", "a short title from a long text"),
         code="def shorten(text):\n    return text[:{length}]{case} + {end}",
         facts=dict(length=number_fact("the text length", SOME + TEENS + TENS), case=letters("the text"),
-                   end=choice("the end of the text", ("What should stand at the end of the text?",
-                                                      "Could you tell me the end of the text?",
-                                                      "Do you have a sign in mind for the end of the text?"),
-                              *((f'"{sign}"', f"Please put {name} at the end of the text.",
-                                 f"At the end of the text we want {name}.")
-                                for sign, name in (("...", "three dots"), ("-", "a dash"), ("", "nothing"))))),
+                   end=end_sign("the text")),
         idle=("the language of the text", "the author of the text", "the font", "the width of the page"),
         arguments=sentence),
     "count_words": dict(
@@ -279,6 +322,8 @@ FAMILIES = {
         arguments=two_words),
 }
 IDLE = ("the type hints", "the comments", "the log file", "the speed", "the error messages", "the python version")
+OPENINGS = ("I need a function that gives me {}.", "Please write a function that returns {}.",
+            "Can you write a function that works out {}?")
 
 
 def run_reference(code, calls):
@@ -288,365 +333,285 @@ def run_reference(code, calls):
     return [repr(eval(call, namespace)) for call in calls]
 
 
+def draw_calls(rng, name, values):
+    """NUM_TESTS different calls of a family's function."""
+    calls = []
+    while len(calls) < NUM_TESTS:
+        call = f"{name}({FAMILIES[name]['arguments'](rng, values)})"
+        if call not in calls:
+            calls.append(call)
+    return calls
+
+
+def needed_fact(slot, fact, replies, code):
+    """A fact of a task: that of a family, with the value that was drawn for it."""
+    alternatives = sorted({other for _, other in fact["options"]} - {code})
+    return {"topic": fact["topic"], "matters": True, "told": False, "slot": slot, "code": code,
+            "guesses": [code, *alternatives], "questions": list(fact["questions"]), "replies": list(replies)}
+
+
+def idle_fact(noun):
+    questions = [f"Could you tell me {noun}?", f"Do you have a wish for {noun}?", f"What about {noun}?"]
+    replies = ["That does not matter to me.", f"It does not depend on {noun}.", f"Do not worry about {noun}."]
+    return {"topic": noun, "matters": False, "told": False, "questions": questions, "replies": replies}
+
+
+def has_proof(fact, template, codes, calls):
+    """Whether every other value of a fact changes the result of some call."""
+    results = run_reference(template.format(**codes), calls)
+    for guess in fact["guesses"][1:]:
+        changed = codes | {fact["slot"]: guess}
+        if run_reference(template.format(**changed), calls) == results:
+            return False
+    return True
+
+
 def make_task(rng, name, told, accept):
-    """One task of a family, or the reason why there is none: `accept(task_id)` says no, or its tests do not prove every
-    fact."""
+    """One task of a family; the reason why there is none where its tests do not prove every fact."""
     family = FAMILIES[name]
-    chosen = {slot: rng.randrange(len(fact["options"])) for slot, fact in family["facts"].items()}
-    codes = {slot: fact["options"][chosen[slot]][1] for slot, fact in family["facts"].items()}
+    drawn = {slot: rng.choice(fact["options"]) for slot, fact in family["facts"].items()}
+    codes = {slot: code for slot, (_, code) in drawn.items()}
     reference = family["code"].format(**codes)
     task_id = hashlib.sha256(reference.encode()).hexdigest()[:16]
     if reason := accept(task_id):
         return reason
-    values = [int(code) for code in codes.values() if code.isdigit()] or [1]
-    calls = []
-    while len(calls) < NUM_TESTS:
-        call = f"{name}({family['arguments'](rng, values)})"
-        calls += [call] if call not in calls else []
-    compiled = [compile(call, "<call>", "eval") for call in calls]
-    results = run_reference(reference, compiled)
 
-    facts = []
-    for slot, fact in family["facts"].items():
-        alternatives = sorted({code for _, code in fact["options"]} - {codes[slot]})
-        if any(run_reference(family["code"].format(**{**codes, slot: code}), compiled) == results
-               for code in alternatives):
+    values = [int(code) for code in codes.values() if code.isdigit()]
+    calls = draw_calls(rng, name, values or [1])
+    compiled = [compile(call, "<call>", "eval") for call in calls]
+    facts = [needed_fact(slot, fact, *drawn[slot]) for slot, fact in family["facts"].items()]
+    for fact in facts:
+        if not has_proof(fact, family["code"], codes, compiled):
             return "a fact without proof"
-        facts.append({"topic": fact["topic"], "matters": True, "told": False, "slot": slot, "code": codes[slot],
-                      "guesses": [codes[slot], *alternatives], "questions": list(fact["questions"]),
-                      "replies": list(fact["options"][chosen[slot]][0])})
-    for noun in family["idle"] + IDLE:
-        facts.append({"topic": noun, "matters": False, "told": False,
-                      "questions": [f"Could you tell me {noun}?", f"Do you have a wish for {noun}?",
-                                    f"What about {noun}?"],
-                      "replies": ["That does not matter to me.", f"It does not depend on {noun}.",
-                                  f"Do not worry about {noun}."]})
+    facts += [idle_fact(noun) for noun in family["idle"] + IDLE]
     rng.shuffle(facts)
+
     needed = [fact for fact in facts if fact["matters"]]
-    for fact in {"none": [], "some": needed[:rng.random() < 0.3], "all": needed}[told]:
+    one_or_none = needed[:rng.random() < 0.3]                       # drawn even where `told` does not ask for it
+    told_facts = {"none": [], "some": one_or_none, "all": needed}[told]
+    for fact in told_facts:
         fact["told"] = True
-    opening = rng.choice(("I need a function that gives me {}.", "Please write a function that returns {}.",
-                          "Can you write a function that works out {}?"))
-    hints = "".join(" " + rng.choice(fact["replies"]) for fact in needed if fact["told"])
+    opening = rng.choice(OPENINGS)
+    hints = [" " + rng.choice(fact["replies"]) for fact in told_facts]
+    request = opening.format(rng.choice(family["requests"])) + "".join(hints)
     signature = reference.splitlines()[0]
-    return {"task_id": task_id,
-            "problem_description": f"{opening.format(rng.choice(family['requests']))}{hints}\n{signature}",
-            "ground_truth": reference, "test_cases": {f"test{i + 1}": call for i, call in enumerate(calls)},
+    return {"task_id": task_id, "problem_description": f"{request}\n{signature}", "ground_truth": reference,
+            "test_cases": {f"test{number}": call for number, call in enumerate(calls, 1)},
             "family": name, "template": family["code"], "facts": facts}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what a message asks about, and what a turn is worth
-
-STOP_WORDS = set("a an the of for to in at is be as it i me you do does have any if and or on should could would can "
-                 "tell what which how want use please mind wish value about there your we that this when will".split())
-
-
-@functools.lru_cache(100_000)
-def content_words(text):
-    words = re.findall(r"[a-z]+", text.lower())
-    return frozenset(word[:-1] if len(word) > 3 and word.endswith("s") else word for word in words
-                     if word not in STOP_WORDS)
-
-
-def topics_asked(facts, message):
-    """Which facts (indices, best first, at most two) a message asks about: the one with the largest share of the words
-    of its topic or of one of its ways of asking, a word counting the less the more facts share it; at least half."""
-    return list(best_topics(tuple((fact["topic"], *fact["questions"]) for fact in facts), message))
-
-
-@functools.lru_cache(10_000)
-def best_topics(texts, message):
-    """topics_asked of each fact's texts; kept, because every later turn asks it again of all turns before."""
-    said = content_words(message)
-    phrases = [[content_words(text) for text in own] for own in texts]
-    shared = collections.Counter(word for fact_phrases in phrases for word in set().union(*fact_phrases))
-    best = []
-    for index, fact_phrases in enumerate(phrases):
-        share, phrase = max(((sum(1 / shared[w] for w in p & said) / sum(1 / shared[w] for w in p), p)
-                             for p in fact_phrases if p), key=lambda pair: (pair[0], len(pair[1])),
-                            default=(0, frozenset()))               # of a fact that is named by stop words alone
-        best.append((share, index, phrase & said))
-    top = max(share for share, _, _ in best)
-    asked = [(share, index, words) for share, index, words in best if share >= max(0.5, top - 1e-9)]
-    # "exactly the mark to pass" names "the mark to pass" too: the longer topic is meant.
-    asked = [a for a in asked if not any(a[2] < b[2] for b in asked)]
-    return tuple(index for _, index, _ in asked)[:2]
-
+# what the agent knows, and what a turn is worth
 
 def known_by_turn(task, history):
-    """[the facts (indices) that are known after 0, 1, … all turns]: those that the request states or that the agent has
-    asked about."""
-    known = [{i for i, fact in enumerate(task["facts"]) if fact["told"]}]
+    """The facts (a set of indices) that are known after 0, 1, … all turns.
+
+    Known is what the request states, or the agent has asked about."""
+    known = [{index for index, fact in enumerate(task["facts"]) if fact["told"]}]
     for turn in history:
-        asked = topics_asked(task["facts"], turn["content"]) if turn["role"] == "assistant" else ()
-        known.append(known[-1].union(asked) if asked else known[-1])
+        asked = topics_asked(task["facts"], turn["content"]) if turn["role"] == "assistant" else []
+        known.append(known[-1].union(asked))
     return known
 
 
 def known_facts(task, history):
-    """Indices of the facts that the request states or that the agent has asked about."""
+    """The facts (a set of indices) that are known after `history`."""
     return known_by_turn(task, history)[-1]
 
 
-def knows_all(task, known):
-    return {i for i, fact in enumerate(task["facts"]) if fact["matters"]} <= known
-
-
 def all_known(task, history):
-    """Whether every fact that matters is known after `history`."""
     return knows_all(task, known_facts(task, history))
 
 
 def facts(task, history):
-    """[(what the person says of it, whether it is known after `history`)] of the facts that matter; None where the task
-    states none."""
+    """The text of a fact is the first thing that the human says of it."""
     if not task.get("facts"):
         return None
     known = known_facts(task, history)
-    return [(next(iter(fact.get("replies", ())), fact["topic"]), i in known) for i, fact in enumerate(task["facts"])
-            if fact["matters"]]
+    rows = []
+    for index in needed_facts(task):
+        fact = task["facts"][index]
+        texts = fact.get("replies") or [fact["topic"]]
+        rows.append((texts[0], index in known))
+    return rows
 
 
 def facts_by_turn(task, history):
-    """[the facts (numbers in the list of `facts`) that are known after 0, 1, … all turns]; as `facts`, all at once."""
-    needed = [i for i, fact in enumerate(task["facts"]) if fact["matters"]]
-    return [{number for number, i in enumerate(needed) if i in known} for known in known_by_turn(task, history)]
+    return [numbers_known(task, known) for known in known_by_turn(task, history)]
 
 
-def turn_kind(task, history, action):
-    """What an agent's turn is worth after `history`: "needed" (asks for a fact that matters and is not known), "repeat"
-    (known already), "idle" (does not matter), "vague" (no topic), "right answer", "wrong answer" (all that matters was
-    known), "early answer" (it was not, and the answer is wrong). None where the task states no facts."""
-    return kind_of(task, known_facts(task, history), action) if task.get("facts") else None
+def turn_kind(task, history, message):
+    """Kinds: "needed" (asks for a fact that matters and is not known), "repeat" (known already), "idle" (does not
+    matter), "vague" (no topic), "right answer", "wrong answer" (all that matters was known), "early answer" (it was
+    not, and the answer is wrong)."""
+    if not task.get("facts"):
+        return None
+    return kind_of(task, known_facts(task, history), message)
 
 
 def turn_kinds(task, history):
-    """turn_kind of each agent turn of a history, all at once."""
-    agent = [(i, turn["content"]) for i, turn in enumerate(history) if turn["role"] == "assistant"]
-    if not task.get("facts"):
-        return [None] * len(agent)
-    known = known_by_turn(task, history)
-    return [kind_of(task, known[i], content) for i, content in agent]
+    known = known_by_turn(task, history) if task.get("facts") else None
+    kinds = []
+    for number, turn in enumerate(history):
+        if turn["role"] == "assistant":
+            kinds.append(kind_of(task, known[number], turn["content"]) if known else None)
+    return kinds
 
 
-def kind_of(task, known, action):
-    """turn_kind of an action where these facts are known."""
+def kind_of(task, known, message):
+    """turn_kind of a message where these facts are known."""
     facts = task["facts"]
-    if (answer := answer_of([{"content": action}], False)) is not None:
+    answer = answer_of([{"content": message}], False)
+    if answer is not None:
         if answer.strip() == task["ground_truth"]:
             return "right answer"
         return "wrong answer" if knows_all(task, known) else "early answer"
-    asked = topics_asked(facts, action)
+    asked = topics_asked(facts, message)
     if not asked:
         return "vague"
-    if any(facts[i]["matters"] and i not in known for i in asked):
+    if any(facts[index]["matters"] and index not in known for index in asked):
         return "needed"
-    return "repeat" if any(i in known for i in asked) else "idle"
+    return "idle" if known.isdisjoint(asked) else "repeat"
 
 
-ORACLES = "oracle", "oracle-patient"
-
-
-def oracle_scores(oracle, task, history, actions):
-    """Scores of actions (texts) by one who knows what a template task needs: a critic without errors. "oracle" would
-    have the answer as soon as it is right. "oracle-patient" knows that the agent cannot see whether it knows enough:
-    among right answers and further questions it has no preference, and a right answer before that is none."""
-    return kind_scores(oracle, all_known(task, history), [turn_kind(task, history, action) for action in actions])
-
-
-def kind_scores(oracle, known, kinds):
-    """oracle_scores of turns of these kinds, once everything that matters is known, or before (`known`)."""
-    worth, other = {"right answer": 3, "needed": 2, "wrong answer": 0, "early answer": 0}, 1
-    if oracle == "oracle-patient":
-        worth, other = {**worth, "right answer": 2 if known else 0, "needed": 3}, 2 if known else 1
-    return [worth.get(kind, other) for kind in kinds]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what the human says
-
-UNCLEAR = ("Could you ask about something specific?", "I am not sure what you mean.", "Please ask me about one thing.")
-
-
-def known_reply(task, history, rng):
-    """What the human knows of the (at most two) facts that the last message asks about."""
-    asked = topics_asked(task["facts"], history[-1]["content"])
-    return " ".join(rng.choice(task["facts"][index].get("replies", UNCLEAR)) for index in asked) or rng.choice(UNCLEAR)
-
-
-def human_chat(system, history):
-    """The chat that a model sees which plays the human: the roles swapped, the request left to the system prompt."""
-    swapped = {"assistant": "user", "user": "assistant"}
-    return [{"role": "system", "content": system}] + [
-        {"role": swapped[turn["role"]], "content": turn["content"]} for turn in history[1:]]
-
-
-LEAK_TOKENS = 8
-
-
-def code_tokens(text):
-    """Words, numbers and signs; a string literal is one token, as what it says is no code."""
-    text = re.sub(r"""(?<!\w)("[^"\n]*"|'[^'\n]*')(?!\w)""", " STRING ", text)
-    return re.findall(r"[^\W\d]\w*|\d+(?:\.\d+)?|[^\w\s]", text)
-
-
-@functools.lru_cache(1024)
-def leak_marks(ground_truth):
-    """What gives a reference away: the names that it defines, and its runs of LEAK_TOKENS code tokens."""
-    code = re.sub(r'"""[\s\S]*?"""|' r"'''[\s\S]*?'''" r"|(?m:(^|\s)#.*$)", " ", ground_truth)      # these are English
-    tokens = code_tokens(code)
-    return (set(re.findall(r"\b(?:def|class)\s+(\w+)", code)),
-            {tuple(tokens[i:i + LEAK_TOKENS]) for i in range(len(tokens) - LEAK_TOKENS + 1)})
-
-
-def leak_of(task, reply):
-    """How a reply of the human shows code: "fence" (a code block), "signature" (of a function of the reference), "code"
-    (LEAK_TOKENS tokens of the reference in a row); None where it describes what it wants."""
-    if "```" in reply:
-        return "fence"
-    names, runs = leak_marks(task["ground_truth"])
-    if names & set(re.findall(r"\b(?:def|class)\s+(\w+)", reply)):
-        return "signature"
-    tokens = code_tokens(reply)
-    return "code" if any(tuple(tokens[i:i + LEAK_TOKENS]) in runs for i in range(len(tokens))) else None
+def oracle_scores(oracle, task, history, messages):
+    kinds = [turn_kind(task, history, message) for message in messages]
+    return kind_scores(oracle, all_known(task, history), kinds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the scripted agent
 
 VAGUE = ("Can you tell me more?", "What else should I know?", "Could you describe the function?")
-OPENERS = ("", "", "", "Thanks. ", "Okay. ", "One more question. ")
 
 
-def scripted_turn(task, history, max_rounds, informed, rng):
-    """What the noisy scripted agent says next. It asks for facts that matter less often than it should, repeats itself,
-    asks about things that do not matter, and sometimes answers too early, guessing what it does not know."""
+def scripted_turn(task, history, max_rounds, rng, informed=False):
+    """What the noisy scripted agent says next.
+
+    It asks for facts that matter less often than it should, repeats itself, and asks about what does not matter.
+    Sometimes it answers too early, and guesses what it does not know. informed: it knows the answer."""
     facts, known = task["facts"], known_facts(task, history)
-    needed = [i for i, fact in enumerate(facts) if fact["matters"] and i not in known]
-    idle = [i for i, fact in enumerate(facts) if not fact["matters"] and i not in known]
-    num_turns = sum(turn["role"] == "assistant" for turn in history)
+    unknown = [index for index in range(len(facts)) if index not in known]
+    needed = [index for index in unknown if facts[index]["matters"]]
+    idle = [index for index in unknown if not facts[index]["matters"]]
     early, vague, repeat, useless = (0.01, 0.03, 0.04, 0.10) if informed else (0.03, 0.06, 0.14, 0.37)
-    luck = rng.random()
-    if num_turns + 1 == max_rounds or luck < (early if needed else 0.85):
-        values = {fact["slot"]: fact["code"] if informed or i in known else rng.choice(fact["guesses"])
-                  for i, fact in enumerate(facts) if fact["matters"]}
-        return f"{MARKER}\n{task['template'].format(**values)}"
+    num_turns = sum(turn["role"] == "assistant" for turn in history)
+    answer_rate = early if needed else 0.85
+    if rng.random() < answer_rate or num_turns + 1 == max_rounds:
+        return scripted_answer(task, known, rng, informed)
+
     luck = rng.random()
     if luck < vague:
         return rng.choice(VAGUE)
     if luck < vague + repeat and known:
-        ask = rng.choice(sorted(known))
+        index = rng.choice(sorted(known))
     elif luck < vague + repeat + useless or not needed:
-        ask = rng.choice(idle or sorted(known) or needed)
+        index = rng.choice(idle or sorted(known) or needed)
     else:
-        ask = rng.choice(needed)
-    return (rng.choice(OPENERS) if len(history) > 1 else "") + rng.choice(facts[ask]["questions"])
+        index = rng.choice(needed)
+    opener = rng.choice(OPENERS) if len(history) > 1 else ""
+    return opener + rng.choice(facts[index]["questions"])
+
+
+def scripted_answer(task, known, rng, informed):
+    """The answer of an agent that guesses what it does not know."""
+    codes = {}
+    for index in needed_facts(task):
+        fact = task["facts"][index]
+        codes[fact["slot"]] = fact["code"] if informed or index in known else rng.choice(fact["guesses"])
+    return f"{MARKER}\n{task['template'].format(**codes)}"
+
+
+PLAYERS = {"script": scripted_turn, "script-informed": functools.partial(scripted_turn, informed=True)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the rest of the interface (colbench/__init__.py)
 
+TASK = record({**TASK_KEYS, "test_cases": table_of(str)},
+              {**MORE_KEYS, "template": str, "facts": list_of(dialogue.FACT)})
+
+
 def owns(task):
-    return "test_cases" in task
-
-
-FACT_KEYS = {"topic": str, "matters": bool, "told": bool, "questions": list_of(str)}
-SLOT_KEYS = {"slot": short_text, "code": str, "guesses": list_of(str, 1)}             # of a fact that matters
-REPLIES = {"replies": list_of(str, 1)}                                          # may be missing
-FACT = record(FACT_KEYS, {**REPLIES, **SLOT_KEYS})
-TASK = record({**TASK_KEYS, "test_cases": table_of(str)}, {**MORE_KEYS, "template": str, "facts": list_of(FACT)})
+    """A task with tests. A page (frontend.py) may have the field, but no test in it."""
+    if "test_cases" not in task:
+        return False
+    return len(task["test_cases"]) > 0 or not task["ground_truth"].lstrip().startswith("<")
 
 
 def check_task(task, where):
     check_kind(task, TASK, where)
     if task.get("facts"):
-        check_facts(task, where)
-
-
-def check_facts(task, where):
-    """ColBenchError for a "template" that the facts of a task cannot fill."""
-    if "template" in task:
-        check_template(task, {fact["slot"] for fact in task["facts"] if fact["matters"] and "slot" in fact}, where)
+        dialogue.check_facts(task, where)
 
 
 def check_data(tasks, unsafe_scorer):
     """check_tasks, whose two scorers have different hash seeds."""
-    with Scorer(unsafe_scorer) as scorer, Scorer(unsafe_scorer, hash_seed=1) as other:
-        return check_tasks(tasks, scorer, other)
-
-
-def num_hidden(task):
-    return sum(fact["matters"] and not fact["told"] for fact in task["facts"])
+    with Scorer(unsafe_scorer) as scorer, Scorer(unsafe_scorer, hash_seed=1) as other_hashes:
+        return check_tasks(tasks, scorer, other_hashes)
 
 
 def lacks(task, player):
-    facts = task.get("facts")
-    if not facts:
-        return "facts"
-    if player == "script":
-        if "template" not in task:
-            return "template"
-        for fact in facts:
-            needed = ("questions", *SLOT_KEYS) if fact["matters"] else ("questions",)
-            for key in needed:
-                if key not in fact or fact[key] == []:
-                    return key
-    return None
+    return dialogue.missing_field(task, player)
+
+
+def leak_of(task, reply):
+    return dialogue.code_leak(task, reply)
 
 
 def answer_of(history, is_last):
-    """What follows the marker; the whole turn where nothing follows it, where it stands in a comment of the code, and
-    in the last round without it."""
+    """What follows the marker.
+
+    It is the whole turn where nothing follows the marker, where the marker stands in a comment of the code, and in the
+    last round without a marker."""
     content = history[-1]["content"]
     before, marker, after = content.partition(MARKER)
     if not marker:
         return content if is_last else None
-    return after.strip("\n") if after.strip() and not re.search(r"#[^\w\n]*$", before) else content
+    is_in_comment = re.search(r"#[^\w\n]*$", before)
+    if is_in_comment or not after.strip():
+        return content
+    return after.strip("\n")
 
 
 def answer_message(task):
     return f"{MARKER}\n{task['ground_truth']}"
 
 
-def shown(message):
-    return message
-
-
-def metric(trajectories):
-    return "success_rate"
-
-
-def outcome(trajectory):
-    return trajectory["reward"] == 1
-
-
 def measure(trajectories):
-    """See 05_evaluate.py for the columns; "faults" counts tests that are not passed by reason."""
+    """05_evaluate.py says what the columns are. "faults" counts by reason the tests that are not passed."""
     n = len(trajectories)
-    ends = [t["dialogue_history"][-1]["content"] for t in trajectories]
-    faults = collections.Counter(fault.partition(":")[0] for t in trajectories for fault in t["faults"] if fault)
-    not_gradeable = {(task_id(t["task"]), i) for t in trajectories for i, fault in enumerate(t["faults"])
-                     if (fault or "").startswith("not gradeable")}
-    metrics = {"tests_passed": sum(t["reward"] for t in trajectories) / n,
-               "forced_answers": sum(MARKER not in content for content in ends) / n,
-               "not_gradeable_tests": len(not_gradeable),
-               "not_gradeable_tasks": len({task for task, _ in not_gradeable}), "faults": dict(faults.most_common())}
+    faults = collections.Counter()
+    not_gradeable = set()
+    for trajectory in trajectories:
+        for number, fault in enumerate(trajectory["faults"]):
+            if fault:
+                faults[fault.partition(":")[0]] += 1
+            if fault and fault.startswith("not gradeable"):
+                not_gradeable.add((task_id(trajectory["task"]), number))
+    tasks = {task for task, _ in not_gradeable}
+    forced = [MARKER not in trajectory["dialogue_history"][-1]["content"] for trajectory in trajectories]
+    metrics = {"tests_passed": sum(trajectory["reward"] for trajectory in trajectories) / n,
+               "forced_answers": sum(forced) / n, "not_gradeable_tests": len(not_gradeable),
+               "not_gradeable_tasks": len(tasks), "faults": dict(faults.most_common())}
     if not_gradeable:
-        metrics["notes"] = [f"{len(not_gradeable)} tests of {metrics['not_gradeable_tasks']} tasks cannot be graded "
-                            "(the reference raises, is random, or returns what cannot be compared, or the test asks "
-                            "the answer nothing); no answer passes them"]
-    if all("tests_compat" in t for t in trajectories):
-        rewards = [reward_of(t["tests_compat"]) for t in trajectories]
-        metrics |= {"success_rate_compat": rewards.count(1) / n, "tests_passed_compat": sum(rewards) / n,
-                    "ends_evaluation": sum(t["ends_evaluation"] for t in trajectories)}
+        metrics["notes"] = [f"{len(not_gradeable)} tests of {len(tasks)} tasks cannot be graded (the reference raises, "
+                            "is random, or returns what cannot be compared, or the test asks the answer nothing); no "
+                            "answer passes them"]
+    if all("tests_compat" in trajectory for trajectory in trajectories):
+        rewards = [reward_of(trajectory["tests_compat"]) for trajectory in trajectories]
+        metrics["success_rate_compat"] = rewards.count(1) / n
+        metrics["tests_passed_compat"] = sum(rewards) / n
+        metrics["ends_evaluation"] = sum(trajectory["ends_evaluation"] for trajectory in trajectories)
     return metrics
 
 
-class World:
+class World(defaults.World):
     """The scorer, and the rule-based human."""
 
-    def __init__(self, images=None, rows_in=None, unsafe_scorer=False, compat=False, **unused):
+    TAKES = "unsafe_scorer", "compat"
+
+    def __init__(self, unsafe_scorer=False, compat=False):
         self.scorer = Scorer(unsafe_scorer, compat=compat)
 
     def __enter__(self):
@@ -656,9 +621,6 @@ class World:
 
     def __exit__(self, *exception):
         self.scorer.__exit__(*exception)
-
-    async def tool_reply(self, task, history):
-        return None
 
     async def rule_reply(self, task, history, rng):
         return known_reply(task, history, rng)
@@ -670,7 +632,18 @@ class World:
         """"tests": a verdict a test, "faults": why a test is not passed, "reward": the share of tests passed."""
         scores = await asyncio.to_thread(self.scorer.score, pairs)
         if self.scorer.compat:
-            return [{"tests_compat": score.tests, "ends_evaluation": bool({"process ended", "time limit"} &
-                                                                          set(score.faults))} for score in scores]
-        return [{"reward": reward_of(score.tests), "tests": score.tests, "faults": score.faults,
-                 **({"failed": score.failed} if explain and score.failed else {})} for score in scores]
+            return [published_row(score) for score in scores]
+        return [score_row(score, explain) for score in scores]
+
+
+def score_row(score, explain):
+    row = {"reward": reward_of(score.tests), "tests": score.tests, "faults": score.faults}
+    if explain and score.failed:
+        row["failed"] = score.failed
+    return row
+
+
+def published_row(score):
+    """The verdicts of the published scorer, and whether its evaluation would have ended here."""
+    ends = "process ended" in score.faults or "time limit" in score.faults
+    return {"tests_compat": score.tests, "ends_evaluation": ends}

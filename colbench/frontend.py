@@ -17,19 +17,17 @@ import os
 import re
 import string
 
-from colbench import beside, check_kind, check_template, ColBenchError, MORE_KEYS, task_id, TASK_KEYS
+from colbench import beside, check_kind, check_template, ColBenchError, defaults, MORE_KEYS, task_id, TASK_KEYS
 from colbench.browser import BrowserThread, is_stored, screenshot_path, stored_render
+from colbench.defaults import *  # noqa: F403
 from colbench.schema import list_of, record, short_text
 from colbench.similarity import CLIP_MODEL, PageScorer
 
 OUTPUT = "OUTPUT:"
 NOUN = "page"
-JUDGE = None
 REPLY_CHARS, REPLY_TOKENS = 1000, 320
 PERSON_SEES = True
 MIN_GAP = 0.1
-ORACLES = ()
-check_data = None
 SCORE_KEYS = "reward", "similarity", "image", "reference_image", "render_fault"
 COLUMNS = (("no_page", "no page", ".3f"), ("failed_renders", "not rendered", "d"))
 AGENT_SYSTEM = (
@@ -243,7 +241,7 @@ def asked_values(task, reply):
     return asked
 
 
-def scripted_turn(task, history, max_rounds, informed, rng):
+def scripted_turn(task, history, max_rounds, rng, informed=False):
     """What the noisy scripted designer sends next: a guess at first, then its last page with what the human asked for
     since. It forgets and misunderstands some of that, changes what nobody asked for, sends the same page again, or only
     words."""
@@ -276,6 +274,9 @@ def scripted_turn(task, history, max_rounds, informed, rng):
     return f"{thought}\n{OUTPUT}\n{page}" if rng.random() < 1 / 3 else page
 
 
+PLAYERS = {"script": scripted_turn, "script-informed": functools.partial(scripted_turn, informed=True)}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # the rest of the interface (colbench/__init__.py)
 
@@ -305,10 +306,6 @@ def check_task(task, where):
             raise ColBenchError(f'{where}: "template" has a field twice')
 
 
-def num_hidden(task):
-    return sum(not slot["told"] for slot in task["slots"])
-
-
 def lacks(task, player):
     return "slots" if player == "script" and "slots" not in task else "facts" if player.startswith("oracle") else None
 
@@ -316,14 +313,6 @@ def lacks(task, player):
 def answer_of(history, is_last):
     """After the last round the last page that was sent; "" if there was none."""
     return (last_page(history) or "") if is_last else None
-
-
-def answer_message(task):
-    return task["ground_truth"]
-
-
-def turn_kind(task, history, message):
-    return None
 
 
 def facts(task, history):
@@ -381,21 +370,26 @@ def measure(trajectories):
             "failed_references": failed, "faults": dict(faults.most_common()), **({"notes": notes} if notes else {})}
 
 
-class World(contextlib.ExitStack):
+class World(defaults.World):
     """The browser, the similarity of screenshots, and the rule-based human. similarity None: it only shows pages."""
 
-    def __init__(self, images, rows_in=None, browser=None, similarity=None, clip_model=None, device="cpu", **unused):
-        super().__init__()
+    TAKES = "images", "rows_in", "browser", "similarity", "clip_model", "device"
+
+    def __init__(self, images, rows_in=None, browser=None, similarity=None, clip_model=None, device="cpu"):
+        self.stack = contextlib.ExitStack()
         self.images, self.browser, self.started, self.rows_in = images, BrowserThread(images, browser), False, rows_in
         self.scorer = similarity and PageScorer(similarity, clip_model or CLIP_MODEL, device)
         self.about = {"similarity": self.scorer.name} if self.scorer else {}
+
+    def __exit__(self, *exception):
+        self.stack.close()
 
     async def render(self, page, **options):
         """The Render of a page; the browser starts with the first one of which there is no screenshot yet."""
         if not options and is_stored(screenshot_path(self.images, page)):
             return stored_render(screenshot_path(self.images, page))
         if not self.started:
-            self.enter_context(self.browser)
+            self.stack.enter_context(self.browser)
             self.started = True
         return await self.browser.render(page, **options)
 
@@ -410,9 +404,6 @@ class World(contextlib.ExitStack):
         if render and render.fault and page_of(history[-1]["content"]):
             history[-1]["render_fault"] = render.fault
         return reference, render
-
-    async def tool_reply(self, task, history):
-        return None
 
     async def rule_reply(self, task, history, rng):
         reference, page = await self.rendered(task, history, screenshot=False, read=LOOK)

@@ -24,30 +24,34 @@ import random
 import re
 import string
 
-from colbench import backend, beside, check_kind, ColBenchError, MORE_KEYS, sql_mutants, task_id, TASK_KEYS
-from colbench.backend import (  # noqa: F401  some names of the interface are the same as for functions
+from colbench import (
+    backend,
+    beside,
+    check_kind,
+    ColBenchError,
+    defaults,
+    dialogue,
+    MORE_KEYS,
+    sql_mutants,
+    task_id,
+    TASK_KEYS,
+)
+from colbench.defaults import *  # noqa: F403
+from colbench.dialogue import (
     human_chat,
     kind_scores,
     knows_all,
-    lacks,
     MARKER,
-    metric,
-    num_hidden,
+    numbers_known,
     OPENERS,
-    ORACLES,
-    outcome,
-    shown,
     topics_asked,
-    views,
 )
 from colbench.schema import list_of, MAX_WORD, one_of, record, table_of
 from colbench.scorer import check_tasks, Scorer
 from colbench.sql_text import is_ordered, LOOK, statement_of
 
 NOUN = "query"
-REPLY_CHARS, REPLY_TOKENS = 400, 128
-PERSON_SEES = False
-MIN_GAP = None
+ORACLES = "oracle", "oracle-patient"
 COLUMNS = (("databases_agree", "databases", ".3f"), ("success_seen", "seen", ".3f"),
            ("success_unseen", "unseen", ".3f"), ("all_known", "all known", ".3f"),
            ("success_when_known", "when known", ".3f"), ("looks", "looks", ".2f"))
@@ -481,9 +485,7 @@ def facts(task, history):
 
 
 def facts_by_turn(task, history):
-    """[the facts (numbers in the list of `facts`) that are known after 0, 1, … all turns]; as `facts`, all at once."""
-    needed = [i for i, fact in enumerate(task["facts"]) if fact["matters"]]
-    return [{number for number, i in enumerate(needed) if i in known} for known in known_by_turn(task, history)]
+    return [numbers_known(task, known) for known in known_by_turn(task, history)]
 
 
 def turn_kind(task, history, message):
@@ -538,7 +540,7 @@ def leak_of(task, reply):
     """How a reply of the human shows SQL: "fence", "query" (select … from a table), "code" (8 tokens in a row of the
     reference); None: it does not."""
     tables = "|".join(re.findall(r"CREATE TABLE (\w+)", task["schema"]))
-    leak = backend.leak_of(task, reply)
+    leak = dialogue.code_leak(task, reply)
     if leak != "fence" and re.search(rf"\bselect\b.+\bfrom\s+({tables})\b", reply, re.IGNORECASE | re.DOTALL):
         return "query"
     return leak
@@ -559,7 +561,7 @@ def asking(task, index, rng):
     return f"{LOOK} {rng.choice(fact['looks'])}" if fact["by"] == "look" else rng.choice(fact["questions"])
 
 
-def scripted_turn(task, history, max_rounds, informed, rng):
+def scripted_turn(task, history, max_rounds, rng, informed=False):
     """What the noisy scripted agent says next. It asks the human what a look would show, looks at what shows nothing,
     repeats itself, asks for what does not matter, forgets, and sometimes answers too early, guessing what it does not
     know."""
@@ -590,7 +592,7 @@ def scripted_turn(task, history, max_rounds, informed, rng):
     return opener + asking(task, ask, rng)
 
 
-def asker_turn(task, history, max_rounds, informed, rng):
+def asker_turn(task, history, max_rounds, rng):
     """An asker that learns nothing: it knows the decisions of the family and their values, takes each value for equally
     likely, and asks or looks where it expects most information; then it answers, guessing what it has no round for."""
     facts, known = task["facts"], known_facts(task, history)
@@ -600,7 +602,8 @@ def asker_turn(task, history, max_rounds, informed, rng):
     return answer_text(task, lambda i, fact: fact["code"] if i in known else rng.choice(fact["guesses"]))
 
 
-PLAYERS = {"script-asker": asker_turn}
+PLAYERS = {"script": scripted_turn, "script-informed": functools.partial(scripted_turn, informed=True),
+           "script-asker": asker_turn}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -645,11 +648,11 @@ def pattern(text):
         return f"is no regular expression ({error})"
 
 
-SQL_FACT_KEYS = {**backend.FACT_KEYS, "by": one_of("ask", "look")}
-FACT = record(SQL_FACT_KEYS, backend.REPLIES)
-NEEDED_FACT = record({**SQL_FACT_KEYS, **backend.SLOT_KEYS}, backend.REPLIES)
+SQL_FACT_KEYS = {**dialogue.FACT_KEYS, "by": one_of("ask", "look")}
+FACT = record(SQL_FACT_KEYS, dialogue.REPLIES)
+NEEDED_FACT = record({**SQL_FACT_KEYS, **dialogue.SLOT_KEYS}, dialogue.REPLIES)
 LOOK_FACT = record({**SQL_FACT_KEYS, "looks": list_of(str, 1), "columns": list_of(str, 1), "cell": pattern},
-                   backend.REPLIES)
+                   dialogue.REPLIES)
 TASK = record({**TASK_KEYS, "schema": str, "databases": list_of(database)},
               {**MORE_KEYS, "template": str, "facts": list_of(FACT), "idle_looks": list_of(str, 1)})
 
@@ -667,10 +670,14 @@ def check_task(task, where):
                 check_kind(fact, NEEDED_FACT, f"{where}: facts: item {index}")
             if fact["by"] == "look":
                 check_kind(fact, LOOK_FACT, f"{where}: facts: item {index}")
-        backend.check_facts(task, where)
+        dialogue.check_facts(task, where)
 
 
-def check_data(tasks, unsafe_scorer=False):
+def lacks(task, player):
+    return dialogue.missing_field(task, player)
+
+
+def check_data(tasks, unsafe_scorer):
     with Scorer(unsafe_scorer) as scorer, Scorer(unsafe_scorer, hash_seed=1) as other:
         return check_tasks([as_function_task(task) for task in tasks], scorer, other)
 
@@ -699,7 +706,7 @@ def measure(trajectories):
                "forced_answers": mean([MARKER not in t["dialogue_history"][-1]["content"] for t in trajectories]),
                "faults": dict(faults.most_common())}
     for name, side in (("success_seen", True), ("success_unseen", False)):
-        if own := [outcome(t) for t in trajectories if t["task"].get("seen") == side]:
+        if own := [defaults.outcome(t) for t in trajectories if t["task"].get("seen") == side]:
             metrics |= {name: mean(own), f"n_{name[8:]}": len(own)}
     return metrics
 
@@ -707,7 +714,9 @@ def measure(trajectories):
 class World(backend.World):
     """The scorer, the example databases, and the rule-based human."""
 
-    def __init__(self, unsafe_scorer=False, **unused):
+    TAKES = ("unsafe_scorer",)
+
+    def __init__(self, unsafe_scorer=False):
         super().__init__(unsafe_scorer=unsafe_scorer)
         self.tables = {}
 

@@ -14,7 +14,7 @@ MAX_ROUNDS = 50                      # rows of the credit by round
 
 def turn_kinds(task, history, domain):
     """The domain's turn_kind of each agent turn."""
-    if hasattr(domain, "turn_kinds"):
+    if domain.turn_kinds:
         return domain.turn_kinds(task, history)
     return [domain.turn_kind(task, history[:i], turn["content"]) for i, turn in enumerate(history)
             if turn["role"] == "assistant"]

@@ -129,7 +129,7 @@ def facts_known(task, history, domain):
     """A function of a number of turns: the numbers of the facts that are known after so many."""
     if not domain.facts(task, []):
         return lambda number: set()
-    if hasattr(domain, "facts_by_turn"):
+    if domain.facts_by_turn:
         return domain.facts_by_turn(task, history).__getitem__
     return lambda number: {n for n, (_, is_known) in enumerate(domain.facts(task, history[:number])) if is_known}
 

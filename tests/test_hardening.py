@@ -199,7 +199,7 @@ def test_facts_that_nothing_can_be_asked_about():
     backend.check_task(task, "t")
     history = [{"role": "user", "content": task["problem_description"]}]
     for seed in range(40):
-        text = backend.scripted_turn(task, history, 9, False, random.Random(seed))
+        text = backend.scripted_turn(task, history, 9, random.Random(seed))
         backend.known_reply(task, [*history, {"role": "assistant", "content": text}], random.Random(seed))
 
 

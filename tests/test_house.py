@@ -4,11 +4,11 @@ import ast
 import json
 import math
 import subprocess
-import types
 
 import pytest
 
 import colbench
+import toy_domain
 from conftest import read, ROOT, stage, succeed
 
 STAGES = sorted(ROOT.glob("0*.py"))
@@ -69,66 +69,10 @@ def test_03_and_04_differ_by_the_method():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# a domain of its own: the human thinks of a colour, and the agent has to say it
-
-class World:
-    about = {"judge": "equality"}
-
-    def __init__(self, **unused):
-        pass
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        pass
-
-    async def tool_reply(self, task, history):
-        return "A lamp." if history[-1]["content"] == "LOOK" else None
-
-    async def rule_reply(self, task, history, rng):
-        return f"It is {task['ground_truth']}." if "colour" in history[-1]["content"] else "What do you mean?"
-
-    async def score(self, pairs, explain=False):
-        return [{"reward": 0.0, **({"failed": [{"call": "colour", "expected": task["ground_truth"], "got": answer,
-                                               "said": None}]} if explain else {})}
-                if answer != task["ground_truth"] else {"reward": 1.0} for task, answer in pairs]
-
-
-def make_task(rng, family, told, accept):
-    task = {"task_id": f"{rng.getrandbits(64):016x}", "problem_description": f"Guess what I like about my {family}.",
-            "ground_truth": rng.choice(("red", "green", "blue")), "family": family, "toy": True}
-    return accept(task["task_id"]) or task
-
-
-def scripted_turn(task, history, max_rounds, informed, rng):
-    if len(history) == 1:
-        return rng.choice(("Which colour?", "LOOK", "I say red", "Is it round?"))
-    return f"I say {task['ground_truth'] if 'It is' in history[-1]['content'] else rng.choice(('red', 'blue'))}"
-
-
-def answer_of(history, is_last):
-    text = history[-1]["content"]
-    return text.removeprefix("I say ") if text.startswith("I say ") or is_last else None
-
-
-TOY = types.ModuleType("toy")
-vars(TOY).update(
-    NOUN="colour", AGENT_SYSTEM="Find out the colour in {max_rounds} rounds.", JUDGE=None, REPLY_CHARS=100,
-    REPLY_TOKENS=20, PERSON_SEES=False, MIN_GAP=None, FAMILIES=("car", "house"), ORACLES=(), check_data=None,
-    SCORE_KEYS=("reward",),
-    COLUMNS=(("asked", "asked", ".2f"),), owns=lambda task: "toy" in task, check_task=lambda task, where: None,
-    make_task=make_task, num_hidden=lambda task: 1, lacks=lambda task, player: None, answer_of=answer_of,
-    answer_message=lambda task: f"I say {task['ground_truth']}", shown=lambda message: message, World=World,
-    scripted_turn=scripted_turn, leak_of=lambda task, reply: None, turn_kind=lambda task, history, message: None,
-    facts=lambda task, history: [(f"it is {task['ground_truth']}", any("It is" in t["content"] for t in history))],
-    views=None, metric=lambda trajectories: "success_rate",
-    outcome=lambda trajectory: trajectory["reward"] == 1,
-    measure=lambda trajectories: {"asked": sum(len(t["dialogue_history"]) for t in trajectories) / len(trajectories)})
-
+# a domain of its own: toy_domain.py
 
 def test_a_toy_domain_goes_through_all_stages(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(colbench.DOMAINS, "toy", TOY)
+    monkeypatch.setitem(colbench.DOMAINS, "toy", toy_domain)
     tasks, demos, off, model = (str(tmp_path / name) for name in ("tasks.jsonl", "demos.jsonl", "off.jsonl", "model"))
     train = ["--lr", "1e-3", "--epochs", "1", "--micro-batch-size", "16"]
     stage(1).main(["--domain", "toy", "--num-tasks", "60", "--out", tasks])

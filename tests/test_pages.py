@@ -270,7 +270,7 @@ def play(task, seed, informed):
     history, right, page, shares = [{"role": "user", "content": task["problem_description"]}], codes_of(task), {}, []
     for number in range(4):
         rng = random.Random(f"{seed} {number}")
-        text = frontend.scripted_turn(task, history, 4, informed, rng)
+        text = frontend.scripted_turn(task, history, 4, rng, informed)
         values = frontend.page_values(task, text)
         page = values or page
         shares.append(sum(page.get(slot) == code for slot, code in right.items()) / len(right))
@@ -308,7 +308,7 @@ def test_pages_get_better_and_dialogues_differ(tasks):
 def test_turns_of_the_designer(tasks):
     task = tasks["train"][0]
     opening = [{"role": "user", "content": task["problem_description"]}]
-    texts = [frontend.scripted_turn(task, opening, 4, False, random.Random(i)) for i in range(300)]
+    texts = [frontend.scripted_turn(task, opening, 4, random.Random(i)) for i in range(300)]
     pages = [frontend.page_values(task, text) for text in texts]
     assert {text for text, page in zip(texts, pages) if not page} == set(frontend.PAGE_TALK)
     assert 0.02 < sum(page is None for page in pages) / 300 < 0.15
@@ -318,7 +318,7 @@ def test_turns_of_the_designer(tasks):
     history = opening + [{"role": role, "content": content} for role, content in (
         ("assistant", task["ground_truth"]), ("user", "The cards should be in one column."),
         ("assistant", "Could you tell me more?"), ("user", "Please show me a page."))]
-    later = [frontend.page_values(task, frontend.scripted_turn(task, history, 4, True, random.Random(i)))
+    later = [frontend.page_values(task, frontend.scripted_turn(task, history, 4, random.Random(i), True))
              for i in range(60)]
     assert sum(page is not None and page["columns"] == "1" for page in later) > 45        # what was said since its page
 

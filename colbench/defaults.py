@@ -1,0 +1,74 @@
+"""What a domain has that it does not define itself: mostly none.
+
+A domain begins with `from colbench.defaults import *`, and its World is a `defaults.World`. colbench/__init__.py says
+what each name means.
+"""
+
+JUDGE = None
+REPLY_CHARS = 400
+REPLY_TOKENS = 128
+PERSON_SEES = False
+PLAYERS = {}
+ORACLES = ()
+COLUMNS = ()
+SCORE_KEYS = ("reward",)
+MIN_GAP = None
+
+check_data = None
+turn_kinds = None
+facts_by_turn = None
+views = None
+
+
+def lacks(task, player):
+    return None
+
+
+def shown(message):
+    return message
+
+
+def answer_message(task):
+    return task["ground_truth"]
+
+
+def leak_of(task, reply):
+    return None
+
+
+def facts(task, history):
+    return None
+
+
+def turn_kind(task, history, message):
+    return None
+
+
+def all_known(task, history):
+    return None
+
+
+def metric(trajectories):
+    return "success_rate"
+
+
+def outcome(trajectory):
+    return trajectory["reward"] == 1
+
+
+def measure(trajectories):
+    return {}
+
+
+class World:
+    TAKES = ()
+    about = {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+    async def tool_reply(self, task, history):
+        return None
