@@ -504,7 +504,7 @@ def test_scripted_players(played):
 
 def test_an_asker_takes_what_has_most_values_first(tasks):
     task = next(task for task in tasks["validation"] if task["family"].endswith("count"))
-    first = sql.asker_turn(task, START, 8, False, random.Random(0))
+    first = sql.asker_turn(task, START, 8, random.Random(0))
     assert sql.topics_asked(task["facts"], first) == [i for i, fact in enumerate(task["facts"])
                                                       if fact.get("slot") == "big"]
 
