@@ -2,95 +2,185 @@
 import asyncio
 import base64
 import collections
+import dataclasses
 import functools
-import itertools
 import math
 import pathlib
 import sys
+from typing import NamedTuple
+
+import torch
 
 from lib.engine import Engine
 from lib.folders import render_chat
 from lib.models import encode, load_model, stop_ids
 from lib.runtime import barrier, gather, InputError, read_rows, Rows, say
 from lib.seeds import server_seed, uniforms
-from lib.servers import empty_fault, is_server, open_server, Reply, ReplyError, server_reply, strip_thoughts
+from lib.servers import (
+    empty_fault,
+    is_server,
+    open_server,
+    Reply,
+    ReplyError,
+    Server,
+    server_reply,
+    strip_thoughts,
+)
 from lib.vision import load_vision, vision_reply
 
-# engine: of a local model; server: of one behind http://; sees: a lock of a local model that is shown images, whose
-# processor is in the place of the tokenizer; template_args: of the chat template; stop: texts that end a turn
-Speaker = collections.namedtuple("Speaker", "model tokenizer engine server sees template_args stop",
-                                 defaults=(None, None, None, None, None, {}, ()))
+STOP_TOKENS = 40                                # of the end of a reply: a text that ends a turn is looked for in these
 
 
-def open_speakers(names, device, sees, args):
-    """The Speaker of each role in names, {"agent": model name or None, "simulator", "judge"}, by the arguments of 02; a
-    model is opened once for all of its roles. sees: the simulator is shown images."""
+class Speaker(NamedTuple):
+    """A model, as open_speaker() gives it."""
+
+    model: torch.nn.Module | None = None        # of a server None
+    tokenizer: object = None                    # of a model that is shown images its processor; of a server often None
+    engine: Engine | None = None                # of a model on this machine that reads texts
+    server: Server | None = None
+    sees: asyncio.Lock | None = None            # of a model on this machine that is shown images, one request at a time
+    template_args: dict = {}                    # arguments of the chat template
+    stop: tuple = ()                            # texts that end a turn
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeakerOptions:
+    """How models are opened: the first four of a model on this machine, the next two of a server."""
+
+    device: torch.device
+    dtype: str                                  # of the arithmetic
+    slots: int                                  # replies that are sampled at a time
+    max_tokens: int                             # of a prompt with its reply
+    timeout_s: float = 600                      # of a request
+    retries: int = 8
+    stop: tuple = ()                            # texts that end a turn
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How replies to a chat are sampled."""
+
+    key: tuple                                  # what their random numbers depend on
+    temperature: float
+    max_new_tokens: int
+    count: int = 1                              # replies; the first one is the same for any number of them
+    cache: tuple | None = None                  # the side of a dialogue, by which the engine finds earlier turns
+
+
+def open_speakers(names, options, template_args, sees):
+    """The Speaker of each role in names, {role: model name or None}; a model is opened once for all of its roles.
+
+    options: SpeakerOptions.
+    template_args: {role: arguments of the chat template}.
+    sees: the role "simulator" is shown images."""
     opened, speakers = {}, []
-    slots = args.concurrency * args.best_of * (1 + (names["agent"] == names["simulator"]))     # each side has its cache
     for role, name in names.items():
-        shown = sees and role == "simulator"
-        if name and name not in opened:
-            opened[name] = open_speaker(name, device, args.dtype, slots, args.max_tokens, args.timeout, args.retries,
-                                        args.stop, shown)
-        if name and shown and not (opened[name].sees or opened[name].server):
+        if not name:
+            speakers.append(None)
+            continue
+        is_shown_images = sees and role == "simulator"
+        if name not in opened:
+            opened[name] = open_speaker(name, options, is_shown_images)
+        speaker = opened[name]
+        if is_shown_images and not (speaker.sees or speaker.server):
             raise InputError(f"{name}: cannot be the agent and a simulator that sees; put it behind a server")
-        speakers.append(name and opened[name]._replace(template_args=args.chat_template_args.get(role, {})))
+        speakers.append(speaker._replace(template_args=template_args.get(role, {})))
     return speakers
 
 
-def open_speaker(name, device, dtype, slots, max_tokens, timeout, retries, stop=(), sees=False):
+def open_speaker(name, options, sees=False):
     """The Speaker of a model name. sees: it will be shown images, and a local one then takes one request at a time."""
     if is_server(name):
-        return Speaker(server=open_server(name, timeout, retries), stop=stop)
+        return Speaker(server=open_server(name, options.timeout_s, options.retries), stop=options.stop)
     if sees:
-        return Speaker(*load_vision(name, device, dtype), sees=asyncio.Lock())
-    model, tokenizer = load_model(name, device, dtype)
-    engine = Engine(model.eval(), stop_ids(model, tokenizer), slots, max_tokens,
-                    functools.partial(has_stop, tokenizer=tokenizer, stop=stop) if stop else None)
-    return Speaker(model, tokenizer, engine, stop=stop)
+        model, processor = load_vision(name, options.device, options.dtype)
+        return Speaker(model, processor, sees=asyncio.Lock())
+    model, tokenizer = load_model(name, options.device, options.dtype)
+    ended = None
+    if options.stop:
+        ended = functools.partial(has_stop, tokenizer=tokenizer, stop=options.stop)
+    engine = Engine(model.eval(), stop_ids(model, tokenizer), options.slots, options.max_tokens, ended)
+    return Speaker(model, tokenizer, engine, stop=options.stop)
 
 
 def has_stop(ids, tokenizer, stop):
     """Whether the last of some sampled ids has brought a text of `stop` to its end."""
-    tail = tokenizer.decode(ids[-40:], skip_special_tokens=False)
+    tail = tokenizer.decode(ids[-STOP_TOKENS:], skip_special_tokens=False)
     return any(text in tail for text in stop)
 
 
-async def ask(speaker, chat, key, temperature, max_new_tokens, count=1, cache=None):
-    """(prompt text, [Reply, …]): `count` continuations of a chat (messages), drawn with the random numbers of `key`.
-    `cache` lets the engine find what it has computed for this dialogue. A server's prompt is only known with its
-    tokenizer (None otherwise), and it must then give the ids that it samples (ids_fault)."""
-    tokenizer, more = speaker.tokenizer, speaker.template_args
+def before_stop(text, stop):
+    """A reply without the text that ended it, as servers give it."""
+    for ending in stop:
+        text = text.split(ending, 1)[0]
+    return text
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# replies to a chat (messages)
+
+async def ask(speaker, chat, sampling):
+    """(prompt text, [Reply, …]): continuations of a chat (messages), one for each of sampling.count.
+
+    The prompt is None where only the speaker knows it: a model that sees, or a server without its tokenizer."""
+    tokenizer = speaker.tokenizer
     if speaker.sees:
         async with speaker.sees:
-            return None, [await asyncio.to_thread(vision_reply, speaker.model, tokenizer, chat, max_new_tokens)]
-    prompt = tokenizer and render_chat(tokenizer, chat, add_generation_prompt=True, **more)
+            reply = await asyncio.to_thread(vision_reply, speaker.model, tokenizer, chat, sampling.max_new_tokens)
+        return None, [reply]
+    prompt = None
+    if tokenizer:
+        prompt = render_chat(tokenizer, chat, add_generation_prompt=True, **speaker.template_args)
     if speaker.server:
-        fields = ({"chat_template_kwargs": more} if more else {}) | ({"stop": speaker.stop} if speaker.stop else {})
-        chat = [{**message, "content": sent(message["content"])} for message in chat]
-        if tokenizer:
-            length = len(encode(tokenizer, prompt))
-            fields |= {"return_token_ids": True,
-                       "fault_of": lambda reply: empty_fault(reply) or ids_fault(reply, speaker, length)}
-        seeds = [server_seed(*key, *([n] if n else [])) for n in range(count)]           # the first as with count = 1
-        return prompt, await asyncio.gather(*(server_reply(speaker.server, chat, temperature, max_new_tokens, seed,
-                                                           **fields) for seed in seeds))
-    ids, stops = encode(tokenizer, prompt), stop_ids(speaker.model, tokenizer)
-    outputs = await speaker.engine.generate(ids, uniforms((count, max_new_tokens), *key), temperature, cache)
+        return prompt, await ask_server(speaker, chat, prompt, sampling)
+    return prompt, await ask_engine(speaker, prompt, sampling)
+
+
+async def ask_server(speaker, chat, prompt, sampling):
+    """The Replies of a server. With its tokenizer it must give the ids that it samples (ids_fault)."""
+    fields = {}
+    if speaker.template_args:
+        fields["chat_template_kwargs"] = speaker.template_args
+    if speaker.stop:
+        fields["stop"] = speaker.stop
+    fault_of = empty_fault
+    if speaker.tokenizer:
+        fields["return_token_ids"] = True
+        num_tokens = len(encode(speaker.tokenizer, prompt))
+
+        def fault_of(reply):
+            return empty_fault(reply) or ids_fault(reply, speaker, num_tokens)
+    messages = [{**message, "content": sent(message["content"])} for message in chat]
+    requests = []
+    for number in range(sampling.count):
+        key = sampling.key
+        if number > 0:                                               # the first as where it is the only one
+            key = (*key, number)
+        requests.append(server_reply(speaker.server, messages, sampling.temperature, sampling.max_new_tokens,
+                                     server_seed(*key), fault_of, **fields))
+    return await asyncio.gather(*requests)
+
+
+async def ask_engine(speaker, prompt, sampling):
+    """The Replies of a model on this machine to a prompt (text)."""
+    tokenizer = speaker.tokenizer
+    prompt_ids = encode(tokenizer, prompt)
+    end_ids = stop_ids(speaker.model, tokenizer)
+    randoms = uniforms((sampling.count, sampling.max_new_tokens), *sampling.key)
+    outputs = await speaker.engine.generate(prompt_ids, randoms, sampling.temperature, sampling.cache)
     replies = []
-    for new in outputs:
-        text = tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        for stop in speaker.stop:                                    # servers leave it out, too
-            text = text.split(stop, 1)[0]
-        ended = new[-1] in stops or bool(speaker.stop) and has_stop(new, tokenizer, speaker.stop)
-        replies.append(Reply(text, ended, new, len(ids), len(new)))
-    return prompt, replies
+    for ids in outputs:
+        text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        ended = ids[-1] in end_ids or has_stop(ids, tokenizer, speaker.stop)
+        replies.append(Reply(before_stop(text, speaker.stop), ended, ids, len(prompt_ids), len(ids)))
+    return replies
 
 
 def ids_fault(reply, speaker, prompt_tokens):
-    """One line where a server's Reply to a prompt of so many tokens has other ids than its text by the speaker's
-    tokenizer, or no end of the turn among them; else None. InputError where the server gives no ids, or has read
-    another number of tokens."""
+    """One line where the ids of a server's Reply to a prompt of so many tokens cannot be what it has sampled; else None.
+
+    They are wrong if they say something else than its text, by the speaker's tokenizer, or do not end the turn.
+    InputError where the server gives no ids, or has read another number of tokens."""
     name, tokenizer = speaker.server.name, speaker.tokenizer
     if not reply.ids:
         raise InputError(f"{name}: gives no token ids; --agent-tokenizer and --sampler need a server that gives those "
@@ -99,24 +189,80 @@ def ids_fault(reply, speaker, prompt_tokens):
         raise InputError(f"{name}: says that it has read {reply.prompt_tokens:,} tokens, where this tokenizer and "
                          f"template make {prompt_tokens:,}; the server's must be the same")
     vocabulary = range(len(tokenizer))
-    if not all(isinstance(token, int) and token in vocabulary for token in reply.ids):
-        return "wrong ids (not of this vocabulary)"
-    said = tokenizer.decode(reply.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    for stop in speaker.stop:
-        said = said.split(stop, 1)[0]
-    # A limit may cut a character, which is shown or not, and a server may put thoughts apart or write them otherwise.
-    said, text, visible = (own.rstrip("\ufffd").strip() for own in (said, reply.text, strip_thoughts(reply.text)))
-    if said != text and not (visible and said.endswith(visible)):
-        return f"wrong ids (they say {said[-40:]!r} and the text says {text[-40:]!r})"
+    for token in reply.ids:
+        if not isinstance(token, int) or token not in vocabulary:
+            return "wrong ids (not of this vocabulary)"
+    decoded = tokenizer.decode(reply.ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    text_of_ids = comparable(before_stop(decoded, speaker.stop))
+    text = comparable(reply.text)
+    answer = comparable(strip_thoughts(reply.text))          # a server may write the thoughts before it otherwise
+    ends_with_answer = answer != "" and text_of_ids.endswith(answer)
+    if text_of_ids != text and not ends_with_answer:
+        return f"wrong ids (they say {text_of_ids[-40:]!r} and the text says {text[-40:]!r})"
     if reply.ended and not speaker.stop and tokenizer.decode(reply.ids[-1:], skip_special_tokens=True):
         return "wrong ids (no end of the turn among them)"
+    return None
+
+
+def comparable(text):
+    """A text without what a limit has cut of its last character, which some show and others do not."""
+    return text.rstrip("\ufffd").strip()
+
+
+def sent(content):
+    """A message's content as a server takes it: image files as data URLs."""
+    if isinstance(content, str):
+        return content
+    parts = []
+    for part in content:
+        if part["type"] == "image":
+            data = base64.b64encode(pathlib.Path(part["path"]).read_bytes()).decode()
+            part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+        parts.append(part)
+    return parts
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# many dialogues at once
+
+async def run_concurrently(work, items, concurrency):
+    """work(item) for all items, `concurrency` of them in flight: one that has ended makes place for the next at once.
+
+    If `work` returns a coroutine (scoring), it runs in the background, so that it cannot change which requests share a
+    batch. No more than `concurrency` of these wait at a time, so that a kill costs no more than that."""
+    waiting, background = iter(items), set()
+
+    async def worker():
+        for item in waiting:
+            scoring = await work(item)
+            if scoring is not None:
+                background.add(asyncio.create_task(scoring))
+            ended = {task for task in background if task.done()}
+            if len(background) - len(ended) > concurrency:
+                newly_ended, _ = await asyncio.wait(background - ended, return_when=asyncio.FIRST_COMPLETED)
+                ended |= newly_ended
+            for task in ended & background:                          # another worker may have removed it meanwhile
+                background.remove(task)
+                task.result()                                        # raises what it raised
+
+    workers = [asyncio.create_task(worker()) for _ in range(concurrency)]
+    try:
+        await asyncio.gather(*workers)
+        await asyncio.gather(*background)
+    except BaseException:
+        for task in (*workers, *background):
+            task.cancel()
+        await asyncio.gather(*workers, *background, return_exceptions=True)  # or asyncio prints what each has raised
+        raise
 
 
 class Failures(list):
     """Rows of what no server answered, {"number", …, "failed"}, of this rank; many in a row end the run."""
 
     def __init__(self, out, unit, concurrency):
-        self.out, self.unit, self.most, self.in_a_row = out, unit, max(20, concurrency), 0
+        self.out, self.unit = out, unit
+        self.most = max(20, concurrency)
+        self.in_a_row = 0
 
     def add(self, error, **row):
         self.append({**row, "failed": str(error)})
@@ -127,7 +273,10 @@ class Failures(list):
 
     def finish(self, rows, num_rows, runtime):
         """Finish the Rows of all ranks, each of which calls this; where any failed, the stage ends with status 2."""
-        failed = sorted(itertools.chain(*gather(list(self))), key=lambda row: row["number"])
+        failed = []
+        for rows_of_rank in gather(list(self)):
+            failed += rows_of_rank
+        failed.sort(key=lambda row: row["number"])
         if runtime.rank == 0:
             rows.finish(num_rows, failed)
         barrier()                                                    # a rank that leaves early would end the others
@@ -137,6 +286,9 @@ class Failures(list):
         if failed:
             sys.exit(2)
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# candidates of SWEET from servers
 
 def served_candidates(out, rows, tokenizer, args, runtime, works):
     """Write `rows`, {"prompt" (text), "task_id", "sample", "turn", …} each, with the "candidates" that the servers
@@ -186,74 +338,53 @@ async def sample_served(numbered, speaker, gate, lines, failed, progress, args):
     progress.update()
 
 
-def sent(content):
-    """A message's content as a server takes it: image files as data URLs."""
-    if isinstance(content, str):
-        return content
-    parts = []
-    for part in content:
-        if part["type"] == "image":
-            data = base64.b64encode(pathlib.Path(part["path"]).read_bytes()).decode()
-            part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
-        parts.append(part)
-    return parts
-
-
-async def run_concurrently(work, items, concurrency):
-    """work(item) for all items, `concurrency` of them in flight: one that has ended makes place for the next at once.
-    If `work` returns a coroutine (scoring), it runs in the background, so that it cannot change which requests share a
-    batch; no more than `concurrency` of these wait at a time, so that a kill costs no more than that."""
-    waiting, background = iter(items), set()
-
-    async def worker():
-        for item in waiting:
-            if (rest := await work(item)) is not None:
-                background.add(asyncio.create_task(rest))
-            ended = {task for task in background if task.done()}
-            if len(background) - len(ended) > concurrency:
-                ended |= (await asyncio.wait(background - ended, return_when=asyncio.FIRST_COMPLETED))[0]
-            for task in ended & background:
-                background.remove(task)
-                task.result()                                        # raises what it raised
-    workers = [asyncio.create_task(worker()) for _ in range(concurrency)]
-    try:
-        await asyncio.gather(*workers)
-        await asyncio.gather(*background)
-    except BaseException:
-        for task in (*workers, *background):
-            task.cancel()
-        await asyncio.gather(*workers, *background, return_exceptions=True)  # or asyncio prints what each has raised
-        raise
-
+# ---------------------------------------------------------------------------------------------------------------------
+# what is printed of a rollout
 
 def server_line(name, counts):
-    retried = [f"{count:,} {key[9:]}" for key, count in counts.items() if key.startswith("retried: ")]
+    """What a server did, by the counts of all ranks."""
+    retried = []
+    for key, count in counts.items():
+        if key.startswith("retried: "):
+            retried.append(f"{count:,} {key.removeprefix('retried: ')}")
     return (f"{name}: {counts['requests']:,} requests, {counts['server_prompt_tokens']:,} prompt and "
             f"{counts['server_completion_tokens']:,} completion tokens; retried: {', '.join(retried) or 'none'}")
 
 
-def rollout_lines(ranks, wall_s):
-    """How fast dialogues went, and what each model did, as text. ranks: of each rank its "tally" of dialogues and
-    seconds, "stats" {model name: counts} and "verdicts" of a judge, which are added up."""
-    def total(counts):
-        summed = collections.Counter()
-        for own in counts:
-            summed.update(own)
-        return summed
+def engine_line(name, counts, num_ranks):
+    """What an engine did, by the sums of its stats over all ranks."""
+    speeds = []
+    for what in ("prefill", "decode"):
+        tokens = counts[f"{what}_tokens"]
+        tokens_per_s = num_ranks * tokens / max(1e-9, counts[f"{what}_s"])
+        speeds.append(f"{what} {tokens:,} tokens, {tokens_per_s:,.0f} a second")
+    return (f"{name}: {'; '.join(speeds)}; {counts['reused_tokens']:,} tokens reused; occupancy "
+            f"{counts['occupancy'] / num_ranks:.0%}")
 
-    tally, verdicts = (total(rank[kind] for rank in ranks) for kind in ("tally", "verdicts"))
+
+def rollout_lines(ranks, wall_s):
+    """How fast dialogues went, and what each model did, as text.
+
+    ranks: of each rank its "tally" of dialogues and seconds, "stats" {model name: counts} and "verdicts" of a judge,
+    which are added up."""
+    tally = summed(rank["tally"] for rank in ranks)
     lines = [f"{tally['played']:,} dialogues in {wall_s:,.0f} s, {60 * tally['played'] / wall_s:,.1f} a minute; they "
              f"waited {tally['waited_s']:,.1f} s of {tally['played_s']:,.1f} s for the human"]
     for name in ranks[0]["stats"]:
-        own = total(rank["stats"][name] for rank in ranks)
+        counts = summed(rank["stats"][name] for rank in ranks)
         if is_server(name):
-            lines.append(server_line(name, own))
+            lines.append(server_line(name, counts))
         else:
-            speeds = [f"{what} {own[what + '_tokens']:,} tokens, "
-                      f"{len(ranks) * own[what + '_tokens'] / max(1e-9, own[what + '_s']):,.0f} a second"
-                      for what in ("prefill", "decode")]
-            lines.append(f"{name}: {'; '.join(speeds)}; {own['reused_tokens']:,} tokens reused; occupancy "
-                         f"{own['occupancy'] / len(ranks):.0%}")
+            lines.append(engine_line(name, counts, len(ranks)))
+    verdicts = summed(rank["verdicts"] for rank in ranks)
     if any(verdicts.values()):
-        lines.append("judge's comparisons: " + ", ".join(f"{count:,} {kind}" for kind, count in verdicts.items()))
+        comparisons = ", ".join(f"{count:,} {verdict}" for verdict, count in verdicts.items())
+        lines.append(f"judge's comparisons: {comparisons}")
     return lines
+
+
+def summed(counts_of_ranks):
+    total = collections.Counter()
+    for counts in counts_of_ranks:
+        total.update(counts)
+    return total
