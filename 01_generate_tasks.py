@@ -63,7 +63,7 @@ from lib.runtime import (
     write_jsonl,
 )
 from lib.servers import ReplyError, strip_thoughts
-from lib.speakers import ask, open_speaker
+from lib.speakers import ask, open_speaker, Sampling, SpeakerOptions
 
 
 def make_tasks(domain, num_tasks, seed, split, told):
@@ -119,10 +119,11 @@ def read_seed_texts(path):
 
 async def ask_all(speaker, prompts, numbers, args):
     """The Reply to each prompt, all in flight together; the number of the attempt is the seed."""
-    found = await asyncio.gather(*(
-        ask(speaker, [{"role": "user", "content": prompt}], (args.seed, number, "task"), args.temperature,
-            args.max_new_tokens) for prompt, number in zip(prompts, numbers)))
-    return [reply for _, [reply] in found]
+    requests = []
+    for prompt, number in zip(prompts, numbers):
+        sampling = Sampling((args.seed, number, "task"), args.temperature, args.max_new_tokens)
+        requests.append(ask(speaker, [{"role": "user", "content": prompt}], sampling))
+    return [reply for _, [reply] in await asyncio.gather(*requests)]
 
 
 def attempt_rows(numbers, speaker, loop, texts, scorers, args):
@@ -162,7 +163,7 @@ def write_tasks(args):
         return
     rows, kept, seen = [], [], (set(), [], {})
     room = 16384 + args.max_new_tokens                                  # a prompt and its reply
-    speaker = open_speaker(args.model, runtime.device, args.dtype, args.concurrency, room, timeout=600, retries=8)
+    speaker = open_speaker(args.model, SpeakerOptions(runtime.device, args.dtype, args.concurrency, room))
     runtime = runtime._replace(run=begin_output(args, out, inputs))
     costs = Costs(out, runtime.device)
     scorers = [Scorer(args.unsafe_scorer, hash_seed=number) for number in (0, 1)]

@@ -22,12 +22,15 @@ Differs from the paper: the agent is told when the last round begins. The prompt
 import argparse
 import asyncio
 import collections
+import dataclasses
 import functools
 import json
 import pathlib
 import random
 import re
 import time
+
+import torch
 
 import common
 from colbench import ColBenchError, domain_of, task_id
@@ -52,170 +55,308 @@ from lib.credit import measure_turns
 from lib.models import load_tokenizer, tokenizer_name, work_of
 from lib.runtime import begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
 from lib.servers import is_server, ReplyError, said, strip_thoughts
-from lib.speakers import ask, Failures, open_speakers, rollout_lines, run_concurrently
+from lib.speakers import (
+    ask,
+    Failures,
+    open_speakers,
+    rollout_lines,
+    run_concurrently,
+    Sampling,
+    Speaker,
+    SpeakerOptions,
+)
 from lib.statistics import mean_over_tasks
 from lib.tables import heading_of
 from lib.tracking import check_track, Track
 
+ROLES = "agent", "simulator", "judge"
+
+
+@dataclasses.dataclass
+class Dialogue:
+    """A dialogue that is being played."""
+
+    number: int                                 # of its row in the output
+    task: dict
+    sample: int | str                           # which of the task's dialogues; what its random numbers depend on
+    history: list                               # the turns so far, {"role", "content", …} each
+    system: str | None = None                   # the agent's system prompt; None: ours
+    branch: dict | None = None                  # --branch: what its row says of where it begins
+    answer: str | None = None
+    waited_s: float = 0.0                       # for the human
+
+
+@dataclasses.dataclass(frozen=True)
+class Players:
+    """Who takes part in all dialogues of this rank."""
+
+    agent: Speaker | None                       # None: a scripted agent
+    human: Speaker | None                       # None: the rule-based human
+    world: object                               # the domain's World: rules of the human, what tools reply, scores
+    judge: Speaker | None = None                # of --best-of with --critic judge:MODEL
+    critic: dict | str | None = None            # of --best-of: a critic of 03, or the name of an oracle
+    device: torch.device = torch.device("cpu")
+    verdicts: dict = dataclasses.field(default_factory=lambda: {"decided": 0, "tie": 0, "unreadable": 0})
+    first_turns: dict = dataclasses.field(default_factory=dict)      # --branch: {(task id, candidate): its first turn}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# one turn of a dialogue. A dialogue is {"number", "task", "sample", "history", "system", "more", "answer", "waited_s"};
-# who speaks is a Speaker (lib/speakers.py), or None for the scripted agent and the rule-based human.
+# one turn of a dialogue
 
-def new_dialogue(task, sample, number=0, history=None, system=None, more=None):
-    """history: the turns so far (None: the request alone); system: the agent's system prompt (None: ours); more: what
-    else stands in its row, a dict."""
-    history = list(history or [{"role": "user", "content": task["problem_description"]}])
-    return {"number": number, "task": task, "sample": sample, "history": history, "system": system,
-            "more": more or {}, "answer": None, "waited_s": 0.0}
-
-
-def dialogue_key(dialogue, args, who):
+def dialogue_key(dialogue, seed, who):
     """What the random numbers of a turn depend on."""
-    return args.seed, task_id(dialogue["task"]), dialogue["sample"], len(dialogue["history"]), who
+    return seed, task_id(dialogue.task), dialogue.sample, len(dialogue.history), who
 
 
-def visible(speaker, prompt, reply):
-    """What the other side sees of a reply. A server may already have put apart the thoughts that its prompt opened."""
-    return strip_thoughts(reply.text, None if speaker.server else prompt)
+def opening_prompt(speaker, prompt):
+    """The prompt, which may open the thoughts of a reply to it; of a server None, which may have put them apart."""
+    if speaker.server:
+        return None
+    return prompt
 
 
-async def agent_turn(dialogue, agent, chooser, args):
-    """The agent's next turn. A model sees the dialogue alone; with --best-of it is the one of several that `chooser`
-    prefers. A server's turn has the prompt and the sampled ids only with --agent-tokenizer."""
-    task, history, key = dialogue["task"], dialogue["history"], dialogue_key(dialogue, args, "agent")
-    domain = domain_of(task)
+def without_empty(turn, always):
+    """A turn without the keys that say nothing, but for those that it always has."""
+    return {key: value for key, value in turn.items() if value or key in always}
+
+
+def scripted_message(dialogue, args):
+    """What a scripted agent says next."""
+    domain = domain_of(dialogue.task)
+    rng = random.Random(repr(dialogue_key(dialogue, args.seed, "agent")))
+    play_turn = domain.PLAYERS[args.agent]
+    return domain.shown(play_turn(dialogue.task, dialogue.history, args.max_rounds, rng))
+
+
+async def agent_turn(dialogue, players, args):
+    """The agent's next turn. A model sees the dialogue alone.
+
+    With --best-of it is the one of several that a critic or a judge prefers.
+    A server's turn has the prompt and the sampled ids only with --agent-tokenizer."""
+    domain, agent = domain_of(dialogue.task), players.agent
     if agent is None:
-        text = domain.PLAYERS[args.agent](task, history, args.max_rounds, random.Random(repr(key)))
-        return {"role": "assistant", "content": domain.shown(text)}
-    chat = common.agent_messages(history, args.max_rounds, domain.AGENT_SYSTEM, dialogue["system"])
-    prompt, replies = await ask(agent, chat, key, args.temperature, args.max_new_tokens, args.best_of,
-                                ("agent", dialogue["number"]))
-    messages = [said(domain, reply.text, None if agent.server else prompt) for reply in replies]
-    number = 0
+        return {"role": "assistant", "content": scripted_message(dialogue, args)}
+    chat = common.agent_messages(dialogue.history, args.max_rounds, domain.AGENT_SYSTEM, dialogue.system)
+    key = dialogue_key(dialogue, args.seed, "agent")
+    cache = "agent", dialogue.number
+    prompt, replies = await ask(agent, chat, Sampling(key, args.temperature, args.max_new_tokens, args.best_of, cache))
+    messages = [said(domain, reply.text, opening_prompt(agent, prompt)) for reply in replies]
+    choice = 0
     if args.best_of > 1:
-        choices = [reply._replace(text=message) for reply, message in zip(replies, messages)]
-        number = await chooser(dialogue, prompt, choices)
-    reply = replies[number]
-    turn = {"role": "assistant", "content": messages[number], "input": prompt, "output": reply.text,
-            "output_ids": reply.ids, "truncated": not reply.ended}
-    return {key: value for key, value in turn.items() if value or key in ("content", "output")}
+        candidates = [reply._replace(text=message) for reply, message in zip(replies, messages)]
+        choice = await best_candidate(dialogue, prompt, candidates, players, args)
+    reply = replies[choice]
+    turn = {
+        "role": "assistant",
+        "content": messages[choice],
+        "input": prompt,
+        "output": reply.text,
+        "output_ids": reply.ids,
+        "truncated": not reply.ended}
+    return without_empty(turn, always=("role", "content", "output"))
 
 
-async def human_turn(dialogue, human, world, args):
-    """The answer to the agent's turn that ends the history: the environment's own, or the human's. Where it shows code,
-    "leak" says how; with --reject-leaks it is sampled anew, at temperature 1, as temperature 0 would repeat it."""
-    task, history, key = dialogue["task"], dialogue["history"], dialogue_key(dialogue, args, "human")
+async def human_turn(dialogue, players, args):
+    """The answer to the agent's turn that ends the history: the environment's own, or the human's.
+
+    Where it shows code, "leak" says how.
+    With --reject-leaks it is sampled anew, at temperature 1, as temperature 0 would repeat it."""
+    task, history, world = dialogue.task, dialogue.history, players.world
     domain = domain_of(task)
-    if (answer := await world.tool_reply(task, history)) is not None:
-        return {"role": "user", "content": answer, "tool": True}
-    if human is None:
+    key = dialogue_key(dialogue, args.seed, "human")
+    tool_reply = await world.tool_reply(task, history)
+    if tool_reply is not None:
+        return {"role": "user", "content": tool_reply, "tool": True}
+    if players.human is None:
         return {"role": "user", "content": await world.rule_reply(task, history, random.Random(repr(key)))}
     chat = await world.person_chat(task, history)
+    sampling = Sampling(key, 0.0, args.simulator_max_new_tokens, cache=("human", dialogue.number))
     for attempt in range(args.reject_leaks + 1):
-        temperature, attempt_key = (1.0, (*key, attempt)) if attempt else (0.0, key)
-        prompt, [reply] = await ask(human, chat, attempt_key, temperature, args.simulator_max_new_tokens,
-                                    cache=("human", dialogue["number"]))
-        content = visible(human, prompt, reply)[:domain.REPLY_CHARS]
-        leak = domain.leak_of(task, content)
+        if attempt > 0:
+            sampling = dataclasses.replace(sampling, key=(*key, attempt), temperature=1.0)
+        prompt, [reply] = await ask(players.human, chat, sampling)
+        message = strip_thoughts(reply.text, opening_prompt(players.human, prompt))[:domain.REPLY_CHARS]
+        leak = domain.leak_of(task, message)
         if leak is None:
             break
-    turn = {"role": "user", "content": content, "output": reply.text if reply.text.strip() != content else None,
-            "leak": leak, "resampled": attempt}
-    return {key: value for key, value in turn.items() if value or key == "content"}
+    turn = {"role": "user", "content": message}
+    if reply.text.strip() != message:
+        turn["output"] = reply.text
+    turn["leak"] = leak
+    turn["resampled"] = attempt
+    return without_empty(turn, always=("role", "content"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # --best-of: which of several replies is sent; "text" of these is what the other side would see
 
-async def critic_choice(dialogue, prompt, replies, critic, tokenizer, device, world, max_tokens=16384):
+async def best_candidate(dialogue, prompt, replies, players, args):
+    """The number of the reply that is sent."""
+    if players.judge:
+        return await judge_choice(dialogue, replies, players, args.seed)
+    return await critic_choice(dialogue, prompt, replies, players, args.max_tokens)
+
+
+async def critic_choice(dialogue, prompt, replies, players, max_tokens):
     """The number of the reply with the highest score of a critic (03), or of the oracle."""
-    points = [common.DecisionPoint(prompt, dialogue["task"], dialogue["history"], [reply.ids for reply in replies],
-                                   [reply.text for reply in replies])]
+    critic, tokenizer = players.critic, None
+    if players.agent:
+        tokenizer = players.agent.tokenizer
+    actions = [reply.ids for reply in replies]
+    texts = [reply.text for reply in replies]
+    point = common.DecisionPoint(prompt, dialogue.task, dialogue.history, actions, texts)
     if not isinstance(critic, str) and critic.get("visual"):
-        shown = await world.show(common.documents_needed(critic, points))
-        critic = {**critic, "show": lambda _: shown}
-    [scores] = common.score_actions(critic, tokenizer, points, max_tokens, device)
+        views = await players.world.show(common.documents_needed(critic, [point]))
+        critic = {**critic, "show": lambda _: views}
+    [scores] = common.score_actions(critic, tokenizer, [point], max_tokens, players.device)
     return max(range(len(scores)), key=scores.__getitem__)
 
 
-async def judge_choice(dialogue, _, replies, judge, counts, args):
-    """The number of the reply that is left after comparing the best so far with the next, N - 1 times; `counts` counts
-    verdicts "decided", "tie" (the two orders disagree) and "unreadable"."""
+async def judge_choice(dialogue, replies, players, seed):
+    """The number of the reply that is left after comparing the best so far with the next, N - 1 times.
+
+    players.verdicts counts: "decided", "tie" (the two orders disagree), "unreadable"."""
     texts = [reply.text.strip() for reply in replies]
-    so_far = "\n".join(f"{'Assistant' if turn['role'] == 'assistant' else 'Person'}: {turn['content']}"
-                       for turn in dialogue["history"])
-    question = domain_of(dialogue["task"]).JUDGE
-
-    async def letters(a, b):
-        c = dialogue["task"]["ground_truth"]
-        content = question.format(ground_truth=c, dialogue=so_far, a=texts[a], b=texts[b])
-        key = dialogue_key(dialogue, args, "judge")
-        prompt, [reply] = await ask(judge, [{"role": "user", "content": content}], key, 0.0, 8)
-        return set(re.findall(r"\b[AB]\b", visible(judge, prompt, reply)))
-
     best = 0
     for challenger in range(1, len(texts)):
         if texts[best] == texts[challenger]:
             continue
-        first, second = await asyncio.gather(letters(best, challenger), letters(challenger, best))
-        verdict = "unreadable" if len(first) != 1 or len(second) != 1 else "tie" if first == second else "decided"
-        counts[verdict] += 1
-        if verdict == "decided" and first == {"B"}:
+        best_first, best_second = await asyncio.gather(
+            judge_letters(dialogue, texts[best], texts[challenger], players.judge, seed),
+            judge_letters(dialogue, texts[challenger], texts[best], players.judge, seed))
+        if len(best_first) != 1 or len(best_second) != 1:
+            verdict = "unreadable"
+        elif best_first == best_second:
+            verdict = "tie"
+        else:
+            verdict = "decided"
+        players.verdicts[verdict] += 1
+        if verdict == "decided" and best_first == {"B"}:
             best = challenger
     return best
+
+
+async def judge_letters(dialogue, first, second, judge, seed):
+    """Which of the letters A (the first message) and B a judge says; it knows c. A clear reply has one of them."""
+    lines = []
+    for turn in dialogue.history:
+        name = "Assistant" if turn["role"] == "assistant" else "Person"
+        lines.append(f"{name}: {turn['content']}")
+    question = domain_of(dialogue.task).JUDGE.format(
+        ground_truth=dialogue.task["ground_truth"], dialogue="\n".join(lines), a=first, b=second)
+    sampling = Sampling(dialogue_key(dialogue, seed, "judge"), 0.0, max_new_tokens=8)
+    prompt, [reply] = await ask(judge, [{"role": "user", "content": question}], sampling)
+    return set(re.findall(r"\b[AB]\b", strip_thoughts(reply.text, opening_prompt(judge, prompt))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # dialogues
 
-async def play(dialogue, agent, human, chooser, world, args):
-    """Play one dialogue from where it stands to its answer."""
-    history, domain = dialogue["history"], domain_of(dialogue["task"])
-    while dialogue["answer"] is None:
-        if history[-1]["role"] == "user":
-            history.append(await agent_turn(dialogue, agent, chooser, args))
-        dialogue["answer"] = domain.answer_of(history, len(history) == 2 * args.max_rounds)
-        if dialogue["answer"] is None:
-            begin = time.perf_counter()
-            history.append(await human_turn(dialogue, human, world, args))
-            dialogue["waited_s"] += time.perf_counter() - begin
+def new_dialogue(number, task, sample, system=None):
+    """A dialogue that the human has opened with the request."""
+    request = {"role": "user", "content": task["problem_description"]}
+    return Dialogue(number, task, sample, [request], system)
 
 
-def new_dialogues(rows, system, args):
-    """All that are to be played: --samples of each task or, with --branch, of each candidate in each state."""
-    if not args.branch:
-        pairs = [(task, sample) for task in rows for sample in range(args.samples)]
-        return [new_dialogue(*pair, number, system=system) for number, pair in enumerate(pairs)]
-    states = [(t, i) for t in rows for i, turn in enumerate(t["dialogue_history"]) if turn["role"] == "assistant"]
-    states = random.Random(args.seed).sample(states, min(args.branch, len(states)))
+def new_dialogues(tasks, system, samples):
+    """`samples` dialogues of each task. system: the agent's system prompt; None: ours."""
     dialogues = []
-    for trajectory, i in states:
-        if trajectory.get("max_rounds", args.max_rounds) != args.max_rounds:
-            raise InputError(f"{args.tasks}: task {trajectory['task_id']} was played with --max-rounds "
-                             f"{trajectory['max_rounds']}; --branch needs the same")
-        history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"][:i]]
-        for candidate in range(args.branch_candidates):
-            branch = {"sample": trajectory["sample"], "turn": i, "candidate": candidate}
-            for n in range(args.samples):
-                dialogues.append(new_dialogue(
-                    trajectory["task"], f"{trajectory['sample']}/{i}/{candidate}", len(dialogues), history,
-                    system or common.system_prompt(trajectory),
-                    {"sample": len(dialogues), "branch": branch, "continuation": n}))
+    for task in tasks:
+        for sample in range(samples):
+            dialogues.append(new_dialogue(len(dialogues), task, sample, system))
     return dialogues
 
 
-def to_trajectory(dialogue, verdicts, tokenizer, args):
-    """The finished dialogue in the published format, with what World.score says of it."""
-    history, sampled = dialogue["history"], {}
-    if args.temperature != 1 and not args.agent.startswith("script"):
-        sampled["temperature"] = args.temperature
-    return {"task_id": task_id(dialogue["task"]), "sample": dialogue["sample"], "task": dialogue["task"],
-            "dialogue_history": history, "answer": dialogue["answer"], **verdicts,
-            "num_rounds": sum(turn["role"] == "assistant" for turn in history), "max_rounds": args.max_rounds,
-            "agent": args.agent, "simulator": args.simulator, "tokenizer": tokenizer, "best_of": args.best_of,
-            "critic": args.critic, **sampled, "informed": args.agent == "script-informed",
-            **({} if dialogue["system"] is None else {"system_prompt": dialogue["system"]}), **dialogue["more"]}
+def branched_dialogues(trajectories, system, args):
+    """--branch: --samples continuations of each of --branch-candidates messages in each of N states.
 
+    A state is an agent's turn of a trajectory, of which the turns before it are kept."""
+    states = []
+    for trajectory in trajectories:
+        for position, turn in enumerate(trajectory["dialogue_history"]):
+            if turn["role"] == "assistant":
+                states.append((trajectory, position))
+    states = random.Random(args.seed).sample(states, min(args.branch, len(states)))
+    dialogues = []
+    for trajectory, position in states:
+        max_rounds = trajectory.get("max_rounds", args.max_rounds)
+        if max_rounds != args.max_rounds:
+            raise InputError(f"{args.tasks}: task {trajectory['task_id']} was played with --max-rounds {max_rounds}; "
+                             "--branch needs the same")
+        for candidate in range(args.branch_candidates):
+            for continuation in range(args.samples):
+                dialogue = branched_dialogue(len(dialogues), trajectory, position, candidate, continuation)
+                dialogue.system = system or common.system_prompt(trajectory)
+                dialogues.append(dialogue)
+    return dialogues
+
+
+def branched_dialogue(number, trajectory, position, candidate, continuation):
+    """A dialogue that goes on where an agent's turn stands in a trajectory."""
+    history = []
+    for turn in trajectory["dialogue_history"][:position]:
+        history.append({"role": turn["role"], "content": turn["content"]})
+    branch = {
+        "sample": number,
+        "branch": {"sample": trajectory["sample"], "turn": position, "candidate": candidate},
+        "continuation": continuation}
+    name = f"{trajectory['sample']}/{position}/{candidate}"
+    return Dialogue(number, trajectory["task"], name, history, branch=branch)
+
+
+async def add_first_turn(dialogue, players, args):
+    """--branch: add the candidate, which is sampled once for all of its continuations."""
+    candidate = task_id(dialogue.task), dialogue.sample
+    if candidate not in players.first_turns:
+        players.first_turns[candidate] = asyncio.ensure_future(agent_turn(dialogue, players, args))
+    dialogue.history.append(await players.first_turns[candidate])
+    dialogue.sample += f"/{dialogue.branch['continuation']}"         # from here on with random numbers of its own
+
+
+async def play(dialogue, players, args):
+    """Play one dialogue from where it stands to its answer."""
+    history, domain = dialogue.history, domain_of(dialogue.task)
+    while dialogue.answer is None:
+        if history[-1]["role"] == "user":
+            history.append(await agent_turn(dialogue, players, args))
+        is_last_round = len(history) == 2 * args.max_rounds
+        dialogue.answer = domain.answer_of(history, is_last_round)
+        if dialogue.answer is None:
+            begin = time.perf_counter()
+            history.append(await human_turn(dialogue, players, args))
+            dialogue.waited_s += time.perf_counter() - begin
+
+
+def to_trajectory(dialogue, verdicts, tokenizer, args):
+    """The finished dialogue in the published format, with what World.score says of it.
+
+    tokenizer: the name (tokenizer_name) of the agent's, or None."""
+    trajectory = {
+        "task_id": task_id(dialogue.task),
+        "sample": dialogue.sample,
+        "task": dialogue.task,
+        "dialogue_history": dialogue.history,
+        "answer": dialogue.answer,
+        **verdicts,
+        "num_rounds": sum(turn["role"] == "assistant" for turn in dialogue.history),
+        "max_rounds": args.max_rounds,
+        "agent": args.agent,
+        "simulator": args.simulator,
+        "tokenizer": tokenizer,
+        "best_of": args.best_of,
+        "critic": args.critic}
+    if args.temperature != 1 and not is_scripted(args):
+        trajectory["temperature"] = args.temperature
+    trajectory["informed"] = args.agent == "script-informed"
+    if dialogue.system is not None:
+        trajectory["system_prompt"] = dialogue.system
+    if dialogue.branch:
+        trajectory.update(dialogue.branch)
+    return trajectory
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# playing many of them, and what is kept
 
 class Curve:
     """What --track shows of a rollout, on rank 0: by the number of dialogues their mean return so far and, of this
@@ -226,53 +367,68 @@ class Curve:
         self.track, self.stats = Track(args.track, args.out, vars(args)), stats
         self.number, self.sum, self.begin = 0, 0.0, time.perf_counter()
 
-    def add(self, value, log=True):
+    def resume(self, values):
+        """Returns of the dialogues that are there already."""
+        for value in values:
+            self.number += 1
+            self.sum += value
+
+    def add(self, value):
         """One more dialogue, of this return."""
-        self.number += 1
-        self.sum += value
-        if log:
-            tokens = sum(count.get("server_completion_tokens", 0) + count.get("decode_tokens", 0)
-                         for count in self.stats.values())
-            self.track.log(self.number, mean_return=self.sum / self.number,
-                           tokens_per_s=tokens / (time.perf_counter() - self.begin))
+        self.resume([value])
+        tokens = 0
+        for counts in self.stats.values():
+            tokens += counts.get("server_completion_tokens", 0) + counts.get("decode_tokens", 0)
+        self.track.log(self.number, mean_return=self.sum / self.number,
+                       tokens_per_s=tokens / (time.perf_counter() - self.begin))
 
 
-async def play_and_save(dialogue, speakers, world, rows, progress, tally, failed, candidates, curve, tokenizer, args):
-    """Play a dialogue; returns what scores it and adds its row. One that a server does not answer goes to `failed`, and
-    many of these in a row end the run. `candidates` keeps the first turns of --branch."""
+@dataclasses.dataclass(frozen=True)
+class Results:
+    """Where the dialogues of this rank go."""
+
+    rows: Rows                                  # the output
+    failures: Failures                          # dialogues that a server did not answer
+    tally: collections.Counter                  # "played", and seconds: "played_s", of these "waited_s" for the human
+    curve: Curve
+    progress: object                            # tqdm's bar
+    tokenizer: str | None                       # the name of the agent's
+
+
+async def play_and_save(dialogue, players, results, args):
+    """Play a dialogue; returns what scores it and adds its row, or None where a server did not answer."""
     begin = time.perf_counter()
     try:
-        if args.branch:                                              # one candidate, then several ways to go on
-            name = task_id(dialogue["task"]), dialogue["sample"]
-            if name not in candidates:
-                candidates[name] = asyncio.ensure_future(agent_turn(dialogue, speakers[0], None, args))
-            dialogue["history"].append(await candidates[name])
-            dialogue["sample"] += f"/{dialogue['more']['continuation']}"
-        await play(dialogue, *speakers, world, args)
+        if args.branch:
+            await add_first_turn(dialogue, players, args)
+        await play(dialogue, players, args)
     except ReplyError as error:
-        progress.set_postfix_str(f"{len(failed) + 1:,} failed")
-        return failed.add(error, number=dialogue["number"], task_id=task_id(dialogue["task"]),
-                          sample=dialogue["sample"], dialogue_history=dialogue["history"])
-    tally["played_s"] += time.perf_counter() - begin
-    tally["waited_s"] += dialogue["waited_s"]
-    failed.in_a_row = 0
+        results.progress.set_postfix_str(f"{len(results.failures) + 1:,} failed")
+        results.failures.add(error, number=dialogue.number, task_id=task_id(dialogue.task), sample=dialogue.sample,
+                             dialogue_history=dialogue.history)
+        return None
+    results.tally["played_s"] += time.perf_counter() - begin
+    results.tally["waited_s"] += dialogue.waited_s
+    results.failures.in_a_row = 0
+    return score_and_save(dialogue, players.world, results, args)
 
-    async def score():
-        [verdicts] = await world.score([(dialogue["task"], dialogue["answer"])])
-        row = to_trajectory(dialogue, verdicts, tokenizer, args)
-        rows.add(dialogue["number"], row)
-        tally["played"] += 1
-        progress.update()
-        curve.add(domain_of(row["task"]).outcome(row))
-        dialogue.clear()                                             # memory is for what is in flight
-    return score()
+
+async def score_and_save(dialogue, world, results, args):
+    [verdicts] = await world.score([(dialogue.task, dialogue.answer)])
+    trajectory = to_trajectory(dialogue, verdicts, results.tokenizer, args)
+    results.rows.add(dialogue.number, trajectory)
+    results.tally["played"] += 1
+    results.progress.update()
+    results.curve.add(domain_of(dialogue.task).outcome(trajectory))
+    dialogue.history = dialogue.answer = None                        # memory is for what is in flight
 
 
 def without_samples(trajectory):
     """The trajectory without what takes most memory: prompts, raw texts and ids of its turns."""
-    kept = [{key: value for key, value in turn.items() if key not in ("input", "output", "output_ids")}
-            for turn in trajectory["dialogue_history"]]
-    return {**trajectory, "dialogue_history": kept}
+    history = []
+    for turn in trajectory["dialogue_history"]:
+        history.append({key: value for key, value in turn.items() if key not in ("input", "output", "output_ids")})
+    return {**trajectory, "dialogue_history": history}
 
 
 def summary(path):
@@ -280,32 +436,51 @@ def summary(path):
     human's replies that show code."""
     with open(path, encoding="utf-8") as file:
         trajectories = [without_samples(json.loads(line)) for line in file]
-    task, opening = trajectories[0]["task"], trajectories[0]["dialogue_history"][0]
-    domain = domain_of(task)
-    agent = [turn for t in trajectories for turn in t["dialogue_history"] if turn["role"] == "assistant"]
-    human = [turn for t in trajectories for turn in t["dialogue_history"][1:] if turn["role"] == "user"]
-    leaks = collections.Counter(turn["leak"] for turn in human if "leak" in turn)
-    found = domain.measure(trajectories) | measure_turns(trajectories, domain)
-    mean = mean_over_tasks(trajectories, domain.outcome)
-    parts = [f"{heading_of(domain.metric(trajectories))} {mean:.3f}",
-             *(f"{heading} {found[key]:{form}}" for key, heading, form in domain.COLUMNS if key in found),
-             f"rounds {len(agent) / len(trajectories):.2f}"]
-    answer = {"role": "assistant", "content": domain.answer_message(task)}
-    if domain.answer_of([opening, answer], False) is not None:       # else every dialogue takes all rounds
-        forced = sum(domain.answer_of(t["dialogue_history"], False) is None for t in trajectories)
-        parts += [f"{forced / len(trajectories):.1%} ended by --max-rounds"]
-    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(leaks.items()))
-    rejected = sum(turn.get("resampled", 0) for turn in human)
-    say(*found.get("notes", []))
-    return " | ".join([
-        *parts, f"{sum('truncated' in turn for turn in agent)} turns stopped by --max-new-tokens",
-        f"{leaks.total() / max(1, len(human)):.1%} of the human's replies leak code" + f" ({kinds})" * bool(kinds) +
-        f", {rejected} rejected" * bool(rejected)])
+    domain = domain_of(trajectories[0]["task"])
+    agent_turns, human_turns = [], []
+    for trajectory in trajectories:
+        request, *turns = trajectory["dialogue_history"]
+        agent_turns += [turn for turn in turns if turn["role"] == "assistant"]
+        human_turns += [turn for turn in turns if turn["role"] == "user"]
+    numbers = domain.measure(trajectories) | measure_turns(trajectories, domain)
+    say(*numbers.get("notes", []))
+    mean_return = mean_over_tasks(trajectories, domain.outcome)
+    parts = [f"{heading_of(domain.metric(trajectories))} {mean_return:.3f}"]
+    for key, heading, form in domain.COLUMNS:
+        if key in numbers:
+            parts.append(f"{heading} {numbers[key]:{form}}")
+    parts.append(f"rounds {len(agent_turns) / len(trajectories):.2f}")
+    if has_early_answers(domain, trajectories[0]):
+        forced = sum(domain.answer_of(trajectory["dialogue_history"], False) is None for trajectory in trajectories)
+        parts.append(f"{forced / len(trajectories):.1%} ended by --max-rounds")
+    num_cut = sum("truncated" in turn for turn in agent_turns)
+    parts.append(f"{num_cut} turns stopped by --max-new-tokens")
+    parts.append(leak_summary(human_turns))
+    return " | ".join(parts)
+
+
+def has_early_answers(domain, trajectory):
+    """Whether an answer can end a dialogue before the last round; else every dialogue takes all of them."""
+    answer = {"role": "assistant", "content": domain.answer_message(trajectory["task"])}
+    return domain.answer_of([trajectory["dialogue_history"][0], answer], False) is not None
+
+
+def leak_summary(human_turns):
+    """How many replies of the human show code, by kind, and how many were rejected for it."""
+    leaks = collections.Counter(turn["leak"] for turn in human_turns if "leak" in turn)
+    text = f"{leaks.total() / max(1, len(human_turns)):.1%} of the human's replies leak code"
+    if leaks:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(leaks.items()))
+        text += f" ({kinds})"
+    rejected = sum(turn.get("resampled", 0) for turn in human_turns)
+    if rejected:
+        text += f", {rejected} rejected"
+    return text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-PRESETS = {f"paper-{domain}": {"dtype": "bfloat16"} for domain in ("backend", "frontend")}      # the rest are defaults
+PRESETS = {"paper-backend": {"dtype": "bfloat16"}, "paper-frontend": {"dtype": "bfloat16"}}     # the rest are defaults
 
 
 def parse_args(argv=None):
@@ -365,127 +540,214 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.single_turn:
         args.max_rounds = 1
-    scripted = args.agent.startswith("script")
-    if args.best_of > 1 and (args.critic is None or scripted):
+    check_flags(parser, args)
+    return args
+
+
+def check_flags(parser, args):
+    """End with an error where flags do not go together."""
+    if args.best_of > 1 and (args.critic is None or is_scripted(args)):
         parser.error("--best-of needs an agent that is a model, and --critic DIR or judge:MODEL")
     if args.reference and args.best_of == 1:
         parser.error("--reference goes with --best-of")
     if args.critic == common.UNTRAINED and is_server(args.agent):
         parser.error(f"--critic {common.UNTRAINED}: its scores need the agent's weights, which a server does not give")
-    if args.branch and (scripted or args.best_of > 1):
+    if args.branch and (is_scripted(args) or args.best_of > 1):
         parser.error("--branch needs an agent that is a model, and goes without --best-of")
-    if args.system_prompt and scripted:
+    if args.system_prompt and is_scripted(args):
         parser.error("--system-prompt is for an agent that is a model")
-    by_role = args.chat_template_args
-    if not (isinstance(by_role, dict) and by_role.keys() <= {"agent", "simulator", "judge"} and
-            all(isinstance(own, dict) for own in by_role.values())):
+    if not is_by_role(args.chat_template_args):
         parser.error("--chat-template-args: an object with an object for agent, simulator or judge")
     if args.agent_tokenizer and not is_server(args.agent):
         parser.error("--agent-tokenizer is for an agent behind http://; others bring their own")
-    return args
+
+
+def is_by_role(value):
+    """Whether a JSON value is an object that has objects for roles."""
+    if not isinstance(value, dict) or not value.keys() <= set(ROLES):
+        return False
+    return all(isinstance(arguments, dict) for arguments in value.values())
+
+
+def is_scripted(args):
+    return args.agent.startswith("script")
+
+
+def judge_model(args):
+    """The model that compares messages (--critic judge:MODEL), or None."""
+    if args.critic and args.critic.startswith("judge:"):
+        return args.critic.removeprefix("judge:")
+    return None
 
 
 def check_players(tasks, domain, args):
     """InputError where a task states not what the rules, the scripted agent or the oracle need."""
-    if args.agent.startswith("script") and args.agent not in domain.PLAYERS:
+    if is_scripted(args) and args.agent not in domain.PLAYERS:
         names = ", ".join(domain.PLAYERS) or "(none)"
         raise InputError(f"--agent {args.agent}: {domain.NOUN}s have the scripted agents {names}")
-    players = {"rules": args.simulator == "rules", "script": args.agent.startswith("script"),
-               args.critic: args.critic in domain.ORACLES}
+    players = []
+    if args.simulator == "rules":
+        players.append("rules")
+    if is_scripted(args):
+        players.append("script")
+    if args.critic in domain.ORACLES:
+        players.append(args.critic)
     for number, task in enumerate(tasks, 1):
-        for player in (player for player, asked in players.items() if asked):
-            if lacking := domain.lacks(task, player):
+        for player in players:
+            lacking = domain.lacks(task, player)
+            if lacking:
                 raise InputError(f'{args.tasks}:{number}: missing "{lacking}", which the rules of template tasks need; '
                                  "use --agent MODEL --simulator MODEL, and a critic that is no oracle")
-    if (args.critic or "").startswith("judge:") and domain.JUDGE is None:
+    if judge_model(args) is not None and domain.JUDGE is None:
         raise InputError(f"--critic judge: cannot compare messages about {domain.NOUN}s; they need a critic of 03")
 
 
-def main(argv=None):
-    args = parse_args(argv)
-    from tqdm import tqdm
-    runtime, out = start(args.seed), pathlib.Path(args.out)
-    rows = common.read_trajectories(args.tasks) if args.branch else common.read_tasks(args.tasks)
-    tasks = [row["task"] for row in rows] if args.branch else rows
-    domain, oracle = domain_of(tasks[0]), args.critic in domain_of(tasks[0]).ORACLES
-    untrained = args.critic == common.UNTRAINED
-    check_players(tasks, domain, args)
-    args.simulator_max_new_tokens = args.simulator_max_new_tokens or domain.REPLY_TOKENS
-    inputs = [args.tasks, args.agent, args.simulator,
-              None if oracle or untrained else (args.critic or "").removeprefix("judge:"),
-              args.agent_tokenizer, args.system_prompt]
-    system = read_text(args.system_prompt) if args.system_prompt else None
-    record = argparse.Namespace(**{k: v for k, v in vars(args).items() if k != "concurrency"})     # it changes no row
-    if is_done(record, out, inputs):
-        return
+def input_files(domain, args):
+    """What the output is made from: files, model folders and names."""
+    critic = judge_model(args) or args.critic
+    if critic == common.UNTRAINED or critic in domain.ORACLES:
+        critic = None
+    return [args.tasks, args.agent, args.simulator, critic, args.agent_tokenizer, args.system_prompt]
 
-    check_track(args.track)
-    judged = args.best_of > 1 and args.critic.startswith("judge:")
-    roles = {"agent": None if args.agent.startswith("script") else args.agent,
-             "simulator": None if args.simulator == "rules" else args.simulator,
-             "judge": args.critic.removeprefix("judge:") if judged else None}
-    agent, human, judge = open_speakers(roles, runtime.device, domain.PERSON_SEES, args)
+
+def model_names(args):
+    """{role: the model that plays it, or None}."""
+    names = dict.fromkeys(ROLES)
+    if not is_scripted(args):
+        names["agent"] = args.agent
+    if args.simulator != "rules":
+        names["simulator"] = args.simulator
+    if args.best_of > 1:
+        names["judge"] = judge_model(args)
+    return names
+
+
+def open_players(domain, system, device, args):
+    """The Players by the arguments. system: the agent's system prompt, or None."""
+    names = model_names(args)
+    slots = args.concurrency * args.best_of
+    if names["agent"] == names["simulator"]:
+        slots *= 2                                                   # each side has its own cache
+    options = SpeakerOptions(device, args.dtype, slots, args.max_tokens, args.timeout, args.retries, tuple(args.stop))
+    agent, human, judge = open_speakers(names, options, args.chat_template_args, domain.PERSON_SEES)
     if args.agent_tokenizer:
         agent = agent._replace(tokenizer=load_tokenizer(args.agent_tokenizer))
     if agent and agent.tokenizer:
         common.check_system_prompt(args.agent, agent.tokenizer, domain, system, args.max_rounds)
     if human and human.sees and args.reject_leaks:
         raise InputError("--reject-leaks: a local model that sees always says the same; use a server")
-    world = common.world(domain, args, f"{out}.images", out.parent, device=runtime.device)
-    chooser, critic, verdicts = None, None, dict.fromkeys(("decided", "tie", "unreadable"), 0)
-    if judge:
-        chooser = functools.partial(judge_choice, judge=judge, counts=verdicts, args=args)
-    elif args.best_of > 1:
-        if oracle:
-            critic = args.critic
-        elif untrained:
-            critic = common.untrained_critic(args.agent, args.reference)
-        else:
-            critic = common.read_critic(args.critic, agent.tokenizer, domain, args.reference)
-        if not oracle and (line := common.reference_line(critic)):
-            say(line)
-        if not (oracle or critic.get("visual") or agent.tokenizer):
-            raise InputError(f"--best-of with {args.critic}, a critic that reads tokens: {args.agent} needs "
-                             "--agent-tokenizer MODEL")
-        if not oracle:
-            critic = common.load_critic(critic, common.load_whole(runtime.device, args.dtype))
-        chooser = functools.partial(critic_choice, critic=critic, tokenizer=agent.tokenizer, device=runtime.device,
-                                    world=world, max_tokens=args.max_tokens)
-    dialogues = new_dialogues(rows, system, args)
+    out = pathlib.Path(args.out)
+    world = common.world(domain, args, f"{out}.images", out.parent, device=device)
+    critic = None
+    if args.best_of > 1 and not judge:
+        critic = open_critic(domain, agent.tokenizer, device, args)
+    return Players(agent, human, world, judge, critic, device)
+
+
+def open_critic(domain, tokenizer, device, args):
+    """What scores messages for --best-of: a critic of 03, or the name of an oracle."""
+    if args.critic in domain.ORACLES:
+        return args.critic
+    if args.critic == common.UNTRAINED:
+        critic = common.untrained_critic(args.agent, args.reference)
+    else:
+        critic = common.read_critic(args.critic, tokenizer, domain, args.reference)
+    line = common.reference_line(critic)
+    if line:
+        say(line)
+    if not critic.get("visual") and not tokenizer:
+        raise InputError(f"--best-of with {args.critic}, a critic that reads tokens: {args.agent} needs "
+                         "--agent-tokenizer MODEL")
+    return common.load_critic(critic, common.load_whole(device, args.dtype))
+
+
+def speakers_by_name(players, args):
+    """{model name: its Speaker}, each model once."""
+    speakers = {}
+    for name, speaker in zip(model_names(args).values(), (players.agent, players.human, players.judge)):
+        if speaker:
+            speakers[name] = speaker
+    return speakers
+
+
+def token_counts(speakers):
+    """{model name: what counts its tokens} of Speakers by name."""
+    stats = {}
+    for name, speaker in speakers.items():
+        if speaker.server:
+            stats[name] = speaker.server.counts
+        elif speaker.engine:
+            stats[name] = speaker.engine.stats
+    return stats
+
+
+def works(speakers, critic):
+    """What has been done by local models (work_of) and servers (their counts), for the costs."""
+    models = [speaker.model for speaker in speakers.values()]
+    if isinstance(critic, dict):
+        models += [critic["model"], critic["reference"]]
+    counts = [work_of(model) for model in models if model]
+    for speaker in speakers.values():
+        if speaker.server:
+            counts.append(speaker.server.counts)
+    return counts
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    from tqdm import tqdm
+    runtime, out = start(args.seed), pathlib.Path(args.out)
+    if args.branch:
+        trajectories = common.read_trajectories(args.tasks)
+        tasks = [trajectory["task"] for trajectory in trajectories]
+    else:
+        tasks = common.read_tasks(args.tasks)
+    domain = domain_of(tasks[0])
+    check_players(tasks, domain, args)
+    args.simulator_max_new_tokens = args.simulator_max_new_tokens or domain.REPLY_TOKENS
+    inputs = input_files(domain, args)
+    system = read_text(args.system_prompt) if args.system_prompt else None
+    record = argparse.Namespace(**vars(args))
+    del record.concurrency                                           # it changes no row
+    if is_done(record, out, inputs):
+        return
+
+    check_track(args.track)
+    players = open_players(domain, system, runtime.device, args)
+    if args.branch:
+        dialogues = branched_dialogues(trajectories, system, args)
+    else:
+        dialogues = new_dialogues(tasks, system, args.samples)
     runtime = runtime._replace(run=begin_output(record, out, inputs))
 
     costs = Costs(out, runtime.device)
-    name = tokenizer_name(agent.tokenizer) if agent and agent.tokenizer else None
-    opened = {name: speaker for name, speaker in zip(roles.values(), (agent, human, judge)) if speaker}
-    models = [*(speaker.model for speaker in opened.values()),
-              *((critic["model"], critic["reference"]) if critic and not oracle else ())]
-    works = [*(work_of(model) for model in models if model),
-             *(speaker.server.counts for speaker in opened.values() if speaker.server)]
-    tally, failed = collections.Counter(), Failures(out, "dialogue", args.concurrency)
-    stats = {key: speaker.server.counts if speaker.server else speaker.engine.stats for key, speaker in opened.items()
-             if not speaker.sees}
-    curve = Curve(args, stats)
-    with Rows(out, runtime) as lines, world:
-        mine = [one for one in dialogues if one["number"] not in lines.done][runtime.rank::runtime.world_size]
-        if lines.done and runtime.rank == 0:
-            say(f"{len(lines.done):,} of {len(dialogues):,} dialogues are there already")
+    speakers = speakers_by_name(players, args)
+    work_counts, stats = works(speakers, players.critic), token_counts(speakers)
+    agent_tokenizer = None
+    if players.agent and players.agent.tokenizer:
+        agent_tokenizer = tokenizer_name(players.agent.tokenizer)
+    tally, curve = collections.Counter(), Curve(args, stats)
+    failures = Failures(out, "dialogue", args.concurrency)
+    with Rows(out, runtime) as rows, players.world:
+        missing = [dialogue for dialogue in dialogues if dialogue.number not in rows.done]
+        mine = missing[runtime.rank::runtime.world_size]
+        if rows.done and runtime.rank == 0:
+            say(f"{len(rows.done):,} of {len(dialogues):,} dialogues are there already")
             if args.track:
-                for row in lines.rows():
-                    curve.add(domain.outcome(row), log=False)
+                curve.resume(domain.outcome(row) for row in rows.rows())
         with tqdm(total=len(mine), unit="dialogue", desc=out.name, mininterval=5, disable=runtime.rank > 0) as progress:
+            results = Results(rows, failures, tally, curve, progress, agent_tokenizer)
+            play_one = functools.partial(play_and_save, players=players, results=results, args=args)
             try:
-                asyncio.run(run_concurrently(functools.partial(
-                    play_and_save, speakers=(agent, human, chooser), world=world, rows=lines, progress=progress,
-                    tally=tally, failed=failed, candidates={}, curve=curve, tokenizer=name, args=args), mine,
-                    args.concurrency))
+                asyncio.run(run_concurrently(play_one, mine, args.concurrency))
             except (InputError, ColBenchError):
                 if runtime.world_size == 1:                          # the tokens are paid for (ranks need each other)
-                    costs.record(works)
+                    costs.record(work_counts)
                 raise
-    ranks = gather({"tally": tally, "stats": stats, "verdicts": verdicts})
-    costs.record(works)
+    ranks = gather({"tally": tally, "stats": stats, "verdicts": players.verdicts})
+    costs.record(work_counts)
     say(*rollout_lines(ranks, time.perf_counter() - costs.begin))
-    failed.finish(lines, len(dialogues), runtime)
+    failures.finish(rows, len(dialogues), runtime)
     if runtime.rank == 0:
         say(summary(out))
 

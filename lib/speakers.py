@@ -177,7 +177,7 @@ async def ask_engine(speaker, prompt, sampling):
 
 
 def ids_fault(reply, speaker, prompt_tokens):
-    """One line where the ids of a server's Reply to a prompt of so many tokens cannot be what it has sampled; else None.
+    """One line where the ids of a server's Reply to a prompt of so many tokens cannot be what it sampled; else None.
 
     They are wrong if they say something else than its text, by the speaker's tokenizer, or do not end the turn.
     InputError where the server gives no ids, or has read another number of tokens."""

@@ -83,11 +83,12 @@ def test_long_replies_are_cut_and_the_last_turn_is_the_answer(monkeypatch):
     async def says(speaker, chat, *_, **__):
         return "", [Reply({"agent": "hm?", "human": "y" * 500}[speaker.model], True, None, 0, 0)]
     monkeypatch.setattr(rollout, "ask", says)
-    dialogue = rollout.new_dialogue({"problem_description": "?", "ground_truth": "def f(): pass", "test_cases": {}}, 0)
-    agent, human = Speaker("agent"), Speaker("human")
-    asyncio.run(rollout.play(dialogue, agent, human, None, backend.World(), parsed("--max-rounds", 3)))
-    assert [turn["content"] for turn in dialogue["history"]] == ["?", "hm?", "y" * 400, "hm?", "y" * 400, "hm?"]
-    assert dialogue["answer"] == "hm?" and "y" * 500 == dialogue["history"][2]["output"]
+    task = {"problem_description": "?", "ground_truth": "def f(): pass", "test_cases": {}}
+    dialogue = rollout.new_dialogue(0, task, 0)
+    players = rollout.Players(Speaker("agent"), Speaker("human"), backend.World())
+    asyncio.run(rollout.play(dialogue, players, parsed("--max-rounds", 3)))
+    assert [turn["content"] for turn in dialogue.history] == ["?", "hm?", "y" * 400, "hm?", "y" * 400, "hm?"]
+    assert dialogue.answer == "hm?" and "y" * 500 == dialogue.history[2]["output"]
 
 
 @pytest.mark.parametrize("content, answer", [
@@ -181,21 +182,22 @@ def test_killed_and_resumed_equals_uninterrupted(workspace, tmp_path):
     assert not list(tmp_path.glob("killed*partial"))
 
 
-def test_best_of_n_sends_what_the_critic_prefers(workspace, tiny):
+def test_best_of_n_sends_what_the_critic_prefers(workspace, tiny, monkeypatch):
     """With a critic that prefers long messages, the messages get longer with N; candidates are nested in N."""
-    agent = Speaker(*tiny, Engine(tiny[0], stop_ids(*tiny), 64, 10 ** 5))
+    players = rollout.Players(Speaker(*tiny, Engine(tiny[0], stop_ids(*tiny), 64, 10 ** 5)), None, None)
     seen = {}
 
-    async def longest(dialogue, prompt, replies):
-        seen[dialogue["number"]] = [reply.ids for reply in replies]
+    async def longest(dialogue, prompt, replies, *_):
+        seen[dialogue.number] = [reply.ids for reply in replies]
         return max(range(4), key=lambda i: len(replies[i].ids))
+    monkeypatch.setattr(rollout, "critic_choice", longest)
 
-    async def turns(chooser, args):
-        return await asyncio.gather(*(rollout.agent_turn(rollout.new_dialogue(task, 0, number), agent, chooser, args)
+    async def turns(args):
+        return await asyncio.gather(*(rollout.agent_turn(rollout.new_dialogue(number, task, 0), players, args)
                                       for number, task in enumerate(read(workspace / "tasks.jsonl")[:6])))
-    best = asyncio.run(turns(longest, parsed("--best-of", 4, "--critic", "c", "--max-new-tokens", 40)))
+    best = asyncio.run(turns(parsed("--best-of", 4, "--critic", "c", "--max-new-tokens", 40)))
     assert [len(turn["output_ids"]) for turn in best] == [max(map(len, seen[number])) for number in range(6)]
-    plain = asyncio.run(turns(None, parsed("--max-new-tokens", 40)))
+    plain = asyncio.run(turns(parsed("--max-new-tokens", 40)))
     assert [turn["output_ids"] for turn in plain] == [seen[number][0] for number in range(6)]
     assert [len(own) for own in seen.values()] == [4] * 6
 
@@ -206,8 +208,9 @@ def test_template_arguments_and_thoughts_that_the_prompt_opens(workspace, tiny):
     engine = Engine(tiny[0], stop_ids(*tiny), 64, 10 ** 5)
     for thinking in (False, True):
         agent = Speaker(tiny[0], tokenizer, engine, template_args={"enable_thinking": thinking})
-        dialogue = rollout.new_dialogue(read(workspace / "tasks.jsonl")[0], 0)
-        turn = asyncio.run(rollout.agent_turn(dialogue, agent, None, parsed("--max-new-tokens", 20)))
+        dialogue = rollout.new_dialogue(0, read(workspace / "tasks.jsonl")[0], 0)
+        players = rollout.Players(agent, None, None)
+        turn = asyncio.run(rollout.agent_turn(dialogue, players, parsed("--max-new-tokens", 20)))
         assert turn["input"].endswith("<think>") == thinking and turn["output"]
         assert turn["content"] == ("" if thinking else turn["output"].strip())
 
@@ -275,13 +278,11 @@ def test_the_judge_compares_in_both_orders(monkeypatch, replies, chosen, counted
         order = "ab" if chat[0]["content"].index("price") < chat[0]["content"].index("weight") else "ba"
         return "", [Reply(replies[order], True, None, 0, 0)]
     monkeypatch.setattr(rollout, "ask", judged)
-    dialogue = rollout.new_dialogue({"problem_description": "?", "ground_truth": "def secret(): pass",
-                                     "test_cases": {}}, 0)
-    counts = {"decided": 0, "tie": 0, "unreadable": 0}
+    task = {"problem_description": "?", "ground_truth": "def secret(): pass", "test_cases": {}}
+    players = rollout.Players(None, None, None, judge=Speaker())
     texts = [Reply(text, True, None, 0, 0) for text in ("price", "weight")]
-    args = parsed("--best-of", 2, "--critic", "judge:x")
-    assert asyncio.run(rollout.judge_choice(dialogue, None, texts, Speaker(), counts, args)) == chosen
-    assert counts == {**dict.fromkeys(counts, 0), counted: 1}
+    assert asyncio.run(rollout.judge_choice(rollout.new_dialogue(0, task, 0), texts, players, 0)) == chosen
+    assert players.verdicts == {**dict.fromkeys(("decided", "tie", "unreadable"), 0), counted: 1}
 
 
 def test_the_critic_of_best_of_n_has_passes_of_max_tokens(workspace, critic, tmp_path, monkeypatch):
@@ -303,12 +304,14 @@ def test_who_picks_one_of_several_messages_is_not_shown_their_thoughts(monkeypat
         return "prompt<think>", [Reply(f"plan {n}</think>What {n}?", True, [n], 0, 0) for n in range(2)]
     picked_from = []
 
-    async def chooser(dialogue, prompt, replies):
+    async def second(dialogue, replies, *_):
         picked_from.extend(reply.text for reply in replies)
         return 1
     monkeypatch.setattr(rollout, "ask", replied)
+    monkeypatch.setattr(rollout, "judge_choice", second)
     task = {"problem_description": "?", "ground_truth": "def secret(): pass", "test_cases": {}}
-    turn = asyncio.run(rollout.agent_turn(rollout.new_dialogue(task, 0), Speaker(), chooser,
+    turn = asyncio.run(rollout.agent_turn(rollout.new_dialogue(0, task, 0),
+                                          rollout.Players(Speaker(), None, None, judge=Speaker("x")),
                                           parsed("--best-of", 2, "--critic", "judge:x")))
     assert picked_from == ["What 0?", "What 1?"]
     assert (turn["content"], turn["output"], turn["output_ids"]) == ("What 1?", "plan 1</think>What 1?", [1])

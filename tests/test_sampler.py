@@ -183,19 +183,20 @@ def test_what_ids_must_be(tiny):
 
 # --- 02 --best-of
 
-def test_best_of_n_of_a_server_sends_what_is_preferred(workspace, clean, tiny):
+def test_best_of_n_of_a_server_sends_what_is_preferred(workspace, clean, tiny, monkeypatch):
     """The candidates are nested in N, the first is that of N = 1; each is sampled with a seed of its own."""
     agent, seen = Speaker(tokenizer=tiny[1], server=open_server(f"{clean['url']}#model")), []
     before = len(log_of(clean))
 
-    async def longest(dialogue, prompt, replies):
+    async def longest(dialogue, prompt, replies, *_):
         seen.extend(reply.ids for reply in replies)
         return max(range(4), key=lambda i: len(replies[i].ids))
+    monkeypatch.setattr(rollout, "critic_choice", longest)
 
     def turn(*more):
         args = rollout.parse_args(["--tasks", "t", "--agent", "a", "--out", "o", "--max-new-tokens", "40", *more])
-        dialogue = rollout.new_dialogue(read(workspace / "tasks.jsonl")[0], 0)
-        return asyncio.run(rollout.agent_turn(dialogue, agent, longest, args))
+        dialogue = rollout.new_dialogue(0, read(workspace / "tasks.jsonl")[0], 0)
+        return asyncio.run(rollout.agent_turn(dialogue, rollout.Players(agent, None, None), args))
     best = turn("--best-of", "4", "--critic", "c")
     assert len(best["output_ids"]) == max(map(len, seen)) and best["input"] and len(set(map(tuple, seen))) > 1
     assert turn()["output_ids"] == seen[0]

@@ -288,8 +288,9 @@ def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, tmp_path):
     async def choose(*texts):
         with frontend.World(tmp_path) as world:
             replies = [types.SimpleNamespace(text=text, ids=None) for text in texts]
-            return await stage(2).critic_choice({"task": TASK, "history": [IDEA]}, "", replies, load(critic[0], None),
-                                                None, "cpu", world)
+            players = stage(2).Players(None, None, world, critic=load(critic[0], None))
+            dialogue = stage(2).Dialogue(0, TASK, 0, [IDEA])
+            return await stage(2).critic_choice(dialogue, "", replies, players, 16384)
     assert asyncio.run(choose(BLACK, WHITE, BLACK)) == 1 and asyncio.run(choose(f"OUTPUT: {WHITE}", BLACK)) == 0
 
 
