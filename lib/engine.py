@@ -1,15 +1,17 @@
 """Sampling from a local model: one batch that dialogues enter and leave at every token, with their caches."""
 import asyncio
-import itertools
+import dataclasses
 import os
 import time
-import types
 
 import torch
 import torch.nn.functional as F
 
 from lib.models import add_work
 from lib.runtime import InputError
+
+MAX_PADDING = 1.5               # a prefill pass computes at most so many times the tokens that its prompts lack
+MIN_ACTIVE_FRAC = 0.75          # of the rows that a decoding step computes
 
 
 def next_tokens(logits, points, temperature):
@@ -23,68 +25,117 @@ def next_tokens(logits, points, temperature):
 
 
 def generate(model, prompts, randoms, temperature, stops, slots=256, max_tokens=16384):
-    """Continue each prompt (P lists of ids) by an Engine, `slots` samples at a time, at most `max_tokens` of prompts
-    (or one of them) in a pass. randoms (N, max_new_tokens): uniform in [0, 1), one for each token that may be sampled,
-    where N is a multiple of P: N / P samples of each prompt, one after the other. Temperature 0 takes the likeliest
-    token. Returns N lists of new ids, the stop id included; a list without it was ended by the length."""
-    samples, longest = len(randoms) // len(prompts), max(map(len, prompts)) + randoms.shape[1]
-    engine = Engine(model, stops, max(samples, min(slots, len(randoms))), max(max_tokens, longest))
-    order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))    # what shares a batch is of a length
+    """Continue each prompt (P lists of ids) by an Engine. Returns N lists of new ids, the stop id included; a list
+    without it was ended by the length.
 
-    async def in_order():
-        return await asyncio.gather(*(engine.generate(prompts[i], randoms[i * samples:(i + 1) * samples], temperature)
-                                      for i in order))
-    found = dict(zip(order, asyncio.run(in_order())))
-    return [ids for number in range(len(prompts)) for ids in found[number]]
+    randoms (N, max_new_tokens): uniform in [0, 1), one for each token that may be sampled. N is a multiple of P: N / P
+    samples of each prompt, one after the other.
+    temperature: at 0 the likeliest token is taken.
+    slots: samples in flight.
+    max_tokens: the most of prompts that a pass computes, or one of them."""
+    num_samples = len(randoms) // len(prompts)
+    longest = max(map(len, prompts)) + randoms.shape[1]
+    num_slots = max(num_samples, min(slots, len(randoms)))
+    engine = Engine(model, stops, num_slots, max(max_tokens, longest))
+    order = list(range(len(prompts)))
+    order.sort(key=lambda number: len(prompts[number]))         # what shares a batch is of a length
+
+    async def sample_all():
+        requests = []
+        for number in order:
+            points = randoms[number * num_samples:(number + 1) * num_samples]
+            requests.append(engine.generate(prompts[number], points, temperature))
+        return await asyncio.gather(*requests)
+
+    outputs = dict(zip(order, asyncio.run(sample_all())))
+    samples = []
+    for number in range(len(prompts)):
+        samples += outputs[number]
+    return samples
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """The samples that are asked for of a prompt."""
+
+    prompt: list                # ids
+    points: list                # of each sample its uniform numbers
+    temperature: float
+    key: object                 # the dialogue, whose earlier requests may have left something in the cache
+    outputs: list               # of each sample its new ids
+    unfinished: int             # samples
+    future: asyncio.Future      # gets the outputs
+
+
+@dataclasses.dataclass(eq=False)
+class Slot:
+    """A row of the cache, and the sample that it works for; without a request it is idle."""
+
+    row: int
+    ids: list                   # whose keys and values the row holds
+    key: object = None          # the dialogue that has left them
+    last_step: int = -1         # when it was given away, counted in decoding steps; 0: it need not be kept
+    num_shared: int = -1        # of the ids, those that begin the prompt of the request that slots are looked for
+    request: Request | None = None
+    output: list | None = None  # new ids
+    points: list | None = None
 
 
 class Engine:
-    """Samples from a local model for many dialogues at once: requests come and go as coroutines, rows leave and enter
-    the batch at every token, and what a dialogue's earlier turns left in the cache is not computed again.
+    """Samples from a local model for many dialogues at once.
+
+    Requests come and go as coroutines. Rows leave and enter the batch at every token. What a dialogue's earlier turns
+    left in the cache is not computed again.
 
         engine = Engine(model, stop_ids(model, tokenizer), slots=16, max_tokens=8192)
         [ids] = await engine.generate(prompt, randoms, 1.0, key=dialogue)           # in each dialogue's coroutine
 
-    ended(new ids): whether a sample ends here, beside the ids `stops`. slots: samples in flight; the
-    cache has a row for each, all as long as the longest dialogue needs. max_tokens: the most that a prompt with its
-    reply may have, and that a prefill pass computes.
+    slots: samples in flight. The cache has a row for each, all as long as the longest dialogue needs.
+    max_tokens: the most that a prompt with its reply may have, and that a prefill pass computes.
+    ended(new ids): whether a sample ends here, beside the ids `stops`.
 
     stats: tokens of prompts that were computed (prefill_tokens) or found in the cache (reused_tokens), tokens that
     decoding computed and its steps (decode_tokens, decode_steps), seconds of both (prefill_s, decode_s), and the mean
     share of the slots that a step served (occupancy)."""
 
     def __init__(self, model, stops, slots, max_tokens, ended=None):
-        from transformers import Cache, DynamicCache
-        from transformers.cache_utils import DynamicLayer
+        from transformers import Cache
         config = model.config.get_text_config()
-        if any(type(layer) is not DynamicLayer for layer in DynamicCache(config=config).layers):
-            raise InputError(f"{model.name_or_path}: a {config.model_type} model, some of whose layers do not see all "
-                             "earlier tokens, cannot be sampled from here; run it as a server")
-        self.model, self.stops, self.device = model, set(stops), next(model.parameters()).device
+        check_layers(model, config)
+        self.model = model
+        self.stops = set(stops)
+        self.device = next(model.parameters()).device
         self.ended = ended or (lambda ids: False)
         self.max_tokens = min(max_tokens, config.max_position_embeddings)
-        # A slot: the cache's `row` holds `ids`, left by the dialogue `key`, which took it at step `used` (0 if it need
-        # not be kept). An active one works for `request`, on the sample `output` with the random numbers `points`.
-        self.slots = [types.SimpleNamespace(row=row, ids=[], key=None, used=-1, request=None) for row in range(slots)]
-        self.waiting, self.task = [], None
-        self.held = []                                          # [keys, values] of each layer, (slots, heads, L, D)
+        self.slots = [Slot(row, ids=[]) for row in range(slots)]
+        self.waiting = []
+        self.task = None                                        # run(), while there are requests
+        self.layers = []                                        # [keys, values] of each, (slots, heads, L, D)
         self.cache = Cache(layers=[])
         self.cache.update = self.update
-        self.stats = dict.fromkeys(("prefill_tokens", "reused_tokens", "prefill_s", "decode_tokens", "decode_steps",
-                                    "decode_s", "occupancy"), 0)
+        self.stats = {
+            "prefill_tokens": 0,
+            "reused_tokens": 0,
+            "prefill_s": 0,
+            "decode_tokens": 0,
+            "decode_steps": 0,
+            "decode_s": 0,
+            "occupancy": 0}
 
     async def generate(self, prompt, randoms, temperature, key=None):
-        """Continuations of `prompt` (ids): randoms (N, max_new_tokens) uniform numbers, a row for each of N samples,
-        used as in generate(). Returns N lists of new ids, the stop id included. What earlier requests of the same `key`
-        (the agent's side of a dialogue, say) left in the cache is used. InputError if the request is too large."""
-        samples, max_new_tokens = randoms.shape
-        if samples > len(self.slots):
-            raise InputError(f"{samples} samples of a prompt do not fit in {len(self.slots)} slots")
+        """Continuations of `prompt` (ids): N lists of new ids, the stop id included.
+
+        randoms (N, max_new_tokens): a row of uniform numbers for each sample, used as in generate().
+        key: what earlier requests of the same key (the agent's side of a dialogue, say) left in the cache is used.
+        InputError if the request is too large."""
+        num_samples, max_new_tokens = randoms.shape
+        if num_samples > len(self.slots):
+            raise InputError(f"{num_samples} samples of a prompt do not fit in {len(self.slots)} slots")
         if len(prompt) + max_new_tokens > self.max_tokens:
             raise InputError(f"a prompt of {len(prompt):,} tokens and {max_new_tokens:,} new ones are more than the "
                              f"{self.max_tokens:,} that there is room for")
-        request = types.SimpleNamespace(prompt=list(prompt), points=randoms.tolist(), temperature=temperature, key=key,
-                                  outputs=[[] for _ in range(samples)], unfinished=samples, future=asyncio.Future())
+        outputs = [[] for _ in range(num_samples)]
+        request = Request(list(prompt), randoms.tolist(), temperature, key, outputs, num_samples, asyncio.Future())
         self.waiting.append(request)
         if self.task is None or self.task.done():
             self.task = asyncio.create_task(self.run())
@@ -94,43 +145,55 @@ class Engine:
         """Work until no request is left. Between two passes through the model the dialogues go on."""
         try:
             while self.waiting or any(slot.request for slot in self.slots):
-                for batch in self.admit():
+                for batch in self.batches(self.admit()):
                     self.prefill(batch)
                     await asyncio.sleep(0)
                 self.decode()
                 await asyncio.sleep(0)
         except Exception as error:                              # out of memory, say: all who wait hear of it
-            for request in self.waiting + [slot.request for slot in self.slots if slot.request]:
+            active = [slot.request for slot in self.slots if slot.request]
+            for request in self.waiting + active:
                 if not request.future.done():
                     request.future.set_exception(error)
 
     def admit(self):
         """Give idle slots to waiting requests, first to those whose dialogue is in the cache, else as they came.
-        Returns batches to prefill, [[slots of a request, …], …], each of prompts that lack about as many tokens."""
+        Returns the slots of each."""
         for slot in self.slots:
             if slot.request and slot.request.future.done():                         # given up, or ended by an error
                 slot.request = None
         self.waiting = [request for request in self.waiting if not request.future.done()]
         idle = [slot for slot in self.slots if not slot.request]
-        keys = {slot.key for slot in idle}
-        self.waiting.sort(key=lambda request: request.key not in keys)
+        cached_keys = {slot.key for slot in idle}
+        self.waiting.sort(key=lambda request: request.key not in cached_keys)
         admitted = []
         while self.waiting and len(self.waiting[0].outputs) <= len(idle):
             request = self.waiting.pop(0)
             for slot in idle:
-                own = slot.key == request.key
-                slot.shared = len(os.path.commonprefix([slot.ids, request.prompt[:-1]])) if own else -1
-            idle.sort(key=lambda slot: (-slot.shared, slot.used, slot.row))
-            slots, idle = idle[:len(request.outputs)], idle[len(request.outputs):]
+                slot.num_shared = num_shared(slot, request)
+            idle.sort(key=lambda slot: (-slot.num_shared, slot.last_step, slot.row))
+            slots = idle[:len(request.outputs)]
+            idle = idle[len(request.outputs):]
             for slot, output, points in zip(slots, request.outputs, request.points):
-                slot.ids, slot.key, slot.used = slot.ids[:max(0, slot.shared)], request.key, 0
-                slot.request, slot.output, slot.points = request, output, points
-            slots[0].used = 1 + self.stats["decode_steps"]                          # one of several samples' is enough
-            admitted.append((len(request.prompt) - len(slots[0].ids) - 1, slots))
+                slot.ids = slot.ids[:max(0, slot.num_shared)]
+                slot.key = request.key
+                slot.last_step = 0
+                slot.request = request
+                slot.output = output
+                slot.points = points
+            slots[0].last_step = 1 + self.stats["decode_steps"]                     # one of several samples' is enough
+            admitted.append(slots)
+        return admitted
+
+    def batches(self, admitted):
+        """Batches to prefill, [[slots of a request, …], …], each of prompts that lack about as many tokens."""
         batches, lengths = [], []
-        for length, slots in sorted(admitted, key=lambda pair: pair[0]):
+        for slots in sorted(admitted, key=lambda slots: num_missing(slots[0])):
+            length = num_missing(slots[0])
             lengths.append(length)
-            if not batches or length * len(lengths) > min(self.max_tokens, 1.5 * sum(lengths)):     # with the padding
+            num_padded = length * len(lengths)                                      # it is the longest so far
+            limit = min(self.max_tokens, MAX_PADDING * sum(lengths))
+            if not batches or num_padded > limit:
                 batches.append([])
                 lengths = [length]
             batches[-1].append(slots)
@@ -142,53 +205,69 @@ class Engine:
         reads, and copy it to the other slots."""
         begin = time.perf_counter()
         firsts = [slots[0] for slots in batch]
-        new = [slot.request.prompt[len(slot.ids):-1] for slot in firsts]
-        if any(new):
-            self.forward(firsts, new)
-        for first, slots, ids in zip(firsts, batch, new):
+        missing = [slot.request.prompt[len(slot.ids):-1] for slot in firsts]
+        if any(missing):
+            self.forward(firsts, missing)
+        for slots, ids in zip(batch, missing):
+            first, *copies = slots
             add_work(self.model, [len(ids) + 1], cached=len(first.ids))
             self.stats["prefill_tokens"] += len(ids)
             self.stats["reused_tokens"] += len(first.ids)
-            self.copy_rows([first] * (len(slots) - 1), slots[1:], len(first.ids) + len(ids))
+            self.copy_rows([first] * len(copies), copies, len(first.ids) + len(ids))
             for slot in slots:
                 slot.ids = slot.request.prompt[:-1]
         self.stats["prefill_s"] += time.perf_counter() - begin
 
     @torch.no_grad()
     def decode(self):
-        """Sample a token in every active slot; those of samples that have ended become idle. Idle rows among the active
-        ones are computed too, for nothing."""
+        """Sample a token in every active slot; those of samples that have ended become idle."""
         begin = time.perf_counter()
-        if not (active := self.compact()):
+        active = self.compact()
+        if not active:
             return
-        rows = self.slots[:1 + active[-1].row]
-        ids = [(slot.output or slot.request.prompt)[-1] if slot.request else 0 for slot in rows]
-        hidden = self.forward(rows, [[token] for token in ids])[[slot.row for slot in active], 0]           # (n, H)
-        logits = self.model.get_output_embeddings()(hidden).float()                                         # (n, V)
-        points = torch.tensor([slot.points[len(slot.output)] for slot in active], device=self.device)       # (n,)
-        for temperature in {slot.request.temperature for slot in active}:
-            group = [n for n, slot in enumerate(active) if slot.request.temperature == temperature]
-            for n, token in zip(group, next_tokens(logits[group], points[group], temperature).tolist()):
-                active[n].output.append(token)
+        rows = self.slots[:1 + active[-1].row]                  # idle ones among them are computed too, for nothing
+        last_ids = [last_id(slot) for slot in rows]
+        states = self.forward(rows, [[token] for token in last_ids])                    # (rows, 1, H)
+        states = states[[slot.row for slot in active], 0]                               # (n, H)
+        self.sample(active, self.model.get_output_embeddings()(states).float())         # of logits (n, V)
         for slot in active:
-            slot.ids.append(ids[slot.row])
-            last, full = slot.output[-1], len(slot.output) == len(slot.points)
-            if last in self.stops or full or self.ended(slot.output):
-                request, slot.request = slot.request, None
-                add_work(self.model, [len(slot.output)], cached=len(request.prompt), generated=True)
-                request.unfinished -= 1
-                if not (request.unfinished or request.future.done()):
-                    request.future.set_result(request.outputs)
-        self.stats["decode_tokens"] += len(active)
-        self.stats["decode_steps"] += 1
-        self.stats["occupancy"] = self.stats["decode_tokens"] / self.stats["decode_steps"] / len(self.slots)
-        self.stats["decode_s"] += time.perf_counter() - begin
+            slot.ids.append(last_ids[slot.row])
+            if self.has_ended(slot):
+                self.finish(slot)
+        stats = self.stats
+        stats["decode_tokens"] += len(active)
+        stats["decode_steps"] += 1
+        stats["occupancy"] = stats["decode_tokens"] / stats["decode_steps"] / len(self.slots)
+        stats["decode_s"] += time.perf_counter() - begin
+
+    def sample(self, slots, logits):
+        """Add a token to the output of each slot (n), by its logits (n, V) and its next uniform number."""
+        points = [slot.points[len(slot.output)] for slot in slots]
+        points = torch.tensor(points, device=self.device)                               # (n,)
+        for temperature in {slot.request.temperature for slot in slots}:
+            group = [n for n, slot in enumerate(slots) if slot.request.temperature == temperature]
+            tokens = next_tokens(logits[group], points[group], temperature).tolist()
+            for n, token in zip(group, tokens):
+                slots[n].output.append(token)
+
+    def has_ended(self, slot):
+        is_full = len(slot.output) == len(slot.points)
+        return slot.output[-1] in self.stops or is_full or self.ended(slot.output)
+
+    def finish(self, slot):
+        """The slot becomes idle. The request that it has worked for gets its outputs when they are all there."""
+        request, slot.request = slot.request, None
+        add_work(self.model, [len(slot.output)], cached=len(request.prompt), generated=True)
+        request.unfinished -= 1
+        if request.unfinished == 0 and not request.future.done():
+            request.future.set_result(request.outputs)
 
     def compact(self):
         """The active slots by row, after the last ones have changed places with idle ones, so that at most a quarter of
         the rows up to the last active one are idle."""
-        active, idle = ([slot for slot in self.slots if bool(slot.request) == kind] for kind in (True, False))
-        while active and len(active) < 0.75 * (1 + active[-1].row):
+        active = [slot for slot in self.slots if slot.request]
+        idle = [slot for slot in self.slots if not slot.request]
+        while active and len(active) < MIN_ACTIVE_FRAC * (1 + active[-1].row):
             low, high = idle.pop(0), active[-1]
             self.copy_rows([low, high], [high, low], max(len(low.ids), len(high.ids)))
             low.row, high.row = high.row, low.row
@@ -198,35 +277,84 @@ class Engine:
 
     def copy_rows(self, sources, targets, length):
         """Copy the first `length` tokens in the cache of some slots to others, all at once."""
-        sources, targets = [slot.row for slot in sources], [slot.row for slot in targets]
-        for held in itertools.chain(*self.held) if targets else ():
-            held[targets, :, :length] = held[sources, :, :length]
+        if not targets:
+            return
+        source_rows = [slot.row for slot in sources]
+        target_rows = [slot.row for slot in targets]
+        for keys_and_values in self.layers:
+            for cached in keys_and_values:
+                cached[target_rows, :, :length] = cached[source_rows, :, :length]
 
-    def forward(self, slots, new):
+    def forward(self, slots, new_ids):
         """The last hidden states (R, T, H) of new ids (R lists of at most T), which follow what is in the cache of R
         slots. Padding is written behind a slot's last token, where its next one will be."""
-        span = range(max(map(len, new)))
-        ids = torch.tensor([own + [0] * (len(span) - len(own)) for own in new], device=self.device)         # (R, T)
-        positions = [[len(slot.ids) + min(t, len(own)) for t in span] for slot, own in zip(slots, new)]
+        longest = max(map(len, new_ids))
+        padded, positions = [], []
+        for slot, ids in zip(slots, new_ids):
+            padded.append(ids + [0] * (longest - len(ids)))
+            positions.append([len(slot.ids) + min(t, len(ids)) for t in range(longest)])
+        padded = torch.tensor(padded, device=self.device)                                                   # (R, T)
         self.positions = torch.tensor(positions, device=self.device)                                        # (R, T)
         self.width = 1 + max(map(max, positions))
         rows = [slot.row for slot in slots]
         self.rows = torch.tensor(rows, device=self.device)                                                  # (R,)
-        # The first rows of the cache are read where they lie, others are copied.
-        self.selection = slice(len(rows)) if rows == list(range(len(rows))) else self.rows
+        self.selection = self.rows
+        if rows == list(range(len(rows))):
+            self.selection = slice(len(rows))                   # the first rows are read where they lie, not copied
         mask = torch.arange(self.width, device=self.device) <= self.positions[:, None, :, None]       # (R, 1, T, width)
-        return self.model.get_decoder()(input_ids=ids, attention_mask=mask, position_ids=self.positions,
+        return self.model.get_decoder()(input_ids=padded, attention_mask=mask, position_ids=self.positions,
                                         past_key_values=self.cache, use_cache=True).last_hidden_state
 
     def update(self, keys, values, layer, *_, **__):
         """What each layer calls (Cache.update): keeps its new keys and values (R, heads, T, D) at their rows and
         positions; returns all keys and values of these rows up to the highest position."""
-        if layer == len(self.held):
-            self.held.append([new.new_zeros(len(self.slots), new.shape[1], 0, new.shape[3]) for new in (keys, values)])
+        if layer == len(self.layers):
+            self.layers.append([self.empty_rows(keys), self.empty_rows(values)])
+        selected = []
         for kind, new in enumerate((keys, values)):
-            length = self.held[layer][kind].shape[2]
-            if length < self.width:                                                 # grows by doubling
-                more = max(self.width, min(2 * length, self.max_tokens)) - length
-                self.held[layer][kind] = F.pad(self.held[layer][kind], (0, 0, 0, more))
-            self.held[layer][kind][self.rows[:, None], :, self.positions] = new.transpose(1, 2)
-        return [held[self.selection, :, :self.width] for held in self.held[layer]]
+            cached = self.lengthened(self.layers[layer][kind])
+            cached[self.rows[:, None], :, self.positions] = new.transpose(1, 2)
+            self.layers[layer][kind] = cached
+            selected.append(cached[self.selection, :, :self.width])
+        return selected
+
+    def empty_rows(self, new):
+        """A cache of no tokens for what has the form (R, heads, T, D)."""
+        return new.new_zeros(len(self.slots), new.shape[1], 0, new.shape[3])
+
+    def lengthened(self, cached):
+        """Keys or values (slots, heads, L, D) with room for the highest position; it grows by doubling."""
+        length = cached.shape[2]
+        if length >= self.width:
+            return cached
+        new_length = max(self.width, min(2 * length, self.max_tokens))
+        return F.pad(cached, (0, 0, 0, new_length - length))
+
+
+def check_layers(model, config):
+    """InputError where a layer does not see all earlier tokens: the cache would keep too much for it."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+    for layer in DynamicCache(config=config).layers:
+        if type(layer) is not DynamicLayer:
+            raise InputError(f"{model.name_or_path}: a {config.model_type} model, some of whose layers do not see all "
+                             "earlier tokens, cannot be sampled from here; run it as a server")
+
+
+def num_shared(slot, request):
+    """How many of a slot's ids begin a request's prompt; -1 where another dialogue has left them."""
+    if slot.key != request.key:
+        return -1
+    return len(os.path.commonprefix([slot.ids, request.prompt[:-1]]))
+
+
+def num_missing(slot):
+    """Tokens of its prompt that a slot's row has not, but for the last one, which decoding reads."""
+    return len(slot.request.prompt) - len(slot.ids) - 1
+
+
+def last_id(slot):
+    """The token that a slot's next one follows; of an idle slot any."""
+    if not slot.request:
+        return 0
+    return (slot.output or slot.request.prompt)[-1]
