@@ -1,6 +1,7 @@
 """Flags that several stages share, and presets."""
 import argparse
 import math
+import os
 
 from lib.runtime import InputError, parse_json
 
@@ -86,6 +87,18 @@ def text_flag(text):
     """A type: a text that is not empty."""
     if not text:
         raise argparse.ArgumentTypeError("cannot be empty")
+    return text
+
+
+def named_path(text):
+    """A type: NAME=PATH, whose NAME can name a file."""
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise argparse.ArgumentTypeError(f"{text[:80]}: must be NAME=PATH")
+    if "/" in name or name in (".", ".."):
+        raise argparse.ArgumentTypeError(f"{text[:80]}: a name cannot contain /, or be . or ..")
+    if len(os.fsencode(name)) > 200:
+        raise argparse.ArgumentTypeError(f"{name[:40]} …: a name cannot be longer than 200 bytes")
     return text
 
 

@@ -6,6 +6,7 @@ import base64
 import collections
 import hashlib
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -13,6 +14,7 @@ import re
 import stat
 import warnings
 
+from lib.runtime import new_file
 from lib.servers import said
 from lib.tables import finite, heading_of
 
@@ -43,7 +45,9 @@ def slim(row):
 
 def text_of(value):
     """A text for the page; of a value that is none its type."""
-    return value if isinstance(value, str) else f"(no text, but a {type(value).__name__})"
+    if isinstance(value, str):
+        return value
+    return f"(no text, but a {type(value).__name__})"
 
 
 def label_of(value):
@@ -51,39 +55,56 @@ def label_of(value):
     return text_of(value) if value else None
 
 
+def rounded(value):
+    """A number for the page; None where there is none."""
+    return None if value is None else finite(round(value, 6))
+
+
 def page_data(files, domain, metric, critic=None, states=()):
-    """The data of the whole page, of which write_report shows what fits. files: {name: trajectories, scored, with
-    "kinds" and "known" (lib.credit.measure_turns), and with "failed" (World.score) and "advantages"
-    (common.score_turns) where these are known}; critic: whose advantages they are; states: some rows of SWEET's
-    scored.jsonl with "chosen" and "rejected" in their candidates."""
-    tasks, dialogues, numbers = {}, [], {}
-    for row in [*(row for own in files.values() for row in own), *states]:
-        task = row["task"]
+    """The data of the whole page, of which write_report shows what fits.
+
+    files: {name: trajectories, scored, with "kinds" and "known" (lib.credit.measure_turns), and with "failed"
+    (World.score) and "advantages" (common.score_turns) where these are known}.
+    critic: whose advantages they are.
+    states: some rows of SWEET's scored.jsonl with "chosen" and "rejected" in their candidates."""
+    tasks = {}                                                       # {task_id: its data}
+    for row in itertools.chain(*files.values(), states):
         if row["task_id"] not in tasks:
-            tasks[row["task_id"]] = slim({
-                "id": text_of(row["task_id"]), "family": label_of(task.get("family")),
-                "request": text_of(task["problem_description"]), "reference": text_of(task["ground_truth"]),
-                "facts": [text_of(text) for text, _ in domain.facts(task, []) or ()]})
-    order = {task_id: number for number, task_id in enumerate(tasks)}
-    for method, own in enumerate(files.values()):
-        for row in own:
-            numbers.setdefault((row["task_id"], row["sample"]), []).append((len(dialogues), row))
-            dialogues.append({"m": method, "t": order[row["task_id"]], **dialogue_data(row, domain)})
-            reference_image = scores_of(row, domain).get("reference_image")
+            tasks[row["task_id"]] = task_data(row, domain)
+    task_numbers = {task_id: number for number, task_id in enumerate(tasks)}
+    dialogues = []
+    places = {}                                                      # {(task_id, sample): [(number, trajectory)]}
+    for method, trajectories in enumerate(files.values()):
+        for trajectory in trajectories:
+            task_id = trajectory["task_id"]
+            places.setdefault((task_id, trajectory["sample"]), []).append((len(dialogues), trajectory))
+            dialogues.append({"m": method, "t": task_numbers[task_id], **dialogue_data(trajectory, domain)})
+            reference_image = scores_of(trajectory, domain).get("reference_image")
             if reference_image:
-                tasks[row["task_id"]]["image"] = reference_image
-    shown = [state_data(row, order[row["task_id"]], domain) for row in states]
-    for number, (state, row) in enumerate(zip(shown, states)):
-        place = len(row["history"])
-        for d, dialogue in numbers.get((row["task_id"], row["sample"]), ()):
-            if [turn["content"] for turn in dialogue["dialogue_history"][:place]] == [
-                    turn["content"] for turn in row["history"]] and place < len(dialogue["dialogue_history"]):
-                state["d"] = d
-                dialogues[d]["turns"][place]["state"] = number
-    kinds = {turn["kind"]: 0 for dialogue in dialogues for turn in dialogue["turns"] if "kind" in turn}
+                tasks[task_id]["image"] = reference_image
+    page_states = []
+    for number, state in enumerate(states):
+        page_state = state_data(state, task_numbers[state["task_id"]], domain)
+        for d, trajectory in places.get((state["task_id"], state["sample"]), []):
+            if is_in(state, trajectory):
+                page_state["d"] = d
+                dialogues[d]["turns"][len(state["history"])]["state"] = number
+        page_states.append(page_state)
+    kinds = set()
+    for dialogue in dialogues:
+        kinds.update(turn["kind"] for turn in dialogue["turns"] if "kind" in turn)
     return {"metric": metric, "heading": heading_of(metric), "graded": domain.MIN_GAP is not None,
             "methods": list(files), "critic": critic, "kinds": sorted(kinds), "tasks": list(tasks.values()),
-            "dialogues": dialogues, "states": shown, "images": {}, "left_out": None}
+            "dialogues": dialogues, "states": page_states, "images": {}, "left_out": None}
+
+
+def is_in(state, trajectory):
+    """Whether a dialogue begins with the turns of a state, and goes on."""
+    num_turns = len(state["history"])
+    begin = [turn["content"] for turn in trajectory["dialogue_history"][:num_turns]]
+    if begin != [turn["content"] for turn in state["history"]]:
+        return False
+    return num_turns < len(trajectory["dialogue_history"])
 
 
 def scores_of(row, domain):
@@ -91,65 +112,119 @@ def scores_of(row, domain):
     return {key: row[key] for key in domain.SCORE_KEYS if key in row}
 
 
+def task_data(row, domain):
+    task = row["task"]
+    return slim({
+        "id": text_of(row["task_id"]),
+        "family": label_of(task.get("family")),
+        "request": text_of(task["problem_description"]),
+        "reference": text_of(task["ground_truth"]),
+        "facts": [text_of(text) for text, _ in domain.facts(task, []) or []],
+    })
+
+
 def dialogue_data(row, domain):
     """What the page shows of a scored trajectory; "image": the file of a screenshot, as the row names it."""
-    task, history, scores = row["task"], row["dialogue_history"], scores_of(row, domain)
-    advantages, known, turns, faults = row.get("advantages") or [], set(), [], []
-    known_after = facts_known(task, history, domain)
-    kinds, credits = iter(row["kinds"]), (finite(round(advantage, 6)) for advantage in advantages)
-    for i, turn in enumerate(history):
-        shown = {"who": "agent" if turn["role"] == "assistant" else "human", "text": turn["content"]}
-        if turn["role"] == "assistant":
-            shown |= {"kind": next(kinds), "credit": next(credits, None),
-                      "tokens": len(turn["output_ids"]) if isinstance(turn.get("output_ids"), list) else None,
-                      "cut": bool(turn.get("truncated")) or None}
-        else:
-            learned = known_after(i + 1) - known
-            known |= learned
-            shown |= {"learned": sorted(learned), "tool": label_of(turn.get("tool")),
-                      "leak": domain.leak_of(task, turn["content"]) if i else None}
-        if turn.get("render_fault"):
-            faults.append(f"turn {i}: its page cannot be rendered: {text_of(turn['render_fault'])}")
-        turns.append(slim(shown))
-    if scores.get("render_fault"):
-        faults.append(f"the answer cannot be rendered: {text_of(scores['render_fault'])}")
-    if "reference_image" in scores and not scores["reference_image"]:
-        faults.append("the reference cannot be rendered")
+    scores = scores_of(row, domain)
+    turns = turns_data(row, domain)
+    advantages = row.get("advantages")
     return slim({
-        "run": finite(row.get("run", 0)) or 0, "sample": finite(row["sample"]), "reward": finite(row["reward"]),
-        "rounds": sum(turn["who"] == "agent" for turn in turns), "answer": row["answer"],
+        "run": finite(row.get("run", 0)) or 0,
+        "sample": finite(row["sample"]),
+        "reward": finite(row["reward"]),
+        "rounds": sum(turn["who"] == "agent" for turn in turns),
+        "answer": row["answer"],
         "known": row["known"],
         "similarity": finite(row["reward"]) if "reference_image" in scores else None,
-        "credit": finite(round(sum(advantages), 6)) if advantages else None,
+        "credit": rounded(sum(advantages)) if advantages else None,
         "image": scores.get("image") or None,
-        "faults": faults, "failed": [slim(test) for test in row.get("failed") or ()], "turns": turns})
+        "faults": render_faults(row, scores),
+        "failed": [slim(test) for test in row.get("failed") or []],
+        "turns": turns,
+    })
+
+
+def turns_data(row, domain):
+    task, history = row["task"], row["dialogue_history"]
+    known_after = facts_known(task, history, domain)
+    known = set()
+    kinds = iter(row["kinds"])
+    advantages = iter(row.get("advantages") or [])
+    turns = []
+    for place, turn in enumerate(history):
+        if turn["role"] == "assistant":
+            turns.append(slim({
+                "who": "agent",
+                "text": turn["content"],
+                "kind": next(kinds),
+                "credit": rounded(next(advantages, None)),
+                "tokens": len(turn["output_ids"]) if isinstance(turn.get("output_ids"), list) else None,
+                "cut": True if turn.get("truncated") else None,
+            }))
+        else:
+            learned = known_after(place + 1) - known
+            known |= learned
+            turns.append(slim({
+                "who": "human",
+                "text": turn["content"],
+                "learned": sorted(learned),
+                "tool": label_of(turn.get("tool")),
+                "leak": domain.leak_of(task, turn["content"]) if place > 0 else None,
+            }))
+    return turns
+
+
+def render_faults(row, scores):
+    """Which pages of a dialogue cannot be rendered, as lines."""
+    lines = []
+    for place, turn in enumerate(row["dialogue_history"]):
+        if turn.get("render_fault"):
+            lines.append(f"turn {place}: its page cannot be rendered: {text_of(turn['render_fault'])}")
+    if scores.get("render_fault"):
+        lines.append(f"the answer cannot be rendered: {text_of(scores['render_fault'])}")
+    if "reference_image" in scores and not scores["reference_image"]:
+        lines.append("the reference cannot be rendered")
+    return lines
 
 
 def facts_known(task, history, domain):
     """A function of a number of turns: the numbers of the facts that are known after so many."""
     if not domain.facts(task, []):
-        return lambda number: set()
+        return lambda num_turns: set()
     if domain.facts_by_turn:
         return domain.facts_by_turn(task, history).__getitem__
-    return lambda number: {n for n, (_, is_known) in enumerate(domain.facts(task, history[:number])) if is_known}
+
+    def known_after(num_turns):
+        facts = domain.facts(task, history[:num_turns])
+        return {number for number, (_, is_known) in enumerate(facts) if is_known}
+    return known_after
 
 
 def state_data(row, task, domain):
-    """What the page shows of a state's candidates."""
-    who, prompt = {"assistant": "agent"}, row.get("prompt")
-    return {"d": None, "t": task, "turn": finite(row["turn"]),
-            "history": [{"who": who.get(turn["role"], "human"), "text": turn["content"]} for turn in row["history"]],
-            "candidates": [slim({
-                "text": candidate["text"], "advantage": round(advantage, 6), "tokens": len(candidate["ids"]),
-                "kind": domain.turn_kind(row["task"], row["history"], said(domain, candidate["text"], prompt)),
-                "cut": not candidate["ended"],
-                "chosen": candidate["chosen"], "rejected": candidate["rejected"]})
-                for candidate, advantage in zip(row["candidates"], row["advantages"])]}
+    """What the page shows of a state's candidates; task: its number."""
+    history = []
+    for turn in row["history"]:
+        history.append({"who": "agent" if turn["role"] == "assistant" else "human", "text": turn["content"]})
+    candidates = []
+    for candidate, advantage in zip(row["candidates"], row["advantages"]):
+        message = said(domain, candidate["text"], row.get("prompt"))
+        candidates.append(slim({
+            "text": candidate["text"],
+            "advantage": round(advantage, 6),
+            "tokens": len(candidate["ids"]),
+            "kind": domain.turn_kind(row["task"], row["history"], message),
+            "cut": not candidate["ended"],
+            "chosen": candidate["chosen"],
+            "rejected": candidate["rejected"],
+        }))
+    return {"d": None, "t": task, "turn": finite(row["turn"]), "history": history, "candidates": candidates}
 
 
 def spread(rows, number=MAX_STATES):
     """At most `number` of the rows, at equal distances."""
-    return rows if len(rows) <= number else [rows[i * len(rows) // number] for i in range(number)]
+    if len(rows) <= number:
+        return rows
+    return [rows[i * len(rows) // number] for i in range(number)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -158,35 +233,34 @@ def spread(rows, number=MAX_STATES):
 def add_images(data, folder, room=MAX_IMAGES):
     """Put the screenshots that tasks and dialogues name into the data, those of a task after each other, until there
     are `room` characters of them; "image" is then a key of data["images"]. Returns what is left out, as lines."""
-    keys, unfit, too_many, used = {}, set(), set(), 0
+    paths = {}                                                       # in order, each once
     for dialogue in sorted(data["dialogues"], key=lambda dialogue: dialogue["t"]):
         for place in (data["tasks"][dialogue["t"]], dialogue):
-            path = place.get("image")
-            if path is None or path in keys or path in unfit or path in too_many:
-                continue
-            try:
-                image = embedded(folder, path)
-            except UnfitImage:
-                unfit.add(path)
-                continue
-            if used + len(image) > room:
-                too_many.add(path)
-                continue
-            used += len(image)
-            keys[path] = f"k{len(keys)}"
-            data["images"][keys[path]] = image
+            if "image" in place:
+                paths[place["image"]] = None
+    keys, num_unfit, num_too_many = {}, 0, 0
+    for path in paths:
+        try:
+            image = embedded(folder, path)
+        except UnfitImage:
+            num_unfit += 1
+            continue
+        if len(image) > room:
+            num_too_many += 1
+            continue
+        room -= len(image)
+        keys[path] = f"k{len(keys)}"
+        data["images"][keys[path]] = image
     for place in (*data["tasks"], *data["dialogues"]):
-        if place.get("image") in keys:
-            place["image"] = keys[place["image"]]
-        elif "image" in place:
-            place["image"] = "left out"
-    lines, number = [], len(keys) + len(unfit) + len(too_many)
-    if too_many:
-        lines.append(f"{len(too_many):,} of {number:,} screenshots are left out: the page holds at most "
+        if "image" in place:
+            place["image"] = keys.get(place["image"], "left out")
+    lines = []
+    if num_too_many:
+        lines.append(f"{num_too_many:,} of {len(paths):,} screenshots are left out: the page holds at most "
                      f"{MAX_IMAGES // 10 ** 6} MB of them")
-    if unfit:
-        lines.append(f"{len(unfit):,} of {number:,} screenshots are left out: they are no PNG files in images/ of at "
-                     f"most {MAX_FILE // 10 ** 6} MB and {MAX_SIZE[0]:,} x {MAX_SIZE[1]:,} pixels")
+    if num_unfit:
+        lines.append(f"{num_unfit:,} of {len(paths):,} screenshots are left out: they are no PNG files in images/ of "
+                     f"at most {MAX_FILE // 10 ** 6} MB and {MAX_SIZE[0]:,} x {MAX_SIZE[1]:,} pixels")
     return lines
 
 
@@ -202,26 +276,28 @@ def embedded(folder, path):
             raise UnfitImage(path)
         small = image.convert("RGB")
         small.thumbnail((320, 640))
-        small.save(data := io.BytesIO(), "JPEG", quality=85)
+        file = io.BytesIO()
+        small.save(file, "JPEG", quality=85)
     except UnfitImage:
         raise
     except Exception as error:                                      # a broken PNG gives errors of many types
         raise UnfitImage(path) from error
-    return "data:image/jpeg;base64," + base64.b64encode(data.getvalue()).decode()
+    return "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
 
 
 def read_screenshot(folder, path):
     """The bytes of a file right in `folder`, which a row names "../images/NAME". UnfitImage for every other path and
     for what is no regular file. Neither the folder nor the file may be a link, and a FIFO is not waited for."""
     folder = pathlib.Path(folder)
-    name = re.fullmatch(rf"\.\./{re.escape(folder.name)}/([\w-][\w.-]*)", path) if isinstance(path, str) else None
-    if not name:
+    pattern = rf"\.\./{re.escape(folder.name)}/([\w-][\w.-]*)"
+    if not isinstance(path, str) or not re.fullmatch(pattern, path):
         raise UnfitImage(path)
+    name = path.rpartition("/")[2]
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
         place = os.open(folder, flags | os.O_DIRECTORY)
         try:
-            handle = os.open(name[1], flags, dir_fd=place)
+            handle = os.open(name, flags, dir_fd=place)
         finally:
             os.close(place)
         with open(handle, "rb") as file:
@@ -255,67 +331,51 @@ def size_of(value):
 def shortened(value, limit, counts, key=None):
     """The value with its texts cut to `limit` characters (None: whole) and its labels to MAX_LABEL, which the text
     itself says; counts["texts"] and counts["labels"] count them."""
-    if isinstance(value, str):
-        most = MAX_LABEL if key in LABELS else limit
-        if most is None or len(value) <= most:
-            return value
-        counts["labels" if key in LABELS else "texts"] += 1
-        return f"{value[:most]} … [{len(value) - most:,} more characters]"
     if isinstance(value, list):
         return [shortened(item, limit, counts) for item in value]
     if isinstance(value, dict):
         return {key: shortened(item, limit, counts, key) for key, item in value.items()}
-    return value
+    if not isinstance(value, str):
+        return value
+    what, most = "texts", limit
+    if key in LABELS:
+        what, most = "labels", MAX_LABEL
+    if most is None or len(value) <= most:
+        return value
+    counts[what] += 1
+    return f"{value[:most]} … [{len(value) - most:,} more characters]"
 
 
-Measure = collections.namedtuple("Measure", "size longest")           # bytes in the page; characters of a text, at most
-
-
-def measured(item):
-    """The Measure of an item. A text's escapes are counted as they stand in the page: none is longer than `longest`."""
-    text = as_json(item)
-    size = len(text.encode("utf-8", "backslashreplace")) + 1
-    pieces = text.replace("\\\\", "xx").replace('\\"', "xx").split('"')          # between marks that are no escapes
-    return Measure(size, max(map(len, pieces)))
-
-
-def sizes_at(limit, items, measures):
-    """Bytes of each item with its texts cut to `limit`; of one without a longer text they are known."""
-    sizes = []
-    for item, measure in zip(items, measures):
-        if limit is not None and measure.longest > limit:
-            item = shortened(item, limit, collections.Counter())
-            sizes.append(size_of(item))
-        else:
-            sizes.append(measure.size)
-    return sizes
+def sizes_at(limit, items):
+    """Bytes of each item with its texts cut to `limit`."""
+    return [size_of(shortened(item, limit, collections.Counter())) for item in items]
 
 
 def without_history(state):
     """A state whose dialogue is in the page needs no history of its own."""
-    return {key: value for key, value in state.items() if key != "history"} if state["d"] is not None else state
+    if state["d"] is None:
+        return state
+    return {key: value for key, value in state.items() if key != "history"}
 
 
 def fitting(data, folder, room):
     """The data that fit into `room` bytes, ready for the page. First long texts are cut, to the first of LIMITS that
     is enough; then dialogues are left out (select_dialogues). "left_out" says what was cut or left out."""
-    paths = {place["image"] for place in (*data["tasks"], *data["dialogues"]) if "image" in place}
-    frame = {key: value for key, value in data.items() if key not in ("tasks", "dialogues", "states")}
     line_bytes = 2_000 + size_of(data["methods"]) + 60 * len(data["methods"])            # of "left_out", at most
-    text_room = room - size_of(frame) - line_bytes - min(MAX_IMAGES, IMAGE_BYTES * len(paths))
-    states_with_links = list(map(without_history, data["states"]))
-    items = {"tasks": data["tasks"], "dialogues": data["dialogues"], "states": states_with_links}
-    measures = {key: list(map(measured, own)) for key, own in items.items()}
+    text_room = room - line_bytes - frame_bytes(data)
+    numbers, states = list(range(len(data["dialogues"]))), list(range(len(data["states"])))
     for limit in LIMITS:
-        sizes = {key: sizes_at(limit, own, measures[key]) for key, own in items.items()}
-        if sum(map(sum, sizes.values())) <= text_room:
-            numbers, states = list(range(len(data["dialogues"]))), list(range(len(data["states"])))
+        task_sizes = sizes_at(limit, data["tasks"])
+        dialogue_sizes = sizes_at(limit, data["dialogues"])
+        state_sizes = sizes_at(limit, map(without_history, data["states"]))
+        if sum(task_sizes) + sum(dialogue_sizes) + sum(state_sizes) <= text_room:
             break
-    else:
-        state_sizes = sizes_at(limit, data["states"], map(measured, data["states"]))        # with their histories
+    else:                                                            # the last limit is not enough
+        state_sizes = sizes_at(limit, data["states"])                # their dialogues may be left out
         states = select_states(state_sizes)
-        numbers = select_dialogues(data, sizes, text_room - sum(state_sizes[s] for s in states),
-                                   {data["states"][s]["t"] for s in states})
+        text_room -= sum(state_sizes[number] for number in states)
+        needed_tasks = {data["states"][number]["t"] for number in states}
+        numbers = select_dialogues(data, dialogue_sizes, task_sizes, text_room, needed_tasks)
     page, counts = subset(data, numbers, states), collections.Counter()
     page["states"] = list(map(without_history, page["states"]))
     for key in ("tasks", "dialogues", "states"):
@@ -330,6 +390,13 @@ def fitting(data, folder, room):
     return page
 
 
+def frame_bytes(data):
+    """Bytes of the data but for tasks, dialogues and states, and what is kept free for screenshots."""
+    frame = {key: value for key, value in data.items() if key not in ("tasks", "dialogues", "states")}
+    paths = {place["image"] for place in (*data["tasks"], *data["dialogues"]) if "image" in place}
+    return size_of(frame) + min(MAX_IMAGES, IMAGE_BYTES * len(paths))
+
+
 def select_states(sizes):
     """Numbers of at most MAX_STATE_BYTES of states, at equal distances."""
     number = len(sizes)
@@ -338,59 +405,74 @@ def select_states(sizes):
     return spread(list(range(len(sizes))), number)
 
 
-def select_dialogues(data, sizes, room, tasks):
-    """Numbers of the dialogues that fit into `room` bytes, in order; `tasks`: those that the states need anyway.
+def select_dialogues(data, dialogue_sizes, task_sizes, room, needed_tasks):
+    """Numbers of the dialogues that fit into `room` bytes, in order; needed_tasks: those that the states need anyway.
 
     The unit is the n-th dialogue of every name (and run) on one task: what is compared stays together.
     The first dialogues come before the second ones, and so on.
     Tasks come in the order of a hash of their task_id: a sample that is the same in every report.
     Tasks that other names have take turns, so that no name crowds another one out.
     Units of a 20th of the room and more come last: a few long dialogues must not take the place of all others."""
-    counts, units = collections.Counter(), {}                       # {(n, task): numbers of dialogues}
-    for number, dialogue in enumerate(data["dialogues"]):
-        name = dialogue["m"], dialogue["run"], dialogue["t"]
-        units.setdefault((counts[name], dialogue["t"]), []).append(number)
-        counts[name] += 1
+    units = units_of(data["dialogues"])
     digests = [hashlib.sha256(task["id"].encode(errors="replace")).digest() for task in data["tasks"]]
-    unit_sizes = {unit: sum(sizes["dialogues"][number] for number in numbers) for unit, numbers in units.items()}
-    groups = {}                                                     # {(n, the names that have it): units}
-    for unit, numbers in units.items():
-        names = frozenset((data["dialogues"][number]["m"], data["dialogues"][number]["run"]) for number in numbers)
-        groups.setdefault((unit[0], names), []).append(unit)
-    order = []
-    for (n, names), own in groups.items():
-        for place, unit in enumerate(sorted(own, key=lambda unit: (digests[unit[1]], unit[1]))):
-            order.append((unit_sizes[unit] > room / 20, n, place, -len(names), digests[unit[1]], unit))
-    tasks, selected = set(tasks), []
-    room -= sum(sizes["tasks"][t] for t in tasks)
-    for *_, unit in sorted(order):
-        size = unit_sizes[unit]
-        if unit[1] not in tasks:
-            size += sizes["tasks"][unit[1]]
+    unit_sizes, groups = {}, {}                                     # groups: {(n, the names that have it): tasks}
+    for (n, task), numbers in units.items():
+        unit_sizes[n, task] = sum(dialogue_sizes[number] for number in numbers)
+        names = frozenset(name_of(data["dialogues"][number]) for number in numbers)
+        groups.setdefault((n, names), []).append(task)
+    ranks = {}                                                      # {unit: what it is sorted by}
+    for (n, names), tasks in groups.items():
+        tasks.sort(key=lambda task: (digests[task], task))
+        for place, task in enumerate(tasks):
+            is_long = unit_sizes[n, task] > room / 20
+            ranks[n, task] = (is_long, n, place, -len(names), digests[task], task)
+    selected_tasks, selected = set(needed_tasks), []
+    room -= sum(task_sizes[task] for task in selected_tasks)
+    for n, task in sorted(units, key=ranks.get):
+        size = unit_sizes[n, task]
+        if task not in selected_tasks:
+            size += task_sizes[task]
         if size <= room:
             room -= size
-            tasks.add(unit[1])
-            selected += units[unit]
+            selected_tasks.add(task)
+            selected += units[n, task]
     return sorted(selected)
+
+
+def name_of(dialogue):
+    """What is compared: a method, and of several runs one of them."""
+    return dialogue["m"], dialogue["run"]
+
+
+def units_of(dialogues):
+    """{(n, task): the numbers of the n-th dialogues of all names on this task}."""
+    counts, units = collections.Counter(), {}
+    for number, dialogue in enumerate(dialogues):
+        task = dialogue["t"]
+        n = counts[name_of(dialogue), task]
+        counts[name_of(dialogue), task] += 1
+        units.setdefault((n, task), []).append(number)
+    return units
 
 
 def subset(data, numbers, states):
     """The data with the dialogues and the states of these numbers alone, and their tasks; all are counted afresh."""
-    places = {old: new for new, old in enumerate(numbers)}
+    dialogue_places = {old: new for new, old in enumerate(numbers)}
     state_places = {old: new for new, old in enumerate(states)}
-    dialogues = [dict(data["dialogues"][number]) for number in numbers]
-    own_states = [dict(data["states"][number]) for number in states]
-    needed = {one["t"] for one in (*dialogues, *own_states)}
+    page_dialogues = [dict(data["dialogues"][number]) for number in numbers]
+    page_states = [dict(data["states"][number]) for number in states]
+    needed_tasks = {row["t"] for row in (*page_dialogues, *page_states)}
     if len(numbers) == len(data["dialogues"]):
-        needed |= set(range(len(data["tasks"])))
-    tasks = {old: new for new, old in enumerate(sorted(needed))}
-    for dialogue in dialogues:
-        dialogue["t"] = tasks[dialogue["t"]]
+        needed_tasks.update(range(len(data["tasks"])))
+    task_places = {old: new for new, old in enumerate(sorted(needed_tasks))}
+    for dialogue in page_dialogues:
+        dialogue["t"] = task_places[dialogue["t"]]
         dialogue["turns"] = [with_state(turn, state_places) for turn in dialogue["turns"]]
-    for state in own_states:
-        state["t"], state["d"] = tasks[state["t"]], places.get(state["d"])
-    own_tasks = [dict(data["tasks"][old]) for old in tasks]
-    return {**data, "tasks": own_tasks, "dialogues": dialogues, "states": own_states, "images": {}}
+    for state in page_states:
+        state["t"] = task_places[state["t"]]
+        state["d"] = dialogue_places.get(state["d"])
+    page_tasks = [dict(data["tasks"][old]) for old in task_places]
+    return {**data, "tasks": page_tasks, "dialogues": page_dialogues, "states": page_states, "images": {}}
 
 
 def with_state(turn, places):
@@ -402,17 +484,20 @@ def with_state(turn, places):
 
 def left_out_lines(data, numbers, states):
     """How many dialogues and states are left out, of which names, and by what rule."""
-    lines, every = [], len(data["dialogues"])
-    if len(numbers) < every:
-        total = collections.Counter(dialogue["m"] for dialogue in data["dialogues"])
-        shown = collections.Counter(data["dialogues"][number]["m"] for number in numbers)
-        tasks = {dialogue["t"] for dialogue in data["dialogues"]}
-        shown_tasks = {data["dialogues"][number]["t"] for number in numbers}
-        names = ", ".join(f"{shown[m]:,} of {total[m]:,} of {name}" for m, name in enumerate(data["methods"]))
-        lines.append(f"{every - len(numbers):,} of {every:,} dialogues are left out, as the page holds at most "
-                     f"{MAX_PAGE / 10 ** 6:g} MB; shown are {len(shown_tasks):,} of {len(tasks):,} tasks ({names}): "
-                     "the same ones for all names that have them, by a hash of the task_id, the first dialogue of "
-                     "every task before a second one; scored/ has all dialogues")
+    lines = []
+    dialogues = data["dialogues"]
+    num_left_out = len(dialogues) - len(numbers)
+    if num_left_out:
+        page_dialogues = [dialogues[number] for number in numbers]
+        totals = collections.Counter(dialogue["m"] for dialogue in dialogues)
+        counts = collections.Counter(dialogue["m"] for dialogue in page_dialogues)
+        num_tasks = len({dialogue["t"] for dialogue in dialogues})
+        num_page_tasks = len({dialogue["t"] for dialogue in page_dialogues})
+        names = ", ".join(f"{counts[m]:,} of {totals[m]:,} of {name}" for m, name in enumerate(data["methods"]))
+        lines.append(f"{num_left_out:,} of {len(dialogues):,} dialogues are left out, as the page holds at most "
+                     f"{MAX_PAGE / 10 ** 6:g} MB; shown are {num_page_tasks:,} of {num_tasks:,} tasks ({names}): the "
+                     "same ones for all names that have them, by a hash of the task_id, the first dialogue of every "
+                     "task before a second one; scored/ has all dialogues")
     if len(states) < len(data["states"]):
         lines.append(f"{len(data['states']) - len(states):,} of {len(data['states']):,} states are left out, at equal "
                      "distances")
@@ -424,15 +509,15 @@ def left_out_lines(data, numbers, states):
 
 def fitting_plots(plots):
     """(plots of at most MAX_PLOT_BYTES together, lines that name the others)."""
-    fit, lines, room = [], [], MAX_PLOT_BYTES
+    fitting_ones, lines, room = [], [], MAX_PLOT_BYTES
     for plot in plots:
         size = len(plot["svg"].encode("utf-8", "backslashreplace"))
         if size <= room:
             room -= size
-            fit.append(plot)
+            fitting_ones.append(plot)
         else:
             lines.append(f'the plot "{plot["title"]}" is left out: it has {size:,} bytes')
-    return fit, lines
+    return fitting_ones, lines
 
 
 def write_report(path, data, images, **variables):
@@ -444,20 +529,21 @@ def write_report(path, data, images, **variables):
     from jinja2 import Environment, FileSystemLoader
     from markupsafe import Markup
     folder = pathlib.Path(__file__).parent
-    script, style = ((folder / f"report.{kind}").read_text(encoding="utf-8") for kind in ("js", "css"))
+    script = (folder / "report.js").read_text(encoding="utf-8")
+    style = (folder / "report.css").read_text(encoding="utf-8")
     environment = Environment(loader=FileSystemLoader(folder), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.get_template("report.html")
-    variables["plots"], plot_lines = fitting_plots(variables["plots"])
-    variables |= {"script": Markup(script), "style": Markup(style),
-                  "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}
-    variables["notes"] = [*variables["notes"], *plot_lines]
+    plots, plot_lines = fitting_plots(variables["plots"])
+    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    variables |= {"script": Markup(script), "style": Markup(style), "script_hash": script_hash, "plots": plots,
+                  "notes": [*variables["notes"], *plot_lines]}
     frame = template.render(**variables, data_json="").encode("utf-8", "backslashreplace")
-    data = fitting(data, images, MAX_PAGE - len(frame))
-    page = template.render(**variables, data_json=Markup(as_json(data)))
+    page_content = fitting(data, images, MAX_PAGE - len(frame))
+    page = template.render(**variables, data_json=Markup(as_json(page_content)))
     path = pathlib.Path(path)
     partial = path.with_name(path.name + ".partial")
-    partial.unlink(missing_ok=True)
-    with open(partial, "x", encoding="utf-8", errors="backslashreplace") as file:       # never through a link
+    with new_file(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(page)
     partial.replace(path)
-    return "; ".join(filter(None, [*plot_lines, data["left_out"]])) or None
+    left_out = [*plot_lines, page_content["left_out"]]
+    return "; ".join(filter(None, left_out)) or None

@@ -1,24 +1,32 @@
-"""Tables as lines of aligned text, and those that 05 prints and shows in its page, from what stands in metrics.json."""
+"""Tables as lines of aligned text, and those that 05 prints and shows in its page, from what stands in metrics.json.
+
+metrics: {name of a method: its metrics}; metric: the key of the one that methods are compared by."""
 import numpy as np
 
 
 def aligned(headings, rows):
     """Lines of a table: cells (texts) below each other, the first column to the left, the others to the right."""
-    rows = [headings, *rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(headings))]
-    return ["  ".join(f"{cell:{'>' if column else '<'}{width}s}" for column, (cell, width) in
-                      enumerate(zip(row, widths))).rstrip() for row in rows]
+    table = [headings, *rows]
+    first_width, *widths = [max(map(len, column)) for column in zip(*table)]
+    lines = []
+    for first, *cells in table:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths)]
+        lines.append("  ".join([first.ljust(first_width), *padded]).rstrip())
+    return lines
 
 
 def finite(value):
     """A number that can be drawn and that every reader of JSON takes; None for NaN, an infinite or a huge one, and for
     what is no number."""
-    return value if isinstance(value, (int, float)) and abs(value) <= 1e15 else None
+    if isinstance(value, (int, float)) and abs(value) <= 1e15:
+        return value
+    return None
 
 
 def interval(bounds, sign=""):
     """"[.12, .34]" with three digits; sign "+": with signs, of differences."""
-    return f"[{bounds[0]:{sign}.3f}, {bounds[1]:{sign}.3f}]"
+    low, high = bounds
+    return f"[{low:{sign}.3f}, {high:{sign}.3f}]"
 
 
 def heading_of(metric):
@@ -26,82 +34,160 @@ def heading_of(metric):
     return metric.removesuffix("_rate").replace("_", " ")
 
 
-def result_table(metrics, metric, columns, baseline):
-    """(headings, rows of cells) of the comparison."""
-    columns = [("n", "n", "d"), (metric, heading_of(metric), ".3f"), ("ci95", "95 %", ""),
-               ("mean_rounds", "rounds", ".2f"), ("leaks", "leaks", ".3f"), *columns,
-               ("win_rate", "wins", ".3f"), ("win_rate_ci95", "95 %", ""), ("ties", "ties", ".3f")]
-    columns = [column for column in columns if any(column[0] in m for m in metrics.values())]
+def has_any(metrics, key):
+    """Whether a method has this metric."""
+    return any(key in method for method in metrics.values())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the comparison
+
+INTERVAL = ""                    # the form of a cell that is an interval
+
+
+def result_table(metrics, metric, domain_columns, baseline):
+    """(headings, rows of cells) of the comparison; domain_columns: (key, heading, form) each."""
+    columns = [
+        ("n", "n", "d"),
+        (metric, heading_of(metric), ".3f"),
+        ("ci95", "95 %", INTERVAL),
+        ("mean_rounds", "rounds", ".2f"),
+        ("leaks", "leaks", ".3f"),
+        *domain_columns,
+        ("win_rate", "wins", ".3f"),
+        ("win_rate_ci95", "95 %", INTERVAL),
+        ("ties", "ties", ".3f"),
+    ]
+    columns = [column for column in columns if has_any(metrics, column[0])]
+    headings = ["", *(heading for _, heading, _ in columns)]
     rows = []
-    for name, m in metrics.items():
-        d = m.get("against_baseline")
-        rows.append([name, *("-" if key not in m else interval(m[key]) if form == "" else format(m[key], form)
-                             for key, _, form in columns),
-                     *([f"{d['difference']:+.3f} {interval(d['ci95'], '+')}" if d else ""] if baseline else [])])
-    return ["", *(heading for _, heading, _ in columns), *([f"against {baseline}"] if baseline else [])], rows
+    for name, method in metrics.items():
+        rows.append([name, *(cell_of(method, key, form) for key, _, form in columns)])
+    if baseline:
+        headings.append(f"against {baseline}")
+        for row, method in zip(rows, metrics.values()):
+            row.append(difference_cell(method))
+    return headings, rows
+
+
+def cell_of(method, key, form):
+    if key not in method:
+        return "-"
+    if form == INTERVAL:
+        return interval(method[key])
+    return format(method[key], form)
+
+
+def difference_cell(method):
+    if "against_baseline" not in method:
+        return ""
+    difference = method["against_baseline"]
+    return f"{difference['difference']:+.3f} {interval(difference['ci95'], '+')}"
 
 
 def note_lines(metrics, metric):
     """What a reader of the comparison has to know, and what its intervals leave out."""
-    lines = [f"{name}: {note}" for name, m in metrics.items() for note in m.get("notes", [])]
-    unequal = [name for name, m in metrics.items() if m["dialogues_a_task"][0] < m["dialogues_a_task"][1]]
+    lines = []
+    unequal, single, few = [], [], []                                # names of methods
+    for name, method in metrics.items():
+        lines += [f"{name}: {note}" for note in method.get("notes", [])]
+        fewest, most = method["dialogues_a_task"]
+        if fewest < most:
+            unequal.append(name)
+        if "runs" not in method:
+            single.append(name)
+        elif len(method["runs"]) < 5:
+            few.append(name)
     if unequal:
         lines.append(f"tasks of {', '.join(unequal)} have unequal numbers of dialogues: {heading_of(metric)}, its "
                      "interval and differences are means over tasks, the other columns over dialogues")
-    lines += [f"similarity of screenshots: {m['similarity']}" for m in [*metrics.values()][:1] if "similarity" in m]
-    single = [name for name, m in metrics.items() if "runs" not in m]
-    which = "one run each" if len(single) == len(metrics) else f"one run of {', '.join(single)}"
-    lines += [f"{which}: the intervals leave other seeds out"] if single else []
-    few = [name for name, m in metrics.items() if "runs" in m and len(m["runs"]) < 5]
+    first_method = next(iter(metrics.values()))
+    if "similarity" in first_method:
+        lines.append(f"similarity of screenshots: {first_method['similarity']}")
+    if len(single) == len(metrics):
+        lines.append("one run each: the intervals leave other seeds out")
+    elif single:
+        lines.append(f"one run of {', '.join(single)}: the intervals leave other seeds out")
     if few:
         lines.append(f"fewer than five runs of {', '.join(few)}: where runs differ much the intervals are too narrow "
                      "(docs/results.md, What the intervals cover)")
-    if not any("ci95_families" in m for m in metrics.values()):
+    if not has_any(metrics, "ci95_families"):
         lines.append('no intervals over families: a task states no "family", or all state the same')
     return lines
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# the tables below it; each has no lines where there is nothing to say
+
 def family_lines(metrics, baseline):
     """The intervals over families, where there are any."""
-    if not any("ci95_families" in m for m in metrics.values()):
+    if not has_any(metrics, "ci95_families"):
         return []
-    rows = [[name, *(interval(own["ci95_families"], sign) if "ci95_families" in own else "" for own, sign in
-                     ((m, ""), (m.get("against_baseline", {}), "+"))[:1 + bool(baseline)])]
-            for name, m in metrics.items()]
-    return aligned(["95 %, families drawn", "own rate", *([f"against {baseline}"] if baseline else [])], rows)
+    headings = ["95 %, families drawn", "own rate"]
+    if baseline:
+        headings.append(f"against {baseline}")
+    rows = []
+    for name, method in metrics.items():
+        row = [name, family_cell(method, "")]
+        if baseline:
+            row.append(family_cell(method.get("against_baseline", {}), "+"))
+        rows.append(row)
+    return aligned(headings, rows)
+
+
+def family_cell(values, sign):
+    if "ci95_families" not in values:
+        return ""
+    return interval(values["ci95_families"], sign)
 
 
 def run_lines(metrics, metric, baseline):
     """The runs of every name that has several: the metric and the difference, their mean, and each run's."""
     rows = []
-    for what in (heading_of(metric), f"against {baseline}"):
-        for name, m in metrics.items():
-            own = m.get("against_baseline", {}) if what.startswith("against ") else m
-            if "runs" in own:
-                rows.append([name, what, f"{np.mean(own['runs']):+.3f}", " ".join(f"{x:+.3f}" for x in own["runs"])])
-    return aligned(["over the runs", "", "mean", "each run"], rows) if rows else []
+    for name, method in metrics.items():
+        if "runs" in method:
+            rows.append(run_row(name, heading_of(metric), method["runs"]))
+    for name, method in metrics.items():
+        difference = method.get("against_baseline", {})
+        if "runs" in difference:
+            rows.append(run_row(name, f"against {baseline}", difference["runs"]))
+    if not rows:
+        return []
+    return aligned(["over the runs", "", "mean", "each run"], rows)
 
 
-def curve_lines(curves, metric, what="best of N"):
+def run_row(name, what, runs):
+    return [name, what, f"{np.mean(runs):+.3f}", " ".join(f"{value:+.3f}" for value in runs)]
+
+
+def curve_lines(curves, metric, kind="best of N"):
     """A row a label, a column an N; curves: {label: {"N": {metric, "ci95"}}}."""
-    sizes = sorted({n for points in curves.values() for n in points}, key=int)
-    return aligned([what, *sizes], [[label, *(f"{points[n][metric]:.3f}" if n in points else "-" for n in sizes)]
-                                           for label, points in curves.items()])
+    numbers = set()
+    for points in curves.values():
+        numbers |= points.keys()
+    numbers = sorted(numbers, key=int)
+    rows = []
+    for label, points in curves.items():
+        rows.append([label, *(cell_of(points.get(number, {}), metric, ".3f") for number in numbers)])
+    return aligned([kind, *numbers], rows)
 
 
-def agreement_lines(found):
+def agreement_lines(agreements):
     """A line for each oracle of credit.agreement."""
-    return [f"{oracle}: rank correlation of the critic's advantages with its scores {m['rank_correlation']:+.3f} "
-            f"{interval(m['ci95'], '+')} over {m['num_states']:,} states of --candidates; of "
-            f"{m['num_pairs']:,} pairs {m['right']:.1%} right, {m['wrong']:.1%} wrong, the rest equal to it"
-            for oracle, m in found.items()]
+    lines = []
+    for oracle, values in agreements.items():
+        lines.append(
+            f"{oracle}: rank correlation of the critic's advantages with its scores {values['rank_correlation']:+.3f} "
+            f"{interval(values['ci95'], '+')} over {values['num_states']:,} states of --candidates; of "
+            f"{values['num_pairs']:,} pairs {values['right']:.1%} right, {values['wrong']:.1%} wrong, the rest equal "
+            "to it")
+    return lines
 
 
-def hint_lines(args, files, histories):
-    """Which flag adds what is not in the page."""
-    hints = [(args.critic, "--critic DIR (of 03_train_critic.py) adds the credit of every turn"),
-             (args.candidates, "--candidates DIR (of 04_train_policy.py --method sweet) adds the candidates of states"),
-             (args.baseline or len(files) < 2, "--baseline NAME adds the differences against a method"),
-             (args.costs, "--costs adds what it took to make each method"),
-             (histories, "training curves: no agent's folder with a metrics.jsonl is at hand")]
-    return [hint for there, hint in hints if not there]
+def bars_of(metrics, metric):
+    """{name: {"value", "low", "high"}}: the metric of each method and its interval."""
+    bars = {}
+    for name, method in metrics.items():
+        low, high = method["ci95"]
+        bars[name] = {"value": method[metric], "low": low, "high": high}
+    return bars
