@@ -20,9 +20,8 @@ seed=${1:-0}
 [[ $seed =~ ^[0-9]+$ ]] || { echo "error: seed '$seed': must be a number" >&2; exit 2; }
 set_up_domain
 
-out=${OUT:-out} gates="--gates $base"
+out=${OUT:-out}
 [ $domain = backend ] || out=$out/$domain
-[ $domain != frontend ] || gates=
 [ "$seed" = 0 ] || out=$out/seed$seed
 echo "seed $seed, results in $out"
 # Two ranks of one thread each, then two processes, share the two cores.
@@ -37,6 +36,8 @@ wait $second
 files=() report=$out/report
 for name in base rft mtdpo sweet; do files+=("$name=$out/$name.jsonl"); done
 # Alone on the machine by now: both cores.
-OMP_NUM_THREADS=2 $py 05_evaluate.py "${files[@]}" --baseline mtdpo $similarity $gates --critic "$out/critic" \
+export OMP_NUM_THREADS=2
+[ $domain = frontend ] || $py scripts/critics.py --trajectories "$out/base.jsonl" --gates $base --out "$out/gates"
+$py 05_evaluate.py "${files[@]}" --baseline mtdpo $similarity --critic "$out/critic" \
     --candidates "$out/sweet" --out "$report" | tee -a "$out/evaluate.log"
 echo "the page, with the credit of every turn: $report/report.html"

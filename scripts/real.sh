@@ -121,12 +121,13 @@ measure() {                                                          # the base,
     local n name tried
     local -x rollout="$rollout --max-tokens 4096"                    # two processes with three models each
     head -n $few "$out/validation/base.jsonl" > "$results/gates.jsonl"
-    once "$results/gates/COMPLETED" step gates $py 05_evaluate.py base="$results/gates.jsonl" --gates "$base" \
-        --out "$results/gates"
+    once "$results/gates/COMPLETED" step gates $py 05_evaluate.py base="$results/gates.jsonl" --out "$results/gates"
+    once "$results/reads-c/COMPLETED" step reads-c $py scripts/critics.py --trajectories "$results/gates.jsonl" \
+        --gates "$base" --out "$results/reads-c"
     mkdir -p "$out/few"
     head -n "$few" "$out/test.jsonl" > "$out/few/test.jsonl"
     once "$out/few/branches.jsonl" branches 44 4
-    once "$out/critics/COMPLETED" step critics $py 05_evaluate.py base="$out/few/base.jsonl" --critics \
+    once "$out/critics/COMPLETED" step critics $py scripts/critics.py --trajectories "$out/few/base.jsonl" --critics \
         c="$out/critic" no-c="$out/critic-no-c" --returns "$out/few/branches.jsonl" --out "$out/critics"
     for n in 4 16; do
         for name in critic critic-no-c; do echo "once $out/few/$name@$n.jsonl best_of $name $out/$name $n"; done

@@ -102,5 +102,6 @@ for n in 1 4 16; do
 done | two_at_a_time
 $py 05_evaluate.py $(cd "$out/few" && ls *@*.jsonl | sed "s|\(.*\)\.jsonl|\1=$out/few/&|") --out "$out/curves"
 branches 100 8
-$py 05_evaluate.py base="$out/few/base.jsonl" --critics $(for name in $critics; do echo "$name=$out/$name"; done) \
-    --returns "$out/few/branches.jsonl" --out "$out/critics"
+$py scripts/critics.py --trajectories "$out/few/base.jsonl" \
+    --critics $(for name in $critics; do echo "$name=$out/$name"; done) --returns "$out/few/branches.jsonl" \
+    --out "$out/critics"

@@ -302,7 +302,7 @@ def test_a_tokenizer_reads_lone_surrogates(tiny):
     assert encode(tiny[1], "price\ud800?") == encode(tiny[1], "price??")
 
 
-@pytest.mark.parametrize("where, broken", [(evaluate, "write_report"), (evaluate, "gate_lines"),
+@pytest.mark.parametrize("where, broken", [(evaluate, "write_report"), (evaluate, "report_plots"),
                                            (evaluate, "page_data"), (tables, "curve_lines")])
 def test_metrics_are_written_before_everything_optional(tmp_path, monkeypatch, where, broken):
     def fail(*_, **__):
@@ -311,7 +311,7 @@ def test_metrics_are_written_before_everything_optional(tmp_path, monkeypatch, w
     task = {**TASK, "facts": [{"topic": "t", "questions": [], "told": True, "matters": True}]}
     path = write(tmp_path / "a.jsonl", [{**trajectory("x", "def f(n): return n"), "task": task}])
     with pytest.raises(RuntimeError):
-        evaluate.main([f"a@1={path}", "--gates", "models/tiny", "--out", str(tmp_path / "report")])
+        evaluate.main([f"a@1={path}", "--out", str(tmp_path / "report")])
     assert json.loads((tmp_path / "report" / "metrics.json").read_text())["a@1"]["success_rate"] == 1
     assert read(tmp_path / "report" / "scored" / "a@1.jsonl")[0]["reward"] == 1
     assert not (tmp_path / "report" / "COMPLETED").exists()
@@ -479,54 +479,6 @@ def test_costs_without_records_are_bad_input(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_gates_of_the_shipped_base_model(workspace, tmp_path):
-    printed = succeed("05_evaluate.py", f"base={workspace / 'offline.jsonl'}", "--gates", ROOT / "models" / "tiny",
-                      "--out",
-                      tmp_path / "report")
-    lines = [line.rsplit(None, 3) for line in printed.splitlines()
-             if line.startswith(("needed", "idle", "right answer", "wrong answer"))]
-    table = {kind: [float(x) for x in numbers] for kind, *numbers in lines}
-    assert table["right answer at once"][2] > table["right answer at once"][1] + 3            # c makes it likelier …
-    assert table["wrong answer at once"][2] < table["right answer at once"][2] - 3            # … than another one
-    assert table["idle"][2] < table["idle"][1]
-    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())["base"]
-    assert 0.15 <= metrics["success_rate"] <= 0.5 and metrics["success_when_known"] > 0.7
-
-
-GATES = ["--gates", "models/tiny"]
-
-
-@pytest.mark.parametrize("facts", [{}, {"facts": []}])
-def test_gates_need_facts_and_say_so_before_anything_is_scored(tmp_path, facts):
-    path = write(tmp_path / "a.jsonl", [{**trajectory("x", "1"), "task": {**TASK, **facts}}])
-    assert refused(5, f"a={path}", *GATES, "--out", tmp_path / "out") == (
-        f"{path}: --gates needs template tasks (01), which say what a turn is worth, and task x does not; leave "
-        "--gates out")
-    assert not (tmp_path / "out").exists()
-    assert run("05_evaluate.py", f"a={path}", *GATES, "--out", tmp_path / "out").returncode == 2
-    assert run("05_evaluate.py", f"a={path}", "--out", tmp_path / "out").returncode == 0
-
-
-def test_facts_are_asked_of_the_first_file_alone(workspace, tmp_path):
-    rows = read(workspace / "offline.jsonl")[:6]
-    for row in rows:
-        del row["task"]["family"]                                    # gates do without
-    a, b = write(tmp_path / "a", rows), write(tmp_path / "b", [trajectory("x", "1")])
-    assert "right answer at once" in succeed("05_evaluate.py", f"a={a}", f"b={b}", *GATES, "--out", tmp_path / "out")
-
-
-def test_gates_take_each_dialogue_s_own_rounds(workspace, monkeypatch):
-    rows = [row for row in read(workspace / "offline.jsonl") if len(row["dialogue_history"]) == 4][:3]
-    for number, row in enumerate(rows):
-        row |= {"task_id": str(number), "max_rounds": 4 + number}
-    asked, prompt_text = [], common.prompt_text
-    monkeypatch.setattr(common, "prompt_text", lambda tokenizer, history, max_rounds, *more: (
-        asked.append((history[0]["content"], max_rounds)), prompt_text(tokenizer, history, max_rounds, *more))[1])
-    evaluate.measure_turns(rows, backend)
-    evaluate.gate_lines(rows, backend, str(ROOT / "models" / "tiny"), "cpu")
-    assert set(asked) == {(row["task"]["problem_description"], row["max_rounds"]) for row in rows}
-
-
 def test_bad_input_is_one_line(tmp_path):
     (tmp_path / "empty").write_text("")
     (tmp_path / "broken").write_text("{}\n")
@@ -543,7 +495,7 @@ def test_bad_arguments_end_with_status_2(tmp_path, arguments):
     assert error.value.code == 2
 
 
-# --- critics
+# --- ranks
 
 def test_ranks_and_their_correlation_by_hand():
     assert statistics.average_ranks([3, 1, 3, 0]) == [2.5, 1, 2.5, 0]
@@ -555,108 +507,11 @@ def test_ranks_and_their_correlation_by_hand():
 
 
 @pytest.fixture(scope="module")
-def branches(workspace, tmp_path_factory):
-    """A file of dialogues that 02 --branch played on from the workspace's, and its flags."""
-    out = tmp_path_factory.mktemp("branches") / "branches.jsonl"
-    flags = ["--tasks", workspace / "offline.jsonl", "--agent", "models/tiny", "--max-rounds", 8, "--max-new-tokens",
-             120,
-             "--branch", 12, "--branch-candidates", 3, "--samples", 2]
-    succeed("02_rollout.py", *flags, "--out", out)
-    return out, flags
-
-
-def test_branches_play_on_from_logged_turns(workspace, branches):
-    rows = read(branches[0])
-    logged = {(row["task_id"], row["sample"]): row["dialogue_history"] for row in read(workspace / "offline.jsonl")}
-    assert [row["sample"] for row in rows] == list(range(12 * 3 * 2))
-    candidates = {}
-    for row in rows:
-        branch, history = row["branch"], row["dialogue_history"]
-        state, i = (row["task_id"], branch["sample"]), branch["turn"]
-        assert [turn["content"] for turn in history[:i]] == [turn["content"] for turn in logged[state][:i]]
-        assert logged[state][i]["role"] == history[i]["role"] == "assistant"
-        assert row["num_rounds"] <= row["max_rounds"] == 8
-        candidates.setdefault((*state, i, branch["candidate"]), []).append((history[i]["output_ids"], row["reward"]))
-    assert len(candidates) == 36 and len({state[:3] for state in candidates}) == 12
-    for first, second in candidates.values():
-        assert first[0] == second[0]                                   # two ways to go on from one candidate
-    answers = [row for row in rows if backend.MARKER in row["dialogue_history"][row["branch"]["turn"]]["content"]]
-    for row in answers:  # an answer's return is the same however often it is drawn
-        own = candidates[row["task_id"], row["branch"]["sample"], row["branch"]["turn"], row["branch"]["candidate"]]
-        assert len(row["dialogue_history"]) == row["branch"]["turn"] + 1 and own[0][1] == own[1][1]
-    assert answers
-
-
-def test_branches_go_on_where_they_were_interrupted(branches, tmp_path):
-    whole, flags = branches
-    lines = whole.read_text().splitlines(True)
-    there = [1, 0, *range(3, 40), 71]
-    note = json.loads(whole.with_name("branches.jsonl.args.json").read_text())
-    (tmp_path / "b.jsonl.args.json").write_text(json.dumps(note))
-    Partial(tmp_path / "b.jsonl").write_text("".join(f"{n} {lines[n]}" for n in there) + '50 {"cut')
-    assert "40 of 72 dialogues are there already" in succeed("02_rollout.py", *flags, "--out", tmp_path / "b.jsonl")
-    again = (tmp_path / "b.jsonl").read_text().splitlines(True)
-    assert all(again[n] == lines[n] for n in there) and len(again) == 72
-    assert sum(a == b for a, b in zip(again, lines)) >= 70       # batches differ: see test_02's assert_same
-
-
-def test_branches_are_refused_in_one_line(workspace, tmp_path):
-    flags = ["--tasks", workspace / "offline.jsonl", "--branch", 4, "--out", tmp_path / "b.jsonl"]
-    line = refused(2, *flags, "--agent", "models/tiny", "--max-rounds", 4)
-    assert line.startswith(f"{workspace / 'offline.jsonl'}: task ") and line.endswith(
-        " was played with --max-rounds 8; --branch needs the same")
-    assert 'missing "task"' in refused(2, "--tasks", workspace / "tasks.jsonl", *flags[2:], "--agent", "models/tiny")
-    for more in (["--agent", "script"], ["--agent", "a", "--best-of", 2, "--critic", "c"]):
-        with pytest.raises(SystemExit) as error:
-            stage(2).parse_args([str(argument) for argument in (*flags, *more)])
-        assert error.value.code == 2
-    assert not (tmp_path / "b.jsonl").exists()
-
-
-@pytest.fixture(scope="module")
 def critic(workspace, tmp_path_factory):
     folder = tmp_path_factory.mktemp("critic") / "critic"
     succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", "models/tiny", "--lr", 1e-3,
             "--max-steps", 2, "--head", "regression", "--out", folder)
     return folder
-
-
-def test_critics_are_compared_on_pairs_and_monte_carlo_returns(workspace, branches, critic, tmp_path):
-    files = [f"a={workspace}/offline.jsonl", "--critics", f"regression={critic}"]
-    out = succeed("05_evaluate.py", *files, "--returns", branches[0], "--out", tmp_path / "out")
-    heading = next(line for line in out.splitlines() if line.startswith("critic"))
-    assert re.split("  +", heading) == ["critic", "pair accuracy", "pairs", "rank correlation", "95 %", "states"]
-    found = json.loads((tmp_path / "out" / "critics.json").read_text())["regression"]
-    assert 0 <= found["pair_accuracy"] <= 1 and -1 <= found["rank_correlation"] <= 1 and 0 < found["num_states"] <= 12
-    assert found["ci95"][0] <= found["rank_correlation"] <= found["ci95"][1]
-    assert f"{found['rank_correlation']:.3f}" in out and str(found["num_pairs"]) in out
-    means = {}
-    for row in read(branches[0]):
-        state = row["task_id"], row["branch"]["sample"], row["branch"]["turn"]
-        ids = tuple(row["dialogue_history"][state[2]]["output_ids"])             # equal candidates are one
-        means.setdefault(state, {}).setdefault(ids, []).append(row["reward"] == 1)
-    means = [[sum(wins) / len(wins) for wins in own.values()] for own in means.values()]
-    assert [returns for _, returns in evaluate.read_branches(branches[0], backend, {})] == [
-        own for own in means if len(set(own)) > 1]
-    assert found["num_states"] == sum(len(set(own)) > 1 for own in means)
-    alone = succeed("05_evaluate.py", *files, "--out", tmp_path / "alone")
-    assert "pair accuracy" in alone and "rank correlation" not in alone
-    assert json.loads((tmp_path / "alone" / "critics.json").read_text())["regression"] == {
-        key: found[key] for key in ("pair_accuracy", "num_pairs")}
-
-
-def test_bad_returns_are_one_line(workspace, branches, critic, tmp_path):
-    flags = [f"a={workspace}/offline.jsonl", "--critics", f"c={critic}", "--out", tmp_path / "out", "--returns"]
-    assert refused(5, *flags, tmp_path / "none") == f"{tmp_path / 'none'}: no such file"
-    assert refused(5, *flags, workspace / "offline.jsonl") == (
-        f"{workspace / 'offline.jsonl'}: no dialogues of 02_rollout.py --branch")
-    path = write(tmp_path / "same", [{**row, "reward": 0.5} for row in read(branches[0])])
-    assert refused(5, *flags, path) == (
-        f"{path}: no state whose candidates differ in return; raise --branch or --samples of 02")
-    assert "no critic.json" in refused(5, flags[0], "--critics", f"c={workspace}", *flags[3:5])
-    assert not (tmp_path / "out").exists()
-    with pytest.raises(SystemExit):
-        evaluate.parse_args(["a=b", "--out", "o", "--returns", "r"])
 
 
 # --- the credit of turns, and SWEET's candidates

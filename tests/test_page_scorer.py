@@ -1,5 +1,6 @@
 """Pages: similarity of screenshots (PageScorer) and 05_evaluate.py on frontend trajectories, by hand."""
 import base64
+import importlib
 import io
 import itertools
 import json
@@ -16,11 +17,13 @@ from colbench.browser import BrowserThread, Render
 from colbench.similarity import PageScorer, pixel_similarity
 from conftest import read, refused, stage, succeed
 from lib import statistics
+from lib.runtime import InputError
 
 Image = pytest.importorskip("PIL.Image", reason="pip install -r scripts/frontend.txt")
 Draw = pytest.importorskip("PIL.ImageDraw")
 pytest.importorskip("skimage")
 evaluate = stage(5)
+critics = importlib.import_module("scripts.critics")
 
 
 def picture(path, header="navy", back="white", card="khaki", left=True, footer="maroon", columns=3, height=720):
@@ -338,12 +341,19 @@ def test_what_makes_no_sense_for_pages_is_refused(tmp_path):
                                                                                                           "--out", out)
     pixels = ["--similarity", "pixels", "--out", out]
     assert refused(5, f"a={pages}", "--compat", *pixels) == "--compat does nothing for a page; leave it out"
-    line = refused(5, f"a={pages}", "--gates", "models/tiny", *pixels)
+    measured = ["--trajectories", str(pages), "--out", str(out)]
+    with pytest.raises(InputError) as error:
+        critics.main([*measured, "--gates", "models/tiny"])
+    line = str(error.value)
     assert line.startswith(f"{pages}: --gates needs template tasks (01)") and line.endswith("leave --gates out")
     (tmp_path / "critic").mkdir()
     (tmp_path / "critic" / "critic.json").write_text('{"visual": true, "head": "regression"}')
-    assert refused(5, f"a={pages}", "--critics", f"c={tmp_path / 'critic'}", *pixels) == (
-        f"{tmp_path / 'critic'}: --critic and --critics take critics that read text, and this one sees images")
+    assert refused(5, f"a={pages}", "--critic", tmp_path / "critic", *pixels) == (
+        f"{tmp_path / 'critic'}: --critic takes a critic that reads text, and this one sees images")
+    with pytest.raises(InputError) as error:
+        critics.main([*measured, "--critics", f"c={tmp_path / 'critic'}"])
+    assert str(error.value) == (
+        f"{tmp_path / 'critic'}: --critics takes critics that read text, and this one sees images")
     assert "--similarity pixels" in refused(5, f"a={pages}", "--out", out)        # no weights; nothing is left
     assert not out.exists()
 

@@ -1,5 +1,6 @@
 """run.sh, scripts/study.sh and scripts/tune.sh with a stand-in for the interpreter: every command's flags are parsed by
 its stage, every input is there before it is used, and nothing is made twice."""
+import importlib
 import json
 import os
 import pathlib
@@ -19,7 +20,7 @@ if words[0] == "-":                                                            #
 values = dict(zip(words, words[1:]))
 flags = "--trajectories", "--tasks", "--critic", "--candidates", "--agent", "--model", "--returns", "--gates"
 inputs = [values.get(name) for name in flags]
-if words[0].startswith("05"):
+if words[0].startswith(("05", "scripts/critics")):
     inputs += [path for word in words if "=" in word for path in word.split("=")[1].split(",")]
 missing = [path for path in inputs if path not in (None, "oracle", "oracle-patient", "untrained", "script", "smollm2")
            and not os.path.exists(path.removeprefix("judge:"))]
@@ -28,7 +29,7 @@ with open("commands.jsonl", "a") as log:
     fcntl.flock(log, fcntl.LOCK_EX)
     log.write(json.dumps({"words": words, "missing": missing, "there": out.exists()}) + "\\n")
 out.parent.mkdir(parents=True, exist_ok=True)
-if words[0].startswith(("03", "04", "05")):
+if words[0].startswith(("03", "04", "05", "scripts/critics")):
     out.mkdir(exist_ok=True)
     for name in ("candidates.jsonl", "COMPLETED"):
         (out / name).touch()
@@ -36,6 +37,13 @@ else:
     out.touch()
 print("success 0.500 |")
 '''
+
+
+def program_of(script):
+    """The module of a stage, or of scripts/critics.py."""
+    if script == "scripts/critics.py":
+        return importlib.import_module("scripts.critics")
+    return stage(int(script[:2]))
 
 
 @pytest.fixture
@@ -62,7 +70,7 @@ def call(tmp_path):
         commands = [json.loads(line) for line in (tmp_path / "commands.jsonl").read_text().splitlines()]
         for command in commands:
             assert not command["missing"], command
-            stage(int(command["words"][0][:2])).parse_args(command["words"][1:])
+            program_of(command["words"][0]).parse_args(command["words"][1:])
         return commands
     return start
 
@@ -74,7 +82,7 @@ def outputs(commands):
 def comparisons(commands):
     """{folder of an evaluation: the words of its command}"""
     return {command["words"][command["words"].index("--out") + 1].removeprefix("out/study/"): command["words"]
-            for command in commands if command["words"][0].startswith("05")}
+            for command in commands if command["words"][0].startswith(("05", "scripts/critics"))}
 
 
 @pytest.mark.parametrize("script", [["scripts/study.sh"], ["run.sh", "--study"]])
@@ -105,8 +113,9 @@ def test_the_study_compares_the_critics_of_its_first_seed(call):
     commands = call("scripts/study.sh", "3", "4")
     words = comparisons(commands)["seed3/critics"]
     assert [word for word in words if "=" in word] == [
-        "base=out/study/seed3/few/base.jsonl", "critic=out/study/seed3/critic",
+        "critic=out/study/seed3/critic",
         *(f"critic-{name}=out/study/seed3/critic-{name}" for name in ("no-c", "no-norm", "regression", "value"))]
+    assert words[words.index("--trajectories") + 1] == "out/study/seed3/few/base.jsonl"
     [branches] = [command["words"] for command in commands if "--branch" in command["words"]]
     flags = dict(zip(branches, branches[1:]))
     assert flags["--tasks"] == "out/study/seed3/few/base.jsonl" and flags["--agent"] == "models/tiny"
@@ -126,7 +135,8 @@ def test_a_study_of_the_chain_alone(call):
 def test_the_chain_of_queries_and_its_study(call):
     commands = [command["words"] for command in call("run.sh", "--domain", "sql")]
     assert {command[command.index("--domain") + 1] for command in commands if "--domain" in command} == {"sql"}
-    assert any("models/tiny_sql" in command for command in commands) and "--gates" in commands[-1]
+    assert any("models/tiny_sql" in command for command in commands) and "--gates" in commands[-2]
+    assert commands[-1][0] == "05_evaluate.py"
     assert not any("models/tiny" in command for command in commands)
     commands = call("run.sh", "--study", "--domain", "sql", "3", ROWS="oracle-patient no-c")
     assert {f"out/sql/study/seed3/{name}.jsonl" for name in ("base", "rft", "mtdpo", "sweet", "sweet-no-c",

@@ -2,6 +2,7 @@
 import argparse
 import asyncio
 import functools
+import importlib
 import json
 import math
 import shutil
@@ -300,8 +301,11 @@ def test_02_and_05_refuse_it_on_functions(critic, workspace, tmp_path):
         stage(2).main(["--tasks", f"{workspace}/tasks.jsonl", "--agent", str(BASE), "--simulator", "rules",
                        "--best-of", "2", "--critic", str(critic[0]), "--out", str(tmp_path / "out.jsonl")])
     with pytest.raises(InputError, match="a critic that sees cannot rank functions"):
-        stage(5).main([f"a={workspace}/offline.jsonl", "--critics", f"v={critic[0]}", "--out",
-                       str(tmp_path / "out")])
+        stage(5).main([f"a={workspace}/offline.jsonl", "--critic", str(critic[0]), "--out", str(tmp_path / "out")])
+    with pytest.raises(InputError, match="a critic that sees cannot rank functions"):
+        importlib.import_module("scripts.critics").main([
+            "--trajectories", f"{workspace}/offline.jsonl", "--critics", f"v={critic[0]}", "--out",
+            str(tmp_path / "out")])
 
 
 # --- the person who sees

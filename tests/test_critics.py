@@ -1,0 +1,249 @@
+"""scripts/critics.py: gates of a base model, pair accuracy of critics, and their correlation with the returns of the
+dialogues that 02 --branch plays on."""
+import importlib
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+import common
+from colbench import backend, ColBenchError
+from conftest import Partial, read, refused, ROOT, run, stage, succeed
+from lib.runtime import InputError
+
+critics = importlib.import_module("scripts.critics")
+SCRIPT = "scripts/critics.py"
+TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n", "test_cases": {"a": "f(1)", "b": "f(2)"}}
+
+
+def trajectory(task, answer, **more):
+    return {"task_id": task, "task": TASK, "answer": answer, "dialogue_history": [
+        {"role": "user", "content": "?"}, {"role": "assistant", "content": f"{backend.MARKER}\n{answer}"}], **more}
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def line_of(*arguments):
+    """Call the program in this process with bad input; returns its one line."""
+    with pytest.raises((InputError, ColBenchError)) as error:
+        critics.main([str(argument) for argument in arguments])
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the program
+
+def test_it_runs_from_any_folder_and_shows_its_help(tmp_path):
+    process = subprocess.run([sys.executable, ROOT / SCRIPT, "--help"], cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == 0 and "--gates MODEL" in process.stdout, process.stderr
+
+
+@pytest.mark.parametrize("flags, line", [
+    ([], "nothing to measure: give --critics or --gates"),
+    (["--gates", ""], "cannot be empty"),
+    (["--returns", "r", "--gates", "m"], "--returns needs --critics"),
+    (["--reference", "blind", "--gates", "m"], "--reference goes with --critics"),
+    (["--critics", "a"], "a: must be NAME=PATH"),
+    (["--critics", "a/b=c"], "a/b=c: a name cannot contain /, or be . or ..")])
+def test_bad_arguments_are_one_line(capsys, flags, line):
+    with pytest.raises(SystemExit) as error:
+        critics.parse_args(["--trajectories", "t", "--out", "o", *flags])
+    message = capsys.readouterr().err
+    assert error.value.code == 2 and line in message and message.count("\n") == 1 and message.startswith("error: ")
+
+
+def test_bad_files_are_one_line_and_status_2(tmp_path):
+    process = run(SCRIPT, "--trajectories", tmp_path / "none", "--gates", "models/tiny", "--out", tmp_path / "out")
+    assert process.returncode == 2 and process.stderr == f"error: {tmp_path / 'none'}: no such file\n"
+    assert not (tmp_path / "out").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# gates
+
+def test_gates_of_the_shipped_base_model(workspace, tmp_path):
+    flags = ["--trajectories", workspace / "offline.jsonl", "--gates", ROOT / "models" / "tiny", "--out",
+             tmp_path / "gates"]
+    printed = succeed(SCRIPT, *flags)
+    lines = [line.rsplit(None, 3) for line in printed.splitlines()
+             if line.startswith(("needed", "idle", "right answer", "wrong answer"))]
+    table = {kind: [float(x) for x in numbers] for kind, *numbers in lines}
+    assert table["right answer at once"][2] > table["right answer at once"][1] + 3            # c makes it likelier …
+    assert table["wrong answer at once"][2] < table["right answer at once"][2] - 3            # … than another one
+    assert table["idle"][2] < table["idle"][1]
+    gates = json.loads((tmp_path / "gates" / "gates.json").read_text())
+    assert gates.keys() >= table.keys()
+    for kind, (n, without_c, with_c) in table.items():
+        assert gates[kind] == {"n": n, "without_c": pytest.approx(without_c, abs=0.006),
+                               "with_c": pytest.approx(with_c, abs=0.006)}
+    assert "done already by the same command" in succeed(SCRIPT, *flags)
+
+
+def test_success_of_the_shipped_base_model_passes_its_gates(workspace, tmp_path):
+    succeed("05_evaluate.py", f"base={workspace / 'offline.jsonl'}", "--out", tmp_path / "report")
+    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())["base"]
+    assert 0.15 <= metrics["success_rate"] <= 0.5 and metrics["success_when_known"] > 0.7
+
+
+@pytest.mark.parametrize("facts", [{}, {"facts": []}])
+def test_gates_need_facts_and_say_so_before_anything_is_measured(tmp_path, facts):
+    path = write(tmp_path / "a.jsonl", [{**trajectory("x", "1"), "task": {**TASK, **facts}}])
+    flags = ["--trajectories", path, "--gates", "models/tiny", "--out", tmp_path / "out"]
+    assert line_of(*flags) == (
+        f"{path}: --gates needs template tasks (01), which say what a turn is worth, and task x does not; leave "
+        "--gates out")
+    assert not (tmp_path / "out").exists()
+    assert run(SCRIPT, *flags).returncode == 2
+    assert run("05_evaluate.py", f"a={path}", "--out", tmp_path / "out").returncode == 0
+
+
+def test_gates_do_without_families(workspace, tmp_path):
+    rows = read(workspace / "offline.jsonl")[:6]
+    for row in rows:
+        del row["task"]["family"]
+    path = write(tmp_path / "a", rows)
+    assert "right answer at once" in succeed(SCRIPT, "--trajectories", path, "--gates", "models/tiny", "--out",
+                                             tmp_path / "out")
+
+
+def test_gates_take_each_dialogue_s_own_rounds(workspace, monkeypatch):
+    rows = [row for row in read(workspace / "offline.jsonl") if len(row["dialogue_history"]) == 4][:3]
+    for number, row in enumerate(rows):
+        row |= {"task_id": str(number), "max_rounds": 4 + number}
+    asked, prompt_text = [], common.prompt_text
+    monkeypatch.setattr(common, "prompt_text", lambda tokenizer, history, max_rounds, *more: (
+        asked.append((history[0]["content"], max_rounds)), prompt_text(tokenizer, history, max_rounds, *more))[1])
+    critics.measure_gates(rows, backend, str(ROOT / "models" / "tiny"), "cpu")
+    assert set(asked) == {(row["task"]["problem_description"], row["max_rounds"]) for row in rows}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the dialogues that 02 --branch plays on
+
+@pytest.fixture(scope="module")
+def branches(workspace, tmp_path_factory):
+    """A file of dialogues that 02 --branch played on from the workspace's, and its flags."""
+    out = tmp_path_factory.mktemp("branches") / "branches.jsonl"
+    flags = ["--tasks", workspace / "offline.jsonl", "--agent", "models/tiny", "--max-rounds", 8, "--max-new-tokens",
+             120,
+             "--branch", 12, "--branch-candidates", 3, "--samples", 2]
+    succeed("02_rollout.py", *flags, "--out", out)
+    return out, flags
+
+
+def test_branches_play_on_from_logged_turns(workspace, branches):
+    rows = read(branches[0])
+    logged = {(row["task_id"], row["sample"]): row["dialogue_history"] for row in read(workspace / "offline.jsonl")}
+    assert [row["sample"] for row in rows] == list(range(12 * 3 * 2))
+    candidates = {}
+    for row in rows:
+        branch, history = row["branch"], row["dialogue_history"]
+        state, i = (row["task_id"], branch["sample"]), branch["turn"]
+        assert [turn["content"] for turn in history[:i]] == [turn["content"] for turn in logged[state][:i]]
+        assert logged[state][i]["role"] == history[i]["role"] == "assistant"
+        assert row["num_rounds"] <= row["max_rounds"] == 8
+        candidates.setdefault((*state, i, branch["candidate"]), []).append((history[i]["output_ids"], row["reward"]))
+    assert len(candidates) == 36 and len({state[:3] for state in candidates}) == 12
+    for first, second in candidates.values():
+        assert first[0] == second[0]                                   # two ways to go on from one candidate
+    answers = [row for row in rows if backend.MARKER in row["dialogue_history"][row["branch"]["turn"]]["content"]]
+    for row in answers:  # an answer's return is the same however often it is drawn
+        own = candidates[row["task_id"], row["branch"]["sample"], row["branch"]["turn"], row["branch"]["candidate"]]
+        assert len(row["dialogue_history"]) == row["branch"]["turn"] + 1 and own[0][1] == own[1][1]
+    assert answers
+
+
+def test_branches_go_on_where_they_were_interrupted(branches, tmp_path):
+    whole, flags = branches
+    lines = whole.read_text().splitlines(True)
+    there = [1, 0, *range(3, 40), 71]
+    note = json.loads(whole.with_name("branches.jsonl.args.json").read_text())
+    (tmp_path / "b.jsonl.args.json").write_text(json.dumps(note))
+    Partial(tmp_path / "b.jsonl").write_text("".join(f"{n} {lines[n]}" for n in there) + '50 {"cut')
+    assert "40 of 72 dialogues are there already" in succeed("02_rollout.py", *flags, "--out", tmp_path / "b.jsonl")
+    again = (tmp_path / "b.jsonl").read_text().splitlines(True)
+    assert all(again[n] == lines[n] for n in there) and len(again) == 72
+    assert sum(a == b for a, b in zip(again, lines)) >= 70       # batches differ: see test_02's assert_same
+
+
+def test_branches_are_refused_in_one_line(workspace, tmp_path):
+    flags = ["--tasks", workspace / "offline.jsonl", "--branch", 4, "--out", tmp_path / "b.jsonl"]
+    line = refused(2, *flags, "--agent", "models/tiny", "--max-rounds", 4)
+    assert line.startswith(f"{workspace / 'offline.jsonl'}: task ") and line.endswith(
+        " was played with --max-rounds 8; --branch needs the same")
+    assert 'missing "task"' in refused(2, "--tasks", workspace / "tasks.jsonl", *flags[2:], "--agent", "models/tiny")
+    for more in (["--agent", "script"], ["--agent", "a", "--best-of", 2, "--critic", "c"]):
+        with pytest.raises(SystemExit) as error:
+            stage(2).parse_args([str(argument) for argument in (*flags, *more)])
+        assert error.value.code == 2
+    assert not (tmp_path / "b.jsonl").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# critics
+
+@pytest.fixture(scope="module")
+def critic(workspace, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("critic") / "critic"
+    succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", "models/tiny", "--lr", 1e-3,
+            "--max-steps", 2, "--head", "regression", "--out", folder)
+    return folder
+
+
+def test_critics_are_compared_on_pairs_and_monte_carlo_returns(workspace, branches, critic, tmp_path):
+    flags = ["--trajectories", workspace / "offline.jsonl", "--critics", f"regression={critic}"]
+    out = succeed(SCRIPT, *flags, "--returns", branches[0], "--out", tmp_path / "out")
+    heading = next(line for line in out.splitlines() if line.startswith("critic"))
+    assert re.split("  +", heading) == ["critic", "pair accuracy", "pairs", "rank correlation", "95 %", "states"]
+    found = json.loads((tmp_path / "out" / "critics.json").read_text())["regression"]
+    assert 0 <= found["pair_accuracy"] <= 1 and -1 <= found["rank_correlation"] <= 1 and 0 < found["num_states"] <= 12
+    assert found["ci95"][0] <= found["rank_correlation"] <= found["ci95"][1]
+    assert f"{found['rank_correlation']:.3f}" in out and str(found["num_pairs"]) in out
+    means = {}
+    for row in read(branches[0]):
+        state = row["task_id"], row["branch"]["sample"], row["branch"]["turn"]
+        ids = tuple(row["dialogue_history"][state[2]]["output_ids"])             # equal candidates are one
+        means.setdefault(state, {}).setdefault(ids, []).append(row["reward"] == 1)
+    means = [[sum(wins) / len(wins) for wins in own.values()] for own in means.values()]
+    assert [returns for _, returns in critics.read_branches(branches[0], backend, {})] == [
+        own for own in means if len(set(own)) > 1]
+    assert found["num_states"] == sum(len(set(own)) > 1 for own in means)
+    alone = succeed(SCRIPT, *flags, "--out", tmp_path / "alone")
+    assert "pair accuracy" in alone and "rank correlation" not in alone
+    assert json.loads((tmp_path / "alone" / "critics.json").read_text())["regression"] == {
+        key: found[key] for key in ("pair_accuracy", "num_pairs")}
+
+
+def test_bad_returns_are_one_line(workspace, branches, critic, tmp_path):
+    trajectories = workspace / "offline.jsonl"
+    flags = ["--trajectories", trajectories, "--out", tmp_path / "out"]
+    returns = [*flags, "--critics", f"c={critic}", "--returns"]
+    assert line_of(*returns, tmp_path / "none") == f"{tmp_path / 'none'}: no such file"
+    assert line_of(*returns, trajectories) == f"{trajectories}: no dialogues of 02_rollout.py --branch"
+    path = write(tmp_path / "same", [{**row, "reward": 0.5} for row in read(branches[0])])
+    assert line_of(*returns, path) == (
+        f"{path}: no state whose candidates differ in return; raise --branch or --samples of 02")
+    assert "no critic.json" in line_of(*flags, "--critics", f"c={workspace}")
+    assert not (tmp_path / "out").exists()
+
+
+def test_critics_need_rewards_and_text(workspace, critic, tmp_path):
+    rows = read(workspace / "offline.jsonl")[:6]
+    for row in rows:
+        row["reward"] = None
+    path = write(tmp_path / "a.jsonl", rows)
+    assert line_of("--trajectories", path, "--critics", f"c={critic}", "--out", tmp_path / "out") == (
+        f'{path}: task {rows[0]["task_id"]}: no "reward"; score the file with 05_evaluate.py, and take its '
+        "scored/NAME.jsonl")
+    (tmp_path / "seeing").mkdir()
+    (tmp_path / "seeing" / "critic.json").write_text('{"visual": true, "head": "value"}')
+    assert line_of("--trajectories", workspace / "offline.jsonl", "--critics", f"c={tmp_path / 'seeing'}", "--out",
+                   tmp_path / "out") == (
+        f"{tmp_path / 'seeing'}: a critic that sees cannot rank functions, which have nothing to see")
+    assert not (tmp_path / "out").exists()
