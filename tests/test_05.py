@@ -13,7 +13,7 @@ from test_report import CURVES, drawn, point
 import common
 from colbench import backend
 from colbench.scorer import Scorer
-from conftest import Partial, read, refused, ROOT, run, stage, succeed
+from conftest import read, refused, ROOT, run, stage, succeed
 from lib import statistics, tables
 from lib.costs import compare_costs, COST_KEYS, cost_lines, method_costs, total_costs
 from lib.models import encode
