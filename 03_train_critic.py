@@ -37,21 +37,22 @@ from torch.nn.utils.rnn import pad_sequence
 import common
 from colbench import ColBenchError, domain_of
 from lib import training
-from lib.adapters import lora_config
 from lib.arguments import add_training, argument_parser, REFERENCES, set_preset, share_flag
 from lib.costs import Costs
 from lib.memory import dry_run
-from lib.models import load_tokenizer, reads_images, weights_fingerprint, work_of
+from lib.models import load_tokenizer, lora_config, reads_images, Sharding, weights_fingerprint, work_of
 from lib.runtime import begin_output, InputError, is_done, run_stage, say, start, write_json
-from lib.tracking import check_track
+from lib.tracking import check_track, Track
 from lib.vision import check_visual_critic, load_processor
 
 # ---------------------------------------------------------------------------------------------------------------------
 # losses
 
 def bradley_terry_loss(chosen_scores, rejected_scores, beta):
-    """Eq. 2 without its NLL term, from scores (B,). Returns (losses, chosen_rewards, rejected_rewards), each (B,)."""
-    chosen_rewards, rejected_rewards = beta * chosen_scores, beta * rejected_scores              # (B,)
+    """Eq. 2 without its NLL term, from scores of trajectories (B,). Returns (losses, chosen_rewards, rejected_rewards),
+    each (B,)."""
+    chosen_rewards = beta * chosen_scores                                                         # (B,)
+    rejected_rewards = beta * rejected_scores                                                     # (B,)
     return -F.logsigmoid(chosen_rewards - rejected_rewards), chosen_rewards, rejected_rewards
 
 
@@ -66,6 +67,29 @@ def value_losses(values, labels, lengths):
 def last_values(values, lengths):
     """The value of each trajectory's last turn, (B,)."""
     return values.gather(1, (lengths > 0).sum(1, keepdim=True) - 1).squeeze(1)
+
+
+def batch_loss(values, ref_values, lengths, shares, args):
+    """Eq. 2 over a micro-batch of pairs of trajectories. Returns (loss, numbers for the log).
+
+    values, ref_values   what critic and reference say of each turn, (2B, M): the chosen trajectory of a pair, then the
+                         rejected one, and so on
+    lengths              the turns' numbers of tokens, (2B, M)
+    shares               of each pair in the step's loss, (B,)"""
+    advantages = common.turn_advantages(values, ref_values, lengths, args.normalize)              # (2B, M), eq. 3
+    scores = advantages.sum(1)                                                                    # (2B,) over turns
+    losses, chosen_rewards, rejected_rewards = bradley_terry_loss(scores[0::2], scores[1::2], args.beta)
+    nll = -values[0::2].sum(1) / lengths[0::2].sum(1)                # (B,) a mean over the chosen side's agent tokens
+    loss = ((losses + args.nll_coef * nll) * shares).sum()
+    return loss, training.preference_numbers(chosen_rewards, rejected_rewards, nll, shares, args.dtype)
+
+
+def value_batch_loss(values, labels, lengths, shares):
+    """The value head's loss over a micro-batch of trajectories. Returns (loss, numbers for the log).
+    labels: their returns, (B,)."""
+    loss = (value_losses(values, labels, lengths) * shares).sum()
+    is_right = (last_values(values, lengths) > 0) == (labels > 0.5)                               # (B,)
+    return loss, {"acc": (is_right * shares).sum().item()}
 
 
 def is_held_out(task_id, fraction):
@@ -104,47 +128,73 @@ def parse_args(argv=None):
     return args
 
 
+def split_pairs(trajectories, pairs, fraction):
+    """(pairs to train on, pairs of tasks that are held out)."""
+    train, test = [], []
+    for pair in pairs:
+        task = trajectories[pair[0]]["task_id"]
+        (test if is_held_out(task, fraction) else train).append(pair)
+    return train, test
+
+
+def critic_form(args):
+    """What of critic.json decides how turns are scored."""
+    return {"head": args.head, "normalize": args.normalize, "privileged": not args.no_privileged,
+            "reference_sees": args.reference}
+
+
+def open_visual(domain, args):
+    """(processor, show) of a model that reads images: `show` renders what it is shown (common.show_documents)."""
+    check_visual_critic(args, domain)
+    processor = load_processor(args.model)
+    open_world = functools.partial(common.world, domain, args, f"{args.out}.images", None, score=False)
+    say(f"a visual critic; images are scaled to at most {processor.image_processor.size['longest_edge']:,} pixels")
+    return processor, functools.partial(common.show_documents, domain=domain, open_world=open_world)
+
+
 def main(argv=None):
     args = parse_args(argv)
     if args.dry_run:
         return dry_run(args, 1 if args.head == "value" else 2)
-    runtime = start(args.seed)
+    run = start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
     inputs = [args.trajectories, args.model]
     if is_done(args, args.out, inputs, folder=True):
         return
-    lora = lora_config(args)
+    lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
     check_track(args.track)
-    common.fill_rewards(trajectories, domain, args)
+    out = pathlib.Path(args.out)
+    common.fill_rewards(trajectories, functools.partial(common.world, domain, args, f"{out}.images", out.parent))
     pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap)
-    held = [is_held_out(trajectory["task_id"], args.held_out_frac) for trajectory in trajectories]
-    train, test = ([pair for pair in pairs if held[pair[0]] == side] for side in (False, True))
+    train, test = split_pairs(trajectories, pairs, args.held_out_frac)
     say(f"{len(train):,} trajectory pairs to train on, {len(test):,} of other tasks held out")
-    if args.head == "value":
-        train = [(i,) for i in range(len(trajectories)) if not held[i]]
+    if args.head == "value":                                        # learns from trajectories, one by one
+        train = [(i,) for i, t in enumerate(trajectories) if not is_held_out(t["task_id"], args.held_out_frac)]
     if not train:
         raise InputError(f"{args.trajectories}: no examples to train on: all {len(test):,} pairs are of tasks that "
                          f"--held-out-frac {args.held_out_frac} keeps apart")
-    visual, show = reads_images(args.model), None
+    visual = reads_images(args.model)
     if visual:
-        check_visual_critic(args, domain)
-        tokenizer, show = load_processor(args.model), functools.partial(common.show_documents, domain=domain, args=args)
-        say(f"a visual critic; images are scaled to at most {tokenizer.image_processor.size['longest_edge']:,} pixels")
+        tokenizer, show = open_visual(domain, args)
         begin_output(args, args.out, inputs, training.FILES)        # its screenshots are drawn beside it
     else:
-        tokenizer = load_tokenizer(args.model)
-    examples, held_out = (common.trajectory_examples(trajectories, groups, tokenizer, not args.no_privileged, show,
-                                                     args.max_length) for groups in (train, test))
-    kept = training.drop_long(examples, args)
-    examples, train = [examples[i] for i in kept], [train[i] for i in kept]
-    kept = training.drop_long(held_out, args, "held-out pairs", needed=False)
-    held_out, test = [held_out[i] for i in kept], [test[i] for i in kept]
-    form = {"privileged": not args.no_privileged, "reference_sees": args.reference}
-    ref_examples = common.reference_examples(form, examples + held_out, trajectories, train + test, tokenizer)
+        tokenizer, show = load_tokenizer(args.model), None
+    form = critic_form(args)
+
+    def examples_of(groups, what, path=None):
+        """Of groups of trajectory numbers those that are short enough, their examples, and what the reference reads."""
+        examples = common.trajectory_examples(trajectories, groups, tokenizer, form["privileged"], show,
+                                              args.max_length)
+        fitting = training.fitting_numbers(examples, args.max_length, what, path)
+        groups, examples = [groups[i] for i in fitting], [examples[i] for i in fitting]
+        return groups, examples, common.reference_examples(form, examples, trajectories, groups, tokenizer)
+
+    train, examples, ref_examples = examples_of(train, "examples to train on", args.trajectories)
+    _, test_examples, ref_test_examples = examples_of(test, "held-out pairs")
     if not visual:
         begin_output(args, args.out, inputs, training.FILES)
-    costs, works = Costs(args.out, runtime.device, folder=True), []
+    costs, works = Costs(args.out, run.device, folder=True), []
     batch_size = args.batch_size
     batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
     steps_an_epoch = math.ceil(len(examples) / batch_size)
@@ -152,60 +202,55 @@ def main(argv=None):
     training.show_samples(tokenizer, examples[0])
 
     # The reference is this model before its first update; its log-probabilities are computed once, by the same function
-    model = common.load_sharded(args.model, runtime, args, lora, head=args.head != "lm")
-    works.append(work_of(model))
-    critic = {"head": args.head, "visual": visual, "normalize": args.normalize, **form,
-              "beta": args.beta, "reference": args.model,
+    sharding = Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed)
+    scorer = common.load_scorer(args.model, run, sharding, lora, has_head=args.head != "lm")
+    works.append(work_of(scorer.model))
+    critic = {"head": args.head, "visual": visual, "normalize": args.normalize, "privileged": form["privileged"],
+              "reference_sees": args.reference, "beta": args.beta, "reference": args.model,
               "reference_fingerprint": weights_fingerprint(args.model),
-              "held_out_pair_accuracy": None, "num_held_out_pairs": len(held_out)}
-    ref = common.reference_logps(args.out, model, ref_examples, args, runtime)
-    optimizer = training.adamw(model, args)
-    checkpoints = training.Checkpoints(args.out, model, optimizer)
+              "held_out_pair_accuracy": None, "num_held_out_pairs": len(test_examples)}
+    ref_scores = common.reference_logps(args.out, scorer, ref_examples + ref_test_examples, args.max_tokens, run.device)
+    optimizer = training.adamw(scorer, args.lr, args.adam_betas, args.weight_decay)
+    checkpoints = training.Checkpoints(args.out, scorer, optimizer)
     first = checkpoints.load()
-    log = training.StepLog(args, first, len(batches))
-    model.train()
+    open_track = functools.partial(Track, args.track, args.out, vars(args))
+    log = training.StepLog(args.out, first, len(batches), args.log_every, open_track)
+    scorer.train()
     for step in range(first, len(batches)):
         torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same
         sums = collections.Counter()
-        for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, runtime):
-            batch = common.collate([item for i in micro for item in examples[i]], runtime.device)
-            scores = model.turn_scores(batch)                       # (items, M): a value for each turn or action
-            shares = weights / len(batches[step])                                       # (B,)
-            if args.head != "value":
-                ref_scores = pad_sequence([own for i in micro for own in ref[i]], batch_first=True).to(runtime.device)
-                advantages = common.turn_advantages(scores, ref_scores, batch.lengths, args.normalize)         # (2B, M)
-                chosen, rejected = advantages.sum(1)[0::2], advantages.sum(1)[1::2]     # (B,) sums over turns
-                losses, chosen_rewards, rejected_rewards = bradley_terry_loss(chosen, rejected, args.beta)
-                nll = -scores[0::2].sum(1) / batch.lengths[0::2].sum(1)                 # (B,) mean over chosen tokens
-                loss = ((losses + args.nll_coef * nll) * shares).sum()
-                numbers = training.preference_numbers(chosen_rewards, rejected_rewards, nll, shares, args.dtype)
-            else:
+        for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
+            micro_examples = [examples[i] for i in micro]
+            batch = common.collate([item for example in micro_examples for item in example.items], run.device)
+            values = scorer(batch)                                  # (items, M): a value for each turn
+            shares = weights / len(batches[step])                   # (examples,)
+            if args.head == "value":
                 returns = [float(domain.outcome(trajectories[train[i][0]])) for i in micro]
-                labels = torch.tensor(returns, device=runtime.device)                   # (B,)
-                loss = (value_losses(scores, labels, batch.lengths) * shares).sum()
-                right = (last_values(scores, batch.lengths) > 0) == (labels > 0.5)
-                numbers = {"acc": (right * shares).sum().item()}
-            (loss * runtime.world_size).backward()                  # FSDP takes the ranks' mean, the batch is their sum
-            sums.update(loss=loss.item(), **numbers, num_tokens=training.num_tokens(examples, micro, weights))
-        tasks = [trajectories[n]["task_id"] for i in batches[step] for n in train[i]]
-        numbers = training.optimizer_step(model, optimizer, sums, training.Step(step, len(batches), tasks), args,
-                                          runtime)
-        log.step(step + 1, **numbers)
+                labels = torch.tensor(returns, device=run.device)   # (examples,)
+                loss, numbers = value_batch_loss(values, labels, batch.lengths, shares)
+            else:
+                ref_values = pad_sequence([turns for i in micro for turns in ref_scores[i]], batch_first=True)
+                loss, numbers = batch_loss(values, ref_values.to(run.device), batch.lengths, shares, args)
+            (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
+            sums.update(loss=loss.item(), **numbers, num_tokens=training.num_tokens(micro_examples, weights))
+        lr = training.learning_rate(step, len(batches), args.lr, args.warmup_frac, args.final_lr_frac)
+        now = training.Step(step, len(batches), lr, [examples[i].task_id for i in batches[step]])
+        log.step(step + 1, **training.optimizer_step(scorer, optimizer, sums, now, args.max_grad_norm, args.out))
         if (step + 1) % args.save_every == 0 or (step + 1) % steps_an_epoch == 0:
             checkpoints.save(step + 1)
             costs.record(works, log.total_tokens)
     checkpoints.wait()
 
-    if held_out:
-        accuracy = critic["held_out_pair_accuracy"] = common.pair_accuracy(
-            model, held_out, ref[len(examples):], critic, args.max_tokens, runtime.device)
-        say(f"held-out pair accuracy: {accuracy:.3f} on {len(held_out)} pairs of tasks that were not trained on")
+    if test_examples:
+        critic["held_out_pair_accuracy"] = accuracy = common.pair_accuracy(
+            scorer, test_examples, ref_scores[len(examples):], critic, args.max_tokens, run.device)
+        say(f"held-out pair accuracy: {accuracy:.3f} on {len(test_examples)} pairs of tasks that were not trained on")
     else:
         say("held-out pair accuracy: not measured, no held-out pairs")
-    if runtime.rank == 0:
-        write_json(pathlib.Path(args.out) / "critic.json", critic)
+    if run.rank == 0:
+        write_json(out / "critic.json", critic)
     costs.record(works, log.total_tokens)
-    training.finish_training(args, model, tokenizer)
+    training.finish_training(args.out, scorer, tokenizer, args.merge)
 
 
 if __name__ == "__main__":

@@ -13,42 +13,35 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
 --method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (where returns are
                  graded: of the best trajectory of each task).
 --method sft     Likelihood of the agent's turns of all trajectories. Those of the informed script have c in front.
---method grpo    Policy gradient with group baselines: each token of a trajectory has its return less the mean of its
-                 task's trajectories, over their deviation, as advantage; the ratio to the model at the start, which
-                 must have sampled them, is clipped (PPO). With --critic: eq. 3's advantage of its turn in place of the
-                 return, standardised over all turns of the task's trajectories.
---method distill Privileged self-distillation: at each token of the agent's own turns the divergence from the model at
-                 the start with c in front. No critic.
-Differs from the paper: grpo and distill are not in it. From the published code: docs/reproduce.md.
+
+Differs from the paper: nothing. From the published code: docs/reproduce.md.
+Other methods are forks of this file: examples/grpo.py (policy gradient), examples/distill.py (self-distillation).
 
     python 04_train_policy.py --method sweet --trajectories out/offline.jsonl --model models/tiny --critic out/critic \\
         --out out/sweet
     torchrun --nproc-per-node 8 04_train_policy.py --method sweet --trajectories trajectories.jsonl \\
         --model meta-llama/Llama-3.1-8B-Instruct --critic critic --dtype bfloat16 --out policy
 """
+import asyncio
 import collections
 import functools
 import gc
-import itertools
 import math
-import os
 import pathlib
 import random
-import statistics
 
 import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
 
 import common
 from colbench import ColBenchError, domain_of
 from lib import training
-from lib.adapters import lora_config
 from lib.arguments import (
     add_reference,
     add_training,
     argument_parser,
-    non_negative_float,
     num_samples_flag,
     num_tokens_flag,
     positive_int,
@@ -60,96 +53,256 @@ from lib.arguments import (
 from lib.costs import Costs
 from lib.engine import generate
 from lib.memory import dry_run
-from lib.models import encode, fresh_model, load_model, load_tokenizer, reads_images, stop_ids, work_of
-from lib.runtime import begin_output, InputError, is_done, map_blocks, run_stage, say, start, write_jsonl
-from lib.seeds import uniforms
-from lib.servers import is_server, said
-from lib.speakers import served_candidates
-from lib.tracking import check_track
+from lib.models import (
+    encode,
+    fresh_model,
+    load_model,
+    load_tokenizer,
+    lora_config,
+    reads_images,
+    Sharding,
+    stop_ids,
+    work_of,
+)
+from lib.runtime import (
+    begin_output,
+    gather,
+    InputError,
+    is_done,
+    map_blocks,
+    read_jsonl,
+    read_rows,
+    Rows,
+    run_stage,
+    say,
+    start,
+    write_jsonl,
+)
+from lib.schema import label, list_of, record, token_ids, whole
+from lib.seeds import server_seed, uniforms
+from lib.servers import is_server, open_server, ReplyError, said, server_reply
+from lib.speakers import Failures, ids_fault, run_concurrently, server_line, Speaker
+from lib.statistics import average_ranks
+from lib.tables import aligned
+from lib.tracking import check_track, Track
 
 # ---------------------------------------------------------------------------------------------------------------------
 # losses
 
 def dpo_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, beta):
-    """Eq. 4 without its NLL term, from summed log-probabilities (B,) of chosen and rejected under policy and reference.
-    Returns (losses, chosen_rewards, rejected_rewards), each (B,)."""
-    chosen_rewards = beta * (chosen_logps - ref_chosen_logps)                                     # (B,)
-    rejected_rewards = beta * (rejected_logps - ref_rejected_logps)                               # (B,)
+    """Eq. 4 without its NLL term, from summed log-probabilities (P,) of chosen and rejected under policy and reference.
+    Returns (losses, chosen_rewards, rejected_rewards), each (P,)."""
+    chosen_rewards = beta * (chosen_logps - ref_chosen_logps)                                     # (P,)
+    rejected_rewards = beta * (rejected_logps - ref_rejected_logps)                               # (P,)
     return -F.logsigmoid(chosen_rewards - rejected_rewards), chosen_rewards, rejected_rewards
 
 
-def chosen_and_rejected(scores, pairs=None):
-    """Chosen and rejected, each (P,), of a batch's scores per turn: of trajectories (2P, M) the sums; of actions (B, M)
-    those that `pairs` name, [(chosen, rejected), …] for each row."""
-    if pairs is None:
-        return scores.sum(1)[0::2], scores.sum(1)[1::2]
-    rows = [row for row, own in enumerate(pairs) for _ in own]
-    chosen, rejected = zip(*(pair for own in pairs for pair in own))
-    return scores[rows, list(chosen)], scores[rows, list(rejected)]
+def batch_loss(logps, ref_logps, lengths, examples, shares, args):
+    """The loss of a micro-batch of examples, and numbers for the log. It has one branch: pairs, or turns to imitate.
 
-
-def clipped_objective(logps, sampled_logps, advantages, clip, kl_coef):
-    """What PPO wants large of each token, all (B, T): min(r A, clip(r, 1 - clip, 1 + clip) A), where r is its
-    probability over that under the model which sampled it, less kl_coef times an estimate of KL(policy || that model)
-    that is never negative: r log r - r + 1. Returns (objectives, ratios)."""
-    log_ratios = logps - sampled_logps                                                            # (B, T)
-    ratios = log_ratios.exp()                                                                     # (B, T)
-    clipped = torch.minimum(ratios * advantages, ratios.clamp(1 - clip, 1 + clip) * advantages)
-    return clipped - kl_coef * (ratios * log_ratios - ratios + 1), ratios
+    logps, ref_logps   log-probabilities of actions under policy and reference, (B, M) for all items of the examples
+    lengths            the actions' numbers of tokens, (B, M)
+    shares             (examples,) what a pair, or a token to imitate, of each example counts in the step's loss"""
+    if not examples[0].pairs:
+        return -(logps.sum(1) * shares).sum(), {}
+    pairs = common.batch_pairs(examples)                                                          # (P, 2, 2)
+    num_pairs = torch.tensor([len(example.pairs) for example in examples], device=shares.device)
+    pair_shares = shares.repeat_interleave(num_pairs)                                             # (P,)
+    chosen, rejected = common.chosen_and_rejected(logps, pairs)                                   # (P,)
+    ref_chosen, ref_rejected = common.chosen_and_rejected(ref_logps, pairs)                       # (P,)
+    chosen_lengths, _ = common.chosen_and_rejected(lengths, pairs)                                # (P,)
+    losses, chosen_rewards, rejected_rewards = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta)
+    nll = -chosen / chosen_lengths                                   # (P,) a mean over the chosen action's tokens
+    loss = ((losses + args.nll_coef * nll) * pair_shares).sum()
+    return loss, training.preference_numbers(chosen_rewards, rejected_rewards, nll, pair_shares, args.dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# SWEET's three phases before the training: candidates, their scores, pairs
+# SWEET's turns: the states in which actions are compared
 
-def sample_states(trajectories, fraction, seed):
-    """[(trajectory, number of its agent turn, index in its history)] of all turns of a seeded share of trajectories."""
-    order = list(range(len(trajectories)))
-    random.Random(seed).shuffle(order)
-    states = []
-    for index in sorted(order[:max(1, round(fraction * len(order)))]):
-        history = trajectories[index]["dialogue_history"]
-        agent = [i for i, turn in enumerate(history) if turn["role"] == "assistant"]
-        states += [(trajectories[index], number, i) for number, i in enumerate(agent)]
+# The rows of candidates.jsonl, for one of another run (--candidates)
+CANDIDATE = record({"text": str, "ids": token_ids, "ended": bool})
+CANDIDATES = record({"task_id": label, "sample": int, "turn": whole(0), "prompt": str, "task": dict,
+                     "history": list_of(common.TURN), "candidates": list_of(CANDIDATE)})
+
+
+def read_states(trajectories, tokenizer, args):
+    """The states, {"task_id", "sample", "turn", "task", "prompt", "history"} each: all agent turns of --data-frac of
+    the trajectories, whose "prompt" is the one that was logged where the file allows (common.agent_turns)."""
+    chosen = sample_trajectories(trajectories, args.data_frac, args.seed)
+    num_turns = sum(turn["role"] == "assistant" for t in chosen for turn in t["dialogue_history"])
+    say(f"{num_turns:,} agent turns of {len(chosen):,} dialogues (--data-frac {args.data_frac:g} of "
+        f"{len(trajectories):,})")
+    fitting = [t for t in chosen if not common.endless_row(tokenizer, t, args.max_length)]
+    states, kinds = [], {}
+    for trajectory in fitting:
+        states += states_of(trajectory, common.agent_turns(tokenizer, trajectory, kinds))
+    if len(fitting) < len(chosen):
+        say(f"left out {len(chosen) - len(fitting):,} trajectories, whose last prompt is longer than twice "
+            f"--max-length {args.max_length}: {len(states):,} turns are left")
+    if not states:
+        raise InputError(f"{args.trajectories}: no turns to train on: all prompts are far longer than --max-length "
+                         f"{args.max_length}")
+    common.say_kinds("their prompts", kinds)
+    check_names(states, args.trajectories)
     return states
 
 
-def sample_candidates(rows, model, tokenizer, args):
-    """The rows with "candidates": after each prompt, `num_candidates` actions sampled from the policy."""
-    keys = [(args.seed, "candidates", row["task_id"], row["sample"], row["turn"]) for row in rows]
+def sample_trajectories(trajectories, fraction, seed):
+    """A seeded share of the trajectories, in their order; at least one."""
+    order = list(range(len(trajectories)))
+    random.Random(seed).shuffle(order)
+    number = max(1, round(fraction * len(order)))
+    return [trajectories[i] for i in sorted(order[:number])]
+
+
+def states_of(trajectory, turns):
+    """The states of a trajectory. turns: its common.agent_turns."""
+    history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"]]
+    places = [i for i, turn in enumerate(history) if turn["role"] == "assistant"]
+    states = []
+    for number, (place, (prompt, _)) in enumerate(zip(places, turns)):
+        states.append({"task_id": trajectory["task_id"], "sample": trajectory["sample"], "turn": number,
+                       "task": trajectory["task"], "prompt": prompt, "history": history[:place]})
+    return states
+
+
+def check_names(states, path):
+    """InputError where (task_id, sample, turn) names two prompts: what is kept under this name (candidates, pairs,
+    random numbers) would belong to either."""
+    prompts = {}
+    for state in states:
+        name = state["task_id"], state["sample"], state["turn"]
+        if prompts.setdefault(name, state["prompt"]) != state["prompt"]:
+            raise InputError(f"{path}: two dialogues of task {state['task_id']} have \"sample\" {state['sample']}; "
+                             'give each a number of its own, or leave out the key "sample" everywhere')
+
+
+def check_candidates_task(row, where, first):
+    common.check_task(row["task"], f"{where}: task", first["task"])
+
+
+def read_candidates(path, states, tokenizer, num_candidates):
+    """The rows of another run's candidates.jsonl; InputError where they are not those of these states, or not of this
+    tokenizer."""
+    rows = read_jsonl(path, CANDIDATES, check=check_candidates_task)
+    wanted = [(state["task_id"], state["sample"], state["turn"], num_candidates) for state in states]
+    given = [(row["task_id"], row["sample"], row["turn"], len(row["candidates"])) for row in rows]
+    if given != wanted:
+        raise InputError(f"{path}: made from other turns or with another --num-candidates; the trajectories, "
+                         "--num-trajectories, --data-frac and --seed must be the same")
+    for row, state in zip(rows, states):
+        if row["prompt"] != state["prompt"]:
+            raise InputError(f"{path}: task {row['task_id']}, sample {row['sample']}, turn {row['turn']}: its "
+                             "candidates continue another prompt than the trajectories log; sample them anew "
+                             "(no --candidates)")
+        for candidate in row["candidates"]:
+            if max(candidate["ids"]) >= len(tokenizer):
+                raise InputError(f'{path}: task {row["task_id"]}: a candidate has the id {max(candidate["ids"])}, and '
+                                 f"this tokenizer has only {len(tokenizer):,} ids")
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# SWEET's first phase: candidates of each state, sampled from the policy
+
+def sample_candidates(states, model, tokenizer, args):
+    """The states with "candidates": after each prompt, --num-candidates actions sampled from the policy."""
+    keys = [(args.seed, "candidates", state["task_id"], state["sample"], state["turn"]) for state in states]
     randoms = torch.cat([uniforms((args.num_candidates, args.max_new_tokens), *key) for key in keys])
+    prompts = [encode(tokenizer, state["prompt"]) for state in states]
     stops = stop_ids(model, tokenizer)
-    actions = generate(model, [encode(tokenizer, row["prompt"]) for row in rows], randoms, args.temperature, stops,
-                       args.concurrency, args.max_tokens)
-    candidates = [{"text": tokenizer.decode(a, skip_special_tokens=True), "ids": a, "ended": a[-1] in stops}
-                  for a in actions]
-    return [{**row, "candidates": candidates[r * args.num_candidates:(r + 1) * args.num_candidates]}
-            for r, row in enumerate(rows)]
+    actions = generate(model, prompts, randoms, args.temperature, stops, args.concurrency, args.max_tokens)
+    rows = []
+    for number, state in enumerate(states):
+        first = number * args.num_candidates
+        candidates = []
+        for ids in actions[first:first + args.num_candidates]:
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            candidates.append({"text": text, "ids": ids, "ended": ids[-1] in stops})
+        rows.append({**state, "candidates": candidates})
+    return rows
 
 
-def candidates_phase(path, states, prompts, tokenizer, args, runtime, works):
+def candidates_phase(states, tokenizer, args, run, works):
     """Rows of candidates.jsonl. Every rank holds the whole policy, or asks --sampler, for other states than the others.
     """
-    rows = [{"task_id": t["task_id"], "sample": t["sample"], "turn": number, "task": t["task"], "prompt": prompt,
-             "history": [{"role": turn["role"], "content": turn["content"]} for turn in t["dialogue_history"][:i]]}
-            for (t, number, i), prompt in zip(states, prompts)]
+    path = pathlib.Path(args.out) / "candidates.jsonl"
     if args.sampler:
-        return served_candidates(path, rows, tokenizer, args, runtime, works)
-    blocks = [rows[i:i + 128] for i in range(0, len(rows), 128)]
+        return served_candidates(path, states, tokenizer, args, run, works)
     model = None
     if not path.exists():
-        model = load_model(args.model, runtime.device, args.dtype)[0].eval()
+        model = load_model(args.model, run.device, args.dtype)[0].eval()
         works.append(work_of(model))
-    return map_blocks(path, blocks, lambda block: sample_candidates(block, model, tokenizer, args), runtime, "state")
+    blocks = [states[i:i + 128] for i in range(0, len(states), 128)]
+    return map_blocks(path, blocks, lambda block: sample_candidates(block, model, tokenizer, args), run, "state")
 
 
-def scores_phase(path, rows, critic, tokenizer, args, runtime, works):
+def served_candidates(path, states, tokenizer, args, run, works):
+    """candidates_phase by the servers --sampler, which are sent the ids of prompts and give those that they sample.
+
+    As with a local model ranks share the states, and a run that was killed goes on with those that are missing."""
+    if not path.exists():
+        speaker = Speaker(tokenizer=tokenizer, server=open_server(args.sampler))
+        works.append(speaker.server.counts)
+        gate = asyncio.Semaphore(args.concurrency)
+        in_flight = 2 * math.ceil(args.concurrency / args.num_candidates)   # a slow candidate leaves no gap at the gate
+        failures = Failures(path, "state", in_flight)
+        with Rows(path, run) as rows:
+            missing = [(number, state) for number, state in enumerate(states) if number not in rows.done]
+            mine = missing[run.rank::run.world_size]
+            bar = tqdm(total=len(mine), unit="state", desc=path.name, mininterval=5, disable=run.rank > 0)
+
+            async def add_row(numbered):
+                number, state = numbered
+                try:
+                    candidates = await ask_candidates(state, speaker, gate, args)
+                except ReplyError as error:
+                    failures.add(error, number=number, task_id=state["task_id"], sample=state["sample"],
+                                 turn=state["turn"])
+                    return
+                rows.add(number, {**state, "candidates": candidates})
+                failures.in_a_row = 0
+                bar.update()
+
+            with bar:
+                asyncio.run(run_concurrently(add_row, mine, in_flight))
+        counts = sum(gather(speaker.server.counts), collections.Counter())
+        say(server_line(args.sampler, counts))
+        failures.finish(rows, len(states), run)
+    return read_rows(path)
+
+
+async def ask_candidates(state, speaker, gate, args):
+    """The candidates of a state from a server; `gate` (asyncio.Semaphore) limits the requests in flight."""
+    prompt = encode(speaker.tokenizer, state["prompt"])
+    fault_of = functools.partial(ids_fault, speaker=speaker, prompt_tokens=len(prompt))
+
+    async def ask_one(number):
+        seed = server_seed(args.seed, "candidates", state["task_id"], state["sample"], state["turn"], number)
+        async with gate:
+            return await server_reply(speaker.server, prompt, args.temperature, args.max_new_tokens, seed, fault_of,
+                                      return_token_ids=True)
+    candidates = []
+    for reply in await asyncio.gather(*map(ask_one, range(args.num_candidates))):
+        text = speaker.tokenizer.decode(reply.ids, skip_special_tokens=True)
+        candidates.append({"text": text, "ids": reply.ids, "ended": reply.ended})
+    return candidates
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# SWEET's second phase: the critic's score of each candidate
+
+def scores_phase(rows, critic, tokenizer, args, run, works):
     """Rows of scored.jsonl. Critic and reference are split over the ranks, which score every block together."""
+    path = pathlib.Path(args.out) / "scored.jsonl"
     if not isinstance(critic, str) and not path.exists():
-        critic = common.load_critic(critic, functools.partial(common.load_sharded, runtime=runtime, args=args))
-        works += [work_of(model) for model in (critic["model"], critic["reference"]) if model]
+        load = functools.partial(common.load_scorer, run=run, sharding=sharding_of(args))
+        critic = common.load_critic(critic, load)
+        works += common.works_of(critic)
     blocks = [rows[i:i + 64] for i in range(0, len(rows), 64)]
-    return map_blocks(path, blocks, lambda block: score_candidates(block, critic, tokenizer, args, runtime.device),
-                      runtime, "state", together=True)
+    return map_blocks(path, blocks, lambda block: score_candidates(block, critic, tokenizer, args, run.device), run,
+                      "state", together=True)
 
 
 def score_candidates(rows, critic, tokenizer, args, device):
@@ -160,9 +313,12 @@ def score_candidates(rows, critic, tokenizer, args, device):
         ids = [candidate["ids"] for candidate in row["candidates"]]
         points.append(common.DecisionPoint(row["prompt"], row["task"], row["history"], ids, texts))
     scores = common.score_actions(critic, tokenizer, points, args.max_tokens, device, args.no_tree)
-    if not all(math.isfinite(score) for own in scores for score in own):
-        raise InputError(f"{args.critic}: gives candidates scores that are not finite; train this critic again")
-    return [{**row, "advantages": advantages} for row, advantages in zip(rows, scores)]
+    scored = []
+    for row, advantages in zip(rows, scores):
+        if not all(map(math.isfinite, advantages)):
+            raise InputError(f"{args.critic}: gives candidates scores that are not finite; train this critic again")
+        scored.append({**row, "advantages": advantages})
+    return scored
 
 
 def candidate_says(row, candidate):
@@ -170,19 +326,14 @@ def candidate_says(row, candidate):
     return said(domain_of(row["task"]), candidate["text"], row["prompt"])
 
 
-def is_alike(pair, is_last):
-    """Whether both sides of a pair are answers, or neither is. In the last round the whole turn is the answer, whatever
-    it says."""
-    domain, answers = domain_of(pair["task"]), []
-    for side in ("chosen", "rejected"):
-        turn = {"role": "assistant", "content": candidate_says(pair, pair[side])}
-        answers.append(domain.answer_of([*pair["history"], turn], is_last))
-    return (answers[0] is None) == (answers[1] is None)
-
+# ---------------------------------------------------------------------------------------------------------------------
+# SWEET's third phase: pairs of candidates
 
 def candidate_pairs(row, pairs_per_turn, rng):
     """Pairs (better, worse) of candidate numbers: a random one of the better half, a random one of the worse.
-    Candidates stopped by length are left out, and a pair of twice the same text is none."""
+
+    They are drawn with replacement, so a pair can be there twice. Candidates stopped by length are left out, and a pair
+    of twice the same text is none."""
     order = [i for i, candidate in enumerate(row["candidates"]) if candidate["ended"]]
     rng.shuffle(order)                                                               # ties fall either way
     order.sort(key=lambda i: -row["advantages"][i])
@@ -193,164 +344,169 @@ def candidate_pairs(row, pairs_per_turn, rng):
     return [(a, b) for a, b in pairs if row["candidates"][a]["ids"] != row["candidates"][b]["ids"]]
 
 
-def sweet_turns(trajectories, tokenizer, args):
-    """(states, their prompts, the rows of --candidates or None): what the three phases work on. All that is read is
-    read here, before an output is replaced."""
-    states = sample_states(trajectories, args.data_frac, args.seed)
-    sampled = {id(trajectory): trajectory for trajectory, _, _ in states}.values()
-    say(f"{len(states):,} agent turns of {len(sampled):,} dialogues (--data-frac {args.data_frac:g} of "
-        f"{len(trajectories):,})")
-    endless = {id(trajectory) for trajectory in sampled if common.endless_row(tokenizer, trajectory, args.max_length)}
-    if endless:
-        states = [state for state in states if id(state[0]) not in endless]
-        say(f"left out {len(endless):,} trajectories, whose last prompt is longer than twice --max-length "
-            f"{args.max_length}: {len(states):,} turns are left")
-        if not states:
-            raise InputError(f"{args.trajectories}: no turns to train on: all prompts are far longer than --max-length "
-                             f"{args.max_length}")
-    prompts = common.checked_prompts(states, tokenizer, args.trajectories)
-    rows = None
-    if args.candidates:
-        rows = common.read_candidates(args.candidates, states, prompts, tokenizer, args.num_candidates)
-    return states, prompts, rows
+def as_pair(row, chosen, rejected):
+    """A pair of two candidates of a state, given by number."""
+    pair = {key: row[key] for key in ("task_id", "sample", "turn", "prompt")}
+    for side, number in (("chosen", chosen), ("rejected", rejected)):
+        pair[side] = {**row["candidates"][number], "advantage": row["advantages"][number]}
+    return pair
 
 
-def sweet_examples(turns, tokenizer, critic, args, runtime, works):
-    """Run the three phases on `turns` (sweet_turns), or read what an earlier run left of them. Returns the examples
-    and, for each, its pairs [(chosen, rejected), …] as numbers of the example's actions, and its task's id. A phase has
-    its models for itself."""
-    out = pathlib.Path(args.out)
-    states, prompts, rows = turns
-    if rows is None:
-        rows = candidates_phase(out / "candidates.jsonl", states, prompts, tokenizer, args, runtime, works)
-    gc.collect()                                                    # a phase's models go before the next phase's come
-    rows = scores_phase(out / "scored.jsonl", rows, critic, tokenizer, args, runtime, works)
-    gc.collect()
-
+def pairs_phase(rows, args, run):
+    """Rows of pairs.jsonl, of the rows of scored.jsonl; says what they are."""
     rng = random.Random(args.seed)
-    kept = "task_id", "sample", "turn", "prompt", "task", "history"
-    pairs = [{**{key: row[key] for key in kept},
-              **{side: {**row["candidates"][i], "advantage": row["advantages"][i]}
-                 for side, i in zip(("chosen", "rejected"), pair)}}
-             for row in rows for pair in candidate_pairs(row, args.pairs_per_turn, rng)]
-    ended = [sum(candidate["ended"] for candidate in row["candidates"]) for row in rows]
-    too_few, asked = sum(n < 2 for n in ended), len(rows) * args.pairs_per_turn
-    same = asked - too_few * args.pairs_per_turn - len(pairs)
-    cut = args.num_candidates * len(rows) - sum(ended)
-    found = len(pairs)
-    if args.like_pairs:
-        last_turns = {(t["task_id"], t["sample"], number) for t, number, _ in states
-                      if number == t.get("max_rounds", 10) - 1}
-        pairs = [pair for pair in pairs
-                 if is_alike(pair, (pair["task_id"], pair["sample"], pair["turn"]) in last_turns)]
-    left_out = f"{found - len(pairs):,} are none by --like-pairs, " * (found > len(pairs))
-    say(f"{len(pairs):,} pairs of {asked:,} asked for; {same:,} were twice the same text, {left_out}{cut:,} candidates "
-        f"stopped by --max-new-tokens were left out, so that {too_few:,} of {len(rows):,} turns had no two")
-    if runtime.rank == 0:
-        write_jsonl(out / "pairs.jsonl", [{key: value for key, value in pair.items() if key not in ("task", "history")}
-                                          for pair in pairs])
-    say(*training.kind_lines(domain_of(rows[0]["task"]), rows, pairs))
-    pairs, long = common.drop_long_pairs(pairs, tokenizer, args.max_length)
+    pairs = []
+    for row in rows:
+        for chosen, rejected in candidate_pairs(row, args.pairs_per_turn, rng):
+            pairs.append(as_pair(row, chosen, rejected))
+    num_ended = [sum(candidate["ended"] for candidate in row["candidates"]) for row in rows]
+    num_cut = args.num_candidates * len(rows) - sum(num_ended)
+    too_few = sum(number < 2 for number in num_ended)
+    num_asked = len(rows) * args.pairs_per_turn
+    num_same = num_asked - too_few * args.pairs_per_turn - len(pairs)
+    say(f"{len(pairs):,} pairs of {num_asked:,} asked for; {num_same:,} were twice the same text, {num_cut:,} "
+        f"candidates stopped by --max-new-tokens were left out, so that {too_few:,} of {len(rows):,} turns had no two")
+    if run.rank == 0:
+        write_jsonl(pathlib.Path(args.out) / "pairs.jsonl", pairs)
+    say(*kind_lines(rows, pairs))
     if not pairs:
         raise InputError(
-            f"{args.trajectories}: no examples to train on: of {asked:,} pairs asked for {long:,} are longer than "
-            f"--max-length {args.max_length}, {same:,} are twice the same text, {left_out}"
-            f"{too_few * args.pairs_per_turn:,} are of turns with fewer than two candidates that --max-new-tokens "
-            f"{args.max_new_tokens} did not stop")
-    examples, pair_indices = common.pair_examples(pairs, tokenizer, args.pairs_together, args.no_tree)
-    state = "task_id", "sample", "turn", "prompt"
-    states = [tuple(pair[key] for key in state) for pair in pairs]
-    tasks = [task for task, *_ in (dict.fromkeys(states) if args.pairs_together else states)]
-    return examples, pair_indices, tasks
+            f"{args.trajectories}: no examples to train on: of {num_asked:,} pairs asked for {num_same:,} are twice "
+            f"the same text, {too_few * args.pairs_per_turn:,} are of turns with fewer than two candidates that "
+            f"--max-new-tokens {args.max_new_tokens} did not stop")
+    return pairs
+
+
+def kind_lines(rows, pairs):
+    """A table of what SWEET's pairs say, by the domain's turn_kind (no lines where it has none).
+
+    Of each kind of turn: the candidates, their mean rank by advantage (0 the worst, 1 the best), and how many are
+    chosen and rejected, before and after all that matters is known. A collapse shows here before training."""
+    domain = domain_of(rows[0]["task"])
+    if any(domain.turn_kind(row["task"], row["history"], "") is None for row in rows):
+        return []
+    states = {(row["task_id"], row["sample"], row["turn"]): row for row in rows}
+    counts = collections.defaultdict(collections.Counter)            # {(known, kind): {"number", "ranks", …}}
+
+    def counts_of(row, candidate):
+        kind = domain.turn_kind(row["task"], row["history"], candidate_says(row, candidate))
+        return counts[domain.all_known(row["task"], row["history"]), kind]
+
+    for row in rows:
+        highest = max(1, len(row["candidates"]) - 1)
+        for candidate, rank in zip(row["candidates"], average_ranks(row["advantages"])):
+            counts_of(row, candidate).update(number=1, ranks=rank / highest)
+    for pair in pairs:
+        row = states[pair["task_id"], pair["sample"], pair["turn"]]
+        for side in ("chosen", "rejected"):
+            counts_of(row, pair[side])[side] += 1
+    lines = []
+    for (known, kind), count in sorted(counts.items()):
+        lines.append(["all known" if known else "not all known", kind, str(count["number"]),
+                      f"{count['ranks'] / count['number']:.2f}", str(count["chosen"]), str(count["rejected"])])
+    return aligned(["what the pairs say", "", "candidates", "rank", "chosen", "rejected"], lines)
+
+
+def drop_long_pairs(pairs, tokenizer, max_length, path):
+    """The pairs whose actions each fit into `max_length` tokens with the prompt; says how many do not. A tree of
+    several pairs may be longer: an action sees the prompt and itself. InputError, which names `path`, where none is
+    left."""
+    prompts = {pair["prompt"] for pair in pairs}
+    room = {prompt: max_length - len(encode(tokenizer, prompt)) for prompt in prompts}
+    fitting = []
+    for pair in pairs:
+        longest = max(len(pair["chosen"]["ids"]), len(pair["rejected"]["ids"]))
+        if longest <= room[pair["prompt"]]:
+            fitting.append(pair)
+    if len(fitting) < len(pairs):
+        say(f"dropped {len(pairs) - len(fitting):,} of {len(pairs):,} pairs: prompt and action are longer than "
+            f"--max-length {max_length}")
+    if not fitting:
+        raise InputError(f"{path}: no examples to train on: of {len(pairs):,} pairs {len(pairs):,} are longer than "
+                         f"--max-length {max_length}")
+    return fitting
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the advantages of --method grpo
+# examples: what the loop trains on
 
-EQUAL = 1e-6                                                         # a smaller deviation is rounding
+def sweet_examples(states, critic, tokenizer, args, run, works):
+    """Examples of pairs of actions: run the three phases, or read what an earlier run left of them.
 
-
-def group_advantages(values, task_ids):
-    """`values`, a list of numbers for each trajectory, less the mean of all numbers of its group (the trajectories of
-    its task), over their standard deviation; None for those of a group whose numbers are all equal."""
-    groups = collections.defaultdict(list)
-    for own, task in zip(values, task_ids):
-        groups[task] += own
-    scales = {task: (statistics.fmean(group), statistics.pstdev(group)) if group else (0, 0)
-              for task, group in groups.items()}
-    return [[(value - scales[task][0]) / scales[task][1] for value in own]
-            if scales[task][1] > EQUAL else None for own, task in zip(values, task_ids)]
-
-
-def sampled_otherwise(trajectory):
-    """Whether an agent's turns were sampled at another temperature than 1 or chosen among several (02 --best-of)."""
-    return trajectory.get("temperature", 1) != 1 or trajectory.get("best_of", 1) != 1
-
-
-def grpo_advantages(trajectories, critic, tokenizer, args, runtime, works):
-    """For each trajectory an advantage a turn, standardised over the trajectories of its task; None where they are all
-    equal, [] where it is too long for the critic. With a critic they are its credit (common.score_turns), which is
-    written to credit.jsonl. Else they are the trajectory's return, the same for all turns."""
-    tasks, lost = [trajectory["task_id"] for trajectory in trajectories], 0
-    if critic:
-        critic = common.load_critic(critic, functools.partial(common.load_sharded, runtime=runtime, args=args))
-        works += [work_of(model) for model in (critic["model"], critic["reference"]) if model]
-        credit = common.score_turns(critic, tokenizer, trajectories, args.max_tokens, runtime.device)
-        if runtime.rank == 0:
-            write_jsonl(pathlib.Path(args.out) / "credit.jsonl",
-                        [{"task_id": t["task_id"], "sample": t["sample"], "advantages": own}
-                         for t, own in zip(trajectories, credit)])
-        lost = credit.count(None)
-        found = [[] if before is None else own for own, before in
-                 zip(group_advantages([own or [] for own in credit], tasks), credit)]
+    A phase has its models for itself: those of the one before are gone."""
+    if args.candidates:
+        rows = read_candidates(args.candidates, states, tokenizer, args.num_candidates)
     else:
-        domain = domain_of(trajectories[0]["task"])
-        returns = [float(domain.outcome(t)) for t in trajectories]
-        found = group_advantages([[value] for value in returns], tasks)
-        found = [own and own * sum(turn["role"] == "assistant" for turn in t["dialogue_history"])
-                 for own, t in zip(found, trajectories)]
-    say(f"{found.count(None):,} of {len(found):,} trajectories are left out: all those of their task are equally good")
-    if lost:
-        say(f"{lost:,} of {len(found):,} trajectories are left out: with c longer than --max-tokens {args.max_tokens}")
-    if not any(found):
-        raise InputError(f"{args.trajectories}: no examples to train on: those of each task are equally good" +
-                         f", or too long ({lost:,})" * (lost > 0))
-    return found
+        rows = candidates_phase(states, tokenizer, args, run, works)
+    gc.collect()
+    rows = scores_phase(rows, critic, tokenizer, args, run, works)
+    gc.collect()
+    pairs = pairs_phase(rows, args, run)
+    pairs = drop_long_pairs(pairs, tokenizer, args.max_length, args.trajectories)
+    return pair_examples(pairs, tokenizer, args.pairs_together, args.no_tree)
 
 
-def token_item(item):
-    """An item whose action tokens are turns of their own, so that turn_scores gives a log-probability for each."""
-    numbers = itertools.count()
-    return [row._replace(turns=[next(numbers) if turn >= 0 else -1 for turn in row.turns]) for row in item]
+def pair_examples(pairs, tokenizer, together, no_tree):
+    """Examples of pairs of actions: one a pair or, with `together`, one of all pairs of a turn.
+
+    An example has one item, its prompt and all of its actions (common.candidate_rows)."""
+    groups = collections.defaultdict(list)
+    for number, pair in enumerate(pairs):
+        state = pair["task_id"], pair["sample"], pair["turn"], pair["prompt"]
+        groups[state if together else number].append(pair)
+    examples = []
+    for group in groups.values():
+        actions, example_pairs = [], []
+        for pair in group:
+            sides = []
+            for side in ("chosen", "rejected"):
+                action = pair[side]["ids"]
+                if action not in actions:
+                    actions.append(action)
+                sides.append((0, actions.index(action)))             # item 0, and its turn
+            example_pairs.append(tuple(sides))
+        item = common.candidate_rows(tokenizer, group[0]["prompt"], actions, no_tree)
+        examples.append(common.Example([item], example_pairs, group[0]["task_id"]))
+    return examples
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the baselines' examples
+def mtdpo_examples(trajectories, tokenizer, args):
+    """Examples of pairs of trajectories: two items, each one action, because a dialogue is compared as a whole."""
+    groups = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap)
+    say(f"{len(groups):,} trajectory pairs")
+    examples = []
+    for example in common.trajectory_examples(trajectories, groups, tokenizer, False, max_length=args.max_length):
+        items = [common.as_one_action(item) for item in example.items]
+        examples.append(example._replace(items=items, pairs=[((0, 0), (1, 0))]))
+    return examples
 
-def baseline_groups(trajectories, args):
-    """Tuples of trajectory numbers, an example each: (chosen, rejected) for multi-turn DPO, else one to imitate."""
-    if args.method == "mtdpo":
-        pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap)
-        say(f"{len(pairs):,} trajectory pairs")
-        return pairs
-    kept = range(len(trajectories))
-    if args.method == "rft":
-        graded = domain_of(trajectories[0]["task"]).MIN_GAP is not None
-        if not graded:
-            kept = [i for i in kept if trajectories[i]["reward"] == 1]
-        if not kept:
+
+def rft_examples(trajectories, tokenizer, args):
+    """Examples of trajectories to imitate: the successful ones; where returns are graded, the best of each task."""
+    is_graded = domain_of(trajectories[0]["task"]).MIN_GAP is not None
+    if is_graded:
+        best = {}                                                    # of each task, the first of equals
+        for trajectory in trajectories:
+            task = trajectory["task_id"]
+            if task not in best or trajectory["reward"] > best[task]["reward"]:
+                best[task] = trajectory
+        good = list(best.values())
+        say(f"the best trajectory of each of {len(good):,} tasks")
+    else:
+        good = [trajectory for trajectory in trajectories if trajectory["reward"] == 1]
+        if not good:
             raise InputError(f"{args.trajectories}: no successful trajectories (reward 1) to train on")
-        if graded:
-            best = {}                                                # of each task, the first of equals
-            for i in kept:
-                task = trajectories[i]["task_id"]
-                best[task] = max(best.get(task, i), i, key=lambda i: trajectories[i]["reward"])
-            kept = best.values()
-            say(f"the best trajectory of each of {len(kept):,} tasks")
-        else:
-            say(f"{len(kept):,} successful trajectories")
-    return [(i,) for i in kept]
+        say(f"{len(good):,} successful trajectories")
+    return sft_examples(good, tokenizer, args)
 
+
+def sft_examples(trajectories, tokenizer, args):
+    """Examples of trajectories to imitate: all of them."""
+    groups = [(i,) for i in range(len(trajectories))]
+    return common.trajectory_examples(trajectories, groups, tokenizer, max_length=args.max_length)
+
+
+BASELINES = {"mtdpo": mtdpo_examples, "rft": rft_examples, "sft": sft_examples}
 
 # ---------------------------------------------------------------------------------------------------------------------
 
@@ -361,204 +517,157 @@ PRESETS = {name: {"dtype": "bfloat16", "activation_checkpointing": True}
 
 def parse_args(argv=None):
     parser = argument_parser(__doc__)
-    parser.add_argument("--method", choices=["sweet", "mtdpo", "rft", "sft", "grpo", "distill"], required=True,
-                        help="see above")
+    parser.add_argument("--method", choices=["sweet", *BASELINES], required=True, help="see above")
     add_training(parser, max_length=16384)
     group = parser.add_argument_group("SWEET's candidates and pairs")
-    group.add_argument("--critic", type=text_flag,
-                       help="critic folder (03), of any kind, for sweet, or for grpo; untrained: --model "
-                       "itself, with --reference blind; oracle, oracle-patient: what the template task says of a turn, "
-                       "a critic without errors, for sweet")
+    group.add_argument("--critic", type=text_flag, help="critic folder (03), of any kind; untrained: --model itself, "
+                       "with --reference blind; oracle, oracle-patient: what the template task says of a turn, a "
+                       "critic without errors")
     add_reference(group)
     group.add_argument("--data-frac", type=share_flag, default=0.1, help="share of the trajectories whose turns are "
                        "used (the paper's tenth is of 15,000; with few hundred take all: 1)")
     group.add_argument("--num-candidates", type=num_samples_flag, default=16, help="actions sampled a turn")
     group.add_argument("--pairs-per-turn", type=positive_int, default=4, help="DPO pairs a turn")
-    group.add_argument("--like-pairs", action="store_true", help="make no pair of an answer and a turn that goes on")
     group.add_argument("--temperature", type=temperature_flag, default=1.0, help="of the candidates")
     group.add_argument("--max-new-tokens", type=num_tokens_flag, default=1024, help="tokens of a candidate")
-    group.add_argument("--candidates", type=text_flag, metavar="FILE",
-                       help="candidates.jsonl of another run of the same model, seed "
-                       "and trajectories; None: sample them")
+    group.add_argument("--candidates", type=text_flag, metavar="FILE", help="candidates.jsonl of another run of the "
+                       "same model, seed and trajectories; None: sample them")
     group.add_argument("--sampler", type=text_flag, metavar="http://HOST:PORT/v1#NAME",
-                       help="servers of --model's weights (commas "
-                       "between addresses) that give token ids, as vLLM does: they sample the candidates, which then "
-                       "do not repeat bit for bit; None: every rank holds the model and samples")
+                       help="servers of --model's weights (commas between addresses) that give token ids, as vLLM "
+                       "does: they sample the candidates, which then do not repeat bit for bit; None: every rank holds "
+                       "the model and samples")
     group.add_argument("--concurrency", type=num_samples_flag, default=256,
                        help="candidates sampled at a time, by a rank")
-    group.add_argument("--pairs-together", action="store_true",
-                       help="keep the pairs of a turn in one batch, where they share the prompt (faster)")
+    group.add_argument("--pairs-together", action="store_true", help="an example is all pairs of a turn, which share "
+                       "the prompt (faster); a batch has --batch-size / --pairs-per-turn of them")
     group.add_argument("--no-tree", action="store_true", help="give every candidate a prompt of its own (slower)")
-    group = parser.add_argument_group("grpo and distill")
-    group.add_argument("--clip", type=non_negative_float, default=0.2, help="grpo: the ratio counts from 1 - CLIP to "
-                       "1 + CLIP")
-    group.add_argument("--kl-coef", type=non_negative_float, default=0.0, help="grpo: weight of the divergence from "
-                       "the model at the start")
-    group.add_argument("--divergence", choices=["forward", "reverse"], default="reverse", help="distill: "
-                       "KL(teacher || policy) or KL(policy || teacher)")
     set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
-    if (args.candidates or args.pairs_together or args.like_pairs) and args.method != "sweet":
-        parser.error("--candidates, --pairs-together and --like-pairs go with --method sweet")
-    if args.sampler and (args.method != "sweet" or args.candidates or not is_server(args.sampler)):
-        parser.error("--sampler http://HOST:PORT/v1#NAME goes with --method sweet, without --candidates")
-    if args.method == "sweet" and args.critic is None or args.critic and args.method not in ("sweet", "grpo"):
-        parser.error("--critic DIR goes with --method sweet, which needs it, and grpo")
+    if args.method != "sweet":
+        for flag in ("critic", "candidates", "sampler", "pairs_together"):
+            if getattr(args, flag):
+                parser.error(f"--{flag.replace('_', '-')} goes with --method sweet")
+    elif args.critic is None:
+        parser.error("--method sweet needs --critic DIR")
+    if args.sampler and (args.candidates or not is_server(args.sampler)):
+        parser.error("--sampler takes http://HOST:PORT/v1#NAME, without --candidates")
     if args.reference and not args.critic:
         parser.error("--reference goes with --critic")
-    if args.dry_run and args.method == "distill":
-        parser.error("--dry-run does not know the teacher of --method distill")
-    epochs = 8 if args.preset == "paper-frontend" else 4
-    args.epochs = args.epochs or (1 if args.method in ("sweet", "grpo", "distill") else epochs)
-    args.batch_size = args.batch_size or (8 if args.method in ("sweet", "mtdpo") else 32)
+    if args.epochs is None:
+        args.epochs = 8 if args.preset == "paper-frontend" else 4
+        if args.method == "sweet":
+            args.epochs = 1
+    if args.batch_size is None:
+        args.batch_size = 8 if args.method in ("sweet", "mtdpo") else 32
     return args
+
+
+def sharding_of(args):
+    return Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed)
+
+
+def open_critic(trajectories, tokenizer, args):
+    """What scores candidates, as common.score_actions takes it once it is loaded: the name of an oracle, or a critic's
+    description (common.read_critic). InputError where it cannot score these trajectories."""
+    domain = domain_of(trajectories[0]["task"])
+    if args.critic in domain.ORACLES:
+        if args.reference:
+            raise InputError(f"--reference {args.reference} does nothing with --critic {args.critic}: it has no "
+                             "reference")
+        if any(domain.lacks(trajectory["task"], args.critic) for trajectory in trajectories):
+            raise InputError(f"{args.trajectories}: --critic {args.critic} needs template tasks (01), which state "
+                             "facts")
+        return args.critic
+    if args.critic == common.UNTRAINED:
+        critic = common.untrained_critic(args.model, args.reference)
+    else:
+        critic = common.read_critic(args.critic, tokenizer, domain, args.reference)
+    line = common.reference_line(critic)
+    if line:
+        say(line)
+    open_world = functools.partial(common.world, domain, args, f"{args.out}.images", None, score=False)
+    critic["show"] = functools.partial(common.show_documents, domain=domain, open_world=open_world)
+    return critic
 
 
 def main(argv=None):
     args = parse_args(argv)
     if args.dry_run:
         return dry_run(args, 2 if args.method == "mtdpo" else 1, tree=args.method == "sweet")
-    runtime = start(args.seed)
+    run = start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
-    oracle, fresh = args.critic in domain.ORACLES, args.model == "tiny" and args.method == "sft"
-    untrained = args.critic == common.UNTRAINED
-    inputs = [args.trajectories, args.model, args.candidates, args.sampler,
-              None if oracle or untrained else args.critic]
+    inputs = [args.trajectories, args.model, args.candidates, args.sampler]
+    if args.critic not in (*domain.ORACLES, common.UNTRAINED):
+        inputs.append(args.critic)
     if is_done(args, args.out, inputs, folder=True):
         return
-    lora = lora_config(args)
+    lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
     check_track(args.track)
-    if oracle and args.reference:
-        raise InputError(f"--reference {args.reference} does nothing with --critic {args.critic}: it has no reference")
-    if untrained and args.method == "sweet" and args.model == "tiny":
-        raise InputError("--critic untrained: needs a model that was trained to read c, and tiny is a fresh one")
-    if oracle and args.method == "grpo":
-        raise InputError(f"--critic {args.critic}: grpo takes a critic folder (03); an oracle ranks, and has no "
-                         "advantages")
-    if oracle and any(domain.lacks(trajectory["task"], args.critic) for trajectory in trajectories):
-        raise InputError(f"{args.trajectories}: --critic {args.critic} needs template tasks (01), which state facts")
-    if args.model != "tiny" and reads_images(args.model):
-        raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
-    if args.method in ("rft", "mtdpo", "grpo") and not args.critic:
-        common.fill_rewards(trajectories, domain, args)
-    if fresh:
+    if args.method in ("rft", "mtdpo"):
+        out = pathlib.Path(args.out)
+        common.fill_rewards(trajectories, functools.partial(common.world, domain, args, f"{out}.images", out.parent))
+    is_fresh = args.model == "tiny" and args.method == "sft"
+    if is_fresh:
         model, tokenizer = fresh_model([common.vocabulary_text(trajectory) for trajectory in trajectories])
     else:
         tokenizer = load_tokenizer(args.model)
-    critic = args.critic
-    if critic and not oracle:
-        if untrained:
-            critic = common.untrained_critic(args.model, args.reference)
-        else:
-            critic = common.read_critic(critic, tokenizer, domain, args.reference)
-        if line := common.reference_line(critic):
-            say(line)
-        if args.method == "grpo" and (critic.get("visual") or critic["head"] == "value"):
-            raise InputError(f"{args.critic}: grpo takes a critic that reads text and has advantages: 03 --head lm or "
-                             "regression")
-        critic["show"] = functools.partial(common.show_documents, domain=domain, args=args)
-    own = os.path.realpath(args.model)
-    others = sum(os.path.realpath(str(trajectory.get("agent"))) != own for trajectory in trajectories)
-    if others and args.method in ("grpo", "distill"):
-        say(f"{others:,} of {len(trajectories):,} trajectories are of another agent than --model {args.model}")
-    elsewhere = sum(sampled_otherwise(trajectory) for trajectory in trajectories)
-    if elsewhere and args.method in ("grpo", "distill"):
-        say(f"{elsewhere:,} of {len(trajectories):,} trajectories were sampled at another temperature than 1 or by "
-            "--best-of (02), so their tokens are no samples of a model's own probabilities")
-    if args.method != "sweet":
-        groups, pair_indices = baseline_groups(trajectories, args), None
-        examples = common.trajectory_examples(trajectories, groups, tokenizer,
-                                              privileged=None if args.method in ("rft", "sft") else False,
-                                              max_length=args.max_length)
-        informed = examples                                          # distill: what the teacher reads, which is longer
-        if args.method == "distill":
-            informed = common.trajectory_examples(trajectories, groups, tokenizer, privileged=True,
-                                                  max_length=args.max_length)
-        kept = training.drop_long(informed, args)
-        examples, informed = [examples[i] for i in kept], [informed[i] for i in kept]
-        example_tasks = [trajectories[groups[i][0]]["task_id"] for i in kept]
+        if reads_images(args.model):
+            raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
     if args.method == "sweet":
-        turns = sweet_turns(trajectories, tokenizer, args)
-    runtime = runtime._replace(run=begin_output(args, args.out, inputs, training.FILES))
-    costs, works = Costs(args.out, runtime.device, folder=True), []
+        critic = open_critic(trajectories, tokenizer, args)
+        states = read_states(trajectories, tokenizer, args)
+    else:
+        examples = BASELINES[args.method](trajectories, tokenizer, args)
+        examples = training.drop_long(examples, args.max_length, args.trajectories)
+    run = run._replace(run=begin_output(args, args.out, inputs, training.FILES))
+    costs, works = Costs(args.out, run.device, folder=True), []
     if args.method == "sweet":
-        examples, pair_indices, example_tasks = sweet_examples(turns, tokenizer, critic, args, runtime, works)
+        examples = sweet_examples(states, critic, tokenizer, args, run, works)
         costs.record(works)
-    if args.method == "grpo":
-        advantages = grpo_advantages([trajectories[i] for i in kept], critic, tokenizer, args, runtime, works)
-        gc.collect()
-        examples, advantages, example_tasks = zip(*(
-            row for row in zip(examples, advantages, example_tasks) if row[1]))
-        costs.record(works)
-    batch_size = max(1, args.batch_size // (args.pairs_per_turn if args.pairs_together else 1))
+    batch_size = args.batch_size
+    if args.pairs_together:
+        batch_size = max(1, args.batch_size // args.pairs_per_turn)
     batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
     steps_an_epoch = math.ceil(len(examples) / batch_size)
     say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
     training.show_samples(tokenizer, examples[0])
 
     # The reference is this model before its first update; its log-probabilities are computed once, by the same function
-    if fresh:
-        common.shard(model.to(runtime.device), runtime, args)
+    if is_fresh:
+        scorer = common.shard_scorer(model.to(run.device), run, sharding_of(args))
     else:
-        model = common.load_sharded(args.model, runtime, args, lora)
-    works.append(work_of(model))
+        scorer = common.load_scorer(args.model, run, sharding_of(args), lora)
+    works.append(work_of(scorer.model))
     is_dpo = args.method in ("sweet", "mtdpo")
-    if args.method == "distill":
-        teacher = load_model(args.model, runtime.device, args.dtype)[0].eval().requires_grad_(False)    # on each rank
-        works.append(work_of(teacher))
-    if args.method == "grpo":                                        # a number for each token, in place of each turn
-        advantages = [torch.tensor([own[turn] for row in item for turn in row.turns if turn >= 0])
-                      for [item], own in zip(examples, advantages)]
-        examples = [(token_item(item),) for [item] in examples]
-        sampled = [own for [own] in common.reference_logps(args.out, model, examples, args, runtime)]
     if is_dpo:
-        ref_scores = common.reference_logps(args.out, model, examples, args, runtime)
-        ref = [torch.stack(chosen_and_rejected(pad_sequence(own, batch_first=True), pair_indices and [pair_indices[i]]),
-                           1) for i, own in enumerate(ref_scores)]                      # (P, 2) each
-    optimizer = training.adamw(model, args)
-    checkpoints = training.Checkpoints(args.out, model, optimizer)
+        ref_scores = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)
+    optimizer = training.adamw(scorer, args.lr, args.adam_betas, args.weight_decay)
+    checkpoints = training.Checkpoints(args.out, scorer, optimizer)
     first = checkpoints.load()
-    log = training.StepLog(args, first, len(batches))
-    model.train()
+    open_track = functools.partial(Track, args.track, args.out, vars(args))
+    log = training.StepLog(args.out, first, len(batches), args.log_every, open_track)
+    scorer.train()
     for step in range(first, len(batches)):
         torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same
+        batch_examples = [examples[i] for i in batches[step]]
+        # what the step's loss is a mean over: pairs, or tokens to imitate
+        total = sum(len(example.pairs) or common.num_action_tokens(example) for example in batch_examples)
         sums = collections.Counter()
-        num_pairs = sum(len(pair_indices[i]) if pair_indices else 1 for i in batches[step])
-        num_action_tokens = sum(turn >= 0 for i in batches[step] for row in examples[i][0] for turn in row.turns)
-        for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, runtime):
-            batch = common.collate([item for i in micro for item in examples[i]], runtime.device)
-            if args.method == "distill":
-                shown = common.collate([item for i in micro for item in informed[i]], runtime.device)
-                scores = -model.turn_kls(batch, teacher, shown, args.divergence)        # (items, M)
-            else:
-                scores = model.turn_scores(batch)                   # (items, M): a value for each turn, action or token
-            numbers = {}
-            if args.method == "grpo":
-                before, own = (pad_sequence([of[i] for i in micro], batch_first=True).to(runtime.device)
-                               for of in (sampled, advantages))                         # (items, M)
-                scores, ratios = clipped_objective(scores, before, own, args.clip, args.kl_coef)
-                shares = batch.lengths * weights[:, None] / num_action_tokens           # 0 where there is no token
-                numbers = {"ratio": (ratios * shares).sum().item(),
-                           "clipped": (((ratios - 1).abs() > args.clip) * shares).sum().item()}
+        for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
+            micro_examples = [examples[i] for i in micro]
+            batch = common.collate([item for example in micro_examples for item in example.items], run.device)
+            logps = scorer(batch)                                   # (items, M)
+            ref_logps = None
             if is_dpo:
-                pairs = pair_indices and [pair_indices[i] for i in micro]
-                counts = torch.tensor([len(ref[i]) for i in micro], device=runtime.device)
-                shares = weights.repeat_interleave(counts) / num_pairs                  # (P,)
-                chosen, rejected = chosen_and_rejected(scores, pairs)                   # (P,)
-                ref_chosen, ref_rejected = torch.cat([ref[i] for i in micro]).to(runtime.device).T       # (P,)
-                losses, chosen_rewards, rejected_rewards = dpo_loss(chosen, rejected, ref_chosen, ref_rejected,
-                                                                    args.beta)
-                nll = -chosen / chosen_and_rejected(batch.lengths, pairs)[0]            # (P,) mean over chosen tokens
-                loss = ((losses + args.nll_coef * nll) * shares).sum()
-                numbers = training.preference_numbers(chosen_rewards, rejected_rewards, nll, shares, args.dtype)
-            else:
-                loss = -(scores.sum(1) * weights).sum() / num_action_tokens             # a mean over the batch's tokens
-            (loss * runtime.world_size).backward()                  # FSDP takes the ranks' mean, the batch is their sum
-            sums.update(loss=loss.item(), **numbers, num_tokens=training.num_tokens(examples, micro, weights))
-        numbers = training.optimizer_step(model, optimizer, sums, training.Step(
-            step, len(batches), [example_tasks[i] for i in batches[step]]), args, runtime)
-        log.step(step + 1, **numbers)
+                ref_logps = pad_sequence([values for i in micro for values in ref_scores[i]], batch_first=True)
+                ref_logps = ref_logps.to(run.device)                # (items, M)
+            loss, numbers = batch_loss(logps, ref_logps, batch.lengths, micro_examples, weights / total, args)
+            (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
+            sums.update(loss=loss.item(), **numbers, num_tokens=training.num_tokens(micro_examples, weights))
+        lr = training.learning_rate(step, len(batches), args.lr, args.warmup_frac, args.final_lr_frac)
+        now = training.Step(step, len(batches), lr, [example.task_id for example in batch_examples])
+        log.step(step + 1, **training.optimizer_step(scorer, optimizer, sums, now, args.max_grad_norm, args.out))
         if (step + 1) % args.save_every == 0 or (step + 1) % steps_an_epoch == 0:
             checkpoints.save(step + 1)
             costs.record(works, log.total_tokens)
@@ -566,7 +675,7 @@ def main(argv=None):
 
     common.note_system_prompt(args.out, trajectories)
     costs.record(works, log.total_tokens)
-    training.finish_training(args, model, tokenizer)
+    training.finish_training(args.out, scorer, tokenizer, args.merge)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""What 03 and 04 are made of: dialogue tokens, trees, scores of turns, critics, pairs; and the reading of tasks and
-trajectories, which every stage shares."""
+"""What 03 and 04 are made of: dialogues as tokens, batches, scores of turns, critics, pairs of trajectories.
+
+Also the reading of tasks and trajectories, which every stage shares."""
 import asyncio
 import collections
 import functools
@@ -15,22 +16,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from colbench import ColBenchError, domain_of, task_id
-from lib import adapters, models
+from lib import adapters, models, vision
 from lib.folders import check_critic, read_critic_json, render_chat
-from lib.models import add_head, add_work, encode, generation_cue, load_model, load_tokenizer, tokenizer_name
-from lib.runtime import (
-    barrier,
-    broadcast,
-    gather,
-    InputError,
-    is_main,
-    read_json,
-    read_jsonl,
-    say,
-    write_json,
-)
+from lib.models import add_work, encode, generation_cue, load_model, load_tokenizer, tokenizer_name
+from lib.runtime import barrier, broadcast, gather, InputError, is_main, read_json, read_jsonl, say, write_json
 from lib.schema import label, list_of, nullable, one_of, record, short_text, token_ids, whole
-from lib.vision import image_row, read_images
+from lib.training import longest_row
 
 # Flags that a World may take, and their values where they are not set
 WORLD_FLAGS = {"compat": False, "browser": None, "similarity": "clip", "clip_model": None}
@@ -63,9 +54,6 @@ TRAJECTORY = record(
      "run": whole(0), "similarity": str, "image": nullable(short_text), "reference_image": nullable(short_text),
      "render_fault": nullable(str), "continuation": int,
      "branch": record({"sample": int, "turn": whole(0), "candidate": int})})
-CANDIDATE = record({"text": str, "ids": token_ids, "ended": bool})
-CANDIDATES = record({"task_id": label, "sample": int, "turn": whole(0), "prompt": str, "task": dict,
-                     "history": list_of(TURN), "candidates": list_of(CANDIDATE)})
 AGENT = record({"system_prompt": str})
 
 
@@ -94,45 +82,64 @@ def check_trajectory(row, where, first):
 
 
 def read_trajectories(path, num_trajectories=None, seed=0):
-    """Trajectories with "task_id" (a hash of the task) and "sample" (0, 1, 2 … in the order of the file) filled in
-    where a published file has none, so that (task_id, sample) names one dialogue. With `num_trajectories` those of
-    whole tasks, in an order that `seed` shuffles, until there are so many: subsets of one seed are nested."""
-    trajectories, seen = read_jsonl(path, TRAJECTORY, check=check_trajectory), collections.Counter()
+    """The trajectories of a file, each with "task_id" and "sample", which together name one dialogue.
+
+    Published files have neither: "task_id" is then a hash of the task, "sample" counts a task's dialogues from 0 in
+    the order of the file.
+    num_trajectories: take those of whole tasks, in an order that `seed` shuffles, until there are so many. Subsets of
+    one seed are nested."""
+    trajectories = read_jsonl(path, TRAJECTORY, check=check_trajectory)
+    num_samples = collections.Counter()
     for trajectory in trajectories:
-        name = trajectory["task_id"] = trajectory.get("task_id") or task_id(trajectory["task"])
-        trajectory.setdefault("sample", seen[name])
-        seen[name] += 1
+        name = trajectory.get("task_id") or task_id(trajectory["task"])
+        trajectory["task_id"] = name
+        trajectory.setdefault("sample", num_samples[name])
+        num_samples[name] += 1
     if num_trajectories is None:
         return trajectories
     if num_trajectories > len(trajectories):
         raise InputError(f"{path}: --num-trajectories {num_trajectories}, but it has only {len(trajectories):,}")
+    return subset_of_tasks(trajectories, num_trajectories, seed)
+
+
+def subset_of_tasks(trajectories, num_trajectories, seed):
+    """At least so many trajectories, all those of the first tasks in an order that `seed` shuffles."""
     by_task = {}
     for trajectory in trajectories:
         by_task.setdefault(trajectory["task_id"], []).append(trajectory)
-    order = sorted(by_task, key=lambda task: hashlib.sha256(f"{seed} {task}".encode(errors="replace")).digest())
-    kept = []
-    while len(kept) < num_trajectories:
-        kept += by_task[order.pop(0)]
-    say(f"{len(kept):,} trajectories of {len({t['task_id'] for t in kept}):,} tasks kept (--num-trajectories)")
-    return kept
+    order = sorted(by_task, key=lambda name: hashlib.sha256(f"{seed} {name}".encode(errors="replace")).digest())
+    subset, num_tasks = [], 0
+    while len(subset) < num_trajectories:
+        subset += by_task[order[num_tasks]]
+        num_tasks += 1
+    say(f"{len(subset):,} trajectories of {num_tasks:,} tasks kept (--num-trajectories)")
+    return subset
 
 
-def fill_rewards(trajectories, domain, args):
-    """Give trajectories that have no "reward" (published ones may not) what World.score says, once for all ranks."""
-    missing = [t for t in trajectories if not isinstance(t.get("reward"), (int, float))]
-    if not missing:
+def fill_rewards(trajectories, open_world):
+    """Give trajectories that have no "reward" (published ones may not) what World.score says, once for all ranks.
+
+    open_world: opens the World of their domain (world)."""
+    unscored = [t for t in trajectories if not isinstance(t.get("reward"), (int, float))]
+    if not unscored:
         return
     verdicts = None
     if is_main():
-        with world(domain, args, f"{args.out}.images", pathlib.Path(args.out).parent) as scorer:
-            for key, value in scorer.about.items():
-                if other := {t[key] for t in trajectories if t.get(key, value) != value}:
-                    raise InputError(f'{len(missing):,} dialogues have no "reward", and others have it by '
-                                     f"{', '.join(sorted(map(str, other)))}: two scales; score all with 05 first")
-            verdicts = asyncio.run(scorer.score([(t["task"], t["answer"]) for t in missing]))
-    for trajectory, fresh in zip(missing, broadcast(verdicts)):
-        trajectory |= fresh
-    say(f"computed {len(missing):,} missing rewards")
+        with open_world() as scorer:
+            check_scale(trajectories, len(unscored), scorer.about)
+            verdicts = asyncio.run(scorer.score([(t["task"], t["answer"]) for t in unscored]))
+    for trajectory, verdict in zip(unscored, broadcast(verdicts)):
+        trajectory |= verdict
+    say(f"computed {len(unscored):,} missing rewards")
+
+
+def check_scale(trajectories, num_unscored, about):
+    """InputError where some trajectories were scored otherwise than a World is `about` to score: {"similarity": …}."""
+    for key, value in about.items():
+        scales = {str(t[key]) for t in trajectories if t.get(key, value) != value}
+        if scales:
+            raise InputError(f'{num_unscored:,} dialogues have no "reward", and others have it by '
+                             f"{', '.join(sorted(scales))}: two scales; score all with 05 first")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -142,12 +149,16 @@ LAST_ROUND = "\n(last round)"
 HIDDEN_INFO = "The {noun} that this person needs is the following.\n{ground_truth}\nThe dialogue with the person:\n"
 
 
-def agent_messages(history, max_rounds, own_prompt, system=None):
-    """The chat an agent sees before its next turn: the domain's `own_prompt`, then the dialogue, with a note on the
-    message of the human that opens the last round. `system` (a text, taken as it is) replaces our prompt and this note,
-    which is a part of it. `c` is not an argument, so that it cannot reach a policy."""
-    messages = [{"role": "system", "content": own_prompt.format(max_rounds=max_rounds) if system is None else system}]
-    messages += [{"role": turn["role"], "content": turn["content"]} for turn in history]
+def agent_messages(history, max_rounds, domain_prompt, system=None):
+    """The chat that an agent sees before its next turn: a system prompt and the dialogue.
+
+    The prompt is the domain's; the human's message that opens the last round then ends with a note.
+    system: a text that replaces this prompt and the note.
+    `c` is not an argument, so that it cannot reach a policy."""
+    prompt = domain_prompt.format(max_rounds=max_rounds) if system is None else system
+    messages = [{"role": "system", "content": prompt}]
+    for turn in history:
+        messages.append({"role": turn["role"], "content": turn["content"]})
     if system is None and len(history) == 2 * max_rounds - 1:
         messages[-1]["content"] += LAST_ROUND
     return messages
@@ -203,28 +214,38 @@ def check_system_prompt(agent, tokenizer, domain, system, max_rounds):
     if not note.is_file():
         return
     trained = read_json(note, AGENT)["system_prompt"]
-    texts = trained, domain.AGENT_SYSTEM.format(max_rounds=max_rounds) if system is None else system
-    shown = [prompt_text(tokenizer, [{"role": "user", "content": "?"}], max_rounds, "", text) for text in texts]
-    if shown[0] != shown[1]:
+    if system is None:
+        system = domain.AGENT_SYSTEM.format(max_rounds=max_rounds)
+    question = [{"role": "user", "content": "?"}]
+    trained_prompt, prompt = (prompt_text(tokenizer, question, max_rounds, "", text) for text in (trained, system))
+    if trained_prompt != prompt:
         say(f"{agent}: was trained with another system prompt than it has here; {note} has its text "
             "(--system-prompt FILE, --max-rounds)")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # dialogue tokens
-#
-# A row is token ids and, for each token, the index of the agent turn that it belongs to, or -1 for what is only read
-# (prompts, the person, c). A trajectory is one row where the chat template only ever appends, else several. A tree is a
-# row of several actions that continue the same prompt: each sees the prompt and itself, so that the prompt, `shared`
-# tokens, is computed once for all of them. A row of a visual critic shows one turn in images (files, None: a black
-# one), all of its tokens are that turn's, and a trajectory is a row for each turn.
 
+# A row: token ids and, for each token, the number of the agent turn that it belongs to, or -1 where it is only read
+# (prompts, the person, c).
+# shared  None, or of a tree the number of its prompt's tokens: several actions continue one prompt, which is computed
+#         once; each action sees the prompt and itself
+# images  the image files (None: a black one) that a row of a visual critic shows; all of its tokens are one turn's
 Row = namedtuple("Row", "ids turns shared images", defaults=(None, ()))
 
+# What one training example is made of.
+# items    lists of rows: a trajectory (one row where the chat template only appends, else several), or the actions of
+#          one state (a tree, or a row each)
+# pairs    ((item, turn), (item, turn)) of chosen and rejected actions; empty where all turns are imitated, and of a
+#          critic, which compares its two items as wholes
+# task_id  for messages
+Example = namedtuple("Example", "items pairs task_id")
 
-def prompt_text(tokenizer, history, max_rounds, own_prompt, system=None):
+
+def prompt_text(tokenizer, history, max_rounds, domain_prompt, system=None):
     """The text that the agent continues: its chat (agent_messages) through the template, with the cue of its turn."""
-    return render_chat(tokenizer, agent_messages(history, max_rounds, own_prompt, system), add_generation_prompt=True)
+    messages = agent_messages(history, max_rounds, domain_prompt, system)
+    return render_chat(tokenizer, messages, add_generation_prompt=True)
 
 
 def with_hidden_info(tokenizer, text, privileged_info):
@@ -235,28 +256,32 @@ def with_hidden_info(tokenizer, text, privileged_info):
 
 
 def agent_turns(tokenizer, trajectory, counts=None, only=None):
-    """[(prompt text, action ids)] of a trajectory's agent turns, as near to what was sampled as the file allows:
-    "as sampled" where this tokenizer sampled it, "as logged" where the logged prompt ends with this template's cue
-    (published files: the ids are made from the raw output), else "rendered again" from the contents of the turns.
-    `counts` (a dict) counts the turns of each kind. only: the index in the history of the one turn asked for."""
-    history, turns = trajectory["dialogue_history"], []
-    own_ids = trajectory.get("tokenizer") == tokenizer_name(tokenizer)
+    """[(prompt text, action ids)] of a trajectory's agent turns, as near to what was sampled as the file allows.
+
+    A turn is of one of three kinds, which `counts` (a dict) counts:
+    "as sampled"      this tokenizer sampled it: the ids are in the file
+    "as logged"        its logged prompt ends with this template's cue (published files): ids come from the raw output
+    "rendered again"  else: prompt and ids are made from the contents of the turns
+    only: the index in the history of the one turn asked for."""
+    history = trajectory["dialogue_history"]
+    is_sampled = trajectory.get("tokenizer") == tokenizer_name(tokenizer)
+    turns = []
     for index, turn in enumerate(history):
         if turn["role"] != "assistant" or only not in (None, index):
             continue
-        if own_ids:
+        if is_sampled:
             kind = "as sampled"
             check_sampled(turn, tokenizer, f"task {trajectory['task_id']}, sample {trajectory['sample']}, turn {index}")
             turns.append((turn["input"], turn["output_ids"]))
         elif "output" in turn and turn.get("input", "").endswith(generation_cue(tokenizer)):
             kind = "as logged"
-            turns.append((turn["input"], encode(tokenizer, turn["output"].removesuffix(tokenizer.eos_token))
-                          + [tokenizer.eos_token_id]))
+            output = turn["output"].removesuffix(tokenizer.eos_token)
+            turns.append((turn["input"], encode(tokenizer, output) + [tokenizer.eos_token_id]))
         else:
             kind = "rendered again"
-            text = prompt_text(tokenizer, history[:index], trajectory.get("max_rounds", 10),
-                               domain_of(trajectory["task"]).AGENT_SYSTEM, system_prompt(trajectory))
-            turns.append((text, encode(tokenizer, turn["content"]) + [tokenizer.eos_token_id]))
+            prompt = prompt_text(tokenizer, history[:index], trajectory.get("max_rounds", 10),
+                                 domain_of(trajectory["task"]).AGENT_SYSTEM, system_prompt(trajectory))
+            turns.append((prompt, encode(tokenizer, turn["content"]) + [tokenizer.eos_token_id]))
         if counts is not None:
             counts[kind] = counts.get(kind, 0) + 1
     return turns
@@ -270,14 +295,6 @@ def check_sampled(turn, tokenizer, where):
     if max(turn["output_ids"]) >= len(tokenizer):
         raise InputError(f'{where}: "output_ids" has {max(turn["output_ids"])}, and this tokenizer has only '
                          f"{len(tokenizer):,} ids")
-
-
-def all_turns(tokenizer, trajectories, what="agent turns"):
-    """agent_turns of many trajectories; says how many turns are of which kind."""
-    counts = {}
-    turns = [agent_turns(tokenizer, trajectory, counts) for trajectory in trajectories]
-    say(f"{what}: " + ", ".join(f"{count:,} {kind}" for kind, count in counts.items()))
-    return turns
 
 
 def rows_of_trajectory(tokenizer, turns, privileged_info=None):
@@ -310,11 +327,28 @@ def candidate_rows(tokenizer, prompt, actions, no_tree=False):
         ids    <u> hi <a> who ? <e> ok <e>
         turns   -1 -1  -1   0 0   0  1   1      shared = 3"""
     read = encode(tokenizer, prompt)
+    marks = [-1] * len(read)
     if no_tree:
-        return [Row(read + list(action), [-1] * len(read) + [n] * len(action)) for n, action in enumerate(actions)]
-    return [Row(read + [token for action in actions for token in action],
-                [-1] * len(read) + [n for n, action in enumerate(actions) for _ in action], len(read))]
+        return [Row(read + list(action), marks + [n] * len(action)) for n, action in enumerate(actions)]
+    ids = list(read)
+    for n, action in enumerate(actions):
+        ids += action
+        marks += [n] * len(action)
+    return [Row(ids, marks, shared=len(read))]
 
+
+def as_one_action(item):
+    """The rows of a trajectory, whose agent tokens are then all of turn 0: multi-turn DPO compares whole dialogues."""
+    return [row._replace(turns=[min(turn, 0) for turn in row.turns]) for row in item]
+
+
+def num_action_tokens(example):
+    """How many tokens of an example are the agent's."""
+    return sum(turn >= 0 for item in example.items for row in item for turn in row.turns)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# batches
 
 Batch = namedtuple("Batch", "ids mask positions turns previous owners lengths sizes images")
 
@@ -331,53 +365,124 @@ def collate(items, device="cpu"):
     lengths    (B, M) number of action tokens of each item's turns, 0 where it has no such turn
     sizes      number of tokens of each row
     images     of all rows, in their order"""
-    rows = [(owner, row) for owner, item in enumerate(items) for row in item]
-    width = max(len(row.ids) for _, row in rows)
-    num_turns = 1 + max(max(row.turns) for _, row in rows)
+    rows = [row for item in items for row in item]
+    owners = [number for number, item in enumerate(items) for _ in item]
+    width = max(len(row.ids) for row in rows)
+    num_turns = 1 + max(max(row.turns) for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     turns = torch.full((len(rows), width), -1)
     mask = torch.zeros(len(rows), width, dtype=torch.long)
     positions = torch.arange(width).repeat(len(rows), 1)
     previous = positions - 1
     lengths = torch.zeros(len(items), num_turns)
-    for r, (owner, row) in enumerate(rows):
+    for r, (owner, row) in enumerate(zip(owners, rows)):
         length = len(row.ids)
         ids[r, :length] = torch.tensor(row.ids)
         turns[r, :length] = torch.tensor(row.turns)
         mask[r, :length] = 1
         counts = torch.bincount(turns[r][turns[r] >= 0], minlength=num_turns)
         lengths[owner] += counts
-        if row.shared is not None:
+        if row.shared is not None:                                                        # a tree
             begins = row.shared + counts.cumsum(0) - counts                               # (M,) where actions begin
             acting = turns[r] >= 0
             positions[r][acting] += row.shared - begins[turns[r][acting]]
             previous[r][begins[counts > 0]] = row.shared - 1
-    if any(row.shared is not None for _, row in rows):
-        branch = torch.where(torch.tensor([row.shared is not None for _, row in rows])[:, None], turns, -1)    # (R, T)
-        sees = (branch[:, None, :] == -1) | (branch[:, None, :] == branch[:, :, None])                      # (R, T, T)
-        causal = torch.ones(width, width, dtype=torch.bool).tril()
-        # Padding sees itself, because a softmax over nothing is NaN.
-        mask = (sees & causal & ((mask[:, None, :] == 1) | torch.eye(width, dtype=torch.bool)))[:, None]
-    owners = torch.tensor([owner for owner, _ in rows])
-    return Batch(*(tensor.to(device) for tensor in (ids, mask, positions, turns, previous, owners, lengths)),
-                 [len(row.ids) for _, row in rows], [image for _, row in rows for image in row.images])
+    is_tree = torch.tensor([row.shared is not None for row in rows])                      # (R,)
+    if is_tree.any():
+        mask = tree_mask(mask, torch.where(is_tree[:, None], turns, -1))
+    tensors = ids, mask, positions, turns, previous, torch.tensor(owners), lengths
+    sizes = [len(row.ids) for row in rows]
+    images = [image for row in rows for image in row.images]
+    return Batch(*(tensor.to(device) for tensor in tensors), sizes, images)
+
+
+def tree_mask(is_token, branches):
+    """Which tokens (third axis) each token (fourth) sees, (R, 1, T, T) bool: those before it of its own branch and of
+    the prompt. is_token (R, T): 1, or 0 where padded; branches (R, T): the number of the action, -1 of the prompt."""
+    width = branches.shape[1]
+    is_prompt = branches[:, None, :] == -1                                                # (R, 1, T)
+    same_branch = branches[:, None, :] == branches[:, :, None]                            # (R, T, T)
+    is_before = torch.ones(width, width, dtype=torch.bool).tril()                         # (T, T)
+    itself = torch.eye(width, dtype=torch.bool)         # padding sees itself: a softmax over nothing is NaN
+    seen = (is_prompt | same_branch) & is_before & ((is_token[:, None, :] == 1) | itself)
+    return seen[:, None]
+
+
+def batch_pairs(examples):
+    """The pairs of several examples, whose items are numbered through as collate takes them, as a tensor (P, 2, 2):
+    of each pair the chosen and the rejected action, of each action its item and turn.
+
+    For two examples of one item with pairs ((0, 0), (0, 1)) and ((0, 2), (0, 1)) it is
+        [[[0, 0], [0, 1]], [[1, 2], [1, 1]]]"""
+    pairs, first_item = [], 0
+    for example in examples:
+        for (chosen_item, chosen_turn), (rejected_item, rejected_turn) in example.pairs:
+            pairs.append([[first_item + chosen_item, chosen_turn], [first_item + rejected_item, rejected_turn]])
+        first_item += len(example.items)
+    return torch.tensor(pairs)
+
+
+def chosen_and_rejected(values, pairs):
+    """What `values` (B, M), a number for each turn of each item, says of both sides of `pairs` (batch_pairs).
+    Returns (chosen, rejected), each (P,)."""
+    chosen = values[pairs[:, 0, 0], pairs[:, 0, 1]]                                       # (P,)
+    rejected = values[pairs[:, 1, 0], pairs[:, 1, 1]]                                     # (P,)
+    return chosen, rejected
+
+
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# scores of turns
+
+class Scorer(torch.nn.Module):
+    """A model that gives each action of a batch (collate) a number, (B, M); 0 where an item has no such turn.
+
+    Without a head it is the action's log-probability (turn_logps), with one the head's value (turn_values).
+    03 and 04 call this, never the model: where it is split over the ranks, a call gathers what it needs.
+
+    model      a causal language model, or one of the Qwen2-VL family
+    head       None, or a linear layer from a hidden state to one number
+    processor  of a model that sees images"""
+
+    def __init__(self, model, has_head=False, processor=None):
+        super().__init__()
+        self.model = model
+        self.processor = processor
+        self.head = None
+        if has_head:
+            self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
+            self.reset_head()
+            output, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
+            if output.weight is not embeddings.weight:
+                # It gets no gradients, and so no optimiser state; a run could not be resumed with it.
+                output.requires_grad_(False)
+
+    def reset_head(self):
+        """An untrained head gives every turn 0."""
+        torch.nn.init.zeros_(self.head.weight)
+        torch.nn.init.zeros_(self.head.bias)
+
+    def forward(self, batch):
+        if batch.images:
+            hidden = vision.hidden_states(self.model, self.processor, batch)              # (R, T, H)
+        else:
+            hidden = hidden_states(self.model, batch)                                     # (R, T, H)
+        if self.head is None:
+            return turn_logps(self.model.get_output_embeddings(), hidden, batch)
+        return turn_values(self.head, hidden, batch)
 
 
 def hidden_states(model, batch):
     """The last hidden state of each token, (R, T, H)."""
-    if batch.images:                              # the model gives their tokens positions in rows and columns
-        pixels = read_images(model.processor, batch.images)
-        add_work(model, batch.sizes, patches=len(pixels["pixel_values"]))
-        return model.base_model(input_ids=batch.ids, mm_token_type_ids=(batch.ids == model.config.image_token_id).int(),
-                                use_cache=False, **{name: x.to(batch.ids.device) for name, x in pixels.items()}
-                                ).last_hidden_state
     add_work(model, batch.sizes)
     mask = None                                   # rows are padded on the right: with causal attention no token sees it
-    if batch.mask.dim() == 4:                         # added to scores; as bool every layer would keep a copy like it
+    if batch.mask.dim() == 4:                     # added to scores; as bool every layer would keep a copy like it
         mask = torch.zeros_like(batch.mask, dtype=model.get_input_embeddings().weight.dtype)
         mask.masked_fill_(~batch.mask, -torch.inf)
-    return model.get_decoder()(input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions,
-                               use_cache=False).last_hidden_state
+    output = model.get_decoder()(input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions,
+                                 use_cache=False)
+    return output.last_hidden_state
 
 
 def action_tokens(batch):
@@ -385,88 +490,131 @@ def action_tokens(batch):
     return (batch.turns >= 0).nonzero(as_tuple=True)
 
 
-def states_before_actions(model, batch):
-    """The last hidden state of the token before each action token, (N, H)."""
-    r, t = action_tokens(batch)
-    return hidden_states(model, batch)[r, batch.previous[r, t]]
-
-
 def turn_sums(batch, values):
-    """The sums of `values` (N,) of action tokens over each action, (B, M) float32; 0 where an item has no such turn."""
+    """Sums of `values` (N,) or (N, H) of action tokens over each action, (B, M) or (B, M, H) float32."""
     r, t = action_tokens(batch)
-    return torch.zeros_like(batch.lengths).index_put((batch.owners[r], batch.turns[r, t]), values, accumulate=True)
+    sums = torch.zeros(*batch.lengths.shape, *values.shape[1:], device=values.device)
+    return sums.index_put((batch.owners[r], batch.turns[r, t]), values, accumulate=True)
 
 
-def turn_logps(model, batch):
-    """Log-probability of each action, summed over its tokens (end of turn included), as (B, M) float32; 0 where an item
-    has no such turn. The vocabulary projection runs at action tokens alone."""
-    return turn_sums(batch, models.token_logps(model.get_output_embeddings(), states_before_actions(model, batch),
-                                        batch.ids[action_tokens(batch)]))
-
-
-def turn_kls(model, batch, teacher, teacher_batch, direction):
-    """The divergence of a model from a `teacher` (token_kls) at each action token, summed as turn_logps, (B, M). The
-    teacher has no gradients and reads `teacher_batch`: the same actions, after other prompts."""
-    with torch.no_grad():
-        teacher_hidden = states_before_actions(teacher, teacher_batch)
-    return turn_sums(batch, models.token_kls(model.get_output_embeddings(), states_before_actions(model, batch),
-                                      teacher.get_output_embeddings(), teacher_hidden, direction))
-
-
-def turn_means(model, batch):
-    """The mean of the last hidden states over each action's tokens, (B, M, H) float32; 0 where a turn is missing."""
-    hidden = hidden_states(model, batch)                                               # (R, T, H)
+def turn_logps(output_projection, hidden, batch):
+    """The log-probability of each action, summed over its tokens (end of turn included), (B, M) float32.
+    hidden: (R, T, H). The vocabulary projection runs at action tokens alone."""
     r, t = action_tokens(batch)
-    sums = torch.zeros(*batch.lengths.shape, hidden.shape[-1], device=hidden.device)
-    sums = sums.index_put((batch.owners[r], batch.turns[r, t]), hidden[r, t].float(), accumulate=True)
-    return sums / batch.lengths.clamp(min=1)[..., None]
+    before = hidden[r, batch.previous[r, t]]                                              # (N, H)
+    return turn_sums(batch, models.token_logps(output_projection, before, batch.ids[r, t]))
 
 
-def turn_scores(model, batch):
-    """What a critic's model says of each action, (B, M): turn_logps, or its head on turn_means where it has one."""
-    if hasattr(model, "turn_head"):
-        weight, bias = model.turn_head.weight.float(), model.turn_head.bias.float()
-        return F.linear(turn_means(model, batch), weight, bias).squeeze(-1) * (batch.lengths > 0)
-    return turn_logps(model, batch)
+def turn_values(head, hidden, batch):
+    """A head's number for each action, from the mean of its tokens' hidden states (R, T, H); (B, M) float32."""
+    means = turn_sums(batch, hidden[action_tokens(batch)].float()) / batch.lengths.clamp(min=1)[..., None]
+    values = F.linear(means, head.weight.float(), head.bias.float()).squeeze(-1)          # (B, M)
+    return values * (batch.lengths > 0)
 
 
-def turn_scores_of(model, items, max_tokens, device):
-    """turn_scores of many items without gradients, in batches of at most `max_tokens` padded tokens, longest first.
-    Returns a list of float32 tensors (number of turns of the item,) in the items' order. A model that is sharded over
-    the ranks takes them all: every rank must call this with the same items. No model, the reference of a critic with a
-    head (load_critic), whose initial values are 0: zeros (1,)."""
-    if model is None:
+def turn_scores_of(scorer, items, max_tokens, device):
+    """What a Scorer says of many items without gradients: a list of float32 tensors (number of turns of the item,).
+
+    Items go through it in batches of at most `max_tokens` padded tokens. If it is split over the ranks, every rank must
+    call this with the same items, and takes its part of the batches.
+    scorer: None, the reference of a critic with a head, whose initial values are 0; or a WithoutAdapter."""
+    if scorer is None:
         return [torch.zeros(1)] * len(items)
-    if isinstance(model, adapters.WithoutAdapter):
-        with adapters.adapter_off(model.model):
-            return turn_scores_of(model.model, items, max_tokens, device)
-    order = sorted(range(len(items)), key=lambda i: -max(len(row.ids) for row in items[i]))
-    chunks = []
-    while order:
-        width = max(len(row.ids) for row in items[order[0]])
-        chunk, num_rows = [], 0
-        while order and (not chunk or (num_rows + len(items[order[0]])) * width <= max_tokens):
-            num_rows += len(items[order[0]])
-            chunk.append(order.pop(0))
-        chunks.append(chunk)
-    sharded = hasattr(model, "reshard")
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if sharded else (0, 1)
-    found = {}
-    was_training = model.training
-    model.eval()
+    if isinstance(scorer, adapters.WithoutAdapter):
+        with adapters.adapter_off(scorer.scorer.model):
+            return turn_scores_of(scorer.scorer, items, max_tokens, device)
+    chunks = chunks_of(items, max_tokens)
+    is_split = hasattr(scorer, "reshard")
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_split else (0, 1)
+    scores = {}
+    was_training = scorer.training
+    scorer.eval()
     for first in range(0, len(chunks), world_size):
-        chunk = chunks[min(first + rank, len(chunks) - 1)]        # ranks gather layers together: as many passes on each
+        # Ranks gather layers together, so each makes as many passes: where no chunk is left, the last one again.
+        chunk = chunks[min(first + rank, len(chunks) - 1)]
         with torch.no_grad():
-            score = getattr(model, "turn_scores", functools.partial(turn_scores, model))       # of a sharded model
-            values = score(collate([items[i] for i in chunk], device)).cpu()
-        for i, row in zip(chunk, values):
-            found[i] = row[:1 + max(max(r.turns) for r in items[i])].clone()
-    model.train(was_training)
-    if sharded:
-        model.reshard()                                             # the root stays gathered for a backward pass
+            values = scorer(collate([items[i] for i in chunk], device)).cpu()             # (B, M)
+        for i, item_values in zip(chunk, values):
+            num_turns = 1 + max(max(row.turns) for row in items[i])
+            scores[i] = item_values[:num_turns].clone()
+    scorer.train(was_training)
+    if is_split:
+        scorer.reshard()                                            # the root stays gathered for a backward pass
     if world_size > 1:
-        found = {i: row for part in gather(found) for i, row in part.items()}
-    return [found[i] for i in range(len(items))]
+        for scores_of_rank in gather(scores):
+            scores |= scores_of_rank
+    return [scores[i] for i in range(len(items))]
+
+
+def chunks_of(items, max_tokens):
+    """Lists of item numbers, the longest items first, so that a list padded has at most `max_tokens` tokens if it has
+    more than one item."""
+    lengths = [max(len(row.ids) for row in item) for item in items]
+    order = sorted(range(len(items)), key=lambda i: -lengths[i])
+    chunks, num_rows = [], 0
+    for i in order:
+        # the first item of a chunk is its longest
+        if chunks and (num_rows + len(items[i])) * lengths[chunks[-1][0]] <= max_tokens:
+            chunks[-1].append(i)
+            num_rows += len(items[i])
+        else:
+            chunks.append([i])
+            num_rows = len(items[i])
+    return chunks
+
+
+def example_scores(scorer, examples, max_tokens, device):
+    """turn_scores_of every example's items: a list of tensors (turns,) for each example."""
+    items = [item for example in examples for item in example.items]
+    scores = iter(turn_scores_of(scorer, items, max_tokens, device))
+    return [list(itertools.islice(scores, len(example.items))) for example in examples]
+
+
+def reference_logps(folder, scorer, examples, max_tokens, device):
+    """example_scores under the initial model, kept in `folder`/ref.pt for a run that is resumed."""
+    path = pathlib.Path(folder) / "ref.pt"
+    if not path.exists():
+        say(f"reference log-probabilities of {len(examples):,} examples")
+        scores = example_scores(adapters.without_adapter(scorer), examples, max_tokens, device)
+        if is_main():
+            partial = path.with_suffix(".partial")
+            partial.unlink(missing_ok=True)                          # torch.save would follow a link
+            torch.save(scores, partial)
+            partial.rename(path)
+    barrier()
+    return torch.load(path, weights_only=True)
+
+
+def load_scorer(name, run, sharding, lora=None, has_head=False, kind=Scorer):
+    """A Scorer for training, or for scoring with a model that is too large for one rank: split over the ranks.
+    kind: a class derived from Scorer."""
+    processor = vision.load_processor(name) if models.reads_images(name) else None
+    build = functools.partial(kind, has_head=has_head, processor=processor)
+    scorer = models.load_sharded(name, run, sharding, lora, build)
+    if has_head:
+        scorer.reset_head()
+    return scorer
+
+
+def shard_scorer(model, run, sharding):
+    """A Scorer for training of a whole model, which is then split over the ranks."""
+    scorer = Scorer(model)
+    models.shard(scorer, run, sharding)
+    return scorer
+
+
+def load_whole(device, dtype="float32"):
+    """A `load` for load_critic: whole models on this rank."""
+    def load(name, lora=None, has_head=False):
+        processor = None
+        if models.reads_images(name):
+            model, processor = vision.load_vision(name, device, dtype)
+        else:
+            model, _ = load_model(name, device, dtype)
+        if lora:
+            adapters.add_adapter(model, lora, getattr(torch, dtype))     # as in a pass of a model that is split
+        return Scorer(model, has_head, processor)
+    return load
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -482,27 +630,6 @@ def turn_advantages(values, ref_values, lengths, normalize):
     if normalize == "trajectory":
         return logratios / lengths.sum(1, keepdim=True)                             # (B, M)
     return logratios
-
-
-def shard(model, runtime, args):
-    """models.shard, with model.turn_scores(batch) and turn_kls, which gather what they need. Call these, never the
-    model."""
-    models.shard(model, runtime, args)
-    attach_turn_scores(model)
-
-
-def attach_turn_scores(model):
-    from torch.distributed.fsdp import register_fsdp_forward_method
-    for function in (turn_scores, turn_kls):
-        setattr(model, function.__name__, functools.partial(function, model))
-        register_fsdp_forward_method(model, function.__name__)
-
-
-def load_sharded(name, runtime, args, lora=None, head=False):
-    """models.load_sharded, with model.turn_scores(batch) as shard gives it."""
-    model = models.load_sharded(name, runtime, args, lora, head)
-    attach_turn_scores(model)
-    return model
 
 
 UNTRAINED = "untrained"                                             # --critic: the base model, with no training
@@ -529,111 +656,101 @@ def read_critic(folder, tokenizer, domain, reference=None):
         raise InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
     critic = {**read_critic_json(path), "folder": str(folder)}
     if adapters.is_adapter(folder):
-        critic["reference"] = adapters.adapter_base(folder)
+        critic["reference"] = models.adapter_base(folder)
     critic["trained_with"] = critic.get("reference_sees", "informed")
     critic["reference_sees"] = reference or critic["trained_with"]
-    if reference == "blind" and (critic["head"] != "lm" or not critic.get("privileged")):
-        raise InputError(f"{folder}: --reference blind needs a language model that sees c as a critic; this one has "
-                         + ("a head, whose initial values are 0" if critic["head"] != "lm" else "never seen c"))
+    if reference == "blind":
+        needs = f"{folder}: --reference blind needs a language model that sees c as a critic; this one has"
+        if critic["head"] != "lm":
+            raise InputError(f"{needs} a head, whose initial values are 0")
+        if not critic.get("privileged"):
+            raise InputError(f"{needs} never seen c")
     if critic.get("visual") and not domain.views:
         raise InputError(f"{folder}: a critic that sees cannot rank {domain.NOUN}s, which have nothing to see")
-    own = not critic.get("visual") and tokenizer and load_tokenizer(str(folder))
-    if own and tokenizer_name(own) != tokenizer_name(tokenizer):
-        raise InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
-    if critic["head"] != "lm" and not adapters.is_adapter(folder):  # these need no reference
-        return critic
-    known, name = critic.get("reference_fingerprint"), critic["reference"]
-    found = models.weights_fingerprint(name)
+    if tokenizer and not critic.get("visual"):
+        if tokenizer_name(load_tokenizer(str(folder))) != tokenizer_name(tokenizer):
+            raise InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
+    if critic["head"] == "lm" or adapters.is_adapter(folder):       # the others need no reference
+        check_reference(critic)
+    return critic
+
+
+def check_reference(critic):
+    """InputError where a critic's reference has other weights than when the critic was trained from it."""
+    folder, name, known = critic["folder"], critic["reference"], critic.get("reference_fingerprint")
+    fingerprint = models.weights_fingerprint(name)
     if known is None:
         say(f"{folder}: critic.json has no fingerprint of its reference {name}; taken as it is")
-    elif found not in (None, known):                                # None: it cannot be loaded either, which says more
+    elif fingerprint not in (None, known):                          # None: it cannot be loaded either, which says more
         raise InputError(f"{folder}: its reference {name} has other weights than when the critic was trained from it "
-                         f"(fingerprint {str(known)[:40]}, now {found}); put them back, or train the critic again")
-    return critic
+                         f"(fingerprint {str(known)[:40]}, now {fingerprint}); put them back, or train the critic "
+                         "again")
 
 
 def reference_line(critic):
     """What a critic's scores are, in a line; None where there is no choice (a head, a critic without c)."""
     if critic["head"] != "lm" or not critic["privileged"]:
         return None
-    model = "p" if critic["trained_with"] else "p_ref"
+    model, trained = "p_ref", "not trained"
+    if critic["trained_with"]:
+        model, trained = "p", f"trained with --reference {critic['trained_with']}"
     prompt = "o, c" if critic["reference_sees"] == "informed" else "o"
-    trained = f"trained with --reference {critic['trained_with']}" if critic["trained_with"] else "not trained"
     return f"{critic['folder']}: scores are log {model}(a|o, c) - log p_ref(a|{prompt}), means over tokens; {trained}"
 
 
 def load_critic(critic, load):
-    """read_critic's answer with its "model" and "reference" (None with a head: its initial values are 0; of an adapter
-    folder the model with its adapter off), each loaded by load(name, lora=…, head=…), a whole one (load_whole) or one
-    that is split over the ranks (load_sharded)."""
+    """read_critic's answer with its "model" and "reference", both Scorers.
+
+    load(name, lora=…, has_head=…) loads one: load_whole, or load_scorer where it is split over the ranks.
+    The reference is the initial model; of an adapter folder the model with its adapter off; of a critic with a head
+    None, because its initial values are 0."""
     check_critic(critic)
     has_head = critic["head"] != "lm"
     is_trained = critic["folder"] != critic["reference"]
     lora = adapters.folder_config(critic["folder"]) if is_trained else None
-    model = load(critic["reference"] if lora else critic["folder"], lora=lora, head=has_head)
+    name = critic["reference"] if lora else critic["folder"]
+    scorer = load(name, lora=lora, has_head=has_head)
     if lora:
-        adapters.load_adapter(model, critic["folder"])
+        adapters.load_adapter(scorer.model, critic["folder"])
     if has_head:
-        models.load_head(model, critic["folder"])
-    model.eval()
+        models.load_head(scorer.head, critic["folder"])
+    scorer.eval()
     if has_head:
         reference = None
     elif lora:
-        reference = adapters.without_adapter(model)
+        reference = adapters.without_adapter(scorer)
+    elif is_trained:
+        reference = load(critic["reference"]).eval()
     else:
-        reference = load(critic["reference"]).eval() if is_trained else model
-    return {**critic, "model": model, "reference": reference}
+        reference = scorer
+    return {**critic, "model": scorer, "reference": reference}
 
 
-def load_whole(device, dtype="float32"):
-    """A `load` for load_critic: whole models on this rank."""
-    def load(name, lora=None, head=False):
-        model, _ = load_model(name, device, dtype)
-        if lora:
-            adapters.add_adapter(model, lora, getattr(torch, dtype))     # as in a pass of a model that is split
-        if head:
-            add_head(model)
-        return model
-    return load
+def works_of(critic):
+    """What the models of a critic (load_critic) have done (models.work_of), each once."""
+    scorers = [critic["model"]]
+    if isinstance(critic["reference"], Scorer) and critic["reference"] is not critic["model"]:
+        scorers.append(critic["reference"])
+    return [models.work_of(scorer.model) for scorer in scorers]
 
 
 # A state and actions in it: the prompt's text, the task, the turns so far, the actions' ids and what they say (said)
 DecisionPoint = namedtuple("DecisionPoint", "prompt task history actions texts")
 
 
-def show_documents(documents, domain, args):
-    """{document: its image file, None where it cannot be rendered}, rendered by rank 0 (World.show). For all ranks. A
-    visual critic's "show" is this function with domain and arguments."""
-    shown = None
+def show_documents(documents, domain, open_world):
+    """{document: its image file, None where it cannot be rendered}, rendered by rank 0 (World.show); for all ranks.
+
+    A visual critic's "show" is this function with domain and open_world (world, which need not score)."""
+    files = None
     if is_main():
-        with world(domain, args, f"{args.out}.images", None, score=False) as browser:
-            shown = asyncio.run(browser.show(documents))
-    shown = broadcast(shown)
-    if lost := list(shown.values()).count(None):
-        say(f"{lost:,} of {len(shown):,} {domain.NOUN}s cannot be rendered: shown as black images")
-    return shown
-
-
-def views_after(critic, point):
-    """For each action of a point what a visual critic is shown of it (domain.views), as a tuple."""
-    domain, views = domain_of(point.task), []
-    for text in point.texts:
-        turn = {"role": "assistant", "content": text}
-        views.append(tuple(domain.views(point.task, [*point.history, turn], critic["privileged"])))
-    return views
-
-
-def documents_needed(critic, points):
-    """All documents that a visual critic looks at to score the actions of points."""
-    return list(dict.fromkeys(document for point in points for views in views_after(critic, point)
-                              for _, document in views if document is not None))
-
-
-def view_row(processor, views, number, shown):
-    """The Row that shows a visual critic the agent's turn `number`: captions and images of `views`; `shown` has the
-    files."""
-    ids, images = image_row(processor, [(caption, document and shown[document]) for caption, document in views])
-    return Row(ids, [number] * len(ids), None, images)
+        with open_world() as browser:
+            files = asyncio.run(browser.show(documents))
+    files = broadcast(files)
+    num_lost = list(files.values()).count(None)
+    if num_lost:
+        say(f"{num_lost:,} of {len(files):,} {domain.NOUN}s cannot be rendered: shown as black images")
+    return files
 
 
 def score_actions(critic, tokenizer, points, max_tokens, device, no_tree=False):
@@ -642,26 +759,56 @@ def score_actions(critic, tokenizer, points, max_tokens, device, no_tree=False):
     if isinstance(critic, str):
         return [domain_of(point.task).oracle_scores(critic, point.task, point.history, point.texts) for point in points]
     if critic.get("visual"):
-        model, shown = critic["model"], critic["show"](documents_needed(critic, points))
-        keys = [[(number, views) for views in views_after(critic, point)] for number, point in enumerate(points)]
-        different = list(dict.fromkeys(key for own in keys for key in own))
-        items = [[view_row(model.processor, views, 0, shown)] for _, views in different]
-        values = dict(zip(different, turn_scores_of(model, items, max_tokens, device)))
-        return [[values[key].item() for key in own] for own in keys]
-    different = [sorted(set(map(tuple, point.actions))) for point in points]
-    items = action_items(points, different, tokenizer, critic["privileged"], no_tree)
+        return visual_scores(critic, points, max_tokens, device)
+    actions = [sorted(set(map(tuple, point.actions))) for point in points]
+    items = action_items(points, actions, tokenizer, critic["privileged"], no_tree)
     ref_items = items
     if ref_sees_c(critic) != critic["privileged"]:
-        ref_items = action_items(points, different, tokenizer, False, no_tree)
-    own_values = turn_scores_of(critic["model"], items, max_tokens, device)
+        ref_items = action_items(points, actions, tokenizer, False, no_tree)
+    values = turn_scores_of(critic["model"], items, max_tokens, device)
     ref_values = turn_scores_of(critic["reference"], ref_items, max_tokens, device)
     normalize = "none" if critic["normalize"] == "none" else "turn"                 # one turn is all of a trajectory
     scores = []
-    for point, unique, value, ref_value in zip(points, different, own_values, ref_values):
-        lengths = torch.tensor([[len(action) for action in unique]])
-        score = dict(zip(unique, turn_advantages(value[None], ref_value[None], lengths, normalize)[0].tolist()))
-        scores.append([score[tuple(action)] for action in point.actions])
+    for point, point_actions, value, ref_value in zip(points, actions, values, ref_values):
+        lengths = torch.tensor([[len(action) for action in point_actions]])               # (1, A)
+        advantages = turn_advantages(value[None], ref_value[None], lengths, normalize)    # (1, A)
+        score_of = dict(zip(point_actions, advantages[0].tolist()))
+        scores.append([score_of[tuple(action)] for action in point.actions])
     return scores
+
+
+def visual_scores(critic, points, max_tokens, device):
+    """score_actions by a visual critic: its head on what each action would show."""
+    processor = critic["model"].processor
+    views = [views_after(critic, point) for point in points]
+    files = critic["show"](vision.documents_of(views))
+    items, places = [], {}
+    for number, point_views in enumerate(views):
+        for view in point_views:
+            if (number, view) not in places:                         # equal views are scored once
+                places[number, view] = len(items)
+                items.append([vision_row(processor, view, 0, files)])
+    values = turn_scores_of(critic["model"], items, max_tokens, device)
+    scores = []
+    for number, point_views in enumerate(views):
+        scores.append([values[places[number, view]].item() for view in point_views])
+    return scores
+
+
+def views_after(critic, point):
+    """What a visual critic is shown of each action of a point, [((caption, document or None), …), …]."""
+    domain = domain_of(point.task)
+    views = []
+    for text in point.texts:
+        turn = {"role": "assistant", "content": text}
+        views.append(tuple(domain.views(point.task, [*point.history, turn], critic["privileged"])))
+    return views
+
+
+def vision_row(processor, views, number, files):
+    """The Row that shows a visual critic the agent's turn `number`: captions, and the image files of documents."""
+    ids, images = vision.image_row(processor, [(caption, files.get(document)) for caption, document in views])
+    return Row(ids, [number] * len(ids), images=images)
 
 
 def ref_sees_c(critic):
@@ -680,13 +827,17 @@ def action_items(points, actions, tokenizer, privileged, no_tree):
     return items
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# trajectories as items, their scores, and pairs of them
+
 MANY_TURNS = 64                 # of the agent: what has more is looked at before all of its prompts are rendered
 
 
 def endless_row(tokenizer, trajectory, max_length):
-    """The last agent turn of a dialogue of many turns as a Row, where its prompt alone has more than twice `max_length`
-    tokens; else None. Such a dialogue is left out anyway, and the prompts of all of its turns would take a time and a
-    memory that grow with the square of their number."""
+    """The last agent turn of a dialogue as a Row, where its prompt alone has more than twice `max_length` tokens.
+
+    None for others, and for dialogues of at most MANY_TURNS turns. Such a dialogue is left out anyway, and the prompts
+    of all its turns would take a time and a memory that grow with the square of their number."""
     history = trajectory["dialogue_history"]
     agent = [i for i, turn in enumerate(history) if turn["role"] == "assistant"]
     if max_length is None or len(agent) <= MANY_TURNS:
@@ -699,23 +850,56 @@ def endless_row(tokenizer, trajectory, max_length):
 
 
 def trajectory_examples(trajectories, groups, tokenizer, privileged=None, show=None, max_length=None):
-    """An example, (item, …), for each tuple of trajectory numbers; an item is a list of rows. privileged: whether c
-    stands in front (None: where the logged agent saw it). `show` (show_documents) makes the rows of a visual critic,
-    whose processor is then in the place of the tokenizer. max_length: what is far longer (endless_row) is not made
-    whole, as it is left out by its length."""
-    used = sorted({i for group in groups for i in group})
-    own = [trajectories[i] for i in used]
+    """An Example, without pairs, for each tuple of trajectory numbers, an item a trajectory.
+
+    privileged: whether c stands in front (None: where the logged agent saw it).
+    show: show_documents, for a visual critic, whose processor is then in the place of the tokenizer.
+    max_length: a dialogue that is far longer (endless_row) is not made whole, as it is left out by its length."""
+    numbers = sorted({number for group in groups for number in group})
     if show:
-        items = dict(zip(used, viewed_items(own, tokenizer, privileged, show)))
+        items = visual_items(trajectories, numbers, tokenizer, privileged, show)
     else:
-        infos = [hidden_info(t["task"]) if (t.get("informed") if privileged is None else privileged) else None
-                 for t in own]
-        endless = {i: row for i in used if (row := endless_row(tokenizer, trajectories[i], max_length))}
-        infos = dict(zip(used, infos))
-        rendered = [i for i in used if i not in endless]
-        turns = dict(zip(rendered, all_turns(tokenizer, [trajectories[i] for i in rendered])))
-        items = {i: [endless[i]] if i in endless else rows_of_trajectory(tokenizer, turns[i], infos[i]) for i in used}
-    return [tuple(items[i] for i in group) for group in groups]
+        items = text_items(trajectories, numbers, tokenizer, privileged, max_length)
+    examples = []
+    for group in groups:
+        task = trajectories[group[0]]["task_id"]
+        examples.append(Example([items[number] for number in group], [], task))
+    return examples
+
+
+def text_items(trajectories, numbers, tokenizer, privileged, max_length):
+    """{number: its item} of trajectories; arguments as of trajectory_examples."""
+    items, kinds = {}, {}
+    for number in numbers:
+        trajectory = trajectories[number]
+        endless = endless_row(tokenizer, trajectory, max_length)
+        if endless:
+            items[number] = [endless]
+            continue
+        sees_c = trajectory.get("informed") if privileged is None else privileged
+        info = hidden_info(trajectory["task"]) if sees_c else None
+        items[number] = rows_of_trajectory(tokenizer, agent_turns(tokenizer, trajectory, kinds), info)
+    say_kinds("agent turns", kinds)
+    return items
+
+
+def say_kinds(what, kinds):
+    """Say how many turns are of which kind (agent_turns)."""
+    say(f"{what}: " + ", ".join(f"{count:,} {kind}" for kind, count in kinds.items()))
+
+
+def visual_items(trajectories, numbers, processor, privileged, show):
+    """{number: its item} of trajectories, a row for each agent turn, which shows it to a visual critic."""
+    views = {}
+    for number in numbers:
+        task, history = trajectories[number]["task"], trajectories[number]["dialogue_history"]
+        agent = [i for i, turn in enumerate(history) if turn["role"] == "assistant"]
+        views[number] = [domain_of(task).views(task, history[:i + 1], privileged) for i in agent]
+    files = show(vision.documents_of(views.values()))
+    items = {}
+    for number, turns in views.items():
+        items[number] = [vision_row(processor, view, turn, files) for turn, view in enumerate(turns)]
+    return items
 
 
 def reference_examples(critic, examples, trajectories, groups, tokenizer, max_length=None):
@@ -726,143 +910,73 @@ def reference_examples(critic, examples, trajectories, groups, tokenizer, max_le
     return trajectory_examples(trajectories, groups, tokenizer, privileged=False, max_length=max_length)
 
 
-def pair_examples(pairs, tokenizer, together, no_tree):
-    """(examples, pair indices) of pairs of actions: an example, a tree of a prompt and actions (candidate_rows), is a
-    pair, or with `together` all pairs of a turn; its pairs are [(chosen, rejected), …] as numbers of its actions."""
-    groups = {}                                                      # {…: (prompt, [(chosen, rejected), …])}
-    for number, pair in enumerate(pairs):
-        key = tuple(pair[name] for name in ("task_id", "sample", "turn", "prompt")) if together else number
-        own = tuple(tuple(pair[side]["ids"]) for side in ("chosen", "rejected"))
-        groups.setdefault(key, (pair["prompt"], []))[1].append(own)
-    examples, indices = [], []
-    for prompt, group in groups.values():
-        actions = list(dict.fromkeys(action for pair in group for action in pair))
-        examples.append((candidate_rows(tokenizer, prompt, actions, no_tree),))
-        indices.append([tuple(map(actions.index, pair)) for pair in group])
-    return examples, indices
+def advantages_of(scorer, examples, ref_scores, normalize, max_tokens, device):
+    """turn_advantages of every example's items: a list of tensors (turns,) for each example.
+    ref_scores: the examples' example_scores under the reference."""
+    advantages = []
+    for example, scores, refs in zip(examples, example_scores(scorer, examples, max_tokens, device), ref_scores):
+        item_advantages = []
+        for item, values, ref_values in zip(example.items, scores, refs):
+            lengths = collate([item]).lengths                                             # (1, M)
+            item_advantages.append(turn_advantages(values[None], ref_values[None], lengths, normalize)[0])
+        advantages.append(item_advantages)
+    return advantages
 
 
-def viewed_items(trajectories, processor, privileged, show):
-    """An item for each trajectory, of a row for each agent turn, which shows it to a visual critic."""
-    views = [[domain_of(t["task"]).views(t["task"], t["dialogue_history"][:i + 1], privileged)
-              for i, turn in enumerate(t["dialogue_history"]) if turn["role"] == "assistant"] for t in trajectories]
-    shown = show(list(dict.fromkeys(document for own in views for turn in own for _, document in turn if document)))
-    return [[view_row(processor, turn, number, shown) for number, turn in enumerate(own)] for own in views]
-
-
-def example_scores(model, examples, max_tokens, device):
-    """turn_scores_of every example's items, [(tensor (turns,), …)]."""
-    values = iter(turn_scores_of(model, [item for example in examples for item in example], max_tokens, device))
-    return [tuple(next(values) for _ in example) for example in examples]
-
-
-def pair_accuracy(model, examples, ref, critic, max_tokens, device):
-    """The share of pairs whose chosen trajectory has the higher score; a tie is half right. ref: example_scores under
-    the reference; critic: {"normalize", "head"}; a value head compares last-turn values."""
+def pair_accuracy(scorer, examples, ref_scores, critic, max_tokens, device):
+    """The share of pairs of trajectories whose chosen one has the higher score; a tie is half right.
+    ref_scores: the examples' example_scores under the reference.
+    critic: {"normalize", "head"}; a value head compares the values of the last turns."""
     right = 0.0
-    for own in advantages_of(model, examples, ref, critic["normalize"], max_tokens, device):
-        chosen, rejected = (values[-1] if critic["head"] == "value" else values.sum() for values in own)
-        right += 1.0 if chosen > rejected else 0.5 if chosen == rejected else 0.0
+    for advantages in advantages_of(scorer, examples, ref_scores, critic["normalize"], max_tokens, device):
+        if critic["head"] == "value":
+            chosen, rejected = (values[-1] for values in advantages)
+        else:
+            chosen, rejected = (values.sum() for values in advantages)
+        if chosen > rejected:
+            right += 1.0
+        elif chosen == rejected:
+            right += 0.5
     return right / len(examples)
 
 
-def advantages_of(model, examples, ref, normalize, max_tokens, device):
-    """turn_advantages of every example's items, [(tensor (turns,), …)]; ref: their example_scores under the
-    reference."""
-    return [tuple(turn_advantages(value[None], ref_value[None], collate([item]).lengths, normalize)[0]
-                  for item, value, ref_value in zip(example, *both))
-            for example, *both in zip(examples, example_scores(model, examples, max_tokens, device), ref)]
-
-
 def score_turns(critic, tokenizer, trajectories, max_tokens, device):
-    """The credit of each agent turn of trajectories by a critic that reads text (load_critic) with its `tokenizer`: for
-    each trajectory a list of floats, one a turn, whose sum is the score of the trajectory; None for one with a row of
-    more than `max_tokens` tokens.
+    """The credit of each agent turn of trajectories by a critic that reads text (load_critic) with its `tokenizer`.
 
-    With an lm or regression head it is A(o_t, a_t, c) of eq. 3, for which the critic was trained. A value head gives
-    the value of a dialogue up to and with a turn (a logit, which is no advantage): the credit is then its change from
-    turn to turn, from 0 before the first one. An untrained critic whose reference sees c gives 0 for every turn."""
+    For each trajectory a list of floats, one a turn, whose sum is the score of the trajectory; None for one with a row
+    of more than `max_tokens` tokens.
+    With an lm or regression head it is A(o_t, a_t, c) of eq. 3, for which the critic was trained.
+    A value head gives the value of a dialogue up to and with a turn (a logit, which is no advantage): the credit is its
+    change from turn to turn, from 0 before the first one.
+    An untrained critic whose reference sees c gives 0 for every turn."""
     if critic.get("visual"):
         raise InputError(f"{critic['folder']}: a critic that sees images; turns are scored by one that reads text")
     groups = [(i,) for i in range(len(trajectories))]
     examples = trajectory_examples(trajectories, groups, tokenizer, critic["privileged"], max_length=max_tokens)
-    kept = [i for i, [item] in enumerate(examples) if max(len(row.ids) for row in item) <= max_tokens]
     ref_examples = reference_examples(critic, examples, trajectories, groups, tokenizer, max_tokens)
-    examples, ref_examples = [examples[i] for i in kept], [ref_examples[i] for i in kept]
-    ref = example_scores(critic["reference"], ref_examples, max_tokens, device)
-    found = [own for [own] in advantages_of(critic["model"], examples, ref, critic["normalize"], max_tokens, device)]
-    if critic["head"] == "value":
-        found = [torch.diff(values, prepend=torch.zeros(1)) for values in found]
-    credits = dict(zip(kept, found))
-    return [credits[i].tolist() if i in credits else None for i, _ in enumerate(trajectories)]
+    fitting = [i for i, example in enumerate(examples) if longest_row(example) <= max_tokens]
+    examples = [examples[i] for i in fitting]
+    ref_scores = example_scores(critic["reference"], [ref_examples[i] for i in fitting], max_tokens, device)
+    advantages = advantages_of(critic["model"], examples, ref_scores, critic["normalize"], max_tokens, device)
+    credits = [None] * len(trajectories)
+    for i, [values] in zip(fitting, advantages):
+        if critic["head"] == "value":
+            values = torch.diff(values, prepend=torch.zeros(1))
+        credits[i] = values.tolist()
+    return credits
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# SWEET's candidates: the prompts that they continue, and the checks of files and lengths
-
-def checked_prompts(states, tokenizer, path):
-    """The prompt of each state: the one that its trajectory logged, where the file allows (agent_turns); says where
-    they come from. InputError, which names `path`, where (task_id, sample, turn) names two prompts: what is kept under
-    this name (candidates, pairs, random numbers) would belong to either."""
-    found, trajectories = {}, {id(trajectory): trajectory for trajectory, _, _ in states}
-    turns = dict(zip(trajectories, all_turns(tokenizer, trajectories.values(), "their prompts")))
-    prompts = [turns[id(trajectory)][number][0] for trajectory, number, _ in states]
-    for (trajectory, number, _), prompt in zip(states, prompts):
-        if found.setdefault((trajectory["task_id"], trajectory["sample"], number), prompt) != prompt:
-            raise InputError(f"{path}: two dialogues of task {trajectory['task_id']} have \"sample\" "
-                             f"{trajectory['sample']}; give each a number of its own, or leave out the key "
-                             '"sample" everywhere')
-    return prompts
-
-
-def check_candidates(row, where, first):
-    check_task(row["task"], f"{where}: task", first["task"])
-
-
-def read_candidates(path, states, prompts, tokenizer, num_candidates):
-    """The rows of another run's candidates.jsonl; InputError where they are not those of the states asked for, or not
-    of this tokenizer."""
-    rows = read_jsonl(path, CANDIDATES, check=check_candidates)
-    wanted = [(t["task_id"], t["sample"], number, num_candidates) for t, number, _ in states]
-    if wanted != [(row["task_id"], row["sample"], row["turn"], len(row["candidates"])) for row in rows]:
-        raise InputError(f"{path}: made from other turns or with another --num-candidates; the trajectories, "
-                         "--num-trajectories, --data-frac and --seed must be the same")
-    for row, prompt in zip(rows, prompts):
-        if row["prompt"] != prompt:
-            raise InputError(f"{path}: task {row['task_id']}, sample {row['sample']}, turn {row['turn']}: its "
-                             "candidates continue another prompt than the trajectories log; sample them anew "
-                             "(no --candidates)")
-        for candidate in row["candidates"]:
-            if max(candidate["ids"]) >= len(tokenizer):
-                raise InputError(f'{path}: task {row["task_id"]}: a candidate has the id {max(candidate["ids"])}, and '
-                                 f"this tokenizer has only {len(tokenizer):,} ids")
-    return rows
-
-
-def drop_long_pairs(pairs, tokenizer, max_length):
-    """(pairs whose actions each fit into `max_length` tokens with the prompt, how many do not), which it says. A tree
-    of several pairs may be longer: an action sees the prompt and itself."""
-    prompts = {pair["prompt"] for pair in pairs}
-    room = {prompt: max_length - len(encode(tokenizer, prompt)) for prompt in prompts}
-    kept = [pair for pair in pairs
-            if max(len(pair[side]["ids"]) for side in ("chosen", "rejected")) <= room[pair["prompt"]]]
-    if len(kept) < len(pairs):
-        say(f"dropped {len(pairs) - len(kept):,} of {len(pairs):,} pairs: prompt and action are longer than "
-            f"--max-length {max_length}")
-    return kept, len(pairs) - len(kept)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# pairs and examples
 
 def trajectory_pairs(trajectories, path, min_gap=None):
-    """[(chosen, rejected)] indices of trajectories of one task. With `min_gap` (None: the domain's MIN_GAP): every two
-    whose rewards differ by so much. Where that is None, too: every failure (reward below 1) is paired with a success
-    (reward 1) of its task, these in turn. InputError, which names `path`, where there is no pair."""
-    min_gap = domain_of(trajectories[0]["task"]).MIN_GAP if min_gap is None else min_gap
+    """[(chosen, rejected)] numbers of trajectories of one task.
+
+    min_gap (None: the domain's MIN_GAP): every two whose rewards differ by so much.
+    Where that is None, too: every failure (reward below 1) with a success (reward 1) of its task, these in turn.
+    InputError, which names `path`, where there is no pair."""
+    if min_gap is None:
+        min_gap = domain_of(trajectories[0]["task"]).MIN_GAP
     by_task = {}
-    for index, trajectory in enumerate(trajectories):
-        by_task.setdefault(trajectory["task_id"], []).append(index)
+    for number, trajectory in enumerate(trajectories):
+        by_task.setdefault(trajectory["task_id"], []).append(number)
     pairs = []
     for group in by_task.values():
         rewards = {i: trajectories[i]["reward"] for i in group}
@@ -874,8 +988,9 @@ def trajectory_pairs(trajectories, path, min_gap=None):
         if successes:
             pairs += zip(itertools.cycle(successes), failures)
     if not pairs:
-        lack = ("both a success (reward 1) and a failure" if min_gap is None else
-                f"two dialogues whose rewards differ by {min_gap}")
+        lack = "both a success (reward 1) and a failure"
+        if min_gap is not None:
+            lack = f"two dialogues whose rewards differ by {min_gap}"
         raise InputError(f"{path}: no trajectory pairs: no task has {lack}; roll out more --samples a task")
     return pairs
 
@@ -883,17 +998,3 @@ def trajectory_pairs(trajectories, path, min_gap=None):
 def reaches(gap, min_gap):
     """Whether a gap between rewards is at least `min_gap`, but for rounding: .3 - .2 is less than .1 in floats."""
     return gap > 0 and (gap >= min_gap or math.isclose(gap, min_gap, rel_tol=1e-9))
-
-
-def reference_logps(folder, model, examples, args, runtime):
-    """example_scores under the initial model, kept in `folder`/ref.pt."""
-    path = pathlib.Path(folder) / "ref.pt"
-    if not path.exists():
-        say(f"reference log-probabilities of {len(examples):,} examples")
-        scores = example_scores(adapters.without_adapter(model), examples, args.max_tokens, runtime.device)
-        if is_main():
-            path.with_suffix(".partial").unlink(missing_ok=True)     # torch.save would follow a link
-            torch.save(scores, path.with_suffix(".partial"))
-            path.with_suffix(".partial").rename(path)
-    barrier()
-    return torch.load(path, weights_only=True)

@@ -25,21 +25,28 @@ def is_adapter(name):
 
 
 def adapter_base(folder):
-    """The name of the model that an adapter folder belongs to. InputError that says what to do where it is not here."""
-    base = folders.read_object(os.path.join(folder, CONFIG)).get("base_model_name_or_path")
-    try:
-        if not isinstance(base, str) or not base or is_adapter(base):
-            raise InputError("an adapter itself" if base and isinstance(base, str) else "no name")
-        if base != "smollm2":
-            from transformers import AutoConfig
+    """The name of the model that an adapter folder belongs to. InputError where it names none, or an adapter."""
+    with base_errors(folder):
+        base = folders.read_object(os.path.join(folder, CONFIG)).get("base_model_name_or_path")
+        if not isinstance(base, str) or not base:
+            raise InputError("no name")
+        if is_adapter(base):
+            raise InputError("an adapter itself")
+    return base
 
-            from lib.models import from_pretrained  # here, because it imports this module
-            from_pretrained(AutoConfig, base)
+
+@contextlib.contextmanager
+def base_errors(folder):
+    """An InputError about the base model of an adapter folder says what to do."""
+    try:
+        yield
     except InputError as error:
+        base = folders.read_object(os.path.join(folder, CONFIG)).get("base_model_name_or_path")
+        if str(error).startswith(f"{folder}: its base model"):       # said already
+            raise
         raise InputError(f"{folder}: its base model {base} cannot be used ({error}); start from the folder where the "
                          f"adapter was trained, or write where the base is into {os.path.join(folder, CONFIG)} "
                          "(base_model_name_or_path)") from None
-    return base
 
 
 def check_base(folder, fingerprint):
@@ -51,26 +58,6 @@ def check_base(folder, fingerprint):
     if None not in (known, fingerprint) and known != fingerprint:
         raise InputError(f"{folder}: its base model {adapter_base(folder)} has other weights than when the adapter was "
                          f"trained (fingerprint {known}, now {fingerprint}); put them back, or train it again")
-
-
-def lora_config(args):
-    """The adapter that --lora asks for (a peft LoraConfig), checked against the model; None without --lora."""
-    if args.lora is None:
-        for flag in ("lora_alpha", "lora_targets", "merge"):
-            if getattr(args, flag):
-                raise InputError(f"--{flag.replace('_', '-')} goes with --lora RANK")
-        return None
-    if args.model == "tiny":
-        raise InputError("--lora: fresh parameters (--model tiny) have nothing to adapt; train them whole")
-    if is_adapter(args.model):
-        raise InputError(f"--lora: {args.model} is an adapter itself; make it with --merge, as a whole model")
-    from lib.models import meta_model  # here, because it imports this module
-    config = import_peft().LoraConfig(r=args.lora, lora_alpha=args.lora_alpha or 2 * args.lora, task_type="CAUSAL_LM",
-                                      target_modules=args.lora_targets or "all-linear",
-                                      base_model_name_or_path=args.model)
-    with torch.device("meta"):
-        add_adapter(meta_model(args.model), config)
-    return config
 
 
 def folder_config(folder):
@@ -180,14 +167,13 @@ def adapter_off(model):
 
 
 class WithoutAdapter:
-    """A model with its adapter off, the reference of what was trained from it, in no memory of its own. Its passes
-    count as the model's work."""
+    """A common.Scorer whose model has its adapter off: the reference of what was trained from it, in no memory of its
+    own. Its passes count as the Scorer's."""
 
-    def __init__(self, model):
-        self.model = model
-        self.work = {"generated_tokens": 0, "flops": 0.0}
+    def __init__(self, scorer):
+        self.scorer = scorer
 
 
-def without_adapter(model):
-    """WithoutAdapter(model), or the model itself where it has no adapter."""
-    return WithoutAdapter(model) if adapter_layers(model) else model
+def without_adapter(scorer):
+    """WithoutAdapter(scorer), or the Scorer itself where its model has no adapter."""
+    return WithoutAdapter(scorer) if adapter_layers(scorer.model) else scorer

@@ -7,8 +7,8 @@ import weakref
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lib.adapters import add_adapter, lora_config
-from lib.models import from_pretrained, reads_images, token_logps
+from lib.adapters import add_adapter
+from lib.models import check_replicate, from_pretrained, lora_config, reads_images, token_logps
 from lib.runtime import InputError, say
 
 
@@ -135,15 +135,14 @@ def memory_plan(config, world_size, replicate, dtype, checkpointing, num_rows, r
 def dry_run(args, rows_an_example, tree=False):
     """Print the memory plan of a stage by its arguments, for --dry-run ranks."""
     from transformers import AutoConfig
-    if args.dry_run % args.replicate:
-        raise InputError(f"--replicate {args.replicate} does not divide the {args.dry_run} ranks")
+    check_replicate(args.replicate, args.dry_run)
     if reads_images(args.model):
         raise InputError(f"{args.model}: --dry-run knows models of text alone")
     examples = min(args.micro_batch_size, math.ceil(args.batch_size / args.dry_run))
     plan = memory_plan(from_pretrained(AutoConfig, args.model), args.dry_run, args.replicate, args.dtype,
                        args.activation_checkpointing, examples * rows_an_example, args.max_length,
                        8, args.batch_size > examples * args.dry_run, tree,
-                       lora_config(args))
+                       lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge))
     say(f"{args.model} on {args.dry_run} ranks in {args.replicate} groups, {args.dtype}; on each rank a micro-batch of "
         f"{examples * rows_an_example} rows of {args.max_length:,} tokens (--max-length):")
     for name, number in plan.items():

@@ -1,5 +1,6 @@
 """Models: loading whole or split over ranks, saving, token log-probabilities, and what a pass costs."""
 import copy
+import dataclasses
 import functools
 import hashlib
 import json
@@ -91,18 +92,6 @@ def token_logps(head, hidden, ids):
                      hidden, ids)
 
 
-def token_kls(head, hidden, teacher_head, teacher_hidden, direction):
-    """KL divergences (N,) float32 between what follows the states `hidden` (N, H) by `head` and the states of a teacher
-    by its head, over the whole vocabulary. direction "forward": KL(teacher || own), which makes the model cover what
-    the teacher does; "reverse": KL(own || teacher), which makes it avoid what the teacher does not."""
-    def kls_of(hidden, teacher_hidden):
-        own, teacher = (F.log_softmax(float_logits(*pair), -1) for pair in ((head, hidden),
-                                                                          (teacher_head, teacher_hidden)))
-        of, against = (teacher, own) if direction == "forward" else (own, teacher)
-        return (of.exp() * (of - against)).sum(-1)
-    return in_chunks(kls_of, head, hidden, teacher_hidden)
-
-
 def float_logits(head, hidden):
     return F.linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())
 
@@ -133,7 +122,8 @@ def from_pretrained(kind, name, **options):
         options |= gguf_options if "dtype" in options else {"gguf_file": gguf_options["gguf_file"]}
     elif adapters.is_adapter(name):
         if "Tokenizer" not in kind.__name__ or not os.path.exists(os.path.join(name, "tokenizer_config.json")):
-            return from_pretrained(kind, adapters.adapter_base(name), **options)
+            with adapters.base_errors(name):
+                return from_pretrained(kind, adapters.adapter_base(name), **options)
     elif os.path.isdir(name):
         if not os.path.exists(os.path.join(name, "config.json")):
             unfinished = os.path.exists(os.path.join(name, "args.json"))
@@ -169,6 +159,13 @@ def is_visual(model):
     return hasattr(model.base_model, "visual") and hasattr(model.config, "image_token_id")
 
 
+def adapter_base(folder):
+    """The name of the model that an adapter folder belongs to; InputError that says what to do where it is not here."""
+    from transformers import AutoConfig
+    from_pretrained(AutoConfig, folder)
+    return adapters.adapter_base(folder)
+
+
 def load_tokenizer(name):
     from transformers import AutoTokenizer
     tokenizer = from_pretrained(AutoTokenizer, name)
@@ -182,16 +179,12 @@ def load_tokenizer(name):
 
 def load_model(name, device, dtype="float32"):
     """(model, tokenizer), the whole model on this rank, which computes in `dtype`; not for training. An adapter is
-    merged into its base in float32; in bfloat16 it stays apart, as in training. Of a model that reads images
-    (reads_images) the processor is in the place of the tokenizer."""
+    merged into its base in float32; in bfloat16 it stays apart, as in training."""
     from transformers import AutoModelForCausalLM
     if reads_images(name):
-        from lib.vision import load_vision  # here, because it imports this module
-        model, tokenizer = load_vision(name, device, dtype)
-        model.processor = tokenizer
-    else:
-        tokenizer = load_tokenizer(name)
-        model = from_pretrained(AutoModelForCausalLM, name, dtype=getattr(torch, dtype))
+        raise InputError(f"{name}: agents read and write text alone; a model that sees can be a simulator or a critic")
+    tokenizer = load_tokenizer(name)
+    model = from_pretrained(AutoModelForCausalLM, name, dtype=getattr(torch, dtype))
     if adapters.is_adapter(name):
         adapters.check_base(name, weights_fingerprint(adapters.adapter_base(name)))
         peft = adapters.import_peft()
@@ -206,51 +199,95 @@ def load_model(name, device, dtype="float32"):
     return model.to(device), tokenizer
 
 
-def shard(model, runtime, args):
-    """Split a model's parameters over the ranks (FSDP2): each rank keeps 1 / W of them in float32, with their gradients
-    and optimiser state, and gathers a layer in args.dtype when it is that layer's turn. With args.replicate groups of
-    ranks each hold all of the model and exchange gradients alone."""
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """How a model is split over the ranks, and computes.
+
+    dtype                     of the arithmetic; parameters that are trained stay float32
+    replicate                 groups of ranks that each hold the whole model
+    activation_checkpointing  compute each layer again in the backward pass
+    out                       the stage's folder, for weights that must be written before they can be read in parts
+    seed                      of a new adapter"""
+    dtype: str
+    replicate: int
+    activation_checkpointing: bool
+    out: str
+    seed: int
+
+
+def shard(scorer, run, sharding):
+    """Split the parameters of a module (common.Scorer) and of its `model` over the ranks (FSDP2).
+
+    Each rank keeps 1 / W of them in float32, with their gradients and optimiser state, and gathers a layer in
+    sharding.dtype when it is that layer's turn. Where sharding.replicate is above 1, so many groups of ranks each hold
+    all of the model and exchange gradients alone."""
     from torch.distributed.device_mesh import init_device_mesh  # here, because their import takes a second
     from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
-    if runtime.world_size % args.replicate:
-        raise InputError(f"--replicate {args.replicate} does not divide the {runtime.world_size} ranks")
-    mesh = init_device_mesh(runtime.device.type, (args.replicate, runtime.world_size // args.replicate),
+    check_replicate(sharding.replicate, run.world_size)
+    mesh = init_device_mesh(run.device.type, (sharding.replicate, run.world_size // sharding.replicate),
                             mesh_dim_names=("replicate", "shard"))
-    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, args.dtype), reduce_dtype=torch.float32,
+    if sharding.replicate == 1:
+        mesh = mesh["shard"]
+    policy = MixedPrecisionPolicy(param_dtype=getattr(torch, sharding.dtype), reduce_dtype=torch.float32,
                                   cast_forward_inputs=False)
-    if args.activation_checkpointing:
+    model = scorer.model
+    if sharding.activation_checkpointing:
         model.activation_checkpointing_enable()
-    for module in [*(model.base_model.visual.blocks if is_visual(model) else ()), *model.get_decoder().layers, model]:
-        fully_shard(module, mesh=mesh if args.replicate > 1 else mesh["shard"], mp_policy=policy)
+    layers = list(model.get_decoder().layers)
+    if is_visual(model):
+        layers += model.base_model.visual.blocks
+    for module in (*layers, scorer):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
-def load_sharded(name, runtime, args, lora=None, head=False):
-    """A model for training, split over the ranks (shard), each of which reads its own parts of the files. With `lora`
-    (a LoraConfig) it is kept in args.dtype, frozen, and gets a new adapter; with `head` a critic's head (add_head)."""
+def check_replicate(replicate, num_ranks):
+    if num_ranks % replicate:
+        raise InputError(f"--replicate {replicate} does not divide the {num_ranks} ranks")
+
+
+def load_sharded(name, run, sharding, lora, build):
+    """A model for training in a module around it, split over the ranks (shard), each of which reads its own parts of
+    the files. What the module adds to the model has no values yet.
+
+    lora    None, or a LoraConfig: the model is kept in sharding.dtype, frozen, and gets a new adapter
+    build   makes the module of the model (common.Scorer)"""
     from torch.distributed import checkpoint as dcp
-    folder = plain_weights(name, args.out)
+    folder = plain_weights(name, sharding.out)
     with torch.device("meta"):
-        model = meta_model(folder, args.dtype if lora else "float32")
+        model = meta_model(folder, sharding.dtype if lora else "float32")
         if lora:
             adapters.add_adapter(model, lora)
-        if head:
-            add_head(model)
-    if is_visual(model):
-        from lib.vision import load_processor  # here, because it imports this module
-        model.processor = load_processor(name)
-    shard(model, runtime, args)
-    model.to_empty(device=runtime.device)
+        scorer = build(model)
+    shard(scorer, run, sharding)
+    scorer.to_empty(device=run.device)
     for module in model.modules():
         if module._non_persistent_buffers_set:                      # the frequencies of rotary embeddings, in no file
             model._init_weights(module)
-    if head:
-        torch.nn.init.zeros_(model.turn_head.weight)
-        torch.nn.init.zeros_(model.turn_head.bias)
     if lora:
-        adapters.start_adapter(model, args.seed)
+        adapters.start_adapter(model, sharding.seed)
     with folders.loading(name):
         dcp.load(dict(stored_tensors(model)), storage_reader=dcp.HuggingFaceStorageReader(folder))
-    return model
+    return scorer
+
+
+def lora_config(name, rank, alpha, targets, merge):
+    """The new adapter that --lora RANK and its flags ask for (a peft LoraConfig), checked against the model of a name;
+    None without a rank."""
+    if rank is None:
+        for flag, value in (("lora-alpha", alpha), ("lora-targets", targets), ("merge", merge)):
+            if value:
+                raise InputError(f"--{flag} goes with --lora RANK")
+        return None
+    if name == "tiny":
+        raise InputError("--lora: fresh parameters (--model tiny) have nothing to adapt; train them whole")
+    if adapters.is_adapter(name):
+        raise InputError(f"--lora: {name} is an adapter itself; make it with --merge, as a whole model")
+    config = adapters.import_peft().LoraConfig(
+        r=rank, lora_alpha=alpha or 2 * rank, task_type="CAUSAL_LM", target_modules=targets or "all-linear",
+        base_model_name_or_path=name)
+    with torch.device("meta"):
+        adapters.add_adapter(meta_model(name), config)
+    return config
 
 
 def meta_model(name, dtype="float32"):
@@ -264,11 +301,11 @@ def meta_model(name, dtype="float32"):
 
 def stored_tensors(model):
     """(name, tensor) of what a model folder's safetensors hold: parameters, each once, and buffers that are saved; not
-    an adapter, nor a critic's head."""
+    an adapter."""
     saved = model.state_dict().keys()
     return [(name.replace(".base_layer.", "."), tensor) for name, tensor in [*model.named_parameters(),
                                                                              *model.named_buffers()]
-            if name in saved and not name.startswith("turn_head.") and ".lora_" not in name]
+            if name in saved and ".lora_" not in name]
 
 
 def plain_weights(name, out):
@@ -409,25 +446,14 @@ def stop_ids(model, tokenizer):
     return sorted(set(ids))
 
 
-def add_head(model):
-    """Give a critic's model a linear head on turn_means, at first 0 for every turn; returns it. The output projection,
-    if it is a matrix of its own, is frozen: without gradients it would have no optimiser state to be resumed."""
-    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
-        model.get_output_embeddings().requires_grad_(False)
-    model.turn_head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
-    torch.nn.init.zeros_(model.turn_head.weight)
-    torch.nn.init.zeros_(model.turn_head.bias)
-    return model.turn_head
-
-
-def load_head(model, folder):
-    """Read turn_head.pt of a critic folder into a model that has such a head (add_head), split over ranks or not."""
+def load_head(head, folder):
+    """Read turn_head.pt of a critic folder into a critic's head (common.Scorer), split over ranks or not."""
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, StateDictOptions
     with folders.loading(folder):
         weights = torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True)
         if not isinstance(weights, dict) or weights.keys() != {"weight", "bias"}:
             raise InputError(f"{folder}: turn_head.pt holds no weight and bias")
-        set_model_state_dict(model.turn_head, weights, options=StateDictOptions(full_state_dict=True))
+        set_model_state_dict(head, weights, options=StateDictOptions(full_state_dict=True))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

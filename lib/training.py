@@ -26,34 +26,35 @@ from lib.runtime import (
     say,
     trim_memory,
 )
-from lib.servers import said
-from lib.statistics import average_ranks
-from lib.tables import aligned
-from lib.tracking import Track
 
 
-def drop_long(examples, args, what="examples to train on", needed=True):
-    """Indices of the examples (tuples of items) whose rows all have at most args.max_length tokens; says how many it
-    dropped. InputError where none of those `needed` is left."""
-    tokens = [longest_row(example) for example in examples]
-    kept = [i for i, length in enumerate(tokens) if length <= args.max_length]
-    if needed and not kept:
-        raise InputError(f"{args.trajectories}: no {what}: all {len(examples):,} are longer than --max-length "
-                         f"{args.max_length}, the shortest has {min(tokens):,} tokens")
-    if len(kept) < len(examples):
-        say(f"dropped {len(examples) - len(kept):,} of {len(examples):,} {what}: longer than --max-length "
-            f"{args.max_length}")
-    return kept
+def drop_long(examples, max_length, path):
+    """The examples whose rows all have at most `max_length` tokens; see fitting_numbers."""
+    return [examples[i] for i in fitting_numbers(examples, max_length, "examples to train on", path)]
+
+
+def fitting_numbers(examples, max_length, what, path=None):
+    """The numbers of the examples whose rows all have at most `max_length` tokens; says how many have not.
+    InputError, which names `path` (of a file, where it is given), where none is left."""
+    numbers = [i for i, example in enumerate(examples) if longest_row(example) <= max_length]
+    if path and not numbers:
+        shortest = min(longest_row(example) for example in examples)
+        raise InputError(f"{path}: no {what}: all {len(examples):,} are longer than --max-length {max_length}, the "
+                         f"shortest has {shortest:,} tokens")
+    if len(numbers) < len(examples):
+        say(f"dropped {len(examples) - len(numbers):,} of {len(examples):,} {what}: longer than --max-length "
+            f"{max_length}")
+    return numbers
 
 
 def longest_row(example):
-    """Tokens of the longest row of an example."""
-    return max(len(row.ids) for item in example for row in item)
+    """The number of tokens of the longest row of an example (common.Example)."""
+    return max(len(row.ids) for item in example.items for row in item)
 
 
 def show_samples(tokenizer, example):
     """Print an example as text before training, with the tokens that the loss sees in [brackets]."""
-    for item in example:
+    for item in example.items:
         for ids, turns, *_ in item:
             text, start_at = "", 0
             for end in range(1, len(ids) + 1):
@@ -84,21 +85,31 @@ def learning_rate(step, num_steps, peak, warmup_frac=0.03, final_frac=0.1):
     return peak * (final_frac + (1 - final_frac) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def rank_batches(batch, examples, micro_batch_size, runtime):
-    """[(numbers, weights (B,)), …]: this rank's share of a batch of example numbers in micro-batches. Examples of like
-    length go together, so that little is padded. Every rank has as many micro-batches, because ranks gather layers
-    together: where a rank has fewer examples than others, the batch's shortest stands in with weight 0."""
+def rank_batches(batch, examples, micro_batch_size, run):
+    """This rank's share of a batch of example numbers, in micro-batches: [(numbers, weights (B,)), …].
+
+    Examples of like length go together, so that little is padded.
+    Every rank has as many micro-batches, because ranks gather layers together: where a rank has fewer examples than
+    others, the batch's shortest stands in with weight 0; all others have weight 1."""
     batch = sorted(batch, key=lambda i: longest_row(examples[i]))
-    mine = [(example, 1.0) for example in batch[runtime.rank::runtime.world_size]]
-    mine += [(batch[0], 0.0)] * (-(-len(batch) // runtime.world_size) - len(mine))
-    for start in range(0, len(mine), micro_batch_size):
-        numbers, weights = zip(*mine[start:start + micro_batch_size])
-        yield list(numbers), torch.tensor(weights, device=runtime.device)
+    mine = batch[run.rank::run.world_size]
+    weights = [1.0] * len(mine)
+    most = -(-len(batch) // run.world_size)
+    while len(mine) < most:
+        mine.append(batch[0])
+        weights.append(0.0)
+    for first in range(0, len(mine), micro_batch_size):
+        last = first + micro_batch_size
+        yield mine[first:last], torch.tensor(weights[first:last], device=run.device)
 
 
-def num_tokens(examples, micro, weights):
+def num_tokens(examples, weights):
     """Tokens of the examples of a micro-batch, without stand-ins (rank_batches)."""
-    return sum(len(row.ids) for i, weight in zip(micro, weights) if weight for item in examples[i] for row in item)
+    number = 0
+    for example, weight in zip(examples, weights):
+        if weight:
+            number += sum(len(row.ids) for item in example.items for row in item)
+    return number
 
 
 # Margins of a pair up to these are rounding: at the first step, where each is 0, up to 8e-7 and 3e-4 were seen
@@ -114,49 +125,27 @@ def preference_numbers(chosen_rewards, rejected_rewards, nll, shares, dtype):
     return dict(zip(("acc", "margin", "chosen", "nll"), sums.tolist()))
 
 
-def kind_lines(domain, rows, pairs):
-    """A table of what SWEET's pairs say, by the domain's turn_kind (no lines where it has none): of each kind of turn
-    the candidates, their mean rank by advantage (0 the worst, 1 the best), and how many are chosen and rejected, before
-    and after all that matters is known. A collapse shows here before training."""
-    if any(domain.turn_kind(row["task"], row["history"], "") is None for row in rows):
-        return []
-    found = collections.defaultdict(collections.Counter)             # {(known, kind): {"number", "ranks", …}}
-
-    def counts_of(row, text):
-        kind = domain.turn_kind(row["task"], row["history"], said(domain, text, row.get("prompt")))
-        return found[domain.all_known(row["task"], row["history"]), kind]
-
-    for row in rows:
-        for candidate, rank in zip(row["candidates"], average_ranks(row["advantages"])):
-            counts_of(row, candidate["text"]).update(number=1, ranks=rank / max(1, len(row["candidates"]) - 1))
-    for pair in pairs:
-        for side in ("chosen", "rejected"):
-            counts_of(pair, pair[side]["text"])[side] += 1
-    return aligned(["what the pairs say", "", "candidates", "rank", "chosen", "rejected"], [
-        ["all known" if known else "not all known", kind, str(own["number"]), f"{own['ranks'] / own['number']:.2f}",
-         str(own["chosen"]), str(own["rejected"])] for (known, kind), own in sorted(found.items())])
+# A step of a run. number: from 0; total: of the whole run; lr: its learning rate; task_ids: of its examples
+Step = collections.namedtuple("Step", "number total lr task_ids")
 
 
-# number: from 0; total: of the whole run; task_ids: of the examples of the step's batch
-Step = collections.namedtuple("Step", "number total task_ids")
+def optimizer_step(scorer, optimizer, sums, step, max_grad_norm, out):
+    """One update. Returns numbers for the log: `sums` over all ranks, learning rate and gradient norm.
 
-
-def optimizer_step(model, optimizer, sums, step, args, runtime):
-    """One update; returns the batch's numbers for the log: `sums` over all ranks, learning rate and gradient norm.
     InputError on all ranks, before anything is updated, where the loss or the norm is not finite."""
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).full_tensor().item()
-    numbers = dict(zip(sums, reduce_sums(list(sums.values()), runtime.device)))
+    grad_norm = torch.nn.utils.clip_grad_norm_(scorer.parameters(), max_grad_norm).full_tensor().item()
+    device = next(scorer.parameters()).device
+    numbers = dict(zip(sums, reduce_sums(list(sums.values()), device)))
     if not (math.isfinite(numbers["loss"]) and math.isfinite(grad_norm)):
-        raise InputError(f"{args.out}: step {step.number + 1} of {step.total}: the loss is {numbers['loss']:g} and the "
+        raise InputError(f"{out}: step {step.number + 1} of {step.total}: the loss is {numbers['loss']:g} and the "
                          f"norm of its gradient {grad_norm:g}, in a batch of these tasks: "
                          f"{listing(set(step.task_ids), 20)}. The step is not taken and no model is written; lower "
                          "--lr or --beta, or look at these tasks")
-    lr = learning_rate(step.number, step.total, args.lr, args.warmup_frac, args.final_lr_frac)
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = step.lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return {**numbers, "lr": lr, "gnorm": grad_norm}
+    return {**numbers, "lr": step.lr, "gnorm": grad_norm}
 
 
 def check_weights(model, out):
@@ -278,13 +267,16 @@ FILES = [
 
 
 class StepLog:
-    """Prints one line each --log-every steps, keeps the same numbers in metrics.jsonl of args.out, and tracks them."""
+    """Prints one line each `every` steps, keeps the same numbers in `out`/metrics.jsonl, and tracks them."""
 
-    def __init__(self, args, first_step, num_steps):
-        self.path = pathlib.Path(args.out) / "metrics.jsonl"
-        self.first_step, self.num_steps, self.every = first_step, num_steps, args.log_every
-        kept = self.path.read_text().splitlines() if self.path.exists() else []
-        self.track = Track(args.track, args.out, vars(args), (parse_json(line, self.path) for line in kept))
+    def __init__(self, out, first_step, num_steps, every, open_track):
+        """open_track: gives the tracking.Track of the rows that are there already."""
+        self.path = pathlib.Path(out) / "metrics.jsonl"
+        self.first_step, self.num_steps, self.every = first_step, num_steps, every
+        lines = []
+        if self.path.exists():
+            lines = self.path.read_text().splitlines()
+        self.track = open_track(rows=[parse_json(line, self.path) for line in lines])
         self.begin = self.last = time.perf_counter()
         self.tokens = self.total_tokens = 0
 
@@ -309,32 +301,37 @@ class StepLog:
         self.last, self.tokens = now, 0
 
 
-def adamw(model, args):
-    """AdamW of the parameters that are not frozen, by the flags --lr, --adam-betas and --weight-decay."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+def adamw(scorer, lr, betas, weight_decay):
+    """AdamW of the parameters that are not frozen."""
+    trained = [parameter for parameter in scorer.parameters() if parameter.requires_grad]
     # fused: makes no copies of all parameters
-    return torch.optim.AdamW(trained, lr=args.lr, betas=args.adam_betas, weight_decay=args.weight_decay, fused=True)
+    return torch.optim.AdamW(trained, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
 
 
-def finish_training(args, model, tokenizer):
-    """Write the trained model (and a critic's head beside it) into args.out, remove what only a resumed run needs, and
-    mark the folder as complete."""
-    folder = pathlib.Path(args.out)
-    check_weights(model, folder)
-    save_model(folder, model, tokenizer, args.merge)
-    if hasattr(model, "turn_head"):
-        # not as safetensors: what serves the folder as a plain model would take it for a part of the model
-        head = {name: whole_tensor(tensor.detach()).cpu() for name, tensor in model.turn_head.named_parameters()}
-        if is_main():
-            (folder / "turn_head.pt").unlink(missing_ok=True)        # torch.save would follow a link
-            torch.save(head, folder / "turn_head.pt")
+def finish_training(out, scorer, tokenizer, merge):
+    """Write the trained model (and a critic's head beside it) into the folder `out`, remove what only a resumed run
+    needs, and mark the folder as complete. merge: write a whole model in place of an adapter."""
+    folder = pathlib.Path(out)
+    check_weights(scorer, folder)
+    save_model(folder, scorer.model, tokenizer, merge)
+    if scorer.head is not None:
+        save_head(folder / "turn_head.pt", scorer.head)
     if is_main():
         for name in ("states", "initial"):
             shutil.rmtree(folder / name, ignore_errors=True)
         (folder / "ref.pt").unlink(missing_ok=True)
         (folder / "COMPLETED").touch()
-        of_adapter = sum(parameter.numel() for parameter in adapter_parameters(model).values())
-        of_all = sum(parameter.numel() for parameter in model.parameters())
-        written = of_adapter if args.lora and not args.merge else of_all - of_adapter
+        in_adapter = sum(parameter.numel() for parameter in adapter_parameters(scorer.model).values())
+        in_base = sum(parameter.numel() for parameter in scorer.parameters()) - in_adapter
+        written = in_adapter if in_adapter and not merge else in_base
         say(f"writes {folder} ({written:,} parameters)")
     barrier()
+
+
+def save_head(path, head):
+    """Write a critic's head; for all ranks. Not as safetensors: what serves the folder as a plain model would take it
+    for a part of the model."""
+    weights = {name: whole_tensor(tensor.detach()).cpu() for name, tensor in head.named_parameters()}
+    if is_main():
+        path.unlink(missing_ok=True)                                 # torch.save would follow a link
+        torch.save(weights, path)

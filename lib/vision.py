@@ -74,6 +74,27 @@ def vision_reply(model, processor, messages, max_new_tokens):
     return Reply(text, ids[-1] in stops, ids, length, len(ids))
 
 
+def hidden_states(model, processor, batch):
+    """The last hidden state of each token, (R, T, H), of a batch (common.collate) whose rows show images. The model
+    gives their tokens positions in rows and columns."""
+    pixels = read_images(processor, batch.images)
+    add_work(model, batch.sizes, patches=len(pixels["pixel_values"]))
+    tensors = {name: values.to(batch.ids.device) for name, values in pixels.items()}
+    is_image = (batch.ids == model.config.image_token_id).int()
+    output = model.base_model(input_ids=batch.ids, mm_token_type_ids=is_image, use_cache=False, **tensors)
+    return output.last_hidden_state
+
+
+def documents_of(views):
+    """All documents that some views show, each once. views: lists of what is shown of a turn, [(caption, document or
+    None), …]."""
+    documents = []
+    for turns in views:
+        for turn in turns:
+            documents += [document for _, document in turn if document]
+    return list(dict.fromkeys(documents))
+
+
 def open_image(path):
     """The image in a file; None: a black one."""
     from PIL import Image
