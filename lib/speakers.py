@@ -4,7 +4,6 @@ import base64
 import collections
 import dataclasses
 import functools
-import math
 import pathlib
 import sys
 from typing import NamedTuple
@@ -14,14 +13,13 @@ import torch
 from lib.engine import Engine
 from lib.folders import render_chat
 from lib.models import encode, load_model, stop_ids
-from lib.runtime import barrier, gather, InputError, read_rows, Rows, say
+from lib.runtime import barrier, gather, InputError
 from lib.seeds import server_seed, uniforms
 from lib.servers import (
     empty_fault,
     is_server,
     open_server,
     Reply,
-    ReplyError,
     Server,
     server_reply,
     strip_thoughts,
@@ -289,57 +287,6 @@ class Failures(list):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # candidates of SWEET from servers
-
-def served_candidates(out, rows, tokenizer, args, runtime, works):
-    """Write `rows`, {"prompt" (text), "task_id", "sample", "turn", …} each, with the "candidates" that the servers
-    args.sampler sample after each prompt, to the JSONL file `out` (pathlib.Path), in order. As with runtime.map_blocks
-    ranks share the rows, and a run that was killed goes on with those that are missing. What no server answers is a
-    Failures' row. `works` gets the servers' counts. Returns all rows, on every rank."""
-    from tqdm import tqdm
-    if not out.exists():
-        speaker = Speaker(tokenizer=tokenizer, server=open_server(args.sampler))
-        works.append(speaker.server.counts)
-        gate = asyncio.Semaphore(args.concurrency)
-        in_flight = 2 * math.ceil(args.concurrency / args.num_candidates)   # a slow candidate leaves no gap at the gate
-        failed = Failures(out, "state", in_flight)
-        with Rows(out, runtime) as lines:
-            missing = [(number, row) for number, row in enumerate(rows) if number not in lines.done]
-            mine = missing[runtime.rank::runtime.world_size]
-            with tqdm(total=len(mine), unit="state", desc=out.name, mininterval=5,
-                      disable=runtime.rank > 0) as progress:
-                asyncio.run(run_concurrently(functools.partial(
-                    sample_served, speaker=speaker, gate=gate, lines=lines, failed=failed, progress=progress,
-                    args=args), mine, in_flight))
-        say(server_line(args.sampler, sum(gather(speaker.server.counts), collections.Counter())))
-        failed.finish(lines, len(rows), runtime)
-    return read_rows(out)
-
-
-async def sample_served(numbered, speaker, gate, lines, failed, progress, args):
-    """Add a (number, row) with its candidates to `lines` (Rows). The server is sent the prompt's ids and gives those
-    that it samples; `gate` (asyncio.Semaphore) limits the requests in flight."""
-    number, row = numbered
-    ids = encode(speaker.tokenizer, row["prompt"])
-    fault_of = functools.partial(ids_fault, speaker=speaker, prompt_tokens=len(ids))
-
-    async def one(candidate):
-        seed = server_seed(args.seed, "candidates", row["task_id"], row["sample"], row["turn"], candidate)
-        async with gate:
-            return await server_reply(speaker.server, ids, args.temperature, args.max_new_tokens, seed, fault_of,
-                                      return_token_ids=True)
-    try:
-        replies = await asyncio.gather(*map(one, range(args.num_candidates)))
-    except ReplyError as error:
-        return failed.add(error, number=number, **{key: row[key] for key in ("task_id", "sample", "turn")})
-    lines.add(number, {**row, "candidates": [
-        {"text": speaker.tokenizer.decode(reply.ids, skip_special_tokens=True), "ids": reply.ids, "ended": reply.ended}
-        for reply in replies]})
-    failed.in_a_row = 0
-    progress.update()
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# what is printed of a rollout
 
 def server_line(name, counts):
     """What a server did, by the counts of all ranks."""
