@@ -353,7 +353,7 @@ def as_pair(row, chosen, rejected):
 
 
 def pairs_phase(rows, args, run):
-    """Rows of pairs.jsonl, of the rows of scored.jsonl; says what they are."""
+    """(rows of pairs.jsonl, why there are not more of them), of the rows of scored.jsonl; says what they are."""
     rng = random.Random(args.seed)
     pairs = []
     for row in rows:
@@ -369,12 +369,10 @@ def pairs_phase(rows, args, run):
     if run.rank == 0:
         write_jsonl(pathlib.Path(args.out) / "pairs.jsonl", pairs)
     say(*kind_lines(rows, pairs))
-    if not pairs:
-        raise InputError(
-            f"{args.trajectories}: no examples to train on: of {num_asked:,} pairs asked for {num_same:,} are twice "
-            f"the same text, {too_few * args.pairs_per_turn:,} are of turns with fewer than two candidates that "
-            f"--max-new-tokens {args.max_new_tokens} did not stop")
-    return pairs
+    missing = (f"of {num_asked:,} pairs asked for {num_same:,} are twice the same text, "
+               f"{too_few * args.pairs_per_turn:,} are of turns with fewer than two candidates that --max-new-tokens "
+               f"{args.max_new_tokens} did not stop")
+    return pairs, missing
 
 
 def kind_lines(rows, pairs):
@@ -407,10 +405,9 @@ def kind_lines(rows, pairs):
     return aligned(["what the pairs say", "", "candidates", "rank", "chosen", "rejected"], lines)
 
 
-def drop_long_pairs(pairs, tokenizer, max_length, path):
+def drop_long_pairs(pairs, tokenizer, max_length):
     """The pairs whose actions each fit into `max_length` tokens with the prompt; says how many do not. A tree of
-    several pairs may be longer: an action sees the prompt and itself. InputError, which names `path`, where none is
-    left."""
+    several pairs may be longer: an action sees the prompt and itself."""
     prompts = {pair["prompt"] for pair in pairs}
     room = {prompt: max_length - len(encode(tokenizer, prompt)) for prompt in prompts}
     fitting = []
@@ -421,9 +418,6 @@ def drop_long_pairs(pairs, tokenizer, max_length, path):
     if len(fitting) < len(pairs):
         say(f"dropped {len(pairs) - len(fitting):,} of {len(pairs):,} pairs: prompt and action are longer than "
             f"--max-length {max_length}")
-    if not fitting:
-        raise InputError(f"{path}: no examples to train on: of {len(pairs):,} pairs {len(pairs):,} are longer than "
-                         f"--max-length {max_length}")
     return fitting
 
 
@@ -441,9 +435,12 @@ def sweet_examples(states, critic, tokenizer, args, run, works):
     gc.collect()
     rows = scores_phase(rows, critic, tokenizer, args, run, works)
     gc.collect()
-    pairs = pairs_phase(rows, args, run)
-    pairs = drop_long_pairs(pairs, tokenizer, args.max_length, args.trajectories)
-    return pair_examples(pairs, tokenizer, args.pairs_together, args.no_tree)
+    pairs, missing = pairs_phase(rows, args, run)
+    fitting = drop_long_pairs(pairs, tokenizer, args.max_length)
+    if not fitting:
+        raise InputError(f"{args.trajectories}: no examples to train on: {missing}, {len(pairs):,} are longer than "
+                         f"--max-length {args.max_length}")
+    return pair_examples(fitting, tokenizer, args.pairs_together, args.no_tree)
 
 
 def pair_examples(pairs, tokenizer, together, no_tree):

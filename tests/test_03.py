@@ -71,7 +71,8 @@ def test_an_untrained_critic_scores_every_candidate_0(workspace, tmp_path, tiny)
              "candidates": [{"ids": turn["output_ids"], "text": ""}, {"ids": [7, 8], "text": ""}]}]
     args = stage(4).parse_args(["--method", "sweet", "--critic", "x", "--trajectories", "x", "--model", "x",
                                 "--out", "x"])
-    same = {"model": model, "reference": model, "visual": False, "privileged": True, "normalize": "turn",
+    scorer = common.Scorer(model)
+    same = {"model": scorer, "reference": scorer, "visual": False, "privileged": True, "normalize": "turn",
             "head": "lm"}
     assert stage(4).score_candidates(rows, same, tokenizer, args, "cpu")[0]["advantages"] == [0.0, 0.0]
 
@@ -101,23 +102,28 @@ def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny):
         assert all(len(row["advantages"]) == 4 for row in read(tmp_path / "p" / "scored.jsonl"))
 
 
-def test_turn_means_by_hand(tiny):
+def test_a_heads_values_by_hand(tiny):
     """The head's input: the mean of the model's own hidden states at the action's tokens."""
     model, tokenizer = tiny
     ids = torch.tensor([[5, 6, 7, 8, 9]])
     hidden = model.get_decoder()(input_ids=ids).last_hidden_state[0]
     batch = common.collate([[common.Row([5, 6, 7, 8, 9], [-1, 0, 0, -1, 1])], [common.Row([5, 6, 7], [-1, 0, 0])]])
-    means = common.turn_means(model, batch)
-    assert torch.allclose(means[0, 0], hidden[1:3].mean(0), atol=1e-5)
-    assert torch.allclose(means[0, 1], hidden[4], atol=1e-5)
-    assert torch.allclose(means[1, 0], means[0, 0], atol=1e-5) and means[1, 1].abs().max() == 0
+    scorer = common.Scorer(model, has_head=True)
+    assert scorer(batch).abs().max() == 0                            # untrained
+    torch.nn.init.normal_(scorer.head.weight, generator=torch.Generator().manual_seed(0))
+    torch.nn.init.constant_(scorer.head.bias, 0.5)
+    values = scorer(batch)
+    assert torch.allclose(values[0, 0], scorer.head(hidden[1:3].mean(0)), atol=1e-4)
+    assert torch.allclose(values[0, 1], scorer.head(hidden[4]), atol=1e-4)
+    assert torch.allclose(values[1, 0], values[0, 0], atol=1e-4) and values[1, 1] == 0
 
 
 def test_missing_rewards_are_computed(workspace, tmp_path):
     rows = read(workspace / "offline.jsonl")
     write_jsonl(tmp_path / "plain.jsonl", [{k: v for k, v in row.items() if k != "reward"} for row in rows])
     filled = common.read_trajectories(tmp_path / "plain.jsonl")
-    common.fill_rewards(filled, backend, critic_stage.parse_args(["--trajectories", "t", "--model", "m", "--out", "o"]))
+    args = critic_stage.parse_args(["--trajectories", "t", "--model", "m", "--out", "o"])
+    common.fill_rewards(filled, lambda: common.world(backend, args, "o.images", tmp_path))
     assert [row["reward"] for row in filled] == [row["reward"] for row in rows]
 
 

@@ -13,7 +13,7 @@ from conftest import policy_flags as flags
 from conftest import read, refused, ROOT, stage, succeed
 from lib.models import encode
 from lib.runtime import start
-from lib.training import kind_lines, preference_numbers
+from lib.training import preference_numbers
 
 policy_stage = stage(4)
 BASE = ROOT / "models" / "tiny"
@@ -37,12 +37,22 @@ def test_dpo_loss_by_hand_in_float64():
     assert chosen.tolist() == pytest.approx([0.1, 0.1]) and rejected.tolist() == pytest.approx([-0.1, 0.1])
 
 
-def test_chosen_and_rejected_of_trajectories_and_of_actions():
-    values = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]])
-    assert [s.tolist() for s in policy_stage.chosen_and_rejected(values)] == [[3.0, 11.0], [7.0, 15.0]]
-    pairs = [[(0, 1)], [(1, 0), (1, 0)], [], [(0, 1)]]
-    assert [s.tolist() for s in policy_stage.chosen_and_rejected(values, pairs)] == [
-        [1.0, 4.0, 4.0, 7.0], [2.0, 3.0, 3.0, 8.0]]
+def test_the_items_of_several_examples_are_numbered_through():
+    one, two = [common.Row([5], [0])], [common.Row([6], [0])]
+    examples = [common.Example([one], [((0, 0), (0, 1))], "a"),
+                common.Example([one], [((0, 1), (0, 0)), ((0, 1), (0, 0))], "b"), common.Example([one], [], "c"),
+                common.Example([one, two], [((0, 0), (1, 1))], "d")]
+    pairs = common.batch_pairs(examples)
+    assert pairs.tolist() == [[[0, 0], [0, 1]], [[1, 1], [1, 0]], [[1, 1], [1, 0]], [[3, 0], [4, 1]]]
+    values = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0]])
+    chosen, rejected = common.chosen_and_rejected(values, pairs)
+    assert chosen.tolist() == [1.0, 4.0, 4.0, 7.0] and rejected.tolist() == [2.0, 3.0, 3.0, 10.0]
+
+
+def test_a_trajectory_of_multi_turn_dpo_is_one_action():
+    item = [common.Row([5, 6, 7, 8], [-1, 0, -1, 1]), common.Row([9, 5], [-1, 2])]
+    assert [row.turns for row in common.as_one_action(item)] == [[-1, 0, -1, 0], [-1, 0]]
+    assert common.collate([common.as_one_action(item)]).lengths.tolist() == [[3]]
 
 
 def test_pairs_are_better_half_against_worse_half():
@@ -57,12 +67,17 @@ def test_pairs_are_better_half_against_worse_half():
 
 def test_states_are_a_seeded_share_of_whole_trajectories(workspace):
     trajectories = read(workspace / "offline.jsonl")
-    states = policy_stage.sample_states(trajectories, 0.1, 0)
-    chosen = {(t["task_id"], t["sample"]) for t, _, _ in states}
-    assert len(chosen) == 12 and len(states) == sum(t["num_rounds"] for t in trajectories
-                                                    if (t["task_id"], t["sample"]) in chosen)
+    sampled = policy_stage.sample_trajectories(trajectories, 0.1, 0)
+    chosen = {(t["task_id"], t["sample"]) for t in sampled}
+    assert len(chosen) == len(sampled) == 12
     assert chosen != {(t["task_id"], t["sample"]) for t in trajectories[:12]}              # not the head of the file
-    assert all(t["dialogue_history"][i]["role"] == "assistant" for t, _, i in states)
+    for trajectory in sampled:
+        history = trajectory["dialogue_history"]
+        states = policy_stage.states_of(trajectory, [(f"prompt {n}", [9]) for n in range(trajectory["num_rounds"])])
+        assert [state["turn"] for state in states] == list(range(trajectory["num_rounds"]))
+        assert [state["prompt"] for state in states] == [f"prompt {n}" for n in range(trajectory["num_rounds"])]
+        places = [len(state["history"]) for state in states]
+        assert all(history[place]["role"] == "assistant" for place in places) and len(set(places)) == len(places)
 
 
 # --- sweet
@@ -138,17 +153,18 @@ def test_the_table_of_kinds_by_hand():
         {"topic": "the factor", "questions": [], "matters": True, "told": False},
         {"topic": "the colour", "questions": [], "matters": False, "told": False}]}
     texts = ["What is the factor?", "What is the colour?", "What is the colour?"]
-    rows = [{"task": task, "history": [], "candidates": [{"text": text} for text in texts],
-             "advantages": [2.0, 1.0, 1.0]},
-            {"task": task, "history": [{"role": "assistant", "content": texts[0]}],
+    rows = [{"task_id": "a", "sample": 0, "turn": 0, "prompt": "", "task": task, "history": [],
+             "candidates": [{"text": text} for text in texts], "advantages": [2.0, 1.0, 1.0]},
+            {"task_id": "a", "sample": 0, "turn": 1, "prompt": "", "task": task,
+             "history": [{"role": "assistant", "content": texts[0]}],
              "candidates": [{"text": texts[0]}, {"text": texts[1]}], "advantages": [0.0, 1.0]}]
-    pairs = [{"task": task, "history": [], "chosen": {"text": texts[0]}, "rejected": {"text": texts[1]}}] * 4
-    cells = [line.split() for line in kind_lines(backend, rows, pairs)[1:]]
+    pairs = [{"task_id": "a", "sample": 0, "turn": 0, "chosen": {"text": texts[0]}, "rejected": {"text": texts[1]}}] * 4
+    cells = [line.split() for line in policy_stage.kind_lines(rows, pairs)[1:]]
     assert cells == [["not", "all", "known", "idle", "2", "0.25", "0", "4"],
                      ["not", "all", "known", "needed", "1", "1.00", "4", "0"],
                      ["all", "known", "idle", "1", "1.00", "0", "0"], ["all", "known", "repeat", "1", "0.00", "0", "0"]]
     del task["facts"]
-    assert kind_lines(backend, rows, []) == []
+    assert policy_stage.kind_lines(rows, []) == []
 
 
 def test_phases_resume_where_they_stopped(sweet, workspace, critic, tmp_path, monkeypatch):
@@ -218,8 +234,8 @@ def test_candidates_continue_logged_prompts_and_train_after_their_own(workspace,
     sampled = {}
     for row in candidates:
         sampled.setdefault(row["prompt"], set()).update(tuple(candidate["ids"]) for candidate in row["candidates"])
-    assert len({prompt for prompt, _ in trained}) > 6 and all(set(actions) <= sampled[prompt]
-                                                              for prompt, actions in trained)
+    assert len({prompt for prompt, _ in trained}) > 6
+    assert all(set(map(tuple, actions)) <= sampled[prompt] for prompt, actions in trained)
     assert len(trained) == len({(pair["task_id"], pair["sample"], pair["turn"]) for pair in pairs})
     assert f"their prompts: {len(candidates)} as logged\n" in capsys.readouterr().out
 
@@ -262,11 +278,11 @@ def test_each_action_of_a_tree_has_its_own_length(tiny, capsys):
     pair = lambda *lengths: {"prompt": prompt, **{side: {"ids": [9] * n}
                                                   for side, n in zip(("chosen", "rejected"), lengths)}}
     pairs = [pair(5, 4), pair(5, 6), pair(3, 5), pair(8, 2)]
-    kept, dropped = common.drop_long_pairs(pairs, tokenizer, read_tokens + 5)
-    assert kept == [pairs[0], pairs[2]] and dropped == 2
+    assert policy_stage.drop_long_pairs(pairs, tokenizer, read_tokens + 5) == [pairs[0], pairs[2]]
     said = f"dropped 2 of 4 pairs: prompt and action are longer than --max-length {read_tokens + 5}"
     assert said in capsys.readouterr().out
-    assert common.drop_long_pairs(pairs, tokenizer, read_tokens + 8) == (pairs, 0) and capsys.readouterr().out == ""
+    assert policy_stage.drop_long_pairs(pairs, tokenizer, read_tokens + 8) == pairs
+    assert capsys.readouterr().out == ""
 
 
 def test_trees_longer_than_their_paths_are_trained(workspace, tmp_path, tiny):
@@ -278,14 +294,14 @@ def test_trees_longer_than_their_paths_are_trained(workspace, tmp_path, tiny):
     policy_stage.main(oracle(tmp_path / "p.jsonl", tmp_path / "b", "--pairs-together", "--max-length", max(paths)))
     same = [read(tmp_path / name / "metrics.jsonl")[0]["loss"] for name in "ab"]
     assert same[0] == same[1]
-    reason = (rf"p.jsonl: no examples to train on: of \d+ pairs asked for {len(pairs)} are longer than --max-length 5, "
-              r"\d+ are twice")
+    reason = (r"p.jsonl: no examples to train on: of \d+ pairs asked for \d+ are twice the same text, .* not stop, "
+              rf"{len(pairs)} are longer than --max-length 5$")
     assert re.search(reason, refused(4, *oracle(tmp_path / "p.jsonl", tmp_path / "c", "--max-length", 5)))
     turns = len(read(tmp_path / "a" / "candidates.jsonl"))
     line = refused(4, *oracle(tmp_path / "p.jsonl", tmp_path / "d", "--max-new-tokens", 1))
-    assert line.endswith(f"of {4 * turns} pairs asked for 0 are longer than --max-length 16384, 0 are twice the same "
-                         f"text, {4 * turns} are of turns with fewer than two candidates that --max-new-tokens 1 did "
-                         "not stop")
+    assert line.endswith(f"of {4 * turns} pairs asked for 0 are twice the same text, {4 * turns} are of turns with "
+                         "fewer than two candidates that --max-new-tokens 1 did not stop, 0 are longer than "
+                         "--max-length 16384")
 
 
 # --- likelihoods

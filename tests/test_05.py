@@ -549,12 +549,12 @@ def test_the_credit_of_turns_is_the_score_of_actions(workspace, trained, tiny):
 
 
 def test_an_untrained_critic_gives_no_credit_and_long_dialogues_have_none(workspace, tiny):
-    critic = {"folder": "-", "head": "lm", "normalize": "turn", "privileged": True, "model": tiny[0],
-              "reference": tiny[0]}
+    critic = {"folder": "-", "head": "lm", "normalize": "turn", "privileged": True, "model": common.Scorer(tiny[0]),
+              "reference": common.Scorer(tiny[0])}
     rows = common.read_trajectories(workspace / "offline.jsonl")[:8]
     assert common.score_turns(critic, tiny[1], rows, 4096, "cpu") == [[0.0] * row["num_rounds"] for row in rows]
-    [examples] = zip(*common.trajectory_examples(rows, [(i,) for i in range(8)], tiny[1], True))
-    lengths = [max(len(row.ids) for row in item) for item in examples]
+    examples = common.trajectory_examples(rows, [(i,) for i in range(8)], tiny[1], True)
+    lengths = [max(len(row.ids) for row in example.items[0]) for example in examples]
     limit = sorted(lengths)[3]
     found = common.score_turns(critic, tiny[1], rows, limit, "cpu")
     assert [own is None for own in found] == [length > limit for length in lengths] and None in found

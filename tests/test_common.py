@@ -146,17 +146,17 @@ def test_turn_logps_against_a_plain_softmax_in_float64(tiny):
         logits = model(torch.tensor([row.ids])).logits[0].double()
         expected = sum(torch.log_softmax(logits[i - 1], -1)[row.ids[i]].item()
                        for i in range(len(row.ids)) if row.turns[i] == 0)
-        assert common.turn_logps(model, common.collate([item])).item() == pytest.approx(expected, abs=1e-4)
+        assert common.Scorer(model)(common.collate([item])).item() == pytest.approx(expected, abs=1e-4)
 
 
 def test_batching_and_padding_change_nothing(tiny):
     model, tokenizer = tiny
     items = some_items(tokenizer)
     with torch.no_grad():
-        together = common.turn_logps(model, common.collate(items))
-        alone = torch.cat([common.turn_logps(model, common.collate([item])) for item in items])
+        together = common.Scorer(model)(common.collate(items))
+        alone = torch.cat([common.Scorer(model)(common.collate([item])) for item in items])
     torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
-    listed = common.turn_scores_of(model, items, 20, "cpu")
+    listed = common.turn_scores_of(common.Scorer(model), items, 20, "cpu")
     torch.testing.assert_close(torch.stack(listed), alone, atol=1e-4, rtol=0)
 
 
@@ -169,7 +169,7 @@ def test_a_tree_scores_like_rows_of_their_own(tiny):
     for no_tree in (False, True):
         model.zero_grad()
         items = [common.candidate_rows(tokenizer, prompt, actions[n:], no_tree) for n, prompt in enumerate(prompts)]
-        logps = common.turn_logps(model, common.collate(items))
+        logps = common.Scorer(model)(common.collate(items))
         (logps ** 2).sum().backward()
         results[no_tree] = logps.detach(), [p.grad.clone() for p in model.parameters()]
     torch.testing.assert_close(results[False][0], results[True][0], atol=1e-4, rtol=0)
