@@ -32,7 +32,6 @@ import pathlib
 
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 
 import common
 from colbench import ColBenchError, domain_of
@@ -221,7 +220,7 @@ def main(argv=None):
         sums = collections.Counter()
         for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
-            batch = common.collate([item for example in micro_examples for item in example.items], run.device)
+            batch = common.collate(common.items_of(micro_examples), run.device)
             values = scorer(batch)                                  # (items, M): a value for each turn
             shares = weights / len(batches[step])                   # (examples,)
             if args.head == "value":
@@ -229,8 +228,8 @@ def main(argv=None):
                 labels = torch.tensor(returns, device=run.device)   # (examples,)
                 loss, numbers = value_batch_loss(values, labels, batch.lengths, shares)
             else:
-                ref_values = pad_sequence([turns for i in micro for turns in ref_scores[i]], batch_first=True)
-                loss, numbers = batch_loss(values, ref_values.to(run.device), batch.lengths, shares, args)
+                ref_values = common.padded_scores([ref_scores[i] for i in micro], run.device)      # (items, M)
+                loss, numbers = batch_loss(values, ref_values, batch.lengths, shares, args)
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
             sums.update(loss=loss.item(), **numbers, num_tokens=training.num_tokens(micro_examples, weights))
         lr = training.learning_rate(step, len(batches), args.lr, args.warmup_frac, args.final_lr_frac)

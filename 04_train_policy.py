@@ -32,7 +32,6 @@ import random
 
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import common
@@ -359,9 +358,11 @@ def pairs_phase(rows, args, run):
     for row in rows:
         for chosen, rejected in candidate_pairs(row, args.pairs_per_turn, rng):
             pairs.append(as_pair(row, chosen, rejected))
-    num_ended = [sum(candidate["ended"] for candidate in row["candidates"]) for row in rows]
-    num_cut = args.num_candidates * len(rows) - sum(num_ended)
-    too_few = sum(number < 2 for number in num_ended)
+    num_cut = too_few = 0
+    for row in rows:
+        num_ended = sum(candidate["ended"] for candidate in row["candidates"])
+        num_cut += len(row["candidates"]) - num_ended
+        too_few += num_ended < 2
     num_asked = len(rows) * args.pairs_per_turn
     num_same = num_asked - too_few * args.pairs_per_turn - len(pairs)
     say(f"{len(pairs):,} pairs of {num_asked:,} asked for; {num_same:,} were twice the same text, {num_cut:,} "
@@ -653,12 +654,11 @@ def main(argv=None):
         sums = collections.Counter()
         for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
-            batch = common.collate([item for example in micro_examples for item in example.items], run.device)
+            batch = common.collate(common.items_of(micro_examples), run.device)
             logps = scorer(batch)                                   # (items, M)
             ref_logps = None
             if is_dpo:
-                ref_logps = pad_sequence([values for i in micro for values in ref_scores[i]], batch_first=True)
-                ref_logps = ref_logps.to(run.device)                # (items, M)
+                ref_logps = common.padded_scores([ref_scores[i] for i in micro], run.device)       # (items, M)
             loss, numbers = batch_loss(logps, ref_logps, batch.lengths, micro_examples, weights / total, args)
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
             sums.update(loss=loss.item(), **numbers, num_tokens=training.num_tokens(micro_examples, weights))

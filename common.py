@@ -14,6 +14,7 @@ from collections import namedtuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from colbench import ColBenchError, domain_of, task_id
 from lib import adapters, models, vision
@@ -339,12 +340,30 @@ def candidate_rows(tokenizer, prompt, actions, no_tree=False):
 
 def as_one_action(item):
     """The rows of a trajectory, whose agent tokens are then all of turn 0: multi-turn DPO compares whole dialogues."""
-    return [row._replace(turns=[min(turn, 0) for turn in row.turns]) for row in item]
+    rows = []
+    for row in item:
+        turns = [min(turn, 0) for turn in row.turns]
+        rows.append(row._replace(turns=turns))
+    return rows
+
+
+def items_of(examples):
+    """All items of examples, in their order, as collate takes them."""
+    return [item for example in examples for item in example.items]
 
 
 def num_action_tokens(example):
     """How many tokens of an example are the agent's."""
-    return sum(turn >= 0 for item in example.items for row in item for turn in row.turns)
+    number = 0
+    for item in example.items:
+        for row in item:
+            number += sum(turn >= 0 for turn in row.turns)
+    return number
+
+
+def item_length(item):
+    """The number of tokens of an item's longest row."""
+    return max(len(row.ids) for row in item)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -549,7 +568,7 @@ def turn_scores_of(scorer, items, max_tokens, device):
 def chunks_of(items, max_tokens):
     """Lists of item numbers, the longest items first, so that a list padded has at most `max_tokens` tokens if it has
     more than one item."""
-    lengths = [max(len(row.ids) for row in item) for item in items]
+    lengths = [item_length(item) for item in items]
     order = sorted(range(len(items)), key=lambda i: -lengths[i])
     chunks, num_rows = [], 0
     for i in order:
@@ -565,9 +584,13 @@ def chunks_of(items, max_tokens):
 
 def example_scores(scorer, examples, max_tokens, device):
     """turn_scores_of every example's items: a list of tensors (turns,) for each example."""
-    items = [item for example in examples for item in example.items]
-    scores = iter(turn_scores_of(scorer, items, max_tokens, device))
+    scores = iter(turn_scores_of(scorer, items_of(examples), max_tokens, device))
     return [list(itertools.islice(scores, len(example.items))) for example in examples]
+
+
+def padded_scores(scores, device):
+    """Scores of some examples (example_scores) as one tensor (items, M), 0 where an item has no such turn."""
+    return pad_sequence([turns for items in scores for turns in items], batch_first=True).to(device)
 
 
 def reference_logps(folder, scorer, examples, max_tokens, device):

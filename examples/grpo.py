@@ -380,15 +380,17 @@ def as_pair(row, chosen, rejected):
 
 
 def pairs_phase(rows, args, run):
-    """Rows of pairs.jsonl, of the rows of scored.jsonl; says what they are."""
+    """(rows of pairs.jsonl, why there are not more of them), of the rows of scored.jsonl; says what they are."""
     rng = random.Random(args.seed)
     pairs = []
     for row in rows:
         for chosen, rejected in candidate_pairs(row, args.pairs_per_turn, rng):
             pairs.append(as_pair(row, chosen, rejected))
-    num_ended = [sum(candidate["ended"] for candidate in row["candidates"]) for row in rows]
-    num_cut = args.num_candidates * len(rows) - sum(num_ended)
-    too_few = sum(number < 2 for number in num_ended)
+    num_cut = too_few = 0
+    for row in rows:
+        num_ended = sum(candidate["ended"] for candidate in row["candidates"])
+        num_cut += len(row["candidates"]) - num_ended
+        too_few += num_ended < 2
     num_asked = len(rows) * args.pairs_per_turn
     num_same = num_asked - too_few * args.pairs_per_turn - len(pairs)
     say(f"{len(pairs):,} pairs of {num_asked:,} asked for; {num_same:,} were twice the same text, {num_cut:,} "
@@ -396,12 +398,10 @@ def pairs_phase(rows, args, run):
     if run.rank == 0:
         write_jsonl(pathlib.Path(args.out) / "pairs.jsonl", pairs)
     say(*kind_lines(rows, pairs))
-    if not pairs:
-        raise InputError(
-            f"{args.trajectories}: no examples to train on: of {num_asked:,} pairs asked for {num_same:,} are twice "
-            f"the same text, {too_few * args.pairs_per_turn:,} are of turns with fewer than two candidates that "
-            f"--max-new-tokens {args.max_new_tokens} did not stop")
-    return pairs
+    missing = (f"of {num_asked:,} pairs asked for {num_same:,} are twice the same text, "
+               f"{too_few * args.pairs_per_turn:,} are of turns with fewer than two candidates that --max-new-tokens "
+               f"{args.max_new_tokens} did not stop")
+    return pairs, missing
 
 
 def kind_lines(rows, pairs):
@@ -434,10 +434,9 @@ def kind_lines(rows, pairs):
     return aligned(["what the pairs say", "", "candidates", "rank", "chosen", "rejected"], lines)
 
 
-def drop_long_pairs(pairs, tokenizer, max_length, path):
+def drop_long_pairs(pairs, tokenizer, max_length):
     """The pairs whose actions each fit into `max_length` tokens with the prompt; says how many do not. A tree of
-    several pairs may be longer: an action sees the prompt and itself. InputError, which names `path`, where none is
-    left."""
+    several pairs may be longer: an action sees the prompt and itself."""
     prompts = {pair["prompt"] for pair in pairs}
     room = {prompt: max_length - len(encode(tokenizer, prompt)) for prompt in prompts}
     fitting = []
@@ -448,9 +447,6 @@ def drop_long_pairs(pairs, tokenizer, max_length, path):
     if len(fitting) < len(pairs):
         say(f"dropped {len(pairs) - len(fitting):,} of {len(pairs):,} pairs: prompt and action are longer than "
             f"--max-length {max_length}")
-    if not fitting:
-        raise InputError(f"{path}: no examples to train on: of {len(pairs):,} pairs {len(pairs):,} are longer than "
-                         f"--max-length {max_length}")
     return fitting
 
 
@@ -468,9 +464,12 @@ def sweet_examples(states, critic, tokenizer, args, run, works):
     gc.collect()
     rows = scores_phase(rows, critic, tokenizer, args, run, works)
     gc.collect()
-    pairs = pairs_phase(rows, args, run)
-    pairs = drop_long_pairs(pairs, tokenizer, args.max_length, args.trajectories)
-    return pair_examples(pairs, tokenizer, args.pairs_together, args.no_tree)
+    pairs, missing = pairs_phase(rows, args, run)
+    fitting = drop_long_pairs(pairs, tokenizer, args.max_length)
+    if not fitting:
+        raise InputError(f"{args.trajectories}: no examples to train on: {missing}, {len(pairs):,} are longer than "
+                         f"--max-length {args.max_length}")
+    return pair_examples(fitting, tokenizer, args.pairs_together, args.no_tree)
 
 
 def pair_examples(pairs, tokenizer, together, no_tree):
@@ -781,12 +780,11 @@ def main(argv=None):
         sums = collections.Counter()
         for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
-            batch = common.collate([item for example in micro_examples for item in example.items], run.device)
+            batch = common.collate(common.items_of(micro_examples), run.device)
             logps = scorer(batch)                                   # (items, M)
             ref_logps = None
             if is_dpo:
-                ref_logps = pad_sequence([values for i in micro for values in ref_scores[i]], batch_first=True)
-                ref_logps = ref_logps.to(run.device)                # (items, M)
+                ref_logps = common.padded_scores([ref_scores[i] for i in micro], run.device)       # (items, M)
             loss, numbers = batch_loss(logps, ref_logps, batch.lengths, micro_examples, weights / total, args)
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
             sums.update(loss=loss.item(), **numbers, num_tokens=training.num_tokens(micro_examples, weights))

@@ -102,8 +102,8 @@ def in_chunks(function, head, *tensors):
     num_chunks = -(-len(tensors[0]) * head.weight.shape[0] // MAX_LOGITS)
     if num_chunks == 1:
         return function(*tensors)
-    return torch.cat([checkpoint(function, *chunk, use_reentrant=False)
-                      for chunk in zip(*(tensor.chunk(num_chunks) for tensor in tensors))])
+    parts = [tensor.chunk(num_chunks) for tensor in tensors]
+    return torch.cat([checkpoint(function, *chunk, use_reentrant=False) for chunk in zip(*parts)])
 
 
 def from_pretrained(kind, name, **options):

@@ -104,7 +104,9 @@ def open_image(path):
 def read_images(processor, paths):
     """{"pixel_values": (patches of all, values), "image_grid_thw": (number, 3)} of image files."""
     read = {path: processor.image_processor(open_image(path), return_tensors="pt") for path in dict.fromkeys(paths)}
-    return {name: torch.cat([read[path][name] for path in paths]) for name in ("pixel_values", "image_grid_thw")}
+    pixels = torch.cat([read[path]["pixel_values"] for path in paths])
+    grids = torch.cat([read[path]["image_grid_thw"] for path in paths])
+    return {"pixel_values": pixels, "image_grid_thw": grids}
 
 
 def image_row(processor, views):
