@@ -76,9 +76,12 @@ def batch_loss(values, ref_values, lengths, shares, args):
     lengths              the turns' numbers of tokens, (2B, M)
     shares               of each pair in the step's loss, (B,)"""
     advantages = common.turn_advantages(values, ref_values, lengths, args.normalize)              # (2B, M), eq. 3
-    scores = advantages.sum(1)                                                                    # (2B,) over turns
-    losses, chosen_rewards, rejected_rewards = bradley_terry_loss(scores[0::2], scores[1::2], args.beta)
-    nll = -values[0::2].sum(1) / lengths[0::2].sum(1)                # (B,) a mean over the chosen side's agent tokens
+    scores = advantages.sum(1)                                       # (2B,) of trajectories: sums over turns
+    chosen, rejected = scores[0::2], scores[1::2]                                                 # (B,)
+    losses, chosen_rewards, rejected_rewards = bradley_terry_loss(chosen, rejected, args.beta)
+    chosen_logps = values[0::2].sum(1)                                                            # (B,)
+    chosen_tokens = lengths[0::2].sum(1)                                                          # (B,)
+    nll = -chosen_logps / chosen_tokens                                                           # (B,)
     loss = ((losses + args.nll_coef * nll) * shares).sum()
     return loss, training.preference_numbers(chosen_rewards, rejected_rewards, nll, shares, args.dtype)
 
@@ -127,13 +130,39 @@ def parse_args(argv=None):
     return args
 
 
-def split_pairs(trajectories, pairs, fraction):
-    """(pairs to train on, pairs of tasks that are held out)."""
+def read_pairs(trajectories, args):
+    """(groups of trajectory numbers to train on, pairs of tasks that are held out).
+
+    A group is a pair (chosen, rejected); with --head value, which learns from trajectories one by one, a single one."""
     train, test = [], []
-    for pair in pairs:
+    for pair in common.trajectory_pairs(trajectories, args.trajectories, args.min_gap):
         task = trajectories[pair[0]]["task_id"]
-        (test if is_held_out(task, fraction) else train).append(pair)
+        if is_held_out(task, args.held_out_frac):
+            test.append(pair)
+        else:
+            train.append(pair)
+    say(f"{len(train):,} trajectory pairs to train on, {len(test):,} of other tasks held out")
+    if args.head == "value":
+        train = [(i,) for i, t in enumerate(trajectories) if not is_held_out(t["task_id"], args.held_out_frac)]
+    if not train:
+        raise InputError(f"{args.trajectories}: no examples to train on: all {len(test):,} pairs are of tasks that "
+                         f"--held-out-frac {args.held_out_frac} keeps apart")
     return train, test
+
+
+def critic_examples(trajectories, groups, tokenizer, show, args, needed=True):
+    """(groups, examples, what the reference reads in their place) of groups of trajectory numbers, without those that
+    are too long. InputError where none of those `needed` is left."""
+    form = critic_form(args)
+    examples = common.trajectory_examples(trajectories, groups, tokenizer, form["privileged"], show, args.max_length)
+    if needed:
+        fitting = training.fitting_numbers(examples, args.max_length, "examples to train on", args.trajectories)
+    else:
+        fitting = training.fitting_numbers(examples, args.max_length, "held-out pairs")
+    groups = [groups[i] for i in fitting]
+    examples = [examples[i] for i in fitting]
+    ref_examples = common.reference_examples(form, examples, trajectories, groups, tokenizer)
+    return groups, examples, ref_examples
 
 
 def critic_form(args):
@@ -165,32 +194,17 @@ def main(argv=None):
     check_track(args.track)
     out = pathlib.Path(args.out)
     common.fill_rewards(trajectories, functools.partial(common.world, domain, args, f"{out}.images", out.parent))
-    pairs = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap)
-    train, test = split_pairs(trajectories, pairs, args.held_out_frac)
-    say(f"{len(train):,} trajectory pairs to train on, {len(test):,} of other tasks held out")
-    if args.head == "value":                                        # learns from trajectories, one by one
-        train = [(i,) for i, t in enumerate(trajectories) if not is_held_out(t["task_id"], args.held_out_frac)]
-    if not train:
-        raise InputError(f"{args.trajectories}: no examples to train on: all {len(test):,} pairs are of tasks that "
-                         f"--held-out-frac {args.held_out_frac} keeps apart")
+    train, test = read_pairs(trajectories, args)
     visual = reads_images(args.model)
     if visual:
         tokenizer, show = open_visual(domain, args)
         begin_output(args, args.out, inputs, training.FILES)        # its screenshots are drawn beside it
     else:
         tokenizer, show = load_tokenizer(args.model), None
-    form = critic_form(args)
-
-    def examples_of(groups, what, path=None):
-        """Of groups of trajectory numbers those that are short enough, their examples, and what the reference reads."""
-        examples = common.trajectory_examples(trajectories, groups, tokenizer, form["privileged"], show,
-                                              args.max_length)
-        fitting = training.fitting_numbers(examples, args.max_length, what, path)
-        groups, examples = [groups[i] for i in fitting], [examples[i] for i in fitting]
-        return groups, examples, common.reference_examples(form, examples, trajectories, groups, tokenizer)
-
-    train, examples, ref_examples = examples_of(train, "examples to train on", args.trajectories)
-    _, test_examples, ref_test_examples = examples_of(test, "held-out pairs")
+    train, examples, ref_examples = critic_examples(trajectories, train, tokenizer, show, args)
+    _, test_examples, ref_test_examples = critic_examples(trajectories, test, tokenizer, show, args, needed=False)
+    # what a value head learns
+    returns = [float(domain.outcome(trajectories[group[0]])) for group in train]
     if not visual:
         begin_output(args, args.out, inputs, training.FILES)
     costs, works = Costs(args.out, run.device, folder=True), []
@@ -204,8 +218,7 @@ def main(argv=None):
     sharding = Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed)
     scorer = common.load_scorer(args.model, run, sharding, lora, has_head=args.head != "lm")
     works.append(work_of(scorer.model))
-    critic = {"head": args.head, "visual": visual, "normalize": args.normalize, "privileged": form["privileged"],
-              "reference_sees": args.reference, "beta": args.beta, "reference": args.model,
+    critic = {**critic_form(args), "visual": visual, "beta": args.beta, "reference": args.model,
               "reference_fingerprint": weights_fingerprint(args.model),
               "held_out_pair_accuracy": None, "num_held_out_pairs": len(test_examples)}
     ref_scores = common.reference_logps(args.out, scorer, ref_examples + ref_test_examples, args.max_tokens, run.device)
@@ -217,26 +230,30 @@ def main(argv=None):
     scorer.train()
     for step in range(first, len(batches)):
         torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same
+        batch_examples = [examples[i] for i in batches[step]]
         sums = collections.Counter()
         for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
             batch = common.collate(common.items_of(micro_examples), run.device)
             values = scorer(batch)                                  # (items, M): a value for each turn
-            shares = weights / len(batches[step])                   # (examples,)
+            shares = weights / len(batch_examples)                  # (examples,)
             if args.head == "value":
-                returns = [float(domain.outcome(trajectories[train[i][0]])) for i in micro]
-                labels = torch.tensor(returns, device=run.device)   # (examples,)
+                labels = torch.tensor([returns[i] for i in micro], device=run.device)               # (examples,)
                 loss, numbers = value_batch_loss(values, labels, batch.lengths, shares)
             else:
                 ref_values = common.padded_scores([ref_scores[i] for i in micro], run.device)      # (items, M)
                 loss, numbers = batch_loss(values, ref_values, batch.lengths, shares, args)
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
-            sums.update(loss=loss.item(), **numbers, num_tokens=training.num_tokens(micro_examples, weights))
+            num_tokens = training.num_tokens(micro_examples, weights)
+            sums.update(loss=loss.item(), **numbers, num_tokens=num_tokens)
         lr = training.learning_rate(step, len(batches), args.lr, args.warmup_frac, args.final_lr_frac)
-        now = training.Step(step, len(batches), lr, [examples[i].task_id for i in batches[step]])
-        log.step(step + 1, **training.optimizer_step(scorer, optimizer, sums, now, args.max_grad_norm, args.out))
-        if (step + 1) % args.save_every == 0 or (step + 1) % steps_an_epoch == 0:
-            checkpoints.save(step + 1)
+        tasks = [example.task_id for example in batch_examples]
+        now = training.Step(step, len(batches), lr, tasks)
+        numbers = training.optimizer_step(scorer, optimizer, sums, now, args.max_grad_norm, args.out)
+        done = step + 1
+        log.step(done, **numbers)
+        if done % args.save_every == 0 or done % steps_an_epoch == 0:
+            checkpoints.save(done)
             costs.record(works, log.total_tokens)
     checkpoints.wait()
 

@@ -661,12 +661,16 @@ def main(argv=None):
                 ref_logps = common.padded_scores([ref_scores[i] for i in micro], run.device)       # (items, M)
             loss, numbers = batch_loss(logps, ref_logps, batch.lengths, micro_examples, weights / total, args)
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
-            sums.update(loss=loss.item(), **numbers, num_tokens=training.num_tokens(micro_examples, weights))
+            num_tokens = training.num_tokens(micro_examples, weights)
+            sums.update(loss=loss.item(), **numbers, num_tokens=num_tokens)
         lr = training.learning_rate(step, len(batches), args.lr, args.warmup_frac, args.final_lr_frac)
-        now = training.Step(step, len(batches), lr, [example.task_id for example in batch_examples])
-        log.step(step + 1, **training.optimizer_step(scorer, optimizer, sums, now, args.max_grad_norm, args.out))
-        if (step + 1) % args.save_every == 0 or (step + 1) % steps_an_epoch == 0:
-            checkpoints.save(step + 1)
+        tasks = [example.task_id for example in batch_examples]
+        now = training.Step(step, len(batches), lr, tasks)
+        numbers = training.optimizer_step(scorer, optimizer, sums, now, args.max_grad_norm, args.out)
+        done = step + 1
+        log.step(done, **numbers)
+        if done % args.save_every == 0 or done % steps_an_epoch == 0:
+            checkpoints.save(done)
             costs.record(works, log.total_tokens)
     checkpoints.wait()
 
