@@ -68,6 +68,7 @@ from lib.speakers import (
 from lib.statistics import mean_over_tasks
 from lib.tables import heading_of
 from lib.tracking import check_track, Track
+from lib.vision import documents_of
 
 ROLES = "agent", "simulator", "judge"
 
@@ -206,7 +207,7 @@ async def critic_choice(dialogue, prompt, replies, players, max_tokens):
     texts = [reply.text for reply in replies]
     point = common.DecisionPoint(prompt, dialogue.task, dialogue.history, actions, texts)
     if not isinstance(critic, str) and critic.get("visual"):
-        views = await players.world.show(common.documents_needed(critic, [point]))
+        views = await players.world.show(documents_of([common.views_after(critic, point)]))
         critic = {**critic, "show": lambda _: views}
     [scores] = common.score_actions(critic, tokenizer, [point], max_tokens, players.device)
     return max(range(len(scores)), key=scores.__getitem__)
@@ -683,10 +684,9 @@ def token_counts(speakers):
 
 def works(speakers, critic):
     """What has been done by local models (work_of) and servers (their counts), for the costs."""
-    models = [speaker.model for speaker in speakers.values()]
+    counts = [work_of(speaker.model) for speaker in speakers.values() if speaker.model]
     if isinstance(critic, dict):
-        models += [critic["model"], critic["reference"]]
-    counts = [work_of(model) for model in models if model]
+        counts += common.works_of(critic)
     for speaker in speakers.values():
         if speaker.server:
             counts.append(speaker.server.counts)

@@ -83,7 +83,7 @@ def measure_gates(trajectories, domain, model_name, device):
         gates[kind] = {"n": sum(probe.kind == kind for probe in probes)}
     for column, with_c in (("without_c", False), ("with_c", True)):
         items = [probe_rows(probe, tokenizer, domain, with_c) for probe in probes]
-        logps = common.turn_scores_of(model, items, MAX_TOKENS, device)                    # (1,) each
+        logps = common.turn_scores_of(common.Scorer(model), items, MAX_TOKENS, device)                    # (1,) each
         for kind, gate in gates.items():
             gate[column] = sum(logp.item() for logp, probe in zip(logps, probes) if probe.kind == kind) / gate["n"]
     return gates
