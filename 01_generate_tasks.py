@@ -180,7 +180,7 @@ def write_tasks(args):
                     kept += [] if row["reason"] else [row]
     barrier()                                                    # all have read the partial files
     finish_tasks(args, out, rows, kept, runtime)
-    generated = {"generated_tokens": sum(row["tokens"] for row in rows) if is_main() else 0, "flops": 0}
+    generated = {"generated_tokens": sum(row["tokens"] for row in rows) if is_main() else 0}
     costs.record([work_of(speaker.model) if speaker.model else generated])
 
 

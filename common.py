@@ -483,6 +483,8 @@ class Scorer(torch.nn.Module):
         torch.nn.init.zeros_(self.head.bias)
 
     def forward(self, batch):
+        if not torch.is_grad_enabled():                              # training.StepLog counts what is trained on
+            add_work(self.model, sum(batch.sizes))
         if batch.images:
             hidden = vision.hidden_states(self.model, self.processor, batch)              # (R, T, H)
         else:
@@ -494,7 +496,6 @@ class Scorer(torch.nn.Module):
 
 def hidden_states(model, batch):
     """The last hidden state of each token, (R, T, H)."""
-    add_work(model, batch.sizes)
     mask = None                                   # rows are padded on the right: with causal attention no token sees it
     if batch.mask.dim() == 4:                     # added to scores; as bool every layer would keep a copy like it
         mask = torch.zeros_like(batch.mask, dtype=model.get_input_embeddings().weight.dtype)

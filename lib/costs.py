@@ -30,16 +30,25 @@ class Costs:
         self.before |= checked_record(self.path, "costs") if self.path.exists() else {}
 
     def record(self, works=(), trained_tokens=0):
-        """works: what models (work_of) and servers (their counts) did for this process on this rank; `trained_tokens`
-        by all ranks."""
-        spent = {key: sum(work.get(key, 0) for work in works) for key in ("generated_tokens", "flops", *SERVER_KEYS)}
+        """works: what models (work_of) and servers (their counts) did for this process on this rank. Where tokens were
+        trained on, the last of works is the model that is trained.
+        trained_tokens: by all ranks."""
+        spent = dict.fromkeys(("generated_tokens", "flops", *SERVER_KEYS), 0)
+        for work in works:
+            for key in ("generated_tokens", *SERVER_KEYS):
+                spent[key] += work.get(key, 0)
+            # 2 N D: a multiplication and an addition for each parameter and token
+            passed = work.get("read_tokens", 0) + work.get("generated_tokens", 0)
+            spent["flops"] += 2 * work.get("parameters", 0) * passed
         if dist.is_initialized():
-            spent = dict(zip(spent, reduce_sums(list(spent.values()), self.device)))
+            spent = dict(zip(spent, map(int, reduce_sums(list(spent.values()), self.device))))
+        if trained_tokens:
+            spent["flops"] += 6 * works[-1]["parameters"] * trained_tokens          # 6 N D: the backward pass, too
+        spent |= {"wall_s": time.perf_counter() - self.begin, "trained_tokens": trained_tokens}
         if is_main():
-            now = {"wall_s": time.perf_counter() - self.begin, "trained_tokens": trained_tokens,
-                   **{key: value if key == "flops" else int(value) for key, value in spent.items()}}
-            write_json(self.path, {**{key: self.before[key] + value for key, value in now.items()},
-                                   "peak_memory_mb": max(self.before["peak_memory_mb"], peak_memory_mb())})
+            sums = {key: self.before[key] + value for key, value in spent.items()}
+            peak = max(self.before["peak_memory_mb"], peak_memory_mb())
+            write_json(self.path, {**sums, "peak_memory_mb": peak})
 
 
 def record_path(path, kind):

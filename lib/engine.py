@@ -210,7 +210,7 @@ class Engine:
             self.forward(firsts, missing)
         for slots, ids in zip(batch, missing):
             first, *copies = slots
-            add_work(self.model, [len(ids) + 1], cached=len(first.ids))
+            add_work(self.model, len(ids) + 1)
             self.stats["prefill_tokens"] += len(ids)
             self.stats["reused_tokens"] += len(first.ids)
             self.copy_rows([first] * len(copies), copies, len(first.ids) + len(ids))
@@ -257,7 +257,7 @@ class Engine:
     def finish(self, slot):
         """The slot becomes idle. The request that it has worked for gets its outputs when they are all there."""
         request, slot.request = slot.request, None
-        add_work(self.model, [len(slot.output)], cached=len(request.prompt), generated=True)
+        add_work(self.model, len(slot.output), generated=True)
         request.unfinished -= 1
         if request.unfinished == 0 and not request.future.done():
             request.future.set_result(request.outputs)

@@ -18,29 +18,22 @@ from lib.servers import is_server
 
 
 def work_of(model):
-    """{"generated_tokens", "flops", "parameters", "visual_parameters"}: what a model has done so far (add_work), and
-    the number of its parameters that multiply (input embeddings aside), those of its vision tower apart."""
+    """{"parameters", "read_tokens", "generated_tokens"}: the size of a model (input embeddings and vision tower aside)
+    and the tokens that it has read and generated so far, without those that it was trained on (add_work)."""
     if not hasattr(model, "work"):
-        embedded = model.get_input_embeddings().weight
-        tied = model.get_output_embeddings().weight is embedded
-        visual = sum(p.numel() for p in model.base_model.visual.parameters()) if is_visual(model) else 0
-        model.work = {"generated_tokens": 0, "flops": 0.0, "visual_parameters": visual, "parameters":
-                      sum(p.numel() for p in model.parameters()) - visual - (0 if tied else embedded.numel())}
+        embeddings = model.get_input_embeddings().weight
+        number = sum(parameter.numel() for parameter in model.parameters())
+        if model.get_output_embeddings().weight is not embeddings:
+            number -= embeddings.numel()
+        if is_visual(model):
+            number -= sum(parameter.numel() for parameter in model.base_model.visual.parameters())
+        model.work = {"parameters": number, "read_tokens": 0, "generated_tokens": 0}
     return model.work
 
 
-def add_work(model, lengths, cached=0, generated=False, patches=0):
-    """Count a pass over rows of `lengths` tokens, each after `cached` earlier ones: 2 FLOPs a token and parameter and 4
-    a pair of tokens, layer and hidden dimension, three times that where gradients follow (6ND and attention), twice
-    where the parameters that multiply are frozen (LoRA). Pictures count by their `patches` and the parameters of the
-    vision tower, without its attention."""
-    work, config = work_of(model), model.config.get_text_config()
-    training = 2 if hasattr(model, "peft_config") else 3
-    pairs = sum(length * cached + length * length / 2 for length in lengths)
-    work["flops"] += (training if torch.is_grad_enabled() else 1) * (
-        2 * work["parameters"] * sum(lengths) + 4 * config.num_hidden_layers * config.hidden_size * pairs +
-        2 * work["visual_parameters"] * patches)
-    work["generated_tokens"] += sum(lengths) if generated else 0
+def add_work(model, num_tokens, generated=False):
+    """Count tokens that a model has read or generated."""
+    work_of(model)["generated_tokens" if generated else "read_tokens"] += num_tokens
 
 
 def weights_fingerprint(name):

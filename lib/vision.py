@@ -2,7 +2,7 @@
 import torch
 
 from lib.folders import check_template, render_chat
-from lib.models import add_work, encode, from_pretrained, is_visual, load_tokenizer, stop_ids
+from lib.models import add_work, encode, from_pretrained, load_tokenizer, stop_ids
 from lib.runtime import InputError, one_line
 from lib.servers import Reply
 
@@ -67,9 +67,8 @@ def vision_reply(model, processor, messages, max_new_tokens):
                               repetition_penalty=1.0, no_repeat_ngram_size=0, max_new_tokens=max_new_tokens,
                               eos_token_id=stops, pad_token_id=stops[0])
     ids = model.generate(**inputs, generation_config=config)[0, length:].tolist()
-    patches = len(inputs["pixel_values"]) if is_visual(model) and "pixel_values" in inputs else 0
-    add_work(model, [length], patches=patches)
-    add_work(model, [len(ids)], cached=length, generated=True)
+    add_work(model, length)
+    add_work(model, len(ids), generated=True)
     text = processor.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return Reply(text, ids[-1] in stops, ids, length, len(ids))
 
@@ -78,7 +77,6 @@ def hidden_states(model, processor, batch):
     """The last hidden state of each token, (R, T, H), of a batch (common.collate) whose rows show images. The model
     gives their tokens positions in rows and columns."""
     pixels = read_images(processor, batch.images)
-    add_work(model, batch.sizes, patches=len(pixels["pixel_values"]))
     tensors = {name: values.to(batch.ids.device) for name, values in pixels.items()}
     is_image = (batch.ids == model.config.image_token_id).int()
     output = model.base_model(input_ids=batch.ids, mm_token_type_ids=is_image, use_cache=False, **tensors)

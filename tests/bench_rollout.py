@@ -63,7 +63,7 @@ def generate(model, prompts, randoms, temperature, stops):
     alive = torch.arange(len(randoms), device=device)
     new = [[] for _ in randoms]
     samples = len(randoms) // len(prompts)
-    add_work(model, [len(prompt) for prompt in prompts])
+    add_work(model, sum(map(len, prompts)))
     cache = DynamicCache(config=model.config)
     for step in range(max_new_tokens):
         hidden = model.get_decoder()(input_ids=ids, attention_mask=mask, position_ids=positions,
@@ -84,8 +84,7 @@ def generate(model, prompts, randoms, temperature, stops):
         if not going.all():                                     # rows that have ended leave the batch
             cache.batch_select_indices(going.nonzero().squeeze(1))
             ids, mask, positions, alive = ids[going], mask[going], positions[going], alive[going]
-    for number, ids in enumerate(new):
-        add_work(model, [len(ids)], cached=len(prompts[number // samples]), generated=True)
+    add_work(model, sum(map(len, new)), generated=True)
     return new
 
 
