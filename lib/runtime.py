@@ -6,7 +6,6 @@ import functools
 import hashlib
 import importlib.metadata
 import io
-import itertools
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ import stat
 import sys
 import time
 import uuid
-from collections import namedtuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,8 +28,13 @@ class InputError(Exception):
     """Bad input from the user: one line that says where, what and how to mend it. Ends the stage with status 2."""
 
 
-# run: the id of the run (begin_output), which stands in the names of its partial files
-Runtime = namedtuple("Runtime", "rank world_size device run", defaults=("",))
+class Runtime(NamedTuple):
+    """Where a stage runs, as start() says it."""
+
+    rank: int                       # of this process, from 0
+    world_size: int                 # processes
+    device: torch.device
+    run: str = ""                   # the id of the run (begin_output), which stands in the names of its partial files
 
 
 class SayHandler(logging.Handler):
@@ -55,8 +59,8 @@ class EscapedStream(io.TextIOWrapper):
     is_detached = False
 
     def write(self, text):
-        begin = re.match(r"\r|(\x1b\[A)*\Z", text)
-        begin = begin[0] if begin else ""
+        match = re.match(r"\r|(\x1b\[A)*\Z", text)
+        begin = match[0] if match else ""
         super().write(begin + printable(text[len(begin):]))
         return len(text)
 
@@ -91,21 +95,26 @@ def error_text(error):
     """What is wrong, by an error that run_stage catches."""
     if isinstance(error, RecursionError):
         return f"something is nested too deeply ({one_line(error)})"
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+    if not isinstance(error, OSError):
+        return str(error)
+    if error.strerror and error.filename is not None:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    return one_line(error) if isinstance(error, OSError) else str(error)
+    return one_line(error)
 
 
 def glibc():
     """The C library where it is glibc, whose malloc can be told what to keep; else None."""
-    return ctypes.CDLL(None) if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc" else None
+    if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc":
+        return ctypes.CDLL(None)
+    return None
 
 
 def start(seed):
     """Join the process group (torchrun's, or one of size 1), seed torch; returns Runtime(rank, world_size, device)."""
     # glibc returns big buffers to the kernel at every free, and page faults then dominate small models on a CPU:
     # M_MMAP_MAX = 0 and a high M_TRIM_THRESHOLD keep them (several times faster training, measured).
-    if libc := glibc():
+    libc = glibc()
+    if libc:
         libc.mallopt(-4, 0)
         libc.mallopt(-1, 2 ** 31 - 1)
     if not dist.is_initialized():
@@ -129,24 +138,28 @@ def new_store(store, rank, world_size):
 
     Each rank says hello with a word of its own. Rank 0 answers every word with the name of the new part until all
     ranks have read it: what earlier starts left behind is answered too, but nobody reads that."""
-    word, others = uuid.uuid4().hex, set(range(1, world_size))
+    word = uuid.uuid4().hex
     if rank > 0:
         store.set(f"hello {rank}", word)
         name = store.get(f"welcome {word}").decode()                # waits for it
         store.set(f"{name} {rank}", "read")
         return dist.PrefixStore(name, store)
-    while others := {other for other in others if not store.check([f"{word} {other}"])}:
-        for other in others:
-            if store.check([f"hello {other}"]):
-                store.set(f"welcome {store.get(f'hello {other}').decode()}", word)
+    missing = set(range(1, world_size))
+    while missing:
+        for other_rank in missing:
+            if store.check([f"hello {other_rank}"]):
+                hello = store.get(f"hello {other_rank}").decode()
+                store.set(f"welcome {hello}", word)
         time.sleep(0.01)
+        missing = {other_rank for other_rank in missing if not store.check([f"{word} {other_rank}"])}
     return dist.PrefixStore(word, store)
 
 
 def trim_memory():
     """Give the kernel back what start() keeps of freed buffers. Batches of all lengths leave holes between them that
     no later one fits into: a run of a 135M model grew to 13 GB where 2 GB are in use."""
-    if libc := glibc():
+    libc = glibc()
+    if libc:
         libc.malloc_trim(0)
 
 
@@ -211,18 +224,20 @@ def parse_json(text, where):
 def read_json(path, kind):
     """The value of a JSON file, of a kind (a function of lib/schema.py); InputError that names the file."""
     value = parse_json(read_text(path), path)
-    if fault := kind(value):
-        raise InputError(f"{path}: {fault.removeprefix('is ')}")
+    refuse(kind(value), path)
     return value
 
 
 def read_jsonl(path, keys, optional=None, check=None):
-    """The objects of a JSONL file as dicts. `keys` are {name: kind} that each must have, `optional` those that it may
-    have (lib/schema.py), or `keys` is the kind of a row; InputError by line. check(row, where, first row) may say more
-    of a row."""
-    rows, kind = [], keys if callable(keys) else record(keys, optional)
+    """The objects of a JSONL file as dicts; InputError by line.
+
+    keys: {name: kind} that each must have (lib/schema.py), or the kind of a row.
+    optional: {name: kind} that it may have.
+    check(row, where, first row): may say more of a row."""
+    kind = keys if callable(keys) else record(keys, optional)
     if not os.path.isfile(path):
         raise InputError(f"{path}: no such file")
+    rows = []
     with open(path, encoding="utf-8") as file:
         try:
             for number, line in enumerate(file, 1):
@@ -230,8 +245,7 @@ def read_jsonl(path, keys, optional=None, check=None):
                     continue
                 where = f"{path}:{number}"
                 row = parse_json(line, where)
-                if fault := kind(row):
-                    raise InputError(f"{where}: {fault.removeprefix('is ')}")
+                refuse(kind(row), where)
                 rows.append(row)
                 if check:
                     check(row, where, rows[0])
@@ -243,11 +257,16 @@ def read_jsonl(path, keys, optional=None, check=None):
     return rows
 
 
+def refuse(fault, where):
+    """InputError, which begins with `where`, if there is a fault (what a kind of lib/schema.py says of a value)."""
+    if fault:
+        raise InputError(f"{where}: {fault.removeprefix('is ')}")
+
+
 def check_row(row, keys, optional, where):
     """InputError, which begins with `where`, unless `row` is a dict with all `keys` and, if at all, `optional` ones,
     {name: kind} (lib/schema.py)."""
-    if fault := record(keys, optional)(row):
-        raise InputError(f"{where}: {fault.removeprefix('is ')}")
+    refuse(record(keys, optional)(row), where)
 
 
 def read_text(path):
@@ -312,14 +331,17 @@ class Rows:
         self.name = f"{self.out.name}.{runtime.run}" if runtime.run else self.out.name
         self.path = self.out.with_name(f"{self.name}.{runtime.rank}of{runtime.world_size}.partial")
         self.done = set(self.find())
-        if others := [path.name for path in self.partial_files(rf"{re.escape(self.out.name)}(\.\w+)?")
-                      if path not in self.parts()]:
-            say(f"{self.out}: partial files of other runs are left alone: {listing(others)}")
+        of_any_run = self.partial_files(rf"{re.escape(self.out.name)}(\.\w+)?")
+        of_this_run = self.parts()
+        foreign = [path.name for path in of_any_run if path not in of_this_run]
+        if foreign:
+            say(f"{self.out}: partial files of other runs are left alone: {listing(foreign)}")
         barrier()                                                   # before any rank adds to what all must read alike
 
     def partial_files(self, name):
-        return [path for path in sorted(self.out.parent.iterdir())
-                if re.fullmatch(name + r"\.\d+of\d+\.partial", path.name)]
+        """The partial files of a name (a regular expression), of all ranks."""
+        pattern = name + r"\.\d+of\d+\.partial"
+        return [path for path in sorted(self.out.parent.iterdir()) if re.fullmatch(pattern, path.name)]
 
     def parts(self):
         return self.partial_files(re.escape(self.name))
@@ -344,7 +366,8 @@ class Rows:
             if number in self.done:
                 with open_file(path, "rb") as file:
                     file.seek(offset)
-                    yield parse_json(file.readline().split(b" ", 1)[1].decode(errors="replace"), path)
+                    _, row = file.readline().split(b" ", 1)
+                yield parse_json(row.decode(errors="replace"), path)
 
     def __enter__(self):
         with open_file(self.path, "ab+") as file:                   # without the line that a kill has cut
@@ -373,7 +396,7 @@ class Rows:
             for number in range(num_rows):
                 path, offset = offsets[number]
                 files[path].seek(offset)
-                row = files[path].readline().split(b" ", 1)[1]
+                _, row = files[path].readline().split(b" ", 1)
                 parse_json(row, f"{path}: row {number}")            # a disk may have lost a part of it
                 whole.write(row)
         for file in files.values():
@@ -387,7 +410,9 @@ class Rows:
 def listing(names, most=5):
     """"a, b and 3 more": the first of some names."""
     first = ", ".join(sorted(names)[:most])
-    return first if len(names) <= most else f"{first} and {len(names) - most:,} more"
+    if len(names) <= most:
+        return first
+    return f"{first} and {len(names) - most:,} more"
 
 
 def read_rows(path):
@@ -403,23 +428,29 @@ def map_blocks(out, blocks, work, runtime, unit, together=False):
     often the run was killed. With `together` all ranks work on every block, as models that are split over them need,
     and rank 0 writes. Returns all rows, on every rank."""
     from tqdm import tqdm
-    if not pathlib.Path(out).exists():
-        starts = [0, *itertools.accumulate(map(len, blocks))]
-        with Rows(out, runtime) as rows:
-            missing = [(start, block) for start, block in zip(starts, blocks)
-                       if not rows.done.issuperset(range(start, start + len(block)))]
-            mine = missing if together else missing[runtime.rank::runtime.world_size]
-            with tqdm(total=sum(len(block) for _, block in mine), unit=unit, desc=pathlib.Path(out).name, mininterval=5,
-                      disable=runtime.rank > 0) as progress:
-                for start, block in mine:
-                    for number, row in enumerate(work(block), start):
-                        if not together or runtime.rank == 0:
-                            rows.add(number, row)
-                    progress.update(len(block))
-            barrier()
-            if runtime.rank == 0:
-                rows.finish(starts[-1])
-            barrier()
+    out = pathlib.Path(out)
+    if out.exists():
+        return read_rows(out)
+    is_writer = not together or runtime.rank == 0
+    with Rows(out, runtime) as rows:
+        missing, num_rows = [], 0
+        for block in blocks:
+            numbers = range(num_rows, num_rows + len(block))
+            num_rows += len(block)
+            if not rows.done.issuperset(numbers):
+                missing.append((numbers, block))
+        mine = missing if together else missing[runtime.rank::runtime.world_size]
+        num_items = sum(len(block) for _, block in mine)
+        with tqdm(total=num_items, unit=unit, desc=out.name, mininterval=5, disable=runtime.rank > 0) as progress:
+            for numbers, block in mine:
+                for number, row in zip(numbers, work(block), strict=True):
+                    if is_writer:
+                        rows.add(number, row)
+                progress.update(len(block))
+        barrier()
+        if runtime.rank == 0:
+            rows.finish(num_rows)
+        barrier()
     return read_rows(out)
 
 
@@ -438,26 +469,34 @@ def fingerprint(path):
     says (weights: file_digest); a name that is no path stands for itself."""
     path = pathlib.Path(path)
     if path.is_dir():
-        notes = "args.json", "costs.json"                           # what a training says about itself
-        return files_digest({*weight_files(path), *path.glob("turn_head.pt"),
-                             *(file for ending in ("json", "jinja", "model", "txt") for file in path.glob(f"*.{ending}")
-                               if file.name not in notes)})
+        return files_digest(model_files(path))
     if path.is_file():
         with open(path, "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()[:16]
     return str(path)
 
 
+def model_files(folder):
+    """The files of a model folder that decide what the model says."""
+    files = {*weight_files(folder), *folder.glob("turn_head.pt")}
+    for ending in ("json", "jinja", "model", "txt"):
+        files.update(folder.glob(f"*.{ending}"))
+    return files - {folder / "args.json", folder / "costs.json"}    # what a training says about itself
+
+
 def weight_files(folder):
     """The files of a model folder that hold its weights: of the kinds of files there, those that are read."""
-    kinds = (list(folder.glob(f"*.{ending}")) for ending in ("safetensors", "bin", "gguf"))
-    return next(filter(None, kinds), [])
+    for ending in ("safetensors", "bin", "gguf"):
+        files = list(folder.glob(f"*.{ending}"))
+        if files:
+            return files
+    return []
 
 
 def files_digest(files):
     """A hash of the names and contents (file_digest) of some files."""
-    found = sorted((path.name, file_digest(path)) for path in files)
-    return hashlib.sha256(repr(found).encode()).hexdigest()[:16]
+    digests = sorted((path.name, file_digest(path)) for path in files)
+    return hashlib.sha256(repr(digests).encode()).hexdigest()[:16]
 
 
 def file_digest(path):
@@ -478,6 +517,7 @@ def file_digest(path):
     return digest.hexdigest()
 
 
+# Arguments that change nothing of what stands in an output
 NO_INFLUENCE = {"browser", "out", "overwrite", "save_every", "dry_run", "max_attempts", "timeout", "retries", "track"}
 known_fingerprint = functools.cache(fingerprint)                    # from is_done to begin_output: hashed once
 
@@ -501,14 +541,19 @@ def on_main(decide):
 
 def output_record(args, out, inputs, folder):
     """(path of args.json, what stands in it but for the versions)."""
-    return (out / "args.json" if folder else out.with_name(out.name + ".args.json"),
-            {"args": {k: v for k, v in sorted(vars(args).items()) if k not in NO_INFLUENCE},
-             "inputs": {str(path): known_fingerprint(path) for path in inputs if path}})
+    path = out.with_name(out.name + ".args.json")
+    if folder:
+        path = out / "args.json"
+    arguments = {key: value for key, value in sorted(vars(args).items()) if key not in NO_INFLUENCE}
+    fingerprints = {str(name): known_fingerprint(name) for name in inputs if name}
+    return path, {"args": arguments, "inputs": fingerprints}
 
 
 def run_id(value):
     """What is wrong with the id of a run, which stands in names of files; None: nothing."""
-    return None if type(value) is str and re.fullmatch("[0-9a-f]{1,32}", value) else "is no id of a run"
+    if type(value) is str and re.fullmatch("[0-9a-f]{1,32}", value):
+        return None
+    return "is no id of a run"
 
 
 ARGS_JSON = record({"args": dict, "inputs": dict},
@@ -522,7 +567,9 @@ def stage_name():
 
 def without_address(value):
     """The name of a server's model alone: when a run goes on, the same model may answer at another address."""
-    return re.sub(r"^(judge:)?https?:/[^#]*", r"\1", value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    return re.sub(r"^(judge:)?https?:/[^#]*", r"\1", value)
 
 
 MAX_OUT_BYTES = 200             # of the last part of --out: names of partial files are longer, 255 is what systems take
@@ -538,8 +585,10 @@ def check_place(out, folder):
     for parent in out.parents:
         if parent.exists() and not parent.is_dir():
             raise InputError(f"--out {out}: {parent} is no folder")
-    if out.exists() and out.is_dir() != bool(folder):
-        raise InputError(f"{out}: is {'a folder' if out.is_dir() else 'no folder'}; choose another --out")
+    if out.is_dir() and not folder:
+        raise InputError(f"{out}: is a folder; choose another --out")
+    if folder and out.exists() and not out.is_dir():
+        raise InputError(f"{out}: is no folder; choose another --out")
 
 
 MODELS_BEHIND = ("adapter_config.json", "base_model_name_or_path"), ("critic.json", "reference")
@@ -548,8 +597,7 @@ MODELS_BEHIND = ("adapter_config.json", "base_model_name_or_path"), ("critic.jso
 def with_models_behind(inputs):
     """Those inputs that are files or folders (others are of a hub, a server or a program) and, of model folders, the
     models that they need: an adapter's base model, a critic's reference."""
-    names = []
-    rest = [*filter(None, inputs)]
+    names, rest = [], [name for name in inputs if name]
     while rest:
         name = str(rest.pop())
         if name in names or not os.path.exists(name):
@@ -557,29 +605,34 @@ def with_models_behind(inputs):
         names.append(name)
         for file, key in MODELS_BEHIND:
             path = os.path.join(name, file)
-            value = parse_json(read_text(path), path) if os.path.exists(path) else None
-            behind = value.get(key) if isinstance(value, dict) else None
-            rest += [behind] * (short_text(behind) is None)
+            if not os.path.exists(path):
+                continue
+            value = parse_json(read_text(path), path)
+            if isinstance(value, dict) and short_text(value.get(key)) is None:
+                rest.append(value[key])
     return names
 
 
 def check_inputs(out, inputs, folder):
     """InputError where an input is the output, stands below an output folder, or is one of the files that are written
     beside an output file. Names are compared by what they lead to: links and other spellings are the same file."""
-    written = [out] if folder else [out, f"{out}.images", f"{out.with_suffix('')}.rejected.jsonl",
-                                    *(f"{out}{ending}" for ending in BESIDE)]
-    written = {name: os.stat(name) for name in written if os.path.exists(name)}
+    outputs = [out]
+    if not folder:
+        outputs += [f"{out}.images", f"{out.with_suffix('')}.rejected.jsonl"]
+        outputs += [f"{out}{ending}" for ending in BESIDE]
+    output_stats = {name: os.stat(name) for name in outputs if os.path.exists(name)}
     for name in with_models_behind(inputs):
         path = pathlib.Path(os.path.realpath(name))
         for place in (path, *path.parents):
-            about = os.stat(place)
-            for own, own_about in written.items():
-                if not os.path.samestat(about, own_about):
+            place_stat = os.stat(place)
+            for output, output_stat in output_stats.items():
+                if not os.path.samestat(place_stat, output_stat):
                     continue
-                if place == path and own == out:
+                if place == path and output == out:
                     raise InputError(f"{out}: is an input of this command; choose another --out")
-                raise InputError(f"{name}: is an input of this command and {'below' if place != path else 'beside'} "
-                                 f"--out {out}, which may replace it; choose another --out")
+                where = "beside" if place == path else "below"
+                raise InputError(f"{name}: is an input of this command and {where} --out {out}, which may replace it; "
+                                 "choose another --out")
 
 
 @on_main
@@ -605,24 +658,34 @@ def is_done(args, out, inputs, folder=False):
             raise InputError(f"{out}: {before['stage'][:80]} made it, and --overwrite replaces outputs of the same "
                              "stage alone; choose another --out, or remove it")
         return False
-    if before:
-        for kind in ("args", "inputs"):
-            both = [{without_address(key): value for key, value in r[kind].items()} for r in (before, record)]
-            for key in {**both[0], **both[1]}:
-                old, new = (own.get(key, "not given") for own in both)
-                if without_address(old) != without_address(new):
-                    what = f"another {key[:500]}"
-                    if kind == "args":
-                        what = f"--{key[:80].replace('_', '-')} {str(old)[:500]}, now {str(new)[:500]}"
-                    raise InputError(f"{out}: made with {what}; choose another --out or add --overwrite")
-                if old != new and kind == "args":
-                    say(f"{out}: begun with --{key.replace('_', '-')} {old}; {new} is taken for the same model")
-        if (out / "COMPLETED" if folder else out).exists():
-            say(f"{out}: done already by the same command")
-            return True
-    elif is_there:
-        raise InputError(f"{out}: exists and was not made by this command; choose another --out")
+    if before is None:
+        if is_there:
+            raise InputError(f"{out}: exists and was not made by this command; choose another --out")
+        return False
+    check_same_command(out, before, record)
+    completed = out / "COMPLETED" if folder else out
+    if completed.exists():
+        say(f"{out}: done already by the same command")
+        return True
     return False
+
+
+def check_same_command(out, before, now):
+    """InputError where the records (output_record) of two runs name other arguments or inputs, but for addresses."""
+    for kind in ("args", "inputs"):
+        values_before = {without_address(key): value for key, value in before[kind].items()}
+        values_now = {without_address(key): value for key, value in now[kind].items()}
+        for key in {**values_before, **values_now}:
+            old = values_before.get(key, "not given")
+            new = values_now.get(key, "not given")
+            flag = f"--{key[:80].replace('_', '-')}"
+            if without_address(old) != without_address(new):
+                difference = f"another {key[:500]}"
+                if kind == "args":
+                    difference = f"{flag} {str(old)[:500]}, now {str(new)[:500]}"
+                raise InputError(f"{out}: made with {difference}; choose another --out or add --overwrite")
+            if old != new and kind == "args":
+                say(f"{out}: begun with {flag} {old}; {new} is taken for the same model")
 
 
 @on_main
@@ -643,23 +706,29 @@ def begin_output(args, out, inputs, files=None):
             remove_listed(out, before.get("files", files))
         else:
             remove_file(out, path, before.get("id"))
-    (out if folder else out.parent).mkdir(parents=True, exist_ok=True)
-    versions = {"python": platform.python_version(), "torch": torch.__version__,
-                "transformers": importlib.metadata.version("transformers")}
-    number = uuid.uuid4().hex[:6]
-    record |= {"versions": versions, "id": number, "stage": stage_name()} | ({"files": list(files)} if folder else {})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record["versions"] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers")}
+    record["id"] = uuid.uuid4().hex[:6]
+    record["stage"] = stage_name()
+    if folder:
+        record["files"] = list(files)
     write_json(path, record)
-    say("arguments: " + ", ".join(f"{k}={v}" for k, v in record["args"].items()))
-    return number
+    arguments = ", ".join(f"{key}={value}" for key, value in record["args"].items())
+    say(f"arguments: {arguments}")
+    return record["id"]
 
 
 def remove_file(out, args_json, number):
     """Remove an output file and what its run, of this id, left beside it, args.json at last."""
-    own = [out, *(pathlib.Path(f"{out}{ending}") for ending in (".costs.json", ".failed.jsonl"))]
+    paths = [out, pathlib.Path(f"{out}.costs.json"), pathlib.Path(f"{out}.failed.jsonl")]
     if number:
-        own += [path for path in out.parent.iterdir()
-                if path.name.startswith(f"{out.name}.{number}.") and path.name.endswith(".partial")]
-    for path in (*own, args_json):
+        for path in out.parent.iterdir():
+            if path.name.startswith(f"{out.name}.{number}.") and path.name.endswith(".partial"):
+                paths.append(path)
+    for path in (*paths, args_json):
         path.unlink(missing_ok=True)
 
 
@@ -667,26 +736,34 @@ def remove_listed(folder, patterns):
     """Remove the files of a folder whose names match one of the `patterns`, and its folders that are empty then. Says
     what stays at its top. No link is followed. COMPLETED goes first and args.json last, so that a kill in between
     leaves an output that is not complete, and that is known for one of this program."""
-    always = "args.json", "costs.json", "COMPLETED"
-    patterns = [name.split("/") for pattern in (*patterns, *always)
-                for name in (pattern, f"{pattern}.partial", f"{pattern}.*.partial")]
+    parts_of_patterns = []
+    for pattern in (*patterns, "args.json", "costs.json", "COMPLETED"):
+        for name in (pattern, f"{pattern}.partial", f"{pattern}.*.partial"):
+            parts_of_patterns.append(name.split("/"))
     files, folders = [], []
     for place, folder_names, names in os.walk(folder, topdown=False):
         for name in (*names, *folder_names):
             path = pathlib.Path(place, name)
             parts = path.relative_to(folder).parts
             if path.is_dir() and not path.is_symlink():
-                if any(matches(parts, pattern[:len(parts)]) for pattern in patterns if len(pattern) > len(parts)):
+                if any(lies_above(parts, pattern) for pattern in parts_of_patterns):
                     folders.append(path)
-            elif any(matches(parts, pattern) for pattern in patterns):
+            elif any(matches(parts, pattern) for pattern in parts_of_patterns):
                 files.append(path)
-    for path in sorted(files, key=lambda path: (path.name == "args.json", path.name != "COMPLETED")):
+    files.sort(key=lambda path: (path.name == "args.json", path.name != "COMPLETED"))
+    for path in files:
         path.unlink()
     for path in folders:
         if not any(path.iterdir()):
             path.rmdir()
-    if others := os.listdir(folder):
-        say(f"{folder}: what no run listed as its own stays there: {listing(others)}")
+    remaining = os.listdir(folder)
+    if remaining:
+        say(f"{folder}: what no run listed as its own stays there: {listing(remaining)}")
+
+
+def lies_above(parts, pattern):
+    """Whether the parts of a folder's path match the first ones of a pattern, which goes on below it."""
+    return len(pattern) > len(parts) and matches(parts, pattern[:len(parts)])
 
 
 def matches(parts, pattern):
