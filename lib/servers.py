@@ -1,6 +1,7 @@
 """Models behind http:// (OpenAI's protocol): balanced over addresses, retried, tokens counted."""
 import asyncio
 import collections
+import dataclasses
 import functools
 import html
 import http.cookiejar
@@ -11,25 +12,57 @@ import os
 import random
 import re
 import time
-import types
 import urllib.parse
 import zlib
-from collections import namedtuple
+from typing import NamedTuple
 
 from lib.runtime import InputError, one_line, say
 
-Reply = namedtuple("Reply", "text ended ids prompt_tokens completion_tokens")
 MAX_PAUSE_S, MAX_WAIT_S = 30, 600               # between two tries: of our own accord, and because a server asks for it
 MAX_REPLY_BYTES = 2 ** 23                       # after decompression; 100,000 tokens, as text and as ids, are 2 MB
 MAX_COUNT = 2 ** 31                             # above all token ids, and all numbers of tokens of a request
 MAX_TOLD_CHARS = 2_000                          # of a server's message, before it becomes one line
 KEY_PART_CHARS = 8                              # of the key: so many in a row are replaced in messages
+# What the protocol does not name, vLLM, SGLang and llama.cpp take from the model's own defaults, if it is not set.
+SAMPLING = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 RESEEDED = "empty reply", "unreadable reply", "wrong ids"                 # the same seed could give the same again
 
 
-class Server(types.SimpleNamespace):
-    """A model behind one address or more, as open_server() gives it; `counts` counts its requests, tokens, and what was
-    tried again, by the reason."""
+class Reply(NamedTuple):
+    """What a model has said, wherever it is."""
+
+    text: str
+    ended: bool                     # before the limit of its length
+    ids: list | None                # sampled token ids; None where a server gives none
+    prompt_tokens: int              # read; 0 where a server does not say it
+    completion_tokens: int          # written
+
+
+@dataclasses.dataclass(eq=False)
+class Address:
+    """Where a server can be asked."""
+
+    url: str
+    client: object                  # httpx.AsyncClient
+    in_flight: int = 0              # requests
+    rests_until: float = 0.0        # no request is sent before, by time.monotonic()
+    answered: bool = False          # at least once
+
+
+@dataclasses.dataclass(eq=False)
+class Server:
+    """A model behind one address or more, as open_server() gives it."""
+
+    name: str                       # as the user has written it
+    model: str
+    addresses: list
+    timeout_s: float                # of a request
+    retries: int
+    key_parts: set                  # what messages must not show
+    sampling: dict = dataclasses.field(default_factory=lambda: dict(SAMPLING))       # empty where it is refused
+    takes_sampling: bool = False    # has answered a request with these
+    last_reply: float = -math.inf   # by time.monotonic()
+    counts: collections.Counter = dataclasses.field(default_factory=collections.Counter)
 
 
 class ReplyError(Exception):
@@ -44,8 +77,11 @@ def strip_thoughts(text, prompt=None):
     """What the other side sees of what a model said after a prompt: all but its <think> blocks, of which the last may
     have no end and, where the prompt or a server opened it, the first no beginning.
     "<think>a</think> b" -> "b", "a</think>b" -> "b", "a<think>b" -> "a"."""
-    text = ("<think>" if prompt and prompt.rstrip().endswith("<think>") else "") + text
-    return re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL).rpartition("</think>")[2].strip()
+    if prompt and prompt.rstrip().endswith("<think>"):
+        text = "<think>" + text
+    without_blocks = re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL)
+    _, _, answer = without_blocks.rpartition("</think>")
+    return answer.strip()
 
 
 def said(domain, text, prompt=None):
@@ -68,25 +104,26 @@ def open_server(name, timeout_s=600, retries=8):
     if not all(map(is_server, urls.split(","))):
         raise InputError(f"{name}: several addresses of one model are written http://A/v1,http://B/v1#{model}")
     try:
-        import httpx
+        import httpx  # noqa: F401
     except ImportError:
         raise InputError(f"{name}: servers need the package httpx: pip install httpx") from None
     key = os.environ.get("OPENAI_API_KEY") or "none"
     if not (key.isascii() and key.isprintable()):
         raise InputError("OPENAI_API_KEY: has characters that no header can have; set it again")
-    addresses = []
-    for url in urls.split(","):
-        try:
-            client = new_client(url, key)
-        except (httpx.InvalidURL, ValueError) as error:
-            raise InputError(f"{url}: no address of a server ({one_line(error)})") from None
-        if not client.base_url.host or (client.base_url.port or 0) > 65535:
-            raise InputError(f"{url}: no address of a server (host or port)")
-        addresses.append(types.SimpleNamespace(url=url, client=client, in_flight=0, rests_until=0.0, answered=False))
-    # What the protocol does not name, vLLM, SGLang and llama.cpp take from the model's own defaults, if it is not set.
-    return Server(name=name, model=model, addresses=addresses, timeout_s=timeout_s, retries=retries,
-                  key_parts=key_parts(key), sampling={"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},
-                  takes_sampling=False, last_reply=-math.inf, counts=collections.Counter())
+    addresses = [open_address(url, key) for url in urls.split(",")]
+    return Server(name, model, addresses, timeout_s, retries, key_parts(key))
+
+
+def open_address(url, key):
+    """The Address of a URL; InputError where it is none."""
+    import httpx
+    try:
+        client = new_client(url, key)
+    except (httpx.InvalidURL, ValueError) as error:
+        raise InputError(f"{url}: no address of a server ({one_line(error)})") from None
+    if not client.base_url.host or (client.base_url.port or 0) > 65535:
+        raise InputError(f"{url}: no address of a server (host or port)")
+    return Address(url, client)
 
 
 @functools.cache
@@ -102,23 +139,47 @@ def new_client(url, key):
     import httpx
     no_cookies = http.cookiejar.CookieJar(policy=http.cookiejar.DefaultCookiePolicy(allowed_domains=[]))
     return httpx.AsyncClient(
-        base_url=url, headers={"Authorization": f"Bearer {key}", "Accept-Encoding": "identity"}, cookies=no_cookies,
-        verify=certificates(), follow_redirects=False, timeout=httpx.Timeout(None, connect=10),
+        base_url=url,
+        headers={"Authorization": f"Bearer {key}", "Accept-Encoding": "identity"},
+        cookies=no_cookies,
+        verify=certificates(),
+        follow_redirects=False,
+        timeout=httpx.Timeout(None, connect=10),
         limits=httpx.Limits(max_connections=1000, max_keepalive_connections=100))
 
 
 def server_request(server, said, temperature, max_new_tokens, seed, extra):
     """The arguments of one request after a chat (messages) or a prompt (ids), with every sampling parameter set.
+
     OpenAI's reasoning models have none but seed and length, and o1-mini, a row of the paper's table 2, no system
     prompt."""
-    kind = "prompt" if isinstance(said[0], int) else "messages"
-    request = {"model": server.model, kind: said, "seed": seed}
-    if kind == "messages" and re.match(r"(openai/)?(o[134]\b|gpt-5)", server.model):
-        if re.match(r"(openai/)?o1-(mini|preview)", server.model):
-            request["messages"] = [{**m, "role": "user" if m["role"] == "system" else m["role"]} for m in said]
-        return request | {"max_completion_tokens": max_new_tokens, "extra_body": extra}
-    return request | {"max_tokens": max_new_tokens, "temperature": temperature, "top_p": 1.0, "frequency_penalty": 0.0,
-                      "presence_penalty": 0.0, "extra_body": server.sampling | extra}
+    if isinstance(said[0], int):
+        request = {"model": server.model, "prompt": said, "seed": seed}
+    else:
+        request = {"model": server.model, "messages": said, "seed": seed}
+        if re.match(r"(openai/)?(o[134]\b|gpt-5)", server.model):
+            if re.match(r"(openai/)?o1-(mini|preview)", server.model):
+                request["messages"] = without_system(said)
+            request["max_completion_tokens"] = max_new_tokens
+            request["extra_body"] = extra
+            return request
+    request["max_tokens"] = max_new_tokens
+    request["temperature"] = temperature
+    request["top_p"] = 1.0
+    request["frequency_penalty"] = 0.0
+    request["presence_penalty"] = 0.0
+    request["extra_body"] = {**server.sampling, **extra}
+    return request
+
+
+def without_system(chat):
+    """Messages whose system prompt is said by the user."""
+    messages = []
+    for message in chat:
+        if message["role"] == "system":
+            message = {**message, "role": "user"}
+        messages.append(message)
+    return messages
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -130,7 +191,9 @@ async def read_body(response):
     encoding = response.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity", "gzip", "deflate"):
         raise UnreadableReply("compressed in a way that was not asked for")
-    unzip = zlib.decompressobj(wbits=47) if encoding in ("gzip", "deflate") else None      # 47: of both, by the header
+    unzip = None
+    if encoding in ("gzip", "deflate"):
+        unzip = zlib.decompressobj(wbits=47)                        # of both: the header says which it is
     body, num_sent = bytearray(), 0
     async for chunk in response.aiter_raw():
         num_sent += len(chunk)
@@ -179,31 +242,43 @@ def check_count(name, value):
 
 
 def read_reply(body):
-    """The Reply in a body (bytes): text (thoughts that the server gives apart in a <think> block before it), whether it
-    ended before the limit of its length, token ids (None where the server gives none), numbers of tokens read and
-    written (0 where the server gives none). UnreadableReply where a part of it is missing or of another type."""
+    """The Reply in a body (bytes). Thoughts that the server gives apart stand in a <think> block before its text.
+
+    UnreadableReply where a part of it is missing or of another type."""
     answer = read_object(body)
     choices = field(answer, "choices", list)
     if not choices:
-        raise UnreadableReply(f'no "choices": {refusal(body)[0]}')
+        told, _ = refusal(body)
+        raise UnreadableReply(f'no "choices": {told}')
     choice = choices[0]
     if type(choice) is not dict:
         raise UnreadableReply(f"a choice is a {type(choice).__name__}, not an object")
-    message, text, thoughts = field(choice, "message", dict), field(choice, "text", str), None    # of a chat; a prompt
-    if message is None and text is None:
-        raise UnreadableReply('neither "message" nor "text"')
-    if message is not None:
-        text = field(message, "content", str) or ""
-        thoughts = field(message, "reasoning_content", str) or field(message, "reasoning", str)
+    text = choice_text(choice)
+    ids = field(choice, "token_ids", list)
+    for token_id in ids or []:
+        check_count("token_ids", token_id)
+    usage = field(answer, "usage", dict) or {}
+    prompt_tokens = field(usage, "prompt_tokens", int) or 0
+    completion_tokens = field(usage, "completion_tokens", int) or 0
+    check_count("usage", prompt_tokens)
+    check_count("usage", completion_tokens)
+    ended = field(choice, "finish_reason", str) != "length"
+    return Reply(text, ended, ids, prompt_tokens, completion_tokens)
+
+
+def choice_text(choice):
+    """The text of a choice, the continuation of a chat or of a prompt."""
+    message = field(choice, "message", dict)
+    text = field(choice, "text", str)
+    if message is None:
+        if text is None:
+            raise UnreadableReply('neither "message" nor "text"')
+        return text
+    text = field(message, "content", str) or ""
+    thoughts = field(message, "reasoning_content", str) or field(message, "reasoning", str)
     if thoughts:
         text = f"<think>{thoughts}</think>{text}"
-    token_ids, usage = field(choice, "token_ids", list), field(answer, "usage", dict) or {}
-    for token_id in token_ids or []:
-        check_count("token_ids", token_id)
-    counts = [field(usage, name, int) or 0 for name in ("prompt_tokens", "completion_tokens")]
-    for count in counts:
-        check_count("usage", count)
-    return Reply(text, field(choice, "finish_reason", str) != "length", token_ids, *counts)
+    return text
 
 
 def refusal(body):
@@ -226,13 +301,23 @@ def key_parts(key):
     """All that stands for KEY_PART_CHARS characters of the key in a row, in small letters: as they are, and as they can
     stand in JSON, HTML, a URL or Python. Empty for a key of less than four characters, which hides nothing."""
     spellings = (
-        str, lambda c: json.dumps(c)[1:-1], lambda c: c.replace("/", r"\/"), html.escape,
-        lambda c: urllib.parse.quote(c, safe=""), lambda c: f"%{ord(c):02x}", lambda c: rf"\u{ord(c):04x}",
-        lambda c: rf"\x{ord(c):02x}", lambda c: f"&#{ord(c)};", lambda c: f"&#x{ord(c):x};")
+        str,
+        lambda c: json.dumps(c)[1:-1],
+        lambda c: c.replace("/", r"\/"),
+        lambda c: rf"\u{ord(c):04x}",
+        lambda c: rf"\x{ord(c):02x}",
+        lambda c: urllib.parse.quote(c, safe=""),
+        lambda c: f"%{ord(c):02x}",
+        html.escape,
+        lambda c: f"&#{ord(c)};",
+        lambda c: f"&#x{ord(c):x};")
     length, parts = min(KEY_PART_CHARS, len(key)), set()
-    for spelling in spellings if length > 3 else ():
+    if length < 4:
+        return parts
+    for spelling in spellings:
         spelled = [spelling(c).lower() for c in key]
-        parts |= {"".join(spelled[i:i + length]) for i in range(len(key) - length + 1)}
+        for i in range(len(key) - length + 1):
+            parts.add("".join(spelled[i:i + length]))
     return parts
 
 
@@ -247,30 +332,38 @@ def without_key(text, parts):
             start = lowered.find(part, start + 1)                           # parts overlap
     pieces = []
     for hidden, positions in itertools.groupby(range(len(text)), is_key.__getitem__):
-        pieces.append("[key]" if hidden else "".join(text[i] for i in positions))
+        if hidden:
+            pieces.append("[key]")
+        else:
+            pieces += [text[i] for i in positions]
     return "".join(pieces)
 
 
 def quoted(told, server):
     """One line of what a server, or an error that may name what it sent, says; without the key."""
-    return one_line(without_key(str(told)[:MAX_TOLD_CHARS] or type(told).__name__, server.key_parts))
+    text = str(told)[:MAX_TOLD_CHARS] or type(told).__name__
+    return one_line(without_key(text, server.key_parts))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 def empty_fault(reply):
     """One line where nothing is said in a Reply but thoughts; else None."""
-    if not strip_thoughts(reply.text):
-        return "empty reply" + ("" if reply.ended else " (ended by the limit of new tokens: raise it)")
+    if strip_thoughts(reply.text):
+        return None
+    if reply.ended:
+        return "empty reply"
+    return "empty reply (ended by the limit of new tokens: raise it)"
 
 
 async def send(address, request):
     """(httpx.Response, its body) to a request (server_request)."""
     path = "/completions" if "prompt" in request else "/chat/completions"
-    fields = {name: value for name, value in request.items() if name != "extra_body"} | request["extra_body"]
+    fields = dict(request)
+    fields.update(fields.pop("extra_body"))
     content = json.dumps(fields, ensure_ascii=False).encode(errors="replace")      # a lone surrogate is sent as "?"
-    async with address.client.stream("POST", path, content=content,
-                                     headers={"Content-Type": "application/json"}) as response:
+    headers = {"Content-Type": "application/json"}
+    async with address.client.stream("POST", path, content=content, headers=headers) as response:
         try:
             return response, await read_body(response)
         except UnreadableReply:
@@ -302,9 +395,12 @@ async def ask_once(server, address, request, fault_of):
     server.counts["server_prompt_tokens"] += reply.prompt_tokens
     server.counts["server_completion_tokens"] += reply.completion_tokens
     server.takes_sampling |= "top_k" in request["extra_body"]
-    server.last_reply, address.answered = time.monotonic(), True
+    server.last_reply = time.monotonic()
+    address.answered = True
     fault = fault_of(reply)
-    return (None, quoted(fault, server), 0) if fault else (reply, None, None)
+    if fault:
+        return None, quoted(fault, server), 0
+    return reply, None, None
 
 
 def refused(server, address, request, response, body):
@@ -318,17 +414,27 @@ def refused(server, address, request, response, body):
     elif status in (401, 403) or code == "insufficient_quota":
         raise InputError(f"{where}: the key in OPENAI_API_KEY is missing or refused ({fault})")
     elif status == 404:
-        or_no = ", or nothing that continues a prompt (/completions)" if "prompt" in request else ""
-        raise InputError(f"{where}: no model of this name there{or_no} ({fault})")
+        missing = "no model of this name there"
+        if "prompt" in request:
+            missing += ", or nothing that continues a prompt (/completions)"
+        raise InputError(f"{where}: {missing} ({fault})")
     elif status in (408, 409, 429) or status >= 500:
-        wait_s = response.headers.get("retry-after", "")
-        return None, fault, float(wait_s) if re.fullmatch(r"\d+(\.\d+)?", wait_s) else None
+        return None, fault, seconds(response.headers.get("retry-after", ""))
     elif "top_k" in request["extra_body"] and not server.takes_sampling:
         if server.sampling:
             say(f"{where}: asked again without {', '.join(server.sampling)} ({fault})")
         server.sampling = {}
         return None, fault, 0
-    raise (ReplyError if address.answered else InputError)(f"{where}: refuses the request ({fault})")
+    if address.answered:
+        raise ReplyError(f"{where}: refuses the request ({fault})")
+    raise InputError(f"{where}: refuses the request ({fault})")
+
+
+def seconds(text):
+    """The number in a header, or None."""
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return float(text)
+    return None
 
 
 async def next_address(server):
@@ -342,8 +448,10 @@ async def next_address(server):
 
 
 async def server_reply(server, said, temperature, max_new_tokens, seed, fault_of=empty_fault, **extra):
-    """The Reply of a server's model to a chat (messages) or a prompt (ids); fault_of(Reply): one line that begins with
-    a name of RESEEDED where it cannot be taken; `extra`: more fields of the request, which not every server takes.
+    """The Reply of a server's model to a chat (messages) or a prompt (ids).
+
+    fault_of(Reply): one line that begins with a name of RESEEDED where it cannot be taken.
+    extra: more fields of the request, which not every server takes.
 
     A lost connection, the time limit, and statuses 408, 409, 429 and 5xx are tried again after growing pauses, or the
     time that the server asks for; what cannot be read or taken at once, with another seed. InputError where no further
@@ -351,7 +459,8 @@ async def server_reply(server, said, temperature, max_new_tokens, seed, fault_of
     all of that time. ReplyError where it is this one."""
     begin, attempt = time.monotonic(), 0
     while True:
-        address, sent = await next_address(server), time.monotonic()
+        address = await next_address(server)
+        sent_at = time.monotonic()
         request = server_request(server, said, temperature, max_new_tokens, seed, extra)
         server.counts["requests"] += 1
         address.in_flight += 1
@@ -361,18 +470,24 @@ async def server_reply(server, said, temperature, max_new_tokens, seed, fault_of
             address.in_flight -= 1
         if reply:
             return reply
-        kind, where, now = re.split(r" \(|:", fault)[0], f"{address.url}#{server.model}", time.monotonic()
+        now = time.monotonic()
+        where = f"{address.url}#{server.model}"
+        kind = re.split(r" \(|:", fault)[0]
         server.counts[f"retried: {kind}"] += 1
         if wait_s and wait_s > MAX_WAIT_S:
             raise InputError(f"{where}: asks to wait {wait_s:g} s ({fault}); run the same command again then")
-        attempt += kind != "status 429" or server.last_reply < sent       # while others are served, our turn will come
+        if kind != "status 429" or server.last_reply < sent_at:           # while others are served, our turn will come
+            attempt += 1
         if attempt > server.retries:
             if kind in ("no connection", "status 429") and server.last_reply < begin:
                 raise InputError(f"{where}: {fault}, and no reply to any request for {now - begin:.0f} s; run the same "
                                  "command again to go on")
             raise ReplyError(f"{where}: {fault}")
-        seed += kind in RESEEDED
-        pause_s = min(MAX_PAUSE_S, 2 ** (attempt - 1)) * random.uniform(0.5, 1) if wait_s is None else wait_s
+        if kind in RESEEDED:
+            seed += 1
+        pause_s = wait_s
+        if pause_s is None:
+            pause_s = min(MAX_PAUSE_S, 2 ** (attempt - 1)) * random.uniform(0.5, 1)
         if wait_s or kind == "no connection":                             # then all requests leave the address alone
             address.rests_until = max(address.rests_until, now + pause_s)
         else:
