@@ -70,8 +70,8 @@ def checked_record(path, kind):
         record = read_json(path, RECORDS[kind])
     except InputError as error:
         raise InputError(str(error).partition(" (")[0]) from None    # where in the line says nothing to a user
-    for key in COST_KEYS if kind == "costs" else ():
-        if NUMBER(record.get(key)):
+    for key in COST_KEYS:
+        if kind == "costs" and NUMBER(record.get(key)):
             raise InputError(f'{path}: "{key}" is missing or not a number')
     return record
 
@@ -79,7 +79,8 @@ def checked_record(path, kind):
 def method_costs(roots, programs):
     """({path: cost record}, [names without one]) of `roots` (an agent; with best-of-N also the critic) and of all that
     they were made from, but for `programs` (names of what is no model); an output is counted once."""
-    counted, not_counted, seen, waiting = {}, [], set(), list(roots)
+    counted, not_counted, seen = {}, [], set()
+    waiting = list(roots)
     while waiting:
         name = waiting.pop(0)
         path = os.path.relpath(os.path.realpath(name))          # one name for out/critic, ./out/critic/ and a link
@@ -97,48 +98,91 @@ def method_costs(roots, programs):
 
 def total_costs(records):
     """The sums of cost records; of the peaks the highest."""
-    records = list(records)
-    totals = {key: sum(record[key] for record in records) for key in COST_KEYS}
-    totals |= {key: sum(r.get(key, 0) for r in records) for key in SERVER_KEYS if any(r.get(key) for r in records)}
-    return totals | {"peak_memory_mb": max((record["peak_memory_mb"] for record in records), default=0)}
+    totals = dict.fromkeys(COST_KEYS, 0)
+    for spent in records:
+        for key in COST_KEYS:
+            if key == "peak_memory_mb":
+                totals[key] = max(totals[key], spent[key])
+            else:
+                totals[key] += spent[key]
+        for key in SERVER_KEYS:
+            if spent.get(key):
+                totals[key] = totals.get(key, 0) + spent[key]
+    return totals
+
+
+def method_roots(path):
+    """(models that a rollout used, its own cost record), by the records beside its file. InputError without them."""
+    args = read_record(path, "args").get("args", {})
+    evaluation = read_record(path, "costs")
+    for kind, is_there in (("args", "agent" in args), ("costs", evaluation)):
+        if not is_there:
+            raise InputError(f"{record_path(path, kind)}: not there or not of a rollout; --costs needs the records "
+                             "that 02_rollout.py keeps beside its output")
+    roots = [args["agent"]]
+    critic = (args.get("critic") or "").removeprefix("judge:")
+    if critic:
+        roots.append(critic)
+    return roots, evaluation
 
 
 def compare_costs(paths, programs):
     """{name: totals, "outputs" counted, "not_counted", "shared" (what is part of every method that costs anything) and
     "evaluation" (the rollout itself)} of {name: trajectory file}."""
-    found, evaluations = {}, {}
+    methods, evaluations = {}, {}
     for name, path in paths.items():
-        args, evaluations[name] = read_record(path, "args").get("args", {}), read_record(path, "costs")
-        for kind, there in (("args", "agent" in args), ("costs", evaluations[name])):
-            if not there:
-                raise InputError(f"{record_path(path, kind)}: not there or not of a rollout; --costs needs the "
-                                 "records that 02_rollout.py keeps beside its output")
-        roots = [args["agent"], (args.get("critic") or "").removeprefix("judge:")]
-        found[name] = method_costs(filter(None, roots), programs)
-    paid = [set(counted) for counted, _ in found.values() if counted]
-    common_part = set.intersection(*paid) if len(paid) > 1 else set()
+        roots, evaluations[name] = method_roots(path)
+        methods[name] = method_costs(roots, programs)
+    paid = [set(counted) for counted, _ in methods.values() if counted]
+    in_all = set.intersection(*paid) if len(paid) > 1 else set()
     costs = {}
-    for name, (counted, not_counted) in found.items():
-        shared = sorted(common_part & set(counted))
-        costs[name] = total_costs(counted.values()) | {
-            "outputs": sorted(counted), "not_counted": not_counted, "evaluation": total_costs([evaluations[name]]),
-            "shared": total_costs([counted[path] for path in shared]) | {"outputs": shared}}
+    for name, (counted, not_counted) in methods.items():
+        shared = sorted(in_all & set(counted))
+        costs[name] = total_costs(counted.values())
+        costs[name]["outputs"] = sorted(counted)
+        costs[name]["not_counted"] = not_counted
+        costs[name]["evaluation"] = total_costs([evaluations[name]])
+        costs[name]["shared"] = {**total_costs(counted[path] for path in shared), "outputs": shared}
     return costs
+
+
+# Columns of the table: key, heading, what one of it is in the table, digits
+COLUMNS = [("wall_s", "wall min", 60, 1), ("trained_tokens", "M trained", 1e6, 3),
+           ("generated_tokens", "M generated", 1e6, 3), ("flops", "PFLOPs", 1e15, 3),
+           ("peak_memory_mb", "peak MB", 1, 0)]
+SERVER_COLUMNS = [("server_prompt_tokens", "M prompt by servers", 1e6, 3),
+                  ("server_completion_tokens", "M completion by servers", 1e6, 3)]
 
 
 def cost_lines(costs):
     """The costs as lines of text: methods, the part they share, the evaluation rollouts."""
-    part = next((c["shared"] for c in costs.values() if c["shared"]["outputs"]), None)
-    rows = [*costs.items(), *([("shared, included above", part)] if part else []), ("evaluation, not above:", None),
-            *((name, c["evaluation"]) for name, c in costs.items())]
-    served = [key for key in SERVER_KEYS if any(key in c for _, c in rows if c)]
-    scales = [("wall_s", 60, 1), ("trained_tokens", 1e6, 3), ("generated_tokens", 1e6, 3), ("flops", 1e15, 3),
-              ("peak_memory_mb", 1, 0), *((key, 1e6, 3) for key in served)]
-    lines = aligned(["costs", "wall min", "M trained", "M generated", "PFLOPs", "peak MB",
-                     *(f"M {key.split('_')[1]} by servers" for key in served)],
-                    [[name, *(f"{c.get(key, 0) / unit:,.{digits}f}" if c else "" for key, unit, digits in scales)]
-                     for name, c in rows])
+    part = None
+    for method in costs.values():
+        if method["shared"]["outputs"]:
+            part = method["shared"]
+    rows = list(costs.items())
+    if part:
+        rows.append(("shared, included above", part))
+    rows.append(("evaluation, not above:", None))
+    for name, method in costs.items():
+        rows.append((name, method["evaluation"]))
+    columns = list(COLUMNS)
+    for column in SERVER_COLUMNS:
+        if any(column[0] in totals for _, totals in rows if totals):
+            columns.append(column)
+    cells = []
+    for name, totals in rows:
+        cells.append([name] + [cost_cell(totals, column) for column in columns])
+    lines = aligned(["costs"] + [heading for _, heading, _, _ in columns], cells)
     if part:
         lines.append(f"shared, included in every method that costs anything: {', '.join(part['outputs'])}")
-    not_counted = sorted({name for c in costs.values() for name in c["not_counted"]})
-    return lines + ([f"not counted: {', '.join(not_counted)}"] if not_counted else [])
+    not_counted = sorted({name for method in costs.values() for name in method["not_counted"]})
+    if not_counted:
+        lines.append(f"not counted: {', '.join(not_counted)}")
+    return lines
+
+
+def cost_cell(totals, column):
+    """A number of the table; empty in a heading's row."""
+    key, _, unit, digits = column
+    return f"{totals.get(key, 0) / unit:,.{digits}f}" if totals else ""
