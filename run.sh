@@ -2,6 +2,7 @@
 # From a bare machine to the table: bash run.sh [SEED]
 # Makes .venv, then tasks, offline dialogues of the shipped base model (models/tiny), the critic, the policies (SWEET,
 # multi-turn DPO, rejection fine-tuning), dialogues of each on test tasks, and the evaluation. A second call resumes.
+# All methods learn from 320 dialogues (80 tasks; pages: 480). SWEET uses all of their turns.
 # OUT (out), ROUNDS (8) and sizes can be set from outside; for a quick look: TRAIN_TASKS=40 TEST_TASKS=20 bash run.sh
 #
 # Web pages: bash run.sh --domain frontend [SEED]   (template pages, results in out/frontend; needs Chromium, which is
@@ -19,6 +20,7 @@ shift $taken
 seed=${1:-0}
 [[ $seed =~ ^[0-9]+$ ]] || { echo "error: seed '$seed': must be a number" >&2; exit 2; }
 set_up_domain
+few_dialogues
 
 out=${OUT:-out}
 [ $domain = backend ] || out=$out/$domain
@@ -38,6 +40,6 @@ for name in base rft mtdpo sweet; do files+=("$name=$out/$name.jsonl"); done
 # Alone on the machine by now: both cores.
 export OMP_NUM_THREADS=2
 [ $domain = frontend ] || $py scripts/critics.py --trajectories "$out/base.jsonl" --gates $base --out "$out/gates"
-$py 05_evaluate.py "${files[@]}" --baseline mtdpo $similarity --critic "$out/critic" \
+$py 05_evaluate.py "${files[@]}" --baseline mtdpo $similarity --critic "$out/critic" $credit \
     --candidates "$out/sweet" --out "$report" | tee -a "$out/evaluate.log"
 echo "the page, with the credit of every turn: $report/report.html"
