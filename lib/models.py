@@ -217,6 +217,10 @@ def shard(scorer, run, sharding):
     from torch.distributed.device_mesh import init_device_mesh  # here, because their import takes a second
     from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
     check_replicate(sharding.replicate, run.world_size)
+    if sharding.activation_checkpointing:
+        scorer.model.activation_checkpointing_enable()
+    if run.world_size == 1 and sharding.dtype == "float32":
+        return                                      # nothing to split or to cast; a step of a small model takes .6 of it
     mesh = init_device_mesh(run.device.type, (sharding.replicate, run.world_size // sharding.replicate),
                             mesh_dim_names=("replicate", "shard"))
     if sharding.replicate == 1:
@@ -224,8 +228,6 @@ def shard(scorer, run, sharding):
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, sharding.dtype), reduce_dtype=torch.float32,
                                   cast_forward_inputs=False)
     model = scorer.model
-    if sharding.activation_checkpointing:
-        model.activation_checkpointing_enable()
     layers = list(model.get_decoder().layers)
     if is_visual(model):
         layers += model.base_model.visual.blocks
@@ -253,13 +255,16 @@ def load_sharded(name, run, sharding, lora, build):
         scorer = build(model)
     shard(scorer, run, sharding)
     scorer.to_empty(device=run.device)
+    if not hasattr(scorer, "reshard"):
+        model.tie_weights()                                         # to_empty gives a tied weight twice, FSDP once
     for module in model.modules():
         if module._non_persistent_buffers_set:                      # the frequencies of rotary embeddings, in no file
             model._init_weights(module)
     if lora:
         adapters.start_adapter(model, sharding.seed)
+    tensors = {name: tensor.detach() for name, tensor in stored_tensors(model)}         # the same memory
     with folders.loading(name):
-        dcp.load(dict(stored_tensors(model)), storage_reader=dcp.HuggingFaceStorageReader(folder))
+        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(folder))
     return scorer
 
 

@@ -133,7 +133,7 @@ def optimizer_step(scorer, optimizer, sums, step, max_grad_norm, out):
     """One update. Returns numbers for the log: `sums` over all ranks, learning rate and gradient norm.
 
     InputError on all ranks, before anything is updated, where the loss or the norm is not finite."""
-    grad_norm = torch.nn.utils.clip_grad_norm_(scorer.parameters(), max_grad_norm).full_tensor().item()
+    grad_norm = whole_tensor(torch.nn.utils.clip_grad_norm_(scorer.parameters(), max_grad_norm)).item()
     device = next(scorer.parameters()).device
     numbers = dict(zip(sums, reduce_sums(list(sums.values()), device)))
     if not (math.isfinite(numbers["loss"]) and math.isfinite(grad_norm)):
