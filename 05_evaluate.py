@@ -45,7 +45,7 @@ from lib.credit import agreement, count_pairs, credit_of, credit_summary, measur
 from lib.export import export
 from lib.models import load_tokenizer
 from lib.plots import report_plots
-from lib.report import page_data, spread, write_report
+from lib.report import MAX_STATES, page_data, write_report
 from lib.runtime import begin_output, InputError, is_done, read_jsonl, run_stage, say, start, write_json, write_jsonl
 
 MAX_TOKENS = 16384               # of a batch without gradients, and of a dialogue whose turns get credit
@@ -473,7 +473,7 @@ def main(argv=None):
         credit["agreement"] = tables.agreement_lines(agreements)
 
     # the page
-    page_states = count_pairs(spread(states))
+    page_states = count_pairs(tables.spread(states, MAX_STATES))
     if len(page_states) < len(states):
         notes.append(f"{len(page_states):,} of the {len(states):,} states of --candidates are shown, at equal "
                      "distances")

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 
 from lib.runtime import InputError
-from lib.tables import finite, heading_of
+from lib.tables import finite, heading_of, spread
 
 DASHES = "-", "--", ":"
 MARKERS = "o", "s", "D", "^", "v"
@@ -19,6 +19,7 @@ MAX_LABEL = 60                       # characters of a label; a longer one would
 MAX_POINTS = 1_000                   # of a training curve
 MAX_ROUNDS = 50                      # a plot counts dialogues of more rounds as dialogues of so many
 
+SMALL_TEXT_ABOVE = {"textcoords": "offset points", "ha": "center", "fontsize": 8}
 STYLE = {
     "svg.fonttype": "none",                                          # texts, in the page's font
     "font.size": 10,
@@ -45,7 +46,12 @@ def plain(text):
 
 def line(number):
     """How the line of a number is drawn."""
-    return {"linestyle": DASHES[number % 3], "marker": MARKERS[number % 5], "color": "black", "markersize": 5}
+    return {
+        "linestyle": DASHES[number % 3],
+        "marker": MARKERS[number % 5],
+        "color": "black",
+        "markersize": 5,
+    }
 
 
 class Drawing:
@@ -100,9 +106,9 @@ def interval_svg(bars, heading):
         rows = range(0, -len(bars), -1)                              # the first one on top
         for row, bar in zip(rows, bars.values()):
             value = bar["value"]
-            errors = [[abs(value - bar["low"])], [abs(value - bar["high"])]]
-            axes.errorbar([value], [row], xerr=errors, marker="o", color="black", capsize=4)
-            axes.annotate(f"{value:.3f}", (value, row), (0, 6), textcoords="offset points", ha="center", fontsize=8)
+            below, above = abs(value - bar["low"]), abs(value - bar["high"])
+            axes.errorbar(value, row, xerr=[[below], [above]], marker="o", color="black", capsize=4)
+            axes.annotate(f"{value:.3f}", (value, row), (0, 6), **SMALL_TEXT_ABOVE)
         axes.set_yticks(rows, [plain(name) for name in bars])
         axes.set_ylim(0.6 - len(bars), 0.6)
         axes.set_xlabel(f"{heading}, 95 % interval")
@@ -165,14 +171,16 @@ def curve_svg(curves, metric, kind="best of N"):
         for number, (label, points) in enumerate(curves.items()):
             sizes = sorted(map(int, points))
             ticks.update(sizes)
-            shift = 1 + 0.02 * (number - (len(curves) - 1) / 2)                        # points of one N side by side
+            shift = 1 + 0.02 * (number - (len(curves) - 1) / 2)      # points of one N side by side
+            places = np.multiply(sizes, shift)
             means = np.array([points[str(size)][metric] for size in sizes])
-            bounds = np.array([points[str(size)]["ci95"] for size in sizes])           # (sizes, 2)
-            axes.errorbar(np.multiply(sizes, shift), means, abs(bounds.T - means), **line(number), capsize=3,
-                          label=plain(label))
+            bounds = np.array([points[str(size)]["ci95"] for size in sizes])               # (sizes, 2)
+            errors = abs(bounds.T - means)                                                 # (2, sizes)
+            axes.errorbar(places, means, errors, **line(number), capsize=3, label=plain(label))
+        ticks = sorted(ticks)
         if kind != "rounds":
             axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted(ticks), labels=map(str, sorted(ticks)), minor=False)
+        axes.set_xticks(ticks, labels=map(str, ticks), minor=False)
         axes.set_xlabel(x_label)
         axes.set_ylabel(metric.replace("_", " "))
         axes.grid(axis="y")
@@ -187,7 +195,8 @@ def spent_svg(curves, metric):
             for number, (label, points) in enumerate(curves.items()):
                 sizes = sorted(points, key=int)
                 tokens = [points[size][key] / 1e6 for size in sizes]
-                axes.plot(tokens, [points[size][metric] for size in sizes], **line(number), label=plain(label))
+                values = [points[size][metric] for size in sizes]
+                axes.plot(tokens, values, **line(number), label=plain(label))
             axes.set_xlabel(f"million {key.replace('_', ' ')}")
             axes.set_ylabel(metric.replace("_", " "))
             axes.grid(axis="y")
@@ -208,16 +217,15 @@ def smoothed(values):
 def history_points(rows, key):
     """(steps, smoothed values) of a key of metrics.jsonl, at most MAX_POINTS at equal distances; values that are no
     finite numbers are left out."""
+    sign = -1 if key == "nll" else 1
     steps, values = [], []
     for row in rows:
-        if finite(row["step"]) is not None and finite(row.get(key)) is not None:
-            steps.append(row["step"])
-            values.append(-row[key] if key == "nll" else row[key])
+        step, value = finite(row["step"]), finite(row.get(key))
+        if step is not None and value is not None:
+            steps.append(step)
+            values.append(sign * value)
     values = smoothed(values)
-    places = range(len(steps))
-    if len(steps) > MAX_POINTS:
-        places = [i * len(steps) // MAX_POINTS for i in range(MAX_POINTS)]
-    return [steps[place] for place in places], [values[place] for place in places]
+    return spread(steps, MAX_POINTS), spread(values, MAX_POINTS)
 
 
 def training_svg(histories):

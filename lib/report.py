@@ -16,7 +16,7 @@ import warnings
 
 from lib.runtime import new_file
 from lib.servers import said
-from lib.tables import finite, heading_of
+from lib.tables import finite, heading_of, spread
 
 MAX_PAGE = 20_000_000                 # bytes of the whole file
 MAX_STATES = 300                      # states of --candidates that are shown
@@ -220,13 +220,6 @@ def state_data(row, task, domain):
     return {"d": None, "t": task, "turn": finite(row["turn"]), "history": history, "candidates": candidates}
 
 
-def spread(rows, number=MAX_STATES):
-    """At most `number` of the rows, at equal distances."""
-    if len(rows) <= number:
-        return rows
-    return [rows[i * len(rows) // number] for i in range(number)]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # screenshots: the one way into the page
 
@@ -346,11 +339,6 @@ def shortened(value, limit, counts, key=None):
     return f"{value[:most]} … [{len(value) - most:,} more characters]"
 
 
-def sizes_at(limit, items):
-    """Bytes of each item with its texts cut to `limit`."""
-    return [size_of(shortened(item, limit, collections.Counter())) for item in items]
-
-
 def without_history(state):
     """A state whose dialogue is in the page needs no history of its own."""
     if state["d"] is None:
@@ -358,43 +346,73 @@ def without_history(state):
     return {key: value for key, value in state.items() if key != "history"}
 
 
+ItemSizes = collections.namedtuple("ItemSizes", "tasks dialogues states")           # bytes of each of them in the page
+
+
+def item_sizes(data, limit):
+    """The ItemSizes with texts cut to `limit`; states have no history where their dialogue is there."""
+    states = map(without_history, data["states"])
+    return ItemSizes(sizes_at(limit, data["tasks"]), sizes_at(limit, data["dialogues"]), sizes_at(limit, states))
+
+
+def sizes_at(limit, items):
+    return [size_of(shortened(item, limit, collections.Counter())) for item in items]
+
+
 def fitting(data, folder, room):
     """The data that fit into `room` bytes, ready for the page. First long texts are cut, to the first of LIMITS that
     is enough; then dialogues are left out (select_dialogues). "left_out" says what was cut or left out."""
-    line_bytes = 2_000 + size_of(data["methods"]) + 60 * len(data["methods"])            # of "left_out", at most
+    methods = data["methods"]
+    line_bytes = 2_000 + size_of(methods) + 60 * len(methods)       # of "left_out", at most
     text_room = room - line_bytes - frame_bytes(data)
-    numbers, states = list(range(len(data["dialogues"]))), list(range(len(data["states"])))
     for limit in LIMITS:
-        task_sizes = sizes_at(limit, data["tasks"])
-        dialogue_sizes = sizes_at(limit, data["dialogues"])
-        state_sizes = sizes_at(limit, map(without_history, data["states"]))
-        if sum(task_sizes) + sum(dialogue_sizes) + sum(state_sizes) <= text_room:
+        sizes = item_sizes(data, limit)
+        if sum(map(sum, sizes)) <= text_room:
             break
-    else:                                                            # the last limit is not enough
-        state_sizes = sizes_at(limit, data["states"])                # their dialogues may be left out
-        states = select_states(state_sizes)
-        text_room -= sum(state_sizes[number] for number in states)
-        needed_tasks = {data["states"][number]["t"] for number in states}
-        numbers = select_dialogues(data, dialogue_sizes, task_sizes, text_room, needed_tasks)
-    page, counts = subset(data, numbers, states), collections.Counter()
-    page["states"] = list(map(without_history, page["states"]))
-    for key in ("tasks", "dialogues", "states"):
-        page[key] = shortened(page[key], limit, counts)
+    numbers, states = select(data, limit, sizes, text_room)
+    page = subset(data, numbers, states)
     lines = left_out_lines(data, numbers, states)
-    if counts["texts"]:
-        lines.append(f"{counts['texts']:,} texts longer than {limit:,} characters are cut; scored/ has them whole")
-    if counts["labels"]:
-        lines.append(f"{counts['labels']:,} labels longer than {MAX_LABEL} characters are cut")
-    lines += add_images(page, folder, min(MAX_IMAGES, max(0, room - size_of(page) - line_bytes)))
+    lines += cut_texts(page, limit)
+    image_room = room - line_bytes - size_of(page)
+    lines += add_images(page, folder, min(MAX_IMAGES, max(0, image_room)))
     page["left_out"] = "; ".join(lines) or None
     return page
 
 
 def frame_bytes(data):
     """Bytes of the data but for tasks, dialogues and states, and what is kept free for screenshots."""
-    frame = {key: value for key, value in data.items() if key not in ("tasks", "dialogues", "states")}
-    paths = {place["image"] for place in (*data["tasks"], *data["dialogues"]) if "image" in place}
+    frame = dict(data)
+    paths = set()
+    for key in ItemSizes._fields:
+        for item in frame.pop(key):
+            paths.add(item.get("image"))
+    paths.discard(None)
     return size_of(frame) + min(MAX_IMAGES, IMAGE_BYTES * len(paths))
+
+
+def cut_texts(page, limit):
+    """Cut the page's long texts and labels; returns how many, as lines."""
+    counts = collections.Counter()
+    page["states"] = list(map(without_history, page["states"]))
+    for key in ItemSizes._fields:
+        page[key] = shortened(page[key], limit, counts)
+    lines = []
+    if counts["texts"]:
+        lines.append(f"{counts['texts']:,} texts longer than {limit:,} characters are cut; scored/ has them whole")
+    if counts["labels"]:
+        lines.append(f"{counts['labels']:,} labels longer than {MAX_LABEL} characters are cut")
+    return lines
+
+
+def select(data, limit, sizes, room):
+    """(numbers of the dialogues, numbers of the states) that fit into `room` bytes; sizes: item_sizes."""
+    if sum(map(sum, sizes)) <= room:
+        return list(range(len(data["dialogues"]))), list(range(len(data["states"])))
+    state_sizes = sizes_at(limit, data["states"])                   # with histories: their dialogues may be left out
+    states = select_states(state_sizes)
+    room -= sum(state_sizes[number] for number in states)
+    needed_tasks = {data["states"][number]["t"] for number in states}
+    return select_dialogues(data, sizes, room, needed_tasks), states
 
 
 def select_states(sizes):
@@ -405,7 +423,7 @@ def select_states(sizes):
     return spread(list(range(len(sizes))), number)
 
 
-def select_dialogues(data, dialogue_sizes, task_sizes, room, needed_tasks):
+def select_dialogues(data, sizes, room, needed_tasks):
     """Numbers of the dialogues that fit into `room` bytes, in order; needed_tasks: those that the states need anyway.
 
     The unit is the n-th dialogue of every name (and run) on one task: what is compared stays together.
@@ -417,7 +435,7 @@ def select_dialogues(data, dialogue_sizes, task_sizes, room, needed_tasks):
     digests = [hashlib.sha256(task["id"].encode(errors="replace")).digest() for task in data["tasks"]]
     unit_sizes, groups = {}, {}                                     # groups: {(n, the names that have it): tasks}
     for (n, task), numbers in units.items():
-        unit_sizes[n, task] = sum(dialogue_sizes[number] for number in numbers)
+        unit_sizes[n, task] = sum(sizes.dialogues[number] for number in numbers)
         names = frozenset(name_of(data["dialogues"][number]) for number in numbers)
         groups.setdefault((n, names), []).append(task)
     ranks = {}                                                      # {unit: what it is sorted by}
@@ -427,11 +445,11 @@ def select_dialogues(data, dialogue_sizes, task_sizes, room, needed_tasks):
             is_long = unit_sizes[n, task] > room / 20
             ranks[n, task] = (is_long, n, place, -len(names), digests[task], task)
     selected_tasks, selected = set(needed_tasks), []
-    room -= sum(task_sizes[task] for task in selected_tasks)
+    room -= sum(sizes.tasks[task] for task in selected_tasks)
     for n, task in sorted(units, key=ranks.get):
         size = unit_sizes[n, task]
         if task not in selected_tasks:
-            size += task_sizes[task]
+            size += sizes.tasks[task]
         if size <= room:
             room -= size
             selected_tasks.add(task)
@@ -457,22 +475,28 @@ def units_of(dialogues):
 
 def subset(data, numbers, states):
     """The data with the dialogues and the states of these numbers alone, and their tasks; all are counted afresh."""
-    dialogue_places = {old: new for new, old in enumerate(numbers)}
-    state_places = {old: new for new, old in enumerate(states)}
-    page_dialogues = [dict(data["dialogues"][number]) for number in numbers]
+    dialogues = [dict(data["dialogues"][number]) for number in numbers]
     page_states = [dict(data["states"][number]) for number in states]
-    needed_tasks = {row["t"] for row in (*page_dialogues, *page_states)}
     if len(numbers) == len(data["dialogues"]):
-        needed_tasks.update(range(len(data["tasks"])))
-    task_places = {old: new for new, old in enumerate(sorted(needed_tasks))}
-    for dialogue in page_dialogues:
+        tasks = range(len(data["tasks"]))
+    else:
+        tasks = sorted({row["t"] for row in (*dialogues, *page_states)})
+    task_places = places_of(tasks)
+    dialogue_places = places_of(numbers)
+    state_places = places_of(states)
+    for dialogue in dialogues:
         dialogue["t"] = task_places[dialogue["t"]]
         dialogue["turns"] = [with_state(turn, state_places) for turn in dialogue["turns"]]
     for state in page_states:
         state["t"] = task_places[state["t"]]
         state["d"] = dialogue_places.get(state["d"])
-    page_tasks = [dict(data["tasks"][old]) for old in task_places]
-    return {**data, "tasks": page_tasks, "dialogues": page_dialogues, "states": page_states, "images": {}}
+    page_tasks = [dict(data["tasks"][number]) for number in tasks]
+    return {**data, "tasks": page_tasks, "dialogues": dialogues, "states": page_states, "images": {}}
+
+
+def places_of(numbers):
+    """{number: its place in the list}."""
+    return {number: place for place, number in enumerate(numbers)}
 
 
 def with_state(turn, places):
@@ -486,21 +510,21 @@ def left_out_lines(data, numbers, states):
     """How many dialogues and states are left out, of which names, and by what rule."""
     lines = []
     dialogues = data["dialogues"]
-    num_left_out = len(dialogues) - len(numbers)
-    if num_left_out:
-        page_dialogues = [dialogues[number] for number in numbers]
+    page_dialogues = [dialogues[number] for number in numbers]
+    if len(numbers) < len(dialogues):
+        tasks = {dialogue["t"] for dialogue in dialogues}
+        page_tasks = {dialogue["t"] for dialogue in page_dialogues}
         totals = collections.Counter(dialogue["m"] for dialogue in dialogues)
         counts = collections.Counter(dialogue["m"] for dialogue in page_dialogues)
-        num_tasks = len({dialogue["t"] for dialogue in dialogues})
-        num_page_tasks = len({dialogue["t"] for dialogue in page_dialogues})
         names = ", ".join(f"{counts[m]:,} of {totals[m]:,} of {name}" for m, name in enumerate(data["methods"]))
-        lines.append(f"{num_left_out:,} of {len(dialogues):,} dialogues are left out, as the page holds at most "
-                     f"{MAX_PAGE / 10 ** 6:g} MB; shown are {num_page_tasks:,} of {num_tasks:,} tasks ({names}): the "
-                     "same ones for all names that have them, by a hash of the task_id, the first dialogue of every "
-                     "task before a second one; scored/ has all dialogues")
-    if len(states) < len(data["states"]):
-        lines.append(f"{len(data['states']) - len(states):,} of {len(data['states']):,} states are left out, at equal "
-                     "distances")
+        lines.append(
+            f"{len(dialogues) - len(numbers):,} of {len(dialogues):,} dialogues are left out, as the page holds at "
+            f"most {MAX_PAGE / 10 ** 6:g} MB; shown are {len(page_tasks):,} of {len(tasks):,} tasks ({names}): the "
+            "same ones for all names that have them, by a hash of the task_id, the first dialogue of every task "
+            "before a second one; scored/ has all dialogues")
+    num_states = len(data["states"])
+    if len(states) < num_states:
+        lines.append(f"{num_states - len(states):,} of {num_states:,} states are left out, at equal distances")
     return lines
 
 

@@ -40,7 +40,9 @@ def mean(values):
 def values_of_runs(trajectories, outcome):
     """(ids of the tasks, the mean outcome of each of them in each run: (runs, tasks))."""
     means = [task_means(run, outcome) for run in by_run(trajectories)]
-    return list(means[0]), [list(task_mean.values()) for task_mean in means]
+    tasks = list(means[0])
+    values = [list(run.values()) for run in means]
+    return tasks, values
 
 
 def mean_over_tasks(trajectories, outcome):
@@ -83,26 +85,34 @@ def bootstrap_interval(values, families=None, seed=0):
         times = times_drawn(families, rng)                                                 # (resamples, tasks)
         means = times @ values.T / times.sum(1, keepdims=True)                             # (resamples, runs)
     run_draws = rng.integers(num_runs, size=(NUM_RESAMPLES, num_runs))
-    weights = np.stack([np.bincount(draw, minlength=num_runs) for draw in run_draws]) / num_runs
-    low, high = np.percentile((weights * means).sum(1), [2.5, 97.5])
+    run_times = np.stack([np.bincount(draw, minlength=num_runs) for draw in run_draws])    # (resamples, runs)
+    resampled = (run_times / num_runs * means).sum(1)                                      # (resamples,)
+    low, high = np.percentile(resampled, [2.5, 97.5])
     return [float(low), float(high)]
 
 
 def times_drawn(families, rng):
     """How often each task is drawn in each resample, (resamples, tasks), where families are drawn first."""
     names, family_of_task = np.unique(families, return_inverse=True)
-    family_times = rng.multinomial(len(names), np.full(len(names), 1 / len(names)), NUM_RESAMPLES)
+    num_families = len(names)
+    family_times = rng.multinomial(num_families, equal_shares(num_families), NUM_RESAMPLES)
     times = np.zeros((NUM_RESAMPLES, len(families)))
-    for family in range(len(names)):
+    for family in range(num_families):
         members = family_of_task == family
         size = members.sum()
-        times[:, members] = rng.multinomial(family_times[:, family] * size, np.full(size, 1 / size))
+        times[:, members] = rng.multinomial(family_times[:, family] * size, equal_shares(size))
     return times
+
+
+def equal_shares(number):
+    return np.full(number, 1 / number)
 
 
 def families_of(tasks, trajectories):
     """The "family" of each of these tasks (ids); None for one that states none."""
-    families = {trajectory["task_id"]: trajectory.get("task", {}).get("family") for trajectory in trajectories}
+    families = {}
+    for trajectory in trajectories:
+        families[trajectory["task_id"]] = trajectory.get("task", {}).get("family")
     return [families[task] for task in tasks]
 
 
@@ -110,8 +120,9 @@ def intervals(values, families):
     """{"ci95", "ci95_families" where every task states a family, and not all the same; of several runs "runs": the mean
     of each} of `values`, (runs, tasks)."""
     result = {"ci95": bootstrap_interval(values)}
-    if None not in families and len(set(map(str, families))) > 1:
-        result["ci95_families"] = bootstrap_interval(values, list(map(str, families)))
+    names = list(map(str, families))
+    if None not in families and len(set(names)) > 1:
+        result["ci95_families"] = bootstrap_interval(values, names)
     if len(values) > 1:
         result["runs"] = [float(np.mean(run)) for run in values]
     return result
@@ -160,8 +171,11 @@ def paired_difference(trajectories, baseline, outcome):
     tasks, differences = paired(trajectories, baseline, outcome, difference_of_means)
     if not tasks:
         return None
-    families = families_of(tasks, trajectories)
-    return {"difference": float(np.mean(differences)), "n": len(tasks), **intervals(differences, families)}
+    return {
+        "difference": float(np.mean(differences)),
+        "n": len(tasks),
+        **intervals(differences, families_of(tasks, trajectories)),
+    }
 
 
 def wins_and_ties(ours, theirs):
@@ -179,7 +193,11 @@ def win_rate(trajectories, baseline, outcome):
     if not tasks:
         return {}
     wins, ties = np.array(shares).transpose(2, 0, 1).copy()                                # (runs, tasks) each
-    return {"win_rate": float(wins.mean()), "win_rate_ci95": bootstrap_interval(wins), "ties": float(ties.mean())}
+    return {
+        "win_rate": float(wins.mean()),
+        "win_rate_ci95": bootstrap_interval(wins),
+        "ties": float(ties.mean()),
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,6 +23,13 @@ def finite(value):
     return None
 
 
+def spread(items, number):
+    """At most `number` of the items, at equal distances."""
+    if len(items) <= number:
+        return items
+    return [items[i * len(items) // number] for i in range(number)]
+
+
 def interval(bounds, sign=""):
     """"[.12, .34]" with three digits; sign "+": with signs, of differences."""
     low, high = bounds

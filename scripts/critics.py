@@ -78,14 +78,20 @@ def measure_gates(trajectories, domain, model_name, device):
     """{kind of turn: {"n", "without_c", "with_c": mean log-probabilities}} under a model."""
     model, tokenizer = load_model(model_name, device)
     probes = gate_probes(trajectories, domain)
+    scorer = common.Scorer(model)
+    logps = {}                                                       # {with_c: the log-probability of each Probe}
+    for with_c in (False, True):
+        items = [probe_rows(probe, tokenizer, domain, with_c) for probe in probes]
+        scores = common.turn_scores_of(scorer, items, MAX_TOKENS, device)                  # (1,) each
+        logps[with_c] = [score.item() for score in scores]
     gates = {}
     for kind in sorted({probe.kind for probe in probes}):
-        gates[kind] = {"n": sum(probe.kind == kind for probe in probes)}
-    for column, with_c in (("without_c", False), ("with_c", True)):
-        items = [probe_rows(probe, tokenizer, domain, with_c) for probe in probes]
-        logps = common.turn_scores_of(common.Scorer(model), items, MAX_TOKENS, device)                    # (1,) each
-        for kind, gate in gates.items():
-            gate[column] = sum(logp.item() for logp, probe in zip(logps, probes) if probe.kind == kind) / gate["n"]
+        places = [place for place, probe in enumerate(probes) if probe.kind == kind]
+        gates[kind] = {
+            "n": len(places),
+            "without_c": statistics.mean([logps[False][place] for place in places]),
+            "with_c": statistics.mean([logps[True][place] for place in places]),
+        }
     return gates
 
 
@@ -94,7 +100,8 @@ def gate_lines(gates, model_name):
     rows = []
     for kind, gate in gates.items():
         rows.append([kind, str(gate["n"]), f"{gate['without_c']:.2f}", f"{gate['with_c']:.2f}"])
-    return [f"{model_name}: log-probability of a turn", *tables.aligned(["", "n", "without c", "with c"], rows)]
+    table = tables.aligned(["", "n", "without c", "with c"], rows)
+    return [f"{model_name}: log-probability of a turn", *table]
 
 
 def check_gates(trajectories, domain, path):
@@ -157,8 +164,7 @@ def check_branch(trajectory, tokenizers, path):
 
 
 def mean_return(trajectories, domain):
-    returns = [float(domain.outcome(trajectory)) for trajectory in trajectories]
-    return sum(returns) / len(returns)
+    return statistics.mean([float(domain.outcome(trajectory)) for trajectory in trajectories])
 
 
 def decision_point(actions, number):
@@ -198,13 +204,16 @@ def return_correlation(critic, branches, device):
 def critic_lines(measures):
     """The table of --critics."""
     headings = ["critic", "pair accuracy", "pairs"]
-    rows = [[name, f"{measure['pair_accuracy']:.3f}", str(measure["num_pairs"])] for name, measure in measures.items()]
-    if all("rank_correlation" in measure for measure in measures.values()):
+    if tables.has_any(measures, "rank_correlation"):
         headings += ["rank correlation", "95 %", "states"]
-        for row, measure in zip(rows, measures.values()):
+    rows = []
+    for name, measure in measures.items():
+        row = [name, f"{measure['pair_accuracy']:.3f}", str(measure["num_pairs"])]
+        if "rank_correlation" in measure:
             row.append(f"{measure['rank_correlation']:.3f}")
             row.append(tables.interval(measure["ci95"], "+"))
             row.append(str(measure["num_states"]))
+        rows.append(row)
     return [*tables.aligned(headings, rows),
             "one training run of each critic: the intervals leave other seeds out"]
 

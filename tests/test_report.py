@@ -21,9 +21,9 @@ from conftest import read, refused, stage
 from lib import plots, report
 from lib.credit import agreement, credit_of, credit_summary, measure_turns, read_states
 from lib.plots import curve_svg, report_plots, smoothed, training_svg
-from lib.report import as_json, fitting, page_data, spread, write_report
+from lib.report import as_json, fitting, page_data, write_report
 from lib.runtime import InputError
-from lib.tables import aligned, interval
+from lib.tables import aligned, interval, spread
 
 SVG = "{http://www.w3.org/2000/svg}"
 
