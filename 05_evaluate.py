@@ -2,7 +2,7 @@
 
 Reads   NAME=trajectories.jsonl … (02); the logged rewards are not trusted: every answer is scored again.
 Writes  metrics.json, scored/NAME.jsonl (the trajectories with fresh rewards), report.html, and by what is asked for
-        curves.json, agreement.json, images/ (of pages), export/.
+        agreement.json, images/ (of pages), export/.
 
 n, rounds, tests         dialogues; mean number of agent turns; mean share of the tests passed
 success                  share of the dialogues whose answer passes all tests; of pages the mean similarity of the
@@ -104,7 +104,7 @@ def hint_lines(args, histories):
 
 def output_files(names):
     """Patterns of all files that this stage writes into its folder, for methods of these names."""
-    patterns = ["metrics.json", "curves.json", "agreement.json", "report.html", "images/*.png"]
+    patterns = ["metrics.json", "agreement.json", "report.html", "images/*.png"]
     for name in map(glob.escape, names):
         patterns += [f"scored/{name}.jsonl", f"export/{name}.jsonl"]
     return patterns
@@ -348,17 +348,6 @@ def curves_of(points, metrics, metric):
     return curves
 
 
-def write_curves(path, curves, metric):
-    """Write {label: {N: {metric, "ci95"}}} of curves_of, whatever N counts."""
-    points_of_labels = {}
-    for labels in curves.values():
-        for label, numbers in labels.items():
-            points = points_of_labels.setdefault(label, {})
-            for number, point in numbers.items():
-                points[number] = {metric: point[metric], "ci95": point["ci95"]}
-    write_json(path, points_of_labels)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # further tables, and the credit of the turns
 
@@ -458,8 +447,6 @@ def main(argv=None):
     parts = further_tables(metrics, metric, args.baseline, curves, costs)
     comparison = "\n".join([*tables.aligned(headings, rows), *notes])
     say("\n" + "\n\n".join([comparison, *parts.values()]) + "\n")
-    if curves:
-        write_curves(out / "curves.json", curves, metric)
 
     # credit of the turns, and how far the critic of the candidates agrees with the domain's oracles
     credit = {}

@@ -317,6 +317,11 @@ def test_metrics_are_written_before_everything_optional(tmp_path, monkeypatch, w
     assert not (tmp_path / "report" / "COMPLETED").exists()
 
 
+def point_of(metrics):
+    """What a curve shows of a method's metrics."""
+    return {key: metrics[key] for key in ("success_rate", "ci95")}
+
+
 def test_curve_table_by_hand():
     assert tables.curve_lines(CURVES, "success_rate") == ["best of N      1      2     16",
                                                             "sweet      0.250  0.300  0.450",
@@ -344,7 +349,8 @@ def test_rounds_of_training_are_a_curve_of_their_own(tmp_path):
     assert "rounds      1      2\nmtdpo   1.000  1.000\n" in printed and "best of N" not in printed
     page = (tmp_path / "report" / "report.html").read_text()
     assert "rounds-curve-axes" in page and "spent-axes_2" in page
-    assert json.loads((tmp_path / "report" / "curves.json").read_text()) == {"mtdpo": {n: point(1, 1, 1) for n in "12"}}
+    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    assert {name: point_of(m) for name, m in metrics.items()} == {f"mtdpo@{n}": point(1, 1, 1) for n in "12"}
 
 
 def test_curve_files_from_rows_to_report(tmp_path):
@@ -355,16 +361,17 @@ def test_curve_files_from_rows_to_report(tmp_path):
         write(tmp_path / name, [trajectory(str(i), answer, **more) for i, answer in enumerate(answers)])
     printed = succeed("05_evaluate.py", *(f"{name}={tmp_path / name}" for name in files), "--out", tmp_path / "report")
     assert "best of N      1      8\nsweet      0.000  0.500\njudge          -  0.000\n" in printed
-    metrics, curves = (json.loads((tmp_path / "report" / f"{name}.json").read_text()) for name in ("metrics", "curves"))
+    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
     assert list(metrics) == list(files) and "curves" not in metrics["sweet@8"] and "costs" not in metrics["sweet@8"]
-    assert curves == {"sweet": {"1": point(0, 0, 0), "8": point(0.5, 0, 1)}, "judge": {"8": point(0, 0, 0)}}
+    assert {name: point_of(metrics[name]) for name in files if "@" in name} == {
+        "sweet@1": point(0, 0, 0), "sweet@8": point(0.5, 0, 1), "judge@8": point(0, 0, 0)}
     page = (tmp_path / "report" / "report.html").read_text()
     [svg] = [ElementTree.fromstring(svg) for svg in re.findall("<svg.*?</svg>", page, re.DOTALL)
              if "best-curve-axes" in svg]
     lines, bars = drawn(svg)
     assert [len(line) for line in lines] == [2, 1] and [len(own) for own in bars] == [2, 1]
     plain = succeed("05_evaluate.py", f"plain={tmp_path / 'plain'}", "--out", tmp_path / "other")
-    assert "best of N" not in plain and not (tmp_path / "other" / "curves.json").exists()
+    assert "best of N" not in plain
 
 
 def test_curve_files_that_do_not_fit_their_names(tmp_path):
@@ -667,7 +674,7 @@ def test_names_with_numbers_of_trajectories_are_a_curve_over_data(tmp_path):
     assert "trajectories    100    200\nsweet         0.000  1.000\n" in printed and "best of N" not in printed
     page = (tmp_path / "report" / "report.html").read_text()
     assert "trajectories trained on" in page and "N, candidates a turn" not in page
-    assert list(json.loads((tmp_path / "report" / "curves.json").read_text())["sweet"]) == ["100", "200"]
+    assert list(json.loads((tmp_path / "report" / "metrics.json").read_text())) == ["sweet@100", "sweet@200"]
 
 
 def test_messages_of_another_trainer_get_credit(workspace, critic, tmp_path):
