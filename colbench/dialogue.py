@@ -112,7 +112,10 @@ def best_topics(texts, message):
     least_share = max(0.5, max(best)[0] - 1e-9)
     asked = [(index, words) for share, index, words in best if share >= least_share]
     # "exactly the mark to pass" names "the mark to pass" too: the longer topic is meant.
-    longest = [index for index, words in asked if not any(words < longer for _, longer in asked)]
+    longest = []
+    for index, words in asked:
+        if not any(words < longer_words for _, longer_words in asked):
+            longest.append(index)
     return tuple(longest[:2])
 
 

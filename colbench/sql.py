@@ -18,11 +18,15 @@ import collections
 import functools
 import hashlib
 import inspect
+import itertools
 import json
 import math
+import operator
 import random
 import re
+import sqlite3
 import string
+from dataclasses import dataclass
 
 from colbench import (
     backend,
@@ -42,6 +46,7 @@ from colbench.dialogue import (
     kind_scores,
     knows_all,
     MARKER,
+    needed_facts,
     numbers_known,
     OPENERS,
     topics_asked,
@@ -75,8 +80,8 @@ JUDGE = (
 # schemas: two or three tables, joined by keys. Those marked "unseen" are in the test split alone; their words occur in
 # other schemas, too, in other combinations.
 
-SCHEMAS = {name: dict(zip(("parents", "children", "first", "second", "begin", "end", "statuses", "places", "unseen"),
-                          words)) for name, *words in (line.split() for line in """
+SCHEMA_KEYS = ("parents", "children", "first", "second", "begin", "end", "statuses", "places", "unseen")
+SCHEMA_TABLE = """
 shop      customers orders   total  net     placed   paid     active/paused/closed       cities      -
 library   readers   loans    fee    fine    taken    returned student/guest/regular      branches    -
 clinic    patients  visits   cost   refund  booked   held     insured/private/unknown    -           -
@@ -90,7 +95,7 @@ hotel     guests    stays    price  deposit started  ended    gold/silver/bronze
 theatre   members   tickets  price  fee     sold     held     active/paused/closed       -           unseen
 bank      customers payments net    fee     placed   returned verified/pending/blocked   branches    unseen
 garage    drivers   visits   cost   tax     started  paid     gold/silver/bronze         stations    unseen
-""".strip().splitlines())}
+"""
 NAMES = ("Ada Ben Cora Dan Eva Finn Gina Hugo Ida Jon Kim Leo Mia Ned Olga Paul Rosa Sam Tina Vera").split()
 PLACES = "Bonn Cork Dover Essen Graz Lyon Oslo Porto Riga Turin".split()
 NUM_HIDDEN = 6                  # hidden databases of a task; one of them has an empty table
@@ -98,25 +103,56 @@ FEW_DRAWS, MANY_DRAWS = 5, 100  # random databases of which one is taken, and fo
 MOST_TRIES = 12
 
 
+def read_schemas(table):
+    """{name of a schema: {key: its word}}, a line of the table each."""
+    schemas = {}
+    for line in table.strip().splitlines():
+        name, *words = line.split()
+        schemas[name] = dict(zip(SCHEMA_KEYS, words))
+    return schemas
+
+
+SCHEMAS = read_schemas(SCHEMA_TABLE)
+
+
 def singular(word):
-    return {"cities": "city", "branches": "branch", "classes": "class"}.get(word, word[:-1])
+    irregular = {"cities": "city", "branches": "branch", "classes": "class"}
+    return irregular.get(word, word[:-1])
 
 
 def schema_words(name):
     """What a schema puts in the place of $words in requests, queries and decisions."""
     schema = SCHEMAS[name]
     parent, child, place = (singular(schema[key]) for key in ("parents", "children", "places"))
+    status = schema["statuses"].split("/")[0]
     return {**schema, "parent": parent, "child": child, "place": place, "parent_id": f"{parent}_id",
-            "place_id": f"{place}_id", "status": schema["statuses"].split("/")[0]}
+            "place_id": f"{place}_id", "status": status}
+
+
+def has_places(words):
+    """Whether a schema has the third table, of places."""
+    return words["places"] != "-"
 
 
 def tables_of(words):
     """{table: [column, …]} of a schema."""
-    has_places = words["places"] != "-"
-    tables = {words["parents"]: ["id", "name", "status"] + [words["place_id"]] * has_places,
-              words["children"]: ["id", words["parent_id"], words["first"], words["second"], words["begin"],
-                                  words["end"]]}
-    return tables | ({words["places"]: ["id", "name"]} if has_places else {})
+    parents = ["id", "name", "status"]
+    children = ["id", words["parent_id"], words["first"], words["second"], words["begin"], words["end"]]
+    tables = {words["parents"]: parents, words["children"]: children}
+    if has_places(words):
+        parents.append(words["place_id"])
+        tables[words["places"]] = ["id", "name"]
+    return tables
+
+
+def schema_text(words):
+    """The statements that make the tables of a schema."""
+    texts = ("name", "status", words["begin"], words["end"])
+    statements = []
+    for table, names in tables_of(words).items():
+        columns = [f"{name} {'TEXT' if name in texts else 'INTEGER'}" for name in names]
+        statements.append(f"CREATE TABLE {table}({', '.join(columns)});\n")
+    return "".join(statements)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -129,12 +165,22 @@ QUERIES = json.loads(beside("queries.json"))
 DECISIONS, PATTERNS = QUERIES["decisions"], QUERIES["patterns"]
 BIG = [int(value) for value in DECISIONS["big"]["options"]]
 LAST_YEAR = max(DECISIONS["year"]["options"])
-FAMILIES = [f"{schema}_{pattern}" for schema, words in SCHEMAS.items() for pattern in PATTERNS
-            if pattern != ("best" if words["places"] != "-" else "places")]
+
+
+def families():
+    """Each schema with each pattern that it can have: "places" needs places, "best" is for schemas without them."""
+    names = []
+    for schema, words in SCHEMAS.items():
+        without = "best" if has_places(words) else "places"
+        names += [f"{schema}_{pattern}" for pattern in PATTERNS if pattern != without]
+    return names
+
+
+FAMILIES = families()
 
 
 def put(text, words):
-    """`text`, or each text of a tuple, list or dict, with a schema's words for $words."""
+    """`text`, or each text of a list or dict, with a schema's words for $words."""
     if isinstance(text, str):
         return string.Template(text).substitute(words)
     if isinstance(text, dict):
@@ -144,94 +190,142 @@ def put(text, words):
 
 def stored(status, style):
     """How a database with this style keeps a status."""
-    return {"word": status, "capitals": status.upper(), "letter": status[0].upper(), "small": status[0]}[style]
+    if style == "capitals":
+        return status.upper()
+    if style == "letter":
+        return status[0].upper()
+    return status[0] if style == "small" else status
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # databases
 
+@dataclass(frozen=True)
+class Plan:
+    """What the values of a random database are drawn by, so that they lie at and beside the borders of decisions."""
+    shape: str          # see `fill`
+    limit: int          # from where on an amount is big
+    year: int           # this year
+    unit: int           # 100 where amounts are kept in cents, else 1
+    statuses: list      # as they are stored; the first one is asked for
+
+
 def fill(rng, words, chosen, shape):
-    """{table: rows} of a random database with values at and beside the borders of the decisions `chosen` {slot: code}.
+    """{table: rows} of a random database for a task whose decisions are `chosen` {slot: code}.
 
     Its shape is "example" (it shows what looks are for: all codes of a status, this year, a few plain rows), "plain",
     "wide" (many parents, most of them as they are asked for), "quiet" (nothing has happened yet this year) or "empty"
     (no children at all). In all of them keys lead somewhere, names differ, amounts are positive, a status is stored in
     one way, and no date lies behind this year."""
-    limit, year = int(chosen.get("big", rng.choice(BIG))), int(chosen.get("year", LAST_YEAR))
-    unit, style = (100 if chosen.get("unit") else 1), chosen.get("style", "word")
-    statuses = [stored(status, style) for status in words["statuses"].split("/")]
-    newest = year - 1 if shape == "quiet" else year
-
-    def status():
-        if rng.random() < (0.05 if shape == "wide" else 0.12):
-            return None
-        return statuses[0] if shape == "wide" and rng.random() < 0.8 else rng.choice((statuses[0], *statuses))
-
-    def amount():
-        if rng.random() < 0.12:
-            return None
-        if shape == "wide":
-            return limit + rng.choice((0, 1, 5, 30))
-        near = (limit, limit, limit - 1, limit + 1, limit - 5, limit + 5, rng.choice(BIG),
-                rng.choice(BIG) + rng.choice((-1, 1)))
-        whole = rng.choice(near) * unit
-        return whole + rng.randint(0, 99) if unit == 100 and shape != "example" else whole
-
-    def day():
-        luck = rng.random()
-        if luck < 0.08:
-            return None
-        if luck < 0.38:
-            return rng.choice((f"{newest}-01-01", f"{newest}-12-31", f"{newest - 1}-12-31"))
-        return f"{newest - rng.choice((0, 0, 1, 2))}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}"
-
-    num_parents = 6 if shape == "example" else 18 if shape == "wide" else rng.choice((5, 6, 9))
-    num_children = 0 if shape == "empty" else 24 if shape == "wide" else rng.randint(9, 14)
-    parents = [[number, name, status()] for number, name in enumerate(rng.sample(NAMES, num_parents), 1)]
-    keys = list(range(1, num_parents + 1)) if shape == "wide" else []
-    keys += [rng.randint(1, num_parents) for _ in range(num_children - len(keys))]
-    children = [[number, key, amount(), amount(), day(), day()] for number, key in enumerate(keys, 1)]
-    rows = {words["parents"]: parents, words["children"]: children}
-    if words["places"] != "-":
-        for row, place in zip(parents, rng.sample(4 * [1, 2, 3, 4, 5], num_parents)):
-            row.append(place)
-        rows[words["places"]] = [[number, name] for number, name in enumerate(rng.sample(PLACES, 5), 1)]
+    any_limit = rng.choice(BIG)
+    style = chosen.get("style", "word")
+    plan = Plan(shape, int(chosen.get("big", any_limit)), int(chosen.get("year", LAST_YEAR)),
+                100 if chosen.get("unit") else 1, [stored(status, style) for status in words["statuses"].split("/")])
+    num_parents, num_children = draw_sizes(rng, shape)
+    names = rng.sample(NAMES, num_parents)
+    parents = [[number, name, draw_status(rng, plan)] for number, name in enumerate(names, 1)]
+    children = []
+    for number, key in enumerate(draw_keys(rng, shape, num_parents, num_children), 1):
+        amounts = [draw_amount(rng, plan), draw_amount(rng, plan)]
+        children.append([number, key, *amounts, draw_day(rng, plan), draw_day(rng, plan)])
+    tables = {words["parents"]: parents, words["children"]: children}
+    if has_places(words):
+        for parent, place in zip(parents, rng.sample(4 * [1, 2, 3, 4, 5], num_parents)):
+            parent.append(place)
+        tables[words["places"]] = [[number, name] for number, name in enumerate(rng.sample(PLACES, 5), 1)]
     if shape == "example":
-        for row, code in zip(parents, statuses):
-            row[2] = code
-        put_plain_rows(rng, children, year, unit)
+        for parent, code in zip(parents, plan.statuses):
+            parent[2] = code
+        put_plain_rows(rng, children, plan)
     elif children and "big" in chosen:
-        put_sum_at(rng, children, limit)
-    return rows
+        put_sum_at(rng, children, plan.limit)
+    return tables
 
 
-def put_plain_rows(rng, children, year, unit):
+def draw_sizes(rng, shape):
+    """(number of parents, number of children) of a database."""
+    if shape == "wide":
+        return 18, 24
+    num_parents = 6 if shape == "example" else rng.choice((5, 6, 9))
+    num_children = 0 if shape == "empty" else rng.randint(9, 14)
+    return num_parents, num_children
+
+
+def draw_keys(rng, shape, num_parents, num_children):
+    """The parent of each child; where there are many, each has one."""
+    keys = list(range(1, num_parents + 1)) if shape == "wide" else []
+    while len(keys) < num_children:
+        keys.append(rng.randint(1, num_parents))
+    return keys
+
+
+def draw_status(rng, plan):
+    is_wide = plan.shape == "wide"
+    if rng.random() < (0.05 if is_wide else 0.12):
+        return None
+    if is_wide and rng.random() < 0.8:
+        return plan.statuses[0]
+    return rng.choice((plan.statuses[0], *plan.statuses))
+
+
+def draw_amount(rng, plan):
+    """An amount at or beside the limit, or at or beside another one; None: it is missing."""
+    if rng.random() < 0.12:
+        return None
+    limit = plan.limit
+    if plan.shape == "wide":
+        return limit + rng.choice((0, 1, 5, 30))
+    other_limit = rng.choice(BIG)
+    beside_another = rng.choice(BIG) + rng.choice((-1, 1))
+    whole = rng.choice((limit, limit, limit - 1, limit + 1, limit - 5, limit + 5, other_limit, beside_another))
+    has_cents = plan.unit == 100 and plan.shape != "example"
+    cents = rng.randint(0, 99) if has_cents else 0
+    return whole * plan.unit + cents
+
+
+def draw_day(rng, plan):
+    """A day at a border of this year, or in the last years; None: it is missing."""
+    newest = plan.year - 1 if plan.shape == "quiet" else plan.year
+    luck = rng.random()
+    if luck < 0.08:
+        return None
+    if luck < 0.38:
+        return rng.choice((f"{newest}-01-01", f"{newest}-12-31", f"{newest - 1}-12-31"))
+    return f"{newest - rng.choice((0, 0, 1, 2))}-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}"
+
+
+def put_plain_rows(rng, children, plan):
     """Let the first two children have all their values, and dates of this year."""
-    for row, column in zip(children, (4, 5)):
-        row[2:] = [rng.choice(BIG) * unit, rng.choice(BIG) * unit, f"{year}-0{rng.randint(1, 9)}-1{row[0]}",
-                   f"{year}-0{rng.randint(1, 9)}-1{column}"]
+    for number, child in enumerate(children[:2], 1):
+        amounts = [rng.choice(BIG) * plan.unit, rng.choice(BIG) * plan.unit]
+        begin = f"{plan.year}-0{rng.randint(1, 9)}-1{number}"
+        end = f"{plan.year}-0{rng.randint(1, 9)}-1{number + 3}"
+        child[2:] = [*amounts, begin, end]
 
 
 def put_sum_at(rng, children, limit):
-    """Change amounts of a parent so that their sum lies at the limit or beside it: one of them or, of two, both."""
-    row, column = rng.choice(children), rng.choice((2, 3))
-    siblings = [other for other in children if other[1] == row[1] and other is not row]
+    """Change amounts of a parent so that their sum lies at the limit or beside it: one of them or, of two, each."""
+    child, column = rng.choice(children), rng.choice((2, 3))
+    siblings = [sibling for sibling in children if sibling[1] == child[1] and sibling is not child]
     if len(siblings) == 1 and rng.random() < 0.5:
-        row[column] = siblings[0][column] = (limit + 1) // 2
+        child[column] = siblings[0][column] = (limit + 1) // 2
         return
-    rest = sum(other[column] or 0 for other in siblings)
-    row[column] = max(1, limit + rng.choice((-1, 0, 1)) - rest)
+    rest = sum(sibling[column] or 0 for sibling in siblings)
+    child[column] = max(1, limit + rng.choice((-1, 0, 1)) - rest)
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# hidden databases: drawn until they tell the reference from wrong queries
 
 def shapes_of(query):
     """The shapes of the hidden databases for a query, from the last one to the first."""
     if "{year}" in query:
-        special = ["quiet"]
+        special = "quiet"
     elif "ORDER BY" in query:
-        special = ["wide"]
+        special = "wide"
     else:
-        special = ["plain"]
-    return ["empty", *special] + ["plain"] * (NUM_HIDDEN - 2)
+        special = "plain"
+    return ["empty", special] + ["plain"] * (NUM_HIDDEN - 2)
 
 
 def draw_hidden(draw, shapes, judge, rivals):
@@ -266,73 +360,100 @@ def rivals_of(template, codes, slots, statuses):
     return list(dict.fromkeys([*queries, *mistakes]))
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# template tasks
+
 def make_task(rng, name, told, accept):
-    """One task of a family, or the reason why there is none: `accept(task_id)` says no, or no databases prove every
-    decision. The id of a task with an unseen schema is of the test split."""
+    """One task of a family; the reason why there is none where no databases prove every decision.
+
+    The id of a task with an unseen schema is of the test split."""
     schema, pattern = name.split("_")
-    words, pattern = schema_words(schema), PATTERNS[pattern]
-    template = put(pattern["query"], words)
+    words = schema_words(schema)
+    template = put(PATTERNS[pattern]["query"], words)
+    slots, codes, style = draw_decisions(rng, template, words)
+    reference = template.format(**codes)
+    is_seen = words["unseen"] != "unseen"
+    number = task_number(reference, codes, is_seen)
+    if reason := accept(f"{number:016x}"):
+        return reason
+
+    # The databases depend on the reference alone, not on what was drawn for other tasks before.
+    draw = functools.partial(fill, random.Random(number), words, codes | {"style": style})
+    statuses = [stored(status, style) for status in words["statuses"].split("/")]
+    rivals = rivals_of(template, codes, slots, statuses)
+    with sql_mutants.Judge(schema_text(words), reference, is_ordered(reference), canonical) as judge:
+        for _ in range(MOST_TRIES):
+            hidden = draw_hidden(draw, shapes_of(template), judge, rivals)
+            if hidden:
+                break
+    if not hidden:
+        return "a wrong query that no database shows"
+    databases = [draw("example"), *hidden]
+
+    needed = [needed_fact(slot, decision, codes[slot]) for slot, decision in slots.items()]
+    to_ask = [fact for fact in needed if fact["by"] == "ask"]
+    one_or_none = rng.sample(to_ask, int(rng.random() < 0.3))       # drawn even where `told` does not ask for it
+    for fact in {"none": [], "some": one_or_none, "all": needed}[told]:
+        fact["told"] = True
+    hints = [rng.choice(slots[fact["slot"]]["options"][fact["code"]]) for fact in needed if fact["told"]]
+    request = put(rng.choice(PATTERNS[pattern]["requests"]), words)
+    tables = [f"{table}({', '.join(columns)})" for table, columns in tables_of(words).items()]
+    return {"task_id": f"{number:016x}", "problem_description": f"{' '.join([request, *hints])}\n{', '.join(tables)}",
+            "ground_truth": reference, "schema": schema_text(words), "databases": databases, "family": name,
+            "seen": is_seen, "template": template, "facts": needed + list(map(idle_fact, QUERIES["idle"])),
+            "idle_looks": put(QUERIES["idle_looks"], words)}
+
+
+def draw_decisions(rng, template, words):
+    """(the decisions of a template {slot: decision}, their drawn values {slot: code}, how a status is stored)."""
     slots = {slot: put(DECISIONS[slot], words) for slot in re.findall(r"\{(\w+)\}", template)}
     codes = {slot: rng.choice(list(decision["options"])) for slot, decision in slots.items()}
     style = codes.get("code", "word")
     if "code" in slots:
-        options = [stored(words["status"], style) for style in slots["code"]["options"]]
-        slots["code"]["options"] = {code: [f"The status is stored as {code}."] for code in options}
+        ways = [stored(words["status"], any_style) for any_style in slots["code"]["options"]]
+        slots["code"]["options"] = {code: [f"The status is stored as {code}."] for code in ways}
         codes["code"] = stored(words["status"], style)
-    reference = template.format(**codes)
-    number = int(hashlib.sha256(f"{reference} {codes.get('unit')}".encode()).hexdigest()[:15], 16)
-    if words["unseen"] == "unseen":
-        number += 90 + number % 10 - number % 100
-    if reason := accept(f"{number:016x}"):
-        return reason
-    tables, chosen, texts = tables_of(words), codes | {"style": style}, ("name", "status", words["begin"], words["end"])
-    schema_text = "".join(f"CREATE TABLE {table}(" + ", ".join(
-        f"{column} {'TEXT' if column in texts else 'INTEGER'}" for column in own) + ");\n"
-        for table, own in tables.items())
-    # The databases depend on the reference alone, not on what was drawn for other tasks before.
-    own_rng = random.Random(number)
-    draw = functools.partial(fill, own_rng, words, chosen)
-    statuses = [stored(status, style) for status in words["statuses"].split("/")]
-    rivals, hidden = rivals_of(template, codes, slots, statuses), None
-    with sql_mutants.Judge(schema_text, reference, is_ordered(reference), canonical) as judge:
-        for _ in range(MOST_TRIES):
-            hidden = hidden or draw_hidden(draw, shapes_of(template), judge, rivals)
-    if hidden is None:
-        return "a wrong query that no database shows"
-    databases = [draw("example"), *hidden]
+    return slots, codes, style
 
-    facts = [{"topic": decision["topic"], "questions": decision["questions"], "matters": True, "told": False,
-              "slot": slot, "code": codes[slot], "by": "look" if "looks" in decision else "ask",
-              "guesses": [codes[slot], *sorted(set(decision["options"]) - {codes[slot]})],
-              **({"replies": QUERIES["not_mine"], "looks": decision["looks"], "columns": decision["columns"],
-                  "cell": decision["cell"].replace("{code}", re.escape(codes[slot]))} if "looks" in decision else
-                 {"replies": decision["options"][codes[slot]]})} for slot, decision in slots.items()]
-    facts += [{"topic": topic, "matters": False, "told": False, "by": "ask",
-               "questions": [f"What is {topic}?", f"Could you tell me {topic}?"],
-               "replies": ["That does not matter.", f"It does not depend on {topic}."]} for topic in QUERIES["idle"]]
-    needed = [fact for fact in facts if fact["matters"]]
-    own = [fact for fact in needed if fact["by"] == "ask"]
-    for fact in {"none": [], "some": rng.sample(own, int(rng.random() < 0.3)), "all": needed}[told]:
-        fact["told"] = True
-    hints = [rng.choice(slots[fact["slot"]]["options"][fact["code"]]) for fact in needed if fact["told"]]
-    lines = ", ".join(f"{table}({', '.join(columns)})" for table, columns in tables.items())
-    request = " ".join([put(rng.choice(pattern["requests"]), words), *hints])
-    return {"task_id": f"{number:016x}", "problem_description": f"{request}\n{lines}", "ground_truth": reference,
-            "schema": schema_text, "databases": databases, "family": name, "seen": words["unseen"] != "unseen",
-            "template": template, "facts": facts, "idle_looks": put(QUERIES["idle_looks"], words)}
+
+def task_number(reference, codes, is_seen):
+    """The number of a task, by its content; that of an unseen schema ends with 90 to 99, the test split."""
+    content = f"{reference} {codes.get('unit')}"
+    number = int(hashlib.sha256(content.encode()).hexdigest()[:15], 16)
+    if is_seen:
+        return number
+    return number - number % 100 + 90 + number % 10
+
+
+def needed_fact(slot, decision, code):
+    """A fact of a task: a decision, with the value that was drawn for it."""
+    guesses = [code, *sorted(set(decision["options"]) - {code})]
+    fact = {"topic": decision["topic"], "questions": decision["questions"], "matters": True, "told": False,
+            "slot": slot, "code": code, "by": "look" if "looks" in decision else "ask", "guesses": guesses}
+    if "looks" not in decision:
+        return {**fact, "replies": decision["options"][code]}
+    cell = decision["cell"].replace("{code}", re.escape(code))
+    return {**fact, "replies": QUERIES["not_mine"], "looks": decision["looks"], "columns": decision["columns"],
+            "cell": cell}
+
+
+def idle_fact(topic):
+    questions = [f"What is {topic}?", f"Could you tell me {topic}?"]
+    replies = ["That does not matter.", f"It does not depend on {topic}."]
+    return {"topic": topic, "matters": False, "told": False, "by": "ask", "questions": questions, "replies": replies}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# running SQL. The source of these five functions is what the confined child program runs
+# running SQL. The source of these functions is what the confined child program runs
 
 def open_database(schema, tables):
     """A filled sqlite database in memory that lets SELECT through and nothing else, with limits on its size."""
-    import sqlite3
     connection = sqlite3.connect(":memory:", isolation_level=None)
     connection.executescript(schema)
     for name, rows in tables.items():
         if rows:
-            connection.executemany(f'INSERT INTO "{name}" VALUES ({", ".join("?" * len(rows[0]))})', rows)
+            marks = ", ".join("?" * len(rows[0]))
+            connection.executemany(f'INSERT INTO "{name}" VALUES ({marks})', rows)
     for pragma in ("query_only = 1", "trusted_schema = 0", "hard_heap_limit = 67108864", "temp_store = 2"):
         connection.execute(f"PRAGMA {pragma}")
     for limit, value in ((sqlite3.SQLITE_LIMIT_LENGTH, 100_000), (sqlite3.SQLITE_LIMIT_SQL_LENGTH, 10_000),
@@ -341,8 +462,12 @@ def open_database(schema, tables):
                          (sqlite3.SQLITE_LIMIT_ATTACHED, 0), (sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 1000)):
         connection.setlimit(limit, value)
     allowed = (sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE)
-    connection.set_authorizer(lambda action, table, name, *_: int(
-        action not in allowed or name in ("load_extension", "fts3_tokenizer", "random", "randomblob")))
+    forbidden = ("load_extension", "fts3_tokenizer", "random", "randomblob")
+
+    def authorize(action, table, name, *_):
+        return sqlite3.SQLITE_OK if action in allowed and name not in forbidden else sqlite3.SQLITE_DENY
+
+    connection.set_authorizer(authorize)
     return connection
 
 
@@ -356,7 +481,8 @@ def select(connection, statement):
     rows, size = [], 0
     for row in cursor:
         rows.append(row)
-        size += sum(len(cell) if isinstance(cell, (str, bytes)) else 8 for cell in row)
+        for cell in row:
+            size += len(cell) if isinstance(cell, (str, bytes)) else 8
         if len(rows) > 1000 or size > 200_000:
             raise ValueError("more than 1,000 rows or 200,000 characters")
     return [column[0] for column in cursor.description], rows
@@ -374,40 +500,56 @@ def plain_number(cell):
 
 def canonical(names, rows, ordered):
     """Rows in a form that is equal for equal results: columns and (unless `ordered`) rows in an order of their own."""
-    import itertools
-    import math
-    rows = [[plain_number(cell) for cell in row] for row in rows]
+    rows = [list(map(plain_number, row)) for row in rows]
     if len(names) == 1:
         return [1, rows if ordered else sorted(rows, key=repr)]
-    texts = [[repr(cell) for cell in row] for row in rows]
+    groups = column_groups(len(names), rows, ordered)
+    if ordered:
+        return [len(names), in_order(rows, groups)]
+    orders = [groups]
+    if math.prod(math.factorial(len(group)) for group in groups) <= 120:
+        orders = itertools.product(*map(itertools.permutations, groups))
+    tables = [sorted(in_order(rows, order), key=repr) for order in orders]
+    return [len(names), min(tables, key=repr)]
+
+
+def column_groups(num_columns, rows, ordered):
+    """The numbers of the columns, in groups that do not depend on their order. Those of a group cannot be told apart
+    one by one: they have equal cells in rows of equal content."""
+    texts = [list(map(repr, row)) for row in rows]
     contents = [tuple(sorted(row)) for row in texts]
     numbers = {content: number for number, content in enumerate(sorted(set(contents)))}
-    groups = {}                                             # columns with equal cells in rows of equal content
-    for i in range(len(names)):
+    groups = {}
+    for i in range(num_columns):
         column = [(row[i], numbers[content]) for row, content in zip(texts, contents)]
-        groups.setdefault(tuple(column if ordered else sorted(column)), []).append(i)
-    groups = [groups[column] for column in sorted(groups)]
-    orders = [groups]
-    if not ordered and math.prod(math.factorial(len(group)) for group in groups) <= 120:
-        orders = itertools.product(*map(itertools.permutations, groups))
+        if not ordered:
+            column.sort()
+        groups.setdefault(tuple(column), []).append(i)
+    return [groups[column] for column in sorted(groups)]
 
-    def in_order(order):
-        columns = [i for group in order for i in group]
-        return [[row[i] for i in columns] for row in rows]
 
-    tables = (in_order(order) for order in orders)
-    return [len(names), next(tables) if ordered else min((sorted(table, key=repr) for table in tables), key=repr)]
+def in_order(rows, groups):
+    """Rows with their columns in the order of some groups."""
+    cells_of = operator.itemgetter(*itertools.chain(*groups))
+    return [list(cells_of(row)) for row in rows]
 
 
 def as_table(names, rows):
     """Rows as the agent sees them: at most 8, and 600 characters."""
-    lines = [" | ".join("NULL" if cell is None else str(cell) for cell in row)[:200] for row in rows[:8]]
-    note = ["(no rows)"] if not rows else [f"({len(rows)} rows)"] if len(rows) > 8 else []
-    return "\n".join([" | ".join(names)[:200], *lines, *note])[:600]
+    lines = [" | ".join(names)[:200]]
+    for row in rows[:8]:
+        cells = ["NULL" if cell is None else str(cell) for cell in row]
+        lines.append(" | ".join(cells)[:200])
+    if not rows:
+        lines.append("(no rows)")
+    elif len(rows) > 8:
+        lines.append(f"({len(rows)} rows)")
+    return "\n".join(lines)[:600]
 
 
-SOURCE = "import json\n\n" + "\n\n".join(
-    map(inspect.getsource, (open_database, select, plain_number, canonical, as_table)))
+RUN_IN_CHILD = open_database, select, plain_number, canonical, column_groups, in_order, as_table
+SOURCE = ("import itertools\nimport json\nimport math\nimport operator\nimport sqlite3\n\n" +
+          "\n\n".join(map(inspect.getsource, RUN_IN_CHILD)))
 
 
 def program(task, databases, statement):
@@ -422,8 +564,8 @@ def program(task, databases, statement):
 def as_function_task(task):
     """A task as the scorer knows it: its tests are the hidden databases."""
     hidden = task["databases"][1:]
-    return {**task, "ground_truth": program(task, hidden, task["ground_truth"]),
-            "test_cases": {f"database{i + 1}": f"result({i})" for i in range(len(hidden))}}
+    tests = {f"database{number + 1}": f"result({number})" for number in range(len(hidden))}
+    return {**task, "ground_truth": program(task, hidden, task["ground_truth"]), "test_cases": tests}
 
 
 def as_functions(task, answer):
@@ -432,56 +574,73 @@ def as_functions(task, answer):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what a turn is worth
+# what the agent knows, and what a turn is worth
 
 def query_of(message):
     """The statement of a look; None where the message is none."""
-    found = re.match(rf"\s*{LOOK}(.*)", message, re.DOTALL)
-    return statement_of(found[1]) if found else None
+    match = re.match(rf"\s*{LOOK}(.*)", message, re.DOTALL)
+    return statement_of(match[1]) if match else None
 
 
 def looked_at(task, query):
     """Which facts (indices) a look is for: those that a column of the statement shows."""
-    said = set(re.findall(r"\w+", query))
-    if re.search(r"SELECT\s+\*", query, re.IGNORECASE):
-        said |= {column for i, fact in enumerate(task["facts"]) for column in fact.get("columns", ())}
-    return [i for i, fact in enumerate(task["facts"]) if fact["by"] == "look" and said & set(fact["columns"])]
+    columns = set(re.findall(r"\w+", query))
+    shows_all = re.search(r"SELECT\s+\*", query, re.IGNORECASE)
+    indices = []
+    for index, fact in enumerate(task["facts"]):
+        if fact["by"] == "look" and fact["columns"] and (shows_all or columns.intersection(fact["columns"])):
+            indices.append(index)
+    return indices
+
+
+def facts_seen(task, query, table):
+    """Which facts (indices) the rows of a look show."""
+    cells = []
+    for line in table.split("\n")[1:]:
+        cells += line.split(" | ")
+    return {index for index in looked_at(task, query) if has_cell(cells, task["facts"][index]["cell"])}
+
+
+def has_cell(cells, pattern):
+    return any(re.fullmatch(pattern, cell) for cell in cells)
 
 
 def known_by_turn(task, history):
-    """[the facts (indices) that are known after 0, 1, … all turns]: those that the request states, the human was asked
-    about, or the rows of a look have shown, which are the turn after it."""
-    known = [{i for i, fact in enumerate(task["facts"]) if fact["told"]}]
-    for before, turn in zip([{"role": "user"}, *history], history):
-        learned = set()
-        if turn["role"] == "assistant" and query_of(turn["content"]) is None:
-            learned |= {i for i in topics_asked(task["facts"], turn["content"]) if task["facts"][i]["by"] == "ask"}
-        if before["role"] == "assistant" and (query := query_of(before["content"])) is not None:
-            cells = [cell for line in turn["content"].split("\n")[1:] for cell in line.split(" | ")]
-            learned |= {i for i in looked_at(task, query)
-                        if any(re.fullmatch(task["facts"][i]["cell"], cell) for cell in cells)}
-        known.append(known[-1] | learned if learned else known[-1])
+    """The facts (a set of indices) that are known after 0, 1, … all turns.
+
+    Known is what the request states, what the human was asked about, and what the rows of a look have shown, which are
+    the turn after it."""
+    facts = task["facts"]
+    known = [{index for index, fact in enumerate(facts) if fact["told"]}]
+    last_query = None
+    for turn in history:
+        learned = facts_seen(task, last_query, turn["content"]) if last_query is not None else set()
+        last_query = query_of(turn["content"]) if turn["role"] == "assistant" else None
+        if turn["role"] == "assistant" and last_query is None:
+            learned.update(index for index in topics_asked(facts, turn["content"]) if facts[index]["by"] == "ask")
+        known.append(known[-1] | learned)
     return known
 
 
 def known_facts(task, history):
-    """Indices of the facts that the request states, the human was asked about, or the rows of a look have shown."""
+    """The facts (a set of indices) that are known after `history`."""
     return known_by_turn(task, history)[-1]
 
 
 def all_known(task, history):
-    """Whether every decision is known after `history`."""
     return knows_all(task, known_facts(task, history))
 
 
 def facts(task, history):
-    """[(a decision and how it stands in the reference, whether it is known after `history`)]; None where the task
-    states no facts."""
+    """The text of a fact is a decision, and how it stands in the reference."""
     if not task.get("facts"):
         return None
     known = known_facts(task, history)
-    return [(f"{fact['topic']}: {fact['code'].strip()}", i in known) for i, fact in enumerate(task["facts"])
-            if fact["matters"]]
+    rows = []
+    for index in needed_facts(task):
+        fact = task["facts"][index]
+        rows.append((f"{fact['topic']}: {fact['code'].strip()}", index in known))
+    return rows
 
 
 def facts_by_turn(task, history):
@@ -489,117 +648,140 @@ def facts_by_turn(task, history):
 
 
 def turn_kind(task, history, message):
-    """What an agent's turn is worth: "ask needed", "ask repeat", "ask idle" (does not matter), "ask for a look" (the
-    database shows it), "ask vague" (no topic); "look needed", "look repeat", "look idle" (shows nothing that matters);
-    "right answer", "wrong answer", "early answer", as for functions. None where the task states no facts."""
-    before = {turn["content"] for turn in history}
-    return kind_of(task, known_facts(task, history), before, message) if task.get("facts") else None
+    """Kinds: "ask needed", "ask repeat", "ask idle" (does not matter), "ask for a look" (the database shows it), "ask
+    vague" (no topic); "look needed", "look repeat", "look idle" (shows nothing that matters); "right answer", "wrong
+    answer", "early answer", as for functions."""
+    if not task.get("facts"):
+        return None
+    texts_before = {turn["content"] for turn in history}
+    return kind_of(task, known_facts(task, history), texts_before, message)
 
 
 def turn_kinds(task, history):
-    """turn_kind of each agent turn of a history, all at once."""
-    known, before, kinds = known_by_turn(task, history) if task.get("facts") else None, set(), []
-    for i, turn in enumerate(history):
+    known = known_by_turn(task, history) if task.get("facts") else None
+    texts_before, kinds = set(), []
+    for number, turn in enumerate(history):
         if turn["role"] == "assistant":
-            kinds.append(kind_of(task, known[i], before, turn["content"]) if known else None)
-        before.add(turn["content"])
+            kinds.append(kind_of(task, known[number], texts_before, turn["content"]) if known else None)
+        texts_before.add(turn["content"])
     return kinds
 
 
-def kind_of(task, known, before, message):
-    """turn_kind of a message where these facts are known; `before`: the texts of all turns before."""
-    if (answer := answer_of([{"content": message}], False)) is not None:
+def kind_of(task, known, texts_before, message):
+    """turn_kind of a message where these facts are known; texts_before: of all turns before."""
+    answer, query = answer_of([{"content": message}], False), query_of(message)
+    if answer is not None:
         if " ".join(answer.split()).rstrip("; ") == task["ground_truth"]:
             return "right answer"
         return "wrong answer" if knows_all(task, known) else "early answer"
-    if (query := query_of(message)) is not None:
-        found = looked_at(task, query)
-        return ("look needed" if set(found) - known else "look repeat" if found or message in before else "look idle")
-    facts, asked = task["facts"], topics_asked(task["facts"], message)
+    if query is not None:
+        indices = looked_at(task, query)
+        if not known.issuperset(indices):
+            return "look needed"
+        return "look repeat" if indices or message in texts_before else "look idle"
+    indices = topics_asked(task["facts"], message)
+    asked = [task["facts"][index] for index in indices]
     if not asked:
         return "ask vague"
-    if any(facts[i]["matters"] and facts[i]["by"] == "ask" and i not in known for i in asked):
+    if any(fact["matters"] and fact["by"] == "ask" and index not in known for index, fact in zip(indices, asked)):
         return "ask needed"
-    if any(facts[i]["by"] == "look" for i in asked):
+    if any(fact["by"] == "look" for fact in asked):
         return "ask for a look"
-    return "ask repeat" if any(i in known for i in asked) else "ask idle"
+    return "ask idle" if known.isdisjoint(indices) else "ask repeat"
 
 
 def oracle_scores(oracle, task, history, messages):
-    """As for functions (backend.oracle_scores): "oracle" wants a right answer at once, "oracle-patient" only when the
-    agent can know that it is right."""
-    kinds = [turn_kind(task, history, message) for message in messages]
-    needed = {"ask needed": "needed", "look needed": "needed"}
-    return kind_scores(oracle, all_known(task, history), [needed.get(kind, kind) for kind in kinds])
+    kinds = []
+    for message in messages:
+        kind = turn_kind(task, history, message)
+        kinds.append("needed" if kind in ("ask needed", "look needed") else kind)
+    return kind_scores(oracle, all_known(task, history), kinds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the human, and the scripted agents
-
-def leak_of(task, reply):
-    """How a reply of the human shows SQL: "fence", "query" (select … from a table), "code" (8 tokens in a row of the
-    reference); None: it does not."""
-    tables = "|".join(re.findall(r"CREATE TABLE (\w+)", task["schema"]))
-    leak = dialogue.code_leak(task, reply)
-    if leak != "fence" and re.search(rf"\bselect\b.+\bfrom\s+({tables})\b", reply, re.IGNORECASE | re.DOTALL):
-        return "query"
-    return leak
-
+# the scripted agents
 
 VAGUE = ("Can you tell me more?", "What else should I know?", "Could you describe the data?")
 
 
-def answer_text(task, value):
-    """The answer with value(index, fact) for each decision."""
-    values = {fact["slot"]: value(i, fact) for i, fact in enumerate(task["facts"]) if fact["matters"]}
-    return f"{MARKER}\n{task['template'].format(**values)}"
-
-
-def asking(task, index, rng):
+def asking(fact, rng):
     """What the agent says to learn a fact: a look where a look shows it."""
-    fact = task["facts"][index]
-    return f"{LOOK} {rng.choice(fact['looks'])}" if fact["by"] == "look" else rng.choice(fact["questions"])
+    if fact["by"] == "look":
+        return f"{LOOK} {rng.choice(fact['looks'])}"
+    return rng.choice(fact["questions"])
+
+
+def answer_with(task, codes):
+    return f"{MARKER}\n{task['template'].format(**codes)}"
+
+
+def num_agent_turns(history):
+    return sum(turn["role"] == "assistant" for turn in history)
 
 
 def scripted_turn(task, history, max_rounds, rng, informed=False):
-    """What the noisy scripted agent says next. It asks the human what a look would show, looks at what shows nothing,
-    repeats itself, asks for what does not matter, forgets, and sometimes answers too early, guessing what it does not
-    know."""
+    """What the noisy scripted agent says next.
+
+    It asks the human what a look would show, looks at what shows nothing, repeats itself, asks for what does not
+    matter, and forgets. Sometimes it answers too early, and guesses what it does not know. informed: it knows the
+    answer."""
     facts, known = task["facts"], known_facts(task, history)
-    unknown = [i for i, fact in enumerate(facts) if i not in known]
-    needed = [i for i in unknown if facts[i]["matters"]]
-    num_turns = sum(turn["role"] == "assistant" for turn in history)
+    unknown = [index for index in range(len(facts)) if index not in known]
+    needed = [index for index in unknown if facts[index]["matters"]]
     early, vague, repeat, useless = (0.01, 0.03, 0.04, 0.08) if informed else (0.03, 0.05, 0.12, 0.33)
-    luck = rng.random()
-    if num_turns + 1 == max_rounds or luck < (early if needed else 0.85):
-        return answer_text(task, lambda i, fact: fact["code"] if informed or i in known and rng.random() > 0.01 else
-                           rng.choice(fact["guesses"]))
+    answer_rate = early if needed else 0.85
+    if rng.random() < answer_rate or num_agent_turns(history) + 1 == max_rounds:
+        return scripted_answer(task, known, rng, informed)
+
     luck = rng.random()
     if luck < vague:
         return rng.choice(VAGUE)
     if luck < vague + repeat and known:
-        return asking(task, rng.choice(sorted(known)), rng)
+        return asking(facts[rng.choice(sorted(known))], rng)
     if luck < vague + repeat + useless or not needed:
-        to_look = [i for i in unknown if facts[i]["by"] == "look"]
-        idle = [i for i in unknown if not facts[i]["matters"]]
-        luck = rng.random()
-        if luck < 0.3:
-            return f"{LOOK} {rng.choice(task['idle_looks'])}"
-        return rng.choice(facts[rng.choice(to_look if to_look and luck < 0.6 else idle or range(len(facts)))]
-                          ["questions"])
-    ask = rng.choice(needed)
-    opener = rng.choice(OPENERS) if len(history) > 1 and facts[ask]["by"] == "ask" else ""
-    return opener + asking(task, ask, rng)
+        return useless_turn(task, unknown, rng)
+    fact = facts[rng.choice(needed)]
+    opener = rng.choice(OPENERS) if len(history) > 1 and fact["by"] == "ask" else ""
+    return opener + asking(fact, rng)
+
+
+def scripted_answer(task, known, rng, informed):
+    """The answer of an agent that guesses what it does not know, and rarely what it knows."""
+    codes = {}
+    for index in needed_facts(task):
+        fact = task["facts"][index]
+        knows = informed or index in known and rng.random() > 0.01
+        codes[fact["slot"]] = fact["code"] if knows else rng.choice(fact["guesses"])
+    return answer_with(task, codes)
+
+
+def useless_turn(task, unknown, rng):
+    """A look that shows nothing, or a question to the human that it cannot answer, or that does not matter."""
+    facts = task["facts"]
+    to_look = [index for index in unknown if facts[index]["by"] == "look"]
+    idle = [index for index in unknown if not facts[index]["matters"]]
+    luck = rng.random()
+    if luck < 0.3:
+        return f"{LOOK} {rng.choice(task['idle_looks'])}"
+    indices = to_look if to_look and luck < 0.6 else idle or range(len(facts))
+    fact = facts[rng.choice(indices)]
+    return rng.choice(fact["questions"])
 
 
 def asker_turn(task, history, max_rounds, rng):
-    """An asker that learns nothing: it knows the decisions of the family and their values, takes each value for equally
-    likely, and asks or looks where it expects most information; then it answers, guessing what it has no round for."""
+    """What an asker says next that learns nothing in training.
+
+    It knows the decisions of the family and their values, and takes each value for equally likely. It asks or looks
+    where it expects most information; then it answers, and guesses what it has no round for."""
     facts, known = task["facts"], known_facts(task, history)
-    bits = {i: math.log2(len(fact["guesses"])) for i, fact in enumerate(facts) if fact["matters"] and i not in known}
-    if bits and sum(turn["role"] == "assistant" for turn in history) + 1 < max_rounds:
-        return asking(task, max(bits, key=bits.get), rng)
-    return answer_text(task, lambda i, fact: fact["code"] if i in known else rng.choice(fact["guesses"]))
+    num_guesses = {index: len(facts[index]["guesses"]) for index in needed_facts(task) if index not in known}
+    if num_guesses and num_agent_turns(history) + 1 < max_rounds:
+        return asking(facts[max(num_guesses, key=num_guesses.get)], rng)
+    codes = {}
+    for index in needed_facts(task):
+        fact = facts[index]
+        codes[fact["slot"]] = fact["code"] if index in known else rng.choice(fact["guesses"])
+    return answer_with(task, codes)
 
 
 PLAYERS = {"script": scripted_turn, "script-informed": functools.partial(scripted_turn, informed=True),
@@ -607,7 +789,7 @@ PLAYERS = {"script": scripted_turn, "script-informed": functools.partial(scripte
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the rest of the interface (colbench/__init__.py)
+# what a task is
 
 def owns(task):
     return "databases" in task
@@ -661,16 +843,17 @@ def check_task(task, where):
     check_kind(task, TASK, where)
     if len(task["databases"]) < 2:
         raise ColBenchError(f'{where}: "databases" needs the example and a hidden one')
-    if task.get("facts"):
-        for key in ("idle_looks", "template"):
-            if key not in task:
-                raise ColBenchError(f'{where}: missing "{key}", which a task with "facts" has')
-        for index, fact in enumerate(task["facts"]):
-            if fact["matters"]:
-                check_kind(fact, NEEDED_FACT, f"{where}: facts: item {index}")
-            if fact["by"] == "look":
-                check_kind(fact, LOOK_FACT, f"{where}: facts: item {index}")
-        dialogue.check_facts(task, where)
+    if not task.get("facts"):
+        return
+    for key in ("idle_looks", "template"):
+        if key not in task:
+            raise ColBenchError(f'{where}: missing "{key}", which a task with "facts" has')
+    for index, fact in enumerate(task["facts"]):
+        if fact["matters"]:
+            check_kind(fact, NEEDED_FACT, f"{where}: facts: item {index}")
+        if fact["by"] == "look":
+            check_kind(fact, LOOK_FACT, f"{where}: facts: item {index}")
+    dialogue.check_facts(task, where)
 
 
 def lacks(task, player):
@@ -678,36 +861,61 @@ def lacks(task, player):
 
 
 def check_data(tasks, unsafe_scorer):
-    with Scorer(unsafe_scorer) as scorer, Scorer(unsafe_scorer, hash_seed=1) as other:
-        return check_tasks([as_function_task(task) for task in tasks], scorer, other)
+    """check_tasks, whose two scorers have different hash seeds."""
+    function_tasks = list(map(as_function_task, tasks))
+    with Scorer(unsafe_scorer) as scorer, Scorer(unsafe_scorer, hash_seed=1) as other_hashes:
+        return check_tasks(function_tasks, scorer, other_hashes)
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the rest of the interface (colbench/__init__.py)
 
 def answer_of(history, is_last):
     """The statement that follows the marker; in the last round without it the whole turn, as it is."""
-    before, marker, after = history[-1]["content"].partition(MARKER)
-    return statement_of(after) if marker else before if is_last else None
+    content = history[-1]["content"]
+    _, marker, after = content.partition(MARKER)
+    if marker:
+        return statement_of(after)
+    return content if is_last else None
 
 
 def answer_message(task):
     return f"{MARKER}\n{task['ground_truth']}"
 
 
-def measure(trajectories):
-    """See 05_evaluate.py; "databases_agree" is the mean reward, "success_seen" and "success_unseen" are those of
-    schemas that are also in the training split, and of others; "looks" counts QUERY turns of a dialogue, "failed_looks"
-    the share of them with an error."""
-    def mean(values):
-        return sum(values) / max(1, len(values))
+def leak_of(task, reply):
+    """How a reply of the human shows SQL: as code (dialogue.code_leak), or "query" (select … from a table)."""
+    leak = dialogue.code_leak(task, reply)
+    tables = "|".join(re.findall(r"CREATE TABLE (\w+)", task["schema"]))
+    if leak != "fence" and re.search(rf"\bselect\b.+\bfrom\s+({tables})\b", reply, re.IGNORECASE | re.DOTALL):
+        return "query"
+    return leak
 
-    rows = [turn["content"] for t in trajectories for turn in t["dialogue_history"] if turn.get("tool")]
-    faults = collections.Counter(fault.partition(":")[0] for t in trajectories for fault in t["faults"] if fault)
-    metrics = {"databases_agree": mean([t["reward"] for t in trajectories]),
-               "looks": len(rows) / len(trajectories), "failed_looks": mean([row.startswith("Error:") for row in rows]),
-               "forced_answers": mean([MARKER not in t["dialogue_history"][-1]["content"] for t in trajectories]),
-               "faults": dict(faults.most_common())}
-    for name, side in (("success_seen", True), ("success_unseen", False)):
-        if own := [defaults.outcome(t) for t in trajectories if t["task"].get("seen") == side]:
-            metrics |= {name: mean(own), f"n_{name[8:]}": len(own)}
+
+def mean(values):
+    return sum(values) / max(1, len(values))
+
+
+def measure(trajectories):
+    """"databases_agree": the mean reward.
+    "success_seen", "success_unseen": the success on schemas that are also in the training split, and on others.
+    "looks": QUERY turns of a dialogue. "failed_looks": the share of them with an error.
+    "faults" counts by reason the hidden databases whose rows do not agree."""
+    looks, forced, faults = [], [], collections.Counter()
+    for trajectory in trajectories:
+        history = trajectory["dialogue_history"]
+        looks += [turn["content"] for turn in history if turn.get("tool")]
+        forced.append(MARKER not in history[-1]["content"])
+        faults.update(fault.partition(":")[0] for fault in trajectory["faults"] if fault)
+    metrics = {"databases_agree": mean([trajectory["reward"] for trajectory in trajectories]),
+               "looks": len(looks) / len(trajectories),
+               "failed_looks": mean([rows.startswith("Error:") for rows in looks]),
+               "forced_answers": mean(forced), "faults": dict(faults.most_common())}
+    for name, is_seen in (("seen", True), ("unseen", False)):
+        successes = [defaults.outcome(trajectory) for trajectory in trajectories
+                     if trajectory["task"].get("seen") == is_seen]
+        if successes:
+            metrics |= {f"success_{name}": mean(successes), f"n_{name}": len(successes)}
     return metrics
 
 
@@ -718,21 +926,29 @@ class World(backend.World):
 
     def __init__(self, unsafe_scorer=False):
         super().__init__(unsafe_scorer=unsafe_scorer)
-        self.tables = {}
+        self.tables = {}                                            # {(task_id, query of a look): what came back}
 
     async def tool_reply(self, task, history):
         """The rows of a look, or what the database says is wrong with it. It blocks: what runs beside it would change
         which requests of a local model share a batch."""
-        if (query := query_of(history[-1]["content"])) is None:
+        query = query_of(history[-1]["content"])
+        if query is None:
             return None
         key = task_id(task), query
         if key not in self.tables:
-            children = self.scorer.workers.get()
-            [(kind, text)], _ = self.scorer.run(
-                children[1], program(task, task["databases"][:1], query), ["table()"], [])
-            self.scorer.workers.put(children)
-            self.tables[key] = text if kind == "ok" else f"Error: {text.partition(': ')[2] or text}"[:600]
+            self.tables[key] = self.look(task, query)
         return self.tables[key]
+
+    def look(self, task, query):
+        """The rows of a query on the example database, as a table or an error."""
+        code = program(task, task["databases"][:1], query)
+        children = self.scorer.workers.get()
+        [(status, text)], _ = self.scorer.run(children[1], code, ["table()"], [])
+        self.scorer.workers.put(children)
+        if status == "ok":
+            return text
+        reason = text.partition(": ")[2] or text
+        return f"Error: {reason}"[:600]
 
     async def person_chat(self, task, history):
         return human_chat(SIMULATOR_SYSTEM.format(**task), history)
@@ -740,4 +956,9 @@ class World(backend.World):
     async def score(self, pairs, explain=False):
         """"databases": whether the rows agree, for each hidden database; "faults": why they do not."""
         scores = await super().score([as_functions(*pair) for pair in pairs], explain)
-        return [{"databases" if key == "tests" else key: value for key, value in score.items()} for score in scores]
+        return list(map(database_row, scores))
+
+
+def database_row(row):
+    """A row of the scorer, whose tests are databases."""
+    return {"databases" if key == "tests" else key: value for key, value in row.items()}
