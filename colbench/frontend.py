@@ -52,31 +52,49 @@ def shown(message):
 
 
 def page_of(text):
-    """The HTML page in an agent's turn: the last fenced block that begins with a tag; else from <!doctype or <html, or
-    the first tag that is closed later, to the last ">" (or the end, where the page was cut). None if there is none."""
-    if blocks := re.findall(r"```[a-z]*\s*\n(\s*<[!a-z].*?)(?:```|\Z)", text, re.DOTALL | re.IGNORECASE):
+    """The HTML page in an agent's turn; None if there is none.
+
+    It is the last fenced block that begins with a tag. Without one it begins with <!doctype or <html, or with the first
+    tag that is closed later, and goes to the last ">" (or to the end, where the page was cut)."""
+    blocks = re.findall(r"```[a-z]*\s*\n(\s*<[!a-z].*?)(?:```|\Z)", text, re.DOTALL | re.IGNORECASE)
+    if blocks:
         return blocks[-1].strip()
-    if match := re.search(r"<(!doctype|html)\b.*", text, re.DOTALL | re.IGNORECASE):
-        page = match[0]
-        return page[:page.rindex(">") + 1] if re.search(r"</html\s*>", page, re.IGNORECASE) else page.strip()
-    match = re.search(r"<([a-z][a-z0-9]*)\b[^>]*>.*</\1\s*>", text, re.DOTALL | re.IGNORECASE)
-    return match and text[match.start():text.rindex(">") + 1]
+    document = re.search(r"<(!doctype|html)\b.*", text, re.DOTALL | re.IGNORECASE)
+    if document and re.search(r"</html\s*>", document[0], re.IGNORECASE):
+        return up_to_last_tag(document[0])
+    if document:
+        return document[0].strip()
+    element = re.search(r"<([a-z][a-z0-9]*)\b[^>]*>.*</\1\s*>", text, re.DOTALL | re.IGNORECASE)
+    return up_to_last_tag(text[element.start():]) if element else None
+
+
+def up_to_last_tag(text):
+    return text[:text.rindex(">") + 1]
 
 
 def last_page(history):
     """The page so far of a dialogue: of its last agent turn that has one; None if none has."""
-    pages = (page_of(turn["content"]) for turn in reversed(history) if turn["role"] == "assistant")
-    return next(filter(None, pages), None)
+    for turn in reversed(history):
+        page = page_of(turn["content"]) if turn["role"] == "assistant" else None
+        if page:
+            return page
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # template tasks: families of pages, and the slots that their ideas leave out
 
 def page_slot(topic, sentence, names):
-    """names: {code: what the human calls it}, or codes that are called what they are."""
-    names = names if isinstance(names, dict) else {name: name for name in names}
-    return topic, {code: (name, f"There should be {name}." if name == f"no {topic}" else sentence.format(name))
-                   for code, name in names.items()}
+    """(topic, {code: (what the human calls it, how an idea states it)}) of a slot.
+
+    names: {code: what the human calls it}, or codes that are called what they are."""
+    if not isinstance(names, dict):
+        names = {name: name for name in names}
+    options = {}
+    for code, name in names.items():
+        statement = f"There should be {name}." if name == f"no {topic}" else sentence.format(name)
+        options[code] = (name, statement)
+    return topic, options
 
 
 PAGE = string.Template(beside("page.html"))            # {slots}, and $texts of the family
@@ -86,46 +104,71 @@ FAMILIES = PAGES["families"]
 PAGE_OPENINGS = ("A page for {}.", "A website for {}.", "I need a page for {}.", "Please make a page for {}.")
 
 
+def page_template(family):
+    """The page of a family, with a field for each slot."""
+    cards = "".join(f"<article>{card}</article>" for card in family["cards"])
+    return PAGE.substitute(nav=family["nav"], aside=family["aside"], cards=cards, button=family["button"],
+                           footer=family["footer"])
+
+
 def make_task(rng, name, told, accept):
     """One task of a family of pages, or the reason why there is none."""
     family = FAMILIES[name]
-    cards = "".join(f"<article>{card}</article>" for card in family["cards"])
-    template = PAGE.substitute(nav=family["nav"], aside=family["aside"], cards=cards, button=family["button"],
-                               footer=family["footer"])
+    template = page_template(family)
     slots = PAGE_SLOTS | {"title": page_slot("title", 'The title should be "{}".', family["titles"])}
     codes = {slot: rng.choice(list(options)) for slot, (_, options) in slots.items()}
     page = template.format(**codes)
     task_id = hashlib.sha256(page.encode()).hexdigest()[:16]
     if reason := accept(task_id):
         return reason
-    stated = {"none": [], "some": rng.sample(sorted(slots), rng.choice((1, 2)) if rng.random() < 0.3 else 0),
-              "all": list(slots)}[told]
+
+    num_told = rng.choice((1, 2)) if rng.random() < 0.3 else 0
+    some = rng.sample(sorted(slots), num_told)                      # drawn even where `told` does not ask for it
+    told_slots = {"none": [], "some": some, "all": list(slots)}[told]
     rows = []
     for slot, (topic, options) in slots.items():
         guesses = [codes[slot], *sorted(options.keys() - {codes[slot]})]
-        rows.append({"slot": slot, "topic": topic, "code": codes[slot], "guesses": guesses,
-                     "names": [options[code][0] for code in guesses], "told": slot in stated})
-    idea = rng.choice(PAGE_OPENINGS).format(rng.choice(family["ideas"]))
-    idea += "".join(" " + slots[slot][1][codes[slot]][1] for slot in stated)
-    return {"task_id": task_id, "problem_description": idea, "ground_truth": page, "family": name,
+        names = [options[code][0] for code in guesses]
+        rows.append({"slot": slot, "topic": topic, "code": codes[slot], "guesses": guesses, "names": names,
+                     "told": slot in told_slots})
+    opening = rng.choice(PAGE_OPENINGS)
+    sentences = [opening.format(rng.choice(family["ideas"]))]
+    for slot in told_slots:
+        _, options = slots[slot]
+        sentences.append(options[codes[slot]][1])
+    return {"task_id": task_id, "problem_description": " ".join(sentences), "ground_truth": page, "family": name,
             "template": template, "slots": rows}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the human
+# the human who is a model: it looks at images
+
+def text_part(text):
+    return {"type": "text", "text": text}
+
+
+def image_part(path):
+    return {"type": "image", "path": path}
+
 
 def viewer_messages(task, history, reference, page):
     """The chat that a model sees which plays the human and looks at images (paths; page: None where none was
     sent)."""
-    said = history[-1]["content"].replace(page_of(history[-1]["content"]) or "\0", "[the page]")
-    parts = [{"type": "text", "text": "The page that I want:"}, {"type": "image", "path": reference}]
+    message = history[-1]["content"]
+    sent_page = page_of(message)
+    words = message.replace(sent_page, "[the page]") if sent_page else message
+    question = f"What the assistant says:\n{words}\n\nWhat do I answer?"
+    parts = [text_part("The page that I want:"), image_part(reference)]
     if page:
-        parts += [{"type": "text", "text": "The page that the assistant made:"}, {"type": "image", "path": page}]
-    parts.append({"type": "text", "text": ("" if page else "The assistant has made no page that can be shown.\n") +
-                  f"What the assistant says:\n{said}\n\nWhat do I answer?"})
-    return [{"role": "system", "content": [{"type": "text", "text": VIEWER_SYSTEM.format(**task)}]},
+        parts += [text_part("The page that the assistant made:"), image_part(page), text_part(question)]
+    else:
+        parts.append(text_part(f"The assistant has made no page that can be shown.\n{question}"))
+    return [{"role": "system", "content": [text_part(VIEWER_SYSTEM.format(**task))]},
             {"role": "user", "content": parts}]
 
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the human by rule: names what differs
 
 LOOK = beside("look.js")
 NO_PAGE = ("I cannot see a page yet. Could you show me one?", "Please show me a page.",
@@ -148,6 +191,10 @@ ASPECTS = {"background": ("background", BE), "header": ("header", BE), "sidebar"
 PROPERTIES = ("sidebar colour", "card columns", "card colour", "button colour", "title place", "font")
 
 
+HUES = ((15, "red"), (45, "orange"), (70, "yellow"), (165, "green"), (195, "turquoise"), (255, "blue"), (290, "purple"),
+        (345, "pink"), (360, "red"))                   # (where it ends in degrees, its name)
+
+
 @functools.cache
 def colour_names():
     """{(red, green, blue): its name in CSS}; of two names the one that people use."""
@@ -158,31 +205,39 @@ def colour_names():
 
 def colour_words(colour):
     """What the human calls a colour: its name in CSS, or "a dark blue"."""
-    if name := colour_names().get(tuple(colour)):
-        return name
-    hue, light, strength = colorsys.rgb_to_hls(*(value / 255 for value in colour))
+    css_name = colour_names().get(tuple(colour))
+    if css_name:
+        return css_name
+    red, green, blue = colour
+    hue, light, strength = colorsys.rgb_to_hls(red / 255, green / 255, blue / 255)
+    if light < 0.05:
+        return "almost black"
+    if light > 0.96:
+        return "almost white"
     shade = "dark " if light < 0.35 else "light " if light > 0.7 else ""
-    if light < 0.05 or light > 0.96:
-        return "almost " + ("black" if light < 0.5 else "white")
     if strength < 0.15:
         return f"a {shade}gray"
-    ends = {15: "red", 45: "orange", 70: "yellow", 165: "green", 195: "turquoise", 255: "blue", 290: "purple",
-            345: "pink", 360: "red"}
-    name = next(name for end, name in ends.items() if 360 * hue <= end)
-    return f"a {shade}{name}" if shade or name != "orange" else "an orange"
+    name = next(name for end, name in HUES if 360 * hue <= end)
+    article = "an" if name == "orange" and not shade else "a"
+    return f"{article} {shade}{name}"
 
 
-def aspect_words(aspect, value, shown):
-    """How the human puts the value of an aspect; `shown` is what the page has instead."""
-    if isinstance(value, list):
-        words = colour_words(value)
-        return words if not shown or words != colour_words(shown) else "#{:02x}{:02x}{:02x}".format(*value)
+def aspect_words(aspect, wanted, present):
+    """How the human puts the value of an aspect that is wanted; `present` is what the page has instead."""
+    if isinstance(wanted, list):
+        words = colour_words(wanted)
+        is_same_word = present and words == colour_words(present)
+        return "#{:02x}{:02x}{:02x}".format(*wanted) if is_same_word else words
     if aspect == "navigation":
         return "a"
-    if isinstance(value, int):
-        number = COUNTS[value] if value < len(COUNTS) else str(value)
-        return f"in {number} column{'s' * (value > 1)}" if aspect == "card columns" else number
-    return f'"{value[:100]}"' if aspect in ("title", "button") else value
+    if isinstance(wanted, int):
+        number = COUNTS[wanted] if wanted < len(COUNTS) else str(wanted)
+        if aspect != "card columns":
+            return number
+        return f"in {number} columns" if wanted > 1 else f"in {number} column"
+    if aspect in ("title", "button"):
+        return f'"{wanted[:100]}"'
+    return wanted
 
 
 def looks_alike(a, b):
@@ -191,28 +246,83 @@ def looks_alike(a, b):
     return str(a).lower() == str(b).lower()
 
 
+def page_differences(reference_spec, page_spec):
+    """[(aspect, what is wanted, what the page has)], the largest area first."""
+    differences = []
+    for aspect, (wanted, area) in reference_spec.items():
+        present, present_area = page_spec[aspect]
+        part_is_missing = aspect in PROPERTIES and (wanted is None or present is None)
+        if not looks_alike(wanted, present) and not part_is_missing:
+            differences.append((max(area, present_area), aspect, wanted, present))
+    differences.sort(key=lambda difference: -difference[0])
+    return [difference[1:] for difference in differences]
+
+
+def wish(aspect, wanted, present, rng):
+    """What the human says of a difference."""
+    name, ways = ASPECTS[aspect]
+    if wanted is None:
+        return rng.choice(UNWANTED).format(name)
+    if present is None and ways in (BE, PUT):
+        ways = MISSING
+    if ways is SHOW and wanted == 1:
+        name = name.removesuffix("s")
+    return rng.choice(ways).format(name, aspect_words(aspect, wanted, present))
+
+
 def page_reply(reference_spec, page_spec, rng):
     """The rule-based human on a page: names the largest differences, by area and at most two, or says that there is
     none. Specs are what look.js gives; None for the page: the agent has sent none."""
     if page_spec is None:
         return rng.choice(NO_PAGE)
-    differences = []
-    for aspect, (wanted, area) in reference_spec.items():
-        shown, shown_area = page_spec[aspect]
-        if not looks_alike(wanted, shown) and not (aspect in PROPERTIES and None in (wanted, shown)):
-            differences.append((max(area, shown_area), aspect, wanted, shown))
+    differences = page_differences(reference_spec, page_spec)
     if not differences:
         return rng.choice(CONTENT)
-    said = []
-    for _, aspect, wanted, shown in sorted(differences, key=lambda difference: -difference[0])[:2]:
-        name, ways = ASPECTS[aspect]
-        if wanted is None:
-            said.append(rng.choice(UNWANTED).format(name))
-            continue
-        ways = MISSING if shown is None and ways in (BE, PUT) else ways
-        name = name.removesuffix("s") if ways is SHOW and wanted == 1 else name
-        said.append(rng.choice(ways).format(name, aspect_words(aspect, wanted, shown)))
-    return rng.choice(("", "Almost. ") if len(differences) <= 2 else ("", "", "Thanks. ")) + " ".join(said)
+    wishes = [wish(*difference, rng) for difference in differences[:2]]
+    openers = ("", "Almost. ") if len(differences) <= 2 else ("", "", "Thanks. ")
+    return rng.choice(openers) + " ".join(wishes)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what the human has asked for
+
+def asked_values(task, reply):
+    """{slot: code} that a reply asks for: the value's name behind the topic's in the same sentence."""
+    asked = {}
+    for sentence in re.split(r"(?<=[.?])\s", reply):
+        for slot in task["slots"]:
+            for code, name in zip(slot["guesses"], slot["names"]):
+                if names_value(sentence, slot["topic"], name):
+                    asked[slot["slot"]] = code
+    return asked
+
+
+def names_value(sentence, topic, name):
+    """Whether a sentence says a topic, and behind it the name of a value; "no footer" says both at once."""
+    texts = [name] if topic in name else [topic, name]
+    words = [rf"(?<![\w-]){re.escape(text)}(?![\w-])" for text in texts]
+    return re.search(".*".join(words), sentence) is not None
+
+
+def facts_by_turn(task, history):
+    """Of a page the facts are its slots. Known is what the idea states, and what the human has asked for rightly."""
+    known = [{number for number, slot in enumerate(task["slots"]) if slot["told"]}]
+    for turn in history:
+        asked = asked_values(task, turn["content"]) if turn["role"] == "user" else {}
+        known.append(known[-1] | {number for number, slot in enumerate(task["slots"])
+                                  if asked.get(slot["slot"]) == slot["code"]})
+    return known
+
+
+def facts(task, history):
+    """The text of a fact is a slot and its value."""
+    if "slots" not in task:
+        return None
+    known = facts_by_turn(task, history)[-1]
+    rows = []
+    for number, slot in enumerate(task["slots"]):
+        rows.append((f"{slot['topic']}: {slot['names'][0]}", number in known))
+    return rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -223,53 +333,63 @@ PAGE_TALK = ("Could you tell me more?", "What should it look like?", "Which colo
 
 def page_values(task, text):
     """{slot: code} of a page that was made from the task's template, or None."""
-    pattern = "".join(re.escape(literal) + (f"(?P<{slot}>.*?)" if slot else "")
-                      for literal, slot, _, _ in string.Formatter().parse(task["template"]))
+    pattern = ""
+    for literal, slot, _, _ in string.Formatter().parse(task["template"]):
+        pattern += re.escape(literal)
+        if slot:
+            pattern += f"(?P<{slot}>.*?)"
     match = re.search(pattern, text)
-    return match and match.groupdict()
+    return match.groupdict() if match else None
 
 
-def asked_values(task, reply):
-    """{slot: code} that a reply asks for: the value's name behind the topic's in the same sentence."""
-    asked = {}
-    for sentence in re.split(r"(?<=[.?])\s", reply):
-        for slot in task["slots"]:
-            for code, name in zip(slot["guesses"], slot["names"]):
-                texts = [name] if slot["topic"] in name else [slot["topic"], name]             # "no footer" says both
-                if re.search(".*".join(rf"(?<![\w-]){re.escape(text)}(?![\w-])" for text in texts), sentence):
-                    asked[slot["slot"]] = code
-    return asked
+def pages_sent(task, history):
+    """[(index of the turn, page_values)] of the agent's turns with a page."""
+    pages = []
+    for index, turn in enumerate(history):
+        values = page_values(task, turn["content"]) if turn["role"] == "assistant" else None
+        if values:
+            pages.append((index, values))
+    return pages
+
+
+def guess(slot, rng, informed):
+    """The value that the designer takes for a slot that nobody has spoken of; informed: mostly the right one."""
+    knows = slot["told"] or informed and rng.random() < 0.75
+    return slot["code"] if knows else rng.choice(slot["guesses"])
 
 
 def scripted_turn(task, history, max_rounds, rng, informed=False):
-    """What the noisy scripted designer sends next: a guess at first, then its last page with what the human asked for
-    since. It forgets and misunderstands some of that, changes what nobody asked for, sends the same page again, or only
-    words."""
+    """What the noisy scripted designer sends next.
+
+    It sends a guess at first, then its last page with what the human asked for since. It forgets and misunderstands
+    some of that, changes what nobody asked for, sends the same page again, or only words."""
     slots = {slot["slot"]: slot for slot in task["slots"]}
     talk, repeat, forget, change = (0.02, 0.03, 0.05, 0.10) if informed else (0.08, 0.10, 0.22, 0.35)
-    pages = [(i, values) for i, turn in enumerate(history)
-             if turn["role"] == "assistant" and (values := page_values(task, turn["content"]))]
-
-    def guess(slot):
-        return slot["code"] if slot["told"] or informed and rng.random() < 0.75 else rng.choice(slot["guesses"])
-
-    luck, thought = rng.random(), "I begin with a simple page."
+    pages = pages_sent(task, history)
+    luck = rng.random()
     if luck < talk:
         return rng.choice(PAGE_TALK)
     if not pages:
-        values = {name: guess(slot) for name, slot in slots.items()}
-    else:
-        index, values = pages[-1]
-        said = " ".join(turn["content"] for turn in history[index + 1:] if turn["role"] == "user")
-        asked, changes = asked_values(task, said), {}
-        if luck >= talk + repeat:
-            for name, code in asked.items():
-                changes[name] = code if rng.random() >= forget else rng.choice([values[name], *slots[name]["guesses"]])
-            if rng.random() < change:
-                name = rng.choice(list(slots))
-                changes.setdefault(name, guess(slots[name]))
-        topics = " and the ".join(dict.fromkeys(slots[name]["topic"] for name in changes))
-        values, thought = values | changes, f"I change the {topics}." if topics else "I keep the page."
+        values = {name: guess(slot, rng, informed) for name, slot in slots.items()}
+        return scripted_page(task, values, "I begin with a simple page.", rng)
+
+    index, values = pages[-1]
+    changes = {}
+    if luck >= talk + repeat:
+        replies = [turn["content"] for turn in history[index + 1:] if turn["role"] == "user"]
+        for name, code in asked_values(task, " ".join(replies)).items():
+            forgets = rng.random() < forget
+            changes[name] = rng.choice([values[name], *slots[name]["guesses"]]) if forgets else code
+        if rng.random() < change:
+            name = rng.choice(list(slots))
+            changes.setdefault(name, guess(slots[name], rng, informed))
+    topics = list(dict.fromkeys(slots[name]["topic"] for name in changes))
+    thought = f"I change the {' and the '.join(topics)}." if topics else "I keep the page."
+    return scripted_page(task, values | changes, thought, rng)
+
+
+def scripted_page(task, values, thought, rng):
+    """A page of the task's template, in one of three turns with a thought."""
     page = task["template"].format(**values)
     return f"{thought}\n{OUTPUT}\n{page}" if rng.random() < 1 / 3 else page
 
@@ -281,13 +401,18 @@ PLAYERS = {"script": scripted_turn, "script-informed": functools.partial(scripte
 # the rest of the interface (colbench/__init__.py)
 
 def owns(task):
-    """A task whose reference is HTML, and that has no tests."""
-    return not task.get("test_cases") and task["ground_truth"].lstrip().startswith("<")
+    """A task whose reference is HTML, and that has neither tests nor databases."""
+    if task.get("test_cases") or "databases" in task:
+        return False
+    return task["ground_truth"].lstrip().startswith("<")
 
 
 def identifier(text):
     """What is wrong with the name of a slot, which names a group of a regular expression (page_values)."""
-    return short_text(text) or (None if text.isidentifier() else f"is {text[:80]!r}, not a name of letters and digits")
+    fault = short_text(text)
+    if fault or text.isidentifier():
+        return fault
+    return f"is {text[:80]!r}, not a name of letters and digits"
 
 
 SLOT = record({"slot": identifier, "topic": str, "code": str, "told": bool, "guesses": list_of(str, 1),
@@ -297,64 +422,52 @@ TASK = record(TASK_KEYS, {**MORE_KEYS, "template": str, "slots": list_of(SLOT, 1
 
 def check_task(task, where):
     check_kind(task, TASK, where)
-    if "slots" in task:
-        if "template" not in task:
-            raise ColBenchError(f'{where}: missing "template", which a task with "slots" has')
-        check_template(task, {slot["slot"] for slot in task["slots"]}, where)
-        fields = [field for _, field, _, _ in string.Formatter().parse(task["template"]) if field]
-        if len(set(fields)) < len(fields):
-            raise ColBenchError(f'{where}: "template" has a field twice')
+    if "slots" not in task:
+        return
+    if "template" not in task:
+        raise ColBenchError(f'{where}: missing "template", which a task with "slots" has')
+    check_template(task, {slot["slot"] for slot in task["slots"]}, where)
+    fields = [field for _, field, _, _ in string.Formatter().parse(task["template"]) if field]
+    if len(set(fields)) < len(fields):
+        raise ColBenchError(f'{where}: "template" has a field twice')
 
 
 def lacks(task, player):
-    return "slots" if player == "script" and "slots" not in task else "facts" if player.startswith("oracle") else None
+    if player.startswith("oracle"):
+        return "facts"
+    return "slots" if player == "script" and "slots" not in task else None
 
 
 def answer_of(history, is_last):
     """After the last round the last page that was sent; "" if there was none."""
-    return (last_page(history) or "") if is_last else None
-
-
-def facts(task, history):
-    """[(a slot and its value, whether the person has asked for it)]; None where the task states no slots."""
-    if "slots" not in task:
+    if not is_last:
         return None
-    known = {slot["slot"] for slot in task["slots"] if slot["told"]}
-    for turn in history:
-        if turn["role"] == "user":
-            asked = asked_values(task, turn["content"])
-            known |= {slot["slot"] for slot in task["slots"] if asked.get(slot["slot"]) == slot["code"]}
-    return [(f"{slot['topic']}: {slot['names'][0]}", slot["slot"] in known) for slot in task["slots"]]
-
-
-def facts_by_turn(task, history):
-    """[the slots (numbers) whose value the person has asked for after 0, 1, … all turns]; as `facts`, all at once."""
-    known = [{number for number, slot in enumerate(task["slots"]) if slot["told"]}]
-    for turn in history:
-        asked = asked_values(task, turn["content"]) if turn["role"] == "user" else {}
-        known.append(known[-1] | {number for number, slot in enumerate(task["slots"])
-                                  if asked.get(slot["slot"]) == slot["code"]} if asked else known[-1])
-    return known
+    return last_page(history) or ""
 
 
 def leak_of(task, reply):
     """A reply may name texts of the page, but shows no tags."""
-    return "fence" if "```" in reply else "code" if re.search(r"</?[a-zA-Z][^<>]*>", reply) else None
+    if "```" in reply:
+        return "fence"
+    return "code" if re.search(r"</?[a-zA-Z][^<>]*>", reply) else None
 
 
 def views(task, history, privileged):
     """The request, what the human said last, the reference page (`privileged`) and the page after the last turn."""
-    said = f"\nLast they said: {history[-2]['content']}" if len(history) > 2 else ""
-    request, page = f"A person wants a web page: {task['problem_description']}{said}", last_page(history)
-    now = ("\nThe page that they get:" if page else "\nThey get no page yet:", page)
+    request = f"A person wants a web page: {task['problem_description']}"
+    if len(history) > 2:
+        request += f"\nLast they said: {history[-2]['content']}"
+    page = last_page(history)
+    caption = "\nThe page that they get:" if page else "\nThey get no page yet:"
     if not privileged:
-        return [(request + now[0], page)]
-    return [(request + "\nThe page that they need:", task["ground_truth"]), now]
+        return [(request + caption, page)]
+    return [(f"{request}\nThe page that they need:", task["ground_truth"]), (caption, page)]
 
 
 def metric(trajectories):
     """Two similarities, two names: they are two scales, never to be compared with each other."""
-    return {"clip": "cosine_similarity", "pixels": "pixel_similarity"}[trajectories[0]["similarity"].partition(":")[0]]
+    similarity = trajectories[0]["similarity"].partition(":")[0]
+    return {"clip": "cosine_similarity", "pixels": "pixel_similarity"}[similarity]
 
 
 def outcome(trajectory):
@@ -362,12 +475,15 @@ def outcome(trajectory):
 
 
 def measure(trajectories):
-    answers = [t for t in trajectories if t["answer"]]
-    faults = collections.Counter(t["render_fault"] for t in answers if t.get("render_fault"))
-    failed = len({task_id(t["task"]) for t in trajectories if not t["reference_image"]})
-    notes = [f"the references of {failed} tasks cannot be rendered; no answer is like them"] if failed else []
-    return {"no_page": 1 - len(answers) / len(trajectories), "failed_renders": sum(not t["image"] for t in answers),
-            "failed_references": failed, "faults": dict(faults.most_common()), **({"notes": notes} if notes else {})}
+    answers = [trajectory for trajectory in trajectories if trajectory["answer"]]
+    faults = collections.Counter(answer["render_fault"] for answer in answers if answer.get("render_fault"))
+    failed_tasks = {task_id(trajectory["task"]) for trajectory in trajectories if not trajectory["reference_image"]}
+    metrics = {"no_page": 1 - len(answers) / len(trajectories),
+               "failed_renders": sum(not answer["image"] for answer in answers),
+               "failed_references": len(failed_tasks), "faults": dict(faults.most_common())}
+    if failed_tasks:
+        metrics["notes"] = [f"the references of {len(failed_tasks)} tasks cannot be rendered; no answer is like them"]
+    return metrics
 
 
 class World(defaults.World):
@@ -376,21 +492,24 @@ class World(defaults.World):
     TAKES = "images", "rows_in", "browser", "similarity", "clip_model", "device"
 
     def __init__(self, images, rows_in=None, browser=None, similarity=None, clip_model=None, device="cpu"):
-        self.stack = contextlib.ExitStack()
-        self.images, self.browser, self.started, self.rows_in = images, BrowserThread(images, browser), False, rows_in
-        self.scorer = similarity and PageScorer(similarity, clip_model or CLIP_MODEL, device)
-        self.about = {"similarity": self.scorer.name} if self.scorer else {}
+        self.images, self.rows_in = images, rows_in
+        self.browser, self.browser_runs = BrowserThread(images, browser), contextlib.ExitStack()
+        self.is_started = False
+        if similarity:
+            self.scorer = PageScorer(similarity, clip_model or CLIP_MODEL, device)
+            self.about = {"similarity": self.scorer.name}
 
     def __exit__(self, *exception):
-        self.stack.close()
+        self.browser_runs.close()
 
     async def render(self, page, **options):
         """The Render of a page; the browser starts with the first one of which there is no screenshot yet."""
-        if not options and is_stored(screenshot_path(self.images, page)):
-            return stored_render(screenshot_path(self.images, page))
-        if not self.started:
-            self.stack.enter_context(self.browser)
-            self.started = True
+        path = screenshot_path(self.images, page)
+        if not options and is_stored(path):
+            return stored_render(path)
+        if not self.is_started:
+            self.browser_runs.enter_context(self.browser)
+            self.is_started = True
         return await self.browser.render(page, **options)
 
     async def rendered(self, task, history, **options):
@@ -407,26 +526,34 @@ class World(defaults.World):
 
     async def rule_reply(self, task, history, rng):
         reference, page = await self.rendered(task, history, screenshot=False, read=LOOK)
-        return page_reply(reference.spec, page.spec if page_of(history[-1]["content"]) else None, rng)
+        page_spec = page.spec if page_of(history[-1]["content"]) else None
+        return page_reply(reference.spec, page_spec, rng)
 
     async def person_chat(self, task, history):
         reference, page = await self.rendered(task, history)
-        return viewer_messages(task, history, reference.image, page and page.image)
+        return viewer_messages(task, history, reference.image, page.image if page else None)
 
     async def score(self, pairs, explain=False):
         """"reward": the similarity of the screenshots, "image", "reference_image": their files, "render_fault"."""
-        pages = list(dict.fromkeys(page for task, answer in pairs for page in (task["ground_truth"], answer) if page))
+        pages = []
+        for task, answer in pairs:
+            pages += [task["ground_truth"], answer]
+        pages = list(dict.fromkeys(filter(None, pages)))
         renders = dict(zip(pages, await asyncio.gather(*map(self.render, pages))))
-        shots = [[renders[page].image if page else None for page in (task["ground_truth"], answer)]
-                 for task, answer in pairs]
-        scores = await asyncio.to_thread(self.scorer.score, [tuple(shot) for shot in shots])
+        images = {page: render.image for page, render in renders.items()}
+        image_pairs = [(images.get(task["ground_truth"]), images.get(answer)) for task, answer in pairs]
+        rewards = await asyncio.to_thread(self.scorer.score, image_pairs)
         rows = []
-        for (_, answer), shot, score in zip(pairs, shots, scores):
-            reference, image = (path and os.path.relpath(path, self.rows_in) for path in shot)
-            fault = renders[answer].fault if answer else None
-            rows.append({"reward": score, "similarity": self.scorer.name, "image": image, "reference_image": reference,
-                         **({"render_fault": fault} if fault else {})})
+        for (_, answer), (reference, image), reward in zip(pairs, image_pairs, rewards):
+            row = {"reward": reward, "similarity": self.scorer.name, "image": self.path_in_row(image),
+                   "reference_image": self.path_in_row(reference)}
+            if answer and renders[answer].fault:
+                row["render_fault"] = renders[answer].fault
+            rows.append(row)
         return rows
+
+    def path_in_row(self, image):
+        return os.path.relpath(image, self.rows_in) if image else image
 
     async def show(self, documents):
         documents = list(dict.fromkeys(documents))
