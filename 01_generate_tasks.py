@@ -26,6 +26,7 @@ human that answers by rule can play them; for tasks of a model the prompt and th
 """
 import asyncio
 import collections
+import functools
 import pathlib
 import random
 import re
@@ -65,29 +66,37 @@ from lib.runtime import (
 from lib.servers import ReplyError, strip_thoughts
 from lib.speakers import ask, open_speaker, Sampling, SpeakerOptions
 
+# ---------------------------------------------------------------------------------------------------------------------
+# template tasks
+
+MOST_DRAWS_IN_VAIN = 300            # of a family, one after the other, until it counts as used up
+
 
 def make_tasks(domain, num_tasks, seed, split, told):
-    """`num_tasks` tasks without repeats, the families in turn until one has no more; why draws were dropped."""
+    """(num_tasks tasks without repeats, the reasons why draws were dropped). The families take turns; one that has no
+    more is left out."""
     rng, tasks, dropped = random.Random(seed), {}, []
 
     def accept(name):
-        return "of another split" if not in_split(name, split) else "repeated" if name in tasks else None
+        if not in_split(name, split):
+            return "of another split"
+        return "repeated" if name in tasks else None
 
     families = sorted(domain.FAMILIES)
-    misses = {name: 0 for name in families}
+    misses = {family: 0 for family in families}
     while len(tasks) < num_tasks:
         if not families:
             raise InputError(f"--num-tasks {num_tasks}: there are only {len(tasks)} different tasks (--split {split})")
-        name = families[len(tasks) % len(families)]
-        task = domain.make_task(rng, name, told, accept)
+        family = families[len(tasks) % len(families)]
+        task = domain.make_task(rng, family, told, accept)
         if isinstance(task, dict):
             tasks[task["task_id"]] = task
-            misses[name] = 0
+            misses[family] = 0
             continue
         dropped.append(task)
-        misses[name] += 1
-        if misses[name] == 300:
-            families.remove(name)
+        misses[family] += 1
+        if misses[family] == MOST_DRAWS_IN_VAIN:
+            families.remove(family)
     return list(tasks.values()), dropped
 
 
@@ -95,6 +104,21 @@ def num_hidden(domain, task):
     """How many facts the agent has to find out."""
     facts = domain.facts(task, []) or []
     return sum(not is_known for _, is_known in facts)
+
+
+def write_template_tasks(args):
+    """--source template: write tasks that need no model."""
+    if is_done(args, args.out, []):
+        return
+    begin_output(args, args.out, [])
+    costs, domain = Costs(args.out), DOMAINS[args.domain]
+    tasks, dropped = make_tasks(domain, args.num_tasks, args.seed, args.split, args.told)
+    families = {task["family"] for task in tasks}
+    mean_hidden = sum(num_hidden(domain, task) for task in tasks) / len(tasks)
+    say(f"dropped draws: {counted(dropped) or 'none'}")
+    say(f"{len(tasks):,} tasks of {len(families)} families, {mean_hidden:.2f} facts to find out in each")
+    write_jsonl(args.out, tasks)
+    costs.record()
 
 
 def counted(items):
@@ -111,10 +135,12 @@ def read_seed_texts(path):
         texts = [row["text"] for row in read_jsonl(path, {"text": str})]
     else:
         content = read_text(path).strip()
-        texts = re.split(r"\n\s*\n" if re.search(r"\n\s*\n", content) else r"\n", content)
-    if not any(text.strip() for text in texts):
+        paragraphs = re.split(r"\n\s*\n", content)
+        texts = paragraphs if len(paragraphs) > 1 else content.split("\n")
+    texts = [text.strip() for text in texts if text.strip()]
+    if not texts:
         raise InputError(f"{path}: no text in it")
-    return [text.strip()[:written.MAX_SEED_CHARS] for text in texts if text.strip()]
+    return [text[:written.MAX_SEED_CHARS] for text in texts]
 
 
 async def ask_all(speaker, prompts, numbers, args):
@@ -126,29 +152,49 @@ async def ask_all(speaker, prompts, numbers, args):
     return [reply for _, [reply] in await asyncio.gather(*requests)]
 
 
+def idea_of(number, texts, seed):
+    """(text, kind of function) that an attempt asks for."""
+    rng = random.Random(f"{seed} {number}")
+    return texts[number % len(texts)], rng.choice(written.KINDS)
+
+
 def attempt_rows(numbers, speaker, loop, texts, scorers, args):
     """Rows of a block of attempts: the reply, and its task or the reason why there is none; repeats aside."""
-    ideas = [(texts[number % len(texts)], random.Random(f"{args.seed} {number}").choice(written.KINDS))
-             for number in numbers]
+    ideas = [idea_of(number, texts, args.seed) for number in numbers]
     prompts = [written.TASK_PROMPT.format(text=text, kind=kind) for text, kind in ideas]
     replies = loop.run(ask_all(speaker, prompts, numbers, args))
-    rows = [{"attempt": number, "seed_text": text, "reason": None, "task": None, "reply": reply.text,
-             "tokens": reply.completion_tokens or 0} for number, (text, _), reply in zip(numbers, ideas, replies)]
-    found_in = [written.written_task(strip_thoughts(reply.text), reply.ended) for reply in replies]
-    tasks = [task for task in found_in if isinstance(task, dict)]
-    checks = iter(zip(check_tasks(tasks, *scorers), scorers[0].reference_results(tasks)))
-    for row, task in zip(rows, found_in):
-        if isinstance(task, str):
-            row["reason"] = task
-            continue
-        check, values = next(checks)
-        found = [f"{what}: {detail}" for what, detail in check["findings"].items() if what in written.MEASURES_NOTHING]
-        if found or not in_split(task["task_id"], args.split):
-            row["reason"] = (found or ["of another split"])[0]
+    rows, unchecked = [], []
+    for number, (text, _), reply in zip(numbers, ideas, replies):
+        row = {"attempt": number, "seed_text": text, "reason": None, "task": None, "reply": reply.text,
+               "tokens": reply.completion_tokens or 0}
+        rows.append(row)
+        task = written.written_task(strip_thoughts(reply.text), reply.ended)
+        if isinstance(task, dict):
+            unchecked.append((row, task))
         else:
+            row["reason"] = task
+
+    tasks = [task for _, task in unchecked]
+    checks, values = check_tasks(tasks, *scorers), scorers[0].reference_results(tasks)
+    for (row, task), check, task_values in zip(unchecked, checks, values):
+        row["reason"] = reason_against(task, check, args.split)
+        if row["reason"] is None:
             row["task"] = {**task, "attempt": row["attempt"]}
-            row["types"] = [value[0] if isinstance(value, list) else type(value).__name__ for _, value in values]
+            row["types"] = [type_name(value) for _, value in task_values]
     return rows
+
+
+def reason_against(task, check, split):
+    """Why a task that has been run is not kept; None: it is, unless it repeats another."""
+    for what, detail in check["findings"].items():
+        if what in written.MEASURES_NOTHING:
+            return f"{what}: {detail}"
+    return None if in_split(task["task_id"], split) else "of another split"
+
+
+def type_name(value):
+    """The type of an encoded value (colbench/values.py)."""
+    return value[0] if isinstance(value, list) else type(value).__name__
 
 
 def write_tasks(args):
@@ -161,52 +207,66 @@ def write_tasks(args):
     random.Random(args.seed).shuffle(texts)
     if is_done(args, out, inputs):
         return
-    rows, kept, seen = [], [], (set(), [], {})
     room = 16384 + args.max_new_tokens                                  # a prompt and its reply
     speaker = open_speaker(args.model, SpeakerOptions(runtime.device, args.dtype, args.concurrency, room))
     runtime = runtime._replace(run=begin_output(args, out, inputs))
     costs = Costs(out, runtime.device)
+
+    rows, tasks, seen = [], [], (set(), [], {})
     scorers = [Scorer(args.unsafe_scorer, hash_seed=number) for number in (0, 1)]
     with asyncio.Runner() as loop, scorers[0], scorers[1]:
-        while len(kept) < args.num_tasks and len(rows) < args.max_attempts:
-            first, missing = len(rows), max(args.num_tasks - len(kept), args.concurrency)
-            numbers = range(first, min(first + missing, args.max_attempts))
+        while len(tasks) < args.num_tasks and len(rows) < args.max_attempts:
+            first = len(rows)
+            num_attempts = max(args.num_tasks - len(tasks), args.concurrency)
+            numbers = range(first, min(first + num_attempts, args.max_attempts))
             blocks = [numbers[i:i + args.concurrency] for i in range(0, len(numbers), args.concurrency)]
-            for row in map_blocks(f"{out}.{runtime.run}.{first}.partial", blocks, lambda block: attempt_rows(
-                    block, speaker, loop, texts, scorers, args), runtime, "attempt"):
-                if len(kept) < args.num_tasks:
-                    row["reason"] = row["reason"] or written.repeat_reason(row["task"], seen)
-                    rows.append(row)
-                    kept += [] if row["reason"] else [row]
+            work = functools.partial(attempt_rows, speaker=speaker, loop=loop, texts=texts, scorers=scorers, args=args)
+            for row in map_blocks(f"{out}.{runtime.run}.{first}.partial", blocks, work, runtime, "attempt"):
+                if len(tasks) == args.num_tasks:
+                    continue                                     # the rest of the round is not needed
+                row["reason"] = row["reason"] or written.repeat_reason(row["task"], seen)
+                rows.append(row)
+                if row["reason"] is None:
+                    tasks.append(row["task"])
     barrier()                                                    # all have read the partial files
-    finish_tasks(args, out, rows, kept, runtime)
-    generated = {"generated_tokens": sum(row["tokens"] for row in rows) if is_main() else 0}
-    costs.record([work_of(speaker.model) if speaker.model else generated])
+    finish_tasks(args, out, rows, tasks, runtime)
+    if speaker.model:
+        costs.record([work_of(speaker.model)])
+    else:
+        num_tokens = sum(row["tokens"] for row in rows) if is_main() else 0
+        costs.record([{"generated_tokens": num_tokens}])
 
 
-def finish_tasks(args, out, rows, kept, runtime):
+def finish_tasks(args, out, rows, tasks, runtime):
     """Write the rejected replies and the tasks and print what they are like; InputError where tasks are missing."""
-    ends = counted((row["reason"] or "kept").partition(": ")[0] for row in rows)
-    rejected, tasks = out.with_name(out.stem + ".rejected.jsonl"), [row["task"] for row in kept]
+    rejected = out.with_name(out.stem + ".rejected.jsonl")
+    ends, rejected_rows = collections.Counter(), []
+    for row in rows:
+        reason, _, detail = (row["reason"] or "kept").partition(": ")
+        ends[reason] += 1
+        if reason not in ("kept", "of another split"):
+            rejected_rows.append({"attempt": row["attempt"], "seed_text": row["seed_text"], "reason": reason,
+                                  "detail": detail, "reply": row["reply"]})
     if is_main():
-        write_jsonl(rejected, [
-            {"attempt": row["attempt"], "seed_text": row["seed_text"], "reason": row["reason"].partition(": ")[0],
-             "detail": row["reason"].partition(": ")[2], "reply": row["reply"]}
-            for row in rows if row["reason"] not in (None, "of another split")])
+        write_jsonl(rejected, rejected_rows)
     if len(tasks) < args.num_tasks:
         raise InputError(f"--max-attempts {args.max_attempts}: {len(tasks)} of {args.num_tasks} tasks kept "
-                         f"({ends}; see {rejected}); the same command with a higher one goes on from here")
+                         f"({counted(ends)}; see {rejected}); the same command with a higher one goes on from here")
     if is_main():
         write_jsonl(out, tasks)
         for path in out.parent.iterdir():
             if path.name.startswith(f"{out.name}.{runtime.run}.") and path.name.endswith(".partial"):
                 path.unlink()
-    lines = sum(len(task["ground_truth"].splitlines()) for task in tasks) / len(tasks)
-    words = sum(len(task["problem_description"].split()) for task in tasks) / len(tasks)
-    more = sum(task["written_tests"] > written.NUM_TESTS for task in tasks)
-    say(f"{len(rows):,} attempts: {ends}\na task has {lines:.1f} lines of code and a description of {words:.1f} "
-        f"words (means); {more:,} had more than {written.NUM_TESTS} tests\n"
-        f"values of the tests: {counted(kind for row in kept for kind in row['types'])}")
+    num_lines = sum(len(task["ground_truth"].splitlines()) for task in tasks)
+    num_words = sum(len(task["problem_description"].split()) for task in tasks)
+    num_longer = sum(task["written_tests"] > written.NUM_TESTS for task in tasks)
+    types = collections.Counter()
+    for row in rows:
+        if row["reason"] is None:
+            types.update(row["types"])
+    say(f"{len(rows):,} attempts: {counted(ends)}\na task has {num_lines / len(tasks):.1f} lines of code and a "
+        f"description of {num_words / len(tasks):.1f} words (means); {num_longer:,} had more than {written.NUM_TESTS} "
+        f"tests\nvalues of the tests: {counted(types)}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -226,75 +286,88 @@ def read_published(path, trajectories):
 def write_system_prompt(path, trajectories):
     """Write the system prompt that the agent of the trajectories had, for 02 --system-prompt."""
     counts = collections.Counter(map(common.system_prompt, trajectories))
-    unread = counts.pop(None, 0)
+    num_unread = counts.pop(None, 0)
     path.unlink(missing_ok=True)
-    if counts:
-        [(text, count)] = counts.most_common(1)
-        partial = path.with_name(path.name + ".partial")
-        with new_file(partial) as file:
-            file.write(f"{text}\n".encode(errors="backslashreplace"))
-        partial.rename(path)
-        say(f"writes {path}: the system prompt in the logged prompts of {count:,} of {len(trajectories):,} "
-            f"trajectories; {counts.total() - count:,} have another, {unread:,} ours or none that can be read")
-    else:
+    if not counts:
         say("no logged prompt shows a system prompt other than ours")
+        return
+    [(text, count)] = counts.most_common(1)
+    partial = path.with_name(path.name + ".partial")
+    with new_file(partial) as file:
+        file.write(f"{text}\n".encode(errors="backslashreplace"))
+    partial.rename(path)
+    say(f"writes {path}: the system prompt in the logged prompts of {count:,} of {len(trajectories):,} "
+        f"trajectories; {counts.total() - count:,} have another, {num_unread:,} ours or none that can be read")
 
 
 def first_shuffled(items, args, files):
-    """The first --num-tasks of `items` in a seeded order; all of them, in their own, where it is not given."""
+    """The first --num-tasks of `items` in a seeded order; without the flag all of them, in theirs."""
     if args.num_tasks is None:
         return items
     if args.num_tasks > len(items):
-        raise InputError(f"--num-tasks {args.num_tasks}: there are only {len(items)} tasks in "
-                         f"{' and '.join(map(str, files))}")
+        names = " and ".join(map(str, files))
+        raise InputError(f"--num-tasks {args.num_tasks}: there are only {len(items)} tasks in {names}")
     items = list(items)
     random.Random(args.seed).shuffle(items)
     return items[:args.num_tasks]
 
 
-def published_paths(args):
-    """The files of what is asked for of the published data."""
-    if args.domain != "backend":
-        if args.trajectories or args.split != "all":
-            raise InputError(f"--domain {args.domain} of --source colbench takes a file whole: no --split and no "
-                             "--trajectories")
-        if not args.path or not pathlib.Path(args.path).is_file():
-            raise InputError(f"--path {args.path or 'is missing'}: the published tasks of --domain {args.domain} are "
-                             f"taken from a JSONL file alone; download it from {published.COLBENCH}, pass --path FILE")
+def check_published(args):
+    """InputError where the published data have no such part."""
+    if args.domain != "backend" and (args.trajectories or args.split != "all"):
+        raise InputError(f"--domain {args.domain} of --source colbench takes a file whole: no --split and no "
+                         "--trajectories")
+    if args.domain != "backend" and not (args.path and pathlib.Path(args.path).is_file()):
+        raise InputError(f"--path {args.path or 'is missing'}: the published tasks of --domain {args.domain} are "
+                         f"taken from a JSONL file alone; download it from {published.COLBENCH}, pass --path FILE")
     if args.split == "validation":
         raise InputError("--split validation: the published data have none, only train and test")
     if args.trajectories and args.split == "test":
         raise InputError("--split test: the published trajectories are all of training tasks")
-    names = ([published.COLBENCH_TRAJECTORIES] if args.trajectories else
-             list(published.COLBENCH_TASKS.values()) if args.split == "all" else [published.COLBENCH_TASKS[args.split]])
+
+
+def published_paths(args):
+    """The files of what is asked for of the published data."""
+    check_published(args)
+    if args.trajectories:
+        names = [published.COLBENCH_TRAJECTORIES]
+    elif args.split == "all":
+        names = list(published.COLBENCH_TASKS.values())
+    else:
+        names = [published.COLBENCH_TASKS[args.split]]
     return published.published_files(names, args.path)
 
 
 def take_published(args):
     """--source colbench: write published tasks or trajectories to args.out."""
-    files = published_paths(args)
-    rows = [row for file in files for row in read_published(file, args.trajectories)]
+    files, rows = published_paths(args), []
+    for file in files:
+        rows += read_published(file, args.trajectories)
     if domain_of(rows[0].get("task", rows[0])) is not DOMAINS[args.domain]:
         raise InputError(f"{files[0]}: no tasks of --domain {args.domain}")
-    if args.trajectories:
-        ids = list(dict.fromkeys(row["task_id"] for row in rows))
-        chosen = set(first_shuffled(ids, args, files))
-        kept = [row for row in rows if row["task_id"] in chosen]
-    else:
-        kept = first_shuffled(rows, args, files)
+    if not args.trajectories:
+        tasks = first_shuffled(rows, args, files)
+        if not is_done(args, args.out, files):
+            begin_output(args, args.out, files)
+            num_repeats = len(tasks) - len({task["task_id"] for task in tasks})
+            say(f"kept {len(tasks):,} of {len(rows):,} tasks, {num_repeats:,} of them repeat another")
+            write_jsonl(args.out, tasks)
+        return
+
+    ids = list(dict.fromkeys(row["task_id"] for row in rows))
+    chosen_ids = set(first_shuffled(ids, args, files))
+    trajectories = [row for row in rows if row["task_id"] in chosen_ids]
     if is_done(args, args.out, files):
         return
     begin_output(args, args.out, files)
-    samples = collections.Counter(row["task_id"] for row in kept)
-    if args.trajectories:
-        low, high = min(samples.values()), max(samples.values())
-        say(f"kept {len(kept):,} of {len(rows):,} trajectories, {len(samples):,} of {len(ids):,} tasks, "
-            f"{low if low == high else f'{low} to {high}'} samples a task")
-        common.fill_rewards(kept, DOMAINS[args.domain], args)
-        write_system_prompt(pathlib.Path(f"{args.out}.system_prompt.txt"), kept)
-    else:
-        say(f"kept {len(kept):,} of {len(rows):,} tasks, {len(kept) - len(samples):,} of them repeat another")
-    write_jsonl(args.out, kept)
+    samples = collections.Counter(row["task_id"] for row in trajectories)
+    low, high = min(samples.values()), max(samples.values())
+    spread = low if low == high else f"{low} to {high}"
+    say(f"kept {len(trajectories):,} of {len(rows):,} trajectories, {len(samples):,} of {len(ids):,} tasks, "
+        f"{spread} samples a task")
+    common.fill_rewards(trajectories, DOMAINS[args.domain], args)
+    write_system_prompt(pathlib.Path(f"{args.out}.system_prompt.txt"), trajectories)
+    write_jsonl(args.out, trajectories)
 
 
 def take_websight(args):
@@ -314,18 +387,45 @@ def take_websight(args):
         raise InputError(f"--num-tasks {args.num_tasks}: there are only {len(tasks)} tasks in "
                          f"{args.path or published.WEBSIGHT} (rows: {counted(ends)})")
     begin_output(args, args.out, files)
-    unsized = images.pop("", 0)
+    num_unsized = images.pop("", 0)
     say(f"{ends.total():,} rows in the order of the data set: {counted(ends)}\n"
         f"{images.total():,} addresses of images rewritten to {published.PHOTO.format('W', 'H')} "
-        f"({counted(images) or 'none'}), {unsized:,} of them without a size as {'x'.join(published.PHOTO_SIZE)}")
+        f"({counted(images) or 'none'}), {num_unsized:,} of them without a size as {'x'.join(published.PHOTO_SIZE)}")
     write_jsonl(args.out, tasks)
+
+
+SOURCES = {"template": write_template_tasks, "llm": write_tasks, "colbench": take_published, "websight": take_websight}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
+def check(args):
+    """--check: print, and with --out write, what is wrong with the tasks of a file."""
+    tasks = common.read_tasks(args.check)
+    domain = domain_of(tasks[0])
+    if domain.check_data is None:
+        raise InputError(f"{args.check}: --check knows nothing to check about {domain.NOUN}s, which have no tests")
+    if args.out and is_done(args, args.out, [args.check]):
+        return
+    checks = domain.check_data(tasks, args.unsafe_scorer)
+    num_findings, num_tests = collections.Counter(), 0
+    for number, row in enumerate(checks, 1):
+        num_tests += row["num_tests"]
+        num_findings.update(row["findings"].keys())
+        for what, detail in row["findings"].items():
+            say(f"{args.check}:{number}: {what} ({detail})")
+    constants = [row["constant"] for row in checks]
+    say(f"{len(checks):,} tasks, {num_tests:,} tests: {counted(num_findings) or 'no finding'}\n"
+        f"the best constant answer for each task passes {sum(constants) / len(constants):.1%} of the tests and "
+        f"solves {constants.count(1) / len(constants):.1%} of the tasks")
+    if args.out:
+        begin_output(args, args.out, [args.check])
+        write_jsonl(args.out, checks)
+
+
 def parse_args(argv=None):
     parser = argument_parser(__doc__)
-    parser.add_argument("--source", choices=["template", "llm", "colbench", "websight"], default="template",
+    parser.add_argument("--source", choices=list(SOURCES), default="template",
                         help="where tasks come from")
     parser.add_argument("--domain", choices=list(DOMAINS), default="backend",
                         help="functions or pages; llm: only functions, websight: only pages")
@@ -368,59 +468,29 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if not args.out and not args.check:
         parser.error("the following arguments are required: --out")
-    if args.source not in ("colbench", "websight") and args.path or args.source != "colbench" and args.trajectories:
+    if args.path and args.source not in ("colbench", "websight") or args.trajectories and args.source != "colbench":
         parser.error("--path and --trajectories need --source colbench (--path also websight)")
     if args.source == "websight":
         args.domain = "frontend"
     if args.source == "llm" and args.domain != "backend":
         parser.error("--source llm writes functions only (--domain backend)")
-    if (args.source == "llm") != bool(args.model) or args.source != "llm" and (args.seeds or args.max_attempts):
+    needs_model = args.source == "llm"
+    if needs_model != bool(args.model) or not needs_model and (args.seeds or args.max_attempts):
         parser.error("--source llm needs --model; --model, --seeds and --max-attempts need --source llm")
     if args.source != "colbench" and args.num_tasks is None:
         args.num_tasks = 1000
     if args.source == "llm" and args.max_attempts is None:
-        args.max_attempts = 20 * args.num_tasks * 100 // (100 if args.split == "all" else len(SPLITS[args.split]))
+        share_percent = 100 if args.split == "all" else len(SPLITS[args.split])
+        args.max_attempts = 20 * args.num_tasks * 100 // share_percent
     return args
-
-
-def check(args):
-    """--check: print, and with --out write, what is wrong with the tasks of a file."""
-    tasks = common.read_tasks(args.check)
-    domain = domain_of(tasks[0])
-    if domain.check_data is None:
-        raise InputError(f"{args.check}: --check knows nothing to check about {domain.NOUN}s, which have no tests")
-    if args.out and is_done(args, args.out, [args.check]):
-        return
-    checks = domain.check_data(tasks, args.unsafe_scorer)
-    for number, row in enumerate(checks, 1):
-        for what, detail in row["findings"].items():
-            say(f"{args.check}:{number}: {what} ({detail})")
-    constants = [row["constant"] for row in checks]
-    say(f"{len(checks):,} tasks, {sum(row['num_tests'] for row in checks):,} tests: "
-        f"{counted(what for row in checks for what in row['findings']) or 'no finding'}\n"
-        f"the best constant answer for each task passes {sum(constants) / len(constants):.1%} of the tests and "
-        f"solves {constants.count(1) / len(constants):.1%} of the tasks")
-    if args.out:
-        begin_output(args, args.out, [args.check])
-        write_jsonl(args.out, checks)
 
 
 def main(argv=None):
     args = parse_args(argv)
     if args.check:
-        return check(args)
-    if take := {"colbench": take_published, "llm": write_tasks, "websight": take_websight}.get(args.source):
-        return take(args)
-    if is_done(args, args.out, []):
-        return
-    begin_output(args, args.out, [])
-    costs, domain = Costs(args.out), DOMAINS[args.domain]
-    tasks, dropped = make_tasks(domain, args.num_tasks, args.seed, args.split, args.told)
-    say(f"dropped draws: {counted(dropped) or 'none'}")
-    say(f"{len(tasks):,} tasks of {len({task['family'] for task in tasks})} families, "
-        f"{sum(num_hidden(domain, task) for task in tasks) / len(tasks):.2f} facts to find out in each")
-    write_jsonl(args.out, tasks)
-    costs.record()
+        check(args)
+    else:
+        SOURCES[args.source](args)
 
 
 if __name__ == "__main__":
