@@ -1,5 +1,7 @@
-"""Values of Python as JSON data, which are equal by Python's rules if and only if their JSON is (but for ordered dicts
-and counters: scorer.equal_values), and whether some JSON is such data. Standard library alone."""
+"""Values of Python as JSON data, and whether some JSON is such data. Standard library alone.
+
+Two values are equal by Python's rules if and only if their JSON is (but for ordered dicts and counters:
+questions.equal_values)."""
 import json
 import re
 import sys
@@ -8,9 +10,10 @@ MAX_DEPTH = 100                 # of nested values
 
 
 def encode(value, depth=0):
-    """A value as JSON data with its type: encode((1, 2.5)) = ["tuple", [1, ["ratio", "5/2"]]]. 1, True, 1.0 and
-    Decimal(1) are one number, all NaN are one. TypeError for a type that cannot be compared, subclasses count as
-    their base; Enum members are their class's and their own name."""
+    """A value as JSON data with its type: encode((1, 2.5)) = ["tuple", [1, ["ratio", "5/2"]]].
+
+    1, True, 1.0 and Decimal(1) are one number, all NaN are one. Subclasses count as their base. Enum members are their
+    class's and their own name. TypeError for a type that cannot be compared."""
     if depth > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
     kind = type(value)
@@ -24,18 +27,12 @@ def encode(value, depth=0):
 
 
 def encode_rare(value, depth):
+    """encode() of all but the few types that most results have."""
     import collections
     import datetime
     import decimal
     import enum
     import fractions
-
-    def items(values):
-        return [encode(item, depth + 1) for item in values]
-
-    def ordered(encoded):
-        return sorted(encoded, key=json.dumps)
-
     numpy = sys.modules.get("numpy")
     if isinstance(value, enum.Enum) and not isinstance(value, (int, str)):
         return ["enum", type(value).__name__, value.name]
@@ -44,43 +41,63 @@ def encode_rare(value, depth):
     if isinstance(value, (int, float, decimal.Decimal, fractions.Fraction)):
         return encode_number(value)
     if isinstance(value, complex):
-        parts = [encode_number(value.real), encode_number(value.imag)]
-        return parts[0] if value.imag == 0 else ["complex", *parts]
-    if isinstance(value, (list, tuple)):
-        return ["list" if isinstance(value, list) else "tuple", items(value)]
+        real, imaginary = encode_number(value.real), encode_number(value.imag)
+        return real if value.imag == 0 else ["complex", real, imaginary]
+    if isinstance(value, list):
+        return ["list", encode_all(value, depth)]
+    if isinstance(value, tuple):
+        return ["tuple", encode_all(value, depth)]
+    if isinstance(value, collections.OrderedDict):
+        return ["odict", encode_pairs(value, depth)]
+    if isinstance(value, collections.Counter):
+        return ["counter", sorted(encode_pairs(value, depth), key=json.dumps)]
     if isinstance(value, dict):
-        kind = ("odict" if isinstance(value, collections.OrderedDict) else
-                "counter" if isinstance(value, collections.Counter) else "dict")
-        pairs = [items(pair) for pair in value.items()]
-        return [kind, pairs if kind == "odict" else ordered(pairs)]
+        return ["dict", sorted(encode_pairs(value, depth), key=json.dumps)]
     if isinstance(value, (set, frozenset, type({}.keys()))):
-        return ["set", ordered(items(value))]
+        return ["set", sorted(encode_all(value, depth), key=json.dumps)]
     if isinstance(value, (bytes, bytearray, memoryview)):
         return ["bytes", bytes(value).hex()]
     if isinstance(value, range):
         return ["range", len(value), *map(encode_number, value[:2])]
     if isinstance(value, collections.deque):
-        return ["deque", items(value)]
-    if isinstance(value, datetime.datetime):
-        offset = value.utcoffset()
-        naive = value.replace(tzinfo=None)
-        return ["datetime", naive.isoformat()] if offset is None else ["datetime utc", (naive - offset).isoformat()]
+        return ["deque", encode_all(value, depth)]
+    if isinstance(value, (datetime.date, datetime.time, datetime.timedelta, datetime.timezone)):
+        return encode_time(value)
+    if numpy and isinstance(value, numpy.ndarray):
+        return ["array", list(value.shape), encode_all(value.ravel().tolist(), depth)]
+    if numpy and isinstance(value, numpy.generic):
+        return encode(value.item(), depth + 1)
+    raise TypeError(f"a value of type {type(value).__name__} cannot be compared")
+
+
+def encode_all(values, depth):
+    return [encode(value, depth + 1) for value in values]
+
+
+def encode_pairs(table, depth):
+    return [encode_all(pair, depth) for pair in table.items()]
+
+
+def encode_time(value):
+    """encode() of a date, a time, a difference or a time zone; what knows its time zone is put into UTC."""
+    import datetime
+    if isinstance(value, datetime.datetime):                        # it is a date, too
+        offset, naive = value.utcoffset(), value.replace(tzinfo=None)
+        if offset is None:
+            return ["datetime", naive.isoformat()]
+        return ["datetime utc", (naive - offset).isoformat()]
     if isinstance(value, datetime.date):
         return ["date", value.isoformat()]
     if isinstance(value, datetime.time):
         offset, naive = value.utcoffset(), value.replace(tzinfo=None)
-        since = datetime.timedelta(hours=naive.hour, minutes=naive.minute, seconds=naive.second,
-                                   microseconds=naive.microsecond)
-        return ["time", str(since)] if offset is None else ["time utc", str(since - offset)]
+        since_midnight = datetime.timedelta(hours=naive.hour, minutes=naive.minute, seconds=naive.second,
+                                            microseconds=naive.microsecond)
+        if offset is None:
+            return ["time", str(since_midnight)]
+        return ["time utc", str(since_midnight - offset)]
     if isinstance(value, datetime.timedelta):
         return ["timedelta", value.days, value.seconds, value.microseconds]
-    if isinstance(value, datetime.timezone):
-        return ["timezone", encode(value.utcoffset(None))]
-    if numpy and isinstance(value, numpy.ndarray):
-        return ["array", list(value.shape), items(value.ravel().tolist())]
-    if numpy and isinstance(value, numpy.generic):
-        return encode(value.item(), depth + 1)
-    raise TypeError(f"a value of type {type(value).__name__} cannot be compared")
+    return ["timezone", encode(value.utcoffset(None))]
 
 
 def encode_number(value):
@@ -108,17 +125,38 @@ def readable(value):
         except OverflowError:
             return parts[0]
     if kind in ("list", "tuple", "set", "deque"):
-        items = ", ".join(map(readable, parts[0]))
-        return {"list": f"[{items}]", "tuple": f"({items}{',' * (len(parts[0]) == 1)})",
-                "set": f"{{{items}}}" if items else "set()"}.get(kind, f"{kind}([{items}])")
+        return readable_items(kind, list(map(readable, parts[0])))
     if kind in ("dict", "odict", "counter"):
-        return "{" + ", ".join(": ".join(map(readable, pair)) for pair in parts[0]) + "}"
-    return kind + (f"({', '.join(map(str, parts))})" if parts else "")
+        pairs = [f"{readable(key)}: {readable(item)}" for key, item in parts[0]]
+        return f"{{{', '.join(pairs)}}}"
+    return f"{kind}({', '.join(map(str, parts))})" if parts else kind
 
+
+def readable_items(kind, items):
+    text = ", ".join(items)
+    if kind == "list":
+        return f"[{text}]"
+    if kind == "tuple":
+        return f"({text},)" if len(items) == 1 else f"({text})"
+    if kind == "set":
+        return f"{{{text}}}" if items else "set()"
+    return f"{kind}([{text}])"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# whether some JSON is what encode can give. A check takes (part, depth) of what follows the kind.
 
 def text(pattern):
     pattern = re.compile(pattern, re.ASCII | re.DOTALL)
     return lambda part, depth: type(part) is str and pattern.fullmatch(part) is not None
+
+
+def is_bool(part, depth):
+    return type(part) is bool
+
+
+def is_name(part, depth):
+    return part is None or type(part) is str
 
 
 def is_int(part, depth):
@@ -126,36 +164,59 @@ def is_int(part, depth):
 
 
 def is_number(part, depth):
-    return is_int(part, depth) or type(part) is list and part[:1] in NUMBERS and is_encoded(part)
+    if type(part) is list:
+        return part[:1] in NUMBERS and is_encoded(part)
+    return is_int(part, depth)
+
+
+def is_difference(part, depth):
+    return type(part) is list and part[:1] == ["timedelta"] and is_encoded(part)
 
 
 def are_values(parts, depth):
     return type(parts) is list and all(is_encoded(part, depth) for part in parts)
 
 
+def is_pair(part, depth):
+    return type(part) is list and len(part) == 2 and are_values(part, depth)
+
+
 def are_pairs(parts, depth):
-    return type(parts) is list and all(type(pair) is list and len(pair) == 2 and are_values(pair, depth)
-                                       for pair in parts)
+    return type(parts) is list and all(is_pair(part, depth) for part in parts)
 
 
 def is_shape(part, depth):
     return type(part) is list and all(is_int(size, depth) and size >= 0 for size in part)
 
 
-# The kinds of what encode returns as a list, and a check for each part after the kind.
 NUMBERS = ["nan"], ["infinite"], ["int"], ["ratio"]
-DAY, CLOCK = r"\d{4}-\d\d-\d\d", r"\d\d?:\d\d:\d\d(\.\d{6})?"
-SCHEMA = {
-    "nan": (), "infinite": (lambda part, depth: type(part) is bool,), "int": (text("-?0x[0-9a-f]+"),),
-    "ratio": (text("-?[0-9a-f]+/[1-9a-f][0-9a-f]*"),), "complex": (is_number, is_number),
-    **dict.fromkeys(("list", "tuple", "deque", "set"), (are_values,)),
-    **dict.fromkeys(("dict", "odict", "counter"), (are_pairs,)),
-    "enum": (text(".*"), lambda part, depth: part is None or type(part) is str),
-    "bytes": (text("([0-9a-f]{2})*"),), "array": (is_shape, are_values),
-    **dict.fromkeys(("datetime", "datetime utc"), (text(f"{DAY}T{CLOCK}"),)), "date": (text(DAY),),
-    **dict.fromkeys(("time", "time utc"), (text(rf"(-?\d+ days?, )?{CLOCK}"),)),
+DAY = r"\d{4}-\d\d-\d\d"
+CLOCK = r"\d\d?:\d\d:\d\d(\.\d{6})?"
+DATE_TIME = text(f"{DAY}T{CLOCK}")
+TIME = text(rf"(-?\d+ days?, )?{CLOCK}")
+SCHEMA = {                                              # kind: a check for each part after the kind
+    "nan": (),
+    "infinite": (is_bool,),
+    "int": (text("-?0x[0-9a-f]+"),),
+    "ratio": (text("-?[0-9a-f]+/[1-9a-f][0-9a-f]*"),),
+    "complex": (is_number, is_number),
+    "list": (are_values,),
+    "tuple": (are_values,),
+    "deque": (are_values,),
+    "set": (are_values,),
+    "dict": (are_pairs,),
+    "odict": (are_pairs,),
+    "counter": (are_pairs,),
+    "enum": (text(".*"), is_name),
+    "bytes": (text("([0-9a-f]{2})*"),),
+    "array": (is_shape, are_values),
+    "datetime": (DATE_TIME,),
+    "datetime utc": (DATE_TIME,),
+    "date": (text(DAY),),
+    "time": (TIME,),
+    "time utc": (TIME,),
     "timedelta": (is_int, is_int, is_int),
-    "timezone": (lambda part, depth: type(part) is list and part[:1] == ["timedelta"] and is_encoded(part),)}
+    "timezone": (is_difference,)}
 
 
 def is_encoded(value, depth=0):
@@ -168,8 +229,15 @@ def is_encoded(value, depth=0):
         return False
     kind, *parts = value
     if kind == "range":
-        return (all(is_number(part, depth) for part in parts) and type(parts[:1] and parts[0]) is int and
-                parts[0] >= 0 and len(parts) == 1 + min(parts[0], 2))
+        return is_range(parts, depth)
     checks = SCHEMA.get(kind)
-    return checks is not None and len(parts) == len(checks) and all(
-        check(part, depth + 1) for check, part in zip(checks, parts))
+    if checks is None or len(parts) != len(checks):
+        return False
+    return all(check(part, depth + 1) for check, part in zip(checks, parts))
+
+
+def is_range(parts, depth):
+    """["range", its length, its first two numbers as far as there are any]"""
+    if not parts or type(parts[0]) is not int or parts[0] < 0:
+        return False
+    return len(parts) == 1 + min(parts[0], 2) and all(is_number(part, depth) for part in parts)
