@@ -68,7 +68,7 @@ def speaker(monkeypatch):
     class Speaker:
         replies, chats = [], []
 
-    async def server_reply(server, messages, temperature, max_new_tokens, seed):
+    async def server_reply(server, messages, temperature, max_new_tokens, seed, fault_of):
         await asyncio.sleep(0)
         Speaker.chats.append((messages, temperature, seed))
         reply = Speaker.replies.pop(0)
