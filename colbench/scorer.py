@@ -33,10 +33,13 @@ class Scorer:
         with Scorer() as scorer:
             scores = scorer.score([(task, answer), …])      # [Score, …] in the same order
 
-    A Score has tests: a verdict a test, gradeable: whether the test can be graded at all, faults: why a test is not
-    passed (None where it is), failed: the first MAX_FAILED tests that it does not pass, as short texts: [{"call",
-    "expected", "got" (None: it gave no value), "said": what the scorer says (None: another value)}, …].
-    docs/scorer.md says when a test passes. A reference is evaluated once a task (in two processes).
+    A Score has lists of one item a test, and `failed`.
+    tests: the verdicts. docs/scorer.md says when a test passes.
+    gradeable: whether the test can be graded at all.
+    faults: why it is not passed; None where it is.
+    failed: the first MAX_FAILED tests that are not passed, as short texts: [{"call", "expected", "got" (None: it gave
+    no value), "said": what the scorer says (None: another value)}, …].
+    A reference is evaluated once a task (in two processes).
 
     compat=True gives the published scorer's verdicts instead (child.run_compat), behind the same walls.
 
@@ -45,8 +48,10 @@ class Scorer:
 
     def __init__(self, unsafe=False, time_limit_s=1.0, compat=False, layer=None, hash_seed=0, workers=None):
         self.time_limit_s, self.compat, self.hash_seed = time_limit_s, compat, hash_seed
-        self.layers = [layer] if layer else ["rlimits"] if unsafe else ["namespaces", "landlock"]
-        self.num_workers = workers or min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2)
+        self.layers = ["rlimits"] if unsafe else ["namespaces", "landlock"]
+        if layer:
+            self.layers = [layer]
+        self.num_workers = workers or min(4, num_cores())
         self.references, self.workers = {}, queue.SimpleQueue()
 
     def __enter__(self):
@@ -54,57 +59,67 @@ class Scorer:
         reasons = []
         for layer in self.layers:
             try:
-                with contextlib.ExitStack() as stack:
-                    # References and answers run in children of their own: no answer inherits memory of a reference.
-                    pairs = [[stack.enter_context(Sandbox(layer, self.hash_seed)) for _ in range(2)]
-                             for _ in range(self.num_workers)]
-                    for pair in pairs:
-                        for child in pair:
-                            child.greet()
-                        self.workers.put(pair)
-                    self.pool = stack.enter_context(started_threads(self.num_workers))
-                    self.stack = stack.pop_all()
+                self.start_children(layer)
+            except LayerError as error:
+                reasons.append(f"{layer}: {error}")
+            else:
                 self.layer = layer
                 log.info(f"scorer: {LAYERS[layer]}")
                 return self
-            except LayerError as error:
-                reasons.append(f"{layer}: {error}")
         raise ColBenchError("no isolation for untrusted code on this machine (" + "; ".join(reasons) + "); add "
                             "--unsafe-scorer to run it under resource limits alone")
+
+    def start_children(self, layer):
+        """Start the child programs and the threads that use them; LayerError, and none of them, if a layer fails."""
+        with contextlib.ExitStack() as stack:
+            pairs = []
+            for _ in range(self.num_workers):
+                # References and answers run in children of their own: no answer inherits memory of a reference.
+                pairs.append([stack.enter_context(Sandbox(layer, self.hash_seed)),
+                              stack.enter_context(Sandbox(layer, self.hash_seed))])
+            for pair in pairs:
+                for child in pair:
+                    child.greet()
+            self.pool = stack.enter_context(started_threads(self.num_workers))
+            for pair in pairs:
+                self.workers.put(pair)
+            self.stack = stack.pop_all()
 
     def __exit__(self, *exception):
         self.stack.close()
 
     def score(self, pairs):
         """Scores of (task, answer) pairs, in their order; tasks in parallel."""
-        score_one, groups = self.score_published if self.compat else self.score_one, {}
+        groups = {}                                                 # {key of a task: indices of its pairs}
         for index, (task, _) in enumerate(pairs):
-            groups.setdefault((task["ground_truth"], *task["test_cases"].values()), []).append(index)
-        found = [None] * len(pairs)
+            groups.setdefault(key_of(task), []).append(index)
+        score_one = self.score_published if self.compat else self.score_one
+        scores = [None] * len(pairs)
 
-        def grade(children, key):
+        def score_task(children, key):
             for index in groups[key]:
-                found[index] = score_one(children, key, pairs[index][1])
+                _, answer = pairs[index]
+                scores[index] = score_one(children, key, answer)
 
-        self.for_each(grade, groups)
-        return found
+        self.for_each(score_task, groups)
+        return scores
 
     def reference_results(self, tasks):
         """For each task what its tests give on the reference: ["ok", value], or ["error", why it cannot be graded]."""
-        keys = [(task["ground_truth"], *task["test_cases"].values()) for task in tasks]
+        keys = list(map(key_of, tasks))
         self.for_each(lambda children, key: self.expected(children[0], key), dict.fromkeys(keys))
         return [self.references[key].values for key in keys]
 
     def for_each(self, work, keys):
         """work([child for references, child for answers], key) for all keys, in parallel."""
-        def one(key):
+        def work_on(key):
             children = self.workers.get()
             try:
                 work(children, key)
             finally:
                 self.workers.put(children)
 
-        list(self.pool.map(one, keys))
+        list(self.pool.map(work_on, keys))
 
     def run(self, child, code, calls, imports=None):
         results = child.run(code, calls, self.time_limit_s, imports=imports)
@@ -120,14 +135,17 @@ class Scorer:
         return self.references[key]
 
     def reference_of(self, child, reference, calls):
-        questions = [question_of(call) for call in calls]
+        """The Results of a reference, which runs twice."""
+        questions = list(map(question_of, calls))
         texts = [question.of_reference for question in questions]
-        (first, names), (second, _) = (self.run(child, reference, texts) for _ in range(2))
-        results = [a if a == b else ["error", "not the same value twice"] for a, b in zip(first, second)]
+        first, names = self.run(child, reference, texts)
+        second, _ = self.run(child, reference, texts)
+        results = [same_twice(*twice) for twice in zip(first, second)]
         imports = imports_for_answers(calls, names or [])
         names = names_of(imports)
-        values = [question.value(result, names) for question, result in zip(questions, results)]
-        tests = [Test(question, result[1], value) for question, result, value in zip(questions, results, values)]
+        tests = []
+        for question, result in zip(questions, results):
+            tests.append(Test(question, result[1], question.value(result, names)))
         of_nobody = self.values_of_nobody(child, tests, imports)
         tests = [test.seen_with(of_nobody) for test in tests]
         return Results([test.value for test in tests], imports, tests)
@@ -139,14 +157,17 @@ class Scorer:
         for test in tests:
             if test.value[0] == "ok":
                 expressions += test.question.doubtful(test.on_reference, names)
-        results = self.run(child, "", expressions, imports)[0] if expressions else []
+        if not expressions:
+            return {}
+        results, _ = self.run(child, "", expressions, imports)
         return dict(zip(expressions, results))
 
     def results(self, children, key, answer):
         """For each test (what the reference gives, what the answer gives, why it is not passed or None), the first two
         as ["ok", value] or ["error", why]."""
         expected, imports, tests = self.expected(children[0], key)
-        values, _ = self.run(children[1], answer, [test.question.of_answers for test in tests], imports)
+        texts = [test.question.of_answers for test in tests]
+        values, _ = self.run(children[1], answer, texts, imports)
         results = []
         for wanted, got, test in zip(expected, values, tests):
             if wanted[0] == "ok":
@@ -155,19 +176,45 @@ class Scorer:
         return results
 
     def score_one(self, children, key, answer):
+        _, *calls = key
         results = self.results(children, key, answer)
-        faults = [fault for _, _, fault in results]
-        failed = [(call, *result) for call, result in zip(key[1:], results) if result[2]]
-        return Score([fault is None for fault in faults], [wanted[0] == "ok" for wanted, _, _ in results], faults, [
-            {"call": shortened(call), "expected": text_of(wanted) or "no value", "got": text_of(got),
-             "said": None if fault == OTHER_VALUE else fault} for call, wanted, got, fault in failed[:MAX_FAILED]])
+        faults, gradeable, failed = [], [], []
+        for call, (wanted, got, fault) in zip(calls, results):
+            faults.append(fault)
+            gradeable.append(wanted[0] == "ok")
+            if fault and len(failed) < MAX_FAILED:
+                failed.append({"call": shortened(call), "expected": text_of(wanted) or "no value", "got": text_of(got),
+                               "said": None if fault == OTHER_VALUE else fault})
+        return Score([fault is None for fault in faults], gradeable, faults, failed)
 
     def score_published(self, children, key, answer):
         reference, *calls = key
-        values, _ = children[1].run(answer, calls, self.time_limit_s + 1, reference=reference)   # it has its own alarm
-        faults = [fault_text(value) if got != "ok" else None if value == 1 else OTHER_VALUE
-                  for got, value in values]
+        time_limit_s = self.time_limit_s + 1                        # it has its own alarm
+        values, _ = children[1].run(answer, calls, time_limit_s, reference=reference)
+        faults = list(map(published_fault, values))
         return Score([fault is None for fault in faults], [True] * len(calls), faults, [])
+
+
+def num_cores():
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2
+
+
+def key_of(task):
+    """What the verdicts on an answer depend on: (reference, call, call …)."""
+    return (task["ground_truth"], *task["test_cases"].values())
+
+
+def same_twice(first, second):
+    """A result of a reference that it gives twice."""
+    return first if first == second else ["error", "not the same value twice"]
+
+
+def published_fault(result):
+    """Why the published scorer does not pass a test: its verdict is a result, 1 for a pass."""
+    status, value = result
+    if status != "ok":
+        return fault_text(value)
+    return None if value == 1 else OTHER_VALUE
 
 
 def started_threads(number):
@@ -194,7 +241,8 @@ def text_of(result):
 def shortened(text):
     """A text for a reader: what is behind MAX_CHARS characters is left out, and their number stands instead."""
     text = text.encode("utf-8", "backslashreplace").decode()
-    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]} … [{len(text) - MAX_CHARS:,} more characters]"
+    num_more = len(text) - MAX_CHARS
+    return f"{text[:MAX_CHARS]} … [{num_more:,} more characters]" if num_more > 0 else text
 
 
 def fault_text(value):
@@ -226,17 +274,20 @@ class Test(namedtuple("Test", "question on_reference value fixed_sides", default
 
 
 def names_of(imports):
-    return Names({name for name, module, _ in imports if module}, {name for name, module, _ in imports if not module})
+    """The Names of what imports_for_answers gives."""
+    lent = {name for name, module, _ in imports if module}
+    to_define = {name for name, module, _ in imports if not module}
+    return Names(lent, to_define)
 
 
 def imports_for_answers(calls, names):
     """What the calls of answers are told of the names that the reference sent (child.imported_names): its imports, and
     without a module what is tested, which is the answer's to define."""
-    imported = {name for name, module, _ in names if module}
-    defined = {name for name, module, _ in names if not module}
+    imported, defined = names_of(names)
     tested = tested_names(calls, imported, defined)
     lent = [item for item in names if item[0] in imported - tested]
-    return lent + [[name, None, None] for name, _, _ in names if name in tested]
+    to_define = [[name, None, None] for name, _, _ in names if name in tested]
+    return lent + to_define
 
 
 def tested_names(calls, imported, defined):
@@ -252,17 +303,10 @@ def tested_names(calls, imported, defined):
 def check_tasks(tasks, scorer, other_hashes):
     """For each task {"findings": {what: detail}, "num_tests", "constant": share that the best constant answer passes}.
     A finding is a reason why the task, or one of its tests, measures nothing. Two scorers, of different hash seeds."""
-    results, others = scorer.reference_results(tasks), other_hashes.reference_results(tasks)
-    checks, seen = [], {}
-    for index, (task, values, other_values) in enumerate(zip(tasks, results, others)):
-        findings = {}
-        for name, (status, value) in zip(task["test_cases"], values):
-            if status == "error":
-                kind = ("missing package" if value.startswith("no module") else
-                        "random" if value == "not the same value twice" else
-                        "not comparable" if "cannot be compared" in value else
-                        "asks nothing" if value == ASKS_NOTHING else "reference fails")
-                findings.setdefault(kind, f"{name}: {value}")
+    all_values, all_other_values = scorer.reference_results(tasks), other_hashes.reference_results(tasks)
+    checks, first_with = [], {}                                     # first_with: {reference: number of its first task}
+    for number, (task, values, other_values) in enumerate(zip(tasks, all_values, all_other_values), 1):
+        findings = test_findings(task, values)
         if not findings and values != other_values:
             findings["order of a set"] = "other results with another hash seed"
         counts = Counter(json.dumps(value) for status, value in values if status == "ok")
@@ -271,12 +315,31 @@ def check_tasks(tasks, scorer, other_hashes):
             findings["no tests"] = "nothing to pass"
         elif constant == 1:
             findings["vacuous"] = f"every test gives {next(iter(counts))[:60]}"
-        comparisons = [name for name, call in task["test_cases"].items() if re.search(r"\)\s*[=!<>]=?\s*\S+$", call)]
-        if comparisons:
-            findings["test is a comparison"] = f"{comparisons[0]}: {task['test_cases'][comparisons[0]]}"
-        first = seen.setdefault(task["ground_truth"], index)
-        if first != index:
-            findings["repeated"] = f"the reference of task {first + 1}"
-        checks.append({"task_id": task_id(task), "findings": findings, "num_tests": len(values),
-                       "constant": constant})
+        for name, call in task["test_cases"].items():
+            if re.search(r"\)\s*[=!<>]=?\s*\S+$", call):
+                findings.setdefault("test is a comparison", f"{name}: {call}")
+        first = first_with.setdefault(task["ground_truth"], number)
+        if first != number:
+            findings["repeated"] = f"the reference of task {first}"
+        checks.append({"task_id": task_id(task), "findings": findings, "num_tests": len(values), "constant": constant})
     return checks
+
+
+def test_findings(task, values):
+    """{what: the first test} of the tests of a task that cannot be graded."""
+    findings = {}
+    for name, (status, value) in zip(task["test_cases"], values):
+        if status == "error":
+            findings.setdefault(kind_of_fault(value), f"{name}: {value}")
+    return findings
+
+
+def kind_of_fault(reason):
+    """The finding of a test that cannot be graded for a reason."""
+    if reason.startswith("no module"):
+        return "missing package"
+    if reason == "not the same value twice":
+        return "random"
+    if "cannot be compared" in reason:
+        return "not comparable"
+    return "asks nothing" if reason == ASKS_NOTHING else "reference fails"
