@@ -28,10 +28,14 @@ def published_files(names, copy):
         return [copy]
     if not copy.is_dir():
         raise ColBenchError(f"{copy}: no such file or folder")
-    files = [copy / name if (copy / name).is_file() else copy / pathlib.Path(name).name for name in names]
-    for name, file in zip(names, files):
+    files = []
+    for name in names:
+        file = copy / name
+        if not file.is_file():
+            file = copy / file.name
         if not file.is_file():
             raise ColBenchError(f"{copy}: no {name} in it")
+        files.append(file)
     return files
 
 
@@ -54,7 +58,7 @@ def download(name, names):
 def websight_tasks(path, split):
     """What becomes of each row of the data set, in its order: (end, task, addresses). end: "kept", or why the task is
     none: "empty", "no page", "of another split", "repeated"; addresses: what one_photo counts."""
-    kept = set()
+    kept_ids = set()
     for where, row in websight_rows(path):
         check_keys(row, {}, where)
         check_keys({key: value or "" for key, value in row.items()}, WEBSIGHT_KEYS, where)
@@ -63,23 +67,37 @@ def websight_tasks(path, split):
         html = one_photo(html, addresses)
         name = hashlib.sha256(html.encode(errors="replace")).hexdigest()[:16]
         task = {"task_id": name, "problem_description": idea, "ground_truth": html}
-        end = ("empty" if not html or not idea else "no page" if not owns(task) else
-               "of another split" if not in_split(name, split) else "repeated" if name in kept else "kept")
+        end = websight_end(task, split, kept_ids)
         if end == "kept":
-            kept.add(name)
+            kept_ids.add(name)
         yield end, task, addresses
+
+
+def websight_end(task, split, kept_ids):
+    """What becomes of a task, where those of `kept_ids` are there already."""
+    if not task["ground_truth"] or not task["problem_description"]:
+        return "empty"
+    if not owns(task):
+        return "no page"
+    if not in_split(task["task_id"], split):
+        return "of another split"
+    return "repeated" if task["task_id"] in kept_ids else "kept"
 
 
 def websight_rows(path):
     """(where it stands, row) of all rows of the data set, one after the other: of the hub's, or of a local copy (a
     parquet or JSONL file or a folder of parquet files), which may be larger than the memory."""
     if not path:
-        return enumerate_rows(WEBSIGHT, "could not be read from the hub; where it can be reached, run \"hf download "
-                              f'--repo-type dataset {WEBSIGHT} --include "{WEBSIGHT_CONFIG}/*" --local-dir FOLDER", '
-                              f"then pass --path FOLDER/{WEBSIGHT_CONFIG}", WEBSIGHT, WEBSIGHT_CONFIG)
-    return (row for file in websight_files(path) for row in (
-        enumerate_rows(file, "no parquet file", "parquet", data_files=str(file)) if file.suffix == ".parquet" else
-        jsonl_rows(file)))
+        fault = ("could not be read from the hub; where it can be reached, run \"hf download --repo-type dataset "
+                 f'{WEBSIGHT} --include "{WEBSIGHT_CONFIG}/*" --local-dir FOLDER", then pass '
+                 f"--path FOLDER/{WEBSIGHT_CONFIG}")
+        yield from enumerate_rows(WEBSIGHT, fault, WEBSIGHT, WEBSIGHT_CONFIG)
+        return
+    for file in websight_files(path):
+        if file.suffix == ".parquet":
+            yield from enumerate_rows(file, "no parquet file", "parquet", data_files=str(file))
+        else:
+            yield from jsonl_rows(file)
 
 
 def enumerate_rows(where, fault, *source, **options):
@@ -116,24 +134,35 @@ def websight_files(path):
     return files
 
 
+SIZE_IN_PATH = r"(?<![\w.-])([1-9]\d{1,3})(?:x|/(?=[2-9]\d|\d{3}))([1-9]\d{1,3})(?![\w-])"
+SIZE_IN_QUERY = r"\bw=(\d+)\b.*\bh=(\d+)\b"
+SQUARE = r"([1-9]\d{1,3})/?(?=$|[?.])"
+
+
 def photo_size(address):
     """(width, height) that the address of an image asks for, as texts, or None: /300x200, /300/200 (but not a year and
     a month), ?w=300&h=200, or /300 as the whole path for a square."""
     path = re.sub(r"^(https?:)?//[^/]*/(id/\d+/)?", "", address)
-    if pair := (re.search(r"(?<![\w.-])([1-9]\d{1,3})(?:x|/(?=[2-9]\d|\d{3}))([1-9]\d{1,3})(?![\w-])", path) or
-                re.search(r"\bw=(\d+)\b.*\bh=(\d+)\b", path)):
+    pair = re.search(SIZE_IN_PATH, path) or re.search(SIZE_IN_QUERY, path)
+    if pair:
         return pair.groups()
-    square = re.match(r"([1-9]\d{1,3})/?(?=$|[?.])", path)
-    return square and (square[1], square[1])
+    square = re.match(SQUARE, path)
+    return (square[1], square[1]) if square else None
+
+
+def tag_size(tag):
+    """(width, height) that the tag of an image gives, as texts, or None."""
+    width, height = (re.search(rf"""\s{side}=["']?(\d+)(?:px)?["'\s>/]""", tag) for side in ("width", "height"))
+    return (width[1], height[1]) if width and height else None
 
 
 def one_photo(html, counts):
     """A page whose images from the net are all PHOTO, in the size that the address asks for, or else the tag, or else
     PHOTO_SIZE; `counts` counts them by host, and at "" those without a size."""
     def photo(address, tag=""):
-        given = [re.search(rf"""\s{side}=["']?(\d+)(?:px)?["'\s>/]""", tag) for side in ("width", "height")]
-        size = photo_size(address) or all(given) and [side[1] for side in given]
-        counts[address.split("//", 1)[1].split("/")[0]] += 1
+        size = photo_size(address) or tag_size(tag)
+        host = address.split("//", 1)[1].split("/")[0]
+        counts[host] += 1
         counts[""] += not size
         return PHOTO.format(*(size or PHOTO_SIZE))
 
@@ -141,7 +170,9 @@ def one_photo(html, counts):
         return re.sub(r"""(\ssrc=["']?)((?:https?:)?//[^"'\s>]+)""", lambda src: src[1] + photo(src[2], tag[0]), tag[0])
 
     def in_style(url):
-        return url[0] if re.search(r"\.(css|woff2?|ttf|otf)\b|//fonts\.", url[2]) else url[1] + photo(url[2])
+        begin, address = url.groups()
+        is_style_or_font = re.search(r"\.(css|woff2?|ttf|otf)\b|//fonts\.", address)
+        return url[0] if is_style_or_font else begin + photo(address)
 
     html = re.sub(r"<img\b[^>]*>", in_tag, html, flags=re.IGNORECASE)
     quote = "[\"']|&quot;|&#39;"

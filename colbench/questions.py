@@ -31,7 +31,9 @@ class Question(namedtuple("Question", "call operator nodes sides asked")):
 
     @property
     def of_answers(self):
-        return tuple_of(self.sides[i] for i in self.asked) if self.operator else self.call
+        if not self.operator:
+            return self.call
+        return tuple_of([self.sides[i] for i in self.asked])
 
     def value(self, reference, names):
         """What the test gives on the reference: ["ok", value], or ["error", why it cannot be graded]."""
@@ -55,7 +57,8 @@ class Question(namedtuple("Question", "call operator nodes sides asked")):
         in `fixed` must have the reference's value."""
         if result[0] == "error" or not self.operator:
             return result
-        asked = self.asked if asked is None else asked
+        if asked is None:
+            asked = self.asked
         if not is_tuple(result[1], len(asked)):
             return ["error", "a broken result"]                         # code wrote it itself
         reference_sides = reference_value[1]
@@ -65,17 +68,20 @@ class Question(namedtuple("Question", "call operator nodes sides asked")):
             as_on_reference = is_true == holds(self.operator, *reference_sides)
         except TypeError as error:
             return ["error", str(error)]
-        if as_on_reference and any(not equal_values(reference_sides[i], sides[i]) for i in fixed):
+        fixed_are_equal = all(equal_values(reference_sides[i], sides[i]) for i in fixed)
+        if as_on_reference and not fixed_are_equal:
             return ["error", "another value on one side of the comparison"]
         return ["ok", int(is_true)]
 
     def doubtful(self, reference_value, names):
         """What does not certainly ask an answer something: the whole of what it is asked, and each side that could have
         any value as far as the reference's result says."""
-        sides = [i for i in self.asked if not self.asks_for_sure(i, names)]
-        texts = [self.of_answers] if len(sides) == len(self.asked) else []
+        doubtful_sides = [i for i in self.asked if not self.asks_for_sure(i, names)]
+        texts = []
+        if len(doubtful_sides) == len(self.asked):
+            texts.append(self.of_answers)
         if self.operator and not self.states_the_values(reference_value[1]):
-            texts += [self.sides[i] for i in sides]
+            texts += [self.sides[i] for i in doubtful_sides]
         return texts
 
     def fixed_sides(self, reference_value, of_nobody):
@@ -120,13 +126,16 @@ def parse_call(call):
 
 
 def question_of(call):
+    """The Question of a test's text."""
     call = call.strip()
     try:
         tree = parse_call(call).body
         if not isinstance(tree, ast.Compare) or len(tree.ops) > 1:
             return Question(call, None, (tree,), (call,), (0,))
+        kind = type(tree.ops[0]).__name__
         nodes = tree.left, tree.comparators[0]
-        return Question(call, type(tree.ops[0]).__name__, nodes, tuple(map(ast.unparse, nodes)), sides_to_ask(nodes))
+        sides = tuple(map(ast.unparse, nodes))
+        return Question(call, kind, nodes, sides, sides_to_ask(nodes))
     except (SyntaxError, ValueError, *TOO_DEEP):
         return Question(call, None, (), (call,), ())                    # if it is no Python, its result says so
 
@@ -144,7 +153,9 @@ def is_literal(node):
 
 
 def tuple_of(expressions):
-    return "(" + "".join(f"({expression}), " for expression in expressions) + ")"
+    """The text of a tuple of expressions."""
+    items = [f"({expression}), " for expression in expressions]
+    return f"({''.join(items)})"
 
 
 def is_tuple(value, length):
@@ -154,9 +165,15 @@ def is_tuple(value, length):
 
 def compares(node, names):
     """Is there a comparison in an expression, outside of what it passes to functions of the answer?"""
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not names.are_known(node.func.id):
+    if calls_by_name(node) and not names.are_known(node.func.id):
         return False
-    return isinstance(node, ast.Compare) or any(compares(child, names) for child in ast.iter_child_nodes(node))
+    if isinstance(node, ast.Compare):
+        return True
+    return any(compares(child, names) for child in ast.iter_child_nodes(node))
+
+
+def calls_by_name(node):
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
 
 
 def bound_names(*nodes):
@@ -191,7 +208,9 @@ def reads_for_sure(node, names, bound):
 
 
 def functions_under_test(call, imported, defined=()):
-    """The names that a call reads, but for built-in and imported ones. If there are none: those of builtins that the
+    """The names that a call tests.
+
+    They are those that it reads, but for built-in and imported ones. If there are none: those of builtins that the
     reference `defined` anew. If there are none: the outermost imported one that is called, or read."""
     try:
         tree = parse_call(call.strip())
@@ -199,12 +218,16 @@ def functions_under_test(call, imported, defined=()):
         nodes = list(ast.walk(tree))
     except (SyntaxError, ValueError, *TOO_DEEP):
         return set()
-    called = [node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    called = [node.func.id for node in nodes if calls_by_name(node)]
     read = [node.id for node in nodes if isinstance(node, ast.Name) and node.id not in bound]
-    own = {name for name in read if name not in imported and not hasattr(builtins, name)}
+    new_names = {name for name in read if name not in imported and not hasattr(builtins, name)}
+    if new_names:
+        return new_names
     redefined = {name for name in read if name in defined}
+    if redefined:
+        return redefined
     outermost = [name for name in called + read if name in imported and name not in bound]
-    return own or redefined or set(outermost[:1])
+    return set(outermost[:1])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -226,13 +249,17 @@ def holds(kind, a, b):
 
 def real(value):
     """The numerator and denominator of an encoded number."""
+    if type(value) is int:
+        return value, 1
     kind, text = value if type(value) is list and len(value) == 2 else ("", value)
-    if type(text) is int and not kind:
-        return text, 1
     if kind not in ("int", "ratio"):
         raise TypeError("a comparison of what is not a finite number")
-    p, _, q = text.partition("/")
-    return int(p, 16), int(q or "1", 16)
+    numerator, _, denominator = text.partition("/")
+    return int(numerator, 16), int(denominator or "1", 16)
+
+
+DICTS = ("dict", "odict", "counter")
+SEQUENCES = ("list", "tuple", "deque")
 
 
 def equal_values(a, b):
@@ -241,15 +268,28 @@ def equal_values(a, b):
         return True
     if not (type(a) is type(b) is list and len(a) == len(b) == 2):
         return False
+    if a[0] in DICTS and b[0] in DICTS:
+        return equal_dicts(a, b)
     (kind, items), (other_kind, other_items) = a, b
-    dicts = ("dict", "odict", "counter")
-    if kind in dicts and other_kind in dicts:
-        if {kind, other_kind} == {"counter"}:                                   # a missing count is 0
-            items, other_items = ([pair for pair in pairs if pair[1] != 0] for pairs in (items, other_items))
-        if kind != other_kind and "odict" in (kind, other_kind):                # the order counts among OrderedDicts
-            items, other_items = (sorted(pairs, key=json.dumps) for pairs in (items, other_items))
-        return len(items) == len(other_items) and all(
-            key == other_key and equal_values(value, other_value)
-            for (key, value), (other_key, other_value) in zip(items, other_items))
-    return (kind == other_kind and kind in ("list", "tuple", "deque") and len(items) == len(other_items) and
-            all(map(equal_values, items, other_items)))
+    if kind != other_kind or kind not in SEQUENCES or len(items) != len(other_items):
+        return False
+    return all(map(equal_values, items, other_items))
+
+
+def equal_dicts(a, b):
+    (kind, pairs), (other_kind, other_pairs) = a, b
+    if kind == other_kind == "counter":
+        pairs, other_pairs = without_zeros(pairs), without_zeros(other_pairs)
+    if kind != other_kind and "odict" in (kind, other_kind):                    # the order counts among OrderedDicts
+        pairs, other_pairs = sorted(pairs, key=json.dumps), sorted(other_pairs, key=json.dumps)
+    if len(pairs) != len(other_pairs):
+        return False
+    for (key, value), (other_key, other_value) in zip(pairs, other_pairs):
+        if key != other_key or not equal_values(value, other_value):
+            return False
+    return True
+
+
+def without_zeros(counts):
+    """The pairs of a Counter, in which a missing count is 0."""
+    return [pair for pair in counts if pair[1] != 0]

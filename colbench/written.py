@@ -24,18 +24,34 @@ KINDS = ("a price or an amount with exceptions", "checking whether something is 
 TOPICS = beside("task_topics.txt")
 
 
+STRING_OR_COMMA_TOO_MANY = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.DOTALL)
+DECODER = json.JSONDecoder(strict=False)                        # line breaks may stand in strings
+
+
+def read_json(text):
+    """The JSON object that a text begins with."""
+    return DECODER.raw_decode(text)[0]
+
+
+def read_loose_json(text):
+    """The same, with commas too many."""
+    return read_json(STRING_OR_COMMA_TOO_MANY.sub(lambda match: match[1] or "", text))
+
+
+def read_literal(text):
+    """The Python literal that a text begins with, up to the last brace."""
+    return ast.literal_eval(text[:text.rfind("}") + 1])
+
+
 def parse_reply(text):
     """The first object in a reply that has a key which was asked for, or None: JSON, with line breaks in strings or
     commas too many, or a Python literal. Fences and prose around it do not matter."""
-    decode = json.JSONDecoder(strict=False).raw_decode
-    string_or_comma = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.DOTALL)
-    for read in (lambda part: decode(part)[0],
-                 lambda part: decode(string_or_comma.sub(lambda found: found[1] or "", part))[0],
-                 lambda part: ast.literal_eval(part[:part.rfind("}") + 1])):
+    keys = {*WRITTEN_KEYS, *WRITTEN_KEYS.values()}
+    for read in (read_json, read_loose_json, read_literal):
         for match in itertools.islice(re.finditer(r"""\{\s*["']""", text), 20):
             with contextlib.suppress(*NO_PYTHON, TypeError):
                 value = read(text[match.start():])
-                if isinstance(value, dict) and {*WRITTEN_KEYS, *WRITTEN_KEYS.values()} & value.keys():
+                if isinstance(value, dict) and keys & value.keys():
                     return value
     return None
 
@@ -73,13 +89,24 @@ def call_of(text, name):
             return ast.unparse(call)
 
 
+def code_in(description, code):
+    """A line of code (bare_code) that stands in the description; None: none does."""
+    description = squeeze(description)
+    for line in map(squeeze, code.splitlines()):
+        is_telling = len(line) >= 8 and re.search(r"[-+*/%=<>([{]", line) and not line.startswith("def")
+        if is_telling and line in description:
+            return line
+    return None
+
+
 def written_task(reply, ended):
     """The task in a reply, not run yet, or "reason: detail"."""
     written = parse_reply(reply)
     if written is None:
         return "no JSON object" if ended else "cut by --max-new-tokens"
-    description, code, tests = (written.get(key, written.get(other)) for key, other in WRITTEN_KEYS.items())
-    code = "\n".join(map(str, code)) if isinstance(code, list) else code
+    description, code, tests = (written.get(key, written.get(name)) for key, name in WRITTEN_KEYS.items())
+    if isinstance(code, list):
+        code = "\n".join(map(str, code))
     for key, text in (("description", description), ("code", code)):
         if not isinstance(text, str) or not text.strip():
             return f"no {key}"
@@ -88,41 +115,47 @@ def written_task(reply, ended):
         tree, bare = bare_code(code)
     except NO_PYTHON as error:
         return f"code is no Python: {error}"
-    if (num_lines := len(code.splitlines())) > MAX_LINES:
+    num_lines = len(code.splitlines())
+    if num_lines > MAX_LINES:
         return f"too many lines: {num_lines}"
-    names = [node.name for node in tree.body
-             if isinstance(node, ast.FunctionDef) and names_signature(description, node)]
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    names = [function.name for function in functions if names_signature(description, function)]
     if not names:
         return "no signature in the description"
-    said = squeeze(description)
-    for line in map(squeeze, bare.splitlines()):
-        if len(line) >= 8 and re.search(r"[-+*/%=<>([{]", line) and not line.startswith("def") and line in said:
-            return f"code in the description: {line}"
-    tests = tests.values() if isinstance(tests, dict) else tests if isinstance(tests, list) else []
+    if line := code_in(description, bare):
+        return f"code in the description: {line}"
+    if isinstance(tests, dict):
+        tests = list(tests.values())
+    elif not isinstance(tests, list):
+        tests = []
     calls = {call_of(str(test), names[-1]): test for test in tests}
     if None in calls:
         return f"a test is no call of the function: {str(calls[None])[:100]}"
     if len(calls) < NUM_TESTS:
         return f"too few tests: {len(calls)}"
-    return {"task_id": hashlib.sha256(code.encode(errors="replace")).hexdigest()[:16],
-            "problem_description": description.strip(), "ground_truth": code,
-            "test_cases": {f"test{i}": call for i, call in zip(range(1, NUM_TESTS + 1), calls)},
-            "written_tests": len(calls)}
+    task_id = hashlib.sha256(code.encode(errors="replace")).hexdigest()[:16]
+    test_cases = {f"test{number}": call for number, call in enumerate(list(calls)[:NUM_TESTS], 1)}
+    return {"task_id": task_id, "problem_description": description.strip(), "ground_truth": code,
+            "test_cases": test_cases, "written_tests": len(calls)}
 
 
 def repeat_reason(task, seen):
     """Why a task repeats one of `seen` = (bodies, numbers of triples, {triple: tasks}), or None: then it joins."""
     bodies, sizes, tasks_with = seen
     name = task["test_cases"]["test1"].split("(")[0]
-    body = re.sub(rf"(?m)^def {name}\(.*|\b{name}\b", "", bare_code(task["ground_truth"])[1])
+    _, code = bare_code(task["ground_truth"])
+    body = re.sub(rf"(?m)^def {name}\(.*|\b{name}\b", "", code)
     if body in bodies:
         return "the body of a kept task"
     words = re.findall(r"\w+", f"{task['problem_description']} {task['ground_truth']}".lower())
     triples = set(zip(words, words[1:], words[2:]))
-    shared = collections.Counter(place for triple in triples for place in tasks_with.get(triple, ()))
-    near = max((both / (len(triples) + sizes[place] - both) for place, both in shared.items()), default=0)
-    if near >= NEAR_DUPLICATE:
-        return f"near duplicate: {near:.2f} of the word triples of a kept task and its own"
+    num_shared = collections.Counter()                              # {number of a task: triples that it has, too}
+    for triple in triples:
+        num_shared.update(tasks_with.get(triple, ()))
+    shares = [count / (len(triples) + sizes[number] - count) for number, count in num_shared.items()]
+    nearest = max(shares, default=0)
+    if nearest >= NEAR_DUPLICATE:
+        return f"near duplicate: {nearest:.2f} of the word triples of a kept task and its own"
     for triple in triples:
         tasks_with.setdefault(triple, []).append(len(sizes))
     bodies.add(body)
