@@ -1,4 +1,5 @@
 """04_train_policy.py: golden losses, what is chosen, step-0 invariants, phases, resume, bad input."""
+import argparse
 import json
 import math
 import random
@@ -53,6 +54,61 @@ def test_a_trajectory_of_multi_turn_dpo_is_one_action():
     item = [common.Row([5, 6, 7, 8], [-1, 0, -1, 1]), common.Row([9, 5], [-1, 2])]
     assert [row.turns for row in common.as_one_action(item)] == [[-1, 0, -1, 0], [-1, 0]]
     assert common.collate([common.as_one_action(item)]).lengths.tolist() == [[3]]
+
+
+def test_the_loss_of_a_batch_by_hand_in_float64():
+    """Two examples, of two pairs and of one; each has a further item, a right answer of four and of two tokens."""
+    value = lambda rows: torch.tensor(rows, dtype=torch.float64)
+    row = [common.Row([5], [0])]
+    examples = [common.Example([row, row], [((0, 0), (0, 1)), ((0, 2), (0, 1))], "a"),
+                common.Example([row, row], [((0, 1), (0, 0))], "b")]
+    logps = value([[-3.0, -5.0, -2.0], [-8.0, 0.0, 0.0], [-4.0, -1.0, 0.0], [-1.0, 0.0, 0.0]])
+    ref_logps = value([[-4.0, -4.0, -2.0], [-9.0, 0.0, 0.0], [-2.0, -3.0, 0.0], [-7.0, 0.0, 0.0]])
+    lengths = value([[3, 1, 2], [4, 0, 0], [2, 5, 0], [2, 0, 0]])
+    args = argparse.Namespace(beta=0.1, nll_coef=0.01, answer_coef=0.5, dtype="float32")
+    shares = value([1 / 3, 1 / 3])                                   # three pairs in the step
+    loss, numbers = policy_stage.batch_loss(logps, ref_logps, lengths, examples, shares, args)
+    log_sigmoid = lambda x: -math.log1p(math.exp(-x))
+    dpo = [-log_sigmoid(0.1 * 2), -log_sigmoid(0.1 * 1), -log_sigmoid(0.1 * 4)]
+    nll = [3 / 3, 2 / 2, 1 / 5]
+    answers = [8 / 4, 8 / 4, 1 / 2]                                  # as often as the example has pairs
+    by_hand = sum(dpo) / 3 + 0.01 * sum(nll) / 3 + 0.5 * sum(answers) / 3
+    assert loss.item() == pytest.approx(by_hand, abs=1e-12)
+    assert numbers["answer_nll"] == pytest.approx(1.5) and numbers["nll"] == pytest.approx(sum(nll) / 3)
+    args.answer_coef = 0.0
+    without, _ = policy_stage.batch_loss(logps, ref_logps, lengths, examples, shares, args)
+    assert without.item() == pytest.approx(by_hand - 0.75, abs=1e-12)
+    imitated = [common.Example([row], [], "a"), common.Example([row], [], "b")]
+    loss, numbers = policy_stage.batch_loss(logps[:2], None, lengths[:2], imitated, value([0.1, 0.2]), args)
+    assert loss.item() == pytest.approx(0.1 * 10 + 0.2 * 8, abs=1e-12) and numbers == {}
+
+
+def test_the_tokens_of_an_answer_are_those_behind_the_marker(workspace, tiny):
+    tokenizer = tiny[1]
+    trajectories = [t for t in common.read_trajectories(workspace / "offline.jsonl") if t["reward"] == 1]
+    items = policy_stage.answer_items(trajectories, tokenizer)
+    assert len(items) == len(trajectories) > 10
+    for trajectory, [row] in zip(trajectories, items):
+        stated = [token for token, turn in zip(row.ids, row.turns) if turn == 0]
+        assert tokenizer.decode(stated, skip_special_tokens=True).strip() == trajectory["answer"].strip()
+        assert stated[-1] == tokenizer.eos_token_id                  # and that the answer ends
+        assert backend.MARKER in tokenizer.decode([t for t, turn in zip(row.ids, row.turns) if turn < 0])
+    assert policy_stage.answer_begin(tokenizer, [7, 8], "def f") is None
+
+
+def test_right_answers_are_a_further_term(sweet, workspace, critic, tmp_path):
+    printed = succeed("04_train_policy.py", *flags(
+        workspace, "sweet", tmp_path / "s", "--critic", critic, "--data-frac", 0.1, "--num-candidates", 8,
+        "--max-new-tokens", 80, "--nll-coef", 0, "--answer-coef", 0.5, "--candidates", sweet[0] / "candidates.jsonl"))
+    wins = sum(row["reward"] == 1 for row in read(workspace / "offline.jsonl"))
+    assert f"{wins} right answers of 120 trajectories (--answer-coef)" in printed
+    first = read(tmp_path / "s" / "metrics.jsonl")[0]
+    assert first["answer_nll"] > 0
+    assert first["loss"] == pytest.approx(math.log(2) + 0.5 * first["answer_nll"], abs=1e-5)
+    with pytest.raises(SystemExit) as stopped:
+        policy_stage.parse_args(["--method", "mtdpo", "--trajectories", "t", "--model", "m", "--out", "o",
+                                 "--answer-coef", "1"])
+    assert stopped.value.code == 2
 
 
 def test_pairs_are_better_half_against_worse_half():
