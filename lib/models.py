@@ -220,7 +220,7 @@ def shard(scorer, run, sharding):
     if sharding.activation_checkpointing:
         scorer.model.activation_checkpointing_enable()
     if run.world_size == 1 and sharding.dtype == "float32":
-        return                                      # nothing to split or to cast; a step of a small model takes .6 of it
+        return                                     # nothing to split or to cast; a step of a small model takes .6 of it
     mesh = init_device_mesh(run.device.type, (sharding.replicate, run.world_size // sharding.replicate),
                             mesh_dim_names=("replicate", "shard"))
     if sharding.replicate == 1:

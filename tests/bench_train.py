@@ -53,38 +53,36 @@ def train_ours(pairs, args):
 
     import common
     from lib.adapters import import_peft, without_adapter
+    from lib.models import Sharding
     from lib.runtime import start
     from lib.training import adamw
     policy_stage = importlib.import_module("04_train_policy")
     runtime = start(0)
-    options = argparse.Namespace(dtype=args.dtype, replicate=1, activation_checkpointing=False,
-                                 out=args.out, seed=0, lr=1e-6, adam_betas=(0.9, 0.95),
-                                 weight_decay=0.0)
     lora = None
     if args.side == "ours, LoRA":
         lora = import_peft().LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
-    model = common.load_sharded(args.model, runtime, options, lora)
+    scorer = common.load_scorer(args.model, runtime, Sharding(args.dtype, 1, False, args.out, 0), lora)
     together = 4 if args.side != "ours, apart" and args.pairs == "shared" else 1
     examples = []                                                   # as 04 makes them: a prompt and its actions
     for first in range(0, len(pairs), together):
         prompt, actions = pairs[first][0], [action for pair in pairs[first:first + together] for action in pair[1:]]
         turns = [n for n, action in enumerate(actions) for _ in action]
-        examples.append([common.Row([*prompt, *sum(actions, [])], [-1] * len(prompt) + turns, len(prompt))])
-    pair_indices = [[(2 * n, 2 * n + 1) for n in range(together)]] * len(examples)
+        item = [common.Row([*prompt, *sum(actions, [])], [-1] * len(prompt) + turns, len(prompt))]
+        examples.append(common.Example([item], [((0, 2 * n), (0, 2 * n + 1)) for n in range(together)], ""))
     begin = time.process_time()
-    ref = [torch.stack(policy_stage.chosen_and_rejected(values[None], pair_indices[:1]), 1)
-           for values in common.turn_scores_of(without_adapter(model), examples, 4096, "cpu")]
+    ref_scores = common.example_scores(without_adapter(scorer), examples, 4096, "cpu")
     reference_s = time.process_time() - begin
-    optimizer = adamw(model, options)
-    model.train()
+    optimizer = adamw(scorer, 1e-6, (0.9, 0.95), 0.0)
+    scorer.train()
     losses, steps, size = [], [], args.batch_size // together
     for step in range(args.steps):
         begin, batch = time.process_time(), slice(step * size, (step + 1) * size)
-        logps = model.turn_scores(common.collate(examples[batch]))
-        chosen, rejected = policy_stage.chosen_and_rejected(logps, pair_indices[batch])
-        loss = policy_stage.dpo_loss(chosen, rejected, *torch.cat(ref[batch]).T, 0.1)[0].mean()
+        sides = common.batch_pairs(examples[batch])
+        logps = common.chosen_and_rejected(scorer(common.collate(common.items_of(examples[batch]))), sides)
+        ref_logps = common.chosen_and_rejected(common.padded_scores(ref_scores[batch], "cpu"), sides)
+        loss = policy_stage.dpo_loss(*logps, *ref_logps, 0.1)[0].mean()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(scorer.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item())

@@ -4,7 +4,6 @@
 
 Measured is the sum of what torch's CPU allocator holds (the profiler's memory events), for one rank of a group whose
 other ranks are not there (their collectives do nothing). Prints {"plan", "measured"} in bytes."""
-import argparse
 import json
 import pathlib
 import sys
@@ -18,7 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
 from lib.adapters import add_adapter, import_peft  # noqa: E402
-from lib.memory import memory_plan  # noqa: E402
+from lib.memory import memory_plan, PlannedStep  # noqa: E402
+from lib.models import Sharding  # noqa: E402
 from lib.runtime import Runtime  # noqa: E402
 from lib.training import adamw  # noqa: E402
 
@@ -30,18 +30,16 @@ def main():
     lora = import_peft().LoraConfig(r=rank[0], target_modules="all-linear") if rank else None
     config = LlamaConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
                          num_key_value_heads=4, vocab_size=8192, max_position_embeddings=2048)
-    plan = memory_plan(config, world_size, replicate, dtype, bool(checkpointing), rows, tokens, 8, micro_batches > 1,
-                       bool(tree), lora)
+    plan = memory_plan(config, PlannedStep(world_size, replicate, dtype, bool(checkpointing), rows, tokens,
+                                           micro_batches > 1, bool(tree), lora))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    args = argparse.Namespace(dtype=dtype, replicate=replicate, activation_checkpointing=bool(checkpointing),
-                              attention="sdpa", optimizer="adamw", lr=1e-4, adam_betas=(0.9, 0.95), weight_decay=0.0)
 
     def step(width):
         half = width // 2
         row = common.Row(list(range(width)), [-1] * half + [0] * (width - half), half if tree else None)
         for _ in range(micro_batches):
-            model.turn_scores(common.collate([[row]] * rows)).sum().backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scorer(common.collate([[row]] * rows)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(scorer.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -49,8 +47,9 @@ def main():
         model = LlamaForCausalLM(config)
         if lora:
             add_adapter(model.to(getattr(torch, dtype)), lora)
-        common.shard(model, Runtime(0, world_size, torch.device("cpu")), args)
-        optimizer = adamw(model.train(), args)
+        scorer = common.shard_scorer(model, Runtime(0, world_size, torch.device("cpu")),
+                                     Sharding(dtype, replicate, bool(checkpointing), "unused", 0))
+        optimizer = adamw(scorer.train(), 1e-4, (0.9, 0.95), 0.0)
         step(8)                                                     # makes the optimiser's state
         step(tokens)
     events = sorted((event.start_ns(), event.nbytes()) for event in prof.profiler.kineto_results.events()

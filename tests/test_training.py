@@ -1,6 +1,6 @@
 """Training on many ranks: shards, files, states, killed runs, chunks of logits, equal batches, pairs that share a
 prompt; the schedule."""
-import argparse
+import dataclasses
 import json
 import math
 import os
@@ -14,15 +14,15 @@ import pytest
 import torch
 
 import common
-from common import load_sharded
 from conftest import begin, rank_environments, read, refused, ROOT, stage, succeed, wait
 from lib import models
-from lib.models import load_model, save_model, token_logps
+from lib.models import load_model, save_model, Sharding, token_logps
 from lib.runtime import InputError, Runtime, start
 from lib.training import epoch_batches, learning_rate, rank_batches
 
 BASE = ROOT / "models" / "tiny"
-ARGS = argparse.Namespace(dtype="float32", replicate=1, activation_checkpointing=False, out="unused")
+SHARDING = Sharding(dtype="float32", replicate=1, activation_checkpointing=False, out="unused", seed=0)
+HALF = dataclasses.replace(SHARDING, dtype="bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +30,8 @@ def runtime():
     return start(0)
 
 
-@pytest.fixture(scope="module")
-def sharded(runtime):
-    return load_sharded(str(BASE), runtime, ARGS)
+def load(folder, runtime, sharding=SHARDING):
+    return common.load_scorer(str(folder), runtime, sharding)
 
 
 def weights(folder):
@@ -56,17 +55,17 @@ def a_batch(tokenizer):
 
 # --- shards and files
 
-def test_a_sharded_model_is_the_model(sharded, tiny):
+def test_a_loaded_scorer_is_the_model(runtime, tiny):
     model, tokenizer = tiny
-    batch = a_batch(tokenizer)
-    values = sharded.turn_scores(batch)
-    assert torch.equal(values, common.turn_logps(model, batch))
+    whole, batch = common.Scorer(model), a_batch(tokenizer)
+    scorer = load(BASE, runtime)
+    values = scorer(batch)
+    assert torch.equal(values, whole(batch))
     values.sum().backward()
     model.zero_grad()
-    common.turn_logps(model, batch).sum().backward()
-    for (name, ours), theirs in zip(sharded.named_parameters(), model.parameters(), strict=True):
-        assert torch.equal(ours.grad.full_tensor(), theirs.grad), name
-    sharded.zero_grad()
+    whole(batch).sum().backward()
+    for (name, ours), theirs in zip(scorer.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad), name
     model.zero_grad()
 
 
@@ -75,19 +74,19 @@ def test_half_precision_files_are_read_into_float32_and_written_in_parts(runtime
     half = load_model(str(BASE), "cpu", "bfloat16")[0]
     (tmp_path / "half").mkdir()
     save_model(tmp_path / "half", half, tokenizer)
-    loaded = load_sharded(str(tmp_path / "half"), runtime, ARGS)
+    loaded = load(tmp_path / "half", runtime)
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
     import huggingface_hub
     split = huggingface_hub.split_torch_state_dict_into_shards
     monkeypatch.setattr(huggingface_hub, "split_torch_state_dict_into_shards",
                         lambda state: split(state, max_shard_size="1MB"))
     (tmp_path / "parts").mkdir()
-    save_model(tmp_path / "parts", loaded, tokenizer)
+    save_model(tmp_path / "parts", loaded.model, tokenizer)
     assert len(list((tmp_path / "parts").glob("model-*.safetensors"))) > 2
     written = weights(tmp_path / "parts")
     assert all(torch.equal(written[name], tensor.float()) for name, tensor in half.state_dict().items())
-    again = load_sharded(str(tmp_path / "parts"), runtime, ARGS)
-    assert torch.equal(again.turn_scores(a_batch(tokenizer)), loaded.turn_scores(a_batch(tokenizer)))
+    again = load(tmp_path / "parts", runtime)
+    assert torch.equal(again(a_batch(tokenizer)), loaded(a_batch(tokenizer)))
 
 
 def test_weights_of_other_names_are_written_plainly_first(runtime, tiny, tmp_path):
@@ -98,9 +97,9 @@ def test_weights_of_other_names_are_written_plainly_first(runtime, tiny, tmp_pat
     tensors = load_file(tmp_path / "odd" / "model.safetensors")
     save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()},
               tmp_path / "odd" / "model.safetensors", metadata={"format": "pt"})
-    loaded = load_sharded(str(tmp_path / "odd"), runtime, argparse.Namespace(**{**vars(ARGS), "out": tmp_path}))
+    loaded = load(tmp_path / "odd", runtime, dataclasses.replace(SHARDING, out=tmp_path))
     assert len(list((tmp_path / "initial").glob("*/model.safetensors"))) == 1
-    assert torch.equal(loaded.turn_scores(a_batch(tokenizer)), common.turn_scores(model, a_batch(tokenizer)))
+    assert torch.equal(loaded(a_batch(tokenizer)), common.Scorer(model)(a_batch(tokenizer)))
 
 
 # --- the logits
@@ -144,19 +143,19 @@ def test_logits_are_not_rounded_to_bfloat16():
 
 def test_a_sharded_bfloat16_model_projects_in_float32(runtime, tiny):
     """The same values as the whole model's, and as float32 arithmetic on its last hidden states."""
-    model = load_sharded(str(BASE), runtime, argparse.Namespace(**{**vars(ARGS), "dtype": "bfloat16"}))
+    scorer = load(BASE, runtime, HALF)
     whole, batch = load_model(str(BASE), "cpu", "bfloat16")[0], a_batch(tiny[1])
-    values = model.turn_scores(batch)
-    torch.testing.assert_close(values, common.turn_scores(whole, batch), atol=0.05, rtol=0)
+    values, whole_values = scorer(batch), common.Scorer(whole)(batch)
+    torch.testing.assert_close(values, whole_values, atol=0.05, rtol=0)
     hidden, (r, t) = common.hidden_states(whole, batch), (batch.turns >= 0).nonzero(as_tuple=True)
     states = hidden[r, batch.previous[r, t]]
     logits = states.double() @ whole.get_output_embeddings().weight.double().T
     logps = torch.log_softmax(logits, -1)[range(len(r)), batch.ids[r, t]]
     expected = torch.zeros_like(batch.lengths).double().index_put((batch.owners[r], batch.turns[r, t]), logps,
                                                                   accumulate=True)
-    torch.testing.assert_close(common.turn_scores(whole, batch).double(), expected, atol=1e-3, rtol=0)
+    torch.testing.assert_close(whole_values.double(), expected, atol=1e-3, rtol=0)
     values.sum().backward()
-    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
+    assert hasattr(scorer, "reshard") and all(p.grad.dtype == torch.float32 for p in scorer.parameters())
 
 
 # --- memory
@@ -205,7 +204,9 @@ def test_learning_rate_by_hand():
 def test_every_rank_makes_as_many_passes_over_the_same_batch():
     batch = [7, 3, 9, 1, 4]
     tokens = {7: [5], 3: [2, 30], 9: [6, 6], 1: [20], 4: [8]}         # by the longest row: 7, 9, 4, 1, 3
-    examples = {i: ([common.Row([0] * length, [0] * length) for length in lengths],) for i, lengths in tokens.items()}
+    examples = {}
+    for i, lengths in tokens.items():
+        examples[i] = common.Example([[common.Row([0] * length, [0] * length) for length in lengths]], [], "a")
     for world_size, expected in ((1, [[[7, 9], [4, 1], [3]]]), (2, [[[7, 4], [3]], [[9, 1], [7]]]),
                                  (8, [[[7]], [[9]], [[4]], [[1]], [[3]], [[7]], [[7]], [[7]]])):
         ranks = [list(rank_batches(batch, examples, 2, Runtime(rank, world_size, "cpu"))) for rank in range(world_size)]
