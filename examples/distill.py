@@ -15,12 +15,11 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
 --method sft     Likelihood of the agent's turns of all trajectories. Those of the informed script have c in front.
 
 --method distill At each token of the agent's own turns the divergence from the model at the start with c in front.
-                 No critic, no pairs: the teacher is the same model, which is told the answer.
-What changed: a Distiller takes the place of the Scorer, distill_examples also makes what the teacher reads, and main()
-loads the teacher. batch_loss is the same: it gets minus the divergences in the place of log-probabilities.
+                 No critic, no pairs: the teacher is this same model, which is told the answer.
+What changed: Distiller and distill_examples are new, and main() loads the teacher. batch_loss is the same: it is given
+minus the divergences in the place of log-probabilities.
 
-    python -m examples.distill --method distill --trajectories out/offline.jsonl --model models/tiny --lr 1e-3 \\
-        --out out/distill
+    python -m examples.distill --method distill --trajectories out/offline.jsonl --model models/tiny --out out/distill
     torchrun --nproc-per-node 8 -m examples.distill --method distill …
 """
 import asyncio
@@ -140,8 +139,7 @@ class Distiller(common.Scorer):
     def forward(self, batch, teacher=None, teacher_batch=None, direction=None):
         if teacher is None:
             return super().forward(batch)
-        with torch.no_grad():
-            teacher_hidden = before_actions(teacher, teacher_batch)                               # (N, H)
+        teacher_hidden = before_actions(teacher, teacher_batch)                                   # (N, H)
         kls = token_kls(self.model.get_output_embeddings(), before_actions(self.model, batch),
                         teacher.get_output_embeddings(), teacher_hidden, direction)               # (N,)
         return -common.turn_sums(batch, kls)
@@ -709,10 +707,11 @@ def main(argv=None):
         for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
             batch = common.collate(common.items_of(micro_examples), run.device)
-            taught = None, None
             if args.method == "distill":
-                taught = teacher, common.collate([item for e in micro_examples for item in e.informed], run.device)
-            logps = scorer(batch, *taught, args.divergence)         # (items, M); distill: minus the divergences
+                informed = common.collate([item for e in micro_examples for item in e.informed], run.device)
+                logps = scorer(batch, teacher, informed, args.divergence)    # (items, M) minus the divergences
+            else:
+                logps = scorer(batch)                               # (items, M)
             ref_logps = None
             if is_dpo:
                 ref_logps = common.padded_scores([ref_scores[i] for i in micro], run.device)       # (items, M)

@@ -41,7 +41,6 @@ import statistics
 
 import torch
 import torch.nn.functional as F
-from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 import common
@@ -114,7 +113,7 @@ def batch_loss(logps, ref_logps, lengths, examples, shares, args):
     lengths            the actions' numbers of tokens, (B, M)
     shares             (examples,) what a pair, or a token to imitate, of each example counts in the step's loss"""
     if args.method == "grpo":
-        advantages = pad_sequence([example.advantages for example in examples], batch_first=True).to(logps.device)
+        advantages = common.padded_scores([[example.advantages] for example in examples], logps.device)
         objectives, ratios = clipped_objective(logps, ref_logps, advantages, args.clip, args.kl_coef)   # (B, M)
         token_shares = lengths * shares[:, None]                     # (B, M); a length is 1, or 0 of no token
         is_clipped = (ratios - 1).abs() > args.clip                                                   # (B, M)
@@ -532,62 +531,51 @@ def sft_examples(trajectories, tokenizer, args):
     return common.trajectory_examples(trajectories, groups, tokenizer, max_length=args.max_length)
 
 
-# common.Example with an advantage for each agent token, in their order
-AdvantageExample = collections.namedtuple("AdvantageExample", "items pairs task_id advantages")
+# common.Example with its trajectory and, later, an advantage for each agent token, in their order
+GroupExample = collections.namedtuple("GroupExample", "items pairs task_id trajectory advantages", defaults=(None,))
 EQUAL = 1e-6                                                         # a smaller deviation is rounding
 
 
 def grpo_examples(trajectories, tokenizer, args):
     """An example of each trajectory, whose turns it keeps apart; advantages come later (with_advantages)."""
     groups = [(i,) for i in range(len(trajectories))]
-    other = sum(os.path.realpath(str(t.get("agent"))) != os.path.realpath(args.model) for t in trajectories)
-    changed = sum(t.get("temperature", 1) != 1 or t.get("best_of", 1) != 1 for t in trajectories)
-    say(f"of {len(trajectories):,} trajectories {other:,} are of another agent than --model {args.model}, and "
-        f"{changed:,} not sampled at temperature 1 without --best-of: no samples of this model's own probabilities")
+    num_foreign = sum(os.path.realpath(str(t.get("agent"))) != os.path.realpath(args.model) for t in trajectories)
+    num_changed = sum(t.get("temperature", 1) != 1 or t.get("best_of", 1) != 1 for t in trajectories)
+    say(f"of {len(trajectories):,} trajectories {num_foreign:,} are of another agent than --model {args.model}, and "
+        f"{num_changed:,} not sampled at temperature 1 without --best-of: no samples of this model's own probabilities")
     examples = common.trajectory_examples(trajectories, groups, tokenizer, False, max_length=args.max_length)
-    return [AdvantageExample(*example, trajectory) for example, trajectory in zip(examples, trajectories)]
+    return [GroupExample(*example, trajectory) for example, trajectory in zip(examples, trajectories)]
 
 
 def with_advantages(examples, critic, tokenizer, args, run, works):
-    """The examples whose tokens have an advantage, each token as a turn of its own; says how many have none.
-    examples: grpo_examples, which hold their trajectory in the place of the advantages."""
-    trajectories = [example.advantages for example in examples]
+    """The examples whose tokens have an advantage, each token as a turn of its own; says how many have none."""
+    trajectories = [example.trajectory for example in examples]
     if critic:
-        values = critic_credit(trajectories, critic, tokenizer, args, run, works)
+        values = critic_credit(trajectories, critic, tokenizer, args, run, works)              # a number for each turn
     else:
-        values = [turn_returns(trajectory) for trajectory in trajectories]
-    advantages = group_advantages(values, [trajectory["task_id"] for trajectory in trajectories])
+        values = [[float(domain_of(t["task"]).outcome(t))] for t in trajectories]              # one for all turns
+    advantages = group_advantages(values, [example.task_id for example in examples])
     ready = []
-    for example, turn_advantages in zip(examples, advantages):
-        if turn_advantages:
+    for example, numbers in zip(examples, advantages):
+        if numbers:
             [item] = example.items
+            if not critic:
+                item = common.as_one_action(item)
             turns = [turn for row in item for turn in row.turns if turn >= 0]
-            tokens = torch.tensor([turn_advantages[turn] for turn in turns])
+            tokens = torch.tensor([numbers[turn] for turn in turns])
             ready.append(example._replace(items=[token_item(item)], advantages=tokens))
-    say(f"{advantages.count(None):,} of {len(examples):,} trajectories are left out: all those of their task are "
-        "equally good")
-    too_long = values.count([])
-    if too_long:
-        say(f"{too_long:,} of {len(examples):,} trajectories are left out: with c longer than --max-tokens "
-            f"{args.max_tokens}")
+    num_long = values.count([])
+    num_equal = len(examples) - len(ready) - num_long
+    say(f"{num_equal:,} of {len(examples):,} trajectories are left out: all those of their task are equally good; "
+        f"{num_long:,} more are too long for the critic (--max-tokens {args.max_tokens})")
     if not ready:
         raise InputError(f"{args.trajectories}: no examples to train on: those of each task are equally good, or too "
-                         f"long ({too_long:,})")
+                         f"long ({num_long:,})")
     return ready
 
 
-def turn_returns(trajectory):
-    """The return of a trajectory, once for each agent turn."""
-    value = float(domain_of(trajectory["task"]).outcome(trajectory))
-    return [value for turn in trajectory["dialogue_history"] if turn["role"] == "assistant"]
-
-
 def critic_credit(trajectories, critic, tokenizer, args, run, works):
-    """The critic's credit of each turn (common.score_turns), also written to credit.jsonl; [] of a trajectory that is
-    too long for the critic."""
-    if critic.get("visual") or critic["head"] == "value":
-        raise InputError(f"{args.critic}: grpo takes a critic that reads text and has advantages: 03 --head lm or "
-                         "regression")
+    """The critic's credit of each turn (common.score_turns), kept in credit.jsonl; [] of too long a trajectory."""
     load = functools.partial(common.load_scorer, run=run, sharding=sharding_of(args))
     critic = common.load_critic(critic, load)
     works += common.works_of(critic)
@@ -607,16 +595,23 @@ def group_advantages(values, task_ids):
         groups[task] += numbers
     advantages = []
     for numbers, task in zip(values, task_ids):
-        mean = statistics.fmean(groups[task]) if groups[task] else 0.0
-        deviation = statistics.pstdev(groups[task]) if groups[task] else 0.0
-        advantages.append([(number - mean) / deviation for number in numbers] if deviation > EQUAL else None)
+        group = groups[task]
+        if len(group) < 2 or statistics.pstdev(group) <= EQUAL:
+            advantages.append(None)
+        else:
+            mean, deviation = statistics.fmean(group), statistics.pstdev(group)
+            advantages.append([(number - mean) / deviation for number in numbers])
     return advantages
 
 
 def token_item(item):
     """An item whose agent tokens are turns of their own, so that a Scorer gives a log-probability for each."""
     numbers = itertools.count()
-    return [row._replace(turns=[next(numbers) if turn >= 0 else -1 for turn in row.turns]) for row in item]
+    rows = []
+    for row in item:
+        turns = [next(numbers) if turn >= 0 else -1 for turn in row.turns]
+        rows.append(row._replace(turns=turns))
+    return rows
 
 
 BASELINES = {"mtdpo": mtdpo_examples, "rft": rft_examples, "sft": sft_examples, "grpo": grpo_examples}
@@ -654,9 +649,8 @@ def parse_args(argv=None):
     group.add_argument("--pairs-together", action="store_true", help="an example is all pairs of a turn, which share "
                        "the prompt (faster); a batch has --batch-size / --pairs-per-turn of them")
     group.add_argument("--no-tree", action="store_true", help="give every candidate a prompt of its own (slower)")
-    group = parser.add_argument_group("grpo")
-    group.add_argument("--clip", type=non_negative_float, default=0.2, help="of the ratio, up and down")
-    group.add_argument("--kl-coef", type=non_negative_float, default=0.0, help="of the divergence from the start")
+    parser.add_argument("--clip", type=non_negative_float, default=0.2, help="of the ratio, up and down")
+    parser.add_argument("--kl-coef", type=non_negative_float, default=0.0, help="of the divergence from the start")
     set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
     if args.critic and args.method not in ("sweet", "grpo"):
@@ -689,6 +683,9 @@ def open_critic(trajectories, tokenizer, args):
     description (common.read_critic). InputError where it cannot score these trajectories."""
     domain = domain_of(trajectories[0]["task"])
     if args.critic in domain.ORACLES:
+        if args.method == "grpo":
+            raise InputError(f"--critic {args.critic}: grpo takes a critic folder (03); an oracle ranks, and has no "
+                             "advantages")
         if args.reference:
             raise InputError(f"--reference {args.reference} does nothing with --critic {args.critic}: it has no "
                              "reference")
@@ -700,6 +697,9 @@ def open_critic(trajectories, tokenizer, args):
         critic = common.untrained_critic(args.model, args.reference)
     else:
         critic = common.read_critic(args.critic, tokenizer, domain, args.reference)
+    if args.method == "grpo" and (critic.get("visual") or critic["head"] == "value"):
+        raise InputError(f"{args.critic}: grpo takes a critic that reads text and has advantages: 03 --head lm or "
+                         "regression")
     line = common.reference_line(critic)
     if line:
         say(line)
@@ -733,9 +733,6 @@ def main(argv=None):
         if reads_images(args.model):
             raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
     critic = open_critic(trajectories, tokenizer, args) if args.critic else None
-    if args.method == "grpo" and isinstance(critic, str):
-        raise InputError(f"--critic {args.critic}: grpo takes a critic folder (03); an oracle ranks, and has no "
-                         "advantages")
     if args.method == "sweet":
         states = read_states(trajectories, tokenizer, args)
     else:

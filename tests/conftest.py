@@ -29,28 +29,35 @@ def stage(number):
     return importlib.import_module(next(ROOT.glob(f"{number:02d}_*.py")).stem)
 
 
+def fork(name):
+    """Import a fork of 04, examples/grpo.py say, as a module."""
+    return importlib.import_module(f"examples.{name}")
+
+
 @functools.cache
-def forks():
-    """The process that stages are forked from (forks.py)."""
-    return subprocess.Popen([sys.executable, str(ROOT / "tests" / "forks.py")], stdin=subprocess.PIPE, text=True,
+def processes():
+    """The process that stages are started from (processes.py)."""
+    return subprocess.Popen([sys.executable, str(ROOT / "tests" / "processes.py")], stdin=subprocess.PIPE, text=True,
                             stdout=subprocess.PIPE)
 
 
-def ask_forks(line):
-    forks().stdin.write(line + "\n")
-    forks().stdin.flush()
-    return int(forks().stdout.readline())
+def ask_processes(line):
+    processes().stdin.write(line + "\n")
+    processes().stdin.flush()
+    return int(processes().stdout.readline())
 
 
 def begin(script, *arguments, folder, rank=0, environment=None):
-    """Start a stage in a process of its own, its output in files of `folder`; returns the process id."""
-    return ask_forks(json.dumps({"argv": [str(ROOT / script), *map(str, arguments)], "cwd": str(ROOT),
-                                 "env": {**os.environ, **(environment or {})}, "stdout": f"{folder}/{rank}.out",
-                                 "stderr": f"{folder}/{rank}.err"}))
+    """Start a stage, or a module ("examples.grpo"), in a process of its own, its output in files of `folder`.
+    Returns the process id."""
+    program = [str(ROOT / script)] if script.endswith(".py") else ["-m", script]
+    return ask_processes(json.dumps({"argv": [*program, *map(str, arguments)], "cwd": str(ROOT),
+                                     "env": {**os.environ, **(environment or {})}, "stdout": f"{folder}/{rank}.out",
+                                     "stderr": f"{folder}/{rank}.err"}))
 
 
 def wait(pid):
-    return ask_forks(f"wait {pid}")
+    return ask_processes(f"wait {pid}")
 
 
 def rank_environments(ranks):
@@ -78,12 +85,14 @@ def succeed(script, *arguments, **options):
     return process.stdout
 
 
-def refused(number, *arguments):
-    """Call a stage in this process with bad input; returns its one line (test_pipeline checks the exit status)."""
+def refused(program, *arguments):
+    """Call a stage (its number), or a fork (its module), in this process with bad input; returns its one line
+    (test_pipeline checks the exit status)."""
     from colbench import ColBenchError
     from lib.runtime import InputError
+    module = stage(program) if isinstance(program, int) else program
     with pytest.raises((InputError, ColBenchError)) as error:
-        stage(number).main([str(argument) for argument in arguments])
+        module.main([str(argument) for argument in arguments])
     assert "\n" not in str(error.value)
     return str(error.value)
 

@@ -1,6 +1,6 @@
 """torchrun --nproc-per-node 2 --max-restarts 3 in small: python tests/elastic.py FOLDER SCRIPT [arguments]
 
-The same agent of torch, with ranks that are forks of this process (forks.py) and keep its imports. A rank writes its
+The same agent of torch, with ranks that are forks of this process (processes.py) and keep its imports. A rank writes its
 process id to FOLDER/pid.ATTEMPT.RANK."""
 import os
 import pathlib
@@ -9,7 +9,7 @@ import sys
 
 from torch.distributed.launcher.api import elastic_launch, LaunchConfig
 
-from forks import run_script
+from processes import run_script
 
 
 def rank(folder, *argv):

@@ -1,4 +1,4 @@
-"""Runs stages in forks of one process that has imported torch and transformers once (4 s each time otherwise).
+"""Starts stages as forks of this process, which has imported torch and transformers once (4 s each time otherwise).
 
 Reads {"argv", "cwd", "env", "stdout", "stderr"} from stdin, a JSON object a line, starts a process, and writes its id;
 "wait PID" is answered with its exit status as Python's subprocess gives it."""
@@ -22,11 +22,15 @@ from lib import costs, memory, speakers, training, vision  # noqa: E402, F401
 
 
 def run_script(argv):
-    """Run a script as `python argv` does; returns its exit status."""
-    sys.argv = argv
+    """Run a script, or a module (-m NAME), as `python argv` does; returns its exit status."""
     status = 0
     try:
-        runpy.run_path(argv[0], run_name="__main__")
+        if argv[0] == "-m":
+            sys.argv = argv[1:]
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = argv
+            runpy.run_path(argv[0], run_name="__main__")
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
