@@ -1,7 +1,7 @@
 """torchrun --nproc-per-node 2 --max-restarts 3 in small: python tests/elastic.py FOLDER SCRIPT [arguments]
 
-The same agent of torch, with ranks that are forks of this process (processes.py) and keep its imports. A rank writes its
-process id to FOLDER/pid.ATTEMPT.RANK."""
+The same agent of torch, with ranks that are forks of this process (processes.py) and keep its imports. A rank writes
+its process id to FOLDER/pid.ATTEMPT.RANK."""
 import os
 import pathlib
 import signal
