@@ -101,15 +101,16 @@ data() {
     step rollout-offline ${ranks:-$py} $rollout --tasks "$out/train.jsonl" --agent $base --samples 4 --seed "$seed" \
         --out "$out/offline.jsonl"
 }
-train() { ${ranks:-$py} "0$1" --trajectories "$out/offline.jsonl" --model $base --seed "$seed" "${@:2}"; }
-critic() { step "$1" train 3_train_critic.py $critic_settings --out "$out/$1" "${@:2}"; }
+train() { ${ranks:-$py} $1 --trajectories "$out/offline.jsonl" --model $base --seed "$seed" "${@:2}"; }
+critic() { step "$1" train 03_train_critic.py $critic_settings --out "$out/$1" "${@:2}"; }
 evaluate() {                                                         # NAME MODEL
     step "rollout-$1" $py $rollout --tasks "$out/test.jsonl" --agent "$2" --samples "${SAMPLES:-2}" --seed "$seed" \
         --out "$out/$1.jsonl"
 }
 policy() {                                                           # NAME METHOD more flags
-    local settings=${2}_settings
-    step "$1" train 4_train_policy.py --method "$2" ${!settings} --out "$out/$1" "${@:3}"
+    local settings=${2}_settings program=04_train_policy.py
+    [[ ! $2 =~ ^(grpo|distill)$ ]] || program="-m examples.$2"       # forks of 04
+    step "$1" train "$program" --method "$2" ${!settings} --out "$out/$1" "${@:3}"
     evaluate "$1" "$out/$1"
 }
 sweet() {

@@ -99,7 +99,7 @@ prepare() {                                                          # SEED SIZE
     [[ ! $needed =~ \ (tenth|printed|released)\  ]] || critic "critic@$size" --num-trajectories "$size"
     [[ ! $needed =~ \ blind\  ]] || critic "critic-blind@$size" --num-trajectories "$size" --reference blind
     [[ ! $needed =~ \ (untrained|printed|released|blind)\  ]] ||
-        step "candidates@$size" train 4_train_policy.py --method sweet $sweet_settings --critic oracle \
+        step "candidates@$size" train 04_train_policy.py --method sweet $sweet_settings --critic oracle \
             --data-frac 1 --num-trajectories "$size" --max-steps 1 --out "$out/candidates@$size"
 }
 arm() {                                                              # SEED SIZE ARM NAME more flags

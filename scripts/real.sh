@@ -72,7 +72,7 @@ settings_of() {                                                      # METHOD: i
 try() {                                                              # SETTING: train it, play the validation tasks
     local method=${1%%_*} rate=${1#*_}
     local settings=${method%%-*}_settings
-    once "$out/$1/COMPLETED" step "$1" train 4_train_policy.py $(flags_of "$1") ${!settings} --lr ${rate%%_*} \
+    once "$out/$1/COMPLETED" step "$1" train 04_train_policy.py $(flags_of "$1") ${!settings} --lr ${rate%%_*} \
         --out "$out/$1"
     [ "$seed" != 0 ] || validate "$1" "$out/$1"
 }

@@ -4,11 +4,11 @@
 # METHOD is rft, mtdpo, sweet, grpo, grpo-critic (grpo with the critic's advantages) or distill. Each of R rounds plays
 # four dialogues of the current agent on each of TRAIN_TASKS (200; 125 with queries) new training tasks, the same tasks
 # for every method, trains a critic from the current agent where the method has one, trains the next agent from the
-# current one, and plays the test tasks. Four rounds so take as many dialogues as run.sh. All methods share the
-# dialogues of round 1. Two processes of one thread at a time.
+# current one, and plays the test tasks. Four rounds so take as many dialogues as a seed of scripts/study.sh. All
+# methods share the dialogues of round 1. Two processes of one thread at a time.
 # NAME (METHOD) names what differs from the plain method by
-#     POLICY_FLAGS="--epochs 2"             more flags of 04
-#     LATER_FLAGS="--lr 3e-5"               flags of 04 from the second round on, in place of METHOD_later below
+#     POLICY_FLAGS="--epochs 2"             more flags of 04, or of its forks examples/grpo.py and examples/distill.py
+#     LATER_FLAGS="--lr 3e-5"               flags of it from the second round on, in place of METHOD_later below
 #     CRITIC_FLAGS="--reference blind"      more flags of 03; with "--model models/tiny" it starts anew in each round
 #     CRITIC_DATA=new                       the critic learns from the newest dialogues, not from those of all rounds
 # BUDGETS="4 5 6" also plays dialogues of at most so many rounds with the last agent, as NAME-in-4 and so on.
@@ -42,7 +42,7 @@ set_up_domain
 rft_settings="--lr 3e-3 --epochs 4" rft_later="--lr 1e-3"
 mtdpo_settings="--lr 3e-4 --nll-coef 0.3 --epochs 2" mtdpo_later="--lr 1e-4"
 sweet_settings="--lr 1e-4 --nll-coef 0.3 $sampling --max-tokens 4096 --pairs-together"
-sweet_later="--lr 3e-5 --like-pairs"
+sweet_later="--lr 3e-5 --reference blind"                            # ranked as the published code does
 grpo_settings="--lr 3e-4 --epochs 2" grpo_later=
 grpo_critic_settings="--lr 1e-3 --epochs 2" grpo_critic_later="--lr 3e-4"
 distill_settings="--lr 1e-3 --epochs 2" distill_later="--lr 3e-4"

@@ -12,7 +12,9 @@ import common
 from colbench import backend
 from conftest import policy_flags as flags
 from conftest import read, refused, ROOT, stage, succeed
+from lib.credit import agreement
 from lib.models import encode
+from lib.report import state_data
 from lib.runtime import start
 from lib.training import preference_numbers
 
@@ -221,6 +223,33 @@ def test_the_table_of_kinds_by_hand():
                      ["all", "known", "idle", "1", "1.00", "0", "0"], ["all", "known", "repeat", "1", "0.00", "0", "0"]]
     del task["facts"]
     assert policy_stage.kind_lines(rows, []) == []
+
+
+def test_thoughts_are_no_speech():
+    """A question whose thoughts hold the marker is no answer."""
+    thoughts, ask = f"<think>Soon: {backend.MARKER} x</think>", "What is the factor?"
+    task = {"problem_description": "f", "test_cases": {"1": "f(1)"}, "ground_truth": "def f(n):\n    return n * 3",
+            "facts": [{"topic": "the factor", "questions": [], "matters": True, "told": False}]}
+    candidates = [{"text": text, "ids": [n]} for n, text in enumerate((thoughts + ask, "What is the colour?"))]
+    row = {"task": task, "prompt": "x", "history": [], "candidates": candidates}
+    args = argparse.Namespace(max_tokens=9, no_tree=False)
+    [scored] = policy_stage.score_candidates([row], "oracle", None, args, "cpu")
+    assert scored["advantages"] == [2, 1]                            # needed, vague
+    scored |= {"task_id": "a", "sample": 0, "turn": 0}
+    assert [line.split()[3] for line in policy_stage.kind_lines([scored], [])[1:]] == ["needed", "vague"]
+    scored |= {"pairs": [(0, 1)], "candidates": [
+        {**candidate, "ended": True, "chosen": 1, "rejected": 0} for candidate in candidates]}
+    assert agreement([scored], backend)["oracle"]["right"] == 1
+    assert [candidate["kind"] for candidate in state_data(scored, "a", backend)["candidates"]] == ["needed", "vague"]
+
+
+def test_what_a_candidate_says_is_without_the_thoughts_that_its_prompt_began():
+    thoughts, ask = f"<think>Soon: {backend.MARKER} x</think>", "What is the factor?"
+    for text, prompt, is_answer in ((thoughts + ask, "x", False),
+                                    (f"{backend.MARKER} a</think>{ask}", "<think>", False),
+                                    (f"{thoughts}{backend.MARKER} y", "x", True)):
+        row = {"task": {"problem_description": "x", "ground_truth": "y", "test_cases": {}}, "prompt": prompt}
+        assert (backend.MARKER in policy_stage.candidate_says(row, {"text": text})) == is_answer
 
 
 def test_phases_resume_where_they_stopped(sweet, workspace, critic, tmp_path, monkeypatch):

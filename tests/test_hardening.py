@@ -13,7 +13,7 @@ import torch
 import colbench
 import common
 from colbench import backend, ColBenchError, frontend, questions, sql
-from conftest import Partial, read, ROOT, run, stage, succeed
+from conftest import fork, Partial, read, ROOT, run, stage, succeed
 from lib import costs, credit, runtime, states, training
 from lib.folders import read_critic_json
 from lib.runtime import InputError, Rows, Runtime, start
@@ -289,10 +289,10 @@ def test_states_of_scored_jsonl(tmp_path, path, new, message):
 @pytest.mark.parametrize("path, new, message", STATES)
 def test_states_of_candidates_jsonl(tmp_path, tiny_tokenizer, path, new, message):
     good = {**STATE, "task": template_task("backend")}
-    state = [({"task_id": "t", "sample": 0}, 0, 1)]
+    states = [{"task_id": "t", "sample": 0, "turn": 0, "prompt": "p"}]
 
     def read_candidates(row):
-        return common.read_candidates(written(tmp_path / "c.jsonl", row), state, ["p"], tiny_tokenizer, 1)
+        return stage(4).read_candidates(written(tmp_path / "c.jsonl", row), states, tiny_tokenizer, 1)
     assert len(read_candidates(good)) == 1
     assert message in line_of(read_candidates, changed(good, path, new))
     assert "this tokenizer has only" in line_of(read_candidates, changed(good, ("candidates", 0, "ids"), [10 ** 6]))
@@ -355,8 +355,10 @@ FLAGS = [
         ("--track", "")]),
     *((4, ["--method", "rft", *TRAIN], *flag) for flag in [
         ("--data-frac", "nan"), ("--data-frac", "2"), ("--temperature", "nan"),
-        ("--temperature", "1e-30"), ("--clip", "nan"), ("--kl-coef", "-1"), ("--num-candidates", "100000000"),
-        ("--max-new-tokens", "1000000000"), ("--critic", ""), ("--candidates", ""), ("--sampler", "")]),
+        ("--temperature", "1e-30"), ("--num-candidates", "100000000"), ("--max-new-tokens", "1000000000"),
+        ("--critic", ""), ("--candidates", ""), ("--sampler", "")]),
+    *(("grpo", ["--method", "grpo", *TRAIN], *flag) for flag in [("--clip", "nan"), ("--kl-coef", "-1")]),
+    ("distill", ["--method", "distill", *TRAIN], "--divergence", "both"),
     *((2, ["--tasks", "t", "--agent", "script", "--out", "o"], *flag) for flag in [
         ("--agent", ""), ("--simulator", ""), ("--tasks", ""), ("--out", ""), ("--temperature", "-1"),
         ("--temperature", "inf"), ("--timeout", "nan"), ("--timeout", "0"), ("--timeout", "inf"),
@@ -369,11 +371,12 @@ FLAGS = [
         ("--out", ""), ("--critic", ""), ("--candidates", ""), ("--baseline", "")])]
 
 
-@pytest.mark.parametrize("number, others, flag", [(number, others, flag) for number, others, *flag in FLAGS],
-                         ids=[f"{number}{flag[0]}={'_'.join(flag[1:])[:12]}" for number, _, *flag in FLAGS])
-def test_flags(capsys, number, others, flag):
+@pytest.mark.parametrize("program, others, flag", [(program, others, flag) for program, others, *flag in FLAGS],
+                         ids=[f"{program}{flag[0]}={'_'.join(flag[1:])[:12]}" for program, _, *flag in FLAGS])
+def test_flags(capsys, program, others, flag):
+    module = stage(program) if isinstance(program, int) else fork(program)
     with pytest.raises(SystemExit) as ended:
-        stage(number).parse_args([*others, *flag])
+        module.parse_args([*others, *flag])
     line = capsys.readouterr().err
     assert ended.value.code == 2 and line.count("\n") == 1 and line.startswith("error: ")
     assert flag[0] in line and len(line) < 300

@@ -13,7 +13,7 @@ import pytest
 
 import common
 from conftest import begin, Partial, read, refused, ROOT, run, serving, stage, succeed, wait
-from lib import servers, speakers
+from lib import servers
 from lib.models import encode, stop_ids
 from lib.runtime import InputError
 from lib.servers import open_server, Reply
@@ -91,7 +91,7 @@ def test_candidates_come_from_two_servers(few, greedy, tmp_path, clean, serve, t
 def test_a_misbehaving_server_changes_no_candidate(few, greedy, tmp_path, serve, monkeypatch, capsys):
     """At temperature 0 they are those that are sampled here, byte for byte: errors, rate limits, empty, half and cut
     replies, wrong ids, a reply that never comes."""
-    monkeypatch.setattr(speakers, "open_server", functools.partial(open_server, timeout_s=2, retries=20))
+    monkeypatch.setattr(policy, "open_server", functools.partial(open_server, timeout_s=2, retries=20))
     monkeypatch.setattr(servers, "MAX_PAUSE_S", 0.2)
     server = serve("--model", BASE, "--limit", 11, "--busy", 13, "--empty", 17, "--broken", 10, "--cut", 7,
                    "--wrong-ids", 12, "--hang-at", 6, "--strict")
@@ -142,7 +142,7 @@ def test_a_state_without_a_reply_is_asked_for_again(few, greedy, tmp_path, clean
 
 
 def test_servers_that_cannot_sample_are_one_line(few, tmp_path, clean, serve, monkeypatch):
-    monkeypatch.setattr(speakers, "open_server", functools.partial(open_server, retries=1))
+    monkeypatch.setattr(policy, "open_server", functools.partial(open_server, retries=1))
     server = serve("--model", BASE, "--wrong-ids", 1)
     line = refused(4, *flags(few, tmp_path / "a", "--sampler", f"{server['url']}#model"))
     assert f"{server['url']}#model: wrong ids (they say " in line and "candidates.jsonl: " in line

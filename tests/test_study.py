@@ -17,6 +17,8 @@ import fcntl, json, os, pathlib, sys
 words = sys.argv[4:] if sys.argv[1] == "--standalone" else sys.argv[1:]        # torchrun's own flags
 if words[0] == "-":                                                            # tune.sh writes its CSV
     sys.exit()
+if words[0] == "-m":                                                           # a fork of 04, "examples.grpo"
+    words = words[1:]
 values = dict(zip(words, words[1:]))
 flags = "--trajectories", "--tasks", "--critic", "--candidates", "--agent", "--model", "--returns", "--gates"
 inputs = [values.get(name) for name in flags]
@@ -29,7 +31,7 @@ with open("commands.jsonl", "a") as log:
     fcntl.flock(log, fcntl.LOCK_EX)
     log.write(json.dumps({"words": words, "missing": missing, "there": out.exists()}) + "\\n")
 out.parent.mkdir(parents=True, exist_ok=True)
-if words[0].startswith(("03", "04", "05", "scripts/critics")):
+if words[0].startswith(("03", "04", "05", "scripts/critics", "examples")):
     out.mkdir(exist_ok=True)
     for name in ("candidates.jsonl", "COMPLETED"):
         (out / name).touch()
@@ -39,10 +41,15 @@ print("success 0.500 |")
 '''
 
 
+POLICY = "04", "examples."                                           # how the names of 04 and of its forks begin
+
+
 def program_of(script):
-    """The module of a stage, or of scripts/critics.py."""
+    """The module of a stage, of a fork ("examples.grpo"), or of scripts/critics.py."""
     if script == "scripts/critics.py":
         return importlib.import_module("scripts.critics")
+    if script.startswith("examples."):
+        return importlib.import_module(script)
     return stage(int(script[:2]))
 
 
@@ -219,7 +226,7 @@ def test_each_round_trains_the_agent_of_the_one_before(call):
     commands = [command["words"] for command in call("scripts/rounds.sh", "sweet", "3", "3", "4")]
     made = [words[words.index("--out") + 1] for words in commands]
     assert len(set(made)) == len(made)
-    policies, critics = rounds_of(commands, "04", "sweet"), rounds_of(commands, "03", "sweet")
+    policies, critics = rounds_of(commands, POLICY, "sweet"), rounds_of(commands, "03", "sweet")
     assert [policies[n]["--model"] for n in (1, 2, 3)] == [critics[n]["--model"] for n in (1, 2, 3)] == [
         "models/tiny", "out/rounds/seed3/sweet/1/agent", "out/rounds/seed3/sweet/2/agent"]
     assert [policies[n]["--seed"] for n in (1, 2, 3)] == [critics[n]["--seed"] for n in (1, 2, 3)] == [
@@ -227,9 +234,10 @@ def test_each_round_trains_the_agent_of_the_one_before(call):
     assert all(policies[n]["--critic"] == f"out/rounds/seed3/sweet/{n}/critic" for n in policies)
     assert all(policies[n]["--trajectories"] == f"out/rounds/seed3/sweet/{n}/offline.jsonl" for n in policies)
     assert all(critics[n]["--trajectories"] == f"out/rounds/seed3/sweet/{n}/all.jsonl" for n in critics)
-    later = [words for words in commands if words[0].startswith("04") and "--like-pairs" in words]
-    assert [words[words.index("--seed") + 1] for words in later if "seed3" in words[words.index("--out") + 1]] == [
-        "1003", "2003"]
+    # ranked as the published code does, from the second round on
+    assert [policies[n].get("--reference") for n in (1, 2, 3)] == [None, "blind", "blind"]
+    assert [policies[n]["--lr"] for n in (1, 2, 3)] == ["1e-4", "3e-5", "3e-5"]
+    assert not any("--reference" in critics[n] for n in critics)
     played = [dict(zip(words, words[1:])) for words in commands if words[0].startswith("02")]
     offline = {flags["--seed"]: flags["--agent"] for flags in played if "--samples" in flags
                and flags["--samples"] == "4" and "seed3" in flags["--out"]}
@@ -241,11 +249,12 @@ def test_each_round_trains_the_agent_of_the_one_before(call):
     flags = "--beta 0.5 --model models/tiny"                                 # the last --model counts
     others = [command["words"] for command in call("scripts/rounds.sh", "grpo-critic", "2", "3", NAME="credit",
                                                    CRITIC_DATA="new", CRITIC_FLAGS=flags)]
-    policies, critics = rounds_of(others, "04", "credit"), rounds_of(others, "03", "credit")
+    policies, critics = rounds_of(others, POLICY, "credit"), rounds_of(others, "03", "credit")
     assert critics[2]["--trajectories"] == "out/rounds/seed3/credit/2/offline.jsonl"
     assert [words for words in others if words[0].startswith("03")][-1].count("--model") == 2
     assert critics[2]["--beta"] == "0.5" and policies[2].get("--beta") != "0.5"
     assert policies[2]["--method"] == "grpo" and critics[2]["--model"] == "models/tiny"
+    assert {words[0] for words in others if words[0].startswith(POLICY)} == {"examples.grpo"}
     # the dialogues of round 1 are shared; what an earlier call played is in the report of this one
     assert not any(words[words.index("--out") + 1] == "out/rounds/seed3/offline.jsonl" for words in others)
     assert {word.split("=")[0] for word in others[-1] if "=" in word} == {"credit@1", "credit@2", "sweet@1", "sweet@2"}
@@ -254,22 +263,33 @@ def test_each_round_trains_the_agent_of_the_one_before(call):
     assert [dict(zip(words, words[1:]))["--agent"] for words in more if words[0].startswith("02")
             and words[-1].endswith(("in-4.jsonl", "in-6.jsonl"))] == ["out/rounds/seed3/longer/1/agent"] * 2
     assert {"longer-in-4", "longer-in-6"} < {word.split("=")[0] for word in more[-1]}
-    assert rounds_of(more, "04", "longer")[1]["--epochs"] == "3" and not rounds_of(more, "03", "longer")
+    assert rounds_of(more, POLICY, "longer")[1]["--epochs"] == "3" and not rounds_of(more, "03", "longer")
     plain = [command["words"] for command in call("scripts/rounds.sh", "mtdpo", "2", "3")]
-    assert [rounds_of(plain, "04", "mtdpo")[n]["--lr"] for n in (1, 2)] == ["3e-4", "1e-4"]
+    assert [rounds_of(plain, POLICY, "mtdpo")[n]["--lr"] for n in (1, 2)] == ["3e-4", "1e-4"]
     assert plain[-1][plain[-1].index("--baseline") + 1] == "mtdpo@2"
 
 
 def test_rounds_with_several_methods_and_rates(call):
     commands = [command["words"] for command in call("scripts/rounds.sh", "grpo,grpo-critic", "2", "3",
                                                      SPLIT="validation", RATES="1e-4 1e-3", LATER_FLAGS="")]
-    tried = [(words[words.index("--out") + 1], words[-1]) for words in commands if words[0].startswith("04")]
+    tried = [(words[words.index("--out") + 1], words[-1]) for words in commands if words[0].startswith(POLICY)]
     assert sorted(tried) == sorted(
         (f"out/rounds-validation/seed3/{method}_{rate}/{n}/agent", rate)
         for method in ("grpo", "grpo-critic") for rate in ("1e-4", "1e-3") for n in (1, 2))
     assert not any("test" in word for words in commands if words[0].startswith("01") for word in words)
     assert {word.split("=")[0] for word in commands[-1] if "=" in word} == {
         f"{method}_{rate}@{n}" for method in ("grpo", "grpo-critic") for rate in ("1e-4", "1e-3") for n in (1, 2)}
+
+
+def test_rounds_of_methods_that_are_forks_start_the_forks(call):
+    commands = [command["words"] for command in call("scripts/rounds.sh", "sweet,mtdpo,rft,grpo,grpo-critic,distill",
+                                                     "1", "3")]
+    programs = {words[words.index("--out") + 1].split("/")[3]: (words[0], words[words.index("--method") + 1])
+                for words in commands if words[0].startswith(POLICY)}
+    assert programs == {
+        "sweet": ("04_train_policy.py", "sweet"), "mtdpo": ("04_train_policy.py", "mtdpo"),
+        "rft": ("04_train_policy.py", "rft"), "grpo": ("examples.grpo", "grpo"),
+        "grpo-critic": ("examples.grpo", "grpo"), "distill": ("examples.distill", "distill")}
 
 
 def test_rounds_of_queries(call):
