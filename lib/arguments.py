@@ -145,10 +145,10 @@ def add_training(parser, max_length):
     parser.add_argument("--beta", type=non_negative_float, default=0.1, help="scale of the log-ratios in the loss")
     parser.add_argument("--nll-coef", type=non_negative_float, default=0.01,
                         help="weight of the chosen side's mean NLL")
-    parser.add_argument("--epochs", type=positive_int, help="passes over the examples (None: of 04's sweet, grpo "
-                        "and distill 1, else 4, or with --preset paper-frontend 8)")
+    parser.add_argument("--epochs", type=positive_int, help="passes over the examples (None: of 04's sweet and "
+                        "of its forks' methods 1, else 4, or with --preset paper-frontend 8)")
     parser.add_argument("--batch-size", type=positive_int, help="examples a step, over all ranks (None: of 04's "
-                        "sweet and mtdpo 8, of rft, sft, grpo and distill 32)")
+                        "sweet and mtdpo 8, of other methods 32)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                         help="arithmetic; the parameters that are trained stay float32")
     parser.add_argument("--seed", type=seed_flag, default=0, help="seed of order and samples")

@@ -15,7 +15,7 @@ import tempfile
 import pytest
 
 from colbench import DOMAINS
-from conftest import ROOT, run, stage
+from conftest import fork, ROOT, run, stage
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text()
          for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]}
@@ -24,9 +24,10 @@ BLOCKS = {f"{page}, block {number}": block for page, text in PAGES.items()
 PROSE = {page: re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE) for page, text in PAGES.items()}
 SPANS = [(page, span) for page, text in PROSE.items() for span in re.findall(r"`([^`\n]+)`", text)]
 PAPER, LAPTOP = [block for name, block in BLOCKS.items() if name.startswith("docs/reproduce.md")][:2]
-CODE = "\n".join(path.read_text() for folder in (".", "colbench", "lib", "scripts")
+CODE = "\n".join(path.read_text() for folder in (".", "colbench", "examples", "lib", "scripts")
                  for path in ROOT.glob(f"{folder}/*.py"))
-REMOVED_FLAGS = {"--turn-cost", "--min-margin", "--optimizer"}               # of 03 and 04, in commits up to 748f4b3
+REMOVED_FLAGS = {"--turn-cost", "--min-margin", "--like-pairs", "--optimizer"}  # of 03 and 04, in commits up to 748f4b3
+FORKS = "grpo", "distill"                                                    # of 04, in examples/
 
 # Stands for python, torchrun, bash, pip, cp and vllm: notes its words and makes the output, which later lines list.
 STAND_IN = f"#!{sys.executable} -IS\n" + """
@@ -63,12 +64,13 @@ def test_docstrings_and_help_texts_know_domains_and_defaults():
     for flag in ("--epochs", "--batch-size"):
         [texts[flag]] = re.findall(rf"^  {flag} .*?(?=^  --)", (helped := help_of(4)), re.DOTALL | re.MULTILINE)
         texts[flag] = " ".join(texts[flag].split())
-    assert "of 04's sweet, grpo and distill 1, else 4, or with --preset paper-frontend 8" in texts["--epochs"], helped
-    assert "of 04's sweet and mtdpo 8, of rft, sft, grpo and distill 32" in texts["--batch-size"]
+    assert "of 04's sweet and of its forks' methods 1, else 4, or with --preset paper-frontend 8" in texts["--epochs"]
+    assert "of 04's sweet and mtdpo 8, of other methods 32" in texts["--batch-size"], helped
     for method in ("sweet", "mtdpo", "rft", "sft", "grpo", "distill"):
+        module = fork(method) if method in FORKS else stage(4)
         more = ["--critic", "x"] if method == "sweet" else []
         flags = ["--method", method, "--trajectories", "x", "--model", "x", "--out", "x", *more]
-        plain, pages = (stage(4).parse_args([*flags, *preset]) for preset in ([], ["--preset", "paper-frontend"]))
+        plain, pages = (module.parse_args([*flags, *preset]) for preset in ([], ["--preset", "paper-frontend"]))
         assert plain.batch_size == (8 if method in ("sweet", "mtdpo") else 32)
         assert (plain.epochs, pages.epochs) == ((1, 1) if method in ("sweet", "grpo", "distill") else (4, 8))
 
@@ -85,11 +87,12 @@ def number_of(script):
 
 
 @functools.cache
-def flags_of(number):
-    """The flags of a stage, as its --help shows them."""
+def flags_of(program):
+    """The flags of a stage (its number) or of a fork (its name), as its --help shows them."""
+    module = stage(program) if isinstance(program, int) else fork(program)
     text = io.StringIO()
     with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
-        stage(number).parse_args(["--help"])
+        module.parse_args(["--help"])
     return set(re.findall(r"--[a-z][\w-]*", text.getvalue()))
 
 
@@ -100,6 +103,10 @@ def test_every_command_parses(name):
         if program == "cp":
             assert (ROOT / words[0]).is_file()
             copies[words[1]] = words[0]
+        elif program in ("python", "torchrun") and "-m" in words:
+            at = words.index("-m") + 1
+            assert words[at].removeprefix("examples.") in FORKS and (at == 1 or program == "torchrun")
+            assert fork(words[at].removeprefix("examples.")).parse_args(words[at + 1:]).out
         elif program in ("bash", "python") and not (script := copies.get(words[0], words[0])).startswith("0"):
             assert (ROOT / script).is_file(), script
             source = (ROOT / script).read_text()
@@ -133,7 +140,7 @@ def test_flags_that_the_pages_name_exist(page, span):
         assert flags and all(flag in known for flag in flags), span
     if not scripts:
         benchmarks = "".join(path.read_text() for path in ROOT.glob("tests/bench_*.py"))
-        known = set().union(*map(flags_of, range(1, 6)), re.findall(r'"(--[\w-]+)"', benchmarks))
+        known = set().union(*map(flags_of, [1, 2, 3, 4, 5, *FORKS]), re.findall(r'"(--[\w-]+)"', benchmarks))
         if page == "docs/notebook.md":
             known |= REMOVED_FLAGS
         assert flags <= known, span
@@ -161,7 +168,7 @@ def test_entries_of_the_notebook_have_a_date_and_a_commit_and_the_newest_is_firs
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_the_pages_name_exist(page):
-    folders = "tests|docs|lib|colbench|models|scripts"
+    folders = "tests|docs|lib|colbench|examples|models|scripts"
     named = re.findall(rf"(?<![\w/.$}}-])((?:{folders})/[\w./-]*\w|\w+\.(?:py|sh))", PAGES[page])
     named = [name for name in named if not name.startswith("your_")]
     assert named
