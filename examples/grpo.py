@@ -9,6 +9,8 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
                  of the worse, and train by single-turn DPO:
     eq. 4        -log s( b [log p(a+|o) / p_ref(a+|o)] - b [log p(a-|o) / p_ref(a-|o)] ) + nll_coef * mean NLL of a+
                  with sums over the tokens of an action (end of turn included).
+                 --answer-coef adds the mean NLL of a right answer that is logged, drawn for each example: an agent that
+                 learns to ask keeps how it answers. The paper has no such term.
 --method mtdpo   Multi-turn DPO: the same loss on pairs of trajectories of one task, all agent tokens summed.
 --method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (where returns are
                  graded: of the best trajectory of each task).
@@ -130,7 +132,13 @@ def batch_loss(logps, ref_logps, lengths, examples, shares, args):
     losses, chosen_rewards, rejected_rewards = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta)
     nll = -chosen / chosen_lengths                                   # (P,) a mean over the chosen action's tokens
     loss = ((losses + args.nll_coef * nll) * pair_shares).sum()
-    return loss, training.preference_numbers(chosen_rewards, rejected_rewards, nll, pair_shares, args.dtype)
+    numbers = training.preference_numbers(chosen_rewards, rejected_rewards, nll, pair_shares, args.dtype)
+    if args.answer_coef:                                             # each example has two items: its pairs, an answer
+        answer_nll = -logps[1::2].sum(1) / lengths[1::2].sum(1)                                   # (examples,)
+        answer_loss = (answer_nll * num_pairs * shares).sum()        # for each pair as much
+        loss = loss + args.answer_coef * answer_loss
+        numbers["answer_nll"] = answer_loss.item()
+    return loss, numbers
 
 
 def clipped_objective(logps, sampled_logps, advantages, clip, kl_coef):
@@ -495,6 +503,41 @@ def pair_examples(pairs, tokenizer, together, no_tree):
     return examples
 
 
+def answer_items(trajectories, tokenizer):
+    """An item of the last turn of each successful trajectory, whose action tokens are those that state the answer: not
+    that the agent answers, but what."""
+    items = []
+    for trajectory in trajectories:
+        if not domain_of(trajectory["task"]).outcome(trajectory) == 1:
+            continue
+        prompt, action = common.agent_turns(tokenizer, trajectory)[-1]
+        first = answer_begin(tokenizer, action, trajectory["answer"].strip())
+        if first is not None:
+            [row] = common.candidate_rows(tokenizer, prompt, [action], no_tree=True)
+            num_read = len(row.ids) - len(action) + first
+            turns = [-1] * num_read + [0] * (len(row.ids) - num_read)
+            items.append([row._replace(turns=turns)])
+    return items
+
+
+def answer_begin(tokenizer, action, answer):
+    """From which token of an action (ids) its text still holds the `answer`; None where it does not hold it."""
+    for first in reversed(range(len(action))):
+        if answer in tokenizer.decode(action[first:], skip_special_tokens=True):
+            return first
+    return None
+
+
+def with_answers(examples, trajectories, tokenizer, args):
+    """The examples, each with a second item: one of the answer_items, drawn at random."""
+    items = [item for item in answer_items(trajectories, tokenizer) if common.item_length(item) <= args.max_length]
+    say(f"{len(items):,} right answers of {len(trajectories):,} trajectories (--answer-coef)")
+    if not items:
+        raise InputError(f"{args.trajectories}: --answer-coef: no successful dialogue whose last turn states an answer")
+    rng = random.Random(args.seed)
+    return [example._replace(items=[*example.items, rng.choice(items)]) for example in examples]
+
+
 def mtdpo_examples(trajectories, tokenizer, args):
     """Examples of pairs of trajectories: two items, each one action, because a dialogue is compared as a whole."""
     groups = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap)
@@ -636,6 +679,8 @@ def parse_args(argv=None):
                        "used (the paper's tenth is of 15,000; with few hundred take all: 1)")
     group.add_argument("--num-candidates", type=num_samples_flag, default=16, help="actions sampled a turn")
     group.add_argument("--pairs-per-turn", type=positive_int, default=4, help="DPO pairs a turn")
+    group.add_argument("--answer-coef", type=non_negative_float, default=0.0, help="weight of the mean NLL of logged "
+                       "right answers")
     group.add_argument("--temperature", type=temperature_flag, default=1.0, help="of the candidates")
     group.add_argument("--max-new-tokens", type=num_tokens_flag, default=1024, help="tokens of a candidate")
     group.add_argument("--candidates", type=text_flag, metavar="FILE", help="candidates.jsonl of another run of the "
@@ -656,7 +701,7 @@ def parse_args(argv=None):
     if args.critic and args.method not in ("sweet", "grpo"):
         parser.error("--critic goes with --method sweet and grpo")
     if args.method != "sweet":
-        for flag in ("candidates", "sampler", "pairs_together"):
+        for flag in ("candidates", "sampler", "pairs_together", "answer_coef"):
             if getattr(args, flag):
                 parser.error(f"--{flag.replace('_', '-')} goes with --method sweet")
     elif args.critic is None:
@@ -722,7 +767,7 @@ def main(argv=None):
         return
     lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
     check_track(args.track)
-    if args.method in ("rft", "mtdpo", "grpo"):
+    if args.method in ("rft", "mtdpo", "grpo") or args.answer_coef:
         out = pathlib.Path(args.out)
         common.fill_rewards(trajectories, functools.partial(common.world, domain, args, f"{out}.images", out.parent))
     is_fresh = args.model == "tiny" and args.method == "sft"
@@ -742,6 +787,8 @@ def main(argv=None):
     costs, works = Costs(args.out, run.device, folder=True), []
     if args.method == "sweet":
         examples = sweet_examples(states, critic, tokenizer, args, run, works)
+        if args.answer_coef:
+            examples = with_answers(examples, trajectories, tokenizer, args)
         costs.record(works)
     if args.method == "grpo":
         examples = with_advantages(examples, critic, tokenizer, args, run, works)
