@@ -9,6 +9,7 @@
 #     released         SWEET with all turns, ranked with a reference that does not see c, as the published code does
 #     blind            SWEET with all turns, its critic trained with such a reference, too
 #     untrained        the base model with such a reference in place of a critic
+#     answers          as released, and the likelihood of logged right answers as a further term (04 --answer-coef 1)
 # The arms with all turns choose from the same candidates, whose sampling 05 does not count as theirs (it says so); what
 # it costs is in candidates@N/costs.json. Two processes of one thread at a time.
 # The arms with all turns are played with at most MOST_ALL_TURNS dialogues (320): their cost grows with the turns.
@@ -25,19 +26,19 @@ set_up_domain
 search=${SEARCH:-} results=${OUT:-out} all=$((4 * ${TRAIN_TASKS:-$num_train}))
 [ $domain = backend ] || results=$results/$domain
 results=$results/efficiency
-arms=${ARMS:-rft mtdpo tenth untrained printed released blind} most_all_turns=${MOST_ALL_TURNS:-320}
+arms=${ARMS:-rft mtdpo tenth untrained printed released blind answers} most_all_turns=${MOST_ALL_TURNS:-320}
 if [ "$search" ]; then
     results=$results-search sizes=${SIZES:-320} seeds=${*:-9} samples=1
 else
     sizes=${SIZES:-80 160 320 800 $all} seeds=${*:-10 11 12 13 14} samples=${SAMPLES:-2}
 fi
 for name in $arms; do
-    [[ $name =~ ^(rft|mtdpo|tenth|untrained|printed|released|blind)$ ]] ||
+    [[ $name =~ ^(rft|mtdpo|tenth|untrained|printed|released|blind|answers)$ ]] ||
         { echo "error: ARMS: no arm $name" >&2; exit 2; }
 done
 
-# Flags of an arm for at most 800 dialogues, and for more. Not searched yet: those of scripts/rounds.sh and of run.sh,
-# and for SWEET with all turns those of the first look (docs/results.md).
+# Flags of an arm for at most 800 dialogues, and for more. mtdpo, released, blind, printed and answers: the best of the
+# search (docs/grid_efficiency.csv, docs/grid_efficiency_sql.csv). The others: those of scripts/rounds.sh and run.sh.
 arm_flags() {                                                        # ARM SIZE
     local few=
     [ "$2" -gt 800 ] || few=1
@@ -48,7 +49,7 @@ arm_flags() {                                                        # ARM SIZE
         sql-rft-*) echo ${few:+--lr 1e-3} ;;
         sql-mtdpo-*) echo ${few:+--epochs 4} ;;
         sql-tenth-*) ;;
-        backend-*) ;;                                                # 3e-5, as chain.sh has it
+        backend-* | sql-answers-*) ;;                                # 3e-5, as chain.sh has it
         sql-*) echo --lr 1e-5 ;;
     esac
 }
@@ -87,6 +88,7 @@ sweet_flags() {                                                      # ARM SIZE
     case $1 in
         tenth | printed) echo --critic "$out/critic@$2" ;;
         released) echo --critic "$out/critic@$2" --reference blind ;;
+        answers) echo --critic "$out/critic@$2" --reference blind --answer-coef 1 ;;
         blind) echo --critic "$out/critic-blind@$2" ;;
         untrained) echo --critic untrained --reference blind ;;
     esac
@@ -96,9 +98,9 @@ sweet_flags() {                                                      # ARM SIZE
 prepare() {                                                          # SEED SIZE ARM…: critics and candidates
     seed=$1 out=$results/seed$1
     local size=$2 needed=" ${*:3} "
-    [[ ! $needed =~ \ (tenth|printed|released)\  ]] || critic "critic@$size" --num-trajectories "$size"
+    [[ ! $needed =~ \ (tenth|printed|released|answers)\  ]] || critic "critic@$size" --num-trajectories "$size"
     [[ ! $needed =~ \ blind\  ]] || critic "critic-blind@$size" --num-trajectories "$size" --reference blind
-    [[ ! $needed =~ \ (untrained|printed|released|blind)\  ]] ||
+    [[ ! $needed =~ \ (untrained|printed|released|blind|answers)\  ]] ||
         step "candidates@$size" train 04_train_policy.py --method sweet $sweet_settings --critic oracle \
             --data-frac 1 --num-trajectories "$size" --max-steps 1 --out "$out/candidates@$size"
 }
