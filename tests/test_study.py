@@ -186,18 +186,26 @@ def test_every_method_is_searched_over_as_many_settings(call, flags, number, tes
     assert not any(test_tasks in command["words"] for command in commands)
 
 
+FILES = "out", "critic", "candidates", "trajectories", "num_trajectories", "seed"
+
+
 @pytest.mark.parametrize("flags", [[], ["--domain", "frontend"], ["--domain", "sql"]])
-def test_the_search_tries_what_run_sh_uses(call, flags):
-    """For each method one of the settings is that of run.sh, with all that is not searched."""
+def test_the_search_tries_what_the_scripts_use(call, flags):
+    """For each method one of the settings is that of the script, with all that is not searched. run.sh has 320
+    dialogues of functions and queries, as the search of efficiency.sh, study.sh those of tune.sh."""
     def trained(commands):
         for command in commands:
             words = command["words"]
             if words[0].startswith("04") and "--max-steps" not in words:
                 args = vars(stage(4).parse_args(words[1:]))
-                yield {key: value for key, value in args.items() if key not in ("out", "critic", "candidates")}
-    used, tried = list(trained(call("run.sh", *flags))), list(trained(call("scripts/tune.sh", *flags)))
-    assert {args["method"] for args in used} == {"sweet", "mtdpo", "rft"}
-    assert [args for args in used if args not in tried] == []
+                yield {key: value for key, value in args.items() if key not in FILES}
+    few = list(trained(call("scripts/efficiency.sh", *flags, SEARCH="1"))) if "frontend" not in flags else []
+    of_run_sh = list(trained(call("run.sh", *flags)))                # tune.sh reads its dialogues
+    many = list(trained(call("scripts/tune.sh", *flags)))
+    of_study = list(trained(call("scripts/study.sh", *flags, "0", ROWS=""))) if few else []
+    for used, tried in ((of_run_sh, few or many), (of_study, many)):
+        assert {args["method"] for args in used} == ({"sweet", "mtdpo", "rft"} if used else set())
+        assert [args for args in used if args not in tried] == []
 
 
 def test_other_critics_are_searched_over_as_many_settings(call):
@@ -352,7 +360,7 @@ def after(words, flag):
 
 def test_efficiency_gives_every_arm_the_same_dialogues(call):
     commands = call("scripts/efficiency.sh", "10", "11", SIZES="80 320")
-    arms = ("rft", "mtdpo", "tenth", "untrained", "printed", "released", "blind")
+    arms = ("rft", "mtdpo", "tenth", "untrained", "printed", "released", "blind", "answers")
     for seed in (10, 11):
         for size in ("80", "320"):
             words = {arm: flags_of(commands, f"seed{seed}/{arm}@{size}") for arm in arms}
@@ -364,9 +372,12 @@ def test_efficiency_gives_every_arm_the_same_dialogues(call):
             assert {after(own, "--data-frac") for own in of_all_turns} == {"1"}
             assert len({after(own, "--candidates") for own in of_all_turns}) == 1
             assert after(words["tenth"], "--candidates") is None and after(words["tenth"], "--data-frac") is None
-            assert [after(words[arm], "--reference") for arm in arms[2:]] == [None, "blind", None, "blind", None]
+            assert [after(words[arm], "--reference") for arm in arms[2:]] == [
+                None, "blind", None, "blind", None, "blind"]
             assert [pathlib.Path(after(words[arm], "--critic")).name for arm in arms[2:]] == [
-                f"critic@{size}", "untrained", f"critic@{size}", f"critic@{size}", f"critic-blind@{size}"]
+                f"critic@{size}", "untrained", f"critic@{size}", f"critic@{size}", f"critic-blind@{size}",
+                f"critic@{size}"]
+            assert [after(words[arm], "--answer-coef") for arm in arms[2:]] == [None] * 5 + ["1"]
             assert after(flags_of(commands, f"seed{seed}/critic-blind@{size}"), "--reference") == "blind"
     report = flags_of(commands, "report-10-11")
     assert after(report, "--baseline") == "mtdpo@320" and "--costs" in report
