@@ -203,8 +203,7 @@ def main(argv=None):
         tokenizer, show = load_tokenizer(args.model), None
     train, examples, ref_examples = critic_examples(trajectories, train, tokenizer, show, args)
     _, test_examples, ref_test_examples = critic_examples(trajectories, test, tokenizer, show, args, needed=False)
-    # what a value head learns
-    returns = [float(domain.outcome(trajectories[group[0]])) for group in train]
+    value_labels = [float(domain.outcome(trajectories[group[0]])) for group in train]      # what a value head learns
     if not visual:
         begin_output(args, args.out, inputs, training.FILES)
     costs, works = Costs(args.out, run.device, folder=True), []
@@ -238,7 +237,7 @@ def main(argv=None):
             values = scorer(batch)                                  # (items, M): a value for each turn
             shares = weights / len(batch_examples)                  # (examples,)
             if args.head == "value":
-                labels = torch.tensor([returns[i] for i in micro], device=run.device)               # (examples,)
+                labels = torch.tensor([value_labels[i] for i in micro], device=run.device)          # (examples,)
                 loss, numbers = value_batch_loss(values, labels, batch.lengths, shares)
             else:
                 ref_values = common.padded_scores([ref_scores[i] for i in micro], run.device)      # (items, M)

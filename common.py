@@ -416,7 +416,7 @@ def collate(items, device="cpu"):
 
 
 def tree_mask(is_token, branches):
-    """Which tokens (third axis) each token (fourth) sees, (R, 1, T, T) bool: those before it of its own branch and of
+    """Which tokens (fourth axis) each token (third) sees, (R, 1, T, T) bool: those before it of its own branch and of
     the prompt. is_token (R, T): 1, or 0 where padded; branches (R, T): the number of the action, -1 of the prompt."""
     width = branches.shape[1]
     is_prompt = branches[:, None, :] == -1                                                # (R, 1, T)
@@ -645,7 +645,8 @@ def load_whole(device, dtype="float32"):
 # critics: loading, and the score of an action, whatever the critic's kind
 
 def turn_advantages(values, ref_values, lengths, normalize):
-    """Eq. 3. values, ref_values (turn_scores under critic and reference), lengths: (B, M), 0 where a turn is missing.
+    """Eq. 3. values, ref_values (what a Scorer says under critic and reference), lengths: (B, M), 0 where a turn is
+    missing.
     Returns (B, M) contributions whose sum over M is the score of a trajectory.
     normalize "turn": each turn's mean; "trajectory": one mean over all agent tokens; "none": no mean."""
     logratios = values - ref_values                                                 # (B, M)

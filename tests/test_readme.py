@@ -232,10 +232,21 @@ def test_the_tables_and_the_picture_show_the_same_figures():
         [whole] = [row for row in rows if row["method"] == method and row["seed"] == "all"]
         mean, low, high = (f"{float(whole[key]):.3f}"[1:] for key in ("success", "low", "high"))
         assert len(seeds) == 10 and abs(sum(seeds) / 10 - float(whole["success"])) < 0.0006
-        for page in ("README.md", "docs/results.md"):
-            assert re.search(rf"^\| {method} \| (\*\*)?{mean}(\*\*)? \[{low}, {high}\]", PAGES[page], re.MULTILINE)
+        row = rf"^\| {method} \| (\*\*)?{mean}(\*\*)? \[{low}, {high}\]"
+        assert re.search(row, PAGES["docs/results.md"], re.MULTILINE)
         cells = " | ".join(f"{value:.3f}"[1:] for value in seeds)
         assert f"| {method} | {cells} |" in PAGES["docs/results.md"]
+
+
+def test_the_tables_of_few_dialogues_show_the_figures_of_their_picture():
+    with open(ROOT / "docs" / "efficiency.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["method"] for row in rows} >= {"multi-turn DPO", "SWEET-RL, all turns"}
+    for row in rows:
+        mean, low, high = (f"{float(row[key]):.3f}"[1:] for key in ("success", "low", "high"))
+        line = rf"^\| {row['method']} \| {int(row['dialogues']):,} \| (\*\*)?{mean}(\*\*)? \[{low}, {high}\]"
+        for page in ("README.md", "docs/results.md"):
+            assert re.search(line, PAGES[page], re.MULTILINE) or page == "README.md" and row["dialogues"] == "80"
 
 
 def commands_of(environment, folder):
