@@ -1,4 +1,5 @@
 """LoRA in 03 and 04: what is trained, the model without its adapter, adapter folders, whole models, bad flags."""
+import dataclasses
 import functools
 import json
 import math
@@ -13,12 +14,14 @@ import common
 from colbench import backend
 from conftest import read, refused, ROOT, stage, succeed
 from lib import adapters
-from lib.models import load_model, weights_fingerprint
-from lib.runtime import InputError, Runtime
+from lib.models import load_model, lora_config, Sharding, weights_fingerprint
+from lib.runtime import InputError, start
 from lib.training import Checkpoints
 
 BASE = ROOT / "models" / "tiny"
 LORA = ["--lora", 4, "--lora-alpha", 8]
+SHARDING = Sharding(dtype="float32", replicate=1, activation_checkpointing=False, out="unused", seed=0)
+AN_ITEM = [[common.Row([5, 6, 7, 8, 9, 10, 11], [-1, -1, 0, 0, 1, 1, 1], 2)]]
 
 
 def flags(workspace, out, *more):
@@ -37,7 +40,13 @@ def points_of(workspace):
 
 
 def a_batch():
-    return common.collate([[common.Row([5, 6, 7, 8, 9, 10, 11], [-1, -1, 0, 0, 1, 1, 1], 2)]])
+    return common.collate(AN_ITEM)
+
+
+def values_of(model):
+    """What a transformers model says of AN_ITEM's turns."""
+    with torch.no_grad():
+        return common.Scorer(model)(a_batch())
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +86,7 @@ def test_the_adapter_alone_is_trained_and_kept_in_states(workspace, tmp_path, mo
     stage(3).main([str(x) for x in flags(workspace, tmp_path / "c", "--dtype", "bfloat16", "--max-steps", 1,
                                          "--save-every", 1, "--head", "regression")])
     trained = {name for name, parameter in kept["parameters"].items() if parameter.requires_grad}
-    assert trained == set(kept["model"]) and all(".lora_" in name or "turn_head" in name for name in trained)
+    assert trained == set(kept["model"]) and all(".lora_" in name or name.startswith("head.") for name in trained)
     assert len(trained) == 3 * 7 * 2 + 2
     for name, parameter in kept["parameters"].items():
         assert parameter.dtype == (torch.float32 if name in trained else torch.bfloat16), name
@@ -117,26 +126,35 @@ def test_ranks_and_checkpointing_change_nothing_but_the_last_digits(workspace, t
 
 # --- the model without its adapter
 
-def test_without_its_adapter_a_critic_is_its_base_bit_for_bit(critic, tiny, workspace, tmp_path):
-    """Whole and split over ranks; with the adapter it is another model, and one copy of it is in memory."""
-    runtime = Runtime(0, 1, torch.device("cpu"))
-    args = stage(4).parse_args([str(x) for x in policy_flags(workspace, tmp_path / "x")])
-    items = [[common.Row([5, 6, 7, 8, 9, 10, 11], [-1, -1, 0, 0, 1, 1, 1], 2)]]
-    expected = common.turn_scores_of(tiny[0], items, 4096, "cpu")[0]
-    for load in (common.load_whole("cpu"), functools.partial(common.load_sharded, runtime=runtime, args=args)):
+def check_reference_is_the_base(critic, expected):
+    """With the adapter it is another model, and one copy of it is in memory."""
+    reference, scorer = critic["reference"], critic["model"]
+    assert reference.scorer is scorer and len(common.works_of(critic)) == 1
+    for _ in range(2):                                              # on again, and off again
+        values = common.turn_scores_of(scorer, AN_ITEM, 4096, "cpu")[0]
+        ref_values = common.turn_scores_of(reference, AN_ITEM, 4096, "cpu")[0]
+        assert torch.equal(ref_values, expected) and (values - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_without_its_adapter_a_critic_is_its_base_bit_for_bit(critic, tiny, dtype):
+    """Whole, and as it is loaded for training: in bfloat16 by FSDP2."""
+    sharding = dataclasses.replace(SHARDING, dtype=dtype)
+    load_split = functools.partial(common.load_scorer, run=start(0), sharding=sharding)
+    for load in (common.load_whole("cpu", dtype), load_split):
+        expected = common.turn_scores_of(load(str(BASE)), AN_ITEM, 4096, "cpu")[0]
+        if dtype == "float32":
+            assert torch.equal(expected, common.turn_scores_of(common.Scorer(tiny[0]), AN_ITEM, 4096, "cpu")[0])
         loaded = common.load_critic(common.read_critic(critic[0], tiny[1], backend), load)
-        assert loaded["reference"].model is loaded["model"] and loaded["reference"].work["flops"] == 0
-        for _ in range(2):                                          # on again, and off again
-            own, ref = (common.turn_scores_of(loaded[which], items, 4096, "cpu")[0] for which in ("model", "reference"))
-            assert torch.equal(ref, expected) and (own - expected).abs().max() > 1e-3
+        check_reference_is_the_base(loaded, expected)
 
 
-def test_an_untrained_adapter_scores_every_candidate_0(workspace, tiny, tmp_path):
-    args = stage(3).parse_args([str(x) for x in flags(workspace, tmp_path / "x")])
-    model = common.load_sharded(str(BASE), Runtime(0, 1, torch.device("cpu")), args, adapters.lora_config(args))
-    critic = {"model": model, "reference": adapters.without_adapter(model), "privileged": True, "normalize": "turn"}
+def test_an_untrained_adapter_scores_every_candidate_0(workspace, tiny):
+    config = lora_config(str(BASE), 4, 8, None, False)
+    scorer = common.load_scorer(str(BASE), start(0), SHARDING, config)
+    critic = {"model": scorer, "reference": adapters.without_adapter(scorer), "privileged": True, "normalize": "turn"}
     assert common.score_actions(critic, tiny[1], points_of(workspace), 4096, "cpu") == [[0.0, 0.0, 0.0]]
-    started = adapters.adapter_parameters(model)
+    started = adapters.adapter_parameters(scorer.model)
     assert {".lora_A." in name for name, tensor in started.items() if tensor.abs().max() > 0} == {True}
 
 
@@ -147,12 +165,10 @@ def test_peft_reads_the_folder_and_finds_the_same_values(policy, tiny):
     config = json.loads((policy / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (4, 8, str(BASE))
     assert config["target_modules"] == sorted(config["target_modules"]) and len(config["target_modules"]) == 7
-    theirs, batch = AutoPeftModelForCausalLM.from_pretrained(policy).base_model.model.eval(), a_batch()
-    ours = load_model(str(policy), "cpu")[0]
-    with torch.no_grad():
-        values, base = common.turn_scores(ours, batch), common.turn_scores(tiny[0], batch)
-        torch.testing.assert_close(values, common.turn_scores(theirs, batch), atol=1e-4, rtol=1e-5)
-    assert (values - base).abs().max() > 1e-2
+    theirs = AutoPeftModelForCausalLM.from_pretrained(policy).base_model.model.eval()
+    values = values_of(load_model(str(policy), "cpu")[0])
+    torch.testing.assert_close(values, values_of(theirs), atol=1e-4, rtol=1e-5)
+    assert (values - values_of(tiny[0])).abs().max() > 1e-2
     assert not (policy / "model.safetensors").exists() and (policy / "chat_template.jinja").exists()
 
 
@@ -188,10 +204,8 @@ def test_bfloat16_keeps_small_adapters(policy, tiny, tmp_path, share):
         assert (found - expected).norm() < 0.01 * expected.norm(), name
         checked += 1
     assert checked == 21 and {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    with torch.no_grad():
-        values = common.turn_scores(model, a_batch())
-        expected = common.turn_scores(load_model(str(tmp_path / "small"), "cpu")[0], a_batch())
-    torch.testing.assert_close(values, expected, atol=0.3, rtol=0.02)
+    expected = values_of(load_model(str(tmp_path / "small"), "cpu")[0])
+    torch.testing.assert_close(values_of(model), expected, atol=0.3, rtol=0.02)
 
 
 def test_merging_after_bfloat16_writes_the_float32_base_and_the_adapter(workspace, tmp_path, tiny, capsys):
@@ -242,7 +256,7 @@ def test_a_head_is_trained_beside_the_adapter(workspace, tmp_path, tiny, head):
     succeed("03_train_critic.py", *flags(workspace, out, "--head", head))
     assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
     loaded = common.load_critic(common.read_critic(out, tiny[1], backend), common.load_whole("cpu"))
-    assert loaded["reference"] is None and loaded["model"].turn_head.weight.abs().max() > 1e-3
+    assert loaded["reference"] is None and loaded["model"].head.weight.abs().max() > 1e-3
     assert max(tensor.abs().max().item() for key, tensor in adapter(out).items() if "lora_B" in key) > 1e-3
     scores, = common.score_actions(loaded, tiny[1], points_of(workspace), 4096, "cpu")
     assert len(set(scores)) == 3

@@ -15,11 +15,11 @@ import common
 from colbench import frontend
 from colbench.browser import BrowserThread, Render
 from conftest import read, refused, ROOT, stage, succeed
-from lib.models import add_head, load_model, work_of
+from lib.models import work_of
 from lib.runtime import InputError
 from lib.servers import said
 from lib.training import Checkpoints
-from lib.vision import load_processor, load_vision, read_images, vision_reply
+from lib.vision import hidden_states, load_processor, load_vision, read_images, vision_reply
 
 BASE = ROOT / "models" / "tiny"
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
@@ -36,13 +36,14 @@ def page(colour):
 def shower(folder):
     """show(pages) of a visual critic, as 03 and 04 make it: its screenshots go to a folder beside folder/x."""
     args = argparse.Namespace(out=folder / "x", unsafe_scorer=False, browser=None, similarity="clip", clip_model=None)
-    return functools.partial(common.show_documents, domain=frontend, args=args)
+    open_world = functools.partial(common.world, frontend, args, f"{args.out}.images", None, score=False)
+    return functools.partial(common.show_documents, domain=frontend, open_world=open_world)
 
 
-def view_row(processor, task, history, sent, number, shown, privileged):
+def turn_row(processor, task, history, sent, number, files, privileged):
     """The row of the turn after `history` that sends a page (None: only words)."""
     views = frontend.views(task, [*history, {"role": "assistant", "content": sent or "Which colour?"}], privileged)
-    return common.view_row(processor, views, number, shown)
+    return common.vision_row(processor, views, number, files)
 
 
 REFERENCE, WHITE, BLACK, RED = map(page, ("3366cc", "ffffff", "101010", "cc2222"))
@@ -97,11 +98,12 @@ def test_pictures_have_a_limit_of_pixels(vlm, tmp_path):
 
 @pytest.fixture(scope="module")
 def seeing(vlm, tmp_path_factory):
-    """(model, processor, show) with a head that is not 0."""
+    """(scorer, processor, show) with a head that is not 0."""
     images = tmp_path_factory.mktemp("images")
-    model, processor = load_model(str(vlm), "cpu")
-    torch.nn.init.normal_(add_head(model).weight, generator=torch.Generator().manual_seed(1))
-    return model, processor, shower(images)
+    model, processor = load_vision(str(vlm), "cpu")
+    scorer = common.Scorer(model, True, processor)
+    torch.nn.init.normal_(scorer.head.weight, generator=torch.Generator().manual_seed(1))
+    return scorer, processor, shower(images)
 
 
 @pytest.fixture(scope="module")
@@ -128,14 +130,14 @@ def test_a_row_by_hand(seeing):
     _, processor, show = seeing
     shown = show([REFERENCE, WHITE])
     history = [IDEA, {"role": "assistant", "content": WHITE}, {"role": "user", "content": "It is<|image_pad|> blue."}]
-    row = view_row(processor, TASK, history, WHITE, 3, shown, True)
+    row = turn_row(processor, TASK, history, WHITE, 3, shown, True)
     count = row.ids.count(processor.image_token_id)
     picture = f"<|vision_start|>{'<|image_pad|>' * (count // 2)}<|vision_end|>"
     assert 2 <= count <= 24 and processor.decode(row.ids) == (
         "<|im_start|>user\nA person wants a web page: A shop.\nLast they said: It is blue."
         f"\nThe page that they need:{picture}\nThe page that they get:{picture}<|im_end|>\n")
     assert row.turns == [3] * len(row.ids) and row.images == (shown[REFERENCE], shown[WHITE])
-    blind = view_row(processor, TASK, [IDEA], None, 0, {}, False)
+    blind = turn_row(processor, TASK, [IDEA], None, 0, {}, False)
     assert blind.images == (None,) and processor.decode(blind.ids) == (
         "<|im_start|>user\nA person wants a web page: A shop.\nThey get no page yet:<|vision_start|>"
         + "<|image_pad|>" * 4 + "<|vision_end|><|im_end|>\n")                              # 56 x 56 pixels
@@ -144,32 +146,43 @@ def test_a_row_by_hand(seeing):
              {"type": "image", "path": shown[WHITE]}]
     theirs = processor.apply_chat_template([{"role": "user", "content": parts}], tokenize=True, return_dict=True,
                                            return_tensors="pt")
-    ours = view_row(processor, TASK, [IDEA], WHITE, 0, shown, True)
+    ours = turn_row(processor, TASK, [IDEA], WHITE, 0, shown, True)
     assert ours.ids == theirs["input_ids"][0].tolist()
     pixels = read_images(processor, ours.images)
     assert all(torch.equal(pixels[name], theirs[name]) for name in pixels)
 
 
+def means_of_turns(scorer, batch):
+    """What the head sees of each turn, (B, M, H): a head for each number of a hidden state."""
+    hidden = hidden_states(scorer.model, scorer.processor, batch)                         # (R, T, H)
+    means = []
+    for row in torch.eye(hidden.shape[-1]):
+        one_number = types.SimpleNamespace(weight=row[None], bias=torch.zeros(1))
+        means.append(common.turn_values(one_number, hidden, batch))                       # (B, M)
+    return torch.stack(means, -1)
+
+
 def test_the_head_sees_the_mean_over_all_tokens_and_padding_changes_nothing(seeing):
-    model, processor, show = seeing
+    scorer, processor, show = seeing
     shown = show([REFERENCE, WHITE, RED])
     long = [IDEA, {"role": "assistant", "content": RED}, {"role": "user", "content": "No, make it white, please."}]
-    items = [[view_row(processor, TASK, [IDEA], RED, 0, shown, True),
-              view_row(processor, TASK, long, WHITE, 1, shown, True)],
-             [view_row(processor, TASK, [IDEA], None, 0, shown, False)]]
+    items = [[turn_row(processor, TASK, [IDEA], RED, 0, shown, True),
+              turn_row(processor, TASK, long, WHITE, 1, shown, True)],
+             [turn_row(processor, TASK, [IDEA], None, 0, shown, False)]]
     with torch.no_grad():
         batch = common.collate(items)
-        means = common.turn_means(model, batch)                                                       # (2, 2, H)
+        means, values = means_of_turns(scorer, batch), scorer(batch)                      # (2, 2, H), (2, 2)
         for item, turn in ((0, 0), (0, 1), (1, 0)):
             row = items[item][turn]
             inputs = {"input_ids": torch.tensor([row.ids]), **read_images(processor, row.images)}
             inputs["mm_token_type_ids"] = (inputs["input_ids"] == processor.image_token_id).int()
-            by_hand = model(**inputs, output_hidden_states=True).hidden_states[-1][0].mean(0)
+            by_hand = scorer.model(**inputs, output_hidden_states=True).hidden_states[-1][0].mean(0)
             torch.testing.assert_close(means[item, turn], by_hand, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(values[item, turn], scorer.head(by_hand)[0], atol=1e-5, rtol=1e-5)
         assert batch.lengths.tolist() == [[len(row.ids) for row in items[0]], [len(items[1][0].ids), 0]]
         assert means[1, 1].abs().max() == 0
-        for item, row in zip(items, common.turn_scores(model, batch)):
-            alone = common.turn_scores_of(model, [item], 1, "cpu")[0]
+        for item, row in zip(items, values):
+            alone = common.turn_scores_of(scorer, [item], 1, "cpu")[0]
             torch.testing.assert_close(alone, row[:len(item)], atol=1e-5, rtol=1e-5)
 
 
@@ -178,12 +191,12 @@ def state(*texts, task=TASK, history=(IDEA,)):
 
 
 def test_scores_follow_the_pictures_and_c_only_where_it_is_seen(seeing):
-    model, _, show = seeing
+    scorer, _, show = seeing
     other = {**TASK, "ground_truth": RED}
     after = [IDEA, {"role": "assistant", "content": WHITE}, {"role": "user", "content": "Nice."}]
 
     def scores(privileged, *states):
-        critic = {"visual": True, "privileged": privileged, "model": model, "show": show}
+        critic = {"visual": True, "privileged": privileged, "model": scorer, "show": show}
         return common.score_actions(critic, None, states, 4096, "cpu")
     thoughts = said(frontend, f"<think>{RED}</think>OUTPUT: {WHITE}")                  # as 02 and 04 make a state
     states = [state(WHITE, thoughts, BLACK, "no page"), state(WHITE, task=other),
@@ -193,10 +206,10 @@ def test_scores_follow_the_pictures_and_c_only_where_it_is_seen(seeing):
     assert again == last != white and abs(with_other - white) > 1e-4
     (white, *_), (with_other,), _ = scores(False, *states)
     assert white == with_other
-    weight = model.turn_head.weight.data.clone()
-    model.turn_head.weight.data.zero_()
+    weight = scorer.head.weight.data.clone()
+    scorer.head.weight.data.zero_()
     assert scores(True, *states) == [[0.0] * 4, [0.0], [0.0] * 2]                                     # untrained
-    model.turn_head.weight.data.copy_(weight)
+    scorer.head.weight.data.copy_(weight)
 
 
 def test_a_page_that_cannot_be_rendered_is_black_and_counted(seeing, monkeypatch, tmp_path, capsys):
@@ -331,7 +344,8 @@ def test_a_reply_to_pictures_is_the_likeliest(vlm, tmp_path):
             ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
     assert reply.ids == ids[0, inputs["input_ids"].shape[1]:].tolist() and reply.text == processor.decode(reply.ids)
     assert (reply.prompt_tokens, reply.completion_tokens) == (inputs["input_ids"].shape[1], len(reply.ids))
-    assert work_of(model)["generated_tokens"] == len(reply.ids) and work_of(model)["flops"] > 0
+    assert work_of(model)["generated_tokens"] == len(reply.ids)
+    assert work_of(model)["read_tokens"] == reply.prompt_tokens
 
 
 # --- bad input
@@ -359,5 +373,5 @@ def test_an_adapter_s_critic_that_sees_begins_at_log_2_and_loads(dialogues, vlm,
     succeed("03_train_critic.py", *flags(dialogues, vlm, out, "--lora", 4, "--epochs", 1))
     assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     critic = load(out, None)
-    assert critic["visual"] and critic["model"].turn_head.weight.abs().max() > 0
+    assert critic["visual"] and critic["model"].head.weight.abs().max() > 0
     assert (out / "adapter_model.safetensors").exists() and not (out / "model.safetensors").exists()
