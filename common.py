@@ -612,9 +612,11 @@ def reference_logps(folder, scorer, examples, max_tokens, device):
 def load_scorer(name, run, sharding, lora=None, has_head=False, kind=Scorer):
     """A Scorer for training, or for scoring with a model that is too large for one rank: split over the ranks.
     kind: a class derived from Scorer."""
-    processor = vision.load_processor(name) if models.reads_images(name) else None
+    processor, load = None, load_model
+    if models.reads_images(name):
+        processor, load = vision.load_processor(name), vision.load_vision
     build = functools.partial(kind, has_head=has_head, processor=processor)
-    scorer = models.load_sharded(name, run, sharding, lora, build)
+    scorer = models.load_sharded(name, run, sharding, lora, build, load)
     if has_head:
         scorer.reset_head()
     return scorer

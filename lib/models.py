@@ -155,7 +155,7 @@ def is_visual(model):
 def adapter_base(folder):
     """The name of the model that an adapter folder belongs to; InputError that says what to do where it is not here."""
     from transformers import AutoConfig
-    from_pretrained(AutoConfig, folder)
+    from_pretrained(AutoConfig, str(folder))
     return adapters.adapter_base(folder)
 
 
@@ -240,14 +240,15 @@ def check_replicate(replicate, num_ranks):
         raise InputError(f"--replicate {replicate} does not divide the {num_ranks} ranks")
 
 
-def load_sharded(name, run, sharding, lora, build):
+def load_sharded(name, run, sharding, lora, build, load):
     """A model for training in a module around it, split over the ranks (shard), each of which reads its own parts of
     the files. What the module adds to the model has no values yet.
 
     lora    None, or a LoraConfig: the model is kept in sharding.dtype, frozen, and gets a new adapter
-    build   makes the module of the model (common.Scorer)"""
+    build   makes the module of the model (common.Scorer)
+    load    reads a whole model and its tokenizer: load_model, or vision.load_vision"""
     from torch.distributed import checkpoint as dcp
-    folder = plain_weights(name, sharding.out)
+    folder = plain_weights(name, sharding.out, load)
     with torch.device("meta"):
         model = meta_model(folder, sharding.dtype if lora else "float32")
         if lora:
@@ -306,9 +307,10 @@ def stored_tensors(model):
             if name in saved and ".lora_" not in name]
 
 
-def plain_weights(name, out):
+def plain_weights(name, out, load=None):
     """A folder whose safetensors have the names of a model's own tensors, to be read in parts: the model's own folder
-    or, where it is kept otherwise (GGUF, renamed or merged weights), one in `out`/initial, which is written here."""
+    or, where it is kept otherwise (GGUF, renamed or merged weights), one in `out`/initial, which is written here.
+    load: as of load_sharded; None: it is there already."""
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
     folder = pathlib.Path(name)
@@ -327,7 +329,7 @@ def plain_weights(name, out):
         return str(folder)
     initial = pathlib.Path(out) / "initial" / hashlib.sha256(name.encode()).hexdigest()[:16]
     if is_main() and not (initial / "config.json").exists():
-        save_model(initial, *load_model(name, "cpu"))
+        save_model(initial, *load(name, "cpu"))
     barrier()
     return str(initial)
 
