@@ -10,6 +10,7 @@ import pytest
 
 import common
 from colbench import backend
+from colbench.dialogue import UNCLEAR
 from conftest import begin, Partial, rank_environments, read, refused, stage, succeed, wait
 from lib.engine import Engine
 from lib.models import load_tokenizer, stop_ids
@@ -135,7 +136,7 @@ def test_the_rule_based_human_knows_what_it_is_asked(workspace):
         history = [{"role": "user", "content": ""}, {"role": "assistant", "content": fact["questions"][0]}]
         assert asyncio.run(backend.World().rule_reply(task, history, random.Random(0))) in fact["replies"]
     history[-1]["content"] = "Hello!"
-    assert asyncio.run(backend.World().rule_reply(task, history, random.Random(0))) in backend.UNCLEAR
+    assert asyncio.run(backend.World().rule_reply(task, history, random.Random(0))) in UNCLEAR
 
 
 def test_same_seed_same_file_and_another_seed_another(workspace, tmp_path):

@@ -18,7 +18,7 @@ import colbench
 from colbench import backend
 from conftest import read, ROOT, stage
 
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted((ROOT / "examples").glob("colbench_*.py"))     # the others are forks: test_forks.py
 ENVIRONMENTS = os.environ.get("EXAMPLES")
 in_environments = pytest.mark.skipif(not ENVIRONMENTS, reason="bash tests/run.sh --examples")
 

@@ -141,8 +141,8 @@ def test_missing_rewards_are_computed(pages, tmp_path, capsys):
     rows, scored = read(pages / "offline.jsonl")[:6], read(pages / "offline.jsonl")[:6]
     for row in rows[1:]:
         del row["reward"]
-    common.fill_rewards(rows, frontend, argparse.Namespace(unsafe_scorer=False, browser=None, similarity="pixels",
-                                                           clip_model=None, out=tmp_path / "out"))
+    args = argparse.Namespace(unsafe_scorer=False, browser=None, similarity="pixels", clip_model=None)
+    common.fill_rewards(rows, lambda: common.world(frontend, args, tmp_path / "out.images", tmp_path))
     assert [row["reward"] for row in rows] == [row["reward"] for row in scored]
     assert "computed 5 missing rewards" in capsys.readouterr().out
 
