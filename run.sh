@@ -40,6 +40,6 @@ for name in base rft mtdpo sweet; do files+=("$name=$out/$name.jsonl"); done
 # Alone on the machine by now: both cores.
 export OMP_NUM_THREADS=2
 [ $domain = frontend ] || $py scripts/critics.py --trajectories "$out/base.jsonl" --gates $base --out "$out/gates"
-$py 05_evaluate.py "${files[@]}" --baseline mtdpo $similarity --critic "$out/critic" $credit \
+$py 05_evaluate.py "${files[@]}" --baseline mtdpo $similarity --critic "$out/critic" \
     --candidates "$out/sweet" --out "$report" | tee -a "$out/evaluate.log"
 echo "the page, with the credit of every turn: $report/report.html"

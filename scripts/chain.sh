@@ -56,20 +56,21 @@ set_up_domain() {
 
 # few_dialogues: 320 dialogues in place of all that set_up_domain plays, the turns of all of them, and the settings that
 # scripts/efficiency.sh found best for so many on validation tasks (docs/grid_efficiency.csv, docs/grid_efficiency_sql.csv).
-# `credit`: flags with which a critic scores: ranked with a reference that does not see c, as the published code does.
+# SWEET ranks with a reference that does not see c, as the published code does.
 few_dialogues() {
+    local ranked="--data-frac 1 --reference blind"
     case $domain in
         backend)
-            num_train=80 credit="--reference blind"
+            num_train=80
             rft_settings="--lr 3e-3 --epochs 4"
             mtdpo_settings="--lr 3e-4 --nll-coef 0.3 --epochs 4"
-            sweet_settings="--lr 3e-5 --nll-coef 0.3 --data-frac 1 $credit $sampling $sweet_batches" ;;
+            sweet_settings="--lr 3e-5 --nll-coef 0.3 $ranked $sampling $sweet_batches" ;;
         sql)
-            num_train=80 credit="--reference blind"
+            num_train=80
             rft_settings="--lr 1e-3 --epochs 4"
             mtdpo_settings="--lr 1e-4 --nll-coef 0.3 --epochs 4"
-            sweet_settings="--lr 1e-5 --nll-coef 0.3 --data-frac 1 $credit $sampling $sweet_batches" ;;
-        frontend) credit= ;;                                         # not searched: all of its dialogues
+            sweet_settings="--lr 3e-5 --nll-coef 0.3 --answer-coef 1 $ranked $sampling $sweet_batches" ;;
+        frontend) ;;                                                 # not searched: all of its dialogues
     esac
 }
 

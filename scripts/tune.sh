@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The search that chose the hyper-parameters of run.sh, on validation tasks: bash scripts/tune.sh [--domain NAME],
-# after run.sh with the same (whose offline dialogues it takes). Eight settings for each method, three with pages and
+# The search that chose the settings of many dialogues (study.sh; run.sh with pages), on validation tasks:
+# bash scripts/tune.sh [--domain NAME], after run.sh with the same (whose offline dialogues it takes: TRAIN_TASKS=800
+# bash run.sh, TRAIN_TASKS=500 with queries). Eight settings for each method, three with pages and
 # queries; test tasks are not touched. Writes out/tune/grid.csv, which is kept as docs/grid.csv, about 40 minutes on 2
 # cores; with pages out/frontend/tune/grid.csv and docs/grid_pages.csv, about 25; with queries out/sql/tune/grid.csv and
 # docs/grid_sql.csv.
