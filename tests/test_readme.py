@@ -193,7 +193,8 @@ def test_functions_that_the_pages_name_exist(name):
     (page, *found) for page, text in PAGES.items()
     for found in re.findall(r"\b([A-Z_]+)=\S* ?[\w\" ]*?bash (\S+\.sh)", text)])
 def test_settings_of_scripts_that_the_pages_name_exist(page, setting, script):
-    assert f"{{{setting}" in (ROOT / script).read_text()
+    sourced = (ROOT / "scripts" / "chain.sh").read_text()
+    assert f"{{{setting}" in (ROOT / script).read_text() + sourced
 
 
 def test_the_interface_of_a_domain_is_documented_whole():
