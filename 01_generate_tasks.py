@@ -365,9 +365,7 @@ def take_published(args):
     spread = low if low == high else f"{low} to {high}"
     say(f"kept {len(trajectories):,} of {len(rows):,} trajectories, {len(samples):,} of {len(ids):,} tasks, "
         f"{spread} samples a task")
-    open_world = functools.partial(common.world, DOMAINS[args.domain], args, f"{args.out}.images",
-                                   pathlib.Path(args.out).parent)
-    common.fill_rewards(trajectories, open_world)
+    common.fill_rewards(trajectories, common.scoring_world(DOMAINS[args.domain], args))
     write_system_prompt(pathlib.Path(f"{args.out}.system_prompt.txt"), trajectories)
     write_jsonl(args.out, trajectories)
 

@@ -175,9 +175,8 @@ def open_visual(domain, args):
     """(processor, show) of a model that reads images: `show` renders what it is shown (common.show_documents)."""
     check_visual_critic(args, domain)
     processor = load_processor(args.model)
-    open_world = functools.partial(common.world, domain, args, f"{args.out}.images", None, score=False)
     say(f"a visual critic; images are scaled to at most {processor.image_processor.size['longest_edge']:,} pixels")
-    return processor, functools.partial(common.show_documents, domain=domain, open_world=open_world)
+    return processor, common.renderer(domain, args)
 
 
 def main(argv=None):
@@ -193,7 +192,7 @@ def main(argv=None):
     lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
     check_track(args.track)
     out = pathlib.Path(args.out)
-    common.fill_rewards(trajectories, functools.partial(common.world, domain, args, f"{out}.images", out.parent))
+    common.fill_rewards(trajectories, common.scoring_world(domain, args))
     train, test = read_pairs(trajectories, args)
     visual = reads_images(args.model)
     if visual:

@@ -22,7 +22,7 @@ from lib.folders import check_critic, read_critic_json, render_chat
 from lib.models import add_work, encode, generation_cue, load_model, load_tokenizer, tokenizer_name
 from lib.runtime import barrier, broadcast, gather, InputError, is_main, read_json, read_jsonl, say, write_json
 from lib.schema import label, list_of, nullable, one_of, record, short_text, token_ids, whole
-from lib.training import longest_row
+from lib.training import item_length, longest_row
 
 # Flags that a World may take, and their values where they are not set
 WORLD_FLAGS = {"compat": False, "browser": None, "similarity": "clip", "clip_model": None}
@@ -38,6 +38,17 @@ def world(domain, args, images, rows_in, score=True, **more):
         if name not in domain.World.TAKES and options.get(name) not in (None, default):
             raise InputError(f"--{name.replace('_', '-')} does nothing for a {domain.NOUN}; leave it out")
     return domain.World(**{name: options[name] for name in domain.World.TAKES if name in options})
+
+
+def scoring_world(domain, args):
+    """Opens the World that scores answers for a stage that writes args.out, as fill_rewards takes it."""
+    return functools.partial(world, domain, args, f"{args.out}.images", pathlib.Path(args.out).parent)
+
+
+def renderer(domain, args):
+    """A visual critic's "show": show_documents by a World of this domain that need not score."""
+    open_world = functools.partial(world, domain, args, f"{args.out}.images", None, score=False)
+    return functools.partial(show_documents, domain=domain, open_world=open_world)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,7 +131,7 @@ def subset_of_tasks(trajectories, num_trajectories, seed):
 def fill_rewards(trajectories, open_world):
     """Give trajectories that have no "reward" (published ones may not) what World.score says, once for all ranks.
 
-    open_world: opens the World of their domain (world)."""
+    open_world: opens the World of their domain (scoring_world)."""
     unscored = [t for t in trajectories if not isinstance(t.get("reward"), (int, float))]
     if not unscored:
         return
@@ -359,11 +370,6 @@ def num_action_tokens(example):
         for row in item:
             number += sum(turn >= 0 for turn in row.turns)
     return number
-
-
-def item_length(item):
-    """The number of tokens of an item's longest row."""
-    return max(len(row.ids) for row in item)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -768,7 +774,7 @@ DecisionPoint = namedtuple("DecisionPoint", "prompt task history actions texts")
 def show_documents(documents, domain, open_world):
     """{document: its image file, None where it cannot be rendered}, rendered by rank 0 (World.show); for all ranks.
 
-    A visual critic's "show" is this function with domain and open_world (world, which need not score)."""
+    A visual critic's "show" is this function with domain and open_world (renderer)."""
     files = None
     if is_main():
         with open_world() as browser:

@@ -464,12 +464,10 @@ def sweet_examples(states, critic, tokenizer, args, run, works):
     """Examples of pairs of actions: run the three phases, or read what an earlier run left of them.
 
     A phase has its models for itself: those of the one before are gone."""
-    if args.candidates:
-        rows = read_candidates(args.candidates, states, tokenizer, args.num_candidates)
-    else:
-        rows = candidates_phase(states, tokenizer, args, run, works)
+    if not args.candidates:                                          # read_candidates has given them already
+        states = candidates_phase(states, tokenizer, args, run, works)
     gc.collect()
-    rows = scores_phase(rows, critic, tokenizer, args, run, works)
+    rows = scores_phase(states, critic, tokenizer, args, run, works)
     gc.collect()
     pairs, missing = pairs_phase(rows, args, run)
     fitting = drop_long_pairs(pairs, tokenizer, args.max_length)
@@ -508,9 +506,11 @@ def answer_items(trajectories, tokenizer):
     that the agent answers, but what."""
     items = []
     for trajectory in trajectories:
-        if not domain_of(trajectory["task"]).outcome(trajectory) == 1:
+        if domain_of(trajectory["task"]).outcome(trajectory) != 1:
             continue
-        prompt, action = common.agent_turns(tokenizer, trajectory)[-1]
+        history = trajectory["dialogue_history"]
+        last = max(i for i, turn in enumerate(history) if turn["role"] == "assistant")
+        [(prompt, action)] = common.agent_turns(tokenizer, trajectory, only=last)
         first = answer_begin(tokenizer, action, trajectory["answer"].strip())
         if first is not None:
             [row] = common.candidate_rows(tokenizer, prompt, [action], no_tree=True)
@@ -528,14 +528,19 @@ def answer_begin(tokenizer, action, answer):
     return None
 
 
-def with_answers(examples, trajectories, tokenizer, args):
-    """The examples, each with a second item: one of the answer_items, drawn at random."""
-    items = [item for item in answer_items(trajectories, tokenizer) if common.item_length(item) <= args.max_length]
+def read_answers(trajectories, tokenizer, args):
+    """The answer_items that are short enough; InputError where there is none."""
+    items = [item for item in answer_items(trajectories, tokenizer) if training.item_length(item) <= args.max_length]
     say(f"{len(items):,} right answers of {len(trajectories):,} trajectories (--answer-coef)")
     if not items:
         raise InputError(f"{args.trajectories}: --answer-coef: no successful dialogue whose last turn states an answer")
-    rng = random.Random(args.seed)
-    return [example._replace(items=[*example.items, rng.choice(items)]) for example in examples]
+    return items
+
+
+def with_answers(examples, answers, seed):
+    """The examples, each with a second item: one of the answers (read_answers), drawn at random."""
+    rng = random.Random(seed)
+    return [example._replace(items=[*example.items, rng.choice(answers)]) for example in examples]
 
 
 def mtdpo_examples(trajectories, tokenizer, args):
@@ -748,8 +753,7 @@ def open_critic(trajectories, tokenizer, args):
     line = common.reference_line(critic)
     if line:
         say(line)
-    open_world = functools.partial(common.world, domain, args, f"{args.out}.images", None, score=False)
-    critic["show"] = functools.partial(common.show_documents, domain=domain, open_world=open_world)
+    critic["show"] = common.renderer(domain, args)
     return critic
 
 
@@ -768,8 +772,7 @@ def main(argv=None):
     lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
     check_track(args.track)
     if args.method in ("rft", "mtdpo", "grpo") or args.answer_coef:
-        out = pathlib.Path(args.out)
-        common.fill_rewards(trajectories, functools.partial(common.world, domain, args, f"{out}.images", out.parent))
+        common.fill_rewards(trajectories, common.scoring_world(domain, args))
     is_fresh = args.model == "tiny" and args.method == "sft"
     if is_fresh:
         model, tokenizer = fresh_model([common.vocabulary_text(trajectory) for trajectory in trajectories])
@@ -780,6 +783,10 @@ def main(argv=None):
     critic = open_critic(trajectories, tokenizer, args) if args.critic else None
     if args.method == "sweet":
         states = read_states(trajectories, tokenizer, args)
+        if args.candidates:
+            states = read_candidates(args.candidates, states, tokenizer, args.num_candidates)
+        if args.answer_coef:
+            answers = read_answers(trajectories, tokenizer, args)
     else:
         examples = BASELINES[args.method](trajectories, tokenizer, args)
         examples = training.drop_long(examples, args.max_length, args.trajectories)
@@ -788,7 +795,7 @@ def main(argv=None):
     if args.method == "sweet":
         examples = sweet_examples(states, critic, tokenizer, args, run, works)
         if args.answer_coef:
-            examples = with_answers(examples, trajectories, tokenizer, args)
+            examples = with_answers(examples, answers, args.seed)
         costs.record(works)
     if args.method == "grpo":
         examples = with_advantages(examples, critic, tokenizer, args, run, works)

@@ -307,10 +307,10 @@ def stored_tensors(model):
             if name in saved and ".lora_" not in name]
 
 
-def plain_weights(name, out, load=None):
+def plain_weights(name, out, load=load_model):
     """A folder whose safetensors have the names of a model's own tensors, to be read in parts: the model's own folder
     or, where it is kept otherwise (GGUF, renamed or merged weights), one in `out`/initial, which is written here.
-    load: as of load_sharded; None: load_model."""
+    load: as of load_sharded."""
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
     folder = pathlib.Path(name)
@@ -329,7 +329,6 @@ def plain_weights(name, out, load=None):
         return str(folder)
     initial = pathlib.Path(out) / "initial" / hashlib.sha256(name.encode()).hexdigest()[:16]
     if is_main() and not (initial / "config.json").exists():
-        load = load or load_model
         save_model(initial, *load(name, "cpu"))
     barrier()
     return str(initial)

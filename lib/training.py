@@ -47,9 +47,14 @@ def fitting_numbers(examples, max_length, what, path=None):
     return numbers
 
 
+def item_length(item):
+    """The number of tokens of the longest row of an item."""
+    return max(len(row.ids) for row in item)
+
+
 def longest_row(example):
     """The number of tokens of the longest row of an example (common.Example)."""
-    return max(len(row.ids) for item in example.items for row in item)
+    return max(map(item_length, example.items))
 
 
 def show_samples(tokenizer, example):

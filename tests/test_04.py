@@ -337,6 +337,8 @@ def test_two_prompts_of_one_name_are_refused(workspace, tmp_path):
     line = refused(4, *oracle(tmp_path / "p.jsonl", tmp_path / "c", "--candidates", candidates))
     assert line.startswith(f"{candidates}: task {rows[0]['task_id']}, sample 0, turn 0: its candidates continue "
                            "another prompt")
+    refused(4, *oracle(tmp_path / "p.jsonl", tmp_path / "b", "--candidates", candidates, "--overwrite"))
+    assert (tmp_path / "b" / "COMPLETED").exists()                   # a bad file replaces nothing
     candidates.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "sample"}) + "\n"
                                   for row in read(candidates)))
     assert refused(4, *oracle(tmp_path / "p.jsonl", tmp_path / "d",
