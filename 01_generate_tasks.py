@@ -365,7 +365,8 @@ def take_published(args):
     spread = low if low == high else f"{low} to {high}"
     say(f"kept {len(trajectories):,} of {len(rows):,} trajectories, {len(samples):,} of {len(ids):,} tasks, "
         f"{spread} samples a task")
-    common.fill_rewards(trajectories, common.scoring_world(DOMAINS[args.domain], args))
+    open_world = common.scoring_world(DOMAINS[args.domain], args.out, common.world_flags(args))
+    common.fill_rewards(trajectories, open_world)
     write_system_prompt(pathlib.Path(f"{args.out}.system_prompt.txt"), trajectories)
     write_jsonl(args.out, trajectories)
 

@@ -638,7 +638,7 @@ def open_players(domain, system, device, args):
     if human and human.sees and args.reject_leaks:
         raise InputError("--reject-leaks: a local model that sees always says the same; use a server")
     out = pathlib.Path(args.out)
-    world = common.world(domain, args, f"{out}.images", out.parent, device=device)
+    world = common.world(domain, f"{out}.images", out.parent, common.world_flags(args), device)
     critic = None
     if args.best_of > 1 and not judge:
         critic = open_critic(domain, agent.tokenizer, device, args)

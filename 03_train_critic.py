@@ -36,7 +36,7 @@ import torch.nn.functional as F
 import common
 from colbench import ColBenchError, domain_of
 from lib import training
-from lib.arguments import add_training, argument_parser, REFERENCES, set_preset, share_flag
+from lib.arguments import add_training, argument_parser, positive_int, REFERENCES, set_preset, share_flag
 from lib.costs import Costs
 from lib.memory import dry_run
 from lib.models import load_tokenizer, lora_config, reads_images, Sharding, weights_fingerprint, work_of
@@ -110,7 +110,8 @@ PRESETS = {name: {"epochs": epochs, "dtype": "bfloat16", "activation_checkpointi
 def parse_args(argv=None):
     parser = argument_parser(__doc__)
     add_training(parser, max_length=8192)
-    parser.set_defaults(epochs=4, batch_size=8)
+    parser.add_argument("--epochs", type=positive_int, default=4, help="passes over the pairs")
+    parser.add_argument("--batch-size", type=positive_int, default=8, help="pairs a step, over all ranks")
     group = parser.add_argument_group("the critic")
     group.add_argument("--head", choices=["lm", "regression", "value"], default="lm",
                        help="what scores a turn, see above")
@@ -176,13 +177,13 @@ def open_visual(domain, args):
     check_visual_critic(args, domain)
     processor = load_processor(args.model)
     say(f"a visual critic; images are scaled to at most {processor.image_processor.size['longest_edge']:,} pixels")
-    return processor, common.renderer(domain, args)
+    return processor, common.renderer(domain, args.out, common.world_flags(args))
 
 
 def main(argv=None):
     args = parse_args(argv)
     if args.dry_run:
-        return dry_run(args, 1 if args.head == "value" else 2)
+        return dry_run(args, common.token_logps, 1 if args.head == "value" else 2)
     run = start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
@@ -192,7 +193,7 @@ def main(argv=None):
     lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
     check_track(args.track)
     out = pathlib.Path(args.out)
-    common.fill_rewards(trajectories, common.scoring_world(domain, args))
+    common.fill_rewards(trajectories, common.scoring_world(domain, args.out, common.world_flags(args)))
     train, test = read_pairs(trajectories, args)
     visual = reads_images(args.model)
     if visual:
@@ -220,7 +221,7 @@ def main(argv=None):
               "reference_fingerprint": weights_fingerprint(args.model),
               "held_out_pair_accuracy": None, "num_held_out_pairs": len(test_examples)}
     ref_scores = common.reference_logps(args.out, scorer, ref_examples + ref_test_examples, args.max_tokens, run.device)
-    optimizer = training.adamw(scorer, args.lr, args.adam_betas, args.weight_decay)
+    optimizer = training.adamw(scorer, args.lr, args.weight_decay)
     checkpoints = training.Checkpoints(args.out, scorer, optimizer)
     first = checkpoints.load()
     open_track = functools.partial(Track, args.track, args.out, vars(args))
@@ -244,7 +245,7 @@ def main(argv=None):
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
             num_tokens = training.num_tokens(micro_examples, weights)
             sums.update(loss=loss.item(), **numbers, num_tokens=num_tokens)
-        lr = training.learning_rate(step, len(batches), args.lr, args.warmup_frac, args.final_lr_frac)
+        lr = training.learning_rate(step, len(batches), args.lr, args.warmup_frac)
         tasks = [example.task_id for example in batch_examples]
         now = training.Step(step, len(batches), lr, tasks)
         numbers = training.optimizer_step(scorer, optimizer, sums, now, args.max_grad_norm, args.out)

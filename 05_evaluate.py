@@ -422,7 +422,8 @@ def main(argv=None):
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     worlds = []
     for compat in [False, True] if args.compat else [False]:
-        worlds.append(common.world(domain, args, out / "images", out / "scored", device=device, compat=compat))
+        flags = {**common.world_flags(args), "compat": compat}
+        worlds.append(common.world(domain, out / "images", out / "scored", flags, device))
     begin_output(args, out, inputs, output_files(paths))
     spent = Costs(out, folder=True)
 

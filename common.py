@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
+from torch.utils.checkpoint import checkpoint
 
 from colbench import ColBenchError, domain_of, task_id
 from lib import adapters, models, vision
@@ -24,30 +25,35 @@ from lib.runtime import barrier, broadcast, gather, InputError, is_main, read_js
 from lib.schema import label, list_of, nullable, one_of, record, short_text, token_ids, whole
 from lib.training import item_length, longest_row
 
-# Flags that a World may take, and their values where they are not set
-WORLD_FLAGS = {"compat": False, "browser": None, "similarity": "clip", "clip_model": None}
+# Flags that a World may take (add_world), and their values where they are not set
+WORLD_FLAGS = {"unsafe_scorer": False, "compat": False, "browser": None, "similarity": "clip", "clip_model": None}
 
 
-def world(domain, args, images, rows_in, score=True, **more):
-    """The World of a domain by the flags of add_world; without `score` it only shows documents.
+def world_flags(args):
+    """What WORLD_FLAGS are in the arguments of a stage; it need not have all of these flags."""
+    return {name: getattr(args, name, default) for name, default in WORLD_FLAGS.items()}
 
-    It is given what it TAKES. InputError for a flag that is set and that it does not take: it would do nothing."""
-    options = {"images": images, "rows_in": rows_in, "unsafe_scorer": args.unsafe_scorer, "browser": args.browser,
-               "similarity": args.similarity if score else None, "clip_model": args.clip_model, **more}
-    for name, default in WORLD_FLAGS.items():
-        if name not in domain.World.TAKES and options.get(name) not in (None, default):
+
+def world(domain, images, rows_in, flags, device="cpu"):
+    """The World of a domain, which is given what it TAKES. flags: world_flags.
+
+    InputError for a flag that is set and that it does not take: it would do nothing."""
+    takes = domain.World.TAKES
+    for name, value in flags.items():
+        if name not in (*takes, "unsafe_scorer") and value not in (None, WORLD_FLAGS[name]):
             raise InputError(f"--{name.replace('_', '-')} does nothing for a {domain.NOUN}; leave it out")
-    return domain.World(**{name: options[name] for name in domain.World.TAKES if name in options})
+    options = {**flags, "images": images, "rows_in": rows_in, "device": device}
+    return domain.World(**{name: options[name] for name in takes})
 
 
-def scoring_world(domain, args):
-    """Opens the World that scores answers for a stage that writes args.out, as fill_rewards takes it."""
-    return functools.partial(world, domain, args, f"{args.out}.images", pathlib.Path(args.out).parent)
+def scoring_world(domain, out, flags):
+    """Opens the World that scores answers for a stage that writes `out`, as fill_rewards takes it."""
+    return functools.partial(world, domain, f"{out}.images", pathlib.Path(out).parent, flags)
 
 
-def renderer(domain, args):
+def renderer(domain, out, flags):
     """A visual critic's "show": show_documents by a World of this domain that need not score."""
-    open_world = functools.partial(world, domain, args, f"{args.out}.images", None, score=False)
+    open_world = functools.partial(world, domain, f"{out}.images", None, {**flags, "similarity": None})
     return functools.partial(show_documents, domain=domain, open_world=open_world)
 
 
@@ -131,15 +137,19 @@ def subset_of_tasks(trajectories, num_trajectories, seed):
 def fill_rewards(trajectories, open_world):
     """Give trajectories that have no "reward" (published ones may not) what World.score says, once for all ranks.
 
-    open_world: opens the World of their domain (scoring_world)."""
+    open_world: opens the World of their domain (scoring_world). InputError where they cannot be scored here."""
     unscored = [t for t in trajectories if not isinstance(t.get("reward"), (int, float))]
     if not unscored:
         return
     verdicts = None
     if is_main():
-        with open_world() as scorer:
-            check_scale(trajectories, len(unscored), scorer.about)
-            verdicts = asyncio.run(scorer.score([(t["task"], t["answer"]) for t in unscored]))
+        try:
+            with open_world() as scorer:
+                check_scale(trajectories, len(unscored), scorer.about)
+                verdicts = asyncio.run(scorer.score([(t["task"], t["answer"]) for t in unscored]))
+        except ColBenchError as error:
+            raise InputError(f'{len(unscored):,} dialogues have no "reward": {error}. 05_evaluate.py has all flags of '
+                             "scoring; its scored/NAME.jsonl has the rewards") from None
     for trajectory, verdict in zip(unscored, broadcast(verdicts)):
         trajectory |= verdict
     say(f"computed {len(unscored):,} missing rewards")
@@ -331,22 +341,19 @@ def rows_of_trajectory(tokenizer, turns, privileged_info=None):
     return rows
 
 
-def candidate_rows(tokenizer, prompt, actions, no_tree=False):
-    """Rows of several actions (id lists) after one prompt (text), whose turn numbers are 0, 1, …: one tree, or with
-    `no_tree` a row for each with a prompt of its own.
+def actions_item(tokenizer, prompt, actions):
+    """The item of several actions (id lists) after one prompt (text): one row, a tree. Their turn numbers are 0, 1, …
 
-    For prompt "<u>hi<a>" and actions "who?<e>", "ok<e>" the tree is
+    For prompt "<u>hi<a>" and actions "who?<e>", "ok<e>" the row is
         ids    <u> hi <a> who ? <e> ok <e>
         turns   -1 -1  -1   0 0   0  1   1      shared = 3"""
-    read = encode(tokenizer, prompt)
-    marks = [-1] * len(read)
-    if no_tree:
-        return [Row(read + list(action), marks + [n] * len(action)) for n, action in enumerate(actions)]
-    ids = list(read)
-    for n, action in enumerate(actions):
+    ids = list(encode(tokenizer, prompt))
+    num_read = len(ids)
+    turns = [-1] * num_read
+    for number, action in enumerate(actions):
         ids += action
-        marks += [n] * len(action)
-    return [Row(ids, marks, shared=len(read))]
+        turns += [number] * len(action)
+    return [Row(ids, turns, shared=num_read)]
 
 
 def as_one_action(item):
@@ -382,7 +389,7 @@ def collate(items, device="cpu"):
     """Pad items (each a list of rows) on the right to one Batch:
 
     ids        (R, T) token ids, 0 where padded
-    mask       (R, T) 1 for tokens, or (R, 1, T, T) True where a token (third axis) sees another (fourth), for trees
+    mask       None, or if a row is a tree (R, 1, T, T) True where a token (third axis) sees another (fourth)
     positions  (R, T) position of each token; a tree's actions all begin where its prompt ends
     turns      (R, T) number of the agent turn, -1 for what is only read
     previous   (R, T) place of the token before
@@ -396,7 +403,6 @@ def collate(items, device="cpu"):
     num_turns = 1 + max(max(row.turns) for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     turns = torch.full((len(rows), width), -1)
-    mask = torch.zeros(len(rows), width, dtype=torch.long)
     positions = torch.arange(width).repeat(len(rows), 1)
     previous = positions - 1
     lengths = torch.zeros(len(items), num_turns)
@@ -404,33 +410,41 @@ def collate(items, device="cpu"):
         length = len(row.ids)
         ids[r, :length] = torch.tensor(row.ids)
         turns[r, :length] = torch.tensor(row.turns)
-        mask[r, :length] = 1
-        counts = torch.bincount(turns[r][turns[r] >= 0], minlength=num_turns)
+        is_action = turns[r] >= 0                                                         # (T,)
+        counts = torch.bincount(turns[r][is_action], minlength=num_turns)                 # (M,)
         lengths[owner] += counts
-        if row.shared is not None:                                                        # a tree
+        if row.shared is not None:                       # a tree: its actions lie in the order of their numbers
             begins = row.shared + counts.cumsum(0) - counts                               # (M,) where actions begin
-            acting = turns[r] >= 0
-            positions[r][acting] += row.shared - begins[turns[r][acting]]
-            previous[r][begins[counts > 0]] = row.shared - 1
-    is_tree = torch.tensor([row.shared is not None for row in rows])                      # (R,)
-    if is_tree.any():
-        mask = tree_mask(mask, torch.where(is_tree[:, None], turns, -1))
-    tensors = ids, mask, positions, turns, previous, torch.tensor(owners), lengths
+            positions[r, is_action] += row.shared - begins[turns[r, is_action]]
+            previous[r, begins[counts > 0]] = row.shared - 1
+    mask = tree_mask(rows, turns)
+    if mask is not None:
+        mask = mask.to(device)
+    owners = torch.tensor(owners)                                                         # (R,)
     sizes = [len(row.ids) for row in rows]
     images = [image for row in rows for image in row.images]
-    return Batch(*(tensor.to(device) for tensor in tensors), sizes, images)
+    return Batch(ids.to(device), mask, positions.to(device), turns.to(device), previous.to(device), owners.to(device),
+                 lengths.to(device), sizes, images)
 
 
-def tree_mask(is_token, branches):
-    """Which tokens (fourth axis) each token (third) sees, (R, 1, T, T) bool: those before it of its own branch and of
-    the prompt. is_token (R, T): 1, or 0 where padded; branches (R, T): the number of the action, -1 of the prompt."""
-    width = branches.shape[1]
+def tree_mask(rows, turns):
+    """Which tokens (fourth axis) each token (third) of a batch sees, (R, 1, T, T) bool. None where no row is a tree.
+
+    In a tree these are the tokens before it of its own action and of the prompt; else all tokens before it.
+    turns: (R, T), as of collate."""
+    is_tree = torch.tensor([row.shared is not None for row in rows])                      # (R,)
+    if not is_tree.any():
+        return None
+    width = turns.shape[1]
+    lengths = torch.tensor([len(row.ids) for row in rows])                                # (R,)
+    is_token = torch.arange(width) < lengths[:, None]                                     # (R, T)
+    branches = torch.where(is_tree[:, None], turns, -1)                                   # (R, T)
     is_prompt = branches[:, None, :] == -1                                                # (R, 1, T)
     same_branch = branches[:, None, :] == branches[:, :, None]                            # (R, T, T)
     is_before = torch.ones(width, width, dtype=torch.bool).tril()                         # (T, T)
     itself = torch.eye(width, dtype=torch.bool)         # padding sees itself: a softmax over nothing is NaN
-    seen = (is_prompt | same_branch) & is_before & ((is_token[:, None, :] == 1) | itself)
-    return seen[:, None]
+    sees = (is_prompt | same_branch) & is_before & (is_token[:, None, :] | itself)        # (R, T, T)
+    return sees[:, None]
 
 
 def batch_pairs(examples):
@@ -453,8 +467,6 @@ def chosen_and_rejected(values, pairs):
     chosen = values[pairs[:, 0, 0], pairs[:, 0, 1]]                                       # (P,)
     rejected = values[pairs[:, 1, 0], pairs[:, 1, 1]]                                     # (P,)
     return chosen, rejected
-
-
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -503,7 +515,7 @@ class Scorer(torch.nn.Module):
 def hidden_states(model, batch):
     """The last hidden state of each token, (R, T, H)."""
     mask = None                                   # rows are padded on the right: with causal attention no token sees it
-    if batch.mask.dim() == 4:                     # added to scores; as bool every layer would keep a copy like it
+    if batch.mask is not None:                    # added to scores; as bool every layer would keep a copy like it
         mask = torch.zeros_like(batch.mask, dtype=model.get_input_embeddings().weight.dtype)
         mask.masked_fill_(~batch.mask, -torch.inf)
     output = model.get_decoder()(input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions,
@@ -514,6 +526,36 @@ def hidden_states(model, batch):
 def action_tokens(batch):
     """(r, t), each (N,): the places of the action tokens of a batch."""
     return (batch.turns >= 0).nonzero(as_tuple=True)
+
+
+MAX_LOGITS = 2 ** 26                                                # in memory at a time
+
+
+def token_logps(projection, hidden, ids):
+    """Log-probabilities (N,) of the tokens `ids` (N,), each after the state `hidden` (N, H) of the token before it.
+
+    projection: the model's output projection. It is computed in float32, whatever its weights are in: in bfloat16 a
+    logit of 20 is rounded by .06, more than the advantages of many candidates differ."""
+    def logps_of(hidden, ids):
+        return -F.cross_entropy(float_logits(projection, hidden), ids, reduction="none")          # (n,)
+    return in_chunks(logps_of, projection, hidden, ids)
+
+
+def float_logits(projection, hidden):
+    bias = projection.bias
+    if bias is not None:
+        bias = bias.float()
+    return F.linear(hidden.float(), projection.weight.float(), bias)                              # (n, V)
+
+
+def in_chunks(function, projection, *tensors):
+    """function(*tensors) (N,) of tensors (N, …), in parts whose logits (n, V) are at most MAX_LOGITS numbers at a time,
+    and are made again in the backward pass."""
+    num_chunks = -(-len(tensors[0]) * projection.weight.shape[0] // MAX_LOGITS)
+    if num_chunks == 1:
+        return function(*tensors)
+    parts = [tensor.chunk(num_chunks) for tensor in tensors]
+    return torch.cat([checkpoint(function, *chunk, use_reentrant=False) for chunk in zip(*parts)])
 
 
 def turn_sums(batch, values):
@@ -528,7 +570,7 @@ def turn_logps(output_projection, hidden, batch):
     hidden: (R, T, H). The vocabulary projection runs at action tokens alone."""
     r, t = action_tokens(batch)
     before = hidden[r, batch.previous[r, t]]                                              # (N, H)
-    return turn_sums(batch, models.token_logps(output_projection, before, batch.ids[r, t]))
+    return turn_sums(batch, token_logps(output_projection, before, batch.ids[r, t]))
 
 
 def turn_values(head, hidden, batch):
@@ -786,7 +828,7 @@ def show_documents(documents, domain, open_world):
     return files
 
 
-def score_actions(critic, tokenizer, points, max_tokens, device, no_tree=False):
+def score_actions(critic, tokenizer, points, max_tokens, device):
     """The score A(o_t, a, c) of each action of DecisionPoints by a critic (load_critic) or a domain's oracle (its
     name), a list of floats for each point. Equal actions are scored once."""
     if isinstance(critic, str):
@@ -794,13 +836,15 @@ def score_actions(critic, tokenizer, points, max_tokens, device, no_tree=False):
     if critic.get("visual"):
         return visual_scores(critic, points, max_tokens, device)
     actions = [sorted(set(map(tuple, point.actions))) for point in points]
-    items = action_items(points, actions, tokenizer, critic["privileged"], no_tree)
+    items = action_items(points, actions, tokenizer, critic["privileged"])
     ref_items = items
     if ref_sees_c(critic) != critic["privileged"]:
-        ref_items = action_items(points, actions, tokenizer, False, no_tree)
+        ref_items = action_items(points, actions, tokenizer, privileged=False)
     values = turn_scores_of(critic["model"], items, max_tokens, device)
     ref_values = turn_scores_of(critic["reference"], ref_items, max_tokens, device)
-    normalize = "none" if critic["normalize"] == "none" else "turn"                 # one turn is all of a trajectory
+    normalize = critic["normalize"]
+    if normalize == "trajectory":                                    # an action is all that is scored here
+        normalize = "turn"
     scores = []
     for point, point_actions, value, ref_value in zip(points, actions, values, ref_values):
         lengths = torch.tensor([[len(action) for action in point_actions]])               # (1, A)
@@ -849,14 +893,14 @@ def ref_sees_c(critic):
     return critic["privileged"] and critic.get("reference_sees", "informed") == "informed"
 
 
-def action_items(points, actions, tokenizer, privileged, no_tree):
-    """Of each DecisionPoint the item (candidate_rows) of its `actions` after its prompt, which c may precede."""
+def action_items(points, actions, tokenizer, privileged):
+    """Of each DecisionPoint the item (actions_item) of its `actions` after its prompt, which c may precede."""
     items = []
     for point, point_actions in zip(points, actions):
         prompt = point.prompt
         if privileged:
             prompt = with_hidden_info(tokenizer, prompt, hidden_info(point.task))
-        items.append(candidate_rows(tokenizer, prompt, point_actions, no_tree))
+        items.append(actions_item(tokenizer, prompt, point_actions))
     return items
 
 

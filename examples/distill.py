@@ -57,9 +57,7 @@ from lib.engine import generate
 from lib.memory import dry_run
 from lib.models import (
     encode,
-    float_logits,
     fresh_model,
-    in_chunks,
     load_model,
     load_tokenizer,
     lora_config,
@@ -133,12 +131,12 @@ def token_kls(projection, hidden, teacher_projection, teacher_hidden, direction)
 
     "forward": KL(teacher || policy), which covers what the teacher does; "reverse": KL(policy || teacher)."""
     def kls_of(hidden, teacher_hidden):
-        policy = F.log_softmax(float_logits(projection, hidden), -1)                              # (n, V)
-        teacher = F.log_softmax(float_logits(teacher_projection, teacher_hidden), -1)             # (n, V)
+        policy = F.log_softmax(common.float_logits(projection, hidden), -1)                              # (n, V)
+        teacher = F.log_softmax(common.float_logits(teacher_projection, teacher_hidden), -1)             # (n, V)
         if direction == "forward":
             return (teacher.exp() * (teacher - policy)).sum(-1)
         return (policy.exp() * (policy - teacher)).sum(-1)
-    return in_chunks(kls_of, projection, hidden, teacher_hidden)
+    return common.in_chunks(kls_of, projection, hidden, teacher_hidden)
 
 
 class Distiller(common.Scorer):
@@ -158,6 +156,13 @@ def before_actions(model, batch):
     """The last hidden state of the token before each action token, (N, H)."""
     r, t = common.action_tokens(batch)
     return common.hidden_states(model, batch)[r, batch.previous[r, t]]
+
+
+def num_terms(example):
+    """Of how many terms an example gives a step's loss the sum: its pairs or, where turns are imitated, its tokens."""
+    if example.pairs:
+        return len(example.pairs)
+    return common.num_action_tokens(example)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -355,7 +360,7 @@ def score_candidates(rows, critic, tokenizer, args, device):
         texts = [candidate_says(row, candidate) for candidate in row["candidates"]]
         ids = [candidate["ids"] for candidate in row["candidates"]]
         points.append(common.DecisionPoint(row["prompt"], row["task"], row["history"], ids, texts))
-    scores = common.score_actions(critic, tokenizer, points, args.max_tokens, device, args.no_tree)
+    scores = common.score_actions(critic, tokenizer, points, args.max_tokens, device)
     scored = []
     for row, advantages in zip(rows, scores):
         if not all(map(math.isfinite, advantages)):
@@ -483,13 +488,13 @@ def sweet_examples(states, critic, tokenizer, args, run, works):
     if not fitting:
         raise InputError(f"{args.trajectories}: no examples to train on: {missing}, {len(pairs):,} are longer than "
                          f"--max-length {args.max_length}")
-    return pair_examples(fitting, tokenizer, args.pairs_together, args.no_tree)
+    return pair_examples(fitting, tokenizer, args.pairs_together)
 
 
-def pair_examples(pairs, tokenizer, together, no_tree):
+def pair_examples(pairs, tokenizer, together):
     """Examples of pairs of actions: one a pair or, with `together`, one of all pairs of a turn.
 
-    An example has one item, its prompt and all of its actions (common.candidate_rows)."""
+    An example has one item, its prompt and all of its actions (common.actions_item)."""
     groups = collections.defaultdict(list)
     for number, pair in enumerate(pairs):
         state = pair["task_id"], pair["sample"], pair["turn"], pair["prompt"]
@@ -505,7 +510,7 @@ def pair_examples(pairs, tokenizer, together, no_tree):
                     actions.append(action)
                 sides.append((0, actions.index(action)))             # item 0, and its turn
             example_pairs.append(tuple(sides))
-        item = common.candidate_rows(tokenizer, group[0]["prompt"], actions, no_tree)
+        item = common.actions_item(tokenizer, group[0]["prompt"], actions)
         examples.append(common.Example([item], example_pairs, group[0]["task_id"]))
     return examples
 
@@ -522,10 +527,9 @@ def answer_items(trajectories, tokenizer):
         [(prompt, action)] = common.agent_turns(tokenizer, trajectory, only=last)
         first = answer_begin(tokenizer, action, trajectory["answer"].strip())
         if first is not None:
-            [row] = common.candidate_rows(tokenizer, prompt, [action], no_tree=True)
-            num_read = len(row.ids) - len(action) + first
-            turns = [-1] * num_read + [0] * (len(row.ids) - num_read)
-            items.append([row._replace(turns=turns)])
+            read = encode(tokenizer, prompt) + action[:first]
+            stated = action[first:]
+            items.append([common.Row(read + stated, [-1] * len(read) + [0] * len(stated))])
     return items
 
 
@@ -602,10 +606,12 @@ def distill_examples(trajectories, tokenizer, args):
 
 
 BASELINES = {"mtdpo": mtdpo_examples, "rft": rft_examples, "sft": sft_examples, "distill": distill_examples}
+EPOCHS = {"sweet": 1, "mtdpo": 4, "rft": 4, "sft": 4, "distill": 1}
+BATCH_SIZES = {"sweet": 8, "mtdpo": 8, "rft": 32, "sft": 32, "distill": 32}
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-# Table 5 of the paper, as far as it differs from the defaults; epochs and batch size: see parse_args
+# Table 5 of the paper, as far as it differs from the defaults
 PRESETS = {name: {"dtype": "bfloat16", "activation_checkpointing": True}
            for name in ("paper-backend", "paper-frontend")}
 
@@ -614,6 +620,9 @@ def parse_args(argv=None):
     parser = argument_parser(__doc__)
     parser.add_argument("--method", choices=["sweet", *BASELINES], required=True, help="see above")
     add_training(parser, max_length=16384)
+    parser.add_argument("--epochs", type=positive_int, help=f"passes over the examples (None: {EPOCHS}; with --preset "
+                        "paper-frontend 8 in place of 4)")
+    parser.add_argument("--batch-size", type=positive_int, help=f"examples a step (None: {BATCH_SIZES})")
     group = parser.add_argument_group("SWEET's candidates and pairs")
     group.add_argument("--critic", type=text_flag, help="critic folder (03), of any kind; untrained: --model itself, "
                        "with --reference blind; oracle, oracle-patient: what the template task says of a turn, a "
@@ -637,7 +646,6 @@ def parse_args(argv=None):
                        help="candidates sampled at a time, by a rank")
     group.add_argument("--pairs-together", action="store_true", help="an example is all pairs of a turn, which share "
                        "the prompt (faster); a batch has --batch-size / --pairs-per-turn of them")
-    group.add_argument("--no-tree", action="store_true", help="give every candidate a prompt of its own (slower)")
     parser.add_argument("--divergence", choices=["forward", "reverse"], default="reverse", help="see token_kls")
     set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
@@ -652,11 +660,10 @@ def parse_args(argv=None):
     if args.reference and not args.critic:
         parser.error("--reference goes with --critic")
     if args.epochs is None:
-        args.epochs = 8 if args.preset == "paper-frontend" else 4
-        if args.method in ("sweet", "distill"):
-            args.epochs = 1
-    if args.batch_size is None:
-        args.batch_size = 8 if args.method in ("sweet", "mtdpo") else 32
+        args.epochs = EPOCHS[args.method]
+        if args.preset == "paper-frontend" and args.epochs == 4:
+            args.epochs = 8
+    args.batch_size = args.batch_size or BATCH_SIZES[args.method]
     return args
 
 
@@ -683,14 +690,14 @@ def open_critic(trajectories, tokenizer, args):
     line = common.reference_line(critic)
     if line:
         say(line)
-    critic["show"] = common.renderer(domain, args)
+    critic["show"] = common.renderer(domain, args.out, common.world_flags(args))
     return critic
 
 
 def main(argv=None):
     args = parse_args(argv)
     if args.dry_run:
-        return dry_run(args, 2 if args.method == "mtdpo" else 1, tree=args.method == "sweet")
+        return dry_run(args, common.token_logps, 2 if args.method == "mtdpo" else 1, tree=args.method == "sweet")
     run = start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
@@ -702,7 +709,7 @@ def main(argv=None):
     lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
     check_track(args.track)
     if args.method in ("rft", "mtdpo") or args.answer_coef:
-        common.fill_rewards(trajectories, common.scoring_world(domain, args))
+        common.fill_rewards(trajectories, common.scoring_world(domain, args.out, common.world_flags(args)))
     is_fresh = args.model == "tiny" and args.method == "sft"
     if is_fresh:
         model, tokenizer = fresh_model([common.vocabulary_text(trajectory) for trajectory in trajectories])
@@ -747,7 +754,7 @@ def main(argv=None):
     is_dpo = args.method in ("sweet", "mtdpo")
     if is_dpo:
         ref_scores = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)
-    optimizer = training.adamw(scorer, args.lr, args.adam_betas, args.weight_decay)
+    optimizer = training.adamw(scorer, args.lr, args.weight_decay)
     checkpoints = training.Checkpoints(args.out, scorer, optimizer)
     first = checkpoints.load()
     open_track = functools.partial(Track, args.track, args.out, vars(args))
@@ -756,8 +763,7 @@ def main(argv=None):
     for step in range(first, len(batches)):
         torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same
         batch_examples = [examples[i] for i in batches[step]]
-        # what the step's loss is a mean over: pairs, or tokens to imitate
-        total = sum(len(example.pairs) or common.num_action_tokens(example) for example in batch_examples)
+        total = sum(map(num_terms, batch_examples))                 # the step's loss is a mean over these
         sums = collections.Counter()
         for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
@@ -774,7 +780,7 @@ def main(argv=None):
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
             num_tokens = training.num_tokens(micro_examples, weights)
             sums.update(loss=loss.item(), **numbers, num_tokens=num_tokens)
-        lr = training.learning_rate(step, len(batches), args.lr, args.warmup_frac, args.final_lr_frac)
+        lr = training.learning_rate(step, len(batches), args.lr, args.warmup_frac)
         tasks = [example.task_id for example in batch_examples]
         now = training.Step(step, len(batches), lr, tasks)
         numbers = training.optimizer_step(scorer, optimizer, sums, now, args.max_grad_norm, args.out)

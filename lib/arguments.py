@@ -115,7 +115,7 @@ def add_overwrite(parser):
 
 
 def add_world(parser):
-    """Flags of what a domain's World needs (colbench/__init__.py)."""
+    """Flags of what a domain's World needs (colbench/__init__.py), for the stages that score answers."""
     group = parser.add_argument_group("scoring")
     group.add_argument("--unsafe-scorer", action="store_true", help="run answers under resource limits alone, where "
                        "the system allows no isolation: they can read and write your files")
@@ -124,8 +124,12 @@ def add_world(parser):
     group.add_argument("--clip-model", type=text_flag, metavar="MODEL",
                        help="--similarity clip: folder or hub id (None: "
                        "openai/clip-vit-base-patch32)")
-    group.add_argument("--browser", type=text_flag, metavar="PATH", help="Chromium or Chrome, where a domain needs "
-                       "one (None: the first one found)")
+    add_browser(group)
+
+
+def add_browser(parser):
+    parser.add_argument("--browser", type=text_flag, metavar="PATH", help="Chromium or Chrome, where a domain needs "
+                        "one (None: the first one found)")
 
 
 def add_reference(parser):
@@ -136,7 +140,7 @@ def add_reference(parser):
 
 
 def add_training(parser, max_length):
-    """The flags that 03 and 04 share."""
+    """The flags that 03 and 04 share. Each of them adds its own --epochs and --batch-size."""
     parser.add_argument("--trajectories", type=text_flag, required=True, help="trajectories file (02)")
     parser.add_argument("--model", type=text_flag, required=True,
                         help="the model to start from (folder, hub id, smollm2; sft: tiny)")
@@ -145,10 +149,6 @@ def add_training(parser, max_length):
     parser.add_argument("--beta", type=non_negative_float, default=0.1, help="scale of the log-ratios in the loss")
     parser.add_argument("--nll-coef", type=non_negative_float, default=0.01,
                         help="weight of the chosen side's mean NLL")
-    parser.add_argument("--epochs", type=positive_int, help="passes over the examples (None: of 04's sweet and "
-                        "of its forks' methods 1, else 4, or with --preset paper-frontend 8)")
-    parser.add_argument("--batch-size", type=positive_int, help="examples a step, over all ranks (None: of 04's "
-                        "sweet and mtdpo 8, of other methods 32)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                         help="arithmetic; the parameters that are trained stay float32")
     parser.add_argument("--seed", type=seed_flag, default=0, help="seed of order and samples")
@@ -162,9 +162,7 @@ def add_training(parser, max_length):
     group = parser.add_argument_group("the optimiser")
     group.add_argument("--max-steps", type=positive_int, help="stop (and end the schedule) after so many steps")
     group.add_argument("--warmup-frac", type=share_flag, default=0.03,
-                       help="share of the steps with a rising learning rate")
-    group.add_argument("--final-lr-frac", type=share_flag, default=0.1, help="share of it at the end (cosine)")
-    group.add_argument("--adam-betas", type=number_flag(0, 0.999999), nargs=2, default=[0.9, 0.95], help="of AdamW")
+                       help="share of the steps with a rising learning rate, which then falls to a tenth (cosine)")
     group.add_argument("--weight-decay", type=non_negative_float, default=0.0, help="of AdamW")
     group.add_argument("--max-grad-norm", type=number_flag(0, MOST, above=True), default=1.0, help="gradient clipping")
     group = parser.add_argument_group("LoRA (needs peft)")
@@ -189,5 +187,5 @@ def add_training(parser, max_length):
     group.add_argument("--track", type=text_flag, metavar="PROJECT",
                        help="log to this project of trackio, too (pip install trackio; "
                        "trackio show opens it); a run that goes on continues its curve")
-    add_world(parser)
+    add_browser(group)
     add_overwrite(parser)

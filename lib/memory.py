@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.adapters import add_adapter
-from lib.models import check_replicate, from_pretrained, lora_config, reads_images, token_logps
+from lib.models import check_replicate, from_pretrained, lora_config, reads_images
 from lib.runtime import InputError, say
 
 
@@ -166,7 +166,7 @@ class Fsdp:
         return {**plan, "total": sum(plan.values()), "largest_buffer": largest}
 
 
-def memory_plan(config, step):
+def memory_plan(config, step, token_logps):
     """Bytes on each rank when a training step (PlannedStep) needs most, as a dict. Takes no memory itself: the model of
     `config` runs on the meta device over one micro-batch, a Ledger counts what lives, and Fsdp books what FSDP2 does.
 
@@ -175,6 +175,8 @@ def memory_plan(config, step):
                                       else) with the buffers they come from and go to (float32)
     activations                       all other tensors
     total, largest_buffer             the sum of these; the largest single one
+
+    token_logps: common.token_logps, which this file must not import.
 
     Not in it: what loading needs, buffers of NCCL and cuBLAS, fragmentation. AdamW is fused, so it copies nothing."""
     from transformers import AttentionInterface, AutoModelForCausalLM
@@ -200,7 +202,7 @@ def memory_plan(config, step):
     return fsdp.plan()
 
 
-def dry_run(args, rows_an_example, tree=False):
+def dry_run(args, token_logps, rows_an_example, tree=False):
     """Print the memory plan of 03 or 04 by its arguments, for --dry-run ranks."""
     from transformers import AutoConfig
     check_replicate(args.replicate, args.dry_run)
@@ -211,7 +213,7 @@ def dry_run(args, rows_an_example, tree=False):
     step = PlannedStep(args.dry_run, args.replicate, args.dtype, args.activation_checkpointing,
                        num_examples * rows_an_example, args.max_length, args.batch_size > num_examples * args.dry_run,
                        tree, lora)
-    plan = memory_plan(from_pretrained(AutoConfig, args.model), step)
+    plan = memory_plan(from_pretrained(AutoConfig, args.model), step, token_logps)
     say(f"{args.model} on {args.dry_run} ranks in {args.replicate} groups, {args.dtype}; on each rank a micro-batch of "
         f"{step.num_rows} rows of {args.max_length:,} tokens (--max-length):")
     for name, number in plan.items():

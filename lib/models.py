@@ -1,4 +1,4 @@
-"""Models: loading whole or split over ranks, saving, token log-probabilities, and what a pass costs."""
+"""Models: loading whole or split over ranks, saving, and what a pass costs."""
 import copy
 import dataclasses
 import functools
@@ -9,8 +9,6 @@ import pathlib
 import shutil
 
 import torch
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 from lib import adapters, folders
 from lib.runtime import barrier, files_digest, InputError, is_main, weight_files, write_json
@@ -72,31 +70,6 @@ def generation_cue(tokenizer):
     chat = [{"role": "user", "content": "?"}]
     plain, cued = (folders.render_chat(tokenizer, chat, add_generation_prompt=cue) for cue in (False, True))
     return cued.removeprefix(plain)
-
-
-MAX_LOGITS = 2 ** 26
-
-
-def token_logps(head, hidden, ids):
-    """Log-probabilities (N,) float32 of tokens `ids` (N,) after the states `hidden` (N, H), by the output projection
-    `head`, which is computed in float32 whatever its weights are in: in bfloat16 a logit of 20 would be rounded by .06,
-    more than the advantages of many candidates differ."""
-    return in_chunks(lambda hidden, ids: -F.cross_entropy(float_logits(head, hidden), ids, reduction="none"), head,
-                     hidden, ids)
-
-
-def float_logits(head, hidden):
-    return F.linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())
-
-
-def in_chunks(function, head, *tensors):
-    """function(*tensors) (N,) of tensors (N, …), in parts whose logits (n, V) by `head` are at most MAX_LOGITS at a
-    time, and are made again in the backward pass."""
-    num_chunks = -(-len(tensors[0]) * head.weight.shape[0] // MAX_LOGITS)
-    if num_chunks == 1:
-        return function(*tensors)
-    parts = [tensor.chunk(num_chunks) for tensor in tensors]
-    return torch.cat([checkpoint(function, *chunk, use_reentrant=False) for chunk in zip(*parts)])
 
 
 def from_pretrained(kind, name, **options):

@@ -81,13 +81,18 @@ def epoch_batches(num_items, batch_size, epochs, seed):
     return batches
 
 
-def learning_rate(step, num_steps, peak, warmup_frac=0.03, final_frac=0.1):
-    """Linear warm-up over `warmup_frac` of the steps, then a cosine down to `final_frac` of the peak; step from 0."""
+FINAL_LR_FRAC = 0.1                                                 # of the peak learning rate, at the last step
+ADAM_BETAS = 0.9, 0.95
+
+
+def learning_rate(step, num_steps, peak, warmup_frac):
+    """Linear warm-up over `warmup_frac` of the steps, then a cosine down to FINAL_LR_FRAC of the peak; step from 0."""
     warmup = max(1, round(warmup_frac * num_steps))
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, num_steps - warmup)
-    return peak * (final_frac + (1 - final_frac) * 0.5 * (1 + math.cos(math.pi * progress)))
+    cosine = 0.5 * (1 + math.cos(math.pi * progress))               # from 1 to 0
+    return peak * (FINAL_LR_FRAC + (1 - FINAL_LR_FRAC) * cosine)
 
 
 def rank_batches(batch, examples, micro_batch_size, run):
@@ -306,11 +311,11 @@ class StepLog:
         self.last, self.tokens = now, 0
 
 
-def adamw(scorer, lr, betas, weight_decay):
+def adamw(scorer, lr, weight_decay):
     """AdamW of the parameters that are not frozen."""
     trained = [parameter for parameter in scorer.parameters() if parameter.requires_grad]
     # fused: makes no copies of all parameters
-    return torch.optim.AdamW(trained, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)
+    return torch.optim.AdamW(trained, lr=lr, betas=ADAM_BETAS, weight_decay=weight_decay, fused=True)
 
 
 def finish_training(out, scorer, tokenizer, merge):

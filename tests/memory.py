@@ -31,7 +31,7 @@ def main():
     config = LlamaConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
                          num_key_value_heads=4, vocab_size=8192, max_position_embeddings=2048)
     plan = memory_plan(config, PlannedStep(world_size, replicate, dtype, bool(checkpointing), rows, tokens,
-                                           micro_batches > 1, bool(tree), lora))
+                                           micro_batches > 1, bool(tree), lora), common.token_logps)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
     def step(width):
@@ -49,7 +49,7 @@ def main():
             add_adapter(model.to(getattr(torch, dtype)), lora)
         scorer = common.shard_scorer(model, Runtime(0, world_size, torch.device("cpu")),
                                      Sharding(dtype, replicate, bool(checkpointing), "unused", 0))
-        optimizer = adamw(scorer.train(), 1e-4, (0.9, 0.95), 0.0)
+        optimizer = adamw(scorer.train(), 1e-4, 0.0)
         step(8)                                                     # makes the optimiser's state
         step(tokens)
     events = sorted((event.start_ns(), event.nbytes()) for event in prof.profiler.kineto_results.events()

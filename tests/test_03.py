@@ -8,7 +8,8 @@ import torch
 
 import common
 from colbench import backend, frontend
-from conftest import read, refused, ROOT, stage, succeed
+from conftest import read, refused, ROOT, rows_of_actions, stage, succeed
+from lib import training
 from lib.models import load_model, weights_fingerprint
 from lib.runtime import InputError, write_jsonl
 from lib.training import Checkpoints
@@ -78,7 +79,7 @@ def test_an_untrained_critic_scores_every_candidate_0(workspace, tmp_path, tiny)
 
 
 @pytest.mark.parametrize("head", ["regression", "value"])
-def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny):
+def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny, monkeypatch):
     out = tmp_path / head
     num_steps = 12 if head == "regression" else 24
     succeed("03_train_critic.py", *flags(workspace, out, "--head", head, "--held-out-frac", 0, "--max-steps", num_steps,
@@ -92,7 +93,8 @@ def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny):
     turn = row["dialogue_history"][1]
     points = [common.DecisionPoint(turn["input"], row["task"], [], [turn["output_ids"], [7, 8], [7, 8]], [])]
     (a, b, c), = common.score_actions(critic, tiny[1], points, 4096, "cpu")
-    (plain, *_), = common.score_actions(critic, tiny[1], points, 4096, "cpu", no_tree=True)
+    monkeypatch.setattr(common, "actions_item", rows_of_actions)
+    (plain, *_), = common.score_actions(critic, tiny[1], points, 4096, "cpu")
     assert b == c != a and a == pytest.approx(plain, abs=1e-5)
     assert json.loads((out / "args.json").read_text())["args"]["normalize"] == "none"
     if head == "regression":                                                       # the policy stage takes it as it is
@@ -123,7 +125,7 @@ def test_missing_rewards_are_computed(workspace, tmp_path):
     write_jsonl(tmp_path / "plain.jsonl", [{k: v for k, v in row.items() if k != "reward"} for row in rows])
     filled = common.read_trajectories(tmp_path / "plain.jsonl")
     args = critic_stage.parse_args(["--trajectories", "t", "--model", "m", "--out", "o"])
-    common.fill_rewards(filled, lambda: common.world(backend, args, "o.images", tmp_path))
+    common.fill_rewards(filled, common.scoring_world(backend, tmp_path / "o", common.world_flags(args)))
     assert [row["reward"] for row in filled] == [row["reward"] for row in rows]
 
 
@@ -163,8 +165,8 @@ def test_presets_set_table_5_and_explicit_flags_win(capsys):
     for args, epochs in ((paper_backend, 4), (paper_frontend, 8)):
         assert (args.lr, args.beta, args.nll_coef, args.batch_size, args.epochs) == (2e-7, 0.1, 0.01, 8, epochs)
         assert args.min_gap is None                                 # table 5's gap of pages is the domain's MIN_GAP
-        assert (args.warmup_frac, args.final_lr_frac, args.adam_betas, args.weight_decay, args.max_grad_norm) == (
-            0.03, 0.1, [0.9, 0.95], 0.0, 1.0)
+        assert (args.warmup_frac, args.weight_decay, args.max_grad_norm) == (0.03, 0.0, 1.0)
+    assert (training.FINAL_LR_FRAC, training.ADAM_BETAS) == (0.1, (0.9, 0.95))
     assert critic_stage.parse_args([*required, "--preset", "paper-frontend", "--epochs", "2"]).epochs == 2
     for method, epochs, batch in (("sweet", 1, 8), ("mtdpo", 8, 8), ("rft", 8, 32)):
         args = stage(4).parse_args([*required, "--method", method, "--preset", "paper-frontend",

@@ -11,7 +11,7 @@ import torch
 import common
 from colbench import backend
 from conftest import policy_flags as flags
-from conftest import read, refused, ROOT, stage, succeed
+from conftest import read, refused, ROOT, rows_of_actions, stage, succeed
 from lib.credit import agreement
 from lib.models import encode
 from lib.report import state_data
@@ -176,9 +176,11 @@ def test_an_equal_pair_is_half_right(sweet, workspace, tmp_path):
     assert read(tmp_path / "m" / "metrics.jsonl")[0]["acc"] == 0.5
 
 
-def test_a_tree_trains_like_rows_of_their_own(sweet, workspace, critic, tmp_path):
-    succeed("04_train_policy.py", *flags(workspace, "sweet", tmp_path / "s", "--critic", critic, "--data-frac", 0.1,
-                                         "--num-candidates", 8, "--max-new-tokens", 80, "--nll-coef", 0, "--no-tree"))
+def test_a_tree_trains_like_rows_of_their_own(sweet, workspace, critic, tmp_path, monkeypatch):
+    monkeypatch.setattr(common, "actions_item", rows_of_actions)
+    policy_stage.main([str(flag) for flag in flags(workspace, "sweet", tmp_path / "s", "--critic", critic,
+                                                   "--data-frac", 0.1, "--num-candidates", 8, "--max-new-tokens", 80,
+                                                   "--nll-coef", 0)])
     for ours, theirs in zip(read(tmp_path / "s" / "pairs.jsonl"), read(sweet[0] / "pairs.jsonl"), strict=True):
         assert ours["chosen"]["advantage"] == pytest.approx(theirs["chosen"]["advantage"], abs=1e-4)
     for ours, theirs in zip(read(tmp_path / "s" / "metrics.jsonl"), read(sweet[0] / "metrics.jsonl"), strict=True):
@@ -232,7 +234,7 @@ def test_thoughts_are_no_speech():
             "facts": [{"topic": "the factor", "questions": [], "matters": True, "told": False}]}
     candidates = [{"text": text, "ids": [n]} for n, text in enumerate((thoughts + ask, "What is the colour?"))]
     row = {"task": task, "prompt": "x", "history": [], "candidates": candidates}
-    args = argparse.Namespace(max_tokens=9, no_tree=False)
+    args = argparse.Namespace(max_tokens=9)
     [scored] = policy_stage.score_candidates([row], "oracle", None, args, "cpu")
     assert scored["advantages"] == [2, 1]                            # needed, vague
     scored |= {"task_id": "a", "sample": 0, "turn": 0}
@@ -304,12 +306,12 @@ def oracle(path, out, *more):
 
 def test_candidates_continue_logged_prompts_and_train_after_their_own(workspace, tmp_path, monkeypatch, capsys):
     """Two tasks, three dialogues of each without "sample": what is trained together continues its own prompt."""
-    rows, trained, make = published(workspace, tmp_path / "p.jsonl"), [], common.candidate_rows
+    rows, trained, make = published(workspace, tmp_path / "p.jsonl"), [], common.actions_item
 
-    def candidate_rows(tokenizer, prompt, actions, no_tree):
+    def actions_item(tokenizer, prompt, actions):
         trained.append((prompt, actions))
-        return make(tokenizer, prompt, actions, no_tree)
-    monkeypatch.setattr(common, "candidate_rows", candidate_rows)
+        return make(tokenizer, prompt, actions)
+    monkeypatch.setattr(common, "actions_item", actions_item)
     policy_stage.main(oracle(tmp_path / "p.jsonl", tmp_path / "out", "--pairs-together"))
     candidates, pairs = (read(tmp_path / "out" / name) for name in ("candidates.jsonl", "pairs.jsonl"))
     assert [row["prompt"] for row in candidates] == [turn["input"] for row in rows

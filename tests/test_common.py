@@ -4,7 +4,7 @@ import torch
 
 import common
 from colbench import backend
-from conftest import ROOT
+from conftest import ROOT, rows_of_actions
 from lib.models import encode
 from lib.runtime import InputError, write_jsonl
 from lib.servers import strip_thoughts
@@ -76,7 +76,7 @@ def test_hidden_info_comes_after_the_one_bos(tiny):
 def test_candidate_tree_as_literal_arrays(tiny):
     _, tokenizer = tiny
     what, thanks = ids_of(tokenizer, "▁What▁", "?", E), ids_of(tokenizer, "▁Thanks▁", E)
-    (row,) = common.candidate_rows(tokenizer, f"{U}the{A}", [what, thanks])
+    (row,) = common.actions_item(tokenizer, f"{U}the{A}", [what, thanks])
     assert row == common.Row(ids_of(tokenizer, U, "▁the▁", A) + what + thanks, [-1, -1, -1, 0, 0, 0, 1, 1], 3)
     batch = common.collate([[row]])
     assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 5, 3, 4]]
@@ -95,7 +95,7 @@ def test_candidate_tree_as_literal_arrays(tiny):
 def test_collate_pads_on_the_right():
     batch = common.collate([[common.Row([5, 6, 7], [-1, 0, 0])], [common.Row([8, 9], [-1, 0]), common.Row([4], [1])]])
     assert batch.ids.tolist() == [[5, 6, 7], [8, 9, 0], [4, 0, 0]]
-    assert batch.mask.tolist() == [[1, 1, 1], [1, 1, 0], [1, 0, 0]]
+    assert batch.mask is None and batch.sizes == [3, 2, 1]
     assert batch.turns.tolist() == [[-1, 0, 0], [-1, 0, -1], [1, -1, -1]]
     assert batch.owners.tolist() == [0, 1, 1]
     assert batch.lengths.tolist() == [[2, 0], [1, 1]]
@@ -166,15 +166,16 @@ def test_a_tree_scores_like_rows_of_their_own(tiny):
     actions = [ids_of(tokenizer, "▁What▁", "?", E), ids_of(tokenizer, E),
                ids_of(tokenizer, "▁Thanks▁", "▁the▁", "▁fee▁", E)]
     results = {}
-    for no_tree in (False, True):
+    for item_of in (common.actions_item, rows_of_actions):
         model.zero_grad()
-        items = [common.candidate_rows(tokenizer, prompt, actions[n:], no_tree) for n, prompt in enumerate(prompts)]
+        items = [item_of(tokenizer, prompt, actions[n:]) for n, prompt in enumerate(prompts)]
         logps = common.Scorer(model)(common.collate(items))
         (logps ** 2).sum().backward()
-        results[no_tree] = logps.detach(), [p.grad.clone() for p in model.parameters()]
-    torch.testing.assert_close(results[False][0], results[True][0], atol=1e-4, rtol=0)
-    assert results[True][0][1, 2] == 0                                      # the second has two actions alone
-    for ours, plain in zip(results[False][1], results[True][1]):
+        results[item_of] = logps.detach(), [p.grad.clone() for p in model.parameters()]
+    (tree, tree_gradients), (rows, row_gradients) = results.values()
+    torch.testing.assert_close(tree, rows, atol=1e-4, rtol=0)
+    assert rows[1, 2] == 0                                                  # the second has two actions alone
+    for ours, plain in zip(tree_gradients, row_gradients):
         torch.testing.assert_close(ours, plain, atol=1e-3, rtol=1e-3)
 
 

@@ -1,6 +1,5 @@
 """The frontend domain through the stages: a real browser, the shipped base model of pages, a human on a server that
 sees images."""
-import argparse
 import json
 import os
 import signal
@@ -133,7 +132,7 @@ def test_bad_input(pages, tmp_path):
     rows = [{key: value for key, value in row.items() if key != "reward"} for row in read(pages / "offline.jsonl")]
     (tmp_path / "unscored.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     line = refused(3, "--trajectories", tmp_path / "unscored.jsonl", "--model", BASE, "--out", tmp_path / "c")
-    assert "choose --similarity pixels" in line                    # it would compute the missing rewards with CLIP
+    assert "choose --similarity pixels" in line and "05_evaluate.py has all flags of scoring" in line
     assert not (tmp_path / "o.jsonl").exists() and not (tmp_path / "c").exists()
 
 
@@ -141,8 +140,8 @@ def test_missing_rewards_are_computed(pages, tmp_path, capsys):
     rows, scored = read(pages / "offline.jsonl")[:6], read(pages / "offline.jsonl")[:6]
     for row in rows[1:]:
         del row["reward"]
-    args = argparse.Namespace(unsafe_scorer=False, browser=None, similarity="pixels", clip_model=None)
-    common.fill_rewards(rows, lambda: common.world(frontend, args, tmp_path / "out.images", tmp_path))
+    flags = {**common.WORLD_FLAGS, "similarity": "pixels"}
+    common.fill_rewards(rows, common.scoring_world(frontend, tmp_path / "out", flags))
     assert [row["reward"] for row in rows] == [row["reward"] for row in scored]
     assert "computed 5 missing rewards" in capsys.readouterr().out
 

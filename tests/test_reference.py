@@ -7,7 +7,7 @@ import torch
 
 import common
 from colbench import backend
-from conftest import policy_flags, read, ROOT, run, succeed
+from conftest import policy_flags, read, ROOT, rows_of_actions, run, succeed
 from lib.models import encode
 from lib.runtime import InputError
 
@@ -78,12 +78,13 @@ def test_the_folder_says_what_its_reference_reads(blind, critic):
     assert json.loads((critic / "critic.json").read_text())["reference_sees"] == "informed"
 
 
-@pytest.mark.parametrize("no_tree", [False, True], ids=["tree", "rows"])
-def test_an_untrained_critic_scores_by_the_gain(workspace, tiny, no_tree):
+@pytest.mark.parametrize("item_of", [common.actions_item, rows_of_actions], ids=["tree", "rows"])
+def test_an_untrained_critic_scores_by_the_gain(workspace, tiny, item_of, monkeypatch):
+    monkeypatch.setattr(common, "actions_item", item_of)
     model, tokenizer = tiny
     trajectories = common.read_trajectories(workspace / "offline.jsonl")[:4]
     points = points_of(trajectories)
-    scores = common.score_actions(untrained(), tokenizer, points, 4096, "cpu", no_tree)
+    scores = common.score_actions(untrained(), tokenizer, points, 4096, "cpu")
     for trajectory, point, point_scores in zip(trajectories, points, scores):
         expected = [gain(model, tokenizer, trajectory, {"input": point.prompt, "output_ids": action})
                     for action in point.actions]

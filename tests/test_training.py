@@ -15,8 +15,7 @@ import torch
 
 import common
 from conftest import begin, rank_environments, read, refused, ROOT, stage, succeed, wait
-from lib import models
-from lib.models import load_model, save_model, Sharding, token_logps
+from lib.models import load_model, save_model, Sharding
 from lib.runtime import InputError, Runtime, start
 from lib.training import epoch_batches, learning_rate, rank_batches
 
@@ -48,7 +47,7 @@ def flags(workspace, out, *more):
 def a_batch(tokenizer):
     rng = random.Random(0)
     prompts = ["<|user|>Can you help?<|assistant|>", "<|user|>Please write a function.<|assistant|>"]
-    return common.collate([common.candidate_rows(tokenizer, prompt,
+    return common.collate([common.actions_item(tokenizer, prompt,
                                                  [[rng.randrange(4, 700) for _ in range(n)] for n in (3, 7, 5)])
                            for prompt in prompts])
 
@@ -112,11 +111,11 @@ def test_logits_in_chunks_are_the_logits_whole(tiny, monkeypatch):
     expected = torch.log_softmax(hidden.double() @ head.weight.double().T, -1)[range(50), ids]
     expected_gradient, = torch.autograd.grad(expected.sum(), hidden)
     sizes, linear = [], torch.nn.functional.linear
-    monkeypatch.setattr(models.F, "linear", lambda hidden, *rest: sizes.append(len(hidden)) or linear(hidden, *rest))
+    monkeypatch.setattr(common.F, "linear", lambda hidden, *rest: sizes.append(len(hidden)) or linear(hidden, *rest))
     for limit, largest in ((2 ** 26, 50), (300 * 7, 7)):
-        monkeypatch.setattr(models, "MAX_LOGITS", limit)
+        monkeypatch.setattr(common, "MAX_LOGITS", limit)
         sizes.clear()
-        logps = token_logps(head, hidden, ids)
+        logps = common.token_logps(head, hidden, ids)
         gradient, = torch.autograd.grad(logps.sum(), hidden)
         torch.testing.assert_close(logps.double(), expected, atol=1e-5, rtol=0)
         torch.testing.assert_close(gradient.double(), expected_gradient.double(), atol=1e-5, rtol=0)
@@ -129,12 +128,12 @@ def test_logits_are_not_rounded_to_bfloat16():
     nothing changes, bit for bit."""
     torch.manual_seed(0)
     head, hidden, ids = torch.nn.Linear(64, 300, bias=False), 8 * torch.randn(50, 64), torch.randint(0, 300, (50,))
-    assert torch.equal(token_logps(head, hidden, ids),
+    assert torch.equal(common.token_logps(head, hidden, ids),
                        -torch.nn.functional.cross_entropy(head(hidden), ids, reduction="none"))
     head, hidden = head.bfloat16(), hidden.bfloat16().requires_grad_()
     expected = torch.log_softmax(hidden.double() @ head.weight.double().T, -1)[range(50), ids]
     rounded = -torch.nn.functional.cross_entropy(head(hidden).float(), ids, reduction="none")
-    logps = token_logps(head, hidden, ids)
+    logps = common.token_logps(head, hidden, ids)
     assert logps.dtype == torch.float32
     assert (logps - expected).abs().max() < 1e-5 < 1e-2 < (rounded - expected).abs().max()
     logps.sum().backward()
@@ -194,7 +193,7 @@ def test_epoch_batches_cover_every_item_once_an_epoch():
 
 
 def test_learning_rate_by_hand():
-    rates = [learning_rate(step, 100, 1.0) for step in range(100)]
+    rates = [learning_rate(step, 100, 1.0, 0.03) for step in range(100)]
     assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
     assert rates[3] == pytest.approx(1.0)
     assert rates[51] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 48 / 97)))

@@ -1,7 +1,5 @@
 """lib/vision.py and what uses it: the rows of a visual critic, its training and use, the human who sees pages."""
-import argparse
 import asyncio
-import functools
 import importlib
 import json
 import math
@@ -35,9 +33,7 @@ def page(colour):
 
 def shower(folder):
     """show(pages) of a visual critic, as 03 and 04 make it: its screenshots go to a folder beside folder/x."""
-    args = argparse.Namespace(out=folder / "x", unsafe_scorer=False, browser=None, similarity="clip", clip_model=None)
-    open_world = functools.partial(common.world, frontend, args, f"{args.out}.images", None, score=False)
-    return functools.partial(common.show_documents, domain=frontend, open_world=open_world)
+    return common.renderer(frontend, folder / "x", common.WORLD_FLAGS)
 
 
 def turn_row(processor, task, history, sent, number, files, privileged):
