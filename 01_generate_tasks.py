@@ -123,7 +123,8 @@ def write_template_tasks(args):
 
 def counted(items):
     """"3 kept, 1 repeated": how often each of some texts (or of a Counter) is there, the most frequent first."""
-    return ", ".join(f"{count:,} {item}" for item, count in collections.Counter(items).most_common())
+    counts = collections.Counter(items).most_common()
+    return ", ".join(f"{count:,} {item}" for item, count in counts)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -59,13 +59,15 @@ def value_losses(values, labels, lengths):
     """Binary cross-entropy of returns (labels in [0, 1], (B,)) at each turn's logit (values, (B, M)), the mean over the
     turns of a trajectory (those with lengths > 0); returns (B,)."""
     exists = (lengths > 0).float()                                                                # (B, M)
-    losses = F.binary_cross_entropy_with_logits(values, labels[:, None].expand_as(values), reduction="none")
+    turn_labels = labels[:, None].expand_as(values)                                               # (B, M)
+    losses = F.binary_cross_entropy_with_logits(values, turn_labels, reduction="none")            # (B, M)
     return (losses * exists).sum(1) / exists.sum(1)
 
 
 def last_values(values, lengths):
     """The value of each trajectory's last turn, (B,)."""
-    return values.gather(1, (lengths > 0).sum(1, keepdim=True) - 1).squeeze(1)
+    num_turns = (lengths > 0).sum(1, keepdim=True)                                                # (B, 1)
+    return values.gather(1, num_turns - 1).squeeze(1)
 
 
 def batch_loss(values, ref_values, lengths, shares, args):
@@ -79,6 +81,7 @@ def batch_loss(values, ref_values, lengths, shares, args):
     scores = advantages.sum(1)                                       # (2B,) of trajectories: sums over turns
     chosen, rejected = scores[0::2], scores[1::2]                                                 # (B,)
     losses, chosen_rewards, rejected_rewards = bradley_terry_loss(chosen, rejected, args.beta)
+    # Of a head these are no log-probabilities; nll_coef is then 0 (parse_args).
     chosen_logps = values[0::2].sum(1)                                                            # (B,)
     chosen_tokens = lengths[0::2].sum(1)                                                          # (B,)
     nll = -chosen_logps / chosen_tokens                                                           # (B,)
@@ -97,7 +100,8 @@ def value_batch_loss(values, labels, lengths, shares):
 def is_held_out(task_id, fraction):
     """Whether a task's hash puts it into the held-out fraction; all data of a task fall on the same side."""
     digest = hashlib.sha256(f"held out {task_id}".encode(errors="backslashreplace"))
-    return int(digest.hexdigest()[:8], 16) / 2 ** 32 < fraction
+    number = int(digest.hexdigest()[:8], 16)                         # below 2 ** 32
+    return number / 2 ** 32 < fraction
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -144,7 +148,10 @@ def read_pairs(trajectories, args):
             train.append(pair)
     say(f"{len(train):,} trajectory pairs to train on, {len(test):,} of other tasks held out")
     if args.head == "value":
-        train = [(i,) for i, t in enumerate(trajectories) if not is_held_out(t["task_id"], args.held_out_frac)]
+        train = []
+        for number, trajectory in enumerate(trajectories):
+            if not is_held_out(trajectory["task_id"], args.held_out_frac):
+                train.append((number,))
     if not train:
         raise InputError(f"{args.trajectories}: no examples to train on: all {len(test):,} pairs are of tasks that "
                          f"--held-out-frac {args.held_out_frac} keeps apart")
@@ -177,7 +184,8 @@ def open_visual(domain, args):
     check_visual_critic(args, domain)
     processor = load_processor(args.model)
     say(f"a visual critic; images are scaled to at most {processor.image_processor.size['longest_edge']:,} pixels")
-    return processor, common.renderer(domain, args.out, common.world_flags(args))
+    world_flags = common.world_flags(args)
+    return processor, common.renderer(domain, args.out, world_flags)
 
 
 def main(argv=None):
@@ -193,7 +201,8 @@ def main(argv=None):
     lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
     check_track(args.track)
     out = pathlib.Path(args.out)
-    common.fill_rewards(trajectories, common.scoring_world(domain, args.out, common.world_flags(args)))
+    world_flags = common.world_flags(args)
+    common.fill_rewards(trajectories, common.scoring_world(domain, args.out, world_flags))
     train, test = read_pairs(trajectories, args)
     visual = reads_images(args.model)
     if visual:
@@ -203,7 +212,10 @@ def main(argv=None):
         tokenizer, show = load_tokenizer(args.model), None
     train, examples, ref_examples = critic_examples(trajectories, train, tokenizer, show, args)
     _, test_examples, ref_test_examples = critic_examples(trajectories, test, tokenizer, show, args, needed=False)
-    value_labels = [float(domain.outcome(trajectories[group[0]])) for group in train]      # what a value head learns
+    value_labels = []                                               # what a value head learns of each example
+    for group in train:
+        trajectory = trajectories[group[0]]
+        value_labels.append(float(domain.outcome(trajectory)))
     if not visual:
         begin_output(args, args.out, inputs, training.FILES)
     costs, works = Costs(args.out, run.device, folder=True), []
@@ -220,7 +232,8 @@ def main(argv=None):
     critic = {**critic_form(args), "visual": visual, "beta": args.beta, "reference": args.model,
               "reference_fingerprint": weights_fingerprint(args.model),
               "held_out_pair_accuracy": None, "num_held_out_pairs": len(test_examples)}
-    ref_scores = common.reference_logps(args.out, scorer, ref_examples + ref_test_examples, args.max_tokens, run.device)
+    all_ref_examples = ref_examples + ref_test_examples
+    ref_scores = common.reference_logps(args.out, scorer, all_ref_examples, args.max_tokens, run.device)
     optimizer = training.adamw(scorer, args.lr, args.weight_decay)
     checkpoints = training.Checkpoints(args.out, scorer, optimizer)
     first = checkpoints.load()

@@ -118,7 +118,8 @@ def batch_loss(logps, ref_logps, lengths, examples, shares, args):
     loss = ((losses + args.nll_coef * nll) * pair_shares).sum()
     numbers = training.preference_numbers(chosen_rewards, rejected_rewards, nll, pair_shares, args.dtype)
     if args.answer_coef:                                             # each example has two items: its pairs, an answer
-        answer_nll = -logps[1::2].sum(1) / lengths[1::2].sum(1)                                   # (examples,)
+        answer_logps, answer_lengths = logps[1::2].sum(1), lengths[1::2].sum(1)                   # (examples,)
+        answer_nll = -answer_logps / answer_lengths                                               # (examples,)
         answer_loss = (answer_nll * num_pairs * shares).sum()        # for each pair as much
         loss = loss + args.answer_coef * answer_loss
         numbers["answer_nll"] = answer_loss.item()
@@ -182,13 +183,17 @@ def states_of(trajectory, turns):
     return states
 
 
+def name_of(state):
+    """What names a state, its candidates and its random numbers."""
+    return state["task_id"], state["sample"], state["turn"]
+
+
 def check_names(states, path):
     """InputError where (task_id, sample, turn) names two prompts: what is kept under this name (candidates, pairs,
     random numbers) would belong to either."""
     prompts = {}
     for state in states:
-        name = state["task_id"], state["sample"], state["turn"]
-        if prompts.setdefault(name, state["prompt"]) != state["prompt"]:
+        if prompts.setdefault(name_of(state), state["prompt"]) != state["prompt"]:
             raise InputError(f"{path}: two dialogues of task {state['task_id']} have \"sample\" {state['sample']}; "
                              'give each a number of its own, or leave out the key "sample" everywhere')
 
@@ -201,8 +206,8 @@ def read_candidates(path, states, tokenizer, num_candidates):
     """The rows of another run's candidates.jsonl; InputError where they are not those of these states, or not of this
     tokenizer."""
     rows = read_jsonl(path, CANDIDATES, check=check_candidates_task)
-    wanted = [(state["task_id"], state["sample"], state["turn"], num_candidates) for state in states]
-    given = [(row["task_id"], row["sample"], row["turn"], len(row["candidates"])) for row in rows]
+    wanted = [(*name_of(state), num_candidates) for state in states]
+    given = [(*name_of(row), len(row["candidates"])) for row in rows]
     if given != wanted:
         raise InputError(f"{path}: made from other turns or with another --num-candidates; the trajectories, "
                          "--num-trajectories, --data-frac and --seed must be the same")
@@ -223,8 +228,8 @@ def read_candidates(path, states, tokenizer, num_candidates):
 
 def sample_candidates(states, model, tokenizer, args):
     """The states with "candidates": after each prompt, --num-candidates actions sampled from the policy."""
-    keys = [(args.seed, "candidates", state["task_id"], state["sample"], state["turn"]) for state in states]
-    randoms = torch.cat([uniforms((args.num_candidates, args.max_new_tokens), *key) for key in keys])
+    shape = args.num_candidates, args.max_new_tokens
+    randoms = torch.cat([uniforms(shape, args.seed, "candidates", *name_of(state)) for state in states])
     prompts = [encode(tokenizer, state["prompt"]) for state in states]
     stops = stop_ids(model, tokenizer)
     actions = generate(model, prompts, randoms, args.temperature, stops, args.concurrency, args.max_tokens)
@@ -294,7 +299,7 @@ async def ask_candidates(state, speaker, gate, args):
     fault_of = functools.partial(ids_fault, speaker=speaker, prompt_tokens=len(prompt))
 
     async def ask_one(number):
-        seed = server_seed(args.seed, "candidates", state["task_id"], state["sample"], state["turn"], number)
+        seed = server_seed(args.seed, "candidates", *name_of(state), number)
         async with gate:
             return await server_reply(speaker.server, prompt, args.temperature, args.max_new_tokens, seed, fault_of,
                                       return_token_ids=True)
@@ -355,8 +360,13 @@ def candidate_pairs(row, pairs_per_turn, rng):
     half = len(order) // 2
     if half == 0:
         return []
-    pairs = [(rng.choice(order[:half]), rng.choice(order[-half:])) for _ in range(pairs_per_turn)]
-    return [(a, b) for a, b in pairs if row["candidates"][a]["ids"] != row["candidates"][b]["ids"]]
+    pairs = []
+    for _ in range(pairs_per_turn):
+        better = rng.choice(order[:half])
+        worse = rng.choice(order[-half:])
+        if row["candidates"][better]["ids"] != row["candidates"][worse]["ids"]:
+            pairs.append((better, worse))
+    return pairs
 
 
 def as_pair(row, chosen, rejected):
@@ -400,7 +410,7 @@ def kind_lines(rows, pairs):
     domain = domain_of(rows[0]["task"])
     if any(domain.turn_kind(row["task"], row["history"], "") is None for row in rows):
         return []
-    states = {(row["task_id"], row["sample"], row["turn"]): row for row in rows}
+    states = {name_of(row): row for row in rows}
     counts = collections.defaultdict(collections.Counter)            # {(known, kind): {"number", "ranks", …}}
 
     def counts_of(row, candidate):
@@ -412,7 +422,7 @@ def kind_lines(rows, pairs):
         for candidate, rank in zip(row["candidates"], average_ranks(row["advantages"])):
             counts_of(row, candidate).update(number=1, ranks=rank / highest)
     for pair in pairs:
-        row = states[pair["task_id"], pair["sample"], pair["turn"]]
+        row = states[name_of(pair)]
         for side in ("chosen", "rejected"):
             counts_of(row, pair[side])[side] += 1
     lines = []
@@ -429,8 +439,8 @@ def drop_long_pairs(pairs, tokenizer, max_length):
     room = {prompt: max_length - len(encode(tokenizer, prompt)) for prompt in prompts}
     fitting = []
     for pair in pairs:
-        longest = max(len(pair["chosen"]["ids"]), len(pair["rejected"]["ids"]))
-        if longest <= room[pair["prompt"]]:
+        lengths = [len(pair[side]["ids"]) for side in ("chosen", "rejected")]
+        if max(lengths) <= room[pair["prompt"]]:
             fitting.append(pair)
     if len(fitting) < len(pairs):
         say(f"dropped {len(pairs) - len(fitting):,} of {len(pairs):,} pairs: prompt and action are longer than "
@@ -496,7 +506,8 @@ def answer_items(trajectories, tokenizer):
         if first is not None:
             read = encode(tokenizer, prompt) + action[:first]
             stated = action[first:]
-            items.append([common.Row(read + stated, [-1] * len(read) + [0] * len(stated))])
+            turns = [-1] * len(read) + [0] * len(stated)
+            items.append([common.Row(read + stated, turns)])
     return items
 
 

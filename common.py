@@ -125,7 +125,10 @@ def subset_of_tasks(trajectories, num_trajectories, seed):
     by_task = {}
     for trajectory in trajectories:
         by_task.setdefault(trajectory["task_id"], []).append(trajectory)
-    order = sorted(by_task, key=lambda name: hashlib.sha256(f"{seed} {name}".encode(errors="replace")).digest())
+    def place(name):
+        text = f"{seed} {name}"
+        return hashlib.sha256(text.encode(errors="replace")).digest()
+    order = sorted(by_task, key=place)
     subset, num_tasks = [], 0
     while len(subset) < num_trajectories:
         subset += by_task[order[num_tasks]]
@@ -146,7 +149,8 @@ def fill_rewards(trajectories, open_world):
         try:
             with open_world() as scorer:
                 check_scale(trajectories, len(unscored), scorer.about)
-                verdicts = asyncio.run(scorer.score([(t["task"], t["answer"]) for t in unscored]))
+                answers = [(t["task"], t["answer"]) for t in unscored]
+                verdicts = asyncio.run(scorer.score(answers))
         except ColBenchError as error:
             raise InputError(f'{len(unscored):,} dialogues have no "reward": {error}. 05_evaluate.py has all flags of '
                              "scoring; its scored/NAME.jsonl has the rewards") from None
@@ -239,7 +243,8 @@ def check_system_prompt(agent, tokenizer, domain, system, max_rounds):
     if system is None:
         system = domain.AGENT_SYSTEM.format(max_rounds=max_rounds)
     question = [{"role": "user", "content": "?"}]
-    trained_prompt, prompt = (prompt_text(tokenizer, question, max_rounds, "", text) for text in (trained, system))
+    trained_prompt = prompt_text(tokenizer, question, max_rounds, "", trained)
+    prompt = prompt_text(tokenizer, question, max_rounds, "", system)
     if trained_prompt != prompt:
         say(f"{agent}: was trained with another system prompt than it has here; {note} has its text "
             "(--system-prompt FILE, --max-rounds)")
@@ -333,10 +338,11 @@ def rows_of_trajectory(tokenizer, turns, privileged_info=None):
         if consumed is None or not prompt.startswith(consumed):
             rows.append(Row([], []))
             consumed = ""
-        ids, marks = rows[-1][:2]
+        row = rows[-1]
         read = encode(tokenizer, prompt[len(consumed):])
-        ids += read + action
-        marks += [-1] * len(read) + [index] * len(action)
+        row.ids.extend(read + action)
+        row.turns.extend([-1] * len(read))
+        row.turns.extend([index] * len(action))
         consumed = prompt + tokenizer.decode(action, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return rows
 
@@ -415,7 +421,8 @@ def collate(items, device="cpu"):
         lengths[owner] += counts
         if row.shared is not None:                       # a tree: its actions lie in the order of their numbers
             begins = row.shared + counts.cumsum(0) - counts                               # (M,) where actions begin
-            positions[r, is_action] += row.shared - begins[turns[r, is_action]]
+            token_begins = begins[turns[r, is_action]]                                    # of each token's action
+            positions[r, is_action] += row.shared - token_begins
             previous[r, begins[counts > 0]] = row.shared - 1
     mask = tree_mask(rows, turns)
     if mask is not None:
@@ -456,7 +463,9 @@ def batch_pairs(examples):
     pairs, first_item = [], 0
     for example in examples:
         for (chosen_item, chosen_turn), (rejected_item, rejected_turn) in example.pairs:
-            pairs.append([[first_item + chosen_item, chosen_turn], [first_item + rejected_item, rejected_turn]])
+            chosen = [first_item + chosen_item, chosen_turn]
+            rejected = [first_item + rejected_item, rejected_turn]
+            pairs.append([chosen, rejected])
         first_item += len(example.items)
     return torch.tensor(pairs)
 
@@ -551,18 +560,24 @@ def float_logits(projection, hidden):
 def in_chunks(function, projection, *tensors):
     """function(*tensors) (N,) of tensors (N, …), in parts whose logits (n, V) are at most MAX_LOGITS numbers at a time,
     and are made again in the backward pass."""
-    num_chunks = -(-len(tensors[0]) * projection.weight.shape[0] // MAX_LOGITS)
+    num_logits = len(tensors[0]) * projection.weight.shape[0]
+    num_chunks = math.ceil(num_logits / MAX_LOGITS)
     if num_chunks == 1:
         return function(*tensors)
     parts = [tensor.chunk(num_chunks) for tensor in tensors]
-    return torch.cat([checkpoint(function, *chunk, use_reentrant=False) for chunk in zip(*parts)])
+    results = []
+    for chunk in zip(*parts):
+        results.append(checkpoint(function, *chunk, use_reentrant=False))
+    return torch.cat(results)
 
 
 def turn_sums(batch, values):
     """Sums of `values` (N,) or (N, H) of action tokens over each action, (B, M) or (B, M, H) float32."""
     r, t = action_tokens(batch)
-    sums = torch.zeros(*batch.lengths.shape, *values.shape[1:], device=values.device)
-    return sums.index_put((batch.owners[r], batch.turns[r, t]), values, accumulate=True)
+    shape = batch.lengths.shape + values.shape[1:]
+    sums = torch.zeros(shape, device=values.device)
+    place = batch.owners[r], batch.turns[r, t]                                            # item and turn of each token
+    return sums.index_put(place, values, accumulate=True)
 
 
 def turn_logps(output_projection, hidden, batch):
@@ -575,9 +590,11 @@ def turn_logps(output_projection, hidden, batch):
 
 def turn_values(head, hidden, batch):
     """A head's number for each action, from the mean of its tokens' hidden states (R, T, H); (B, M) float32."""
-    means = turn_sums(batch, hidden[action_tokens(batch)].float()) / batch.lengths.clamp(min=1)[..., None]
-    values = F.linear(means, head.weight.float(), head.bias.float()).squeeze(-1)          # (B, M)
-    return values * (batch.lengths > 0)
+    states = hidden[action_tokens(batch)].float()                                         # (N, H)
+    lengths = batch.lengths.clamp(min=1)                                                  # (B, M)
+    means = turn_sums(batch, states) / lengths[..., None]                                 # (B, M, H)
+    values = F.linear(means, head.weight.float(), head.bias.float())                      # (B, M, 1)
+    return values.squeeze(-1) * (batch.lengths > 0)
 
 
 def turn_scores_of(scorer, items, max_tokens, device):
@@ -832,7 +849,11 @@ def score_actions(critic, tokenizer, points, max_tokens, device):
     """The score A(o_t, a, c) of each action of DecisionPoints by a critic (load_critic) or a domain's oracle (its
     name), a list of floats for each point. Equal actions are scored once."""
     if isinstance(critic, str):
-        return [domain_of(point.task).oracle_scores(critic, point.task, point.history, point.texts) for point in points]
+        scores = []
+        for point in points:
+            domain = domain_of(point.task)
+            scores.append(domain.oracle_scores(critic, point.task, point.history, point.texts))
+        return scores
     if critic.get("visual"):
         return visual_scores(critic, points, max_tokens, device)
     actions = [sorted(set(map(tuple, point.actions))) for point in points]
@@ -868,7 +889,11 @@ def visual_scores(critic, points, max_tokens, device):
     values = turn_scores_of(critic["model"], items, max_tokens, device)
     scores = []
     for number, point_views in enumerate(views):
-        scores.append([values[places[number, view]].item() for view in point_views])
+        point_scores = []
+        for view in point_views:
+            place = places[number, view]
+            point_scores.append(values[place].item())
+        scores.append(point_scores)
     return scores
 
 
@@ -877,14 +902,16 @@ def views_after(critic, point):
     domain = domain_of(point.task)
     views = []
     for text in point.texts:
-        turn = {"role": "assistant", "content": text}
-        views.append(tuple(domain.views(point.task, [*point.history, turn], critic["privileged"])))
+        history = [*point.history, {"role": "assistant", "content": text}]
+        turn_views = domain.views(point.task, history, critic["privileged"])
+        views.append(tuple(turn_views))
     return views
 
 
 def vision_row(processor, views, number, files):
     """The Row that shows a visual critic the agent's turn `number`: captions, and the image files of documents."""
-    ids, images = vision.image_row(processor, [(caption, files.get(document)) for caption, document in views])
+    captioned_files = [(caption, files.get(document)) for caption, document in views]
+    ids, images = vision.image_row(processor, captioned_files)
     return Row(ids, [number] * len(ids), images=images)
 
 
@@ -923,7 +950,9 @@ def endless_row(tokenizer, trajectory, max_length):
     read = encode(tokenizer, prompt)
     if len(read) <= 2 * max_length:
         return None
-    return Row(read + list(action), [-1] * len(read) + [len(agent) - 1] * len(action))
+    last_turn = len(agent) - 1
+    turns = [-1] * len(read) + [last_turn] * len(action)
+    return Row(read + list(action), turns)
 
 
 def trajectory_examples(trajectories, groups, tokenizer, privileged=None, show=None, max_length=None):
@@ -962,16 +991,21 @@ def text_items(trajectories, numbers, tokenizer, privileged, max_length):
 
 def say_kinds(what, kinds):
     """Say how many turns are of which kind (agent_turns)."""
-    say(f"{what}: " + ", ".join(f"{count:,} {kind}" for kind, count in kinds.items()))
+    counts = [f"{count:,} {kind}" for kind, count in kinds.items()]
+    say(f"{what}: {', '.join(counts)}")
 
 
 def visual_items(trajectories, numbers, processor, privileged, show):
     """{number: its item} of trajectories, a row for each agent turn, which shows it to a visual critic."""
     views = {}
     for number in numbers:
-        task, history = trajectories[number]["task"], trajectories[number]["dialogue_history"]
-        agent = [i for i, turn in enumerate(history) if turn["role"] == "assistant"]
-        views[number] = [domain_of(task).views(task, history[:i + 1], privileged) for i in agent]
+        task = trajectories[number]["task"]
+        history = trajectories[number]["dialogue_history"]
+        domain = domain_of(task)
+        views[number] = []
+        for i, turn in enumerate(history):
+            if turn["role"] == "assistant":
+                views[number].append(domain.views(task, history[:i + 1], privileged))
     files = show(vision.documents_of(views.values()))
     items = {}
     for number, turns in views.items():
@@ -1058,7 +1092,9 @@ def trajectory_pairs(trajectories, path, min_gap=None):
     for group in by_task.values():
         rewards = {i: trajectories[i]["reward"] for i in group}
         if min_gap is not None:
-            pairs += [(i, j) for i in group for j in group if reaches(rewards[i] - rewards[j], min_gap)]
+            for chosen, rejected in itertools.permutations(group, 2):
+                if reaches(rewards[chosen] - rewards[rejected], min_gap):
+                    pairs.append((chosen, rejected))
             continue
         successes = [i for i in group if rewards[i] == 1]
         failures = [i for i in group if rewards[i] < 1]
