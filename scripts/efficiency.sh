@@ -49,7 +49,7 @@ arm_flags() {                                                        # ARM SIZE
         sql-rft-*) echo ${few:+--lr 1e-3} ;;
         sql-mtdpo-*) echo ${few:+--epochs 4} ;;
         sql-tenth-*) ;;
-        backend-* | sql-answers-*) ;;                                # 3e-5, as chain.sh has it
+        backend-* | sql-answers-* | sql-released-*) ;;               # 3e-5, as chain.sh has it
         sql-*) echo --lr 1e-5 ;;
     esac
 }
