@@ -3,6 +3,7 @@ import argparse
 import math
 import os
 
+from lib import VERSION
 from lib.runtime import InputError, parse_json
 
 REFERENCES = ["informed", "blind"]                                  # does the reference of eq. 3 read c?
@@ -20,8 +21,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def argument_parser(docstring):
-    """A parser whose --help is the stage's docstring and shows every default."""
-    return Parser(description=docstring, formatter_class=Formatter)
+    """A parser whose --help is the stage's docstring and shows every default, and which knows --version."""
+    parser = Parser(description=docstring, formatter_class=Formatter)
+    parser.add_argument("--version", action="version", version=f"SWEET-RL, minimal {VERSION}")
+    return parser
 
 
 def set_preset(parser, presets, argv):

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from lib import VERSION
 from lib.schema import list_of, MAX_DEPTH, record, short_text
 
 
@@ -663,6 +664,7 @@ def is_done(args, out, inputs, folder=False):
             raise InputError(f"{out}: exists and was not made by this command; choose another --out")
         return False
     check_same_command(out, before, record)
+    say_other_versions(out, before.get("versions", {}))
     completed = out / "COMPLETED" if folder else out
     if completed.exists():
         say(f"{out}: done already by the same command")
@@ -688,6 +690,26 @@ def check_same_command(out, before, now):
                 say(f"{out}: begun with {flag} {old}; {new} is taken for the same model")
 
 
+def current_versions():
+    """What args.json keeps of the programs that make an output."""
+    return {
+        "sweet-rl": VERSION,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "transformers": importlib.metadata.version("transformers")}
+
+
+def say_other_versions(out, versions_before):
+    """Say in one line which versions differ from those that an output was begun with. The run goes on all the same."""
+    differences = []
+    for name, version in current_versions().items():
+        version_before = str(versions_before.get(name, version))
+        if version_before != version:
+            differences.append(f"{name} {version_before[:80]}, now {version}")
+    if differences:
+        say(f"{out}: begun with {'; '.join(differences)}")
+
+
 @on_main
 def begin_output(args, out, inputs, files=None):
     """Keep arguments, versions and an id of this run in `out`/args.json (or `out`.args.json); returns the id. What an
@@ -707,10 +729,7 @@ def begin_output(args, out, inputs, files=None):
         else:
             remove_file(out, path, before.get("id"))
     path.parent.mkdir(parents=True, exist_ok=True)
-    record["versions"] = {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers")}
+    record["versions"] = current_versions()
     record["id"] = uuid.uuid4().hex[:6]
     record["stage"] = stage_name()
     if folder:
