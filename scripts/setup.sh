@@ -8,12 +8,26 @@ setup_environment() {
         mark=".venv/installed-$(sha256sum "$file" | cut -c1-16)"
         if [ ! -e "$mark" ]; then
             echo "installing $file"
-            .venv/bin/python -m pip install --quiet --disable-pip-version-check -r "$file"
+            install_packages -r "$file"
             touch "$mark"
         fi
     done
     # One thread a process: the stages run side by side. Offline: nothing here needs a hub.
     export OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+}
+
+# install_packages ARGUMENTS-OF-PIP-INSTALL…: into .venv, by uv where it is installed. uv does not see what lies outside
+# of .venv, so pip takes its place where a torch is there, and where uv finds no packages.
+install_packages() {
+    if command -v uv > /dev/null && ! torch_lies_outside; then
+        uv pip install --quiet --python .venv/bin/python "$@" && return
+    fi
+    .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@"
+}
+torch_lies_outside() {
+    .venv/bin/python -c "import importlib.util as u, sys
+spec = u.find_spec('torch')
+sys.exit(spec is None or spec.origin.startswith(sys.prefix))"
 }
 
 # What pages need: a browser and its fonts (where apt-get may install them), and the files that answer Tailwind's

@@ -1,11 +1,17 @@
-"""What archives and hubs read: the version, in one place, and CITATION.cff."""
+"""What archives and hubs read (the version, CITATION.cff), and what is installed: the lock, with pip or uv."""
 import argparse
+import ast
+import importlib.metadata
 import json
+import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import lib
 from conftest import fork, ROOT, stage
@@ -95,3 +101,132 @@ def test_the_citation_names_the_version_and_the_paper():
     assert citation["version"] == lib.VERSION
     [paper] = citation["references"]
     assert paper["url"] == "https://arxiv.org/abs/2503.15478" and "SWEET-RL" in paper["title"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# scripts/requirements-lock.txt
+
+LOCK = ROOT / "scripts" / "requirements-lock.txt"
+# Modules of what is installed for some flags alone, by whom: scripts/frontend.txt, and README's and docs' pip lines
+OPTIONAL_MODULES = {"httpx", "peft", "PIL", "playwright", "skimage", "trackio"}
+CUDA_PACKAGE = re.compile(r"(nvidia|cuda|triton)\b")                # torch's, which it pins itself
+
+
+def requirements_of(path):
+    """{name: Requirement} of a requirements file."""
+    requirements = {}
+    for line in path.read_text().splitlines():
+        if line and not line.startswith("#"):
+            requirement = Requirement(line)
+            requirements[canonicalize_name(requirement.name)] = requirement
+    return requirements
+
+
+def imported_modules(folder):
+    """The modules that the program's files import and that are neither Python's nor the program's."""
+    modules = set()
+    for path in folder.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                modules.add(node.module.partition(".")[0])
+    return modules - set(sys.stdlib_module_names) - {"colbench", "common", "lib"}
+
+
+def test_the_lock_names_one_version_of_each_requirement_and_within_its_range():
+    locked = requirements_of(LOCK)
+    wanted = requirements_of(ROOT / "requirements.txt")
+    assert len(wanted) >= 9 and set(wanted) <= set(locked)
+    for name, requirement in locked.items():
+        [pin] = requirement.specifier
+        assert pin.operator == "==" and not re.search(r"[+*]", pin.version), requirement
+        assert name not in wanted or wanted[name].specifier.contains(pin.version), requirement
+
+
+def test_the_lock_has_what_its_packages_need():
+    """Of the packages as they are installed here, and on this machine."""
+    locked = requirements_of(LOCK)
+    missing = []
+    for name, requirement in locked.items():
+        if requirement.marker and not requirement.marker.evaluate():
+            continue
+        for text in importlib.metadata.requires(name) or []:
+            needed = Requirement(text)
+            is_needed = needed.marker is None or needed.marker.evaluate({"extra": ""})
+            if is_needed and canonicalize_name(needed.name) not in locked and not CUDA_PACKAGE.match(needed.name):
+                missing.append((name, text))
+    assert missing == []
+
+
+def test_the_lock_has_what_the_stages_import():
+    locked = requirements_of(LOCK)
+    modules = set()
+    for folder in (ROOT, ROOT / "lib", ROOT / "colbench"):
+        modules |= imported_modules(folder)
+    modules = {module for module in modules if not (ROOT / "colbench" / f"{module}.py").exists()}
+    packages = importlib.metadata.packages_distributions()
+    assert {"torch", "transformers", "matplotlib"} <= modules and len(modules - OPTIONAL_MODULES) > 6
+    for module in modules - OPTIONAL_MODULES:
+        assert {canonicalize_name(name) for name in packages[module]} & set(locked), module
+
+
+def test_the_lock_names_no_host():
+    assert "://" not in LOCK.read_text()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# scripts/setup.sh, with stand-ins for python and uv that note their arguments
+
+STAND_IN = """#!/bin/bash
+echo "$(basename "$0") $*" | head -n 1 >> "$LOG"
+case "$1 $2" in
+    "-m venv") mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
+    "-c "*) exit $TORCH_IS_INSIDE ;;
+    "pip install") exit $UV_FAILS ;;
+esac
+"""
+
+
+def installed_by(folder, with_uv, torch_is_inside=1, uv_fails=0):
+    """The lines of the programs that setup_environment starts in a folder without .venv."""
+    programs = folder / "programs"
+    programs.mkdir()
+    for name in ["python", "uv"][:1 + with_uv]:
+        (programs / name).write_text(STAND_IN)
+        (programs / name).chmod(0o755)
+    (folder / "requirements.txt").write_text("torch\n")
+    environment = {
+        "PATH": f"{programs}:/usr/bin:/bin",
+        "PYTHON": "python",
+        "LOG": str(folder / "log"),
+        "TORCH_IS_INSIDE": str(torch_is_inside),
+        "UV_FAILS": str(uv_fails)}
+    script = f"set -euo pipefail; . {ROOT}/scripts/setup.sh; setup_environment requirements.txt; echo ready"
+    process = subprocess.run(["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0 and process.stdout == "installing requirements.txt\nready\n", process.stderr
+    again = subprocess.run(["bash", "-c", script], cwd=folder, env=environment, capture_output=True, text=True)
+    assert again.stdout == "ready\n"                                # nothing is installed twice
+    lines = (folder / "log").read_text().splitlines()
+    return [line for line in lines if " install " in line]
+
+
+BY_PIP = "python -m pip install --quiet --disable-pip-version-check -r requirements.txt"
+BY_UV = "uv pip install --quiet --python .venv/bin/python -r requirements.txt"
+
+
+@pytest.mark.skipif(shutil.which("uv", path="/usr/bin:/bin") is not None, reason="a uv that cannot be hidden")
+def test_pip_installs_where_there_is_no_uv(tmp_path):
+    assert installed_by(tmp_path, False) == [BY_PIP]
+
+
+def test_uv_installs_where_it_is(tmp_path):
+    assert installed_by(tmp_path, True) == [BY_UV]
+
+
+def test_pip_installs_where_a_torch_lies_outside_which_uv_does_not_see(tmp_path):
+    assert installed_by(tmp_path, True, torch_is_inside=0) == [BY_PIP]
+
+
+def test_pip_installs_what_uv_does_not_find(tmp_path):
+    assert installed_by(tmp_path, True, uv_fails=2) == [BY_UV, BY_PIP]
