@@ -72,6 +72,7 @@ def parse_args(argv=None):
     parser.add_argument("--candidates", type=text_flag, metavar="PATH",
                         help="the page shows SWEET's candidates: 04's output folder or its scored.jsonl, with "
                         "pairs.jsonl beside it")
+    parser.add_argument("--table", choices=tables.FORMS, help="print the comparison once more, for a paper")
     parser.add_argument("--export", choices=["messages"], help="write every dialogue for other programs as well")
     add_world(parser)
     add_overwrite(parser)
@@ -448,6 +449,9 @@ def main(argv=None):
     parts = further_tables(metrics, metric, args.baseline, curves, costs)
     comparison = "\n".join([*tables.aligned(headings, rows), *notes])
     say("\n" + "\n\n".join([comparison, *parts.values()]) + "\n")
+    if args.table:
+        for line in tables.FORMS[args.table](headings, rows):
+            say(line)
 
     # credit of the turns, and how far the critic of the candidates agrees with the domain's oracles
     credit = {}

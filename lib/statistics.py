@@ -73,8 +73,20 @@ def dialogues_a_task(trajectories):
 def bootstrap_interval(values, families=None, seed=0):
     """95 % percentile interval [low, high] of the mean of `values`, one a task, or a row of these for each run.
 
-    Tasks are drawn with replacement, and runs as well, each independently of the other.
     With `families`, one a task, families are drawn first, and from each drawn one as many tasks as it has."""
+    low, high = np.percentile(resampled_means(values, families, seed), [2.5, 97.5])
+    return [float(low), float(high)]
+
+
+def chance_at_most(values, mark, seed=0):
+    """The share of resamples whose mean is at most `mark`: a one-sided p-value of being above it. values: as above."""
+    return float((resampled_means(values, None, seed) <= mark).mean())
+
+
+def resampled_means(values, families, seed):
+    """The means of NUM_RESAMPLES bootstrap samples of bootstrap_interval's values.
+
+    Tasks are drawn with replacement, and runs as well, each independently of the other."""
     values = np.atleast_2d(np.asarray(values, dtype=np.float64))                           # (runs, tasks)
     num_runs, num_tasks = values.shape
     rng = np.random.default_rng(seed)
@@ -86,9 +98,7 @@ def bootstrap_interval(values, families=None, seed=0):
         means = times @ values.T / times.sum(1, keepdims=True)                             # (resamples, runs)
     run_draws = rng.integers(num_runs, size=(NUM_RESAMPLES, num_runs))
     run_times = np.stack([np.bincount(draw, minlength=num_runs) for draw in run_draws])    # (resamples, runs)
-    resampled = (run_times / num_runs * means).sum(1)                                      # (resamples,)
-    low, high = np.percentile(resampled, [2.5, 97.5])
-    return [float(low), float(high)]
+    return (run_times / num_runs * means).sum(1)                                           # (resamples,)
 
 
 def times_drawn(families, rng):

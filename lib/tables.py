@@ -15,6 +15,32 @@ def aligned(headings, rows):
     return lines
 
 
+def markdown(headings, rows):
+    """Lines of a table in Markdown."""
+    lines = []
+    for cells in [headings, ["---"] * len(headings), *rows]:
+        escaped = [cell.replace("|", "\\|") for cell in cells]
+        lines.append(f"| {' | '.join(escaped)} |")
+    return lines
+
+
+LATEX_ESCAPES = str.maketrans({character: "\\" + character for character in "#$%&_{}"} | {
+    "\\": r"\textbackslash{}", "^": r"\textasciicircum{}", "~": r"\textasciitilde{}"})
+
+
+def latex(headings, rows):
+    """Lines of a table in LaTeX with the rules of the package booktabs."""
+    def line(cells):
+        escaped = [cell.translate(LATEX_ESCAPES) for cell in cells]
+        return f"{' & '.join(escaped)} \\\\"
+    columns = "l" + "r" * (len(headings) - 1)
+    begin = [f"\\begin{{tabular}}{{{columns}}}", r"\toprule", line(headings), r"\midrule"]
+    return [*begin, *map(line, rows), r"\bottomrule", r"\end{tabular}"]
+
+
+FORMS = {"markdown": markdown, "latex": latex}
+
+
 def finite(value):
     """A number that can be drawn and that every reader of JSON takes; None for NaN, an infinite or a huge one, and for
     what is no number."""

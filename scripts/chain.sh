@@ -110,8 +110,8 @@ evaluate() {                                                         # NAME MODE
 }
 policy() {                                                           # NAME METHOD more flags
     local settings=${2}_settings program=04_train_policy.py
-    [[ ! $2 =~ ^(grpo|distill)$ ]] || program="-m examples.$2"       # forks of 04
-    step "$1" train "$program" --method "$2" ${!settings} --out "$out/$1" "${@:3}"
+    [ ! -e "examples/$2.py" ] || program="-m examples.$2"            # a fork of 04
+    step "$1" train "$program" --method "$2" ${!settings:-} --out "$out/$1" "${@:3}"
     evaluate "$1" "$out/$1"
 }
 sweet() {

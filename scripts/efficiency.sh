@@ -10,6 +10,11 @@
 #     blind            SWEET with all turns, its critic trained with such a reference, too
 #     untrained        the base model with such a reference in place of a critic
 #     answers          as released, and the likelihood of logged right answers as a further term (04 --answer-coef 1)
+#     sweet            the best of these on validation tasks: released; with queries answers
+#     NAME             a fork of 04 of yours, examples/NAME.py with --method NAME and the flags NAME_settings, where
+#                      {critic} and {candidates} stand for the files of the arms with all turns:
+#                      METHODS="mine sweet mtdpo" mine_settings="--critic {critic} --data-frac 1 --lr 3e-5" bash …
+# METHODS is another name for ARMS.
 # The arms with all turns choose from the same candidates, whose sampling 05 does not count as theirs (it says so); what
 # it costs is in candidates@N/costs.json. Two processes of one thread at a time.
 # The arms with all turns are played with at most MOST_ALL_TURNS dialogues (320): their cost grows with the turns.
@@ -26,16 +31,19 @@ set_up_domain
 search=${SEARCH:-} results=${OUT:-out} all=$((4 * ${TRAIN_TASKS:-$num_train}))
 [ $domain = backend ] || results=$results/$domain
 results=$results/efficiency
-arms=${ARMS:-rft mtdpo tenth untrained printed released blind answers} most_all_turns=${MOST_ALL_TURNS:-320}
+arms=${METHODS:-${ARMS:-rft mtdpo tenth untrained printed released blind answers}}
+most_all_turns=${MOST_ALL_TURNS:-320}
 if [ "$search" ]; then
     results=$results-search sizes=${SIZES:-320} seeds=${*:-9} samples=1
 else
     sizes=${SIZES:-80 160 320 800 $all} seeds=${*:-10 11 12 13 14} samples=${SAMPLES:-2}
 fi
 for name in $arms; do
-    [[ $name =~ ^(rft|mtdpo|tenth|untrained|printed|released|blind|answers)$ ]] ||
-        { echo "error: ARMS: no arm $name" >&2; exit 2; }
+    [[ $name =~ ^(rft|mtdpo|tenth|untrained|printed|released|blind|answers|sweet)$ || -e examples/$name.py ]] ||
+        { echo "error: ARMS: no arm $name, and no examples/$name.py" >&2; exit 2; }
 done
+gain_settings=${gain_settings:-$sweet_settings --data-frac 1 --candidates {candidates\}}
+signed_settings=${signed_settings:---critic {critic\} --lr 1e-3 --epochs 2}
 
 # Flags of an arm for at most 800 dialogues, and for more. mtdpo, released, blind, printed and answers: the best of the
 # search (docs/grid_efficiency.csv, docs/grid_efficiency_sql.csv). The others: those of scripts/rounds.sh and run.sh.
@@ -49,14 +57,15 @@ arm_flags() {                                                        # ARM SIZE
         sql-rft-*) echo ${few:+--lr 1e-3} ;;
         sql-mtdpo-*) echo ${few:+--epochs 4} ;;
         sql-tenth-*) ;;
-        backend-* | sql-answers-* | sql-released-*) ;;               # 3e-5, as chain.sh has it
-        sql-*) echo --lr 1e-5 ;;
+        sql-untrained-* | sql-printed-* | sql-blind-*) echo --lr 1e-5 ;;
+        *) ;;                                                        # 3e-5, as chain.sh has it; a fork's own settings
     esac
 }
 # Rates of the search: three about what the arm's method is known to need.
 search_rates() {                                                     # ARM
     case $1 in
         rft) echo ${RATES:-3e-4 1e-3 3e-3} ;;
+        signed) echo ${RATES:-3e-4 1e-3 3e-3} ;;
         mtdpo | tenth) echo ${RATES:-3e-5 1e-4 3e-4} ;;
         *) echo ${RATES:-1e-5 3e-5 1e-4} ;;
     esac
@@ -64,12 +73,13 @@ search_rates() {                                                     # ARM
 arms_of() {                                                          # SIZE: the arms that are played with so many
     local name
     for name in $arms; do
-        [[ $name =~ ^(rft|mtdpo|tenth)$ ]] || [ "$1" -le "$most_all_turns" ] || continue
+        [[ $name =~ ^(rft|mtdpo|tenth|signed)$ ]] || [ "$1" -le "$most_all_turns" ] || continue
         echo $name
     done
 }
 export SAMPLES=$samples
 export py domain results base num_train num_test rollout critic_settings rft_settings mtdpo_settings sweet_settings search
+export gain_settings signed_settings
 
 offline() {                                                          # SEED
     seed=$1 out=$results/seed$1
@@ -85,6 +95,10 @@ offline() {                                                          # SEED
         --out "$out/offline.jsonl"
 }
 sweet_flags() {                                                      # ARM SIZE
+    case $1-$domain in
+        sweet-sql) sweet_flags answers "$2"; return ;;
+        sweet-*) sweet_flags released "$2"; return ;;
+    esac
     case $1 in
         tenth | printed) echo --critic "$out/critic@$2" ;;
         released) echo --critic "$out/critic@$2" --reference blind ;;
@@ -97,18 +111,30 @@ sweet_flags() {                                                      # ARM SIZE
 }
 prepare() {                                                          # SEED SIZE ARM…: critics and candidates
     seed=$1 out=$results/seed$1
-    local size=$2 needed=" ${*:3} "
-    [[ ! $needed =~ \ (tenth|printed|released|answers)\  ]] || critic "critic@$size" --num-trajectories "$size"
+    local size=$2 needed=" ${*:3} " name settings
+    for name in "${@:3}"; do
+        settings=${name}_settings
+        [[ ! -e examples/$name.py || ! ${!settings:-} =~ \{critic\} ]] || needed+=" tenth "
+        [[ ! -e examples/$name.py || ! ${!settings:-} =~ \{candidates\} ]] || needed+=" untrained "
+    done
+    [[ ! $needed =~ \ (tenth|printed|released|answers|sweet)\  ]] || critic "critic@$size" --num-trajectories "$size"
     [[ ! $needed =~ \ blind\  ]] || critic "critic-blind@$size" --num-trajectories "$size" --reference blind
-    [[ ! $needed =~ \ (untrained|printed|released|blind|answers)\  ]] ||
+    [[ ! $needed =~ \ (untrained|printed|released|blind|answers|sweet)\  ]] ||
         step "candidates@$size" train 04_train_policy.py --method sweet $sweet_settings --critic oracle \
             --data-frac 1 --num-trajectories "$size" --max-steps 1 --out "$out/candidates@$size"
 }
 arm() {                                                              # SEED SIZE ARM NAME more flags
     seed=$1 out=$results/seed$1
+    local settings=${3}_settings flags
     case $3 in
         rft | mtdpo) policy "$4" "$3" --num-trajectories "$2" "${@:5}" ;;
-        *) policy "$4" sweet --num-trajectories "$2" $(sweet_flags "$3" "$2") "${@:5}" ;;
+        tenth | untrained | printed | released | blind | answers | sweet)
+            policy "$4" sweet --num-trajectories "$2" $(sweet_flags "$3" "$2") "${@:5}" ;;
+        *)                                                           # a fork
+            flags=${!settings:-}
+            flags=${flags//"{critic}"/$out/critic@$2}
+            declare "$settings=${flags//"{candidates}"/$out/candidates@$2/candidates.jsonl}"
+            policy "$4" "$3" --num-trajectories "$2" "${@:5}" ;;
     esac
 }
 export -f step result_of tasks train critic evaluate policy offline sweet_flags prepare arm

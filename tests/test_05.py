@@ -168,6 +168,31 @@ def test_intervals_cover_what_they_claim_to(monkeypatch):
     assert few <= 0.9 and many >= 0.93                               # two runs do not show how far runs differ
 
 
+def test_the_chance_of_being_at_most_a_mark():
+    """Of 1,000 tasks with a mean of .9, each sample is near .9; of two tasks with 0 and 1, a quarter of the samples is
+    0, half of them .5."""
+    values = [[1.0] * 900 + [0.0] * 100]
+    assert [statistics.chance_at_most(values, mark) for mark in (0.85, 0.95)] == [0, 1]
+    assert statistics.chance_at_most([[0.0, 1.0]], 0.4) == pytest.approx(0.25, abs=0.03)
+    assert statistics.chance_at_most([[0.0, 1.0]], 0.5) == pytest.approx(0.75, abs=0.03)
+    low, high = statistics.bootstrap_interval(values)
+    assert statistics.chance_at_most(values, low) == pytest.approx(0.025, abs=0.01)
+    assert statistics.chance_at_most(values, high) == pytest.approx(0.975, abs=0.01)
+
+
+def test_a_table_for_a_paper(tmp_path, capsys):
+    headings, rows = ["", "success", "95 %"], [["a_b", ".5", "[.1, .9]"], ["x|y", "1", "-"]]
+    assert tables.markdown(headings, rows) == [
+        "|  | success | 95 % |", "| --- | --- | --- |", "| a_b | .5 | [.1, .9] |", r"| x\|y | 1 | - |"]
+    assert tables.latex(headings, rows) == [
+        r"\begin{tabular}{lrr}", r"\toprule", r" & success & 95 \% \\", r"\midrule", r"a\_b & .5 & [.1, .9] \\",
+        r"x|y & 1 & - \\", r"\bottomrule", r"\end{tabular}"]
+    path = write(tmp_path / "a.jsonl", [trajectory("t", "def f(n):\n    return n")])
+    evaluate.main([f"a_b={path}", "--table", "latex", "--out", str(tmp_path / "out")])
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith(r"a\_b & 1 & 1.000 &")]
+    assert line.endswith(r"\\")
+
+
 def test_intervals_over_families_where_every_task_states_one(tmp_path):
     tasks = [{**TASK, "problem_description": str(n), **({"family": n // 2} if n < 4 else {})} for n in range(5)]
     rows = [{**trajectory(str(n), "def f(n): return n" if n < 2 else "0"), "task": task} for n,

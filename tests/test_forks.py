@@ -1,5 +1,6 @@
-"""The forks of 04: policy gradient with group baselines (examples/grpo.py), also by a critic's advantages, and
-privileged self-distillation (examples/distill.py). They are started as modules, as users start them."""
+"""The forks of 04: policy gradient with group baselines (examples/grpo.py), also by a critic's advantages or with turns
+weighted by a critic (examples/signed.py), privileged self-distillation (examples/distill.py), and turns ranked by what
+their replies tell (examples/gain.py). They are started as modules, as users start them."""
 import argparse
 import copy
 import json
@@ -14,10 +15,10 @@ import torch
 
 import common
 from colbench import backend
-from conftest import begin, fork, policy_flags, read, refused, ROOT, succeed, wait
+from conftest import begin, fork, policy_flags, read, refused, ROOT, stage, succeed, wait
 from lib.models import encode
 
-grpo, distill = fork("grpo"), fork("distill")
+grpo, distill, gain, signed = fork("grpo"), fork("distill"), fork("gain"), fork("signed")
 BASE = ROOT / "models" / "tiny"
 TASK = {"problem_description": "x", "ground_truth": "y", "test_cases": {}}
 
@@ -39,19 +40,22 @@ def an_item(tokenizer):
 
 # --- the diff is the lesson
 
-@pytest.mark.parametrize("name, most", [("grpo", 150), ("distill", 80)])
-def test_a_fork_differs_from_04_by_its_method_alone(name, most):
-    paths = ROOT / "04_train_policy.py", ROOT / "examples" / f"{name}.py"
+@pytest.mark.parametrize("name, origin, most", [
+    ("grpo", "04_train_policy.py", 150), ("distill", "04_train_policy.py", 80), ("gain", "04_train_policy.py", 150),
+    ("signed", "examples/grpo.py", 80)])
+def test_a_fork_differs_from_its_origin_by_its_method_alone(name, origin, most):
+    paths = ROOT / origin, ROOT / "examples" / f"{name}.py"
     lines = subprocess.run(["diff", *paths], capture_output=True, text=True).stdout.splitlines()
     changed = [line for line in lines if line.startswith(("<", ">"))]
     assert 30 < len(changed) <= most
     assert not any("def dpo_loss" in line or "def sweet_examples" in line for line in changed)
 
 
-@pytest.mark.parametrize("module", [grpo, distill])
+@pytest.mark.parametrize("module", [grpo, distill, gain, signed])
 def test_a_fork_says_how_it_is_started_and_what_changed(module):
     name = module.__name__.rpartition(".")[2]
-    assert f"diff 04_train_policy.py examples/{name}.py" in module.__doc__ and "What changed: " in module.__doc__
+    origin = "examples/grpo.py" if module is signed else "04_train_policy.py"
+    assert f"diff {origin} examples/{name}.py" in module.__doc__ and "What changed" in module.__doc__
     assert f"    python -m examples.{name} --method {name} " in module.__doc__
     assert f" -m examples.{name} --method {name} " in module.__doc__.partition("torchrun --nproc-per-node 8")[2]
 
@@ -318,3 +322,89 @@ def test_bad_input_is_one_line(workspace, critic, tmp_path, capsys):
             module.main([str(x) for x in ("--method", *wrong, *offline)])
         assert stopped.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "y").exists()
+
+
+# --- signed
+
+def test_the_outcome_gives_the_sign_of_a_turn_and_the_critic_its_size(monkeypatch, capsys):
+    """Returns 1 and 0 of one task have the advantages 1 and -1; credit -1 and 3 has the sizes 1 and 3, with mean 2."""
+    rows = [trajectory("a", 1, 2), trajectory("a", 0, 2), trajectory("a", 1, 1), trajectory("a", 0, 1)]
+    item = [common.Row([5, 6, 7, 8, 9], [-1, 0, 0, -1, 1])]
+    examples = [signed.GroupExample([item], [], row["task_id"], row) for row in rows]
+    monkeypatch.setattr(signed, "critic_credit", lambda *_: [[-1.0, 3.0], [-1.0, 3.0], [], [0.0, 0.0]])
+    args = argparse.Namespace(trajectories="x", max_tokens=100)
+    ready = signed.with_advantages(examples, {"head": "lm"}, None, args, None, [])
+    assert [example.advantages.tolist() for example in ready] == [[.5, .5, 1.5], [-.5, -.5, -1.5], [-1, -1, -1]]
+    assert "0 of 4 trajectories are left out" in (printed := capsys.readouterr().out)
+    assert "1 more are too long for the critic" in printed
+
+
+def test_without_a_critic_signed_is_grpo(capsys):
+    rows = [trajectory("a", 1, 2), trajectory("a", 0, 1), trajectory("a", 0, 1)]
+    item = [common.Row([5, 6, 7, 8, 9], [-1, 0, 0, -1, 1])]
+    args = argparse.Namespace(trajectories="x", max_tokens=100)
+    results = []
+    for module in (grpo, signed):
+        examples = [module.GroupExample([item], [], row["task_id"], row) for row in rows]
+        ready = module.with_advantages(examples, None, None, args, None, [])
+        results.append([(example.items, example.advantages.tolist()) for example in ready])
+    assert results[0][0][1] != results[0][1][1] and [advantages for _, advantages in results[0]] == [
+        advantages for _, advantages in results[1]]
+
+
+def test_signed_trains_on_the_credit_of_a_critic(workspace, critic, tmp_path):
+    succeed("examples.signed", *flags(workspace, "signed", tmp_path / "s", "--critic", critic, "--batch-size", 200))
+    credit, first = read(tmp_path / "s" / "credit.jsonl"), read(tmp_path / "s" / "metrics.jsonl")[0]
+    assert len(credit) == len(read(workspace / "offline.jsonl"))
+    assert first["ratio"] == pytest.approx(1, abs=1e-5) and abs(first["loss"]) > 1e-3
+
+
+# --- gain
+
+def test_a_question_is_worth_what_its_reply_tells_of_the_reference(tiny):
+    """By hand: two passes of the model with the reference as the answer, after the prompt and after the reply."""
+    model, tokenizer = tiny
+    task = stage_1_task()
+    prompt = common.prompt_text(tokenizer, (history := [{"role": "user", "content": task["problem_description"]}]), 8,
+                                backend.AGENT_SYSTEM)
+    [needed] = [fact for fact in task["facts"] if fact["matters"]][:1]
+    texts = [needed["questions"][0], "What is the weather?", backend.answer_message(task)]
+    candidates = [{"text": text, "ids": encode(tokenizer, text) + [tokenizer.eos_token_id]} for text in texts]
+    row = {"task": task, "prompt": prompt, "history": history, "max_rounds": 8, "system": None,
+           "candidates": candidates}
+    with backend.World() as world:
+        gain_of = gain.gains([row], common.Scorer(model).eval(), tokenizer, world, 4096)
+        assert set(gain_of) == {(0, texts[0]), (0, texts[1])}        # the answer has none
+        for (_, text), value in gain_of.items():
+            turns = [*history, {"role": "assistant", "content": text}]
+            turns.append(gain.reply_to(task, turns, world))
+            after = common.prompt_text(tokenizer, turns, 8, backend.AGENT_SYSTEM)
+            expected = logp_of_answer(model, tokenizer, after, task) - logp_of_answer(model, tokenizer, prompt, task)
+            assert value == pytest.approx(max(0, expected), abs=1e-3)
+    assert gain_of[0, texts[0]] > gain_of[0, texts[1]]
+
+
+def logp_of_answer(model, tokenizer, prompt, task):
+    read = encode(tokenizer, prompt)
+    ids = read + encode(tokenizer, backend.answer_message(task)) + [tokenizer.eos_token_id]
+    with torch.no_grad():
+        logps = torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1)
+    return sum(logps[place - 1, ids[place]].item() for place in range(len(read), len(ids)))
+
+
+def stage_1_task():
+    [task], _ = stage(1).make_tasks(backend, 1, 0, "train", "none")
+    return task
+
+
+def test_gain_trains_without_a_critic(workspace, tmp_path, capsys):
+    printed = succeed("examples.gain", *flags(workspace, "gain", tmp_path / "g", "--data-frac", 0.1, "--num-candidates",
+                                              6, "--max-new-tokens", 60))
+    rows = read(tmp_path / "g" / "scored.jsonl")
+    assert "what the pairs say" in printed and read(tmp_path / "g" / "metrics.jsonl")[0]["loss"] > 0.6
+    repeated = [score for row in rows for candidate, score in zip(row["candidates"], row["advantages"])
+                if backend.turn_kind(row["task"], row["history"], candidate["text"]) in ("needed", "repeat")]
+    assert min(repeated) >= 0 and max(repeated) > 0.5
+    with pytest.raises(SystemExit):
+        gain.main([str(flag) for flag in flags(workspace, "rft", tmp_path / "r", "--candidates", "x")])
+    assert "--candidates goes with --method gain" in capsys.readouterr().err

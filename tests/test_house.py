@@ -12,7 +12,7 @@ import toy_domain
 from conftest import read, ROOT, stage, succeed
 
 STAGES = sorted(ROOT.glob("0*.py"))
-FORKS = [ROOT / "examples" / "grpo.py", ROOT / "examples" / "distill.py"]
+FORKS = [ROOT / "examples" / f"{name}.py" for name in ("grpo", "distill", "gain", "signed")]
 COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 
 

@@ -27,7 +27,7 @@ PAPER, LAPTOP = [block for name, block in BLOCKS.items() if name.startswith("doc
 CODE = "\n".join(path.read_text() for folder in (".", "colbench", "examples", "lib", "scripts")
                  for path in ROOT.glob(f"{folder}/*.py"))
 REMOVED_FLAGS = {"--turn-cost", "--min-margin", "--like-pairs", "--optimizer"}  # of 03 and 04, in commits up to 748f4b3
-FORKS = "grpo", "distill"                                                    # of 04, in examples/
+FORKS = "grpo", "distill", "gain", "signed"                                  # of 04, in examples/
 
 # Stands for python, torchrun, bash, pip, cp and vllm: notes its words and makes the output, which later lines list.
 STAND_IN = f"#!{sys.executable} -IS\n" + """
@@ -67,7 +67,7 @@ def test_docstrings_and_help_texts_know_domains_and_defaults():
     assert ("{'sweet': 1, 'mtdpo': 4, 'rft': 4, 'sft': 4}; with --preset paper-frontend 8 in place of 4"
             in texts["--epochs"])
     assert "{'sweet': 8, 'mtdpo': 8, 'rft': 32, 'sft': 32}" in texts["--batch-size"], helped
-    for method in ("sweet", "mtdpo", "rft", "sft", "grpo", "distill"):
+    for method in ("sweet", "mtdpo", "rft", "sft", *FORKS):
         module = fork(method) if method in FORKS else stage(4)
         more = ["--critic", "x"] if method == "sweet" else []
         flags = ["--method", method, "--trajectories", "x", "--model", "x", "--out", "x", *more]

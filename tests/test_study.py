@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -64,8 +65,9 @@ def call(tmp_path):
         (tmp_path / "models" / name).mkdir(parents=True)
     (tmp_path / "scripts").mkdir()
     for name in ("run.sh", "scripts/chain.sh", "scripts/study.sh", "scripts/tune.sh", "scripts/real.sh",
-                 "scripts/rounds.sh", "scripts/efficiency.sh"):
+                 "scripts/rounds.sh", "scripts/efficiency.sh", "scripts/entry.sh"):
         shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
     (tmp_path / "scripts" / "setup.sh").write_text(
         (ROOT / "scripts" / "setup.sh").read_text() + "\nsetup_environment() { :; }\nsetup_browser() { :; }\n")
 
@@ -395,3 +397,67 @@ def test_the_search_of_efficiency_plays_validation_tasks_of_a_seed_that_is_not_u
                             "rft_1e-4_-@320", "rft_1e-5_-@320", *(f"mtdpo_{rate}_{epochs}@320"
                                                                   for rate in ("1e-5", "1e-4") for epochs in (2, 8))])
     assert after(flags_of(commands, "mtdpo_1e-5_8@320"), "--epochs") == "2"      # the first; the last one given counts
+
+
+def test_efficiency_takes_a_fork_by_the_name_of_its_file(call):
+    commands = call("scripts/efficiency.sh", "10", METHODS="grpo signed gain sweet mtdpo", SIZES="320",
+                    grpo_settings="--critic {critic} --lr 2e-5")
+    arms = "grpo", "signed", "gain", "sweet", "mtdpo"
+    words = {arm: flags_of(commands, f"seed10/{arm}@320") for arm in arms}
+    assert [words[arm][0] for arm in arms] == ["examples.grpo", "examples.signed", "examples.gain",
+                                               *["04_train_policy.py"] * 2]
+    folder = "out/efficiency/seed10"
+    assert after(words["grpo"], "--critic") == after(words["signed"], "--critic") == f"{folder}/critic@320"
+    assert after(words["gain"], "--candidates") == f"{folder}/candidates@320/candidates.jsonl"
+    assert after(words["grpo"], "--lr") == "2e-5" and after(words["signed"], "--method") == "signed"
+    assert after(words["sweet"], "--reference") == "blind"           # the best form of functions
+
+
+def test_an_arm_that_is_no_fork_is_refused():
+    process = subprocess.run(["bash", ROOT / "scripts" / "efficiency.sh"], cwd=ROOT, text=True, capture_output=True,
+                             env={**os.environ, "METHODS": "mine"})
+    assert process.returncode == 2 and "no arm mine, and no examples/mine.py" in process.stderr
+
+
+@pytest.mark.parametrize("method, number", [("mtdpo", 2), ("sweet", 3), ("printed", 3)])
+def test_an_entry_leaves_its_agent_and_all_of_its_dialogues_in_its_folder(call, tmp_path, method, number):
+    (tmp_path / "train.jsonl").write_text("task\n" * 9)
+    (tmp_path / "o").mkdir()
+    commands = call("scripts/entry.sh", method, "4", SEED="20", TRAIN="train.jsonl", BASE="models/tiny", OUT="o")
+    assert (tmp_path / "o" / "tasks.jsonl").read_text() == "task\n" * 4
+    assert len(commands) == number and all(output.startswith("o/") for output in outputs(commands))
+    assert outputs(commands)[-1] == "o/agent"
+    assert [word for word in commands[-1]["words"] if word in ("blind", "informed")][-1:] == {
+        "mtdpo": [], "sweet": ["blind"], "printed": ["informed"]}[method]
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory):
+    """What scripts/record.sh prints of two seeds, whose command plays two dialogues and takes the base as it is."""
+    folder = tmp_path_factory.mktemp("record")
+    command = (".venv/bin/python 02_rollout.py --simulator rules --max-rounds 8 --max-new-tokens 20 --agent script "
+               '--tasks "$TRAIN" --out "$OUT/played.jsonl" && cp -r "$BASE" "$OUT/agent"')
+    environment = {**os.environ, "OUT": str(folder), "SEEDS": "20 21", "TEST_TASKS": "4", "NUM_TRAIN": "2"}
+    process = subprocess.run(["bash", "scripts/record.sh", "plain", "bash", "-c", command], cwd=ROOT, text=True,
+                             capture_output=True, timeout=600, env=environment)
+    assert process.returncode == 0, process.stdout + process.stderr
+    return folder, process.stdout
+
+
+def test_a_record_counts_dialogues_and_says_that_a_small_one_does_not_count(record):
+    folder, printed = record
+    assert "fixed: tasks, dialogues, base are as in the rules" in printed
+    assert re.search(r"\n\| plain \| 2 \| 0\.\d \| [01]\.\d{3} \[[01]\.\d{3}, [01]\.\d{3}\] \| [01]\.\d{3} \|", printed)
+    assert "not an entry: 2 seeds and 4 test tasks; an entry has 5 and 300" in printed
+    assert [len((folder / "record" / "backend" / "plain" / f"seed{seed}" / "test.jsonl").read_text().splitlines())
+            for seed in (20, 21)] == [8, 8]
+
+
+def test_a_record_with_other_tasks_is_refused(record):
+    folder = record[0] / "record" / "backend" / "plain"
+    path = folder / "other.jsonl"
+    path.write_text("".join((folder / "test.jsonl").read_text().splitlines(keepends=True)[1:]))
+    process = subprocess.run([sys.executable, "scripts/record.py", "check", "--domain", "backend", "--tasks", path,
+                              "--dialogues", folder / "script.jsonl", "--base", "models/tiny"], cwd=ROOT, text=True,
+                             capture_output=True)
+    assert process.returncode == 2 and "error: tasks: " in process.stderr and "are fixed" in process.stderr

@@ -1,0 +1,885 @@
+"""A fork of grpo: the outcome gives a turn's sign, the critic its size. `diff examples/grpo.py examples/signed.py`.
+
+Reads   trajectories.jsonl (02), a model, and for --method sweet a critic (03).
+Writes  a model folder with metrics.jsonl and agent.json (the system prompt that it was trained with); for sweet also
+        candidates.jsonl, scored.jsonl and pairs.jsonl.
+
+--method sweet   For every agent turn of --data-frac of the trajectories: sample 16 candidates given o_t (never c),
+                 score each by the critic's A(o_t, a, c) (eq. 3), pair a random one of the better half with a random one
+                 of the worse, and train by single-turn DPO:
+    eq. 4        -log s( b [log p(a+|o) / p_ref(a+|o)] - b [log p(a-|o) / p_ref(a-|o)] ) + nll_coef * mean NLL of a+
+                 with sums over the tokens of an action (end of turn included).
+                 --answer-coef adds the mean NLL of a right answer that is logged, drawn for each example: an agent that
+                 learns to ask keeps how it answers. The paper has no such term.
+--method mtdpo   Multi-turn DPO: the same loss on pairs of trajectories of one task, all agent tokens summed.
+--method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (where returns are
+                 graded: of the best trajectory of each task).
+--method sft     Likelihood of the agent's turns of all trajectories. Those of the informed script have c in front.
+
+--method signed  Each agent token of a trajectory has an advantage: the trajectory's return less the mean return of its
+                 task's trajectories, over their standard deviation, as with grpo. It is shared among the turns by
+                 the size of the critic's credit (eq. 3): a turn's share is |A(o_t, a_t, c)| over the trajectory's mean.
+                 So all turns of a success rise and all turns of a failure fall, those that the critic calls important
+                 more. Without --critic every share is 1, which is grpo. The ratio of the token's probability to that
+                 under the model at the start, which must have sampled it, is clipped as in PPO.
+The idea is that of arXiv 2604.03128, 2605.19447, 2606.12634, whose teacher sees the solution.
+What changed against grpo: shares() is new, with_advantages() uses it.
+
+    python -m examples.signed --method signed --trajectories out/offline.jsonl --model models/tiny \\
+        --critic out/critic --lr 3e-4 --out out/signed
+    torchrun --nproc-per-node 8 -m examples.signed --method signed --critic critic …
+"""
+import asyncio
+import collections
+import functools
+import gc
+import itertools
+import math
+import os
+import pathlib
+import random
+import statistics
+
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import common
+from colbench import ColBenchError, domain_of
+from lib import training
+from lib.arguments import (
+    add_reference,
+    add_training,
+    argument_parser,
+    non_negative_float,
+    num_samples_flag,
+    num_tokens_flag,
+    positive_int,
+    set_preset,
+    share_flag,
+    temperature_flag,
+    text_flag,
+)
+from lib.costs import Costs
+from lib.engine import generate
+from lib.memory import dry_run
+from lib.models import (
+    encode,
+    fresh_model,
+    load_model,
+    load_tokenizer,
+    lora_config,
+    reads_images,
+    Sharding,
+    stop_ids,
+    work_of,
+)
+from lib.runtime import (
+    begin_output,
+    gather,
+    InputError,
+    is_done,
+    map_blocks,
+    read_jsonl,
+    read_rows,
+    Rows,
+    run_stage,
+    say,
+    start,
+    write_jsonl,
+)
+from lib.schema import label, list_of, record, token_ids, whole
+from lib.seeds import server_seed, uniforms
+from lib.servers import is_server, open_server, ReplyError, said, server_reply
+from lib.speakers import Failures, ids_fault, run_concurrently, server_line, Speaker
+from lib.statistics import average_ranks
+from lib.tables import aligned
+from lib.tracking import check_track, Track
+
+# ---------------------------------------------------------------------------------------------------------------------
+# losses
+
+def dpo_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, beta):
+    """Eq. 4 without its NLL term, from summed log-probabilities (P,) of chosen and rejected under policy and reference.
+    Returns (losses, chosen_rewards, rejected_rewards), each (P,)."""
+    chosen_rewards = beta * (chosen_logps - ref_chosen_logps)                                     # (P,)
+    rejected_rewards = beta * (rejected_logps - ref_rejected_logps)                               # (P,)
+    return -F.logsigmoid(chosen_rewards - rejected_rewards), chosen_rewards, rejected_rewards
+
+
+def batch_loss(logps, ref_logps, lengths, examples, shares, args):
+    """The loss of a micro-batch of examples, and numbers for the log. It has one branch: pairs, or turns to imitate.
+
+    logps, ref_logps   log-probabilities of actions under policy and reference, (B, M) for all items of the examples
+    lengths            the actions' numbers of tokens, (B, M)
+    shares             (examples,) what a pair, or a token to imitate, of each example counts in the step's loss"""
+    if args.method == "signed":
+        advantages = common.padded_scores([[example.advantages] for example in examples], logps.device)
+        objectives, ratios = clipped_objective(logps, ref_logps, advantages, args.clip, args.kl_coef)   # (B, M)
+        token_shares = lengths * shares[:, None]                     # (B, M); a length is 1, or 0 of no token
+        is_clipped = (ratios - 1).abs() > args.clip                                                   # (B, M)
+        numbers = {"ratio": (ratios * token_shares).sum().item(), "clipped": (is_clipped * token_shares).sum().item()}
+        return -(objectives.sum(1) * shares).sum(), numbers
+    if not examples[0].pairs:
+        return -(logps.sum(1) * shares).sum(), {}
+    pairs = common.batch_pairs(examples)                                                          # (P, 2, 2)
+    num_pairs = torch.tensor([len(example.pairs) for example in examples], device=shares.device)
+    pair_shares = shares.repeat_interleave(num_pairs)                                             # (P,)
+    chosen, rejected = common.chosen_and_rejected(logps, pairs)                                   # (P,)
+    ref_chosen, ref_rejected = common.chosen_and_rejected(ref_logps, pairs)                       # (P,)
+    chosen_lengths, _ = common.chosen_and_rejected(lengths, pairs)                                # (P,)
+    losses, chosen_rewards, rejected_rewards = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta)
+    nll = -chosen / chosen_lengths                                   # (P,) a mean over the chosen action's tokens
+    loss = ((losses + args.nll_coef * nll) * pair_shares).sum()
+    numbers = training.preference_numbers(chosen_rewards, rejected_rewards, nll, pair_shares, args.dtype)
+    if args.answer_coef:                                             # each example has two items: its pairs, an answer
+        answer_logps, answer_lengths = logps[1::2].sum(1), lengths[1::2].sum(1)                   # (examples,)
+        answer_nll = -answer_logps / answer_lengths                                               # (examples,)
+        answer_loss = (answer_nll * num_pairs * shares).sum()        # for each pair as much
+        loss = loss + args.answer_coef * answer_loss
+        numbers["answer_nll"] = answer_loss.item()
+    return loss, numbers
+
+
+def clipped_objective(logps, sampled_logps, advantages, clip, kl_coef):
+    """What PPO wants large of each token, all (B, T): min(r A, clip(r, 1 - clip, 1 + clip) A), where r is its
+    probability over that under the model which sampled it, less kl_coef times an estimate of KL(policy || that model)
+    that is never negative: r log r - r + 1. Returns (objectives, ratios)."""
+    log_ratios = logps - sampled_logps                                                            # (B, T)
+    ratios = log_ratios.exp()                                                                     # (B, T)
+    clipped = torch.minimum(ratios * advantages, ratios.clamp(1 - clip, 1 + clip) * advantages)
+    return clipped - kl_coef * (ratios * log_ratios - ratios + 1), ratios
+
+
+def num_terms(example):
+    """Of how many terms an example gives a step's loss the sum: its pairs or, where turns are imitated, its tokens."""
+    if example.pairs:
+        return len(example.pairs)
+    return common.num_action_tokens(example)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# SWEET's turns: the states in which actions are compared
+
+# The rows of candidates.jsonl, for one of another run (--candidates)
+CANDIDATE = record({"text": str, "ids": token_ids, "ended": bool})
+CANDIDATES = record({"task_id": label, "sample": int, "turn": whole(0), "prompt": str, "task": dict,
+                     "history": list_of(common.TURN), "candidates": list_of(CANDIDATE)})
+
+
+def read_states(trajectories, tokenizer, args):
+    """The states, {"task_id", "sample", "turn", "task", "prompt", "history"} each: all agent turns of --data-frac of
+    the trajectories, whose "prompt" is the one that was logged where the file allows (common.agent_turns)."""
+    chosen = sample_trajectories(trajectories, args.data_frac, args.seed)
+    num_turns = sum(turn["role"] == "assistant" for t in chosen for turn in t["dialogue_history"])
+    say(f"{num_turns:,} agent turns of {len(chosen):,} dialogues (--data-frac {args.data_frac:g} of "
+        f"{len(trajectories):,})")
+    fitting = [t for t in chosen if not common.endless_row(tokenizer, t, args.max_length)]
+    states, kinds = [], {}
+    for trajectory in fitting:
+        states += states_of(trajectory, common.agent_turns(tokenizer, trajectory, kinds))
+    if len(fitting) < len(chosen):
+        say(f"left out {len(chosen) - len(fitting):,} trajectories, whose last prompt is longer than twice "
+            f"--max-length {args.max_length}: {len(states):,} turns are left")
+    if not states:
+        raise InputError(f"{args.trajectories}: no turns to train on: all prompts are far longer than --max-length "
+                         f"{args.max_length}")
+    common.say_kinds("their prompts", kinds)
+    check_names(states, args.trajectories)
+    return states
+
+
+def sample_trajectories(trajectories, fraction, seed):
+    """A seeded share of the trajectories, in their order; at least one."""
+    order = list(range(len(trajectories)))
+    random.Random(seed).shuffle(order)
+    number = max(1, round(fraction * len(order)))
+    return [trajectories[i] for i in sorted(order[:number])]
+
+
+def states_of(trajectory, turns):
+    """The states of a trajectory. turns: its common.agent_turns."""
+    history = [{"role": turn["role"], "content": turn["content"]} for turn in trajectory["dialogue_history"]]
+    places = [i for i, turn in enumerate(history) if turn["role"] == "assistant"]
+    states = []
+    for number, (place, (prompt, _)) in enumerate(zip(places, turns)):
+        states.append({"task_id": trajectory["task_id"], "sample": trajectory["sample"], "turn": number,
+                       "task": trajectory["task"], "prompt": prompt, "history": history[:place]})
+    return states
+
+
+def name_of(state):
+    """What names a state, its candidates and its random numbers."""
+    return state["task_id"], state["sample"], state["turn"]
+
+
+def check_names(states, path):
+    """InputError where (task_id, sample, turn) names two prompts: what is kept under this name (candidates, pairs,
+    random numbers) would belong to either."""
+    prompts = {}
+    for state in states:
+        if prompts.setdefault(name_of(state), state["prompt"]) != state["prompt"]:
+            raise InputError(f"{path}: two dialogues of task {state['task_id']} have \"sample\" {state['sample']}; "
+                             'give each a number of its own, or leave out the key "sample" everywhere')
+
+
+def check_candidates_task(row, where, first):
+    common.check_task(row["task"], f"{where}: task", first["task"])
+
+
+def read_candidates(path, states, tokenizer, num_candidates):
+    """The rows of another run's candidates.jsonl; InputError where they are not those of these states, or not of this
+    tokenizer."""
+    rows = read_jsonl(path, CANDIDATES, check=check_candidates_task)
+    wanted = [(*name_of(state), num_candidates) for state in states]
+    given = [(*name_of(row), len(row["candidates"])) for row in rows]
+    if given != wanted:
+        raise InputError(f"{path}: made from other turns or with another --num-candidates; the trajectories, "
+                         "--num-trajectories, --data-frac and --seed must be the same")
+    for row, state in zip(rows, states):
+        if row["prompt"] != state["prompt"]:
+            raise InputError(f"{path}: task {row['task_id']}, sample {row['sample']}, turn {row['turn']}: its "
+                             "candidates continue another prompt than the trajectories log; sample them anew "
+                             "(no --candidates)")
+        for candidate in row["candidates"]:
+            if max(candidate["ids"]) >= len(tokenizer):
+                raise InputError(f'{path}: task {row["task_id"]}: a candidate has the id {max(candidate["ids"])}, and '
+                                 f"this tokenizer has only {len(tokenizer):,} ids")
+    return rows
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# SWEET's first phase: candidates of each state, sampled from the policy
+
+def sample_candidates(states, model, tokenizer, args):
+    """The states with "candidates": after each prompt, --num-candidates actions sampled from the policy."""
+    shape = args.num_candidates, args.max_new_tokens
+    randoms = torch.cat([uniforms(shape, args.seed, "candidates", *name_of(state)) for state in states])
+    prompts = [encode(tokenizer, state["prompt"]) for state in states]
+    stops = stop_ids(model, tokenizer)
+    actions = generate(model, prompts, randoms, args.temperature, stops, args.concurrency, args.max_tokens)
+    rows = []
+    for number, state in enumerate(states):
+        first = number * args.num_candidates
+        candidates = []
+        for ids in actions[first:first + args.num_candidates]:
+            text = tokenizer.decode(ids, skip_special_tokens=True)
+            candidates.append({"text": text, "ids": ids, "ended": ids[-1] in stops})
+        rows.append({**state, "candidates": candidates})
+    return rows
+
+
+def candidates_phase(states, tokenizer, args, run, works):
+    """Rows of candidates.jsonl. Every rank holds the whole policy, or asks --sampler, for other states than the others.
+    """
+    path = pathlib.Path(args.out) / "candidates.jsonl"
+    if args.sampler:
+        return served_candidates(path, states, tokenizer, args, run, works)
+    model = None
+    if not path.exists():
+        model = load_model(args.model, run.device, args.dtype)[0].eval()
+        works.append(work_of(model))
+    blocks = [states[i:i + 128] for i in range(0, len(states), 128)]
+    return map_blocks(path, blocks, lambda block: sample_candidates(block, model, tokenizer, args), run, "state")
+
+
+def served_candidates(path, states, tokenizer, args, run, works):
+    """candidates_phase by the servers --sampler, which are sent the ids of prompts and give those that they sample.
+
+    As with a local model ranks share the states, and a run that was killed goes on with those that are missing."""
+    if not path.exists():
+        speaker = Speaker(tokenizer=tokenizer, server=open_server(args.sampler))
+        works.append(speaker.server.counts)
+        gate = asyncio.Semaphore(args.concurrency)
+        in_flight = 2 * math.ceil(args.concurrency / args.num_candidates)   # a slow candidate leaves no gap at the gate
+        failures = Failures(path, "state", in_flight)
+        with Rows(path, run) as rows:
+            missing = [(number, state) for number, state in enumerate(states) if number not in rows.done]
+            mine = missing[run.rank::run.world_size]
+            bar = tqdm(total=len(mine), unit="state", desc=path.name, mininterval=5, disable=run.rank > 0)
+
+            async def add_row(numbered):
+                number, state = numbered
+                try:
+                    candidates = await ask_candidates(state, speaker, gate, args)
+                except ReplyError as error:
+                    failures.add(error, number=number, task_id=state["task_id"], sample=state["sample"],
+                                 turn=state["turn"])
+                    return
+                rows.add(number, {**state, "candidates": candidates})
+                failures.in_a_row = 0
+                bar.update()
+
+            with bar:
+                asyncio.run(run_concurrently(add_row, mine, in_flight))
+        counts = sum(gather(speaker.server.counts), collections.Counter())
+        say(server_line(args.sampler, counts))
+        failures.finish(rows, len(states), run)
+    return read_rows(path)
+
+
+async def ask_candidates(state, speaker, gate, args):
+    """The candidates of a state from a server; `gate` (asyncio.Semaphore) limits the requests in flight."""
+    prompt = encode(speaker.tokenizer, state["prompt"])
+    fault_of = functools.partial(ids_fault, speaker=speaker, prompt_tokens=len(prompt))
+
+    async def ask_one(number):
+        seed = server_seed(args.seed, "candidates", *name_of(state), number)
+        async with gate:
+            return await server_reply(speaker.server, prompt, args.temperature, args.max_new_tokens, seed, fault_of,
+                                      return_token_ids=True)
+    candidates = []
+    for reply in await asyncio.gather(*map(ask_one, range(args.num_candidates))):
+        text = speaker.tokenizer.decode(reply.ids, skip_special_tokens=True)
+        candidates.append({"text": text, "ids": reply.ids, "ended": reply.ended})
+    return candidates
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# SWEET's second phase: the critic's score of each candidate
+
+def scores_phase(rows, critic, tokenizer, args, run, works):
+    """Rows of scored.jsonl. Critic and reference are split over the ranks, which score every block together."""
+    path = pathlib.Path(args.out) / "scored.jsonl"
+    if not isinstance(critic, str) and not path.exists():
+        load = functools.partial(common.load_scorer, run=run, sharding=sharding_of(args))
+        critic = common.load_critic(critic, load)
+        works += common.works_of(critic)
+    blocks = [rows[i:i + 64] for i in range(0, len(rows), 64)]
+    return map_blocks(path, blocks, lambda block: score_candidates(block, critic, tokenizer, args, run.device), run,
+                      "state", together=True)
+
+
+def score_candidates(rows, critic, tokenizer, args, device):
+    """The rows with "advantages": the critic's score of every candidate, by eq. 3 where it has no head."""
+    points = []
+    for row in rows:
+        texts = [candidate_says(row, candidate) for candidate in row["candidates"]]
+        ids = [candidate["ids"] for candidate in row["candidates"]]
+        points.append(common.DecisionPoint(row["prompt"], row["task"], row["history"], ids, texts))
+    scores = common.score_actions(critic, tokenizer, points, args.max_tokens, device)
+    scored = []
+    for row, advantages in zip(rows, scores):
+        if not all(map(math.isfinite, advantages)):
+            raise InputError(f"{args.critic}: gives candidates scores that are not finite; train this critic again")
+        scored.append({**row, "advantages": advantages})
+    return scored
+
+
+def candidate_says(row, candidate):
+    """What a candidate of a state (or a side of a pair) says, without its thoughts."""
+    return said(domain_of(row["task"]), candidate["text"], row["prompt"])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# SWEET's third phase: pairs of candidates
+
+def candidate_pairs(row, pairs_per_turn, rng):
+    """Pairs (better, worse) of candidate numbers: a random one of the better half, a random one of the worse.
+
+    They are drawn with replacement, so a pair can be there twice. Candidates stopped by length are left out, and a pair
+    of twice the same text is none."""
+    order = [i for i, candidate in enumerate(row["candidates"]) if candidate["ended"]]
+    rng.shuffle(order)                                                               # ties fall either way
+    order.sort(key=lambda i: -row["advantages"][i])
+    half = len(order) // 2
+    if half == 0:
+        return []
+    pairs = []
+    for _ in range(pairs_per_turn):
+        better = rng.choice(order[:half])
+        worse = rng.choice(order[-half:])
+        if row["candidates"][better]["ids"] != row["candidates"][worse]["ids"]:
+            pairs.append((better, worse))
+    return pairs
+
+
+def as_pair(row, chosen, rejected):
+    """A pair of two candidates of a state, given by number."""
+    pair = {key: row[key] for key in ("task_id", "sample", "turn", "prompt")}
+    for side, number in (("chosen", chosen), ("rejected", rejected)):
+        pair[side] = {**row["candidates"][number], "advantage": row["advantages"][number]}
+    return pair
+
+
+def pairs_phase(rows, args, run):
+    """(rows of pairs.jsonl, why there are not more of them), of the rows of scored.jsonl; says what they are."""
+    rng = random.Random(args.seed)
+    pairs = []
+    for row in rows:
+        for chosen, rejected in candidate_pairs(row, args.pairs_per_turn, rng):
+            pairs.append(as_pair(row, chosen, rejected))
+    num_cut = too_few = 0
+    for row in rows:
+        num_ended = sum(candidate["ended"] for candidate in row["candidates"])
+        num_cut += len(row["candidates"]) - num_ended
+        too_few += num_ended < 2
+    num_asked = len(rows) * args.pairs_per_turn
+    num_same = num_asked - too_few * args.pairs_per_turn - len(pairs)
+    say(f"{len(pairs):,} pairs of {num_asked:,} asked for; {num_same:,} were twice the same text, {num_cut:,} "
+        f"candidates stopped by --max-new-tokens were left out, so that {too_few:,} of {len(rows):,} turns had no two")
+    if run.rank == 0:
+        write_jsonl(pathlib.Path(args.out) / "pairs.jsonl", pairs)
+    say(*kind_lines(rows, pairs))
+    missing = (f"of {num_asked:,} pairs asked for {num_same:,} are twice the same text, "
+               f"{too_few * args.pairs_per_turn:,} are of turns with fewer than two candidates that --max-new-tokens "
+               f"{args.max_new_tokens} did not stop")
+    return pairs, missing
+
+
+def kind_lines(rows, pairs):
+    """A table of what SWEET's pairs say, by the domain's turn_kind (no lines where it has none).
+
+    Of each kind of turn: the candidates, their mean rank by advantage (0 the worst, 1 the best), and how many are
+    chosen and rejected, before and after all that matters is known. A collapse shows here before training."""
+    domain = domain_of(rows[0]["task"])
+    if any(domain.turn_kind(row["task"], row["history"], "") is None for row in rows):
+        return []
+    states = {name_of(row): row for row in rows}
+    counts = collections.defaultdict(collections.Counter)            # {(known, kind): {"number", "ranks", …}}
+
+    def counts_of(row, candidate):
+        kind = domain.turn_kind(row["task"], row["history"], candidate_says(row, candidate))
+        return counts[domain.all_known(row["task"], row["history"]), kind]
+
+    for row in rows:
+        highest = max(1, len(row["candidates"]) - 1)
+        for candidate, rank in zip(row["candidates"], average_ranks(row["advantages"])):
+            counts_of(row, candidate).update(number=1, ranks=rank / highest)
+    for pair in pairs:
+        row = states[name_of(pair)]
+        for side in ("chosen", "rejected"):
+            counts_of(row, pair[side])[side] += 1
+    lines = []
+    for (known, kind), count in sorted(counts.items()):
+        lines.append(["all known" if known else "not all known", kind, str(count["number"]),
+                      f"{count['ranks'] / count['number']:.2f}", str(count["chosen"]), str(count["rejected"])])
+    return aligned(["what the pairs say", "", "candidates", "rank", "chosen", "rejected"], lines)
+
+
+def drop_long_pairs(pairs, tokenizer, max_length):
+    """The pairs whose actions each fit into `max_length` tokens with the prompt; says how many do not. A tree of
+    several pairs may be longer: an action sees the prompt and itself."""
+    prompts = {pair["prompt"] for pair in pairs}
+    room = {prompt: max_length - len(encode(tokenizer, prompt)) for prompt in prompts}
+    fitting = []
+    for pair in pairs:
+        lengths = [len(pair[side]["ids"]) for side in ("chosen", "rejected")]
+        if max(lengths) <= room[pair["prompt"]]:
+            fitting.append(pair)
+    if len(fitting) < len(pairs):
+        say(f"dropped {len(pairs) - len(fitting):,} of {len(pairs):,} pairs: prompt and action are longer than "
+            f"--max-length {max_length}")
+    return fitting
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# examples: what the loop trains on
+
+def sweet_examples(states, critic, tokenizer, args, run, works):
+    """Examples of pairs of actions: run the three phases, or read what an earlier run left of them.
+
+    A phase has its models for itself: those of the one before are gone."""
+    if not args.candidates:                                          # read_candidates has given them already
+        states = candidates_phase(states, tokenizer, args, run, works)
+    gc.collect()
+    rows = scores_phase(states, critic, tokenizer, args, run, works)
+    gc.collect()
+    pairs, missing = pairs_phase(rows, args, run)
+    fitting = drop_long_pairs(pairs, tokenizer, args.max_length)
+    if not fitting:
+        raise InputError(f"{args.trajectories}: no examples to train on: {missing}, {len(pairs):,} are longer than "
+                         f"--max-length {args.max_length}")
+    return pair_examples(fitting, tokenizer, args.pairs_together)
+
+
+def pair_examples(pairs, tokenizer, together):
+    """Examples of pairs of actions: one a pair or, with `together`, one of all pairs of a turn.
+
+    An example has one item, its prompt and all of its actions (common.actions_item)."""
+    groups = collections.defaultdict(list)
+    for number, pair in enumerate(pairs):
+        state = pair["task_id"], pair["sample"], pair["turn"], pair["prompt"]
+        groups[state if together else number].append(pair)
+    examples = []
+    for group in groups.values():
+        actions, example_pairs = [], []
+        for pair in group:
+            sides = []
+            for side in ("chosen", "rejected"):
+                action = pair[side]["ids"]
+                if action not in actions:
+                    actions.append(action)
+                sides.append((0, actions.index(action)))             # item 0, and its turn
+            example_pairs.append(tuple(sides))
+        item = common.actions_item(tokenizer, group[0]["prompt"], actions)
+        examples.append(common.Example([item], example_pairs, group[0]["task_id"]))
+    return examples
+
+
+def answer_items(trajectories, tokenizer):
+    """An item of the last turn of each successful trajectory, whose action tokens are those that state the answer: not
+    that the agent answers, but what."""
+    items = []
+    for trajectory in trajectories:
+        if domain_of(trajectory["task"]).outcome(trajectory) != 1:
+            continue
+        history = trajectory["dialogue_history"]
+        last = max(i for i, turn in enumerate(history) if turn["role"] == "assistant")
+        [(prompt, action)] = common.agent_turns(tokenizer, trajectory, only=last)
+        first = answer_begin(tokenizer, action, trajectory["answer"].strip())
+        if first is not None:
+            read = encode(tokenizer, prompt) + action[:first]
+            stated = action[first:]
+            turns = [-1] * len(read) + [0] * len(stated)
+            items.append([common.Row(read + stated, turns)])
+    return items
+
+
+def answer_begin(tokenizer, action, answer):
+    """From which token of an action (ids) its text still holds the `answer`; None where it does not hold it."""
+    for first in reversed(range(len(action))):
+        if answer in tokenizer.decode(action[first:], skip_special_tokens=True):
+            return first
+    return None
+
+
+def read_answers(trajectories, tokenizer, args):
+    """The answer_items that are short enough; InputError where there is none."""
+    items = [item for item in answer_items(trajectories, tokenizer) if training.item_length(item) <= args.max_length]
+    say(f"{len(items):,} right answers of {len(trajectories):,} trajectories (--answer-coef)")
+    if not items:
+        raise InputError(f"{args.trajectories}: --answer-coef: no successful dialogue whose last turn states an answer")
+    return items
+
+
+def with_answers(examples, answers, seed):
+    """The examples, each with a second item: one of the answers (read_answers), drawn at random."""
+    rng = random.Random(seed)
+    return [example._replace(items=[*example.items, rng.choice(answers)]) for example in examples]
+
+
+def mtdpo_examples(trajectories, tokenizer, args):
+    """Examples of pairs of trajectories: two items, each one action, because a dialogue is compared as a whole."""
+    groups = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap)
+    say(f"{len(groups):,} trajectory pairs")
+    examples = []
+    for example in common.trajectory_examples(trajectories, groups, tokenizer, False, max_length=args.max_length):
+        items = [common.as_one_action(item) for item in example.items]
+        examples.append(example._replace(items=items, pairs=[((0, 0), (1, 0))]))
+    return examples
+
+
+def rft_examples(trajectories, tokenizer, args):
+    """Examples of trajectories to imitate: the successful ones; where returns are graded, the best of each task."""
+    is_graded = domain_of(trajectories[0]["task"]).MIN_GAP is not None
+    if is_graded:
+        best = {}                                                    # of each task, the first of equals
+        for trajectory in trajectories:
+            task = trajectory["task_id"]
+            if task not in best or trajectory["reward"] > best[task]["reward"]:
+                best[task] = trajectory
+        good = list(best.values())
+        say(f"the best trajectory of each of {len(good):,} tasks")
+    else:
+        good = [trajectory for trajectory in trajectories if trajectory["reward"] == 1]
+        if not good:
+            raise InputError(f"{args.trajectories}: no successful trajectories (reward 1) to train on")
+        say(f"{len(good):,} successful trajectories")
+    return sft_examples(good, tokenizer, args)
+
+
+def sft_examples(trajectories, tokenizer, args):
+    """Examples of trajectories to imitate: all of them."""
+    groups = [(i,) for i in range(len(trajectories))]
+    return common.trajectory_examples(trajectories, groups, tokenizer, max_length=args.max_length)
+
+
+# common.Example with its trajectory and, later, an advantage for each agent token, in their order
+GroupExample = collections.namedtuple("GroupExample", "items pairs task_id trajectory advantages", defaults=(None,))
+EQUAL = 1e-6                                                         # a smaller deviation is rounding
+
+
+def signed_examples(trajectories, tokenizer, args):
+    """An example of each trajectory, whose turns it keeps apart; advantages come later (with_advantages)."""
+    groups = [(i,) for i in range(len(trajectories))]
+    num_foreign = sum(os.path.realpath(str(t.get("agent"))) != os.path.realpath(args.model) for t in trajectories)
+    num_changed = sum(t.get("temperature", 1) != 1 or t.get("best_of", 1) != 1 for t in trajectories)
+    say(f"of {len(trajectories):,} trajectories {num_foreign:,} are of another agent than --model {args.model}, and "
+        f"{num_changed:,} not sampled at temperature 1 without --best-of: no samples of this model's own probabilities")
+    examples = common.trajectory_examples(trajectories, groups, tokenizer, False, max_length=args.max_length)
+    return [GroupExample(*example, trajectory) for example, trajectory in zip(examples, trajectories)]
+
+
+def with_advantages(examples, critic, tokenizer, args, run, works):
+    """The examples whose tokens have an advantage, each token as a turn of its own; says how many have none."""
+    trajectories = [example.trajectory for example in examples]
+    credit = [None] * len(trajectories)
+    if critic:
+        credit = critic_credit(trajectories, critic, tokenizer, args, run, works)              # a number for each turn
+    values = [[float(domain_of(t["task"]).outcome(t))] for t in trajectories]                  # one for all turns
+    advantages = group_advantages(values, [example.task_id for example in examples])
+    ready = []
+    for example, numbers, turn_credit in zip(examples, advantages, credit):
+        if numbers and turn_credit != []:
+            [item] = example.items
+            turns = [turn for row in item for turn in row.turns if turn >= 0]
+            share_of = shares(turn_credit, 1 + max(turns))
+            tokens = torch.tensor([numbers[0] * share_of[turn] for turn in turns])
+            ready.append(example._replace(items=[token_item(item)], advantages=tokens))
+    num_long = credit.count([])
+    num_equal = len(examples) - len(ready) - num_long
+    say(f"{num_equal:,} of {len(examples):,} trajectories are left out: all those of their task are equally good; "
+        f"{num_long:,} more are too long for the critic (--max-tokens {args.max_tokens})")
+    if not ready:
+        raise InputError(f"{args.trajectories}: no examples to train on: those of each task are equally good, or too "
+                         f"long ({num_long:,})")
+    return ready
+
+
+def critic_credit(trajectories, critic, tokenizer, args, run, works):
+    """The critic's credit of each turn (common.score_turns), kept in credit.jsonl; [] of too long a trajectory."""
+    load = functools.partial(common.load_scorer, run=run, sharding=sharding_of(args))
+    critic = common.load_critic(critic, load)
+    works += common.works_of(critic)
+    credit = common.score_turns(critic, tokenizer, trajectories, args.max_tokens, run.device)
+    if run.rank == 0:
+        rows = [{"task_id": t["task_id"], "sample": t["sample"], "advantages": values}
+                for t, values in zip(trajectories, credit)]
+        write_jsonl(pathlib.Path(args.out) / "credit.jsonl", rows)
+    return [values or [] for values in credit]
+
+
+def group_advantages(values, task_ids):
+    """`values`, a list of numbers for each trajectory, less the mean of the numbers of its group (the trajectories of
+    its task), over their standard deviation; None for those of a group whose numbers are all equal."""
+    groups = collections.defaultdict(list)
+    for numbers, task in zip(values, task_ids):
+        groups[task] += numbers
+    advantages = []
+    for numbers, task in zip(values, task_ids):
+        group = groups[task]
+        if len(group) < 2 or statistics.pstdev(group) <= EQUAL:
+            advantages.append(None)
+        else:
+            mean, deviation = statistics.fmean(group), statistics.pstdev(group)
+            advantages.append([(number - mean) / deviation for number in numbers])
+    return advantages
+
+
+def shares(credit, num_turns):
+    """What each turn of a trajectory has of its advantage: the size of its credit over their mean; 1 without credit."""
+    if credit is None or statistics.fmean(map(abs, credit)) <= EQUAL:
+        return [1.0] * num_turns
+    mean = statistics.fmean(map(abs, credit))
+    return [abs(number) / mean for number in credit]
+
+
+def token_item(item):
+    """An item whose agent tokens are turns of their own, so that a Scorer gives a log-probability for each."""
+    numbers = itertools.count()
+    rows = []
+    for row in item:
+        turns = [next(numbers) if turn >= 0 else -1 for turn in row.turns]
+        rows.append(row._replace(turns=turns))
+    return rows
+
+
+BASELINES = {"mtdpo": mtdpo_examples, "rft": rft_examples, "sft": sft_examples, "signed": signed_examples}
+EPOCHS = {"sweet": 1, "mtdpo": 4, "rft": 4, "sft": 4, "signed": 1}
+BATCH_SIZES = {"sweet": 8, "mtdpo": 8, "rft": 32, "sft": 32, "signed": 32}
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+# Table 5 of the paper, as far as it differs from the defaults
+PRESETS = {name: {"dtype": "bfloat16", "activation_checkpointing": True}
+           for name in ("paper-backend", "paper-frontend")}
+
+
+def parse_args(argv=None):
+    parser = argument_parser(__doc__)
+    parser.add_argument("--method", choices=["sweet", *BASELINES], required=True, help="see above")
+    add_training(parser, max_length=16384)
+    parser.add_argument("--epochs", type=positive_int, help=f"passes over the examples (None: {EPOCHS}; with --preset "
+                        "paper-frontend 8 in place of 4)")
+    parser.add_argument("--batch-size", type=positive_int, help=f"examples a step (None: {BATCH_SIZES})")
+    group = parser.add_argument_group("SWEET's candidates and pairs")
+    group.add_argument("--critic", type=text_flag, help="critic folder (03), of any kind; untrained: --model itself, "
+                       "with --reference blind; oracle, oracle-patient: what the template task says of a turn, a "
+                       "critic without errors")
+    add_reference(group)
+    group.add_argument("--data-frac", type=share_flag, default=0.1, help="share of the trajectories whose turns are "
+                       "used (the paper's tenth is of 15,000; with few hundred take all: 1)")
+    group.add_argument("--num-candidates", type=num_samples_flag, default=16, help="actions sampled a turn")
+    group.add_argument("--pairs-per-turn", type=positive_int, default=4, help="DPO pairs a turn")
+    group.add_argument("--answer-coef", type=non_negative_float, default=0.0, help="weight of the mean NLL of logged "
+                       "right answers")
+    group.add_argument("--temperature", type=temperature_flag, default=1.0, help="of the candidates")
+    group.add_argument("--max-new-tokens", type=num_tokens_flag, default=1024, help="tokens of a candidate")
+    group.add_argument("--candidates", type=text_flag, metavar="FILE", help="candidates.jsonl of another run of the "
+                       "same model, seed and trajectories; None: sample them")
+    group.add_argument("--sampler", type=text_flag, metavar="http://HOST:PORT/v1#NAME",
+                       help="servers of --model's weights (commas between addresses) that give token ids, as vLLM "
+                       "does: they sample the candidates, which then do not repeat bit for bit; None: every rank holds "
+                       "the model and samples")
+    group.add_argument("--concurrency", type=num_samples_flag, default=256,
+                       help="candidates sampled at a time, by a rank")
+    group.add_argument("--pairs-together", action="store_true", help="an example is all pairs of a turn, which share "
+                       "the prompt (faster); a batch has --batch-size / --pairs-per-turn of them")
+    parser.add_argument("--clip", type=non_negative_float, default=0.2, help="of the ratio, up and down")
+    parser.add_argument("--kl-coef", type=non_negative_float, default=0.0, help="of the divergence from the start")
+    set_preset(parser, PRESETS, argv)
+    args = parser.parse_args(argv)
+    if args.critic and args.method not in ("sweet", "signed"):
+        parser.error("--critic goes with --method sweet and grpo")
+    if args.method != "sweet":
+        for flag in ("candidates", "sampler", "pairs_together", "answer_coef"):
+            if getattr(args, flag):
+                parser.error(f"--{flag.replace('_', '-')} goes with --method sweet")
+    elif args.critic is None:
+        parser.error("--method sweet needs --critic DIR")
+    if args.sampler and (args.candidates or not is_server(args.sampler)):
+        parser.error("--sampler takes http://HOST:PORT/v1#NAME, without --candidates")
+    if args.reference and not args.critic:
+        parser.error("--reference goes with --critic")
+    if args.epochs is None:
+        args.epochs = EPOCHS[args.method]
+        if args.preset == "paper-frontend" and args.epochs == 4:
+            args.epochs = 8
+    args.batch_size = args.batch_size or BATCH_SIZES[args.method]
+    return args
+
+
+def sharding_of(args):
+    return Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed)
+
+
+def open_critic(trajectories, tokenizer, args):
+    """What scores candidates, as common.score_actions takes it once it is loaded: the name of an oracle, or a critic's
+    description (common.read_critic). InputError where it cannot score these trajectories."""
+    domain = domain_of(trajectories[0]["task"])
+    if args.critic in domain.ORACLES:
+        if args.method == "signed":
+            raise InputError(f"--critic {args.critic}: signed takes a critic folder (03); an oracle ranks, and has no "
+                             "advantages")
+        if args.reference:
+            raise InputError(f"--reference {args.reference} does nothing with --critic {args.critic}: it has no "
+                             "reference")
+        if any(domain.lacks(trajectory["task"], args.critic) for trajectory in trajectories):
+            raise InputError(f"{args.trajectories}: --critic {args.critic} needs template tasks (01), which state "
+                             "facts")
+        return args.critic
+    if args.critic == common.UNTRAINED:
+        critic = common.untrained_critic(args.model, args.reference)
+    else:
+        critic = common.read_critic(args.critic, tokenizer, domain, args.reference)
+    if args.method == "signed" and (critic.get("visual") or critic["head"] == "value"):
+        raise InputError(f"{args.critic}: signed takes a critic that reads text and has advantages: 03 --head lm or "
+                         "regression")
+    line = common.reference_line(critic)
+    if line:
+        say(line)
+    critic["show"] = common.renderer(domain, args.out, common.world_flags(args))
+    return critic
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    if args.dry_run:
+        return dry_run(args, common.token_logps, 2 if args.method == "mtdpo" else 1, tree=args.method == "sweet")
+    run = start(args.seed)
+    trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
+    domain = domain_of(trajectories[0]["task"])
+    inputs = [args.trajectories, args.model, args.candidates, args.sampler]
+    if args.critic not in (*domain.ORACLES, common.UNTRAINED):
+        inputs.append(args.critic)
+    if is_done(args, args.out, inputs, folder=True):
+        return
+    lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
+    check_track(args.track)
+    if args.method in ("rft", "mtdpo", "signed") or args.answer_coef:
+        common.fill_rewards(trajectories, common.scoring_world(domain, args.out, common.world_flags(args)))
+    is_fresh = args.model == "tiny" and args.method == "sft"
+    if is_fresh:
+        model, tokenizer = fresh_model([common.vocabulary_text(trajectory) for trajectory in trajectories])
+    else:
+        tokenizer = load_tokenizer(args.model)
+        if reads_images(args.model):
+            raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
+    critic = open_critic(trajectories, tokenizer, args) if args.critic else None
+    if args.method == "sweet":
+        states = read_states(trajectories, tokenizer, args)
+        if args.candidates:
+            states = read_candidates(args.candidates, states, tokenizer, args.num_candidates)
+        if args.answer_coef:
+            answers = read_answers(trajectories, tokenizer, args)
+    else:
+        examples = BASELINES[args.method](trajectories, tokenizer, args)
+        examples = training.drop_long(examples, args.max_length, args.trajectories)
+    run = run._replace(run=begin_output(args, args.out, inputs, training.FILES))
+    costs, works = Costs(args.out, run.device, folder=True), []
+    if args.method == "sweet":
+        examples = sweet_examples(states, critic, tokenizer, args, run, works)
+        if args.answer_coef:
+            examples = with_answers(examples, answers, args.seed)
+        costs.record(works)
+    if args.method == "signed":
+        examples = with_advantages(examples, critic, tokenizer, args, run, works)
+        costs.record(works)
+    batch_size = args.batch_size
+    if args.pairs_together:
+        batch_size = max(1, args.batch_size // args.pairs_per_turn)
+    batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
+    steps_an_epoch = math.ceil(len(examples) / batch_size)
+    say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
+    training.show_samples(tokenizer, examples[0])
+
+    # The reference is this model before its first update; its log-probabilities are computed once, by the same function
+    if is_fresh:
+        scorer = common.shard_scorer(model.to(run.device), run, sharding_of(args))
+    else:
+        scorer = common.load_scorer(args.model, run, sharding_of(args), lora)
+    works.append(work_of(scorer.model))
+    is_dpo = args.method in ("sweet", "mtdpo", "signed")             # what takes a reference
+    if is_dpo:
+        ref_scores = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)
+    optimizer = training.adamw(scorer, args.lr, args.weight_decay)
+    checkpoints = training.Checkpoints(args.out, scorer, optimizer)
+    first = checkpoints.load()
+    open_track = functools.partial(Track, args.track, args.out, vars(args))
+    log = training.StepLog(args.out, first, len(batches), args.log_every, open_track)
+    scorer.train()
+    for step in range(first, len(batches)):
+        torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same
+        batch_examples = [examples[i] for i in batches[step]]
+        total = sum(map(num_terms, batch_examples))                 # the step's loss is a mean over these
+        sums = collections.Counter()
+        for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
+            micro_examples = [examples[i] for i in micro]
+            batch = common.collate(common.items_of(micro_examples), run.device)
+            logps = scorer(batch)                                   # (items, M)
+            ref_logps = None
+            if is_dpo:
+                ref_logps = common.padded_scores([ref_scores[i] for i in micro], run.device)       # (items, M)
+            loss, numbers = batch_loss(logps, ref_logps, batch.lengths, micro_examples, weights / total, args)
+            (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
+            num_tokens = training.num_tokens(micro_examples, weights)
+            sums.update(loss=loss.item(), **numbers, num_tokens=num_tokens)
+        lr = training.learning_rate(step, len(batches), args.lr, args.warmup_frac)
+        tasks = [example.task_id for example in batch_examples]
+        now = training.Step(step, len(batches), lr, tasks)
+        numbers = training.optimizer_step(scorer, optimizer, sums, now, args.max_grad_norm, args.out)
+        done = step + 1
+        log.step(done, **numbers)
+        if done % args.save_every == 0 or done % steps_an_epoch == 0:
+            checkpoints.save(done)
+            costs.record(works, log.total_tokens)
+    checkpoints.wait()
+
+    common.note_system_prompt(args.out, trajectories)
+    costs.record(works, log.total_tokens)
+    training.finish_training(args.out, scorer, tokenizer, args.merge)
+
+
+if __name__ == "__main__":
+    run_stage(main, ColBenchError)
