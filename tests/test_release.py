@@ -1,6 +1,8 @@
-"""What archives and hubs read (the version, CITATION.cff), and what is installed: the lock, with pip or uv."""
+"""What archives and hubs read (the version, CITATION.cff, model cards), and what is installed: the lock, pip or uv."""
 import argparse
 import ast
+import hashlib
+import importlib
 import importlib.metadata
 import json
 import re
@@ -10,6 +12,7 @@ import sys
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -17,6 +20,7 @@ import lib
 from conftest import fork, ROOT, stage
 from lib import runtime
 
+model_card = importlib.import_module("scripts.model_card")
 STAGES_AND_FORKS = [*(stage(number) for number in range(1, 6)), fork("grpo"), fork("distill")]
 
 
@@ -101,6 +105,64 @@ def test_the_citation_names_the_version_and_the_paper():
     assert citation["version"] == lib.VERSION
     [paper] = citation["references"]
     assert paper["url"] == "https://arxiv.org/abs/2503.15478" and "SWEET-RL" in paper["title"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model cards: README.md of the base models
+
+BASE_MODELS = sorted(path.parent for path in ROOT.glob("models/*/config.json"))
+
+
+@pytest.mark.parametrize("folder", BASE_MODELS, ids=lambda folder: folder.name)
+def test_a_model_card_is_in_the_hub_s_format_and_its_table_shows_its_metadata(folder):
+    card = ModelCard.load(folder / "README.md")
+    data = card.data
+    assert (data.license, data.library_name, data.pipeline_tag, data.language) == (
+        "mit", "transformers", "text-generation", "en")
+    assert data.model_name == folder.name and len(data.eval_results) >= 2
+    for result in data.eval_results:
+        row = rf"^\| {result.metric_name} \| {result.metric_value:.3f}( \[\d\.\d+, \d\.\d+\])? \|$"
+        assert re.search(row, card.text, re.MULTILINE), result.metric_name
+
+
+@pytest.mark.parametrize("folder", BASE_MODELS, ids=lambda folder: folder.name)
+def test_a_model_card_is_of_the_weights_beside_it(folder):
+    text = (folder / "README.md").read_text()
+    assert hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest() in text
+    assert f"{model_card.count_parameters(folder / 'model.safetensors'):,} parameters" in text
+
+
+@pytest.mark.parametrize("folder", BASE_MODELS, ids=lambda folder: folder.name)
+def test_a_model_card_names_the_tasks_that_make_tiny_draws(folder):
+    domain = model_card.DOMAINS[folder.name]
+    script = (ROOT / "scripts" / "make_tiny.sh").read_text()
+    assert f"{domain.flag}) num_tasks={domain.num_tasks} " in script and "--samples 2" in script
+    text = (folder / "README.md").read_text()
+    assert f"{domain.num_tasks:,} training tasks" in text and f"{6 * domain.num_tasks:,} scripted" in text
+
+
+@pytest.mark.parametrize("folder", BASE_MODELS, ids=lambda folder: folder.name)
+def test_the_example_of_a_model_card_runs(folder, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    [example] = re.findall(r"^```python\n(.*?)^```$", (folder / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    exec(example.replace("max_new_tokens=220", "max_new_tokens=8"), {})
+    assert len(capsys.readouterr().out.split()) >= 3
+
+
+def test_a_model_card_shows_what_was_measured(tmp_path):
+    metrics = {"n": 40, "success_rate": 0.25, "ci95": [0.125, 0.5], "mean_rounds": 3.0, "leaks": 0.0}
+    gates = {"needed": {"n": 7, "without_c": -3.25, "with_c": -2.5}}
+    text = model_card.card(ROOT / "models" / "tiny", metrics, gates)
+    assert "| success | 0.250 [0.125, 0.500] |\n| rounds | 3.000 |\n" in text and "20 test tasks" in text
+    assert "| needed | 7 | -3.25 | -2.50 |" in text and "leaks" not in text
+    assert "log-probability" not in model_card.card(ROOT / "models" / "tiny", metrics, None)
+    (tmp_path / "README.md").write_text(text)
+    assert ModelCard.load(tmp_path / "README.md").data.eval_results[0].metric_value == 0.25
+
+
+def test_a_model_card_is_no_part_of_a_model_s_fingerprint():
+    names = {path.name for path in runtime.model_files(ROOT / "models" / "tiny")}
+    assert "model.safetensors" in names and "README.md" not in names
 
 
 # ---------------------------------------------------------------------------------------------------------------------
