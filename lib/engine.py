@@ -279,8 +279,9 @@ class Engine:
         """Copy the first `length` tokens in the cache of some slots to others, all at once."""
         if not targets:
             return
-        source_rows = [slot.row for slot in sources]
-        target_rows = [slot.row for slot in targets]
+        # As tensors: a list would be copied to the device once more for each layer.
+        source_rows = torch.tensor([slot.row for slot in sources], device=self.device)
+        target_rows = torch.tensor([slot.row for slot in targets], device=self.device)
         for keys_and_values in self.layers:
             for cached in keys_and_values:
                 cached[target_rows, :, :length] = cached[source_rows, :, :length]

@@ -118,6 +118,10 @@ def start(seed):
     if libc:
         libc.mallopt(-4, 0)
         libc.mallopt(-1, 2 ** 31 - 1)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", card_of_this_rank(torch.cuda.device_count()))
+        torch.cuda.set_device(device)                               # before the group: NCCL takes the current one
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         store, rank, world_size = dist.HashStore(), 0, 1
@@ -125,12 +129,17 @@ def start(seed):
             store, rank, world_size = next(dist.rendezvous("env://"))
             store = new_store(store, rank, world_size)
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
-        torch.cuda.set_device(device)
     torch.manual_seed(seed)
     return Runtime(dist.get_rank(), dist.get_world_size(), device)
+
+
+def card_of_this_rank(num_cards):
+    """The number of this rank's GPU. InputError where torchrun starts more ranks on this machine than it has GPUs."""
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    if local_rank >= num_cards:
+        raise InputError(f"torchrun --nproc-per-node: rank {local_rank} of this machine has no GPU: {num_cards} can be "
+                         "seen here; start as many ranks as GPUs, or set CUDA_VISIBLE_DEVICES= to use the CPU")
+    return local_rank
 
 
 def new_store(store, rank, world_size):

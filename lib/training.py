@@ -116,7 +116,7 @@ def rank_batches(batch, examples, micro_batch_size, run):
 def num_tokens(examples, weights):
     """Tokens of the examples of a micro-batch, without stand-ins (rank_batches)."""
     number = 0
-    for example, weight in zip(examples, weights):
+    for example, weight in zip(examples, weights.tolist()):          # at once: each element would wait for the device
         if weight:
             number += sum(len(row.ids) for item in example.items for row in item)
     return number

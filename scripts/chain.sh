@@ -4,7 +4,12 @@
 # colbench/, a line in DOMAINS there, a case in take_domain and one in set_up_domain here.
 . scripts/setup.sh
 py=.venv/bin/python
-torchrun=".venv/bin/torchrun --standalone --nproc-per-node 2"
+# The shipped models are too small to gain by a GPU, and the figures of the docs are a CPU's. Where
+# CUDA_VISIBLE_DEVICES names GPUs, they are used: a rank on each of the first two.
+export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-}
+num_ranks=2
+[[ -z $CUDA_VISIBLE_DEVICES || $CUDA_VISIBLE_DEVICES = *,* ]] || num_ranks=1
+torchrun=".venv/bin/torchrun --standalone --nproc-per-node $num_ranks"
 
 # take_domain "$@": sets `domain`, and `taken`, how many arguments at the front said so (--domain NAME).
 take_domain() {
