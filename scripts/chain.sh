@@ -114,9 +114,9 @@ evaluate() {                                                         # NAME MODE
         --out "$out/$1.jsonl"
 }
 policy() {                                                           # NAME METHOD more flags
-    local settings=${2}_settings program=04_train_policy.py
+    local settings=${2}_settings program=04_train_policy.py called=${2}_method
     [ ! -e "examples/$2.py" ] || program="-m examples.$2"            # a fork of 04
-    step "$1" train "$program" --method "$2" ${!settings:-} --out "$out/$1" "${@:3}"
+    step "$1" train "$program" --method "${!called:-$2}" ${!settings:-} --out "$out/$1" "${@:3}"
     evaluate "$1" "$out/$1"
 }
 sweet() {

@@ -11,9 +11,10 @@
 #     untrained        the base model with such a reference in place of a critic
 #     answers          as released, and the likelihood of logged right answers as a further term (04 --answer-coef 1)
 #     sweet            the best of these on validation tasks: released; with queries answers
-#     NAME             a fork of 04 of yours, examples/NAME.py with --method NAME and the flags NAME_settings, where
-#                      {critic} and {candidates} stand for the files of the arms with all turns:
-#                      METHODS="mine sweet mtdpo" mine_settings="--critic {critic} --data-frac 1 --lr 3e-5" bash …
+#     NAME             a fork of 04 of yours, examples/NAME.py, with --method NAME_method (NAME) and the flags
+#                      NAME_settings, where {critic} and {candidates} stand for the files of the arms with all turns:
+#                      export METHODS="mine sweet mtdpo" mine_method=sweet
+#                      export mine_settings="--critic {critic} --candidates {candidates} --data-frac 1 --lr 3e-5"
 # METHODS is another name for ARMS.
 # The arms with all turns choose from the same candidates, whose sampling 05 does not count as theirs (it says so); what
 # it costs is in candidates@N/costs.json. Two processes of one thread at a time.

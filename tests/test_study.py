@@ -401,7 +401,7 @@ def test_the_search_of_efficiency_plays_validation_tasks_of_a_seed_that_is_not_u
 
 def test_efficiency_takes_a_fork_by_the_name_of_its_file(call):
     commands = call("scripts/efficiency.sh", "10", METHODS="grpo signed gain sweet mtdpo", SIZES="320",
-                    grpo_settings="--critic {critic} --lr 2e-5")
+                    grpo_settings="--critic {critic} --lr 2e-5", grpo_method="sweet")
     arms = "grpo", "signed", "gain", "sweet", "mtdpo"
     words = {arm: flags_of(commands, f"seed10/{arm}@320") for arm in arms}
     assert [words[arm][0] for arm in arms] == ["examples.grpo", "examples.signed", "examples.gain",
@@ -409,7 +409,8 @@ def test_efficiency_takes_a_fork_by_the_name_of_its_file(call):
     folder = "out/efficiency/seed10"
     assert after(words["grpo"], "--critic") == after(words["signed"], "--critic") == f"{folder}/critic@320"
     assert after(words["gain"], "--candidates") == f"{folder}/candidates@320/candidates.jsonl"
-    assert after(words["grpo"], "--lr") == "2e-5" and after(words["signed"], "--method") == "signed"
+    assert after(words["grpo"], "--lr") == "2e-5"
+    assert after(words["grpo"], "--method") == "sweet" and after(words["signed"], "--method") == "signed"
     assert after(words["sweet"], "--reference") == "blind"           # the best form of functions
 
 
