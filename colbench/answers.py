@@ -58,8 +58,12 @@ def extract_code(answer, calls=()):
     """The code of an answer, as a list of sources that are executed one after the other in one namespace.
 
     calls: the test calls; what defines a name that they use goes before what does not. Without code: [the text]."""
+    return code_that_defines(answer, names_of_calls(calls))
+
+
+def code_that_defines(answer, tested):
+    """extract_code for calls that use the names in `tested`."""
     text = answer.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n").strip("\n")
-    tested = names_of_calls(calls)
     sources = []
     for number, reading in enumerate(readings(text)):
         chosen, is_whole = chosen_pieces(pieces(reading), tested)
@@ -103,10 +107,12 @@ def strings_of(text):
 def compiled_statements(source):
     """Code objects of a source, one for each statement at its top level, so that a fault of one costs only that one;
     an exception in the place of one that does not compile."""
-    try:
-        nodes = ast.parse(source, "<answer>").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        return [error]
+    nodes, _ = parsed(source)
+    if nodes is None:
+        try:
+            nodes = parse(source).body
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            return [error]
     futures = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
     codes = []
     for node in nodes:
@@ -115,6 +121,11 @@ def compiled_statements(source):
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             codes.append(error)
     return codes
+
+
+def compiled_whole(source):
+    """The code object of a source, in a list."""
+    return [compiled(source)]
 
 
 def compiled(source):
@@ -291,6 +302,8 @@ class Reader:
 def whole_source(text):
     """The text as Python, without blanks before its first line and without columns before all lines; None if it is
     not Python."""
+    if is_prose(text.partition("\n")[0]):
+        return None
     indent = indent_of(text)
     shifted = dedented(text.split("\n"), indent)
     # One blank before the first line is what stood behind the marker: the other lines have none because of it.
@@ -382,11 +395,22 @@ def is_prose(line):
     return bool(words) and not (keyword.iskeyword(words[1]) or words[1] in keyword.softkwlist or words[2] in OPERATORS)
 
 
+def parse(source, mode="exec"):
+    """The syntax tree of a source. Where garbage is collected in the middle of it and another thread parses meanwhile,
+    Python 3.11 says SystemError of good code (its count of depths belongs to all threads); so it is tried again."""
+    for _ in range(9):
+        try:
+            return ast.parse(source, "<answer>", mode)
+        except SystemError:
+            pass
+    return ast.parse(source, "<answer>", mode)
+
+
 @functools.lru_cache(512)
 def parsed(source):
     """(The statements of a source as syntax trees, 0), or (None, the line of its fault) where it is not Python."""
     try:
-        return ast.parse(source, "<answer>").body, 0
+        return parse(source).body, 0
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return None, getattr(error, "lineno", 0) or 0
 
@@ -573,11 +597,19 @@ def chosen_pieces(all_pieces, tested):
                 near[name] = []
             elif not hasattr(builtins, name):                       # an import before the marker, or outside of fences
                 waiting += far.pop(name, [])
-    bodies = longest_bodies([all_pieces[i] for i in chosen])
-    excerpts = {i for i in chosen if is_excerpt(all_pieces[i], bodies)}
+    excerpts = set()
+    if defines_twice([all_pieces[i] for i in chosen]):
+        bodies = longest_bodies([all_pieces[i] for i in chosen])
+        excerpts = {i for i in chosen if is_excerpt(all_pieces[i], bodies)}
     in_order = [*sorted(excerpts), *sorted(chosen - excerpts)]      # so that an excerpt replaces nothing
     is_whole = any(not all_pieces[i].is_cut and wanted & names[i].bound for i in chosen)
     return [all_pieces[i] for i in in_order], is_whole and (not tested or bool(wanted & tested))
+
+
+def defines_twice(some_pieces):
+    """Has a name two definitions? (Without that, no piece is an excerpt: this saves the time to compare them.)"""
+    names = [node.name for piece in some_pieces for node in piece.nodes if isinstance(node, DEFINITIONS)]
+    return len(set(names)) < len(names)
 
 
 def longest_bodies(some_pieces):

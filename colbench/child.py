@@ -1,4 +1,5 @@
 """The scorer's child program (see sandbox.py): it confines itself and runs an answer. Standard library alone."""
+import _signal
 import _thread
 import builtins
 import contextlib
@@ -7,6 +8,7 @@ import gc
 import importlib
 import itertools
 import json
+import marshal
 import os
 import resource
 import select
@@ -17,25 +19,29 @@ import sys
 import time
 import types
 
-if __name__ == "__main__":                                          # a program: no package around it, no path to it
+if not __package__:                                                 # a program: no package around it, no path to it
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    from answers import compiled, compiled_statements, extract_code
+    from answers import code_that_defines, compiled_statements, compiled_whole, parsed
     from values import encode
     del sys.path[0], sys.modules["answers"], sys.modules["values"]
 else:
-    from colbench.answers import compiled, compiled_statements, extract_code
+    from colbench.answers import code_that_defines, compiled_statements, compiled_whole, parsed
     from colbench.values import encode
 
 MEMORY_LIMIT = 1 << 30          # bytes of address space
 FILE_LIMIT = 16 << 20           # bytes of a file, and of all files in the layer namespaces
 RESULT_LIMIT = 1 << 20          # bytes of one encoded result
+PIECES_LIMIT = 3000             # hexadecimal digits of compiled code that are kept for the next process with its text
 HEADER = struct.Struct("<III")  # bytes of the request (0: kill the running one), seconds of processor time,
                                 # milliseconds to remove what it leaves
 PRELOADED = ("bisect calendar collections collections.abc copy dataclasses datetime decimal enum fractions functools "
-             "heapq itertools math operator random re sqlite3 statistics string time typing")   # each slows every fork
+             "heapq itertools math operator re sqlite3 string time typing")     # each slows every fork; random would
+                                # most, as it draws a seed in each (and statistics imports it)
 BLACKLIST = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(", "quit(",
              "argparse")        # of the published scorer; also where they stand in a comment or a longer word
 COMPREHENSIONS = "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"                      # the names of their code
+WARM_UP = ("Sum:\n\n```python\nimport math\ndef total(a, b):\n    if a > 2:\n        a = a * 2\n    return a + b\n```",
+           "I WANT TO ANSWER:\ndef total(a, b):\n    return {str(a): [b / 2]}")
 START_LIMIT_S, LOAD_LIMIT_S, LOADS_LIMIT_S, CLEAN_LIMIT_S = 60, 4, 20, 5
 CLEAN_SLICE_S, CLEAN_SLICES = .05, 1200                     # while no request waits: at a time, and how many times
 THREAD_LIMIT = 64               # threads of an answer
@@ -88,20 +94,17 @@ def run_calls(request, send):
     defined. A reference also sends which names of the calls it imported or defined, for the calls of the answers."""
     imports = request["imports"]
     try:
-        sources = extract_code(request["code"], request["calls"])
-        # Of a reference nothing may fail: it stops at its first fault, as a program does.
-        pieces = [[compiled(source)] if imports is None else compiled_statements(source) for source in sources]
-        broken = None
+        pieces, broken = pieces_of(request, send), None
     except BaseException as error:
         pieces, broken = [], reason_of(error)
-    for index, call in enumerate(request["calls"]):
+    for index, call in enumerate(request["codes"]):
         module = sys.modules["answer"] = types.ModuleType("answer")
         fault = execute(pieces, module) or broken
         send("loaded")
         if index == 0 and imports is None:
-            send(imported_names(request["calls"], module.__dict__))
+            send(imported_names(request["codes"], module.__dict__))
         try:
-            result = ["ok", encode(eval(call.strip(), scope_of_a_call(module, imports)))]
+            result = ["ok", encode(eval(call, scope_of_a_call(module, imports)))]
         except BaseException as error:
             # Examples in the answer may have failed, too: that says why a call fails only if it lacks a name.
             result = ["error", fault if fault and isinstance(error, NameError) else reason_of(error)]
@@ -109,6 +112,24 @@ def run_calls(request, send):
         if len(sys._current_frames()) > 1 and index + 1 < len(request["calls"]):
             send("restart")
             return
+
+
+def pieces_of(request, send):
+    """The code of the answer: of each piece the code objects of its statements. Before any of it runs, it is sent as
+    text (None: it cannot be), for the next process that gets the same answer."""
+    if request["pieces"] is not None:
+        return marshal.loads(request["pieces"])
+    text = None
+    try:
+        sources = code_that_defines(request["code"], set(request["tested"]))
+        # Of a reference nothing may fail: it stops at its first fault, as a program does.
+        compile_one = compiled_whole if request["imports"] is None else compiled_statements
+        pieces = list(map(compile_one, sources))
+        with contextlib.suppress(ValueError):                       # it holds the fault of a statement
+            text = marshal.dumps(pieces).hex()
+    finally:
+        send(text if text is None or len(text) <= PIECES_LIMIT else None)
+    return pieces
 
 
 def scope_of_a_call(module, imports):
@@ -125,7 +146,7 @@ def scope_of_a_call(module, imports):
             source = importlib.import_module(where)
             imported[name] = getattr(source, what) if what else source
     scope = {**module.__dict__, **imported} if imported else module.__dict__
-    hidden = to_define.intersection(vars(builtins))
+    hidden = {name for name in to_define if hasattr(builtins, name)}
     if not hidden:
         return scope
     others = {name: value for name, value in vars(builtins).items() if name not in hidden}
@@ -188,12 +209,13 @@ def describe(error):
 
 
 def imported_names(calls, namespace):
-    """[[name, module or None, attribute or None], …]: names in the calls that the code imported. A name that
-    it defines itself has no module."""
+    """[[name, module or None, attribute or None], …]: names in the calls that the code imported. A name that it defines
+    itself has no module. calls: code objects, or texts."""
     imports = {}
     for call in calls:
         with contextlib.suppress(Exception):                        # a call that is not Python: its result says so
-            for name in names_in(compile(call.strip(), "<call>", "eval")):
+            code = call if isinstance(call, types.CodeType) else compile(call, "<call>", "eval")
+            for name in names_in(code):
                 if name in namespace and not name.startswith("__"):
                     imports[name] = [name, *(origin(namespace[name]) or (None, None))]
     return list(imports.values())
@@ -274,6 +296,9 @@ CONDITIONAL = (("clone", 56, 220, True, ((0, 0x10000, 0x10000),)),      # thread
                # nobody else. Early Landlock lets O_RDONLY | O_TRUNC pass, and any file with access mode 3
                ("openat", 257, 56, False, ((2, 0x203, 0x200),), ((2, 0x3, 0x3),)),
                ("open", 2, None, False, ((1, 0x203, 0x200),), ((1, 0x3, 0x3),)))
+LOAD, JUMP_IF_EQUAL, JUMP_IF_AT_LEAST, AND, GIVE = 0x20, 0x15, 0x35, 0x54, 0x06
+KILL = 0x80000000
+ALLOWED, DENIED = [(GIVE, 0, 0, 0x7FFF0000)], [(GIVE, 0, 0, 0x00050000 | 38)]             # 38: ENOSYS
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
@@ -284,25 +309,48 @@ def system_call_filter():
     if machine not in MACHINES:
         raise OSError(f"no list of system calls for {machine}")
     column, audit_arch = MACHINES[machine]
-    allow, deny, kill = 0x7FFF0000, 0x00050000 | 38, 0x80000000                               # 38: ENOSYS
-    load, jump, and_, give = 0x20, 0x15, 0x54, 0x06
-    program = [(load, 0, 0, 4), (jump, 1, 0, audit_arch), (give, 0, 0, kill), (load, 0, 0, 0)]
+    program = [(LOAD, 0, 0, 4), (JUMP_IF_EQUAL, 1, 0, audit_arch), (GIVE, 0, 0, KILL), (LOAD, 0, 0, 0)]
+    program += search(verdict_ranges(column))
+    instructions = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *instruction) for instruction in program))
+    return struct.pack("<HxxxxxxQ", len(program), ctypes.addressof(instructions)), instructions
+
+
+def verdict_ranges(column):
+    """[(first number of a range of system calls, what the filter does from there on), …], in order, from 0."""
+    verdicts = {}
     with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "system_calls.txt")) as file:
         for _, *numbers in map(str.split, file.readlines()[1:]):
             if numbers[column] != "-":
-                program += [(jump, 0, 1, int(numbers[column])), (give, 0, 0, allow)]
+                verdicts[int(numbers[column])] = ALLOWED
     for _, x86, arm, when_equal, *alternatives in CONDITIONAL:
         if (number := (x86, arm)[column]) is not None:
-            block = []
-            for tests in alternatives:
-                for left, (argument, mask, value) in zip(range(len(tests) - 1, -1, -1), tests):
-                    block += [(load, 0, 0, 16 + 8 * argument), (and_, 0, 0, mask), (jump, 0, 3 * left + 1, value)]
-                block.append((give, 0, 0, allow if when_equal else deny))
-            block.append((give, 0, 0, deny if when_equal else allow))
-            program += [(jump, 0, len(block), number), *block]
-    program.append((give, 0, 0, deny))
-    instructions = ctypes.create_string_buffer(b"".join(struct.pack("<HBBI", *instruction) for instruction in program))
-    return struct.pack("<HxxxxxxQ", len(program), ctypes.addressof(instructions)), instructions
+            verdicts[number] = by_arguments(when_equal, alternatives)
+    ranges = [(0, DENIED)]
+    for number in range(max(verdicts) + 2):
+        verdict = verdicts.get(number, DENIED)
+        if verdict != ranges[-1][1]:
+            ranges.append((number, verdict))
+    return ranges
+
+
+def by_arguments(when_equal, alternatives):
+    """The instructions that allow a call, or deny it, by its arguments (see CONDITIONAL)."""
+    block = []
+    for tests in alternatives:
+        for left, (argument, mask, value) in zip(range(len(tests) - 1, -1, -1), tests):
+            block += [(LOAD, 0, 0, 16 + 8 * argument), (AND, 0, 0, mask), (JUMP_IF_EQUAL, 0, 3 * left + 1, value)]
+        block += ALLOWED if when_equal else DENIED
+    return block + (DENIED if when_equal else ALLOWED)
+
+
+def search(ranges):
+    """Instructions that find the range of the loaded number by halves: the kernel tries each number when a process is
+    confined, so a list from the first call to the last takes four times as long."""
+    if len(ranges) == 1:
+        return ranges[0][1]
+    middle = len(ranges) // 2
+    below, above = search(ranges[:middle]), search(ranges[middle:])
+    return [(JUMP_IF_AT_LEAST, len(below), 0, ranges[middle][0]), *below, *above]
 
 
 def check(result, what):
@@ -418,14 +466,16 @@ def free_user():
     return end - 2 - int.from_bytes(os.urandom(4), "little") % max(1, min(end // 16, 1 << 20))
 
 
-def limit_threads(user, limit):
-    """Let the system refuse more than `limit` threads. It counts by the real user, and never root's: the real user
-    becomes a number of its own, the effective one stays."""
+def thread_limit(user, limit):
+    """The calls that let the system refuse more than `limit` threads. It counts by the real user, and never root's: the
+    real user becomes a number of its own, the effective one stays."""
+    steps = []
     if user is not None:
-        os.setresuid(user, -1, -1)
+        steps.append((os.setresuid, (user, -1, -1), "user"))
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
+    steps.append((resource.setrlimit, (resource.RLIMIT_NPROC, (limit, limit)), "a limit"))
+    return steps
 
 
 def counts_threads(user, num_others):
@@ -435,8 +485,9 @@ def counts_threads(user, num_others):
     if child == 0:
         status = 1
         try:
-            limit_threads(user, num_others + 2)
-            drop_capabilities()                                 # who has them is not limited
+            steps = thread_limit(user, num_others + 2)
+            steps.append(no_capabilities())                     # who has them is not limited
+            confine(steps, START_LIMIT_S)
             lock = _thread.allocate_lock()
             lock.acquire()
             _thread.start_new_thread(lock.acquire, ())
@@ -455,40 +506,55 @@ class Walls:
     layer: its name
     rules: a descriptor of Landlock rules, in that layer
     program: the filter of system calls, and the memory it is in
+    null: a descriptor of /dev/null
     user: the real user that answers run as, see free_user
     num_others: processes of the sandbox that have the answer's user
-    threads_are_counted: whether the system holds an answer to THREAD_LIMIT; else the server watches it"""
-    rules = program = user = None
-    num_others, threads_are_counted = 0, False
+    threads_are_counted: whether the system holds an answer to THREAD_LIMIT; else the server watches it
+    steps: see confinement"""
+    rules = program = user = null = None
+    num_others, threads_are_counted, steps = 0, False, ()
 
     def __init__(self, layer):
         self.layer = layer
 
 
-def confine(walls, seconds):
-    """In the forked process, before it reads its request: give up whatever it does not need."""
-    for what, limit in ((resource.RLIMIT_AS, MEMORY_LIMIT), (resource.RLIMIT_CPU, seconds), (resource.RLIMIT_CORE, 0),
+def confinement(walls):
+    """The calls, (function, arguments, what it is for), by which a forked process gives up whatever it does not need.
+    They are put together once, in the server: a fork that only makes them writes to fewer pages of memory."""
+    steps = []
+    for what, limit in ((resource.RLIMIT_AS, MEMORY_LIMIT), (resource.RLIMIT_CORE, 0),
                         (resource.RLIMIT_FSIZE, FILE_LIMIT), (resource.RLIMIT_NOFILE, 64)):
-        resource.setrlimit(what, (limit, limit))
+        steps.append((resource.setrlimit, (what, (limit, limit)), "a limit"))
     if walls.layer == "rlimits":
-        return
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)
+        return steps
+    steps.append((libc.prctl, (1, signal.SIGKILL.value, 0, 0, 0), "end with the server"))
     if walls.threads_are_counted:
-        limit_threads(walls.user, walls.num_others + 1 + THREAD_LIMIT)
+        steps += thread_limit(walls.user, walls.num_others + 1 + THREAD_LIMIT)
     if walls.layer == "namespaces" and os.geteuid() == 0:
-        os.setgroups([])
-        os.setresgid(65534, 65534, 65534)
-        os.setresuid(-1 if walls.threads_are_counted else 65534, 65534, 65534)
-    drop_capabilities()
-    check(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
+        real_user = -1 if walls.threads_are_counted else 65534
+        steps.append((os.setgroups, ([],), "groups"))
+        steps.append((os.setresgid, (65534, 65534, 65534), "group"))
+        steps.append((os.setresuid, (real_user, 65534, 65534), "user"))
+    steps.append(no_capabilities())
+    steps.append((libc.prctl, (38, 1, 0, 0, 0), "no_new_privs"))
     if walls.layer == "landlock":
-        check(libc.syscall(446, walls.rules, 0), "Landlock")
-        os.close(walls.rules)
-    check(libc.prctl(22, 2, walls.program[0], 0, 0), "seccomp")
+        steps.append((libc.syscall, (446, walls.rules, 0), "Landlock"))
+        steps.append((os.close, (walls.rules,), "Landlock"))
+    steps.append((libc.prctl, (22, 2, walls.program[0], 0, 0), "seccomp"))
+    return steps
 
 
-def drop_capabilities():
-    check(libc.capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)), "capset")
+def no_capabilities():
+    return libc.capset, (struct.pack("<Ii", 0x20080522, 0), bytes(24)), "capset"
+
+
+def confine(steps, seconds):
+    """In the forked process, before it reads its request."""
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    for function, arguments, what in steps:
+        result = function(*arguments)
+        if result:                                              # None of Python's functions, 0 of the system's
+            check(result, what)
 
 
 def read_exactly(descriptor, size):
@@ -499,18 +565,16 @@ def read_exactly(descriptor, size):
     return b"".join(pieces)
 
 
-def serve_one(walls, header, requests, results):
+def serve_one(walls, length, seconds, requests, results):
     """In the fork: be confined, read the request, answer it, end."""
     try:
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        _signal.signal(signal.SIGCHLD, _signal.SIG_DFL)         # signal.signal writes to 50 more pages of memory
         os.setsid()
-        length, seconds, _ = HEADER.unpack(header)
-        null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
-            os.dup2(null, descriptor)
-        confine(walls, seconds)
-        request = json.loads(read_exactly(requests, length))
+            os.dup2(walls.null, descriptor)
+        confine(walls.steps, seconds)
+        request = marshal.loads(read_exactly(requests, length))
         os.closerange(3, results)
         os.closerange(results + 1, 64)
 
@@ -630,6 +694,20 @@ def build(walls, paths, work, latest):
     walls.threads_are_counted = counts_threads(walls.user, walls.num_others)
 
 
+def warm_up():
+    """Run harmless answers some times: then Python has specialised this program's code and filled its caches before a
+    process is forked. The fork, which does the same with an answer, writes to fewer pages of memory."""
+    calls = ["total(1, 2)", "total(3, 4)"]
+    codes = [compile(call, "<string>", "eval") for call in calls]
+    for answer in WARM_UP:
+        for imports in [None, []] * 10:
+            parsed.cache_clear()
+            run_calls({"code": answer, "calls": calls, "codes": codes, "tested": ["total"], "imports": imports,
+                       "pieces": None}, json.dumps)
+    parsed.cache_clear()
+    del sys.modules["answer"]
+
+
 def main():
     layer, work, *site_packages = sys.argv[1:]
     layer, _, latest = layer.partition("-")                     # "landlock-2": as where Landlock has version 2
@@ -646,8 +724,11 @@ def main():
     sys.path += site_packages
     for name in PRELOADED.split():
         importlib.import_module(name)
+    warm_up()
     gc.collect()
     gc.freeze()
+    walls.null = os.open(os.devnull, os.O_RDWR)
+    walls.steps = confinement(walls)
     bell, ring = os.pipe()
     os.set_blocking(ring, False)
     signal.set_wakeup_fd(ring, warn_on_full_buffer=False)
@@ -663,13 +744,14 @@ def main():
             break
         if not descriptors:
             continue                                            # an order to kill what had ended by itself
+        length, seconds, clean_ms = HEADER.unpack(header)
         child = fork()
         if child == 0:
-            serve_one(walls, header, *descriptors)
+            serve_one(walls, length, seconds, *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         wait_for_end(walls, child, bell)
-        if not remove_leftovers(layer, child, work, HEADER.unpack(header)[2] / 1000):
+        if not remove_leftovers(layer, child, work, clean_ms / 1000):
             print(f"scorer: files of an answer cannot be removed now, another folder is used: {work}", file=sys.stderr)
             leftovers.add(work)
             folder, number = os.path.split(work)
@@ -679,6 +761,7 @@ def main():
             if layer == "landlock":
                 os.close(walls.rules)
                 walls.rules = landlock_rules(paths, work, latest)
+                walls.steps = confinement(walls)
         os.write(1, b'{"ended": true}\n')
 
 

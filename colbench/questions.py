@@ -7,9 +7,12 @@
 docs/scorer.md has the rules of tests that are comparisons."""
 import ast
 import builtins
+import functools
 import json
 import operator
 from collections import namedtuple
+
+from colbench.answers import parse
 
 TOO_DEEP = RecursionError, MemoryError
 ORDER = {"Lt": operator.lt, "LtE": operator.le, "Gt": operator.gt, "GtE": operator.ge}
@@ -114,15 +117,10 @@ class Names(namedtuple("Names", "lent to_define")):
         return name in self.lent or hasattr(builtins, name) or name.startswith("__")
 
 
+@functools.lru_cache(64)
 def parse_call(call):
-    """The syntax tree of a call. Where garbage is collected in the middle of it and another thread parses meanwhile,
-    Python 3.11 says SystemError of good code (its count of depths belongs to all threads); so it is tried again."""
-    for _ in range(9):
-        try:
-            return ast.parse(call, mode="eval")
-        except SystemError:
-            pass
-    return ast.parse(call, mode="eval")
+    """The syntax tree of a call. It is asked for more than once; nobody changes it."""
+    return parse(call, "eval")
 
 
 def question_of(call):

@@ -11,20 +11,25 @@ and writes a JSON line for each result. A HEADER without pipes kills the fork. E
 one limit of bytes, and taken only if it has the form that is expected next. docs/scorer.md says what the layers
 "namespaces", "landlock" and "rlimits" keep out, and what they do not.
 """
-import contextlib
+import functools
 import json
+import marshal
 import math
 import os
+import re
 import select
 import socket
 import sys
 import time
 
 from colbench import child
+from colbench.answers import names_of_calls
 from colbench.child import CLEAN_LIMIT_S, empty, HEADER, LOAD_LIMIT_S, LOADS_LIMIT_S, RESULT_LIMIT, START_LIMIT_S
 from colbench.values import is_encoded
 
 REQUEST_LIMIT = 1 << 20         # characters of an answer's code and calls
+LOOK_S = .01                    # how often the caller looks at what a running answer has written
+NUM_PIECES = 64                 # answers whose code is kept, so that equal ones are not read again
 PROGRAM = os.path.abspath(child.__file__)
 ANSWER_TIME_LIMIT = "time limit of the whole answer"
 PROBE = """def probe():
@@ -41,6 +46,9 @@ PROBE = """def probe():
     return found"""
 
 
+HEXADECIMAL = re.compile("([0-9a-f]{2})*")
+
+
 class LayerError(Exception):
     """A layer of isolation does not work on this machine."""
 
@@ -50,6 +58,7 @@ class Sandbox:
 
     def __init__(self, layer, hash_seed):
         self.layer, self.hash_seed = layer, hash_seed
+        self.pieces = {}                            # {key_of_pieces: compiled code of an answer}
 
     def __enter__(self):
         import subprocess  # here, so that the server's forks do not carry them
@@ -107,8 +116,12 @@ class Sandbox:
         values, imported, left_s = [], None, LOADS_LIMIT_S + len(calls) * time_limit_s
         clean_s = CLEAN_LIMIT_S                     # of the answer's time, to remove what its processes leave
         while len(values) < len(calls):
-            request = {"code": code, "calls": calls[len(values):], "imports": imports, "compat": reference is not None,
+            more_calls = calls[len(values):]
+            request = {"code": code, "calls": more_calls, "imports": imports, "compat": reference is not None,
                        "reference": reference}
+            if reference is None:
+                request["tested"], request["codes"] = prepared(tuple(more_calls))
+                request["pieces"] = self.pieces.get(key_of_pieces(request))
             more, found, loaded, reason, ran_s, cleaned_s = self.run_process(request, time_limit_s, left_s, clean_s)
             left_s -= ran_s + cleaned_s
             clean_s -= cleaned_s
@@ -124,43 +137,51 @@ class Sandbox:
         """One process: (results so far, imports, whether the code had loaded, why it ended, seconds it took of the
         left_s, seconds that removing its files took of the clean_s). RuntimeError if the server cannot be used; nothing
         that the code does is one."""
-        data, num_calls = json.dumps(request).encode(), len(request["calls"])
+        data, num_calls = marshal.dumps(request), len(request["calls"])
         values, imports, loaded, reason, began, ends = [], None, False, "", None, None
         try:
-            with contextlib.ExitStack() as stack:
-                pipes = [(end, mode) for pipe in (os.pipe(), os.pipe()) for end, mode in zip(pipe, ("rb", "wb"))]
-                theirs, requests, results, theirs_too = (stack.enter_context(open(end, mode, buffering=0))
-                                                         for end, mode in pipes)
-                header = HEADER.pack(len(data), int(max(0, left_s)) + 2, int(1000 * max(0, clean_s)))
-                socket.send_fds(self.control, [header], [theirs.fileno(), theirs_too.fileno()])
-                theirs.close()
-                theirs_too.close()
-                write_request(requests.fileno(), data, time.monotonic() + START_LIMIT_S)
-                lines = Lines(results.fileno())
+            header = HEADER.pack(len(data), int(max(0, left_s)) + 2, int(1000 * max(0, clean_s)))
+            with Pipes() as pipes:
+                socket.send_fds(self.control, [header], pipes.theirs)
+                pipes.close_theirs()
+                write_request(pipes.requests, data, time.monotonic() + START_LIMIT_S)
+                lines = Lines(pipes.results, self.control.fileno())
                 try:
                     lines.expect(is_ready, time.monotonic() + START_LIMIT_S)
                     began = time.monotonic()
                     ends = began + left_s
+                    load_ends = min(ends, began + time_limit_s + LOAD_LIMIT_S)
+                    if not request["compat"] and request["pieces"] is None:
+                        self.remember(request, lines.expect(is_pieces, load_ends))
                     while len(values) < num_calls:
-                        message = lines.expect(is_restart if values else is_loaded,
-                                               min(ends, time.monotonic() + time_limit_s + LOAD_LIMIT_S))
+                        message = lines.expect(is_restart if values else is_loaded, load_ends)
                         if message == "restart":
                             raise Stop("restart")
                         deadline, loaded = min(ends, time.monotonic() + time_limit_s), True
                         if request["imports"] is None and not values and not request["compat"]:
                             imports = lines.expect(is_imports, deadline)
                         values.append(lines.expect(is_result, deadline))
+                        load_ends = min(ends, time.monotonic() + time_limit_s + LOAD_LIMIT_S)
                 except Stop as stop:
                     over = str(stop) == "time limit" and ends and time.monotonic() >= ends
                     reason = ANSWER_TIME_LIMIT if over else str(stop)
             if not began:
                 raise RuntimeError(f"the scorer's child program could not run anything ({reason})")
             ended = time.monotonic()
-            self.control.send(HEADER.pack(0, 0, 0))                 # kill it, unless it has ended
+            if not lines.has_ended:
+                self.control.send(HEADER.pack(0, 0, 0))             # kill it
         except OSError as error:
             raise RuntimeError(f"the scorer's child program is gone: {error}") from None
         self.reply()
         return values, imports, loaded, reason, ended - began, time.monotonic() - ended
+
+    def remember(self, request, pieces):
+        """Keep the compiled code of an answer, for the next process with the same text; None: it cannot be kept. It was
+        sent before any of it ran, and it is not read here."""
+        if len(self.pieces) == NUM_PIECES:
+            self.pieces.clear()
+        if pieces is not None:
+            self.pieces[key_of_pieces(request)] = bytes.fromhex(pieces)
 
     def reply(self):
         """The next line of the server."""
@@ -175,16 +196,48 @@ class Sandbox:
         return line
 
 
+class Pipes:
+    """A pipe for a request and one for results; a context manager that closes them."""
+
+    def __enter__(self):
+        request, self.requests = os.pipe()
+        try:
+            self.results, result = os.pipe()
+        except OSError:
+            os.close(request)
+            os.close(self.requests)
+            raise
+        self.theirs = [request, result]
+        return self
+
+    def close_theirs(self):
+        while self.theirs:
+            os.close(self.theirs.pop())
+
+    def __exit__(self, *exception):
+        self.close_theirs()
+        os.close(self.requests)
+        os.close(self.results)
+
+
 class Stop(Exception):
     """Why the results of a process end early."""
 
 
 class Lines:
-    """Messages, a JSON line each, from a descriptor that untrusted code may write to."""
+    """Messages, a JSON line each, from a descriptor that untrusted code may write to.
 
-    def __init__(self, descriptor):
-        self.descriptor, self.buffer, self.poll = descriptor, bytearray(), select.poll()
-        self.poll.register(descriptor, select.POLLIN)
+    They are read when the server says, on the descriptor `server`, that the process has ended, and every LOOK_S until
+    then: so an answer that writes 20 lines in 2 ms wakes the caller once. The rest of a line is read as it comes."""
+
+    def __init__(self, descriptor, server):
+        self.descriptor, self.buffer = descriptor, bytearray()
+        self.has_ended = False                      # does the server say so?
+        self.end, self.end_or_more = select.poll(), select.poll()
+        self.end.register(server, select.POLLIN)
+        self.end_or_more.register(server, select.POLLIN)
+        self.end_or_more.register(descriptor, select.POLLIN)
+        os.set_blocking(descriptor, False)
 
     def expect(self, valid, deadline):
         """The next message; Stop if it is not valid(message), is too long, or comes after the deadline. What is read in
@@ -195,20 +248,41 @@ class Lines:
             if searched > RESULT_LIMIT:
                 raise Stop("a result that is too large")
             left_s = deadline - time.monotonic()
-            if left_s <= 0 or not self.poll.poll(math.ceil(left_s * 1000)):
+            if left_s <= 0:
                 raise Stop("time limit")
-            if not (more := os.read(self.descriptor, 1 << 16)):
-                raise Stop("process ended")
-            self.buffer += more
-        line = bytes(self.buffer[:end])
+            if not self.read():
+                self.wait(left_s)
+        line = self.buffer[:end]
         del self.buffer[:end + 1]
         try:
-            message = json.loads(line)
+            message = json.loads(line.decode())
         except (ValueError, RecursionError):
             raise Stop("a broken result") from None
         if not valid(message):
             raise Stop("a broken result")
         return message
+
+    def read(self):
+        """Read what has been written, if anything; Stop where nothing more can come."""
+        try:
+            more = os.read(self.descriptor, 1 << 16)
+        except BlockingIOError:
+            if self.has_ended:
+                raise Stop("process ended") from None
+            return False
+        if not more:
+            raise Stop("process ended")
+        self.buffer += more
+        return True
+
+    def wait(self, left_s):
+        """Wait until the process has ended, or it is time to look, or more of a line has come whose beginning is here.
+        """
+        if self.buffer:
+            ready = self.end_or_more.poll(math.ceil(left_s * 1000))
+            self.has_ended = any(descriptor != self.descriptor for descriptor, _ in ready)
+        else:
+            self.has_ended = bool(self.end.poll(math.ceil(min(left_s, LOOK_S) * 1000)))
 
 
 def write_request(descriptor, data, deadline):
@@ -221,8 +295,31 @@ def write_request(descriptor, data, deadline):
         data = data[os.write(descriptor, data):]
 
 
-# What a process may say, in this order: "ready", and for each call "loaded" (or "restart", after the first), once what
-# a reference imported, and a result.
+@functools.lru_cache(64)
+def prepared(calls):
+    """(The names that calls use, the calls as code objects): they are compiled once, and not in every process. A call
+    that is not Python stays a text, and fails there."""
+    codes = []
+    for call in calls:
+        text = call.strip()
+        try:
+            codes.append(compile(text, "<string>", "eval", dont_inherit=True))
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            codes.append(text)
+    return tuple(sorted(names_of_calls(calls))), codes
+
+
+def key_of_pieces(request):
+    """What the compiled code of an answer depends on."""
+    return request["code"], request["tested"], request["imports"] is None
+
+
+# What a process may say, in this order: "ready", the code of the answer if it was not told, and for each call "loaded"
+# (or "restart", after the first), once what a reference imported, and a result.
+
+def is_pieces(message):
+    return message is None or type(message) is str and HEXADECIMAL.fullmatch(message) is not None
+
 
 def is_ready(message):
     return message == "ready"

@@ -15,17 +15,31 @@ import pathlib
 import random
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import termios
 import textwrap
 import threading
 import time
+import types
 
 import pytest
 
 from colbench import ColBenchError, sandbox
-from colbench.child import empty, Leftovers, RESULT_LIMIT, THREAD_LIMIT
+from colbench.child import (
+    AND,
+    CONDITIONAL,
+    empty,
+    GIVE,
+    JUMP_IF_EQUAL,
+    Leftovers,
+    LOAD,
+    MACHINES,
+    RESULT_LIMIT,
+    system_call_filter,
+    THREAD_LIMIT,
+)
 from colbench.sandbox import ANSWER_TIME_LIMIT, is_ready, is_result, LayerError, Lines, Sandbox, Stop
 from colbench.scorer import equal_values, holds, Scorer
 from colbench.values import encode, is_encoded
@@ -514,7 +528,8 @@ def test_data_that_waits_moves_no_deadline():
     """As when untrusted code writes single blanks faster than they are read."""
     reading, writing = os.pipe()
     os.write(writing, b" " * 60000 + b'"ready"\n')
-    lines = Lines(reading)
+    server, ours = socket.socketpair()
+    lines = Lines(reading, ours.fileno())
     with pytest.raises(Stop, match="time limit"):
         lines.expect(is_ready, time.monotonic() - 0.001)
     assert not lines.buffer and lines.expect(is_ready, time.monotonic() + 1) == "ready"
@@ -524,6 +539,29 @@ def test_data_that_waits_moves_no_deadline():
     with pytest.raises(Stop, match="process ended"):
         lines.expect(is_ready, time.monotonic() + 1)
     os.close(reading)
+    server.close()
+    ours.close()
+
+
+def test_a_line_is_read_when_the_process_has_ended_or_when_it_is_time_to_look(monkeypatch):
+    monkeypatch.setattr(sandbox, "LOOK_S", 0.3)
+    reading, writing = os.pipe()
+    server, ours = socket.socketpair()
+    with server, ours:
+        lines, began = Lines(reading, ours.fileno()), time.monotonic()
+        threading.Timer(0.05, os.write, (writing, b'"ready"\n"re')).start()
+        assert lines.expect(is_ready, began + 5) == "ready" and time.monotonic() - began >= 0.29
+        began = time.monotonic()
+        threading.Timer(0.05, os.write, (writing, b'ady"\n')).start()           # the rest of a line is read at once
+        assert lines.expect(is_ready, began + 5) == "ready" and time.monotonic() - began < 0.25
+        os.write(writing, b'"ready"\n')
+        server.send(b"ended")
+        assert lines.expect(is_ready, time.monotonic() + 5) == "ready"
+        with pytest.raises(Stop, match="process ended"):                        # though the pipe is open
+            lines.expect(is_ready, time.monotonic() + 5)
+        assert lines.has_ended
+    os.close(reading)
+    os.close(writing)
 
 
 @pytest.mark.parametrize("size, whole", [(RESULT_LIMIT - 20, True), (RESULT_LIMIT, False), (9 * 10 ** 6, False)])
@@ -642,6 +680,146 @@ def test_a_folder_that_outlives_the_sandbox_is_named(capfd, monkeypatch):
     monkeypatch.undo()
     assert empty(child.folder, 5)
     os.rmdir(child.folder)
+
+
+DAMAGE = [                                                          # what an answer does, and where it shows
+    ("open('file', 'w').write('x')", "os.listdir('.')"),
+    ("os.mkdir('d'); os.chdir('d')", "os.path.basename(os.getcwd())"),
+    ("builtins.abs = lambda value: 42", "abs(-1)"),
+    ("builtins.trace = 1", "hasattr(builtins, 'trace')"),
+    ("json.trace = 1", "hasattr(json, 'trace')"),
+    ("json.dumps = lambda value: '[\"ok\", 42]'", "json.dumps.__module__"),
+    ("marshal.loads = marshal.dumps = int", "marshal.loads is marshal.dumps"),
+    ("sys.setrecursionlimit(500)", "sys.getrecursionlimit()"),
+    ("signal.signal(signal.SIGALRM, print)", "str(signal.getsignal(signal.SIGALRM))"),
+    ("threading.Thread(target=signal.pause, daemon=True).start()", "len(sys._current_frames())"),
+    ("builtins.memory = bytearray(600 << 20)", "full(bytearray, 600 << 20)"),
+    ("[os.dup(0) for _ in range(50)]", "os.dup(0) > 40"),
+    ("os.environ['TRACE'] = '1'", "os.environ.get('TRACE')"),
+    ("sys.modules['random'] = sys", "'random' in sys.modules")]
+CLEAN = """import builtins, json, marshal, os, signal, sys, threading
+def full(fill, n):
+    try: fill(n)
+    except (MemoryError, OSError): return True
+def f(n):
+    trace = {trace}
+    if n == 2: {damage}
+    return trace"""
+
+
+@pytest.mark.parametrize("damage, trace", DAMAGE)
+def test_an_equal_answer_shares_the_compiled_code_and_nothing_else(child, damage, trace):
+    """The second process gets the code that the first compiled. What the first did after that does not reach it, nor
+    another answer."""
+    code, calls = CLEAN.format(trace=trace, damage=damage), ["f(1)", "f(2)", "f(3)"]
+    child.pieces.clear()
+    first, _ = child.run(code, calls, 2, imports=[])
+    assert first[0][0] == "ok"
+    assert (first[2] != first[0]) == ("Thread" not in damage)       # it shows; with a thread, a new process goes on
+    (pieces,) = child.pieces.values()
+    assert child.run(code, calls, 2, imports=[])[0] == first
+    assert list(child.pieces.values()) == [pieces]
+    unlike = CLEAN.format(trace=trace, damage="pass")
+    assert child.run(unlike, calls, 2, imports=[])[0] == [first[0]] * 3
+    child.pieces.clear()
+    assert child.run(code, calls, 2, imports=[])[0] == first                    # as without anything shared
+    assert list(child.pieces.values()) == [pieces]
+
+
+def test_an_answer_cannot_replace_the_code_that_is_kept_of_it(child):
+    """It forges the message, and what makes the message, while it loads: the true one has been sent by then."""
+    forged = 'import marshal, os\nos.write(3, b\'"e900000000"\\n\')\nmarshal.dumps = lambda *a: b"x"\n'
+    everywhere = forged.replace("os.write(3", "[os.write(d").replace("n')", "n') for d in range(3, 9)]")
+    for body in ("", forged, everywhere):
+        child.pieces.clear()
+        code = f"def f(n): return n + 1\n{body}"
+        for _ in range(2):
+            results, _ = child.run(code, ["f(1)"], LIMIT_S, imports=[])
+            assert results == [["ok", 2]] or body and results[0][0] == "error"
+        (pieces,) = child.pieces.values()
+        assert pieces != bytes.fromhex("e900000000") and b"marshal" in pieces or not body
+        assert child.run("def f(n): return n + 1", ["f(1)"], LIMIT_S, imports=[])[0] == [["ok", 2]]
+
+
+def test_compiled_code_is_kept_for_the_same_text_and_the_same_names_alone(child):
+    text = "def f(n): return n\n\ndef g(n): return -n\n\nf(None) + 1\ng = f"
+    child.pieces.clear()
+    as_answer, _ = child.run(text, ["g(1)"], 1, imports=[])
+    as_reference, _ = child.run(text, ["g(1)"], 1, imports=None)
+    assert as_answer == [["ok", 1]] and as_reference[0] != as_answer[0]         # a reference stops at its first fault
+    other_calls, _ = child.run(text, ["f(1)"], 1, imports=[])
+    assert other_calls == [["ok", 1]] and len(child.pieces) == 3
+    for number in range(sandbox.NUM_PIECES + 1):
+        child.run(f"def f(n): return {number}", ["f(1)"], 1, imports=[])
+    assert 0 < len(child.pieces) <= sandbox.NUM_PIECES
+    child.pieces.clear()
+    for unkept in ("def f(n): return 1\n" + "n = 'a longer text'\n" * 500, "def f(n): return 1\nnonlocal n"):
+        assert child.run(unkept, ["f(1)"], 1, imports=[])[0] == [["ok", 1]] and not child.pieces
+
+
+def test_the_calls_of_a_process_are_its_own(child):
+    """They are compiled once for all answers of a task, and each process gets a copy."""
+    spoil = "import sys\nframe = sys._getframe()\nwhile 'request' not in frame.f_locals: frame = frame.f_back\n" \
+            "frame.f_locals['request']['codes'].clear()\nframe.f_locals['request']['calls'].clear()\n"
+    for code in (f"{spoil}def f(n): return 7", "def f(n): return n"):
+        values, _ = child.run(code, ["f(1)", "f(2)"], LIMIT_S, imports=[])
+    assert values == [["ok", 1], ["ok", 2]]
+
+
+def test_no_answer_sees_what_warmed_the_server_up(child):
+    code = "import gc, sys\nbefore = 'answer' in sys.modules and hasattr(sys.modules['answer'], 'total')\n" \
+           "def f():\n    named = [o for o in gc.get_objects() if getattr(o, '__name__', 0) == 'total']\n" \
+           "    return [before, len(named), 'random' in sys.modules]"
+    assert child.run(code, ["f()"], 2, imports=[])[0] == [["ok", ["list", [0, 0, 0]]]]
+
+
+def verdict_of(program, number, arguments, architecture):
+    """What a seccomp program returns for a system call (a few instructions of classic BPF, interpreted)."""
+    data = struct.pack("<IIQ6Q", number, architecture, 0, *arguments)
+    loaded, at = 0, 0
+    while True:
+        code, if_true, if_false, value = program[at]
+        at += 1
+        if code == LOAD:
+            loaded, = struct.unpack_from("<I", data, value)
+        elif code == AND:
+            loaded &= value
+        elif code == GIVE:
+            return value
+        else:
+            is_true = loaded == value if code == JUMP_IF_EQUAL else loaded >= value
+            at += if_true if is_true else if_false
+
+
+def is_allowed(number, arguments, column, listed):
+    """The same by the tables."""
+    for _, x86, arm, when_equal, *alternatives in CONDITIONAL:
+        if (x86, arm)[column] == number:
+            holds_one = any(all(arguments[argument] & mask == value for argument, mask, value in tests)
+                            for tests in alternatives)
+            return holds_one == when_equal
+    return number in listed
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+def test_the_filter_allows_what_the_tables_say_and_nothing_else(machine, monkeypatch):
+    column, architecture = MACHINES[machine]
+    monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(machine=machine))
+    _, memory = system_call_filter()
+    program = list(struct.iter_unpack("<HBBI", memory.raw[:-1]))
+    lines = pathlib.Path(sandbox.__file__).with_name("system_calls.txt").read_text().splitlines()[1:]
+    listed = {int(line.split()[1 + column]) for line in lines if line.split()[1 + column] != "-"}
+    draw, num_allowed = random.Random(0), 0
+    values = [0, 1, 2, 3, 8, 9, 15, 0x203, 0x200, 0x10000, 0x1200011, 0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]
+    for number in [*range(1000), 1 << 30, (1 << 30) + 1, (1 << 32) - 1]:
+        for _ in range(40):
+            arguments = [draw.choice(values) if draw.random() < 0.8 else draw.getrandbits(31) for _ in range(6)]
+            allowed = is_allowed(number, arguments, column, listed)
+            expected = 0x7FFF0000 if allowed else 0x00050000 | errno.ENOSYS
+            assert verdict_of(program, number, arguments, architecture) == expected, (number, arguments)
+            assert verdict_of(program, number, arguments, 0x40000003) == 0x80000000
+            num_allowed += allowed
+    assert 3000 < num_allowed < 6000
 
 
 def test_no_answer_sees_memory_of_references_or_other_answers(child):
