@@ -11,6 +11,7 @@ and writes a JSON line for each result. A HEADER without pipes kills the fork. E
 one limit of bytes, and taken only if it has the form that is expected next. docs/scorer.md says what the layers
 "namespaces", "landlock" and "rlimits" keep out, and what they do not.
 """
+import ast
 import functools
 import json
 import marshal
@@ -23,7 +24,7 @@ import sys
 import time
 
 from colbench import child
-from colbench.answers import names_of_calls
+from colbench.answers import names_of_calls, parse
 from colbench.child import CLEAN_LIMIT_S, empty, HEADER, LOAD_LIMIT_S, LOADS_LIMIT_S, RESULT_LIMIT, START_LIMIT_S
 from colbench.values import is_encoded
 
@@ -46,6 +47,7 @@ PROBE = """def probe():
     return found"""
 
 
+NAMED = ast.Name, ast.Attribute, ast.Call, ast.Subscript
 HEXADECIMAL = re.compile("([0-9a-f]{2})*")
 
 
@@ -298,15 +300,27 @@ def write_request(descriptor, data, deadline):
 @functools.lru_cache(64)
 def prepared(calls):
     """(The names that calls use, the calls as code objects): they are compiled once, and not in every process. A call
-    that is not Python stays a text, and fails there."""
+    that is not Python stays a text, and fails there; so does one of which Python could warn, here and on the terminal.
+    """
     codes = []
     for call in calls:
-        text = call.strip()
+        code = call.strip()
         try:
-            codes.append(compile(text, "<string>", "eval", dont_inherit=True))
+            if not any(map(is_unusual, ast.walk(parse(code, "eval")))):
+                code = compile(code, "<string>", "eval", dont_inherit=True)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
-            codes.append(text)
+            pass
+        codes.append(code)
     return tuple(sorted(names_of_calls(calls))), codes
+
+
+def is_unusual(node):
+    """Could Python's compiler warn of a part of an expression: of `f(1) is 1`, `"a"(1)`, `[1]["a"]`?"""
+    if isinstance(node, ast.Call):
+        return not isinstance(node.func, NAMED)
+    if isinstance(node, ast.Subscript):
+        return not isinstance(node.value, NAMED)
+    return isinstance(node, (ast.Is, ast.IsNot))
 
 
 def key_of_pieces(request):

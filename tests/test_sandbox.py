@@ -693,11 +693,11 @@ DAMAGE = [                                                          # what an an
     ("sys.setrecursionlimit(500)", "sys.getrecursionlimit()"),
     ("signal.signal(signal.SIGALRM, print)", "str(signal.getsignal(signal.SIGALRM))"),
     ("threading.Thread(target=signal.pause, daemon=True).start()", "len(sys._current_frames())"),
-    ("builtins.memory = bytearray(600 << 20)", "full(bytearray, 600 << 20)"),
+    ("builtins.memory = mmap.mmap(-1, 600 << 20)", "full(lambda n: mmap.mmap(-1, n), 600 << 20)"),
     ("[os.dup(0) for _ in range(50)]", "os.dup(0) > 40"),
     ("os.environ['TRACE'] = '1'", "os.environ.get('TRACE')"),
     ("sys.modules['random'] = sys", "'random' in sys.modules")]
-CLEAN = """import builtins, json, marshal, os, signal, sys, threading
+CLEAN = """import builtins, json, marshal, mmap, os, signal, sys, threading
 def full(fill, n):
     try: fill(n)
     except (MemoryError, OSError): return True
