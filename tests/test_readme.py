@@ -72,8 +72,8 @@ def test_docstrings_and_help_texts_know_domains_and_defaults():
         more = ["--critic", "x"] if method == "sweet" else []
         flags = ["--method", method, "--trajectories", "x", "--model", "x", "--out", "x", *more]
         plain, pages = (module.parse_args([*flags, *preset]) for preset in ([], ["--preset", "paper-frontend"]))
-        assert plain.batch_size == (8 if method in ("sweet", "mtdpo") else 32)
-        assert (plain.epochs, pages.epochs) == ((1, 1) if method in ("sweet", "grpo", "distill") else (4, 8))
+        assert plain.batch_size == (8 if method in ("sweet", "mtdpo", "gain") else 32)
+        assert (plain.epochs, pages.epochs) == ((4, 8) if method in ("mtdpo", "rft", "sft") else (1, 1))
 
 
 def help_of(number):
