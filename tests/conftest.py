@@ -15,7 +15,13 @@ import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
+# Tests compute on the CPU, so that they give the same on every machine; those marked gpu look for cards themselves.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(ROOT))
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a GPU; skipped where there is none")
 
 
 def pytest_collection_modifyitems(items):
