@@ -184,19 +184,24 @@ def commit():
 # ---------------------------------------------------------------------------------------------------------------------
 # processes
 
-def start_process(work, log=None):
-    """Call work() in a fork of this process that leads a process group; returns its id. log: for what it prints."""
+def start_process(work, log, leads_group=False):
+    """Call work() in a fork of this process; returns its id.
+
+    log: a file for what it prints.
+    leads_group: it and all that it starts can be killed together (end_group)."""
     sys.stdout.flush()
     pid = os.fork()
     if pid:
         return pid
     status = 1
     try:
-        os.setsid()
-        if log:
-            file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-            os.dup2(file, 1)
-            os.dup2(file, 2)
+        if leads_group:
+            os.setsid()
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        output, errors = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        sys.stdout, sys.stderr = output, errors     # named: run_stage replaces sys.stderr, and must find it open below
         work()
         status = 0
     except SystemExit as end:
@@ -527,12 +532,13 @@ def resume(settings):
         time.sleep(0.01)
     if (killed / "COMPLETED").exists():
         raise RuntimeError("the run ended before it was killed")
-    os.killpg(pid, signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     saved = sorted(int(path.parent.name) for path in killed.glob("states/*/.metadata"))
     run_a_stage(settings, 3, [*flags, "--out", killed], on_cpu)
     row = compared(training_differences(killed, folder / "critic-whole"), "float32")
-    return {**row, "detail": f"killed after step {saved[-1]} of 30: {row['detail']}"}
+    num_steps = len(read_metrics(killed))
+    return {**row, "detail": f"killed after step {saved[-1]} of {num_steps}: {row['detail']}"}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -844,7 +850,7 @@ def run_part(part, settings, limit_s):
             row = {"verdict": "failed", "detail": f"{type(error).__name__}: {reason.splitlines()[0][:300]}"}
         sender.send(row)
     begin = time.perf_counter()
-    pid = start_process(work, work_folder(settings) / "log")
+    pid = start_process(work, work_folder(settings) / "log", leads_group=True)
     sender.close()
     row = {"verdict": "failed", "detail": f"took more than {limit_s:.0f} s"}
     try:
@@ -972,7 +978,11 @@ def selected(parts, texts):
     """The parts whose name has one of the texts (None: all)."""
     if texts is None:
         return parts
-    return [part for part in parts if any(text in part.name for text in texts)]
+    wanted = []
+    for part in parts:
+        if any(text in part.name for text in texts):
+            wanted.append(part)
+    return wanted
 
 
 def main(argv=None):

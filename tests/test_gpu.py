@@ -1,4 +1,4 @@
-"""scripts/gpu.py with the CPU in the place of the card, in small shapes; and the script itself where a card is there."""
+"""scripts/gpu.py with the CPU in the place of the card, in small shapes; the script itself where a card is there."""
 import importlib.util
 import json
 import math
@@ -42,6 +42,12 @@ def dies(settings):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def hangs_with_a_child(settings):
+    pid = gpu.start_process(lambda: time.sleep(600), settings.out / "work" / "log")
+    (settings.out / "pid").write_text(str(pid))
+    time.sleep(600)
+
+
 def raises(settings):
     raise ValueError("no such kernel\nand more")
 
@@ -55,6 +61,22 @@ def test_a_part_that_hangs_dies_or_raises_costs_its_own_row_alone(settings, caps
                                                "ValueError: no such kernel", "as it should be"]
     assert time.perf_counter() - begin < 60
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
+
+
+def test_what_a_part_has_started_ends_with_it(settings):
+    [row] = gpu.run_parts([part(hangs_with_a_child, 2)], settings, 300)
+    assert row["verdict"] == "failed"
+    pid = int((settings.out / "pid").read_text())
+    for _ in range(1000):
+        if not is_running(pid):
+            break
+        time.sleep(0.01)
+    assert not is_running(pid)
+
+
+def is_running(pid):
+    status = pathlib.Path(f"/proc/{pid}/status")
+    return status.exists() and "State:\tZ" not in status.read_text()
 
 
 def test_parts_for_which_the_time_is_over_are_left_out(settings):
@@ -121,11 +143,14 @@ def test_replies_that_differ_are_reported_as_wrong(settings, monkeypatch):
 
 
 def test_training_is_compared_and_one_that_went_another_way_is_reported_as_wrong(settings):
-    parts = [part for part in gpu.right_parts(False) if part.name in ("data", "steps of critic, float32", "resume")]
-    rows = gpu.run_parts(parts, settings, 600)
+    parts = []
+    for part in gpu.right_parts(False):
+        if part.name in ("data", "steps of critic, float32", "resume"):
+            parts.append(part._replace(limit_s=600))                 # other tests share the processor
+    rows = gpu.run_parts(parts, settings, 1800)
     assert [row["verdict"] for row in rows] == ["made", "right", "right"], rows
     assert rows[1]["differences"] == {"loss": 0, "gnorm": 0, "update": 0}       # the same processor did it twice
-    assert "killed after step " in rows[2]["detail"] and "of 30" in rows[2]["detail"]
+    assert "killed after step " in rows[2]["detail"] and " of 12: " in rows[2]["detail"]
     folder = settings.out / "work" / "critic-float32"
     weights = load_file(folder / "model.safetensors")
     initial = load_file(ROOT / "models" / "tiny" / "model.safetensors")
