@@ -43,6 +43,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"   # or asking whether a card is there would spoil CUDA for all forks
 
 import torch  # noqa: E402
 import torch.distributed.checkpoint  # noqa: E402, F401  imported once here: parts are forks of this process
@@ -87,7 +88,7 @@ CONFIGS = {
 
 # Sizes of what is measured, in tokens. examples: of a micro-batch, the most that are tried
 Shapes = namedtuple("Shapes", "models trajectory prompt action new_tokens decode_rows examples steps")
-FULL = Shapes(["8B", "1B", "SmolLM2"], 2048, 600, 80, (32, 128), (1, 16, 64, 256), 8, 3)
+FULL = Shapes(["8B", "1B", "SmolLM2"], 2048, 600, 80, (16, 64), (1, 16, 64, 256), 8, 3)
 SMALL = Shapes(["small"], 64, 24, 8, (4, 8), (1, 4), 2, 1)
 
 # settings: what the user asked for; name: of the part in the report; function(settings, **options) gives a row
@@ -576,7 +577,7 @@ def random_model(config, device):
     return model.eval()
 
 
-def random_scorer(config, run, lora):
+def random_scorer(config, run, lora, checkpointing):
     """A Scorer for training in bfloat16, split as common.load_scorer does it, with random weights."""
     kept_in = torch.float32
     if lora:
@@ -586,7 +587,7 @@ def random_scorer(config, run, lora):
         if lora:
             adapters.add_adapter(model, lora)
         scorer = common.Scorer(model)
-    models.shard(scorer, run, models.Sharding("bfloat16", 1, True, "", 0))
+    models.shard(scorer, run, models.Sharding("bfloat16", 1, checkpointing, "", 0))
     scorer.to_empty(device=run.device)
     fill_at_random(model)
     if lora:
@@ -614,27 +615,30 @@ def examples_to_train(kind, number, shapes, vocab_size):
     return examples
 
 
-def planned(config, kind, num_examples, shapes, lora):
+# What a micro-batch is: its examples, and whether layers are computed again in the backward pass
+Plan = namedtuple("Plan", "num_examples checkpointing")
+
+
+def planned(config, kind, plan, shapes, lora):
     """Bytes that --dry-run predicts for a step (memory.memory_plan)."""
     [example] = examples_to_train(kind, 1, shapes, 8)
-    row_tokens = training.longest_row(example)
-    step = memory.PlannedStep(1, 1, "bfloat16", True, num_examples * len(example.items), row_tokens,
-                              tree=kind == "dpo", lora=lora)
+    step = memory.PlannedStep(1, 1, "bfloat16", plan.checkpointing, plan.num_examples * len(example.items),
+                              training.longest_row(example), tree=kind == "dpo", lora=lora)
     return memory.memory_plan(config, step, common.token_logps)["total"]
 
 
-def fitting_examples(config, kind, shapes, lora, room):
-    """(how many examples a micro-batch can have by the plan, 0 if none fits; bytes of the plan)."""
-    number = shapes.examples
-    while number > 1:
-        plan = planned(config, kind, number, shapes, lora)
-        if plan <= room:
-            return number, plan
-        number //= 2
-    plan = planned(config, kind, 1, shapes, lora)
-    if plan <= room:
-        return 1, plan
-    return 0, plan
+def fitting_plan(config, kind, shapes, lora, room):
+    """(the fastest Plan that fits, None if none does; its bytes): many examples, and no checkpointing if that fits."""
+    plans = [Plan(shapes.examples, False)]
+    num_examples = shapes.examples
+    while num_examples >= 1:
+        plans.append(Plan(num_examples, True))
+        num_examples //= 2
+    for plan in plans:
+        size = planned(config, kind, plan, shapes, lora)
+        if size <= room:
+            return plan, size
+    return None, size
 
 
 def micro_batch_loss(kind, scorer, examples, args, device):
@@ -663,15 +667,14 @@ def train(settings, name, kind, with_lora=False):
     lora = None
     if with_lora:
         lora = new_lora(config)
-    room = ROOM * card_bytes(settings.device)
-    num_examples, plan = fitting_examples(config, kind, shapes, lora, room)
-    if num_examples == 0:
-        return {"verdict": "too large", "detail": f"{plan / 1e9:.0f} GB predicted, the card has "
-                f"{card_bytes(settings.device) / 1e9:.0f} GB", "plan_gb": plan / 1e9}
+    plan, size = fitting_plan(config, kind, shapes, lora, ROOM * card_bytes(settings.device))
+    if plan is None:
+        return {"verdict": "too large", "detail": f"{size / 1e9:.0f} GB predicted, the card has "
+                f"{card_bytes(settings.device) / 1e9:.0f} GB", "plan_gb": size / 1e9}
     run = start(0)
-    scorer = random_scorer(config, run, lora)
+    scorer = random_scorer(config, run, lora, plan.checkpointing)
     optimizer = training.adamw(scorer, 1e-6, 0.0)
-    examples = examples_to_train(kind, num_examples, shapes, config.vocab_size)
+    examples = examples_to_train(kind, plan.num_examples, shapes, config.vocab_size)
     args = LossArgs(0.1, 0.01, "turn", "bfloat16", 0.0)
 
     def step():
@@ -682,15 +685,17 @@ def train(settings, name, kind, with_lora=False):
     try:
         seconds = median_seconds(step, shapes.steps, settings.device)
     except torch.OutOfMemoryError:
-        raise RuntimeError(f"out of memory, where {plan / 1e9:.1f} GB were predicted for {num_examples} examples; the "
-                           f"card has {card_bytes(settings.device) / 1e9:.1f} GB") from None
-    num_tokens = training.num_tokens(examples, torch.ones(num_examples))
+        raise RuntimeError(f"out of memory, where {size / 1e9:.1f} GB were predicted for {plan}; the card has "
+                           f"{card_bytes(settings.device) / 1e9:.1f} GB") from None
+    num_tokens = training.num_tokens(examples, torch.ones(len(examples)))
     factor = 6
     if lora:
         factor = 4
     row = speed_row(settings, scorer.model, num_tokens, seconds, factor)
-    row["detail"] = f"{num_examples} examples, {num_tokens:,} tokens a step"
-    row["plan_gb"] = plan / 1e9
+    row["detail"] = f"{len(examples)} examples, {num_tokens:,} tokens a step"
+    if plan.checkpointing:
+        row["detail"] += ", activation checkpointing"
+    row["plan_gb"] = size / 1e9
     return row
 
 
