@@ -1,9 +1,12 @@
 """Fixtures: a small untrained model, template tasks, trajectories made by the stages themselves."""
+import atexit
+import fcntl
 import functools
 import importlib
 import json
 import os
 import pathlib
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +15,8 @@ import tempfile
 import time
 
 import pytest
+
+from processes import start as start_process
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
@@ -50,28 +55,49 @@ def fork(name):
 
 @functools.cache
 def processes():
-    """The process that stages are started from (processes.py)."""
-    return subprocess.Popen([sys.executable, str(ROOT / "tests" / "processes.py")], stdin=subprocess.PIPE, text=True,
-                            stdout=subprocess.PIPE)
+    """The socket of the process that stages are started from (processes.py), one for all workers of pytest."""
+    if "TEST_PROCESSES" not in os.environ:
+        address = os.path.join(tempfile.mkdtemp(prefix="processes-"), "socket")
+        server = subprocess.Popen([sys.executable, str(ROOT / "tests" / "processes.py"), address],
+                                  stdin=subprocess.PIPE)
+
+        def end():
+            server.stdin.close()
+            server.wait()
+            shutil.rmtree(os.path.dirname(address))
+        atexit.register(end)
+        os.environ["TEST_PROCESSES"] = address
+    address = os.environ["TEST_PROCESSES"]
+    while not os.path.exists(address):
+        time.sleep(0.01)
+    return address
 
 
-def ask_processes(line):
-    processes().stdin.write(line + "\n")
-    processes().stdin.flush()
-    return int(processes().stdout.readline())
+def pytest_configure(config):
+    processes()                                                      # before the workers start, who inherit its address
+
+
+STARTED = {}                                                        # {process id: what the server answers later}
 
 
 def begin(script, *arguments, folder, rank=0, environment=None):
     """Start a stage, or a module ("examples.grpo"), in a process of its own, its output in files of `folder`.
     Returns the process id."""
     program = [str(ROOT / script)] if script.endswith(".py") else ["-m", script]
-    return ask_processes(json.dumps({"argv": [*program, *map(str, arguments)], "cwd": str(ROOT),
-                                     "env": {**os.environ, **(environment or {})}, "stdout": f"{folder}/{rank}.out",
-                                     "stderr": f"{folder}/{rank}.err"}))
+    with (open(os.devnull) as nothing, open(f"{folder}/{rank}.out", "w") as output,
+          open(f"{folder}/{rank}.err", "w") as errors):
+        answer = start_process(processes(), [*program, *map(str, arguments)], str(ROOT),
+                               {**os.environ, **(environment or {})},
+                               [nothing.fileno(), output.fileno(), errors.fileno()])
+    pid = int(answer.readline())
+    STARTED[pid] = answer
+    return pid
 
 
 def wait(pid):
-    return ask_processes(f"wait {pid}")
+    """The exit status of a process that `begin` started, as Python's subprocess gives it."""
+    with STARTED.pop(pid) as answer:
+        return int(answer.readline())
 
 
 def rank_environments(ranks):
@@ -132,11 +158,23 @@ def read(path):
         return [json.loads(line) for line in file]
 
 
-@pytest.fixture(scope="session")
-def workspace(tmp_path_factory):
-    """A folder with tasks.jsonl, demos.jsonl (scripted), model/ (tiny, a few steps) and offline.jsonl (sampled from the
-    shipped base model, so that both successes and failures are in it)."""
-    folder = tmp_path_factory.mktemp("workspace")
+def made_once(tmp_path_factory, name, make):
+    """A folder that all workers of pytest read. The first one that asks fills it by make(folder), the others wait."""
+    base = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        base = base.parent
+    folder, whole = base / name, base / f"{name}.whole"
+    with open(base / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not whole.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            whole.touch()
+    return folder
+
+
+def make_workspace(folder):
     succeed("01_generate_tasks.py", "--num-tasks", 40, "--split", "train", "--out", folder / "tasks.jsonl")
     succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", "script", "--max-rounds", 8, "--out",
             folder / "demos.jsonl")
@@ -144,7 +182,13 @@ def workspace(tmp_path_factory):
             "--lr", 3e-3, "--max-steps", 4, "--out", folder / "model")
     succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", "models/tiny", "--max-rounds", 8,
             "--samples", 3, "--max-new-tokens", 120, "--out", folder / "offline.jsonl")
-    return folder
+
+
+@pytest.fixture(scope="session")
+def workspace(tmp_path_factory):
+    """A folder with tasks.jsonl, demos.jsonl (scripted), model/ (tiny, a few steps) and offline.jsonl (sampled from the
+    shipped base model, so that both successes and failures are in it). Tests do not write into it."""
+    return made_once(tmp_path_factory, "workspace", make_workspace)
 
 
 def policy_flags(workspace, method, out, *more):
@@ -155,10 +199,11 @@ def policy_flags(workspace, method, out, *more):
 
 @pytest.fixture(scope="session")
 def critic(workspace, tmp_path_factory):
-    out = tmp_path_factory.mktemp("critic") / "critic"
-    succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", ROOT / "models" / "tiny",
-            "--lr", 1e-3, "--max-steps", 5, "--out", out)
-    return out
+    """The folder of a critic after five steps. Tests do not write into it."""
+    def make(folder):
+        succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model",
+                ROOT / "models" / "tiny", "--lr", 1e-3, "--max-steps", 5, "--out", folder / "critic")
+    return made_once(tmp_path_factory, "critic_of_five_steps", make) / "critic"
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,6 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -163,9 +161,7 @@ def test_a_sharded_bfloat16_model_projects_in_float32(runtime, tiny):
                                   "8 2 bfloat16 1 4 300 2 0 8"])
 def test_the_memory_plan_is_what_a_step_takes(case):
     """Arguments of memory.py: 8 ranks in 2 groups, checkpointing, two micro-batches; one rank, trees; LoRA."""
-    process = subprocess.run([sys.executable, ROOT / "tests" / "memory.py", *case.split()], text=True,
-                             capture_output=True, check=True)
-    found = json.loads(process.stdout)
+    found = json.loads(succeed("tests/memory.py", *case.split()))
     assert found["plan"] == pytest.approx(found["measured"], rel=0.15)
 
 
