@@ -104,13 +104,13 @@ def test_a_toy_domain_goes_through_all_stages(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(colbench.DOMAINS, "toy", toy_domain)
     tasks, demos, off, model = (str(tmp_path / name) for name in ("tasks.jsonl", "demos.jsonl", "off.jsonl", "model"))
     train = ["--lr", "1e-3", "--epochs", "1", "--micro-batch-size", "16"]
-    stage(1).main(["--domain", "toy", "--num-tasks", "60", "--out", tasks])
+    stage(1).main(["--domain", "toy", "--num-tasks", "20", "--out", tasks])
     for seed, out in (("0", demos), ("1", off)):
         stage(2).main(["--tasks", tasks, "--agent", "script", "--samples", "4", "--max-rounds", "3", "--out", out,
                        "--seed", seed])
     rows = read(demos)
     said = {turn["content"] for row in rows for turn in row["dialogue_history"] if turn.get("tool")}
-    assert len(rows) == 240 and {row["reward"] for row in rows} == {0.0, 1.0} and said == {"A lamp."}
+    assert len(rows) == 80 and {row["reward"] for row in rows} == {0.0, 1.0} and said == {"A lamp."}
     stage(4).main(["--method", "sft", "--model", "tiny", "--trajectories", demos, "--out", model, *train])
     stage(3).main(["--trajectories", off, "--model", model, "--out", str(tmp_path / "critic"), *train])
     for method in ("rft", "mtdpo", "sweet"):
@@ -122,8 +122,8 @@ def test_a_toy_domain_goes_through_all_stages(tmp_path, monkeypatch, capsys):
                    str(tmp_path / "critic"), "--max-rounds", "3", "--max-new-tokens", "8", "--out", played])
     stage(5).main([f"script={off}", f"sweet={played}", "--baseline", "script", "--out", str(tmp_path / "report")])
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
-    assert metrics["script"]["n"] == 240 and metrics["sweet"]["n"] == 60 and metrics["sweet"]["judge"] == "equality"
-    assert metrics["script"]["success_rate"] == sum(row["reward"] for row in read(off)) / 240
+    assert metrics["script"]["n"] == 80 and metrics["sweet"]["n"] == 20 and metrics["sweet"]["judge"] == "equality"
+    assert metrics["script"]["success_rate"] == sum(row["reward"] for row in read(off)) / 80
     assert "asked" in capsys.readouterr().out and "Guess what I like" in (tmp_path / "report/report.html").read_text()
     assert "The colour that this person needs" in stage(3).common.hidden_info(rows[0]["task"])
 

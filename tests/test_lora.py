@@ -232,11 +232,13 @@ def test_merging_after_bfloat16_writes_the_float32_base_and_the_adapter(workspac
 def test_02_and_04_take_adapter_folders(workspace, critic, policy, tmp_path):
     """An adapter plays, another chooses its messages; 04 scores by the critic on two ranks, trains from the adapter
     as a whole model, and says the same scores as one rank does."""
-    succeed("02_rollout.py", "--tasks", workspace / "tasks.jsonl", "--agent", policy, "--best-of", 2, "--critic",
+    ten_tasks, one_task = tmp_path / "ten_tasks.jsonl", tmp_path / "one_task.jsonl"
+    lines = (workspace / "tasks.jsonl").read_text().splitlines(True)
+    ten_tasks.write_text("".join(lines[:10]))
+    one_task.write_text(lines[0])
+    succeed("02_rollout.py", "--tasks", ten_tasks, "--agent", policy, "--best-of", 2, "--critic",
             critic[0], "--max-rounds", 3, "--max-new-tokens", 40, "--out", tmp_path / "played.jsonl")
-    assert len(read(tmp_path / "played.jsonl")) == 40
-    one_task = tmp_path / "one_task.jsonl"
-    one_task.write_text(json.dumps(read(workspace / "tasks.jsonl")[0]) + "\n")
+    assert len(read(tmp_path / "played.jsonl")) == 10
     succeed("02_rollout.py", "--tasks", one_task, "--agent", policy, "--dtype", "bfloat16", "--max-rounds", 3,
             "--max-new-tokens", 40, "--out", tmp_path / "bfloat16.jsonl")        # the adapter stays apart
     assert read(tmp_path / "bfloat16.jsonl")[0]["dialogue_history"][1]["output"]

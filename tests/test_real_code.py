@@ -154,6 +154,7 @@ def wrapped(code, name, wrapping):
     return answer.replace("\n", line_end)
 
 
+@functools.cache
 def function_of(source, name):
     """The syntax tree, as text, of the last function of this name that a source defines at its top level, or None."""
     with warnings.catch_warnings():
@@ -167,8 +168,8 @@ def function_of(source, name):
 def is_lost(code, name, wrapping):
     """Does extract_code not give back the function that the answer has?"""
     try:
-        sources = extract_code(wrapped(code, name, wrapping), [f"{name}()"])
-        return function_of("\n".join(sources), name) != function_of(code, name)
+        source = "\n".join(extract_code(wrapped(code, name, wrapping), [f"{name}()"]))
+        return source.strip() != code.strip() and function_of(source, name) != function_of(code, name)
     except SyntaxError:
         return True
 
