@@ -31,7 +31,9 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """The longest files come first, so that no worker is left alone with one at the end."""
-    longest = ["test_pipeline.py", "test_readme.py", "test_training.py", "test_03.py", "test_elastic.py"]
+    longest = [f"test_{name}.py" for name in (
+        "real_weights", "pipeline", "elastic", "sandbox", "readme", "lora", "training", "sql", "sql_answers", "forks",
+        "05", "03", "04", "02", "report", "report_page", "sampler", "study", "frontend", "reference", "hardening")]
     items.sort(key=lambda item: longest.index(item.path.name) if item.path.name in longest else len(longest))
 
 

@@ -249,27 +249,48 @@ def test_bootstrap_interval_covers_as_promised():
     assert statistics.bootstrap_interval([1.0] * 10) == [1.0, 1.0]
 
 
-def test_logged_rewards_are_not_trusted(tmp_path):
-    good, half, bad = "def f(n): return n", "def f(n): return 1", "def f(n): return 0"
-    a = write(tmp_path / "a.jsonl", [trajectory("x", good, reward=0.0), trajectory("y", half, reward=1.0),
-                                     trajectory("z", bad)])
-    b = write(tmp_path / "b.jsonl", [trajectory("x", bad), trajectory("y", bad), trajectory("z", bad)])
-    printed = succeed("05_evaluate.py", f"a={a}", f"b={b}", "--baseline", "b", "--out", tmp_path / "report")
-    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
-    assert metrics["a"]["n"] == 3 and metrics["a"]["success_rate"] == pytest.approx(1 / 3)
-    assert metrics["a"]["tests_passed"] == 0.5 and metrics["a"]["mean_rounds"] == 1.0
-    low, high = metrics["a"]["ci95"]
+GOOD, HALF, BAD = "def f(n): return n", "def f(n): return 1", "def f(n): return 0"
+
+
+@pytest.fixture(scope="module")
+def graded(tmp_path_factory):
+    """05 on a right, a half right and a wrong answer with other logged rewards, against three wrong ones: (its command,
+    what it printed, its folder)."""
+    folder = tmp_path_factory.mktemp("graded")
+    a = write(folder / "a.jsonl", [trajectory("x", GOOD, reward=0.0), trajectory("y", HALF, reward=1.0),
+                                   trajectory("z", BAD)])
+    b = write(folder / "b.jsonl", [trajectory("x", BAD), trajectory("y", BAD), trajectory("z", BAD)])
+    command = ["05_evaluate.py", f"a={a}", f"b={b}", "--baseline", "b", "--out", folder / "report"]
+    return command, succeed(*command), folder / "report"
+
+
+def test_logged_rewards_are_not_trusted(graded):
+    _, _, out = graded
+    metrics = json.loads((out / "metrics.json").read_text())["a"]
+    assert metrics["n"] == 3 and metrics["success_rate"] == pytest.approx(1 / 3)
+    assert metrics["tests_passed"] == 0.5 and metrics["mean_rounds"] == 1.0
+    low, high = metrics["ci95"]
     assert low == 0.0 and 0.6 < high <= 1.0
+    assert [row["reward"] for row in read(out / "scored" / "a.jsonl")] == [1.0, 0.5, 0.0]
+
+
+def test_the_difference_to_the_baseline_is_printed(graded):
+    _, printed, out = graded
+    metrics = json.loads((out / "metrics.json").read_text())
     assert metrics["a"]["against_baseline"]["difference"] == pytest.approx(1 / 3)
-    assert [row["reward"] for row in read(tmp_path / "report" / "scored" / "a.jsonl")] == [1.0, 0.5, 0.0]
     assert "against b" in printed and "+0.333" in printed
-    data = page_of(tmp_path / "report")
-    assert [dialogue["answer"] for dialogue in data["dialogues"]] == [good, half, bad] + [bad] * 3
+
+
+def test_the_page_has_every_answer_with_its_failed_tests(graded):
+    data = page_of(graded[2])
+    assert [dialogue["answer"] for dialogue in data["dialogues"]] == [GOOD, HALF, BAD] + [BAD] * 3
     assert data["dialogues"][0].keys() == {"m", "t", "run", "sample", "reward", "rounds", "answer", "turns"}
     assert data["dialogues"][1]["failed"] == [{"call": "f(2)", "expected": "2", "got": "1"}]
     assert data["dialogues"][2]["failed"] == [{"call": f"f({n})", "expected": str(n), "got": "0"} for n in (1, 2)]
-    assert "done already" in succeed("05_evaluate.py", f"a={a}", f"b={b}", "--baseline", "b", "--out",
-                                     tmp_path / "report")
+
+
+def test_an_evaluation_is_not_made_twice(graded):
+    assert "done already" in succeed(*graded[0])
 
 
 def test_an_answer_runs_once_and_a_turn_is_judged_once(tmp_path, monkeypatch, critic):
@@ -604,33 +625,50 @@ def swept(workspace, critic, tmp_path_factory):
     return folder
 
 
-def test_credit_and_candidates_reach_metrics_and_page(workspace, critic, swept, tmp_path):
-    rows = read(workspace / "offline.jsonl")
-    halves = [f"{name}={write(tmp_path / name, own)}" for name, own in (("a", rows[:60]), ("b", rows[60:]))]
-    out = tmp_path / "report"
+@pytest.fixture(scope="module")
+def credited(workspace, critic, swept, tmp_path_factory):
+    """05 with a critic and candidates, on the two halves "a" and "b" of the dialogues: (its folder, its metrics, the
+    data of its page)."""
+    folder, rows = tmp_path_factory.mktemp("credited"), read(workspace / "offline.jsonl")
+    halves = [f"{name}={write(folder / name, half)}" for name, half in (("a", rows[:60]), ("b", rows[60:]))]
+    out = folder / "report"
     succeed("05_evaluate.py", *halves, "--critic", critic, "--candidates", swept, "--out", out)
-    metrics, data = json.loads((out / "metrics.json").read_text()), page_of(out)
+    return out, json.loads((out / "metrics.json").read_text()), page_of(out)
+
+
+def test_the_page_has_all_dialogues_with_the_credit_of_their_turns(credited, critic):
+    _, _, data = credited
     assert data["methods"] == ["a", "b"] and data["critic"] == str(critic) and len(data["dialogues"]) == 120
-    sums = {name: [] for name in "ab"}
-    kinds, rounds = ({name: {} for name in "ab"} for _ in range(2))
     for dialogue in data["dialogues"]:
         agent = [turn for turn in dialogue["turns"] if turn["who"] == "agent"]
-        name = data["methods"][dialogue["m"]]
-        sums[name].append(sum(turn["credit"] for turn in agent))
-        assert dialogue["credit"] == pytest.approx(sums[name][-1], abs=1e-5) and dialogue["rounds"] == len(agent)
-        for number, turn in enumerate(agent, 1):
-            kinds[name].setdefault(turn["kind"], []).append(turn["credit"])
-            rounds[name].setdefault(str(number), []).append(turn["credit"])
-    for name in "ab":
-        own = metrics[name]["credit"]
-        assert own["mean"] == pytest.approx(np.mean(sums[name]), abs=1e-5) and own["too_long"] == 0
-        for found, key in ((kinds[name], "by_kind"), (rounds[name], "by_round")):
-            assert {label: (m["n"], round(m["mean"], 4)) for label, m in own[key].items()} == {
-                label: (len(values), round(float(np.mean(values)), 4)) for label, values in found.items()}
-        shares = {kind: len(values) / sum(map(len, kinds[name].values())) for kind, values in kinds[name].items()}
-        assert metrics[name]["turns"] == pytest.approx(shares)
-        known = [dialogue["known"] for dialogue in data["dialogues"] if data["methods"][dialogue["m"]] == name]
-        assert metrics[name]["all_known"] == np.mean(known)
+        assert dialogue["credit"] == pytest.approx(sum(turn["credit"] for turn in agent), abs=1e-5)
+        assert dialogue["rounds"] == len(agent)
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_the_metrics_have_the_mean_credit_by_kind_and_by_round(credited, name):
+    _, metrics, data = credited
+    sums, kinds, rounds, known = [], {}, {}, []
+    for dialogue in data["dialogues"]:
+        if data["methods"][dialogue["m"]] == name:
+            agent = [turn for turn in dialogue["turns"] if turn["who"] == "agent"]
+            sums.append(sum(turn["credit"] for turn in agent))
+            known.append(dialogue["known"])
+            for number, turn in enumerate(agent, 1):
+                kinds.setdefault(turn["kind"], []).append(turn["credit"])
+                rounds.setdefault(str(number), []).append(turn["credit"])
+    credit = metrics[name]["credit"]
+    assert credit["mean"] == pytest.approx(np.mean(sums), abs=1e-5) and credit["too_long"] == 0
+    for credits, key in ((kinds, "by_kind"), (rounds, "by_round")):
+        assert {label: (m["n"], round(m["mean"], 4)) for label, m in credit[key].items()} == {
+            label: (len(values), round(float(np.mean(values)), 4)) for label, values in credits.items()}
+    shares = {kind: len(values) / sum(map(len, kinds.values())) for kind, values in kinds.items()}
+    assert metrics[name]["turns"] == pytest.approx(shares)
+    assert metrics[name]["all_known"] == np.mean(known)
+
+
+def test_the_page_has_the_candidates_at_the_turns_that_they_are_of(credited, swept):
+    _, _, data = credited
     scored, pairs = read(swept / "scored.jsonl"), read(swept / "pairs.jsonl")
     assert len(data["states"]) == len(scored)
     for state, row in zip(data["states"], scored):
@@ -640,15 +678,24 @@ def test_credit_and_candidates_reach_metrics_and_page(workspace, critic, swept, 
         assert data["states"][turn["state"]] == state and turn["who"] == "agent" and "history" not in state
     assert sum(c["chosen"] for s in data["states"] for c in s["candidates"]) == len(pairs)
     assert sum(c["rejected"] for s in data["states"] for c in s["candidates"]) == len(pairs)
-    agreement = json.loads((out / "agreement.json").read_text())
+
+
+def test_the_page_says_how_far_the_critic_agrees_with_the_oracles(credited, swept):
+    out, _, _ = credited
+    agreement, pairs = json.loads((out / "agreement.json").read_text()), read(swept / "pairs.jsonl")
     assert agreement.keys() == {"oracle", "oracle-patient"} and agreement["oracle"]["num_pairs"] == len(pairs)
     page = (out / "report.html").read_text()
     assert f"{agreement['oracle']['rank_correlation']:+.3f}" in page and "--critic DIR" not in page
-    for name in "ab":
-        assert f"{metrics[name]['success_rate']:.3f}" in page
-        for own in metrics[name]["credit"]["by_kind"].values():
-            mean = f"{own['mean']:+.3f}".replace("-", "\u2212")
-            assert f"{mean} <small>({own['n']:,})</small>" in page
+
+
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_the_page_shows_the_numbers_of_the_metrics(credited, name):
+    out, metrics, _ = credited
+    page = (out / "report.html").read_text()
+    assert f"{metrics[name]['success_rate']:.3f}" in page
+    for credit in metrics[name]["credit"]["by_kind"].values():
+        mean = f"{credit['mean']:+.3f}".replace("-", "\u2212")
+        assert f"{mean} <small>({credit['n']:,})</small>" in page
 
 
 def test_what_is_missing_leaves_a_line_that_names_the_flag(workspace, tmp_path):

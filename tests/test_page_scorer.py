@@ -243,33 +243,52 @@ def near(colour, other):
     return max(abs(a - b) for a, b in zip(colour, other)) <= 6
 
 
-def test_frontend_files_from_rows_to_report(tmp_path, capsys):
-    base = write(tmp_path / "base.jsonl", (0, page("white")), (1, ""))
-    sweet = write(tmp_path / "sweet.jsonl", (0, page("green")), (1, page("#804000", "<script>1</script>")))
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """05 on two files of two pages each: its command, what it printed, its folder, its metrics and its scored rows."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    base = write(folder / "base.jsonl", (0, page("white")), (1, ""))
+    sweet = write(folder / "sweet.jsonl", (0, page("green")), (1, page("#804000", "<script>1</script>")))
     command = ["05_evaluate.py", f"base={base}", f"sweet={sweet}", "--baseline", "base", "--similarity", "pixels",
-               "--out", tmp_path / "out"]
-    printed = succeed(*command)
+               "--out", folder / "out"]
+    printed = succeed(*command).replace(str(folder), "")
+    metrics = json.loads((folder / "out" / "metrics.json").read_text())
+    rows = {name: read(folder / "out" / "scored" / f"{name}.jsonl") for name in metrics}
+    return types.SimpleNamespace(command=command, printed=printed, out=folder / "out", metrics=metrics, rows=rows)
+
+
+def test_05_prints_how_pages_are_compared_and_what_was_scored_again(evaluated):
+    printed = evaluated.printed
     assert "base: logged with clip:elsewhere, scored again with pixels" in printed
     assert "pixel similarity" in printed and "similarity of screenshots: pixels" in printed
-    assert "success" not in printed and "tests" not in printed.replace(str(tmp_path), "")
-    metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())
-    rows = {name: read(tmp_path / "out" / "scored" / f"{name}.jsonl") for name in metrics}
-    for name, m in metrics.items():
+    assert "success" not in printed and "tests" not in printed
+
+
+def test_metrics_of_pages_are_means_of_the_rewards(evaluated):
+    for name, m in evaluated.metrics.items():
         assert m["n"] == m["tasks"] == 2 and m["mean_rounds"] == 2 and m["similarity"] == "pixels" and m["leaks"] == 0
-        assert m["pixel_similarity"] == pytest.approx(sum(row["reward"] for row in rows[name]) / 2)
+        assert m["pixel_similarity"] == pytest.approx(sum(row["reward"] for row in evaluated.rows[name]) / 2)
         assert m["failed_renders"] == m["failed_references"] == 0
         assert not {"success_rate", "tests_passed", "cosine_similarity", "forced_answers"} & set(m)
-    base, sweet = metrics["base"], metrics["sweet"]
+
+
+def test_files_of_pages_are_compared_task_by_task(evaluated):
+    base, sweet = evaluated.metrics["base"], evaluated.metrics["sweet"]
     assert (base["no_page"], sweet["no_page"]) == (0.5, 0) and (base["win_rate"], base["ties"]) == (0.5, 1)
-    assert (sweet["win_rate"], sweet["ties"]) == (1, 0) and rows["sweet"][0]["reward"] == 1
+    assert (sweet["win_rate"], sweet["ties"]) == (1, 0) and evaluated.rows["sweet"][0]["reward"] == 1
     difference = sweet["pixel_similarity"] - base["pixel_similarity"]
     assert sweet["against_baseline"]["difference"] == pytest.approx(difference)
-    for row in [*rows["base"], *rows["sweet"]]:                                   # paths start at the file's folder
-        shot = Image.open(tmp_path / "out" / "scored" / row["reference_image"])
+
+
+def test_scored_rows_name_the_screenshots_that_were_drawn(evaluated):
+    for row in [*evaluated.rows["base"], *evaluated.rows["sweet"]]:               # paths start at the file's folder
+        shot = Image.open(evaluated.out / "scored" / row["reference_image"])
         assert shot.getpixel((1000, 10)) == ((0, 128, 0) if row["task_id"] == "t1" else (128, 64, 0))
         assert row["similarity"] == "pixels" and (row["image"] is None) == (row["answer"] == "")
-    text = (tmp_path / "out" / "report.html").read_text()
-    report = shown_in(text)
+
+
+def test_the_report_shows_small_screenshots_of_references_and_answers(evaluated):
+    report = shown_in((evaluated.out / "report.html").read_text())
     shots = [*(task["image"] for task in report["tasks"]), *(one.get("image") for one in report["dialogues"])]
     colours = [name and report["images"][name].getpixel((250, 5)) for name in shots]
     for got, expected in zip(colours, [(0, 128, 0), (128, 64, 0), (255, 255, 255), None, (0, 128, 0), (128, 64, 0)],
@@ -277,11 +296,19 @@ def test_frontend_files_from_rows_to_report(tmp_path, capsys):
         assert got is expected is None or near(got, expected)
     first, second = (report["images"][name] for name in shots[:2])
     assert first.size == (320, 180) and second.height > 300 and len(report["images"]) == 4
+
+
+def test_the_report_has_the_rewards_and_the_texts_of_pages(evaluated):
+    text = (evaluated.out / "report.html").read_text()
+    report = shown_in(text)
     assert [one["similarity"] for one in report["dialogues"]] == [row["reward"] for name in ("base", "sweet")
-                                                                  for row in rows[name]]
+                                                                  for row in evaluated.rows[name]]
     assert report["tasks"][0]["request"].startswith("A shop <b>in green</b>") and "<b>in green" not in text
     assert report["dialogues"][3]["answer"] == page("#804000", "<script>1</script>") and "<script>1" not in text
-    evaluate.main([str(argument) for argument in command[1:]])
+
+
+def test_an_evaluation_of_pages_is_not_made_twice(evaluated, capsys):
+    evaluate.main([str(argument) for argument in evaluated.command[1:]])
     assert "done already" in capsys.readouterr().out
 
 

@@ -604,7 +604,9 @@ ATTACKS = ["</script><script>document.title = 'ran'</script>", "<img src=x onerr
            "__proto__", "constructor"]
 
 
-def test_hostile_texts_stay_texts(browser, tmp_path):
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    """A page with attacks in every field, and a turn of a megabyte."""
     data = make_data(len(ATTACKS), (ATTACKS[0], "<b>sweet</b>"), num_states=3)
     data |= {"kinds": [*KINDS, ATTACKS[1]], "left_out": ATTACKS[0], "heading": ATTACKS[1]}
     for number, attack in enumerate(ATTACKS):
@@ -619,45 +621,73 @@ def test_hostile_texts_stay_texts(browser, tmp_path):
     data["states"][0]["candidates"][0] |= {"text": ATTACKS[0], "kind": ATTACKS[1]}
     many = "\U0001F600" * 3000 + "a" * (2 ** 20 - 3000)
     data["dialogues"][0]["turns"][1]["text"] = many
-    path = write(tmp_path / "report.html", data, title=ATTACKS[0], hints=[ATTACKS[1]], notes=[ATTACKS[0]],
+    path = tmp_path_factory.mktemp("hostile") / "report.html"
+    return write(path, data, title=ATTACKS[0], hints=[ATTACKS[1]], notes=[ATTACKS[0]],
                  lines=[(ATTACKS[1], ATTACKS[0])], metric_heading=ATTACKS[1])
-    page = Page(browser, path)
+
+
+@pytest.fixture
+def hostile_tab(browser, hostile):
+    """The page, open; after each test nothing has run, and its title is the one that it began with."""
+    page = Page(browser, hostile)
     tab = page.open()
+    yield tab
+    assert tab.title() == ATTACKS[0]
+    page.close()
+
+
+def test_hostile_texts_stay_texts(hostile, hostile_tab):
+    tab = hostile_tab
     assert tab.locator("h1").inner_text() == ATTACKS[0] == tab.title()
     for number, attack in enumerate(ATTACKS):
-        tab.goto(f"{page.address}#d={number}")
+        tab.goto(f"{hostile.as_uri()}#d={number}")
         tab.locator("#secrets").check()
         said = tab.locator(".turn .said").last.evaluate("node => node.textContent")
         assert said.startswith(attack)
         tab.locator("summary:has-text('failed tests')").click()
         assert tab.locator(".tests td").first.evaluate("node => node.textContent") == attack
         assert tab.locator(".secret pre").first.evaluate("node => node.textContent") == attack
+
+
+def test_a_text_has_its_own_direction(hostile, hostile_tab):
+    tab = hostile_tab
+    tab.goto(f"{hostile.as_uri()}#d=13")                            # Arabic
     assert tab.locator("[dir=auto]").first.evaluate("node => getComputedStyle(node).unicodeBidi") == "isolate"
-    tab.goto(f"{page.address}#d=13")                                # Arabic
     assert tab.locator(".turn .text").first.evaluate("node => getComputedStyle(node).direction") == "rtl"
+
+
+def test_every_address_shows_something(hostile, hostile_tab):
+    tab = hostile_tab
     for view in ("compare", "credit", "candidates", "failures", "failures&what=faults", "failures&what=leaks",
                  "failures&what=pages", "dialogues&q=%3Cscript", "dialogues&q=__proto__", "dialogues&sort=constructor",
                  "__proto__", "constructor", "dialogues&m=constructor&kind=__proto__&page=-7",
                  "compare&t=__proto__&pick=a,99999"):
-        tab.goto(f"{page.address}#view={view}")
+        tab.goto(f"{hostile.as_uri()}#view={view}")
         assert tab.locator("main").inner_text() != ""
     for fragment in ("d=__proto__", "d=-1&turn=x", "d=99999999", "s=1e9", "d=1&turn=%3Cscript%3E", "%E0%A4%A",
                      "view=<script>"):
-        tab.goto(f"{page.address}#{fragment}")
+        tab.goto(f"{hostile.as_uri()}#{fragment}")
         assert tab.locator("main").inner_text() != ""
-    tab.goto(f"{page.address}#d=0")
+
+
+def test_a_long_text_is_cut_until_it_is_asked_for(hostile, hostile_tab):
+    tab = hostile_tab
+    tab.goto(f"{hostile.as_uri()}#d=0")
     block = tab.locator("#turn-0-1 .text")
     assert len(block.inner_text()) <= 5001
     tab.click("text=show all 1,048,576 characters")
     assert block.evaluate("node => [...node.textContent].length") == 2 ** 20
+
+
+def test_a_hostile_dialogue_adds_no_script_no_handler_and_no_foreign_link(hostile, hostile_tab):
+    tab = hostile_tab
+    tab.goto(f"{hostile.as_uri()}#d=0")
     assert tab.locator("script").count() == 2
     assert tab.locator("main img, main iframe, main form:not(.filters)").count() == 0
     names = tab.evaluate("[...document.querySelectorAll('*')].flatMap(node => node.getAttributeNames())")
     assert len(names) > 100 and [name for name in names if name.startswith("on")] == []
     links = tab.evaluate("[...document.querySelectorAll('a')].map(a => a.getAttribute('href'))")
     assert len(links) > 10 and [link for link in links if not link.startswith("#")] == []
-    assert tab.title() == ATTACKS[0]
-    page.close()
 
 
 def test_the_policy_of_the_page_stops_what_is_not_its_script(browser, tmp_path):

@@ -2,12 +2,15 @@
 http://: the same candidates as sampled here, failures and their mending, resuming, bad input."""
 import argparse
 import asyncio
+import contextlib
 import functools
+import io
 import json
 import os
 import pathlib
 import signal
 import time
+import types
 
 import pytest
 
@@ -59,33 +62,60 @@ def log_of(server):
 
 # --- 04 --sampler
 
-def test_candidates_come_from_two_servers(few, greedy, tmp_path, clean, serve, tiny, monkeypatch, capsys):
-    """Prompts by their ids, every parameter, seeds that differ, balance, costs; the policy is not loaded to sample."""
-    monkeypatch.setattr(policy, "load_model", None)
-    served, before = [serve("--model", BASE), clean], len(log_of(clean))
-    both = ",".join(server["url"] for server in served) + "#model"
-    policy.main(flags(few, tmp_path / "out", "--sampler", both))
-    rows, logs = read(tmp_path / "out" / "candidates.jsonl"), [log_of(served[0]), log_of(clean)[before:]]
-    requests = logs[0] + logs[1]
-    assert len(requests) == 3 * len(rows) and min(map(len, logs)) > len(requests) / 4
+@pytest.fixture(scope="module")
+def sampled(few, clean, tmp_path_factory):
+    """SWEET with candidates from two servers, in which the policy cannot be loaded to sample: its folder, what it
+    printed, its rows, their candidates, the servers' addresses and the requests that each got."""
+    out, printed = tmp_path_factory.mktemp("sampled") / "out", io.StringIO()
+    serving_another = serving(tmp_path_factory)
+    served = next(serving_another)("--model", BASE)
+    before = len(log_of(clean))
+    both = f"{served['url']},{clean['url']}#model"
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setattr(policy, "load_model", None)
+        policy.main(flags(few, out, "--sampler", both))
+    logs = [log_of(served), log_of(clean)[before:]]
+    serving_another.close()
+    rows = read(out / "candidates.jsonl")
+    return types.SimpleNamespace(out=out, printed=printed.getvalue(), rows=rows, both=both, logs=logs,
+                                 requests=logs[0] + logs[1],
+                                 candidates=[candidate for row in rows for candidate in row["candidates"]])
+
+
+def test_two_servers_share_the_requests_of_all_states(sampled, greedy):
+    requests, rows = sampled.requests, sampled.rows
+    assert len(requests) == 3 * len(rows) and min(map(len, sampled.logs)) > len(requests) / 4
     keys = "task_id", "sample", "turn", "task", "prompt", "history"
     assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in read(greedy)]
+
+
+def test_servers_get_prompts_by_their_ids_every_parameter_and_seeds_that_differ(sampled, tiny):
+    requests = sampled.requests
     assert sorted(request["prompt"] for request in requests) == sorted(
-        encode(tiny[1], row["prompt"]) for row in rows for _ in range(3))
+        encode(tiny[1], row["prompt"]) for row in sampled.rows for _ in range(3))
     wanted = {"temperature": 1.0, "max_tokens": 40, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "return_token_ids": True}
     assert all(wanted.items() <= request.items() for request in requests)
     assert len({request["seed"] for request in requests}) == len(requests)
-    candidates = [candidate for row in rows for candidate in row["candidates"]]
+
+
+def test_candidates_of_servers_have_their_ids_and_whether_they_ended(sampled, tiny):
     stops = stop_ids(*tiny)
-    for candidate in candidates:
+    for candidate in sampled.candidates:
         assert candidate["text"] == tiny[1].decode(candidate["ids"], skip_special_tokens=True)
         assert candidate["ended"] == (candidate["ids"][-1] in stops)
-    assert len({candidate["text"] for candidate in candidates}) > len(rows)
-    said, costs = capsys.readouterr().out, json.loads((tmp_path / "out" / "costs.json").read_text())
-    assert f"{both}: {len(requests)} requests, " in said and "retried: none" in said
-    assert costs["server_prompt_tokens"] == sum(len(request["prompt"]) for request in requests)
-    assert costs["server_completion_tokens"] == sum(len(candidate["ids"]) for candidate in candidates)
-    assert (tmp_path / "out" / "COMPLETED").exists() and read(tmp_path / "out" / "pairs.jsonl")
+    assert len({candidate["text"] for candidate in sampled.candidates}) > len(sampled.rows)
+
+
+def test_requests_and_tokens_of_servers_are_counted(sampled):
+    costs = json.loads((sampled.out / "costs.json").read_text())
+    assert f"{sampled.both}: {len(sampled.requests)} requests, " in sampled.printed
+    assert "retried: none" in sampled.printed
+    assert costs["server_prompt_tokens"] == sum(len(request["prompt"]) for request in sampled.requests)
+    assert costs["server_completion_tokens"] == sum(len(candidate["ids"]) for candidate in sampled.candidates)
+
+
+def test_a_policy_is_trained_on_candidates_of_servers(sampled):
+    assert (sampled.out / "COMPLETED").exists() and read(sampled.out / "pairs.jsonl")
 
 
 def test_a_misbehaving_server_changes_no_candidate(few, greedy, tmp_path, serve, monkeypatch, capsys):

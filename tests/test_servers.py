@@ -1,18 +1,21 @@
 """Models behind OpenAI's protocol, against real server processes (server.py): requests, failures and their mending,
 resuming, leaks, what is kept of ids, bad input."""
 import asyncio
+import contextlib
+import io
 import json
 import os
 import pathlib
 import signal
 import socket
 import time
+import types
 
 import pytest
 
 import common
 from colbench import backend, task_id
-from conftest import begin, Partial, read, refused, stage, succeed, wait
+from conftest import begin, Partial, read, refused, serving, stage, succeed, wait
 from lib.models import load_tokenizer
 from lib.runtime import InputError
 from lib.servers import open_server, read_reply, Reply, ReplyError, server_reply, server_request, strip_thoughts
@@ -47,36 +50,59 @@ def free_port():
         return listener.getsockname()[1]
 
 
-def test_agent_and_person_behind_servers(tasks, tmp_path, serve, monkeypatch, capsys):
-    """The protocol, every parameter, two addresses in balance, costs; c never reaches the agent's server."""
-    monkeypatch.setenv("OPENAI_API_KEY", "the key")
-    servers = [serve("--key", "the key", "--delay-s", 0.05) for _ in range(2)]
-    both = ",".join(server["url"] for server in servers)
-    human = serve()
-    rows = play(tasks, f"{both}#asker", tmp_path / "out.jsonl", "--simulator", f"{human['url']}#counter")
-    assert [row["task_id"] for row in rows] == [task_id(task) for task in read(tasks)]
-    for row in rows:
+@pytest.fixture(scope="module")
+def served(tasks, tmp_path_factory):
+    """Dialogues of an agent behind two servers with a person behind a third: their file, their rows, what was printed,
+    and the requests that each of the agent's servers got, and that the person's got."""
+    path, printed = tmp_path_factory.mktemp("served") / "out.jsonl", io.StringIO()
+    running = serving(tmp_path_factory)
+    serve = next(running)
+    servers, human = [serve("--key", "the key", "--delay-s", 0.05) for _ in range(2)], serve()
+    agent = ",".join(server["url"] for server in servers) + "#asker"
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
+        patch.setenv("OPENAI_API_KEY", "the key")
+        rows = play(tasks, agent, path, "--simulator", f"{human['url']}#counter")
+    logs = [log_of(server) for server in servers]
+    asked_of_human = log_of(human)
+    running.close()
+    return types.SimpleNamespace(path=path, rows=rows, printed=printed.getvalue(), logs=logs, agent=logs[0] + logs[1],
+                                 human=asked_of_human)
+
+
+def test_agent_and_person_behind_servers_follow_the_protocol(served, tasks):
+    assert [row["task_id"] for row in served.rows] == [task_id(task) for task in read(tasks)]
+    for row in served.rows:
         assert [turn["content"] for turn in row["dialogue_history"][1:]] == [
             "What is it?", "I see 2 messages.", "What is it?", "I see 4 messages.",
             f"{backend.MARKER}\ndef f(): return 1"]
         assert row["answer"] == "def f(): return 1" and row["tokenizer"] is None
         assert not any(key in turn for turn in row["dialogue_history"] for key in ("output_ids", "input", "leak"))
-    logs = [log_of(server) for server in servers]
-    assert sum(map(len, logs)) == 24 and min(map(len, logs)) >= 8
-    agent, other = logs[0] + logs[1], log_of(human)
+
+
+def test_two_addresses_are_in_balance(served):
+    assert sum(map(len, served.logs)) == 24 and min(map(len, served.logs)) >= 8
+
+
+def test_servers_get_every_parameter_and_seeds_that_differ(served):
     shared = {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0, "top_k": -1, "min_p": 0.0,
               "repetition_penalty": 1.0}
-    for requests, wanted in ((agent, {"temperature": 1.0, "max_tokens": 60, "key": "Bearer the key"}),
-                             (other, {"temperature": 0.0, "max_tokens": 128})):
+    for requests, wanted in ((served.agent, {"temperature": 1.0, "max_tokens": 60, "key": "Bearer the key"}),
+                             (served.human, {"temperature": 0.0, "max_tokens": 128})):
         assert all((shared | wanted).items() <= request.items() for request in requests)
         assert len({request["seed"] for request in requests}) == len(requests)
+
+
+def test_c_reaches_the_person_s_server_and_never_the_agent_s(served, tasks):
     for task in read(tasks):
         for line in task["ground_truth"].split("\n")[1:]:
-            assert line.strip() not in json.dumps([json.dumps(request["messages"]) for request in agent])
-            assert any(json.dumps(line.strip())[1:-1] in json.dumps(request["messages"]) for request in other)
-    costs = json.loads((tmp_path / "out.jsonl.costs.json").read_text())
+            assert line.strip() not in json.dumps([json.dumps(request["messages"]) for request in served.agent])
+            assert any(json.dumps(line.strip())[1:-1] in json.dumps(request["messages"]) for request in served.human)
+
+
+def test_requests_and_tokens_of_both_servers_are_counted(served):
+    costs = json.loads(pathlib.Path(f"{served.path}.costs.json").read_text())
     assert (costs["server_prompt_tokens"], costs["server_completion_tokens"]) == (400, 200)
-    assert "24 requests, 240 prompt and 120 completion tokens; retried: none" in capsys.readouterr().out
+    assert "24 requests, 240 prompt and 120 completion tokens; retried: none" in served.printed
 
 
 def test_what_fails_for_a_moment_is_tried_again(tasks, tmp_path, serve, capsys):

@@ -56,7 +56,13 @@ def program_of(script):
 
 @pytest.fixture
 def call(tmp_path):
-    """Calls a script of ours in a copy of the checkout whose interpreter is the stand-in; returns what it started."""
+    """Calls a script of ours in a copy of the checkout; see calls_in."""
+    return calls_in(tmp_path)
+
+
+def calls_in(tmp_path):
+    """Makes a copy of the checkout whose interpreter is the stand-in. Returns a function that calls a script of ours in
+    it and returns what the script started."""
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     for name in ("python", "torchrun"):
         (tmp_path / ".venv" / "bin" / name).write_text(STAND_IN)
@@ -232,51 +238,87 @@ def rounds_of(commands, stage, name):
     return found
 
 
-def test_each_round_trains_the_agent_of_the_one_before(call):
-    commands = [command["words"] for command in call("scripts/rounds.sh", "sweet", "3", "3", "4")]
-    made = [words[words.index("--out") + 1] for words in commands]
+def words_of(commands):
+    return [command["words"] for command in commands]
+
+
+@pytest.fixture(scope="module")
+def three_rounds(tmp_path_factory):
+    """The commands of three rounds of SWEET by two seeds."""
+    return words_of(calls_in(tmp_path_factory.mktemp("rounds"))("scripts/rounds.sh", "sweet", "3", "3", "4"))
+
+
+def test_rounds_make_nothing_twice(three_rounds):
+    made = [words[words.index("--out") + 1] for words in three_rounds]
     assert len(set(made)) == len(made)
-    policies, critics = rounds_of(commands, POLICY, "sweet"), rounds_of(commands, "03", "sweet")
+
+
+def test_each_round_trains_the_agent_of_the_one_before(three_rounds):
+    policies, critics = rounds_of(three_rounds, POLICY, "sweet"), rounds_of(three_rounds, "03", "sweet")
     assert [policies[n]["--model"] for n in (1, 2, 3)] == [critics[n]["--model"] for n in (1, 2, 3)] == [
         "models/tiny", "out/rounds/seed3/sweet/1/agent", "out/rounds/seed3/sweet/2/agent"]
     assert [policies[n]["--seed"] for n in (1, 2, 3)] == [critics[n]["--seed"] for n in (1, 2, 3)] == [
         "3", "1003", "2003"]                                                   # or 04 draws the same dialogues again
     assert all(policies[n]["--critic"] == f"out/rounds/seed3/sweet/{n}/critic" for n in policies)
+
+
+def test_critics_of_rounds_read_all_dialogues_and_policies_those_of_their_round(three_rounds):
+    policies, critics = rounds_of(three_rounds, POLICY, "sweet"), rounds_of(three_rounds, "03", "sweet")
     assert all(policies[n]["--trajectories"] == f"out/rounds/seed3/sweet/{n}/offline.jsonl" for n in policies)
     assert all(critics[n]["--trajectories"] == f"out/rounds/seed3/sweet/{n}/all.jsonl" for n in critics)
-    # ranked as the published code does, from the second round on
+
+
+def test_rounds_rank_as_the_published_code_from_the_second_on(three_rounds):
+    policies, critics = rounds_of(three_rounds, POLICY, "sweet"), rounds_of(three_rounds, "03", "sweet")
     assert [policies[n].get("--reference") for n in (1, 2, 3)] == [None, "blind", "blind"]
     assert [policies[n]["--lr"] for n in (1, 2, 3)] == ["1e-4", "3e-5", "3e-5"]
     assert not any("--reference" in critics[n] for n in critics)
-    played = [dict(zip(words, words[1:])) for words in commands if words[0].startswith("02")]
+
+
+def test_each_round_plays_its_own_tasks_by_the_agent_of_the_one_before(three_rounds):
+    played = [dict(zip(words, words[1:])) for words in three_rounds if words[0].startswith("02")]
     offline = {flags["--seed"]: flags["--agent"] for flags in played if "--samples" in flags
                and flags["--samples"] == "4" and "seed3" in flags["--out"]}
     assert offline == {"3": "models/tiny", "1003": "out/rounds/seed3/sweet/1/agent",
                        "2003": "out/rounds/seed3/sweet/2/agent"}
-    assert {word.split("=")[0] for word in commands[-1] if "=" in word} == {"sweet@1", "sweet@2", "sweet@3"}
     assert {flags["--tasks"] for flags in played if "seed3" in flags["--out"] and "offline" in flags["--out"]} == {
         f"out/rounds/seed3/train-{n}.jsonl" for n in (1, 2, 3)}
+
+
+def test_the_report_of_rounds_compares_all_of_them(three_rounds):
+    assert {word.split("=")[0] for word in three_rounds[-1] if "=" in word} == {"sweet@1", "sweet@2", "sweet@3"}
+
+
+def test_a_second_call_of_rounds_shares_dialogues_and_report_with_the_first(call):
+    call("scripts/rounds.sh", "sweet", "2", "3")
     flags = "--beta 0.5 --model models/tiny"                                 # the last --model counts
-    others = [command["words"] for command in call("scripts/rounds.sh", "grpo-critic", "2", "3", NAME="credit",
-                                                   CRITIC_DATA="new", CRITIC_FLAGS=flags)]
-    policies, critics = rounds_of(others, POLICY, "credit"), rounds_of(others, "03", "credit")
+    commands = words_of(call("scripts/rounds.sh", "grpo-critic", "2", "3", NAME="credit", CRITIC_DATA="new",
+                             CRITIC_FLAGS=flags))
+    policies, critics = rounds_of(commands, POLICY, "credit"), rounds_of(commands, "03", "credit")
     assert critics[2]["--trajectories"] == "out/rounds/seed3/credit/2/offline.jsonl"
-    assert [words for words in others if words[0].startswith("03")][-1].count("--model") == 2
+    assert [words for words in commands if words[0].startswith("03")][-1].count("--model") == 2
     assert critics[2]["--beta"] == "0.5" and policies[2].get("--beta") != "0.5"
     assert policies[2]["--method"] == "grpo" and critics[2]["--model"] == "models/tiny"
-    assert {words[0] for words in others if words[0].startswith(POLICY)} == {"examples.grpo"}
+    assert {words[0] for words in commands if words[0].startswith(POLICY)} == {"examples.grpo"}
     # the dialogues of round 1 are shared; what an earlier call played is in the report of this one
-    assert not any(words[words.index("--out") + 1] == "out/rounds/seed3/offline.jsonl" for words in others)
-    assert {word.split("=")[0] for word in others[-1] if "=" in word} == {"credit@1", "credit@2", "sweet@1", "sweet@2"}
-    more = [command["words"] for command in call("scripts/rounds.sh", "mtdpo", "1", "3", NAME="longer",
-                                                 POLICY_FLAGS="--epochs 3", BUDGETS="4 6")]
-    assert [dict(zip(words, words[1:]))["--agent"] for words in more if words[0].startswith("02")
+    assert not any(words[words.index("--out") + 1] == "out/rounds/seed3/offline.jsonl" for words in commands)
+    names = {word.split("=")[0] for word in commands[-1] if "=" in word}
+    assert names == {"credit@1", "credit@2", "sweet@1", "sweet@2"}
+
+
+def test_an_agent_of_rounds_is_played_with_other_budgets_of_rounds(call):
+    commands = words_of(call("scripts/rounds.sh", "mtdpo", "1", "3", NAME="longer", POLICY_FLAGS="--epochs 3",
+                             BUDGETS="4 6"))
+    assert [dict(zip(words, words[1:]))["--agent"] for words in commands if words[0].startswith("02")
             and words[-1].endswith(("in-4.jsonl", "in-6.jsonl"))] == ["out/rounds/seed3/longer/1/agent"] * 2
-    assert {"longer-in-4", "longer-in-6"} < {word.split("=")[0] for word in more[-1]}
-    assert rounds_of(more, POLICY, "longer")[1]["--epochs"] == "3" and not rounds_of(more, "03", "longer")
-    plain = [command["words"] for command in call("scripts/rounds.sh", "mtdpo", "2", "3")]
-    assert [rounds_of(plain, POLICY, "mtdpo")[n]["--lr"] for n in (1, 2)] == ["3e-4", "1e-4"]
-    assert plain[-1][plain[-1].index("--baseline") + 1] == "mtdpo@2"
+    assert {"longer-in-4", "longer-in-6"} < {word.split("=")[0] for word in commands[-1]}
+    assert rounds_of(commands, POLICY, "longer")[1]["--epochs"] == "3" and not rounds_of(commands, "03", "longer")
+
+
+def test_rounds_of_multi_turn_dpo_have_its_rates_and_are_their_own_baseline(call):
+    commands = words_of(call("scripts/rounds.sh", "mtdpo", "2", "3"))
+    assert [rounds_of(commands, POLICY, "mtdpo")[n]["--lr"] for n in (1, 2)] == ["3e-4", "1e-4"]
+    assert commands[-1][commands[-1].index("--baseline") + 1] == "mtdpo@2"
 
 
 def test_rounds_with_several_methods_and_rates(call):
