@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT))
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a GPU; skipped where there is none")
+    processes()                                                      # before the workers start, who inherit its address
 
 
 def pytest_collection_modifyitems(items):
@@ -73,10 +74,6 @@ def processes():
     while not os.path.exists(address):
         time.sleep(0.01)
     return address
-
-
-def pytest_configure(config):
-    processes()                                                      # before the workers start, who inherit its address
 
 
 STARTED = {}                                                        # {process id: what the server answers later}

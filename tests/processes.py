@@ -72,6 +72,9 @@ def become(request, descriptors):
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    sys.stdin = sys.__stdin__ = open(0, closefd=False)
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
+    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
@@ -120,8 +123,10 @@ def main():
                     listener.close()
                     try:
                         answer(connection)
-                    finally:
-                        os._exit(0)
+                    except BaseException:
+                        traceback.print_exc(file=sys.__stderr__)
+                        os._exit(1)
+                    os._exit(0)
 
 
 if __name__ == "__main__":

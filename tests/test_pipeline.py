@@ -96,4 +96,4 @@ def test_only_the_contracts_files_stand_at_the_top():
     assert {name.split("/")[0] for name in tracked if name} == {
         "01_generate_tasks.py", "02_rollout.py", "03_train_critic.py", "04_train_policy.py", "05_evaluate.py",
         "common.py", "colbench", "lib", "models", "scripts", "docs", "examples", "tests", "requirements.txt",
-        "README.md", "LICENSE", "run.sh", ".gitignore", ".ci"}
+        "README.md", "LICENSE", "CITATION.cff", "run.sh", ".gitignore", ".ci"}
