@@ -22,6 +22,8 @@ SPEC.loader.exec_module(gpu)
 
 @pytest.fixture
 def settings(tmp_path):
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()                    # a fork could not use it
     (tmp_path / "work").mkdir()
     return gpu.Settings("cpu", gpu.SMALL, None, False, tmp_path)
 
