@@ -31,10 +31,13 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """The longest files come first, so that no worker is left alone with one at the end. Before them test_gpu.py, whose
-    forks must not inherit threads or a process group of stages that other tests ran in this process: they would hang."""
+    """The longest files come first, so that no worker is left alone with one at the end.
+
+    Before them test_gpu.py: its forks would hang with a process group of stages that other tests ran in this process.
+    """
     longest = [f"test_{name}.py" for name in (
-        "gpu", "real_weights", "pipeline", "elastic", "sandbox", "readme", "lora", "training", "sql", "sql_answers", "forks",
+        "gpu", "real_weights", "pipeline", "elastic", "sandbox", "readme", "lora", "training", "sql", "sql_answers",
+        "forks",
         "05", "03", "04", "02", "report", "report_page", "sampler", "study", "frontend", "reference", "hardening")]
     items.sort(key=lambda item: longest.index(item.path.name) if item.path.name in longest else len(longest))
 
