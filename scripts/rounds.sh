@@ -1,11 +1,17 @@
 #!/usr/bin/env bash
 # Methods repeated with their own, better agent: bash scripts/rounds.sh [--domain sql] METHOD[,METHOD…] R [SEED …]
 # (seed 0; results in out/rounds or out/sql/rounds; a second call resumes, or goes on to more rounds)
-# METHOD is rft, mtdpo, sweet, grpo, grpo-critic (grpo with the critic's advantages) or distill. Each of R rounds plays
-# four dialogues of the current agent on each of TRAIN_TASKS (200; 125 with queries) new training tasks, the same tasks
-# for every method, trains a critic from the current agent where the method has one, trains the next agent from the
-# current one, and plays the test tasks. Four rounds so take as many dialogues as a seed of scripts/study.sh. All
-# methods share the dialogues of round 1. Two processes of one thread at a time.
+# METHOD is one of
+#     rft, mtdpo        the baselines
+#     sweet             SWEET with all turns, ranked with a reference that does not see c, as the published code does
+#     printed           the same, ranked by eq. 3 as printed
+#     blind             the same as sweet, its critic trained with such a reference, too
+#     grpo, distill     examples/grpo.py and examples/distill.py
+#     grpo-critic       grpo with the critic's advantages
+# Each of R rounds plays four dialogues of the current agent on each of TRAIN_TASKS (80) new training tasks, the same
+# tasks for every method, trains a critic from the current agent where the method has one, trains the next agent from
+# the current one, and plays the test tasks. All methods share the dialogues of round 1. Two processes of one thread at a
+# time.
 # NAME (METHOD) names what differs from the plain method by
 #     POLICY_FLAGS="--epochs 2"             more flags of 04, or of its forks examples/grpo.py and examples/distill.py
 #     LATER_FLAGS="--lr 3e-5"               flags of it from the second round on, in place of METHOD_later below
@@ -22,7 +28,7 @@ cd "$(dirname "$0")/.."
 . scripts/chain.sh
 take_domain "$@"
 shift $taken
-known="rft|mtdpo|sweet|grpo|grpo-critic|distill" methods=${1:-} num_rounds=${2:-} split=${SPLIT:-test}
+known="rft|mtdpo|sweet|printed|blind|grpo|grpo-critic|distill" methods=${1:-} num_rounds=${2:-} split=${SPLIT:-test}
 results=${OUT:-out}/rounds
 [ $domain = backend ] || results=${OUT:-out}/$domain/rounds
 [ $domain != frontend ] || { echo "error: --domain frontend: rounds are for backend and sql" >&2; exit 2; }
@@ -37,26 +43,26 @@ if [[ ! ${CRITIC_DATA:-all} =~ ^(new|all)$ || ! $split =~ ^(test|validation)$ ]]
 fi
 set_up_domain
 [ $split = test ] || results=$results-$split
-# The best that was tried on validation tasks (docs/grid_rounds.csv). The settings of chain.sh are for one round of four
-# times as many dialogues.
-rft_settings="--lr 3e-3 --epochs 4" rft_later="--lr 1e-3"
-mtdpo_settings="--lr 3e-4 --nll-coef 0.3 --epochs 2" mtdpo_later="--lr 1e-4"
-sweet_settings="--lr 1e-4 --nll-coef 0.3 $sampling --max-tokens 4096 --pairs-together"
-sweet_later="--lr 3e-5 --reference blind"                            # ranked as the published code does
+# The first round has the settings that scripts/efficiency.sh found for so many dialogues, later ones the best that was
+# tried on validation tasks (docs/grid_rounds.csv, docs/grid_rounds_sql.csv). Those of grpo, grpo-critic and distill were
+# searched with 200 tasks a round.
+few_dialogues
+rft_later="--lr 1e-3" mtdpo_later="--lr 1e-4" sweet_later=
 grpo_settings="--lr 3e-4 --epochs 2" grpo_later=
 grpo_critic_settings="--lr 1e-3 --epochs 2" grpo_critic_later="--lr 3e-4"
 distill_settings="--lr 1e-3 --epochs 2" distill_later="--lr 3e-4"
-if [ $domain = sql ]; then                                           # docs/grid_rounds_sql.csv
-    rft_settings="--lr 1e-3 --epochs 4" rft_later="--lr 3e-4"
-    mtdpo_settings="--lr 1e-4 --nll-coef 0.3 --epochs 2" mtdpo_later="--lr 3e-5"
+if [ $domain = sql ]; then
+    rft_later="--lr 3e-4" mtdpo_later="--lr 3e-5"
     grpo_critic_settings="--lr 3e-4 --epochs 2" grpo_critic_later="--lr 1e-4"
     distill_settings="--lr 3e-4 --epochs 2" distill_later="--lr 1e-4"
 fi
+printed_later=$sweet_later blind_later=$sweet_later
 seeds=${*:3}
 seeds=${seeds:-0}
-export TRAIN_TASKS=${TRAIN_TASKS:-$((num_train / 4))} TEST_TASKS=${TEST_TASKS:-300} SAMPLES=1
+export TRAIN_TASKS=${TRAIN_TASKS:-$num_train} TEST_TASKS=${TEST_TASKS:-300} SAMPLES=1
 export num_rounds results split py domain base rollout critic_settings \
-    {rft,mtdpo,sweet,grpo,grpo_critic,distill}_{settings,later}
+    {rft,mtdpo,sweet,grpo,grpo_critic,distill}_settings \
+    {rft,mtdpo,sweet,printed,blind,grpo,grpo_critic,distill}_later
 export CRITIC_DATA=${CRITIC_DATA:-all} CRITIC_FLAGS=${CRITIC_FLAGS:-}
 
 tasks_and_first_dialogues() {                                        # SEED: the dialogues of the base model
@@ -84,7 +90,8 @@ play_round() {                                                       # METHOD FO
         step rollout-offline $py $rollout --tasks "$top/train-$round.jsonl" --agent "$base" --samples 4 \
             --seed "$seed" --out "$out/offline.jsonl"
     fi
-    if [[ $method =~ ^(sweet|grpo-critic)$ ]]; then
+    [ "$method" != blind ] || CRITIC_FLAGS+=" --reference blind"
+    if [[ $method =~ ^(sweet|printed|blind|grpo-critic)$ ]]; then
         data=$out/offline.jsonl
         if [ "$CRITIC_DATA" = all ]; then
             data=$out/all.jsonl
@@ -93,7 +100,8 @@ play_round() {                                                       # METHOD FO
         critic critic --trajectories "$data" $CRITIC_FLAGS
     fi
     case $method in
-        sweet) policy agent sweet --critic "$out/critic" "$@" ;;
+        sweet | blind) policy agent sweet --critic "$out/critic" "$@" ;;
+        printed) policy agent sweet --critic "$out/critic" --reference informed "$@" ;;
         grpo-critic) grpo_settings=$grpo_critic_settings; policy agent grpo --critic "$out/critic" "$@" ;;
         *) policy agent "$method" "$@" ;;
     esac
