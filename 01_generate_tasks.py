@@ -232,10 +232,11 @@ def write_tasks(args):
     barrier()                                                    # all have read the partial files
     finish_tasks(args, out, rows, tasks, runtime)
     if speaker.model:
-        costs.record([work_of(speaker.model)])
+        costs.works.append(work_of(speaker.model))
     else:
         num_tokens = sum(row["tokens"] for row in rows) if is_main() else 0
-        costs.record([{"generated_tokens": num_tokens}])
+        costs.works.append({"generated_tokens": num_tokens})
+    costs.record()
 
 
 def finish_tasks(args, out, rows, tasks, runtime):

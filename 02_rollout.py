@@ -722,7 +722,8 @@ def main(argv=None):
 
     costs = Costs(out, runtime.device)
     speakers = speakers_by_name(players, args)
-    work_counts, stats = works(speakers, players.critic), token_counts(speakers)
+    costs.works = works(speakers, players.critic)
+    stats = token_counts(speakers)
     agent_tokenizer = None
     if players.agent and players.agent.tokenizer:
         agent_tokenizer = tokenizer_name(players.agent.tokenizer)
@@ -742,10 +743,10 @@ def main(argv=None):
                 asyncio.run(run_concurrently(play_one, mine, args.concurrency))
             except (InputError, ColBenchError):
                 if runtime.world_size == 1:                          # the tokens are paid for (ranks need each other)
-                    costs.record(work_counts)
+                    costs.record()
                 raise
     ranks = gather({"tally": tally, "stats": stats, "verdicts": players.verdicts})
-    costs.record(work_counts)
+    costs.record()
     say(*rollout_lines(ranks, time.perf_counter() - costs.begin))
     failures.finish(rows, len(dialogues), runtime)
     if runtime.rank == 0:

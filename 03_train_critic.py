@@ -188,52 +188,13 @@ def open_visual(domain, args):
     return processor, common.renderer(domain, args.out, world_flags)
 
 
-def main(argv=None):
-    args = parse_args(argv)
-    if args.dry_run:
-        return dry_run(args, common.token_logps, 1 if args.head == "value" else 2)
-    run = start(args.seed)
-    trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
-    domain = domain_of(trajectories[0]["task"])
-    inputs = [args.trajectories, args.model]
-    if is_done(args, args.out, inputs, folder=True):
-        return
-    lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
-    check_track(args.track)
-    out = pathlib.Path(args.out)
-    world_flags = common.world_flags(args)
-    common.fill_rewards(trajectories, common.scoring_world(domain, args.out, world_flags))
-    train, test = read_pairs(trajectories, args)
-    visual = reads_images(args.model)
-    if visual:
-        tokenizer, show = open_visual(domain, args)
-        begin_output(args, args.out, inputs, training.FILES)        # its screenshots are drawn beside it
-    else:
-        tokenizer, show = load_tokenizer(args.model), None
-    train, examples, ref_examples = critic_examples(trajectories, train, tokenizer, show, args)
-    _, test_examples, ref_test_examples = critic_examples(trajectories, test, tokenizer, show, args, needed=False)
-    value_labels = []                                               # what a value head learns of each example
-    for group in train:
-        trajectory = trajectories[group[0]]
-        value_labels.append(float(domain.outcome(trajectory)))
-    if not visual:
-        begin_output(args, args.out, inputs, training.FILES)
-    costs, works = Costs(args.out, run.device, folder=True), []
-    batch_size = args.batch_size
-    batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
-    steps_an_epoch = math.ceil(len(examples) / batch_size)
-    say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
-    training.show_samples(tokenizer, examples[0])
-
-    # The reference is this model before its first update; its log-probabilities are computed once, by the same function
-    sharding = Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed)
-    scorer = common.load_scorer(args.model, run, sharding, lora, has_head=args.head != "lm")
-    works.append(work_of(scorer.model))
-    critic = {**critic_form(args), "visual": visual, "beta": args.beta, "reference": args.model,
-              "reference_fingerprint": weights_fingerprint(args.model),
-              "held_out_pair_accuracy": None, "num_held_out_pairs": len(test_examples)}
-    all_ref_examples = ref_examples + ref_test_examples
-    ref_scores = common.reference_logps(args.out, scorer, all_ref_examples, args.max_tokens, run.device)
+def train(scorer, examples, targets, args, run, costs):
+    """Train the scorer's model on the examples, from the last state that was saved.
+    targets: of each example what the reference says of its turns (common.reference_logps); with --head value the return
+    of its trajectory."""
+    batches = training.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
+    steps_an_epoch = math.ceil(len(examples) / args.batch_size)
+    say(f"{len(examples):,} examples, {len(batches):,} steps of {args.batch_size}")
     optimizer = training.adamw(scorer, args.lr, args.weight_decay)
     checkpoints = training.Checkpoints(args.out, scorer, optimizer)
     first = checkpoints.load()
@@ -250,10 +211,10 @@ def main(argv=None):
             values = scorer(batch)                                  # (items, M): a value for each turn
             shares = weights / len(batch_examples)                  # (examples,)
             if args.head == "value":
-                labels = torch.tensor([value_labels[i] for i in micro], device=run.device)          # (examples,)
+                labels = torch.tensor([targets[i] for i in micro], device=run.device)              # (examples,)
                 loss, numbers = value_batch_loss(values, labels, batch.lengths, shares)
             else:
-                ref_values = common.padded_scores([ref_scores[i] for i in micro], run.device)      # (items, M)
+                ref_values = common.padded_scores([targets[i] for i in micro], run.device)         # (items, M)
                 loss, numbers = batch_loss(values, ref_values, batch.lengths, shares, args)
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
             num_tokens = training.num_tokens(micro_examples, weights)
@@ -266,9 +227,53 @@ def main(argv=None):
         log.step(done, **numbers)
         if done % args.save_every == 0 or done % steps_an_epoch == 0:
             checkpoints.save(done)
-            costs.record(works, log.total_tokens)
+            costs.record(log.total_tokens)
     checkpoints.wait()
+    costs.record(log.total_tokens)
 
+
+def main(argv=None):
+    args = parse_args(argv)
+    if args.dry_run:
+        return dry_run(args, common.token_logps, 1 if args.head == "value" else 2)
+    run = start(args.seed)
+    trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
+    domain = domain_of(trajectories[0]["task"])
+    inputs = [args.trajectories, args.model]
+    if is_done(args, args.out, inputs, folder=True):
+        return
+    lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
+    check_track(args.track)
+    world_flags = common.world_flags(args)
+    common.fill_rewards(trajectories, common.scoring_world(domain, args.out, world_flags))
+    train_groups, test_groups = read_pairs(trajectories, args)
+    visual = reads_images(args.model)
+    if visual:
+        tokenizer, show = open_visual(domain, args)
+        begin_output(args, args.out, inputs, training.FILES)        # its screenshots are drawn beside it
+    else:
+        tokenizer, show = load_tokenizer(args.model), None
+    train_groups, examples, ref_examples = critic_examples(trajectories, train_groups, tokenizer, show, args)
+    _, test_examples, ref_test_examples = critic_examples(trajectories, test_groups, tokenizer, show, args,
+                                                          needed=False)
+    if not visual:
+        begin_output(args, args.out, inputs, training.FILES)
+    costs = Costs(args.out, run.device, folder=True)
+    training.show_samples(tokenizer, examples[0])
+
+    # The reference is this model before its first update; its log-probabilities are computed once, by the same function
+    sharding = Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed)
+    scorer = common.load_scorer(args.model, run, sharding, lora, has_head=args.head != "lm")
+    costs.works.append(work_of(scorer.model))
+    critic = {**critic_form(args), "visual": visual, "beta": args.beta, "reference": args.model,
+              "reference_fingerprint": weights_fingerprint(args.model),
+              "held_out_pair_accuracy": None, "num_held_out_pairs": len(test_examples)}
+    all_ref_examples = ref_examples + ref_test_examples
+    ref_scores = common.reference_logps(args.out, scorer, all_ref_examples, args.max_tokens, run.device)
+    targets = ref_scores[:len(examples)]
+    if args.head == "value":
+        targets = [float(domain.outcome(trajectories[number])) for [number] in train_groups]
+    train(scorer, examples, targets, args, run, costs)
     if test_examples:
         critic["held_out_pair_accuracy"] = accuracy = common.pair_accuracy(
             scorer, test_examples, ref_scores[len(examples):], critic, args.max_tokens, run.device)
@@ -276,8 +281,7 @@ def main(argv=None):
     else:
         say("held-out pair accuracy: not measured, no held-out pairs")
     if run.rank == 0:
-        write_json(out / "critic.json", critic)
-    costs.record(works, log.total_tokens)
+        write_json(pathlib.Path(args.out) / "critic.json", critic)
     training.finish_training(args.out, scorer, tokenizer, args.merge)
 
 

@@ -277,27 +277,27 @@ def sample_candidates(states, model, tokenizer, args):
     return rows
 
 
-def candidates_phase(states, tokenizer, args, run, works):
+def candidates_phase(states, tokenizer, args, run, costs):
     """Rows of candidates.jsonl. Every rank holds the whole policy, or asks --sampler, for other states than the others.
     """
     path = pathlib.Path(args.out) / "candidates.jsonl"
     if args.sampler:
-        return served_candidates(path, states, tokenizer, args, run, works)
+        return served_candidates(path, states, tokenizer, args, run, costs)
     model = None
     if not path.exists():
         model = load_model(args.model, run.device, args.dtype)[0].eval()
-        works.append(work_of(model))
+        costs.works.append(work_of(model))
     blocks = [states[i:i + 128] for i in range(0, len(states), 128)]
     return map_blocks(path, blocks, lambda block: sample_candidates(block, model, tokenizer, args), run, "state")
 
 
-def served_candidates(path, states, tokenizer, args, run, works):
+def served_candidates(path, states, tokenizer, args, run, costs):
     """candidates_phase by the servers --sampler, which are sent the ids of prompts and give those that they sample.
 
     As with a local model ranks share the states, and a run that was killed goes on with those that are missing."""
     if not path.exists():
         speaker = Speaker(tokenizer=tokenizer, server=open_server(args.sampler))
-        works.append(speaker.server.counts)
+        costs.works.append(speaker.server.counts)
         gate = asyncio.Semaphore(args.concurrency)
         in_flight = 2 * math.ceil(args.concurrency / args.num_candidates)   # a slow candidate leaves no gap at the gate
         failures = Failures(path, "state", in_flight)
@@ -346,13 +346,13 @@ async def ask_candidates(state, speaker, gate, args):
 # ---------------------------------------------------------------------------------------------------------------------
 # SWEET's second phase: the critic's score of each candidate
 
-def scores_phase(rows, critic, tokenizer, args, run, works):
+def scores_phase(rows, critic, tokenizer, args, run, costs):
     """Rows of scored.jsonl. Critic and reference are split over the ranks, which score every block together."""
     path = pathlib.Path(args.out) / "scored.jsonl"
     if not isinstance(critic, str) and not path.exists():
         load = functools.partial(common.load_scorer, run=run, sharding=sharding_of(args))
         critic = common.load_critic(critic, load)
-        works += common.works_of(critic)
+        costs.works += common.works_of(critic)
     blocks = [rows[i:i + 64] for i in range(0, len(rows), 64)]
     return map_blocks(path, blocks, lambda block: score_candidates(block, critic, tokenizer, args, run.device), run,
                       "state", together=True)
@@ -484,14 +484,14 @@ def drop_long_pairs(pairs, tokenizer, max_length):
 # ---------------------------------------------------------------------------------------------------------------------
 # examples: what the loop trains on
 
-def sweet_examples(states, critic, tokenizer, args, run, works):
+def sweet_examples(states, critic, tokenizer, args, run, costs):
     """Examples of pairs of actions: run the three phases, or read what an earlier run left of them.
 
     A phase has its models for itself: those of the one before are gone."""
     if not args.candidates:                                          # read_candidates has given them already
-        states = candidates_phase(states, tokenizer, args, run, works)
+        states = candidates_phase(states, tokenizer, args, run, costs)
     gc.collect()
-    rows = scores_phase(states, critic, tokenizer, args, run, works)
+    rows = scores_phase(states, critic, tokenizer, args, run, costs)
     gc.collect()
     pairs, missing = pairs_phase(rows, args, run)
     fitting = drop_long_pairs(pairs, tokenizer, args.max_length)
@@ -705,6 +705,57 @@ def open_critic(trajectories, tokenizer, args):
     return critic
 
 
+def train(scorer, examples, ref_scores, args, run, costs):
+    """Train the scorer's model on the examples, from the last state that was saved.
+    ref_scores: of each example what common.reference_logps gives; None where turns are imitated."""
+    batch_size = args.batch_size
+    if args.pairs_together:
+        batch_size = max(1, args.batch_size // args.pairs_per_turn)
+    batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
+    steps_an_epoch = math.ceil(len(examples) / batch_size)
+    say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
+    optimizer = training.adamw(scorer, args.lr, args.weight_decay)
+    checkpoints = training.Checkpoints(args.out, scorer, optimizer)
+    first = checkpoints.load()
+    open_track = functools.partial(Track, args.track, args.out, vars(args))
+    log = training.StepLog(args.out, first, len(batches), args.log_every, open_track)
+    scorer.train()
+    if args.method == "distill":
+        teacher = load_model(args.model, run.device, args.dtype)[0].eval().requires_grad_(False)      # on each rank
+        costs.works.insert(0, work_of(teacher))                     # the last is the model that is trained
+    for step in range(first, len(batches)):
+        torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same
+        batch_examples = [examples[i] for i in batches[step]]
+        total = sum(map(num_terms, batch_examples))                 # the step's loss is a mean over these
+        sums = collections.Counter()
+        for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
+            micro_examples = [examples[i] for i in micro]
+            batch = common.collate(common.items_of(micro_examples), run.device)
+            if args.method == "distill":
+                informed = common.collate([item for e in micro_examples for item in e.informed], run.device)
+                logps = scorer(batch, teacher, informed, args.divergence)    # (items, M) minus the divergences
+            else:
+                logps = scorer(batch)                               # (items, M)
+            ref_logps = None
+            if ref_scores:
+                ref_logps = common.padded_scores([ref_scores[i] for i in micro], run.device)       # (items, M)
+            loss, numbers = batch_loss(logps, ref_logps, batch.lengths, micro_examples, weights / total, args)
+            (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
+            num_tokens = training.num_tokens(micro_examples, weights)
+            sums.update(loss=loss.item(), **numbers, num_tokens=num_tokens)
+        lr = training.learning_rate(step, len(batches), args.lr, args.warmup_frac)
+        tasks = [example.task_id for example in batch_examples]
+        now = training.Step(step, len(batches), lr, tasks)
+        numbers = training.optimizer_step(scorer, optimizer, sums, now, args.max_grad_norm, args.out)
+        done = step + 1
+        log.step(done, **numbers)
+        if done % args.save_every == 0 or done % steps_an_epoch == 0:
+            checkpoints.save(done)
+            costs.record(log.total_tokens)
+    checkpoints.wait()
+    costs.record(log.total_tokens)
+
+
 def main(argv=None):
     args = parse_args(argv)
     if args.dry_run:
@@ -739,18 +790,12 @@ def main(argv=None):
         examples = BASELINES[args.method](trajectories, tokenizer, args)
         examples = training.drop_long(examples, args.max_length, args.trajectories)
     run = run._replace(run=begin_output(args, args.out, inputs, training.FILES))
-    costs, works = Costs(args.out, run.device, folder=True), []
+    costs = Costs(args.out, run.device, folder=True)
     if args.method == "sweet":
-        examples = sweet_examples(states, critic, tokenizer, args, run, works)
+        examples = sweet_examples(states, critic, tokenizer, args, run, costs)
         if args.answer_coef:
             examples = with_answers(examples, answers, args.seed)
-        costs.record(works)
-    batch_size = args.batch_size
-    if args.pairs_together:
-        batch_size = max(1, args.batch_size // args.pairs_per_turn)
-    batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
-    steps_an_epoch = math.ceil(len(examples) / batch_size)
-    say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
+        costs.record()
     training.show_samples(tokenizer, examples[0])
 
     # The reference is this model before its first update; its log-probabilities are computed once, by the same function
@@ -758,52 +803,12 @@ def main(argv=None):
         scorer = common.shard_scorer(model.to(run.device), run, sharding_of(args))
     else:
         scorer = common.load_scorer(args.model, run, sharding_of(args), lora, kind=Distiller)
-    works.append(work_of(scorer.model))
-    if args.method == "distill":
-        teacher = load_model(args.model, run.device, args.dtype)[0].eval().requires_grad_(False)      # on each rank
-        works.append(work_of(teacher))
-    is_dpo = args.method in ("sweet", "mtdpo")
-    if is_dpo:
+    costs.works.append(work_of(scorer.model))
+    ref_scores = None
+    if args.method in ("sweet", "mtdpo"):
         ref_scores = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)
-    optimizer = training.adamw(scorer, args.lr, args.weight_decay)
-    checkpoints = training.Checkpoints(args.out, scorer, optimizer)
-    first = checkpoints.load()
-    open_track = functools.partial(Track, args.track, args.out, vars(args))
-    log = training.StepLog(args.out, first, len(batches), args.log_every, open_track)
-    scorer.train()
-    for step in range(first, len(batches)):
-        torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same
-        batch_examples = [examples[i] for i in batches[step]]
-        total = sum(map(num_terms, batch_examples))                 # the step's loss is a mean over these
-        sums = collections.Counter()
-        for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
-            micro_examples = [examples[i] for i in micro]
-            batch = common.collate(common.items_of(micro_examples), run.device)
-            if args.method == "distill":
-                informed = common.collate([item for e in micro_examples for item in e.informed], run.device)
-                logps = scorer(batch, teacher, informed, args.divergence)    # (items, M) minus the divergences
-            else:
-                logps = scorer(batch)                               # (items, M)
-            ref_logps = None
-            if is_dpo:
-                ref_logps = common.padded_scores([ref_scores[i] for i in micro], run.device)       # (items, M)
-            loss, numbers = batch_loss(logps, ref_logps, batch.lengths, micro_examples, weights / total, args)
-            (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
-            num_tokens = training.num_tokens(micro_examples, weights)
-            sums.update(loss=loss.item(), **numbers, num_tokens=num_tokens)
-        lr = training.learning_rate(step, len(batches), args.lr, args.warmup_frac)
-        tasks = [example.task_id for example in batch_examples]
-        now = training.Step(step, len(batches), lr, tasks)
-        numbers = training.optimizer_step(scorer, optimizer, sums, now, args.max_grad_norm, args.out)
-        done = step + 1
-        log.step(done, **numbers)
-        if done % args.save_every == 0 or done % steps_an_epoch == 0:
-            checkpoints.save(done)
-            costs.record(works, log.total_tokens)
-    checkpoints.wait()
-
+    train(scorer, examples, ref_scores, args, run, costs)
     common.note_system_prompt(args.out, trajectories)
-    costs.record(works, log.total_tokens)
     training.finish_training(args.out, scorer, tokenizer, args.merge)
 
 

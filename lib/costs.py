@@ -20,21 +20,22 @@ NUMBER = checker(float)
 
 class Costs:
     """What a stage spends, kept in `out`/costs.json (`folder`) or `out`.costs.json: COST_KEYS and SERVER_KEYS, all
-    ranks together but for wall time and memory (the highest). A resumed run adds to what the run before it recorded."""
+    ranks together but for wall time and memory (the highest). A resumed run adds to what the run before it recorded.
+
+    works: what models (work_of) and servers (their counts) did for this process on this rank. Stages append to it."""
 
     def __init__(self, out, device="cpu", folder=False):
         self.device = device
+        self.works = []
         self.path = pathlib.Path(out) / "costs.json" if folder else pathlib.Path(f"{out}.costs.json")
         self.begin = time.perf_counter()
         self.before = dict.fromkeys((*COST_KEYS, *SERVER_KEYS), 0)
         self.before |= checked_record(self.path, "costs") if self.path.exists() else {}
 
-    def record(self, works=(), trained_tokens=0):
-        """works: what models (work_of) and servers (their counts) did for this process on this rank. Where tokens were
-        trained on, the last of works is the model that is trained.
-        trained_tokens: by all ranks."""
+    def record(self, trained_tokens=0):
+        """trained_tokens: by all ranks; the last of `works` is the model that is trained."""
         spent = dict.fromkeys(("generated_tokens", "flops", *SERVER_KEYS), 0)
-        for work in works:
+        for work in self.works:
             for key in ("generated_tokens", *SERVER_KEYS):
                 spent[key] += work.get(key, 0)
             # 2 N D: a multiplication and an addition for each parameter and token
@@ -43,7 +44,7 @@ class Costs:
         if dist.is_initialized():
             spent = dict(zip(spent, map(int, reduce_sums(list(spent.values()), self.device))))
         if trained_tokens:
-            spent["flops"] += 6 * works[-1]["parameters"] * trained_tokens          # 6 N D: the backward pass, too
+            spent["flops"] += 6 * self.works[-1]["parameters"] * trained_tokens          # 6 N D: the backward pass, too
         spent |= {"wall_s": time.perf_counter() - self.begin, "trained_tokens": trained_tokens}
         if is_main():
             sums = {key: self.before[key] + value for key, value in spent.items()}

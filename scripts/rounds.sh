@@ -47,7 +47,7 @@ set_up_domain
 # tried on validation tasks (docs/grid_rounds.csv, docs/grid_rounds_sql.csv). Those of grpo, grpo-critic and distill were
 # searched with 200 tasks a round.
 few_dialogues
-rft_later="--lr 1e-3" mtdpo_later="--lr 1e-4" sweet_later=
+rft_later="--lr 1e-3" mtdpo_later="--lr 1e-4" sweet_later="--lr 1e-5"
 grpo_settings="--lr 3e-4 --epochs 2" grpo_later=
 grpo_critic_settings="--lr 1e-3 --epochs 2" grpo_critic_later="--lr 3e-4"
 distill_settings="--lr 1e-3 --epochs 2" distill_later="--lr 3e-4"

@@ -268,11 +268,21 @@ def test_critics_of_rounds_read_all_dialogues_and_policies_those_of_their_round(
     assert all(critics[n]["--trajectories"] == f"out/rounds/seed3/sweet/{n}/all.jsonl" for n in critics)
 
 
-def test_rounds_rank_as_the_published_code_from_the_second_on(three_rounds):
+def test_rounds_of_sweet_take_all_turns_and_rank_as_the_published_code(three_rounds):
     policies, critics = rounds_of(three_rounds, POLICY, "sweet"), rounds_of(three_rounds, "03", "sweet")
-    assert [policies[n].get("--reference") for n in (1, 2, 3)] == [None, "blind", "blind"]
-    assert [policies[n]["--lr"] for n in (1, 2, 3)] == ["1e-4", "3e-5", "3e-5"]
+    assert [policies[n]["--data-frac"] for n in (1, 2, 3)] == ["1", "1", "1"]
+    assert [policies[n]["--reference"] for n in (1, 2, 3)] == ["blind", "blind", "blind"]
+    assert [policies[n]["--lr"] for n in (1, 2, 3)] == ["3e-5", "1e-5", "1e-5"]
     assert not any("--reference" in critics[n] for n in critics)
+
+
+def test_rounds_with_other_references(call):
+    commands = words_of(call("scripts/rounds.sh", "printed,blind", "2", "3"))
+    for name, ranked, trained in (("printed", "informed", None), ("blind", "blind", "blind")):
+        policies, critics = rounds_of(commands, POLICY, name), rounds_of(commands, "03", name)
+        assert [policies[n]["--reference"] for n in (1, 2)] == [ranked] * 2      # the last one counts
+        assert [critics[n].get("--reference") for n in (1, 2)] == [trained] * 2
+        assert [policies[n]["--lr"] for n in (1, 2)] == ["3e-5", "1e-5"]
 
 
 def test_each_round_plays_its_own_tasks_by_the_agent_of_the_one_before(three_rounds):
@@ -350,7 +360,7 @@ def test_rounds_of_queries(call):
     assert all(flags["--out"].startswith("out/sql/rounds/") for flags in made)
     tasks = [flags for words, flags in zip(commands, made) if words[0].startswith("01")]
     assert [(flags["--domain"], flags["--split"], flags["--num-tasks"], flags["--seed"]) for flags in tasks] == [
-        ("sql", "test", "300", "1000"), ("sql", "train", "125", "3"), ("sql", "train", "125", "1003")]
+        ("sql", "test", "300", "1000"), ("sql", "train", "80", "3"), ("sql", "train", "80", "1003")]
     assert [flags["--model"] for words, flags in zip(commands, made) if words[0].startswith("04")] == [
         "models/tiny_sql", "out/sql/rounds/seed3/sweet/1/agent"]
 
