@@ -210,7 +210,7 @@ def write_tasks(args):
         return
     room = 16384 + args.max_new_tokens                                  # a prompt and its reply
     speaker = open_speaker(args.model, SpeakerOptions(runtime.device, args.dtype, args.concurrency, room))
-    runtime = runtime._replace(run=begin_output(args, out, inputs))
+    runtime = runtime._replace(run_id=begin_output(args, out, inputs))
     costs = Costs(out, runtime.device)
 
     rows, tasks, seen = [], [], (set(), [], {})
@@ -222,7 +222,7 @@ def write_tasks(args):
             numbers = range(first, min(first + num_attempts, args.max_attempts))
             blocks = [numbers[i:i + args.concurrency] for i in range(0, len(numbers), args.concurrency)]
             work = functools.partial(attempt_rows, speaker=speaker, loop=loop, texts=texts, scorers=scorers, args=args)
-            for row in map_blocks(f"{out}.{runtime.run}.{first}.partial", blocks, work, runtime, "attempt"):
+            for row in map_blocks(f"{out}.{runtime.run_id}.{first}.partial", blocks, work, runtime, "attempt"):
                 if len(tasks) == args.num_tasks:
                     continue                                     # the rest of the round is not needed
                 row["reason"] = row["reason"] or written.repeat_reason(row["task"], seen)
@@ -257,7 +257,7 @@ def finish_tasks(args, out, rows, tasks, runtime):
     if is_main():
         write_jsonl(out, tasks)
         for path in out.parent.iterdir():
-            if path.name.startswith(f"{out.name}.{runtime.run}.") and path.name.endswith(".partial"):
+            if path.name.startswith(f"{out.name}.{runtime.run_id}.") and path.name.endswith(".partial"):
                 path.unlink()
     num_lines = sum(len(task["ground_truth"].splitlines()) for task in tasks)
     num_words = sum(len(task["problem_description"].split()) for task in tasks)

@@ -718,7 +718,7 @@ def main(argv=None):
         dialogues = branched_dialogues(trajectories, system, args)
     else:
         dialogues = new_dialogues(tasks, system, args.samples)
-    runtime = runtime._replace(run=begin_output(record, out, inputs))
+    runtime = runtime._replace(run_id=begin_output(record, out, inputs))
 
     costs = Costs(out, runtime.device)
     speakers = speakers_by_name(players, args)

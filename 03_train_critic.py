@@ -8,17 +8,16 @@ A turn's advantage is the mean log-ratio of its tokens against the initial model
 Bradley-Terry on pairs of trajectories of one task, the chosen one with the higher return:
     eq. 2   -log s( b sum_t A(o_t+, a_t+, c) - b sum_t A(o_t-, a_t-, c) ) + nll_coef * mean NLL of the chosen
 
---reference blind   leaves c out of what the reference reads: log p(a|o, c) - log p_ref(a|o). The critic then starts
-                    from how much likelier c makes a turn, and not from 0.
+--reference blind   p_ref does not read c: log p(a|o, c) - log p_ref(a|o). Before the first step A is how much likelier
+                    c makes a turn, not 0. (04 has a flag of this name for ranking alone.)
 --no-privileged     leaves c out
 --normalize none    leaves out 1/L (trajectory: one mean over all agent tokens, as in the published code)
 --head regression   a linear head on the mean of a turn's last hidden states gives its advantage, trained by eq. 2
 --head value        the head gives the logit of the return after each turn of every trajectory, trained by binary
                     cross-entropy
-A --model of the Qwen2-VL family makes a visual critic with one of these heads, where the agent's turns can be looked
-at: it reads the request, what the human said last, and the images of c and of what the agent has made; its head sees
-the mean over all of these tokens.
 Reports the pair accuracy on tasks that are held out. Differs from the paper: nothing.
+A visual critic, for pages: a --model of the Qwen2-VL family with one of these heads. It reads the request, what the
+human said last, and the images of c and of what the agent has made; its head sees the mean over all of these tokens.
 
     python 03_train_critic.py --trajectories out/offline.jsonl --model models/tiny --out out/critic
     torchrun --nproc-per-node 8 03_train_critic.py --trajectories trajectories.jsonl \\
@@ -114,8 +113,9 @@ PRESETS = {name: {"epochs": epochs, "dtype": "bfloat16", "activation_checkpointi
 def parse_args(argv=None):
     parser = argument_parser(__doc__)
     add_training(parser, max_length=8192)
-    parser.add_argument("--epochs", type=positive_int, default=4, help="passes over the pairs")
-    parser.add_argument("--batch-size", type=positive_int, default=8, help="pairs a step, over all ranks")
+    parser.add_argument("--epochs", type=positive_int, default=4, help="passes over the examples")
+    parser.add_argument("--batch-size", type=positive_int, default=8, help="examples a step, over all ranks: pairs of "
+                        "trajectories; with --head value trajectories")
     group = parser.add_argument_group("the critic")
     group.add_argument("--head", choices=["lm", "regression", "value"], default="lm",
                        help="what scores a turn, see above")
@@ -159,8 +159,9 @@ def read_pairs(trajectories, args):
 
 
 def critic_examples(trajectories, groups, tokenizer, show, args, needed=True):
-    """(groups, examples, what the reference reads in their place) of groups of trajectory numbers, without those that
-    are too long. InputError where none of those `needed` is left."""
+    """Make examples of groups of trajectory numbers. Returns (groups, examples, ref_examples) of those that are short
+    enough. ref_examples: what the reference reads, the same or, where it is blind, the same without c.
+    needed: InputError where none is left."""
     form = critic_form(args)
     examples = common.trajectory_examples(trajectories, groups, tokenizer, form["privileged"], show, args.max_length)
     if needed:
@@ -174,7 +175,7 @@ def critic_examples(trajectories, groups, tokenizer, show, args, needed=True):
 
 
 def critic_form(args):
-    """What of critic.json decides how turns are scored."""
+    """The part of critic.json that scores depend on."""
     return {"head": args.head, "normalize": args.normalize, "privileged": not args.no_privileged,
             "reference_sees": args.reference}
 
@@ -188,10 +189,10 @@ def open_visual(domain, args):
     return processor, common.renderer(domain, args.out, world_flags)
 
 
-def train(scorer, examples, targets, args, run, costs):
+def train(scorer, examples, ref_or_return, args, run, costs):
     """Train the scorer's model on the examples, from the last state that was saved.
-    targets: of each example what the reference says of its turns (common.reference_logps); with --head value the return
-    of its trajectory."""
+    ref_or_return: of each example what the reference says of its turns (common.reference_logps); with --head value the
+    return of its trajectory."""
     batches = training.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
     steps_an_epoch = math.ceil(len(examples) / args.batch_size)
     say(f"{len(examples):,} examples, {len(batches):,} steps of {args.batch_size}")
@@ -211,10 +212,10 @@ def train(scorer, examples, targets, args, run, costs):
             values = scorer(batch)                                  # (items, M): a value for each turn
             shares = weights / len(batch_examples)                  # (examples,)
             if args.head == "value":
-                labels = torch.tensor([targets[i] for i in micro], device=run.device)              # (examples,)
+                labels = torch.tensor([ref_or_return[i] for i in micro], device=run.device)        # (examples,)
                 loss, numbers = value_batch_loss(values, labels, batch.lengths, shares)
             else:
-                ref_values = common.padded_scores([targets[i] for i in micro], run.device)         # (items, M)
+                ref_values = common.padded_outputs([ref_or_return[i] for i in micro], run.device)  # (items, M)
                 loss, numbers = batch_loss(values, ref_values, batch.lengths, shares, args)
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
             num_tokens = training.num_tokens(micro_examples, weights)
@@ -269,14 +270,14 @@ def main(argv=None):
               "reference_fingerprint": weights_fingerprint(args.model),
               "held_out_pair_accuracy": None, "num_held_out_pairs": len(test_examples)}
     all_ref_examples = ref_examples + ref_test_examples
-    ref_scores = common.reference_logps(args.out, scorer, all_ref_examples, args.max_tokens, run.device)
-    targets = ref_scores[:len(examples)]
+    ref_outputs = common.reference_logps(args.out, scorer, all_ref_examples, args.max_tokens, run.device)
+    ref_or_return = ref_outputs[:len(examples)]
     if args.head == "value":
-        targets = [float(domain.outcome(trajectories[number])) for [number] in train_groups]
-    train(scorer, examples, targets, args, run, costs)
+        ref_or_return = [float(domain.outcome(trajectories[number])) for [number] in train_groups]
+    train(scorer, examples, ref_or_return, args, run, costs)
     if test_examples:
         critic["held_out_pair_accuracy"] = accuracy = common.pair_accuracy(
-            scorer, test_examples, ref_scores[len(examples):], critic, args.max_tokens, run.device)
+            scorer, test_examples, ref_outputs[len(examples):], critic, args.max_tokens, run.device)
         say(f"held-out pair accuracy: {accuracy:.3f} on {len(test_examples)} pairs of tasks that were not trained on")
     else:
         say("held-out pair accuracy: not measured, no held-out pairs")

@@ -2,7 +2,7 @@
 
 Reads   trajectories.jsonl (02), a model, and for --method sweet a critic (03).
 Writes  a model folder with metrics.jsonl and agent.json (the system prompt that it was trained with); for sweet also
-        candidates.jsonl, scored.jsonl and pairs.jsonl.
+        candidates.jsonl (without --candidates), scored.jsonl and pairs.jsonl.
 
 --method sweet   For every agent turn of --data-frac of the trajectories: sample 16 candidates given o_t (never c),
                  score each by the critic's A(o_t, a, c) (eq. 3), pair a random one of the better half with a random one
@@ -14,10 +14,11 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
 --method mtdpo   Multi-turn DPO: the same loss on pairs of trajectories of one task, all agent tokens summed.
 --method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (where returns are
                  graded: of the best trajectory of each task).
---method sft     Likelihood of the agent's turns of all trajectories. Those of the informed script have c in front.
+--method sft     Likelihood of the agent's turns of all trajectories.
+                 With rft and sft, dialogues of the informed script have c in front.
 
 Differs from the paper: nothing. From the published code: docs/reproduce.md.
-Other methods are forks of this file: examples/grpo.py (policy gradient), examples/distill.py (self-distillation).
+Other methods are forks of this file, in examples/: docs/fork.md.
 
     python 04_train_policy.py --method sweet --trajectories out/offline.jsonl --model models/tiny --critic out/critic \\
         --out out/sweet
@@ -100,7 +101,7 @@ def dpo_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps,
 
 
 def batch_loss(logps, ref_logps, lengths, examples, shares, args):
-    """The loss of a micro-batch of examples, and numbers for the log. It has one branch: pairs, or turns to imitate.
+    """The loss of a micro-batch of examples, and numbers for the log. Two cases: turns to imitate, or pairs (eq. 4).
 
     logps, ref_logps   log-probabilities of actions under policy and reference, (B, M) for all items of the examples
     lengths            the actions' numbers of tokens, (B, M)
@@ -127,7 +128,7 @@ def batch_loss(logps, ref_logps, lengths, examples, shares, args):
 
 
 def num_terms(example):
-    """Of how many terms an example gives a step's loss the sum: its pairs or, where turns are imitated, its tokens."""
+    """How many terms an example adds to the loss of its step: its pairs or, where turns are imitated, its tokens."""
     if example.pairs:
         return len(example.pairs)
     return common.num_action_tokens(example)
@@ -245,8 +246,7 @@ def sample_candidates(states, model, tokenizer, args):
 
 
 def candidates_phase(states, tokenizer, args, run, costs):
-    """Rows of candidates.jsonl. Every rank holds the whole policy, or asks --sampler, for other states than the others.
-    """
+    """Rows of candidates.jsonl. The ranks share the states. Each rank holds the whole policy, or asks --sampler."""
     path = pathlib.Path(args.out) / "candidates.jsonl"
     if args.sampler:
         return served_candidates(path, states, tokenizer, args, run, costs)
@@ -256,58 +256,6 @@ def candidates_phase(states, tokenizer, args, run, costs):
         costs.works.append(work_of(model))
     blocks = [states[i:i + 128] for i in range(0, len(states), 128)]
     return map_blocks(path, blocks, lambda block: sample_candidates(block, model, tokenizer, args), run, "state")
-
-
-def served_candidates(path, states, tokenizer, args, run, costs):
-    """candidates_phase by the servers --sampler, which are sent the ids of prompts and give those that they sample.
-
-    As with a local model ranks share the states, and a run that was killed goes on with those that are missing."""
-    if not path.exists():
-        speaker = Speaker(tokenizer=tokenizer, server=open_server(args.sampler))
-        costs.works.append(speaker.server.counts)
-        gate = asyncio.Semaphore(args.concurrency)
-        in_flight = 2 * math.ceil(args.concurrency / args.num_candidates)   # a slow candidate leaves no gap at the gate
-        failures = Failures(path, "state", in_flight)
-        with Rows(path, run) as rows:
-            missing = [(number, state) for number, state in enumerate(states) if number not in rows.done]
-            mine = missing[run.rank::run.world_size]
-            bar = tqdm(total=len(mine), unit="state", desc=path.name, mininterval=5, disable=run.rank > 0)
-
-            async def add_row(numbered):
-                number, state = numbered
-                try:
-                    candidates = await ask_candidates(state, speaker, gate, args)
-                except ReplyError as error:
-                    failures.add(error, number=number, task_id=state["task_id"], sample=state["sample"],
-                                 turn=state["turn"])
-                    return
-                rows.add(number, {**state, "candidates": candidates})
-                failures.in_a_row = 0
-                bar.update()
-
-            with bar:
-                asyncio.run(run_concurrently(add_row, mine, in_flight))
-        counts = sum(gather(speaker.server.counts), collections.Counter())
-        say(server_line(args.sampler, counts))
-        failures.finish(rows, len(states), run)
-    return read_rows(path)
-
-
-async def ask_candidates(state, speaker, gate, args):
-    """The candidates of a state from a server; `gate` (asyncio.Semaphore) limits the requests in flight."""
-    prompt = encode(speaker.tokenizer, state["prompt"])
-    fault_of = functools.partial(ids_fault, speaker=speaker, prompt_tokens=len(prompt))
-
-    async def ask_one(number):
-        seed = server_seed(args.seed, "candidates", *name_of(state), number)
-        async with gate:
-            return await server_reply(speaker.server, prompt, args.temperature, args.max_new_tokens, seed, fault_of,
-                                      return_token_ids=True)
-    candidates = []
-    for reply in await asyncio.gather(*map(ask_one, range(args.num_candidates))):
-        text = speaker.tokenizer.decode(reply.ids, skip_special_tokens=True)
-        candidates.append({"text": text, "ids": reply.ids, "ended": reply.ended})
-    return candidates
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -402,36 +350,6 @@ def pairs_phase(rows, args, run):
     return pairs, missing
 
 
-def kind_lines(rows, pairs):
-    """A table of what SWEET's pairs say, by the domain's turn_kind (no lines where it has none).
-
-    Of each kind of turn: the candidates, their mean rank by advantage (0 the worst, 1 the best), and how many are
-    chosen and rejected, before and after all that matters is known. A collapse shows here before training."""
-    domain = domain_of(rows[0]["task"])
-    if any(domain.turn_kind(row["task"], row["history"], "") is None for row in rows):
-        return []
-    states = {name_of(row): row for row in rows}
-    counts = collections.defaultdict(collections.Counter)            # {(known, kind): {"number", "ranks", …}}
-
-    def counts_of(row, candidate):
-        kind = domain.turn_kind(row["task"], row["history"], candidate_says(row, candidate))
-        return counts[domain.all_known(row["task"], row["history"]), kind]
-
-    for row in rows:
-        highest = max(1, len(row["candidates"]) - 1)
-        for candidate, rank in zip(row["candidates"], average_ranks(row["advantages"])):
-            counts_of(row, candidate).update(number=1, ranks=rank / highest)
-    for pair in pairs:
-        row = states[name_of(pair)]
-        for side in ("chosen", "rejected"):
-            counts_of(row, pair[side])[side] += 1
-    lines = []
-    for (known, kind), count in sorted(counts.items()):
-        lines.append(["all known" if known else "not all known", kind, str(count["number"]),
-                      f"{count['ranks'] / count['number']:.2f}", str(count["chosen"]), str(count["rejected"])])
-    return aligned(["what the pairs say", "", "candidates", "rank", "chosen", "rejected"], lines)
-
-
 def drop_long_pairs(pairs, tokenizer, max_length):
     """The pairs whose actions each fit into `max_length` tokens with the prompt; says how many do not. A tree of
     several pairs may be longer: an action sees the prompt and itself."""
@@ -454,7 +372,7 @@ def drop_long_pairs(pairs, tokenizer, max_length):
 def sweet_examples(states, critic, tokenizer, args, run, costs):
     """Examples of pairs of actions: run the three phases, or read what an earlier run left of them.
 
-    A phase has its models for itself: those of the one before are gone."""
+    The models of a phase are freed before those of the next one are loaded (gc.collect)."""
     if not args.candidates:                                          # read_candidates has given them already
         states = candidates_phase(states, tokenizer, args, run, costs)
     gc.collect()
@@ -575,6 +493,90 @@ EPOCHS = {"sweet": 1, "mtdpo": 4, "rft": 4, "sft": 4}               # of table 5
 BATCH_SIZES = {"sweet": 8, "mtdpo": 8, "rft": 32, "sft": 32}
 
 # ---------------------------------------------------------------------------------------------------------------------
+# candidates from servers; what the pairs say
+
+def served_candidates(path, states, tokenizer, args, run, costs):
+    """candidates_phase by the servers --sampler, which are sent the ids of prompts and give those that they sample.
+
+    As with a local model ranks share the states, and a run that was killed goes on with those that are missing."""
+    if not path.exists():
+        speaker = Speaker(tokenizer=tokenizer, server=open_server(args.sampler))
+        costs.works.append(speaker.server.counts)
+        gate = asyncio.Semaphore(args.concurrency)
+        in_flight = 2 * math.ceil(args.concurrency / args.num_candidates)   # a slow candidate leaves no gap at the gate
+        failures = Failures(path, "state", in_flight)
+        with Rows(path, run) as rows:
+            missing = [(number, state) for number, state in enumerate(states) if number not in rows.done]
+            mine = missing[run.rank::run.world_size]
+            bar = tqdm(total=len(mine), unit="state", desc=path.name, mininterval=5, disable=run.rank > 0)
+
+            async def add_row(numbered):
+                number, state = numbered
+                try:
+                    candidates = await ask_candidates(state, speaker, gate, args)
+                except ReplyError as error:
+                    failures.add(error, number=number, task_id=state["task_id"], sample=state["sample"],
+                                 turn=state["turn"])
+                    return
+                rows.add(number, {**state, "candidates": candidates})
+                failures.in_a_row = 0
+                bar.update()
+
+            with bar:
+                asyncio.run(run_concurrently(add_row, mine, in_flight))
+        counts = sum(gather(speaker.server.counts), collections.Counter())
+        say(server_line(args.sampler, counts))
+        failures.finish(rows, len(states), run)
+    return read_rows(path)
+
+
+async def ask_candidates(state, speaker, gate, args):
+    """The candidates of a state from a server; `gate` (asyncio.Semaphore) limits the requests in flight."""
+    prompt = encode(speaker.tokenizer, state["prompt"])
+    fault_of = functools.partial(ids_fault, speaker=speaker, prompt_tokens=len(prompt))
+
+    async def ask_one(number):
+        seed = server_seed(args.seed, "candidates", *name_of(state), number)
+        async with gate:
+            return await server_reply(speaker.server, prompt, args.temperature, args.max_new_tokens, seed, fault_of,
+                                      return_token_ids=True)
+    candidates = []
+    for reply in await asyncio.gather(*map(ask_one, range(args.num_candidates))):
+        text = speaker.tokenizer.decode(reply.ids, skip_special_tokens=True)
+        candidates.append({"text": text, "ids": reply.ids, "ended": reply.ended})
+    return candidates
+
+
+def kind_lines(rows, pairs):
+    """A table of what SWEET's pairs say, by the domain's turn_kind (no lines where it has none).
+
+    Of each kind of turn: the candidates, their mean rank by advantage (0 the worst, 1 the best), and how many are
+    chosen and rejected, before and after all that matters is known. A collapse shows here before training."""
+    domain = domain_of(rows[0]["task"])
+    if any(domain.turn_kind(row["task"], row["history"], "") is None for row in rows):
+        return []
+    states = {name_of(row): row for row in rows}
+    counts = collections.defaultdict(collections.Counter)            # {(known, kind): {"number", "ranks", …}}
+
+    def counts_of(row, candidate):
+        kind = domain.turn_kind(row["task"], row["history"], candidate_says(row, candidate))
+        return counts[domain.all_known(row["task"], row["history"]), kind]
+
+    for row in rows:
+        highest = max(1, len(row["candidates"]) - 1)
+        for candidate, rank in zip(row["candidates"], average_ranks(row["advantages"])):
+            counts_of(row, candidate).update(number=1, ranks=rank / highest)
+    for pair in pairs:
+        row = states[name_of(pair)]
+        for side in ("chosen", "rejected"):
+            counts_of(row, pair[side])[side] += 1
+    lines = []
+    for (known, kind), count in sorted(counts.items()):
+        lines.append(["all known" if known else "not all known", kind, str(count["number"]),
+                      f"{count['ranks'] / count['number']:.2f}", str(count["chosen"]), str(count["rejected"])])
+    return aligned(["what the pairs say", "", "candidates", "rank", "chosen", "rejected"], lines)
+
+# ---------------------------------------------------------------------------------------------------------------------
 
 # Table 5 of the paper, as far as it differs from the defaults
 PRESETS = {name: {"dtype": "bfloat16", "activation_checkpointing": True}
@@ -589,9 +591,9 @@ def parse_args(argv=None):
                         "paper-frontend 8 in place of 4)")
     parser.add_argument("--batch-size", type=positive_int, help=f"examples a step (None: {BATCH_SIZES})")
     group = parser.add_argument_group("SWEET's candidates and pairs")
-    group.add_argument("--critic", type=text_flag, help="critic folder (03), of any kind; untrained: --model itself, "
-                       "with --reference blind; oracle, oracle-patient: what the template task says of a turn, a "
-                       "critic without errors")
+    group.add_argument("--critic", type=text_flag, help="a folder that 03 has written; or a word: untrained (--model "
+                       "itself, its reference blind), oracle or oracle-patient (what the template task says of a turn, "
+                       "a critic without errors)")
     add_reference(group)
     group.add_argument("--data-frac", type=share_flag, default=0.1, help="share of the trajectories whose turns are "
                        "used (the paper's tenth is of 15,000; with few hundred take all: 1)")
@@ -658,9 +660,9 @@ def open_critic(trajectories, tokenizer, args):
     return critic
 
 
-def train(scorer, examples, ref_scores, args, run, costs):
+def train(scorer, examples, ref_outputs, args, run, costs):
     """Train the scorer's model on the examples, from the last state that was saved.
-    ref_scores: of each example what common.reference_logps gives; None where turns are imitated."""
+    ref_outputs: of each example what common.reference_logps gives; None where turns are imitated."""
     batch_size = args.batch_size
     if args.pairs_together:
         batch_size = max(1, args.batch_size // args.pairs_per_turn)
@@ -683,8 +685,8 @@ def train(scorer, examples, ref_scores, args, run, costs):
             batch = common.collate(common.items_of(micro_examples), run.device)
             logps = scorer(batch)                                   # (items, M)
             ref_logps = None
-            if ref_scores:
-                ref_logps = common.padded_scores([ref_scores[i] for i in micro], run.device)       # (items, M)
+            if ref_outputs:
+                ref_logps = common.padded_outputs([ref_outputs[i] for i in micro], run.device)       # (items, M)
             loss, numbers = batch_loss(logps, ref_logps, batch.lengths, micro_examples, weights / total, args)
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
             num_tokens = training.num_tokens(micro_examples, weights)
@@ -735,7 +737,7 @@ def main(argv=None):
     else:
         examples = BASELINES[args.method](trajectories, tokenizer, args)
         examples = training.drop_long(examples, args.max_length, args.trajectories)
-    run = run._replace(run=begin_output(args, args.out, inputs, training.FILES))
+    run = run._replace(run_id=begin_output(args, args.out, inputs, training.FILES))
     costs = Costs(args.out, run.device, folder=True)
     if args.method == "sweet":
         examples = sweet_examples(states, critic, tokenizer, args, run, costs)
@@ -750,10 +752,10 @@ def main(argv=None):
     else:
         scorer = common.load_scorer(args.model, run, sharding_of(args), lora)
     costs.works.append(work_of(scorer.model))
-    ref_scores = None
+    ref_outputs = None
     if args.method in ("sweet", "mtdpo"):
-        ref_scores = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)
-    train(scorer, examples, ref_scores, args, run, costs)
+        ref_outputs = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)
+    train(scorer, examples, ref_outputs, args, run, costs)
     common.note_system_prompt(args.out, trajectories)
     training.finish_training(args.out, scorer, tokenizer, args.merge)
 

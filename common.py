@@ -180,7 +180,7 @@ def agent_messages(history, max_rounds, domain_prompt, system=None):
 
     The prompt is the domain's; the human's message that opens the last round then ends with a note.
     system: a text that replaces this prompt and the note.
-    `c` is not an argument, so that it cannot reach a policy."""
+    `c` is not an argument: no agent of 02 can see it."""
     prompt = domain_prompt.format(max_rounds=max_rounds) if system is None else system
     messages = [{"role": "system", "content": prompt}]
     for turn in history:
@@ -261,11 +261,17 @@ def check_system_prompt(agent, tokenizer, domain, system, max_rounds):
 Row = namedtuple("Row", "ids turns shared images", defaults=(None, ()))
 
 # What one training example is made of.
-# items    lists of rows: a trajectory (one row where the chat template only appends, else several), or the actions of
-#          one state (a tree, or a row each)
-# pairs    ((item, turn), (item, turn)) of chosen and rejected actions; empty where all turns are imitated, and of a
-#          critic, which compares its two items as wholes
+# items    lists of rows: a trajectory (one row where the chat template only appends, else several), or actions of one
+#          state (one row, a tree)
+# pairs    ((item, turn), (item, turn)) of chosen and rejected actions
 # task_id  for messages
+#
+#                  items                        turns of an item             pairs
+#     sweet        1: actions of a state        its actions                  of turns of this item
+#     mtdpo        2: trajectories              1, the whole dialogue        1: the turn of item 0, that of item 1
+#     rft, sft     1: a trajectory              the agent's turns            none: all turns are imitated
+#     critic       2: chosen, rejected          the agent's turns            none: the items are compared as wholes
+#     value head   1: a trajectory              the agent's turns            none
 Example = namedtuple("Example", "items pairs task_id")
 
 
@@ -276,8 +282,8 @@ def prompt_text(tokenizer, history, max_rounds, domain_prompt, system=None):
 
 
 def with_hidden_info(tokenizer, text, privileged_info):
-    """`text` (a rendered prompt) with the sentence that states c (hidden_info) in front, after the
-    beginning-of-sequence token."""
+    """`text` (a rendered prompt) with the sentence that states c (hidden_info) in front of all messages, outside of the
+    chat template, after the beginning-of-sequence token."""
     bos = tokenizer.bos_token if tokenizer.bos_token and text.startswith(tokenizer.bos_token) else ""
     return bos + privileged_info + text[len(bos):]
 
@@ -483,9 +489,11 @@ def chosen_and_rejected(values, pairs):
 
 class Scorer(torch.nn.Module):
     """A model that gives each action of a batch (collate) a number, (B, M); 0 where an item has no such turn.
+    B: items. M: the most turns of an item, which are the agent's turns of a dialogue or the candidates of a state.
 
     Without a head it is the action's log-probability (turn_logps), with one the head's value (turn_values).
-    03 and 04 call this, never the model: where it is split over the ranks, a call gathers what it needs.
+    03 and 04 call this, never the model (but to sample). Where it is split over the ranks, a call gathers what it
+    needs.
 
     model      a causal language model, or one of the Qwen2-VL family
     head       None, or a linear layer from a hidden state to one number
@@ -558,8 +566,8 @@ def float_logits(projection, hidden):
 
 
 def in_chunks(function, projection, *tensors):
-    """function(*tensors) (N,) of tensors (N, …), in parts whose logits (n, V) are at most MAX_LOGITS numbers at a time,
-    and are made again in the backward pass."""
+    """function(*tensors) (N,) of tensors (N, …), in parts, whose logits (n, V) are made again in the backward pass.
+    A part has about MAX_LOGITS logits."""
     num_logits = len(tensors[0]) * projection.weight.shape[0]
     num_chunks = math.ceil(num_logits / MAX_LOGITS)
     if num_chunks == 1:
@@ -597,21 +605,21 @@ def turn_values(head, hidden, batch):
     return values.squeeze(-1) * (batch.lengths > 0)
 
 
-def turn_scores_of(scorer, items, max_tokens, device):
+def turn_outputs(scorer, items, max_tokens, device):
     """What a Scorer says of many items without gradients: a list of float32 tensors (number of turns of the item,).
 
     Items go through it in batches of at most `max_tokens` padded tokens. If it is split over the ranks, every rank must
     call this with the same items, and takes its part of the batches.
     scorer: None, the reference of a critic with a head, whose initial values are 0; or a WithoutAdapter."""
     if scorer is None:
-        return [torch.zeros(1)] * len(items)
+        return [torch.zeros(num_turns(item)) for item in items]
     if isinstance(scorer, adapters.WithoutAdapter):
         with adapters.adapter_off(scorer.scorer.model):
-            return turn_scores_of(scorer.scorer, items, max_tokens, device)
+            return turn_outputs(scorer.scorer, items, max_tokens, device)
     chunks = chunks_of(items, max_tokens)
     is_split = hasattr(scorer, "reshard")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_split else (0, 1)
-    scores = {}
+    outputs = {}
     was_training = scorer.training
     scorer.eval()
     for first in range(0, len(chunks), world_size):
@@ -620,15 +628,18 @@ def turn_scores_of(scorer, items, max_tokens, device):
         with torch.no_grad():
             values = scorer(collate([items[i] for i in chunk], device)).cpu()             # (B, M)
         for i, item_values in zip(chunk, values):
-            num_turns = 1 + max(max(row.turns) for row in items[i])
-            scores[i] = item_values[:num_turns].clone()
+            outputs[i] = item_values[:num_turns(items[i])].clone()
     scorer.train(was_training)
     if is_split:
         scorer.reshard()                                            # the root stays gathered for a backward pass
     if world_size > 1:
-        for scores_of_rank in gather(scores):
-            scores |= scores_of_rank
-    return [scores[i] for i in range(len(items))]
+        for outputs_of_rank in gather(outputs):
+            outputs |= outputs_of_rank
+    return [outputs[i] for i in range(len(items))]
+
+
+def num_turns(item):
+    return 1 + max(max(row.turns) for row in item)
 
 
 def chunks_of(items, max_tokens):
@@ -648,27 +659,31 @@ def chunks_of(items, max_tokens):
     return chunks
 
 
-def example_scores(scorer, examples, max_tokens, device):
-    """turn_scores_of every example's items: a list of tensors (turns,) for each example."""
-    scores = iter(turn_scores_of(scorer, items_of(examples), max_tokens, device))
-    return [list(itertools.islice(scores, len(example.items))) for example in examples]
+def example_outputs(scorer, examples, max_tokens, device):
+    """turn_outputs every example's items: a list of tensors (turns,) for each example."""
+    outputs = iter(turn_outputs(scorer, items_of(examples), max_tokens, device))
+    return [list(itertools.islice(outputs, len(example.items))) for example in examples]
 
 
-def padded_scores(scores, device):
-    """Scores of some examples (example_scores) as one tensor (items, M), 0 where an item has no such turn."""
-    return pad_sequence([turns for items in scores for turns in items], batch_first=True).to(device)
+def padded_outputs(outputs, device):
+    """The example_outputs of some examples as one tensor (items, M), 0 where an item has no such turn."""
+    return pad_sequence([turns for items in outputs for turns in items], batch_first=True).to(device)
 
 
 def reference_logps(folder, scorer, examples, max_tokens, device):
-    """example_scores under the initial model, kept in `folder`/ref.pt for a run that is resumed."""
+    """example_outputs under the initial model, kept in `folder`/ref.pt for a run that is resumed. With a head they are
+    0."""
     path = pathlib.Path(folder) / "ref.pt"
     if not path.exists():
-        say(f"reference log-probabilities of {len(examples):,} examples")
-        scores = example_scores(adapters.without_adapter(scorer), examples, max_tokens, device)
+        initial = None                                               # a head begins at 0
+        if scorer.head is None:
+            initial = adapters.without_adapter(scorer)
+            say(f"reference log-probabilities of {len(examples):,} examples")
+        outputs = example_outputs(initial, examples, max_tokens, device)
         if is_main():
             partial = path.with_suffix(".partial")
             partial.unlink(missing_ok=True)                          # torch.save would follow a link
-            torch.save(scores, partial)
+            torch.save(outputs, partial)
             partial.rename(path)
     barrier()
     return torch.load(path, weights_only=True)
@@ -729,7 +744,7 @@ UNTRAINED = "untrained"                                             # --critic: 
 
 def untrained_critic(model_name, reference):
     """The model itself as a critic, as read_critic gives it: log p(a|o, c) - log p(a|o), a mean over the tokens of a.
-    reference: "blind". With an informed one all of its scores would be 0: InputError."""
+    reference: "blind", or None for the same. With an informed one all scores would be 0: InputError."""
     if reference == "informed":
         raise InputError(f"--critic {UNTRAINED}: scores every action 0 with a reference that sees c; it needs "
                          "--reference blind")
@@ -787,7 +802,8 @@ def reference_line(critic):
     if critic["trained_with"]:
         model, trained = "p", f"trained with --reference {critic['trained_with']}"
     prompt = "o, c" if critic["reference_sees"] == "informed" else "o"
-    return f"{critic['folder']}: scores are log {model}(a|o, c) - log p_ref(a|{prompt}), means over tokens; {trained}"
+    mean = "sums" if critic["normalize"] == "none" else "means"
+    return f"{critic['folder']}: scores are log {model}(a|o, c) - log p_ref(a|{prompt}), {mean} over tokens; {trained}"
 
 
 def load_critic(critic, load):
@@ -859,10 +875,10 @@ def score_actions(critic, tokenizer, points, max_tokens, device):
     actions = [sorted(set(map(tuple, point.actions))) for point in points]
     items = action_items(points, actions, tokenizer, critic["privileged"])
     ref_items = items
-    if ref_sees_c(critic) != critic["privileged"]:
+    if has_blind_reference(critic):
         ref_items = action_items(points, actions, tokenizer, privileged=False)
-    values = turn_scores_of(critic["model"], items, max_tokens, device)
-    ref_values = turn_scores_of(critic["reference"], ref_items, max_tokens, device)
+    values = turn_outputs(critic["model"], items, max_tokens, device)
+    ref_values = turn_outputs(critic["reference"], ref_items, max_tokens, device)
     normalize = critic["normalize"]
     if normalize == "trajectory":                                    # an action is all that is scored here
         normalize = "turn"
@@ -886,7 +902,7 @@ def visual_scores(critic, points, max_tokens, device):
             if (number, view) not in places:                         # equal views are scored once
                 places[number, view] = len(items)
                 items.append([vision_row(processor, view, 0, files)])
-    values = turn_scores_of(critic["model"], items, max_tokens, device)
+    values = turn_outputs(critic["model"], items, max_tokens, device)
     scores = []
     for number, point_views in enumerate(views):
         point_scores = []
@@ -915,9 +931,9 @@ def vision_row(processor, views, number, files):
     return Row(ids, [number] * len(ids), images=images)
 
 
-def ref_sees_c(critic):
-    """Whether the reference of eq. 3 reads c: where the critic does, unless its reference is "blind"."""
-    return critic["privileged"] and critic.get("reference_sees", "informed") == "informed"
+def has_blind_reference(critic):
+    """Whether the critic reads c, and the reference of eq. 3 does not."""
+    return critic["privileged"] and critic.get("reference_sees") == "blind"
 
 
 def action_items(points, actions, tokenizer, privileged):
@@ -1016,16 +1032,16 @@ def visual_items(trajectories, numbers, processor, privileged, show):
 def reference_examples(critic, examples, trajectories, groups, tokenizer, max_length=None):
     """What the reference of eq. 3 reads in place of a critic's `examples` (trajectory_examples of these groups): the
     same, or without c where it is blind."""
-    if ref_sees_c(critic) == critic["privileged"]:
+    if not has_blind_reference(critic):
         return examples
     return trajectory_examples(trajectories, groups, tokenizer, privileged=False, max_length=max_length)
 
 
-def advantages_of(scorer, examples, ref_scores, normalize, max_tokens, device):
+def advantages_of(scorer, examples, ref_outputs, normalize, max_tokens, device):
     """turn_advantages of every example's items: a list of tensors (turns,) for each example.
-    ref_scores: the examples' example_scores under the reference."""
+    ref_outputs: the examples' example_outputs under the reference."""
     advantages = []
-    for example, scores, refs in zip(examples, example_scores(scorer, examples, max_tokens, device), ref_scores):
+    for example, scores, refs in zip(examples, example_outputs(scorer, examples, max_tokens, device), ref_outputs):
         item_advantages = []
         for item, values, ref_values in zip(example.items, scores, refs):
             lengths = collate([item]).lengths                                             # (1, M)
@@ -1034,12 +1050,12 @@ def advantages_of(scorer, examples, ref_scores, normalize, max_tokens, device):
     return advantages
 
 
-def pair_accuracy(scorer, examples, ref_scores, critic, max_tokens, device):
+def pair_accuracy(scorer, examples, ref_outputs, critic, max_tokens, device):
     """The share of pairs of trajectories whose chosen one has the higher score; a tie is half right.
-    ref_scores: the examples' example_scores under the reference.
+    ref_outputs: the examples' example_outputs under the reference.
     critic: {"normalize", "head"}; a value head compares the values of the last turns."""
     right = 0.0
-    for advantages in advantages_of(scorer, examples, ref_scores, critic["normalize"], max_tokens, device):
+    for advantages in advantages_of(scorer, examples, ref_outputs, critic["normalize"], max_tokens, device):
         if critic["head"] == "value":
             chosen, rejected = (values[-1] for values in advantages)
         else:
@@ -1067,8 +1083,8 @@ def score_turns(critic, tokenizer, trajectories, max_tokens, device):
     ref_examples = reference_examples(critic, examples, trajectories, groups, tokenizer, max_tokens)
     fitting = [i for i, example in enumerate(examples) if longest_row(example) <= max_tokens]
     examples = [examples[i] for i in fitting]
-    ref_scores = example_scores(critic["reference"], [ref_examples[i] for i in fitting], max_tokens, device)
-    advantages = advantages_of(critic["model"], examples, ref_scores, critic["normalize"], max_tokens, device)
+    ref_outputs = example_outputs(critic["reference"], [ref_examples[i] for i in fitting], max_tokens, device)
+    advantages = advantages_of(critic["model"], examples, ref_outputs, critic["normalize"], max_tokens, device)
     credits = [None] * len(trajectories)
     for i, [values] in zip(fitting, advantages):
         if critic["head"] == "value":

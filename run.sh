@@ -26,15 +26,17 @@ out=${OUT:-out}
 [ $domain = backend ] || out=$out/$domain
 [ "$seed" = 0 ] || out=$out/seed$seed
 echo "seed $seed, results in $out"
-# Two ranks of one thread each, then two processes, share the two cores.
+# Two ranks of one thread each, or two processes, share the two cores.
 ranks=$torchrun
 data
 critic critic
 ranks=
-sweet & first=$!
+train_policy sweet sweet --critic "$out/critic" & first=$!
 baselines & second=$!
 wait $first
 wait $second
+ranks=$torchrun
+evaluate sweet "$out/sweet"
 files=() report=$out/report
 for name in base rft mtdpo sweet; do files+=("$name=$out/$name.jsonl"); done
 # Alone on the machine by now: both cores.

@@ -139,7 +139,7 @@ def add_reference(parser):
     """The flag of the stages that score actions with a critic."""
     parser.add_argument("--reference", choices=REFERENCES, help="what the reference of eq. 3 reads when --critic "
                         "scores: informed, c as in the paper's formula; blind, the dialogue alone as in the published "
-                        "code (None: what the critic was trained with)")
+                        "code (None: what the critic was trained with; untrained: blind)")
 
 
 def add_training(parser, max_length):

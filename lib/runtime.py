@@ -35,7 +35,7 @@ class Runtime(NamedTuple):
     rank: int                       # of this process, from 0
     world_size: int                 # processes
     device: torch.device
-    run: str = ""                   # the id of the run (begin_output), which stands in the names of its partial files
+    run_id: str = ""                # of begin_output; stands in the names of the run's partial files
 
 
 class SayHandler(logging.Handler):
@@ -333,12 +333,12 @@ class Rows:
     of its own, in any order; a run that was killed finds the rows that are there (`done`: their numbers) and adds the
     others, on any number of ranks; finish() puts all rows in the order of their numbers.
 
-    The names of partial files have the run's id (Runtime.run): those of another run, which may have had another seed or
+    The names of partial files have Runtime.run_id: those of another run, which may have had another seed or
     other flags, are neither read nor removed."""
 
     def __init__(self, out, runtime):
         self.out = pathlib.Path(out)
-        self.name = f"{self.out.name}.{runtime.run}" if runtime.run else self.out.name
+        self.name = f"{self.out.name}.{runtime.run_id}" if runtime.run_id else self.out.name
         self.path = self.out.with_name(f"{self.name}.{runtime.rank}of{runtime.world_size}.partial")
         self.done = set(self.find())
         of_any_run = self.partial_files(rf"{re.escape(self.out.name)}(\.\w+)?")

@@ -81,7 +81,7 @@ def epoch_batches(num_items, batch_size, epochs, seed):
     return batches
 
 
-FINAL_LR_FRAC = 0.1                                                 # of the peak learning rate, at the last step
+FINAL_LR_FRAC = 0.1                                                 # of the peak learning rate, where the cosine ends
 ADAM_BETAS = 0.9, 0.95
 
 
@@ -122,13 +122,14 @@ def num_tokens(examples, weights):
     return number
 
 
-# Margins of a pair up to these are rounding: at the first step, where each is 0, up to 8e-7 and 3e-4 were seen
+# Margins of a pair up to these are rounding: at the first step, where each is 0 (but for 03 --reference blind), up to
+# 8e-7 and 3e-4 were seen
 EQUAL_MARGIN = {"float32": 1e-5, "bfloat16": 1e-3}
 
 
 def preference_numbers(chosen_rewards, rejected_rewards, nll, shares, dtype):
-    """What a log line shows of preferences, each (P,) weighted by its share (P,) of the batch. An equal pair, as all
-    are before the first update, is half right."""
+    """What a log line shows of preferences, each (P,) weighted by its share (P,) of the batch. An equal pair is half
+    right, and before the first update all are equal (but for 03 --reference blind)."""
     margin = chosen_rewards - rejected_rewards
     right = torch.where(margin.abs() <= EQUAL_MARGIN[dtype], 0.5, (margin > 0).float())
     sums = (torch.stack([right, margin, chosen_rewards, nll]) * shares).sum(1)

@@ -110,20 +110,20 @@ data() {
 train() { ${ranks:-$py} $1 --trajectories "$out/offline.jsonl" --model $base --seed "$seed" "${@:2}"; }
 critic() { step "$1" train 03_train_critic.py $critic_settings --out "$out/$1" "${@:2}"; }
 evaluate() {                                                         # NAME MODEL
-    step "rollout-$1" $py $rollout --tasks "$out/test.jsonl" --agent "$2" --samples "${SAMPLES:-2}" --seed "$seed" \
-        --out "$out/$1.jsonl"
+    step "rollout-$1" ${ranks:-$py} $rollout --tasks "$out/test.jsonl" --agent "$2" --samples "${SAMPLES:-2}" \
+        --seed "$seed" --out "$out/$1.jsonl"
 }
-policy() {                                                           # NAME METHOD more flags
+train_policy() {                                                     # NAME METHOD more flags
     local settings=${2}_settings program=04_train_policy.py called=${2}_method
     [ ! -e "examples/$2.py" ] || program="-m examples.$2"            # a fork of 04
     step "$1" train "$program" --method "${!called:-$2}" ${!settings:-} --out "$out/$1" "${@:3}"
+}
+policy() {                                                           # NAME METHOD more flags
+    train_policy "$@"
     evaluate "$1" "$out/$1"
 }
-sweet() {
-    policy sweet sweet --critic "$out/critic"
-    evaluate base $base
-}
 baselines() {
+    evaluate base $base
     policy rft rft
     policy mtdpo mtdpo
 }

@@ -82,7 +82,7 @@ def measure_gates(trajectories, domain, model_name, device):
     logps = {}                                                       # {with_c: the log-probability of each Probe}
     for with_c in (False, True):
         items = [probe_rows(probe, tokenizer, domain, with_c) for probe in probes]
-        scores = common.turn_scores_of(scorer, items, MAX_TOKENS, device)                  # (1,) each
+        scores = common.turn_outputs(scorer, items, MAX_TOKENS, device)                  # (1,) each
         logps[with_c] = [score.item() for score in scores]
     gates = {}
     for kind in sorted({probe.kind for probe in probes}):
@@ -184,8 +184,8 @@ def pair_accuracy(critic, trajectories, pairs, device):
     tokenizer = load_tokenizer(critic["folder"])
     examples = common.trajectory_examples(trajectories, pairs, tokenizer, critic["privileged"])
     ref_examples = common.reference_examples(critic, examples, trajectories, pairs, tokenizer)
-    ref_scores = common.example_scores(critic["reference"], ref_examples, MAX_TOKENS, device)
-    return common.pair_accuracy(critic["model"], examples, ref_scores, critic, MAX_TOKENS, device)
+    ref_outputs = common.example_outputs(critic["reference"], ref_examples, MAX_TOKENS, device)
+    return common.pair_accuracy(critic["model"], examples, ref_outputs, critic, MAX_TOKENS, device)
 
 
 def return_correlation(critic, branches, device):

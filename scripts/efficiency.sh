@@ -138,7 +138,7 @@ arm() {                                                              # SEED SIZE
             policy "$4" "$3" --num-trajectories "$2" "${@:5}" ;;
     esac
 }
-export -f step result_of tasks train critic evaluate policy offline sweet_flags prepare arm
+export -f step result_of tasks train critic evaluate train_policy policy offline sweet_flags prepare arm
 
 for seed in $seeds; do echo "offline $seed"; done | two_at_a_time
 for seed in $seeds; do

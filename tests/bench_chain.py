@@ -76,12 +76,12 @@ def stages(out, domain, tasks, test_tasks):
 def parts_of(profile):
     """[(name, seconds)] of PARTS that a stage has spent time in, by its profile."""
     seconds = []
-    times = pstats.Stats(str(profile)).stats                        # {(file, line, function): (…, …, own, with calls, …)}
+    times = pstats.Stats(str(profile)).stats                        # {(file, line, function): five numbers}
     for name, functions in PARTS:
         spent = 0
-        for (file, _, function), numbers in times.items():
+        for (file, _, function), (_, _, _, with_calls, _) in times.items():
             if any(file.endswith(end) and function == called for end, called in functions):
-                spent += numbers[3]
+                spent += with_calls
         if spent:
             seconds.append((name, spent))
     return seconds

@@ -70,7 +70,7 @@ def train_ours(pairs, args):
         item = [common.Row([*prompt, *sum(actions, [])], [-1] * len(prompt) + turns, len(prompt))]
         examples.append(common.Example([item], [((0, 2 * n), (0, 2 * n + 1)) for n in range(together)], ""))
     begin = time.process_time()
-    ref_scores = common.example_scores(without_adapter(scorer), examples, 4096, "cpu")
+    ref_outputs = common.example_outputs(without_adapter(scorer), examples, 4096, "cpu")
     reference_s = time.process_time() - begin
     optimizer = adamw(scorer, 1e-6, 0.0)
     scorer.train()
@@ -79,7 +79,7 @@ def train_ours(pairs, args):
         begin, batch = time.process_time(), slice(step * size, (step + 1) * size)
         sides = common.batch_pairs(examples[batch])
         logps = common.chosen_and_rejected(scorer(common.collate(common.items_of(examples[batch]))), sides)
-        ref_logps = common.chosen_and_rejected(common.padded_scores(ref_scores[batch], "cpu"), sides)
+        ref_logps = common.chosen_and_rejected(common.padded_outputs(ref_outputs[batch], "cpu"), sides)
         loss = policy_stage.dpo_loss(*logps, *ref_logps, 0.1)[0].mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(scorer.parameters(), 1.0)

@@ -156,7 +156,7 @@ def test_batching_and_padding_change_nothing(tiny):
         together = common.Scorer(model)(common.collate(items))
         alone = torch.cat([common.Scorer(model)(common.collate([item])) for item in items])
     torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
-    listed = common.turn_scores_of(common.Scorer(model), items, 20, "cpu")
+    listed = common.turn_outputs(common.Scorer(model), items, 20, "cpu")
     torch.testing.assert_close(torch.stack(listed), alone, atol=1e-4, rtol=0)
 
 

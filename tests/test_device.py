@@ -75,7 +75,7 @@ def test_a_part_of_a_batch_that_stays_on_the_cpu_is_refused(fake_cuda, monkeypat
 SCORING = {
     "common.py:collate to the device",                  # a batch's tensors
     "common.py:action_tokens nonzero",                  # twice a pass
-    "common.py:turn_scores_of cpu"}                     # a batch's scores
+    "common.py:turn_outputs cpu"}                     # a batch's scores
 PACKED = {"common.py:hidden_states item"}               # of rows, not of trees: transformers asks for packed rows
 STEP = SCORING | {
     "lib/training.py:rank_batches to the device",
@@ -95,15 +95,15 @@ FILES = {
     "lib/models.py:<dictcomp> cpu", "lib/training.py:check_weights item", "lib/adapters.py:set_adapter to the device",
     "lib/training.py:<dictcomp> cpu"}
 PINNED = {
-    "critic": STEP | PACKED | {"03_train_critic.py:main item", "common.py:padded_scores to the device"},
+    "critic": STEP | PACKED | {"03_train_critic.py:train item", "common.py:padded_outputs to the device"},
     "value critic": (STEP | PACKED) - {"lib/training.py:preference_numbers tolist"} | {
-        "03_train_critic.py:main to the device", "03_train_critic.py:main item",
+        "03_train_critic.py:train to the device", "03_train_critic.py:train item",
         "03_train_critic.py:value_batch_loss item"},
     "sweet": STEP | ENGINE | {
-        "04_train_policy.py:main item", "common.py:padded_scores to the device",
+        "04_train_policy.py:train item", "common.py:padded_outputs to the device",
         "04_train_policy.py:batch_loss to the device", "04_train_policy.py:batch_loss repeat_interleave"},
     "mtdpo, LoRA": STEP | PACKED | {
-        "04_train_policy.py:main item", "common.py:padded_scores to the device",
+        "04_train_policy.py:train item", "common.py:padded_outputs to the device",
         "04_train_policy.py:batch_loss to the device", "04_train_policy.py:batch_loss repeat_interleave"},
     "rollout": SCORING | ENGINE | {"lib/runtime.py:reduce_sums to the device", "lib/runtime.py:reduce_sums tolist"}}
 
@@ -204,9 +204,9 @@ def test_waits_do_not_grow_with_layers_or_examples(card):
     """models/tiny has three layers; a micro-batch has two examples."""
     _, logs = card
     waits = logs["critic"]["waits"]
-    num_micro_batches = waits["03_train_critic.py:main item"]
+    num_micro_batches = waits["03_train_critic.py:train item"]
     assert waits["lib/training.py:num_tokens tolist"] == num_micro_batches
-    assert waits["common.py:padded_scores to the device"] == num_micro_batches
+    assert waits["common.py:padded_outputs to the device"] == num_micro_batches
     waits = logs["sweet"]["waits"]
     assert waits["lib/engine.py:sample tolist"] == waits["lib/engine.py:decode to the device"]
     assert waits["lib/engine.py:copy_rows to the device"] < 4 * waits["lib/engine.py:sample tolist"]

@@ -178,7 +178,7 @@ def test_the_head_sees_the_mean_over_all_tokens_and_padding_changes_nothing(seei
         assert batch.lengths.tolist() == [[len(row.ids) for row in items[0]], [len(items[1][0].ids), 0]]
         assert means[1, 1].abs().max() == 0
         for item, row in zip(items, values):
-            alone = common.turn_scores_of(scorer, [item], 1, "cpu")[0]
+            alone = common.turn_outputs(scorer, [item], 1, "cpu")[0]
             torch.testing.assert_close(alone, row[:len(item)], atol=1e-5, rtol=1e-5)
 
 
