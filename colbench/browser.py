@@ -115,13 +115,21 @@ def local_file(url):
 def style_rules(path):
     """[(text, the sets of classes, one of which an element needs)] of a minified style sheet's rules; what opens or
     closes a block, or needs no class, has an empty set."""
-    def needs(part):
-        selectors = re.sub(r"/\*.*?\*/", "", part.partition("{")[0]) if part[0] not in "@}" else ""
-        return [frozenset(name.replace("\\", "").lower() for name in re.findall(r"\.((?:\\.|[\w-])+)", selector))
-                for selector in selectors.split(",")]
     parts = re.findall(r"@media[^{]*\{|@[\w-]*keyframes[^{]*\{(?:[^{}]*\{[^}]*\})*\}|[^{}]+\{[^}]*\}|\}",
                        path.read_text("utf-8"))
-    return [(part, needs(part)) for part in parts]
+    return [(part, needed_classes(part)) for part in parts]
+
+
+def needed_classes(part):
+    """Of each selector of a rule the set of the classes that it names."""
+    selectors = ""
+    if part[0] not in "@}":
+        selectors = re.sub(r"/\*.*?\*/", "", part.partition("{")[0])
+    needs = []
+    for selector in selectors.split(","):
+        names = re.findall(r"\.((?:\\.|[\w-])+)", selector)
+        needs.append(frozenset(name.replace("\\", "").lower() for name in names))
+    return needs
 
 
 def style_sheet(path, page):
@@ -130,20 +138,29 @@ def style_sheet(path, page):
     if re.search(r"<script|\bon\w+\s*=|javascript:|srcdoc|integrity", page, re.IGNORECASE):
         return path.read_text("utf-8")
     words = set(re.split(r"[\s\"'<>=]+", unescape(page).lower()))
-    return "".join(text for text, needs in style_rules(path) if any(names <= words for names in needs))
+    texts = []
+    for text, needs in style_rules(path):
+        if any(names <= words for names in needs):
+            texts.append(text)
+    return "".join(texts)
 
 
 def write_fonts(folder):
     """Write fonts.conf into `folder`: Liberation alone, for every name; returns its path, None without Liberation."""
     roots = "/usr/share/fonts", "/usr/local/share/fonts", "~/.local/share/fonts", "~/.fonts", "/Library/Fonts"
-    folders = sorted({f"<dir>{path.parent}</dir>" for root in roots
-                      for path in pathlib.Path(root).expanduser().rglob("LiberationSans-Regular.*")})
+    folders = set()
+    for root in roots:
+        for path in pathlib.Path(root).expanduser().rglob("LiberationSans-Regular.*"):
+            folders.add(f"<dir>{path.parent}</dir>")
     if not folders:
         return None
-    aliases = [f'<alias binding="same"><family>{name.replace("_", " ")}</family><prefer><family>Liberation {kind}'
-               "</family></prefer></alias>" for kind, names in FONT_NAMES.items() for name in names.split()]
+    aliases = []
+    for kind, names in FONT_NAMES.items():
+        for name in names.split():
+            aliases.append(f'<alias binding="same"><family>{name.replace("_", " ")}</family><prefer><family>Liberation '
+                           f"{kind}</family></prefer></alias>")
     path = pathlib.Path(folder, "fonts.conf")
-    path.write_text(FONTS.format(folders="".join(folders), cache=folder, aliases="".join(aliases)))
+    path.write_text(FONTS.format(folders="".join(sorted(folders)), cache=folder, aliases="".join(aliases)))
     return path
 
 
