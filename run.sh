@@ -3,7 +3,8 @@
 # Makes .venv, then tasks, offline dialogues of the shipped base model (models/tiny), the critic, the policies (SWEET,
 # multi-turn DPO, rejection fine-tuning), dialogues of each on test tasks, and the evaluation. A second call resumes.
 # All methods learn from 320 dialogues (80 tasks; pages: 480). SWEET uses all of their turns.
-# OUT (out), ROUNDS (8) and sizes can be set from outside; for a quick look: TRAIN_TASKS=40 TEST_TASKS=20 bash run.sh
+# OUT (out), ROUNDS (8) and sizes can be set from outside. To see that it runs: TRAIN_TASKS=40 TEST_TASKS=20 bash run.sh
+# (20 test tasks say nothing about the methods: their intervals are ±.13, and any order comes up.)
 #
 # Web pages: bash run.sh --domain frontend [SEED]   (template pages, results in out/frontend; needs Chromium, which is
 # installed where this runs as root on Debian)
@@ -41,6 +42,7 @@ files=() report=$out/report
 for name in base rft mtdpo sweet; do files+=("$name=$out/$name.jsonl"); done
 # Alone on the machine by now: both cores.
 export OMP_NUM_THREADS=2
+# A check of the base model: is a good turn likelier where c is in front of the dialogue?
 [ $domain = frontend ] || $py scripts/critics.py --trajectories "$out/base.jsonl" --gates $base --out "$out/gates"
 $py 05_evaluate.py "${files[@]}" --baseline mtdpo $similarity --critic "$out/critic" \
     --candidates "$out/sweet" --out "$report" | tee -a "$out/evaluate.log"

@@ -705,7 +705,17 @@ def current_versions():
         "sweet-rl": VERSION,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
-        "transformers": importlib.metadata.version("transformers")}
+        "transformers": importlib.metadata.version("transformers"),
+        "code": code_digest()}
+
+
+def code_digest():
+    """A digest of the texts of the file that was started, 04 or a fork of it, say, and of common.py."""
+    digest = hashlib.sha256()
+    for path in (pathlib.Path(sys.argv[0]), pathlib.Path(__file__).parents[1] / "common.py"):
+        if path.is_file():
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def say_other_versions(out, versions_before):
@@ -713,7 +723,11 @@ def say_other_versions(out, versions_before):
     differences = []
     for name, version in current_versions().items():
         version_before = str(versions_before.get(name, version))
-        if version_before != version:
+        if version_before == version:
+            continue
+        if name == "code":
+            differences.append(f"another text of {stage_name()} or common.py (--overwrite makes it again)")
+        else:
             differences.append(f"{name} {version_before[:80]}, now {version}")
     if differences:
         say(f"{out}: begun with {'; '.join(differences)}")

@@ -79,16 +79,18 @@ few_dialogues() {
     esac
 }
 
-# Runs a command, its output in a log; shows where it failed, and how long it took.
+# Runs a command, its output in a log; shows where it failed, how long it took, and what an earlier run had otherwise.
 step() {                                                             # NAME COMMAND…
-    local name=$1 begin=$SECONDS
+    local name=$1 begin=$SECONDS size
     shift
+    size=$(stat -c %s "$out/$name.log" 2> /dev/null || echo 0)
     if ! "$@" >> "$out/$name.log" 2>&1; then
         tail -n 20 "$out/$name.log" >&2
         echo "failed: $name (whole log: $out/$name.log)" >&2
         return 1
     fi
     printf '%-36s %4d s  %s\n' "$out/$name" $((SECONDS - begin)) "$(result_of "$out/$name.log")"
+    tail -c +$((size + 1)) "$out/$name.log" | grep ': begun with ' || true
 }
 two_at_a_time() { xargs -P 2 -d '\n' -I{} bash -euo pipefail -c '{}'; }                       # lines of commands
 result_of() { grep -E '^(success|[a-z]+ similarity|held-out|writes) ' "$1" | tail -n 1; }    # the last result in a log

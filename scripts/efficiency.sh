@@ -21,7 +21,8 @@
 # The arms with all turns are played with at most MOST_ALL_TURNS dialogues (320): their cost grows with the turns.
 # SEARCH=1 plays every rate of an arm (RATES, or three about what the arm's method is known to need; mtdpo: with each of
 # EPOCHS, 2 4 8) on validation tasks (VALIDATION_TASKS, 300; one dialogue each) instead: seed 9 and size 320, unless
-# named. Its table is kept as docs/grid_efficiency.csv, that of queries as docs/grid_efficiency_sql.csv.
+# named. Its table is out/efficiency-search/table.csv. Ours: docs/grid_efficiency.csv, docs/grid_efficiency_sql.csv.
+# To play an arm again with other settings or other code: rm -r out/efficiency/seed*/NAME@*
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/chain.sh

@@ -106,8 +106,10 @@ def test_every_command_parses(name):
             copies[words[1]] = words[0]
         elif program in ("python", "torchrun") and "-m" in words:
             at = words.index("-m") + 1
-            assert words[at].removeprefix("examples.") in FORKS and (at == 1 or program == "torchrun")
-            assert fork(words[at].removeprefix("examples.")).parse_args(words[at + 1:]).out
+            assert at == 1 or program == "torchrun"
+            copied = copies.get(words[at].replace(".", "/") + ".py")
+            module = stage(number_of(copied)) if copied else fork(words[at].removeprefix("examples."))
+            assert module.parse_args(words[at + 1:]).out
         elif program in ("bash", "python") and not (script := copies.get(words[0], words[0])).startswith("0"):
             assert (ROOT / script).is_file(), script
             source = (ROOT / script).read_text()

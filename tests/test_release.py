@@ -44,7 +44,8 @@ def output_of(arguments, folder):
 
 def test_args_json_keeps_the_version(tmp_path):
     versions = output_of(0, tmp_path)["versions"]
-    assert versions["sweet-rl"] == lib.VERSION and set(versions) == {"sweet-rl", "python", "torch", "transformers"}
+    assert versions["sweet-rl"] == lib.VERSION
+    assert set(versions) == {"sweet-rl", "python", "torch", "transformers", "code"}
 
 
 def test_another_version_goes_on_with_the_same_output_and_says_so(tmp_path, monkeypatch, capsys):
@@ -66,6 +67,23 @@ def test_a_finished_output_of_another_version_is_done(tmp_path, monkeypatch, cap
     monkeypatch.setattr(runtime, "VERSION", "9.8.7")
     assert runtime.is_done(argparse.Namespace(out=str(path), seed=0, overwrite=False), path, [])
     assert f"begun with sweet-rl {lib.VERSION}, now 9.8.7\n" in capsys.readouterr().out
+
+
+def test_an_output_of_a_changed_fork_says_so(tmp_path, monkeypatch, capsys):
+    fork = tmp_path / "mine.py"
+    fork.write_text("x = 1\n")
+    monkeypatch.setattr(sys, "argv", [str(fork)])
+    output_of(0, tmp_path)
+    path = tmp_path / "rows.jsonl"
+    path.write_text("{}\n")
+    args = argparse.Namespace(out=str(path), seed=0, overwrite=False)
+    capsys.readouterr()
+    assert runtime.is_done(args, path, []) and "begun with" not in capsys.readouterr().out
+    fork.write_text("x = 2\n")
+    assert runtime.is_done(args, path, [])
+    assert capsys.readouterr().out == (
+        f"{path}: begun with another text of mine.py or common.py (--overwrite makes it again)\n"
+        f"{path}: done already by the same command\n")
 
 
 def test_outputs_that_keep_no_version_are_taken_for_those_of_today(tmp_path, capsys):
