@@ -98,8 +98,10 @@ def main():
         profile, measured = f"{out}/profile", []
         for name, words in stages(out, args.domain, args.tasks, args.test_tasks):
             begin = time.perf_counter()
-            subprocess.run([sys.executable, "-m", "cProfile", "-o", profile, *words], cwd=ROOT, env=environment,
-                           check=True, stdout=subprocess.DEVNULL)
+            process = subprocess.run([sys.executable, "-m", "cProfile", "-o", profile, *words], cwd=ROOT, text=True,
+                                     env=environment, capture_output=True)
+            if process.returncode:
+                sys.exit(f"{' '.join(words)}: {process.stderr}")
             measured.append((name, time.perf_counter() - begin, parts_of(profile)))
     total = sum(seconds for _, seconds, _ in measured)
     print(f"{total:.0f} s of one core in all")
