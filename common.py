@@ -660,7 +660,7 @@ def chunks_of(items, max_tokens):
 
 
 def example_outputs(scorer, examples, max_tokens, device):
-    """turn_outputs every example's items: a list of tensors (turns,) for each example."""
+    """turn_outputs of every example's items: a list of tensors (turns,) for each example."""
     outputs = iter(turn_outputs(scorer, items_of(examples), max_tokens, device))
     return [list(itertools.islice(outputs, len(example.items))) for example in examples]
 
