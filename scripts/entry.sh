@@ -15,12 +15,12 @@ ranks=$torchrun
 step rollout-offline $ranks $rollout --tasks "$out/tasks.jsonl" --agent "$base" --samples 4 --seed "$seed" \
     --out "$out/offline.jsonl"
 case $method in
-    mtdpo) ranks= ; step agent train 04_train_policy.py --method mtdpo $mtdpo_settings --out "$out/agent" ;;
+    mtdpo) ranks= ; train_policy agent mtdpo ;;
     sweet | printed)
         critic critic
         ranks=
         reference=
         [ "$method" = sweet ] || reference="--reference informed"
-        step agent train 04_train_policy.py --method sweet $sweet_settings --critic "$out/critic" $reference --out "$out/agent" ;;
+        train_policy agent sweet --critic "$out/critic" $reference ;;
     *) echo "error: $method: METHOD is mtdpo, sweet or printed" >&2; exit 2 ;;
 esac

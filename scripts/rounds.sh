@@ -21,8 +21,9 @@
 # RATES="3e-5 1e-4" plays each learning rate of the policy in place of METHOD_settings, as NAME_RATE (with
 # LATER_FLAGS= in every round).
 # SPLIT=validation plays validation tasks (VALIDATION_TASKS, 300) instead of test tasks (TEST_TASKS, 300): for choosing.
-# The tables out/rounds/table.csv and out/rounds-validation/table.csv are kept as docs/rounds.csv and docs/grid_rounds.csv,
-# those of queries as docs/rounds_sql.csv and docs/grid_rounds_sql.csv.
+# The tables are out/rounds/table.csv and out/rounds-validation/table.csv. Kept: docs/grid_rounds_320.csv and
+# docs/grid_rounds_sql_320.csv; of 748f4b3 (200 tasks, a tenth of the turns) docs/rounds.csv, docs/grid_rounds.csv,
+# docs/rounds_sql.csv and docs/grid_rounds_sql.csv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/chain.sh
@@ -43,9 +44,10 @@ if [[ ! ${CRITIC_DATA:-all} =~ ^(new|all)$ || ! $split =~ ^(test|validation)$ ]]
 fi
 set_up_domain
 [ $split = test ] || results=$results-$split
-# The first round has the settings that scripts/efficiency.sh found for so many dialogues, later ones the best that was
-# tried on validation tasks (docs/grid_rounds.csv, docs/grid_rounds_sql.csv). Those of grpo, grpo-critic and distill were
-# searched with 200 tasks a round.
+# The first round has the settings that scripts/efficiency.sh found for so many dialogues. Later ones: of functions for
+# mtdpo and sweet the best that was tried on validation tasks (docs/grid_rounds_320.csv). All else was searched with 200
+# tasks a round, 125 with queries (docs/grid_rounds.csv, docs/grid_rounds_sql.csv). With 80 tasks of queries mtdpo's own
+# rate was the better one in later rounds, and no rate of sweet held its first round (docs/grid_rounds_sql_320.csv).
 few_dialogues
 rft_later="--lr 1e-3" mtdpo_later="--lr 1e-4" sweet_later="--lr 1e-5"
 grpo_settings="--lr 3e-4 --epochs 2" grpo_later=

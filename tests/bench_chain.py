@@ -32,8 +32,8 @@ PARTS = [
     ("page", [("report.py", "write_report")])]
 
 
-def settings(domain, tasks, test_tasks):
-    """What scripts/chain.sh sets for so many tasks: {name: words}."""
+def settings(domain):
+    """What scripts/chain.sh sets for run.sh: {name: words}."""
     names = "base rollout critic_settings rft_settings mtdpo_settings sweet_settings".split()
     shown = " ".join(f'"${name}"' for name in names)
     script = f". scripts/chain.sh; take_domain --domain {domain}; set_up_domain; few_dialogues; printf '%s\\n' {shown}"
@@ -43,7 +43,7 @@ def settings(domain, tasks, test_tasks):
 
 def stages(out, domain, tasks, test_tasks):
     """[(name, words of the command)] of run.sh, in its order."""
-    chain = settings(domain, tasks, test_tasks)
+    chain = settings(domain)
     [base] = chain["base"]
     make = ["01_generate_tasks.py", "--domain", domain]
     train = ["--trajectories", f"{out}/offline.jsonl", "--model", base]
