@@ -23,6 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
+from processes import import_what_stages_need
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 aten = torch.ops.aten
 COPIES = {aten._to_copy.default, aten.copy_.default}
@@ -92,11 +94,13 @@ def as_tensors(index, device):
 
 def count(what):
     """Note who waits for the device: the innermost frame of this repository."""
-    for frame in reversed(traceback.extract_stack()):
-        path = pathlib.Path(frame.filename)
+    frame = sys._getframe(1)
+    while frame:
+        path = pathlib.Path(frame.f_code.co_filename)
         if path.is_relative_to(ROOT) and path.name != "card.py" and ".venv" not in path.parts:
-            waits[f"{path.relative_to(ROOT)}:{frame.name} {what}"] += 1
+            waits[f"{path.relative_to(ROOT)}:{frame.f_code.co_name} {what}"] += 1
             return
+        frame = frame.f_back
 
 
 def check_devices(function, args, tensors):
@@ -188,8 +192,7 @@ def run(stage, argv, log, mutant):
 def main():
     runs = json.loads(pathlib.Path(sys.argv[1]).read_text())
     _setup_privateuseone_for_python_backend("card")
-    sys.path.insert(0, str(ROOT))
-    import processes  # noqa: F401  imports what stages need, once
+    import_what_stages_need()                                        # once for all forks
     for options in runs:
         pid = os.fork()
         if pid == 0:

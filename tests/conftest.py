@@ -2,6 +2,7 @@
 import atexit
 import fcntl
 import functools
+import hashlib
 import importlib
 import json
 import os
@@ -120,6 +121,39 @@ def run(script, *arguments, ranks=1):
         statuses = [wait(pid) for pid in pids]
         texts = [pathlib.Path(folder, f"0.{name}").read_text() for name in ("out", "err")]
         return subprocess.CompletedProcess([script, *arguments], max(statuses, key=abs), *texts)
+
+
+# Stands for .venv/bin/python: has the server of processes.py start the process, which takes 4 s of imports less.
+FORK = f"#!{sys.executable} -IS\n" + """
+import os, signal, sys
+sys.path.insert(0, {tests!r})
+from processes import start
+words = sys.argv[2:] if sys.argv[1] == "-u" else sys.argv[1:]                  # torchrun asks for no buffers
+with start(os.environ["TEST_PROCESSES"], words, os.getcwd(), dict(os.environ), [0, 1, 2]) as answer:
+    pid = int(answer.readline())
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGTERM))
+    status = int(answer.readline())
+sys.exit(status if status >= 0 else 128 - status)
+""".format(tests=str(ROOT / "tests"))
+TORCHRUN = """#!/bin/sh
+export PYTHON_EXEC="$(dirname "$0")/python"
+exec "$PYTHON_EXEC" -m torch.distributed.run "$@"
+"""
+
+
+def checkout_with_forks(folder):
+    """Makes `folder` a checkout for shell scripts whose stages start as forks; torch's own agent starts ranks."""
+    processes()
+    for path in ROOT.iterdir():
+        if path.name not in (".git", ".venv", "out"):
+            (folder / path.name).symlink_to(path)
+    (folder / ".venv" / "bin").mkdir(parents=True)
+    requirements = hashlib.sha256((ROOT / "requirements.txt").read_bytes()).hexdigest()
+    (folder / ".venv" / f"installed-{requirements[:16]}").touch()                  # the tests' own environment has them
+    for name, text in (("python", FORK), ("torchrun", TORCHRUN)):
+        (folder / ".venv" / "bin" / name).write_text(text)
+        (folder / ".venv" / "bin" / name).chmod(0o755)
+    return folder
 
 
 def succeed(script, *arguments, **options):

@@ -1,31 +1,12 @@
 """All stages together: run.sh in small, exit statuses."""
-import hashlib
 import json
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 
-from conftest import ROOT, run, stage
-
-# Stands for .venv/bin/python: has the server of processes.py start the process, which takes 4 s of imports less.
-FORK = f"#!{sys.executable} -IS\n" + """
-import os, signal, sys
-sys.path.insert(0, {tests!r})
-from processes import start
-words = sys.argv[2:] if sys.argv[1] == "-u" else sys.argv[1:]                  # torchrun asks for no buffers
-with start(os.environ["TEST_PROCESSES"], words, os.getcwd(), dict(os.environ), [0, 1, 2]) as answer:
-    pid = int(answer.readline())
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGTERM))
-    status = int(answer.readline())
-sys.exit(status if status >= 0 else 128 - status)
-""".format(tests=str(ROOT / "tests"))
-TORCHRUN = """#!/bin/sh
-export PYTHON_EXEC="$(dirname "$0")/python"
-exec "$PYTHON_EXEC" -m torch.distributed.run "$@"
-"""
+from conftest import checkout_with_forks, ROOT, run, stage
 
 
 @pytest.fixture(scope="module")
@@ -33,16 +14,7 @@ def run_sh(tmp_path_factory):
     """run.sh in small, twice, in a copy of the checkout whose stages start as forks; torch's own agent starts ranks.
 
     Gives its folder, what each call printed, and the weights that stood there between the two, with their times."""
-    checkout = tmp_path_factory.mktemp("checkout")
-    for path in ROOT.iterdir():
-        if path.name not in (".git", ".venv", "out"):
-            (checkout / path.name).symlink_to(path)
-    (checkout / ".venv" / "bin").mkdir(parents=True)
-    requirements = hashlib.sha256((ROOT / "requirements.txt").read_bytes()).hexdigest()
-    (checkout / ".venv" / f"installed-{requirements[:16]}").touch()                # the tests' own environment has them
-    for name, text in (("python", FORK), ("torchrun", TORCHRUN)):
-        (checkout / ".venv" / "bin" / name).write_text(text)
-        (checkout / ".venv" / "bin" / name).chmod(0o755)
+    checkout = checkout_with_forks(tmp_path_factory.mktemp("checkout"))
     environment = {**os.environ, "TRAIN_TASKS": "5", "TEST_TASKS": "4"}
 
     def call():

@@ -250,7 +250,9 @@ def test_the_tables_of_few_dialogues_show_the_figures_of_their_picture():
         mean, low, high = (f"{float(row[key]):.3f}"[1:] for key in ("success", "low", "high"))
         line = rf"^\| {row['method']} \| {int(row['dialogues']):,} \| (\*\*)?{mean}(\*\*)? \[{low}, {high}\]"
         for page in ("README.md", "docs/results.md"):
-            assert re.search(line, PAGES[page], re.MULTILINE) or page == "README.md" and row["dialogues"] == "80"
+            is_left_out = page == "README.md" and (
+                row["dialogues"] == "80" or row["method"] not in ("multi-turn DPO", "SWEET-RL, all turns"))
+            assert is_left_out or re.search(line, PAGES[page], re.MULTILINE)
 
 
 def commands_of(environment, folder):
@@ -267,7 +269,7 @@ def test_every_row_runs_small(tmp_path, workspace):
     """Two tasks' worth of everything; BIG has another tokenizer, so that its dialogues are rendered again."""
     environment = (f"export DATA='--num-tasks 12' K=3 NS=2 SIZES=18 BIG={workspace}/model "
                    "ROLL='--max-rounds 8 --max-new-tokens 100' CRITIC='--lr 3e-4 --max-steps 1 --held-out-frac 0' "
-                   "SWEET='--max-steps 1 --max-new-tokens 100 --num-candidates 4 --data-frac 0.2' "
+                   "SWEET='--max-steps 1 --max-new-tokens 30 --num-candidates 4 --pairs-per-turn 1 --data-frac 0.1' "
                    "MTDPO='--max-steps 1' RFT='--max-steps 1'")
     for words in commands_of(environment, tmp_path):
         if words[0] != "05_evaluate.py":

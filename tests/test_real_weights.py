@@ -55,7 +55,7 @@ def test_smollm2_trains_for_a_step(english):
         "head": "lm", "normalize": "turn", "privileged": True, "reference": str(english / "weights")}))
     succeed("04_train_policy.py", "--trajectories", english / "offline.jsonl", "--model", english / "weights",
             "--max-steps", 1, "--batch-size", 1, "--log-every", 1, "--method", "sweet",
-            "--critic", english / "weights", "--data-frac", 0.5, "--num-candidates", 8, "--max-new-tokens", 64,
+            "--critic", english / "weights", "--data-frac", 0.5, "--num-candidates", 4, "--max-new-tokens", 24,
             "--out", english / "policy")
     assert [row["step"] for row in read(english / "policy" / "metrics.jsonl")] == [1]
     assert (english / "policy" / "config.json").exists()

@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT, stage
+from conftest import checkout_with_forks, ROOT, stage
 
 STAND_IN = f'#!{sys.executable} -IS\n' + '''
 import fcntl, json, os, pathlib, sys
@@ -488,11 +488,13 @@ def test_an_entry_leaves_its_agent_and_all_of_its_dialogues_in_its_folder(call, 
 def record(tmp_path_factory):
     """What scripts/record.sh prints of two seeds, whose command plays two dialogues and takes the base as it is."""
     folder = tmp_path_factory.mktemp("record")
+    (folder / "checkout").mkdir()
     command = (".venv/bin/python 02_rollout.py --simulator rules --max-rounds 8 --max-new-tokens 20 --agent script "
                '--tasks "$TRAIN" --out "$OUT/played.jsonl" && cp -r "$BASE" "$OUT/agent"')
     environment = {**os.environ, "OUT": str(folder), "SEEDS": "20 21", "TEST_TASKS": "4", "NUM_TRAIN": "2"}
-    process = subprocess.run(["bash", "scripts/record.sh", "plain", "bash", "-c", command], cwd=ROOT, text=True,
-                             capture_output=True, timeout=600, env=environment)
+    process = subprocess.run(["bash", "scripts/record.sh", "plain", "bash", "-c", command], text=True,
+                             cwd=checkout_with_forks(folder / "checkout"), capture_output=True, timeout=600,
+                             env=environment)
     assert process.returncode == 0, process.stdout + process.stderr
     return folder, process.stdout
 
