@@ -196,7 +196,7 @@ def train(scorer, examples, ref_or_return, args, run, costs):
     batches = training.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
     steps_an_epoch = math.ceil(len(examples) / args.batch_size)
     say(f"{len(examples):,} examples, {len(batches):,} steps of {args.batch_size}")
-    optimizer = training.adamw(scorer, args.lr, args.weight_decay)
+    optimizer = training.adamw(scorer, args.lr)
     checkpoints = training.Checkpoints(args.out, scorer, optimizer)
     first = checkpoints.load()
     open_track = functools.partial(Track, args.track, args.out, vars(args))
@@ -220,10 +220,10 @@ def train(scorer, examples, ref_or_return, args, run, costs):
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
             num_tokens = training.num_tokens(micro_examples, weights)
             sums.update(loss=loss.item(), **numbers, num_tokens=num_tokens)
-        lr = training.learning_rate(step, len(batches), args.lr, args.warmup_frac)
+        lr = training.learning_rate(step, len(batches), args.lr)
         tasks = [example.task_id for example in batch_examples]
         now = training.Step(step, len(batches), lr, tasks)
-        numbers = training.optimizer_step(scorer, optimizer, sums, now, args.max_grad_norm, args.out)
+        numbers = training.optimizer_step(scorer, optimizer, sums, now, args.out)
         done = step + 1
         log.step(done, **numbers)
         if done % args.save_every == 0 or done % steps_an_epoch == 0:

@@ -11,6 +11,8 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
                      log p(a | o_t, c) - log p(a | o_t)
                  Pairs of candidates and eq. 4 are 04's. So a question whose reply is known already is worth nothing.
                  The idea is that of arXiv 2602.12342 and 2510.14967, which reward turns of whole dialogues.
+                 With --answers-by-outcome no pair chooses an answer, except where the logged dialogue ended with a right
+                 one: a critic that sees c likes lucky guesses, which the agent cannot know. The paper chooses them, too.
 --method mtdpo   Multi-turn DPO: the same loss on pairs of trajectories of one task, all agent tokens summed.
 --method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (where returns are
                  graded: of the best trajectory of each task).
@@ -336,24 +338,49 @@ def candidate_says(row, candidate):
 # ---------------------------------------------------------------------------------------------------------------------
 # SWEET's third phase: pairs of candidates
 
-def candidate_pairs(row, pairs_per_turn, rng):
+def candidate_pairs(row, pairs_per_turn, rng, barred=()):
     """Pairs (better, worse) of candidate numbers: a random one of the better half, a random one of the worse.
 
     They are drawn with replacement, so a pair can be there twice. Candidates stopped by length are left out, and a pair
-    of twice the same text is none."""
+    of twice the same text is none. barred: numbers of candidates that no pair chooses."""
     order = [i for i, candidate in enumerate(row["candidates"]) if candidate["ended"]]
     rng.shuffle(order)                                                               # ties fall either way
     order.sort(key=lambda i: -row["advantages"][i])
     half = len(order) // 2
-    if half == 0:
+    better_half = [i for i in order[:half] if i not in barred]
+    if not better_half:
         return []
     pairs = []
     for _ in range(pairs_per_turn):
-        better = rng.choice(order[:half])
+        better = rng.choice(better_half)
         worse = rng.choice(order[-half:])
         if row["candidates"][better]["ids"] != row["candidates"][worse]["ids"]:
             pairs.append((better, worse))
     return pairs
+
+
+def turns_of_right_answers(trajectories, path):
+    """Names (name_of) of the turns whose logged answers were right: the last ones of successful dialogues.
+    InputError, which names the file `path`, where there is none."""
+    names = set()
+    for trajectory in trajectories:
+        if domain_of(trajectory["task"]).outcome(trajectory) == 1:
+            num_turns = sum(turn["role"] == "assistant" for turn in trajectory["dialogue_history"])
+            names.add((trajectory["task_id"], trajectory["sample"], num_turns - 1))
+    if not names:
+        raise InputError(f"{path}: --answers-by-outcome: no successful dialogue")
+    return names
+
+
+def answers_of(row):
+    """The numbers of the candidates that are answers, so that the dialogue would end with them."""
+    domain = domain_of(row["task"])
+    answers = []
+    for number, candidate in enumerate(row["candidates"]):
+        turn = {"role": "assistant", "content": candidate_says(row, candidate)}
+        if domain.answer_of([*row["history"], turn], False) is not None:
+            answers.append(number)
+    return answers
 
 
 def as_pair(row, chosen, rejected):
@@ -364,12 +391,16 @@ def as_pair(row, chosen, rejected):
     return pair
 
 
-def pairs_phase(rows, args, run):
-    """(rows of pairs.jsonl, why there are not more of them), of the rows of scored.jsonl; says what they are."""
+def pairs_phase(rows, right_turns, args, run):
+    """(rows of pairs.jsonl, why there are not more of them), of the rows of scored.jsonl; says what they are.
+    right_turns: where a pair may choose an answer (turns_of_right_answers); None: everywhere."""
     rng = random.Random(args.seed)
     pairs = []
     for row in rows:
-        for chosen, rejected in candidate_pairs(row, args.pairs_per_turn, rng):
+        barred = []
+        if right_turns is not None and name_of(row) not in right_turns:
+            barred = answers_of(row)
+        for chosen, rejected in candidate_pairs(row, args.pairs_per_turn, rng, barred):
             pairs.append(as_pair(row, chosen, rejected))
     num_cut = too_few = 0
     for row in rows:
@@ -378,12 +409,15 @@ def pairs_phase(rows, args, run):
         too_few += num_ended < 2
     num_asked = len(rows) * args.pairs_per_turn
     num_same = num_asked - too_few * args.pairs_per_turn - len(pairs)
-    say(f"{len(pairs):,} pairs of {num_asked:,} asked for; {num_same:,} were twice the same text, {num_cut:,} "
+    same = "twice the same text"
+    if right_turns is not None:
+        same += " or had only answers to choose (--answers-by-outcome)"
+    say(f"{len(pairs):,} pairs of {num_asked:,} asked for; {num_same:,} were {same}, {num_cut:,} "
         f"candidates stopped by --max-new-tokens were left out, so that {too_few:,} of {len(rows):,} turns had no two")
     if run.rank == 0:
         write_jsonl(pathlib.Path(args.out) / "pairs.jsonl", pairs)
     say(*kind_lines(rows, pairs))
-    missing = (f"of {num_asked:,} pairs asked for {num_same:,} are twice the same text, "
+    missing = (f"of {num_asked:,} pairs asked for {num_same:,} are {same}, "
                f"{too_few * args.pairs_per_turn:,} are of turns with fewer than two candidates that --max-new-tokens "
                f"{args.max_new_tokens} did not stop")
     return pairs, missing
@@ -408,8 +442,8 @@ def drop_long_pairs(pairs, tokenizer, max_length):
 # ---------------------------------------------------------------------------------------------------------------------
 # examples: what the loop trains on
 
-def sweet_examples(states, critic, tokenizer, args, run, costs):
-    """Examples of pairs of actions: run the three phases, or read what an earlier run left of them.
+def scored_candidates(states, critic, tokenizer, args, run, costs):
+    """Rows of scored.jsonl: run the first two phases, or read what an earlier run left of them.
 
     The models of a phase are freed before those of the next one are loaded (gc.collect)."""
     if not args.candidates:                                          # read_candidates has given them already
@@ -417,7 +451,12 @@ def sweet_examples(states, critic, tokenizer, args, run, costs):
     gc.collect()
     rows = scores_phase(states, critic, tokenizer, args, run, costs)
     gc.collect()
-    pairs, missing = pairs_phase(rows, args, run)
+    return rows
+
+
+def sweet_examples(rows, right_turns, tokenizer, args, run):
+    """Examples of pairs of actions, of the rows of scored.jsonl. right_turns: see pairs_phase."""
+    pairs, missing = pairs_phase(rows, right_turns, args, run)
     fitting = drop_long_pairs(pairs, tokenizer, args.max_length)
     if not fitting:
         raise InputError(f"{args.trajectories}: no examples to train on: {missing}, {len(pairs):,} are longer than "
@@ -636,6 +675,8 @@ def parse_args(argv=None):
     group.add_argument("--pairs-per-turn", type=positive_int, default=4, help="DPO pairs a turn")
     group.add_argument("--answer-coef", type=non_negative_float, default=0.0, help="weight of the mean NLL of logged "
                        "right answers")
+    group.add_argument("--answers-by-outcome", action="store_true", help="no pair chooses an answer, except where the "
+                       "logged dialogue ended with a right one")
     group.add_argument("--temperature", type=temperature_flag, default=1.0, help="of the candidates")
     group.add_argument("--max-new-tokens", type=num_tokens_flag, default=1024, help="tokens of a candidate")
     group.add_argument("--candidates", type=text_flag, metavar="FILE", help="candidates.jsonl of another run of the "
@@ -651,7 +692,7 @@ def parse_args(argv=None):
     set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
     if args.method != "gain":
-        for flag in ("candidates", "sampler", "pairs_together", "answer_coef"):
+        for flag in ("candidates", "sampler", "pairs_together", "answer_coef", "answers_by_outcome"):
             if getattr(args, flag):
                 parser.error(f"--{flag.replace('_', '-')} goes with --method gain")
     if args.sampler and (args.candidates or not is_server(args.sampler)):
@@ -685,7 +726,7 @@ def train(scorer, examples, ref_outputs, args, run, costs):
     batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
     steps_an_epoch = math.ceil(len(examples) / batch_size)
     say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
-    optimizer = training.adamw(scorer, args.lr, args.weight_decay)
+    optimizer = training.adamw(scorer, args.lr)
     checkpoints = training.Checkpoints(args.out, scorer, optimizer)
     first = checkpoints.load()
     open_track = functools.partial(Track, args.track, args.out, vars(args))
@@ -707,10 +748,10 @@ def train(scorer, examples, ref_outputs, args, run, costs):
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
             num_tokens = training.num_tokens(micro_examples, weights)
             sums.update(loss=loss.item(), **numbers, num_tokens=num_tokens)
-        lr = training.learning_rate(step, len(batches), args.lr, args.warmup_frac)
+        lr = training.learning_rate(step, len(batches), args.lr)
         tasks = [example.task_id for example in batch_examples]
         now = training.Step(step, len(batches), lr, tasks)
-        numbers = training.optimizer_step(scorer, optimizer, sums, now, args.max_grad_norm, args.out)
+        numbers = training.optimizer_step(scorer, optimizer, sums, now, args.out)
         done = step + 1
         log.step(done, **numbers)
         if done % args.save_every == 0 or done % steps_an_epoch == 0:
@@ -732,7 +773,7 @@ def main(argv=None):
         return
     lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
     check_track(args.track)
-    if args.method in ("rft", "mtdpo") or args.answer_coef:
+    if args.method in ("rft", "mtdpo") or args.answer_coef or args.answers_by_outcome:
         common.fill_rewards(trajectories, common.scoring_world(domain, args.out, common.world_flags(args)))
     is_fresh = args.model == "tiny" and args.method == "sft"
     if is_fresh:
@@ -748,13 +789,17 @@ def main(argv=None):
             states = read_candidates(args.candidates, states, tokenizer, args.num_candidates)
         if args.answer_coef:
             answers = read_answers(trajectories, tokenizer, args)
+        right_turns = None
+        if args.answers_by_outcome:
+            right_turns = turns_of_right_answers(trajectories, args.trajectories)
     else:
         examples = BASELINES[args.method](trajectories, tokenizer, args)
         examples = training.drop_long(examples, args.max_length, args.trajectories)
     run = run._replace(run_id=begin_output(args, args.out, inputs, training.FILES))
     costs = Costs(args.out, run.device, folder=True)
     if args.method == "gain":
-        examples = sweet_examples(states, critic, tokenizer, args, run, costs)
+        rows = scored_candidates(states, critic, tokenizer, args, run, costs)
+        examples = sweet_examples(rows, right_turns, tokenizer, args, run)
         if args.answer_coef:
             examples = with_answers(examples, answers, args.seed)
         costs.record()

@@ -148,7 +148,8 @@ def add_training(parser, max_length):
     parser.add_argument("--model", type=text_flag, required=True,
                         help="the model to start from (folder, hub id, smollm2; sft: tiny)")
     parser.add_argument("--out", type=text_flag, required=True, help="folder to write")
-    parser.add_argument("--lr", type=number_flag(0, 1000), default=2e-7, help="peak learning rate")
+    parser.add_argument("--lr", type=number_flag(0, 1000), default=2e-7,
+                        help="peak learning rate, after 3 %% of the steps; a cosine then takes it to a tenth")
     parser.add_argument("--beta", type=non_negative_float, default=0.1, help="scale of the log-ratios in the loss")
     parser.add_argument("--nll-coef", type=non_negative_float, default=0.01,
                         help="weight of the chosen side's mean NLL")
@@ -162,12 +163,7 @@ def add_training(parser, max_length):
                        "(None: the domain's MIN_GAP or, without one, successes with the rest)")
     group.add_argument("--max-length", type=positive_int, default=max_length, help="drop what is longer "
                        "(tokens): trajectories; of SWEET's pairs, a prompt with one action")
-    group = parser.add_argument_group("the optimiser")
     group.add_argument("--max-steps", type=positive_int, help="stop (and end the schedule) after so many steps")
-    group.add_argument("--warmup-frac", type=share_flag, default=0.03,
-                       help="share of the steps with a rising learning rate, which then falls to a tenth (cosine)")
-    group.add_argument("--weight-decay", type=non_negative_float, default=0.0, help="of AdamW")
-    group.add_argument("--max-grad-norm", type=number_flag(0, MOST, above=True), default=1.0, help="gradient clipping")
     group = parser.add_argument_group("LoRA (needs peft)")
     group.add_argument("--lora", type=positive_int, metavar="RANK",
                        help="train an adapter of this rank; the model stays as it is, in --dtype")

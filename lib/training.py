@@ -81,13 +81,17 @@ def epoch_batches(num_items, batch_size, epochs, seed):
     return batches
 
 
+# What the paper leaves open, as the published runs have it
+WARMUP_FRAC = 0.03                                                  # of the steps, with a rising learning rate
 FINAL_LR_FRAC = 0.1                                                 # of the peak learning rate, where the cosine ends
 ADAM_BETAS = 0.9, 0.95
+WEIGHT_DECAY = 0.0
+MAX_GRAD_NORM = 1.0
 
 
-def learning_rate(step, num_steps, peak, warmup_frac):
-    """Linear warm-up over `warmup_frac` of the steps, then a cosine down to FINAL_LR_FRAC of the peak; step from 0."""
-    warmup = max(1, round(warmup_frac * num_steps))
+def learning_rate(step, num_steps, peak):
+    """Linear warm-up over WARMUP_FRAC of the steps, then a cosine down to FINAL_LR_FRAC of the peak; step from 0."""
+    warmup = max(1, round(WARMUP_FRAC * num_steps))
     if step < warmup:
         return peak * (step + 1) / warmup
     progress = (step - warmup) / max(1, num_steps - warmup)
@@ -140,11 +144,11 @@ def preference_numbers(chosen_rewards, rejected_rewards, nll, shares, dtype):
 Step = collections.namedtuple("Step", "number total lr task_ids")
 
 
-def optimizer_step(scorer, optimizer, sums, step, max_grad_norm, out):
+def optimizer_step(scorer, optimizer, sums, step, out):
     """One update. Returns numbers for the log: `sums` over all ranks, learning rate and gradient norm.
 
     InputError on all ranks, before anything is updated, where the loss or the norm is not finite."""
-    grad_norm = whole_tensor(torch.nn.utils.clip_grad_norm_(scorer.parameters(), max_grad_norm)).item()
+    grad_norm = whole_tensor(torch.nn.utils.clip_grad_norm_(scorer.parameters(), MAX_GRAD_NORM)).item()
     device = next(scorer.parameters()).device
     numbers = dict(zip(sums, reduce_sums(list(sums.values()), device)))
     if not (math.isfinite(numbers["loss"]) and math.isfinite(grad_norm)):
@@ -312,11 +316,11 @@ class StepLog:
         self.last, self.tokens = now, 0
 
 
-def adamw(scorer, lr, weight_decay):
+def adamw(scorer, lr):
     """AdamW of the parameters that are not frozen."""
     trained = [parameter for parameter in scorer.parameters() if parameter.requires_grad]
     # fused: makes no copies of all parameters
-    return torch.optim.AdamW(trained, lr=lr, betas=ADAM_BETAS, weight_decay=weight_decay, fused=True)
+    return torch.optim.AdamW(trained, lr=lr, betas=ADAM_BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
 
 def finish_training(out, scorer, tokenizer, merge):

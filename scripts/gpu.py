@@ -673,7 +673,7 @@ def train(settings, name, kind, with_lora=False):
                 f"{card_bytes(settings.device) / 1e9:.0f} GB", "plan_gb": size / 1e9}
     run = start(0)
     scorer = random_scorer(config, run, lora, plan.checkpointing)
-    optimizer = training.adamw(scorer, 1e-6, 0.0)
+    optimizer = training.adamw(scorer, 1e-6)
     examples = examples_to_train(kind, plan.num_examples, shapes, config.vocab_size)
     args = LossArgs(0.1, 0.01, "turn", "bfloat16", 0.0)
 
@@ -681,7 +681,7 @@ def train(settings, name, kind, with_lora=False):
         loss, numbers = micro_batch_loss(kind, scorer, examples, args, run.device)
         loss.backward()
         now = training.Step(0, 1, 1e-6, ["task"])
-        training.optimizer_step(scorer, optimizer, {"loss": loss.item(), **numbers}, now, 1.0, "gpu.py")
+        training.optimizer_step(scorer, optimizer, {"loss": loss.item(), **numbers}, now, "gpu.py")
     try:
         seconds = median_seconds(step, shapes.steps, settings.device)
     except torch.OutOfMemoryError:

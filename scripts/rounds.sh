@@ -44,17 +44,17 @@ if [[ ! ${CRITIC_DATA:-all} =~ ^(new|all)$ || ! $split =~ ^(test|validation)$ ]]
 fi
 set_up_domain
 [ $split = test ] || results=$results-$split
-# The first round has the settings that scripts/efficiency.sh found for so many dialogues. Later ones: of functions for
-# mtdpo and sweet the best that was tried on validation tasks (docs/grid_rounds_320.csv). All else was searched with 200
-# tasks a round, 125 with queries (docs/grid_rounds.csv, docs/grid_rounds_sql.csv). With 80 tasks of queries mtdpo's own
-# rate was the better one in later rounds, and no rate of sweet held its first round (docs/grid_rounds_sql_320.csv).
+# The first round has the settings that scripts/efficiency.sh found for so many dialogues; with queries sweet also has
+# --answers-by-outcome, without which its second round falls below its first. Later rounds of mtdpo and sweet have the
+# best that was tried on validation tasks (docs/grid_rounds_320.csv, docs/grid_rounds_sql_320.csv). The other methods
+# were searched with 200 tasks a round, 125 with queries (docs/grid_rounds.csv, docs/grid_rounds_sql.csv).
 few_dialogues
 rft_later="--lr 1e-3" mtdpo_later="--lr 1e-4" sweet_later="--lr 1e-5"
 grpo_settings="--lr 3e-4 --epochs 2" grpo_later=
 grpo_critic_settings="--lr 1e-3 --epochs 2" grpo_critic_later="--lr 3e-4"
 distill_settings="--lr 1e-3 --epochs 2" distill_later="--lr 3e-4"
 if [ $domain = sql ]; then
-    rft_later="--lr 3e-4" mtdpo_later="--lr 3e-5"
+    rft_later="--lr 3e-4" mtdpo_later= sweet_settings+=" --answers-by-outcome"
     grpo_critic_settings="--lr 3e-4 --epochs 2" grpo_critic_later="--lr 1e-4"
     distill_settings="--lr 3e-4 --epochs 2" distill_later="--lr 1e-4"
 fi

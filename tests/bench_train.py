@@ -72,7 +72,7 @@ def train_ours(pairs, args):
     begin = time.process_time()
     ref_outputs = common.example_outputs(without_adapter(scorer), examples, 4096, "cpu")
     reference_s = time.process_time() - begin
-    optimizer = adamw(scorer, 1e-6, 0.0)
+    optimizer = adamw(scorer, 1e-6)
     scorer.train()
     losses, steps, size = [], [], args.batch_size // together
     for step in range(args.steps):

@@ -49,7 +49,7 @@ def main():
             add_adapter(model.to(getattr(torch, dtype)), lora)
         scorer = common.shard_scorer(model, Runtime(0, world_size, torch.device("cpu")),
                                      Sharding(dtype, replicate, bool(checkpointing), "unused", 0))
-        optimizer = adamw(scorer.train(), 1e-4, 0.0)
+        optimizer = adamw(scorer.train(), 1e-4)
         step(8)                                                     # makes the optimiser's state
         step(tokens)
     events = sorted((event.start_ns(), event.nbytes()) for event in prof.profiler.kineto_results.events()

@@ -165,8 +165,8 @@ def test_presets_set_table_5_and_explicit_flags_win(capsys):
     for args, epochs in ((paper_backend, 4), (paper_frontend, 8)):
         assert (args.lr, args.beta, args.nll_coef, args.batch_size, args.epochs) == (2e-7, 0.1, 0.01, 8, epochs)
         assert args.min_gap is None                                 # table 5's gap of pages is the domain's MIN_GAP
-        assert (args.warmup_frac, args.weight_decay, args.max_grad_norm) == (0.03, 0.0, 1.0)
-    assert (training.FINAL_LR_FRAC, training.ADAM_BETAS) == (0.1, (0.9, 0.95))
+    assert (training.WARMUP_FRAC, training.FINAL_LR_FRAC, training.ADAM_BETAS) == (0.03, 0.1, (0.9, 0.95))
+    assert (training.WEIGHT_DECAY, training.MAX_GRAD_NORM) == (0.0, 1.0)
     assert critic_stage.parse_args([*required, "--preset", "paper-frontend", "--epochs", "2"]).epochs == 2
     for method, epochs, batch in (("sweet", 1, 8), ("mtdpo", 8, 8), ("rft", 8, 32)):
         args = stage(4).parse_args([*required, "--method", method, "--preset", "paper-frontend",

@@ -123,6 +123,36 @@ def test_pairs_are_better_half_against_worse_half():
     assert policy_stage.candidate_pairs(same, 4, random.Random(0)) == []
 
 
+def test_barred_candidates_are_never_chosen_and_may_be_rejected():
+    row = {"candidates": [{"ids": [n], "ended": True} for n in range(6)], "advantages": [6, 5, 4, 3, 2, 1]}
+    pairs = policy_stage.candidate_pairs(row, 200, random.Random(0), barred=[0, 2, 4])
+    assert {a for a, _ in pairs} == {1} and {b for _, b in pairs} == {3, 4, 5}
+    assert policy_stage.candidate_pairs(row, 200, random.Random(0), barred=[0, 1, 2]) == []
+
+
+def test_by_outcome_answers_are_chosen_where_the_logged_answer_was_right(sweet, workspace, critic, tmp_path):
+    printed = succeed("04_train_policy.py", *flags(
+        workspace, "sweet", tmp_path / "s", "--critic", critic, "--data-frac", 0.1, "--num-candidates", 8,
+        "--max-new-tokens", 80, "--answers-by-outcome", "--candidates", sweet[0] / "candidates.jsonl"))
+    right = set()
+    for trajectory in read(workspace / "offline.jsonl"):
+        if trajectory["reward"] == 1:
+            right.add((trajectory["task_id"], trajectory["sample"], trajectory["num_rounds"] - 1))
+
+    def wrongly_chosen(pairs):
+        return [pair for pair in pairs if backend.MARKER in pair["chosen"]["text"]
+                and (pair["task_id"], pair["sample"], pair["turn"]) not in right]
+    pairs = read(tmp_path / "s" / "pairs.jsonl")
+    assert wrongly_chosen(read(sweet[0] / "pairs.jsonl")) and not wrongly_chosen(pairs)
+    assert any(backend.MARKER in pair["chosen"]["text"] for pair in pairs)
+    assert any(backend.MARKER in pair["rejected"]["text"] for pair in pairs)
+    assert "had only answers to choose (--answers-by-outcome)" in printed
+    with pytest.raises(SystemExit) as stopped:
+        policy_stage.parse_args(["--method", "mtdpo", "--trajectories", "t", "--model", "m", "--out", "o",
+                                 "--answers-by-outcome"])
+    assert stopped.value.code == 2
+
+
 def test_states_are_a_seeded_share_of_whole_trajectories(workspace):
     trajectories = read(workspace / "offline.jsonl")
     sampled = policy_stage.sample_trajectories(trajectories, 0.1, 0)

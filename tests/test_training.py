@@ -189,7 +189,7 @@ def test_epoch_batches_cover_every_item_once_an_epoch():
 
 
 def test_learning_rate_by_hand():
-    rates = [learning_rate(step, 100, 1.0, 0.03) for step in range(100)]
+    rates = [learning_rate(step, 100, 1.0) for step in range(100)]
     assert rates[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
     assert rates[3] == pytest.approx(1.0)
     assert rates[51] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * 48 / 97)))
