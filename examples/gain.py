@@ -11,8 +11,8 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
                      log p(a | o_t, c) - log p(a | o_t)
                  Pairs of candidates and eq. 4 are 04's. So a question whose reply is known already is worth nothing.
                  The idea is that of arXiv 2602.12342 and 2510.14967, which reward turns of whole dialogues.
-                 With --answers-by-outcome no pair chooses an answer, except where the logged dialogue ended with a right
-                 one: a critic that sees c likes lucky guesses, which the agent cannot know. The paper chooses them, too.
+                 With --answers-by-outcome no pair chooses an answer, except where the logged dialogue ended with a
+                 right one: a critic that sees c likes lucky guesses. The paper has no such rule.
 --method mtdpo   Multi-turn DPO: the same loss on pairs of trajectories of one task, all agent tokens summed.
 --method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (where returns are
                  graded: of the best trajectory of each task).

@@ -11,8 +11,8 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
                  with sums over the tokens of an action (end of turn included).
                  --answer-coef adds the mean NLL of a right answer that is logged, drawn for each example: an agent that
                  learns to ask keeps how it answers. The paper has no such term.
-                 With --answers-by-outcome no pair chooses an answer, except where the logged dialogue ended with a right
-                 one: a critic that sees c likes lucky guesses, which the agent cannot know. The paper chooses them, too.
+                 With --answers-by-outcome no pair chooses an answer, except where the logged dialogue ended with a
+                 right one: a critic that sees c likes lucky guesses. The paper has no such rule.
 --method mtdpo   Multi-turn DPO: the same loss on pairs of trajectories of one task, all agent tokens summed.
 --method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (where returns are
                  graded: of the best trajectory of each task).
