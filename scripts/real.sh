@@ -1,12 +1,16 @@
 #!/usr/bin/env bash
 # The chain with a pretrained model: bash scripts/real.sh [SEED …]   (0; results in out/real; a second call resumes)
-# SmolLM2-135M-Instruct learns the protocol from scripted dialogues that succeeded. Then, for every seed: offline
-# dialogues, two critics (one without c), four policies, their test dialogues. Seed 0 has two policies more: SWEET with
-# the oracle as critic, and multi-turn DPO by LoRA. It tries three learning rates for each policy on validation tasks:
-# out/real/grid.csv, kept as docs/grid_real.csv. One rate of each is tried in a round, and after each round the best so
-# far play the test tasks, so that an interrupted run has whole tables. The critics are measured after the first round.
-# Other seeds take the rates that seed 0 found. Two processes of one thread, at most 8 GB each. BASE_TASKS, TRAIN_TASKS,
-# VALIDATION_TASKS, TEST_TASKS and FEW_TASKS (for the critics) set the sizes.
+# SmolLM2-135M-Instruct learns the protocol from scripted dialogues that succeeded. Then, for every seed: 320 offline
+# dialogues, two critics, four policies, their test dialogues. The policies are rejection fine-tuning, multi-turn DPO,
+# SWEET as released (its reference ranks without c) and SWEET with a reference without c in its critic, too. SWEET uses
+# the turns of DATA_FRAC (0.2) of the dialogues: about as many as an hour on two cores allows; on a GPU take all (1).
+# Seed 0 has SWEET with the oracle as critic, too. It tries three learning rates for each policy on validation tasks:
+# out/real/grid.csv. One rate of each is tried in a round, the best of docs/grid_real.csv first, and after each round the
+# best so far play the test tasks, so that an interrupted run has whole tables (NUM_RATES=1 tries the first alone). The
+# critics are measured after the first round. Other seeds take the rates that seed 0 found.
+# Two processes of one thread, at most 8 GB each. DTYPE is bfloat16, or float32 for a processor without its instructions
+# (a third of the time there). BASE_TASKS, TRAIN_TASKS, VALIDATION_TASKS, TEST_TASKS and FEW_TASKS (for the critics) set
+# the sizes.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/chain.sh
@@ -15,18 +19,18 @@ set_up_domain
 seeds=${*:-0} results=${OUT:-out}/real start=${START:-smollm2} base=${OUT:-out}/real/base/model
 num_train=${TRAIN_TASKS:-80} num_test=${TEST_TASKS:-200} num_base=${BASE_TASKS:-1200} few=${FEW_TASKS:-40}
 num_validation=${VALIDATION_TASKS:-40}
-rollout+=" --dtype bfloat16"
-short="--dtype bfloat16 --max-tokens 4096 --save-every 20 --log-every 5"
+rollout+=" --dtype ${DTYPE:-bfloat16}"
+short="--dtype ${DTYPE:-bfloat16} --max-tokens 4096 --save-every 20 --log-every 5"
 # A setting is METHOD_RATE_BETA_NLL_EPOCHS, as in docs/grid.csv; of SWEET the beta is its critic's.
 pairs="$short --micro-batch-size 2 --batch-size 4"
 critic_settings="$pairs --beta 1 --lr 1e-4 --epochs 1 --held-out-frac 0.15"
-rft_rest=-_-_2 rft_rates="3e-4 1e-3 1e-4" rft_settings="$short --micro-batch-size 4 --batch-size 8 --epochs 2"
+rft_rest=-_-_2 rft_rates="1e-4 3e-4 1e-3" rft_settings="$short --micro-batch-size 4 --batch-size 8 --epochs 2"
 mtdpo_rest=0.1_0.3_1 mtdpo_rates="3e-5 1e-4 1e-5" mtdpo_settings="$pairs --nll-coef 0.3 --epochs 1"
 sweet_rest=1_0.3_1 sweet_rates="3e-5 1e-4 1e-5"
 sweet_settings="$short --batch-size 8 --nll-coef 0.3 $sampling --concurrency 64 --pairs-together"
-lora_rates="3e-4 1e-3 1e-4"
-policies="rft mtdpo sweet sweet-no-c"
-export py domain seed out results drawn_by base num_train num_test rollout critic_settings SAMPLES=1 few lora_rates \
+sweet_settings+=" --data-frac ${DATA_FRAC:-0.2}"
+policies="rft mtdpo sweet sweet-blind"
+export py domain seed out results drawn_by base num_train num_test rollout critic_settings SAMPLES=1 few \
     rft_rest rft_rates rft_settings mtdpo_rest mtdpo_rates mtdpo_settings sweet_rest sweet_rates sweet_settings
 once() { [ -e "$1" ] || "${@:2}"; }                                  # OUTPUT COMMAND…: a stage starts in seconds
 
@@ -53,20 +57,19 @@ make_base() {
 # one seed: jobs of one thread, each with the functions of scripts/chain.sh
 
 flags_of() {                                                         # SETTING: flags of 04
-    local critic=$out/critic drawn=
+    local critic=$out/critic reference= drawn=
     case $1 in
         rft_* | mtdpo_*) echo --method "${1%%_*}"; return ;;
-        mtdpo-lora_*) echo --method mtdpo --lora 16; return ;;
-        sweet-no-c_*) critic=$out/critic-no-c ;;
+        sweet_*) reference="--reference blind" ;;
+        sweet-blind_*) critic=$out/critic-blind ;;
         sweet-oracle_*) critic=oracle ;;
     esac
     [ "$1" = "$drawn_by" ] || drawn="--candidates $out/$drawn_by/candidates.jsonl"         # one draw for all of SWEET
-    echo --method sweet --critic "$critic" $drawn
+    echo --method sweet --critic "$critic" $reference $drawn
 }
 one_critic() { once "$out/$1/COMPLETED" critic "$@"; }
 settings_of() {                                                      # METHOD: its settings, in the order of rounds
     local rate rates=${1%%-*}_rates rest=${1%%-*}_rest
-    [[ $1 != *-lora ]] || rates=lora_rates
     for rate in ${!rates}; do echo "$1_${rate}_${!rest}"; done
 }
 try() {                                                              # SETTING: train it, play the validation tasks
@@ -112,9 +115,9 @@ report_search() {                                                    # the table
     grid_table "$out/report-grid/metrics.json" > "$results/grid.csv"
 }
 one_round() {                                                        # a setting for each of `methods`
-    printf '%s\n' "one_critic critic; try $3" "try $2; one_critic critic-no-c --no-privileged; try $1" | two_at_a_time
-    printf '%s\n' "try $4; play_best sweet-no-c" \
-        "${5:+try $5; try $6;} play base $base; play_best ${methods/ sweet-no-c/}" | two_at_a_time
+    printf '%s\n' "one_critic critic; try $3" "try $2; one_critic critic-blind --reference blind; try $1" | two_at_a_time
+    printf '%s\n' "try $4; play_best sweet-blind" \
+        "${5:+try $5;} play base $base; play_best ${methods/ sweet-blind/}" | two_at_a_time
     report "$out/report" $seed
 }
 measure() {                                                          # the base, and the critics as scripts/study.sh
@@ -128,9 +131,9 @@ measure() {                                                          # the base,
     head -n "$few" "$out/test.jsonl" > "$out/few/test.jsonl"
     once "$out/few/branches.jsonl" branches 44 4
     once "$out/critics/COMPLETED" step critics $py scripts/critics.py --trajectories "$out/few/base.jsonl" --critics \
-        c="$out/critic" no-c="$out/critic-no-c" --returns "$out/few/branches.jsonl" --out "$out/critics"
+        c="$out/critic" blind="$out/critic-blind" --returns "$out/few/branches.jsonl" --out "$out/critics"
     for n in 4 16; do
-        for name in critic critic-no-c; do echo "once $out/few/$name@$n.jsonl best_of $name $out/$name $n"; done
+        for name in critic critic-blind; do echo "once $out/few/$name@$n.jsonl best_of $name $out/$name $n"; done
         echo "once $out/few/oracle@$n.jsonl best_of oracle oracle $n"
     done | two_at_a_time
     tried=$(cd "$out/few" && ls *@*.jsonl | sed "s|\(.*\)\.jsonl|\1=$out/few/&|")
@@ -143,11 +146,11 @@ for seed in $seeds; do
     mkdir -p "$out/validation"
     once "$out/offline.jsonl" eval "ranks='$torchrun' data"
     if [ "$seed" = 0 ]; then
-        methods="$policies sweet-oracle mtdpo-lora"
+        methods="$policies sweet-oracle"
         once "$results/validation.jsonl" step tasks-validation $py 01_generate_tasks.py --split validation --seed 0 \
             --num-tasks $num_validation --out "$results/validation.jsonl"
         validate base "$base"
-        for round in 1 2 3; do
+        for round in $(seq "${NUM_RATES:-3}"); do
             settings=$(for method in $methods; do settings_of $method | sed -n ${round}p; done)
             [ $round != 1 ] || drawn_by=$(sed -n 3p <<< "$settings")
             one_round $settings

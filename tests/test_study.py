@@ -384,13 +384,14 @@ def test_the_chain_of_real_weights(call):
     made = [words[words.index("--out") + 1] for words in commands if "--overwrite" not in words]
     assert len(set(made)) == len(made)
     tried = [words[words.index("--out") + 1] for words in commands if words[0].startswith("04")]
-    for method, later in (("rft", 1), ("mtdpo", 1), ("sweet", 1), ("sweet-no-c", 1), ("sweet-oracle", 0),
-                          ("mtdpo-lora", 0)):
+    for method, later in (("rft", 1), ("mtdpo", 1), ("sweet", 1), ("sweet-blind", 1), ("sweet-oracle", 0)):
         counts = [sum(f"seed{seed}/{method}_" in path for path in tried) for seed in (0, 1)]
         assert counts == [3, later]                                            # seed 1 takes what seed 0 found
     for words in commands:
         if words[0].startswith("04") and "--candidates" in words:
-            assert ("no-c" in words[words.index("--out") + 1]) == words[words.index("--critic") + 1].endswith("no-c")
+            out, critic = after(words, "--out"), after(words, "--critic")
+            assert ("blind" in out) == critic.endswith("blind")
+            assert ("--reference" in words) == ("/sweet_" in out) and after(words, "--data-frac") == "0.2"
     test = [words for words in commands if words[0].startswith("02") and any("/test.jsonl" in word for word in words)]
     assert {words[words.index("--agent") + 1] for words in test} >= {"out/real/base/model"}
     searched = [words for words in commands if words[words.index("--out") + 1].endswith("validation.jsonl")]
