@@ -108,6 +108,20 @@ def wrapped(text):
     return [wrapping.replace("{q}", text) for wrapping in WRAPPINGS.values()]
 
 
+def scored_wrappings(tasks, texts):
+    """[(task, its text in wrappings that are scored)]: all of them for a task of each pattern, every seventh for the
+    others. That the same statement is found in all of them is tested for all tasks, without scoring."""
+    pairs, patterns = [], set()
+    for number, (task, text) in enumerate(zip(tasks, texts)):
+        pattern = task["family"].split("_")[1]
+        answers = wrapped(text)
+        if pattern in patterns:
+            answers = answers[number % 7::7]
+        patterns.add(pattern)
+        pairs.append((task, answers))
+    return pairs
+
+
 def answers_of(text):
     """The answer of a dialogue that ends with this text: behind the marker, in the last round without it; and as a file
     has it that somebody else made."""
@@ -124,10 +138,11 @@ def test_the_table_is_large(tasks):
 
 
 def test_right_answers_in_every_wrapping_score_1(tasks, world):
-    pairs = [(task, text) for task in tasks for text in wrapped(task["ground_truth"])]
+    texts = [task["ground_truth"] for task in tasks]
+    pairs = [(task, answer) for task, answers in scored_wrappings(tasks, texts) for answer in answers]
     pairs += [(tasks[0], answer) for text in wrapped(tasks[0]["ground_truth"]) for answer in answers_of(text)]
     lost = [answer for (_, answer), score in zip(pairs, asyncio.run(world.score(pairs))) if score["reward"] != 1]
-    assert len(pairs) >= NUM_TASKS * len(WRAPPINGS) and lost == []
+    assert len(pairs) >= NUM_TASKS * len(WRAPPINGS) / 7 + 6 * len(WRAPPINGS) and lost == []
 
 
 def test_the_same_query_is_found_in_every_shape(tasks):
@@ -146,18 +161,16 @@ def test_the_same_query_is_found_in_every_shape(tasks):
 
 
 def test_wrong_answers_in_every_wrapping_score_as_they_do_alone(tasks, world):
-    pairs = []
-    for number, task in enumerate(tasks):
+    texts = ["SELECT 'nothing of that', 17 WHERE 2 > 1"]
+    for number, task in enumerate(tasks[1:], 1):
         wrong = [mutant for mutant, _, is_wrong, passes in verdicts(task) if is_wrong and not passes]
-        text = wrong[number % len(wrong)] if number else "SELECT 'nothing of that', 17 WHERE 2 > 1"
-        pairs += [(task, text)] + [(task, answer) for answer in wrapped(text)]
-    rewards = [score["reward"] for score in asyncio.run(world.score(pairs))]
-    size = len(WRAPPINGS) + 1
-    assert len(pairs) == size * NUM_TASKS and set(rewards[:size]) == {0}
-    for first in range(0, len(pairs), size):
-        others = {answer: reward for (_, answer), reward in zip(pairs[first:first + size], rewards[first:])
-                  if reward != rewards[first]}
-        assert rewards[first] < 1 and not others, pairs[first][1]
+        texts.append(wrong[number % len(wrong)])
+    for number, (task, answers) in enumerate(scored_wrappings(tasks, texts)):
+        pairs = [(task, answer) for answer in [texts[number], *answers]]
+        first, *rewards = [score["reward"] for score in asyncio.run(world.score(pairs))]
+        others = {answer: reward for answer, reward in zip(answers, rewards) if reward != first}
+        assert first < 1 and not others, texts[number]
+        assert number > 0 or first == 0
 
 
 def test_05_scores_a_file_again_as_02_would(tasks, tmp_path):
