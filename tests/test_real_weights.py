@@ -10,7 +10,7 @@ import tempfile
 import pytest
 
 import common
-from conftest import read, succeed
+from conftest import read, stage, succeed
 from lib.models import load_model, save_model
 
 
@@ -49,14 +49,32 @@ def test_smollm2_speaks_english_and_keeps_its_ids(english):
         assert trained == [i for turn in row["dialogue_history"] for i in turn.get("output_ids", [])]
 
 
+def written_candidates(tokenizer, rows):
+    """Rows of candidates.jsonl: two questions after each prompt of the dialogues. (Of what SmolLM2 samples, other
+    processors and versions of torch let nothing end within a few tokens, so that no pair is left.)"""
+    [end] = tokenizer.encode("<|im_end|>")
+    written = []
+    for row in rows:
+        for state in stage(4).states_of(row, common.agent_turns(tokenizer, row)):
+            candidates = []
+            for text in ("Could you tell me the limit?", "Is the limit itself allowed?"):
+                candidates.append({"text": text, "ids": [*tokenizer.encode(text), end], "ended": True})
+            written.append({**state, "candidates": candidates})
+    return written
+
+
 def test_smollm2_trains_for_a_step(english):
     """SWEET with a critic that was not trained, and so pairs at random."""
     (english / "weights" / "critic.json").write_text(json.dumps({
         "head": "lm", "normalize": "turn", "privileged": True, "reference": str(english / "weights")}))
+    _, tokenizer = load_model(str(english / "weights"), "cpu")
+    written = written_candidates(tokenizer, read(english / "offline.jsonl"))
+    (english / "candidates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
     succeed("04_train_policy.py", "--trajectories", english / "offline.jsonl", "--model", english / "weights",
             "--max-steps", 1, "--batch-size", 1, "--log-every", 1, "--method", "sweet",
-            "--critic", english / "weights", "--data-frac", 0.5, "--num-candidates", 4, "--max-new-tokens", 24,
-            "--out", english / "policy")
+            "--critic", english / "weights", "--data-frac", 1, "--candidates", english / "candidates.jsonl",
+            "--num-candidates", 2, "--out", english / "policy")
     assert [row["step"] for row in read(english / "policy" / "metrics.jsonl")] == [1]
     assert (english / "policy" / "config.json").exists()
     assert {score for row in read(english / "policy" / "scored.jsonl") for score in row["advantages"]} == {0.0}
+    assert len(read(english / "policy" / "pairs.jsonl")) > 0
