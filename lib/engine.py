@@ -1,6 +1,7 @@
 """Sampling from a local model: one batch that dialogues enter and leave at every token, with their caches."""
 import asyncio
 import dataclasses
+import inspect
 import os
 import time
 
@@ -113,6 +114,7 @@ class Engine:
         self.layers = []                                        # [keys, values] of each, (slots, heads, L, D)
         self.cache = Cache(layers=[])
         self.cache.update = self.update
+        self.cache_argument = cache_argument(model.get_decoder())
         self.stats = {
             "prefill_tokens": 0,
             "reused_tokens": 0,
@@ -303,8 +305,10 @@ class Engine:
         if rows == list(range(len(rows))):
             self.selection = slice(len(rows))                   # the first rows are read where they lie, not copied
         mask = torch.arange(self.width, device=self.device) <= self.positions[:, None, :, None]       # (R, 1, T, width)
-        return self.model.get_decoder()(input_ids=padded, attention_mask=mask, position_ids=self.positions,
-                                        past_key_values=self.cache, use_cache=True).last_hidden_state
+        decoder = self.model.get_decoder()
+        output = decoder(input_ids=padded, attention_mask=mask, position_ids=self.positions, use_cache=True,
+                         **{self.cache_argument: self.cache})
+        return output.last_hidden_state
 
     def update(self, keys, values, layer, *_, **__):
         """What each layer calls (Cache.update): keeps its new keys and values (R, heads, T, D) at their rows and
@@ -340,6 +344,13 @@ def check_layers(model, config):
         if type(layer) is not DynamicLayer:
             raise InputError(f"{model.name_or_path}: a {config.model_type} model, some of whose layers do not see all "
                              "earlier tokens, cannot be sampled from here; run it as a server")
+
+
+def cache_argument(decoder):
+    """What a decoder calls the cache that it is given: "cache", before transformers 5.24 "past_key_values"."""
+    if "cache" in inspect.signature(decoder.forward).parameters:
+        return "cache"
+    return "past_key_values"
 
 
 def num_shared(slot, request):

@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
 from colbench.backend import AGENT_SYSTEM  # noqa: E402
-from lib.engine import Engine, next_tokens  # noqa: E402
+from lib.engine import cache_argument, Engine, next_tokens  # noqa: E402
 from lib.models import add_work, encode, load_model, stop_ids  # noqa: E402
 from lib.runtime import start  # noqa: E402
 from lib.seeds import uniforms  # noqa: E402
@@ -67,7 +67,7 @@ def generate(model, prompts, randoms, temperature, stops):
     cache = DynamicCache(config=model.config)
     for step in range(max_new_tokens):
         hidden = model.get_decoder()(input_ids=ids, attention_mask=mask, position_ids=positions,
-                                     past_key_values=cache, use_cache=True).last_hidden_state
+                                     use_cache=True, **{cache_argument(model.get_decoder()): cache}).last_hidden_state
         logits = model.get_output_embeddings()(hidden[:, -1]).float()                                 # (n, V)
         if step == 0 and samples > 1:
             cache.batch_repeat_interleave(samples)

@@ -2,12 +2,13 @@
 not compute."""
 import asyncio
 import random
+import warnings
 
 import pytest
 import torch
 
 import bench_rollout
-from lib.engine import Engine, generate
+from lib.engine import cache_argument, Engine, generate
 from lib.models import encode, stop_ids, work_of
 from lib.runtime import InputError
 from lib.seeds import uniforms
@@ -251,3 +252,19 @@ def test_sampling_follows_the_softmax(tiny):
     torch.testing.assert_close(shares, probabilities, atol=1e-3, rtol=0)
     likeliest = generate(model, [prompt], grid[:1], 0.0, [])
     assert likeliest == [[probabilities.argmax().item()]]
+
+
+def test_the_cache_has_the_name_that_the_model_knows(tiny):
+    """Transformers renamed the argument in 5.24, and warns of the old name."""
+    class Older:
+        def forward(self, input_ids, past_key_values=None, use_cache=None): ...
+
+    class Newer:
+        def forward(self, input_ids, cache=None, use_cache=None): ...
+
+    assert [cache_argument(Older()), cache_argument(Newer())] == ["past_key_values", "cache"]
+    model, tokenizer = tiny
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        [ids] = generate(model, [encode(tokenizer, "The")], torch.zeros(1, 2), 1.0, [])
+    assert len(ids) == 2
