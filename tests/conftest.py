@@ -212,7 +212,7 @@ def made_once(tmp_path_factory, name, make):
 
 
 def make_workspace(folder):
-    succeed("01_generate_tasks.py", "--num-tasks", 40, "--split", "train", "--out", folder / "tasks.jsonl")
+    succeed("01_generate_tasks.py", "--num-tasks", 24, "--split", "train", "--out", folder / "tasks.jsonl")
     succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", "script", "--max-rounds", 8, "--out",
             folder / "demos.jsonl")
     succeed("04_train_policy.py", "--method", "sft", "--model", "tiny", "--trajectories", folder / "demos.jsonl",

@@ -136,8 +136,8 @@ def test_subsets_are_nested_and_hold_whole_tasks(workspace):
     assert {t["task_id"] for t in small} != {t["task_id"] for t in common.read_trajectories(path, 30, seed=2)}
     for task in {t["task_id"] for t in small}:
         assert sum(t["task_id"] == task for t in small) == 3
-    with pytest.raises(InputError, match="only 120"):
-        common.read_trajectories(path, 121)
+    with pytest.raises(InputError, match="only 72"):
+        common.read_trajectories(path, 73)
 
 
 def test_turns_are_taken_as_sampled_as_logged_or_rendered_again(workspace, tiny):

@@ -25,7 +25,7 @@ BASE = ROOT / "models" / "tiny"
 @pytest.fixture(scope="module")
 def sweet(workspace, critic, tmp_path_factory):
     out = tmp_path_factory.mktemp("sweet") / "sweet"
-    printed = succeed("04_train_policy.py", *flags(workspace, "sweet", out, "--critic", critic, "--data-frac", 0.1,
+    printed = succeed("04_train_policy.py", *flags(workspace, "sweet", out, "--critic", critic, "--data-frac", 0.17,
                                                    "--num-candidates", 8, "--max-new-tokens", 80, "--nll-coef", 0))
     return out, printed
 
@@ -100,10 +100,10 @@ def test_the_tokens_of_an_answer_are_those_behind_the_marker(workspace, tiny):
 
 def test_right_answers_are_a_further_term(sweet, workspace, critic, tmp_path):
     printed = succeed("04_train_policy.py", *flags(
-        workspace, "sweet", tmp_path / "s", "--critic", critic, "--data-frac", 0.1, "--num-candidates", 8,
+        workspace, "sweet", tmp_path / "s", "--critic", critic, "--data-frac", 0.17, "--num-candidates", 8,
         "--max-new-tokens", 80, "--nll-coef", 0, "--answer-coef", 0.5, "--candidates", sweet[0] / "candidates.jsonl"))
     wins = sum(row["reward"] == 1 for row in read(workspace / "offline.jsonl"))
-    assert f"{wins} right answers of 120 trajectories (--answer-coef)" in printed
+    assert f"{wins} right answers of 72 trajectories (--answer-coef)" in printed
     first = read(tmp_path / "s" / "metrics.jsonl")[0]
     assert first["answer_nll"] > 0
     assert first["loss"] == pytest.approx(math.log(2) + 0.5 * first["answer_nll"], abs=1e-5)
@@ -132,7 +132,7 @@ def test_barred_candidates_are_never_chosen_and_may_be_rejected():
 
 def test_by_outcome_answers_are_chosen_where_the_logged_answer_was_right(sweet, workspace, critic, tmp_path):
     printed = succeed("04_train_policy.py", *flags(
-        workspace, "sweet", tmp_path / "s", "--critic", critic, "--data-frac", 0.1, "--num-candidates", 8,
+        workspace, "sweet", tmp_path / "s", "--critic", critic, "--data-frac", 0.17, "--num-candidates", 8,
         "--max-new-tokens", 80, "--answers-by-outcome", "--candidates", sweet[0] / "candidates.jsonl"))
     right = set()
     for trajectory in read(workspace / "offline.jsonl"):
@@ -157,8 +157,8 @@ def test_states_are_a_seeded_share_of_whole_trajectories(workspace):
     trajectories = read(workspace / "offline.jsonl")
     sampled = policy_stage.sample_trajectories(trajectories, 0.1, 0)
     chosen = {(t["task_id"], t["sample"]) for t in sampled}
-    assert len(chosen) == len(sampled) == 12
-    assert chosen != {(t["task_id"], t["sample"]) for t in trajectories[:12]}              # not the head of the file
+    assert len(chosen) == len(sampled) == 7
+    assert chosen != {(t["task_id"], t["sample"]) for t in trajectories[:7]}              # not the head of the file
     for trajectory in sampled:
         history = trajectory["dialogue_history"]
         states = policy_stage.states_of(trajectory, [(f"prompt {n}", [9]) for n in range(trajectory["num_rounds"])])
@@ -209,7 +209,7 @@ def test_an_equal_pair_is_half_right(sweet, workspace, tmp_path):
 def test_a_tree_trains_like_rows_of_their_own(sweet, workspace, critic, tmp_path, monkeypatch):
     monkeypatch.setattr(common, "actions_item", rows_of_actions)
     policy_stage.main([str(flag) for flag in flags(workspace, "sweet", tmp_path / "s", "--critic", critic,
-                                                   "--data-frac", 0.1, "--num-candidates", 8, "--max-new-tokens", 80,
+                                                   "--data-frac", 0.17, "--num-candidates", 8, "--max-new-tokens", 80,
                                                    "--nll-coef", 0)])
     for ours, theirs in zip(read(tmp_path / "s" / "pairs.jsonl"), read(sweet[0] / "pairs.jsonl"), strict=True):
         assert ours["chosen"]["advantage"] == pytest.approx(theirs["chosen"]["advantage"], abs=1e-4)
@@ -219,7 +219,7 @@ def test_a_tree_trains_like_rows_of_their_own(sweet, workspace, critic, tmp_path
 
 
 def test_the_oracle_ranks_what_a_task_needs_on_candidates_of_another_run(sweet, workspace, tmp_path):
-    oracle = ["--critic", "oracle", "--data-frac", 0.1, "--num-candidates", 8,
+    oracle = ["--critic", "oracle", "--data-frac", 0.17, "--num-candidates", 8,
               "--candidates", sweet[0] / "candidates.jsonl"]
     printed = succeed("04_train_policy.py", *flags(workspace, "sweet", tmp_path / "s", *oracle))
     assert not (tmp_path / "s" / "candidates.jsonl").exists() and "what the pairs say" in printed
@@ -285,7 +285,7 @@ def test_what_a_candidate_says_is_without_the_thoughts_that_its_prompt_began():
 
 
 def test_phases_resume_where_they_stopped(sweet, workspace, critic, tmp_path, monkeypatch):
-    arguments = [str(x) for x in flags(workspace, "sweet", tmp_path / "s", "--critic", critic, "--data-frac", 0.1,
+    arguments = [str(x) for x in flags(workspace, "sweet", tmp_path / "s", "--critic", critic, "--data-frac", 0.17,
                                        "--num-candidates", 8, "--max-new-tokens", 80, "--nll-coef", 0)]
     score = policy_stage.score_candidates
 

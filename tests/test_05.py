@@ -630,7 +630,7 @@ def credited(workspace, critic, swept, tmp_path_factory):
     """05 with a critic and candidates, on the two halves "a" and "b" of the dialogues: (its folder, its metrics, the
     data of its page)."""
     folder, rows = tmp_path_factory.mktemp("credited"), read(workspace / "offline.jsonl")
-    halves = [f"{name}={write(folder / name, half)}" for name, half in (("a", rows[:60]), ("b", rows[60:]))]
+    halves = [f"{name}={write(folder / name, half)}" for name, half in (("a", rows[:36]), ("b", rows[36:]))]
     out = folder / "report"
     succeed("05_evaluate.py", *halves, "--critic", critic, "--candidates", swept, "--out", out)
     return out, json.loads((out / "metrics.json").read_text()), page_of(out)
@@ -638,7 +638,7 @@ def credited(workspace, critic, swept, tmp_path_factory):
 
 def test_the_page_has_all_dialogues_with_the_credit_of_their_turns(credited, critic):
     _, _, data = credited
-    assert data["methods"] == ["a", "b"] and data["critic"] == str(critic) and len(data["dialogues"]) == 120
+    assert data["methods"] == ["a", "b"] and data["critic"] == str(critic) and len(data["dialogues"]) == 72
     for dialogue in data["dialogues"]:
         agent = [turn for turn in dialogue["turns"] if turn["who"] == "agent"]
         assert dialogue["credit"] == pytest.approx(sum(turn["credit"] for turn in agent), abs=1e-5)

@@ -73,7 +73,7 @@ def test_a_critic_whose_ranks_are_killed(critic, tmp_path):
 
 def test_a_policy_whose_ranks_are_killed_in_each_phase(workspace, critic, tmp_path):
     arguments = ["--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--critic",
-                 critic[1], "--data-frac", 0.2, "--num-candidates", 16, "--max-new-tokens", 60, "--lr", 1e-4,
+                 critic[1], "--data-frac", 0.3, "--num-candidates", 8, "--max-new-tokens", 60, "--lr", 1e-4,
                  "--max-steps", 8, "--save-every", 2, "--log-every", 1, "--out"]
     succeed("04_train_policy.py", *arguments, tmp_path / "whole", ranks=2)
     out = tmp_path / "out"
@@ -98,7 +98,7 @@ def test_a_rollout_whose_rank_is_killed(workspace, tmp_path):
     rows, others = read(out), read(tmp_path / "whole" / "rows.jsonl")
     assert [(row["task_id"], row["sample"]) for row in rows] == [(row["task_id"], row["sample"]) for row in others]
     # Other dialogues share a batch after the kill, and its last digits can decide a token.
-    assert len(rows) == 80 and sum(row == other for row, other in zip(rows, others)) >= 0.95 * len(rows)
+    assert len(rows) == 48 and sum(row == other for row, other in zip(rows, others)) >= 0.95 * len(rows)
     assert {path.name for path in out.parent.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
 
 

@@ -166,4 +166,4 @@ def test_a_copied_stage_with_another_loss_runs_in_the_chain(tmp_path, workspace)
     succeed("05_evaluate.py", f"base={workspace / 'offline.jsonl'}", f"hinge={tmp_path / 'hinge.jsonl'}", "--baseline",
             "base", "--costs", "--out", tmp_path / "report")
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
-    assert metrics["hinge"]["n"] == 40 and metrics["hinge"]["costs"]["trained_tokens"] > 0
+    assert metrics["hinge"]["n"] == 24 and metrics["hinge"]["costs"]["trained_tokens"] > 0
