@@ -111,6 +111,38 @@ def through_engine(dialogues, model, stops, args):
     return engine.stats
 
 
+def median_seconds(function, repeats=5):
+    """Of `repeats` calls, after one that is not counted."""
+    function()
+    taken = []
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        function()
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken)
+
+
+@torch.no_grad()
+def floors(model, num_rows):
+    """What a decoding step of so many rows cannot go below, in seconds: (its matrix products alone; reading each weight
+    once at the bandwidth of a sum over 1 GB)."""
+    layers = [module for module in model.get_decoder().modules() if isinstance(module, torch.nn.Linear)]
+    layers.append(model.get_output_embeddings())
+    rows = {}
+    for layer in layers:
+        rows[layer.in_features] = torch.randn(num_rows, layer.in_features, dtype=layer.weight.dtype,
+                                              device=layer.weight.device)
+
+    def multiply():
+        for layer in layers:
+            torch.nn.functional.linear(rows[layer.in_features], layer.weight)
+
+    memory = torch.ones(1 << 28, device=layers[0].weight.device)                                      # 1 GB
+    bytes_a_second = memory.nbytes / median_seconds(lambda: memory.sum().item())
+    num_bytes = sum(layer.weight.nbytes for layer in layers)
+    return median_seconds(multiply), num_bytes / bytes_a_second
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2", help="folder or hub id, or smollm2")
@@ -156,6 +188,12 @@ def main():
           f"prefill {stats['prefill_tokens']:,} in {stats['prefill_s']:.1f} s ({rates['prefill']:,.0f} /s), "
           f"{stats['reused_tokens']:,} reused; decode {stats['decode_tokens']:,} in {stats['decode_s']:.1f} s "
           f"({rates['decode']:,.0f} /s), {stats['decode_steps']:,} steps, occupancy {stats['occupancy']:.2f}")
+    num_rows = max(1, round(stats["decode_tokens"] / stats["decode_steps"]))
+    step_s = stats["decode_s"] / stats["decode_steps"]
+    multiply_s, read_s = floors(model, num_rows)
+    print(f"a decoding step of {num_rows} rows: {1000 * step_s:.0f} ms; its matrix products alone "
+          f"{1000 * multiply_s:.0f} ms ({multiply_s / step_s:.2f} of it), reading all weights once "
+          f"{1000 * read_s:.0f} ms ({read_s / step_s:.2f})")
 
 
 if __name__ == "__main__":
