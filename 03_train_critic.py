@@ -7,6 +7,7 @@ A turn's advantage is the mean log-ratio of its tokens against the initial model
     eq. 3   A(o_t, a_t, c) = 1/L sum_l [ log p(a_t^l | o_t, a_t^<l, c) - log p_ref(a_t^l | o_t, a_t^<l, c) ]
 Bradley-Terry on pairs of trajectories of one task, the chosen one with the higher return:
     eq. 2   -log s( b sum_t A(o_t+, a_t+, c) - b sum_t A(o_t-, a_t-, c) ) + nll_coef * mean NLL of the chosen
+L: tokens of the turn; s: the sigmoid; b: --beta.
 
 --reference blind   p_ref does not read c: log p(a|o, c) - log p_ref(a|o). Before the first step A is how much likelier
                     c makes a turn, not 0. (04 has a flag of this name for ranking alone.)
@@ -47,10 +48,10 @@ from lib.vision import check_visual_critic, load_processor
 # losses
 
 def bradley_terry_loss(chosen_scores, rejected_scores, beta):
-    """Eq. 2 without its NLL term, from scores of trajectories (B,). Returns (losses, chosen_rewards, rejected_rewards),
-    each (B,)."""
-    chosen_rewards = beta * chosen_scores                                                         # (B,)
-    rejected_rewards = beta * rejected_scores                                                     # (B,)
+    """Eq. 2 without its NLL term, from scores of trajectories (P,). Returns (losses, chosen_rewards, rejected_rewards),
+    each (P,)."""
+    chosen_rewards = beta * chosen_scores                                                         # (P,)
+    rejected_rewards = beta * rejected_scores                                                     # (P,)
     return -F.logsigmoid(chosen_rewards - rejected_rewards), chosen_rewards, rejected_rewards
 
 
@@ -72,18 +73,18 @@ def last_values(values, lengths):
 def batch_loss(values, ref_values, lengths, shares, args):
     """Eq. 2 over a micro-batch of pairs of trajectories. Returns (loss, numbers for the log).
 
-    values, ref_values   what critic and reference say of each turn, (2B, M): the chosen trajectory of a pair, then the
-                         rejected one, and so on
-    lengths              the turns' numbers of tokens, (2B, M)
-    shares               of each pair in the step's loss, (B,)"""
-    advantages = common.turn_advantages(values, ref_values, lengths, args.normalize)              # (2B, M), eq. 3
-    scores = advantages.sum(1)                                       # (2B,) of trajectories: sums over turns
-    chosen, rejected = scores[0::2], scores[1::2]                                                 # (B,)
+    values, ref_values   of each turn, under critic and reference, (2P, M): its log-probability (common.turn_logps) or,
+                         of a head, its number. The chosen trajectory of a pair, then its rejected one, and so on
+    lengths              the turns' numbers of tokens, (2P, M)
+    shares               of each pair in the step's loss, (P,)"""
+    advantages = common.turn_advantages(values, ref_values, lengths, args.normalize)              # (2P, M), eq. 3
+    scores = advantages.sum(1)                                       # (2P,) of trajectories: sums over turns
+    chosen, rejected = scores[0::2], scores[1::2]                                                 # (P,)
     losses, chosen_rewards, rejected_rewards = bradley_terry_loss(chosen, rejected, args.beta)
     # Of a head these are no log-probabilities; nll_coef is then 0 (parse_args).
-    chosen_logps = values[0::2].sum(1)                                                            # (B,)
-    chosen_tokens = lengths[0::2].sum(1)                                                          # (B,)
-    nll = -chosen_logps / chosen_tokens                                                           # (B,)
+    chosen_logps = values[0::2].sum(1)                                                            # (P,)
+    chosen_tokens = lengths[0::2].sum(1)                                                          # (P,)
+    nll = -chosen_logps / chosen_tokens                                                           # (P,)
     loss = ((losses + args.nll_coef * nll) * shares).sum()
     return loss, training.preference_numbers(chosen_rewards, rejected_rewards, nll, shares, args.dtype)
 
@@ -270,14 +271,14 @@ def main(argv=None):
               "reference_fingerprint": weights_fingerprint(args.model),
               "held_out_pair_accuracy": None, "num_held_out_pairs": len(test_examples)}
     all_ref_examples = ref_examples + ref_test_examples
-    ref_outputs = common.reference_logps(args.out, scorer, all_ref_examples, args.max_tokens, run.device)
-    ref_or_return = ref_outputs[:len(examples)]
+    ref_values = common.reference_logps(args.out, scorer, all_ref_examples, args.max_tokens, run.device)
+    ref_or_return = ref_values[:len(examples)]
     if args.head == "value":
         ref_or_return = [float(domain.outcome(trajectories[number])) for [number] in train_groups]
     train(scorer, examples, ref_or_return, args, run, costs)
     if test_examples:
         critic["held_out_pair_accuracy"] = accuracy = common.pair_accuracy(
-            scorer, test_examples, ref_outputs[len(examples):], critic, args.max_tokens, run.device)
+            scorer, test_examples, ref_values[len(examples):], critic, args.max_tokens, run.device)
         say(f"held-out pair accuracy: {accuracy:.3f} on {len(test_examples)} pairs of tasks that were not trained on")
     else:
         say("held-out pair accuracy: not measured, no held-out pairs")

@@ -7,8 +7,9 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
 --method sweet   For every agent turn of --data-frac of the trajectories: sample 16 candidates given o_t (never c),
                  score each by the critic's A(o_t, a, c) (eq. 3), pair a random one of the better half with a random one
                  of the worse, and train by single-turn DPO:
-    eq. 4        -log s( b [log p(a+|o) / p_ref(a+|o)] - b [log p(a-|o) / p_ref(a-|o)] ) + nll_coef * mean NLL of a+
-                 with sums over the tokens of an action (end of turn included).
+    eq. 4        -log s( b log[p(a+|o) / p_ref(a+|o)] - b log[p(a-|o) / p_ref(a-|o)] ) + nll_coef * mean NLL of a+
+                 with s the sigmoid, b --beta, and sums over the tokens of an action (end of turn included).
+                 --reference blind: p_ref of eq. 3 does not read c, as in the published code (default: as in 03).
                  --answer-coef adds the mean NLL of a right answer that is logged, drawn for each example: an agent that
                  learns to ask keeps how it answers. The paper has no such term.
                  With --answers-by-outcome no pair chooses an answer, except where the logged dialogue ended with a
@@ -17,7 +18,7 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
 --method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (where returns are
                  graded: of the best trajectory of each task).
 --method sft     Likelihood of the agent's turns of all trajectories.
-                 With rft and sft, dialogues of the informed script have c in front.
+                 With rft and sft, dialogues of 02 --agent script-informed have c in front.
 
 Differs from the paper: nothing. From the published code: docs/reproduce.md.
 Other methods are forks of this file, in examples/: docs/fork.md.
@@ -107,7 +108,8 @@ def batch_loss(logps, ref_logps, lengths, examples, shares, args):
 
     logps, ref_logps   log-probabilities of actions under policy and reference, (B, M) for all items of the examples
     lengths            the actions' numbers of tokens, (B, M)
-    shares             (examples,) what a pair, or a token to imitate, of each example counts in the step's loss"""
+    shares             (examples,) what a pair, or a token to imitate, of each example counts in the step's loss: a
+                       weight over their number in the whole step"""
     if not examples[0].pairs:
         return -(logps.sum(1) * shares).sum(), {}
     pairs = common.batch_pairs(examples)                                                          # (P, 2, 2)
@@ -120,7 +122,7 @@ def batch_loss(logps, ref_logps, lengths, examples, shares, args):
     nll = -chosen / chosen_lengths                                   # (P,) a mean over the chosen action's tokens
     loss = ((losses + args.nll_coef * nll) * pair_shares).sum()
     numbers = training.preference_numbers(chosen_rewards, rejected_rewards, nll, pair_shares, args.dtype)
-    if args.answer_coef:                                             # each example has two items: its pairs, an answer
+    if args.answer_coef:                                             # two items an example (with_answers)
         answer_logps, answer_lengths = logps[1::2].sum(1), lengths[1::2].sum(1)                   # (examples,)
         answer_nll = -answer_logps / answer_lengths                                               # (examples,)
         answer_loss = (answer_nll * num_pairs * shares).sum()        # for each pair as much
@@ -407,10 +409,11 @@ def scored_candidates(states, critic, tokenizer, args, run, costs):
     """Rows of scored.jsonl: run the first two phases, or read what an earlier run left of them.
 
     The models of a phase are freed before those of the next one are loaded (gc.collect)."""
-    if not args.candidates:                                          # read_candidates has given them already
-        states = candidates_phase(states, tokenizer, args, run, costs)
+    rows = states                                                    # of --candidates: read_candidates has read them
+    if not args.candidates:
+        rows = candidates_phase(states, tokenizer, args, run, costs)
     gc.collect()
-    rows = scores_phase(states, critic, tokenizer, args, run, costs)
+    rows = scores_phase(rows, critic, tokenizer, args, run, costs)
     gc.collect()
     return rows
 
@@ -701,9 +704,9 @@ def open_critic(trajectories, tokenizer, args):
     return critic
 
 
-def train(scorer, examples, ref_outputs, args, run, costs):
+def train(scorer, examples, all_ref_logps, args, run, costs):
     """Train the scorer's model on the examples, from the last state that was saved.
-    ref_outputs: of each example what common.reference_logps gives; None where turns are imitated."""
+    all_ref_logps: of each example what common.reference_logps gives; None where turns are imitated."""
     batch_size = args.batch_size
     if args.pairs_together:
         batch_size = max(1, args.batch_size // args.pairs_per_turn)
@@ -726,8 +729,8 @@ def train(scorer, examples, ref_outputs, args, run, costs):
             batch = common.collate(common.items_of(micro_examples), run.device)
             logps = scorer(batch)                                   # (items, M)
             ref_logps = None
-            if ref_outputs:
-                ref_logps = common.padded_outputs([ref_outputs[i] for i in micro], run.device)       # (items, M)
+            if all_ref_logps:
+                ref_logps = common.padded_outputs([all_ref_logps[i] for i in micro], run.device)       # (items, M)
             loss, numbers = batch_loss(logps, ref_logps, batch.lengths, micro_examples, weights / total, args)
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
             num_tokens = training.num_tokens(micro_examples, weights)
@@ -797,10 +800,10 @@ def main(argv=None):
     else:
         scorer = common.load_scorer(args.model, run, sharding_of(args), lora)
     costs.works.append(work_of(scorer.model))
-    ref_outputs = None
+    all_ref_logps = None
     if args.method in ("sweet", "mtdpo"):
-        ref_outputs = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)
-    train(scorer, examples, ref_outputs, args, run, costs)
+        all_ref_logps = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)
+    train(scorer, examples, all_ref_logps, args, run, costs)
     common.note_system_prompt(args.out, trajectories)
     training.finish_training(args.out, scorer, tokenizer, args.merge)
 

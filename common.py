@@ -253,8 +253,8 @@ def check_system_prompt(agent, tokenizer, domain, system, max_rounds):
 # ---------------------------------------------------------------------------------------------------------------------
 # dialogue tokens
 
-# A row: token ids and, for each token, the number of the agent turn that it belongs to, or -1 where it is only read
-# (prompts, the person, c).
+# A row: token ids and, for each token, the number of the agent turn (in a tree: of the action) that it belongs to, or
+# -1 where it is only read (prompts, the person, c).
 # shared  None, or of a tree the number of its prompt's tokens: several actions continue one prompt, which is computed
 #         once; each action sees the prompt and itself
 # images  the image files (None: a black one) that a row of a visual critic shows; all of its tokens are one turn's
@@ -729,7 +729,7 @@ def load_whole(device, dtype="float32"):
 def turn_advantages(values, ref_values, lengths, normalize):
     """Eq. 3. values, ref_values (what a Scorer says under critic and reference), lengths: (B, M), 0 where a turn is
     missing.
-    Returns (B, M) contributions whose sum over M is the score of a trajectory.
+    Returns advantages (B, M). Of a trajectory their sum over M is its score; of actions of one state each is a score.
     normalize "turn": each turn's mean; "trajectory": one mean over all agent tokens; "none": no mean."""
     logratios = values - ref_values                                                 # (B, M)
     if normalize == "turn":
@@ -742,22 +742,22 @@ def turn_advantages(values, ref_values, lengths, normalize):
 UNTRAINED = "untrained"                                             # --critic: the base model, with no training
 
 
-def untrained_critic(model_name, reference):
+def untrained_critic(model_name, reference_sees):
     """The model itself as a critic, as read_critic gives it: log p(a|o, c) - log p(a|o), a mean over the tokens of a.
-    reference: "blind", or None for the same. With an informed one all scores would be 0: InputError."""
-    if reference == "informed":
+    reference_sees: "blind", or None for the same. If it were informed, all scores would be 0: InputError."""
+    if reference_sees == "informed":
         raise InputError(f"--critic {UNTRAINED}: scores every action 0 with a reference that sees c; it needs "
                          "--reference blind")
     return {"folder": model_name, "head": "lm", "normalize": "turn", "privileged": True, "reference": model_name,
             "trained_with": None, "reference_sees": "blind"}
 
 
-def read_critic(folder, tokenizer, domain, reference=None):
+def read_critic(folder, tokenizer, domain, reference_sees=None):
     """A critic folder's critic.json, {"privileged", "normalize", "head", …}, for a policy with `tokenizer` (None: not
     compared) on a domain's tasks. A "visual" one also needs "show" (show_documents). InputError where it does not fit.
 
-    "reference_sees" is what the reference of eq. 3 reads when actions are scored: `reference`, or what the critic was
-    trained with ("trained_with"; a folder without the key: "informed")."""
+    "reference" names the reference model of eq. 3, "reference_sees" says what it reads when actions are scored: the
+    parameter, or what the critic was trained with ("trained_with"; a folder without the key: "informed")."""
     path = pathlib.Path(folder) / "critic.json"
     if not path.exists():
         raise InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
@@ -765,8 +765,8 @@ def read_critic(folder, tokenizer, domain, reference=None):
     if adapters.is_adapter(folder):
         critic["reference"] = models.adapter_base(folder)
     critic["trained_with"] = critic.get("reference_sees", "informed")
-    critic["reference_sees"] = reference or critic["trained_with"]
-    if reference == "blind":
+    critic["reference_sees"] = reference_sees or critic["trained_with"]
+    if reference_sees == "blind":
         needs = f"{folder}: --reference blind needs a language model that sees c as a critic; this one has"
         if critic["head"] != "lm":
             raise InputError(f"{needs} a head, whose initial values are 0")
@@ -807,7 +807,7 @@ def reference_line(critic):
 
 
 def load_critic(critic, load):
-    """read_critic's answer with its "model" and "reference", both Scorers.
+    """read_critic's answer with two Scorers: "scorer", the critic's, and "ref_scorer", the reference's.
 
     load(name, lora=…, has_head=…) loads one: load_whole, or load_scorer where it is split over the ranks.
     The reference is the initial model; of an adapter folder the model with its adapter off; of a critic with a head
@@ -824,21 +824,21 @@ def load_critic(critic, load):
         models.load_head(scorer.head, critic["folder"])
     scorer.eval()
     if has_head:
-        reference = None
+        ref_scorer = None
     elif lora:
-        reference = adapters.without_adapter(scorer)
+        ref_scorer = adapters.without_adapter(scorer)
     elif is_trained:
-        reference = load(critic["reference"]).eval()
+        ref_scorer = load(critic["reference"]).eval()
     else:
-        reference = scorer
-    return {**critic, "model": scorer, "reference": reference}
+        ref_scorer = scorer
+    return {**critic, "scorer": scorer, "ref_scorer": ref_scorer}
 
 
 def works_of(critic):
     """What the models of a critic (load_critic) have done (models.work_of), each once."""
-    scorers = [critic["model"]]
-    if isinstance(critic["reference"], Scorer) and critic["reference"] is not critic["model"]:
-        scorers.append(critic["reference"])
+    scorers = [critic["scorer"]]
+    if isinstance(critic["ref_scorer"], Scorer) and critic["ref_scorer"] is not critic["scorer"]:
+        scorers.append(critic["ref_scorer"])
     return [models.work_of(scorer.model) for scorer in scorers]
 
 
@@ -877,10 +877,10 @@ def score_actions(critic, tokenizer, points, max_tokens, device):
     ref_items = items
     if has_blind_reference(critic):
         ref_items = action_items(points, actions, tokenizer, privileged=False)
-    values = turn_outputs(critic["model"], items, max_tokens, device)
-    ref_values = turn_outputs(critic["reference"], ref_items, max_tokens, device)
+    values = turn_outputs(critic["scorer"], items, max_tokens, device)
+    ref_values = turn_outputs(critic["ref_scorer"], ref_items, max_tokens, device)
     normalize = critic["normalize"]
-    if normalize == "trajectory":                                    # an action is all that is scored here
+    if normalize == "trajectory":                                    # a mean over all that is scored: here one action
         normalize = "turn"
     scores = []
     for point, point_actions, value, ref_value in zip(points, actions, values, ref_values):
@@ -893,7 +893,7 @@ def score_actions(critic, tokenizer, points, max_tokens, device):
 
 def visual_scores(critic, points, max_tokens, device):
     """score_actions by a visual critic: its head on what each action would show."""
-    processor = critic["model"].processor
+    processor = critic["scorer"].processor
     views = [views_after(critic, point) for point in points]
     files = critic["show"](vision.documents_of(views))
     items, places = [], {}
@@ -902,7 +902,7 @@ def visual_scores(critic, points, max_tokens, device):
             if (number, view) not in places:                         # equal views are scored once
                 places[number, view] = len(items)
                 items.append([vision_row(processor, view, 0, files)])
-    values = turn_outputs(critic["model"], items, max_tokens, device)
+    values = turn_outputs(critic["scorer"], items, max_tokens, device)
     scores = []
     for number, point_views in enumerate(views):
         point_scores = []
@@ -1037,11 +1037,11 @@ def reference_examples(critic, examples, trajectories, groups, tokenizer, max_le
     return trajectory_examples(trajectories, groups, tokenizer, privileged=False, max_length=max_length)
 
 
-def advantages_of(scorer, examples, ref_outputs, normalize, max_tokens, device):
+def advantages_of(scorer, examples, ref_values, normalize, max_tokens, device):
     """turn_advantages of every example's items: a list of tensors (turns,) for each example.
-    ref_outputs: the examples' example_outputs under the reference."""
+    ref_values: the examples' example_outputs under the reference."""
     advantages = []
-    for example, scores, refs in zip(examples, example_outputs(scorer, examples, max_tokens, device), ref_outputs):
+    for example, scores, refs in zip(examples, example_outputs(scorer, examples, max_tokens, device), ref_values):
         item_advantages = []
         for item, values, ref_values in zip(example.items, scores, refs):
             lengths = collate([item]).lengths                                             # (1, M)
@@ -1050,12 +1050,12 @@ def advantages_of(scorer, examples, ref_outputs, normalize, max_tokens, device):
     return advantages
 
 
-def pair_accuracy(scorer, examples, ref_outputs, critic, max_tokens, device):
+def pair_accuracy(scorer, examples, ref_values, critic, max_tokens, device):
     """The share of pairs of trajectories whose chosen one has the higher score; a tie is half right.
-    ref_outputs: the examples' example_outputs under the reference.
+    ref_values: the examples' example_outputs under the reference.
     critic: {"normalize", "head"}; a value head compares the values of the last turns."""
     right = 0.0
-    for advantages in advantages_of(scorer, examples, ref_outputs, critic["normalize"], max_tokens, device):
+    for advantages in advantages_of(scorer, examples, ref_values, critic["normalize"], max_tokens, device):
         if critic["head"] == "value":
             chosen, rejected = (values[-1] for values in advantages)
         else:
@@ -1083,8 +1083,8 @@ def score_turns(critic, tokenizer, trajectories, max_tokens, device):
     ref_examples = reference_examples(critic, examples, trajectories, groups, tokenizer, max_tokens)
     fitting = [i for i, example in enumerate(examples) if longest_row(example) <= max_tokens]
     examples = [examples[i] for i in fitting]
-    ref_outputs = example_outputs(critic["reference"], [ref_examples[i] for i in fitting], max_tokens, device)
-    advantages = advantages_of(critic["model"], examples, ref_outputs, critic["normalize"], max_tokens, device)
+    ref_values = example_outputs(critic["ref_scorer"], [ref_examples[i] for i in fitting], max_tokens, device)
+    advantages = advantages_of(critic["scorer"], examples, ref_values, critic["normalize"], max_tokens, device)
     credits = [None] * len(trajectories)
     for i, [values] in zip(fitting, advantages):
         if critic["head"] == "value":

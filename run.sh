@@ -2,7 +2,7 @@
 # From a bare machine to the table: bash run.sh [SEED]
 # Makes .venv, then tasks, offline dialogues of the shipped base model (models/tiny), the critic, the policies (SWEET,
 # multi-turn DPO, rejection fine-tuning), dialogues of each on test tasks, and the evaluation. A second call resumes.
-# All methods learn from 320 dialogues (80 tasks; pages: 480). SWEET uses all of their turns.
+# All methods learn from 320 dialogues (80 tasks; pages: 480). SWEET uses all of their turns (pages: those of 6 %).
 # OUT (out), ROUNDS (8) and sizes can be set from outside. To see that it runs: TRAIN_TASKS=40 TEST_TASKS=20 bash run.sh
 # (20 test tasks say nothing about the methods: their intervals are ±.13, and any order comes up.)
 #

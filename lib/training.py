@@ -100,7 +100,7 @@ def learning_rate(step, num_steps, peak):
 
 
 def rank_batches(batch, examples, micro_batch_size, run):
-    """This rank's share of a batch of example numbers, in micro-batches: [(numbers, weights (B,)), …].
+    """This rank's share of a batch of example numbers, in micro-batches: yields (numbers, weights (examples,)).
 
     Examples of like length go together, so that little is padded.
     Every rank has as many micro-batches, because ranks gather layers together: where a rank has fewer examples than

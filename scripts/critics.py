@@ -184,8 +184,8 @@ def pair_accuracy(critic, trajectories, pairs, device):
     tokenizer = load_tokenizer(critic["folder"])
     examples = common.trajectory_examples(trajectories, pairs, tokenizer, critic["privileged"])
     ref_examples = common.reference_examples(critic, examples, trajectories, pairs, tokenizer)
-    ref_outputs = common.example_outputs(critic["reference"], ref_examples, MAX_TOKENS, device)
-    return common.pair_accuracy(critic["model"], examples, ref_outputs, critic, MAX_TOKENS, device)
+    ref_values = common.example_outputs(critic["ref_scorer"], ref_examples, MAX_TOKENS, device)
+    return common.pair_accuracy(critic["scorer"], examples, ref_values, critic, MAX_TOKENS, device)
 
 
 def return_correlation(critic, branches, device):

@@ -73,7 +73,7 @@ def test_an_untrained_critic_scores_every_candidate_0(workspace, tmp_path, tiny)
     args = stage(4).parse_args(["--method", "sweet", "--critic", "x", "--trajectories", "x", "--model", "x",
                                 "--out", "x"])
     scorer = common.Scorer(model)
-    same = {"model": scorer, "reference": scorer, "visual": False, "privileged": True, "normalize": "turn",
+    same = {"scorer": scorer, "ref_scorer": scorer, "visual": False, "privileged": True, "normalize": "turn",
             "head": "lm"}
     assert stage(4).score_candidates(rows, same, tokenizer, args, "cpu")[0]["advantages"] == [0.0, 0.0]
 

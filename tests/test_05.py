@@ -602,8 +602,8 @@ def test_the_credit_of_turns_is_the_score_of_actions(workspace, trained, tiny):
 
 
 def test_an_untrained_critic_gives_no_credit_and_long_dialogues_have_none(workspace, tiny):
-    critic = {"folder": "-", "head": "lm", "normalize": "turn", "privileged": True, "model": common.Scorer(tiny[0]),
-              "reference": common.Scorer(tiny[0])}
+    critic = {"folder": "-", "head": "lm", "normalize": "turn", "privileged": True, "scorer": common.Scorer(tiny[0]),
+              "ref_scorer": common.Scorer(tiny[0])}
     rows = common.read_trajectories(workspace / "offline.jsonl")[:8]
     assert common.score_turns(critic, tiny[1], rows, 4096, "cpu") == [[0.0] * row["num_rounds"] for row in rows]
     examples = common.trajectory_examples(rows, [(i,) for i in range(8)], tiny[1], True)

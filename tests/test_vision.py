@@ -192,7 +192,7 @@ def test_scores_follow_the_pictures_and_c_only_where_it_is_seen(seeing):
     after = [IDEA, {"role": "assistant", "content": WHITE}, {"role": "user", "content": "Nice."}]
 
     def scores(privileged, *states):
-        critic = {"visual": True, "privileged": privileged, "model": scorer, "show": show}
+        critic = {"visual": True, "privileged": privileged, "scorer": scorer, "show": show}
         return common.score_actions(critic, None, states, 4096, "cpu")
     thoughts = said(frontend, f"<think>{RED}</think>OUTPUT: {WHITE}")                  # as 02 and 04 make a state
     states = [state(WHITE, thoughts, BLACK, "no page"), state(WHITE, task=other),
@@ -369,5 +369,5 @@ def test_an_adapter_s_critic_that_sees_begins_at_log_2_and_loads(dialogues, vlm,
     succeed("03_train_critic.py", *flags(dialogues, vlm, out, "--lora", 4, "--epochs", 1))
     assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     critic = load(out, None)
-    assert critic["visual"] and critic["model"].head.weight.abs().max() > 0
+    assert critic["visual"] and critic["scorer"].head.weight.abs().max() > 0
     assert (out / "adapter_model.safetensors").exists() and not (out / "model.safetensors").exists()
