@@ -9,7 +9,7 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
                  of the worse, and train by single-turn DPO:
     eq. 4        -log s( b log[p(a+|o) / p_ref(a+|o)] - b log[p(a-|o) / p_ref(a-|o)] ) + nll_coef * mean NLL of a+
                  with s the sigmoid, b --beta, and sums over the tokens of an action (end of turn included).
-                 --reference blind: p_ref of eq. 3 does not read c, as in the published code (default: as in its training).
+                 --reference blind: p_ref of eq. 3 does not read c, as in the published code (default: as trained).
                  --answer-coef adds the mean NLL of a right answer that is logged, drawn for each example: an agent that
                  learns to ask keeps how it answers. The paper has no such term.
                  With --answers-by-outcome no pair chooses an answer, except where the logged dialogue ended with a
