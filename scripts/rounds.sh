@@ -21,9 +21,9 @@
 # RATES="3e-5 1e-4" plays each learning rate of the policy in place of METHOD_settings, as NAME_RATE (with
 # LATER_FLAGS= in every round).
 # SPLIT=validation plays validation tasks (VALIDATION_TASKS, 300) instead of test tasks (TEST_TASKS, 300): for choosing.
-# The tables are out/rounds/table.csv and out/rounds-validation/table.csv. Kept: docs/grid_rounds_320.csv and
-# docs/grid_rounds_sql_320.csv; of 748f4b3 (200 tasks, a tenth of the turns) docs/rounds.csv, docs/grid_rounds.csv,
-# docs/rounds_sql.csv and docs/grid_rounds_sql.csv.
+# The tables are out/rounds/table.csv and out/rounds-validation/table.csv. Kept: docs/rounds_320.csv,
+# docs/rounds_sql_320.csv, docs/grid_rounds_320.csv and docs/grid_rounds_sql_320.csv; of 748f4b3 (200 tasks, a tenth of
+# the turns) docs/rounds.csv, docs/grid_rounds.csv, docs/rounds_sql.csv and docs/grid_rounds_sql.csv.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/chain.sh

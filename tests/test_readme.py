@@ -255,6 +255,20 @@ def test_the_tables_of_few_dialogues_show_the_figures_of_their_picture():
             assert is_left_out or re.search(line, PAGES[page], re.MULTILINE)
 
 
+@pytest.mark.parametrize("name, page", [("rounds_320.csv", "docs/results.md"), ("rounds_sql_320.csv", "docs/sql.md")])
+def test_the_tables_of_rounds_show_the_figures_of_their_file(name, page):
+    with open(ROOT / "docs" / name, newline="") as file:
+        rows = list(csv.DictReader(file))
+    for method, called in (("mtdpo", "multi-turn DPO"), ("sweet", r"SWEET(-RL)?, all turns")):
+        figures = [row for row in rows if row["method"] == method]
+        assert [row["round"] for row in figures] == ["1", "2", "3", "4"]
+        values = [f"{float(row['success']):.3f}"[1:] for row in figures]
+        low, high = (f"{float(figures[-1][side]):.3f}"[1:] for side in ("low", "high"))
+        cells = r" \| ".join(rf"(\*\*)?{value}(\*\*)?" for value in values)
+        line = rf"^\| {called} \| {cells} \[{low}, {high}\]"
+        assert re.search(line, PAGES[page], re.MULTILINE), line
+
+
 def commands_of(environment, folder):
     """The reproduction block's commands in a laptop's settings. The last two list files, so they are expanded again
     when the others have run."""
