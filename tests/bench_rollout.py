@@ -21,6 +21,7 @@ from lib.engine import cache_argument, Engine, next_tokens  # noqa: E402
 from lib.models import add_work, encode, load_model, stop_ids  # noqa: E402
 from lib.runtime import start  # noqa: E402
 from lib.seeds import uniforms  # noqa: E402
+from scripts.gpu import median_seconds  # noqa: E402
 
 REPLIES = (
     "Yes, that is what I had in mind, more or less.", "Only for the adults.", "The fee is added after the discount.",
@@ -111,17 +112,6 @@ def through_engine(dialogues, model, stops, args):
     return engine.stats
 
 
-def median_seconds(function, repeats=5):
-    """Of `repeats` calls, after one that is not counted."""
-    function()
-    taken = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        function()
-        taken.append(time.perf_counter() - begin)
-    return statistics.median(taken)
-
-
 @torch.no_grad()
 def floors(model, num_rows):
     """{part: seconds}: what a decoding step of so many rows cannot go below.
@@ -129,26 +119,27 @@ def floors(model, num_rows):
     Packed weights are those of private operators of torch. Reading is at the bandwidth of a sum over 1 GB."""
     layers = [module for module in model.get_decoder().modules() if isinstance(module, torch.nn.Linear)]
     layers.append(model.get_output_embeddings())
+    device = layers[0].weight.device
     rows = {}
     for layer in layers:
         rows[layer.in_features] = torch.randn(num_rows, layer.in_features, dtype=layer.weight.dtype,
-                                              device=layer.weight.device)
+                                              device=device)
 
     def multiply():
         for layer in layers:
             torch.nn.functional.linear(rows[layer.in_features], layer.weight)
 
-    seconds = {"its matrix products alone": median_seconds(multiply)}
-    if layers[0].weight.device.type == "cpu":
+    seconds = {"its matrix products alone": median_seconds(multiply, 5, device)}
+    if device.type == "cpu":
         packed = [torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), num_rows) for layer in layers]
 
         def multiply_packed():
             for layer, weight in zip(layers, packed):
                 torch.ops.mkldnn._linear_pointwise(rows[layer.in_features], weight, None, "none", [], "")
 
-        seconds["the same with weights packed for so many rows"] = median_seconds(multiply_packed)
-    memory = torch.ones(1 << 28, device=layers[0].weight.device)                                      # 1 GB
-    bytes_a_second = memory.nbytes / median_seconds(lambda: memory.sum().item())
+        seconds["the same with weights packed for so many rows"] = median_seconds(multiply_packed, 5, device)
+    memory = torch.ones(1 << 28, device=device)                                      # 1 GB
+    bytes_a_second = memory.nbytes / median_seconds(lambda: memory.sum().item(), 5, device)
     seconds["reading all weights once"] = sum(layer.weight.nbytes for layer in layers) / bytes_a_second
     return seconds
 
