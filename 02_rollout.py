@@ -3,7 +3,7 @@
 Reads   tasks.jsonl (01).
 Writes  trajectories.jsonl in the published format, {"task", "dialogue_history", "answer", "reward"}, with "task_id",
         "sample", "num_rounds", "max_rounds" and what the domain's scorer says (screenshots in the folder FILE.images);
-        "best_of", and "temperature" where it is not 1.
+        "best_of", "temperature" where it is not 1, and "no_room" where no further turn would fit into a model.
         An agent's turn has "input" (the rendered prompt), "output" (the raw text) and "output_ids" (the sampled ids);
         a human's turn that shows code has "leak".
         FILE.failed.jsonl where dialogues failed: the same command again plays these alone.
@@ -58,6 +58,7 @@ from lib.servers import is_server, ReplyError, said, strip_thoughts
 from lib.speakers import (
     ask,
     Failures,
+    NoRoom,
     open_speakers,
     rollout_lines,
     run_concurrently,
@@ -84,6 +85,7 @@ class Dialogue:
     system: str | None = None                   # the agent's system prompt; None: ours
     branch: dict | None = None                  # --branch: what its row says of where it begins
     answer: str | None = None
+    no_room: bool = False                       # ended because no further turn would fit into a model
     waited_s: float = 0.0                       # for the human
 
 
@@ -262,9 +264,12 @@ def new_dialogue(number, task, sample, system=None):
 def new_dialogues(tasks, system, samples):
     """`samples` dialogues of each task. system: the agent's system prompt; None: ours."""
     dialogues = []
+    num_samples = collections.Counter()                              # of each task_id, which two tasks may have
     for task in tasks:
-        for sample in range(samples):
-            dialogues.append(new_dialogue(len(dialogues), task, sample, system))
+        for _ in range(samples):
+            name = task_id(task)
+            dialogues.append(new_dialogue(len(dialogues), task, num_samples[name], system))
+            num_samples[name] += 1
     return dialogues
 
 
@@ -272,6 +277,7 @@ def branched_dialogues(trajectories, system, args):
     """--branch: --samples continuations of each of --branch-candidates messages in each of N states.
 
     A state is an agent's turn of a trajectory, of which the turns before it are kept."""
+    check_names(trajectories, args.tasks)
     states = []
     for trajectory in trajectories:
         for position, turn in enumerate(trajectory["dialogue_history"]):
@@ -280,7 +286,8 @@ def branched_dialogues(trajectories, system, args):
     states = random.Random(args.seed).sample(states, min(args.branch, len(states)))
     dialogues = []
     for trajectory, position in states:
-        max_rounds = trajectory.get("max_rounds", args.max_rounds)
+        num_rounds = count_agent_turns(trajectory["dialogue_history"])
+        max_rounds = trajectory.get("max_rounds", max(args.max_rounds, num_rounds))
         if max_rounds != args.max_rounds:
             raise InputError(f"{args.tasks}: task {trajectory['task_id']} was played with --max-rounds {max_rounds}; "
                              "--branch needs the same")
@@ -290,6 +297,22 @@ def branched_dialogues(trajectories, system, args):
                 dialogue.system = system or common.system_prompt(trajectory)
                 dialogues.append(dialogue)
     return dialogues
+
+
+def check_names(trajectories, path):
+    """InputError where (task_id, sample) names two trajectories: --branch would mix up what is sampled in them."""
+    names = set()
+    for trajectory in trajectories:
+        name = trajectory["task_id"], trajectory["sample"]
+        if name in names:
+            raise InputError(f'{path}: two dialogues of task {name[0]} have "sample" {name[1]}; give each a number of '
+                             'its own, or leave out the key "sample" everywhere')
+        names.add(name)
+
+
+def count_agent_turns(history):
+    """How many turns of a dialogue are the agent's."""
+    return sum(turn["role"] == "assistant" for turn in history)
 
 
 def branched_dialogue(number, trajectory, position, candidate, continuation):
@@ -315,17 +338,28 @@ async def add_first_turn(dialogue, players, args):
 
 
 async def play(dialogue, players, args):
-    """Play one dialogue from where it stands to its answer."""
+    """Play one dialogue from where it stands to its answer.
+
+    Where no further turn fits into a model, the agent's last turn was that of the last round; the human's reply to it,
+    which nobody could read, is left out."""
     history, domain = dialogue.history, domain_of(dialogue.task)
-    while dialogue.answer is None:
+    try:
+        while dialogue.answer is None:
+            if history[-1]["role"] == "user":
+                history.append(await agent_turn(dialogue, players, args))
+            is_last_round = len(history) >= 2 * args.max_rounds
+            dialogue.answer = domain.answer_of(history, is_last_round)
+            if dialogue.answer is None:
+                begin = time.perf_counter()
+                history.append(await human_turn(dialogue, players, args))
+                dialogue.waited_s += time.perf_counter() - begin
+    except NoRoom:
+        if count_agent_turns(history) == 0:                          # the task alone is too long: nothing to score
+            raise
         if history[-1]["role"] == "user":
-            history.append(await agent_turn(dialogue, players, args))
-        is_last_round = len(history) == 2 * args.max_rounds
-        dialogue.answer = domain.answer_of(history, is_last_round)
-        if dialogue.answer is None:
-            begin = time.perf_counter()
-            history.append(await human_turn(dialogue, players, args))
-            dialogue.waited_s += time.perf_counter() - begin
+            history.pop()
+        dialogue.no_room = True
+        dialogue.answer = domain.answer_of(history, True)
 
 
 def to_trajectory(dialogue, verdicts, tokenizer, args):
@@ -339,7 +373,7 @@ def to_trajectory(dialogue, verdicts, tokenizer, args):
         "dialogue_history": dialogue.history,
         "answer": dialogue.answer,
         **verdicts,
-        "num_rounds": sum(turn["role"] == "assistant" for turn in dialogue.history),
+        "num_rounds": count_agent_turns(dialogue.history),
         "max_rounds": args.max_rounds,
         "agent": args.agent,
         "simulator": args.simulator,
@@ -348,6 +382,8 @@ def to_trajectory(dialogue, verdicts, tokenizer, args):
         "critic": args.critic}
     if args.temperature != 1 and not is_scripted(args):
         trajectory["temperature"] = args.temperature
+    if dialogue.no_room:
+        trajectory["no_room"] = True
     trajectory["informed"] = args.agent == "script-informed"
     if dialogue.system is not None:
         trajectory["system_prompt"] = dialogue.system
@@ -442,7 +478,7 @@ def summary(path):
     for trajectory in trajectories:
         request, *turns = trajectory["dialogue_history"]
         agent_turns += [turn for turn in turns if turn["role"] == "assistant"]
-        human_turns += [turn for turn in turns if turn["role"] == "user"]
+        human_turns += [turn for turn in turns if turn["role"] == "user" and not turn.get("tool")]
     numbers = domain.measure(trajectories) | measure_turns(trajectories, domain)
     say(*numbers.get("notes", []))
     mean_return = mean_over_tasks(trajectories, domain.outcome)
@@ -452,8 +488,12 @@ def summary(path):
             parts.append(f"{heading} {numbers[key]:{form}}")
     parts.append(f"rounds {len(agent_turns) / len(trajectories):.2f}")
     if has_early_answers(domain, trajectories[0]):
-        forced = sum(domain.answer_of(trajectory["dialogue_history"], False) is None for trajectory in trajectories)
+        forced = sum(domain.answer_of(trajectory["dialogue_history"], False) is None
+                     and "no_room" not in trajectory for trajectory in trajectories)
         parts.append(f"{forced / len(trajectories):.1%} ended by --max-rounds")
+    num_full = sum("no_room" in trajectory for trajectory in trajectories)
+    if num_full:
+        parts.append(f"{num_full} ended because no further turn fits (--max-tokens, --max-new-tokens)")
     num_cut = sum("truncated" in turn for turn in agent_turns)
     parts.append(f"{num_cut} turns stopped by --max-new-tokens")
     parts.append(leak_summary(human_turns))

@@ -65,6 +65,7 @@ from lib.models import (
     load_model,
     load_tokenizer,
     lora_config,
+    max_positions,
     reads_images,
     Sharding,
     stop_ids,
@@ -161,9 +162,10 @@ def read_states(trajectories, tokenizer, args):
     if len(fitting) < len(chosen):
         say(f"left out {len(chosen) - len(fitting):,} trajectories, whose last prompt is longer than twice "
             f"--max-length {args.max_length}: {len(states):,} turns are left")
+    states = states_with_room(states, tokenizer, max_positions(args.model) - args.max_new_tokens, args.max_new_tokens)
     if not states:
         raise InputError(f"{args.trajectories}: no turns to train on: all prompts are far longer than --max-length "
-                         f"{args.max_length}")
+                         f"{args.max_length}, or leave no room for --max-new-tokens {args.max_new_tokens}")
     common.say_kinds("their prompts", kinds)
     check_names(states, args.trajectories)
     return states
@@ -186,6 +188,16 @@ def states_of(trajectory, turns):
         states.append({"task_id": trajectory["task_id"], "sample": trajectory["sample"], "turn": number,
                        "task": trajectory["task"], "prompt": prompt, "history": history[:place]})
     return states
+
+
+def states_with_room(states, tokenizer, most, max_new_tokens):
+    """The states whose prompts have at most so many tokens, so that the model can continue them; says how many have
+    more."""
+    fitting = [state for state in states if len(encode(tokenizer, state["prompt"])) <= most]
+    if len(fitting) < len(states):
+        say(f"left out {len(states) - len(fitting):,} turns, whose prompts are longer than {most:,} tokens, so that "
+            f"the model has no room for --max-new-tokens {max_new_tokens}: {len(fitting):,} turns are left")
+    return fitting
 
 
 def name_of(state):

@@ -258,7 +258,7 @@ def measure_leaks(trajectories, domain):
     num_replies, leaks = 0, collections.Counter()
     for trajectory in trajectories:
         for turn in trajectory["dialogue_history"][1:]:
-            if turn["role"] == "assistant":
+            if turn["role"] == "assistant" or turn.get("tool"):
                 continue
             num_replies += 1
             kind = domain.leak_of(trajectory["task"], turn["content"])

@@ -70,7 +70,7 @@ TRAJECTORY = record(
      "num_rounds": int, "system_prompt": str, "agent": nullable(short_text), "simulator": nullable(short_text),
      "critic": nullable(short_text), "tokenizer": nullable(str), "informed": nullable(bool), "best_of": whole(1),
      "run": whole(0), "similarity": str, "image": nullable(short_text), "reference_image": nullable(short_text),
-     "render_fault": nullable(str), "continuation": int,
+     "render_fault": nullable(str), "continuation": int, "no_room": bool,
      "branch": record({"sample": int, "turn": whole(0), "candidate": int})})
 AGENT = record({"system_prompt": str})
 
@@ -88,9 +88,21 @@ def check_task(task, where, first):
         raise InputError(str(error)) from None
 
 
+def check_ids(tasks, names, path):
+    """InputError where one of the names (task_id) stands for tasks with different references: their dialogues would be
+    compared as if they were of one task."""
+    references = {}
+    for task, name in zip(tasks, names):
+        if references.setdefault(name, task["ground_truth"]) != task["ground_truth"]:
+            raise InputError(f'{path}: two tasks with different references have the "task_id" {name}; give each a name '
+                             'of its own, or leave out the key "task_id" everywhere')
+
+
 def read_tasks(path):
     """The tasks of a file, all of one domain."""
-    return read_jsonl(path, {}, check=check_task)
+    tasks = read_jsonl(path, {}, check=check_task)
+    check_ids(tasks, map(task_id, tasks), path)
+    return tasks
 
 
 def check_trajectory(row, where, first):
@@ -113,6 +125,7 @@ def read_trajectories(path, num_trajectories=None, seed=0):
         trajectory["task_id"] = name
         trajectory.setdefault("sample", num_samples[name])
         num_samples[name] += 1
+    check_ids([t["task"] for t in trajectories], [t["task_id"] for t in trajectories], path)
     if num_trajectories is None:
         return trajectories
     if num_trajectories > len(trajectories):
@@ -298,6 +311,7 @@ def agent_turns(tokenizer, trajectory, counts=None, only=None):
     only: the index in the history of the one turn asked for."""
     history = trajectory["dialogue_history"]
     is_sampled = trajectory.get("tokenizer") == tokenizer_name(tokenizer)
+    cue = generation_cue(tokenizer)                                  # "" of a template that has none
     turns = []
     for index, turn in enumerate(history):
         if turn["role"] != "assistant" or only not in (None, index):
@@ -306,7 +320,7 @@ def agent_turns(tokenizer, trajectory, counts=None, only=None):
             kind = "as sampled"
             check_sampled(turn, tokenizer, f"task {trajectory['task_id']}, sample {trajectory['sample']}, turn {index}")
             turns.append((turn["input"], turn["output_ids"]))
-        elif "output" in turn and turn.get("input", "").endswith(generation_cue(tokenizer)):
+        elif "output" in turn and cue and turn.get("input", "").endswith(cue):
             kind = "as logged"
             output = turn["output"].removesuffix(tokenizer.eos_token)
             turns.append((turn["input"], encode(tokenizer, output) + [tokenizer.eos_token_id]))
@@ -1006,7 +1020,9 @@ def text_items(trajectories, numbers, tokenizer, privileged, max_length):
 
 
 def say_kinds(what, kinds):
-    """Say how many turns are of which kind (agent_turns)."""
+    """Say how many turns are of which kind (agent_turns), if there are any."""
+    if not kinds:
+        return
     counts = [f"{count:,} {kind}" for kind, count in kinds.items()]
     say(f"{what}: {', '.join(counts)}")
 
@@ -1093,12 +1109,12 @@ def score_turns(critic, tokenizer, trajectories, max_tokens, device):
     return credits
 
 
-def trajectory_pairs(trajectories, path, min_gap=None):
+def trajectory_pairs(trajectories, path, min_gap=None, needed=True):
     """[(chosen, rejected)] numbers of trajectories of one task.
 
     min_gap (None: the domain's MIN_GAP): every two whose rewards differ by so much.
     Where that is None, too: every failure (reward below 1) with a success (reward 1) of its task, these in turn.
-    InputError, which names `path`, where there is no pair."""
+    needed: InputError, which names `path`, where there is no pair."""
     if min_gap is None:
         min_gap = domain_of(trajectories[0]["task"]).MIN_GAP
     by_task = {}
@@ -1116,7 +1132,7 @@ def trajectory_pairs(trajectories, path, min_gap=None):
         failures = [i for i in group if rewards[i] < 1]
         if successes:
             pairs += zip(itertools.cycle(successes), failures)
-    if not pairs:
+    if needed and not pairs:
         lack = "both a success (reward 1) and a failure"
         if min_gap is not None:
             lack = f"two dialogues whose rewards differ by {min_gap}"

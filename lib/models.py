@@ -72,6 +72,12 @@ def generation_cue(tokenizer):
     return cued.removeprefix(plain)
 
 
+def max_positions(name):
+    """The most tokens that a model takes, a prompt with its reply."""
+    from transformers import AutoConfig
+    return from_pretrained(AutoConfig, name).get_text_config().max_position_embeddings
+
+
 def from_pretrained(kind, name, **options):
     """kind.from_pretrained() of a folder, a hub id or "smollm2"; InputError that says what to do if there is none.
     Of an adapter folder its base's, but for a tokenizer of its own."""

@@ -69,6 +69,10 @@ class ReplyError(Exception):
     """A server gave no reply after all retries. Only this dialogue fails."""
 
 
+class RefusedWithSampling(Exception):
+    """A server refuses a request that has SAMPLING, and has taken none that has; it may take one without them."""
+
+
 class UnreadableReply(Exception):
     """What a server sent is no reply; says why."""
 
@@ -151,6 +155,7 @@ def new_client(url, key):
 def server_request(server, said, temperature, max_new_tokens, seed, extra):
     """The arguments of one request after a chat (messages) or a prompt (ids), with every sampling parameter set.
 
+    extra: further fields, SAMPLING among them.
     OpenAI's reasoning models have none but seed and length, and o1-mini, a row of the paper's table 2, no system
     prompt."""
     if isinstance(said[0], int):
@@ -161,14 +166,14 @@ def server_request(server, said, temperature, max_new_tokens, seed, extra):
             if re.match(r"(openai/)?o1-(mini|preview)", server.model):
                 request["messages"] = without_system(said)
             request["max_completion_tokens"] = max_new_tokens
-            request["extra_body"] = extra
+            request["extra_body"] = {name: value for name, value in extra.items() if name not in SAMPLING}
             return request
     request["max_tokens"] = max_new_tokens
     request["temperature"] = temperature
     request["top_p"] = 1.0
     request["frequency_penalty"] = 0.0
     request["presence_penalty"] = 0.0
-    request["extra_body"] = {**server.sampling, **extra}
+    request["extra_body"] = extra
     return request
 
 
@@ -353,7 +358,8 @@ def empty_fault(reply):
         return None
     if reply.ended:
         return "empty reply"
-    return "empty reply (ended by the limit of new tokens: raise it)"
+    return ("empty reply (ended by the limit of new tokens: raise it, or turn the model's thoughts off, as "
+            "--chat-template-args can)")
 
 
 async def send(address, request):
@@ -374,7 +380,7 @@ async def send(address, request):
 
 async def ask_once(server, address, request, fault_of):
     """Returns (reply, error, retry_after_s): (Reply, None, None), or (None, one line, seconds or None for growing
-    pauses). InputError, or ReplyError, where no retry can help."""
+    pauses). InputError, or ReplyError, where no retry can help; RefusedWithSampling where one without SAMPLING may."""
     import httpx
     try:
         async with asyncio.timeout(server.timeout_s):
@@ -419,12 +425,9 @@ def refused(server, address, request, response, body):
             missing += ", or nothing that continues a prompt (/completions)"
         raise InputError(f"{where}: {missing} ({fault})")
     elif status in (408, 409, 429) or status >= 500:
-        return None, fault, seconds(response.headers.get("retry-after", ""))
+        return None, fault, seconds(response.headers.get("retry-after", "")) or None
     elif "top_k" in request["extra_body"] and not server.takes_sampling:
-        if server.sampling:
-            say(f"{where}: asked again without {', '.join(server.sampling)} ({fault})")
-        server.sampling = {}
-        return None, fault, 0
+        raise RefusedWithSampling(fault)
     if address.answered:
         raise ReplyError(f"{where}: refuses the request ({fault})")
     raise InputError(f"{where}: refuses the request ({fault})")
@@ -458,20 +461,28 @@ async def server_reply(server, said, temperature, max_new_tokens, seed, fault_of
     request can succeed: no server at the first one, key or model refused, no connection or no turn for any request in
     all of that time. ReplyError where it is this one."""
     begin, attempt = time.monotonic(), 0
+    sampling, refusal_of_sampling = server.sampling, None
     while True:
         address = await next_address(server)
         sent_at = time.monotonic()
-        request = server_request(server, said, temperature, max_new_tokens, seed, extra)
+        request = server_request(server, said, temperature, max_new_tokens, seed, {**sampling, **extra})
         server.counts["requests"] += 1
         address.in_flight += 1
         try:
             reply, fault, wait_s = await ask_once(server, address, request, fault_of)
+        except RefusedWithSampling as error:                              # this request alone is sent without them
+            sampling, refusal_of_sampling = {}, str(error)
+            server.counts["retried: refused with " + ", ".join(SAMPLING)] += 1
+            continue
         finally:
             address.in_flight -= 1
+        where = f"{address.url}#{server.model}"
         if reply:
+            if refusal_of_sampling and server.sampling:                   # so they were the reason: for all from now on
+                say(f"{where}: asked without {', '.join(server.sampling)} ({refusal_of_sampling})")
+                server.sampling = {}
             return reply
         now = time.monotonic()
-        where = f"{address.url}#{server.model}"
         kind = re.split(r" \(|:", fault)[0]
         server.counts[f"retried: {kind}"] += 1
         if wait_s and wait_s > MAX_WAIT_S:

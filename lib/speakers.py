@@ -20,6 +20,7 @@ from lib.servers import (
     is_server,
     open_server,
     Reply,
+    ReplyError,
     Server,
     server_reply,
     strip_thoughts,
@@ -39,6 +40,10 @@ class Speaker(NamedTuple):
     sees: asyncio.Lock | None = None            # of a model on this machine that is shown images, one request at a time
     template_args: dict = {}                    # arguments of the chat template
     stop: tuple = ()                            # texts that end a turn
+
+
+class NoRoom(ReplyError):
+    """A prompt is so long that a model on this machine has no room for the reply."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,9 +165,13 @@ async def ask_server(speaker, chat, prompt, sampling):
 
 
 async def ask_engine(speaker, prompt, sampling):
-    """The Replies of a model on this machine to a prompt (text)."""
+    """The Replies of a model on this machine to a prompt (text); NoRoom where it is too long."""
     tokenizer = speaker.tokenizer
     prompt_ids = encode(tokenizer, prompt)
+    room = speaker.engine.max_tokens
+    if len(prompt_ids) + sampling.max_new_tokens > room:
+        raise NoRoom(f"a prompt of {len(prompt_ids):,} tokens and {sampling.max_new_tokens:,} new ones are more than "
+                     f"the {room:,} that the model or --max-tokens has room for")
     end_ids = stop_ids(speaker.model, tokenizer)
     randoms = uniforms((sampling.count, sampling.max_new_tokens), *sampling.key)
     outputs = await speaker.engine.generate(prompt_ids, randoms, sampling.temperature, sampling.cache)

@@ -332,10 +332,10 @@ def finish_training(out, scorer, tokenizer, merge):
     if scorer.head is not None:
         save_head(folder / "turn_head.pt", scorer.head)
     if is_main():
+        (folder / "COMPLETED").touch()                              # first: a kill from here on costs no training
         for name in ("states", "initial"):
             shutil.rmtree(folder / name, ignore_errors=True)
         (folder / "ref.pt").unlink(missing_ok=True)
-        (folder / "COMPLETED").touch()
         in_adapter = sum(parameter.numel() for parameter in adapter_parameters(scorer.model).values())
         in_base = sum(parameter.numel() for parameter in scorer.parameters()) - in_adapter
         written = in_adapter if in_adapter and not merge else in_base

@@ -14,6 +14,7 @@ from colbench.dialogue import UNCLEAR
 from conftest import begin, Partial, rank_environments, read, refused, stage, succeed, wait
 from lib.engine import Engine
 from lib.models import load_tokenizer, stop_ids
+from lib.runtime import write_jsonl
 from lib.servers import Reply
 from lib.speakers import Speaker
 
@@ -384,3 +385,51 @@ def test_bad_input_is_one_line(workspace, tmp_path, change, message):
     assert message in refused(2, *(x for k, v in options.items() for x in (f"--{k}", v)), "--out",
                               tmp_path / "out.jsonl")
     assert not list(tmp_path.glob("out*"))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# dialogues that outgrow the model
+
+def test_a_dialogue_that_a_model_has_no_room_for_ends_as_in_its_last_round(workspace, tmp_path, capsys):
+    """Another dialogue is as without the limit; a request that alone is too long fails, and the others are played."""
+    tasks = read(workspace / "tasks.jsonl")[:6]
+    tasks[3]["problem_description"] += " and so on" * 200
+    write_jsonl(tmp_path / "tasks", tasks)
+    arguments = ["--tasks", tmp_path / "tasks", "--agent", "models/tiny", "--max-rounds", 8, "--max-new-tokens", 60]
+    line = refused(2, *arguments, "--max-tokens", 200, "--out", tmp_path / "out")
+    assert "1 of 6 dialogues failed" in line and "the 200 that the model or --max-tokens has room for" in line
+    write_jsonl(tmp_path / "tasks", tasks[:3] + tasks[4:])
+    rollout.main([str(x) for x in (*arguments, "--max-tokens", 200, "--out", tmp_path / "short")])
+    printed = capsys.readouterr().out
+    rollout.main([str(x) for x in (*arguments, "--out", tmp_path / "long")])
+    ended = 0
+    for short, long in zip(read(tmp_path / "short"), read(tmp_path / "long")):
+        history = short["dialogue_history"]
+        assert history == long["dialogue_history"][:len(history)] and history[-1]["role"] == "assistant"
+        assert short["num_rounds"] == len(history) // 2
+        if "no_room" in short:
+            ended += 1
+            assert len(history) < len(long["dialogue_history"]) and short["answer"] == history[-1]["content"]
+            assert short["reward"] == 0
+    assert 0 < ended < 5
+    assert f"{ended} ended because no further turn fits" in printed and "no further turn" not in capsys.readouterr().out
+
+
+def test_dialogues_of_one_task_id_are_numbered_through():
+    tasks = [{"task_id": name, "problem_description": "f", "ground_truth": "c"} for name in "aba"]
+    dialogues = rollout.new_dialogues(tasks, None, 2)
+    assert [(dialogue.task["task_id"], dialogue.sample) for dialogue in dialogues] == [
+        ("a", 0), ("a", 1), ("b", 0), ("b", 1), ("a", 2), ("a", 3)]
+
+
+def test_a_tool_is_no_human_whose_replies_could_leak(workspace, tmp_path):
+    row = read(workspace / "offline.jsonl")[0]
+    signature = row["task"]["ground_truth"].split("\n")[0]
+    turns = [{"role": "user", "content": "Do it."}]
+    for reply in ({"content": "3 rows", "tool": True}, {"content": signature, "tool": True},
+                  {"content": signature, "leak": "signature"}):
+        turns += [{"role": "assistant", "content": "?"}, {"role": "user", **reply}]
+    row["dialogue_history"] = [*turns, {"role": "assistant", "content": "pass"}]
+    write_jsonl(tmp_path / "rows", [row])
+    assert "100.0% of the human's replies leak code (1 signature)" in rollout.summary(tmp_path / "rows")
+    assert stage(5).measure_leaks([row], backend) == {"leaks": 1.0, "leaks_by_kind": {"signature": 1}}

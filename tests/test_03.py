@@ -1,4 +1,5 @@
 """03_train_critic.py: golden losses, step-0 invariants, learning, resume, ranks, bad input."""
+import copy
 import json
 import math
 import re
@@ -10,7 +11,7 @@ import common
 from colbench import backend, frontend
 from conftest import read, refused, ROOT, rows_of_actions, stage, succeed
 from lib import training
-from lib.models import load_model, weights_fingerprint
+from lib.models import generation_cue, load_model, weights_fingerprint
 from lib.runtime import InputError, write_jsonl
 from lib.training import Checkpoints
 
@@ -158,6 +159,19 @@ def test_turns_are_taken_as_sampled_as_logged_or_rendered_again(workspace, tiny)
     assert logged == own and [ids for _, ids in again] == [ids for _, ids in own]
 
 
+def test_a_template_without_a_cue_takes_no_logged_prompt_for_its_own(workspace, tiny):
+    """As of Mistral and Llama 2: every text ends with an empty cue."""
+    tokenizer = copy.deepcopy(tiny[1])
+    tokenizer.chat_template = ("{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|end|>"
+                               "{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}")
+    assert generation_cue(tokenizer) == ""
+    row = read(workspace / "offline.jsonl")[0]
+    row["tokenizer"] = None
+    counts = {}
+    [(prompt, _), *_] = common.agent_turns(tokenizer, row, counts)
+    assert list(counts) == ["rendered again"] and prompt != row["dialogue_history"][1]["input"]
+
+
 def test_presets_set_table_5_and_explicit_flags_win(capsys):
     required = ["--trajectories", "t", "--model", "m", "--out", "o"]
     paper_backend, paper_frontend = (critic_stage.parse_args([*required, "--preset", f"paper-{name}"])
@@ -279,6 +293,17 @@ def test_a_critic_without_fingerprint_says_so_and_a_head_needs_none(swapped, tin
     (critic / "critic.json").write_text(json.dumps(description))
     common.read_critic(critic, tiny[1], backend)
     assert f"critic.json has no fingerprint of its reference {base}; taken as it is" in capsys.readouterr().out
+
+
+def test_the_value_head_learns_from_single_dialogues(workspace):
+    """One dialogue a task: no pair, which only the held-out accuracy needs."""
+    first = [row for row in read(workspace / "offline.jsonl") if row["sample"] == 0]
+    args = critic_stage.parse_args(["--trajectories", "t", "--model", "m", "--out", "o", "--head", "value"])
+    groups, held_out = critic_stage.read_pairs(first, args)
+    assert held_out == [] and 0 < len(groups) <= len(first)
+    args.head = "lm"
+    with pytest.raises(InputError, match="no trajectory pairs"):
+        critic_stage.read_pairs(first, args)
 
 
 # --- bad input

@@ -168,6 +168,13 @@ def test_states_are_a_seeded_share_of_whole_trajectories(workspace):
         assert all(history[place]["role"] == "assistant" for place in places) and len(set(places)) == len(places)
 
 
+def test_states_that_leave_no_room_for_a_candidate_are_left_out_and_counted(tiny, capsys):
+    states = [{"prompt": "the " * number} for number in (4, 6, 5)]
+    assert policy_stage.states_with_room(states, tiny[1], 6, 40) == [states[0], states[2]]
+    assert ("left out 1 turns, whose prompts are longer than 6 tokens, so that the model has no room for "
+            "--max-new-tokens 40: 2 turns are left") in capsys.readouterr().out
+
+
 # --- sweet
 
 def test_phases_can_be_inspected(workspace, sweet, tiny):

@@ -231,6 +231,13 @@ def test_trajectory_pairs_by_hand():
     assert common.trajectory_pairs(frontend, "x", min_gap=0.05) == [(1, 0), (2, 0), (2, 1)]
 
 
+def test_no_pair_is_an_error_only_where_one_is_needed():
+    alone = [{"task_id": name, "task": TASK, "reward": reward} for name, reward in (("a", 1), ("b", 0))]
+    with pytest.raises(InputError, match="x: no trajectory pairs"):
+        common.trajectory_pairs(alone, "x")
+    assert common.trajectory_pairs(alone, "x", needed=False) == []
+
+
 def test_gaps_are_compared_but_for_rounding():
     for high, low in ((.3, .2), (.7, .6), (.8, .7), (.9, .8), (.95, .85), (1., .9)):
         pair = [{"task_id": "a", "task": PAGE, "reward": r} for r in (low, high)]
@@ -264,3 +271,17 @@ def test_readme_names_existing_files():
     text = (ROOT / "README.md").read_text()
     for name in ("run.sh", "tests/run.sh", "scripts/make_tiny.sh"):
         assert name in text and (ROOT / name).exists()
+
+
+def test_a_name_of_two_references_is_refused(tmp_path):
+    tasks = [{"task_id": "0", "problem_description": what, "ground_truth": code, "test_cases": {}}
+             for what, code in (("add", "def f(): 1"), ("sum", "def f(): 1"), ("sort", "def f(): 2"))]
+    history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows = [{"task": task, "dialogue_history": history, "answer": ""} for task in tasks]
+    for name, content, read in (("tasks", tasks, common.read_tasks), ("dialogues", rows, common.read_trajectories)):
+        path = tmp_path / name
+        write_jsonl(path, content[:2])
+        assert len(read(path)) == 2                                 # two wordings of one reference are one task
+        write_jsonl(path, content)
+        with pytest.raises(InputError, match=f'{name}: two tasks with different references have the "task_id" 0'):
+            read(path)

@@ -11,7 +11,7 @@ import pytest
 import common
 from colbench import backend, ColBenchError
 from conftest import Partial, read, refused, ROOT, run, stage, succeed
-from lib.runtime import InputError
+from lib.runtime import InputError, write_jsonl
 
 critics = importlib.import_module("scripts.critics")
 SCRIPT = "scripts/critics.py"
@@ -177,6 +177,16 @@ def test_branches_are_refused_in_one_line(workspace, tmp_path):
     line = refused(2, *flags, "--agent", "models/tiny", "--max-rounds", 4)
     assert line.startswith(f"{workspace / 'offline.jsonl'}: task ") and line.endswith(
         " was played with --max-rounds 8; --branch needs the same")
+    rows = read(workspace / "offline.jsonl")
+    with_twin = tmp_path / "twin.jsonl"
+    write_jsonl(with_twin, [*rows, rows[0]])
+    assert f'two dialogues of task {rows[0]["task_id"]} have "sample" 0' in refused(
+        2, *flags, "--agent", "models/tiny", "--max-rounds", 8, "--tasks", with_twin)
+    # without "max_rounds", as in published files, a dialogue has had as many rounds as it has
+    without_rounds = tmp_path / "without.jsonl"
+    write_jsonl(without_rounds, [{key: value for key, value in row.items() if key != "max_rounds"} for row in rows])
+    assert "was played with --max-rounds 8; --branch needs the same" in refused(
+        2, *flags, "--agent", "models/tiny", "--max-rounds", 3, "--branch", 400, "--tasks", without_rounds)
     assert 'missing "task"' in refused(2, "--tasks", workspace / "tasks.jsonl", *flags[2:], "--agent", "models/tiny")
     for more in (["--agent", "script"], ["--agent", "a", "--best-of", 2, "--critic", "c"]):
         with pytest.raises(SystemExit) as error:

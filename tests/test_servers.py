@@ -14,11 +14,20 @@ import types
 import pytest
 
 import common
+import lib.servers
 from colbench import backend, task_id
 from conftest import begin, Partial, read, refused, serving, stage, succeed, wait
 from lib.models import load_tokenizer
 from lib.runtime import InputError
-from lib.servers import open_server, read_reply, Reply, ReplyError, server_reply, server_request, strip_thoughts
+from lib.servers import (
+    open_server,
+    read_reply,
+    Reply,
+    ReplyError,
+    server_reply,
+    server_request,
+    strip_thoughts,
+)
 
 rollout = stage(2)
 RULES = ["--simulator", "rules"]
@@ -112,10 +121,44 @@ def test_what_fails_for_a_moment_is_tried_again(tasks, tmp_path, serve, capsys):
     printed = capsys.readouterr().out
     for kind in ("status 429", "status 503", "empty reply", "unreadable reply", "no reply within 1 s"):
         assert f" {kind}" in printed.split("retried: ")[1], kind
-    assert "asked again without top_k, min_p, repetition_penalty (status 400: Unrecognized request" in printed
+    assert "asked without top_k, min_p, repetition_penalty (status 400: Unrecognized request" in printed
     clean = serve()
     assert [{**row, "agent": 0} for row in play(tasks, f"{clean['url']}#asker", tmp_path / "b", *RULES)] == [
         {**row, "agent": 0} for row in rows]
+
+
+def test_a_request_that_is_refused_for_another_reason_takes_no_parameter_from_the_others(serve):
+    """The first request is refused with top_k, and without: top_k was not the reason."""
+    server = serve("--refuse", "far too long")
+    opened = open_server(f"{server['url']}#asker")
+
+    async def two():
+        with pytest.raises(InputError, match="maximum context length"):
+            await server_reply(opened, [{"role": "user", "content": "far too long"}], 1.0, 8, 0)
+        return await server_reply(opened, [{"role": "user", "content": "?"}], 1.0, 8, 1)
+    assert asyncio.run(two()).text == "What is it?"
+    assert [("top_k" in request, request["status"]) for request in log_of(server)] == [
+        (True, 400), (False, 400), (True, 200)]
+
+
+def test_a_server_that_refuses_parameters_is_asked_without_them_though_no_retries_are_left(serve, capsys):
+    server = serve("--strict")
+    opened = open_server(f"{server['url']}#asker", retries=0)
+
+    async def two():
+        for seed in range(2):
+            await server_reply(opened, [{"role": "user", "content": "?"}], 1.0, 8, seed)
+    asyncio.run(two())
+    assert ["top_k" in request for request in log_of(server)] == [True, False, False]
+    assert capsys.readouterr().out.count("asked without top_k") == 1
+
+
+@pytest.mark.parametrize("header, pause_s", [("2.5", 2.5), ("0", None), ("soon", None)])
+def test_a_server_that_asks_for_no_wait_gets_growing_pauses(header, pause_s):
+    opened = open_server("http://127.0.0.1:1/v1#m")
+    response = types.SimpleNamespace(status_code=503, headers={"retry-after": header}, reason_phrase="")
+    _, _, wait_s = lib.servers.refused(opened, opened.addresses[0], {"extra_body": {}}, response, b"Loading model")
+    assert wait_s == pause_s
 
 
 def test_the_time_that_a_server_asks_for_is_waited(serve):
