@@ -198,7 +198,10 @@ def type_name(value):
     return value[0] if isinstance(value, list) else type(value).__name__
 
 
-def write_tasks(args):
+MOST_PROMPT_TOKENS = 16384                                              # of a model that writes tasks
+
+
+def write_model_tasks(args):
     """--source llm: ask the model in rounds of attempts until --num-tasks of its tasks are kept. A round's attempts are
     a partial file, which the same command reads or goes on in; how they are batched does not change what is kept."""
     warnings.simplefilter("ignore", SyntaxWarning)                      # of what the model writes
@@ -208,12 +211,13 @@ def write_tasks(args):
     random.Random(args.seed).shuffle(texts)
     if is_done(args, out, inputs):
         return
-    room = 16384 + args.max_new_tokens                                  # a prompt and its reply
+    room = MOST_PROMPT_TOKENS + args.max_new_tokens
     speaker = open_speaker(args.model, SpeakerOptions(runtime.device, args.dtype, args.concurrency, room))
     runtime = runtime._replace(run_id=begin_output(args, out, inputs))
     costs = Costs(out, runtime.device)
 
-    rows, tasks, seen = [], [], (set(), [], {})
+    rows, tasks = [], []
+    seen = set(), [], {}                                                # of what is kept, for written.repeat_reason
     scorers = [Scorer(args.unsafe_scorer, hash_seed=number) for number in (0, 1)]
     with asyncio.Runner() as loop, scorers[0], scorers[1]:
         while len(tasks) < args.num_tasks and len(rows) < args.max_attempts:
@@ -397,7 +401,11 @@ def take_websight(args):
     write_jsonl(args.out, tasks)
 
 
-SOURCES = {"template": write_template_tasks, "llm": write_tasks, "colbench": take_published, "websight": take_websight}
+SOURCES = {
+    "template": write_template_tasks,
+    "llm": write_model_tasks,
+    "colbench": take_published,
+    "websight": take_websight}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -431,7 +439,7 @@ def parse_args(argv=None):
     parser.add_argument("--source", choices=list(SOURCES), default="template",
                         help="where tasks come from")
     parser.add_argument("--domain", choices=list(DOMAINS), default="backend",
-                        help="functions or pages; llm: only functions, websight: only pages")
+                        help="functions, pages or queries; llm: only functions, websight: only pages")
     # a model that writes tasks
     parser.add_argument("--model", type=text_flag,
                         help="llm: who writes the tasks: a folder, a hub id, smollm2, or a server "
@@ -471,15 +479,19 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if not args.out and not args.check:
         parser.error("the following arguments are required: --out")
-    if args.path and args.source not in ("colbench", "websight") or args.trajectories and args.source != "colbench":
-        parser.error("--path and --trajectories need --source colbench (--path also websight)")
+    if args.path and args.source not in ("colbench", "websight"):
+        parser.error("--path needs --source colbench or websight")
+    if args.trajectories and args.source != "colbench":
+        parser.error("--trajectories needs --source colbench")
     if args.source == "websight":
         args.domain = "frontend"
     if args.source == "llm" and args.domain != "backend":
         parser.error("--source llm writes functions only (--domain backend)")
     needs_model = args.source == "llm"
-    if needs_model != bool(args.model) or not needs_model and (args.seeds or args.max_attempts):
-        parser.error("--source llm needs --model; --model, --seeds and --max-attempts need --source llm")
+    if needs_model and not args.model:
+        parser.error("--source llm needs --model")
+    if not needs_model and (args.model or args.seeds or args.max_attempts):
+        parser.error("--model, --seeds and --max-attempts need --source llm")
     if args.source != "colbench" and args.num_tasks is None:
         args.num_tasks = 1000
     if args.source == "llm" and args.max_attempts is None:

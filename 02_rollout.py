@@ -2,13 +2,15 @@
 
 Reads   tasks.jsonl (01).
 Writes  trajectories.jsonl in the published format, {"task", "dialogue_history", "answer", "reward"}, with "task_id",
-        "sample", "num_rounds", "max_rounds" and what the domain's scorer says (screenshots in the folder FILE.images);
-        "best_of", "temperature" where it is not 1, and "no_room" where no further turn would fit into a model.
-        An agent's turn has "input" (the rendered prompt), "output" (the raw text) and "output_ids" (the sampled ids);
-        a human's turn that shows code has "leak".
+        "sample", "num_rounds", "max_rounds", what the domain's scorer says (screenshots in the folder FILE.images), and
+        how it was played: "agent", "simulator", "tokenizer", "best_of", "critic", "informed"; where they apply
+        "temperature", "system_prompt", "no_room" (no further turn would fit into a model), "branch", "continuation".
+        A turn that a model has sampled has "output" (the raw text) and, where they are known, "input" (the rendered
+        prompt) and "output_ids" (the sampled ids); "truncated" where --max-new-tokens has cut it. A turn of the
+        environment has "tool". One of a model that plays the human has "leak" where it shows code, and "resampled".
         FILE.failed.jsonl where dialogues failed: the same command again plays these alone.
 
-The human opens with the request. In each of --max-rounds rounds the agent sends a message and the human answers it.
+The human opens with the request. In each of --max-rounds rounds the agent sends a message and the human replies.
 The task's domain (colbench/) says which message is the answer, and scores it.
 --best-of N: at each turn the agent samples N messages and --critic says which one is sent. It may see c.
 --branch N: from N random turns of a trajectories file, several messages are played on: their Monte-Carlo returns.
@@ -111,8 +113,9 @@ def dialogue_key(dialogue, seed, who):
     return seed, task_id(dialogue.task), dialogue.sample, len(dialogue.history), who
 
 
-def opening_prompt(speaker, prompt):
-    """The prompt, which may open the thoughts of a reply to it; of a server None, which may have put them apart."""
+def prompt_before_thoughts(speaker, prompt):
+    """What strip_thoughts needs of the prompt, which a template may end with <think>. None of a server, which may have
+    put the thoughts apart."""
     if speaker.server:
         return None
     return prompt
@@ -143,7 +146,7 @@ async def agent_turn(dialogue, players, args):
     key = dialogue_key(dialogue, args.seed, "agent")
     cache = "agent", dialogue.number
     prompt, replies = await ask(agent, chat, Sampling(key, args.temperature, args.max_new_tokens, args.best_of, cache))
-    messages = [said(domain, reply.text, opening_prompt(agent, prompt)) for reply in replies]
+    messages = [said(domain, reply.text, prompt_before_thoughts(agent, prompt)) for reply in replies]
     choice = 0
     if args.best_of > 1:
         candidates = [reply._replace(text=message) for reply, message in zip(replies, messages)]
@@ -160,7 +163,7 @@ async def agent_turn(dialogue, players, args):
 
 
 async def human_turn(dialogue, players, args):
-    """The answer to the agent's turn that ends the history: the environment's own, or the human's.
+    """The reply to the agent's turn that ends the history: the environment's own, or the human's.
 
     Where it shows code, "leak" says how.
     With --reject-leaks it is sampled anew, at temperature 1, as temperature 0 would repeat it."""
@@ -178,7 +181,7 @@ async def human_turn(dialogue, players, args):
         if attempt > 0:
             sampling = dataclasses.replace(sampling, key=(*key, attempt), temperature=1.0)
         prompt, [reply] = await ask(players.human, chat, sampling)
-        message = strip_thoughts(reply.text, opening_prompt(players.human, prompt))[:domain.REPLY_CHARS]
+        message = strip_thoughts(reply.text, prompt_before_thoughts(players.human, prompt))[:domain.REPLY_CHARS]
         leak = domain.leak_of(task, message)
         if leak is None:
             break
@@ -249,7 +252,7 @@ async def judge_letters(dialogue, first, second, judge, seed):
         ground_truth=dialogue.task["ground_truth"], dialogue="\n".join(lines), a=first, b=second)
     sampling = Sampling(dialogue_key(dialogue, seed, "judge"), 0.0, max_new_tokens=8)
     prompt, [reply] = await ask(judge, [{"role": "user", "content": question}], sampling)
-    return set(re.findall(r"\b[AB]\b", strip_thoughts(reply.text, opening_prompt(judge, prompt))))
+    return set(re.findall(r"\b[AB]\b", strip_thoughts(reply.text, prompt_before_thoughts(judge, prompt))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -319,7 +322,7 @@ def branched_dialogue(number, trajectory, position, candidate, continuation):
     """A dialogue that goes on where an agent's turn stands in a trajectory."""
     history = []
     for turn in trajectory["dialogue_history"][:position]:
-        history.append({"role": turn["role"], "content": turn["content"]})
+        history.append({key: turn[key] for key in ("role", "content", "tool") if key in turn})
     branch = {
         "sample": number,
         "branch": {"sample": trajectory["sample"], "turn": position, "candidate": candidate},
@@ -340,8 +343,9 @@ async def add_first_turn(dialogue, players, args):
 async def play(dialogue, players, args):
     """Play one dialogue from where it stands to its answer.
 
-    Where no further turn fits into a model, the agent's last turn was that of the last round; the human's reply to it,
-    which nobody could read, is left out."""
+    If the next turn does not fit into a model, the dialogue ends: the agent's last turn counts as in the last round,
+    and the human's reply to it, which nobody has read, is left out. (--branch: a first turn that does not fit is a
+    failure.)"""
     history, domain = dialogue.history, domain_of(dialogue.task)
     try:
         while dialogue.answer is None:
@@ -425,7 +429,7 @@ class Results:
     """Where the dialogues of this rank go."""
 
     rows: Rows                                  # the output
-    failures: Failures                          # dialogues that a server did not answer
+    failures: Failures                          # dialogues that could not go on (ReplyError)
     tally: collections.Counter                  # "played", and seconds: "played_s", of these "waited_s" for the human
     curve: Curve
     progress: object                            # tqdm's bar
@@ -433,7 +437,7 @@ class Results:
 
 
 async def play_and_save(dialogue, players, results, args):
-    """Play a dialogue; returns what scores it and adds its row, or None where a server did not answer."""
+    """Play a dialogue; returns what scores it and adds its row, or None where it could not go on (ReplyError)."""
     begin = time.perf_counter()
     try:
         if args.branch:
@@ -487,10 +491,8 @@ def summary(path):
         if key in numbers:
             parts.append(f"{heading} {numbers[key]:{form}}")
     parts.append(f"rounds {len(agent_turns) / len(trajectories):.2f}")
-    if has_early_answers(domain, trajectories[0]):
-        forced = sum(domain.answer_of(trajectory["dialogue_history"], False) is None
-                     and "no_room" not in trajectory for trajectory in trajectories)
-        parts.append(f"{forced / len(trajectories):.1%} ended by --max-rounds")
+    if "forced_answers" in numbers:
+        parts.append(f"{numbers['forced_answers']:.1%} ended by --max-rounds")
     num_full = sum("no_room" in trajectory for trajectory in trajectories)
     if num_full:
         parts.append(f"{num_full} ended because no further turn fits (--max-tokens, --max-new-tokens)")
@@ -498,12 +500,6 @@ def summary(path):
     parts.append(f"{num_cut} turns stopped by --max-new-tokens")
     parts.append(leak_summary(human_turns))
     return " | ".join(parts)
-
-
-def has_early_answers(domain, trajectory):
-    """Whether an answer can end a dialogue before the last round; else every dialogue takes all of them."""
-    answer = {"role": "assistant", "content": domain.answer_message(trajectory["task"])}
-    return domain.answer_of([trajectory["dialogue_history"][0], answer], False) is not None
 
 
 def leak_summary(human_turns):
@@ -542,9 +538,8 @@ def parse_args(argv=None):
     group = parser.add_argument_group("critics")
     group.add_argument("--best-of", type=num_samples_flag, default=1, help="messages sampled at each turn")
     group.add_argument("--critic", type=text_flag,
-                       help="who picks one of --best-of: a critic folder (03), judge:MODEL, or oracle "
-                       "(-patient): what the template task says of a turn; untrained: the agent itself, with "
-                       "--reference blind")
+                       help="who picks one of --best-of: a critic folder (03); judge:MODEL; oracle or oracle-patient "
+                       "(what the template task says of a turn); untrained (the agent itself, with --reference blind)")
     add_reference(group)
     group.add_argument("--branch", type=positive_int, metavar="N", help="play on from N turns of a trajectories file")
     group.add_argument("--branch-candidates", type=num_samples_flag, default=8, help="--branch: messages in each state")
@@ -557,7 +552,8 @@ def parse_args(argv=None):
     group.add_argument("--concurrency", type=num_samples_flag, default=64, help="dialogues in flight")
     group.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the models")
     group.add_argument("--max-tokens", type=positive_int, default=16384,
-                       help="of a dialogue, and of a pass of a local model over prompts, or of --critic over messages")
+                       help="tokens of a prompt with its reply (local models), of the prompts of a pass, and of the "
+                       "messages of a pass of --critic")
     group.add_argument("--system-prompt", type=text_flag, metavar="FILE",
                        help="its text, taken as it is, is the agent's system prompt in place of ours and of our note "
                        "on the last round; 01 --trajectories writes that of published ones")
@@ -675,7 +671,7 @@ def open_players(domain, system, device, args):
         agent = agent._replace(tokenizer=load_tokenizer(args.agent_tokenizer))
     if agent and agent.tokenizer:
         common.check_system_prompt(args.agent, agent.tokenizer, domain, system, args.max_rounds)
-    if human and human.sees and args.reject_leaks:
+    if human and human.vision_lock and args.reject_leaks:
         raise InputError("--reject-leaks: a local model that sees always says the same; use a server")
     out = pathlib.Path(args.out)
     world = common.world(domain, f"{out}.images", out.parent, common.world_flags(args), device)

@@ -6,14 +6,14 @@ Writes  metrics.json, scored/NAME.jsonl (the trajectories with fresh rewards), r
 
 n, rounds, tests         dialogues; mean number of agent turns; mean share of the tests passed
 success                  share of the dialogues whose answer passes all tests; of pages the mean similarity of the
-                         screenshots of answer and reference, by clip (the paper's) or by pixels: two scales. As its
-                         interval and the differences it is the mean over tasks of the mean of a task's dialogues (of
-                         several runs their mean); the other columns are means over dialogues
+                         screenshots of answer and reference, by clip (the paper's) or by pixels: two scales. It is a
+                         mean over a task's dialogues, then over tasks, then over runs; so are its interval and the
+                         differences. The other columns are means over dialogues
 leaks                    share of the human's replies that show the reference
 all known, when known    template tasks: share of the dialogues in which the agent had found out all that matters
                          before its last turn; success among these
 no page, not rendered    answers that are no page; pages that gave no screenshot (a black one counts)
-wins, ties               graded returns: share of better answers against the --baseline's over all pairs of a task, a
+wins, ties               pages: share of better answers against the --baseline's over all pairs of a task, a
                          tie (within 1e-6) half; then the mean over tasks
 [..]                     95 % interval by bootstrap over tasks, of several runs (NAME=FILE,FILE,…) over runs as well;
                          against --baseline paired by task and run; "families drawn": over families, then their tasks
@@ -202,7 +202,8 @@ def training_histories(files, critic):
 def rescore(files, domain, worlds):
     """Give every trajectory of all files the fresh scores of each World. Returns what the first one says of itself.
 
-    The first World gives domain.SCORE_KEYS and "failed". A second one gives the published scorer's verdicts."""
+    The first World scores as the benchmark does; keys that an earlier evaluation has left are removed before. A second
+    one scores as the published scorer does (--compat)."""
     trajectories = list(itertools.chain(*files.values()))
     answers = [(trajectory["task"], trajectory["answer"]) for trajectory in trajectories]
     for number, world in enumerate(worlds):
@@ -213,7 +214,7 @@ def rescore(files, domain, worlds):
         for trajectory, score in zip(trajectories, scores):
             if number == 0:
                 for key in (*domain.SCORE_KEYS, "failed", "advantages"):
-                    trajectory.pop(key, None)                        # of an earlier evaluation
+                    trajectory.pop(key, None)                        # "advantages": of another program
             trajectory.update(score)
     return worlds[0].about
 
@@ -227,9 +228,10 @@ def say_other_scales(name, trajectories, about):
 
 
 def measure(trajectories, domain):
-    """The metrics of one method (see above)."""
+    """The metrics of one method, most of which the docstring of this file explains. Gives every trajectory its "kinds"
+    and "known" (measure_turns), too. To be a column of the table, a metric needs a line in tables.result_table."""
     tasks, values = statistics.values_of_runs(trajectories, domain.outcome)               # values: (runs, tasks)
-    turns = list(itertools.chain(*map(agent_turns, trajectories)))
+    turns = list(itertools.chain(*map(assistant_turns, trajectories)))
     metrics = {
         "n": len(trajectories),
         "tasks": len(tasks),
@@ -247,7 +249,7 @@ def measure(trajectories, domain):
     return metrics
 
 
-def agent_turns(trajectory):
+def assistant_turns(trajectory):
     return [turn for turn in trajectory["dialogue_history"] if turn["role"] == "assistant"]
 
 

@@ -14,12 +14,14 @@ In ten lines: a task, a question to the rule-based human, and two answers scored
         for code in (task["ground_truth"], "def grade(score): return 'good'"):
             print(asyncio.run(world.score([(task, code)]))[0]["reward"])
 
-A new domain is one file and one line in DOMAINS. The file begins with `from colbench.defaults import *`, which says of
-most names below that the domain has no such thing; it defines those that it needs.
+A new domain is one file, its name in the import and its line in DOMAINS, both at the end of this file. The file begins
+with `from colbench.defaults import *`, which says of most names below that the domain has no such thing; it defines
+those that it needs.
 
 A task is a dict with "problem_description" (the vague request), "ground_truth" (the reference solution c) and what the
 domain adds. A history is a list of turns {"role": "user" | "assistant", "content": str} that begins with the request. A
-trajectory is {"task", "dialogue_history", "answer", "reward", …}.
+trajectory is {"task", "dialogue_history", "answer", "reward", …}. The human is "simulator" in flags and rows (the
+paper's word), and "person" in prompts and in some names below.
 
 Names that every domain defines
 -------------------------------
@@ -31,13 +33,15 @@ check_task(task, where)     ColBenchError, which begins with `where`, for a task
                     this domain reads and that is of another type (schema.py)
 make_task(rng, family, told, accept)    a task with "task_id" (a hexadecimal hash) and "family"; or the reason (str)
                     why this draw gave none. accept(task_id) is None, or such a reason. told: "none", "some", "all"
-answer_of(history, is_last)     the answer after the agent's turn that ends `history`; None: the dialogue goes on
+answer_of(history, is_last)     the answer in the agent's turn that ends `history`; None: the dialogue goes on. In the
+                    last round (is_last) it is a text
 World               a context manager that holds what the domain needs to run (a scorer, a browser …): see below
   async rule_reply(task, history, rng)      what the rule-based human says
   async person_chat(task, history)          the messages for a model that plays the human
   async score(pairs, explain=False)         for each (task, answer) {"reward": in [0, 1], …}, which 02 and 05 write.
                     explain (05): also "failed", where a test is: the first failed tests as short texts, [{"call",
-                    "expected", "got" (None: no value), "said" (None: nothing)}, …]
+                    "expected", "got" (None: no value), "said" (None: nothing)}, …]. A World that is `compat` gives
+                    the published scorer's keys, and no reward
 
 Names with a default: what a dialogue is worth
 ----------------------------------------------
@@ -46,7 +50,8 @@ metric(trajectories)    the name of that mean in metrics.json ("success_rate")
 measure(trajectories)   further metrics, a dict; "notes": a list of what a reader must know, which 05 prints ({})
 COLUMNS             (key of `measure`, heading, format) of each further column of 05's table. "all_known",
                     "success_when_known" and "success_when_not_known" follow from all_known, not from `measure` (())
-MIN_GAP             two trajectories whose returns differ by so much make a pair; None: success against the rest (None)
+MIN_GAP             two trajectories whose returns differ by so much make a pair. Returns are then graded: 05 shows wins
+                    and ties, 04 --method rft takes the best of each task. None: success against the rest (None)
 SCORE_KEYS          what World.score writes into rows: 05 removes what an earlier evaluation wrote (("reward",))
 
 Names with a default: how it is played
@@ -74,8 +79,8 @@ all_known(task, history)    whether everything that matters is known; asked only
 facts_by_turn(task, history)    the numbers in `facts` of those that are known after 0, 1, … all turns
 turn_kinds(task, history)   turn_kind of each agent turn of a history. These two answer in one pass what the functions
                     above say of one turn after the other; None in their place: those are asked
-ORACLES             names of the critics without errors (())
-oracle_scores(oracle, task, history, messages)      a score for each of several messages
+ORACLES             names of critics that know the task. An answer is right for them if it is the reference's text (())
+oracle_scores(oracle, task, history, messages)      a score for each of several messages. Only with ORACLES; no default
 
 World, with defaults in defaults.World
 --------------------------------------
@@ -85,7 +90,7 @@ TAKES               the arguments that it takes, by name, each with a default ((
                     images (a folder for screenshots), rows_in (the folder that paths in rows are relative to), device
 about               {name: value} for metrics.json: which scorer, which similarity ({})
 async tool_reply(task, history)     what the environment itself answers; None: it is the human's turn (None)
-async show(documents)   {document: image file, or None where there is none} for `views`
+async show(documents)   {document: image file, or None where there is none}. Only with `views`; no default
 """
 import hashlib
 import pathlib

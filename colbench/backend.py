@@ -75,19 +75,19 @@ def number_fact(noun, values):
     return {"topic": noun, "questions": questions, "options": options}
 
 
-def word(noun, values):
+def word_fact(noun, values):
     """A fact with a word for its value, which the function returns as a string."""
     fact = number_fact(noun, values)
     fact["options"] = [(replies, f'"{value}"') for replies, value in fact["options"]]
     return fact
 
 
-def choice(topic, questions, *options):
+def choice_fact(topic, questions, *options):
     """A fact with a few possible values; each option is (how it stands in the code, what the human says …)."""
     return {"topic": topic, "questions": questions, "options": [(replies, code) for code, *replies in options]}
 
 
-def maximum(noun, values, variable):
+def limit_fact(noun, values, variable):
     """An upper limit that may be absent; its code is a whole line, or nothing."""
     fact = number_fact(noun, values)
     limits = [(replies, f"\n    {variable} = min({variable}, {code})") for replies, code in fact["options"]]
@@ -96,53 +96,55 @@ def maximum(noun, values, variable):
     return fact
 
 
-def boundary(noun, below):
+def boundary_fact(noun, below):
     """Whether a value exactly at the limit counts; `below` tells which side of the limit the code compares."""
     without, including = ("<", "<=") if below else (">", ">=")
     questions = (f"Does a value of exactly {noun} count as well?", f"What happens at exactly {noun}?",
                  f"Should a value of exactly {noun} be included?")
-    return choice(f"a value of exactly {noun}", questions,
-                  (without, f"No, exactly {noun} does not count.", f"At exactly {noun} it is not included."),
-                  (including, f"Yes, exactly {noun} counts too.", f"At exactly {noun} it is included."))
+    return choice_fact(f"a value of exactly {noun}", questions,
+                       (without, f"No, exactly {noun} does not count.", f"At exactly {noun} it is not included."),
+                       (including, f"Yes, exactly {noun} counts too.", f"At exactly {noun} it is included."))
 
 
-def order(noun, variable):
+def order_fact(noun, variable):
     questions = (f"In which order should {noun} be?", f"Could you tell me the order of {noun}?",
                  f"Should I change the order of {noun}?")
-    return choice(f"the order of {noun}", questions,
-                  ("", f"Keep the order of {noun} as it is.", f"Please do not change the order of {noun}."),
-                  (f"\n    {variable} = sorted({variable})", f"Please sort {noun} upwards.",
-                   f"The order of {noun} should go up."),
-                  (f"\n    {variable} = sorted({variable}, reverse=True)", f"Please sort {noun} downwards.",
-                   f"The order of {noun} should go down."))
+    return choice_fact(f"the order of {noun}", questions,
+                       ("", f"Keep the order of {noun} as it is.", f"Please do not change the order of {noun}."),
+                       (f"\n    {variable} = sorted({variable})", f"Please sort {noun} upwards.",
+                        f"The order of {noun} should go up."),
+                       (f"\n    {variable} = sorted({variable}, reverse=True)", f"Please sort {noun} downwards.",
+                        f"The order of {noun} should go down."))
 
 
-def letters(noun):
+def letters_fact(noun):
     questions = (f"Should the letters of {noun} be capital or small?", f"Could you tell me the letters of {noun}?",
                  f"Do you have a wish for the letters of {noun}?")
-    return choice(f"the letters of {noun}", questions,
-                  (".upper()", f"Use capital letters for {noun}.", f"The letters of {noun} should all be capital."),
-                  (".lower()", f"Use small letters for {noun}.", f"The letters of {noun} should all be small."),
-                  ("", f"Leave the letters of {noun} as they are.", f"Please do not change the letters of {noun}."))
+    return choice_fact(f"the letters of {noun}", questions,
+                       (".upper()", f"Use capital letters for {noun}.",
+                        f"The letters of {noun} should all be capital."),
+                       (".lower()", f"Use small letters for {noun}.", f"The letters of {noun} should all be small."),
+                       ("", f"Leave the letters of {noun} as they are.",
+                        f"Please do not change the letters of {noun}."))
 
 
-def separator(noun):
+def separator_fact(noun):
     questions = (f"What should stand between {noun}?", f"Could you tell me the separator of {noun}?",
                  f"Do you have a separator in mind for {noun}?")
     options = []
     for sign, name in (("-", "dash"), ("_", "underscore"), ("/", "slash"), (".", "dot"), ("+", "plus")):
         options.append((f'"{sign}"', f"Please put a {name} between {noun}.", f"The separator of {noun} is a {name}."))
-    return choice(f"the separator of {noun}", questions, *options)
+    return choice_fact(f"the separator of {noun}", questions, *options)
 
 
-def end_sign(noun):
+def end_sign_fact(noun):
     questions = (f"What should stand at the end of {noun}?", f"Could you tell me the end of {noun}?",
                  f"Do you have a sign in mind for the end of {noun}?")
     options = []
     for sign, name in (("...", "three dots"), ("-", "a dash"), ("", "nothing")):
         options.append((f'"{sign}"', f"Please put {name} at the end of {noun}.",
                         f"At the end of {noun} we want {name}."))
-    return choice(f"the end of {noun}", questions, *options)
+    return choice_fact(f"the end of {noun}", questions, *options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -213,22 +215,22 @@ FAMILIES = {
              "        total = total - total * {percent} // 100\n    return total + {fee}",
         facts=dict(minimum=number_fact("the least amount", BIG), percent=number_fact("the discount", PERCENT),
                    fee=number_fact("the shipping fee", (2, 3, 4, *SOME)),
-                   exact=boundary("the least amount", below=False)),
+                   exact=boundary_fact("the least amount", below=False)),
         idle=("the currency", "the name of the customer", "the way of payment", "the coupon code"),
         arguments=price_and_count),
     "grade": dict(
         requests=("the grade of a score", "how a student did in a test"),
         code='def grade(score):\n    if score {exact} {mark}:\n        return {good}\n    return {bad}',
-        facts=dict(mark=number_fact("the pass mark", TENS + BIG), exact=boundary("the pass mark", below=False),
-                   good=word("the pass label", ("good", "pass", "yes", "fine", "well", "great")),
-                   bad=word("the fail label", ("bad", "fail", "no", "poor", "retry", "weak"))),
+        facts=dict(mark=number_fact("the pass mark", TENS + BIG), exact=boundary_fact("the pass mark", below=False),
+                   good=word_fact("the pass label", ("good", "pass", "yes", "fine", "well", "great")),
+                   bad=word_fact("the fail label", ("bad", "fail", "no", "poor", "retry", "weak"))),
         idle=("the name of the student", "the date of the test", "the number of questions", "the teacher"),
         arguments=integers(0, 260)),
     "join_names": dict(
         requests=("one line of text from a list of names", "a line with all names of a list"),
         code="def join_names(names):{sort}\n    return {sep}.join(names[:{limit}]){case}",
-        facts=dict(limit=number_fact("the name limit", (2, 3, 4, 5, 6)), sep=separator("the names"),
-                   sort=order("the names", "names"), case=letters("the names")),
+        facts=dict(limit=number_fact("the name limit", (2, 3, 4, 5, 6)), sep=separator_fact("the names"),
+                   sort=order_fact("the names", "names"), case=letters_fact("the names")),
         idle=("the title of a person", "the names of children", "the longest name", "the middle initial"),
         arguments=word_list),
     "filter_readings": dict(
@@ -236,22 +238,22 @@ FAMILIES = {
         code="def filter_readings(readings):\n    readings = [r * {scale} for r in readings if r {exact} {top}]{sort}\n"
              "    return readings",
         facts=dict(top=number_fact("the highest reading", TEENS + TENS + BIG),
-                   exact=boundary("the highest reading", below=True),
-                   sort=order("the readings", "readings"), scale=number_fact("the scale factor", FEW + SOME)),
+                   exact=boundary_fact("the highest reading", below=True),
+                   sort=order_fact("the readings", "readings"), scale=number_fact("the scale factor", FEW + SOME)),
         idle=("the name of the sensor", "the time of a reading", "the unit of the readings", "a missing sensor"),
         arguments=number_list(1, 260)),
     "sales_bonus": dict(
         requests=("the bonus of a seller", "what bonus somebody gets for sales"),
         code="def sales_bonus(sales):\n    bonus = max(0, sales - {target}) * {percent} // 100{top}\n    return bonus",
         facts=dict(target=number_fact("the sales target", BIG), percent=number_fact("the seller share", PERCENT),
-                   top=maximum("the maximum bonus", (11, 12, 14, 16, 18, 40, 50), "bonus")),
+                   top=limit_fact("the maximum bonus", (11, 12, 14, 16, 18, 40, 50), "bonus")),
         idle=("the name of the seller", "the region of the seller", "the month", "the size of the team"),
         arguments=integers(50, 1500)),
     "late_fee": dict(
         requests=("the fee for a late book", "what a reader pays for being late"),
         code="def late_fee(days):\n    fee = max(0, days - {grace}) * {rate}{top}\n    return fee",
         facts=dict(grace=number_fact("the grace period", FEW), rate=number_fact("the daily fee", SOME + TEENS),
-                   top=maximum("the maximum fee", TENS + BIG, "fee")),
+                   top=limit_fact("the maximum fee", TENS + BIG, "fee")),
         idle=("the title of the book", "the age of the reader", "the closing hours", "a lost book"),
         arguments=integers(0, 40)),
     "water_bill": dict(
@@ -273,20 +275,20 @@ FAMILIES = {
     "shorten": dict(
         requests=("a short form of a text", "a short title from a long text"),
         code="def shorten(text):\n    return text[:{length}]{case} + {end}",
-        facts=dict(length=number_fact("the text length", SOME + TEENS + TENS), case=letters("the text"),
-                   end=end_sign("the text")),
+        facts=dict(length=number_fact("the text length", SOME + TEENS + TENS), case=letters_fact("the text"),
+                   end=end_sign_fact("the text")),
         idle=("the language of the text", "the author of the text", "the font", "the width of the page"),
         arguments=sentence),
     "count_words": dict(
         requests=("the number of words in a text", "how many words a text has"),
         code="def count_words(text):\n    words = [w for w in text.split() if len(w) {exact} {length}]\n"
              "    return len({unique}(words)) * {weight}",
-        facts=dict(length=number_fact("the word length", FEW), exact=boundary("the word length", below=False),
-                   unique=choice("the same word twice", ("Does the same word twice count once?",
-                                                         "What about the same word twice?",
-                                                         "How do you count the same word twice?"),
-                                 ("set", "The same word twice counts once.", "Count the same word only once."),
-                                 ("list", "The same word twice counts twice.", "Count the same word each time.")),
+        facts=dict(length=number_fact("the word length", FEW), exact=boundary_fact("the word length", below=False),
+                   unique=choice_fact("the same word twice", ("Does the same word twice count once?",
+                                                              "What about the same word twice?",
+                                                              "How do you count the same word twice?"),
+                                      ("set", "The same word twice counts once.", "Count the same word only once."),
+                                      ("list", "The same word twice counts twice.", "Count the same word each time.")),
                    weight=number_fact("the word weight", SOME + TEENS + TENS)),
         idle=("the language of the text", "the author of the text", "the spelling", "the headlines"),
         arguments=sentence),
@@ -295,9 +297,9 @@ FAMILIES = {
         code="def alarm(degrees):\n    if degrees > {high}:\n        return {hot}\n    if degrees < {low}:\n"
              "        return {cold}\n    return {normal}",
         facts=dict(high=number_fact("the highest heat", BIG), low=number_fact("the lowest heat", TEENS + TENS),
-                   hot=word("the hot label", ("hot", "stop", "high", "red")),
-                   cold=word("the cold label", ("cold", "wait", "low", "blue")),
-                   normal=word("the normal label", ("fine", "good", "ready", "green"))),
+                   hot=word_fact("the hot label", ("hot", "stop", "high", "red")),
+                   cold=word_fact("the cold label", ("cold", "wait", "low", "blue")),
+                   normal=word_fact("the normal label", ("fine", "good", "ready", "green"))),
         idle=("the type of the oven", "the time of day", "the door of the oven", "the noise of the alarm"),
         arguments=integers(0, 260)),
     "ticket_price": dict(
@@ -311,13 +313,13 @@ FAMILIES = {
     "user_name": dict(
         requests=("the user name of a person", "a user name from two names"),
         code="def user_name(first, last):\n    names = [{order}]\n    return {sep}.join(names)[:{length}]{case}",
-        facts=dict(order=choice("the name to begin with", ("Which is the name to begin with?",
-                                                           "Could you tell me the name to begin with?",
-                                                           "Do you have a wish for the name to begin with?"),
-                                ("first, last", "Begin with the first name.", "The first name should begin."),
-                                ("last, first", "Begin with the last name.", "The last name should begin.")),
-                   sep=separator("the names"), length=number_fact("the name length", SOME + TEENS),
-                   case=letters("the user name")),
+        facts=dict(order=choice_fact("the name to begin with", ("Which is the name to begin with?",
+                                                                "Could you tell me the name to begin with?",
+                                                                "Do you have a wish for the name to begin with?"),
+                                     ("first, last", "Begin with the first name.", "The first name should begin."),
+                                     ("last, first", "Begin with the last name.", "The last name should begin.")),
+                   sep=separator_fact("the names"), length=number_fact("the name length", SOME + TEENS),
+                   case=letters_fact("the user name")),
         idle=("the age of the person", "the address of the person", "the password", "the middle initial"),
         arguments=two_words),
 }
@@ -367,7 +369,8 @@ def has_proof(fact, template, codes, calls):
 
 
 def make_task(rng, name, told, accept):
-    """One task of a family; the reason why there is none where its tests do not prove every fact."""
+    """One task of the family of this name, or the reason why there is none: that of accept(), or that its tests do not
+    prove every fact."""
     family = FAMILIES[name]
     drawn = {slot: rng.choice(fact["options"]) for slot, fact in family["facts"].items()}
     codes = {slot: code for slot, (_, code) in drawn.items()}
@@ -387,7 +390,8 @@ def make_task(rng, name, told, accept):
     rng.shuffle(facts)
 
     needed = [fact for fact in facts if fact["matters"]]
-    one_or_none = needed[:rng.random() < 0.3]                       # drawn even where `told` does not ask for it
+    states_one = rng.random() < 0.3                                 # drawn even where `told` does not ask for it
+    one_or_none = needed[:1] if states_one else []
     told_facts = {"none": [], "some": one_or_none, "all": needed}[told]
     for fact in told_facts:
         fact["told"] = True
@@ -442,8 +446,8 @@ def facts_by_turn(task, history):
 
 def turn_kind(task, history, message):
     """Kinds: "needed" (asks for a fact that matters and is not known), "repeat" (known already), "idle" (does not
-    matter), "vague" (no topic), "right answer", "wrong answer" (all that matters was known), "early answer" (it was
-    not, and the answer is wrong)."""
+    matter), "vague" (no topic), "right answer" (the reference's text), "wrong answer" (another text, which may pass all
+    tests; all that matters was known), "early answer" (another text; it was not all known)."""
     if not task.get("facts"):
         return None
     return kind_of(task, known_facts(task, history), message)
@@ -590,7 +594,7 @@ def measure(trajectories):
             if fault and fault.startswith("not gradeable"):
                 not_gradeable.add((task_id(trajectory["task"]), number))
     tasks = {task for task, _ in not_gradeable}
-    forced = [MARKER not in trajectory["dialogue_history"][-1]["content"] for trajectory in trajectories]
+    forced = [dialogue.is_forced(trajectory) for trajectory in trajectories]
     metrics = {"tests_passed": sum(trajectory["reward"] for trajectory in trajectories) / n,
                "forced_answers": sum(forced) / n, "not_gradeable_tests": len(not_gradeable),
                "not_gradeable_tasks": len(tasks), "faults": dict(faults.most_common())}

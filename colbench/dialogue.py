@@ -49,6 +49,12 @@ def missing_field(task, player):
     return None
 
 
+def is_forced(trajectory):
+    """Whether --max-rounds has ended a dialogue, and not the agent."""
+    last = trajectory["dialogue_history"][-1]
+    return MARKER not in last["content"] and "no_room" not in trajectory
+
+
 def needed_facts(task):
     """Indices of the facts that matter."""
     return [index for index, fact in enumerate(task["facts"]) if fact["matters"]]

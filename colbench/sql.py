@@ -905,7 +905,7 @@ def measure(trajectories):
     for trajectory in trajectories:
         history = trajectory["dialogue_history"]
         looks += [turn["content"] for turn in history if turn.get("tool")]
-        forced.append(MARKER not in history[-1]["content"])
+        forced.append(dialogue.is_forced(trajectory))
         faults.update(fault.partition(":")[0] for fault in trajectory["faults"] if fault)
     metrics = {"databases_agree": mean([trajectory["reward"] for trajectory in trajectories]),
                "looks": len(looks) / len(trajectories),

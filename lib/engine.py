@@ -32,14 +32,14 @@ def generate(model, prompts, randoms, temperature, stops, slots=256, max_tokens=
     randoms (N, max_new_tokens): uniform in [0, 1), one for each token that may be sampled. N is a multiple of P: N / P
     samples of each prompt, one after the other.
     temperature: at 0 the likeliest token is taken.
-    slots: samples in flight.
-    max_tokens: the most of prompts that a pass computes, or one of them."""
+    slots: samples in flight at most, but never fewer than the samples of one prompt.
+    max_tokens: tokens of prompts that a pass computes at most, where none is longer."""
     num_samples = len(randoms) // len(prompts)
     longest = max(map(len, prompts)) + randoms.shape[1]
     num_slots = max(num_samples, min(slots, len(randoms)))
     engine = Engine(model, stops, num_slots, max(max_tokens, longest))
     order = list(range(len(prompts)))
-    order.sort(key=lambda number: len(prompts[number]))         # what shares a batch is of a length
+    order.sort(key=lambda number: len(prompts[number]))         # prompts of like length share a batch
 
     async def sample_all():
         requests = []
@@ -75,8 +75,7 @@ class Slot:
     row: int
     ids: list                   # whose keys and values the row holds
     key: object = None          # the dialogue that has left them
-    last_step: int = -1         # when it was given away, counted in decoding steps; 0: it need not be kept
-    num_shared: int = -1        # of the ids, those that begin the prompt of the request that slots are looked for
+    kept_since: int = -1        # the decoding step at which a request got it; 0: what it holds need not be kept
     request: Request | None = None
     output: list | None = None  # new ids
     points: list | None = None
@@ -171,19 +170,18 @@ class Engine:
         admitted = []
         while self.waiting and len(self.waiting[0].outputs) <= len(idle):
             request = self.waiting.pop(0)
-            for slot in idle:
-                slot.num_shared = num_shared(slot, request)
-            idle.sort(key=lambda slot: (-slot.num_shared, slot.last_step, slot.row))
+            shared = {slot.row: num_shared(slot, request) for slot in idle}
+            idle.sort(key=lambda slot: (-shared[slot.row], slot.kept_since, slot.row))
             slots = idle[:len(request.outputs)]
             idle = idle[len(request.outputs):]
             for slot, output, points in zip(slots, request.outputs, request.points):
-                slot.ids = slot.ids[:max(0, slot.num_shared)]
+                slot.ids = slot.ids[:max(0, shared[slot.row])]
                 slot.key = request.key
-                slot.last_step = 0
+                slot.kept_since = 0
                 slot.request = request
                 slot.output = output
                 slot.points = points
-            slots[0].last_step = 1 + self.stats["decode_steps"]                     # one of several samples' is enough
+            slots[0].kept_since = 1 + self.stats["decode_steps"]        # one copy of the prompt is enough for later
             admitted.append(slots)
         return admitted
 
@@ -212,7 +210,7 @@ class Engine:
             self.forward(firsts, missing)
         for slots, ids in zip(batch, missing):
             first, *copies = slots
-            add_work(self.model, len(ids) + 1)
+            add_work(self.model, len(ids) + 1)                          # and the last token, which decode() reads
             self.stats["prefill_tokens"] += len(ids)
             self.stats["reused_tokens"] += len(first.ids)
             self.copy_rows([first] * len(copies), copies, len(first.ids) + len(ids))

@@ -169,7 +169,7 @@ def turns_data(row, domain):
                 "text": turn["content"],
                 "learned": sorted(learned),
                 "tool": label_of(turn.get("tool")),
-                "leak": domain.leak_of(task, turn["content"]) if place > 0 else None,
+                "leak": domain.leak_of(task, turn["content"]) if place > 0 and not turn.get("tool") else None,
             }))
     return turns
 

@@ -92,6 +92,10 @@ def run_stage(main, *errors):
             dist.destroy_process_group()
 
 
+def one_line(error):
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+
+
 def error_text(error):
     """What is wrong, by an error that run_stage catches."""
     if isinstance(error, RecursionError):
@@ -202,6 +206,13 @@ def gather(value):
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def reduce_sums(values, device):
+    """The sums over all ranks of a list of numbers."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return total.tolist()
 
 
 def peak_memory_mb():
@@ -559,7 +570,7 @@ def output_record(args, out, inputs, folder):
     return path, {"args": arguments, "inputs": fingerprints}
 
 
-def run_id(value):
+def run_id_fault(value):
     """What is wrong with the id of a run, which stands in names of files; None: nothing."""
     if type(value) is str and re.fullmatch("[0-9a-f]{1,32}", value):
         return None
@@ -567,7 +578,7 @@ def run_id(value):
 
 
 ARGS_JSON = record({"args": dict, "inputs": dict},
-                   {"id": run_id, "files": list_of(str), "versions": dict, "stage": str})
+                   {"id": run_id_fault, "files": list_of(str), "versions": dict, "stage": str})
 
 
 def stage_name():
@@ -763,12 +774,13 @@ def begin_output(args, out, inputs, files=None):
     return record["id"]
 
 
-def remove_file(out, args_json, number):
-    """Remove an output file and what its run, of this id, left beside it, args.json at last."""
+def remove_file(out, args_json, run_id):
+    """Remove an output file and what its run of this id has left beside it, args.json at last. Screenshots and what 01
+    writes beside its output stay, until the new run replaces them."""
     paths = [out, pathlib.Path(f"{out}.costs.json"), pathlib.Path(f"{out}.failed.jsonl")]
-    if number:
+    if run_id:
         for path in out.parent.iterdir():
-            if path.name.startswith(f"{out.name}.{number}.") and path.name.endswith(".partial"):
+            if path.name.startswith(f"{out.name}.{run_id}.") and path.name.endswith(".partial"):
                 paths.append(path)
     for path in (*paths, args_json):
         path.unlink(missing_ok=True)
@@ -811,14 +823,3 @@ def lies_above(parts, pattern):
 def matches(parts, pattern):
     """Whether the parts of a path match those of a pattern."""
     return len(parts) == len(pattern) and all(map(fnmatch.fnmatchcase, parts, pattern))
-
-
-def reduce_sums(values, device):
-    """The sums over all ranks of a list of numbers."""
-    total = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(total)
-    return total.tolist()
-
-
-def one_line(error):
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -66,7 +66,8 @@ class Server:
 
 
 class ReplyError(Exception):
-    """A server gave no reply after all retries. Only this dialogue fails."""
+    """A dialogue cannot go on: a server gave no reply or refused the request, or a prompt is too long
+    (lib.speakers.NoRoom). Only this dialogue fails."""
 
 
 class RefusedWithSampling(Exception):
@@ -152,19 +153,19 @@ def new_client(url, key):
         limits=httpx.Limits(max_connections=1000, max_keepalive_connections=100))
 
 
-def server_request(server, said, temperature, max_new_tokens, seed, extra):
+def server_request(server, chat_or_ids, temperature, max_new_tokens, seed, extra):
     """The arguments of one request after a chat (messages) or a prompt (ids), with every sampling parameter set.
 
     extra: further fields, SAMPLING among them.
     OpenAI's reasoning models have none but seed and length, and o1-mini, a row of the paper's table 2, no system
     prompt."""
-    if isinstance(said[0], int):
-        request = {"model": server.model, "prompt": said, "seed": seed}
+    if isinstance(chat_or_ids[0], int):
+        request = {"model": server.model, "prompt": chat_or_ids, "seed": seed}
     else:
-        request = {"model": server.model, "messages": said, "seed": seed}
+        request = {"model": server.model, "messages": chat_or_ids, "seed": seed}
         if re.match(r"(openai/)?(o[134]\b|gpt-5)", server.model):
             if re.match(r"(openai/)?o1-(mini|preview)", server.model):
-                request["messages"] = without_system(said)
+                request["messages"] = without_system(chat_or_ids)
             request["max_completion_tokens"] = max_new_tokens
             request["extra_body"] = {name: value for name, value in extra.items() if name not in SAMPLING}
             return request
@@ -450,22 +451,23 @@ async def next_address(server):
         await asyncio.sleep((address.rests_until - now) * random.uniform(1, 1.1))
 
 
-async def server_reply(server, said, temperature, max_new_tokens, seed, fault_of=empty_fault, **extra):
+async def server_reply(server, chat_or_ids, temperature, max_new_tokens, seed, fault_of=empty_fault, **extra):
     """The Reply of a server's model to a chat (messages) or a prompt (ids).
 
     fault_of(Reply): one line that begins with a name of RESEEDED where it cannot be taken.
     extra: more fields of the request, which not every server takes.
 
-    A lost connection, the time limit, and statuses 408, 409, 429 and 5xx are tried again after growing pauses, or the
-    time that the server asks for; what cannot be read or taken at once, with another seed. InputError where no further
-    request can succeed: no server at the first one, key or model refused, no connection or no turn for any request in
-    all of that time. ReplyError where it is this one."""
+    Tried again after growing pauses, or after the time that the server asks for: a lost connection, the time limit,
+    statuses 408, 409, 429 and 5xx. Tried again at once with another seed: a reply that cannot be read or taken. Tried
+    again without SAMPLING: a request that is refused with it.
+    InputError where no further request can succeed: nobody answers at an address that never has, key or model are
+    refused, or no request has had a reply in all of that time. ReplyError where it is this one."""
     begin, attempt = time.monotonic(), 0
     sampling, refusal_of_sampling = server.sampling, None
     while True:
         address = await next_address(server)
         sent_at = time.monotonic()
-        request = server_request(server, said, temperature, max_new_tokens, seed, {**sampling, **extra})
+        request = server_request(server, chat_or_ids, temperature, max_new_tokens, seed, {**sampling, **extra})
         server.counts["requests"] += 1
         address.in_flight += 1
         try:

@@ -37,7 +37,7 @@ class Speaker(NamedTuple):
     tokenizer: object = None                    # of a model that is shown images its processor; of a server often None
     engine: Engine | None = None                # of a model on this machine that reads texts
     server: Server | None = None
-    sees: asyncio.Lock | None = None            # of a model on this machine that is shown images, one request at a time
+    vision_lock: asyncio.Lock | None = None     # of a model on this machine that is shown images, one request at a time
     template_args: dict = {}                    # arguments of the chat template
     stop: tuple = ()                            # texts that end a turn
 
@@ -85,7 +85,7 @@ def open_speakers(names, options, template_args, sees):
         if name not in opened:
             opened[name] = open_speaker(name, options, is_shown_images)
         speaker = opened[name]
-        if is_shown_images and not (speaker.sees or speaker.server):
+        if is_shown_images and not (speaker.vision_lock or speaker.server):
             raise InputError(f"{name}: cannot be the agent and a simulator that sees; put it behind a server")
         speakers.append(speaker._replace(template_args=template_args.get(role, {})))
     return speakers
@@ -97,7 +97,7 @@ def open_speaker(name, options, sees=False):
         return Speaker(server=open_server(name, options.timeout_s, options.retries), stop=options.stop)
     if sees:
         model, processor = load_vision(name, options.device, options.dtype)
-        return Speaker(model, processor, sees=asyncio.Lock())
+        return Speaker(model, processor, vision_lock=asyncio.Lock())
     model, tokenizer = load_model(name, options.device, options.dtype)
     ended = None
     if options.stop:
@@ -127,8 +127,8 @@ async def ask(speaker, chat, sampling):
 
     The prompt is None where only the speaker knows it: a model that sees, or a server without its tokenizer."""
     tokenizer = speaker.tokenizer
-    if speaker.sees:
-        async with speaker.sees:
+    if speaker.vision_lock:
+        async with speaker.vision_lock:
             reply = await asyncio.to_thread(vision_reply, speaker.model, tokenizer, chat, sampling.max_new_tokens)
         return None, [reply]
     prompt = None
@@ -171,7 +171,8 @@ async def ask_engine(speaker, prompt, sampling):
     room = speaker.engine.max_tokens
     if len(prompt_ids) + sampling.max_new_tokens > room:
         raise NoRoom(f"a prompt of {len(prompt_ids):,} tokens and {sampling.max_new_tokens:,} new ones are more than "
-                     f"the {room:,} that the model or --max-tokens has room for")
+                     f"the {room:,} that the model or --max-tokens has room for: lower --max-new-tokens, or leave the "
+                     "task out")
     end_ids = stop_ids(speaker.model, tokenizer)
     randoms = uniforms((sampling.count, sampling.max_new_tokens), *sampling.key)
     outputs = await speaker.engine.generate(prompt_ids, randoms, sampling.temperature, sampling.cache)
@@ -236,7 +237,8 @@ async def run_concurrently(work, items, concurrency):
     """work(item) for all items, `concurrency` of them in flight: one that has ended makes place for the next at once.
 
     If `work` returns a coroutine (scoring), it runs in the background, so that it cannot change which requests share a
-    batch. No more than `concurrency` of these wait at a time, so that a kill costs no more than that."""
+    batch. At most twice `concurrency` of these wait at a time (each worker may add one to as many), so that a kill
+    costs no more than that."""
     waiting, background = iter(items), set()
 
     async def worker():
@@ -245,7 +247,7 @@ async def run_concurrently(work, items, concurrency):
             if scoring is not None:
                 background.add(asyncio.create_task(scoring))
             ended = {task for task in background if task.done()}
-            if len(background) - len(ended) > concurrency:
+            while len(background - ended) > concurrency:             # others add and remove some meanwhile
                 newly_ended, _ = await asyncio.wait(background - ended, return_when=asyncio.FIRST_COMPLETED)
                 ended |= newly_ended
             for task in ended & background:                          # another worker may have removed it meanwhile
@@ -264,7 +266,7 @@ async def run_concurrently(work, items, concurrency):
 
 
 class Failures(list):
-    """Rows of what no server answered, {"number", …, "failed"}, of this rank; many in a row end the run."""
+    """Rows of what could not go on (ReplyError), {"number", …, "failed"}, of this rank; many in a row end the run."""
 
     def __init__(self, out, unit, concurrency):
         self.out, self.unit = out, unit
@@ -295,7 +297,7 @@ class Failures(list):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# candidates of SWEET from servers
+# what servers and models did, as lines of text
 
 def server_line(name, counts):
     """What a server did, by the counts of all ranks."""

@@ -35,7 +35,7 @@ def drop_long(examples, max_length, path):
 
 def fitting_numbers(examples, max_length, what, path=None):
     """The numbers of the examples whose rows all have at most `max_length` tokens; says how many have not.
-    InputError, which names `path` (of a file, where it is given), where none is left."""
+    path: the file that they are from, which InputError names where none is left; without it none may be left."""
     numbers = [i for i, example in enumerate(examples) if longest_row(example) <= max_length]
     if path and not numbers:
         shortest = min(longest_row(example) for example in examples)
@@ -260,14 +260,15 @@ def cut_metrics(path, step):
     partial = path.with_name(path.name + ".partial")
     with new_file(partial, "w", encoding="utf-8") as file:
         for number, line in enumerate(lines, 1):
-            row, where = parse_json(line, f"{path}:{number}"), f"{path}:{number}"
+            where = f"{path}:{number}"
+            row = parse_json(line, where)
             check_row(row, {"step": int}, {}, where)
             if row["step"] <= step:
                 file.write(line)
     partial.rename(path)
 
 
-# What 03 and 04 write into their folders: --overwrite removes these and nothing else (runtime.begin_output)
+# What 03, 04 and its forks write into their folders: --overwrite removes these and nothing else (runtime.begin_output)
 FILES = [
     "metrics.jsonl", "critic.json", "agent.json", "turn_head.pt", "ref.pt", "ref", "states/*/*", "initial/*/*",
     *(f"{name}.jsonl{ending}" for name in ("candidates", "scored", "pairs", "credit")
@@ -324,8 +325,8 @@ def adamw(scorer, lr):
 
 
 def finish_training(out, scorer, tokenizer, merge):
-    """Write the trained model (and a critic's head beside it) into the folder `out`, remove what only a resumed run
-    needs, and mark the folder as complete. merge: write a whole model in place of an adapter."""
+    """Write the trained model (and a critic's head beside it) into the folder `out`, mark the folder as complete, and
+    remove what only a resumed run needs. merge: write a whole model in place of an adapter."""
     folder = pathlib.Path(out)
     check_weights(scorer, folder)
     save_model(folder, scorer.model, tokenizer, merge)

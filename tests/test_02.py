@@ -422,6 +422,15 @@ def test_dialogues_of_one_task_id_are_numbered_through():
         ("a", 0), ("a", 1), ("b", 0), ("b", 1), ("a", 2), ("a", 3)]
 
 
+def test_a_branch_keeps_which_turns_are_of_the_environment():
+    turns = [{"role": "user", "content": "Do it."}, {"role": "assistant", "content": "LOOK", "output_ids": [1]},
+             {"role": "user", "content": "3 rows", "tool": True}, {"role": "assistant", "content": "done"}]
+    trajectory = {"task": {}, "sample": 2, "dialogue_history": turns}
+    branched = rollout.branched_dialogue(7, trajectory, 3, 1, 0)
+    assert branched.history == [turns[0], {"role": "assistant", "content": "LOOK"}, turns[2]]
+    assert branched.branch == {"sample": 7, "branch": {"sample": 2, "turn": 3, "candidate": 1}, "continuation": 0}
+
+
 def test_a_tool_is_no_human_whose_replies_could_leak(workspace, tmp_path):
     row = read(workspace / "offline.jsonl")[0]
     signature = row["task"]["ground_truth"].split("\n")[0]

@@ -209,7 +209,7 @@ def test_flags_of_colbench_need_it(capsys):
     for flags in (["--path", "x"], ["--trajectories"]):
         with pytest.raises(SystemExit):
             stage(1).parse_args([*flags, "--out", "t"])
-        assert "need --source colbench" in capsys.readouterr().err
+        assert "needs --source colbench" in capsys.readouterr().err
 
 
 def changed(row, **changes):

@@ -29,6 +29,10 @@ def answer_of(history, is_last):
     return text.removeprefix("I say ") if text.startswith("I say ") or is_last else None
 
 
+def answer_message(task):
+    return f"I say {task['ground_truth']}"
+
+
 def facts(task, history):
     return [(f"it is {task['ground_truth']}", any("It is" in turn["content"] for turn in history))]
 
