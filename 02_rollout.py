@@ -82,10 +82,11 @@ class Dialogue:
 
     number: int                                 # of its row in the output
     task: dict
-    sample: int | str                           # which of the task's dialogues; what its random numbers depend on
+    sample: int                                 # which of the task's dialogues; of --branch which of all
     history: list                               # the turns so far, {"role", "content", …} each
     system: str | None = None                   # the agent's system prompt; None: ours
-    branch: dict | None = None                  # --branch: what its row says of where it begins
+    branch: dict | None = None                  # --branch: where it begins, "branch" and "continuation" of its row
+    random_name: int | str = 0                  # what its random numbers depend on
     answer: str | None = None
     no_room: bool = False                       # ended because no further turn would fit into a model
     waited_s: float = 0.0                       # for the human
@@ -110,7 +111,7 @@ class Players:
 
 def dialogue_key(dialogue, seed, who):
     """What the random numbers of a turn depend on."""
-    return seed, task_id(dialogue.task), dialogue.sample, len(dialogue.history), who
+    return seed, task_id(dialogue.task), dialogue.random_name, len(dialogue.history), who
 
 
 def prompt_before_thoughts(speaker, prompt):
@@ -261,7 +262,7 @@ async def judge_letters(dialogue, first, second, judge, seed):
 def new_dialogue(number, task, sample, system=None):
     """A dialogue that the human has opened with the request."""
     request = {"role": "user", "content": task["problem_description"]}
-    return Dialogue(number, task, sample, [request], system)
+    return Dialogue(number, task, sample, [request], system, random_name=sample)
 
 
 def new_dialogues(tasks, system, samples):
@@ -324,20 +325,19 @@ def branched_dialogue(number, trajectory, position, candidate, continuation):
     for turn in trajectory["dialogue_history"][:position]:
         history.append({key: turn[key] for key in ("role", "content", "tool") if key in turn})
     branch = {
-        "sample": number,
         "branch": {"sample": trajectory["sample"], "turn": position, "candidate": candidate},
         "continuation": continuation}
-    name = f"{trajectory['sample']}/{position}/{candidate}"
-    return Dialogue(number, trajectory["task"], name, history, branch=branch)
+    random_name = f"{trajectory['sample']}/{position}/{candidate}"
+    return Dialogue(number, trajectory["task"], number, history, branch=branch, random_name=random_name)
 
 
 async def add_first_turn(dialogue, players, args):
     """--branch: add the candidate, which is sampled once for all of its continuations."""
-    candidate = task_id(dialogue.task), dialogue.sample
+    candidate = task_id(dialogue.task), dialogue.random_name
     if candidate not in players.first_turns:
         players.first_turns[candidate] = asyncio.ensure_future(agent_turn(dialogue, players, args))
     dialogue.history.append(await players.first_turns[candidate])
-    dialogue.sample += f"/{dialogue.branch['continuation']}"         # from here on with random numbers of its own
+    dialogue.random_name += f"/{dialogue.branch['continuation']}"    # from here on with random numbers of its own
 
 
 async def play(dialogue, players, args):

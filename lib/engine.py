@@ -114,6 +114,7 @@ class Engine:
         self.cache = Cache(layers=[])
         self.cache.update = self.update
         self.cache_argument = cache_argument(model.get_decoder())
+        self.rows = self.selection = self.positions = self.width = None     # forward() sets them for update()
         self.stats = {
             "prefill_tokens": 0,
             "reused_tokens": 0,

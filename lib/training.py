@@ -269,17 +269,16 @@ def cut_metrics(path, step):
 
 
 # What 03, 04 and its forks write into their folders: --overwrite removes these and nothing else (runtime.begin_output)
-FILES = [
-    "metrics.jsonl", "critic.json", "agent.json", "turn_head.pt", "ref.pt", "ref", "states/*/*", "initial/*/*",
-    *(f"{name}.jsonl{ending}" for name in ("candidates", "scored", "pairs", "credit")
-      for ending in ("", ".failed.jsonl")),
-    # a model in the form of Hugging Face or PEFT, in the end and while it is written
-    *(f"{folder}{name}" for folder in ("", "model.partial/") for name in (
+FILES = ["metrics.jsonl", "critic.json", "agent.json", "turn_head.pt", "ref.pt", "states/*/*", "initial/*/*"]
+for name in ("candidates", "scored", "pairs", "credit"):
+    FILES += [f"{name}.jsonl", f"{name}.jsonl.failed.jsonl"]
+for name in (                                                       # a model in the form of Hugging Face or PEFT
         "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
         "adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer*.json", "tokenizer.model",
         "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.spm", "*.bpe.model",
         "spiece.model", "*.tiktoken", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
-        "processor_config.json", "video_preprocessor_config.json"))]
+        "processor_config.json", "video_preprocessor_config.json"):
+    FILES += [name, f"model.partial/{name}"]                        # in the end, and while it is written
 
 
 class StepLog:

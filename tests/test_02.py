@@ -428,7 +428,8 @@ def test_a_branch_keeps_which_turns_are_of_the_environment():
     trajectory = {"task": {}, "sample": 2, "dialogue_history": turns}
     branched = rollout.branched_dialogue(7, trajectory, 3, 1, 0)
     assert branched.history == [turns[0], {"role": "assistant", "content": "LOOK"}, turns[2]]
-    assert branched.branch == {"sample": 7, "branch": {"sample": 2, "turn": 3, "candidate": 1}, "continuation": 0}
+    assert branched.branch == {"branch": {"sample": 2, "turn": 3, "candidate": 1}, "continuation": 0}
+    assert (branched.sample, branched.random_name) == (7, "2/3/1")
 
 
 def test_a_tool_is_no_human_whose_replies_could_leak(workspace, tmp_path):
