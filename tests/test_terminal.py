@@ -62,7 +62,7 @@ run_stage(main)
 
 def hostile_trajectories(workspace, path, **fields):
     with open(path, "w", encoding="utf-8") as file:
-        for row in read(workspace / "demos.jsonl")[:4]:
+        for row in read(workspace / "demos.jsonl")[:1]:
             file.write(json.dumps({**row, **fields}) + "\n")
     return path
 
