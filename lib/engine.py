@@ -133,15 +133,22 @@ class Engine:
         num_samples, max_new_tokens = randoms.shape
         if num_samples > len(self.slots):
             raise InputError(f"{num_samples} samples of a prompt do not fit in {len(self.slots)} slots")
-        if len(prompt) + max_new_tokens > self.max_tokens:
-            raise InputError(f"a prompt of {len(prompt):,} tokens and {max_new_tokens:,} new ones are more than the "
-                             f"{self.max_tokens:,} that there is room for")
+        fault = self.lack_of_room(len(prompt), max_new_tokens)
+        if fault:
+            raise InputError(fault)
         outputs = [[] for _ in range(num_samples)]
         request = Request(list(prompt), randoms.tolist(), temperature, key, outputs, num_samples, asyncio.Future())
         self.waiting.append(request)
         if self.task is None or self.task.done():
             self.task = asyncio.create_task(self.run())
         return await request.future
+
+    def lack_of_room(self, prompt_tokens, max_new_tokens):
+        """One line where a prompt of so many tokens leaves no room for so many new ones; else None."""
+        if prompt_tokens + max_new_tokens <= self.max_tokens:
+            return None
+        return (f"a prompt of {prompt_tokens:,} tokens and {max_new_tokens:,} new ones are more than the "
+                f"{self.max_tokens:,} that the model or --max-tokens has room for")
 
     async def run(self):
         """Work until no request is left. Between two passes through the model the dialogues go on."""

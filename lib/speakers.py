@@ -168,11 +168,9 @@ async def ask_engine(speaker, prompt, sampling):
     """The Replies of a model on this machine to a prompt (text); NoRoom where it is too long."""
     tokenizer = speaker.tokenizer
     prompt_ids = encode(tokenizer, prompt)
-    room = speaker.engine.max_tokens
-    if len(prompt_ids) + sampling.max_new_tokens > room:
-        raise NoRoom(f"a prompt of {len(prompt_ids):,} tokens and {sampling.max_new_tokens:,} new ones are more than "
-                     f"the {room:,} that the model or --max-tokens has room for: lower --max-new-tokens, or leave the "
-                     "task out")
+    fault = speaker.engine.lack_of_room(len(prompt_ids), sampling.max_new_tokens)
+    if fault:
+        raise NoRoom(f"{fault}: lower --max-new-tokens, or leave the task out")
     end_ids = stop_ids(speaker.model, tokenizer)
     randoms = uniforms((sampling.count, sampling.max_new_tokens), *sampling.key)
     outputs = await speaker.engine.generate(prompt_ids, randoms, sampling.temperature, sampling.cache)
