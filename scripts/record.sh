@@ -8,7 +8,7 @@
 #             the human (02_rollout.py --simulator rules) stay there, because they are counted there
 # Then each agent plays the test tasks twice, with 02 as it is here, and the entry is printed: dialogues and minutes a
 # seed, success, and the chance that it is no better than the mark. Before that it is checked that what is fixed is as
-# it was: test tasks, base model, human, rounds. Results in out/record/NAME. A second call resumes.
+# it was: test tasks, base model, human, rounds. Results in out/record/DOMAIN/NAME. A second call resumes.
 # TEST_TASKS (300) and NUM_TRAIN (800; queries: 500) make it smaller; the entry then says that it does not count.
 set -euo pipefail
 cd "$(dirname "$0")/.."
