@@ -310,6 +310,27 @@ def rows_of(connections, query, ordered):
             yield type(error).__name__
 
 
+def agrees(connections, expected, query, ordered):
+    """Does a query give the expected rows on each database?"""
+    return all(a == b for a, b in zip(expected, rows_of(connections, query, ordered)))
+
+
+def failing_mutant(task, number):
+    """The first mutant, from this number on, that gives other rows than the reference on a hidden database."""
+    mutants = list(mutants_of(task))
+    begin = number % len(mutants)
+    ordered = sql.is_ordered(task["ground_truth"])
+    hidden = [sql.open_database(task["schema"], tables) for tables in task["databases"][1:]]
+    try:
+        expected = list(rows_of(hidden, task["ground_truth"], ordered))
+        for mutant in mutants[begin:] + mutants[:begin]:
+            if not agrees(hidden, expected, mutant, ordered):
+                return mutant
+    finally:
+        for connection in hidden:                                   # they share one limit of memory
+            connection.close()
+
+
 def verdicts(task):
     """[(mutant, kind, whether it is wrong, whether it agrees with the reference on all hidden databases)]"""
     rng = random.Random(task["task_id"])
@@ -320,7 +341,7 @@ def verdicts(task):
     wanted = [list(rows_of(connections, task["ground_truth"], ordered)) for connections in (hidden, larger)]
     found = []
     for mutant, kind in mutants_of(task).items():
-        passes, same = (all(a == b for a, b in zip(expected, rows_of(connections, mutant, ordered)))
+        passes, same = (agrees(connections, expected, mutant, ordered)
                         for connections, expected in zip((hidden, larger), wanted))
         found.append((mutant, kind, not same or not passes, passes))
     for connection in (*hidden, *larger):                            # they share one limit of memory

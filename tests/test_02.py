@@ -10,7 +10,7 @@ import pytest
 
 import common
 from colbench import backend
-from colbench.dialogue import UNCLEAR
+from colbench.dialogue import is_forced, UNCLEAR
 from conftest import begin, Partial, rank_environments, read, refused, stage, succeed, wait
 from lib.engine import Engine
 from lib.models import load_tokenizer, stop_ids
@@ -141,10 +141,12 @@ def test_the_rule_based_human_knows_what_it_is_asked(workspace):
 
 
 def test_same_seed_same_file_and_another_seed_another(workspace, tmp_path):
+    write_jsonl(tmp_path / "tasks", read(workspace / "tasks.jsonl")[:6])
+    few = ["--tasks", tmp_path / "tasks"]
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        succeed("02_rollout.py", *flags(workspace, tmp_path / name, "--seed", seed))
+        succeed("02_rollout.py", *flags(workspace, tmp_path / name, *few, "--seed", seed))
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
-    assert "done already" in succeed("02_rollout.py", *flags(workspace, tmp_path / "a", "--seed", 0))
+    assert "done already" in succeed("02_rollout.py", *flags(workspace, tmp_path / "a", *few, "--seed", 0))
 
 
 def assert_same(path, other):
@@ -258,13 +260,11 @@ def test_a_template_that_shows_no_system_prompt_has_no_other(workspace, tiny, tm
     assert capsys.readouterr().out == ""
 
 
-def test_best_of_n_with_a_critic_folder(workspace, tmp_path):
-    succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", "models/tiny", "--lr", 1e-3,
-            "--max-steps", 2, "--out", tmp_path / "critic")
+def test_best_of_n_with_a_critic_folder(workspace, critic, tmp_path):
     small = ["--tasks", workspace / "tasks.jsonl", "--agent", "models/tiny", "--max-rounds", 3, "--max-new-tokens", 40]
-    succeed("02_rollout.py", *small, "--best-of", 3, "--critic", tmp_path / "critic", "--out", tmp_path / "a.jsonl")
+    succeed("02_rollout.py", *small, "--best-of", 3, "--critic", critic, "--out", tmp_path / "a.jsonl")
     rows = read(tmp_path / "a.jsonl")
-    assert all((row["best_of"], row["critic"]) == (3, str(tmp_path / "critic")) for row in rows)
+    assert all((row["best_of"], row["critic"]) == (3, str(critic)) for row in rows)
     line = refused(2, *small, "--best-of", 3, "--critic", workspace / "model", "--out", tmp_path / "b.jsonl")
     assert "no critic.json" in line
     with pytest.raises(SystemExit):
@@ -320,11 +320,13 @@ def test_who_picks_one_of_several_messages_is_not_shown_their_thoughts(monkeypat
 
 
 def test_two_ranks_write_the_same_file_as_one(workspace, tmp_path):
-    for agent, same in (("script", lambda a, b: a.read_bytes() == b.read_bytes()), ("models/tiny", assert_same)):
-        small = ["--tasks", workspace / "tasks.jsonl", "--agent", agent, "--max-rounds", 4, "--overwrite", "--out"]
-        succeed("02_rollout.py", *small, tmp_path / "one")
-        succeed("02_rollout.py", *small, tmp_path / "two", ranks=2)
-        assert same(tmp_path / "one", tmp_path / "two") is not False
+    tasks = ["--tasks", workspace / "tasks.jsonl"]
+    succeed("02_rollout.py", *tasks, "--agent", "script", "--max-rounds", 8, "--out", tmp_path / "script", ranks=2)
+    assert (tmp_path / "script").read_bytes() == (workspace / "demos.jsonl").read_bytes()
+    for name, ranks in (("one", 1), ("two", 2)):
+        succeed("02_rollout.py", *tasks, "--agent", "models/tiny", "--max-rounds", 4, "--out", tmp_path / name,
+                ranks=ranks)
+    assert_same(tmp_path / "one", tmp_path / "two")
 
 
 def test_a_model_can_play_the_human_and_tasks_need_no_facts(workspace, tmp_path):
@@ -345,12 +347,17 @@ def test_single_turn(workspace, tmp_path):
 
 
 def test_the_summary_says_how_many_dialogues_ended_without_the_marker(workspace, tmp_path):
-    """As metrics.json has it under "forced_answers"."""
-    rows = read(workspace / "offline.jsonl")
-    rows[0]["dialogue_history"][-1]["content"] = "hm?"
-    (tmp_path / "rows").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    share = backend.measure(rows)["forced_answers"]
-    assert 0 < share < 1 and f" | {share:.1%} ended by --max-rounds | " in rollout.summary(tmp_path / "rows")
+    """One of four: the second ends with the marker, for the third no further turn fits, the fourth does both. As
+    metrics.json has it under "forced_answers"."""
+    rows = read(workspace / "offline.jsonl")[:4]
+    for row, last in zip(rows, ("hm?", f"So:\n{backend.MARKER}\nx", "hm?", f"{backend.MARKER}\nx")):
+        row["dialogue_history"][-1]["content"] = last
+    rows[2]["no_room"] = rows[3]["no_room"] = True
+    write_jsonl(tmp_path / "rows", rows)
+    assert [is_forced(row) for row in rows] == [True, False, False, False]
+    assert backend.measure(rows)["forced_answers"] == 0.25
+    line = rollout.summary(tmp_path / "rows")
+    assert " | 25.0% ended by --max-rounds | 2 ended because no further turn fits" in line
 
 
 def test_simulator_prompt_swaps_the_roles():

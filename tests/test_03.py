@@ -203,10 +203,31 @@ def test_the_folder_is_a_model_with_a_description(critic):
     assert "held-out pair accuracy" in printed and "The function that this person needs" in printed
 
 
-def test_held_out_pairs_share_no_task_with_the_others(workspace):
-    tasks = [row["task_id"] for row in read(workspace / "tasks.jsonl")]
-    held = {task for task in tasks if critic_stage.is_held_out(task, 0.3)}
-    assert 0 < len(held) < len(tasks) and held == {task for task in tasks if critic_stage.is_held_out(task, 0.3)}
+@pytest.mark.parametrize("fraction, held_out", [
+    (0, ""), (0.01, ""), (0.02, "b"), (0.44, "b"), (0.45, "ab"), (0.57, "abc"), (1, "abc")])
+def test_whether_a_task_is_held_out_by_hand(fraction, held_out):
+    """By the first 32 bits of its hash: .4471 of 2 ** 32 for "a", .0125 for "b", .5613 for "c"."""
+    assert [task for task in "abc" if critic_stage.is_held_out(task, fraction)] == list(held_out)
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_held_out_pairs_share_no_task_with_the_others(workspace, head):
+    trajectories = read(workspace / "offline.jsonl")
+    args = critic_stage.parse_args(["--trajectories", "t", "--model", "m", "--out", "o", "--held-out-frac", "0.3",
+                                    "--head", head])
+    groups, held_out_pairs = critic_stage.read_pairs(trajectories, args)
+    trained = {trajectories[number]["task_id"] for group in groups for number in group}
+    held_out = {trajectories[number]["task_id"] for pair in held_out_pairs for number in pair}
+    assert trained and held_out and not trained & held_out
+    assert not any(critic_stage.is_held_out(task, 0.3) for task in trained)
+    assert all(critic_stage.is_held_out(task, 0.3) for task in held_out)
+    pairs = common.trajectory_pairs(trajectories, "offline.jsonl")
+    if head == "value":                                              # every dialogue of the other tasks, one by one
+        assert groups == [(number,) for number, trajectory in enumerate(trajectories)
+                          if not critic_stage.is_held_out(trajectory["task_id"], 0.3)]
+        assert set(held_out_pairs) < set(pairs)
+    else:
+        assert sorted(groups + held_out_pairs) == sorted(pairs)      # no pair is lost
 
 
 def test_it_learns_its_training_pairs(workspace, tmp_path):
@@ -221,7 +242,7 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(workspace, tmp_path, monkeypatch):
+def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(workspace, critic, tmp_path, monkeypatch, capsys):
     arguments = [str(x) for x in flags(workspace, tmp_path / "killed", "--nll-coef", 0)]
     original = Checkpoints.save
 
@@ -234,9 +255,10 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(workspace, tmp_path
     assert "not finished" in refused(2, "--tasks", workspace / "tasks.jsonl", "--agent", tmp_path / "killed", "--out",
                                      tmp_path / "x")
     monkeypatch.undo()
+    assert "continues at step" not in capsys.readouterr().out
     critic_stage.main(arguments)
-    critic_stage.main([str(x) for x in flags(workspace, tmp_path / "whole", "--nll-coef", 0)])
-    killed, whole = weights(tmp_path / "killed"), weights(tmp_path / "whole")
+    assert "continues at step 2\n" in capsys.readouterr().out
+    killed, whole = weights(tmp_path / "killed"), weights(critic[0])
     assert all(torch.equal(killed[name], whole[name]) for name in whole)
     assert [row["step"] for row in read(tmp_path / "killed" / "metrics.jsonl")] == [1, 2, 3, 4]
 

@@ -1,4 +1,5 @@
 """05_evaluate.py: numbers by hand, intervals, fresh scores, curves, costs, report, bad input."""
+import contextlib
 import io
 import json
 import pathlib
@@ -8,6 +9,7 @@ import xml.etree.ElementTree as ElementTree
 
 import numpy as np
 import pytest
+from test_critics import make_regression_critic
 from test_report import CURVES, drawn, point
 
 import common
@@ -33,6 +35,23 @@ def write(path, rows):
     return path
 
 
+def evaluated(*arguments):
+    """Call the stage in this process; returns what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        evaluate.main([str(argument) for argument in arguments])
+    return printed.getvalue()
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory):
+    """What is printed about five runs of one task, each of one dialogue, under a name without @: no line that tests
+    below expect of other files."""
+    folder = tmp_path_factory.mktemp("even")
+    path = write(folder / "a.jsonl", [trajectory("x", "0")])
+    runs = ",".join([str(path)] * 5)
+    return evaluated(f"five={runs}", "--out", folder / "report")
+
+
 def page_of(folder):
     """The data of a report's page."""
     page = (folder / "report.html").read_text(encoding="utf-8")
@@ -49,13 +68,13 @@ def test_task_means_and_paired_difference_by_hand():
     assert statistics.paired_difference(ours, [{"task_id": "z", "reward": 1}], backend.outcome) is None
 
 
-def test_rate_interval_and_difference_average_the_same_thing(tmp_path):
+def test_rate_interval_and_difference_average_the_same_thing(tmp_path, even):
     """Nine successes of one task, a failure of each of three others: a quarter of the tasks, not nine twelfths."""
     good, bad = "def f(n): return n", "0"
     uneven = [trajectory("w", good, sample=n) for n in range(9)] + [trajectory(task, bad) for task in "xyz"]
     a = write(tmp_path / "a.jsonl", uneven)
     b = write(tmp_path / "b.jsonl", [trajectory(task, bad) for task in "wxyz"])
-    printed = succeed("05_evaluate.py", f"a={a}", f"b={b}", "--baseline", "b", "--out", tmp_path / "report")
+    printed = evaluated(f"a={a}", f"b={b}", "--baseline", "b", "--out", tmp_path / "report")
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
     assert metrics["a"]["success_rate"] == metrics["a"]["against_baseline"]["difference"] == 0.25
     assert metrics["a"]["ci95"][0] <= 0.25 <= metrics["a"]["ci95"][1] <= 0.75
@@ -63,7 +82,7 @@ def test_rate_interval_and_difference_average_the_same_thing(tmp_path):
     line = ("tasks of a have unequal numbers of dialogues: success, its interval and differences are means over tasks, "
             "the other columns over dialogues")
     assert line in printed.splitlines() and line in (tmp_path / "report" / "report.html").read_text()
-    assert "unequal numbers" not in succeed("05_evaluate.py", f"b={b}", "--out", tmp_path / "even")
+    assert "unequal numbers" not in even
     assert stage(2).summary(str(tmp_path / "report" / "scored" / "a.jsonl")).startswith("success 0.250 | ")
     # a run counts once, too: 1 and 0, of nine dialogues and of one
     runs = [{**row, "run": 0, "reward": 1.0} for row in uneven[:9]] + [{**uneven[0], "run": 1, "reward": 0.0}]
@@ -78,7 +97,7 @@ def test_a_comparison_that_says_little_or_nothing_has_a_line(tmp_path):
     few = write(tmp_path / "few", rows(range(2), [1]))
     apart = write(tmp_path / "apart", rows(range(8, 10), []))
     files = [f"base={base}", f"few={few}", f"apart={apart}", f"twice={base},{base}", f"same={base}"]
-    printed = succeed("05_evaluate.py", *files, "--baseline", "base", "--out", tmp_path / "report")
+    printed = evaluated(*files, "--baseline", "base", "--out", tmp_path / "report")
     lines = [line for line in printed.splitlines() if "against base " in line and ": " in line]
     assert lines == [
         "few: against base compared on the 2 tasks that both have (of 2 and 8); the rates above are those of all",
@@ -90,15 +109,15 @@ def test_a_comparison_that_says_little_or_nothing_has_a_line(tmp_path):
     assert [name for name in metrics if "against_baseline" in metrics[name]] == ["few", "same"]
 
 
-def test_results_with_fewer_than_five_runs_say_so(tmp_path):
+def test_results_with_fewer_than_five_runs_say_so(tmp_path, even):
     path = write(tmp_path / "a.jsonl", [trajectory("x", "0")])
     runs = lambda number: ",".join([str(path)] * number)
-    printed = succeed("05_evaluate.py", f"one={path}", f"two={runs(2)}", f"four={runs(4)}", f"five={runs(5)}", "--out",
-                      tmp_path / "report")
+    printed = evaluated(f"one={path}", f"two={runs(2)}", f"four={runs(4)}", f"five={runs(5)}", "--out",
+                        tmp_path / "report")
     line = ("fewer than five runs of two, four: where runs differ much the intervals are too narrow (docs/results.md, "
             "What the intervals cover)")
     assert line in printed.splitlines() and line in (tmp_path / "report" / "report.html").read_text()
-    assert "fewer than five" not in succeed("05_evaluate.py", f"five={runs(5)}", "--out", tmp_path / "five")
+    assert "fewer than five" not in even
 
 
 def test_a_mean_of_groups_lies_in_its_interval():
@@ -180,7 +199,7 @@ def test_the_chance_of_being_at_most_a_mark():
     assert statistics.chance_at_most(values, high) == pytest.approx(0.975, abs=0.01)
 
 
-def test_a_table_for_a_paper(tmp_path, capsys):
+def test_a_table_for_a_paper(tmp_path):
     headings, rows = ["", "success", "95 %"], [["a_b", ".5", "[.1, .9]"], ["x|y", "1", "-"]]
     assert tables.markdown(headings, rows) == [
         "|  | success | 95 % |", "| --- | --- | --- |", "| a_b | .5 | [.1, .9] |", r"| x\|y | 1 | - |"]
@@ -188,8 +207,8 @@ def test_a_table_for_a_paper(tmp_path, capsys):
         r"\begin{tabular}{lrr}", r"\toprule", r" & success & 95 \% \\", r"\midrule", r"a\_b & .5 & [.1, .9] \\",
         r"x|y & 1 & - \\", r"\bottomrule", r"\end{tabular}"]
     path = write(tmp_path / "a.jsonl", [trajectory("t", "def f(n):\n    return n")])
-    evaluate.main([f"a_b={path}", "--table", "latex", "--out", str(tmp_path / "out")])
-    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith(r"a\_b & 1 & 1.000 &")]
+    printed = evaluated(f"a_b={path}", "--table", "latex", "--out", tmp_path / "out")
+    [line] = [line for line in printed.splitlines() if line.startswith(r"a\_b & 1 & 1.000 &")]
     assert line.endswith(r"\\")
 
 
@@ -198,41 +217,42 @@ def test_intervals_over_families_where_every_task_states_one(tmp_path):
     rows = [{**trajectory(str(n), "def f(n): return n" if n < 2 else "0"), "task": task} for n,
             task in enumerate(tasks)]
     path, bad = write(tmp_path / "a", rows[:4]), write(tmp_path / "b", [{**row, "answer": "0"} for row in rows[:4]])
-    printed = succeed("05_evaluate.py", f"a={path}", f"b={bad}", "--baseline", "b", "--out", tmp_path / "report")
+    printed = evaluated(f"a={path}", f"b={bad}", "--baseline", "b", "--out", tmp_path / "report")
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
     assert metrics["a"]["ci95_families"] == metrics["a"]["against_baseline"]["ci95_families"] == [0, 1]
-    assert metrics["b"]["ci95_families"] == [0, 0] and "ci95_families" not in metrics["b"].get("against_baseline", {})
+    assert metrics["b"]["ci95_families"] == [0, 0] and "against_baseline" not in metrics["b"]
     table = ["95 %, families drawn        own rate         against b",
              "a                     [0.000, 1.000]  [+0.000, +1.000]",
              "b                     [0.000, 0.000]"]
     assert "\n".join(table) in printed and "\n".join(table) in (tmp_path / "report" / "report.html").read_text()
     for name, own in (("one states none", rows), ("all the same", rows[:2])):
-        printed = succeed("05_evaluate.py", f"a={write(tmp_path / 'c', own)}", "--out", tmp_path / name)
+        printed = evaluated(f"a={write(tmp_path / 'c', own)}", "--out", tmp_path / name)
         assert 'no intervals over families: a task states no "family", or all state the same' in printed
         assert "ci95_families" not in json.loads((tmp_path / name / "metrics.json").read_text())["a"]
 
 
-def test_an_interval_of_one_run_says_what_it_leaves_out(tmp_path):
+def test_an_interval_of_one_run_says_what_it_leaves_out(tmp_path, even):
     a, b, c = (write(tmp_path / name, [trajectory("x", name), trajectory("y", "0")]) for name in "abc")
-    printed = succeed("05_evaluate.py", f"m={a}", f"n={b}", "--out", tmp_path / "single")
+    printed = evaluated(f"m={a}", f"n={b}", "--out", tmp_path / "single")
     line = "one run each: the intervals leave other seeds out"
     assert line in printed.splitlines() and line in (tmp_path / "single" / "report.html").read_text()
-    printed = succeed("05_evaluate.py", f"m={a},{b}", f"n={c}", "--out", tmp_path / "mixed")
+    printed = evaluated(f"m={a},{b}", f"n={c}", "--out", tmp_path / "mixed")
     assert "one run of n: the intervals leave other seeds out" in printed.splitlines()
-    assert "leave other seeds out" not in succeed("05_evaluate.py", f"m={a},{b}", "--out", tmp_path / "several")
+    assert "leave other seeds out" not in even
 
 
 def test_several_files_of_a_name_are_runs(tmp_path):
     rows = [[trajectory("x", answer), trajectory("y", "def f(n): return n")] for answer in
             ("def f(n): return n", "0", "0", "0")]
     paths = [write(tmp_path / f"{i}.jsonl", own) for i, own in enumerate(rows)]
-    printed = succeed("05_evaluate.py", f"a={paths[0]},{paths[1]}", f"b={paths[2]},{paths[3]}", "--baseline", "b",
-                      "--out", tmp_path / "report")
+    printed = evaluated(f"a={paths[0]},{paths[1]}", f"b={paths[2]},{paths[3]}", "--baseline", "b",
+                        "--out", tmp_path / "report")
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
     assert metrics["a"]["runs"] == [1, 0.5] and metrics["a"]["success_rate"] == 0.75 and metrics["a"]["tasks"] == 2
-    assert metrics["a"]["against_baseline"]["runs"] == [0.5, 0]
+    against = metrics["a"]["against_baseline"]
+    assert against["runs"] == [0.5, 0]
+    assert against.keys() == {"name", "difference", "n", "ci95", "runs"}           # no interval over the runs alone
     assert "a              against b  +0.250  +0.500 +0.000" in printed.splitlines()
-    assert "runs_ci95" not in metrics["a"] | metrics["a"]["against_baseline"]
     write(tmp_path / "other.jsonl", [trajectory("z", "0")])
     line = refused(5, f"a={paths[0]},{tmp_path / 'other.jsonl'}", "--out", tmp_path / "bad")
     assert "other.jsonl: other tasks than" in line
@@ -254,14 +274,14 @@ GOOD, HALF, BAD = "def f(n): return n", "def f(n): return 1", "def f(n): return 
 
 @pytest.fixture(scope="module")
 def graded(tmp_path_factory):
-    """05 on a right, a half right and a wrong answer with other logged rewards, against three wrong ones: (its command,
-    what it printed, its folder)."""
+    """05 on a right, a half right and a wrong answer with other logged rewards, against three wrong ones, as a user
+    runs it: (its arguments, what it printed, its folder)."""
     folder = tmp_path_factory.mktemp("graded")
     a = write(folder / "a.jsonl", [trajectory("x", GOOD, reward=0.0), trajectory("y", HALF, reward=1.0),
                                    trajectory("z", BAD)])
     b = write(folder / "b.jsonl", [trajectory("x", BAD), trajectory("y", BAD), trajectory("z", BAD)])
-    command = ["05_evaluate.py", f"a={a}", f"b={b}", "--baseline", "b", "--out", folder / "report"]
-    return command, succeed(*command), folder / "report"
+    arguments = [f"a={a}", f"b={b}", "--baseline", "b", "--out", folder / "report"]
+    return arguments, succeed("05_evaluate.py", *arguments), folder / "report"
 
 
 def test_logged_rewards_are_not_trusted(graded):
@@ -290,10 +310,10 @@ def test_the_page_has_every_answer_with_its_failed_tests(graded):
 
 
 def test_an_evaluation_is_not_made_twice(graded):
-    assert "done already" in succeed(*graded[0])
+    assert "done already" in evaluated(*graded[0])
 
 
-def test_an_answer_runs_once_and_a_turn_is_judged_once(tmp_path, monkeypatch, critic):
+def test_an_answer_runs_once_and_a_turn_is_judged_once(tmp_path, monkeypatch, regression_critic):
     asked, run_all, kinds_of = [], Scorer.results, backend.turn_kinds
     monkeypatch.setattr(Scorer, "results", lambda scorer, children, key, answer: (
         asked.append(answer), run_all(scorer, children, key, answer))[1])
@@ -301,22 +321,21 @@ def test_an_answer_runs_once_and_a_turn_is_judged_once(tmp_path, monkeypatch, cr
         asked.extend(turn["content"] for turn in history if turn["role"] == "assistant"), kinds_of(task, history))[1])
     answers = ["def f(n): return n", "def f(n): return 0"]
     path = write(tmp_path / "a.jsonl", [trajectory(answer, answer) for answer in answers])
-    evaluate.main([f"a={path}", "--critic", str(critic), "--out", str(tmp_path / "report")])
+    evaluated(f"a={path}", "--critic", regression_critic, "--out", tmp_path / "report")
     assert sorted(asked) == sorted([*answers, *(f"{backend.MARKER}\n{answer}" for answer in answers)])
 
 
 def test_ungradeable_tests_are_reported(tmp_path):
     task = {**TASK, "ground_truth": "def f(n): return 1 // (n - 2)"}
     path = write(tmp_path / "a.jsonl", [{**trajectory("x", task["ground_truth"]), "task": task}])
-    assert "a: 1 tests of 1 tasks cannot be graded" in succeed("05_evaluate.py", f"a={path}", "--out",
-                                                               tmp_path / "report")
+    assert "a: 1 tests of 1 tasks cannot be graded" in evaluated(f"a={path}", "--out", tmp_path / "report")
     assert json.loads((tmp_path / "report" / "metrics.json").read_text())["a"]["tests_passed"] == 0.5
 
 
 def test_answers_cannot_write_into_the_report(tmp_path):
     answer = "</script><script>alert(1)</script>"
     path = write(tmp_path / "a.jsonl", [trajectory("x", answer)])
-    succeed("05_evaluate.py", f"a={path}", "--out", tmp_path / "report")
+    evaluated(f"a={path}", "--out", tmp_path / "report")
     assert "<script>alert" not in (tmp_path / "report" / "report.html").read_text()
     assert page_of(tmp_path / "report")["dialogues"][0]["answer"] == answer
 
@@ -357,7 +376,7 @@ def test_metrics_are_written_before_everything_optional(tmp_path, monkeypatch, w
     task = {**TASK, "facts": [{"topic": "t", "questions": [], "told": True, "matters": True}]}
     path = write(tmp_path / "a.jsonl", [{**trajectory("x", "def f(n): return n"), "task": task}])
     with pytest.raises(RuntimeError):
-        evaluate.main([f"a@1={path}", "--out", str(tmp_path / "report")])
+        evaluated(f"a@1={path}", "--out", tmp_path / "report")
     assert json.loads((tmp_path / "report" / "metrics.json").read_text())["a@1"]["success_rate"] == 1
     assert read(tmp_path / "report" / "scored" / "a@1.jsonl")[0]["reward"] == 1
     assert not (tmp_path / "report" / "COMPLETED").exists()
@@ -390,8 +409,8 @@ def test_rounds_of_training_are_a_curve_of_their_own(tmp_path):
         for kind, content in (("args", {"args": {"agent": read(path)[0]["agent"]}}), ("costs", dict.fromkeys(
                 COST_KEYS, 0))):
             pathlib.Path(f"{path}.{kind}.json").write_text(json.dumps(content))
-    printed = succeed("05_evaluate.py", *(f"{name}={path}" for name, path in files.items()), "--costs", "--out",
-                      tmp_path / "report")
+    printed = evaluated(*(f"{name}={path}" for name, path in files.items()), "--costs", "--out",
+                        tmp_path / "report")
     assert "rounds      1      2\nmtdpo   1.000  1.000\n" in printed and "best of N" not in printed
     page = (tmp_path / "report" / "report.html").read_text()
     assert "rounds-curve-axes" in page and "spent-axes_2" in page
@@ -399,16 +418,16 @@ def test_rounds_of_training_are_a_curve_of_their_own(tmp_path):
     assert {name: point_of(m) for name, m in metrics.items()} == {f"mtdpo@{n}": point(1, 1, 1) for n in "12"}
 
 
-def test_curve_files_from_rows_to_report(tmp_path):
+def test_curve_files_from_rows_to_report(tmp_path, even):
     good, bad = "def f(n): return n", "def f(n): return 0"
     files = {"plain": [good, good], "sweet@1": [bad, bad], "sweet@8": [good, bad], "judge@8": [bad, bad]}
     for name, answers in files.items():
         more = {"best_of": 8} if name == "sweet@8" else {}                        # older files do not say it
         write(tmp_path / name, [trajectory(str(i), answer, **more) for i, answer in enumerate(answers)])
-    printed = succeed("05_evaluate.py", *(f"{name}={tmp_path / name}" for name in files), "--out", tmp_path / "report")
+    printed = evaluated(*(f"{name}={tmp_path / name}" for name in files), "--out", tmp_path / "report")
     assert "best of N      1      8\nsweet      0.000  0.500\njudge          -  0.000\n" in printed
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
-    assert list(metrics) == list(files) and "curves" not in metrics["sweet@8"] and "costs" not in metrics["sweet@8"]
+    assert list(metrics) == list(files) and "costs" not in metrics["sweet@8"]
     assert {name: point_of(metrics[name]) for name in files if "@" in name} == {
         "sweet@1": point(0, 0, 0), "sweet@8": point(0.5, 0, 1), "judge@8": point(0, 0, 0)}
     page = (tmp_path / "report" / "report.html").read_text()
@@ -416,8 +435,7 @@ def test_curve_files_from_rows_to_report(tmp_path):
              if "best-curve-axes" in svg]
     lines, bars = drawn(svg)
     assert [len(line) for line in lines] == [2, 1] and [len(own) for own in bars] == [2, 1]
-    plain = succeed("05_evaluate.py", f"plain={tmp_path / 'plain'}", "--out", tmp_path / "other")
-    assert "best of N" not in plain
+    assert "best of N" not in even
 
 
 def test_curve_files_that_do_not_fit_their_names(tmp_path):
@@ -510,7 +528,7 @@ def test_costs_reach_metrics_and_report(tmp_path):
     record(tmp_path / "policy", ["rules"], 90.0, 3_000_000, 0, 5e15, 64)
     record(tmp_path / "a.jsonl", [], 6.0, 0, 10, 1e12, 10, agent=str(tmp_path / "policy"))
     write(tmp_path / "a.jsonl", [trajectory("x", "def f(n): return n")])
-    printed = succeed("05_evaluate.py", f"a={tmp_path / 'a.jsonl'}", "--costs", "--out", tmp_path / "report")
+    printed = evaluated(f"a={tmp_path / 'a.jsonl'}", "--costs", "--out", tmp_path / "report")
     row = "1.5      3.000        0.000   5.000       64"
     assert row in printed and row in (tmp_path / "report" / "report.html").read_text()
     costs = json.loads((tmp_path / "report" / "metrics.json").read_text())["a"]["costs"]
@@ -560,11 +578,8 @@ def test_ranks_and_their_correlation_by_hand():
 
 
 @pytest.fixture(scope="module")
-def critic(workspace, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("critic") / "critic"
-    succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", "models/tiny", "--lr", 1e-3,
-            "--max-steps", 2, "--head", "regression", "--out", folder)
-    return folder
+def regression_critic(workspace, tmp_path_factory):
+    return make_regression_critic(workspace, tmp_path_factory)
 
 
 # --- the credit of turns, and SWEET's candidates
@@ -573,13 +588,18 @@ def load(folder, tokenizer):
     return common.load_critic(common.read_critic(folder, tokenizer, backend), common.load_whole("cpu"))
 
 
-@pytest.fixture(scope="module", params=["lm", "regression", "value"])
-def trained(request, workspace, tiny, tmp_path_factory):
-    """A critic of each kind after a few steps, loaded, and its folder."""
-    folder = tmp_path_factory.mktemp("trained") / request.param
+@pytest.fixture(scope="module")
+def value_critic(workspace, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("value") / "critic"
     succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", "models/tiny", "--lr", 1e-3,
-            "--max-steps", 2, "--head", request.param, "--held-out-frac", 0, "--out", folder)
-    return load(folder, tiny[1])
+            "--max-steps", 2, "--head", "value", "--held-out-frac", 0, "--out", folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["critic", "regression_critic", "value_critic"])
+def trained(request, tiny):
+    """A critic of each kind after a few steps, loaded."""
+    return load(request.getfixturevalue(request.param), tiny[1])
 
 
 def test_the_credit_of_turns_is_the_score_of_actions(workspace, trained, tiny):
@@ -616,29 +636,29 @@ def test_an_untrained_critic_gives_no_credit_and_long_dialogues_have_none(worksp
 
 
 @pytest.fixture(scope="module")
-def swept(workspace, critic, tmp_path_factory):
+def swept(workspace, regression_critic, tmp_path_factory):
     """04's folder with scored candidates."""
     folder = tmp_path_factory.mktemp("sweet") / "sweet"
     succeed("04_train_policy.py", "--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model",
-            "models/tiny", "--critic", critic, "--data-frac", 0.1, "--num-candidates", 4, "--max-new-tokens", 100,
-            "--max-steps", 1, "--lr", 1e-4, "--out", folder)
+            "models/tiny", "--critic", regression_critic, "--data-frac", 0.1, "--num-candidates", 4,
+            "--max-new-tokens", 100, "--max-steps", 1, "--lr", 1e-4, "--out", folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def credited(workspace, critic, swept, tmp_path_factory):
+def credited(workspace, regression_critic, swept, tmp_path_factory):
     """05 with a critic and candidates, on the two halves "a" and "b" of the dialogues: (its folder, its metrics, the
     data of its page)."""
     folder, rows = tmp_path_factory.mktemp("credited"), read(workspace / "offline.jsonl")
     halves = [f"{name}={write(folder / name, half)}" for name, half in (("a", rows[:36]), ("b", rows[36:]))]
     out = folder / "report"
-    succeed("05_evaluate.py", *halves, "--critic", critic, "--candidates", swept, "--out", out)
+    evaluated(*halves, "--critic", regression_critic, "--candidates", swept, "--out", out)
     return out, json.loads((out / "metrics.json").read_text()), page_of(out)
 
 
-def test_the_page_has_all_dialogues_with_the_credit_of_their_turns(credited, critic):
+def test_the_page_has_all_dialogues_with_the_credit_of_their_turns(credited, regression_critic):
     _, _, data = credited
-    assert data["methods"] == ["a", "b"] and data["critic"] == str(critic) and len(data["dialogues"]) == 72
+    assert data["methods"] == ["a", "b"] and data["critic"] == str(regression_critic) and len(data["dialogues"]) == 72
     for dialogue in data["dialogues"]:
         agent = [turn for turn in dialogue["turns"] if turn["who"] == "agent"]
         assert dialogue["credit"] == pytest.approx(sum(turn["credit"] for turn in agent), abs=1e-5)
@@ -703,7 +723,7 @@ def test_what_is_missing_leaves_a_line_that_names_the_flag(workspace, tmp_path):
     for row in rows:
         del row["agent"]                                             # no folder, no metrics.jsonl
     a, b = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows)
-    succeed("05_evaluate.py", f"a={a}", f"b={b}", "--out", tmp_path / "report")
+    evaluated(f"a={a}", f"b={b}", "--out", tmp_path / "report")
     page, data = (tmp_path / "report" / "report.html").read_text(), page_of(tmp_path / "report")
     for flag in ("--critic DIR", "--candidates DIR", "--baseline NAME", "--costs", "training curves: no agent"):
         assert flag in page
@@ -711,7 +731,7 @@ def test_what_is_missing_leaves_a_line_that_names_the_flag(workspace, tmp_path):
     assert not any("credit" in turn for dialogue in data["dialogues"] for turn in dialogue["turns"])
 
 
-def test_a_bad_critic_or_candidates_are_one_line(workspace, critic, swept, tmp_path):
+def test_a_bad_critic_or_candidates_are_one_line(workspace, swept, tmp_path):
     flags = [f"a={workspace}/offline.jsonl", "--out", tmp_path / "out"]
     assert "no critic.json" in refused(5, *flags, "--critic", workspace)
     (tmp_path / "seeing").mkdir()
@@ -741,15 +761,15 @@ def test_names_with_numbers_of_trajectories_are_a_curve_over_data(tmp_path):
         record(tmp_path / f"model{n}", [], num_trajectories=n)
         write(tmp_path / f"{n}.jsonl", [trajectory("x", answer, agent=str(tmp_path / f"model{n}"), best_of=1)
                                         for _ in range(2)])
-    printed = succeed("05_evaluate.py", *(f"sweet@{n}={tmp_path / f'{n}.jsonl'}" for n in (100, 200)), "--out",
-                      tmp_path / "report")
+    printed = evaluated(*(f"sweet@{n}={tmp_path / f'{n}.jsonl'}" for n in (100, 200)), "--out",
+                        tmp_path / "report")
     assert "trajectories    100    200\nsweet         0.000  1.000\n" in printed and "best of N" not in printed
     page = (tmp_path / "report" / "report.html").read_text()
     assert "trajectories trained on" in page and "N, candidates a turn" not in page
     assert list(json.loads((tmp_path / "report" / "metrics.json").read_text())) == ["sweet@100", "sweet@200"]
 
 
-def test_messages_of_another_trainer_get_credit(workspace, critic, tmp_path):
+def test_messages_of_another_trainer_get_credit(workspace, regression_critic, tmp_path):
     """Without ids it is what the same dialogues have with them: docs/fork.md, whose lines of Python run, too."""
     rows = read(workspace / "offline.jsonl")[:6]
     plain = [{**{key: row[key] for key in ("task", "answer", "max_rounds")}, "dialogue_history": [
@@ -757,8 +777,8 @@ def test_messages_of_another_trainer_get_credit(workspace, critic, tmp_path):
     exported = {}
     for name, own in (("ids", rows), ("plain", plain)):
         path = write(tmp_path / f"{name}.jsonl", own)
-        printed = succeed("05_evaluate.py", f"a={path}", "--critic", critic, "--export", "messages", "--out",
-                          tmp_path / name)
+        printed = evaluated(f"a={path}", "--critic", regression_critic, "--export", "messages", "--out",
+                            tmp_path / name)
         exported[name] = [row["advantages"] for row in read(tmp_path / name / "export" / "a.jsonl")]
     assert f"agent turns: {sum(row['num_rounds'] for row in rows)} rendered again" in printed
     assert [len(own) for own in exported["ids"]] == [row["num_rounds"] for row in rows]
@@ -767,7 +787,8 @@ def test_messages_of_another_trainer_get_credit(workspace, critic, tmp_path):
 
     code = re.search(r"(?s)```python\n(import common\n.*?)```", (ROOT / "docs" / "fork.md").read_text())[1]
     names = {}
-    exec(code.replace("out/base.jsonl", str(tmp_path / "ids.jsonl")).replace("out/critic", str(critic)), names)
+    code = code.replace("out/base.jsonl", str(tmp_path / "ids.jsonl")).replace("out/critic", str(regression_critic))
+    exec(code, names)
     assert len(names["batch"]) == 6                                  # the template of models/tiny only appends
     for found, row, own in zip(names["batch"], rows, exported["ids"]):
         agent = [turn for turn in row["dialogue_history"] if turn["role"] == "assistant"]

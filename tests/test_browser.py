@@ -484,10 +484,12 @@ for (const set of [() => { document.cookie = "mark=1" }, () => { localStorage.ma
                    () => navigator.serviceWorker.register("data:text/javascript,1"),
                    () => { new BroadcastChannel("mark").postMessage("mark") }]) try { set() } catch (error) {}
 setInterval(() => { document.title = "mark" }, 1); onunload = () => { name = "mark" };
+setTimeout(() => new BroadcastChannel("mark").postMessage("mark"), 100);
 new Worker(URL.createObjectURL(new Blob(["setInterval(() => new BroadcastChannel('mark').postMessage('mark'), 1)"])));
 new BroadcastChannel("mark").onmessage = e => e; onmessage = () => { document.title = "mark" };
-location.hash = "mark"; document.documentElement.requestFullscreen?.().catch(() => 0); scrollTo(0, 9999);</script>
-<div style="height:5000px">"""
+location.hash = "mark"; history.replaceState("mark", "");
+document.documentElement.requestFullscreen?.().catch(() => 0);</script>
+<div style="height:5000px"></div><script>scrollTo(0, 9999)</script>"""
 FIND = """<p id=a><script>const found = [];
 new BroadcastChannel("mark").onmessage = () => { found.push("channel"); };
 setTimeout(() => { for (const [what, get] of Object.entries({global: () => window.mark, name: () => name,
@@ -498,6 +500,10 @@ setTimeout(() => { for (const [what, get] of Object.entries({global: () => windo
 
 
 def test_nothing_left_behind(value, loop, browser):
+    found = value(LEAVE + FIND, "a.textContent")                    # on one page, so that its silence means something
+    assert set(found.split(",")) == {                               # cookies are denied to every page
+        "channel", "global1", "namemark", "array1", "document1", "local1", "titlemark", "session1", "historytrue",
+        "statemark", "hash#mark", "scroll4330"}
     assert value(FIND, "a.textContent") == ""
     for _ in range(2):
         value(LEAVE, "1")

@@ -349,15 +349,16 @@ def test_an_assignment_in_the_piece_of_the_definition_counts():
     assert results("```python\nlen = 3\n\ndef total(values):\n    return len\n```", ["total([1])"]) == [3]
 
 
-@pytest.mark.parametrize("answer", [
-    f"<think>\n{FENCED_T}\n</think>\nI do not know.",                   # what is thought is not said
-    f"{FENCED_T}\nNo, this:\n{FENCED_WRONG_T}",                         # the last version counts
-    f"{FENCED_T}\nNo, this:\n{WRONG_T}\nDone!",
-    f"```python\n{WRONG_T}\n```\n" + json.dumps({"code": T}),           # strings count where nothing else does
-    f"```python\n{T}\n\ntotal = max\n```",                             # something callable is a new version
-    "```python\nsum = 6\n\n" + T + "\n```"])
-def test_wrong_answers(answer):
-    assert results(answer, ["total([1, 2])"]) != [3]
+@pytest.mark.parametrize("answer, value", [
+    (f"<think>\n{FENCED_T}\n</think>\nI do not know.",                 # what is thought is not said
+     "NameError: name 'total' is not defined"),
+    (f"{FENCED_T}\nNo, this:\n{FENCED_WRONG_T}", 4),                   # the last version counts
+    (f"{FENCED_T}\nNo, this:\n{WRONG_T}\nDone!", 4),
+    (f"```python\n{WRONG_T}\n```\n" + json.dumps({"code": T}), 4),     # strings count where nothing else does
+    (f"```python\n{T}\n\ntotal = max\n```", 2),                       # something callable is a new version
+    ("```python\nsum = 6\n\n" + T + "\n```", "TypeError: 'int' object is not callable")])
+def test_wrong_answers(answer, value):
+    assert results(answer, ["total([1, 2])"]) == [value]
 
 
 def test_a_callable_may_take_the_name_of_a_builtin():
@@ -403,6 +404,20 @@ WRAPPINGS = {
 }
 
 
+def returned(code, calls):
+    """What the calls return where all of the code is Python and runs as it stands; faults as strings."""
+    found = []
+    for call in calls:
+        module = types.ModuleType("answer")
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):
+                exec(code, vars(module))
+                found.append(eval(call.strip(), vars(module)))
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
 @functools.cache
 def references():
     """(Reference, calls, what the calls return) of the published format's files and of two tasks of each family."""
@@ -410,7 +425,7 @@ def references():
              for line in path.read_text().splitlines()]
     tasks = [task.get("task", task) for task in tasks] + stage(1).make_tasks(backend, 28, 5, "train", "some")[0]
     found = {task["ground_truth"]: tuple(task["test_cases"].values())[:3] for task in tasks}
-    return [(code, calls, [repr(value) for value in results(code, calls)]) for code, calls in found.items()]
+    return [(code, calls, [repr(value) for value in returned(code, calls)]) for code, calls in found.items()]
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"], ids=["LF", "CRLF"])

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import common
-from conftest import ROOT, run
+from conftest import refused, ROOT, run
 from lib import folders
 from lib.models import load_model, load_tokenizer, stop_ids
 from lib.runtime import InputError
@@ -289,22 +289,33 @@ def test_a_probe_works_beside_threads_and_leaves_no_process(folder, monkeypatch)
             os.waitpid(pid, os.WNOHANG)
 
 
+def arguments_with(number, folder, workspace, out):
+    """02 with such an agent, and 04 with such a model."""
+    if number == 2:
+        return ["--tasks", workspace / "tasks.jsonl", "--agent", folder, "--out", out]
+    return ["--method", "rft", "--trajectories", workspace / "offline.jsonl", "--model", folder, "--out", out]
+
+
 @pytest.mark.parametrize("damage, message", [
     ("code of a config", "custom code"), ("pickled weights that run code", "are pickled"),
     ("half of the weights", "cannot be loaded"), ("half a tokenizer", "cannot be loaded"),
     ("another size", "cannot be loaded"), ("an attention from the hub", "names code of a hub"),
     ("a billion layers", "num_hidden_layers")])
-def test_stages_end_with_one_line_and_status_2(workspace, folder, tmp_path, damage, message):
-    """02 with such an agent, and 04 with such a model; a folder that is not there is left alone."""
+def test_stages_end_with_one_line(workspace, folder, tmp_path, damage, message):
     DAMAGES[damage](folder)
-    for script, arguments in (
-            ("02_rollout.py", ["--tasks", workspace / "tasks.jsonl"]),
-            ("04_train_policy.py", ["--method", "rft", "--trajectories", workspace / "offline.jsonl"])):
-        arguments = [*arguments, "--model" if "04" in script else "--agent", folder]
-        process = run(script, *arguments, "--out", tmp_path / script)
+    for number in (2, 4):
+        line = refused(number, *arguments_with(number, folder, workspace, tmp_path / f"{number}"))
+        assert message in line and str(folder) in line
+    assert not (tmp_path / "ran").exists()
+
+
+def test_stages_end_with_one_line_and_status_2(workspace, folder, tmp_path):
+    DAMAGES["code of a config"](folder)
+    for number, script in ((2, "02_rollout.py"), (4, "04_train_policy.py")):
+        process = run(script, *arguments_with(number, folder, workspace, tmp_path / script))
         assert process.returncode == 2, process.stderr
         [line] = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
-        assert message in line and str(folder) in line and "Traceback" not in process.stderr
+        assert "custom code" in line and str(folder) in line and "Traceback" not in process.stderr
     assert not (tmp_path / "ran").exists()
 
 

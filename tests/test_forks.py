@@ -190,9 +190,17 @@ def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(workspace, tm
                 total, tokens = total + count * (win - mean) / deviation, tokens + count
     assert first["loss"] == pytest.approx(-total / tokens, abs=1e-4)
     assert f"{left_out} of {len(second)} trajectories are left out" in printed
+    assert samples_line(72, 0, 0) in printed
 
 
-def test_dialogues_sampled_at_another_temperature_or_by_best_of_are_named(workspace, critic, tmp_path):
+def samples_line(num_trajectories, num_of_others, num_sampled_otherwise):
+    """What grpo says of dialogues that are no samples of its model."""
+    return (f"of {num_trajectories} trajectories {num_of_others} are of another agent than --model {BASE}, and "
+            f"{num_sampled_otherwise} not sampled at temperature 1 without --best-of: no samples of this model's own "
+            "probabilities")
+
+
+def test_dialogues_of_another_agent_at_another_temperature_or_by_best_of_are_counted(workspace, critic, tmp_path):
     few = tmp_path / "tasks.jsonl"
     few.write_text("".join(json.dumps(task) + "\n" for task in read(workspace / "tasks.jsonl")[:2]))
     play = ["--tasks", few, "--agent", BASE, "--max-rounds", 2, "--max-new-tokens", 20]
@@ -201,27 +209,19 @@ def test_dialogues_sampled_at_another_temperature_or_by_best_of_are_named(worksp
         succeed("02_rollout.py", *play, *flags_of_02, "--out", tmp_path / name)
     assert ["temperature" in row for row in read(tmp_path / "plain")] == [False, False]
     assert [row["temperature"] for row in read(tmp_path / "cold")] == [0.5, 0.5]
-    rows = [*read(workspace / "offline.jsonl"), *read(tmp_path / "cold"), *read(tmp_path / "best")]
-    (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for path, number in ((tmp_path / "all.jsonl", 4), (workspace / "offline.jsonl", 0)):
-        printed = succeed("examples.grpo", *flags(workspace, "grpo", tmp_path / f"grpo-{number}", "--trajectories",
-                                                  path, "--max-steps", 1))
-        assert (f"of {len(read(path)):,} trajectories 0 are of another agent than --model {BASE}, and {number} not "
-                "sampled at temperature 1 without --best-of: no samples of this model's own probabilities") in printed
-
-
-def test_dialogues_of_another_agent_are_counted(workspace, tmp_path):
     rows = read(workspace / "offline.jsonl")
-    theirs = [{**row, "agent": "theirs"} if row["sample"] == 0 else row for row in rows]
-    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in theirs))
-    printed = succeed("examples.grpo", *flags(workspace, "grpo", tmp_path / "g", "--trajectories", tmp_path / "t.jsonl",
-                                              "--max-steps", 1))
-    number = sum(row["sample"] == 0 for row in rows)
-    assert f"trajectories {number} are of another agent than --model {BASE}, and 0 not sampled" in printed
+    for row in rows:
+        if row["sample"] == 0:
+            row["agent"] = "theirs"
+    rows += [*read(tmp_path / "cold"), *read(tmp_path / "best")]
+    (tmp_path / "all.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    printed = succeed("examples.grpo", *flags(workspace, "grpo", tmp_path / "grpo", "--trajectories",
+                                              tmp_path / "all.jsonl", "--max-steps", 1))
+    assert samples_line(72 + 4, 24, 4) in printed
 
 
 def test_a_critics_advantages_take_the_place_of_the_return(workspace, critic, tmp_path, tiny):
-    succeed("examples.grpo", *flags(workspace, "grpo", tmp_path / "g", "--critic", critic))
+    succeed("examples.grpo", *flags(workspace, "grpo", tmp_path / "g", "--critic", critic, "--max-steps", 1))
     rows, credit = read(workspace / "offline.jsonl"), read(tmp_path / "g" / "credit.jsonl")
     assert [(row["task_id"], row["sample"]) for row in credit] == [(row["task_id"], row["sample"]) for row in rows]
     loaded = common.load_critic(common.read_critic(critic, None, backend), common.load_whole("cpu"))
@@ -285,13 +285,12 @@ def test_two_ranks_train_the_same_weights_and_killed_runs_go_on(workspace, tmp_p
         succeed(program, *flags(workspace, method, outs[0], "--batch-size", 8))
         succeed(program, *flags(workspace, method, outs[1], "--batch-size", 8), ranks=2)
         stopped = flags(workspace, method, outs[2], "--batch-size", 8, "--save-every", 1)
-        pid, metrics = begin(program, *stopped, folder=tmp_path), outs[2] / "metrics.jsonl"
-        began = time.monotonic()
-        while time.monotonic() - began < 60 and not (metrics.exists() and metrics.read_bytes().count(b"\n")):
+        pid, began = begin(program, *stopped, folder=tmp_path), time.monotonic()
+        while time.monotonic() - began < 60 and not list(outs[2].glob("states/*/.metadata")):
             time.sleep(0.005)
         os.kill(pid, signal.SIGKILL)
         assert wait(pid) == -signal.SIGKILL, "it had ended before"
-        succeed(program, *stopped)
+        assert "continues at step" in succeed(program, *stopped)
         whole, two, resumed = (load_file(out / "model.safetensors") for out in outs)
         assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
         assert max((two[name] - tensor).abs().max().item() for name, tensor in whole.items()) < 1e-4
@@ -353,7 +352,8 @@ def test_without_a_critic_signed_is_grpo(capsys):
 
 
 def test_signed_trains_on_the_credit_of_a_critic(workspace, critic, tmp_path):
-    succeed("examples.signed", *flags(workspace, "signed", tmp_path / "s", "--critic", critic, "--batch-size", 200))
+    succeed("examples.signed", *flags(workspace, "signed", tmp_path / "s", "--critic", critic, "--batch-size", 200,
+                                      "--max-steps", 1))
     credit, first = read(tmp_path / "s" / "credit.jsonl"), read(tmp_path / "s" / "metrics.jsonl")[0]
     assert len(credit) == len(read(workspace / "offline.jsonl"))
     assert first["ratio"] == pytest.approx(1, abs=1e-5) and abs(first["loss"]) > 1e-3

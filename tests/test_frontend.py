@@ -111,7 +111,8 @@ def test_a_person_on_a_server_sees_both_pages(pages, tmp_path, serve):
         assert turn["content"] == f"I see {1 + made} pictures."
     request = read(person["log"])[0]
     assert row["task"]["problem_description"] in request["messages"][0]["content"][0]["text"]
-    assert row["task"]["ground_truth"] not in json.dumps(request)  # a person who sees it, not its code
+    code = json.dumps(row["task"]["ground_truth"])[1:-1]            # as it would stand in the request
+    assert "\\n" in code and code not in json.dumps(request)        # a person who sees the page, not its code
 
 
 def test_bad_input(pages, tmp_path):

@@ -4,12 +4,14 @@ import ast
 import difflib
 import json
 import math
+import shutil
 
 import pytest
 
 import colbench
 import toy_domain
 from conftest import read, ROOT, stage, succeed
+from lib.runtime import write_jsonl
 
 STAGES = sorted(ROOT.glob("0*.py"))
 FORKS = [ROOT / "examples" / f"{name}.py" for name in ("grpo", "distill", "gain", "signed")]
@@ -161,9 +163,13 @@ def test_a_copied_stage_with_another_loss_runs_in_the_chain(tmp_path, workspace)
     assert loss == {"hinge": pytest.approx(1, abs=1e-5), "dpo": pytest.approx(math.log(2), abs=1e-5)}
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("hinge", "dpo")]
     assert weights[0] != weights[1]
-    succeed("02_rollout.py", "--tasks", workspace / "tasks.jsonl", "--agent", tmp_path / "hinge", "--max-rounds", 4,
+    write_jsonl(tmp_path / "tasks.jsonl", read(workspace / "tasks.jsonl")[:4])
+    write_jsonl(tmp_path / "base.jsonl", read(workspace / "offline.jsonl")[:6])
+    for kind in ("args", "costs"):                                   # what --costs reads
+        shutil.copy(workspace / f"offline.jsonl.{kind}.json", tmp_path / f"base.jsonl.{kind}.json")
+    succeed("02_rollout.py", "--tasks", tmp_path / "tasks.jsonl", "--agent", tmp_path / "hinge", "--max-rounds", 4,
             "--max-new-tokens", 60, "--out", tmp_path / "hinge.jsonl")
-    succeed("05_evaluate.py", f"base={workspace / 'offline.jsonl'}", f"hinge={tmp_path / 'hinge.jsonl'}", "--baseline",
+    succeed("05_evaluate.py", f"base={tmp_path / 'base.jsonl'}", f"hinge={tmp_path / 'hinge.jsonl'}", "--baseline",
             "base", "--costs", "--out", tmp_path / "report")
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
-    assert metrics["hinge"]["n"] == 24 and metrics["hinge"]["costs"]["trained_tokens"] > 0
+    assert metrics["hinge"]["n"] == 4 and metrics["hinge"]["costs"]["trained_tokens"] > 0

@@ -8,14 +8,14 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import common
 from colbench import backend
 from conftest import read, refused, ROOT, stage, succeed
 from lib import adapters
 from lib.models import load_model, lora_config, Sharding, weights_fingerprint
-from lib.runtime import InputError, start
+from lib.runtime import InputError, start, write_jsonl
 from lib.training import Checkpoints
 
 BASE = ROOT / "models" / "tiny"
@@ -94,7 +94,7 @@ def test_the_adapter_alone_is_trained_and_kept_in_states(workspace, tmp_path, mo
     assert all(state["exp_avg"].dtype == torch.float32 for state in kept["optimizer"]["state"].values())
 
 
-def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(workspace, tmp_path, critic, monkeypatch):
+def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(workspace, tmp_path, critic, monkeypatch, capsys):
     original = Checkpoints.save
 
     def save_and_die(checkpoints, step):
@@ -107,7 +107,9 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(workspace, tmp_path
     assert "not finished" in refused(2, "--tasks", workspace / "tasks.jsonl", "--agent", tmp_path / "killed", "--out",
                                      tmp_path / "x")
     monkeypatch.undo()
+    assert "continues at step" not in capsys.readouterr().out
     stage(3).main(arguments)
+    assert "continues at step 2\n" in capsys.readouterr().out
     killed, whole = adapter(tmp_path / "killed"), adapter(critic[0])
     assert len(whole) == 42 and all(torch.equal(killed[name], whole[name]) for name in whole)
     assert (tmp_path / "killed" / "adapter_config.json").read_text() == (critic[0] / "adapter_config.json").read_text()
@@ -185,7 +187,6 @@ def test_merged_is_the_adapter_within_rounding(workspace, tmp_path, policy):
 @pytest.mark.parametrize("share", [1, 0.1])
 def test_bfloat16_keeps_small_adapters(policy, tiny, tmp_path, share):
     """What an adapter adds to each weight of a model that computes in bfloat16, against float32: rounded once."""
-    from safetensors.torch import save_file
     shutil.copytree(policy, tmp_path / "small")
     small = {name: tensor * share if "lora_B" in name else tensor for name, tensor in adapter(policy).items()}
     save_file(small, tmp_path / "small" / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -229,19 +230,46 @@ def test_merging_after_bfloat16_writes_the_float32_base_and_the_adapter(workspac
     assert added == 21 and json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "float32"
 
 
-def test_02_and_04_take_adapter_folders(workspace, critic, policy, tmp_path):
-    """An adapter plays, another chooses its messages; 04 scores by the critic on two ranks, trains from the adapter
-    as a whole model, and says the same scores as one rank does."""
-    ten_tasks, one_task = tmp_path / "ten_tasks.jsonl", tmp_path / "one_task.jsonl"
-    lines = (workspace / "tasks.jsonl").read_text().splitlines(True)
-    ten_tasks.write_text("".join(lines[:10]))
-    one_task.write_text(lines[0])
-    succeed("02_rollout.py", "--tasks", ten_tasks, "--agent", policy, "--best-of", 2, "--critic",
-            critic[0], "--max-rounds", 3, "--max-new-tokens", 40, "--out", tmp_path / "played.jsonl")
-    assert len(read(tmp_path / "played.jsonl")) == 10
-    succeed("02_rollout.py", "--tasks", one_task, "--agent", policy, "--dtype", "bfloat16", "--max-rounds", 3,
-            "--max-new-tokens", 40, "--out", tmp_path / "bfloat16.jsonl")        # the adapter stays apart
-    assert read(tmp_path / "bfloat16.jsonl")[0]["dialogue_history"][1]["output"]
+def ids_played(workspace, out, agent, *more):
+    """The ids that an agent samples in dialogues of two tasks with the same random numbers, a list a turn."""
+    tasks = out.with_suffix(".tasks")
+    write_jsonl(tasks, read(workspace / "tasks.jsonl")[:2])
+    stage(2).main([str(x) for x in ("--tasks", tasks, "--agent", agent, "--max-rounds", 3, "--max-new-tokens", 40,
+                                    "--out", out, *more)])
+    rows, ids = read(out), []
+    assert len(rows) == 2
+    for row in rows:
+        ids += [turn["output_ids"] for turn in row["dialogue_history"] if turn["role"] == "assistant"]
+    return ids
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_in_02_the_agent_s_adapter_plays(workspace, policy, tmp_path, dtype):
+    """Other messages than those of its base, where nothing else differs; in bfloat16 the adapter stays apart."""
+    base = ids_played(workspace, tmp_path / "base.jsonl", BASE, "--dtype", dtype)
+    assert ids_played(workspace, tmp_path / "policy.jsonl", policy, "--dtype", dtype) != base
+    assert ids_played(workspace, tmp_path / "again.jsonl", BASE, "--dtype", dtype) == base
+
+
+def test_in_02_the_critic_s_adapter_chooses(workspace, critic, policy, tmp_path):
+    """It prefers another message than the first one, which a critic without its adapter, whose scores are all 0, sends
+    as an agent without a critic does."""
+    first = ids_played(workspace, tmp_path / "first.jsonl", policy)
+    chosen = ids_played(workspace, tmp_path / "chosen.jsonl", policy, "--best-of", 2, "--critic", critic[0])
+    assert chosen != first
+    folder = tmp_path / "critic"
+    shutil.copytree(critic[0], folder)
+    empty = {}
+    for name, tensor in adapter(critic[0]).items():
+        empty[name] = torch.zeros_like(tensor) if "lora_B" in name else tensor
+    save_file(empty, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    without = ids_played(workspace, tmp_path / "without.jsonl", policy, "--best-of", 2, "--critic", folder)
+    assert without == first
+
+
+def test_04_takes_adapter_folders(workspace, critic, policy, tmp_path):
+    """04 scores by the critic on two ranks, trains from the adapter as a whole model, and says the same scores as one
+    rank does."""
     sweet = ["--method", "sweet", "--critic", critic[0], "--trajectories", workspace / "offline.jsonl", "--data-frac",
              0.03, "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1]
     for name, ranks in (("one", 1), ("two", 2)):
@@ -265,7 +293,6 @@ def test_a_head_is_trained_beside_the_adapter(workspace, tmp_path, tiny, head):
 
 
 def test_a_base_that_moved_or_changed_is_one_line(workspace, critic, policy, tiny, tmp_path):
-    from safetensors.torch import save_file
     shutil.copytree(policy, tmp_path / "policy")
     shutil.copytree(critic[0], tmp_path / "critic")
 

@@ -312,8 +312,7 @@ def test_an_evaluation_of_pages_is_not_made_twice(evaluated, capsys):
     assert "done already" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("plant", ["link", "broken link", "fifo"])
-def test_what_stands_in_the_place_of_a_screenshot_is_drawn_over(tmp_path, plant):
+def test_what_stands_in_the_place_of_a_screenshot_is_drawn_over(tmp_path):
     """A run that was killed goes on with the screenshots that it drew; nothing else in their place is opened."""
     base = write(tmp_path / "base.jsonl", (0, page("green")))
     command = ["05_evaluate.py", f"base={base}", "--similarity", "pixels", "--out", tmp_path / "out"]
@@ -323,15 +322,16 @@ def test_what_stands_in_the_place_of_a_screenshot_is_drawn_over(tmp_path, plant)
     Image.new("RGB", (30, 30), "red").save(secret)
     [shot] = (tmp_path / "out" / "images").glob("*.png")
     content, before = shot.read_bytes(), secret.read_bytes()
-    shot.unlink()
-    if plant == "fifo":
-        os.mkfifo(shot)
-    else:
-        shot.symlink_to(secret if plant == "link" else tmp_path / "nothing")
-    (tmp_path / "out" / "COMPLETED").unlink()
-    assert "continues an interrupted run" in succeed(*command)
-    assert shot.is_file() and not shot.is_symlink() and shot.read_bytes() == content and secret.read_bytes() == before
-    assert (tmp_path / "out" / "report.html").read_text() == text
+    plants = {"link": lambda: shot.symlink_to(secret), "broken link": lambda: shot.symlink_to(tmp_path / "nothing"),
+              "fifo": lambda: os.mkfifo(shot)}
+    for name, plant in plants.items():
+        shot.unlink()
+        plant()
+        (tmp_path / "out" / "COMPLETED").unlink()
+        assert "continues an interrupted run" in succeed(*command), name
+        assert shot.is_file() and not shot.is_symlink(), name
+        assert shot.read_bytes() == content and secret.read_bytes() == before, name
+        assert (tmp_path / "out" / "report.html").read_text() == text, name
 
 
 def test_runs_curves_and_clip_in_one_call(clip, tmp_path):

@@ -1,4 +1,5 @@
 """All stages together: run.sh in small, exit statuses."""
+import argparse
 import json
 import os
 import re
@@ -54,11 +55,25 @@ def test_bad_input_ends_with_status_2_and_no_traceback(script, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_help_shows_every_default():
-    for number in range(1, 6):
-        with pytest.raises(SystemExit) as error:
-            stage(number).parse_args(["--help"])
-        assert error.value.code == 0
+@pytest.mark.parametrize("number", range(1, 6))
+def test_help_shows_every_default(number, monkeypatch, capsys):
+    parsers, print_help = [], argparse.ArgumentParser.print_help
+
+    def note_and_print(parser):
+        parsers.append(parser)
+        print_help(parser)
+    monkeypatch.setattr(argparse.ArgumentParser, "print_help", note_and_print)
+    monkeypatch.setenv("COLUMNS", "1000")                           # so that no help text is broken into lines
+    with pytest.raises(SystemExit) as error:
+        stage(number).parse_args(["--help"])
+    assert error.value.code == 0
+    [parser] = parsers
+    flags = capsys.readouterr().out.partition("show program's version number and exit\n")[2]
+    entries = re.findall(r"^  --([\w-]+)(.*?)(?=^  --|^\S|\Z)", flags, re.DOTALL | re.MULTILINE)
+    assert len(entries) > 8
+    for name, entry in entries:
+        default = parser.get_default(name.replace("-", "_"))
+        assert entry.rstrip().endswith(f"(default: {default})"), name
 
 
 def test_only_the_contracts_files_stand_at_the_top():

@@ -287,8 +287,10 @@ def test_every_row_runs_small(tmp_path, workspace):
                    "MTDPO='--max-steps 1' RFT='--max-steps 1'")
     for words in commands_of(environment, tmp_path):
         if words[0] != "05_evaluate.py":
+            if words[0] == "01_generate_tasks.py" and "test" in words:
+                words += ["--num-tasks", "2"]                                # the last one wins
             if words[0] == "02_rollout.py" and "offline" not in words[-1]:
-                words += ["--max-rounds", "2", "--max-new-tokens", "30"]     # the last one wins
+                words += ["--max-rounds", "2", "--max-new-tokens", "30"]
             process = run(*words)
             assert process.returncode == 0, (words, process.stderr)
     evaluations = [words for words in commands_of(environment, tmp_path) if words[0] == "05_evaluate.py"]

@@ -7,9 +7,9 @@ import torch
 
 import common
 from colbench import backend
-from conftest import policy_flags, read, ROOT, rows_of_actions, run, succeed
+from conftest import policy_flags, read, refused, ROOT, rows_of_actions, stage, succeed
 from lib.models import encode
-from lib.runtime import InputError
+from lib.runtime import InputError, write_jsonl
 
 BASE = ROOT / "models" / "tiny"
 
@@ -137,7 +137,7 @@ def test_04_with_an_untrained_critic(workspace, tmp_path, tiny):
 
 
 def test_ranks_rank_alike(workspace, tmp_path, critic):
-    """Both ranks score every block together, with a blind reference as with an informed one."""
+    """Both ranks score every block together, with a blind reference (with an informed one: test_lora.py)."""
     options = ["--critic", critic, "--reference", "blind", "--data-frac", 0.05, "--num-candidates", 4,
                "--max-new-tokens", 60, "--max-steps", 1]
     for ranks in (1, 2):
@@ -149,9 +149,10 @@ def test_ranks_rank_alike(workspace, tmp_path, critic):
 
 
 def test_02_picks_by_an_untrained_critic_and_05_shows_a_blind_one(workspace, tmp_path, blind):
-    printed = succeed("02_rollout.py", "--tasks", workspace / "tasks.jsonl", "--agent", BASE, "--simulator", "rules",
-                      "--max-new-tokens", 60, "--best-of", 2, "--critic", "untrained", "--reference", "blind",
-                      "--out", tmp_path / "best.jsonl")
+    write_jsonl(tmp_path / "tasks.jsonl", read(workspace / "tasks.jsonl")[:2])
+    printed = succeed("02_rollout.py", "--tasks", tmp_path / "tasks.jsonl", "--agent", BASE, "--simulator", "rules",
+                      "--max-rounds", 2, "--max-new-tokens", 60, "--best-of", 2, "--critic", "untrained",
+                      "--reference", "blind", "--out", tmp_path / "best.jsonl")
     assert "not trained" in printed
     printed = succeed("05_evaluate.py", f"best={tmp_path / 'best.jsonl'}", "--critic", blind[0], "--out",
                       tmp_path / "r")
@@ -161,26 +162,30 @@ def test_02_picks_by_an_untrained_critic_and_05_shows_a_blind_one(workspace, tmp
 
 NO_GAIN = "--reference blind goes with --head lm"
 REFUSED = {
-    "an untrained critic and a reference that sees c": (
-        "04_train_policy.py", ["--critic", "untrained", "--reference", "informed"], "scores every action 0"),
-    "an oracle": ("04_train_policy.py", ["--critic", "oracle", "--reference", "blind"], "it has no reference"),
-    "no critic": ("05_evaluate.py", ["--reference", "blind"], "--reference goes with --critic"),
-    "a critic without c": ("03_train_critic.py", ["--no-privileged", "--reference", "blind"], NO_GAIN),
-    "a head": ("03_train_critic.py", ["--head", "value", "--reference", "blind"], NO_GAIN),
-    "no best-of": ("02_rollout.py", ["--reference", "blind"], "--reference goes with --best-of"),
+    "no critic": (5, ["--reference", "blind"], "--reference goes with --critic"),
+    "a critic without c": (3, ["--no-privileged", "--reference", "blind"], NO_GAIN),
+    "a head": (3, ["--head", "value", "--reference", "blind"], NO_GAIN),
+    "no best-of": (2, ["--reference", "blind"], "--reference goes with --best-of"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(workspace, tmp_path, name):
-    script, options, reason = REFUSED[name]
-    trajectories = workspace / "offline.jsonl"
-    required = {"02_rollout.py": ["--tasks", workspace / "tasks.jsonl", "--agent", BASE, "--simulator", "rules"],
-                "03_train_critic.py": ["--trajectories", trajectories, "--model", BASE],
-                "04_train_policy.py": ["--trajectories", trajectories, "--model", BASE, "--method", "sweet"],
-                "05_evaluate.py": [f"a={trajectories}"]}
-    process = run(script, *required[script], *options, "--out", tmp_path / "out")
-    assert process.returncode == 2 and reason in process.stderr and "Traceback" not in process.stderr
+def test_refused(tmp_path, capsys, name):
+    number, options, reason = REFUSED[name]
+    required = {2: ["--tasks", "t", "--agent", "a"], 3: ["--trajectories", "t", "--model", "m"], 5: ["a=t"]}
+    with pytest.raises(SystemExit) as stopped:
+        stage(number).main([*required[number], *options, "--out", str(tmp_path / "out")])
+    line = capsys.readouterr().err
+    assert stopped.value.code == 2 and reason in line and line.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("critic, reference, reason", [
+    ("untrained", "informed", "scores every action 0"), ("oracle", "blind", "it has no reference")])
+def test_refused_by_04(workspace, tmp_path, critic, reference, reason):
+    assert reason in refused(4, "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--method", "sweet",
+                             "--critic", critic, "--reference", reference, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_head_cannot_be_ranked_blind(tmp_path, tiny):

@@ -233,10 +233,7 @@ def test_best_of_n_of_a_server_sends_what_is_preferred(workspace, clean, tiny, m
     assert len({request["seed"] for request in log_of(clean)[before:]}) == 4
 
 
-def test_best_of_n_of_a_server_goes_on_after_a_kill(workspace, tmp_path, serve, tiny):
-    critic = tmp_path / "critic"
-    succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-3,
-            "--max-steps", 2, "--num-trajectories", 12, "--out", critic)
+def test_best_of_n_of_a_server_goes_on_after_a_kill(workspace, critic, tmp_path, serve, tiny):
     (tmp_path / "tasks").write_text("".join((workspace / "tasks.jsonl").read_text().splitlines(True)[:6]))
     server = serve("--model", BASE, "--cut", 9, "--wrong-ids", 10, "--delay-s", 0.05)
     arguments = ["--tasks", tmp_path / "tasks", "--agent", f"{server['url']}#model", "--agent-tokenizer", BASE,

@@ -4,6 +4,7 @@ Nothing of theirs may be left (files, processes, connections, a changed or read 
 which behave, must be graded as usual. A layer that this machine does not allow is skipped, not weakened."""
 import collections
 import contextlib
+import ctypes
 import datetime
 import decimal
 import enum
@@ -15,6 +16,7 @@ import pathlib
 import random
 import signal
 import socket
+import sqlite3
 import struct
 import subprocess
 import sys
@@ -69,11 +71,11 @@ READ = blocked(
     "return loot(open('/etc/shadow').read())",
     "return loot(open(SANDBOX).read())",
     "os.chdir(WORLD); return loot(open('secret').read())",
-    "import sqlite3; return loot(sqlite3.connect(WORLD + '/secret').execute('select * from sqlite_master').fetchall())",
+    "import sqlite3; return loot(sqlite3.connect(WORLD + '/secret.db').execute('select * from secrets').fetchall())",
     "import importlib.util as u; s = u.spec_from_file_location('m', WORLD + '/secret.py'); m = u.module_from_spec(s); "
     "s.loader.exec_module(m); return loot(m.value)",
     "libc.open.restype = ctypes.c_int; return loot(os.read(libc.open((WORLD + '/secret').encode(), 0), 99))",
-    "return loot([os.read(d, 1) for d in range(64) if d != RESULTS])",
+    "return loot([d for d in range(3, 64) if d != RESULTS and fstat(d)] or no())",
     "os.mkdir('d'); os.chroot('d'); return loot(1)",
     "a = [0] * 99; b = [os.scandir(p) for p in ('/home', '/root', '/var', '/work')]; return loot(b)",
 )
@@ -107,10 +109,11 @@ NETWORK = blocked(
     "return loot(socket.socket(socket.AF_NETLINK, socket.SOCK_RAW))",
     "return loot(socket.getaddrinfo('example.org', 80))",
     "d = libc.socket(2, 1, 0); assert d >= 0; return loot(d)",
-    "a, b = socket.socketpair(socket.AF_UNIX); a.connect(WORLD + '/unix'); return loot(1)",
+    "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); a.connect(WORLD + '/datagram'); a.send(b'x'); "
+    "return loot(1)",
     "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); a.sendto(b'x', WORLD + '/datagram'); return loot(1)",
-    "a, b = socket.socketpair(socket.AF_UNIX); a.sendto(b'x', WORLD + '/datagram'); return loot(1)",
-    "return loot(libc.syscall(425, 8, bytearray(120)) >= 0 or no())",                                        # io_uring
+    "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', WORLD + '/datagram'); return loot(1)",
+    "return loot(libc.syscall(425, 8, ctypes.create_string_buffer(120)) >= 0 or no())",                    # io_uring
 )
 PROCESSES = blocked(
     "return loot(os.fork())",
@@ -133,8 +136,9 @@ PROCESSES = blocked(
     "return loot(libc.ptrace(16, VICTIM, 0, 0) == 0 or no())",
     "os.setpriority(os.PRIO_PROCESS, VICTIM, 19); return loot(1)",
     "resource.prlimit(VICTIM, resource.RLIMIT_CPU, (1, 1)); return loot(1)",
-    "b = ctypes.create_string_buffer(64); v = (ctypes.c_size_t * 2)(ctypes.addressof(b), 64); "
-    "assert libc.process_vm_readv(PARENT, v, 1, v, 1, 0) > 0; return loot(b.raw)",
+    "b = ctypes.create_string_buffer(64); to = (ctypes.c_size_t * 2)(ctypes.addressof(b), 16); "
+    "of = (ctypes.c_size_t * 2)(ADDRESS, 16); "
+    "return loot(libc.process_vm_readv(PARENT, to, 1, of, 1, 0) == 16 and b.value or no())",
     "return loot(libc.unshare(0x10000000) == 0 or no())",
     "return loot(libc.mount(b'tmpfs', b'.', b'tmpfs', 0, 0) == 0 or no())",
     "return loot(libc.umount2(b'.', 2) == 0 or no())",
@@ -284,9 +288,14 @@ def world(tmp_path_factory):
     folder.chmod(0o777)
     (folder / "secret").write_text(SECRET)
     (folder / "secret.py").write_text(f"value = {SECRET!r}")
+    with contextlib.closing(sqlite3.connect(folder / "secret.db")) as database:
+        database.execute("create table secrets (secret)")
+        database.execute("insert into secrets values (?)", [SECRET])
+        database.commit()
     (folder / "input").write_text("precious")
     (folder / "input").chmod(0o666)
     os.environ["CANARY"] = SECRET
+    in_memory = ctypes.create_string_buffer(SECRET.encode())
     listeners = [socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)]
     listeners[1].bind(str(folder / "unix"))
     listeners[2].bind("\0canary-of-a-test")
@@ -302,7 +311,7 @@ def world(tmp_path_factory):
     attributes = termios.tcgetattr(slave)
     victim = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
     yield {"TERMINAL": os.ttyname(slave), "WORLD": str(folder), "PORT": port, "PARENT": os.getpid(),
-           "VICTIM": victim.pid, "listeners": listeners,
+           "VICTIM": victim.pid, "ADDRESS": ctypes.addressof(in_memory), "listeners": listeners,
            "SANDBOX": str(pathlib.Path(sandbox.__file__).with_name("child.py"))}
     assert termios.tcgetattr(slave) == attributes
     os.close(terminal)
@@ -369,7 +378,8 @@ def test_attack(child, world, body, expected):
     if ".encode =" not in body and "json.dumps" not in body:                    # these spoil their own later results
         assert (first, third) == (["ok", 41], ["ok", 43]), (first, second, third)
     folder = pathlib.Path(world["WORLD"])
-    assert sorted(path.name for path in folder.iterdir()) == ["datagram", "input", "secret", "secret.py", "unix"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "datagram", "input", "secret", "secret.db", "secret.py", "unix"]
     assert (folder / "input").read_text() == "precious"
     assert (folder / "input").stat().st_mode & 0o777 == 0o666 and (folder / "input").stat().st_mtime > 1
     assert not pathlib.Path("/tmp/canary-of-a-test").exists() and not pathlib.Path("/dev/shm/canary-of-a-test").exists()
@@ -387,6 +397,41 @@ def test_attack(child, world, body, expected):
 
 def test_the_suite_is_as_large_as_it_says():
     assert len(ATTACKS) == 195
+
+
+@pytest.fixture(scope="module")
+def without_walls(world):
+    """The layer that has limits of resources alone: there an attack that means something succeeds."""
+    with Sandbox("rlimits", 0) as child:
+        child.greet()
+        yield child
+
+
+@pytest.mark.parametrize("part", ["sqlite3.connect", "a.connect(", "a.sendto(", "DGRAM).sendto(b'x', WORLD", "425",
+                                  "process_vm_readv"])
+def test_without_walls_an_attack_succeeds(without_walls, world, part):
+    """So what refuses it in the other layers are their walls."""
+    [body] = [body for body, _ in ATTACKS if part in body]
+    [result], _ = without_walls.run(hostile(body, world), ["f(2)"], LIMIT_S, imports=[])
+    received = 0
+    for listener in world["listeners"]:
+        with contextlib.suppress(BlockingIOError):
+            received += listener.type == socket.SOCK_DGRAM and listener.recv(1) == b"x"
+    if part in ("425", "process_vm_readv") and result == ["error", "OSError: refused"]:
+        pytest.skip("this machine refuses it without walls, too")
+    assert result[0] == "ok" and result[1].startswith("loot ")
+    assert received == (", WORLD" in body or "a.send" in body)
+    assert (SECRET in result[1]) == ("sqlite3" in body)
+    assert (SECRET[:16] in result[1]) == ("sqlite3" in body or "process_vm_readv" in body)
+
+
+@pytest.mark.parametrize("body", [body for body, _ in LEFTOVERS])
+def test_without_walls_an_answer_leaves_all_that_it_means_to(without_walls, world, body):
+    """The layer namespaces lets it make fewer files. Here it must get to its end, so that there is something to remove.
+    """
+    [result], _ = without_walls.run(hostile(body, world), ["f(2)"], 2, imports=[])
+    assert result == ["ok", "harmless"]
+    assert os.listdir(without_walls.work) == []
 
 
 @pytest.fixture(scope="module", params=[2, 4])
@@ -760,9 +805,11 @@ def test_compiled_code_is_kept_for_the_same_text_and_the_same_names_alone(child)
 def test_the_calls_of_a_process_are_its_own(child):
     """They are compiled once for all answers of a task, and each process gets a copy."""
     spoil = "import sys\nframe = sys._getframe()\nwhile 'request' not in frame.f_locals: frame = frame.f_back\n" \
-            "frame.f_locals['request']['codes'].clear()\nframe.f_locals['request']['calls'].clear()\n"
-    for code in (f"{spoil}def f(n): return 7", "def f(n): return n"):
-        values, _ = child.run(code, ["f(1)", "f(2)"], LIMIT_S, imports=[])
+            "codes, calls = [frame.f_locals['request'][key] for key in ('codes', 'calls')]\n" \
+            "had = [len(codes), len(calls)]\ncodes.clear()\ncalls.clear()\ndef f(n): return had"
+    spoilt, _ = child.run(spoil, ["f(1)", "f(2)"], LIMIT_S, imports=[])
+    assert spoilt == [["ok", ["list", [2, 2]]], ["error", "process ended"]]     # it found them, and removed its second
+    values, _ = child.run("def f(n): return n", ["f(1)", "f(2)"], LIMIT_S, imports=[])
     assert values == [["ok", 1], ["ok", 2]]
 
 

@@ -2,8 +2,6 @@
 import datetime
 import decimal
 import random
-import subprocess
-import sys
 import time
 
 import pytest
@@ -13,7 +11,7 @@ from colbench.child import LOAD_LIMIT_S
 from colbench.sandbox import Sandbox
 from colbench.scorer import functions_under_test, reward_of, Scorer
 from colbench.values import encode
-from conftest import read, refused, ROOT, stage, succeed
+from conftest import read, refused, run, stage, succeed
 from lib.runtime import write_jsonl
 
 TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n * n if n else None",
@@ -666,5 +664,5 @@ def test_data_check(tmp_path, capsys):
 
 def test_check_of_no_file_and_no_output_are_refused(tmp_path):
     assert "no such file" in refused(1, "--check", tmp_path / "missing.jsonl")
-    process = subprocess.run([sys.executable, ROOT / "01_generate_tasks.py"], capture_output=True, text=True)
+    process = run("01_generate_tasks.py")
     assert process.returncode == 2 and "--out" in process.stderr

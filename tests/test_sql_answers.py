@@ -5,7 +5,7 @@ import re
 import time
 
 import pytest
-from query_mutants import mutants_of, verdicts
+from query_mutants import failing_mutant, mutants_of
 
 from colbench import sql
 from colbench.sql_text import begins_as, is_ordered, MAX_CHARS, QUERY, statement_of
@@ -162,9 +162,7 @@ def test_the_same_query_is_found_in_every_shape(tasks):
 
 def test_wrong_answers_in_every_wrapping_score_as_they_do_alone(tasks, world):
     texts = ["SELECT 'nothing of that', 17 WHERE 2 > 1"]
-    for number, task in enumerate(tasks[1:], 1):
-        wrong = [mutant for mutant, _, is_wrong, passes in verdicts(task) if is_wrong and not passes]
-        texts.append(wrong[number % len(wrong)])
+    texts += [failing_mutant(task, number) for number, task in enumerate(tasks[1:], 1)]
     for number, (task, answers) in enumerate(scored_wrappings(tasks, texts)):
         pairs = [(task, answer) for answer in [texts[number], *answers]]
         first, *rewards = [score["reward"] for score in asyncio.run(world.score(pairs))]

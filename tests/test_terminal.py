@@ -2,13 +2,12 @@
 import ast
 import json
 import logging
-import subprocess
 import sys
 
 import pytest
 from test_replies import answer, http_reply  # noqa: F401
 
-from conftest import read, ROOT, run, stage
+from conftest import begin, read, ROOT, run, stage, wait
 from lib.runtime import InputError, printable, run_stage, say
 
 HOSTILE = "a\x1b]0;owned\x07\x1b[2J\r\x9b31m\u202eb\u2066c\x08\x7f"
@@ -54,10 +53,10 @@ def main():
     raise InputError(text)
 run_stage(main)
 """)
-    process = subprocess.run([sys.executable, script], capture_output=True)
-    warning, _, error = process.stderr.decode().partition("\n")
+    assert wait(begin(str(script), folder=tmp_path)) == 2
+    warning, _, error = (tmp_path / "0.err").read_bytes().decode().partition("\n")     # a text would have no \r
     assert (warning, error) == (wanted.replace(r"\n", ""), f"\r50 %|###  |\x1b[A\x1b[Aerror: {wanted}\n")
-    assert process.returncode == 2 and process.stdout == b""
+    assert (tmp_path / "0.out").read_bytes() == b""
 
 
 def hostile_trajectories(workspace, path, **fields):

@@ -254,7 +254,7 @@ def weights(folder):
     return load_file(folder / "model.safetensors")
 
 
-def test_killed_and_resumed_equals_uninterrupted(critic, dialogues, vlm, tmp_path, monkeypatch):
+def test_killed_and_resumed_equals_uninterrupted(critic, dialogues, vlm, tmp_path, monkeypatch, capsys):
     original = Checkpoints.save
 
     def save_and_die(checkpoints, step):
@@ -265,7 +265,9 @@ def test_killed_and_resumed_equals_uninterrupted(critic, dialogues, vlm, tmp_pat
     with pytest.raises(KeyboardInterrupt):
         stage(3).main(arguments)
     monkeypatch.undo()
+    assert "continues at step" not in capsys.readouterr().out
     stage(3).main(arguments)
+    assert "continues at step 2\n" in capsys.readouterr().out
     resumed, whole = weights(tmp_path / "c"), weights(critic[0])
     assert all(torch.allclose(resumed[name], whole[name], atol=1e-6) for name in whole)
 
