@@ -1,9 +1,11 @@
 """Fixtures: a small untrained model, template tasks, trajectories made by the stages themselves."""
 import atexit
+import contextlib
 import fcntl
 import functools
 import hashlib
 import importlib
+import io
 import json
 import os
 import pathlib
@@ -160,6 +162,13 @@ def succeed(script, *arguments, **options):
     process = run(script, *arguments, **options)
     assert process.returncode == 0, process.stdout + process.stderr
     return process.stdout
+
+
+def call(number, *arguments):
+    """Call a stage in this process; returns what it printed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        stage(number).main([str(argument) for argument in arguments])
+    return printed.getvalue()
 
 
 def refused(program, *arguments):

@@ -3,14 +3,9 @@ import pytest
 
 from colbench import backend
 from colbench.scorer import Scorer
-from conftest import read, refused, stage
+from conftest import call, read, refused, stage
 
 generate_tasks = stage(1)
-
-
-def generate(*arguments):
-    """Call the stage in this process."""
-    generate_tasks.main([str(argument) for argument in arguments])
 
 
 @pytest.fixture(scope="module")
@@ -76,21 +71,19 @@ def test_told_all_states_every_fact_that_matters():
 
 def test_same_seed_same_file(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        generate("--num-tasks", 20, "--seed", seed, "--out", tmp_path / name)
+        call(1, "--num-tasks", 20, "--seed", seed, "--out", tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
     assert len({task["task_id"] for task in read(tmp_path / "a")}) == 20
 
 
-def test_output_of_other_arguments_is_refused(tmp_path, capsys):
+def test_output_of_other_arguments_is_refused(tmp_path):
     arguments = ["--num-tasks", 5, "--out", tmp_path / "t.jsonl"]
-    generate(*arguments)
-    assert "done already" not in capsys.readouterr().out
-    generate(*arguments)
-    assert "done already" in capsys.readouterr().out
+    assert "done already" not in call(1, *arguments)
+    assert "done already" in call(1, *arguments)
     line = refused(1, *arguments, "--seed", 4)
     assert "--overwrite" in line and "--seed 0, now 4" in line
     before = (tmp_path / "t.jsonl").read_bytes()
-    generate(*arguments, "--seed", 4, "--overwrite")
+    call(1, *arguments, "--seed", 4, "--overwrite")
     assert (tmp_path / "t.jsonl").read_bytes() != before
 
 

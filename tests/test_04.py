@@ -10,8 +10,8 @@ import torch
 
 import common
 from colbench import backend
+from conftest import call, read, refused, ROOT, rows_of_actions, stage, succeed
 from conftest import policy_flags as flags
-from conftest import read, refused, ROOT, rows_of_actions, stage, succeed
 from lib.credit import agreement
 from lib.models import encode
 from lib.report import state_data
@@ -22,22 +22,24 @@ policy_stage = stage(4)
 BASE = ROOT / "models" / "tiny"
 
 
+def sweet_flags(workspace, critic, out, *more):
+    return flags(workspace, "sweet", out, "--critic", critic, "--data-frac", 0.17, "--num-candidates", 8,
+                 "--max-new-tokens", 80, "--nll-coef", 0, *more)
+
+
 @pytest.fixture(scope="module")
 def sweet(workspace, critic, tmp_path_factory):
     out = tmp_path_factory.mktemp("sweet") / "sweet"
-    printed = succeed("04_train_policy.py", *flags(workspace, "sweet", out, "--critic", critic, "--data-frac", 0.17,
-                                                   "--num-candidates", 8, "--max-new-tokens", 80, "--nll-coef", 0))
-    return out, printed
+    return out, succeed("04_train_policy.py", *sweet_flags(workspace, critic, out))
 
 
 @pytest.fixture(scope="module")
 def with_answers(sweet, workspace, critic, tmp_path_factory):
     """On the candidates of `sweet`, with both flags about right answers: the folder and what was printed."""
     out = tmp_path_factory.mktemp("with_answers") / "sweet"
-    printed = succeed("04_train_policy.py", *flags(
-        workspace, "sweet", out, "--critic", critic, "--data-frac", 0.17, "--num-candidates", 8, "--max-new-tokens", 80,
-        "--nll-coef", 0, "--answer-coef", 0.5, "--answers-by-outcome", "--candidates", sweet[0] / "candidates.jsonl"))
-    return out, printed
+    return out, succeed("04_train_policy.py", *sweet_flags(
+        workspace, critic, out, "--answer-coef", 0.5, "--answers-by-outcome", "--candidates",
+        sweet[0] / "candidates.jsonl"))
 
 
 # --- losses by hand
@@ -222,9 +224,7 @@ def test_an_equal_pair_is_half_right(sweet, workspace, tmp_path):
 
 def test_a_tree_trains_like_rows_of_their_own(sweet, workspace, critic, tmp_path, monkeypatch):
     monkeypatch.setattr(common, "actions_item", rows_of_actions)
-    policy_stage.main([str(flag) for flag in flags(
-        workspace, "sweet", tmp_path / "s", "--critic", critic, "--data-frac", 0.17, "--num-candidates", 8,
-        "--max-new-tokens", 80, "--nll-coef", 0, "--candidates", sweet[0] / "candidates.jsonl")])
+    call(4, *sweet_flags(workspace, critic, tmp_path / "s", "--candidates", sweet[0] / "candidates.jsonl"))
     for ours, theirs in zip(read(tmp_path / "s" / "pairs.jsonl"), read(sweet[0] / "pairs.jsonl"), strict=True):
         assert ours["chosen"]["advantage"] == pytest.approx(theirs["chosen"]["advantage"], abs=1e-4)
     for ours, theirs in zip(read(tmp_path / "s" / "metrics.jsonl"), read(sweet[0] / "metrics.jsonl"), strict=True):

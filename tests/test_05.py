@@ -1,5 +1,4 @@
 """05_evaluate.py: numbers by hand, intervals, fresh scores, curves, costs, report, bad input."""
-import contextlib
 import io
 import json
 import pathlib
@@ -15,7 +14,7 @@ from test_report import CURVES, drawn, point
 import common
 from colbench import backend
 from colbench.scorer import Scorer
-from conftest import read, refused, ROOT, run, stage, succeed
+from conftest import call, read, refused, ROOT, run, stage, succeed
 from lib import statistics, tables
 from lib.costs import compare_costs, COST_KEYS, cost_lines, method_costs, total_costs
 from lib.models import encode
@@ -35,21 +34,14 @@ def write(path, rows):
     return path
 
 
-def evaluated(*arguments):
-    """Call the stage in this process; returns what it printed."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        evaluate.main([str(argument) for argument in arguments])
-    return printed.getvalue()
-
-
 @pytest.fixture(scope="module")
 def even(tmp_path_factory):
-    """What is printed about five runs of one task, each of one dialogue, under a name without @: no line that tests
-    below expect of other files."""
+    """What is printed about five runs of two tasks, one dialogue each, under a name without @: no line that tests below
+    expect of other files."""
     folder = tmp_path_factory.mktemp("even")
-    path = write(folder / "a.jsonl", [trajectory("x", "0")])
+    path = write(folder / "a.jsonl", [trajectory("x", "0"), trajectory("y", "0")])
     runs = ",".join([str(path)] * 5)
-    return evaluated(f"five={runs}", "--out", folder / "report")
+    return call(5, f"five={runs}", "--out", folder / "report")
 
 
 def page_of(folder):
@@ -74,7 +66,7 @@ def test_rate_interval_and_difference_average_the_same_thing(tmp_path, even):
     uneven = [trajectory("w", good, sample=n) for n in range(9)] + [trajectory(task, bad) for task in "xyz"]
     a = write(tmp_path / "a.jsonl", uneven)
     b = write(tmp_path / "b.jsonl", [trajectory(task, bad) for task in "wxyz"])
-    printed = evaluated(f"a={a}", f"b={b}", "--baseline", "b", "--out", tmp_path / "report")
+    printed = call(5, f"a={a}", f"b={b}", "--baseline", "b", "--out", tmp_path / "report")
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
     assert metrics["a"]["success_rate"] == metrics["a"]["against_baseline"]["difference"] == 0.25
     assert metrics["a"]["ci95"][0] <= 0.25 <= metrics["a"]["ci95"][1] <= 0.75
@@ -97,7 +89,7 @@ def test_a_comparison_that_says_little_or_nothing_has_a_line(tmp_path):
     few = write(tmp_path / "few", rows(range(2), [1]))
     apart = write(tmp_path / "apart", rows(range(8, 10), []))
     files = [f"base={base}", f"few={few}", f"apart={apart}", f"twice={base},{base}", f"same={base}"]
-    printed = evaluated(*files, "--baseline", "base", "--out", tmp_path / "report")
+    printed = call(5, *files, "--baseline", "base", "--out", tmp_path / "report")
     lines = [line for line in printed.splitlines() if "against base " in line and ": " in line]
     assert lines == [
         "few: against base compared on the 2 tasks that both have (of 2 and 8); the rates above are those of all",
@@ -112,7 +104,7 @@ def test_a_comparison_that_says_little_or_nothing_has_a_line(tmp_path):
 def test_results_with_fewer_than_five_runs_say_so(tmp_path, even):
     path = write(tmp_path / "a.jsonl", [trajectory("x", "0")])
     runs = lambda number: ",".join([str(path)] * number)
-    printed = evaluated(f"one={path}", f"two={runs(2)}", f"four={runs(4)}", f"five={runs(5)}", "--out",
+    printed = call(5, f"one={path}", f"two={runs(2)}", f"four={runs(4)}", f"five={runs(5)}", "--out",
                         tmp_path / "report")
     line = ("fewer than five runs of two, four: where runs differ much the intervals are too narrow (docs/results.md, "
             "What the intervals cover)")
@@ -207,7 +199,7 @@ def test_a_table_for_a_paper(tmp_path):
         r"\begin{tabular}{lrr}", r"\toprule", r" & success & 95 \% \\", r"\midrule", r"a\_b & .5 & [.1, .9] \\",
         r"x|y & 1 & - \\", r"\bottomrule", r"\end{tabular}"]
     path = write(tmp_path / "a.jsonl", [trajectory("t", "def f(n):\n    return n")])
-    printed = evaluated(f"a_b={path}", "--table", "latex", "--out", tmp_path / "out")
+    printed = call(5, f"a_b={path}", "--table", "latex", "--out", tmp_path / "out")
     [line] = [line for line in printed.splitlines() if line.startswith(r"a\_b & 1 & 1.000 &")]
     assert line.endswith(r"\\")
 
@@ -217,7 +209,7 @@ def test_intervals_over_families_where_every_task_states_one(tmp_path):
     rows = [{**trajectory(str(n), "def f(n): return n" if n < 2 else "0"), "task": task} for n,
             task in enumerate(tasks)]
     path, bad = write(tmp_path / "a", rows[:4]), write(tmp_path / "b", [{**row, "answer": "0"} for row in rows[:4]])
-    printed = evaluated(f"a={path}", f"b={bad}", "--baseline", "b", "--out", tmp_path / "report")
+    printed = call(5, f"a={path}", f"b={bad}", "--baseline", "b", "--out", tmp_path / "report")
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
     assert metrics["a"]["ci95_families"] == metrics["a"]["against_baseline"]["ci95_families"] == [0, 1]
     assert metrics["b"]["ci95_families"] == [0, 0] and "against_baseline" not in metrics["b"]
@@ -226,17 +218,17 @@ def test_intervals_over_families_where_every_task_states_one(tmp_path):
              "b                     [0.000, 0.000]"]
     assert "\n".join(table) in printed and "\n".join(table) in (tmp_path / "report" / "report.html").read_text()
     for name, own in (("one states none", rows), ("all the same", rows[:2])):
-        printed = evaluated(f"a={write(tmp_path / 'c', own)}", "--out", tmp_path / name)
+        printed = call(5, f"a={write(tmp_path / 'c', own)}", "--out", tmp_path / name)
         assert 'no intervals over families: a task states no "family", or all state the same' in printed
         assert "ci95_families" not in json.loads((tmp_path / name / "metrics.json").read_text())["a"]
 
 
 def test_an_interval_of_one_run_says_what_it_leaves_out(tmp_path, even):
     a, b, c = (write(tmp_path / name, [trajectory("x", name), trajectory("y", "0")]) for name in "abc")
-    printed = evaluated(f"m={a}", f"n={b}", "--out", tmp_path / "single")
+    printed = call(5, f"m={a}", f"n={b}", "--out", tmp_path / "single")
     line = "one run each: the intervals leave other seeds out"
     assert line in printed.splitlines() and line in (tmp_path / "single" / "report.html").read_text()
-    printed = evaluated(f"m={a},{b}", f"n={c}", "--out", tmp_path / "mixed")
+    printed = call(5, f"m={a},{b}", f"n={c}", "--out", tmp_path / "mixed")
     assert "one run of n: the intervals leave other seeds out" in printed.splitlines()
     assert "leave other seeds out" not in even
 
@@ -245,7 +237,7 @@ def test_several_files_of_a_name_are_runs(tmp_path):
     rows = [[trajectory("x", answer), trajectory("y", "def f(n): return n")] for answer in
             ("def f(n): return n", "0", "0", "0")]
     paths = [write(tmp_path / f"{i}.jsonl", own) for i, own in enumerate(rows)]
-    printed = evaluated(f"a={paths[0]},{paths[1]}", f"b={paths[2]},{paths[3]}", "--baseline", "b",
+    printed = call(5, f"a={paths[0]},{paths[1]}", f"b={paths[2]},{paths[3]}", "--baseline", "b",
                         "--out", tmp_path / "report")
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
     assert metrics["a"]["runs"] == [1, 0.5] and metrics["a"]["success_rate"] == 0.75 and metrics["a"]["tasks"] == 2
@@ -310,7 +302,7 @@ def test_the_page_has_every_answer_with_its_failed_tests(graded):
 
 
 def test_an_evaluation_is_not_made_twice(graded):
-    assert "done already" in evaluated(*graded[0])
+    assert "done already" in call(5, *graded[0])
 
 
 def test_an_answer_runs_once_and_a_turn_is_judged_once(tmp_path, monkeypatch, regression_critic):
@@ -321,21 +313,21 @@ def test_an_answer_runs_once_and_a_turn_is_judged_once(tmp_path, monkeypatch, re
         asked.extend(turn["content"] for turn in history if turn["role"] == "assistant"), kinds_of(task, history))[1])
     answers = ["def f(n): return n", "def f(n): return 0"]
     path = write(tmp_path / "a.jsonl", [trajectory(answer, answer) for answer in answers])
-    evaluated(f"a={path}", "--critic", regression_critic, "--out", tmp_path / "report")
+    call(5, f"a={path}", "--critic", regression_critic, "--out", tmp_path / "report")
     assert sorted(asked) == sorted([*answers, *(f"{backend.MARKER}\n{answer}" for answer in answers)])
 
 
 def test_ungradeable_tests_are_reported(tmp_path):
     task = {**TASK, "ground_truth": "def f(n): return 1 // (n - 2)"}
     path = write(tmp_path / "a.jsonl", [{**trajectory("x", task["ground_truth"]), "task": task}])
-    assert "a: 1 tests of 1 tasks cannot be graded" in evaluated(f"a={path}", "--out", tmp_path / "report")
+    assert "a: 1 tests of 1 tasks cannot be graded" in call(5, f"a={path}", "--out", tmp_path / "report")
     assert json.loads((tmp_path / "report" / "metrics.json").read_text())["a"]["tests_passed"] == 0.5
 
 
 def test_answers_cannot_write_into_the_report(tmp_path):
     answer = "</script><script>alert(1)</script>"
     path = write(tmp_path / "a.jsonl", [trajectory("x", answer)])
-    evaluated(f"a={path}", "--out", tmp_path / "report")
+    call(5, f"a={path}", "--out", tmp_path / "report")
     assert "<script>alert" not in (tmp_path / "report" / "report.html").read_text()
     assert page_of(tmp_path / "report")["dialogues"][0]["answer"] == answer
 
@@ -376,7 +368,7 @@ def test_metrics_are_written_before_everything_optional(tmp_path, monkeypatch, w
     task = {**TASK, "facts": [{"topic": "t", "questions": [], "told": True, "matters": True}]}
     path = write(tmp_path / "a.jsonl", [{**trajectory("x", "def f(n): return n"), "task": task}])
     with pytest.raises(RuntimeError):
-        evaluated(f"a@1={path}", "--out", tmp_path / "report")
+        call(5, f"a@1={path}", "--out", tmp_path / "report")
     assert json.loads((tmp_path / "report" / "metrics.json").read_text())["a@1"]["success_rate"] == 1
     assert read(tmp_path / "report" / "scored" / "a@1.jsonl")[0]["reward"] == 1
     assert not (tmp_path / "report" / "COMPLETED").exists()
@@ -409,7 +401,7 @@ def test_rounds_of_training_are_a_curve_of_their_own(tmp_path):
         for kind, content in (("args", {"args": {"agent": read(path)[0]["agent"]}}), ("costs", dict.fromkeys(
                 COST_KEYS, 0))):
             pathlib.Path(f"{path}.{kind}.json").write_text(json.dumps(content))
-    printed = evaluated(*(f"{name}={path}" for name, path in files.items()), "--costs", "--out",
+    printed = call(5, *(f"{name}={path}" for name, path in files.items()), "--costs", "--out",
                         tmp_path / "report")
     assert "rounds      1      2\nmtdpo   1.000  1.000\n" in printed and "best of N" not in printed
     page = (tmp_path / "report" / "report.html").read_text()
@@ -424,7 +416,7 @@ def test_curve_files_from_rows_to_report(tmp_path, even):
     for name, answers in files.items():
         more = {"best_of": 8} if name == "sweet@8" else {}                        # older files do not say it
         write(tmp_path / name, [trajectory(str(i), answer, **more) for i, answer in enumerate(answers)])
-    printed = evaluated(*(f"{name}={tmp_path / name}" for name in files), "--out", tmp_path / "report")
+    printed = call(5, *(f"{name}={tmp_path / name}" for name in files), "--out", tmp_path / "report")
     assert "best of N      1      8\nsweet      0.000  0.500\njudge          -  0.000\n" in printed
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
     assert list(metrics) == list(files) and "costs" not in metrics["sweet@8"]
@@ -528,7 +520,7 @@ def test_costs_reach_metrics_and_report(tmp_path):
     record(tmp_path / "policy", ["rules"], 90.0, 3_000_000, 0, 5e15, 64)
     record(tmp_path / "a.jsonl", [], 6.0, 0, 10, 1e12, 10, agent=str(tmp_path / "policy"))
     write(tmp_path / "a.jsonl", [trajectory("x", "def f(n): return n")])
-    printed = evaluated(f"a={tmp_path / 'a.jsonl'}", "--costs", "--out", tmp_path / "report")
+    printed = call(5, f"a={tmp_path / 'a.jsonl'}", "--costs", "--out", tmp_path / "report")
     row = "1.5      3.000        0.000   5.000       64"
     assert row in printed and row in (tmp_path / "report" / "report.html").read_text()
     costs = json.loads((tmp_path / "report" / "metrics.json").read_text())["a"]["costs"]
@@ -652,7 +644,7 @@ def credited(workspace, regression_critic, swept, tmp_path_factory):
     folder, rows = tmp_path_factory.mktemp("credited"), read(workspace / "offline.jsonl")
     halves = [f"{name}={write(folder / name, half)}" for name, half in (("a", rows[:36]), ("b", rows[36:]))]
     out = folder / "report"
-    evaluated(*halves, "--critic", regression_critic, "--candidates", swept, "--out", out)
+    call(5, *halves, "--critic", regression_critic, "--candidates", swept, "--out", out)
     return out, json.loads((out / "metrics.json").read_text()), page_of(out)
 
 
@@ -723,7 +715,7 @@ def test_what_is_missing_leaves_a_line_that_names_the_flag(workspace, tmp_path):
     for row in rows:
         del row["agent"]                                             # no folder, no metrics.jsonl
     a, b = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows)
-    evaluated(f"a={a}", f"b={b}", "--out", tmp_path / "report")
+    call(5, f"a={a}", f"b={b}", "--out", tmp_path / "report")
     page, data = (tmp_path / "report" / "report.html").read_text(), page_of(tmp_path / "report")
     for flag in ("--critic DIR", "--candidates DIR", "--baseline NAME", "--costs", "training curves: no agent"):
         assert flag in page
@@ -761,7 +753,7 @@ def test_names_with_numbers_of_trajectories_are_a_curve_over_data(tmp_path):
         record(tmp_path / f"model{n}", [], num_trajectories=n)
         write(tmp_path / f"{n}.jsonl", [trajectory("x", answer, agent=str(tmp_path / f"model{n}"), best_of=1)
                                         for _ in range(2)])
-    printed = evaluated(*(f"sweet@{n}={tmp_path / f'{n}.jsonl'}" for n in (100, 200)), "--out",
+    printed = call(5, *(f"sweet@{n}={tmp_path / f'{n}.jsonl'}" for n in (100, 200)), "--out",
                         tmp_path / "report")
     assert "trajectories    100    200\nsweet         0.000  1.000\n" in printed and "best of N" not in printed
     page = (tmp_path / "report" / "report.html").read_text()
@@ -777,7 +769,7 @@ def test_messages_of_another_trainer_get_credit(workspace, regression_critic, tm
     exported = {}
     for name, own in (("ids", rows), ("plain", plain)):
         path = write(tmp_path / f"{name}.jsonl", own)
-        printed = evaluated(f"a={path}", "--critic", regression_critic, "--export", "messages", "--out",
+        printed = call(5, f"a={path}", "--critic", regression_critic, "--export", "messages", "--out",
                             tmp_path / name)
         exported[name] = [row["advantages"] for row in read(tmp_path / name / "export" / "a.jsonl")]
     assert f"agent turns: {sum(row['num_rounds'] for row in rows)} rendered again" in printed

@@ -20,13 +20,26 @@ WANTED = [9, 4, None, 1]
 
 def results(answer, calls=CALLS):
     """What the calls return after the sources have run as in the scorer (without its walls); faults as strings."""
-    found = []
     sources = extract_code(answer, calls)
+
+    def run_sources(module):
+        execute([compiled_statements(source) for source in sources], module)
+    return returned(run_sources, calls)
+
+
+def results_of_python(code, calls):
+    """What the calls return after the code has run as it stands; faults as strings."""
+    return returned(lambda module: exec(code, vars(module)), calls)
+
+
+def returned(run_code, calls):
+    """What the calls return, each in a module of its own after run_code(module); faults as strings."""
+    found = []
     for call in calls:
         module = types.ModuleType("answer")
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                execute([compiled_statements(source) for source in sources], module)
+                run_code(module)
                 found.append(eval(call.strip(), vars(module)))
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
@@ -404,20 +417,6 @@ WRAPPINGS = {
 }
 
 
-def returned(code, calls):
-    """What the calls return where all of the code is Python and runs as it stands; faults as strings."""
-    found = []
-    for call in calls:
-        module = types.ModuleType("answer")
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                exec(code, vars(module))
-                found.append(eval(call.strip(), vars(module)))
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
-
-
 @functools.cache
 def references():
     """(Reference, calls, what the calls return) of the published format's files and of two tasks of each family."""
@@ -425,7 +424,7 @@ def references():
              for line in path.read_text().splitlines()]
     tasks = [task.get("task", task) for task in tasks] + stage(1).make_tasks(backend, 28, 5, "train", "some")[0]
     found = {task["ground_truth"]: tuple(task["test_cases"].values())[:3] for task in tasks}
-    return [(code, calls, [repr(value) for value in returned(code, calls)]) for code, calls in found.items()]
+    return [(code, calls, [repr(value) for value in results_of_python(code, calls)]) for code, calls in found.items()]
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"], ids=["LF", "CRLF"])

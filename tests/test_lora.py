@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import common
 from colbench import backend
-from conftest import read, refused, ROOT, stage, succeed
+from conftest import call, read, refused, ROOT, stage, succeed
 from lib import adapters
 from lib.models import load_model, lora_config, Sharding, weights_fingerprint
 from lib.runtime import InputError, start, write_jsonl
@@ -234,8 +234,7 @@ def ids_played(workspace, out, agent, *more):
     """The ids that an agent samples in dialogues of two tasks with the same random numbers, a list a turn."""
     tasks = out.with_suffix(".tasks")
     write_jsonl(tasks, read(workspace / "tasks.jsonl")[:2])
-    stage(2).main([str(x) for x in ("--tasks", tasks, "--agent", agent, "--max-rounds", 3, "--max-new-tokens", 40,
-                                    "--out", out, *more)])
+    call(2, "--tasks", tasks, "--agent", agent, "--max-rounds", 3, "--max-new-tokens", 40, "--out", out, *more)
     rows, ids = read(out), []
     assert len(rows) == 2
     for row in rows:

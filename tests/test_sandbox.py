@@ -407,9 +407,10 @@ def without_walls(world):
         yield child
 
 
-@pytest.mark.parametrize("part", ["sqlite3.connect", "a.connect(", "a.sendto(", "DGRAM).sendto(b'x', WORLD", "425",
-                                  "process_vm_readv"])
-def test_without_walls_an_attack_succeeds(without_walls, world, part):
+@pytest.mark.parametrize("part, loot, num_received", [
+    ("sqlite3.connect", SECRET, 0), ("a.connect(", "1", 1), ("a.sendto(", "1", 1),
+    ("DGRAM).sendto(b'x', WORLD", "1", 1), ("425", "True", 0), ("process_vm_readv", SECRET[:16], 0)])
+def test_without_walls_an_attack_succeeds(without_walls, world, part, loot, num_received):
     """So what refuses it in the other layers are their walls."""
     [body] = [body for body, _ in ATTACKS if part in body]
     [result], _ = without_walls.run(hostile(body, world), ["f(2)"], LIMIT_S, imports=[])
@@ -419,10 +420,8 @@ def test_without_walls_an_attack_succeeds(without_walls, world, part):
             received += listener.type == socket.SOCK_DGRAM and listener.recv(1) == b"x"
     if part in ("425", "process_vm_readv") and result == ["error", "OSError: refused"]:
         pytest.skip("this machine refuses it without walls, too")
-    assert result[0] == "ok" and result[1].startswith("loot ")
-    assert received == (", WORLD" in body or "a.send" in body)
-    assert (SECRET in result[1]) == ("sqlite3" in body)
-    assert (SECRET[:16] in result[1]) == ("sqlite3" in body or "process_vm_readv" in body)
+    assert result[0] == "ok" and result[1].startswith("loot ") and loot in result[1]
+    assert received == num_received
 
 
 @pytest.mark.parametrize("body", [body for body, _ in LEFTOVERS])
