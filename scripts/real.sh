@@ -17,7 +17,7 @@ cd "$(dirname "$0")/.."
 domain=backend
 set_up_domain
 seeds=${*:-0} results=${OUT:-out}/real start=${START:-smollm2} base=${OUT:-out}/real/base/model
-num_train=${TRAIN_TASKS:-80} num_test=${TEST_TASKS:-200} num_base=${BASE_TASKS:-1200} few=${FEW_TASKS:-40}
+num_train=${TRAIN_TASKS:-80} num_test=${TEST_TASKS:-200} num_base=${BASE_TASKS:-1000} few=${FEW_TASKS:-40}
 num_validation=${VALIDATION_TASKS:-40}
 rollout+=" --dtype ${DTYPE:-bfloat16}"
 short="--dtype ${DTYPE:-bfloat16} --max-tokens 4096 --save-every 20 --log-every 5"
@@ -35,20 +35,25 @@ export py domain seed out results drawn_by base num_train num_test rollout criti
 once() { [ -e "$1" ] || "${@:2}"; }                                  # OUTPUT COMMAND…: a stage starts in seconds
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the base model: the protocol from clear requests that are answered at once, and from a noisy agent's dialogues about
-# vague ones, as far as they succeed: half of the noisy agent's dialogues end with an answer that is too early
+# the base model learns the protocol from clear requests that are answered at once, and from dialogues about vague ones:
+# of a noisy agent, as far as they succeed (half of them end with an answer that is too early), and of an agent that
+# knows the reference, which is put in front of these, so that the critic starts from a model that reads it
 
 make_base() {
-    local out=$results/base kind told number
+    local out=$results/base kind told number agent
     mkdir -p "$out"
-    for kind in clear script; do
-        [ $kind = clear ] && told="--told all" number=$((num_base / 2)) || told= number=$num_base
+    for kind in clear script script-informed; do
+        told= number=$((num_base / 2)) agent=$kind
+        case $kind in
+            clear) told="--told all" agent=script ;;
+            script) number=$num_base ;;
+        esac
         once "$out/$kind-tasks.jsonl" step tasks-$kind $py 01_generate_tasks.py --split train --seed 100 $told \
             --num-tasks $number --out "$out/$kind-tasks.jsonl"
-        once "$out/$kind.jsonl" step rollout-$kind $py $rollout --agent script --tasks "$out/$kind-tasks.jsonl" \
+        once "$out/$kind.jsonl" step rollout-$kind $py $rollout --agent $agent --tasks "$out/$kind-tasks.jsonl" \
             --out "$out/$kind.jsonl"
     done
-    cat "$out/clear.jsonl" "$out/script.jsonl" > "$out/demonstrations.jsonl"
+    cat "$out"/{clear,script,script-informed}.jsonl > "$out/demonstrations.jsonl"
     OMP_NUM_THREADS=2 step model $py 04_train_policy.py --method rft --model $start $short --lr 5e-4 --epochs 1 \
         --micro-batch-size 4 --batch-size 8 --trajectories "$out/demonstrations.jsonl" --out "$base"
 }
