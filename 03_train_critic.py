@@ -141,7 +141,7 @@ def read_pairs(trajectories, args):
 
     A group is a pair (chosen, rejected); with --head value, which learns from trajectories one by one, a single one."""
     train, test = [], []
-    for pair in common.trajectory_pairs(trajectories, args.trajectories, args.min_gap, needed=args.head != "value"):
+    for pair in common.trajectory_pairs(trajectories, args.trajectories, needed=args.head != "value"):
         task = trajectories[pair[0]]["task_id"]
         if is_held_out(task, args.held_out_frac):
             test.append(pair)

@@ -1109,14 +1109,13 @@ def score_turns(critic, tokenizer, trajectories, max_tokens, device):
     return credits
 
 
-def trajectory_pairs(trajectories, path, min_gap=None, needed=True):
+def trajectory_pairs(trajectories, path, needed=True):
     """[(chosen, rejected)] numbers of trajectories of one task.
 
-    min_gap (None: the domain's MIN_GAP): every two whose rewards differ by so much.
-    Where that is None, too: every failure (reward below 1) with a success (reward 1) of its task, these in turn.
+    Where the domain has a MIN_GAP, as its returns are graded: every two whose rewards differ by so much.
+    Otherwise: every failure (reward below 1) with a success (reward 1) of its task, these in turn.
     needed: InputError, which names `path`, where there is no pair."""
-    if min_gap is None:
-        min_gap = domain_of(trajectories[0]["task"]).MIN_GAP
+    min_gap = domain_of(trajectories[0]["task"]).MIN_GAP
     by_task = {}
     for number, trajectory in enumerate(trajectories):
         by_task.setdefault(trajectory["task_id"], []).append(number)

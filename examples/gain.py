@@ -546,7 +546,7 @@ def with_answers(examples, answers, seed):
 
 def mtdpo_examples(trajectories, tokenizer, args):
     """Examples of pairs of trajectories: two items, each one action, because a dialogue is compared as a whole."""
-    groups = common.trajectory_pairs(trajectories, args.trajectories, args.min_gap)
+    groups = common.trajectory_pairs(trajectories, args.trajectories)
     say(f"{len(groups):,} trajectory pairs")
     examples = []
     for example in common.trajectory_examples(trajectories, groups, tokenizer, False, max_length=args.max_length):

@@ -158,9 +158,6 @@ def add_training(parser, max_length):
     parser.add_argument("--seed", type=seed_flag, default=0, help="seed of order and samples")
     group = parser.add_argument_group("the data")
     group.add_argument("--num-trajectories", type=positive_int, help="use so many (nested subsets of a seed)")
-    group.add_argument("--min-gap", type=non_negative_float,
-                       help="pair all trajectories of a task whose returns differ by so much "
-                       "(None: the domain's MIN_GAP or, without one, successes with the rest)")
     group.add_argument("--max-length", type=positive_int, default=max_length, help="drop what is longer "
                        "(tokens): trajectories; of SWEET's pairs, a prompt with one action")
     group.add_argument("--max-steps", type=positive_int, help="stop (and end the schedule) after so many steps")

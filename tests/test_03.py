@@ -178,7 +178,6 @@ def test_presets_set_table_5_and_explicit_flags_win(capsys):
                                      for name in ("backend", "frontend"))
     for args, epochs in ((paper_backend, 4), (paper_frontend, 8)):
         assert (args.lr, args.beta, args.nll_coef, args.batch_size, args.epochs) == (2e-7, 0.1, 0.01, 8, epochs)
-        assert args.min_gap is None                                 # table 5's gap of pages is the domain's MIN_GAP
     assert (training.WARMUP_FRAC, training.FINAL_LR_FRAC, training.ADAM_BETAS) == (0.03, 0.1, (0.9, 0.95))
     assert (training.WEIGHT_DECAY, training.MAX_GRAD_NORM) == (0.0, 1.0)
     assert critic_stage.parse_args([*required, "--preset", "paper-frontend", "--epochs", "2"]).epochs == 2
@@ -186,7 +185,7 @@ def test_presets_set_table_5_and_explicit_flags_win(capsys):
         args = stage(4).parse_args([*required, "--method", method, "--preset", "paper-frontend",
                                     *(["--critic", "c"] if method == "sweet" else [])])
         assert (args.epochs, args.batch_size, args.lr, args.beta) == (epochs, batch, 2e-7, 0.1)
-    assert (backend.MIN_GAP, frontend.MIN_GAP) == (None, 0.1)
+    assert (backend.MIN_GAP, frontend.MIN_GAP) == (None, 0.1)       # table 5's gap of pages
     with pytest.raises(SystemExit):
         critic_stage.parse_args(["--preset", "paper-frontend", "--help"])
     assert "(default: 8)" in capsys.readouterr().out.split("--epochs")[-1].split("--batch-size")[0]

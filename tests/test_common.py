@@ -221,14 +221,15 @@ def test_the_system_prompt_is_read_from_the_logged_prompt(change, system):
 
 # --- pairs
 
-def test_trajectory_pairs_by_hand():
+def test_trajectory_pairs_by_hand(monkeypatch):
     rewards = {"t1": [1, 0, 0.5], "t2": [0, 0.9], "t3": [1, 1], "t4": [0.2, 1, 1, 0.4, 0.6]}
     trajectories = [{"task_id": name, "task": TASK, "reward": reward} for name, own in rewards.items()
                     for reward in own]
     assert common.trajectory_pairs(trajectories, "x") == [(0, 1), (0, 2), (8, 7), (9, 10), (8, 11)]
     frontend = [{"task_id": name, "task": PAGE, "reward": r} for name, r in zip("aaab", (0.5, 0.58, 0.65, 0.1))]
-    assert common.trajectory_pairs(frontend, "x") == common.trajectory_pairs(frontend, "x", 0.1) == [(2, 0)]
-    assert common.trajectory_pairs(frontend, "x", min_gap=0.05) == [(1, 0), (2, 0), (2, 1)]
+    assert common.trajectory_pairs(frontend, "x") == [(2, 0)]
+    monkeypatch.setattr("colbench.frontend.MIN_GAP", 0.05)
+    assert common.trajectory_pairs(frontend, "x") == [(1, 0), (2, 0), (2, 1)]
 
 
 def test_no_pair_is_an_error_only_where_one_is_needed():
@@ -238,15 +239,16 @@ def test_no_pair_is_an_error_only_where_one_is_needed():
     assert common.trajectory_pairs(alone, "x", needed=False) == []
 
 
-def test_gaps_are_compared_but_for_rounding():
+def test_gaps_are_compared_but_for_rounding(monkeypatch):
     for high, low in ((.3, .2), (.7, .6), (.8, .7), (.9, .8), (.95, .85), (1., .9)):
         pair = [{"task_id": "a", "task": PAGE, "reward": r} for r in (low, high)]
-        assert common.trajectory_pairs(pair, "x", 0.1) == [(1, 0)]
+        assert common.trajectory_pairs(pair, "x") == [(1, 0)]
     assert .3 - .2 < .1 and .7 - .6 < .1                            # as floats: what is compared is not these
     near = [{"task_id": "a", "task": PAGE, "reward": r} for r in (.2, .2999, .2)]
     with pytest.raises(InputError, match="differ by 0.1"):
-        common.trajectory_pairs(near, "x", 0.1)
-    assert common.trajectory_pairs(near, "x", 0) == [(1, 0), (1, 2)]                # nothing is better than its equal
+        common.trajectory_pairs(near, "x")
+    monkeypatch.setattr("colbench.frontend.MIN_GAP", 0.0)
+    assert common.trajectory_pairs(near, "x") == [(1, 0), (1, 2)]                   # nothing is better than its equal
 
 
 # --- trajectories

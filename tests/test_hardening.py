@@ -363,7 +363,7 @@ FLAGS = [
     *((3, TRAIN, *flag) for flag in [
         ("--lr", "inf"), ("--lr", "nan"), ("--lr", "-1"), ("--lr", "x"), ("--lr", "1e400"), ("--beta", "nan"),
         ("--beta", "-1"), ("--nll-coef", "inf"),
-        ("--min-gap", "nan"), ("--held-out-frac", "nan"), ("--held-out-frac", "1.1"),
+        ("--held-out-frac", "nan"), ("--held-out-frac", "1.1"),
         ("--seed", "1" + "0" * 40), ("--seed", LONG), ("--seed", "1.5"), ("--batch-size", "0"), ("--epochs", "-1"),
         ("--max-steps", "1" + "0" * 20),
         ("--lora", "0"), ("--lora-targets", ""), ("--model", ""), ("--out", ""), ("--trajectories", ""),
