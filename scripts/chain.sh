@@ -133,9 +133,9 @@ baselines() {
 # ---------------------------------------------------------------------------------------------------------------------
 # what scripts measure: critics on a part of the test tasks, in $out/few, and the table of a search
 
-best_of() {                                                          # NAME CRITIC N
+best_of() {                                                          # NAME CRITIC N more flags
     step "best-$1@$3" $py $rollout --tasks "$out/few/test.jsonl" --agent $base --seed "$seed" --best-of "$3" \
-        --critic "$2" --out "$out/few/$1@$3.jsonl"
+        --critic "$2" --out "$out/few/$1@$3.jsonl" "${@:4}"
 }
 branches() {                                                         # STATES SAMPLES: Monte-Carlo returns of turns
     step rollout-few $py $rollout --tasks "$out/few/test.jsonl" --agent $base --samples 4 --seed "$seed" \

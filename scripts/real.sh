@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # The chain with a pretrained model: bash scripts/real.sh [SEED …]   (0; results in out/real; a second call resumes)
 # SmolLM2-135M-Instruct learns the protocol from scripted dialogues that succeeded. Then, for every seed: 320 offline
-# dialogues, two critics, four policies, their test dialogues. The policies are rejection fine-tuning, multi-turn DPO,
-# SWEET as released (its reference ranks without c) and SWEET with a reference without c in its critic, too. SWEET uses
-# the turns of DATA_FRAC (0.2) of the dialogues: about as many as an hour on two cores allows; on a GPU take all (1).
+# dialogues, a critic, four policies, their test dialogues. The policies are rejection fine-tuning, multi-turn DPO,
+# SWEET as released (its reference ranks without c) and SWEET with the base itself as its critic. SWEET uses the turns of
+# DATA_FRAC (0.2) of the dialogues: about as many as an hour on two cores allows; on a GPU take all (1).
 # Seed 0 has SWEET with the oracle as critic, too. It tries three learning rates for each policy on validation tasks:
 # out/real/grid.csv. One rate of each is tried in a round, the best of docs/grid_real.csv first, and after each round the
 # best so far play the test tasks, so that an interrupted run has whole tables (NUM_RATES=1 tries the first alone). The
@@ -23,13 +23,13 @@ rollout+=" --dtype ${DTYPE:-bfloat16}"
 short="--dtype ${DTYPE:-bfloat16} --max-tokens 4096 --save-every 20 --log-every 5"
 # A setting is METHOD_RATE_BETA_NLL_EPOCHS, as in docs/grid.csv; of SWEET the beta is its critic's.
 pairs="$short --micro-batch-size 2 --batch-size 4"
-critic_settings="$pairs --beta 1 --lr 1e-4 --epochs 1 --held-out-frac 0.15"
+critic_settings="$pairs --beta 1 --lr 1e-5 --epochs 1 --held-out-frac 0.15"
 rft_rest=-_-_2 rft_rates="1e-4 3e-4 1e-3" rft_settings="$short --micro-batch-size 4 --batch-size 8 --epochs 2"
 mtdpo_rest=0.1_0.3_1 mtdpo_rates="3e-5 1e-4 1e-5" mtdpo_settings="$pairs --nll-coef 0.3 --epochs 1"
 sweet_rest=1_0.3_1 sweet_rates="3e-5 1e-4 1e-5"
 sweet_settings="$short --batch-size 8 --nll-coef 0.3 $sampling --concurrency 64 --pairs-together"
 sweet_settings+=" --data-frac ${DATA_FRAC:-0.2}"
-policies="rft mtdpo sweet sweet-blind"
+policies="rft mtdpo sweet sweet-untrained"
 export py domain seed out results drawn_by base num_train num_test rollout critic_settings SAMPLES=1 few \
     rft_rest rft_rates rft_settings mtdpo_rest mtdpo_rates mtdpo_settings sweet_rest sweet_rates sweet_settings
 once() { [ -e "$1" ] || "${@:2}"; }                                  # OUTPUT COMMAND…: a stage starts in seconds
@@ -62,17 +62,15 @@ make_base() {
 # one seed: jobs of one thread, each with the functions of scripts/chain.sh
 
 flags_of() {                                                         # SETTING: flags of 04
-    local critic=$out/critic reference= drawn=
+    local critic=$out/critic reference="--reference blind" drawn=
     case $1 in
         rft_* | mtdpo_*) echo --method "${1%%_*}"; return ;;
-        sweet_*) reference="--reference blind" ;;
-        sweet-blind_*) critic=$out/critic-blind ;;
-        sweet-oracle_*) critic=oracle ;;
+        sweet-untrained_*) critic=untrained ;;
+        sweet-oracle_*) critic=oracle reference= ;;
     esac
     [ "$1" = "$drawn_by" ] || drawn="--candidates $out/$drawn_by/candidates.jsonl"         # one draw for all of SWEET
     echo --method sweet --critic "$critic" $reference $drawn
 }
-one_critic() { once "$out/$1/COMPLETED" critic "$@"; }
 settings_of() {                                                      # METHOD: its settings, in the order of rounds
     local rate rates=${1%%-*}_rates rest=${1%%-*}_rest
     for rate in ${!rates}; do echo "$1_${rate}_${!rest}"; done
@@ -100,7 +98,7 @@ play_best() {                                                        # METHOD…
     local method
     for method in "$@"; do play "$(best $method)" "$out/$(best $method)"; done
 }
-export -f step result_of train critic evaluate once flags_of one_critic settings_of try validate best play play_best \
+export -f step result_of train critic evaluate once flags_of settings_of try validate best play play_best \
     best_of
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -120,9 +118,9 @@ report_search() {                                                    # the table
     grid_table "$out/report-grid/metrics.json" > "$results/grid.csv"
 }
 one_round() {                                                        # a setting for each of `methods`
-    printf '%s\n' "one_critic critic; try $3" "try $2; one_critic critic-blind --reference blind; try $1" | two_at_a_time
-    printf '%s\n' "try $4; play_best sweet-blind" \
-        "${5:+try $5;} play base $base; play_best ${methods/ sweet-blind/}" | two_at_a_time
+    printf '%s\n' "once $out/critic/COMPLETED critic critic; try $3" "try $2; try $1" | two_at_a_time
+    printf '%s\n' "try $4; play_best sweet-untrained" \
+        "${5:+try $5;} play base $base; play_best ${methods/ sweet-untrained/}" | two_at_a_time
     report "$out/report" $seed
 }
 measure() {                                                          # the base, and the critics as scripts/study.sh
@@ -136,9 +134,10 @@ measure() {                                                          # the base,
     head -n "$few" "$out/test.jsonl" > "$out/few/test.jsonl"
     once "$out/few/branches.jsonl" branches 44 4
     once "$out/critics/COMPLETED" step critics $py scripts/critics.py --trajectories "$out/few/base.jsonl" --critics \
-        c="$out/critic" blind="$out/critic-blind" --returns "$out/few/branches.jsonl" --out "$out/critics"
+        c="$out/critic" --returns "$out/few/branches.jsonl" --out "$out/critics"
     for n in 4 16; do
-        for name in critic critic-blind; do echo "once $out/few/$name@$n.jsonl best_of $name $out/$name $n"; done
+        echo "once $out/few/critic@$n.jsonl best_of critic $out/critic $n --reference blind"
+        echo "once $out/few/untrained@$n.jsonl best_of untrained untrained $n"
         echo "once $out/few/oracle@$n.jsonl best_of oracle oracle $n"
     done | two_at_a_time
     tried=$(cd "$out/few" && ls *@*.jsonl | sed "s|\(.*\)\.jsonl|\1=$out/few/&|")

@@ -25,8 +25,8 @@ flags = "--trajectories", "--tasks", "--critic", "--candidates", "--agent", "--m
 inputs = [values.get(name) for name in flags]
 if words[0].startswith(("05", "scripts/critics")):
     inputs += [path for word in words if "=" in word for path in word.split("=")[1].split(",")]
-missing = [path for path in inputs if path not in (None, "oracle", "oracle-patient", "untrained", "script", "smollm2")
-           and not os.path.exists(path.removeprefix("judge:"))]
+no_files = None, "oracle", "oracle-patient", "untrained", "script", "script-informed", "smollm2"
+missing = [path for path in inputs if path not in no_files and not os.path.exists(path.removeprefix("judge:"))]
 out = pathlib.Path(values["--out"])
 with open("commands.jsonl", "a") as log:
     fcntl.flock(log, fcntl.LOCK_EX)
@@ -384,14 +384,14 @@ def test_the_chain_of_real_weights(call):
     made = [words[words.index("--out") + 1] for words in commands if "--overwrite" not in words]
     assert len(set(made)) == len(made)
     tried = [words[words.index("--out") + 1] for words in commands if words[0].startswith("04")]
-    for method, later in (("rft", 1), ("mtdpo", 1), ("sweet", 1), ("sweet-blind", 1), ("sweet-oracle", 0)):
+    for method, later in (("rft", 1), ("mtdpo", 1), ("sweet", 1), ("sweet-untrained", 1), ("sweet-oracle", 0)):
         counts = [sum(f"seed{seed}/{method}_" in path for path in tried) for seed in (0, 1)]
         assert counts == [3, later]                                            # seed 1 takes what seed 0 found
     for words in commands:
         if words[0].startswith("04") and "--candidates" in words:
             out, critic = after(words, "--out"), after(words, "--critic")
-            assert ("blind" in out) == critic.endswith("blind")
-            assert ("--reference" in words) == ("/sweet_" in out) and after(words, "--data-frac") == "0.2"
+            assert ("untrained" in out) == (critic == "untrained") and ("oracle" in out) == (critic == "oracle")
+            assert ("--reference" in words) == (critic != "oracle") and after(words, "--data-frac") == "0.2"
     test = [words for words in commands if words[0].startswith("02") and any("/test.jsonl" in word for word in words)]
     assert {words[words.index("--agent") + 1] for words in test} >= {"out/real/base/model"}
     searched = [words for words in commands if words[words.index("--out") + 1].endswith("validation.jsonl")]
