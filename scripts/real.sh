@@ -27,7 +27,7 @@ critic_settings="$pairs --beta 1 --lr 1e-5 --epochs 1 --held-out-frac 0.15"
 rft_rest=-_-_2 rft_rates="1e-4 3e-4 1e-3" rft_settings="$short --micro-batch-size 4 --batch-size 8 --epochs 2"
 mtdpo_rest=0.1_0.3_1 mtdpo_rates="3e-5 1e-4 1e-5" mtdpo_settings="$pairs --nll-coef 0.3 --epochs 1"
 sweet_rest=1_0.3_1 sweet_rates="3e-5 1e-4 1e-5"
-sweet_settings="$short --batch-size 8 --nll-coef 0.3 $sampling --concurrency 64 --pairs-together"
+sweet_settings="$short --batch-size 8 --nll-coef 0.3 --answer-coef 1 $sampling --concurrency 64 --pairs-together"
 sweet_settings+=" --data-frac ${DATA_FRAC:-0.2}"
 policies="rft mtdpo sweet sweet-untrained"
 export py domain seed out results drawn_by base num_train num_test rollout critic_settings SAMPLES=1 few \
