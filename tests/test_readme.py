@@ -26,8 +26,7 @@ SPANS = [(page, span) for page, text in PROSE.items() for span in re.findall(r"`
 PAPER, LAPTOP = [block for name, block in BLOCKS.items() if name.startswith("docs/reproduce.md")][:2]
 CODE = "\n".join(path.read_text() for folder in (".", "colbench", "examples", "lib", "scripts")
                  for path in ROOT.glob(f"{folder}/*.py"))
-# Of 03 and 04, in commits up to 748f4b3 (--min-gap: a2aaa7c)
-REMOVED_FLAGS = {"--turn-cost", "--min-margin", "--like-pairs", "--optimizer", "--min-gap"}
+REMOVED_FLAGS = {"--turn-cost", "--min-margin", "--like-pairs", "--optimizer"}  # of 03 and 04, in commits up to 748f4b3
 FORKS = "grpo", "distill", "gain", "signed"                                  # of 04, in examples/
 
 # Stands for python, torchrun, bash, pip, cp and vllm: notes its words and makes the output, which later lines list.
