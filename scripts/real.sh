@@ -2,8 +2,9 @@
 # The chain with a pretrained model: bash scripts/real.sh [SEED …]   (0; results in out/real; a second call resumes)
 # SmolLM2-135M-Instruct learns the protocol from scripted dialogues that succeeded. Then, for every seed: 320 offline
 # dialogues, a critic, four policies, their test dialogues. The policies are rejection fine-tuning, multi-turn DPO,
-# SWEET as released (its reference ranks without c) and SWEET with the base itself as its critic. SWEET uses the turns of
-# DATA_FRAC (0.2) of the dialogues: about as many as an hour on two cores allows; on a GPU take all (1).
+# SWEET as released (its reference ranks without c) and SWEET with the base itself as its critic. Both have the
+# likelihood of right answers as a further term (--answer-coef 1), and use the turns of DATA_FRAC (0.2) of the
+# dialogues: about as many as an hour on two cores allows; on a GPU take all (1).
 # Seed 0 has SWEET with the oracle as critic, too. It tries three learning rates for each policy on validation tasks:
 # out/real/grid.csv. One rate of each is tried in a round, the best of docs/grid_real.csv first, and after each round the
 # best so far play the test tasks, so that an interrupted run has whole tables (NUM_RATES=1 tries the first alone). The
@@ -98,8 +99,7 @@ play_best() {                                                        # METHOD…
     local method
     for method in "$@"; do play "$(best $method)" "$out/$(best $method)"; done
 }
-export -f step result_of train critic evaluate once flags_of settings_of try validate best play play_best \
-    best_of
+export -f step result_of train critic evaluate once flags_of settings_of try validate best play play_best best_of
 
 # ---------------------------------------------------------------------------------------------------------------------
 
