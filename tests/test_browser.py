@@ -492,6 +492,7 @@ document.documentElement.requestFullscreen?.().catch(() => 0);</script>
 <div style="height:5000px"></div><script>scrollTo(0, 9999)</script>"""
 FIND = """<p id=a><script>const found = [];
 new BroadcastChannel("mark").onmessage = () => { found.push("channel"); };
+setTimeout(() => { for (let i = 0; i < 1e8; i++); }, 500);          // messages travel in real time, timers do not wait
 setTimeout(() => { for (const [what, get] of Object.entries({global: () => window.mark, name: () => name,
   array: () => [].mark, document: () => document.mark, cookie: () => document.cookie, local: () => localStorage.mark,
   title: () => document.title, session: () => sessionStorage.mark, history: () => history.length > 1,
