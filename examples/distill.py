@@ -182,8 +182,8 @@ CANDIDATES = record({"task_id": label, "sample": int, "turn": whole(0), "prompt"
 
 
 def read_states(trajectories, tokenizer, args):
-    """The states, {"task_id", "sample", "turn", "task", "prompt", "history"} each: all agent turns of --data-frac of
-    the trajectories, whose "prompt" is the one that was logged where the file allows (common.agent_turns)."""
+    """The states of all agent turns of --data-frac of the trajectories, {"task_id", "sample", "turn", "task", "prompt",
+    "history", "max_rounds"} each. "prompt" is the one that was logged where the file allows (common.agent_turns)."""
     chosen = sample_trajectories(trajectories, args.data_frac, args.seed)
     num_turns = sum(turn["role"] == "assistant" for t in chosen for turn in t["dialogue_history"])
     say(f"{num_turns:,} agent turns of {len(chosen):,} dialogues (--data-frac {args.data_frac:g} of "
@@ -219,7 +219,8 @@ def states_of(trajectory, turns):
     states = []
     for number, (place, (prompt, _)) in enumerate(zip(places, turns)):
         states.append({"task_id": trajectory["task_id"], "sample": trajectory["sample"], "turn": number,
-                       "task": trajectory["task"], "prompt": prompt, "history": history[:place]})
+                       "task": trajectory["task"], "prompt": prompt, "history": history[:place],
+                       "max_rounds": trajectory.get("max_rounds", 10)})
     return states
 
 
@@ -270,7 +271,7 @@ def read_candidates(path, states, tokenizer, num_candidates):
             if max(candidate["ids"]) >= len(tokenizer):
                 raise InputError(f'{path}: task {row["task_id"]}: a candidate has the id {max(candidate["ids"])}, and '
                                  f"this tokenizer has only {len(tokenizer):,} ids")
-    return rows
+    return [{**state, **row} for state, row in zip(states, rows)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -381,12 +382,13 @@ def turns_of_right_answers(trajectories, path):
 
 
 def answers_of(row):
-    """The numbers of the candidates that are answers, so that the dialogue would end with them."""
+    """The numbers of the candidates that are answers, so that the dialogue would end with them: in the last round all,
+    as 02 takes whatever is said there for the answer."""
     domain = domain_of(row["task"])
     answers = []
     for number, candidate in enumerate(row["candidates"]):
-        turn = {"role": "assistant", "content": candidate_says(row, candidate)}
-        if domain.answer_of([*row["history"], turn], False) is not None:
+        history = [*row["history"], {"role": "assistant", "content": candidate_says(row, candidate)}]
+        if domain.answer_of(history, len(history) == 2 * row["max_rounds"]) is not None:
             answers.append(number)
     return answers
 

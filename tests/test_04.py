@@ -161,6 +161,14 @@ def test_by_outcome_answers_are_chosen_where_the_logged_answer_was_right(sweet, 
     assert stopped.value.code == 2
 
 
+def test_in_the_last_round_every_candidate_is_an_answer(workspace):
+    task = read(workspace / "offline.jsonl")[0]["task"]
+    candidates = [{"text": text, "ids": [n], "ended": True} for n, text in enumerate(["Which?", backend.MARKER + "\nx"])]
+    row = {"task": task, "prompt": "p", "history": [{"role": "user", "content": "?"}], "candidates": candidates}
+    assert policy_stage.answers_of({**row, "max_rounds": 2}) == [1]
+    assert policy_stage.answers_of({**row, "max_rounds": 1}) == [0, 1]                     # as 02 takes it
+
+
 def test_states_are_a_seeded_share_of_whole_trajectories(workspace):
     trajectories = read(workspace / "offline.jsonl")
     sampled = policy_stage.sample_trajectories(trajectories, 0.1, 0)
