@@ -237,7 +237,7 @@ def train(scorer, examples, ref_or_return, args, run, costs):
 def main(argv=None):
     args = parse_args(argv)
     if args.dry_run:
-        return dry_run(args, common.token_logps, 1 if args.head == "value" else 2)
+        return dry_run(args, args.batch_size, common.token_logps, 1 if args.head == "value" else 2)
     run = start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])

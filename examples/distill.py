@@ -459,6 +459,7 @@ def scored_candidates(states, critic, tokenizer, args, run, costs):
     rows = states                                                    # of --candidates: read_candidates has read them
     if not args.candidates:
         rows = candidates_phase(states, tokenizer, args, run, costs)
+        costs.record()
     gc.collect()
     rows = scores_phase(rows, critic, tokenizer, args, run, costs)
     gc.collect()
@@ -527,9 +528,14 @@ def answer_begin(tokenizer, action, answer):
 
 
 def read_answers(trajectories, tokenizer, args):
-    """The answer_items that are short enough; InputError where there is none."""
-    items = [item for item in answer_items(trajectories, tokenizer) if training.item_length(item) <= args.max_length]
+    """The answer_items that are short enough, and says how many are not there; InputError where there is none."""
+    stated = answer_items(trajectories, tokenizer)
+    items = [item for item in stated if training.item_length(item) <= args.max_length]
+    num_right = sum(domain_of(trajectory["task"]).outcome(trajectory) == 1 for trajectory in trajectories)
     say(f"{len(items):,} right answers of {len(trajectories):,} trajectories (--answer-coef)")
+    if len(items) < num_right:
+        say(f"left out {num_right - len(items):,} more right answers: {num_right - len(stated):,} do not stand in the "
+            f"last turn, {len(stated) - len(items):,} are longer than --max-length {args.max_length} with their prompt")
     if not items:
         raise InputError(f"{args.trajectories}: --answer-coef: no successful dialogue whose last turn states an answer")
     return items
@@ -730,6 +736,8 @@ def parse_args(argv=None):
         parser.error("--sampler takes http://HOST:PORT/v1#NAME, without --candidates")
     if args.reference and not args.critic:
         parser.error("--reference goes with --critic")
+    if args.dry_run and args.method == "distill":
+        parser.error("--dry-run does not know what the teacher of distill needs")
     if args.epochs is None:
         args.epochs = EPOCHS[args.method]
         if args.preset == "paper-frontend" and args.epochs == 4:
@@ -765,12 +773,16 @@ def open_critic(trajectories, tokenizer, args):
     return critic
 
 
+def examples_a_step(args):
+    if args.pairs_together:
+        return max(1, args.batch_size // args.pairs_per_turn)
+    return args.batch_size
+
+
 def train(scorer, examples, all_ref_logps, args, run, costs):
     """Train the scorer's model on the examples, from the last state that was saved.
     all_ref_logps: of each example what common.reference_logps gives; None where turns are imitated."""
-    batch_size = args.batch_size
-    if args.pairs_together:
-        batch_size = max(1, args.batch_size // args.pairs_per_turn)
+    batch_size = examples_a_step(args)
     batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
     steps_an_epoch = math.ceil(len(examples) / batch_size)
     say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
@@ -819,7 +831,8 @@ def train(scorer, examples, all_ref_logps, args, run, costs):
 def main(argv=None):
     args = parse_args(argv)
     if args.dry_run:
-        return dry_run(args, common.token_logps, 2 if args.method == "mtdpo" else 1, tree=args.method == "sweet")
+        num_rows = 2 if args.method == "mtdpo" or args.answer_coef else 1          # of an example
+        return dry_run(args, examples_a_step(args), common.token_logps, num_rows, tree=args.method == "sweet")
     run = start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])

@@ -20,7 +20,8 @@ NUMBER = checker(float)
 
 class Costs:
     """What a stage spends, kept in `out`/costs.json (`folder`) or `out`.costs.json: COST_KEYS and SERVER_KEYS, all
-    ranks together but for wall time and memory (the highest). A resumed run adds to what the run before it recorded.
+    ranks together but for wall time and memory (the highest). A resumed run adds to what the run before it recorded;
+    what that run spent after its last record() is lost if it was killed.
 
     works: what models (work_of) and servers (their counts) did for this process on this rank. Stages append to it."""
 

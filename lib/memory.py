@@ -202,16 +202,16 @@ def memory_plan(config, step, token_logps):
     return fsdp.plan()
 
 
-def dry_run(args, token_logps, rows_an_example, tree=False):
-    """Print the memory plan of 03 or 04 by its arguments, for --dry-run ranks."""
+def dry_run(args, batch_size, token_logps, rows_an_example, tree=False):
+    """Print the memory plan of 03 or 04 by its arguments, for --dry-run ranks. batch_size: examples a step."""
     from transformers import AutoConfig
     check_replicate(args.replicate, args.dry_run)
     if reads_images(args.model):
         raise InputError(f"{args.model}: --dry-run knows models of text alone")
-    num_examples = min(args.micro_batch_size, math.ceil(args.batch_size / args.dry_run))
+    num_examples = min(args.micro_batch_size, math.ceil(batch_size / args.dry_run))
     lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
     step = PlannedStep(args.dry_run, args.replicate, args.dtype, args.activation_checkpointing,
-                       num_examples * rows_an_example, args.max_length, args.batch_size > num_examples * args.dry_run,
+                       num_examples * rows_an_example, args.max_length, batch_size > num_examples * args.dry_run,
                        tree, lora)
     plan = memory_plan(from_pretrained(AutoConfig, args.model), step, token_logps)
     say(f"{args.model} on {args.dry_run} ranks in {args.replicate} groups, {args.dtype}; on each rank a micro-batch of "

@@ -143,6 +143,8 @@ def load_tokenizer(name):
     tokenizer = from_pretrained(AutoTokenizer, name)
     if tokenizer.chat_template is None:
         raise InputError(f"{name}: its tokenizer has no chat template")
+    if tokenizer.eos_token_id is None:
+        raise InputError(f"{name}: its tokenizer has no eos_token, with which an agent ends its turn")
     if type(tokenizer.model_max_length) not in (int, float):
         raise InputError(f"{name}: tokenizer_config.json: model_max_length is no number")
     folders.check_template(name, tokenizer)

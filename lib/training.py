@@ -291,7 +291,9 @@ class StepLog:
         lines = []
         if self.path.exists():
             lines = self.path.read_text().splitlines()
-        self.track = open_track(rows=[parse_json(line, self.path) for line in lines])
+        rows = [parse_json(line, self.path) for line in lines]
+        self.track = open_track(rows=rows)
+        self.seconds_before = rows[-1].get("seconds", 0) if rows else 0
         self.begin = self.last = time.perf_counter()
         self.tokens = self.total_tokens = 0
 
@@ -309,7 +311,7 @@ class StepLog:
         say(f"step {step:05d}/{self.num_steps:05d} | {shown} | {speed:,.0f} tok/s | eta {eta / 60:.1f}m")
         if is_main():
             row = {"step": step, **numbers, "tokens_per_s": speed, "peak_memory_mb": peak_memory_mb(),
-                   "seconds": now - self.begin}
+                   "seconds": self.seconds_before + now - self.begin}
             with open_file(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             self.track.log(**row)

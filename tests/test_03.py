@@ -259,7 +259,9 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(workspace, critic, 
     assert "continues at step 2\n" in capsys.readouterr().out
     killed, whole = weights(tmp_path / "killed"), weights(critic[0])
     assert all(torch.equal(killed[name], whole[name]) for name in whole)
-    assert [row["step"] for row in read(tmp_path / "killed" / "metrics.jsonl")] == [1, 2, 3, 4]
+    rows = read(tmp_path / "killed" / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(one["seconds"] < two["seconds"] for one, two in zip(rows, rows[1:]))
 
 
 def test_one_batch_of_eight_is_eight_batches_of_one_and_two_ranks(workspace, critic, tmp_path):

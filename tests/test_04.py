@@ -110,6 +110,29 @@ def test_the_tokens_of_an_answer_are_those_behind_the_marker(workspace, tiny):
     assert policy_stage.answer_begin(tokenizer, [7, 8], "def f") is None
 
 
+def test_right_answers_that_are_left_out_are_counted(workspace, tiny, capsys):
+    lengths = {}
+    for trajectory in common.read_trajectories(workspace / "offline.jsonl"):
+        if trajectory["reward"] == 1:
+            [[row]] = policy_stage.answer_items([trajectory], tiny[1])
+            lengths[len(row.ids)] = trajectory
+    short, middle, long = sorted(lengths)[:3]
+    lengths[long]["answer"] = "not what the last turn says"
+    trajectories = [lengths[length] for length in (short, middle, long)]
+    args = argparse.Namespace(trajectories="t", max_length=short)
+    assert len(policy_stage.read_answers(trajectories, tiny[1], args)) == 1
+    assert "2 more right answers: 1 do not stand in the last turn, 1 are longer" in capsys.readouterr().out
+
+
+def test_sampled_candidates_are_paid_for_before_they_are_scored(monkeypatch):
+    done = []
+    monkeypatch.setattr(policy_stage, "candidates_phase", lambda *_: done.append("sampled"))
+    monkeypatch.setattr(policy_stage, "scores_phase", lambda *_: done.append("scored"))
+    costs = argparse.Namespace(record=lambda: done.append("recorded"))
+    policy_stage.scored_candidates([], None, None, argparse.Namespace(candidates=None), None, costs)
+    assert done == ["sampled", "recorded", "scored"]
+
+
 def test_right_answers_are_a_further_term(with_answers, workspace):
     out, printed = with_answers
     wins = sum(row["reward"] == 1 for row in read(workspace / "offline.jsonl"))
@@ -163,7 +186,7 @@ def test_by_outcome_answers_are_chosen_where_the_logged_answer_was_right(sweet, 
 
 def test_in_the_last_round_every_candidate_is_an_answer(workspace):
     task = read(workspace / "offline.jsonl")[0]["task"]
-    candidates = [{"text": text, "ids": [n], "ended": True} for n, text in enumerate(["Which?", backend.MARKER + "\nx"])]
+    candidates = [{"text": text, "ids": [1], "ended": True} for text in ("Which one?", backend.MARKER + "\nx")]
     row = {"task": task, "prompt": "p", "history": [{"role": "user", "content": "?"}], "candidates": candidates}
     assert policy_stage.answers_of({**row, "max_rounds": 2}) == [1]
     assert policy_stage.answers_of({**row, "max_rounds": 1}) == [0, 1]                     # as 02 takes it

@@ -162,6 +162,7 @@ DAMAGES = {
     "half a tokenizer_config": cut("tokenizer_config.json", 50),
     "a tokenizer_config that is a list": text("tokenizer_config.json", "[]"),
     "an end that is a list": lambda folder: change_json(folder, "tokenizer_config.json", eos_token=[1]),
+    "no end": lambda folder: change_json(folder, "tokenizer_config.json", eos_token=None),
     "a class that is a number": lambda folder: change_json(folder, "tokenizer_config.json", tokenizer_class=7),
     "a length that is a text": lambda folder: change_json(folder, "tokenizer_config.json", model_max_length=""),
     "no template": without("chat_template.jinja"),

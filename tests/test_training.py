@@ -173,6 +173,11 @@ def test_a_dry_run_needs_nothing_but_a_configuration(tmp_path, capsys):
         printed = capsys.readouterr().out
         assert "on 8 ranks" in printed and "parameters          0.000 GB" in printed and "total" in printed
         assert f"{3 * (2 if number == 3 else 1)} rows of 64" in printed
+    for more, num_rows in ((["--answer-coef", "1"], 6), (["--pairs-together"], 1)):        # 24 pairs: 6 turns
+        stage(4).main(["--trajectories", "none", "--model", str(tmp_path), "--out", str(tmp_path / "x"),
+                       "--max-length", "64", "--dry-run", "8", "--batch-size", "24", "--method", "sweet", "--critic",
+                       "x", *more])
+        assert f"{num_rows} rows of 64" in capsys.readouterr().out
     assert not (tmp_path / "x").exists()
     with pytest.raises(InputError, match="--replicate 3 does not divide the 8 ranks"):
         stage(3).main(["--trajectories", "none", "--model", str(BASE), "--out", "x", "--dry-run", "8",
