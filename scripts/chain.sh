@@ -154,7 +154,10 @@ print(first, *(key.removesuffix("_rate").removeprefix("mean_") for key in keys),
 for name, m in metrics.items():
     numbers = [f"{number:.3f}" for number in [*(m[key] for key in keys), *m["ci95"]]]
     costs = m["costs"]
-    print(*name.replace("_-", "_").replace("@", "_").split("_"), *numbers, costs["trained_tokens"],
-          costs["generated_tokens"], f"{costs['wall_s'] / 60:.1f}", sep=",")
+    name, _, last = name.partition("@")
+    cells = name.replace("_-", "_").split("_")
+    if last:
+        cells += [""] * (first.count(",") - len(cells)) + [last]     # a name that lacks settings of others
+    print(*cells, *numbers, costs["trained_tokens"], costs["generated_tokens"], f"{costs['wall_s'] / 60:.1f}", sep=",")
 PYTHON
 }

@@ -170,7 +170,7 @@ done | two_at_a_time
 # ---------------------------------------------------------------------------------------------------------------------
 # the table; the baseline is multi-turn DPO with all dialogues, or with the most that were played
 
-files=() largest=${sizes##* } baseline=
+files=() largest=$(printf '%s\n' $sizes | sort -n | tail -n 1) baseline=
 for size in $sizes; do
     for name in $(arms_of $size); do
         while read -r run _; do

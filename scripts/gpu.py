@@ -29,6 +29,7 @@ import multiprocessing
 import os
 import pathlib
 import random
+import re
 import shutil
 import signal
 import socket
@@ -58,7 +59,7 @@ from lib import adapters, memory, models, training  # noqa: E402
 from lib.engine import Engine  # noqa: E402
 from lib.runtime import run_stage, start  # noqa: E402
 
-# Dense bfloat16 peaks in TFLOP/s, from NVIDIA's data sheets (without sparsity). The first name that is part of a card's
+# Dense bfloat16 peaks in TFLOP/s, from NVIDIA's data sheets (without sparsity). The first whose words are in a card's
 # name counts. A card that is not here is measured (peak_flops).
 PEAKS = {
     "B200": 2250, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "H20": 148, "A100": 312, "A800": 312,
@@ -116,7 +117,7 @@ def data_sheet_teraflops(name):
     if any(word in name for word in PARTLY):
         return None
     for known, teraflops in PEAKS.items():
-        if known in name:
+        if re.search(rf"\b{known}\b", name):                        # "RTX A1000" is no "A100"
             return teraflops
     return None
 

@@ -144,6 +144,10 @@ measure() {                                                          # the base,
     $py 05_evaluate.py base="$out/few/base.jsonl" $tried --overwrite --out "$out/curves"
 }
 
+if [[ ${seeds%% *} != 0 && -z $(best mtdpo) ]]; then
+    echo "error: other seeds take the rates that seed 0 found: bash scripts/real.sh 0 first" >&2
+    exit 2
+fi
 [ -e "$base/COMPLETED" ] || make_base
 for seed in $seeds; do
     out=$results/seed$seed

@@ -8,7 +8,8 @@
 #             the human (02_rollout.py --simulator rules) stay there, because they are counted there
 # Then each agent plays the test tasks twice, with 02 as it is here, and the entry is printed: dialogues and minutes a
 # seed, success, and the chance that it is no better than the mark. Before that it is checked that what is fixed is as
-# it was: test tasks, base model, human, rounds. Results in out/record/DOMAIN/NAME. A second call resumes.
+# it was: test tasks, base model, human, rounds. Results in out/record/DOMAIN/NAME. A second call resumes; the minutes
+# of its calls are summed.
 # TEST_TASKS (300) and NUM_TRAIN (800; queries: 500) make it smaller; the entry then says that it does not count.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,6 +25,12 @@ set_up_domain
 name=$1 seeds=${SEEDS:-20 21 22 23 24} results=${OUT:-out}/record/$domain/$1
 shift
 mkdir -p "$results"
+command=$(printf '%q ' "$@")
+if [ -e "$results/command" ] && [ "$(< "$results/command")" != "$command" ]; then
+    echo "error: $results: made by $(< "$results/command"); choose another NAME" >&2
+    exit 2
+fi
+echo "$command" > "$results/command"
 out=$results seed=0
 tasks test $num_test 1000
 head -n 40 "$results/test.jsonl" > "$results/first.jsonl"
@@ -37,8 +44,11 @@ for seed in $seeds; do
     tasks train "${NUM_TRAIN:-$num_train}" "$seed"
     if [ ! -e "$out/seconds" ]; then
         begin=$SECONDS
+        trap 'echo $((SECONDS - begin)) >> "$out/seconds.calls"' EXIT                   # a call that fails counts, too
         SEED=$seed TRAIN=$out/train.jsonl BASE=$base OUT=$out/agent-of step "command" "$@"
-        echo $((SECONDS - begin)) > "$out/seconds"
+        trap - EXIT
+        echo $((SECONDS - begin)) >> "$out/seconds.calls"
+        echo $(($(paste -sd + "$out/seconds.calls"))) > "$out/seconds"
     fi
     [ -e "$out/agent-of/agent" ] || { echo "error: $out/agent-of/agent: COMMAND left no agent there" >&2; exit 2; }
     step rollout-test $py $rollout --tasks "$results/tasks.jsonl" --agent "$out/agent-of/agent" --samples 2 \

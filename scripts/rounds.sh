@@ -12,7 +12,7 @@
 # tasks for every method, trains a critic from the current agent where the method has one, trains the next agent from
 # the current one, and plays the test tasks. All methods share the dialogues of round 1. Two processes of one thread at a
 # time.
-# NAME (METHOD) names what differs from the plain method by
+# NAME (METHOD; letters, digits, ".", "-"; for one METHOD alone) names what differs from the plain method by
 #     POLICY_FLAGS="--epochs 2"             more flags of 04, or of its forks examples/grpo.py and examples/distill.py
 #     LATER_FLAGS="--lr 3e-5"               flags of it from the second round on, in place of METHOD_later below
 #     CRITIC_FLAGS="--reference blind"      more flags of 03; with "--model models/tiny" it starts anew in each round
@@ -40,6 +40,10 @@ if [[ ! $methods =~ ^($known)(,($known))*$ || ! $num_rounds =~ ^[1-9][0-9]*$ ]];
 fi
 if [[ ! ${CRITIC_DATA:-all} =~ ^(new|all)$ || ! $split =~ ^(test|validation)$ ]]; then
     echo "error: CRITIC_DATA is new or all, SPLIT test or validation" >&2
+    exit 2
+fi
+if [[ -n ${NAME:-} && ( $methods = *,* || ! $NAME =~ ^[[:alnum:].-]+$ ) ]]; then
+    echo "error: NAME is for one METHOD alone, and has letters, digits, \".\" and \"-\"" >&2
     exit 2
 fi
 set_up_domain
@@ -119,10 +123,7 @@ play_rounds() {                                                      # METHOD NA
 }
 export -f step result_of tasks train critic evaluate train_policy policy tasks_and_first_dialogues play_round play_rounds
 
-for seed in $seeds; do
-    [[ -e $results/seed$seed/offline.jsonl && -e $results/seed$seed/train-$num_rounds.jsonl ]] ||
-        echo "tasks_and_first_dialogues $seed"
-done | two_at_a_time
+for seed in $seeds; do echo "tasks_and_first_dialogues $seed"; done | two_at_a_time
 for seed in $seeds; do
     for method in ${methods//,/ }; do
         [ -n "${RATES:-}" ] || echo "play_rounds $method ${NAME:-$method} $seed ${POLICY_FLAGS:-}"
@@ -135,9 +136,10 @@ done | two_at_a_time
 # ---------------------------------------------------------------------------------------------------------------------
 # all that has been played of these seeds, as points of curves
 
-files=() baseline=
+files=() baseline= first=method,round
 for folder in "$results/seed${seeds%% *}"/*/; do
     other=$(basename "$folder")
+    [[ $other != *_* ]] || first=method,lr,round                     # NAME_RATE
     for round in $(seq "$num_rounds"); do
         own=$(printf "$results/seed%s/$other/$round/agent.jsonl\n" $seeds)
         if ls $own > /dev/null 2>&1; then
@@ -149,10 +151,8 @@ for folder in "$results/seed${seeds%% *}"/*/; do
     done
     for budget in ${BUDGETS:-}; do
         own=$(printf "$results/seed%s/$other/$num_rounds/in-$budget.jsonl\n" $seeds)
-        ! ls $own > /dev/null 2>&1 || files+=("$other-in-$budget=$(paste -sd, <<< "$own")")
+        ! ls $own > /dev/null 2>&1 || files+=("$other-in-$budget@$num_rounds=$(paste -sd, <<< "$own")")
     done
 done
 $py 05_evaluate.py "${files[@]}" $baseline --costs --overwrite --out "$results/report-${seeds// /-}"
-first=method,round
-[ -z "${RATES:-}" ] || first=method,lr,round
 grid_table "$results/report-${seeds// /-}/metrics.json" $first > "$results/table.csv"

@@ -29,16 +29,21 @@ other() {                                                            # SWEET wit
 }
 one_seed() {
     seed=$1 out=$results/seed$1
+    trap 'touch "$out/chain-failed"' EXIT
     data
     baselines
     critic critic
     policy sweet sweet --critic "$out/critic"
     touch "$out/chain-done"
+    trap - EXIT
 }
 row() {                                                              # SEED NAME
     seed=$1 out=$results/seed$1
     local n=${2#n}
-    until [ -e "$out/chain-done" ]; do sleep 5; done
+    until [ -e "$out/chain-done" ]; do
+        [ ! -e "$out/chain-failed" ] || { echo "not played: $2 of seed $1, whose chain failed" >&2; return 1; }
+        sleep 5
+    done
     case $2 in
         oracle | oracle-patient) policy "sweet-$2" sweet --critic "$2" $(candidates) ;;
         tokens) policy mtdpo-tokens mtdpo --epochs 4 ;;              # about as many as SWEET, its critic included
@@ -56,6 +61,7 @@ row() {                                                              # SEED NAME
 export -f step result_of tasks data train critic evaluate train_policy policy baselines candidates other \
     one_seed row best_of
 
+for seed in $seeds; do rm -f "$results/seed$seed/chain-failed"; done
 {
     printf 'one_seed %s\n' $seeds
     for seed in $seeds; do
@@ -101,8 +107,9 @@ for n in 1 4 16; do
     echo "best_of oracle oracle $n"
     [ "$n" = 16 ] || echo "best_of judge judge:$base $n"             # it compares one by one: slow
 done | two_at_a_time
-$py 05_evaluate.py $(cd "$out/few" && ls *@*.jsonl | sed "s|\(.*\)\.jsonl|\1=$out/few/&|") --out "$out/curves"
+$py 05_evaluate.py $(cd "$out/few" && ls *@*.jsonl | sed "s|\(.*\)\.jsonl|\1=$out/few/&|") --overwrite \
+    --out "$out/curves"
 branches 100 8
 $py scripts/critics.py --trajectories "$out/few/base.jsonl" \
     --critics $(for name in $critics; do echo "$name=$out/$name"; done) --returns "$out/few/branches.jsonl" \
-    --out "$out/critics"
+    --overwrite --out "$out/critics"

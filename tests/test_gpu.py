@@ -90,7 +90,8 @@ def test_parts_for_which_the_time_is_over_are_left_out(settings):
     ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989),
     ("NVIDIA H20", 148), ("NVIDIA L40S", 362), ("NVIDIA L4", 121), ("NVIDIA A10", 125), ("NVIDIA A10G", 70),
     ("NVIDIA GeForce RTX 4090", 165), ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-    ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None), ("Some Card 9000", None)])
+    ("NVIDIA A100-SXM4-80GB MIG 3g.40gb", None), ("Some Card 9000", None),
+    ("NVIDIA RTX A1000", None), ("NVIDIA RTX A4000", None), ("NVIDIA RTX A3000 12GB", None)])
 def test_the_peak_is_that_of_the_card_and_not_of_one_with_a_similar_name(name, teraflops):
     assert gpu.data_sheet_teraflops(name) == teraflops
 

@@ -18,6 +18,8 @@ import fcntl, json, os, pathlib, sys
 words = sys.argv[4:] if sys.argv[1] == "--standalone" else sys.argv[1:]        # torchrun's own flags
 if words[0] == "-":                                                            # tune.sh writes its CSV
     sys.exit()
+if os.environ.get("FAIL") in words:
+    sys.exit("failed as the test wants")
 if words[0] == "-m":                                                           # a fork of 04, "examples.grpo"
     words = words[1:]
 values = dict(zip(words, words[1:]))
@@ -145,6 +147,16 @@ def test_a_study_of_the_chain_alone(call):
     commands = call("scripts/study.sh", "3", ROWS="")
     assert list(comparisons(commands)) == ["chain-3"]
     assert not any("oracle" in name or "few" in name for name in outputs(commands))
+
+
+def test_rows_of_a_chain_that_failed_are_not_waited_for(call, tmp_path):
+    environment = {"PATH": os.environ["PATH"], "ROWS": "oracle", "FAIL": "mtdpo"}
+    process = subprocess.run(["bash", "scripts/study.sh", "3"], cwd=tmp_path, text=True, capture_output=True,
+                             timeout=60, env=environment)
+    assert process.returncode and "failed: mtdpo" in process.stderr
+    assert "not played: oracle of seed 3, whose chain failed" in process.stderr
+    words = comparisons(call("scripts/study.sh", "3", ROWS="oracle"))          # a second call plays it
+    assert "rankings-3" in words
 
 
 def test_the_chain_of_queries_and_its_study(call):
@@ -310,8 +322,9 @@ def test_a_second_call_of_rounds_shares_dialogues_and_report_with_the_first(call
     assert critics[2]["--beta"] == "0.5" and policies[2].get("--beta") != "0.5"
     assert policies[2]["--method"] == "grpo" and critics[2]["--model"] == "models/tiny"
     assert {words[0] for words in commands if words[0].startswith(POLICY)} == {"examples.grpo"}
-    # the dialogues of round 1 are shared; what an earlier call played is in the report of this one
-    assert not any(words[words.index("--out") + 1] == "out/rounds/seed3/offline.jsonl" for words in commands)
+    # the dialogues of round 1 are shared (02 sees that they are there); what an earlier call played is in the report
+    [shared] = [words for words in commands if words[-1] == "out/rounds/seed3/offline.jsonl"]
+    assert after(shared, "--tasks") == "out/rounds/seed3/train-1.jsonl"
     names = {word.split("=")[0] for word in commands[-1] if "=" in word}
     assert names == {"credit@1", "credit@2", "sweet@1", "sweet@2"}
 
@@ -321,8 +334,33 @@ def test_an_agent_of_rounds_is_played_with_other_budgets_of_rounds(call):
                              BUDGETS="4 6"))
     assert [dict(zip(words, words[1:]))["--agent"] for words in commands if words[0].startswith("02")
             and words[-1].endswith(("in-4.jsonl", "in-6.jsonl"))] == ["out/rounds/seed3/longer/1/agent"] * 2
-    assert {"longer-in-4", "longer-in-6"} < {word.split("=")[0] for word in commands[-1]}
+    assert {"longer-in-4@1", "longer-in-6@1"} < {word.split("=")[0] for word in commands[-1]}
     assert rounds_of(commands, POLICY, "longer")[1]["--epochs"] == "3" and not rounds_of(commands, "03", "longer")
+
+
+def test_a_second_call_of_rounds_gives_every_size_to_its_stages(call):
+    """They refuse what an earlier call made with other sizes."""
+    call("scripts/rounds.sh", "mtdpo", "1", "3")
+    commands = words_of(call("scripts/rounds.sh", "mtdpo", "1", "3", TEST_TASKS="20", TRAIN_TASKS="7"))
+    numbers = {after(words, "--split"): after(words, "--num-tasks") for words in commands if words[0].startswith("01")}
+    assert numbers == {"test": "20", "train": "7"}
+
+
+def test_rows_of_a_table_have_the_columns_of_its_head(tmp_path):
+    numbers = {"success_rate": 0.5, "ci95": [0.4, 0.6], "costs": {"trained_tokens": 1, "generated_tokens": 2,
+                                                                  "wall_s": 60}}
+    names = "mtdpo@2", "mtdpo_1e-4@2", "mtdpo-in-4@2", "rft_1e-3_-_-_2"
+    (tmp_path / "metrics.json").write_text(json.dumps(dict.fromkeys(names, numbers)))
+    tables = []
+    for first in ("method,lr,round", "method,lr,beta,nll_coef,epochs"):
+        table = subprocess.run(["bash", "-c", f". scripts/chain.sh; py={sys.executable}; "
+                                f"grid_table {tmp_path}/metrics.json {first}"], cwd=ROOT, text=True,
+                               capture_output=True)
+        tables.append(table.stdout.splitlines())
+    rest = "0.500,0.400,0.600,1,2,1.0"
+    assert tables[0][:4] == ["method,lr,round,success,low,high,trained_tokens,generated_tokens,minutes",
+                             f"mtdpo,,2,{rest}", f"mtdpo,1e-4,2,{rest}", f"mtdpo-in-4,,2,{rest}"]
+    assert tables[1][4] == f"rft,1e-3,,,2,{rest}"
 
 
 def test_rounds_of_multi_turn_dpo_have_its_rates_and_are_their_own_baseline(call):
@@ -373,13 +411,14 @@ def test_rounds_need_a_method_and_a_number():
     process = subprocess.run(["bash", "scripts/rounds.sh", "--domain", "frontend", "sweet", "2"], cwd=ROOT, text=True,
                              capture_output=True, timeout=60)
     assert process.returncode == 2 and process.stderr.startswith("error: --domain frontend: ")
-    for name, value in (("CRITIC_DATA", "ALL"), ("SPLIT", "train")):
-        process = subprocess.run(["bash", "scripts/rounds.sh", "sweet", "2"], cwd=ROOT, text=True, capture_output=True,
+    for name, value, methods in (("CRITIC_DATA", "ALL", "sweet"), ("SPLIT", "train", "sweet"), ("NAME", "a_b", "sweet"),
+                                 ("NAME", "longer", "sweet,mtdpo")):
+        process = subprocess.run(["bash", "scripts/rounds.sh", methods, "2"], cwd=ROOT, text=True, capture_output=True,
                                  timeout=60, env={"PATH": os.environ["PATH"], name: value})
         assert process.returncode == 2 and process.stderr.startswith("error:") and name in process.stderr
 
 
-def test_the_chain_of_real_weights(call):
+def test_the_chain_of_real_weights(call, tmp_path):
     commands = [command["words"] for command in call("scripts/real.sh", "0", "1")]
     made = [words[words.index("--out") + 1] for words in commands if "--overwrite" not in words]
     assert len(set(made)) == len(made)
@@ -396,6 +435,9 @@ def test_the_chain_of_real_weights(call):
     assert {words[words.index("--agent") + 1] for words in test} >= {"out/real/base/model"}
     searched = [words for words in commands if words[words.index("--out") + 1].endswith("validation.jsonl")]
     assert len(searched) == 1
+    (tmp_path / "out" / "real" / "seed0" / "validation").rename(tmp_path / "elsewhere")
+    process = subprocess.run(["bash", "scripts/real.sh", "1"], cwd=tmp_path, text=True, capture_output=True, timeout=60)
+    assert process.returncode == 2 and process.stderr.startswith("error: ") and "seed 0" in process.stderr
     last = commands[-1]                                                        # both seeds in one table
     assert all(len(word.split(",")) == 2 for word in last if "=" in word) and last[-1] == "out/real/report"
 
@@ -414,7 +456,7 @@ def after(words, flag):
 
 
 def test_efficiency_gives_every_arm_the_same_dialogues(call):
-    commands = call("scripts/efficiency.sh", "10", "11", SIZES="80 320")
+    commands = call("scripts/efficiency.sh", "10", "11", SIZES="320 80")
     arms = ("rft", "mtdpo", "tenth", "untrained", "printed", "released", "blind", "answers")
     for seed in (10, 11):
         for size in ("80", "320"):
@@ -435,7 +477,7 @@ def test_efficiency_gives_every_arm_the_same_dialogues(call):
             assert [after(words[arm], "--answer-coef") for arm in arms[2:]] == [None] * 5 + ["1"]
             assert after(flags_of(commands, f"seed{seed}/critic-blind@{size}"), "--reference") == "blind"
     report = flags_of(commands, "report-10-11")
-    assert after(report, "--baseline") == "mtdpo@320" and "--costs" in report
+    assert after(report, "--baseline") == "mtdpo@320" and "--costs" in report         # the most dialogues, in any order
     assert sum("=" in word for word in report) == 2 * len(arms)
 
 
@@ -507,6 +549,26 @@ def test_a_record_counts_dialogues_and_says_that_a_small_one_does_not_count(reco
     assert "not an entry: 2 seeds and 4 test tasks; an entry has 5 and 300" in printed
     assert [len((folder / "record" / "backend" / "plain" / f"seed{seed}" / "test.jsonl").read_text().splitlines())
             for seed in (20, 21)] == [8, 8]
+
+
+def test_a_record_of_another_command_is_refused(record):
+    folder = record[0]
+    process = subprocess.run(["bash", "scripts/record.sh", "plain", "true"], cwd=folder / "checkout", text=True,
+                             capture_output=True, env={**os.environ, "OUT": str(folder)})
+    assert process.returncode == 2 and "/plain: made by bash -c " in process.stderr and not process.stdout
+
+
+def test_the_minutes_of_a_record_are_those_of_all_calls(record):
+    folder = record[0]
+    seed = folder / "record" / "backend" / "halves" / "seed20"
+    command = (f'if [ -e {seed}/again ]; then cp -r "$BASE" "$OUT/agent"; else sleep 2; touch {seed}/again; false; fi')
+    for status in (1, 0):
+        process = subprocess.run(["bash", "scripts/record.sh", "halves", "bash", "-c", command], text=True,
+                                 cwd=folder / "checkout", capture_output=True, timeout=600,
+                                 env={**os.environ, "OUT": str(folder), "SEEDS": "20", "TEST_TASKS": "2",
+                                      "NUM_TRAIN": "2"})
+        assert process.returncode == status, process.stdout + process.stderr
+    assert int((seed / "seconds").read_text()) >= 2
 
 
 def test_a_record_with_other_tasks_is_refused(record):
