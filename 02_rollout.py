@@ -103,7 +103,8 @@ class Players:
     critic: dict | str | None = None            # of --best-of: a critic of 03, or the name of an oracle
     device: torch.device = torch.device("cpu")
     verdicts: dict = dataclasses.field(default_factory=lambda: {"decided": 0, "tie": 0, "unreadable": 0})
-    first_turns: dict = dataclasses.field(default_factory=dict)      # --branch: {(task id, candidate): its first turn}
+    # --branch: {(task id, candidate): its first turn, or what samples it (asyncio.Task)}
+    first_turns: dict = dataclasses.field(default_factory=dict)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -327,8 +328,30 @@ def branched_dialogue(number, trajectory, position, candidate, continuation):
     branch = {
         "branch": {"sample": trajectory["sample"], "turn": position, "candidate": candidate},
         "continuation": continuation}
-    random_name = f"{trajectory['sample']}/{position}/{candidate}"
-    return Dialogue(number, trajectory["task"], number, history, branch=branch, random_name=random_name)
+    return Dialogue(number, trajectory["task"], number, history, branch=branch,
+                    random_name=branch_name(branch["branch"]))
+
+
+def branch_name(branch):
+    """What names a candidate of --branch in a task, and its random numbers."""
+    return f"{branch['sample']}/{branch['turn']}/{branch['candidate']}"
+
+
+def kept_first_turns(rows):
+    """Players.first_turns of the dialogues that a run before this one has played."""
+    turns = {}
+    for row in rows:
+        branch = row["branch"]
+        turns[row["task_id"], branch_name(branch)] = row["dialogue_history"][branch["turn"]]
+    return turns
+
+
+def share_of_rank(dialogues, runtime, args):
+    """The dialogues that this rank plays; of --branch all continuations of a candidate, whose first turn they share."""
+    if not args.branch:
+        return dialogues[runtime.rank::runtime.world_size]
+    return [dialogue for dialogue in dialogues
+            if dialogue.number // args.samples % runtime.world_size == runtime.rank]
 
 
 async def add_first_turn(dialogue, players, args):
@@ -336,7 +359,8 @@ async def add_first_turn(dialogue, players, args):
     candidate = task_id(dialogue.task), dialogue.random_name
     if candidate not in players.first_turns:
         players.first_turns[candidate] = asyncio.ensure_future(agent_turn(dialogue, players, args))
-    dialogue.history.append(await players.first_turns[candidate])
+    turn = players.first_turns[candidate]
+    dialogue.history.append(turn if isinstance(turn, dict) else await turn)
     dialogue.random_name += f"/{dialogue.branch['continuation']}"    # from here on with random numbers of its own
 
 
@@ -767,7 +791,9 @@ def main(argv=None):
     failures = Failures(out, "dialogue", args.concurrency)
     with Rows(out, runtime) as rows, players.world:
         missing = [dialogue for dialogue in dialogues if dialogue.number not in rows.done]
-        mine = missing[runtime.rank::runtime.world_size]
+        mine = share_of_rank(missing, runtime, args)
+        if args.branch:
+            players.first_turns.update(kept_first_turns(rows.rows()))
         if rows.done and runtime.rank == 0:
             say(f"{len(rows.done):,} of {len(dialogues):,} dialogues are there already")
             if args.track:

@@ -124,11 +124,15 @@ def paths_of(arguments):
 
 
 def read_runs(paths):
-    """The trajectories of all files of one name. Of several files, its runs, "run" is the number of the file.
+    """The trajectories of all files of one name. Of several files, its runs, "run" is the number of the file. A single
+    file may have "run", too: one that this stage has scored.
 
-    InputError where the files have not the same tasks."""
+    InputError where the runs have not the same tasks."""
     runs = [common.read_trajectories(path) for path in paths]
     if len(runs) == 1:
+        first, *others = [{trajectory["task_id"] for trajectory in run} for run in statistics.by_run(runs[0])]
+        if any(tasks != first for tasks in others):
+            raise InputError(f'{paths[0]}: its rows have "run", and not all runs have the same tasks')
         return runs[0]
     tasks = {trajectory["task_id"] for trajectory in runs[0]}
     for number, (path, run) in enumerate(zip(paths, runs)):

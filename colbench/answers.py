@@ -4,6 +4,8 @@ A message of a model is prose with pieces of code in it. `pieces` finds them: fe
 Python's own parser decides what is code. `chosen_pieces` picks those that the tested function needs.
 docs/scorer.md has the rules.
 """
+import __future__
+
 import ast
 import bisect
 import builtins
@@ -106,7 +108,10 @@ def strings_of(text):
 
 def compiled_statements(source):
     """Code objects of a source, one for each statement at its top level, so that a fault of one costs only that one;
-    an exception in the place of one that does not compile."""
+    an exception in the place of one that does not compile.
+
+    Annotations are not evaluated, as by default since Python 3.14: an answer may repeat the request's signature with
+    `List[int]`, and leave out the import."""
     nodes, _ = parsed(source)
     if nodes is None:
         try:
@@ -117,7 +122,7 @@ def compiled_statements(source):
     codes = []
     for node in nodes:
         try:
-            codes.append(compiled(ast.Module([*futures, node], [])))
+            codes.append(compiled(ast.Module([*futures, node], []), __future__.annotations.compiler_flag))
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             codes.append(error)
     return codes
@@ -128,8 +133,8 @@ def compiled_whole(source):
     return [compiled(source)]
 
 
-def compiled(source):
-    return compile(source, "<answer>", "exec", dont_inherit=True)
+def compiled(source, flags=0):
+    return compile(source, "<answer>", "exec", flags, dont_inherit=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

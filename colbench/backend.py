@@ -566,14 +566,15 @@ def leak_of(task, reply):
 def answer_of(history, is_last):
     """What follows the marker.
 
-    It is the whole turn where nothing follows the marker, where the marker stands in a comment of the code, and in the
-    last round without a marker."""
+    It is the whole turn where nothing follows the marker, where code stands before it and a remark follows ("the
+    function above"), where the marker stands in a comment of the code, and in the last round without a marker."""
     content = history[-1]["content"]
     before, marker, after = content.partition(MARKER)
     if not marker:
         return content if is_last else None
     is_in_comment = re.search(r"#[^\w\n]*$", before)
-    if is_in_comment or not after.strip():
+    is_before = "def " in before and not re.search(r"\b(?:def|lambda|import)\b|=", after)
+    if is_in_comment or is_before or not after.strip():
         return content
     return after.strip("\n")
 

@@ -51,25 +51,37 @@ def shown(message):
     return message.split(OUTPUT, 1)[1].strip() if OUTPUT in message else message
 
 
+FENCED = re.compile(r"(```+|~~~+)[^\n]*\n(\s*<[!?a-z].*?)(?:\1|\Z)", re.DOTALL | re.IGNORECASE)
+DOCUMENT = re.compile(r"<(?:!doctype|html)\b.*", re.DOTALL | re.IGNORECASE)
+TO_ITS_END = re.compile(r".*</html\s*>", re.DOTALL | re.IGNORECASE)
+OPENING_TAG = re.compile(r"<([a-z][a-z0-9]*)\b[^>]*>", re.IGNORECASE)
+CLOSING_TAG = re.compile(r"</([a-z][a-z0-9]*)\s*>", re.IGNORECASE)
+
+
 def page_of(text):
     """The HTML page in an agent's turn; None if there is none.
 
-    It is the last fenced block that begins with a tag. Without one it begins with <!doctype or <html, or with the first
-    tag that is closed later, and goes to the last ">" (or to the end, where the page was cut)."""
-    blocks = re.findall(r"```[a-z]*\s*\n(\s*<[!a-z].*?)(?:```|\Z)", text, re.DOTALL | re.IGNORECASE)
+    It is the last fenced block that is a document or, where none is, that begins with a tag. Without one it begins with
+    <!doctype or <html, and goes to the last </html> (or to the end, where the page was cut). Without that it is what
+    elements_of finds, where this is more than half of the turn: a question may name a <b>tag</b>, too."""
+    blocks = [block.strip() for _, block in FENCED.findall(text)]
     if blocks:
-        return blocks[-1].strip()
-    document = re.search(r"<(!doctype|html)\b.*", text, re.DOTALL | re.IGNORECASE)
-    if document and re.search(r"</html\s*>", document[0], re.IGNORECASE):
-        return up_to_last_tag(document[0])
+        return next(filter(DOCUMENT.search, reversed(blocks)), blocks[-1])
+    document = DOCUMENT.search(text)
     if document:
-        return document[0].strip()
-    element = re.search(r"<([a-z][a-z0-9]*)\b[^>]*>.*</\1\s*>", text, re.DOTALL | re.IGNORECASE)
-    return up_to_last_tag(text[element.start():]) if element else None
+        whole = TO_ITS_END.match(document[0])
+        return whole[0] if whole else document[0].strip()
+    elements = elements_of(text)
+    return elements if elements and 2 * len(elements) > len(text.strip()) else None
 
 
-def up_to_last_tag(text):
-    return text[:text.rindex(">") + 1]
+def elements_of(text):
+    """What stands from the first tag that is closed later to the last ">"; None if there is no such tag."""
+    closed = {match[1].lower(): match.start() for match in CLOSING_TAG.finditer(text)}       # where for the last time
+    for match in OPENING_TAG.finditer(text):
+        if closed.get(match[1].lower(), -1) >= match.end():
+            return text[match.start():text.rindex(">") + 1]
+    return None
 
 
 def last_page(history):

@@ -871,11 +871,12 @@ def check_data(tasks, unsafe_scorer):
 # the rest of the interface (colbench/__init__.py)
 
 def answer_of(history, is_last):
-    """The statement that follows the marker; in the last round without it the whole turn, as it is."""
+    """The statement that follows the marker, or stands before it where nothing follows; in the last round without a
+    marker the whole turn, as it is."""
     content = history[-1]["content"]
-    _, marker, after = content.partition(MARKER)
+    before, marker, after = content.partition(MARKER)
     if marker:
-        return statement_of(after)
+        return statement_of(after if after.strip("`~ \n") else before)
     return content if is_last else None
 
 

@@ -6,26 +6,36 @@ statement_of(text) takes the first of these that is there:
 2. the first fence (``` or ~~~, of any language, on one line or several, closed or not) that holds a query;
 3. the first query in backticks;
 4. the first query in prose: at the begin of a line, behind a colon, or in capitals;
-5. what stands in the first fence, or the whole text: no query, which the database says.
+5. the first query in quotes: a string of JSON, as in a call of a tool;
+6. what stands in the first fence, or the whole text: no query, which the database says.
 
-A query ends with a semicolon, before a line or a paragraph that is prose, or with the text. What follows a semicolon
-stays where it is a further statement, so that two statements are refused. Parentheses around a whole query are dropped.
+A query ends with a semicolon, before a fence, a line or a paragraph that is prose, or with the text. What follows a
+semicolon stays where it is a further statement, so that two statements are refused. Parentheses around a whole query
+are dropped.
 """
 import re
+
+from colbench.answers import strings_of
 
 LOOK = "QUERY:"
 MAX_CHARS = 20_000              # a longer text stays as it is; sqlite3 is told to refuse a statement of 10,000
 
-QUOTED = r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`[^`\n]*`|\[[^\]\n]{0,100}\]"""
+STRING = r"""'(?:[^']|'')*'|"(?:[^"]|"")*\""""
+QUOTED = STRING + r"|`[^`\n]*`|\[[^\]\n]{0,100}\]"
 COMMENT = r"--[^\n]*|/\*.*?(?:\*/|\Z)"
 NAME = r"""(?:\w+|"[^"]*"|`[^`]*`|\[[^\]]*\])"""
 TO_SKIP = re.compile(rf"[\s(]+|{COMMENT}", re.DOTALL)
 QUERY = re.compile(
     rf"SELECT\b|VALUES\s*\(|WITH\s+(?:RECURSIVE\s+)?{NAME}\s*(?:\([^()]*\)\s*)?AS\s*(?:(?:NOT\s+)?MATERIALIZED\s*)?\(",
     re.IGNORECASE)
-OTHER_STATEMENT = re.compile(
-    r"(?:ALTER|ANALYZE|ATTACH|BEGIN|COMMIT|CREATE|DELETE|DETACH|DROP|EXPLAIN|INSERT|PRAGMA|REINDEX|RELEASE|REPLACE|"
-    r"ROLLBACK|SAVEPOINT|UPDATE|VACUUM)\b(?!\s*:)", re.IGNORECASE)
+END = r"(?:;|\Z)"
+OTHER_STATEMENT = re.compile(                                       # by more than its first word, which prose may have
+    r"ALTER\s+TABLE\b|(?:ANALYZE|REINDEX|VACUUM)(?:\s+[\w.]+)?\s*" + END + r"|(?:ATTACH|DETACH)\s+(?:DATABASE\b|['\"])|"
+    r"(?:BEGIN|COMMIT|ROLLBACK)(?:\s+(?:DEFERRED|IMMEDIATE|EXCLUSIVE))?(?:\s+TRANSACTION)?\s*" + END + "|"
+    r"CREATE\s+(?:TEMP|TEMPORARY|TABLE|VIEW|UNIQUE|INDEX|TRIGGER|VIRTUAL)\b|DROP\s+(?:TABLE|VIEW|INDEX|TRIGGER)\b|"
+    r"DELETE\s+FROM\b|(?:INSERT|REPLACE)\s+(?:OR\s+\w+\s+)?INTO\b|PRAGMA\b|"
+    rf"UPDATE\s+(?:OR\s+\w+\s+)?{NAME}\s+SET\b|EXPLAIN\s+(?:QUERY\s+PLAN|SELECT|WITH)\b|"
+    r"(?:SAVEPOINT|RELEASE)\s+\w+\s*" + END, re.IGNORECASE)
 CLAUSE = re.compile(                                                # how a query can go on in a new line
     r"[(),*/+<>=|-]|(?:FROM|WHERE|GROUP|HAVING|ORDER|LIMIT|OFFSET|WINDOW|LEFT|RIGHT|FULL|INNER|OUTER|CROSS|NATURAL|"
     r"JOIN|ON|USING|AND|OR|NOT|AS|BY|UNION|EXCEPT|INTERSECT|SELECT|DISTINCT|CASE|WHEN|THEN|ELSE|END|IN|LIKE|BETWEEN|"
@@ -33,6 +43,7 @@ CLAUSE = re.compile(                                                # how a quer
 UNFINISHED = re.compile(r"(?:[,(=<>+*/|-]|\b(?:SELECT|DISTINCT|FROM|JOIN|WHERE|BY|HAVING|AND|OR|ON|AS))\s*\Z",
                         re.IGNORECASE)
 
+FENCE_END = re.compile(r"```|^[ \t]*~~~", re.MULTILINE)
 FENCE = re.compile(r"(```+|~~~+)(.*?)(?:\1[`~]*|\Z)", re.DOTALL)
 LANGUAGE = re.compile(r"\s*(?:sql|sqlite3?|mysql|postgres(?:ql)?|text|plaintext)\b", re.IGNORECASE)
 BACKTICKS = re.compile(r"(?<!`)(`{1,2})(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
@@ -50,12 +61,12 @@ ENDS = re.compile(
 PROSE = re.compile(r"[A-Z][a-z]+\b.*[A-Za-z)`][.!?:]\Z|[-*+]\s+[A-Z`*]|\d+[.)] |\#+ |\*\*", re.DOTALL)
 
 
-def masked(text):
+def masked(text, quoted=QUOTED):
     """A text of the same length with _ for what strings and quoted names hold, and blanks for comments."""
     def blanked(match):
         return re.sub(r"[^\n]", " " if match[0][:2] in ("--", "/*") else "_", match[0])
 
-    return re.sub(f"{QUOTED}|{COMMENT}", blanked, text, flags=re.DOTALL)
+    return re.sub(f"{quoted}|{COMMENT}", blanked, text, flags=re.DOTALL)
 
 
 def is_ordered(query):
@@ -98,6 +109,9 @@ def statement_of(text):
         position = begin_in_prose(prose)
         if position is not None:
             return whole_query(prose[position:])
+    for string in strings_of(text):
+        if begins_as(QUERY, string):
+            return whole_query(string)
     return blocks[0] if blocks and blocks[0] else text
 
 
@@ -132,6 +146,8 @@ def is_remark(text, position):
 
 def whole_query(text):
     """The query that a text begins with, without what follows it, and without parentheses around the whole."""
+    fence = FENCE_END.search(masked(text, STRING))                   # of one that began before the text
+    text = text[:fence.start()] if fence else text
     query = text[:end_of(text)].strip()
     query = re.sub(r"(?:\s*</?[a-z]+>)+\Z", "", query)
     query = re.sub(r"(?<=[\w)'])(?:\.|\*\*|\.\*\*)\Z", "", query)    # the full stop of a sentence, bold letters

@@ -1,6 +1,7 @@
 """What every stage stands on: the process group, JSONL files, outputs that a killed run goes on with."""
 import ctypes
 import errno
+import fcntl
 import fnmatch
 import functools
 import hashlib
@@ -339,6 +340,9 @@ def write_jsonl(path, rows):
     say(f"writes {path} ({len(rows):,} rows)")
 
 
+LOCK_S = 20                                                         # how long a second start of a command waits
+
+
 class Rows:
     """A JSONL file that is made row by row; a context manager. Every rank appends lines "NUMBER ROW" to a partial file
     of its own, in any order; a run that was killed finds the rows that are there (`done`: their numbers) and adds the
@@ -351,6 +355,8 @@ class Rows:
         self.out = pathlib.Path(out)
         self.name = f"{self.out.name}.{runtime.run_id}" if runtime.run_id else self.out.name
         self.path = self.out.with_name(f"{self.name}.{runtime.rank}of{runtime.world_size}.partial")
+        self.file = open_file(self.path, "a", encoding="utf-8", errors="backslashreplace")
+        self.lock()
         self.done = set(self.find())
         of_any_run = self.partial_files(rf"{re.escape(self.out.name)}(\.\w+)?")
         of_this_run = self.parts()
@@ -390,11 +396,28 @@ class Rows:
                     _, row = file.readline().split(b" ", 1)
                 yield parse_json(row.decode(errors="replace"), path)
 
+    def lock(self):
+        """Keep out other processes until this one ends. InputError where the same command runs already: another process
+        holds the file for LOCK_S (ranks of a killed run take a moment to end), or has ended it just now."""
+        end = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise InputError(f"{self.out}: the same command is running already, and writes to {self.path}"
+                                     ) from None
+                time.sleep(0.2)
+            except OSError:                                         # a file system without locks
+                break
+        if os.fstat(self.file.fileno()).st_nlink == 0:
+            raise InputError(f"{self.out}: the same command has just written it; start it once")
+
     def __enter__(self):
         with open_file(self.path, "ab+") as file:                   # without the line that a kill has cut
             file.seek(0)
             file.truncate(sum(len(line) for line in file if line.endswith(b"\n")))
-        self.file = open_file(self.path, "a", encoding="utf-8", errors="backslashreplace")
         return self
 
     def __exit__(self, *exception):

@@ -79,14 +79,15 @@ class UnreadableReply(Exception):
 
 
 def strip_thoughts(text, prompt=None):
-    """What the other side sees of what a model said after a prompt: all but its <think> blocks, of which the last may
-    have no end and, where the prompt or a server opened it, the first no beginning.
+    """What the other side sees of what a model said after a prompt: all but its blocks of thoughts (<think>, <thinking>
+    or [THINK]), of which the last may have no end and, where the prompt or a server opened it, the first no beginning.
     "<think>a</think> b" -> "b", "a</think>b" -> "b", "a<think>b" -> "a"."""
-    if prompt and prompt.rstrip().endswith("<think>"):
-        text = "<think>" + text
-    without_blocks = re.sub(r"<think>.*?(</think>|\Z)", "", text, flags=re.DOTALL)
-    _, _, answer = without_blocks.rpartition("</think>")
-    return answer.strip()
+    for begin, end in (("<think>", "</think>"), ("<thinking>", "</thinking>"), ("[THINK]", "[/THINK]")):
+        if prompt and prompt.rstrip().endswith(begin):
+            text = begin + text
+        text = re.sub(rf"{re.escape(begin)}.*?({re.escape(end)}|\Z)", "", text, flags=re.DOTALL)
+        _, _, text = text.rpartition(end)
+    return text.strip()
 
 
 def said(domain, text, prompt=None):

@@ -1,4 +1,5 @@
 """02_rollout.py: the protocol, resume after a kill, ranks, both humans, bad input."""
+import argparse
 import asyncio
 import copy
 import json
@@ -14,7 +15,7 @@ from colbench.dialogue import is_forced, UNCLEAR
 from conftest import begin, Partial, rank_environments, read, refused, stage, succeed, wait
 from lib.engine import Engine
 from lib.models import load_tokenizer, stop_ids
-from lib.runtime import write_jsonl
+from lib.runtime import Runtime, write_jsonl
 from lib.servers import Reply
 from lib.speakers import Speaker
 
@@ -103,6 +104,8 @@ def test_long_replies_are_cut_and_the_last_turn_is_the_answer(monkeypatch):
     ("# My plan\nI WANT TO ANSWER:\ndef f(): return 1", "def f(): return 1"),                # a heading, no comment
     ("Issue #1: I WANT TO ANSWER:\ndef f(): return 1", "def f(): return 1"),
     ("I WANT TO ANSWER:\ndef f(): return 'I WANT TO ANSWER:'", "def f(): return 'I WANT TO ANSWER:'"),
+    ("def f(): return 1\nI WANT TO ANSWER: this.", "def f(): return 1\nI WANT TO ANSWER: this."),          # a remark
+    ("def g(): return 1\nI WANT TO ANSWER:\nf = lambda: g()", "f = lambda: g()"),
     ("I WANT TO ANSWER:", "I WANT TO ANSWER:")])
 @pytest.mark.parametrize("is_last", [False, True])
 def test_an_answer_follows_the_marker_or_is_the_whole_turn(content, answer, is_last):
@@ -437,6 +440,23 @@ def test_a_branch_keeps_which_turns_are_of_the_environment():
     assert branched.history == [turns[0], {"role": "assistant", "content": "LOOK"}, turns[2]]
     assert branched.branch == {"branch": {"sample": 2, "turn": 3, "candidate": 1}, "continuation": 0}
     assert (branched.sample, branched.random_name) == (7, "2/3/1")
+
+
+def test_a_candidate_of_a_branch_is_one_message_on_every_rank_and_after_a_kill(workspace):
+    trajectories = common.read_trajectories(workspace / "offline.jsonl")[:3]
+    args = argparse.Namespace(seed=0, branch=2, branch_candidates=3, samples=4, max_rounds=8, tasks="t")
+    dialogues = rollout.branched_dialogues(trajectories, None, args)
+    shares = [rollout.share_of_rank(dialogues, Runtime(rank, 2, "cpu"), args) for rank in (0, 1)]
+    names = [{(dialogue.task["task_id"], dialogue.random_name) for dialogue in share} for share in shares]
+    assert len(names[0]) == len(names[1]) == 3 and not names[0] & names[1]
+    assert sorted(dialogue.number for share in shares for dialogue in share) == list(range(24))
+    dialogue = dialogues[5]                                          # a server would say something else each time
+    position = dialogue.branch["branch"]["turn"]
+    said = {"role": "assistant", "content": "said before the kill"}
+    row = {"task_id": dialogue.task["task_id"], **dialogue.branch, "dialogue_history": [*[None] * position, said, None]}
+    players = argparse.Namespace(first_turns=rollout.kept_first_turns([row]))
+    asyncio.run(rollout.add_first_turn(dialogue, players, args))
+    assert dialogue.history[-1] == said and len(dialogue.history) == position + 1
 
 
 def test_a_tool_is_no_human_whose_replies_could_leak(workspace, tmp_path):

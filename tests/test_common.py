@@ -185,6 +185,9 @@ def test_a_tree_scores_like_rows_of_their_own(tiny):
     ("<think>a</think> b", None, "b"), ("a</think>b", "x", "b"), ("a<think>b", "", "a"), ("<think>only", None, ""),
     ("<think>a</think>b<think>c</think>d", None, "bd"), ("thought", "<a><think>\n", ""),
     ("thought</think>b", "<think>", "b"),
+    ("<thinking>a</thinking>b", None, "b"), ("[THINK]a[/THINK]b", None, "b"),
+    ("a[/THINK]b", "[INST]x[/INST][THINK]", "b"),
+    (f"[THINK]{backend.MARKER} x[/THINK]What?", None, "What?"), ("thought", "<thinking>\n", ""),
     (" plain \n", "x", "plain"), (f"<think>{backend.MARKER} x</think>What?", None, "What?")])
 def test_thoughts_are_not_seen(text, prompt, seen):
     assert strip_thoughts(text, prompt) == seen

@@ -344,6 +344,10 @@ TOTALS = {
     # others
     "future": "Sure!\n\nfrom __future__ import annotations\n\ndef total(values: List[Unknown]) -> int:\n"
               "    return sum(values)\n\nDone!",
+    "annotations without their import": "```python\ndef total(values: List[float], rate: Optional[float] = None):\n"
+                                        "    return sum(values)\n```",
+    "annotations of methods": "class Sum:\n    def of(self, values: List[int]) -> Unknown:\n"
+                              "        return sum(values)\n\ndef total(values):\n    return Sum().of(values)",
     "several fences, one bad": f"```python\ndef total(values:\n```\nSorry.\n{FENCED_T}",
     "a text after the fence that is Python": f"{FENCED_T}\n\nvalues = [1, 2]\n\nsum = 3",
     "json": f"{FENCED_T}\n```json\n{{\"total\": 3}}\n```",

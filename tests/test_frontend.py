@@ -29,7 +29,8 @@ def pages(tmp_path_factory):
 
 def test_page_of_and_shown():
     page = "<!DOCTYPE html><html><body>a > b</body></html>"
-    assert frontend.page_of(f"Here:\n```html\n{page}\n```\nand ```html\n<p>last</p>\n```") == "<p>last</p>"
+    assert frontend.page_of(f"Here:\n```html\n{page}\n```\nand ```html\n<p>last</p>\n```") == page
+    assert frontend.page_of("```html\n<p>first</p>\n```\nand ```html\n<p>last</p>\n```") == "<p>last</p>"
     assert frontend.page_of(f"Look at {page} please") == page
     assert frontend.page_of("<!doctype html><body>cut off in the mid") == "<!doctype html><body>cut off in the mid"
     assert frontend.page_of("I made <style>a{}</style><p>x</p> for you") == "<style>a{}</style><p>x</p>"
@@ -39,6 +40,26 @@ def test_page_of_and_shown():
     history = [{"role": "user", "content": "<p>person</p>"}, {"role": "assistant", "content": "<p>1</p>"},
                {"role": "user", "content": "?"}, {"role": "assistant", "content": "What else?"}]
     assert frontend.last_page(history) == "<p>1</p>" and frontend.last_page(history[:1]) is None
+
+
+@pytest.mark.parametrize("text", [
+    "Here:\n~~~html\n{page}\n~~~\nI used a <nav>.",
+    "```html title=\"index.html\"\n{page}\n```\n\nThe `<nav>` is on top.",
+    "```html:index.html\n{page}\n```", "````HTML\n{page}\n````", "{page}\n\nI made it with a <nav> tag and it is > 3.",
+    "```css\na{}\n```\n```html\n{page}\n```", "{page}\nTo change the colour:\n`<p class=\"red\">`"])
+def test_a_page_is_found_without_what_models_write_around_it(text):
+    page = "<!DOCTYPE html>\n<html>\n<body><p>x</p></body>\n</html>"
+    assert frontend.page_of(text.replace("{page}", page)) == page
+
+
+@pytest.mark.parametrize("text", ["Do you want a <b>bold</b> title?", "Should I use <header> or <nav> tags?",
+                                  "In the page, is the <header>...</header> dark?"])
+def test_a_question_that_names_a_tag_is_no_page(text):
+    assert frontend.page_of(text) is None
+
+
+def test_a_long_reply_of_tags_that_are_never_closed_is_read_at_once():
+    assert frontend.page_of("<div><p>" * 100_000) is None            # once this took hours
 
 
 def test_dialogues_end_after_the_last_round_with_the_last_page(pages):

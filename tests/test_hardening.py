@@ -695,6 +695,21 @@ def test_a_damaged_row_is_not_written_into_the_output(tmp_path, row):
     assert line_of(rows.finish, 2).startswith(f"{rows.path}: row 1: not ") and not (tmp_path / "o").exists()
 
 
+def test_the_same_command_cannot_write_twice_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("lib.runtime.LOCK_S", 0.3)
+    start(0)
+    one = Runtime(0, 1, "cpu", "ab")
+    with Rows(tmp_path / "o", one) as rows:
+        rows.add(0, {"a": 1})
+        assert "the same command is running already" in line_of(Rows, tmp_path / "o", one)
+        Rows(tmp_path / "o", Runtime(0, 1, "cpu", "cd")).file.close()                       # another one may
+    with Rows(tmp_path / "o", one) as rows:
+        assert rows.done == {0}                                     # and a third start goes on
+    with open(rows.path, "a") as file:                              # it ends between our open and our lock
+        monkeypatch.setattr("lib.runtime.open_file", lambda *_, **__: os.remove(rows.path) or file)
+        assert "has just written it" in line_of(Rows, tmp_path / "o", one)
+
+
 def test_a_run_goes_on_with_its_own_partial_file(data, tmp_path):
     arguments = ["--tasks", str(data / "tasks.jsonl"), "--agent", "script", "--out", str(tmp_path / "o")]
     stage(2).main(arguments)

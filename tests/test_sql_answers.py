@@ -70,7 +70,9 @@ WRAPPINGS = {
     "tags": "<answer>\n{q}\n</answer>",
     "tags in a line": "<sql>{q}</sql>",
     "label": "sql\n{q}",
-    "prompt": "sqlite> {q};"}
+    "prompt": "sqlite> {q};",
+    "a sentence that begins as a statement": "{q};\n\nReplace the year if you need another one.",
+    "a sentence with a keyword": "{q};\nUpdate the limit as you like. Begin by checking the first rows."}
 SHAPES = {"one line": str, "a line a clause": by_clause, "comments": commented, "small letters": None}
 ONE_LINE = ("backticks", "double backticks", "bold query", "full stop", "prose before, in a line", "colon in a line",
             "tags in a line", "prompt", "backticks in prose")
@@ -169,6 +171,17 @@ def test_wrong_answers_in_every_wrapping_score_as_they_do_alone(tasks, world):
         others = {answer: reward for answer, reward in zip(answers, rewards) if reward != first}
         assert first < 1 and not others, texts[number]
         assert number > 0 or first == 0
+
+
+@pytest.mark.parametrize("message", [
+    "```sql\n-- {m}\n{q}\n```", "```sql\n{m}\n{q}\n```\nThat is all.", "```\n{m} {q}```", "{q};\n\n{m}",
+    "```sql\n{q}\n```\n{m}\n", '{m}\n<tool_call>\n{"name": "submit", "arguments": {"query": {j}}}\n</tool_call>',
+    '{m}\n```json\n{"query": {j}}\n```'])
+def test_the_query_is_found_wherever_the_marker_stands(tasks, message):
+    for task in tasks[:5]:
+        query = task["ground_truth"]
+        text = message.replace("{m}", sql.MARKER).replace("{q}", query).replace("{j}", json.dumps(query))
+        assert sql.answer_of([{"content": text}], False).rstrip("; ") == query, text
 
 
 def test_05_scores_a_file_again_as_02_would(tasks, tmp_path):
