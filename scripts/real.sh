@@ -48,6 +48,7 @@ make_base() {
         case $kind in
             clear) told="--told all" agent=script ;;
             script) number=$num_base ;;
+            script-informed) number=$((2 * num_base)) ;;
         esac
         once "$out/$kind-tasks.jsonl" step tasks-$kind $py 01_generate_tasks.py --split train --seed 100 $told \
             --num-tasks $number --out "$out/$kind-tasks.jsonl"
