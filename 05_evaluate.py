@@ -130,17 +130,20 @@ def read_runs(paths):
     InputError where the runs have not the same tasks."""
     runs = [common.read_trajectories(path) for path in paths]
     if len(runs) == 1:
-        first, *others = [{trajectory["task_id"] for trajectory in run} for run in statistics.by_run(runs[0])]
+        first, *others = map(task_ids, statistics.by_run(runs[0]))
         if any(tasks != first for tasks in others):
             raise InputError(f'{paths[0]}: its rows have "run", and not all runs have the same tasks')
         return runs[0]
-    tasks = {trajectory["task_id"] for trajectory in runs[0]}
     for number, (path, run) in enumerate(zip(paths, runs)):
-        if {trajectory["task_id"] for trajectory in run} != tasks:
+        if task_ids(run) != task_ids(runs[0]):
             raise InputError(f"{path}: other tasks than {paths[0]}; the runs of a name must have the same")
         for trajectory in run:
             trajectory["run"] = number
     return list(itertools.chain(*runs))
+
+
+def task_ids(trajectories):
+    return {trajectory["task_id"] for trajectory in trajectories}
 
 
 def one_domain(files):

@@ -42,7 +42,7 @@ row() {                                                              # SEED NAME
     local n=${2#n}
     until [ -e "$out/chain-done" ]; do
         [ ! -e "$out/chain-failed" ] || { echo "not played: $2 of seed $1, whose chain failed" >&2; return 1; }
-        sleep 5
+        sleep 1
     done
     case $2 in
         oracle | oracle-patient) policy "sweet-$2" sweet --critic "$2" $(candidates) ;;
