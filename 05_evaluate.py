@@ -134,8 +134,9 @@ def read_runs(paths):
         if any(tasks != first for tasks in others):
             raise InputError(f'{paths[0]}: its rows have "run", and not all runs have the same tasks')
         return runs[0]
+    first = task_ids(runs[0])
     for number, (path, run) in enumerate(zip(paths, runs)):
-        if task_ids(run) != task_ids(runs[0]):
+        if task_ids(run) != first:
             raise InputError(f"{path}: other tasks than {paths[0]}; the runs of a name must have the same")
         for trajectory in run:
             trajectory["run"] = number

@@ -492,13 +492,11 @@ def pair_examples(pairs, tokenizer, together):
     return examples
 
 
-def answer_items(trajectories, tokenizer):
-    """An item of the last turn of each successful trajectory, whose action tokens are those that state the answer: not
+def answer_items(successful, tokenizer):
+    """An item of the last turn of each of these trajectories, whose action tokens are those that state the answer: not
     that the agent answers, but what."""
     items = []
-    for trajectory in trajectories:
-        if domain_of(trajectory["task"]).outcome(trajectory) != 1:
-            continue
+    for trajectory in successful:
         history = trajectory["dialogue_history"]
         last = max(i for i, turn in enumerate(history) if turn["role"] == "assistant")
         [(prompt, action)] = common.agent_turns(tokenizer, trajectory, only=last)
@@ -521,13 +519,14 @@ def answer_begin(tokenizer, action, answer):
 
 def read_answers(trajectories, tokenizer, args):
     """The answer_items that are short enough, and says how many are not there; InputError where there is none."""
-    stated = answer_items(trajectories, tokenizer)
+    successful = [t for t in trajectories if domain_of(t["task"]).outcome(t) == 1]
+    stated = answer_items(successful, tokenizer)
     items = [item for item in stated if training.item_length(item) <= args.max_length]
-    num_right = sum(domain_of(trajectory["task"]).outcome(trajectory) == 1 for trajectory in trajectories)
     say(f"{len(items):,} right answers of {len(trajectories):,} trajectories (--answer-coef)")
-    if len(items) < num_right:
-        say(f"left out {num_right - len(items):,} more right answers: {num_right - len(stated):,} do not stand in the "
-            f"last turn, {len(stated) - len(items):,} are longer than --max-length {args.max_length} with their prompt")
+    if len(items) < len(successful):
+        say(f"left out {len(successful) - len(items):,} more right answers: {len(successful) - len(stated):,} do not "
+            f"stand in the last turn, {len(stated) - len(items):,} are longer than --max-length {args.max_length} with "
+            "their prompt")
     if not items:
         raise InputError(f"{args.trajectories}: --answer-coef: no successful dialogue whose last turn states an answer")
     return items
