@@ -16,7 +16,7 @@ L: tokens of the turn; s: the sigmoid; b: --beta.
 --head regression   a linear head on the mean of a turn's last hidden states gives its advantage, trained by eq. 2
 --head value        the head gives the logit of the return after each turn of every trajectory, trained by binary
                     cross-entropy
-Reports the pair accuracy on tasks that are held out. Differs from the paper: nothing.
+Reports the pair accuracy on tasks that are held out, by default 5 % of them; otherwise nothing differs from the paper.
 A visual critic, for pages: a --model of the Qwen2-VL family with one of these heads. It reads the request, what the
 human said last, and the images of c and of what the agent has made; its head sees the mean over all of these tokens.
 
@@ -132,7 +132,7 @@ def parse_args(argv=None):
         parser.error("--reference blind goes with --head lm, without --no-privileged: no other critic compares prompts "
                      "with c and without")
     if args.head != "lm":
-        args.normalize, args.nll_coef = "none", 0.0                  # the head's input is a mean already
+        args.normalize, args.nll_coef = "none", 0.0                  # a head sees a mean, and gives no probability
     return args
 
 
@@ -147,12 +147,14 @@ def read_pairs(trajectories, args):
             test.append(pair)
         else:
             train.append(pair)
-    say(f"{len(train):,} trajectory pairs to train on, {len(test):,} of other tasks held out")
+    what = "trajectory pairs"
     if args.head == "value":
+        what = "trajectories"
         train = []
         for number, trajectory in enumerate(trajectories):
             if not is_held_out(trajectory["task_id"], args.held_out_frac):
                 train.append((number,))
+    say(f"{len(train):,} {what} to train on, {len(test):,} pairs of other tasks held out")
     if not train:
         raise InputError(f"{args.trajectories}: no examples to train on: all {len(test):,} pairs are of tasks that "
                          f"--held-out-frac {args.held_out_frac} keeps apart")
@@ -190,9 +192,9 @@ def open_visual(domain, args):
     return processor, common.renderer(domain, args.out, world_flags)
 
 
-def train(scorer, examples, ref_or_return, args, run, costs):
+def train(scorer, examples, targets, args, run, costs):
     """Train the scorer's model on the examples, from the last state that was saved.
-    ref_or_return: of each example what the reference says of its turns (common.reference_logps); with --head value the
+    targets: of each example what the reference says of its turns (common.reference_logps); with --head value the
     return of its trajectory."""
     batches = training.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
     steps_an_epoch = math.ceil(len(examples) / args.batch_size)
@@ -213,10 +215,10 @@ def train(scorer, examples, ref_or_return, args, run, costs):
             values = scorer(batch)                                  # (items, M): a value for each turn
             shares = weights / len(batch_examples)                  # (examples,)
             if args.head == "value":
-                labels = torch.tensor([ref_or_return[i] for i in micro], device=run.device)        # (examples,)
+                labels = torch.tensor([targets[i] for i in micro], device=run.device)              # (examples,)
                 loss, numbers = value_batch_loss(values, labels, batch.lengths, shares)
             else:
-                ref_values = common.padded_outputs([ref_or_return[i] for i in micro], run.device)  # (items, M)
+                ref_values = common.padded_outputs([targets[i] for i in micro], run.device)        # (items, M)
                 loss, numbers = batch_loss(values, ref_values, batch.lengths, shares, args)
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
             num_tokens = training.num_tokens(micro_examples, weights)
@@ -227,7 +229,7 @@ def train(scorer, examples, ref_or_return, args, run, costs):
         numbers = training.optimizer_step(scorer, optimizer, sums, now, args.out)
         done = step + 1
         log.step(done, **numbers)
-        if done % args.save_every == 0 or done % steps_an_epoch == 0:
+        if done % args.save_every == 0 or done % steps_an_epoch == 0 or done == len(batches):
             checkpoints.save(done)
             costs.record(log.total_tokens)
     checkpoints.wait()
@@ -272,10 +274,10 @@ def main(argv=None):
               "held_out_pair_accuracy": None, "num_held_out_pairs": len(test_examples)}
     all_ref_examples = ref_examples + ref_test_examples
     ref_values = common.reference_logps(args.out, scorer, all_ref_examples, args.max_tokens, run.device)
-    ref_or_return = ref_values[:len(examples)]
+    targets = ref_values[:len(examples)]
     if args.head == "value":
-        ref_or_return = [float(domain.outcome(trajectories[number])) for [number] in train_groups]
-    train(scorer, examples, ref_or_return, args, run, costs)
+        targets = [float(domain.outcome(trajectories[number])) for [number] in train_groups]
+    train(scorer, examples, targets, args, run, costs)
     if test_examples:
         critic["held_out_pair_accuracy"] = accuracy = common.pair_accuracy(
             scorer, test_examples, ref_values[len(examples):], critic, args.max_tokens, run.device)

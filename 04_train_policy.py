@@ -12,15 +12,15 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
                  --reference blind: p_ref of eq. 3 does not read c, as in the published code (default: as trained).
                  --answer-coef adds the mean NLL of a right answer that is logged, drawn for each example: an agent that
                  learns to ask keeps how it answers. The paper has no such term.
-                 With --answers-by-outcome no pair chooses an answer, except where the logged dialogue ended with a
-                 right one: a critic that sees c likes lucky guesses. The paper has no such rule.
+                 With --answers-by-outcome no pair chooses an answer, except in the last turn of a logged dialogue whose
+                 answer was right: a critic that sees c likes lucky guesses. The paper has no such rule.
 --method mtdpo   Multi-turn DPO: the same loss on pairs of trajectories of one task, all agent tokens summed.
 --method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (where returns are
                  graded: of the best trajectory of each task).
 --method sft     Likelihood of the agent's turns of all trajectories.
                  With rft and sft, dialogues of 02 --agent script-informed have c in front.
 
-Differs from the paper: nothing. From the published code: docs/reproduce.md.
+Of the paper's, pairs of equal actions and candidates stopped by length are left out. Published code: docs/reproduce.md.
 Other methods are forks of this file, in examples/: docs/fork.md.
 
     python 04_train_policy.py --method sweet --trajectories out/offline.jsonl --model models/tiny --critic out/critic \\
@@ -82,6 +82,7 @@ from lib.runtime import (
     Rows,
     run_stage,
     say,
+    say_made_with,
     start,
     write_jsonl,
 )
@@ -109,8 +110,8 @@ def batch_loss(logps, ref_logps, lengths, examples, shares, args):
 
     logps, ref_logps   log-probabilities of actions under policy and reference, (B, M) for all items of the examples
     lengths            the actions' numbers of tokens, (B, M)
-    shares             (examples,) what a pair, or a token to imitate, of each example counts in the step's loss: a
-                       weight over their number in the whole step"""
+    shares             (examples,) what a pair, or a token to imitate, of each example counts in the step's loss: 1 over
+                       their number in the whole step; 0 of an example that only fills a rank's batch"""
     if not examples[0].pairs:
         return -(logps.sum(1) * shares).sum(), {}
     pairs = common.batch_pairs(examples)                                                          # (P, 2, 2)
@@ -123,10 +124,10 @@ def batch_loss(logps, ref_logps, lengths, examples, shares, args):
     nll = -chosen / chosen_lengths                                   # (P,) a mean over the chosen action's tokens
     loss = ((losses + args.nll_coef * nll) * pair_shares).sum()
     numbers = training.preference_numbers(chosen_rewards, rejected_rewards, nll, pair_shares, args.dtype)
-    if args.answer_coef:                                             # two items an example (with_answers)
+    if args.answer_coef:                                             # two items an example (with_right_answers)
         answer_logps, answer_lengths = logps[1::2].sum(1), lengths[1::2].sum(1)                   # (examples,)
         answer_nll = -answer_logps / answer_lengths                                               # (examples,)
-        answer_loss = (answer_nll * num_pairs * shares).sum()        # for each pair as much
+        answer_loss = (answer_nll * num_pairs * shares).sum()        # a mean over pairs, as the other terms
         loss = loss + args.answer_coef * answer_loss
         numbers["answer_nll"] = answer_loss.item()
     return loss, numbers
@@ -141,6 +142,9 @@ def num_terms(example):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # SWEET's turns: the states in which actions are compared
+
+SAMPLED_TOGETHER = 128          # states, which a killed run samples again at most
+SCORED_TOGETHER = 64            # states, which a killed run scores again at most
 
 # The rows of candidates.jsonl, for one of another run (--candidates)
 CANDIDATE = record({"text": str, "ids": token_ids, "ended": bool})
@@ -162,7 +166,7 @@ def read_states(trajectories, tokenizer, args):
     if len(fitting) < len(chosen):
         say(f"left out {len(chosen) - len(fitting):,} trajectories, whose last prompt is longer than twice "
             f"--max-length {args.max_length}: {len(states):,} turns are left")
-    states = states_with_room(states, tokenizer, max_positions(args.model) - args.max_new_tokens, args.max_new_tokens)
+    states = states_with_room(states, tokenizer, max_positions(args.model), args.max_new_tokens)
     if not states:
         raise InputError(f"{args.trajectories}: no turns to train on: all prompts are far longer than --max-length "
                          f"{args.max_length}, or leave no room for --max-new-tokens {args.max_new_tokens}")
@@ -191,9 +195,9 @@ def states_of(trajectory, turns):
     return states
 
 
-def states_with_room(states, tokenizer, most, max_new_tokens):
-    """The states whose prompts have at most so many tokens, so that the model can continue them; says how many have
-    more."""
+def states_with_room(states, tokenizer, most_positions, max_new_tokens):
+    """The states whose prompts leave room for `max_new_tokens` within the model's positions; says how many do not."""
+    most = most_positions - max_new_tokens
     fitting = [state for state in states if len(encode(tokenizer, state["prompt"])) <= most]
     if len(fitting) < len(states):
         say(f"left out {len(states) - len(fitting):,} turns, whose prompts are longer than {most:,} tokens, so that "
@@ -220,11 +224,12 @@ def check_candidates_task(row, where, first):
     common.check_task(row["task"], f"{where}: task", first["task"])
 
 
-def read_candidates(path, states, tokenizer, num_candidates):
+def read_candidates(path, states, tokenizer, args):
     """The rows of another run's candidates.jsonl; InputError where they are not those of these states, or not of this
     tokenizer."""
     rows = read_jsonl(path, CANDIDATES, check=check_candidates_task)
-    wanted = [(*name_of(state), num_candidates) for state in states]
+    say_made_with(path, args, ("temperature", "max_new_tokens"))
+    wanted = [(*name_of(state), args.num_candidates) for state in states]
     given = [(*name_of(row), len(row["candidates"])) for row in rows]
     if given != wanted:
         raise InputError(f"{path}: made from other turns or with another --num-candidates; the trajectories, "
@@ -271,7 +276,7 @@ def candidates_phase(states, tokenizer, args, run, costs):
     if not path.exists():
         model = load_model(args.model, run.device, args.dtype)[0].eval()
         costs.works.append(work_of(model))
-    blocks = [states[i:i + 128] for i in range(0, len(states), 128)]
+    blocks = [states[i:i + SAMPLED_TOGETHER] for i in range(0, len(states), SAMPLED_TOGETHER)]
     return map_blocks(path, blocks, lambda block: sample_candidates(block, model, tokenizer, args), run, "state")
 
 
@@ -281,12 +286,13 @@ def candidates_phase(states, tokenizer, args, run, costs):
 def scores_phase(rows, critic, tokenizer, args, run, costs):
     """Rows of scored.jsonl. Critic and reference are split over the ranks, which score every block together."""
     path = pathlib.Path(args.out) / "scored.jsonl"
+    scorer = critic                                                  # an oracle's name, or to be loaded
     if not isinstance(critic, str) and not path.exists():
         load = functools.partial(common.load_scorer, run=run, sharding=sharding_of(args))
-        critic = common.load_critic(critic, load)
-        costs.works += common.works_of(critic)
-    blocks = [rows[i:i + 64] for i in range(0, len(rows), 64)]
-    return map_blocks(path, blocks, lambda block: score_candidates(block, critic, tokenizer, args, run.device), run,
+        scorer = common.load_critic(critic, load)
+        costs.works += common.works_of(scorer)
+    blocks = [rows[i:i + SCORED_TOGETHER] for i in range(0, len(rows), SCORED_TOGETHER)]
+    return map_blocks(path, blocks, lambda block: score_candidates(block, scorer, tokenizer, args, run.device), run,
                       "state", together=True)
 
 
@@ -348,7 +354,7 @@ def turns_of_right_answers(trajectories, path):
     return names
 
 
-def answers_of(row):
+def answering_candidates(row):
     """The numbers of the candidates that are answers, so that the dialogue would end with them: in the last round all,
     as 02 takes whatever is said there for the answer."""
     domain = domain_of(row["task"])
@@ -376,7 +382,7 @@ def pairs_phase(rows, right_turns, args, run):
     for row in rows:
         barred = []
         if right_turns is not None and name_of(row) not in right_turns:
-            barred = answers_of(row)
+            barred = answering_candidates(row)
         for chosen, rejected in candidate_pairs(row, args.pairs_per_turn, rng, barred):
             pairs.append(as_pair(row, chosen, rejected))
     num_cut = too_few = 0
@@ -447,14 +453,14 @@ def pair_examples(pairs, tokenizer, together):
     """Examples of pairs of actions: one a pair or, with `together`, one of all pairs of a turn.
 
     An example has one item, its prompt and all of its actions (common.actions_item)."""
-    groups = collections.defaultdict(list)
+    pairs_of = collections.defaultdict(list)                         # of a turn, or each pair alone
     for number, pair in enumerate(pairs):
         state = pair["task_id"], pair["sample"], pair["turn"], pair["prompt"]
-        groups[state if together else number].append(pair)
+        pairs_of[state if together else number].append(pair)
     examples = []
-    for group in groups.values():
+    for example_of in pairs_of.values():
         actions, example_pairs = [], []
-        for pair in group:
+        for pair in example_of:
             sides = []
             for side in ("chosen", "rejected"):
                 action = pair[side]["ids"]
@@ -462,12 +468,12 @@ def pair_examples(pairs, tokenizer, together):
                     actions.append(action)
                 sides.append((0, actions.index(action)))             # item 0, and its turn
             example_pairs.append(tuple(sides))
-        item = common.actions_item(tokenizer, group[0]["prompt"], actions)
-        examples.append(common.Example([item], example_pairs, group[0]["task_id"]))
+        item = common.actions_item(tokenizer, pair["prompt"], actions)
+        examples.append(common.Example([item], example_pairs, pair["task_id"]))
     return examples
 
 
-def answer_items(successful, tokenizer):
+def right_answer_items(successful, tokenizer):
     """An item of the last turn of each of these trajectories, whose action tokens are those that state the answer: not
     that the agent answers, but what."""
     items = []
@@ -475,7 +481,7 @@ def answer_items(successful, tokenizer):
         history = trajectory["dialogue_history"]
         last = max(i for i, turn in enumerate(history) if turn["role"] == "assistant")
         [(prompt, action)] = common.agent_turns(tokenizer, trajectory, only=last)
-        first = answer_begin(tokenizer, action, trajectory["answer"].strip())
+        first = first_answer_token(tokenizer, action, trajectory["answer"].strip())
         if first is not None:
             read = encode(tokenizer, prompt) + action[:first]
             stated = action[first:]
@@ -484,7 +490,7 @@ def answer_items(successful, tokenizer):
     return items
 
 
-def answer_begin(tokenizer, action, answer):
+def first_answer_token(tokenizer, action, answer):
     """From which token of an action (ids) its text still holds the `answer`; None where it does not hold it."""
     for first in reversed(range(len(action))):
         if answer in tokenizer.decode(action[first:], skip_special_tokens=True):
@@ -492,10 +498,10 @@ def answer_begin(tokenizer, action, answer):
     return None
 
 
-def read_answers(trajectories, tokenizer, args):
-    """The answer_items that are short enough, and says how many are not there; InputError where there is none."""
+def read_right_answers(trajectories, tokenizer, args):
+    """The right_answer_items that are short enough, and says how many are not there; InputError where there is none."""
     successful = [t for t in trajectories if domain_of(t["task"]).outcome(t) == 1]
-    stated = answer_items(successful, tokenizer)
+    stated = right_answer_items(successful, tokenizer)
     items = [item for item in stated if training.item_length(item) <= args.max_length]
     say(f"{len(items):,} right answers of {len(trajectories):,} trajectories (--answer-coef)")
     if len(items) < len(successful):
@@ -507,10 +513,10 @@ def read_answers(trajectories, tokenizer, args):
     return items
 
 
-def with_answers(examples, answers, seed):
-    """The examples, each with a second item: one of the answers (read_answers), drawn at random."""
+def with_right_answers(examples, right_answers, seed):
+    """The examples, each with a second item: one of the items of read_right_answers, drawn once at random."""
     rng = random.Random(seed)
-    return [example._replace(items=[*example.items, rng.choice(answers)]) for example in examples]
+    return [example._replace(items=[*example.items, rng.choice(right_answers)]) for example in examples]
 
 
 def mtdpo_examples(trajectories, tokenizer, args):
@@ -644,30 +650,33 @@ PRESETS = {name: {"dtype": "bfloat16", "activation_checkpointing": True}
            for name in ("paper-backend", "paper-frontend")}
 
 
+def by_method(values):
+    return ", ".join(f"{method} {value}" for method, value in values.items())
+
+
 def parse_args(argv=None):
     parser = argument_parser(__doc__)
     parser.add_argument("--method", choices=["sweet", *BASELINES], required=True, help="see above")
     add_training(parser, max_length=16384)
-    parser.add_argument("--epochs", type=positive_int, help=f"passes over the examples (None: {EPOCHS}; with --preset "
-                        "paper-frontend 8 in place of 4)")
-    parser.add_argument("--batch-size", type=positive_int, help=f"examples a step (None: {BATCH_SIZES})")
-    group = parser.add_argument_group("SWEET's candidates and pairs")
-    group.add_argument("--critic", type=text_flag, help="a folder that 03 has written; or a word: untrained (--model "
-                       "itself, its reference blind), oracle or oracle-patient (what the template task says of a turn, "
-                       "a critic without errors)")
+    parser.add_argument("--epochs", type=positive_int, help=f"passes over the examples (None: {by_method(EPOCHS)}; "
+                        "with --preset paper-frontend 8 in place of 4)")
+    parser.add_argument("--batch-size", type=positive_int, help=f"examples a step (None: {by_method(BATCH_SIZES)})")
+    group = parser.add_argument_group("SWEET's candidates and pairs (nothing to other methods)")
+    group.add_argument("--critic", type=text_flag, help="a folder of 03; untrained (--model, its reference blind); "
+                       "oracle, oracle-patient (the kind of a turn by the task's facts; neither knows the last round)")
     add_reference(group)
     group.add_argument("--data-frac", type=share_flag, default=0.1, help="share of the trajectories whose turns are "
                        "used (the paper's tenth is of 15,000; with few hundred take all: 1)")
     group.add_argument("--num-candidates", type=num_samples_flag, default=16, help="actions sampled a turn")
     group.add_argument("--pairs-per-turn", type=positive_int, default=4, help="DPO pairs a turn")
-    group.add_argument("--answer-coef", type=non_negative_float, default=0.0, help="weight of the mean NLL of logged "
-                       "right answers")
-    group.add_argument("--answers-by-outcome", action="store_true", help="no pair chooses an answer, except where the "
-                       "logged dialogue ended with a right one")
+    group.add_argument("--answer-coef", type=non_negative_float, default=0.0, help="weight of the mean NLL of a right "
+                       "answer, drawn once for each example from all successful trajectories (whatever --data-frac)")
+    group.add_argument("--answers-by-outcome", action="store_true", help="no pair chooses an answer, except in the "
+                       "last turn of a dialogue whose answer was right")
     group.add_argument("--temperature", type=temperature_flag, default=1.0, help="of the candidates")
     group.add_argument("--max-new-tokens", type=num_tokens_flag, default=1024, help="tokens of a candidate")
     group.add_argument("--candidates", type=text_flag, metavar="FILE", help="candidates.jsonl of another run of the "
-                       "same model, seed and trajectories; None: sample them")
+                       "same model, seed, trajectories and sampling; None: sample them")
     group.add_argument("--sampler", type=text_flag, metavar="http://HOST:PORT/v1#NAME",
                        help="servers of --model's weights (commas between addresses) that give token ids, as vLLM "
                        "does: they sample the candidates, which then do not repeat bit for bit; None: every rank holds "
@@ -683,7 +692,7 @@ def parse_args(argv=None):
             if getattr(args, flag):
                 parser.error(f"--{flag.replace('_', '-')} goes with --method sweet")
     elif args.critic is None:
-        parser.error("--method sweet needs --critic DIR")
+        parser.error("--method sweet needs --critic: a folder, untrained, oracle or oracle-patient")
     if args.sampler and (args.candidates or not is_server(args.sampler)):
         parser.error("--sampler takes http://HOST:PORT/v1#NAME, without --candidates")
     if args.reference and not args.critic:
@@ -764,7 +773,7 @@ def train(scorer, examples, all_ref_logps, args, run, costs):
         numbers = training.optimizer_step(scorer, optimizer, sums, now, args.out)
         done = step + 1
         log.step(done, **numbers)
-        if done % args.save_every == 0 or done % steps_an_epoch == 0:
+        if done % args.save_every == 0 or done % steps_an_epoch == 0 or done == len(batches):
             checkpoints.save(done)
             costs.record(log.total_tokens)
     checkpoints.wait()
@@ -799,22 +808,23 @@ def main(argv=None):
         critic = open_critic(trajectories, tokenizer, args)
         states = read_states(trajectories, tokenizer, args)
         if args.candidates:
-            states = read_candidates(args.candidates, states, tokenizer, args.num_candidates)
+            states = read_candidates(args.candidates, states, tokenizer, args)
         if args.answer_coef:
-            answers = read_answers(trajectories, tokenizer, args)
+            right_answers = read_right_answers(trajectories, tokenizer, args)
         right_turns = None
         if args.answers_by_outcome:
             right_turns = turns_of_right_answers(trajectories, args.trajectories)
     else:
         examples = BASELINES[args.method](trajectories, tokenizer, args)
         examples = training.drop_long(examples, args.max_length, args.trajectories)
+    # Partial files of candidates and scores are of this run alone, by its id
     run = run._replace(run_id=begin_output(args, args.out, inputs, training.FILES))
     costs = Costs(args.out, run.device, folder=True)
     if args.method == "sweet":
         rows = scored_candidates(states, critic, tokenizer, args, run, costs)
         examples = sweet_examples(rows, right_turns, tokenizer, args, run)
         if args.answer_coef:
-            examples = with_answers(examples, answers, args.seed)
+            examples = with_right_answers(examples, right_answers, args.seed)
         costs.record()
     training.show_samples(tokenizer, examples[0])
 

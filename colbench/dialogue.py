@@ -126,10 +126,10 @@ def best_topics(texts, message):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# oracles: critics without errors
+# oracles: critics that know the facts of the task
 
 def kind_scores(oracle, known, kinds):
-    """Scores of turns of these kinds by one who knows what the task needs.
+    """Scores of turns of these kinds by one who knows what the task needs, but not which round is the last.
 
     known: whether everything that matters is known already.
     "oracle" would have the answer as soon as it is right.

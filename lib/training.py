@@ -126,14 +126,13 @@ def num_tokens(examples, weights):
     return number
 
 
-# Margins of a pair up to these are rounding: at the first step, where each is 0 (but for 03 --reference blind), up to
-# 8e-7 and 3e-4 were seen
+# Rewards of a pair that differ by no more are equal: rounding of up to 8e-7 and 3e-4 was seen
 EQUAL_MARGIN = {"float32": 1e-5, "bfloat16": 1e-3}
 
 
 def preference_numbers(chosen_rewards, rejected_rewards, nll, shares, dtype):
-    """What a log line shows of preferences, each (P,) weighted by its share (P,) of the batch. An equal pair is half
-    right, and before the first update all are equal (but for 03 --reference blind)."""
+    """What a log line shows of preferences, each (P,) weighted by its share (P,) of the batch. A pair of equal rewards
+    (EQUAL_MARGIN) is half right; before the first update all are (but for 03 --reference blind)."""
     margin = chosen_rewards - rejected_rewards
     right = torch.where(margin.abs() <= EQUAL_MARGIN[dtype], 0.5, (margin > 0).float())
     sums = (torch.stack([right, margin, chosen_rewards, nll]) * shares).sum(1)
@@ -282,7 +281,10 @@ for name in (                                                       # a model in
 
 
 class StepLog:
-    """Prints one line each `every` steps, keeps the same numbers in `out`/metrics.jsonl, and tracks them."""
+    """Prints one line each `every` steps, keeps the same numbers in `out`/metrics.jsonl, and tracks them.
+
+    The numbers are of that step alone: loss has its further terms in it, chosen and margin are rewards (beta times
+    log-ratios). Only tokens a second are a mean since the line before."""
 
     def __init__(self, out, first_step, num_steps, every, open_track):
         """open_track: gives the tracking.Track of the rows that are there already."""

@@ -83,8 +83,12 @@ def test_an_untrained_critic_scores_every_candidate_0(workspace, tmp_path, tiny)
 def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny, monkeypatch):
     out = tmp_path / head
     num_steps = 12 if head == "regression" else 24
-    succeed("03_train_critic.py", *flags(workspace, out, "--head", head, "--held-out-frac", 0, "--max-steps", num_steps,
-                                         "--epochs", 16, "--beta", 1, "--batch-size", 16))
+    printed = succeed("03_train_critic.py", *flags(
+        workspace, out, "--head", head, "--held-out-frac", 0, "--max-steps", num_steps, "--epochs", 16, "--beta", 1,
+        "--batch-size", 16))
+    what = {"regression": "trajectory pairs", "value": "trajectories"}[head]
+    number = re.search(rf"^([\d,]+) {what} to train on, 0 pairs of other tasks held out$", printed, re.MULTILINE)[1]
+    assert f"\n{number} examples, " in printed
     steps = read(out / "metrics.jsonl")
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert sum(s["loss"] for s in steps[-3:]) / 3 < 0.67

@@ -12,6 +12,7 @@ import common
 from colbench import backend
 from conftest import call, read, refused, ROOT, rows_of_actions, stage, succeed
 from conftest import policy_flags as flags
+from lib import training
 from lib.credit import agreement
 from lib.models import encode
 from lib.report import state_data
@@ -100,27 +101,27 @@ def test_the_loss_of_a_batch_by_hand_in_float64():
 def test_the_tokens_of_an_answer_are_those_behind_the_marker(workspace, tiny):
     tokenizer = tiny[1]
     trajectories = [t for t in common.read_trajectories(workspace / "offline.jsonl") if t["reward"] == 1]
-    items = policy_stage.answer_items(trajectories, tokenizer)
+    items = policy_stage.right_answer_items(trajectories, tokenizer)
     assert len(items) == len(trajectories) > 10
     for trajectory, [row] in zip(trajectories, items):
         stated = [token for token, turn in zip(row.ids, row.turns) if turn == 0]
         assert tokenizer.decode(stated, skip_special_tokens=True).strip() == trajectory["answer"].strip()
         assert stated[-1] == tokenizer.eos_token_id                  # and that the answer ends
         assert backend.MARKER in tokenizer.decode([t for t, turn in zip(row.ids, row.turns) if turn < 0])
-    assert policy_stage.answer_begin(tokenizer, [7, 8], "def f") is None
+    assert policy_stage.first_answer_token(tokenizer, [7, 8], "def f") is None
 
 
 def test_right_answers_that_are_left_out_are_counted(workspace, tiny, capsys):
     lengths = {}
     for trajectory in common.read_trajectories(workspace / "offline.jsonl"):
         if trajectory["reward"] == 1:
-            [[row]] = policy_stage.answer_items([trajectory], tiny[1])
+            [[row]] = policy_stage.right_answer_items([trajectory], tiny[1])
             lengths[len(row.ids)] = trajectory
     short, middle, long = sorted(lengths)[:3]
     lengths[long]["answer"] = "not what the last turn says"
     trajectories = [lengths[length] for length in (short, middle, long)]
     args = argparse.Namespace(trajectories="t", max_length=short)
-    assert len(policy_stage.read_answers(trajectories, tiny[1], args)) == 1
+    assert len(policy_stage.read_right_answers(trajectories, tiny[1], args)) == 1
     assert "2 more right answers: 1 do not stand in the last turn, 1 are longer" in capsys.readouterr().out
 
 
@@ -188,8 +189,8 @@ def test_in_the_last_round_every_candidate_is_an_answer(workspace):
     task = read(workspace / "offline.jsonl")[0]["task"]
     candidates = [{"text": text, "ids": [1], "ended": True} for text in ("Which one?", backend.MARKER + "\nx")]
     row = {"task": task, "prompt": "p", "history": [{"role": "user", "content": "?"}], "candidates": candidates}
-    assert policy_stage.answers_of({**row, "max_rounds": 2}) == [1]
-    assert policy_stage.answers_of({**row, "max_rounds": 1}) == [0, 1]                     # as 02 takes it
+    assert policy_stage.answering_candidates({**row, "max_rounds": 2}) == [1]
+    assert policy_stage.answering_candidates({**row, "max_rounds": 1}) == [0, 1]                     # as 02 takes it
 
 
 def test_states_are_a_seeded_share_of_whole_trajectories(workspace):
@@ -209,7 +210,7 @@ def test_states_are_a_seeded_share_of_whole_trajectories(workspace):
 
 def test_states_that_leave_no_room_for_a_candidate_are_left_out_and_counted(tiny, capsys):
     states = [{"prompt": "the " * number} for number in (4, 6, 5)]
-    assert policy_stage.states_with_room(states, tiny[1], 6, 40) == [states[0], states[2]]
+    assert policy_stage.states_with_room(states, tiny[1], 46, 40) == [states[0], states[2]]
     assert ("left out 1 turns, whose prompts are longer than 6 tokens, so that the model has no room for "
             "--max-new-tokens 40: 2 turns are left") in capsys.readouterr().out
 
@@ -344,6 +345,33 @@ def test_phases_resume_where_they_stopped(sweet, workspace, critic, tmp_path, mo
     policy_stage.main(arguments)
     assert (tmp_path / "s" / "candidates.jsonl").stat().st_mtime_ns == written
     assert (tmp_path / "s" / "pairs.jsonl").read_bytes() == (sweet[0] / "pairs.jsonl").read_bytes()
+
+
+def test_the_last_step_is_saved_where_max_steps_ends_within_an_epoch(workspace, tmp_path, monkeypatch, capsys):
+    arguments = [str(x) for x in flags(workspace, "mtdpo", tmp_path / "m", "--max-steps", 1)]
+
+    def die(*_):
+        raise KeyboardInterrupt
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(training, "check_weights", die)                # after training, before anything is written
+        policy_stage.main(arguments)
+    assert "continues at step" not in capsys.readouterr().out
+    policy_stage.main(arguments)
+    assert "continues at step 1\n" in capsys.readouterr().out
+    assert [row["step"] for row in read(tmp_path / "m" / "metrics.jsonl")] == [1]
+
+
+def test_flags_of_sampling_do_nothing_to_candidates_of_another_run(sweet, tiny, workspace, critic, tmp_path, capsys):
+    path = sweet[0] / "candidates.jsonl"
+    states = [{key: row[key] for key in ("task_id", "sample", "turn", "prompt", "task")} for row in read(path)]
+    said = {"temperature": f"{path}: made with --temperature 1.0, so 0.5 does nothing here\n",
+            "max_new_tokens": f"{path}: made with --max-new-tokens 80, so 20 does nothing here\n"}
+    for changes, line in (({}, ""), ({"temperature": 0.5}, said["temperature"]),
+                          ({"max_new_tokens": 20}, said["max_new_tokens"])):
+        args = argparse.Namespace(**{"num_candidates": 8, "temperature": 1.0, "max_new_tokens": 80, **changes})
+        capsys.readouterr()
+        policy_stage.read_candidates(path, states, tiny[1], args)
+        assert capsys.readouterr().out == f"reads {path} ({len(states)} rows)\n" + line
 
 
 def test_the_policy_loads_and_continues_to_talk(sweet, workspace, tmp_path):
