@@ -802,7 +802,7 @@ def check_reference(critic):
     fingerprint = models.weights_fingerprint(name)
     if known is None:
         say(f"{folder}: critic.json has no fingerprint of its reference {name}; taken as it is")
-    elif fingerprint not in (None, known):                          # None: it cannot be loaded either, which says more
+    elif fingerprint not in (None, known):                          # None: its files are not there, and loading says so
         raise InputError(f"{folder}: its reference {name} has other weights than when the critic was trained from it "
                          f"(fingerprint {str(known)[:40]}, now {fingerprint}); put them back, or train the critic "
                          "again")
@@ -894,7 +894,7 @@ def score_actions(critic, tokenizer, points, max_tokens, device):
     values = turn_outputs(critic["scorer"], items, max_tokens, device)
     ref_values = turn_outputs(critic["ref_scorer"], ref_items, max_tokens, device)
     normalize = critic["normalize"]
-    if normalize == "trajectory":                                    # a mean over all that is scored: here one action
+    if normalize == "trajectory":                                    # one action is scored alone: its own tokens' mean
         normalize = "turn"
     scores = []
     for point, point_actions, value, ref_value in zip(points, actions, values, ref_values):
@@ -1054,14 +1054,15 @@ def reference_examples(critic, examples, trajectories, groups, tokenizer, max_le
 
 
 def advantages_of(scorer, examples, ref_values, normalize, max_tokens, device):
-    """turn_advantages of every example's items: a list of tensors (turns,) for each example.
+    """turn_advantages of every example's items (of a value head: its values): a list of tensors (turns,) an example.
     ref_values: the examples' example_outputs under the reference."""
+    values_of = example_outputs(scorer, examples, max_tokens, device)
     advantages = []
-    for example, scores, refs in zip(examples, example_outputs(scorer, examples, max_tokens, device), ref_values):
+    for example, outputs, ref_outputs in zip(examples, values_of, ref_values):
         item_advantages = []
-        for item, values, ref_values in zip(example.items, scores, refs):
+        for item, values, item_ref_values in zip(example.items, outputs, ref_outputs):
             lengths = collate([item]).lengths                                             # (1, M)
-            item_advantages.append(turn_advantages(values[None], ref_values[None], lengths, normalize)[0])
+            item_advantages.append(turn_advantages(values[None], item_ref_values[None], lengths, normalize)[0])
         advantages.append(item_advantages)
     return advantages
 
@@ -1090,8 +1091,7 @@ def score_turns(critic, tokenizer, trajectories, max_tokens, device):
     of more than `max_tokens` tokens.
     With an lm or regression head it is A(o_t, a_t, c) of eq. 3, for which the critic was trained.
     A value head gives the value of a dialogue up to and with a turn (a logit, which is no advantage): the credit is its
-    change from turn to turn, from 0 before the first one.
-    An untrained critic whose reference sees c gives 0 for every turn."""
+    change from turn to turn, from 0 before the first one."""
     if critic.get("visual"):
         raise InputError(f"{critic['folder']}: a critic that sees images; turns are scored by one that reads text")
     groups = [(i,) for i in range(len(trajectories))]
