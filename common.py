@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from colbench import ColBenchError, domain_of, task_id
 from lib import adapters, models, vision
 from lib.folders import check_critic, read_critic_json, render_chat
-from lib.models import add_work, encode, generation_cue, load_model, load_tokenizer, tokenizer_name
+from lib.models import add_work, encode, generation_cue, load_model, load_tokenizer, projection_of, tokenizer_name
 from lib.runtime import barrier, broadcast, gather, InputError, is_main, read_json, read_jsonl, say, write_json
 from lib.schema import label, list_of, nullable, one_of, record, short_text, token_ids, whole
 from lib.training import item_length, longest_row
@@ -517,6 +517,7 @@ class Scorer(torch.nn.Module):
         super().__init__()
         self.model = model
         self.processor = processor
+        self.takes_trees = models.lacks_full_attention(model) is None
         self.head = None
         if has_head:
             self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
@@ -525,6 +526,11 @@ class Scorer(torch.nn.Module):
             if output.weight is not embeddings.weight:
                 # It gets no gradients, and so no optimiser state; a run could not be resumed with it.
                 output.requires_grad_(False)
+
+    def check_logits(self, name):
+        """models.check_logits where the model's logits are used."""
+        if self.head is None and not models.is_visual(self.model):
+            models.check_logits(self.model, name)
 
     def reset_head(self):
         """An untrained head gives every turn 0."""
@@ -539,19 +545,45 @@ class Scorer(torch.nn.Module):
         else:
             hidden = hidden_states(self.model, batch)                                     # (R, T, H)
         if self.head is None:
-            return turn_logps(self.model.get_output_embeddings(), hidden, batch)
+            return turn_logps(projection_of(self.model), hidden, batch)
         return turn_values(self.head, hidden, batch)
 
 
 def hidden_states(model, batch):
     """The last hidden state of each token, (R, T, H)."""
     mask = None                                   # rows are padded on the right: with causal attention no token sees it
-    if batch.mask is not None:                    # added to scores; as bool every layer would keep a copy like it
+    if batch.mask is not None:
+        if models.lacks_full_attention(model):
+            return branch_states(model, batch)
+        # added to scores; as bool every layer would keep a copy like it
         mask = torch.zeros_like(batch.mask, dtype=model.get_input_embeddings().weight.dtype)
         mask.masked_fill_(~batch.mask, -torch.inf)
     output = model.get_decoder()(input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions,
                                  use_cache=False)
     return output.last_hidden_state
+
+
+def branch_states(model, batch):
+    """hidden_states of a batch with trees for a model that does not read them (models.lacks_full_attention): it reads
+    each action in a row of its own, after the prompt, with the mask and the positions that it has by itself.
+
+    All rows go through it in one pass, because ranks gather layers together."""
+    is_seen = batch.mask[:, 0]                                                            # (R, T, T)
+    ends = (is_seen.sum(1) == 1).nonzero()                          # (E, 2) tokens that only they themselves see
+    branches = []                                                   # of each end its row, and the places that it sees
+    for r, end in ends.tolist():
+        if end < batch.sizes[r]:                                    # not padding
+            branches.append((r, is_seen[r, end].nonzero().squeeze(1)))
+    rows = [batch.ids[r, places] for r, places in branches]
+    states = model.get_decoder()(input_ids=pad_sequence(rows, batch_first=True), attention_mask=None,
+                                 use_cache=False).last_hidden_state                       # (branches, longest, H)
+    hidden = states.new_zeros(*batch.ids.shape, states.shape[2])                          # (R, T, H)
+    is_known = torch.zeros_like(batch.ids, dtype=torch.bool)                              # (R, T)
+    for (r, places), row_states in zip(branches, states):
+        is_new = ~is_known[r, places]                               # the prompt's are those of its first action
+        hidden[r, places[is_new]] = row_states[:len(places)][is_new]
+        is_known[r, places] = True
+    return hidden
 
 
 def action_tokens(batch):
@@ -565,7 +597,7 @@ MAX_LOGITS = 2 ** 26                                                # in memory 
 def token_logps(projection, hidden, ids):
     """Log-probabilities (N,) of the tokens `ids` (N,), each after the state `hidden` (N, H) of the token before it.
 
-    projection: the model's output projection. It is computed in float32, whatever its weights are in: in bfloat16 a
+    projection: the model's models.Projection. It is computed in float32, whatever its weights are in: in bfloat16 a
     logit of 20 is rounded by .06, more than the advantages of many candidates differ."""
     def logps_of(hidden, ids):
         return -F.cross_entropy(float_logits(projection, hidden), ids, reduction="none")          # (n,)
@@ -576,7 +608,8 @@ def float_logits(projection, hidden):
     bias = projection.bias
     if bias is not None:
         bias = bias.float()
-    return F.linear(hidden.float(), projection.weight.float(), bias)                              # (n, V)
+    projection = projection._replace(weight=projection.weight.float(), bias=bias)
+    return projection.logits(hidden.float())                                                      # (n, V)
 
 
 def in_chunks(function, projection, *tensors):
@@ -602,12 +635,12 @@ def turn_sums(batch, values):
     return sums.index_put(place, values, accumulate=True)
 
 
-def turn_logps(output_projection, hidden, batch):
+def turn_logps(projection, hidden, batch):
     """The log-probability of each action, summed over its tokens (end of turn included), (B, M) float32.
     hidden: (R, T, H). The vocabulary projection runs at action tokens alone."""
     r, t = action_tokens(batch)
     before = hidden[r, batch.previous[r, t]]                                              # (N, H)
-    return turn_sums(batch, token_logps(output_projection, before, batch.ids[r, t]))
+    return turn_sums(batch, token_logps(projection, before, batch.ids[r, t]))
 
 
 def turn_values(head, hidden, batch):
@@ -630,7 +663,7 @@ def turn_outputs(scorer, items, max_tokens, device):
     if isinstance(scorer, adapters.WithoutAdapter):
         with adapters.adapter_off(scorer.scorer.model):
             return turn_outputs(scorer.scorer, items, max_tokens, device)
-    chunks = chunks_of(items, max_tokens)
+    chunks = chunks_of(items, max_tokens, scorer.takes_trees)
     is_split = hasattr(scorer, "reshard")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_split else (0, 1)
     outputs = {}
@@ -656,21 +689,28 @@ def num_turns(item):
     return 1 + max(max(row.turns) for row in item)
 
 
-def chunks_of(items, max_tokens):
+def chunks_of(items, max_tokens, takes_trees=True):
     """Lists of item numbers, the longest items first, so that a list padded has at most `max_tokens` tokens if it has
-    more than one item."""
+    more than one item.
+    takes_trees: False where each action of a tree is read in a row of its own (branch_states)."""
     lengths = [item_length(item) for item in items]
+    sizes = [len(item) if takes_trees else num_branches(item) for item in items]         # rows of each item
     order = sorted(range(len(items)), key=lambda i: -lengths[i])
     chunks, num_rows = [], 0
     for i in order:
         # the first item of a chunk is its longest
-        if chunks and (num_rows + len(items[i])) * lengths[chunks[-1][0]] <= max_tokens:
+        if chunks and (num_rows + sizes[i]) * lengths[chunks[-1][0]] <= max_tokens:
             chunks[-1].append(i)
-            num_rows += len(items[i])
+            num_rows += sizes[i]
         else:
             chunks.append([i])
-            num_rows = len(items[i])
+            num_rows = sizes[i]
     return chunks
+
+
+def num_branches(item):
+    """How many rows an item has where each action of a tree is one."""
+    return sum(1 if row.shared is None else 1 + max(row.turns) for row in item)
 
 
 def example_outputs(scorer, examples, max_tokens, device):
@@ -713,6 +753,9 @@ def load_scorer(name, run, sharding, lora=None, has_head=False, kind=Scorer):
     scorer = models.load_sharded(name, run, sharding, lora, build, load)
     if has_head:
         scorer.reset_head()
+    scorer.check_logits(name)
+    if hasattr(scorer, "reshard"):
+        scorer.reshard()                                            # the check has gathered the root, as turn_outputs
     return scorer
 
 

@@ -155,8 +155,8 @@ class Distiller(common.Scorer):
         if teacher is None:
             return super().forward(batch)
         teacher_hidden = before_actions(teacher, teacher_batch)                                   # (N, H)
-        kls = token_kls(self.model.get_output_embeddings(), before_actions(self.model, batch),
-                        teacher.get_output_embeddings(), teacher_hidden, direction)               # (N,)
+        kls = token_kls(common.projection_of(self.model), before_actions(self.model, batch),
+                        common.projection_of(teacher), teacher_hidden, direction)                  # (N,)
         return -common.turn_sums(batch, kls)
 
 

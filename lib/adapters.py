@@ -77,6 +77,9 @@ def add_adapter(model, config, dtype=torch.float32):
         peft.inject_adapter_in_model(config, model)
     except ValueError as error:
         raise InputError(f"--lora-targets {show(wanted)}: {' '.join(str(error).split())[:300]}") from None
+    if config.target_parameters:                                    # what peft makes of all-linear in some families
+        raise InputError(f"--lora-targets {show(wanted)}: would adapt experts, which are no linear layers; name those "
+                         f"of its attention: --lora-targets {' '.join(linear_names(model, 'attn'))}")
     names = [name for name, _ in adapter_layers(model)]
     for target in [] if isinstance(wanted, str) else sorted(wanted):
         if not any(f".{name}".endswith(f".{target}") for name in names):
@@ -93,10 +96,10 @@ def show(targets):
     return targets if isinstance(targets, str) else " ".join(sorted(targets))
 
 
-def linear_names(model):
-    """Last parts of the names of layers that an adapter can go into."""
+def linear_names(model, part=""):
+    """Last parts of the names of layers that an adapter can go into, of those whose names have this part."""
     return sorted({name.removesuffix(".base_layer").rpartition(".")[2] for name, module in model.named_modules()
-                   if isinstance(module, torch.nn.Linear) and ".lora_" not in name
+                   if isinstance(module, torch.nn.Linear) and part in name and ".lora_" not in name
                    and module is not model.get_output_embeddings()})
 
 
@@ -146,7 +149,8 @@ def stored_adapter(model):
 def adapter_delta(layer, whole):
     """What a layer's adapter adds to its weight, float32; `whole` makes a tensor of the ranks' shards of one."""
     a, b = (whole(getattr(layer, name)["default"].weight.detach()).float() for name in ("lora_A", "lora_B"))
-    return layer.scaling["default"] * (b @ a)
+    delta = layer.scaling["default"] * (b @ a)
+    return delta.T if layer.fan_in_fan_out else delta               # GPT-2 keeps weights the other way round
 
 
 @contextlib.contextmanager

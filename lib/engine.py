@@ -8,7 +8,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from lib.models import add_work
+from lib.models import add_work, lacks_full_attention, projection_of
 from lib.runtime import InputError
 
 MAX_PADDING = 1.5               # a prefill pass computes at most so many times the tokens that its prompts lack
@@ -101,7 +101,7 @@ class Engine:
     def __init__(self, model, stops, slots, max_tokens, ended=None):
         from transformers import Cache
         config = model.config.get_text_config()
-        check_layers(model, config)
+        check_layers(model)
         self.model = model
         self.stops = set(stops)
         self.device = next(model.parameters()).device
@@ -237,7 +237,7 @@ class Engine:
         last_ids = [last_id(slot) for slot in rows]
         states = self.forward(rows, [[token] for token in last_ids])                    # (rows, 1, H)
         states = states[[slot.row for slot in active], 0]                               # (n, H)
-        self.sample(active, self.model.get_output_embeddings()(states).float())         # of logits (n, V)
+        self.sample(active, projection_of(self.model).logits(states))                      # of logits (n, V)
         for slot in active:
             slot.ids.append(last_ids[slot.row])
             if self.has_ended(slot):
@@ -342,14 +342,12 @@ class Engine:
         return F.pad(cached, (0, 0, 0, new_length - length))
 
 
-def check_layers(model, config):
+def check_layers(model):
     """InputError where a layer does not see all earlier tokens: the cache would keep too much for it."""
-    from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
-    for layer in DynamicCache(config=config).layers:
-        if type(layer) is not DynamicLayer:
-            raise InputError(f"{model.name_or_path}: a {config.model_type} model, some of whose layers do not see all "
-                             "earlier tokens, cannot be sampled from here; run it as a server")
+    lack = lacks_full_attention(model)
+    if lack:
+        raise InputError(f"{model.name_or_path}: a {model.config.model_type} model, {lack}, cannot be sampled from "
+                         "here; run it as a server")
 
 
 def cache_argument(decoder):

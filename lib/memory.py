@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.adapters import add_adapter
-from lib.models import check_replicate, from_pretrained, lora_config, reads_images
+from lib.models import check_replicate, from_pretrained, layers_of, lora_config, projection_of, reads_images
 from lib.runtime import InputError, say
 
 
@@ -92,7 +92,7 @@ class Fsdp:
 
     def __init__(self, model, step):
         self.model, self.step = model, step
-        self.layers = list(model.get_decoder().layers)
+        self.layers = layers_of(model)
         self.parameters = {layer: list(layer.parameters()) for layer in self.layers}
         in_layers = {parameter for layer in self.layers for parameter in layer.parameters()}
         self.parameters[model] = list(set(model.parameters()) - in_layers)
@@ -196,7 +196,7 @@ def memory_plan(config, step, token_logps):
         ids = torch.zeros(step.num_rows, step.row_tokens, dtype=torch.long)
         places = torch.zeros(step.num_rows * step.row_tokens // 2, dtype=torch.long)
         hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
-        logps = token_logps(model.get_output_embeddings(), hidden[places, places], ids[places, places])
+        logps = token_logps(projection_of(model), hidden[places, places], ids[places, places])
         logps.sum().backward()
         fsdp.after_backward(model)
     return fsdp.plan()

@@ -3,12 +3,15 @@ import copy
 import dataclasses
 import functools
 import hashlib
+import inspect
 import json
 import os
 import pathlib
 import shutil
+from collections import namedtuple
 
 import torch
+import torch.nn.functional as F
 
 from lib import adapters, folders
 from lib.runtime import barrier, files_digest, InputError, is_main, weight_files, write_json
@@ -170,7 +173,88 @@ def load_model(name, device, dtype="float32"):
                 model = adapted.base_model.model
                 for tensor in adapters.adapter_parameters(model).values():
                     tensor.data = tensor.data.to(getattr(torch, dtype))
-    return model.to(device), tokenizer
+    model = model.to(device)
+    check_logits(model, name)
+    return model, tokenizer
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what differs between families of models: from hidden states to logits, and what their layers see
+
+class Projection(namedtuple("Projection", "weight bias scale cap", defaults=(None, 1.0, None))):
+    """What makes logits of last hidden states: weight (V, H), bias (V,) or None; their product is multiplied by `scale`
+    and softly limited to -cap … cap (None: it is not)."""
+
+    def logits(self, hidden):
+        """Logits (n, V) float32 of hidden states (n, H), whose product with the weights is in their type."""
+        logits = F.linear(hidden, self.weight, self.bias).float()                                 # (n, V)
+        if self.scale != 1:
+            logits = logits * self.scale
+        if self.cap is not None:
+            logits = self.cap * torch.tanh(logits / self.cap)
+        return logits
+
+
+def projection_of(model):
+    """The Projection of a language model, whose configuration may scale (Cohere, Granite, Falcon-H1) or cap (Gemma)
+    logits; check_logits says where a family does more."""
+    config, layer = model.config.get_text_config(), model.get_output_embeddings()
+    scale = 1.0
+    for name, power in (("logit_scale", 1), ("logits_scaling", -1), ("lm_head_multiplier", 1)):
+        scale *= (getattr(config, name, None) or 1.0) ** power
+    return Projection(layer.weight, layer.bias, scale, getattr(config, "final_logit_softcapping", None))
+
+
+SAME_LOGITS = 0.02                              # of the largest logit: rounding in bfloat16 makes up to .01
+
+
+@torch.no_grad()
+def check_logits(model, name):
+    """InputError where a model's logits are not what projection_of makes of its last hidden states: log-probabilities
+    and samples would silently be those of another model."""
+    was_training = model.training
+    model.eval()
+    ids = torch.tensor([[0, 1, 2]], device=model.device)
+    try:
+        hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state            # (1, 3, H)
+        expected = model(input_ids=ids, use_cache=False).logits.float()                           # (1, 3, V)
+    except Exception as error:                  # a family may lack anything
+        raise InputError(f"{name}: a {model.config.model_type} model cannot be used here: it fails "
+                         f"({type(error).__name__}: {folders.one_line(error)})") from None
+    model.train(was_training)
+    logits = projection_of(model).logits(hidden)
+    if not (logits - expected).abs().max() <= SAME_LOGITS * expected.abs().max():                 # NaN is not, either
+        raise InputError(f"{name}: a {model.config.model_type} model makes logits of its last hidden states in a way "
+                         "that is not known here (lib/models.py, projection_of), or they are not finite; use another "
+                         "model")
+
+
+def lacks_full_attention(model):
+    """Why a model does not take positions of our choice and see all tokens that a mask of ours shows it, as trees
+    (common.collate) and lib/engine.py need; None where it does."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+    config = model.config.get_text_config()
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
+    if kinds - {DynamicLayer} or "local" in getattr(config, "attention_layers", ()) or hasattr(
+            config, "keep_window_size"):                            # GPT-Neo and Doge do not tell the cache
+        return "some of whose layers do not see all earlier tokens"
+    takes_positions = "position_ids" in inspect.signature(model.get_decoder().forward).parameters
+    if not takes_positions or getattr(config, "alibi", False):
+        return "which takes no positions of tokens"
+    return None
+
+
+def layers_of(model):
+    """The layers of a language model, which families name differently."""
+    decoder = model.get_decoder()
+    if hasattr(decoder, "layers"):
+        return list(decoder.layers)
+    lists = [module for module in decoder.children() if isinstance(module, torch.nn.ModuleList)]
+    if not lists:
+        raise InputError(f"{model.name_or_path}: a {model.config.model_type} model has no list of layers, by which it "
+                         "is split over ranks or computed in bfloat16; use another model")
+    return list(max(lists, key=len))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +280,7 @@ def shard(scorer, run, sharding):
     sharding.dtype when it is that layer's turn. Where sharding.replicate is above 1, so many groups of ranks each hold
     all of the model and exchange gradients alone."""
     from torch.distributed.device_mesh import init_device_mesh  # here, because their import takes a second
-    from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+    from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, register_fsdp_forward_method
     check_replicate(sharding.replicate, run.world_size)
     if sharding.activation_checkpointing:
         scorer.model.activation_checkpointing_enable()
@@ -209,11 +293,12 @@ def shard(scorer, run, sharding):
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, sharding.dtype), reduce_dtype=torch.float32,
                                   cast_forward_inputs=False)
     model = scorer.model
-    layers = list(model.get_decoder().layers)
+    layers = layers_of(model)
     if is_visual(model):
         layers += model.base_model.visual.blocks
     for module in (*layers, scorer):
         fully_shard(module, mesh=mesh, mp_policy=policy)
+    register_fsdp_forward_method(scorer, "check_logits")
 
 
 def check_replicate(replicate, num_ranks):
@@ -239,15 +324,35 @@ def load_sharded(name, run, sharding, lora, build, load):
     scorer.to_empty(device=run.device)
     if not hasattr(scorer, "reshard"):
         model.tie_weights()                                         # to_empty gives a tied weight twice, FSDP once
-    for module in model.modules():
-        if module._non_persistent_buffers_set:                      # the frequencies of rotary embeddings, in no file
-            model._init_weights(module)
+    restore_buffers(model, name)
     if lora:
         adapters.start_adapter(model, sharding.seed)
     tensors = {name: tensor.detach() for name, tensor in stored_tensors(model)}         # the same memory
     with folders.loading(name):
         dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(folder))
     return scorer
+
+
+def restore_buffers(model, name):
+    """Make the buffers again that are in no file (frequencies of rotary embeddings, say), after to_empty. InputError
+    where a family cannot do this."""
+    owners = [module for module in model.modules() if module._non_persistent_buffers_set]
+    buffers = []
+    for module in owners:
+        buffers += [module.get_buffer(key) for key in module._non_persistent_buffers_set]
+    buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
+    for buffer in buffers:
+        buffer.fill_(torch.nan)                                     # what is left of these was not made again
+    reason = "some have no values"
+    try:
+        for module in (*owners, model.get_decoder()):               # Falcon-H1's decoder makes those of its layers
+            model._init_weights(module)
+    except Exception as error:                                      # a family may lack anything
+        reason = f"{type(error).__name__}: {folders.one_line(error)}"
+        buffers = [torch.tensor(torch.nan)]
+    if any(buffer.isnan().any() for buffer in buffers):
+        raise InputError(f"{name}: a {model.config.model_type} model cannot be trained here: the buffers that are in "
+                         f"none of its files cannot be made again ({reason}); use another model")
 
 
 def lora_config(name, rank, alpha, targets, merge):
@@ -272,11 +377,15 @@ def lora_config(name, rank, alpha, targets, merge):
 
 def meta_model(name, dtype="float32"):
     """The model of a folder or name without weights; to be called under torch.device("meta")."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
     kind = AutoModelForImageTextToText if reads_images(name) else AutoModelForCausalLM
     config = from_pretrained(AutoConfig, name)
+    notes = pathlib.Path(name, "generation_config.json")            # the ids that end a turn, where it has more of them
     with folders.loading(name):
-        return kind.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+        model = kind.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+        if notes.exists():
+            model.generation_config = GenerationConfig.from_pretrained(name)
+    return model
 
 
 def stored_tensors(model):

@@ -92,6 +92,8 @@ ENGINE = {
     "lib/engine.py:sample tolist"}                      # the new tokens
 FILES = {
     "lib/models.py:load_model to the device", "lib/models.py:load_sharded to the device",
+    "lib/models.py:restore_buffers to the device",
+    "lib/models.py:restore_buffers item", "lib/models.py:check_logits to the device", "lib/models.py:check_logits item",
     "lib/models.py:<dictcomp> cpu", "lib/training.py:check_weights item", "lib/adapters.py:set_adapter to the device",
     "lib/training.py:<dictcomp> cpu"}
 PINNED = {

@@ -16,7 +16,7 @@ import torch
 import common
 from colbench import backend
 from conftest import begin, fork, policy_flags, read, refused, ROOT, stage, succeed, wait
-from lib.models import encode
+from lib.models import encode, Projection
 
 grpo, distill, gain, signed = fork("grpo"), fork("distill"), fork("gain"), fork("signed")
 BASE = ROOT / "models" / "tiny"
@@ -238,13 +238,14 @@ def test_divergences_against_float64():
     torch.manual_seed(0)
     head, hidden, teacher_hidden = torch.nn.Linear(8, 50), torch.randn(6, 8), torch.randn(6, 8)
     policy, teacher = (torch.log_softmax(head(x).double(), -1) for x in (hidden, teacher_hidden))
+    head = Projection(head.weight, head.bias)
     for direction, of, against in (("forward", teacher, policy), ("reverse", policy, teacher)):
         kls = distill.token_kls(head, hidden, head, teacher_hidden, direction)
         torch.testing.assert_close(kls.double(), (of.exp() * (of - against)).sum(-1), atol=1e-5, rtol=1e-5)
         assert distill.token_kls(head, hidden, head, hidden, direction).abs().max() < 1e-6
     two = torch.nn.Linear(1, 2, bias=False)                         # p = (.5, .5), q = (.9, .1): .5 log(.5 / .9) + …
     two.weight.data = torch.tensor([[2.1972246], [0.0]])
-    states = torch.tensor([[0.0]]), torch.tensor([[1.0]])
+    two, states = Projection(two.weight), (torch.tensor([[0.0]]), torch.tensor([[1.0]]))
     assert distill.token_kls(two, states[0], two, states[1], "reverse").item() == pytest.approx(.5108256, abs=1e-6)
     assert distill.token_kls(two, states[0], two, states[1], "forward").item() == pytest.approx(.3680642, abs=1e-6)
 

@@ -13,7 +13,7 @@ import torch
 
 import common
 from conftest import begin, rank_environments, read, refused, ROOT, stage, succeed, wait
-from lib.models import load_model, save_model, Sharding
+from lib.models import load_model, Projection, save_model, Sharding
 from lib.runtime import InputError, Runtime, start
 from lib.training import epoch_batches, learning_rate, rank_batches
 
@@ -113,7 +113,7 @@ def test_logits_in_chunks_are_the_logits_whole(tiny, monkeypatch):
     for limit, largest in ((2 ** 26, 50), (300 * 7, 7)):
         monkeypatch.setattr(common, "MAX_LOGITS", limit)
         sizes.clear()
-        logps = common.token_logps(head, hidden, ids)
+        logps = common.token_logps(Projection(head.weight), hidden, ids)
         gradient, = torch.autograd.grad(logps.sum(), hidden)
         torch.testing.assert_close(logps.double(), expected, atol=1e-5, rtol=0)
         torch.testing.assert_close(gradient.double(), expected_gradient.double(), atol=1e-5, rtol=0)
@@ -126,12 +126,12 @@ def test_logits_are_not_rounded_to_bfloat16():
     nothing changes, bit for bit."""
     torch.manual_seed(0)
     head, hidden, ids = torch.nn.Linear(64, 300, bias=False), 8 * torch.randn(50, 64), torch.randint(0, 300, (50,))
-    assert torch.equal(common.token_logps(head, hidden, ids),
+    assert torch.equal(common.token_logps(Projection(head.weight), hidden, ids),
                        -torch.nn.functional.cross_entropy(head(hidden), ids, reduction="none"))
     head, hidden = head.bfloat16(), hidden.bfloat16().requires_grad_()
     expected = torch.log_softmax(hidden.double() @ head.weight.double().T, -1)[range(50), ids]
     rounded = -torch.nn.functional.cross_entropy(head(hidden).float(), ids, reduction="none")
-    logps = common.token_logps(head, hidden, ids)
+    logps = common.token_logps(Projection(head.weight), hidden, ids)
     assert logps.dtype == torch.float32
     assert (logps - expected).abs().max() < 1e-5 < 1e-2 < (rounded - expected).abs().max()
     logps.sum().backward()

@@ -1,0 +1,170 @@
+"""Families of models (tiny, with random weights): log-probabilities, trees, samples and saved folders of each are those
+of transformers, or there is one line."""
+import dataclasses
+
+import pytest
+import torch
+
+import common
+from conftest import ROOT, rows_of_actions
+from lib.engine import generate
+from lib.models import load_model, load_tokenizer, lora_config, save_model, Sharding
+from lib.runtime import InputError, start
+
+SHARDING = Sharding(dtype="float32", replicate=1, activation_checkpointing=False, out="unused", seed=0)
+SIZES = {"vocab_size": 781, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
+         "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 780, "initializer_range": 0.3}
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+          "layer_types": ["linear_attention", "full_attention"]}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+HALVES = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+
+FULL = {                                                            # every layer sees all tokens before it
+    "llama": {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "rope_theta": 5e5,
+                                  "high_freq_factor": 4.0, "original_max_position_embeddings": 32}},
+    "qwen3": {}, "qwen3_moe": EXPERTS, "olmo2": {}, "phi3": {}, "smollm3": {"no_rope_layers": [1, 0]}, "gpt2": GPT2,
+    "gpt_neox": {}, "granite": {"logits_scaling": 4.0}, "cohere": {"logit_scale": 0.3},
+    "nanochat": {"final_logit_softcapping": 3.0}}
+LIMITED = {                                                         # the window, in tokens, is less than the prompt
+    "mistral": {"sliding_window": 8}, "gemma2": {"sliding_window": 8, "final_logit_softcapping": 3.0},
+    "gemma3_text": HALVES, "gpt_oss": {**HALVES, **EXPERTS}, "qwen3_5_text": LINEAR,
+    "bloom": {"n_layer": 2, "n_head": 4}, "mamba": {"state_size": 8}}
+
+PROMPT = "<|user|>Can you write a function that works out the price of a ticket for a visitor?<|end|><|assistant|>"
+ACTIONS = [[33, 34, 780], [50, 51, 52, 53, 54, 780], [60, 780]]
+
+
+def model_of(family):
+    from transformers import AutoConfig, AutoModelForCausalLM
+    sizes = {**SIZES, **FULL.get(family, {}), **LIMITED.get(family, {})}
+    if family == "mamba":
+        sizes = {key: value for key, value in sizes.items() if "head" not in key}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **sizes)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(str(ROOT / "models" / "tiny"))
+
+
+def folder_of(model, tokenizer, path):
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def expected_logps(model, tokenizer):
+    """Of each action after the prompt, by the model's own logits."""
+    prompt, logps = common.encode(tokenizer, PROMPT), []
+    for action in ACTIONS:
+        ids = torch.tensor([prompt + action])
+        token_logps = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1], -1)
+        logps.append(token_logps.gather(1, ids[0, 1:, None])[-len(action):].sum())
+    return torch.stack(logps)
+
+
+@pytest.mark.parametrize("family", [*FULL, *LIMITED])
+def test_log_probabilities_are_the_models_own(tokenizer, family):
+    """In rows, padded, and in a tree; and so are the gradients."""
+    model = model_of(family)
+    expected = expected_logps(model, tokenizer)
+    expected.pow(2).sum().backward()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    other = "<|user|>the fee<|end|><|assistant|>"                   # a second row, so that something is padded
+    for item_of in (common.actions_item, rows_of_actions):
+        model.zero_grad()
+        items = [item_of(tokenizer, PROMPT, ACTIONS), item_of(tokenizer, other, ACTIONS[:2])]
+        logps = common.Scorer(model)(common.collate(items))[0]
+        torch.testing.assert_close(logps, expected, atol=1e-4, rtol=0)
+        logps.pow(2).sum().backward()
+        for parameter, gradient in zip(model.parameters(), gradients):
+            torch.testing.assert_close(parameter.grad, gradient, atol=1e-3 * gradient.abs().max().item(), rtol=1e-3)
+
+
+@pytest.mark.parametrize("family", FULL)
+def test_the_likeliest_tokens_are_those_of_generate(tokenizer, family):
+    model = model_of(family)
+    prompts = [common.encode(tokenizer, PROMPT), common.encode(tokenizer, PROMPT)[:7]]
+    outputs = generate(model, prompts, torch.full((2, 12), .5), 0, [780, 17])
+    for prompt, ids in zip(prompts, outputs):
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=[780, 17])
+        assert ids == expected[0, len(prompt):].tolist()
+
+
+@pytest.mark.parametrize("family", LIMITED)
+def test_no_samples_of_what_the_cache_cannot_keep(family):
+    with pytest.raises(InputError, match=f"a {family} model, .* cannot be sampled from here; run it as a server"):
+        generate(model_of(family), [[1, 2]], torch.zeros(1, 2), 0, [])
+
+
+def test_actions_in_rows_of_their_own_fill_a_pass(tokenizer):
+    """As many rows as there is room for, where a model does not read trees."""
+    items = [common.actions_item(tokenizer, PROMPT, ACTIONS)] * 4
+    length = len(items[0][0].ids)
+    assert [len(chunk) for chunk in common.chunks_of(items, 6 * length)] == [4]
+    assert [len(chunk) for chunk in common.chunks_of(items, 6 * length, takes_trees=False)] == [2, 2]
+
+
+def test_a_family_whose_logits_are_not_known_is_refused(tokenizer, tmp_path):
+    """HyperCLOVA X multiplies by what Granite, which has the same name for it, divides by."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    config = AutoConfig.for_model("hyperclovax", **SIZES, logits_scaling=4.0)
+    folder = folder_of(AutoModelForCausalLM.from_config(config), tokenizer, tmp_path)
+    for load in (lambda: load_model(folder, "cpu"), lambda: common.load_scorer(folder, start(0), SHARDING)):
+        with pytest.raises(InputError, match="a hyperclovax model makes logits of its last hidden states in a way"):
+            load()
+
+
+# --- folders
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma2", "gpt2"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_saved_loads_again_as_it_was(tokenizer, tmp_path, family, dtype):
+    """Weights, whether they are tied, and all ids that end a turn, which generation_config.json may have alone."""
+    from transformers import AutoModelForCausalLM
+    model = model_of(family)
+    model.generation_config.eos_token_id = [780, 17]
+    base = folder_of(model, tokenizer, tmp_path / "base")
+    scorer = common.load_scorer(base, start(0), dataclasses.replace(SHARDING, dtype=dtype, out=tmp_path))
+    (tmp_path / "saved").mkdir()
+    save_model(tmp_path / "saved", scorer.model, tokenizer)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert saved.dtype == torch.float32 and saved.generation_config.eos_token_id == [780, 17]
+    assert saved.config.tie_word_embeddings == model.config.tie_word_embeddings
+    tensors = saved.state_dict()
+    assert all(torch.equal(tensor, tensors[name]) for name, tensor in model.state_dict().items())
+
+
+def test_buffers_that_cannot_be_made_again_are_one_line(tokenizer, tmp_path, monkeypatch):
+    model = model_of("llama")
+    folder = folder_of(model, tokenizer, tmp_path)
+    monkeypatch.setattr(type(model), "_init_weights", lambda self, module: None)
+    with pytest.raises(InputError, match="a llama model cannot be trained here: the buffers .*some have no values"):
+        common.load_scorer(folder, start(0), SHARDING)
+
+
+def test_an_adapter_of_transposed_weights_is_merged(tokenizer, tmp_path):
+    folder = folder_of(model_of("gpt2"), tokenizer, tmp_path / "base")
+    scorer = common.load_scorer(folder, start(0), SHARDING, lora_config(folder, 4, 8, None, False)).eval()
+    for name, parameter in scorer.named_parameters():
+        if ".lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    batch = common.collate([common.actions_item(tokenizer, PROMPT, ACTIONS)])
+    with torch.no_grad():
+        expected = scorer(batch)
+        for out, merge in (("adapter", False), ("whole", True)):
+            (tmp_path / out).mkdir()
+            save_model(tmp_path / out, scorer.model, tokenizer, merge)
+            model, _ = load_model(str(tmp_path / out), "cpu")
+            torch.testing.assert_close(common.Scorer(model)(batch), expected, atol=1e-3, rtol=0)
+
+
+def test_an_adapter_of_experts_is_refused_before_training(tokenizer, tmp_path):
+    folder = folder_of(model_of("qwen3_moe"), tokenizer, tmp_path)
+    with pytest.raises(InputError, match="--lora-targets all-linear: would adapt experts, .* k_proj o_proj q_proj v"):
+        lora_config(folder, 4, 8, None, False)
+    assert lora_config(folder, 4, 8, ["q_proj", "v_proj"], False)
