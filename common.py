@@ -20,7 +20,16 @@ from torch.utils.checkpoint import checkpoint
 from colbench import ColBenchError, domain_of, task_id
 from lib import adapters, models, vision
 from lib.folders import check_critic, read_critic_json, render_chat
-from lib.models import add_work, encode, generation_cue, load_model, load_tokenizer, projection_of, tokenizer_name
+from lib.models import (
+    add_work,
+    encode,
+    end_of_turn,
+    generation_cue,
+    load_model,
+    load_tokenizer,
+    projection_of,
+    tokenizer_name,
+)
 from lib.runtime import barrier, broadcast, gather, InputError, is_main, read_json, read_jsonl, say, write_json
 from lib.schema import label, list_of, nullable, one_of, record, short_text, token_ids, whole
 from lib.training import item_length, longest_row
@@ -312,6 +321,7 @@ def agent_turns(tokenizer, trajectory, counts=None, only=None):
     history = trajectory["dialogue_history"]
     is_sampled = trajectory.get("tokenizer") == tokenizer_name(tokenizer)
     cue = generation_cue(tokenizer)                                  # "" of a template that has none
+    end = end_of_turn(tokenizer)
     turns = []
     for index, turn in enumerate(history):
         if turn["role"] != "assistant" or only not in (None, index):
@@ -322,13 +332,13 @@ def agent_turns(tokenizer, trajectory, counts=None, only=None):
             turns.append((turn["input"], turn["output_ids"]))
         elif "output" in turn and cue and turn.get("input", "").endswith(cue):
             kind = "as logged"
-            output = turn["output"].removesuffix(tokenizer.eos_token)
-            turns.append((turn["input"], encode(tokenizer, output) + [tokenizer.eos_token_id]))
+            output = turn["output"].removesuffix(tokenizer.decode(end))
+            turns.append((turn["input"], encode(tokenizer, output) + [end]))
         else:
             kind = "rendered again"
             prompt = prompt_text(tokenizer, history[:index], trajectory.get("max_rounds", 10),
                                  domain_of(trajectory["task"]).AGENT_SYSTEM, system_prompt(trajectory))
-            turns.append((prompt, encode(tokenizer, turn["content"]) + [tokenizer.eos_token_id]))
+            turns.append((prompt, encode(tokenizer, turn["content"]) + [end]))
         if counts is not None:
             counts[kind] = counts.get(kind, 0) + 1
     return turns

@@ -336,7 +336,7 @@ def gains(rows, scorer, tokenizer, world, max_tokens):
 
 def reference_answer_item(tokenizer, prompt, task):
     """The item of one action after a prompt: the message that gives the reference as the answer."""
-    answer = encode(tokenizer, domain_of(task).answer_message(task)) + [tokenizer.eos_token_id]
+    answer = encode(tokenizer, domain_of(task).answer_message(task)) + [common.end_of_turn(tokenizer)]
     return common.actions_item(tokenizer, prompt, [answer])
 
 

@@ -347,7 +347,7 @@ def check_layers(model):
     lack = lacks_full_attention(model)
     if lack:
         raise InputError(f"{model.name_or_path}: a {model.config.model_type} model, {lack}, cannot be sampled from "
-                         "here; run it as a server")
+                         "here; run it as a server (http://…, which 04 takes as --sampler)")
 
 
 def cache_argument(decoder):

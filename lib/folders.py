@@ -1,5 +1,6 @@
 """What a model folder brings from elsewhere: damaged files become one line, a chat template has a limit of time."""
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -119,6 +120,8 @@ def render_chat(tokenizer, chat, **options):
     """The text of a chat (messages) by the template of a tokenizer or processor. InputError that names its folder where
     the template fails or, in the main thread (others get no signals), takes more than RENDER_S."""
     limited = threading.current_thread() is threading.main_thread()
+    if chat[0]["role"] == "system" and not takes_system(tokenizer):
+        chat = with_system_in_request(chat)
     try:
         if limited:
             before = signal.signal(signal.SIGPROF, stop_rendering)
@@ -131,6 +134,27 @@ def render_chat(tokenizer, chat, **options):
         if limited:
             signal.setitimer(signal.ITIMER_PROF, 0)
             signal.signal(signal.SIGPROF, before)
+
+
+@functools.lru_cache
+def takes_system(tokenizer):
+    """Whether a template renders a chat with a system message, which Gemma 2's and Mistral's raise an error at; also
+    where it renders no chat at all, which is for render_chat to say."""
+    request = {"role": "user", "content": "?"}
+    try:
+        render_chat(tokenizer, [request])
+        tokenizer.apply_chat_template([{"role": "system", "content": "?"}, request], tokenize=False)
+    except InputError:
+        return True
+    except Exception:                           # a template can raise anything
+        return False
+    return True
+
+
+def with_system_in_request(chat):
+    """A chat whose system message opens the first message of the user, as Gemma 3's template has it."""
+    system, request, *rest = chat
+    return [{**request, "content": f"{system['content']}\n\n{request['content']}"}, *rest]
 
 
 def stop_rendering(*_):

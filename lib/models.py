@@ -75,6 +75,18 @@ def generation_cue(tokenizer):
     return cued.removeprefix(plain)
 
 
+@functools.lru_cache
+def end_of_turn(tokenizer):
+    """The id with which the template ends an agent's turn (of Gemma and Phi-3 it is not the tokenizer's eos_token); the
+    eos_token's where the template ends it with no such token."""
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Nothing"}]
+    _, message, ending = folders.render_chat(tokenizer, chat).rpartition("Nothing")
+    ids = encode(tokenizer, ending.lstrip())
+    if message and ids and ids[0] in tokenizer.added_tokens_decoder:
+        return ids[0]
+    return tokenizer.eos_token_id
+
+
 def max_positions(name):
     """The most tokens that a model takes, a prompt with its reply."""
     from transformers import AutoConfig
@@ -527,10 +539,10 @@ def smollm2_files():
 
 
 def stop_ids(model, tokenizer):
-    """All ids that end a turn: the model's eos list and the tokenizer's."""
+    """All ids that end a turn: the model's eos list, the tokenizer's and the template's."""
     ids = model.generation_config.eos_token_id if model.generation_config is not None else None
     ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    ids = [token_id for token_id in (*ids, tokenizer.eos_token_id) if token_id is not None]
+    ids = [token_id for token_id in (*ids, tokenizer.eos_token_id, end_of_turn(tokenizer)) if token_id is not None]
     if not all(isinstance(token_id, int) for token_id in ids):
         raise InputError(f"{tokenizer.name_or_path}: eos_token_id in its generation_config.json is no token id")
     return sorted(set(ids))

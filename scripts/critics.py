@@ -28,7 +28,7 @@ from colbench import ColBenchError, domain_of, task_id  # noqa: E402
 from lib import statistics, tables  # noqa: E402
 from lib.arguments import add_overwrite, add_reference, argument_parser, named_path, text_flag  # noqa: E402
 from lib.credit import turn_kinds  # noqa: E402
-from lib.models import encode, load_model, load_tokenizer, tokenizer_name  # noqa: E402
+from lib.models import encode, end_of_turn, load_model, load_tokenizer, tokenizer_name  # noqa: E402
 from lib.runtime import begin_output, InputError, is_done, run_stage, say, start, write_json  # noqa: E402
 
 MAX_TOKENS = 16384               # of a batch
@@ -67,7 +67,7 @@ def probe_rows(probe, tokenizer, domain, with_c):
     system = common.system_prompt(trajectory)
     max_rounds = trajectory.get("max_rounds", 10)
     prompt = common.prompt_text(tokenizer, probe.history, max_rounds, domain.AGENT_SYSTEM, system)
-    action = encode(tokenizer, probe.text) + [tokenizer.eos_token_id]
+    action = encode(tokenizer, probe.text) + [end_of_turn(tokenizer)]
     hidden_info = None
     if with_c:
         hidden_info = common.hidden_info(trajectory["task"])

@@ -8,7 +8,7 @@ import torch
 import common
 from conftest import ROOT, rows_of_actions
 from lib.engine import generate
-from lib.models import load_model, load_tokenizer, lora_config, save_model, Sharding
+from lib.models import load_model, load_tokenizer, lora_config, save_model, Sharding, stop_ids
 from lib.runtime import InputError, start
 
 SHARDING = Sharding(dtype="float32", replicate=1, activation_checkpointing=False, out="unused", seed=0)
@@ -117,6 +117,55 @@ def test_a_family_whose_logits_are_not_known_is_refused(tokenizer, tmp_path):
     for load in (lambda: load_model(folder, "cpu"), lambda: common.load_scorer(folder, start(0), SHARDING)):
         with pytest.raises(InputError, match="a hyperclovax model makes logits of its last hidden states in a way"):
             load()
+
+
+# --- chat templates
+
+# In our own words, of families whose tokenizer's eos_token is not what ends a turn, or whose template takes no system
+# message, ends a finished chat with one more token, or adds a date
+GEMMA = ("{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+         "{{ raise_exception('Roles must alternate') }}{% endif %}<turn>"
+         "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<eot>\n{% endfor %}"
+         "{% if add_generation_prompt %}<turn>model\n{% endif %}")
+MISTRAL = ("{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+           "{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% if m.role == 'user' %}"
+           "[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}")
+PHI = ("{% for m in messages %}<turn>{{ m.role }}\n{{ m.content }}<eot>\n{% endfor %}{% if add_generation_prompt %}"
+       "<turn>assistant\n{% else %}{{ eos_token }}{% endif %}")
+DATED = ("{{ bos_token }}<turn>system\nToday: {{ strftime_now('%d %b %Y') }}<eot>{% for m in messages %}<turn>"
+         "{{ m.role }}\n\n{{ m.content | trim }}<eot>{% endfor %}{% if add_generation_prompt %}<turn>assistant\n\n"
+         "{% endif %}")
+TRAJECTORY = {"task": {"problem_description": "f", "ground_truth": "def f(): 1", "test_cases": {}}, "task_id": "t",
+              "sample": 0, "dialogue_history": [{"role": "user", "content": "the fee"},
+                                                {"role": "assistant", "content": "What fee?"},
+                                                {"role": "user", "content": "12"},
+                                                {"role": "assistant", "content": "Thanks"}]}
+
+
+@pytest.mark.parametrize("template, num_rows", [(GEMMA, 1), (MISTRAL, 2), (PHI, 1), (DATED, 1)])
+def test_turns_that_are_rendered_again_end_as_in_the_template(template, num_rows):
+    """Mistral's template writes the first turn otherwise when it shows it again, so that each has a row of its own."""
+    tokenizer = load_tokenizer(str(ROOT / "models" / "tiny"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>", "<eot>"], "bos_token": "<s>",
+                                  "eos_token": "<eos>"})
+    tokenizer.chat_template = template
+    end, other = tokenizer.convert_tokens_to_ids(["<eot>", "<eos>"] if template != MISTRAL else ["<eos>", "<eot>"])
+    turns = common.agent_turns(tokenizer, TRAJECTORY)
+    rows = common.rows_of_trajectory(tokenizer, turns, "c is 1. ")
+    assert len(rows) == num_rows
+    for number, text in enumerate(["What fee?", "Thanks"]):
+        [ids] = [[i for i, turn in zip(row.ids, row.turns) if turn == number] for row in rows if number in row.turns]
+        assert ids[-1] == end and other not in ids and tokenizer.decode(ids[:-1]) == text
+    system = common.our_system(TRAJECTORY)
+    for prompt, _ in turns:
+        assert prompt.count(system) == 1
+        if template in (GEMMA, MISTRAL):                            # which refuse a system message
+            assert f"{system}\n\nthe fee" in prompt
+    if template != PHI:
+        assert common.encode(tokenizer, turns[1][0]).count(tokenizer.bos_token_id) == 1
+    model = model_of("llama")
+    model.generation_config.eos_token_id = 17
+    assert stop_ids(model, tokenizer) == sorted({17, tokenizer.eos_token_id, end})
 
 
 # --- folders
