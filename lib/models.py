@@ -229,7 +229,8 @@ def check_logits(model, name):
     ids = torch.tensor([[0, 1, 2]], device=model.device)
     try:
         hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state            # (1, 3, H)
-        expected = model(input_ids=ids, use_cache=False).logits.float()                           # (1, 3, V)
+        all_seen = torch.ones_like(ids)         # said, because some warn where an id is that of padding
+        expected = model(input_ids=ids, attention_mask=all_seen, use_cache=False).logits.float()  # (1, 3, V)
     except Exception as error:                  # a family may lack anything
         raise InputError(f"{name}: a {model.config.model_type} model cannot be used here: it fails "
                          f"({type(error).__name__}: {folders.one_line(error)})") from None
