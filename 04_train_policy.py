@@ -744,6 +744,7 @@ def train(scorer, examples, all_ref_logps, args, run, costs):
     batch_size = examples_a_step(args)
     batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
     steps_an_epoch = math.ceil(len(examples) / batch_size)
+    common.check_positions(common.items_of(examples), scorer.model)
     say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
     optimizer = training.adamw(scorer, args.lr)
     checkpoints = training.Checkpoints(args.out, scorer, optimizer)

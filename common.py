@@ -673,6 +673,7 @@ def turn_outputs(scorer, items, max_tokens, device):
     if isinstance(scorer, adapters.WithoutAdapter):
         with adapters.adapter_off(scorer.scorer.model):
             return turn_outputs(scorer.scorer, items, max_tokens, device)
+    check_positions(items, scorer.model)
     chunks = chunks_of(items, max_tokens, scorer.takes_trees)
     is_split = hasattr(scorer, "reshard")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_split else (0, 1)
@@ -693,6 +694,24 @@ def turn_outputs(scorer, items, max_tokens, device):
         for outputs_of_rank in gather(outputs):
             outputs |= outputs_of_rank
     return [outputs[i] for i in range(len(items))]
+
+
+def check_positions(items, model):
+    """InputError where a row goes on for more tokens than the model takes."""
+    most = models.most_positions(model.config)
+    longest = max((num_positions(row) for item in items for row in item), default=0)
+    if longest > most:
+        raise InputError(f"{model.name_or_path}: takes {most:,.0f} tokens, and a prompt with its action has up to "
+                         f"{longest:,} (with c, for a critic); in training --max-length leaves out what is longer")
+
+
+def num_positions(row):
+    """How many tokens follow each other in a row; of a tree its prompt and its longest action."""
+    if row.images:                                                  # has positions of its own kind
+        return 0
+    if row.shared is None:
+        return len(row.ids)
+    return row.shared + max(collections.Counter(row.turns[row.shared:]).values())
 
 
 def num_turns(item):

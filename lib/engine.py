@@ -8,7 +8,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from lib.models import add_work, lacks_full_attention, projection_of
+from lib.models import add_work, lacks_full_attention, most_positions, projection_of
 from lib.runtime import InputError
 
 MAX_PADDING = 1.5               # a prefill pass computes at most so many times the tokens that its prompts lack
@@ -106,7 +106,7 @@ class Engine:
         self.stops = set(stops)
         self.device = next(model.parameters()).device
         self.ended = ended or (lambda ids: False)
-        self.max_tokens = min(max_tokens, config.max_position_embeddings)
+        self.max_tokens = min(max_tokens, most_positions(config))
         self.slots = [Slot(row, ids=[]) for row in range(slots)]
         self.waiting = []
         self.task = None                                        # run(), while there are requests

@@ -5,6 +5,7 @@ import functools
 import hashlib
 import inspect
 import json
+import math
 import os
 import pathlib
 import shutil
@@ -88,9 +89,20 @@ def end_of_turn(tokenizer):
 
 
 def max_positions(name):
-    """The most tokens that a model takes, a prompt with its reply."""
+    """most_positions of a folder, a hub id or "smollm2"."""
     from transformers import AutoConfig
-    return from_pretrained(AutoConfig, name).get_text_config().max_position_embeddings
+    return most_positions(from_pretrained(AutoConfig, name))
+
+
+def most_positions(config):
+    """The most tokens that a model of this configuration takes, a prompt with its reply; math.inf of one that counts no
+    positions (Mamba)."""
+    config = config.get_text_config()
+    most = getattr(config, "max_position_embeddings", None) or math.inf
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("linear", "dynamic", "yarn"):      # Qwen's files give the length before stretching
+        most *= rope.get("factor") or 1
+    return most
 
 
 def from_pretrained(kind, name, **options):

@@ -1,6 +1,7 @@
 """Families of models (tiny, with random weights): log-probabilities, trees, samples and saved folders of each are those
 of transformers, or there is one line."""
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 import common
 from conftest import ROOT, rows_of_actions
 from lib.engine import generate
-from lib.models import load_model, load_tokenizer, lora_config, save_model, Sharding, stop_ids
+from lib.models import load_model, load_tokenizer, lora_config, most_positions, save_model, Sharding, stop_ids
 from lib.runtime import InputError, start
 
 SHARDING = Sharding(dtype="float32", replicate=1, activation_checkpointing=False, out="unused", seed=0)
@@ -217,3 +218,33 @@ def test_an_adapter_of_experts_is_refused_before_training(tokenizer, tmp_path):
     with pytest.raises(InputError, match="--lora-targets all-linear: would adapt experts, .* k_proj o_proj q_proj v"):
         lora_config(folder, 4, 8, None, False)
     assert lora_config(folder, 4, 8, ["q_proj", "v_proj"], False)
+
+
+# --- how long a row may be
+
+def test_what_is_longer_than_the_model_takes_is_one_line(tokenizer, tmp_path):
+    """Of a tree it is the prompt with its longest action that counts."""
+    model = model_of("gpt2")                                         # has 256 positions, and no others
+    fitting = common.actions_item(tokenizer, PROMPT, [[33] * 150, [34] * 180, [60, 780]])
+    assert len(fitting[0].ids) > 256
+    logps = common.turn_outputs(common.Scorer(model), [fitting], 4096, "cpu")
+    assert logps[0].isfinite().all()
+    for item_of in (common.actions_item, rows_of_actions):
+        long = item_of(tokenizer, PROMPT, [[33] * 240, [60, 780]])
+        with pytest.raises(InputError, match=r"takes 256 tokens, and a prompt with its action has up to \d+ "):
+            common.turn_outputs(common.Scorer(model), [long], 4096, "cpu")
+
+
+@pytest.mark.parametrize("family, rope, most", [
+    ("llama", {"rope_type": "default"}, 256),
+    ("qwen2", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}, 1024),
+    ("llama", FULL["llama"]["rope_parameters"], 256)])               # Llama 3's files give the length after stretching
+def test_how_many_tokens_a_model_takes(family, rope, most):
+    from transformers import AutoConfig
+    config = AutoConfig.for_model(family, **SIZES, rope_parameters={"rope_theta": 1e4, **rope})
+    assert most_positions(config) == most
+
+
+def test_a_model_without_positions_has_no_limit():
+    from transformers import MambaConfig
+    assert most_positions(MambaConfig()) == math.inf
