@@ -527,7 +527,7 @@ class Scorer(torch.nn.Module):
         super().__init__()
         self.model = model
         self.processor = processor
-        self.takes_trees = models.lacks_full_attention(model) is None
+        self.takes_trees = models.takes_no_masks(model) is None
         self.head = None
         if has_head:
             self.head = torch.nn.Linear(model.config.get_text_config().hidden_size, 1, device=model.device)
@@ -563,18 +563,17 @@ def hidden_states(model, batch):
     """The last hidden state of each token, (R, T, H)."""
     mask = None                                   # rows are padded on the right: with causal attention no token sees it
     if batch.mask is not None:
-        if models.lacks_full_attention(model):
+        if models.takes_no_masks(model):
             return branch_states(model, batch)
-        # added to scores; as bool every layer would keep a copy like it
-        mask = torch.zeros_like(batch.mask, dtype=model.get_input_embeddings().weight.dtype)
-        mask.masked_fill_(~batch.mask, -torch.inf)
+        # added to scores, because as bool every layer would keep a copy like it
+        mask = models.decoder_mask(model, batch.mask, batch.positions, batch.positions, is_added=True)
     output = model.get_decoder()(input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions,
                                  use_cache=False)
     return output.last_hidden_state
 
 
 def branch_states(model, batch):
-    """hidden_states of a batch with trees for a model that does not read them (models.lacks_full_attention): it reads
+    """hidden_states of a batch with trees for a model that does not read them (models.takes_no_masks): it reads
     each action in a row of its own, after the prompt, with the mask and the positions that it has by itself.
 
     All rows go through it in one pass, because ranks gather layers together."""

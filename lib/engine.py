@@ -8,7 +8,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from lib.models import add_work, lacks_full_attention, most_positions, projection_of
+from lib.models import add_work, decoder_mask, most_positions, projection_of, takes_no_masks
 from lib.runtime import InputError
 
 MAX_PADDING = 1.5               # a prefill pass computes at most so many times the tokens that its prompts lack
@@ -310,7 +310,10 @@ class Engine:
         self.selection = self.rows
         if rows == list(range(len(rows))):
             self.selection = slice(len(rows))                   # the first rows are read where they lie, not copied
-        mask = torch.arange(self.width, device=self.device) <= self.positions[:, None, :, None]       # (R, 1, T, width)
+        places = torch.arange(self.width, device=self.device)[None]                                   # (1, width)
+        is_seen = places[:, None, None, :] <= self.positions[:, None, :, None]                        # (R, 1, T, width)
+        is_added = self.model.config._attn_implementation == "eager"        # of GPT-OSS
+        mask = decoder_mask(self.model, is_seen, self.positions, places, is_added)
         decoder = self.model.get_decoder()
         output = decoder(input_ids=padded, attention_mask=mask, position_ids=self.positions, use_cache=True,
                          **{self.cache_argument: self.cache})
@@ -343,8 +346,8 @@ class Engine:
 
 
 def check_layers(model):
-    """InputError where a layer does not see all earlier tokens: the cache would keep too much for it."""
-    lack = lacks_full_attention(model)
+    """InputError where the engine's cache and masks are not those that a model's layers need."""
+    lack = takes_no_masks(model)
     if lack:
         raise InputError(f"{model.name_or_path}: a {model.config.model_type} model, {lack}, cannot be sampled from "
                          "here; run it as a server (http://…, which 04 takes as --sampler)")

@@ -254,20 +254,56 @@ def check_logits(model, name):
                          "model")
 
 
-def lacks_full_attention(model):
-    """Why a model does not take positions of our choice and see all tokens that a mask of ours shows it, as trees
-    (common.collate) and lib/engine.py need; None where it does."""
+# Families whose layers with a sliding window take a mask of ours; tests/test_families.py has all of them
+WINDOWED = ("afmoe", "cohere2", "cwm", "exaone4", "exaone_moe", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss",
+            "granite_swa", "laguna", "mimo_v2_flash", "ministral", "mistral", "mixtral", "olmo3", "phi3", "qwen2",
+            "qwen3", "smollm3", "starcoder2", "vaultgemma")
+
+
+def takes_no_masks(model):
+    """Why a model does not take masks and positions of our choice, as trees (common.collate) and lib/engine.py need;
+    None where it does."""
     from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
     config = model.config.get_text_config()
-    kinds = {type(layer) for layer in DynamicCache(config=config).layers}
-    if kinds - {DynamicLayer} or "local" in getattr(config, "attention_layers", ()) or hasattr(
+    kinds = {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer}
+    if config.model_type in WINDOWED:
+        kinds -= {DynamicSlidingWindowLayer}
+    if kinds or "local" in getattr(config, "attention_layers", ()) or hasattr(
             config, "keep_window_size"):                            # GPT-Neo and Doge do not tell the cache
         return "some of whose layers do not see all earlier tokens"
     takes_positions = "position_ids" in inspect.signature(model.get_decoder().forward).parameters
     if not takes_positions or getattr(config, "alibi", False):
         return "which takes no positions of tokens"
     return None
+
+
+def decoder_mask(model, is_seen, positions, key_positions, is_added):
+    """The attention mask that a decoder takes, of which tokens see which: `is_seen` (R, 1, T, K) bool. Layers with a
+    sliding window see less, by the positions of tokens (R, T) and those of what they see (R or 1, K).
+    is_added: in numbers that are added to scores."""
+    def form(mask):
+        if not is_added:
+            return mask
+        numbers = torch.zeros_like(mask, dtype=model.get_input_embeddings().weight.dtype)
+        return numbers.masked_fill_(~mask, -torch.inf)
+
+    config = model.config.get_text_config()
+    window = sliding_window(config)
+    if window is None:
+        return form(is_seen)
+    is_near = key_positions[:, None, None, :] > positions[:, None, :, None] - window                # (R, 1, T, K)
+    near = form(is_seen & is_near)
+    if getattr(config, "layer_types", None) is None:
+        return near                                                  # all layers are alike
+    return {"full_attention": form(is_seen), "sliding_attention": near}
+
+
+def sliding_window(config):
+    """How many tokens a layer with a sliding window sees, itself with them; None where a model has no such layer."""
+    from transformers import DynamicCache
+    windows = {getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers} - {None}
+    return max(windows, default=None)
 
 
 def layers_of(model):

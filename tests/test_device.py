@@ -146,7 +146,7 @@ def card(tmp_path_factory):
     write_trajectories(folder / "offline.jsonl", 6)
     common_flags = ["--trajectories", str(folder / "offline.jsonl"), "--model", str(ROOT / "models" / "tiny"), "--lr",
                     "1e-3", "--max-steps", "2"]
-    small = ["--batch-size", "2"]                                    # so that no epoch ends: no state is saved
+    small = ["--batch-size", "2"]
     sampling = ["--num-candidates", "3", "--max-new-tokens", "12", "--data-frac", "0.3", "--pairs-together", "--critic",
                 str(folder / "critic")]
     stages = {

@@ -195,12 +195,14 @@ def test_counts_the_same_work_as_the_plain_way(tiny):
 
 
 def test_models_that_do_not_see_all_tokens_are_refused():
-    from transformers import AutoModelForCausalLM, MistralConfig
-    config = MistralConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-                           num_key_value_heads=1, vocab_size=8, sliding_window=4)
-    with pytest.raises(InputError, match="a mistral model"):
+    """But for families whose windows are known."""
+    from transformers import AutoModelForCausalLM, Llama4TextConfig, MistralConfig
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "intermediate_size_mlp": 8, "num_hidden_layers": 1,
+             "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 8, "head_dim": 8}
+    config = Llama4TextConfig(**sizes, attention_chunk_size=4, layer_types=["chunked_attention"])
+    with pytest.raises(InputError, match="a llama4_text model"):
         Engine(AutoModelForCausalLM.from_config(config), [], 1, 100)
-    config.sliding_window = None
+    config = MistralConfig(**sizes, sliding_window=2)
     model = AutoModelForCausalLM.from_config(config).eval()
     randoms = randoms_of(0)
     assert ask(Engine(model, [], 1, 100), [1, 2, 3], randoms) == plain(model, [1, 2, 3], randoms, stops=[])

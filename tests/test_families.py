@@ -8,6 +8,7 @@ import torch
 
 import common
 from conftest import ROOT, rows_of_actions
+from lib import models
 from lib.engine import generate
 from lib.models import load_model, load_tokenizer, lora_config, most_positions, save_model, Sharding, stop_ids
 from lib.runtime import InputError, start
@@ -20,7 +21,9 @@ EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
           "layer_types": ["linear_attention", "full_attention"]}
 GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
-HALVES = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+WINDOW = {"sliding_window": 8}                                       # tokens, less than the prompt
+HALVES = {**WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+QWEN = {**HALVES, "use_sliding_window": True, "max_window_layers": 0}
 
 FULL = {                                                            # every layer sees all tokens before it
     "llama": {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "rope_theta": 5e5,
@@ -28,10 +31,17 @@ FULL = {                                                            # every laye
     "qwen3": {}, "qwen3_moe": EXPERTS, "olmo2": {}, "phi3": {}, "smollm3": {"no_rope_layers": [1, 0]}, "gpt2": GPT2,
     "gpt_neox": {}, "granite": {"logits_scaling": 4.0}, "cohere": {"logit_scale": 0.3},
     "nanochat": {"final_logit_softcapping": 3.0}}
-LIMITED = {                                                         # the window, in tokens, is less than the prompt
-    "mistral": {"sliding_window": 8}, "gemma2": {"sliding_window": 8, "final_logit_softcapping": 3.0},
-    "gemma3_text": HALVES, "gpt_oss": {**HALVES, **EXPERTS}, "qwen3_5_text": LINEAR,
-    "bloom": {"n_layer": 2, "n_head": 4}, "mamba": {"state_size": 8}}
+WINDOWED = {                                                        # some layers, or all, see the last tokens alone
+    "afmoe": {**HALVES, **EXPERTS}, "cohere2": HALVES, "cwm": HALVES, "exaone4": HALVES,
+    "exaone_moe": {**HALVES, **EXPERTS}, "gemma2": {**WINDOW, "final_logit_softcapping": 3.0}, "gemma3_text": HALVES,
+    "gemma4_text": {**HALVES, "vocab_size_per_layer_input": 781}, "gpt_oss": {**HALVES, **EXPERTS},
+    "granite_swa": HALVES, "laguna": {**HALVES, **EXPERTS}, "mimo_v2_flash": {**HALVES, **EXPERTS},
+    "ministral": WINDOW, "mistral": WINDOW, "mixtral": {**WINDOW, **EXPERTS}, "olmo3": HALVES, "phi3, window": WINDOW,
+    "qwen2": QWEN, "qwen3, window": QWEN, "smollm3, window": {**QWEN, "no_rope_layers": [1, 0]}, "starcoder2": WINDOW,
+    "vaultgemma": HALVES}
+LIMITED = {                                                         # layers that take no masks, or no positions
+    "qwen3_5_text": LINEAR, "bloom": {"n_layer": 2, "n_head": 4}, "mamba": {"state_size": 8}}
+FAMILIES = {**FULL, **WINDOWED, **LIMITED}
 
 PROMPT = "<|user|>Can you write a function that works out the price of a ticket for a visitor?<|end|><|assistant|>"
 ACTIONS = [[33, 34, 780], [50, 51, 52, 53, 54, 780], [60, 780]]
@@ -39,11 +49,11 @@ ACTIONS = [[33, 34, 780], [50, 51, 52, 53, 54, 780], [60, 780]]
 
 def model_of(family):
     from transformers import AutoConfig, AutoModelForCausalLM
-    sizes = {**SIZES, **FULL.get(family, {}), **LIMITED.get(family, {})}
+    sizes = {**SIZES, **FAMILIES[family]}
     if family == "mamba":
         sizes = {key: value for key, value in sizes.items() if "head" not in key}
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **sizes)
+    config = AutoConfig.for_model(family.removesuffix(", window"), **sizes)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
@@ -68,13 +78,14 @@ def expected_logps(model, tokenizer):
     return torch.stack(logps)
 
 
-@pytest.mark.parametrize("family", [*FULL, *LIMITED])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_log_probabilities_are_the_models_own(tokenizer, family):
     """In rows, padded, and in a tree; and so are the gradients."""
     model = model_of(family)
     expected = expected_logps(model, tokenizer)
     expected.pow(2).sum().backward()
-    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    trained = [parameter for parameter in model.parameters() if parameter.grad is not None]        # not all biases
+    gradients = [parameter.grad.clone() for parameter in trained]
     other = "<|user|>the fee<|end|><|assistant|>"                   # a second row, so that something is padded
     for item_of in (common.actions_item, rows_of_actions):
         model.zero_grad()
@@ -82,11 +93,29 @@ def test_log_probabilities_are_the_models_own(tokenizer, family):
         logps = common.Scorer(model)(common.collate(items))[0]
         torch.testing.assert_close(logps, expected, atol=1e-4, rtol=0)
         logps.pow(2).sum().backward()
-        for parameter, gradient in zip(model.parameters(), gradients):
+        for parameter, gradient in zip(trained, gradients):
             torch.testing.assert_close(parameter.grad, gradient, atol=1e-3 * gradient.abs().max().item(), rtol=1e-3)
 
 
-@pytest.mark.parametrize("family", FULL)
+def test_all_families_whose_windows_are_known_are_here():
+    assert sorted(models.WINDOWED) == sorted(family.removesuffix(", window") for family in WINDOWED)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss"])
+def test_without_its_window_a_model_is_another_one(tokenizer, family, monkeypatch):
+    """So that what is tested above is the window."""
+    model = model_of(family)
+    batch = common.collate([common.actions_item(tokenizer, PROMPT, ACTIONS)])
+    logps = common.Scorer(model)(batch)
+    monkeypatch.setattr(models, "sliding_window", lambda config: None)
+    if family != "mistral":
+        monkeypatch.setattr(models, "decoder_mask", lambda model, is_seen, *rest, **options: (
+            dict.fromkeys(("full_attention", "sliding_attention"), torch.zeros(is_seen.shape).masked_fill(
+                ~is_seen, -torch.inf))))
+    assert (common.Scorer(model)(batch) - logps).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("family", [*FULL, *WINDOWED])
 def test_the_likeliest_tokens_are_those_of_generate(tokenizer, family):
     model = model_of(family)
     prompts = [common.encode(tokenizer, PROMPT), common.encode(tokenizer, PROMPT)[:7]]
