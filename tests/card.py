@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from processes import import_what_stages_need
+from processes import prepare_what_stages_need
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 aten = torch.ops.aten
@@ -193,7 +193,7 @@ def run(stage, argv, log, mutant):
 def main():
     runs = json.loads(pathlib.Path(sys.argv[1]).read_text())
     _setup_privateuseone_for_python_backend("card")
-    import_what_stages_need()                                        # once for all forks
+    prepare_what_stages_need()                                        # once for all forks
     for options in runs:
         pid = os.fork()
         if pid == 0:
