@@ -133,16 +133,20 @@ def watch(process, partial, kill_at):
     return seen
 
 
-def play(folder, tasks, url, args):
+def start_python(arguments, log):
+    return subprocess.Popen([sys.executable, *arguments], stdout=log, stderr=subprocess.STDOUT)
+
+
+def play(folder, tasks, url, args, start=start_python):
     """02, killed and started again; returns what watch() saw of each start, CPU seconds and seconds of all of them."""
     out = folder / "out.jsonl"
-    command = [sys.executable, ROOT / "02_rollout.py", "--tasks", tasks, "--agent", f"{url}#asker", "--max-rounds", "8",
+    command = [ROOT / "02_rollout.py", "--tasks", tasks, "--agent", f"{url}#asker", "--max-rounds", "8",
                "--samples", args.dialogues // args.tasks, "--concurrency", args.concurrency, "--out", out]
     starts, begin, begin_cpu_s = [], time.perf_counter(), cpu_s()
     for kill in range(args.kills + 1):
         kill_at = args.dialogues * (kill + 1) // (args.kills + 1) if kill < args.kills else float("inf")
         with open(folder / "log", "w") as log:
-            process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=subprocess.STDOUT)
+            process = start(list(map(str, command)), log)
             starts.append(watch(process, Partial(out), kill_at))
             process.wait()
     assert process.returncode == 0, (folder / "log").read_text()

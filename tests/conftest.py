@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pathlib
+import select
 import shutil
 import signal
 import socket
@@ -104,6 +105,31 @@ def wait(pid):
     """The exit status of a process that `begin` started, as Python's subprocess gives it."""
     with STARTED.pop(pid) as answer:
         return int(answer.readline())
+
+
+class Fork:
+    """A process that the server of processes.py starts, with what of subprocess.Popen is used of it. Its output and its
+    errors go into the file `log`."""
+
+    def __init__(self, arguments, log):
+        with open(os.devnull) as nothing:
+            self.answer = start_process(processes(), arguments, str(ROOT), dict(os.environ),
+                                        [nothing.fileno(), log.fileno(), log.fileno()])
+        self.pid, self.returncode = int(self.answer.readline()), None
+
+    def poll(self):
+        if self.returncode is None and select.select([self.answer], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def wait(self):
+        if self.returncode is None:
+            with self.answer:
+                self.returncode = int(self.answer.readline())
+        return self.returncode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
 
 
 def rank_environments(ranks):

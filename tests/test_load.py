@@ -6,6 +6,7 @@ import gc
 import bench_load
 import pytest
 
+from conftest import Fork
 from lib.speakers import run_concurrently
 
 
@@ -14,7 +15,7 @@ def test_nothing_is_lost_or_doubled_after_two_kills(tmp_path):
     bench_load.make_tasks(tasks, args.tasks)
     server, url = bench_load.start_server(tasks, 0.05)
     try:
-        starts, _, _ = bench_load.play(tmp_path, tasks, url, args)
+        starts, _, _ = bench_load.play(tmp_path, tasks, url, args, Fork)
         served = bench_load.stats(url)
     finally:
         server.kill()
