@@ -85,7 +85,7 @@ def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny, monkeyp
     num_steps = 12 if head == "regression" else 24
     printed = succeed("03_train_critic.py", *flags(
         workspace, out, "--head", head, "--held-out-frac", 0, "--max-steps", num_steps, "--epochs", 16, "--beta", 1,
-        "--batch-size", 16))
+        "--batch-size", 8))
     what = {"regression": "trajectory pairs", "value": "trajectories"}[head]
     number = re.search(rf"^([\d,]+) {what} to train on, 0 pairs of other tasks held out$", printed, re.MULTILINE)[1]
     assert f"\n{number} examples, " in printed
@@ -235,7 +235,7 @@ def test_held_out_pairs_share_no_task_with_the_others(workspace, head):
 
 def test_it_learns_its_training_pairs(workspace, tmp_path):
     succeed("03_train_critic.py", *flags(workspace, tmp_path / "c", "--held-out-frac", 0, "--max-steps", 20,
-                                         "--epochs", 20, "--batch-size", 16))
+                                         "--epochs", 20, "--num-trajectories", 36, "--batch-size", 8))
     steps = read(tmp_path / "c" / "metrics.jsonl")
     assert sum(s["acc"] for s in steps[-5:]) / 5 > 0.9 and steps[-1]["loss"] < 0.6
 
