@@ -3,6 +3,7 @@ import atexit
 import contextlib
 import fcntl
 import functools
+import gc
 import hashlib
 import importlib
 import io
@@ -32,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a GPU; skipped where there is none")
     processes()                                                      # before the workers start, who inherit its address
+    gc.disable()                                                     # until all is imported, which is kept anyway
 
 
 def pytest_collection_modifyitems(items):
@@ -44,6 +46,11 @@ def pytest_collection_modifyitems(items):
         "forks",
         "05", "03", "04", "02", "report", "report_page", "sampler", "study", "frontend", "reference", "hardening")]
     items.sort(key=lambda item: longest.index(item.path.name) if item.path.name in longest else len(longest))
+
+
+def pytest_collection_finish():
+    gc.freeze()                                                      # no collection looks at what is imported by now
+    gc.enable()
 
 
 def stage(number):

@@ -143,8 +143,10 @@ def main():
             os._exit(0)                                              # without the exit handlers of what was imported
         if listener in ready:
             if not is_prepared:
+                gc.disable()
                 prepare_what_stages_need()
                 gc.freeze()                                          # so that a collection in a fork copies no pages
+                gc.enable()
                 is_prepared = True
             connection, _ = listener.accept()
             pid = begin(connection, [bell, ring, listener, connection, *running, *ended])
