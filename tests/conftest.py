@@ -316,6 +316,8 @@ def serving(tmp_path_factory):
             os.kill(pid, signal.SIGKILL)                            # a process that has ended waits to be asked for
             wait(pid)
     serve.end = end
-    yield serve
-    for pid in list(running):
-        end(pid)
+    try:
+        yield serve
+    finally:                                                         # also where the generator is closed
+        for pid in list(running):
+            end(pid)
