@@ -147,14 +147,14 @@ def read_pairs(trajectories, args):
             test.append(pair)
         else:
             train.append(pair)
-    what = "trajectory pairs"
+    what, apart = "trajectory pairs", f"{len(test):,}"
     if args.head == "value":
-        what = "trajectories"
+        what, apart = "trajectories", f"{len(test):,} pairs"
         train = []
         for number, trajectory in enumerate(trajectories):
             if not is_held_out(trajectory["task_id"], args.held_out_frac):
                 train.append((number,))
-    say(f"{len(train):,} {what} to train on, {len(test):,} pairs of other tasks held out")
+    say(f"{len(train):,} {what} to train on, {apart} of other tasks held out")
     if not train:
         raise InputError(f"{args.trajectories}: no examples to train on: all {len(test):,} pairs are of tasks that "
                          f"--held-out-frac {args.held_out_frac} keeps apart")

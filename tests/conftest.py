@@ -53,6 +53,10 @@ def pytest_collection_finish():
     gc.enable()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()                                                    # or libraries report at the exit what they leak
+
+
 def stage(number):
     """Import a numbered script as a module."""
     return importlib.import_module(next(ROOT.glob(f"{number:02d}_*.py")).stem)

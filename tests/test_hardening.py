@@ -1,5 +1,6 @@
 """Bad files, flags and folders, a table a class: each ends in one line that names what is wrong, nothing is lost, and
 nothing that stands in a file is run."""
+import argparse
 import copy
 import functools
 import json
@@ -308,7 +309,8 @@ def test_states_of_candidates_jsonl(tmp_path, tiny_tokenizer, path, new, message
     states = [{"task_id": "t", "sample": 0, "turn": 0, "prompt": "p"}]
 
     def read_candidates(row):
-        return stage(4).read_candidates(written(tmp_path / "c.jsonl", row), states, tiny_tokenizer, 1)
+        args = argparse.Namespace(num_candidates=1)
+        return stage(4).read_candidates(written(tmp_path / "c.jsonl", row), states, tiny_tokenizer, args)
     assert len(read_candidates(good)) == 1
     assert message in line_of(read_candidates, changed(good, path, new))
     assert "this tokenizer has only" in line_of(read_candidates, changed(good, ("candidates", 0, "ids"), [10 ** 6]))
