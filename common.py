@@ -566,7 +566,8 @@ def hidden_states(model, batch):
         if models.takes_no_masks(model):
             return branch_states(model, batch)
         # added to scores, because as bool every layer would keep a copy like it
-        mask = models.decoder_mask(model, batch.mask, batch.positions, batch.positions, is_added=True)
+        window = models.sliding_window(model)
+        mask = models.decoder_mask(model, window, batch.mask, batch.positions, batch.positions, is_added=True)
     output = model.get_decoder()(input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions,
                                  use_cache=False)
     return output.last_hidden_state

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from lib.models import add_work, decoder_mask, most_positions, projection_of, takes_no_masks
+from lib.models import add_work, decoder_mask, most_positions, projection_of, sliding_window, takes_no_masks
 from lib.runtime import InputError
 
 MAX_PADDING = 1.5               # a prefill pass computes at most so many times the tokens that its prompts lack
@@ -103,6 +103,7 @@ class Engine:
         config = model.config.get_text_config()
         check_layers(model)
         self.model = model
+        self.window = sliding_window(model)
         self.stops = set(stops)
         self.device = next(model.parameters()).device
         self.ended = ended or (lambda ids: False)
@@ -237,7 +238,7 @@ class Engine:
         last_ids = [last_id(slot) for slot in rows]
         states = self.forward(rows, [[token] for token in last_ids])                    # (rows, 1, H)
         states = states[[slot.row for slot in active], 0]                               # (n, H)
-        self.sample(active, projection_of(self.model).logits(states))                      # of logits (n, V)
+        self.sample(active, projection_of(self.model).logits(states))                            # of logits (n, V)
         for slot in active:
             slot.ids.append(last_ids[slot.row])
             if self.has_ended(slot):
@@ -313,7 +314,7 @@ class Engine:
         places = torch.arange(self.width, device=self.device)[None]                                   # (1, width)
         is_seen = places[:, None, None, :] <= self.positions[:, None, :, None]                        # (R, 1, T, width)
         is_added = self.model.config._attn_implementation == "eager"        # of GPT-OSS
-        mask = decoder_mask(self.model, is_seen, self.positions, places, is_added)
+        mask = decoder_mask(self.model, self.window, is_seen, self.positions, places, is_added)
         decoder = self.model.get_decoder()
         output = decoder(input_ids=padded, attention_mask=mask, position_ids=self.positions, use_cache=True,
                          **{self.cache_argument: self.cache})

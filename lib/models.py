@@ -278,9 +278,10 @@ def takes_no_masks(model):
     return None
 
 
-def decoder_mask(model, is_seen, positions, key_positions, is_added):
+def decoder_mask(model, window, is_seen, positions, key_positions, is_added):
     """The attention mask that a decoder takes, of which tokens see which: `is_seen` (R, 1, T, K) bool. Layers with a
     sliding window see less, by the positions of tokens (R, T) and those of what they see (R or 1, K).
+    window: the model's sliding_window.
     is_added: in numbers that are added to scores."""
     def form(mask):
         if not is_added:
@@ -288,20 +289,19 @@ def decoder_mask(model, is_seen, positions, key_positions, is_added):
         numbers = torch.zeros_like(mask, dtype=model.get_input_embeddings().weight.dtype)
         return numbers.masked_fill_(~mask, -torch.inf)
 
-    config = model.config.get_text_config()
-    window = sliding_window(config)
     if window is None:
         return form(is_seen)
     is_near = key_positions[:, None, None, :] > positions[:, None, :, None] - window                # (R, 1, T, K)
     near = form(is_seen & is_near)
-    if getattr(config, "layer_types", None) is None:
+    if getattr(model.config.get_text_config(), "layer_types", None) is None:
         return near                                                  # all layers are alike
     return {"full_attention": form(is_seen), "sliding_attention": near}
 
 
-def sliding_window(config):
+def sliding_window(model):
     """How many tokens a layer with a sliding window sees, itself with them; None where a model has no such layer."""
     from transformers import DynamicCache
+    config = model.config.get_text_config()
     windows = {getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers} - {None}
     return max(windows, default=None)
 

@@ -107,9 +107,9 @@ def test_without_its_window_a_model_is_another_one(tokenizer, family, monkeypatc
     model = model_of(family)
     batch = common.collate([common.actions_item(tokenizer, PROMPT, ACTIONS)])
     logps = common.Scorer(model)(batch)
-    monkeypatch.setattr(models, "sliding_window", lambda config: None)
+    monkeypatch.setattr(models, "sliding_window", lambda model: None)
     if family != "mistral":
-        monkeypatch.setattr(models, "decoder_mask", lambda model, is_seen, *rest, **options: (
+        monkeypatch.setattr(models, "decoder_mask", lambda model, window, is_seen, *rest, **options: (
             dict.fromkeys(("full_attention", "sliding_attention"), torch.zeros(is_seen.shape).masked_fill(
                 ~is_seen, -torch.inf))))
     assert (common.Scorer(model)(batch) - logps).abs().max() > 0.01
