@@ -198,7 +198,6 @@ def train(scorer, examples, targets, args, run, costs):
     return of its trajectory."""
     batches = training.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
     steps_an_epoch = math.ceil(len(examples) / args.batch_size)
-    common.check_positions(common.items_of(examples), scorer.model)
     say(f"{len(examples):,} examples, {len(batches):,} steps of {args.batch_size}")
     optimizer = training.adamw(scorer, args.lr)
     checkpoints = training.Checkpoints(args.out, scorer, optimizer)

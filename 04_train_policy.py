@@ -56,7 +56,7 @@ from lib.arguments import (
     temperature_flag,
     text_flag,
 )
-from lib.costs import Costs
+from lib.costs import Costs, say_made_with
 from lib.engine import generate
 from lib.memory import dry_run
 from lib.models import (
@@ -82,7 +82,6 @@ from lib.runtime import (
     Rows,
     run_stage,
     say,
-    say_made_with,
     start,
     write_jsonl,
 )

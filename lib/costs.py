@@ -5,7 +5,7 @@ import time
 
 import torch.distributed as dist
 
-from lib.runtime import InputError, is_main, peak_memory_mb, read_json, reduce_sums, write_json
+from lib.runtime import InputError, is_main, peak_memory_mb, read_json, reduce_sums, say, write_json
 from lib.schema import checker, record
 from lib.tables import aligned
 
@@ -76,6 +76,17 @@ def checked_record(path, kind):
         if kind == "costs" and NUMBER(record.get(key)):
             raise InputError(f'{path}: "{key}" is missing or not a number')
     return record
+
+
+def say_made_with(path, args, names):
+    """Say which of these arguments had other values in the run that wrote this file of its folder. Of a file that stands
+    alone nothing is known."""
+    args_before = read_record(pathlib.Path(path).parent, "args").get("args", {})
+    for name in names:
+        value = getattr(args, name)
+        before = args_before.get(name, value)
+        if before != value:
+            say(f"{path}: made with --{name.replace('_', '-')} {before}, so {value} does nothing here")
 
 
 def method_costs(roots, programs):

@@ -100,14 +100,13 @@ class Engine:
 
     def __init__(self, model, stops, slots, max_tokens, ended=None):
         from transformers import Cache
-        config = model.config.get_text_config()
         check_layers(model)
         self.model = model
         self.window = sliding_window(model)
         self.stops = set(stops)
         self.device = next(model.parameters()).device
         self.ended = ended or (lambda ids: False)
-        self.max_tokens = min(max_tokens, most_positions(config))
+        self.max_tokens = min(max_tokens, most_positions(model.config))
         self.slots = [Slot(row, ids=[]) for row in range(slots)]
         self.waiting = []
         self.task = None                                        # run(), while there are requests

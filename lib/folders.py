@@ -119,17 +119,23 @@ def check_weights(name):
 def render_chat(tokenizer, chat, **options):
     """The text of a chat (messages) by the template of a tokenizer or processor. InputError that names its folder where
     the template fails or, in the main thread (others get no signals), takes more than RENDER_S."""
-    limited = threading.current_thread() is threading.main_thread()
     if chat[0]["role"] == "system" and not takes_system(tokenizer):
         chat = with_system_in_request(chat)
+    try:
+        return apply_template(tokenizer, chat, **options)
+    except Exception as error:                  # a template can raise anything
+        folder = getattr(tokenizer, "tokenizer", tokenizer).name_or_path
+        raise InputError(f"{folder}: its chat template fails ({type(error).__name__}: {one_line(error)})") from None
+
+
+def apply_template(tokenizer, chat, **options):
+    """render_chat with the template's own errors, and a TimeoutError of what takes too long."""
+    limited = threading.current_thread() is threading.main_thread()
     try:
         if limited:
             before = signal.signal(signal.SIGPROF, stop_rendering)
             signal.setitimer(signal.ITIMER_PROF, RENDER_S)
         return tokenizer.apply_chat_template(chat, tokenize=False, **options)
-    except Exception as error:                  # a template can raise anything
-        folder = getattr(tokenizer, "tokenizer", tokenizer).name_or_path
-        raise InputError(f"{folder}: its chat template fails ({type(error).__name__}: {one_line(error)})") from None
     finally:
         if limited:
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -138,13 +144,13 @@ def render_chat(tokenizer, chat, **options):
 
 @functools.lru_cache
 def takes_system(tokenizer):
-    """Whether a template renders a chat with a system message, which Gemma 2's and Mistral's raise an error at; also
-    where it renders no chat at all, which is for render_chat to say."""
+    """Whether a template renders a chat with a system message, which Gemma 2's and Mistral's raise an error at. True of
+    one that renders no chat at all, or takes too long, as well: this is for render_chat to say."""
     request = {"role": "user", "content": "?"}
     try:
         render_chat(tokenizer, [request])
-        tokenizer.apply_chat_template([{"role": "system", "content": "?"}, request], tokenize=False)
-    except InputError:
+        apply_template(tokenizer, [{"role": "system", "content": "?"}, request])
+    except (InputError, TimeoutError):
         return True
     except Exception:                           # a template can raise anything
         return False

@@ -263,10 +263,9 @@ WINDOWED = ("afmoe", "cohere2", "cwm", "exaone4", "exaone_moe", "gemma2", "gemma
 def takes_no_masks(model):
     """Why a model does not take masks and positions of our choice, as trees (common.collate) and lib/engine.py need;
     None where it does."""
-    from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
     config = model.config.get_text_config()
-    kinds = {type(layer) for layer in DynamicCache(config=config).layers} - {DynamicLayer}
+    kinds = {type(layer) for layer in cache_layers(model)} - {DynamicLayer}
     if config.model_type in WINDOWED:
         kinds -= {DynamicSlidingWindowLayer}
     if kinds or "local" in getattr(config, "attention_layers", ()) or hasattr(
@@ -300,10 +299,14 @@ def decoder_mask(model, window, is_seen, positions, key_positions, is_added):
 
 def sliding_window(model):
     """How many tokens a layer with a sliding window sees, itself with them; None where a model has no such layer."""
-    from transformers import DynamicCache
-    config = model.config.get_text_config()
-    windows = {getattr(layer, "sliding_window", None) for layer in DynamicCache(config=config).layers} - {None}
+    windows = {getattr(layer, "sliding_window", None) for layer in cache_layers(model)} - {None}
     return max(windows, default=None)
+
+
+def cache_layers(model):
+    """What transformers would keep of each layer: their kinds tell what the layers see."""
+    from transformers import DynamicCache
+    return DynamicCache(config=model.config.get_text_config()).layers
 
 
 def layers_of(model):
@@ -404,16 +407,17 @@ def restore_buffers(model, name):
     buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
     for buffer in buffers:
         buffer.fill_(torch.nan)                                     # what is left of these was not made again
-    reason = "some have no values"
+    fault = None
     try:
         for module in (*owners, model.get_decoder()):               # Falcon-H1's decoder makes those of its layers
             model._init_weights(module)
     except Exception as error:                                      # a family may lack anything
-        reason = f"{type(error).__name__}: {folders.one_line(error)}"
-        buffers = [torch.tensor(torch.nan)]
-    if any(buffer.isnan().any() for buffer in buffers):
+        fault = f"{type(error).__name__}: {folders.one_line(error)}"
+    if fault is None and any(buffer.isnan().any() for buffer in buffers):
+        fault = "some have no values"
+    if fault:
         raise InputError(f"{name}: a {model.config.model_type} model cannot be trained here: the buffers that are in "
-                         f"none of its files cannot be made again ({reason}); use another model")
+                         f"none of its files cannot be made again ({fault}); use another model")
 
 
 def lora_config(name, rank, alpha, targets, merge):

@@ -797,20 +797,6 @@ def begin_output(args, out, inputs, files=None):
     return record["id"]
 
 
-def say_made_with(path, args, names):
-    """Say which of these arguments had other values in the run that wrote this file of its folder. Its args.json stands
-    beside the file; of a file that stands alone nothing is known."""
-    record = pathlib.Path(path).with_name("args.json")
-    if not record.exists():
-        return
-    args_before = read_json(record, ARGS_JSON)["args"]
-    for name in names:
-        value = getattr(args, name)
-        before = args_before.get(name, value)
-        if before != value:
-            say(f"{path}: made with --{name.replace('_', '-')} {before}, so {value} does nothing here")
-
-
 def remove_file(out, args_json, run_id):
     """Remove an output file and what its run of this id has left beside it, args.json at last. Screenshots and what 01
     writes beside its output stay, until the new run replaces them."""

@@ -361,7 +361,7 @@ def test_the_last_step_is_saved_where_max_steps_ends_within_an_epoch(workspace, 
     assert [row["step"] for row in read(tmp_path / "m" / "metrics.jsonl")] == [1]
 
 
-def test_flags_of_sampling_do_nothing_to_candidates_of_another_run(sweet, tiny, workspace, critic, tmp_path, capsys):
+def test_flags_of_sampling_do_nothing_to_candidates_of_another_run(sweet, tiny, capsys):
     path = sweet[0] / "candidates.jsonl"
     states = [{key: row[key] for key in ("task_id", "sample", "turn", "prompt", "task")} for row in read(path)]
     said = {"temperature": f"{path}: made with --temperature 1.0, so 0.5 does nothing here\n",

@@ -251,6 +251,16 @@ def test_a_template_that_is_slow_for_one_dialogue_is_stopped(folder, monkeypatch
     assert texts == ["What is it?"]
 
 
+def test_a_template_that_is_slow_for_system_messages_is_stopped(folder, monkeypatch):
+    monkeypatch.setattr(folders, "RENDER_S", 0.3)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    tokenizer = load_tokenizer(str(folder))                          # whose probes have no system message to be slow at
+    tokenizer.chat_template = ("{% if messages[0].role == 'system' %}" + ENDLESS["nested loops"] +
+                               "{% endif %}{{ messages[0].content }}")
+    with pytest.raises(InputError, match=f"{folder}: its chat template fails .*more than 0.3 CPU seconds"):
+        folders.render_chat(tokenizer, [{"role": "system", "content": "Ask."}, *USER])
+
+
 def test_a_template_is_tried_once_a_process(folder, monkeypatch):
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }} once")
     tried, probe_fault = [], folders.probe_fault
