@@ -79,8 +79,8 @@ def checked_record(path, kind):
 
 
 def say_made_with(path, args, names):
-    """Say which of these arguments had other values in the run that wrote this file of its folder. Of a file that stands
-    alone nothing is known."""
+    """Say which of these arguments had other values in the run that wrote this file of its folder. Of a file that
+    stands alone nothing is known."""
     args_before = read_record(pathlib.Path(path).parent, "args").get("args", {})
     for name in names:
         value = getattr(args, name)
