@@ -83,10 +83,9 @@ def say_made_with(path, args, names):
     stands alone nothing is known."""
     args_before = read_record(pathlib.Path(path).parent, "args").get("args", {})
     for name in names:
-        value = getattr(args, name)
-        before = args_before.get(name, value)
-        if before != value:
-            say(f"{path}: made with --{name.replace('_', '-')} {before}, so {value} does nothing here")
+        if name in args_before and args_before[name] != getattr(args, name):
+            flag = f"--{name.replace('_', '-')}"
+            say(f"{path}: made with {flag} {args_before[name]}, so {getattr(args, name)} does nothing here")
 
 
 def method_costs(roots, programs):
