@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import common
 from conftest import read, ROOT, stage
+from lib.models import load_tokenizer
 
 CONFIG = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
           "num_key_value_heads": 2, "vocab_size": 64, "max_position_embeddings": 64}
@@ -108,6 +109,8 @@ PINNED = {
         "04_train_policy.py:train item", "common.py:padded_outputs to the device",
         "04_train_policy.py:batch_loss to the device", "04_train_policy.py:batch_loss repeat_interleave"},
     "rollout": SCORING | ENGINE | {"lib/runtime.py:reduce_sums to the device", "lib/runtime.py:reduce_sums tolist"}}
+# Gemma 2: a layer with a sliding window, whose masks are our own, and one without
+PINNED |= {"critic, windows": PINNED["critic"], "rollout, windows": PINNED["rollout"]}
 
 # What a run on the pretended card must refuse: a line without its way to the device
 MUTANTS = {
@@ -139,23 +142,35 @@ def write_trajectories(path, num_tasks):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def write_model_with_windows(folder):
+    tokenizer = load_tokenizer(str(ROOT / "models" / "tiny"))
+    config = Gemma2Config(**{**CONFIG, "vocab_size": len(tokenizer), "max_position_embeddings": 2048}, head_dim=8,
+                          sliding_window=8)
+    Gemma2ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
 @pytest.fixture(scope="module")
 def card(tmp_path_factory):
     """(folder, {name of a run: its log}) of stages on the pretended card, and of the same with a line changed."""
     folder = tmp_path_factory.mktemp("card")
     write_trajectories(folder / "offline.jsonl", 6)
-    common_flags = ["--trajectories", str(folder / "offline.jsonl"), "--model", str(ROOT / "models" / "tiny"), "--lr",
-                    "1e-3", "--max-steps", "2"]
+    write_model_with_windows(folder / "windows")
+    tiny = str(ROOT / "models" / "tiny")
+    common_flags = ["--trajectories", str(folder / "offline.jsonl"), "--lr", "1e-3", "--max-steps", "2"]
     small = ["--batch-size", "2"]
+    short = ["--tasks", str(folder / "tasks.jsonl"), "--best-of", "2", "--max-rounds", "2", "--max-new-tokens", "12"]
     sampling = ["--num-candidates", "3", "--max-new-tokens", "12", "--data-frac", "0.3", "--pairs-together", "--critic",
                 str(folder / "critic")]
     stages = {
-        "critic": (3, [*common_flags, *small]),
-        "value critic": (3, [*common_flags, *small, "--head", "value"]),
-        "sweet": (4, ["--method", "sweet", *common_flags, *sampling]),
-        "mtdpo, LoRA": (4, ["--method", "mtdpo", *common_flags, *small, "--lora", "2"]),
-        "rollout": (2, ["--tasks", str(folder / "tasks.jsonl"), "--agent", str(ROOT / "models" / "tiny"), "--best-of",
-                        "2", "--critic", str(folder / "critic"), "--max-rounds", "2", "--max-new-tokens", "12"])}
+        "critic": (3, [*common_flags, *small, "--model", tiny]),
+        "value critic": (3, [*common_flags, *small, "--model", tiny, "--head", "value"]),
+        "sweet": (4, ["--method", "sweet", *common_flags, *sampling, "--model", tiny]),
+        "mtdpo, LoRA": (4, ["--method", "mtdpo", *common_flags, *small, "--model", tiny, "--lora", "2"]),
+        "rollout": (2, [*short, "--agent", tiny, "--critic", str(folder / "critic")]),
+        "critic, windows": (3, [*common_flags, *small, "--model", str(folder / "windows")]),
+        "rollout, windows": (2, [*short, "--agent", str(folder / "windows"), "--critic",
+                                 str(folder / "critic, windows")])}
     runs = []
 
     def add(name, kind, mutant=None):
