@@ -929,7 +929,7 @@ def test_layers_are_named_and_never_weakened(monkeypatch, caplog):
 # ---- processes and threads
 
 STARTER = """import threading
-threading.stack_size(32768)
+threading.stack_size(65536)
 def f(n):
     stop, number = threading.Event(), 0
     while n == 2:
@@ -1023,8 +1023,8 @@ def test_an_answer_has_a_limit_of_threads(child):
         first, second, third = child.run(STARTER.format(gives_up=True), ["f(1)", "f(2)", "f(3)"], 2, imports=[])[0]
         assert (first, third) == (["ok", 41], ["ok", 43])
         assert second in (["ok", THREAD_LIMIT], ["error", "process ended"])
-    threads = "import threading\ndef f(n):\n    threads = [threading.Thread(target=int) for _ in range(n)]\n" \
-              "    [thread.start() for thread in threads]\n    return [thread.join() for thread in threads].count(None)"
+    threads = "import threading\ndef f(n):\n    for _ in range(n):\n        thread = threading.Thread(target=int)\n" \
+              "        thread.start()\n        thread.join()\n    return n"
     assert child.run(threads, ["f(200)"], 2, imports=[])[0] == [["ok", 200]]        # one after the other
 
 
