@@ -47,15 +47,15 @@ done
 gain_settings=${gain_settings:-$sweet_settings --data-frac 1 --candidates {candidates\}}
 signed_settings=${signed_settings:---critic {critic\} --lr 1e-3 --epochs 2}
 
-# Flags of an arm for at most 800 dialogues, and for more. mtdpo, released, blind, printed and answers: the best of the
-# search (docs/grid_efficiency.csv, docs/grid_efficiency_sql.csv). The others: those of scripts/rounds.sh and run.sh.
+# Flags of an arm for at most 800 dialogues, and for more: the best of the search with 320 (docs/grid_efficiency.csv,
+# docs/grid_efficiency_sql.csv). With queries rft, tenth, untrained, printed and blind were not searched.
 arm_flags() {                                                        # ARM SIZE
     local few=
     [ "$2" -gt 800 ] || few=1
     case $domain-$1-$few in
-        backend-rft-*) echo ${few:+--lr 3e-3} ;;
+        backend-rft-*) echo ${few:+--lr 1e-3} ;;
         backend-mtdpo-*) echo ${few:+--lr 3e-4 --epochs 4} ;;
-        backend-tenth-*) echo ${few:+--lr 1e-4} ;;
+        backend-tenth-*) echo ${few:+--lr 3e-4} ;;
         sql-rft-*) echo ${few:+--lr 1e-3} ;;
         sql-mtdpo-*) echo ${few:+--epochs 4} ;;
         sql-tenth-*) ;;
