@@ -67,7 +67,6 @@ few_dialogues() {
     case $domain in
         backend)
             num_train=80
-            rft_settings="--lr 3e-3 --epochs 4"
             mtdpo_settings="--lr 3e-4 --nll-coef 0.3 --epochs 4"
             sweet_settings="--lr 3e-5 --nll-coef 0.3 $ranked $sampling $sweet_batches" ;;
         sql)

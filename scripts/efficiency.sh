@@ -53,7 +53,6 @@ arm_flags() {                                                        # ARM SIZE
     local few=
     [ "$2" -gt 800 ] || few=1
     case $domain-$1-$few in
-        backend-rft-*) echo ${few:+--lr 1e-3} ;;
         backend-mtdpo-*) echo ${few:+--lr 3e-4 --epochs 4} ;;
         backend-tenth-*) echo ${few:+--lr 3e-4} ;;
         sql-rft-*) echo ${few:+--lr 1e-3} ;;
