@@ -48,7 +48,7 @@ gain_settings=${gain_settings:-$sweet_settings --data-frac 1 --candidates {candi
 signed_settings=${signed_settings:---critic {critic\} --lr 1e-3 --epochs 2}
 
 # Flags of an arm for at most 800 dialogues, and for more: the best of the search with 320 (docs/grid_efficiency.csv,
-# docs/grid_efficiency_sql.csv). With queries rft, tenth, untrained, printed and blind were not searched.
+# docs/grid_efficiency_sql.csv). With queries rft, untrained, printed and blind were not searched.
 arm_flags() {                                                        # ARM SIZE
     local few=
     [ "$2" -gt 800 ] || few=1
@@ -57,7 +57,7 @@ arm_flags() {                                                        # ARM SIZE
         backend-tenth-*) echo ${few:+--lr 3e-4} ;;
         sql-rft-*) echo ${few:+--lr 1e-3} ;;
         sql-mtdpo-*) echo ${few:+--epochs 4} ;;
-        sql-tenth-*) ;;
+        sql-tenth-*) echo ${few:+--lr 1e-4} ;;
         sql-untrained-* | sql-printed-* | sql-blind-*) echo --lr 1e-5 ;;
         *) ;;                                                        # 3e-5, as chain.sh has it; a fork's own settings
     esac
