@@ -424,13 +424,22 @@ class BrowserThread:
         self.browser, self.loop = Browser(*options), asyncio.new_event_loop()
 
     def __enter__(self):
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.call(self.browser.__aenter__()).result()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        try:
+            self.call(self.browser.__aenter__()).result()
+        except BaseException:                                       # no browser is there, say; the next page asks again
+            self.stop()
+            raise
         return self
 
     def __exit__(self, *exception):
         self.call(self.browser.__aexit__(*exception)).result()
+        self.stop()
+
+    def stop(self):
         self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
 
     def call(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)

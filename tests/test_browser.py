@@ -16,6 +16,7 @@ import colbench.browser as renderer
 from colbench import ColBenchError
 from colbench.browser import (
     Browser,
+    BrowserThread,
     local_file,
     PAGE_START,
     photo,
@@ -571,3 +572,12 @@ def test_no_browser(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "playwright.async_api", None)
     with pytest.raises(ColBenchError, match="pip install -r scripts/frontend.txt"):
         render_pages([PLAIN], tmp_path)
+
+
+def test_a_browser_that_is_not_there_is_said_each_time_and_leaves_no_thread(tmp_path, capfd):
+    """The rows in flight each ask for their first page."""
+    browser, num_threads = BrowserThread(tmp_path, "/no/browser"), threading.active_count()
+    for _ in range(3):
+        with pytest.raises(ColBenchError, match="/no/browser"):
+            browser.__enter__()
+    assert threading.active_count() == num_threads and capfd.readouterr().err == ""
