@@ -95,10 +95,8 @@ FILES = {
     "lib/models.py:load_model to the device", "lib/models.py:load_sharded to the device",
     "lib/models.py:restore_buffers to the device",
     "lib/models.py:restore_buffers item", "lib/models.py:check_logits to the device", "lib/models.py:check_logits item",
-    "lib/models.py:<dictcomp> cpu", "lib/training.py:check_weights item", "lib/adapters.py:set_adapter to the device",
-    "lib/training.py:<dictcomp> cpu",
-    # the same from Python 3.12 on
-    "lib/models.py:save_model cpu", "lib/models.py:save_adapter cpu", "lib/training.py:save_head cpu"}
+    "lib/models.py:save_model cpu", "lib/models.py:save_adapter cpu", "lib/training.py:check_weights item",
+    "lib/adapters.py:set_adapter to the device", "lib/training.py:save_head cpu"}
 PINNED = {
     "critic": STEP | PACKED | {"03_train_critic.py:train item", "common.py:padded_outputs to the device"},
     "value critic": (STEP | PACKED) - {"lib/training.py:preference_numbers tolist"} | {
