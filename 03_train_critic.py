@@ -73,11 +73,11 @@ def last_values(values, lengths):
 def batch_loss(values, ref_values, lengths, shares, args):
     """Eq. 2 over a micro-batch of pairs of trajectories. Returns (loss, numbers for the log).
 
-    values, ref_values   of each turn, under critic and reference, (2P, M): its log-probability (common.turn_logps) or,
-                         of a head, its number. The chosen trajectory of a pair, then its rejected one, and so on
+    values, ref_values   of each turn, under critic and reference, (2P, M): its log-probability (common.action_logps)
+                         or, of a head, its number. The chosen trajectory of a pair, then its rejected one, and so on
     lengths              the turns' numbers of tokens, (2P, M)
     shares               of each pair in the step's loss, (P,)"""
-    advantages = common.turn_advantages(values, ref_values, lengths, args.normalize)              # (2P, M), eq. 3
+    advantages = common.action_advantages(values, ref_values, lengths, args.normalize)              # (2P, M), eq. 3
     scores = advantages.sum(1)                                       # (2P,) of trajectories: sums over turns
     chosen, rejected = scores[0::2], scores[1::2]                                                 # (P,)
     losses, chosen_rewards, rejected_rewards = bradley_terry_loss(chosen, rejected, args.beta)

@@ -1,4 +1,4 @@
-"""What 03 and 04 are made of: dialogues as tokens, batches, scores of turns, critics, pairs of trajectories.
+"""What 03 and 04 are made of: dialogues as tokens, batches, scores of actions, critics, pairs of trajectories.
 
 Also the reading of tasks and trajectories, which every stage shares."""
 import asyncio
@@ -275,23 +275,25 @@ def check_system_prompt(agent, tokenizer, domain, system, max_rounds):
 # ---------------------------------------------------------------------------------------------------------------------
 # dialogue tokens
 
-# A row: token ids and, for each token, the number of the agent turn (in a tree: of the action) that it belongs to, or
-# -1 where it is only read (prompts, the person, c).
-# shared  None, or of a tree the number of its prompt's tokens: several actions continue one prompt, which is computed
-#         once; each action sees the prompt and itself
-# images  the image files (None: a black one) that a row of a visual critic shows; all of its tokens are one turn's
-Row = namedtuple("Row", "ids turns shared images", defaults=(None, ()))
+# A row of tokens.
+# ids             token ids
+# action_numbers  of each token the number of the action that it belongs to, -1 where it is only read (prompts, the
+#                 person, c). The actions of a dialogue are its agent's turns, those of a tree its candidates.
+# shared          None, or of a tree the number of its prompt's tokens: several actions continue one prompt, which is
+#                 computed once; each action sees the prompt and itself
+# images          the image files (None: a black one) that a row of a visual critic shows; it is one action
+Row = namedtuple("Row", "ids action_numbers shared images", defaults=(None, ()))
 
 # What one training example is made of.
 # items    lists of rows: a trajectory (one row where the chat template only appends, else several), or actions of one
 #          state (one row, a tree)
-# pairs    ((item, turn), (item, turn)) of chosen and rejected actions
+# pairs    ((item, action), (item, action)) of chosen and rejected actions
 # task_id  for messages
 #
-#                  items                        turns of an item             pairs
-#     sweet        1: actions of a state        its actions                  of turns of this item
-#     mtdpo        2: trajectories              1, the whole dialogue        1: the turn of item 0, that of item 1
-#     rft, sft     1: a trajectory              the agent's turns            none: all turns are imitated
+#                  items                        actions of an item           pairs
+#     sweet        1: a state                   its candidates               of actions of this item
+#     mtdpo        2: trajectories              1, the whole dialogue        1: the action of item 0, that of item 1
+#     rft, sft     1: a trajectory              the agent's turns            none: all actions are imitated
 #     critic       2: chosen, rejected          the agent's turns            none: the items are compared as wholes
 #     value head   1: a trajectory              the agent's turns            none
 Example = namedtuple("Example", "items pairs task_id")
@@ -358,8 +360,8 @@ def rows_of_trajectory(tokenizer, turns, privileged_info=None):
     """Rows of a trajectory from its agent_turns; with `privileged_info` (hidden_info) c stands in front.
 
     For turns "<u>hi<a>" -> "who?<e>", "<u>hi<a>who?<e><u>me<a>" -> "ok<e>" it is one row:
-        ids    <u> hi <a> who ? <e> <u> me <a> ok <e>
-        turns   -1 -1  -1   0 0   0  -1 -1  -1  1   1
+        ids             <u> hi <a> who ? <e> <u> me <a> ok <e>
+        action_numbers   -1 -1  -1   0 0   0  -1 -1  -1  1   1
     The text between two actions is tokenised apart, so the ids of an action are exactly the sampled ones."""
     rows, consumed = [], None
     for index, (prompt, action) in enumerate(turns):
@@ -371,33 +373,33 @@ def rows_of_trajectory(tokenizer, turns, privileged_info=None):
         row = rows[-1]
         read = encode(tokenizer, prompt[len(consumed):])
         row.ids.extend(read + action)
-        row.turns.extend([-1] * len(read))
-        row.turns.extend([index] * len(action))
+        row.action_numbers.extend([-1] * len(read))
+        row.action_numbers.extend([index] * len(action))
         consumed = prompt + tokenizer.decode(action, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return rows
 
 
 def actions_item(tokenizer, prompt, actions):
-    """The item of several actions (id lists) after one prompt (text): one row, a tree. Their turn numbers are 0, 1, …
+    """The item of several actions (id lists) after one prompt (text): one row, a tree. Their numbers are 0, 1, …
 
     For prompt "<u>hi<a>" and actions "who?<e>", "ok<e>" the row is
-        ids    <u> hi <a> who ? <e> ok <e>
-        turns   -1 -1  -1   0 0   0  1   1      shared = 3"""
+        ids             <u> hi <a> who ? <e> ok <e>
+        action_numbers   -1 -1  -1   0 0   0  1   1      shared = 3"""
     ids = list(encode(tokenizer, prompt))
     num_read = len(ids)
-    turns = [-1] * num_read
+    action_numbers = [-1] * num_read
     for number, action in enumerate(actions):
         ids += action
-        turns += [number] * len(action)
-    return [Row(ids, turns, shared=num_read)]
+        action_numbers += [number] * len(action)
+    return [Row(ids, action_numbers, shared=num_read)]
 
 
 def as_one_action(item):
-    """The rows of a trajectory, whose agent tokens are then all of turn 0: multi-turn DPO compares whole dialogues."""
+    """The rows of a trajectory, whose agent tokens are then all of action 0: multi-turn DPO compares dialogues."""
     rows = []
     for row in item:
-        turns = [min(turn, 0) for turn in row.turns]
-        rows.append(row._replace(turns=turns))
+        numbers = [min(number, 0) for number in row.action_numbers]
+        rows.append(row._replace(action_numbers=numbers))
     return rows
 
 
@@ -408,74 +410,74 @@ def items_of(examples):
 
 def num_action_tokens(example):
     """How many tokens of an example are the agent's."""
-    number = 0
+    count = 0
     for item in example.items:
         for row in item:
-            number += sum(turn >= 0 for turn in row.turns)
-    return number
+            count += sum(number >= 0 for number in row.action_numbers)
+    return count
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # batches
 
-Batch = namedtuple("Batch", "ids mask positions turns previous owners lengths sizes images")
+Batch = namedtuple("Batch", "ids mask positions action_numbers previous owners lengths sizes images")
 
 
 def collate(items, device="cpu"):
     """Pad items (each a list of rows) on the right to one Batch:
 
-    ids        (R, T) token ids, 0 where padded
-    mask       None, or if a row is a tree (R, 1, T, T) True where a token (third axis) sees another (fourth)
-    positions  (R, T) position of each token; a tree's actions all begin where its prompt ends
-    turns      (R, T) number of the agent turn, -1 for what is only read
-    previous   (R, T) place of the token before
-    owners     (R,)   the item of each row
-    lengths    (B, M) number of action tokens of each item's turns, 0 where it has no such turn
-    sizes      number of tokens of each row
-    images     of all rows, in their order"""
+    ids             (R, T) token ids, 0 where padded
+    mask            None, or if a row is a tree (R, 1, T, T) True where a token (third axis) sees another (fourth)
+    positions       (R, T) position of each token; a tree's actions all begin where its prompt ends
+    action_numbers  (R, T) as of Row, -1 where padded
+    previous        (R, T) place of the token before
+    owners          (R,)   the item of each row
+    lengths         (B, M) number of tokens of each item's actions, 0 where it has no such action
+    sizes           number of tokens of each row
+    images          of all rows, in their order"""
     rows = [row for item in items for row in item]
     owners = [number for number, item in enumerate(items) for _ in item]
     width = max(len(row.ids) for row in rows)
-    num_turns = 1 + max(max(row.turns) for row in rows)
+    num_actions = 1 + max(max(row.action_numbers) for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
-    turns = torch.full((len(rows), width), -1)
+    action_numbers = torch.full((len(rows), width), -1)
     positions = torch.arange(width).repeat(len(rows), 1)
     previous = positions - 1
-    lengths = torch.zeros(len(items), num_turns)
+    lengths = torch.zeros(len(items), num_actions)
     for r, (owner, row) in enumerate(zip(owners, rows)):
         length = len(row.ids)
         ids[r, :length] = torch.tensor(row.ids)
-        turns[r, :length] = torch.tensor(row.turns)
-        is_action = turns[r] >= 0                                                         # (T,)
-        counts = torch.bincount(turns[r][is_action], minlength=num_turns)                 # (M,)
+        action_numbers[r, :length] = torch.tensor(row.action_numbers)
+        is_action = action_numbers[r] >= 0                                            # (T,)
+        counts = torch.bincount(action_numbers[r][is_action], minlength=num_actions)  # (M,)
         lengths[owner] += counts
         if row.shared is not None:                       # a tree: its actions lie in the order of their numbers
-            begins = row.shared + counts.cumsum(0) - counts                               # (M,) where actions begin
-            token_begins = begins[turns[r, is_action]]                                    # of each token's action
+            begins = row.shared + counts.cumsum(0) - counts                           # (M,) where actions begin
+            token_begins = begins[action_numbers[r, is_action]]                       # of each token's action
             positions[r, is_action] += row.shared - token_begins
             previous[r, begins[counts > 0]] = row.shared - 1
-    mask = tree_mask(rows, turns)
+    mask = tree_mask(rows, action_numbers)
     if mask is not None:
         mask = mask.to(device)
     owners = torch.tensor(owners)                                                         # (R,)
     sizes = [len(row.ids) for row in rows]
     images = [image for row in rows for image in row.images]
-    return Batch(ids.to(device), mask, positions.to(device), turns.to(device), previous.to(device), owners.to(device),
-                 lengths.to(device), sizes, images)
+    return Batch(ids.to(device), mask, positions.to(device), action_numbers.to(device), previous.to(device),
+                 owners.to(device), lengths.to(device), sizes, images)
 
 
-def tree_mask(rows, turns):
+def tree_mask(rows, action_numbers):
     """Which tokens (fourth axis) each token (third) of a batch sees, (R, 1, T, T) bool. None where no row is a tree.
 
     In a tree these are the tokens before it of its own action and of the prompt; else all tokens before it.
-    turns: (R, T), as of collate."""
+    action_numbers: (R, T), as of collate."""
     is_tree = torch.tensor([row.shared is not None for row in rows])                      # (R,)
     if not is_tree.any():
         return None
-    width = turns.shape[1]
+    width = action_numbers.shape[1]
     lengths = torch.tensor([len(row.ids) for row in rows])                                # (R,)
     is_token = torch.arange(width) < lengths[:, None]                                     # (R, T)
-    branches = torch.where(is_tree[:, None], turns, -1)                                   # (R, T)
+    branches = torch.where(is_tree[:, None], action_numbers, -1)                      # (R, T)
     is_prompt = branches[:, None, :] == -1                                                # (R, 1, T)
     same_branch = branches[:, None, :] == branches[:, :, None]                            # (R, T, T)
     is_before = torch.ones(width, width, dtype=torch.bool).tril()                         # (T, T)
@@ -486,22 +488,22 @@ def tree_mask(rows, turns):
 
 def batch_pairs(examples):
     """The pairs of several examples, whose items are numbered through as collate takes them, as a tensor (P, 2, 2):
-    of each pair the chosen and the rejected action, of each action its item and turn.
+    of each pair the chosen and the rejected action, of each action its item and number.
 
     For two examples of one item with pairs ((0, 0), (0, 1)) and ((0, 2), (0, 1)) it is
         [[[0, 0], [0, 1]], [[1, 2], [1, 1]]]"""
     pairs, first_item = [], 0
     for example in examples:
-        for (chosen_item, chosen_turn), (rejected_item, rejected_turn) in example.pairs:
-            chosen = [first_item + chosen_item, chosen_turn]
-            rejected = [first_item + rejected_item, rejected_turn]
+        for (chosen_item, chosen_action), (rejected_item, rejected_action) in example.pairs:
+            chosen = [first_item + chosen_item, chosen_action]
+            rejected = [first_item + rejected_item, rejected_action]
             pairs.append([chosen, rejected])
         first_item += len(example.items)
     return torch.tensor(pairs)
 
 
 def chosen_and_rejected(values, pairs):
-    """What `values` (B, M), a number for each turn of each item, says of both sides of `pairs` (batch_pairs).
+    """What `values` (B, M), a number for each action of each item, says of both sides of `pairs` (batch_pairs).
     Returns (chosen, rejected), each (P,)."""
     chosen = values[pairs[:, 0, 0], pairs[:, 0, 1]]                                       # (P,)
     rejected = values[pairs[:, 1, 0], pairs[:, 1, 1]]                                     # (P,)
@@ -509,13 +511,13 @@ def chosen_and_rejected(values, pairs):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# scores of turns
+# scores of actions
 
 class Scorer(torch.nn.Module):
-    """A model that gives each action of a batch (collate) a number, (B, M); 0 where an item has no such turn.
-    B: items. M: the most turns of an item, which are the agent's turns of a dialogue or the candidates of a state.
+    """A model that gives each action of a batch (collate) a number, (B, M); 0 where an item has no such action.
+    B: items. M: the most actions of an item, which are the agent's turns of a dialogue or the candidates of a state.
 
-    Without a head it is the action's log-probability (turn_logps), with one the head's value (turn_values).
+    Without a head it is the action's log-probability (action_logps), with one the head's value (action_values).
     03 and 04 call this, never the model (but to sample). Where it is split over the ranks, a call gathers what it
     needs.
 
@@ -543,7 +545,7 @@ class Scorer(torch.nn.Module):
             models.check_logits(self.model, name)
 
     def reset_head(self):
-        """An untrained head gives every turn 0."""
+        """An untrained head gives every action 0."""
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
 
@@ -555,8 +557,8 @@ class Scorer(torch.nn.Module):
         else:
             hidden = hidden_states(self.model, batch)                                     # (R, T, H)
         if self.head is None:
-            return turn_logps(projection_of(self.model), hidden, batch)
-        return turn_values(self.head, hidden, batch)
+            return action_logps(projection_of(self.model), hidden, batch)
+        return action_values(self.head, hidden, batch)
 
 
 def hidden_states(model, batch):
@@ -598,7 +600,7 @@ def branch_states(model, batch):
 
 def action_tokens(batch):
     """(r, t), each (N,): the places of the action tokens of a batch."""
-    return (batch.turns >= 0).nonzero(as_tuple=True)
+    return (batch.action_numbers >= 0).nonzero(as_tuple=True)
 
 
 MAX_LOGITS = 2 ** 26                                                # in memory at a time
@@ -636,43 +638,43 @@ def in_chunks(function, projection, *tensors):
     return torch.cat(results)
 
 
-def turn_sums(batch, values):
+def action_sums(batch, values):
     """Sums of `values` (N,) or (N, H) of action tokens over each action, (B, M) or (B, M, H) float32."""
     r, t = action_tokens(batch)
     shape = batch.lengths.shape + values.shape[1:]
     sums = torch.zeros(shape, device=values.device)
-    place = batch.owners[r], batch.turns[r, t]                                            # item and turn of each token
+    place = batch.owners[r], batch.action_numbers[r, t]                               # item and action of each token
     return sums.index_put(place, values, accumulate=True)
 
 
-def turn_logps(projection, hidden, batch):
+def action_logps(projection, hidden, batch):
     """The log-probability of each action, summed over its tokens (end of turn included), (B, M) float32.
     hidden: (R, T, H). The vocabulary projection runs at action tokens alone."""
     r, t = action_tokens(batch)
     before = hidden[r, batch.previous[r, t]]                                              # (N, H)
-    return turn_sums(batch, token_logps(projection, before, batch.ids[r, t]))
+    return action_sums(batch, token_logps(projection, before, batch.ids[r, t]))
 
 
-def turn_values(head, hidden, batch):
+def action_values(head, hidden, batch):
     """A head's number for each action, from the mean of its tokens' hidden states (R, T, H); (B, M) float32."""
-    states = hidden[action_tokens(batch)].float()                                         # (N, H)
+    states = hidden[action_tokens(batch)].float()                                     # (N, H)
     lengths = batch.lengths.clamp(min=1)                                                  # (B, M)
-    means = turn_sums(batch, states) / lengths[..., None]                                 # (B, M, H)
+    means = action_sums(batch, states) / lengths[..., None]                           # (B, M, H)
     values = F.linear(means, head.weight.float(), head.bias.float())                      # (B, M, 1)
     return values.squeeze(-1) * (batch.lengths > 0)
 
 
-def turn_outputs(scorer, items, max_tokens, device):
-    """What a Scorer says of many items without gradients: a list of float32 tensors (number of turns of the item,).
+def action_outputs(scorer, items, max_tokens, device):
+    """What a Scorer says of many items without gradients: a list of float32 tensors (number of actions of the item,).
 
     Items go through it in batches of at most `max_tokens` padded tokens. If it is split over the ranks, every rank must
     call this with the same items, and takes its part of the batches.
     scorer: None, the reference of a critic with a head, whose initial values are 0; or a WithoutAdapter."""
     if scorer is None:
-        return [torch.zeros(num_turns(item)) for item in items]
+        return [torch.zeros(num_actions(item)) for item in items]
     if isinstance(scorer, adapters.WithoutAdapter):
         with adapters.adapter_off(scorer.scorer.model):
-            return turn_outputs(scorer.scorer, items, max_tokens, device)
+            return action_outputs(scorer.scorer, items, max_tokens, device)
     check_positions(items, scorer.model)
     chunks = chunks_of(items, max_tokens, scorer.takes_trees)
     is_split = hasattr(scorer, "reshard")
@@ -686,7 +688,7 @@ def turn_outputs(scorer, items, max_tokens, device):
         with torch.no_grad():
             values = scorer(collate([items[i] for i in chunk], device)).cpu()             # (B, M)
         for i, item_values in zip(chunk, values):
-            outputs[i] = item_values[:num_turns(items[i])].clone()
+            outputs[i] = item_values[:num_actions(items[i])].clone()
     scorer.train(was_training)
     if is_split:
         scorer.reshard()                                            # the root stays gathered for a backward pass
@@ -711,11 +713,11 @@ def num_positions(row):
         return 0
     if row.shared is None:
         return len(row.ids)
-    return row.shared + max(collections.Counter(row.turns[row.shared:]).values())
+    return row.shared + max(collections.Counter(row.action_numbers[row.shared:]).values())
 
 
-def num_turns(item):
-    return 1 + max(max(row.turns) for row in item)
+def num_actions(item):
+    return 1 + max(max(row.action_numbers) for row in item)
 
 
 def chunks_of(items, max_tokens, takes_trees=True):
@@ -739,18 +741,18 @@ def chunks_of(items, max_tokens, takes_trees=True):
 
 def num_branches(item):
     """How many rows an item has where each action of a tree is one."""
-    return sum(1 if row.shared is None else 1 + max(row.turns) for row in item)
+    return sum(1 if row.shared is None else 1 + max(row.action_numbers) for row in item)
 
 
 def example_outputs(scorer, examples, max_tokens, device):
-    """turn_outputs of every example's items: a list of tensors (turns,) for each example."""
-    outputs = iter(turn_outputs(scorer, items_of(examples), max_tokens, device))
+    """action_outputs of every example's items: a list of tensors (actions,) for each example."""
+    outputs = iter(action_outputs(scorer, items_of(examples), max_tokens, device))
     return [list(itertools.islice(outputs, len(example.items))) for example in examples]
 
 
 def padded_outputs(outputs, device):
-    """The example_outputs of some examples as one tensor (items, M), 0 where an item has no such turn."""
-    return pad_sequence([turns for items in outputs for turns in items], batch_first=True).to(device)
+    """The example_outputs of some examples as one tensor (items, M), 0 where an item has no such action."""
+    return pad_sequence([values for items in outputs for values in items], batch_first=True).to(device)
 
 
 def reference_logps(folder, scorer, examples, max_tokens, device):
@@ -784,7 +786,7 @@ def load_scorer(name, run, sharding, lora=None, has_head=False, kind=Scorer):
         scorer.reset_head()
     scorer.check_logits(name)
     if hasattr(scorer, "reshard"):
-        scorer.reshard()                                            # the check has gathered the root, as turn_outputs
+        scorer.reshard()                                            # the check has gathered the root, as action_outputs
     return scorer
 
 
@@ -812,11 +814,11 @@ def load_whole(device, dtype="float32"):
 # ---------------------------------------------------------------------------------------------------------------------
 # critics: loading, and the score of an action, whatever the critic's kind
 
-def turn_advantages(values, ref_values, lengths, normalize):
-    """Eq. 3. values, ref_values (what a Scorer says under critic and reference), lengths: (B, M), 0 where a turn is
-    missing.
+def action_advantages(values, ref_values, lengths, normalize):
+    """Eq. 3. values, ref_values (what a Scorer says under critic and reference), lengths: (B, M), 0 where an action
+    is missing.
     Returns advantages (B, M). Of a trajectory their sum over M is its score; of actions of one state each is a score.
-    normalize "turn": each turn's mean; "trajectory": one mean over all agent tokens; "none": no mean."""
+    normalize "turn": each action's mean; "trajectory": one mean over all agent tokens; "none": no mean."""
     logratios = values - ref_values                                                 # (B, M)
     if normalize == "turn":
         return logratios / lengths.clamp(min=1)                                     # (B, M)
@@ -963,15 +965,15 @@ def score_actions(critic, tokenizer, points, max_tokens, device):
     ref_items = items
     if has_blind_reference(critic):
         ref_items = action_items(points, actions, tokenizer, privileged=False)
-    values = turn_outputs(critic["scorer"], items, max_tokens, device)
-    ref_values = turn_outputs(critic["ref_scorer"], ref_items, max_tokens, device)
+    values = action_outputs(critic["scorer"], items, max_tokens, device)
+    ref_values = action_outputs(critic["ref_scorer"], ref_items, max_tokens, device)
     normalize = critic["normalize"]
     if normalize == "trajectory":                                    # one action is scored alone: its own tokens' mean
         normalize = "turn"
     scores = []
     for point, point_actions, value, ref_value in zip(points, actions, values, ref_values):
-        lengths = torch.tensor([[len(action) for action in point_actions]])               # (1, A)
-        advantages = turn_advantages(value[None], ref_value[None], lengths, normalize)    # (1, A)
+        lengths = torch.tensor([[len(action) for action in point_actions]])           # (1, A)
+        advantages = action_advantages(value[None], ref_value[None], lengths, normalize)  # (1, A)
         score_of = dict(zip(point_actions, advantages[0].tolist()))
         scores.append([score_of[tuple(action)] for action in point.actions])
     return scores
@@ -988,7 +990,7 @@ def visual_scores(critic, points, max_tokens, device):
             if (number, view) not in places:                         # equal views are scored once
                 places[number, view] = len(items)
                 items.append([vision_row(processor, view, 0, files)])
-    values = turn_outputs(critic["scorer"], items, max_tokens, device)
+    values = action_outputs(critic["scorer"], items, max_tokens, device)
     scores = []
     for number, point_views in enumerate(views):
         point_scores = []
@@ -1039,7 +1041,7 @@ def action_items(points, actions, tokenizer, privileged):
 MANY_TURNS = 64                 # of the agent: what has more is looked at before all of its prompts are rendered
 
 
-def endless_row(tokenizer, trajectory, max_length):
+def overlong_row(tokenizer, trajectory, max_length):
     """The last agent turn of a dialogue as a Row, where its prompt alone has more than twice `max_length` tokens.
 
     None for others, and for dialogues of at most MANY_TURNS turns. Such a dialogue is left out anyway, and the prompts
@@ -1052,9 +1054,8 @@ def endless_row(tokenizer, trajectory, max_length):
     read = encode(tokenizer, prompt)
     if len(read) <= 2 * max_length:
         return None
-    last_turn = len(agent) - 1
-    turns = [-1] * len(read) + [last_turn] * len(action)
-    return Row(read + list(action), turns)
+    last_action = len(agent) - 1
+    return Row(read + list(action), [-1] * len(read) + [last_action] * len(action))
 
 
 def trajectory_examples(trajectories, groups, tokenizer, privileged=None, show=None, max_length=None):
@@ -1062,7 +1063,7 @@ def trajectory_examples(trajectories, groups, tokenizer, privileged=None, show=N
 
     privileged: whether c stands in front (None: where the logged agent saw it).
     show: show_documents, for a visual critic, whose processor is then in the place of the tokenizer.
-    max_length: a dialogue that is far longer (endless_row) is not made whole, as it is left out by its length."""
+    max_length: a dialogue that is far longer (overlong_row) is not made whole, as it is left out by its length."""
     numbers = sorted({number for group in groups for number in group})
     if show:
         items = visual_items(trajectories, numbers, tokenizer, privileged, show)
@@ -1080,9 +1081,9 @@ def text_items(trajectories, numbers, tokenizer, privileged, max_length):
     items, kinds = {}, {}
     for number in numbers:
         trajectory = trajectories[number]
-        endless = endless_row(tokenizer, trajectory, max_length)
-        if endless:
-            items[number] = [endless]
+        overlong = overlong_row(tokenizer, trajectory, max_length)
+        if overlong:
+            items[number] = [overlong]
             continue
         sees_c = trajectory.get("informed") if privileged is None else privileged
         info = hidden_info(trajectory["task"]) if sees_c else None
@@ -1126,7 +1127,8 @@ def reference_examples(critic, examples, trajectories, groups, tokenizer, max_le
 
 
 def advantages_of(scorer, examples, ref_values, normalize, max_tokens, device):
-    """turn_advantages of every example's items (of a value head: its values): a list of tensors (turns,) an example.
+    """action_advantages of every example's items (of a value head: its values): a list of tensors (actions,)
+    an example.
     ref_values: the examples' example_outputs under the reference."""
     values_of = example_outputs(scorer, examples, max_tokens, device)
     advantages = []
@@ -1134,7 +1136,7 @@ def advantages_of(scorer, examples, ref_values, normalize, max_tokens, device):
         item_advantages = []
         for item, values, item_ref_values in zip(example.items, outputs, ref_outputs):
             lengths = collate([item]).lengths                                             # (1, M)
-            item_advantages.append(turn_advantages(values[None], item_ref_values[None], lengths, normalize)[0])
+            item_advantages.append(action_advantages(values[None], item_ref_values[None], lengths, normalize)[0])
         advantages.append(item_advantages)
     return advantages
 

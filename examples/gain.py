@@ -153,7 +153,7 @@ def read_states(trajectories, tokenizer, args):
     num_turns = sum(turn["role"] == "assistant" for t in chosen for turn in t["dialogue_history"])
     say(f"{num_turns:,} agent turns of {len(chosen):,} dialogues (--data-frac {args.data_frac:g} of "
         f"{len(trajectories):,})")
-    fitting = [t for t in chosen if not common.endless_row(tokenizer, t, args.max_length)]
+    fitting = [t for t in chosen if not common.overlong_row(tokenizer, t, args.max_length)]
     states, kinds = [], {}
     for trajectory in fitting:
         states += states_of(trajectory, common.agent_turns(tokenizer, trajectory, kinds))
@@ -326,7 +326,7 @@ def gains(rows, scorer, tokenizer, world, max_tokens):
                 prompt = common.prompt_text(tokenizer, history, row["max_rounds"], domain.AGENT_SYSTEM, row["system"])
                 items.append(reference_answer_item(tokenizer, prompt, row["task"]))                    # after the reply
                 questions.append((number, text))
-    logps = [values.item() for values in common.turn_outputs(scorer, items, max_tokens, scorer.model.device)]
+    logps = [values.item() for values in common.action_outputs(scorer, items, max_tokens, scorer.model.device)]
     gain_of = {}
     for (number, text), logp in zip(questions, logps[len(rows):]):
         gain_of[number, text] = max(0.0, logp - logps[number])
@@ -520,8 +520,7 @@ def right_answer_items(successful, tokenizer):
         if first is not None:
             read = encode(tokenizer, prompt) + action[:first]
             stated = action[first:]
-            turns = [-1] * len(read) + [0] * len(stated)
-            items.append([common.Row(read + stated, turns)])
+            items.append([common.Row(read + stated, [-1] * len(read) + [0] * len(stated))])
     return items
 
 
@@ -590,9 +589,18 @@ def sft_examples(trajectories, tokenizer, args):
     return common.trajectory_examples(trajectories, groups, tokenizer, max_length=args.max_length)
 
 
-BASELINES = {"mtdpo": mtdpo_examples, "rft": rft_examples, "sft": sft_examples}
-EPOCHS = {"gain": 1, "mtdpo": 4, "rft": 4, "sft": 4}               # of table 5's backend row
-BATCH_SIZES = {"gain": 8, "mtdpo": 8, "rft": 32, "sft": 32}
+# What the methods differ in.
+# make_examples  from (trajectories, tokenizer, args); None: in phases (main)
+# epochs         and batch_size are of table 5's backend row
+# reads_rewards  so that missing ones are computed first
+# has_reference  the loss compares the policy with the model at the start
+Method = collections.namedtuple("Method", "make_examples epochs batch_size reads_rewards has_reference")
+METHODS = {
+    "gain": Method(None, epochs=1, batch_size=8, reads_rewards=False, has_reference=True),
+    "mtdpo": Method(mtdpo_examples, epochs=4, batch_size=8, reads_rewards=True, has_reference=True),
+    "rft": Method(rft_examples, epochs=4, batch_size=32, reads_rewards=True, has_reference=False),
+    "sft": Method(sft_examples, epochs=4, batch_size=32, reads_rewards=False, has_reference=False),
+}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # candidates from servers; what the pairs say
@@ -685,17 +693,18 @@ PRESETS = {name: {"dtype": "bfloat16", "activation_checkpointing": True}
            for name in ("paper-backend", "paper-frontend")}
 
 
-def by_method(values):
-    return ", ".join(f"{method} {value}" for method, value in values.items())
+def by_method(field):
+    """A field of METHODS, as a default in a help text."""
+    return ", ".join(f"{name} {getattr(method, field)}" for name, method in METHODS.items())
 
 
 def parse_args(argv=None):
     parser = argument_parser(__doc__)
-    parser.add_argument("--method", choices=["gain", *BASELINES], required=True, help="see above")
+    parser.add_argument("--method", choices=METHODS, required=True, help="see above")
     add_training(parser, max_length=16384)
-    parser.add_argument("--epochs", type=positive_int, help=f"passes over the examples (None: {by_method(EPOCHS)}; "
+    parser.add_argument("--epochs", type=positive_int, help=f"passes over the examples (None: {by_method('epochs')}; "
                         "with --preset paper-frontend 8 in place of 4)")
-    parser.add_argument("--batch-size", type=positive_int, help=f"examples a step (None: {by_method(BATCH_SIZES)})")
+    parser.add_argument("--batch-size", type=positive_int, help=f"examples a step (None: {by_method('batch_size')})")
     group = parser.add_argument_group("SWEET's candidates and pairs (nothing to other methods)")
     group.add_argument("--data-frac", type=share_flag, default=0.1, help="share of the trajectories whose turns are "
                        "used (the paper's tenth is of 15,000; with few hundred take all: 1)")
@@ -726,10 +735,10 @@ def parse_args(argv=None):
     if args.sampler and (args.candidates or not is_server(args.sampler)):
         parser.error("--sampler takes http://HOST:PORT/v1#NAME, without --candidates")
     if args.epochs is None:
-        args.epochs = EPOCHS[args.method]
+        args.epochs = METHODS[args.method].epochs
         if args.preset == "paper-frontend" and args.epochs == 4:
             args.epochs = 8
-    args.batch_size = args.batch_size or BATCH_SIZES[args.method]
+    args.batch_size = args.batch_size or METHODS[args.method].batch_size
     return args
 
 
@@ -799,6 +808,7 @@ def main(argv=None):
     if args.dry_run:
         num_rows = 2 if args.method == "mtdpo" or args.answer_coef else 1          # of an example
         return dry_run(args, examples_a_step(args), common.token_logps, num_rows, tree=args.method == "gain")
+    method = METHODS[args.method]
     run = start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
@@ -807,7 +817,7 @@ def main(argv=None):
         return
     lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
     check_track(args.track)
-    if args.method in ("rft", "mtdpo") or args.answer_coef or args.answers_by_outcome:
+    if method.reads_rewards or args.answer_coef or args.answers_by_outcome:
         common.fill_rewards(trajectories, common.scoring_world(domain, args.out, common.world_flags(args)))
     is_fresh = args.model == "tiny" and args.method == "sft"
     if is_fresh:
@@ -827,7 +837,7 @@ def main(argv=None):
         if args.answers_by_outcome:
             right_turns = turns_of_right_answers(trajectories, args.trajectories)
     else:
-        examples = BASELINES[args.method](trajectories, tokenizer, args)
+        examples = method.make_examples(trajectories, tokenizer, args)
         examples = training.drop_long(examples, args.max_length, args.trajectories)
     # Partial files of candidates and scores are of this run alone, by its id
     run = run._replace(run_id=begin_output(args, args.out, inputs, training.FILES))
@@ -847,7 +857,7 @@ def main(argv=None):
         scorer = common.load_scorer(args.model, run, sharding_of(args), lora)
     costs.works.append(work_of(scorer.model))
     all_ref_logps = None
-    if args.method in ("gain", "mtdpo"):
+    if method.has_reference:
         all_ref_logps = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)
     train(scorer, examples, all_ref_logps, args, run, costs)
     common.note_system_prompt(args.out, trajectories)

@@ -184,7 +184,7 @@ def read_states(trajectories, tokenizer, args):
     num_turns = sum(turn["role"] == "assistant" for t in chosen for turn in t["dialogue_history"])
     say(f"{num_turns:,} agent turns of {len(chosen):,} dialogues (--data-frac {args.data_frac:g} of "
         f"{len(trajectories):,})")
-    fitting = [t for t in chosen if not common.endless_row(tokenizer, t, args.max_length)]
+    fitting = [t for t in chosen if not common.overlong_row(tokenizer, t, args.max_length)]
     states, kinds = [], {}
     for trajectory in fitting:
         states += states_of(trajectory, common.agent_turns(tokenizer, trajectory, kinds))
@@ -510,8 +510,7 @@ def right_answer_items(successful, tokenizer):
         if first is not None:
             read = encode(tokenizer, prompt) + action[:first]
             stated = action[first:]
-            turns = [-1] * len(read) + [0] * len(stated)
-            items.append([common.Row(read + stated, turns)])
+            items.append([common.Row(read + stated, [-1] * len(read) + [0] * len(stated))])
     return items
 
 
@@ -610,7 +609,7 @@ def with_advantages(examples, critic, tokenizer, args, run, costs):
             [item] = example.items
             if not critic:
                 item = common.as_one_action(item)
-            turns = [turn for row in item for turn in row.turns if turn >= 0]
+            turns = [turn for row in item for turn in row.action_numbers if turn >= 0]
             tokens = torch.tensor([numbers[turn] for turn in turns])
             ready.append(example._replace(items=[token_item(item)], advantages=tokens))
     num_long = values.count([])
@@ -625,6 +624,9 @@ def with_advantages(examples, critic, tokenizer, args, run, costs):
 
 def critic_credit(trajectories, critic, tokenizer, args, run, costs):
     """The critic's credit of each turn (common.score_turns), kept in credit.jsonl; [] of too long a trajectory."""
+    path = pathlib.Path(args.out) / "credit.jsonl"
+    if path.exists():                                                # of a run that was interrupted later
+        return [row["advantages"] or [] for row in read_rows(path)]
     load = functools.partial(common.load_scorer, run=run, sharding=sharding_of(args))
     critic = common.load_critic(critic, load)
     costs.works += common.works_of(critic)
@@ -632,7 +634,7 @@ def critic_credit(trajectories, critic, tokenizer, args, run, costs):
     if run.rank == 0:
         rows = [{"task_id": t["task_id"], "sample": t["sample"], "advantages": values}
                 for t, values in zip(trajectories, credit)]
-        write_jsonl(pathlib.Path(args.out) / "credit.jsonl", rows)
+        write_jsonl(path, rows)
     return [values or [] for values in credit]
 
 
@@ -658,14 +660,24 @@ def token_item(item):
     numbers = itertools.count()
     rows = []
     for row in item:
-        turns = [next(numbers) if turn >= 0 else -1 for turn in row.turns]
-        rows.append(row._replace(turns=turns))
+        action_numbers = [next(numbers) if number >= 0 else -1 for number in row.action_numbers]
+        rows.append(row._replace(action_numbers=action_numbers))
     return rows
 
 
-BASELINES = {"mtdpo": mtdpo_examples, "rft": rft_examples, "sft": sft_examples, "grpo": grpo_examples}
-EPOCHS = {"sweet": 1, "mtdpo": 4, "rft": 4, "sft": 4, "grpo": 1}
-BATCH_SIZES = {"sweet": 8, "mtdpo": 8, "rft": 32, "sft": 32, "grpo": 32}
+# What the methods differ in.
+# make_examples  from (trajectories, tokenizer, args); None: in phases (main)
+# epochs         and batch_size are of table 5's backend row
+# reads_rewards  so that missing ones are computed first
+# has_reference  the loss compares the policy with the model at the start
+Method = collections.namedtuple("Method", "make_examples epochs batch_size reads_rewards has_reference")
+METHODS = {
+    "sweet": Method(None, epochs=1, batch_size=8, reads_rewards=False, has_reference=True),
+    "mtdpo": Method(mtdpo_examples, epochs=4, batch_size=8, reads_rewards=True, has_reference=True),
+    "rft": Method(rft_examples, epochs=4, batch_size=32, reads_rewards=True, has_reference=False),
+    "sft": Method(sft_examples, epochs=4, batch_size=32, reads_rewards=False, has_reference=False),
+    "grpo": Method(grpo_examples, epochs=1, batch_size=32, reads_rewards=True, has_reference=True),
+}
 
 # ---------------------------------------------------------------------------------------------------------------------
 # candidates from servers; what the pairs say
@@ -758,17 +770,18 @@ PRESETS = {name: {"dtype": "bfloat16", "activation_checkpointing": True}
            for name in ("paper-backend", "paper-frontend")}
 
 
-def by_method(values):
-    return ", ".join(f"{method} {value}" for method, value in values.items())
+def by_method(field):
+    """A field of METHODS, as a default in a help text."""
+    return ", ".join(f"{name} {getattr(method, field)}" for name, method in METHODS.items())
 
 
 def parse_args(argv=None):
     parser = argument_parser(__doc__)
-    parser.add_argument("--method", choices=["sweet", *BASELINES], required=True, help="see above")
+    parser.add_argument("--method", choices=METHODS, required=True, help="see above")
     add_training(parser, max_length=16384)
-    parser.add_argument("--epochs", type=positive_int, help=f"passes over the examples (None: {by_method(EPOCHS)}; "
+    parser.add_argument("--epochs", type=positive_int, help=f"passes over the examples (None: {by_method('epochs')}; "
                         "with --preset paper-frontend 8 in place of 4)")
-    parser.add_argument("--batch-size", type=positive_int, help=f"examples a step (None: {by_method(BATCH_SIZES)})")
+    parser.add_argument("--batch-size", type=positive_int, help=f"examples a step (None: {by_method('batch_size')})")
     group = parser.add_argument_group("SWEET's candidates and pairs (nothing to other methods)")
     group.add_argument("--critic", type=text_flag, help="a folder of 03; untrained (--model, its reference blind); "
                        "oracle, oracle-patient (the kind of a turn by the task's facts; neither knows the last round)")
@@ -810,10 +823,10 @@ def parse_args(argv=None):
     if args.reference and not args.critic:
         parser.error("--reference goes with --critic")
     if args.epochs is None:
-        args.epochs = EPOCHS[args.method]
+        args.epochs = METHODS[args.method].epochs
         if args.preset == "paper-frontend" and args.epochs == 4:
             args.epochs = 8
-    args.batch_size = args.batch_size or BATCH_SIZES[args.method]
+    args.batch_size = args.batch_size or METHODS[args.method].batch_size
     return args
 
 
@@ -904,6 +917,7 @@ def main(argv=None):
     if args.dry_run:
         num_rows = 2 if args.method == "mtdpo" or args.answer_coef else 1          # of an example
         return dry_run(args, examples_a_step(args), common.token_logps, num_rows, tree=args.method == "sweet")
+    method = METHODS[args.method]
     run = start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
@@ -914,7 +928,7 @@ def main(argv=None):
         return
     lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
     check_track(args.track)
-    if args.method in ("rft", "mtdpo", "grpo") or args.answer_coef or args.answers_by_outcome:
+    if method.reads_rewards or args.answer_coef or args.answers_by_outcome:
         common.fill_rewards(trajectories, common.scoring_world(domain, args.out, common.world_flags(args)))
     is_fresh = args.model == "tiny" and args.method == "sft"
     if is_fresh:
@@ -934,7 +948,7 @@ def main(argv=None):
         if args.answers_by_outcome:
             right_turns = turns_of_right_answers(trajectories, args.trajectories)
     else:
-        examples = BASELINES[args.method](trajectories, tokenizer, args)
+        examples = method.make_examples(trajectories, tokenizer, args)
         examples = training.drop_long(examples, args.max_length, args.trajectories)
     # Partial files of candidates and scores are of this run alone, by its id
     run = run._replace(run_id=begin_output(args, args.out, inputs, training.FILES))
@@ -957,7 +971,7 @@ def main(argv=None):
         scorer = common.load_scorer(args.model, run, sharding_of(args), lora)
     costs.works.append(work_of(scorer.model))
     all_ref_logps = None
-    if args.method in ("sweet", "mtdpo", "grpo"):                    # what takes a reference
+    if method.has_reference:
         all_ref_logps = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)
     train(scorer, examples, all_ref_logps, args, run, costs)
     common.note_system_prompt(args.out, trajectories)

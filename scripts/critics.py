@@ -82,7 +82,7 @@ def measure_gates(trajectories, domain, model_name, device):
     logps = {}                                                       # {with_c: the log-probability of each Probe}
     for with_c in (False, True):
         items = [probe_rows(probe, tokenizer, domain, with_c) for probe in probes]
-        outputs = common.turn_outputs(scorer, items, MAX_TOKENS, device)                   # (1,) each
+        outputs = common.action_outputs(scorer, items, MAX_TOKENS, device)                   # (1,) each
         logps[with_c] = [output.item() for output in outputs]
     gates = {}
     for kind in sorted({probe.kind for probe in probes}):

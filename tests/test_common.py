@@ -48,7 +48,7 @@ def test_rows_of_a_trajectory_as_literal_arrays(tiny):
     (row,) = common.rows_of_trajectory(tokenizer, turns_of_two(tokenizer))
     assert row.ids == ids_of(tokenizer, U, "▁the▁", "▁fee▁", E, A, "▁What▁", "?", E, U, "▁the▁", "▁price▁", E, A,
                              "▁Thanks▁", E)
-    assert row.turns == [-1, -1, -1, -1, -1, 0, 0, 0, -1, -1, -1, -1, -1, 1, 1]
+    assert row.action_numbers == [-1, -1, -1, -1, -1, 0, 0, 0, -1, -1, -1, -1, -1, 1, 1]
     assert row.shared is None
 
 
@@ -56,7 +56,7 @@ def test_a_template_that_does_not_append_gives_a_row_a_turn(tiny):
     _, tokenizer = tiny
     (first, a), (_, b) = turns_of_two(tokenizer)
     rows = common.rows_of_trajectory(tokenizer, [(first, a), (f"{U}the price{E}{A}", b)])
-    assert [row.turns for row in rows] == [[-1, -1, -1, -1, -1, 0, 0, 0], [-1, -1, -1, -1, -1, 1, 1]]
+    assert [row.action_numbers for row in rows] == [[-1, -1, -1, -1, -1, 0, 0, 0], [-1, -1, -1, -1, -1, 1, 1]]
 
 
 def test_hidden_info_comes_after_the_one_bos(tiny):
@@ -69,8 +69,8 @@ def test_hidden_info_comes_after_the_one_bos(tiny):
     (row,) = common.rows_of_trajectory(tokenizer, turns_of_two(tokenizer),
                                        common.hidden_info({**TASK, "ground_truth": "def f(x):\n    return x"}))
     (plain,) = common.rows_of_trajectory(tokenizer, turns_of_two(tokenizer))
-    assert row.ids[-len(plain.ids):] == plain.ids and row.turns[-len(plain.ids):] == plain.turns
-    assert set(row.turns[:-len(plain.ids)]) == {-1}
+    assert row.ids[-len(plain.ids):] == plain.ids and row.action_numbers[-len(plain.ids):] == plain.action_numbers
+    assert set(row.action_numbers[:-len(plain.ids)]) == {-1}
 
 
 def test_candidate_tree_as_literal_arrays(tiny):
@@ -96,7 +96,7 @@ def test_collate_pads_on_the_right():
     batch = common.collate([[common.Row([5, 6, 7], [-1, 0, 0])], [common.Row([8, 9], [-1, 0]), common.Row([4], [1])]])
     assert batch.ids.tolist() == [[5, 6, 7], [8, 9, 0], [4, 0, 0]]
     assert batch.mask is None and batch.sizes == [3, 2, 1]
-    assert batch.turns.tolist() == [[-1, 0, 0], [-1, 0, -1], [1, -1, -1]]
+    assert batch.action_numbers.tolist() == [[-1, 0, 0], [-1, 0, -1], [1, -1, -1]]
     assert batch.owners.tolist() == [0, 1, 1]
     assert batch.lengths.tolist() == [[2, 0], [1, 1]]
 
@@ -123,7 +123,7 @@ def test_sampled_ids_come_out_as_they_went_in(tiny, template):
         history += [{"role": "assistant", "content": text}, {"role": "user", "content": "me"}]
     rows = common.rows_of_trajectory(tokenizer, turns)
     for number, ids in enumerate(sampled):
-        assert [i for row in rows for i, turn in zip(row.ids, row.turns) if turn == number] == ids
+        assert [i for row in rows for i, turn in zip(row.ids, row.action_numbers) if turn == number] == ids
 
 
 # --- log-probabilities
@@ -138,14 +138,14 @@ def some_items(tokenizer, count=3):
     return items
 
 
-def test_turn_logps_against_a_plain_softmax_in_float64(tiny):
+def test_action_logps_against_a_plain_softmax_in_float64(tiny):
     model, tokenizer = tiny
     (item,) = some_items(tokenizer, 1)
     (row,) = item
     with torch.no_grad():
         logits = model(torch.tensor([row.ids])).logits[0].double()
         expected = sum(torch.log_softmax(logits[i - 1], -1)[row.ids[i]].item()
-                       for i in range(len(row.ids)) if row.turns[i] == 0)
+                       for i in range(len(row.ids)) if row.action_numbers[i] == 0)
         assert common.Scorer(model)(common.collate([item])).item() == pytest.approx(expected, abs=1e-4)
 
 
@@ -156,7 +156,7 @@ def test_batching_and_padding_change_nothing(tiny):
         together = common.Scorer(model)(common.collate(items))
         alone = torch.cat([common.Scorer(model)(common.collate([item])) for item in items])
     torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
-    listed = common.turn_outputs(common.Scorer(model), items, 20, "cpu")
+    listed = common.action_outputs(common.Scorer(model), items, 20, "cpu")
     torch.testing.assert_close(torch.stack(listed), alone, atol=1e-4, rtol=0)
 
 

@@ -76,7 +76,7 @@ def test_a_part_of_a_batch_that_stays_on_the_cpu_is_refused(fake_cuda, monkeypat
 SCORING = {
     "common.py:collate to the device",                  # a batch's tensors
     "common.py:action_tokens nonzero",                  # twice a pass
-    "common.py:turn_outputs cpu"}                     # a batch's scores
+    "common.py:action_outputs cpu"}                     # a batch's scores
 PACKED = {"common.py:hidden_states item"}               # of rows, not of trees: transformers asks for packed rows
 STEP = SCORING | {
     "lib/training.py:rank_batches to the device",
@@ -214,7 +214,7 @@ def test_a_tensor_that_is_not_brought_to_the_device_is_refused(card, name):
 def test_a_new_wait_is_noticed(card):
     _, logs = card
     new = logs["critic, a new wait"]["waits"].keys() - logs["critic"]["waits"].keys()
-    assert new == {"common.py:turn_sums item"}
+    assert new == {"common.py:action_sums item"}
 
 
 def test_waits_do_not_grow_with_layers_or_examples(card):

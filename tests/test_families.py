@@ -184,7 +184,8 @@ def test_turns_that_are_rendered_again_end_as_in_the_template(template, num_rows
     rows = common.rows_of_trajectory(tokenizer, turns, "c is 1. ")
     assert len(rows) == num_rows
     for number, text in enumerate(["What fee?", "Thanks"]):
-        [ids] = [[i for i, turn in zip(row.ids, row.turns) if turn == number] for row in rows if number in row.turns]
+        [row] = [row for row in rows if number in row.action_numbers]
+        ids = [token for token, action in zip(row.ids, row.action_numbers) if action == number]
         assert ids[-1] == end and other not in ids and tokenizer.decode(ids[:-1]) == text
     system = common.our_system(TRAJECTORY)
     for prompt, _ in turns:
@@ -256,12 +257,12 @@ def test_what_is_longer_than_the_model_takes_is_one_line(tokenizer, tmp_path):
     model = model_of("gpt2")                                         # has 256 positions, and no others
     fitting = common.actions_item(tokenizer, PROMPT, [[33] * 150, [34] * 180, [60, 780]])
     assert len(fitting[0].ids) > 256
-    logps = common.turn_outputs(common.Scorer(model), [fitting], 4096, "cpu")
+    logps = common.action_outputs(common.Scorer(model), [fitting], 4096, "cpu")
     assert logps[0].isfinite().all()
     for item_of in (common.actions_item, rows_of_actions):
         long = item_of(tokenizer, PROMPT, [[33] * 240, [60, 780]])
         with pytest.raises(InputError, match=r"takes 256 tokens, and a prompt with its action has up to \d+ "):
-            common.turn_outputs(common.Scorer(model), [long], 4096, "cpu")
+            common.action_outputs(common.Scorer(model), [long], 4096, "cpu")
 
 
 @pytest.mark.parametrize("family, rope, most", [

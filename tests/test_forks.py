@@ -141,13 +141,13 @@ def test_each_token_has_its_own_log_probability_and_the_gradient_is_a_finite_dif
     scorer = common.Scorer(model)
     item = an_item(tokenizer)
     [row], [tokens] = item, grpo.token_item(item)
-    count = sum(turn >= 0 for turn in row.turns)
-    assert [turn for turn in tokens.turns if turn >= 0] == list(range(count)) and tokens.ids == row.ids
+    count = sum(turn >= 0 for turn in row.action_numbers)
+    assert [turn for turn in tokens.action_numbers if turn >= 0] == list(range(count)) and tokens.ids == row.ids
     batch = common.collate([[tokens]])
     logps = scorer(batch)
     with torch.no_grad():
         plain = torch.log_softmax(model(torch.tensor([row.ids])).logits[0].double(), -1)
-    acting = [place for place, turn in enumerate(row.turns) if turn >= 0]
+    acting = [place for place, turn in enumerate(row.action_numbers) if turn >= 0]
     torch.testing.assert_close(logps[0].double(), plain[[p - 1 for p in acting], [row.ids[p] for p in acting]],
                                atol=1e-5, rtol=0)
     assert scorer(common.collate([item])).sum().item() == pytest.approx(logps.sum().item(), abs=1e-4)
@@ -230,6 +230,28 @@ def test_a_critics_advantages_take_the_place_of_the_return(workspace, critic, tm
         assert row["advantages"] == pytest.approx(advantages, abs=1e-5)
     assert len({round(value, 6) for row in credit for value in row["advantages"]}) > len(credit)
     assert read(tmp_path / "g" / "metrics.jsonl")[0]["ratio"] == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["grpo", "signed"])
+def test_a_resumed_run_does_not_score_its_credit_again(name, workspace, critic, tmp_path, monkeypatch):
+    module = fork(name)
+    arguments = [str(flag) for flag in flags(workspace, name, tmp_path / "out", "--critic", critic, "--max-steps", 1)]
+
+    def stop(*_):
+        raise RuntimeError("stopped")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "train", stop)
+        with pytest.raises(RuntimeError, match="stopped"):
+            module.main(arguments)
+    rows = (tmp_path / "out" / "credit.jsonl").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(common, "score_turns", stop)
+        module.main(arguments)
+    assert (tmp_path / "out" / "credit.jsonl").read_bytes() == rows
+    whole = tmp_path / "whole"
+    module.main([*arguments, "--out", str(whole)])
+    weights = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path / "out", whole)]
+    assert weights[0] == weights[1]
 
 
 # --- distill

@@ -133,8 +133,8 @@ def check_reference_is_the_base(critic, expected):
     reference, scorer = critic["ref_scorer"], critic["scorer"]
     assert reference.scorer is scorer and len(common.works_of(critic)) == 1
     for _ in range(2):                                              # on again, and off again
-        values = common.turn_outputs(scorer, AN_ITEM, 4096, "cpu")[0]
-        ref_values = common.turn_outputs(reference, AN_ITEM, 4096, "cpu")[0]
+        values = common.action_outputs(scorer, AN_ITEM, 4096, "cpu")[0]
+        ref_values = common.action_outputs(reference, AN_ITEM, 4096, "cpu")[0]
         assert torch.equal(ref_values, expected) and (values - expected).abs().max() > 1e-3
 
 
@@ -144,9 +144,9 @@ def test_without_its_adapter_a_critic_is_its_base_bit_for_bit(critic, tiny, dtyp
     sharding = dataclasses.replace(SHARDING, dtype=dtype)
     load_split = functools.partial(common.load_scorer, run=start(0), sharding=sharding)
     for load in (common.load_whole("cpu", dtype), load_split):
-        expected = common.turn_outputs(load(str(BASE)), AN_ITEM, 4096, "cpu")[0]
+        expected = common.action_outputs(load(str(BASE)), AN_ITEM, 4096, "cpu")[0]
         if dtype == "float32":
-            assert torch.equal(expected, common.turn_outputs(common.Scorer(tiny[0]), AN_ITEM, 4096, "cpu")[0])
+            assert torch.equal(expected, common.action_outputs(common.Scorer(tiny[0]), AN_ITEM, 4096, "cpu")[0])
         loaded = common.load_critic(common.read_critic(critic[0], tiny[1], backend), load)
         check_reference_is_the_base(loaded, expected)
 

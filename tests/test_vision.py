@@ -132,7 +132,7 @@ def test_a_row_by_hand(seeing):
     assert 2 <= count <= 24 and processor.decode(row.ids) == (
         "<|im_start|>user\nA person wants a web page: A shop.\nLast they said: It is blue."
         f"\nThe page that they need:{picture}\nThe page that they get:{picture}<|im_end|>\n")
-    assert row.turns == [3] * len(row.ids) and row.images == (shown[REFERENCE], shown[WHITE])
+    assert row.action_numbers == [3] * len(row.ids) and row.images == (shown[REFERENCE], shown[WHITE])
     blind = turn_row(processor, TASK, [IDEA], None, 0, {}, False)
     assert blind.images == (None,) and processor.decode(blind.ids) == (
         "<|im_start|>user\nA person wants a web page: A shop.\nThey get no page yet:<|vision_start|>"
@@ -154,7 +154,7 @@ def means_of_turns(scorer, batch):
     means = []
     for row in torch.eye(hidden.shape[-1]):
         one_number = types.SimpleNamespace(weight=row[None], bias=torch.zeros(1))
-        means.append(common.turn_values(one_number, hidden, batch))                       # (B, M)
+        means.append(common.action_values(one_number, hidden, batch))                       # (B, M)
     return torch.stack(means, -1)
 
 
@@ -178,7 +178,7 @@ def test_the_head_sees_the_mean_over_all_tokens_and_padding_changes_nothing(seei
         assert batch.lengths.tolist() == [[len(row.ids) for row in items[0]], [len(items[1][0].ids), 0]]
         assert means[1, 1].abs().max() == 0
         for item, row in zip(items, values):
-            alone = common.turn_outputs(scorer, [item], 1, "cpu")[0]
+            alone = common.action_outputs(scorer, [item], 1, "cpu")[0]
             torch.testing.assert_close(alone, row[:len(item)], atol=1e-5, rtol=1e-5)
 
 
