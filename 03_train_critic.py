@@ -81,12 +81,15 @@ def batch_loss(values, ref_values, lengths, shares, args):
     scores = advantages.sum(1)                                       # (2P,) of trajectories: sums over turns
     chosen, rejected = scores[0::2], scores[1::2]                                                 # (P,)
     losses, chosen_rewards, rejected_rewards = bradley_terry_loss(chosen, rejected, args.beta)
-    # Of a head these are no log-probabilities; nll_coef is then 0 (parse_args).
+    # Of a head these are no log-probabilities; nll_coef is then 0 (parse_args), and "nll" is not logged.
     chosen_logps = values[0::2].sum(1)                                                            # (P,)
     chosen_tokens = lengths[0::2].sum(1)                                                          # (P,)
     nll = -chosen_logps / chosen_tokens                                                           # (P,)
     loss = ((losses + args.nll_coef * nll) * shares).sum()
-    return loss, training.preference_numbers(chosen_rewards, rejected_rewards, nll, shares, args.dtype)
+    numbers = training.preference_numbers(chosen_rewards, rejected_rewards, nll, shares, args.dtype)
+    if args.head != "lm":
+        del numbers["nll"]
+    return loss, numbers
 
 
 def value_batch_loss(values, labels, lengths, shares):
@@ -193,7 +196,7 @@ def open_visual(domain, args):
 
 
 def train(scorer, examples, targets, args, run, costs):
-    """Train the scorer's model on the examples, from the last state that was saved.
+    """Train the scorer's model on the examples, from the last checkpoint.
     targets: of each example what the reference says of its turns (common.reference_logps); with --head value the
     return of its trajectory."""
     batches = training.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
@@ -212,22 +215,22 @@ def train(scorer, examples, targets, args, run, costs):
         for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
             batch = common.collate(common.items_of(micro_examples), run.device)
-            values = scorer(batch)                                  # (items, M): a value for each turn
+            values = scorer(batch)                                  # (B, M): a value for each turn
             shares = weights / len(batch_examples)                  # (examples,)
             if args.head == "value":
                 labels = torch.tensor([targets[i] for i in micro], device=run.device)              # (examples,)
                 loss, numbers = value_batch_loss(values, labels, batch.lengths, shares)
             else:
-                ref_values = common.padded_outputs([targets[i] for i in micro], run.device)        # (items, M)
+                ref_values = common.padded_outputs([targets[i] for i in micro], run.device)        # (B, M)
                 loss, numbers = batch_loss(values, ref_values, batch.lengths, shares, args)
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
             num_tokens = training.num_tokens(micro_examples, weights)
             sums.update(loss=loss.item(), **numbers, num_tokens=num_tokens)
-        lr = training.learning_rate(step, len(batches), args.lr)
-        tasks = [example.task_id for example in batch_examples]
-        now = training.Step(step, len(batches), lr, tasks)
-        numbers = training.optimizer_step(scorer, optimizer, sums, now, args.out)
         done = step + 1
+        lr = training.learning_rate(step, len(batches), args.lr)
+        where = f"{args.out}: step {done} of {len(batches)}"
+        tasks = {example.task_id for example in batch_examples}
+        numbers = training.optimizer_step(scorer, optimizer, sums, lr, where, tasks)     # num_tokens is one of them
         log.step(done, **numbers)
         if done % args.save_every == 0 or done % steps_an_epoch == 0 or done == len(batches):
             checkpoints.save(done)
@@ -268,15 +271,17 @@ def main(argv=None):
     # The reference is this model before its first update; its log-probabilities are computed once, by the same function
     sharding = Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed)
     scorer = common.load_scorer(args.model, run, sharding, lora, has_head=args.head != "lm")
-    costs.works.append(work_of(scorer.model))
+    common.check_positions(common.items_of(examples + test_examples), scorer.model)
+    costs.trained = work_of(scorer.model)
     critic = {**critic_form(args), "visual": visual, "beta": args.beta, "reference": args.model,
               "reference_fingerprint": weights_fingerprint(args.model),
               "held_out_pair_accuracy": None, "num_held_out_pairs": len(test_examples)}
     all_ref_examples = ref_examples + ref_test_examples
     ref_values = common.reference_logps(args.out, scorer, all_ref_examples, args.max_tokens, run.device)
-    targets = ref_values[:len(examples)]
     if args.head == "value":
         targets = [float(domain.outcome(trajectories[number])) for [number] in train_groups]
+    else:
+        targets = ref_values[:len(examples)]
     train(scorer, examples, targets, args, run, costs)
     if test_examples:
         critic["held_out_pair_accuracy"] = accuracy = common.pair_accuracy(

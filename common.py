@@ -100,9 +100,9 @@ def check_task(task, where, first):
 def check_ids(tasks, names, path):
     """InputError where one of the names (task_id) stands for tasks with different references: their dialogues would be
     compared as if they were of one task."""
-    references = {}
+    solutions = {}
     for task, name in zip(tasks, names):
-        if references.setdefault(name, task["ground_truth"]) != task["ground_truth"]:
+        if solutions.setdefault(name, task["ground_truth"]) != task["ground_truth"]:
             raise InputError(f'{path}: two tasks with different references have the "task_id" {name}; give each a name '
                              'of its own, or leave out the key "task_id" everywhere')
 
@@ -182,7 +182,7 @@ def fill_rewards(trajectories, open_world):
 
 
 def check_scale(trajectories, num_unscored, about):
-    """InputError where some trajectories were scored otherwise than a World is `about` to score: {"similarity": …}."""
+    """InputError where some trajectories were scored by another scale than a World's (`about`, {"similarity": …})."""
     for key, value in about.items():
         scales = {str(t[key]) for t in trajectories if t.get(key, value) != value}
         if scales:
@@ -278,11 +278,12 @@ def check_system_prompt(agent, tokenizer, domain, system, max_rounds):
 # A row of tokens.
 # ids             token ids
 # action_numbers  of each token the number of the action that it belongs to, -1 where it is only read (prompts, the
-#                 person, c). The actions of a dialogue are its agent's turns, those of a tree its candidates.
-# shared          None, or of a tree the number of its prompt's tokens: several actions continue one prompt, which is
+#                 person, c). An action is what gets one log-probability: an agent's turn (critics, rft, sft), a
+#                 candidate (sweet), a whole dialogue (mtdpo: as_one_action); in examples/grpo.py a single token
+# prompt_length   None or, of a tree, the number of its prompt's tokens: several actions continue one prompt, which is
 #                 computed once; each action sees the prompt and itself
 # images          the image files (None: a black one) that a row of a visual critic shows; it is one action
-Row = namedtuple("Row", "ids action_numbers shared images", defaults=(None, ()))
+Row = namedtuple("Row", "ids action_numbers prompt_length images", defaults=(None, ()))
 
 # What one training example is made of.
 # items    lists of rows: a trajectory (one row where the chat template only appends, else several), or actions of one
@@ -292,6 +293,7 @@ Row = namedtuple("Row", "ids action_numbers shared images", defaults=(None, ()))
 #
 #                  items                        actions of an item           pairs
 #     sweet        1: a state                   its candidates               of actions of this item
+#       with --answer-coef 2: a right answer    1, what states it            none
 #     mtdpo        2: trajectories              1, the whole dialogue        1: the action of item 0, that of item 1
 #     rft, sft     1: a trajectory              the agent's turns            none: all actions are imitated
 #     critic       2: chosen, rejected          the agent's turns            none: the items are compared as wholes
@@ -330,7 +332,8 @@ def agent_turns(tokenizer, trajectory, counts=None, only=None):
             continue
         if is_sampled:
             kind = "as sampled"
-            check_sampled(turn, tokenizer, f"task {trajectory['task_id']}, sample {trajectory['sample']}, turn {index}")
+            where = f"task {trajectory['task_id']}, sample {trajectory['sample']}, message {index}"
+            check_sampled(turn, tokenizer, where)
             turns.append((turn["input"], turn["output_ids"]))
         elif "output" in turn and cue and turn.get("input", "").endswith(cue):
             kind = "as logged"
@@ -364,7 +367,7 @@ def rows_of_trajectory(tokenizer, turns, privileged_info=None):
         action_numbers   -1 -1  -1   0 0   0  -1 -1  -1  1   1
     The text between two actions is tokenised apart, so the ids of an action are exactly the sampled ones."""
     rows, consumed = [], None
-    for index, (prompt, action) in enumerate(turns):
+    for number, (prompt, action) in enumerate(turns):
         if privileged_info is not None:
             prompt = with_hidden_info(tokenizer, prompt, privileged_info)
         if consumed is None or not prompt.startswith(consumed):
@@ -374,7 +377,7 @@ def rows_of_trajectory(tokenizer, turns, privileged_info=None):
         read = encode(tokenizer, prompt[len(consumed):])
         row.ids.extend(read + action)
         row.action_numbers.extend([-1] * len(read))
-        row.action_numbers.extend([index] * len(action))
+        row.action_numbers.extend([number] * len(action))
         consumed = prompt + tokenizer.decode(action, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return rows
 
@@ -384,14 +387,14 @@ def actions_item(tokenizer, prompt, actions):
 
     For prompt "<u>hi<a>" and actions "who?<e>", "ok<e>" the row is
         ids             <u> hi <a> who ? <e> ok <e>
-        action_numbers   -1 -1  -1   0 0   0  1   1      shared = 3"""
+        action_numbers   -1 -1  -1   0 0   0  1   1      prompt_length = 3"""
     ids = list(encode(tokenizer, prompt))
     num_read = len(ids)
     action_numbers = [-1] * num_read
     for number, action in enumerate(actions):
         ids += action
         action_numbers += [number] * len(action)
-    return [Row(ids, action_numbers, shared=num_read)]
+    return [Row(ids, action_numbers, prompt_length=num_read)]
 
 
 def as_one_action(item):
@@ -419,6 +422,9 @@ def num_action_tokens(example):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # batches
+#
+# In shapes: R rows, T tokens of the longest, B items, M most actions of an item, N action tokens, P pairs, H hidden
+# size, V vocabulary
 
 Batch = namedtuple("Batch", "ids mask positions action_numbers previous owners lengths sizes images")
 
@@ -438,24 +444,24 @@ def collate(items, device="cpu"):
     rows = [row for item in items for row in item]
     owners = [number for number, item in enumerate(items) for _ in item]
     width = max(len(row.ids) for row in rows)
-    num_actions = 1 + max(max(row.action_numbers) for row in rows)
+    most_actions = 1 + max(max(row.action_numbers) for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
     action_numbers = torch.full((len(rows), width), -1)
     positions = torch.arange(width).repeat(len(rows), 1)
     previous = positions - 1
-    lengths = torch.zeros(len(items), num_actions)
+    lengths = torch.zeros(len(items), most_actions)
     for r, (owner, row) in enumerate(zip(owners, rows)):
         length = len(row.ids)
         ids[r, :length] = torch.tensor(row.ids)
         action_numbers[r, :length] = torch.tensor(row.action_numbers)
         is_action = action_numbers[r] >= 0                                            # (T,)
-        counts = torch.bincount(action_numbers[r][is_action], minlength=num_actions)  # (M,)
+        counts = torch.bincount(action_numbers[r][is_action], minlength=most_actions)  # (M,)
         lengths[owner] += counts
-        if row.shared is not None:                       # a tree: its actions lie in the order of their numbers
-            begins = row.shared + counts.cumsum(0) - counts                           # (M,) where actions begin
+        if row.prompt_length is not None:                       # a tree: its actions lie in the order of their numbers
+            begins = row.prompt_length + counts.cumsum(0) - counts                           # (M,) where actions begin
             token_begins = begins[action_numbers[r, is_action]]                       # of each token's action
-            positions[r, is_action] += row.shared - token_begins
-            previous[r, begins[counts > 0]] = row.shared - 1
+            positions[r, is_action] += row.prompt_length - token_begins
+            previous[r, begins[counts > 0]] = row.prompt_length - 1
     mask = tree_mask(rows, action_numbers)
     if mask is not None:
         mask = mask.to(device)
@@ -471,7 +477,7 @@ def tree_mask(rows, action_numbers):
 
     In a tree these are the tokens before it of its own action and of the prompt; else all tokens before it.
     action_numbers: (R, T), as of collate."""
-    is_tree = torch.tensor([row.shared is not None for row in rows])                      # (R,)
+    is_tree = torch.tensor([row.prompt_length is not None for row in rows])                      # (R,)
     if not is_tree.any():
         return None
     width = action_numbers.shape[1]
@@ -511,11 +517,11 @@ def chosen_and_rejected(values, pairs):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# scores of actions
+# scores of actions: action_logps or action_values of a batch, (B, M); action_outputs of many items, [(actions,)];
+# example_outputs of examples, [[(actions,)]]; padded_outputs of some of these again (B, M)
 
 class Scorer(torch.nn.Module):
     """A model that gives each action of a batch (collate) a number, (B, M); 0 where an item has no such action.
-    B: items. M: the most actions of an item, which are the agent's turns of a dialogue or the candidates of a state.
 
     Without a head it is the action's log-probability (action_logps), with one the head's value (action_values).
     03 and 04 call this, never the model (but to sample). Where it is split over the ranks, a call gathers what it
@@ -711,9 +717,9 @@ def num_positions(row):
     """How many tokens follow each other in a row; of a tree its prompt and its longest action."""
     if row.images:                                                  # has positions of its own kind
         return 0
-    if row.shared is None:
+    if row.prompt_length is None:
         return len(row.ids)
-    return row.shared + max(collections.Counter(row.action_numbers[row.shared:]).values())
+    return row.prompt_length + max(collections.Counter(row.action_numbers[row.prompt_length:]).values())
 
 
 def num_actions(item):
@@ -741,7 +747,7 @@ def chunks_of(items, max_tokens, takes_trees=True):
 
 def num_branches(item):
     """How many rows an item has where each action of a tree is one."""
-    return sum(1 if row.shared is None else 1 + max(row.action_numbers) for row in item)
+    return sum(1 if row.prompt_length is None else 1 + max(row.action_numbers) for row in item)
 
 
 def example_outputs(scorer, examples, max_tokens, device):
@@ -751,7 +757,7 @@ def example_outputs(scorer, examples, max_tokens, device):
 
 
 def padded_outputs(outputs, device):
-    """The example_outputs of some examples as one tensor (items, M), 0 where an item has no such action."""
+    """The example_outputs of some examples as one tensor (B, M), 0 where an item has no such action."""
     return pad_sequence([values for items in outputs for values in items], batch_first=True).to(device)
 
 
@@ -815,8 +821,8 @@ def load_whole(device, dtype="float32"):
 # critics: loading, and the score of an action, whatever the critic's kind
 
 def action_advantages(values, ref_values, lengths, normalize):
-    """Eq. 3. values, ref_values (what a Scorer says under critic and reference), lengths: (B, M), 0 where an action
-    is missing.
+    """Eq. 3: the advantage, also called the score of a candidate (02, 04) and the credit of a turn (05, the report).
+    values, ref_values (what a Scorer says under critic and reference), lengths: (B, M), 0 where an action is missing.
     Returns advantages (B, M). Of a trajectory their sum over M is its score; of actions of one state each is a score.
     normalize "turn": each action's mean; "trajectory": one mean over all agent tokens; "none": no mean."""
     logratios = values - ref_values                                                 # (B, M)
@@ -972,8 +978,8 @@ def score_actions(critic, tokenizer, points, max_tokens, device):
         normalize = "turn"
     scores = []
     for point, point_actions, value, ref_value in zip(points, actions, values, ref_values):
-        lengths = torch.tensor([[len(action) for action in point_actions]])           # (1, A)
-        advantages = action_advantages(value[None], ref_value[None], lengths, normalize)  # (1, A)
+        lengths = torch.tensor([[len(action) for action in point_actions]])           # (1, M)
+        advantages = action_advantages(value[None], ref_value[None], lengths, normalize)  # (1, M)
         score_of = dict(zip(point_actions, advantages[0].tolist()))
         scores.append([score_of[tuple(action)] for action in point.actions])
     return scores
@@ -1012,11 +1018,11 @@ def views_after(critic, point):
     return views
 
 
-def vision_row(processor, views, number, files):
-    """The Row that shows a visual critic the agent's turn `number`: captions, and the image files of documents."""
+def vision_row(processor, views, action_number, files):
+    """The Row that shows a visual critic the action `action_number`: captions, and the image files of documents."""
     captioned_files = [(caption, files.get(document)) for caption, document in views]
     ids, images = vision.image_row(processor, captioned_files)
-    return Row(ids, [number] * len(ids), images=images)
+    return Row(ids, [action_number] * len(ids), images=images)
 
 
 def has_blind_reference(critic):
@@ -1113,8 +1119,8 @@ def visual_items(trajectories, numbers, processor, privileged, show):
                 views[number].append(domain.views(task, history[:i + 1], privileged))
     files = show(vision.documents_of(views.values()))
     items = {}
-    for number, turns in views.items():
-        items[number] = [vision_row(processor, view, turn, files) for turn, view in enumerate(turns)]
+    for number, turn_views in views.items():
+        items[number] = [vision_row(processor, view, action, files) for action, view in enumerate(turn_views)]
     return items
 
 

@@ -18,7 +18,7 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
 --method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (where returns are
                  graded: of the best trajectory of each task).
 --method sft     Likelihood of the agent's turns of all trajectories.
-                 With rft and sft, dialogues of 02 --agent script-informed have c in front.
+                 rft and sft put c in front of dialogues whose agent saw it (02 --agent script-informed).
 
 --method distill At each token of the agent's own turns the divergence from the model at the start with c in front.
                  No critic, no pairs: the teacher is this same model, which is told the answer.
@@ -105,12 +105,13 @@ def dpo_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps,
 
 
 def batch_loss(logps, ref_logps, lengths, examples, shares, args):
-    """The loss of a micro-batch of examples, and numbers for the log. Two cases: turns to imitate, or pairs (eq. 4).
+    """(loss, numbers for the log) of a micro-batch. Examples with pairs: eq. 4; without: minus their log-likelihood.
 
-    logps, ref_logps   log-probabilities of actions under policy and reference, (B, M) for all items of the examples
-    lengths            the actions' numbers of tokens, (B, M)
-    shares             (examples,) what a pair, or a token to imitate, of each example counts in the step's loss: 1 over
-                       their number in the whole step; 0 of an example that only fills a rank's batch"""
+    logps, ref_logps   (B, M) log-probabilities of each item's actions under the policy and under the model at the start
+                       (None where the method has no reference). B: items of all examples; without pairs one an example
+    lengths            (B, M) tokens of each action
+    shares             (examples,) the weight of one term of each example: 1 over the step's num_terms, 0 for a stand-in
+                       (training.rank_batches). A term is a pair (P of them here) or a token to imitate"""
     if not examples[0].pairs:
         return -(logps.sum(1) * shares).sum(), {}
     pairs = common.batch_pairs(examples)                                                          # (P, 2, 2)
@@ -175,8 +176,8 @@ def num_terms(example):
 # ---------------------------------------------------------------------------------------------------------------------
 # SWEET's turns: the states in which actions are compared
 
-SAMPLED_TOGETHER = 128          # states, which a killed run samples again at most
-SCORED_TOGETHER = 64            # states, which a killed run scores again at most
+SAMPLED_TOGETHER = 128          # states of a block; a killed run repeats at most one block on each rank
+SCORED_TOGETHER = 64
 
 # The rows of candidates.jsonl, for one of another run (--candidates)
 CANDIDATE = record({"text": str, "ids": token_ids, "ended": bool})
@@ -192,9 +193,9 @@ def read_states(trajectories, tokenizer, args):
     say(f"{num_turns:,} agent turns of {len(chosen):,} dialogues (--data-frac {args.data_frac:g} of "
         f"{len(trajectories):,})")
     fitting = [t for t in chosen if not common.overlong_row(tokenizer, t, args.max_length)]
-    states, kinds = [], {}
+    states, counts = [], {}
     for trajectory in fitting:
-        states += states_of(trajectory, common.agent_turns(tokenizer, trajectory, kinds))
+        states += states_of(trajectory, common.agent_turns(tokenizer, trajectory, counts))
     if len(fitting) < len(chosen):
         say(f"left out {len(chosen) - len(fitting):,} trajectories, whose last prompt is longer than twice "
             f"--max-length {args.max_length}: {len(states):,} turns are left")
@@ -202,7 +203,7 @@ def read_states(trajectories, tokenizer, args):
     if not states:
         raise InputError(f"{args.trajectories}: no turns to train on: all prompts are far longer than --max-length "
                          f"{args.max_length}, or leave no room for --max-new-tokens {args.max_new_tokens}")
-    common.say_kinds("their prompts", kinds)
+    common.say_kinds("their prompts", counts)
     check_names(states, args.trajectories)
     return states
 
@@ -318,13 +319,12 @@ def candidates_phase(states, tokenizer, args, run, costs):
 def scores_phase(rows, critic, tokenizer, args, run, costs):
     """Rows of scored.jsonl. Critic and reference are split over the ranks, which score every block together."""
     path = pathlib.Path(args.out) / "scored.jsonl"
-    scorer = critic                                                  # an oracle's name, or to be loaded
-    if not isinstance(critic, str) and not path.exists():
+    if not isinstance(critic, str) and not path.exists():            # a str is an oracle, which needs no loading
         load = functools.partial(common.load_scorer, run=run, sharding=sharding_of(args))
-        scorer = common.load_critic(critic, load)
-        costs.works += common.works_of(scorer)
+        critic = common.load_critic(critic, load)
+        costs.works += common.works_of(critic)
     blocks = [rows[i:i + SCORED_TOGETHER] for i in range(0, len(rows), SCORED_TOGETHER)]
-    return map_blocks(path, blocks, lambda block: score_candidates(block, scorer, tokenizer, args, run.device), run,
+    return map_blocks(path, blocks, lambda block: score_candidates(block, critic, tokenizer, args, run.device), run,
                       "state", together=True)
 
 
@@ -355,8 +355,8 @@ def candidate_says(row, candidate):
 def candidate_pairs(row, pairs_per_turn, rng, barred=()):
     """Pairs (better, worse) of candidate numbers: a random one of the better half, a random one of the worse.
 
-    They are drawn with replacement, so a pair can be there twice. Candidates stopped by length are left out, and a pair
-    of twice the same text is none. barred: numbers of candidates that no pair chooses."""
+    They are drawn with replacement, so a pair can be there twice. Candidates stopped by length are left out, and two
+    equal actions are no pair. barred: numbers of candidates that no pair chooses."""
     order = [i for i, candidate in enumerate(row["candidates"]) if candidate["ended"]]
     rng.shuffle(order)                                                               # ties fall either way
     order.sort(key=lambda i: -row["advantages"][i])
@@ -424,7 +424,7 @@ def pairs_phase(rows, right_turns, args, run):
         too_few += num_ended < 2
     num_asked = len(rows) * args.pairs_per_turn
     num_same = num_asked - too_few * args.pairs_per_turn - len(pairs)
-    same = "twice the same text"
+    same = "two equal actions"
     if right_turns is not None:
         same += " or had only answers to choose (--answers-by-outcome)"
     say(f"{len(pairs):,} pairs of {num_asked:,} asked for; {num_same:,} were {same}, {num_cut:,} "
@@ -461,7 +461,7 @@ def scored_candidates(states, critic, tokenizer, args, run, costs):
     """Rows of scored.jsonl: run the first two phases, or read what an earlier run left of them.
 
     The models of a phase are freed before those of the next one are loaded (gc.collect)."""
-    rows = states                                                    # of --candidates: read_candidates has read them
+    rows = states                                                    # with --candidates they have theirs already
     if not args.candidates:
         rows = candidates_phase(states, tokenizer, args, run, costs)
         costs.record()
@@ -498,7 +498,7 @@ def pair_examples(pairs, tokenizer, together):
                 action = pair[side]["ids"]
                 if action not in actions:
                     actions.append(action)
-                sides.append((0, actions.index(action)))             # item 0, and its turn
+                sides.append((0, actions.index(action)))             # (item, action)
             example_pairs.append(tuple(sides))
         item = common.actions_item(tokenizer, pair["prompt"], actions)
         examples.append(common.Example([item], example_pairs, pair["task_id"]))
@@ -600,17 +600,18 @@ def distill_examples(trajectories, tokenizer, args):
 
 
 # What the methods differ in.
-# make_examples  from (trajectories, tokenizer, args); None: in phases (main)
-# epochs         and batch_size are of table 5's backend row
-# reads_rewards  so that missing ones are computed first
-# has_reference  the loss compares the policy with the model at the start
-Method = collections.namedtuple("Method", "make_examples epochs batch_size reads_rewards has_reference")
+# make_examples       of (trajectories, tokenizer, args); None: from ranked candidates (main)
+# num_items           of an example
+# epochs, batch_size  defaults, of table 5's backend row
+# reads_rewards       trajectories without a reward are scored first
+# has_reference       batch_loss gets the log-probabilities under the model at the start
+Method = collections.namedtuple("Method", "make_examples num_items epochs batch_size reads_rewards has_reference")
 METHODS = {
-    "sweet": Method(None, epochs=1, batch_size=8, reads_rewards=False, has_reference=True),
-    "mtdpo": Method(mtdpo_examples, epochs=4, batch_size=8, reads_rewards=True, has_reference=True),
-    "rft": Method(rft_examples, epochs=4, batch_size=32, reads_rewards=True, has_reference=False),
-    "sft": Method(sft_examples, epochs=4, batch_size=32, reads_rewards=False, has_reference=False),
-    "distill": Method(distill_examples, epochs=1, batch_size=32, reads_rewards=False, has_reference=False),
+    "sweet": Method(None, num_items=1, epochs=1, batch_size=8, reads_rewards=False, has_reference=True),
+    "mtdpo": Method(mtdpo_examples, num_items=2, epochs=4, batch_size=8, reads_rewards=True, has_reference=True),
+    "rft": Method(rft_examples, num_items=1, epochs=4, batch_size=32, reads_rewards=True, has_reference=False),
+    "sft": Method(sft_examples, num_items=1, epochs=4, batch_size=32, reads_rewards=False, has_reference=False),
+    "distill": Method(distill_examples, num_items=1, epochs=1, batch_size=32, reads_rewards=False, has_reference=False),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -797,7 +798,7 @@ def examples_a_step(args):
 
 
 def train(scorer, examples, all_ref_logps, args, run, costs):
-    """Train the scorer's model on the examples, from the last state that was saved.
+    """Train the scorer's model on the examples, from the last checkpoint.
     all_ref_logps: of each example what common.reference_logps gives; None where turns are imitated."""
     batch_size = examples_a_step(args)
     batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
@@ -812,7 +813,7 @@ def train(scorer, examples, all_ref_logps, args, run, costs):
     scorer.train()
     if args.method == "distill":
         teacher = load_model(args.model, run.device, args.dtype)[0].eval().requires_grad_(False)      # on each rank
-        costs.works.insert(0, work_of(teacher))                     # the last is the model that is trained
+        costs.works.append(work_of(teacher))
     for step in range(first, len(batches)):
         torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same
         batch_examples = [examples[i] for i in batches[step]]
@@ -825,19 +826,19 @@ def train(scorer, examples, all_ref_logps, args, run, costs):
                 informed = common.collate([item for e in micro_examples for item in e.informed], run.device)
                 logps = scorer(batch, teacher, informed, args.divergence)    # (items, M) minus the divergences
             else:
-                logps = scorer(batch)                               # (items, M)
+                logps = scorer(batch)                               # (B, M)
             ref_logps = None
             if all_ref_logps:
-                ref_logps = common.padded_outputs([all_ref_logps[i] for i in micro], run.device)       # (items, M)
+                ref_logps = common.padded_outputs([all_ref_logps[i] for i in micro], run.device)       # (B, M)
             loss, numbers = batch_loss(logps, ref_logps, batch.lengths, micro_examples, weights / total, args)
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
             num_tokens = training.num_tokens(micro_examples, weights)
             sums.update(loss=loss.item(), **numbers, num_tokens=num_tokens)
-        lr = training.learning_rate(step, len(batches), args.lr)
-        tasks = [example.task_id for example in batch_examples]
-        now = training.Step(step, len(batches), lr, tasks)
-        numbers = training.optimizer_step(scorer, optimizer, sums, now, args.out)
         done = step + 1
+        lr = training.learning_rate(step, len(batches), args.lr)
+        where = f"{args.out}: step {done} of {len(batches)}"
+        tasks = {example.task_id for example in batch_examples}
+        numbers = training.optimizer_step(scorer, optimizer, sums, lr, where, tasks)     # num_tokens is one of them
         log.step(done, **numbers)
         if done % args.save_every == 0 or done % steps_an_epoch == 0 or done == len(batches):
             checkpoints.save(done)
@@ -848,10 +849,10 @@ def train(scorer, examples, all_ref_logps, args, run, costs):
 
 def main(argv=None):
     args = parse_args(argv)
-    if args.dry_run:
-        num_rows = 2 if args.method == "mtdpo" or args.answer_coef else 1          # of an example
-        return dry_run(args, examples_a_step(args), common.token_logps, num_rows, tree=args.method == "sweet")
     method = METHODS[args.method]
+    if args.dry_run:
+        num_items = method.num_items + bool(args.answer_coef)
+        return dry_run(args, examples_a_step(args), common.token_logps, num_items, tree=method.make_examples is None)
     run = start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
@@ -871,7 +872,7 @@ def main(argv=None):
         tokenizer = load_tokenizer(args.model)
         if reads_images(args.model):
             raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
-    if args.method == "sweet":
+    if method.make_examples is None:
         critic = open_critic(trajectories, tokenizer, args)
         states = read_states(trajectories, tokenizer, args)
         if args.candidates:
@@ -887,7 +888,7 @@ def main(argv=None):
     # Partial files of candidates and scores are of this run alone, by its id
     run = run._replace(run_id=begin_output(args, args.out, inputs, training.FILES))
     costs = Costs(args.out, run.device, folder=True)
-    if args.method == "sweet":
+    if method.make_examples is None:
         rows = scored_candidates(states, critic, tokenizer, args, run, costs)
         examples = sweet_examples(rows, right_turns, tokenizer, args, run)
         if args.answer_coef:
@@ -900,7 +901,7 @@ def main(argv=None):
         scorer = common.shard_scorer(model.to(run.device), run, sharding_of(args))
     else:
         scorer = common.load_scorer(args.model, run, sharding_of(args), lora, kind=Distiller)
-    costs.works.append(work_of(scorer.model))
+    costs.trained = work_of(scorer.model)
     all_ref_logps = None
     if method.has_reference:
         all_ref_logps = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)

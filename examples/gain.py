@@ -17,9 +17,9 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
 --method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (where returns are
                  graded: of the best trajectory of each task).
 --method sft     Likelihood of the agent's turns of all trajectories.
-                 With rft and sft, dialogues of 02 --agent script-informed have c in front.
+                 rft and sft put c in front of dialogues whose agent saw it (02 --agent script-informed).
 
-What changed: gains(), reference_answer_item() and reply_to() are new, score_candidates() uses them, no critic is named.
+What changed: gains(), solution_item() and reply_to() are new, score_candidates() uses them, no critic is named.
 
     python -m examples.gain --method gain --trajectories out/offline.jsonl --model models/tiny --out out/gain
     torchrun --nproc-per-node 8 -m examples.gain --method gain …
@@ -100,12 +100,13 @@ def dpo_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps,
 
 
 def batch_loss(logps, ref_logps, lengths, examples, shares, args):
-    """The loss of a micro-batch of examples, and numbers for the log. Two cases: turns to imitate, or pairs (eq. 4).
+    """(loss, numbers for the log) of a micro-batch. Examples with pairs: eq. 4; without: minus their log-likelihood.
 
-    logps, ref_logps   log-probabilities of actions under policy and reference, (B, M) for all items of the examples
-    lengths            the actions' numbers of tokens, (B, M)
-    shares             (examples,) what a pair, or a token to imitate, of each example counts in the step's loss: 1 over
-                       their number in the whole step; 0 of an example that only fills a rank's batch"""
+    logps, ref_logps   (B, M) log-probabilities of each item's actions under the policy and under the model at the start
+                       (None where the method has no reference). B: items of all examples; without pairs one an example
+    lengths            (B, M) tokens of each action
+    shares             (examples,) the weight of one term of each example: 1 over the step's num_terms, 0 for a stand-in
+                       (training.rank_batches). A term is a pair (P of them here) or a token to imitate"""
     if not examples[0].pairs:
         return -(logps.sum(1) * shares).sum(), {}
     pairs = common.batch_pairs(examples)                                                          # (P, 2, 2)
@@ -137,8 +138,8 @@ def num_terms(example):
 # ---------------------------------------------------------------------------------------------------------------------
 # SWEET's turns: the states in which actions are compared
 
-SAMPLED_TOGETHER = 128          # states, which a killed run samples again at most
-SCORED_TOGETHER = 64            # states, which a killed run scores again at most
+SAMPLED_TOGETHER = 128          # states of a block; a killed run repeats at most one block on each rank
+SCORED_TOGETHER = 64
 
 # The rows of candidates.jsonl, for one of another run (--candidates)
 CANDIDATE = record({"text": str, "ids": token_ids, "ended": bool})
@@ -154,9 +155,9 @@ def read_states(trajectories, tokenizer, args):
     say(f"{num_turns:,} agent turns of {len(chosen):,} dialogues (--data-frac {args.data_frac:g} of "
         f"{len(trajectories):,})")
     fitting = [t for t in chosen if not common.overlong_row(tokenizer, t, args.max_length)]
-    states, kinds = [], {}
+    states, counts = [], {}
     for trajectory in fitting:
-        states += states_of(trajectory, common.agent_turns(tokenizer, trajectory, kinds))
+        states += states_of(trajectory, common.agent_turns(tokenizer, trajectory, counts))
     if len(fitting) < len(chosen):
         say(f"left out {len(chosen) - len(fitting):,} trajectories, whose last prompt is longer than twice "
             f"--max-length {args.max_length}: {len(states):,} turns are left")
@@ -164,7 +165,7 @@ def read_states(trajectories, tokenizer, args):
     if not states:
         raise InputError(f"{args.trajectories}: no turns to train on: all prompts are far longer than --max-length "
                          f"{args.max_length}, or leave no room for --max-new-tokens {args.max_new_tokens}")
-    common.say_kinds("their prompts", kinds)
+    common.say_kinds("their prompts", counts)
     check_names(states, args.trajectories)
     return states
 
@@ -315,7 +316,7 @@ def score_candidates(rows, critic, tokenizer, world, args):
 def gains(rows, scorer, tokenizer, world, max_tokens):
     """{(number of a row, text): log p(c | o_t, text, reply) - log p(c | o_t), at least 0} of all candidates of the rows
     that are no answers."""
-    items = [reference_answer_item(tokenizer, row["prompt"], row["task"]) for row in rows]             # after o_t
+    items = [solution_item(tokenizer, row["prompt"], row["task"]) for row in rows]             # after o_t
     questions = []
     for number, row in enumerate(rows):
         domain = domain_of(row["task"])
@@ -324,7 +325,7 @@ def gains(rows, scorer, tokenizer, world, max_tokens):
             if domain.answer_of(history, len(history) == 2 * row["max_rounds"]) is None:
                 history.append(reply_to(row["task"], history, world))
                 prompt = common.prompt_text(tokenizer, history, row["max_rounds"], domain.AGENT_SYSTEM, row["system"])
-                items.append(reference_answer_item(tokenizer, prompt, row["task"]))                    # after the reply
+                items.append(solution_item(tokenizer, prompt, row["task"]))                    # after the reply
                 questions.append((number, text))
     logps = [values.item() for values in common.action_outputs(scorer, items, max_tokens, scorer.model.device)]
     gain_of = {}
@@ -333,7 +334,7 @@ def gains(rows, scorer, tokenizer, world, max_tokens):
     return gain_of
 
 
-def reference_answer_item(tokenizer, prompt, task):
+def solution_item(tokenizer, prompt, task):
     """The item of one action after a prompt: the message that gives the reference as the answer."""
     answer = encode(tokenizer, domain_of(task).answer_message(task)) + [common.end_of_turn(tokenizer)]
     return common.actions_item(tokenizer, prompt, [answer])
@@ -358,8 +359,8 @@ def candidate_says(row, candidate):
 def candidate_pairs(row, pairs_per_turn, rng, barred=()):
     """Pairs (better, worse) of candidate numbers: a random one of the better half, a random one of the worse.
 
-    They are drawn with replacement, so a pair can be there twice. Candidates stopped by length are left out, and a pair
-    of twice the same text is none. barred: numbers of candidates that no pair chooses."""
+    They are drawn with replacement, so a pair can be there twice. Candidates stopped by length are left out, and two
+    equal actions are no pair. barred: numbers of candidates that no pair chooses."""
     order = [i for i, candidate in enumerate(row["candidates"]) if candidate["ended"]]
     rng.shuffle(order)                                                               # ties fall either way
     order.sort(key=lambda i: -row["advantages"][i])
@@ -427,7 +428,7 @@ def pairs_phase(rows, right_turns, args, run):
         too_few += num_ended < 2
     num_asked = len(rows) * args.pairs_per_turn
     num_same = num_asked - too_few * args.pairs_per_turn - len(pairs)
-    same = "twice the same text"
+    same = "two equal actions"
     if right_turns is not None:
         same += " or had only answers to choose (--answers-by-outcome)"
     say(f"{len(pairs):,} pairs of {num_asked:,} asked for; {num_same:,} were {same}, {num_cut:,} "
@@ -464,7 +465,7 @@ def scored_candidates(states, critic, tokenizer, args, run, costs):
     """Rows of scored.jsonl: run the first two phases, or read what an earlier run left of them.
 
     The models of a phase are freed before those of the next one are loaded (gc.collect)."""
-    rows = states                                                    # of --candidates: read_candidates has read them
+    rows = states                                                    # with --candidates they have theirs already
     if not args.candidates:
         rows = candidates_phase(states, tokenizer, args, run, costs)
         costs.record()
@@ -501,7 +502,7 @@ def pair_examples(pairs, tokenizer, together):
                 action = pair[side]["ids"]
                 if action not in actions:
                     actions.append(action)
-                sides.append((0, actions.index(action)))             # item 0, and its turn
+                sides.append((0, actions.index(action)))             # (item, action)
             example_pairs.append(tuple(sides))
         item = common.actions_item(tokenizer, pair["prompt"], actions)
         examples.append(common.Example([item], example_pairs, pair["task_id"]))
@@ -590,16 +591,17 @@ def sft_examples(trajectories, tokenizer, args):
 
 
 # What the methods differ in.
-# make_examples  from (trajectories, tokenizer, args); None: in phases (main)
-# epochs         and batch_size are of table 5's backend row
-# reads_rewards  so that missing ones are computed first
-# has_reference  the loss compares the policy with the model at the start
-Method = collections.namedtuple("Method", "make_examples epochs batch_size reads_rewards has_reference")
+# make_examples       of (trajectories, tokenizer, args); None: from ranked candidates (main)
+# num_items           of an example
+# epochs, batch_size  defaults, of table 5's backend row
+# reads_rewards       trajectories without a reward are scored first
+# has_reference       batch_loss gets the log-probabilities under the model at the start
+Method = collections.namedtuple("Method", "make_examples num_items epochs batch_size reads_rewards has_reference")
 METHODS = {
-    "gain": Method(None, epochs=1, batch_size=8, reads_rewards=False, has_reference=True),
-    "mtdpo": Method(mtdpo_examples, epochs=4, batch_size=8, reads_rewards=True, has_reference=True),
-    "rft": Method(rft_examples, epochs=4, batch_size=32, reads_rewards=True, has_reference=False),
-    "sft": Method(sft_examples, epochs=4, batch_size=32, reads_rewards=False, has_reference=False),
+    "gain": Method(None, num_items=1, epochs=1, batch_size=8, reads_rewards=False, has_reference=True),
+    "mtdpo": Method(mtdpo_examples, num_items=2, epochs=4, batch_size=8, reads_rewards=True, has_reference=True),
+    "rft": Method(rft_examples, num_items=1, epochs=4, batch_size=32, reads_rewards=True, has_reference=False),
+    "sft": Method(sft_examples, num_items=1, epochs=4, batch_size=32, reads_rewards=False, has_reference=False),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -705,7 +707,7 @@ def parse_args(argv=None):
     parser.add_argument("--epochs", type=positive_int, help=f"passes over the examples (None: {by_method('epochs')}; "
                         "with --preset paper-frontend 8 in place of 4)")
     parser.add_argument("--batch-size", type=positive_int, help=f"examples a step (None: {by_method('batch_size')})")
-    group = parser.add_argument_group("SWEET's candidates and pairs (nothing to other methods)")
+    group = parser.add_argument_group("candidates and pairs (nothing to other methods)")
     group.add_argument("--data-frac", type=share_flag, default=0.1, help="share of the trajectories whose turns are "
                        "used (the paper's tenth is of 15,000; with few hundred take all: 1)")
     group.add_argument("--num-candidates", type=num_samples_flag, default=16, help="actions sampled a turn")
@@ -761,7 +763,7 @@ def examples_a_step(args):
 
 
 def train(scorer, examples, all_ref_logps, args, run, costs):
-    """Train the scorer's model on the examples, from the last state that was saved.
+    """Train the scorer's model on the examples, from the last checkpoint.
     all_ref_logps: of each example what common.reference_logps gives; None where turns are imitated."""
     batch_size = examples_a_step(args)
     batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
@@ -782,19 +784,19 @@ def train(scorer, examples, all_ref_logps, args, run, costs):
         for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
             batch = common.collate(common.items_of(micro_examples), run.device)
-            logps = scorer(batch)                                   # (items, M)
+            logps = scorer(batch)                                   # (B, M)
             ref_logps = None
             if all_ref_logps:
-                ref_logps = common.padded_outputs([all_ref_logps[i] for i in micro], run.device)       # (items, M)
+                ref_logps = common.padded_outputs([all_ref_logps[i] for i in micro], run.device)       # (B, M)
             loss, numbers = batch_loss(logps, ref_logps, batch.lengths, micro_examples, weights / total, args)
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
             num_tokens = training.num_tokens(micro_examples, weights)
             sums.update(loss=loss.item(), **numbers, num_tokens=num_tokens)
-        lr = training.learning_rate(step, len(batches), args.lr)
-        tasks = [example.task_id for example in batch_examples]
-        now = training.Step(step, len(batches), lr, tasks)
-        numbers = training.optimizer_step(scorer, optimizer, sums, now, args.out)
         done = step + 1
+        lr = training.learning_rate(step, len(batches), args.lr)
+        where = f"{args.out}: step {done} of {len(batches)}"
+        tasks = {example.task_id for example in batch_examples}
+        numbers = training.optimizer_step(scorer, optimizer, sums, lr, where, tasks)     # num_tokens is one of them
         log.step(done, **numbers)
         if done % args.save_every == 0 or done % steps_an_epoch == 0 or done == len(batches):
             checkpoints.save(done)
@@ -805,10 +807,10 @@ def train(scorer, examples, all_ref_logps, args, run, costs):
 
 def main(argv=None):
     args = parse_args(argv)
-    if args.dry_run:
-        num_rows = 2 if args.method == "mtdpo" or args.answer_coef else 1          # of an example
-        return dry_run(args, examples_a_step(args), common.token_logps, num_rows, tree=args.method == "gain")
     method = METHODS[args.method]
+    if args.dry_run:
+        num_items = method.num_items + bool(args.answer_coef)
+        return dry_run(args, examples_a_step(args), common.token_logps, num_items, tree=method.make_examples is None)
     run = start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
@@ -826,7 +828,7 @@ def main(argv=None):
         tokenizer = load_tokenizer(args.model)
         if reads_images(args.model):
             raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
-    if args.method == "gain":
+    if method.make_examples is None:
         critic = open_critic(trajectories, args)
         states = read_states(trajectories, tokenizer, args)
         if args.candidates:
@@ -842,7 +844,7 @@ def main(argv=None):
     # Partial files of candidates and scores are of this run alone, by its id
     run = run._replace(run_id=begin_output(args, args.out, inputs, training.FILES))
     costs = Costs(args.out, run.device, folder=True)
-    if args.method == "gain":
+    if method.make_examples is None:
         rows = scored_candidates(states, critic, tokenizer, args, run, costs)
         examples = sweet_examples(rows, right_turns, tokenizer, args, run)
         if args.answer_coef:
@@ -855,7 +857,7 @@ def main(argv=None):
         scorer = common.shard_scorer(model.to(run.device), run, sharding_of(args))
     else:
         scorer = common.load_scorer(args.model, run, sharding_of(args), lora)
-    costs.works.append(work_of(scorer.model))
+    costs.trained = work_of(scorer.model)
     all_ref_logps = None
     if method.has_reference:
         all_ref_logps = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)

@@ -18,7 +18,7 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
 --method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (where returns are
                  graded: of the best trajectory of each task).
 --method sft     Likelihood of the agent's turns of all trajectories.
-                 With rft and sft, dialogues of 02 --agent script-informed have c in front.
+                 rft and sft put c in front of dialogues whose agent saw it (02 --agent script-informed).
 
 --method signed  Each agent token of a trajectory has an advantage: the trajectory's return less the mean return of its
                  task's trajectories, over their standard deviation, as with grpo. It is shared among the turns by
@@ -27,7 +27,7 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
                  more. Without --critic every share is 1, which is grpo. The ratio of the token's probability to that
                  under the model at the start, which must have sampled it, is clipped as in PPO.
 The idea is that of arXiv 2604.03128, 2605.19447, 2606.12634, whose teacher sees the solution.
-What changed against grpo: shares() is new, with_advantages() uses it.
+What changed against grpo: credit_shares() is new, with_advantages() uses it.
 
     python -m examples.signed --method signed --trajectories out/offline.jsonl --model models/tiny \\
         --critic out/critic --lr 3e-4 --out out/signed
@@ -113,12 +113,13 @@ def dpo_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps,
 
 
 def batch_loss(logps, ref_logps, lengths, examples, shares, args):
-    """The loss of a micro-batch of examples, and numbers for the log. Two cases: turns to imitate, or pairs (eq. 4).
+    """(loss, numbers for the log) of a micro-batch. signed: clipped_objective; with pairs: eq. 4; else: likelihood.
 
-    logps, ref_logps   log-probabilities of actions under policy and reference, (B, M) for all items of the examples
-    lengths            the actions' numbers of tokens, (B, M)
-    shares             (examples,) what a pair, or a token to imitate, of each example counts in the step's loss: 1 over
-                       their number in the whole step; 0 of an example that only fills a rank's batch"""
+    logps, ref_logps   (B, M) log-probabilities of each item's actions under the policy and under the model at the start
+                       (None where the method has no reference). B: items of all examples; without pairs one an example
+    lengths            (B, M) tokens of each action
+    shares             (examples,) the weight of one term of each example: 1 over the step's num_terms, 0 for a stand-in
+                       (training.rank_batches). A term is a pair (P of them here) or a token to imitate"""
     if args.method == "signed":
         advantages = common.padded_outputs([[example.advantages] for example in examples], logps.device)
         objectives, ratios = clipped_objective(logps, ref_logps, advantages, args.clip, args.kl_coef)   # (B, M)
@@ -148,11 +149,11 @@ def batch_loss(logps, ref_logps, lengths, examples, shares, args):
 
 
 def clipped_objective(logps, sampled_logps, advantages, clip, kl_coef):
-    """What PPO wants large of each token, all (B, T): min(r A, clip(r, 1 - clip, 1 + clip) A), where r is its
-    probability over that under the model which sampled it, less kl_coef times an estimate of KL(policy || that model)
-    that is never negative: r log r - r + 1. Returns (objectives, ratios)."""
-    log_ratios = logps - sampled_logps                                                            # (B, T)
-    ratios = log_ratios.exp()                                                                     # (B, T)
+    """PPO's objective of each token (an action of its own), (B, M): min(r A, clip(r, 1 - clip, 1 + clip) A), where r is
+    its probability over that under the model which sampled it, less kl_coef times an estimate of KL(policy || that
+    model) that is never negative: r log r - r + 1. Returns (objectives, ratios)."""
+    log_ratios = logps - sampled_logps                                                            # (B, M)
+    ratios = log_ratios.exp()                                                                     # (B, M)
     clipped = torch.minimum(ratios * advantages, ratios.clamp(1 - clip, 1 + clip) * advantages)
     return clipped - kl_coef * (ratios * log_ratios - ratios + 1), ratios
 
@@ -167,8 +168,8 @@ def num_terms(example):
 # ---------------------------------------------------------------------------------------------------------------------
 # SWEET's turns: the states in which actions are compared
 
-SAMPLED_TOGETHER = 128          # states, which a killed run samples again at most
-SCORED_TOGETHER = 64            # states, which a killed run scores again at most
+SAMPLED_TOGETHER = 128          # states of a block; a killed run repeats at most one block on each rank
+SCORED_TOGETHER = 64
 
 # The rows of candidates.jsonl, for one of another run (--candidates)
 CANDIDATE = record({"text": str, "ids": token_ids, "ended": bool})
@@ -184,9 +185,9 @@ def read_states(trajectories, tokenizer, args):
     say(f"{num_turns:,} agent turns of {len(chosen):,} dialogues (--data-frac {args.data_frac:g} of "
         f"{len(trajectories):,})")
     fitting = [t for t in chosen if not common.overlong_row(tokenizer, t, args.max_length)]
-    states, kinds = [], {}
+    states, counts = [], {}
     for trajectory in fitting:
-        states += states_of(trajectory, common.agent_turns(tokenizer, trajectory, kinds))
+        states += states_of(trajectory, common.agent_turns(tokenizer, trajectory, counts))
     if len(fitting) < len(chosen):
         say(f"left out {len(chosen) - len(fitting):,} trajectories, whose last prompt is longer than twice "
             f"--max-length {args.max_length}: {len(states):,} turns are left")
@@ -194,7 +195,7 @@ def read_states(trajectories, tokenizer, args):
     if not states:
         raise InputError(f"{args.trajectories}: no turns to train on: all prompts are far longer than --max-length "
                          f"{args.max_length}, or leave no room for --max-new-tokens {args.max_new_tokens}")
-    common.say_kinds("their prompts", kinds)
+    common.say_kinds("their prompts", counts)
     check_names(states, args.trajectories)
     return states
 
@@ -310,13 +311,12 @@ def candidates_phase(states, tokenizer, args, run, costs):
 def scores_phase(rows, critic, tokenizer, args, run, costs):
     """Rows of scored.jsonl. Critic and reference are split over the ranks, which score every block together."""
     path = pathlib.Path(args.out) / "scored.jsonl"
-    scorer = critic                                                  # an oracle's name, or to be loaded
-    if not isinstance(critic, str) and not path.exists():
+    if not isinstance(critic, str) and not path.exists():            # a str is an oracle, which needs no loading
         load = functools.partial(common.load_scorer, run=run, sharding=sharding_of(args))
-        scorer = common.load_critic(critic, load)
-        costs.works += common.works_of(scorer)
+        critic = common.load_critic(critic, load)
+        costs.works += common.works_of(critic)
     blocks = [rows[i:i + SCORED_TOGETHER] for i in range(0, len(rows), SCORED_TOGETHER)]
-    return map_blocks(path, blocks, lambda block: score_candidates(block, scorer, tokenizer, args, run.device), run,
+    return map_blocks(path, blocks, lambda block: score_candidates(block, critic, tokenizer, args, run.device), run,
                       "state", together=True)
 
 
@@ -347,8 +347,8 @@ def candidate_says(row, candidate):
 def candidate_pairs(row, pairs_per_turn, rng, barred=()):
     """Pairs (better, worse) of candidate numbers: a random one of the better half, a random one of the worse.
 
-    They are drawn with replacement, so a pair can be there twice. Candidates stopped by length are left out, and a pair
-    of twice the same text is none. barred: numbers of candidates that no pair chooses."""
+    They are drawn with replacement, so a pair can be there twice. Candidates stopped by length are left out, and two
+    equal actions are no pair. barred: numbers of candidates that no pair chooses."""
     order = [i for i, candidate in enumerate(row["candidates"]) if candidate["ended"]]
     rng.shuffle(order)                                                               # ties fall either way
     order.sort(key=lambda i: -row["advantages"][i])
@@ -416,7 +416,7 @@ def pairs_phase(rows, right_turns, args, run):
         too_few += num_ended < 2
     num_asked = len(rows) * args.pairs_per_turn
     num_same = num_asked - too_few * args.pairs_per_turn - len(pairs)
-    same = "twice the same text"
+    same = "two equal actions"
     if right_turns is not None:
         same += " or had only answers to choose (--answers-by-outcome)"
     say(f"{len(pairs):,} pairs of {num_asked:,} asked for; {num_same:,} were {same}, {num_cut:,} "
@@ -453,7 +453,7 @@ def scored_candidates(states, critic, tokenizer, args, run, costs):
     """Rows of scored.jsonl: run the first two phases, or read what an earlier run left of them.
 
     The models of a phase are freed before those of the next one are loaded (gc.collect)."""
-    rows = states                                                    # of --candidates: read_candidates has read them
+    rows = states                                                    # with --candidates they have theirs already
     if not args.candidates:
         rows = candidates_phase(states, tokenizer, args, run, costs)
         costs.record()
@@ -490,7 +490,7 @@ def pair_examples(pairs, tokenizer, together):
                 action = pair[side]["ids"]
                 if action not in actions:
                     actions.append(action)
-                sides.append((0, actions.index(action)))             # item 0, and its turn
+                sides.append((0, actions.index(action)))             # (item, action)
             example_pairs.append(tuple(sides))
         item = common.actions_item(tokenizer, pair["prompt"], actions)
         examples.append(common.Example([item], example_pairs, pair["task_id"]))
@@ -595,7 +595,7 @@ def signed_examples(trajectories, tokenizer, args):
 
 
 def with_advantages(examples, critic, tokenizer, args, run, costs):
-    """The examples whose tokens have an advantage, each token as a turn of its own; says how many have none."""
+    """The examples whose tokens have an advantage, each token an action of its own; says how many have none."""
     trajectories = [example.trajectory for example in examples]
     credit = [None] * len(trajectories)
     if critic:
@@ -606,9 +606,9 @@ def with_advantages(examples, critic, tokenizer, args, run, costs):
     for example, numbers, turn_credit in zip(examples, advantages, credit):
         if numbers and turn_credit != []:
             [item] = example.items
-            turns = [turn for row in item for turn in row.action_numbers if turn >= 0]
-            share_of = shares(turn_credit, 1 + max(turns))
-            tokens = torch.tensor([numbers[0] * share_of[turn] for turn in turns])
+            actions = [action for row in item for action in row.action_numbers if action >= 0]
+            share_of = credit_shares(turn_credit, 1 + max(actions))
+            tokens = torch.tensor([numbers[0] * share_of[action] for action in actions])
             ready.append(example._replace(items=[token_item(item)], advantages=tokens))
     num_long = credit.count([])
     num_equal = len(examples) - len(ready) - num_long
@@ -653,7 +653,7 @@ def group_advantages(values, task_ids):
     return advantages
 
 
-def shares(credit, num_turns):
+def credit_shares(credit, num_turns):
     """What each turn of a trajectory has of its advantage: the size of its credit over their mean; 1 without credit."""
     if credit is None or statistics.fmean(map(abs, credit)) <= EQUAL:
         return [1.0] * num_turns
@@ -662,7 +662,7 @@ def shares(credit, num_turns):
 
 
 def token_item(item):
-    """An item whose agent tokens are turns of their own, so that a Scorer gives a log-probability for each."""
+    """An item whose agent tokens are actions of their own, so that a Scorer gives a log-probability for each."""
     numbers = itertools.count()
     rows = []
     for row in item:
@@ -672,17 +672,18 @@ def token_item(item):
 
 
 # What the methods differ in.
-# make_examples  from (trajectories, tokenizer, args); None: in phases (main)
-# epochs         and batch_size are of table 5's backend row
-# reads_rewards  so that missing ones are computed first
-# has_reference  the loss compares the policy with the model at the start
-Method = collections.namedtuple("Method", "make_examples epochs batch_size reads_rewards has_reference")
+# make_examples       of (trajectories, tokenizer, args); None: from ranked candidates (main)
+# num_items           of an example
+# epochs, batch_size  defaults, of table 5's backend row
+# reads_rewards       trajectories without a reward are scored first
+# has_reference       batch_loss gets the log-probabilities under the model at the start
+Method = collections.namedtuple("Method", "make_examples num_items epochs batch_size reads_rewards has_reference")
 METHODS = {
-    "sweet": Method(None, epochs=1, batch_size=8, reads_rewards=False, has_reference=True),
-    "mtdpo": Method(mtdpo_examples, epochs=4, batch_size=8, reads_rewards=True, has_reference=True),
-    "rft": Method(rft_examples, epochs=4, batch_size=32, reads_rewards=True, has_reference=False),
-    "sft": Method(sft_examples, epochs=4, batch_size=32, reads_rewards=False, has_reference=False),
-    "signed": Method(signed_examples, epochs=1, batch_size=32, reads_rewards=True, has_reference=True),
+    "sweet": Method(None, num_items=1, epochs=1, batch_size=8, reads_rewards=False, has_reference=True),
+    "mtdpo": Method(mtdpo_examples, num_items=2, epochs=4, batch_size=8, reads_rewards=True, has_reference=True),
+    "rft": Method(rft_examples, num_items=1, epochs=4, batch_size=32, reads_rewards=True, has_reference=False),
+    "sft": Method(sft_examples, num_items=1, epochs=4, batch_size=32, reads_rewards=False, has_reference=False),
+    "signed": Method(signed_examples, num_items=1, epochs=1, batch_size=32, reads_rewards=True, has_reference=True),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -788,7 +789,7 @@ def parse_args(argv=None):
     parser.add_argument("--epochs", type=positive_int, help=f"passes over the examples (None: {by_method('epochs')}; "
                         "with --preset paper-frontend 8 in place of 4)")
     parser.add_argument("--batch-size", type=positive_int, help=f"examples a step (None: {by_method('batch_size')})")
-    group = parser.add_argument_group("SWEET's candidates and pairs (nothing to other methods)")
+    group = parser.add_argument_group("a critic (sweet, signed); candidates and pairs (sweet alone)")
     group.add_argument("--critic", type=text_flag, help="a folder of 03; untrained (--model, its reference blind); "
                        "oracle, oracle-patient (the kind of a turn by the task's facts; neither knows the last round)")
     add_reference(group)
@@ -876,7 +877,7 @@ def examples_a_step(args):
 
 
 def train(scorer, examples, all_ref_logps, args, run, costs):
-    """Train the scorer's model on the examples, from the last state that was saved.
+    """Train the scorer's model on the examples, from the last checkpoint.
     all_ref_logps: of each example what common.reference_logps gives; None where turns are imitated."""
     batch_size = examples_a_step(args)
     batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
@@ -897,19 +898,19 @@ def train(scorer, examples, all_ref_logps, args, run, costs):
         for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
             batch = common.collate(common.items_of(micro_examples), run.device)
-            logps = scorer(batch)                                   # (items, M)
+            logps = scorer(batch)                                   # (B, M)
             ref_logps = None
             if all_ref_logps:
-                ref_logps = common.padded_outputs([all_ref_logps[i] for i in micro], run.device)       # (items, M)
+                ref_logps = common.padded_outputs([all_ref_logps[i] for i in micro], run.device)       # (B, M)
             loss, numbers = batch_loss(logps, ref_logps, batch.lengths, micro_examples, weights / total, args)
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
             num_tokens = training.num_tokens(micro_examples, weights)
             sums.update(loss=loss.item(), **numbers, num_tokens=num_tokens)
-        lr = training.learning_rate(step, len(batches), args.lr)
-        tasks = [example.task_id for example in batch_examples]
-        now = training.Step(step, len(batches), lr, tasks)
-        numbers = training.optimizer_step(scorer, optimizer, sums, now, args.out)
         done = step + 1
+        lr = training.learning_rate(step, len(batches), args.lr)
+        where = f"{args.out}: step {done} of {len(batches)}"
+        tasks = {example.task_id for example in batch_examples}
+        numbers = training.optimizer_step(scorer, optimizer, sums, lr, where, tasks)     # num_tokens is one of them
         log.step(done, **numbers)
         if done % args.save_every == 0 or done % steps_an_epoch == 0 or done == len(batches):
             checkpoints.save(done)
@@ -920,10 +921,10 @@ def train(scorer, examples, all_ref_logps, args, run, costs):
 
 def main(argv=None):
     args = parse_args(argv)
-    if args.dry_run:
-        num_rows = 2 if args.method == "mtdpo" or args.answer_coef else 1          # of an example
-        return dry_run(args, examples_a_step(args), common.token_logps, num_rows, tree=args.method == "sweet")
     method = METHODS[args.method]
+    if args.dry_run:
+        num_items = method.num_items + bool(args.answer_coef)
+        return dry_run(args, examples_a_step(args), common.token_logps, num_items, tree=method.make_examples is None)
     run = start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
@@ -944,7 +945,7 @@ def main(argv=None):
         if reads_images(args.model):
             raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
     critic = open_critic(trajectories, tokenizer, args) if args.critic else None
-    if args.method == "sweet":
+    if method.make_examples is None:
         states = read_states(trajectories, tokenizer, args)
         if args.candidates:
             states = read_candidates(args.candidates, states, tokenizer, args)
@@ -959,7 +960,7 @@ def main(argv=None):
     # Partial files of candidates and scores are of this run alone, by its id
     run = run._replace(run_id=begin_output(args, args.out, inputs, training.FILES))
     costs = Costs(args.out, run.device, folder=True)
-    if args.method == "sweet":
+    if method.make_examples is None:
         rows = scored_candidates(states, critic, tokenizer, args, run, costs)
         examples = sweet_examples(rows, right_turns, tokenizer, args, run)
         if args.answer_coef:
@@ -975,7 +976,7 @@ def main(argv=None):
         scorer = common.shard_scorer(model.to(run.device), run, sharding_of(args))
     else:
         scorer = common.load_scorer(args.model, run, sharding_of(args), lora)
-    costs.works.append(work_of(scorer.model))
+    costs.trained = work_of(scorer.model)
     all_ref_logps = None
     if method.has_reference:
         all_ref_logps = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)

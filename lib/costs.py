@@ -23,20 +23,21 @@ class Costs:
     ranks together but for wall time and memory (the highest). A resumed run adds to what the run before it recorded;
     what that run spent after its last record() is lost if it was killed.
 
-    works: what models (work_of) and servers (their counts) did for this process on this rank. Stages append to it."""
+    works: what models (work_of) and servers (their counts) did for this process on this rank. Stages append to it.
+    trained: the work of the model that is trained, which is not among them."""
 
     def __init__(self, out, device="cpu", folder=False):
         self.device = device
-        self.works = []
+        self.works, self.trained = [], {}
         self.path = pathlib.Path(out) / "costs.json" if folder else pathlib.Path(f"{out}.costs.json")
         self.begin = time.perf_counter()
         self.before = dict.fromkeys((*COST_KEYS, *SERVER_KEYS), 0)
         self.before |= checked_record(self.path, "costs") if self.path.exists() else {}
 
     def record(self, trained_tokens=0):
-        """trained_tokens: by all ranks; the last of `works` is the model that is trained."""
+        """trained_tokens: by all ranks."""
         spent = dict.fromkeys(("generated_tokens", "flops", *SERVER_KEYS), 0)
-        for work in self.works:
+        for work in [*self.works, self.trained]:
             for key in ("generated_tokens", *SERVER_KEYS):
                 spent[key] += work.get(key, 0)
             # 2 N D: a multiplication and an addition for each parameter and token
@@ -45,7 +46,7 @@ class Costs:
         if dist.is_initialized():
             spent = dict(zip(spent, map(int, reduce_sums(list(spent.values()), self.device))))
         if trained_tokens:
-            spent["flops"] += 6 * self.works[-1]["parameters"] * trained_tokens          # 6 N D: the backward pass, too
+            spent["flops"] += 6 * self.trained["parameters"] * trained_tokens          # 6 N D: the backward pass, too
         spent |= {"wall_s": time.perf_counter() - self.begin, "trained_tokens": trained_tokens}
         if is_main():
             sums = {key: self.before[key] + value for key, value in spent.items()}

@@ -1,5 +1,4 @@
 """The training loop's plumbing, the same for 03 and 04: batches, schedule, optimiser, checkpoints, log."""
-import collections
 import json
 import math
 import pathlib
@@ -58,14 +57,17 @@ def longest_row(example):
 
 
 def show_samples(tokenizer, example):
-    """Print an example as text before training, with the tokens that the loss sees in [brackets]."""
+    """Print an example as text before training, with the tokens that the loss sees in [brackets]; each action of a tree
+    begins a line."""
     for item in example.items:
-        for ids, turns, *_ in item:
-            text, start_at = "", 0
-            for end in range(1, len(ids) + 1):
-                if end == len(ids) or turns[end] != turns[start_at]:
-                    piece = tokenizer.decode(ids[start_at:end], skip_special_tokens=False)
-                    text += piece if turns[start_at] < 0 else f"[{piece}]"
+        for row in item:
+            numbers, text, start_at = row.action_numbers, "", 0
+            for end in range(1, len(row.ids) + 1):
+                if end == len(row.ids) or numbers[end] != numbers[start_at]:
+                    piece = tokenizer.decode(row.ids[start_at:end], skip_special_tokens=False)
+                    if numbers[start_at] >= 0:
+                        piece = f"[{piece}]" if row.prompt_length is None else f"\n[{piece}]"
+                    text += piece
                     start_at = end
             text = re.sub(r"(<\|\w+\|>)\1{3,}", r"\1 …", text)                      # tokens of a picture
             say(f"--- sample, the loss sees [brackets]:\n{text}\n---")
@@ -126,7 +128,7 @@ def num_tokens(examples, weights):
     return number
 
 
-# Rewards of a pair that differ by no more are equal: rounding of up to 8e-7 and 3e-4 was seen
+# Two rewards closer than this count as equal: rounding of up to 8e-7 and 3e-4 was seen
 EQUAL_MARGIN = {"float32": 1e-5, "bfloat16": 1e-3}
 
 
@@ -139,27 +141,23 @@ def preference_numbers(chosen_rewards, rejected_rewards, nll, shares, dtype):
     return dict(zip(("acc", "margin", "chosen", "nll"), sums.tolist()))
 
 
-# A step of a run. number: from 0; total: of the whole run; lr: its learning rate; task_ids: of its examples
-Step = collections.namedtuple("Step", "number total lr task_ids")
-
-
-def optimizer_step(scorer, optimizer, sums, step, out):
+def optimizer_step(scorer, optimizer, sums, lr, where, task_ids):
     """One update. Returns numbers for the log: `sums` over all ranks, learning rate and gradient norm.
 
-    InputError on all ranks, before anything is updated, where the loss or the norm is not finite."""
+    InputError on all ranks, before anything is updated, where the loss or the norm is not finite; it begins with
+    `where` and names the `task_ids` of the batch."""
     grad_norm = whole_tensor(torch.nn.utils.clip_grad_norm_(scorer.parameters(), MAX_GRAD_NORM)).item()
     device = next(scorer.parameters()).device
     numbers = dict(zip(sums, reduce_sums(list(sums.values()), device)))
     if not (math.isfinite(numbers["loss"]) and math.isfinite(grad_norm)):
-        raise InputError(f"{out}: step {step.number + 1} of {step.total}: the loss is {numbers['loss']:g} and the "
-                         f"norm of its gradient {grad_norm:g}, in a batch of these tasks: "
-                         f"{listing(set(step.task_ids), 20)}. The step is not taken and no model is written; lower "
-                         "--lr or --beta, or look at these tasks")
+        raise InputError(f"{where}: the loss is {numbers['loss']:g} and the norm of its gradient {grad_norm:g}, in a "
+                         f"batch of these tasks: {listing(task_ids, 20)}. The step is not taken and no model is "
+                         "written; lower --lr or --beta, or look at these tasks")
     for group in optimizer.param_groups:
-        group["lr"] = step.lr
+        group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return {**numbers, "lr": step.lr, "gnorm": grad_norm}
+    return {**numbers, "lr": lr, "gnorm": grad_norm}
 
 
 def check_weights(model, out):

@@ -87,9 +87,9 @@ def documents_of(views):
     """All documents that some views show, each once. views: lists of what is shown of a turn, [(caption, document or
     None), …]."""
     documents = []
-    for turns in views:
-        for turn in turns:
-            documents += [document for _, document in turn if document]
+    for dialogue in views:
+        for shown in dialogue:
+            documents += [document for _, document in shown if document]
     return list(dict.fromkeys(documents))
 
 

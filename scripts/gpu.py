@@ -356,7 +356,7 @@ def rows_of_tree(item):
     items = []
     for number in range(1 + max(row.action_numbers)):
         action = [token for token, its_number in zip(row.ids, row.action_numbers) if its_number == number]
-        prompt = row.ids[:row.shared]
+        prompt = row.ids[:row.prompt_length]
         items.append([common.Row(prompt + action, [-1] * len(prompt) + [0] * len(action))])
     return items
 
@@ -645,8 +645,8 @@ def fitting_plan(config, kind, shapes, lora, room):
 def micro_batch_loss(kind, scorer, examples, args, device):
     """The loss of 03 or 04 over a micro-batch. The reference's scores are 0: speed is the same."""
     batch = common.collate(common.items_of(examples), device)
-    values = scorer(batch)                                                  # (items, M)
-    ref_values = torch.zeros_like(values)                                   # (items, M)
+    values = scorer(batch)                                                  # (B, M)
+    ref_values = torch.zeros_like(values)                                   # (B, M)
     shares = torch.full((len(examples),), 1 / len(examples), device=device)  # (examples,)
     if kind == "critic":
         stage = importlib.import_module("03_train_critic")
@@ -655,7 +655,7 @@ def micro_batch_loss(kind, scorer, examples, args, device):
     return stage.batch_loss(values, ref_values, batch.lengths, examples, shares, args)
 
 
-LossArgs = namedtuple("LossArgs", "beta nll_coef normalize dtype answer_coef")
+LossArgs = namedtuple("LossArgs", "beta nll_coef normalize dtype answer_coef head")
 ROOM = 0.92                                     # of the card's memory, which a plan may take
 
 
@@ -676,13 +676,12 @@ def train(settings, name, kind, with_lora=False):
     scorer = random_scorer(config, run, lora, plan.checkpointing)
     optimizer = training.adamw(scorer, 1e-6)
     examples = examples_to_train(kind, plan.num_examples, shapes, config.vocab_size)
-    args = LossArgs(0.1, 0.01, "turn", "bfloat16", 0.0)
+    args = LossArgs(0.1, 0.01, "turn", "bfloat16", 0.0, "lm")
 
     def step():
         loss, numbers = micro_batch_loss(kind, scorer, examples, args, run.device)
         loss.backward()
-        now = training.Step(0, 1, 1e-6, ["task"])
-        training.optimizer_step(scorer, optimizer, {"loss": loss.item(), **numbers}, now, "gpu.py")
+        training.optimizer_step(scorer, optimizer, {"loss": loss.item(), **numbers}, 1e-6, "gpu.py", ["task"])
     try:
         seconds = median_seconds(step, shapes.steps, settings.device)
     except torch.OutOfMemoryError:

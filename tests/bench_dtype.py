@@ -4,7 +4,7 @@
 
 Random numbers in the shapes of SmolLM2-135M, one thread; the two take turns. "linear layers" are the seven matrices of
 each of the 30 layers, forward and backward; attention is causal, without padding. The projection on the vocabulary,
-here of a third of the tokens, is computed in float32 whatever --dtype is (lib.models.token_logps); its bfloat16 is for
+here of a third of the tokens, is computed in float32 whatever --dtype is (common.token_logps); its bfloat16 is for
 comparison."""
 import argparse
 import statistics

@@ -66,8 +66,8 @@ def train_ours(pairs, args):
     examples = []                                                   # as 04 makes them: a prompt and its actions
     for first in range(0, len(pairs), together):
         prompt, actions = pairs[first][0], [action for pair in pairs[first:first + together] for action in pair[1:]]
-        turns = [n for n, action in enumerate(actions) for _ in action]
-        item = [common.Row([*prompt, *sum(actions, [])], [-1] * len(prompt) + turns, len(prompt))]
+        numbers = [n for n, action in enumerate(actions) for _ in action]
+        item = [common.Row([*prompt, *sum(actions, [])], [-1] * len(prompt) + numbers, len(prompt))]
         examples.append(common.Example([item], [((0, 2 * n), (0, 2 * n + 1)) for n in range(together)], ""))
     begin = time.process_time()
     ref_outputs = common.example_outputs(without_adapter(scorer), examples, 4096, "cpu")

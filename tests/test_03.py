@@ -26,7 +26,7 @@ def flags(workspace, out, *more):
 
 # --- losses by hand
 
-def test_turn_advantages_by_hand():
+def test_action_advantages_by_hand():
     logps = torch.tensor([[-2.0, -6.0, 0.0]])
     ref_logps = torch.tensor([[-4.0, -3.0, 0.0]])
     lengths = torch.tensor([[4.0, 1.0, 0.0]])                      # two turns of 4 tokens and of 1; no third
@@ -91,6 +91,7 @@ def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny, monkeyp
     assert f"\n{number} examples, " in printed
     steps = read(out / "metrics.jsonl")
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert "nll" not in steps[0] and "acc" in steps[0]                            # a head gives no probability
     assert sum(s["loss"] for s in steps[-3:]) / 3 < 0.67
     # 04 and 02 are not told its kind
     critic = common.load_critic(common.read_critic(out, tiny[1], backend), common.load_whole("cpu"))
@@ -107,6 +108,21 @@ def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny, monkeyp
                 "--model", BASE, "--critic", out, "--data-frac", 0.05, "--num-candidates", 4, "--max-new-tokens", 60,
                 "--max-steps", 1, "--out", tmp_path / "p")
         assert all(len(row["advantages"]) == 4 for row in read(tmp_path / "p" / "scored.jsonl"))
+
+
+@pytest.mark.parametrize("head", ["lm", "regression", "value"])
+def test_what_is_longer_than_the_model_takes_is_refused_before_training(workspace, tmp_path, head):
+    """Its 2,048 positions, below --max-length 8,192; a head has no reference that would have read the rows first."""
+    rows = read(workspace / "offline.jsonl")
+    for row in rows:
+        row["dialogue_history"] = [{"role": turn["role"], "content": turn["content"]}
+                                   for turn in row["dialogue_history"]]           # so that prompts are rendered again
+        row["dialogue_history"][0]["content"] += " and" * 500
+        del row["tokenizer"]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = refused(3, *flags(workspace, tmp_path / "out", "--head", head, "--trajectories", tmp_path / "long.jsonl"))
+    assert re.search(r"takes 2,048 tokens, and a prompt with its action has up to \d,\d+ ", line)
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
 
 
 def test_a_heads_values_by_hand(tiny):

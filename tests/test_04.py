@@ -486,12 +486,12 @@ def test_trees_longer_than_their_paths_are_trained(workspace, tmp_path, tiny):
     policy_stage.main(oracle(tmp_path / "p.jsonl", tmp_path / "b", "--pairs-together", "--max-length", max(paths)))
     same = [read(tmp_path / name / "metrics.jsonl")[0]["loss"] for name in "ab"]
     assert same[0] == same[1]
-    reason = (r"p.jsonl: no examples to train on: of \d+ pairs asked for \d+ are twice the same text, .* not stop, "
+    reason = (r"p.jsonl: no examples to train on: of \d+ pairs asked for \d+ are two equal actions, .* not stop, "
               rf"{len(pairs)} are longer than --max-length 5$")
     assert re.search(reason, refused(4, *oracle(tmp_path / "p.jsonl", tmp_path / "c", "--max-length", 5)))
     turns = len(read(tmp_path / "a" / "candidates.jsonl"))
     line = refused(4, *oracle(tmp_path / "p.jsonl", tmp_path / "d", "--max-new-tokens", 1))
-    assert line.endswith(f"of {4 * turns} pairs asked for 0 are twice the same text, {4 * turns} are of turns with "
+    assert line.endswith(f"of {4 * turns} pairs asked for 0 are two equal actions, {4 * turns} are of turns with "
                          "fewer than two candidates that --max-new-tokens 1 did not stop, 0 are longer than "
                          "--max-length 16384")
 

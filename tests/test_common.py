@@ -49,7 +49,7 @@ def test_rows_of_a_trajectory_as_literal_arrays(tiny):
     assert row.ids == ids_of(tokenizer, U, "▁the▁", "▁fee▁", E, A, "▁What▁", "?", E, U, "▁the▁", "▁price▁", E, A,
                              "▁Thanks▁", E)
     assert row.action_numbers == [-1, -1, -1, -1, -1, 0, 0, 0, -1, -1, -1, -1, -1, 1, 1]
-    assert row.shared is None
+    assert row.prompt_length is None
 
 
 def test_a_template_that_does_not_append_gives_a_row_a_turn(tiny):

@@ -111,8 +111,8 @@ def test_log_probabilities_trees_and_replies_are_right(settings, function, dtype
 
 
 def test_a_tree_whose_actions_see_each_other_is_reported_as_wrong(settings, monkeypatch):
-    def all_before(rows, turns):
-        width = turns.shape[1]
+    def all_before(rows, action_numbers):
+        width = action_numbers.shape[1]
         return torch.ones(len(rows), 1, width, width, dtype=torch.bool).tril()
     monkeypatch.setattr(common, "tree_mask", all_before)
     assert gpu.tree(settings, "float32")["verdict"] == "WRONG: logp"

@@ -44,7 +44,7 @@ def flags(few, out, *more):
 def greedy(few, tmp_path_factory):
     """candidates.jsonl at temperature 0, sampled here."""
     out = tmp_path_factory.mktemp("greedy") / "out"
-    assert "twice the same text" in refused(4, *flags(few, out, "--temperature", 0))
+    assert "two equal actions" in refused(4, *flags(few, out, "--temperature", 0))
     return out / "candidates.jsonl"
 
 
@@ -126,7 +126,7 @@ def test_a_misbehaving_server_changes_no_candidate(few, greedy, tmp_path, serve,
     server = serve("--model", BASE, "--limit", 11, "--busy", 13, "--empty", 17, "--broken", 10, "--cut", 7,
                    "--wrong-ids", 12, "--hang-at", 6, "--strict")
     more = ["--temperature", 0, "--sampler", f"{server['url']}#model", "--concurrency", 2]
-    assert "twice the same text" in refused(4, *flags(few, tmp_path / "out", *more))
+    assert "two equal actions" in refused(4, *flags(few, tmp_path / "out", *more))
     retried = capsys.readouterr().out.split("retried: ")[1]
     for kind in ("status 429", "status 503", "unreadable reply", "no connection", "wrong ids", "no reply within 2 s"):
         assert f" {kind}" in retried, kind
@@ -149,7 +149,7 @@ def test_killed_it_goes_on_by_states(few, greedy, tmp_path, clean, serve):
     serve.end(first["pid"])
     before = len(log_of(clean))
     process = run("04_train_policy.py", *arguments, f"{clean['url']}#model", ranks=2)
-    assert process.returncode == 2 and "twice the same text" in process.stderr
+    assert process.returncode == 2 and "two equal actions" in process.stderr
     assert f"{first['url']}#model; {clean['url']}#model is taken for the same model" in process.stdout
     assert len(log_of(clean)) - before == 3 * (num_states - len(done))
     assert (out / "candidates.jsonl").read_bytes() == greedy.read_bytes() and not list(out.glob("*.partial"))
@@ -166,7 +166,7 @@ def test_a_state_without_a_reply_is_asked_for_again(few, greedy, tmp_path, clean
     [failed] = read(out / "candidates.jsonl.failed.jsonl")
     assert failed["number"] == longest and not (out / "candidates.jsonl").exists()
     before = len(log_of(clean))
-    assert "twice the same text" in refused(4, *arguments, f"{clean['url']}#model")
+    assert "two equal actions" in refused(4, *arguments, f"{clean['url']}#model")
     assert len(log_of(clean)) - before == 3 and (out / "candidates.jsonl").read_bytes() == greedy.read_bytes()
     assert not (out / "candidates.jsonl.failed.jsonl").exists()
 
