@@ -23,7 +23,7 @@ LABEL@N=FILE             points of a curve: of best-of-N (02 --best-of N), of N 
 docs/results.md says what the intervals leave out, docs/report.md how to read the page and what --critic adds to it.
 scripts/critics.py measures critics, and whether a model reads c.
 
-    python 05_evaluate.py base=out/base.jsonl sweet=out/sweet.jsonl --baseline base --critic out/critic \
+    python 05_evaluate.py base=out/base.jsonl sweet=out/sweet.jsonl --baseline base --critic out/critic \\
         --candidates out/sweet --costs --out out/report
 """
 import asyncio

@@ -555,12 +555,8 @@ def check_data(tasks, unsafe_scorer):
         return check_tasks(tasks, scorer, other_hashes)
 
 
-def lacks(task, player):
-    return dialogue.missing_field(task, player)
-
-
-def leak_of(task, reply):
-    return dialogue.code_leak(task, reply)
+lacks = dialogue.missing_field
+leak_of = dialogue.code_leak
 
 
 def answer_of(history, is_last):

@@ -52,7 +52,6 @@ from colbench.dialogue import (
     topics_asked,
 )
 from colbench.schema import list_of, MAX_WORD, one_of, record, table_of
-from colbench.scorer import check_tasks, Scorer
 from colbench.sql_text import is_ordered, LOOK, statement_of
 
 NOUN = "query"
@@ -812,14 +811,6 @@ def table_rows(rows):
                 return f"item {index}: a cell is a number that is not finite or not of 64 bits"
 
 
-OBJECT, TABLES = record({}), table_of(table_rows)
-
-
-def database(tables):
-    """What is wrong with the tables of a database, {name: rows}; None: nothing."""
-    return OBJECT(tables) or TABLES(tables)
-
-
 def pattern(text):
     """What is wrong with a regular expression; None: nothing."""
     if type(text) is not str:
@@ -835,7 +826,7 @@ FACT = record(SQL_FACT_KEYS, dialogue.REPLIES)
 NEEDED_FACT = record({**SQL_FACT_KEYS, **dialogue.SLOT_KEYS}, dialogue.REPLIES)
 LOOK_FACT = record({**SQL_FACT_KEYS, "looks": list_of(str, 1), "columns": list_of(str, 1), "cell": pattern},
                    dialogue.REPLIES)
-TASK = record({**TASK_KEYS, "schema": str, "databases": list_of(database)},
+TASK = record({**TASK_KEYS, "schema": str, "databases": list_of(table_of(table_rows))},
               {**MORE_KEYS, "template": str, "facts": list_of(FACT), "idle_looks": list_of(str, 1)})
 
 
@@ -856,15 +847,8 @@ def check_task(task, where):
     dialogue.check_facts(task, where)
 
 
-def lacks(task, player):
-    return dialogue.missing_field(task, player)
-
-
 def check_data(tasks, unsafe_scorer):
-    """check_tasks, whose two scorers have different hash seeds."""
-    function_tasks = list(map(as_function_task, tasks))
-    with Scorer(unsafe_scorer) as scorer, Scorer(unsafe_scorer, hash_seed=1) as other_hashes:
-        return check_tasks(function_tasks, scorer, other_hashes)
+    return backend.check_data(list(map(as_function_task, tasks)), unsafe_scorer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -882,6 +866,9 @@ def answer_of(history, is_last):
 
 def answer_message(task):
     return f"{MARKER}\n{task['ground_truth']}"
+
+
+lacks = dialogue.missing_field
 
 
 def leak_of(task, reply):
@@ -944,8 +931,10 @@ class World(backend.World):
         """The rows of a query on the example database, as a table or an error."""
         code = program(task, task["databases"][:1], query)
         children = self.scorer.workers.get()
-        [(status, text)], _ = self.scorer.run(children[1], code, ["table()"], [])
-        self.scorer.workers.put(children)
+        try:
+            [(status, text)], _ = self.scorer.run(children[1], code, ["table()"], [])
+        finally:
+            self.scorer.workers.put(children)
         if status == "ok":
             return text
         reason = text.partition(": ")[2] or text

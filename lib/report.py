@@ -168,7 +168,7 @@ def turns_data(row, domain):
                 "who": "human",
                 "text": turn["content"],
                 "learned": sorted(learned),
-                "tool": label_of(turn.get("tool")),
+                "tool": "tool" if turn.get("tool") else None,
                 "leak": domain.leak_of(task, turn["content"]) if place > 0 and not turn.get("tool") else None,
             }))
     return turns

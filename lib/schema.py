@@ -1,6 +1,6 @@
 """Kinds of JSON values: what a file of somebody else may hold where this program uses it.
 
-A kind is one of Python's types str, bool, int, float, list, dict, or None, or a function that takes a value and says
+A kind is one of Python's types str, bool, int, float, list, dict, or a function that takes a value and says
 what is wrong with it (None: nothing). The functions below make such functions of other kinds:
 
     TURN = record({"role": one_of("user", "assistant"), "content": str}, {"output_ids": list_of(whole(0))})
@@ -14,7 +14,6 @@ MAX_NUMBER = 1e300
 MAX_NAME = 1000                 # characters of what names a file, a model or a task
 MAX_DEPTH = 100                 # of values in each other that no kind describes: they are kept and written again
 NESTED = list, dict
-PLAIN = str, bool, dict, list
 
 
 def checker(kind):
@@ -23,8 +22,6 @@ def checker(kind):
         return whole(-MAX_WORD, MAX_WORD - 1)
     if kind is float:
         return number(-MAX_NUMBER, MAX_NUMBER)
-    if kind is None:
-        return lambda value: None if value is None else f"is {shown(value)}, not null"
     if isinstance(kind, type):
         return lambda value: None if type(value) is kind else f"is a {type(value).__name__}, not a {kind.__name__}"
     return kind
@@ -116,7 +113,7 @@ def table_of(kind):
 
     def check_table(value):
         if type(value) is not dict:
-            return f"is a {type(value).__name__}, not a dict"
+            return f"is a {type(value).__name__}, not an object"
         for key, item in value.items():
             if fault := check(item):
                 return located(key, fault)
@@ -126,31 +123,16 @@ def table_of(kind):
 def record(needed, optional=None):
     """An object with the names of `needed` and, if at all, of `optional`, {name: kind}; other names may be there, with
     values that are not nested too deeply."""
-    kinds = {**(optional or {}), **needed}
-    plans = {}                                                      # {the names of an object: what is asked of each}
-
-    def plan_of(names):
-        """[(name, the type that needs no further check, the check)] of an object with these names."""
-        plan = []
-        for key in names:
-            kind = kinds.get(key, further)
-            plan.append((key, kind if kind in PLAIN else str if kind is further else object, checker(kind)))
-        return plan
+    checks = {name: checker(kind) for name, kind in {**(optional or {}), **needed}.items()}
 
     def check_record(value):
         if type(value) is not dict:
             return f"is a {type(value).__name__}, not an object"
-        names = tuple(value)
-        plan = plans.get(names)                                     # nearly all rows of a file have the same names
-        if plan is None:
-            for key in needed:
-                if key not in value:
-                    return f'missing "{key}"'
-            plan = plan_of(names)
-            if len(plans) < 1000:
-                plans[names] = plan
-        for (key, kind, check), item in zip(plan, value.values()):
-            if type(item) is not kind and (fault := check(item)):
+        for key in needed:
+            if key not in value:
+                return f'missing "{key}"'
+        for key, item in value.items():
+            if fault := checks.get(key, further)(item):
                 return located(key, fault)
     return check_record
 

@@ -12,7 +12,7 @@ Writes  critics.json (--critics), gates.json (--gates).
 [..]       95 % interval by bootstrap over tasks.
 
     python scripts/critics.py --trajectories out/base.jsonl --gates models/tiny --out out/gates
-    python scripts/critics.py --trajectories out/base.jsonl --critics lm=out/critic yours=out/critic-yours \
+    python scripts/critics.py --trajectories out/base.jsonl --critics lm=out/critic yours=out/critic-yours \\
         --returns out/branches.jsonl --out out/critics
 """
 import pathlib

@@ -3,7 +3,7 @@
 Reads   metrics.json (05) of the base model on test tasks; gates.json (scripts/critics.py --gates).
 Writes  README.md of the model's folder, in the format of the Hugging Face hub.
 
-    python scripts/model_card.py models/tiny --metrics out/card/backend/report/metrics.json \
+    python scripts/model_card.py models/tiny --metrics out/card/backend/report/metrics.json \\
         --gates out/card/backend/gates/gates.json
 """
 import hashlib
