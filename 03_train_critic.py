@@ -265,7 +265,7 @@ def main(argv=None):
                                                           needed=False)
     if not visual:
         begin_output(args, args.out, inputs, training.FILES)
-    costs = Costs(args.out, run.device, folder=True)
+    costs = Costs(args.out, run.device)
     training.show_samples(tokenizer, examples[0])
 
     # The reference is this model before its first update; its log-probabilities are computed once, by the same function

@@ -830,7 +830,7 @@ def main(argv=None):
         examples = training.drop_long(examples, args.max_length, args.trajectories)
     # Partial files of candidates and scores are of this run alone, by its id
     run = run._replace(run_id=begin_output(args, args.out, inputs, training.FILES))
-    costs = Costs(args.out, run.device, folder=True)
+    costs = Costs(args.out, run.device)
     if method.make_examples is None:
         rows = scored_candidates(states, critic, tokenizer, args, run, costs)
         examples = sweet_examples(rows, right_turns, tokenizer, args, run)

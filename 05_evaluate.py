@@ -30,7 +30,6 @@ import asyncio
 import collections
 import glob
 import itertools
-import math
 import pathlib
 import re
 
@@ -38,7 +37,7 @@ import torch
 
 import common
 from colbench import ColBenchError, domain_of
-from lib import schema, statistics, tables
+from lib import statistics, tables
 from lib.arguments import add_overwrite, add_reference, add_world, argument_parser, named_path, text_flag
 from lib.costs import compare_costs, cost_lines, Costs, read_record
 from lib.credit import agreement, count_pairs, credit_of, credit_summary, measure_turns, read_states
@@ -181,15 +180,6 @@ def costs_of_methods(paths, domain):
     return compare_costs(first_paths, programs)
 
 
-NUMBERS = schema.table_of(schema.number(-math.inf, math.inf))
-METRICS = schema.record({"step": int})
-
-
-def metrics_row(value):
-    """The kind of a row of metrics.jsonl: numbers alone, one of them the step."""
-    return METRICS(value) or NUMBERS(value)
-
-
 def training_histories(files, critic):
     """{name: rows of metrics.jsonl} of the models that are at hand: the agents of the files, and the critic."""
     names = {}                                                       # {model: the first method that has it}
@@ -200,7 +190,7 @@ def training_histories(files, critic):
     for model, name in names.items():
         path = pathlib.Path(model or "") / "metrics.jsonl"
         if model and path.is_file():
-            histories.setdefault(name, read_jsonl(path, metrics_row))
+            histories.setdefault(name, read_jsonl(path, {"step": int}))
     return histories
 
 
@@ -436,7 +426,7 @@ def main(argv=None):
         flags = {**common.world_flags(args), "compat": compat}
         worlds.append(common.world(domain, out / "images", out / "scored", flags, device))
     begin_output(args, out, inputs, output_files(paths))
-    spent = Costs(out, folder=True)
+    spent = Costs(out)
 
     # scores and metrics, on disk before everything that is optional
     (out / "scored").mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from colbench import ColBenchError, domain_of, task_id
 from lib import adapters, models, vision
-from lib.folders import check_critic, read_critic_json, render_chat
+from lib.folders import render_chat
 from lib.models import (
     add_work,
     encode,
@@ -82,6 +82,9 @@ TRAJECTORY = record(
      "render_fault": nullable(str), "continuation": int, "no_room": bool,
      "branch": record({"sample": int, "turn": whole(0), "candidate": int})})
 AGENT = record({"system_prompt": str})
+CRITIC = record({"head": one_of("lm", "regression", "value"), "normalize": one_of("turn", "trajectory", "none"),
+                 "privileged": bool, "reference": short_text},
+                {"visual": bool, "reference_sees": one_of("informed", "blind")})
 
 
 def check_task(task, where, first):
@@ -855,7 +858,7 @@ def read_critic(folder, tokenizer, domain, reference_sees=None):
     path = pathlib.Path(folder) / "critic.json"
     if not path.exists():
         raise InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
-    critic = {**read_critic_json(path), "folder": str(folder)}
+    critic = {**read_json(path, CRITIC), "folder": str(folder)}
     if adapters.is_adapter(folder):
         critic["reference"] = models.adapter_base(folder)
     critic["trained_with"] = critic.get("reference_sees", "informed")
@@ -906,7 +909,6 @@ def load_critic(critic, load):
     load(name, lora=…, has_head=…) loads one: load_whole, or load_scorer where it is split over the ranks.
     The reference is the initial model; of an adapter folder the model with its adapter off; of a critic with a head
     None, because its initial values are 0."""
-    check_critic(critic)
     has_head = critic["head"] != "lm"
     is_trained = critic["folder"] != critic["reference"]
     lora = adapters.folder_config(critic["folder"]) if is_trained else None

@@ -6,7 +6,7 @@ import os
 import torch
 
 from lib import folders
-from lib.runtime import InputError
+from lib.runtime import InputError, read_json
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 
@@ -27,7 +27,7 @@ def is_adapter(name):
 def adapter_base(folder):
     """The name of the model that an adapter folder belongs to. InputError where it names none, or an adapter."""
     with base_errors(folder):
-        base = folders.read_object(os.path.join(folder, CONFIG)).get("base_model_name_or_path")
+        base = read_json(os.path.join(folder, CONFIG), folders.ANY_OBJECT).get("base_model_name_or_path")
         if not isinstance(base, str) or not base:
             raise InputError("no name")
         if is_adapter(base):
@@ -41,7 +41,7 @@ def base_errors(folder):
     try:
         yield
     except InputError as error:
-        base = folders.read_object(os.path.join(folder, CONFIG)).get("base_model_name_or_path")
+        base = read_json(os.path.join(folder, CONFIG), folders.ANY_OBJECT).get("base_model_name_or_path")
         if str(error).startswith(f"{folder}: its base model"):       # said already
             raise
         raise InputError(f"{folder}: its base model {base} cannot be used ({error}); start from the folder where the "

@@ -6,7 +6,7 @@ import time
 import torch.distributed as dist
 
 from lib.runtime import InputError, is_main, peak_memory_mb, read_json, reduce_sums, say, write_json
-from lib.schema import checker, record
+from lib.schema import record
 from lib.tables import aligned
 
 COST_KEYS = "wall_s", "trained_tokens", "generated_tokens", "flops", "peak_memory_mb"
@@ -14,25 +14,24 @@ SERVER_KEYS = "server_prompt_tokens", "server_completion_tokens"          # not 
 
 
 RECORDS = {"args": record({}, {"args": dict, "inputs": dict, "id": str}),
-           "costs": record({}, dict.fromkeys(SERVER_KEYS, float))}
-NUMBER = checker(float)
+           "costs": record(dict.fromkeys(COST_KEYS, float), dict.fromkeys(SERVER_KEYS, float))}
 
 
 class Costs:
-    """What a stage spends, kept in `out`/costs.json (`folder`) or `out`.costs.json: COST_KEYS and SERVER_KEYS, all
+    """What a stage spends, kept beside its output `out` (record_path): COST_KEYS and SERVER_KEYS, all
     ranks together but for wall time and memory (the highest). A resumed run adds to what the run before it recorded;
     what that run spent after its last record() is lost if it was killed.
 
     works: what models (work_of) and servers (their counts) did for this process on this rank. Stages append to it.
     trained: the work of the model that is trained, which is not among them."""
 
-    def __init__(self, out, device="cpu", folder=False):
+    def __init__(self, out, device="cpu"):
         self.device = device
         self.works, self.trained = [], {}
-        self.path = pathlib.Path(out) / "costs.json" if folder else pathlib.Path(f"{out}.costs.json")
+        self.path = record_path(out, "costs")
         self.begin = time.perf_counter()
         self.before = dict.fromkeys((*COST_KEYS, *SERVER_KEYS), 0)
-        self.before |= checked_record(self.path, "costs") if self.path.exists() else {}
+        self.before |= read_record(out, "costs")
 
     def record(self, trained_tokens=0):
         """trained_tokens: by all ranks."""
@@ -65,18 +64,7 @@ def read_record(path, kind):
     path = record_path(path, kind)
     if not path.is_file():
         return {}
-    return checked_record(path, kind)
-
-
-def checked_record(path, kind):
-    try:
-        record = read_json(path, RECORDS[kind])
-    except InputError as error:
-        raise InputError(str(error).partition(" (")[0]) from None    # where in the line says nothing to a user
-    for key in COST_KEYS:
-        if kind == "costs" and NUMBER(record.get(key)):
-            raise InputError(f'{path}: "{key}" is missing or not a number')
-    return record
+    return read_json(path, RECORDS[kind])
 
 
 def say_made_with(path, args, names):

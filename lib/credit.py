@@ -4,7 +4,7 @@ import collections
 import pathlib
 
 from lib import schema
-from lib.runtime import check_row, InputError, read_jsonl
+from lib.runtime import InputError, read_jsonl
 from lib.schema import list_of, record, token_ids, whole
 from lib.servers import said
 from lib.statistics import mean, mean_of_groups, rank_correlation
@@ -113,8 +113,11 @@ def credit_rows(metrics, key):
 # SWEET's candidates
 
 STATE_KEYS = {"task_id": schema.label, "sample": int, "turn": whole(0)}
-SCORED = record({**STATE_KEYS, "task": dict, "history": list, "candidates": list, "advantages": list})
-PAIR = record({**STATE_KEYS, "chosen": dict, "rejected": dict})
+SIDE = record({"ids": token_ids})
+CANDIDATE = record({"ids": token_ids, "text": str, "ended": bool})
+SCORED = record({**STATE_KEYS, "task": dict, "history": list_of(record({"role": str, "content": str})),
+                 "candidates": list_of(CANDIDATE), "advantages": list_of(float)})
+PAIR = record({**STATE_KEYS, "chosen": SIDE, "rejected": SIDE})
 
 
 def read_states(path):
@@ -126,45 +129,26 @@ def read_states(path):
     states = {}                                                      # {name of a state: (it, {ids: its candidate})}
     rows = read_jsonl(path, SCORED)
     for row in rows:
-        check_state(row, f"{path}: task {row['task_id']}")
+        if len(row["candidates"]) != len(row["advantages"]):
+            raise InputError(f'{path}: task {row["task_id"]}: "candidates" and "advantages" differ in number')
         row["pairs"] = []
         _, numbers = states.setdefault(state_name(row), (row, {}))
         for number, candidate in enumerate(row["candidates"]):
             numbers.setdefault(tuple(candidate["ids"]), number)
     pairs_path = path.with_name("pairs.jsonl")
     for pair in read_jsonl(pairs_path, PAIR):
-        where = f"{pairs_path}: a pair of task {pair['task_id']}"
         row, numbers = states.get(state_name(pair), (None, {}))
-        chosen = numbers.get(ids_of(pair["chosen"], where))
-        rejected = numbers.get(ids_of(pair["rejected"], where))
+        chosen = numbers.get(tuple(pair["chosen"]["ids"]))
+        rejected = numbers.get(tuple(pair["rejected"]["ids"]))
         if chosen is None or rejected is None:
-            raise InputError(f"{where}, turn {pair['turn']}, is of no candidates in {path}")
+            raise InputError(f"{pairs_path}: a pair of task {pair['task_id']}, turn {pair['turn']}, is of no "
+                             f"candidates in {path}")
         row["pairs"].append((chosen, rejected))
     return rows
 
 
 def state_name(row):
     return tuple(row[key] for key in STATE_KEYS)
-
-
-def check_state(row, where):
-    """InputError, which begins with `where`, where the parts of a row of scored.jsonl are not what the page shows."""
-    if len(row["candidates"]) != len(row["advantages"]):
-        raise InputError(f'{where}: "candidates" and "advantages" differ in number')
-    for candidate in row["candidates"]:
-        check_row(candidate, {"text": str, "ended": bool}, {}, f"{where}: a candidate")
-        ids_of(candidate, where)
-    for turn in row["history"]:
-        check_row(turn, {"role": str, "content": str}, {}, f"{where}: history")
-    if list_of(float)(row["advantages"]):
-        raise InputError(f'{where}: "advantages" must be finite numbers')
-
-
-def ids_of(candidate, where):
-    """The token ids of a candidate, or of a side of a pair; InputError, which begins with `where`, for other values."""
-    if token_ids(candidate.get("ids")):
-        raise InputError(f'{where}: "ids" of a candidate must be a list of whole numbers from 0 up, one at least')
-    return tuple(candidate["ids"])
 
 
 def count_pairs(states):

@@ -10,7 +10,8 @@ import sys
 import threading
 import time
 
-from lib.runtime import check_row, InputError, one_line, read_text
+from lib.runtime import InputError, one_line, read_json
+from lib.schema import record
 
 TEMPLATE_S = 5.0                                # CPU seconds for PROBES; honest templates take milliseconds
 TEMPLATE_BYTES = 2 ** 30                        # of memory for PROBES
@@ -18,6 +19,7 @@ TEMPLATE_CHARS = 2 ** 20                        # of a probe's prompt
 RENDER_S = 30.0                                 # CPU seconds of this process for one prompt
 PROBE_WAIT_S = 60                               # by the clock, in case that the fork hangs by itself
 MAX_LAYERS = 10_000
+ANY_OBJECT = record({})
 SLOW, BIG, LONG = 3, 4, 5                       # exit statuses of a probe
 
 TURNS = [{"role": ("user", "assistant")[i % 2], "content": "What is it?"} for i in range(21)]
@@ -44,38 +46,6 @@ def loading(name):
                          "folder, or use smollm2") from None
 
 
-def read_object(path):
-    """The JSON object in a file of a model folder."""
-    try:
-        value = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read as JSON ({one_line(error)})") from None
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: a {type(value).__name__}, not an object")
-    return value
-
-
-def read_critic_json(path):
-    """What stands in a critic folder's critic.json (03), with the types that are relied on."""
-    critic = read_object(path)
-    check_row(critic, {"head": str}, {"normalize": str, "privileged": bool, "visual": bool, "reference": str,
-                                      "reference_sees": str}, path)
-    for key, values in (("head", ("lm", "regression", "value")), ("normalize", ("turn", "trajectory", "none")),
-                        ("reference_sees", ("informed", "blind"))):
-        if key in critic and critic[key] not in values:
-            raise InputError(f'{path}: "{key}" is {critic[key][:40]!r}, not one of {", ".join(values)}')
-    if critic["head"] == "lm" and "reference" not in critic:
-        raise InputError(f'{path}: missing "reference"')
-    return critic
-
-
-def check_critic(critic):
-    """InputError where a critic (read_critic_json, with its "folder") lacks what its scores depend on."""
-    for key in ("normalize", "privileged"):
-        if key not in critic:
-            raise InputError(f'{critic["folder"]}: missing "{key}" in its critic.json')
-
-
 def check_config(name, config):
     """InputError for a configuration (transformers) that would build layers for hours, take kernels, which are code,
     from a hub, or drop shares that are none."""
@@ -99,7 +69,7 @@ def check_texts(name):
     for file in ("config.json", "generation_config.json", "tokenizer_config.json"):
         path = pathlib.Path(name, file)
         try:
-            json.dumps(read_object(path) if path.exists() else None, ensure_ascii=False).encode()
+            json.dumps(read_json(path, ANY_OBJECT) if path.exists() else None, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             raise InputError(f"{path}: has a text that is no UTF-8 (a lone surrogate)") from None
 

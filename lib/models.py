@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from lib import adapters, folders
-from lib.runtime import barrier, files_digest, InputError, is_main, weight_files, write_json
+from lib.runtime import barrier, files_digest, InputError, is_main, read_json, weight_files, write_json
 from lib.servers import is_server
 
 
@@ -49,7 +49,7 @@ def weights_fingerprint(name):
         except (OSError, ValueError):                               # not there; no name of a repository
             return None
     if adapters.is_adapter(folder):
-        config = folders.read_object(folder / adapters.CONFIG)
+        config = read_json(folder / adapters.CONFIG, folders.ANY_OBJECT)
         of_all = files_digest([folder / adapters.WEIGHTS]), weights_fingerprint(adapters.adapter_base(folder)), sorted(
             (key, str(value)) for key, value in config.items() if key != "base_model_name_or_path")
         return hashlib.sha256(repr(of_all).encode()).hexdigest()[:16]

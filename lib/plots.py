@@ -188,23 +188,6 @@ def curve_svg(curves, metric, kind="best of N"):
     return picture.svg
 
 
-def spent_svg(curves, metric):
-    """`metric` against the tokens trained on and generated, in millions; the points have costs."""
-    with drawing("spent", (9, 4), columns=2) as picture:
-        for axes, key in zip(picture.axes, ["trained_tokens", "generated_tokens"]):
-            for number, (label, points) in enumerate(curves.items()):
-                sizes = sorted(points, key=int)
-                tokens = [points[size][key] / 1e6 for size in sizes]
-                values = [points[size][metric] for size in sizes]
-                axes.plot(tokens, values, **line(number), label=plain(label))
-            axes.set_xlabel(f"million {key.replace('_', ' ')}")
-            axes.set_ylabel(metric.replace("_", " "))
-            axes.grid(axis="y")
-        handles, labels = picture.axes[0].get_legend_handles_labels()
-        picture.figure.legend(handles, labels, loc="outside right upper")
-    return picture.svg
-
-
 def smoothed(values):
     """The mean of each value and those before it, a twentieth of all."""
     width = max(1, len(values) // 20)
@@ -275,9 +258,6 @@ def report_plots(metrics, bars, metric, files, curves, histories):
     for kind, (title, _, caption) in CURVES.items():
         if kind in curves:
             add(title, curve_svg(curves[kind], metric, kind), caption)
-    if "rounds" in curves and all(map(has_costs, curves["rounds"].values())):
-        add("Rounds against tokens", spent_svg(curves["rounds"], metric), "The same points; tokens of all models that "
-            "a method took (its first run), critics and earlier rounds included.")
     if histories:
         add("Training", training_svg(histories), "metrics.jsonl of each model, as means over a twentieth of the "
             "points; the gradient norm is that before clipping.")
@@ -286,8 +266,3 @@ def report_plots(metrics, bars, metric, files, curves, histories):
 
 def num_rounds(trajectory):
     return sum(turn["role"] == "assistant" for turn in trajectory["dialogue_history"])
-
-
-def has_costs(points):
-    """Whether all points of a curve have costs (05 --costs)."""
-    return all("trained_tokens" in point for point in points.values())

@@ -250,13 +250,12 @@ def read_json(path, kind):
     return value
 
 
-def read_jsonl(path, keys, optional=None, check=None):
+def read_jsonl(path, keys, check=None):
     """The objects of a JSONL file as dicts; InputError by line.
 
     keys: {name: kind} that each must have (lib/schema.py), or the kind of a row.
-    optional: {name: kind} that it may have.
     check(row, where, first row): may say more of a row."""
-    kind = keys if callable(keys) else record(keys, optional)
+    kind = keys if callable(keys) else record(keys)
     if not os.path.isfile(path):
         raise InputError(f"{path}: no such file")
     rows = []
@@ -283,12 +282,6 @@ def refuse(fault, where):
     """InputError, which begins with `where`, if there is a fault (what a kind of lib/schema.py says of a value)."""
     if fault:
         raise InputError(f"{where}: {fault.removeprefix('is ')}")
-
-
-def check_row(row, keys, optional, where):
-    """InputError, which begins with `where`, unless `row` is a dict with all `keys` and, if at all, `optional` ones,
-    {name: kind} (lib/schema.py)."""
-    refuse(record(keys, optional)(row), where)
 
 
 def read_text(path):

@@ -12,7 +12,6 @@ from lib.adapters import adapter_parameters
 from lib.models import save_model, whole_tensor
 from lib.runtime import (
     barrier,
-    check_row,
     InputError,
     is_main,
     listing,
@@ -22,9 +21,11 @@ from lib.runtime import (
     parse_json,
     peak_memory_mb,
     reduce_sums,
+    refuse,
     say,
     trim_memory,
 )
+from lib.schema import record
 
 
 def drop_long(examples, max_length, path):
@@ -247,6 +248,9 @@ def remove_folder(path):
         shutil.rmtree(path)
 
 
+STEP_ROW = record({"step": int})                                    # of metrics.jsonl
+
+
 @on_main
 def cut_metrics(path, step):
     """Cut metrics.jsonl back to the rows up to `step`."""
@@ -259,7 +263,7 @@ def cut_metrics(path, step):
         for number, line in enumerate(lines, 1):
             where = f"{path}:{number}"
             row = parse_json(line, where)
-            check_row(row, {"step": int}, {}, where)
+            refuse(STEP_ROW(row), where)
             if row["step"] <= step:
                 file.write(line)
     partial.rename(path)

@@ -57,7 +57,7 @@ import common  # noqa: E402
 from colbench import ColBenchError  # noqa: E402
 from lib import adapters, memory, models, training  # noqa: E402
 from lib.engine import Engine  # noqa: E402
-from lib.runtime import run_stage, start  # noqa: E402
+from lib.runtime import read_rows, run_stage, start  # noqa: E402
 
 # Dense bfloat16 peaks in TFLOP/s, from NVIDIA's data sheets (without sparsity). The first whose words are in a card's
 # name counts. A card that is not here is measured (peak_flops).
@@ -418,13 +418,6 @@ def tree(settings, dtype):
     return compared({"logp": worst_logp(list(tree_scores[:, None]), row_scores, items)}, dtype)
 
 
-def read_metrics(folder):
-    rows = []
-    for line in (folder / "metrics.jsonl").read_text().splitlines():
-        rows.append(json.loads(line))
-    return rows
-
-
 def update_of(folder):
     """What training has added to the weights of models/tiny, one vector."""
     before = load_file(ROOT / "models" / "tiny" / "model.safetensors")
@@ -436,7 +429,7 @@ def update_of(folder):
 def training_differences(folder, cpu_folder):
     """How far a training run is from another one, {name in TOLERANCES: number}."""
     losses, gnorms = [], []
-    for row, cpu_row in zip(read_metrics(folder), read_metrics(cpu_folder), strict=True):
+    for row, cpu_row in zip(read_rows(folder / "metrics.jsonl"), read_rows(cpu_folder / "metrics.jsonl"), strict=True):
         losses.append(abs(row["loss"] - cpu_row["loss"]))
         gnorms.append(abs(row["gnorm"] / cpu_row["gnorm"] - 1))
     cpu_update = update_of(cpu_folder)
@@ -539,7 +532,7 @@ def resume(settings):
     saved = sorted(int(path.parent.name) for path in killed.glob("states/*/.metadata"))
     run_a_stage(settings, 3, [*flags, "--out", killed], on_cpu)
     row = compared(training_differences(killed, folder / "critic-whole"), "float32")
-    num_steps = len(read_metrics(killed))
+    num_steps = len(read_rows(killed / "metrics.jsonl"))
     return {**row, "detail": f"killed after step {saved[-1]} of {num_steps}: {row['detail']}"}
 
 

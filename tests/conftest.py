@@ -280,6 +280,11 @@ def policy_flags(workspace, method, out, *more):
             "--lr", 1e-4, "--max-steps", 2, "--log-every", 1, "--out", out, *more]
 
 
+def critic_note(head):
+    """The critic.json of a critic with a head."""
+    return {"head": head, "normalize": "none", "privileged": True, "reference": "models/tiny"}
+
+
 @pytest.fixture(scope="session")
 def critic(workspace, tmp_path_factory):
     """The folder of a critic after five steps. Tests do not write into it."""

@@ -14,7 +14,7 @@ from test_report import CURVES, drawn, point
 import common
 from colbench import backend
 from colbench.scorer import Scorer
-from conftest import call, read, refused, ROOT, run, stage, succeed
+from conftest import call, critic_note, read, refused, ROOT, run, stage, succeed
 from lib import statistics, tables
 from lib.costs import compare_costs, COST_KEYS, cost_lines, method_costs, total_costs
 from lib.models import encode
@@ -538,11 +538,13 @@ def test_costs_without_records_are_bad_input(tmp_path):
     record(path, [], agent="script")
     write(path, [trajectory("x", "1")])
     assert f"{path}.costs.json: not there" in refused(5, f"a={path}", "--costs", "--out", tmp_path / "out")
-    for text, message in (("{", "not JSON"), ("[]", "a list, not an object"),
-                          ('{"wall_s": 1, "trained_tokens": "2"}', '"trained_tokens" is missing or not a number')):
+    for text, message in (("{", "not JSON (Expecting property name"), ("[]", "a list, not an object"),
+                          ('{"wall_s": 1}', 'missing "trained_tokens"'),
+                          (json.dumps({**dict.fromkeys(COST_KEYS, 1), "trained_tokens": "2"}),
+                           '"trained_tokens" is a str, not a number')):
         (tmp_path / "a.jsonl.costs.json").write_text(text)
         line = refused(5, f"a={path}", "--costs", "--out", tmp_path / "out")
-        assert line == f"{path}.costs.json: {message}"
+        assert line.startswith(f"{path}.costs.json: {message}")
     assert not (tmp_path / "out").exists()
 
 
@@ -731,7 +733,7 @@ def test_a_bad_critic_or_candidates_are_one_line(workspace, swept, tmp_path):
     flags = [f"a={workspace}/offline.jsonl", "--out", tmp_path / "out"]
     assert "no critic.json" in refused(5, *flags, "--critic", workspace)
     (tmp_path / "seeing").mkdir()
-    (tmp_path / "seeing" / "critic.json").write_text('{"visual": true, "head": "value"}')
+    (tmp_path / "seeing" / "critic.json").write_text(json.dumps({"visual": True, **critic_note("value")}))
     assert refused(5, *flags, "--critic", tmp_path / "seeing") == (
         f"{tmp_path / 'seeing'}: a critic that sees cannot rank functions, which have nothing to see")
     assert refused(5, *flags, "--candidates", workspace) == f"{workspace / 'scored.jsonl'}: no such file"

@@ -11,7 +11,7 @@ import torch
 
 import common
 from colbench import backend, ColBenchError
-from conftest import made_once, Partial, read, refused, ROOT, run, stage, succeed
+from conftest import critic_note, made_once, Partial, read, refused, ROOT, run, stage, succeed
 from lib.models import load_tokenizer
 from lib.runtime import InputError, write_jsonl
 
@@ -309,7 +309,7 @@ def test_critics_need_rewards_and_text(workspace, regression_critic, tmp_path):
         f'{path}: task {rows[0]["task_id"]}: no "reward"; score the file with 05_evaluate.py, and take its '
         "scored/NAME.jsonl")
     (tmp_path / "seeing").mkdir()
-    (tmp_path / "seeing" / "critic.json").write_text('{"visual": true, "head": "value"}')
+    (tmp_path / "seeing" / "critic.json").write_text(json.dumps({"visual": True, **critic_note("value")}))
     assert line_of("--trajectories", workspace / "offline.jsonl", "--critics", f"c={tmp_path / 'seeing'}", "--out",
                    tmp_path / "out") == (
         f"{tmp_path / 'seeing'}: a critic that sees cannot rank functions, which have nothing to see")

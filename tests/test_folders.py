@@ -367,7 +367,8 @@ CRITIC = {"head": "regression", "normalize": "turn", "privileged": True, "refere
 CRITICS = {
     "no JSON": "{", "a list": "[]", "deep": "[" * 100_000, "no UTF-8": b"\xff", "empty": {},
     "a head that is a number": {**CRITIC, "head": 7}, "an unknown head": {**CRITIC, "head": "planted"},
-    "an unknown way": {**CRITIC, "normalize": "planted"}, "no reference": {"head": "lm", "privileged": True},
+    "an unknown way": {**CRITIC, "normalize": "planted"}, "no reference": {
+        "head": "lm", "normalize": "turn", "privileged": True},
     "a reference that is a list": {**CRITIC, "head": "lm", "reference": ["a"]},
     "privileged a string": {**CRITIC, "privileged": "no"}, "visual a number": {**CRITIC, "visual": 1},
     "no way": {"head": "regression", "privileged": True}, "not said whether privileged": {

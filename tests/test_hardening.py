@@ -18,7 +18,6 @@ import common
 from colbench import backend, ColBenchError, frontend, questions, sql
 from conftest import fork, Partial, read, ROOT, run, stage, succeed
 from lib import costs, credit, runtime, states, training
-from lib.folders import read_critic_json
 from lib.runtime import InputError, Rows, Runtime, start
 
 MODEL = str(ROOT / "models" / "tiny")
@@ -282,22 +281,22 @@ def tiny_tokenizer():
 CANDIDATE = {"text": "a", "ids": [1], "ended": True}
 STATE = {"task_id": "t", "sample": 0, "turn": 0, "prompt": "p", "task": None, "candidates": [CANDIDATE],
          "history": [{"role": "user", "content": "hi"}], "advantages": [0.5]}
-STATES = [                                      # what is changed; what is said of it: scored.jsonl, candidates.jsonl
-    (("task_id",), 1, '"task_id" is a int', '"task_id" is a int'),
-    (("sample",), None, '"sample" is a NoneType', '"sample" is a NoneType'),
-    (("turn",), -1, '"turn" is -1', '"turn" is -1'),
-    (("history",), [{"role": "user"}], 'history: missing "content"', 'history: item 0: missing "content"'),
-    (("history",), [1], "history: a int, not an object", "history: item 0 is a int, not an object"),
-    (("candidates",), [1], "a candidate: a int, not an object", "candidates: item 0 is a int, not an object"),
-    (("candidates", 0, "ids"), [], '"ids" of a candidate must be', 'candidates: item 0: "ids" is []'),
-    (("candidates", 0, "ids"), ["1"], '"ids" of a candidate must be', 'candidates: item 0: "ids" is [\'1\']'),
-    (("candidates", 0, "text"), 1, 'a candidate: "text" is a int', 'candidates: item 0: "text" is a int'),
-    (("candidates", 0, "ended"), "yes", 'a candidate: "ended" is a str', 'candidates: item 0: "ended" is a str')]
+STATES = [                                      # what is changed, and what is said of it
+    (("task_id",), 1, '"task_id" is a int'),
+    (("sample",), None, '"sample" is a NoneType'),
+    (("turn",), -1, '"turn" is -1'),
+    (("history",), [{"role": "user"}], 'history: item 0: missing "content"'),
+    (("history",), [1], "history: item 0 is a int, not an object"),
+    (("candidates",), [1], "candidates: item 0 is a int, not an object"),
+    (("candidates", 0, "ids"), [], 'candidates: item 0: "ids" is []'),
+    (("candidates", 0, "ids"), ["1"], 'candidates: item 0: "ids" is [\'1\']'),
+    (("candidates", 0, "text"), 1, 'candidates: item 0: "text" is a int'),
+    (("candidates", 0, "ended"), "yes", 'candidates: item 0: "ended" is a str')]
 
 
 @pytest.mark.parametrize("path, new, message", [
-    *((path, new, message) for path, new, message, _ in STATES),
-    (("advantages",), [float("nan")], '"advantages" must be finite'), (("advantages",), ["1"], '"advantages" must be')])
+    *STATES, (("advantages",), [float("nan")], "advantages: item 0 is nan, not a finite number"),
+    (("advantages",), ["1"], "advantages: item 0 is a str, not a number")])
 def test_states_of_scored_jsonl(tmp_path, path, new, message):
     good = {**STATE, "task": template_task("backend")}
     written(tmp_path / "pairs.jsonl", {"task_id": "t", "sample": 0, "turn": 0, "chosen": CANDIDATE,
@@ -306,7 +305,7 @@ def test_states_of_scored_jsonl(tmp_path, path, new, message):
     assert message in line_of(credit.read_states, written(tmp_path / "scored.jsonl", changed(good, path, new)))
 
 
-@pytest.mark.parametrize("path, new, message", [(path, new, message) for path, new, _, message in STATES])
+@pytest.mark.parametrize("path, new, message", STATES)
 def test_states_of_candidates_jsonl(tmp_path, tiny_tokenizer, path, new, message):
     good = {**STATE, "task": template_task("backend")}
     states = [{"task_id": "t", "sample": 0, "turn": 0, "prompt": "p"}]
@@ -321,7 +320,8 @@ def test_states_of_candidates_jsonl(tmp_path, tiny_tokenizer, path, new, message
 
 @pytest.mark.parametrize("pair, message", [
     ({"chosen": 1, "rejected": {}}, '"chosen" is a int'), ({"chosen": {}}, 'missing "rejected"'),
-    ({"chosen": {"ids": "12"}, "rejected": {}}, '"ids" of a candidate'), ({"chosen": {}, "rejected": {}}, '"ids" of')])
+    ({"chosen": {"ids": "12"}, "rejected": {}}, 'chosen: "ids" is \'12\', not a list of token ids'),
+    ({"chosen": {}, "rejected": {}}, 'chosen: missing "ids"')])
 def test_pairs(tmp_path, pair, message):
     written(tmp_path / "scored.jsonl", {**STATE, "task": template_task("backend")})
     written(tmp_path / "pairs.jsonl", {"task_id": "t", "sample": 0, "turn": 0, **pair})
@@ -529,7 +529,7 @@ def test_failures_that_no_run_of_this_output_noted_are_kept(data, tmp_path, over
 def test_a_note_that_is_no_file_is_not_waited_for(tmp_path, name, plant):
     plant(tmp_path / name)
     read_note = {"args.json": functools.partial(runtime.read_json, kind=runtime.ARGS_JSON),
-                 "critic.json": read_critic_json}[name]
+                 "critic.json": functools.partial(runtime.read_json, kind=common.CRITIC)}[name]
     assert line_of(read_note, tmp_path / name).endswith("is no file")
 
 

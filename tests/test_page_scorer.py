@@ -15,7 +15,7 @@ import torch
 from colbench import ColBenchError, frontend
 from colbench.browser import BrowserThread, Render
 from colbench.similarity import PageScorer, pixel_similarity
-from conftest import read, refused, stage, succeed
+from conftest import critic_note, read, refused, stage, succeed
 from lib import statistics
 from lib.runtime import InputError
 
@@ -373,7 +373,7 @@ def test_what_makes_no_sense_for_pages_is_refused(tmp_path):
     line = str(error.value)
     assert line.startswith(f"{pages}: --gates needs template tasks (01)") and line.endswith("leave --gates out")
     (tmp_path / "critic").mkdir()
-    (tmp_path / "critic" / "critic.json").write_text('{"visual": true, "head": "regression"}')
+    (tmp_path / "critic" / "critic.json").write_text(json.dumps({"visual": True, **critic_note("regression")}))
     assert refused(5, f"a={pages}", "--critic", tmp_path / "critic", *pixels) == (
         f"{tmp_path / 'critic'}: --critic takes a critic that reads text, and this one sees images")
     with pytest.raises(InputError) as error:

@@ -7,7 +7,7 @@ import torch
 
 import common
 from colbench import backend
-from conftest import policy_flags, read, refused, ROOT, rows_of_actions, stage, succeed
+from conftest import critic_note, policy_flags, read, refused, ROOT, rows_of_actions, stage, succeed
 from lib.models import encode
 from lib.runtime import InputError, write_jsonl
 
@@ -189,6 +189,6 @@ def test_refused_by_04(workspace, tmp_path, critic, reference, reason):
 
 
 def test_a_head_cannot_be_ranked_blind(tmp_path, tiny):
-    (tmp_path / "critic.json").write_text(json.dumps({"head": "value", "privileged": True, "normalize": "none"}))
+    (tmp_path / "critic.json").write_text(json.dumps(critic_note("value")))
     with pytest.raises(InputError, match="has a head"):
         common.read_critic(tmp_path, None, backend, "blind")

@@ -506,14 +506,15 @@ STATE = {"task_id": "x", "sample": 0, "turn": 0, "task": TASK, "history": [{"rol
 
 
 @pytest.mark.parametrize("key, value, line", [
-    ("advantages", [float("nan")], '"advantages" must be finite numbers'),
-    ("advantages", ["x"], '"advantages" must be finite numbers'), ("advantages", [None], "must be finite numbers"),
-    ("advantages", [10 ** 400], '"advantages" must be finite numbers'),
-    ("history", ["x"], "history: a str, not an object"), ("history", [{"role": "user"}], 'missing "content"'),
+    ("advantages", [float("nan")], "advantages: item 0 is nan, not a finite number"),
+    ("advantages", ["x"], "advantages: item 0 is a str, not a number"),
+    ("advantages", [None], "advantages: item 0 is a NoneType, not a number"),
+    ("advantages", [10 ** 400], "advantages: item 0 is "),
+    ("history", ["x"], "history: item 0 is a str, not an object"), ("history", [{"role": "user"}], 'missing "content"'),
     ("history", [{"role": "user", "content": 5}], '"content" is a int, not a str'),
-    ("candidates", [5], "a candidate: a int, not an object"),
-    ("candidates", [{"text": "a", "ids": [[1]], "ended": True}], "must be a list of whole numbers"),
-    ("candidates", [{"text": "a", "ids": [{}], "ended": True}], "must be a list of whole numbers"),
+    ("candidates", [5], "candidates: item 0 is a int, not an object"),
+    ("candidates", [{"text": "a", "ids": [[1]], "ended": True}], "not a list of token ids"),
+    ("candidates", [{"text": "a", "ids": [{}], "ended": True}], "not a list of token ids"),
     ("candidates", [{"text": 1, "ids": [1], "ended": True}], '"text" is a int, not a str')])
 def test_states_of_wrong_types_are_one_line(tmp_path, key, value, line):
     (tmp_path / "pairs.jsonl").write_text(json.dumps(STATE | {"chosen": {"ids": [1]}, "rejected": {"ids": [1]}}) + "\n")
@@ -524,7 +525,7 @@ def test_states_of_wrong_types_are_one_line(tmp_path, key, value, line):
         read_states(tmp_path)
     (tmp_path / "scored.jsonl").write_text(json.dumps(STATE) + "\n")
     (tmp_path / "pairs.jsonl").write_text(json.dumps(STATE | {"chosen": {"ids": [{}]}, "rejected": {}}) + "\n")
-    with pytest.raises(InputError, match="must be a list of whole numbers"):
+    with pytest.raises(InputError, match="not a list of token ids"):
         read_states(tmp_path)
 
 

@@ -16,7 +16,7 @@ import pytest
 import common
 import lib.servers
 from colbench import backend, task_id
-from conftest import begin, Partial, read, refused, serving, stage, succeed, wait
+from conftest import begin, critic_note, Partial, read, refused, serving, stage, succeed, wait
 from lib.models import load_tokenizer
 from lib.runtime import InputError
 from lib.servers import (
@@ -351,7 +351,7 @@ def test_bad_servers_are_one_line(tasks, tmp_path, serve, monkeypatch):
     assert "no model of this name there (status 404: The model `m`" in refused(
         2, *base, tmp_path / "5", "--agent", f"{server['url']}#m")
     (tmp_path / "critic").mkdir()
-    (tmp_path / "critic" / "critic.json").write_text('{"head": "value"}')
+    (tmp_path / "critic" / "critic.json").write_text(json.dumps(critic_note("value")))
     assert f"a critic that reads tokens: {server['url']}#asker needs --agent-tokenizer MODEL" in refused(
         2, *base, tmp_path / "6", "--agent", f"{server['url']}#asker", "--best-of", 2, "--critic", tmp_path / "critic")
     assert not any((tmp_path / str(number)).exists() for number in range(7)) and time.monotonic() - begin_s < 20
