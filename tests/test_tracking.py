@@ -59,10 +59,10 @@ def test_a_training_that_was_killed_continues_its_curve(workspace, tmp_path, tra
         "--save-every", 2, "--log-every", 1, "--out", tmp_path / "out", "--track", "colbench"]))
     original = training.optimizer_step
 
-    def die(model, optimizer, sums, step, *rest):
-        if step.number == 3:
+    def die(scorer, optimizer, sums, lr, where, task_ids):
+        if where.endswith("step 4 of 5"):
             raise KeyboardInterrupt
-        return original(model, optimizer, sums, step, *rest)
+        return original(scorer, optimizer, sums, lr, where, task_ids)
     monkeypatch.setattr(training, "optimizer_step", die)
     with pytest.raises(KeyboardInterrupt):
         stage(3).main(arguments)
