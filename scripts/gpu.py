@@ -523,9 +523,11 @@ def resume(settings):
     run_a_stage(settings, 3, [*flags, "--out", folder / "critic-whole"], on_cpu)
     killed = folder / "critic-killed"
     pid = begin_stage(settings, 3, [*flags, "--out", killed], on_cpu)
-    while not list(killed.glob("states/*/.metadata")) and os.waitpid(pid, os.WNOHANG) == (0, 0):
+    peek = os.WEXITED | os.WNOHANG | os.WNOWAIT                             # whether it has ended, for wait_for to say
+    while not list(killed.glob("states/*/.metadata")) and os.waitid(os.P_PID, pid, peek) is None:
         time.sleep(0.01)
-    if (killed / "COMPLETED").exists():
+    if os.waitid(os.P_PID, pid, peek) is not None:
+        wait_for(settings, pid)                                             # says why it failed
         raise RuntimeError("the run ended before it was killed")
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
