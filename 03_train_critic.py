@@ -143,21 +143,17 @@ def read_pairs(trajectories, args):
     """(groups of trajectory numbers to train on, pairs of tasks that are held out).
 
     A group is a pair (chosen, rejected); with --head value, which learns from trajectories one by one, a single one."""
-    train, test = [], []
-    for pair in common.trajectory_pairs(trajectories, args.trajectories, needed=args.head != "value"):
-        task = trajectories[pair[0]]["task_id"]
-        if is_held_out(task, args.held_out_frac):
-            test.append(pair)
-        else:
-            train.append(pair)
-    what, apart = "trajectory pairs", f"{len(test):,}"
+    pairs = common.trajectory_pairs(trajectories, args.trajectories, needed=args.head != "value")
+    groups, what = pairs, "trajectory pairs"
     if args.head == "value":
-        what, apart = "trajectories", f"{len(test):,} pairs"
-        train = []
-        for number, trajectory in enumerate(trajectories):
-            if not is_held_out(trajectory["task_id"], args.held_out_frac):
-                train.append((number,))
-    say(f"{len(train):,} {what} to train on, {apart} of other tasks held out")
+        groups, what = [(number,) for number in range(len(trajectories))], "trajectories"
+
+    def is_apart(group):
+        return is_held_out(trajectories[group[0]]["task_id"], args.held_out_frac)
+
+    train = [group for group in groups if not is_apart(group)]
+    test = [pair for pair in pairs if is_apart(pair)]
+    say(f"{len(train):,} {what} to train on, {len(test):,} pairs of other tasks held out")
     if not train:
         raise InputError(f"{args.trajectories}: no examples to train on: all {len(test):,} pairs are of tasks that "
                          f"--held-out-frac {args.held_out_frac} keeps apart")

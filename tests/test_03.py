@@ -86,8 +86,8 @@ def test_heads_begin_at_log_2_and_learn(workspace, tmp_path, head, tiny, monkeyp
     printed = succeed("03_train_critic.py", *flags(
         workspace, out, "--head", head, "--held-out-frac", 0, "--max-steps", num_steps, "--epochs", 16, "--beta", 1,
         "--batch-size", 8))
-    line = {"regression": "trajectory pairs to train on, 0 of", "value": "trajectories to train on, 0 pairs of"}[head]
-    number = re.search(rf"^([\d,]+) {line} other tasks held out$", printed, re.MULTILINE)[1]
+    what = {"regression": "trajectory pairs", "value": "trajectories"}[head]
+    number = re.search(rf"^([\d,]+) {what} to train on, 0 pairs of other tasks held out$", printed, re.MULTILINE)[1]
     assert f"\n{number} examples, " in printed
     steps = read(out / "metrics.jsonl")
     assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
