@@ -288,6 +288,8 @@ def branched_dialogues(trajectories, system, args):
         for position, turn in enumerate(trajectory["dialogue_history"]):
             if turn["role"] == "assistant":
                 states.append((trajectory, position))
+    if len(states) < args.branch:
+        say(f"{args.tasks}: has only {len(states):,} turns of the agent for --branch {args.branch:,}")
     states = random.Random(args.seed).sample(states, min(args.branch, len(states)))
     dialogues = []
     for trajectory, position in states:
@@ -299,7 +301,7 @@ def branched_dialogues(trajectories, system, args):
         for candidate in range(args.branch_candidates):
             for continuation in range(args.samples):
                 dialogue = branched_dialogue(len(dialogues), trajectory, position, candidate, continuation)
-                dialogue.system = system or common.system_prompt(trajectory)
+                dialogue.system = common.system_prompt(trajectory) if system is None else system
                 dialogues.append(dialogue)
     return dialogues
 
@@ -325,10 +327,13 @@ def branched_dialogue(number, trajectory, position, candidate, continuation):
     history = []
     for turn in trajectory["dialogue_history"][:position]:
         history.append({key: turn[key] for key in ("role", "content", "tool") if key in turn})
+    task = trajectory["task"]
+    if task_id(task) != trajectory["task_id"]:                       # the row's name counts, of tasks that have none
+        task = {**task, "task_id": trajectory["task_id"]}
     branch = {
         "branch": {"sample": trajectory["sample"], "turn": position, "candidate": candidate},
         "continuation": continuation}
-    return Dialogue(number, trajectory["task"], number, history, branch=branch,
+    return Dialogue(number, task, number, history, branch=branch,
                     random_name=branch_name(branch["branch"]))
 
 

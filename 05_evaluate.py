@@ -173,6 +173,15 @@ def read_candidates(path, first_task):
     return states
 
 
+def candidate_files(path):
+    """What is read of --candidates."""
+    if not path:
+        return []
+    path = pathlib.Path(path)
+    scored = path / "scored.jsonl" if path.is_dir() else path
+    return [str(scored), str(scored.with_name("pairs.jsonl"))]
+
+
 def costs_of_methods(paths, domain):
     """compare_costs of {name: its files}; of several runs those of the first one."""
     programs = ["rules", common.UNTRAINED, *domain.PLAYERS, *domain.ORACLES]       # what is no model costs nothing
@@ -313,7 +322,8 @@ def curve_point(name, path, trajectories):
         return CurvePoint(label, number, "rounds")
     for trajectory in trajectories:
         if trajectory.get("best_of", int(number)) != int(number):
-            raise InputError(f'{path}: named {name}, N = {number}, but its "best_of" is {trajectory["best_of"]}')
+            raise InputError(f'{path}: named {name}, N = {number}, but its "best_of" is {trajectory["best_of"]}, and '
+                             f"no record of its agent tells of {number} trajectories or rounds of training")
     return CurvePoint(label, number, "best of N")
 
 
@@ -396,7 +406,7 @@ def agent_systems(files):
     systems = []
     for trajectories in files.values():
         for trajectory in trajectories:
-            systems.append(common.system_prompt(trajectory) or common.our_system(trajectory))
+            systems.append(common.shown_system(trajectory))
     return systems
 
 
@@ -410,6 +420,8 @@ def main(argv=None):
     paths = paths_of(args.files)
     files = {name: read_runs(runs) for name, runs in paths.items()}
     first_trajectories = next(iter(files.values()))
+    every = list(itertools.chain(*files.values()))
+    common.check_ids([t["task"] for t in every], [t["task_id"] for t in every], " and ".join(paths))
     points = curve_points(paths, files)
     domain = one_domain(files)
     costs = costs_of_methods(paths, domain) if args.costs else {}
@@ -417,7 +429,7 @@ def main(argv=None):
     states = read_candidates(args.candidates, first_trajectories[0]["task"]) if args.candidates else []
     histories = training_histories(files, args.critic)
     out = pathlib.Path(args.out)
-    inputs = [*itertools.chain(*paths.values()), args.clip_model, args.critic, args.candidates]
+    inputs = [*itertools.chain(*paths.values()), args.clip_model, args.critic, *candidate_files(args.candidates)]
     if is_done(args, out, inputs, folder=True):
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

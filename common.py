@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
 from colbench import ColBenchError, domain_of, task_id
-from lib import adapters, models, vision
+from lib import adapters, models, schema, vision
 from lib.folders import render_chat
 from lib.models import (
     add_work,
@@ -30,7 +30,18 @@ from lib.models import (
     projection_of,
     tokenizer_name,
 )
-from lib.runtime import barrier, broadcast, gather, InputError, is_main, read_json, read_jsonl, say, write_json
+from lib.runtime import (
+    barrier,
+    broadcast,
+    gather,
+    InputError,
+    is_main,
+    read_json,
+    read_jsonl,
+    say,
+    write_json,
+    writing,
+)
 from lib.schema import label, list_of, nullable, one_of, record, short_text, token_ids, whole
 from lib.training import item_length, longest_row
 
@@ -73,9 +84,10 @@ def renderer(domain, out, flags):
 TURN = record({"role": one_of("user", "assistant"), "content": str},
               {"input": str, "output": str, "output_ids": token_ids, "truncated": bool, "leak": str, "tool": bool,
                "resampled": int, "render_fault": str})
+REWARD = schema.number(-1.001, 1.001)                                      # a cosine is rounded
 TRAJECTORY = record(
     {"task": dict, "dialogue_history": list_of(TURN), "answer": str},
-    {"task_id": nullable(label), "sample": int, "reward": nullable(float), "max_rounds": whole(1),
+    {"task_id": nullable(label), "sample": int, "reward": nullable(REWARD), "max_rounds": whole(1),
      "num_rounds": int, "system_prompt": str, "agent": nullable(short_text), "simulator": nullable(short_text),
      "critic": nullable(short_text), "tokenizer": nullable(str), "informed": nullable(bool), "best_of": whole(1),
      "run": whole(0), "similarity": str, "image": nullable(short_text), "reference_image": nullable(short_text),
@@ -237,6 +249,12 @@ def system_prompt(trajectory):
     return None if text == our_system(trajectory) else text
 
 
+def shown_system(trajectory):
+    """The system prompt that the agent of a trajectory had, ours with them; it may be empty."""
+    text = system_prompt(trajectory)
+    return our_system(trajectory) if text is None else text
+
+
 def hidden_info(task):
     """The sentence that states c."""
     return HIDDEN_INFO.format(noun=domain_of(task).NOUN, ground_truth=task["ground_truth"])
@@ -250,7 +268,7 @@ def vocabulary_text(trajectory):
 
 def note_system_prompt(folder, trajectories):
     """Keep the system prompt that an agent is trained with in its `folder`, as agent.json (check_system_prompt)."""
-    counts = collections.Counter(system_prompt(t) or our_system(t) for t in trajectories)
+    counts = collections.Counter(map(shown_system, trajectories))
     [(text, count)] = counts.most_common(1)
     if len(counts) > 1:
         say(f"{len(trajectories) - count:,} of {len(trajectories):,} trajectories have another system prompt than most")
@@ -777,7 +795,8 @@ def reference_logps(folder, scorer, examples, max_tokens, device):
         if is_main():
             partial = path.with_suffix(".partial")
             partial.unlink(missing_ok=True)                          # torch.save would follow a link
-            torch.save(outputs, partial)
+            with writing(path):
+                torch.save(outputs, partial)
             partial.rename(path)
     barrier()
     return torch.load(path, weights_only=True)
@@ -883,9 +902,16 @@ def check_reference(critic):
     """InputError where a critic's reference has other weights than when the critic was trained from it."""
     folder, name, known = critic["folder"], critic["reference"], critic.get("reference_fingerprint")
     fingerprint = models.weights_fingerprint(name)
+    if fingerprint is None:                                         # its files are not here, and are perhaps on a hub
+        from transformers import AutoConfig
+        try:
+            models.from_pretrained(AutoConfig, name)
+        except InputError as error:
+            raise InputError(f'{error}. {name} is the "reference" in {folder}/critic.json; start from the folder where '
+                             "the critic was trained, or write there where it is now") from None
     if known is None:
         say(f"{folder}: critic.json has no fingerprint of its reference {name}; taken as it is")
-    elif fingerprint not in (None, known):                          # None: its files are not there, and loading says so
+    elif fingerprint not in (None, known):
         raise InputError(f"{folder}: its reference {name} has other weights than when the critic was trained from it "
                          f"(fingerprint {str(known)[:40]}, now {fingerprint}); put them back, or train the critic "
                          "again")

@@ -467,7 +467,7 @@ def kind_of(task, known, message):
     facts = task["facts"]
     answer = answer_of([{"content": message}], False)
     if answer is not None:
-        if answer.strip() == task["ground_truth"]:
+        if answer.strip() == task["ground_truth"].strip():
             return "right answer"
         return "wrong answer" if knows_all(task, known) else "early answer"
     asked = topics_asked(facts, message)

@@ -51,7 +51,7 @@ def missing_field(task, player):
 
 def is_forced(trajectory):
     """Whether --max-rounds has ended a dialogue, and not the agent."""
-    last = trajectory["dialogue_history"][-1]
+    last = [turn for turn in trajectory["dialogue_history"] if turn["role"] == "assistant"][-1]
     return MARKER not in last["content"] and "no_room" not in trajectory
 
 

@@ -670,7 +670,7 @@ def kind_of(task, known, texts_before, message):
     """turn_kind of a message where these facts are known; texts_before: of all turns before."""
     answer, query = answer_of([{"content": message}], False), query_of(message)
     if answer is not None:
-        if " ".join(answer.split()).rstrip("; ") == task["ground_truth"]:
+        if " ".join(answer.split()).rstrip("; ") == " ".join(task["ground_truth"].split()).rstrip("; "):
             return "right answer"
         return "wrong answer" if knows_all(task, known) else "early answer"
     if query is not None:

@@ -180,6 +180,7 @@ CANDIDATES = record({"task_id": label, "sample": int, "turn": whole(0), "prompt"
 def read_states(trajectories, tokenizer, args):
     """The states of all agent turns of --data-frac of the trajectories, {"task_id", "sample", "turn", "task", "prompt",
     "history", "max_rounds"} each. "prompt" is the one that was logged where the file allows (common.agent_turns)."""
+    check_names(trajectories, args.trajectories)
     chosen = sample_trajectories(trajectories, args.data_frac, args.seed)
     num_turns = sum(turn["role"] == "assistant" for t in chosen for turn in t["dialogue_history"])
     say(f"{num_turns:,} agent turns of {len(chosen):,} dialogues (--data-frac {args.data_frac:g} of "
@@ -196,7 +197,6 @@ def read_states(trajectories, tokenizer, args):
         raise InputError(f"{args.trajectories}: no turns to train on: all prompts are far longer than --max-length "
                          f"{args.max_length}, or leave no room for --max-new-tokens {args.max_new_tokens}")
     common.say_kinds("their prompts", counts)
-    check_names(states, args.trajectories)
     return states
 
 
@@ -235,14 +235,15 @@ def name_of(state):
     return state["task_id"], state["sample"], state["turn"]
 
 
-def check_names(states, path):
-    """InputError where (task_id, sample, turn) names two prompts: what is kept under this name (candidates, pairs,
-    random numbers) would belong to either."""
-    prompts = {}
-    for state in states:
-        if prompts.setdefault(name_of(state), state["prompt"]) != state["prompt"]:
-            raise InputError(f"{path}: two dialogues of task {state['task_id']} have \"sample\" {state['sample']}; "
-                             'give each a number of its own, or leave out the key "sample" everywhere')
+def check_names(trajectories, path):
+    """InputError where (task_id, sample) names two dialogues: what is kept under the names of their turns (candidates,
+    pairs, random numbers) would belong to either."""
+    histories = {}
+    for trajectory in trajectories:
+        name, sample, history = trajectory["task_id"], trajectory["sample"], trajectory["dialogue_history"]
+        if histories.setdefault((name, sample), history) != history:
+            raise InputError(f'{path}: two dialogues of task {name} have "sample" {sample}; give each a number of its '
+                             'own, or leave out the key "sample" everywhere')
 
 
 def check_candidates_task(row, where, first):
@@ -268,7 +269,7 @@ def read_candidates(path, states, tokenizer, args):
             if max(candidate["ids"]) >= len(tokenizer):
                 raise InputError(f'{path}: task {row["task_id"]}: a candidate has the id {max(candidate["ids"])}, and '
                                  f"this tokenizer has only {len(tokenizer):,} ids")
-    return [{**state, **row} for state, row in zip(states, rows)]
+    return [{**state, "candidates": row["candidates"]} for state, row in zip(states, rows)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -36,7 +36,8 @@ def measure_turns(trajectories, domain):
         trajectory["kinds"] = turn_kinds(task, history, domain)
         trajectory["known"] = None
         if any(trajectory["kinds"]):
-            trajectory["known"] = domain.all_known(task, history[:-1])
+            last = max(place for place, turn in enumerate(history) if turn["role"] == "assistant")
+            trajectory["known"] = domain.all_known(task, history[:last])
     if any(trajectory["known"] is None for trajectory in trajectories):
         return {}
     counts = collections.Counter()

@@ -1,4 +1,5 @@
 """What every stage stands on: the process group, JSONL files, outputs that a killed run goes on with."""
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -13,6 +14,7 @@ import os
 import pathlib
 import platform
 import re
+import shutil
 import stat
 import sys
 import time
@@ -91,6 +93,24 @@ def run_stage(main, *errors):
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+ROOM_BYTES = 2 ** 20                            # a disk with less free is full
+
+
+@contextlib.contextmanager
+def writing(path):
+    """Where the disk of a file or folder is full, what libraries raise (each its own kind) becomes an InputError."""
+    try:
+        yield
+    except BaseException as error:              # torch's CheckpointException is no Exception
+        folder = pathlib.Path(path)
+        while not folder.is_dir():
+            folder = folder.parent
+        if isinstance(error, InputError) or shutil.disk_usage(folder).free > ROOM_BYTES:
+            raise
+        raise InputError(f"{path}: cannot be written ({type(error).__name__}: {one_line(error)}): the disk is full. "
+                         "The same command goes on from what is there, once there is room") from None
 
 
 def one_line(error):
@@ -259,7 +279,7 @@ def read_jsonl(path, keys, check=None):
     if not os.path.isfile(path):
         raise InputError(f"{path}: no such file")
     rows = []
-    with open(path, encoding="utf-8") as file:
+    with open(path, encoding="utf-8-sig") as file:                   # some editors begin a file with a mark
         try:
             for number, line in enumerate(file, 1):
                 if not line.strip():
@@ -290,7 +310,7 @@ def read_text(path):
     if os.path.exists(path) and not os.path.isfile(path):
         raise InputError(f"{path}: is no file")
     try:
-        return pathlib.Path(path).read_bytes().decode().removesuffix("\n")
+        return pathlib.Path(path).read_bytes().decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as UTF-8 text ({one_line(error)})") from None
 
@@ -518,7 +538,8 @@ def model_files(folder):
     files = {*weight_files(folder), *folder.glob("turn_head.pt")}
     for ending in ("json", "jinja", "model", "txt"):
         files.update(folder.glob(f"*.{ending}"))
-    return files - {folder / "args.json", folder / "costs.json"}    # what a training says about itself
+    # without what a training, and a file that 01 or 02 wrote into this folder, say about themselves
+    return {path for path in files if not path.name.endswith(("args.json", "costs.json", ".system_prompt.txt"))}
 
 
 def weight_files(folder):

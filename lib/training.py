@@ -24,6 +24,7 @@ from lib.runtime import (
     refuse,
     say,
     trim_memory,
+    writing,
 )
 from lib.schema import record
 
@@ -212,7 +213,8 @@ class Checkpoints:
             # by the default group's gloo, which nothing else uses while the training goes on
             self.saving = dcp.async_save(self.state(), checkpoint_id=self.folder / str(step))
         else:
-            dcp.save(self.state(), checkpoint_id=self.folder / str(step))
+            with writing(self.folder):
+                dcp.save(self.state(), checkpoint_id=self.folder / str(step))
         if is_main():
             for old in self.whole()[:-2]:
                 shutil.rmtree(self.folder / str(old))
@@ -220,7 +222,8 @@ class Checkpoints:
 
     def wait(self):
         if self.saving is not None:
-            self.saving.result()
+            with writing(self.folder):
+                self.saving.result()
             self.saving = None
 
     def load(self):
@@ -334,9 +337,10 @@ def finish_training(out, scorer, tokenizer, merge):
     remove what only a resumed run needs. merge: write a whole model in place of an adapter."""
     folder = pathlib.Path(out)
     check_weights(scorer, folder)
-    save_model(folder, scorer.model, tokenizer, merge)
-    if scorer.head is not None:
-        save_head(folder / "turn_head.pt", scorer.head)
+    with writing(folder):
+        save_model(folder, scorer.model, tokenizer, merge)
+        if scorer.head is not None:
+            save_head(folder / "turn_head.pt", scorer.head)
     if is_main():
         (folder / "COMPLETED").touch()                              # first: a kill from here on costs no training
         for name in ("states", "initial"):

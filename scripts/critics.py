@@ -77,6 +77,8 @@ def probe_rows(probe, tokenizer, domain, with_c):
 def measure_gates(trajectories, domain, model_name, device):
     """{kind of turn: {"n", "without_c", "with_c": mean log-probabilities}} under a model."""
     model, tokenizer = load_model(model_name, device)
+    if len(trajectories) > MAX_DIALOGUES:
+        say(f"the gates ask about the first {MAX_DIALOGUES} of {len(trajectories):,} dialogues")
     probes = gate_probes(trajectories, domain)
     scorer = common.Scorer(model)
     logps = {}                                                       # {with_c: the log-probability of each Probe}

@@ -435,11 +435,13 @@ def test_dialogues_of_one_task_id_are_numbered_through():
 def test_a_branch_keeps_which_turns_are_of_the_environment():
     turns = [{"role": "user", "content": "Do it."}, {"role": "assistant", "content": "LOOK", "output_ids": [1]},
              {"role": "user", "content": "3 rows", "tool": True}, {"role": "assistant", "content": "done"}]
-    trajectory = {"task": {}, "sample": 2, "dialogue_history": turns}
+    task = {"problem_description": "Do it.", "ground_truth": "c"}
+    trajectory = {"task": task, "task_id": "row's", "sample": 2, "dialogue_history": turns}
     branched = rollout.branched_dialogue(7, trajectory, 3, 1, 0)
     assert branched.history == [turns[0], {"role": "assistant", "content": "LOOK"}, turns[2]]
     assert branched.branch == {"branch": {"sample": 2, "turn": 3, "candidate": 1}, "continuation": 0}
     assert (branched.sample, branched.random_name) == (7, "2/3/1")
+    assert branched.task["task_id"] == "row's"                       # which tells the candidates of two tasks apart
 
 
 def test_a_candidate_of_a_branch_is_one_message_on_every_rank_and_after_a_kill(workspace):

@@ -338,6 +338,15 @@ def test_a_critic_without_fingerprint_says_so_and_a_head_needs_none(swapped, tin
     assert f"critic.json has no fingerprint of its reference {base}; taken as it is" in capsys.readouterr().out
 
 
+def test_a_critic_whose_reference_is_not_here_says_whose_it_is(swapped, tiny):
+    """Its path may be relative to the folder where the critic was trained."""
+    critic, _ = swapped
+    description = json.loads((critic / "critic.json").read_text())
+    (critic / "critic.json").write_text(json.dumps({**description, "reference": "models/gone"}))
+    with pytest.raises(InputError, match=rf'models/gone is the "reference" in {critic}/critic.json; start from'):
+        common.read_critic(critic, tiny[1], backend)
+
+
 def test_the_value_head_learns_from_single_dialogues(workspace):
     """One dialogue a task: no pair, which only the held-out accuracy needs."""
     first = [row for row in read(workspace / "offline.jsonl") if row["sample"] == 0]

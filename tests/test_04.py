@@ -364,14 +364,29 @@ def test_the_last_step_is_saved_where_max_steps_ends_within_an_epoch(workspace, 
 def test_flags_of_sampling_do_nothing_to_candidates_of_another_run(sweet, tiny, capsys):
     path = sweet[0] / "candidates.jsonl"
     states = [{key: row[key] for key in ("task_id", "sample", "turn", "prompt", "task")} for row in read(path)]
-    said = {"temperature": f"{path}: made with --temperature 1.0, so 0.5 does nothing here\n",
+    said = {"model": f"{path}: sampled by {BASE}, which is another model than --model {sweet[0]}\n",
+            "temperature": f"{path}: made with --temperature 1.0, so 0.5 does nothing here\n",
             "max_new_tokens": f"{path}: made with --max-new-tokens 80, so 20 does nothing here\n"}
-    for changes, line in (({}, ""), ({"temperature": 0.5}, said["temperature"]),
+    for changes, line in (({}, ""), ({"model": str(sweet[0])}, said["model"]),
+                          ({"temperature": 0.5}, said["temperature"]),
                           ({"max_new_tokens": 20}, said["max_new_tokens"])):
-        args = argparse.Namespace(**{"num_candidates": 8, "temperature": 1.0, "max_new_tokens": 80, **changes})
+        args = argparse.Namespace(**{"num_candidates": 8, "temperature": 1.0, "max_new_tokens": 80, "model": str(BASE),
+                                     **changes})
         capsys.readouterr()
         policy_stage.read_candidates(path, states, tiny[1], args)
         assert capsys.readouterr().out == f"reads {path} ({len(states)} rows)\n" + line
+
+
+def test_candidates_of_another_run_answer_to_the_tasks_of_this_one(sweet, tiny):
+    """A reference that was corrected since they were sampled is what they are scored by."""
+    path = sweet[0] / "candidates.jsonl"
+    states = [{key: row[key] for key in ("task_id", "sample", "turn", "prompt", "task")} for row in read(path)]
+    for state in states:
+        state["task"] = {**state["task"], "ground_truth": "def corrected(): return 1"}
+    args = argparse.Namespace(num_candidates=8, temperature=1.0, max_new_tokens=80, model=str(BASE))
+    rows = policy_stage.read_candidates(path, states, tiny[1], args)
+    assert [row["task"] for row in rows] == [state["task"] for state in states]
+    assert [row["candidates"] for row in rows] == [row["candidates"] for row in read(path)]
 
 
 def test_the_policy_loads_and_continues_to_talk(sweet, workspace, tmp_path):

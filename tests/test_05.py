@@ -321,6 +321,39 @@ def test_an_answer_runs_once_and_a_turn_is_judged_once(tmp_path, monkeypatch, re
     assert sorted(asked) == sorted([*answers, *(f"{backend.MARKER}\n{answer}" for answer in answers)])
 
 
+def test_tasks_of_one_name_must_be_one_task_in_all_files(tmp_path):
+    other = {**TASK, "ground_truth": "def f(n): return 2 * n"}
+    rows = trajectory("1", "x"), trajectory("1", "x") | {"task": other}
+    files = [write(tmp_path / name, [row]) for name, row in zip("ab", rows)]
+    for flags in ([f"old={files[0]}", f"new={files[1]}"], [f"two={files[0]},{files[1]}"]):
+        assert ': two tasks with different references have the "task_id" 1' in refused(
+            5, *flags, "--out", tmp_path / "report")
+
+
+def test_what_a_person_says_after_the_answer_changes_nothing(workspace, tmp_path):
+    rows = read(workspace / "offline.jsonl")[:12]
+    thanked = [{**row, "dialogue_history": [*row["dialogue_history"], {"role": "user", "content": "Thanks."}]}
+               for row in rows]
+    files = [write(tmp_path / name, some) for name, some in (("a.jsonl", rows), ("b.jsonl", thanked))]
+    call(5, f"a={files[0]}", f"b={files[1]}", "--out", tmp_path / "report")
+    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    for key in ("all_known", "success_when_known", "forced_answers", "turns"):
+        assert metrics["a"][key] == metrics["b"][key]
+
+
+def test_other_candidates_are_another_evaluation(workspace, swept, tmp_path):
+    candidates = tmp_path / "candidates"
+    candidates.mkdir()
+    rows, pairs = read(swept / "scored.jsonl"), read(swept / "pairs.jsonl")
+    write(candidates / "scored.jsonl", rows)
+    write(candidates / "pairs.jsonl", pairs)
+    flags = [f"a={workspace / 'offline.jsonl'}", "--candidates", candidates, "--out", tmp_path / "report"]
+    call(5, *flags)
+    assert "done already" in call(5, *flags)
+    write(candidates / "pairs.jsonl", pairs[1:])
+    assert "made with another" in refused(5, *flags)
+
+
 def test_ungradeable_tests_are_reported(tmp_path):
     task = {**TASK, "ground_truth": "def f(n): return 1 // (n - 2)"}
     path = write(tmp_path / "a.jsonl", [{**trajectory("x", task["ground_truth"]), "task": task}])
@@ -409,7 +442,7 @@ def test_rounds_of_training_are_a_curve_of_their_own(tmp_path):
                         tmp_path / "report")
     assert "rounds      1      2\nmtdpo   1.000  1.000\n" in printed and "best of N" not in printed
     page = (tmp_path / "report" / "report.html").read_text()
-    assert "rounds-curve-axes" in page and "spent-axes_2" in page
+    assert "rounds-curve-axes" in page
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
     assert {name: point_of(m) for name, m in metrics.items()} == {f"mtdpo@{n}": point(1, 1, 1) for n in "12"}
 
@@ -437,7 +470,8 @@ def test_curve_files_from_rows_to_report(tmp_path, even):
 def test_curve_files_that_do_not_fit_their_names(tmp_path):
     path = write(tmp_path / "a.jsonl", [trajectory("x", "1", best_of=4), trajectory("y", "1", best_of=4)])
     assert refused(5, f"sweet@8={path}", "--out", tmp_path / "out") == (
-        f'{path}: named sweet@8, N = 8, but its "best_of" is 4')
+        f'{path}: named sweet@8, N = 8, but its "best_of" is 4, and no record of its agent tells of 8 trajectories or '
+        "rounds of training")
     for name in ("sweet@0", "sweet@-4", "sweet@4.0", "sweet@04", "sweet@", "@4"):
         assert f"{path}: named {name}, but" in refused(5, f"{name}={path}", "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()

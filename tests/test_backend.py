@@ -28,6 +28,8 @@ def test_kinds_of_turns():
     start = [{"role": "user", "content": "?"}]
     asked = start + [{"role": "assistant", "content": "What should the fee be?"}, {"role": "user", "content": "3"}]
     right, wrong = backend.MARKER + "\ndef f(): return 1", backend.MARKER + "\ndef f(): return 2"
+    ended = {**task, "ground_truth": task["ground_truth"] + "\n"}             # files of others may end a text so
+    assert backend.turn_kind(ended, start, right) == "right answer"
     for history, action, kind in ((start, "What should the fee be?", "needed"), (asked, "What is the fee?", "repeat"),
                                   (start, "And the price?", "repeat"), (start, "How is the weather?", "idle"),
                                   (start, "Well?", "vague"), (start, right, "right answer"),

@@ -21,6 +21,15 @@ def ids_of(tokenizer, *tokens):
 
 # --- tokens
 
+def test_a_system_prompt_may_be_empty(tmp_path):
+    task = {"problem_description": "?", "ground_truth": "c", "test_cases": {"a": "f(1)"}}
+    history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+    rows = [{"task": task, "dialogue_history": history, **more} for more in ({"system_prompt": ""}, {})]
+    assert common.shown_system(rows[0]) == "" and common.shown_system(rows[1]) == common.our_system(rows[1]) != ""
+    common.note_system_prompt(tmp_path, rows[:1])
+    assert common.read_json(tmp_path / "agent.json", common.AGENT) == {"system_prompt": ""}
+
+
 def test_every_text_survives_the_tiny_tokenizer(tiny):
     _, tokenizer = tiny
     for text in ("Please use 12 for the fee.\ndef f(x):\n    return x[:3] + \"-\"", "Zwölf  façades, 99.5 % ▲ 漢字!",

@@ -234,7 +234,8 @@ TRAJECTORIES = [
     (("dialogue_history", 1, "output_ids"), "12", "not a list of token ids"),
     (("dialogue_history", 1, "output_ids"), [10 ** 20], "not a list of token ids"),
     (("answer",), 5, '"answer" is a int'), (("answer",), ..., 'missing "answer"'),
-    (("reward",), "1", '"reward" is a str, not a number'), (("reward",), float("nan"), '"reward" is nan'),
+    (("reward",), "1", '"reward" is a str, not a number'), (("reward",), 100, '"reward" is 100, not a '),
+    (("reward",), float("nan"), '"reward" is nan'),
     (("reward",), float("inf"), '"reward" is inf'), (("reward",), 10 ** 4000, '"reward" is 1000'),
     (("task_id",), 17, '"task_id" is a int'), (("task_id",), "", '"task_id" is a text of 0'),
     (("sample",), "0", '"sample" is a str, not a int'), (("sample",), 2 ** 70, '"sample" is 1180591620717411303424'),
@@ -311,7 +312,7 @@ def test_states_of_candidates_jsonl(tmp_path, tiny_tokenizer, path, new, message
     states = [{"task_id": "t", "sample": 0, "turn": 0, "prompt": "p"}]
 
     def read_candidates(row):
-        args = argparse.Namespace(num_candidates=1)
+        args = argparse.Namespace(num_candidates=1, model="m")
         return stage(4).read_candidates(written(tmp_path / "c.jsonl", row), states, tiny_tokenizer, args)
     assert len(read_candidates(good)) == 1
     assert message in line_of(read_candidates, changed(good, path, new))

@@ -23,6 +23,33 @@ def test_broken_jsonl_is_named_by_line(tmp_path, content, message):
     assert message in str(error.value)
 
 
+def test_a_mark_at_the_begin_of_a_file_is_no_part_of_it(tmp_path):
+    """Some editors write it in front of UTF-8, and end lines with two characters."""
+    (tmp_path / "rows.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n{"a": 2}\r\n')
+    assert read_jsonl(tmp_path / "rows.jsonl", {"a": int}) == [{"a": 1}, {"a": 2}]
+    (tmp_path / "text").write_bytes(b"\xef\xbb\xbfYou help.\r\n")
+    assert runtime.read_text(tmp_path / "text") == "You help."
+
+
+def test_what_stages_write_into_a_model_folder_does_not_change_the_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    before = fingerprint(tmp_path)
+    for name in ("args.json", "costs.json", "r.jsonl", "r.jsonl.args.json", "r.jsonl.costs.json"):
+        (tmp_path / name).write_text("{}")
+    assert fingerprint(tmp_path) == before
+    (tmp_path / "config.json").write_text('{"a": 1}')
+    assert fingerprint(tmp_path) != before
+
+
+@pytest.mark.parametrize("free, raised", [(0, InputError), (2 ** 30, RuntimeError)])
+def test_a_full_disk_is_one_line_and_another_error_stays(tmp_path, monkeypatch, free, raised):
+    monkeypatch.setattr(runtime.shutil, "disk_usage", lambda folder: argparse.Namespace(free=free))
+    with pytest.raises(raised) as error, runtime.writing(tmp_path / "folder" / "ref.pt"):
+        raise RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 704 vs 598")
+    assert (raised is InputError) == str(error.value).startswith(f"{tmp_path}/folder/ref.pt: cannot be wr")
+
+
 def test_map_blocks_resumes_to_the_same_file(tmp_path):
     start(0)
     one_rank = Runtime(0, 1, torch.device("cpu"))

@@ -452,6 +452,8 @@ LOOKED = [{"role": "assistant", "content": LOOK}, SHOWN]
     (START + ASKED + LOOKED, f"{sql.MARKER}\nSELECT 1, 2", "wrong answer")])
 def test_kinds_of_turns(history, message, kind):
     assert sql.turn_kind(task_by_hand(), history, message) == kind
+    ended = {**task_by_hand(), "ground_truth": task_by_hand()["ground_truth"] + ";\n"}          # as files of others may
+    assert sql.turn_kind(ended, history, message) == kind
 
 
 def test_what_is_known_decision_by_decision():
