@@ -64,7 +64,8 @@ def parse_args(argv=None):
     parser.add_argument("--out", type=text_flag, required=True, help="folder to write")
     parser.add_argument("--baseline", type=text_flag, metavar="NAME", help="compare the others with this one")
     parser.add_argument("--compat", action="store_true", help="show the published scorer's verdicts as well")
-    parser.add_argument("--costs", action="store_true", help="show what it took to make each method")
+    parser.add_argument("--costs", action="store_true", help="show what it took to make each method (of "
+                        "several runs the first)")
     parser.add_argument("--critic", type=text_flag, metavar="DIR",
                         help="the page shows each turn's credit by this critic (03)")
     add_reference(parser)
