@@ -421,8 +421,8 @@ def main(argv=None):
     paths = paths_of(args.files)
     files = {name: read_runs(runs) for name, runs in paths.items()}
     first_trajectories = next(iter(files.values()))
-    every = list(itertools.chain(*files.values()))
-    common.check_ids([t["task"] for t in every], [t["task_id"] for t in every], " and ".join(paths))
+    of_all = list(itertools.chain(*files.values()))
+    common.check_ids([t["task"] for t in of_all], [t["task_id"] for t in of_all], " and ".join(paths))
     points = curve_points(paths, files)
     domain = one_domain(files)
     costs = costs_of_methods(paths, domain) if args.costs else {}
