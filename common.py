@@ -351,7 +351,7 @@ def agent_turns(tokenizer, trajectory, counts=None, only=None):
     for index, turn in enumerate(history):
         if turn["role"] != "assistant" or only not in (None, index):
             continue
-        if is_sampled:
+        if is_sampled and ("input" in turn or "output_ids" in turn):           # not the kept texts of 02 --branch
             kind = "as sampled"
             where = f"task {trajectory['task_id']}, sample {trajectory['sample']}, message {index}"
             check_sampled(turn, tokenizer, where)

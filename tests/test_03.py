@@ -177,6 +177,11 @@ def test_turns_are_taken_as_sampled_as_logged_or_rendered_again(workspace, tiny)
     n = len(own)
     assert counts == {"as sampled": n, "as logged": n, "rendered again": n}
     assert logged == own and [ids for _, ids in again] == [ids for _, ids in own]
+    for key in ("input", "output", "output_ids"):                    # as 02 --branch keeps the turns before its own
+        del row["dialogue_history"][1][key]
+    counts = {}
+    assert [ids for _, ids in common.agent_turns(tokenizer, row, counts)] == [ids for _, ids in own]
+    assert counts == {"rendered again": 1, "as sampled": n - 1}
 
 
 def test_a_template_without_a_cue_takes_no_logged_prompt_for_its_own(workspace, tiny):
