@@ -48,7 +48,7 @@ gain_settings=${gain_settings:-$sweet_settings --data-frac 1 --candidates {candi
 signed_settings=${signed_settings:---critic {critic\} --lr 1e-3 --epochs 2}
 
 # Flags of an arm for at most 800 dialogues, and for more: the best of the search with 320 (docs/grid_efficiency.csv,
-# docs/grid_efficiency_sql.csv). With queries rft, untrained, printed and blind were not searched.
+# docs/grid_efficiency_sql.csv), whose rates are too large for 800 (docs/notebook.md). With queries rft, untrained, printed and blind were not searched.
 arm_flags() {                                                        # ARM SIZE
     local few=
     [ "$2" -gt 800 ] || few=1
