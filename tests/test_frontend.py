@@ -103,7 +103,7 @@ def test_critic_policies_and_report(pages):
     critic = succeed("03_train_critic.py", *flags, "--out", pages / "critic")
     rows = read(pages / "offline.jsonl")
     gaps = [a["reward"] - b["reward"] for a in rows for b in rows if a["task_id"] == b["task_id"]]
-    trained, held_out = (int(critic.split(mark)[0].split()[-1]) for mark in (" trajectory pairs", " of other tasks"))
+    trained, held_out = (int(critic.split(mark)[0].split()[-1]) for mark in (" trajectory pairs", " pairs of other"))
     assert trained + held_out == sum(gap >= 0.1 for gap in gaps)
     assert "The page that this person needs is the following.\n<style>" in critic
     sweet = ["--critic", pages / "critic", "--data-frac", 0.05, "--num-candidates", 4, "--max-new-tokens", 220]
