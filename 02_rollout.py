@@ -282,7 +282,7 @@ def branched_dialogues(trajectories, system, args):
     """--branch: --samples continuations of each of --branch-candidates messages in each of N states.
 
     A state is an agent's turn of a trajectory, of which the turns before it are kept."""
-    check_names(trajectories, args.tasks)
+    common.check_names(trajectories, args.tasks)
     states = []
     for trajectory in trajectories:
         for position, turn in enumerate(trajectory["dialogue_history"]):
@@ -304,17 +304,6 @@ def branched_dialogues(trajectories, system, args):
                 dialogue.system = common.system_prompt(trajectory) if system is None else system
                 dialogues.append(dialogue)
     return dialogues
-
-
-def check_names(trajectories, path):
-    """InputError where (task_id, sample) names two trajectories: --branch would mix up what is sampled in them."""
-    names = set()
-    for trajectory in trajectories:
-        name = trajectory["task_id"], trajectory["sample"]
-        if name in names:
-            raise InputError(f'{path}: two dialogues of task {name[0]} have "sample" {name[1]}; give each a number of '
-                             'its own, or leave out the key "sample" everywhere')
-        names.add(name)
 
 
 def count_agent_turns(history):

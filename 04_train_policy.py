@@ -155,7 +155,7 @@ CANDIDATES = record({"task_id": label, "sample": int, "turn": whole(0), "prompt"
 def read_states(trajectories, tokenizer, args):
     """The states of all agent turns of --data-frac of the trajectories, {"task_id", "sample", "turn", "task", "prompt",
     "history", "max_rounds"} each. "prompt" is the one that was logged where the file allows (common.agent_turns)."""
-    check_names(trajectories, args.trajectories)
+    common.check_names(trajectories, args.trajectories, may_repeat=True)
     chosen = sample_trajectories(trajectories, args.data_frac, args.seed)
     num_turns = sum(turn["role"] == "assistant" for t in chosen for turn in t["dialogue_history"])
     say(f"{num_turns:,} agent turns of {len(chosen):,} dialogues (--data-frac {args.data_frac:g} of "
@@ -208,17 +208,6 @@ def states_with_room(states, tokenizer, most_positions, max_new_tokens):
 def name_of(state):
     """What names a state, its candidates and its random numbers."""
     return state["task_id"], state["sample"], state["turn"]
-
-
-def check_names(trajectories, path):
-    """InputError where (task_id, sample) names two dialogues: what is kept under the names of their turns (candidates,
-    pairs, random numbers) would belong to either."""
-    histories = {}
-    for trajectory in trajectories:
-        name, sample, history = trajectory["task_id"], trajectory["sample"], trajectory["dialogue_history"]
-        if histories.setdefault((name, sample), history) != history:
-            raise InputError(f'{path}: two dialogues of task {name} have "sample" {sample}; give each a number of its '
-                             'own, or leave out the key "sample" everywhere')
 
 
 def check_candidates_task(row, where, first):

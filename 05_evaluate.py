@@ -30,6 +30,7 @@ import asyncio
 import collections
 import glob
 import itertools
+import math
 import pathlib
 import re
 
@@ -37,10 +38,10 @@ import torch
 
 import common
 from colbench import ColBenchError, domain_of
-from lib import statistics, tables
+from lib import schema, statistics, tables
 from lib.arguments import add_overwrite, add_reference, add_world, argument_parser, named_path, text_flag
 from lib.costs import compare_costs, cost_lines, Costs, read_record
-from lib.credit import agreement, count_pairs, credit_of, credit_summary, measure_turns, read_states
+from lib.credit import agreement, count_pairs, credit_of, credit_summary, measure_turns, read_states, state_files
 from lib.export import export
 from lib.models import load_tokenizer
 from lib.plots import report_plots
@@ -174,20 +175,20 @@ def read_candidates(path, first_task):
     return states
 
 
-def candidate_files(path):
-    """What is read of --candidates."""
-    if not path:
-        return []
-    path = pathlib.Path(path)
-    scored = path / "scored.jsonl" if path.is_dir() else path
-    return [str(scored), str(scored.with_name("pairs.jsonl"))]
-
-
 def costs_of_methods(paths, domain):
     """compare_costs of {name: its files}; of several runs those of the first one."""
     programs = ["rules", common.UNTRAINED, *domain.PLAYERS, *domain.ORACLES]       # what is no model costs nothing
     first_paths = {name: runs[0] for name, runs in paths.items()}
     return compare_costs(first_paths, programs)
+
+
+NUMBERS = schema.table_of(schema.number(-math.inf, math.inf))
+METRICS = schema.record({"step": int})
+
+
+def metrics_row(value):
+    """The kind of a row of metrics.jsonl: numbers alone, one of them the step."""
+    return METRICS(value) or NUMBERS(value)
 
 
 def training_histories(files, critic):
@@ -200,7 +201,7 @@ def training_histories(files, critic):
     for model, name in names.items():
         path = pathlib.Path(model or "") / "metrics.jsonl"
         if model and path.is_file():
-            histories.setdefault(name, read_jsonl(path, {"step": int}))
+            histories.setdefault(name, read_jsonl(path, metrics_row))
     return histories
 
 
@@ -430,7 +431,9 @@ def main(argv=None):
     states = read_candidates(args.candidates, first_trajectories[0]["task"]) if args.candidates else []
     histories = training_histories(files, args.critic)
     out = pathlib.Path(args.out)
-    inputs = [*itertools.chain(*paths.values()), args.clip_model, args.critic, *candidate_files(args.candidates)]
+    inputs = [*itertools.chain(*paths.values()), args.clip_model, args.critic]
+    if args.candidates:
+        inputs += map(str, state_files(args.candidates))
     if is_done(args, out, inputs, folder=True):
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

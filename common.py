@@ -84,7 +84,7 @@ def renderer(domain, out, flags):
 TURN = record({"role": one_of("user", "assistant"), "content": str},
               {"input": str, "output": str, "output_ids": token_ids, "truncated": bool, "leak": str, "tool": bool,
                "resampled": int, "render_fault": str})
-REWARD = schema.number(-1.001, 1.001)                                      # a cosine is rounded
+REWARD = schema.number(-1.001, 1.001)                               # a cosine is rounded
 TRAJECTORY = record(
     {"task": dict, "dialogue_history": list_of(TURN), "answer": str},
     {"task_id": nullable(label), "sample": int, "reward": nullable(REWARD), "max_rounds": whole(1),
@@ -155,6 +155,20 @@ def read_trajectories(path, num_trajectories=None, seed=0):
     if num_trajectories > len(trajectories):
         raise InputError(f"{path}: --num-trajectories {num_trajectories}, but it has only {len(trajectories):,}")
     return subset_of_tasks(trajectories, num_trajectories, seed)
+
+
+def check_names(trajectories, path, may_repeat=False):
+    """InputError where (task_id, sample) names two dialogues: what is sampled under their names, or kept under those of
+    their turns (candidates, pairs, random numbers), would belong to either.
+    may_repeat: one dialogue may be there twice."""
+    histories = {}
+    for trajectory in trajectories:
+        name, sample, history = trajectory["task_id"], trajectory["sample"], trajectory["dialogue_history"]
+        is_known = (name, sample) in histories
+        if is_known and not (may_repeat and histories[name, sample] == history):
+            raise InputError(f'{path}: two dialogues of task {name} have "sample" {sample}; give each a number of its '
+                             'own, or leave out the key "sample" everywhere')
+        histories[name, sample] = history
 
 
 def subset_of_tasks(trajectories, num_trajectories, seed):
@@ -475,12 +489,12 @@ def collate(items, device="cpu"):
         length = len(row.ids)
         ids[r, :length] = torch.tensor(row.ids)
         action_numbers[r, :length] = torch.tensor(row.action_numbers)
-        is_action = action_numbers[r] >= 0                                            # (T,)
-        counts = torch.bincount(action_numbers[r][is_action], minlength=most_actions)  # (M,)
+        is_action = action_numbers[r] >= 0                                                # (T,)
+        counts = torch.bincount(action_numbers[r][is_action], minlength=most_actions)     # (M,)
         lengths[owner] += counts
-        if row.prompt_length is not None:                       # a tree: its actions lie in the order of their numbers
-            begins = row.prompt_length + counts.cumsum(0) - counts                           # (M,) where actions begin
-            token_begins = begins[action_numbers[r, is_action]]                       # of each token's action
+        if row.prompt_length is not None:                # a tree: its actions lie in the order of their numbers
+            begins = row.prompt_length + counts.cumsum(0) - counts                        # (M,) where actions begin
+            token_begins = begins[action_numbers[r, is_action]]                           # of each token's action
             positions[r, is_action] += row.prompt_length - token_begins
             previous[r, begins[counts > 0]] = row.prompt_length - 1
     mask = tree_mask(rows, action_numbers)
@@ -498,13 +512,13 @@ def tree_mask(rows, action_numbers):
 
     In a tree these are the tokens before it of its own action and of the prompt; else all tokens before it.
     action_numbers: (R, T), as of collate."""
-    is_tree = torch.tensor([row.prompt_length is not None for row in rows])                      # (R,)
+    is_tree = torch.tensor([row.prompt_length is not None for row in rows])               # (R,)
     if not is_tree.any():
         return None
     width = action_numbers.shape[1]
     lengths = torch.tensor([len(row.ids) for row in rows])                                # (R,)
     is_token = torch.arange(width) < lengths[:, None]                                     # (R, T)
-    branches = torch.where(is_tree[:, None], action_numbers, -1)                      # (R, T)
+    branches = torch.where(is_tree[:, None], action_numbers, -1)                          # (R, T)
     is_prompt = branches[:, None, :] == -1                                                # (R, 1, T)
     same_branch = branches[:, None, :] == branches[:, :, None]                            # (R, T, T)
     is_before = torch.ones(width, width, dtype=torch.bool).tril()                         # (T, T)
@@ -670,7 +684,7 @@ def action_sums(batch, values):
     r, t = action_tokens(batch)
     shape = batch.lengths.shape + values.shape[1:]
     sums = torch.zeros(shape, device=values.device)
-    place = batch.owners[r], batch.action_numbers[r, t]                               # item and action of each token
+    place = batch.owners[r], batch.action_numbers[r, t]                                   # item and action of a token
     return sums.index_put(place, values, accumulate=True)
 
 
@@ -684,9 +698,9 @@ def action_logps(projection, hidden, batch):
 
 def action_values(head, hidden, batch):
     """A head's number for each action, from the mean of its tokens' hidden states (R, T, H); (B, M) float32."""
-    states = hidden[action_tokens(batch)].float()                                     # (N, H)
+    states = hidden[action_tokens(batch)].float()                                         # (N, H)
     lengths = batch.lengths.clamp(min=1)                                                  # (B, M)
-    means = action_sums(batch, states) / lengths[..., None]                           # (B, M, H)
+    means = action_sums(batch, states) / lengths[..., None]                               # (B, M, H)
     values = F.linear(means, head.weight.float(), head.bias.float())                      # (B, M, 1)
     return values.squeeze(-1) * (batch.lengths > 0)
 
@@ -1006,7 +1020,7 @@ def score_actions(critic, tokenizer, points, max_tokens, device):
         normalize = "turn"
     scores = []
     for point, point_actions, value, ref_value in zip(points, actions, values, ref_values):
-        lengths = torch.tensor([[len(action) for action in point_actions]])           # (1, M)
+        lengths = torch.tensor([[len(action) for action in point_actions]])               # (1, M)
         advantages = action_advantages(value[None], ref_value[None], lengths, normalize)  # (1, M)
         score_of = dict(zip(point_actions, advantages[0].tolist()))
         scores.append([score_of[tuple(action)] for action in point.actions])

@@ -666,11 +666,15 @@ def turn_kinds(task, history):
     return kinds
 
 
+def in_one_line(statement):
+    return " ".join(statement.split()).rstrip("; ")
+
+
 def kind_of(task, known, texts_before, message):
     """turn_kind of a message where these facts are known; texts_before: of all turns before."""
     answer, query = answer_of([{"content": message}], False), query_of(message)
     if answer is not None:
-        if " ".join(answer.split()).rstrip("; ") == " ".join(task["ground_truth"].split()).rstrip("; "):
+        if in_one_line(answer) == in_one_line(task["ground_truth"]):
             return "right answer"
         return "wrong answer" if knows_all(task, known) else "early answer"
     if query is not None:

@@ -121,12 +121,18 @@ SCORED = record({**STATE_KEYS, "task": dict, "history": list_of(record({"role": 
 PAIR = record({**STATE_KEYS, "chosen": SIDE, "rejected": SIDE})
 
 
-def read_states(path):
-    """The rows of SWEET's scored.jsonl (a file, or in 04's output folder) with "pairs" [(chosen, rejected)]: numbers of
-    candidates, by the pairs.jsonl beside it (of equal candidates the first). InputError where the two do not fit."""
+def state_files(path):
+    """(scored.jsonl, the pairs.jsonl beside it) of that file, or of 04's output folder."""
     path = pathlib.Path(path)
     if path.is_dir():
         path = path / "scored.jsonl"
+    return path, path.with_name("pairs.jsonl")
+
+
+def read_states(path):
+    """The rows of SWEET's scored.jsonl (state_files) with "pairs" [(chosen, rejected)]: numbers of candidates, by the
+    pairs.jsonl (of equal candidates the first). InputError where the two do not fit."""
+    path, pairs_path = state_files(path)
     states = {}                                                      # {name of a state: (it, {ids: its candidate})}
     rows = read_jsonl(path, SCORED)
     for row in rows:
@@ -136,7 +142,6 @@ def read_states(path):
         _, numbers = states.setdefault(state_name(row), (row, {}))
         for number, candidate in enumerate(row["candidates"]):
             numbers.setdefault(tuple(candidate["ids"]), number)
-    pairs_path = path.with_name("pairs.jsonl")
     for pair in read_jsonl(pairs_path, PAIR):
         row, numbers = states.get(state_name(pair), (None, {}))
         chosen = numbers.get(tuple(pair["chosen"]["ids"]))
