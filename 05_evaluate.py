@@ -37,8 +37,8 @@ import re
 import torch
 
 import common
-from colbench import ColBenchError, domain_of
-from lib import schema, statistics, tables
+from colbench import ColBenchError, domain_of, schema
+from lib import statistics, tables
 from lib.arguments import add_overwrite, add_reference, add_world, argument_parser, named_path, text_flag
 from lib.costs import compare_costs, cost_lines, Costs, read_record
 from lib.credit import agreement, count_pairs, credit_of, credit_summary, measure_turns, read_states, state_files

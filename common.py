@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from colbench import ColBenchError, domain_of, task_id
-from lib import adapters, models, schema, vision
+from colbench import ColBenchError, domain_of, schema, task_id
+from colbench.schema import label, list_of, nullable, one_of, record, short_text, token_ids, whole
+from lib import adapters, models, vision
 from lib.folders import render_chat
 from lib.models import (
     add_work,
@@ -42,7 +43,6 @@ from lib.runtime import (
     write_json,
     writing,
 )
-from lib.schema import label, list_of, nullable, one_of, record, short_text, token_ids, whole
 from lib.training import item_length, longest_row
 
 # Flags that a World may take (add_world), and their values where they are not set
@@ -80,7 +80,7 @@ def renderer(domain, out, flags):
 # ---------------------------------------------------------------------------------------------------------------------
 # tasks and trajectories: the one place where files of others are checked
 
-# The kinds of rows, with all fields of theirs that some stage uses (lib/schema.py); further ones are kept as they are.
+# The kinds of rows, with all fields of theirs that some stage uses (colbench/schema.py); further ones are kept as they are.
 TURN = record({"role": one_of("user", "assistant"), "content": str},
               {"input": str, "output": str, "output_ids": token_ids, "truncated": bool, "leak": str, "tool": bool,
                "resampled": int, "render_fault": str})

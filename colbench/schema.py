@@ -7,7 +7,7 @@ what is wrong with it (None: nothing). The functions below make such functions o
     TURN({"role": "user", "content": 1})        '"content" is a int, not a str'
 
 `int` is a whole number of 64 bits, `float` a finite number, whole or not; true and false are neither.
-colbench/ and lib/ import nothing of each other, so that each has this file; tests/test_hardening.py compares them."""
+lib/ uses them, too."""
 
 MAX_WORD = 2 ** 63
 MAX_NUMBER = 1e300

@@ -50,6 +50,7 @@ from tqdm import tqdm
 
 import common
 from colbench import ColBenchError, domain_of
+from colbench.schema import label, list_of, record, token_ids, whole
 from lib import training
 from lib.arguments import (
     add_reference,
@@ -93,7 +94,6 @@ from lib.runtime import (
     start,
     write_jsonl,
 )
-from lib.schema import label, list_of, record, token_ids, whole
 from lib.seeds import server_seed, uniforms
 from lib.servers import is_server, open_server, ReplyError, said, server_reply
 from lib.speakers import Failures, ids_fault, run_concurrently, server_line, Speaker

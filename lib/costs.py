@@ -5,8 +5,8 @@ import time
 
 import torch.distributed as dist
 
+from colbench.schema import record
 from lib.runtime import InputError, is_main, known_fingerprint, peak_memory_mb, read_json, reduce_sums, say, write_json
-from lib.schema import record
 from lib.tables import aligned
 
 COST_KEYS = "wall_s", "trained_tokens", "generated_tokens", "flops", "peak_memory_mb"

@@ -3,9 +3,9 @@ and how far their critic agrees with the oracles of a domain."""
 import collections
 import pathlib
 
-from lib import schema
+from colbench import schema
+from colbench.schema import list_of, record, token_ids, whole
 from lib.runtime import InputError, read_jsonl
-from lib.schema import list_of, record, token_ids, whole
 from lib.servers import said
 from lib.statistics import mean, mean_of_groups, rank_correlation
 

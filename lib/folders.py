@@ -10,8 +10,8 @@ import sys
 import threading
 import time
 
+from colbench.schema import record
 from lib.runtime import InputError, one_line, read_json
-from lib.schema import record
 
 TEMPLATE_S = 5.0                                # CPU seconds for PROBES; honest templates take milliseconds
 TEMPLATE_BYTES = 2 ** 30                        # of memory for PROBES

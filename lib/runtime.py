@@ -24,8 +24,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from colbench.schema import list_of, MAX_DEPTH, record, short_text
 from lib import VERSION
-from lib.schema import list_of, MAX_DEPTH, record, short_text
 
 
 class InputError(Exception):
@@ -249,7 +249,7 @@ def peak_memory_mb():
 
 def parse_json(text, where):
     """The value of a JSON text; InputError, which begins with `where`. The one place where JSON of others is read; what
-    it may be is said by the kinds of lib/schema.py."""
+    it may be is said by the kinds of colbench/schema.py."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
@@ -264,7 +264,7 @@ def parse_json(text, where):
 
 
 def read_json(path, kind):
-    """The value of a JSON file, of a kind (a function of lib/schema.py); InputError that names the file."""
+    """The value of a JSON file, of a kind (a function of colbench/schema.py); InputError that names the file."""
     value = parse_json(read_text(path), path)
     refuse(kind(value), path)
     return value
@@ -273,7 +273,7 @@ def read_json(path, kind):
 def read_jsonl(path, keys, check=None):
     """The objects of a JSONL file as dicts; InputError by line.
 
-    keys: {name: kind} that each must have (lib/schema.py), or the kind of a row.
+    keys: {name: kind} that each must have (colbench/schema.py), or the kind of a row.
     check(row, where, first row): may say more of a row."""
     kind = keys if callable(keys) else record(keys)
     if not os.path.isfile(path):
@@ -299,7 +299,7 @@ def read_jsonl(path, keys, check=None):
 
 
 def refuse(fault, where):
-    """InputError, which begins with `where`, if there is a fault (what a kind of lib/schema.py says of a value)."""
+    """InputError, which begins with `where`, if there is a fault (what a kind of colbench/schema.py says of a value)."""
     if fault:
         raise InputError(f"{where}: {fault.removeprefix('is ')}")
 

@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from colbench.schema import record
 from lib.adapters import adapter_parameters
 from lib.models import save_model, whole_tensor
 from lib.runtime import (
@@ -26,7 +27,6 @@ from lib.runtime import (
     trim_memory,
     writing,
 )
-from lib.schema import record
 
 
 def drop_long(examples, max_length, path):

@@ -81,10 +81,6 @@ def written(path, *rows):
     return path
 
 
-def test_both_rooms_have_the_same_schemas():
-    assert (ROOT / "lib" / "schema.py").read_bytes() == (ROOT / "colbench" / "schema.py").read_bytes()
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # class 4: files
 
