@@ -80,7 +80,7 @@ def renderer(domain, out, flags):
 # ---------------------------------------------------------------------------------------------------------------------
 # tasks and trajectories: the one place where files of others are checked
 
-# The kinds of rows, with all fields of theirs that some stage uses (colbench/schema.py); further ones are kept as they are.
+# The kinds of rows, with all fields that some stage uses (colbench/schema.py); further ones are kept as they are.
 TURN = record({"role": one_of("user", "assistant"), "content": str},
               {"input": str, "output": str, "output_ids": token_ids, "truncated": bool, "leak": str, "tool": bool,
                "resampled": int, "render_fault": str})

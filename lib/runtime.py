@@ -299,7 +299,7 @@ def read_jsonl(path, keys, check=None):
 
 
 def refuse(fault, where):
-    """InputError, which begins with `where`, if there is a fault (what a kind of colbench/schema.py says of a value)."""
+    """InputError, which begins with `where`, if there is a fault (what a kind of schema.py says of a value)."""
     if fault:
         raise InputError(f"{where}: {fault.removeprefix('is ')}")
 
