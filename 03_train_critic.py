@@ -265,7 +265,7 @@ def main(argv=None):
     training.show_samples(tokenizer, examples[0])
 
     # The reference is this model before its first update; its log-probabilities are computed once, by the same function
-    sharding = Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed)
+    sharding = Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed, args.compile)
     scorer = common.load_scorer(args.model, run, sharding, lora, has_head=args.head != "lm")
     common.check_positions(common.items_of(examples + test_examples), scorer.model)
     costs.trained = work_of(scorer.model)

@@ -9,7 +9,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lib.adapters import add_adapter
-from lib.models import check_replicate, from_pretrained, layers_of, lora_config, projection_of, reads_images
+from lib.models import (
+    check_replicate,
+    checkpoint_layers,
+    from_pretrained,
+    layers_of,
+    lora_config,
+    projection_of,
+    reads_images,
+)
 from lib.runtime import InputError, say
 
 
@@ -188,7 +196,7 @@ def memory_plan(config, step, token_logps):
         if step.lora:
             add_adapter(model, step.lora, dtype)
     if step.checkpointing:
-        model.activation_checkpointing_enable()
+        checkpoint_layers(model)
     fsdp = Fsdp(model, step)
     fsdp.watch()
     with torch.device("meta"), fsdp.ledger, warnings.catch_warnings():
