@@ -9,7 +9,7 @@ import torch
 
 import bench_rollout
 from lib.engine import cache_argument, Engine, generate
-from lib.models import encode, stop_ids, work_of
+from lib.models import encode, stop_ids
 from lib.runtime import InputError
 from lib.seeds import uniforms
 
@@ -177,21 +177,6 @@ def test_an_error_does_not_hang_the_others(tiny, monkeypatch):
     assert [str(error) for error in results] == ["out of memory"] * 6
     for n, prompt in enumerate(prompts[2:]):
         assert ask(engine, prompt, randoms, key=n) == plain(model, prompt, randoms)
-
-
-def test_counts_the_same_work_as_the_plain_way(tiny):
-    model, _ = tiny
-    prompts, randoms, works = prompts_of(10, 20), randoms_of(0, samples=2), []
-    model.__dict__.pop("work", None)
-    for way in ("plain", "engine"):
-        before = dict(work_of(model))
-        if way == "plain":
-            bench_rollout.generate(model, prompts, randoms, 1.0, STOPS)
-        else:
-            engine = Engine(model, STOPS, 2, 400)
-            together(*(engine.generate(prompt, randoms[n:n + 1], 1.0) for n, prompt in enumerate(prompts)))
-        works.append({key: value - before[key] for key, value in work_of(model).items()})
-    assert works[0] == pytest.approx(works[1]) and works[0]["generated_tokens"] > 2
 
 
 def test_models_that_do_not_see_all_tokens_are_refused():
