@@ -1,6 +1,7 @@
 """--dry-run: the memory that a training step needs on each rank, from a run on the meta device."""
 import copy
 import dataclasses
+import functools
 import math
 import warnings
 import weakref
@@ -51,9 +52,12 @@ class Ledger(TorchDispatchMode):
         self.now["activations"] -= size
 
 
-def fused_attention(module, query, key, value, mask, scaling=None, **unused):
+def fused_attention(module, query, key, value, mask, scaling=None, is_tree=False, **unused):
     """Attention that keeps what fused kernels keep: q, k, v, the output and a float32 a row and head. (On the meta
-    device scaled_dot_product_attention takes its plain path, with (T, T) matrices.)"""
+    device scaled_dot_product_attention takes its plain path, with (T, T) matrices.)
+    is_tree: transformers repeats keys and values for each query of a group, as there is a mask."""
+    if is_tree:
+        key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], 1) for tensor in (key, value))
     output = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, True, scale=scaling)[0]
     return output.transpose(1, 2).contiguous(), None
 
@@ -188,7 +192,7 @@ def memory_plan(config, step, token_logps):
 
     Not in it: what loading needs, buffers of NCCL and cuBLAS, fragmentation. AdamW is fused, so it copies nothing."""
     from transformers import AttentionInterface, AutoModelForCausalLM
-    AttentionInterface.register("fused_attention", fused_attention)
+    AttentionInterface.register("fused_attention", functools.partial(fused_attention, is_tree=step.tree))
     dtype = getattr(torch, step.dtype)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype,
