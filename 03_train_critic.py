@@ -220,7 +220,6 @@ def main(argv=None):
     inputs = [args.trajectories, args.model]
     if is_done(vars(args), args.out, inputs, folder=True):
         return
-    begin_output(vars(args), args.out, inputs, folder=True)
     check_track(args.track)
     lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
     common.fill_rewards(trajectories, vars(args))
@@ -231,6 +230,7 @@ def main(argv=None):
     if not examples:
         raise InputError(f"{args.trajectories}: no examples to train on: all are longer than --max-length "
                          f"{args.max_length}")
+    begin_output(vars(args), args.out, inputs, folder=True)
 
     # The reference is this model before its first update; its log-probabilities are computed once, by the same function
     scorer = common.load_scorer(args.model, run, sharding, lora, has_head=args.head != "lm")

@@ -67,7 +67,7 @@ from lib.runtime import (
     start,
     write_jsonl,
 )
-from lib.sampling import add_rows, open_sampler
+from lib.sampling import add_rows, finish_rows, open_sampler
 from lib.servers import is_server, said
 from lib.tracking import check_track, Track
 from lib.vision import load_processor
@@ -183,8 +183,10 @@ def sample_candidates(states, tokenizer, args, run):
         return {**state, "candidates": candidates}
 
     with Rows(path, run) as rows:
-        add_rows(rows, states, make_row, 2 * math.ceil(slots / args.num_candidates), run)    # the next one waits
+        in_flight = 2 * math.ceil(slots / args.num_candidates)       # the next one waits already
+        failures = add_rows(rows, states, make_row, in_flight, run)
     add_costs(args.out, folder=True, generated_tokens=sum(gather(sampler.generated_tokens)))
+    finish_rows(rows, len(states), failures, run)
     return read_rows(path)
 
 
@@ -298,7 +300,8 @@ def sweet_examples(trajectories, tokenizer, args, run):
     rows = read_states(trajectories, tokenizer, args)
     if args.candidates:
         rows = read_candidates(args.candidates, rows, args.num_candidates)
-    else:
+    begin(args)
+    if not args.candidates:
         rows = sample_candidates(rows, tokenizer, args, run)
     gc.collect()
     rows = score_candidates(rows, critic, tokenizer, args, run)
@@ -357,15 +360,29 @@ def sft_examples(trajectories, tokenizer, args, run):
 
 
 def short_examples(examples, args):
-    """The examples of at most --max-length tokens; InputError where none is left."""
+    """The examples of at most --max-length tokens; InputError where none is left. With them all inputs are read."""
     fitting = training.fitting_numbers(examples, args.max_length)
     if not fitting:
         raise InputError(f"{args.trajectories}: no examples to train on: all {len(examples):,} are longer than "
                          f"--max-length {args.max_length}")
+    begin(args)
     return [examples[i] for i in fitting]
 
 
-# make_examples       of (trajectories, tokenizer, args, run)
+def inputs_of(args):
+    """What the output depends on beside the arguments: files, folders, names of models."""
+    inputs = [args.trajectories, args.model, args.candidates, args.sampler]
+    if args.critic != common.UNTRAINED:
+        inputs.append(args.critic)
+    return inputs
+
+
+def begin(args):
+    """Begin the output; what --overwrite replaces goes now, when all inputs are read."""
+    begin_output(vars(args), args.out, inputs_of(args), folder=True)
+
+
+# make_examples       of (trajectories, tokenizer, args, run); it begins the output when all inputs are read
 # has_pairs           eq. 4 on pairs, against the model at the start; else the likelihood of all actions
 # num_items           of an example
 # epochs, batch_size  defaults, of table 5's backend row
@@ -505,12 +522,8 @@ def main(argv=None):
         return dry_run(args.model, step, common.token_logps)
     run = start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
-    inputs = [args.trajectories, args.model, args.candidates, args.sampler]
-    if args.critic != common.UNTRAINED:
-        inputs.append(args.critic)
-    if is_done(vars(args), args.out, inputs, folder=True):
+    if is_done(vars(args), args.out, inputs_of(args), folder=True):
         return
-    begin_output(vars(args), args.out, inputs, folder=True)
     check_track(args.track)
     is_fresh = args.model == "tiny" and args.method == "sft"
     if is_fresh:
