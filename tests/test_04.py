@@ -304,7 +304,8 @@ def test_trees_longer_than_their_paths_are_trained(workspace, tmp_path, tiny):
 
 def test_rft_trains_on_successes_alone(workspace, tmp_path):
     wins = sum(row["reward"] == 1 for row in read(workspace / "offline.jsonl"))
-    assert f"{wins} successful (or best) trajectories" in succeed("04_train_policy.py", *flags(workspace, "rft", tmp_path / "r"))
+    printed = succeed("04_train_policy.py", *flags(workspace, "rft", tmp_path / "r"))
+    assert f"{wins} successful (or best) trajectories" in printed
 
 
 def test_sft_loss_is_the_mean_nll_of_the_agents_tokens(workspace, tmp_path, tiny):

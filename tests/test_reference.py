@@ -16,7 +16,7 @@ BASE = ROOT / "models" / "tiny"
 
 @pytest.fixture(scope="module")
 def blind(workspace, tmp_path_factory):
-    """A critic trained with --reference-sees-c no: one step on all pairs, so that its loss is that of the initial model."""
+    """A critic trained with --reference-sees-c no: one step on all pairs, so that its loss is the initial model's."""
     out = tmp_path_factory.mktemp("blind") / "critic"
     printed = succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr",
                       1e-3, "--reference-sees-c", "no", "--batch-size", 10_000, "--epochs", 1, "--held-out-frac", 0,
