@@ -145,7 +145,7 @@ def train(scorer, examples, targets, args, run):
         sums = collections.Counter()
         for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
-            batch = common.collate(common.items_of(micro_examples), run.device)
+            batch = scorer.collate(common.items_of(micro_examples), run.device)
             values = scorer(batch)                                  # (B, M): a value for each turn
             if args.head == "value":
                 labels = torch.tensor([targets[i] for i in micro], device=run.device)              # (B,)

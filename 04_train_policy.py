@@ -414,7 +414,7 @@ def train(scorer, examples, ref_logps, args, run):
         sums = collections.Counter()
         for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
-            batch = common.collate(common.items_of(micro_examples), run.device)
+            batch = scorer.collate(common.items_of(micro_examples), run.device)
             logps = scorer(batch)                                   # (B, M): of each item's actions
             sums["num_tokens"] += training.num_tokens(micro_examples, weights)
             weights = weights / num_terms                           # (examples,)

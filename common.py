@@ -396,6 +396,20 @@ def actions_item(tokenizer, prompt, actions):
     return [Row(ids, action_numbers, prompt_length=num_read)]
 
 
+def without_trees(item):
+    """The item with a row for each action of a tree."""
+    rows = []
+    for row in item:
+        if row.prompt_length is None:
+            rows.append(row)
+            continue
+        prompt = row.ids[:row.prompt_length]
+        for number in range(1 + max(row.action_numbers)):
+            action = [token for token, owner in zip(row.ids, row.action_numbers) if owner == number]
+            rows.append(Row(prompt + action, [-1] * len(prompt) + [number] * len(action)))
+    return rows
+
+
 def as_one_action(item):
     """The rows of a trajectory, whose agent tokens are then all of action 0: multi-turn DPO compares dialogues."""
     rows = []
@@ -542,6 +556,12 @@ class Scorer(torch.nn.Module):
                 # It gets no gradients, and so no optimiser state; a run could not be resumed with it.
                 output.requires_grad_(False)
 
+    def collate(self, items, device):
+        """The Batch of items; without trees for a model that takes no masks of ours."""
+        if not self.takes_trees:
+            items = [without_trees(item) for item in items]
+        return collate(items, device)
+
     def check_logits(self, name):
         """models.check_logits where the model's logits are used."""
         if self.head is None and not models.is_visual(self.model):
@@ -566,37 +586,12 @@ def hidden_states(model, batch):
     """The last hidden state of each token, (R, T, H)."""
     mask = None                                   # rows are padded on the right: with causal attention no token sees it
     if batch.mask is not None:
-        if models.takes_no_masks(model):
-            return branch_states(model, batch)
         # added to scores, because as bool every layer would keep a copy like it
         window = models.sliding_window(model)
         mask = models.decoder_mask(model, window, batch.mask, batch.positions, batch.positions, is_added=True)
     output = model.get_decoder()(input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions,
                                  use_cache=False)
     return output.last_hidden_state
-
-
-def branch_states(model, batch):
-    """hidden_states of a batch with trees for a model that does not read them (models.takes_no_masks): it reads
-    each action in a row of its own, after the prompt, with the mask and the positions that it has by itself.
-
-    All rows go through it in one pass, because ranks gather layers together."""
-    is_seen = batch.mask[:, 0]                                                            # (R, T, T)
-    ends = (is_seen.sum(1) == 1).nonzero()                          # (E, 2) tokens that only they themselves see
-    branches = []                                                   # of each end its row, and the places that it sees
-    for r, end in ends.tolist():
-        if end < batch.sizes[r]:                                    # not padding
-            branches.append((r, is_seen[r, end].nonzero().squeeze(1)))
-    rows = [batch.ids[r, places] for r, places in branches]
-    states = model.get_decoder()(input_ids=pad_sequence(rows, batch_first=True), attention_mask=None,
-                                 use_cache=False).last_hidden_state                       # (branches, longest, H)
-    hidden = states.new_zeros(*batch.ids.shape, states.shape[2])                          # (R, T, H)
-    is_known = torch.zeros_like(batch.ids, dtype=torch.bool)                              # (R, T)
-    for (r, places), row_states in zip(branches, states):
-        is_new = ~is_known[r, places]                               # the prompt's are those of its first action
-        hidden[r, places[is_new]] = row_states[:len(places)][is_new]
-        is_known[r, places] = True
-    return hidden
 
 
 def action_tokens(batch):
@@ -677,7 +672,9 @@ def action_outputs(scorer, items, max_tokens, device):
         with models.adapter_off(scorer.scorer.model):
             return action_outputs(scorer.scorer, items, max_tokens, device)
     check_positions(items, scorer.model)
-    chunks = chunks_of(items, max_tokens, scorer.takes_trees)
+    if not scorer.takes_trees:
+        items = [without_trees(item) for item in items]
+    chunks = chunks_of(items, max_tokens)
     is_split = hasattr(scorer, "reshard")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_split else (0, 1)
     outputs = {}
@@ -687,7 +684,7 @@ def action_outputs(scorer, items, max_tokens, device):
         # Ranks gather layers together, so each makes as many passes: where no chunk is left, the last one again.
         chunk = chunks[min(first + rank, len(chunks) - 1)]
         with torch.no_grad():
-            values = scorer(collate([items[i] for i in chunk], device)).cpu()             # (B, M)
+            values = scorer(collate([items[i] for i in chunk], device)).cpu()      # (B, M)
         for i, item_values in zip(chunk, values):
             outputs[i] = item_values[:num_actions(items[i])].clone()
     scorer.train(was_training)
@@ -721,28 +718,20 @@ def num_actions(item):
     return 1 + max(max(row.action_numbers) for row in item)
 
 
-def chunks_of(items, max_tokens, takes_trees=True):
+def chunks_of(items, max_tokens):
     """Lists of item numbers, the longest items first, so that a list padded has at most `max_tokens` tokens if it has
-    more than one item.
-    takes_trees: False where each action of a tree is read in a row of its own (branch_states)."""
+    more than one item."""
     lengths = [item_length(item) for item in items]
-    sizes = [len(item) if takes_trees else num_branches(item) for item in items]         # rows of each item
-    order = sorted(range(len(items)), key=lambda i: -lengths[i])
     chunks, num_rows = [], 0
-    for i in order:
+    for i in sorted(range(len(items)), key=lambda i: -lengths[i]):
         # the first item of a chunk is its longest
-        if chunks and (num_rows + sizes[i]) * lengths[chunks[-1][0]] <= max_tokens:
+        if chunks and (num_rows + len(items[i])) * lengths[chunks[-1][0]] <= max_tokens:
             chunks[-1].append(i)
-            num_rows += sizes[i]
+            num_rows += len(items[i])
         else:
             chunks.append([i])
-            num_rows = sizes[i]
+            num_rows = len(items[i])
     return chunks
-
-
-def num_branches(item):
-    """How many rows an item has where each action of a tree is one."""
-    return sum(1 if row.prompt_length is None else 1 + max(row.action_numbers) for row in item)
 
 
 def example_outputs(scorer, examples, max_tokens, device):
