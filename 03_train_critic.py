@@ -38,11 +38,11 @@ from colbench import ColBenchError, domain_of
 from lib import training
 from lib.arguments import add_training, argument_parser, positive_int, REFERENCES, set_preset, share_flag
 from lib.costs import Costs
-from lib.memory import dry_run
+from lib.memory import dry_run, PlannedStep
 from lib.models import load_tokenizer, lora_config, reads_images, Sharding, weights_fingerprint, work_of
 from lib.runtime import begin_output, InputError, is_done, run_stage, say, start, write_json
 from lib.tracking import check_track, Track
-from lib.vision import check_visual_critic, load_processor
+from lib.vision import critic_processor
 
 # ---------------------------------------------------------------------------------------------------------------------
 # losses
@@ -160,12 +160,12 @@ def read_pairs(trajectories, args):
     return train, test
 
 
-def critic_examples(trajectories, groups, tokenizer, show, args, needed=True):
+def critic_examples(trajectories, groups, tokenizer, sight, args, needed=True):
     """Make examples of groups of trajectory numbers. Returns (groups, examples, ref_examples) of those that are short
     enough. ref_examples: what the reference reads, the same or, where it is blind, the same without c.
     needed: InputError where none is left."""
     form = critic_form(args)
-    examples = common.trajectory_examples(trajectories, groups, tokenizer, form["privileged"], show, args.max_length)
+    examples = common.trajectory_examples(trajectories, groups, tokenizer, form["privileged"], sight, args.max_length)
     if needed:
         fitting = training.fitting_numbers(examples, args.max_length, "examples to train on", args.trajectories)
     else:
@@ -180,15 +180,6 @@ def critic_form(args):
     """The part of critic.json that scores depend on."""
     return {"head": args.head, "normalize": args.normalize, "privileged": not args.no_privileged,
             "reference_sees": args.reference}
-
-
-def open_visual(domain, args):
-    """(processor, show) of a model that reads images: `show` renders what it is shown (common.show_documents)."""
-    check_visual_critic(args, domain)
-    processor = load_processor(args.model)
-    say(f"a visual critic; images are scaled to at most {processor.image_processor.size['longest_edge']:,} pixels")
-    world_flags = common.world_flags(args)
-    return processor, common.renderer(domain, args.out, world_flags)
 
 
 def train(scorer, examples, targets, args, run, costs):
@@ -237,27 +228,33 @@ def train(scorer, examples, targets, args, run, costs):
 
 def main(argv=None):
     args = parse_args(argv)
+    sharding = Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed)
     if args.dry_run:
-        return dry_run(args, args.batch_size, common.token_logps, 1 if args.head == "value" else 2)
+        lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
+        rows_an_example = 1 if args.head == "value" else 2
+        step = PlannedStep(args.dry_run, sharding, args.batch_size, args.micro_batch_size, rows_an_example,
+                           args.max_length, lora=lora)
+        return dry_run(args.model, step, common.token_logps)
     run = start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
     inputs = [args.trajectories, args.model]
     if is_done(args, args.out, inputs, folder=True):
         return
-    lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
+    lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
     check_track(args.track)
     world_flags = common.world_flags(args)
     common.fill_rewards(trajectories, common.scoring_world(domain, args.out, world_flags))
     train_groups, test_groups = read_pairs(trajectories, args)
     visual = reads_images(args.model)
     if visual:
-        tokenizer, show = open_visual(domain, args)
+        tokenizer = critic_processor(args.model, args.head, domain, args.trajectories)
+        sight = common.sight_of(tokenizer, domain, args.out, world_flags)
         begin_output(args, args.out, inputs, training.FILES)        # its screenshots are drawn beside it
     else:
-        tokenizer, show = load_tokenizer(args.model), None
-    train_groups, examples, ref_examples = critic_examples(trajectories, train_groups, tokenizer, show, args)
-    _, test_examples, ref_test_examples = critic_examples(trajectories, test_groups, tokenizer, show, args,
+        tokenizer, sight = load_tokenizer(args.model), None
+    train_groups, examples, ref_examples = critic_examples(trajectories, train_groups, tokenizer, sight, args)
+    _, test_examples, ref_test_examples = critic_examples(trajectories, test_groups, tokenizer, sight, args,
                                                           needed=False)
     if not visual:
         begin_output(args, args.out, inputs, training.FILES)
@@ -265,7 +262,6 @@ def main(argv=None):
     training.show_samples(tokenizer, examples[0])
 
     # The reference is this model before its first update; its log-probabilities are computed once, by the same function
-    sharding = Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed)
     scorer = common.load_scorer(args.model, run, sharding, lora, has_head=args.head != "lm")
     common.check_positions(common.items_of(examples + test_examples), scorer.model)
     costs.trained = work_of(scorer.model)

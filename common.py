@@ -19,8 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from colbench import ColBenchError, domain_of, schema, task_id
 from colbench.schema import label, list_of, nullable, one_of, record, short_text, token_ids, whole
-from lib import adapters, models, vision
-from lib.folders import render_chat
+from lib import models, vision
 from lib.models import (
     add_work,
     encode,
@@ -29,6 +28,7 @@ from lib.models import (
     load_model,
     load_tokenizer,
     projection_of,
+    render_chat,
     tokenizer_name,
 )
 from lib.runtime import (
@@ -71,10 +71,10 @@ def scoring_world(domain, out, flags):
     return functools.partial(world, domain, f"{out}.images", pathlib.Path(out).parent, flags)
 
 
-def renderer(domain, out, flags):
-    """A visual critic's "show": show_documents by a World of this domain that need not score."""
+def sight_of(processor, domain, out, flags):
+    """What a visual critic needs to see documents (vision.Sight), by a World of this domain that need not score."""
     open_world = functools.partial(world, domain, f"{out}.images", None, {**flags, "similarity": None})
-    return functools.partial(show_documents, domain=domain, open_world=open_world)
+    return vision.open_sight(processor, domain, open_world)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -713,8 +713,8 @@ def action_outputs(scorer, items, max_tokens, device):
     scorer: None, the reference of a critic with a head, whose initial values are 0; or a WithoutAdapter."""
     if scorer is None:
         return [torch.zeros(num_actions(item)) for item in items]
-    if isinstance(scorer, adapters.WithoutAdapter):
-        with adapters.adapter_off(scorer.scorer.model):
+    if isinstance(scorer, models.WithoutAdapter):
+        with models.adapter_off(scorer.scorer.model):
             return action_outputs(scorer.scorer, items, max_tokens, device)
     check_positions(items, scorer.model)
     chunks = chunks_of(items, max_tokens, scorer.takes_trees)
@@ -803,7 +803,7 @@ def reference_logps(folder, scorer, examples, max_tokens, device):
     if not path.exists():
         initial = None                                               # a head begins at 0
         if scorer.head is None:
-            initial = adapters.without_adapter(scorer)
+            initial = models.without_adapter(scorer)
             say(f"reference log-probabilities of {len(examples):,} examples")
         outputs = example_outputs(initial, examples, max_tokens, device)
         if is_main():
@@ -848,7 +848,7 @@ def load_whole(device, dtype="float32"):
         else:
             model, _ = load_model(name, device, dtype)
         if lora:
-            adapters.add_adapter(model, lora, getattr(torch, dtype))     # as in a pass of a model that is split
+            models.add_adapter(model, lora, getattr(torch, dtype))     # as in a pass of a model that is split
         return Scorer(model, has_head, processor)
     return load
 
@@ -884,7 +884,7 @@ def untrained_critic(model_name, reference_sees):
 
 def read_critic(folder, tokenizer, domain, reference_sees=None):
     """A critic folder's critic.json, {"privileged", "normalize", "head", …}, for a policy with `tokenizer` (None: not
-    compared) on a domain's tasks. A "visual" one also needs "show" (show_documents). InputError where it does not fit.
+    compared) on a domain's tasks. A "visual" one also needs "sight" (vision.Sight). InputError where it does not fit.
 
     "reference" names the reference model of eq. 3, "reference_sees" says what it reads when actions are scored: the
     parameter, or what the critic was trained with ("trained_with"; a folder without the key: "informed")."""
@@ -892,7 +892,7 @@ def read_critic(folder, tokenizer, domain, reference_sees=None):
     if not path.exists():
         raise InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
     critic = {**read_json(path, CRITIC), "folder": str(folder)}
-    if adapters.is_adapter(folder):
+    if models.is_adapter(folder):
         critic["reference"] = models.adapter_base(folder)
     critic["trained_with"] = critic.get("reference_sees", "informed")
     critic["reference_sees"] = reference_sees or critic["trained_with"]
@@ -907,7 +907,7 @@ def read_critic(folder, tokenizer, domain, reference_sees=None):
     if tokenizer and not critic.get("visual"):
         if tokenizer_name(load_tokenizer(str(folder))) != tokenizer_name(tokenizer):
             raise InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
-    if critic["head"] == "lm" or adapters.is_adapter(folder):       # the others need no reference
+    if critic["head"] == "lm" or models.is_adapter(folder):       # the others need no reference
         check_reference(critic)
     return critic
 
@@ -951,18 +951,18 @@ def load_critic(critic, load):
     None, because its initial values are 0."""
     has_head = critic["head"] != "lm"
     is_trained = critic["folder"] != critic["reference"]
-    lora = adapters.folder_config(critic["folder"]) if is_trained else None
+    lora = models.folder_config(critic["folder"]) if is_trained else None
     name = critic["reference"] if lora else critic["folder"]
     scorer = load(name, lora=lora, has_head=has_head)
     if lora:
-        adapters.load_adapter(scorer.model, critic["folder"])
+        models.load_adapter(scorer.model, critic["folder"])
     if has_head:
         models.load_head(scorer.head, critic["folder"])
     scorer.eval()
     if has_head:
         ref_scorer = None
     elif lora:
-        ref_scorer = adapters.without_adapter(scorer)
+        ref_scorer = models.without_adapter(scorer)
     elif is_trained:
         ref_scorer = load(critic["reference"]).eval()
     else:
@@ -982,21 +982,6 @@ def works_of(critic):
 DecisionPoint = namedtuple("DecisionPoint", "prompt task history actions texts")
 
 
-def show_documents(documents, domain, open_world):
-    """{document: its image file, None where it cannot be rendered}, rendered by rank 0 (World.show); for all ranks.
-
-    A visual critic's "show" is this function with domain and open_world (renderer)."""
-    files = None
-    if is_main():
-        with open_world() as browser:
-            files = asyncio.run(browser.show(documents))
-    files = broadcast(files)
-    num_lost = list(files.values()).count(None)
-    if num_lost:
-        say(f"{num_lost:,} of {len(files):,} {domain.NOUN}s cannot be rendered: shown as black images")
-    return files
-
-
 def score_actions(critic, tokenizer, points, max_tokens, device):
     """The score A(o_t, a, c) of each action of DecisionPoints by a critic (load_critic) or a domain's oracle (its
     name), a list of floats for each point. Equal actions are scored once."""
@@ -1007,7 +992,11 @@ def score_actions(critic, tokenizer, points, max_tokens, device):
             scores.append(domain.oracle_scores(critic, point.task, point.history, point.texts))
         return scores
     if critic.get("visual"):
-        return visual_scores(critic, points, max_tokens, device)
+        def values_of(rows):
+            items = [visual_item([row]) for row in rows]
+            return [values.item() for values in action_outputs(critic["scorer"], items, max_tokens, device)]
+        sight = critic["sight"]._replace(processor=critic["scorer"].processor)
+        return vision.action_scores(sight, points, critic["privileged"], values_of)
     actions = [sorted(set(map(tuple, point.actions))) for point in points]
     items = action_items(points, actions, tokenizer, critic["privileged"])
     ref_items = items
@@ -1027,44 +1016,9 @@ def score_actions(critic, tokenizer, points, max_tokens, device):
     return scores
 
 
-def visual_scores(critic, points, max_tokens, device):
-    """score_actions by a visual critic: its head on what each action would show."""
-    processor = critic["scorer"].processor
-    views = [views_after(critic, point) for point in points]
-    files = critic["show"](vision.documents_of(views))
-    items, places = [], {}
-    for number, point_views in enumerate(views):
-        for view in point_views:
-            if (number, view) not in places:                         # equal views are scored once
-                places[number, view] = len(items)
-                items.append([vision_row(processor, view, 0, files)])
-    values = action_outputs(critic["scorer"], items, max_tokens, device)
-    scores = []
-    for number, point_views in enumerate(views):
-        point_scores = []
-        for view in point_views:
-            place = places[number, view]
-            point_scores.append(values[place].item())
-        scores.append(point_scores)
-    return scores
-
-
-def views_after(critic, point):
-    """What a visual critic is shown of each action of a point, [((caption, document or None), …), …]."""
-    domain = domain_of(point.task)
-    views = []
-    for text in point.texts:
-        history = [*point.history, {"role": "assistant", "content": text}]
-        turn_views = domain.views(point.task, history, critic["privileged"])
-        views.append(tuple(turn_views))
-    return views
-
-
-def vision_row(processor, views, action_number, files):
-    """The Row that shows a visual critic the action `action_number`: captions, and the image files of documents."""
-    captioned_files = [(caption, files.get(document)) for caption, document in views]
-    ids, images = vision.image_row(processor, captioned_files)
-    return Row(ids, [action_number] * len(ids), images=images)
+def visual_item(rows):
+    """The item of vision's rows, (ids, image files), each of which is one action."""
+    return [Row(ids, [number] * len(ids), images=images) for number, (ids, images) in enumerate(rows)]
 
 
 def has_blind_reference(critic):
@@ -1106,15 +1060,16 @@ def overlong_row(tokenizer, trajectory, max_length):
     return Row(read + list(action), [-1] * len(read) + [last_action] * len(action))
 
 
-def trajectory_examples(trajectories, groups, tokenizer, privileged=None, show=None, max_length=None):
+def trajectory_examples(trajectories, groups, tokenizer, privileged=None, sight=None, max_length=None):
     """An Example, without pairs, for each tuple of trajectory numbers, an item a trajectory.
 
     privileged: whether c stands in front (None: where the logged agent saw it).
-    show: show_documents, for a visual critic, whose processor is then in the place of the tokenizer.
+    sight: vision.Sight of a visual critic, whose processor is then in the place of the tokenizer.
     max_length: a dialogue that is far longer (overlong_row) is not made whole, as it is left out by its length."""
     numbers = sorted({number for group in groups for number in group})
-    if show:
-        items = visual_items(trajectories, numbers, tokenizer, privileged, show)
+    if sight:
+        rows = vision.turn_rows(sight, [trajectories[number] for number in numbers], privileged)
+        items = {number: visual_item(turns) for number, turns in zip(numbers, rows)}
     else:
         items = text_items(trajectories, numbers, tokenizer, privileged, max_length)
     examples = []
@@ -1146,24 +1101,6 @@ def say_kinds(what, kinds):
         return
     counts = [f"{count:,} {kind}" for kind, count in kinds.items()]
     say(f"{what}: {', '.join(counts)}")
-
-
-def visual_items(trajectories, numbers, processor, privileged, show):
-    """{number: its item} of trajectories, a row for each agent turn, which shows it to a visual critic."""
-    views = {}
-    for number in numbers:
-        task = trajectories[number]["task"]
-        history = trajectories[number]["dialogue_history"]
-        domain = domain_of(task)
-        views[number] = []
-        for i, turn in enumerate(history):
-            if turn["role"] == "assistant":
-                views[number].append(domain.views(task, history[:i + 1], privileged))
-    files = show(vision.documents_of(views.values()))
-    items = {}
-    for number, turn_views in views.items():
-        items[number] = [vision_row(processor, view, action, files) for action, view in enumerate(turn_views)]
-    return items
 
 
 def reference_examples(critic, examples, trajectories, groups, tokenizer, max_length=None):

@@ -164,8 +164,6 @@ def add_training(parser, max_length):
     group = parser.add_argument_group("LoRA (needs peft)")
     group.add_argument("--lora", type=positive_int, metavar="RANK",
                        help="train an adapter of this rank; the model stays as it is, in --dtype")
-    group.add_argument("--lora-alpha", type=positive_int, metavar="A", help="the adapter counts A / RANK times (None: "
-                       "2 RANK)")
     group.add_argument("--lora-targets", type=text_flag, nargs="+", metavar="NAME",
                        help="layers with an adapter, q_proj v_proj, say (None: all linear ones but the output's)")
     group.add_argument("--merge", action="store_true", help="write a whole model in place of an adapter folder")

@@ -9,8 +9,7 @@ import time
 import torch
 
 from colbench.schema import record
-from lib.adapters import adapter_parameters
-from lib.models import save_model, whole_tensor
+from lib.models import adapter_parameters, loading, save_model, whole_tensor
 from lib.runtime import (
     barrier,
     InputError,
@@ -178,7 +177,7 @@ def check_weights(model, out):
 class Checkpoints:
     """What a run needs to go on, in `folder`/states/STEP: the shards of model and optimiser by
     torch.distributed.checkpoint, the last two that are whole; read again on any number of ranks. Order, schedule and
-    seeds follow from the step and the arguments. lib/states.py says what is safe about reading them."""
+    seeds follow from the step and the arguments."""
 
     def __init__(self, folder, model, optimizer):
         self.folder, self.model, self.optimizer = pathlib.Path(folder) / "states", model, optimizer
@@ -228,14 +227,14 @@ class Checkpoints:
 
     def load(self):
         """Load the last whole state, cut metrics.jsonl back to it, and return its step (0: a new run)."""
+        from torch.distributed import checkpoint as dcp  # here, because their import takes seconds
         from torch.distributed.checkpoint.state_dict import set_state_dict, StateDictOptions
-
-        from lib.states import load_state  # here, because it imports torch.distributed.checkpoint
         step = max(self.whole(), default=0)
         barrier()
         if step:
             state = self.state()
-            load_state(state, self.folder / str(step))
+            with loading(self.folder / str(step)):
+                dcp.load(state, checkpoint_id=self.folder / str(step))
             set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
                            optim_state_dict=state["optimizer"], options=StateDictOptions(strict=not self.frozen()))
             say(f"continues at step {step}")
