@@ -657,8 +657,6 @@ def lora_config(name, rank, targets, merge):
             if value:
                 raise InputError(f"--{flag} goes with --lora RANK")
         return None
-    if name == "tiny":
-        raise InputError("--lora: fresh parameters (--model tiny) have nothing to adapt; train them whole")
     if is_adapter(name):
         raise InputError(f"--lora: {name} is an adapter itself; make it with --merge, as a whole model")
     config = import_peft().LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM",
