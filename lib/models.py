@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from colbench.schema import record
-from lib.runtime import barrier, fingerprint, InputError, is_main, one_line, read_json, write_json
+from lib.runtime import barrier, files_digest, InputError, is_main, one_line, read_json, write_json
 from lib.servers import is_server
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -193,11 +193,12 @@ def weights_fingerprint(name):
         folder = folder_of(name, local_files_only=True)
     except (OSError, ValueError):                                   # not there; no name of a repository
         return None
-    files = [path for ending in ("safetensors", "bin", "gguf") for path in folder.glob(f"*.{ending}")]
-    parts = sorted((path.name, fingerprint(path)) for path in [*files, *folder.glob("config.json")])
+    digest = files_digest(path for path in folder.iterdir()
+                          if path.suffix in (".safetensors", ".bin", ".gguf") or path.name == "config.json")
     if is_adapter(folder):
-        parts.append(weights_fingerprint(base_of(folder)))
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+        both = f"{digest} {weights_fingerprint(base_of(folder))}"
+        digest = hashlib.sha256(both.encode()).hexdigest()[:16]
+    return digest
 
 
 def max_positions(name):
