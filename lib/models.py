@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from colbench.schema import record
-from lib.runtime import barrier, files_digest, InputError, is_main, one_line, read_json, write_json
+from lib.runtime import barrier, files_digest, InputError, is_main, one_line, read_json
 from lib.servers import is_server
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -442,10 +442,9 @@ def shard(scorer, run, sharding):
 
 def checkpoint_activations(model):
     """Have a model compute each layer again in the backward pass."""
-    if hasattr(model, "activation_checkpointing_enable"):
-        model.activation_checkpointing_enable()
-    else:                                                           # transformers before 5.18
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    # older versions of transformers have the second name alone
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def check_replicate(replicate, num_ranks):

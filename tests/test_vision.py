@@ -8,6 +8,7 @@ import types
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import common
 from colbench import frontend
@@ -15,8 +16,8 @@ from colbench.browser import BrowserThread, Render
 from conftest import read, refused, ROOT, stage, succeed
 from lib.runtime import InputError
 from lib.servers import said
-from lib.training import Checkpoints
 from lib.vision import hidden_states, image_row, load_processor, load_vision, read_images, vision_reply
+from test_lora import killed_and_resumed
 
 BASE = ROOT / "models" / "tiny"
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
@@ -250,26 +251,9 @@ def test_it_begins_at_log_2_learns_and_loads(critic, seeing):
     assert scores[1] > scores[0]
 
 
-def weights(folder):
-    from safetensors.torch import load_file
-    return load_file(folder / "model.safetensors")
-
-
 def test_killed_and_resumed_equals_uninterrupted(critic, dialogues, vlm, tmp_path, monkeypatch, capsys):
-    original = Checkpoints.save
-
-    def save_and_die(checkpoints, step):
-        original(checkpoints, step)
-        raise KeyboardInterrupt
-    monkeypatch.setattr(Checkpoints, "save", save_and_die)
-    arguments = flags(dialogues, vlm, tmp_path / "c")
-    with pytest.raises(KeyboardInterrupt):
-        stage(3).main(arguments)
-    monkeypatch.undo()
-    assert "continues at step" not in capsys.readouterr().out
-    stage(3).main(arguments)
-    assert "continues at step 2\n" in capsys.readouterr().out
-    resumed, whole = weights(tmp_path / "c"), weights(critic[0])
+    killed_and_resumed(flags(dialogues, vlm, tmp_path / "c"), monkeypatch, capsys)
+    resumed, whole = load_file(tmp_path / "c" / "model.safetensors"), load_file(critic[0] / "model.safetensors")
     assert all(torch.allclose(resumed[name], whole[name], atol=1e-6) for name in whole)
 
 
@@ -307,20 +291,19 @@ def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, tmp_path):
     assert asyncio.run(choose(BLACK, WHITE, BLACK)) == 1 and asyncio.run(choose(f"OUTPUT: {WHITE}", BLACK)) == 0
 
 
-def test_02_and_05_refuse_it_on_functions(critic, workspace, tmp_path):
+def test_02_05_and_critics_refuse_it_on_functions(critic, workspace, tmp_path):
     """Before any dialogue is played."""
-    with pytest.raises(InputError, match="a critic that sees cannot rank functions"):
-        stage(2).main(["--tasks", f"{workspace}/tasks.jsonl", "--agent", str(BASE), "--simulator", "rules",
-                       "--best-of", "2", "--critic", str(critic[0]), "--out", str(tmp_path / "out.jsonl")])
-    with pytest.raises(InputError, match="a critic that sees cannot rank functions"):
-        stage(5).main([f"a={workspace}/offline.jsonl", "--critic", str(critic[0]), "--out", str(tmp_path / "out")])
-    with pytest.raises(InputError, match="a critic that sees cannot rank functions"):
-        importlib.import_module("scripts.critics").main([
-            "--trajectories", f"{workspace}/offline.jsonl", "--critics", f"v={critic[0]}", "--out",
-            str(tmp_path / "out")])
+    out = ["--out", tmp_path / "out"]
+    programs = {2: ["--tasks", workspace / "tasks.jsonl", "--agent", BASE, "--simulator", "rules", "--best-of", 2,
+                    "--critic", critic[0], *out],
+                5: [f"a={workspace}/offline.jsonl", "--critic", critic[0], *out],
+                importlib.import_module("scripts.critics"): ["--trajectories", workspace / "offline.jsonl", "--critics",
+                                                             f"v={critic[0]}", *out]}
+    for program, arguments in programs.items():
+        assert "a critic that sees cannot rank functions" in refused(program, *arguments)
 
 
-# --- the person who sees
+# --- the user simulator who sees
 
 def test_a_reply_to_pictures_is_the_likeliest(vlm, tmp_path):
     """The model's own generation_config, which samples and penalises, changes nothing."""
