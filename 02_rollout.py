@@ -71,7 +71,7 @@ from lib.speakers import (
 from lib.statistics import mean_over_tasks
 from lib.tables import heading_of
 from lib.tracking import check_track, Track
-from lib.vision import documents_of
+from lib.vision import action_documents, Sight
 
 ROLES = "agent", "simulator", "judge"
 
@@ -214,8 +214,9 @@ async def critic_choice(dialogue, prompt, replies, players, max_tokens):
     texts = [reply.text for reply in replies]
     point = common.DecisionPoint(prompt, dialogue.task, dialogue.history, actions, texts)
     if not isinstance(critic, str) and critic.get("visual"):
-        views = await players.world.show(documents_of([common.views_after(critic, point)]))
-        critic = {**critic, "show": lambda _: views}
+        sight = Sight(critic["scorer"].processor, domain_of(dialogue.task), None)
+        files = await players.world.show(action_documents(sight, [point], critic["privileged"]))
+        critic = {**critic, "sight": sight._replace(show=lambda _: files)}
     [scores] = common.score_actions(critic, tokenizer, [point], max_tokens, players.device)
     return max(range(len(scores)), key=scores.__getitem__)
 

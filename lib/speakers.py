@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 
 from lib.engine import Engine
-from lib.folders import render_chat
-from lib.models import encode, load_model, stop_ids
+from lib.models import encode, load_model, render_chat, stop_ids
 from lib.runtime import barrier, gather, InputError, write_jsonl
 from lib.seeds import server_seed, uniforms
 from lib.servers import (
