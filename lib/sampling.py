@@ -178,7 +178,7 @@ class RowMaker:
 
     rows: object
     make_row: object                            # as add_rows takes it
-    most_failures: int                          # so many in a row end the run
+    most_failures: int                          # after so many in a row no further one is begun
     progress: object                            # tqdm's bar
     failures: list = dataclasses.field(default_factory=list)        # why rows are missing, a line each
     num_in_a_row: int = 0
@@ -186,15 +186,14 @@ class RowMaker:
     async def make(self, numbered_item):
         """Make and add one row, or give a function that does it in the background (run_concurrently)."""
         number, item = numbered_item
+        if self.num_in_a_row >= self.most_failures:
+            return None
         try:
             row = await self.make_row(item)
         except ReplyError as error:
             self.failures.append(str(error))
             self.num_in_a_row += 1
             self.progress.set_postfix_str(f"{len(self.failures):,} failed")
-            if self.num_in_a_row >= self.most_failures:
-                raise InputError(f"{self.rows.out}: {self.num_in_a_row} rows in a row failed, the last with {error}; "
-                                 "run the same command again to go on") from None
             return None
         self.num_in_a_row = 0
         if callable(row):
@@ -210,14 +209,14 @@ class RowMaker:
 
 
 def add_rows(rows, items, make_row, concurrency, runtime, group=1):
-    """Make those rows of a file (Rows) that it lacks, `concurrency` at a time on each rank, and finish it.
+    """Make those rows of a file (Rows) that it lacks, `concurrency` at a time on each rank. Returns why rows of any
+    rank have failed, a line each, for finish_rows.
 
     items: what each row is made from.
     make_row(item): a coroutine that gives the row, or an async function that gives it and may take long (scoring).
     group: so many rows, one after the other, are made by one rank.
 
-    A row that has no reply (ReplyError) is counted, the others are kept, and all ranks end with status 2. The same
-    command again makes the missing ones. Many failures in a row end the run."""
+    A row that has no reply (ReplyError) is left out. After many of them in a row a rank begins no further one."""
     mine = []
     for number, item in enumerate(items):
         is_mine = number // group % runtime.world_size == runtime.rank
@@ -226,15 +225,20 @@ def add_rows(rows, items, make_row, concurrency, runtime, group=1):
     with tqdm(total=len(mine), unit="row", desc=rows.out.name, mininterval=5, disable=runtime.rank > 0) as progress:
         maker = RowMaker(rows, make_row, max(20, concurrency), progress)
         asyncio.run(run_concurrently(maker.make, mine, concurrency))
-    failures = sum(gather(maker.failures), [])
+    return sum(gather(maker.failures), [])
+
+
+def finish_rows(rows, num_rows, failures, runtime):
+    """Finish a file of rows. Where any have failed, all ranks end with status 2; the same command makes what is missing
+    then."""
     if runtime.rank == 0 and not failures:
-        rows.finish(len(items))
+        rows.finish(num_rows)
     barrier()                                                        # a rank that leaves early would end the others
-    if failures and runtime.rank == 0:
-        raise InputError(f"{rows.out}: {len(failures):,} of {len(items):,} rows failed, the first with {failures[0]}; "
-                         "run the same command again for these")
-    if failures:
+    if failures and runtime.rank > 0:
         sys.exit(2)
+    if failures:
+        raise InputError(f"{rows.out}: {num_rows - len(rows.find()):,} of {num_rows:,} rows are missing, the first "
+                         f"failed with {failures[0]}; run the same command again to go on")
 
 
 async def run_concurrently(work, items, concurrency):
