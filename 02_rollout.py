@@ -36,33 +36,10 @@ import torch
 import common
 from colbench import ColBenchError, domain_of, task_id
 from lib.credit import measure_turns
-from lib.flags import (
-    add_overwrite,
-    add_reference,
-    add_world,
-    argument_parser,
-    json_flag,
-    num_samples_flag,
-    num_tokens_flag,
-    positive_int,
-    seed_flag,
-    set_preset,
-    temperature_flag,
-    text_flag,
-)
+from lib.flags import (add_overwrite, add_reference, add_world, argument_parser, json_flag, num_samples_flag,
+                       num_tokens_flag, positive_int, seed_flag, set_preset, temperature_flag, text_flag)
 from lib.models import load_tokenizer, tokenizer_name
-from lib.runtime import (
-    add_costs,
-    begin_output,
-    gather,
-    InputError,
-    is_done,
-    read_text,
-    Rows,
-    run_stage,
-    say,
-    start,
-)
+from lib.runtime import add_costs, begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
 from lib.sampling import add_rows, finish_rows, open_sampler, open_vision_sampler, Sampler
 from lib.servers import is_server, NoRoom
 from lib.statistics import mean_over_tasks
@@ -91,12 +68,12 @@ class Dialogue:
 class Players:
     """Who takes part in all dialogues of this rank."""
 
-    agent: Sampler | None                       # None: a scripted agent
-    simulator: Sampler | None                   # None: the rule-based one
-    judge: Sampler | None                       # of --best-of with --critic judge:MODEL
     environment: object                         # the domain's World: rules of the simulator, what tools reply, scores
+    device: torch.device
+    agent: Sampler | None = None                # None: a scripted agent
+    simulator: Sampler | None = None            # None: the rule-based one
+    judge: Sampler | None = None                # of --best-of with --critic judge:MODEL
     critic: dict | None = None                  # of --best-of with a critic of 03
-    device: torch.device = torch.device("cpu")
     verdicts: collections.Counter = dataclasses.field(default_factory=collections.Counter)      # of the judge
     # --branch: {(task id, candidate): its first turn, or the asyncio.Task that samples it}
     first_turns: dict = dataclasses.field(default_factory=dict)
@@ -115,24 +92,18 @@ def without_empty(turn, always):
     return {key: value for key, value in turn.items() if value or key in always}
 
 
-def scripted_message(dialogue, args):
-    """What a scripted agent says next."""
-    domain = domain_of(dialogue.task)
-    rng = random.Random(repr(random_key(dialogue, args.seed, "agent")))
-    scripted_turn = domain.PLAYERS[args.agent]
-    return domain.shown(scripted_turn(dialogue.task, dialogue.history, args.max_rounds, rng))
-
-
 async def agent_turn(dialogue, players, args):
     """The agent's next turn. A model sees the dialogue alone.
 
     With --best-of it is the one of several that a critic or a judge prefers.
     A server's turn has the prompt and the sampled ids only with --agent-tokenizer."""
     domain, agent = domain_of(dialogue.task), players.agent
-    if agent is None:
-        return {"role": "assistant", "content": scripted_message(dialogue, args)}
-    chat = common.agent_messages(dialogue.history, args.max_rounds, domain.AGENT_SYSTEM, dialogue.system)
     key = random_key(dialogue, args.seed, "agent")
+    if agent is None:
+        scripted_turn = domain.PLAYERS[args.agent]
+        message = scripted_turn(dialogue.task, dialogue.history, args.max_rounds, random.Random(repr(key)))
+        return {"role": "assistant", "content": domain.shown(message)}
+    chat = common.agent_messages(dialogue.history, args.max_rounds, domain.AGENT_SYSTEM, dialogue.system)
     replies = await agent.sample(chat, args.best_of, args.temperature, args.max_new_tokens, key)
     messages = [domain.shown(agent.visible(reply)) for reply in replies]
     choice = 0
@@ -141,13 +112,8 @@ async def agent_turn(dialogue, players, args):
     elif args.best_of > 1:
         choice = await critic_choice(dialogue, replies, messages, players, args.max_tokens)
     reply = replies[choice]
-    turn = {
-        "role": "assistant",
-        "content": messages[choice],
-        "input": reply.prompt,
-        "output": reply.text,
-        "output_ids": reply.ids,
-        "truncated": not reply.ended}
+    turn = {"role": "assistant", "content": messages[choice], "input": reply.prompt, "output": reply.text,
+            "output_ids": reply.ids, "truncated": not reply.ended}
     return without_empty(turn, always=("role", "content", "output"))
 
 
@@ -329,20 +295,11 @@ async def roll_out(dialogue, players, args):
 
 def to_trajectory(dialogue, verdicts, players, args):
     """The finished dialogue in the published format, with what the environment's score says of it."""
-    trajectory = {
-        "task_id": task_id(dialogue.task),
-        "sample": dialogue.sample,
-        "task": dialogue.task,
-        "dialogue_history": dialogue.history,
-        "answer": dialogue.answer,
-        **verdicts,
-        "num_rounds": count_agent_turns(dialogue.history),
-        "max_rounds": args.max_rounds,
-        "agent": args.agent,
-        "simulator": args.simulator,
-        "tokenizer": None,
-        "best_of": args.best_of,
-        "critic": args.critic}
+    trajectory = {"task_id": task_id(dialogue.task), "sample": dialogue.sample, "task": dialogue.task,
+                  "dialogue_history": dialogue.history, "answer": dialogue.answer, **verdicts,
+                  "num_rounds": count_agent_turns(dialogue.history), "max_rounds": args.max_rounds,
+                  "agent": args.agent, "simulator": args.simulator, "tokenizer": None,
+                  "best_of": args.best_of, "critic": args.critic}
     if players.agent and players.agent.tokenizer:
         trajectory["tokenizer"] = tokenizer_name(players.agent.tokenizer)
     if args.temperature != 1 and players.agent:
@@ -389,30 +346,25 @@ def summary(path):
     with open(path, encoding="utf-8") as file:
         trajectories = [without_samples(json.loads(line)) for line in file]
     domain = domain_of(trajectories[0]["task"])
-    agent_turns, simulator_turns = [], []
-    for trajectory in trajectories:
-        request, *turns = trajectory["dialogue_history"]
-        agent_turns += [turn for turn in turns if turn["role"] == "assistant"]
-        simulator_turns += [turn for turn in turns if turn["role"] == "user" and not turn.get("tool")]
     numbers = domain.measure(trajectories) | measure_turns(trajectories, domain)
-    say(*numbers.get("notes", []))
     mean_return = mean_over_tasks(trajectories, domain.outcome)
     parts = [f"{heading_of(domain.metric(trajectories))} {mean_return:.3f}"]
     for key, heading, form in domain.COLUMNS:
         if key in numbers:
             parts.append(f"{heading} {numbers[key]:{form}}")
-    parts.append(f"rounds {len(agent_turns) / len(trajectories):.2f}")
+    turns = [turn for trajectory in trajectories for turn in trajectory["dialogue_history"][1:]]
+    parts.append(f"rounds {count_agent_turns(turns) / len(trajectories):.2f}")
     if "forced_answers" in numbers:
         parts.append(f"{numbers['forced_answers']:.1%} ended by --max-rounds")
     num_full = sum("no_room" in trajectory for trajectory in trajectories)
     if num_full:
         parts.append(f"{num_full} ended because no further turn fits (--max-length, --max-new-tokens)")
-    num_cut = sum("truncated" in turn for turn in agent_turns)
-    parts.append(f"{num_cut} turns stopped by --max-new-tokens")
-    leaks = collections.Counter(turn["leak"] for turn in simulator_turns if "leak" in turn)
-    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(leaks.items()))
-    parts.append(f"{leaks.total() / max(1, len(simulator_turns)):.1%} of the simulator's replies leak code"
-                 + (f" ({kinds})" if leaks else ""))
+    parts.append(f"{sum('truncated' in turn for turn in turns)} turns stopped by --max-new-tokens")
+    num_replies = sum(turn["role"] == "user" and "tool" not in turn for turn in turns)
+    leaks = collections.Counter(turn["leak"] for turn in turns if "leak" in turn)
+    parts.append(f"{leaks.total() / max(1, num_replies):.1%} of the simulator's replies leak code")
+    if leaks:
+        parts[-1] += f" ({', '.join(f'{count} {kind}' for kind, count in sorted(leaks.items()))})"
     return " | ".join(parts)
 
 
@@ -425,43 +377,43 @@ def parse_args(argv=None):
     parser = argument_parser(__doc__)
     parser.add_argument("--tasks", type=text_flag, required=True,
                         help="tasks file (01); with --branch a trajectories file")
-    parser.add_argument("--agent", type=text_flag, required=True,
-                        help="a model (folder, hub id, smollm2, server), or a scripted agent "
-                        "of template tasks: script, script-informed (knows c), or a further one of the domain")
-    parser.add_argument("--simulator", type=text_flag, default="rules", help="who simulates the user: rules, or a model")
+    parser.add_argument("--agent", type=text_flag, required=True, help="a model (folder, hub id, smollm2, server), "
+                        "or a scripted agent of the domain: script, script-informed (knows c), …")
+    parser.add_argument("--simulator", type=text_flag, default="rules",
+                        help="who simulates the user: rules, or a model")
     parser.add_argument("--out", type=text_flag, required=True, help="trajectories file to write (JSONL)")
     parser.add_argument("--samples", type=positive_int, default=1, help="dialogues a task")
     parser.add_argument("--max-rounds", type=positive_int, default=10, help="agent turns in a dialogue")
     parser.add_argument("--single-turn", action="store_true", help="the agent answers at once (--max-rounds 1)")
-    parser.add_argument("--temperature", type=temperature_flag, default=1.0, help="of the agent; the simulator's is 0")
+    parser.add_argument("--temperature", type=temperature_flag, default=1.0,
+                        help="of the agent; the simulator's is 0")
     parser.add_argument("--max-new-tokens", type=num_tokens_flag, default=1024, help="tokens a turn of the agent")
     parser.add_argument("--simulator-max-new-tokens", type=num_tokens_flag,
                         help="tokens a reply of a simulating model (None: the domain's REPLY_TOKENS)")
     parser.add_argument("--seed", type=seed_flag, default=0, help="seed of the samples")
     group = parser.add_argument_group("critics")
     group.add_argument("--best-of", type=num_samples_flag, default=1, help="messages sampled at each turn")
-    group.add_argument("--critic", type=text_flag,
-                       help="who picks one of --best-of: a critic folder (03); judge:MODEL; untrained (the agent "
-                       "itself, whose reference does not see c)")
+    group.add_argument("--critic", type=text_flag, help="who picks one of --best-of: a critic folder (03); "
+                       "judge:MODEL; untrained (the agent itself, whose reference does not see c)")
     add_reference(group)
     group.add_argument("--branch", type=positive_int, metavar="N", help="go on from N turns of a trajectories file")
-    group.add_argument("--branch-candidates", type=num_samples_flag, default=8, help="--branch: messages in each state")
+    group.add_argument("--branch-candidates", type=num_samples_flag, default=8,
+                       help="--branch: messages in each state")
     group = parser.add_argument_group("models and servers")
     group.add_argument("--concurrency", type=num_samples_flag, default=64, help="dialogues in flight")
     group.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the models")
     group.add_argument("--max-length", type=positive_int, default=16384,
                        help="tokens of a prompt with its reply (local models)")
     group.add_argument("--max-tokens", type=positive_int, default=16384, help="padded tokens of a pass of --critic")
-    group.add_argument("--system-prompt", type=text_flag, metavar="FILE",
-                       help="its text, taken as it is, is the agent's system prompt in place of ours and of our note "
-                       "on the last round; 01 --trajectories writes that of published ones")
+    group.add_argument("--system-prompt", type=text_flag, metavar="FILE", help="its text, taken as it is, is the "
+                       "agent's system prompt in place of ours and of our note on the last round")
     group.add_argument("--chat-template-args", type=json_flag, default={}, metavar="JSON", help="arguments of chat "
                        "templates by role: {\"agent\": {\"enable_thinking\": false}, \"simulator\": …, …}")
-    group.add_argument("--agent-tokenizer", type=text_flag, metavar="MODEL",
-                       help="the tokenizer of a vLLM server's agent: keeps the sampled ids and the prompt, so that 03 "
-                       "and 04 train on just these; --best-of needs it for a critic that reads tokens")
-    parser.add_argument("--track", type=text_flag, metavar="PROJECT", help="log how many dialogues are there and their "
-                        "mean return to this project of trackio (pip install trackio)")
+    group.add_argument("--agent-tokenizer", type=text_flag, metavar="MODEL", help="the tokenizer of a vLLM server's "
+                       "agent: keeps the sampled ids and the prompt, so that 03 and 04 train on just these; --best-of "
+                       "needs it for a critic that reads tokens")
+    parser.add_argument("--track", type=text_flag, metavar="PROJECT", help="log how many dialogues are there and "
+                        "their mean return to this project of trackio (pip install trackio)")
     add_world(parser)
     add_overwrite(parser)
     set_preset(parser, PRESETS, argv)
@@ -484,17 +436,10 @@ def check_flags(parser, args):
         parser.error("--branch needs an agent that is a model, and goes without --best-of")
     if args.system_prompt and is_scripted(args):
         parser.error("--system-prompt is for an agent that is a model")
-    if not is_by_role(args.chat_template_args):
+    if not (isinstance(args.chat_template_args, dict) and args.chat_template_args.keys() <= set(ROLES)):
         parser.error("--chat-template-args: an object with an object for agent, simulator or judge")
     if args.agent_tokenizer and not is_server(args.agent):
         parser.error("--agent-tokenizer is for an agent behind http://; others bring their own")
-
-
-def is_by_role(value):
-    """Whether a JSON value is an object that has objects for roles."""
-    if not isinstance(value, dict) or not value.keys() <= set(ROLES):
-        return False
-    return all(isinstance(arguments, dict) for arguments in value.values())
 
 
 def is_scripted(args):
@@ -502,8 +447,8 @@ def is_scripted(args):
 
 
 def model_names(args):
-    """{role: the model that plays it, or None}."""
-    names = dict.fromkeys(ROLES)
+    """{role: the model that plays it}."""
+    names = {}
     if not is_scripted(args):
         names["agent"] = args.agent
     if args.simulator != "rules":
@@ -529,26 +474,22 @@ def check_players(tasks, domain, args):
             if lacking:
                 raise InputError(f'{args.tasks}:{number}: missing "{lacking}", which the rules of template tasks need; '
                                  "use --agent MODEL --simulator MODEL")
-    if model_names(args)["judge"] and domain.JUDGE is None:
+    if "judge" in model_names(args) and domain.JUDGE is None:
         raise InputError(f"--critic judge: cannot compare messages about {domain.NOUN}s; they need a critic of 03")
 
 
 def open_samplers(domain, device, args):
-    """{role: its Sampler, or None}; a model is opened once for all of its roles."""
+    """{role: its Sampler} of the roles that models play; a model is opened once for all of its roles."""
     names, opened, samplers = model_names(args), {}, {}
     slots = args.concurrency * args.best_of
-    if names["agent"] == names["simulator"]:
+    if names.get("agent") == names.get("simulator"):
         slots *= 2                                                   # each side has its own cache
     for role, name in names.items():
-        if name is None:
-            samplers[role] = None
-            continue
         sees = role == "simulator" and domain.PERSON_SEES and not is_server(name)
-        if (name, sees) not in opened:
-            if sees:
-                opened[name, sees] = open_vision_sampler(name, device, args.dtype)
-            else:
-                opened[name, sees] = open_sampler(name, device, args.dtype, slots, args.max_length)
+        if sees:
+            opened[name, sees] = open_vision_sampler(name, device, args.dtype)
+        elif (name, sees) not in opened:
+            opened[name, sees] = open_sampler(name, device, args.dtype, slots, args.max_length)
         template_args = args.chat_template_args.get(role, {})
         samplers[role] = dataclasses.replace(opened[name, sees], template_args=template_args)
     if args.agent_tokenizer:
@@ -558,15 +499,15 @@ def open_samplers(domain, device, args):
 
 def open_players(domain, system, device, args):
     """The Players by the arguments. system: the agent's system prompt, or None."""
-    samplers = open_samplers(domain, device, args)
-    agent, out = samplers["agent"], pathlib.Path(args.out)
-    if agent and agent.tokenizer:
-        common.check_system_prompt(args.agent, agent.tokenizer, domain, system, args.max_rounds)
+    out = pathlib.Path(args.out)
     environment = common.world(domain, f"{out}.images", out.parent, common.world_flags(args), device)
-    critic = None
-    if args.best_of > 1 and not samplers["judge"]:
-        critic = open_critic(domain, agent.tokenizer, device, args)
-    return Players(**samplers, environment=environment, critic=critic, device=device)
+    players = Players(environment, device, **open_samplers(domain, device, args))
+    tokenizer = players.agent and players.agent.tokenizer
+    if tokenizer:
+        common.check_system_prompt(args.agent, tokenizer, domain, system, args.max_rounds)
+    if args.best_of > 1 and not players.judge:
+        players.critic = open_critic(domain, tokenizer, device, args)
+    return players
 
 
 def open_critic(domain, tokenizer, device, args):

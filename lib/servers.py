@@ -8,8 +8,10 @@ from typing import NamedTuple
 from lib.runtime import InputError, one_line, say
 
 TIMEOUT_S = 600                 # of a request
-RETRIES = 8                     # of a request that is lost, late or refused for a while; the client waits longer each time
+RETRIES = 8                     # of a request that is lost, late or refused for a while, after growing pauses
 TRIES = 4                       # requests for one reply, where the first cannot be used
+# What the protocol does not name, vLLM, SGLang and llama.cpp take from the model's own defaults, if it is not set.
+PLAIN = {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 # What the protocol does not name, vLLM, SGLang and llama.cpp take from the model's own defaults, if it is not set.
 SAMPLING = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 ENDED = "stop", "eos", "eos_token", "end_turn", "stop_sequence"           # finish reasons of a whole turn
@@ -61,9 +63,11 @@ def is_server(name):
 
 class Server:
     """A model behind one address or several, http://A/v1,http://B/v1#NAME, which take turns. The key is that of
-    OPENAI_API_KEY. Nothing is sent before the first reply(); all of them are awaited in one event loop."""
+    OPENAI_API_KEY. Nothing is sent before the first reply(); all of them are awaited in one event loop.
 
-    def __init__(self, name):
+    slots: requests in flight."""
+
+    def __init__(self, name, slots):
         urls, _, self.model = name.partition("#")
         urls = urls.split(",")
         if not self.model:
@@ -73,27 +77,21 @@ class Server:
         self.name = name
         self.clients = [open_client(url, RETRIES if len(urls) == 1 else 1) for url in urls]
         self.turns = itertools.cycle(self.clients)
+        self.gate = asyncio.Semaphore(slots)
         self.probe = None                                            # asyncio.Task: check_addresses()
-        self.sampling = {} if REASONING_MODEL.match(self.model) else SAMPLING
+        self.sampling = SAMPLING
 
     def request(self, prompt, temperature, max_new_tokens, extra):
         """The fields of a request after a chat (messages) or a prompt (ids), with every sampling parameter set.
 
         extra: fields that the protocol does not name.
-        OpenAI's reasoning models take no sampling parameter but seed and length, and o1-mini, a row of the paper's
-        table 2, no system prompt."""
-        request = {"model": self.model, "extra_body": extra}
-        if isinstance(prompt[0], int):
-            request["prompt"] = prompt
-        else:
-            request["messages"] = prompt
+        OpenAI's reasoning models take no sampling parameter but seed and length."""
+        kind = "prompt" if isinstance(prompt[0], int) else "messages"
+        request = {"model": self.model, kind: prompt, "extra_body": extra}
         if REASONING_MODEL.match(self.model):
-            if re.search("o1-(mini|preview)", self.model):
-                request["messages"] = [{**message, "role": message["role"].replace("system", "user")}
-                                       for message in prompt]
+            self.sampling = {}
             return {**request, "max_completion_tokens": max_new_tokens}
-        return {**request, "max_tokens": max_new_tokens, "temperature": temperature, "top_p": 1.0,
-                "frequency_penalty": 0.0, "presence_penalty": 0.0}
+        return {**request, **PLAIN, "max_tokens": max_new_tokens, "temperature": temperature}
 
     async def reply(self, request, seed, fault_of):
         """The Reply to a request. fault_of(Reply): one line where it cannot be used; None: it can.
@@ -108,7 +106,8 @@ class Server:
         for _ in range(TRIES):
             client = next(self.turns)
             try:
-                reply = read_reply(await self.send(client, {**request, "seed": seed}))
+                async with self.gate:
+                    reply = read_reply(await self.send(client, {**request, "seed": seed}))
             except openai.APIError as error:
                 fault = self.fault_of_error(client, error)
                 if len(self.clients) == 1:
@@ -129,21 +128,20 @@ class Server:
         for client in self.clients:
             try:
                 await client.with_options(max_retries=0, timeout=20).models.list()
-            except openai.APITimeoutError:                           # it listens
-                pass
             except openai.APIConnectionError as error:
-                raise InputError(f"{client.base_url}: nobody answers ({one_line(error.__cause__)}); start the server "
-                                 "first, or mend the address") from None
-            except (openai.APIError, ValueError, AttributeError):    # it has no list of its models
+                if not isinstance(error, openai.APITimeoutError):
+                    raise InputError(f"{client.base_url}: nobody answers ({one_line(error.__cause__)}); start the "
+                                     "server first, or mend the address") from None
+            except (openai.APIError, ValueError, AttributeError):    # it answers, and has no list of its models
                 pass
 
     async def send(self, client, request):
         """What the server answers; from now on without SAMPLING where these fields are the reason for a refusal."""
         import openai
         endpoint = client.completions if "prompt" in request else client.chat.completions
-        sampling = {**self.sampling, **request["extra_body"]}
+        fields = {**self.sampling, **request["extra_body"]}
         try:
-            return await endpoint.create(**{**request, "extra_body": sampling})
+            return await endpoint.create(**{**request, "extra_body": fields})
         except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
             if not self.sampling or is_too_long(error):
                 raise
@@ -160,14 +158,14 @@ class Server:
         status = getattr(error, "status_code", None)
         if status is None:                                           # no connection, or no reply in time
             return f"{where}: {one_line(error)}"
-        fault = f"status {status}: {told(error)}"
+        fault = f"{where}: status {status}: {told(error)}"
         if status in (401, 403) or error.code == "insufficient_quota":
-            raise InputError(f"{where}: the key in OPENAI_API_KEY is missing or refused ({fault})")
+            raise InputError(f"{fault}: the key in OPENAI_API_KEY is missing or refused")
         if status == 404:
-            raise InputError(f"{where}: no model of this name there, or nothing that continues a prompt ({fault})")
+            raise InputError(f"{fault}: no model of this name there, or nothing that continues a prompt")
         if is_too_long(error):
-            raise NoRoom(f"{where}: {fault}")
-        return f"{where}: {fault}"
+            raise NoRoom(fault)
+        return fault
 
 
 def open_client(url, retries):
@@ -202,15 +200,13 @@ def read_reply(answer):
     choice, usage = answer.choices[0], answer.usage
     if choice.finish_reason not in ENDED + CUT:
         raise ValueError(f"finish_reason {choice.finish_reason}")
-    message = getattr(choice, "message", None)
-    if message is None:
-        text = choice.text
-    else:
+    if hasattr(choice, "message"):
+        message = choice.message
         text = message.content or ""
         thoughts = getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None)
         if thoughts:
             text = f"<think>{thoughts}</think>{text}"
-    ids = getattr(choice, "token_ids", None)
-    prompt_tokens = usage.prompt_tokens if usage else 0
-    completion_tokens = usage.completion_tokens if usage else len(ids or ())
-    return Reply(text, choice.finish_reason in ENDED, ids, prompt_tokens, completion_tokens)
+    else:
+        text = choice.text
+    read, written = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
+    return Reply(text, choice.finish_reason in ENDED, getattr(choice, "token_ids", None), read, written)
