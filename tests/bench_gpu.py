@@ -31,7 +31,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward  # n
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
-from lib import adapters, memory, models, training  # noqa: E402
+from lib import memory, models, training  # noqa: E402
 from lib.engine import Engine  # noqa: E402
 from lib.runtime import start  # noqa: E402
 
@@ -74,7 +74,7 @@ def random_scorer(shape, device, dtype=torch.bfloat16, lora=None, make_ready=Non
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype)
         if lora:
-            adapters.add_adapter(model, lora)
+            models.add_adapter(model, lora)
         scorer = common.Scorer(model)
     if make_ready:
         make_ready(scorer)
@@ -127,7 +127,7 @@ def train(name, is_tiny):
     lora, dtype = None, torch.float32
     if rank:
         dtype = torch.bfloat16
-        lora = adapters.import_peft().LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM",
+        lora = models.import_peft().LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM",
                                                  target_modules="all-linear")
     sharding = models.Sharding("bfloat16", 1, False, "", 0, bool(compiled))
     scorer = random_scorer(shape, run.device, dtype, lora, lambda scorer: models.shard(scorer, run, sharding)).train()
@@ -150,8 +150,7 @@ def train(name, is_tiny):
     num_tokens = sum(len(row.ids) for [row] in items)
     yield speed(scorer.model, 4 if rank else 6, num_tokens, seconds) | {"model": shape, "first_s": first_s}
     if not compiled:
-        planned = memory.PlannedStep(1, 1, "bfloat16", False, num_rows, len(items[0][0].ids), tree=form[0] > 0,
-                                     lora=lora)
+        planned = memory.PlannedStep(1, sharding, num_rows, num_rows, 1, len(items[0][0].ids), form[0] > 0, lora)
         yield {"plan_gb": memory.memory_plan(config_of(shape), planned, common.token_logps)["total"] / 1e9}
 
 
