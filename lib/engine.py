@@ -115,13 +115,12 @@ class Engine:
 
     slots: samples in flight. The cache has a row for each, all as long as the longest dialogue needs.
     max_tokens: the most that a prompt with its reply may have, and that a prefill pass computes.
-    ended(new ids): whether a sample ends here, beside the ids `stops`.
 
     stats: tokens of prompts that were computed (prefill_tokens) or found in the cache (reused_tokens), tokens that
     decoding computed and its steps (decode_tokens, decode_steps), seconds of both (prefill_s, decode_s), and the mean
     share of the slots that a step served (occupancy)."""
 
-    def __init__(self, model, stops, slots, max_tokens, ended=None):
+    def __init__(self, model, stops, slots, max_tokens):
         from transformers import AttentionInterface, Cache
         check_layers(model)
         AttentionInterface.register("sdpa", grouped_attention)
@@ -129,7 +128,6 @@ class Engine:
         self.window = sliding_window(model)
         self.stops = set(stops)
         self.device = next(model.parameters()).device
-        self.ended = ended or (lambda ids: False)
         self.max_tokens = min(max_tokens, most_positions(model.config))
         self.slots = [Slot(row, ids=[]) for row in range(slots)]
         self.waiting = []
@@ -324,7 +322,7 @@ class Engine:
 
     def has_ended(self, slot):
         is_full = len(slot.output) == len(slot.points)
-        return slot.output[-1] in self.stops or is_full or self.ended(slot.output)
+        return slot.output[-1] in self.stops or is_full
 
     def finish(self, slot):
         """The slot becomes idle. The request that it has worked for gets its outputs when they are all there."""
