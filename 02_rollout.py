@@ -36,8 +36,20 @@ import torch
 import common
 from colbench import ColBenchError, domain_of, task_id
 from lib.credit import measure_turns
-from lib.flags import (add_overwrite, add_reference, add_world, argument_parser, json_flag, num_samples_flag,
-                       num_tokens_flag, positive_int, seed_flag, set_preset, temperature_flag, text_flag)
+from lib.flags import (
+    add_overwrite,
+    add_reference,
+    add_world,
+    argument_parser,
+    json_flag,
+    num_samples_flag,
+    num_tokens_flag,
+    positive_int,
+    seed_flag,
+    set_preset,
+    temperature_flag,
+    text_flag,
+)
 from lib.models import load_tokenizer, tokenizer_name
 from lib.runtime import add_costs, begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
 from lib.sampling import add_rows, finish_rows, open_sampler, open_vision_sampler, Sampler
@@ -45,7 +57,7 @@ from lib.servers import is_server, NoRoom
 from lib.statistics import mean_over_tasks
 from lib.tables import heading_of
 from lib.tracking import check_track, Track
-from lib.vision import documents_of
+from lib.vision import action_documents
 
 ROLES = "agent", "simulator", "judge"
 
@@ -146,9 +158,9 @@ async def critic_choice(dialogue, replies, messages, players, max_tokens):
     """The number of the reply with the highest score of a critic (03)."""
     critic, ids = players.critic, [reply.ids for reply in replies]
     point = common.DecisionPoint(replies[0].prompt, dialogue.task, dialogue.history, ids, messages)
-    if critic.get("visual"):
-        views = await players.environment.show(documents_of([common.views_after(critic, point)]))
-        critic = {**critic, "show": lambda _: views}
+    if critic.is_visual:
+        files = await players.environment.show(action_documents(critic.sight, [point], critic.sees_c))
+        critic = dataclasses.replace(critic, sight=critic.sight._replace(show=lambda _: files))
     [scores] = common.score_actions(critic, players.agent.tokenizer, [point], max_tokens, players.device)
     return max(range(len(scores)), key=scores.__getitem__)
 
@@ -210,7 +222,6 @@ def branched_dialogues(trajectories, system, args):
     """--branch: --samples continuations of each of --branch-candidates messages in each of N states.
 
     A state is an agent's turn of a trajectory, of which the turns before it are kept."""
-    common.check_names(trajectories, args.tasks)
     states = []
     for trajectory in trajectories:
         for position, turn in enumerate(trajectory["dialogue_history"]):
@@ -428,8 +439,8 @@ def check_flags(parser, args):
     """End with an error where flags do not go together."""
     if args.best_of > 1 and (args.critic is None or is_scripted(args)):
         parser.error("--best-of needs an agent that is a model, and --critic DIR or judge:MODEL")
-    if args.reference and args.best_of == 1:
-        parser.error("--reference goes with --best-of")
+    if args.reference_sees_c is not None and args.best_of == 1:
+        parser.error("--reference-sees-c goes with --best-of")
     if args.critic == common.UNTRAINED and is_server(args.agent):
         parser.error(f"--critic {common.UNTRAINED}: its scores need the agent's weights, which a server does not give")
     if args.branch and (is_scripted(args) or args.best_of > 1):
@@ -500,7 +511,7 @@ def open_samplers(domain, device, args):
 def open_players(domain, system, device, args):
     """The Players by the arguments. system: the agent's system prompt, or None."""
     out = pathlib.Path(args.out)
-    environment = common.world(domain, f"{out}.images", out.parent, common.world_flags(args), device)
+    environment = common.environment(domain, f"{out}.images", out.parent, vars(args), device)
     players = Players(environment, device, **open_samplers(domain, device, args))
     tokenizer = players.agent and players.agent.tokenizer
     if tokenizer:
@@ -511,23 +522,24 @@ def open_players(domain, system, device, args):
 
 
 def open_critic(domain, tokenizer, device, args):
-    """What scores messages for --best-of: a critic of 03."""
+    """The Critic that scores messages for --best-of."""
     if args.critic == common.UNTRAINED:
-        critic = common.untrained_critic(args.agent, args.reference)
+        critic = common.untrained_critic(args.agent, args.reference_sees_c)
     else:
-        critic = common.read_critic(args.critic, tokenizer, domain, args.reference)
-    line = common.reference_line(critic)
-    if line:
-        say(line)
-    if not critic.get("visual") and not tokenizer:
+        critic = common.read_critic(args.critic, tokenizer, domain, args.reference_sees_c)
+    say(common.critic_line(critic))
+    if not critic.is_visual and not tokenizer:
         raise InputError(f"--best-of with {args.critic}, a critic that reads tokens: {args.agent} needs "
                          "--agent-tokenizer MODEL")
-    return common.load_critic(critic, common.load_whole(device, args.dtype))
+    common.load_critic(critic, common.load_whole(device, args.dtype))
+    if critic.is_visual:
+        critic.sight = common.sight_of(critic.scorer.processor, domain, vars(args))
+    return critic
 
 
 def say_totals(num_dialogues, players, begin_s):
-    """Say how long the dialogues of this start took, and what was generated for them on all ranks; returns the
-    tokens and the seconds."""
+    """Say how long the dialogues of this start took, and how many tokens were generated for them on all ranks, which it
+    returns."""
     samplers = [sampler for sampler in (players.agent, players.simulator, players.judge) if sampler]
     tokens = sum(gather(sum(sampler.generated_tokens for sampler in samplers)))
     seconds = time.perf_counter() - begin_s
@@ -535,7 +547,7 @@ def say_totals(num_dialogues, players, begin_s):
     verdicts = sum(gather(players.verdicts), collections.Counter())
     if verdicts:
         say("judge's comparisons: " + ", ".join(f"{count:,} {verdict}" for verdict, count in verdicts.items()))
-    return tokens, seconds
+    return tokens
 
 
 def main(argv=None):
@@ -575,8 +587,8 @@ def main(argv=None):
                     players.first_turns[name] = row["dialogue_history"][row["branch"]["turn"]]
         make_row = row_maker(players, Track(args.track, out, vars(args)), returns, args)
         failures = add_rows(rows, dialogues, make_row, args.concurrency, runtime, group)
-    tokens, seconds = say_totals(len(dialogues) - len(rows.done), players, begin_s)
-    add_costs(out, generated_tokens=tokens, seconds=seconds)
+    tokens = say_totals(len(dialogues) - len(rows.done), players, begin_s)
+    add_costs(out, generated_tokens=tokens)
     finish_rows(rows, len(dialogues), failures, runtime)
     if runtime.rank == 0:
         say(summary(out))

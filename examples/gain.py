@@ -53,7 +53,7 @@ from lib.flags import (
     temperature_flag,
     text_flag,
 )
-from lib.memory import dry_run
+from lib.memory import dry_run, PlannedStep
 from lib.models import (
     encode,
     fresh_model,
@@ -767,14 +767,17 @@ def main(argv=None):
     method = METHODS[args.method]
     if args.dry_run:
         num_items = method.num_items + bool(args.answer_coef)
-        return dry_run(args, examples_a_step(args), common.token_logps, num_items, tree=method.make_examples is None)
+        lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
+        step = PlannedStep(args.dry_run, sharding_of(args), examples_a_step(args), args.micro_batch_size, num_items,
+                           args.max_length, method.make_examples is None, lora)
+        return dry_run(args.model, step, common.token_logps)
     run = start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
     inputs = [args.trajectories, args.model, args.candidates, args.sampler]
     if is_done(vars(args), args.out, inputs, folder=True):
         return
-    lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
+    lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
     check_track(args.track)
     if method.reads_rewards or args.answer_coef or args.answers_by_outcome:
         common.fill_rewards(trajectories, common.scoring_world(domain, args.out, common.world_flags(args)))

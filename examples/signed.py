@@ -65,7 +65,7 @@ from lib.flags import (
     temperature_flag,
     text_flag,
 )
-from lib.memory import dry_run
+from lib.memory import dry_run, PlannedStep
 from lib.models import (
     encode,
     fresh_model,
@@ -822,7 +822,7 @@ def open_critic(trajectories, tokenizer, args):
     line = common.reference_line(critic)
     if line:
         say(line)
-    critic["show"] = common.renderer(domain, args.out, common.world_flags(args))
+    critic["sight"] = common.sight_of(None, domain, args.out, common.world_flags(args))
     return critic
 
 
@@ -880,7 +880,10 @@ def main(argv=None):
     method = METHODS[args.method]
     if args.dry_run:
         num_items = method.num_items + bool(args.answer_coef)
-        return dry_run(args, examples_a_step(args), common.token_logps, num_items, tree=method.make_examples is None)
+        lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
+        step = PlannedStep(args.dry_run, sharding_of(args), examples_a_step(args), args.micro_batch_size, num_items,
+                           args.max_length, method.make_examples is None, lora)
+        return dry_run(args.model, step, common.token_logps)
     run = start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
@@ -889,7 +892,7 @@ def main(argv=None):
         inputs.append(args.critic)
     if is_done(vars(args), args.out, inputs, folder=True):
         return
-    lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
+    lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
     check_track(args.track)
     if method.reads_rewards or args.answer_coef or args.answers_by_outcome:
         common.fill_rewards(trajectories, common.scoring_world(domain, args.out, common.world_flags(args)))

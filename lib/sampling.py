@@ -10,7 +10,7 @@ import sys
 from tqdm import tqdm
 
 from lib.engine import Engine
-from lib.folders import render_chat
+from lib.models import render_chat
 from lib.models import encode, load_model, stop_ids
 from lib.runtime import barrier, gather, InputError, Rows
 from lib.seeds import server_seed, uniforms

@@ -5,8 +5,7 @@
 Both score the same answers, alternating; a fresh namespace for each test on both sides. 500 tasks with 2 answers each,
 as an evaluation has them: the references are evaluated inside the time, once a task (twice, to find random ones). The
 two answers differ in their prose; with --equal they are the same text. Behind each time stands what of the processor's
-time the caller, the servers and the processes of answers and references take. tests/bench_fork.py measures the steps of
-such a process."""
+time the caller, the servers and the processes of answers and references take."""
 import argparse
 import os
 import pathlib
