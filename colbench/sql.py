@@ -28,30 +28,11 @@ import sqlite3
 import string
 from dataclasses import dataclass
 
-from colbench import (
-    backend,
-    beside,
-    check_kind,
-    ColBenchError,
-    defaults,
-    dialogue,
-    MORE_KEYS,
-    sql_mutants,
-    task_id,
-    TASK_KEYS,
-)
+from colbench import backend, beside, check_kind, ColBenchError, defaults, dialogue, MORE_KEYS, task_id, TASK_KEYS
 from colbench.defaults import *  # noqa: F403
-from colbench.dialogue import (
-    human_chat,
-    kind_scores,
-    knows_all,
-    MARKER,
-    needed_facts,
-    numbers_known,
-    OPENERS,
-    topics_asked,
-)
-from colbench.schema import list_of, MAX_WORD, one_of, record, table_of
+from colbench.dialogue import answer_kind, Facts, MARKER, needed_facts, OPENERS, put, topics_asked
+from colbench.schema import list_of, one_of, record, table_of
+from colbench.sql_mutants import Judge, mutants_of
 from colbench.sql_text import is_ordered, LOOK, statement_of
 
 NOUN = "query"
@@ -76,42 +57,23 @@ JUDGE = (
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# schemas: two or three tables, joined by keys. Those marked "unseen" are in the test split alone; their words occur in
-# other schemas, too, in other combinations.
+# schemas, decisions and patterns (queries.json)
+#
+# A schema is two or three tables, joined by keys. Those marked "unseen" are in the test split alone; their words occur
+# in other schemas, too, in other combinations. A pattern is a request whose query depends on decisions: what words can
+# mean. "options" of a decision are {how it stands in the query: [what the human says of it, …]}. Those with "looks" are
+# what the database shows: the human cannot tell them, a look at one of the "columns" does, by a cell of the form "cell".
 
+QUERIES = json.loads(beside("queries.json"))
 SCHEMA_KEYS = ("parents", "children", "first", "second", "begin", "end", "statuses", "places", "unseen")
-SCHEMA_TABLE = """
-shop      customers orders   total  net     placed   paid     active/paused/closed       cities      -
-library   readers   loans    fee    fine    taken    returned student/guest/regular      branches    -
-clinic    patients  visits   cost   refund  booked   held     insured/private/unknown    -           -
-airline   travelers tickets  price  tax     sold     flown    gold/silver/bronze         cities      -
-school    pupils    exams    score  bonus   written  graded   enrolled/finished/left     classes     -
-music     artists   albums   sales  streams recorded released signed/independent/retired -           -
-rental    drivers   rentals  price  deposit started  returned verified/pending/blocked   stations    -
-payroll   employees payments gross  net     earned   paid     permanent/temporary/outside departments -
-gym       members   sessions fee    tip     booked   held     active/paused/closed       -           -
-hotel     guests    stays    price  deposit started  ended    gold/silver/bronze         branches    -
-theatre   members   tickets  price  fee     sold     held     active/paused/closed       -           unseen
-bank      customers payments net    fee     placed   returned verified/pending/blocked   branches    unseen
-garage    drivers   visits   cost   tax     started  paid     gold/silver/bronze         stations    unseen
-"""
-NAMES = ("Ada Ben Cora Dan Eva Finn Gina Hugo Ida Jon Kim Leo Mia Ned Olga Paul Rosa Sam Tina Vera").split()
-PLACES = "Bonn Cork Dover Essen Graz Lyon Oslo Porto Riga Turin".split()
+SCHEMAS = {name: dict(zip(SCHEMA_KEYS, words.split())) for name, words in QUERIES["schemas"].items()}
+NAMES, PLACES = QUERIES["names"].split(), QUERIES["places"].split()
+DECISIONS, PATTERNS = QUERIES["decisions"], QUERIES["patterns"]
+BIG = [int(value) for value in DECISIONS["big"]["options"]]
+LAST_YEAR = max(DECISIONS["year"]["options"])
 NUM_HIDDEN = 6                  # hidden databases of a task; one of them has an empty table
 FEW_DRAWS, MANY_DRAWS = 5, 100  # random databases of which one is taken, and for the last hidden one
 MOST_TRIES = 12
-
-
-def read_schemas(table):
-    """{name of a schema: {key: its word}}, a line of the table each."""
-    schemas = {}
-    for line in table.strip().splitlines():
-        name, *words = line.split()
-        schemas[name] = dict(zip(SCHEMA_KEYS, words))
-    return schemas
-
-
-SCHEMAS = read_schemas(SCHEMA_TABLE)
 
 
 def singular(word):
@@ -154,18 +116,6 @@ def schema_text(words):
     return "".join(statements)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# decisions: what the words of a request can mean, and patterns: requests whose query depends on them (queries.json)
-#
-# "options" of a decision are {how it stands in the query: [what the human says of it, …]}. Those with "looks" are what
-# the database shows: the human cannot tell them, a look at one of the "columns" does, by a cell of the form "cell".
-
-QUERIES = json.loads(beside("queries.json"))
-DECISIONS, PATTERNS = QUERIES["decisions"], QUERIES["patterns"]
-BIG = [int(value) for value in DECISIONS["big"]["options"]]
-LAST_YEAR = max(DECISIONS["year"]["options"])
-
-
 def families():
     """Each schema with each pattern that it can have: "places" needs places, "best" is for schemas without them."""
     names = []
@@ -176,15 +126,6 @@ def families():
 
 
 FAMILIES = families()
-
-
-def put(text, words):
-    """`text`, or each text of a list or dict, with a schema's words for $words."""
-    if isinstance(text, str):
-        return string.Template(text).substitute(words)
-    if isinstance(text, dict):
-        return {put(key, words): put(value, words) for key, value in text.items()}
-    return [put(part, words) for part in text]
 
 
 def stored(status, style):
@@ -355,7 +296,7 @@ def rivals_of(template, codes, slots, statuses):
         for code in decision["options"]:
             if code != codes[slot]:
                 queries.append(template.format(**{**codes, slot: code}))
-    mistakes = sql_mutants.mutants_of(template.format(**codes), statuses)
+    mistakes = mutants_of(template.format(**codes), statuses)
     return list(dict.fromkeys([*queries, *mistakes]))
 
 
@@ -380,7 +321,7 @@ def make_task(rng, name, told, accept):
     draw = functools.partial(fill, random.Random(number), words, codes | {"style": style})
     statuses = [stored(status, style) for status in words["statuses"].split("/")]
     rivals = rivals_of(template, codes, slots, statuses)
-    with sql_mutants.Judge(schema_text(words), reference, is_ordered(reference), canonical) as judge:
+    with Judge(schema_text(words), reference, is_ordered(reference), canonical) as judge:
         for _ in range(MOST_TRIES):
             hidden = draw_hidden(draw, shapes_of(template), judge, rivals)
             if hidden:
@@ -604,66 +545,14 @@ def has_cell(cells, pattern):
     return any(re.fullmatch(pattern, cell) for cell in cells)
 
 
-def known_by_turn(task, history):
-    """The facts (a set of indices) that are known after 0, 1, … all turns.
-
-    Known is what the request states, what the human was asked about, and what the rows of a look have shown, which are
-    the turn after it."""
-    facts = task["facts"]
-    known = [{index for index, fact in enumerate(facts) if fact["told"]}]
-    last_query = None
-    for turn in history:
-        learned = facts_seen(task, last_query, turn["content"]) if last_query is not None else set()
-        last_query = query_of(turn["content"]) if turn["role"] == "assistant" else None
-        if turn["role"] == "assistant" and last_query is None:
-            learned.update(index for index in topics_asked(facts, turn["content"]) if facts[index]["by"] == "ask")
-        known.append(known[-1] | learned)
-    return known
-
-
-def known_facts(task, history):
-    """The facts (a set of indices) that are known after `history`."""
-    return known_by_turn(task, history)[-1]
-
-
-def all_known(task, history):
-    return knows_all(task, known_facts(task, history))
-
-
-def facts(task, history):
-    """The text of a fact is a decision, and how it stands in the reference."""
-    if not task.get("facts"):
-        return None
-    known = known_facts(task, history)
-    rows = []
-    for index in needed_facts(task):
-        fact = task["facts"][index]
-        rows.append((f"{fact['topic']}: {fact['code'].strip()}", index in known))
-    return rows
-
-
-def facts_by_turn(task, history):
-    return [numbers_known(task, known) for known in known_by_turn(task, history)]
-
-
-def turn_kind(task, history, message):
-    """Kinds: "ask needed", "ask repeat", "ask idle" (does not matter), "ask for a look" (the database shows it), "ask
-    vague" (no topic); "look needed", "look repeat", "look idle" (shows nothing that matters); "right answer", "wrong
-    answer", "early answer", as for functions."""
-    if not task.get("facts"):
-        return None
-    texts_before = {turn["content"] for turn in history}
-    return kind_of(task, known_facts(task, history), texts_before, message)
-
-
-def turn_kinds(task, history):
-    known = known_by_turn(task, history) if task.get("facts") else None
-    texts_before, kinds = set(), []
-    for number, turn in enumerate(history):
-        if turn["role"] == "assistant":
-            kinds.append(kind_of(task, known[number], texts_before, turn["content"]) if known else None)
-        texts_before.add(turn["content"])
-    return kinds
+def learned(task, history, place):
+    """The agent learns what it asks the human about, and what the rows of a look show, which are the turn after it."""
+    turn = history[place]
+    if turn["role"] == "assistant" and query_of(turn["content"]) is None:
+        return [index for index in topics_asked(task["facts"], turn["content"]) if task["facts"][index]["by"] == "ask"]
+    before = history[place - 1] if place else turn
+    query = query_of(before["content"]) if before["role"] == "assistant" != turn["role"] else None
+    return () if query is None else facts_seen(task, query, turn["content"])
 
 
 def in_one_line(statement):
@@ -671,12 +560,12 @@ def in_one_line(statement):
 
 
 def kind_of(task, known, texts_before, message):
-    """turn_kind of a message where these facts are known; texts_before: of all turns before."""
+    """Kinds: "ask needed", "ask repeat", "ask idle" (does not matter), "ask for a look" (the database shows it), "ask
+    vague" (no topic); "look needed", "look repeat", "look idle" (shows nothing that matters); "right answer", "wrong
+    answer", "early answer", as for functions."""
     answer, query = answer_of([{"content": message}], False), query_of(message)
     if answer is not None:
-        if in_one_line(answer) == in_one_line(task["ground_truth"]):
-            return "right answer"
-        return "wrong answer" if knows_all(task, known) else "early answer"
+        return answer_kind(task, known, in_one_line(answer) == in_one_line(task["ground_truth"]))
     if query is not None:
         indices = looked_at(task, query)
         if not known.issuperset(indices):
@@ -693,12 +582,14 @@ def kind_of(task, known, texts_before, message):
     return "ask idle" if known.isdisjoint(indices) else "ask repeat"
 
 
-def oracle_scores(oracle, task, history, messages):
-    kinds = []
-    for message in messages:
-        kind = turn_kind(task, history, message)
-        kinds.append("needed" if kind in ("ask needed", "look needed") else kind)
-    return kind_scores(oracle, all_known(task, history), kinds)
+def text_of(fact):
+    """A decision, and how it stands in the reference."""
+    return f"{fact['topic']}: {fact['code'].strip()}"
+
+
+_facts = Facts(learned, kind_of, text_of)
+known_facts, all_known, facts, facts_by_turn = _facts.known_facts, _facts.all_known, _facts.facts, _facts.facts_by_turn
+turn_kind, turn_kinds, oracle_scores = _facts.turn_kind, _facts.turn_kinds, _facts.oracle_scores
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -798,39 +689,12 @@ def owns(task):
     return "databases" in task
 
 
-CELL_TYPES = {int, float, str, type(None)}
-
-
-def table_rows(rows):
-    """What is wrong with the rows of a table, which go into a database as they are; None: nothing."""
-    if type(rows) is not list:
-        return f"is a {type(rows).__name__}, not a list"
-    for index, row in enumerate(rows):
-        if type(row) is not list or not row or len(row) != len(rows[0]):
-            return f"item {index}: not a list of as many cells as the first row"
-        for cell in row:
-            if type(cell) not in CELL_TYPES:
-                return f"item {index}: a cell is a {type(cell).__name__}, not a number, a str or null"
-            if type(cell) in (int, float) and not -MAX_WORD <= cell < MAX_WORD:
-                return f"item {index}: a cell is a number that is not finite or not of 64 bits"
-
-
-def pattern(text):
-    """What is wrong with a regular expression; None: nothing."""
-    if type(text) is not str:
-        return f"is a {type(text).__name__}, not a str"
-    try:
-        re.compile(text)
-    except (re.error, RecursionError, OverflowError) as error:
-        return f"is no regular expression ({error})"
-
-
 SQL_FACT_KEYS = {**dialogue.FACT_KEYS, "by": one_of("ask", "look")}
 FACT = record(SQL_FACT_KEYS, dialogue.REPLIES)
 NEEDED_FACT = record({**SQL_FACT_KEYS, **dialogue.SLOT_KEYS}, dialogue.REPLIES)
-LOOK_FACT = record({**SQL_FACT_KEYS, "looks": list_of(str, 1), "columns": list_of(str, 1), "cell": pattern},
+LOOK_FACT = record({**SQL_FACT_KEYS, "looks": list_of(str, 1), "columns": list_of(str, 1), "cell": str},
                    dialogue.REPLIES)
-TASK = record({**TASK_KEYS, "schema": str, "databases": list_of(table_of(table_rows))},
+TASK = record({**TASK_KEYS, "schema": str, "databases": list_of(table_of(list_of(list)))},
               {**MORE_KEYS, "template": str, "facts": list_of(FACT), "idle_looks": list_of(str, 1)})
 
 
@@ -945,7 +809,7 @@ class World(backend.World):
         return f"Error: {reason}"[:600]
 
     async def person_chat(self, task, history):
-        return human_chat(SIMULATOR_SYSTEM.format(**task), history)
+        return dialogue.human_chat(SIMULATOR_SYSTEM.format(**task), history)
 
     async def score(self, pairs, explain=False):
         """"databases": whether the rows agree, for each hidden database; "faults": why they do not."""
