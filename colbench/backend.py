@@ -25,20 +25,9 @@ COLUMNS = (("tests_passed", "tests", ".3f"), ("all_known", "all known", ".3f"),
            ("success_when_known", "when known", ".3f"), ("success_rate_compat", "published: success", ".3f"),
            ("tests_passed_compat", "tests", ".3f"))
 SCORE_KEYS = "reward", "tests", "faults", "tests_compat", "ends_evaluation"
-AGENT_SYSTEM = (
-    "You help a person with one Python function. The request leaves things out that only the person knows. In each "
-    "turn, ask one short question about something that changes what the function returns. The person cannot read or "
-    f'run code. When you know enough, write "{MARKER}" and then nothing but the complete Python function. You have '
-    "{max_rounds} rounds, and the last one must be that answer.")
-SIMULATOR_SYSTEM = (
-    "You are a person who asked an assistant for a Python function, in these words:\n{problem_description}\n\n"
-    "Only you know what you need: the function below. Answer the assistant's last message in one or two short "
-    "sentences of plain English. Say only what was asked about. If the function does not settle it, say that you do "
-    "not know. Never write or quote code.\n\n{ground_truth}")
-JUDGE = (
-    "An assistant writes a Python function for a person. It cannot see what the person needs; you can:\n"
-    "{ground_truth}\n\nThe dialogue so far:\n{dialogue}\n\nTwo ways for the assistant to go on:\n[A] {a}\n[B] {b}\n\n"
-    "Which one brings the assistant nearer to the function that the person needs? Reply with the letter A or B alone.")
+AGENT_SYSTEM = beside("prompts/backend_agent.txt")
+SIMULATOR_SYSTEM = beside("prompts/backend_simulator.txt")
+JUDGE = beside("prompts/backend_judge.txt")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -238,47 +227,30 @@ turn_kind, turn_kinds, oracle_scores = _facts.turn_kind, _facts.turn_kinds, _fac
 # ---------------------------------------------------------------------------------------------------------------------
 # the scripted agent
 
-VAGUE = ("Can you tell me more?", "What else should I know?", "Could you describe the function?")
+class Script(dialogue.ScriptedAgent):
+    VAGUE = ("Can you tell me more?", "What else should I know?", "Could you describe the function?")
+    RATES, INFORMED_RATES = (0.03, 0.06, 0.14, 0.37), (0.01, 0.03, 0.04, 0.10)
+    known_facts = staticmethod(known_facts)
+
+    def ask(self, fact, history, rng, is_new):
+        opener = rng.choice(OPENERS) if len(history) > 1 else ""
+        return opener + rng.choice(fact["questions"])
+
+    def useless(self, task, known, history, rng):
+        facts = task["facts"]
+        idle = [index for index, fact in enumerate(facts) if index not in known and not fact["matters"]]
+        index = rng.choice(idle or sorted(known) or needed_facts(task))
+        return self.ask(facts[index], history, rng, is_new=False)
+
+    def answer(self, task, known, rng):
+        codes = {}
+        for index in needed_facts(task):
+            fact = task["facts"][index]
+            codes[fact["slot"]] = fact["code"] if self.informed or index in known else rng.choice(fact["guesses"])
+        return dialogue.answer_with(task, codes)
 
 
-def scripted_turn(task, history, max_rounds, rng, informed=False):
-    """What the noisy scripted agent says next.
-
-    It asks for facts that matter less often than it should, repeats itself, and asks about what does not matter.
-    Sometimes it answers too early, and guesses what it does not know. informed: it knows the answer."""
-    facts, known = task["facts"], known_facts(task, history)
-    unknown = [index for index in range(len(facts)) if index not in known]
-    needed = [index for index in unknown if facts[index]["matters"]]
-    idle = [index for index in unknown if not facts[index]["matters"]]
-    early, vague, repeat, useless = (0.01, 0.03, 0.04, 0.10) if informed else (0.03, 0.06, 0.14, 0.37)
-    num_turns = sum(turn["role"] == "assistant" for turn in history)
-    answer_rate = early if needed else 0.85
-    if rng.random() < answer_rate or num_turns + 1 == max_rounds:
-        return scripted_answer(task, known, rng, informed)
-
-    luck = rng.random()
-    if luck < vague:
-        return rng.choice(VAGUE)
-    if luck < vague + repeat and known:
-        index = rng.choice(sorted(known))
-    elif luck < vague + repeat + useless or not needed:
-        index = rng.choice(idle or sorted(known) or needed)
-    else:
-        index = rng.choice(needed)
-    opener = rng.choice(OPENERS) if len(history) > 1 else ""
-    return opener + rng.choice(facts[index]["questions"])
-
-
-def scripted_answer(task, known, rng, informed):
-    """The answer of an agent that guesses what it does not know."""
-    codes = {}
-    for index in needed_facts(task):
-        fact = task["facts"][index]
-        codes[fact["slot"]] = fact["code"] if informed or index in known else rng.choice(fact["guesses"])
-    return f"{MARKER}\n{task['template'].format(**codes)}"
-
-
-PLAYERS = {"script": scripted_turn, "script-informed": functools.partial(scripted_turn, informed=True)}
+PLAYERS = {"script": Script(), "script-informed": Script(informed=True)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -206,6 +206,46 @@ def kind_scores(oracle, known, kinds):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# the scripted agent
+
+class ScriptedAgent:
+    """An agent for 02 --agent that makes mistakes: it asks about what does not matter, repeats itself, answers too
+    early, and guesses what it does not know. informed: it makes few of them, and knows the answer.
+
+    A domain's subclass has VAGUE (turns that ask nothing), RATES and INFORMED_RATES (of early answers, vague, repeated
+    and useless turns), and the methods known_facts(task, history), ask(fact, history, rng, is_new),
+    useless(task, known, history, rng) and answer(task, known, rng)."""
+
+    def __init__(self, informed=False):
+        self.informed, self.rates = informed, self.INFORMED_RATES if informed else self.RATES
+
+    def __call__(self, task, history, max_rounds, rng):
+        facts, known = task["facts"], self.known_facts(task, history)
+        needed = [index for index in needed_facts(task) if index not in known]
+        early, vague, repeat, useless = self.rates
+        answer_rate = early if needed else 0.85
+        if rng.random() < answer_rate or num_agent_turns(history) + 1 == max_rounds:
+            return self.answer(task, known, rng)
+        luck = rng.random()
+        if luck < vague:
+            return rng.choice(self.VAGUE)
+        if luck < vague + repeat and known:
+            return self.ask(facts[rng.choice(sorted(known))], history, rng, is_new=False)
+        if luck < vague + repeat + useless or not needed:
+            return self.useless(task, known, history, rng)
+        return self.ask(facts[rng.choice(needed)], history, rng, is_new=True)
+
+
+def num_agent_turns(history):
+    return sum(turn["role"] == "assistant" for turn in history)
+
+
+def answer_with(task, codes):
+    """The agent's turn with the task's template, filled with {slot: code}."""
+    return f"{MARKER}\n{task['template'].format(**codes)}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # what the human says
 
 def known_reply(task, history, rng):

@@ -29,17 +29,8 @@ PERSON_SEES = True
 MIN_GAP = 0.1
 SCORE_KEYS = "reward", "similarity", "image", "reference_image", "render_fault"
 COLUMNS = (("no_page", "no page", ".3f"), ("failed_renders", "not rendered", "d"))
-AGENT_SYSTEM = (
-    "You design a web page for a person who has it before their eyes but cannot write HTML. In each turn send the "
-    "whole page as one HTML document; Tailwind CSS can be loaded from its CDN. The person looks at it in a browser and "
-    f'says what should be different. You may think before you write: then put "{OUTPUT}" behind your thoughts, as the '
-    "person gets only what follows it. You have {max_rounds} rounds, and the last page that you send is the one that "
-    "counts.")
-VIEWER_SYSTEM = (
-    "You are a person who asked an assistant for a web page, in these words:\n{problem_description}\n\nYou have the "
-    "page that you want before your eyes: the first picture. The assistant cannot see it. Look at what the assistant "
-    "made, and describe in a few sentences of plain English what differs most from your page: layout, colours, sizes, "
-    "texts, what is missing. Answer what the assistant asks. Never write HTML or CSS.")
+AGENT_SYSTEM = beside("prompts/frontend_agent.txt")
+VIEWER_SYSTEM = beside("prompts/frontend_simulator.txt")
 
 
 # ---------------------------------------------------------------------------------------------------------------------

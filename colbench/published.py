@@ -1,5 +1,4 @@
 """The published data: ColBench's tasks and trajectories, and WebSight, from the hub (package datasets) or a copy."""
-import collections
 import hashlib
 import pathlib
 import re

@@ -25,10 +25,9 @@ import operator
 import random
 import re
 import sqlite3
-import string
 from dataclasses import dataclass
 
-from colbench import backend, beside, check_kind, ColBenchError, defaults, dialogue, MORE_KEYS, task_id, TASK_KEYS
+from colbench import backend, beside, check_keys, check_kind, defaults, dialogue, MORE_KEYS, task_id, TASK_KEYS
 from colbench.defaults import *  # noqa: F403
 from colbench.dialogue import answer_kind, Facts, MARKER, needed_facts, OPENERS, put, topics_asked
 from colbench.schema import list_of, one_of, record, table_of
@@ -41,19 +40,9 @@ COLUMNS = (("databases_agree", "databases", ".3f"), ("success_seen", "seen", ".3
            ("success_unseen", "unseen", ".3f"), ("all_known", "all known", ".3f"),
            ("success_when_known", "when known", ".3f"), ("looks", "looks", ".2f"))
 SCORE_KEYS = "reward", "databases", "faults"
-AGENT_SYSTEM = (
-    "You write one SQL query (SQLite) for a person. The question leaves things out. Some only the person knows: ask "
-    "one short question in a turn; the person cannot read SQL. Some the database shows: write "
-    f'"{LOOK}" and one SELECT, and you get rows of an example database. When you know enough, write "{MARKER}" and '
-    "then nothing but the query. You have {max_rounds} rounds, looks included; the last one must be that answer.")
-SIMULATOR_SYSTEM = (
-    "You are a person who asked an assistant for data, in these words:\n{problem_description}\n\nOnly you know what "
-    "you mean: the query below. Answer the assistant's last message in one or two short sentences of plain English. "
-    "Say only what was asked about. You do not know how the database stores things. Never write SQL.\n\n{ground_truth}")
-JUDGE = (
-    "An assistant writes an SQL query for a person. It cannot see what the person needs; you can:\n{ground_truth}\n\n"
-    "The dialogue so far:\n{dialogue}\n\nTwo ways for the assistant to go on:\n[A] {a}\n[B] {b}\n\nWhich one brings "
-    "the assistant nearer to the query that the person needs? Reply with the letter A or B alone.")
+AGENT_SYSTEM = beside("prompts/sql_agent.txt")
+SIMULATOR_SYSTEM = beside("prompts/sql_simulator.txt")
+JUDGE = beside("prompts/sql_judge.txt")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -62,7 +51,7 @@ JUDGE = (
 # A schema is two or three tables, joined by keys. Those marked "unseen" are in the test split alone; their words occur
 # in other schemas, too, in other combinations. A pattern is a request whose query depends on decisions: what words can
 # mean. "options" of a decision are {how it stands in the query: [what the human says of it, …]}. Those with "looks" are
-# what the database shows: the human cannot tell them, a look at one of the "columns" does, by a cell of the form "cell".
+# what the database shows: the human cannot tell them, but a look at one of the "columns" can, by a cell like "cell".
 
 QUERIES = json.loads(beside("queries.json"))
 SCHEMA_KEYS = ("parents", "children", "first", "second", "begin", "end", "statuses", "places", "unseen")
@@ -595,70 +584,41 @@ turn_kind, turn_kinds, oracle_scores = _facts.turn_kind, _facts.turn_kinds, _fac
 # ---------------------------------------------------------------------------------------------------------------------
 # the scripted agents
 
-VAGUE = ("Can you tell me more?", "What else should I know?", "Could you describe the data?")
+class Script(dialogue.ScriptedAgent):
+    """It also asks the human what a look would show, looks at what shows nothing, and forgets."""
+
+    VAGUE = ("Can you tell me more?", "What else should I know?", "Could you describe the data?")
+    RATES, INFORMED_RATES = (0.03, 0.05, 0.12, 0.33), (0.01, 0.03, 0.04, 0.08)
+    known_facts = staticmethod(known_facts)
+
+    def ask(self, fact, history, rng, is_new):
+        opener = rng.choice(OPENERS) if is_new and len(history) > 1 and fact["by"] == "ask" else ""
+        return opener + asking(fact, rng)
+
+    def useless(self, task, known, history, rng):
+        facts = task["facts"]
+        unknown = [index for index in range(len(facts)) if index not in known]
+        to_look = [index for index in unknown if facts[index]["by"] == "look"]
+        idle = [index for index in unknown if not facts[index]["matters"]]
+        luck = rng.random()
+        if luck < 0.3:
+            return f"{LOOK} {rng.choice(task['idle_looks'])}"
+        indices = to_look if to_look and luck < 0.6 else idle or range(len(facts))
+        return rng.choice(facts[rng.choice(indices)]["questions"])
+
+    def answer(self, task, known, rng):
+        codes = {}
+        for index in needed_facts(task):
+            fact = task["facts"][index]
+            knows = self.informed or index in known and rng.random() > 0.01
+            codes[fact["slot"]] = fact["code"] if knows else rng.choice(fact["guesses"])
+        return dialogue.answer_with(task, codes)
 
 
 def asking(fact, rng):
     """What the agent says to learn a fact: a look where a look shows it."""
     if fact["by"] == "look":
         return f"{LOOK} {rng.choice(fact['looks'])}"
-    return rng.choice(fact["questions"])
-
-
-def answer_with(task, codes):
-    return f"{MARKER}\n{task['template'].format(**codes)}"
-
-
-def num_agent_turns(history):
-    return sum(turn["role"] == "assistant" for turn in history)
-
-
-def scripted_turn(task, history, max_rounds, rng, informed=False):
-    """What the noisy scripted agent says next.
-
-    It asks the human what a look would show, looks at what shows nothing, repeats itself, asks for what does not
-    matter, and forgets. Sometimes it answers too early, and guesses what it does not know. informed: it knows the
-    answer."""
-    facts, known = task["facts"], known_facts(task, history)
-    unknown = [index for index in range(len(facts)) if index not in known]
-    needed = [index for index in unknown if facts[index]["matters"]]
-    early, vague, repeat, useless = (0.01, 0.03, 0.04, 0.08) if informed else (0.03, 0.05, 0.12, 0.33)
-    answer_rate = early if needed else 0.85
-    if rng.random() < answer_rate or num_agent_turns(history) + 1 == max_rounds:
-        return scripted_answer(task, known, rng, informed)
-
-    luck = rng.random()
-    if luck < vague:
-        return rng.choice(VAGUE)
-    if luck < vague + repeat and known:
-        return asking(facts[rng.choice(sorted(known))], rng)
-    if luck < vague + repeat + useless or not needed:
-        return useless_turn(task, unknown, rng)
-    fact = facts[rng.choice(needed)]
-    opener = rng.choice(OPENERS) if len(history) > 1 and fact["by"] == "ask" else ""
-    return opener + asking(fact, rng)
-
-
-def scripted_answer(task, known, rng, informed):
-    """The answer of an agent that guesses what it does not know, and rarely what it knows."""
-    codes = {}
-    for index in needed_facts(task):
-        fact = task["facts"][index]
-        knows = informed or index in known and rng.random() > 0.01
-        codes[fact["slot"]] = fact["code"] if knows else rng.choice(fact["guesses"])
-    return answer_with(task, codes)
-
-
-def useless_turn(task, unknown, rng):
-    """A look that shows nothing, or a question to the human that it cannot answer, or that does not matter."""
-    facts = task["facts"]
-    to_look = [index for index in unknown if facts[index]["by"] == "look"]
-    idle = [index for index in unknown if not facts[index]["matters"]]
-    luck = rng.random()
-    if luck < 0.3:
-        return f"{LOOK} {rng.choice(task['idle_looks'])}"
-    indices = to_look if to_look and luck < 0.6 else idle or range(len(facts))
-    fact = facts[rng.choice(indices)]
     return rng.choice(fact["questions"])
 
 
@@ -669,17 +629,16 @@ def asker_turn(task, history, max_rounds, rng):
     where it expects most information; then it answers, and guesses what it has no round for."""
     facts, known = task["facts"], known_facts(task, history)
     num_guesses = {index: len(facts[index]["guesses"]) for index in needed_facts(task) if index not in known}
-    if num_guesses and num_agent_turns(history) + 1 < max_rounds:
+    if num_guesses and dialogue.num_agent_turns(history) + 1 < max_rounds:
         return asking(facts[max(num_guesses, key=num_guesses.get)], rng)
     codes = {}
     for index in needed_facts(task):
         fact = facts[index]
         codes[fact["slot"]] = fact["code"] if index in known else rng.choice(fact["guesses"])
-    return answer_with(task, codes)
+    return dialogue.answer_with(task, codes)
 
 
-PLAYERS = {"script": scripted_turn, "script-informed": functools.partial(scripted_turn, informed=True),
-           "script-asker": asker_turn}
+PLAYERS = {"script": Script(), "script-informed": Script(informed=True), "script-asker": asker_turn}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -689,29 +648,21 @@ def owns(task):
     return "databases" in task
 
 
-SQL_FACT_KEYS = {**dialogue.FACT_KEYS, "by": one_of("ask", "look")}
-FACT = record(SQL_FACT_KEYS, dialogue.REPLIES)
-NEEDED_FACT = record({**SQL_FACT_KEYS, **dialogue.SLOT_KEYS}, dialogue.REPLIES)
-LOOK_FACT = record({**SQL_FACT_KEYS, "looks": list_of(str, 1), "columns": list_of(str, 1), "cell": str},
-                   dialogue.REPLIES)
-TASK = record({**TASK_KEYS, "schema": str, "databases": list_of(table_of(list_of(list)))},
-              {**MORE_KEYS, "template": str, "facts": list_of(FACT), "idle_looks": list_of(str, 1)})
+LOOK_KEYS = {"looks": list_of(str, 1), "columns": list_of(str, 1), "cell": str}
+TASK = record({**TASK_KEYS, "schema": str, "databases": list_of(table_of(list_of(list)), 2)},
+              {**MORE_KEYS, "template": str, "facts": list_of(dialogue.FACT), "idle_looks": list_of(str, 1)})
 
 
 def check_task(task, where):
     check_kind(task, TASK, where)
-    if len(task["databases"]) < 2:
-        raise ColBenchError(f'{where}: "databases" needs the example and a hidden one')
     if not task.get("facts"):
         return
-    for key in ("idle_looks", "template"):
-        if key not in task:
-            raise ColBenchError(f'{where}: missing "{key}", which a task with "facts" has')
+    check_keys(task, {"idle_looks": list, "template": str}, where)
     for index, fact in enumerate(task["facts"]):
-        if fact["matters"]:
-            check_kind(fact, NEEDED_FACT, f"{where}: facts: item {index}")
-        if fact["by"] == "look":
-            check_kind(fact, LOOK_FACT, f"{where}: facts: item {index}")
+        keys = {"by": one_of("ask", "look"), **(dialogue.SLOT_KEYS if fact["matters"] else {})}
+        if fact.get("by") == "look":
+            keys |= LOOK_KEYS
+        check_keys(fact, keys, f"{where}: facts: item {index}")
     dialogue.check_facts(task, where)
 
 
