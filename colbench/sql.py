@@ -20,8 +20,6 @@ import hashlib
 import inspect
 import itertools
 import json
-import math
-import operator
 import random
 import re
 import sqlite3
@@ -430,37 +428,15 @@ def plain_number(cell):
 def canonical(names, rows, ordered):
     """Rows in a form that is equal for equal results: columns and (unless `ordered`) rows in an order of their own."""
     rows = [list(map(plain_number, row)) for row in rows]
-    if len(names) == 1:
-        return [1, rows if ordered else sorted(rows, key=repr)]
-    groups = column_groups(len(names), rows, ordered)
-    if ordered:
-        return [len(names), in_order(rows, groups)]
-    orders = [groups]
-    if math.prod(math.factorial(len(group)) for group in groups) <= 120:
-        orders = itertools.product(*map(itertools.permutations, groups))
-    tables = [sorted(in_order(rows, order), key=repr) for order in orders]
+    numbers = range(len(names))
+    orders = itertools.permutations(numbers)
+    if len(names) > 5:                                               # too many to try: by what the columns hold
+        orders = [sorted(numbers, key=lambda i: sorted(repr(row[i]) for row in rows))]
+    tables = []
+    for order in orders:
+        table = [[row[i] for i in order] for row in rows]
+        tables.append(table if ordered else sorted(table, key=repr))
     return [len(names), min(tables, key=repr)]
-
-
-def column_groups(num_columns, rows, ordered):
-    """The numbers of the columns, in groups that do not depend on their order. Those of a group cannot be told apart
-    one by one: they have equal cells in rows of equal content."""
-    texts = [list(map(repr, row)) for row in rows]
-    contents = [tuple(sorted(row)) for row in texts]
-    numbers = {content: number for number, content in enumerate(sorted(set(contents)))}
-    groups = {}
-    for i in range(num_columns):
-        column = [(row[i], numbers[content]) for row, content in zip(texts, contents)]
-        if not ordered:
-            column.sort()
-        groups.setdefault(tuple(column), []).append(i)
-    return [groups[column] for column in sorted(groups)]
-
-
-def in_order(rows, groups):
-    """Rows with their columns in the order of some groups."""
-    cells_of = operator.itemgetter(*itertools.chain(*groups))
-    return [list(cells_of(row)) for row in rows]
 
 
 def as_table(names, rows):
@@ -476,9 +452,8 @@ def as_table(names, rows):
     return "\n".join(lines)[:600]
 
 
-RUN_IN_CHILD = open_database, select, plain_number, canonical, column_groups, in_order, as_table
-SOURCE = ("import itertools\nimport json\nimport math\nimport operator\nimport sqlite3\n\n" +
-          "\n\n".join(map(inspect.getsource, RUN_IN_CHILD)))
+RUN_IN_CHILD = open_database, select, plain_number, canonical, as_table
+SOURCE = "import itertools\nimport json\nimport sqlite3\n\n" + "\n\n".join(map(inspect.getsource, RUN_IN_CHILD))
 
 
 def program(task, databases, statement):
