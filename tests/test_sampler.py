@@ -81,7 +81,7 @@ def test_replies_of_a_local_model(local):
 
 
 def test_two_servers_share_the_requests_and_give_what_is_sampled_here(local, clean, serve):
-    """At temperature 0, byte for byte; each request has the ids of its prompt, every parameter and a seed of its own."""
+    """At temperature 0, byte for byte; each request has the ids of its prompt, all parameters and its own seed."""
     another = serve("--model", BASE)
     before = len(log_of(clean))
     sampler = served(f"{another['url']},{clean['url']}#model")
