@@ -12,7 +12,7 @@ import json
 import operator
 from collections import namedtuple
 
-from colbench.answers import parse
+from colbench.extract_code import parse
 
 TOO_DEEP = RecursionError, MemoryError
 ORDER = {"Lt": operator.lt, "LtE": operator.le, "Gt": operator.gt, "GtE": operator.ge}

@@ -5,7 +5,7 @@
         values, _ = sandbox.run("def f(n): return n / 2", ["f(4)", "f(None)"], 1.0, imports=[])
         # [["ok", 2], ["error", "TypeError: unsupported operand …"]]
 
-It starts `python child.py LAYER WORK_DIR SITE_PACKAGES …`, the server, with a socket as its stdin and stdout. For each
+It starts `python sandbox_worker.py LAYER WORK_DIR SITE_PACKAGES …`, the server, with a socket as its stdin and stdout. For each
 request the server receives a HEADER and the ends of two fresh pipes, and forks; the fork is confined, reads the request
 and writes a JSON line for each result. A HEADER without pipes kills the fork. Each line is read under one deadline and
 one limit of bytes, and taken only if it has the form that is expected next. docs/scorer.md says what the layers
@@ -23,15 +23,15 @@ import socket
 import sys
 import time
 
-from colbench import child
-from colbench.answers import names_of_calls, parse
-from colbench.child import CLEAN_LIMIT_S, empty, HEADER, LOAD_LIMIT_S, LOADS_LIMIT_S, RESULT_LIMIT, START_LIMIT_S
+from colbench import sandbox_worker
+from colbench.extract_code import names_of_calls, parse
+from colbench.sandbox_worker import CLEAN_LIMIT_S, empty, HEADER, LOAD_LIMIT_S, LOADS_LIMIT_S, RESULT_LIMIT, START_LIMIT_S
 from colbench.values import is_encoded
 
 REQUEST_LIMIT = 1 << 20         # characters of an answer's code and calls
 LOOK_S = .01                    # how often the caller looks at what a running answer has written
 NUM_PIECES = 64                 # answers whose code is kept, so that equal ones are not read again
-PROGRAM = os.path.abspath(child.__file__)
+PROGRAM = os.path.abspath(sandbox_worker.__file__)
 ANSWER_TIME_LIMIT = "time limit of the whole answer"
 PROBE = """def probe():
     import os, socket, wave
@@ -56,7 +56,7 @@ class LayerError(Exception):
 
 
 class Sandbox:
-    """One child program (child.py); a context manager. `run` evaluates calls on some code."""
+    """One child program (sandbox_worker.py); a context manager. `run` evaluates calls on some code."""
 
     def __init__(self, layer, hash_seed):
         self.layer, self.hash_seed = layer, hash_seed
@@ -111,7 +111,7 @@ class Sandbox:
 
     def run(self, code, calls, time_limit_s, imports=None, reference=None):
         """Results of the calls, ["ok", value] or ["error", reason] each, and of a reference (imports=None) what it
-        imported and defined of the names in the calls (child.imported_names).
+        imported and defined of the names in the calls (sandbox_worker.imported_names).
         A call that takes too long or ends its process costs its own result: a new process goes on with the next."""
         if sum(map(len, (code, reference or "", *calls))) > REQUEST_LIMIT:
             return [["error", f"larger than {REQUEST_LIMIT:,} characters"]] * len(calls), None

@@ -41,7 +41,7 @@ class Scorer:
     no value), "said": what the scorer says (None: another value)}, …].
     A reference is evaluated once a task (in two processes).
 
-    compat=True gives the published scorer's verdicts instead (child.run_compat), behind the same walls.
+    compat=True gives the published scorer's verdicts instead (sandbox_worker.run_compat), behind the same walls.
 
     ColBenchError if the machine allows no isolation (layer None: the strongest that works). RuntimeError if a child
     cannot be used: that is neither pass nor fail."""
@@ -281,7 +281,7 @@ def names_of(imports):
 
 
 def imports_for_answers(calls, names):
-    """What the calls of answers are told of the names that the reference sent (child.imported_names): its imports, and
+    """What the calls of answers are told of the names that the reference sent (sandbox_worker.imported_names): its imports, and
     without a module what is tested, which is the answer's to define."""
     imported, defined = names_of(names)
     tested = tested_names(calls, imported, defined)

@@ -9,8 +9,8 @@ import types
 import pytest
 
 from colbench import backend
-from colbench.answers import compiled_statements, extract_code
-from colbench.child import execute
+from colbench.extract_code import compiled_statements, extract_code
+from colbench.sandbox_worker import execute
 from conftest import ROOT, stage
 
 F = "def f(n):\n    return n * n or None"

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from colbench.answers import extract_code
-from colbench.child import LOAD_LIMIT_S
+from colbench.extract_code import extract_code
+from colbench.sandbox_worker import LOAD_LIMIT_S
 from colbench.sandbox import Sandbox
 from colbench.scorer import functions_under_test, reward_of, Scorer
 from colbench.values import encode

@@ -21,11 +21,11 @@ import types
 
 if not __package__:                                                 # a program: no package around it, no path to it
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    from answers import code_that_defines, compiled_statements, compiled_whole, parsed
+    from extract_code import code_that_defines, compiled_statements, compiled_whole, parsed
     from values import encode
-    del sys.path[0], sys.modules["answers"], sys.modules["values"]
+    del sys.path[0], sys.modules["extract_code"], sys.modules["values"]
 else:
-    from colbench.answers import code_that_defines, compiled_statements, compiled_whole, parsed
+    from colbench.extract_code import code_that_defines, compiled_statements, compiled_whole, parsed
     from colbench.values import encode
 
 MEMORY_LIMIT = 1 << 30          # bytes of address space
