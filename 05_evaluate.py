@@ -39,10 +39,10 @@ import torch
 import common
 from colbench import ColBenchError, domain_of, schema
 from lib import statistics, tables
-from lib.arguments import add_overwrite, add_reference, add_world, argument_parser, named_path, text_flag
 from lib.costs import compare_costs, cost_lines, Costs, read_record
 from lib.credit import agreement, count_pairs, credit_of, credit_summary, measure_turns, read_states, state_files
 from lib.export import export
+from lib.flags import add_overwrite, add_reference, add_world, argument_parser, named_path, text_flag
 from lib.models import load_tokenizer
 from lib.plots import report_plots
 from lib.report import MAX_STATES, page_data, write_report
@@ -434,14 +434,14 @@ def main(argv=None):
     inputs = [*itertools.chain(*paths.values()), args.clip_model, args.critic]
     if args.candidates:
         inputs += map(str, state_files(args.candidates))
-    if is_done(args, out, inputs, folder=True):
+    if is_done(vars(args), out, inputs, folder=True):
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     worlds = []
     for compat in [False, True] if args.compat else [False]:
         flags = {**common.world_flags(args), "compat": compat}
         worlds.append(common.world(domain, out / "images", out / "scored", flags, device))
-    begin_output(args, out, inputs, output_files(paths))
+    begin_output(vars(args), out, inputs, folder=True)
     spent = Costs(out)
 
     # scores and metrics, on disk before everything that is optional

@@ -14,7 +14,7 @@ import re
 import stat
 import warnings
 
-from lib.runtime import new_file
+from lib.runtime import whole_file
 from lib.servers import said
 from lib.tables import finite, heading_of, spread
 
@@ -565,9 +565,7 @@ def write_report(path, data, images, **variables):
     page_content = fitting(data, images, MAX_PAGE - len(frame))
     page = template.render(**variables, data_json=Markup(as_json(page_content)))
     path = pathlib.Path(path)
-    partial = path.with_name(path.name + ".partial")
-    with new_file(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
+    with whole_file(path) as file:
         file.write(page)
-    partial.replace(path)
     left_out = [*plot_lines, page_content["left_out"]]
     return "; ".join(filter(None, left_out)) or None
