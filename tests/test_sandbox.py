@@ -29,6 +29,7 @@ import types
 import pytest
 
 from colbench import ColBenchError, sandbox
+from colbench.sandbox import ANSWER_TIME_LIMIT, is_ready, is_result, LayerError, Lines, Sandbox, Stop
 from colbench.sandbox_worker import (
     AND,
     CONDITIONAL,
@@ -42,7 +43,6 @@ from colbench.sandbox_worker import (
     system_call_filter,
     THREAD_LIMIT,
 )
-from colbench.sandbox import ANSWER_TIME_LIMIT, is_ready, is_result, LayerError, Lines, Sandbox, Stop
 from colbench.scorer import equal_values, holds, Scorer
 from colbench.values import encode, is_encoded
 

@@ -7,9 +7,9 @@ import time
 import pytest
 
 from colbench.extract_code import extract_code
-from colbench.sandbox_worker import LOAD_LIMIT_S
-from colbench.sandbox import Sandbox
 from colbench.questions import functions_under_test
+from colbench.sandbox import Sandbox
+from colbench.sandbox_worker import LOAD_LIMIT_S
 from colbench.scorer import reward_of, Scorer
 from colbench.values import encode
 from conftest import read, refused, run, stage, succeed
