@@ -103,11 +103,6 @@ def test_what_becomes_of_replies(speaker, tmp_path, capsys):
     assert ("13 attempts: 3 kept, 2 no JSON object, 1 too few tests, 1 random, 1 vacuous, 1 reference fails, 1 order "
             "of a set, 1 near duplicate, 1 the body of a kept task, 1 code in the description\n") in printed
     assert json.loads((tmp_path / "t.jsonl.args.json").read_text())["costs"]["generated_tokens"] == 130
-
-
-def test_tasks_pass_the_check(speaker, tmp_path, capsys):
-    speaker.replies = [REPLIES[i] for i in (0, 2, 12, 0)]
-    make(*arguments(tmp_path / "t.jsonl", "--num-tasks", 3))
     make("--check", tmp_path / "t.jsonl")
     assert "3 tasks, 30 tests: no finding" in capsys.readouterr().out
 
