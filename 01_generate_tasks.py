@@ -63,8 +63,8 @@ from lib.runtime import (
     whole_file,
     write_jsonl,
 )
+from lib.sampling import open_sampler
 from lib.servers import ReplyError, strip_thoughts
-from lib.speakers import ask, open_speaker, Sampling, SpeakerOptions
 
 # ---------------------------------------------------------------------------------------------------------------------
 # template tasks
@@ -144,13 +144,13 @@ def read_seed_texts(path):
     return [text[:written.MAX_SEED_CHARS] for text in texts]
 
 
-async def ask_all(speaker, prompts, numbers, args):
+async def ask_all(sampler, prompts, numbers, args):
     """The Reply to each prompt, all in flight together; the number of the attempt is the seed."""
     requests = []
     for prompt, number in zip(prompts, numbers):
-        sampling = Sampling((args.seed, number, "task"), args.temperature, args.max_new_tokens)
-        requests.append(ask(speaker, [{"role": "user", "content": prompt}], sampling))
-    return [reply for _, [reply] in await asyncio.gather(*requests)]
+        chat = [{"role": "user", "content": prompt}]
+        requests.append(sampler.sample(chat, 1, args.temperature, args.max_new_tokens, (args.seed, number, "task")))
+    return [reply for [reply] in await asyncio.gather(*requests)]
 
 
 def idea_of(number, texts, seed):
@@ -159,11 +159,11 @@ def idea_of(number, texts, seed):
     return texts[number % len(texts)], rng.choice(written.KINDS)
 
 
-def attempt_rows(numbers, speaker, loop, texts, scorers, args):
+def attempt_rows(numbers, sampler, loop, texts, scorers, args):
     """Rows of a block of attempts: the reply, and its task or the reason why there is none; repeats aside."""
     ideas = [idea_of(number, texts, args.seed) for number in numbers]
     prompts = [written.TASK_PROMPT.format(text=text, kind=kind) for text, kind in ideas]
-    replies = loop.run(ask_all(speaker, prompts, numbers, args))
+    replies = loop.run(ask_all(sampler, prompts, numbers, args))
     rows, unchecked = [], []
     for number, (text, _), reply in zip(numbers, ideas, replies):
         row = {"attempt": number, "seed_text": text, "reason": None, "task": None, "reply": reply.text,
@@ -212,7 +212,7 @@ def write_model_tasks(args):
     if is_done(vars(args), out, inputs):
         return
     room = MOST_PROMPT_TOKENS + args.max_new_tokens
-    speaker = open_speaker(args.model, SpeakerOptions(runtime.device, args.dtype, args.concurrency, room))
+    sampler = open_sampler(args.model, runtime.device, args.dtype, args.concurrency, room)
     begin_output(vars(args), out, inputs)
     costs = Costs(out, runtime.device)
 
@@ -225,7 +225,7 @@ def write_model_tasks(args):
             num_attempts = max(args.num_tasks - len(tasks), args.concurrency)
             numbers = range(first, min(first + num_attempts, args.max_attempts))
             blocks = [numbers[i:i + args.concurrency] for i in range(0, len(numbers), args.concurrency)]
-            work = functools.partial(attempt_rows, speaker=speaker, loop=loop, texts=texts, scorers=scorers, args=args)
+            work = functools.partial(attempt_rows, sampler=sampler, loop=loop, texts=texts, scorers=scorers, args=args)
             for row in map_blocks(f"{out}.{first}.partial", blocks, work, runtime, "attempt"):
                 if len(tasks) == args.num_tasks:
                     continue                                     # the rest of the round is not needed
@@ -235,8 +235,8 @@ def write_model_tasks(args):
                     tasks.append(row["task"])
     barrier()                                                    # all have read the partial files
     finish_tasks(args, out, rows, tasks, runtime)
-    if speaker.model:
-        costs.works.append(work_of(speaker.model))
+    if sampler.model:
+        costs.works.append(work_of(sampler.model))
     else:
         num_tokens = sum(row["tokens"] for row in rows) if is_main() else 0
         costs.works.append({"generated_tokens": num_tokens})

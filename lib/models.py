@@ -571,7 +571,7 @@ def save_model(folder, model, tokenizer, merge=False):
     for name, tensor in stored_tensors(model).items():
         tensor = whole_tensor(tensor)
         if is_main():
-            tensors[name] = tensor.cpu()
+            tensors[name] = tensor.cpu().clone()                    # a gathered tensor may be a part of a larger one
     if is_main():
         folder.mkdir(parents=True, exist_ok=True)
         save_torch_state_dict(tensors, folder)
