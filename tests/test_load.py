@@ -1,5 +1,4 @@
-"""Many dialogues in flight: 02 against a fast server, killed and started again, and how run_concurrently bounds what
-waits."""
+"""Many dialogues in flight: 02 against a fast server, killed and started again, and how add_rows bounds what waits."""
 import asyncio
 import collections
 import gc
@@ -15,8 +14,8 @@ import pytest
 import common
 from colbench import backend
 from conftest import Fork, Partial, read, ROOT, stage
-from lib.runtime import write_jsonl
-from lib.speakers import run_concurrently
+from lib.runtime import Rows, start, write_jsonl
+from lib.sampling import add_rows
 
 ROUNDS = 3                                                          # requests of a dialogue
 NUM_TASKS, NUM_SAMPLES, CONCURRENCY = 20, 10, 32
@@ -102,39 +101,45 @@ def test_nothing_is_lost_or_doubled_after_two_kills(tmp_path):
     assert server.counts["most in flight"] <= CONCURRENCY
 
 
+def add(tmp_path, make_row, num_rows, concurrency):
+    runtime = start(0)
+    with Rows(tmp_path / "rows.jsonl", runtime) as rows:
+        return add_rows(rows, range(num_rows), make_row, concurrency, runtime)
+
+
 @pytest.mark.parametrize("durations", [(0.01,), (0.002, 0.05, 0.05, 0.05, 0.05, 0.05)])
-def test_at_most_twice_as_many_wait_to_be_scored_as_are_in_flight(durations):
+def test_at_most_twice_as_many_wait_to_be_scored_as_are_in_flight(tmp_path, durations):
     waiting, most = 0, 0
 
-    async def score(duration):
-        nonlocal waiting
-        await asyncio.sleep(duration)
-        waiting -= 1
-
-    async def work(item):
+    async def make_row(item):
         nonlocal waiting, most
         await asyncio.sleep(0)
         waiting += 1
         most = max(most, waiting)
-        return score(durations[item % len(durations)])
 
-    asyncio.run(run_concurrently(work, range(100), 4))
-    assert waiting == 0 and 4 <= most <= 8
+        async def score():
+            nonlocal waiting
+            await asyncio.sleep(durations[item % len(durations)])
+            waiting -= 1
+            return {"item": item}
+        return score
+
+    assert add(tmp_path, make_row, 100, 4) == [] and waiting == 0 and 4 <= most <= 8
 
 
-def test_an_error_of_the_scorer_ends_the_run_at_once(caplog):
+def test_an_error_of_the_scorer_ends_the_run_at_once(tmp_path, caplog):
     started = []
 
     async def score():
         raise ValueError("no sandbox")
 
-    async def work(item):
+    async def make_row(item):
         started.append(item)
         await asyncio.sleep(0.001)
-        return score()
+        return score
 
     with pytest.raises(ValueError, match="no sandbox"):
-        asyncio.run(run_concurrently(work, range(1000), 2))
+        add(tmp_path, make_row, 1000, 2)
     assert len(started) < 20
     gc.collect()
     assert not caplog.records                                       # the error is raised once, and not also printed
