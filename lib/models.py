@@ -422,7 +422,7 @@ def shard(scorer, run, sharding):
     from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, register_fsdp_forward_method
     check_replicate(sharding.replicate, run.world_size)
     if sharding.activation_checkpointing:
-        checkpoint_activations(scorer.model)
+        checkpoint_layers(scorer.model)
     if run.world_size == 1 and sharding.dtype == "float32":
         return                                     # nothing to split or to cast; a step of a small model takes .6 of it
     mesh = init_device_mesh(run.device.type, (sharding.replicate, run.world_size // sharding.replicate),
@@ -440,7 +440,7 @@ def shard(scorer, run, sharding):
     register_fsdp_forward_method(scorer, "check_logits")
 
 
-def checkpoint_activations(model):
+def checkpoint_layers(model):
     """Have a model compute each layer again in the backward pass."""
     # older versions of transformers have the second name alone
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
