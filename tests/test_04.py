@@ -233,7 +233,8 @@ def test_candidates_continue_logged_prompts_and_train_after_their_own(workspace,
     rows, trained, make = published(workspace, tmp_path / "p.jsonl"), [], common.actions_item
 
     def actions_item(tokenizer, prompt, actions):
-        trained.append((prompt, actions))
+        if (tmp_path / "out" / "pairs.jsonl").exists():              # the critic has scored all by then
+            trained.append((prompt, actions))
         return make(tokenizer, prompt, actions)
     monkeypatch.setattr(common, "actions_item", actions_item)
     policy_stage.main(untrained(tmp_path / "p.jsonl", tmp_path / "out", "--pairs-together"))
