@@ -46,14 +46,16 @@ class Asker:
     async def serve(self, reader, writer):
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
-                length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
-                request = json.loads(await reader.readexactly(length))
-                self.counts["requests"] += 1
-                self.counts["in flight"] += 1
-                self.counts["most in flight"] = max(self.counts["most in flight"], self.counts["in flight"])
-                await asyncio.sleep(random.uniform(0.025, 0.075))
-                self.counts["in flight"] -= 1
-                data = json.dumps(self.reply(request)).encode()
+                body = {"object": "list", "data": []}               # a GET: which models are there
+                if head.startswith(b"POST"):
+                    length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
+                    body = self.reply(json.loads(await reader.readexactly(length)))
+                    self.counts["requests"] += 1
+                    self.counts["in flight"] += 1
+                    self.counts["most in flight"] = max(self.counts["most in flight"], self.counts["in flight"])
+                    await asyncio.sleep(random.uniform(0.025, 0.075))
+                    self.counts["in flight"] -= 1
+                data = json.dumps(body).encode()
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (
                     len(data), data))
                 await writer.drain()
