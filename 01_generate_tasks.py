@@ -53,7 +53,7 @@ from lib.runtime import (
     start,
     write_jsonl,
 )
-from lib.samplers import open_sampler
+from lib.sampling import open_sampler
 from lib.servers import ReplyError, strip_thoughts
 
 # ---------------------------------------------------------------------------------------------------------------------

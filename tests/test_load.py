@@ -79,7 +79,7 @@ def most_open_files(process, partial, kill_at):
 
 
 def test_nothing_is_lost_or_doubled_after_two_kills(tmp_path):
-    tasks, _ = stage(1).make_tasks(backend, NUM_TASKS, 0, "train", "none")
+    tasks = stage(1).make_tasks(backend, NUM_TASKS, 0, "train", "none")
     for number, task in enumerate(tasks):                           # the server knows a task by its opening
         task["problem_description"] += f"\n(Request {number}.)"
     write_jsonl(tmp_path / "tasks.jsonl", tasks)
