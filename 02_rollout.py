@@ -53,7 +53,6 @@ from lib.arguments import (
     text_flag,
 )
 from lib.costs import Costs
-from lib.credit import measure_turns
 from lib.models import load_tokenizer, tokenizer_name, work_of
 from lib.runtime import begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
 from lib.servers import is_server, ReplyError, said, strip_thoughts
@@ -68,8 +67,7 @@ from lib.speakers import (
     Speaker,
     SpeakerOptions,
 )
-from lib.statistics import mean_over_tasks
-from lib.tables import heading_of
+from lib.statistics import heading_of, mean_over_tasks, measure_turns
 from lib.tracking import check_track, Track
 from lib.vision import documents_of
 

@@ -89,8 +89,7 @@ from lib.runtime import (
 from lib.seeds import server_seed, uniforms
 from lib.servers import is_server, open_server, ReplyError, said, server_reply
 from lib.speakers import Failures, ids_fault, run_concurrently, server_line, Speaker
-from lib.statistics import average_ranks
-from lib.tables import aligned
+from lib.statistics import aligned, average_ranks
 from lib.tracking import check_track, Track
 
 # ---------------------------------------------------------------------------------------------------------------------
