@@ -35,7 +35,8 @@ import warnings
 import common
 from colbench import ColBenchError, domain_of, DOMAINS, in_split, published, SPLITS, task_id, written
 from colbench.scorer import check_tasks, Scorer
-from lib.arguments import (
+from lib.costs import Costs
+from lib.flags import (
     add_overwrite,
     add_world,
     argument_parser,
@@ -46,7 +47,6 @@ from lib.arguments import (
     temperature_flag,
     text_flag,
 )
-from lib.costs import Costs
 from lib.models import work_of
 from lib.runtime import (
     barrier,
@@ -55,12 +55,12 @@ from lib.runtime import (
     is_done,
     is_main,
     map_blocks,
-    new_file,
     read_jsonl,
     read_text,
     run_stage,
     say,
     start,
+    whole_file,
     write_jsonl,
 )
 from lib.servers import ReplyError, strip_thoughts
@@ -108,9 +108,9 @@ def num_hidden(domain, task):
 
 def write_template_tasks(args):
     """--source template: write tasks that need no model."""
-    if is_done(args, args.out, []):
+    if is_done(vars(args), args.out, []):
         return
-    begin_output(args, args.out, [])
+    begin_output(vars(args), args.out, [])
     costs, domain = Costs(args.out), DOMAINS[args.domain]
     tasks, dropped = make_tasks(domain, args.num_tasks, args.seed, args.split, args.told)
     families = {task["family"] for task in tasks}
@@ -209,11 +209,11 @@ def write_model_tasks(args):
     inputs = [args.seeds, args.model]
     texts = read_seed_texts(args.seeds) if args.seeds else re.split("; |\n", written.TOPICS)
     random.Random(args.seed).shuffle(texts)
-    if is_done(args, out, inputs):
+    if is_done(vars(args), out, inputs):
         return
     room = MOST_PROMPT_TOKENS + args.max_new_tokens
     speaker = open_speaker(args.model, SpeakerOptions(runtime.device, args.dtype, args.concurrency, room))
-    runtime = runtime._replace(run_id=begin_output(args, out, inputs))
+    begin_output(vars(args), out, inputs)
     costs = Costs(out, runtime.device)
 
     rows, tasks = [], []
@@ -226,7 +226,7 @@ def write_model_tasks(args):
             numbers = range(first, min(first + num_attempts, args.max_attempts))
             blocks = [numbers[i:i + args.concurrency] for i in range(0, len(numbers), args.concurrency)]
             work = functools.partial(attempt_rows, speaker=speaker, loop=loop, texts=texts, scorers=scorers, args=args)
-            for row in map_blocks(f"{out}.{runtime.run_id}.{first}.partial", blocks, work, runtime, "attempt"):
+            for row in map_blocks(f"{out}.{first}.partial", blocks, work, runtime, "attempt"):
                 if len(tasks) == args.num_tasks:
                     continue                                     # the rest of the round is not needed
                 row["reason"] = row["reason"] or written.repeat_reason(row["task"], seen)
@@ -261,7 +261,7 @@ def finish_tasks(args, out, rows, tasks, runtime):
     if is_main():
         write_jsonl(out, tasks)
         for path in out.parent.iterdir():
-            if path.name.startswith(f"{out.name}.{runtime.run_id}.") and path.name.endswith(".partial"):
+            if path.name.startswith(f"{out.name}.") and path.name.endswith(".partial"):
                 path.unlink()
     num_lines = sum(len(task["ground_truth"].splitlines()) for task in tasks)
     num_words = sum(len(task["problem_description"].split()) for task in tasks)
@@ -294,10 +294,8 @@ def write_system_prompt(path, trajectories):
         say("no logged prompt shows a system prompt other than ours")
         return
     [(text, count)] = counts.most_common(1)
-    partial = path.with_name(path.name + ".partial")
-    with new_file(partial) as file:
-        file.write(f"{text}\n".encode(errors="backslashreplace"))
-    partial.rename(path)
+    with whole_file(path) as file:
+        file.write(f"{text}\n")
     say(f"writes {path}: the system prompt in the logged prompts of {count:,} of {len(trajectories):,} "
         f"trajectories; {counts.total() - count:,} have another, {num_unread:,} ours or none that can be read")
 
@@ -349,8 +347,8 @@ def take_published(args):
         raise InputError(f"{files[0]}: no tasks of --domain {args.domain}")
     if not args.trajectories:
         tasks = first_shuffled(rows, args, files)
-        if not is_done(args, args.out, files):
-            begin_output(args, args.out, files)
+        if not is_done(vars(args), args.out, files):
+            begin_output(vars(args), args.out, files)
             num_repeats = len(tasks) - len({task["task_id"] for task in tasks})
             say(f"kept {len(tasks):,} of {len(rows):,} tasks, {num_repeats:,} of them repeat another")
             write_jsonl(args.out, tasks)
@@ -359,9 +357,9 @@ def take_published(args):
     ids = list(dict.fromkeys(row["task_id"] for row in rows))
     chosen_ids = set(first_shuffled(ids, args, files))
     trajectories = [row for row in rows if row["task_id"] in chosen_ids]
-    if is_done(args, args.out, files):
+    if is_done(vars(args), args.out, files):
         return
-    begin_output(args, args.out, files)
+    begin_output(vars(args), args.out, files)
     samples = collections.Counter(row["task_id"] for row in trajectories)
     low, high = min(samples.values()), max(samples.values())
     spread = low if low == high else f"{low} to {high}"
@@ -376,7 +374,7 @@ def take_published(args):
 def take_websight(args):
     """--source websight: write the first --num-tasks of the data set, in its order, that are of --split and new."""
     files = published.websight_files(args.path)
-    if is_done(args, args.out, files):
+    if is_done(vars(args), args.out, files):
         return
     tasks, ends, images = [], collections.Counter(), collections.Counter()
     for end, task, addresses in published.websight_tasks(args.path, args.split):
@@ -389,7 +387,7 @@ def take_websight(args):
     if len(tasks) < args.num_tasks:
         raise InputError(f"--num-tasks {args.num_tasks}: there are only {len(tasks)} tasks in "
                          f"{args.path or published.WEBSIGHT} (rows: {counted(ends)})")
-    begin_output(args, args.out, files)
+    begin_output(vars(args), args.out, files)
     num_unsized = images.pop("", 0)
     say(f"{ends.total():,} rows in the order of the data set: {counted(ends)}\n"
         f"{images.total():,} addresses of images rewritten to {published.PHOTO.format('W', 'H')} "
@@ -412,7 +410,7 @@ def check(args):
     domain = domain_of(tasks[0])
     if domain.check_data is None:
         raise InputError(f"{args.check}: --check knows nothing to check about {domain.NOUN}s, which have no tests")
-    if args.out and is_done(args, args.out, [args.check]):
+    if args.out and is_done(vars(args), args.out, [args.check]):
         return
     checks = domain.check_data(tasks, args.unsafe_scorer)
     num_findings, num_tests = collections.Counter(), 0
@@ -426,7 +424,7 @@ def check(args):
         f"the best constant answer for each task passes {sum(constants) / len(constants):.1%} of the tests and "
         f"solves {constants.count(1) / len(constants):.1%} of the tasks")
     if args.out:
-        begin_output(args, args.out, [args.check])
+        begin_output(vars(args), args.out, [args.check])
         write_jsonl(args.out, checks)
 
 

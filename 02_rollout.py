@@ -36,7 +36,9 @@ import torch
 
 import common
 from colbench import ColBenchError, domain_of, task_id
-from lib.arguments import (
+from lib.costs import Costs
+from lib.credit import measure_turns
+from lib.flags import (
     add_overwrite,
     add_reference,
     add_world,
@@ -52,7 +54,6 @@ from lib.arguments import (
     temperature_flag,
     text_flag,
 )
-from lib.costs import Costs
 from lib.models import load_tokenizer, tokenizer_name, work_of
 from lib.runtime import begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
 from lib.servers import is_server, ReplyError, said, strip_thoughts
@@ -761,7 +762,7 @@ def main(argv=None):
     system = read_text(args.system_prompt) if args.system_prompt else None
     record = argparse.Namespace(**vars(args))
     del record.concurrency                                           # it changes no row
-    if is_done(record, out, inputs):
+    if is_done(vars(record), out, inputs):
         return
 
     check_track(args.track)
@@ -770,7 +771,7 @@ def main(argv=None):
         dialogues = branched_dialogues(trajectories, system, args)
     else:
         dialogues = new_dialogues(tasks, system, args.samples)
-    runtime = runtime._replace(run_id=begin_output(record, out, inputs))
+    begin_output(vars(record), out, inputs)
 
     costs = Costs(out, runtime.device)
     speakers = speakers_by_name(players, args)

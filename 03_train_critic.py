@@ -36,8 +36,8 @@ import torch.nn.functional as F
 import common
 from colbench import ColBenchError, domain_of
 from lib import training
-from lib.arguments import add_training, argument_parser, positive_int, REFERENCES, set_preset, share_flag
 from lib.costs import Costs
+from lib.flags import add_training, argument_parser, positive_int, REFERENCES, set_preset, share_flag
 from lib.memory import dry_run
 from lib.models import load_tokenizer, lora_config, reads_images, Sharding, weights_fingerprint, work_of
 from lib.runtime import begin_output, InputError, is_done, run_stage, say, start, write_json
@@ -243,7 +243,7 @@ def main(argv=None):
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
     inputs = [args.trajectories, args.model]
-    if is_done(args, args.out, inputs, folder=True):
+    if is_done(vars(args), args.out, inputs, folder=True):
         return
     lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
     check_track(args.track)
@@ -253,14 +253,14 @@ def main(argv=None):
     visual = reads_images(args.model)
     if visual:
         tokenizer, show = open_visual(domain, args)
-        begin_output(args, args.out, inputs, training.FILES)        # its screenshots are drawn beside it
+        begin_output(vars(args), args.out, inputs, folder=True)        # its screenshots are drawn beside it
     else:
         tokenizer, show = load_tokenizer(args.model), None
     train_groups, examples, ref_examples = critic_examples(trajectories, train_groups, tokenizer, show, args)
     _, test_examples, ref_test_examples = critic_examples(trajectories, test_groups, tokenizer, show, args,
                                                           needed=False)
     if not visual:
-        begin_output(args, args.out, inputs, training.FILES)
+        begin_output(vars(args), args.out, inputs, folder=True)
     costs = Costs(args.out, run.device)
     training.show_samples(tokenizer, examples[0])
 

@@ -44,7 +44,9 @@ import common
 from colbench import ColBenchError, domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
 from lib import training
-from lib.arguments import (
+from lib.costs import Costs, say_made_with
+from lib.engine import generate
+from lib.flags import (
     add_reference,
     add_training,
     argument_parser,
@@ -57,8 +59,6 @@ from lib.arguments import (
     temperature_flag,
     text_flag,
 )
-from lib.costs import Costs, say_made_with
-from lib.engine import generate
 from lib.memory import dry_run
 from lib.models import (
     encode,
@@ -791,7 +791,7 @@ def main(argv=None):
     inputs = [args.trajectories, args.model, args.candidates, args.sampler]
     if args.critic not in (*domain.ORACLES, common.UNTRAINED):
         inputs.append(args.critic)
-    if is_done(args, args.out, inputs, folder=True):
+    if is_done(vars(args), args.out, inputs, folder=True):
         return
     lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
     check_track(args.track)
@@ -817,8 +817,7 @@ def main(argv=None):
     else:
         examples = method.make_examples(trajectories, tokenizer, args)
         examples = training.drop_long(examples, args.max_length, args.trajectories)
-    # Partial files of candidates and scores are of this run alone, by its id
-    run = run._replace(run_id=begin_output(args, args.out, inputs, training.FILES))
+    begin_output(vars(args), args.out, inputs, folder=True)
     costs = Costs(args.out, run.device)
     if method.make_examples is None:
         rows = scored_candidates(states, critic, tokenizer, args, run, costs)

@@ -31,23 +31,23 @@ scripts/critics.py measures critics, and whether a model reads c.
 import asyncio
 import collections
 import itertools
-import math
 import pathlib
 import re
 
 import torch
 
 import common
-from colbench import ColBenchError, domain_of, schema
+from colbench import ColBenchError, domain_of
 from lib import statistics
-from lib.arguments import add_overwrite, add_reference, add_world, argument_parser, named_path, text_flag
+from lib.flags import add_overwrite, add_reference, add_world, argument_parser, named_path, text_flag
 from lib.models import load_tokenizer
 from lib.report.credit import agreement, agreement_lines, credit_of, credit_rows, kind_lines, read_states
 from lib.report.export import export
 from lib.report.page import page_data, write_report
 from lib.report.plots import report_plots
-from lib.runtime import (begin_output, InputError, is_done, read_json, read_jsonl, run_stage, say, start, write_json,
-                         write_jsonl)
+from lib.runtime import (
+    args_path, ARGS_JSON, begin_output, InputError, is_done, read_json, read_jsonl, run_stage, say, start, write_json,
+    write_jsonl)
 
 MAX_TOKENS = 16384               # of a batch without gradients, and of a dialogue whose turns get credit
 
@@ -127,27 +127,25 @@ def one_domain(files):
     return next(iter(names))
 
 
-ARGS = schema.record({"args": dict}, {"costs": schema.table_of(schema.number(0, math.inf))})
 COSTS = "trained_tokens", "generated_tokens", "seconds"
 
 
-def read_args(path):
-    """An args.json; empty where there is none, as a model has that came from elsewhere."""
-    return read_json(path, ARGS) if path.is_file() else {"args": {}}
+def read_args(path, folder=True):
+    """args.json of an output; empty where there is none, as a model has that came from elsewhere."""
+    path = args_path(path, folder)
+    return read_json(path, ARGS_JSON) if path.is_file() else {"args": {}}
 
 
 def costs_of(path):
     """{each of COSTS} of the agent that rolled out this file, and of the critics that it and best-of-N used."""
-    args_path = pathlib.Path(f"{path}.args.json")
-    if not args_path.is_file():
-        raise InputError(f"{args_path}: no such file; --costs needs what 02_rollout.py keeps beside its output")
-    rollout_args = read_args(args_path)["args"]
-    agent = rollout_args["agent"]
-    agent_args = read_args(pathlib.Path(agent, "args.json"))["args"]
-    models = {agent, rollout_args.get("critic"), agent_args.get("critic")} - {None}
+    rollout_args = read_args(path, folder=False)["args"]
+    if "agent" not in rollout_args:
+        raise InputError(f"{path}: no args.json of a rollout beside it; --costs needs what 02_rollout.py keeps there")
+    agent_args = read_args(rollout_args["agent"])["args"]
+    models = {rollout_args["agent"], rollout_args.get("critic"), agent_args.get("critic")} - {None}
     costs = dict.fromkeys(COSTS, 0)
     for model in models:
-        for key, value in read_args(pathlib.Path(model, "args.json")).get("costs", {}).items():
+        for key, value in read_args(model).get("costs", {}).items():
             costs[key] += value
     return costs
 
@@ -328,14 +326,14 @@ def main(argv=None):
     inputs = [*itertools.chain(*paths.values()), args.clip_model, args.critic]
     if args.candidates:
         inputs += [f"{args.candidates}/scored.jsonl", f"{args.candidates}/pairs.jsonl"]
-    if is_done(args, out, inputs, folder=True):
+    if is_done(vars(args), out, inputs, folder=True):
         return
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     worlds = []
     for compat in [False, True] if args.compat else [False]:
         flags = {**common.world_flags(args), "compat": compat}
         worlds.append(common.world(domain, out / "images", out / "scored", flags, device))
-    begin_output(args, out, inputs, ["*"])
+    begin_output(vars(args), out, inputs, folder=True)
 
     # scores and metrics, on disk before everything that is optional
     (out / "scored").mkdir(exist_ok=True)

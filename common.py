@@ -41,7 +41,6 @@ from lib.runtime import (
     read_jsonl,
     say,
     write_json,
-    writing,
 )
 from lib.training import item_length, longest_row
 
@@ -808,9 +807,7 @@ def reference_logps(folder, scorer, examples, max_tokens, device):
         outputs = example_outputs(initial, examples, max_tokens, device)
         if is_main():
             partial = path.with_suffix(".partial")
-            partial.unlink(missing_ok=True)                          # torch.save would follow a link
-            with writing(path):
-                torch.save(outputs, partial)
+            torch.save(outputs, partial)
             partial.rename(path)
     barrier()
     return torch.load(path, weights_only=True)

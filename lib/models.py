@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from lib import adapters, folders
-from lib.runtime import barrier, files_digest, InputError, is_main, read_json, weight_files, write_json
+from lib.runtime import barrier, files_digest, InputError, is_main, read_json, write_json
 from lib.servers import is_server
 
 
@@ -36,6 +36,15 @@ def work_of(model):
 def add_work(model, num_tokens, generated=False):
     """Count tokens that a model has read or generated."""
     work_of(model)["generated_tokens" if generated else "read_tokens"] += num_tokens
+
+
+def weight_files(folder):
+    """The files of a model folder that hold its weights: of the kinds of files there, those that are read."""
+    for ending in ("safetensors", "bin", "gguf"):
+        files = list(folder.glob(f"*.{ending}"))
+        if files:
+            return files
+    return []
 
 
 def weights_fingerprint(name):

@@ -13,7 +13,7 @@ import torch
 from lib.engine import Engine
 from lib.folders import render_chat
 from lib.models import encode, load_model, stop_ids
-from lib.runtime import barrier, gather, InputError
+from lib.runtime import barrier, gather, InputError, write_jsonl
 from lib.seeds import server_seed, uniforms
 from lib.servers import (
     empty_fault,
@@ -285,7 +285,10 @@ class Failures(list):
             failed += rows_of_rank
         failed.sort(key=lambda row: row["number"])
         if runtime.rank == 0:
-            rows.finish(num_rows, failed)
+            if failed:
+                write_jsonl(f"{self.out}.failed.jsonl", failed)
+            else:
+                rows.finish(num_rows)
         barrier()                                                    # a rank that leaves early would end the others
         if failed and runtime.rank == 0:
             raise InputError(f"{self.out}: {len(failed):,} of {num_rows:,} {self.unit}s failed, the first with "

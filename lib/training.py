@@ -8,7 +8,6 @@ import time
 
 import torch
 
-from colbench.schema import record
 from lib.adapters import adapter_parameters
 from lib.models import save_model, whole_tensor
 from lib.runtime import (
@@ -16,16 +15,14 @@ from lib.runtime import (
     InputError,
     is_main,
     listing,
-    new_file,
     on_main,
-    open_file,
+    one_line,
     parse_json,
     peak_memory_mb,
     reduce_sums,
-    refuse,
     say,
     trim_memory,
-    writing,
+    whole_file,
 )
 
 
@@ -178,7 +175,7 @@ def check_weights(model, out):
 class Checkpoints:
     """What a run needs to go on, in `folder`/states/STEP: the shards of model and optimiser by
     torch.distributed.checkpoint, the last two that are whole; read again on any number of ranks. Order, schedule and
-    seeds follow from the step and the arguments. lib/states.py says what is safe about reading them."""
+    seeds follow from the step and the arguments."""
 
     def __init__(self, folder, model, optimizer):
         self.folder, self.model, self.optimizer = pathlib.Path(folder) / "states", model, optimizer
@@ -186,10 +183,7 @@ class Checkpoints:
 
     def whole(self):
         """Steps of the states that are whole: .metadata is written last."""
-        if self.folder.is_symlink():
-            raise InputError(f"{self.folder}: is a link; this program did not make it, so remove it")
-        return sorted(int(path.parent.name) for path in self.folder.glob("*/.metadata")
-                      if re.fullmatch("[0-9]{1,15}", path.parent.name) and not path.parent.is_symlink())
+        return sorted(int(path.parent.name) for path in self.folder.glob("*/.metadata"))
 
     def state(self):
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -206,15 +200,15 @@ class Checkpoints:
         """Save the state after `step` steps; on a GPU it is copied now and written while the training goes on."""
         from torch.distributed import checkpoint as dcp
         self.wait()
+        folder = self.folder / str(step)
         if is_main():
-            remove_folder(self.folder / str(step))                  # of a kill, or with links in it
+            shutil.rmtree(folder, ignore_errors=True)               # of a kill
         barrier()
         if torch.cuda.is_available():
             # by the default group's gloo, which nothing else uses while the training goes on
-            self.saving = dcp.async_save(self.state(), checkpoint_id=self.folder / str(step))
+            self.saving = dcp.async_save(self.state(), checkpoint_id=folder)
         else:
-            with writing(self.folder):
-                dcp.save(self.state(), checkpoint_id=self.folder / str(step))
+            dcp.save(self.state(), checkpoint_id=folder)
         if is_main():
             for old in self.whole()[:-2]:
                 shutil.rmtree(self.folder / str(old))
@@ -222,20 +216,22 @@ class Checkpoints:
 
     def wait(self):
         if self.saving is not None:
-            with writing(self.folder):
-                self.saving.result()
+            self.saving.result()
             self.saving = None
 
     def load(self):
         """Load the last whole state, cut metrics.jsonl back to it, and return its step (0: a new run)."""
+        from torch.distributed import checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import set_state_dict, StateDictOptions
-
-        from lib.states import load_state  # here, because it imports torch.distributed.checkpoint
         step = max(self.whole(), default=0)
         barrier()
         if step:
-            state = self.state()
-            load_state(state, self.folder / str(step))
+            state, folder = self.state(), self.folder / str(step)
+            try:
+                dcp.load(state, checkpoint_id=folder)
+            except (dcp.api.CheckpointException, Exception) as error:                # the first is no Exception
+                raise InputError(f"{folder}: this saved state cannot be read ({one_line(error)}); remove this folder, "
+                                 "and the run goes on from the state before or from the start") from None
             set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
                            optim_state_dict=state["optimizer"], options=StateDictOptions(strict=not self.frozen()))
             say(f"continues at step {step}")
@@ -243,46 +239,16 @@ class Checkpoints:
         return step
 
 
-def remove_folder(path):
-    """Remove a folder with all that is in it; of a link the link alone."""
-    if path.is_symlink():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
-
-
-STEP_ROW = record({"step": int})                                    # of metrics.jsonl
-
-
 @on_main
 def cut_metrics(path, step):
     """Cut metrics.jsonl back to the rows up to `step`."""
     if not path.exists():
         return
-    with open_file(path, "r", encoding="utf-8") as file:
-        lines = [line for line in file.read().splitlines(True) if line.endswith("\n")]
-    partial = path.with_name(path.name + ".partial")
-    with new_file(partial, "w", encoding="utf-8") as file:
-        for number, line in enumerate(lines, 1):
-            where = f"{path}:{number}"
-            row = parse_json(line, where)
-            refuse(STEP_ROW(row), where)
-            if row["step"] <= step:
-                file.write(line)
-    partial.rename(path)
-
-
-# What 03, 04 and its forks write into their folders: --overwrite removes these and nothing else (runtime.begin_output)
-FILES = ["metrics.jsonl", "critic.json", "agent.json", "turn_head.pt", "ref.pt", "states/*/*", "initial/*/*"]
-for name in ("candidates", "scored", "pairs", "credit"):
-    FILES += [f"{name}.jsonl", f"{name}.jsonl.failed.jsonl"]
-for name in (                                                       # a model in the form of Hugging Face or PEFT
-        "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
-        "adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer*.json", "tokenizer.model",
-        "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.spm", "*.bpe.model",
-        "spiece.model", "*.tiktoken", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
-        "processor_config.json", "video_preprocessor_config.json"):
-    FILES += [name, f"model.partial/{name}"]                        # in the end, and while it is written
+    lines = [line for line in path.read_text().splitlines() if line.endswith("}")]      # a kill may have cut the last
+    with whole_file(path) as file:
+        for line in lines:
+            if json.loads(line)["step"] <= step:
+                file.write(line + "\n")
 
 
 class StepLog:
@@ -319,7 +285,7 @@ class StepLog:
         if is_main():
             row = {"step": step, **numbers, "tokens_per_s": speed, "peak_memory_mb": peak_memory_mb(),
                    "seconds": self.seconds_before + now - self.begin}
-            with open_file(self.path, "a", encoding="utf-8") as file:
+            with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             self.track.log(**row)
         self.last, self.tokens = now, 0
@@ -337,10 +303,9 @@ def finish_training(out, scorer, tokenizer, merge):
     remove what only a resumed run needs. merge: write a whole model in place of an adapter."""
     folder = pathlib.Path(out)
     check_weights(scorer, folder)
-    with writing(folder):
-        save_model(folder, scorer.model, tokenizer, merge)
-        if scorer.head is not None:
-            save_head(folder / "turn_head.pt", scorer.head)
+    save_model(folder, scorer.model, tokenizer, merge)
+    if scorer.head is not None:
+        save_head(folder / "turn_head.pt", scorer.head)
     if is_main():
         (folder / "COMPLETED").touch()                              # first: a kill from here on costs no training
         for name in ("states", "initial"):
@@ -358,5 +323,4 @@ def save_head(path, head):
     for a part of the model."""
     weights = {name: whole_tensor(tensor.detach()).cpu() for name, tensor in head.named_parameters()}
     if is_main():
-        path.unlink(missing_ok=True)                                 # torch.save would follow a link
         torch.save(weights, path)

@@ -26,7 +26,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common  # noqa: E402  the repository's modules, wherever this is started
 from colbench import ColBenchError, domain_of, task_id  # noqa: E402
 from lib import statistics  # noqa: E402
-from lib.arguments import add_overwrite, add_reference, argument_parser, named_path, text_flag  # noqa: E402
+from lib.flags import add_overwrite, add_reference, argument_parser, named_path, text_flag  # noqa: E402
 from lib.models import encode, end_of_turn, load_model, load_tokenizer, tokenizer_name  # noqa: E402
 from lib.runtime import begin_output, InputError, is_done, run_stage, say, start, write_json  # noqa: E402
 
@@ -267,9 +267,9 @@ def main(argv=None):
     out = pathlib.Path(args.out)
     folders = [critic["folder"] for critic in critics.values()]
     inputs = [args.trajectories, args.returns, args.gates, *folders]
-    if is_done(args, out, inputs, folder=True):
+    if is_done(vars(args), out, inputs, folder=True):
         return
-    begin_output(args, out, inputs, ["critics.json", "gates.json"])
+    begin_output(vars(args), out, inputs, folder=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     if args.gates:

@@ -17,7 +17,7 @@ from safetensors import safe_open
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 from lib import VERSION  # noqa: E402  the repository's modules, wherever this is started
-from lib.arguments import argument_parser, text_flag  # noqa: E402
+from lib.flags import argument_parser, text_flag  # noqa: E402
 from lib.runtime import parse_json, read_text, run_stage, say  # noqa: E402
 from lib.tables import interval  # noqa: E402
 

@@ -220,20 +220,9 @@ def refused(program, *arguments):
     return str(error.value)
 
 
-class Partial:
-    """The path of a rank's partial file of an output, whose name has the run's id as soon as args.json is there."""
-
-    def __init__(self, out, rank=0, ranks=1):
-        self.out, self.ending = pathlib.Path(out), f"{rank}of{ranks}.partial"
-
-    def __fspath__(self):
-        for record in (f"{self.out}.args.json", self.out.parent / "args.json"):
-            if os.path.exists(record):
-                return f"{self.out}.{json.loads(pathlib.Path(record).read_text())['id']}.{self.ending}"
-        return f"{self.out}.none.{self.ending}"
-
-    def __getattr__(self, name):
-        return getattr(pathlib.Path(os.fspath(self)), name)
+def Partial(out, rank=0, ranks=1):
+    """The path of a rank's partial file of an output (runtime.Rows)."""
+    return pathlib.Path(f"{out}.{rank}of{ranks}.partial")
 
 
 def read(path):

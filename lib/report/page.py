@@ -10,6 +10,7 @@ import json
 import math
 import pathlib
 
+from lib.runtime import whole_file
 from lib.statistics import heading_of
 
 MAX_BYTES = 19_000_000                # of dialogues with their tasks and screenshots in the page
@@ -291,4 +292,5 @@ def write_report(path, data, images, **variables):
         script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
         style=Markup((folder / "page.css").read_text(encoding="utf-8")),
         data_json=Markup(as_json({**data, "images": screenshots(data, images)})))
-    path.write_text(page, encoding="utf-8", errors="backslashreplace")
+    with whole_file(path) as file:
+        file.write(page)
