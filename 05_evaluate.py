@@ -34,8 +34,6 @@ import itertools
 import pathlib
 import re
 
-import torch
-
 import common
 from colbench import ColBenchError, domain_of
 from lib import statistics
@@ -63,13 +61,10 @@ def parse_args(argv=None):
     parser.add_argument("--out", type=text_flag, required=True, help="folder to write")
     parser.add_argument("--baseline", type=text_flag, metavar="NAME", help="compare the others with this one")
     parser.add_argument("--compat", action="store_true", help="show the published scorer's verdicts as well")
-    parser.add_argument("--costs", action="store_true", help="show what it took to train each method (of "
-                        "several runs the first)")
-    parser.add_argument("--critic", type=text_flag, metavar="DIR",
-                        help="the page shows each turn's credit by this critic (03)")
+    parser.add_argument("--costs", action="store_true", help="show what it took to train each method (its first file)")
+    parser.add_argument("--critic", type=text_flag, metavar="DIR", help="show each turn's credit by this critic (03)")
     add_reference(parser)
-    parser.add_argument("--candidates", type=text_flag, metavar="DIR",
-                        help="the page shows SWEET's candidates (of 04's output folder)")
+    parser.add_argument("--candidates", type=text_flag, metavar="DIR", help="show SWEET's candidates in 04's folder")
     parser.add_argument("--export", choices=["messages"], help="write every dialogue for other programs as well")
     add_world(parser)
     add_overwrite(parser)
@@ -107,24 +102,24 @@ def read_runs(paths):
             if len(paths) > 1:
                 trajectory["run"] = number
             trajectories.append(trajectory)
-    first_tasks = None
+    tasks_of_runs = set()
     for run in statistics.by_run(trajectories):
-        tasks = {trajectory["task_id"] for trajectory in run}
-        if tasks != (first_tasks or tasks):
-            raise InputError(f"{', '.join(paths)}: the runs of a name must have the same tasks")
-        first_tasks = tasks
+        tasks_of_runs.add(frozenset(trajectory["task_id"] for trajectory in run))
+    if len(tasks_of_runs) > 1:
+        raise InputError(f"{', '.join(paths)}: the runs of a name must have the same tasks")
     return trajectories
 
 
-def one_domain(files):
-    """The domain of all files' tasks; InputError where they have several."""
-    names = {}                                                       # {domain: a file that has it}
-    for name, trajectories in files.items():
-        names[domain_of(trajectories[0]["task"])] = name
-    if len(names) > 1:
-        listing = ", ".join(f"{domain.NOUN}s in {name}" for domain, name in names.items())
-        raise InputError(f"tasks of several domains: {listing}; evaluate each domain in a call of its own")
-    return next(iter(names))
+def check_tasks(files, states, where):
+    """InputError where tasks are of several domains, or one "task_id" names two; states: of the file `where`."""
+    trajectories = list(itertools.chain(*files.values()))
+    first = trajectories[0]["task"]
+    for name in files:
+        common.check_task(files[name][0]["task"], name, first)
+    for state in states:
+        common.check_task(state["task"], f"{where}: task {state['task_id']}", first)
+    tasks = [trajectory["task"] for trajectory in trajectories]
+    common.check_ids(tasks, [trajectory["task_id"] for trajectory in trajectories], " and ".join(files))
 
 
 COSTS = "trained_tokens", "generated_tokens", "seconds"
@@ -197,7 +192,8 @@ def measure(trajectories, domain):
     """The metrics of one method, most of which the docstring of this file explains. Gives every trajectory its "kinds"
     and "known" (measure_turns), too. To be a column of the table, a metric needs a line in statistics.result_table."""
     tasks, values = statistics.values_of_runs(trajectories, domain.outcome)               # values: (runs, tasks)
-    turns = list(itertools.chain(*map(assistant_turns, trajectories)))
+    turns = [turn for trajectory in trajectories for turn in trajectory["dialogue_history"]
+             if turn["role"] == "assistant"]
     metrics = {
         "n": len(trajectories),
         "tasks": len(tasks),
@@ -215,26 +211,19 @@ def measure(trajectories, domain):
     return metrics
 
 
-def assistant_turns(trajectory):
-    return [turn for turn in trajectory["dialogue_history"] if turn["role"] == "assistant"]
-
-
 def measure_leaks(trajectories, domain):
     """{"leaks": share of the human's replies that show the reference, "leaks_by_kind": {kind: number}}.
 
     Empty where the human never replied."""
-    num_replies, leaks = 0, collections.Counter()
+    leaks = []                                                       # of each reply the kind of leak, or None
     for trajectory in trajectories:
         for turn in trajectory["dialogue_history"][1:]:
-            if turn["role"] == "assistant" or turn.get("tool"):
-                continue
-            num_replies += 1
-            kind = domain.leak_of(trajectory["task"], turn["content"])
-            if kind:
-                leaks[kind] += 1
-    if num_replies == 0:
+            if turn["role"] == "user" and not turn.get("tool"):
+                leaks.append(domain.leak_of(trajectory["task"], turn["content"]))
+    if not leaks:
         return {}
-    return {"leaks": leaks.total() / num_replies, "leaks_by_kind": dict(sorted(leaks.items()))}
+    kinds = collections.Counter(filter(None, leaks))
+    return {"leaks": kinds.total() / len(leaks), "leaks_by_kind": dict(sorted(kinds.items()))}
 
 
 def compare(metrics, files, baseline, domain):
@@ -303,32 +292,27 @@ def add_credit(metrics, files, critic, device):
 
 def main(argv=None):
     args = parse_args(argv)
-    start(0)
+    device = start(0).device
     out = pathlib.Path(args.out)
 
     # everything is read and checked before anything is scored
     paths = paths_of(args.files)
     files = {name: read_runs(runs) for name, runs in paths.items()}
     all_trajectories = list(itertools.chain(*files.values()))
-    first_task = all_trajectories[0]["task"]
-    tasks, task_ids = ([trajectory[key] for trajectory in all_trajectories] for key in ("task", "task_id"))
-    common.check_ids(tasks, task_ids, " and ".join(paths))
+    states = read_states(args.candidates) if args.candidates else []
+    check_tasks(files, states, args.candidates)
+    domain = domain_of(all_trajectories[0]["task"])
     names_of_curves = curves_of(files)
-    domain = one_domain(files)
     costs = {name: costs_of(runs[0]) for name, runs in paths.items()} if args.costs else {}
     critic = common.read_critic(args.critic, None, domain, args.reference) if args.critic else None
     if critic and critic.get("visual"):
         raise InputError(f"{args.critic}: --critic takes a critic that reads text, and this one sees images")
-    states = read_states(args.candidates) if args.candidates else []
-    for state in states:
-        common.check_task(state["task"], f"{args.candidates}: task {state['task_id']}", first_task)
     histories = training_histories(files, args.critic)
     inputs = [*itertools.chain(*paths.values()), args.clip_model, args.critic]
     if args.candidates:
         inputs += [f"{args.candidates}/scored.jsonl", f"{args.candidates}/pairs.jsonl"]
     if is_done(vars(args), out, inputs, folder=True):
         return
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     worlds = []
     for compat in [False, True] if args.compat else [False]:
         flags = {**common.world_flags(args), "compat": compat}
@@ -346,8 +330,8 @@ def main(argv=None):
     for name, trajectories in files.items():
         write_jsonl(out / "scored" / f"{name}.jsonl", trajectories)
         metrics[name] = measure(trajectories, domain) | worlds[0].about
-        if args.costs:
-            metrics[name]["costs"] = costs[name]
+    for name in costs:
+        metrics[name]["costs"] = costs[name]
     if args.baseline:
         compare(metrics, files, args.baseline, domain)
     write_json(out / "metrics.json", metrics)
@@ -376,9 +360,7 @@ def main(argv=None):
 
     # the page
     if args.export:
-        (out / "export").mkdir(exist_ok=True)
-        for name, trajectories in files.items():
-            export(out / "export" / f"{name}.jsonl", name, trajectories, map(common.shown_system, trajectories))
+        export(out / "export", files, common.shown_system)
     data = page_data(files, domain, metric, args.critic, states)
     plots = report_plots(metrics, metric, files, curves, histories)
     write_report(out / "report.html", data, out / "images", metrics=metrics, metric=metric,

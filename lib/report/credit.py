@@ -1,6 +1,5 @@
 """The credit of turns (common.score_turns) by kind and by round; SWEET's candidates as 04 left them, and how far their
 critic agrees with the oracles of a domain."""
-import collections
 import pathlib
 
 from colbench import schema
@@ -110,20 +109,20 @@ def kind_lines(states, domain):
 
     Of each kind of turn: the candidates, their mean rank by advantage (0 the worst, 1 the best), and how many are
     chosen and rejected, before and after all that matters is known. A collapse of the training shows here first."""
-    counts = collections.defaultdict(collections.Counter)            # {(known, kind): {"number", "ranks", …}}
+    groups = {}                                                      # {(known, kind): (rank, chosen, rejected) of each}
     for state in states:
         task, history, candidates = state["task"], state["history"], state["candidates"]
-        highest = max(1, len(candidates) - 1)
         ranks = average_ranks(state["advantages"])
         for candidate, text, rank in zip(candidates, candidate_texts(state, domain), ranks):
             candidate["kind"] = domain.turn_kind(task, history, text)
-            if candidate["kind"]:
-                counts[domain.all_known(task, history), candidate["kind"]].update(
-                    number=1, ranks=rank / highest, chosen=candidate["chosen"], rejected=candidate["rejected"])
+            if candidate["kind"] is not None:
+                group = groups.setdefault((domain.all_known(task, history), candidate["kind"]), [])
+                group.append((rank / max(1, len(candidates) - 1), candidate["chosen"], candidate["rejected"]))
     rows = []
-    for (known, kind), count in sorted(counts.items()):
-        rows.append(["all known" if known else "not all known", kind, str(count["number"]),
-                     f"{count['ranks'] / count['number']:.2f}", str(count["chosen"]), str(count["rejected"])])
+    for (known, kind), numbers in sorted(groups.items()):
+        ranks, chosen, rejected = zip(*numbers)
+        rows.append(["all known" if known else "not all known", kind, str(len(ranks)), f"{mean(ranks):.2f}",
+                     str(sum(chosen)), str(sum(rejected))])
     return aligned(["what the pairs say", "", "candidates", "rank", "chosen", "rejected"], rows) if rows else []
 
 

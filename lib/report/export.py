@@ -2,11 +2,16 @@
 import json
 
 
-def export(path, name, trajectories, systems):
-    """Write the scored dialogues of a method to a file, a row each. systems: the agent's system prompt of each."""
-    with open(path, "w", encoding="utf-8", errors="replace") as file:    # no program reads half an emoji
-        for trajectory, system in zip(trajectories, systems):
-            file.write(json.dumps(as_messages(name, trajectory, system), ensure_ascii=False) + "\n")
+def export(folder, files, system_of):
+    """Write the scored dialogues of each method, {name: trajectories}, to `folder`/NAME.jsonl, a row each.
+
+    system_of(trajectory): the agent's system prompt."""
+    folder.mkdir(exist_ok=True)
+    for name, trajectories in files.items():
+        with open(folder / f"{name}.jsonl", "w", encoding="utf-8", errors="replace") as file:     # of half an emoji
+            for trajectory in trajectories:
+                row = as_messages(name, trajectory, system_of(trajectory))
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def as_messages(name, trajectory, system):

@@ -43,7 +43,8 @@ def page_data(files, domain, metric, critic=None, states=()):
     shown_dialogues, left_out = fitting_dialogues(dialogues, tasks)
     shown_states = fitting_states(states)
     if len(shown_states) < len(states):
-        left_out.append(f"{len(states) - len(shown_states):,} of {len(states):,} states are left out, at equal distances")
+        number = len(states) - len(shown_states)
+        left_out.append(f"{number:,} of {len(states):,} states are left out, at equal distances")
     for state in shown_states:
         tasks.setdefault(state["task_id"], task_data(state, domain))
     page_states = list(map(state_data, shown_states))
@@ -228,9 +229,9 @@ def fitting_dialogues(dialogues, tasks):
         numbers.append(number)
     if len(numbers) == len(dialogues):
         return dialogues, []
-    line = (f"{len(dialogues) - len(numbers):,} of {len(dialogues):,} dialogues are left out, as the page holds at most "
-            f"{MAX_BYTES / 10 ** 6:g} MB of them; shown are {len(shown_tasks):,} of {len(tasks):,} tasks, the same ones "
-            "for all names that have them; scored/ has all dialogues")
+    line = (f"{len(dialogues) - len(numbers):,} of {len(dialogues):,} dialogues are left out, as the page holds at "
+            f"most {MAX_BYTES / 10 ** 6:g} MB of them; shown are {len(shown_tasks):,} of {len(tasks):,} tasks, the "
+            "same ones for all names that have them; scored/ has all dialogues")
     return [dialogues[number] for number in sorted(numbers)], [line]
 
 

@@ -16,7 +16,6 @@ MARKERS = "o", "s", "D", "^", "v"
 PANELS = {"loss": "loss", "acc": "pair accuracy", "margin": "margin", "nll": "log-probability of a chosen token",
           "gnorm": "gradient norm"}
 MAX_POINTS = 1_000                   # of a training curve
-SIZE = 7, 4                          # inches
 
 STYLE = {
     "svg.fonttype": "none",                                          # texts, in the page's font
@@ -41,6 +40,12 @@ def look(number):
     }
 
 
+def new_figure(size=(7, 4), rows=1, columns=1):
+    """(a figure of so many inches, its axes)."""
+    figure = Figure(size, layout="constrained")
+    return figure, figure.subplots(rows, columns)
+
+
 def as_svg(figure, name):
     """A figure as an SVG element of a page that has several: ids begin with `name`, black is the page's own colour."""
     file = io.StringIO()
@@ -57,8 +62,7 @@ def as_svg(figure, name):
 @rc_context(STYLE)
 def interval_svg(metrics, metric):
     """The metric of each method, a point with its 95 % interval."""
-    figure = Figure((7, 1 + 0.45 * len(metrics)), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = new_figure(size=(7, 1 + 0.45 * len(metrics)))
     rows = range(0, -len(metrics), -1)                               # the first one on top
     for row, method in zip(rows, metrics.values()):
         value, (low, high) = method[metric], method["ci95"]
@@ -74,8 +78,7 @@ def interval_svg(metrics, metric):
 @rc_context(STYLE)
 def known_svg(metrics):
     """Of each method the share of dialogues in which all was known, and the success among these."""
-    figure = Figure(SIZE, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = new_figure()
     for number, (name, method) in enumerate(metrics.items()):
         marker = look(number) | {"linestyle": "", "markersize": 8, "fillstyle": "none"}    # points may lie together
         axes.plot(method["all_known"], method["success_when_known"], **marker, label=name)
@@ -91,8 +94,7 @@ def known_svg(metrics):
 @rc_context(STYLE)
 def rounds_svg(rounds):
     """rounds: {name: [number of rounds of each dialogue]}."""
-    figure = Figure(SIZE, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = new_figure()
     lengths = range(1, 1 + max(map(max, rounds.values())))
     for number, (name, lengths_of_name) in enumerate(rounds.items()):
         counts = collections.Counter(lengths_of_name)
@@ -108,8 +110,7 @@ def rounds_svg(rounds):
 @rc_context(STYLE)
 def curve_svg(curves, metric):
     """`metric` against N, with 95 % error bars. curves: {label: {N: metrics of the method}}."""
-    figure = Figure(SIZE, layout="constrained")
-    axes = figure.subplots()
+    figure, axes = new_figure()
     ticks = sorted(set().union(*curves.values()))
     for number, (label, points) in enumerate(curves.items()):
         sizes = sorted(points)
@@ -149,12 +150,11 @@ def history_points(rows, key):
 @rc_context(STYLE)
 def training_svg(histories):
     """histories: {name: rows of a metrics.jsonl}; a panel for each of PANELS that one of them has, smoothed."""
-    figure = Figure((9, 5), layout="constrained")
-    all_axes = list(figure.subplots(2, 3).flat)
+    figure, all_axes = new_figure(size=(9, 5), rows=2, columns=3)
     lines = {}                                                       # {name: its line in the last panel that has it}
     logged_keys = set().union(*itertools.chain(*histories.values()))
     panels = [key for key in PANELS if key in logged_keys]
-    for axes, key in zip(all_axes, panels):
+    for axes, key in zip(all_axes.flat, panels):
         for number, (name, rows) in enumerate(histories.items()):
             steps, values = history_points(rows, key)
             if len(steps):
@@ -162,7 +162,7 @@ def training_svg(histories):
                 [lines[name]] = axes.plot(steps, values, **line)
         axes.set_title(PANELS[key], fontsize=10)
         axes.set_xlabel("step")
-    for axes in all_axes[len(panels):]:
+    for axes in all_axes.flat[len(panels):]:
         axes.set_axis_off()
     figure.legend(lines.values(), lines, loc="outside right upper")
     return as_svg(figure, "training")
