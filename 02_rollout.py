@@ -37,7 +37,6 @@ import torch
 import common
 from colbench import ColBenchError, domain_of, task_id
 from lib.costs import Costs
-from lib.credit import measure_turns
 from lib.flags import (
     add_overwrite,
     add_reference,

@@ -266,25 +266,22 @@ def add_credit(metrics, files, critic, device):
     """Give every trajectory "advantages" (common.score_turns) and every method's metrics their means ("credit").
 
     Returns what a reader of the credit has to know, as lines."""
-    lines = []
-    reference_line = common.reference_line(critic)
-    if reference_line:
-        say(reference_line)
-        lines.append(reference_line)
+    trajectories = list(itertools.chain(*files.values()))
     loaded_critic = common.load_critic(critic, common.load_whole(device))
     tokenizer = load_tokenizer(critic["folder"])
-    trajectories = list(itertools.chain(*files.values()))
     credits = common.score_turns(loaded_critic, tokenizer, trajectories, MAX_TOKENS, device)
     for trajectory, advantages in zip(trajectories, credits):
         trajectory["advantages"] = advantages
-    too_long = 0
     for name in files:
         metrics[name]["credit"] = credit_of(files[name])
-        too_long += metrics[name]["credit"]["too_long"]
+    lines = [common.reference_line(critic)]
     if critic["head"] == "value":
         lines.append(f"{critic['folder']}: has a value head; a turn's credit is how it changes the value, not eq. 3")
-    if too_long:
-        lines.append(f"{too_long:,} dialogues are longer than {MAX_TOKENS:,} tokens: their turns have no credit")
+    if None in credits:
+        lines.append(f"{credits.count(None):,} dialogues are longer than {MAX_TOKENS:,} tokens: their turns have no "
+                     "credit")
+    lines = list(filter(None, lines))
+    say(*lines)
     return lines
 
 

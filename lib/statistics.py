@@ -324,14 +324,12 @@ def difference_cell(method):
 
 def note_lines(metrics):
     """What a reader of the comparison has to know, and what its intervals leave out."""
-    lines = []
-    single, few = [], []                                             # names of methods
+    lines, num_runs = [], {}
     for name, method in metrics.items():
         lines += [f"{name}: {note}" for note in method.get("notes", [])]
-        if "runs" not in method:
-            single.append(name)
-        elif len(method["runs"]) < 5:
-            few.append(name)
+        num_runs[name] = len(method.get("runs", [None]))
+    single = [name for name, number in num_runs.items() if number == 1]
+    few = [name for name, number in num_runs.items() if 1 < number < 5]
     if single:
         lines.append(f"one run of {', '.join(single)}: the intervals leave other seeds out")
     if few:
@@ -340,20 +338,15 @@ def note_lines(metrics):
 
 
 def detail_lines(metrics, baseline):
-    """Of each method the interval over families and the mean of each run, and the same of the difference."""
-    if not has_any(metrics, "ci95_families") and not has_any(metrics, "runs"):
-        return []
-    headings = ["", "95 %, families drawn", "each run"]
-    if baseline:
-        headings += ["difference: families drawn", "each run"]
+    """The intervals over families and the mean of each run, of the methods and of the differences that have them."""
     rows = []
     for name, method in metrics.items():
-        row = [name]
-        for values in [method, method.get("against_baseline", {})][:len(headings) // 2]:
-            row.append(cell_of(values, "ci95_families"))
-            row.append(" ".join(f"{value:.3f}" for value in values.get("runs", [])))
-        rows.append(row)
-    return aligned(headings, rows)
+        difference = method.get("against_baseline", {})
+        for what, values in ((name, method), (f"{name} against {baseline}", difference)):
+            if "ci95_families" in values or "runs" in values:
+                runs = " ".join(f"{value:.3f}" for value in values.get("runs", []))
+                rows.append([what, cell_of(values, "ci95_families"), runs])
+    return aligned(["", "95 %, families drawn", "each run"], rows) if rows else []
 
 
 def curve_lines(curves, metric):

@@ -13,9 +13,8 @@ from colbench import backend
 from conftest import call, read, refused, ROOT, rows_of_actions, stage, succeed
 from conftest import policy_flags as flags
 from lib import training
-from lib.credit import agreement
 from lib.models import encode
-from lib.report import state_data
+from lib.report.credit import agreement
 from lib.runtime import start
 from lib.training import preference_numbers
 
@@ -318,7 +317,6 @@ def test_thoughts_are_no_speech():
     scored |= {"pairs": [(0, 1)], "candidates": [
         {**candidate, "ended": True, "chosen": 1, "rejected": 0} for candidate in candidates]}
     assert agreement([scored], backend)["oracle"]["right"] == 1
-    assert [candidate["kind"] for candidate in state_data(scored, "a", backend)["candidates"]] == ["needed", "vague"]
 
 
 def test_what_a_candidate_says_is_without_the_thoughts_that_its_prompt_began():

@@ -193,7 +193,7 @@ def test_nothing_that_a_dialogue_says_is_markup(tmp_path):
 def test_plots_take_the_page_s_colour_and_have_ids_of_their_own(tmp_path):
     _, page = hostile_report(tmp_path)
     svgs = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    assert len(svgs) == 5 and all(ElementTree.fromstring(svg) is not None for svg in svgs)
+    assert len(svgs) == 4 and all(ElementTree.fromstring(svg) is not None for svg in svgs)
     ids = [name for svg in svgs for name in re.findall(r' id="([^"]*)"', svg)]
     assert len(ids) == len(set(ids))
     for svg in svgs:

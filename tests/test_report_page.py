@@ -10,7 +10,7 @@ import pytest
 
 from conftest import ROOT
 from lib.report import page as report
-from lib.report.plots import interval_svg
+from lib.report.plots import rounds_svg
 
 FOLDER = ROOT / "lib" / "report"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -296,13 +296,11 @@ def test_sorting(small, tab):
     data, path = small
     tab.goto(path.as_uri() + "#view=dialogues&m=sweet")
     own = [i for i, d in enumerate(data["dialogues"]) if d["m"] == 2]
-    for key, heading in (("credit", "credit"), ("rounds", "rounds"), ("reward", "reward")):
-        tab.click(f"#sort-{heading}")
-        assert numbers(tab) == sorted(own, key=lambda i: data["dialogues"][i][key])
-        assert tab.locator("th[aria-sort]").get_attribute("aria-sort") == "ascending"
-        tab.click(f"#sort-{heading}")
-        assert numbers(tab) == sorted(own, key=lambda i: -data["dialogues"][i][key])
-        assert tab.locator("th[aria-sort]").get_attribute("aria-sort") == "descending"
+    for key in ("credit", "rounds", "reward"):
+        for sign, order in ((1, "ascending"), (-1, "descending")):
+            tab.click(f"#sort-{key}")
+            assert numbers(tab) == sorted(own, key=lambda i: sign * data["dialogues"][i][key])
+            assert tab.locator("th[aria-sort]").get_attribute("aria-sort") == order
     tab.click("#sort-request")
     assert numbers(tab) == sorted(own, key=lambda i: data["tasks"][data["dialogues"][i]["t"]]["request"])
 
@@ -320,8 +318,7 @@ def test_a_dialogue_shows_every_turn_with_its_credit(small, tab):
         assert re.sub(r"\s+", " ", text).strip() == re.sub(r"\s+", " ", turn["text"]).strip()
         assert ("named" in card.get_attribute("class")) == (place == 3)
         if turn["who"] == "agent":
-            sign = "+" if turn["credit"] >= 0 else "\u2212"
-            assert card.locator(".number").inner_text() == f"{sign}{abs(turn['credit']):.3f}"
+            assert card.locator(".number").inner_text() == f"{turn['credit']:+.3f}".replace("-", "\u2212")
             middle = card.locator(".track").bounding_box()
             fill = card.locator(".fill").bounding_box()
             centre = middle["x"] + middle["width"] / 2
@@ -435,7 +432,7 @@ def test_credit_summary_and_the_strip_of_all_turns(small, tab):
     summary = credit_summary(data)
     for table, rows in zip(tab.locator("#credit table").all(), (summary["by_kind"], summary["by_round"]), strict=True):
         assert [re.split(r"\s*\t\s*|\n", row.inner_text()) for row in table.locator("tbody tr").all()] == [
-            [row["label"], str(row["n"]), signed(row), *(f"{signed(own)} ({own['n']})" for own in map(
+            [row["label"], str(row["n"]), signed(row), *(f"{signed(own)} ({own['n']})" if own else "–" for own in map(
                 row["methods"].get, data["methods"]))] for row in rows]
     drawn = """() => {
       const canvas = document.querySelector("canvas");
@@ -496,7 +493,8 @@ def test_failures(small, tab):
     assert shown(tab, "#failures [role=status]") == [f"{len(own)} of {len(failed)}"]
     tab.select_option("#w-m", "")
     tab.click("#w-leaks")
-    assert tab.locator(".failure").count() == len(leaks) and "shows the reference: code" in tab.inner_text(".failure")
+    assert tab.locator(".failure").count() == min(20, len(leaks))
+    assert "shows the reference: code" in tab.inner_text(".failure")
     tab.click("#w-cut")
     assert tab.locator(".failure").count() == min(20, len(cut))
     assert "cut by the token limit" in tab.inner_text(".failure")
@@ -590,17 +588,14 @@ def test_a_text_has_its_own_direction(hostile, hostile_tab):
 
 
 def test_every_address_shows_something(hostile, hostile_tab):
-    tab = hostile_tab
-    for view in ("compare", "credit", "candidates", "failures", "failures&what=faults", "failures&what=leaks",
-                 "failures&what=pages", "dialogues&q=%3Cscript", "dialogues&q=__proto__", "dialogues&sort=constructor",
-                 "__proto__", "constructor", "dialogues&m=constructor&kind=__proto__&page=-7",
-                 "compare&t=__proto__&pick=a,99999"):
-        tab.goto(f"{hostile.as_uri()}#view={view}")
-        assert tab.locator("main").inner_text() != ""
-    for fragment in ("d=__proto__", "d=-1&turn=x", "d=99999999", "s=1e9", "d=1&turn=%3Cscript%3E", "%E0%A4%A",
-                     "view=<script>"):
-        tab.goto(f"{hostile.as_uri()}#{fragment}")
-        assert tab.locator("main").inner_text() != ""
+    views = ("compare", "credit", "candidates", "failures", "failures&what=faults", "failures&what=leaks",
+             "failures&what=pages", "dialogues&q=%3Cscript", "dialogues&q=__proto__", "dialogues&sort=constructor",
+             "__proto__", "constructor", "dialogues&m=constructor&kind=__proto__&page=-7",
+             "compare&t=__proto__&pick=a,99999", "<script>")
+    for fragment in (*(f"view={view}" for view in views), "d=__proto__", "d=-1&turn=x", "d=99999999", "s=1e9",
+                     "d=1&turn=%3Cscript%3E", "%E0%A4%A"):
+        hostile_tab.goto(f"{hostile.as_uri()}#{fragment}")
+        assert hostile_tab.locator("main").inner_text() != ""
 
 
 def test_a_long_text_is_cut_until_it_is_asked_for(hostile, hostile_tab):
@@ -610,11 +605,7 @@ def test_a_long_text_is_cut_until_it_is_asked_for(hostile, hostile_tab):
     assert len(block.inner_text()) <= 5001
     tab.click("text=show all 1,048,576 characters")
     assert block.evaluate("node => [...node.textContent].length") == 2 ** 20
-
-
-def test_a_hostile_dialogue_adds_no_script_no_handler_and_no_foreign_link(hostile, hostile_tab):
-    tab = hostile_tab
-    tab.goto(f"{hostile.as_uri()}#d=0")
+    # a hostile dialogue adds no script, no handler and no foreign link
     assert tab.locator("script").count() == 2
     assert tab.locator("main img, main iframe, main form:not(.filters)").count() == 0
     names = tab.evaluate("[...document.querySelectorAll('*')].flatMap(node => node.getAttributeNames())")
@@ -741,8 +732,7 @@ def test_contrast_and_width_of_a_phone(browser, small, scheme):
     page = Page(browser, path, color_scheme=scheme, viewport={"width": 400, "height": 800})
     failed = next(i for i, d in enumerate(data["dialogues"]) if d["reward"] < 1)
     for fragment in ("", "#view=dialogues", f"#d={failed}&turn=1", "#view=compare&t=1", "#view=credit",
-        "#view=candidates&s=1",
-                     "#view=failures", "#view=failures&what=cut"):
+                     "#view=candidates&s=1", "#view=failures", "#view=failures&what=cut"):
         tab = page.open(fragment)
         tab.check("#secrets")
         assert tab.evaluate("document.documentElement.scrollWidth") <= 400, fragment
@@ -754,7 +744,7 @@ def test_contrast_and_width_of_a_phone(browser, small, scheme):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_plots_are_seen_in_both_schemes(browser, tmp_path, scheme):
     from PIL import Image
-    plot = ("Success", interval_svg({"a": {"success_rate": 0.5, "ci95": [0.4, 0.6]}}, "success_rate"), "By hand.")
+    plot = ("Rounds", rounds_svg({"a": [1, 2, 2]}), "By hand.")
     page = Page(browser, write(tmp_path / "plots.html", make_data(2), plots=[plot]), color_scheme=scheme)
     shot = Image.open(io.BytesIO(page.open("").locator("figure svg").screenshot())).convert("L")
     darkest, lightest = shot.getextrema()

@@ -14,7 +14,7 @@ import query_mutants
 
 from colbench import in_split, sql, sql_mutants
 from conftest import read, refused, ROOT, stage
-from lib.credit import measure_turns
+from lib.statistics import measure_turns
 
 SCHEMA = ("CREATE TABLE customers(id INTEGER, name TEXT, status TEXT);\n"
           "CREATE TABLE orders(id INTEGER, customer_id INTEGER, total INTEGER, net INTEGER, placed TEXT);\n")

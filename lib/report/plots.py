@@ -9,8 +9,6 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
-from lib.statistics import heading_of
-
 DASHES = "-", "--", ":"
 MARKERS = "o", "s", "D", "^", "v"
 PANELS = {"loss": "loss", "acc": "pair accuracy", "margin": "margin", "nll": "log-probability of a chosen token",
@@ -32,12 +30,7 @@ STYLE = {
 
 def look(number):
     """How the line of a number is drawn."""
-    return {
-        "linestyle": DASHES[number % 3],
-        "marker": MARKERS[number % 5],
-        "color": "black",
-        "markersize": 5,
-    }
+    return {"linestyle": DASHES[number % 3], "marker": MARKERS[number % 5], "color": "black", "markersize": 5}
 
 
 def new_figure(size=(7, 4), rows=1, columns=1):
@@ -58,22 +51,6 @@ def as_svg(figure, name):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the plots
-
-@rc_context(STYLE)
-def interval_svg(metrics, metric):
-    """The metric of each method, a point with its 95 % interval."""
-    figure, axes = new_figure(size=(7, 1 + 0.45 * len(metrics)))
-    rows = range(0, -len(metrics), -1)                               # the first one on top
-    for row, method in zip(rows, metrics.values()):
-        value, (low, high) = method[metric], method["ci95"]
-        axes.errorbar(value, row, xerr=[[abs(value - low)], [abs(value - high)]], marker="o", color="black", capsize=4)
-        axes.annotate(f"{value:.3f}", (value, row), (0, 6), textcoords="offset points", ha="center", fontsize=8)
-    axes.set_yticks(rows, list(metrics))
-    axes.set_ylim(0.6 - len(metrics), 0.6)
-    axes.set_xlabel(f"{heading_of(metric)}, 95 % interval")
-    axes.grid(axis="x")
-    return as_svg(figure, "success")
-
 
 @rc_context(STYLE)
 def known_svg(metrics):
@@ -172,8 +149,7 @@ def training_svg(histories):
 
 def report_plots(metrics, metric, files, curves, histories):
     """[(title, SVG, caption)] of the report. curves: as curve_svg's; histories: as training_svg's."""
-    plots = [(heading_of(metric).capitalize(), interval_svg(metrics, metric),
-              "The mean of each method and its 95 % interval.")]
+    plots = []
     known = {name: method for name, method in metrics.items() if "success_when_known" in method}
     if known:
         plots.append(("What was known, what was made of it", known_svg(known), "To the right: the agent asked for "
