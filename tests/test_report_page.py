@@ -157,7 +157,7 @@ class Page:
     """A page of the browser that notes what must not happen: errors, dialogs, requests other than for the file."""
     def __init__(self, browser, path, **options):
         self.context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
-        self.tab, self.faults, self.address = self.context.new_page(), [], path.as_uri()
+        self.tab, self.faults, self.path, self.address = self.context.new_page(), [], path, path.as_uri()
         self.context.on("request", self.asked)
         self.context.on("page", lambda page: self.faults.append(f"opened {page.url}"))
         self.tab.on("console", lambda message: self.faults.append(f"{message.type}: {message.text}"))
@@ -205,19 +205,24 @@ def browser():
         browser.close()
 
 
+DATA = make_data(60, ("base", "mtdpo", "sweet"))                    # 3 methods on 60 tasks, and a second sample
+DIALOGUES = DATA["dialogues"]
+DIALOGUES.append(make_dialogue(random.Random(7), 2, 0, DATA["tasks"][0], 0.9) | {"sample": 1})
+
+
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """(data, path) of a page of 3 methods on 60 tasks."""
-    data = make_data(60, ("base", "mtdpo", "sweet"))
-    data["dialogues"].append(make_dialogue(random.Random(7), 2, 0, data["tasks"][0], 0.9) | {"sample": 1})
-    return data, write(tmp_path_factory.mktemp("page") / "report.html", data)
+def small(browser, tmp_path_factory):
+    """The Page of DATA."""
+    page = Page(browser, write(tmp_path_factory.mktemp("page") / "report.html", DATA))
+    yield page
+    page.close()
 
 
 @pytest.fixture
-def tab(browser, small):
-    page = Page(browser, small[1])
-    yield page.open()
-    page.close()
+def at(small):
+    """A function that opens the page of DATA at an address, and gives the tab."""
+    yield small.open
+    assert small.faults == []
 
 
 def shown(tab, selector):
@@ -233,11 +238,11 @@ def has(d, kind):
     return any(turn.get("kind") == kind for turn in d["turns"])
 
 
-def test_first_screen_is_the_table_with_bars(small, tab):
-    data, _ = small
-    assert shown(tab, ".results tbody th") == data["methods"]
+def test_first_screen_is_the_table_with_bars(at):
+    tab = at()
+    assert shown(tab, ".results tbody th") == DATA["methods"]
     rates = [sum(d["reward"] == 1 for d in own) / len(own) for own in
-             ([d for d in data["dialogues"] if d["m"] == m] for m in range(3))]
+             ([d for d in DIALOGUES if d["m"] == m] for m in range(3))]
     for bar, rate in zip(tab.locator(".interval").all(), rates, strict=True):
         box, fill = bar.bounding_box(), bar.locator(".fill").bounding_box()
         assert fill["width"] / box["width"] == pytest.approx(rate, abs=0.005)
@@ -260,10 +265,9 @@ def test_first_screen_is_the_table_with_bars(small, tab):
     ("q=no+such+words", lambda d, task: False),
     ("m=mtdpo&reward=failed&kind=needed&q=company", lambda d, task: d["m"] == 1 and d["reward"] < 1 and has(d, "needed")
      and any("company" in turn["text"] for turn in d["turns"]))])
-def test_filters_in_the_address(small, tab, fragment, keeps):
-    data, path = small
-    tab.goto(path.as_uri() + f"#view=dialogues&{fragment}")
-    kept = [i for i, d in enumerate(data["dialogues"]) if keeps(d, data["tasks"][d["t"]])]
+def test_filters_in_the_address(at, fragment, keeps):
+    tab = at(f"#view=dialogues&{fragment}")
+    kept = [i for i, d in enumerate(DIALOGUES) if keeps(d, DATA["tasks"][d["t"]])]
     assert shown(tab, "#counter") == [f"{len(kept)} of 181 dialogues"]
     assert numbers(tab) == kept[:100]
     if len(kept) > 100:
@@ -271,20 +275,20 @@ def test_filters_in_the_address(small, tab, fragment, keeps):
         assert numbers(tab) == kept[100:200] and "page=1" in tab.url
 
 
-def test_filters_by_hand_and_back(small, tab):
-    data, _ = small
+def test_filters_by_hand_and_back(at):
+    tab = at()
     tab.click("nav >> text=Dialogues")
     assert shown(tab, "#counter") == ["181 of 181 dialogues"]
     tab.select_option("#f-m", "base")
     tab.select_option("#f-reward", "failed")
-    kept = [i for i, d in enumerate(data["dialogues"]) if d["m"] == 0 and d["reward"] < 1]
+    kept = [i for i, d in enumerate(DIALOGUES) if d["m"] == 0 and d["reward"] < 1]
     assert numbers(tab) == kept
     tab.locator("#f-q").press_sequentially("bonus")
-    found = [i for i in kept if any("bonus" in turn["text"].lower() for turn in data["dialogues"][i]["turns"])]
+    found = [i for i in kept if any("bonus" in turn["text"].lower() for turn in DIALOGUES[i]["turns"])]
     assert numbers(tab) == found and 0 < len(found) < len(kept)
     assert tab.evaluate("document.activeElement.id") == "f-q" and tab.url.endswith("m=base&reward=failed&q=bonus")
     tab.go_back()                                                   # typing is one step with what was there before
-    assert numbers(tab) == [i for i, d in enumerate(data["dialogues"]) if d["m"] == 0][:100]
+    assert numbers(tab) == [i for i, d in enumerate(DIALOGUES) if d["m"] == 0][:100]
     assert tab.input_value("#f-q") == "" and tab.input_value("#f-reward") == ""
     tab.go_forward()
     assert numbers(tab) == found and tab.input_value("#f-reward") == "failed"
@@ -292,24 +296,22 @@ def test_filters_by_hand_and_back(small, tab):
     assert shown(tab, "#counter") == ["181 of 181 dialogues"]
 
 
-def test_sorting(small, tab):
-    data, path = small
-    tab.goto(path.as_uri() + "#view=dialogues&m=sweet")
-    own = [i for i, d in enumerate(data["dialogues"]) if d["m"] == 2]
+def test_sorting(at):
+    tab = at("#view=dialogues&m=sweet")
+    own = [i for i, d in enumerate(DIALOGUES) if d["m"] == 2]
     for key in ("credit", "rounds", "reward"):
         for sign, order in ((1, "ascending"), (-1, "descending")):
             tab.click(f"#sort-{key}")
-            assert numbers(tab) == sorted(own, key=lambda i: sign * data["dialogues"][i][key])
+            assert numbers(tab) == sorted(own, key=lambda i: sign * DIALOGUES[i][key])
             assert tab.locator("th[aria-sort]").get_attribute("aria-sort") == order
     tab.click("#sort-request")
-    assert numbers(tab) == sorted(own, key=lambda i: data["tasks"][data["dialogues"][i]["t"]]["request"])
+    assert numbers(tab) == sorted(own, key=lambda i: DATA["tasks"][DIALOGUES[i]["t"]]["request"])
 
 
-def test_a_dialogue_shows_every_turn_with_its_credit(small, tab):
-    data, path = small
-    d = next(i for i, d in enumerate(data["dialogues"]) if d["rounds"] == 6 and d["reward"] < 1)
-    tab.goto(path.as_uri() + f"#d={d}&turn=3")
-    one = data["dialogues"][d]
+def test_a_dialogue_shows_every_turn_with_its_credit(at):
+    d = next(i for i, d in enumerate(DIALOGUES) if d["rounds"] == 6 and d["reward"] < 1)
+    tab = at(f"#d={d}&turn=3")
+    one = DIALOGUES[d]
     turns = tab.locator("#dialogue .turn")
     assert turns.count() == len(one["turns"])
     for place, turn in enumerate(one["turns"]):
@@ -342,11 +344,10 @@ def test_a_dialogue_shows_every_turn_with_its_credit(small, tab):
     assert "named" in tab.get_attribute(f"#turn-{d}-3", "class")
 
 
-def test_reference_and_facts_are_behind_the_switch(small, tab):
-    data, path = small
-    d = next(i for i, d in enumerate(data["dialogues"]) if d["known"] and d["m"] == 2 and d["reward"] < 1)
-    one, task = data["dialogues"][d], data["tasks"][data["dialogues"][d]["t"]]
-    tab.goto(path.as_uri() + f"#d={d}")
+def test_reference_and_facts_are_behind_the_switch(at):
+    d = next(i for i, d in enumerate(DIALOGUES) if d["known"] and d["m"] == 2 and d["reward"] < 1)
+    one, task = DIALOGUES[d], DATA["tasks"][DIALOGUES[d]["t"]]
+    tab = at(f"#d={d}")
     assert shown(tab, ".secret") == [] and "learned" not in tab.inner_text("body")
     assert task["reference"] not in tab.inner_text("body")
     tab.check("#secrets")
@@ -364,9 +365,8 @@ def test_reference_and_facts_are_behind_the_switch(small, tab):
     assert not tab.is_checked("#secrets")
 
 
-def test_keyboard(small, tab):
-    data, path = small
-    tab.goto(path.as_uri() + "#view=dialogues&m=sweet&sort=-credit")
+def test_keyboard(at):
+    tab = at("#view=dialogues&m=sweet&sort=-credit")
     order = numbers(tab)
     for key in ("j", "j", "ArrowDown", "k", "ArrowUp", "j"):
         tab.keyboard.press(key)
@@ -393,18 +393,17 @@ def test_keyboard(small, tab):
     assert not tab.locator("#help").is_visible() and not tab.is_checked("#secrets")
 
 
-def test_methods_side_by_side(small, tab):
-    data, path = small
-    tab.goto(path.as_uri() + "#view=dialogues&m=base")
+def test_methods_side_by_side(at):
+    tab = at("#view=dialogues&m=base")
     tab.keyboard.press("j")
     tab.keyboard.press("Enter")
     tab.click("text=compare the methods on this task")
     picks = [0, 60, 120]
-    assert [re.sub(r"\s.*", "", text) for text in shown(tab, ".columns .head a")] == data["methods"]
-    longest = max(len(data["dialogues"][d]["turns"]) for d in picks)
+    assert [re.sub(r"\s.*", "", text) for text in shown(tab, ".columns .head a")] == DATA["methods"]
+    longest = max(len(DIALOGUES[d]["turns"]) for d in picks)
     assert tab.locator(".columns .cell").count() == 3 * (longest - 1)
     for place in range(1, longest):
-        there = [d for d in picks if place < len(data["dialogues"][d]["turns"])]
+        there = [d for d in picks if place < len(DIALOGUES[d]["turns"])]
         boxes = [tab.locator(f"#turn-{d}-{place}").bounding_box() for d in there]
         assert len({round(box["y"]) for box in boxes}) == 1 and len({box["x"] for box in boxes}) == len(there)
     tab.uncheck("#c-0")
@@ -412,7 +411,7 @@ def test_methods_side_by_side(small, tab):
     tab.select_option("#c-which-2", "180")
     assert shown(tab, ".columns .head a") == ["mtdpo", "sweet, sample 2"] and "pick=60%2C180" in tab.url
     tab.select_option("#c-what", "differ")
-    by_task = [[d["reward"] == 1 for d in data["dialogues"] if d["t"] == t] for t in range(60)]
+    by_task = [[d["reward"] == 1 for d in DIALOGUES if d["t"] == t] for t in range(60)]
     differ = [t for t, wins in enumerate(by_task) if any(wins) and not all(wins)]
     assert f"1 of {len(differ)} tasks" in tab.inner_text("#compare .filters") and 0 < len(differ) < 60
     tab.keyboard.press("Tab")
@@ -426,14 +425,13 @@ def signed(own):
     return f"{own['mean']:+.3f}".replace("-", "\u2212")
 
 
-def test_credit_summary_and_the_strip_of_all_turns(small, tab):
-    data, path = small
-    tab.goto(path.as_uri() + "#view=credit")
-    summary = credit_summary(data)
+def test_credit_summary_and_the_strip_of_all_turns(at):
+    tab = at("#view=credit")
+    summary = credit_summary(DATA)
     for table, rows in zip(tab.locator("#credit table").all(), (summary["by_kind"], summary["by_round"]), strict=True):
         assert [re.split(r"\s*\t\s*|\n", row.inner_text()) for row in table.locator("tbody tr").all()] == [
             [row["label"], str(row["n"]), signed(row), *(f"{signed(own)} ({own['n']})" if own else "–" for own in map(
-                row["methods"].get, data["methods"]))] for row in rows]
+                row["methods"].get, DATA["methods"]))] for row in rows]
     drawn = """() => {
       const canvas = document.querySelector("canvas");
       const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
@@ -443,10 +441,10 @@ def test_credit_summary_and_the_strip_of_all_turns(small, tab):
     tab.select_option("#s-m", "base")
     tab.select_option("#s-kind", "vague")
     assert 0 < tab.evaluate(drawn) < whole and tab.url.endswith("m=base&kind=vague")
-    tab.goto(path.as_uri() + "#view=credit")
+    at("#view=credit")
     tab.locator("canvas").scroll_into_view_if_needed()
     box = tab.locator("canvas").bounding_box()
-    most = max(d["rounds"] for d in data["dialogues"])
+    most = max(d["rounds"] for d in DIALOGUES)
     for part in range(20):                                          # a click in the cloud of the first round
         tab.mouse.click(box["x"] + 48 + 0.5 * (box["width"] - 48) / most, box["y"] + 70 + 8 * part)
         if "#d=" in tab.url:
@@ -454,10 +452,9 @@ def test_credit_summary_and_the_strip_of_all_turns(small, tab):
     assert re.search(r"#d=\d+&turn=1$", tab.url) and tab.locator(".turn.named").is_visible()
 
 
-def test_candidates_are_ranked_and_marked(small, tab):
-    data, path = small
-    tab.goto(path.as_uri() + "#view=candidates&s=3")
-    one = data["states"][3]
+def test_candidates_are_ranked_and_marked(at):
+    tab = at("#view=candidates&s=3")
+    one = DATA["states"][3]
     ranked = sorted(one["candidates"], key=lambda candidate: -candidate["advantage"])
     rows = tab.locator(".candidates tbody tr").all()
     assert len(rows) == 16
@@ -470,7 +467,7 @@ def test_candidates_are_ranked_and_marked(small, tab):
     assert one["history"][0]["text"].split("\n")[0] in tab.inner_text("#candidates .turn")
     tab.keyboard.press("k")
     assert "s=2" in tab.url
-    tab.goto(path.as_uri() + "#view=candidates&s=0")
+    at("#view=candidates&s=0")
     tab.click("text=its dialogue")
     assert tab.url.endswith("#d=0&turn=1")
     tab.click("summary:has-text('16 candidates of this turn')")
@@ -478,12 +475,11 @@ def test_candidates_are_ranked_and_marked(small, tab):
     assert tab.locator("#turn-0-1 .candidates tbody tr").count() == 16
 
 
-def test_failures(small, tab):
-    data, path = small
-    tab.goto(path.as_uri() + "#view=failures")
-    failed = [d for d in data["dialogues"] if d.get("failed")]
-    cut = [turn for d in data["dialogues"] for turn in d["turns"] if turn.get("cut")]
-    leaks = [turn for d in data["dialogues"] for turn in d["turns"] if turn.get("leak")]
+def test_failures(at):
+    tab = at("#view=failures")
+    failed = [d for d in DIALOGUES if d.get("failed")]
+    cut = [turn for d in DIALOGUES for turn in d["turns"] if turn.get("cut")]
+    leaks = [turn for d in DIALOGUES for turn in d["turns"] if turn.get("leak")]
     assert shown(tab, ".tabs a")[:3] == [f"failed tests ({len(failed)})", f"leaks ({len(leaks)})",
                                              f"cut turns ({len(cut)})"]
     assert tab.locator(".failure").count() == 20
@@ -561,9 +557,8 @@ def hostile(tmp_path_factory):
 def hostile_tab(browser, hostile):
     """The page, open; after each test nothing has run, and its title is the one that it began with."""
     page = Page(browser, hostile)
-    tab = page.open()
-    yield tab
-    assert tab.title() == "Evaluation"
+    yield page.open()
+    assert page.tab.title() == "Evaluation"
     page.close()
 
 
@@ -728,9 +723,8 @@ def contrast(tab, selector):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast_and_width_of_a_phone(browser, small, scheme):
-    data, path = small
-    page = Page(browser, path, color_scheme=scheme, viewport={"width": 400, "height": 800})
-    failed = next(i for i, d in enumerate(data["dialogues"]) if d["reward"] < 1)
+    page = Page(browser, small.path, color_scheme=scheme, viewport={"width": 400, "height": 800})
+    failed = next(i for i, d in enumerate(DIALOGUES) if d["reward"] < 1)
     for fragment in ("", "#view=dialogues", f"#d={failed}&turn=1", "#view=compare&t=1", "#view=credit",
                      "#view=candidates&s=1", "#view=failures", "#view=failures&what=cut"):
         tab = page.open(fragment)
