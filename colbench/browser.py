@@ -2,7 +2,6 @@
 import asyncio
 import base64
 import contextlib
-import functools
 import hashlib
 import io
 import json
@@ -18,7 +17,6 @@ import threading
 import types
 import urllib.parse
 from collections import Counter, namedtuple
-from html import unescape
 
 from colbench import beside, ColBenchError
 
@@ -64,6 +62,7 @@ TAILWIND = [                                                       # address -> 
     (CDN, "tailwindcss-cdn-3.4.10/tailwindcss.js"),
     (rf"{NPM}/@tailwindcss/browser@[~^]?4[^/]*(/|/dist/index\.global\.js)?",
      "tailwindcss-browser-4.3.3/dist/index.global.js")]
+CONTENT_TYPES = {".css": "text/css", ".js": "text/javascript"}
 RENDERER = hashlib.sha256(repr((VIEWPORT, MAX_WIDTH_PX, MAX_HEIGHT_PX, PAGE_CLOCK_MS, BROWSER_FLAGS, FONTS, FONT_NAMES,
                                 PAGE_START, PAGE_LOAD, PAGE_SETTLE, PHOTO)).encode()).hexdigest()
 
@@ -71,11 +70,6 @@ RENDERER = hashlib.sha256(repr((VIEWPORT, MAX_WIDTH_PX, MAX_HEIGHT_PX, PAGE_CLOC
 def screenshot_path(images, html):
     """Where a page's screenshot is kept: a name that its text and the renderer's settings give."""
     return pathlib.Path(images) / (hashlib.sha256(f"{RENDERER}{json.dumps(html)}".encode()).hexdigest()[:16] + ".png")
-
-
-def is_stored(path):
-    """Whether a screenshot was drawn before: a file. A link or a FIFO in its place is drawn over, never followed."""
-    return path.is_file() and not path.is_symlink()
 
 
 def with_note(png, note):
@@ -109,40 +103,6 @@ def local_file(url):
         raise ColBenchError(f"a page asks for {url}, and its copy {path} is not there: without it the screenshot would "
                             "be another one; `bash tests/run.sh` puts it there (with npm)")
     return path
-
-
-@functools.cache
-def style_rules(path):
-    """[(text, the sets of classes, one of which an element needs)] of a minified style sheet's rules; what opens or
-    closes a block, or needs no class, has an empty set."""
-    parts = re.findall(r"@media[^{]*\{|@[\w-]*keyframes[^{]*\{(?:[^{}]*\{[^}]*\})*\}|[^{}]+\{[^}]*\}|\}",
-                       path.read_text("utf-8"))
-    return [(part, needed_classes(part)) for part in parts]
-
-
-def needed_classes(part):
-    """Of each selector of a rule the set of the classes that it names."""
-    selectors = ""
-    if part[0] not in "@}":
-        selectors = re.sub(r"/\*.*?\*/", "", part.partition("{")[0])
-    needs = []
-    for selector in selectors.split(","):
-        names = re.findall(r"\.((?:\\.|[\w-])+)", selector)
-        needs.append(frozenset(name.replace("\\", "").lower() for name in names))
-    return needs
-
-
-def style_sheet(path, page):
-    """The text of Tailwind 2's style sheet, without the rules for classes that the page does not name: 2.9 MB of them
-    cost more than all else of a page. All of it where a script might make up names, or a check sum is asked for."""
-    if re.search(r"<script|\bon\w+\s*=|javascript:|srcdoc|integrity", page, re.IGNORECASE):
-        return path.read_text("utf-8")
-    words = set(re.split(r"[\s\"'<>=]+", unescape(page).lower()))
-    texts = []
-    for text, needs in style_rules(path):
-        if any(names <= words for names in needs):
-            texts.append(text)
-    return "".join(texts)
 
 
 def write_fonts(folder):
@@ -194,7 +154,7 @@ class Browser:
 
     def __init__(self, images, path=None, concurrency=2):
         self.images, self.path, self.concurrency = pathlib.Path(images), path, concurrency
-        self.blocked, self.faults, self.specs = Counter(), Counter(), {}
+        self.blocked, self.specs = Counter(), {}
         self.tabs, self.alone, self.starting = [None] * concurrency, asyncio.Lock(), asyncio.Lock()
         self.free = asyncio.Semaphore(concurrency)                  # a queue would let some wait for ever
         self.chromium = self.driver = self.name = self.error = None
@@ -211,10 +171,9 @@ class Browser:
     async def __aexit__(self, *exception):
         await self.stop()
         self.folder.cleanup()
-        for what, counter in (("refused", self.blocked), ("faults", self.faults)):
-            if counter:
-                log.info("browser: %s: %s", what, ", ".join(f"{name} ({count:,})" for name, count in
-                                                            counter.most_common()))
+        if self.blocked:
+            hosts = ", ".join(f"{host} ({count:,})" for host, count in self.blocked.most_common())
+            log.info(f"browser: refused: {hosts}")
 
     async def start(self):
         try:
@@ -275,8 +234,6 @@ class Browser:
     async def render(self, html, screenshot=True, read=None):
         """The Render of one page; see the class."""
         path = screenshot_path(self.images, html)
-        if screenshot and read is None and is_stored(path):
-            return stored_render(path)
         if not screenshot and (path.name, read) in self.specs:
             return self.specs[path.name, read]
         size = len(html.encode("utf-8", "replace"))
@@ -286,8 +243,6 @@ class Browser:
             async with self.alone:
                 render = await self.attempt(html, path if screenshot else None, read, self.concurrency)
             render = render or Render(None, None, "the browser died of it")
-        if render.fault:
-            self.faults[re.sub(r"\d[\d,]*", "N", render.fault)] += 1
         if not screenshot:
             self.specs[path.name, read] = render
         return render
@@ -334,7 +289,7 @@ class Browser:
             service_workers="block", accept_downloads=False)
         tab = types.SimpleNamespace(chromium=self.chromium, context=context, crashed=asyncio.Future())
         await context.add_init_script(PAGE_START)
-        await context.route("**/*", lambda route: self.answer(tab, route))
+        await context.route("**/*", self.answer)
         tab.page = await context.new_page()
         tab.page.on("crash", lambda _: tab.crashed.done() or tab.crashed.set_result(True))
         tab.page.on("websocket", lambda socket: self.refuse(socket.url))
@@ -361,7 +316,7 @@ class Browser:
         with contextlib.suppress(ValueError):
             self.blocked[urllib.parse.urlsplit(url).hostname or url.partition(":")[0]] += 1
 
-    async def answer(self, tab, route):
+    async def answer(self, route):
         """Answer or refuse one request of a page."""
         url, path, headers = route.request.url, None, {"access-control-allow-origin": "*"}
         try:
@@ -369,10 +324,8 @@ class Browser:
         except ColBenchError as error:
             self.error = error
         with contextlib.suppress(self.Error):                       # the page may be gone
-            if path and path.suffix == ".css":
-                await route.fulfill(body=style_sheet(path, tab.html), content_type="text/css", headers=headers)
-            elif path:
-                await route.fulfill(body=path.read_text("utf-8"), content_type="text/javascript", headers=headers)
+            if path:
+                await route.fulfill(body=path.read_bytes(), content_type=CONTENT_TYPES[path.suffix], headers=headers)
             elif PHOTO_HOSTS.match(urllib.parse.urlsplit(url).hostname or ""):
                 await route.fulfill(body=photo(url), content_type="image/svg+xml", headers=headers)
             else:
@@ -394,7 +347,7 @@ class Browser:
         active = ACTIVE.search(html)
         if active and not tab.new:
             await self.clear(tab)
-        world, tab.html, tab.new, tab.busy = tab.world, html, False, bool(active)
+        world, tab.new, tab.busy = tab.world, False, bool(active)
         await evaluate(PAGE_LOAD % json.dumps(html))
         for frame in tab.page.frames if tab.busy else []:
             if frame.url:                                           # one that was refused has none, and runs nothing
@@ -406,7 +359,7 @@ class Browser:
         clip = {name: min(max(size[name], least), most) for name, (least, most) in limits.items()}
         fault = "; ".join(f"{name} {size[name]:,} px cut to {most:,}" for name, (_, most) in limits.items()
                           if size[name] > most) or None
-        if path and not is_stored(path):
+        if path and not path.is_file():
             options = {"format": "png", "captureBeyondViewport": True, "clip": {**clip, "x": 0, "y": 0, "scale": 1}}
             png = base64.b64decode((await send("Page.captureScreenshot", options))["data"])
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -417,13 +370,13 @@ class Browser:
 
 
 class BrowserThread:
-    """A Browser in a thread of its own, whose render() any event loop may await: a local model that samples keeps its
-    own loop busy, and pages would time out there."""
+    """A Browser in a thread of its own, which the first page starts and whose render() any event loop may await: a
+    local model that samples keeps its own loop busy, and pages would time out there."""
 
-    def __init__(self, *options):
-        self.browser, self.loop = Browser(*options), asyncio.new_event_loop()
+    def __init__(self, images, path=None):
+        self.browser, self.loop, self.thread = Browser(images, path), asyncio.new_event_loop(), None
 
-    def __enter__(self):
+    def start(self):
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         try:
@@ -431,18 +384,24 @@ class BrowserThread:
         except BaseException:                                       # no browser is there, say; the next page asks again
             self.stop()
             raise
-        return self
 
-    def __exit__(self, *exception):
-        self.call(self.browser.__aexit__(*exception)).result()
-        self.stop()
+    def close(self):
+        if self.thread:
+            self.call(self.browser.__aexit__()).result()
+            self.stop()
 
     def stop(self):
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
+        self.thread = None
 
     def call(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    async def render(self, *page, **options):
-        return await asyncio.wrap_future(self.call(self.browser.render(*page, **options)))
+    async def render(self, html, screenshot=True, read=None):
+        path = screenshot_path(self.browser.images, html)
+        if screenshot and not read and path.is_file():
+            return stored_render(path)
+        if not self.thread:
+            self.start()
+        return await asyncio.wrap_future(self.call(self.browser.render(html, screenshot, read)))

@@ -456,6 +456,15 @@ def output_record(arguments, inputs):
 ARGS_JSON = record({"stage": str, "args": dict, "inputs": dict}, {"costs": dict, "versions": dict})
 
 
+def is_empty(out, folder):
+    """Whether nothing but args.json is there yet of an output."""
+    if folder:
+        return not out.exists() or out.is_dir() and {path.name for path in out.iterdir()} <= {"args.json"}
+    beside = out.parent.iterdir() if out.parent.is_dir() else []
+    return not out.exists() and not any(path.name.startswith(f"{out.name}.") and "args.json" not in path.name
+                                        for path in beside)
+
+
 @on_main
 def is_done(arguments, out, inputs, folder=False):
     """True if the same command (`arguments`: all flags of the stage; inputs: files, folders, names) already made this
@@ -468,10 +477,11 @@ def is_done(arguments, out, inputs, folder=False):
     for name in inputs:
         if name and os.path.exists(name) and pathlib.Path(os.path.realpath(name)).is_relative_to(os.path.realpath(out)):
             raise InputError(f"{name}: is an input of this command and lies in --out {out}; choose another --out")
-    is_there = out.exists() and (not folder or any(out.iterdir()))
     path = args_path(out, folder)
+    if is_empty(out, folder):                                       # nothing is lost, whoever began it
+        return False
     if not path.exists():
-        if is_there:
+        if out.exists():
             raise InputError(f"{out}: exists and no run made it (no {path.name}); choose another --out, or remove it")
         return False
     before, now = read_json(path, ARGS_JSON), output_record(arguments, inputs)
@@ -507,12 +517,13 @@ def check_same_command(out, before, now):
 def begin_output(arguments, out, inputs, folder=False):
     """Keep the arguments and versions in `out`/args.json (or `out`.args.json). What an interrupted run of the same
     command left is kept; what another one made is removed (arguments["overwrite"])."""
+    CLOCK["last"] = time.perf_counter()
     out = pathlib.Path(out)
     path = args_path(out, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.exists():
         lock(out if folder else path)
-        if not arguments["overwrite"]:
+        if not arguments["overwrite"] and not is_empty(out, folder):
             say(f"{out}: continues an interrupted run")
             return
     record = output_record(arguments, inputs)                       # before an input could go
@@ -550,10 +561,16 @@ def lock(path):
     LOCKS[inode] = descriptor
 
 
+CLOCK = {}                                      # {"last": when begin_output or add_costs was called}
+
+
 def add_costs(out, folder=False, **numbers):
-    """Add numbers ("trained_tokens", "generated_tokens", "seconds") to "costs" of an output's args.json; on rank 0."""
+    """Add numbers of this process ("trained_tokens", "generated_tokens"), and the seconds since begin_output or the
+    last call, to "costs" of an output's args.json; on rank 0."""
     if not is_main():
         return
+    now = time.perf_counter()
+    numbers["seconds"], CLOCK["last"] = now - CLOCK["last"], now
     path = args_path(out, folder)
     record = read_json(path, ARGS_JSON)
     costs = record.setdefault("costs", {})

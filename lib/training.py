@@ -8,8 +8,7 @@ import time
 
 import torch
 
-from lib.adapters import adapter_parameters
-from lib.models import save_model, whole_tensor
+from lib.models import adapter_parameters, save_model, whole_tensor
 from lib.runtime import (
     barrier,
     InputError,
@@ -17,8 +16,8 @@ from lib.runtime import (
     listing,
     on_main,
     one_line,
-    parse_json,
     peak_memory_mb,
+    read_rows,
     reduce_sums,
     say,
     trim_memory,
@@ -26,21 +25,11 @@ from lib.runtime import (
 )
 
 
-def drop_long(examples, max_length, path):
-    """The examples whose rows all have at most `max_length` tokens; see fitting_numbers."""
-    return [examples[i] for i in fitting_numbers(examples, max_length, "examples to train on", path)]
-
-
-def fitting_numbers(examples, max_length, what, path=None):
-    """The numbers of the examples whose rows all have at most `max_length` tokens; says how many have not.
-    path: the file that they are from, which InputError names where none is left; without it none may be left."""
+def fitting_numbers(examples, max_length):
+    """The numbers of the examples whose rows all have at most `max_length` tokens; says how many have not."""
     numbers = [i for i, example in enumerate(examples) if longest_row(example) <= max_length]
-    if path and not numbers:
-        shortest = min(longest_row(example) for example in examples)
-        raise InputError(f"{path}: no {what}: all {len(examples):,} are longer than --max-length {max_length}, the "
-                         f"shortest has {shortest:,} tokens")
     if len(numbers) < len(examples):
-        say(f"dropped {len(examples) - len(numbers):,} of {len(examples):,} {what}: longer than --max-length "
+        say(f"dropped {len(examples) - len(numbers):,} of {len(examples):,} examples: longer than --max-length "
             f"{max_length}")
     return numbers
 
@@ -89,6 +78,8 @@ ADAM_BETAS = 0.9, 0.95
 WEIGHT_DECAY = 0.0
 MAX_GRAD_NORM = 1.0
 
+PRINT_EVERY = 10                                                    # steps
+
 
 def learning_rate(step, num_steps, peak):
     """Linear warm-up over WARMUP_FRAC of the steps, then a cosine down to FINAL_LR_FRAC of the peak; step from 0."""
@@ -131,13 +122,18 @@ def num_tokens(examples, weights):
 EQUAL_MARGIN = {"float32": 1e-5, "bfloat16": 1e-3}
 
 
-def preference_numbers(chosen_rewards, rejected_rewards, nll, shares, dtype):
-    """What a log line shows of preferences, each (P,) weighted by its share (P,) of the batch. A pair of equal rewards
-    (EQUAL_MARGIN) is half right; before the first update all are (but for 03 --reference blind)."""
-    margin = chosen_rewards - rejected_rewards
+def preference_numbers(chosen, rejected, nll, dtype):
+    """What a log line shows of preferences, {name: (P,)}: rewards of both sides, the chosen one's mean NLL. A pair of
+    equal rewards (EQUAL_MARGIN) is half right; before the first update all are (but for 03 --reference-sees-c no)."""
+    margin = chosen - rejected
     right = torch.where(margin.abs() <= EQUAL_MARGIN[dtype], 0.5, (margin > 0).float())
-    sums = (torch.stack([right, margin, chosen_rewards, nll]) * shares).sum(1)
-    return dict(zip(("acc", "margin", "chosen", "nll"), sums.tolist()))
+    return {"acc": right, "margin": margin, "chosen": chosen, "nll": nll}
+
+
+def weighted_sums(values, weights):
+    """{name: sum of values * weights} of {name: values (n,)}, computed and copied to the host at once."""
+    sums = torch.stack([(value.detach() * weights).sum() for value in values.values()])
+    return dict(zip(values, sums.tolist()))
 
 
 def optimizer_step(scorer, optimizer, sums, lr, where, task_ids):
@@ -172,7 +168,7 @@ def check_weights(model, out):
                          "is written: lower --lr")
 
 
-class Checkpoints:
+class States:
     """What a run needs to go on, in `folder`/states/STEP: the shards of model and optimiser by
     torch.distributed.checkpoint, the last two that are whole; read again on any number of ranks. Order, schedule and
     seeds follow from the step and the arguments."""
@@ -252,43 +248,43 @@ def cut_metrics(path, step):
 
 
 class StepLog:
-    """Prints one line each `every` steps, keeps the same numbers in `out`/metrics.jsonl, and tracks them.
+    """Keeps the numbers of each step in `out`/metrics.jsonl, and tracks them; prints those of each tenth step.
 
     The numbers are of that step alone: loss has its further terms in it, chosen and margin are rewards (beta times
-    log-ratios). Only tokens a second are a mean since the line before."""
+    log-ratios)."""
 
-    def __init__(self, out, first_step, num_steps, every, open_track):
+    def __init__(self, out, first_step, num_steps, open_track):
         """open_track: gives the tracking.Track of the rows that are there already."""
         self.path = pathlib.Path(out) / "metrics.jsonl"
-        self.first_step, self.num_steps, self.every = first_step, num_steps, every
-        lines = []
-        if self.path.exists():
-            lines = self.path.read_text().splitlines()
-        rows = [parse_json(line, self.path) for line in lines]
+        self.first_step, self.num_steps = first_step, num_steps
+        rows = read_rows(self.path) if self.path.exists() else []
         self.track = open_track(rows=rows)
-        self.seconds_before = rows[-1].get("seconds", 0) if rows else 0
+        self.seconds_before = rows[-1]["seconds"] if rows else 0
         self.begin = self.last = time.perf_counter()
-        self.tokens = self.total_tokens = 0
+        self.tokens = 0                                             # trained on since take_tokens()
 
     def step(self, step, num_tokens, **numbers):
         """`step` counts from 1; `num_tokens` were trained on by all ranks in this step."""
-        self.tokens += num_tokens
-        self.total_tokens += int(num_tokens)
-        if step % self.every and step != self.num_steps:
-            return
+        self.tokens += int(num_tokens)
         now = time.perf_counter()
-        speed = self.tokens / (now - self.last)
-        eta = (now - self.begin) / (step - self.first_step) * (self.num_steps - step)
-        shown = " | ".join(f"{name} {value:.1e}" if name == "lr" else f"{name} {value:.4f}"
-                           for name, value in numbers.items())
-        say(f"step {step:05d}/{self.num_steps:05d} | {shown} | {speed:,.0f} tok/s | eta {eta / 60:.1f}m")
+        speed = num_tokens / (now - self.last)
+        self.last = now
+        if step % PRINT_EVERY == 0 or step == self.num_steps:
+            eta = (now - self.begin) / (step - self.first_step) * (self.num_steps - step)
+            texts = [f"{name} {value:{'.1e' if name == 'lr' else '.4f'}}" for name, value in numbers.items()]
+            say(f"step {step:05d}/{self.num_steps:05d} | {' | '.join(texts)} | {speed:,.0f} tok/s | "
+                f"eta {eta / 60:.1f}m")
         if is_main():
-            row = {"step": step, **numbers, "tokens_per_s": speed, "peak_memory_mb": peak_memory_mb(),
-                   "seconds": self.seconds_before + now - self.begin}
+            row = {"step": step, **numbers, "tokens": num_tokens, "tokens_per_s": speed,
+                   "peak_memory_mb": peak_memory_mb(), "seconds": self.seconds_before + now - self.begin}
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             self.track.log(**row)
-        self.last, self.tokens = now, 0
+
+    def take_tokens(self):
+        """Tokens trained on since the last call."""
+        tokens, self.tokens = self.tokens, 0
+        return tokens
 
 
 def adamw(scorer, lr):

@@ -29,7 +29,7 @@ import types
 import pytest
 
 from colbench import ColBenchError, sandbox
-from colbench.child import (
+from colbench.sandbox_worker import (
     AND,
     CONDITIONAL,
     empty,
@@ -312,7 +312,7 @@ def world(tmp_path_factory):
     victim = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
     yield {"TERMINAL": os.ttyname(slave), "WORLD": str(folder), "PORT": port, "PARENT": os.getpid(),
            "VICTIM": victim.pid, "ADDRESS": ctypes.addressof(in_memory), "listeners": listeners,
-           "SANDBOX": str(pathlib.Path(sandbox.__file__).with_name("child.py"))}
+           "SANDBOX": str(pathlib.Path(sandbox.__file__).with_name("sandbox_worker.py"))}
     assert termios.tcgetattr(slave) == attributes
     os.close(terminal)
     os.close(slave)
@@ -1018,7 +1018,7 @@ def test_threads_until_a_user_has_no_process_left_end_no_other_answer(layer):
 
 
 def test_an_answer_has_a_limit_of_threads(child):
-    """The system counts them where it can; else the server ends the answer (see child.counts_threads)."""
+    """The system counts them where it can; else the server ends the answer (see sandbox_worker.counts_threads)."""
     for _ in range(2):                                              # what one answer starts does not count for the next
         first, second, third = child.run(STARTER.format(gives_up=True), ["f(1)", "f(2)", "f(3)"], 2, imports=[])[0]
         assert (first, third) == (["ok", 41], ["ok", 43])
