@@ -69,8 +69,8 @@ def parse_args(argv=None):
     add_world(parser)
     add_overwrite(parser)
     args = parser.parse_args(argv)
-    if args.reference and not args.critic:
-        parser.error("--reference goes with --critic")
+    if args.reference_sees_c is not None and not args.critic:
+        parser.error("--reference-sees-c goes with --critic")
     names = [argument.partition("=")[0] for argument in args.files]
     if len(set(names)) < len(names):
         parser.error("every file needs a name of its own")
@@ -179,11 +179,11 @@ def curves_of(files):
 # ---------------------------------------------------------------------------------------------------------------------
 # scoring
 
-def rescore(trajectories, world):
-    """Give every trajectory the fresh scores of a World."""
+def rescore(trajectories, environment):
+    """Give every trajectory the fresh scores of an environment."""
     answers = [(trajectory["task"], trajectory["answer"]) for trajectory in trajectories]
-    with world:
-        scores = asyncio.run(world.score(answers, explain=True))
+    with environment:
+        scores = asyncio.run(environment.score(answers, explain=True))
     for trajectory, score in zip(trajectories, scores):
         trajectory.update(score)
 
@@ -268,19 +268,18 @@ def add_credit(metrics, files, critic, device):
     Returns what a reader of the credit has to know, as lines."""
     trajectories = list(itertools.chain(*files.values()))
     loaded_critic = common.load_critic(critic, common.load_whole(device))
-    tokenizer = load_tokenizer(critic["folder"])
+    tokenizer = load_tokenizer(critic.folder)
     credits = common.score_turns(loaded_critic, tokenizer, trajectories, MAX_TOKENS, device)
     for trajectory, advantages in zip(trajectories, credits):
         trajectory["advantages"] = advantages
     for name in files:
         metrics[name]["credit"] = credit_of(files[name])
-    lines = [common.reference_line(critic)]
-    if critic["head"] == "value":
-        lines.append(f"{critic['folder']}: has a value head; a turn's credit is how it changes the value, not eq. 3")
+    lines = [common.critic_line(critic)]
+    if critic.head == "value":
+        lines.append(f"{critic.folder}: has a value head; a turn's credit is how it changes the value, not eq. 3")
     if None in credits:
         lines.append(f"{credits.count(None):,} dialogues are longer than {MAX_TOKENS:,} tokens: their turns have no "
                      "credit")
-    lines = list(filter(None, lines))
     say(*lines)
     return lines
 
@@ -301,8 +300,8 @@ def main(argv=None):
     domain = domain_of(all_trajectories[0]["task"])
     names_of_curves = curves_of(files)
     costs = {name: costs_of(runs[0]) for name, runs in paths.items()} if args.costs else {}
-    critic = common.read_critic(args.critic, None, domain, args.reference) if args.critic else None
-    if critic and critic.get("visual"):
+    critic = common.read_critic(args.critic, None, domain, args.reference_sees_c) if args.critic else None
+    if critic and critic.is_visual:
         raise InputError(f"{args.critic}: --critic takes a critic that reads text, and this one sees images")
     histories = training_histories(files, args.critic)
     inputs = [*itertools.chain(*paths.values()), args.clip_model, args.critic]
@@ -310,10 +309,10 @@ def main(argv=None):
         inputs += [f"{args.candidates}/scored.jsonl", f"{args.candidates}/pairs.jsonl"]
     if is_done(vars(args), out, inputs, folder=True):
         return
-    worlds = []
+    environments = []
     for compat in [False, True] if args.compat else [False]:
-        flags = {**common.world_flags(args), "compat": compat}
-        worlds.append(common.world(domain, out / "images", out / "scored", flags, device))
+        flags = {**vars(args), "compat": compat}
+        environments.append(common.environment(domain, out / "images", out / "scored", flags, device))
     begin_output(vars(args), out, inputs, folder=True)
 
     # scores and metrics, on disk before everything that is optional
@@ -321,12 +320,12 @@ def main(argv=None):
     for trajectory in all_trajectories:
         for key in (*domain.SCORE_KEYS, "failed", "advantages"):
             trajectory.pop(key, None)
-    for world in worlds:
-        rescore(all_trajectories, world)
+    for environment in environments:
+        rescore(all_trajectories, environment)
     metrics = {}
     for name, trajectories in files.items():
         write_jsonl(out / "scored" / f"{name}.jsonl", trajectories)
-        metrics[name] = measure(trajectories, domain) | worlds[0].about
+        metrics[name] = measure(trajectories, domain) | environments[0].about
     for name in costs:
         metrics[name]["costs"] = costs[name]
     if args.baseline:

@@ -261,7 +261,8 @@ def test_kinds_of_candidates_by_hand():
         candidates = [{"text": text, "chosen": chosen, "rejected": rejected}
                       for text, (chosen, rejected) in zip(texts, marks)]
         return {"task": {}, "history": history, "candidates": candidates, "advantages": advantages}
-    states = [state([], ["a1", "<think>b</think>a2", "b"], [3, 2, 2], [(2, 0), (0, 1), (0, 1)]), state(["x"], ["b"], [0.5], [(0, 0)])]
+    states = [state([], ["a1", "<think>b</think>a2", "b"], [3, 2, 2], [(2, 0), (0, 1), (0, 1)]),
+              state(["x"], ["b"], [0.5], [(0, 0)])]
     assert kind_lines(states, domain) == [
         "what the pairs say     candidates  rank  chosen  rejected",
         "not all known       a           2  0.62       2         1",

@@ -56,7 +56,7 @@ def test_a_training_that_was_killed_continues_its_curve(workspace, tmp_path, tra
     """Killed at step 4, one step after the last state: step 3 is computed again and stands there once."""
     arguments = list(map(str, [
         "--trajectories", workspace / "offline.jsonl", "--model", ROOT / "models" / "tiny", "--max-steps", 5,
-        "--save-every", 2, "--log-every", 1, "--out", tmp_path / "out", "--track", "colbench"]))
+        "--save-every", 2, "--out", tmp_path / "out", "--track", "colbench"]))
     original = training.optimizer_step
 
     def die(scorer, optimizer, sums, lr, where, task_ids):
@@ -100,7 +100,6 @@ def test_a_rollout_that_was_killed_continues_its_curve(workspace, tmp_path, trac
     assert sorted(set(steps)) == list(range(1, 25)) and steps == sorted(steps)
     successes = sum(row["reward"] == 1 for row in rows)
     assert 0 < successes < 24 and run["rows"][-1][1]["mean_return"] == pytest.approx(successes / 24)
-    assert run["rows"][-1][1]["tokens_per_s"] == 0                   # a script samples none
 
 
 @pytest.mark.parametrize("number", [2, 3, 4])
