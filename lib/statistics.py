@@ -328,6 +328,8 @@ def note_lines(metrics):
     for name, method in metrics.items():
         lines += [f"{name}: {note}" for note in method.get("notes", [])]
         num_runs[name] = len(method.get("runs", [None]))
+    similarities = {method["similarity"] for method in metrics.values() if "similarity" in method}
+    lines += [f"similarity of screenshots: {similarity}" for similarity in similarities]
     single = [name for name, number in num_runs.items() if number == 1]
     few = [name for name, number in num_runs.items() if 1 < number < 5]
     if single:
