@@ -11,7 +11,7 @@ import pytest
 
 from colbench import in_split, sql, sql_mutants
 from conftest import read, refused, stage
-from lib.credit import measure_turns
+from lib.statistics import measure_turns
 
 SCHEMA = ("CREATE TABLE customers(id INTEGER, name TEXT, status TEXT);\n"
           "CREATE TABLE orders(id INTEGER, customer_id INTEGER, total INTEGER, net INTEGER, placed TEXT);\n")
