@@ -41,7 +41,7 @@ MANY = 800                       # dialogues, above which an arm's "many" counts
 RESULT = re.compile(r"^(?:success|[a-z]+ similarity|held-out|writes) .*", re.MULTILINE)
 
 # An agent to make. size: its number of dialogues, None for all of them; settings: {flag of 04: value} of a search
-Run = collections.namedtuple("Run", "arm seed size settings round")
+Run = collections.namedtuple("Run", "arm size settings round seed")
 
 
 class StepFailed(Exception):
@@ -49,7 +49,7 @@ class StepFailed(Exception):
 
 
 def run_step(out, words, ranks=1, threads=1):
-    """Run a stage that writes `out`, with its output in OUT.log, and print a line about it."""
+    """Run a stage that writes `out`, and print a line about it; returns what it has printed, which stands in OUT.log."""
     command = [sys.executable, *words, "--out", str(out)]
     if ranks > 1:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -67,6 +67,7 @@ def run_step(out, words, ranks=1, threads=1):
         raise StepFailed
     results = ["", *RESULT.findall(text)]
     print(f"{str(out):36} {time.monotonic() - begin:4.0f} s  {results[-1]}", flush=True)
+    return text
 
 
 def seed_of(run):
@@ -81,11 +82,9 @@ def seed_of(run):
 class Study:
     domain: dict                 # a table of scripts/arms.toml, with the table "critics"
     folders: dict                # {seed: its folder}
-    shared_ranks: int            # processes of a step that all arms wait for
-    split: str                   # of the tasks that agents are compared on
-    num_tasks: dict              # {split: number}
-    samples: int                 # dialogues on each of these tasks
     num_rounds: int
+    split: str                   # of the tasks that agents are compared on
+    shared_ranks: int            # processes of the steps that others wait for
     made: set = dataclasses.field(default_factory=set)               # the outputs of this call
     locks: dict = dataclasses.field(default_factory=dict)            # {output: a lock}
 
@@ -111,17 +110,11 @@ class Study:
         suffix = f"@{number}" if number else ""
         return f"{arm}{settings}{suffix}"
 
-    def rounds_of(self, run):
-        """A run in each of its rounds; the base model has one."""
-        last = 1 if run.arm == "base" else self.num_rounds
-        return [run._replace(round=number) for number in range(1, last + 1)]
-
-    def tasks(self, run, split, name, seed):
-        program = f"01_generate_tasks.py --domain {self.domain['domain']}"
-        return self.step(run, name, program, split=split, num_tasks=self.num_tasks[split], seed=seed)
+    def tasks(self, run, name, **flags):
+        return self.step(run, name, f"01_generate_tasks.py --domain {self.domain['domain']}", **flags)
 
     def rollout(self, run, name, ranks, **flags):
-        program = f"02_rollout.py --simulator rules {self.domain['rollout']}"
+        program = f"02_rollout.py --simulator rules --max-rounds {self.domain['max_rounds']} {self.domain['rollout']}"
         return self.step(run, name, program, ranks, **flags)
 
     def train(self, run, name, program, ranks, **flags):
@@ -140,7 +133,7 @@ class Study:
         if run.round > 1:
             name, tasks_name = f"{self.name(run.arm, run)}-offline.jsonl", f"train@{run.round}.jsonl"
         seed = seed_of(run)
-        tasks = self.tasks(run, "train", tasks_name, seed)
+        tasks = self.tasks(run, tasks_name, split="train", num_tasks=self.domain["dialogues"] // 4, seed=seed)
         agent = self.model_before(run)
         return self.rollout(run, name, self.shared_ranks, tasks=tasks, agent=agent, samples=4, seed=seed)
 
@@ -190,76 +183,50 @@ class Study:
         return self.train(run, self.name(run.arm, run), program, 1, trajectories=dialogues, critic=critic,
                           candidates=candidates)
 
-    def evaluate(self, run, ranks=1):
+    def evaluate(self, run):
         """Dialogues of a run's agent on the tasks of `split`."""
-        tasks = self.tasks(run, self.split, f"{self.split}.jsonl", 1000 if self.split == "test" else 0)
+        number, seed = self.domain[f"num_{self.split}"], 1000 if self.split == "test" else 0
+        tasks = self.tasks(run, f"{self.split}.jsonl", split=self.split, num_tasks=number, seed=seed)
         name, agent = f"{self.name(run.arm, run)}.jsonl", self.agent(run)
-        return self.rollout(run, name, ranks, tasks=tasks, agent=agent, samples=self.samples, seed=run.seed)
+        ranks = self.shared_ranks if self.has_critic(run) else 1     # the longest chain of steps: the others have ended
+        return self.rollout(run, name, ranks, tasks=tasks, agent=agent, samples=self.domain["samples"], seed=run.seed)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# in which order
-
-def two_at_a_time(function, items):
-    """Call a function for each item in two threads; then raise the first exception, if any."""
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        results = pool.map(function, items)
-    list(results)                                                    # raises the first exception
-
-
-def num_devices():
-    """GPUs that CUDA_VISIBLE_DEVICES names, at most two; without it two cores."""
-    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    return 1 if devices and "," not in devices else 2
-
-
-def play_chain(study, runs):
-    """As run.sh: dialogues and critic on both cores; the last run's agent beside all of the others; its dialogues on
-    both cores."""
-    *others, last = runs
-    study.critic(last)
-
-    def play(part):
-        if part == [last]:
-            study.agent(last)
-        else:
-            list(map(study.evaluate, part))
-    two_at_a_time(play, [[last], others])
-    study.evaluate(last, study.shared_ranks)
-    if study.domain["has_gates"]:
-        folder = study.folders[last.seed]
-        words = ["scripts/critics.py", "--trajectories", str(folder / "base.jsonl"), "--gates", study.domain["base"]]
-        run_step(folder / "gates", words, threads=2)
-        print(pathlib.Path(f"{folder / 'gates'}.log").read_text())
+    def has_critic(self, run):
+        return "critic" in self.domain["arms"].get(run.arm, {})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # tables
 
-def report(study, out, runs, words):
-    """Evaluate everything, print the tables, write table.csv and tasks.csv. words: more flags of 05."""
-    points = {}                                                      # {name: its runs, one a seed}
-    for run in itertools.chain(*map(study.rounds_of, runs)):
-        points.setdefault(study.name(run.arm, run), []).append(run)
-    files = []
+def report_files(study, points):
+    """05's arguments NAME=FILE,FILE,…"""
+    arguments = []
     for name, runs in points.items():
-        paths = [str(study.folders[run.seed] / f"{name}.jsonl") for run in runs]
-        files.append(f"{name}={','.join(paths)}")
-        if runs[0].arm == "mtdpo" and not runs[0].settings:
-            words = [*words, "--baseline", name]                     # the last one counts
-    words += study.domain.get("evaluate", "").split()
-    folder = out / "report"
-    run_step(folder, ["05_evaluate.py", *files, *words], threads=2)
-    print(pathlib.Path(f"{folder}.log").read_text())
-    metrics = json.loads((folder / "metrics.json").read_text())
+        files = [str(study.folders[run.seed] / f"{name}.jsonl") for run in runs]
+        arguments.append(f"{name}={','.join(files)}")
+    return arguments
+
+
+def write_tables(out, points, domain):
+    """Write table.csv and tasks.csv of what 05 has evaluated."""
+    metrics = json.loads((out / "report" / "metrics.json").read_text())
+    outcome = DOMAINS[domain["domain"]].outcome
     rows, task_rows = [], []
     for name, runs in points.items():
         rows.append(table_row(runs[0], metrics[name]))
-        with open(folder / "scored" / f"{name}.jsonl", encoding="utf-8") as file:
-            task_rows += [task_row(name, runs, json.loads(line), study.domain["domain"]) for line in file]
+        with open(out / "report" / "scored" / f"{name}.jsonl", encoding="utf-8") as file:
+            for dialogue in map(json.loads, file):
+                task_rows.append({
+                    "task_id": dialogue["task_id"],
+                    "sample": dialogue["sample"],
+                    "seed": runs[dialogue.get("run", 0)].seed,       # 05 numbers the files of a name
+                    "arm": name,
+                    "success": float(outcome(dialogue)),
+                    "rounds": dialogue["num_rounds"],
+                })
     write_csv(out / "table.csv", rows)
     write_csv(out / "tasks.csv", task_rows)
-    print(f"writes {out / 'table.csv'}, {out / 'tasks.csv'}; the page: {folder / 'report.html'}")
+    print(f"writes {out}/table.csv, {out}/tasks.csv; the page: {out}/report/report.html")
 
 
 def table_row(run, metrics):
@@ -267,21 +234,9 @@ def table_row(run, metrics):
     row = {"method": run.arm, **run.settings, "dialogues": run.size, "round": run.round}
     for key, value in {**metrics, **metrics.get("costs", {})}.items():
         if isinstance(value, (int, float)):
-            row[key.removesuffix("_rate").removeprefix("mean_")] = f"{value:.4g}"
+            row[key.removesuffix("_rate").removeprefix("mean_")] = f"{value:.7g}"
     row["low"], row["high"] = metrics["ci95"]
     return row
-
-
-def task_row(name, runs, dialogue, domain):
-    """A row of tasks.csv, of a dialogue that 05 has scored; "run" is the number of its run."""
-    return {
-        "task_id": dialogue["task_id"],
-        "sample": dialogue["sample"],
-        "seed": runs[dialogue.get("run", 0)].seed,
-        "arm": name,
-        "success": float(DOMAINS[domain].outcome(dialogue)),
-        "rounds": dialogue["num_rounds"],
-    }
 
 
 def write_csv(path, rows):
@@ -306,20 +261,24 @@ def parse_args(argv=None):
     parser.add_argument("--grid", nargs="+", default=[], metavar="FLAG=VALUE,VALUE",
                         help="settings to try in place of the arms', all combinations")
     parser.add_argument("--chain", type=int, metavar="SEED", help="the chain of run.sh with this seed")
-    parser.add_argument("--train-tasks", type=int, help="a quarter of the largest size, unless given")
-    parser.add_argument("--test-tasks", type=int, help="the domain's, unless given")
-    parser.add_argument("--samples", type=int, default=2, help="dialogues on each test task")
-    parser.add_argument("--max-rounds", type=int, help="rounds of a dialogue; the domain's, unless given")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=NUMBER",
+                        help="in place of the domain's: dialogues, num_test, num_validation, samples, max_rounds")
     return parser.parse_args(argv)
 
 
-def read_domain(name):
-    """A domain of scripts/arms.toml, with the critics."""
+def read_domain(name, changes=()):
+    """A domain of scripts/arms.toml, with the critics; changes: NAME=NUMBER, in place of its own."""
     domains = tomllib.loads((ROOT / "scripts" / "arms.toml").read_text())
     critics = domains.pop("critics")
     if name not in domains:
         raise InputError(f"--domain {name}: must be one of {', '.join(domains)} (scripts/arms.toml)")
-    return {"domain": name, "critics": critics, **domains[name]}
+    domain = {"domain": name, "critics": critics, **domains[name]}
+    for change in changes:
+        key, _, number = change.partition("=")
+        if not isinstance(domain.get(key), int) or not number.isdigit():
+            raise InputError(f"--set {change}: must be NAME=NUMBER, with a number of [{name}] in scripts/arms.toml")
+        domain[key] = int(number)
+    return domain
 
 
 def check_arm(name, domain):
@@ -344,52 +303,60 @@ def settings_of(arguments):
 
 
 def all_runs(args):
-    """The runs of the command line, those of an arm together."""
+    """The runs of the command line, those of an arm together, a round of all seeds after the other."""
     runs = []
     for argument in args.arms:
         arm, _, size = argument.partition("@")
-        sizes, settings = args.sizes, settings_of(args.grid)
+        sizes, settings, last_round = args.sizes, settings_of(args.grid), args.rounds
         if size:
             sizes = [int(size)]
         if arm == "base":
-            sizes, settings = [None], [{}]
-        for size, run_settings, seed in itertools.product(sizes, settings, args.seeds):
-            runs.append(Run(arm, seed, size, run_settings, 1))
+            sizes, settings, last_round = [None], [{}], 1
+        for point in itertools.product(sizes, settings, range(1, last_round + 1), args.seeds):
+            runs.append(Run(arm, *point))
     return runs
+
+
+def num_devices():
+    """GPUs that CUDA_VISIBLE_DEVICES names, at most two; without it two cores."""
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return 1 if devices and "," not in devices else 2
 
 
 def main(argv=None):
     args = parse_args(argv)
-    domain = read_domain(args.domain)
-    if args.max_rounds:
-        domain["rollout"] += f" --max-rounds {args.max_rounds}"
+    domain = read_domain(args.domain, args.set)
     folders = {seed: args.out / f"seed{seed}" for seed in args.seeds}
-    is_chain = args.chain is not None
-    if is_chain:
+    shared_ranks = 1
+    words = domain.get("evaluate", "").split()
+    if args.chain is None:
+        words += ["--costs", "--overwrite"]
+    else:
         args.seeds, folders = [args.chain], {args.chain: args.out}
+        shared_ranks = num_devices()
+        words += ["--critic", str(args.out / "critic"), "--candidates", str(args.out / "sweet")]
     runs = all_runs(args)
     for arm in {run.arm for run in runs} - {"base"}:
         check_arm(arm, domain)
-    num_dialogues = max(run.size or domain["dialogues"] for run in runs)
-    study = Study(
-        domain=domain,
-        folders=folders,
-        shared_ranks=num_devices() if is_chain else 1,
-        split=args.split,
-        num_tasks={"train": args.train_tasks or num_dialogues // 4,
-                   args.split: args.test_tasks or domain[f"num_{args.split}"]},
-        samples=args.samples,
-        num_rounds=args.rounds)
+    domain["dialogues"] = max([domain["dialogues"], *(run.size for run in runs if run.size)])
+    study = Study(domain, folders, args.rounds, args.split, shared_ranks)
+    points = {}                                                      # {name: its runs, one a seed}
+    for run in runs:
+        name = study.name(run.arm, run)
+        points.setdefault(name, []).append(run)
+        if run.arm == "mtdpo" and not run.settings:
+            words += ["--baseline", name]                            # the last one counts
     try:
-        if is_chain:
-            play_chain(study, runs)
-            words = ["--critic", str(args.out / "critic"), "--candidates", str(args.out / "sweet")]
-        else:
-            two_at_a_time(study.evaluate, itertools.chain(*map(study.rounds_of, runs)))
-            words = ["--costs", "--overwrite"]
-        report(study, args.out, runs, words)
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            ended = pool.map(study.evaluate, sorted(runs, key=study.has_critic, reverse=True))
+        list(ended)                                                  # raises what a call has raised
+        if args.chain is not None and domain["has_gates"]:
+            words_of_gates = ["--trajectories", str(args.out / "base.jsonl"), "--gates", domain["base"]]
+            print(run_step(args.out / "gates", ["scripts/critics.py", *words_of_gates], threads=2))
+        print(run_step(args.out / "report", ["05_evaluate.py", *report_files(study, points), *words], threads=2))
     except StepFailed:
         sys.exit(1)
+    write_tables(args.out, points, domain)
 
 
 if __name__ == "__main__":
