@@ -70,6 +70,13 @@ def run_step(out, words, ranks=1, threads=1):
     return text
 
 
+def show(text):
+    """Print the tables of what a stage has printed."""
+    for line in text.splitlines():
+        if not line.startswith(("reads ", "writes ", "arguments: ")):
+            print(line)
+
+
 def seed_of(run):
     """A seed for each round, as 04 draws dialogues and candidates by it."""
     return run.seed + 1000 * (run.round - 1)
@@ -352,8 +359,8 @@ def main(argv=None):
         list(ended)                                                  # raises what a call has raised
         if args.chain is not None and domain["has_gates"]:
             words_of_gates = ["--trajectories", str(args.out / "base.jsonl"), "--gates", domain["base"]]
-            print(run_step(args.out / "gates", ["scripts/critics.py", *words_of_gates], threads=2))
-        print(run_step(args.out / "report", ["05_evaluate.py", *report_files(study, points), *words], threads=2))
+            show(run_step(args.out / "gates", ["scripts/critics.py", *words_of_gates], threads=2))
+        show(run_step(args.out / "report", ["05_evaluate.py", *report_files(study, points), *words], threads=2))
     except StepFailed:
         sys.exit(1)
     write_tables(args.out, points, domain)
