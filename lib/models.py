@@ -423,7 +423,7 @@ def shard(scorer, run, sharding):
     says."""
     check_replicate(sharding.replicate, run.world_size)
     if sharding.activation_checkpointing:
-        checkpoint_activations(scorer.model)
+        checkpoint_layers(scorer.model)
     if run.world_size > 1 or sharding.dtype != "float32":   # else FSDP makes small steps .6 slower
         split(scorer, run, sharding)
     if sharding.compile:
