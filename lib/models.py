@@ -423,7 +423,7 @@ def shard(scorer, run, sharding):
     says."""
     check_replicate(sharding.replicate, run.world_size)
     if sharding.activation_checkpointing:
-        checkpoint_activations(scorer.model)
+        checkpoint_layers(scorer.model)
     if run.world_size > 1 or sharding.dtype != "float32":   # else FSDP makes small steps .6 slower
         split(scorer, run, sharding)
     if sharding.compile:
@@ -455,7 +455,7 @@ def split(scorer, run, sharding):
     register_fsdp_forward_method(scorer, "check_logits")
 
 
-def checkpoint_activations(model):
+def checkpoint_layers(model):
     """Have a model compute each layer again in the backward pass."""
     # older versions of transformers have the second name alone
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -556,7 +556,10 @@ def plain_weights(name, out, load=load_model):
 def load_head(head, folder):
     """Read turn_head.pt of a critic folder into a critic's head (common.Scorer), split over ranks or not."""
     with loading(folder):
-        set_tensors(head, torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True))
+        tensors = torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True)
+        if tensors.keys() != {"weight", "bias"}:
+            raise InputError(f"{folder}: turn_head.pt holds no weight and bias")
+        set_tensors(head, tensors)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -730,10 +733,10 @@ def peft_name(name):
     return "base_model.model." + name.replace(".default.", ".")
 
 
-def set_tensors(module, tensors, strict=True):
-    """Copy whole tensors, {name: tensor}, into a module, split over ranks or not. strict: it has no others."""
+def set_tensors(module, tensors):
+    """Copy whole tensors, {name: tensor}, into a module, split over ranks or not."""
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, StateDictOptions
-    set_model_state_dict(module, tensors, options=StateDictOptions(full_state_dict=True, strict=strict))
+    set_model_state_dict(module, tensors, options=StateDictOptions(full_state_dict=True, strict=False))
 
 
 def start_adapter(model, seed):
@@ -743,7 +746,7 @@ def start_adapter(model, seed):
         tensors[name] = torch.zeros(parameter.shape)
         if ".lora_A." in name:
             torch.nn.init.kaiming_uniform_(tensors[name], a=math.sqrt(5), generator=generator)
-    set_tensors(model, tensors, strict=False)
+    set_tensors(model, tensors)
 
 
 def load_adapter(model, folder):
@@ -751,7 +754,7 @@ def load_adapter(model, folder):
     from safetensors.torch import load_file
     with loading(folder):
         tensors = load_file(pathlib.Path(folder) / ADAPTER_WEIGHTS)
-        set_tensors(model, {name: tensors[peft_name(name)] for name in adapter_parameters(model)}, strict=False)
+        set_tensors(model, {name: tensors[peft_name(name)] for name in adapter_parameters(model)})
 
 
 @contextlib.contextmanager

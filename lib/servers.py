@@ -208,5 +208,7 @@ def read_reply(answer):
             text = f"<think>{thoughts}</think>{text}"
     else:
         text = choice.text
-    read, written = (usage.prompt_tokens, usage.completion_tokens) if usage else (0, 0)
-    return Reply(text, choice.finish_reason in ENDED, getattr(choice, "token_ids", None), read, written)
+    prompt_tokens = usage.prompt_tokens if usage else None
+    completion_tokens = usage.completion_tokens if usage else None
+    ids = getattr(choice, "token_ids", None)
+    return Reply(text, choice.finish_reason in ENDED, ids, prompt_tokens or 0, completion_tokens or 0)

@@ -4,7 +4,6 @@ GPU_TESTS_ON_CPU=1 runs them with the CPU in the place of the GPU, to try the te
 import asyncio
 import json
 import os
-import pathlib
 import random
 import signal
 import subprocess
