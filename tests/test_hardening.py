@@ -100,26 +100,6 @@ def test_json(tmp_path, text, message):
         assert message in line
 
 
-@pytest.mark.parametrize("more", ["[" * 101 + "]" * 101, '{"a":' * 101 + "1" + "}" * 101, "[" * 300 + "]" * 300,
-                                  '{"a":' * 300 + "1" + "}" * 300, DEEP[2000:-2000]],
-                         ids=["101 lists", "101 objects", "300 lists", "300 objects", "3000 lists"])
-def test_what_is_nested_too_deeply_is_refused(data, tmp_path, more):
-    """In a row that is whole otherwise."""
-    trajectory = read(data / "demos.jsonl")[0]
-    for reader, row in ((common.read_tasks, trajectory["task"]), (common.read_trajectories, trajectory)):
-        good = written(tmp_path / "good.jsonl", row)
-        assert len(reader(good)) == 1
-        path = written(tmp_path / "deep.jsonl", json.dumps(row)[:-1] + f', "more": {more}}}')
-        line = line_of(reader, path)
-        assert line.startswith(f"{path}:1: ") and "nested deeper than 100" in line
-
-
-def test_what_is_not_nested_too_deeply_is_kept(tmp_path):
-    more = "[" * 99 + "]" * 99
-    path = written(tmp_path / "t.jsonl", json.dumps(template_task("backend"))[:-1] + f', "more": {more}}}')
-    assert json.dumps(common.read_tasks(path)[0]["more"]) == more
-
-
 TASKS = [("backend", *case) for case in [
     (("problem_description",), 1, '"problem_description" is a int, not a str'),
     (("ground_truth",), None, '"ground_truth" is a NoneType, not a str'),

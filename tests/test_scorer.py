@@ -3,15 +3,15 @@ import datetime
 import decimal
 import random
 import time
+from collections import deque
 
 import pytest
 
-from colbench.extract_code import extract_code
 from colbench.sandbox_worker import LOAD_LIMIT_S
 from colbench.sandbox import Sandbox
 from colbench.questions import functions_under_test
 from colbench.scorer import reward_of, Scorer
-from colbench.values import encode
+from colbench.values import encode, readable
 from conftest import read, refused, run, stage, succeed
 from lib.runtime import write_jsonl
 
@@ -200,8 +200,8 @@ def test_forged_results_are_wrong_values_and_break_nothing(scorer, line, tmp_pat
 
 def test_encoding_by_hand():
     assert encode((1, 2.5, True, None, "a")) == ["tuple", [1, ["ratio", "5/2"], 1, None, "a"]]
-    assert encode({"b": {2, 1}, "a": 2 ** 60}) == ["dict",
-                                                   [["a", ["int", "0x1000000000000000"]], ["b", ["set", [1, 2]]]]]
+    assert encode({"b": {2, 1}, "a": 2 ** 60}) == [
+        "dict", [["a", ["int", "0x1000000000000000"]], ["b", ["set", [1, 2]]]]]
     assert encode(decimal.Decimal("-0.75")) == ["ratio", "-3/4"]
     assert encode(datetime.timedelta(days=1, seconds=2)) == ["timedelta", 1, 2, 0]
     assert encode(range(2, 9, 3)) == ["range", 3, 2, 5]
@@ -209,62 +209,13 @@ def test_encoding_by_hand():
         encode(object())
 
 
-# ---- answers as models write them
+def test_values_are_readable():
+    for value in (7, "a", None, [], [1, (2,), {"a": 0.5}], (), {1, 2}, set()):
+        assert readable(encode(value)) == repr(value)
+    assert readable(encode(range(3))) == "range(3, 0, 1)" and readable(encode(deque([1]))) == "deque([1])"
+
 
 F = "def f(n):\n    return n * n or None"
-ANSWERS = {
-    "plain": F,
-    "python fence": f"```python\n{F}\n```",
-    "py fence": f"```py\n{F}\n```",
-    "Python3 fence": f"```Python3 title=a.py\n{F}\n```",
-    "bare fence": f"```\n{F}\n```",
-    "wrong language": f"```javascript\n{F}\n```",
-    "tildes": f"~~~python\n{F}\n~~~",
-    "four backticks": f"````\n{F}\n````",
-    "prose around": f"Sure! Here is the function:\n\n```python\n{F}\n```\n\nIt squares the number.",
-    "fence in the line": f"Here it is: ```python\n{F}\n``` I hope it helps.",
-    "not closed": f"```python\n{F}\n",
-    "not closed, one more": f"```python\n{F}\n\n```python\n{F}",
-    "CRLF": f"```python\n{F}\n```\nDone.\n".replace("\n", "\r\n"),
-    "old Mac": F.replace("\n", "\r"),
-    "indented": "1. The code:\n" + f"   ```python\n   {F}\n   ```".replace("\n    return", "\n       return"),
-    "all indented": "    " + F.replace("\n", "\n    "),
-    "prose without fence": f"Here is your function:\n\n{F}\n\nThis squares the number, but gives None for 0.",
-    "prose from": f"From what you said, import matters.\nimport math\n{F}\nLet me know!",
-    "usage block": f"```python\n{F}\n```\nUse it like this:\n```python\nprint(f(int(input())))\n```",
-    "shell block first": f"```bash\npip install numpy\n```\n```python\n{F}\n```",
-    "output block": f"```python\n{F}\n```\n```\n>>> f(3)\n9\n```",
-    "two parts": "First a helper:\n```python\ndef g(n):\n    return n * n\n```\nand the function:\n```python\n"
-                 "def f(n):\n    return g(n) or None\n```",
-    "corrected": f"```python\ndef f(n):\n    return n\n```\nWait, that is wrong.\n```python\n{F}\n```",
-    "future import in the second block": f"```python\ndef g(): pass\n```\n```python\n"
-                                         f"from __future__ import annotations\n{F}\n```",
-    "fence in a docstring": 'def f(n):\n    """Squares.\n\n    ```python\n    def f(n): return 7\n    ```\n    """\n'
-                            '    return n * n or None',
-    "one line": "`def f(n): return n * n or None`",
-    "one line, three backticks": "```python def f(n): return n * n or None```",
-    "marker": f"I WANT TO ANSWER:\n{F}",
-    "marker, lower case": f"I know enough now.\ni want to answer\n```\n{F}\n```",
-    "marker, bold": f"**I WANT TO ANSWER:**\n\n{F}",
-    "marker, heading": f"### I WANT TO ANSWER: ###\n```python\n{F}\n```",
-    "marker twice": f"I WANT TO ANSWER:\nI WANT TO ANSWER:\n{F}",
-    "marker in the code": f"{F}\n# I said: I WANT TO ANSWER: and so I did",
-    "lambda": "f = lambda n: n * n or None",
-    "decorated": f"import functools\n@functools.cache\n{F}",
-    "byte order mark": "\ufeff" + F,
-}
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_code_is_found_where_models_put_it(scorer, name):
-    score = scorer.score([(TASK, ANSWERS[name])])[0]
-    assert score.tests == [True] * 4, (score.faults, extract_code(ANSWERS[name]))
-
-
-@pytest.mark.parametrize("answer", ["I do not know.", "```python\n```", "```", "f", "I WANT TO ANSWER:", "~~~\n\n~~~",
-                                    "def f(n) return n * n", "```python\ndef f(n):\n  return n *\n```"])
-def test_no_code_is_no_credit_and_no_crash(scorer, answer):
-    assert verdicts(scorer, answer) == [False] * 4
 
 
 # ---- gaps
