@@ -32,7 +32,17 @@ from colbench import ColBenchError, sandbox
 from colbench.questions import equal_values, holds
 from colbench.sandbox import ANSWER_TIME_LIMIT, is_result, is_word, LayerError, Lines, Sandbox, Stop
 from colbench.sandbox_worker import (
-    AND, CONDITIONAL, empty, GIVE, JUMP_IF_EQUAL, LOAD, MACHINES, RESULT_LIMIT, system_call_filter, THREAD_LIMIT)
+    AND,
+    CONDITIONAL,
+    empty,
+    GIVE,
+    JUMP_IF_EQUAL,
+    LOAD,
+    MACHINES,
+    RESULT_LIMIT,
+    system_call_filter,
+    THREAD_LIMIT,
+)
 from colbench.scorer import Scorer
 from colbench.values import encode, is_encoded, readable
 
@@ -521,8 +531,8 @@ class Color(enum.Enum):
 VALUES = [
     None, True, 7, -2 ** 53, 2 ** 60, 0.5, float("nan"), float("-inf"), 1j, "", "\ud800", b"ab", [], [1, [2]], (1,),
     {1, 2}, {"a": [1], "b": None}, collections.OrderedDict(a=1), collections.Counter("aab"),
-    collections.Counter({"a": 0.5}), collections.deque([1]), range(0), range(1), range(0, 9, 2), range(0, 2 ** 70, 2 ** 60),
-    decimal.Decimal("0.1"), Color.RED, datetime.date(2024, 1, 2), datetime.datetime(2024, 1, 2, 3, 4, 5, 6),
+    collections.Counter({"a": 0.5}), collections.deque([1]), range(0), range(1), range(0, 9, 2),
+    range(0, 2 ** 70, 2 ** 60), decimal.Decimal("0.1"), Color.RED, datetime.date(2024, 1, 2), datetime.datetime(2024, 1, 2, 3, 4, 5, 6),
     datetime.time(1, 2), datetime.timedelta(-1, 5),
     datetime.time(0, tzinfo=datetime.timezone(datetime.timedelta(hours=2))),
     datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc), datetime.timezone.utc]

@@ -7,9 +7,9 @@ from collections import deque
 
 import pytest
 
-from colbench.sandbox_worker import LOAD_LIMIT_S
-from colbench.sandbox import Sandbox
 from colbench.questions import functions_under_test
+from colbench.sandbox import Sandbox
+from colbench.sandbox_worker import LOAD_LIMIT_S
 from colbench.scorer import reward_of, Scorer
 from colbench.values import encode, readable
 from conftest import read, refused, run, stage, succeed
@@ -227,7 +227,7 @@ F = "def f(n):\n    return n * n or None"
     ("def f(n):\n    return object() if n == 2 else n", [1, 0, 1, 1], "cannot be compared"),
     ("def f(n):\n    return (x for x in [n])", [0, 0, 0, 0], "cannot be compared"),
     ("def f(n):\n    while n == 2: pass\n    return n", [1, 0, 1, 1], "time limit"),
-    ("import no_such_package\ndef f(n): return n", [0, 0, 0, 0], "ModuleNotFoundError: No module named 'no_such_package'"),
+    ("import no_such_package\ndef f(n): return n", [0, 0, 0, 0], "ModuleNotFoundError"),
     ("def f(n) return", [0, 0, 0, 0], "SyntaxError"),
     ("def f(n): return {'a', 'b', 'c', str(n)}", [1, 1, 1, 1], ""),
     ("def f(n): return list({'a', 'b', 'c', str(n)})", [1, 1, 1, 1], ""),  # the same hash seed on both sides
@@ -432,7 +432,8 @@ def test_an_empty_answer_passes_no_test_that_can_be_graded(scorer, seed):
 def test_an_answer_does_not_see_what_it_is_compared_with(scorer):
     spy = ("import sys\ndef f(n):\n    frame = sys._getframe()\n"
            "    while 'request' not in frame.f_locals: frame = frame.f_back\n"
-           "    return [[call.co_consts for call in frame.f_locals['request']['calls']], frame.f_locals['request']['reference']]")
+           "    calls, reference = [frame.f_locals['request'][key] for key in ('calls', 'reference')]\n"
+           "    return [[call.co_consts for call in calls], reference]")
     task = task_of("def f(n): return [[(3, 9)], None]", "f(3) == [[(3,)], None]")
     assert verdicts(scorer, spy, task) == [False]                   # it returned the right side, the reference did not
     assert scorer.score([(task, spy)])[0].faults == ["another value"]
@@ -519,7 +520,7 @@ HELPED = task_of("def g(n): return n\ndef f(n): return g(n)", *(f"f({n})" for n 
 ONE = task_of(LOOP, "f(3)")
 NONE = task_of("def f(n): return None", "f(1)")
 NAN = task_of("def f(n): return float('nan')", "f(1)")
-ARRAY = task_of("def f(n):\n    import numpy\n    return numpy.array([n, n])", "f(1)")
+ARRAY = task_of("def f(n, array=__import__('numpy').array): return array([n, n])", "f(1)")
 
 
 # METHOD.md, section 6, has the rules: W words that give 0 at once, P the text after ```python, B the text between bare
