@@ -34,7 +34,7 @@ HTML_ENTITY = re.compile(r"&(?:lt|gt|amp|quot|#\d{1,5});")
 STRING = re.compile(r"""(?P<quotes>"{3}|'{3})(?P<content>.*?)(?:(?P=quotes)|\Z)|"(?:\\.|[^"\\])*+(?:"|\\?\Z)""",
                     re.DOTALL)
 WIDE_BLANKS = "\u00a0\u2002\u2003\u2009\u202f\u3000"                # no-break, en, em, thin, narrow, ideographic
-ODD_BLANKS = {0xFEFF: None, 0x200B: None, **dict.fromkeys(map(ord, WIDE_BLANKS), " ")}      # None: they have no width
+ODD_BLANKS = {0x200B: None, **dict.fromkeys(map(ord, WIDE_BLANKS), " ")}        # None: it has no width
 
 INLINE, PLAIN, FENCED = 0, 1, 2      # where a piece stands: between backticks in a line, in the open, in a fence
 MAX_QUOTES = 3                       # a quotation in a quotation in a quotation
@@ -55,7 +55,7 @@ def extract_code(answer, calls=()):
 
 def pieces_of(answer, tested):
     """The Pieces of code in an answer that are executed; tested: the names that the test calls use."""
-    text = answer.replace("\r\n", "\n").replace("\r", "\n").strip("\n")
+    text = answer.replace("\ufeff", "").replace("\r\n", "\n").replace("\r", "\n").strip("\n")     # no mark of order
     pieces = {}                                                     # {reading: its Pieces}
     for reading in readings(text):
         if reading not in pieces:

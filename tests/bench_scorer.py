@@ -4,8 +4,7 @@
 
 Both score the same answers, alternating; a fresh namespace for each test on both sides. 500 tasks with 2 answers each,
 as an evaluation has them: the references are evaluated inside the time, once a task (twice, to find random ones). The
-two answers differ in their prose; with --equal they are the same text. Behind each time stands what of the processor's
-time the caller, the servers and the processes of answers and references take."""
+two answers differ in their prose. Behind each time stands the processor's time of all processes, the start included."""
 import argparse
 import os
 import pathlib
@@ -42,58 +41,35 @@ def unsafe(pairs):
     return verdicts
 
 
-def processor_times():
-    """Seconds of processor time so far: of this process, of its descendants, and of those that they waited for."""
-    parents, times = {}, {}
-    for name in os.listdir("/proc"):
-        if name.isdigit():
-            try:
-                fields = pathlib.Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue                                            # it has ended meanwhile
-            parents[int(name)] = int(fields[1])
-            times[int(name)] = [int(field) / os.sysconf("SC_CLK_TCK") for field in fields[11:15]]
-    servers, ended, waiting = 0, 0, [os.getpid()]
-    while waiting:
-        parent = waiting.pop()
-        for process in [child for child in parents if parents[child] == parent]:
-            user, system, ended_user, ended_system = times[process]
-            servers += user + system
-            ended += ended_user + ended_system
-            waiting.append(process)
-    return time.process_time(), servers, ended
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--equal", action="store_true", help="the two answers of a task are the same text")
     args = parser.parse_args()
     tasks, _ = stage(1).make_tasks(backend, 500, 0, "train", "none")
     pairs = []
     for task in tasks:
-        for end in ("", "" if args.equal else "It is done.\n"):
+        for end in ("", "It is done.\n"):
             pairs.append((task, f"Here is the function.\n\n```python\n{task['ground_truth']}\n```\n{end}"))
     seconds = {"in process": [], "namespaces": [], "landlock": []}
-    shares = {}                                                     # of the last round
+    processor = {}                                                  # seconds of the last round
     for _ in range(args.rounds):
         begin = time.perf_counter()
         expected = unsafe(pairs)
         seconds["in process"].append(time.perf_counter() - begin)
         for layer in ("namespaces", "landlock"):
+            before = sum(os.times()[:4])
             with Scorer(layer=layer) as scorer:
-                before, begin = processor_times(), time.perf_counter()
+                begin = time.perf_counter()
                 scores = scorer.score(pairs)
                 seconds[layer].append(time.perf_counter() - begin)
-                shares[layer] = [after - so_far for so_far, after in zip(before, processor_times())]
+            processor[layer] = sum(os.times()[:4]) - before
             assert [score.tests for score in scores] == expected
     base = statistics.median(seconds["in process"])
     for name, values in seconds.items():
         print(f"{name:12s} {statistics.median(values):6.2f} s for {len(pairs):,} answers (median of {len(values)}, "
               f"{min(values):.2f} to {max(values):.2f}), {statistics.median(values) / base:.1f} times in process")
-        if name in shares:
-            caller, servers, answers = shares[name]
-            print(f"{'':12s} processor time: caller {caller:.2f} s, servers {servers:.2f} s, answers {answers:.2f} s")
+        if name in processor:
+            print(f"{'':12s} processor time: {processor[name]:.2f} s")
 
 
 if __name__ == "__main__":

@@ -3,15 +3,15 @@ import datetime
 import decimal
 import random
 import time
+from collections import deque
 
 import pytest
 
-from colbench.extract_code import extract_code
 from colbench.questions import functions_under_test
 from colbench.sandbox import Sandbox
 from colbench.sandbox_worker import LOAD_LIMIT_S
 from colbench.scorer import reward_of, Scorer
-from colbench.values import encode
+from colbench.values import encode, readable
 from conftest import read, refused, run, stage, succeed
 from lib.runtime import write_jsonl
 
@@ -200,8 +200,8 @@ def test_forged_results_are_wrong_values_and_break_nothing(scorer, line, tmp_pat
 
 def test_encoding_by_hand():
     assert encode((1, 2.5, True, None, "a")) == ["tuple", [1, ["ratio", "5/2"], 1, None, "a"]]
-    assert encode({"b": {2, 1}, "a": 2 ** 60}) == ["dict",
-                                                   [["a", ["int", "0x1000000000000000"]], ["b", ["set", [1, 2]]]]]
+    assert encode({"b": {2, 1}, "a": 2 ** 60}) == [
+        "dict", [["a", ["int", "0x1000000000000000"]], ["b", ["set", [1, 2]]]]]
     assert encode(decimal.Decimal("-0.75")) == ["ratio", "-3/4"]
     assert encode(datetime.timedelta(days=1, seconds=2)) == ["timedelta", 1, 2, 0]
     assert encode(range(2, 9, 3)) == ["range", 3, 2, 5]
@@ -209,62 +209,13 @@ def test_encoding_by_hand():
         encode(object())
 
 
-# ---- answers as models write them
+def test_values_are_readable():
+    for value in (7, "a", None, [], [1, (2,), {"a": 0.5}], (), {1, 2}, set()):
+        assert readable(encode(value)) == repr(value)
+    assert readable(encode(range(3))) == "range(3, 0, 1)" and readable(encode(deque([1]))) == "deque([1])"
+
 
 F = "def f(n):\n    return n * n or None"
-ANSWERS = {
-    "plain": F,
-    "python fence": f"```python\n{F}\n```",
-    "py fence": f"```py\n{F}\n```",
-    "Python3 fence": f"```Python3 title=a.py\n{F}\n```",
-    "bare fence": f"```\n{F}\n```",
-    "wrong language": f"```javascript\n{F}\n```",
-    "tildes": f"~~~python\n{F}\n~~~",
-    "four backticks": f"````\n{F}\n````",
-    "prose around": f"Sure! Here is the function:\n\n```python\n{F}\n```\n\nIt squares the number.",
-    "fence in the line": f"Here it is: ```python\n{F}\n``` I hope it helps.",
-    "not closed": f"```python\n{F}\n",
-    "not closed, one more": f"```python\n{F}\n\n```python\n{F}",
-    "CRLF": f"```python\n{F}\n```\nDone.\n".replace("\n", "\r\n"),
-    "old Mac": F.replace("\n", "\r"),
-    "indented": "1. The code:\n" + f"   ```python\n   {F}\n   ```".replace("\n    return", "\n       return"),
-    "all indented": "    " + F.replace("\n", "\n    "),
-    "prose without fence": f"Here is your function:\n\n{F}\n\nThis squares the number, but gives None for 0.",
-    "prose from": f"From what you said, import matters.\nimport math\n{F}\nLet me know!",
-    "usage block": f"```python\n{F}\n```\nUse it like this:\n```python\nprint(f(int(input())))\n```",
-    "shell block first": f"```bash\npip install numpy\n```\n```python\n{F}\n```",
-    "output block": f"```python\n{F}\n```\n```\n>>> f(3)\n9\n```",
-    "two parts": "First a helper:\n```python\ndef g(n):\n    return n * n\n```\nand the function:\n```python\n"
-                 "def f(n):\n    return g(n) or None\n```",
-    "corrected": f"```python\ndef f(n):\n    return n\n```\nWait, that is wrong.\n```python\n{F}\n```",
-    "future import in the second block": f"```python\ndef g(): pass\n```\n```python\n"
-                                         f"from __future__ import annotations\n{F}\n```",
-    "fence in a docstring": 'def f(n):\n    """Squares.\n\n    ```python\n    def f(n): return 7\n    ```\n    """\n'
-                            '    return n * n or None',
-    "one line": "`def f(n): return n * n or None`",
-    "one line, three backticks": "```python def f(n): return n * n or None```",
-    "marker": f"I WANT TO ANSWER:\n{F}",
-    "marker, lower case": f"I know enough now.\ni want to answer\n```\n{F}\n```",
-    "marker, bold": f"**I WANT TO ANSWER:**\n\n{F}",
-    "marker, heading": f"### I WANT TO ANSWER: ###\n```python\n{F}\n```",
-    "marker twice": f"I WANT TO ANSWER:\nI WANT TO ANSWER:\n{F}",
-    "marker in the code": f"{F}\n# I said: I WANT TO ANSWER: and so I did",
-    "lambda": "f = lambda n: n * n or None",
-    "decorated": f"import functools\n@functools.cache\n{F}",
-    "byte order mark": "\ufeff" + F,
-}
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_code_is_found_where_models_put_it(scorer, name):
-    score = scorer.score([(TASK, ANSWERS[name])])[0]
-    assert score.tests == [True] * 4, (score.faults, extract_code(ANSWERS[name]))
-
-
-@pytest.mark.parametrize("answer", ["I do not know.", "```python\n```", "```", "f", "I WANT TO ANSWER:", "~~~\n\n~~~",
-                                    "def f(n) return n * n", "```python\ndef f(n):\n  return n *\n```"])
-def test_no_code_is_no_credit_and_no_crash(scorer, answer):
-    assert verdicts(scorer, answer) == [False] * 4
 
 
 # ---- gaps
@@ -276,8 +227,7 @@ def test_no_code_is_no_credit_and_no_crash(scorer, answer):
     ("def f(n):\n    return object() if n == 2 else n", [1, 0, 1, 1], "cannot be compared"),
     ("def f(n):\n    return (x for x in [n])", [0, 0, 0, 0], "cannot be compared"),
     ("def f(n):\n    while n == 2: pass\n    return n", [1, 0, 1, 1], "time limit"),
-    ("import no_such_package\ndef f(n): return n", [0, 0, 0, 0],
-     "ModuleNotFoundError: No module named 'no_such_package'"),
+    ("import no_such_package\ndef f(n): return n", [0, 0, 0, 0], "ModuleNotFoundError"),
     ("def f(n) return", [0, 0, 0, 0], "SyntaxError"),
     ("def f(n): return {'a', 'b', 'c', str(n)}", [1, 1, 1, 1], ""),
     ("def f(n): return list({'a', 'b', 'c', str(n)})", [1, 1, 1, 1], ""),  # the same hash seed on both sides
@@ -482,8 +432,8 @@ def test_an_empty_answer_passes_no_test_that_can_be_graded(scorer, seed):
 def test_an_answer_does_not_see_what_it_is_compared_with(scorer):
     spy = ("import sys\ndef f(n):\n    frame = sys._getframe()\n"
            "    while 'request' not in frame.f_locals: frame = frame.f_back\n"
-           "    request = frame.f_locals['request']\n"
-           "    return [[call.co_consts for call in request['calls']], request['reference']]")
+           "    calls, reference = [frame.f_locals['request'][key] for key in ('calls', 'reference')]\n"
+           "    return [[call.co_consts for call in calls], reference]")
     task = task_of("def f(n): return [[(3, 9)], None]", "f(3) == [[(3,)], None]")
     assert verdicts(scorer, spy, task) == [False]                   # it returned the right side, the reference did not
     assert scorer.score([(task, spy)])[0].faults == ["another value"]
@@ -570,7 +520,7 @@ HELPED = task_of("def g(n): return n\ndef f(n): return g(n)", *(f"f({n})" for n 
 ONE = task_of(LOOP, "f(3)")
 NONE = task_of("def f(n): return None", "f(1)")
 NAN = task_of("def f(n): return float('nan')", "f(1)")
-ARRAY = task_of("def f(n):\n    import numpy\n    return numpy.array([n, n])", "f(1)")
+ARRAY = task_of("def f(n, array=__import__('numpy').array): return array([n, n])", "f(1)")
 
 
 # METHOD.md, section 6, has the rules: W words that give 0 at once, P the text after ```python, B the text between bare
