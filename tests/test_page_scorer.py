@@ -321,10 +321,12 @@ def test_what_makes_no_sense_for_pages_is_refused(tmp_path):
 
 
 def test_pages_that_cannot_be_rendered_are_counted(tmp_path, monkeypatch, capsys):
-    shots = {"<p>good": picture(tmp_path / "good.png"), TASKS[0]["ground_truth"]: picture(tmp_path / "reference.png")}
+    drawn = {"<p>good": "good.png", TASKS[0]["ground_truth"]: "reference.png"}
 
     async def render(self, page, **options):
-        return Render(shots.get(page), None, {"<p>bad": "time limit", "<p>good": "cut"}.get(page))
+        self.browser.images.mkdir(parents=True, exist_ok=True)
+        image = picture(self.browser.images / drawn[page]) if page in drawn else None
+        return Render(image, None, {"<p>bad": "time limit", "<p>good": "cut"}.get(page))
     monkeypatch.setattr(BrowserThread, "render", render)
     path = write(tmp_path / "a.jsonl", (0, "<p>good"), (0, "<p>bad"), (0, ""), (1, "<p>good"))
     evaluate.main([f"a={path}", "--similarity", "pixels", "--out", str(tmp_path / "out")])
