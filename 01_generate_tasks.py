@@ -53,7 +53,7 @@ from lib.runtime import (
     start,
     write_jsonl,
 )
-from lib.samplers import open_sampler
+from lib.sampling import open_sampler
 from lib.servers import ReplyError, strip_thoughts
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -260,7 +260,7 @@ def take_published(args):
     begin_output(vars(args), args.out, files)
     say(f"kept {len(chosen):,} of {len(rows):,} {'trajectories' if args.trajectories else 'tasks'}")
     if args.trajectories:
-        common.fill_rewards(chosen, common.scoring_world(domain, args.out, common.world_flags(args)))
+        common.fill_rewards(chosen, vars(args))
         write_system_prompt(pathlib.Path(f"{args.out}.system_prompt.txt"), chosen)
     write_jsonl(args.out, chosen)
 

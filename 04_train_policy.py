@@ -454,7 +454,7 @@ def examples_a_step(args):
 
 
 def sharding_of(args):
-    return Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed)
+    return Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed, args.compile)
 
 
 # Table 5 of the paper, as far as it differs from the defaults
@@ -475,8 +475,8 @@ def parse_args(argv=None):
                         "with --preset paper-frontend 8 in place of 4)")
     parser.add_argument("--batch-size", type=positive_int, help=f"examples a step (None: {by_method('batch_size')})")
     group = parser.add_argument_group("SWEET's candidates and pairs (nothing to other methods)")
-    group.add_argument("--critic", type=text_flag, help="a folder of 03; or untrained (--model itself, with a reference "
-                       "that does not see c)")
+    group.add_argument("--critic", type=text_flag, help="a folder of 03, or untrained: --model, with a reference that "
+                       "does not see c")
     add_reference(group)
     group.add_argument("--data-frac", type=share_flag, default=0.1, help="share of the trajectories whose turns are "
                        "used (the published code's tenth is of 15,000; with few hundred take all: 1)")

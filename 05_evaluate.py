@@ -44,8 +44,19 @@ from lib.report.export import export
 from lib.report.page import page_data, write_report
 from lib.report.plots import report_plots
 from lib.runtime import (
-    args_path, ARGS_JSON, begin_output, InputError, is_done, read_json, read_jsonl, run_stage, say, start, write_json,
-    write_jsonl)
+    ARGS_JSON,
+    args_path,
+    begin_output,
+    InputError,
+    is_done,
+    read_json,
+    read_jsonl,
+    run_stage,
+    say,
+    start,
+    write_json,
+    write_jsonl,
+)
 
 MAX_TOKENS = 16384               # of a batch without gradients, and of a dialogue whose turns get credit
 

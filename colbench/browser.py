@@ -2,6 +2,7 @@
 import asyncio
 import base64
 import contextlib
+import functools
 import hashlib
 import io
 import json
@@ -17,6 +18,7 @@ import threading
 import types
 import urllib.parse
 from collections import Counter, namedtuple
+from html import unescape
 
 from colbench import beside, ColBenchError
 
@@ -62,7 +64,6 @@ TAILWIND = [                                                       # address -> 
     (CDN, "tailwindcss-cdn-3.4.10/tailwindcss.js"),
     (rf"{NPM}/@tailwindcss/browser@[~^]?4[^/]*(/|/dist/index\.global\.js)?",
      "tailwindcss-browser-4.3.3/dist/index.global.js")]
-CONTENT_TYPES = {".css": "text/css", ".js": "text/javascript"}
 RENDERER = hashlib.sha256(repr((VIEWPORT, MAX_WIDTH_PX, MAX_HEIGHT_PX, PAGE_CLOCK_MS, BROWSER_FLAGS, FONTS, FONT_NAMES,
                                 PAGE_START, PAGE_LOAD, PAGE_SETTLE, PHOTO)).encode()).hexdigest()
 
@@ -103,6 +104,40 @@ def local_file(url):
         raise ColBenchError(f"a page asks for {url}, and its copy {path} is not there: without it the screenshot would "
                             "be another one; `bash tests/run.sh` puts it there (with npm)")
     return path
+
+
+@functools.cache
+def style_rules(path):
+    """[(text, the sets of classes, one of which an element needs)] of a minified style sheet's rules; what opens or
+    closes a block, or needs no class, has an empty set."""
+    parts = re.findall(r"@media[^{]*\{|@[\w-]*keyframes[^{]*\{(?:[^{}]*\{[^}]*\})*\}|[^{}]+\{[^}]*\}|\}",
+                       path.read_text("utf-8"))
+    return [(part, needed_classes(part)) for part in parts]
+
+
+def needed_classes(part):
+    """Of each selector of a rule the set of the classes that it names."""
+    selectors = ""
+    if part[0] not in "@}":
+        selectors = re.sub(r"/\*.*?\*/", "", part.partition("{")[0])
+    needs = []
+    for selector in selectors.split(","):
+        names = re.findall(r"\.((?:\\.|[\w-])+)", selector)
+        needs.append(frozenset(name.replace("\\", "").lower() for name in names))
+    return needs
+
+
+def style_sheet(path, page):
+    """The text of Tailwind 2's style sheet, without the rules for classes that the page does not name: 2.9 MB of them
+    cost more than all else of a page. All of it where a script might make up names, or a check sum is asked for."""
+    if re.search(r"<script|\bon\w+\s*=|javascript:|srcdoc|integrity", page, re.IGNORECASE):
+        return path.read_text("utf-8")
+    words = set(re.split(r"[\s\"'<>=]+", unescape(page).lower()))
+    texts = []
+    for text, needs in style_rules(path):
+        if any(names <= words for names in needs):
+            texts.append(text)
+    return "".join(texts)
 
 
 def write_fonts(folder):
@@ -289,7 +324,7 @@ class Browser:
             service_workers="block", accept_downloads=False)
         tab = types.SimpleNamespace(chromium=self.chromium, context=context, crashed=asyncio.Future())
         await context.add_init_script(PAGE_START)
-        await context.route("**/*", self.answer)
+        await context.route("**/*", lambda route: self.answer(tab, route))
         tab.page = await context.new_page()
         tab.page.on("crash", lambda _: tab.crashed.done() or tab.crashed.set_result(True))
         tab.page.on("websocket", lambda socket: self.refuse(socket.url))
@@ -316,7 +351,7 @@ class Browser:
         with contextlib.suppress(ValueError):
             self.blocked[urllib.parse.urlsplit(url).hostname or url.partition(":")[0]] += 1
 
-    async def answer(self, route):
+    async def answer(self, tab, route):
         """Answer or refuse one request of a page."""
         url, path, headers = route.request.url, None, {"access-control-allow-origin": "*"}
         try:
@@ -324,8 +359,10 @@ class Browser:
         except ColBenchError as error:
             self.error = error
         with contextlib.suppress(self.Error):                       # the page may be gone
-            if path:
-                await route.fulfill(body=path.read_bytes(), content_type=CONTENT_TYPES[path.suffix], headers=headers)
+            if path and path.suffix == ".css":
+                await route.fulfill(body=style_sheet(path, tab.html), content_type="text/css", headers=headers)
+            elif path:
+                await route.fulfill(body=path.read_text("utf-8"), content_type="text/javascript", headers=headers)
             elif PHOTO_HOSTS.match(urllib.parse.urlsplit(url).hostname or ""):
                 await route.fulfill(body=photo(url), content_type="image/svg+xml", headers=headers)
             else:
@@ -347,7 +384,7 @@ class Browser:
         active = ACTIVE.search(html)
         if active and not tab.new:
             await self.clear(tab)
-        world, tab.new, tab.busy = tab.world, False, bool(active)
+        world, tab.html, tab.new, tab.busy = tab.world, html, False, bool(active)
         await evaluate(PAGE_LOAD % json.dumps(html))
         for frame in tab.page.frames if tab.busy else []:
             if frame.url:                                           # one that was refused has none, and runs nothing

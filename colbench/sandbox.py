@@ -5,11 +5,11 @@
         values, _ = sandbox.run("def f(n): return n / 2", ["f(4)", "f(None)"], 1.0, imports=[])
         # [["ok", 2], ["error", "TypeError: unsupported operand …"]]
 
-It starts `python sandbox_worker.py LAYER WORK_DIR SITE_PACKAGES …`, the server, with a socket as its stdin and stdout. For each
-request the server receives a HEADER and the ends of two fresh pipes, and forks; the fork is confined, reads the request
-and writes a JSON line for each result. A HEADER without pipes kills the fork. Each line is read under one deadline and
-one limit of bytes, and taken only if it has the form that is expected next. docs/scorer.md says what the layers
-"namespaces", "landlock" and "rlimits" keep out, and what they do not.
+It starts `python sandbox_worker.py LAYER WORK_DIR SITE_PACKAGES …`, the server, with a socket as its stdin and stdout.
+For each request the server receives a HEADER and the ends of two fresh pipes, and forks; the fork is confined, reads
+the request and writes a JSON line for each result. A HEADER without pipes kills the fork. Each line is read under one
+deadline and one limit of bytes, and taken only if it has the form that is expected next. docs/scorer.md says what the
+layers "namespaces", "landlock" and "rlimits" keep out, and what they do not.
 """
 import contextlib
 import functools

@@ -236,8 +236,8 @@ def names_of(imports):
 
 
 def imports_for_answers(calls, names):
-    """What the calls of answers are told of the names that the reference sent (sandbox_worker.imported_names): its imports, and
-    without a module what is tested, which is the answer's to define."""
+    """What the calls of answers are told of the names that the reference sent (sandbox_worker.imported_names): its
+    imports, and without a module what is tested, which is the answer's to define."""
     imported, defined = names_of(names)
     tested = tested_names(calls, imported, defined)
     lent = [item for item in names if item[0] in imported - tested]

@@ -1,44 +1,60 @@
 #!/usr/bin/env bash
-# Makes the base model of an embedded default again from nothing:
-#     bash scripts/make_tiny.sh [--domain NAME] [FOLDER]
+# Makes a base model again from nothing: bash scripts/make_tiny.sh [--domain backend|frontend|sql|real] [FOLDER]
 # models/tiny (functions) in about 30 minutes on 2 cores, models/tiny_pages (pages) in about 35, models/tiny_sql
-# (queries) in fewer. To try it out in two minutes: OUT=out/try NUM_TASKS=12 bash scripts/make_tiny.sh out/try/tiny
+# (queries) in fewer. real: SmolLM2-135M learns the protocol in hours, out/real/base/model.
+# To try it out in two minutes: OUT=out/try NUM_TASKS=12 bash scripts/make_tiny.sh out/try/tiny
 # A model imitates three kinds of scripted dialogues on training tasks: clear requests that are answered at once, vague
 # ones with a noisy agent, and vague ones with an agent that knows the reference, which is put in front of these. The
-# last kind teaches what a pretrained model brings along: to condition on a stated reference.
+# last kind teaches what a pretrained model brings along (and a small one has to learn): to read a stated reference.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-. scripts/chain.sh
+. scripts/setup.sh
 take_domain "$@"
 shift $taken
 set_up_domain
-folder=${1:-$base}
-case $domain in
+py=.venv/bin/python
+{ read -r base; read -r tasks; read -r rollout; read -r ranks; } < <($py -c "
+from scripts import study
+domain = study.read_domain('$domain')
+print(domain['base'], domain['domain'], domain['rollout'], study.num_devices(), sep='\n')")
+case $domain in                                                      # tasks; epochs of two rounds
     backend) num_tasks=4000 epochs=2 again=2 ;;
     frontend) num_tasks=1000 epochs=1 again=1 ;;
     sql) num_tasks=1500 epochs=2 again=1 ;;
+    real) num_tasks=1000 ;;
 esac
-work=${OUT:-out}/make_$(basename $base) num_tasks=${NUM_TASKS:-$num_tasks}
-tasks="01_generate_tasks.py --domain $domain --split train --seed 100"
-rollout="$torchrun $rollout --samples 2"
+work=${OUT:-out}/make_$(basename "$base") folder=${1:-$base} num_tasks=${NUM_TASKS:-$num_tasks}
+torchrun=".venv/bin/torchrun --standalone --nproc-per-node $ranks"
+dialogues() {                                                        # NAME AGENT NUMBER-OF-TASKS [flags of 01]
+    $py 01_generate_tasks.py --domain "$tasks" --split train --seed 100 --num-tasks "$3" "${@:4}" \
+        --out "$work/$1_tasks.jsonl"
+    $torchrun 02_rollout.py --simulator rules $rollout --samples "$samples" --agent "$2" \
+        --tasks "$work/$1_tasks.jsonl" --out "$work/$1.jsonl"
+}
+train() {                                                            # NAME MODEL flags of 04
+    $torchrun 04_train_policy.py --trajectories "$work/demonstrations.jsonl" --model "$2" "${@:3}" --out "$work/$1"
+}
 mkdir -p "$work"
-$py $tasks --num-tasks $num_tasks --out $work/tasks.jsonl
-$py $tasks --num-tasks $num_tasks --told all --out $work/clear_tasks.jsonl
-$rollout --agent script --tasks $work/clear_tasks.jsonl --out $work/clear.jsonl
-$rollout --agent script --tasks $work/tasks.jsonl --out $work/script.jsonl
-$rollout --agent script-informed --tasks $work/tasks.jsonl --out $work/informed.jsonl
-cat $work/clear.jsonl $work/script.jsonl $work/informed.jsonl > $work/demonstrations.jsonl
-# Two rounds: after the first some slots (the oven's normal label) are still answered by chance. Pages get a third, of
-# small batches: after the second 10 % of the sampled pages fall apart at some token, and hide what there is to learn.
-sft="$torchrun 04_train_policy.py --method sft --log-every 25 --trajectories $work/demonstrations.jsonl"
-$sft --model tiny --epochs $epochs --micro-batch-size 16 --lr 4e-3 --out $work/first
-$sft --model $work/first --epochs $again --micro-batch-size 16 --lr 2e-3 --seed 1 --out $work/model
+samples=2 num_clear=$num_tasks num_informed=$num_tasks
+[ $domain != real ] || samples=1 num_clear=$((num_tasks / 2)) num_informed=$((2 * num_tasks))
+dialogues clear script "$num_clear" --told all
+dialogues script script "$num_tasks"
+dialogues informed script-informed "$num_informed"
+cat "$work"/{clear,script,informed}.jsonl > "$work/demonstrations.jsonl"
+if [ $domain = real ]; then                                          # rft: of the noisy agent's dialogues the right half
+    train model smollm2 --method rft --lr 5e-4 --epochs 1 --dtype bfloat16 --max-tokens 4096 --save-every 20 \
+        --micro-batch-size 4 --batch-size 8
+else
+    # Two rounds: after the first some slots (the oven's normal label) are still answered by chance.
+    train first tiny --method sft --epochs $epochs --micro-batch-size 16 --lr 4e-3
+    train model "$work/first" --method sft --epochs $again --micro-batch-size 16 --lr 2e-3 --seed 1
+fi
 model=$work/model
 if [ $domain = frontend ]; then
+    # A third round of small batches: after the second 10 % of the sampled pages break at some token.
     model=$work/third
-    $sft --model $work/model --epochs 1 --batch-size 8 --micro-batch-size 8 --lr 2e-3 --seed 2 --out $model
+    train third "$work/model" --method sft --epochs 1 --batch-size 8 --micro-batch-size 8 --lr 2e-3 --seed 2
 fi
 mkdir -p "$folder"
-cp $model/{model.safetensors,config.json,generation_config.json} \
-    $model/{tokenizer.json,tokenizer_config.json,chat_template.jinja} "$folder"
+cp "$model"/{*.safetensors,*.json,chat_template.jinja} "$folder"
 echo "writes $folder"

@@ -11,7 +11,7 @@ from test_report import CURVES
 import common
 from colbench import backend
 from colbench.scorer import Scorer
-from conftest import call, critic_note, read, refused, ROOT, run, stage, succeed
+from conftest import call, critic_note, read, refused, ROOT, stage, succeed
 from lib import statistics
 from lib.models import encode
 

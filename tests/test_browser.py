@@ -17,11 +17,14 @@ from colbench import ColBenchError
 from colbench.browser import (
     Browser,
     BrowserThread,
+    local_file,
     PAGE_START,
     photo,
     Render,
     screenshot_path,
     stored_render,
+    style_rules,
+    style_sheet,
     write_fonts,
 )
 
@@ -310,6 +313,28 @@ def test_tailwind(value, number, name, head):
     assert value(page, "document.querySelector('h1').offsetWidth") == 640
 
 
+@needs_tailwind("tailwindcss")
+def test_rules_left_out(render, browser, monkeypatch):
+    """A page without scripts gets the rules for its own classes alone, and looks as with all of them."""
+    page = f"""{TAILWIND[0][1]}<body class="bg-gradient-to-r from-green-400 to-blue-500 space-y-4 font-sans"><p
+    class="text-2xl hover:underline md:grid md:grid-cols-3 w-1/2 mx-auto">a<i class="sm:text-red-500 -mt-2 w-2.5
+    animate-pulse">b</i></p><ul class="divide-y list-disc container group"><li class='group-hover:p-9
+    placeholder-gray-500'>c<li class=bg&#45;red-500>d</ul><input placeholder=x class="placeholder-red-500 border
+    focus:ring-2"><table><tr><td>e</table>"""
+    path = local_file("https://unpkg.com/tailwindcss@2.2.19/dist/tailwind.min.css")
+    assert 6_000 < len(style_sheet(path, page)) < 7_000
+    assert len(style_sheet(path, page + "<script>")) == path.stat().st_size == 2_934_019
+    assert "".join(text for text, _ in style_rules(path)) == path.read_text()
+    for page in (page, "<!DOCTYPE html>" + page):                                                     # noqa: B020
+        result = render(page)
+        image = data(result.image)
+        screenshot_path(browser.images, page).unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(renderer, "style_sheet", lambda path, page: path.read_text())
+            again = render(page)
+        assert (result.fault, again.fault) == (None, None) and data(again.image) == image
+
+
 def test_tailwind_missing(render, browser, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     with pytest.raises(ColBenchError, match="bash tests/run.sh"):
@@ -383,7 +408,7 @@ def test_reaches_nothing(render, browser, listener, monkeypatch):
 
 def test_second_wall(loop, browser, listener, monkeypatch):
     """With all requests let through, the browser itself still reaches nothing."""
-    async def let_through(route):
+    async def let_through(tab, route):
         with contextlib.suppress(browser.Error):
             await route.continue_()
     wait = "new Promise(done => setTimeout(done, 500))"

@@ -74,11 +74,6 @@ def test_num_tasks_takes_the_first_of_a_seeded_shuffle(tmp_path, capsys):
     assert line == "--num-tasks 4: there are only 3 tasks"
 
 
-def test_template_tasks_still_default_to_1000():
-    assert stage(1).parse_args(["--out", "t"]).num_tasks == 1000
-    assert stage(1).parse_args(["--source", "colbench", "--out", "t"]).num_tasks is None
-
-
 # --- trajectories
 
 @pytest.fixture(scope="module")

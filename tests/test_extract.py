@@ -1,5 +1,4 @@
 """extract_code: the answers that models write give their code, whatever stands around it, in bounded time."""
-import ast
 import contextlib
 import functools
 import io

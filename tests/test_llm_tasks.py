@@ -1,4 +1,4 @@
-"""01_generate_tasks.py --source llm: what a prepared speaker says becomes tasks, or reasons why not. The one real model
+"""01_generate_tasks.py --source llm: what a prepared model says becomes tasks, or reasons why not. The one real model
 here is the shipped models/tiny, whose replies are all rejected; SmolLM2-135M writes no valid task either."""
 import asyncio
 import json
@@ -62,21 +62,21 @@ REPLIES = [reply for reply, _ in ATTEMPTS]
 
 
 @pytest.fixture
-def speaker(monkeypatch):
+def sampler(monkeypatch):
     """A model whose replies are taken from a list that a test fills, in their order; `chats` are kept."""
-    speaker = types.SimpleNamespace(replies=[], chats=[])
+    sampler = types.SimpleNamespace(replies=[], chats=[])
 
-    async def ask(speaker, chat, sampling):
+    async def sample(prompt, n, temperature, max_new_tokens, key):
         await asyncio.sleep(0)
-        speaker.chats.append((chat[0]["content"], sampling.temperature, sampling.key))
-        reply = speaker.replies.pop(0)
+        sampler.chats.append((prompt[0]["content"], temperature, key))
+        reply = sampler.replies.pop(0)
         if isinstance(reply, Exception):
             raise reply
-        return None, [types.SimpleNamespace(text=reply, ended=True, completion_tokens=10)]
+        return [types.SimpleNamespace(text=reply, ended=True, completion_tokens=10)]
 
-    monkeypatch.setattr(generate_tasks, "open_speaker", lambda name, options: speaker)
-    monkeypatch.setattr(generate_tasks, "ask", ask)
-    return speaker
+    sampler.sample = sample
+    monkeypatch.setattr(generate_tasks, "open_sampler", lambda *options: sampler)
+    return sampler
 
 
 def arguments(out, *more):
@@ -87,8 +87,8 @@ def make(*given):
     generate_tasks.main(list(map(str, given)))
 
 
-def test_what_becomes_of_replies(speaker, tmp_path, capsys):
-    speaker.replies = REPLIES + [wrote(TIDE.replace("12", "6"))] * 3             # the last block is not needed whole
+def test_what_becomes_of_replies(sampler, tmp_path, capsys):
+    sampler.replies = REPLIES + [wrote(TIDE.replace("12", "6"))] * 3             # the last block is not needed whole
     make(*arguments(tmp_path / "t.jsonl", "--num-tasks", 3))
     tasks, rejected = read(tmp_path / "t.jsonl"), read(tmp_path / "t.rejected.jsonl")
     assert [(task["attempt"], task["ground_truth"], task["problem_description"]) for task in tasks] == [
@@ -103,51 +103,46 @@ def test_what_becomes_of_replies(speaker, tmp_path, capsys):
     assert ("13 attempts: 3 kept, 2 no JSON object, 1 too few tests, 1 random, 1 vacuous, 1 reference fails, 1 order "
             "of a set, 1 near duplicate, 1 the body of a kept task, 1 code in the description\n") in printed
     assert json.loads((tmp_path / "t.jsonl.args.json").read_text())["costs"]["generated_tokens"] == 130
-
-
-def test_tasks_pass_the_check(speaker, tmp_path, capsys):
-    speaker.replies = [REPLIES[i] for i in (0, 2, 12, 0)]
-    make(*arguments(tmp_path / "t.jsonl", "--num-tasks", 3))
     make("--check", tmp_path / "t.jsonl")
     assert "3 tasks, 30 tests: no finding" in capsys.readouterr().out
 
 
-def test_every_attempt_has_its_text_and_its_seed(speaker, tmp_path):
+def test_every_attempt_has_its_text_and_its_seed(sampler, tmp_path):
     (tmp_path / "seeds.txt").write_text("About bees.\nIn two lines.\n\nAbout trees.\n")
-    speaker.replies = list(REPLIES) + [""] * 3
+    sampler.replies = list(REPLIES) + [""] * 3
     make(*arguments(tmp_path / "t.jsonl", "--num-tasks", 3, "--seeds", tmp_path / "seeds.txt", "--temperature", 0.5))
-    texts = [text for text, _, _ in speaker.chats]
+    texts = [text for text, _, _ in sampler.chats]
     assert sum("About bees.\nIn two lines.\n\n" in text for text in texts) == 8 and len(texts) == 16
     assert sum("About trees.\n\n" in text for text in texts) == 8
-    assert len({seed for _, _, seed in speaker.chats}) == 16 and {t for _, t, _ in speaker.chats} == {0.5}
+    assert len({seed for _, _, seed in sampler.chats}) == 16 and {t for _, t, _ in sampler.chats} == {0.5}
     assert {row["seed_text"] for row in read(tmp_path / "t.rejected.jsonl")} == {"About bees.\nIn two lines.",
                                                                                  "About trees."}
 
 
-def test_other_splits_are_counted_apart(speaker, tmp_path):
-    speaker.replies = [REPLIES[i] for i in (0, 1, 2, 12)]
+def test_other_splits_are_counted_apart(sampler, tmp_path):
+    sampler.replies = [REPLIES[i] for i in (0, 1, 2, 12)]
     line = refused(1, *arguments(tmp_path / "t.jsonl", "--num-tasks", 1, "--split", "test", "--max-attempts", 4))
     assert "0 of 1 tasks kept (3 of another split, 1 no JSON object; see " in line
     assert [row["attempt"] for row in read(tmp_path / "t.rejected.jsonl")] == [1]
-    speaker.replies = [REPLIES[i] for i in (0, 1, 2, 12)]
+    sampler.replies = [REPLIES[i] for i in (0, 1, 2, 12)]
     make(*arguments(tmp_path / "u.jsonl", "--num-tasks", 3, "--split", "train"))
     assert all(int(task["task_id"], 16) % 100 < 80 for task in read(tmp_path / "u.jsonl"))
 
 
 # --- going on
 
-def test_batches_and_a_server_that_dies_do_not_change_the_file(speaker, tmp_path):
-    speaker.replies = REPLIES + [""] * 3
+def test_batches_and_a_server_that_dies_do_not_change_the_file(sampler, tmp_path):
+    sampler.replies = REPLIES + [""] * 3
     make(*arguments(tmp_path / "whole.jsonl", "--num-tasks", 3))
-    asked = [seed for _, _, seed in speaker.chats]
-    speaker.replies, speaker.chats[:] = REPLIES[:6] + [InputError("the server died")], []
+    asked = [seed for _, _, seed in sampler.chats]
+    sampler.replies, sampler.chats[:] = REPLIES[:6] + [InputError("the server died")], []
     command = arguments(tmp_path / "t.jsonl", "--num-tasks", 3)
     assert refused(1, *command) == "the server died"
     assert not (tmp_path / "t.jsonl").exists() and not (tmp_path / "t.rejected.jsonl").exists()
-    speaker.replies, speaker.chats[:] = REPLIES[4:] + [""] * 3, []
+    sampler.replies, sampler.chats[:] = REPLIES[4:] + [""] * 3, []
     make(*command)
-    assert [seed for _, _, seed in speaker.chats] == asked[4:]  # the first block is not asked again
-    speaker.replies = REPLIES + [""] * 20
+    assert [seed for _, _, seed in sampler.chats] == asked[4:]  # the first block is not asked again
+    sampler.replies = REPLIES + [""] * 20
     make(*arguments(tmp_path / "b.jsonl", "--num-tasks", 3, "--concurrency", 7))
     for name in ("t", "b"):
         assert (tmp_path / f"{name}.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
@@ -155,16 +150,16 @@ def test_batches_and_a_server_that_dies_do_not_change_the_file(speaker, tmp_path
     make(*command)                                                                                  # done: asks nothing
 
 
-def test_too_many_attempts_are_one_line_and_more_of_them_go_on(speaker, tmp_path):
+def test_too_many_attempts_are_one_line_and_more_of_them_go_on(sampler, tmp_path):
     command = arguments(tmp_path / "t.jsonl", "--num-tasks", 3, "--max-attempts")
-    speaker.replies = REPLIES[:6]
+    sampler.replies = REPLIES[:6]
     assert refused(1, *command, 6) == (
         "--max-attempts 6: 2 of 3 tasks kept (2 kept, 2 no JSON object, 1 too few tests, 1 random; see "
         f"{tmp_path / 't.rejected.jsonl'}); the same command with a higher one goes on from here")
     assert len(read(tmp_path / "t.rejected.jsonl")) == 4 and not (tmp_path / "t.jsonl").exists()
-    speaker.replies = REPLIES[6:]
+    sampler.replies = REPLIES[6:]
     make(*command, 13)
-    assert [task["attempt"] for task in read(tmp_path / "t.jsonl")] == [0, 2, 12] and speaker.replies == []
+    assert [task["attempt"] for task in read(tmp_path / "t.jsonl")] == [0, 2, 12] and sampler.replies == []
 
 
 def test_a_local_model_on_one_rank_or_two(tmp_path):

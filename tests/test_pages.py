@@ -46,15 +46,6 @@ def test_one_task_literally():
         "names": ["no sidebar", "on the left", "on the right"], "told": True}
 
 
-def test_the_slots_of_a_page_share_no_word(tasks):
-    """What a small model can copy: a word that stands for one slot alone. (Left and right are the title's and the
-    sidebar's, sidebar and footer may be absent.)"""
-    for task in tasks["train"][:4]:
-        shared = {"left", "right", "display", "none", "background"}
-        words = [set(re.findall(r"[\w-]+", " ".join(slot["guesses"]))) - shared for slot in task["slots"]]
-        assert sum(map(len, words)) == len(set().union(*words)) == 39
-
-
 def test_the_idea_leaves_out_what_is_not_told(tasks):
     for task in tasks["train"]:
         told = frontend.asked_values(task, task["problem_description"])

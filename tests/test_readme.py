@@ -3,6 +3,7 @@ import ast
 import contextlib
 import csv
 import functools
+import importlib
 import io
 import os
 import pathlib
@@ -15,7 +16,9 @@ import tempfile
 import pytest
 
 from colbench import DOMAINS
-from conftest import fork, ROOT, run, stage
+from conftest import ROOT, run, stage
+
+study = importlib.import_module("scripts.study")
 
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text()
          for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]}
@@ -26,11 +29,11 @@ SPANS = [(page, span) for page, text in PROSE.items() for span in re.findall(r"`
 PAPER, LAPTOP = [block for name, block in BLOCKS.items() if name.startswith("docs/reproduce.md")][:2]
 CODE = "\n".join(path.read_text() for folder in (".", "colbench", "examples", "lib", "scripts")
                  for path in ROOT.glob(f"{folder}/*.py"))
-REMOVED_FLAGS = {"--turn-cost", "--min-margin", "--like-pairs", "--optimizer"}  # of 03 and 04, in commits up to 748f4b3
-FORKS = "grpo", "distill", "gain", "signed"                                  # of 04, in examples/
+# Entries of the notebook name what earlier commits have.
+OLD_SCRIPTS = {f"{folder}{name}.sh" for name in ("efficiency", "study", "rounds", "tune", "real", "chain")
+               for folder in ("", "scripts/")}
 
 # Stands for python, torchrun, bash, pip, cp and vllm: notes its words and makes the output, which later lines list.
-# json and pathlib would take twice as long as all else of it.
 STAND_IN = f"#!{sys.executable} -IS\n" + """
 import os, sys
 with open(os.environ["LOG"], "a") as log:
@@ -60,66 +63,50 @@ def started(block):
         return [ast.literal_eval(line) for line in log.read_text().splitlines()]
 
 
-def test_docstrings_and_help_texts_know_domains_and_defaults():
-    assert all(f"--domain {name}" in stage(1).__doc__ for name in DOMAINS)
-    texts = {}
-    for flag in ("--epochs", "--batch-size"):
-        [texts[flag]] = re.findall(rf"^  {flag} .*?(?=^  --)", (helped := help_of(4)), re.DOTALL | re.MULTILINE)
-        texts[flag] = " ".join(texts[flag].split()).replace("- ", "-")          # a word that the help has broken
-    assert "sweet 1, mtdpo 4, rft 4, sft 4; with --preset paper-frontend 8 in place of 4" in texts["--epochs"]
-    assert "sweet 8, mtdpo 8, rft 32, sft 32" in texts["--batch-size"], helped
-    for method in ("sweet", "mtdpo", "rft", "sft", *FORKS):
-        module = fork(method) if method in FORKS else stage(4)
-        more = ["--critic", "x"] if method == "sweet" else []
-        flags = ["--method", method, "--trajectories", "x", "--model", "x", "--out", "x", *more]
-        plain, pages = (module.parse_args([*flags, *preset]) for preset in ([], ["--preset", "paper-frontend"]))
-        assert plain.batch_size == (8 if method in ("sweet", "mtdpo", "gain") else 32)
-        assert (plain.epochs, pages.epochs) == ((4, 8) if method in ("mtdpo", "rft", "sft") else (1, 1))
-
-
-def help_of(number):
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        stage(number).parse_args(["--help"])
-    return printed.getvalue()
-
-
-def number_of(script):
-    return int(re.fullmatch(r"0([1-5])_\w+\.py", script)[1])
+def program_of(name):
+    """The module of a stage, of a fork ("examples.grpo"), or of a script ("scripts/critics.py")."""
+    if name[0] == "0":
+        return stage(int(name[:2]))
+    return importlib.import_module(name.removesuffix(".py").replace("/", "."))
 
 
 @functools.cache
-def flags_of(program):
-    """The flags of a stage (its number) or of a fork (its name), as its --help shows them."""
-    module = stage(program) if isinstance(program, int) else fork(program)
+def flags_of(name):
+    """The flags of a program, as its --help shows them; those that a shell script names."""
+    if name.endswith(".sh"):
+        return set(re.findall(r"--[a-z][\w-]*", (ROOT / name).read_text() + (ROOT / "scripts/setup.sh").read_text()))
     text = io.StringIO()
     with contextlib.redirect_stdout(text), pytest.raises(SystemExit):
-        module.parse_args(["--help"])
+        program_of(name).parse_args(["--help"])
     return set(re.findall(r"--[a-z][\w-]*", text.getvalue()))
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+def check_command(name, words):
+    """A command of a page is parsed by its program; a study's arms are those of scripts/arms.toml."""
+    if name.endswith(".sh"):
+        assert {word for word in words if word.startswith("--")} <= flags_of(name)
+    elif name != "scripts/plot.py":
+        args = program_of(name).parse_args(words)
+        if name == "scripts/study.py":
+            domain = study.read_domain(args.domain, args.set)
+            for run in study.all_runs(args):
+                if run.arm not in ("base", "mine"):                  # the reader's
+                    study.check_arm(run.arm, domain)
+
+
+@pytest.mark.parametrize("name", [name for name in BLOCKS if not name.startswith("docs/notebook.md")])
 def test_every_command_parses(name):
-    copies = {}                                                              # {a copied stage: the stage}
+    copies = {}                                                      # {a copied stage, as a module: the stage}
     for program, *words in started(BLOCKS[name]):
         if program == "cp":
-            assert (ROOT / words[0]).is_file()
-            copies[words[1]] = words[0]
+            copies[words[1].removesuffix(".py").replace("/", ".")] = words[0]
         elif program in ("python", "torchrun") and "-m" in words:
             at = words.index("-m") + 1
-            assert at == 1 or program == "torchrun"
-            copied = copies.get(words[at].replace(".", "/") + ".py")
-            module = stage(number_of(copied)) if copied else fork(words[at].removeprefix("examples."))
-            assert module.parse_args(words[at + 1:]).out
-        elif program in ("bash", "python") and not (script := copies.get(words[0], words[0])).startswith("0"):
-            assert (ROOT / script).is_file(), script
-            source = (ROOT / script).read_text()
-            assert all(word in source for word in words[1:] if word.startswith("--"))
-        elif program in ("python", "torchrun"):
-            at = next(i for i, word in enumerate(words) if copies.get(word, word).startswith("0"))
-            script = copies.get(words[at], words[at])
-            assert (ROOT / script).is_file() and (at == 0 or program == "torchrun")
-            assert stage(number_of(script)).parse_args(words[at + 1:]).out
+            check_command(copies.get(words[at], words[at]), words[at + 1:])
+        elif program in ("bash", "python", "torchrun"):
+            at = next(i for i, word in enumerate(words) if word.endswith((".py", ".sh")))
+            assert at == 0 or program == "torchrun"
+            check_command(words[at], words[at + 1:])
         elif program == "pip" and "-r" in words:
             assert (ROOT / words[words.index("-r") + 1]).is_file()
 
@@ -132,32 +119,21 @@ def test_the_paper_s_rows_are_all_there():
     assert {"critic@32", "critic-no-c@1", "critic-value@4", "judge@16"} <= curves and not table & curves
 
 
-@pytest.mark.parametrize("page, span", [pair for pair in SPANS if "--" in pair[1]])
-def test_flags_that_the_pages_name_exist(page, span):
-    words = span.split()
-    if words[0] in ("vllm", "torchrun", "pip"):                              # their own flags
-        words = words[next((i for i, word in enumerate(words) if word.startswith("0")), len(words)):]
-    flags = {word.split("=")[0] for word in words if word.startswith("--")}
-    scripts = [word for word in words if word.endswith((".py", ".sh"))]
-    for script in scripts:
-        known = flags_of(number_of(script)) if script.startswith("0") else (ROOT / script).read_text()
-        assert flags and all(flag in known for flag in flags), span
-    if not scripts:
-        benchmarks = "".join(path.read_text() for path in ROOT.glob("tests/bench_*.py"))
-        known = set().union(*map(flags_of, [1, 2, 3, 4, 5, *FORKS]), re.findall(r'"(--[\w-]+)"', benchmarks))
-        if page == "docs/notebook.md":
-            known |= REMOVED_FLAGS
-        assert flags <= known, span
-
-
-def test_entries_of_the_notebook_say_which_flags_were_removed():
-    entries = re.split(r"^## ", PAGES["docs/notebook.md"], flags=re.MULTILINE)
-    for flag in REMOVED_FLAGS:
-        naming = [entry for entry in entries if flag in entry]
-        assert naming
-        for entry in naming:
-            note = re.search(r"\*\*(.*) removed later; commits up to 748f4b3 have", entry)[1]
-            assert f"`{flag}" in note
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "docs/notebook.md"])
+def test_flags_that_the_pages_name_exist(page):
+    forks = [f"examples.{path.stem}" for path in ROOT.glob("examples/[!_c]*.py")]
+    scripts = [f"scripts/{name}" for name in ("study.py", "critics.py", "make_tiny.sh")]
+    benchmarks = "".join(path.read_text() for path in ROOT.glob("tests/bench_*.py"))
+    known = set(re.findall(r'"(--[\w-]+)"', benchmarks))
+    for name in [*(path.name for path in ROOT.glob("0*.py")), *forks, *scripts, "tests/run.sh", "run.sh"]:
+        known |= flags_of(name)
+    for span in [span for other, span in SPANS if other == page]:
+        words = span.split()
+        if not words or words[0] in ("vllm", "torchrun", "pip", ".venv/bin/python"):         # their own flags
+            continue
+        scripts = [word for word in words if re.fullmatch(r"0\d_\w+\.py|scripts/\w+\.py|[\w/]+\.sh", word)]
+        flags = {word.split("=")[0] for word in words if word.startswith("--")}
+        assert flags <= (flags_of(scripts[0]) if scripts else known), span
 
 
 def test_entries_of_the_notebook_have_a_date_and_a_commit_and_the_newest_is_first():
@@ -173,32 +149,21 @@ def test_entries_of_the_notebook_have_a_date_and_a_commit_and_the_newest_is_firs
 @pytest.mark.parametrize("page", PAGES)
 def test_files_that_the_pages_name_exist(page):
     folders = "tests|docs|lib|colbench|examples|models|scripts"
-    named = re.findall(rf"(?<![\w/.$}}-])((?:{folders})/[\w./-]*\w|\w+\.(?:py|sh))", PAGES[page])
-    named = [name for name in named if not name.startswith("your_") and name != "examples/mine.py"]     # the reader's
-    assert named
-    for name in named:
-        assert (ROOT / name).exists(), name
+    named = set(re.findall(rf"(?<![\w/.$}}-])((?:{folders})/[\w./-]*\w|\w+\.(?:py|sh))", PAGES[page]))
+    named -= {"examples/mine.py"} | (OLD_SCRIPTS if page == "docs/notebook.md" else set())
+    assert named and [name for name in named if not name.startswith("your_") and not (ROOT / name).exists()] == []
     for address in re.findall(r"\[[^]]+\]\(([^)]+)\)", PROSE[page]):
         if not address.startswith("http"):
             path, _, anchor = address.partition("#")
             target = (ROOT / page).parent / path if path else ROOT / page
-            assert target.exists(), address
             headings = re.findall(r"^#+ (.*)$", target.read_text(), re.MULTILINE) if anchor else []
             anchors = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
-            assert not anchor or anchor in anchors, address
+            assert target.exists() and (not anchor or anchor in anchors), address
 
 
-@pytest.mark.parametrize("name", sorted({span[:-2] for _, span in SPANS if re.fullmatch(r"\w+\(\)", span)}))
-def test_functions_that_the_pages_name_exist(name):
-    assert re.search(rf"\bdef {name}\(", CODE)
-
-
-@pytest.mark.parametrize("page, setting, script", [
-    (page, *found) for page, text in PAGES.items()
-    for found in re.findall(r"\b([A-Z_]+)=\S* ?[\w\" ]*?bash (\S+\.sh)", text)])
-def test_settings_of_scripts_that_the_pages_name_exist(page, setting, script):
-    sourced = (ROOT / "scripts" / "chain.sh").read_text()
-    assert f"{{{setting}" in (ROOT / script).read_text() + sourced
+def test_functions_that_the_pages_name_exist():
+    names = {span[:-2] for page, span in SPANS if re.fullmatch(r"\w+\(\)", span) and page != "docs/notebook.md"}
+    assert [name for name in names if not re.search(rf"\bdef {name}\(", CODE)] == []
 
 
 def test_the_interface_of_a_domain_is_documented_whole():

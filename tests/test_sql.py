@@ -487,23 +487,6 @@ def test_an_asker_takes_what_has_most_values_first(tasks):
                                                       if fact.get("slot") == "big"]
 
 
-def test_05_evaluates_queries(played, tmp_path, capsys):
-    path = tmp_path / "script.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in played["script"][:4]))
-    stage(5).main([f"script={path}", "--out", str(tmp_path / "report")])
-    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())["script"]
-    assert metrics["success_rate"] == sum(row["reward"] == 1 for row in played["script"][:4]) / 4
-    assert "when known" in capsys.readouterr().out
-
-
-def test_flags_of_other_domains_are_refused(played, tmp_path):
-    path = tmp_path / "script.jsonl"
-    path.write_text(json.dumps(played["script"][0]) + "\n")
-    assert refused(5, f"a={path}", "--compat", "--out", tmp_path / "out") == (
-        "--compat does nothing for a query; leave it out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_check_finds_nothing_and_bad_tasks_are_one_line(tasks, tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(json.dumps(task) + "\n" for task in tasks["validation"][:20]))

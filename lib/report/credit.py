@@ -8,7 +8,6 @@ from lib.runtime import InputError, read_jsonl
 from lib.servers import said
 from lib.statistics import aligned, average_ranks, interval, mean, mean_of_groups, rank_correlation
 
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the credit of turns
 
