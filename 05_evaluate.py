@@ -103,8 +103,8 @@ def paths_of(arguments):
 
 
 def read_runs(paths):
-    """The trajectories of all files of one name. Of several files, its runs, "run" is the number of the file. InputError
-    where they have not the same tasks."""
+    """The trajectories of all files of one name. Of several files, its runs, "run" is the number of the file.
+    InputError where they have not the same tasks."""
     trajectories = []
     for number, path in enumerate(paths):
         for trajectory in common.read_trajectories(path):
