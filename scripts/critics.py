@@ -228,7 +228,9 @@ def main(argv=None):
     if args.gates:
         check_gates(trajectories, domain, args.trajectories)
     folders = dict(argument.split("=", 1) for argument in args.critics)
-    critics = {name: common.read_critic(folder, None, domain, args.reference_sees_c) for name, folder in folders.items()}
+    critics = {}
+    for name, folder in folders.items():
+        critics[name] = common.read_critic(folder, None, domain, args.reference_sees_c)
     pairs, branches = [], None
     if critics:
         check_critics(critics, trajectories, args.trajectories)
