@@ -103,10 +103,8 @@ def paths_of(arguments):
 
 
 def read_runs(paths):
-    """The trajectories of all files of one name. Of several files, its runs, "run" is the number of the file. A single
-    file may have "run", too: one that this stage has scored.
-
-    InputError where the runs have not the same tasks."""
+    """The trajectories of all files of one name. Of several files, its runs, "run" is the number of the file.
+    InputError where they have not the same tasks."""
     trajectories = []
     for number, path in enumerate(paths):
         for trajectory in common.read_trajectories(path):

@@ -197,10 +197,6 @@ def test_several_files_of_a_name_are_runs(tmp_path):
     write(tmp_path / "other.jsonl", [trajectory("z", "0")])
     line = refused(5, f"a={paths[0]},{tmp_path / 'other.jsonl'}", "--out", tmp_path / "bad")
     assert line.endswith("other.jsonl: the runs of a name must have the same tasks")
-    cut = [{**trajectory(name, "0"), "run": run} for run, name in enumerate("ab")]        # a part of a scored file
-    write(tmp_path / "cut.jsonl", cut)
-    line = refused(5, f"x={tmp_path / 'cut.jsonl'}", "--out", tmp_path / "cut")
-    assert line.endswith("cut.jsonl: the runs of a name must have the same tasks")
 
 
 @pytest.fixture(scope="module")

@@ -270,8 +270,9 @@ def test_05_makes_a_page_of_hostile_fields(tmp_path, monkeypatch, where, value):
         return [{"reward": 0.0, "tests": [False], "faults": ["wrong value"], "failed": [
             {"call": answer, "expected": answer, "got": None, "said": answer}]} for _, answer in pairs]
     monkeypatch.setattr(backend.World, "score", score)
-    text = json.dumps(hostile_row(where, value))
-    (tmp_path / "a.jsonl").write_text(text + "\n" + text + "\n")
+    rows = [hostile_row(where, value), hostile_row(where, value)]
+    rows[1]["sample"] += 1
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     stage(5).main([f"a={tmp_path / 'a.jsonl'}", "--out", str(tmp_path / "out")])
     page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     found = Reader(page)

@@ -158,6 +158,7 @@ class Page:
     def __init__(self, browser, path, **options):
         self.context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
         self.tab, self.faults, self.path, self.address = self.context.new_page(), [], path, path.as_uri()
+        self.context.set_default_timeout(180_000)
         self.context.on("request", self.asked)
         self.context.on("page", lambda page: self.faults.append(f"opened {page.url}"))
         self.tab.on("console", lambda message: self.faults.append(f"{message.type}: {message.text}"))
@@ -177,7 +178,7 @@ class Page:
 
     def wait_for(self, expression):
         """Until it is true; the page's policy forbids wait_for_function, which evaluates texts inside the page."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 180
         while not self.tab.evaluate(expression):
             assert time.monotonic() < deadline, expression
             self.tab.wait_for_timeout(10)
