@@ -10,8 +10,7 @@ import sys
 from tqdm import tqdm
 
 from lib.engine import Engine
-from lib.models import render_chat
-from lib.models import encode, load_model, stop_ids
+from lib.models import encode, load_model, render_chat, stop_ids
 from lib.runtime import barrier, gather, InputError, Rows
 from lib.seeds import server_seed, uniforms
 from lib.servers import is_server, NoRoom, Reply, ReplyError, Server, strip_thoughts

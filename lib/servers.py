@@ -139,11 +139,11 @@ class Server:
         """What the server answers; from now on without SAMPLING where these fields are the reason for a refusal."""
         import openai
         endpoint = client.completions if "prompt" in request else client.chat.completions
-        fields = {**self.sampling, **request["extra_body"]}
+        sampling = self.sampling
         try:
-            return await endpoint.create(**{**request, "extra_body": fields})
+            return await endpoint.create(**{**request, "extra_body": {**sampling, **request["extra_body"]}})
         except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-            if not self.sampling or is_too_long(error):
+            if not sampling or is_too_long(error):
                 raise
             refusal = told(error)
         answer = await endpoint.create(**request)

@@ -8,7 +8,7 @@ import pytest
 
 from colbench import written
 from conftest import read, refused, run, stage
-from lib import speakers
+from lib import sampling
 from lib.runtime import InputError
 from lib.servers import Reply, strip_thoughts
 
@@ -68,17 +68,22 @@ def speaker(monkeypatch):
     class Speaker:
         replies, chats = [], []
 
-    async def server_reply(server, messages, temperature, max_new_tokens, seed, fault_of):
-        await asyncio.sleep(0)
-        Speaker.chats.append((messages, temperature, seed))
-        reply = Speaker.replies.pop(0)
-        if isinstance(reply, Exception):
-            raise reply
-        return Reply(reply, True, None, 100, 10)
+        def __init__(self, name, slots):
+            pass
+
+        def request(self, messages, temperature, max_new_tokens, extra):
+            return messages, temperature
+
+        async def reply(self, request, seed, fault_of):
+            await asyncio.sleep(0)
+            Speaker.chats.append((*request, seed))
+            reply = Speaker.replies.pop(0)
+            if isinstance(reply, Exception):
+                raise reply
+            return Reply(reply, True, None, 100, 10)
 
     Speaker.replies, Speaker.chats = [], []
-    monkeypatch.setattr(speakers, "open_server", lambda name, timeout, retries: name)
-    monkeypatch.setattr(speakers, "server_reply", server_reply)
+    monkeypatch.setattr(sampling, "Server", Speaker)
     return Speaker
 
 

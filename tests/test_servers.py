@@ -1,6 +1,7 @@
 """Models behind OpenAI's protocol, against real server processes (server.py): requests, failures and their mending,
 resuming, leaks, what is kept of ids, bad input."""
 import asyncio
+import collections
 import contextlib
 import io
 import json
@@ -145,7 +146,7 @@ def test_ids_are_kept_where_the_server_gives_them(tasks, tmp_path, serve):
     server = serve("--model", "models/tiny")
     agent, more = f"{server['url']}#model", [*RULES, "--max-rounds", 3]
     rows = play(tasks, agent, tmp_path / "out", *more, "--agent-tokenizer", "models/tiny")
-    counts = {}
+    counts = collections.Counter()
     for row in rows:
         turns = [turn for turn in row["dialogue_history"] if turn["role"] == "assistant"]
         assert common.agent_turns(tokenizer, row, counts) == [(turn["input"], turn["output_ids"]) for turn in turns]
