@@ -188,7 +188,7 @@ def test_a_model_card_is_no_part_of_a_model_s_fingerprint():
 
 LOCK = ROOT / "scripts" / "requirements-lock.txt"
 # Modules of what is installed for some flags alone, by whom: scripts/frontend.txt, and README's and docs' pip lines
-OPTIONAL_MODULES = {"httpx", "peft", "PIL", "playwright", "skimage", "trackio"}
+OPTIONAL_MODULES = {"openai", "peft", "PIL", "playwright", "skimage", "trackio"}
 CUDA_PACKAGE = re.compile(r"(nvidia|cuda|triton)\b")                # torch's, which it pins itself
 
 
