@@ -35,7 +35,6 @@ import torch
 
 import common
 from colbench import ColBenchError, domain_of, task_id
-from lib.credit import measure_turns
 from lib.flags import (
     add_overwrite,
     add_reference,
@@ -54,8 +53,7 @@ from lib.models import load_tokenizer, tokenizer_name
 from lib.runtime import add_costs, begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
 from lib.sampling import add_rows, finish_rows, open_sampler, open_vision_sampler, Sampler
 from lib.servers import is_server, NoRoom
-from lib.statistics import mean_over_tasks
-from lib.tables import heading_of
+from lib.statistics import heading_of, mean_over_tasks, measure_turns
 from lib.tracking import check_track, Track
 from lib.vision import action_documents
 

@@ -422,7 +422,7 @@ def train(scorer, examples, ref_logps, args, run):
                 losses, numbers = -logps.sum(1), {}                 # (B,) an item an example
             else:
                 pairs = common.batch_pairs(micro_examples)                                         # (P, 2, 2)
-                start_logps = common.padded_outputs([ref_logps[i] for i in micro], run.device)     # (B, M)
+                start_logps = common.padded_outputs([ref_logps[i] for i in micro], run.device)      # (B, M)
                 sides = [common.of_pairs(values, pairs) for values in (logps, start_logps, batch.lengths)]
                 losses, numbers = pair_losses(*sides, args.beta, args.nll_coef)                     # (P,), eq. 4
                 numbers = training.preference_numbers(**numbers, dtype=args.dtype)
@@ -475,8 +475,8 @@ def parse_args(argv=None):
                         "with --preset paper-frontend 8 in place of 4)")
     parser.add_argument("--batch-size", type=positive_int, help=f"examples a step (None: {by_method('batch_size')})")
     group = parser.add_argument_group("SWEET's candidates and pairs (nothing to other methods)")
-    group.add_argument("--critic", type=text_flag, help="a folder of 03; untrained (--model, with a reference that does "
-                       "not see c)")
+    group.add_argument("--critic", type=text_flag, help="a folder of 03; or untrained (--model itself, with a reference "
+                       "that does not see c)")
     add_reference(group)
     group.add_argument("--data-frac", type=share_flag, default=0.1, help="share of the trajectories whose turns are "
                        "used (the published code's tenth is of 15,000; with few hundred take all: 1)")

@@ -82,8 +82,7 @@ from lib.runtime import (
 from lib.sampling import add_rows, finish_rows, open_sampler
 from lib.seeds import uniforms
 from lib.servers import is_server, said
-from lib.statistics import average_ranks
-from lib.tables import aligned
+from lib.statistics import aligned, average_ranks
 from lib.tracking import check_track, Track
 
 # ---------------------------------------------------------------------------------------------------------------------

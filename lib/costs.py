@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from colbench.schema import record
 from lib.runtime import fingerprint, InputError, is_main, peak_memory_mb, read_json, reduce_sums, say, write_json
-from lib.tables import aligned
+from lib.statistics import aligned
 
 COST_KEYS = "wall_s", "trained_tokens", "generated_tokens", "flops", "peak_memory_mb"
 SERVER_KEYS = "server_prompt_tokens", "server_completion_tokens"          # not in every record, nor in every table

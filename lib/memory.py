@@ -180,7 +180,7 @@ def memory_plan(config, step, token_logps):
         if step.lora:
             models.add_adapter(model, step.lora, dtype)
     if step.sharding.activation_checkpointing:
-        models.checkpoint_activations(model)
+        models.checkpoint_layers(model)
     fsdp = Fsdp(model, step)
     fsdp.watch()
     with torch.device("meta"), fsdp.ledger, warnings.catch_warnings():

@@ -422,7 +422,7 @@ def shard(scorer, run, sharding):
     from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, register_fsdp_forward_method
     check_replicate(sharding.replicate, run.world_size)
     if sharding.activation_checkpointing:
-        checkpoint_activations(scorer.model)
+        checkpoint_layers(scorer.model)
     if run.world_size == 1 and sharding.dtype == "float32":
         return                                     # nothing to split or to cast; a step of a small model takes .6 of it
     mesh = init_device_mesh(run.device.type, (sharding.replicate, run.world_size // sharding.replicate),
@@ -440,7 +440,7 @@ def shard(scorer, run, sharding):
     register_fsdp_forward_method(scorer, "check_logits")
 
 
-def checkpoint_activations(model):
+def checkpoint_layers(model):
     """Have a model compute each layer again in the backward pass."""
     # older versions of transformers have the second name alone
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -541,7 +541,10 @@ def plain_weights(name, out, load=load_model):
 def load_head(head, folder):
     """Read turn_head.pt of a critic folder into a critic's head (common.Scorer), split over ranks or not."""
     with loading(folder):
-        set_tensors(head, torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True))
+        tensors = torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True)
+        if tensors.keys() != {"weight", "bias"}:
+            raise InputError(f"{folder}: turn_head.pt holds no weight and bias")
+        set_tensors(head, tensors)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -715,10 +718,10 @@ def peft_name(name):
     return "base_model.model." + name.replace(".default.", ".")
 
 
-def set_tensors(module, tensors, strict=True):
-    """Copy whole tensors, {name: tensor}, into a module, split over ranks or not. strict: it has no others."""
+def set_tensors(module, tensors):
+    """Copy whole tensors, {name: tensor}, into a module, split over ranks or not."""
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, StateDictOptions
-    set_model_state_dict(module, tensors, options=StateDictOptions(full_state_dict=True, strict=strict))
+    set_model_state_dict(module, tensors, options=StateDictOptions(full_state_dict=True, strict=False))
 
 
 def start_adapter(model, seed):
@@ -728,7 +731,7 @@ def start_adapter(model, seed):
         tensors[name] = torch.zeros(parameter.shape)
         if ".lora_A." in name:
             torch.nn.init.kaiming_uniform_(tensors[name], a=math.sqrt(5), generator=generator)
-    set_tensors(model, tensors, strict=False)
+    set_tensors(model, tensors)
 
 
 def load_adapter(model, folder):
@@ -736,7 +739,7 @@ def load_adapter(model, folder):
     from safetensors.torch import load_file
     with loading(folder):
         tensors = load_file(pathlib.Path(folder) / ADAPTER_WEIGHTS)
-        set_tensors(model, {name: tensors[peft_name(name)] for name in adapter_parameters(model)}, strict=False)
+        set_tensors(model, {name: tensors[peft_name(name)] for name in adapter_parameters(model)})
 
 
 @contextlib.contextmanager

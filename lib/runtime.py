@@ -460,7 +460,9 @@ def is_empty(out, folder):
     """Whether nothing but args.json is there yet of an output."""
     if folder:
         return not out.exists() or out.is_dir() and {path.name for path in out.iterdir()} <= {"args.json"}
-    return not out.exists() and not partial_files(out)
+    beside = out.parent.iterdir() if out.parent.is_dir() else []
+    return not out.exists() and not any(path.name.startswith(f"{out.name}.") and "args.json" not in path.name
+                                        for path in beside)
 
 
 @on_main

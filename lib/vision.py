@@ -114,21 +114,25 @@ def turn_rows(sight, trajectories, sees_c):
     """Of each trajectory a list of rows, one for each agent turn. sees_c: c is shown, too."""
     views = []
     for trajectory in trajectories:
-        history, turn_views = trajectory["dialogue_history"], []
-        for end, turn in enumerate(history, 1):
-            if turn["role"] == "assistant":
-                turn_views.append(sight.domain.views(trajectory["task"], history[:end], sees_c))
-        views.append(turn_views)
+        history = trajectory["dialogue_history"]
+        ends = [number + 1 for number, turn in enumerate(history) if turn["role"] == "assistant"]
+        views.append([sight.domain.views(trajectory["task"], history[:end], sees_c) for end in ends])
     files = sight.show(documents_of(views))
-    return [[image_row(sight.processor, turn, files) for turn in turn_views] for turn_views in views]
+    rows = []
+    for turn_views in views:
+        rows.append([image_row(sight.processor, view, files) for view in turn_views])
+    return rows
 
 
 def action_views(sight, points, sees_c):
     """What each action of some common.DecisionPoints would show: of each point a list of views."""
     views = []
     for point in points:
-        after = [[*point.history, {"role": "assistant", "content": text}] for text in point.texts]
-        views.append([tuple(sight.domain.views(point.task, history, sees_c)) for history in after])
+        point_views = []
+        for text in point.texts:
+            history = [*point.history, {"role": "assistant", "content": text}]
+            point_views.append(tuple(sight.domain.views(point.task, history, sees_c)))
+        views.append(point_views)
     return views
 
 
@@ -147,7 +151,10 @@ def action_scores(sight, points, sees_c, values_of):
             if (number, view) not in rows:
                 rows[number, view] = image_row(sight.processor, view, files)
     values = dict(zip(rows, values_of(list(rows.values()))))
-    return [[values[number, view] for view in point_views] for number, point_views in enumerate(views)]
+    scores = []
+    for number, point_views in enumerate(views):
+        scores.append([values[number, view] for view in point_views])
+    return scores
 
 
 def documents_of(views):

@@ -25,8 +25,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import common  # noqa: E402  the repository's modules, wherever this is started
 from colbench import ColBenchError, domain_of, task_id  # noqa: E402
-from lib import statistics, tables  # noqa: E402
-from lib.credit import turn_kinds  # noqa: E402
+from lib import statistics  # noqa: E402
 from lib.flags import add_overwrite, add_reference, argument_parser, named_path, text_flag  # noqa: E402
 from lib.models import encode, end_of_turn, load_model, load_tokenizer, tokenizer_name  # noqa: E402
 from lib.runtime import begin_output, InputError, is_done, run_stage, say, start, write_json  # noqa: E402
@@ -49,7 +48,7 @@ def gate_probes(trajectories, domain):
         task = trajectory["task"]
         history = trajectory["dialogue_history"]
         places = [place for place, turn in enumerate(history) if turn["role"] == "assistant"]
-        for place, kind in zip(places, turn_kinds(task, history, domain)):
+        for place, kind in zip(places, statistics.turn_kinds(task, history, domain)):
             if "answer" not in kind:
                 probes.append(Probe(kind, history[:place], history[place]["content"], trajectory))
         right_answer = domain.answer_message(task)
@@ -102,7 +101,7 @@ def gate_lines(gates, model_name):
     rows = []
     for kind, gate in gates.items():
         rows.append([kind, str(gate["n"]), f"{gate['without_c']:.2f}", f"{gate['with_c']:.2f}"])
-    table = tables.aligned(["", "n", "without c", "with c"], rows)
+    table = statistics.aligned(["", "n", "without c", "with c"], rows)
     return [f"{model_name}: log-probability of a turn", *table]
 
 
@@ -206,17 +205,17 @@ def return_correlation(critic, branches, device):
 def critic_lines(measures):
     """The table of --critics."""
     headings = ["critic", "pair accuracy", "pairs"]
-    if tables.has_any(measures, "rank_correlation"):
+    if statistics.has_any(measures, "rank_correlation"):
         headings += ["rank correlation", "95 %", "states"]
     rows = []
     for name, measure in measures.items():
         row = [name, f"{measure['pair_accuracy']:.3f}", str(measure["num_pairs"])]
         if "rank_correlation" in measure:
             row.append(f"{measure['rank_correlation']:.3f}")
-            row.append(tables.interval(measure["ci95"], "+"))
+            row.append(statistics.interval(measure["ci95"], "+"))
             row.append(str(measure["num_states"]))
         rows.append(row)
-    return [*tables.aligned(headings, rows),
+    return [*statistics.aligned(headings, rows),
             "one training run of each critic: the intervals leave other seeds out"]
 
 

@@ -15,7 +15,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from colbench import backend  # noqa: E402
-from colbench.answers import extract_code  # noqa: E402
+from colbench.extract_code import extract_code  # noqa: E402
 from colbench.scorer import Scorer  # noqa: E402
 from conftest import stage  # noqa: E402
 

@@ -1,6 +1,7 @@
-"""Many dialogues in flight: 02 against a fast server, killed and started again."""
+"""Many dialogues in flight: 02 against a fast server, killed and started again, and how add_rows bounds what waits."""
 import asyncio
 import collections
+import gc
 import json
 import os
 import random
@@ -8,10 +9,13 @@ import signal
 import threading
 import time
 
+import pytest
+
 import common
 from colbench import backend
 from conftest import Fork, Partial, read, ROOT, stage
-from lib.runtime import write_jsonl
+from lib.runtime import Rows, start, write_jsonl
+from lib.sampling import add_rows
 
 ROUNDS = 3                                                          # requests of a dialogue
 NUM_TASKS, NUM_SAMPLES, CONCURRENCY = 20, 10, 32
@@ -42,17 +46,16 @@ class Asker:
     async def serve(self, reader, writer):
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
-                if head.startswith(b"GET"):                         # is it there?
-                    writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
-                    continue
-                length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
-                request = json.loads(await reader.readexactly(length))
-                self.counts["requests"] += 1
-                self.counts["in flight"] += 1
-                self.counts["most in flight"] = max(self.counts["most in flight"], self.counts["in flight"])
-                await asyncio.sleep(random.uniform(0.025, 0.075))
-                self.counts["in flight"] -= 1
-                data = json.dumps(self.reply(request)).encode()
+                body = {"object": "list", "data": []}               # a GET: which models are there
+                if head.startswith(b"POST"):
+                    length = int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0])
+                    body = self.reply(json.loads(await reader.readexactly(length)))
+                    self.counts["requests"] += 1
+                    self.counts["in flight"] += 1
+                    self.counts["most in flight"] = max(self.counts["most in flight"], self.counts["in flight"])
+                    await asyncio.sleep(random.uniform(0.025, 0.075))
+                    self.counts["in flight"] -= 1
+                data = json.dumps(body).encode()
                 writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (
                     len(data), data))
                 await writer.drain()
@@ -76,7 +79,7 @@ def most_open_files(process, partial, kill_at):
 
 
 def test_nothing_is_lost_or_doubled_after_two_kills(tmp_path):
-    tasks, _ = stage(1).make_tasks(backend, NUM_TASKS, 0, "train", "none")
+    tasks = stage(1).make_tasks(backend, NUM_TASKS, 0, "train", "none")
     for number, task in enumerate(tasks):                           # the server knows a task by its opening
         task["problem_description"] += f"\n(Request {number}.)"
     write_jsonl(tmp_path / "tasks.jsonl", tasks)
@@ -98,3 +101,47 @@ def test_nothing_is_lost_or_doubled_after_two_kills(tmp_path):
     most = len(rows) + 2 * 2 * CONCURRENCY + 2 * CONCURRENCY
     assert ROUNDS * len(rows) <= server.counts["requests"] <= ROUNDS * most
     assert server.counts["most in flight"] <= CONCURRENCY
+
+
+def add(tmp_path, make_row, num_rows, concurrency):
+    runtime = start(0)
+    with Rows(tmp_path / "rows.jsonl", runtime) as rows:
+        return add_rows(rows, range(num_rows), make_row, concurrency, runtime)
+
+
+@pytest.mark.parametrize("durations", [(0.01,), (0.002, 0.05, 0.05, 0.05, 0.05, 0.05)])
+def test_at_most_twice_as_many_wait_to_be_scored_as_are_in_flight(tmp_path, durations):
+    waiting, most = 0, 0
+
+    async def make_row(item):
+        nonlocal waiting, most
+        await asyncio.sleep(0)
+        waiting += 1
+        most = max(most, waiting)
+
+        async def score():
+            nonlocal waiting
+            await asyncio.sleep(durations[item % len(durations)])
+            waiting -= 1
+            return {"item": item}
+        return score
+
+    assert add(tmp_path, make_row, 100, 4) == [] and waiting == 0 and 4 <= most <= 8
+
+
+def test_an_error_of_the_scorer_ends_the_run_at_once(tmp_path, caplog):
+    started = []
+
+    async def score():
+        raise ValueError("no sandbox")
+
+    async def make_row(item):
+        started.append(item)
+        await asyncio.sleep(0.001)
+        return score
+
+    with pytest.raises(ValueError, match="no sandbox"):
+        add(tmp_path, make_row, 1000, 2)
+    assert len(started) < 20
+    gc.collect()
+    assert not caplog.records                                       # the error is raised once, and not also printed

@@ -24,7 +24,7 @@ from lib.models import (
     without_adapter,
 )
 from lib.runtime import InputError, start, write_jsonl
-from lib.training import Checkpoints
+from lib.training import States
 
 BASE = ROOT / "models" / "tiny"
 LORA = ["--lora", 4]
@@ -34,7 +34,7 @@ AN_ITEM = [[common.Row([5, 6, 7, 8, 9, 10, 11], [-1, -1, 0, 0, 1, 1, 1], 2)]]
 
 def flags(workspace, out, *more):
     own = ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-2, "--max-steps", 4,
-           "--save-every", 2, "--log-every", 1, "--nll-coef", 0, "--beta", 1, *LORA, "--out", out, *more]
+           "--save-every", 2, "--nll-coef", 0, "--beta", 1, *LORA, "--out", out, *more]
     return [str(flag) for flag in own]
 
 
@@ -83,12 +83,12 @@ def test_the_first_loss_is_log_2_and_it_falls(critic, policy):
 def test_the_adapter_alone_is_trained_and_kept_in_states(workspace, tmp_path, monkeypatch):
     """In bfloat16: base weights in bfloat16, adapters and the optimiser's state in float32, two numbers for each."""
     kept = {}
-    original = Checkpoints.save
+    original = States.save
 
     def look(checkpoints, step):
         kept.update(checkpoints.state(), parameters=dict(checkpoints.model.named_parameters()))
         original(checkpoints, step)
-    monkeypatch.setattr(Checkpoints, "save", look)
+    monkeypatch.setattr(States, "save", look)
     stage(3).main(flags(workspace, tmp_path / "c", "--dtype", "bfloat16", "--max-steps", 1, "--save-every", 1, "--head",
                         "regression"))
     trained = {name for name, parameter in kept["parameters"].items() if parameter.requires_grad}
@@ -102,12 +102,12 @@ def test_the_adapter_alone_is_trained_and_kept_in_states(workspace, tmp_path, mo
 
 def killed_and_resumed(arguments, monkeypatch, capsys):
     """03 with these arguments, which dies at its first saved state, after two steps, and goes on from there."""
-    original = Checkpoints.save
+    original = States.save
 
     def save_and_die(checkpoints, step):
         original(checkpoints, step)
         raise KeyboardInterrupt
-    monkeypatch.setattr(Checkpoints, "save", save_and_die)
+    monkeypatch.setattr(States, "save", save_and_die)
     with pytest.raises(KeyboardInterrupt):
         stage(3).main(arguments)
     monkeypatch.undo()
@@ -140,7 +140,7 @@ def test_ranks_and_checkpointing_change_nothing_but_the_last_digits(workspace, t
 
 def check_reference_is_the_base(critic, expected):
     """With the adapter it is another model, and one copy of it is in memory."""
-    reference, scorer = critic["ref_scorer"], critic["scorer"]
+    reference, scorer = critic.ref_scorer, critic.scorer
     assert reference.scorer is scorer
     for _ in range(2):                                              # on again, and off again
         values = common.action_outputs(scorer, AN_ITEM, 4096, "cpu")[0]
@@ -164,7 +164,7 @@ def test_without_its_adapter_a_critic_is_its_base_bit_for_bit(critic, tiny, dtyp
 def test_an_untrained_adapter_scores_every_candidate_0(workspace, tiny):
     config = lora_config(str(BASE), 4, None, False)
     scorer = common.load_scorer(str(BASE), start(0), SHARDING, config)
-    critic = {"scorer": scorer, "ref_scorer": without_adapter(scorer), "privileged": True, "normalize": "turn"}
+    critic = common.Critic("", "", scorer=scorer, ref_scorer=without_adapter(scorer))
     assert common.score_actions(critic, tiny[1], points_of(workspace), 4096, "cpu") == [[0.0, 0.0, 0.0]]
     started = adapter_parameters(scorer.model)
     assert {".lora_A." in name for name, tensor in started.items() if tensor.abs().max() > 0} == {True}
@@ -280,7 +280,7 @@ def test_a_head_is_trained_beside_the_adapter(workspace, tmp_path, tiny, head):
     succeed("03_train_critic.py", *flags(workspace, out, "--head", head))
     assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
     loaded = common.load_critic(common.read_critic(out, tiny[1], backend), common.load_whole("cpu"))
-    assert loaded["ref_scorer"] is None and loaded["scorer"].head.weight.abs().max() > 1e-3
+    assert loaded.ref_scorer is None and loaded.scorer.head.weight.abs().max() > 1e-3
     assert max(tensor.abs().max().item() for key, tensor in adapter(out).items() if "lora_B" in key) > 1e-3
     scores, = common.score_actions(loaded, tiny[1], points_of(workspace), 4096, "cpu")
     assert len(set(scores)) == 3

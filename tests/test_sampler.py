@@ -3,7 +3,6 @@
 import asyncio
 import collections
 import functools
-import gc
 import os
 import pathlib
 import signal
@@ -190,43 +189,6 @@ def test_after_many_failures_in_a_row_no_further_row_is_begun(tmp_path):
     with pytest.raises(InputError, match="99 of 100 rows are missing"):
         write_rows(tmp_path / "out", range(100), make_row, 2)
     assert 28 <= len(begun) <= 29
-
-
-@pytest.mark.parametrize("durations", [(0.01,), (0.002, 0.05, 0.05, 0.05, 0.05, 0.05)])
-def test_at_most_twice_as_many_wait_to_be_scored_as_are_in_flight(tmp_path, durations):
-    waiting, most = 0, 0
-
-    async def score(duration):
-        nonlocal waiting
-        await asyncio.sleep(duration)
-        waiting -= 1
-        return {}
-
-    async def make_row(item):
-        nonlocal waiting, most
-        await asyncio.sleep(0)
-        waiting += 1
-        most = max(most, waiting)
-        return functools.partial(score, durations[item % len(durations)])
-    assert len(write_rows(tmp_path / "out", range(100), make_row, 4)) == 100
-    assert waiting == 0 and 4 <= most <= 8
-
-
-def test_an_error_of_the_scorer_ends_the_run_at_once(tmp_path, caplog):
-    started = []
-
-    async def score():
-        raise ValueError("no sandbox")
-
-    async def make_row(item):
-        started.append(item)
-        await asyncio.sleep(0.001)
-        return score
-    with pytest.raises(ValueError, match="no sandbox"):
-        write_rows(tmp_path / "out", range(1000), make_row, 2)
-    assert len(started) < 20
-    gc.collect()
-    assert not caplog.records                                       # the error is raised once, and not also printed
 
 
 # ---------------------------------------------------------------------------------------------------------------------

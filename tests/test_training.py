@@ -218,8 +218,8 @@ def test_every_rank_makes_as_many_passes_over_the_same_batch():
 
 def test_pairs_of_a_turn_in_one_tree_train_like_pairs_apart(workspace, tmp_path):
     """The same pairs in one batch: the same loss and gradient, with fewer tokens."""
-    one = [["--method", "sweet", "--critic", "untrained", "--trajectories", workspace / "offline.jsonl", "--model", BASE,
-            "--data-frac", 0.02, "--num-candidates", 8, "--max-new-tokens", 80, "--max-steps", 1,
+    one = [["--method", "sweet", "--critic", "untrained", "--trajectories", workspace / "offline.jsonl",
+            "--model", BASE, "--data-frac", 0.02, "--num-candidates", 8, "--max-new-tokens", 80, "--max-steps", 1,
             "--batch-size", 400, *more, "--out", tmp_path / name]
             for name, more in (("apart", []), ("together", ["--pairs-together"]))]
     for arguments in one:

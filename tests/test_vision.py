@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_lora import killed_and_resumed
 
 import common
 from colbench import frontend
@@ -17,7 +18,6 @@ from conftest import read, refused, ROOT, stage, succeed
 from lib.runtime import InputError
 from lib.servers import said
 from lib.vision import hidden_states, image_row, load_processor, load_vision, read_images, vision_reply
-from test_lora import killed_and_resumed
 
 BASE = ROOT / "models" / "tiny"
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
@@ -33,7 +33,7 @@ def page(colour):
 
 def sight_in(folder, processor=None):
     """The Sight of a visual critic, as 03 and 04 make it: its screenshots go to a folder beside folder/x."""
-    return common.sight_of(processor, frontend, folder / "x", common.WORLD_FLAGS)
+    return common.sight_of(processor, frontend, {"out": folder / "x"})
 
 
 def turn_row(processor, task, history, sent, files, privileged):
@@ -195,7 +195,7 @@ def test_scores_follow_the_pictures_and_c_only_where_it_is_seen(seeing):
     after = [IDEA, {"role": "assistant", "content": WHITE}, {"role": "user", "content": "Nice."}]
 
     def scores(privileged, *states):
-        critic = {"visual": True, "privileged": privileged, "scorer": scorer, "sight": sight}
+        critic = common.Critic("", "", "regression", sees_c=privileged, is_visual=True, sight=sight, scorer=scorer)
         return common.score_actions(critic, None, states, 4096, "cpu")
     thoughts = said(frontend, f"<think>{RED}</think>OUTPUT: {WHITE}")                  # as 02 and 04 make a state
     states = [state(WHITE, thoughts, BLACK, "no page"), state(WHITE, task=other),
@@ -225,8 +225,8 @@ def test_a_page_that_cannot_be_rendered_is_black_and_counted(seeing, monkeypatch
 
 def flags(dialogues, vlm, out, *more):
     return [str(x) for x in ("--trajectories", dialogues, "--model", vlm, "--head", "regression", "--lr", 1e-2,
-                             "--beta", 1, "--held-out-frac", 0, "--batch-size", 2, "--epochs", 5, "--log-every", 1,
-                             "--out", out, *more)]
+                             "--beta", 1, "--held-out-frac", 0, "--batch-size", 2, "--epochs", 5, "--out", out,
+                             *more)]
 
 
 @pytest.fixture(scope="module")
@@ -237,7 +237,8 @@ def critic(dialogues, vlm, tmp_path_factory):
 
 def load(out, sight):
     critic = common.load_critic(common.read_critic(out, None, frontend), common.load_whole("cpu"))
-    return {**critic, "sight": sight}
+    critic.sight = sight
+    return critic
 
 
 def test_it_begins_at_log_2_learns_and_loads(critic, seeing):
@@ -281,13 +282,13 @@ def test_the_policy_stage_ranks_a_text_policys_pages(critic, dialogues, tmp_path
         assert row["advantages"] == pytest.approx(scores, abs=1e-4)
 
 
-def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, tmp_path):
+def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, seeing, tmp_path):
     async def choose(*texts):
         with frontend.World(tmp_path) as world:
-            replies = [types.SimpleNamespace(text=text, ids=None) for text in texts]
-            players = stage(2).Players(None, None, world, critic=load(critic[0], None))
-            dialogue = stage(2).Dialogue(0, TASK, 0, [IDEA])
-            return await stage(2).critic_choice(dialogue, "", replies, players, 16384)
+            reply, agent = types.SimpleNamespace(prompt="", ids=None), types.SimpleNamespace(tokenizer=None)
+            players = stage(2).Players(world, "cpu", agent, critic=load(critic[0], seeing[1]))
+            dialogue = stage(2).Dialogue(TASK, 0, [IDEA], None, 0)
+            return await stage(2).critic_choice(dialogue, [reply] * len(texts), texts, players, 16384)
     assert asyncio.run(choose(BLACK, WHITE, BLACK)) == 1 and asyncio.run(choose(f"OUTPUT: {WHITE}", BLACK)) == 0
 
 
@@ -353,5 +354,5 @@ def test_an_adapter_s_critic_that_sees_begins_at_log_2_and_loads(dialogues, vlm,
     succeed("03_train_critic.py", *flags(dialogues, vlm, out, "--lora", 4, "--epochs", 1))
     assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     critic = load(out, None)
-    assert critic["visual"] and critic["scorer"].head.weight.abs().max() > 0
+    assert critic.is_visual and critic.scorer.head.weight.abs().max() > 0
     assert (out / "adapter_model.safetensors").exists() and not (out / "model.safetensors").exists()
