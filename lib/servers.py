@@ -76,7 +76,7 @@ class Server:
             raise InputError(f"{name}: several addresses of one model are written http://A/v1,http://B/v1#{self.model}")
         self.name = name
         self.clients = [open_client(url, RETRIES if len(urls) == 1 else 1) for url in urls]
-        self.turns = itertools.cycle(self.clients)
+        self.turns = itertools.count()
         self.gate = asyncio.Semaphore(slots)
         self.probe = None                                            # asyncio.Task: check_addresses()
         self.sampling = SAMPLING
@@ -103,8 +103,9 @@ class Server:
         import openai
         self.probe = self.probe or asyncio.ensure_future(self.check_addresses())
         await self.probe
-        for _ in range(TRIES):
-            client = next(self.turns)
+        first = next(self.turns)
+        for number in range(first, first + TRIES):
+            client = self.clients[number % len(self.clients)]
             try:
                 async with self.gate:
                     reply = read_reply(await self.send(client, {**request, "seed": seed}))
