@@ -76,7 +76,7 @@ class Server:
             raise InputError(f"{name}: several addresses of one model are written http://A/v1,http://B/v1#{self.model}")
         self.name = name
         self.clients = [open_client(url, RETRIES if len(urls) == 1 else 1) for url in urls]
-        self.turns = itertools.cycle(self.clients)
+        self.turns = itertools.count()
         self.gate = asyncio.Semaphore(slots)
         self.probe = None                                            # asyncio.Task: check_addresses()
         self.sampling = SAMPLING
@@ -103,8 +103,9 @@ class Server:
         import openai
         self.probe = self.probe or asyncio.ensure_future(self.check_addresses())
         await self.probe
-        for _ in range(TRIES):
-            client = next(self.turns)
+        first = next(self.turns)
+        for number in range(first, first + TRIES):
+            client = self.clients[number % len(self.clients)]
             try:
                 async with self.gate:
                     reply = read_reply(await self.send(client, {**request, "seed": seed}))
@@ -139,11 +140,11 @@ class Server:
         """What the server answers; from now on without SAMPLING where these fields are the reason for a refusal."""
         import openai
         endpoint = client.completions if "prompt" in request else client.chat.completions
-        fields = {**self.sampling, **request["extra_body"]}
+        sampling = self.sampling
         try:
-            return await endpoint.create(**{**request, "extra_body": fields})
+            return await endpoint.create(**{**request, "extra_body": {**sampling, **request["extra_body"]}})
         except (openai.BadRequestError, openai.UnprocessableEntityError) as error:
-            if not self.sampling or is_too_long(error):
+            if not sampling or is_too_long(error):
                 raise
             refusal = told(error)
         answer = await endpoint.create(**request)

@@ -39,11 +39,11 @@ def prepare_what_stages_need():
     a stage (test_sandbox.py and test_scorer.py are about several)."""
     root = pathlib.Path(__file__).resolve().parents[1]
     sys.path.insert(0, str(root))
-    import httpx  # noqa: F401
     import jinja2  # noqa: F401
     import matplotlib.backends.backend_agg  # noqa: F401
     import matplotlib.backends.backend_svg  # noqa: F401
     import matplotlib.pyplot  # noqa: F401
+    import openai  # noqa: F401
     import peft  # noqa: F401
     import PIL.Image  # noqa: F401
     import scipy.stats  # noqa: F401

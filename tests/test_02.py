@@ -1,4 +1,4 @@
-"""02_rollout.py: the protocol, resume after a kill, ranks, both humans, bad input."""
+"""02_rollout.py: the protocol, resume after a kill, ranks, both simulators, bad input."""
 import argparse
 import asyncio
 import copy
@@ -15,9 +15,9 @@ from colbench.dialogue import is_forced, UNCLEAR
 from conftest import begin, Partial, rank_environments, read, refused, stage, succeed, wait
 from lib.engine import Engine
 from lib.models import load_tokenizer, stop_ids
-from lib.runtime import Runtime, write_jsonl
+from lib.runtime import write_jsonl
+from lib.sampling import Sampler
 from lib.servers import Reply
-from lib.speakers import Speaker
 
 rollout = stage(2)
 
@@ -55,17 +55,6 @@ def test_an_agents_turn_keeps_prompt_text_and_ids(workspace, tiny):
                 assert turn["content"] == turn["output"].strip()
 
 
-def test_a_text_can_end_a_turn(workspace, tmp_path, tiny):
-    (tmp_path / "tasks").write_text("".join((workspace / "tasks.jsonl").read_text().splitlines(True)[:4]))
-    succeed("02_rollout.py", "--tasks", tmp_path / "tasks", "--agent", "models/tiny", "--max-rounds", 3,
-            "--max-new-tokens", 60, "--stop", "?", "--stop", "never said", "--out", tmp_path / "out")
-    turns = [turn for row in read(tmp_path / "out") for turn in row["dialogue_history"] if turn["role"] == "assistant"]
-    texts = [tiny[1].decode(turn["output_ids"], skip_special_tokens=False) for turn in turns]
-    assert sum(text.endswith("?") for text in texts) > 4 and not any("?" in text[:-1] for text in texts)
-    assert all(turn["output"] == text.removesuffix("<|end|>").removesuffix("?") for turn, text in zip(turns, texts))
-    assert not any("truncated" in turn for turn, text in zip(turns, texts) if text.endswith(("?", "<|end|>")))
-
-
 def test_c_never_reaches_a_policy_prompt(workspace):
     """Not a line of the reference but its signature, which is in the request (a server's agent: test_servers)."""
     prompts = 0
@@ -82,14 +71,38 @@ def parsed(*more):
     return rollout.parse_args(["--tasks", "t", "--agent", "a", "--out", "o", *map(str, more)])
 
 
-def test_long_replies_are_cut_and_the_last_turn_is_the_answer(monkeypatch):
-    async def says(speaker, chat, *_, **__):
-        return "", [Reply({"agent": "hm?", "human": "y" * 500}[speaker.model], True, None, 0, 0)]
-    monkeypatch.setattr(rollout, "ask", says)
-    task = {"problem_description": "?", "ground_truth": "def f(): pass", "test_cases": {}}
-    dialogue = rollout.new_dialogue(0, task, 0)
-    players = rollout.Players(Speaker("agent"), Speaker("human"), backend.World())
-    asyncio.run(rollout.play(dialogue, players, parsed("--max-rounds", 3)))
+def players(**samplers):
+    return rollout.Players(backend.World(), "cpu", **samplers)
+
+
+class Says(Sampler):
+    """A sampler whose replies have the texts that `say(chat, n)` gives."""
+
+    def __init__(self, say, prompt=None):
+        super().__init__()
+        self.say, self.prompt = say, prompt
+
+    async def sample(self, chat, n, *_):
+        return [Reply(text, True, [number], 0, 0, self.prompt) for number, text in enumerate(self.say(chat, n))]
+
+
+def local(model, tokenizer, **more):
+    return Sampler(model, tokenizer, Engine(model, stop_ids(model, tokenizer), 64, 10 ** 5), **more)
+
+
+def first_dialogue(task):
+    [dialogue] = rollout.new_dialogues([task], None, 1)
+    return dialogue
+
+
+TASK = {"problem_description": "?", "ground_truth": "def secret(): pass", "test_cases": {}}
+
+
+def test_long_replies_are_cut_and_the_last_turn_is_the_answer():
+    dialogue = first_dialogue(TASK)
+    both = players(agent=Says(lambda *_: ["hm?"]), simulator=Says(lambda *_: ["y" * 500]))
+    args = parsed("--max-rounds", 3, "--simulator-max-new-tokens", 9)
+    asyncio.run(rollout.roll_out(dialogue, both, args))
     assert [turn["content"] for turn in dialogue.history] == ["?", "hm?", "y" * 400, "hm?", "y" * 400, "hm?"]
     assert dialogue.answer == "hm?" and "y" * 500 == dialogue.history[2]["output"]
 
@@ -116,21 +129,6 @@ def test_an_answer_follows_the_marker_or_is_the_whole_turn(content, answer, is_l
 def test_a_turn_without_the_marker_is_an_answer_in_the_last_round_alone():
     history = [{"role": "user", "content": "I WANT TO ANSWER: x"}, {"role": "assistant", "content": "hm?"}]
     assert backend.answer_of(history, False) is None and backend.answer_of(history, True) == "hm?"
-
-
-def test_dialogues_advance_on_their_own():
-    """A slow one holds back nobody, and no more than `concurrency` are in flight."""
-    order, flying = [], []
-
-    async def work(item):
-        flying.append(item)
-        assert len(flying) <= 3
-        for _ in range(50 if item == 0 else 2):
-            await asyncio.sleep(0)
-        order.append(item)
-        flying.remove(item)
-    asyncio.run(rollout.run_concurrently(work, range(12), 3))
-    assert order[-1] == 0 and sorted(order) == list(range(12))
 
 
 def test_the_rule_based_human_knows_what_it_is_asked(workspace):
@@ -178,7 +176,7 @@ def test_killed_and_resumed_equals_uninterrupted(workspace, tmp_path):
         assert partial.exists() and not (tmp_path / "killed").exists()
     with open(partial, "a") as file:
         file.write('7 {"task_id": "cut')
-    lines = [line for path in tmp_path.glob("killed.*.*of*.partial") for line in path.read_text().split("\n")[:-1]]
+    lines = [line for path in tmp_path.glob("killed.*of*.partial") for line in path.read_text().split("\n")[:-1]]
     rows = {int(line.split(" ")[0]): json.loads(line.split(" ", 1)[1]) for line in lines}
     assert 1 < len(rows) == len(lines) < 48
     printed = succeed("02_rollout.py", *small, tmp_path / "killed", "--concurrency", 9)        # it is no other command
@@ -191,33 +189,31 @@ def test_killed_and_resumed_equals_uninterrupted(workspace, tmp_path):
 
 def test_best_of_n_sends_what_the_critic_prefers(workspace, tiny, monkeypatch):
     """With a critic that prefers long messages, the messages get longer with N; candidates are nested in N."""
-    players = rollout.Players(Speaker(*tiny, Engine(tiny[0], stop_ids(*tiny), 64, 10 ** 5)), None, None)
-    seen = {}
+    agent, seen = players(agent=local(*tiny)), {}
 
-    async def longest(dialogue, prompt, replies, *_):
-        seen[dialogue.number] = [reply.ids for reply in replies]
+    async def longest(dialogue, replies, *_):
+        seen[dialogue.task["task_id"]] = [reply.ids for reply in replies]
         return max(range(4), key=lambda i: len(replies[i].ids))
     monkeypatch.setattr(rollout, "critic_choice", longest)
+    tasks = read(workspace / "tasks.jsonl")[:6]
 
     async def turns(args):
-        return await asyncio.gather(*(rollout.agent_turn(rollout.new_dialogue(number, task, 0), players, args)
-                                      for number, task in enumerate(read(workspace / "tasks.jsonl")[:6])))
+        return await asyncio.gather(*(rollout.agent_turn(first_dialogue(task), agent, args) for task in tasks))
     best = asyncio.run(turns(parsed("--best-of", 4, "--critic", "c", "--max-new-tokens", 40)))
-    assert [len(turn["output_ids"]) for turn in best] == [max(map(len, seen[number])) for number in range(6)]
+    names = [task["task_id"] for task in tasks]
+    assert [len(turn["output_ids"]) for turn in best] == [max(map(len, seen[name])) for name in names]
     plain = asyncio.run(turns(parsed("--max-new-tokens", 40)))
-    assert [turn["output_ids"] for turn in plain] == [seen[number][0] for number in range(6)]
+    assert [turn["output_ids"] for turn in plain] == [seen[name][0] for name in names]
     assert [len(own) for own in seen.values()] == [4] * 6
 
 
 def test_template_arguments_and_thoughts_that_the_prompt_opens(workspace, tiny):
     tokenizer = copy.deepcopy(tiny[1])
     tokenizer.chat_template += "{% if enable_thinking %}<think>{% endif %}"
-    engine = Engine(tiny[0], stop_ids(*tiny), 64, 10 ** 5)
     for thinking in (False, True):
-        agent = Speaker(tiny[0], tokenizer, engine, template_args={"enable_thinking": thinking})
-        dialogue = rollout.new_dialogue(0, read(workspace / "tasks.jsonl")[0], 0)
-        players = rollout.Players(agent, None, None)
-        turn = asyncio.run(rollout.agent_turn(dialogue, players, parsed("--max-new-tokens", 20)))
+        agent = players(agent=local(tiny[0], tokenizer, template_args={"enable_thinking": thinking}))
+        dialogue = first_dialogue(read(workspace / "tasks.jsonl")[0])
+        turn = asyncio.run(rollout.agent_turn(dialogue, agent, parsed("--max-new-tokens", 20)))
         assert turn["input"].endswith("<think>") == thinking and turn["output"]
         assert turn["content"] == ("" if thinking else turn["output"].strip())
 
@@ -277,17 +273,13 @@ def test_best_of_n_with_a_critic_folder(workspace, critic, tmp_path):
 @pytest.mark.parametrize("replies, chosen, counted", [
     ({"ab": "A", "ba": "B"}, 0, "decided"), ({"ab": "B", "ba": "A"}, 1, "decided"), ({"ab": "A", "ba": "A"}, 0, "tie"),
     ({"ab": "A or B", "ba": "B"}, 0, "unreadable"), ({"ab": "", "ba": "B"}, 0, "unreadable")])
-def test_the_judge_compares_in_both_orders(monkeypatch, replies, chosen, counted):
-    async def judged(judge, chat, *_):
+def test_the_judge_compares_in_both_orders(replies, chosen, counted):
+    def judged(chat, _):
         assert "def secret" in chat[0]["content"]
-        order = "ab" if chat[0]["content"].index("price") < chat[0]["content"].index("weight") else "ba"
-        return "", [Reply(replies[order], True, None, 0, 0)]
-    monkeypatch.setattr(rollout, "ask", judged)
-    task = {"problem_description": "?", "ground_truth": "def secret(): pass", "test_cases": {}}
-    players = rollout.Players(None, None, None, judge=Speaker())
-    texts = [Reply(text, True, None, 0, 0) for text in ("price", "weight")]
-    assert asyncio.run(rollout.judge_choice(rollout.new_dialogue(0, task, 0), texts, players, 0)) == chosen
-    assert players.verdicts == {**dict.fromkeys(("decided", "tie", "unreadable"), 0), counted: 1}
+        return [replies["ab" if chat[0]["content"].index("price") < chat[0]["content"].index("weight") else "ba"]]
+    judge = players(judge=Says(judged))
+    assert asyncio.run(rollout.judge_choice(first_dialogue(TASK), ["price", "weight"], judge, 0)) == chosen
+    assert judge.verdicts == {counted: 1}
 
 
 def test_the_critic_of_best_of_n_has_passes_of_max_tokens(workspace, critic, tmp_path, monkeypatch):
@@ -305,18 +297,14 @@ def test_the_critic_of_best_of_n_has_passes_of_max_tokens(workspace, critic, tmp
 
 
 def test_who_picks_one_of_several_messages_is_not_shown_their_thoughts(monkeypatch):
-    async def replied(*_):
-        return "prompt<think>", [Reply(f"plan {n}</think>What {n}?", True, [n], 0, 0) for n in range(2)]
     picked_from = []
 
-    async def second(dialogue, replies, *_):
-        picked_from.extend(reply.text for reply in replies)
+    async def second(dialogue, messages, *_):
+        picked_from.extend(messages)
         return 1
-    monkeypatch.setattr(rollout, "ask", replied)
     monkeypatch.setattr(rollout, "judge_choice", second)
-    task = {"problem_description": "?", "ground_truth": "def secret(): pass", "test_cases": {}}
-    turn = asyncio.run(rollout.agent_turn(rollout.new_dialogue(0, task, 0),
-                                          rollout.Players(Speaker(), None, None, judge=Speaker("x")),
+    agent = Says(lambda _, n: [f"plan {number}</think>What {number}?" for number in range(n)], "prompt<think>")
+    turn = asyncio.run(rollout.agent_turn(first_dialogue(TASK), players(agent=agent, judge=Sampler()),
                                           parsed("--best-of", 2, "--critic", "judge:x")))
     assert picked_from == ["What 0?", "What 1?"]
     assert (turn["content"], turn["output"], turn["output_ids"]) == ("What 1?", "plan 1</think>What 1?", [1])
@@ -332,7 +320,7 @@ def test_two_ranks_write_the_same_file_as_one(workspace, tmp_path):
     assert_same(tmp_path / "one", tmp_path / "two")
 
 
-def test_a_model_can_play_the_human_and_tasks_need_no_facts(workspace, tmp_path):
+def test_a_model_can_simulate_the_user_and_tasks_need_no_facts(workspace, tmp_path):
     tasks = [{k: task[k] for k in ("problem_description", "ground_truth", "test_cases")}
              for task in read(workspace / "tasks.jsonl")[:4]]
     (tmp_path / "plain.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
@@ -406,10 +394,10 @@ def test_a_dialogue_that_a_model_has_no_room_for_ends_as_in_its_last_round(works
     tasks[3]["problem_description"] += " and so on" * 200
     write_jsonl(tmp_path / "tasks", tasks)
     arguments = ["--tasks", tmp_path / "tasks", "--agent", "models/tiny", "--max-rounds", 8, "--max-new-tokens", 60]
-    line = refused(2, *arguments, "--max-tokens", 200, "--out", tmp_path / "out")
-    assert "1 of 6 dialogues failed" in line and "the 200 that the model or --max-tokens has room for" in line
+    line = refused(2, *arguments, "--max-length", 200, "--out", tmp_path / "out")
+    assert "1 of 6 rows are missing" in line and "the 200 that the model or --max-tokens has room for" in line
     write_jsonl(tmp_path / "tasks", tasks[:3] + tasks[4:])
-    rollout.main([str(x) for x in (*arguments, "--max-tokens", 200, "--out", tmp_path / "short")])
+    rollout.main([str(x) for x in (*arguments, "--max-length", 200, "--out", tmp_path / "short")])
     printed = capsys.readouterr().out
     rollout.main([str(x) for x in (*arguments, "--out", tmp_path / "long")])
     ended = 0
@@ -444,24 +432,23 @@ def test_a_branch_keeps_which_turns_are_of_the_environment():
     assert branched.task["task_id"] == "row's"                       # which tells the candidates of two tasks apart
 
 
-def test_a_candidate_of_a_branch_is_one_message_on_every_rank_and_after_a_kill(workspace):
+def test_a_candidate_of_a_branch_is_one_message_after_a_kill(workspace):
+    """A server would say something else each time."""
     trajectories = common.read_trajectories(workspace / "offline.jsonl")[:3]
     args = argparse.Namespace(seed=0, branch=2, branch_candidates=3, samples=4, max_rounds=8, tasks="t")
     dialogues = rollout.branched_dialogues(trajectories, None, args)
-    shares = [rollout.share_of_rank(dialogues, Runtime(rank, 2, "cpu"), args) for rank in (0, 1)]
-    names = [{(dialogue.task["task_id"], dialogue.random_name) for dialogue in share} for share in shares]
-    assert len(names[0]) == len(names[1]) == 3 and not names[0] & names[1]
-    assert sorted(dialogue.number for share in shares for dialogue in share) == list(range(24))
-    dialogue = dialogues[5]                                          # a server would say something else each time
-    position = dialogue.branch["branch"]["turn"]
+    names = [(dialogue.task["task_id"], dialogue.random_name) for dialogue in dialogues]
+    assert names[::4] == names[1::4] == names[3::4] and len(set(names)) == 6     # a group of continuations each
+    dialogue = dialogues[5]
+    branch = dialogue.branch["branch"]
     said = {"role": "assistant", "content": "said before the kill"}
-    row = {"task_id": dialogue.task["task_id"], **dialogue.branch, "dialogue_history": [*[None] * position, said, None]}
-    players = argparse.Namespace(first_turns=rollout.kept_first_turns([row]))
-    asyncio.run(rollout.add_first_turn(dialogue, players, args))
-    assert dialogue.history[-1] == said and len(dialogue.history) == position + 1
+    both = players()
+    both.first_turns[dialogue.task["task_id"], rollout.branch_name(branch)] = said
+    asyncio.run(rollout.add_first_turn(dialogue, both, args))
+    assert dialogue.history[-1] == said and len(dialogue.history) == branch["turn"] + 1
 
 
-def test_a_tool_is_no_human_whose_replies_could_leak(workspace, tmp_path):
+def test_a_tool_is_no_simulator_whose_replies_could_leak(workspace, tmp_path):
     row = read(workspace / "offline.jsonl")[0]
     signature = row["task"]["ground_truth"].split("\n")[0]
     turns = [{"role": "user", "content": "Do it."}]
@@ -470,5 +457,5 @@ def test_a_tool_is_no_human_whose_replies_could_leak(workspace, tmp_path):
         turns += [{"role": "assistant", "content": "?"}, {"role": "user", **reply}]
     row["dialogue_history"] = [*turns, {"role": "assistant", "content": "pass"}]
     write_jsonl(tmp_path / "rows", [row])
-    assert "100.0% of the human's replies leak code (1 signature)" in rollout.summary(tmp_path / "rows")
+    assert "100.0% of the simulator's replies leak code (1 signature)" in rollout.summary(tmp_path / "rows")
     assert stage(5).measure_leaks([row], backend) == {"leaks": 1.0, "leaks_by_kind": {"signature": 1}}
