@@ -208,7 +208,7 @@ def parse_args(argv=None):
 
 def main(argv=None):
     args = parse_args(argv)
-    sharding = Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed)
+    sharding = Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed, args.compile)
     if args.dry_run:
         rows = 1 if args.head == "value" else 2
         lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)

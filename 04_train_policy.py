@@ -454,7 +454,7 @@ def examples_a_step(args):
 
 
 def sharding_of(args):
-    return Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed)
+    return Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed, args.compile)
 
 
 # Table 5 of the paper, as far as it differs from the defaults

@@ -793,7 +793,8 @@ def parse_args(argv=None):
 
 
 def sharding_of(args):
-    return Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed)
+    return Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed,
+                    args.compile)
 
 
 def open_critic(trajectories, tokenizer, args):

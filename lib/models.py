@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from colbench.schema import record
-from lib.runtime import barrier, files_digest, InputError, is_main, one_line, read_json
+from lib.runtime import barrier, files_digest, InputError, is_main, one_line, read_json, say
 from lib.servers import is_server
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -286,7 +286,10 @@ class Projection(namedtuple("Projection", "weight bias scale cap", defaults=(Non
 
     def logits(self, hidden):
         """Logits (n, V) float32 of hidden states (n, H), whose product with the weights is in their type."""
-        logits = F.linear(hidden, self.weight, self.bias).float()                                 # (n, V)
+        return self.scaled(F.linear(hidden, self.weight, self.bias).float())
+
+    def scaled(self, logits):
+        """The logits (n, V) of what weights and bias make of hidden states."""
         if self.scale != 1:
             logits = logits * self.scale
         if self.cap is not None:
@@ -308,6 +311,7 @@ SAME_LOGITS = 0.02                              # of the largest logit: rounding
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")               # or these three tokens would be compiled for
 def check_logits(model, name):
     """InputError where a model's logits are not what projection_of makes of its last hidden states: log-probabilities
     and samples would silently be those of another model."""
@@ -404,27 +408,38 @@ class Sharding:
     replicate                 groups of ranks that each hold the whole model
     activation_checkpointing  compute each layer again in the backward pass
     out                       the stage's folder, for weights that must be written before they can be read in parts
-    seed                      of a new adapter"""
+    seed                      of a new adapter
+    compile                   compile the layers"""
     dtype: str
     replicate: int
     activation_checkpointing: bool
     out: str
     seed: int
+    compile: bool = False
 
 
 def shard(scorer, run, sharding):
-    """Split the parameters of a module (common.Scorer) and of its `model` over the ranks (FSDP2).
+    """Make a module (common.Scorer) and its `model` ready for training: split, checkpointed and compiled as `sharding`
+    says."""
+    check_replicate(sharding.replicate, run.world_size)
+    if sharding.activation_checkpointing:
+        checkpoint_layers(scorer.model)
+    if run.world_size > 1 or sharding.dtype != "float32":   # else FSDP makes small steps .6 slower
+        split(scorer, run, sharding)
+    if sharding.compile:
+        say("--compile: layers are compiled in the first pass, and once more when training begins")
+        for layer in layers_of(scorer.model):
+            layer.compile(dynamic=True)                             # one compilation for all layers and lengths
+
+
+def split(scorer, run, sharding):
+    """Split the parameters of a module and of its `model` over the ranks (FSDP2).
 
     Each rank keeps 1 / W of them in float32, with their gradients and optimiser state, and gathers a layer in
     sharding.dtype when it is that layer's turn. Where sharding.replicate is above 1, so many groups of ranks each hold
     all of the model and exchange gradients alone."""
     from torch.distributed.device_mesh import init_device_mesh  # here, because their import takes a second
     from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, register_fsdp_forward_method
-    check_replicate(sharding.replicate, run.world_size)
-    if sharding.activation_checkpointing:
-        checkpoint_layers(scorer.model)
-    if run.world_size == 1 and sharding.dtype == "float32":
-        return                                     # nothing to split or to cast; a step of a small model takes .6 of it
     mesh = init_device_mesh(run.device.type, (sharding.replicate, run.world_size // sharding.replicate),
                             mesh_dim_names=("replicate", "shard"))
     if sharding.replicate == 1:
