@@ -225,8 +225,8 @@ def test_a_page_that_cannot_be_rendered_is_black_and_counted(seeing, monkeypatch
 
 def flags(dialogues, vlm, out, *more):
     return [str(x) for x in ("--trajectories", dialogues, "--model", vlm, "--head", "regression", "--lr", 1e-2,
-                             "--beta", 1, "--held-out-frac", 0, "--batch-size", 2, "--epochs", 5, "--out", out,
-                             *more)]
+                             "--beta", 1, "--held-out-frac", 0, "--batch-size", 2, "--epochs", 5, "--save-every", 2,
+                             "--out", out, *more)]
 
 
 @pytest.fixture(scope="module")
