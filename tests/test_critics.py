@@ -49,8 +49,8 @@ def test_it_runs_from_any_folder_and_shows_its_help(tmp_path):
 @pytest.mark.parametrize("flags, line", [
     ([], "nothing to measure: give --critics or --gates"),
     (["--gates", ""], "cannot be empty"),
-    (["--returns", "r", "--gates", "m"], "--returns needs --critics"),
-    (["--reference", "blind", "--gates", "m"], "--reference goes with --critics"),
+    (["--returns", "r", "--gates", "m"], "--returns and --reference go with --critics"),
+    (["--reference", "blind", "--gates", "m"], "--returns and --reference go with --critics"),
     (["--critics", "a"], "a: must be NAME=PATH"),
     (["--critics", "a/b=c"], "a/b=c: a name cannot contain /, or be . or ..")])
 def test_bad_arguments_are_one_line(capsys, flags, line):
@@ -237,21 +237,16 @@ def test_pair_accuracy_by_hand(monkeypatch, head, accuracy):
     assert common.pair_accuracy(None, examples, ref_values, form, 4096, "cpu") == pytest.approx(accuracy)
 
 
-def test_the_correlation_with_returns_by_hand(monkeypatch):
+def test_the_correlation_with_returns_by_hand():
     """1 where the better action has the higher score, -1 where it has the lower one; task "a" has a state of each, so
     that the mean over tasks is (0 + 1 + .5) / 3."""
     states = [("a", [0.1, 0.2, 0.3], [0.0, 0.5, 1.0]), ("a", [9.0, 8.0, 7.0], [0.0, 0.5, 1.0]),
               ("b", [-5.0, 5.0], [0.0, 1.0]), ("c", [1.0, 2.0, 3.0], [0.0, 1.0, 0.5])]
-    branches, scores = [], []
-    for task, point_scores, returns in states:
-        point = common.DecisionPoint("", {**TASK, "task_id": task}, [], [], [])
-        branches.append((point, returns))
-        scores.append(point_scores)
-    monkeypatch.setattr(critics, "load_tokenizer", lambda folder: None)
-    monkeypatch.setattr(common, "score_actions", lambda critic, tokenizer, points, *_: scores)
-    found = critics.return_correlation({"folder": "c"}, branches, "cpu")
-    assert found["rank_correlation"] == pytest.approx(0.5) and found["num_states"] == 4
-    assert found["ci95"] == pytest.approx([0, 1])
+    tasks, scores, returns = zip(*states)
+    points = [common.DecisionPoint("", {**TASK, "task_id": task}, [], [], []) for task in tasks]
+    measured = critics.return_correlation(points, returns, scores)
+    assert measured["rank_correlation"] == pytest.approx(0.5) and measured["num_states"] == 4
+    assert measured["ci95"] == pytest.approx([0, 1])
 
 
 def test_critics_are_compared_on_pairs_and_monte_carlo_returns(workspace, branches, regression_critic, tmp_path):
@@ -268,8 +263,12 @@ def test_critics_are_compared_on_pairs_and_monte_carlo_returns(workspace, branch
         ids = tuple(row["dialogue_history"][state[2]]["output_ids"])             # equal candidates are one
         means.setdefault(state, {}).setdefault(ids, []).append(row["reward"] == 1)
     means = [[sum(wins) / len(wins) for wins in own.values()] for own in means.values()]
-    assert [returns for _, returns in critics.read_branches(branches[0], backend, {})] == [
-        own for own in means if len(set(own)) > 1]
+    points, returns = critics.read_branches(branches[0], backend, read(branches[0])[0]["tokenizer"])
+    assert returns == [own for own in means if len(set(own)) > 1]
+    everything = json.loads((tmp_path / "out" / "critics.json").read_text())
+    assert list(everything) == ["regression", *backend.ORACLES]      # the oracles are compared with the returns, too
+    scores = [backend.oracle_scores("oracle", point.task, point.history, point.texts) for point in points]
+    assert everything["oracle"] == critics.return_correlation(points, returns, scores)
     assert 0 < found["num_states"] == sum(len(set(own)) > 1 for own in means)
     alone = succeed(SCRIPT, *flags, "--out", tmp_path / "alone")
     assert "pair accuracy" in alone and "rank correlation" not in alone
