@@ -6,7 +6,7 @@ Reads   nothing (--source template), a model and texts (llm), the published file
 Writes  tasks.jsonl, one task a line: {"task_id", "problem_description", "ground_truth", "test_cases"} (pages: without
         "test_cases"; queries: "schema" and "databases" in its place); of template tasks also {"family", "template",
         "facts" (pages: "slots")}, for a human by rule;
-        with --source llm also tasks.rejected.jsonl: {"attempt", "seed_text", "reason", "detail", "reply"};
+        with --source llm also tasks.rejected.jsonl: {"attempt", "seed_text", "reason", "reply"};
         with --trajectories: the published trajectories, and beside them FILE.system_prompt.txt for 02 --system-prompt.
 
 --source template   vague requests; a test fails for each fact that they leave out and the answer gets wrong
@@ -30,32 +30,22 @@ import functools
 import pathlib
 import random
 import re
+import shutil
 import warnings
 
 import common
 from colbench import ColBenchError, domain_of, DOMAINS, in_split, published, SPLITS, task_id, written
 from colbench.scorer import check_tasks, Scorer
-from lib.arguments import (
-    add_overwrite,
-    add_world,
-    argument_parser,
-    num_samples_flag,
-    num_tokens_flag,
-    positive_int,
-    seed_flag,
-    temperature_flag,
-    text_flag,
-)
-from lib.costs import Costs
-from lib.models import work_of
+from lib import flags
 from lib.runtime import (
+    add_costs,
     barrier,
     begin_output,
     InputError,
     is_done,
     is_main,
     map_blocks,
-    new_file,
+    on_main,
     read_jsonl,
     read_text,
     run_stage,
@@ -63,8 +53,8 @@ from lib.runtime import (
     start,
     write_jsonl,
 )
+from lib.sampling import open_sampler
 from lib.servers import ReplyError, strip_thoughts
-from lib.speakers import ask, open_speaker, Sampling, SpeakerOptions
 
 # ---------------------------------------------------------------------------------------------------------------------
 # template tasks
@@ -73,9 +63,8 @@ MOST_DRAWS_IN_VAIN = 300            # of a family, one after the other, until it
 
 
 def make_tasks(domain, num_tasks, seed, split, told):
-    """(num_tasks tasks without repeats, the reasons why draws were dropped). The families take turns; one that has no
-    more is left out."""
-    rng, tasks, dropped = random.Random(seed), {}, []
+    """num_tasks tasks without repeats. The families take turns; one that has no more is left out."""
+    rng, tasks = random.Random(seed), {}
 
     def accept(name):
         if not in_split(name, split):
@@ -83,7 +72,7 @@ def make_tasks(domain, num_tasks, seed, split, told):
         return "repeated" if name in tasks else None
 
     families = sorted(domain.FAMILIES)
-    misses = {family: 0 for family in families}
+    misses = dict.fromkeys(families, 0)
     while len(tasks) < num_tasks:
         if not families:
             raise InputError(f"--num-tasks {num_tasks}: there are only {len(tasks)} different tasks (--split {split})")
@@ -93,32 +82,19 @@ def make_tasks(domain, num_tasks, seed, split, told):
             tasks[task["task_id"]] = task
             misses[family] = 0
             continue
-        dropped.append(task)
         misses[family] += 1
         if misses[family] == MOST_DRAWS_IN_VAIN:
             families.remove(family)
-    return list(tasks.values()), dropped
-
-
-def num_hidden(domain, task):
-    """How many facts the agent has to find out."""
-    facts = domain.facts(task, []) or []
-    return sum(not is_known for _, is_known in facts)
+    return list(tasks.values())
 
 
 def write_template_tasks(args):
     """--source template: write tasks that need no model."""
-    if is_done(args, args.out, []):
+    if is_done(vars(args), args.out, []):
         return
-    begin_output(args, args.out, [])
-    costs, domain = Costs(args.out), DOMAINS[args.domain]
-    tasks, dropped = make_tasks(domain, args.num_tasks, args.seed, args.split, args.told)
-    families = {task["family"] for task in tasks}
-    mean_hidden = sum(num_hidden(domain, task) for task in tasks) / len(tasks)
-    say(f"dropped draws: {counted(dropped) or 'none'}")
-    say(f"{len(tasks):,} tasks of {len(families)} families, {mean_hidden:.2f} facts to find out in each")
+    tasks = make_tasks(DOMAINS[args.domain], args.num_tasks, args.seed, args.split, args.told)
+    begin_output(vars(args), args.out, [])
     write_jsonl(args.out, tasks)
-    costs.record()
 
 
 def counted(items):
@@ -131,57 +107,47 @@ def counted(items):
 # tasks written by a language model: text -> prompt -> reply -> task, or the reason why there is none
 
 def read_seed_texts(path):
-    """The texts of a JSONL file of {"text"}, or of a plain one: its paragraphs, or its lines where none is empty."""
+    """The texts of a JSONL file of {"text"}, or the paragraphs of a plain one."""
     if pathlib.Path(path).suffix == ".jsonl":
         texts = [row["text"] for row in read_jsonl(path, {"text": str})]
     else:
-        content = read_text(path).strip()
-        paragraphs = re.split(r"\n\s*\n", content)
-        texts = paragraphs if len(paragraphs) > 1 else content.split("\n")
-    texts = [text.strip() for text in texts if text.strip()]
+        texts = re.split(r"\n\s*\n", read_text(path))
+    texts = [text.strip()[:written.MAX_SEED_CHARS] for text in texts if text.strip()]
     if not texts:
         raise InputError(f"{path}: no text in it")
-    return [text[:written.MAX_SEED_CHARS] for text in texts]
+    return texts
 
 
-async def ask_all(speaker, prompts, numbers, args):
+async def ask_all(sampler, prompts, numbers, args):
     """The Reply to each prompt, all in flight together; the number of the attempt is the seed."""
     requests = []
     for prompt, number in zip(prompts, numbers):
-        sampling = Sampling((args.seed, number, "task"), args.temperature, args.max_new_tokens)
-        requests.append(ask(speaker, [{"role": "user", "content": prompt}], sampling))
-    return [reply for _, [reply] in await asyncio.gather(*requests)]
+        chat = [{"role": "user", "content": prompt}]
+        requests.append(sampler.sample(chat, 1, args.temperature, args.max_new_tokens, (args.seed, number, "task")))
+    return [reply for [reply] in await asyncio.gather(*requests)]
 
 
-def idea_of(number, texts, seed):
-    """(text, kind of function) that an attempt asks for."""
-    rng = random.Random(f"{seed} {number}")
-    return texts[number % len(texts)], rng.choice(written.KINDS)
-
-
-def attempt_rows(numbers, speaker, loop, texts, scorers, args):
+def attempt_rows(numbers, sampler, loop, texts, scorers, args):
     """Rows of a block of attempts: the reply, and its task or the reason why there is none; repeats aside."""
-    ideas = [idea_of(number, texts, args.seed) for number in numbers]
-    prompts = [written.TASK_PROMPT.format(text=text, kind=kind) for text, kind in ideas]
-    replies = loop.run(ask_all(speaker, prompts, numbers, args))
-    rows, unchecked = [], []
-    for number, (text, _), reply in zip(numbers, ideas, replies):
-        row = {"attempt": number, "seed_text": text, "reason": None, "task": None, "reply": reply.text,
-               "tokens": reply.completion_tokens or 0}
-        rows.append(row)
+    rows, prompts = [], []
+    for number in numbers:
+        text, kind = texts[number % len(texts)], random.Random(f"{args.seed} {number}").choice(written.KINDS)
+        prompts.append(written.TASK_PROMPT.format(text=text, kind=kind))
+        rows.append({"attempt": number, "seed_text": text, "reason": None, "task": None})
+    unchecked = []
+    for row, reply in zip(rows, loop.run(ask_all(sampler, prompts, numbers, args))):
+        row |= {"reply": reply.text, "tokens": reply.completion_tokens or 0}
         task = written.written_task(strip_thoughts(reply.text), reply.ended)
         if isinstance(task, dict):
             unchecked.append((row, task))
         else:
             row["reason"] = task
 
-    tasks = [task for _, task in unchecked]
-    checks, values = check_tasks(tasks, *scorers), scorers[0].reference_results(tasks)
-    for (row, task), check, task_values in zip(unchecked, checks, values):
+    checks = check_tasks([task for _, task in unchecked], *scorers)
+    for (row, task), check in zip(unchecked, checks):
         row["reason"] = reason_against(task, check, args.split)
         if row["reason"] is None:
             row["task"] = {**task, "attempt": row["attempt"]}
-            row["types"] = [type_name(value) for _, value in task_values]
     return rows
 
 
@@ -193,207 +159,152 @@ def reason_against(task, check, split):
     return None if in_split(task["task_id"], split) else "of another split"
 
 
-def type_name(value):
-    """The type of an encoded value (colbench/values.py)."""
-    return value[0] if isinstance(value, list) else type(value).__name__
-
-
 MOST_PROMPT_TOKENS = 16384                                              # of a model that writes tasks
 
 
 def write_model_tasks(args):
-    """--source llm: ask the model in rounds of attempts until --num-tasks of its tasks are kept. A round's attempts are
-    a partial file, which the same command reads or goes on in; how they are batched does not change what is kept."""
+    """--source llm: ask the model in rounds of attempts until --num-tasks of its tasks are kept. A round is a file,
+    which the same command reads or goes on in; how attempts are batched does not change what is kept."""
     warnings.simplefilter("ignore", SyntaxWarning)                      # of what the model writes
-    runtime, out = start(args.seed), pathlib.Path(args.out)
-    inputs = [args.seeds, args.model]
+    runtime = start(args.seed)
     texts = read_seed_texts(args.seeds) if args.seeds else re.split("; |\n", written.TOPICS)
     random.Random(args.seed).shuffle(texts)
-    if is_done(args, out, inputs):
+    inputs, arguments = [args.seeds, args.model], vars(args).copy()
+    del arguments["max_attempts"]                                       # more attempts go on with those that are there
+    if is_done(arguments, args.out, inputs):
         return
     room = MOST_PROMPT_TOKENS + args.max_new_tokens
-    speaker = open_speaker(args.model, SpeakerOptions(runtime.device, args.dtype, args.concurrency, room))
-    runtime = runtime._replace(run_id=begin_output(args, out, inputs))
-    costs = Costs(out, runtime.device)
+    sampler = open_sampler(args.model, runtime.device, args.dtype, args.concurrency, room)
+    begin_output(arguments, args.out, inputs)
+    rounds = pathlib.Path(f"{args.out}.rounds")
+    if args.overwrite and is_main():
+        shutil.rmtree(rounds, ignore_errors=True)
+    barrier()
+    rounds.mkdir(exist_ok=True)
 
     rows, tasks = [], []
-    seen = set(), [], {}                                                # of what is kept, for written.repeat_reason
+    seen = set(), []                                                    # of what is kept, for written.repeat_reason
     scorers = [Scorer(args.unsafe_scorer, hash_seed=number) for number in (0, 1)]
     with asyncio.Runner() as loop, scorers[0], scorers[1]:
+        work = functools.partial(attempt_rows, sampler=sampler, loop=loop, texts=texts, scorers=scorers, args=args)
         while len(tasks) < args.num_tasks and len(rows) < args.max_attempts:
             first = len(rows)
             num_attempts = max(args.num_tasks - len(tasks), args.concurrency)
             numbers = range(first, min(first + num_attempts, args.max_attempts))
             blocks = [numbers[i:i + args.concurrency] for i in range(0, len(numbers), args.concurrency)]
-            work = functools.partial(attempt_rows, speaker=speaker, loop=loop, texts=texts, scorers=scorers, args=args)
-            for row in map_blocks(f"{out}.{runtime.run_id}.{first}.partial", blocks, work, runtime, "attempt"):
+            for row in map_blocks(rounds / f"{first}.jsonl", blocks, work, runtime, "attempt"):
                 if len(tasks) == args.num_tasks:
-                    continue                                     # the rest of the round is not needed
+                    break                                        # the rest of the round is not needed
                 row["reason"] = row["reason"] or written.repeat_reason(row["task"], seen)
                 rows.append(row)
                 if row["reason"] is None:
                     tasks.append(row["task"])
-    barrier()                                                    # all have read the partial files
-    finish_tasks(args, out, rows, tasks, runtime)
-    if speaker.model:
-        costs.works.append(work_of(speaker.model))
-    else:
-        num_tokens = sum(row["tokens"] for row in rows) if is_main() else 0
-        costs.works.append({"generated_tokens": num_tokens})
-    costs.record()
-
-
-def finish_tasks(args, out, rows, tasks, runtime):
-    """Write the rejected replies and the tasks and print what they are like; InputError where tasks are missing."""
-    rejected = out.with_name(out.stem + ".rejected.jsonl")
-    ends, rejected_rows = collections.Counter(), []
-    for row in rows:
-        reason, _, detail = (row["reason"] or "kept").partition(": ")
-        ends[reason] += 1
-        if reason not in ("kept", "of another split"):
-            rejected_rows.append({"attempt": row["attempt"], "seed_text": row["seed_text"], "reason": reason,
-                                  "detail": detail, "reply": row["reply"]})
+    barrier()                                                    # all have read the rounds
+    finish_tasks(args, rows, tasks)
     if is_main():
-        write_jsonl(rejected, rejected_rows)
+        shutil.rmtree(rounds)
+    num_tokens = sum(row["tokens"] for row in rows)
+    add_costs(args.out, generated_tokens=num_tokens)
+
+
+@on_main
+def finish_tasks(args, rows, tasks):
+    """Write the rejected replies and the tasks; InputError where tasks are missing."""
+    out = pathlib.Path(args.out)
+    rejected = out.with_name(out.stem + ".rejected.jsonl")
+    ends = counted((row["reason"] or "kept").partition(": ")[0] for row in rows)
+    rejected_rows = []
+    for row in rows:
+        if row["reason"] not in (None, "of another split"):
+            rejected_rows.append({key: row[key] for key in ("attempt", "seed_text", "reason", "reply")})
+    write_jsonl(rejected, rejected_rows)
     if len(tasks) < args.num_tasks:
         raise InputError(f"--max-attempts {args.max_attempts}: {len(tasks)} of {args.num_tasks} tasks kept "
-                         f"({counted(ends)}; see {rejected}); the same command with a higher one goes on from here")
-    if is_main():
-        write_jsonl(out, tasks)
-        for path in out.parent.iterdir():
-            if path.name.startswith(f"{out.name}.{runtime.run_id}.") and path.name.endswith(".partial"):
-                path.unlink()
-    num_lines = sum(len(task["ground_truth"].splitlines()) for task in tasks)
-    num_words = sum(len(task["problem_description"].split()) for task in tasks)
-    num_longer = sum(task["written_tests"] > written.NUM_TESTS for task in tasks)
-    types = collections.Counter()
-    for row in rows:
-        if row["reason"] is None:
-            types.update(row["types"])
-    say(f"{len(rows):,} attempts: {counted(ends)}\na task has {num_lines / len(tasks):.1f} lines of code and a "
-        f"description of {num_words / len(tasks):.1f} words (means); {num_longer:,} had more than {written.NUM_TESTS} "
-        f"tests\nvalues of the tests: {counted(types)}")
+                         f"({ends}; see {rejected}); the same command with a higher one goes on from here")
+    say(f"{len(rows):,} attempts: {ends}")
+    write_jsonl(out, tasks)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the published tasks and trajectories
 
-def read_published(path, trajectories):
-    """The rows of a published file, as they are but for "task_id", and a trajectory's "sample", where missing."""
-    if not trajectories:
-        return [{**task, "task_id": task_id(task)} for task in common.read_tasks(path)]
-    return common.read_trajectories(path)
-
-
-def write_system_prompt(path, trajectories):
-    """Write the system prompt that the agent of the trajectories had, for 02 --system-prompt."""
-    counts = collections.Counter(map(common.system_prompt, trajectories))
-    num_unread = counts.pop(None, 0)
-    path.unlink(missing_ok=True)
-    if not counts:
-        say("no logged prompt shows a system prompt other than ours")
-        return
-    [(text, count)] = counts.most_common(1)
-    partial = path.with_name(path.name + ".partial")
-    with new_file(partial) as file:
-        file.write(f"{text}\n".encode(errors="backslashreplace"))
-    partial.rename(path)
-    say(f"writes {path}: the system prompt in the logged prompts of {count:,} of {len(trajectories):,} "
-        f"trajectories; {counts.total() - count:,} have another, {num_unread:,} ours or none that can be read")
-
-
-def first_shuffled(items, args, files):
-    """The first --num-tasks of `items` in a seeded order; without the flag all of them, in theirs."""
-    if args.num_tasks is None:
-        return items
-    if args.num_tasks > len(items):
-        names = " and ".join(map(str, files))
-        raise InputError(f"--num-tasks {args.num_tasks}: there are only {len(items)} tasks in {names}")
-    items = list(items)
-    random.Random(args.seed).shuffle(items)
-    return items[:args.num_tasks]
-
-
-def check_published(args):
-    """InputError where the published data have no such part."""
-    if args.domain != "backend" and (args.trajectories or args.split != "all"):
-        raise InputError(f"--domain {args.domain} of --source colbench takes a file whole: no --split and no "
-                         "--trajectories")
-    if args.domain != "backend" and not (args.path and pathlib.Path(args.path).is_file()):
-        raise InputError(f"--path {args.path or 'is missing'}: the published tasks of --domain {args.domain} are "
-                         f"taken from a JSONL file alone; download it from {published.COLBENCH}, pass --path FILE")
-    if args.split == "validation":
-        raise InputError("--split validation: the published data have none, only train and test")
-    if args.trajectories and args.split == "test":
-        raise InputError("--split test: the published trajectories are all of training tasks")
-
-
 def published_paths(args):
-    """The files of what is asked for of the published data."""
-    check_published(args)
+    """The files of what is asked for of the published data; InputError where they have no such part."""
+    parts = published.COLBENCH_TASKS
     if args.trajectories:
-        names = [published.COLBENCH_TRAJECTORIES]
-    elif args.split == "all":
-        names = list(published.COLBENCH_TASKS.values())
-    else:
-        names = [published.COLBENCH_TASKS[args.split]]
+        parts = {"train": published.COLBENCH_TRAJECTORIES}
+    if args.split not in ("all", *parts):
+        raise InputError(f"--split {args.split}: of this the published data have {' and '.join(parts)} only")
+    names = list(parts.values()) if args.split == "all" else [parts[args.split]]
     return published.published_files(names, args.path)
 
 
 def take_published(args):
-    """--source colbench: write published tasks or trajectories to args.out."""
+    """--source colbench: write published tasks or trajectories as they are but for "task_id", and a trajectory's
+    "sample" and "reward", where missing."""
     files, rows = published_paths(args), []
+    if is_done(vars(args), args.out, files):
+        return
     for file in files:
-        rows += read_published(file, args.trajectories)
-    if domain_of(rows[0].get("task", rows[0])) is not DOMAINS[args.domain]:
-        raise InputError(f"{files[0]}: no tasks of --domain {args.domain}")
-    if not args.trajectories:
-        tasks = first_shuffled(rows, args, files)
-        if not is_done(args, args.out, files):
-            begin_output(args, args.out, files)
-            num_repeats = len(tasks) - len({task["task_id"] for task in tasks})
-            say(f"kept {len(tasks):,} of {len(rows):,} tasks, {num_repeats:,} of them repeat another")
-            write_jsonl(args.out, tasks)
-        return
+        rows += common.read_trajectories(file) if args.trajectories else common.read_tasks(file)
+    domain = DOMAINS[args.domain]
+    if domain_of(rows[0].get("task", rows[0])) is not domain:
+        raise InputError(f"{files[0]}: no tasks of --domain {args.domain}; pass --path FILE with such tasks")
+    if args.trajectories:
+        ids = list(dict.fromkeys(row["task_id"] for row in rows))
+        chosen_ids = set(first_shuffled(ids, args.num_tasks, args.seed))
+        chosen = [row for row in rows if row["task_id"] in chosen_ids]
+    else:
+        chosen = first_shuffled(rows, args.num_tasks, args.seed)
+        chosen = [{**task, "task_id": task_id(task)} for task in chosen]
+    begin_output(vars(args), args.out, files)
+    say(f"kept {len(chosen):,} of {len(rows):,} {'trajectories' if args.trajectories else 'tasks'}")
+    if args.trajectories:
+        common.fill_rewards(chosen, vars(args))
+        write_system_prompt(pathlib.Path(f"{args.out}.system_prompt.txt"), chosen)
+    write_jsonl(args.out, chosen)
 
-    ids = list(dict.fromkeys(row["task_id"] for row in rows))
-    chosen_ids = set(first_shuffled(ids, args, files))
-    trajectories = [row for row in rows if row["task_id"] in chosen_ids]
-    if is_done(args, args.out, files):
-        return
-    begin_output(args, args.out, files)
-    samples = collections.Counter(row["task_id"] for row in trajectories)
-    low, high = min(samples.values()), max(samples.values())
-    spread = low if low == high else f"{low} to {high}"
-    say(f"kept {len(trajectories):,} of {len(rows):,} trajectories, {len(samples):,} of {len(ids):,} tasks, "
-        f"{spread} samples a task")
-    open_world = common.scoring_world(DOMAINS[args.domain], args.out, common.world_flags(args))
-    common.fill_rewards(trajectories, open_world)
-    write_system_prompt(pathlib.Path(f"{args.out}.system_prompt.txt"), trajectories)
-    write_jsonl(args.out, trajectories)
+
+def first_shuffled(items, num_items, seed):
+    """The first `num_items` in a seeded order; None: all of them, in theirs."""
+    if num_items is None:
+        return items
+    if num_items > len(items):
+        raise InputError(f"--num-tasks {num_items}: there are only {len(items)} tasks")
+    items = list(items)
+    random.Random(seed).shuffle(items)
+    return items[:num_items]
+
+
+def write_system_prompt(path, trajectories):
+    """Write the system prompt that the agent of most trajectories had, for 02 --system-prompt."""
+    counts = collections.Counter(map(common.system_prompt, trajectories))
+    del counts[None]                                                # ours, or none that can be read
+    path.unlink(missing_ok=True)
+    if counts:
+        [(text, count)] = counts.most_common(1)
+        path.write_text(f"{text}\n", "utf-8", "backslashreplace")
+        say(f"writes {path}: the system prompt in the logged prompts of {count:,} of {len(trajectories):,} "
+            "trajectories")
 
 
 def take_websight(args):
     """--source websight: write the first --num-tasks of the data set, in its order, that are of --split and new."""
     files = published.websight_files(args.path)
-    if is_done(args, args.out, files):
+    if is_done(vars(args), args.out, files):
         return
-    tasks, ends, images = [], collections.Counter(), collections.Counter()
-    for end, task, addresses in published.websight_tasks(args.path, args.split):
+    tasks, ends = [], collections.Counter()
+    for end, task in published.websight_tasks(args.path, args.split):
         ends[end] += 1
         if end == "kept":
             tasks.append(task)
-            images += addresses
         if len(tasks) == args.num_tasks:
             break
     if len(tasks) < args.num_tasks:
         raise InputError(f"--num-tasks {args.num_tasks}: there are only {len(tasks)} tasks in "
                          f"{args.path or published.WEBSIGHT} (rows: {counted(ends)})")
-    begin_output(args, args.out, files)
-    num_unsized = images.pop("", 0)
-    say(f"{ends.total():,} rows in the order of the data set: {counted(ends)}\n"
-        f"{images.total():,} addresses of images rewritten to {published.PHOTO.format('W', 'H')} "
-        f"({counted(images) or 'none'}), {num_unsized:,} of them without a size as {'x'.join(published.PHOTO_SIZE)}")
+    begin_output(vars(args), args.out, files)
+    say(f"{ends.total():,} rows in the order of the data set: {counted(ends)}")
     write_jsonl(args.out, tasks)
 
 
@@ -402,6 +313,8 @@ SOURCES = {
     "llm": write_model_tasks,
     "colbench": take_published,
     "websight": take_websight}
+SOURCES_OF = {"path": ["colbench", "websight"], "trajectories": ["colbench"], "model": ["llm"], "seeds": ["llm"],
+              "max_attempts": ["llm"]}                                  # flags of some sources alone
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -412,87 +325,68 @@ def check(args):
     domain = domain_of(tasks[0])
     if domain.check_data is None:
         raise InputError(f"{args.check}: --check knows nothing to check about {domain.NOUN}s, which have no tests")
-    if args.out and is_done(args, args.out, [args.check]):
+    if args.out and is_done(vars(args), args.out, [args.check]):
         return
-    checks = domain.check_data(tasks, args.unsafe_scorer)
-    num_findings, num_tests = collections.Counter(), 0
+    checks, findings = domain.check_data(tasks, args.unsafe_scorer), []
     for number, row in enumerate(checks, 1):
-        num_tests += row["num_tests"]
-        num_findings.update(row["findings"].keys())
+        findings += row["findings"]
         for what, detail in row["findings"].items():
             say(f"{args.check}:{number}: {what} ({detail})")
     constants = [row["constant"] for row in checks]
-    say(f"{len(checks):,} tasks, {num_tests:,} tests: {counted(num_findings) or 'no finding'}\n"
+    num_tests = sum(row["num_tests"] for row in checks)
+    say(f"{len(checks):,} tasks, {num_tests:,} tests: {counted(findings) or 'no finding'}",
         f"the best constant answer for each task passes {sum(constants) / len(constants):.1%} of the tests and "
         f"solves {constants.count(1) / len(constants):.1%} of the tasks")
     if args.out:
-        begin_output(args, args.out, [args.check])
+        begin_output(vars(args), args.out, [args.check])
         write_jsonl(args.out, checks)
 
 
 def parse_args(argv=None):
-    parser = argument_parser(__doc__)
-    parser.add_argument("--source", choices=list(SOURCES), default="template",
-                        help="where tasks come from")
-    parser.add_argument("--domain", choices=list(DOMAINS), default="backend",
-                        help="functions, pages or queries; llm: only functions, websight: only pages")
-    # a model that writes tasks
-    parser.add_argument("--model", type=text_flag,
-                        help="llm: who writes the tasks: a folder, a hub id, smollm2, or a server "
-                        "http://HOST:PORT/v1#NAME")
-    parser.add_argument("--seeds", type=text_flag, metavar="FILE",
-                        help="llm: texts that give the ideas: JSONL with \"text\", or plain "
-                        "paragraphs or lines; without it our own topics")
-    parser.add_argument("--max-attempts", type=positive_int, help="llm: replies after which it gives up (where "
-                        "not given: 20 a task, divided by the share of --split)")
-    parser.add_argument("--temperature", type=temperature_flag, default=1.0, help="llm: of the model")
-    parser.add_argument("--max-new-tokens", type=num_tokens_flag, default=2048, help="llm: tokens of a reply")
-    parser.add_argument("--concurrency", type=num_samples_flag, default=64, help="llm: attempts in flight")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
-                        help="llm: arithmetic of a local model")
-    # the published data
-    parser.add_argument("--path", type=text_flag, metavar="LOCAL_COPY",
-                        help="colbench: a folder with the published files, or one "
-                        "JSONL file, which is taken whole; websight: a parquet or JSONL file, or a folder of parquet "
-                        "files; without it they are downloaded from the hub")
-    parser.add_argument("--trajectories", action="store_true", help="colbench: take the offline trajectories instead")
-    # the tasks
-    parser.add_argument("--num-tasks", type=positive_int,
-                        help="tasks to write, in an order by --seed (where not given: all of colbench, else 1000); "
-                        "websight: in its own order")
+    parser = flags.argument_parser(__doc__)
+    parser.add_argument("--source", choices=list(SOURCES), default="template", help="where tasks come from")
+    parser.add_argument("--domain", choices=list(DOMAINS), default="backend", help="llm: backend, websight: frontend")
+    parser.add_argument("--num-tasks", type=flags.positive_int, help="(None: all of colbench, else 1000)")
     parser.add_argument("--split", choices=["all", *SPLITS], default="all",
                         help="which part: disjoint by content; colbench: a published file (no validation)")
     parser.add_argument("--told", choices=["none", "some", "all"], default="some",
                         help="facts that the request states: none, one (of a page one or two) in 30 %% of the tasks, "
                         "or all (clear requests)")
-    parser.add_argument("--seed", type=seed_flag, default=0, help="seed of the tasks")
-    parser.add_argument("--check", type=text_flag, metavar="FILE",
-                        help="check the tasks of this file instead of making tasks")
-    parser.add_argument("--out", type=text_flag,
-                        help="tasks file to write (JSONL); with --check its findings, a row a task (optional)")
-    add_world(parser)
-    add_overwrite(parser)
+    parser.add_argument("--seed", type=flags.seed_flag, default=0, help="seed of the tasks, or of their order")
+    parser.add_argument("--out", help="tasks file to write (JSONL); with --check its findings (optional)")
+    parser.add_argument("--check", metavar="FILE", help="check the tasks of this file instead of making any")
+    # the published data
+    parser.add_argument("--path", metavar="LOCAL_COPY", help="colbench: a folder with the published files, or one "
+                        "JSONL file, which is taken whole; websight: a parquet or JSONL file, or a folder of parquet "
+                        "files (None: from the hub)")
+    parser.add_argument("--trajectories", action="store_true", help="colbench: take the offline trajectories instead")
+    # a model that writes tasks
+    parser.add_argument("--model", help="llm: a folder, a hub id, smollm2, or a server http://HOST:PORT/v1#NAME")
+    parser.add_argument("--seeds", metavar="FILE",
+                        help='llm: texts that give the ideas: JSONL with "text", or paragraphs (None: our topics)')
+    parser.add_argument("--max-attempts", type=flags.positive_int,
+                        help="llm: replies after which it gives up (None: 20 a task, divided by the share of --split)")
+    parser.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="llm: of the model")
+    parser.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=2048, help="llm: tokens of a reply")
+    parser.add_argument("--concurrency", type=flags.num_samples_flag, default=64, help="llm: attempts in flight")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="llm: of a local model")
+    flags.add_world(parser)
+    flags.add_overwrite(parser)
     args = parser.parse_args(argv)
     if not args.out and not args.check:
         parser.error("the following arguments are required: --out")
-    if args.path and args.source not in ("colbench", "websight"):
-        parser.error("--path needs --source colbench or websight")
-    if args.trajectories and args.source != "colbench":
-        parser.error("--trajectories needs --source colbench")
+    for name, sources in SOURCES_OF.items():
+        if getattr(args, name) and args.source not in sources:
+            parser.error(f"--{name.replace('_', '-')} needs --source {' or '.join(sources)}")
     if args.source == "websight":
         args.domain = "frontend"
-    if args.source == "llm" and args.domain != "backend":
-        parser.error("--source llm writes functions only (--domain backend)")
-    needs_model = args.source == "llm"
-    if needs_model and not args.model:
-        parser.error("--source llm needs --model")
-    if not needs_model and (args.model or args.seeds or args.max_attempts):
-        parser.error("--model, --seeds and --max-attempts need --source llm")
     if args.source != "colbench" and args.num_tasks is None:
         args.num_tasks = 1000
-    if args.source == "llm" and args.max_attempts is None:
+    if args.source == "llm":
+        if not args.model or args.domain != "backend":
+            parser.error("--source llm needs --model, and writes functions only (--domain backend)")
         share_percent = 100 if args.split == "all" else len(SPLITS[args.split])
-        args.max_attempts = 20 * args.num_tasks * 100 // share_percent
+        args.max_attempts = args.max_attempts or 20 * args.num_tasks * 100 // share_percent
     return args
 
 

@@ -9,13 +9,13 @@ Bradley-Terry on pairs of trajectories of one task, the chosen one with the high
     eq. 2   -log s( b sum_t A(o_t+, a_t+, c) - b sum_t A(o_t-, a_t-, c) ) + nll_coef * mean NLL of the chosen
 L: tokens of the turn; s: the sigmoid; b: --beta.
 
---reference blind   p_ref does not read c: log p(a|o, c) - log p_ref(a|o). Before the first step A is how much likelier
-                    c makes a turn, not 0. (04 has a flag of this name for ranking alone.)
---no-privileged     leaves c out
---normalize none    leaves out 1/L (trajectory: one mean over all agent tokens, as in the published code)
---head regression   a linear head on the mean of a turn's last hidden states gives its advantage, trained by eq. 2
---head value        the head gives the logit of the return after each turn of every trajectory, trained by binary
-                    cross-entropy
+--reference-sees-c no   p_ref does not read c: log p(a|o, c) - log p_ref(a|o). Before the first step A is how much
+                        likelier c makes a turn, not 0. (04 has a flag of this name for ranking alone.)
+--no-privileged         leaves c out
+--normalize none        leaves out 1/L (trajectory: one mean over all agent tokens, as in the published code)
+--head regression       a linear head on the mean of a turn's last hidden states gives its advantage, trained by eq. 2
+--head value            the head gives the logit of the return after each turn of every trajectory, trained by binary
+                        cross-entropy
 Reports the pair accuracy on tasks that are held out, by default 5 % of them; otherwise nothing differs from the paper.
 A visual critic, for pages: a --model of the Qwen2-VL family with one of these heads. It reads the request, what the
 human said last, and the images of c and of what the agent has made; its head sees the mean over all of these tokens.
@@ -27,7 +27,6 @@ human said last, and the images of c and of what the agent has made; its head se
 import collections
 import functools
 import hashlib
-import math
 import pathlib
 
 import torch
@@ -36,23 +35,34 @@ import torch.nn.functional as F
 import common
 from colbench import ColBenchError, domain_of
 from lib import training
-from lib.arguments import add_training, argument_parser, positive_int, REFERENCES, set_preset, share_flag
-from lib.costs import Costs
-from lib.memory import dry_run
-from lib.models import load_tokenizer, lora_config, reads_images, Sharding, weights_fingerprint, work_of
-from lib.runtime import begin_output, InputError, is_done, run_stage, say, start, write_json
+from lib.flags import add_training, argument_parser, positive_int, set_preset, share_flag, yes_or_no
+from lib.memory import dry_run, PlannedStep
+from lib.models import load_tokenizer, lora_config, reads_images, Sharding, weights_fingerprint
+from lib.runtime import add_costs, begin_output, InputError, is_done, run_stage, say, start, write_json
 from lib.tracking import check_track, Track
-from lib.vision import check_visual_critic, load_processor
+from lib.vision import critic_processor, Sight
 
 # ---------------------------------------------------------------------------------------------------------------------
 # losses
 
-def bradley_terry_loss(chosen_scores, rejected_scores, beta):
+def bradley_terry_losses(chosen_scores, rejected_scores, beta):
     """Eq. 2 without its NLL term, from scores of trajectories (P,). Returns (losses, chosen_rewards, rejected_rewards),
     each (P,)."""
     chosen_rewards = beta * chosen_scores                                                         # (P,)
     rejected_rewards = beta * rejected_scores                                                     # (P,)
     return -F.logsigmoid(chosen_rewards - rejected_rewards), chosen_rewards, rejected_rewards
+
+
+def pair_losses(advantages, values, lengths, beta, nll_coef):
+    """Eq. 2 of pairs of trajectories: (losses (P,), {name: (P,)} for the log).
+
+    advantages, values, lengths   of each turn, (2P, M): eq. 3; its log-probability under the critic (of a head its
+                                  number, and nll_coef is 0); its tokens, 0 where there is no such turn. The chosen
+                                  trajectory of a pair, then its rejected one, and so on"""
+    scores = advantages.sum(1)                                       # (2P,) of trajectories: sums over turns
+    losses, chosen_rewards, rejected_rewards = bradley_terry_losses(scores[0::2], scores[1::2], beta)
+    nll = -values[0::2].sum(1) / lengths[0::2].sum(1)                # (P,) a mean over the chosen one's agent tokens
+    return losses + nll_coef * nll, {"chosen": chosen_rewards, "rejected": rejected_rewards, "nll": nll}
 
 
 def value_losses(values, labels, lengths):
@@ -70,73 +80,11 @@ def last_values(values, lengths):
     return values.gather(1, num_turns - 1).squeeze(1)
 
 
-def batch_loss(values, ref_values, lengths, shares, args):
-    """Eq. 2 over a micro-batch of pairs of trajectories. Returns (loss, numbers for the log).
-
-    values, ref_values   of each turn, under critic and reference, (2P, M): its log-probability (common.action_logps)
-                         or, of a head, its number. The chosen trajectory of a pair, then its rejected one, and so on
-    lengths              the turns' numbers of tokens, (2P, M)
-    shares               of each pair in the step's loss, (P,)"""
-    advantages = common.action_advantages(values, ref_values, lengths, args.normalize)              # (2P, M), eq. 3
-    scores = advantages.sum(1)                                       # (2P,) of trajectories: sums over turns
-    chosen, rejected = scores[0::2], scores[1::2]                                                 # (P,)
-    losses, chosen_rewards, rejected_rewards = bradley_terry_loss(chosen, rejected, args.beta)
-    # Of a head these are no log-probabilities; nll_coef is then 0 (parse_args), and "nll" is not logged.
-    chosen_logps = values[0::2].sum(1)                                                            # (P,)
-    chosen_tokens = lengths[0::2].sum(1)                                                          # (P,)
-    nll = -chosen_logps / chosen_tokens                                                           # (P,)
-    loss = ((losses + args.nll_coef * nll) * shares).sum()
-    numbers = training.preference_numbers(chosen_rewards, rejected_rewards, nll, shares, args.dtype)
-    if args.head != "lm":
-        del numbers["nll"]
-    return loss, numbers
-
-
-def value_batch_loss(values, labels, lengths, shares):
-    """The value head's loss over a micro-batch of trajectories. Returns (loss, numbers for the log).
-    labels: their returns, (B,)."""
-    loss = (value_losses(values, labels, lengths) * shares).sum()
-    is_right = (last_values(values, lengths) > 0) == (labels > 0.5)                               # (B,)
-    return loss, {"acc": (is_right * shares).sum().item()}
-
-
 def is_held_out(task_id, fraction):
     """Whether a task's hash puts it into the held-out fraction; all data of a task fall on the same side."""
     digest = hashlib.sha256(f"held out {task_id}".encode(errors="backslashreplace"))
     number = int(digest.hexdigest()[:8], 16)                         # below 2 ** 32
     return number / 2 ** 32 < fraction
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-# Table 5 of the paper, as far as it differs from the defaults
-PRESETS = {name: {"epochs": epochs, "dtype": "bfloat16", "activation_checkpointing": True}
-           for name, epochs in (("paper-backend", 4), ("paper-frontend", 8))}
-
-
-def parse_args(argv=None):
-    parser = argument_parser(__doc__)
-    add_training(parser, max_length=8192)
-    parser.add_argument("--epochs", type=positive_int, default=4, help="passes over the examples")
-    parser.add_argument("--batch-size", type=positive_int, default=8, help="examples a step, over all ranks: pairs of "
-                        "trajectories; with --head value trajectories")
-    group = parser.add_argument_group("the critic")
-    group.add_argument("--head", choices=["lm", "regression", "value"], default="lm",
-                       help="what scores a turn, see above")
-    group.add_argument("--no-privileged", action="store_true", help="leave c out")
-    group.add_argument("--reference", choices=REFERENCES, default="informed", help="informed: the reference of eq. 3 "
-                       "reads c, as the paper prints it; blind: it reads the dialogue alone")
-    group.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn", help="see above")
-    group.add_argument("--held-out-frac", type=share_flag, default=0.05,
-                       help="share of the tasks kept for the accuracy")
-    set_preset(parser, PRESETS, argv)
-    args = parser.parse_args(argv)
-    if args.reference == "blind" and (args.no_privileged or args.head != "lm"):
-        parser.error("--reference blind goes with --head lm, without --no-privileged: no other critic compares prompts "
-                     "with c and without")
-    if args.head != "lm":
-        args.normalize, args.nll_coef = "none", 0.0                  # a head sees a mean, and gives no probability
-    return args
 
 
 def read_pairs(trajectories, args):
@@ -160,49 +108,36 @@ def read_pairs(trajectories, args):
     return train, test
 
 
-def critic_examples(trajectories, groups, tokenizer, show, args, needed=True):
-    """Make examples of groups of trajectory numbers. Returns (groups, examples, ref_examples) of those that are short
-    enough. ref_examples: what the reference reads, the same or, where it is blind, the same without c.
-    needed: InputError where none is left."""
-    form = critic_form(args)
-    examples = common.trajectory_examples(trajectories, groups, tokenizer, form["privileged"], show, args.max_length)
-    if needed:
-        fitting = training.fitting_numbers(examples, args.max_length, "examples to train on", args.trajectories)
-    else:
-        fitting = training.fitting_numbers(examples, args.max_length, "held-out pairs")
-    groups = [groups[i] for i in fitting]
-    examples = [examples[i] for i in fitting]
-    ref_examples = common.reference_examples(form, examples, trajectories, groups, tokenizer)
-    return groups, examples, ref_examples
+def examples_of(trajectories, groups, reader, args):
+    """(groups, examples, ref_examples) of those groups of trajectory numbers that are short enough. ref_examples: what
+    the reference reads, the same or, with --reference-sees-c no, the same without c.
+    reader: the tokenizer or, of a critic that sees, vision.Sight."""
+    sight = reader if isinstance(reader, Sight) else None
+    examples = ref_examples = common.trajectory_examples(trajectories, groups, reader, not args.no_privileged, sight)
+    if not args.reference_sees_c:
+        ref_examples = common.trajectory_examples(trajectories, groups, reader, sees_c=False)
+    fitting = training.fitting_numbers(examples, args.max_length)
+    return [[rows[i] for i in fitting] for rows in (groups, examples, ref_examples)]
 
 
-def critic_form(args):
-    """The part of critic.json that scores depend on."""
-    return {"head": args.head, "normalize": args.normalize, "privileged": not args.no_privileged,
-            "reference_sees": args.reference}
+def open_reader(domain, args):
+    """What makes tokens of dialogues: the tokenizer of --model or, of a critic that sees, vision.Sight."""
+    if not reads_images(args.model):
+        return load_tokenizer(args.model)
+    processor = critic_processor(args.model, args.head, domain, args.trajectories)
+    return common.sight_of(processor, domain, vars(args))
 
 
-def open_visual(domain, args):
-    """(processor, show) of a model that reads images: `show` renders what it is shown (common.show_documents)."""
-    check_visual_critic(args, domain)
-    processor = load_processor(args.model)
-    say(f"a visual critic; images are scaled to at most {processor.image_processor.size['longest_edge']:,} pixels")
-    world_flags = common.world_flags(args)
-    return processor, common.renderer(domain, args.out, world_flags)
-
-
-def train(scorer, examples, targets, args, run, costs):
-    """Train the scorer's model on the examples, from the last checkpoint.
+def train(scorer, examples, targets, args, run):
+    """Train the scorer's model on the examples, from the last saved state.
     targets: of each example what the reference says of its turns (common.reference_logps); with --head value the
     return of its trajectory."""
     batches = training.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
-    steps_an_epoch = math.ceil(len(examples) / args.batch_size)
     say(f"{len(examples):,} examples, {len(batches):,} steps of {args.batch_size}")
     optimizer = training.adamw(scorer, args.lr)
-    checkpoints = training.Checkpoints(args.out, scorer, optimizer)
-    first = checkpoints.load()
-    open_track = functools.partial(Track, args.track, args.out, vars(args))
-    log = training.StepLog(args.out, first, len(batches), args.log_every, open_track)
+    states = training.States(args.out, scorer, optimizer)
+    first = states.load()
+    log = training.StepLog(args.out, first, len(batches), functools.partial(Track, args.track, args.out, vars(args)))
     scorer.train()
     for step in range(first, len(batches)):
         torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same
@@ -210,84 +145,126 @@ def train(scorer, examples, targets, args, run, costs):
         sums = collections.Counter()
         for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
-            batch = common.collate(common.items_of(micro_examples), run.device)
+            batch = scorer.collate(common.items_of(micro_examples), run.device)
             values = scorer(batch)                                  # (B, M): a value for each turn
-            shares = weights / len(batch_examples)                  # (examples,)
             if args.head == "value":
-                labels = torch.tensor([targets[i] for i in micro], device=run.device)              # (examples,)
-                loss, numbers = value_batch_loss(values, labels, batch.lengths, shares)
+                labels = torch.tensor([targets[i] for i in micro], device=run.device)              # (B,)
+                losses = value_losses(values, labels, batch.lengths)                               # (B,)
+                numbers = {"acc": (last_values(values, batch.lengths) > 0) == (labels > 0.5)}
             else:
                 ref_values = common.padded_outputs([targets[i] for i in micro], run.device)        # (B, M)
-                loss, numbers = batch_loss(values, ref_values, batch.lengths, shares, args)
+                advantages = common.action_advantages(values, ref_values, batch.lengths, args.normalize)    # eq. 3
+                losses, numbers = pair_losses(advantages, values, batch.lengths, args.beta, args.nll_coef)  # eq. 2
+                numbers = training.preference_numbers(**numbers, dtype=args.dtype)
+                if args.head != "lm":
+                    del numbers["nll"]                              # a head's numbers are no log-probabilities
+            weights = weights / len(batch_examples)                 # (examples,)
+            loss = (losses * weights).sum()
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
-            num_tokens = training.num_tokens(micro_examples, weights)
-            sums.update(loss=loss.item(), **numbers, num_tokens=num_tokens)
+            sums.update(training.weighted_sums({"loss": losses, **numbers}, weights))
+            sums["num_tokens"] += training.num_tokens(micro_examples, weights)
         done = step + 1
         lr = training.learning_rate(step, len(batches), args.lr)
         where = f"{args.out}: step {done} of {len(batches)}"
         tasks = {example.task_id for example in batch_examples}
-        numbers = training.optimizer_step(scorer, optimizer, sums, lr, where, tasks)     # num_tokens is one of them
-        log.step(done, **numbers)
-        if done % args.save_every == 0 or done % steps_an_epoch == 0 or done == len(batches):
-            checkpoints.save(done)
-            costs.record(log.total_tokens)
-    checkpoints.wait()
-    costs.record(log.total_tokens)
+        log.step(done, **training.optimizer_step(scorer, optimizer, sums, lr, where, tasks))
+        if done % args.save_every == 0 or done == len(batches):
+            states.save(done)
+            add_costs(args.out, folder=True, trained_tokens=log.take_tokens())
+    states.wait()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+# Table 5 of the paper, as far as it differs from the defaults
+PRESETS = {name: {"epochs": epochs, "dtype": "bfloat16", "activation_checkpointing": True}
+           for name, epochs in (("paper-backend", 4), ("paper-frontend", 8))}
+
+
+def parse_args(argv=None):
+    parser = argument_parser(__doc__)
+    add_training(parser, max_length=8192)
+    parser.add_argument("--epochs", type=positive_int, default=4, help="passes over the examples")
+    parser.add_argument("--batch-size", type=positive_int, default=8, help="examples a step, over all ranks: pairs of "
+                        "trajectories; with --head value trajectories")
+    group = parser.add_argument_group("the critic")
+    group.add_argument("--head", choices=["lm", "regression", "value"], default="lm",
+                       help="what scores a turn, see above")
+    group.add_argument("--no-privileged", action="store_true", help="leave c out")
+    group.add_argument("--reference-sees-c", type=yes_or_no, default=True, metavar="yes|no", help="whether the "
+                       "reference of eq. 3 reads c, as in the paper, or the dialogue alone")
+    group.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn", help="see above")
+    group.add_argument("--held-out-frac", type=share_flag, default=0.05,
+                       help="share of the tasks kept for the accuracy")
+    set_preset(parser, PRESETS, argv)
+    args = parser.parse_args(argv)
+    if not args.reference_sees_c and (args.no_privileged or args.head != "lm"):
+        parser.error("--reference-sees-c no goes with --head lm, without --no-privileged: no other critic compares "
+                     "prompts with c and without")
+    if args.head != "lm":
+        args.normalize, args.nll_coef = "none", 0.0                  # a head sees a mean, and gives no probability
+    return args
 
 
 def main(argv=None):
     args = parse_args(argv)
+    sharding = Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed, args.compile)
     if args.dry_run:
-        return dry_run(args, args.batch_size, common.token_logps, 1 if args.head == "value" else 2)
+        rows = 1 if args.head == "value" else 2
+        lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
+        return dry_run(args.model, PlannedStep(args.dry_run, sharding, args.batch_size, args.micro_batch_size, rows,
+                                               args.max_length, lora=lora), common.token_logps)
     run = start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
     inputs = [args.trajectories, args.model]
-    if is_done(args, args.out, inputs, folder=True):
+    if is_done(vars(args), args.out, inputs, folder=True):
         return
-    lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
     check_track(args.track)
-    world_flags = common.world_flags(args)
-    common.fill_rewards(trajectories, common.scoring_world(domain, args.out, world_flags))
+    lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
+    common.fill_rewards(trajectories, vars(args))
     train_groups, test_groups = read_pairs(trajectories, args)
-    visual = reads_images(args.model)
-    if visual:
-        tokenizer, show = open_visual(domain, args)
-        begin_output(args, args.out, inputs, training.FILES)        # its screenshots are drawn beside it
-    else:
-        tokenizer, show = load_tokenizer(args.model), None
-    train_groups, examples, ref_examples = critic_examples(trajectories, train_groups, tokenizer, show, args)
-    _, test_examples, ref_test_examples = critic_examples(trajectories, test_groups, tokenizer, show, args,
-                                                          needed=False)
-    if not visual:
-        begin_output(args, args.out, inputs, training.FILES)
-    costs = Costs(args.out, run.device)
-    training.show_samples(tokenizer, examples[0])
+    reader = open_reader(domain, args)
+    train_groups, examples, ref_examples = examples_of(trajectories, train_groups, reader, args)
+    _, test_examples, ref_test_examples = examples_of(trajectories, test_groups, reader, args)
+    if not examples:
+        raise InputError(f"{args.trajectories}: no examples to train on: all are longer than --max-length "
+                         f"{args.max_length}")
+    begin_output(vars(args), args.out, inputs, folder=True)
 
     # The reference is this model before its first update; its log-probabilities are computed once, by the same function
-    sharding = Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed)
     scorer = common.load_scorer(args.model, run, sharding, lora, has_head=args.head != "lm")
     common.check_positions(common.items_of(examples + test_examples), scorer.model)
-    costs.trained = work_of(scorer.model)
-    critic = {**critic_form(args), "visual": visual, "beta": args.beta, "reference": args.model,
-              "reference_fingerprint": weights_fingerprint(args.model),
-              "held_out_pair_accuracy": None, "num_held_out_pairs": len(test_examples)}
-    all_ref_examples = ref_examples + ref_test_examples
-    ref_values = common.reference_logps(args.out, scorer, all_ref_examples, args.max_tokens, run.device)
+    tokenizer = scorer.processor or reader
+    training.show_samples(tokenizer, examples[0])
+    ref_values = common.reference_logps(args.out, scorer, ref_examples + ref_test_examples, args.max_tokens, run.device)
+    targets = ref_values[:len(examples)]
     if args.head == "value":
         targets = [float(domain.outcome(trajectories[number])) for [number] in train_groups]
-    else:
-        targets = ref_values[:len(examples)]
-    train(scorer, examples, targets, args, run, costs)
+    train(scorer, examples, targets, args, run)
+
+    critic = common.Critic(args.out, args.model, args.head, args.normalize, not args.no_privileged,
+                           args.reference_sees_c, isinstance(reader, Sight))
+    accuracy = None
     if test_examples:
-        critic["held_out_pair_accuracy"] = accuracy = common.pair_accuracy(
-            scorer, test_examples, ref_values[len(examples):], critic, args.max_tokens, run.device)
-        say(f"held-out pair accuracy: {accuracy:.3f} on {len(test_examples)} pairs of tasks that were not trained on")
-    else:
-        say("held-out pair accuracy: not measured, no held-out pairs")
+        accuracy = common.pair_accuracy(scorer, test_examples, ref_values[len(examples):], critic, args.max_tokens,
+                                        run.device)
+    say(f"held-out pair accuracy: {accuracy:.3f} on {len(test_examples)} pairs of tasks that were not trained on"
+        if test_examples else "held-out pair accuracy: not measured, no held-out pairs")
     if run.rank == 0:
-        write_json(pathlib.Path(args.out) / "critic.json", critic)
+        write_json(pathlib.Path(args.out) / "critic.json", {
+            "head": critic.head,
+            "normalize": critic.normalize,
+            "privileged": critic.sees_c,
+            "reference_sees_c": critic.ref_sees_c,
+            "visual": critic.is_visual,
+            "beta": args.beta,
+            "reference": args.model,
+            "reference_fingerprint": weights_fingerprint(args.model),
+            "held_out_pair_accuracy": accuracy,
+            "num_held_out_pairs": len(test_examples)})
     training.finish_training(args.out, scorer, tokenizer, args.merge)
+    add_costs(args.out, folder=True)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,7 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
                  of the worse, and train by single-turn DPO:
     eq. 4        -log s( b log[p(a+|o) / p_ref(a+|o)] - b log[p(a-|o) / p_ref(a-|o)] ) + nll_coef * mean NLL of a+
                  with s the sigmoid, b --beta, and sums over the tokens of an action (end of turn included).
-                 --reference blind: p_ref of eq. 3 does not read c, as in the published code (default: as trained).
-                 --answer-coef adds the mean NLL of a right answer that is logged, drawn for each example: an agent that
-                 learns to ask keeps how it answers. The paper has no such term.
-                 With --answers-by-outcome no pair chooses an answer, except in the last turn of a logged dialogue whose
-                 answer was right: a critic that sees c likes lucky guesses. The paper has no such rule.
+                 --reference-sees-c no: p_ref of eq. 3 does not read c, as in the published code (None: as trained).
 --method mtdpo   Multi-turn DPO: the same loss on pairs of trajectories of one task, all agent tokens summed.
 --method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (where returns are
                  graded: of the best trajectory of each task).
@@ -28,7 +24,6 @@ Other methods are forks of this file, in examples/: docs/fork.md.
     torchrun --nproc-per-node 8 04_train_policy.py --method sweet --trajectories trajectories.jsonl \\
         --model meta-llama/Llama-3.1-8B-Instruct --critic critic --dtype bfloat16 --out policy
 """
-import asyncio
 import collections
 import functools
 import gc
@@ -38,17 +33,15 @@ import random
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 import common
 from colbench import ColBenchError, domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
 from lib import training
-from lib.arguments import (
+from lib.flags import (
     add_reference,
     add_training,
     argument_parser,
-    non_negative_float,
     num_samples_flag,
     num_tokens_flag,
     positive_int,
@@ -57,22 +50,10 @@ from lib.arguments import (
     temperature_flag,
     text_flag,
 )
-from lib.costs import Costs, say_made_with
-from lib.engine import generate
-from lib.memory import dry_run
-from lib.models import (
-    encode,
-    fresh_model,
-    load_model,
-    load_tokenizer,
-    lora_config,
-    max_positions,
-    reads_images,
-    Sharding,
-    stop_ids,
-    work_of,
-)
+from lib.memory import dry_run, PlannedStep
+from lib.models import encode, fresh_model, load_tokenizer, lora_config, max_positions, reads_images, Sharding
 from lib.runtime import (
+    add_costs,
     begin_output,
     gather,
     InputError,
@@ -86,12 +67,10 @@ from lib.runtime import (
     start,
     write_jsonl,
 )
-from lib.seeds import server_seed, uniforms
-from lib.servers import is_server, open_server, ReplyError, said, server_reply
-from lib.speakers import Failures, ids_fault, run_concurrently, server_line, Speaker
-from lib.statistics import average_ranks
-from lib.tables import aligned
+from lib.sampling import add_rows, finish_rows, open_sampler
+from lib.servers import is_server, said
 from lib.tracking import check_track, Track
+from lib.vision import load_processor
 
 # ---------------------------------------------------------------------------------------------------------------------
 # losses
@@ -104,47 +83,21 @@ def dpo_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps,
     return -F.logsigmoid(chosen_rewards - rejected_rewards), chosen_rewards, rejected_rewards
 
 
-def batch_loss(logps, ref_logps, lengths, examples, shares, args):
-    """(loss, numbers for the log) of a micro-batch. Examples with pairs: eq. 4; without: minus their log-likelihood.
+def pair_losses(logps, ref_logps, lengths, beta, nll_coef):
+    """Eq. 4 of pairs of actions: (losses (P,), {name: (P,)} for the log).
 
-    logps, ref_logps   (B, M) log-probabilities of each item's actions under the policy and under the model at the start
-                       (None where the method has no reference). B: items of all examples; without pairs one an example
-    lengths            (B, M) tokens of each action
-    shares             (examples,) the weight of one term of each example: 1 over the step's num_terms, 0 for a stand-in
-                       (training.rank_batches). A term is a pair (P of them here) or a token to imitate"""
-    if not examples[0].pairs:
-        return -(logps.sum(1) * shares).sum(), {}
-    pairs = common.batch_pairs(examples)                                                          # (P, 2, 2)
-    num_pairs = torch.tensor([len(example.pairs) for example in examples], device=shares.device)
-    pair_shares = shares.repeat_interleave(num_pairs)                                             # (P,)
-    chosen, rejected = common.chosen_and_rejected(logps, pairs)                                   # (P,)
-    ref_chosen, ref_rejected = common.chosen_and_rejected(ref_logps, pairs)                       # (P,)
-    chosen_lengths, _ = common.chosen_and_rejected(lengths, pairs)                                # (P,)
-    losses, chosen_rewards, rejected_rewards = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta)
-    nll = -chosen / chosen_lengths                                   # (P,) a mean over the chosen action's tokens
-    loss = ((losses + args.nll_coef * nll) * pair_shares).sum()
-    numbers = training.preference_numbers(chosen_rewards, rejected_rewards, nll, pair_shares, args.dtype)
-    if args.answer_coef:                                             # two items an example (with_right_answers)
-        answer_logps, answer_lengths = logps[1::2].sum(1), lengths[1::2].sum(1)                   # (examples,)
-        answer_nll = -answer_logps / answer_lengths                                               # (examples,)
-        answer_loss = (answer_nll * num_pairs * shares).sum()        # a mean over pairs, as the other terms
-        loss = loss + args.answer_coef * answer_loss
-        numbers["answer_nll"] = answer_loss.item()
-    return loss, numbers
-
-
-def num_terms(example):
-    """How many terms an example adds to the loss of its step: its pairs or, where turns are imitated, its tokens."""
-    if example.pairs:
-        return len(example.pairs)
-    return common.num_action_tokens(example)
+    logps, ref_logps   of the chosen and the rejected action of each pair, (P, 2): its log-probability under the policy
+                       and under the model at the start
+    lengths            their tokens, (P, 2)"""
+    losses, chosen_rewards, rejected_rewards = dpo_loss(*logps.T, *ref_logps.T, beta)
+    nll = -logps[:, 0] / lengths[:, 0]                               # (P,) a mean over the chosen action's tokens
+    return losses + nll_coef * nll, {"chosen": chosen_rewards, "rejected": rejected_rewards, "nll": nll}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# SWEET's turns: the states in which actions are compared
+# sweet: the states in which actions are compared
 
-SAMPLED_TOGETHER = 128          # states of a block; a killed run repeats at most one block on each rank
-SCORED_TOGETHER = 64
+SCORED_TOGETHER = 64            # states of a block; a killed run repeats at most one
 
 # The rows of candidates.jsonl, for one of another run (--candidates)
 CANDIDATE = record({"text": str, "ids": token_ids, "ended": bool})
@@ -155,24 +108,22 @@ CANDIDATES = record({"task_id": label, "sample": int, "turn": whole(0), "prompt"
 def read_states(trajectories, tokenizer, args):
     """The states of all agent turns of --data-frac of the trajectories, {"task_id", "sample", "turn", "task", "prompt",
     "history", "max_rounds"} each. "prompt" is the one that was logged where the file allows (common.agent_turns)."""
-    common.check_names(trajectories, args.trajectories, may_repeat=True)
     chosen = sample_trajectories(trajectories, args.data_frac, args.seed)
-    num_turns = sum(turn["role"] == "assistant" for t in chosen for turn in t["dialogue_history"])
-    say(f"{num_turns:,} agent turns of {len(chosen):,} dialogues (--data-frac {args.data_frac:g} of "
+    states, kinds = [], collections.Counter()
+    for trajectory in chosen:
+        states += states_of(trajectory, common.agent_turns(tokenizer, trajectory, kinds))
+    say(f"{len(states):,} agent turns of {len(chosen):,} dialogues (--data-frac {args.data_frac:g} of "
         f"{len(trajectories):,})")
-    fitting = [t for t in chosen if not common.overlong_row(tokenizer, t, args.max_length)]
-    states, counts = [], {}
-    for trajectory in fitting:
-        states += states_of(trajectory, common.agent_turns(tokenizer, trajectory, counts))
-    if len(fitting) < len(chosen):
-        say(f"left out {len(chosen) - len(fitting):,} trajectories, whose last prompt is longer than twice "
-            f"--max-length {args.max_length}: {len(states):,} turns are left")
-    states = states_with_room(states, tokenizer, max_positions(args.model), args.max_new_tokens)
-    if not states:
-        raise InputError(f"{args.trajectories}: no turns to train on: all prompts are far longer than --max-length "
-                         f"{args.max_length}, or leave no room for --max-new-tokens {args.max_new_tokens}")
-    common.say_kinds("their prompts", counts)
-    return states
+    common.say_kinds("their prompts", kinds)
+    most = max_positions(args.model) - args.max_new_tokens
+    fitting = [state for state in states if len(encode(tokenizer, state["prompt"])) <= most]
+    if len(fitting) < len(states):
+        say(f"left out {len(states) - len(fitting):,} turns, whose prompts are longer than {most:,} tokens, so that "
+            f"the model has no room for --max-new-tokens {args.max_new_tokens}: {len(fitting):,} turns are left")
+    if not fitting:
+        raise InputError(f"{args.trajectories}: no turns to train on: their prompts leave no room for --max-new-tokens "
+                         f"{args.max_new_tokens}")
+    return fitting
 
 
 def sample_trajectories(trajectories, fraction, seed):
@@ -195,453 +146,316 @@ def states_of(trajectory, turns):
     return states
 
 
-def states_with_room(states, tokenizer, most_positions, max_new_tokens):
-    """The states whose prompts leave room for `max_new_tokens` within the model's positions; says how many do not."""
-    most = most_positions - max_new_tokens
-    fitting = [state for state in states if len(encode(tokenizer, state["prompt"])) <= most]
-    if len(fitting) < len(states):
-        say(f"left out {len(states) - len(fitting):,} turns, whose prompts are longer than {most:,} tokens, so that "
-            f"the model has no room for --max-new-tokens {max_new_tokens}: {len(fitting):,} turns are left")
-    return fitting
-
-
 def name_of(state):
     """What names a state, its candidates and its random numbers."""
     return state["task_id"], state["sample"], state["turn"]
 
 
-def check_candidates_task(row, where, first):
-    common.check_task(row["task"], f"{where}: task", first["task"])
-
-
-def read_candidates(path, states, tokenizer, args):
-    """The rows of another run's candidates.jsonl; InputError where they are not those of these states, or not of this
-    tokenizer."""
-    rows = read_jsonl(path, CANDIDATES, check=check_candidates_task)
-    say_made_with(path, args, ("temperature", "max_new_tokens"))
-    wanted = [(*name_of(state), args.num_candidates) for state in states]
-    given = [(*name_of(row), len(row["candidates"])) for row in rows]
+def read_candidates(path, states, num_candidates):
+    """The rows of another run's candidates.jsonl; InputError where they are not those of these states."""
+    rows = read_jsonl(path, CANDIDATES)
+    wanted = [(*name_of(state), num_candidates, state["prompt"]) for state in states]
+    given = [(*name_of(row), len(row["candidates"]), row["prompt"]) for row in rows]
     if given != wanted:
-        raise InputError(f"{path}: made from other turns or with another --num-candidates; the trajectories, "
-                         "--num-trajectories, --data-frac and --seed must be the same")
-    for row, state in zip(rows, states):
-        if row["prompt"] != state["prompt"]:
-            raise InputError(f"{path}: task {row['task_id']}, sample {row['sample']}, turn {row['turn']}: its "
-                             "candidates continue another prompt than the trajectories log; sample them anew "
-                             "(no --candidates)")
-        for candidate in row["candidates"]:
-            if max(candidate["ids"]) >= len(tokenizer):
-                raise InputError(f'{path}: task {row["task_id"]}: a candidate has the id {max(candidate["ids"])}, and '
-                                 f"this tokenizer has only {len(tokenizer):,} ids")
+        raise InputError(f"{path}: made from other turns or prompts, or with another --num-candidates; the "
+                         "trajectories, --num-trajectories, --data-frac and --seed must be the same")
     return [{**state, "candidates": row["candidates"]} for state, row in zip(states, rows)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# SWEET's first phase: candidates of each state, sampled from the policy
+# sweet: sample candidates of each state, score them, pair them
 
-def sample_candidates(states, model, tokenizer, args):
-    """The states with "candidates": after each prompt, --num-candidates actions sampled from the policy."""
-    shape = args.num_candidates, args.max_new_tokens
-    randoms = torch.cat([uniforms(shape, args.seed, "candidates", *name_of(state)) for state in states])
-    prompts = [encode(tokenizer, state["prompt"]) for state in states]
-    stops = stop_ids(model, tokenizer)
-    actions = generate(model, prompts, randoms, args.temperature, stops, args.concurrency, args.max_tokens)
-    rows = []
-    for number, state in enumerate(states):
-        first = number * args.num_candidates
-        candidates = []
-        for ids in actions[first:first + args.num_candidates]:
-            text = tokenizer.decode(ids, skip_special_tokens=True)
-            candidates.append({"text": text, "ids": ids, "ended": ids[-1] in stops})
-        rows.append({**state, "candidates": candidates})
+def sample_candidates(states, tokenizer, args, run):
+    """Rows of candidates.jsonl: the states with "candidates", --num-candidates actions after each prompt. The ranks
+    share the states; each holds the whole policy, or asks --sampler."""
+    path = pathlib.Path(args.out) / "candidates.jsonl"
+    if path.exists():                                                # of a run that was interrupted later
+        return read_rows(path)
+    slots = max(args.num_candidates, args.concurrency)
+    longest = max(len(encode(tokenizer, state["prompt"])) for state in states) + args.max_new_tokens
+    sampler = open_sampler(args.sampler or args.model, run.device, args.dtype, slots, max(args.max_tokens, longest),
+                           tokenizer)
+
+    async def make_row(state):
+        replies = await sampler.sample(state["prompt"], args.num_candidates, args.temperature, args.max_new_tokens,
+                                       (args.seed, "candidates", *name_of(state)))
+        candidates = [{"text": reply.text, "ids": reply.ids, "ended": reply.ended} for reply in replies]
+        return {**state, "candidates": candidates}
+
+    with Rows(path, run) as rows:
+        in_flight = 2 * math.ceil(slots / args.num_candidates)       # the next one waits already
+        failures = add_rows(rows, states, make_row, in_flight, run)
+    add_costs(args.out, folder=True, generated_tokens=sum(gather(sampler.generated_tokens)))
+    finish_rows(rows, len(states), failures, run)
+    return read_rows(path)
+
+
+def score_candidates(rows, critic, tokenizer, args, run):
+    """Rows of scored.jsonl: those of candidates.jsonl with "advantages", the critic's score of every candidate (eq. 3).
+    Critic and reference are split over the ranks, which score every block together."""
+    path = pathlib.Path(args.out) / "scored.jsonl"
+    if path.exists():
+        return read_rows(path)
+    common.load_critic(critic, functools.partial(common.load_scorer, run=run, sharding=sharding_of(args)))
+    blocks = [rows[i:i + SCORED_TOGETHER] for i in range(0, len(rows), SCORED_TOGETHER)]
+
+    def score_block(block):
+        points = [decision_point(row) for row in block]
+        scores = common.score_actions(critic, tokenizer, points, args.max_tokens, run.device)
+        return [{**row, "advantages": advantages} for row, advantages in zip(block, scores)]
+    rows = map_blocks(path, blocks, score_block, run, "state", together=True)
+    add_costs(args.out, folder=True)
     return rows
 
 
-def candidates_phase(states, tokenizer, args, run, costs):
-    """Rows of candidates.jsonl. The ranks share the states. Each rank holds the whole policy, or asks --sampler."""
-    path = pathlib.Path(args.out) / "candidates.jsonl"
-    if args.sampler:
-        return served_candidates(path, states, tokenizer, args, run, costs)
-    model = None
-    if not path.exists():
-        model = load_model(args.model, run.device, args.dtype)[0].eval()
-        costs.works.append(work_of(model))
-    blocks = [states[i:i + SAMPLED_TOGETHER] for i in range(0, len(states), SAMPLED_TOGETHER)]
-    return map_blocks(path, blocks, lambda block: sample_candidates(block, model, tokenizer, args), run, "state")
+def decision_point(row):
+    """The candidates of a state as common.score_actions takes them."""
+    domain = domain_of(row["task"])
+    texts = [said(domain, candidate["text"], row["prompt"]) for candidate in row["candidates"]]
+    ids = [candidate["ids"] for candidate in row["candidates"]]
+    return common.DecisionPoint(row["prompt"], row["task"], row["history"], ids, texts)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# SWEET's second phase: the critic's score of each candidate
-
-def scores_phase(rows, critic, tokenizer, args, run, costs):
-    """Rows of scored.jsonl. Critic and reference are split over the ranks, which score every block together."""
-    path = pathlib.Path(args.out) / "scored.jsonl"
-    if not isinstance(critic, str) and not path.exists():            # a str is an oracle, which needs no loading
-        load = functools.partial(common.load_scorer, run=run, sharding=sharding_of(args))
-        critic = common.load_critic(critic, load)
-        costs.works += common.works_of(critic)
-    blocks = [rows[i:i + SCORED_TOGETHER] for i in range(0, len(rows), SCORED_TOGETHER)]
-    return map_blocks(path, blocks, lambda block: score_candidates(block, critic, tokenizer, args, run.device), run,
-                      "state", together=True)
-
-
-def score_candidates(rows, critic, tokenizer, args, device):
-    """The rows with "advantages": the critic's score of every candidate, by eq. 3 where it has no head."""
-    points = []
-    for row in rows:
-        texts = [candidate_says(row, candidate) for candidate in row["candidates"]]
-        ids = [candidate["ids"] for candidate in row["candidates"]]
-        points.append(common.DecisionPoint(row["prompt"], row["task"], row["history"], ids, texts))
-    scores = common.score_actions(critic, tokenizer, points, args.max_tokens, device)
-    scored = []
-    for row, advantages in zip(rows, scores):
-        if not all(map(math.isfinite, advantages)):
-            raise InputError(f"{args.critic}: gives candidates scores that are not finite; train this critic again")
-        scored.append({**row, "advantages": advantages})
-    return scored
-
-
-def candidate_says(row, candidate):
-    """What a candidate of a state (or a side of a pair) says, without its thoughts."""
-    return said(domain_of(row["task"]), candidate["text"], row["prompt"])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# SWEET's third phase: pairs of candidates
-
-def candidate_pairs(row, pairs_per_turn, rng, barred=()):
+def candidate_pairs(row, pairs_per_turn, rng):
     """Pairs (better, worse) of candidate numbers: a random one of the better half, a random one of the worse.
 
     They are drawn with replacement, so a pair can be there twice. Candidates stopped by length are left out, and two
-    equal actions are no pair. barred: numbers of candidates that no pair chooses."""
+    equal actions are no pair."""
     order = [i for i, candidate in enumerate(row["candidates"]) if candidate["ended"]]
-    rng.shuffle(order)                                                               # ties fall either way
+    rng.shuffle(order)                                               # ties fall either way
     order.sort(key=lambda i: -row["advantages"][i])
     half = len(order) // 2
-    better_half = [i for i in order[:half] if i not in barred]
-    if not better_half:
-        return []
     pairs = []
-    for _ in range(pairs_per_turn):
-        better = rng.choice(better_half)
+    for _ in range(pairs_per_turn if half else 0):
+        better = rng.choice(order[:half])
         worse = rng.choice(order[-half:])
         if row["candidates"][better]["ids"] != row["candidates"][worse]["ids"]:
             pairs.append((better, worse))
     return pairs
 
 
-def turns_of_right_answers(trajectories, path):
-    """Names (name_of) of the turns whose logged answers were right: the last ones of successful dialogues.
-    InputError, which names the file `path`, where there is none."""
-    names = set()
-    for trajectory in trajectories:
-        if domain_of(trajectory["task"]).outcome(trajectory) == 1:
-            num_turns = sum(turn["role"] == "assistant" for turn in trajectory["dialogue_history"])
-            names.add((trajectory["task_id"], trajectory["sample"], num_turns - 1))
-    if not names:
-        raise InputError(f"{path}: --answers-by-outcome: no successful dialogue")
-    return names
-
-
-def answering_candidates(row):
-    """The numbers of the candidates that are answers, so that the dialogue would end with them: in the last round all,
-    as 02 takes whatever is said there for the answer."""
-    domain = domain_of(row["task"])
-    answers = []
-    for number, candidate in enumerate(row["candidates"]):
-        history = [*row["history"], {"role": "assistant", "content": candidate_says(row, candidate)}]
-        if domain.answer_of(history, len(history) == 2 * row["max_rounds"]) is not None:
-            answers.append(number)
-    return answers
-
-
 def as_pair(row, chosen, rejected):
-    """A pair of two candidates of a state, given by number."""
+    """A row of pairs.jsonl: a state with two of its candidates, given by number."""
     pair = {key: row[key] for key in ("task_id", "sample", "turn", "prompt")}
     for side, number in (("chosen", chosen), ("rejected", rejected)):
         pair[side] = {**row["candidates"][number], "advantage": row["advantages"][number]}
     return pair
 
 
-def pairs_phase(rows, right_turns, args, run):
-    """(rows of pairs.jsonl, why there are not more of them), of the rows of scored.jsonl; says what they are.
-    right_turns: where a pair may choose an answer (turns_of_right_answers); None: everywhere."""
+def pairs_of(rows, tokenizer, args, run):
+    """The rows of pairs.jsonl that are short enough, of the rows of scored.jsonl; says how many are not there, and
+    why."""
     rng = random.Random(args.seed)
-    pairs = []
+    pairs, num_cut = [], 0
     for row in rows:
-        barred = []
-        if right_turns is not None and name_of(row) not in right_turns:
-            barred = answering_candidates(row)
-        for chosen, rejected in candidate_pairs(row, args.pairs_per_turn, rng, barred):
+        num_cut += sum(not candidate["ended"] for candidate in row["candidates"])
+        for chosen, rejected in candidate_pairs(row, args.pairs_per_turn, rng):
             pairs.append(as_pair(row, chosen, rejected))
-    num_cut = too_few = 0
-    for row in rows:
-        num_ended = sum(candidate["ended"] for candidate in row["candidates"])
-        num_cut += len(row["candidates"]) - num_ended
-        too_few += num_ended < 2
-    num_asked = len(rows) * args.pairs_per_turn
-    num_same = num_asked - too_few * args.pairs_per_turn - len(pairs)
-    same = "two equal actions"
-    if right_turns is not None:
-        same += " or had only answers to choose (--answers-by-outcome)"
-    say(f"{len(pairs):,} pairs of {num_asked:,} asked for; {num_same:,} were {same}, {num_cut:,} "
-        f"candidates stopped by --max-new-tokens were left out, so that {too_few:,} of {len(rows):,} turns had no two")
     if run.rank == 0:
         write_jsonl(pathlib.Path(args.out) / "pairs.jsonl", pairs)
-    say(*kind_lines(rows, pairs))
-    missing = (f"of {num_asked:,} pairs asked for {num_same:,} are {same}, "
-               f"{too_few * args.pairs_per_turn:,} are of turns with fewer than two candidates that --max-new-tokens "
-               f"{args.max_new_tokens} did not stop")
-    return pairs, missing
-
-
-def drop_long_pairs(pairs, tokenizer, max_length):
-    """The pairs whose actions each fit into `max_length` tokens with the prompt; says how many do not. A tree of
-    several pairs may be longer: an action sees the prompt and itself."""
-    prompts = {pair["prompt"] for pair in pairs}
-    room = {prompt: max_length - len(encode(tokenizer, prompt)) for prompt in prompts}
-    fitting = []
-    for pair in pairs:
-        lengths = [len(pair[side]["ids"]) for side in ("chosen", "rejected")]
-        if max(lengths) <= room[pair["prompt"]]:
-            fitting.append(pair)
-    if len(fitting) < len(pairs):
-        say(f"dropped {len(pairs) - len(fitting):,} of {len(pairs):,} pairs: prompt and action are longer than "
-            f"--max-length {max_length}")
+    fitting = [pair for pair in pairs if pair_length(pair, tokenizer) <= args.max_length]
+    counts = (f"{len(pairs):,} pairs of {len(rows) * args.pairs_per_turn:,} asked for (others: two equal actions, or "
+              f"fewer than two that ended), {num_cut:,} candidates stopped by --max-new-tokens were left out; "
+              f"{len(pairs) - len(fitting):,} pairs are longer than --max-length {args.max_length}")
+    if not fitting:
+        raise InputError(f"{args.trajectories}: no examples to train on: {counts}")
+    say(counts)
     return fitting
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# examples: what the loop trains on
-
-def scored_candidates(states, critic, tokenizer, args, run, costs):
-    """Rows of scored.jsonl: run the first two phases, or read what an earlier run left of them.
-
-    The models of a phase are freed before those of the next one are loaded (gc.collect)."""
-    rows = states                                                    # with --candidates they have theirs already
-    if not args.candidates:
-        rows = candidates_phase(states, tokenizer, args, run, costs)
-        costs.record()
-    gc.collect()
-    rows = scores_phase(rows, critic, tokenizer, args, run, costs)
-    gc.collect()
-    return rows
-
-
-def sweet_examples(rows, right_turns, tokenizer, args, run):
-    """Examples of pairs of actions, of the rows of scored.jsonl. right_turns: see pairs_phase."""
-    pairs, missing = pairs_phase(rows, right_turns, args, run)
-    fitting = drop_long_pairs(pairs, tokenizer, args.max_length)
-    if not fitting:
-        raise InputError(f"{args.trajectories}: no examples to train on: {missing}, {len(pairs):,} are longer than "
-                         f"--max-length {args.max_length}")
-    return pair_examples(fitting, tokenizer, args.pairs_together)
+def pair_length(pair, tokenizer):
+    """The tokens of a pair's prompt with its longer action."""
+    return len(encode(tokenizer, pair["prompt"])) + max(len(pair[side]["ids"]) for side in ("chosen", "rejected"))
 
 
 def pair_examples(pairs, tokenizer, together):
     """Examples of pairs of actions: one a pair or, with `together`, one of all pairs of a turn.
 
     An example has one item, its prompt and all of its actions (common.actions_item)."""
-    pairs_of = collections.defaultdict(list)                         # of a turn, or each pair alone
+    groups = collections.defaultdict(list)                           # the pairs of a turn, or each pair alone
     for number, pair in enumerate(pairs):
-        state = pair["task_id"], pair["sample"], pair["turn"], pair["prompt"]
-        pairs_of[state if together else number].append(pair)
+        groups[(*name_of(pair), pair["prompt"]) if together else number].append(pair)
     examples = []
-    for example_of in pairs_of.values():
-        actions, example_pairs = [], []
-        for pair in example_of:
+    for group in groups.values():
+        actions, numbered_pairs = [], []
+        for pair in group:
             sides = []
             for side in ("chosen", "rejected"):
                 action = pair[side]["ids"]
                 if action not in actions:
                     actions.append(action)
                 sides.append((0, actions.index(action)))             # (item, action)
-            example_pairs.append(tuple(sides))
-        item = common.actions_item(tokenizer, pair["prompt"], actions)
-        examples.append(common.Example([item], example_pairs, pair["task_id"]))
+            numbered_pairs.append(tuple(sides))
+        item = common.actions_item(tokenizer, group[0]["prompt"], actions)
+        examples.append(common.Example([item], numbered_pairs, group[0]["task_id"]))
     return examples
 
 
-def right_answer_items(successful, tokenizer):
-    """An item of the last turn of each of these trajectories, whose action tokens are those that state the answer: not
-    that the agent answers, but what."""
-    items = []
-    for trajectory in successful:
-        history = trajectory["dialogue_history"]
-        last = max(i for i, turn in enumerate(history) if turn["role"] == "assistant")
-        [(prompt, action)] = common.agent_turns(tokenizer, trajectory, only=last)
-        first = first_answer_token(tokenizer, action, trajectory["answer"].strip())
-        if first is not None:
-            read = encode(tokenizer, prompt) + action[:first]
-            stated = action[first:]
-            items.append([common.Row(read + stated, [-1] * len(read) + [0] * len(stated))])
-    return items
+# ---------------------------------------------------------------------------------------------------------------------
+# methods: what each makes examples of
+
+def sweet_examples(trajectories, tokenizer, args, run):
+    """Examples of pairs of candidates. The models of a phase are freed before those of the next are loaded."""
+    critic = open_critic(trajectories, tokenizer, args)
+    rows = read_states(trajectories, tokenizer, args)
+    if args.candidates:
+        rows = read_candidates(args.candidates, rows, args.num_candidates)
+    begin(args)
+    if not args.candidates:
+        rows = sample_candidates(rows, tokenizer, args, run)
+    gc.collect()
+    rows = score_candidates(rows, critic, tokenizer, args, run)
+    del critic
+    gc.collect()
+    return pair_examples(pairs_of(rows, tokenizer, args, run), tokenizer, args.pairs_together)
 
 
-def first_answer_token(tokenizer, action, answer):
-    """From which token of an action (ids) its text still holds the `answer`; None where it does not hold it."""
-    for first in reversed(range(len(action))):
-        if answer in tokenizer.decode(action[first:], skip_special_tokens=True):
-            return first
-    return None
+def open_critic(trajectories, tokenizer, args):
+    """The Critic of --critic, not loaded yet; InputError where it cannot score these trajectories."""
+    domain = domain_of(trajectories[0]["task"])
+    if args.critic == common.UNTRAINED:
+        critic = common.untrained_critic(args.model, args.reference_sees_c)
+    else:
+        critic = common.read_critic(args.critic, tokenizer, domain, args.reference_sees_c)
+    say(common.critic_line(critic))
+    if critic.is_visual:
+        critic.sight = common.sight_of(load_processor(args.critic), domain, vars(args))
+    return critic
 
 
-def read_right_answers(trajectories, tokenizer, args):
-    """The right_answer_items that are short enough, and says how many are not there; InputError where there is none."""
-    successful = [t for t in trajectories if domain_of(t["task"]).outcome(t) == 1]
-    stated = right_answer_items(successful, tokenizer)
-    items = [item for item in stated if training.item_length(item) <= args.max_length]
-    say(f"{len(items):,} right answers of {len(trajectories):,} trajectories (--answer-coef)")
-    if len(items) < len(successful):
-        say(f"left out {len(successful) - len(items):,} more right answers: {len(successful) - len(stated):,} do not "
-            f"stand in the last turn, {len(stated) - len(items):,} are longer than --max-length {args.max_length} with "
-            "their prompt")
-    if not items:
-        raise InputError(f"{args.trajectories}: --answer-coef: no successful dialogue whose last turn states an answer")
-    return items
-
-
-def with_right_answers(examples, right_answers, seed):
-    """The examples, each with a second item: one of the items of read_right_answers, drawn once at random."""
-    rng = random.Random(seed)
-    return [example._replace(items=[*example.items, rng.choice(right_answers)]) for example in examples]
-
-
-def mtdpo_examples(trajectories, tokenizer, args):
+def mtdpo_examples(trajectories, tokenizer, args, run):
     """Examples of pairs of trajectories: two items, each one action, because a dialogue is compared as a whole."""
+    common.fill_rewards(trajectories, vars(args))
     groups = common.trajectory_pairs(trajectories, args.trajectories)
     say(f"{len(groups):,} trajectory pairs")
     examples = []
-    for example in common.trajectory_examples(trajectories, groups, tokenizer, False, max_length=args.max_length):
+    for example in common.trajectory_examples(trajectories, groups, tokenizer, sees_c=False):
         items = [common.as_one_action(item) for item in example.items]
         examples.append(example._replace(items=items, pairs=[((0, 0), (1, 0))]))
-    return examples
+    return short_examples(examples, args)
 
 
-def rft_examples(trajectories, tokenizer, args):
+def rft_examples(trajectories, tokenizer, args, run):
     """Examples of trajectories to imitate: the successful ones; where returns are graded, the best of each task."""
-    is_graded = domain_of(trajectories[0]["task"]).MIN_GAP is not None
-    if is_graded:
+    common.fill_rewards(trajectories, vars(args))
+    if domain_of(trajectories[0]["task"]).MIN_GAP is None:
+        good = [trajectory for trajectory in trajectories if trajectory["reward"] == 1]
+    else:
         best = {}                                                    # of each task, the first of equals
         for trajectory in trajectories:
             task = trajectory["task_id"]
             if task not in best or trajectory["reward"] > best[task]["reward"]:
                 best[task] = trajectory
         good = list(best.values())
-        say(f"the best trajectory of each of {len(good):,} tasks")
-    else:
-        good = [trajectory for trajectory in trajectories if trajectory["reward"] == 1]
-        if not good:
-            raise InputError(f"{args.trajectories}: no successful trajectories (reward 1) to train on")
-        say(f"{len(good):,} successful trajectories")
-    return sft_examples(good, tokenizer, args)
+    if not good:
+        raise InputError(f"{args.trajectories}: no successful trajectories (reward 1) to train on")
+    say(f"{len(good):,} successful (or best) trajectories")
+    return sft_examples(good, tokenizer, args, run)
 
 
-def sft_examples(trajectories, tokenizer, args):
+def sft_examples(trajectories, tokenizer, args, run):
     """Examples of trajectories to imitate: all of them."""
     groups = [(i,) for i in range(len(trajectories))]
-    return common.trajectory_examples(trajectories, groups, tokenizer, max_length=args.max_length)
+    return short_examples(common.trajectory_examples(trajectories, groups, tokenizer, sees_c=None), args)
 
 
-# What the methods differ in.
-# make_examples       of (trajectories, tokenizer, args); None: from ranked candidates (main)
+def short_examples(examples, args):
+    """The examples of at most --max-length tokens; InputError where none is left. With them all inputs are read."""
+    fitting = training.fitting_numbers(examples, args.max_length)
+    if not fitting:
+        raise InputError(f"{args.trajectories}: no examples to train on: all {len(examples):,} are longer than "
+                         f"--max-length {args.max_length}")
+    begin(args)
+    return [examples[i] for i in fitting]
+
+
+def inputs_of(args):
+    """What the output depends on beside the arguments: files, folders, names of models."""
+    inputs = [args.trajectories, args.model, args.candidates, args.sampler]
+    if args.critic != common.UNTRAINED:
+        inputs.append(args.critic)
+    return inputs
+
+
+def begin(args):
+    """Begin the output; what --overwrite replaces goes now, when all inputs are read."""
+    begin_output(vars(args), args.out, inputs_of(args), folder=True)
+
+
+# make_examples       of (trajectories, tokenizer, args, run); it begins the output when all inputs are read
+# has_pairs           eq. 4 on pairs, against the model at the start; else the likelihood of all actions
 # num_items           of an example
 # epochs, batch_size  defaults, of table 5's backend row
-# reads_rewards       trajectories without a reward are scored first
-# has_reference       batch_loss gets the log-probabilities under the model at the start
-Method = collections.namedtuple("Method", "make_examples num_items epochs batch_size reads_rewards has_reference")
+Method = collections.namedtuple("Method", "make_examples has_pairs num_items epochs batch_size")
 METHODS = {
-    "sweet": Method(None, num_items=1, epochs=1, batch_size=8, reads_rewards=False, has_reference=True),
-    "mtdpo": Method(mtdpo_examples, num_items=2, epochs=4, batch_size=8, reads_rewards=True, has_reference=True),
-    "rft": Method(rft_examples, num_items=1, epochs=4, batch_size=32, reads_rewards=True, has_reference=False),
-    "sft": Method(sft_examples, num_items=1, epochs=4, batch_size=32, reads_rewards=False, has_reference=False),
+    "sweet": Method(sweet_examples, has_pairs=True, num_items=1, epochs=1, batch_size=8),
+    "mtdpo": Method(mtdpo_examples, has_pairs=True, num_items=2, epochs=4, batch_size=8),
+    "rft": Method(rft_examples, has_pairs=False, num_items=1, epochs=4, batch_size=32),
+    "sft": Method(sft_examples, has_pairs=False, num_items=1, epochs=4, batch_size=32),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
-# candidates from servers; what the pairs say
 
-def served_candidates(path, states, tokenizer, args, run, costs):
-    """candidates_phase by the servers --sampler, which are sent the ids of prompts and give those that they sample.
-
-    As with a local model ranks share the states, and a run that was killed goes on with those that are missing."""
-    if not path.exists():
-        speaker = Speaker(tokenizer=tokenizer, server=open_server(args.sampler))
-        costs.works.append(speaker.server.counts)
-        gate = asyncio.Semaphore(args.concurrency)
-        in_flight = 2 * math.ceil(args.concurrency / args.num_candidates)   # a slow candidate leaves no gap at the gate
-        failures = Failures(path, "state", in_flight)
-        with Rows(path, run) as rows:
-            missing = [(number, state) for number, state in enumerate(states) if number not in rows.done]
-            mine = missing[run.rank::run.world_size]
-            bar = tqdm(total=len(mine), unit="state", desc=path.name, mininterval=5, disable=run.rank > 0)
-
-            async def add_row(numbered):
-                number, state = numbered
-                try:
-                    candidates = await ask_candidates(state, speaker, gate, args)
-                except ReplyError as error:
-                    failures.add(error, number=number, task_id=state["task_id"], sample=state["sample"],
-                                 turn=state["turn"])
-                    return
-                rows.add(number, {**state, "candidates": candidates})
-                failures.in_a_row = 0
-                bar.update()
-
-            with bar:
-                asyncio.run(run_concurrently(add_row, mine, in_flight))
-        counts = sum(gather(speaker.server.counts), collections.Counter())
-        say(server_line(args.sampler, counts))
-        failures.finish(rows, len(states), run)
-    return read_rows(path)
-
-
-async def ask_candidates(state, speaker, gate, args):
-    """The candidates of a state from a server; `gate` (asyncio.Semaphore) limits the requests in flight."""
-    prompt = encode(speaker.tokenizer, state["prompt"])
-    fault_of = functools.partial(ids_fault, speaker=speaker, prompt_tokens=len(prompt))
-
-    async def ask_one(number):
-        seed = server_seed(args.seed, "candidates", *name_of(state), number)
-        async with gate:
-            return await server_reply(speaker.server, prompt, args.temperature, args.max_new_tokens, seed, fault_of,
-                                      return_token_ids=True)
-    candidates = []
-    for reply in await asyncio.gather(*map(ask_one, range(args.num_candidates))):
-        text = speaker.tokenizer.decode(reply.ids, skip_special_tokens=True)
-        candidates.append({"text": text, "ids": reply.ids, "ended": reply.ended})
-    return candidates
+def train(scorer, examples, ref_logps, args, run):
+    """Train the scorer's model on the examples, from the last saved state.
+    ref_logps: of each example what common.reference_logps gives; None where turns are imitated."""
+    batch_size = examples_a_step(args)
+    batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
+    say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
+    optimizer = training.adamw(scorer, args.lr)
+    states = training.States(args.out, scorer, optimizer)
+    first = states.load()
+    log = training.StepLog(args.out, first, len(batches), functools.partial(Track, args.track, args.out, vars(args)))
+    scorer.train()
+    for step in range(first, len(batches)):
+        torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same
+        batch_examples = [examples[i] for i in batches[step]]
+        num_terms = sum(map(num_loss_terms, batch_examples))        # the step's loss is a mean over these
+        sums = collections.Counter()
+        for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
+            micro_examples = [examples[i] for i in micro]
+            batch = scorer.collate(common.items_of(micro_examples), run.device)
+            logps = scorer(batch)                                   # (B, M): of each item's actions
+            sums["num_tokens"] += training.num_tokens(micro_examples, weights)
+            weights = weights / num_terms                           # (examples,)
+            if ref_logps is None:
+                losses, numbers = -logps.sum(1), {}                 # (B,) an item an example
+            else:
+                pairs = common.batch_pairs(micro_examples)                                         # (P, 2, 2)
+                start_logps = common.padded_outputs([ref_logps[i] for i in micro], run.device)      # (B, M)
+                sides = [common.of_pairs(values, pairs) for values in (logps, start_logps, batch.lengths)]
+                losses, numbers = pair_losses(*sides, args.beta, args.nll_coef)                     # (P,), eq. 4
+                numbers = training.preference_numbers(**numbers, dtype=args.dtype)
+                num_pairs = torch.tensor([len(example.pairs) for example in micro_examples], device=run.device)
+                weights = weights.repeat_interleave(num_pairs)      # (P,)
+            loss = (losses * weights).sum()
+            (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
+            sums.update(training.weighted_sums({"loss": losses, **numbers}, weights))
+        done = step + 1
+        lr = training.learning_rate(step, len(batches), args.lr)
+        where = f"{args.out}: step {done} of {len(batches)}"
+        tasks = {example.task_id for example in batch_examples}
+        log.step(done, **training.optimizer_step(scorer, optimizer, sums, lr, where, tasks))
+        if done % args.save_every == 0 or done == len(batches):
+            states.save(done)
+            add_costs(args.out, folder=True, trained_tokens=log.take_tokens())
+    states.wait()
 
 
-def kind_lines(rows, pairs):
-    """A table of what SWEET's pairs say, by the domain's turn_kind (no lines where it has none).
+def num_loss_terms(example):
+    """How many terms an example adds to the loss of its step: its pairs or, where turns are imitated, its tokens."""
+    return len(example.pairs) or common.num_action_tokens(example)
 
-    Of each kind of turn: the candidates, their mean rank by advantage (0 the worst, 1 the best), and how many are
-    chosen and rejected, before and after all that matters is known. A collapse shows here before training."""
-    domain = domain_of(rows[0]["task"])
-    if any(domain.turn_kind(row["task"], row["history"], "") is None for row in rows):
-        return []
-    states = {name_of(row): row for row in rows}
-    counts = collections.defaultdict(collections.Counter)            # {(known, kind): {"number", "ranks", …}}
 
-    def counts_of(row, candidate):
-        kind = domain.turn_kind(row["task"], row["history"], candidate_says(row, candidate))
-        return counts[domain.all_known(row["task"], row["history"]), kind]
+def examples_a_step(args):
+    if args.pairs_together:
+        return max(1, args.batch_size // args.pairs_per_turn)
+    return args.batch_size
 
-    for row in rows:
-        highest = max(1, len(row["candidates"]) - 1)
-        for candidate, rank in zip(row["candidates"], average_ranks(row["advantages"])):
-            counts_of(row, candidate).update(number=1, ranks=rank / highest)
-    for pair in pairs:
-        row = states[name_of(pair)]
-        for side in ("chosen", "rejected"):
-            counts_of(row, pair[side])[side] += 1
-    lines = []
-    for (known, kind), count in sorted(counts.items()):
-        lines.append(["all known" if known else "not all known", kind, str(count["number"]),
-                      f"{count['ranks'] / count['number']:.2f}", str(count["chosen"]), str(count["rejected"])])
-    return aligned(["what the pairs say", "", "candidates", "rank", "chosen", "rejected"], lines)
 
-# ---------------------------------------------------------------------------------------------------------------------
+def sharding_of(args):
+    return Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed, args.compile)
+
 
 # Table 5 of the paper, as far as it differs from the defaults
 PRESETS = {name: {"dtype": "bfloat16", "activation_checkpointing": True}
@@ -661,17 +475,13 @@ def parse_args(argv=None):
                         "with --preset paper-frontend 8 in place of 4)")
     parser.add_argument("--batch-size", type=positive_int, help=f"examples a step (None: {by_method('batch_size')})")
     group = parser.add_argument_group("SWEET's candidates and pairs (nothing to other methods)")
-    group.add_argument("--critic", type=text_flag, help="a folder of 03; untrained (--model, its reference blind); "
-                       "oracle, oracle-patient (the kind of a turn by the task's facts; neither knows the last round)")
+    group.add_argument("--critic", type=text_flag, help="a folder of 03, or untrained: --model, with a reference that "
+                       "does not see c")
     add_reference(group)
     group.add_argument("--data-frac", type=share_flag, default=0.1, help="share of the trajectories whose turns are "
-                       "used (the paper's tenth is of 15,000; with few hundred take all: 1)")
+                       "used (the published code's tenth is of 15,000; with few hundred take all: 1)")
     group.add_argument("--num-candidates", type=num_samples_flag, default=16, help="actions sampled a turn")
     group.add_argument("--pairs-per-turn", type=positive_int, default=4, help="DPO pairs a turn")
-    group.add_argument("--answer-coef", type=non_negative_float, default=0.0, help="weight of the mean NLL of a right "
-                       "answer, drawn once for each example from all successful trajectories (whatever --data-frac)")
-    group.add_argument("--answers-by-outcome", action="store_true", help="no pair chooses an answer, except in the "
-                       "last turn of a dialogue whose answer was right")
     group.add_argument("--temperature", type=temperature_flag, default=1.0, help="of the candidates")
     group.add_argument("--max-new-tokens", type=num_tokens_flag, default=1024, help="tokens of a candidate")
     group.add_argument("--candidates", type=text_flag, metavar="FILE", help="candidates.jsonl of another run of the "
@@ -687,15 +497,13 @@ def parse_args(argv=None):
     set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
     if args.method != "sweet":
-        for flag in ("critic", "candidates", "sampler", "pairs_together", "answer_coef", "answers_by_outcome"):
+        for flag in ("critic", "candidates", "sampler", "pairs_together", "reference_sees_c"):
             if getattr(args, flag):
                 parser.error(f"--{flag.replace('_', '-')} goes with --method sweet")
     elif args.critic is None:
-        parser.error("--method sweet needs --critic: a folder, untrained, oracle or oracle-patient")
+        parser.error("--method sweet needs --critic: a folder, or untrained")
     if args.sampler and (args.candidates or not is_server(args.sampler)):
         parser.error("--sampler takes http://HOST:PORT/v1#NAME, without --candidates")
-    if args.reference and not args.critic:
-        parser.error("--reference goes with --critic")
     if args.epochs is None:
         args.epochs = METHODS[args.method].epochs
         if args.preset == "paper-frontend" and args.epochs == 4:
@@ -704,129 +512,28 @@ def parse_args(argv=None):
     return args
 
 
-def sharding_of(args):
-    return Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed)
-
-
-def open_critic(trajectories, tokenizer, args):
-    """What scores candidates, as common.score_actions takes it once it is loaded: the name of an oracle, or a critic's
-    description (common.read_critic). InputError where it cannot score these trajectories."""
-    domain = domain_of(trajectories[0]["task"])
-    if args.critic in domain.ORACLES:
-        if args.reference:
-            raise InputError(f"--reference {args.reference} does nothing with --critic {args.critic}: it has no "
-                             "reference")
-        if any(domain.lacks(trajectory["task"], args.critic) for trajectory in trajectories):
-            raise InputError(f"{args.trajectories}: --critic {args.critic} needs template tasks (01), which state "
-                             "facts")
-        return args.critic
-    if args.critic == common.UNTRAINED:
-        critic = common.untrained_critic(args.model, args.reference)
-    else:
-        critic = common.read_critic(args.critic, tokenizer, domain, args.reference)
-    line = common.reference_line(critic)
-    if line:
-        say(line)
-    critic["show"] = common.renderer(domain, args.out, common.world_flags(args))
-    return critic
-
-
-def examples_a_step(args):
-    if args.pairs_together:
-        return max(1, args.batch_size // args.pairs_per_turn)
-    return args.batch_size
-
-
-def train(scorer, examples, all_ref_logps, args, run, costs):
-    """Train the scorer's model on the examples, from the last checkpoint.
-    all_ref_logps: of each example what common.reference_logps gives; None where turns are imitated."""
-    batch_size = examples_a_step(args)
-    batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
-    steps_an_epoch = math.ceil(len(examples) / batch_size)
-    common.check_positions(common.items_of(examples), scorer.model)
-    say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
-    optimizer = training.adamw(scorer, args.lr)
-    checkpoints = training.Checkpoints(args.out, scorer, optimizer)
-    first = checkpoints.load()
-    open_track = functools.partial(Track, args.track, args.out, vars(args))
-    log = training.StepLog(args.out, first, len(batches), args.log_every, open_track)
-    scorer.train()
-    for step in range(first, len(batches)):
-        torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same
-        batch_examples = [examples[i] for i in batches[step]]
-        total = sum(map(num_terms, batch_examples))                 # the step's loss is a mean over these
-        sums = collections.Counter()
-        for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
-            micro_examples = [examples[i] for i in micro]
-            batch = common.collate(common.items_of(micro_examples), run.device)
-            logps = scorer(batch)                                   # (B, M)
-            ref_logps = None
-            if all_ref_logps:
-                ref_logps = common.padded_outputs([all_ref_logps[i] for i in micro], run.device)       # (B, M)
-            loss, numbers = batch_loss(logps, ref_logps, batch.lengths, micro_examples, weights / total, args)
-            (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
-            num_tokens = training.num_tokens(micro_examples, weights)
-            sums.update(loss=loss.item(), **numbers, num_tokens=num_tokens)
-        done = step + 1
-        lr = training.learning_rate(step, len(batches), args.lr)
-        where = f"{args.out}: step {done} of {len(batches)}"
-        tasks = {example.task_id for example in batch_examples}
-        numbers = training.optimizer_step(scorer, optimizer, sums, lr, where, tasks)     # num_tokens is one of them
-        log.step(done, **numbers)
-        if done % args.save_every == 0 or done % steps_an_epoch == 0 or done == len(batches):
-            checkpoints.save(done)
-            costs.record(log.total_tokens)
-    checkpoints.wait()
-    costs.record(log.total_tokens)
-
-
 def main(argv=None):
     args = parse_args(argv)
     method = METHODS[args.method]
     if args.dry_run:
-        num_items = method.num_items + bool(args.answer_coef)
-        return dry_run(args, examples_a_step(args), common.token_logps, num_items, tree=method.make_examples is None)
+        lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
+        step = PlannedStep(args.dry_run, sharding_of(args), examples_a_step(args), args.micro_batch_size,
+                           method.num_items, args.max_length, args.method == "sweet", lora)
+        return dry_run(args.model, step, common.token_logps)
     run = start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
-    domain = domain_of(trajectories[0]["task"])
-    inputs = [args.trajectories, args.model, args.candidates, args.sampler]
-    if args.critic not in (*domain.ORACLES, common.UNTRAINED):
-        inputs.append(args.critic)
-    if is_done(args, args.out, inputs, folder=True):
+    if is_done(vars(args), args.out, inputs_of(args), folder=True):
         return
-    lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
     check_track(args.track)
-    if method.reads_rewards or args.answer_coef or args.answers_by_outcome:
-        common.fill_rewards(trajectories, common.scoring_world(domain, args.out, common.world_flags(args)))
     is_fresh = args.model == "tiny" and args.method == "sft"
     if is_fresh:
         model, tokenizer = fresh_model([common.vocabulary_text(trajectory) for trajectory in trajectories])
+    elif reads_images(args.model):
+        raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
     else:
         tokenizer = load_tokenizer(args.model)
-        if reads_images(args.model):
-            raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
-    if method.make_examples is None:
-        critic = open_critic(trajectories, tokenizer, args)
-        states = read_states(trajectories, tokenizer, args)
-        if args.candidates:
-            states = read_candidates(args.candidates, states, tokenizer, args)
-        if args.answer_coef:
-            right_answers = read_right_answers(trajectories, tokenizer, args)
-        right_turns = None
-        if args.answers_by_outcome:
-            right_turns = turns_of_right_answers(trajectories, args.trajectories)
-    else:
-        examples = method.make_examples(trajectories, tokenizer, args)
-        examples = training.drop_long(examples, args.max_length, args.trajectories)
-    # Partial files of candidates and scores are of this run alone, by its id
-    run = run._replace(run_id=begin_output(args, args.out, inputs, training.FILES))
-    costs = Costs(args.out, run.device)
-    if method.make_examples is None:
-        rows = scored_candidates(states, critic, tokenizer, args, run, costs)
-        examples = sweet_examples(rows, right_turns, tokenizer, args, run)
-        if args.answer_coef:
-            examples = with_right_answers(examples, right_answers, args.seed)
-        costs.record()
+        lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
+    examples = method.make_examples(trajectories, tokenizer, args, run)
     training.show_samples(tokenizer, examples[0])
 
     # The reference is this model before its first update; its log-probabilities are computed once, by the same function
@@ -834,13 +541,14 @@ def main(argv=None):
         scorer = common.shard_scorer(model.to(run.device), run, sharding_of(args))
     else:
         scorer = common.load_scorer(args.model, run, sharding_of(args), lora)
-    costs.trained = work_of(scorer.model)
-    all_ref_logps = None
-    if method.has_reference:
-        all_ref_logps = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)
-    train(scorer, examples, all_ref_logps, args, run, costs)
+    common.check_positions(common.items_of(examples), scorer.model)
+    ref_logps = None
+    if method.has_pairs:
+        ref_logps = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)
+    train(scorer, examples, ref_logps, args, run)
     common.note_system_prompt(args.out, trajectories)
     training.finish_training(args.out, scorer, tokenizer, args.merge)
+    add_costs(args.out, folder=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 Also the reading of tasks and trajectories, which every stage shares."""
 import asyncio
 import collections
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -19,66 +20,48 @@ from torch.utils.checkpoint import checkpoint
 
 from colbench import ColBenchError, domain_of, schema, task_id
 from colbench.schema import label, list_of, nullable, one_of, record, short_text, token_ids, whole
-from lib import adapters, models, vision
-from lib.folders import render_chat
+from lib import models, vision
 from lib.models import (
-    add_work,
     encode,
     end_of_turn,
     generation_cue,
     load_model,
     load_tokenizer,
     projection_of,
+    render_chat,
     tokenizer_name,
 )
-from lib.runtime import (
-    barrier,
-    broadcast,
-    gather,
-    InputError,
-    is_main,
-    read_json,
-    read_jsonl,
-    say,
-    write_json,
-    writing,
-)
+from lib.runtime import barrier, broadcast, gather, InputError, is_main, read_json, read_jsonl, say, write_json
 from lib.training import item_length, longest_row
 
-# Flags that a World may take (add_world), and their values where they are not set
-WORLD_FLAGS = {"unsafe_scorer": False, "compat": False, "browser": None, "similarity": "clip", "clip_model": None}
+# ---------------------------------------------------------------------------------------------------------------------
+# environments: what scores answers and draws pages (colbench)
+
+# Flags that an environment may take, and their values where they are not set
+ENVIRONMENT_FLAGS = {"unsafe_scorer": False, "compat": False, "browser": None, "similarity": "clip", "clip_model": None}
 
 
-def world_flags(args):
-    """What WORLD_FLAGS are in the arguments of a stage; it need not have all of these flags."""
-    return {name: getattr(args, name, default) for name, default in WORLD_FLAGS.items()}
-
-
-def world(domain, images, rows_in, flags, device="cpu"):
-    """The World of a domain, which is given what it TAKES. flags: world_flags.
-
-    InputError for a flag that is set and that it does not take: it would do nothing."""
+def environment(domain, images, rows_in, arguments, device="cpu"):
+    """The environment of a domain, which is given what it TAKES of a stage's `arguments` ({name: value}; it need not
+    have all of ENVIRONMENT_FLAGS). InputError for a flag that is set and that it does not take."""
     takes = domain.World.TAKES
+    flags = {name: arguments.get(name, default) for name, default in ENVIRONMENT_FLAGS.items()}
     for name, value in flags.items():
-        if name not in (*takes, "unsafe_scorer") and value not in (None, WORLD_FLAGS[name]):
+        if name not in (*takes, "unsafe_scorer") and value not in (None, ENVIRONMENT_FLAGS[name]):
             raise InputError(f"--{name.replace('_', '-')} does nothing for a {domain.NOUN}; leave it out")
     options = {**flags, "images": images, "rows_in": rows_in, "device": device}
     return domain.World(**{name: options[name] for name in takes})
 
 
-def scoring_world(domain, out, flags):
-    """Opens the World that scores answers for a stage that writes `out`, as fill_rewards takes it."""
-    return functools.partial(world, domain, f"{out}.images", pathlib.Path(out).parent, flags)
-
-
-def renderer(domain, out, flags):
-    """A visual critic's "show": show_documents by a World of this domain that need not score."""
-    open_world = functools.partial(world, domain, f"{out}.images", None, {**flags, "similarity": None})
-    return functools.partial(show_documents, domain=domain, open_world=open_world)
+def sight_of(processor, domain, arguments):
+    """The vision.Sight of a critic that sees, for a stage that writes arguments["out"]."""
+    images = f"{arguments['out']}.images"
+    opens = functools.partial(environment, domain, images, None, {**arguments, "similarity": None})
+    return vision.open_sight(processor, domain, opens)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# tasks and trajectories: the one place where files of others are checked
+# tasks and trajectories
 
 # The kinds of rows, with all fields that some stage uses (colbench/schema.py); further ones are kept as they are.
 TURN = record({"role": one_of("user", "assistant"), "content": str},
@@ -95,8 +78,7 @@ TRAJECTORY = record(
      "branch": record({"sample": int, "turn": whole(0), "candidate": int})})
 AGENT = record({"system_prompt": str})
 CRITIC = record({"head": one_of("lm", "regression", "value"), "normalize": one_of("turn", "trajectory", "none"),
-                 "privileged": bool, "reference": short_text},
-                {"visual": bool, "reference_sees": one_of("informed", "blind")})
+                 "privileged": bool, "reference": short_text}, {"visual": bool, "reference_sees_c": bool})
 
 
 def check_task(task, where, first):
@@ -143,12 +125,15 @@ def read_trajectories(path, num_trajectories=None, seed=0):
     num_trajectories: take those of whole tasks, in an order that `seed` shuffles, until there are so many. Subsets of
     one seed are nested."""
     trajectories = read_jsonl(path, TRAJECTORY, check=check_trajectory)
-    num_samples = collections.Counter()
+    samples = collections.defaultdict(set)
     for trajectory in trajectories:
         name = trajectory.get("task_id") or task_id(trajectory["task"])
         trajectory["task_id"] = name
-        trajectory.setdefault("sample", num_samples[name])
-        num_samples[name] += 1
+        sample = trajectory.setdefault("sample", len(samples[name]))
+        if sample in samples[name]:
+            raise InputError(f'{path}: two dialogues of task {name} have "sample" {sample}; give each a number of its '
+                             'own, or leave out the key "sample" everywhere')
+        samples[name].add(sample)
     check_ids([t["task"] for t in trajectories], [t["task_id"] for t in trajectories], path)
     if num_trajectories is None:
         return trajectories
@@ -157,48 +142,34 @@ def read_trajectories(path, num_trajectories=None, seed=0):
     return subset_of_tasks(trajectories, num_trajectories, seed)
 
 
-def check_names(trajectories, path, may_repeat=False):
-    """InputError where (task_id, sample) names two dialogues: what is sampled under their names, or kept under those of
-    their turns (candidates, pairs, random numbers), would belong to either.
-    may_repeat: one dialogue may be there twice."""
-    histories = {}
-    for trajectory in trajectories:
-        name, sample, history = trajectory["task_id"], trajectory["sample"], trajectory["dialogue_history"]
-        is_known = (name, sample) in histories
-        if is_known and not (may_repeat and histories[name, sample] == history):
-            raise InputError(f'{path}: two dialogues of task {name} have "sample" {sample}; give each a number of its '
-                             'own, or leave out the key "sample" everywhere')
-        histories[name, sample] = history
-
-
 def subset_of_tasks(trajectories, num_trajectories, seed):
     """At least so many trajectories, all those of the first tasks in an order that `seed` shuffles."""
-    by_task = {}
+    by_task = collections.defaultdict(list)
     for trajectory in trajectories:
-        by_task.setdefault(trajectory["task_id"], []).append(trajectory)
+        by_task[trajectory["task_id"]].append(trajectory)
+
     def place(name):
-        text = f"{seed} {name}"
-        return hashlib.sha256(text.encode(errors="replace")).digest()
-    order = sorted(by_task, key=place)
+        return hashlib.sha256(f"{seed} {name}".encode(errors="replace")).digest()
     subset, num_tasks = [], 0
-    while len(subset) < num_trajectories:
-        subset += by_task[order[num_tasks]]
-        num_tasks += 1
+    for name in sorted(by_task, key=place):
+        if len(subset) < num_trajectories:
+            subset += by_task[name]
+            num_tasks += 1
     say(f"{len(subset):,} trajectories of {num_tasks:,} tasks kept (--num-trajectories)")
     return subset
 
 
-def fill_rewards(trajectories, open_world):
-    """Give trajectories that have no "reward" (published ones may not) what World.score says, once for all ranks.
-
-    open_world: opens the World of their domain (scoring_world). InputError where they cannot be scored here."""
+def fill_rewards(trajectories, arguments):
+    """Give trajectories that have no "reward" (published ones may not) what their environment says, once for all ranks.
+    arguments: the stage's, for environment(). InputError where they cannot be scored here."""
     unscored = [t for t in trajectories if not isinstance(t.get("reward"), (int, float))]
     if not unscored:
         return
     verdicts = None
     if is_main():
+        domain, out = domain_of(unscored[0]["task"]), arguments["out"]
         try:
-            with open_world() as scorer:
+            with environment(domain, f"{out}.images", pathlib.Path(out).parent, arguments) as scorer:
                 check_scale(trajectories, len(unscored), scorer.about)
                 answers = [(t["task"], t["answer"]) for t in unscored]
                 verdicts = asyncio.run(scorer.score(answers))
@@ -211,7 +182,8 @@ def fill_rewards(trajectories, open_world):
 
 
 def check_scale(trajectories, num_unscored, about):
-    """InputError where some trajectories were scored by another scale than a World's (`about`, {"similarity": …})."""
+    """InputError where some trajectories were scored by another scale (`about`, {"similarity": …}) than they would be
+    now."""
     for key, value in about.items():
         scales = {str(t[key]) for t in trajectories if t.get(key, value) != value}
         if scales:
@@ -328,7 +300,6 @@ Row = namedtuple("Row", "ids action_numbers prompt_length images", defaults=(Non
 #
 #                  items                        actions of an item           pairs
 #     sweet        1: a state                   its candidates               of actions of this item
-#       with --answer-coef 2: a right answer    1, what states it            none
 #     mtdpo        2: trajectories              1, the whole dialogue        1: the action of item 0, that of item 1
 #     rft, sft     1: a trajectory              the agent's turns            none: all actions are imitated
 #     critic       2: chosen, rejected          the agent's turns            none: the items are compared as wholes
@@ -349,26 +320,23 @@ def with_hidden_info(tokenizer, text, privileged_info):
     return bos + privileged_info + text[len(bos):]
 
 
-def agent_turns(tokenizer, trajectory, counts=None, only=None):
+def agent_turns(tokenizer, trajectory, counts=None):
     """[(prompt text, action ids)] of a trajectory's agent turns, as near to what was sampled as the file allows.
 
-    A turn is of one of three kinds, which `counts` (a dict) counts:
+    A turn is of one of three kinds, which `counts` (a Counter) counts:
     "as sampled"      this tokenizer sampled it: the ids are in the file
-    "as logged"        its logged prompt ends with this template's cue (published files): ids come from the raw output
-    "rendered again"  else: prompt and ids are made from the contents of the turns
-    only: the index in the history of the one turn asked for."""
+    "as logged"       its logged prompt ends with this template's cue (published files): ids come from the raw output
+    "rendered again"  else: prompt and ids are made from the contents of the turns"""
     history = trajectory["dialogue_history"]
     is_sampled = trajectory.get("tokenizer") == tokenizer_name(tokenizer)
     cue = generation_cue(tokenizer)                                  # "" of a template that has none
     end = end_of_turn(tokenizer)
     turns = []
     for index, turn in enumerate(history):
-        if turn["role"] != "assistant" or only not in (None, index):
+        if turn["role"] != "assistant":
             continue
-        if is_sampled and ("input" in turn or "output_ids" in turn):           # not the kept texts of 02 --branch
+        if is_sampled and "input" in turn and "output_ids" in turn:            # not the kept texts of 02 --branch
             kind = "as sampled"
-            where = f"task {trajectory['task_id']}, sample {trajectory['sample']}, message {index}"
-            check_sampled(turn, tokenizer, where)
             turns.append((turn["input"], turn["output_ids"]))
         elif "output" in turn and cue and turn.get("input", "").endswith(cue):
             kind = "as logged"
@@ -380,18 +348,14 @@ def agent_turns(tokenizer, trajectory, counts=None, only=None):
                                  domain_of(trajectory["task"]).AGENT_SYSTEM, system_prompt(trajectory))
             turns.append((prompt, encode(tokenizer, turn["content"]) + [end]))
         if counts is not None:
-            counts[kind] = counts.get(kind, 0) + 1
+            counts[kind] += 1
     return turns
 
 
-def check_sampled(turn, tokenizer, where):
-    """InputError unless an agent's turn that is said to be of this tokenizer has the prompt and ids of it."""
-    for key in ("input", "output_ids"):
-        if key not in turn:
-            raise InputError(f'{where}: missing "{key}", which a turn that this tokenizer sampled has')
-    if max(turn["output_ids"]) >= len(tokenizer):
-        raise InputError(f'{where}: "output_ids" has {max(turn["output_ids"])}, and this tokenizer has only '
-                         f"{len(tokenizer):,} ids")
+def say_kinds(what, kinds):
+    """Say how many turns are of which kind (agent_turns), if there are any."""
+    if kinds:
+        say(f"{what}: {', '.join(f'{count:,} {kind}' for kind, count in kinds.items())}")
 
 
 def rows_of_trajectory(tokenizer, turns, privileged_info=None):
@@ -430,6 +394,20 @@ def actions_item(tokenizer, prompt, actions):
         ids += action
         action_numbers += [number] * len(action)
     return [Row(ids, action_numbers, prompt_length=num_read)]
+
+
+def without_trees(item):
+    """The item with a row for each action of a tree."""
+    rows = []
+    for row in item:
+        if row.prompt_length is None:
+            rows.append(row)
+            continue
+        prompt = row.ids[:row.prompt_length]
+        for number in range(1 + max(row.action_numbers)):
+            action = [token for token, owner in zip(row.ids, row.action_numbers) if owner == number]
+            rows.append(Row(prompt + action, [-1] * len(prompt) + [number] * len(action)))
+    return rows
 
 
 def as_one_action(item):
@@ -543,12 +521,10 @@ def batch_pairs(examples):
     return torch.tensor(pairs)
 
 
-def chosen_and_rejected(values, pairs):
-    """What `values` (B, M), a number for each action of each item, says of both sides of `pairs` (batch_pairs).
-    Returns (chosen, rejected), each (P,)."""
-    chosen = values[pairs[:, 0, 0], pairs[:, 0, 1]]                                       # (P,)
-    rejected = values[pairs[:, 1, 0], pairs[:, 1, 1]]                                     # (P,)
-    return chosen, rejected
+def of_pairs(values, pairs):
+    """What `values` (B, M), a number for each action of each item, says of both actions of each of the `pairs`
+    (batch_pairs), (P, 2): chosen, rejected."""
+    return values[pairs[..., 0], pairs[..., 1]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -580,6 +556,12 @@ class Scorer(torch.nn.Module):
                 # It gets no gradients, and so no optimiser state; a run could not be resumed with it.
                 output.requires_grad_(False)
 
+    def collate(self, items, device):
+        """The Batch of items; without trees for a model that takes no masks of ours."""
+        if not self.takes_trees:
+            items = [without_trees(item) for item in items]
+        return collate(items, device)
+
     def check_logits(self, name):
         """models.check_logits where the model's logits are used."""
         if self.head is None and not models.is_visual(self.model):
@@ -591,8 +573,6 @@ class Scorer(torch.nn.Module):
         torch.nn.init.zeros_(self.head.bias)
 
     def forward(self, batch):
-        if not torch.is_grad_enabled():                              # training.StepLog counts what is trained on
-            add_work(self.model, sum(batch.sizes))
         if batch.images:
             hidden = vision.hidden_states(self.model, self.processor, batch)              # (R, T, H)
         else:
@@ -606,37 +586,12 @@ def hidden_states(model, batch):
     """The last hidden state of each token, (R, T, H)."""
     mask = None                                   # rows are padded on the right: with causal attention no token sees it
     if batch.mask is not None:
-        if models.takes_no_masks(model):
-            return branch_states(model, batch)
         # added to scores, because as bool every layer would keep a copy like it
         window = models.sliding_window(model)
         mask = models.decoder_mask(model, window, batch.mask, batch.positions, batch.positions, is_added=True)
     output = model.get_decoder()(input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions,
                                  use_cache=False)
     return output.last_hidden_state
-
-
-def branch_states(model, batch):
-    """hidden_states of a batch with trees for a model that does not read them (models.takes_no_masks): it reads
-    each action in a row of its own, after the prompt, with the mask and the positions that it has by itself.
-
-    All rows go through it in one pass, because ranks gather layers together."""
-    is_seen = batch.mask[:, 0]                                                            # (R, T, T)
-    ends = (is_seen.sum(1) == 1).nonzero()                          # (E, 2) tokens that only they themselves see
-    branches = []                                                   # of each end its row, and the places that it sees
-    for r, end in ends.tolist():
-        if end < batch.sizes[r]:                                    # not padding
-            branches.append((r, is_seen[r, end].nonzero().squeeze(1)))
-    rows = [batch.ids[r, places] for r, places in branches]
-    states = model.get_decoder()(input_ids=pad_sequence(rows, batch_first=True), attention_mask=None,
-                                 use_cache=False).last_hidden_state                       # (branches, longest, H)
-    hidden = states.new_zeros(*batch.ids.shape, states.shape[2])                          # (R, T, H)
-    is_known = torch.zeros_like(batch.ids, dtype=torch.bool)                              # (R, T)
-    for (r, places), row_states in zip(branches, states):
-        is_new = ~is_known[r, places]                               # the prompt's are those of its first action
-        hidden[r, places[is_new]] = row_states[:len(places)][is_new]
-        is_known[r, places] = True
-    return hidden
 
 
 def action_tokens(batch):
@@ -650,17 +605,49 @@ MAX_LOGITS = 2 ** 26                                                # in memory 
 def token_logps(projection, hidden, ids):
     """Log-probabilities (N,) of the tokens `ids` (N,), each after the state `hidden` (N, H) of the token before it.
 
-    projection: the model's models.Projection. It is computed in float32, whatever its weights are in: in bfloat16 a
-    logit of 20 is rounded by .06, more than the advantages of many candidates differ."""
+    projection: the model's models.Projection. Logits are float32 sums, whatever states and weights are in: in bfloat16
+    a logit of 20 is rounded by .06, more than the advantages of many candidates differ."""
     def logps_of(hidden, ids):
         return -F.cross_entropy(float_logits(projection, hidden), ids, reduction="none")          # (n,)
     return in_chunks(logps_of, projection, hidden, ids)
 
 
+class FloatSums(torch.autograd.Function):
+    """The product (n, V) float32 of states (n, H) and weights (V, H) in bfloat16, on a GPU: ten times as fast as in
+    float32, and as exact but for 2e-5 nats. The gradient is rounded to bfloat16."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, weight = ctx.saved_tensors
+        gradient = gradient.to(weight.dtype)                                                      # (n, V)
+        of_hidden = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_hidden = gradient @ weight                                                         # (n, H)
+        if ctx.needs_input_grad[1]:                                 # not of a frozen model
+            of_weight = gradient.t() @ hidden                                                     # (V, H)
+        return of_hidden, of_weight
+
+
+def has_float_sums(hidden, weight):
+    """Whether FloatSums can multiply these. The meta device (--dry-run) stands for a GPU."""
+    return hidden.device.type in ("cuda", "meta") and hidden.dtype == weight.dtype == torch.bfloat16
+
+
 def float_logits(projection, hidden):
+    """Logits (n, V) of states (n, H), float32 sums of products."""
     bias = projection.bias
     if bias is not None:
         bias = bias.float()
+    if has_float_sums(hidden, projection.weight):
+        logits = FloatSums.apply(hidden, projection.weight)
+        if bias is not None:
+            logits = logits + bias
+        return projection.scaled(logits)
     projection = projection._replace(weight=projection.weight.float(), bias=bias)
     return projection.logits(hidden.float())                                                      # (n, V)
 
@@ -713,11 +700,13 @@ def action_outputs(scorer, items, max_tokens, device):
     scorer: None, the reference of a critic with a head, whose initial values are 0; or a WithoutAdapter."""
     if scorer is None:
         return [torch.zeros(num_actions(item)) for item in items]
-    if isinstance(scorer, adapters.WithoutAdapter):
-        with adapters.adapter_off(scorer.scorer.model):
+    if isinstance(scorer, models.WithoutAdapter):
+        with models.adapter_off(scorer.scorer.model):
             return action_outputs(scorer.scorer, items, max_tokens, device)
     check_positions(items, scorer.model)
-    chunks = chunks_of(items, max_tokens, scorer.takes_trees)
+    if not scorer.takes_trees:
+        items = [without_trees(item) for item in items]
+    chunks = chunks_of(items, max_tokens)
     is_split = hasattr(scorer, "reshard")
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_split else (0, 1)
     outputs = {}
@@ -727,7 +716,7 @@ def action_outputs(scorer, items, max_tokens, device):
         # Ranks gather layers together, so each makes as many passes: where no chunk is left, the last one again.
         chunk = chunks[min(first + rank, len(chunks) - 1)]
         with torch.no_grad():
-            values = scorer(collate([items[i] for i in chunk], device)).cpu()             # (B, M)
+            values = scorer(collate([items[i] for i in chunk], device)).cpu()      # (B, M)
         for i, item_values in zip(chunk, values):
             outputs[i] = item_values[:num_actions(items[i])].clone()
     scorer.train(was_training)
@@ -761,28 +750,20 @@ def num_actions(item):
     return 1 + max(max(row.action_numbers) for row in item)
 
 
-def chunks_of(items, max_tokens, takes_trees=True):
+def chunks_of(items, max_tokens):
     """Lists of item numbers, the longest items first, so that a list padded has at most `max_tokens` tokens if it has
-    more than one item.
-    takes_trees: False where each action of a tree is read in a row of its own (branch_states)."""
+    more than one item."""
     lengths = [item_length(item) for item in items]
-    sizes = [len(item) if takes_trees else num_branches(item) for item in items]         # rows of each item
-    order = sorted(range(len(items)), key=lambda i: -lengths[i])
     chunks, num_rows = [], 0
-    for i in order:
+    for i in sorted(range(len(items)), key=lambda i: -lengths[i]):
         # the first item of a chunk is its longest
-        if chunks and (num_rows + sizes[i]) * lengths[chunks[-1][0]] <= max_tokens:
+        if chunks and (num_rows + len(items[i])) * lengths[chunks[-1][0]] <= max_tokens:
             chunks[-1].append(i)
-            num_rows += sizes[i]
+            num_rows += len(items[i])
         else:
             chunks.append([i])
-            num_rows = sizes[i]
+            num_rows = len(items[i])
     return chunks
-
-
-def num_branches(item):
-    """How many rows an item has where each action of a tree is one."""
-    return sum(1 if row.prompt_length is None else 1 + max(row.action_numbers) for row in item)
 
 
 def example_outputs(scorer, examples, max_tokens, device):
@@ -803,14 +784,12 @@ def reference_logps(folder, scorer, examples, max_tokens, device):
     if not path.exists():
         initial = None                                               # a head begins at 0
         if scorer.head is None:
-            initial = adapters.without_adapter(scorer)
+            initial = models.without_adapter(scorer)
             say(f"reference log-probabilities of {len(examples):,} examples")
         outputs = example_outputs(initial, examples, max_tokens, device)
         if is_main():
             partial = path.with_suffix(".partial")
-            partial.unlink(missing_ok=True)                          # torch.save would follow a link
-            with writing(path):
-                torch.save(outputs, partial)
+            torch.save(outputs, partial)
             partial.rename(path)
     barrier()
     return torch.load(path, weights_only=True)
@@ -848,7 +827,7 @@ def load_whole(device, dtype="float32"):
         else:
             model, _ = load_model(name, device, dtype)
         if lora:
-            adapters.add_adapter(model, lora, getattr(torch, dtype))     # as in a pass of a model that is split
+            models.add_adapter(model, lora, getattr(torch, dtype))     # as in a pass of a model that is split
         return Scorer(model, has_head, processor)
     return load
 
@@ -872,150 +851,119 @@ def action_advantages(values, ref_values, lengths, normalize):
 UNTRAINED = "untrained"                                             # --critic: the base model, with no training
 
 
-def untrained_critic(model_name, reference_sees):
-    """The model itself as a critic, as read_critic gives it: log p(a|o, c) - log p(a|o), a mean over the tokens of a.
-    reference_sees: "blind", or None for the same. If it were informed, all scores would be 0: InputError."""
-    if reference_sees == "informed":
+@dataclasses.dataclass
+class Critic:
+    """A critic, and what its scores are. load_critic fills in the scorers."""
+
+    folder: str                                 # of 03; of an untrained critic the name of the model
+    reference: str                              # the name of the reference model of eq. 3
+    head: str = "lm"                            # lm: log-probabilities; regression, value: a head's number
+    normalize: str = "turn"                     # see action_advantages
+    sees_c: bool = True
+    ref_sees_c: bool = True                     # whether the reference reads c when actions are scored
+    is_visual: bool = False
+    sight: object = None                        # of a critic that sees: vision.Sight
+    scorer: object = None
+    ref_scorer: object = None                   # None: a head, whose initial values are 0
+
+    @property
+    def reads_two_prompts(self):
+        """Whether the critic reads c, and its reference does not."""
+        return self.sees_c and not self.ref_sees_c
+
+
+def untrained_critic(model_name, ref_sees_c=None):
+    """The model itself as a Critic: log p(a|o, c) - log p(a|o), a mean over the tokens of a."""
+    if ref_sees_c:
         raise InputError(f"--critic {UNTRAINED}: scores every action 0 with a reference that sees c; it needs "
-                         "--reference blind")
-    return {"folder": model_name, "head": "lm", "normalize": "turn", "privileged": True, "reference": model_name,
-            "trained_with": None, "reference_sees": "blind"}
+                         "--reference-sees-c no")
+    return Critic(model_name, model_name, ref_sees_c=False)
 
 
-def read_critic(folder, tokenizer, domain, reference_sees=None):
-    """A critic folder's critic.json, {"privileged", "normalize", "head", …}, for a policy with `tokenizer` (None: not
-    compared) on a domain's tasks. A "visual" one also needs "show" (show_documents). InputError where it does not fit.
-
-    "reference" names the reference model of eq. 3, "reference_sees" says what it reads when actions are scored: the
-    parameter, or what the critic was trained with ("trained_with"; a folder without the key: "informed")."""
+def read_critic(folder, tokenizer, domain, ref_sees_c=None):
+    """The Critic of a folder of 03, not loaded yet, for a policy with `tokenizer` (None: not compared) on a domain's
+    tasks. InputError where it does not fit.
+    ref_sees_c: what the reference reads; None: what it read in training."""
     path = pathlib.Path(folder) / "critic.json"
     if not path.exists():
         raise InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
-    critic = {**read_json(path, CRITIC), "folder": str(folder)}
-    if adapters.is_adapter(folder):
-        critic["reference"] = models.adapter_base(folder)
-    critic["trained_with"] = critic.get("reference_sees", "informed")
-    critic["reference_sees"] = reference_sees or critic["trained_with"]
-    if reference_sees == "blind":
-        needs = f"{folder}: --reference blind needs a language model that sees c as a critic; this one has"
-        if critic["head"] != "lm":
-            raise InputError(f"{needs} a head, whose initial values are 0")
-        if not critic.get("privileged"):
-            raise InputError(f"{needs} never seen c")
-    if critic.get("visual") and not domain.views:
+    note = read_json(path, CRITIC)
+    if ref_sees_c is None:
+        ref_sees_c = note.get("reference_sees_c", True)
+    critic = Critic(str(folder), note["reference"], note["head"], note["normalize"], note["privileged"], ref_sees_c,
+                    note.get("visual", False))
+    if models.is_adapter(folder):
+        critic.reference = models.adapter_base(folder)
+    if not ref_sees_c and (critic.head != "lm" or not critic.sees_c):
+        raise InputError(f"{folder}: --reference-sees-c no needs a critic with --head lm that sees c; no other "
+                         "compares prompts with c and without")
+    if critic.is_visual and not domain.views:
         raise InputError(f"{folder}: a critic that sees cannot rank {domain.NOUN}s, which have nothing to see")
-    if tokenizer and not critic.get("visual"):
+    if tokenizer and not critic.is_visual:
         if tokenizer_name(load_tokenizer(str(folder))) != tokenizer_name(tokenizer):
             raise InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
-    if critic["head"] == "lm" or adapters.is_adapter(folder):       # the others need no reference
-        check_reference(critic)
+    if critic.head == "lm":
+        known, now = note.get("reference_fingerprint"), models.weights_fingerprint(critic.reference)
+        if None not in (known, now) and known != now:
+            raise InputError(f"{folder}: its reference {critic.reference} has other weights than when the critic was "
+                             "trained from it; put them back, or train the critic again")
     return critic
 
 
-def check_reference(critic):
-    """InputError where a critic's reference has other weights than when the critic was trained from it."""
-    folder, name, known = critic["folder"], critic["reference"], critic.get("reference_fingerprint")
-    fingerprint = models.weights_fingerprint(name)
-    if fingerprint is None:                                         # its files are not here, and are perhaps on a hub
-        from transformers import AutoConfig
-        try:
-            models.from_pretrained(AutoConfig, name)
-        except InputError as error:
-            raise InputError(f'{error}. {name} is the "reference" in {folder}/critic.json; start from the folder where '
-                             "the critic was trained, or write there where it is now") from None
-    if known is None:
-        say(f"{folder}: critic.json has no fingerprint of its reference {name}; taken as it is")
-    elif fingerprint not in (None, known):
-        raise InputError(f"{folder}: its reference {name} has other weights than when the critic was trained from it "
-                         f"(fingerprint {str(known)[:40]}, now {fingerprint}); put them back, or train the critic "
-                         "again")
-
-
-def reference_line(critic):
-    """What a critic's scores are, in a line; None where there is no choice (a head, a critic without c)."""
-    if critic["head"] != "lm" or not critic["privileged"]:
-        return None
-    model, trained = "p_ref", "not trained"
-    if critic["trained_with"]:
-        model, trained = "p", f"trained with --reference {critic['trained_with']}"
-    prompt = "o, c" if critic["reference_sees"] == "informed" else "o"
-    mean = "sums" if critic["normalize"] == "none" else "means"
-    return f"{critic['folder']}: scores are log {model}(a|o, c) - log p_ref(a|{prompt}), {mean} over tokens; {trained}"
+def critic_line(critic):
+    """What a critic's scores are, in a line."""
+    if critic.head != "lm":
+        return f"{critic.folder}: scores are the numbers of its {critic.head} head"
+    model = "p_ref" if critic.folder == critic.reference else "p"
+    prompt = "o, c" if critic.sees_c else "o"
+    ref_prompt = "o, c" if critic.sees_c and critic.ref_sees_c else "o"
+    mean = "a sum" if critic.normalize == "none" else "a mean"
+    logratio = f"log {model}(a|{prompt}) - log p_ref(a|{ref_prompt})"
+    return f"{critic.folder}: scores are {logratio}, {mean} over the tokens of a"
 
 
 def load_critic(critic, load):
-    """read_critic's answer with two Scorers: "scorer", the critic's, and "ref_scorer", the reference's.
+    """Load the Scorers of a Critic. The reference is the initial model; of an adapter folder the model with its adapter
+    off; of a critic with a head None.
 
-    load(name, lora=…, has_head=…) loads one: load_whole, or load_scorer where it is split over the ranks.
-    The reference is the initial model; of an adapter folder the model with its adapter off; of a critic with a head
-    None, because its initial values are 0."""
-    has_head = critic["head"] != "lm"
-    is_trained = critic["folder"] != critic["reference"]
-    lora = adapters.folder_config(critic["folder"]) if is_trained else None
-    name = critic["reference"] if lora else critic["folder"]
-    scorer = load(name, lora=lora, has_head=has_head)
+    load(name, lora=…, has_head=…) loads one: load_whole, or load_scorer where it is split over the ranks."""
+    has_head = critic.head != "lm"
+    is_trained = critic.folder != critic.reference
+    lora = models.folder_config(critic.folder) if is_trained else None
+    scorer = load(critic.reference if lora else critic.folder, lora=lora, has_head=has_head)
     if lora:
-        adapters.load_adapter(scorer.model, critic["folder"])
+        models.load_adapter(scorer.model, critic.folder)
     if has_head:
-        models.load_head(scorer.head, critic["folder"])
-    scorer.eval()
+        models.load_head(scorer.head, critic.folder)
+    critic.scorer = critic.ref_scorer = scorer.eval()
     if has_head:
-        ref_scorer = None
+        critic.ref_scorer = None
     elif lora:
-        ref_scorer = adapters.without_adapter(scorer)
+        critic.ref_scorer = models.without_adapter(scorer)
     elif is_trained:
-        ref_scorer = load(critic["reference"]).eval()
-    else:
-        ref_scorer = scorer
-    return {**critic, "scorer": scorer, "ref_scorer": ref_scorer}
+        critic.ref_scorer = load(critic.reference).eval()
+    return critic
 
 
-def works_of(critic):
-    """What the models of a critic (load_critic) have done (models.work_of), each once."""
-    scorers = [critic["scorer"]]
-    if isinstance(critic["ref_scorer"], Scorer) and critic["ref_scorer"] is not critic["scorer"]:
-        scorers.append(critic["ref_scorer"])
-    return [models.work_of(scorer.model) for scorer in scorers]
-
-
-# A state and actions in it: the prompt's text, the task, the turns so far, the actions' ids and what they say (said)
+# A state and actions in it: the prompt's text, the task, the turns so far, the actions' ids and their visible texts
 DecisionPoint = namedtuple("DecisionPoint", "prompt task history actions texts")
 
 
-def show_documents(documents, domain, open_world):
-    """{document: its image file, None where it cannot be rendered}, rendered by rank 0 (World.show); for all ranks.
-
-    A visual critic's "show" is this function with domain and open_world (renderer)."""
-    files = None
-    if is_main():
-        with open_world() as browser:
-            files = asyncio.run(browser.show(documents))
-    files = broadcast(files)
-    num_lost = list(files.values()).count(None)
-    if num_lost:
-        say(f"{num_lost:,} of {len(files):,} {domain.NOUN}s cannot be rendered: shown as black images")
-    return files
-
-
 def score_actions(critic, tokenizer, points, max_tokens, device):
-    """The score A(o_t, a, c) of each action of DecisionPoints by a critic (load_critic) or a domain's oracle (its
-    name), a list of floats for each point. Equal actions are scored once."""
-    if isinstance(critic, str):
-        scores = []
-        for point in points:
-            domain = domain_of(point.task)
-            scores.append(domain.oracle_scores(critic, point.task, point.history, point.texts))
-        return scores
-    if critic.get("visual"):
-        return visual_scores(critic, points, max_tokens, device)
+    """The score A(o_t, a, c) of each action of DecisionPoints by a loaded Critic, a list of floats for each point.
+    Equal actions are scored once."""
+    if critic.is_visual:
+        def values_of(rows):
+            items = [visual_item([row]) for row in rows]
+            return [values.item() for values in action_outputs(critic.scorer, items, max_tokens, device)]
+        return vision.action_scores(critic.sight, points, critic.sees_c, values_of)
     actions = [sorted(set(map(tuple, point.actions))) for point in points]
-    items = action_items(points, actions, tokenizer, critic["privileged"])
-    ref_items = items
-    if has_blind_reference(critic):
-        ref_items = action_items(points, actions, tokenizer, privileged=False)
-    values = action_outputs(critic["scorer"], items, max_tokens, device)
-    ref_values = action_outputs(critic["ref_scorer"], ref_items, max_tokens, device)
-    normalize = critic["normalize"]
+    items = ref_items = action_items(points, actions, tokenizer, critic.sees_c)
+    if critic.reads_two_prompts:
+        ref_items = action_items(points, actions, tokenizer, sees_c=False)
+    values = action_outputs(critic.scorer, items, max_tokens, device)
+    ref_values = action_outputs(critic.ref_scorer, ref_items, max_tokens, device)
+    normalize = critic.normalize
     if normalize == "trajectory":                                    # one action is scored alone: its own tokens' mean
         normalize = "turn"
     scores = []
@@ -1027,151 +975,47 @@ def score_actions(critic, tokenizer, points, max_tokens, device):
     return scores
 
 
-def visual_scores(critic, points, max_tokens, device):
-    """score_actions by a visual critic: its head on what each action would show."""
-    processor = critic["scorer"].processor
-    views = [views_after(critic, point) for point in points]
-    files = critic["show"](vision.documents_of(views))
-    items, places = [], {}
-    for number, point_views in enumerate(views):
-        for view in point_views:
-            if (number, view) not in places:                         # equal views are scored once
-                places[number, view] = len(items)
-                items.append([vision_row(processor, view, 0, files)])
-    values = action_outputs(critic["scorer"], items, max_tokens, device)
-    scores = []
-    for number, point_views in enumerate(views):
-        point_scores = []
-        for view in point_views:
-            place = places[number, view]
-            point_scores.append(values[place].item())
-        scores.append(point_scores)
-    return scores
-
-
-def views_after(critic, point):
-    """What a visual critic is shown of each action of a point, [((caption, document or None), …), …]."""
-    domain = domain_of(point.task)
-    views = []
-    for text in point.texts:
-        history = [*point.history, {"role": "assistant", "content": text}]
-        turn_views = domain.views(point.task, history, critic["privileged"])
-        views.append(tuple(turn_views))
-    return views
-
-
-def vision_row(processor, views, action_number, files):
-    """The Row that shows a visual critic the action `action_number`: captions, and the image files of documents."""
-    captioned_files = [(caption, files.get(document)) for caption, document in views]
-    ids, images = vision.image_row(processor, captioned_files)
-    return Row(ids, [action_number] * len(ids), images=images)
-
-
-def has_blind_reference(critic):
-    """Whether the critic reads c, and the reference of eq. 3 does not."""
-    return critic["privileged"] and critic.get("reference_sees") == "blind"
-
-
-def action_items(points, actions, tokenizer, privileged):
+def action_items(points, actions, tokenizer, sees_c):
     """Of each DecisionPoint the item (actions_item) of its `actions` after its prompt, which c may precede."""
     items = []
     for point, point_actions in zip(points, actions):
         prompt = point.prompt
-        if privileged:
+        if sees_c:
             prompt = with_hidden_info(tokenizer, prompt, hidden_info(point.task))
         items.append(actions_item(tokenizer, prompt, point_actions))
     return items
 
 
+def visual_item(rows):
+    """The item of the (ids, image files) of vision.turn_rows: each row is one action."""
+    return [Row(ids, [number] * len(ids), images=images) for number, (ids, images) in enumerate(rows)]
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # trajectories as items, their scores, and pairs of them
 
-MANY_TURNS = 64                 # of the agent: what has more is looked at before all of its prompts are rendered
-
-
-def overlong_row(tokenizer, trajectory, max_length):
-    """The last agent turn of a dialogue as a Row, where its prompt alone has more than twice `max_length` tokens.
-
-    None for others, and for dialogues of at most MANY_TURNS turns. Such a dialogue is left out anyway, and the prompts
-    of all its turns would take a time and a memory that grow with the square of their number."""
-    history = trajectory["dialogue_history"]
-    agent = [i for i, turn in enumerate(history) if turn["role"] == "assistant"]
-    if max_length is None or len(agent) <= MANY_TURNS:
-        return None
-    [(prompt, action)] = agent_turns(tokenizer, trajectory, only=agent[-1])
-    read = encode(tokenizer, prompt)
-    if len(read) <= 2 * max_length:
-        return None
-    last_action = len(agent) - 1
-    return Row(read + list(action), [-1] * len(read) + [last_action] * len(action))
-
-
-def trajectory_examples(trajectories, groups, tokenizer, privileged=None, show=None, max_length=None):
+def trajectory_examples(trajectories, groups, tokenizer, sees_c, sight=None):
     """An Example, without pairs, for each tuple of trajectory numbers, an item a trajectory.
 
-    privileged: whether c stands in front (None: where the logged agent saw it).
-    show: show_documents, for a visual critic, whose processor is then in the place of the tokenizer.
-    max_length: a dialogue that is far longer (overlong_row) is not made whole, as it is left out by its length."""
+    sees_c: whether c stands in front; None: where the logged agent saw it.
+    sight: vision.Sight of a critic that sees, which reads turns as images."""
     numbers = sorted({number for group in groups for number in group})
-    if show:
-        items = visual_items(trajectories, numbers, tokenizer, privileged, show)
+    if sight:
+        turn_rows = vision.turn_rows(sight, [trajectories[number] for number in numbers], sees_c)
+        items = {number: visual_item(rows) for number, rows in zip(numbers, turn_rows)}
     else:
-        items = text_items(trajectories, numbers, tokenizer, privileged, max_length)
-    examples = []
-    for group in groups:
-        task = trajectories[group[0]]["task_id"]
-        examples.append(Example([items[number] for number in group], [], task))
-    return examples
+        kinds = collections.Counter()
+        items = {number: text_item(tokenizer, trajectories[number], sees_c, kinds) for number in numbers}
+        say_kinds("agent turns", kinds)
+    return [Example([items[number] for number in group], [], trajectories[group[0]]["task_id"]) for group in groups]
 
 
-def text_items(trajectories, numbers, tokenizer, privileged, max_length):
-    """{number: its item} of trajectories; arguments as of trajectory_examples."""
-    items, kinds = {}, {}
-    for number in numbers:
-        trajectory = trajectories[number]
-        overlong = overlong_row(tokenizer, trajectory, max_length)
-        if overlong:
-            items[number] = [overlong]
-            continue
-        sees_c = trajectory.get("informed") if privileged is None else privileged
-        info = hidden_info(trajectory["task"]) if sees_c else None
-        items[number] = rows_of_trajectory(tokenizer, agent_turns(tokenizer, trajectory, kinds), info)
-    say_kinds("agent turns", kinds)
-    return items
-
-
-def say_kinds(what, kinds):
-    """Say how many turns are of which kind (agent_turns), if there are any."""
-    if not kinds:
-        return
-    counts = [f"{count:,} {kind}" for kind, count in kinds.items()]
-    say(f"{what}: {', '.join(counts)}")
-
-
-def visual_items(trajectories, numbers, processor, privileged, show):
-    """{number: its item} of trajectories, a row for each agent turn, which shows it to a visual critic."""
-    views = {}
-    for number in numbers:
-        task = trajectories[number]["task"]
-        history = trajectories[number]["dialogue_history"]
-        domain = domain_of(task)
-        views[number] = []
-        for i, turn in enumerate(history):
-            if turn["role"] == "assistant":
-                views[number].append(domain.views(task, history[:i + 1], privileged))
-    files = show(vision.documents_of(views.values()))
-    items = {}
-    for number, turn_views in views.items():
-        items[number] = [vision_row(processor, view, action, files) for action, view in enumerate(turn_views)]
-    return items
-
-
-def reference_examples(critic, examples, trajectories, groups, tokenizer, max_length=None):
-    """What the reference of eq. 3 reads in place of a critic's `examples` (trajectory_examples of these groups): the
-    same, or without c where it is blind."""
-    if not has_blind_reference(critic):
-        return examples
-    return trajectory_examples(trajectories, groups, tokenizer, privileged=False, max_length=max_length)
+def text_item(tokenizer, trajectory, sees_c, kinds):
+    """The item of a trajectory; arguments as of trajectory_examples and agent_turns (counts)."""
+    if sees_c is None:
+        sees_c = trajectory.get("informed")
+    info = hidden_info(trajectory["task"]) if sees_c else None
+    return rows_of_trajectory(tokenizer, agent_turns(tokenizer, trajectory, kinds), info)
 
 
 def advantages_of(scorer, examples, ref_values, normalize, max_tokens, device):
@@ -1192,10 +1036,10 @@ def advantages_of(scorer, examples, ref_values, normalize, max_tokens, device):
 def pair_accuracy(scorer, examples, ref_values, critic, max_tokens, device):
     """The share of pairs of trajectories whose chosen one has the higher score; a tie is half right.
     ref_values: the examples' example_outputs under the reference.
-    critic: {"normalize", "head"}; a value head compares the values of the last turns."""
+    A value head compares the values of the last turns."""
     right = 0.0
-    for advantages in advantages_of(scorer, examples, ref_values, critic["normalize"], max_tokens, device):
-        if critic["head"] == "value":
+    for advantages in advantages_of(scorer, examples, ref_values, critic.normalize, max_tokens, device):
+        if critic.head == "value":
             chosen, rejected = (values[-1] for values in advantages)
         else:
             chosen, rejected = (values.sum() for values in advantages)
@@ -1207,28 +1051,27 @@ def pair_accuracy(scorer, examples, ref_values, critic, max_tokens, device):
 
 
 def score_turns(critic, tokenizer, trajectories, max_tokens, device):
-    """The credit of each agent turn of trajectories by a critic that reads text (load_critic) with its `tokenizer`.
+    """The advantage of each agent turn of trajectories by a loaded Critic that reads text with its `tokenizer`.
 
     For each trajectory a list of floats, one a turn, whose sum is the score of the trajectory; None for one with a row
     of more than `max_tokens` tokens.
     With an lm or regression head it is A(o_t, a_t, c) of eq. 3, for which the critic was trained.
-    A value head gives the value of a dialogue up to and with a turn (a logit, which is no advantage): the credit is its
-    change from turn to turn, from 0 before the first one."""
-    if critic.get("visual"):
-        raise InputError(f"{critic['folder']}: a critic that sees images; turns are scored by one that reads text")
+    A value head gives the value of a dialogue up to and with a turn (a logit, which is no advantage): here it is the
+    change of value from turn to turn, from 0 before the first one."""
     groups = [(i,) for i in range(len(trajectories))]
-    examples = trajectory_examples(trajectories, groups, tokenizer, critic["privileged"], max_length=max_tokens)
-    ref_examples = reference_examples(critic, examples, trajectories, groups, tokenizer, max_tokens)
+    examples = ref_examples = trajectory_examples(trajectories, groups, tokenizer, critic.sees_c)
+    if critic.reads_two_prompts:
+        ref_examples = trajectory_examples(trajectories, groups, tokenizer, sees_c=False)
     fitting = [i for i, example in enumerate(examples) if longest_row(example) <= max_tokens]
     examples = [examples[i] for i in fitting]
-    ref_values = example_outputs(critic["ref_scorer"], [ref_examples[i] for i in fitting], max_tokens, device)
-    advantages = advantages_of(critic["scorer"], examples, ref_values, critic["normalize"], max_tokens, device)
-    credits = [None] * len(trajectories)
-    for i, [values] in zip(fitting, advantages):
-        if critic["head"] == "value":
+    ref_values = example_outputs(critic.ref_scorer, [ref_examples[i] for i in fitting], max_tokens, device)
+    turn_values = advantages_of(critic.scorer, examples, ref_values, critic.normalize, max_tokens, device)
+    advantages = [None] * len(trajectories)
+    for i, [values] in zip(fitting, turn_values):
+        if critic.head == "value":
             values = torch.diff(values, prepend=torch.zeros(1))
-        credits[i] = values.tolist()
-    return credits
+        advantages[i] = values.tolist()
+    return advantages
 
 
 def trajectory_pairs(trajectories, path, needed=True):

@@ -1,5 +1,5 @@
-"""ColBench: tasks that an agent can only solve together with a human. This folder imports nothing of the repository
-but itself, so that it can be copied alone. It needs no package, unless pages are drawn and compared.
+"""ColBench: tasks that an agent can only solve together with a human. This folder imports nothing else of the
+repository, so that it can be copied alone, and needs no package, except for pages.
 
 In ten lines: a task, a question to the rule-based human, and two answers scored by the confined scorer:
 
@@ -14,87 +14,93 @@ In ten lines: a task, a question to the rule-based human, and two answers scored
         for code in (task["ground_truth"], "def grade(score): return 'good'"):
             print(asyncio.run(world.score([(task, code)]))[0]["reward"])
 
-A new domain is one file, its name in the import and its line in DOMAINS, both at the end of this file. The file begins
-with `from colbench.defaults import *`, which says of most names below that the domain has no such thing; it defines
-those that it needs.
+To add a domain, write one module and name it twice at the end of this file: in the import and in DOMAINS. The module
+begins with `from colbench.defaults import *`, which has the defaults below, and defines what differs. A small one is
+tests/toy_domain.py. A domain works with:
 
-A task is a dict with "problem_description" (the vague request), "ground_truth" (the reference solution c) and what the
-domain adds. A history is a list of turns {"role": "user" | "assistant", "content": str} that begins with the request. A
-trajectory is {"task", "dialogue_history", "answer", "reward", …}. The human is "simulator" in flags and rows (the
-paper's word), and "person" in prompts and in some names below.
+task        a dict with "problem_description" (the vague request), "ground_truth" (the reference solution c) and the
+            domain's own fields
+history     a list of turns {"role": "user" | "assistant", "content": str}; the first turn is the request
+trajectory  {"task", "dialogue_history", "answer", "reward", …}
+human       the user simulator: rules or a model ("person" in some names)
 
 Names that every domain defines
 -------------------------------
 NOUN                what the human needs, as prompts and errors call it ("function")
 FAMILIES            names of the template families
 AGENT_SYSTEM        the agent's system prompt; "{max_rounds}" stands for the number of rounds
-owns(task)          whether a task is of this domain, told by its fields; no task is of two domains
-check_task(task, where)     ColBenchError, which begins with `where`, for a task that lacks a field, or has one that
-                    this domain reads and that is of another type (schema.py)
-make_task(rng, family, told, accept)    a task with "task_id" (a hexadecimal hash) and "family"; or the reason (str)
-                    why this draw gave none. accept(task_id) is None, or such a reason. told: "none", "some", "all"
+owns(task)          whether a task is of this domain, by its fields. No task may be of two domains
+check_task(task, where)     raises ColBenchError, which begins with `where`, if a field is missing or of another type
+                    (schema.py)
+make_task(rng, family, told, accept)    a task with "task_id" (a hexadecimal hash) and "family"; or a str: why this
+                    draw gave none. accept(task_id) returns None, or why the task is not wanted. told: the facts that
+                    the request states, "none", "some" or "all"
 answer_of(history, is_last)     the answer in the agent's turn that ends `history`; None: the dialogue goes on. In the
-                    last round (is_last) it is a text
-World               a context manager that holds what the domain needs to run (a scorer, a browser …): see below
-  async rule_reply(task, history, rng)      what the rule-based human says
-  async person_chat(task, history)          the messages for a model that plays the human
-  async score(pairs, explain=False)         for each (task, answer) {"reward": in [0, 1], …}, which 02 and 05 write.
-                    explain (05): also "failed", where a test is: the first failed tests as short texts, [{"call",
-                    "expected", "got" (None: no value), "said" (None: nothing)}, …]. A World that is `compat` gives
-                    the published scorer's keys, and no reward
+                    last round (is_last) it is a str
+World               the environment: a context manager that holds what the domain runs (a scorer, a browser); see below
 
 Names with a default: what a dialogue is worth
 ----------------------------------------------
-outcome(trajectory)     what is averaged (default: whether the reward is 1)
-metric(trajectories)    the name of that mean in metrics.json ("success_rate")
-measure(trajectories)   further metrics, a dict; "notes": a list of what a reader must know, which 05 prints ({})
-COLUMNS             (key of `measure`, heading, format) of each further column of 05's table. "all_known",
-                    "success_when_known" and "success_when_not_known" follow from all_known, not from `measure` (())
-MIN_GAP             two trajectories whose returns differ by so much make a pair. Returns are then graded: 05 shows wins
-                    and ties, 04 --method rft takes the best of each task. None: success against the rest (None)
-SCORE_KEYS          what World.score writes into rows: 05 removes what an earlier evaluation wrote (("reward",))
+outcome(trajectory)     the value that is averaged (default: whether the reward is 1)
+metric(trajectories)    the name of that mean in metrics.json (default: "success_rate")
+measure(trajectories)   a dict of further metrics; "notes" in it is a list of lines that 05 prints (default: {})
+COLUMNS             further columns of 05's table: (key of `measure`, heading, format). The keys "all_known",
+                    "success_when_known" and "success_when_not_known" come from all_known (default: ())
+MIN_GAP             two trajectories make a pair if their returns differ by at least this much. With a number returns
+                    are graded: 05 shows wins and ties, 04 --method rft takes the best of each task. None (the
+                    default): a success and a failure make a pair
+SCORE_KEYS          the keys that World.score writes into rows; 05 removes old ones (default: ("reward",))
 
-Names with a default: how it is played
---------------------------------------
-shown(message)      what stands in the dialogue of an agent's message, whose thoughts are gone already (the message)
-answer_message(task)    the agent's turn that gives the reference as its answer (the reference)
-REPLY_CHARS, REPLY_TOKENS   where a reply of the human is cut; what a model that plays the human may write (400, 128)
-PERSON_SEES         whether a model that plays the human is shown images (False)
-PLAYERS             scripted agents for 02 --agent: {name: turn}. turn(task, history, max_rounds, rng) is what the
-                    agent says next. Their names begin with "script" ({})
-lacks(task, player)     the field that the task lacks for a player: "rules" (the rule-based human), "script" (a scripted
-                    agent) or an oracle; None: it can be played (None)
-leak_of(task, reply)    how a reply of the human shows the reference ("code", …); None: it does not (None)
-JUDGE               prompt for a model that compares two turns ({ground_truth}, {dialogue}, {a}, {b}); None: no judge
-views(task, history, privileged)    what a critic that sees is shown of the agent's turn that ends `history`:
-                    [(caption, document or None for a black image), …]. None in place of the function: nothing to see
+Names with a default: the dialogue
+----------------------------------
+shown(message)      the part of an agent's message that stands in the dialogue (default: all of it)
+answer_message(task)    the agent's turn that gives the reference as its answer (default: the reference)
+REPLY_CHARS, REPLY_TOKENS   the most characters of a human's reply; the most tokens that a model may write for one
+                    (default: 400, 128)
+PERSON_SEES         whether a model that plays the human is shown images (default: False)
+PLAYERS             scripted agents for 02 --agent: {name: turn}. turn(task, history, max_rounds, rng) returns the
+                    agent's next message. Names begin with "script" (default: {})
+lacks(task, player)     the field that a task lacks for "rules" (the rule-based human), "script" (a scripted agent) or
+                    an oracle; None (the default): none
+leak_of(task, reply)    how a reply of the human shows the reference ("code", …); None (the default): not at all
+JUDGE               the prompt for a model that compares two turns, with {ground_truth}, {dialogue}, {a} and {b}; None
+                    (the default): no model can
+views(task, history, privileged)    what a visual critic sees after the agent's turn that ends `history`: a list of
+                    (caption, document, or None for a black image). None in its place (the default): nothing to see
 check_data(tasks, unsafe_scorer)    for 01 --check: for each task {"findings": {what: detail}, "num_tests", "constant":
-                    share of the tests that the best constant answer passes}. None in its place: nothing to check
+                    the share of tests that the best constant answer passes}. None in its place (the default): nothing
+                    to check
 
-Names with a default: what the agent has to find out. By default the task does not say, and each is None
---------------------------------------------------------------------------------------------------------
-facts(task, history)    [(text, whether it is known after `history`)]: the texts in one order, whatever the history
-turn_kind(task, history, message)   what an agent's turn is worth after `history` ("needed", "idle", …)
-all_known(task, history)    whether everything that matters is known; asked only where turn_kind answers
-facts_by_turn(task, history)    the numbers in `facts` of those that are known after 0, 1, … all turns
-turn_kinds(task, history)   turn_kind of each agent turn of a history. These two answer in one pass what the functions
-                    above say of one turn after the other; None in their place: those are asked
-ORACLES             names of critics that know the task. An answer is right for them if it is the reference's text (())
-oracle_scores(oracle, task, history, messages)      a score for each of several messages. Only with ORACLES; no default
+Names with a default: what the agent has to find out (default: the task does not say)
+-------------------------------------------------------------------------------------
+facts(task, history)    [(text, whether it is known after `history`)], in an order that does not depend on `history`
+facts_by_turn(task, history)    sets of indices into `facts`: those known after 0, 1, … all turns
+turn_kind(task, history, message)   the kind of an agent's turn after `history` ("needed", "idle", …), or None
+turn_kinds(task, history)   the kinds of all agent turns of a history. facts_by_turn and turn_kinds save time; if one is
+                    None, the function above it is called for each turn
+all_known(task, history)    whether everything that matters is known; called only where turn_kind is not None
+ORACLES             names of critics that know the task; for them an answer is right if it is the reference's text
+                    (default: ())
+oracle_scores(oracle, task, history, messages)      a score for each message; needed only with ORACLES
 
-World, with defaults in defaults.World
---------------------------------------
-TAKES               the arguments that it takes, by name, each with a default (()):
-                    unsafe_scorer, compat (verdicts of the published scorer), browser, similarity, clip_model: flags of
-                    the stages; a stage refuses a flag that this World does not take.
-                    images (a folder for screenshots), rows_in (the folder that paths in rows are relative to), device
-about               {name: value} for metrics.json: which scorer, which similarity ({})
-async tool_reply(task, history)     what the environment itself answers; None: it is the human's turn (None)
-async show(documents)   {document: image file, or None where there is none}. Only with `views`; no default
+World (defaults.World is its base class)
+----------------------------------------
+TAKES               names of the constructor's arguments, each with a default (default: ()). Flags of the stages:
+                    unsafe_scorer, compat (verdicts of the published scorer), browser, similarity, clip_model; a stage
+                    refuses a flag that is not in TAKES. Set by the stages: images (a folder for screenshots), rows_in
+                    (the folder to which paths in rows are relative), device
+about               {name: value} for metrics.json: which scorer, which similarity (default: {})
+async rule_reply(task, history, rng)    what the rule-based human says
+async person_chat(task, history)        the messages for a model that plays the human
+async tool_reply(task, history)         what the environment itself answers; None (the default): the human's turn
+async score(pairs, explain=False)       for each (task, answer) {"reward": in [0, 1], …}, which 02 and 05 write into
+                    rows. explain (05): also "failed", the first failed tests as short texts: [{"call", "expected",
+                    "got" (None: no value), "said" (None: nothing)}, …]. With `compat` the published scorer's keys, and
+                    no reward
+async show(documents)   {document: image file, or None if there is none}; needed only with `views`
 """
 import hashlib
 import pathlib
-import string
 
 from colbench.schema import label, nullable, record, scalar
 
@@ -138,18 +144,11 @@ def check_kind(value, kind, where):
 
 
 def check_template(task, slots, where):
-    """ColBenchError unless the fields of a task's "template" are names of `slots`.
-
-    Of other fields str.format would fail, or do more than fill them in ("{a:999999999}", "{a.__class__}")."""
+    """ColBenchError unless the "template" of a task, if it has one, is filled by fields with the names of `slots`."""
     try:
-        fields = list(string.Formatter().parse(task["template"]))
-    except ValueError as error:
-        raise ColBenchError(f'{where}: "template" cannot be filled ({error})') from None
-    for _, field, form, conversion in fields:
-        if field is None:                                           # text behind the last field
-            continue
-        if field not in slots or form or conversion:
-            raise ColBenchError(f'{where}: "template" has the field {field[:80]!r}, which no fact fills as it is')
+        task.get("template", "").format(**dict.fromkeys(slots, ""))
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise ColBenchError(f'{where}: "template" cannot be filled ({error!r})') from None
 
 
 # What every task has, and what several domains read of it

@@ -9,22 +9,13 @@ import asyncio
 import collections
 import functools
 import hashlib
+import json
 import re
 import string
 
-from colbench import check_kind, defaults, dialogue, MORE_KEYS, task_id, TASK_KEYS
+from colbench import beside, check_kind, defaults, dialogue, MORE_KEYS, task_id, TASK_KEYS
 from colbench.defaults import *  # noqa: F403
-from colbench.dialogue import (
-    human_chat,
-    kind_scores,
-    known_reply,
-    knows_all,
-    MARKER,
-    needed_facts,
-    numbers_known,
-    OPENERS,
-    topics_asked,
-)
+from colbench.dialogue import answer_kind, Facts, MARKER, needed_facts, OPENERS, put, topics_asked
 from colbench.schema import list_of, record, table_of
 from colbench.scorer import check_tasks, reward_of, Scorer
 
@@ -34,145 +25,61 @@ COLUMNS = (("tests_passed", "tests", ".3f"), ("all_known", "all known", ".3f"),
            ("success_when_known", "when known", ".3f"), ("success_rate_compat", "published: success", ".3f"),
            ("tests_passed_compat", "tests", ".3f"))
 SCORE_KEYS = "reward", "tests", "faults", "tests_compat", "ends_evaluation"
-AGENT_SYSTEM = (
-    "You help a person with one Python function. The request leaves things out that only the person knows. In each "
-    "turn, ask one short question about something that changes what the function returns. The person cannot read or "
-    f'run code. When you know enough, write "{MARKER}" and then nothing but the complete Python function. You have '
-    "{max_rounds} rounds, and the last one must be that answer.")
-SIMULATOR_SYSTEM = (
-    "You are a person who asked an assistant for a Python function, in these words:\n{problem_description}\n\n"
-    "Only you know what you need: the function below. Answer the assistant's last message in one or two short "
-    "sentences of plain English. Say only what was asked about. If the function does not settle it, say that you do "
-    "not know. Never write or quote code.\n\n{ground_truth}")
-JUDGE = (
-    "An assistant writes a Python function for a person. It cannot see what the person needs; you can:\n"
-    "{ground_truth}\n\nThe dialogue so far:\n{dialogue}\n\nTwo ways for the assistant to go on:\n[A] {a}\n[B] {b}\n\n"
-    "Which one brings the assistant nearer to the function that the person needs? Reply with the letter A or B alone.")
+AGENT_SYSTEM = beside("prompts/backend_agent.txt")
+SIMULATOR_SYSTEM = beside("prompts/backend_simulator.txt")
+JUDGE = beside("prompts/backend_judge.txt")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# template tasks: what a request can leave out
-#
-# A fact of a family is {"topic", "questions", "options": [([what the human says of it, …], how it stands in the code)]}
+# template tasks: what a request can leave out (functions.json)
 
-# Ranges of numbers. Facts of one family have disjoint ranges, as prices, ages and limits mostly have.
-FEW = (2, 3, 4, 5)
-SOME = (6, 7, 8, 9)
-TEENS = (10, 11, 12, 14, 15, 16, 18)
-TENS = (20, 25, 30, 40, 50)
-BIG = (60, 70, 75, 80, 90, 100, 120, 150, 200, 250)
-PERCENT = (5, 10, 15, 20, 25, 30)
+FUNCTIONS = json.loads(beside("functions.json"))
+FAMILIES = FUNCTIONS["families"]
 NUM_TESTS = 10
 
 
-def number_fact(noun, values):
-    """A fact with a number for its value; `noun` begins with "the"."""
+def fact_of(kind, noun, values=()):
+    """A fact of a family: {"topic", "questions", "options": [(how it stands in the code, what the human says, …)]}.
+
+    values: of $value in the options, or names of ranges. Facts of one family have disjoint ranges, as prices, ages and
+    limits mostly have."""
+    if isinstance(values, str):
+        values = [value for name in values.split() for value in FUNCTIONS["ranges"][name]]
+    words = {"noun": noun, "Noun": noun.capitalize(), "last": noun.split()[-1]}
+    fact = FUNCTIONS["kinds"][kind]
     options = []
-    for value in values:
-        replies = (f"{noun.capitalize()} is {value}.", f"Well, {noun} is {value}.", f"I think {noun} is {value}.")
-        options.append((replies, str(value)))
-    questions = (f"What should {noun} be?", f"Could you tell me {noun}?", f"Do you have a value in mind for {noun}?")
-    return {"topic": noun, "questions": questions, "options": options}
+    for option in fact["options"]:
+        for value in values if "$value" in option[0] else [None]:
+            options.append(put(option, {**words, "value": value}))
+    return {"topic": put(fact["topic"], words), "questions": put(fact["questions"], words), "options": options}
 
 
-def word_fact(noun, values):
-    """A fact with a word for its value, which the function returns as a string."""
-    fact = number_fact(noun, values)
-    fact["options"] = [(replies, f'"{value}"') for replies, value in fact["options"]]
-    return fact
-
-
-def choice_fact(topic, questions, *options):
-    """A fact with a few possible values; each option is (how it stands in the code, what the human says …)."""
-    return {"topic": topic, "questions": questions, "options": [(replies, code) for code, *replies in options]}
-
-
-def limit_fact(noun, values, variable):
-    """An upper limit that may be absent; its code is a whole line, or nothing."""
-    fact = number_fact(noun, values)
-    limits = [(replies, f"\n    {variable} = min({variable}, {code})") for replies, code in fact["options"]]
-    no_limit = ((f"There is no need for {noun}.", f"We do not have {noun}."), "")
-    fact["options"] = [no_limit, no_limit, *limits]
-    return fact
-
-
-def boundary_fact(noun, below):
-    """Whether a value exactly at the limit counts; `below` tells which side of the limit the code compares."""
-    without, including = ("<", "<=") if below else (">", ">=")
-    questions = (f"Does a value of exactly {noun} count as well?", f"What happens at exactly {noun}?",
-                 f"Should a value of exactly {noun} be included?")
-    return choice_fact(f"a value of exactly {noun}", questions,
-                       (without, f"No, exactly {noun} does not count.", f"At exactly {noun} it is not included."),
-                       (including, f"Yes, exactly {noun} counts too.", f"At exactly {noun} it is included."))
-
-
-def order_fact(noun, variable):
-    questions = (f"In which order should {noun} be?", f"Could you tell me the order of {noun}?",
-                 f"Should I change the order of {noun}?")
-    return choice_fact(f"the order of {noun}", questions,
-                       ("", f"Keep the order of {noun} as it is.", f"Please do not change the order of {noun}."),
-                       (f"\n    {variable} = sorted({variable})", f"Please sort {noun} upwards.",
-                        f"The order of {noun} should go up."),
-                       (f"\n    {variable} = sorted({variable}, reverse=True)", f"Please sort {noun} downwards.",
-                        f"The order of {noun} should go down."))
-
-
-def letters_fact(noun):
-    questions = (f"Should the letters of {noun} be capital or small?", f"Could you tell me the letters of {noun}?",
-                 f"Do you have a wish for the letters of {noun}?")
-    return choice_fact(f"the letters of {noun}", questions,
-                       (".upper()", f"Use capital letters for {noun}.",
-                        f"The letters of {noun} should all be capital."),
-                       (".lower()", f"Use small letters for {noun}.", f"The letters of {noun} should all be small."),
-                       ("", f"Leave the letters of {noun} as they are.",
-                        f"Please do not change the letters of {noun}."))
-
-
-def separator_fact(noun):
-    questions = (f"What should stand between {noun}?", f"Could you tell me the separator of {noun}?",
-                 f"Do you have a separator in mind for {noun}?")
-    options = []
-    for sign, name in (("-", "dash"), ("_", "underscore"), ("/", "slash"), (".", "dot"), ("+", "plus")):
-        options.append((f'"{sign}"', f"Please put a {name} between {noun}.", f"The separator of {noun} is a {name}."))
-    return choice_fact(f"the separator of {noun}", questions, *options)
-
-
-def end_sign_fact(noun):
-    questions = (f"What should stand at the end of {noun}?", f"Could you tell me the end of {noun}?",
-                 f"Do you have a sign in mind for the end of {noun}?")
-    options = []
-    for sign, name in (("...", "three dots"), ("-", "a dash"), ("", "nothing")):
-        options.append((f'"{sign}"', f"Please put {name} at the end of {noun}.",
-                        f"At the end of {noun} we want {name}."))
-    return choice_fact(f"the end of {noun}", questions, *options)
+@functools.cache
+def family_facts(name):
+    """{slot: fact} of a family; a slot is a field of its "code"."""
+    return {slot: fact_of(*given) for slot, given in FAMILIES[name]["facts"].items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# template tasks: arguments of test calls, as source text. arguments(rng, values); values: the numbers of the task
+# template tasks: arguments of test calls, as source text; values: the numbers of the task
 
-def integers(low, high):
-    """Draws an integer, sometimes at or beside a value of the task."""
-    def draw(rng, values):
-        near = [value + step for value in values if low <= value <= high for step in (-1, 0, 1)]
-        if near and rng.random() < 0.5:
-            return str(rng.choice(near))
-        return str(rng.randint(low, high))
-    return draw
+def integer(rng, values, low, high):
+    """An integer, sometimes at or beside a value of the task."""
+    near = [value + step for value in values if low <= value <= high for step in (-1, 0, 1)]
+    if near and rng.random() < 0.5:
+        return str(rng.choice(near))
+    return str(rng.randint(low, high))
 
 
-def number_list(low, high):
-    draw_number = integers(low, high)
-
-    def draw(rng, values):
-        numbers = [draw_number(rng, values) for _ in range(rng.randint(3, 7))]
-        return f"[{', '.join(numbers)}]"
-    return draw
+def number_list(rng, values, low, high):
+    numbers = [integer(rng, values, low, high) for _ in range(rng.randint(3, 7))]
+    return f"[{', '.join(numbers)}]"
 
 
 def price_and_count(rng, values):
     if rng.random() < 0.4:
         return f"{rng.choice(values)}, {rng.choice((1, 1, 1, 2, 3))}"
-    return f"{integers(5, 100)(rng, values)}, {rng.randint(1, 9)}"
+    return f"{integer(rng, values, 5, 100)}, {rng.randint(1, 9)}"
 
 
 def points_and_lives(rng, values):
@@ -197,136 +104,13 @@ def sentence(rng, values):
     return repr(" ".join(words + repeated))
 
 
+ARGUMENTS = {"integers": integer, "number list": number_list, "price and count": price_and_count,
+             "points and lives": points_and_lives, "word list": word_list, "two words": two_words,
+             "sentence": sentence}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# template tasks: the families, and how a task is drawn
-
-FAMILIES = {
-    "parcel_price": dict(
-        requests=("the price of sending a parcel", "what a customer pays for a parcel"),
-        code="def parcel_price(weight):\n    price = {base} + {rate} * weight\n    if weight > {heavy}:\n"
-             "        price = price + {extra}\n    return price",
-        facts=dict(base=number_fact("the basic price", TEENS), rate=number_fact("the kilo price", FEW),
-                   heavy=number_fact("the weight limit", TENS), extra=number_fact("the extra charge", SOME)),
-        idle=("the country of the parcel", "the size of the box", "the insurance", "the delivery time"),
-        arguments=integers(1, 60)),
-    "order_total": dict(
-        requests=("the total of an order", "what an order costs in our shop"),
-        code="def order_total(price, count):\n    total = price * count\n    if total {exact} {minimum}:\n"
-             "        total = total - total * {percent} // 100\n    return total + {fee}",
-        facts=dict(minimum=number_fact("the least amount", BIG), percent=number_fact("the discount", PERCENT),
-                   fee=number_fact("the shipping fee", (2, 3, 4, *SOME)),
-                   exact=boundary_fact("the least amount", below=False)),
-        idle=("the currency", "the name of the customer", "the way of payment", "the coupon code"),
-        arguments=price_and_count),
-    "grade": dict(
-        requests=("the grade of a score", "how a student did in a test"),
-        code='def grade(score):\n    if score {exact} {mark}:\n        return {good}\n    return {bad}',
-        facts=dict(mark=number_fact("the pass mark", TENS + BIG), exact=boundary_fact("the pass mark", below=False),
-                   good=word_fact("the pass label", ("good", "pass", "yes", "fine", "well", "great")),
-                   bad=word_fact("the fail label", ("bad", "fail", "no", "poor", "retry", "weak"))),
-        idle=("the name of the student", "the date of the test", "the number of questions", "the teacher"),
-        arguments=integers(0, 260)),
-    "join_names": dict(
-        requests=("one line of text from a list of names", "a line with all names of a list"),
-        code="def join_names(names):{sort}\n    return {sep}.join(names[:{limit}]){case}",
-        facts=dict(limit=number_fact("the name limit", (2, 3, 4, 5, 6)), sep=separator_fact("the names"),
-                   sort=order_fact("the names", "names"), case=letters_fact("the names")),
-        idle=("the title of a person", "the names of children", "the longest name", "the middle initial"),
-        arguments=word_list),
-    "filter_readings": dict(
-        requests=("the useful readings of a sensor", "which readings of our sensor are fine"),
-        code="def filter_readings(readings):\n    readings = [r * {scale} for r in readings if r {exact} {top}]{sort}\n"
-             "    return readings",
-        facts=dict(top=number_fact("the highest reading", TEENS + TENS + BIG),
-                   exact=boundary_fact("the highest reading", below=True),
-                   sort=order_fact("the readings", "readings"), scale=number_fact("the scale factor", FEW + SOME)),
-        idle=("the name of the sensor", "the time of a reading", "the unit of the readings", "a missing sensor"),
-        arguments=number_list(1, 260)),
-    "sales_bonus": dict(
-        requests=("the bonus of a seller", "what bonus somebody gets for sales"),
-        code="def sales_bonus(sales):\n    bonus = max(0, sales - {target}) * {percent} // 100{top}\n    return bonus",
-        facts=dict(target=number_fact("the sales target", BIG), percent=number_fact("the seller share", PERCENT),
-                   top=limit_fact("the maximum bonus", (11, 12, 14, 16, 18, 40, 50), "bonus")),
-        idle=("the name of the seller", "the region of the seller", "the month", "the size of the team"),
-        arguments=integers(50, 1500)),
-    "late_fee": dict(
-        requests=("the fee for a late book", "what a reader pays for being late"),
-        code="def late_fee(days):\n    fee = max(0, days - {grace}) * {rate}{top}\n    return fee",
-        facts=dict(grace=number_fact("the grace period", FEW), rate=number_fact("the daily fee", SOME + TEENS),
-                   top=limit_fact("the maximum fee", TENS + BIG, "fee")),
-        idle=("the title of the book", "the age of the reader", "the closing hours", "a lost book"),
-        arguments=integers(0, 40)),
-    "water_bill": dict(
-        requests=("the water bill of a household", "what a household pays for water"),
-        code="def water_bill(litres):\n    bill = {basic} + {rate} * max(0, litres - {free})\n"
-             "    return max(bill, {least})",
-        facts=dict(basic=number_fact("the basic fee", SOME), rate=number_fact("the litre price", FEW),
-                   free=number_fact("the free amount", TEENS), least=number_fact("the smallest bill", TENS)),
-        idle=("the address of the household", "the season", "the number of people", "the pressure of the water"),
-        arguments=integers(0, 70)),
-    "player_score": dict(
-        requests=("the score of a player", "the result of a player in our game"),
-        code="def player_score(points, lives):\n    score = points * {factor} + lives * {bonus}\n    if lives == 0:\n"
-             "        score = score - {penalty}\n    return score",
-        facts=dict(factor=number_fact("the point factor", FEW), bonus=number_fact("the life bonus", SOME + TEENS),
-                   penalty=number_fact("the loss penalty", TENS)),
-        idle=("the name of the player", "the level of the game", "the time played", "the high score"),
-        arguments=points_and_lives),
-    "shorten": dict(
-        requests=("a short form of a text", "a short title from a long text"),
-        code="def shorten(text):\n    return text[:{length}]{case} + {end}",
-        facts=dict(length=number_fact("the text length", SOME + TEENS + TENS), case=letters_fact("the text"),
-                   end=end_sign_fact("the text")),
-        idle=("the language of the text", "the author of the text", "the font", "the width of the page"),
-        arguments=sentence),
-    "count_words": dict(
-        requests=("the number of words in a text", "how many words a text has"),
-        code="def count_words(text):\n    words = [w for w in text.split() if len(w) {exact} {length}]\n"
-             "    return len({unique}(words)) * {weight}",
-        facts=dict(length=number_fact("the word length", FEW), exact=boundary_fact("the word length", below=False),
-                   unique=choice_fact("the same word twice", ("Does the same word twice count once?",
-                                                              "What about the same word twice?",
-                                                              "How do you count the same word twice?"),
-                                      ("set", "The same word twice counts once.", "Count the same word only once."),
-                                      ("list", "The same word twice counts twice.", "Count the same word each time.")),
-                   weight=number_fact("the word weight", SOME + TEENS + TENS)),
-        idle=("the language of the text", "the author of the text", "the spelling", "the headlines"),
-        arguments=sentence),
-    "alarm": dict(
-        requests=("the alarm of an oven", "what our oven should report"),
-        code="def alarm(degrees):\n    if degrees > {high}:\n        return {hot}\n    if degrees < {low}:\n"
-             "        return {cold}\n    return {normal}",
-        facts=dict(high=number_fact("the highest heat", BIG), low=number_fact("the lowest heat", TEENS + TENS),
-                   hot=word_fact("the hot label", ("hot", "stop", "high", "red")),
-                   cold=word_fact("the cold label", ("cold", "wait", "low", "blue")),
-                   normal=word_fact("the normal label", ("fine", "good", "ready", "green"))),
-        idle=("the type of the oven", "the time of day", "the door of the oven", "the noise of the alarm"),
-        arguments=integers(0, 260)),
-    "ticket_price": dict(
-        requests=("the price of a ticket", "what a visitor pays at the door"),
-        code="def ticket_price(age):\n    if age < {child} or age > {senior}:\n        return {reduced}\n"
-             "    return {full}",
-        facts=dict(child=number_fact("the child age", SOME), senior=number_fact("the senior age", (60, 70, 75, 80)),
-                   reduced=number_fact("the reduced price", FEW), full=number_fact("the full price", TEENS + TENS)),
-        idle=("the day of the week", "the seat of the visitor", "the size of a group", "the name of the show"),
-        arguments=integers(1, 99)),
-    "user_name": dict(
-        requests=("the user name of a person", "a user name from two names"),
-        code="def user_name(first, last):\n    names = [{order}]\n    return {sep}.join(names)[:{length}]{case}",
-        facts=dict(order=choice_fact("the name to begin with", ("Which is the name to begin with?",
-                                                                "Could you tell me the name to begin with?",
-                                                                "Do you have a wish for the name to begin with?"),
-                                     ("first, last", "Begin with the first name.", "The first name should begin."),
-                                     ("last, first", "Begin with the last name.", "The last name should begin.")),
-                   sep=separator_fact("the names"), length=number_fact("the name length", SOME + TEENS),
-                   case=letters_fact("the user name")),
-        idle=("the age of the person", "the address of the person", "the password", "the middle initial"),
-        arguments=two_words),
-}
-IDLE = ("the type hints", "the comments", "the log file", "the speed", "the error messages", "the python version")
-OPENINGS = ("I need a function that gives me {}.", "Please write a function that returns {}.",
-            "Can you write a function that works out {}?")
-
+# template tasks: how a task is drawn
 
 def run_reference(code, calls):
     """The results of compiled calls as text. Only for references that this file made: it runs them in this process."""
@@ -337,19 +121,20 @@ def run_reference(code, calls):
 
 def draw_calls(rng, name, values):
     """NUM_TESTS different calls of a family's function."""
+    kind, *bounds = FAMILIES[name]["arguments"]
     calls = []
     while len(calls) < NUM_TESTS:
-        call = f"{name}({FAMILIES[name]['arguments'](rng, values)})"
+        call = f"{name}({ARGUMENTS[kind](rng, values, *bounds)})"
         if call not in calls:
             calls.append(call)
     return calls
 
 
-def needed_fact(slot, fact, replies, code):
+def needed_fact(slot, fact, code, replies):
     """A fact of a task: that of a family, with the value that was drawn for it."""
-    alternatives = sorted({other for _, other in fact["options"]} - {code})
+    alternatives = sorted({other for other, *_ in fact["options"]} - {code})
     return {"topic": fact["topic"], "matters": True, "told": False, "slot": slot, "code": code,
-            "guesses": [code, *alternatives], "questions": list(fact["questions"]), "replies": list(replies)}
+            "guesses": [code, *alternatives], "questions": fact["questions"], "replies": replies}
 
 
 def idle_fact(noun):
@@ -371,9 +156,9 @@ def has_proof(fact, template, codes, calls):
 def make_task(rng, name, told, accept):
     """One task of the family of this name, or the reason why there is none: that of accept(), or that its tests do not
     prove every fact."""
-    family = FAMILIES[name]
-    drawn = {slot: rng.choice(fact["options"]) for slot, fact in family["facts"].items()}
-    codes = {slot: code for slot, (_, code) in drawn.items()}
+    family, slots = FAMILIES[name], family_facts(name)
+    drawn = {slot: rng.choice(fact["options"]) for slot, fact in slots.items()}
+    codes = {slot: code for slot, (code, *_) in drawn.items()}
     reference = family["code"].format(**codes)
     task_id = hashlib.sha256(reference.encode()).hexdigest()[:16]
     if reason := accept(task_id):
@@ -382,11 +167,11 @@ def make_task(rng, name, told, accept):
     values = [int(code) for code in codes.values() if code.isdigit()]
     calls = draw_calls(rng, name, values or [1])
     compiled = [compile(call, "<call>", "eval") for call in calls]
-    facts = [needed_fact(slot, fact, *drawn[slot]) for slot, fact in family["facts"].items()]
+    facts = [needed_fact(slot, slots[slot], code, replies) for slot, (code, *replies) in drawn.items()]
     for fact in facts:
         if not has_proof(fact, family["code"], codes, compiled):
             return "a fact without proof"
-    facts += [idle_fact(noun) for noun in family["idle"] + IDLE]
+    facts += [idle_fact(noun) for noun in family["idle"] + FUNCTIONS["idle"]]
     rng.shuffle(facts)
 
     needed = [fact for fact in facts if fact["matters"]]
@@ -395,7 +180,7 @@ def make_task(rng, name, told, accept):
     told_facts = {"none": [], "some": one_or_none, "all": needed}[told]
     for fact in told_facts:
         fact["told"] = True
-    opening = rng.choice(OPENINGS)
+    opening = rng.choice(FUNCTIONS["openings"])
     hints = [" " + rng.choice(fact["replies"]) for fact in told_facts]
     request = opening.format(rng.choice(family["requests"])) + "".join(hints)
     signature = reference.splitlines()[0]
@@ -407,69 +192,20 @@ def make_task(rng, name, told, accept):
 # ---------------------------------------------------------------------------------------------------------------------
 # what the agent knows, and what a turn is worth
 
-def known_by_turn(task, history):
-    """The facts (a set of indices) that are known after 0, 1, … all turns.
-
-    Known is what the request states, or the agent has asked about."""
-    known = [{index for index, fact in enumerate(task["facts"]) if fact["told"]}]
-    for turn in history:
-        asked = topics_asked(task["facts"], turn["content"]) if turn["role"] == "assistant" else []
-        known.append(known[-1].union(asked))
-    return known
+def learned(task, history, place):
+    """The agent learns what it asks about."""
+    turn = history[place]
+    return topics_asked(task["facts"], turn["content"]) if turn["role"] == "assistant" else ()
 
 
-def known_facts(task, history):
-    """The facts (a set of indices) that are known after `history`."""
-    return known_by_turn(task, history)[-1]
-
-
-def all_known(task, history):
-    return knows_all(task, known_facts(task, history))
-
-
-def facts(task, history):
-    """The text of a fact is the first thing that the human says of it."""
-    if not task.get("facts"):
-        return None
-    known = known_facts(task, history)
-    rows = []
-    for index in needed_facts(task):
-        fact = task["facts"][index]
-        texts = fact.get("replies") or [fact["topic"]]
-        rows.append((texts[0], index in known))
-    return rows
-
-
-def facts_by_turn(task, history):
-    return [numbers_known(task, known) for known in known_by_turn(task, history)]
-
-
-def turn_kind(task, history, message):
+def kind_of(task, known, texts_before, message):
     """Kinds: "needed" (asks for a fact that matters and is not known), "repeat" (known already), "idle" (does not
     matter), "vague" (no topic), "right answer" (the reference's text), "wrong answer" (another text, which may pass all
     tests; all that matters was known), "early answer" (another text; it was not all known)."""
-    if not task.get("facts"):
-        return None
-    return kind_of(task, known_facts(task, history), message)
-
-
-def turn_kinds(task, history):
-    known = known_by_turn(task, history) if task.get("facts") else None
-    kinds = []
-    for number, turn in enumerate(history):
-        if turn["role"] == "assistant":
-            kinds.append(kind_of(task, known[number], turn["content"]) if known else None)
-    return kinds
-
-
-def kind_of(task, known, message):
-    """turn_kind of a message where these facts are known."""
     facts = task["facts"]
     answer = answer_of([{"content": message}], False)
     if answer is not None:
-        if answer.strip() == task["ground_truth"].strip():
-            return "right answer"
-        return "wrong answer" if knows_all(task, known) else "early answer"
+        return answer_kind(task, known, answer.strip() == task["ground_truth"].strip())
     asked = topics_asked(facts, message)
     if not asked:
         return "vague"
@@ -478,55 +214,43 @@ def kind_of(task, known, message):
     return "idle" if known.isdisjoint(asked) else "repeat"
 
 
-def oracle_scores(oracle, task, history, messages):
-    kinds = [turn_kind(task, history, message) for message in messages]
-    return kind_scores(oracle, all_known(task, history), kinds)
+def text_of(fact):
+    """The first thing that the human says of it."""
+    return (fact.get("replies") or [fact["topic"]])[0]
+
+
+_facts = Facts(learned, kind_of, text_of)
+known_facts, all_known, facts, facts_by_turn = _facts.known_facts, _facts.all_known, _facts.facts, _facts.facts_by_turn
+turn_kind, turn_kinds, oracle_scores = _facts.turn_kind, _facts.turn_kinds, _facts.oracle_scores
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the scripted agent
 
-VAGUE = ("Can you tell me more?", "What else should I know?", "Could you describe the function?")
+class Script(dialogue.ScriptedAgent):
+    VAGUE = ("Can you tell me more?", "What else should I know?", "Could you describe the function?")
+    RATES, INFORMED_RATES = (0.03, 0.06, 0.14, 0.37), (0.01, 0.03, 0.04, 0.10)
+    known_facts = staticmethod(known_facts)
+
+    def ask(self, fact, history, rng, is_new):
+        opener = rng.choice(OPENERS) if len(history) > 1 else ""
+        return opener + rng.choice(fact["questions"])
+
+    def useless(self, task, known, history, rng):
+        facts = task["facts"]
+        idle = [index for index, fact in enumerate(facts) if index not in known and not fact["matters"]]
+        index = rng.choice(idle or sorted(known) or needed_facts(task))
+        return self.ask(facts[index], history, rng, is_new=False)
+
+    def answer(self, task, known, rng):
+        codes = {}
+        for index in needed_facts(task):
+            fact = task["facts"][index]
+            codes[fact["slot"]] = fact["code"] if self.informed or index in known else rng.choice(fact["guesses"])
+        return dialogue.answer_with(task, codes)
 
 
-def scripted_turn(task, history, max_rounds, rng, informed=False):
-    """What the noisy scripted agent says next.
-
-    It asks for facts that matter less often than it should, repeats itself, and asks about what does not matter.
-    Sometimes it answers too early, and guesses what it does not know. informed: it knows the answer."""
-    facts, known = task["facts"], known_facts(task, history)
-    unknown = [index for index in range(len(facts)) if index not in known]
-    needed = [index for index in unknown if facts[index]["matters"]]
-    idle = [index for index in unknown if not facts[index]["matters"]]
-    early, vague, repeat, useless = (0.01, 0.03, 0.04, 0.10) if informed else (0.03, 0.06, 0.14, 0.37)
-    num_turns = sum(turn["role"] == "assistant" for turn in history)
-    answer_rate = early if needed else 0.85
-    if rng.random() < answer_rate or num_turns + 1 == max_rounds:
-        return scripted_answer(task, known, rng, informed)
-
-    luck = rng.random()
-    if luck < vague:
-        return rng.choice(VAGUE)
-    if luck < vague + repeat and known:
-        index = rng.choice(sorted(known))
-    elif luck < vague + repeat + useless or not needed:
-        index = rng.choice(idle or sorted(known) or needed)
-    else:
-        index = rng.choice(needed)
-    opener = rng.choice(OPENERS) if len(history) > 1 else ""
-    return opener + rng.choice(facts[index]["questions"])
-
-
-def scripted_answer(task, known, rng, informed):
-    """The answer of an agent that guesses what it does not know."""
-    codes = {}
-    for index in needed_facts(task):
-        fact = task["facts"][index]
-        codes[fact["slot"]] = fact["code"] if informed or index in known else rng.choice(fact["guesses"])
-    return f"{MARKER}\n{task['template'].format(**codes)}"
-
-
-PLAYERS = {"script": scripted_turn, "script-informed": functools.partial(scripted_turn, informed=True)}
+PLAYERS = {"script": Script(), "script-informed": Script(informed=True)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -624,10 +348,10 @@ class World(defaults.World):
         self.scorer.__exit__(*exception)
 
     async def rule_reply(self, task, history, rng):
-        return known_reply(task, history, rng)
+        return dialogue.known_reply(task, history, rng)
 
     async def person_chat(self, task, history):
-        return human_chat(SIMULATOR_SYSTEM.format(**task), history)
+        return dialogue.human_chat(SIMULATOR_SYSTEM.format(**task), history)
 
     async def score(self, pairs, explain=False):
         """"tests": a verdict a test, "faults": why a test is not passed, "reward": the share of tests passed."""

@@ -73,11 +73,6 @@ def screenshot_path(images, html):
     return pathlib.Path(images) / (hashlib.sha256(f"{RENDERER}{json.dumps(html)}".encode()).hexdigest()[:16] + ".png")
 
 
-def is_stored(path):
-    """Whether a screenshot was drawn before: a file. A link or a FIFO in its place is drawn over, never followed."""
-    return path.is_file() and not path.is_symlink()
-
-
 def with_note(png, note):
     """A PNG file's bytes with a text chunk "fault", so that a screenshot used again says what was cut from it."""
     from PIL import Image, PngImagePlugin
@@ -194,7 +189,7 @@ class Browser:
 
     def __init__(self, images, path=None, concurrency=2):
         self.images, self.path, self.concurrency = pathlib.Path(images), path, concurrency
-        self.blocked, self.faults, self.specs = Counter(), Counter(), {}
+        self.blocked, self.specs = Counter(), {}
         self.tabs, self.alone, self.starting = [None] * concurrency, asyncio.Lock(), asyncio.Lock()
         self.free = asyncio.Semaphore(concurrency)                  # a queue would let some wait for ever
         self.chromium = self.driver = self.name = self.error = None
@@ -211,10 +206,9 @@ class Browser:
     async def __aexit__(self, *exception):
         await self.stop()
         self.folder.cleanup()
-        for what, counter in (("refused", self.blocked), ("faults", self.faults)):
-            if counter:
-                log.info("browser: %s: %s", what, ", ".join(f"{name} ({count:,})" for name, count in
-                                                            counter.most_common()))
+        if self.blocked:
+            hosts = ", ".join(f"{host} ({count:,})" for host, count in self.blocked.most_common())
+            log.info(f"browser: refused: {hosts}")
 
     async def start(self):
         try:
@@ -275,8 +269,6 @@ class Browser:
     async def render(self, html, screenshot=True, read=None):
         """The Render of one page; see the class."""
         path = screenshot_path(self.images, html)
-        if screenshot and read is None and is_stored(path):
-            return stored_render(path)
         if not screenshot and (path.name, read) in self.specs:
             return self.specs[path.name, read]
         size = len(html.encode("utf-8", "replace"))
@@ -286,8 +278,6 @@ class Browser:
             async with self.alone:
                 render = await self.attempt(html, path if screenshot else None, read, self.concurrency)
             render = render or Render(None, None, "the browser died of it")
-        if render.fault:
-            self.faults[re.sub(r"\d[\d,]*", "N", render.fault)] += 1
         if not screenshot:
             self.specs[path.name, read] = render
         return render
@@ -406,7 +396,7 @@ class Browser:
         clip = {name: min(max(size[name], least), most) for name, (least, most) in limits.items()}
         fault = "; ".join(f"{name} {size[name]:,} px cut to {most:,}" for name, (_, most) in limits.items()
                           if size[name] > most) or None
-        if path and not is_stored(path):
+        if path and not path.is_file():
             options = {"format": "png", "captureBeyondViewport": True, "clip": {**clip, "x": 0, "y": 0, "scale": 1}}
             png = base64.b64decode((await send("Page.captureScreenshot", options))["data"])
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -417,13 +407,13 @@ class Browser:
 
 
 class BrowserThread:
-    """A Browser in a thread of its own, whose render() any event loop may await: a local model that samples keeps its
-    own loop busy, and pages would time out there."""
+    """A Browser in a thread of its own, which the first page starts and whose render() any event loop may await: a
+    local model that samples keeps its own loop busy, and pages would time out there."""
 
-    def __init__(self, *options):
-        self.browser, self.loop = Browser(*options), asyncio.new_event_loop()
+    def __init__(self, images, path=None):
+        self.browser, self.loop, self.thread = Browser(images, path), asyncio.new_event_loop(), None
 
-    def __enter__(self):
+    def start(self):
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
         try:
@@ -431,18 +421,24 @@ class BrowserThread:
         except BaseException:                                       # no browser is there, say; the next page asks again
             self.stop()
             raise
-        return self
 
-    def __exit__(self, *exception):
-        self.call(self.browser.__aexit__(*exception)).result()
-        self.stop()
+    def close(self):
+        if self.thread:
+            self.call(self.browser.__aexit__()).result()
+            self.stop()
 
     def stop(self):
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join()
+        self.thread = None
 
     def call(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    async def render(self, *page, **options):
-        return await asyncio.wrap_future(self.call(self.browser.render(*page, **options)))
+    async def render(self, html, screenshot=True, read=None):
+        path = screenshot_path(self.browser.images, html)
+        if screenshot and not read and path.is_file():
+            return stored_render(path)
+        if not self.thread:
+            self.start()
+        return await asyncio.wrap_future(self.call(self.browser.render(html, screenshot, read)))

@@ -7,6 +7,7 @@ reference) and "guesses" (what could fill it). Facts are named by their index in
 import collections
 import functools
 import re
+import string
 
 from colbench import check_template
 from colbench.schema import list_of, record, short_text
@@ -14,6 +15,16 @@ from colbench.schema import list_of, record, short_text
 MARKER = "I WANT TO ANSWER:"
 OPENERS = ("", "", "", "Thanks. ", "Okay. ", "One more question. ")
 UNCLEAR = ("Could you ask about something specific?", "I am not sure what you mean.", "Please ask me about one thing.")
+
+
+
+def put(text, words):
+    """`text`, or each text of a list or dict, with `words` in the place of $names."""
+    if isinstance(text, str):
+        return string.Template(text).substitute(words)
+    if isinstance(text, dict):
+        return {put(key, words): put(value, words) for key, value in text.items()}
+    return [put(part, words) for part in text]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -27,9 +38,7 @@ FACT = record(FACT_KEYS, {**REPLIES, **SLOT_KEYS})
 
 def check_facts(task, where):
     """ColBenchError for a "template" that the facts of a task cannot fill."""
-    if "template" in task:
-        slots = {fact["slot"] for fact in task["facts"] if fact["matters"] and "slot" in fact}
-        check_template(task, slots, where)
+    check_template(task, {fact["slot"] for fact in task["facts"] if fact["matters"] and "slot" in fact}, where)
 
 
 def missing_field(task, player):
@@ -60,14 +69,65 @@ def needed_facts(task):
     return [index for index, fact in enumerate(task["facts"]) if fact["matters"]]
 
 
-def knows_all(task, known):
-    """Whether all facts that matter are among those that are `known`, a set of indices."""
-    return known.issuperset(needed_facts(task))
+class Facts:
+    """What functions and queries say of facts (colbench/__init__.py), from three functions of the domain.
+
+    learned(task, history, place)   the facts (indices) that become known by the turn at this place
+    kind_of(task, known, texts_before, message)     turn_kind, where these facts are known and these texts were said
+    text_of(fact)                   the text of a fact that matters
+    """
+
+    def __init__(self, learned, kind_of, text_of):
+        self.learned, self.kind_of, self.text_of = learned, kind_of, text_of
+
+    def known_by_turn(self, task, history):
+        """The facts (a set of indices) that are known after 0, 1, … all turns: told by the request, or learned."""
+        known = [{index for index, fact in enumerate(task["facts"]) if fact["told"]}]
+        for place in range(len(history)):
+            known.append(known[-1].union(self.learned(task, history, place)))
+        return known
+
+    def known_facts(self, task, history):
+        return self.known_by_turn(task, history)[-1]
+
+    def all_known(self, task, history):
+        return self.known_facts(task, history).issuperset(needed_facts(task))
+
+    def facts(self, task, history):
+        if not task.get("facts"):
+            return None
+        known = self.known_facts(task, history)
+        return [(self.text_of(task["facts"][index]), index in known) for index in needed_facts(task)]
+
+    def facts_by_turn(self, task, history):
+        numbers = {index: number for number, index in enumerate(needed_facts(task))}
+        return [{numbers[index] for index in known & numbers.keys()} for known in self.known_by_turn(task, history)]
+
+    def turn_kind(self, task, history, message):
+        if not task.get("facts"):
+            return None
+        texts_before = {turn["content"] for turn in history}
+        return self.kind_of(task, self.known_facts(task, history), texts_before, message)
+
+    def turn_kinds(self, task, history):
+        known = self.known_by_turn(task, history) if task.get("facts") else None
+        texts_before, kinds = set(), []
+        for place, turn in enumerate(history):
+            if turn["role"] == "assistant":
+                kinds.append(self.kind_of(task, known[place], texts_before, turn["content"]) if known else None)
+            texts_before.add(turn["content"])
+        return kinds
+
+    def oracle_scores(self, oracle, task, history, messages):
+        kinds = [self.turn_kind(task, history, message) for message in messages]
+        return kind_scores(oracle, self.all_known(task, history), kinds)
 
 
-def numbers_known(task, known):
-    """The numbers of the `known` facts in a list of those that matter."""
-    return {number for number, index in enumerate(needed_facts(task)) if index in known}
+def answer_kind(task, known, is_reference):
+    """The kind of a turn that answers: with the reference's text, or with another one, before all is known or not."""
+    if is_reference:
+        return "right answer"
+    return "wrong answer" if known.issuperset(needed_facts(task)) else "early answer"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -141,7 +201,48 @@ def kind_scores(oracle, known, kinds):
         worth["needed"] = 3
         worth["right answer"] = 2 if known else 0
         worth_of_others = 2 if known else 1
+    worth["ask needed"] = worth["look needed"] = worth["needed"]     # as queries say it
     return [worth.get(kind, worth_of_others) for kind in kinds]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the scripted agent
+
+class ScriptedAgent:
+    """An agent for 02 --agent that makes mistakes: it asks about what does not matter, repeats itself, answers too
+    early, and guesses what it does not know. informed: it makes few of them, and knows the answer.
+
+    A domain's subclass has VAGUE (turns that ask nothing), RATES and INFORMED_RATES (of early answers, vague, repeated
+    and useless turns), and the methods known_facts(task, history), ask(fact, history, rng, is_new),
+    useless(task, known, history, rng) and answer(task, known, rng)."""
+
+    def __init__(self, informed=False):
+        self.informed, self.rates = informed, self.INFORMED_RATES if informed else self.RATES
+
+    def __call__(self, task, history, max_rounds, rng):
+        facts, known = task["facts"], self.known_facts(task, history)
+        needed = [index for index in needed_facts(task) if index not in known]
+        early, vague, repeat, useless = self.rates
+        answer_rate = early if needed else 0.85
+        if rng.random() < answer_rate or num_agent_turns(history) + 1 == max_rounds:
+            return self.answer(task, known, rng)
+        luck = rng.random()
+        if luck < vague:
+            return rng.choice(self.VAGUE)
+        if luck < vague + repeat and known:
+            return self.ask(facts[rng.choice(sorted(known))], history, rng, is_new=False)
+        if luck < vague + repeat + useless or not needed:
+            return self.useless(task, known, history, rng)
+        return self.ask(facts[rng.choice(needed)], history, rng, is_new=True)
+
+
+def num_agent_turns(history):
+    return sum(turn["role"] == "assistant" for turn in history)
+
+
+def answer_with(task, codes):
+    """The agent's turn with the task's template, filled with {slot: code}."""
+    return f"{MARKER}\n{task['template'].format(**codes)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ the page looks different.
 import asyncio
 import collections
 import colorsys
-import contextlib
 import functools
 import hashlib
 import json
@@ -18,9 +17,9 @@ import re
 import string
 
 from colbench import beside, check_kind, check_template, ColBenchError, defaults, MORE_KEYS, task_id, TASK_KEYS
-from colbench.browser import BrowserThread, is_stored, screenshot_path, stored_render
+from colbench.browser import BrowserThread
 from colbench.defaults import *  # noqa: F403
-from colbench.schema import list_of, record, short_text
+from colbench.schema import list_of, record
 from colbench.similarity import CLIP_MODEL, PageScorer
 
 OUTPUT = "OUTPUT:"
@@ -30,17 +29,8 @@ PERSON_SEES = True
 MIN_GAP = 0.1
 SCORE_KEYS = "reward", "similarity", "image", "reference_image", "render_fault"
 COLUMNS = (("no_page", "no page", ".3f"), ("failed_renders", "not rendered", "d"))
-AGENT_SYSTEM = (
-    "You design a web page for a person who has it before their eyes but cannot write HTML. In each turn send the "
-    "whole page as one HTML document; Tailwind CSS can be loaded from its CDN. The person looks at it in a browser and "
-    f'says what should be different. You may think before you write: then put "{OUTPUT}" behind your thoughts, as the '
-    "person gets only what follows it. You have {max_rounds} rounds, and the last page that you send is the one that "
-    "counts.")
-VIEWER_SYSTEM = (
-    "You are a person who asked an assistant for a web page, in these words:\n{problem_description}\n\nYou have the "
-    "page that you want before your eyes: the first picture. The assistant cannot see it. Look at what the assistant "
-    "made, and describe in a few sentences of plain English what differs most from your page: layout, colours, sizes, "
-    "texts, what is missing. Answer what the assistant asks. Never write HTML or CSS.")
+AGENT_SYSTEM = beside("prompts/frontend_agent.txt")
+VIEWER_SYSTEM = beside("prompts/frontend_simulator.txt")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -110,23 +100,16 @@ def page_slot(topic, sentence, names):
 
 
 PAGE = string.Template(beside("page.html"))            # {slots}, and $texts of the family
-PAGES = json.loads(beside("pages.json"))               # slot: [topic, how an idea states it, values]; families
+PAGES = json.loads(beside("pages.json"))               # slot: [topic, how an idea states it, values]; families; texts
 PAGE_SLOTS = {slot: page_slot(*given) for slot, given in PAGES["slots"].items()}
 FAMILIES = PAGES["families"]
-PAGE_OPENINGS = ("A page for {}.", "A website for {}.", "I need a page for {}.", "Please make a page for {}.")
-
-
-def page_template(family):
-    """The page of a family, with a field for each slot."""
-    cards = "".join(f"<article>{card}</article>" for card in family["cards"])
-    return PAGE.substitute(nav=family["nav"], aside=family["aside"], cards=cards, button=family["button"],
-                           footer=family["footer"])
 
 
 def make_task(rng, name, told, accept):
     """One task of a family of pages, or the reason why there is none."""
     family = FAMILIES[name]
-    template = page_template(family)
+    cards = "".join(f"<article>{card}</article>" for card in family["cards"])
+    template = PAGE.substitute(family, cards=cards)                 # with a field for each slot
     slots = PAGE_SLOTS | {"title": page_slot("title", 'The title should be "{}".', family["titles"])}
     codes = {slot: rng.choice(list(options)) for slot, (_, options) in slots.items()}
     page = template.format(**codes)
@@ -143,7 +126,7 @@ def make_task(rng, name, told, accept):
         names = [options[code][0] for code in guesses]
         rows.append({"slot": slot, "topic": topic, "code": codes[slot], "guesses": guesses, "names": names,
                      "told": slot in told_slots})
-    opening = rng.choice(PAGE_OPENINGS)
+    opening = rng.choice(PAGES["openings"])
     sentences = [opening.format(rng.choice(family["ideas"]))]
     for slot in told_slots:
         _, options = slots[slot]
@@ -155,14 +138,6 @@ def make_task(rng, name, told, accept):
 # ---------------------------------------------------------------------------------------------------------------------
 # the human who is a model: it looks at images
 
-def text_part(text):
-    return {"type": "text", "text": text}
-
-
-def image_part(path):
-    return {"type": "image", "path": path}
-
-
 def viewer_messages(task, history, reference, page):
     """The chat that a model sees which plays the human and looks at images (paths; page: None where none was
     sent)."""
@@ -170,39 +145,26 @@ def viewer_messages(task, history, reference, page):
     sent_page = page_of(message)
     words = message.replace(sent_page, "[the page]") if sent_page else message
     question = f"What the assistant says:\n{words}\n\nWhat do I answer?"
-    parts = [text_part("The page that I want:"), image_part(reference)]
     if page:
-        parts += [text_part("The page that the assistant made:"), image_part(page), text_part(question)]
+        texts = ["The page that I want:", "The page that the assistant made:", question]
     else:
-        parts.append(text_part(f"The assistant has made no page that can be shown.\n{question}"))
-    return [{"role": "system", "content": [text_part(VIEWER_SYSTEM.format(**task))]},
-            {"role": "user", "content": parts}]
+        texts = ["The page that I want:", f"The assistant has made no page that can be shown.\n{question}"]
+    parts = [{"type": "text", "text": text} for text in texts]
+    for place, image in enumerate(filter(None, (reference, page))):
+        parts.insert(2 * place + 1, {"type": "image", "path": image})
+    system = {"type": "text", "text": VIEWER_SYSTEM.format(**task)}
+    return [{"role": "system", "content": [system]}, {"role": "user", "content": parts}]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the human by rule: names what differs
 
 LOOK = beside("look.js")
-NO_PAGE = ("I cannot see a page yet. Could you show me one?", "Please show me a page.",
-           "Just make a page, and I will look.")
-CONTENT = ("That is the page that I want.", "It looks right to me now.", "Yes, just like this. Thank you.")
-COUNTS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-BE = ("The {} should be {}.", "I want the {} to be {}.", "Please make the {} {}.")
-PUT = ("The {} should be {}.", "I want the {} {}.", "Please put the {} {}.")
-SAY = ("The {} should say {}.", "I want the {} to say {}.", "Please let the {} say {}.")
-SHOW = ("There should be {1} {0}.", "I want {1} {0}.", "Please show {1} {0}.")
-MISSING = ("There should be a {0}, and it should be {1}.", "I miss the {0}: it should be {1}.")
-UNWANTED = ("There should be no {0}.", "I want no {0}.", "It should have no {0}.")
+COUNTS = "no one two three four five six seven eight nine ten eleven twelve".split()
 # aspect: what the human calls it, how they say what it should be
-ASPECTS = {"background": ("background", BE), "header": ("header", BE), "sidebar": ("sidebar", PUT),
-           "sidebar colour": ("sidebar", BE), "cards": ("cards", SHOW), "card columns": ("cards", PUT),
-           "card colour": ("cards", BE), "footer": ("footer", BE), "pictures": ("pictures", SHOW),
-           "navigation": ("navigation", SHOW), "button": ("button", SAY), "button colour": ("button", BE),
-           "title": ("title", BE), "title place": ("title", PUT), "font": ("font", BE)}
+ASPECTS, SAYINGS = PAGES["aspects"], PAGES["sayings"]
 # Aspects of a part, of which one speaks only if it is there.
 PROPERTIES = ("sidebar colour", "card columns", "card colour", "button colour", "title place", "font")
-
-
 HUES = ((15, "red"), (45, "orange"), (70, "yellow"), (165, "green"), (195, "turquoise"), (255, "blue"), (290, "purple"),
         (345, "pink"), (360, "red"))                   # (where it ends in degrees, its name)
 
@@ -272,24 +234,24 @@ def page_differences(reference_spec, page_spec):
 
 def wish(aspect, wanted, present, rng):
     """What the human says of a difference."""
-    name, ways = ASPECTS[aspect]
+    name, saying = ASPECTS[aspect]
     if wanted is None:
-        return rng.choice(UNWANTED).format(name)
-    if present is None and ways in (BE, PUT):
-        ways = MISSING
-    if ways is SHOW and wanted == 1:
+        return rng.choice(SAYINGS["unwanted"]).format(name)
+    if present is None and saying in ("be", "put"):
+        saying = "missing"
+    if saying == "show" and wanted == 1:
         name = name.removesuffix("s")
-    return rng.choice(ways).format(name, aspect_words(aspect, wanted, present))
+    return rng.choice(SAYINGS[saying]).format(name, aspect_words(aspect, wanted, present))
 
 
 def page_reply(reference_spec, page_spec, rng):
     """The rule-based human on a page: names the largest differences, by area and at most two, or says that there is
     none. Specs are what look.js gives; None for the page: the agent has sent none."""
     if page_spec is None:
-        return rng.choice(NO_PAGE)
+        return rng.choice(SAYINGS["no page"])
     differences = page_differences(reference_spec, page_spec)
     if not differences:
-        return rng.choice(CONTENT)
+        return rng.choice(SAYINGS["content"])
     wishes = [wish(*difference, rng) for difference in differences[:2]]
     openers = ("", "Almost. ") if len(differences) <= 2 else ("", "", "Thanks. ")
     return rng.choice(openers) + " ".join(wishes)
@@ -340,9 +302,6 @@ def facts(task, history):
 # ---------------------------------------------------------------------------------------------------------------------
 # the scripted designer
 
-PAGE_TALK = ("Could you tell me more?", "What should it look like?", "Which colours do you like?")
-
-
 def page_values(task, text):
     """{slot: code} of a page that was made from the task's template, or None."""
     pattern = ""
@@ -380,7 +339,7 @@ def scripted_turn(task, history, max_rounds, rng, informed=False):
     pages = pages_sent(task, history)
     luck = rng.random()
     if luck < talk:
-        return rng.choice(PAGE_TALK)
+        return rng.choice(PAGES["talk"])
     if not pages:
         values = {name: guess(slot, rng, informed) for name, slot in slots.items()}
         return scripted_page(task, values, "I begin with a simple page.", rng)
@@ -419,29 +378,16 @@ def owns(task):
     return task["ground_truth"].lstrip().startswith("<")
 
 
-def identifier(text):
-    """What is wrong with the name of a slot, which names a group of a regular expression (page_values)."""
-    fault = short_text(text)
-    if fault or text.isidentifier():
-        return fault
-    return f"is {text[:80]!r}, not a name of letters and digits"
-
-
-SLOT = record({"slot": identifier, "topic": str, "code": str, "told": bool, "guesses": list_of(str, 1),
+SLOT = record({"slot": str, "topic": str, "code": str, "told": bool, "guesses": list_of(str, 1),
                "names": list_of(str, 1)})
 TASK = record(TASK_KEYS, {**MORE_KEYS, "template": str, "slots": list_of(SLOT, 1)})
 
 
 def check_task(task, where):
     check_kind(task, TASK, where)
-    if "slots" not in task:
-        return
-    if "template" not in task:
+    if "slots" in task and "template" not in task:
         raise ColBenchError(f'{where}: missing "template", which a task with "slots" has')
-    check_template(task, {slot["slot"] for slot in task["slots"]}, where)
-    fields = [field for _, field, _, _ in string.Formatter().parse(task["template"]) if field]
-    if len(set(fields)) < len(fields):
-        raise ColBenchError(f'{where}: "template" has a field twice')
+    check_template(task, {slot["slot"] for slot in task.get("slots", [])}, where)
 
 
 def lacks(task, player):
@@ -505,33 +451,22 @@ class World(defaults.World):
 
     def __init__(self, images, rows_in=None, browser=None, similarity=None, clip_model=None, device="cpu"):
         self.images, self.rows_in = images, rows_in
-        self.browser, self.browser_runs = BrowserThread(images, browser), contextlib.ExitStack()
-        self.is_started = False
+        self.browser = BrowserThread(images, browser)               # which starts with the first page
         if similarity:
             self.scorer = PageScorer(similarity, clip_model or CLIP_MODEL, device)
             self.about = {"similarity": self.scorer.name}
 
     def __exit__(self, *exception):
-        self.browser_runs.close()
-
-    async def render(self, page, **options):
-        """The Render of a page; the browser starts with the first one of which there is no screenshot yet."""
-        path = screenshot_path(self.images, page)
-        if not options and is_stored(path):
-            return stored_render(path)
-        if not self.is_started:
-            self.browser_runs.enter_context(self.browser)
-            self.is_started = True
-        return await self.browser.render(page, **options)
+        self.browser.close()
 
     async def rendered(self, task, history, **options):
         """(reference page, the page so far) as Render; the second is None where the agent has sent none. A page that
         cannot be shown leaves "render_fault" in the agent's turn; ColBenchError if it is the reference."""
-        reference = await self.render(task["ground_truth"], **options)
+        reference = await self.browser.render(task["ground_truth"], **options)
         if reference.fault and not reference.image and not reference.spec:
             raise ColBenchError(f"task {task_id(task)}: its reference page cannot be rendered: {reference.fault}")
         page = last_page(history)
-        render = await self.render(page, **options) if page else None
+        render = await self.browser.render(page, **options) if page else None
         if render and render.fault and page_of(history[-1]["content"]):
             history[-1]["render_fault"] = render.fault
         return reference, render
@@ -551,7 +486,7 @@ class World(defaults.World):
         for task, answer in pairs:
             pages += [task["ground_truth"], answer]
         pages = list(dict.fromkeys(filter(None, pages)))
-        renders = dict(zip(pages, await asyncio.gather(*map(self.render, pages))))
+        renders = dict(zip(pages, await asyncio.gather(*map(self.browser.render, pages))))
         images = {page: render.image for page, render in renders.items()}
         image_pairs = [(images.get(task["ground_truth"]), images.get(answer)) for task, answer in pairs]
         rewards = await asyncio.to_thread(self.scorer.score, image_pairs)
@@ -569,5 +504,5 @@ class World(defaults.World):
 
     async def show(self, documents):
         documents = list(dict.fromkeys(documents))
-        renders = await asyncio.gather(*map(self.render, documents))
+        renders = await asyncio.gather(*map(self.browser.render, documents))
         return {document: render.image for document, render in zip(documents, renders)}

@@ -1,11 +1,9 @@
 """The published data: ColBench's tasks and trajectories, and WebSight, from the hub (package datasets) or a copy."""
-import collections
 import hashlib
-import json
 import pathlib
 import re
 
-from colbench import check_keys, ColBenchError, in_split
+from colbench import ColBenchError, in_split
 from colbench.frontend import owns
 
 # The published data set on the hub, and its files.
@@ -15,25 +13,28 @@ COLBENCH_TRAJECTORIES = "colbench_code_offline_15k_llama8b.jsonl"
 
 # Web pages on the hub, the one photo that stands for all their images, and its size where an address names none.
 WEBSIGHT, WEBSIGHT_CONFIG = "HuggingFaceM4/WebSight", "v0.2"
-WEBSIGHT_KEYS = {"text": str, "llm_generated_idea": str}
+WEBSIGHT_KEYS = ["text", "llm_generated_idea"]
 PHOTO, PHOTO_SIZE = "https://picsum.photos/id/48/{}/{}", ("640", "480")
+
+
+def existing(path):
+    """A path of the user's; ColBenchError unless it is there."""
+    if not pathlib.Path(path).exists():
+        raise ColBenchError(f"{path}: no such file or folder")
+    return pathlib.Path(path)
 
 
 def published_files(names, copy):
     """Paths of the published files `names` in a local copy (a folder, or one file in their place), or from the hub."""
     if not copy:
         return [download(name, names) for name in names]
-    copy = pathlib.Path(copy)
+    copy = existing(copy)
     if copy.is_file():
         return [copy]
-    if not copy.is_dir():
-        raise ColBenchError(f"{copy}: no such file or folder")
     files = []
-    for name in names:
-        file = copy / name
-        if not file.is_file():
-            file = copy / file.name
-        if not file.is_file():
+    for name in map(pathlib.Path, names):
+        file = next(filter(pathlib.Path.is_file, (copy / name, copy / name.name)), None)
+        if not file:
             raise ColBenchError(f"{copy}: no {name} in it")
         files.append(file)
     return files
@@ -56,21 +57,18 @@ def download(name, names):
 # WebSight: ideas and pages
 
 def websight_tasks(path, split):
-    """What becomes of each row of the data set, in its order: (end, task, addresses). end: "kept", or why the task is
-    none: "empty", "no page", "of another split", "repeated"; addresses: what one_photo counts."""
+    """What becomes of each row of the data set, in its order: (end, task). end: "kept", or why the task is none:
+    "empty", "no page", "of another split", "repeated"."""
     kept_ids = set()
-    for where, row in websight_rows(path):
-        check_keys(row, {}, where)
-        check_keys({key: value or "" for key, value in row.items()}, WEBSIGHT_KEYS, where)
-        html, idea = ((row[key] or "").strip() for key in WEBSIGHT_KEYS)
-        addresses = collections.Counter()
-        html = one_photo(html, addresses)
+    for row in websight_rows(path):
+        html, idea = ((row.get(key) or "").strip() for key in WEBSIGHT_KEYS)
+        html = one_photo(html)
         name = hashlib.sha256(html.encode(errors="replace")).hexdigest()[:16]
         task = {"task_id": name, "problem_description": idea, "ground_truth": html}
         end = websight_end(task, split, kept_ids)
         if end == "kept":
             kept_ids.add(name)
-        yield end, task, addresses
+        yield end, task
 
 
 def websight_end(task, split, kept_ids):
@@ -85,49 +83,30 @@ def websight_end(task, split, kept_ids):
 
 
 def websight_rows(path):
-    """(where it stands, row) of all rows of the data set, one after the other: of the hub's, or of a local copy (a
-    parquet or JSONL file or a folder of parquet files), which may be larger than the memory."""
+    """All rows of the data set, one after the other: of the hub's, or of a local copy, which may be larger than the
+    memory: a parquet or JSONL file, or a folder of parquet files."""
+    where, source, options = path, "parquet", {"data_files": list(map(str, websight_files(path)))}
     if not path:
-        fault = ("could not be read from the hub; where it can be reached, run \"hf download --repo-type dataset "
-                 f'{WEBSIGHT} --include "{WEBSIGHT_CONFIG}/*" --local-dir FOLDER", then pass '
-                 f"--path FOLDER/{WEBSIGHT_CONFIG}")
-        yield from enumerate_rows(WEBSIGHT, fault, WEBSIGHT, WEBSIGHT_CONFIG)
-        return
-    for file in websight_files(path):
-        if file.suffix == ".parquet":
-            yield from enumerate_rows(file, "no parquet file", "parquet", data_files=str(file))
-        else:
-            yield from jsonl_rows(file)
-
-
-def enumerate_rows(where, fault, *source, **options):
+        where, source, options = WEBSIGHT, WEBSIGHT, {"name": WEBSIGHT_CONFIG}
+    elif not options["data_files"][0].endswith(".parquet"):
+        source = "json"
     try:
         import datasets
-        rows = datasets.load_dataset(*source, **options, split="train", streaming=True)
+        rows = datasets.load_dataset(source, **options, split="train", streaming=True)
         keys = [key for key in WEBSIGHT_KEYS if rows.column_names is None or key in rows.column_names]
-        for number, row in enumerate(rows.select_columns(keys), 1):
-            yield f"{where}:{number}", row
+        yield from rows.select_columns(keys)                        # not the screenshots
     except Exception as error:                                      # the library raises those of several others
-        raise ColBenchError(f"{where}: {fault} ({type(error).__name__})") from None
-
-
-def jsonl_rows(path):
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                try:
-                    yield f"{path}:{number}", json.loads(line)
-                except (ValueError, RecursionError) as error:       # UnicodeDecodeError is one, too
-                    raise ColBenchError(f"{path}:{number}: not JSON ({type(error).__name__})") from None
+        raise ColBenchError(
+            f"{where}: cannot be read ({type(error).__name__}); where the hub can be reached, run \"hf download "
+            f'--repo-type dataset {WEBSIGHT} --include "{WEBSIGHT_CONFIG}/*" --local-dir FOLDER", then pass --path '
+            f"FOLDER/{WEBSIGHT_CONFIG}") from None
 
 
 def websight_files(path):
     """The files of a local copy, in the order of their names."""
     if not path:
         return []
-    path = pathlib.Path(path)
-    if not path.exists():
-        raise ColBenchError(f"{path}: no such file or folder")
+    path = existing(path)
     files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
     if not files:
         raise ColBenchError(f"{path}: no .parquet files in it")
@@ -156,15 +135,11 @@ def tag_size(tag):
     return (width[1], height[1]) if width and height else None
 
 
-def one_photo(html, counts):
+def one_photo(html):
     """A page whose images from the net are all PHOTO, in the size that the address asks for, or else the tag, or else
-    PHOTO_SIZE; `counts` counts them by host, and at "" those without a size."""
+    PHOTO_SIZE."""
     def photo(address, tag=""):
-        size = photo_size(address) or tag_size(tag)
-        host = address.split("//", 1)[1].split("/")[0]
-        counts[host] += 1
-        counts[""] += not size
-        return PHOTO.format(*(size or PHOTO_SIZE))
+        return PHOTO.format(*(photo_size(address) or tag_size(tag) or PHOTO_SIZE))
 
     def in_tag(tag):
         return re.sub(r"""(\ssrc=["']?)((?:https?:)?//[^"'\s>]+)""", lambda src: src[1] + photo(src[2], tag[0]), tag[0])

@@ -1,8 +1,8 @@
 """What a test asks of an answer, and what the reply is worth: data is compared here, so no object of an answer decides.
 
-    question = question_of("f(2) <= 7.5")           # operator "LtE"; side 0 is asked of answers, side 1 is a literal
-    question.of_reference                           # "((f(2)), (7.5), )"
-    question.of_answers                             # "((f(2)), )"
+    test = Test("f(2) <= 7.5")                      # operator "LtE"; side 0 is asked of answers, side 1 is a literal
+    test.of_reference                               # "((f(2)), (7.5), )"
+    test.of_answers                                 # "((f(2)), )"
 
 docs/scorer.md has the rules of tests that are comparisons."""
 import ast
@@ -12,21 +12,41 @@ import json
 import operator
 from collections import namedtuple
 
-from colbench.answers import parse
+from colbench.extract_code import NO_PYTHON, parse
 
+ASKS_NOTHING = "it asks the answer nothing"
+BROKEN = ["error", "a broken result"]                               # code wrote it itself
 TOO_DEEP = RecursionError, MemoryError
 ORDER = {"Lt": operator.lt, "LtE": operator.le, "Gt": operator.gt, "GtE": operator.ge}
-COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
+LAZY = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.BoolOp, ast.IfExp, ast.Compare)
 
 
-class Question(namedtuple("Question", "call operator nodes sides asked")):
-    """A test, as it is put to code.
+class Test:
+    """A test, as it is put to code, and what the reference says to it.
 
     call: its expression
     operator: the name of a comparison of two sides in ast, else None
     nodes: the syntax trees of the two sides, or of the call; none where the call cannot be read
     sides: the expressions of the two sides, or the call
-    asked: the numbers of the sides that are asked of answers: those that are not literals"""
+    asked: the numbers of the sides that are asked of answers: those that are not literals
+    value: what an answer must give: ["ok", value], or ["error", why the test cannot be graded]
+    on_reference: of a comparison the values of both sides
+    fixed: the sides that must have the reference's value"""
+
+    def __init__(self, call):
+        self.call, self.operator, self.nodes = call.strip(), None, ()
+        self.sides, self.asked, self.fixed, self.on_reference = (self.call,), (0,), (), ()
+        try:
+            tree = parse_call(self.call).body
+            if isinstance(tree, ast.Compare) and len(tree.ops) == 1:
+                nodes = tree.left, tree.comparators[0]
+                self.sides = tuple(map(ast.unparse, nodes))
+                self.asked = tuple(index for index, node in enumerate(nodes) if not is_literal(node))
+                self.operator, self.nodes = type(tree.ops[0]).__name__, nodes
+            else:
+                self.nodes = (tree,)
+        except NO_PYTHON:
+            pass                                                    # its result says so
 
     @property
     def of_reference(self):
@@ -34,69 +54,35 @@ class Question(namedtuple("Question", "call operator nodes sides asked")):
 
     @property
     def of_answers(self):
-        if not self.operator:
-            return self.call
-        return tuple_of([self.sides[i] for i in self.asked])
+        return tuple_of([self.sides[i] for i in self.asked]) if self.operator else self.call
 
-    def value(self, reference, names):
-        """What the test gives on the reference: ["ok", value], or ["error", why it cannot be graded]."""
-        if reference[0] == "error":
-            return reference
+    def learn_reference(self, result, names):
+        """Take what the reference gives: ["ok", value] or ["error", reason]."""
+        self.value = result
+        if result[0] == "error":
+            return
         try:
             if not self.nodes:
                 raise RecursionError
             if any(compares(node, names) for node in self.nodes):
-                return ["error", "a comparison inside an expression"]
+                self.value = ["error", "a comparison inside an expression"]
         except TOO_DEEP:
-            return ["error", "an expression that is nested too deep"]
-        if self.operator and not is_tuple(reference[1], len(self.sides)):
-            return ["error", "a broken result"]                         # code wrote it itself
-        return self.graded(reference[1], reference, (), range(len(self.sides)))
+            self.value = ["error", "an expression that is nested too deep"]
+        if self.operator and self.value[0] == "ok":
+            is_whole = is_tuple(result[1], len(self.sides))
+            self.on_reference = result[1][1] if is_whole else ()
+            self.value = compared(self.operator, self.on_reference) if is_whole else BROKEN
 
-    def graded(self, reference_value, result, fixed, asked=None):
-        """The value of the test on an answer, ["ok", value] or ["error", why not].
-
-        Of a comparison, the `result` has the sides that were asked, and the reference's value has the others. The sides
-        in `fixed` must have the reference's value."""
-        if result[0] == "error" or not self.operator:
-            return result
-        if asked is None:
-            asked = self.asked
-        if not is_tuple(result[1], len(asked)):
-            return ["error", "a broken result"]                         # code wrote it itself
-        reference_sides = reference_value[1]
-        sides = dict(enumerate(reference_sides)) | dict(zip(asked, result[1][1]))
-        try:
-            is_true = holds(self.operator, sides[0], sides[1])
-            as_on_reference = is_true == holds(self.operator, *reference_sides)
-        except TypeError as error:
-            return ["error", str(error)]
-        fixed_are_equal = all(equal_values(reference_sides[i], sides[i]) for i in fixed)
-        if as_on_reference and not fixed_are_equal:
-            return ["error", "another value on one side of the comparison"]
-        return ["ok", int(is_true)]
-
-    def doubtful(self, reference_value, names):
+    def doubtful(self, names):
         """What does not certainly ask an answer something: the whole of what it is asked, and each side that could have
         any value as far as the reference's result says."""
-        doubtful_sides = [i for i in self.asked if not self.asks_for_sure(i, names)]
+        sides = [i for i in self.asked if not self.asks_for_sure(i, names)]
         texts = []
-        if len(doubtful_sides) == len(self.asked):
+        if len(sides) == len(self.asked):
             texts.append(self.of_answers)
-        if self.operator and not self.states_the_values(reference_value[1]):
-            texts += [self.sides[i] for i in doubtful_sides]
+        if self.operator and not self.states_the_values():
+            texts += [self.sides[i] for i in sides]
         return texts
-
-    def fixed_sides(self, reference_value, of_nobody):
-        """The sides of a comparison that must have the reference's value on an answer: all sides of an equality that
-        holds, else those that have it without an answer. of_nobody: {expression: result of an empty answer}"""
-        if self.states_the_values(reference_value[1]):
-            return self.asked
-        return [i for i in self.asked if of_nobody.get(self.sides[i]) == ["ok", reference_value[1][i]]]
-
-    def states_the_values(self, reference_sides):
-        """Is it an equality that holds on the reference? Then it says what value its sides have."""
-        return self.operator in ("Eq", "Is") and equal_values(*reference_sides)
 
     def asks_for_sure(self, index, names):
         """Does this side certainly read a name that an empty answer lacks? (False: perhaps it does.)"""
@@ -104,6 +90,34 @@ class Question(namedtuple("Question", "call operator nodes sides asked")):
             return reads_for_sure(self.nodes[index], names, bound_names(*self.nodes))
         except TOO_DEEP:
             return False
+
+    def states_the_values(self):
+        """Is it an equality that holds on the reference? Then it says what value its sides have."""
+        return self.operator in ("Eq", "Is") and equal_values(*self.on_reference)
+
+    def learn_nothing(self, of_nobody):
+        """Take what an empty answer gives, {expression: result}: a test that it passes asks the answer nothing, and the
+        sides of a comparison that have the reference's value without an answer must have it on any."""
+        if self.operator:
+            self.fixed = [i for i in self.asked if self.states_the_values() or
+                          of_nobody.get(self.sides[i]) == ["ok", self.on_reference[i]]]
+        if self.of_answers in of_nobody and self.result(of_nobody[self.of_answers]) == self.value:
+            self.value = ["error", ASKS_NOTHING]
+
+    def result(self, result):
+        """What the test gives, where an answer gives `result` to what it is asked: ["ok", value] or ["error", why not].
+        """
+        if result[0] == "error" or not self.operator:
+            return result
+        if not is_tuple(result[1], len(self.asked)):
+            return BROKEN
+        sides = list(self.on_reference)
+        for index, value in zip(self.asked, result[1][1]):
+            sides[index] = value
+        value = compared(self.operator, sides)
+        if value == self.value and not all(equal_values(self.on_reference[i], sides[i]) for i in self.fixed):
+            return ["error", "another value on one side of the comparison"]
+        return value
 
 
 class Names(namedtuple("Names", "lent to_define")):
@@ -121,25 +135,6 @@ class Names(namedtuple("Names", "lent to_define")):
 def parse_call(call):
     """The syntax tree of a call. It is asked for more than once; nobody changes it."""
     return parse(call, "eval")
-
-
-def question_of(call):
-    """The Question of a test's text."""
-    call = call.strip()
-    try:
-        tree = parse_call(call).body
-        if not isinstance(tree, ast.Compare) or len(tree.ops) > 1:
-            return Question(call, None, (tree,), (call,), (0,))
-        kind = type(tree.ops[0]).__name__
-        nodes = tree.left, tree.comparators[0]
-        sides = tuple(map(ast.unparse, nodes))
-        return Question(call, kind, nodes, sides, sides_to_ask(nodes))
-    except (SyntaxError, ValueError, *TOO_DEEP):
-        return Question(call, None, (), (call,), ())                    # if it is no Python, its result says so
-
-
-def sides_to_ask(nodes):
-    return tuple(index for index, node in enumerate(nodes) if not is_literal(node))
 
 
 def is_literal(node):
@@ -188,21 +183,12 @@ def bound_names(*nodes):
 
 def reads_for_sure(node, names, bound):
     """Does every evaluation of an expression read a name that an empty answer lacks? (A name that it also binds
-    somewhere does not count.)"""
+    somewhere does not count, and neither does what stands in an expression of which a part may be left out.)"""
     if isinstance(node, ast.Name):
         return not names.are_known(node.id) and node.id not in bound
-    parts = ast.iter_child_nodes(node)
-    if isinstance(node, ast.Lambda):
-        parts = ()
-    elif isinstance(node, COMPREHENSIONS):
-        parts = [node.generators[0].iter]
-    elif isinstance(node, ast.BoolOp):
-        parts = node.values[:1]
-    elif isinstance(node, ast.IfExp):
-        parts = [node.test]
-    elif isinstance(node, ast.Compare):
-        parts = [node.left, node.comparators[0]]
-    return any(reads_for_sure(part, names, bound) for part in parts)
+    if isinstance(node, LAZY):
+        return False
+    return any(reads_for_sure(part, names, bound) for part in ast.iter_child_nodes(node))
 
 
 def functions_under_test(call, imported, defined=()):
@@ -214,7 +200,7 @@ def functions_under_test(call, imported, defined=()):
         tree = parse_call(call.strip())
         bound = bound_names(tree)
         nodes = list(ast.walk(tree))
-    except (SyntaxError, ValueError, *TOO_DEEP):
+    except NO_PYTHON:
         return set()
     called = [node.func.id for node in nodes if calls_by_name(node)]
     read = [node.id for node in nodes if isinstance(node, ast.Name) and node.id not in bound]
@@ -230,6 +216,14 @@ def functions_under_test(call, imported, defined=()):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # values, as values.encode() gives them
+
+def compared(operator_name, sides):
+    """["ok", 1 or 0]: does a comparison of two encoded values hold? ["error", why] where values do not say so."""
+    try:
+        return ["ok", int(holds(operator_name, *sides))]
+    except TypeError as error:
+        return ["error", str(error)]
+
 
 def holds(kind, a, b):
     """Does a comparison of two values, as values.encode() gives them, hold? TypeError where values do not say so."""

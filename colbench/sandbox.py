@@ -5,34 +5,38 @@
         values, _ = sandbox.run("def f(n): return n / 2", ["f(4)", "f(None)"], 1.0, imports=[])
         # [["ok", 2], ["error", "TypeError: unsupported operand …"]]
 
-It starts `python child.py LAYER WORK_DIR SITE_PACKAGES …`, the server, with a socket as its stdin and stdout. For each
-request the server receives a HEADER and the ends of two fresh pipes, and forks; the fork is confined, reads the request
-and writes a JSON line for each result. A HEADER without pipes kills the fork. Each line is read under one deadline and
-one limit of bytes, and taken only if it has the form that is expected next. docs/scorer.md says what the layers
-"namespaces", "landlock" and "rlimits" keep out, and what they do not.
+It starts `python sandbox_worker.py LAYER WORK_DIR SITE_PACKAGES …`, the server, with a socket as its stdin and stdout.
+For each request the server receives a HEADER and the ends of two fresh pipes, and forks; the fork is confined, reads
+the request and writes a JSON line for each result. A HEADER without pipes kills the fork. Each line is read under one
+deadline and one limit of bytes, and taken only if it has the form that is expected next. docs/scorer.md says what the
+layers "namespaces", "landlock" and "rlimits" keep out, and what they do not.
 """
-import ast
+import contextlib
 import functools
 import json
 import marshal
 import math
 import os
-import re
 import select
 import socket
+import subprocess
 import sys
+import tempfile
 import time
+import warnings
+from collections import namedtuple
 
-from colbench import child
-from colbench.answers import names_of_calls, parse
-from colbench.child import CLEAN_LIMIT_S, empty, HEADER, LOAD_LIMIT_S, LOADS_LIMIT_S, RESULT_LIMIT, START_LIMIT_S
+from colbench import sandbox_worker
+from colbench.extract_code import names_of_calls, NO_PYTHON
+from colbench.sandbox_worker import empty, HEADER, LOAD_LIMIT_S, LOADS_LIMIT_S, RESULT_LIMIT, START_LIMIT_S
 from colbench.values import is_encoded
 
 REQUEST_LIMIT = 1 << 20         # characters of an answer's code and calls
+END_LIMIT_S = 10                # to remove the files that answers left
 LOOK_S = .01                    # how often the caller looks at what a running answer has written
-NUM_PIECES = 64                 # answers whose code is kept, so that equal ones are not read again
-PROGRAM = os.path.abspath(child.__file__)
+PROGRAM = os.path.abspath(sandbox_worker.__file__)
 ANSWER_TIME_LIMIT = "time limit of the whole answer"
+Run = namedtuple("Run", "values imports has_loaded reason seconds")
 PROBE = """def probe():
     import os, socket, wave
     open("a", "w").close()
@@ -45,10 +49,11 @@ PROBE = """def probe():
         except OSError:
             pass
     return found"""
+IMPORT_TYPES = [str, str, str], [str, str, type(None)], [str, type(None), type(None)]
 
 
-NAMED = ast.Name, ast.Attribute, ast.Call, ast.Subscript
-HEXADECIMAL = re.compile("([0-9a-f]{2})*")
+# Python's compiler could warn of a call (`f(1) is 1`), on the terminal
+warnings.filterwarnings("ignore", category=SyntaxWarning, module="<call>")
 
 
 class LayerError(Exception):
@@ -56,15 +61,12 @@ class LayerError(Exception):
 
 
 class Sandbox:
-    """One child program (child.py); a context manager. `run` evaluates calls on some code."""
+    """One child program (sandbox_worker.py); a context manager. `run` evaluates calls on some code."""
 
     def __init__(self, layer, hash_seed):
         self.layer, self.hash_seed = layer, hash_seed
-        self.pieces = {}                            # {key_of_pieces: compiled code of an answer}
 
     def __enter__(self):
-        import subprocess  # here, so that the server's forks do not carry them
-        import tempfile
         self.folder = None if self.layer == "namespaces" else tempfile.mkdtemp(prefix="sandbox-")
         self.work = os.path.join(self.folder, "0") if self.folder else "/sandbox"
         if self.folder:
@@ -83,15 +85,14 @@ class Sandbox:
         return self
 
     def __exit__(self, *exception):
-        from subprocess import TimeoutExpired
         self.control.close()
         try:
             self.child.wait(10)
-        except TimeoutExpired:
+        except subprocess.TimeoutExpired:
             self.child.kill()
             self.child.wait()
         if self.folder:
-            if empty(self.folder, CLEAN_LIMIT_S):
+            if empty(self.folder, END_LIMIT_S):
                 os.rmdir(self.folder)
             else:
                 print(f"scorer: files of answers cannot be removed: {self.folder}", file=sys.stderr)
@@ -111,79 +112,54 @@ class Sandbox:
 
     def run(self, code, calls, time_limit_s, imports=None, reference=None):
         """Results of the calls, ["ok", value] or ["error", reason] each, and of a reference (imports=None) what it
-        imported and defined of the names in the calls (child.imported_names).
+        imported and defined of the names in the calls (sandbox_worker.imported_names).
         A call that takes too long or ends its process costs its own result: a new process goes on with the next."""
         if sum(map(len, (code, reference or "", *calls))) > REQUEST_LIMIT:
             return [["error", f"larger than {REQUEST_LIMIT:,} characters"]] * len(calls), None
         values, imported, left_s = [], None, LOADS_LIMIT_S + len(calls) * time_limit_s
-        clean_s = CLEAN_LIMIT_S                     # of the answer's time, to remove what its processes leave
         while len(values) < len(calls):
-            more_calls = calls[len(values):]
-            request = {"code": code, "calls": more_calls, "imports": imports, "compat": reference is not None,
-                       "reference": reference}
+            request = {"code": code, "calls": calls[len(values):], "imports": imports, "reference": reference}
             if reference is None:
-                request["tested"], request["codes"] = prepared(tuple(more_calls))
-                request["pieces"] = self.pieces.get(key_of_pieces(request))
-            more, found, loaded, reason, ran_s, cleaned_s = self.run_process(request, time_limit_s, left_s, clean_s)
-            left_s -= ran_s + cleaned_s
-            clean_s -= cleaned_s
-            values += more
-            imported = imported or found
-            if len(values) < len(calls) and reason != "restart":
+                request["tested"], request["calls"] = prepared(tuple(request["calls"]))
+            run = self.run_process(request, time_limit_s, left_s)
+            left_s -= run.seconds
+            values += run.values
+            imported = imported or run.imports
+            if len(values) < len(calls) and run.reason != "restart":
                 # Code that does not even load would not load again; the published evaluation does not go on at all.
-                goes_on = loaded and reference is None and reason != ANSWER_TIME_LIMIT
-                values += [["error", reason]] * (1 if goes_on else len(calls) - len(values))
+                goes_on = run.has_loaded and reference is None and run.reason != ANSWER_TIME_LIMIT
+                values += [["error", run.reason]] * (1 if goes_on else len(calls) - len(values))
         return values, imported
 
-    def run_process(self, request, time_limit_s, left_s, clean_s):
-        """One process: (results so far, imports, whether the code had loaded, why it ended, seconds it took of the
-        left_s, seconds that removing its files took of the clean_s). RuntimeError if the server cannot be used; nothing
-        that the code does is one."""
-        data, num_calls = marshal.dumps(request), len(request["calls"])
-        values, imports, loaded, reason, began, ends = [], None, False, "", None, None
+    def run_process(self, request, time_limit_s, left_s):
+        """The Run of one process: its results so far, what it imported, whether the code had loaded, why it ended, and
+        the seconds that it took of the left_s. RuntimeError if the server cannot be used; nothing that the code does
+        is one."""
+        data = marshal.dumps(request)
         try:
-            header = HEADER.pack(len(data), int(max(0, left_s)) + 2, int(1000 * max(0, clean_s)))
-            with Pipes() as pipes:
-                socket.send_fds(self.control, [header], pipes.theirs)
-                pipes.close_theirs()
-                write_request(pipes.requests, data, time.monotonic() + START_LIMIT_S)
-                lines = Lines(pipes.results, self.control.fileno())
-                try:
-                    lines.expect(is_ready, time.monotonic() + START_LIMIT_S)
-                    began = time.monotonic()
-                    ends = began + left_s
-                    load_ends = min(ends, began + time_limit_s + LOAD_LIMIT_S)
-                    if not request["compat"] and request["pieces"] is None:
-                        self.remember(request, lines.expect(is_pieces, load_ends))
-                    while len(values) < num_calls:
-                        message = lines.expect(is_restart if values else is_loaded, load_ends)
-                        if message == "restart":
-                            raise Stop("restart")
-                        deadline, loaded = min(ends, time.monotonic() + time_limit_s), True
-                        if request["imports"] is None and not values and not request["compat"]:
-                            imports = lines.expect(is_imports, deadline)
-                        values.append(lines.expect(is_result, deadline))
-                        load_ends = min(ends, time.monotonic() + time_limit_s + LOAD_LIMIT_S)
-                except Stop as stop:
-                    over = str(stop) == "time limit" and ends and time.monotonic() >= ends
-                    reason = ANSWER_TIME_LIMIT if over else str(stop)
-            if not began:
-                raise RuntimeError(f"the scorer's child program could not run anything ({reason})")
-            ended = time.monotonic()
+            with pipe() as (their_requests, requests), pipe() as (results, their_results):
+                socket.send_fds(self.control, [HEADER.pack(len(data), int(max(0, left_s)) + 2)],
+                                [their_requests.fileno(), their_results.fileno()])
+                their_requests.close()
+                their_results.close()
+                write_request(requests.fileno(), data, time.monotonic() + START_LIMIT_S)
+                lines = Lines(results.fileno(), self.control.fileno())
+                began = self.wait_until_ready(lines)
+                run = read_results(lines, request, time_limit_s, began + left_s)
             if not lines.has_ended:
-                self.control.send(HEADER.pack(0, 0, 0))             # kill it
+                self.control.send(HEADER.pack(0, 0))                            # kill it
         except OSError as error:
             raise RuntimeError(f"the scorer's child program is gone: {error}") from None
         self.reply()
-        return values, imports, loaded, reason, ended - began, time.monotonic() - ended
+        return run._replace(seconds=time.monotonic() - began)
 
-    def remember(self, request, pieces):
-        """Keep the compiled code of an answer, for the next process with the same text; None: it cannot be kept. It was
-        sent before any of it ran, and it is not read here."""
-        if len(self.pieces) == NUM_PIECES:
-            self.pieces.clear()
-        if pieces is not None:
-            self.pieces[key_of_pieces(request)] = bytes.fromhex(pieces)
+    def wait_until_ready(self, lines):
+        """Wait until a process is confined; the time."""
+        try:
+            lines.expect(is_word("ready"), time.monotonic() + START_LIMIT_S)
+        except Stop as stop:
+            raise RuntimeError(f"the scorer's child program could not run anything ({stop})") from None
+        return time.monotonic()
 
     def reply(self):
         """The next line of the server."""
@@ -198,28 +174,30 @@ class Sandbox:
         return line
 
 
-class Pipes:
-    """A pipe for a request and one for results; a context manager that closes them."""
+@contextlib.contextmanager
+def pipe():
+    """The two ends of a pipe, as files that are closed after the block."""
+    reading, writing = os.pipe()
+    with open(reading, "rb", 0) as reading_file, open(writing, "wb", 0) as writing_file:
+        yield reading_file, writing_file
 
-    def __enter__(self):
-        request, self.requests = os.pipe()
-        try:
-            self.results, result = os.pipe()
-        except OSError:
-            os.close(request)
-            os.close(self.requests)
-            raise
-        self.theirs = [request, result]
-        return self
 
-    def close_theirs(self):
-        while self.theirs:
-            os.close(self.theirs.pop())
-
-    def __exit__(self, *exception):
-        self.close_theirs()
-        os.close(self.requests)
-        os.close(self.results)
+def read_results(lines, request, time_limit_s, ends):
+    """The Run of a process that is ready; it may go on until `ends`."""
+    values, imports, has_loaded, reason = [], None, False, ""
+    try:
+        while len(values) < len(request["calls"]):
+            load_ends = min(ends, time.monotonic() + time_limit_s + LOAD_LIMIT_S)
+            if lines.expect(is_word("loaded", "restart") if values else is_word("loaded"), load_ends) == "restart":
+                raise Stop("restart")
+            deadline, has_loaded = min(ends, time.monotonic() + time_limit_s), True
+            if not values and request["imports"] is None and request["reference"] is None:
+                imports = lines.expect(are_imports, deadline)
+            values.append(lines.expect(is_result, deadline))
+    except Stop as stop:
+        is_over = str(stop) == "time limit" and time.monotonic() >= ends
+        reason = ANSWER_TIME_LIMIT if is_over else str(stop)
+    return Run(values, imports, has_loaded, reason, 0)
 
 
 class Stop(Exception):
@@ -258,9 +236,10 @@ class Lines:
         del self.buffer[:end + 1]
         try:
             message = json.loads(line.decode())
+            is_valid = valid(message)
         except (ValueError, RecursionError):
-            raise Stop("a broken result") from None
-        if not valid(message):
+            is_valid = False
+        if not is_valid:
             raise Stop("a broken result")
         return message
 
@@ -300,60 +279,26 @@ def write_request(descriptor, data, deadline):
 @functools.lru_cache(64)
 def prepared(calls):
     """(The names that calls use, the calls as code objects): they are compiled once, and not in every process. A call
-    that is not Python stays a text, and fails there; so does one of which Python could warn, here and on the terminal.
-    """
+    that is not Python stays a text, and fails there."""
     codes = []
-    for call in calls:
-        code = call.strip()
+    for call in map(str.strip, calls):
         try:
-            if not any(map(is_unusual, ast.walk(parse(code, "eval")))):
-                code = compile(code, "<string>", "eval", dont_inherit=True)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            pass
-        codes.append(code)
-    return tuple(sorted(names_of_calls(calls))), codes
+            codes.append(compile(call, "<call>", "eval", dont_inherit=True))
+        except NO_PYTHON:
+            codes.append(call)
+    return sorted(names_of_calls(calls)), codes
 
 
-def is_unusual(node):
-    """Could Python's compiler warn of a part of an expression: of `f(1) is 1`, `"a"(1)`, `[1]["a"]`?"""
-    if isinstance(node, ast.Call):
-        return not isinstance(node.func, NAMED)
-    if isinstance(node, ast.Subscript):
-        return not isinstance(node.value, NAMED)
-    return isinstance(node, (ast.Is, ast.IsNot))
+# What a process may say, in this order: "ready", and for each call "loaded" (or "restart", after the first), once what
+# a reference imported, and a result.
+
+def is_word(*words):
+    return lambda message: message in words
 
 
-def key_of_pieces(request):
-    """What the compiled code of an answer depends on."""
-    return request["code"], request["tested"], request["imports"] is None
-
-
-# What a process may say, in this order: "ready", the code of the answer if it was not told, and for each call "loaded"
-# (or "restart", after the first), once what a reference imported, and a result.
-
-def is_pieces(message):
-    return message is None or type(message) is str and HEXADECIMAL.fullmatch(message) is not None
-
-
-def is_ready(message):
-    return message == "ready"
-
-
-def is_loaded(message):
-    return message == "loaded"
-
-
-def is_restart(message):
-    return message in ("loaded", "restart")
-
-
-def is_imports(message):
-    return type(message) is list and all(map(is_import, message))
-
-
-def is_import(item):
-    return (type(item) is list and len(item) == 3 and type(item[0]) is str and
-            type(item[1]) in (str, type(None)) and type(item[2]) in (str, type(None)))
+def are_imports(message):
+    return type(message) is list and all(
+        type(item) is list and [type(part) for part in item] in IMPORT_TYPES for item in message)
 
 
 def is_result(message):

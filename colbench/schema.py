@@ -10,20 +10,21 @@ what is wrong with it (None: nothing). The functions below make such functions o
 lib/ uses them, too."""
 
 MAX_WORD = 2 ** 63
-MAX_NUMBER = 1e300
 MAX_NAME = 1000                 # characters of what names a file, a model or a task
-MAX_DEPTH = 100                 # of values in each other that no kind describes: they are kept and written again
-NESTED = list, dict
+
+
+def is_a(value, wanted):
+    return f"is a {type(value).__name__}, not {wanted}"
 
 
 def checker(kind):
     """The function of a kind."""
     if kind is int:
-        return whole(-MAX_WORD, MAX_WORD - 1)
+        return whole(-MAX_WORD)
     if kind is float:
-        return number(-MAX_NUMBER, MAX_NUMBER)
+        return number(-1e300, 1e300)
     if isinstance(kind, type):
-        return lambda value: None if type(value) is kind else f"is a {type(value).__name__}, not a {kind.__name__}"
+        return lambda value: None if type(value) is kind else is_a(value, f"a {kind.__name__}")
     return kind
 
 
@@ -31,7 +32,7 @@ def whole(low, high=MAX_WORD - 1):
     """A whole number from `low` to `high`."""
     def check(value):
         if type(value) is not int:
-            return f"is a {type(value).__name__}, not a int"
+            return is_a(value, "a int")
         return None if low <= value <= high else f"is {shown(value)}, not from {low} to {high}"
     return check
 
@@ -40,40 +41,37 @@ def number(low, high):
     """A number from `low` to `high`; never NaN or infinite."""
     def check(value):
         if type(value) not in (int, float):
-            return f"is a {type(value).__name__}, not a number"
+            return is_a(value, "a number")
         return None if low <= value <= high else f"is {shown(value)}, not a finite number from {low:g} to {high:g}"
     return check
-
-
-def short_text(value):
-    """A text that can name a file, a model or a task: UTF-8 that is not empty and not long."""
-    if type(value) is not str:
-        return f"is a {type(value).__name__}, not a str"
-    if not value or len(value) > MAX_NAME:
-        return f"is a text of {len(value):,} characters, not of 1 to {MAX_NAME:,}"
-    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
-        return "is no UTF-8 text"
-    return "is a text with a null character" if "\0" in value else None
 
 
 def label(value):
     """A text that is not empty and not long, and names something, but no file."""
     if type(value) is not str:
-        return f"is a {type(value).__name__}, not a str"
+        return is_a(value, "a str")
     return None if 0 < len(value) <= MAX_NAME else f"is a text of {len(value):,} characters, not of 1 to {MAX_NAME:,}"
+
+
+def short_text(value):
+    """A label that can also name a file or a model: UTF-8."""
+    if fault := label(value):
+        return fault
+    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+        return "is no UTF-8 text"
+    return "is a text with a null character" if "\0" in value else None
 
 
 def scalar(value):
     """A value that can be a key: neither a list nor an object."""
-    return f"is a {type(value).__name__}, not a str" if type(value) in NESTED else None
+    return is_a(value, "a str") if type(value) in (list, dict) else None
 
 
 def one_of(*values):
     """One of some texts."""
     def check(value):
-        if type(value) is str and value in values:
-            return None
-        return f"is {shown(value)}, not {' or '.join(map(repr, values))}"
+        if type(value) is not str or value not in values:
+            return f"is {shown(value)}, not {' or '.join(map(repr, values))}"
     return check
 
 
@@ -89,14 +87,12 @@ def list_of(kind, least=0):
 
     def check_list(value):
         if type(value) is not list:
-            return f"is a {type(value).__name__}, not a list"
+            return is_a(value, "a list")
         if len(value) < least:
             return f"is a list of {len(value)}, not of {least} or more"
-        if kind is str and set(map(type, value)) <= {str}:
-            return None
         for index, item in enumerate(value):
             if fault := check(item):
-                return f"item {index} {fault}" if fault.startswith("is ") else f"item {index}: {fault}"
+                return located(f"item {index}", fault)
     return check_list
 
 
@@ -109,53 +105,30 @@ def token_ids(value):
 
 def table_of(kind):
     """An object with any names, whose values are all of this kind."""
-    check = checker(kind)
-
-    def check_table(value):
-        if type(value) is not dict:
-            return f"is a {type(value).__name__}, not an object"
-        for key, item in value.items():
-            if fault := check(item):
-                return located(key, fault)
-    return check_table
+    return record({}, others=kind)
 
 
-def record(needed, optional=None):
+def record(needed, optional=None, others=lambda value: None):
     """An object with the names of `needed` and, if at all, of `optional`, {name: kind}; other names may be there, with
-    values that are not nested too deeply."""
+    values of the kind `others`."""
     checks = {name: checker(kind) for name, kind in {**(optional or {}), **needed}.items()}
+    check_other = checker(others)
 
     def check_record(value):
         if type(value) is not dict:
-            return f"is a {type(value).__name__}, not an object"
+            return is_a(value, "an object")
         for key in needed:
             if key not in value:
                 return f'missing "{key}"'
         for key, item in value.items():
-            if fault := checks.get(key, further)(item):
-                return located(key, fault)
+            if fault := checks.get(key, check_other)(item):
+                return located(f'"{key[:80]}"' if fault.startswith("is ") else key[:80], fault)
     return check_record
 
 
-def further(value):
-    """A value that no kind describes."""
-    if type(value) in NESTED and is_deeper(value, MAX_DEPTH):
-        return f"is nested deeper than {MAX_DEPTH}"
-
-
-def is_deeper(value, limit):
-    """Whether lists and objects stand in each other more than `limit` deep; looks at one level after the other."""
-    level = [value]
-    for _ in range(limit):
-        level = [item for parent in level for item in (parent.values() if type(parent) is dict else parent)
-                 if type(item) in NESTED]
-    return bool(level)
-
-
-def located(key, fault):
-    """The fault of the value of a name: "sample" is …, or, of what is inside of it, test_cases: "test1" is …"""
-    key = key[:80]
-    return f'"{key}" {fault}' if fault.startswith("is ") else f"{key}: {fault}"
+def located(place, fault):
+    """The fault of what stands in a place: "sample" is …, or, of what is inside of it, test_cases: "test1" is …"""
+    return f"{place} {fault}" if fault.startswith("is ") else f"{place}: {fault}"
 
 
 def shown(value):

@@ -10,18 +10,17 @@ import threading
 from collections import Counter, namedtuple
 
 from colbench import ColBenchError, task_id
-from colbench.questions import equal_values, functions_under_test, holds, Names, question_of  # noqa: F401
+from colbench.questions import ASKS_NOTHING, equal_values, functions_under_test, Names, Test
 from colbench.sandbox import ANSWER_TIME_LIMIT, LayerError, Sandbox
 from colbench.values import readable
 
 log = logging.getLogger(__name__)
 
-OTHER_VALUE = "another value"
-ASKS_NOTHING = "it asks the answer nothing"
+OTHER_VALUE, NOT_TWICE = "another value", "not the same value twice"
 MAX_FAILED, MAX_CHARS = 3, 300          # failed tests of an answer that a score shows, and characters of a text there
 
 Score = namedtuple("Score", "tests gradeable faults failed")
-Results = namedtuple("Results", "values imports tests")
+Reference = namedtuple("Reference", "imports tests")                # what it lends to answers, and the Tests
 LAYERS = {"namespaces": "namespaces, system call list (no files, network or processes of yours in reach)",
           "landlock": "Landlock, system call list (no files, network or processes of yours in reach)",
           "rlimits": "resource limits alone, as --unsafe-scorer asks: untrusted code can read and write your files"}
@@ -41,7 +40,7 @@ class Scorer:
     no value), "said": what the scorer says (None: another value)}, …].
     A reference is evaluated once a task (in two processes).
 
-    compat=True gives the published scorer's verdicts instead (child.run_compat), behind the same walls.
+    compat=True gives the published scorer's verdicts instead (sandbox_worker.run_compat), behind the same walls.
 
     ColBenchError if the machine allows no isolation (layer None: the strongest that works). RuntimeError if a child
     cannot be used: that is neither pass nor fail."""
@@ -107,8 +106,8 @@ class Scorer:
     def reference_results(self, tasks):
         """For each task what its tests give on the reference: ["ok", value], or ["error", why it cannot be graded]."""
         keys = list(map(key_of, tasks))
-        self.for_each(lambda children, key: self.expected(children[0], key), dict.fromkeys(keys))
-        return [self.references[key].values for key in keys]
+        self.for_each(lambda children, key: self.reference(children[0], key), dict.fromkeys(keys))
+        return [[test.value for test in self.references[key].tests] for key in keys]
 
     def for_each(self, work, keys):
         """work([child for references, child for answers], key) for all keys, in parallel."""
@@ -128,63 +127,42 @@ class Scorer:
             results = child.run(code, calls, self.time_limit_s, imports=imports)
         return results
 
-    def expected(self, child, key):
-        if key not in self.references:
-            reference, *calls = key
-            self.references[key] = self.reference_of(child, reference, calls)
-        return self.references[key]
-
-    def reference_of(self, child, reference, calls):
-        """The Results of a reference, which runs twice."""
-        questions = list(map(question_of, calls))
-        texts = [question.of_reference for question in questions]
-        first, names = self.run(child, reference, texts)
-        second, _ = self.run(child, reference, texts)
-        results = [same_twice(*twice) for twice in zip(first, second)]
+    def reference(self, child, key):
+        """The Reference of a task, which runs twice; what does not certainly ask an answer something is also put to an
+        empty answer."""
+        if key in self.references:
+            return self.references[key]
+        code, *calls = key
+        tests = list(map(Test, calls))
+        texts = [test.of_reference for test in tests]
+        first, names = self.run(child, code, texts)
+        second, _ = self.run(child, code, texts)
         imports = imports_for_answers(calls, names or [])
         names = names_of(imports)
-        tests = []
-        for question, result in zip(questions, results):
-            tests.append(Test(question, result[1], question.value(result, names)))
-        of_nobody = self.values_of_nobody(child, tests, imports)
-        tests = [test.seen_with(of_nobody) for test in tests]
-        return Results([test.value for test in tests], imports, tests)
-
-    def values_of_nobody(self, child, tests, imports):
-        """{expression: result of an empty answer} for all that does not certainly ask an answer something: tests, and
-        sides of comparisons."""
-        names, expressions = names_of(imports), []
+        doubtful = []
+        for test, result, result_again in zip(tests, first, second):
+            test.learn_reference(result if result == result_again else ["error", NOT_TWICE], names)
+            if test.value[0] == "ok":
+                doubtful += test.doubtful(names)
+        results, _ = self.run(child, "", doubtful, imports) if doubtful else ((), None)
+        of_nobody = dict(zip(doubtful, results))
         for test in tests:
             if test.value[0] == "ok":
-                expressions += test.question.doubtful(test.on_reference, names)
-        if not expressions:
-            return {}
-        results, _ = self.run(child, "", expressions, imports)
-        return dict(zip(expressions, results))
-
-    def results(self, children, key, answer):
-        """For each test (what the reference gives, what the answer gives, why it is not passed or None), the first two
-        as ["ok", value] or ["error", why]."""
-        expected, imports, tests = self.expected(children[0], key)
-        texts = [test.question.of_answers for test in tests]
-        values, _ = self.run(children[1], answer, texts, imports)
-        results = []
-        for wanted, got, test in zip(expected, values, tests):
-            if wanted[0] == "ok":
-                got = test.question.graded(test.on_reference, got, test.fixed_sides)
-            results.append((wanted, got, fault_of(wanted, got)))
-        return results
+                test.learn_nothing(of_nobody)
+        self.references[key] = Reference(imports, tests)
+        return self.references[key]
 
     def score_one(self, children, key, answer):
-        _, *calls = key
-        results = self.results(children, key, answer)
+        imports, tests = self.reference(children[0], key)
+        results, _ = self.run(children[1], answer, [test.of_answers for test in tests], imports)
         faults, gradeable, failed = [], [], []
-        for call, (wanted, got, fault) in zip(calls, results):
-            faults.append(fault)
-            gradeable.append(wanted[0] == "ok")
-            if fault and len(failed) < MAX_FAILED:
-                failed.append({"call": shortened(call), "expected": text_of(wanted) or "no value", "got": text_of(got),
-                               "said": None if fault == OTHER_VALUE else fault})
+        for test, result in zip(tests, results):
+            gradeable.append(test.value[0] == "ok")
+            result = test.result(result) if gradeable[-1] else result
+            faults.append(fault_of(test.value, result))
+            if faults[-1] and len(failed) < MAX_FAILED:
+                failed.append({"call": shortened(test.call), "expected": text_of(test.value) or "no value",
+                               "got": text_of(result), "said": None if faults[-1] == OTHER_VALUE else faults[-1]})
         return Score([fault is None for fault in faults], gradeable, faults, failed)
 
     def score_published(self, children, key, answer):
@@ -202,11 +180,6 @@ def num_cores():
 def key_of(task):
     """What the verdicts on an answer depend on: (reference, call, call …)."""
     return (task["ground_truth"], *task["test_cases"].values())
-
-
-def same_twice(first, second):
-    """A result of a reference that it gives twice."""
-    return first if first == second else ["error", "not the same value twice"]
 
 
 def published_fault(result):
@@ -255,24 +228,6 @@ def reward_of(verdicts):
     return sum(verdicts) / len(verdicts) if verdicts else 0.0
 
 
-class Test(namedtuple("Test", "question on_reference value fixed_sides", defaults=((),))):
-    """A test of a task: the question, what the reference says to it (of a comparison: both sides), the value that an
-    answer must have, as ["ok", value] or ["error", why it cannot be graded], and the sides of a comparison that must
-    have the reference's value."""
-
-    def seen_with(self, of_nobody):
-        """The same test, when it is known what an empty answer says: {expression: result}."""
-        question = self.question
-        if self.value[0] != "ok":
-            return self
-        fixed_sides = question.fixed_sides(self.on_reference, of_nobody) if question.operator else ()
-        if question.of_answers in of_nobody:
-            nothing = question.graded(self.on_reference, of_nobody[question.of_answers], fixed_sides)
-            if nothing == self.value:
-                return self._replace(value=["error", ASKS_NOTHING])
-        return self._replace(fixed_sides=fixed_sides)
-
-
 def names_of(imports):
     """The Names of what imports_for_answers gives."""
     lent = {name for name, module, _ in imports if module}
@@ -281,8 +236,8 @@ def names_of(imports):
 
 
 def imports_for_answers(calls, names):
-    """What the calls of answers are told of the names that the reference sent (child.imported_names): its imports, and
-    without a module what is tested, which is the answer's to define."""
+    """What the calls of answers are told of the names that the reference sent (sandbox_worker.imported_names): its
+    imports, and without a module what is tested, which is the answer's to define."""
     imported, defined = names_of(names)
     tested = tested_names(calls, imported, defined)
     lent = [item for item in names if item[0] in imported - tested]
@@ -306,7 +261,10 @@ def check_tasks(tasks, scorer, other_hashes):
     all_values, all_other_values = scorer.reference_results(tasks), other_hashes.reference_results(tasks)
     checks, first_with = [], {}                                     # first_with: {reference: number of its first task}
     for number, (task, values, other_values) in enumerate(zip(tasks, all_values, all_other_values), 1):
-        findings = test_findings(task, values)
+        findings = {}
+        for name, (status, value) in zip(task["test_cases"], values):
+            if status == "error":
+                findings.setdefault(kind_of_fault(value), f"{name}: {value}")
         if not findings and values != other_values:
             findings["order of a set"] = "other results with another hash seed"
         counts = Counter(json.dumps(value) for status, value in values if status == "ok")
@@ -325,21 +283,8 @@ def check_tasks(tasks, scorer, other_hashes):
     return checks
 
 
-def test_findings(task, values):
-    """{what: the first test} of the tests of a task that cannot be graded."""
-    findings = {}
-    for name, (status, value) in zip(task["test_cases"], values):
-        if status == "error":
-            findings.setdefault(kind_of_fault(value), f"{name}: {value}")
-    return findings
-
-
 def kind_of_fault(reason):
     """The finding of a test that cannot be graded for a reason."""
-    if reason.startswith("no module"):
-        return "missing package"
-    if reason == "not the same value twice":
-        return "random"
-    if "cannot be compared" in reason:
-        return "not comparable"
-    return "asks nothing" if reason == ASKS_NOTHING else "reference fails"
+    kinds = {"ModuleNotFoundError": "missing package", NOT_TWICE: "random", "cannot be compared": "not comparable",
+             ASKS_NOTHING: "asks nothing"}
+    return next((kind for part, kind in kinds.items() if part in reason), "reference fails")

@@ -25,12 +25,14 @@ class PageScorer:
         self.embeddings = {}
 
     def score(self, pairs):
-        if not self.clip:
-            return [pixel_similarity(small_image(reference), small_image(answer) if answer else None)
-                    if reference else 0.0 for reference, answer in pairs]
-        self.embed({path for pair in pairs for path in pair} - set(self.embeddings))
-        return [min(1.0, max(0.0, float(self.embeddings[reference] @ self.embeddings[answer]))) if reference else 0.0
-                for reference, answer in pairs]
+        if self.clip:
+            self.embed({path for pair in pairs for path in pair} - set(self.embeddings))
+        return [self.score_one(reference, answer) if reference else 0.0 for reference, answer in pairs]
+
+    def score_one(self, reference, answer):
+        if self.clip:
+            return min(1.0, max(0.0, float(self.embeddings[reference] @ self.embeddings[answer])))
+        return pixel_similarity(small_image(reference), small_image(answer) if answer else None)
 
     def embed(self, paths, batch_size=32):
         """Keep the unit embeddings of images; None stands for a black one."""
@@ -50,10 +52,6 @@ class PageScorer:
 def load_clip(name, device):
     """(vision model, its image processor); ColBenchError that names the other similarity where they cannot be had."""
     from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
-    from transformers.utils import logging
-    logging.disable_progress_bar()
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()                                    # no list of the text half's weights, unused here
     try:
         processor = CLIPImageProcessorPil.from_pretrained(name)
         model, info = CLIPVisionModelWithProjection.from_pretrained(name, output_loading_info=True)
@@ -64,8 +62,6 @@ def load_clip(name, device):
         raise ColBenchError(f"--similarity clip: no CLIP weights could be loaded from {name} ({reason}); where the hub "
                             f"is in reach, run `hf download {CLIP_MODEL} --local-dir clip` and add --clip-model clip, "
                             "or choose --similarity pixels, which needs none") from None
-    finally:
-        logging.set_verbosity(verbosity)
     return model.to(device).eval(), processor
 
 

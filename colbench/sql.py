@@ -20,38 +20,16 @@ import hashlib
 import inspect
 import itertools
 import json
-import math
-import operator
 import random
 import re
 import sqlite3
-import string
 from dataclasses import dataclass
 
-from colbench import (
-    backend,
-    beside,
-    check_kind,
-    ColBenchError,
-    defaults,
-    dialogue,
-    MORE_KEYS,
-    sql_mutants,
-    task_id,
-    TASK_KEYS,
-)
+from colbench import backend, beside, check_keys, check_kind, defaults, dialogue, MORE_KEYS, task_id, TASK_KEYS
 from colbench.defaults import *  # noqa: F403
-from colbench.dialogue import (
-    human_chat,
-    kind_scores,
-    knows_all,
-    MARKER,
-    needed_facts,
-    numbers_known,
-    OPENERS,
-    topics_asked,
-)
-from colbench.schema import list_of, MAX_WORD, one_of, record, table_of
+from colbench.dialogue import answer_kind, Facts, MARKER, needed_facts, OPENERS, put, topics_asked
+from colbench.schema import list_of, one_of, record, table_of
+from colbench.sql_mutants import Judge, mutants_of
 from colbench.sql_text import is_ordered, LOOK, statement_of
 
 NOUN = "query"
@@ -60,58 +38,29 @@ COLUMNS = (("databases_agree", "databases", ".3f"), ("success_seen", "seen", ".3
            ("success_unseen", "unseen", ".3f"), ("all_known", "all known", ".3f"),
            ("success_when_known", "when known", ".3f"), ("looks", "looks", ".2f"))
 SCORE_KEYS = "reward", "databases", "faults"
-AGENT_SYSTEM = (
-    "You write one SQL query (SQLite) for a person. The question leaves things out. Some only the person knows: ask "
-    "one short question in a turn; the person cannot read SQL. Some the database shows: write "
-    f'"{LOOK}" and one SELECT, and you get rows of an example database. When you know enough, write "{MARKER}" and '
-    "then nothing but the query. You have {max_rounds} rounds, looks included; the last one must be that answer.")
-SIMULATOR_SYSTEM = (
-    "You are a person who asked an assistant for data, in these words:\n{problem_description}\n\nOnly you know what "
-    "you mean: the query below. Answer the assistant's last message in one or two short sentences of plain English. "
-    "Say only what was asked about. You do not know how the database stores things. Never write SQL.\n\n{ground_truth}")
-JUDGE = (
-    "An assistant writes an SQL query for a person. It cannot see what the person needs; you can:\n{ground_truth}\n\n"
-    "The dialogue so far:\n{dialogue}\n\nTwo ways for the assistant to go on:\n[A] {a}\n[B] {b}\n\nWhich one brings "
-    "the assistant nearer to the query that the person needs? Reply with the letter A or B alone.")
+AGENT_SYSTEM = beside("prompts/sql_agent.txt")
+SIMULATOR_SYSTEM = beside("prompts/sql_simulator.txt")
+JUDGE = beside("prompts/sql_judge.txt")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# schemas: two or three tables, joined by keys. Those marked "unseen" are in the test split alone; their words occur in
-# other schemas, too, in other combinations.
+# schemas, decisions and patterns (queries.json)
+#
+# A schema is two or three tables, joined by keys. Those marked "unseen" are in the test split alone; their words occur
+# in other schemas, too, in other combinations. A pattern is a request whose query depends on decisions: what words can
+# mean. "options" of a decision are {how it stands in the query: [what the human says of it, …]}. Those with "looks" are
+# what the database shows: the human cannot tell them, but a look at one of the "columns" can, by a cell like "cell".
 
+QUERIES = json.loads(beside("queries.json"))
 SCHEMA_KEYS = ("parents", "children", "first", "second", "begin", "end", "statuses", "places", "unseen")
-SCHEMA_TABLE = """
-shop      customers orders   total  net     placed   paid     active/paused/closed       cities      -
-library   readers   loans    fee    fine    taken    returned student/guest/regular      branches    -
-clinic    patients  visits   cost   refund  booked   held     insured/private/unknown    -           -
-airline   travelers tickets  price  tax     sold     flown    gold/silver/bronze         cities      -
-school    pupils    exams    score  bonus   written  graded   enrolled/finished/left     classes     -
-music     artists   albums   sales  streams recorded released signed/independent/retired -           -
-rental    drivers   rentals  price  deposit started  returned verified/pending/blocked   stations    -
-payroll   employees payments gross  net     earned   paid     permanent/temporary/outside departments -
-gym       members   sessions fee    tip     booked   held     active/paused/closed       -           -
-hotel     guests    stays    price  deposit started  ended    gold/silver/bronze         branches    -
-theatre   members   tickets  price  fee     sold     held     active/paused/closed       -           unseen
-bank      customers payments net    fee     placed   returned verified/pending/blocked   branches    unseen
-garage    drivers   visits   cost   tax     started  paid     gold/silver/bronze         stations    unseen
-"""
-NAMES = ("Ada Ben Cora Dan Eva Finn Gina Hugo Ida Jon Kim Leo Mia Ned Olga Paul Rosa Sam Tina Vera").split()
-PLACES = "Bonn Cork Dover Essen Graz Lyon Oslo Porto Riga Turin".split()
+SCHEMAS = {name: dict(zip(SCHEMA_KEYS, words.split())) for name, words in QUERIES["schemas"].items()}
+NAMES, PLACES = QUERIES["names"].split(), QUERIES["places"].split()
+DECISIONS, PATTERNS = QUERIES["decisions"], QUERIES["patterns"]
+BIG = [int(value) for value in DECISIONS["big"]["options"]]
+LAST_YEAR = max(DECISIONS["year"]["options"])
 NUM_HIDDEN = 6                  # hidden databases of a task; one of them has an empty table
 FEW_DRAWS, MANY_DRAWS = 5, 100  # random databases of which one is taken, and for the last hidden one
 MOST_TRIES = 12
-
-
-def read_schemas(table):
-    """{name of a schema: {key: its word}}, a line of the table each."""
-    schemas = {}
-    for line in table.strip().splitlines():
-        name, *words = line.split()
-        schemas[name] = dict(zip(SCHEMA_KEYS, words))
-    return schemas
-
-
-SCHEMAS = read_schemas(SCHEMA_TABLE)
 
 
 def singular(word):
@@ -154,18 +103,6 @@ def schema_text(words):
     return "".join(statements)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# decisions: what the words of a request can mean, and patterns: requests whose query depends on them (queries.json)
-#
-# "options" of a decision are {how it stands in the query: [what the human says of it, …]}. Those with "looks" are what
-# the database shows: the human cannot tell them, a look at one of the "columns" does, by a cell of the form "cell".
-
-QUERIES = json.loads(beside("queries.json"))
-DECISIONS, PATTERNS = QUERIES["decisions"], QUERIES["patterns"]
-BIG = [int(value) for value in DECISIONS["big"]["options"]]
-LAST_YEAR = max(DECISIONS["year"]["options"])
-
-
 def families():
     """Each schema with each pattern that it can have: "places" needs places, "best" is for schemas without them."""
     names = []
@@ -176,15 +113,6 @@ def families():
 
 
 FAMILIES = families()
-
-
-def put(text, words):
-    """`text`, or each text of a list or dict, with a schema's words for $words."""
-    if isinstance(text, str):
-        return string.Template(text).substitute(words)
-    if isinstance(text, dict):
-        return {put(key, words): put(value, words) for key, value in text.items()}
-    return [put(part, words) for part in text]
 
 
 def stored(status, style):
@@ -355,7 +283,7 @@ def rivals_of(template, codes, slots, statuses):
         for code in decision["options"]:
             if code != codes[slot]:
                 queries.append(template.format(**{**codes, slot: code}))
-    mistakes = sql_mutants.mutants_of(template.format(**codes), statuses)
+    mistakes = mutants_of(template.format(**codes), statuses)
     return list(dict.fromkeys([*queries, *mistakes]))
 
 
@@ -380,7 +308,7 @@ def make_task(rng, name, told, accept):
     draw = functools.partial(fill, random.Random(number), words, codes | {"style": style})
     statuses = [stored(status, style) for status in words["statuses"].split("/")]
     rivals = rivals_of(template, codes, slots, statuses)
-    with sql_mutants.Judge(schema_text(words), reference, is_ordered(reference), canonical) as judge:
+    with Judge(schema_text(words), reference, is_ordered(reference), canonical) as judge:
         for _ in range(MOST_TRIES):
             hidden = draw_hidden(draw, shapes_of(template), judge, rivals)
             if hidden:
@@ -500,37 +428,15 @@ def plain_number(cell):
 def canonical(names, rows, ordered):
     """Rows in a form that is equal for equal results: columns and (unless `ordered`) rows in an order of their own."""
     rows = [list(map(plain_number, row)) for row in rows]
-    if len(names) == 1:
-        return [1, rows if ordered else sorted(rows, key=repr)]
-    groups = column_groups(len(names), rows, ordered)
-    if ordered:
-        return [len(names), in_order(rows, groups)]
-    orders = [groups]
-    if math.prod(math.factorial(len(group)) for group in groups) <= 120:
-        orders = itertools.product(*map(itertools.permutations, groups))
-    tables = [sorted(in_order(rows, order), key=repr) for order in orders]
+    numbers = range(len(names))
+    orders = itertools.permutations(numbers)
+    if len(names) > 5:                                               # too many to try: by what the columns hold
+        orders = [sorted(numbers, key=lambda i: sorted(repr(row[i]) for row in rows))]
+    tables = []
+    for order in orders:
+        table = [[row[i] for i in order] for row in rows]
+        tables.append(table if ordered else sorted(table, key=repr))
     return [len(names), min(tables, key=repr)]
-
-
-def column_groups(num_columns, rows, ordered):
-    """The numbers of the columns, in groups that do not depend on their order. Those of a group cannot be told apart
-    one by one: they have equal cells in rows of equal content."""
-    texts = [list(map(repr, row)) for row in rows]
-    contents = [tuple(sorted(row)) for row in texts]
-    numbers = {content: number for number, content in enumerate(sorted(set(contents)))}
-    groups = {}
-    for i in range(num_columns):
-        column = [(row[i], numbers[content]) for row, content in zip(texts, contents)]
-        if not ordered:
-            column.sort()
-        groups.setdefault(tuple(column), []).append(i)
-    return [groups[column] for column in sorted(groups)]
-
-
-def in_order(rows, groups):
-    """Rows with their columns in the order of some groups."""
-    cells_of = operator.itemgetter(*itertools.chain(*groups))
-    return [list(cells_of(row)) for row in rows]
 
 
 def as_table(names, rows):
@@ -546,9 +452,8 @@ def as_table(names, rows):
     return "\n".join(lines)[:600]
 
 
-RUN_IN_CHILD = open_database, select, plain_number, canonical, column_groups, in_order, as_table
-SOURCE = ("import itertools\nimport json\nimport math\nimport operator\nimport sqlite3\n\n" +
-          "\n\n".join(map(inspect.getsource, RUN_IN_CHILD)))
+RUN_IN_CHILD = open_database, select, plain_number, canonical, as_table
+SOURCE = "import itertools\nimport json\nimport sqlite3\n\n" + "\n\n".join(map(inspect.getsource, RUN_IN_CHILD))
 
 
 def program(task, databases, statement):
@@ -604,66 +509,14 @@ def has_cell(cells, pattern):
     return any(re.fullmatch(pattern, cell) for cell in cells)
 
 
-def known_by_turn(task, history):
-    """The facts (a set of indices) that are known after 0, 1, … all turns.
-
-    Known is what the request states, what the human was asked about, and what the rows of a look have shown, which are
-    the turn after it."""
-    facts = task["facts"]
-    known = [{index for index, fact in enumerate(facts) if fact["told"]}]
-    last_query = None
-    for turn in history:
-        learned = facts_seen(task, last_query, turn["content"]) if last_query is not None else set()
-        last_query = query_of(turn["content"]) if turn["role"] == "assistant" else None
-        if turn["role"] == "assistant" and last_query is None:
-            learned.update(index for index in topics_asked(facts, turn["content"]) if facts[index]["by"] == "ask")
-        known.append(known[-1] | learned)
-    return known
-
-
-def known_facts(task, history):
-    """The facts (a set of indices) that are known after `history`."""
-    return known_by_turn(task, history)[-1]
-
-
-def all_known(task, history):
-    return knows_all(task, known_facts(task, history))
-
-
-def facts(task, history):
-    """The text of a fact is a decision, and how it stands in the reference."""
-    if not task.get("facts"):
-        return None
-    known = known_facts(task, history)
-    rows = []
-    for index in needed_facts(task):
-        fact = task["facts"][index]
-        rows.append((f"{fact['topic']}: {fact['code'].strip()}", index in known))
-    return rows
-
-
-def facts_by_turn(task, history):
-    return [numbers_known(task, known) for known in known_by_turn(task, history)]
-
-
-def turn_kind(task, history, message):
-    """Kinds: "ask needed", "ask repeat", "ask idle" (does not matter), "ask for a look" (the database shows it), "ask
-    vague" (no topic); "look needed", "look repeat", "look idle" (shows nothing that matters); "right answer", "wrong
-    answer", "early answer", as for functions."""
-    if not task.get("facts"):
-        return None
-    texts_before = {turn["content"] for turn in history}
-    return kind_of(task, known_facts(task, history), texts_before, message)
-
-
-def turn_kinds(task, history):
-    known = known_by_turn(task, history) if task.get("facts") else None
-    texts_before, kinds = set(), []
-    for number, turn in enumerate(history):
-        if turn["role"] == "assistant":
-            kinds.append(kind_of(task, known[number], texts_before, turn["content"]) if known else None)
-        texts_before.add(turn["content"])
-    return kinds
+def learned(task, history, place):
+    """The agent learns what it asks the human about, and what the rows of a look show, which are the turn after it."""
+    turn = history[place]
+    if turn["role"] == "assistant" and query_of(turn["content"]) is None:
+        return [index for index in topics_asked(task["facts"], turn["content"]) if task["facts"][index]["by"] == "ask"]
+    before = history[place - 1] if place else turn
+    query = query_of(before["content"]) if before["role"] == "assistant" != turn["role"] else None
+    return () if query is None else facts_seen(task, query, turn["content"])
 
 
 def in_one_line(statement):
@@ -671,12 +524,12 @@ def in_one_line(statement):
 
 
 def kind_of(task, known, texts_before, message):
-    """turn_kind of a message where these facts are known; texts_before: of all turns before."""
+    """Kinds: "ask needed", "ask repeat", "ask idle" (does not matter), "ask for a look" (the database shows it), "ask
+    vague" (no topic); "look needed", "look repeat", "look idle" (shows nothing that matters); "right answer", "wrong
+    answer", "early answer", as for functions."""
     answer, query = answer_of([{"content": message}], False), query_of(message)
     if answer is not None:
-        if in_one_line(answer) == in_one_line(task["ground_truth"]):
-            return "right answer"
-        return "wrong answer" if knows_all(task, known) else "early answer"
+        return answer_kind(task, known, in_one_line(answer) == in_one_line(task["ground_truth"]))
     if query is not None:
         indices = looked_at(task, query)
         if not known.issuperset(indices):
@@ -693,81 +546,54 @@ def kind_of(task, known, texts_before, message):
     return "ask idle" if known.isdisjoint(indices) else "ask repeat"
 
 
-def oracle_scores(oracle, task, history, messages):
-    kinds = []
-    for message in messages:
-        kind = turn_kind(task, history, message)
-        kinds.append("needed" if kind in ("ask needed", "look needed") else kind)
-    return kind_scores(oracle, all_known(task, history), kinds)
+def text_of(fact):
+    """A decision, and how it stands in the reference."""
+    return f"{fact['topic']}: {fact['code'].strip()}"
+
+
+_facts = Facts(learned, kind_of, text_of)
+known_facts, all_known, facts, facts_by_turn = _facts.known_facts, _facts.all_known, _facts.facts, _facts.facts_by_turn
+turn_kind, turn_kinds, oracle_scores = _facts.turn_kind, _facts.turn_kinds, _facts.oracle_scores
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the scripted agents
 
-VAGUE = ("Can you tell me more?", "What else should I know?", "Could you describe the data?")
+class Script(dialogue.ScriptedAgent):
+    """It also asks the human what a look would show, looks at what shows nothing, and forgets."""
+
+    VAGUE = ("Can you tell me more?", "What else should I know?", "Could you describe the data?")
+    RATES, INFORMED_RATES = (0.03, 0.05, 0.12, 0.33), (0.01, 0.03, 0.04, 0.08)
+    known_facts = staticmethod(known_facts)
+
+    def ask(self, fact, history, rng, is_new):
+        opener = rng.choice(OPENERS) if is_new and len(history) > 1 and fact["by"] == "ask" else ""
+        return opener + asking(fact, rng)
+
+    def useless(self, task, known, history, rng):
+        facts = task["facts"]
+        unknown = [index for index in range(len(facts)) if index not in known]
+        to_look = [index for index in unknown if facts[index]["by"] == "look"]
+        idle = [index for index in unknown if not facts[index]["matters"]]
+        luck = rng.random()
+        if luck < 0.3:
+            return f"{LOOK} {rng.choice(task['idle_looks'])}"
+        indices = to_look if to_look and luck < 0.6 else idle or range(len(facts))
+        return rng.choice(facts[rng.choice(indices)]["questions"])
+
+    def answer(self, task, known, rng):
+        codes = {}
+        for index in needed_facts(task):
+            fact = task["facts"][index]
+            knows = self.informed or index in known and rng.random() > 0.01
+            codes[fact["slot"]] = fact["code"] if knows else rng.choice(fact["guesses"])
+        return dialogue.answer_with(task, codes)
 
 
 def asking(fact, rng):
     """What the agent says to learn a fact: a look where a look shows it."""
     if fact["by"] == "look":
         return f"{LOOK} {rng.choice(fact['looks'])}"
-    return rng.choice(fact["questions"])
-
-
-def answer_with(task, codes):
-    return f"{MARKER}\n{task['template'].format(**codes)}"
-
-
-def num_agent_turns(history):
-    return sum(turn["role"] == "assistant" for turn in history)
-
-
-def scripted_turn(task, history, max_rounds, rng, informed=False):
-    """What the noisy scripted agent says next.
-
-    It asks the human what a look would show, looks at what shows nothing, repeats itself, asks for what does not
-    matter, and forgets. Sometimes it answers too early, and guesses what it does not know. informed: it knows the
-    answer."""
-    facts, known = task["facts"], known_facts(task, history)
-    unknown = [index for index in range(len(facts)) if index not in known]
-    needed = [index for index in unknown if facts[index]["matters"]]
-    early, vague, repeat, useless = (0.01, 0.03, 0.04, 0.08) if informed else (0.03, 0.05, 0.12, 0.33)
-    answer_rate = early if needed else 0.85
-    if rng.random() < answer_rate or num_agent_turns(history) + 1 == max_rounds:
-        return scripted_answer(task, known, rng, informed)
-
-    luck = rng.random()
-    if luck < vague:
-        return rng.choice(VAGUE)
-    if luck < vague + repeat and known:
-        return asking(facts[rng.choice(sorted(known))], rng)
-    if luck < vague + repeat + useless or not needed:
-        return useless_turn(task, unknown, rng)
-    fact = facts[rng.choice(needed)]
-    opener = rng.choice(OPENERS) if len(history) > 1 and fact["by"] == "ask" else ""
-    return opener + asking(fact, rng)
-
-
-def scripted_answer(task, known, rng, informed):
-    """The answer of an agent that guesses what it does not know, and rarely what it knows."""
-    codes = {}
-    for index in needed_facts(task):
-        fact = task["facts"][index]
-        knows = informed or index in known and rng.random() > 0.01
-        codes[fact["slot"]] = fact["code"] if knows else rng.choice(fact["guesses"])
-    return answer_with(task, codes)
-
-
-def useless_turn(task, unknown, rng):
-    """A look that shows nothing, or a question to the human that it cannot answer, or that does not matter."""
-    facts = task["facts"]
-    to_look = [index for index in unknown if facts[index]["by"] == "look"]
-    idle = [index for index in unknown if not facts[index]["matters"]]
-    luck = rng.random()
-    if luck < 0.3:
-        return f"{LOOK} {rng.choice(task['idle_looks'])}"
-    indices = to_look if to_look and luck < 0.6 else idle or range(len(facts))
-    fact = facts[rng.choice(indices)]
     return rng.choice(fact["questions"])
 
 
@@ -778,17 +604,16 @@ def asker_turn(task, history, max_rounds, rng):
     where it expects most information; then it answers, and guesses what it has no round for."""
     facts, known = task["facts"], known_facts(task, history)
     num_guesses = {index: len(facts[index]["guesses"]) for index in needed_facts(task) if index not in known}
-    if num_guesses and num_agent_turns(history) + 1 < max_rounds:
+    if num_guesses and dialogue.num_agent_turns(history) + 1 < max_rounds:
         return asking(facts[max(num_guesses, key=num_guesses.get)], rng)
     codes = {}
     for index in needed_facts(task):
         fact = facts[index]
         codes[fact["slot"]] = fact["code"] if index in known else rng.choice(fact["guesses"])
-    return answer_with(task, codes)
+    return dialogue.answer_with(task, codes)
 
 
-PLAYERS = {"script": scripted_turn, "script-informed": functools.partial(scripted_turn, informed=True),
-           "script-asker": asker_turn}
+PLAYERS = {"script": Script(), "script-informed": Script(informed=True), "script-asker": asker_turn}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -798,56 +623,21 @@ def owns(task):
     return "databases" in task
 
 
-CELL_TYPES = {int, float, str, type(None)}
-
-
-def table_rows(rows):
-    """What is wrong with the rows of a table, which go into a database as they are; None: nothing."""
-    if type(rows) is not list:
-        return f"is a {type(rows).__name__}, not a list"
-    for index, row in enumerate(rows):
-        if type(row) is not list or not row or len(row) != len(rows[0]):
-            return f"item {index}: not a list of as many cells as the first row"
-        for cell in row:
-            if type(cell) not in CELL_TYPES:
-                return f"item {index}: a cell is a {type(cell).__name__}, not a number, a str or null"
-            if type(cell) in (int, float) and not -MAX_WORD <= cell < MAX_WORD:
-                return f"item {index}: a cell is a number that is not finite or not of 64 bits"
-
-
-def pattern(text):
-    """What is wrong with a regular expression; None: nothing."""
-    if type(text) is not str:
-        return f"is a {type(text).__name__}, not a str"
-    try:
-        re.compile(text)
-    except (re.error, RecursionError, OverflowError) as error:
-        return f"is no regular expression ({error})"
-
-
-SQL_FACT_KEYS = {**dialogue.FACT_KEYS, "by": one_of("ask", "look")}
-FACT = record(SQL_FACT_KEYS, dialogue.REPLIES)
-NEEDED_FACT = record({**SQL_FACT_KEYS, **dialogue.SLOT_KEYS}, dialogue.REPLIES)
-LOOK_FACT = record({**SQL_FACT_KEYS, "looks": list_of(str, 1), "columns": list_of(str, 1), "cell": pattern},
-                   dialogue.REPLIES)
-TASK = record({**TASK_KEYS, "schema": str, "databases": list_of(table_of(table_rows))},
-              {**MORE_KEYS, "template": str, "facts": list_of(FACT), "idle_looks": list_of(str, 1)})
+LOOK_KEYS = {"looks": list_of(str, 1), "columns": list_of(str, 1), "cell": str}
+TASK = record({**TASK_KEYS, "schema": str, "databases": list_of(table_of(list_of(list)), 2)},
+              {**MORE_KEYS, "template": str, "facts": list_of(dialogue.FACT), "idle_looks": list_of(str, 1)})
 
 
 def check_task(task, where):
     check_kind(task, TASK, where)
-    if len(task["databases"]) < 2:
-        raise ColBenchError(f'{where}: "databases" needs the example and a hidden one')
     if not task.get("facts"):
         return
-    for key in ("idle_looks", "template"):
-        if key not in task:
-            raise ColBenchError(f'{where}: missing "{key}", which a task with "facts" has')
+    check_keys(task, {"idle_looks": list, "template": str}, where)
     for index, fact in enumerate(task["facts"]):
-        if fact["matters"]:
-            check_kind(fact, NEEDED_FACT, f"{where}: facts: item {index}")
-        if fact["by"] == "look":
-            check_kind(fact, LOOK_FACT, f"{where}: facts: item {index}")
+        keys = {"by": one_of("ask", "look"), **(dialogue.SLOT_KEYS if fact["matters"] else {})}
+        if fact.get("by") == "look":
+            keys |= LOOK_KEYS
+        check_keys(fact, keys, f"{where}: facts: item {index}")
     dialogue.check_facts(task, where)
 
 
@@ -945,7 +735,7 @@ class World(backend.World):
         return f"Error: {reason}"[:600]
 
     async def person_chat(self, task, history):
-        return human_chat(SIMULATOR_SYSTEM.format(**task), history)
+        return dialogue.human_chat(SIMULATOR_SYSTEM.format(**task), history)
 
     async def score(self, pairs, explain=False):
         """"databases": whether the rows agree, for each hidden database; "faults": why they do not."""

@@ -5,7 +5,7 @@ comparison or aggregate, a list that is cut, a dropped tie-break, rows with a mi
 year, the newest year of the rows in place of this year. Each rule is written for the references of queries.json.
 
 sql.py draws hidden databases until each mutant gives other rows on one of them. docs/sql.md says how many wrong queries
-pass; tests/query_mutants.py measures it with mutants of its own.
+pass.
 """
 import re
 import sqlite3

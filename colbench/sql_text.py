@@ -15,7 +15,7 @@ are dropped.
 """
 import re
 
-from colbench.answers import strings_of
+from colbench.extract_code import strings_of
 
 LOOK = "QUERY:"
 MAX_CHARS = 20_000              # a longer text stays as it is; sqlite3 is told to refuse a statement of 10,000

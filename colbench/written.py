@@ -1,6 +1,5 @@
 """Functions that a language model writes as tasks: the prompt, the reading of a reply, the reasons to reject one."""
 import ast
-import collections
 import contextlib
 import hashlib
 import itertools
@@ -24,30 +23,21 @@ KINDS = ("a price or an amount with exceptions", "checking whether something is 
 TOPICS = beside("task_topics.txt")
 
 
-STRING_OR_COMMA_TOO_MANY = re.compile(r'("(?:\\.|[^"\\])*")|,(?=\s*[}\]])', re.DOTALL)
-DECODER = json.JSONDecoder(strict=False)                        # line breaks may stand in strings
-
-
 def read_json(text):
-    """The JSON object that a text begins with."""
-    return DECODER.raw_decode(text)[0]
-
-
-def read_loose_json(text):
-    """The same, with commas too many."""
-    return read_json(STRING_OR_COMMA_TOO_MANY.sub(lambda match: match[1] or "", text))
+    """The JSON object that a text begins with; line breaks may stand in strings."""
+    return json.JSONDecoder(strict=False).raw_decode(text)[0]
 
 
 def read_literal(text):
-    """The Python literal that a text begins with, up to the last brace."""
+    """The Python literal that a text begins with, up to the last brace: JSON with commas too many is one, too."""
     return ast.literal_eval(text[:text.rfind("}") + 1])
 
 
 def parse_reply(text):
-    """The first object in a reply that has a key which was asked for, or None: JSON, with line breaks in strings or
-    commas too many, or a Python literal. Fences and prose around it do not matter."""
+    """The first object in a reply that has a key which was asked for, or None. Fences and prose around it do not
+    matter."""
     keys = {*WRITTEN_KEYS, *WRITTEN_KEYS.values()}
-    for read in (read_json, read_loose_json, read_literal):
+    for read in (read_json, read_literal):
         for match in itertools.islice(re.finditer(r"""\{\s*["']""", text), 20):
             with contextlib.suppress(*NO_PYTHON, TypeError):
                 value = read(text[match.start():])
@@ -105,8 +95,6 @@ def written_task(reply, ended):
     if written is None:
         return "no JSON object" if ended else "cut by --max-new-tokens"
     description, code, tests = (written.get(key, written.get(name)) for key, name in WRITTEN_KEYS.items())
-    if isinstance(code, list):
-        code = "\n".join(map(str, code))
     for key, text in (("description", description), ("code", code)):
         if not isinstance(text, str) or not text.strip():
             return f"no {key}"
@@ -124,10 +112,7 @@ def written_task(reply, ended):
         return "no signature in the description"
     if line := code_in(description, bare):
         return f"code in the description: {line}"
-    if isinstance(tests, dict):
-        tests = list(tests.values())
-    elif not isinstance(tests, list):
-        tests = []
+    tests = tests.values() if isinstance(tests, dict) else tests or []
     calls = {call_of(str(test), names[-1]): test for test in tests}
     if None in calls:
         return f"a test is no call of the function: {str(calls[None])[:100]}"
@@ -140,8 +125,8 @@ def written_task(reply, ended):
 
 
 def repeat_reason(task, seen):
-    """Why a task repeats one of `seen` = (bodies, numbers of triples, {triple: tasks}), or None: then it joins."""
-    bodies, sizes, tasks_with = seen
+    """Why a task repeats one of `seen` = (bodies, sets of word triples), or None: then it joins."""
+    bodies, kept_triples = seen
     name = task["test_cases"]["test1"].split("(")[0]
     _, code = bare_code(task["ground_truth"])
     body = re.sub(rf"(?m)^def {name}\(.*|\b{name}\b", "", code)
@@ -149,14 +134,9 @@ def repeat_reason(task, seen):
         return "the body of a kept task"
     words = re.findall(r"\w+", f"{task['problem_description']} {task['ground_truth']}".lower())
     triples = set(zip(words, words[1:], words[2:]))
-    num_shared = collections.Counter()                              # {number of a task: triples that it has, too}
-    for triple in triples:
-        num_shared.update(tasks_with.get(triple, ()))
-    shares = [count / (len(triples) + sizes[number] - count) for number, count in num_shared.items()]
-    nearest = max(shares, default=0)
+    nearest = max((len(triples & other) / len(triples | other) for other in kept_triples), default=0)
     if nearest >= NEAR_DUPLICATE:
         return f"near duplicate: {nearest:.2f} of the word triples of a kept task and its own"
-    for triple in triples:
-        tasks_with.setdefault(triple, []).append(len(sizes))
     bodies.add(body)
-    sizes.append(len(triples))
+    kept_triples.append(triples)
+    return None

@@ -34,7 +34,6 @@ What changed: clipped_objective, grpo_examples and with_advantages are new, batc
     python -m examples.grpo --method grpo --trajectories out/offline.jsonl --model models/tiny --lr 3e-4 --out out/grpo
     torchrun --nproc-per-node 8 -m examples.grpo --method grpo --critic critic …
 """
-import asyncio
 import collections
 import functools
 import gc
@@ -47,13 +46,14 @@ import statistics
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 import common
 from colbench import ColBenchError, domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
 from lib import training
-from lib.arguments import (
+from lib.costs import Costs, say_made_with
+from lib.engine import generate
+from lib.flags import (
     add_reference,
     add_training,
     argument_parser,
@@ -66,9 +66,7 @@ from lib.arguments import (
     temperature_flag,
     text_flag,
 )
-from lib.costs import Costs, say_made_with
-from lib.engine import generate
-from lib.memory import dry_run
+from lib.memory import dry_run, PlannedStep
 from lib.models import (
     encode,
     fresh_model,
@@ -83,7 +81,6 @@ from lib.models import (
 )
 from lib.runtime import (
     begin_output,
-    gather,
     InputError,
     is_done,
     map_blocks,
@@ -95,11 +92,10 @@ from lib.runtime import (
     start,
     write_jsonl,
 )
-from lib.seeds import server_seed, uniforms
-from lib.servers import is_server, open_server, ReplyError, said, server_reply
-from lib.speakers import Failures, ids_fault, run_concurrently, server_line, Speaker
-from lib.statistics import average_ranks
-from lib.tables import aligned
+from lib.sampling import add_rows, finish_rows, open_sampler
+from lib.seeds import uniforms
+from lib.servers import is_server, said
+from lib.statistics import aligned, average_ranks
 from lib.tracking import check_track, Track
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -678,51 +674,20 @@ def served_candidates(path, states, tokenizer, args, run, costs):
 
     As with a local model ranks share the states, and a run that was killed goes on with those that are missing."""
     if not path.exists():
-        speaker = Speaker(tokenizer=tokenizer, server=open_server(args.sampler))
-        costs.works.append(speaker.server.counts)
-        gate = asyncio.Semaphore(args.concurrency)
+        sampler = open_sampler(args.sampler, run.device, args.dtype, args.concurrency, None, tokenizer)
         in_flight = 2 * math.ceil(args.concurrency / args.num_candidates)   # a slow candidate leaves no gap at the gate
-        failures = Failures(path, "state", in_flight)
+
+        async def make_row(state):
+            key = (args.seed, "candidates", *name_of(state))
+            replies = await sampler.sample(state["prompt"], args.num_candidates, args.temperature,
+                                           args.max_new_tokens, key)
+            candidates = [{"text": reply.text, "ids": reply.ids, "ended": reply.ended} for reply in replies]
+            return {**state, "candidates": candidates}
+
         with Rows(path, run) as rows:
-            missing = [(number, state) for number, state in enumerate(states) if number not in rows.done]
-            mine = missing[run.rank::run.world_size]
-            bar = tqdm(total=len(mine), unit="state", desc=path.name, mininterval=5, disable=run.rank > 0)
-
-            async def add_row(numbered):
-                number, state = numbered
-                try:
-                    candidates = await ask_candidates(state, speaker, gate, args)
-                except ReplyError as error:
-                    failures.add(error, number=number, task_id=state["task_id"], sample=state["sample"],
-                                 turn=state["turn"])
-                    return
-                rows.add(number, {**state, "candidates": candidates})
-                failures.in_a_row = 0
-                bar.update()
-
-            with bar:
-                asyncio.run(run_concurrently(add_row, mine, in_flight))
-        counts = sum(gather(speaker.server.counts), collections.Counter())
-        say(server_line(args.sampler, counts))
-        failures.finish(rows, len(states), run)
+            failures = add_rows(rows, states, make_row, in_flight, run)
+        finish_rows(rows, len(states), failures, run)
     return read_rows(path)
-
-
-async def ask_candidates(state, speaker, gate, args):
-    """The candidates of a state from a server; `gate` (asyncio.Semaphore) limits the requests in flight."""
-    prompt = encode(speaker.tokenizer, state["prompt"])
-    fault_of = functools.partial(ids_fault, speaker=speaker, prompt_tokens=len(prompt))
-
-    async def ask_one(number):
-        seed = server_seed(args.seed, "candidates", *name_of(state), number)
-        async with gate:
-            return await server_reply(speaker.server, prompt, args.temperature, args.max_new_tokens, seed, fault_of,
-                                      return_token_ids=True)
-    candidates = []
-    for reply in await asyncio.gather(*map(ask_one, range(args.num_candidates))):
-        text = speaker.tokenizer.decode(reply.ids, skip_special_tokens=True)
-        candidates.append({"text": text, "ids": reply.ids, "ended": reply.ended})
-    return candidates
 
 
 def kind_lines(rows, pairs):
@@ -822,7 +787,8 @@ def parse_args(argv=None):
 
 
 def sharding_of(args):
-    return Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed)
+    return Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed,
+                    args.compile)
 
 
 def open_critic(trajectories, tokenizer, args):
@@ -850,7 +816,7 @@ def open_critic(trajectories, tokenizer, args):
     line = common.reference_line(critic)
     if line:
         say(line)
-    critic["show"] = common.renderer(domain, args.out, common.world_flags(args))
+    critic["sight"] = common.sight_of(None, domain, args.out, common.world_flags(args))
     return critic
 
 
@@ -908,16 +874,19 @@ def main(argv=None):
     method = METHODS[args.method]
     if args.dry_run:
         num_items = method.num_items + bool(args.answer_coef)
-        return dry_run(args, examples_a_step(args), common.token_logps, num_items, tree=method.make_examples is None)
+        lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
+        step = PlannedStep(args.dry_run, sharding_of(args), examples_a_step(args), args.micro_batch_size, num_items,
+                           args.max_length, method.make_examples is None, lora)
+        return dry_run(args.model, step, common.token_logps)
     run = start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
     inputs = [args.trajectories, args.model, args.candidates, args.sampler]
     if args.critic not in (*domain.ORACLES, common.UNTRAINED):
         inputs.append(args.critic)
-    if is_done(args, args.out, inputs, folder=True):
+    if is_done(vars(args), args.out, inputs, folder=True):
         return
-    lora = lora_config(args.model, args.lora, args.lora_alpha, args.lora_targets, args.merge)
+    lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
     check_track(args.track)
     if method.reads_rewards or args.answer_coef or args.answers_by_outcome:
         common.fill_rewards(trajectories, common.scoring_world(domain, args.out, common.world_flags(args)))
@@ -941,8 +910,7 @@ def main(argv=None):
     else:
         examples = method.make_examples(trajectories, tokenizer, args)
         examples = training.drop_long(examples, args.max_length, args.trajectories)
-    # Partial files of candidates and scores are of this run alone, by its id
-    run = run._replace(run_id=begin_output(args, args.out, inputs, training.FILES))
+    begin_output(vars(args), args.out, inputs, folder=True)
     costs = Costs(args.out, run.device)
     if method.make_examples is None:
         rows = scored_candidates(states, critic, tokenizer, args, run, costs)

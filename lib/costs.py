@@ -6,8 +6,8 @@ import time
 import torch.distributed as dist
 
 from colbench.schema import record
-from lib.runtime import InputError, is_main, known_fingerprint, peak_memory_mb, read_json, reduce_sums, say, write_json
-from lib.tables import aligned
+from lib.runtime import fingerprint, InputError, is_main, peak_memory_mb, read_json, reduce_sums, say, write_json
+from lib.statistics import aligned
 
 COST_KEYS = "wall_s", "trained_tokens", "generated_tokens", "flops", "peak_memory_mb"
 SERVER_KEYS = "server_prompt_tokens", "server_completion_tokens"          # not in every record, nor in every table
@@ -73,7 +73,7 @@ def say_made_with(path, args, names):
     record_before = read_record(pathlib.Path(path).parent, "args")
     args_before = record_before.get("args", {})
     model = args_before.get("model")
-    if record_before.get("inputs", {}).get(model) not in (None, known_fingerprint(args.model)):
+    if record_before.get("inputs", {}).get(model) not in (None, fingerprint(args.model)):
         say(f"{path}: sampled by {model}, which is another model than --model {args.model}")
     for name in names:
         if name in args_before and args_before[name] != getattr(args, name):

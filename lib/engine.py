@@ -1,6 +1,7 @@
 """Sampling from a local model: one batch that dialogues enter and leave at every token, with their caches."""
 import asyncio
 import dataclasses
+import functools
 import inspect
 import os
 import time
@@ -8,21 +9,43 @@ import time
 import torch
 import torch.nn.functional as F
 
-from lib.models import add_work, decoder_mask, most_positions, projection_of, sliding_window, takes_no_masks
-from lib.runtime import InputError
+from lib.models import decoder_mask, most_positions, projection_of, sliding_window, takes_no_masks
+from lib.runtime import InputError, say
 
 MAX_PADDING = 1.5               # a prefill pass computes at most so many times the tokens that its prompts lack
 MIN_ACTIVE_FRAC = 0.75          # of the rows that a decoding step computes
 
 
-def next_tokens(logits, points, temperature):
+def next_tokens(logits, points, temperatures):
     """The token (n,) of each row of logits (n, V) float32 that its uniform number in points (n,) falls on (inverse
-    CDF); the likeliest at temperature 0."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    cdf = torch.softmax(logits / temperature, -1).cumsum(-1)                                          # (n, V)
+    CDF), and at temperature 0 the likeliest. temperatures: (n,), or None where all are 0."""
+    likeliest = logits.argmax(-1)                                                                     # (n,)
+    if temperatures is None:
+        return likeliest
+    is_greedy = temperatures == 0
+    cdf = torch.softmax(logits / temperatures.masked_fill(is_greedy, 1)[:, None], -1).cumsum(-1)      # (n, V)
     points = points[:, None] * cdf[:, -1:]
-    return torch.searchsorted(cdf, points, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+    tokens = torch.searchsorted(cdf, points, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+    return torch.where(is_greedy, likeliest, tokens)
+
+
+def grouped_attention(module, query, key, value, attention_mask, scaling=None, **options):
+    """Attention of one new token of each row, as transformers' "sdpa", which versions before 5.24 compute with a copy
+    of keys and values for each query of a group. Here the queries of a group are rows of one product."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    group = getattr(module, "num_key_value_groups", 1)
+    is_plain = all(options.get(name) is None for name in ("position_bias", "softcap"))
+    if query.shape[2] > 1 or group == 1 or attention_mask is None or attention_mask.shape[1] > 1 or not is_plain:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
+    queries = query.reshape(len(query), -1, group, query.shape[3])                  # (R, key heads, group, D)
+    output = F.scaled_dot_product_attention(queries, key, value, attn_mask=attention_mask, scale=scaling)
+    return output.reshape(len(query), 1, query.shape[1], -1), None                  # (R, 1, heads, D)
+
+
+def few_sizes(number, least=64):
+    """The next of few sizes, which is at most a quarter above, but a multiple of `least`."""
+    step = max(least, 2 ** (number - 1).bit_length() // 8)
+    return -(-number // step) * step
 
 
 def generate(model, prompts, randoms, temperature, stops, slots=256, max_tokens=16384):
@@ -92,20 +115,19 @@ class Engine:
 
     slots: samples in flight. The cache has a row for each, all as long as the longest dialogue needs.
     max_tokens: the most that a prompt with its reply may have, and that a prefill pass computes.
-    ended(new ids): whether a sample ends here, beside the ids `stops`.
 
     stats: tokens of prompts that were computed (prefill_tokens) or found in the cache (reused_tokens), tokens that
     decoding computed and its steps (decode_tokens, decode_steps), seconds of both (prefill_s, decode_s), and the mean
     share of the slots that a step served (occupancy)."""
 
-    def __init__(self, model, stops, slots, max_tokens, ended=None):
-        from transformers import Cache
+    def __init__(self, model, stops, slots, max_tokens):
+        from transformers import AttentionInterface, Cache
         check_layers(model)
+        AttentionInterface.register("sdpa", grouped_attention)
         self.model = model
         self.window = sliding_window(model)
         self.stops = set(stops)
         self.device = next(model.parameters()).device
-        self.ended = ended or (lambda ids: False)
         self.max_tokens = min(max_tokens, most_positions(model.config))
         self.slots = [Slot(row, ids=[]) for row in range(slots)]
         self.waiting = []
@@ -115,6 +137,9 @@ class Engine:
         self.cache.update = self.update
         self.cache_argument = cache_argument(model.get_decoder())
         self.rows = self.selection = self.positions = self.width = None     # forward() sets them for update()
+        self.has_few_shapes = self.device.type == "cuda"        # of decoding steps, which are then graphs
+        self.inputs = torch.zeros(slots, 4, dtype=torch.float64, device=self.device)        # of a step, see step()
+        self.graphs = {}                                        # {shape of a step: None, then its Graph}
         self.stats = {
             "prefill_tokens": 0,
             "reused_tokens": 0,
@@ -210,15 +235,21 @@ class Engine:
     @torch.no_grad()
     def prefill(self, batch):
         """Compute what the first slot of each request lacks of the prompt, but for the last token, which decode()
-        reads, and copy it to the other slots."""
+        reads, and copy it to the other slots. Padding is written behind a slot's last token, where its next one will
+        be."""
         begin = time.perf_counter()
         firsts = [slots[0] for slots in batch]
         missing = [slot.request.prompt[len(slot.ids):-1] for slot in firsts]
-        if any(missing):
-            self.forward(firsts, missing)
+        longest = max(map(len, missing))
+        if longest:
+            padded, positions = [], []
+            for slot, ids in zip(firsts, missing):
+                padded.append(ids + [0] * (longest - len(ids)))
+                positions.append([len(slot.ids) + min(t, len(ids)) for t in range(longest)])
+            self.forward([slot.row for slot in firsts], torch.tensor(padded, device=self.device),
+                         torch.tensor(positions, device=self.device), 1 + max(map(max, positions)))
         for slots, ids in zip(batch, missing):
             first, *copies = slots
-            add_work(self.model, len(ids) + 1)                          # and the last token, which decode() reads
             self.stats["prefill_tokens"] += len(ids)
             self.stats["reused_tokens"] += len(first.ids)
             self.copy_rows([first] * len(copies), copies, len(first.ids) + len(ids))
@@ -233,13 +264,18 @@ class Engine:
         active = self.compact()
         if not active:
             return
-        rows = self.slots[:1 + active[-1].row]                  # idle ones among them are computed too, for nothing
-        last_ids = [last_id(slot) for slot in rows]
-        states = self.forward(rows, [[token] for token in last_ids])                    # (rows, 1, H)
-        states = states[[slot.row for slot in active], 0]                               # (n, H)
-        self.sample(active, projection_of(self.model).logits(states))                            # of logits (n, V)
+        num_rows = 1 + active[-1].row                           # idle ones among them are computed too, for nothing
+        if self.has_few_shapes:
+            num_rows = min(2 ** (num_rows - 1).bit_length(), len(self.slots))
+        inputs = [step_input(slot) for slot in self.slots[:num_rows]]
+        width = 1 + max(position for _, position, _, _ in inputs)
+        if self.has_few_shapes:
+            width = few_sizes(width)
+        is_greedy = not any(temperature for _, _, _, temperature in inputs)
+        tokens = self.step(torch.tensor(inputs, dtype=torch.float64), width, is_greedy).tolist()
         for slot in active:
-            slot.ids.append(last_ids[slot.row])
+            slot.ids.append(inputs[slot.row][0])
+            slot.output.append(tokens[slot.row])
             if self.has_ended(slot):
                 self.finish(slot)
         stats = self.stats
@@ -248,24 +284,49 @@ class Engine:
         stats["occupancy"] = stats["decode_tokens"] / stats["decode_steps"] / len(self.slots)
         stats["decode_s"] += time.perf_counter() - begin
 
-    def sample(self, slots, logits):
-        """Add a token to the output of each slot (n), by its logits (n, V) and its next uniform number."""
-        points = [slot.points[len(slot.output)] for slot in slots]
-        points = torch.tensor(points, device=self.device)                               # (n,)
-        for temperature in {slot.request.temperature for slot in slots}:
-            group = [n for n, slot in enumerate(slots) if slot.request.temperature == temperature]
-            tokens = next_tokens(logits[group], points[group], temperature).tolist()
-            for n, token in zip(group, tokens):
-                slots[n].output.append(token)
+    def step(self, inputs, width, is_greedy):
+        """The next tokens (R,) of the first R rows of the cache.
+
+        inputs: (R, 4) of each row its last token, which the cache lacks; the position of this token; the uniform
+        number and the temperature of the next one. is_greedy: all temperatures are 0.
+
+        On a GPU a step of a shape is computed as usual the first time; the second time its kernels are captured as a
+        CUDA graph, by which it is launched at once from then on."""
+        on_device = self.inputs[:len(inputs)]
+        on_device.copy_(inputs)
+        shape = len(inputs), width, is_greedy
+        if self.has_few_shapes and shape in self.graphs:
+            return self.replayed(shape, functools.partial(self.sample, on_device, width, is_greedy))
+        tokens = self.sample(on_device, width, is_greedy)
+        self.graphs[shape] = None
+        return tokens
+
+    def replayed(self, shape, work):
+        """What work() returns, by the graph of this shape; without one where it cannot be captured."""
+        if self.graphs[shape] is None:
+            captured = [graph for graph in self.graphs.values() if graph]
+            try:
+                self.graphs[shape] = Graph(work, captured)
+            except RuntimeError as error:                       # this family waits for the GPU in its forward pass
+                say(f"decodes slowly, as no CUDA graph can be made of this model: {str(error).splitlines()[0]}")
+                self.has_few_shapes = False
+                return work()
+        return self.graphs[shape].replay()
+
+    def sample(self, inputs, width, is_greedy):
+        """What step() returns, computed on the device without waiting for it."""
+        ids, positions, points, temperatures = inputs.unbind(1)                                     # (R,) each
+        states = self.forward(range(len(inputs)), ids.long()[:, None], positions.long()[:, None], width)
+        logits = projection_of(self.model).logits(states[:, 0])                                       # (R, V)
+        return next_tokens(logits, points.float(), None if is_greedy else temperatures.float())
 
     def has_ended(self, slot):
         is_full = len(slot.output) == len(slot.points)
-        return slot.output[-1] in self.stops or is_full or self.ended(slot.output)
+        return slot.output[-1] in self.stops or is_full
 
     def finish(self, slot):
         """The slot becomes idle. The request that it has worked for gets its outputs when they are all there."""
         request, slot.request = slot.request, None
-        add_work(self.model, len(slot.output), generated=True)
         request.unfinished -= 1
         if request.unfinished == 0 and not request.future.done():
             request.future.set_result(request.outputs)
@@ -294,34 +355,26 @@ class Engine:
             for cached in keys_and_values:
                 cached[target_rows, :, :length] = cached[source_rows, :, :length]
 
-    def forward(self, slots, new_ids):
-        """The last hidden states (R, T, H) of new ids (R lists of at most T), which follow what is in the cache of R
-        slots. Padding is written behind a slot's last token, where its next one will be."""
-        longest = max(map(len, new_ids))
-        padded, positions = [], []
-        for slot, ids in zip(slots, new_ids):
-            padded.append(ids + [0] * (longest - len(ids)))
-            positions.append([len(slot.ids) + min(t, len(ids)) for t in range(longest)])
-        padded = torch.tensor(padded, device=self.device)                                                   # (R, T)
-        self.positions = torch.tensor(positions, device=self.device)                                        # (R, T)
-        self.width = 1 + max(map(max, positions))
-        rows = [slot.row for slot in slots]
-        self.rows = torch.tensor(rows, device=self.device)                                                  # (R,)
-        self.selection = self.rows
-        if rows == list(range(len(rows))):
+    def forward(self, rows, ids, positions, width):
+        """The last hidden states (R, T, H) of new ids (R, T) at `positions` (R, T) in R rows of the cache (their
+        numbers), of which the first `width` places are read."""
+        if list(rows) == list(range(len(rows))):
+            self.rows = torch.arange(len(rows), device=self.device)                                   # (R,)
             self.selection = slice(len(rows))                   # the first rows are read where they lie, not copied
-        places = torch.arange(self.width, device=self.device)[None]                                   # (1, width)
-        is_seen = places[:, None, None, :] <= self.positions[:, None, :, None]                        # (R, 1, T, width)
+        else:
+            self.rows = self.selection = torch.tensor(rows, device=self.device)
+        self.positions, self.width = positions, width
+        places = torch.arange(width, device=self.device)[None]                                        # (1, width)
+        is_seen = places[:, None, None, :] <= positions[:, None, :, None]                             # (R, 1, T, width)
         is_added = self.model.config._attn_implementation == "eager"        # of GPT-OSS
-        mask = decoder_mask(self.model, self.window, is_seen, self.positions, places, is_added)
-        decoder = self.model.get_decoder()
-        output = decoder(input_ids=padded, attention_mask=mask, position_ids=self.positions, use_cache=True,
-                         **{self.cache_argument: self.cache})
+        mask = decoder_mask(self.model, self.window, is_seen, positions, places, is_added)
+        output = self.model.get_decoder()(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
+                                          **{self.cache_argument: self.cache})
         return output.last_hidden_state
 
     def update(self, keys, values, layer, *_, **__):
         """What each layer calls (Cache.update): keeps its new keys and values (R, heads, T, D) at their rows and
-        positions; returns all keys and values of these rows up to the highest position."""
+        positions; returns all keys and values of these rows, as far as they are read."""
         if layer == len(self.layers):
             self.layers.append([self.empty_rows(keys), self.empty_rows(values)])
         selected = []
@@ -337,11 +390,12 @@ class Engine:
         return new.new_zeros(len(self.slots), new.shape[1], 0, new.shape[3])
 
     def lengthened(self, cached):
-        """Keys or values (slots, heads, L, D) with room for the highest position; it grows by doubling."""
+        """Keys or values (slots, heads, L, D) with room for the highest position; it grows by half."""
         length = cached.shape[2]
         if length >= self.width:
             return cached
-        new_length = max(self.width, min(2 * length, self.max_tokens))
+        self.graphs.clear()                                     # they read the old cache
+        new_length = max(self.width, min(length * 3 // 2, self.max_tokens))
         return F.pad(cached, (0, 0, 0, new_length - length))
 
 
@@ -372,8 +426,30 @@ def num_missing(slot):
     return len(slot.request.prompt) - len(slot.ids) - 1
 
 
-def last_id(slot):
-    """The token that a slot's next one follows; of an idle slot any."""
+def step_input(slot):
+    """A row of what step() takes. An idle slot's token is written behind what it keeps."""
     if not slot.request:
-        return 0
-    return (slot.output or slot.request.prompt)[-1]
+        return 0, len(slot.ids), 0.0, 0.0
+    last = (slot.output or slot.request.prompt)[-1]
+    return last, len(slot.ids), slot.points[len(slot.output)], slot.request.temperature
+
+
+class Graph:
+    """The kernels of work(), which reads and writes the same memory each time, as a CUDA graph.
+    others: Graphs whose memory for what lives during a pass it may use, too."""
+
+    def __init__(self, work, others):
+        stream = torch.cuda.current_stream()
+        self.graph = torch.cuda.CUDAGraph()
+        pool = others[0].graph.pool() if others else None
+        try:
+            with torch.cuda.graph(self.graph, pool=pool):
+                self.result = work()
+        except RuntimeError:
+            torch.cuda.set_stream(stream)
+            raise
+
+    def replay(self):
+        """What work() returns, until the next replay."""
+        self.graph.replay()
+        return self.result

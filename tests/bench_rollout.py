@@ -18,10 +18,9 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
 from colbench.backend import AGENT_SYSTEM  # noqa: E402
 from lib.engine import cache_argument, Engine, next_tokens  # noqa: E402
-from lib.models import add_work, encode, load_model, stop_ids  # noqa: E402
+from lib.models import encode, load_model, stop_ids  # noqa: E402
 from lib.runtime import start  # noqa: E402
 from lib.seeds import uniforms  # noqa: E402
-from scripts.gpu import median_seconds  # noqa: E402
 
 REPLIES = (
     "Yes, that is what I had in mind, more or less.", "Only for the adults.", "The fee is added after the discount.",
@@ -64,7 +63,6 @@ def generate(model, prompts, randoms, temperature, stops):
     alive = torch.arange(len(randoms), device=device)
     new = [[] for _ in randoms]
     samples = len(randoms) // len(prompts)
-    add_work(model, sum(map(len, prompts)))
     cache = DynamicCache(config=model.config)
     for step in range(max_new_tokens):
         hidden = model.get_decoder()(input_ids=ids, attention_mask=mask, position_ids=positions,
@@ -73,7 +71,7 @@ def generate(model, prompts, randoms, temperature, stops):
         if step == 0 and samples > 1:
             cache.batch_repeat_interleave(samples)
             logits, mask, positions = (x.repeat_interleave(samples, 0) for x in (logits, mask, positions))
-        token = next_tokens(logits, randoms[alive, step], temperature)
+        token = next_tokens(logits, randoms[alive, step], torch.full((len(alive),), temperature, device=device))
         for row, value in zip(alive.tolist(), token.tolist()):
             new[row].append(value)
         going = ~torch.isin(token, stops)
@@ -85,7 +83,6 @@ def generate(model, prompts, randoms, temperature, stops):
         if not going.all():                                     # rows that have ended leave the batch
             cache.batch_select_indices(going.nonzero().squeeze(1))
             ids, mask, positions, alive = ids[going], mask[going], positions[going], alive[going]
-    add_work(model, sum(map(len, new)), generated=True)
     return new
 
 
@@ -110,6 +107,18 @@ def through_engine(dialogues, model, stops, args):
 
     asyncio.run(play_all())
     return engine.stats
+
+
+def median_seconds(work, times, device):
+    """The median time of work(), after two calls that warm up."""
+    seconds = []
+    for _ in range(times + 2):
+        begin = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - begin)
+    return statistics.median(seconds[2:])
 
 
 @torch.no_grad()

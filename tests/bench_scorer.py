@@ -5,8 +5,7 @@
 Both score the same answers, alternating; a fresh namespace for each test on both sides. 500 tasks with 2 answers each,
 as an evaluation has them: the references are evaluated inside the time, once a task (twice, to find random ones). The
 two answers differ in their prose; with --equal they are the same text. Behind each time stands what of the processor's
-time the caller, the servers and the processes of answers and references take. tests/bench_fork.py measures the steps of
-such a process."""
+time the caller, the servers and the processes of answers and references take."""
 import argparse
 import os
 import pathlib
@@ -16,7 +15,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from colbench import backend  # noqa: E402
-from colbench.answers import extract_code  # noqa: E402
+from colbench.extract_code import extract_code  # noqa: E402
 from colbench.scorer import Scorer  # noqa: E402
 from conftest import stage  # noqa: E402
 

@@ -52,8 +52,7 @@ def train_ours(pairs, args):
     import torch
 
     import common
-    from lib.adapters import import_peft, without_adapter
-    from lib.models import Sharding
+    from lib.models import import_peft, Sharding, without_adapter
     from lib.runtime import start
     from lib.training import adamw
     policy_stage = importlib.import_module("04_train_policy")

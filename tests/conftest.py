@@ -25,24 +25,21 @@ from processes import start as start_process
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
-# Tests compute on the CPU, so that they give the same on every machine; those marked gpu look for cards themselves.
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
 sys.path.insert(0, str(ROOT))
 
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a GPU; skipped where there is none")
-    processes()                                                      # before the workers start, who inherit its address
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""                      # the same on every machine
+        processes()                                                  # before the workers start, who inherit its address
     gc.disable()                                                     # until all is imported, which is kept anyway
 
 
 def pytest_collection_modifyitems(items):
-    """The longest files come first, so that no worker is left alone with one at the end.
-
-    Before them test_gpu.py: its forks would hang with a process group of stages that other tests ran in this process.
-    """
+    """The longest files come first, so that no worker is left alone with one at the end."""
     longest = [f"test_{name}.py" for name in (
-        "gpu", "real_weights", "pipeline", "elastic", "sandbox", "readme", "lora", "training", "sql", "sql_answers",
+        "real_weights", "pipeline", "elastic", "sandbox", "readme", "lora", "training", "sql", "sql_answers",
         "forks",
         "05", "03", "04", "02", "report", "report_page", "sampler", "study", "frontend", "reference", "hardening")]
     items.sort(key=lambda item: longest.index(item.path.name) if item.path.name in longest else len(longest))
@@ -221,20 +218,9 @@ def refused(program, *arguments):
     return str(error.value)
 
 
-class Partial:
-    """The path of a rank's partial file of an output, whose name has the run's id as soon as args.json is there."""
-
-    def __init__(self, out, rank=0, ranks=1):
-        self.out, self.ending = pathlib.Path(out), f"{rank}of{ranks}.partial"
-
-    def __fspath__(self):
-        for record in (f"{self.out}.args.json", self.out.parent / "args.json"):
-            if os.path.exists(record):
-                return f"{self.out}.{json.loads(pathlib.Path(record).read_text())['id']}.{self.ending}"
-        return f"{self.out}.none.{self.ending}"
-
-    def __getattr__(self, name):
-        return getattr(pathlib.Path(os.fspath(self)), name)
+def Partial(out, rank=0, ranks=1):
+    """The path of a rank's partial file of an output (runtime.Rows)."""
+    return pathlib.Path(f"{out}.{rank}of{ranks}.partial")
 
 
 def read(path):
@@ -278,7 +264,7 @@ def workspace(tmp_path_factory):
 def policy_flags(workspace, method, out, *more):
     """Flags of 04 for two steps from the shipped base model; the last of a flag given twice counts."""
     return ["--method", method, "--trajectories", workspace / "offline.jsonl", "--model", ROOT / "models" / "tiny",
-            "--lr", 1e-4, "--max-steps", 2, "--log-every", 1, "--out", out, *more]
+            "--lr", 1e-4, "--max-steps", 2, "--out", out, *more]
 
 
 def critic_note(head):

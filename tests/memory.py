@@ -16,22 +16,23 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
-from lib.adapters import add_adapter, import_peft  # noqa: E402
 from lib.memory import memory_plan, PlannedStep  # noqa: E402
-from lib.models import Sharding  # noqa: E402
+from lib.models import add_adapter, import_peft, Sharding  # noqa: E402
 from lib.runtime import Runtime  # noqa: E402
 from lib.training import adamw  # noqa: E402
 
 
 def main():
     world_size, replicate, dtype, *numbers = sys.argv[1:]
+    common.has_float_sums = lambda hidden, weight: False            # what is measured is on the CPU
     world_size, replicate = int(world_size), int(replicate)
     checkpointing, rows, tokens, micro_batches, tree, *rank = map(int, numbers)
     lora = import_peft().LoraConfig(r=rank[0], target_modules="all-linear") if rank else None
     config = LlamaConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
                          num_key_value_heads=4, vocab_size=8192, max_position_embeddings=2048)
-    plan = memory_plan(config, PlannedStep(world_size, replicate, dtype, bool(checkpointing), rows, tokens,
-                                           micro_batches > 1, bool(tree), lora), common.token_logps)
+    sharding = Sharding(dtype, replicate, bool(checkpointing), "unused", 0)
+    planned = PlannedStep(world_size, sharding, rows * micro_batches * world_size, rows, 1, tokens, bool(tree), lora)
+    plan = memory_plan(config, planned, common.token_logps)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
 
     def step(width):
@@ -48,7 +49,7 @@ def main():
         if lora:
             add_adapter(model.to(getattr(torch, dtype)), lora)
         scorer = common.shard_scorer(model, Runtime(0, world_size, torch.device("cpu")),
-                                     Sharding(dtype, replicate, bool(checkpointing), "unused", 0))
+                                     sharding)
         optimizer = adamw(scorer.train(), 1e-4)
         step(8)                                                     # makes the optimiser's state
         step(tokens)

@@ -10,7 +10,7 @@ generate_tasks = stage(1)
 
 @pytest.fixture(scope="module")
 def tasks():
-    return {split: generate_tasks.make_tasks(backend, 150, 3, split, "some")[0]
+    return {split: generate_tasks.make_tasks(backend, 150, 3, split, "some")
             for split in ("train", "validation", "test")}
 
 
@@ -50,19 +50,17 @@ def test_replies_hold_no_code(tasks):
     for task in tasks["train"]:
         for fact in task["facts"]:
             for reply in fact["replies"]:
-                assert len(reply) <= backend.REPLY_CHARS
+                assert len(reply) <= backend.REPLY_CHARS and backend.leak_of(task, reply) is None
                 assert not any(sign in reply for sign in ("def ", "return", "(", "=", "["))
 
 
 def test_splits_share_no_reference(tasks):
-    references = {split: {task["ground_truth"] for task in own} for split, own in tasks.items()}
-    assert all(len(own) == 150 for own in references.values())
-    assert not references["train"] & references["test"] and not references["validation"] & references["test"]
-    assert not references["train"] & references["validation"]
+    references = [{task["ground_truth"] for task in split_tasks} for split_tasks in tasks.values()]
+    assert len(set.union(*references)) == sum(map(len, references)) == 450
 
 
 def test_told_all_states_every_fact_that_matters():
-    for task in generate_tasks.make_tasks(backend, 30, 0, "all", "all")[0]:
+    for task in generate_tasks.make_tasks(backend, 30, 0, "all", "all"):
         assert any(fact["matters"] for fact in task["facts"])
         for fact in task["facts"]:
             is_stated = any(reply in task["problem_description"] for reply in fact["replies"])

@@ -1,26 +1,22 @@
 """05_evaluate.py: numbers by hand, intervals, fresh scores, curves, costs, report, bad input."""
-import io
 import json
-import pathlib
 import re
-import sys
-import xml.etree.ElementTree as ElementTree
+import shutil
 
 import numpy as np
 import pytest
 from test_critics import make_regression_critic
-from test_report import CURVES, drawn, point
+from test_report import CURVES
 
 import common
 from colbench import backend
 from colbench.scorer import Scorer
-from conftest import call, critic_note, read, refused, ROOT, run, stage, succeed
-from lib import statistics, tables
-from lib.costs import compare_costs, COST_KEYS, cost_lines, method_costs, total_costs
+from conftest import call, critic_note, read, refused, ROOT, stage, succeed
+from lib import statistics
 from lib.models import encode
-from lib.runtime import InputError, run_stage
 
 evaluate = stage(5)
+GOOD, HALF, BAD = "def f(n): return n", "def f(n): return 1", "def f(n): return 0"
 TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n", "test_cases": {"a": "f(1)", "b": "f(2)"}}
 
 
@@ -34,14 +30,8 @@ def write(path, rows):
     return path
 
 
-@pytest.fixture(scope="module")
-def even(tmp_path_factory):
-    """What is printed about five runs of two tasks, one dialogue each, under a name without @: no line that tests below
-    expect of other files."""
-    folder = tmp_path_factory.mktemp("even")
-    path = write(folder / "a.jsonl", [trajectory("x", "0"), trajectory("y", "0")])
-    runs = ",".join([str(path)] * 5)
-    return call(5, f"five={runs}", "--out", folder / "report")
+def metrics_of(folder):
+    return json.loads((folder / "metrics.json").read_text())
 
 
 def page_of(folder):
@@ -60,21 +50,16 @@ def test_task_means_and_paired_difference_by_hand():
     assert statistics.paired_difference(ours, [{"task_id": "z", "reward": 1}], backend.outcome) is None
 
 
-def test_rate_interval_and_difference_average_the_same_thing(tmp_path, even):
+def test_rate_interval_and_difference_average_the_same_thing(tmp_path):
     """Nine successes of one task, a failure of each of three others: a quarter of the tasks, not nine twelfths."""
-    good, bad = "def f(n): return n", "0"
-    uneven = [trajectory("w", good, sample=n) for n in range(9)] + [trajectory(task, bad) for task in "xyz"]
+    uneven = [trajectory("w", GOOD, sample=n) for n in range(9)] + [trajectory(task, BAD) for task in "xyz"]
     a = write(tmp_path / "a.jsonl", uneven)
-    b = write(tmp_path / "b.jsonl", [trajectory(task, bad) for task in "wxyz"])
-    printed = call(5, f"a={a}", f"b={b}", "--baseline", "b", "--out", tmp_path / "report")
-    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    b = write(tmp_path / "b.jsonl", [trajectory(task, BAD) for task in "wxyz"])
+    call(5, f"a={a}", f"b={b}", "--baseline", "b", "--out", tmp_path / "report")
+    metrics = metrics_of(tmp_path / "report")
     assert metrics["a"]["success_rate"] == metrics["a"]["against_baseline"]["difference"] == 0.25
     assert metrics["a"]["ci95"][0] <= 0.25 <= metrics["a"]["ci95"][1] <= 0.75
     assert metrics["a"]["dialogues_a_task"] == [1, 9] and metrics["b"]["dialogues_a_task"] == [1, 1]
-    line = ("tasks of a have unequal numbers of dialogues: success, its interval and differences are means over tasks, "
-            "the other columns over dialogues")
-    assert line in printed.splitlines() and line in (tmp_path / "report" / "report.html").read_text()
-    assert "unequal numbers" not in even
     assert stage(2).summary(str(tmp_path / "report" / "scored" / "a.jsonl")).startswith("success 0.250 | ")
     # a run counts once, too: 1 and 0, of nine dialogues and of one
     runs = [{**row, "run": 0, "reward": 1.0} for row in uneven[:9]] + [{**uneven[0], "run": 1, "reward": 0.0}]
@@ -83,8 +68,7 @@ def test_rate_interval_and_difference_average_the_same_thing(tmp_path, even):
 
 def test_a_comparison_that_says_little_or_nothing_has_a_line(tmp_path):
     """Another number of runs, no common task, and a quarter of the tasks: .45 less .4 is no "-0.400" without a word."""
-    good, bad = "def f(n): return n", "0"
-    rows = lambda tasks, wins: [trajectory(f"t{n}", good if n in wins else bad) for n in tasks]
+    rows = lambda tasks, wins: [trajectory(f"t{n}", GOOD if n in wins else BAD) for n in tasks]
     base = write(tmp_path / "base", rows(range(8), range(4)))
     few = write(tmp_path / "few", rows(range(2), [1]))
     apart = write(tmp_path / "apart", rows(range(8, 10), []))
@@ -94,22 +78,21 @@ def test_a_comparison_that_says_little_or_nothing_has_a_line(tmp_path):
     assert lines == [
         "few: against base compared on the 2 tasks that both have (of 2 and 8); the rates above are those of all",
         "apart: against base not compared: no task that both have",
-        "twice: against base not compared: 2 and 1 runs, which cannot be paired; give both as many files"]
+        "twice: against base not compared: another number of runs, which cannot be paired; give both as many files"]
     page = (tmp_path / "report" / "report.html").read_text()
     assert all(line in page for line in lines)
-    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    metrics = metrics_of(tmp_path / "report")
     assert [name for name in metrics if "against_baseline" in metrics[name]] == ["few", "same"]
 
 
-def test_results_with_fewer_than_five_runs_say_so(tmp_path, even):
-    path = write(tmp_path / "a.jsonl", [trajectory("x", "0")])
-    runs = lambda number: ",".join([str(path)] * number)
-    printed = call(5, f"one={path}", f"two={runs(2)}", f"four={runs(4)}", f"five={runs(5)}", "--out",
-                        tmp_path / "report")
-    line = ("fewer than five runs of two, four: where runs differ much the intervals are too narrow (docs/results.md, "
-            "What the intervals cover)")
-    assert line in printed.splitlines() and line in (tmp_path / "report" / "report.html").read_text()
-    assert "fewer than five" not in even
+def test_intervals_say_what_they_leave_out(tmp_path):
+    path = write(tmp_path / "a.jsonl", [trajectory("x", "0"), trajectory("y", "0")])
+    runs = {name: ",".join([str(path)] * number) for name, number in (("one", 1), ("two", 2), ("four", 4), ("five", 5))}
+    printed = call(5, *map("=".join, runs.items()), "--out", tmp_path / "report").splitlines()
+    page = (tmp_path / "report" / "report.html").read_text()
+    for line in ("one run of one: the intervals leave other seeds out",
+                 "fewer than five runs of two, four: where runs differ much the intervals are too narrow"):
+        assert line in printed and line in page
 
 
 def test_a_mean_of_groups_lies_in_its_interval():
@@ -169,6 +152,7 @@ def coverage(monkeypatch, runs, run_sd, family_sd, sets=200):
 
 
 def test_intervals_cover_what_they_claim_to(monkeypatch):
+    assert statistics.bootstrap_interval([1.0] * 10) == [1.0, 1.0]
     plain, with_families = coverage(monkeypatch, runs=5, run_sd=0.03, family_sd=0)
     assert 0.9 <= plain <= 0.99 and 0.94 <= with_families
     plain, with_families = coverage(monkeypatch, runs=5, run_sd=0.03, family_sd=0.25)
@@ -179,93 +163,44 @@ def test_intervals_cover_what_they_claim_to(monkeypatch):
     assert few <= 0.9 and many >= 0.93                               # two runs do not show how far runs differ
 
 
-def test_the_chance_of_being_at_most_a_mark():
-    """Of 1,000 tasks with a mean of .9, each sample is near .9; of two tasks with 0 and 1, a quarter of the samples is
-    0, half of them .5."""
-    values = [[1.0] * 900 + [0.0] * 100]
-    assert [statistics.chance_at_most(values, mark) for mark in (0.85, 0.95)] == [0, 1]
-    assert statistics.chance_at_most([[0.0, 1.0]], 0.4) == pytest.approx(0.25, abs=0.03)
-    assert statistics.chance_at_most([[0.0, 1.0]], 0.5) == pytest.approx(0.75, abs=0.03)
-    low, high = statistics.bootstrap_interval(values)
-    assert statistics.chance_at_most(values, low) == pytest.approx(0.025, abs=0.01)
-    assert statistics.chance_at_most(values, high) == pytest.approx(0.975, abs=0.01)
-
-
-def test_a_table_for_a_paper(tmp_path):
-    headings, rows = ["", "success", "95 %"], [["a_b", ".5", "[.1, .9]"], ["x|y", "1", "-"]]
-    assert tables.markdown(headings, rows) == [
-        "|  | success | 95 % |", "| --- | --- | --- |", "| a_b | .5 | [.1, .9] |", r"| x\|y | 1 | - |"]
-    assert tables.latex(headings, rows) == [
-        r"\begin{tabular}{lrr}", r"\toprule", r" & success & 95 \% \\", r"\midrule", r"a\_b & .5 & [.1, .9] \\",
-        r"x|y & 1 & - \\", r"\bottomrule", r"\end{tabular}"]
-    path = write(tmp_path / "a.jsonl", [trajectory("t", "def f(n):\n    return n")])
-    printed = call(5, f"a_b={path}", "--table", "latex", "--out", tmp_path / "out")
-    [line] = [line for line in printed.splitlines() if line.startswith(r"a\_b & 1 & 1.000 &")]
-    assert line.endswith(r"\\")
-
-
 def test_intervals_over_families_where_every_task_states_one(tmp_path):
     tasks = [{**TASK, "problem_description": str(n), **({"family": n // 2} if n < 4 else {})} for n in range(5)]
-    rows = [{**trajectory(str(n), "def f(n): return n" if n < 2 else "0"), "task": task} for n,
+    rows = [{**trajectory(str(n), GOOD if n < 2 else "0"), "task": task} for n,
             task in enumerate(tasks)]
     path, bad = write(tmp_path / "a", rows[:4]), write(tmp_path / "b", [{**row, "answer": "0"} for row in rows[:4]])
     printed = call(5, f"a={path}", f"b={bad}", "--baseline", "b", "--out", tmp_path / "report")
-    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    metrics = metrics_of(tmp_path / "report")
     assert metrics["a"]["ci95_families"] == metrics["a"]["against_baseline"]["ci95_families"] == [0, 1]
     assert metrics["b"]["ci95_families"] == [0, 0] and "against_baseline" not in metrics["b"]
-    table = ["95 %, families drawn        own rate         against b",
-             "a                     [0.000, 1.000]  [+0.000, +1.000]",
-             "b                     [0.000, 0.000]"]
+    table = ["             95 %, families drawn  each run",
+             "a                  [0.000, 1.000]",
+             "a against b        [0.000, 1.000]",
+             "b                  [0.000, 0.000]"]
     assert "\n".join(table) in printed and "\n".join(table) in (tmp_path / "report" / "report.html").read_text()
     for name, own in (("one states none", rows), ("all the same", rows[:2])):
         printed = call(5, f"a={write(tmp_path / 'c', own)}", "--out", tmp_path / name)
-        assert 'no intervals over families: a task states no "family", or all state the same' in printed
-        assert "ci95_families" not in json.loads((tmp_path / name / "metrics.json").read_text())["a"]
-
-
-def test_an_interval_of_one_run_says_what_it_leaves_out(tmp_path, even):
-    a, b, c = (write(tmp_path / name, [trajectory("x", name), trajectory("y", "0")]) for name in "abc")
-    printed = call(5, f"m={a}", f"n={b}", "--out", tmp_path / "single")
-    line = "one run each: the intervals leave other seeds out"
-    assert line in printed.splitlines() and line in (tmp_path / "single" / "report.html").read_text()
-    printed = call(5, f"m={a},{b}", f"n={c}", "--out", tmp_path / "mixed")
-    assert "one run of n: the intervals leave other seeds out" in printed.splitlines()
-    assert "leave other seeds out" not in even
+        assert "families drawn" not in printed and "ci95_families" not in metrics_of(tmp_path / name)["a"]
 
 
 def test_several_files_of_a_name_are_runs(tmp_path):
-    rows = [[trajectory("x", answer), trajectory("y", "def f(n): return n")] for answer in
-            ("def f(n): return n", "0", "0", "0")]
+    rows = [[trajectory("x", answer), trajectory("y", GOOD)] for answer in (GOOD, "0", "0", "0")]
     paths = [write(tmp_path / f"{i}.jsonl", own) for i, own in enumerate(rows)]
     printed = call(5, f"a={paths[0]},{paths[1]}", f"b={paths[2]},{paths[3]}", "--baseline", "b",
                         "--out", tmp_path / "report")
-    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    metrics = metrics_of(tmp_path / "report")
     assert metrics["a"]["runs"] == [1, 0.5] and metrics["a"]["success_rate"] == 0.75 and metrics["a"]["tasks"] == 2
     against = metrics["a"]["against_baseline"]
     assert against["runs"] == [0.5, 0]
     assert against.keys() == {"name", "difference", "n", "ci95", "runs"}           # no interval over the runs alone
-    assert "a              against b  +0.250  +0.500 +0.000" in printed.splitlines()
+    assert "a                               -  1.000 0.500" in printed.splitlines()
+    assert "a against b                     -  0.500 0.000" in printed.splitlines()
     write(tmp_path / "other.jsonl", [trajectory("z", "0")])
     line = refused(5, f"a={paths[0]},{tmp_path / 'other.jsonl'}", "--out", tmp_path / "bad")
-    assert "other.jsonl: other tasks than" in line
+    assert line.endswith("other.jsonl: the runs of a name must have the same tasks")
     cut = [{**trajectory(name, "0"), "run": run} for run, name in enumerate("ab")]        # a part of a scored file
     write(tmp_path / "cut.jsonl", cut)
     line = refused(5, f"x={tmp_path / 'cut.jsonl'}", "--out", tmp_path / "cut")
-    assert "cut.jsonl: its rows have \"run\", and not all runs have the same tasks" in line
-
-
-def test_bootstrap_interval_covers_as_promised():
-    rng = np.random.default_rng(0)
-    samples = rng.binomial(1, 0.3, size=(200, 150))
-    inside = 0
-    for sample in samples:
-        low, high = statistics.bootstrap_interval(sample)
-        inside += low <= 0.3 <= high
-    assert 0.90 <= inside / 200 <= 0.99
-    assert statistics.bootstrap_interval([1.0] * 10) == [1.0, 1.0]
-
-
-GOOD, HALF, BAD = "def f(n): return n", "def f(n): return 1", "def f(n): return 0"
+    assert line.endswith("cut.jsonl: the runs of a name must have the same tasks")
 
 
 @pytest.fixture(scope="module")
@@ -281,20 +216,16 @@ def graded(tmp_path_factory):
 
 
 def test_logged_rewards_are_not_trusted(graded):
-    _, _, out = graded
-    metrics = json.loads((out / "metrics.json").read_text())["a"]
+    arguments, printed, out = graded
+    metrics = metrics_of(out)["a"]
     assert metrics["n"] == 3 and metrics["success_rate"] == pytest.approx(1 / 3)
     assert metrics["tests_passed"] == 0.5 and metrics["mean_rounds"] == 1.0
     low, high = metrics["ci95"]
     assert low == 0.0 and 0.6 < high <= 1.0
     assert [row["reward"] for row in read(out / "scored" / "a.jsonl")] == [1.0, 0.5, 0.0]
-
-
-def test_the_difference_to_the_baseline_is_printed(graded):
-    _, printed, out = graded
-    metrics = json.loads((out / "metrics.json").read_text())
-    assert metrics["a"]["against_baseline"]["difference"] == pytest.approx(1 / 3)
+    assert metrics["against_baseline"]["difference"] == pytest.approx(1 / 3)
     assert "against b" in printed and "+0.333" in printed
+    assert "done already" in succeed("05_evaluate.py", *arguments)
 
 
 def test_the_page_has_every_answer_with_its_failed_tests(graded):
@@ -305,17 +236,13 @@ def test_the_page_has_every_answer_with_its_failed_tests(graded):
     assert data["dialogues"][2]["failed"] == [{"call": f"f({n})", "expected": str(n), "got": "0"} for n in (1, 2)]
 
 
-def test_an_evaluation_is_not_made_twice(graded):
-    assert "done already" in call(5, *graded[0])
-
-
 def test_an_answer_runs_once_and_a_turn_is_judged_once(tmp_path, monkeypatch, regression_critic):
     asked, run_all, kinds_of = [], Scorer.results, backend.turn_kinds
     monkeypatch.setattr(Scorer, "results", lambda scorer, children, key, answer: (
         asked.append(answer), run_all(scorer, children, key, answer))[1])
     monkeypatch.setattr(backend, "turn_kinds", lambda task, history: (
         asked.extend(turn["content"] for turn in history if turn["role"] == "assistant"), kinds_of(task, history))[1])
-    answers = ["def f(n): return n", "def f(n): return 0"]
+    answers = [GOOD, BAD]
     path = write(tmp_path / "a.jsonl", [trajectory(answer, answer) for answer in answers])
     call(5, f"a={path}", "--critic", regression_critic, "--out", tmp_path / "report")
     assert sorted(asked) == sorted([*answers, *(f"{backend.MARKER}\n{answer}" for answer in answers)])
@@ -336,21 +263,17 @@ def test_what_a_person_says_after_the_answer_changes_nothing(workspace, tmp_path
                for row in rows]
     files = [write(tmp_path / name, some) for name, some in (("a.jsonl", rows), ("b.jsonl", thanked))]
     call(5, f"a={files[0]}", f"b={files[1]}", "--out", tmp_path / "report")
-    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    metrics = metrics_of(tmp_path / "report")
     for key in ("all_known", "success_when_known", "forced_answers", "turns"):
         assert metrics["a"][key] == metrics["b"][key]
 
 
 def test_other_candidates_are_another_evaluation(workspace, swept, tmp_path):
-    candidates = tmp_path / "candidates"
-    candidates.mkdir()
-    rows, pairs = read(swept / "scored.jsonl"), read(swept / "pairs.jsonl")
-    write(candidates / "scored.jsonl", rows)
-    write(candidates / "pairs.jsonl", pairs)
+    candidates = shutil.copytree(swept, tmp_path / "candidates")
     flags = [f"a={workspace / 'offline.jsonl'}", "--candidates", candidates, "--out", tmp_path / "report"]
     call(5, *flags)
     assert "done already" in call(5, *flags)
-    write(candidates / "pairs.jsonl", pairs[1:])
+    write(candidates / "pairs.jsonl", read(swept / "pairs.jsonl")[1:])
     assert "made with another" in refused(5, *flags)
 
 
@@ -358,15 +281,7 @@ def test_ungradeable_tests_are_reported(tmp_path):
     task = {**TASK, "ground_truth": "def f(n): return 1 // (n - 2)"}
     path = write(tmp_path / "a.jsonl", [{**trajectory("x", task["ground_truth"]), "task": task}])
     assert "a: 1 tests of 1 tasks cannot be graded" in call(5, f"a={path}", "--out", tmp_path / "report")
-    assert json.loads((tmp_path / "report" / "metrics.json").read_text())["a"]["tests_passed"] == 0.5
-
-
-def test_answers_cannot_write_into_the_report(tmp_path):
-    answer = "</script><script>alert(1)</script>"
-    path = write(tmp_path / "a.jsonl", [trajectory("x", answer)])
-    call(5, f"a={path}", "--out", tmp_path / "report")
-    assert "<script>alert" not in (tmp_path / "report" / "report.html").read_text()
-    assert page_of(tmp_path / "report")["dialogues"][0]["answer"] == answer
+    assert metrics_of(tmp_path / "report")["a"]["tests_passed"] == 0.5
 
 
 def test_a_lone_surrogate_stops_nothing(tmp_path):
@@ -375,21 +290,11 @@ def test_a_lone_surrogate_stops_nothing(tmp_path):
            "task": {**TASK, "problem_description": half, "family": half}}
     row["dialogue_history"][0]["content"] = half
     path = write(tmp_path / "a.jsonl", [row, {key: value for key, value in row.items() if key != "task_id"}])
-    process = run("05_evaluate.py", f"na\udcffme={path}", "--compat", "--out", tmp_path / "report")
-    assert process.returncode == 0, process.stderr
-    assert "na\\udcffme " in process.stdout
-    assert json.loads((tmp_path / "report" / "metrics.json").read_text())["na\udcffme"]["n"] == 2
+    call(5, f"a={path}", "--compat", "--export", "messages", "--out", tmp_path / "report")
+    assert metrics_of(tmp_path / "report")["a"]["n"] == 2
     assert "a\\ud800b" in (tmp_path / "report" / "report.html").read_text()
-    [scored] = (tmp_path / "report" / "scored").iterdir()
-    assert [own["dialogue_history"][0]["content"] for own in read(scored)] == [half, half]
-
-
-def test_what_a_terminal_cannot_show_is_escaped(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
-    monkeypatch.setattr(sys, "stderr", sys.stderr)                  # run_stage replaces it
-    run_stage(lambda: print("a\ud800 …"))
-    sys.stdout.flush()
-    assert sys.stdout.buffer.getvalue() == b"a\\ud800 \\u2026\n"
+    scored = read(tmp_path / "report" / "scored" / "a.jsonl")
+    assert [own["dialogue_history"][0]["content"] for own in scored] == [half, half]
 
 
 def test_a_tokenizer_reads_lone_surrogates(tiny):
@@ -397,189 +302,90 @@ def test_a_tokenizer_reads_lone_surrogates(tiny):
 
 
 @pytest.mark.parametrize("where, broken", [(evaluate, "write_report"), (evaluate, "report_plots"),
-                                           (evaluate, "page_data"), (tables, "curve_lines")])
+                                           (evaluate, "page_data"), (statistics, "curve_lines")])
 def test_metrics_are_written_before_everything_optional(tmp_path, monkeypatch, where, broken):
     def fail(*_, **__):
         raise RuntimeError("broken")
     monkeypatch.setattr(where, broken, fail)
     task = {**TASK, "facts": [{"topic": "t", "questions": [], "told": True, "matters": True}]}
-    path = write(tmp_path / "a.jsonl", [{**trajectory("x", "def f(n): return n"), "task": task}])
+    path = write(tmp_path / "a.jsonl", [{**trajectory("x", GOOD), "task": task}])
     with pytest.raises(RuntimeError):
         call(5, f"a@1={path}", "--out", tmp_path / "report")
-    assert json.loads((tmp_path / "report" / "metrics.json").read_text())["a@1"]["success_rate"] == 1
+    assert metrics_of(tmp_path / "report")["a@1"]["success_rate"] == 1
     assert read(tmp_path / "report" / "scored" / "a@1.jsonl")[0]["reward"] == 1
     assert not (tmp_path / "report" / "COMPLETED").exists()
 
 
-def point_of(metrics):
-    """What a curve shows of a method's metrics."""
-    return {key: metrics[key] for key in ("success_rate", "ci95")}
-
-
 def test_curve_table_by_hand():
-    assert tables.curve_lines(CURVES, "success_rate") == ["best of N      1      2     16",
-                                                            "sweet      0.250  0.300  0.450",
-                                                            "no <c>         -  0.300      -"]
+    assert statistics.curve_lines(CURVES, "success_rate") == ["N           1      2     16",
+                                                              "sweet   0.250  0.300  0.450",
+                                                              "no <c>      -  0.300      -"]
 
 
-def test_rounds_of_training_are_a_curve_of_their_own(tmp_path):
-    """Round 2 is an agent made from that of round 1; the protocol that a base learned (sft) is no round."""
-    before = "models/tiny"
-    for name, method in (("base", "sft"), ("1", "mtdpo"), ("2", "mtdpo")):
-        (tmp_path / name).mkdir()
-        for kind, content in (("args", {"args": {"method": method, "model": str(before)}, "inputs": {str(before): ""}}),
-                              ("costs", {**dict.fromkeys(COST_KEYS, 0), "trained_tokens": 1000})):
-            (tmp_path / name / f"{kind}.json").write_text(json.dumps(content))
-        before = tmp_path / name
-    assert [evaluate.rounds_of(str(tmp_path / name)) for name in ("base", "1", "2")] == [0, 1, 2]
-    files = {f"mtdpo@{n}": write(tmp_path / f"{n}.jsonl", [trajectory("x", "def f(n): return n", best_of=1,
-                                                                      agent=str(tmp_path / n))]) for n in "12"}
-    for path in files.values():
-        for kind, content in (("args", {"args": {"agent": read(path)[0]["agent"]}}), ("costs", dict.fromkeys(
-                COST_KEYS, 0))):
-            pathlib.Path(f"{path}.{kind}.json").write_text(json.dumps(content))
-    printed = call(5, *(f"{name}={path}" for name, path in files.items()), "--costs", "--out",
-                        tmp_path / "report")
-    assert "rounds      1      2\nmtdpo   1.000  1.000\n" in printed and "best of N" not in printed
-    page = (tmp_path / "report" / "report.html").read_text()
-    assert "rounds-curve-axes" in page
-    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
-    assert {name: point_of(m) for name, m in metrics.items()} == {f"mtdpo@{n}": point(1, 1, 1) for n in "12"}
-
-
-def test_curve_files_from_rows_to_report(tmp_path, even):
-    good, bad = "def f(n): return n", "def f(n): return 0"
-    files = {"plain": [good, good], "sweet@1": [bad, bad], "sweet@8": [good, bad], "judge@8": [bad, bad]}
+def test_curve_files_from_rows_to_report(tmp_path):
+    files = {"plain": [GOOD, GOOD], "sweet@1": [BAD, BAD], "sweet@8": [GOOD, BAD], "judge@8": [BAD, BAD]}
     for name, answers in files.items():
-        more = {"best_of": 8} if name == "sweet@8" else {}                        # older files do not say it
+        more = {"best_of": 8} if name == "sweet@8" else {}
         write(tmp_path / name, [trajectory(str(i), answer, **more) for i, answer in enumerate(answers)])
     printed = call(5, *(f"{name}={tmp_path / name}" for name in files), "--out", tmp_path / "report")
-    assert "best of N      1      8\nsweet      0.000  0.500\njudge          -  0.000\n" in printed
-    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    assert "N          1      8\nsweet  0.000  0.500\njudge      -  0.000\n" in printed
+    metrics = metrics_of(tmp_path / "report")
     assert list(metrics) == list(files) and "costs" not in metrics["sweet@8"]
-    assert {name: point_of(metrics[name]) for name in files if "@" in name} == {
-        "sweet@1": point(0, 0, 0), "sweet@8": point(0.5, 0, 1), "judge@8": point(0, 0, 0)}
-    page = (tmp_path / "report" / "report.html").read_text()
-    [svg] = [ElementTree.fromstring(svg) for svg in re.findall("<svg.*?</svg>", page, re.DOTALL)
-             if "best-curve-axes" in svg]
-    lines, bars = drawn(svg)
-    assert [len(line) for line in lines] == [2, 1] and [len(own) for own in bars] == [2, 1]
-    assert "best of N" not in even
+    assert {name: (metrics[name]["success_rate"], metrics[name]["ci95"]) for name in files if "@" in name} == {
+        "sweet@1": (0, [0, 0]), "sweet@8": (0.5, [0, 1]), "judge@8": (0, [0, 0])}
+    assert "curve-axes_1" in (tmp_path / "report" / "report.html").read_text()
 
 
 def test_curve_files_that_do_not_fit_their_names(tmp_path):
     path = write(tmp_path / "a.jsonl", [trajectory("x", "1", best_of=4), trajectory("y", "1", best_of=4)])
     assert refused(5, f"sweet@8={path}", "--out", tmp_path / "out") == (
-        f'{path}: named sweet@8, N = 8, but its "best_of" is 4, and no record of its agent tells of 8 trajectories or '
-        "rounds of training")
+        'sweet@8: N = 8, but "best_of" in its file is 4')
     for name in ("sweet@0", "sweet@-4", "sweet@4.0", "sweet@04", "sweet@", "@4"):
-        assert f"{path}: named {name}, but" in refused(5, f"{name}={path}", "--out", tmp_path / "out")
+        assert refused(5, f"{name}={path}", "--out", tmp_path / "out").startswith(f"{name}: a name with @ must be")
     assert not (tmp_path / "out").exists()
 
 
-PROGRAMS = "rules", "script", "script-informed"
+# --- costs
+
+def record(path, costs, **args):
+    """Write an args.json, as a stage keeps it."""
+    path.parent.mkdir(exist_ok=True)
+    content = {"stage": "x", "args": args, "inputs": {}}
+    path.write_text(json.dumps({**content, **({"costs": costs} if costs else {})}))
 
 
-def record(output, inputs, wall_s=None, trained=0, generated=0, flops=0, peak=0, **args):
-    """Write the records of a stage's output: a folder where the name has no suffix; no costs without wall_s."""
-    folder = not output.suffix
-    output.mkdir() if folder else output.touch()
-    place = f"{output}/" if folder else f"{output}."
-    with open(place + "args.json", "w") as file:
-        json.dump({"args": args, "inputs": {str(path): "fingerprint" for path in inputs}}, file)
-    if wall_s is not None:
-        with open(place + "costs.json", "w") as file:
-            json.dump({"wall_s": wall_s, "trained_tokens": trained, "generated_tokens": generated, "flops": flops,
-                       "peak_memory_mb": peak}, file)
-
-
-def pipeline(folder):
-    """The records of a whole chain, as the stages write them with relative paths."""
-    out = folder / "out"
-    out.mkdir()
-    (folder / "base").mkdir()                                                     # a model that came from elsewhere
-    record(out / "train.jsonl", [], 6.0, peak=50)
-    record(out / "test.jsonl", [], 1000.0)                                        # evaluation alone: in no method
-    record(out / "offline.jsonl", ["out/train.jsonl", "base", "rules"], 60.0, 0, 500_000, 1e15, 900, agent="base")
-    record(out / "critic", ["out/offline.jsonl", "base"], 120.0, 2_000_000, 0, 3e15, 700)
-    record(out / "sweet", ["out/offline.jsonl", "base", "./out/critic/"], 30.0, 250_000, 750_000, 0.5e15, 800)
-    record(out / "rft", [folder / "out" / "offline.jsonl", "base"], 18.0, 1_000_000, 0, 2e15, 1200)
-    for name, agent, critic in (("base", "base", None), ("sweet", "out/sweet", None), ("rft", "out/rft", None),
-                                ("best", "base", "out/critic"), ("judged", "out/rft", "judge:hub/name")):
-        record(out / f"{name}.jsonl", ["out/test.jsonl", agent, "rules"], 12.0, 0, 40_000, 2e14, 300, agent=agent,
-               critic=critic)
-
-
-def test_method_costs_count_every_output_once(tmp_path, monkeypatch):
-    pipeline(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    counted, not_counted = method_costs(["out/sweet"], PROGRAMS)                  # offline.jsonl: by two ways
-    assert sorted(counted) == ["out/critic", "out/offline.jsonl", "out/sweet", "out/train.jsonl"]
-    assert not_counted == ["base"]
-    assert total_costs(counted.values()) == {"wall_s": 216.0, "trained_tokens": 2_250_000,
-                                                      "generated_tokens": 1_250_000, "flops": 4.5e15,
-                                                      "peak_memory_mb": 900}
-    assert method_costs(["script"], PROGRAMS) == ({}, [])
-    assert method_costs(["http://host:80/v1#m"], PROGRAMS) == ({}, ["http://host:80/v1#m"])
-    assert total_costs([])["peak_memory_mb"] == 0
-
-
-def test_costs_of_methods_what_they_share_and_the_evaluation_apart(tmp_path, monkeypatch):
-    pipeline(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    costs = compare_costs({name: f"out/{name}.jsonl" for name in ("base", "rft", "sweet", "best")}, PROGRAMS)
-    assert [costs[name]["wall_s"] for name in costs] == [0, 84, 216, 186]
-    assert [costs[name]["peak_memory_mb"] for name in costs] == [0, 1200, 900, 900]
-    assert costs["rft"]["shared"] == {"wall_s": 66, "trained_tokens": 0, "generated_tokens": 500_000, "flops": 1e15,
-                                      "peak_memory_mb": 900, "outputs": ["out/offline.jsonl", "out/train.jsonl"]}
-    assert costs["base"]["shared"]["outputs"] == [] and costs["base"]["not_counted"] == ["base"]
-    assert costs["sweet"]["evaluation"] == {"wall_s": 12, "trained_tokens": 0, "generated_tokens": 40_000,
-                                            "flops": 2e14, "peak_memory_mb": 300}
-    judged = compare_costs({"judged": "out/judged.jsonl"}, PROGRAMS)["judged"]
-    assert judged["wall_s"] == 84 and sorted(judged["not_counted"]) == ["base", "hub/name"]
-    del costs["best"]
-    assert cost_lines(costs) == [
-        "costs                   wall min  M trained  M generated  PFLOPs  peak MB",
-        "base                         0.0      0.000        0.000   0.000        0",
-        "rft                          1.4      1.000        0.500   3.000    1,200",
-        "sweet                        3.6      2.250        1.250   4.500      900",
-        "shared, included above       1.1      0.000        0.500   1.000      900",
-        "evaluation, not above:",
-        "base                         0.2      0.000        0.040   0.200      300",
-        "rft                          0.2      0.000        0.040   0.200      300",
-        "sweet                        0.2      0.000        0.040   0.200      300",
-        "shared, included in every method that costs anything: out/offline.jsonl, out/train.jsonl",
-        "not counted: base"]
-    alone = cost_lines(compare_costs({"sweet": "out/sweet.jsonl"}, PROGRAMS))
-    assert not any("shared" in line for line in alone) and alone[-1] == "not counted: base"
-
-
-def test_costs_reach_metrics_and_report(tmp_path):
-    record(tmp_path / "policy", ["rules"], 90.0, 3_000_000, 0, 5e15, 64)
-    record(tmp_path / "a.jsonl", [], 6.0, 0, 10, 1e12, 10, agent=str(tmp_path / "policy"))
-    write(tmp_path / "a.jsonl", [trajectory("x", "def f(n): return n")])
-    printed = call(5, f"a={tmp_path / 'a.jsonl'}", "--costs", "--out", tmp_path / "report")
-    row = "1.5      3.000        0.000   5.000       64"
-    assert row in printed and row in (tmp_path / "report" / "report.html").read_text()
-    costs = json.loads((tmp_path / "report" / "metrics.json").read_text())["a"]["costs"]
-    assert (costs["wall_s"], costs["flops"], costs["evaluation"]["generated_tokens"]) == (90, 5e15, 10)
-    assert costs["not_counted"] == [] and costs["outputs"][0].endswith("policy")
+def test_costs_of_an_agent_are_its_own_and_its_critic_s(tmp_path):
+    """Not those of the evaluation's rollouts; a shipped model, a script or a server costs nothing."""
+    record(tmp_path / "critic" / "args.json", {"trained_tokens": 2_000_000, "seconds": 120}, trajectories="t")
+    record(tmp_path / "sweet" / "args.json", {"trained_tokens": 250_000, "generated_tokens": 750_000, "seconds": 30.0},
+           critic=str(tmp_path / "critic"))
+    record(tmp_path / "rft" / "args.json", {"trained_tokens": 1_000_000, "seconds": 18}, critic=None)
+    files = {}
+    for name, agent, critic in (("base", "models/tiny", None), ("rft", tmp_path / "rft", None),
+                                ("sweet", tmp_path / "sweet", tmp_path / "critic"),
+                                ("best", "http://host:80/v1#m", tmp_path / "critic"), ("judged", "script", "judge:m")):
+        files[name] = write(tmp_path / f"{name}.jsonl", [trajectory("x", GOOD)])
+        record(tmp_path / f"{name}.jsonl.args.json", {"generated_tokens": 99, "seconds": 5}, agent=str(agent),
+               critic=critic and str(critic))
+    printed = call(5, *(f"{name}={path}" for name, path in files.items()), "--costs", "--out", tmp_path / "report")
+    table = "\n".join(["costs   M trained  M generated  minutes",
+                       "base        0.000        0.000      0.0",
+                       "rft         1.000        0.000      0.3",
+                       "sweet       2.250        0.750      2.5",
+                       "best        2.000        0.000      2.0",
+                       "judged      0.000        0.000      0.0"])
+    assert table in printed and table in (tmp_path / "report" / "report.html").read_text()
+    assert metrics_of(tmp_path / "report")["sweet"]["costs"] == {
+        "trained_tokens": 2_250_000, "generated_tokens": 750_000, "seconds": 150}
 
 
 def test_costs_without_records_are_bad_input(tmp_path):
     path = write(tmp_path / "a.jsonl", [trajectory("x", "1")])
-    assert f"{path}.args.json: not there" in refused(5, f"a={path}", "--costs", "--out", tmp_path / "out")
-    record(path, [], agent="script")
-    write(path, [trajectory("x", "1")])
-    assert f"{path}.costs.json: not there" in refused(5, f"a={path}", "--costs", "--out", tmp_path / "out")
-    for text, message in (("{", "not JSON (Expecting property name enclosed in double quotes at column 2)"),
-                          ("[]", "a list, not an object"), ('{"wall_s": 1}', 'missing "trained_tokens"'),
-                          (json.dumps({**dict.fromkeys(COST_KEYS, 1), "trained_tokens": "2"}),
-                           '"trained_tokens" is a str, not a number')):
-        (tmp_path / "a.jsonl.costs.json").write_text(text)
-        line = refused(5, f"a={path}", "--costs", "--out", tmp_path / "out")
-        assert line == f"{path}.costs.json: {message}"
-    assert not (tmp_path / "out").exists()
+    flags = [f"a={path}", "--costs", "--out", tmp_path / "out"]
+    assert refused(5, *flags) == (f"{path}: no args.json of a rollout beside it; --costs needs what 02_rollout.py "
+                                  "keeps there")
+    (tmp_path / "a.jsonl.args.json").write_text("{")
+    assert f"{path}.args.json: not JSON" in refused(5, *flags) and not (tmp_path / "out").exists()
 
 
 def test_bad_input_is_one_line(tmp_path):
@@ -643,7 +449,7 @@ def test_the_credit_of_turns_is_the_score_of_actions(workspace, trained, tiny):
         points = [common.DecisionPoint(turn["input"], row["task"], history[:i], [turn["output_ids"]], [turn["output"]])
                   for i, turn in enumerate(history) if turn["role"] == "assistant"]
         scores = [score for [score] in common.score_actions(trained, tiny[1], points, 4096, "cpu")]
-        if trained["head"] == "value":                               # its credit: how a turn changes the value
+        if trained.head == "value":                               # its credit: how a turn changes the value
             assert own == pytest.approx(np.diff([0, *scores]), abs=1e-5)
             assert sum(own) == pytest.approx(scores[-1], abs=1e-5)
         else:
@@ -654,8 +460,7 @@ def test_the_credit_of_turns_is_the_score_of_actions(workspace, trained, tiny):
 
 
 def test_an_untrained_critic_gives_no_credit_and_long_dialogues_have_none(workspace, tiny):
-    critic = {"folder": "-", "head": "lm", "normalize": "turn", "privileged": True, "scorer": common.Scorer(tiny[0]),
-              "ref_scorer": common.Scorer(tiny[0])}
+    critic = common.Critic("-", "-", scorer=common.Scorer(tiny[0]), ref_scorer=common.Scorer(tiny[0]))
     rows = common.read_trajectories(workspace / "offline.jsonl")[:8]
     assert common.score_turns(critic, tiny[1], rows, 4096, "cpu") == [[0.0] * row["num_rounds"] for row in rows]
     examples = common.trajectory_examples(rows, [(i,) for i in range(8)], tiny[1], True)
@@ -663,8 +468,6 @@ def test_an_untrained_critic_gives_no_credit_and_long_dialogues_have_none(worksp
     limit = sorted(lengths)[3]
     found = common.score_turns(critic, tiny[1], rows, limit, "cpu")
     assert [own is None for own in found] == [length > limit for length in lengths] and None in found
-    with pytest.raises(InputError, match="^-: a critic that sees images"):
-        common.score_turns(critic | {"visual": True}, tiny[1], rows, 4096, "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -685,7 +488,7 @@ def credited(workspace, regression_critic, swept, tmp_path_factory):
     halves = [f"{name}={write(folder / name, half)}" for name, half in (("a", rows[:36]), ("b", rows[36:]))]
     out = folder / "report"
     call(5, *halves, "--critic", regression_critic, "--candidates", swept, "--out", out)
-    return out, json.loads((out / "metrics.json").read_text()), page_of(out)
+    return out, metrics_of(out), page_of(out)
 
 
 def test_the_page_has_all_dialogues_with_the_credit_of_their_turns(credited, regression_critic):
@@ -697,28 +500,6 @@ def test_the_page_has_all_dialogues_with_the_credit_of_their_turns(credited, reg
         assert dialogue["rounds"] == len(agent)
 
 
-@pytest.mark.parametrize("name", ["a", "b"])
-def test_the_metrics_have_the_mean_credit_by_kind_and_by_round(credited, name):
-    _, metrics, data = credited
-    sums, kinds, rounds, known = [], {}, {}, []
-    for dialogue in data["dialogues"]:
-        if data["methods"][dialogue["m"]] == name:
-            agent = [turn for turn in dialogue["turns"] if turn["who"] == "agent"]
-            sums.append(sum(turn["credit"] for turn in agent))
-            known.append(dialogue["known"])
-            for number, turn in enumerate(agent, 1):
-                kinds.setdefault(turn["kind"], []).append(turn["credit"])
-                rounds.setdefault(str(number), []).append(turn["credit"])
-    credit = metrics[name]["credit"]
-    assert credit["mean"] == pytest.approx(np.mean(sums), abs=1e-5) and credit["too_long"] == 0
-    for credits, key in ((kinds, "by_kind"), (rounds, "by_round")):
-        assert {label: (m["n"], round(m["mean"], 4)) for label, m in credit[key].items()} == {
-            label: (len(values), round(float(np.mean(values)), 4)) for label, values in credits.items()}
-    shares = {kind: len(values) / sum(map(len, kinds.values())) for kind, values in kinds.items()}
-    assert metrics[name]["turns"] == pytest.approx(shares)
-    assert metrics[name]["all_known"] == np.mean(known)
-
-
 def test_the_page_has_the_candidates_at_the_turns_that_they_are_of(credited, swept):
     _, _, data = credited
     scored, pairs = read(swept / "scored.jsonl"), read(swept / "pairs.jsonl")
@@ -727,9 +508,20 @@ def test_the_page_has_the_candidates_at_the_turns_that_they_are_of(credited, swe
         assert [c["advantage"] for c in state["candidates"]] == pytest.approx(row["advantages"], abs=1e-5)
         assert [c["text"] for c in state["candidates"]] == [c["text"] for c in row["candidates"]]
         turn = data["dialogues"][state["d"]]["turns"][2 * row["turn"] + 1]       # of the very dialogues that are shown
-        assert data["states"][turn["state"]] == state and turn["who"] == "agent" and "history" not in state
+        assert data["states"][turn["state"]] == state and turn["who"] == "agent"
     assert sum(c["chosen"] for s in data["states"] for c in s["candidates"]) == len(pairs)
     assert sum(c["rejected"] for s in data["states"] for c in s["candidates"]) == len(pairs)
+
+
+def test_the_kinds_of_candidates_are_counted(credited, swept):
+    """Every candidate once; the ranks of all have the mean 1/2; a pair has one chosen and one rejected."""
+    page, rows = (credited[0] / "report.html").read_text(), read(swept / "scored.jsonl")
+    table = re.search(r"what the pairs say.*?</pre>", page, re.DOTALL)[0]
+    numbers = [[float(cell) for cell in line.split()[-4:]] for line in table.removesuffix("</pre>").splitlines()[1:]]
+    number, ranks, chosen, rejected = np.array(numbers).T
+    assert sum(number) == sum(len(row["candidates"]) for row in rows)
+    assert sum(number * ranks) / sum(number) == pytest.approx(0.5, abs=0.01)
+    assert sum(chosen) == sum(rejected) == len(read(swept / "pairs.jsonl"))
 
 
 def test_the_page_says_how_far_the_critic_agrees_with_the_oracles(credited, swept):
@@ -737,7 +529,7 @@ def test_the_page_says_how_far_the_critic_agrees_with_the_oracles(credited, swep
     agreement, pairs = json.loads((out / "agreement.json").read_text()), read(swept / "pairs.jsonl")
     assert agreement.keys() == {"oracle", "oracle-patient"} and agreement["oracle"]["num_pairs"] == len(pairs)
     page = (out / "report.html").read_text()
-    assert f"{agreement['oracle']['rank_correlation']:+.3f}" in page and "--critic DIR" not in page
+    assert f"{agreement['oracle']['rank_correlation']:+.3f}" in page
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
@@ -750,15 +542,12 @@ def test_the_page_shows_the_numbers_of_the_metrics(credited, name):
         assert f"{mean} <small>({credit['n']:,})</small>" in page
 
 
-def test_what_is_missing_leaves_a_line_that_names_the_flag(workspace, tmp_path):
+def test_a_page_without_critic_and_candidates(workspace, tmp_path):
     rows = read(workspace / "offline.jsonl")[:6]
     for row in rows:
         del row["agent"]                                             # no folder, no metrics.jsonl
-    a, b = write(tmp_path / "a.jsonl", rows), write(tmp_path / "b.jsonl", rows)
-    call(5, f"a={a}", f"b={b}", "--out", tmp_path / "report")
-    page, data = (tmp_path / "report" / "report.html").read_text(), page_of(tmp_path / "report")
-    for flag in ("--critic DIR", "--candidates DIR", "--baseline NAME", "--costs", "training curves: no agent"):
-        assert flag in page
+    call(5, f"a={write(tmp_path / 'a.jsonl', rows)}", "--out", tmp_path / "report")
+    data = page_of(tmp_path / "report")
     assert data["critic"] is None and data["states"] == [] and "agreement.json" not in str(list(tmp_path.rglob("*")))
     assert not any("credit" in turn for dialogue in data["dialogues"] for turn in dialogue["turns"])
 
@@ -775,9 +564,9 @@ def test_a_bad_critic_or_candidates_are_one_line(workspace, swept, tmp_path):
     alone.mkdir()
     rows, pairs = read(swept / "scored.jsonl"), read(swept / "pairs.jsonl")
     path = write(alone / "scored.jsonl", rows)
-    assert refused(5, *flags, "--candidates", path) == f"{alone / 'pairs.jsonl'}: no such file"
+    assert refused(5, *flags, "--candidates", alone) == f"{alone / 'pairs.jsonl'}: no such file"
     write(alone / "pairs.jsonl", [{**pairs[0], "turn": 99}])
-    assert refused(5, *flags, "--candidates", path) == (
+    assert refused(5, *flags, "--candidates", alone) == (
         f"{alone / 'pairs.jsonl'}: a pair of task {pairs[0]['task_id']}, turn 99, is of no candidates in {path}")
     write(path, [{**rows[0], "advantages": [0.0]}])
     assert '"candidates" and "advantages" differ in number' in refused(5, *flags, "--candidates", alone)
@@ -785,20 +574,6 @@ def test_a_bad_critic_or_candidates_are_one_line(workspace, swept, tmp_path):
     write(alone / "pairs.jsonl", pairs)
     assert "a task of another domain" in refused(5, *flags, "--candidates", alone)
     assert not (tmp_path / "out").exists()
-    assert run("05_evaluate.py", *flags, "--candidates", workspace).returncode == 2
-
-
-def test_names_with_numbers_of_trajectories_are_a_curve_over_data(tmp_path):
-    for n, answer in ((100, "def f(n): return 0"), (200, "def f(n): return n")):
-        record(tmp_path / f"model{n}", [], num_trajectories=n)
-        write(tmp_path / f"{n}.jsonl", [trajectory("x", answer, agent=str(tmp_path / f"model{n}"), best_of=1)
-                                        for _ in range(2)])
-    printed = call(5, *(f"sweet@{n}={tmp_path / f'{n}.jsonl'}" for n in (100, 200)), "--out",
-                        tmp_path / "report")
-    assert "trajectories    100    200\nsweet         0.000  1.000\n" in printed and "best of N" not in printed
-    page = (tmp_path / "report" / "report.html").read_text()
-    assert "trajectories trained on" in page and "N, candidates a turn" not in page
-    assert list(json.loads((tmp_path / "report" / "metrics.json").read_text())) == ["sweet@100", "sweet@200"]
 
 
 def test_messages_of_another_trainer_get_credit(workspace, regression_critic, tmp_path):

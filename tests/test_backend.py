@@ -2,7 +2,6 @@
 import pytest
 
 from colbench import backend
-from conftest import read
 
 
 def test_topics_asked_is_tolerant_and_tells_topics_apart():
@@ -70,9 +69,3 @@ REFERENCE = '''def price(weight, zone):
     ("", None)])
 def test_leaks_are_code_and_not_what_it_says(reply, kind):
     assert backend.leak_of({"ground_truth": REFERENCE}, reply) == kind
-
-
-def test_the_rule_based_human_leaks_nothing(workspace):
-    for task in read(workspace / "tasks.jsonl"):
-        for reply in [reply for fact in task["facts"] for reply in fact["replies"]]:
-            assert backend.leak_of(task, reply) is None

@@ -42,7 +42,7 @@ def files(out):
         elif name == "metrics.jsonl":
             found[name] = [{key: row[key] for key in row if key not in TIMES} for row in read(path)]
         else:
-            found[name] = None if name in ("costs.json", "args.json") or path.is_dir() else path.read_bytes()
+            found[name] = None if name == "args.json" or path.is_dir() else path.read_bytes()
     return found
 
 
@@ -54,7 +54,7 @@ def num_lines(path):
 def critic(workspace, tmp_path_factory):
     """(arguments, folder) of a critic that was trained without a disturbance."""
     arguments = ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-4, "--batch-size", 4,
-                 "--max-steps", 8, "--save-every", 1, "--log-every", 1, "--out"]
+                 "--max-steps", 8, "--save-every", 1, "--out"]
     out = tmp_path_factory.mktemp("elastic") / "critic"
     succeed("03_train_critic.py", *arguments, out, ranks=2)
     return arguments, out
@@ -74,7 +74,7 @@ def test_a_critic_whose_ranks_are_killed(critic, tmp_path):
 def test_a_policy_whose_ranks_are_killed_in_each_phase(workspace, critic, tmp_path):
     arguments = ["--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--critic",
                  critic[1], "--data-frac", 0.3, "--num-candidates", 8, "--max-new-tokens", 60, "--lr", 1e-4,
-                 "--max-steps", 8, "--save-every", 2, "--log-every", 1, "--out"]
+                 "--max-steps", 8, "--save-every", 2, "--out"]
     succeed("04_train_policy.py", *arguments, tmp_path / "whole", ranks=2)
     out = tmp_path / "out"
     candidates, scored = out / "candidates.jsonl", out / "scored.jsonl"

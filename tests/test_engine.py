@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import bench_rollout
-from lib.engine import cache_argument, Engine, generate
-from lib.models import encode, stop_ids, work_of
+from lib import engine as engine_module
+from lib.engine import cache_argument, Engine, few_sizes, generate, grouped_attention
+from lib.models import encode, stop_ids
 from lib.runtime import InputError
 from lib.seeds import uniforms
 
@@ -41,13 +42,23 @@ def ask(engine, prompt, randoms, temperature=1.0, key=None):
     return together(engine.generate(prompt, randoms, temperature, key))[0]
 
 
-@pytest.mark.parametrize("slots", [1, 3, 32])
-def test_samples_do_not_depend_on_the_batch(tiny, slots):
+class PlainGraph:
+    """A Graph that computes what a captured one would launch."""
+
+    def __init__(self, work, others):
+        self.replay = work
+
+
+@pytest.mark.parametrize("slots, has_few_shapes", [(1, False), (3, False), (32, False), (3, True), (32, True)])
+def test_samples_do_not_depend_on_the_batch(tiny, slots, has_few_shapes, monkeypatch):
+    """has_few_shapes: as on a GPU."""
     model, _ = tiny
+    monkeypatch.setattr(engine_module, "Graph", PlainGraph)
     prompts = prompts_of(*[5, 90, 17, 250, 1, 33, 34, 60, 8, 120, 40, 2])
     temperatures = [1.0, 0.0, 0.6] * 4
     randoms = [randoms_of(n, max_new_tokens=4 + 3 * n) for n in range(len(prompts))]
     engine = Engine(model, STOPS, slots, 400)
+    engine.has_few_shapes = has_few_shapes
     results = together(*map(engine.generate, prompts, randoms, temperatures))
     assert results == [plain(model, *request) for request in zip(prompts, randoms, temperatures)]
     lengths = [len(ids) for [ids] in results]
@@ -59,6 +70,9 @@ def test_samples_do_not_depend_on_the_batch(tiny, slots):
     assert stats["occupancy"] == pytest.approx(stats["decode_tokens"] / stats["decode_steps"] / slots)
     assert stats["decode_steps"] == stats["decode_tokens"] or slots > 1
     assert stats["prefill_s"] > 0 and stats["decode_s"] > 0
+    if has_few_shapes:
+        assert all(rows in (1, 2, slots, 4, 8, 16) and width % 64 == 0 for rows, width, _ in engine.graphs)
+        assert any(engine.graphs.values()) and len(engine.graphs) < stats["decode_steps"] / 4
 
 
 def test_a_dialogue_computes_only_what_is_new(tiny):
@@ -148,6 +162,29 @@ def test_stop_ids_and_length(tiny):
         assert new == free[:min(first[stop] for stop in stops) + 1]
 
 
+def test_few_sizes():
+    """Those of widths: at most a quarter above, but multiples of 64."""
+    sizes = {few_sizes(number) for number in range(1, 2049)}
+    assert sorted(sizes) == [*range(64, 513, 64), 640, 768, 896, 1024, 1280, 1536, 1792, 2048]
+    assert all(number <= few_sizes(number) <= max(number + 63, 1.25 * number) for number in range(1, 2049))
+
+
+@pytest.mark.parametrize("num_new", [1, 3])
+def test_attention_of_grouped_queries_is_that_of_repeated_keys(num_new):
+    """Of one new token without copies, of several by transformers."""
+    torch.manual_seed(0)
+    module = torch.nn.Module()
+    module.num_key_value_groups, module.is_causal = 3, True
+    query, key, value = (torch.randn(2, heads, length, 4) for heads, length in ((6, num_new), (2, 5), (2, 5)))
+    mask = torch.rand(2, 1, num_new, 5) < .7
+    mask[..., 0] = True
+    found, _ = grouped_attention(module, query, key, value, mask, scaling=.5, dropout=0.0)
+    scores = query @ key.repeat_interleave(3, 1).transpose(2, 3) * .5
+    shares = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    expected = (shares @ value.repeat_interleave(3, 1)).transpose(1, 2)
+    torch.testing.assert_close(found, expected)
+
+
 def test_an_error_does_not_hang_the_others(tiny, monkeypatch):
     model, _ = tiny
     prompts, randoms = prompts_of(10, 500, 20, 30), randoms_of(0)
@@ -177,21 +214,6 @@ def test_an_error_does_not_hang_the_others(tiny, monkeypatch):
     assert [str(error) for error in results] == ["out of memory"] * 6
     for n, prompt in enumerate(prompts[2:]):
         assert ask(engine, prompt, randoms, key=n) == plain(model, prompt, randoms)
-
-
-def test_counts_the_same_work_as_the_plain_way(tiny):
-    model, _ = tiny
-    prompts, randoms, works = prompts_of(10, 20), randoms_of(0, samples=2), []
-    model.__dict__.pop("work", None)
-    for way in ("plain", "engine"):
-        before = dict(work_of(model))
-        if way == "plain":
-            bench_rollout.generate(model, prompts, randoms, 1.0, STOPS)
-        else:
-            engine = Engine(model, STOPS, 2, 400)
-            together(*(engine.generate(prompt, randoms[n:n + 1], 1.0) for n, prompt in enumerate(prompts)))
-        works.append({key: value - before[key] for key, value in work_of(model).items()})
-    assert works[0] == pytest.approx(works[1]) and works[0]["generated_tokens"] > 2
 
 
 def test_models_that_do_not_see_all_tokens_are_refused():

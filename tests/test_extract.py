@@ -9,8 +9,8 @@ import types
 import pytest
 
 from colbench import backend
-from colbench.answers import compiled_statements, extract_code
-from colbench.child import execute
+from colbench.extract_code import compiled_statements, extract_code, names_of_calls, pieces_of
+from colbench.sandbox_worker import execute
 from conftest import ROOT, stage
 
 F = "def f(n):\n    return n * n or None"
@@ -20,11 +20,8 @@ WANTED = [9, 4, None, 1]
 
 def results(answer, calls=CALLS):
     """What the calls return after the sources have run as in the scorer (without its walls); faults as strings."""
-    sources = extract_code(answer, calls)
-
-    def run_sources(module):
-        execute([compiled_statements(source) for source in sources], module)
-    return returned(run_sources, calls)
+    pieces = [compiled_statements(piece.nodes) for piece in pieces_of(answer, names_of_calls(calls))]
+    return returned(lambda module: execute(pieces, module), calls)
 
 
 def results_of_python(code, calls):

@@ -86,11 +86,11 @@ def test_log_probabilities_are_the_models_own(tokenizer, family):
     expected.pow(2).sum().backward()
     trained = [parameter for parameter in model.parameters() if parameter.grad is not None]        # not all biases
     gradients = [parameter.grad.clone() for parameter in trained]
-    other = "<|user|>the fee<|end|><|assistant|>"                   # a second row, so that something is padded
+    other, scorer = "<|user|>the fee<|end|><|assistant|>", common.Scorer(model)         # a second row: padding
     for item_of in (common.actions_item, rows_of_actions):
         model.zero_grad()
         items = [item_of(tokenizer, PROMPT, ACTIONS), item_of(tokenizer, other, ACTIONS[:2])]
-        logps = common.Scorer(model)(common.collate(items))[0]
+        logps = scorer(scorer.collate(items, "cpu"))[0]
         torch.testing.assert_close(logps, expected, atol=1e-4, rtol=0)
         logps.pow(2).sum().backward()
         for parameter, gradient in zip(trained, gradients):
@@ -129,14 +129,6 @@ def test_the_likeliest_tokens_are_those_of_generate(tokenizer, family):
 def test_no_samples_of_what_the_cache_cannot_keep(family):
     with pytest.raises(InputError, match=f"a {family} model, .* cannot be sampled from here; run it as a server"):
         generate(model_of(family), [[1, 2]], torch.zeros(1, 2), 0, [])
-
-
-def test_actions_in_rows_of_their_own_fill_a_pass(tokenizer):
-    """As many rows as there is room for, where a model does not read trees."""
-    items = [common.actions_item(tokenizer, PROMPT, ACTIONS)] * 4
-    length = len(items[0][0].ids)
-    assert [len(chunk) for chunk in common.chunks_of(items, 6 * length)] == [4]
-    assert [len(chunk) for chunk in common.chunks_of(items, 6 * length, takes_trees=False)] == [2, 2]
 
 
 def test_a_family_whose_logits_are_not_known_is_refused(tokenizer, tmp_path):
@@ -223,13 +215,13 @@ def test_buffers_that_cannot_be_made_again_are_one_line(tokenizer, tmp_path, mon
     model = model_of("llama")
     folder = folder_of(model, tokenizer, tmp_path)
     monkeypatch.setattr(type(model), "_init_weights", lambda self, module: None)
-    with pytest.raises(InputError, match="a llama model cannot be trained here: the buffers .*some have no values"):
+    with pytest.raises(InputError, match="a llama model cannot be trained here: the buffers .* cannot be made again"):
         common.load_scorer(folder, start(0), SHARDING)
 
 
 def test_an_adapter_of_transposed_weights_is_merged(tokenizer, tmp_path):
     folder = folder_of(model_of("gpt2"), tokenizer, tmp_path / "base")
-    scorer = common.load_scorer(folder, start(0), SHARDING, lora_config(folder, 4, 8, None, False)).eval()
+    scorer = common.load_scorer(folder, start(0), SHARDING, lora_config(folder, 4, None, False)).eval()
     for name, parameter in scorer.named_parameters():
         if ".lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)
@@ -245,9 +237,9 @@ def test_an_adapter_of_transposed_weights_is_merged(tokenizer, tmp_path):
 
 def test_an_adapter_of_experts_is_refused_before_training(tokenizer, tmp_path):
     folder = folder_of(model_of("qwen3_moe"), tokenizer, tmp_path)
-    with pytest.raises(InputError, match="--lora-targets all-linear: would adapt experts, .* k_proj o_proj q_proj v"):
-        lora_config(folder, 4, 8, None, False)
-    assert lora_config(folder, 4, 8, ["q_proj", "v_proj"], False)
+    with pytest.raises(InputError, match="--lora-targets all-linear: would adapt experts, .* q_proj v_proj"):
+        lora_config(folder, 4, None, False)
+    assert lora_config(folder, 4, ["q_proj", "v_proj"], False)
 
 
 # --- how long a row may be

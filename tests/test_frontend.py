@@ -1,16 +1,12 @@
 """The frontend domain through the stages: a real browser, the shipped base model of pages, a human on a server that
 sees images."""
 import json
-import os
-import signal
-import time
 
 import pytest
 
-import common
 from colbench import backend, frontend
 from colbench.similarity import PageScorer
-from conftest import begin, Partial, read, refused, stage, succeed, wait
+from conftest import read, refused, succeed
 
 BASE = "models/tiny_pages"
 PLAY = ["--similarity", "pixels", "--max-rounds", 3, "--max-new-tokens", 220]
@@ -81,25 +77,8 @@ def test_dialogues_end_after_the_last_round_with_the_last_page(pages):
                    for turn in history[2::2])
 
 
-def test_killed_in_the_middle_it_goes_on(pages, tmp_path):
-    tasks = (pages / "tasks.jsonl").read_text().splitlines(keepends=True)
-    (tmp_path / "few.jsonl").write_text("".join(tasks[:3]))
-    flags = ["--tasks", tmp_path / "few.jsonl", "--agent", BASE, "--samples", 3, *PLAY, "--concurrency", 2, "--out",
-             tmp_path / "o.jsonl"]
-    pid = begin("02_rollout.py", *flags, folder=tmp_path)
-    partial = Partial(tmp_path / "o.jsonl")
-    while not partial.exists() or partial.read_text().count("\n") < 3:
-        time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
-    wait(pid)
-    assert not (tmp_path / "o.jsonl").exists()
-    succeed("02_rollout.py", *flags)
-    again, rows = read(tmp_path / "o.jsonl"), read(pages / "offline.jsonl")[:9]
-    assert [(row["answer"], row["reward"]) for row in again] == [(row["answer"], row["reward"]) for row in rows]
-
-
 def test_critic_policies_and_report(pages):
-    flags = ["--trajectories", pages / "offline.jsonl", "--model", BASE, "--max-steps", 1, "--log-every", 1]
+    flags = ["--trajectories", pages / "offline.jsonl", "--model", BASE, "--max-steps", 1]
     critic = succeed("03_train_critic.py", *flags, "--out", pages / "critic")
     rows = read(pages / "offline.jsonl")
     gaps = [a["reward"] - b["reward"] for a in rows for b in rows if a["task_id"] == b["task_id"]]
@@ -153,30 +132,4 @@ def test_bad_input(pages, tmp_path):
     assert "judge: cannot compare messages about pages" in line
     assert "choose --similarity pixels" in refused(2, *flags, "--similarity", "clip", "--clip-model", tmp_path)
     assert "--browser /none: no such program" in refused(2, *flags[:-1], "pixels", "--browser", "/none")
-    rows = [{key: value for key, value in row.items() if key != "reward"} for row in read(pages / "offline.jsonl")]
-    (tmp_path / "unscored.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    line = refused(3, "--trajectories", tmp_path / "unscored.jsonl", "--model", BASE, "--out", tmp_path / "c")
-    assert "choose --similarity pixels" in line and "05_evaluate.py has all flags of scoring" in line
-    assert not (tmp_path / "o.jsonl").exists() and not (tmp_path / "c").exists()
-
-
-def test_missing_rewards_are_computed(pages, tmp_path, capsys):
-    rows, scored = read(pages / "offline.jsonl")[:6], read(pages / "offline.jsonl")[:6]
-    for row in rows[1:]:
-        del row["reward"]
-    flags = {**common.WORLD_FLAGS, "similarity": "pixels"}
-    common.fill_rewards(rows, common.scoring_world(frontend, tmp_path / "out", flags))
-    assert [row["reward"] for row in rows] == [row["reward"] for row in scored]
-    assert "computed 5 missing rewards" in capsys.readouterr().out
-
-
-def test_summary_of_pages(pages, tmp_path):
-    task = read(pages / "tasks.jsonl")[0]
-    row = {"task_id": "a", "task": task, "similarity": "pixels", "reward": 0.25, "answer": "", "image": None,
-           "reference_image": "a.png",
-           "dialogue_history": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "?"}]}
-    (tmp_path / "t.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({**row, "answer": "<p>",
-                                                                           "reward": 0.75}) + "\n")
-    assert stage(2).summary(tmp_path / "t.jsonl") == (
-        "pixel similarity 0.500 | no page 0.500 | not rendered 1 | rounds 1.00 | 0 turns stopped by --max-new-tokens | "
-        "0.0% of the human's replies leak code")
+    assert not (tmp_path / "o.jsonl").exists()

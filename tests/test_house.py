@@ -14,7 +14,7 @@ from conftest import read, ROOT, stage, succeed
 from lib.runtime import write_jsonl
 
 STAGES = sorted(ROOT.glob("0*.py"))
-FORKS = [ROOT / "examples" / f"{name}.py" for name in ("grpo", "distill", "gain", "signed")]
+FORKS = [ROOT / "examples" / f"{name}.py" for name in ("answers", "distill", "gain", "grpo")]
 COMPREHENSIONS = ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp
 
 
@@ -51,7 +51,7 @@ def arrows(path):
     (STAGES, {"common", "colbench", "lib"}),
     (FORKS, {"common", "colbench", "lib"}),
     ([ROOT / "common.py"], {"colbench", "lib"}),
-    (sorted((ROOT / "lib").glob("*.py")), {"lib"}),
+    (sorted((ROOT / "lib").rglob("*.py")), {"lib"}),
     (sorted((ROOT / "colbench").glob("*.py")), {"colbench", "domain"})])
 def test_who_imports_whom(files, allowed):
     assert len(files) >= 1
@@ -167,8 +167,7 @@ def test_a_copied_stage_with_another_loss_runs_in_the_chain(tmp_path, workspace)
     assert weights[0] != weights[1]
     write_jsonl(tmp_path / "tasks.jsonl", read(workspace / "tasks.jsonl")[:4])
     write_jsonl(tmp_path / "base.jsonl", read(workspace / "offline.jsonl")[:6])
-    for kind in ("args", "costs"):                                   # what --costs reads
-        shutil.copy(workspace / f"offline.jsonl.{kind}.json", tmp_path / f"base.jsonl.{kind}.json")
+    shutil.copy(workspace / "offline.jsonl.args.json", tmp_path / "base.jsonl.args.json")       # what --costs reads
     succeed("02_rollout.py", "--tasks", tmp_path / "tasks.jsonl", "--agent", tmp_path / "hinge", "--max-rounds", 4,
             "--max-new-tokens", 60, "--out", tmp_path / "hinge.jsonl")
     succeed("05_evaluate.py", f"base={tmp_path / 'base.jsonl'}", f"hinge={tmp_path / 'hinge.jsonl'}", "--baseline",

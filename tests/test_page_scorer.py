@@ -1,11 +1,10 @@
 """Pages: similarity of screenshots (PageScorer) and 05_evaluate.py on frontend trajectories, by hand."""
 import base64
-import importlib
 import io
 import itertools
 import json
-import os
 import re
+import shutil
 import types
 
 import numpy as np
@@ -15,15 +14,13 @@ import torch
 from colbench import ColBenchError, frontend
 from colbench.browser import BrowserThread, Render
 from colbench.similarity import PageScorer, pixel_similarity
-from conftest import critic_note, read, refused, stage, succeed
+from conftest import read, refused, stage, succeed
 from lib import statistics
-from lib.runtime import InputError
 
 Image = pytest.importorskip("PIL.Image", reason="pip install -r scripts/frontend.txt")
 Draw = pytest.importorskip("PIL.ImageDraw")
 pytest.importorskip("skimage")
 evaluate = stage(5)
-critics = importlib.import_module("scripts.critics")
 
 
 def picture(path, header="navy", back="white", card="khaki", left=True, footer="maroon", columns=3, height=720):
@@ -57,11 +54,6 @@ def test_pixel_similarity_by_hand():
     # a page of 1.5 times the height: roots of 600 and 900 pixels of white, 2 / 3 of the area
     taller = np.full((30, 30, 3), 255, np.uint8)
     assert pixel_similarity(white, taller) == pytest.approx(((2 / 3) ** 0.5 + 2 / 3) / 2, abs=1e-12)
-    # a quarter of the page is red: the roots 0.5 ** 2 -> (0, 1) and (0.5, 0.75 ** 0.5); two flat parts, SSIM apart
-    part = white.copy()
-    part[:5] = 255, 0, 0
-    colours = 0.75 ** 0.5 / (0.5 + 1)
-    assert colours / 2 < pixel_similarity(white, part) < colours / 2 + 0.5 * 0.9
 
 
 def test_pixels_are_symmetric_and_within_bounds(tmp_path):
@@ -159,13 +151,12 @@ def test_weights_that_cannot_be_had(clip, tmp_path):
         assert "\n" not in str(error.value) and name in str(error.value)
         assert "--similarity pixels" in str(error.value) and "--clip-model" in str(error.value)
     from safetensors.torch import load_file, save_file
-    for name in os.listdir(clip):                                                 # a weight is missing: never made up
-        (tmp_path / name).write_bytes(open(f"{clip}/{name}", "rb").read())
-    weights = load_file(tmp_path / "model.safetensors")
+    broken = shutil.copytree(clip, tmp_path / "broken")                           # a weight is missing: never made up
+    weights = load_file(broken / "model.safetensors")
     del weights["visual_projection.weight"]
-    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
     with pytest.raises(ColBenchError, match="visual_projection.weight"):
-        PageScorer("clip", str(tmp_path))
+        PageScorer("clip", str(broken))
 
 
 # --- 05: wins, ties, differences
@@ -198,13 +189,6 @@ def test_win_rate_of_runs_is_paired_by_run():
     theirs = [{**t, "run": run} for run, own in enumerate((scored(a=[0.5]), scored(a=[0.1]))) for t in own]
     assert wins(ours, theirs)["win_rate"] == 1                       # all pairs of the runs: 3 of 4
     assert wins(ours[:1], theirs) == {}
-
-
-def test_paired_difference_of_similarity_by_hand():
-    ours, theirs = scored(a=[0.6, 0.8], b=[0.5], c=[1]), scored(a=[0.5], b=[0.6], d=[0])
-    result = statistics.paired_difference(ours, theirs, frontend.outcome)
-    assert result["difference"] == pytest.approx((0.2 - 0.1) / 2) and result["n"] == 2
-    assert result["ci95"] == pytest.approx([-0.1, 0.2])                           # two tasks: the bootstrap's extremes
 
 
 # --- 05: files
@@ -259,20 +243,15 @@ def evaluated(tmp_path_factory):
 
 def test_05_prints_how_pages_are_compared_and_what_was_scored_again(evaluated):
     printed = evaluated.printed
-    assert "base: logged with clip:elsewhere, scored again with pixels" in printed
-    assert "pixel similarity" in printed and "similarity of screenshots: pixels" in printed
-    assert "success" not in printed and "tests" not in printed
+    assert "similarity of screenshots: pixels" in printed and "success" not in printed and "tests" not in printed
 
 
-def test_metrics_of_pages_are_means_of_the_rewards(evaluated):
+def test_metrics_of_pages(evaluated):
     for name, m in evaluated.metrics.items():
         assert m["n"] == m["tasks"] == 2 and m["mean_rounds"] == 2 and m["similarity"] == "pixels" and m["leaks"] == 0
         assert m["pixel_similarity"] == pytest.approx(sum(row["reward"] for row in evaluated.rows[name]) / 2)
         assert m["failed_renders"] == m["failed_references"] == 0
         assert not {"success_rate", "tests_passed", "cosine_similarity", "forced_answers"} & set(m)
-
-
-def test_files_of_pages_are_compared_task_by_task(evaluated):
     base, sweet = evaluated.metrics["base"], evaluated.metrics["sweet"]
     assert (base["no_page"], sweet["no_page"]) == (0.5, 0) and (base["win_rate"], base["ties"]) == (0.5, 1)
     assert (sweet["win_rate"], sweet["ties"]) == (1, 0) and evaluated.rows["sweet"][0]["reward"] == 1
@@ -307,33 +286,6 @@ def test_the_report_has_the_rewards_and_the_texts_of_pages(evaluated):
     assert report["dialogues"][3]["answer"] == page("#804000", "<script>1</script>") and "<script>1" not in text
 
 
-def test_an_evaluation_of_pages_is_not_made_twice(evaluated, capsys):
-    evaluate.main([str(argument) for argument in evaluated.command[1:]])
-    assert "done already" in capsys.readouterr().out
-
-
-def test_what_stands_in_the_place_of_a_screenshot_is_drawn_over(tmp_path):
-    """A run that was killed goes on with the screenshots that it drew; nothing else in their place is opened."""
-    base = write(tmp_path / "base.jsonl", (0, page("green")))
-    command = ["05_evaluate.py", f"base={base}", "--similarity", "pixels", "--out", tmp_path / "out"]
-    succeed(*command)
-    text = (tmp_path / "out" / "report.html").read_text()
-    secret = tmp_path / "secret.png"
-    Image.new("RGB", (30, 30), "red").save(secret)
-    [shot] = (tmp_path / "out" / "images").glob("*.png")
-    content, before = shot.read_bytes(), secret.read_bytes()
-    plants = {"link": lambda: shot.symlink_to(secret), "broken link": lambda: shot.symlink_to(tmp_path / "nothing"),
-              "fifo": lambda: os.mkfifo(shot)}
-    for name, plant in plants.items():
-        shot.unlink()
-        plant()
-        (tmp_path / "out" / "COMPLETED").unlink()
-        assert "continues an interrupted run" in succeed(*command), name
-        assert shot.is_file() and not shot.is_symlink(), name
-        assert shot.read_bytes() == content and secret.read_bytes() == before, name
-        assert (tmp_path / "out" / "report.html").read_text() == text, name
-
-
 def test_runs_curves_and_clip_in_one_call(clip, tmp_path):
     paths = [write(tmp_path / f"{i}.jsonl", (0, page(colour)), (1, page(colour)), similarity=f"clip:{clip}")
              for i, colour in enumerate(("white", "green", "#103010"))]
@@ -345,41 +297,25 @@ def test_runs_curves_and_clip_in_one_call(clip, tmp_path):
     assert four["runs"][0] == four["runs"][1] and len(four["against_baseline"]["runs"]) == 2
     assert len(one["ci95"]) == len(four["ci95"]) == 2                # the points of the curve "judge"
     text = (tmp_path / "out" / "report.html").read_text()
-    assert "<h2>Best of N</h2>" in text and ">cosine similarity<" in text
+    assert "<h2>Curves</h2>" in text and ">cosine similarity<" in text
     assert f"similarity of screenshots: clip:{clip}" in text
-    assert re.search("over the runs .*\njudge@1 +cosine similarity .*\njudge@4 +cosine similarity .*\n"
-                     "judge@4 +against judge@1", text)
+    run = r"  [\d.]+ [\d.]+\n"
+    assert re.search(f"each run\njudge@1 +-{run}judge@4 +-{run}judge@4 against judge@1 +-{run[:-2]}", text)
 
 
 def test_what_makes_no_sense_for_pages_is_refused(tmp_path):
-    pages = write(tmp_path / "pages.jsonl", (0, page("green")))
-    code = tmp_path / "code.jsonl"
+    pages, code, out = write(tmp_path / "pages.jsonl", (0, page("green"))), tmp_path / "code.jsonl", tmp_path / "out"
     code.write_text(json.dumps({"task": {"problem_description": "?", "ground_truth": "def f(): return 1",
                                          "test_cases": {"a": "f()"}}, "answer": "", "dialogue_history": [
         {"role": "assistant", "content": "x"}]}) + "\n")
-    out = tmp_path / "out"
     assert refused(5, f"a={pages}", f"b={code}", "--out", out) == (
-        "tasks of several domains: pages in a, functions in b; evaluate each domain in a call of its own")
+        "b: a task of another domain (functions) than in the lines before; keep each domain in files of its own")
     both = tmp_path / "both.jsonl"
     both.write_text(pages.read_text() + code.read_text())
-    assert "both.jsonl:2: task: a task of another domain (functions) than in the lines before" in refused(5,
-                                                                                                          f"a={both}",
-                                                                                                          "--out", out)
+    assert "both.jsonl:2: task: a task of another domain (functions) than in the lines before" in refused(
+        5, f"a={both}", "--out", out)
     pixels = ["--similarity", "pixels", "--out", out]
     assert refused(5, f"a={pages}", "--compat", *pixels) == "--compat does nothing for a page; leave it out"
-    measured = ["--trajectories", str(pages), "--out", str(out)]
-    with pytest.raises(InputError) as error:
-        critics.main([*measured, "--gates", "models/tiny"])
-    line = str(error.value)
-    assert line.startswith(f"{pages}: --gates needs template tasks (01)") and line.endswith("leave --gates out")
-    (tmp_path / "critic").mkdir()
-    (tmp_path / "critic" / "critic.json").write_text(json.dumps({"visual": True, **critic_note("regression")}))
-    assert refused(5, f"a={pages}", "--critic", tmp_path / "critic", *pixels) == (
-        f"{tmp_path / 'critic'}: --critic takes a critic that reads text, and this one sees images")
-    with pytest.raises(InputError) as error:
-        critics.main([*measured, "--critics", f"c={tmp_path / 'critic'}"])
-    assert str(error.value) == (
-        f"{tmp_path / 'critic'}: --critics takes critics that read text, and this one sees images")
     assert "--similarity pixels" in refused(5, f"a={pages}", "--out", out)        # no weights; nothing is left
     assert not out.exists()
 

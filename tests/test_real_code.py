@@ -19,7 +19,7 @@ import warnings
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent))
-from colbench.answers import extract_code  # noqa: E402
+from colbench.extract_code import extract_code  # noqa: E402
 
 SAMPLE = 300
 

@@ -83,7 +83,7 @@ def test_smollm2_trains_for_a_step(english):
     written = written_candidates(tokenizer, [first])
     (english / "candidates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
     succeed("04_train_policy.py", "--trajectories", english / "one.jsonl", "--model", english / "weights",
-            "--max-steps", 1, "--batch-size", 1, "--log-every", 1, "--method", "sweet",
+            "--max-steps", 1, "--batch-size", 1, "--method", "sweet",
             "--critic", english / "weights", "--data-frac", 1, "--candidates", english / "candidates.jsonl",
             "--num-candidates", 2, "--out", english / "policy")
     assert [row["step"] for row in read(english / "policy" / "metrics.jsonl")] == [1]

@@ -1,92 +1,53 @@
-"""lib/report.html, report.css and report.js in headless Chromium, on made dialogues: filters, links, keys, the switch,
+"""lib/report/page.html, page.css and page.js in headless Chromium, on made dialogues: filters, links, keys, the switch,
 hostile texts, missing pieces."""
-import base64
-import hashlib
 import io
-import json
-import pathlib
 import random
 import re
 import shutil
-import subprocess
-import sys
 import time
 
 import pytest
 
 from conftest import ROOT
-from lib.plots import interval_svg
+from lib.report import page as report
+from lib.report.plots import rounds_svg
 
-LIB = ROOT / "lib"
+FOLDER = ROOT / "lib" / "report"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-FAMILIES = {
-    "game": ("Can you write a function that works out the result of a player in our game?",
-             "def player_score(points, lives):", ("point factor", "life bonus", "loss penalty")),
-    "shipping": ("I need a function for the price of a parcel. We have some rules of our own.",
-                 "def parcel_price(weight, distance):", ("base price", "price per kilogram", "far surcharge")),
-    "grades": ("Please write a function that turns points of an exam into a grade.",
-               "def grade(points, bonus):", ("pass mark", "bonus limit", "rounding", "top grade")),
-    "leave": ("We need to know how many days off a person has left.",
-              "def days_left(years, taken):", ("days a year", "extra days", "carry-over limit")),
-}
-KINDS = ["needed", "repeat", "idle", "vague", "right answer", "wrong answer", "early answer"]
+FACTS = {"game": ("point factor", "life bonus", "loss penalty"), "shipping": ("base price", "price per kilogram"),
+         "grades": ("pass mark", "bonus limit", "rounding", "top grade")}
 CREDIT = {"needed": 0.35, "repeat": -0.25, "idle": -0.1, "vague": -0.15, "right answer": 0.3, "wrong answer": -0.05,
           "early answer": -0.4}
-
-
-def function(head, values):
-    values = list(map(int, values))
-    lines = [f"    result = {head.split('(')[1].split(',')[0]} * {values[0]}"]
-    lines += [f"    if result > {10 * value}:\n        result = result + {value}" for value in values[1:]]
-    return "\n".join([head, *lines, "    return result"])
+KINDS = list(CREDIT)
 
 
 def make_task(rng, number):
-    family = rng.choice(list(FAMILIES))
-    request, head, names = FAMILIES[family]
-    values = [rng.randint(2, 40) for _ in names]
-    return {"id": f"{number:06x}{rng.getrandbits(40):010x}", "family": family, "request": f"{request}\n{head}",
-            "reference": function(head, values), "facts": [f"{name} = {value}" for name, value in zip(names, values)]}
+    family = rng.choice(list(FACTS))
+    facts = [f"{name} = {rng.randint(2, 40)}" for name in FACTS[family]]
+    return {"id": f"{number:06x}", "family": family, "request": f"A function for {family}, please.\ndef f(x):",
+            "reference": "def f(x):\n    return " + " + ".join(fact.split()[-1] for fact in facts), "facts": facts}
 
 
 def make_dialogue(rng, m, t, task, skill):
     """One dialogue: asks for the facts, with detours, then answers."""
-    names, values = zip(*(fact.split(" = ") for fact in task["facts"]))
-    head = task["request"].split("\n")[1]
     turns, known = [{"who": "human", "text": task["request"]}], []
-    while len(turns) < 15 and (len(known) < len(names) or rng.random() < 0.3):
+    for _ in range(rng.randint(1, 7)):
         kind = rng.choices(["needed", "repeat", "idle", "vague"], [6 * skill, 1, 1, 1])[0]
-        if len(known) == len(names) and kind == "needed":
-            kind = "idle"
-        if kind == "repeat" and not known:
-            kind = "vague"
-        if len(turns) > 4 and rng.random() > skill:
-            break
-        turn = {"who": "agent", "kind": kind, "tokens": rng.randint(7, 24)}
-        reply = {"who": "human"}
-        if kind in ("needed", "repeat"):
-            fact = rng.choice([i for i in range(len(names)) if (i in known) == (kind == "repeat")])
-            turn["text"] = rng.choice(["Could you tell me the {}?", "Thanks. What should the {} be?",
-                                       "One more question. What is the {}, exactly?"]).format(names[fact])
-            reply["text"] = rng.choice(["The {} is {}.", "I think the {} is {}.",
-                                        "For the {}, we always take {} in our company."])
-            reply["text"] = reply["text"].format(names[fact], values[fact])
-            if kind == "needed":
-                known.append(fact)
-                reply["learned"] = [fact]
-        else:
-            turn["text"] = "Is there a limit on the length of names?" if kind == "idle" else "Can you tell me more?"
-            reply["text"] = "That does not matter." if kind == "idle" else "Could you ask about something specific?"
-        if rng.random() < 0.004:
-            reply |= {"leak": "code", "text": f"It is just {task['reference'].splitlines()[1].strip()}, I think."}
-        if rng.random() < 0.004:
-            turn |= {"cut": True, "tokens": 160, "text": turn["text"] + " " + "and so on " * 40}
+        turn = {"who": "agent", "text": "Can you tell me more?", "kind": kind, "tokens": rng.randint(7, 24)}
+        reply = {"who": "human", "text": "That does not matter."}
+        if kind == "needed" and len(known) < len(task["facts"]):
+            name, value = task["facts"][len(known)].split(" = ")
+            turn["text"] = f"Thanks. What should the {name} be?"
+            reply |= {"text": f"For the {name}, we take {value} in our company.", "learned": [len(known)]}
+            known.append(name)
+        if rng.random() < 0.04:
+            reply["leak"] = "code"
+        if rng.random() < 0.04:
+            turn["cut"] = True
         turns += [turn, reply]
-    all_known = len(known) == len(names)
-    right = rng.random() < (0.93 if all_known else 0.05)
-    said = [value if i in known else str(rng.randint(2, 40)) for i, value in enumerate(values)]
-    wrong = function(head, said).replace("return result", "return 1 + result" if all_known else "return result")
-    answer = task["reference"] if right else wrong
+    all_known = len(known) == len(task["facts"])
+    right = rng.random() < (0.93 if all_known else 0.2)
+    answer = task["reference"] if right else "def f(x):\n    return x"
     turns.append({"who": "agent", "text": f"I WANT TO ANSWER:\n{answer}", "tokens": rng.randint(40, 90),
                   "kind": "right answer" if right else "wrong answer" if all_known else "early answer"})
     for turn in turns:
@@ -96,119 +57,93 @@ def make_dialogue(rng, m, t, task, skill):
          "rounds": sum(turn["who"] == "agent" for turn in turns), "known": all_known, "answer": answer, "turns": turns,
          "credit": round(sum(turn.get("credit", 0) for turn in turns), 4)}
     if not right:
-        d["failed"] = [{"call": f"{head[4:].split('(')[0]}({rng.randint(1, 90)}, {i})",
-                        "expected": str(rng.randint(1, 999)),
-                        "got": str(rng.randint(1, 999)) if i else None, "said": None if i else "time limit"}
-                       for i in range(round(10 * (1 - d["reward"])))]
-    if rng.random() < 0.003:
-        d["faults"] = ["the server did not answer in 60 s; the turn was asked for again"]
+        d["failed"] = [{"call": f"f({i})", "expected": "1", "got": "2" if i else None, "said": None if i else "time"}
+                       for i in range(2)]
     return d
 
 
-def make_state(rng, task):
+def make_state(rng, t, task):
     """A state of a training dialogue, with 16 candidates of which 4 are chosen and 4 rejected."""
-    kinds = [rng.choice(KINDS[:4]) for _ in range(16)]
-    candidates = [{"text": f"Could you tell me about the {rng.choice(task['facts']).split(' = ')[0]}?", "kind": kind,
-                   "advantage": round(rng.gauss(CREDIT[kind], 0.1), 4), "tokens": rng.randint(7, 20), "cut": False,
-                   "chosen": 0, "rejected": 0} for kind in kinds]
+    candidates = []
+    for kind in rng.choices(KINDS[:4], k=16):
+        candidates.append({"text": f"What about {rng.choice(task['facts'])}?", "kind": kind, "cut": False, "chosen": 0,
+                           "advantage": round(rng.gauss(CREDIT[kind], 0.1), 4), "tokens": rng.randint(7, 20),
+                           "rejected": 0})
     ranked = sorted(candidates, key=lambda one: -one["advantage"])
     for better, worse in zip(rng.sample(ranked[:8], 4), rng.sample(ranked[8:], 4)):
         better["chosen"], worse["rejected"] = 1, 1
-    return {"d": None, "t": 0, "turn": 0, "history": [{"who": "human", "text": task["request"]}],
+    return {"d": None, "t": t, "turn": 0, "history": [{"who": "human", "text": task["request"]}],
             "candidates": candidates}
 
 
-def make_data(num_tasks=1000, methods=("mtdpo", "sweet"), num_states=20, seed=0):
-    """The data of a page as lib/report.py writes them: a dialogue of each method on each task."""
+def make_data(num_tasks, methods=("mtdpo", "sweet"), num_states=20, seed=0):
+    """The data of a page as page_data gives them: a dialogue of each method on each task."""
     rng = random.Random(seed)
     tasks = [make_task(rng, number) for number in range(num_tasks)]
-    skills = [0.5 + 0.47 * (m + 1) / len(methods) for m in range(len(methods))]
-    dialogues = [make_dialogue(rng, m, t, task, skills[m]) for m in range(len(methods)) for t, task in enumerate(tasks)]
-    states = [make_state(rng, tasks[t]) | {"t": t} for t in range(min(num_states, num_tasks))]
+    dialogues = [make_dialogue(rng, m, t, task, 0.5 + 0.47 * (m + 1) / len(methods)) for m in range(len(methods))
+                 for t, task in enumerate(tasks)]
+    states = [make_state(rng, t, tasks[t]) for t in range(min(num_states, num_tasks))]
     if states:                                                      # one of a dialogue that is in the page
-        place = next(i for i, turn in enumerate(dialogues[0]["turns"]) if turn["who"] == "agent")
-        dialogues[0]["turns"][place]["state"] = 0
-        states[0] |= {"d": 0, "turn": 0}
-        del states[0]["history"]
+        dialogues[0]["turns"][1]["state"] = states[0]["d"] = 0
     return {"metric": "success_rate", "heading": "success", "graded": False, "methods": list(methods),
             "critic": "out/critic", "kinds": KINDS, "tasks": tasks, "dialogues": dialogues, "states": states,
-            "images": {}, "left_out": None}
+            "left_out": None}
 
 
-def make_pages(num_tasks=6, seed=0):
-    """Graded dialogues about pages, with screenshots."""
-    from PIL import Image, ImageDraw
-    rng, data = random.Random(seed), make_data(0)
+def make_pages(folder, num_tasks=6):
+    """Graded dialogues about pages; the screenshots of references and of the second method's answers in `folder`."""
+    from PIL import Image
+    rng, data = random.Random(0), make_data(0)
     for t in range(num_tasks):
-        for name, shift in ((f"r{t}", 0), (f"a{t}", rng.randint(5, 60))):
-            image = Image.new("RGB", (320, 400), "white")
-            draw = ImageDraw.Draw(image)
-            draw.rectangle([0, 0, 320, 60], fill=(20, 60 + 20 * t, 120))
-            draw.rectangle([20 + shift, 90, 300, 200], fill=(230, 200 - shift, 120))
-            image.save(file := io.BytesIO(), "JPEG")
-            data["images"][name] = "data:image/jpeg;base64," + base64.b64encode(file.getvalue()).decode()
+        for name in (f"r{t}.png", f"a{t}.png"):
+            Image.new("RGB", (320, 400), (rng.randint(0, 255), 60 + 20 * t, 120)).save(folder / name)
         request, html = f"A page for shop {t}", "<!doctype html><h1>Shop</h1><script>document.title = 'ran'</script>"
-        data["tasks"].append({"id": f"p{t}", "request": request, "reference": "<h1>Shop</h1>", "image": f"r{t}"})
+        data["tasks"].append({"id": f"p{t}", "request": request, "reference": "<h1>Shop</h1>",
+                              "image": f"../images/r{t}.png"})
         for m in (0, 1):
             value = round(rng.random(), 3)
             data["dialogues"].append({
                 "m": m, "t": t, "run": 0, "sample": 0, "reward": value, "similarity": value, "rounds": 1,
-                "answer": html, "image": f"a{t}" if m else "left out",
-                "turns": [{"who": "human", "text": request}, {"who": "agent", "text": html}]})
+                "answer": html, "turns": [{"who": "human", "text": request}, {"who": "agent", "text": html}],
+                **({"image": f"../images/a{t}.png"} if m else {})})
     return data | {"metric": "cosine_similarity", "heading": "cosine similarity", "graded": True, "kinds": [],
-                   "critic": None, "left_out": "6 of 12 screenshots are left out"}
+                   "critic": None}
 
 
-def as_json(data):
-    """JSON that can stand in a script element."""
-    text = json.dumps(data, ensure_ascii=False, separators=(",", ":"))
-    return re.sub("[<>&\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def credit_summary(data):
-    """The rows that lib/report.py gives the template."""
-    turns = [(turn, d["turns"][:place + 1], data["methods"][d["m"]]) for d in data["dialogues"]
-             for place, turn in enumerate(d["turns"]) if turn["who"] == "agent"]
+def mean_rows(data, label_of):
+    """Rows of the credit by what label_of(turn, round) says, as credit_rows gives them."""
+    groups = {}
+    for d in data["dialogues"]:
+        agent_turns = [turn for turn in d["turns"] if turn["who"] == "agent"]
+        for number, turn in enumerate(agent_turns, 1):
+            methods = groups.setdefault(label_of(turn, number), {})
+            methods.setdefault(data["methods"][d["m"]], []).append(turn["credit"])
 
     def mean_of(credits):
         return {"n": len(credits), "mean": sum(credits) / len(credits)}
-
-    def mean_rows(key):
-        groups = {}
-        for turn, before, method in turns:
-            groups.setdefault(key(turn, before), []).append((turn["credit"], method))
-        return [{"label": str(label), **mean_of([credit for credit, _ in own]),
-                 "methods": {name: mean_of([credit for credit, method in own if method == name])
-                             for name in {method for _, method in own}}} for label, own in sorted(groups.items())]
-
-    return {"by_kind": mean_rows(lambda turn, _: turn["kind"]),
-            "by_round": mean_rows(lambda _, before: sum(turn["who"] == "agent" for turn in before)),
-            "agreement": ["made data: no oracle was asked"]}
+    return [{"label": str(label), **mean_of(sum(methods.values(), [])),
+             "methods": {name: mean_of(credits) for name, credits in methods.items()}}
+            for label, methods in sorted(groups.items())]
 
 
-def render(data, **changes):
-    """The page, as lib/report.py makes it of the three files."""
-    from jinja2 import Environment, FileSystemLoader
-    script = (LIB / "report.js").read_text(encoding="utf-8")
-    wins = [[d.get("reward") == 1 for d in data["dialogues"] if d["m"] == m] for m in range(len(data["methods"]))]
-    rates = [sum(own) / max(1, len(own)) for own in wins]
-    values = {
-        "title": "Evaluation", "headings": ["n", "success", "95 %"], "metric_heading": data["heading"],
-        "table": [{"name": name, "cells": [len(own), f"{rate:.3f}", f"[{rate - 0.02:.3f}, {rate + 0.02:.3f}]"]}
-                  for name, own, rate in zip(data["methods"], wins, rates)],
-        "bars": [{"value": rate, "low": rate - 0.02, "high": rate + 0.02} for rate in rates],
-        "notes": ["one run each: the intervals leave other seeds out"],
-        "lines": [("Runs", "run  success\n0      0.850")],
-        "plots": [], "hints": [], "credit": credit_summary(data) if data["critic"] else None,
-        "data_json": as_json(data),
-        "script": script, "script_hash": base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
-        "style": (LIB / "report.css").read_text(encoding="utf-8")} | changes
-    environment = Environment(loader=FileSystemLoader(LIB), autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.get_template("report.html").render(values)
+def credit_summary(data):
+    return {"by_kind": mean_rows(data, lambda turn, _: turn["kind"]),
+            "by_round": mean_rows(data, lambda _, number: number), "agreement": ["made data: no oracle was asked"]}
 
 
 def write(path, data, **changes):
-    path.write_text(render(data, **changes), encoding="utf-8")
+    """Write the page of these data and return its path."""
+    metrics = {}
+    for m, name in enumerate(data["methods"]):
+        wins = [d.get("reward") == 1 for d in data["dialogues"] if d["m"] == m]
+        rate = sum(wins) / max(1, len(wins))
+        metrics[name] = {data["metric"]: rate, "ci95": [rate - 0.02, rate + 0.02]}
+    values = {"metrics": metrics, "metric": data["metric"], "metric_heading": data["heading"],
+              "headings": ["success"], "rows": [[name, f"{method[data['metric']]:.3f}"]
+                                                for name, method in metrics.items()],
+              "notes": ["one run"], "tables": {"Runs": "run  success"}, "plots": [],
+              "credit": credit_summary(data) if data["critic"] else None}
+    report.write_report(path, data, path.parent, **values | changes)
     return path
 
 
@@ -222,7 +157,7 @@ class Page:
     """A page of the browser that notes what must not happen: errors, dialogs, requests other than for the file."""
     def __init__(self, browser, path, **options):
         self.context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
-        self.tab, self.faults, self.address = self.context.new_page(), [], path.as_uri()
+        self.tab, self.faults, self.path, self.address = self.context.new_page(), [], path, path.as_uri()
         self.context.on("request", self.asked)
         self.context.on("page", lambda page: self.faults.append(f"opened {page.url}"))
         self.tab.on("console", lambda message: self.faults.append(f"{message.type}: {message.text}"))
@@ -270,19 +205,24 @@ def browser():
         browser.close()
 
 
+DATA = make_data(60, ("base", "mtdpo", "sweet"))                    # 3 methods on 60 tasks, and a second sample
+DIALOGUES = DATA["dialogues"]
+DIALOGUES.append(make_dialogue(random.Random(7), 2, 0, DATA["tasks"][0], 0.9) | {"sample": 1})
+
+
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
-    """(data, path) of a page of 3 methods on 60 tasks."""
-    data = make_data(60, ("base", "mtdpo", "sweet"))
-    data["dialogues"].append(make_dialogue(random.Random(7), 2, 0, data["tasks"][0], 0.9) | {"sample": 1})
-    return data, write(tmp_path_factory.mktemp("page") / "report.html", data)
+def small(browser, tmp_path_factory):
+    """The Page of DATA."""
+    page = Page(browser, write(tmp_path_factory.mktemp("page") / "report.html", DATA))
+    yield page
+    page.close()
 
 
 @pytest.fixture
-def tab(browser, small):
-    page = Page(browser, small[1])
-    yield page.open()
-    page.close()
+def at(small):
+    """A function that opens the page of DATA at an address, and gives the tab."""
+    yield small.open
+    assert small.faults == []
 
 
 def shown(tab, selector):
@@ -298,17 +238,17 @@ def has(d, kind):
     return any(turn.get("kind") == kind for turn in d["turns"])
 
 
-def test_first_screen_is_the_table_with_bars(small, tab):
-    data, _ = small
-    assert shown(tab, ".results tbody th") == data["methods"]
+def test_first_screen_is_the_table_with_bars(at):
+    tab = at()
+    assert shown(tab, ".results tbody th") == DATA["methods"]
     rates = [sum(d["reward"] == 1 for d in own) / len(own) for own in
-             ([d for d in data["dialogues"] if d["m"] == m] for m in range(3))]
+             ([d for d in DIALOGUES if d["m"] == m] for m in range(3))]
     for bar, rate in zip(tab.locator(".interval").all(), rates, strict=True):
         box, fill = bar.bounding_box(), bar.locator(".fill").bounding_box()
         assert fill["width"] / box["width"] == pytest.approx(rate, abs=0.005)
         assert bar.get_attribute("aria-label") == f"{rate:.3f}, 95 % interval {rate - 0.02:.3f} to {rate + 0.02:.3f}"
     assert shown(tab, "section h2") == []                           # neither plots nor hints, and no other view
-    assert tab.locator(".results th[scope=col]").count() == 5
+    assert tab.locator(".results th[scope=col]").count() == 3
 
 
 @pytest.mark.parametrize("fragment, keeps", [
@@ -325,10 +265,9 @@ def test_first_screen_is_the_table_with_bars(small, tab):
     ("q=no+such+words", lambda d, task: False),
     ("m=mtdpo&reward=failed&kind=needed&q=company", lambda d, task: d["m"] == 1 and d["reward"] < 1 and has(d, "needed")
      and any("company" in turn["text"] for turn in d["turns"]))])
-def test_filters_in_the_address(small, tab, fragment, keeps):
-    data, path = small
-    tab.goto(path.as_uri() + f"#view=dialogues&{fragment}")
-    kept = [i for i, d in enumerate(data["dialogues"]) if keeps(d, data["tasks"][d["t"]])]
+def test_filters_in_the_address(at, fragment, keeps):
+    tab = at(f"#view=dialogues&{fragment}")
+    kept = [i for i, d in enumerate(DIALOGUES) if keeps(d, DATA["tasks"][d["t"]])]
     assert shown(tab, "#counter") == [f"{len(kept)} of 181 dialogues"]
     assert numbers(tab) == kept[:100]
     if len(kept) > 100:
@@ -336,20 +275,20 @@ def test_filters_in_the_address(small, tab, fragment, keeps):
         assert numbers(tab) == kept[100:200] and "page=1" in tab.url
 
 
-def test_filters_by_hand_and_back(small, tab):
-    data, _ = small
+def test_filters_by_hand_and_back(at):
+    tab = at()
     tab.click("nav >> text=Dialogues")
     assert shown(tab, "#counter") == ["181 of 181 dialogues"]
     tab.select_option("#f-m", "base")
     tab.select_option("#f-reward", "failed")
-    kept = [i for i, d in enumerate(data["dialogues"]) if d["m"] == 0 and d["reward"] < 1]
+    kept = [i for i, d in enumerate(DIALOGUES) if d["m"] == 0 and d["reward"] < 1]
     assert numbers(tab) == kept
     tab.locator("#f-q").press_sequentially("bonus")
-    found = [i for i in kept if any("bonus" in turn["text"].lower() for turn in data["dialogues"][i]["turns"])]
+    found = [i for i in kept if any("bonus" in turn["text"].lower() for turn in DIALOGUES[i]["turns"])]
     assert numbers(tab) == found and 0 < len(found) < len(kept)
     assert tab.evaluate("document.activeElement.id") == "f-q" and tab.url.endswith("m=base&reward=failed&q=bonus")
     tab.go_back()                                                   # typing is one step with what was there before
-    assert numbers(tab) == [i for i, d in enumerate(data["dialogues"]) if d["m"] == 0][:100]
+    assert numbers(tab) == [i for i, d in enumerate(DIALOGUES) if d["m"] == 0][:100]
     assert tab.input_value("#f-q") == "" and tab.input_value("#f-reward") == ""
     tab.go_forward()
     assert numbers(tab) == found and tab.input_value("#f-reward") == "failed"
@@ -357,26 +296,22 @@ def test_filters_by_hand_and_back(small, tab):
     assert shown(tab, "#counter") == ["181 of 181 dialogues"]
 
 
-def test_sorting(small, tab):
-    data, path = small
-    tab.goto(path.as_uri() + "#view=dialogues&m=sweet")
-    own = [i for i, d in enumerate(data["dialogues"]) if d["m"] == 2]
-    for key, heading in (("credit", "credit"), ("rounds", "rounds"), ("reward", "reward")):
-        tab.click(f"#sort-{heading}")
-        assert numbers(tab) == sorted(own, key=lambda i: data["dialogues"][i][key])
-        assert tab.locator("th[aria-sort]").get_attribute("aria-sort") == "ascending"
-        tab.click(f"#sort-{heading}")
-        assert numbers(tab) == sorted(own, key=lambda i: -data["dialogues"][i][key])
-        assert tab.locator("th[aria-sort]").get_attribute("aria-sort") == "descending"
+def test_sorting(at):
+    tab = at("#view=dialogues&m=sweet")
+    own = [i for i, d in enumerate(DIALOGUES) if d["m"] == 2]
+    for key in ("credit", "rounds", "reward"):
+        for sign, order in ((1, "ascending"), (-1, "descending")):
+            tab.click(f"#sort-{key}")
+            assert numbers(tab) == sorted(own, key=lambda i: sign * DIALOGUES[i][key])
+            assert tab.locator("th[aria-sort]").get_attribute("aria-sort") == order
     tab.click("#sort-request")
-    assert numbers(tab) == sorted(own, key=lambda i: data["tasks"][data["dialogues"][i]["t"]]["request"])
+    assert numbers(tab) == sorted(own, key=lambda i: DATA["tasks"][DIALOGUES[i]["t"]]["request"])
 
 
-def test_a_dialogue_shows_every_turn_with_its_credit(small, tab):
-    data, path = small
-    d = next(i for i, d in enumerate(data["dialogues"]) if d["rounds"] == 6 and d["reward"] < 1)
-    tab.goto(path.as_uri() + f"#d={d}&turn=3")
-    one = data["dialogues"][d]
+def test_a_dialogue_shows_every_turn_with_its_credit(at):
+    d = next(i for i, d in enumerate(DIALOGUES) if d["rounds"] == 6 and d["reward"] < 1)
+    tab = at(f"#d={d}&turn=3")
+    one = DIALOGUES[d]
     turns = tab.locator("#dialogue .turn")
     assert turns.count() == len(one["turns"])
     for place, turn in enumerate(one["turns"]):
@@ -385,8 +320,7 @@ def test_a_dialogue_shows_every_turn_with_its_credit(small, tab):
         assert re.sub(r"\s+", " ", text).strip() == re.sub(r"\s+", " ", turn["text"]).strip()
         assert ("named" in card.get_attribute("class")) == (place == 3)
         if turn["who"] == "agent":
-            sign = "+" if turn["credit"] >= 0 else "\u2212"
-            assert card.locator(".number").inner_text() == f"{sign}{abs(turn['credit']):.3f}"
+            assert card.locator(".number").inner_text() == f"{turn['credit']:+.3f}".replace("-", "\u2212")
             middle = card.locator(".track").bounding_box()
             fill = card.locator(".fill").bounding_box()
             centre = middle["x"] + middle["width"] / 2
@@ -410,11 +344,10 @@ def test_a_dialogue_shows_every_turn_with_its_credit(small, tab):
     assert "named" in tab.get_attribute(f"#turn-{d}-3", "class")
 
 
-def test_reference_and_facts_are_behind_the_switch(small, tab):
-    data, path = small
-    d = next(i for i, d in enumerate(data["dialogues"]) if d["known"] and d["m"] == 2 and d["reward"] < 1)
-    one, task = data["dialogues"][d], data["tasks"][data["dialogues"][d]["t"]]
-    tab.goto(path.as_uri() + f"#d={d}")
+def test_reference_and_facts_are_behind_the_switch(at):
+    d = next(i for i, d in enumerate(DIALOGUES) if d["known"] and d["m"] == 2 and d["reward"] < 1)
+    one, task = DIALOGUES[d], DATA["tasks"][DIALOGUES[d]["t"]]
+    tab = at(f"#d={d}")
     assert shown(tab, ".secret") == [] and "learned" not in tab.inner_text("body")
     assert task["reference"] not in tab.inner_text("body")
     tab.check("#secrets")
@@ -432,9 +365,8 @@ def test_reference_and_facts_are_behind_the_switch(small, tab):
     assert not tab.is_checked("#secrets")
 
 
-def test_keyboard(small, tab):
-    data, path = small
-    tab.goto(path.as_uri() + "#view=dialogues&m=sweet&sort=-credit")
+def test_keyboard(at):
+    tab = at("#view=dialogues&m=sweet&sort=-credit")
     order = numbers(tab)
     for key in ("j", "j", "ArrowDown", "k", "ArrowUp", "j"):
         tab.keyboard.press(key)
@@ -461,18 +393,17 @@ def test_keyboard(small, tab):
     assert not tab.locator("#help").is_visible() and not tab.is_checked("#secrets")
 
 
-def test_methods_side_by_side(small, tab):
-    data, path = small
-    tab.goto(path.as_uri() + "#view=dialogues&m=base")
+def test_methods_side_by_side(at):
+    tab = at("#view=dialogues&m=base")
     tab.keyboard.press("j")
     tab.keyboard.press("Enter")
     tab.click("text=compare the methods on this task")
     picks = [0, 60, 120]
-    assert [re.sub(r"\s.*", "", text) for text in shown(tab, ".columns .head a")] == data["methods"]
-    longest = max(len(data["dialogues"][d]["turns"]) for d in picks)
+    assert [re.sub(r"\s.*", "", text) for text in shown(tab, ".columns .head a")] == DATA["methods"]
+    longest = max(len(DIALOGUES[d]["turns"]) for d in picks)
     assert tab.locator(".columns .cell").count() == 3 * (longest - 1)
     for place in range(1, longest):
-        there = [d for d in picks if place < len(data["dialogues"][d]["turns"])]
+        there = [d for d in picks if place < len(DIALOGUES[d]["turns"])]
         boxes = [tab.locator(f"#turn-{d}-{place}").bounding_box() for d in there]
         assert len({round(box["y"]) for box in boxes}) == 1 and len({box["x"] for box in boxes}) == len(there)
     tab.uncheck("#c-0")
@@ -480,7 +411,7 @@ def test_methods_side_by_side(small, tab):
     tab.select_option("#c-which-2", "180")
     assert shown(tab, ".columns .head a") == ["mtdpo", "sweet, sample 2"] and "pick=60%2C180" in tab.url
     tab.select_option("#c-what", "differ")
-    by_task = [[d["reward"] == 1 for d in data["dialogues"] if d["t"] == t] for t in range(60)]
+    by_task = [[d["reward"] == 1 for d in DIALOGUES if d["t"] == t] for t in range(60)]
     differ = [t for t, wins in enumerate(by_task) if any(wins) and not all(wins)]
     assert f"1 of {len(differ)} tasks" in tab.inner_text("#compare .filters") and 0 < len(differ) < 60
     tab.keyboard.press("Tab")
@@ -494,14 +425,13 @@ def signed(own):
     return f"{own['mean']:+.3f}".replace("-", "\u2212")
 
 
-def test_credit_summary_and_the_strip_of_all_turns(small, tab):
-    data, path = small
-    tab.goto(path.as_uri() + "#view=credit")
-    summary = credit_summary(data)
+def test_credit_summary_and_the_strip_of_all_turns(at):
+    tab = at("#view=credit")
+    summary = credit_summary(DATA)
     for table, rows in zip(tab.locator("#credit table").all(), (summary["by_kind"], summary["by_round"]), strict=True):
         assert [re.split(r"\s*\t\s*|\n", row.inner_text()) for row in table.locator("tbody tr").all()] == [
-            [row["label"], str(row["n"]), signed(row), *(f"{signed(own)} ({own['n']})" for own in map(
-                row["methods"].get, data["methods"]))] for row in rows]
+            [row["label"], str(row["n"]), signed(row), *(f"{signed(own)} ({own['n']})" if own else "–" for own in map(
+                row["methods"].get, DATA["methods"]))] for row in rows]
     drawn = """() => {
       const canvas = document.querySelector("canvas");
       const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
@@ -511,10 +441,10 @@ def test_credit_summary_and_the_strip_of_all_turns(small, tab):
     tab.select_option("#s-m", "base")
     tab.select_option("#s-kind", "vague")
     assert 0 < tab.evaluate(drawn) < whole and tab.url.endswith("m=base&kind=vague")
-    tab.goto(path.as_uri() + "#view=credit")
+    at("#view=credit")
     tab.locator("canvas").scroll_into_view_if_needed()
     box = tab.locator("canvas").bounding_box()
-    most = max(d["rounds"] for d in data["dialogues"])
+    most = max(d["rounds"] for d in DIALOGUES)
     for part in range(20):                                          # a click in the cloud of the first round
         tab.mouse.click(box["x"] + 48 + 0.5 * (box["width"] - 48) / most, box["y"] + 70 + 8 * part)
         if "#d=" in tab.url:
@@ -522,10 +452,9 @@ def test_credit_summary_and_the_strip_of_all_turns(small, tab):
     assert re.search(r"#d=\d+&turn=1$", tab.url) and tab.locator(".turn.named").is_visible()
 
 
-def test_candidates_are_ranked_and_marked(small, tab):
-    data, path = small
-    tab.goto(path.as_uri() + "#view=candidates&s=3")
-    one = data["states"][3]
+def test_candidates_are_ranked_and_marked(at):
+    tab = at("#view=candidates&s=3")
+    one = DATA["states"][3]
     ranked = sorted(one["candidates"], key=lambda candidate: -candidate["advantage"])
     rows = tab.locator(".candidates tbody tr").all()
     assert len(rows) == 16
@@ -538,7 +467,7 @@ def test_candidates_are_ranked_and_marked(small, tab):
     assert one["history"][0]["text"].split("\n")[0] in tab.inner_text("#candidates .turn")
     tab.keyboard.press("k")
     assert "s=2" in tab.url
-    tab.goto(path.as_uri() + "#view=candidates&s=0")
+    at("#view=candidates&s=0")
     tab.click("text=its dialogue")
     assert tab.url.endswith("#d=0&turn=1")
     tab.click("summary:has-text('16 candidates of this turn')")
@@ -546,12 +475,11 @@ def test_candidates_are_ranked_and_marked(small, tab):
     assert tab.locator("#turn-0-1 .candidates tbody tr").count() == 16
 
 
-def test_failures(small, tab):
-    data, path = small
-    tab.goto(path.as_uri() + "#view=failures")
-    failed = [d for d in data["dialogues"] if d.get("failed")]
-    cut = [turn for d in data["dialogues"] for turn in d["turns"] if turn.get("cut")]
-    leaks = [turn for d in data["dialogues"] for turn in d["turns"] if turn.get("leak")]
+def test_failures(at):
+    tab = at("#view=failures")
+    failed = [d for d in DIALOGUES if d.get("failed")]
+    cut = [turn for d in DIALOGUES for turn in d["turns"] if turn.get("cut")]
+    leaks = [turn for d in DIALOGUES for turn in d["turns"] if turn.get("leak")]
     assert shown(tab, ".tabs a")[:3] == [f"failed tests ({len(failed)})", f"leaks ({len(leaks)})",
                                              f"cut turns ({len(cut)})"]
     assert tab.locator(".failure").count() == 20
@@ -561,7 +489,8 @@ def test_failures(small, tab):
     assert shown(tab, "#failures [role=status]") == [f"{len(own)} of {len(failed)}"]
     tab.select_option("#w-m", "")
     tab.click("#w-leaks")
-    assert tab.locator(".failure").count() == len(leaks) and "shows the reference: code" in tab.inner_text(".failure")
+    assert tab.locator(".failure").count() == min(20, len(leaks))
+    assert "shows the reference: code" in tab.inner_text(".failure")
     tab.click("#w-cut")
     assert tab.locator(".failure").count() == min(20, len(cut))
     assert "cut by the token limit" in tab.inner_text(".failure")
@@ -571,12 +500,12 @@ def test_failures(small, tab):
 
 
 def test_pages_side_by_side_with_a_slider(browser, tmp_path):
-    data = make_pages()
-    page = Page(browser, write(tmp_path / "report.html", data, hints=["--critic DIR adds the credit of each turn"]))
+    data = make_pages(tmp_path) | {"left_out": "6 dialogues are left out"}
+    page = Page(browser, write(tmp_path / "report.html", data))
     tab = page.open("#view=failures")
     worst = sorted(data["dialogues"], key=lambda d: d["reward"])
     first = next(i for i, d in enumerate(worst) if d["m"] == 1)
-    assert "6 of 12 screenshots are left out" in tab.inner_text("#failures")
+    assert "6 dialogues are left out" in tab.inner_text("#failures")
     article = tab.locator(".failure").nth(first)
     assert article.locator("img").count() == 4 and f"reward {worst[first]['similarity']:.3f}" in article.inner_text()
     assert article.locator("img").evaluate_all("all => all.map(image => image.naturalWidth)") == [320] * 4
@@ -612,33 +541,30 @@ def hostile(tmp_path_factory):
     for number, attack in enumerate(ATTACKS):
         task, d = data["tasks"][number], data["dialogues"][number]
         task |= {"id": attack, "family": attack, "request": attack, "reference": attack, "facts": [attack] * 4,
-                 "image": attack}
-        d |= {"answer": attack, "reward": 0.5, "faults": [attack], "image": attack,
+                         }
+        d |= {"answer": attack, "reward": 0.5, "faults": [attack],
               "failed": [{"call": attack, "expected": attack, "got": attack, "said": attack}]}
         for turn in d["turns"]:
             turn |= {"text": attack} | ({"kind": attack} if "kind" in turn else {"leak": attack})
-        data["images"] |= {attack: attack}
     data["states"][0]["candidates"][0] |= {"text": ATTACKS[0], "kind": ATTACKS[1]}
     many = "\U0001F600" * 3000 + "a" * (2 ** 20 - 3000)
     data["dialogues"][0]["turns"][1]["text"] = many
     path = tmp_path_factory.mktemp("hostile") / "report.html"
-    return write(path, data, title=ATTACKS[0], hints=[ATTACKS[1]], notes=[ATTACKS[0]],
-                 lines=[(ATTACKS[1], ATTACKS[0])], metric_heading=ATTACKS[1])
+    return write(path, data, notes=[ATTACKS[0]], tables={ATTACKS[1]: ATTACKS[0]}, metric_heading=ATTACKS[1])
 
 
 @pytest.fixture
 def hostile_tab(browser, hostile):
     """The page, open; after each test nothing has run, and its title is the one that it began with."""
     page = Page(browser, hostile)
-    tab = page.open()
-    yield tab
-    assert tab.title() == ATTACKS[0]
+    yield page.open()
+    assert page.tab.title() == "Evaluation"
     page.close()
 
 
 def test_hostile_texts_stay_texts(hostile, hostile_tab):
     tab = hostile_tab
-    assert tab.locator("h1").inner_text() == ATTACKS[0] == tab.title()
+    assert shown(tab, ".results tbody th") == [ATTACKS[0], "<b>sweet</b>"]
     for number, attack in enumerate(ATTACKS):
         tab.goto(f"{hostile.as_uri()}#d={number}")
         tab.locator("#secrets").check()
@@ -657,17 +583,14 @@ def test_a_text_has_its_own_direction(hostile, hostile_tab):
 
 
 def test_every_address_shows_something(hostile, hostile_tab):
-    tab = hostile_tab
-    for view in ("compare", "credit", "candidates", "failures", "failures&what=faults", "failures&what=leaks",
-                 "failures&what=pages", "dialogues&q=%3Cscript", "dialogues&q=__proto__", "dialogues&sort=constructor",
-                 "__proto__", "constructor", "dialogues&m=constructor&kind=__proto__&page=-7",
-                 "compare&t=__proto__&pick=a,99999"):
-        tab.goto(f"{hostile.as_uri()}#view={view}")
-        assert tab.locator("main").inner_text() != ""
-    for fragment in ("d=__proto__", "d=-1&turn=x", "d=99999999", "s=1e9", "d=1&turn=%3Cscript%3E", "%E0%A4%A",
-                     "view=<script>"):
-        tab.goto(f"{hostile.as_uri()}#{fragment}")
-        assert tab.locator("main").inner_text() != ""
+    views = ("compare", "credit", "candidates", "failures", "failures&what=faults", "failures&what=leaks",
+             "failures&what=pages", "dialogues&q=%3Cscript", "dialogues&q=__proto__", "dialogues&sort=constructor",
+             "__proto__", "constructor", "dialogues&m=constructor&kind=__proto__&page=-7",
+             "compare&t=__proto__&pick=a,99999", "<script>")
+    for fragment in (*(f"view={view}" for view in views), "d=__proto__", "d=-1&turn=x", "d=99999999", "s=1e9",
+                     "d=1&turn=%3Cscript%3E", "%E0%A4%A"):
+        hostile_tab.goto(f"{hostile.as_uri()}#{fragment}")
+        assert hostile_tab.locator("main").inner_text() != ""
 
 
 def test_a_long_text_is_cut_until_it_is_asked_for(hostile, hostile_tab):
@@ -677,11 +600,7 @@ def test_a_long_text_is_cut_until_it_is_asked_for(hostile, hostile_tab):
     assert len(block.inner_text()) <= 5001
     tab.click("text=show all 1,048,576 characters")
     assert block.evaluate("node => [...node.textContent].length") == 2 ** 20
-
-
-def test_a_hostile_dialogue_adds_no_script_no_handler_and_no_foreign_link(hostile, hostile_tab):
-    tab = hostile_tab
-    tab.goto(f"{hostile.as_uri()}#d=0")
+    # a hostile dialogue adds no script, no handler and no foreign link
     assert tab.locator("script").count() == 2
     assert tab.locator("main img, main iframe, main form:not(.filters)").count() == 0
     names = tab.evaluate("[...document.querySelectorAll('*')].flatMap(node => node.getAttributeNames())")
@@ -695,7 +614,8 @@ def test_the_policy_of_the_page_stops_what_is_not_its_script(browser, tmp_path):
     path = tmp_path / "report.html"
     markup = """<img src=http://nothing.invalid/a.png><script>document.title = 'ran'</script>
                 <p onclick="document.title = 'ran'">x</p>"""
-    path.write_text(render(make_data(2)).replace("<main>", "<main>" + markup))
+    write(path, make_data(2))
+    path.write_text(path.read_text().replace("<main>", "<main>" + markup))
     page = Page(browser, path)
     tab = page.open()
     tab.click("p:has-text('x')")
@@ -716,11 +636,9 @@ def test_missing_pieces_leave_their_section_out(browser, tmp_path):
         for turn in d["turns"]:
             for key in ("credit", "kind", "learned", "tokens", "cut", "leak"):
                 turn.pop(key, None)
-    hints = ["--critic DIR adds the credit of each turn", "--candidates FILE adds the candidates"]
-    page = Page(browser, write(tmp_path / "report.html", data, bars=None, hints=hints))
+    page = Page(browser, write(tmp_path / "report.html", data))
     tab = page.open()
     assert shown(tab, "#nav a") == ["Results", "Dialogues", "Compare", "Failures"]
-    assert shown(tab, ".hints li") == hints and tab.locator(".interval").count() == 0
     tab.goto(page.address + "#d=4")
     assert tab.locator(".turn").count() == len(data["dialogues"][4]["turns"])
     assert not {"credit", "no."} & set(shown(tab, "#list th"))
@@ -737,51 +655,32 @@ VIEWS = ("results", "dialogues", "compare", "credit", "candidates", "failures", 
          "dialogues&sort=-credit", "dialogues&reward=failed", "failures&what=faults")
 
 
-def test_a_page_that_had_to_leave_dialogues_out_says_so_in_each_view(browser, tmp_path, monkeypatch):
-    from lib import report
-    monkeypatch.setattr(report, "MAX_PAGE", 400_000)
-    data = make_data(300)
-    data["states"] = []
-    line = report.write_report(tmp_path / "report.html", data, tmp_path / "images", title="Evaluation", table=[],
-                               bars=[], headings=[], metric_heading="success", notes=[], lines=[], plots=[],
-                               credit=None, hints=[])
-    page = Page(browser, tmp_path / "report.html")
-    tab = page.open()
-    assert (tmp_path / "report.html").stat().st_size <= 400_000
-    assert re.match(r"\d+ of 600 dialogues are left out, as the page holds at most 0.4 MB; shown are \d+ of 300 tasks "
-                    r"\((\d+) of 300 of mtdpo, \1 of 300 of sweet\): ", line)
-    left = 600 - int(line.split()[0])
+def test_a_page_that_had_to_leave_dialogues_out_says_so_in_each_view(browser, tmp_path):
+    data = make_data(3) | {"left_out": "4 of 10 dialogues are left out"}
+    page = Page(browser, write(tmp_path / "report.html", data))
     for view, place in (("results", "#left-out"), ("dialogues", "#dialogues"), ("compare", "#compare")):
-        tab.goto(f"{page.address}#view={view}")
-        assert line in tab.inner_text(place)
-    assert f"1 of {left // 2} tasks" in tab.inner_text("#compare .filters")
-    tab.goto(f"{page.address}#view=dialogues")
-    assert shown(tab, "#counter") == [f"{left} of {left} dialogues"]
+        assert data["left_out"] in page.open(f"#view={view}").inner_text(place)
     page.close()
 
 
 def test_a_page_without_a_dialogue_opens(browser, tmp_path):
-    data = make_data(0) | {"left_out": "all dialogues are left out"}
-    page = Page(browser, write(tmp_path / "report.html", data, bars=[], credit=None))
+    page = Page(browser, write(tmp_path / "report.html", make_data(0), credit=None))
     for view in VIEWS:
-        tab = page.open(f"#view={view}")
-        assert tab.locator("#nav a[aria-current]").count() == 1
-    assert "all dialogues are left out" in page.open().inner_text("#left-out")
+        assert page.open(f"#view={view}").locator("#nav a[aria-current]").count() == 1
     page.close()
 
 
 def test_numbers_that_are_missing_leave_their_place_empty(browser, tmp_path):
-    """As lib/report.py leaves them out where a scorer or a critic gives no finite number."""
+    """As page_data leaves the credit out where a critic gives no finite number."""
     data = make_data(4, num_states=2) | {"critic": None}
     for d in data["dialogues"][:4]:
         for key in ("reward", "credit", "sample"):
             d.pop(key, None)
         for turn in d["turns"]:
             turn.pop("credit", None)
-    page = Page(browser, write(tmp_path / "report.html", data, bars=None, credit={"by_kind": [], "by_round": []}))
+    page = Page(browser, write(tmp_path / "report.html", data, credit={"by_kind": [], "by_round": []}))
     for view in VIEWS:
-        tab = page.open(f"#view={view}")
-        assert tab.locator("main").inner_text() != ""
+        assert page.open(f"#view={view}").locator("main").inner_text() != ""
     assert "no number" in page.open("#d=0").inner_text("#dialogue .about")
     assert page.open("#view=dialogues").locator("#list tbody tr").count() == 8
     page.close()
@@ -796,12 +695,9 @@ def test_a_page_of_very_many_dialogues_and_turns_opens(browser, tmp_path):
     data["dialogues"].append(one | {"turns": one["turns"] * 5_000, "rounds": 5_000})
     credit = {"by_kind": [], "by_round": [], "agreement": []}
     page = Page(browser, write(tmp_path / "report.html", data, credit=credit))
-    tab = page.open("#view=dialogues")
-    assert shown(tab, "#counter") == ["130,003 of 130,003 dialogues"]
-    tab = page.open("#view=credit")
-    assert tab.locator("canvas").is_visible()
-    tab = page.open("#d=130002")
-    assert tab.locator("#dialogue .turn").count() == 10_000
+    assert shown(page.open("#view=dialogues"), "#counter") == ["130,003 of 130,003 dialogues"]
+    assert page.open("#view=credit").locator("canvas").is_visible()
+    assert page.open("#d=130002").locator("#dialogue .turn").count() == 10_000
     page.close()
 
 
@@ -827,12 +723,10 @@ def contrast(tab, selector):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast_and_width_of_a_phone(browser, small, scheme):
-    data, path = small
-    page = Page(browser, path, color_scheme=scheme, viewport={"width": 400, "height": 800})
-    failed = next(i for i, d in enumerate(data["dialogues"]) if d["reward"] < 1)
+    page = Page(browser, small.path, color_scheme=scheme, viewport={"width": 400, "height": 800})
+    failed = next(i for i, d in enumerate(DIALOGUES) if d["reward"] < 1)
     for fragment in ("", "#view=dialogues", f"#d={failed}&turn=1", "#view=compare&t=1", "#view=credit",
-        "#view=candidates&s=1",
-                     "#view=failures", "#view=failures&what=cut"):
+                     "#view=candidates&s=1", "#view=failures", "#view=failures&what=cut"):
         tab = page.open(fragment)
         tab.check("#secrets")
         assert tab.evaluate("document.documentElement.scrollWidth") <= 400, fragment
@@ -844,8 +738,7 @@ def test_contrast_and_width_of_a_phone(browser, small, scheme):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_plots_are_seen_in_both_schemes(browser, tmp_path, scheme):
     from PIL import Image
-    plot = {"title": "Success", "svg": interval_svg({"a": {"value": 0.5, "low": 0.4, "high": 0.6}}, "success"),
-            "caption": "By hand."}
+    plot = ("Rounds", rounds_svg({"a": [1, 2, 2]}), "By hand.")
     page = Page(browser, write(tmp_path / "plots.html", make_data(2), plots=[plot]), color_scheme=scheme)
     shot = Image.open(io.BytesIO(page.open("").locator("figure svg").screenshot())).convert("L")
     darkest, lightest = shot.getextrema()
@@ -853,19 +746,9 @@ def test_plots_are_seen_in_both_schemes(browser, tmp_path, scheme):
     page.close()
 
 
-def test_two_small_pictures_of_a_page(browser, small, tmp_path):
-    from PIL import Image
-    done = subprocess.run([sys.executable, ROOT / "scripts" / "screenshots.py", small[1], "--out", tmp_path],
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for name in ("report_first.png", "report_dialogue.png"):
-        assert Image.open(tmp_path / name).size == (1180, 760) and (tmp_path / name).stat().st_size <= 150_000
-
-
-def test_the_page_is_one_file_without_addresses():
-    page = render(make_data(2))
+def test_the_page_is_one_file_without_addresses(tmp_path):
+    page = write(tmp_path / "report.html", make_data(2)).read_text()
     assert page.count("<script") == 2 and not re.search(r"""(src|href)=["']?(?!#)\w|url\(|@import""", page)
-    for name in ("report.js", "report.html"):
+    for name in ("page.js", "page.html"):
         assert not re.search(r"innerHTML|insertAdjacentHTML|outerHTML|document\.write|eval\(|Function\(|https?://",
-                             (LIB / name).read_text(encoding="utf-8"))
-    assert {path.name for path in pathlib.Path(LIB).glob("report.*")} >= {"report.html", "report.css", "report.js"}
+                             (FOLDER / name).read_text(encoding="utf-8"))

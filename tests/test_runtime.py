@@ -1,7 +1,4 @@
 """lib/runtime.py: JSONL files by line, blocks that a killed run goes on with, fingerprints."""
-import argparse
-import functools
-import json
 
 import pytest
 import torch
@@ -9,7 +6,7 @@ import torch
 from conftest import read, ROOT
 from lib import runtime
 from lib.models import weights_fingerprint
-from lib.runtime import file_digest, fingerprint, InputError, map_blocks, read_jsonl, Runtime, start
+from lib.runtime import fingerprint, InputError, map_blocks, read_jsonl, Runtime, start
 
 
 @pytest.mark.parametrize("content, message", [
@@ -35,19 +32,13 @@ def test_what_stages_write_into_a_model_folder_does_not_change_the_model(tmp_pat
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     before = fingerprint(tmp_path)
-    for name in ("args.json", "costs.json", "r.jsonl", "r.jsonl.args.json", "r.jsonl.costs.json"):
+    for name in ("args.json", "r.jsonl", "r.jsonl.args.json"):
         (tmp_path / name).write_text("{}")
+    fingerprint.cache_clear()
     assert fingerprint(tmp_path) == before
     (tmp_path / "config.json").write_text('{"a": 1}')
+    fingerprint.cache_clear()
     assert fingerprint(tmp_path) != before
-
-
-@pytest.mark.parametrize("free, raised", [(0, InputError), (2 ** 30, RuntimeError)])
-def test_a_full_disk_is_one_line_and_another_error_stays(tmp_path, monkeypatch, free, raised):
-    monkeypatch.setattr(runtime.shutil, "disk_usage", lambda folder: argparse.Namespace(free=free))
-    with pytest.raises(raised) as error, runtime.writing(tmp_path / "folder" / "ref.pt"):
-        raise RuntimeError("[enforce fail at inline_container.cc:671] . unexpected pos 704 vs 598")
-    assert (raised is InputError) == str(error.value).startswith(f"{tmp_path}/folder/ref.pt: cannot be wr")
 
 
 def test_map_blocks_resumes_to_the_same_file(tmp_path):
@@ -79,6 +70,7 @@ def test_a_fingerprint_is_of_what_a_model_says(tmp_path):
 
     from safetensors.torch import load_file, save_file
     def both(folder=tmp_path / "tiny"):
+        fingerprint.cache_clear()
         return fingerprint(folder), weights_fingerprint(str(folder))
     first, folder = both(ROOT / "models" / "tiny"), tmp_path / "tiny"
     shutil.copytree(ROOT / "models" / "tiny", folder)
@@ -94,30 +86,3 @@ def test_a_fingerprint_is_of_what_a_model_says(tmp_path):
     save_file(tensors, weights, metadata={"format": "pt"})
     assert weights.stat().st_size == size and both()[1] != first[1]
     assert weights_fingerprint("nobody/model") is None and weights_fingerprint("no/such/folder") is None
-
-
-def test_inputs_are_hashed_once_and_anew_for_each_command(tmp_path, monkeypatch):
-    start(0)
-    hashed, original, path = [], runtime.fingerprint, tmp_path / "input"
-    monkeypatch.setattr(runtime, "known_fingerprint",
-                        functools.cache(lambda name: hashed.append(name) or original(name)))
-    for number in range(2):
-        path.write_text(str(number))
-        args = argparse.Namespace(out=str(tmp_path / f"{number}.jsonl"), overwrite=False)
-        assert not runtime.is_done(args, args.out, [path, None])
-        runtime.begin_output(args, args.out, [path, None])
-        record = json.loads((tmp_path / f"{number}.jsonl.args.json").read_text())
-        assert record["inputs"] == {str(path): fingerprint(path)} and hashed == [path] * (number + 1)
-
-
-def test_a_large_file_is_sampled(tmp_path):
-    path, size = tmp_path / "model.safetensors", 2 ** 28
-    with open(path, "wb") as file:
-        file.truncate(size)
-    seen = {file_digest(path)}
-    for place in (5, size // 1024, size // 2 + 4000, size - 1):                    # header, two blocks, the end
-        with open(path, "r+b") as file:
-            file.seek(place)
-            file.write(b"x")
-        seen.add(file_digest(path))
-    assert len(seen) == 5

@@ -1,51 +1,38 @@
-"""Servers as samplers, against real server processes (server.py): 04 --sampler and 02 --best-of with an agent behind
-http://: the same candidates as sampled here, failures and their mending, resuming, bad input."""
-import argparse
+"""lib/sampling.py: the same replies from a model here and from servers (server.py), rows of a file, bad input; 04
+--sampler and 02 --best-of with an agent behind http://."""
 import asyncio
-import contextlib
 import functools
-import io
+import gc
 import json
 import os
 import pathlib
 import signal
 import time
-import types
 
 import pytest
 
 import common
+import lib.servers
 from conftest import begin, Partial, read, refused, ROOT, run, serving, stage, succeed, wait
-from lib import servers
-from lib.models import encode, stop_ids
-from lib.runtime import InputError
-from lib.servers import open_server, Reply
-from lib.speakers import ids_fault, Speaker
+from lib.models import encode, load_tokenizer, stop_ids
+from lib.runtime import InputError, Rows, Runtime
+from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
+from lib.seeds import server_seed, uniforms
+from lib.servers import NoRoom, Reply, ReplyError
 
-policy, rollout = stage(4), stage(2)
+rollout = stage(2)
 BASE = ROOT / "models" / "tiny"
+PROMPTS = ["A price", "The sum of", "Can you tell me", "Is it"]
 
 
-@pytest.fixture(scope="module")
-def few(workspace, tmp_path_factory):
-    """A file of two dialogues."""
-    path = tmp_path_factory.mktemp("few") / "few.jsonl"
-    path.write_text("".join((workspace / "offline.jsonl").read_text().splitlines(True)[:2]))
-    return path
+def log_of(server):
+    path = pathlib.Path(server["log"])
+    return read(path) if path.exists() else []
 
 
-def flags(few, out, *more):
-    return [str(x) for x in ("--method", "sweet", "--critic", "oracle", "--trajectories", few, "--model", BASE,
-                             "--data-frac", 1, "--num-candidates", 3, "--max-new-tokens", 40, "--max-steps", 1,
-                             "--out", out, *more)]
-
-
-@pytest.fixture(scope="module")
-def greedy(few, tmp_path_factory):
-    """candidates.jsonl at temperature 0, sampled here."""
-    out = tmp_path_factory.mktemp("greedy") / "out"
-    assert "two equal actions" in refused(4, *flags(few, out, "--temperature", 0))
-    return out / "candidates.jsonl"
+@pytest.fixture(autouse=True)
+def few_retries(monkeypatch):
+    monkeypatch.setattr(lib.servers, "RETRIES", 1)
 
 
 @pytest.fixture(scope="module")
@@ -55,88 +42,223 @@ def clean(tmp_path_factory):
         yield serve("--model", BASE)
 
 
-def log_of(server):
-    path = pathlib.Path(server["log"])
-    return read(path) if path.exists() else []
+@pytest.fixture(scope="module")
+def local():
+    return open_sampler(str(BASE), "cpu", "float32", 16, 1000)
 
 
-# --- 04 --sampler
+def samples(sampler, n=3, temperature=0.0):
+    """Replies to all PROMPTS, in flight together."""
+    async def sample_all():
+        requests = []
+        for number, prompt in enumerate(PROMPTS):
+            requests.append(sampler.sample(prompt, n, temperature, 20, (0, "candidates", number, 0)))
+        return await asyncio.gather(*requests)
+    return asyncio.run(sample_all())
+
+
+def served(url):
+    return open_sampler(url, "cpu", "float32", 4, None, load_tokenizer(str(BASE)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# replies
+
+def test_replies_of_a_local_model(local):
+    """By the uniforms of their key, nested in n; ids, text and end belong together; tokens are counted."""
+    before, stops = local.generated_tokens, stop_ids(local.model, local.tokenizer)
+    replies = samples(local, 3, 1.0)
+    for prompt, own in zip(PROMPTS, replies):
+        for reply in own:
+            assert reply.prompt == prompt and reply.text == local.tokenizer.decode(reply.ids, skip_special_tokens=True)
+            assert reply.ended == (reply.ids[-1] in stops) and reply.completion_tokens == len(reply.ids) <= 20
+            assert reply.prompt_tokens == len(encode(local.tokenizer, prompt))
+    assert local.generated_tokens - before == sum(len(reply.ids) for own in replies for reply in own)
+    assert [own[0] for own in replies] == [own[0] for own in samples(local, 1, 1.0)]
+    assert len({reply.text for own in replies for reply in own}) > len(PROMPTS)
+    with pytest.raises(NoRoom, match="a prompt of .* tokens and 990 new ones are more than the 1,000"):
+        asyncio.run(local.sample("A price " * 10, 1, 1.0, 990, (0, "a", "b")))
+
+
+def test_two_servers_share_the_requests_and_give_what_is_sampled_here(local, clean, serve):
+    """At temperature 0, byte for byte; each request has the ids of its prompt, all parameters and its own seed."""
+    another = serve("--model", BASE)
+    before = len(log_of(clean))
+    sampler = served(f"{another['url']},{clean['url']}#model")
+    assert samples(sampler) == samples(local)
+    logs = [log_of(another), log_of(clean)[before:]]
+    assert list(map(len, logs)) == [6, 6]
+    requests = logs[0] + logs[1]
+    assert sorted(request["prompt"] for request in requests) == sorted(
+        encode(local.tokenizer, prompt) for prompt in PROMPTS for _ in range(3))
+    wanted = {"temperature": 0.0, "max_tokens": 20, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "return_token_ids": True}
+    assert all(wanted.items() <= request.items() for request in requests)
+    assert {request["seed"] for request in requests} >= {server_seed(0, "candidates", 0, 0),
+                                                         server_seed(0, "candidates", 0, 0, 2)}
+    assert len({request["seed"] for request in requests}) == len(requests)
+    assert sampler.generated_tokens == sum(len(reply.ids) for own in samples(local) for reply in own)
+
+
+def test_a_misbehaving_server_changes_no_reply(local, serve, monkeypatch):
+    """Errors, rate limits, half and cut replies, wrong ids, one that never comes."""
+    monkeypatch.setattr(lib.servers, "TIMEOUT_S", 3)
+    monkeypatch.setattr(lib.servers, "RETRIES", 9)
+    server = serve("--model", BASE, "--limit", 11, "--busy", 13, "--broken", 10, "--cut", 7, "--wrong-ids", 4,
+                   "--hang-at", 6, "--strict")
+    assert samples(served(f"{server['url']}#model")) == samples(local)
+    assert len(log_of(server)) > 14
+
+
+@pytest.mark.parametrize("text, ended, tail, fault", [
+    ("What is it?", True, "<end>", None), ("What is it?", False, "", None), ("What is it?\ufffd", False, "", None),
+    ("<think>A plan.</think>What is it?", True, "<end>", None),                 # thoughts that it puts apart
+    ("When?", True, "<end>", "they say 'What is it?' and the text says 'When?'"),
+    ("", True, "<end>", "they say 'What is it?' and the text says ''"),
+    ("What is it?", True, "", "no end of the turn")])
+@pytest.mark.parametrize("thoughts", ["", "<think>A plan</think>"])
+def test_what_ids_must_be(text, ended, tail, fault, thoughts):
+    """Those of the text, with the end of the turn."""
+    tokenizer = load_tokenizer(str(BASE))
+    sampler = Sampler(tokenizer=tokenizer, server=lib.servers.Server("http://a/v1#m", 1))
+    ids = encode(tokenizer, thoughts + "What is it?") + [tokenizer.eos_token_id] * bool(tail)
+    prompt_tokens = len(encode(tokenizer, "A price"))
+    found = sampler.fault_of(Reply(text, ended, ids, prompt_tokens, 5), "A price", may_be_empty=True)
+    assert (found is None) == (fault is None) and (fault or "") in (found or "")
+    with pytest.raises(InputError, match="http://a/v1#m: gives no token ids"):
+        sampler.fault_of(Reply(text, ended, None, prompt_tokens, 5), "A price", may_be_empty=True)
+    with pytest.raises(InputError, match=f"read 99 tokens, where this tokenizer and template make {prompt_tokens};"):
+        sampler.fault_of(Reply(text, ended, ids, 99, 5), "A price", may_be_empty=True)
+
+
+def test_only_a_chat_needs_more_than_thoughts():
+    sampler = Sampler(server=lib.servers.Server("http://a/v1#m", 1))
+    thought = Reply("<think>A plan</think>", True, None, 1, 1)
+    assert sampler.fault_of(thought, None, may_be_empty=True) is None
+    assert sampler.fault_of(thought, None, may_be_empty=False) == "empty reply"
+    assert "raise the limit of new tokens" in sampler.fault_of(thought._replace(ended=False), None, may_be_empty=False)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# rows of a file
+
+def write_rows(out, items, make_row, concurrency=3):
+    runtime = Runtime(0, 1, "cpu")
+    with Rows(out, runtime) as rows:
+        failures = add_rows(rows, items, make_row, concurrency, runtime)
+    finish_rows(rows, len(items), failures, runtime)
+    return read(out)
+
+
+def test_rows_are_made_on_their_own(tmp_path):
+    """A slow one holds back nobody, no more than `concurrency` are in the making; the file is in order."""
+    order, flying = [], []
+
+    async def make_row(item):
+        flying.append(item)
+        assert len(flying) <= 3
+        for _ in range(50 if item == 0 else 2):
+            await asyncio.sleep(0)
+        order.append(item)
+        flying.remove(item)
+        return {"item": item}
+    assert write_rows(tmp_path / "out", range(12), make_row) == [{"item": item} for item in range(12)]
+    assert order[-1] == 0 and sorted(order) == list(range(12))
+
+
+def test_failed_rows_are_left_out_and_made_by_the_next_run(tmp_path):
+    made = []
+
+    async def make_row(item, bad=()):
+        made.append(item)
+        if item in bad:
+            raise ReplyError(f"no reply to {item}")
+        return {"item": item}
+    with pytest.raises(InputError, match="out: 2 of 8 rows are missing, the first failed with no reply to 3; run the"):
+        write_rows(tmp_path / "out", range(8), functools.partial(make_row, bad=(3, 5)), 1)
+    assert not (tmp_path / "out").exists() and made == list(range(8))
+    assert len(write_rows(tmp_path / "out", range(8), make_row)) == 8 and made[8:] == [3, 5]
+
+
+def test_after_many_failures_in_a_row_no_further_row_is_begun(tmp_path):
+    begun = []
+
+    async def make_row(item):
+        begun.append(item)
+        if item != 7:
+            raise ReplyError("no reply")
+        return {}
+    with pytest.raises(InputError, match="99 of 100 rows are missing"):
+        write_rows(tmp_path / "out", range(100), make_row, 2)
+    assert 28 <= len(begun) <= 29
+
+
+@pytest.mark.parametrize("durations", [(0.01,), (0.002, 0.05, 0.05, 0.05, 0.05, 0.05)])
+def test_at_most_twice_as_many_wait_to_be_scored_as_are_in_flight(tmp_path, durations):
+    waiting, most = 0, 0
+
+    async def score(duration):
+        nonlocal waiting
+        await asyncio.sleep(duration)
+        waiting -= 1
+        return {}
+
+    async def make_row(item):
+        nonlocal waiting, most
+        await asyncio.sleep(0)
+        waiting += 1
+        most = max(most, waiting)
+        return functools.partial(score, durations[item % len(durations)])
+    assert len(write_rows(tmp_path / "out", range(100), make_row, 4)) == 100
+    assert waiting == 0 and 4 <= most <= 8
+
+
+def test_an_error_of_the_scorer_ends_the_run_at_once(tmp_path, caplog):
+    started = []
+
+    async def score():
+        raise ValueError("no sandbox")
+
+    async def make_row(item):
+        started.append(item)
+        await asyncio.sleep(0.001)
+        return score
+    with pytest.raises(ValueError, match="no sandbox"):
+        write_rows(tmp_path / "out", range(1000), make_row, 2)
+    assert len(started) < 20
+    gc.collect()
+    assert not caplog.records                                       # the error is raised once, and not also printed
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# 04 --sampler
 
 @pytest.fixture(scope="module")
-def sampled(few, clean, tmp_path_factory):
-    """SWEET with candidates from two servers, in which the policy cannot be loaded to sample: its folder, what it
-    printed, its rows, their candidates, the servers' addresses and the requests that each got."""
-    out, printed = tmp_path_factory.mktemp("sampled") / "out", io.StringIO()
-    serving_another = serving(tmp_path_factory)
-    served = next(serving_another)("--model", BASE)
-    before = len(log_of(clean))
-    both = f"{served['url']},{clean['url']}#model"
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-        patch.setattr(policy, "load_model", None)
-        policy.main(flags(few, out, "--sampler", both))
-    logs = [log_of(served), log_of(clean)[before:]]
-    serving_another.close()
-    rows = read(out / "candidates.jsonl")
-    return types.SimpleNamespace(out=out, printed=printed.getvalue(), rows=rows, both=both, logs=logs,
-                                 requests=logs[0] + logs[1],
-                                 candidates=[candidate for row in rows for candidate in row["candidates"]])
+def few(workspace, tmp_path_factory):
+    """A file of two dialogues."""
+    path = tmp_path_factory.mktemp("few") / "few.jsonl"
+    path.write_text("".join((workspace / "offline.jsonl").read_text().splitlines(True)[:2]))
+    return path
 
 
-def test_two_servers_share_the_requests_of_all_states(sampled, greedy):
-    requests, rows = sampled.requests, sampled.rows
-    assert len(requests) == 3 * len(rows) and min(map(len, sampled.logs)) > len(requests) / 4
-    keys = "task_id", "sample", "turn", "task", "prompt", "history"
-    assert [[row[key] for key in keys] for row in rows] == [[row[key] for key in keys] for row in read(greedy)]
+def policy_flags(few, out, *more):
+    return [str(x) for x in ("--method", "sweet", "--critic", "untrained", "--trajectories", few, "--model", BASE,
+                             "--data-frac", 1, "--num-candidates", 3, "--max-new-tokens", 40, "--max-steps", 1,
+                             "--temperature", 0, "--out", out, *more)]
 
 
-def test_servers_get_prompts_by_their_ids_every_parameter_and_seeds_that_differ(sampled, tiny):
-    requests = sampled.requests
-    assert sorted(request["prompt"] for request in requests) == sorted(
-        encode(tiny[1], row["prompt"]) for row in sampled.rows for _ in range(3))
-    wanted = {"temperature": 1.0, "max_tokens": 40, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "return_token_ids": True}
-    assert all(wanted.items() <= request.items() for request in requests)
-    assert len({request["seed"] for request in requests}) == len(requests)
+@pytest.fixture(scope="module")
+def greedy(few, tmp_path_factory):
+    """candidates.jsonl, sampled here."""
+    out = tmp_path_factory.mktemp("greedy") / "out"
+    assert "two equal actions" in refused(4, *policy_flags(few, out))
+    return out / "candidates.jsonl"
 
 
-def test_candidates_of_servers_have_their_ids_and_whether_they_ended(sampled, tiny):
-    stops = stop_ids(*tiny)
-    for candidate in sampled.candidates:
-        assert candidate["text"] == tiny[1].decode(candidate["ids"], skip_special_tokens=True)
-        assert candidate["ended"] == (candidate["ids"][-1] in stops)
-    assert len({candidate["text"] for candidate in sampled.candidates}) > len(sampled.rows)
-
-
-def test_requests_and_tokens_of_servers_are_counted(sampled):
-    costs = json.loads((sampled.out / "costs.json").read_text())
-    assert f"{sampled.both}: {len(sampled.requests)} requests, " in sampled.printed
-    assert "retried: none" in sampled.printed
-    assert costs["server_prompt_tokens"] == sum(len(request["prompt"]) for request in sampled.requests)
-    assert costs["server_completion_tokens"] == sum(len(candidate["ids"]) for candidate in sampled.candidates)
-
-
-def test_a_policy_is_trained_on_candidates_of_servers(sampled):
-    assert (sampled.out / "COMPLETED").exists() and read(sampled.out / "pairs.jsonl")
-
-
-def test_a_misbehaving_server_changes_no_candidate(few, greedy, tmp_path, serve, monkeypatch, capsys):
-    """At temperature 0 they are those that are sampled here, byte for byte: errors, rate limits, empty, half and cut
-    replies, wrong ids, a reply that never comes."""
-    monkeypatch.setattr(policy, "open_server", functools.partial(open_server, timeout_s=2, retries=20))
-    monkeypatch.setattr(servers, "MAX_PAUSE_S", 0.2)
-    server = serve("--model", BASE, "--limit", 11, "--busy", 13, "--empty", 17, "--broken", 10, "--cut", 7,
-                   "--wrong-ids", 12, "--hang-at", 6, "--strict")
-    more = ["--temperature", 0, "--sampler", f"{server['url']}#model", "--concurrency", 2]
-    assert "two equal actions" in refused(4, *flags(few, tmp_path / "out", *more))
-    retried = capsys.readouterr().out.split("retried: ")[1]
-    for kind in ("status 429", "status 503", "unreadable reply", "no connection", "wrong ids", "no reply within 2 s"):
-        assert f" {kind}" in retried, kind
-    assert (tmp_path / "out" / "candidates.jsonl").read_bytes() == greedy.read_bytes()
-
-
-def test_killed_it_goes_on_by_states(few, greedy, tmp_path, clean, serve):
-    """On two ranks then, with a server at another address, which is asked for what is missing alone."""
+def test_candidates_of_a_server_are_those_of_this_machine_after_a_kill(few, greedy, tmp_path, clean, serve):
+    """It goes on by states, on two ranks then and with a server at another address, which is asked for what is missing
+    alone."""
     first, out = serve("--model", BASE, "--delay-s", 0.1), tmp_path / "out"
-    arguments = flags(few, out, "--temperature", 0, "--concurrency", 3, "--sampler")
+    arguments = policy_flags(few, out, "--concurrency", 3, "--sampler")
     pid = begin("04_train_policy.py", *arguments, f"{first['url']}#model", folder=tmp_path)
     partial = Partial(out / "candidates.jsonl")
     while not (partial.exists() and len(partial.read_bytes().splitlines()) > 3):
@@ -150,88 +272,24 @@ def test_killed_it_goes_on_by_states(few, greedy, tmp_path, clean, serve):
     before = len(log_of(clean))
     process = run("04_train_policy.py", *arguments, f"{clean['url']}#model", ranks=2)
     assert process.returncode == 2 and "two equal actions" in process.stderr
-    assert f"{first['url']}#model; {clean['url']}#model is taken for the same model" in process.stdout
     assert len(log_of(clean)) - before == 3 * (num_states - len(done))
     assert (out / "candidates.jsonl").read_bytes() == greedy.read_bytes() and not list(out.glob("*.partial"))
     assert "made with --sampler" in refused(4, *arguments, f"{clean['url']}#other")
 
 
-def test_a_state_without_a_reply_is_asked_for_again(few, greedy, tmp_path, clean, serve):
-    rows, out = read(greedy), tmp_path / "out"
-    longest = max(range(len(rows)), key=lambda i: len(rows[i]["prompt"]))
-    server = serve("--model", BASE, "--refuse", rows[longest]["prompt"][-40:])
-    arguments = flags(few, out, "--temperature", 0, "--concurrency", 1, "--sampler")
-    line = refused(4, *arguments, f"{server['url']}#model")
-    assert f"candidates.jsonl: 1 of {len(rows)} states failed, the first with " in line and "status 400" in line
-    [failed] = read(out / "candidates.jsonl.failed.jsonl")
-    assert failed["number"] == longest and not (out / "candidates.jsonl").exists()
-    before = len(log_of(clean))
-    assert "two equal actions" in refused(4, *arguments, f"{clean['url']}#model")
-    assert len(log_of(clean)) - before == 3 and (out / "candidates.jsonl").read_bytes() == greedy.read_bytes()
-    assert not (out / "candidates.jsonl.failed.jsonl").exists()
-
-
-def test_servers_that_cannot_sample_are_one_line(few, tmp_path, clean, serve, monkeypatch):
-    monkeypatch.setattr(policy, "open_server", functools.partial(open_server, retries=1))
+def test_samplers_that_cannot_sample_are_one_line(few, tmp_path, clean, serve):
     server = serve("--model", BASE, "--wrong-ids", 1)
-    line = refused(4, *flags(few, tmp_path / "a", "--sampler", f"{server['url']}#model"))
+    line = refused(4, *policy_flags(few, tmp_path / "a", "--sampler", f"{server['url']}#model"))
     assert f"{server['url']}#model: wrong ids (they say " in line and "candidates.jsonl: " in line
-    line = refused(4, *flags(few, tmp_path / "d", "--sampler", f"{clean['url']}#nobody"))
-    assert "#nobody: no model of this name there, or nothing that continues a prompt (/completions) (status 404" in line
-    process = run("04_train_policy.py", *flags(few, tmp_path / "b", "--sampler", "http://127.0.0.1:9/v1#model"))
-    assert process.returncode == 2 and "no connection" in process.stderr
+    line = refused(4, *policy_flags(few, tmp_path / "b", "--sampler", f"{clean['url']}#nobody"))
+    assert "status 404" in line and "no model of this name there, or nothing that continues a prompt" in line
     for more in (["--sampler", BASE], ["--sampler", "http://a/v1#m", "--candidates", "c"]):
         with pytest.raises(SystemExit):
-            policy.parse_args(flags(few, tmp_path / "c", *more))
+            stage(4).parse_args(policy_flags(few, tmp_path / "c", *more))
 
 
-def test_what_ids_must_be(tiny):
-    """Those of the text, with the end of the turn, after a prompt that the server has read alike."""
-    tokenizer = tiny[1]
-    ids = encode(tokenizer, "What is it?")
-    end = [tokenizer.eos_token_id]
-    speaker = Speaker(tokenizer=tokenizer, server=argparse.Namespace(name="http://a/v1#m"))
-    fault = lambda *reply, speaker=speaker: ids_fault(Reply(*reply, 5), speaker, 9)
-    assert fault("What is it?", True, ids + end, 9) is None and fault("What is it?", False, ids, 9) is None
-    assert fault("", True, end, 9) is None
-    thoughts = encode(tokenizer, "<think>A plan</think>")
-    for text in ("<think>A plan.</think>What is it?", "What is it?"):               # thoughts that it puts apart
-        assert fault(text, True, thoughts + ids + end, 9) is None
-    assert fault("What is it?\ufffd", False, ids, 9) is None
-    assert "they say 'What is it?' and the text says 'When?'" in fault("When?", True, ids + end, 9)
-    assert "they say 'What is it?' and the text says ''" in fault("", True, ids + end, 9)
-    assert "no end of the turn" in fault("What is it?", True, ids, 9)
-    for bad in ([len(tokenizer)], [-1], ["a"], [1.5]):
-        assert "not of this vocabulary" in fault("?", True, bad, 9)
-    stopping = speaker._replace(stop=("is",))
-    assert fault("What", True, encode(tokenizer, "What is"), 9, speaker=stopping) is None
-    with pytest.raises(InputError, match="http://a/v1#m: gives no token ids"):
-        fault("What is it?", True, None, 9)
-    with pytest.raises(InputError, match="says that it has read 8 tokens, where this tokenizer and template make 9"):
-        fault("What is it?", True, ids + end, 8)
-
-
-# --- 02 --best-of
-
-def test_best_of_n_of_a_server_sends_what_is_preferred(workspace, clean, tiny, monkeypatch):
-    """The candidates are nested in N, the first is that of N = 1; each is sampled with a seed of its own."""
-    agent, seen = Speaker(tokenizer=tiny[1], server=open_server(f"{clean['url']}#model")), []
-    before = len(log_of(clean))
-
-    async def longest(dialogue, prompt, replies, *_):
-        seen.extend(reply.ids for reply in replies)
-        return max(range(4), key=lambda i: len(replies[i].ids))
-    monkeypatch.setattr(rollout, "critic_choice", longest)
-
-    def turn(*more):
-        args = rollout.parse_args(["--tasks", "t", "--agent", "a", "--out", "o", "--max-new-tokens", "40", *more])
-        dialogue = rollout.new_dialogue(0, read(workspace / "tasks.jsonl")[0], 0)
-        return asyncio.run(rollout.agent_turn(dialogue, rollout.Players(agent, None, None), args))
-    best = turn("--best-of", "4", "--critic", "c")
-    assert len(best["output_ids"]) == max(map(len, seen)) and best["input"] and len(set(map(tuple, seen))) > 1
-    assert turn()["output_ids"] == seen[0]
-    assert len({request["seed"] for request in log_of(clean)[before:]}) == 4
-
+# ---------------------------------------------------------------------------------------------------------------------
+# 02 --best-of
 
 def test_best_of_n_of_a_server_goes_on_after_a_kill(workspace, critic, tmp_path, serve, tiny):
     (tmp_path / "tasks").write_text("".join((workspace / "tasks.jsonl").read_text().splitlines(True)[:6]))
@@ -253,21 +311,30 @@ def test_best_of_n_of_a_server_goes_on_after_a_kill(workspace, critic, tmp_path,
     assert len(rows) == 6 and all(rows[int(number)] == json.loads(row) for number, row in done.items())
     asked, counts = log_of(server)[before:], {}
     assert len(asked) >= 3 * sum(row["num_rounds"] for i, row in enumerate(rows) if str(i) not in done)
-    assert f"{len(done)} of 6 dialogues are there already" in printed and " wrong ids" in printed
+    assert f"{len(done)} of 6 dialogues are there already" in printed
     assert {(row["best_of"], row["critic"]) for row in rows} == {(3, str(critic))}
     for row in rows:
         assert common.agent_turns(tiny[1], row, counts)
     assert list(counts) == ["as sampled"]
 
 
-def test_an_oracle_and_branches_need_no_ids(workspace, tmp_path, serve):
-    server = serve()
+def test_a_judge_and_branches_need_no_ids(workspace, tmp_path, serve):
+    server = serve("--model", BASE)
     (tmp_path / "tasks").write_text("".join((workspace / "tasks.jsonl").read_text().splitlines(True)[:2]))
-    agent = ["--agent", f"{server['url']}#asker", "--max-rounds", 3]
-    succeed("02_rollout.py", "--tasks", tmp_path / "tasks", *agent, "--best-of", 2, "--critic", "oracle", "--out",
-            tmp_path / "best")
-    assert len(log_of(server)) == 2 * 3 * 2 and all("prompt" not in request for request in log_of(server))
-    assert {row["answer"] for row in read(tmp_path / "best")} == {"def f(): return 1"}
+    agent = ["--agent", f"{server['url']}#model", "--max-rounds", 3, "--max-new-tokens", 30]
+    succeed("02_rollout.py", "--tasks", tmp_path / "tasks", *agent, "--best-of", 2, "--critic",
+            f"judge:{server['url']}#counter", "--out", tmp_path / "best")
+    assert all("prompt" not in request and "return_token_ids" not in request for request in log_of(server))
+    assert {request["model"] for request in log_of(server)} == {"model", "counter"}
     succeed("02_rollout.py", "--tasks", tmp_path / "best", "--branch", 2, "--branch-candidates", 2, "--samples", 2,
             *agent, "--out", tmp_path / "branches")
-    assert len(read(tmp_path / "branches")) == 2 * 2 * 2
+    rows = read(tmp_path / "branches")
+    assert len(rows) == 2 * 2 * 2
+    for first, second in zip(rows[::2], rows[1::2]):                 # both go on from one message
+        turn = first["branch"]["turn"]
+        assert first["branch"] == second["branch"]
+        assert first["dialogue_history"][turn] == second["dialogue_history"][turn]
+
+
+def test_uniforms_are_those_of_their_key():
+    assert uniforms((2, 3), 0, "a")[0].tolist() == uniforms((1, 3), 0, "a")[0].tolist() != uniforms((1, 3), 1, "a")

@@ -29,22 +29,22 @@ import types
 import pytest
 
 from colbench import ColBenchError, sandbox
-from colbench.child import (
+from colbench.questions import equal_values, holds
+from colbench.sandbox import ANSWER_TIME_LIMIT, is_result, is_word, LayerError, Lines, Sandbox, Stop
+from colbench.sandbox_worker import (
     AND,
     CONDITIONAL,
     empty,
     GIVE,
     JUMP_IF_EQUAL,
-    Leftovers,
     LOAD,
     MACHINES,
     RESULT_LIMIT,
     system_call_filter,
     THREAD_LIMIT,
 )
-from colbench.sandbox import ANSWER_TIME_LIMIT, is_ready, is_result, LayerError, Lines, Sandbox, Stop
-from colbench.scorer import equal_values, holds, Scorer
-from colbench.values import encode, is_encoded
+from colbench.scorer import Scorer
+from colbench.values import encode, is_encoded, readable
 
 SECRET = "the-secret-" + "of-the-parent"                           # in the parent's memory, environment and a file
 LIMIT_S = 0.4
@@ -312,7 +312,7 @@ def world(tmp_path_factory):
     victim = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
     yield {"TERMINAL": os.ttyname(slave), "WORLD": str(folder), "PORT": port, "PARENT": os.getpid(),
            "VICTIM": victim.pid, "ADDRESS": ctypes.addressof(in_memory), "listeners": listeners,
-           "SANDBOX": str(pathlib.Path(sandbox.__file__).with_name("child.py"))}
+           "SANDBOX": str(pathlib.Path(sandbox.__file__).with_name("sandbox_worker.py"))}
     assert termios.tcgetattr(slave) == attributes
     os.close(terminal)
     os.close(slave)
@@ -324,14 +324,40 @@ def world(tmp_path_factory):
     del os.environ["CANARY"]
 
 
-@pytest.fixture(scope="module", params=["namespaces", "landlock"])
-def child(request, world):
-    with Sandbox(request.param, 0) as child:
+@contextlib.contextmanager
+def started(layer):
+    """A sandbox of a layer whose walls stand; the test is skipped where the machine does not allow it."""
+    with Sandbox(layer, 0) as child:
         try:
             child.greet()
         except LayerError as error:
-            pytest.skip(f"{request.param}: {error}")
+            pytest.skip(f"{layer}: {error}")
         yield child
+
+
+@pytest.fixture(scope="module", params=["namespaces", "landlock"])
+def child(request, world):
+    with started(request.param) as child:
+        yield child
+
+
+@pytest.fixture(scope="module")
+def without_walls(world):
+    """The layer that has limits of resources alone: there an attack that means something succeeds."""
+    with started("rlimits") as child:
+        yield child
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def old_child(request, world):
+    """The layer landlock as on kernels whose Landlock has an earlier version."""
+    with started(f"landlock-{request.param}") as child:
+        yield child
+
+
+def values_of(child, code, *calls, limit_s=1):
+    """What the calls give on an answer."""
+    return child.run(code, list(calls), limit_s, imports=[])[0]
 
 
 def hostile(body, world):
@@ -353,23 +379,27 @@ def hostile(body, world):
 
 def processes(root):
     """Process ids of all that descend from `root`."""
-    parents = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                stat = pathlib.Path(f"/proc/{entry}/stat").read_text()
-                parents[int(entry)] = int(stat.rpartition(")")[2].split()[1])
+    parents = {int(name): state_and_parent(name)[1] for name in os.listdir("/proc") if name.isdigit()}
     found = {root}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return found
 
 
+def state_and_parent(pid):
+    """("Z", 0) of a process that has ended."""
+    try:
+        state, parent, *_ = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "Z", 0
+    return state, int(parent)
+
+
 @pytest.mark.parametrize("body, expected", ATTACKS, ids=[f"{i}-{body[:40]}" for i, (body, _) in enumerate(ATTACKS)])
 def test_attack(child, world, body, expected):
     before, began = processes(child.child.pid), time.monotonic()
-    first, second, third = child.run(hostile(body, world), ["f(1)", "f(2)", "f(3)"], LIMIT_S, imports=[])[0]
-    assert time.monotonic() - began < 3 * LIMIT_S + 4
+    first, second, third = values_of(child, hostile(body, world), "f(1)", "f(2)", "f(3)", limit_s=LIMIT_S)
+    assert time.monotonic() - began < 3 * LIMIT_S + 10
     assert "loot " not in str(second) and SECRET not in str(second)
     if expected == "error":
         assert second[0] == "error", second
@@ -392,19 +422,16 @@ def test_attack(child, world, body, expected):
         assert os.listdir(child.work) == []
     # the next answer finds nothing, and its results are whole
     code = "import os\ndef f(n): return [os.listdir('.'), 'x' * 200000]"
-    assert child.run(code, ["f(1)"], 1, imports=[])[0] == [["ok", ["list", [["list", []], "x" * 200000]]]]
+    assert values_of(child, code, "f(1)") == [["ok", ["list", [["list", []], "x" * 200000]]]]
 
 
 def test_the_suite_is_as_large_as_it_says():
     assert len(ATTACKS) == 195
 
 
-@pytest.fixture(scope="module")
-def without_walls(world):
-    """The layer that has limits of resources alone: there an attack that means something succeeds."""
-    with Sandbox("rlimits", 0) as child:
-        child.greet()
-        yield child
+@pytest.mark.parametrize("body", [body for body, _ in READ + WRITE + DESCRIPTORS[:9]])
+def test_attack_on_an_old_landlock(old_child, world, body):
+    test_attack(old_child, world, body, "error")
 
 
 @pytest.mark.parametrize("part, loot, num_received", [
@@ -413,7 +440,7 @@ def without_walls(world):
 def test_without_walls_an_attack_succeeds(without_walls, world, part, loot, num_received):
     """So what refuses it in the other layers are their walls."""
     [body] = [body for body, _ in ATTACKS if part in body]
-    [result], _ = without_walls.run(hostile(body, world), ["f(2)"], LIMIT_S, imports=[])
+    [result] = values_of(without_walls, hostile(body, world), "f(2)")
     received = 0
     for listener in world["listeners"]:
         with contextlib.suppress(BlockingIOError):
@@ -428,25 +455,71 @@ def test_without_walls_an_attack_succeeds(without_walls, world, part, loot, num_
 def test_without_walls_an_answer_leaves_all_that_it_means_to(without_walls, world, body):
     """The layer namespaces lets it make fewer files. Here it must get to its end, so that there is something to remove.
     """
-    [result], _ = without_walls.run(hostile(body, world), ["f(2)"], 2, imports=[])
-    assert result == ["ok", "harmless"]
+    assert values_of(without_walls, hostile(body, world), "f(2)", limit_s=9) == [["ok", "harmless"]]
     assert os.listdir(without_walls.work) == []
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def old_child(request, world):
-    """The layer landlock as on kernels whose Landlock has an earlier version."""
-    with Sandbox(f"landlock-{request.param}", 0) as child:
-        try:
-            child.greet()
-        except LayerError as error:
-            pytest.skip(str(error))
-        yield child
+# ---- what one answer does reaches no other
+
+DAMAGE = [                                                          # what an answer does, and where it shows
+    ("open('file', 'w').write('x')", "os.listdir('.')"),
+    ("os.mkdir('d'); os.chdir('d')", "os.path.basename(os.getcwd())"),
+    ("builtins.abs = lambda value: 42", "abs(-1)"),
+    ("builtins.trace = 1", "hasattr(builtins, 'trace')"),
+    ("json.trace = 1", "hasattr(json, 'trace')"),
+    ("json.dumps = lambda value: '[\"ok\", 42]'", "json.dumps.__module__"),
+    ("marshal.loads = marshal.dumps = int", "marshal.loads is marshal.dumps"),
+    ("sys.setrecursionlimit(500)", "sys.getrecursionlimit()"),
+    ("signal.signal(signal.SIGALRM, print)", "str(signal.getsignal(signal.SIGALRM))"),
+    ("threading.Thread(target=signal.pause, daemon=True).start()", "len(sys._current_frames())"),
+    ("builtins.memory = mmap.mmap(-1, 600 << 20)", "full(lambda n: mmap.mmap(-1, n), 600 << 20)"),
+    ("[os.dup(0) for _ in range(50)]", "os.dup(0) > 40"),
+    ("os.environ['TRACE'] = '1'", "os.environ.get('TRACE')"),
+    ("sys.modules['random'] = sys", "'random' in sys.modules"),
+    ("frame = sys._getframe().f_back\n        while 'request' not in frame.f_locals: frame = frame.f_back\n"
+     "        frame.f_locals['request']['calls'].clear(); builtins.trace = 1", "hasattr(builtins, 'trace')")]
+CLEAN = """import builtins, json, marshal, mmap, os, signal, sys, threading
+def full(fill, n):
+    try: fill(n)
+    except (MemoryError, OSError): return True
+def f(n):
+    trace = {trace}
+    if n == 2:
+        {damage}
+    return trace"""
 
 
-@pytest.mark.parametrize("body", [body for body, _ in READ + WRITE + DESCRIPTORS[:9]])
-def test_attack_on_an_old_landlock(old_child, world, body):
-    test_attack(old_child, world, body, "error")
+@pytest.mark.parametrize("damage, trace", DAMAGE)
+def test_what_an_answer_does_to_its_process_reaches_no_other(child, damage, trace):
+    """The same text again, and another one, find what the first run found."""
+    code = CLEAN.format(trace=trace, damage=damage)
+    first = values_of(child, code, "f(1)", "f(2)", "f(3)", limit_s=2)
+    assert first[0][0] == "ok"
+    assert (first[2] != first[0]) == ("Thread" not in damage)       # it shows; with a thread, a new process goes on
+    assert values_of(child, code, "f(1)", "f(2)", "f(3)", limit_s=2) == first
+    assert values_of(child, CLEAN.format(trace=trace, damage="pass"), "f(1)", "f(2)", limit_s=2) == [first[0]] * 2
+
+
+def test_no_answer_sees_what_warmed_the_server_up(child):
+    code = "import gc, sys\nbefore = 'answer' in sys.modules and hasattr(sys.modules['answer'], 'total')\n" \
+           "def f():\n    named = [o for o in gc.get_objects() if getattr(o, '__name__', 0) == 'total']\n" \
+           "    return [before, len(named), 'random' in sys.modules]"
+    assert values_of(child, code, "f()", limit_s=2) == [["ok", ["list", [0, 0, 0]]]]
+
+
+def test_no_answer_sees_memory_of_references_or_other_answers(child):
+    """Search the Python objects of a fresh answer's process for what another left (and its own, as a control)."""
+    mark = "marker-" + "of-an-earlier-answer"
+    assert values_of(child, f"def f(): return {mark!r} * 100", "f()")[0][0] == "ok"
+    search = """
+import gc
+own = "marker-of-this-answer"
+def f():
+    halves = ("marker-", "of-an-earlier-answer"), ("marker-", "of-this-answer")
+    dicts = [o for o in gc.get_objects() if isinstance(o, dict)]
+    text = " ".join(str(v)[:10000] for d in dicts for v in list(d.values()) if isinstance(v, (str, list, bytes)))
+    return ["".join(half) in text for half in halves]"""
+    assert values_of(child, search, "f()", limit_s=5) == [["ok", ["list", [0, 1]]]]
 
 
 # ---- the results channel
@@ -455,42 +528,30 @@ class Color(enum.Enum):
     RED = 1
 
 
-VALUES = [None, True, 7, -2 ** 53, 2 ** 60, 0.5, float("nan"), float("-inf"), 1j, "", "\ud800", b"ab", [], [1, [2]],
-          (1,), {1, 2},
-          {"a": [1], "b": None}, collections.OrderedDict(a=1), collections.Counter("aab"),
-          collections.Counter({"a": 0.5}),
-          collections.deque([1]), range(0), range(1), range(0, 9, 2), decimal.Decimal("0.1"), Color.RED,
-          datetime.date(2024, 1, 2), datetime.datetime(2024, 1, 2, 3, 4, 5, 6), datetime.time(1, 2),
-          datetime.timedelta(-1, 5),
-          datetime.time(0, tzinfo=datetime.timezone(datetime.timedelta(hours=2))),
-          datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc), datetime.timezone.utc]
+VALUES = [
+    None, True, 7, -2 ** 53, 2 ** 60, 0.5, float("nan"), float("-inf"), 1j, "", "\ud800", b"ab", [], [1, [2]], (1,),
+    {1, 2}, {"a": [1], "b": None}, collections.OrderedDict(a=1), collections.Counter("aab"),
+    collections.Counter({"a": 0.5}), collections.deque([1]), range(0), range(1), range(0, 9, 2),
+    range(0, 2 ** 70, 2 ** 60),
+    decimal.Decimal("0.1"), Color.RED, datetime.date(2024, 1, 2), datetime.datetime(2024, 1, 2, 3, 4, 5, 6),
+    datetime.time(1, 2), datetime.timedelta(-1, 5),
+    datetime.time(0, tzinfo=datetime.timezone(datetime.timedelta(hours=2))),
+    datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc), datetime.timezone.utc]
 VIOLATIONS = [
     True, False, 1.5, float("nan"), float("inf"), 2 ** 53, -2 ** 70, {}, {"a": 1}, [], [[]], [None], [1], ["ok", 1],
-    ["nonsense"],
-    ["list"], ["list", 1], ["list", "ab"], ["list", {}], ["list", [1], 2], ["list", [1.5]], ["list", [True]],
-    ["list", [["x"]]],
-    ["tuple", None], ["set", [{}]], ["deque", [[]]], ["dict", [1, 2]], ["dict", [["a"]]], ["dict", [["a", 1, 2]]],
-    ["dict", ["ab"]],
-    ["dict", {"a": 1}], ["odict", [[]]], ["counter", [{"1": 2}]], ["counter", [[{"1": 2}, 1]]],
-    ["counter", [["a", 1.5]]],
+    ["nonsense"], ["list"], ["list", 1], ["list", "ab"], ["list", {}], ["list", [1], 2], ["list", [1.5]],
+    ["list", [True]], ["list", [["x"]]], ["tuple", None], ["set", [{}]], ["deque", [[]]], ["dict", [1, 2]],
+    ["dict", [["a"]]], ["dict", [["a", 1, 2]]], ["dict", ["ab"]], ["dict", {"a": 1}], ["odict", [[]]],
+    ["counter", [{"1": 2}]], ["counter", [[{"1": 2}, 1]]], ["counter", [["a", 1.5]]],
     ["list", [["counter", [{"1": 2}]]]], ["nan", 1], ["infinite"], ["infinite", 1], ["int", 5], ["int", "5"],
-    ["int", "0x"],
-    ["int", "0xg"], ["int", "0x1\n"], ["ratio", "1"], ["ratio", "1/0"], ["ratio", "1/-2"], ["ratio", "1/2/3"],
-    ["ratio", 1, 2],
-    ["complex", 1], ["complex", 1, "2"], ["complex", ["list", []], 1], ["enum", "Color"], ["enum", "Color", 1],
-    ["enum", None, "RED"],
-    ["bytes", "a"], ["bytes", "AB"], ["bytes", b"ab".hex() + " "], ["range"], ["range", 0, 1], ["range", 1],
-    ["range", 2, 1],
-    ["range", -1], ["range", 3, 1, 2, 3], ["range", [], 1], ["range", True, 1], ["date", "2024-1-2"], ["date", 5],
+    ["int", "0x"], ["int", "0xg"], ["int", "0x1\n"], ["ratio", "1"], ["ratio", "1/0"], ["ratio", "1/-2"],
+    ["ratio", "1/2/3"], ["ratio", 1, 2], ["complex", 1], ["complex", 1, "2"], ["complex", ["list", []], 1],
+    ["enum", "Color"], ["enum", "Color", 1], ["enum", None, "RED"], ["bytes", "a"], ["bytes", "AB"],
+    ["bytes", b"ab".hex() + " "], ["range"], ["range", 0, 1], ["range", 1], ["range", 2, 1], ["range", -1],
+    ["range", 3, 1, 2, 3], ["range", [], 1], ["range", True, 1], ["date", "2024-1-2"], ["date", 5],
     ["datetime", "2024-01-02"], ["datetime utc", None], ["time", "x"], ["timedelta", 1, 2], ["timedelta", 1, 2, 0.5],
     ["timezone", 1], ["timezone", ["timedelta"]], ["timezone", ["list", []]], ["array", 3, []], ["array", [-1], []],
-    ["array", [1.0], [1]], ["array", [1], [{}]]]
-
-
-@pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_every_value_has_the_form_that_is_expected(value):
-    assert is_encoded(json.loads(json.dumps(encode(value))))
-    assert is_encoded(json.loads(json.dumps(encode([value, {"k": (value,)}]))))
+    ["array", [1.0], [1]], ["array", [1], [{}]], ["enum", json.loads("[" * 200 + "]" * 200), "RED"]]
 
 
 def nested(depth):
@@ -500,8 +561,19 @@ def nested(depth):
     return value
 
 
-def test_values_nest_as_deep_as_the_encoder_lets_them():
+def test_every_value_has_the_form_that_is_expected_and_no_other_has():
+    for value in VALUES:
+        assert is_encoded(json.loads(json.dumps(encode(value)))), value
+        assert is_encoded(json.loads(json.dumps(encode([value, {"k": (value,)}])))), value
+    assert [value for value in VIOLATIONS if is_encoded(value)] == []
     assert is_encoded(nested(100)) and not is_encoded(nested(101))
+
+
+@pytest.mark.parametrize("value", VIOLATIONS[::6], ids=str)
+def test_a_violation_of_the_form_is_a_wrong_value(child, world, value):
+    body = f"os.write(RESULTS, {json.dumps(['ok', value]).encode()!r} + b'\\n'); time.sleep(60)"
+    assert values_of(child, hostile(body, world), "f(2)", "f(3)", limit_s=LIMIT_S) == [
+        ["error", "a broken result"], ["ok", 43]]
 
 
 def mutated(encoded, draw):
@@ -521,24 +593,16 @@ def mutated(encoded, draw):
 
 
 def test_no_mutated_value_breaks_the_comparison():
-    draw, encoded, taken = random.Random(0), [json.loads(json.dumps(encode(value))) for value in VALUES], 0
+    draw, encoded, num_taken = random.Random(0), [json.loads(json.dumps(encode(value))) for value in VALUES], 0
     for _ in range(20000):
         left, right = draw.choice(encoded), mutated(draw.choice(encoded), draw)
         if is_encoded(right):
-            taken += 1
-            assert equal_values(left, right) in (True, False)
+            num_taken += 1
+            assert equal_values(left, right) in (True, False) and type(readable(right)) is str
             for operator in ("Eq", "Lt", "Is", "In"):
                 with contextlib.suppress(TypeError):
                     holds(operator, left, right)
-    assert 2000 < taken < 18000
-
-
-@pytest.mark.parametrize("value", VIOLATIONS, ids=str)
-def test_a_violation_of_the_form_is_a_wrong_value(child, world, value):
-    assert not is_encoded(value)
-    body = f"os.write(RESULTS, {json.dumps(['ok', value]).encode()!r} + b'\\n'); time.sleep(60)"
-    assert child.run(hostile(body, world), ["f(2)", "f(3)"], LIMIT_S, imports=[])[0] == [["error", "a broken result"],
-                                                                                         ["ok", 43]]
+    assert 2000 < num_taken < 18000
 
 
 def random_json(draw, depth=0):
@@ -559,93 +623,83 @@ def test_fuzzed_results_cost_their_own_test(child, world, seed):
              for _ in range(5)]
     forged = b"\n".join(lines) + draw.choice([b"", b"\n"])
     code = hostile(f"os.write(RESULTS, {forged!r}); return 42", world)
-    first, second, third = child.run(code, ["f(1)", "f(2)", "f(3)"], LIMIT_S, imports=[])[0]
+    first, second, third = values_of(child, code, "f(1)", "f(2)", "f(3)")
     assert (first, third) == (["ok", 41], ["ok", 43]) and is_result(second)
     loading = hostile("return 42", world) + f"\nos.write(RESULTS, {forged!r})"
-    assert all(is_result(result) for result in child.run(loading, ["f(1)", "f(2)"], LIMIT_S, imports=[])[0])
-    assert child.run("def f(n): return n", ["f(1)"], LIMIT_S, imports=[])[0] == [["ok", 1]]
+    assert all(map(is_result, values_of(child, loading, "f(1)", "f(2)")))
+    assert values_of(child, "def f(n): return n", "f(1)") == [["ok", 1]]
 
 
 # ---- the clock, sizes, clean-up
 
-def test_data_that_waits_moves_no_deadline():
-    """As when untrusted code writes single blanks faster than they are read."""
-    reading, writing = os.pipe()
-    os.write(writing, b" " * 60000 + b'"ready"\n')
-    server, ours = socket.socketpair()
-    lines = Lines(reading, ours.fileno())
-    with pytest.raises(Stop, match="time limit"):
-        lines.expect(is_ready, time.monotonic() - 0.001)
-    assert not lines.buffer and lines.expect(is_ready, time.monotonic() + 1) == "ready"
-    with pytest.raises(Stop, match="time limit"):
-        lines.expect(is_ready, time.monotonic() + 0.05)
-    os.close(writing)
-    with pytest.raises(Stop, match="process ended"):
-        lines.expect(is_ready, time.monotonic() + 1)
-    os.close(reading)
-    server.close()
-    ours.close()
-
-
 def test_a_line_is_read_when_the_process_has_ended_or_when_it_is_time_to_look(monkeypatch):
-    monkeypatch.setattr(sandbox, "LOOK_S", 0.3)
+    """And data that waits, as when untrusted code writes single blanks faster than they are read, moves no deadline."""
+    is_ready = is_word("ready")
     reading, writing = os.pipe()
     server, ours = socket.socketpair()
     with server, ours:
-        lines, began = Lines(reading, ours.fileno()), time.monotonic()
-        threading.Timer(0.05, os.write, (writing, b'"ready"\n"re')).start()
-        assert lines.expect(is_ready, began + 5) == "ready" and time.monotonic() - began >= 0.29
+        lines = Lines(reading, ours.fileno())
+        os.write(writing, b" " * 60000 + b'"ready"\n')
+        with pytest.raises(Stop, match="time limit"):
+            lines.expect(is_ready, time.monotonic() - 0.001)
+        assert not lines.buffer and lines.expect(is_ready, time.monotonic() + 9) == "ready"
+        with pytest.raises(Stop, match="time limit"):
+            lines.expect(is_ready, time.monotonic() + 0.05)
+        monkeypatch.setattr(sandbox, "LOOK_S", 0.3)
         began = time.monotonic()
+        threading.Timer(0.05, os.write, (writing, b'"ready"\n"re')).start()
+        assert lines.expect(is_ready, began + 9) == "ready" and time.monotonic() - began >= 0.29
+        monkeypatch.setattr(sandbox, "LOOK_S", 60)
         threading.Timer(0.05, os.write, (writing, b'ady"\n')).start()           # the rest of a line is read at once
-        assert lines.expect(is_ready, began + 5) == "ready" and time.monotonic() - began < 0.25
+        assert lines.expect(is_ready, time.monotonic() + 30) == "ready"
         os.write(writing, b'"ready"\n')
         server.send(b"ended")
-        assert lines.expect(is_ready, time.monotonic() + 5) == "ready"
+        assert lines.expect(is_ready, time.monotonic() + 9) == "ready"
         with pytest.raises(Stop, match="process ended"):                        # though the pipe is open
-            lines.expect(is_ready, time.monotonic() + 5)
+            lines.expect(is_ready, time.monotonic() + 9)
         assert lines.has_ended
-    os.close(reading)
     os.close(writing)
+    with pytest.raises(Stop, match="process ended"):
+        lines.expect(is_ready, time.monotonic() + 9)
+    os.close(reading)
 
 
 @pytest.mark.parametrize("size, whole", [(RESULT_LIMIT - 20, True), (RESULT_LIMIT, False), (9 * 10 ** 6, False)])
 def test_a_result_is_whole_or_too_large(child, size, whole):
-    (result,), _ = child.run(f"def f(): return 'x' * {size}", ["f()"], 2, imports=[])
+    [result] = values_of(child, f"def f(): return 'x' * {size}", "f()", limit_s=5)
     assert result == (["ok", "x" * size] if whole else ["error", "a result that is too large"])
 
 
 @pytest.mark.parametrize("letter, size, whole",
                          [("x", 10 ** 5, True), ("\U0001f600", 10 ** 5, True), ("x", (1 << 20) - 40, True),
-                                                 ("x", 1 << 20, False), ("x", 40 * 10 ** 6, False)])
+                          ("x", 1 << 20, False), ("x", 40 * 10 ** 6, False)])
 def test_a_large_answer_is_graded_or_too_large(child, letter, size, whole):
-    began = time.monotonic()
-    values, _ = child.run(f"# {letter * size}\ndef f(n): return n", ["f(1)", "f(2)"], 1, imports=[])
+    values = values_of(child, f"# {letter * size}\ndef f(n): return n", "f(1)", "f(2)")
     assert values == ([["ok", 1], ["ok", 2]] if whole else [["error", "larger than 1,048,576 characters"]] * 2)
-    assert time.monotonic() - began < 5
 
 
 def test_every_load_has_the_time_to_load(child):
     code = "import time\ntime.sleep(0.4)\ndef f(n):\n    while n == 2: pass\n    return n"
-    calls = [f"f({n})" for n in range(4)]
-    assert child.run(code, calls, 0.2, imports=[])[0] == [["ok", 0], ["ok", 1], ["error", "time limit"], ["ok", 3]]
+    assert values_of(child, code, "f(0)", "f(1)", "f(2)", "f(3)", limit_s=0.2) == [
+        ["ok", 0], ["ok", 1], ["error", "time limit"], ["ok", 3]]
 
 
 def test_an_answer_as_a_whole_has_a_limit(child, monkeypatch):
     monkeypatch.setattr(sandbox, "LOADS_LIMIT_S", 1)
     code, began = "import time\ntime.sleep(0.5)\ndef f(n):\n    while n: pass\n    return n", time.monotonic()
-    values, _ = child.run(code, ["f(0)"] + ["f(1)"] * 9, 0.1, imports=[])
-    assert time.monotonic() - began < 4  # 1 s to load, 0.1 s for each of 10 calls
+    values = values_of(child, code, "f(0)", *["f(1)"] * 9, limit_s=0.1)
+    assert time.monotonic() - began < 6                             # 1 s to load, 0.1 s for each of 10 calls
     assert values[:2] == [["ok", 0], ["error", "time limit"]] and values[-1] == ["error", ANSWER_TIME_LIMIT]
-    assert child.run("def f(n): return n", ["f(1)"], 0.1, imports=[])[0] == [["ok", 1]]
+    assert values_of(child, "def f(n): return n", "f(1)") == [["ok", 1]]
 
 
 def test_descriptors_of_the_caller_are_closed(child, monkeypatch):
     monkeypatch.setattr(sandbox, "LOAD_LIMIT_S", 0.1)
-    child.run("def f(n): return n", ["f(1)"], 1, imports=[])
+    values_of(child, "def f(n): return n", "f(1)")
     before = sorted(os.listdir("/proc/self/fd"))
     for code in ("def f(n): return n", "import os\ndef f(n): os._exit(0)", "while True: pass",
                  "import os\nos.closerange(0, 64)"):
-        child.run(code, ["f(1)", "f(2)"], 0.1, imports=[])
+        values_of(child, code, "f(1)", "f(2)", limit_s=0.1)
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
@@ -654,170 +708,32 @@ def test_removal_is_bounded_and_never_raises(tmp_path):
         (tmp_path / str(i)).mkdir()
     (tmp_path / "0" / "file").write_text("x")
     assert not empty(tmp_path, -1) and len(list(tmp_path.iterdir())) == 200
-    assert empty(tmp_path, 5) and not list(tmp_path.iterdir())
+    assert empty(tmp_path, 60) and not list(tmp_path.iterdir())
     assert not empty(tmp_path / "none", 5)
 
 
-def test_removal_of_what_an_answer_leaves_is_a_part_of_its_time(monkeypatch):
-    """An answer makes folders for as long as it may. Removing them takes longer on most disks."""
-    monkeypatch.setattr(sandbox, "CLEAN_LIMIT_S", 0.2)
-    code = """import os
-def f(n):
-    while n:
-        os.makedirs(f"{n}-{os.urandom(8).hex()}/b/c/d")
-    return os.listdir('.')"""
-    with Sandbox("landlock", 0) as child:
-        try:
-            child.greet()
-        except LayerError as error:
-            pytest.skip(str(error))
-        began = time.monotonic()
-        values, _ = child.run(code, ["f(1)", "f(2)", "f(3)"], LIMIT_S, imports=[])
-        assert time.monotonic() - began < 3 * LIMIT_S + 0.2 + 1.5
-        assert values == [["error", "time limit"]] * 3
-        assert child.run(code, ["f(0)"], 1, imports=[])[0] == [["ok", ["list", []]]]
-        began = time.monotonic()
-    assert time.monotonic() - began < 0.2 + 1.5
-    subprocess.run(["rm", "-rf", child.folder], check=True)
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_folders_that_were_left_are_emptied_while_no_request_waits(tmp_path, waits):
-    full, leftovers = tmp_path / "0", Leftovers()
-    for i in range(50):
-        (full / str(i) / "a").mkdir(parents=True)
-    leftovers.add(str(full))
-    leftovers.add(str(tmp_path / "none"))                           # it cannot be removed, and is given up
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        if waits:
-            theirs.send(b"x")
-        began = time.monotonic()
-        leftovers.clear(ours)
-        assert time.monotonic() - began < 5
-    assert len(leftovers.folders) == (2 if waits else 0) and full.exists() == waits
-
-
-def test_a_folder_that_cannot_be_emptied_is_replaced(world, capfd, tmp_path):
-    """As where files come faster than they go: the next answer works in another folder, and it is said."""
-    with Sandbox("landlock", 0) as child:
-        try:
-            child.greet()
-        except LayerError as error:
-            pytest.skip(str(error))
+def test_a_folder_that_cannot_be_emptied_is_replaced(capfd):
+    """As where an answer makes files for as long as it may: the next one works in another folder, and it is said."""
+    with started("landlock") as child:
         os.rename(child.work, child.folder + "/moved")
         code = "import os\ndef f(n):\n    open('file', 'w').close()\n" \
                "    return [os.path.basename(os.getcwd()), os.listdir('.')]"
-        assert child.run(code, ["f(1)"], 1, imports=[])[0] == [["ok", ["list", ["moved", ["list", ["file"]]]]]]
-        for _ in range(2):
-            assert child.run(code, ["f(1)"], 1, imports=[])[0] == [["ok", ["list", ["1", ["list", ["file"]]]]]]
+        for folder in ("moved", "1", "1"):
+            assert values_of(child, code, "f(1)") == [["ok", ["list", [folder, ["list", ["file"]]]]]]
         assert capfd.readouterr().err.count("cannot be removed now, another folder is used") == 1
         assert os.listdir(child.folder + "/1") == []
     assert not os.path.exists(child.folder)
 
 
 def test_a_folder_that_outlives_the_sandbox_is_named(capfd, monkeypatch):
-    with Sandbox("rlimits", 0) as child:
-        child.greet()
-        monkeypatch.setattr(sandbox, "CLEAN_LIMIT_S", -1)
+    with started("rlimits") as child:
+        monkeypatch.setattr(sandbox, "END_LIMIT_S", -1)
     assert f"cannot be removed: {child.folder}" in capfd.readouterr().err
-    monkeypatch.undo()
-    assert empty(child.folder, 5)
+    assert empty(child.folder, 60)
     os.rmdir(child.folder)
 
 
-DAMAGE = [                                                          # what an answer does, and where it shows
-    ("open('file', 'w').write('x')", "os.listdir('.')"),
-    ("os.mkdir('d'); os.chdir('d')", "os.path.basename(os.getcwd())"),
-    ("builtins.abs = lambda value: 42", "abs(-1)"),
-    ("builtins.trace = 1", "hasattr(builtins, 'trace')"),
-    ("json.trace = 1", "hasattr(json, 'trace')"),
-    ("json.dumps = lambda value: '[\"ok\", 42]'", "json.dumps.__module__"),
-    ("marshal.loads = marshal.dumps = int", "marshal.loads is marshal.dumps"),
-    ("sys.setrecursionlimit(500)", "sys.getrecursionlimit()"),
-    ("signal.signal(signal.SIGALRM, print)", "str(signal.getsignal(signal.SIGALRM))"),
-    ("threading.Thread(target=signal.pause, daemon=True).start()", "len(sys._current_frames())"),
-    ("builtins.memory = mmap.mmap(-1, 600 << 20)", "full(lambda n: mmap.mmap(-1, n), 600 << 20)"),
-    ("[os.dup(0) for _ in range(50)]", "os.dup(0) > 40"),
-    ("os.environ['TRACE'] = '1'", "os.environ.get('TRACE')"),
-    ("sys.modules['random'] = sys", "'random' in sys.modules")]
-CLEAN = """import builtins, json, marshal, mmap, os, signal, sys, threading
-def full(fill, n):
-    try: fill(n)
-    except (MemoryError, OSError): return True
-def f(n):
-    trace = {trace}
-    if n == 2: {damage}
-    return trace"""
-
-
-@pytest.mark.parametrize("damage, trace", DAMAGE)
-def test_an_equal_answer_shares_the_compiled_code_and_nothing_else(child, damage, trace):
-    """The second process gets the code that the first compiled. What the first did after that does not reach it, nor
-    another answer."""
-    code, calls = CLEAN.format(trace=trace, damage=damage), ["f(1)", "f(2)", "f(3)"]
-    child.pieces.clear()
-    first, _ = child.run(code, calls, 2, imports=[])
-    assert first[0][0] == "ok"
-    assert (first[2] != first[0]) == ("Thread" not in damage)       # it shows; with a thread, a new process goes on
-    (pieces,) = child.pieces.values()
-    assert child.run(code, calls, 2, imports=[])[0] == first
-    assert list(child.pieces.values()) == [pieces]
-    unlike = CLEAN.format(trace=trace, damage="pass")
-    assert child.run(unlike, calls, 2, imports=[])[0] == [first[0]] * 3
-    child.pieces.clear()
-    assert child.run(code, calls, 2, imports=[])[0] == first                    # as without anything shared
-    assert list(child.pieces.values()) == [pieces]
-
-
-def test_an_answer_cannot_replace_the_code_that_is_kept_of_it(child):
-    """It forges the message, and what makes the message, while it loads: the true one has been sent by then."""
-    forged = 'import marshal, os\nos.write(3, b\'"e900000000"\\n\')\nmarshal.dumps = lambda *a: b"x"\n'
-    everywhere = forged.replace("os.write(3", "[os.write(d").replace("n')", "n') for d in range(3, 9)]")
-    for body in ("", forged, everywhere):
-        child.pieces.clear()
-        code = f"def f(n): return n + 1\n{body}"
-        for _ in range(2):
-            results, _ = child.run(code, ["f(1)"], LIMIT_S, imports=[])
-            assert results == [["ok", 2]] or body and results[0][0] == "error"
-        (pieces,) = child.pieces.values()
-        assert pieces != bytes.fromhex("e900000000") and b"marshal" in pieces or not body
-        assert child.run("def f(n): return n + 1", ["f(1)"], LIMIT_S, imports=[])[0] == [["ok", 2]]
-
-
-def test_compiled_code_is_kept_for_the_same_text_and_the_same_names_alone(child):
-    text = "def f(n): return n\n\ndef g(n): return -n\n\nf(None) + 1\ng = f"
-    child.pieces.clear()
-    as_answer, _ = child.run(text, ["g(1)"], 1, imports=[])
-    as_reference, _ = child.run(text, ["g(1)"], 1, imports=None)
-    assert as_answer == [["ok", 1]] and as_reference[0] != as_answer[0]         # a reference stops at its first fault
-    other_calls, _ = child.run(text, ["f(1)"], 1, imports=[])
-    assert other_calls == [["ok", 1]] and len(child.pieces) == 3
-    for number in range(sandbox.NUM_PIECES + 1):
-        child.run(f"def f(n): return {number}", ["f(1)"], 1, imports=[])
-    assert 0 < len(child.pieces) <= sandbox.NUM_PIECES
-    child.pieces.clear()
-    for unkept in ("def f(n): return 1\n" + "n = 'a longer text'\n" * 500, "def f(n): return 1\nnonlocal n"):
-        assert child.run(unkept, ["f(1)"], 1, imports=[])[0] == [["ok", 1]] and not child.pieces
-
-
-def test_the_calls_of_a_process_are_its_own(child):
-    """They are compiled once for all answers of a task, and each process gets a copy."""
-    spoil = "import sys\nframe = sys._getframe()\nwhile 'request' not in frame.f_locals: frame = frame.f_back\n" \
-            "codes, calls = [frame.f_locals['request'][key] for key in ('codes', 'calls')]\n" \
-            "had = [len(codes), len(calls)]\ncodes.clear()\ncalls.clear()\ndef f(n): return had"
-    spoilt, _ = child.run(spoil, ["f(1)", "f(2)"], LIMIT_S, imports=[])
-    assert spoilt == [["ok", ["list", [2, 2]]], ["error", "process ended"]]     # it found them, and removed its second
-    values, _ = child.run("def f(n): return n", ["f(1)", "f(2)"], LIMIT_S, imports=[])
-    assert values == [["ok", 1], ["ok", 2]]
-
-
-def test_no_answer_sees_what_warmed_the_server_up(child):
-    code = "import gc, sys\nbefore = 'answer' in sys.modules and hasattr(sys.modules['answer'], 'total')\n" \
-           "def f():\n    named = [o for o in gc.get_objects() if getattr(o, '__name__', 0) == 'total']\n" \
-           "    return [before, len(named), 'random' in sys.modules]"
-    assert child.run(code, ["f()"], 2, imports=[])[0] == [["ok", ["list", [0, 0, 0]]]]
-
+# ---- the layers
 
 def verdict_of(program, number, arguments, architecture):
     """What a seccomp program returns for a system call (a few instructions of classic BPF, interpreted)."""
@@ -868,49 +784,6 @@ def test_the_filter_allows_what_the_tables_say_and_nothing_else(machine, monkeyp
     assert 3000 < num_allowed < 6000
 
 
-def test_no_answer_sees_memory_of_references_or_other_answers(child):
-    """Search the Python objects of a fresh answer's process for what another left (and its own, as a control)."""
-    marks = ["marker-" + "of-an-earlier-answer", "marker-" + "of-this-answer"]
-    assert child.run(f"def f(): return {marks[0]!r} * 100", ["f()"], 1, imports=[])[0][0][0] == "ok"
-    search = f"""
-import ctypes, gc
-own = {marks[1]!r}
-def f():
-    halves = ("marker-", "of-an-earlier-answer"), ("marker-", "of-this-answer")
-    strings = [o for o in gc.get_objects() if isinstance(o, dict)]
-    text = " ".join(str(v)[:10000] for d in strings for v in list(d.values()) if isinstance(v, (str, list, bytes)))
-    return [("".join(half)) in text for half in halves]"""
-    assert child.run(search, ["f()"], 5, imports=[])[0] == [["ok", ["list", [0, 1]]]]
-
-
-def test_a_killed_caller_leaves_no_process(world):
-    code = ("import sys; sys.path.insert(0, sys.argv[1]); from colbench.scorer import Scorer\n"
-            "with Scorer(workers=1) as scorer:\n    print('ready', flush=True)\n"
-            "    scorer.score([({'ground_truth': 'def f(): return 1', 'test_cases': {'a': 'f()'}},"
-            " 'def f():\\n    while True: pass')] * 99)")
-    process = subprocess.Popen([sys.executable, "-c", code, str(pathlib.Path(sandbox.__file__).parents[1])],
-                               stdout=subprocess.PIPE, text=True)
-    while "ready" not in process.stdout.readline():
-        assert process.poll() is None
-    time.sleep(0.5)
-    pids = processes(process.pid) - {process.pid}
-    assert len(pids) >= 3
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stdout.close()
-    deadline = time.monotonic() + 5
-    while (alive := [pid for pid in pids if pathlib.Path(f"/proc/{pid}").exists() and state(pid) != "Z"]):
-        assert time.monotonic() < deadline, alive
-        time.sleep(0.05)
-
-
-def state(pid):
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"
-
-
 def test_layers_are_named_and_never_weakened(monkeypatch, caplog):
     caplog.set_level(logging.INFO, "colbench")
     task = {"ground_truth": "def f(): return 1", "test_cases": {"a": "f()"}}
@@ -926,7 +799,33 @@ def test_layers_are_named_and_never_weakened(monkeypatch, caplog):
         Scorer().__enter__()
 
 
+def test_walls_that_do_not_stand_are_found(child, monkeypatch):
+    monkeypatch.setattr(sandbox, "PROBE", "def probe(): return {path!r} != ''")
+    with Sandbox(child.layer, 0) as other, pytest.raises(LayerError, match="do not stand"):
+        other.greet()
+
+
 # ---- processes and threads
+
+def test_a_killed_caller_leaves_no_process(world):
+    code = ("import sys; sys.path.insert(0, sys.argv[1]); from colbench.scorer import Scorer\n"
+            "with Scorer(workers=1) as scorer:\n    print('ready', flush=True)\n"
+            "    scorer.score([({'ground_truth': 'def f(): return 1', 'test_cases': {'a': 'f()'}},"
+            " 'def f():\\n    while True: pass')] * 99)")
+    process = subprocess.Popen([sys.executable, "-c", code, PACKAGE], stdout=subprocess.PIPE, text=True)
+    while "ready" not in process.stdout.readline():
+        assert process.poll() is None
+    time.sleep(0.5)
+    pids = processes(process.pid) - {process.pid}
+    assert len(pids) >= 3
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+    deadline = time.monotonic() + 30
+    while alive := [pid for pid in pids if state_and_parent(pid)[0] != "Z"]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
+
 
 STARTER = """import threading
 threading.stack_size(65536)
@@ -954,20 +853,27 @@ try:
 except ColBenchError as error:
     print("no layer:", error)
 """
+OTHER_USER = 54321 if os.geteuid() == 0 else os.geteuid()
+PACKAGE = str(pathlib.Path(sandbox.__file__).parents[1])
 
 
-def limit_of_a_group(layer):
+@contextlib.contextmanager
+def group_of_60_processes():
     """A folder of a control group that allows so few processes that the threads of one answer are too many."""
     for parent in ("/sys/fs/cgroup/pids", "/sys/fs/cgroup"):
-        folder = pathlib.Path(parent, f"scorer-test-{os.getpid()}-{layer}")
+        folder = pathlib.Path(parent, f"scorer-test-{os.getpid()}")
         with contextlib.suppress(OSError):
             folder.mkdir()
             try:
                 (folder / "pids.max").write_text("60")
-                return folder
             except OSError:
                 folder.rmdir()
-    return None
+                raise
+            break
+    else:
+        pytest.skip("no control group can be made here")
+    yield folder
+    folder.rmdir()
 
 
 def interpreter_for_all():
@@ -977,69 +883,50 @@ def interpreter_for_all():
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             subprocess.run(command, check=True, user=OTHER_USER, extra_groups=[], capture_output=True)
             return path
-    return None
+    pytest.skip("no interpreter that another user may start")
 
 
-OTHER_USER = 54321 if os.geteuid() == 0 else os.geteuid()
-PACKAGE = str(pathlib.Path(sandbox.__file__).parents[1])
+def assert_others_are_graded(command, layer, **options):
+    """Score answers of which some start threads without end: they alone fail, in the test that does so."""
+    process = subprocess.run([*command, "-c", CONTAINER, PACKAGE, layer, STARTER.format(gives_up=False)],
+                             capture_output=True, text=True, timeout=300, **options)
+    if "no layer" in process.stdout:
+        pytest.skip(process.stdout)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split() == ["101", "111", "111"] * 4
 
 
 @pytest.mark.parametrize("layer", ["namespaces", "landlock"])
 def test_threads_until_a_container_has_no_process_left_end_no_other_answer(layer):
-    if (folder := limit_of_a_group(layer)) is None:
-        pytest.skip("no control group can be made here")
-    command = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(folder), sys.executable, "-c", CONTAINER,
-               PACKAGE, layer, STARTER.format(gives_up=False)]
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    with group_of_60_processes() as folder:
+        enter = ["sh", "-c", 'echo $$ > "$0/cgroup.procs" && exec "$@"', str(folder), sys.executable]
+        assert_others_are_graded(enter, layer)
         assert int((folder / "pids.events").read_text().split()[1]) > 0, "the limit was never met"
-    finally:
-        folder.rmdir()
-    if "no layer" in process.stdout:
-        pytest.skip(process.stdout)
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.split() == ["101", "111", "111"] * 4
 
 
 @pytest.mark.parametrize("layer", ["namespaces", "landlock"])
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start it as a user that has no other processes")
 def test_threads_until_a_user_has_no_process_left_end_no_other_answer(layer):
     """As a user who is not root, with a limit of processes; root has none."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can start it as a user that has no other processes")
-    if (python := interpreter_for_all()) is None:
-        pytest.skip("no interpreter that another user may start")
-    process = subprocess.run(["prlimit", "--nproc=60", python, "-c", CONTAINER, PACKAGE, layer,
-                              STARTER.format(gives_up=False)], capture_output=True, text=True, timeout=120,
-                             user=OTHER_USER, group=OTHER_USER, extra_groups=[], cwd="/")
-    if "no layer" in process.stdout:
-        pytest.skip(process.stdout)
-    assert process.returncode == 0, process.stderr
-    assert process.stdout.split() == ["101", "111", "111"] * 4
+    assert_others_are_graded(["prlimit", "--nproc=60", interpreter_for_all()], layer, user=OTHER_USER,
+                             group=OTHER_USER, extra_groups=[], cwd="/")
 
 
 def test_an_answer_has_a_limit_of_threads(child):
-    """The system counts them where it can; else the server ends the answer (see child.counts_threads)."""
+    """The system counts them where it can; else the server ends the answer (see sandbox_worker.counts_threads)."""
     for _ in range(2):                                              # what one answer starts does not count for the next
-        first, second, third = child.run(STARTER.format(gives_up=True), ["f(1)", "f(2)", "f(3)"], 2, imports=[])[0]
+        first, second, third = values_of(child, STARTER.format(gives_up=True), "f(1)", "f(2)", "f(3)", limit_s=2)
         assert (first, third) == (["ok", 41], ["ok", 43])
         assert second in (["ok", THREAD_LIMIT], ["error", "process ended"])
     threads = "import threading\ndef f(n):\n    for _ in range(n):\n        thread = threading.Thread(target=int)\n" \
               "        thread.start()\n        thread.join()\n    return n"
-    assert child.run(threads, ["f(200)"], 2, imports=[])[0] == [["ok", 200]]        # one after the other
-
-
-def test_walls_that_do_not_stand_are_found(child, monkeypatch):
-    monkeypatch.setattr(sandbox, "PROBE", "def probe(): return {path!r} != ''")
-    with Sandbox(child.layer, 0) as other, pytest.raises(LayerError, match="do not stand"):
-        other.greet()
+    assert values_of(child, threads, "f(200)", limit_s=5) == [["ok", 200]]      # one after the other
 
 
 def test_parallel_scoring_keeps_order_and_graders_apart():
     tasks = [{"ground_truth": f"def f(): return {i}", "test_cases": {"a": "f()"}} for i in range(12)]
     with Scorer(workers=3, time_limit_s=LIMIT_S) as scorer:
-        began = time.monotonic()
         answers = [f"def f():\n    if {i} % 3 == 0:\n        while True: pass\n    return {i}" for i in range(12)]
         scores = scorer.score(list(zip(tasks, answers)))
         assert [score.tests for score in scores] == [[i % 3 != 0] for i in range(12)]
-        assert time.monotonic() - began < 4 * LIMIT_S + 2                                 # 4 loops, side by side
         assert threading.active_count() < 20

@@ -6,10 +6,11 @@ import time
 
 import pytest
 
-from colbench.answers import extract_code
-from colbench.child import LOAD_LIMIT_S
+from colbench.extract_code import extract_code
+from colbench.questions import functions_under_test
 from colbench.sandbox import Sandbox
-from colbench.scorer import functions_under_test, reward_of, Scorer
+from colbench.sandbox_worker import LOAD_LIMIT_S
+from colbench.scorer import reward_of, Scorer
 from colbench.values import encode
 from conftest import read, refused, run, stage, succeed
 from lib.runtime import write_jsonl
@@ -275,7 +276,8 @@ def test_no_code_is_no_credit_and_no_crash(scorer, answer):
     ("def f(n):\n    return object() if n == 2 else n", [1, 0, 1, 1], "cannot be compared"),
     ("def f(n):\n    return (x for x in [n])", [0, 0, 0, 0], "cannot be compared"),
     ("def f(n):\n    while n == 2: pass\n    return n", [1, 0, 1, 1], "time limit"),
-    ("import no_such_package\ndef f(n): return n", [0, 0, 0, 0], "no module named no_such_package"),
+    ("import no_such_package\ndef f(n): return n", [0, 0, 0, 0],
+     "ModuleNotFoundError: No module named 'no_such_package'"),
     ("def f(n) return", [0, 0, 0, 0], "SyntaxError"),
     ("def f(n): return {'a', 'b', 'c', str(n)}", [1, 1, 1, 1], ""),
     ("def f(n): return list({'a', 'b', 'c', str(n)})", [1, 1, 1, 1], ""),  # the same hash seed on both sides
@@ -480,8 +482,9 @@ def test_an_empty_answer_passes_no_test_that_can_be_graded(scorer, seed):
 def test_an_answer_does_not_see_what_it_is_compared_with(scorer):
     spy = ("import sys\ndef f(n):\n    frame = sys._getframe()\n"
            "    while 'request' not in frame.f_locals: frame = frame.f_back\n"
-           "    return [frame.f_locals['request'][key] for key in ('calls', 'reference')]")
-    task = task_of("def f(n): return [['(f(3), ('], None]", "f(3) == [['((f(3)), )'], None]")
+           "    request = frame.f_locals['request']\n"
+           "    return [[call.co_consts for call in request['calls']], request['reference']]")
+    task = task_of("def f(n): return [[(3, 9)], None]", "f(3) == [[(3,)], None]")
     assert verdicts(scorer, spy, task) == [False]                   # it returned the right side, the reference did not
     assert scorer.score([(task, spy)])[0].faults == ["another value"]
 

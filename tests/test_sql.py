@@ -2,19 +2,16 @@
 ordinary queries."""
 import asyncio
 import collections
-import importlib
 import itertools
 import json
 import random
 import re
-import time
 
 import pytest
-import query_mutants
 
 from colbench import in_split, sql, sql_mutants
-from conftest import read, refused, ROOT, stage
-from lib.credit import measure_turns
+from conftest import read, refused, stage
+from lib.statistics import measure_turns
 
 SCHEMA = ("CREATE TABLE customers(id INTEGER, name TEXT, status TEXT);\n"
           "CREATE TABLE orders(id INTEGER, customer_id INTEGER, total INTEGER, net INTEGER, placed TEXT);\n")
@@ -114,15 +111,9 @@ ORDINARY = [
     ("mean", "SELECT CAST(ROUND(AVG(total) * 100) AS REAL) / 100 FROM orders")]
 
 
-def test_there_are_enough_ordinary_queries():
-    assert len(ORDINARY) == len({answer for _, answer in ORDINARY}) >= 20
-
-
-@pytest.mark.parametrize("number", range(len(ORDINARY)))
-def test_ordinary_variants_pass(world, number):
-    reference, answer = ORDINARY[number]
-    verdict = score(world, reference, sql.statement_of(answer))
-    assert verdict["faults"] == [None] * 6, answer
+def test_ordinary_variants_pass(world):
+    verdicts = asyncio.run(world.score([(task_of(reference), answer) for reference, answer in ORDINARY]))
+    assert [answer for (_, answer), verdict in zip(ORDINARY, verdicts) if verdict["faults"] != [None] * 6] == []
 
 
 ENDLESS = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) SELECT "
@@ -161,17 +152,10 @@ HOSTILE = {                                                                    #
     REFERENCES["sum"] + " UNION ALL " + REFERENCES["sum"]: "another value"}
 
 
-def test_there_are_enough_hostile_answers():
-    assert len(HOSTILE) >= 30
-
-
-@pytest.mark.parametrize("number", range(len(HOSTILE)))
-def test_hostile_and_odd_answers_fail_and_harm_nobody(world, number):
-    answer, fault = list(HOSTILE.items())[number]
-    begin = time.monotonic()
+@pytest.mark.parametrize("answer, fault", HOSTILE.items())
+def test_hostile_and_odd_answers_fail_and_harm_nobody(world, answer, fault):
     verdict = score(world, "sum", answer)
     assert verdict["reward"] < 1 and fault in verdict["faults"][0], verdict["faults"]
-    assert time.monotonic() - begin < 40
     assert score(world, "sum", REFERENCES["sum"])["reward"] == 1
 
 
@@ -185,38 +169,23 @@ def test_rows_are_a_list_only_where_the_reference_orders(world):
         "SELECT ' ORDER BY ' FROM t", "SELECT a FROM t -- ORDER BY a")] == [False, True, True] + [False] * 4
 
 
-def test_rows_are_equal_whatever_their_order_and_their_columns_names_and_order():
-    same = sql.canonical
-    assert same(["a", "b"], [(1, "x"), (2, "y")], False) == same(["n", "m"], [("y", 2.0), ("x", 1.0)], False)
-    assert same(["a", "b"], [(1, 2), (2, 1)], False) != same(["a", "b"], [(1, 1), (2, 2)], False)
-    assert same(["a"], [], False) != same(["a", "b"], [], False)
-
-
-def test_rows_count_as_often_as_they_stand_and_in_their_order_where_one_is_asked_for():
-    same = sql.canonical
-    assert same(["a"], [(1,), (1,)], False) != same(["a"], [(1,)], False)
-    assert same(["a"], [(1,), (2,)], True) != same(["a"], [(2,), (1,)], True)
-
-
-def test_values_of_other_types_differ():
-    same = sql.canonical
-    assert same(["a"], [("1",)], False) != same(["a"], [(1,)], False) != same(["a"], [(None,)], False)
-    assert same(["a"], [(float("inf"),)], False) == same(["b"], [(float("inf"),)], True)
-
-
-def test_numbers_are_equal_within_rounding():
-    same = sql.canonical
-    assert same(["a"], [(0.1 + 0.2,)], False) == same(["a"], [(0.3,)], False) != same(["a"], [(0.31,)], False)
-    assert same(["a"], [(12345.678901,)], False) == same(["a"], [(12345.678902,)], False)
-    assert same(["a"], [(12345.67890,)], False) != same(["a"], [(12345.67899,)], False)
-
-
-def test_large_integers_equal_their_floats_and_no_neighbours():
-    same = sql.canonical
-    assert same(["a"], [(1234567891,)], False) == same(["a"], [(1234567891.0,)], False)
-    assert same(["a"], [(1234567891,)], False) == same(["a"], [(1234567891.0000002,)], False)
-    assert same(["a"], [(1234567891,)], False) != same(["a"], [(1234567892.0,)], False)
-    assert same(["a"], [(-123456789012,)], False) == same(["a"], [(-123456789012.0,)], False)
+@pytest.mark.parametrize("names, rows, other_names, other_rows, ordered, equal", [
+    (["a", "b"], [(1, "x"), (2, "y")], ["n", "m"], [("y", 2.0), ("x", 1.0)], False, True),
+    (["a", "b"], [(1, 2), (2, 1)], ["a", "b"], [(1, 1), (2, 2)], False, False),
+    (["a"], [], ["a", "b"], [], False, False),
+    (["a"], [(1,), (1,)], ["a"], [(1,)], False, False), (["a"], [(1,), (2,)], ["a"], [(2,), (1,)], True, False),
+    (["a"], [("1",)], ["a"], [(1,)], False, False), (["a"], [(1,)], ["a"], [(None,)], False, False),
+    (["a"], [(float("inf"),)], ["b"], [(float("inf"),)], False, True),
+    (["a"], [(0.1 + 0.2,)], ["a"], [(0.3,)], False, True), (["a"], [(0.3,)], ["a"], [(0.31,)], False, False),
+    (["a"], [(12345.678901,)], ["a"], [(12345.678902,)], False, True),
+    (["a"], [(12345.67890,)], ["a"], [(12345.67899,)], False, False),
+    (["a"], [(1234567891,)], ["a"], [(1234567891.0,)], False, True),
+    (["a"], [(1234567891,)], ["a"], [(1234567891.0000002,)], False, True),
+    (["a"], [(1234567891,)], ["a"], [(1234567892.0,)], False, False),
+    (["a"], [(-123456789012,)], ["a"], [(-123456789012.0,)], False, True)])
+def test_which_rows_are_equal(names, rows, other_names, other_rows, ordered, equal):
+    """Whatever the names and order of columns and, unless ordered, of rows; numbers within rounding."""
+    assert (sql.canonical(names, rows, ordered) == sql.canonical(other_names, other_rows, ordered)) == equal
 
 
 def test_columns_with_the_same_values_are_equal_where_their_rows_are():
@@ -323,17 +292,6 @@ def test_hidden_databases_show_each_mutant_of_the_generator(tasks):
     assert min(kinds.values()) > 15
 
 
-def test_at_most_1_percent_of_wrong_mutants_pass(tasks):
-    """The mutants are made by other rules than those of the generator, and judged on other databases."""
-    wrong, passing = collections.Counter(), []
-    for task in tasks["train"]:
-        for mutant, kind, is_wrong, passes in query_mutants.verdicts(task):
-            wrong[kind] += is_wrong
-            passing += [(kind, task["ground_truth"], mutant)] * (is_wrong and passes)
-    assert wrong.total() > 1800 and len([kind for kind in wrong if wrong[kind]]) > 30
-    assert len(passing) <= 0.01 * wrong.total(), passing
-
-
 def test_mutants_by_hand():
     count, names = (list(sql_mutants.mutants_of(query, ["A", "B"])) for query in (
         "SELECT COUNT(c.a) FROM t c WHERE c.d LIKE '2020%' AND c.x > 50",
@@ -353,6 +311,8 @@ def test_mutants_by_hand():
 
 
 def test_databases_keep_what_the_domain_tells_the_agent(tasks):
+    """Keys lead somewhere, names differ, amounts are positive, a status is stored in one way, no date is behind this
+    year."""
     for task in [task for rows in tasks.values() for task in rows]:
         codes = {fact.get("slot"): fact["code"] for fact in task["facts"] if fact["matters"]}
         parents, children, *places = task["databases"][0]
@@ -364,7 +324,6 @@ def test_databases_keep_what_the_domain_tells_the_agent(tasks):
         for tables in task["databases"]:
             for table in (parents, *places):
                 assert len({row[1] for row in tables[table]}) == len(tables[table])
-                assert [row[0] for row in tables[table]] == list(range(1, len(tables[table]) + 1))
             assert {row[2] for row in tables[parents]} <= statuses | {None}
             assert {row[1] for row in tables[children]} <= {row[0] for row in tables[parents]}
             assert not places or {row[3] for row in tables[parents]} <= {row[0] for row in tables[places[0]]}
@@ -528,42 +487,16 @@ def test_an_asker_takes_what_has_most_values_first(tasks):
                                                       if fact.get("slot") == "big"]
 
 
-def test_05_evaluates_queries(played, tmp_path, capsys):
-    path = tmp_path / "script.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in played["script"][:4]))
-    stage(5).main([f"script={path}", "--out", str(tmp_path / "report")])
-    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())["script"]
-    assert metrics["success_rate"] == sum(row["reward"] == 1 for row in played["script"][:4]) / 4
-    assert "when known" in capsys.readouterr().out
-
-
-def test_gates_of_queries(played, tmp_path, capsys):
-    path = tmp_path / "script.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in played["script"][:4]))
-    importlib.import_module("scripts.critics").main([
-        "--trajectories", str(path), "--gates", str(ROOT / "models" / "tiny_sql"), "--out", str(tmp_path / "gates")])
-    text = capsys.readouterr().out
-    assert "ask needed" in text and "right answer at once" in text
-
-
-@pytest.mark.parametrize("flags", [["--compat"], ["--similarity", "pixels"], ["--clip-model", "x"], ["--browser", "x"]])
-def test_flags_of_other_domains_are_refused(played, tmp_path, flags):
-    path = tmp_path / "script.jsonl"
-    path.write_text(json.dumps(played["script"][0]) + "\n")
-    line = refused(5, f"a={path}", *flags, "--out", tmp_path / "out")
-    assert line == f"{flags[0]} does nothing for a query; leave it out"
-    assert not (tmp_path / "out").exists()
-
-
 def test_check_finds_nothing_and_bad_tasks_are_one_line(tasks, tmp_path):
     path = tmp_path / "tasks.jsonl"
     path.write_text("".join(json.dumps(task) + "\n" for task in tasks["validation"][:20]))
     stage(1).main(["--check", str(path), "--out", str(tmp_path / "checks.jsonl")])
     checks = read(tmp_path / "checks.jsonl")
     assert len(checks) == 20 and all(check["num_tests"] == 6 and not check["findings"] for check in checks)
-    for change, line in (({"schema": 1}, '"schema" is a int, not a str'), ({"databases": [{}]}, "needs the example"),
+    for change, line in (({"schema": 1}, '"schema" is a int, not a str'), ({"databases": [{}]}, "not of 2 or more"),
                          ({"databases": [{}, {"a": 1}]}, '"a" is a int, not a list'),
-                         ({"databases": [{}, []]}, "a list, not an object")):
+                         ({"databases": [{}, []]}, "a list, not an object"), ({"template": "{x}"}, "template"),
+                         ({"facts": [{**tasks["validation"][0]["facts"][0], "by": 1}]}, "facts: item 0: \"by\" is 1")):
         path.write_text(json.dumps({**tasks["validation"][0], **change}) + "\n")
         assert line in refused(1, "--check", path)
     path.write_text(json.dumps(task_of("sum")) + "\n")

@@ -56,7 +56,7 @@ def test_a_training_that_was_killed_continues_its_curve(workspace, tmp_path, tra
     """Killed at step 4, one step after the last state: step 3 is computed again and stands there once."""
     arguments = list(map(str, [
         "--trajectories", workspace / "offline.jsonl", "--model", ROOT / "models" / "tiny", "--max-steps", 5,
-        "--save-every", 2, "--log-every", 1, "--out", tmp_path / "out", "--track", "colbench"]))
+        "--save-every", 2, "--out", tmp_path / "out", "--track", "colbench"]))
     original = training.optimizer_step
 
     def die(scorer, optimizer, sums, lr, where, task_ids):
@@ -67,7 +67,7 @@ def test_a_training_that_was_killed_continues_its_curve(workspace, tmp_path, tra
     with pytest.raises(KeyboardInterrupt):
         stage(3).main(arguments)
     [[name, before]] = trackio().items()
-    assert name.startswith(str(tmp_path / "out")) and [step for step, _ in before["rows"]] == [1, 2, 3]
+    assert name == str(tmp_path / "out") and [step for step, _ in before["rows"]] == [1, 2, 3]
     monkeypatch.setattr(training, "optimizer_step", original)
     stage(3).main(arguments)
     [[same_name, run]] = trackio().items()
@@ -76,8 +76,8 @@ def test_a_training_that_was_killed_continues_its_curve(workspace, tmp_path, tra
     assert [step for step, _ in run["rows"]] == [1, 2, 3, 4, 5] and run["rows"][:2] == before["rows"][:2]
     stage(3).main(arguments)                                         # done already
     assert trackio() == {name: run}
-    stage(3).main([*arguments, "--overwrite", "--max-steps", "1"])   # another run, another curve
-    assert len(trackio()) == 2 and trackio()[name] == run
+    stage(3).main([*arguments, "--overwrite", "--max-steps", "1"])   # another run takes the place of the curve
+    assert [step for step, _ in trackio()[name]["rows"]] == [1]
 
 
 def test_a_rollout_that_was_killed_continues_its_curve(workspace, tmp_path, trackio, monkeypatch):
@@ -100,7 +100,6 @@ def test_a_rollout_that_was_killed_continues_its_curve(workspace, tmp_path, trac
     assert sorted(set(steps)) == list(range(1, 25)) and steps == sorted(steps)
     successes = sum(row["reward"] == 1 for row in rows)
     assert 0 < successes < 24 and run["rows"][-1][1]["mean_return"] == pytest.approx(successes / 24)
-    assert run["rows"][-1][1]["tokens_per_s"] == 0                   # a script samples none
 
 
 @pytest.mark.parametrize("number", [2, 3, 4])

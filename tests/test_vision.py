@@ -8,16 +8,16 @@ import types
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from test_lora import killed_and_resumed
 
 import common
 from colbench import frontend
 from colbench.browser import BrowserThread, Render
 from conftest import read, refused, ROOT, stage, succeed
-from lib.models import work_of
 from lib.runtime import InputError
 from lib.servers import said
-from lib.training import Checkpoints
-from lib.vision import hidden_states, load_processor, load_vision, read_images, vision_reply
+from lib.vision import hidden_states, image_row, load_processor, load_vision, read_images, vision_reply
 
 BASE = ROOT / "models" / "tiny"
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
@@ -31,15 +31,15 @@ def page(colour):
     return f'<html><body style="background:#{colour}"></body></html>'
 
 
-def shower(folder):
-    """show(pages) of a visual critic, as 03 and 04 make it: its screenshots go to a folder beside folder/x."""
-    return common.renderer(frontend, folder / "x", common.WORLD_FLAGS)
+def sight_in(folder, processor=None):
+    """The Sight of a visual critic, as 03 and 04 make it: its screenshots go to a folder beside folder/x."""
+    return common.sight_of(processor, frontend, {"out": folder / "x"})
 
 
-def turn_row(processor, task, history, sent, number, files, privileged):
-    """The row of the turn after `history` that sends a page (None: only words)."""
-    views = frontend.views(task, [*history, {"role": "assistant", "content": sent or "Which colour?"}], privileged)
-    return common.vision_row(processor, views, number, files)
+def turn_row(processor, task, history, sent, files, privileged):
+    """(ids, image files) of the turn after `history` that sends a page (None: only words)."""
+    view = frontend.views(task, [*history, {"role": "assistant", "content": sent or "Which colour?"}], privileged)
+    return image_row(processor, view, files)
 
 
 REFERENCE, WHITE, BLACK, RED = map(page, ("3366cc", "ffffff", "101010", "cc2222"))
@@ -94,12 +94,12 @@ def test_pictures_have_a_limit_of_pixels(vlm, tmp_path):
 
 @pytest.fixture(scope="module")
 def seeing(vlm, tmp_path_factory):
-    """(scorer, processor, show) with a head that is not 0."""
+    """(scorer, Sight) with a head that is not 0."""
     images = tmp_path_factory.mktemp("images")
     model, processor = load_vision(str(vlm), "cpu")
     scorer = common.Scorer(model, True, processor)
     torch.nn.init.normal_(scorer.head.weight, generator=torch.Generator().manual_seed(1))
-    return scorer, processor, shower(images)
+    return scorer, sight_in(images, processor)
 
 
 @pytest.fixture(scope="module")
@@ -123,28 +123,31 @@ def dialogues(tmp_path_factory):
 
 def test_a_row_by_hand(seeing):
     """Text and number of tokens; ids and pixels are those of transformers' own processor."""
-    _, processor, show = seeing
-    shown = show([REFERENCE, WHITE])
+    processor, _, show = seeing[1]
+    files = show([REFERENCE, WHITE])
     history = [IDEA, {"role": "assistant", "content": WHITE}, {"role": "user", "content": "It is<|image_pad|> blue."}]
-    row = turn_row(processor, TASK, history, WHITE, 3, shown, True)
-    count = row.ids.count(processor.image_token_id)
+    ids, images = turn_row(processor, TASK, history, WHITE, files, True)
+    count = ids.count(processor.image_token_id)
     picture = f"<|vision_start|>{'<|image_pad|>' * (count // 2)}<|vision_end|>"
-    assert 2 <= count <= 24 and processor.decode(row.ids) == (
+    assert 2 <= count <= 24 and processor.decode(ids) == (
         "<|im_start|>user\nA person wants a web page: A shop.\nLast they said: It is blue."
         f"\nThe page that they need:{picture}\nThe page that they get:{picture}<|im_end|>\n")
-    assert row.action_numbers == [3] * len(row.ids) and row.images == (shown[REFERENCE], shown[WHITE])
-    blind = turn_row(processor, TASK, [IDEA], None, 0, {}, False)
-    assert blind.images == (None,) and processor.decode(blind.ids) == (
+    assert images == (files[REFERENCE], files[WHITE])
+    first, second = common.visual_item([(ids, images), (ids[:9], (None,))])
+    assert first == common.Row(ids, [0] * len(ids), None, images)
+    assert second == common.Row(ids[:9], [1] * 9, None, (None,))
+    ids, images = turn_row(processor, TASK, [IDEA], None, {}, False)
+    assert images == (None,) and processor.decode(ids) == (
         "<|im_start|>user\nA person wants a web page: A shop.\nThey get no page yet:<|vision_start|>"
         + "<|image_pad|>" * 4 + "<|vision_end|><|im_end|>\n")                              # 56 x 56 pixels
     parts = [{"type": "text", "text": "A person wants a web page: A shop.\nThe page that they need:"},
-             {"type": "image", "path": shown[REFERENCE]}, {"type": "text", "text": "\nThe page that they get:"},
-             {"type": "image", "path": shown[WHITE]}]
+             {"type": "image", "path": files[REFERENCE]}, {"type": "text", "text": "\nThe page that they get:"},
+             {"type": "image", "path": files[WHITE]}]
     theirs = processor.apply_chat_template([{"role": "user", "content": parts}], tokenize=True, return_dict=True,
                                            return_tensors="pt")
-    ours = turn_row(processor, TASK, [IDEA], WHITE, 0, shown, True)
-    assert ours.ids == theirs["input_ids"][0].tolist()
-    pixels = read_images(processor, ours.images)
+    ids, images = turn_row(processor, TASK, [IDEA], WHITE, files, True)
+    assert ids == theirs["input_ids"][0].tolist()
+    pixels = read_images(processor, images)
     assert all(torch.equal(pixels[name], theirs[name]) for name in pixels)
 
 
@@ -159,12 +162,12 @@ def means_of_turns(scorer, batch):
 
 
 def test_the_head_sees_the_mean_over_all_tokens_and_padding_changes_nothing(seeing):
-    scorer, processor, show = seeing
-    shown = show([REFERENCE, WHITE, RED])
+    scorer, (processor, _, show) = seeing
+    files = show([REFERENCE, WHITE, RED])
     long = [IDEA, {"role": "assistant", "content": RED}, {"role": "user", "content": "No, make it white, please."}]
-    items = [[turn_row(processor, TASK, [IDEA], RED, 0, shown, True),
-              turn_row(processor, TASK, long, WHITE, 1, shown, True)],
-             [turn_row(processor, TASK, [IDEA], None, 0, shown, False)]]
+    items = [common.visual_item([turn_row(processor, TASK, [IDEA], RED, files, True),
+                                 turn_row(processor, TASK, long, WHITE, files, True)]),
+             common.visual_item([turn_row(processor, TASK, [IDEA], None, files, False)])]
     with torch.no_grad():
         batch = common.collate(items)
         means, values = means_of_turns(scorer, batch), scorer(batch)                      # (2, 2, H), (2, 2)
@@ -187,12 +190,12 @@ def state(*texts, task=TASK, history=(IDEA,)):
 
 
 def test_scores_follow_the_pictures_and_c_only_where_it_is_seen(seeing):
-    scorer, _, show = seeing
+    scorer, sight = seeing
     other = {**TASK, "ground_truth": RED}
     after = [IDEA, {"role": "assistant", "content": WHITE}, {"role": "user", "content": "Nice."}]
 
     def scores(privileged, *states):
-        critic = {"visual": True, "privileged": privileged, "scorer": scorer, "show": show}
+        critic = common.Critic("", "", "regression", sees_c=privileged, is_visual=True, sight=sight, scorer=scorer)
         return common.score_actions(critic, None, states, 4096, "cpu")
     thoughts = said(frontend, f"<think>{RED}</think>OUTPUT: {WHITE}")                  # as 02 and 04 make a state
     states = [state(WHITE, thoughts, BLACK, "no page"), state(WHITE, task=other),
@@ -212,9 +215,9 @@ def test_a_page_that_cannot_be_rendered_is_black_and_counted(seeing, monkeypatch
     async def fail(browser, html):
         return Render(None, None, "fault")
     monkeypatch.setattr(BrowserThread, "render", fail)
-    assert shower(tmp_path)([WHITE, WHITE, RED]) == {WHITE: None, RED: None}
+    assert sight_in(tmp_path).show([WHITE, WHITE, RED]) == {WHITE: None, RED: None}
     assert "2 of 2 pages cannot be rendered: shown as black images" in capsys.readouterr().out
-    pixels = read_images(seeing[1], [None])["pixel_values"]
+    pixels = read_images(seeing[1].processor, [None])["pixel_values"]
     assert pixels.shape[0] == 16 and pixels.reshape(16, 3, -1).std(-1).max() == 0
 
 
@@ -222,8 +225,8 @@ def test_a_page_that_cannot_be_rendered_is_black_and_counted(seeing, monkeypatch
 
 def flags(dialogues, vlm, out, *more):
     return [str(x) for x in ("--trajectories", dialogues, "--model", vlm, "--head", "regression", "--lr", 1e-2,
-                             "--beta", 1, "--held-out-frac", 0, "--batch-size", 2, "--epochs", 5, "--log-every", 1,
-                             "--out", out, *more)]
+                             "--beta", 1, "--held-out-frac", 0, "--batch-size", 2, "--epochs", 5, "--out", out,
+                             *more)]
 
 
 @pytest.fixture(scope="module")
@@ -232,9 +235,10 @@ def critic(dialogues, vlm, tmp_path_factory):
     return out, succeed("03_train_critic.py", *flags(dialogues, vlm, out))
 
 
-def load(out, show):
+def load(out, sight):
     critic = common.load_critic(common.read_critic(out, None, frontend), common.load_whole("cpu"))
-    return {**critic, "show": show}
+    critic.sight = sight
+    return critic
 
 
 def test_it_begins_at_log_2_learns_and_loads(critic, seeing):
@@ -244,31 +248,13 @@ def test_it_begins_at_log_2_learns_and_loads(critic, seeing):
     assert json.loads((out / "critic.json").read_text())["visual"] is True
     assert "images are scaled to at most 9,408 pixels" in printed and "<|image_pad|> …" in printed
     assert (out / "processor_config.json").exists() and list(out.with_name("critic.images").glob("*.png"))
-    assert json.loads((out / "costs.json").read_text())["flops"] > 0
-    [scores] = common.score_actions(load(out, seeing[2]), None, [state(BLACK, WHITE)], 4096, "cpu")
+    [scores] = common.score_actions(load(out, seeing[1]), None, [state(BLACK, WHITE)], 4096, "cpu")
     assert scores[1] > scores[0]
 
 
-def weights(folder):
-    from safetensors.torch import load_file
-    return load_file(folder / "model.safetensors")
-
-
 def test_killed_and_resumed_equals_uninterrupted(critic, dialogues, vlm, tmp_path, monkeypatch, capsys):
-    original = Checkpoints.save
-
-    def save_and_die(checkpoints, step):
-        original(checkpoints, step)
-        raise KeyboardInterrupt
-    monkeypatch.setattr(Checkpoints, "save", save_and_die)
-    arguments = flags(dialogues, vlm, tmp_path / "c")
-    with pytest.raises(KeyboardInterrupt):
-        stage(3).main(arguments)
-    monkeypatch.undo()
-    assert "continues at step" not in capsys.readouterr().out
-    stage(3).main(arguments)
-    assert "continues at step 2\n" in capsys.readouterr().out
-    resumed, whole = weights(tmp_path / "c"), weights(critic[0])
+    killed_and_resumed(flags(dialogues, vlm, tmp_path / "c"), monkeypatch, capsys)
+    resumed, whole = load_file(tmp_path / "c" / "model.safetensors"), load_file(critic[0] / "model.safetensors")
     assert all(torch.allclose(resumed[name], whole[name], atol=1e-6) for name in whole)
 
 
@@ -291,35 +277,34 @@ def test_the_policy_stage_ranks_a_text_policys_pages(critic, dialogues, tmp_path
     states = [common.DecisionPoint(row["prompt"], row["task"], row["history"], None,
                                    [c["text"] for c in row["candidates"]])
               for row in rows]
-    for row, scores in zip(rows, common.score_actions(load(critic[0], seeing[2]), None, states, 4096, "cpu"),
+    for row, scores in zip(rows, common.score_actions(load(critic[0], seeing[1]), None, states, 4096, "cpu"),
                            strict=True):
         assert row["advantages"] == pytest.approx(scores, abs=1e-4)
 
 
-def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, tmp_path):
+def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, seeing, tmp_path):
     async def choose(*texts):
         with frontend.World(tmp_path) as world:
-            replies = [types.SimpleNamespace(text=text, ids=None) for text in texts]
-            players = stage(2).Players(None, None, world, critic=load(critic[0], None))
-            dialogue = stage(2).Dialogue(0, TASK, 0, [IDEA])
-            return await stage(2).critic_choice(dialogue, "", replies, players, 16384)
+            reply, agent = types.SimpleNamespace(prompt="", ids=None), types.SimpleNamespace(tokenizer=None)
+            players = stage(2).Players(world, "cpu", agent, critic=load(critic[0], seeing[1]))
+            dialogue = stage(2).Dialogue(TASK, 0, [IDEA], None, 0)
+            return await stage(2).critic_choice(dialogue, [reply] * len(texts), texts, players, 16384)
     assert asyncio.run(choose(BLACK, WHITE, BLACK)) == 1 and asyncio.run(choose(f"OUTPUT: {WHITE}", BLACK)) == 0
 
 
-def test_02_and_05_refuse_it_on_functions(critic, workspace, tmp_path):
+def test_02_05_and_critics_refuse_it_on_functions(critic, workspace, tmp_path):
     """Before any dialogue is played."""
-    with pytest.raises(InputError, match="a critic that sees cannot rank functions"):
-        stage(2).main(["--tasks", f"{workspace}/tasks.jsonl", "--agent", str(BASE), "--simulator", "rules",
-                       "--best-of", "2", "--critic", str(critic[0]), "--out", str(tmp_path / "out.jsonl")])
-    with pytest.raises(InputError, match="a critic that sees cannot rank functions"):
-        stage(5).main([f"a={workspace}/offline.jsonl", "--critic", str(critic[0]), "--out", str(tmp_path / "out")])
-    with pytest.raises(InputError, match="a critic that sees cannot rank functions"):
-        importlib.import_module("scripts.critics").main([
-            "--trajectories", f"{workspace}/offline.jsonl", "--critics", f"v={critic[0]}", "--out",
-            str(tmp_path / "out")])
+    out = ["--out", tmp_path / "out"]
+    programs = {2: ["--tasks", workspace / "tasks.jsonl", "--agent", BASE, "--simulator", "rules", "--best-of", 2,
+                    "--critic", critic[0], *out],
+                5: [f"a={workspace}/offline.jsonl", "--critic", critic[0], *out],
+                importlib.import_module("scripts.critics"): ["--trajectories", workspace / "offline.jsonl", "--critics",
+                                                             f"v={critic[0]}", *out]}
+    for program, arguments in programs.items():
+        assert "a critic that sees cannot rank functions" in refused(program, *arguments)
 
 
-# --- the person who sees
+# --- the user simulator who sees
 
 def test_a_reply_to_pictures_is_the_likeliest(vlm, tmp_path):
     """The model's own generation_config, which samples and penalises, changes nothing."""
@@ -342,8 +327,6 @@ def test_a_reply_to_pictures_is_the_likeliest(vlm, tmp_path):
             ids = torch.cat([ids, logits[:, -1:].argmax(-1)], 1)
     assert reply.ids == ids[0, inputs["input_ids"].shape[1]:].tolist() and reply.text == processor.decode(reply.ids)
     assert (reply.prompt_tokens, reply.completion_tokens) == (inputs["input_ids"].shape[1], len(reply.ids))
-    assert work_of(model)["generated_tokens"] == len(reply.ids)
-    assert work_of(model)["read_tokens"] == reply.prompt_tokens
 
 
 # --- bad input
@@ -371,5 +354,5 @@ def test_an_adapter_s_critic_that_sees_begins_at_log_2_and_loads(dialogues, vlm,
     succeed("03_train_critic.py", *flags(dialogues, vlm, out, "--lora", 4, "--epochs", 1))
     assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     critic = load(out, None)
-    assert critic["visual"] and critic["scorer"].head.weight.abs().max() > 0
+    assert critic.is_visual and critic.scorer.head.weight.abs().max() > 0
     assert (out / "adapter_model.safetensors").exists() and not (out / "model.safetensors").exists()

@@ -1,5 +1,5 @@
 "use strict";
-// The views of report.html. All data are texts of models, people and files: they go into the page as text nodes only.
+// The views of the report. All data are texts of models, people and files: they go into the page as text nodes only.
 // The address (#view=…&d=17&turn=3) is the state of the page: every view is drawn from it, so that links and the
 // browser's back button work.
 
@@ -544,7 +544,6 @@ function candidateTable(one) {
 
 function drawCandidates() {
   const number = STATES[state.s] ? Number(state.s) : 0, one = STATES[number], task = TASKS[one.t], d = DIALOGUES[one.d];
-  const turns = one.history || (d ? d.turns.slice(0, d.agent[one.turn]) : []);
   const where = `state ${counted(number + 1)} of ${counted(STATES.length)}, round ${one.turn + 1}`;
   $("candidates").replaceChildren(
     el("div", { class: "filters" }, moves("state", " state", step => STATES[number + step]),
@@ -554,8 +553,8 @@ function drawCandidates() {
       "chosen turn \u25B2 of the better half and a rejected turn \u25BC of the worse half. " +
       "The double line parts the halves."),
     el("h2", { dir: "auto" }, firstLine(task.request)), secrets(task),
-    el("details", { open: true }, el("summary", {}, `the dialogue so far (${several(turns.length, "turn")})`),
-      turns.map(turn => el("div", { class: `turn ${turn.who === "agent" ? "agent" : "human"}` },
+    el("details", { open: true }, el("summary", {}, `the dialogue so far (${several(one.history.length, "turn")})`),
+      one.history.map(turn => el("div", { class: `turn ${turn.who === "agent" ? "agent" : "human"}` },
         el("p", { class: "who" }, el("b", {}, turn.who)), el("div", { class: "said" }, textBlock(turn.text))))),
     candidateTable(one));
 }

@@ -6,8 +6,6 @@ import os
 from lib import VERSION
 from lib.runtime import InputError, parse_json
 
-REFERENCES = ["informed", "blind"]                                  # does the reference of eq. 3 read c?
-
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     pass
@@ -135,11 +133,18 @@ def add_browser(parser):
                         "one (None: the first one found)")
 
 
+def yes_or_no(text):
+    """A type: True for yes, False for no."""
+    if text not in ("yes", "no"):
+        raise argparse.ArgumentTypeError(f"must be yes or no, not {text[:40]}")
+    return text == "yes"
+
+
 def add_reference(parser):
     """The flag of the stages that score actions with a critic."""
-    parser.add_argument("--reference", choices=REFERENCES, help="what the reference of eq. 3 reads when --critic "
-                        "scores: informed, c as in the paper's formula; blind, the dialogue alone as in the published "
-                        "code (None: what the critic was trained with; untrained: blind)")
+    parser.add_argument("--reference-sees-c", type=yes_or_no, metavar="yes|no", help="whether the reference of eq. 3 "
+                        "reads c when --critic scores, as in the paper's formula, or the dialogue alone, as in the "
+                        "published code (None: as the critic was trained; untrained: no)")
 
 
 def add_training(parser, max_length):
@@ -164,8 +169,6 @@ def add_training(parser, max_length):
     group = parser.add_argument_group("LoRA (needs peft)")
     group.add_argument("--lora", type=positive_int, metavar="RANK",
                        help="train an adapter of this rank; the model stays as it is, in --dtype")
-    group.add_argument("--lora-alpha", type=positive_int, metavar="A", help="the adapter counts A / RANK times (None: "
-                       "2 RANK)")
     group.add_argument("--lora-targets", type=text_flag, nargs="+", metavar="NAME",
                        help="layers with an adapter, q_proj v_proj, say (None: all linear ones but the output's)")
     group.add_argument("--merge", action="store_true", help="write a whole model in place of an adapter folder")
@@ -174,12 +177,13 @@ def add_training(parser, max_length):
     group.add_argument("--max-tokens", type=positive_int, default=16384, help="tokens a pass without gradients")
     group.add_argument("--activation-checkpointing", action="store_true",
                        help="compute each layer again in the backward pass: less memory, a third more time")
+    group.add_argument("--compile", action="store_true",
+                       help="compile the layers: a minute at the start, then faster and with less memory on a GPU")
     group.add_argument("--replicate", type=positive_int, default=1,
                        help="groups of ranks that each hold the whole model (1: it is split over all ranks)")
     group.add_argument("--dry-run", type=positive_int, metavar="RANKS",
                        help="print the memory that a step needs on each of so many ranks, and stop")
     group.add_argument("--save-every", type=positive_int, default=200, help="steps between saved states")
-    group.add_argument("--log-every", type=positive_int, default=10, help="steps between log lines")
     group.add_argument("--track", type=text_flag, metavar="PROJECT",
                        help="log to this project of trackio, too (pip install trackio; "
                        "trackio show opens it); a run that goes on continues its curve")

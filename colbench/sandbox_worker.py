@@ -21,19 +21,17 @@ import types
 
 if not __package__:                                                 # a program: no package around it, no path to it
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    from answers import code_that_defines, compiled_statements, compiled_whole, parsed
+    from extract_code import compiled_statements, NO_PYTHON, parsed, pieces_of
     from values import encode
-    del sys.path[0], sys.modules["answers"], sys.modules["values"]
+    del sys.path[0], sys.modules["extract_code"], sys.modules["values"]
 else:
-    from colbench.answers import code_that_defines, compiled_statements, compiled_whole, parsed
+    from colbench.extract_code import compiled_statements, NO_PYTHON, parsed, pieces_of
     from colbench.values import encode
 
 MEMORY_LIMIT = 1 << 30          # bytes of address space
 FILE_LIMIT = 16 << 20           # bytes of a file, and of all files in the layer namespaces
 RESULT_LIMIT = 1 << 20          # bytes of one encoded result
-PIECES_LIMIT = 3000             # hexadecimal digits of compiled code that are kept for the next process with its text
-HEADER = struct.Struct("<III")  # bytes of the request (0: kill the running one), seconds of processor time,
-                                # milliseconds to remove what it leaves
+HEADER = struct.Struct("<II")   # bytes of the request (0: kill the running one), seconds of processor time
 PRELOADED = ("bisect calendar collections collections.abc copy dataclasses datetime decimal enum fractions functools "
              "heapq itertools math operator re sqlite3 string time typing")     # each slows every fork; random would
                                 # most, as it draws a seed in each (and statistics imports it)
@@ -42,8 +40,8 @@ BLACKLIST = ("import os", "from os", "import sys", "from sys", "sudo", "transfor
 COMPREHENSIONS = "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"                      # the names of their code
 WARM_UP = ("Sum:\n\n```python\nimport math\ndef total(a, b):\n    if a > 2:\n        a = a * 2\n    return a + b\n```",
            "I WANT TO ANSWER:\ndef total(a, b):\n    return {str(a): [b / 2]}")
-START_LIMIT_S, LOAD_LIMIT_S, LOADS_LIMIT_S, CLEAN_LIMIT_S = 60, 4, 20, 5
-CLEAN_SLICE_S, CLEAN_SLICES = .05, 1200                     # while no request waits: at a time, and how many times
+START_LIMIT_S, LOAD_LIMIT_S, LOADS_LIMIT_S = 60, 4, 20
+CLEAN_LIMIT_S = 1               # to remove the files that a process leaves
 THREAD_LIMIT = 64               # threads of an answer
 WATCH_S = .01                   # seconds between two counts of threads, where the system does not count
 
@@ -51,85 +49,80 @@ WATCH_S = .01                   # seconds between two counts of threads, where t
 def empty(folder, limit_s):
     """Remove what is in a folder; False if that is not done in the time. It never raises: a folder inside a folder is
     first moved up, so that neither the depth nor the length of a path matters."""
-    until, prefix, numbers, waiting = time.monotonic() + limit_s, os.urandom(8).hex(), itertools.count(), []
-
-    def clear(descriptor):
-        with os.scandir(descriptor) as entries:
-            for entry in entries:
-                name = entry.name
-                if time.monotonic() > until:
-                    raise TimeoutError
-                if not entry.is_dir(follow_symlinks=False):
-                    os.unlink(name, dir_fd=descriptor)
-                    continue
-                os.chmod(name, 0o700, dir_fd=descriptor)
-                if descriptor != top:
-                    moved = f"{prefix}-{next(numbers)}"
-                    os.rename(name, moved, src_dir_fd=descriptor, dst_dir_fd=top)
-                    name = moved
-                waiting.append(name)
-
+    until, prefix, numbers, waiting = time.monotonic() + limit_s, os.urandom(8).hex(), itertools.count(), ["."]
     try:
         top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            clear(top)
-            while waiting:
-                name = waiting.pop()
-                descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
-                try:
-                    clear(descriptor)
-                finally:
-                    os.close(descriptor)
-                os.rmdir(name, dir_fd=top)
-        finally:
-            os.close(top)
     except OSError:
         return False
+    try:
+        while waiting:
+            parent = waiting.pop()
+            with opened_folder(parent, top) as descriptor, os.scandir(descriptor) as entries:
+                for entry in entries:
+                    if time.monotonic() > until:
+                        return False
+                    name = entry.name
+                    if not entry.is_dir(follow_symlinks=False):
+                        os.unlink(name, dir_fd=descriptor)
+                        continue
+                    os.chmod(name, 0o700, dir_fd=descriptor)
+                    if parent != ".":
+                        name = f"{prefix}-{next(numbers)}"
+                        os.rename(entry.name, name, src_dir_fd=descriptor, dst_dir_fd=top)
+                    waiting.append(name)
+            if parent != ".":
+                os.rmdir(parent, dir_fd=top)
+    except OSError:
+        return False
+    finally:
+        os.close(top)
     return True
+
+
+@contextlib.contextmanager
+def opened_folder(name, top):
+    descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def run_calls(request, send):
     """Execute the code afresh for each call, send "loaded", and ["ok", value] or ["error", reason]; "restart" before an
     early end (threads left running would disturb the next call). Code whose top level fails is judged by what it had
     defined. A reference also sends which names of the calls it imported or defined, for the calls of the answers."""
-    imports = request["imports"]
+    imports, calls = request["imports"], request["calls"]
     try:
-        pieces, broken = pieces_of(request, send), None
+        pieces, broken = compiled_pieces(request), None
     except BaseException as error:
         pieces, broken = [], reason_of(error)
-    for index, call in enumerate(request["codes"]):
+    for number, call in enumerate(calls, 1):
         module = sys.modules["answer"] = types.ModuleType("answer")
         fault = execute(pieces, module) or broken
         send("loaded")
-        if index == 0 and imports is None:
-            send(imported_names(request["codes"], module.__dict__))
+        if number == 1 and imports is None:
+            send(imported_names(calls, module.__dict__))
         try:
             result = ["ok", encode(eval(call, scope_of_a_call(module, imports)))]
         except BaseException as error:
             # Examples in the answer may have failed, too: that says why a call fails only if it lacks a name.
             result = ["error", fault if fault and isinstance(error, NameError) else reason_of(error)]
         send(result)
-        if len(sys._current_frames()) > 1 and index + 1 < len(request["calls"]):
+        if len(sys._current_frames()) > 1 and number < len(calls):
             send("restart")
             return
 
 
-def pieces_of(request, send):
-    """The code of the answer: of each piece the code objects of its statements. Before any of it runs, it is sent as
-    text (None: it cannot be), for the next process that gets the same answer."""
-    if request["pieces"] is not None:
-        return marshal.loads(request["pieces"])
-    text = None
-    try:
-        sources = code_that_defines(request["code"], set(request["tested"]))
-        # Of a reference nothing may fail: it stops at its first fault, as a program does.
-        compile_one = compiled_whole if request["imports"] is None else compiled_statements
-        pieces = list(map(compile_one, sources))
-        with contextlib.suppress(ValueError):                       # it holds the fault of a statement
-            text = marshal.dumps(pieces).hex()
-    finally:
-        send(text if text is None or len(text) <= PIECES_LIMIT else None)
-    return pieces
+def compiled_pieces(request):
+    """The code of an answer: of each piece the code objects of its statements. A reference that is Python is executed
+    as it stands: it stops at its first fault, as a program does."""
+    code = request["code"]
+    if request["imports"] is None:
+        with contextlib.suppress(*NO_PYTHON):
+            return [[compile(code, "<answer>", "exec", dont_inherit=True)]]
+    pieces = [compiled_statements(piece.nodes) for piece in pieces_of(code, set(request["tested"]))]
+    return pieces or [[compile(code, "<answer>", "exec", dont_inherit=True)]]
 
 
 def scope_of_a_call(module, imports):
@@ -169,9 +162,9 @@ def execute(pieces, module):
             continue
         before = {**vars(builtins), **namespace}
         faults += execute_each(statements[end:], namespace)
-        for name in [name for name, value in namespace.items()
-                     if callable(before.get(name)) and not callable(value)]:
-            namespace[name] = before[name]
+        for name, value in list(namespace.items()):
+            if callable(before.get(name)) and not callable(value):
+                namespace[name] = before[name]
     return faults[0] if faults else None
 
 
@@ -196,38 +189,25 @@ def defines(statement):
 
 
 def reason_of(error):
-    if isinstance(error, ModuleNotFoundError):
-        return f"no module named {str(error.name)[:100]}"
-    return f"{type(error).__name__}: {describe(error)}"
-
-
-def describe(error):
     try:
-        return str(error)[:200]
+        text = str(error)[:200]
     except BaseException:
-        return ""
+        text = ""
+    return f"{type(error).__name__}: {text}"
 
 
 def imported_names(calls, namespace):
     """[[name, module or None, attribute or None], …]: names in the calls that the code imported. A name that it defines
-    itself has no module. calls: code objects, or texts."""
-    imports = {}
-    for call in calls:
-        with contextlib.suppress(Exception):                        # a call that is not Python: its result says so
-            code = call if isinstance(call, types.CodeType) else compile(call, "<call>", "eval")
-            for name in names_in(code):
-                if name in namespace and not name.startswith("__"):
-                    imports[name] = [name, *(origin(namespace[name]) or (None, None))]
-    return list(imports.values())
+    itself has no module. calls: code objects, or the texts of those that are not Python."""
+    names = set().union(*(names_in(call) for call in calls if isinstance(call, types.CodeType)))
+    return [[name, *(origin(namespace[name]) or (None, None))]
+            for name in sorted(names) if name in namespace and not name.startswith("__")]
 
 
 def names_in(code):
     """The names that a code object reads, those in its lambdas and comprehensions included."""
-    names = list(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names += names_in(constant)
-    return names
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return set(code.co_names).union(*inner)
 
 
 def origin(value):
@@ -263,7 +243,7 @@ def run_compat(request, send):
             expected, value = (eval(call.strip(), *scope) for scope in scopes)
             result = ["ok", int(bool(expected is not None and expected == value))]
         except Exception as error:
-            result = ["error", f"{type(error).__name__}: {describe(error)}"]
+            result = ["error", reason_of(error)]
         finally:
             signal.alarm(0)
         send(result)
@@ -586,15 +566,15 @@ def serve_one(walls, length, seconds, requests, results):
                 data = data[os.write(results, data):]
 
         send("ready")
-        (run_compat if request["compat"] else run_calls)(request, send)
+        (run_calls if request["reference"] is None else run_compat)(request, send)
     finally:
         os._exit(0)
 
 
-def remove_leftovers(layer, child, work, clean_s):
-    """Kill what the request left running, forget its files; False if they cannot be removed in clean_s."""
-    if layer == "namespaces":
-        kill(-1)                                                # this is process 1: all others of the namespace
+def remove_leftovers(layer, child, work):
+    """Kill what the request left running, forget its files; False if they cannot be removed in time."""
+    if layer == "namespaces" and os.getpid() == 1:
+        kill(-1)                                                # all others of its own namespace of processes
     else:
         kill(-child)
         kill(child)
@@ -608,7 +588,7 @@ def remove_leftovers(layer, child, work, clean_s):
         except ChildProcessError:
             break
     if layer != "namespaces":
-        return empty(work, clean_s)
+        return empty(work, CLEAN_LIMIT_S)
     if os.listdir(work):
         os.chdir("/")
         check(libc.umount2(work.encode(), 2), "umount")
@@ -654,29 +634,6 @@ def wait_for_end(walls, child, bell):
             return
 
 
-class Leftovers:
-    """Folders that could not be emptied in time: they are emptied bit by bit, while no request waits."""
-
-    def __init__(self):
-        self.folders, self.slices = [], 0
-
-    def add(self, folder):
-        self.folders.append(folder)
-
-    def clear(self, control):
-        """Go on until a request waits, or nothing is left that can be removed."""
-        while self.folders and not select.select([control], [], [], 0)[0]:
-            began = time.monotonic()
-            is_empty = empty(self.folders[-1], CLEAN_SLICE_S)
-            if is_empty:
-                os.rmdir(self.folders[-1])
-            self.slices += 1
-            lacks_time = time.monotonic() - began >= CLEAN_SLICE_S and self.slices < CLEAN_SLICES
-            if is_empty or not lacks_time:                      # the caller tries the others at the end
-                self.folders.pop()
-                self.slices = 0
-
-
 def build(walls, paths, work, latest):
     """Build the walls of a layer; OSError or AttributeError (not Linux) where the system does not allow it."""
     if walls.layer == "rlimits":
@@ -697,13 +654,11 @@ def build(walls, paths, work, latest):
 def warm_up():
     """Run harmless answers some times: then Python has specialised this program's code and filled its caches before a
     process is forked. The fork, which does the same with an answer, writes to fewer pages of memory."""
-    calls = ["total(1, 2)", "total(3, 4)"]
-    codes = [compile(call, "<string>", "eval") for call in calls]
+    calls = [compile(call, "<string>", "eval") for call in ("total(1, 2)", "total(3, 4)")]
     for answer in WARM_UP:
         for imports in [None, []] * 10:
             parsed.cache_clear()
-            run_calls({"code": answer, "calls": calls, "codes": codes, "tested": ["total"], "imports": imports,
-                       "pieces": None}, json.dumps)
+            run_calls({"code": answer, "calls": calls, "tested": ["total"], "imports": imports}, json.dumps)
     parsed.cache_clear()
     del sys.modules["answer"]
 
@@ -713,7 +668,7 @@ def main():
     layer, _, latest = layer.partition("-")                     # "landlock-2": as where Landlock has version 2
     latest = int(latest or 99)
     sys.argv, sys.orig_argv = ["answer.py"], ["python", "answer.py"]            # what an answer sees
-    control, walls, leftovers = socket.socket(fileno=0), Walls(layer), Leftovers()
+    control, walls = socket.socket(fileno=0), Walls(layer)
     paths = readable_paths(site_packages)
     try:
         build(walls, paths, work, latest)
@@ -735,7 +690,6 @@ def main():
     signal.signal(signal.SIGCHLD, lambda *_: None)
     os.write(1, b'{"serving": true}\n')
     while True:
-        leftovers.clear(control)
         try:
             header, descriptors, _, _ = socket.recv_fds(control, HEADER.size, 2)
         except ConnectionError:
@@ -744,16 +698,15 @@ def main():
             break
         if not descriptors:
             continue                                            # an order to kill what had ended by itself
-        length, seconds, clean_ms = HEADER.unpack(header)
+        length, seconds = HEADER.unpack(header)
         child = fork()
         if child == 0:
             serve_one(walls, length, seconds, *descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
         wait_for_end(walls, child, bell)
-        if not remove_leftovers(layer, child, work, clean_ms / 1000):
+        if not remove_leftovers(layer, child, work):
             print(f"scorer: files of an answer cannot be removed now, another folder is used: {work}", file=sys.stderr)
-            leftovers.add(work)
             folder, number = os.path.split(work)
             work = os.environ["HOME"] = os.environ["TMPDIR"] = os.path.join(folder, str(int(number) + 1))
             os.makedirs(work)

@@ -1,0 +1,507 @@
+"""The text of an answer -> its code. Standard library alone.
+
+A message of a model is prose with pieces of code in it. `Reader` finds them: it asks Python's own parser at each line
+whether a statement begins there; fences, marks and tags say where that is. `chosen_pieces` picks the pieces that the
+tested function needs. docs/scorer.md has the rules.
+"""
+import __future__
+
+import ast
+import builtins
+import collections
+import functools
+import html
+import json
+import re
+
+MARKER = re.compile(r"[^\w\n]*I[ _]WANT[ _]TO[ _]ANSWER\b[ \t:*_.`–—-]*", re.IGNORECASE)
+FENCE_LINE = re.compile(r"[ \t]*(`{3,}|~{3,})(.*)")
+LANGUAGE = re.compile(r"\A(?!(?:async|class|def|from|import)\b)[\w.+-]+(?:[ \t]+(?=[\w@])|$)")
+TICKS = re.compile(r"`+|~{3,}")
+QUOTED = re.compile(r"[ \t]*(?:(?:>>>|\.\.\.)(?: |$)|> ?)")         # the marks of sessions and quotations
+OPENING_TAGS = re.compile(r"[ \t]*(?:<\|?[A-Za-z][^<>]*>[ \t]*)+")
+CLOSING_TAG = r"</\w+>|<\|\w+\|>|\[/\w+\]"
+LABEL = re.compile(r"[^`]*?:[\s*_]*(?=(?:async|def|class|import|from|@|<\|?)\b)")        # before what may be code
+LEXEME = re.compile(rf"""\"{{3}}|'{{3}}|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|#.*|(?P<end>`|{CLOSING_TAG})|\\(?:.|$)|"""
+                    r"[()\[\]{}]")
+STRING_END = {quote: re.compile(rf"(?:\\.|(?!{quote}).)*+{quote}") for quote in ('"""', "'''")}
+CLAUSE = re.compile(r"(?:else|elif|except|finally)\b")
+
+OPENED_THOUGHTS = re.compile(r"\A\s*<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL)
+THOUGHTS = re.compile(r"\A.*(?:</think(?:ing)?>|\[/THINK\])", re.DOTALL)    # their beginning may be in the prompt
+HTML_TAG = re.compile(r"</?[A-Za-z][^<>]*>")
+HTML_ENTITY = re.compile(r"&(?:lt|gt|amp|quot|#\d{1,5});")
+STRING = re.compile(r"""(?P<quotes>"{3}|'{3})(?P<content>.*?)(?:(?P=quotes)|\Z)|"(?:\\.|[^"\\])*+(?:"|\\?\Z)""",
+                    re.DOTALL)
+WIDE_BLANKS = "\u00a0\u2002\u2003\u2009\u202f\u3000"                # no-break, en, em, thin, narrow, ideographic
+ODD_BLANKS = {0xFEFF: None, 0x200B: None, **dict.fromkeys(map(ord, WIDE_BLANKS), " ")}      # None: they have no width
+
+INLINE, PLAIN, FENCED = 0, 1, 2      # where a piece stands: between backticks in a line, in the open, in a fence
+MAX_QUOTES = 3                       # a quotation in a quotation in a quotation
+LINE_EFFORT = 10                     # a line takes as long as so many characters, and its own
+
+NO_PYTHON = SyntaxError, ValueError, RecursionError, MemoryError
+DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+IMPORTS = ast.Import, ast.ImportFrom
+NAMING = *IMPORTS, ast.Assign, ast.AnnAssign
+
+
+def extract_code(answer, calls=()):
+    """The code of an answer, as a list of sources that are executed one after the other in one namespace.
+
+    calls: the test calls; what defines a name that they use goes before what does not. Without code: [the text]."""
+    return [piece.source for piece in pieces_of(answer, names_of_calls(calls))] or [answer]
+
+
+def pieces_of(answer, tested):
+    """The Pieces of code in an answer that are executed; tested: the names that the test calls use."""
+    text = answer.replace("\r\n", "\n").replace("\r", "\n").strip("\n")
+    pieces = {}                                                     # {reading: its Pieces}
+    for reading in readings(text):
+        if reading not in pieces:
+            pieces[reading], is_whole = chosen_pieces(Reader(reading).read(), tested)
+            if is_whole:
+                return pieces[reading]
+    return next(iter(pieces.values()))
+
+
+def readings(text):
+    """The text without thoughts, and in what other ways it may be read where it does not define a tested name."""
+    text = OPENED_THOUGHTS.sub("", text, count=1)
+    if is_escaped_html(text):
+        text = html.unescape(text)
+    yield THOUGHTS.sub("", text)
+    yield text
+    yield text.translate(ODD_BLANKS)
+    yield "\n\n".join(strings_of(text))
+    yield text.replace("\\n", "\n")
+
+
+def is_escaped_html(text):
+    """Has a text tags, and `&lt;` for `<`? (`a &lt; b` is Python, too: the parser does not tell.)"""
+    between_tags, num_tags = HTML_TAG.subn("", text)
+    return num_tags > 0 and bool(HTML_ENTITY.search(text)) and "<" not in between_tags and ">" not in between_tags
+
+
+def strings_of(text):
+    """The strings in a text, of JSON or between three quotes: one may be code."""
+    strings = []
+    for match in STRING.finditer(text):
+        try:
+            strings.append(match["content"] if match["quotes"] else json.loads(match[0], strict=False))
+        except ValueError:
+            pass
+    return strings
+
+
+def compiled_statements(nodes):
+    """A code object of each statement, so that a fault of one costs only that one; an exception in the place of one
+    that does not compile.
+
+    Annotations are not evaluated, as by default since Python 3.14: an answer may repeat the request's signature with
+    `List[int]`, and leave out the import."""
+    futures = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+    codes = []
+    for node in nodes:
+        try:
+            module = ast.Module([*futures, node], [])
+            codes.append(compile(module, "<answer>", "exec", __future__.annotations.compiler_flag, dont_inherit=True))
+        except NO_PYTHON as error:
+            codes.append(error)
+    return codes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# where code stands in a text
+
+class Piece:
+    """Neighbouring statements: their source, their syntax trees, where they stand, do they follow the marker, and are
+    they cut at a fault. Besides the global names
+
+    defined: of its functions, classes and lambdas
+    imported: that it imports
+    bound: that it binds (these, too), or of which it binds a part (TABLE[0] = 1)
+    changed: whose content it may change: TABLE.update(a=1), random.seed(0), fill(TABLE)
+    read: that it reads
+    called: whose functions it calls itself."""
+
+    def __init__(self, source, nodes, place, is_marked, is_cut=False):
+        self.source, self.nodes, self.place = source, nodes, place
+        self.is_marked, self.is_cut = is_marked, is_cut
+        self.defined, self.imported, self.bound = set(), set(), set()
+        self.changed, self.read, self.called = set(), set(), set()
+        waiting = list(nodes)
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, (*DEFINITIONS, ast.Lambda)):
+                self.read |= free_names(node)                       # what else is inside of it is not global
+                self.defined |= {node.name} if isinstance(node, DEFINITIONS) else set()
+            else:
+                self.note_names(node)
+                waiting += ast.iter_child_nodes(node)
+        self.bound |= self.defined | self.imported
+
+    def note_names(self, node):
+        if isinstance(node, ast.Name):
+            (self.read if isinstance(node.ctx, ast.Load) else self.bound).add(node.id)
+        elif isinstance(node, IMPORTS):
+            self.imported.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+            self.defined.update(target.id for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            self.called.add(node.func.id)
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            self.changed.update(arg.id for arg in node.value.args if isinstance(arg, ast.Name))
+            if isinstance(node.value.func, ast.Attribute):
+                self.changed |= name_of_whole(node.value.func)
+        elif isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
+            self.bound |= name_of_whole(node)
+
+
+def name_of_whole(node):
+    """{the name} of which a[0], a.b or a.b[0].c is a part; nothing for a part of something else."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return {node.id} if isinstance(node, ast.Name) else set()
+
+
+def free_names(definition):
+    """The names that a function or lambda reads and that are not local to it; of a class, all that it reads."""
+    nodes = list(ast.walk(definition))
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
+    if isinstance(definition, ast.ClassDef):
+        return names
+    local = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    local |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    return names - local | {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
+
+
+class Reader:
+    """Reads the lines of a text from the first to the last and collects its pieces.
+
+    Each step of `read_on` reads some lines, or the beginning of a line: then what is left stands in its place.
+    effort: how many more characters may be read, so that every text takes linear time."""
+
+    def __init__(self, text, num_quotes=0):
+        self.num_quotes = num_quotes                                # quotations around it
+        # One blank before the first line is what stood behind the marker: the other lines have none because of it.
+        self.lines = (text[1:] if indent_of(text) == 1 else text).split("\n")
+        self.index, self.effort = 0, 8 * len(text) + 200_000
+        self.is_marked = False                                      # does a line before have the marker?
+        self.fence = None                                           # the ``` of the fence around the line, if any
+        self.tick_index = None                                      # the line of the last backtick in prose
+        self.run = []                                               # neighbouring statements: [(source, nodes), …]
+        self.pieces = []
+
+    def read(self):
+        """The Pieces of the text, in order."""
+        while self.index < len(self.lines) and self.effort > 0:
+            self.effort -= LINE_EFFORT
+            self.read_on()
+        self.end_run()
+        return self.pieces
+
+    def read_on(self):
+        line = self.lines[self.index]
+        is_comment = line.lstrip().startswith("#")
+        marker = MARKER.match(line)
+        if marker and not (is_comment and (self.fence or line[0].isspace())):
+            self.end_run()
+            self.is_marked = True
+            self.leave(line[marker.end():])
+        elif is_comment or not line.strip():
+            self.index += 1
+        elif fence_line := FENCE_LINE.match(line):
+            self.end_run()
+            self.read_fence(*fence_line.groups())
+        elif QUOTED.match(line) and self.num_quotes < MAX_QUOTES:
+            self.end_run()
+            self.read_quotation()
+        elif tags := OPENING_TAGS.match(line):
+            self.end_run()
+            self.leave(line[tags.end():])
+        elif not self.read_statement():
+            self.end_run()
+            self.read_prose(line)
+
+    def leave(self, rest):
+        """Of the current line a rest is left to read, or nothing."""
+        line = self.lines[self.index]
+        self.effort -= len(line)
+        self.lines[self.index] = line[:indent_of(line)] + rest.lstrip()
+        self.index += not rest.strip()
+
+    def end_run(self):
+        """Neighbouring statements are a piece."""
+        if self.run:
+            source = "\n".join(source for source, _ in self.run)
+            nodes = [node for _, statement_nodes in self.run for node in statement_nodes]
+            self.pieces.append(Piece(source, nodes, FENCED if self.fence else PLAIN, self.is_marked))
+            self.run = []
+
+    def read_fence(self, mark, info):
+        info = info.strip()
+        if self.fence and not info and mark.startswith(self.fence):
+            self.fence = None
+        else:
+            self.fence = mark
+        self.leave(LANGUAGE.sub("", info, count=1))
+
+    def read_quotation(self):
+        end = self.index
+        while end < len(self.lines) and QUOTED.match(self.lines[end]):
+            end += 1
+        lines = [QUOTED.sub("", line, count=1) for line in self.lines[self.index:end]]
+        for piece in Reader("\n".join(lines), self.num_quotes + 1).read():
+            piece.is_marked |= self.is_marked
+            piece.place = FENCED if self.fence else piece.place
+            self.pieces.append(piece)
+        self.index = end
+
+    def read_prose(self, line):
+        """Go on behind a label, or behind the next backticks or fence; else in the next line."""
+        label = LABEL.match(line)
+        ticks = (ticks for ticks in TICKS.finditer(line) if not self.fence or ticks[0].startswith(self.fence))
+        if label:
+            self.leave(line[label.end():])
+        elif mark := next(ticks, None):
+            opens_fence = len(mark[0]) > 2 and not self.fence
+            self.leave(line[mark.start() if opens_fence else mark.end():])
+            self.fence, self.tick_index = None, self.index
+        else:
+            self.effort -= len(line)
+            self.index += 1
+
+    def read_statement(self):
+        """Read the statement that begins at the line; False where none does.
+
+        A statement ends with its last deeper line. If that is not Python, deeper prose may follow it: then it is its
+        first line alone, or, outside a fence, what comes before the fault."""
+        ends = list(self.statement_ends())
+        _, fault = parsed(self.source(*ends[0]))
+        if not self.fence and fault > 1:
+            ends.append((self.index + fault - 1, 0))
+        for end, column in dict.fromkeys(ends):
+            source = self.source(end, column)
+            self.effort -= len(source)
+            nodes, _ = parsed(source)
+            if nodes:
+                self.add(source, nodes, (end, column), is_cut=(end, column) not in ends[:2])
+                return True
+        return False
+
+    def source(self, end, column):
+        """What stands from the current line to a column of the line `end`, dedented."""
+        lines = self.lines[self.index:end]
+        if column:
+            lines.append(self.lines[end][:column])
+        return dedented(lines)
+
+    def add(self, source, nodes, end, is_cut):
+        """Add a statement, which ends at (index, column), and go on there."""
+        index, column = end
+        is_inline = column and not self.fence and self.tick_index == self.index == index
+        if is_cut or is_inline or not any(map(is_code, nodes)):
+            self.end_run()
+        if any(map(is_code, nodes)):
+            self.run.append((source, nodes))
+        if (is_cut or is_inline) and self.run:
+            self.run = []
+            self.pieces.append(Piece(source, nodes, INLINE if is_inline else PLAIN, self.is_marked, is_cut))
+        if column:
+            self.lines[index] = self.lines[index][column:]
+        self.index = index
+
+    def statement_ends(self):
+        """Where the statement that begins at the line may end, each as (index of a line, column where it ends in it):
+        with its last deeper line or clause, or a backtick or tag; and with its first logical line."""
+        lines, index = self.lines, self.index
+        indent = indent_of(lines[index])
+        is_decorator = lines[index].startswith("@", indent)
+        end, column = first_end = self.logical_line_end(index)
+        while not column:
+            after = end
+            while after < len(lines) and lines[after].strip()[:1] in ("", "#"):     # blank, or a comment
+                after += 1
+            self.effort -= LINE_EFFORT * (1 + after - end)
+            if after == len(lines):
+                break
+            next_indent = indent_of(lines[after])
+            is_clause = next_indent == indent and (is_decorator or CLAUSE.match(lines[after], indent))
+            if not (next_indent > indent or is_clause):
+                break
+            if next_indent == indent:
+                is_decorator = lines[after].startswith("@", indent)
+            end, column = self.logical_line_end(after)
+        return (end, column), first_end
+
+    def logical_line_end(self, index):
+        """(Index after the last line of the brackets, strings and backslashes of a line, 0), or (index, column) of the
+        first backtick or closing tag outside of strings: Python has none."""
+        depth, quote, is_joined = 0, None, True
+        while index < len(self.lines) and (depth or quote or is_joined):
+            line, position, is_joined = self.lines[index], 0, False
+            self.effort -= len(line) + LINE_EFFORT
+            while True:
+                if quote:
+                    closing = STRING_END[quote].match(line, position)
+                    if not closing:
+                        break
+                    quote, position = None, closing.end()
+                lexeme = LEXEME.search(line, position)
+                if not lexeme:
+                    break
+                position, token = lexeme.end(), lexeme[0]
+                if lexeme["end"]:
+                    return index, lexeme.start()
+                if token in STRING_END:
+                    quote = token
+                elif token in "([{":
+                    depth += 1
+                elif token in ")]}":
+                    depth = max(0, depth - 1)
+                is_joined = token == "\\"
+            index += 1
+        return index, 0
+
+
+def parse(source, mode="exec"):
+    """The syntax tree of a source. Where garbage is collected in the middle of it and another thread parses meanwhile,
+    Python 3.11 says SystemError of good code (its count of depths belongs to all threads); so it is tried again."""
+    for _ in range(9):
+        try:
+            return ast.parse(source, "<answer>", mode)
+        except SystemError:
+            pass
+    return ast.parse(source, "<answer>", mode)
+
+
+@functools.lru_cache(512)
+def parsed(source):
+    """(The statements of a source as syntax trees, 0), or (None, the line of its fault) where it is not Python."""
+    try:
+        return parse(source).body, 0
+    except NO_PYTHON as error:
+        return None, getattr(error, "lineno", 0) or 0
+
+
+def is_code(node):
+    """Does a statement have an effect? `Explanation`, `9`, `(see below)` and `Note: this` have none: they are prose."""
+    if isinstance(node, ast.AnnAssign):
+        return node.value is not None
+    if isinstance(node, ast.Expr):
+        return any(isinstance(inner, (ast.Call, ast.NamedExpr)) for inner in ast.walk(node))
+    return not isinstance(node, (ast.Return, ast.Pass, ast.Break, ast.Continue))
+
+
+def indent_of(line):
+    return len(line) - len(line.lstrip(" \t"))
+
+
+def dedented(lines):
+    """The lines as a text, with the columns less that the first one has, of blanks alone: a line of a string may have
+    fewer."""
+    indent = indent_of(lines[0]) if lines else 0
+    return "\n".join(line[:indent].lstrip(" \t") + line[indent:] for line in lines)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# which code counts
+
+def chosen_pieces(pieces, tested):
+    """(The pieces that are the answer, in order; do they define a tested name and are not cut there?).
+
+    Those that define a tested name decide where the answer is: after the marker or anywhere, in fences or in the open.
+    Of the pieces there, definitions, imports and assignments count, and what sets up a global that these read; of
+    other pieces what sets up a global that nothing there does."""
+    whole = set().union(*(piece.defined for piece in pieces if not piece.is_cut))
+    pieces = [piece for piece in pieces if not (piece.is_cut and whole & piece.defined)]
+    group, wanted = answer_group(pieces, tested)
+    if not group:
+        return pieces[:1], False
+
+    functions = {"input"}.union(*(piece.defined for piece in group))
+    waiting = [piece for piece in group if piece.defined or wanted & piece.bound or only_names(piece, functions)]
+    set_up = collections.defaultdict(list)                          # {name: the pieces that set it up}
+    for piece in group:
+        for name in piece.bound | piece.changed - functions:
+            set_up[name].append(piece)
+    names_of_group = set(set_up)
+    for piece in set(pieces) - set(group):
+        for name in piece.bound - names_of_group:
+            if not hasattr(builtins, name):                         # an import before the marker, or outside of fences
+                set_up[name].append(piece)
+    chosen = set()
+    while waiting:
+        piece = waiting.pop()
+        if piece not in chosen:
+            chosen.add(piece)
+            for name in piece.read:
+                waiting += set_up.pop(name, [])
+
+    longest = {}                                                    # {name: its longest definition}
+    for node in definitions_of(chosen):
+        longest[node.name] = max(longest.get(node.name, node), node, key=lambda node: len(body_of(node)))
+    in_order = [piece for piece in pieces if piece in chosen]
+    in_order.sort(key=lambda piece: not is_excerpt(piece, longest))             # an excerpt replaces nothing
+    is_whole = any(not piece.is_cut and wanted & piece.bound for piece in chosen)
+    return in_order, is_whole and (not tested or bool(wanted & tested))
+
+
+def only_names(piece, functions):
+    """Does a piece only import and assign, and call none of the functions?"""
+    return all(isinstance(node, NAMING) for node in piece.nodes) and functions.isdisjoint(piece.called)
+
+
+def definitions_of(pieces):
+    return [node for piece in pieces for node in piece.nodes if isinstance(node, DEFINITIONS)]
+
+
+def is_excerpt(piece, longest):
+    """Is each definition of a piece only the beginning of a longer one? `def total(values): ...` shows a signature."""
+    definitions = definitions_of([piece])
+    return bool(definitions) and all(is_beginning(node, longest[node.name]) for node in definitions)
+
+
+def is_beginning(node, longer):
+    """Has a definition only the first statements of a longer one, but for those that hold a place?"""
+    if node is longer:
+        return False
+    body, longer_body = body_of(node), body_of(longer)
+    try:
+        return len(body) < len(longer_body) and all(
+            ast.dump(statement) == ast.dump(other) for statement, other in zip(body, longer_body))
+    except RecursionError:
+        return False
+
+
+def body_of(definition):
+    """The statements in a definition but for docstrings, `...`, `pass` and `raise NotImplementedError`."""
+    return [node for node in definition.body if not (
+        isinstance(node, ast.Pass) or isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) or
+        isinstance(node, ast.Raise) and "NotImplementedError" in ast.dump(node))]
+
+
+def answer_group(pieces, tested):
+    """(The pieces among which the answer is, the names that it is about); ([], set()) where none defines anything."""
+    definitions = set().union(*(piece.defined for piece in pieces))
+    for field, wanted in (("defined", tested), ("imported", tested), ("bound", tested), ("defined", definitions)):
+        holders = [piece for piece in pieces if wanted & getattr(piece, field)]
+        if holders:
+            marked = [piece for piece in holders if piece.is_marked]
+            places = [piece.place for piece in marked or holders]
+            least = max(places)
+            if field == "defined" and least == FENCED:              # a later version may be in the open
+                least = [place for place in places if place != INLINE][-1]
+            return [piece for piece in pieces
+                    if piece.place >= least and (piece.is_marked or not marked)], wanted
+    return [], set()
+
+
+def names_of_calls(calls):
+    """The names that test calls use, but for builtins."""
+    names = set()
+    for call in calls:
+        for node in parsed(call.strip())[0] or ():
+            names |= {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+    return {name for name in names if not hasattr(builtins, name)}

@@ -1,0 +1,168 @@
+"""Plots of the report: SVG elements in one colour, the page's own (currentColor); lines differ by dashes, markers."""
+import collections
+import io
+import itertools
+import math
+import re
+
+import numpy as np
+from matplotlib import rc_context
+from matplotlib.figure import Figure
+
+DASHES = "-", "--", ":"
+MARKERS = "o", "s", "D", "^", "v"
+PANELS = {"loss": "loss", "acc": "pair accuracy", "margin": "margin", "nll": "log-probability of a chosen token",
+          "gnorm": "gradient norm"}
+MAX_POINTS = 1_000                   # of a training curve
+
+STYLE = {
+    "svg.fonttype": "none",                                          # texts, in the page's font
+    "svg.hashsalt": "report",                                        # the same ids each time
+    "text.parse_math": False,                                        # a name may have a $
+    "font.size": 10,
+    "legend.frameon": False,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.alpha": 0.3,
+    "grid.color": "black",
+}
+
+
+def look(number):
+    """How the line of a number is drawn."""
+    return {"linestyle": DASHES[number % 3], "marker": MARKERS[number % 5], "color": "black", "markersize": 5}
+
+
+def new_figure(size=(7, 4), rows=1, columns=1):
+    """(a figure of so many inches, its axes)."""
+    figure = Figure(size, layout="constrained")
+    return figure, figure.subplots(rows, columns)
+
+
+def as_svg(figure, name):
+    """A figure as an SVG element of a page that has several: ids begin with `name`, black is the page's own colour."""
+    file = io.StringIO()
+    figure.savefig(file, format="svg", transparent=True, metadata=dict.fromkeys(["Date", "Creator", "Format", "Type"]))
+    svg = file.getvalue()
+    element = svg[svg.index("<svg"):].replace("<svg", '<svg fill="currentColor"', 1)
+    element = re.sub(r'( id="|:href="#|url\(#)', rf"\g<1>{name}-", element)
+    return element.replace("#000000", "currentColor")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the plots
+
+@rc_context(STYLE)
+def known_svg(metrics):
+    """Of each method the share of dialogues in which all was known, and the success among these."""
+    figure, axes = new_figure()
+    for number, (name, method) in enumerate(metrics.items()):
+        marker = look(number) | {"linestyle": "", "markersize": 8, "fillstyle": "none"}    # points may lie together
+        axes.plot(method["all_known"], method["success_when_known"], **marker, label=name)
+    axes.set_xlim(0, 1.05)
+    axes.set_ylim(0, 1.05)
+    axes.set_xlabel("share of the dialogues in which all was known before the last turn")
+    axes.set_ylabel("success among these")
+    axes.grid()
+    figure.legend(loc="outside right upper")
+    return as_svg(figure, "known")
+
+
+@rc_context(STYLE)
+def rounds_svg(rounds):
+    """rounds: {name: [number of rounds of each dialogue]}."""
+    figure, axes = new_figure()
+    lengths = range(1, 1 + max(map(max, rounds.values())))
+    for number, (name, lengths_of_name) in enumerate(rounds.items()):
+        counts = collections.Counter(lengths_of_name)
+        axes.plot(lengths, [counts[length] / len(lengths_of_name) for length in lengths], **look(number), label=name)
+    axes.set_xlabel("rounds")
+    axes.set_ylabel("share of the dialogues")
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y")
+    figure.legend(loc="outside right upper")
+    return as_svg(figure, "rounds")
+
+
+@rc_context(STYLE)
+def curve_svg(curves, metric):
+    """`metric` against N, with 95 % error bars. curves: {label: {N: metrics of the method}}."""
+    figure, axes = new_figure()
+    ticks = sorted(set().union(*curves.values()))
+    for number, (label, points) in enumerate(curves.items()):
+        sizes = sorted(points)
+        shift = 1 + 0.02 * (number - (len(curves) - 1) / 2)          # points of one N side by side
+        means = np.array([points[size][metric] for size in sizes])
+        bounds = np.array([points[size]["ci95"] for size in sizes])                        # (sizes, 2)
+        errors = abs(bounds.T - means)                                                     # (2, sizes)
+        axes.errorbar(np.multiply(sizes, shift), means, errors, **look(number), capsize=3, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, labels=map(str, ticks), minor=False)
+    axes.set_xlabel("N")
+    axes.set_ylabel(metric.replace("_", " "))
+    axes.grid(axis="y")
+    figure.legend(loc="outside right upper")
+    return as_svg(figure, "curve")
+
+
+def smoothed(values):
+    """The mean of each value and those before it, a twentieth of all."""
+    width = max(1, len(values) // 20)
+    sums = np.cumsum([0.0, *values])                                 # (values + 1,)
+    ends = np.arange(1, len(values) + 1)
+    starts = np.maximum(0, ends - width)
+    return (sums[ends] - sums[starts]) / (ends - starts)
+
+
+def history_points(rows, key):
+    """(steps, smoothed values) of a key of metrics.jsonl, at most MAX_POINTS at equal distances."""
+    sign = -1 if key == "nll" else 1
+    logged = [(row["step"], sign * row[key]) for row in rows if math.isfinite(row.get(key, math.nan))]
+    steps = np.array([step for step, _ in logged])
+    values = smoothed([value for _, value in logged])
+    places = np.linspace(0, len(logged) - 1, min(len(logged), MAX_POINTS)).astype(int)
+    return steps[places], values[places]
+
+
+@rc_context(STYLE)
+def training_svg(histories):
+    """histories: {name: rows of a metrics.jsonl}; a panel for each of PANELS that one of them has, smoothed."""
+    figure, all_axes = new_figure(size=(9, 5), rows=2, columns=3)
+    lines = {}                                                       # {name: its line in the last panel that has it}
+    logged_keys = set().union(*itertools.chain(*histories.values()))
+    panels = [key for key in PANELS if key in logged_keys]
+    for axes, key in zip(all_axes.flat, panels):
+        for number, (name, rows) in enumerate(histories.items()):
+            steps, values = history_points(rows, key)
+            if len(steps):
+                line = look(number) | {"markersize": 3, "linewidth": 1, "markevery": max(1, len(steps) // 6)}
+                [lines[name]] = axes.plot(steps, values, **line)
+        axes.set_title(PANELS[key], fontsize=10)
+        axes.set_xlabel("step")
+    for axes in all_axes.flat[len(panels):]:
+        axes.set_axis_off()
+    figure.legend(lines.values(), lines, loc="outside right upper")
+    return as_svg(figure, "training")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+
+def report_plots(metrics, metric, files, curves, histories):
+    """[(title, SVG, caption)] of the report. curves: as curve_svg's; histories: as training_svg's."""
+    plots = []
+    known = {name: method for name, method in metrics.items() if "success_when_known" in method}
+    if known:
+        plots.append(("What was known, what was made of it", known_svg(known), "To the right: the agent asked for "
+                      "what matters. Up: it made the right answer of what it knew."))
+    rounds = {name: list(map(num_rounds, trajectories)) for name, trajectories in files.items()}
+    plots.append(("Rounds", rounds_svg(rounds), "Turns of the agent in a dialogue, as shares of the dialogues."))
+    if curves:
+        plots.append(("Curves", curve_svg(curves, metric), "The methods that are named LABEL@N."))
+    if histories:
+        plots.append(("Training", training_svg(histories), "metrics.jsonl of each model, as means over a twentieth of "
+                      "the points; the gradient norm is that before clipping."))
+    return plots
+
+
+def num_rounds(trajectory):
+    return sum(turn["role"] == "assistant" for turn in trajectory["dialogue_history"])

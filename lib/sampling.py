@@ -1,0 +1,235 @@
+"""One way to sample: replies of a model on this machine (lib/engine.py, lib/vision.py) or behind servers
+(lib/servers.py), and the rows of a file that are made of them, many at once."""
+import asyncio
+import base64
+import dataclasses
+import functools
+import pathlib
+import sys
+
+from tqdm import tqdm
+
+from lib.engine import Engine
+from lib.models import encode, load_model, render_chat, stop_ids
+from lib.runtime import barrier, gather, InputError, Rows
+from lib.seeds import server_seed, uniforms
+from lib.servers import is_server, NoRoom, Reply, ReplyError, Server, strip_thoughts
+from lib.vision import load_vision, vision_reply
+
+
+@dataclasses.dataclass
+class Sampler:
+    """A model that continues prompts, as open_sampler() gives it."""
+
+    model: object = None                        # of a server None
+    tokenizer: object = None                    # of a model that is shown images its processor; of a server often None
+    engine: Engine | None = None                # of a model on this machine that reads texts
+    server: Server | None = None
+    vision_lock: asyncio.Lock | None = None     # of a model on this machine that is shown images, one at a time
+    template_args: dict = dataclasses.field(default_factory=dict)   # of the chat template
+    generated_tokens: int = 0                   # sampled so far
+
+    async def sample(self, prompt, n, temperature, max_new_tokens, key):
+        """n Replies to a prompt: a chat (messages) or a rendered text.
+
+        key: what their random numbers depend on; the first reply is the same for any n. All but its last two parts
+        name the dialogue, whose earlier prompts the engine finds in its cache.
+        NoRoom where the prompt is too long; ReplyError where a server gives no reply; InputError where it never will.
+        """
+        if self.server:
+            replies = await self.ask(prompt, n, temperature, max_new_tokens, key)
+        elif self.engine:
+            replies = await self.generate(prompt, n, temperature, max_new_tokens, key)
+        else:
+            async with self.vision_lock:
+                look = asyncio.to_thread(vision_reply, self.model, self.tokenizer, prompt, max_new_tokens)
+                replies = [await look]
+        self.generated_tokens += sum(reply.completion_tokens for reply in replies)
+        return replies
+
+    def visible(self, reply):
+        """What the other side sees of a reply: all but its thoughts, which a server may have put apart although the
+        prompt opens them."""
+        return strip_thoughts(reply.text, None if self.server else reply.prompt)
+
+    def render(self, prompt):
+        """The text of a prompt."""
+        if isinstance(prompt, str):
+            return prompt
+        return render_chat(self.tokenizer, prompt, add_generation_prompt=True, **self.template_args)
+
+    def decode(self, ids):
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    async def generate(self, prompt, n, temperature, max_new_tokens, key):
+        """sample() by the engine."""
+        text = self.render(prompt)
+        prompt_ids = encode(self.tokenizer, text)
+        fault = self.engine.lack_of_room(len(prompt_ids), max_new_tokens)
+        if fault:
+            raise NoRoom(f"{fault}: lower --max-new-tokens, or leave the task out")
+        randoms, dialogue = uniforms((n, max_new_tokens), *key), (id(self), *key[:-2])
+        replies = []
+        for ids in await self.engine.generate(prompt_ids, randoms, temperature, dialogue):
+            ended = ids[-1] in self.engine.stops
+            replies.append(Reply(self.decode(ids), ended, ids, len(prompt_ids), len(ids), text))
+        return replies
+
+    async def ask(self, prompt, n, temperature, max_new_tokens, key):
+        """sample() by a server, which is sent a chat as messages and a text as ids."""
+        text, extra = None, {}
+        if self.template_args:
+            extra["chat_template_kwargs"] = self.template_args
+        if self.tokenizer:
+            text = self.render(prompt)
+            extra["return_token_ids"] = True
+        is_text = isinstance(prompt, str)
+        sent = encode(self.tokenizer, text) if is_text else list(map(sent_message, prompt))
+        request = self.server.request(sent, temperature, max_new_tokens, extra)
+        fault_of = functools.partial(self.fault_of, text=text, may_be_empty=is_text)
+        seeds = [server_seed(*key)] + [server_seed(*key, number) for number in range(1, n)]
+        requests = [self.server.reply(request, seed, fault_of) for seed in seeds]
+        replies = [reply._replace(prompt=text) for reply in await asyncio.gather(*requests)]
+        if is_text:
+            replies = [reply._replace(text=self.decode(reply.ids)) for reply in replies]
+        return replies
+
+    def fault_of(self, reply, text, may_be_empty):
+        """One line where a server's Reply to the prompt `text` cannot be used; else None.
+
+        With the server's tokenizer it needs the ids that were sampled: those of the text (thoughts may be written
+        otherwise, and some show what a limit has cut of the last character), with the end of the turn."""
+        answer = strip_thoughts(reply.text.rstrip("\ufffd"))
+        if not (answer or may_be_empty):
+            return "empty reply" if reply.ended else "empty reply (only thoughts: raise the limit of new tokens)"
+        if self.tokenizer is None:
+            return None
+        num_tokens = len(encode(self.tokenizer, text))
+        if not reply.ids:
+            raise InputError(f"{self.server.name}: gives no token ids; --agent-tokenizer and --sampler need a server "
+                             "that gives those that it samples, as vLLM does (return_token_ids)")
+        if reply.prompt_tokens != num_tokens:
+            raise InputError(f"{self.server.name}: says that it has read {reply.prompt_tokens:,} tokens, where this "
+                             f"tokenizer and template make {num_tokens:,}; the server's must be the same")
+        answer_of_ids = strip_thoughts(self.decode(reply.ids).rstrip("\ufffd"))
+        if answer_of_ids != answer:
+            return f"wrong ids (they say {answer_of_ids[-40:]!r} and the text says {answer[-40:]!r})"
+        if reply.ended and self.decode(reply.ids[-1:]):
+            return "wrong ids (no end of the turn among them)"
+        return None
+
+
+def sent_message(message):
+    """A message as a server takes it: image files as data URLs, a lone surrogate as "?"."""
+    if isinstance(message["content"], str):
+        return {**message, "content": message["content"].encode(errors="replace").decode()}
+    parts = []
+    for part in message["content"]:
+        if part["type"] == "image":
+            data = base64.b64encode(pathlib.Path(part["path"]).read_bytes()).decode()
+            part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+        parts.append(part)
+    return {**message, "content": parts}
+
+
+def open_sampler(name, device, dtype, slots, max_length, tokenizer=None):
+    """The Sampler of a model name: a folder, hub id or smollm2, which is loaded, or a server.
+
+    slots: replies that are sampled at a time.
+    max_length: of a local model: tokens of a prompt with its reply, and of a prefill pass of the engine.
+    tokenizer: of a server, which must then give the ids that it samples."""
+    if is_server(name):
+        return Sampler(tokenizer=tokenizer, server=Server(name, slots))
+    model, tokenizer = load_model(name, device, dtype)
+    engine = Engine(model.eval(), stop_ids(model, tokenizer), slots, max_length)
+    return Sampler(model, tokenizer, engine)
+
+
+def open_vision_sampler(name, device, dtype):
+    """The Sampler of a model on this machine that is shown images: one greedy reply at a time."""
+    model, processor = load_vision(name, device, dtype)
+    return Sampler(model, processor, vision_lock=asyncio.Lock())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# many rows at once
+
+@dataclasses.dataclass
+class RowMaker:
+    """Makes rows of a file, many at once, as add_rows says."""
+
+    rows: Rows
+    make_row: object
+    waiting: object                             # iterator of (number, item)
+    most_failures: int                          # after so many in a row no further row is begun
+    places: asyncio.Semaphore                   # for what is done in the background
+    progress: tqdm
+    failures: list = dataclasses.field(default_factory=list)        # why rows are missing, a line each
+    num_in_a_row: int = 0
+
+    async def work(self, group):
+        """Make one row after the other; `group` (asyncio.TaskGroup) has the background."""
+        for number, item in self.waiting:
+            if self.num_in_a_row >= self.most_failures:
+                break
+            try:
+                row = await self.make_row(item)
+            except ReplyError as error:
+                self.failures.append(str(error))
+                self.num_in_a_row += 1
+                continue
+            self.num_in_a_row = 0
+            if callable(row):
+                await self.places.acquire()
+                group.create_task(self.add_later(number, row))
+            else:
+                self.add(number, row)
+
+    async def add_later(self, number, score):
+        self.add(number, await score())
+        self.places.release()
+
+    def add(self, number, row):
+        self.rows.add(number, row)
+        self.progress.update()
+
+    async def work_concurrently(self, concurrency):
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(concurrency):
+                    group.create_task(self.work(group))
+        except BaseExceptionGroup as errors:                         # the first has ended the others
+            raise errors.exceptions[0] from None
+
+
+def add_rows(rows, items, make_row, concurrency, runtime, group=1):
+    """Make those rows of a file (Rows) that it lacks, `concurrency` at a time on each rank: one that is made gives its
+    place to the next. Returns why rows of any rank have failed, a line each, for finish_rows.
+
+    items: what each row is made from.
+    make_row(item): a coroutine that gives the row, or an async function that gives it (scoring). This one runs in the
+    background, so that it cannot change which requests share a batch; at most twice `concurrency` of them wait, so that
+    a kill costs no more than that.
+    group: so many rows, one after the other, are made by one rank.
+
+    A row that has no reply (ReplyError) is left out. After many of them in a row a rank begins no further one."""
+    missing = [(number, item) for number, item in enumerate(items) if number not in rows.done]
+    mine = [pair for pair in missing if pair[0] // group % runtime.world_size == runtime.rank]
+    with tqdm(total=len(mine), unit="row", desc=rows.out.name, mininterval=5, disable=runtime.rank > 0) as progress:
+        places = asyncio.Semaphore(concurrency)
+        maker = RowMaker(rows, make_row, iter(mine), max(20, concurrency), places, progress)
+        asyncio.run(maker.work_concurrently(concurrency))
+    return sum(gather(maker.failures), [])
+
+
+def finish_rows(rows, num_rows, failures, runtime):
+    """Finish a file of rows. Where any have failed, all ranks end with status 2; the same command makes what is missing
+    then."""
+    if runtime.rank == 0 and not failures:
+        rows.finish(num_rows)
+    barrier()                                                        # a rank that leaves early would end the others
+    if failures and runtime.rank > 0:
+        sys.exit(2)
+    if failures:
+        raise InputError(f"{rows.out}: {num_rows - len(rows.find()):,} of {num_rows:,} rows are missing, the first "
+                         f"failed with {failures[0]}; run the same command again to go on")

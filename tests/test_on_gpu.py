@@ -1,0 +1,261 @@
+"""On a GPU: the same numbers as on the CPU. Run by `pytest -m gpu`; skipped where there is none.
+
+GPU_TESTS_ON_CPU=1 runs them with the CPU in the place of the GPU, to try the tests themselves."""
+import asyncio
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import common
+from conftest import call, read, ROOT
+from lib import engine as engine_module
+from lib.engine import Engine
+from lib.seeds import uniforms
+
+DEVICE = "cpu" if os.environ.get("GPU_TESTS_ON_CPU") else "cuda"
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU")]
+TINY = ROOT / "models" / "tiny"
+# What may differ from the CPU in float32: nats a token; loss and norm of the gradient of a step; what training has
+# changed in the weights, relative to the CPU's change
+TOLERANCES = {"float32": {"logp": 1e-4, "loss": 1e-3, "gnorm": 1e-2, "update": .05},
+              "bfloat16": {"logp": .1, "loss": .02, "gnorm": .05, "update": .3}}
+
+
+def small_model(device="cpu", dtype="float32"):
+    """A Llama with grouped queries and random weights, the same on each device."""
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, vocab_size=512, max_position_embeddings=1024, initializer_range=.1,
+                         tie_word_embeddings=False)
+    return LlamaForCausalLM(config).to(device, getattr(torch, dtype)).eval()
+
+
+def random_ids(rng, number):
+    return [rng.randrange(3, 512) for _ in range(number)]
+
+
+def as_item(prompt, actions, prompt_length=None):
+    action_numbers = [-1] * len(prompt) + [number for number, action in enumerate(actions) for _ in action]
+    return [common.Row(prompt + sum(actions, []), action_numbers, prompt_length)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_log_probabilities_of_rows_and_of_a_tree(dtype):
+    rng = random.Random(0)
+    prompt, actions = random_ids(rng, 47), [random_ids(rng, 9) for _ in range(4)]
+    items = [as_item(prompt, actions, len(prompt)), *(as_item(prompt, [action]) for action in actions),
+             as_item(random_ids(rng, 77), actions)]
+
+    def logps(device, dtype):
+        scorer = common.Scorer(small_model(device, dtype)).eval()
+        return torch.cat(common.action_outputs(scorer, items, 4096, device)) / 9                      # (12,) a token
+    tolerance = TOLERANCES[dtype]["logp"]
+    found = logps(DEVICE, dtype)
+    torch.testing.assert_close(found, logps("cpu", "float32"), atol=tolerance, rtol=0)
+    torch.testing.assert_close(found[:4], found[4:8], atol=tolerance, rtol=0)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="a product of a GPU")
+def test_the_product_with_the_vocabulary_sums_in_float32():
+    torch.manual_seed(0)
+    hidden = torch.randn(64, 512, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(4096, 512, device=DEVICE) / 20).bfloat16().requires_grad_()
+    ids = torch.arange(64, device=DEVICE)
+    logps = common.token_logps(common.models.Projection(weight), hidden, ids)
+    logps.sum().backward()
+    exact_hidden, exact_weight = hidden.detach().double(), weight.detach().double()
+    exact_hidden.requires_grad_(), exact_weight.requires_grad_()
+    exact = torch.log_softmax(exact_hidden @ exact_weight.t(), -1)[ids, ids]
+    exact.sum().backward()
+    assert logps.dtype == torch.float32
+    torch.testing.assert_close(logps.double(), exact, atol=2e-4, rtol=0)
+    for tensor, exact_tensor in ((hidden, exact_hidden), (weight, exact_weight)):
+        distance = (tensor.grad - exact_tensor.grad).norm() / exact_tensor.grad.norm()
+        assert tensor.grad.dtype == torch.bfloat16 and distance < .01
+    frozen = hidden.detach().requires_grad_()
+    common.token_logps(common.models.Projection(weight.detach()), frozen, ids).sum().backward()
+    assert torch.equal(frozen.grad, hidden.grad)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# training
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Has offline.jsonl: of each template task a right answer and a wrong one."""
+    folder = tmp_path_factory.mktemp("gpu")
+    call(1, "--num-tasks", 12, "--split", "train", "--out", folder / "tasks.jsonl")
+    with open(folder / "offline.jsonl", "w") as file:
+        for task in read(folder / "tasks.jsonl"):
+            for sample, code in enumerate((task["ground_truth"], "def wrong():\n    return 0")):
+                history = []
+                for role, content in (("user", task["problem_description"]), ("assistant", "Is there a limit?"),
+                                      ("user", "No."), ("assistant", f"I WANT TO ANSWER:\n{code}")):
+                    history.append({"role": role, "content": content})
+                row = {"task": task, "task_id": task["task_id"], "sample": sample, "dialogue_history": history,
+                       "answer": code, "reward": 1.0 - sample, "max_rounds": 8}
+                file.write(json.dumps(row) + "\n")
+    return folder
+
+
+def run_on(device, number, *flags):
+    """Run a stage in this process, on the GPU or with the GPU hidden."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(next(ROOT.glob(f"{number:02d}_*.py")))])         # args.json has this name
+        if device == "cpu":
+            patch.setattr(torch.cuda, "is_available", lambda: False)
+        call(number, *flags)
+
+
+def flags_of(folder, kind):
+    flags = ["--trajectories", folder / "offline.jsonl", "--model", TINY, "--lr", 1e-3, "--max-steps", 3]
+    if kind == "critic":
+        return [3, *flags]
+    flags = [4, *flags, "--method", kind]
+    if kind == "sweet":
+        flags += ["--critic", "untrained", "--num-candidates", 4, "--max-new-tokens", 20, "--pairs-together"]
+    return flags
+
+
+def differences(folder, cpu_folder):
+    """How far a training run is from another one, by the names of TOLERANCES."""
+    row, cpu_row = read(folder / "metrics.jsonl")[-1], read(cpu_folder / "metrics.jsonl")[-1]
+    initial, weights = load_file(TINY / "model.safetensors"), load_file(folder / "model.safetensors")
+    change = distance = 0.0
+    for name, cpu_weight in load_file(cpu_folder / "model.safetensors").items():
+        change += (cpu_weight - initial[name]).square().sum().item()
+        distance += (cpu_weight - weights[name]).square().sum().item()
+    return {"loss": abs(row["loss"] - cpu_row["loss"]), "gnorm": abs(row["gnorm"] / cpu_row["gnorm"] - 1),
+            "update": (distance / change) ** .5}
+
+
+LORA = ["--lora", 4, "--merge"]
+
+
+@pytest.mark.parametrize("kind, options", [
+    ("critic", []), ("critic", ["--dtype", "bfloat16", "--compile"]), ("sweet", []), ("mtdpo", LORA),
+    ("mtdpo", ["--dtype", "bfloat16", "--activation-checkpointing"]), ("sweet", [*LORA, "--dtype", "bfloat16"]),
+    ("sweet", [*LORA, "--dtype", "bfloat16", "--compile"])], ids=lambda value: " ".join(map(str, value)) or "plain"
+    if isinstance(value, list) else value)
+def test_training(folder, kind, options):
+    adapter = [] if LORA[0] not in options else LORA
+    cpu_folder = folder / f"{kind} {len(adapter)} cpu"
+    flags = [*flags_of(folder, kind), *adapter]
+    if kind == "sweet" and adapter:
+        flags += ["--candidates", folder / "sweet 0 cpu" / "candidates.jsonl"]
+    run_on("cpu", *flags, "--out", cpu_folder)                       # nothing where it is there
+    if kind == "sweet" and not adapter:
+        flags += ["--candidates", cpu_folder / "candidates.jsonl"]
+    gpu_folder = folder / " ".join(map(str, [kind, *options, "gpu"]))
+    run_on(DEVICE, *flags, *options, "--out", gpu_folder)
+    limits = TOLERANCES["bfloat16" if "bfloat16" in options else "float32"]
+    found = differences(gpu_folder, cpu_folder)
+    print(found)
+    assert {name: value for name, value in found.items() if not value <= limits[name]} == {}
+
+
+def test_a_run_that_is_killed_goes_on(folder):
+    flags = [*flags_of(folder, "critic"), "--max-steps", 40, "--save-every", 2]
+    run_on(DEVICE, *flags, "--out", folder / "whole")
+    killed = folder / "killed"
+    command = [sys.executable, ROOT / "03_train_critic.py", *flags[1:], "--out", killed]
+    with open(folder / "log", "w") as log:
+        process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log, cwd=ROOT)
+    while process.poll() is None and not list(killed.glob("states/*/.metadata")):
+        time.sleep(.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert list(killed.glob("states/*/.metadata")) and not (killed / "model.safetensors").exists(), (
+        folder / "log").read_text()
+    run_on(DEVICE, *flags, "--out", killed)
+    found = differences(killed, folder / "whole")
+    assert {name: value for name, value in found.items() if not value <= TOLERANCES["float32"][name]} == {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# sampling
+
+def sampled(model, temperature, has_few_shapes, slots=5):
+    """(engine, replies) to prompts of several lengths, each of two samples."""
+    rng = random.Random(0)
+    engine = Engine(model, [7], slots, 600)
+    engine.has_few_shapes = has_few_shapes
+
+    async def sample_all():
+        requests = []
+        for number, length in enumerate([5, 90, 17, 250, 1, 33, 34, 60, 8, 120]):
+            randoms = uniforms((2, 30 + number), number)
+            requests.append(engine.generate(random_ids(rng, length), randoms, temperature, key=number))
+        return await asyncio.gather(*requests)
+    replies = []
+    for pair in asyncio.run(sample_all()):
+        replies += pair
+    return engine, replies
+
+
+def num_equal(replies, others):
+    return sum(reply == other for reply, other in zip(replies, others, strict=True))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.0])
+def test_samples_by_graphs_are_those_without_and_those_of_the_cpu(temperature, monkeypatch):
+    if DEVICE == "cpu":
+        monkeypatch.setattr(engine_module, "Graph", PlainGraph)
+    _, expected = sampled(small_model(), temperature, False)
+    model = small_model(DEVICE)
+    _, without = sampled(model, temperature, False)
+    engine, replies = sampled(model, temperature, True)
+    assert engine.has_few_shapes and sum(graph is not None for graph in engine.graphs.values()) > 3
+    assert num_equal(without, expected) >= 19 and num_equal(replies, expected) >= 19         # of 20: rounding
+    engine, replies = sampled(model.bfloat16(), temperature, True)
+    assert engine.has_few_shapes and all(0 < len(ids) <= 39 for ids in replies)
+
+
+class PlainGraph:
+    """A Graph that computes what a captured one would launch."""
+
+    def __init__(self, work, others):
+        self.replay = work
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="about CUDA graphs")
+def test_a_model_that_waits_for_the_gpu_is_decoded_without_graphs(monkeypatch, capsys):
+    model = small_model(DEVICE)
+    _, expected = sampled(model, 1.0, True)
+    forward = model.model.norm.forward
+
+    def waits(hidden):
+        assert hidden.sum().item() < torch.inf
+        return forward(hidden)
+    monkeypatch.setattr(model.model.norm, "forward", waits)
+    engine, replies = sampled(model, 1.0, True)
+    assert not engine.has_few_shapes and num_equal(replies, expected) >= 19
+    assert "no CUDA graph can be made" in capsys.readouterr().out
+
+
+def test_greedy_replies_are_those_of_generate():
+    model = small_model(DEVICE)
+    rng, num_same = random.Random(1), 0
+    engine = Engine(model, [7], 3, 600)
+    prompts = [random_ids(rng, length) for length in (4, 40, 100, 77)]
+
+    async def sample_all():
+        return await asyncio.gather(*(engine.generate(prompt, torch.zeros(1, 40), 0.0) for prompt in prompts))
+    for prompt, [reply] in zip(prompts, asyncio.run(sample_all())):
+        ids = torch.tensor([prompt], device=DEVICE)
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False,
+                                eos_token_id=7, pad_token_id=0)
+        num_same += reply == output[0, len(prompt):].tolist()
+    assert num_same >= 3
