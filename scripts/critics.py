@@ -26,9 +26,8 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import common  # noqa: E402  the repository's modules, wherever this is started
 from colbench import ColBenchError, domain_of, task_id  # noqa: E402
-from lib import statistics, tables  # noqa: E402
-from lib.arguments import add_overwrite, add_reference, argument_parser, named_path, text_flag  # noqa: E402
-from lib.credit import turn_kinds  # noqa: E402
+from lib import statistics  # noqa: E402
+from lib.flags import add_overwrite, add_reference, argument_parser, named_path, text_flag  # noqa: E402
 from lib.models import encode, end_of_turn, load_model, load_tokenizer, tokenizer_name  # noqa: E402
 from lib.runtime import begin_output, InputError, is_done, run_stage, say, start, write_json  # noqa: E402
 
@@ -50,7 +49,7 @@ def gate_probes(trajectories, domain):
         task = trajectory["task"]
         history = trajectory["dialogue_history"]
         places = [place for place, turn in enumerate(history) if turn["role"] == "assistant"]
-        for place, kind in zip(places, turn_kinds(task, history, domain)):
+        for place, kind in zip(places, statistics.turn_kinds(task, history, domain)):
             if "answer" not in kind:
                 probes.append(Probe(kind, history[:place], history[place]["content"], trajectory))
         right_answer = domain.answer_message(task)
@@ -97,7 +96,7 @@ def gate_lines(gates, model_name):
     rows = []
     for kind, gate in gates.items():
         rows.append([kind, str(gate["n"]), f"{gate['without_c']:.2f}", f"{gate['with_c']:.2f}"])
-    table = tables.aligned(["", "n", "without c", "with c"], rows)
+    table = statistics.aligned(["", "n", "without c", "with c"], rows)
     return [f"{model_name}: log-probability of a turn, of at most {MAX_DIALOGUES} dialogues", *table]
 
 
@@ -146,7 +145,7 @@ def read_branches(path, domain, tokenizer):
 def check_critics(critics, trajectories, path):
     """InputError for a critic that sees images, and for trajectories without rewards."""
     for name, critic in critics.items():
-        if critic.get("visual"):
+        if critic.is_visual:
             raise InputError(f"--critics {name}: sees images, and --critics takes critics that read text")
     for trajectory in trajectories:
         if trajectory.get("reward") is None:
@@ -189,14 +188,14 @@ def measure_oracle(oracle, domain, points, returns):
 
 
 def critic_lines(measures):
-    columns = [("pair_accuracy", "pair accuracy", ".3f"), ("num_pairs", "pairs", "d"),
-               ("rank_correlation", "rank correlation", ".3f"), ("ci95", "95 %", tables.INTERVAL),
-               ("num_states", "states", "d")]
-    columns = [column for column in columns if tables.has_any(measures, column[0])]
+    headings = {"pair_accuracy": "pair accuracy", "num_pairs": "pairs", "rank_correlation": "rank correlation",
+                "ci95": "95 %", "num_states": "states"}
+    keys = [key for key in headings if statistics.has_any(measures, key)]
     rows = []
     for name, measure in measures.items():
-        rows.append([name, *(tables.cell_of(measure, key, form) for key, _, form in columns)])
-    return [*tables.aligned(["critic", *(heading for _, heading, _ in columns)], rows),
+        cells = [statistics.cell_of(measure, key, "d" if key.startswith("num_") else ".3f") for key in keys]
+        rows.append([name, *cells])
+    return [*statistics.aligned(["critic", *(headings[key] for key in keys)], rows),
             "one training run of each critic: the intervals leave other seeds out"]
 
 
@@ -216,8 +215,8 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if not args.critics and not args.gates:
         parser.error("nothing to measure: give --critics or --gates")
-    if not args.critics and (args.returns or args.reference):
-        parser.error("--returns and --reference go with --critics")
+    if not args.critics and (args.returns or args.reference_sees_c):
+        parser.error("--returns and --reference-sees-c go with --critics")
     return args
 
 
@@ -229,7 +228,9 @@ def main(argv=None):
     if args.gates:
         check_gates(trajectories, domain, args.trajectories)
     folders = dict(argument.split("=", 1) for argument in args.critics)
-    critics = {name: common.read_critic(folder, None, domain, args.reference) for name, folder in folders.items()}
+    critics = {}
+    for name, folder in folders.items():
+        critics[name] = common.read_critic(folder, None, domain, args.reference_sees_c)
     pairs, branches = [], None
     if critics:
         check_critics(critics, trajectories, args.trajectories)
@@ -239,9 +240,9 @@ def main(argv=None):
         branches = read_branches(args.returns, domain, tokenizer_name(tokenizer))
     out = pathlib.Path(args.out)
     inputs = [args.trajectories, args.returns, args.gates, *folders.values()]
-    if is_done(args, out, inputs, folder=True):
+    if is_done(vars(args), out, inputs, folder=True):
         return
-    begin_output(args, out, inputs, ["critics.json", "gates.json"])
+    begin_output(vars(args), out, inputs, folder=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     if args.gates:

@@ -49,8 +49,8 @@ def test_it_runs_from_any_folder_and_shows_its_help(tmp_path):
 @pytest.mark.parametrize("flags, line", [
     ([], "nothing to measure: give --critics or --gates"),
     (["--gates", ""], "cannot be empty"),
-    (["--returns", "r", "--gates", "m"], "--returns and --reference go with --critics"),
-    (["--reference", "blind", "--gates", "m"], "--returns and --reference go with --critics"),
+    (["--returns", "r", "--gates", "m"], "--returns and --reference-sees-c go with --critics"),
+    (["--reference-sees-c", "no", "--gates", "m"], "--returns and --reference-sees-c go with --critics"),
     (["--critics", "a"], "a: must be NAME=PATH"),
     (["--critics", "a/b=c"], "a/b=c: a name cannot contain /, or be . or ..")])
 def test_bad_arguments_are_one_line(capsys, flags, line):
