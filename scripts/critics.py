@@ -188,14 +188,14 @@ def measure_oracle(oracle, domain, points, returns):
 
 
 def critic_lines(measures):
-    columns = [("pair_accuracy", "pair accuracy", ".3f"), ("num_pairs", "pairs", "d"),
-               ("rank_correlation", "rank correlation", ".3f"), ("ci95", "95 %", ""),
-               ("num_states", "states", "d")]
-    columns = [column for column in columns if statistics.has_any(measures, column[0])]
+    headings = {"pair_accuracy": "pair accuracy", "num_pairs": "pairs", "rank_correlation": "rank correlation",
+                "ci95": "95 %", "num_states": "states"}
+    keys = [key for key in headings if statistics.has_any(measures, key)]
     rows = []
     for name, measure in measures.items():
-        rows.append([name, *(statistics.cell_of(measure, key, form) for key, _, form in columns)])
-    return [*statistics.aligned(["critic", *(heading for _, heading, _ in columns)], rows),
+        cells = [statistics.cell_of(measure, key, "d" if key.startswith("num_") else ".3f") for key in keys]
+        rows.append([name, *cells])
+    return [*statistics.aligned(["critic", *(headings[key] for key in keys)], rows),
             "one training run of each critic: the intervals leave other seeds out"]
 
 
@@ -215,7 +215,7 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if not args.critics and not args.gates:
         parser.error("nothing to measure: give --critics or --gates")
-    if not args.critics and (args.returns or args.reference_sees_c is not None):
+    if not args.critics and (args.returns or args.reference_sees_c):
         parser.error("--returns and --reference-sees-c go with --critics")
     return args
 

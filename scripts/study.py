@@ -34,7 +34,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from colbench import DOMAINS  # noqa: E402
-from lib.arguments import argument_parser  # noqa: E402
+from lib.flags import argument_parser  # noqa: E402
 from lib.runtime import InputError, run_stage  # noqa: E402
 
 MANY = 800                       # dialogues, above which an arm's "many" counts
@@ -49,7 +49,7 @@ class StepFailed(Exception):
 
 
 def run_step(out, words, ranks=1, threads=1):
-    """Run a stage that writes `out`, and print a line about it; returns what it has printed, which stands in OUT.log."""
+    """Run a stage that writes `out`, and print a line about it; returns the text of OUT.log, where its output goes."""
     command = [sys.executable, *words, "--out", str(out)]
     if ranks > 1:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]

@@ -61,7 +61,8 @@ def main():
     study.run_step = profiled
     with tempfile.TemporaryDirectory() as out:
         numbers = [f"dialogues={4 * args.tasks}", f"num_test={args.test_tasks}"]
-        study.main(["base", "rft", "mtdpo", "sweet", "--chain", "0", "--domain", args.domain, "--out", out, "--set", *numbers])
+        arms = ["base", "rft", "mtdpo", "sweet"]
+        study.main([*arms, "--chain", "0", "--domain", args.domain, "--out", out, "--set", *numbers])
     total = sum(seconds for _, seconds, _ in measured)
     print(f"{total:.0f} s of one core in all")
     for name, seconds, parts in measured:

@@ -165,7 +165,7 @@ import os, signal, sys
 sys.path.insert(0, {tests!r})
 from processes import start
 words = sys.argv[2:] if sys.argv[1] == "-u" else sys.argv[1:]                  # torchrun asks for no buffers
-environment = {{**os.environ, "TEST_EXECUTABLE": os.path.abspath(sys.argv[0])}}
+environment = {{**os.environ, "PYTHON_EXEC": os.path.abspath(sys.argv[0])}}
 with start(os.environ["TEST_PROCESSES"], words, os.getcwd(), environment, [0, 1, 2]) as answer:
     pid = int(answer.readline())
     signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGTERM))

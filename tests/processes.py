@@ -93,7 +93,8 @@ def become(request, descriptors):
     sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     os.environ.clear()
     os.environ.update(request["env"])
-    sys.executable = os.environ.pop("TEST_EXECUTABLE", sys.executable)         # what starts further processes
+    if request["argv"][0] == "scripts/study.py":                     # its stages are forks, too
+        sys.executable = os.environ["PYTHON_EXEC"]
     os.chdir(request["cwd"])
     os._exit(run_script(request["argv"]))
 

@@ -7,11 +7,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import common
 from colbench import backend, ColBenchError
-from conftest import made_once, Partial, read, refused, ROOT, run, stage, succeed
-from lib.models import load_tokenizer, tokenizer_name
+from conftest import critic_note, made_once, Partial, read, refused, ROOT, run, stage, succeed
+from lib.models import load_tokenizer
 from lib.runtime import InputError, write_jsonl
 
 critics = importlib.import_module("scripts.critics")
@@ -48,8 +49,8 @@ def test_it_runs_from_any_folder_and_shows_its_help(tmp_path):
 @pytest.mark.parametrize("flags, line", [
     ([], "nothing to measure: give --critics or --gates"),
     (["--gates", ""], "cannot be empty"),
-    (["--returns", "r", "--gates", "m"], "go with --critics"),
-    (["--reference-sees-c", "no", "--gates", "m"], "go with --critics"),
+    (["--returns", "r", "--gates", "m"], "--returns and --reference-sees-c go with --critics"),
+    (["--reference-sees-c", "no", "--gates", "m"], "--returns and --reference-sees-c go with --critics"),
     (["--critics", "a"], "a: must be NAME=PATH"),
     (["--critics", "a/b=c"], "a/b=c: a name cannot contain /, or be . or ..")])
 def test_bad_arguments_are_one_line(capsys, flags, line):
@@ -104,16 +105,23 @@ def test_gates_need_facts_and_say_so_before_anything_is_measured(tmp_path, facts
     assert run("05_evaluate.py", f"a={path}", "--out", tmp_path / "out").returncode == 0
 
 
-def test_gates_do_without_families_and_take_each_dialogue_s_own_rounds(workspace, monkeypatch):
+def test_gates_do_without_families(workspace, tmp_path, capsys):
+    rows = read(workspace / "offline.jsonl")[:6]
+    for row in rows:
+        del row["task"]["family"]
+    path = write(tmp_path / "a", rows)
+    critics.main(["--trajectories", str(path), "--gates", "models/tiny", "--out", str(tmp_path / "out")])
+    assert "right answer at once" in capsys.readouterr().out
+
+
+def test_gates_take_each_dialogue_s_own_rounds(workspace, monkeypatch):
     rows = [row for row in read(workspace / "offline.jsonl") if len(row["dialogue_history"]) == 4][:3]
     for number, row in enumerate(rows):
-        del row["task"]["family"]
         row |= {"task_id": str(number), "max_rounds": 4 + number}
     asked, prompt_text = [], common.prompt_text
     monkeypatch.setattr(common, "prompt_text", lambda tokenizer, history, max_rounds, *more: (
         asked.append((history[0]["content"], max_rounds)), prompt_text(tokenizer, history, max_rounds, *more))[1])
-    gates = critics.measure_gates(rows, backend, str(ROOT / "models" / "tiny"), "cpu")
-    assert "right answer at once" in gates
+    critics.measure_gates(rows, backend, str(ROOT / "models" / "tiny"), "cpu")
     assert set(asked) == {(row["task"]["problem_description"], row["max_rounds"]) for row in rows}
 
 
@@ -170,7 +178,7 @@ def test_branches_are_refused_in_one_line(workspace, tmp_path):
     flags = ["--tasks", workspace / "offline.jsonl", "--branch", 4, "--out", tmp_path / "b.jsonl"]
     line = refused(2, *flags, "--agent", "models/tiny", "--max-rounds", 4)
     assert line.startswith(f"{workspace / 'offline.jsonl'}: task ") and line.endswith(
-        " was rolled out with --max-rounds 8; --branch needs the same")
+        " was played with --max-rounds 8; --branch needs the same")
     rows = read(workspace / "offline.jsonl")
     with_twin = tmp_path / "twin.jsonl"
     write_jsonl(with_twin, [*rows, rows[0]])
@@ -179,7 +187,7 @@ def test_branches_are_refused_in_one_line(workspace, tmp_path):
     # without "max_rounds", as in published files, a dialogue has had as many rounds as it has
     without_rounds = tmp_path / "without.jsonl"
     write_jsonl(without_rounds, [{key: value for key, value in row.items() if key != "max_rounds"} for row in rows])
-    assert "was rolled out with --max-rounds 8; --branch needs the same" in refused(
+    assert "was played with --max-rounds 8; --branch needs the same" in refused(
         2, *flags, "--agent", "models/tiny", "--max-rounds", 3, "--branch", 400, "--tasks", without_rounds)
     assert 'missing "task"' in refused(2, "--tasks", workspace / "tasks.jsonl", *flags[2:], "--agent", "models/tiny")
     for more in (["--agent", "script"], ["--agent", "a", "--best-of", 2, "--critic", "c"]):
@@ -205,9 +213,28 @@ def regression_critic(workspace, tmp_path_factory):
     return make_regression_critic(workspace, tmp_path_factory)
 
 
-def test_pair_accuracy_by_hand():
-    """The better one has the higher score: right, wrong, a tie, which is half right."""
-    assert critics.pair_accuracy([2.0, 1.0, 1.0, 3.0], [(0, 1), (1, 3), (1, 2)]) == pytest.approx(1.5 / 3)
+ADVANTAGES = [                                      # of the turns of a chosen and a rejected dialogue
+    ([2.0, -1.0], [0.5]),                           # sums: right; last turns: wrong
+    ([-1.0, 2.0], [3.0]),                           # wrong; wrong
+    ([1.0, 1.0], [2.0]),                            # a tie; wrong
+    ([0.0, 4.0], [1.0, 2.0]),                       # right; right
+    ([0.0, 3.0], [3.0])]                            # a tie; a tie
+
+
+@pytest.mark.parametrize("head, accuracy", [("lm", 3 / 5), ("value", 1.5 / 5)])
+def test_pair_accuracy_by_hand(monkeypatch, head, accuracy):
+    """By sums over turns, and of a value head by the last turns: a tie is half right. The reference says 7 of every
+    turn; all turns have one token."""
+    def item_of(values):
+        return [common.Row([5] * len(values), list(range(len(values))))]
+    examples, outputs = [], []
+    for chosen, rejected in ADVANTAGES:
+        examples.append(common.Example([item_of(chosen), item_of(rejected)], [], "a"))
+        outputs.append([torch.tensor(chosen) + 7, torch.tensor(rejected) + 7])
+    monkeypatch.setattr(common, "example_outputs", lambda scorer, *_: outputs)
+    ref_values = [[torch.full_like(values, 7.0) for values in pair] for pair in outputs]
+    form = common.Critic("x", "x", head)
+    assert common.pair_accuracy(None, examples, ref_values, form, 4096, "cpu") == pytest.approx(accuracy)
 
 
 def test_the_correlation_with_returns_by_hand():
@@ -215,11 +242,11 @@ def test_the_correlation_with_returns_by_hand():
     that the mean over tasks is (0 + 1 + .5) / 3."""
     states = [("a", [0.1, 0.2, 0.3], [0.0, 0.5, 1.0]), ("a", [9.0, 8.0, 7.0], [0.0, 0.5, 1.0]),
               ("b", [-5.0, 5.0], [0.0, 1.0]), ("c", [1.0, 2.0, 3.0], [0.0, 1.0, 0.5])]
-    names, scores, returns = zip(*states)
-    points = [common.DecisionPoint("", {**TASK, "task_id": name}, [], [], []) for name in names]
-    found = critics.return_correlation(points, returns, scores)
-    assert found["rank_correlation"] == pytest.approx(0.5) and found["num_states"] == 4
-    assert found["ci95"] == pytest.approx([0, 1])
+    tasks, scores, returns = zip(*states)
+    points = [common.DecisionPoint("", {**TASK, "task_id": task}, [], [], []) for task in tasks]
+    measured = critics.return_correlation(points, returns, scores)
+    assert measured["rank_correlation"] == pytest.approx(0.5) and measured["num_states"] == 4
+    assert measured["ci95"] == pytest.approx([0, 1])
 
 
 def test_critics_are_compared_on_pairs_and_monte_carlo_returns(workspace, branches, regression_critic, tmp_path):
@@ -228,6 +255,7 @@ def test_critics_are_compared_on_pairs_and_monte_carlo_returns(workspace, branch
     heading = next(line for line in out.splitlines() if line.startswith("critic"))
     assert re.split("  +", heading) == ["critic", "pair accuracy", "pairs", "rank correlation", "95 %", "states"]
     found = json.loads((tmp_path / "out" / "critics.json").read_text())["regression"]
+    assert found["pair_accuracy"] == pytest.approx(pair_accuracy_by_score_turns(regression_critic, workspace))
     assert f"{found['rank_correlation']:.3f}" in out and str(found["num_pairs"]) in out
     means = {}
     for row in read(branches[0]):
@@ -235,15 +263,27 @@ def test_critics_are_compared_on_pairs_and_monte_carlo_returns(workspace, branch
         ids = tuple(row["dialogue_history"][state[2]]["output_ids"])             # equal candidates are one
         means.setdefault(state, {}).setdefault(ids, []).append(row["reward"] == 1)
     means = [[sum(wins) / len(wins) for wins in own.values()] for own in means.values()]
-    tokenizer = tokenizer_name(load_tokenizer(str(regression_critic)))
-    points, returns = critics.read_branches(branches[0], backend, tokenizer)
-    assert len(points) == len(returns) and returns == [own for own in means if len(set(own)) > 1]
+    points, returns = critics.read_branches(branches[0], backend, read(branches[0])[0]["tokenizer"])
+    assert returns == [own for own in means if len(set(own)) > 1]
+    everything = json.loads((tmp_path / "out" / "critics.json").read_text())
+    assert list(everything) == ["regression", *backend.ORACLES]      # the oracles are compared with the returns, too
+    scores = [backend.oracle_scores("oracle", point.task, point.history, point.texts) for point in points]
+    assert everything["oracle"] == critics.return_correlation(points, returns, scores)
     assert 0 < found["num_states"] == sum(len(set(own)) > 1 for own in means)
-    assert found["pair_accuracy"] != 0.5
     alone = succeed(SCRIPT, *flags, "--out", tmp_path / "alone")
     assert "pair accuracy" in alone and "rank correlation" not in alone
     assert json.loads((tmp_path / "alone" / "critics.json").read_text())["regression"] == {
         key: found[key] for key in ("pair_accuracy", "num_pairs")}
+
+
+def pair_accuracy_by_score_turns(folder, workspace):
+    """The share of right pairs by what 05 shows as the credit of dialogues."""
+    tokenizer = load_tokenizer(str(folder))
+    critic = common.load_critic(common.read_critic(folder, tokenizer, backend), common.load_whole("cpu"))
+    trajectories = common.read_trajectories(workspace / "offline.jsonl")
+    scores = [sum(credit) for credit in common.score_turns(critic, tokenizer, trajectories, 4096, "cpu")]
+    pairs = common.trajectory_pairs(trajectories, "offline.jsonl")
+    return sum(scores[chosen] > scores[rejected] for chosen, rejected in pairs) / len(pairs)
 
 
 def test_bad_returns_are_one_line(workspace, branches, regression_critic, tmp_path):
@@ -259,7 +299,7 @@ def test_bad_returns_are_one_line(workspace, branches, regression_critic, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
-def test_critics_need_rewards(workspace, regression_critic, tmp_path):
+def test_critics_need_rewards_and_text(workspace, regression_critic, tmp_path):
     rows = read(workspace / "offline.jsonl")[:6]
     for row in rows:
         row["reward"] = None
@@ -267,4 +307,9 @@ def test_critics_need_rewards(workspace, regression_critic, tmp_path):
     assert line_of("--trajectories", path, "--critics", f"c={regression_critic}", "--out", tmp_path / "out") == (
         f'{path}: task {rows[0]["task_id"]}: no "reward"; score the file with 05_evaluate.py, and take its '
         "scored/NAME.jsonl")
+    (tmp_path / "seeing").mkdir()
+    (tmp_path / "seeing" / "critic.json").write_text(json.dumps({"visual": True, **critic_note("value")}))
+    assert line_of("--trajectories", workspace / "offline.jsonl", "--critics", f"c={tmp_path / 'seeing'}", "--out",
+                   tmp_path / "out") == (
+        f"{tmp_path / 'seeing'}: a critic that sees cannot rank functions, which have nothing to see")
     assert not (tmp_path / "out").exists()

@@ -102,7 +102,8 @@ def test_every_command_parses(name):
             copies[words[1].removesuffix(".py").replace("/", ".")] = words[0]
         elif program in ("python", "torchrun") and "-m" in words:
             at = words.index("-m") + 1
-            check_command(copies.get(words[at], words[at]), words[at + 1:])
+            if words[at] != "pytest":
+                check_command(copies.get(words[at], words[at]), words[at + 1:])
         elif program in ("bash", "python", "torchrun"):
             at = next(i for i, word in enumerate(words) if word.endswith((".py", ".sh")))
             assert at == 0 or program == "torchrun"

@@ -82,8 +82,8 @@ def call(tmp_path, monkeypatch):
     ("backend", "models/tiny", 80, 8), ("sql", "models/tiny_sql", 80, 8), ("frontend", "models/tiny_pages", 120, 4)])
 def test_the_chain_of_each_domain(call, domain, base, num_train, rounds):
     commands = call(*CHAIN, "--chain", "3", "--domain", domain)
-    expected = {"train.jsonl", "test.jsonl", "offline.jsonl", "critic", "sweet", "rft", "mtdpo", "base.jsonl", "rft.jsonl",
-                "mtdpo.jsonl", "sweet.jsonl", "report"} | ({"gates"} if domain != "frontend" else set())
+    expected = {"train.jsonl", "test.jsonl", "offline.jsonl", "critic", "sweet", "rft", "mtdpo", "base.jsonl",
+                "rft.jsonl", "mtdpo.jsonl", "sweet.jsonl", "report"} | ({"gates"} if domain != "frontend" else set())
     assert {name.removeprefix("o/") for name in commands} == expected
     tasks = [(commands[f"o/{split}.jsonl"]["num_tasks"], commands[f"o/{split}.jsonl"]["seed"])
              for split in ("train", "test")]
@@ -109,7 +109,8 @@ def test_one_gpu_has_one_rank(call, monkeypatch):
 
 
 @pytest.mark.parametrize("flags, line", [
-    (["--domain"], "--domain '': must be a domain"), (["--domain", "frontends"], "--domain 'frontends': must be a domain"),
+    (["--domain"], "--domain '': must be a domain"),
+    (["--domain", "frontends"], "--domain 'frontends': must be a domain"),
     (["--seed"], "seed '--seed': must be a number")])
 def test_run_sh_refuses_other_arguments(flags, line):
     process = subprocess.run(["bash", "run.sh", *flags], cwd=ROOT, text=True, capture_output=True)
@@ -154,7 +155,7 @@ def test_arms_of_a_seed_and_size_share_dialogues_critics_and_candidates(call):
             assert [args["candidates"] for args in arm.values()] == [
                 None, None, None, *[f"{folder}/sweet@{size}/candidates.jsonl"] * 3]
             assert [args["data_frac"] for args in arm.values()] == [0.1, 0.1, 1, 1, 1, 1]
-            assert commands[f"{folder}/critic-blind@{size}"]["reference"] == "blind"
+            assert commands[f"{folder}/critic-blind@{size}"]["reference_sees_c"] is False
     assert commands["o/seed10/mtdpo@320"]["lr"] == 3e-4 and commands["o/seed10/mtdpo@1600"]["lr"] == 1e-4
     assert commands["o/report"]["baseline"] == "mtdpo@1600" and commands["o/report"]["costs"]
     assert "sweet@80=o/seed10/sweet@80.jsonl,o/seed11/sweet@80.jsonl" in commands["o/report"]["files"]
@@ -163,8 +164,8 @@ def test_arms_of_a_seed_and_size_share_dialogues_critics_and_candidates(call):
 def test_a_search_plays_each_setting_on_validation_tasks(call):
     commands = call("mtdpo", "sweet", "--split", "validation", "--seeds", "9", "--grid", "lr=1e-4,3e-4", "beta=0.1,0.3")
     assert {command["split"] for command in commands.values() if command["stage"] == "01"} == {"train", "validation"}
-    policies = {name: (command["lr"], command["beta"]) for name, command in commands.items() if command["stage"] == "04"}
-    assert policies == {f"o/seed9/{arm}_lr{lr}_beta{beta}": (float(lr), float(beta))
+    policies = {name: command for name, command in commands.items() if command["stage"] == "04"}
+    assert {name: (command["lr"], command["beta"]) for name, command in policies.items()} == {f"o/seed9/{arm}_lr{lr}_beta{beta}": (float(lr), float(beta))
                         for arm in ("mtdpo", "sweet") for lr in ("1e-4", "3e-4") for beta in ("0.1", "0.3")}
     with open("o/table.csv", newline="") as file:
         rows = list(csv.DictReader(file))
