@@ -1,28 +1,19 @@
-"""A fork of 04: turns ranked by what their reply tells. `diff 04_train_policy.py examples/gain.py` is the change.
+"""A fork of 04: turns ranked by what their reply tells, in place of a critic.
 
 Reads   trajectories.jsonl (02) and a model. There is no critic to train.
-Writes  a model folder with metrics.jsonl and agent.json (the system prompt that it was trained with); for gain also
+Writes  a model folder with metrics.jsonl and agent.json (the system prompt that it was trained with), and
         candidates.jsonl (without --candidates), scored.jsonl and pairs.jsonl.
 
---method gain    As 04's sweet, but each candidate a is scored by the model at the start alone. A question (or a look)
-                 gets its reply from the rule-based human, and is worth what that says about the reference answer c:
-                     max(0, log p(c | o_t, a, reply) - log p(c | o_t))            in nats
-                 An answer is worth how much likelier c makes it, a mean over its tokens, as with 04 --critic untrained:
-                     log p(a | o_t, c) - log p(a | o_t)
-                 Pairs of candidates and eq. 4 are 04's. So a question whose reply is known already is worth nothing.
-                 The idea is that of arXiv 2602.12342 and 2510.14967, which reward turns of whole dialogues.
-                 With --answers-by-outcome no pair chooses an answer, except in the last turn of a logged dialogue whose
-                 answer was right: a critic that sees c likes lucky guesses. The paper has no such rule.
---method mtdpo   Multi-turn DPO: the same loss on pairs of trajectories of one task, all agent tokens summed.
---method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (where returns are
-                 graded: of the best trajectory of each task).
---method sft     Likelihood of the agent's turns of all trajectories.
-                 rft and sft put c in front of dialogues whose agent saw it (02 --agent script-informed).
+As 04 --method sweet, but each candidate a is scored by the model at the start alone. A question (or a look) gets its
+reply from the rule-based human, and is worth what that says about the reference answer c:
+    max(0, log p(c | o_t, a, reply) - log p(c | o_t))            in nats
+An answer is worth how much likelier c makes it, a mean over its tokens, as with 04 --critic untrained:
+    log p(a | o_t, c) - log p(a | o_t)
+So a question whose reply is known already is worth nothing. Pairs of candidates and eq. 4 are 04's.
+The idea is that of arXiv 2602.12342 and 2510.14967, which reward turns of whole dialogues.
 
-What changed: gains(), solution_item() and reply_to() are new, score_candidates() uses them, no critic is named.
-
-    python -m examples.gain --method gain --trajectories out/offline.jsonl --model models/tiny --out out/gain
-    torchrun --nproc-per-node 8 -m examples.gain --method gain …
+    python -m examples.gain --trajectories out/offline.jsonl --model models/tiny --out out/gain
+    torchrun --nproc-per-node 8 -m examples.gain …
 """
 import asyncio
 import collections
@@ -39,35 +30,21 @@ import common
 from colbench import ColBenchError, domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
 from lib import training
-from lib.costs import Costs, say_made_with
-from lib.engine import generate
 from lib.flags import (
     add_training,
     argument_parser,
-    non_negative_float,
     num_samples_flag,
     num_tokens_flag,
     positive_int,
-    set_preset,
     share_flag,
     temperature_flag,
     text_flag,
 )
-from lib.memory import dry_run, PlannedStep
-from lib.models import (
-    encode,
-    fresh_model,
-    load_model,
-    load_tokenizer,
-    lora_config,
-    max_positions,
-    reads_images,
-    Sharding,
-    stop_ids,
-    work_of,
-)
+from lib.models import encode, end_of_turn, load_tokenizer, lora_config, max_positions, reads_images, Sharding
 from lib.runtime import (
+    add_costs,
     begin_output,
+    gather,
     InputError,
     is_done,
     map_blocks,
@@ -80,63 +57,28 @@ from lib.runtime import (
     write_jsonl,
 )
 from lib.sampling import add_rows, finish_rows, open_sampler
-from lib.seeds import uniforms
-from lib.servers import is_server, said
-from lib.statistics import aligned, average_ranks
+from lib.servers import said
 from lib.tracking import check_track, Track
 
 # ---------------------------------------------------------------------------------------------------------------------
 # losses
 
-def dpo_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, beta):
-    """Eq. 4 without its NLL term, from summed log-probabilities (P,) of chosen and rejected under policy and reference.
-    Returns (losses, chosen_rewards, rejected_rewards), each (P,)."""
-    chosen_rewards = beta * (chosen_logps - ref_chosen_logps)                                     # (P,)
-    rejected_rewards = beta * (rejected_logps - ref_rejected_logps)                               # (P,)
-    return -F.logsigmoid(chosen_rewards - rejected_rewards), chosen_rewards, rejected_rewards
+def pair_losses(logps, ref_logps, lengths, beta, nll_coef):
+    """Eq. 4 of pairs of actions: (losses (P,), {name: (P,)} for the log).
 
-
-def batch_loss(logps, ref_logps, lengths, examples, shares, args):
-    """(loss, numbers for the log) of a micro-batch. Examples with pairs: eq. 4; without: minus their log-likelihood.
-
-    logps, ref_logps   (B, M) log-probabilities of each item's actions under the policy and under the model at the start
-                       (None where the method has no reference). B: items of all examples; without pairs one an example
-    lengths            (B, M) tokens of each action
-    shares             (examples,) the weight of one term of each example: 1 over the step's num_terms, 0 for a stand-in
-                       (training.rank_batches). A term is a pair (P of them here) or a token to imitate"""
-    if not examples[0].pairs:
-        return -(logps.sum(1) * shares).sum(), {}
-    pairs = common.batch_pairs(examples)                                                          # (P, 2, 2)
-    num_pairs = torch.tensor([len(example.pairs) for example in examples], device=shares.device)
-    pair_shares = shares.repeat_interleave(num_pairs)                                             # (P,)
-    chosen, rejected = common.chosen_and_rejected(logps, pairs)                                   # (P,)
-    ref_chosen, ref_rejected = common.chosen_and_rejected(ref_logps, pairs)                       # (P,)
-    chosen_lengths, _ = common.chosen_and_rejected(lengths, pairs)                                # (P,)
-    losses, chosen_rewards, rejected_rewards = dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta)
-    nll = -chosen / chosen_lengths                                   # (P,) a mean over the chosen action's tokens
-    loss = ((losses + args.nll_coef * nll) * pair_shares).sum()
-    numbers = training.preference_numbers(chosen_rewards, rejected_rewards, nll, pair_shares, args.dtype)
-    if args.answer_coef:                                             # two items an example (with_right_answers)
-        answer_logps, answer_lengths = logps[1::2].sum(1), lengths[1::2].sum(1)                   # (examples,)
-        answer_nll = -answer_logps / answer_lengths                                               # (examples,)
-        answer_loss = (answer_nll * num_pairs * shares).sum()        # a mean over pairs, as the other terms
-        loss = loss + args.answer_coef * answer_loss
-        numbers["answer_nll"] = answer_loss.item()
-    return loss, numbers
-
-
-def num_terms(example):
-    """How many terms an example adds to the loss of its step: its pairs or, where turns are imitated, its tokens."""
-    if example.pairs:
-        return len(example.pairs)
-    return common.num_action_tokens(example)
+    logps, ref_logps   of the chosen and the rejected action of each pair, (P, 2): its log-probability under the policy
+                       and under the model at the start
+    lengths            their tokens, (P, 2)"""
+    chosen_rewards, rejected_rewards = beta * (logps - ref_logps).T                               # (P,)
+    nll = -logps[:, 0] / lengths[:, 0]                               # (P,) a mean over the chosen action's tokens
+    losses = -F.logsigmoid(chosen_rewards - rejected_rewards) + nll_coef * nll
+    return losses, {"chosen": chosen_rewards, "rejected": rejected_rewards, "nll": nll}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# SWEET's turns: the states in which actions are compared
+# the states in which actions are compared
 
-SAMPLED_TOGETHER = 128          # states of a block; a killed run repeats at most one block on each rank
-SCORED_TOGETHER = 64
+SCORED_TOGETHER = 64            # states of a block; a killed run repeats at most one
 
 # The rows of candidates.jsonl, for one of another run (--candidates)
 CANDIDATE = record({"text": str, "ids": token_ids, "ended": bool})
@@ -146,25 +88,22 @@ CANDIDATES = record({"task_id": label, "sample": int, "turn": whole(0), "prompt"
 
 def read_states(trajectories, tokenizer, args):
     """The states of all agent turns of --data-frac of the trajectories, {"task_id", "sample", "turn", "task", "prompt",
-    "history", "max_rounds"} each. "prompt" is the one that was logged where the file allows (common.agent_turns)."""
-    common.check_names(trajectories, args.trajectories, may_repeat=True)
+    "history", "max_rounds", "system"} each. "prompt" is the one that was logged where the file allows
+    (common.agent_turns)."""
     chosen = sample_trajectories(trajectories, args.data_frac, args.seed)
-    num_turns = sum(turn["role"] == "assistant" for t in chosen for turn in t["dialogue_history"])
-    say(f"{num_turns:,} agent turns of {len(chosen):,} dialogues (--data-frac {args.data_frac:g} of "
-        f"{len(trajectories):,})")
-    fitting = [t for t in chosen if not common.overlong_row(tokenizer, t, args.max_length)]
-    states, counts = [], {}
-    for trajectory in fitting:
-        states += states_of(trajectory, common.agent_turns(tokenizer, trajectory, counts))
-    if len(fitting) < len(chosen):
-        say(f"left out {len(chosen) - len(fitting):,} trajectories, whose last prompt is longer than twice "
-            f"--max-length {args.max_length}: {len(states):,} turns are left")
-    states = states_with_room(states, tokenizer, max_positions(args.model), args.max_new_tokens)
-    if not states:
-        raise InputError(f"{args.trajectories}: no turns to train on: all prompts are far longer than --max-length "
-                         f"{args.max_length}, or leave no room for --max-new-tokens {args.max_new_tokens}")
-    common.say_kinds("their prompts", counts)
-    return states
+    states, kinds = [], collections.Counter()
+    for trajectory in chosen:
+        states += states_of(trajectory, common.agent_turns(tokenizer, trajectory, kinds))
+    most = max_positions(args.model) - args.max_new_tokens
+    fitting = [state for state in states if len(encode(tokenizer, state["prompt"])) <= most]
+    say(f"{len(states):,} agent turns of {len(chosen):,} dialogues (--data-frac {args.data_frac:g} of "
+        f"{len(trajectories):,}); {len(states) - len(fitting):,} are left out, whose prompts are longer than {most:,} "
+        f"tokens, so that the model has no room for --max-new-tokens {args.max_new_tokens}")
+    common.say_kinds("their prompts", kinds)
+    if not fitting:
+        raise InputError(f"{args.trajectories}: no turns to train on: their prompts leave no room for --max-new-tokens "
+                         f"{args.max_new_tokens}")
+    return fitting
 
 
 def sample_trajectories(trajectories, fraction, seed):
@@ -183,18 +122,9 @@ def states_of(trajectory, turns):
     for number, (place, (prompt, _)) in enumerate(zip(places, turns)):
         states.append({"task_id": trajectory["task_id"], "sample": trajectory["sample"], "turn": number,
                        "task": trajectory["task"], "prompt": prompt, "history": history[:place],
-                       "max_rounds": trajectory.get("max_rounds", 10), "system": common.system_prompt(trajectory)})
+                       "max_rounds": trajectory.get("max_rounds", 10),
+                       "system": common.system_prompt(trajectory)})
     return states
-
-
-def states_with_room(states, tokenizer, most_positions, max_new_tokens):
-    """The states whose prompts leave room for `max_new_tokens` within the model's positions; says how many do not."""
-    most = most_positions - max_new_tokens
-    fitting = [state for state in states if len(encode(tokenizer, state["prompt"])) <= most]
-    if len(fitting) < len(states):
-        say(f"left out {len(states) - len(fitting):,} turns, whose prompts are longer than {most:,} tokens, so that "
-            f"the model has no room for --max-new-tokens {max_new_tokens}: {len(fitting):,} turns are left")
-    return fitting
 
 
 def name_of(state):
@@ -202,102 +132,83 @@ def name_of(state):
     return state["task_id"], state["sample"], state["turn"]
 
 
-def check_candidates_task(row, where, first):
-    common.check_task(row["task"], f"{where}: task", first["task"])
-
-
-def read_candidates(path, states, tokenizer, args):
-    """The rows of another run's candidates.jsonl; InputError where they are not those of these states, or not of this
-    tokenizer."""
-    rows = read_jsonl(path, CANDIDATES, check=check_candidates_task)
-    say_made_with(path, args, ("temperature", "max_new_tokens"))
-    wanted = [(*name_of(state), args.num_candidates) for state in states]
-    given = [(*name_of(row), len(row["candidates"])) for row in rows]
+def read_candidates(path, states, num_candidates):
+    """The rows of another run's candidates.jsonl; InputError where they are not those of these states."""
+    rows = read_jsonl(path, CANDIDATES)
+    wanted = [(*name_of(state), num_candidates, state["prompt"]) for state in states]
+    given = [(*name_of(row), len(row["candidates"]), row["prompt"]) for row in rows]
     if given != wanted:
-        raise InputError(f"{path}: made from other turns or with another --num-candidates; the trajectories, "
-                         "--num-trajectories, --data-frac and --seed must be the same")
-    for row, state in zip(rows, states):
-        if row["prompt"] != state["prompt"]:
-            raise InputError(f"{path}: task {row['task_id']}, sample {row['sample']}, turn {row['turn']}: its "
-                             "candidates continue another prompt than the trajectories log; sample them anew "
-                             "(no --candidates)")
-        for candidate in row["candidates"]:
-            if max(candidate["ids"]) >= len(tokenizer):
-                raise InputError(f'{path}: task {row["task_id"]}: a candidate has the id {max(candidate["ids"])}, and '
-                                 f"this tokenizer has only {len(tokenizer):,} ids")
+        raise InputError(f"{path}: made from other turns or prompts, or with another --num-candidates; the "
+                         "trajectories, --num-trajectories, --data-frac and --seed must be the same")
     return [{**state, "candidates": row["candidates"]} for state, row in zip(states, rows)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# SWEET's first phase: candidates of each state, sampled from the policy
+# sample candidates of each state, score them, pair them
 
-def sample_candidates(states, model, tokenizer, args):
-    """The states with "candidates": after each prompt, --num-candidates actions sampled from the policy."""
-    shape = args.num_candidates, args.max_new_tokens
-    randoms = torch.cat([uniforms(shape, args.seed, "candidates", *name_of(state)) for state in states])
-    prompts = [encode(tokenizer, state["prompt"]) for state in states]
-    stops = stop_ids(model, tokenizer)
-    actions = generate(model, prompts, randoms, args.temperature, stops, args.concurrency, args.max_tokens)
-    rows = []
-    for number, state in enumerate(states):
-        first = number * args.num_candidates
-        candidates = []
-        for ids in actions[first:first + args.num_candidates]:
-            text = tokenizer.decode(ids, skip_special_tokens=True)
-            candidates.append({"text": text, "ids": ids, "ended": ids[-1] in stops})
-        rows.append({**state, "candidates": candidates})
+def sample_candidates(states, tokenizer, args, run):
+    """Rows of candidates.jsonl: the states with "candidates", --num-candidates actions after each prompt. The ranks
+    share the states; each holds the whole policy."""
+    path = pathlib.Path(args.out) / "candidates.jsonl"
+    if path.exists():                                                # of a run that was interrupted later
+        return read_rows(path)
+    slots = max(args.num_candidates, args.concurrency)
+    longest = max(len(encode(tokenizer, state["prompt"])) for state in states) + args.max_new_tokens
+    sampler = open_sampler(args.model, run.device, args.dtype, slots, max(args.max_tokens, longest))
+
+    async def make_row(state):
+        replies = await sampler.sample(state["prompt"], args.num_candidates, args.temperature, args.max_new_tokens,
+                                       (args.seed, "candidates", *name_of(state)))
+        candidates = [{"text": reply.text, "ids": reply.ids, "ended": reply.ended} for reply in replies]
+        return {**state, "candidates": candidates}
+
+    with Rows(path, run) as rows:
+        in_flight = 2 * math.ceil(slots / args.num_candidates)       # the next one waits already
+        failures = add_rows(rows, states, make_row, in_flight, run)
+    add_costs(args.out, folder=True, generated_tokens=sum(gather(sampler.generated_tokens)))
+    finish_rows(rows, len(states), failures, run)
+    return read_rows(path)
+
+
+def score_candidates(rows, tokenizer, args, run):
+    """Rows of scored.jsonl: those of candidates.jsonl with "advantages" (worths). The model is split over the ranks,
+    which score every block together."""
+    path = pathlib.Path(args.out) / "scored.jsonl"
+    if path.exists():
+        return read_rows(path)
+    critic = common.untrained_critic(args.model)
+    common.load_critic(critic, functools.partial(common.load_scorer, run=run, sharding=sharding_of(args)))
+    blocks = [rows[i:i + SCORED_TOGETHER] for i in range(0, len(rows), SCORED_TOGETHER)]
+    domain = domain_of(rows[0]["task"])
+    with common.environment(domain, f"{args.out}.images", pathlib.Path(args.out).parent, vars(args)) as world:
+
+        def score_block(block):
+            advantages_of = worths(block, critic, tokenizer, world, args.max_tokens)
+            return [{**row, "advantages": advantages} for row, advantages in zip(block, advantages_of)]
+        rows = map_blocks(path, blocks, score_block, run, "state", together=True)
+    add_costs(args.out, folder=True)
     return rows
 
 
-def candidates_phase(states, tokenizer, args, run, costs):
-    """Rows of candidates.jsonl. The ranks share the states. Each rank holds the whole policy, or asks --sampler."""
-    path = pathlib.Path(args.out) / "candidates.jsonl"
-    if args.sampler:
-        return served_candidates(path, states, tokenizer, args, run, costs)
-    model = None
-    if not path.exists():
-        model = load_model(args.model, run.device, args.dtype)[0].eval()
-        costs.works.append(work_of(model))
-    blocks = [states[i:i + SAMPLED_TOGETHER] for i in range(0, len(states), SAMPLED_TOGETHER)]
-    return map_blocks(path, blocks, lambda block: sample_candidates(block, model, tokenizer, args), run, "state")
+def worths(rows, critic, tokenizer, world, max_tokens):
+    """What every candidate of the rows is worth, a list for each row: by gains() or, of an answer, by the untrained
+    critic."""
+    points = [decision_point(row) for row in rows]
+    scores = common.score_actions(critic, tokenizer, points, max_tokens, critic.scorer.model.device)
+    gain_of = gains(rows, critic.scorer, tokenizer, world, max_tokens)
+    worths_of_rows = []
+    for number, point in enumerate(points):
+        texts = zip(point.texts, scores[number])
+        worths_of_rows.append([gain_of.get((number, text), score) for text, score in texts])
+    return worths_of_rows
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# SWEET's second phase: the critic's score of each candidate
-
-def scores_phase(rows, critic, tokenizer, args, run, costs):
-    """Rows of scored.jsonl. Critic and reference are split over the ranks, which score every block together."""
-    path = pathlib.Path(args.out) / "scored.jsonl"
-    if not path.exists():
-        load = functools.partial(common.load_scorer, run=run, sharding=sharding_of(args))
-        critic = common.load_critic(critic, load)
-        costs.works += common.works_of(critic)
-    blocks = [rows[i:i + SCORED_TOGETHER] for i in range(0, len(rows), SCORED_TOGETHER)]
-    open_world = common.scoring_world(domain_of(rows[0]["task"]), args.out, common.world_flags(args))
-    with open_world() as world:
-        return map_blocks(path, blocks, lambda block: score_candidates(block, critic, tokenizer, world, args), run,
-                          "state", together=True)
-
-
-def score_candidates(rows, critic, tokenizer, world, args):
-    """The rows with "advantages": what every candidate is worth, by gains() or, of answers, by the untrained critic."""
-    device = critic["scorer"].model.device
-    points = []
-    for row in rows:
-        texts = [candidate_says(row, candidate) for candidate in row["candidates"]]
-        ids = [candidate["ids"] for candidate in row["candidates"]]
-        points.append(common.DecisionPoint(row["prompt"], row["task"], row["history"], ids, texts))
-    scores = common.score_actions(critic, tokenizer, points, args.max_tokens, device)
-    gain_of = gains(rows, critic["scorer"], tokenizer, world, args.max_tokens)
-    scored = []
-    for number, (row, answer_scores) in enumerate(zip(rows, scores)):
-        advantages = []
-        for candidate, answer_score in zip(row["candidates"], answer_scores):
-            advantages.append(gain_of.get((number, candidate_says(row, candidate)), answer_score))
-        if not all(map(math.isfinite, advantages)):
-            raise InputError(f"{args.model}: gives candidates scores that are not finite")
-        scored.append({**row, "advantages": advantages})
-    return scored
+def decision_point(row):
+    """The candidates of a state as common.score_actions takes them."""
+    domain = domain_of(row["task"])
+    texts = [said(domain, candidate["text"], row["prompt"]) for candidate in row["candidates"]]
+    ids = [candidate["ids"] for candidate in row["candidates"]]
+    return common.DecisionPoint(row["prompt"], row["task"], row["history"], ids, texts)
 
 
 def gains(rows, scorer, tokenizer, world, max_tokens):
@@ -307,7 +218,7 @@ def gains(rows, scorer, tokenizer, world, max_tokens):
     questions = []
     for number, row in enumerate(rows):
         domain = domain_of(row["task"])
-        for text in sorted({candidate_says(row, candidate) for candidate in row["candidates"]}):
+        for text in sorted(set(decision_point(row).texts)):
             history = [*row["history"], {"role": "assistant", "content": text}]
             if domain.answer_of(history, len(history) == 2 * row["max_rounds"]) is None:
                 history.append(reply_to(row["task"], history, world))
@@ -323,7 +234,7 @@ def gains(rows, scorer, tokenizer, world, max_tokens):
 
 def solution_item(tokenizer, prompt, task):
     """The item of one action after a prompt: the message that gives the reference as the answer."""
-    answer = encode(tokenizer, domain_of(task).answer_message(task)) + [common.end_of_turn(tokenizer)]
+    answer = encode(tokenizer, domain_of(task).answer_message(task)) + [end_of_turn(tokenizer)]
     return common.actions_item(tokenizer, prompt, [answer])
 
 
@@ -335,369 +246,144 @@ def reply_to(task, history, world):
     return {"role": "user", "content": reply}
 
 
-def candidate_says(row, candidate):
-    """What a candidate of a state (or a side of a pair) says, without its thoughts."""
-    return said(domain_of(row["task"]), candidate["text"], row["prompt"])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# SWEET's third phase: pairs of candidates
-
-def candidate_pairs(row, pairs_per_turn, rng, barred=()):
+def candidate_pairs(row, pairs_per_turn, rng):
     """Pairs (better, worse) of candidate numbers: a random one of the better half, a random one of the worse.
 
     They are drawn with replacement, so a pair can be there twice. Candidates stopped by length are left out, and two
-    equal actions are no pair. barred: numbers of candidates that no pair chooses."""
+    equal actions are no pair."""
     order = [i for i, candidate in enumerate(row["candidates"]) if candidate["ended"]]
-    rng.shuffle(order)                                                               # ties fall either way
+    rng.shuffle(order)                                               # ties fall either way
     order.sort(key=lambda i: -row["advantages"][i])
     half = len(order) // 2
-    better_half = [i for i in order[:half] if i not in barred]
-    if not better_half:
-        return []
     pairs = []
-    for _ in range(pairs_per_turn):
-        better = rng.choice(better_half)
+    for _ in range(pairs_per_turn if half else 0):
+        better = rng.choice(order[:half])
         worse = rng.choice(order[-half:])
         if row["candidates"][better]["ids"] != row["candidates"][worse]["ids"]:
             pairs.append((better, worse))
     return pairs
 
 
-def turns_of_right_answers(trajectories, path):
-    """Names (name_of) of the turns whose logged answers were right: the last ones of successful dialogues.
-    InputError, which names the file `path`, where there is none."""
-    names = set()
-    for trajectory in trajectories:
-        if domain_of(trajectory["task"]).outcome(trajectory) == 1:
-            num_turns = sum(turn["role"] == "assistant" for turn in trajectory["dialogue_history"])
-            names.add((trajectory["task_id"], trajectory["sample"], num_turns - 1))
-    if not names:
-        raise InputError(f"{path}: --answers-by-outcome: no successful dialogue")
-    return names
-
-
-def answering_candidates(row):
-    """The numbers of the candidates that are answers, so that the dialogue would end with them: in the last round all,
-    as 02 takes whatever is said there for the answer."""
-    domain = domain_of(row["task"])
-    answers = []
-    for number, candidate in enumerate(row["candidates"]):
-        history = [*row["history"], {"role": "assistant", "content": candidate_says(row, candidate)}]
-        if domain.answer_of(history, len(history) == 2 * row["max_rounds"]) is not None:
-            answers.append(number)
-    return answers
-
-
 def as_pair(row, chosen, rejected):
-    """A pair of two candidates of a state, given by number."""
+    """A row of pairs.jsonl: a state with two of its candidates, given by number."""
     pair = {key: row[key] for key in ("task_id", "sample", "turn", "prompt")}
     for side, number in (("chosen", chosen), ("rejected", rejected)):
         pair[side] = {**row["candidates"][number], "advantage": row["advantages"][number]}
     return pair
 
 
-def pairs_phase(rows, right_turns, args, run):
-    """(rows of pairs.jsonl, why there are not more of them), of the rows of scored.jsonl; says what they are.
-    right_turns: where a pair may choose an answer (turns_of_right_answers); None: everywhere."""
+def pairs_of(rows, tokenizer, args, run):
+    """The rows of pairs.jsonl that are short enough, of the rows of scored.jsonl; says how many are not there, and
+    why."""
     rng = random.Random(args.seed)
-    pairs = []
+    pairs, num_cut = [], 0
     for row in rows:
-        barred = []
-        if right_turns is not None and name_of(row) not in right_turns:
-            barred = answering_candidates(row)
-        for chosen, rejected in candidate_pairs(row, args.pairs_per_turn, rng, barred):
+        num_cut += sum(not candidate["ended"] for candidate in row["candidates"])
+        for chosen, rejected in candidate_pairs(row, args.pairs_per_turn, rng):
             pairs.append(as_pair(row, chosen, rejected))
-    num_cut = too_few = 0
-    for row in rows:
-        num_ended = sum(candidate["ended"] for candidate in row["candidates"])
-        num_cut += len(row["candidates"]) - num_ended
-        too_few += num_ended < 2
-    num_asked = len(rows) * args.pairs_per_turn
-    num_same = num_asked - too_few * args.pairs_per_turn - len(pairs)
-    same = "two equal actions"
-    if right_turns is not None:
-        same += " or had only answers to choose (--answers-by-outcome)"
-    say(f"{len(pairs):,} pairs of {num_asked:,} asked for; {num_same:,} were {same}, {num_cut:,} "
-        f"candidates stopped by --max-new-tokens were left out, so that {too_few:,} of {len(rows):,} turns had no two")
     if run.rank == 0:
         write_jsonl(pathlib.Path(args.out) / "pairs.jsonl", pairs)
-    say(*kind_lines(rows, pairs))
-    missing = (f"of {num_asked:,} pairs asked for {num_same:,} are {same}, "
-               f"{too_few * args.pairs_per_turn:,} are of turns with fewer than two candidates that --max-new-tokens "
-               f"{args.max_new_tokens} did not stop")
-    return pairs, missing
-
-
-def drop_long_pairs(pairs, tokenizer, max_length):
-    """The pairs whose actions each fit into `max_length` tokens with the prompt; says how many do not. A tree of
-    several pairs may be longer: an action sees the prompt and itself."""
-    prompts = {pair["prompt"] for pair in pairs}
-    room = {prompt: max_length - len(encode(tokenizer, prompt)) for prompt in prompts}
-    fitting = []
-    for pair in pairs:
-        lengths = [len(pair[side]["ids"]) for side in ("chosen", "rejected")]
-        if max(lengths) <= room[pair["prompt"]]:
-            fitting.append(pair)
-    if len(fitting) < len(pairs):
-        say(f"dropped {len(pairs) - len(fitting):,} of {len(pairs):,} pairs: prompt and action are longer than "
-            f"--max-length {max_length}")
+    fitting = [pair for pair in pairs if pair_length(pair, tokenizer) <= args.max_length]
+    counts = (f"{len(pairs):,} pairs of {len(rows) * args.pairs_per_turn:,} asked for (others: two equal actions, or "
+              f"fewer than two that ended), {num_cut:,} candidates stopped by --max-new-tokens were left out; "
+              f"{len(pairs) - len(fitting):,} pairs are longer than --max-length {args.max_length}")
+    if not fitting:
+        raise InputError(f"{args.trajectories}: no examples to train on: {counts}")
+    say(counts)
     return fitting
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# examples: what the loop trains on
-
-def scored_candidates(states, critic, tokenizer, args, run, costs):
-    """Rows of scored.jsonl: run the first two phases, or read what an earlier run left of them.
-
-    The models of a phase are freed before those of the next one are loaded (gc.collect)."""
-    rows = states                                                    # with --candidates they have theirs already
-    if not args.candidates:
-        rows = candidates_phase(states, tokenizer, args, run, costs)
-        costs.record()
-    gc.collect()
-    rows = scores_phase(rows, critic, tokenizer, args, run, costs)
-    gc.collect()
-    return rows
-
-
-def sweet_examples(rows, right_turns, tokenizer, args, run):
-    """Examples of pairs of actions, of the rows of scored.jsonl. right_turns: see pairs_phase."""
-    pairs, missing = pairs_phase(rows, right_turns, args, run)
-    fitting = drop_long_pairs(pairs, tokenizer, args.max_length)
-    if not fitting:
-        raise InputError(f"{args.trajectories}: no examples to train on: {missing}, {len(pairs):,} are longer than "
-                         f"--max-length {args.max_length}")
-    return pair_examples(fitting, tokenizer, args.pairs_together)
+def pair_length(pair, tokenizer):
+    """The tokens of a pair's prompt with its longer action."""
+    return len(encode(tokenizer, pair["prompt"])) + max(len(pair[side]["ids"]) for side in ("chosen", "rejected"))
 
 
 def pair_examples(pairs, tokenizer, together):
     """Examples of pairs of actions: one a pair or, with `together`, one of all pairs of a turn.
 
     An example has one item, its prompt and all of its actions (common.actions_item)."""
-    pairs_of = collections.defaultdict(list)                         # of a turn, or each pair alone
+    groups = collections.defaultdict(list)                           # the pairs of a turn, or each pair alone
     for number, pair in enumerate(pairs):
-        state = pair["task_id"], pair["sample"], pair["turn"], pair["prompt"]
-        pairs_of[state if together else number].append(pair)
+        groups[(*name_of(pair), pair["prompt"]) if together else number].append(pair)
     examples = []
-    for example_of in pairs_of.values():
-        actions, example_pairs = [], []
-        for pair in example_of:
+    for group in groups.values():
+        actions, numbered_pairs = [], []
+        for pair in group:
             sides = []
             for side in ("chosen", "rejected"):
                 action = pair[side]["ids"]
                 if action not in actions:
                     actions.append(action)
                 sides.append((0, actions.index(action)))             # (item, action)
-            example_pairs.append(tuple(sides))
-        item = common.actions_item(tokenizer, pair["prompt"], actions)
-        examples.append(common.Example([item], example_pairs, pair["task_id"]))
+            numbered_pairs.append(tuple(sides))
+        item = common.actions_item(tokenizer, group[0]["prompt"], actions)
+        examples.append(common.Example([item], numbered_pairs, group[0]["task_id"]))
     return examples
 
 
-def right_answer_items(successful, tokenizer):
-    """An item of the last turn of each of these trajectories, whose action tokens are those that state the answer: not
-    that the agent answers, but what."""
-    items = []
-    for trajectory in successful:
-        history = trajectory["dialogue_history"]
-        last = max(i for i, turn in enumerate(history) if turn["role"] == "assistant")
-        [(prompt, action)] = common.agent_turns(tokenizer, trajectory, only=last)
-        first = first_answer_token(tokenizer, action, trajectory["answer"].strip())
-        if first is not None:
-            read = encode(tokenizer, prompt) + action[:first]
-            stated = action[first:]
-            items.append([common.Row(read + stated, [-1] * len(read) + [0] * len(stated))])
-    return items
-
-
-def first_answer_token(tokenizer, action, answer):
-    """From which token of an action (ids) its text still holds the `answer`; None where it does not hold it."""
-    for first in reversed(range(len(action))):
-        if answer in tokenizer.decode(action[first:], skip_special_tokens=True):
-            return first
-    return None
-
-
-def read_right_answers(trajectories, tokenizer, args):
-    """The right_answer_items that are short enough, and says how many are not there; InputError where there is none."""
-    successful = [t for t in trajectories if domain_of(t["task"]).outcome(t) == 1]
-    stated = right_answer_items(successful, tokenizer)
-    items = [item for item in stated if training.item_length(item) <= args.max_length]
-    say(f"{len(items):,} right answers of {len(trajectories):,} trajectories (--answer-coef)")
-    if len(items) < len(successful):
-        say(f"left out {len(successful) - len(items):,} more right answers: {len(successful) - len(stated):,} do not "
-            f"stand in the last turn, {len(stated) - len(items):,} are longer than --max-length {args.max_length} with "
-            "their prompt")
-    if not items:
-        raise InputError(f"{args.trajectories}: --answer-coef: no successful dialogue whose last turn states an answer")
-    return items
-
-
-def with_right_answers(examples, right_answers, seed):
-    """The examples, each with a second item: one of the items of read_right_answers, drawn once at random."""
-    rng = random.Random(seed)
-    return [example._replace(items=[*example.items, rng.choice(right_answers)]) for example in examples]
-
-
-def mtdpo_examples(trajectories, tokenizer, args):
-    """Examples of pairs of trajectories: two items, each one action, because a dialogue is compared as a whole."""
-    groups = common.trajectory_pairs(trajectories, args.trajectories)
-    say(f"{len(groups):,} trajectory pairs")
-    examples = []
-    for example in common.trajectory_examples(trajectories, groups, tokenizer, False, max_length=args.max_length):
-        items = [common.as_one_action(item) for item in example.items]
-        examples.append(example._replace(items=items, pairs=[((0, 0), (1, 0))]))
-    return examples
-
-
-def rft_examples(trajectories, tokenizer, args):
-    """Examples of trajectories to imitate: the successful ones; where returns are graded, the best of each task."""
-    is_graded = domain_of(trajectories[0]["task"]).MIN_GAP is not None
-    if is_graded:
-        best = {}                                                    # of each task, the first of equals
-        for trajectory in trajectories:
-            task = trajectory["task_id"]
-            if task not in best or trajectory["reward"] > best[task]["reward"]:
-                best[task] = trajectory
-        good = list(best.values())
-        say(f"the best trajectory of each of {len(good):,} tasks")
-    else:
-        good = [trajectory for trajectory in trajectories if trajectory["reward"] == 1]
-        if not good:
-            raise InputError(f"{args.trajectories}: no successful trajectories (reward 1) to train on")
-        say(f"{len(good):,} successful trajectories")
-    return sft_examples(good, tokenizer, args)
-
-
-def sft_examples(trajectories, tokenizer, args):
-    """Examples of trajectories to imitate: all of them."""
-    groups = [(i,) for i in range(len(trajectories))]
-    return common.trajectory_examples(trajectories, groups, tokenizer, max_length=args.max_length)
-
-
-# What the methods differ in.
-# make_examples       of (trajectories, tokenizer, args); None: from ranked candidates (main)
-# num_items           of an example
-# epochs, batch_size  defaults, of table 5's backend row
-# reads_rewards       trajectories without a reward are scored first
-# has_reference       batch_loss gets the log-probabilities under the model at the start
-Method = collections.namedtuple("Method", "make_examples num_items epochs batch_size reads_rewards has_reference")
-METHODS = {
-    "gain": Method(None, num_items=1, epochs=1, batch_size=8, reads_rewards=False, has_reference=True),
-    "mtdpo": Method(mtdpo_examples, num_items=2, epochs=4, batch_size=8, reads_rewards=True, has_reference=True),
-    "rft": Method(rft_examples, num_items=1, epochs=4, batch_size=32, reads_rewards=True, has_reference=False),
-    "sft": Method(sft_examples, num_items=1, epochs=4, batch_size=32, reads_rewards=False, has_reference=False),
-}
-
 # ---------------------------------------------------------------------------------------------------------------------
-# candidates from servers; what the pairs say
+# what the loop trains on, and the loop
 
-def served_candidates(path, states, tokenizer, args, run, costs):
-    """candidates_phase by the servers --sampler, which are sent the ids of prompts and give those that they sample.
-
-    As with a local model ranks share the states, and a run that was killed goes on with those that are missing."""
-    if not path.exists():
-        sampler = open_sampler(args.sampler, run.device, args.dtype, args.concurrency, None, tokenizer)
-        in_flight = 2 * math.ceil(args.concurrency / args.num_candidates)   # a slow candidate leaves no gap at the gate
-
-        async def make_row(state):
-            key = (args.seed, "candidates", *name_of(state))
-            replies = await sampler.sample(state["prompt"], args.num_candidates, args.temperature,
-                                           args.max_new_tokens, key)
-            candidates = [{"text": reply.text, "ids": reply.ids, "ended": reply.ended} for reply in replies]
-            return {**state, "candidates": candidates}
-
-        with Rows(path, run) as rows:
-            failures = add_rows(rows, states, make_row, in_flight, run)
-        finish_rows(rows, len(states), failures, run)
-    return read_rows(path)
+def gain_examples(trajectories, tokenizer, args, run, begin):
+    """Examples of pairs of candidates. The models of a phase are freed before those of the next are loaded.
+    begin: begins the output, when all inputs are read."""
+    if any(domain_of(t["task"]).lacks(t["task"], "rules") for t in trajectories):
+        raise InputError(f"{args.trajectories}: gain needs template tasks (01), whose human has rules")
+    rows = read_states(trajectories, tokenizer, args)
+    if args.candidates:
+        rows = read_candidates(args.candidates, rows, args.num_candidates)
+    begin()
+    if not args.candidates:
+        rows = sample_candidates(rows, tokenizer, args, run)
+    gc.collect()
+    rows = score_candidates(rows, tokenizer, args, run)
+    gc.collect()
+    return pair_examples(pairs_of(rows, tokenizer, args, run), tokenizer, args.pairs_together)
 
 
-def kind_lines(rows, pairs):
-    """A table of what SWEET's pairs say, by the domain's turn_kind (no lines where it has none).
-
-    Of each kind of turn: the candidates, their mean rank by advantage (0 the worst, 1 the best), and how many are
-    chosen and rejected, before and after all that matters is known. A collapse shows here before training."""
-    domain = domain_of(rows[0]["task"])
-    if any(domain.turn_kind(row["task"], row["history"], "") is None for row in rows):
-        return []
-    states = {name_of(row): row for row in rows}
-    counts = collections.defaultdict(collections.Counter)            # {(known, kind): {"number", "ranks", …}}
-
-    def counts_of(row, candidate):
-        kind = domain.turn_kind(row["task"], row["history"], candidate_says(row, candidate))
-        return counts[domain.all_known(row["task"], row["history"]), kind]
-
-    for row in rows:
-        highest = max(1, len(row["candidates"]) - 1)
-        for candidate, rank in zip(row["candidates"], average_ranks(row["advantages"])):
-            counts_of(row, candidate).update(number=1, ranks=rank / highest)
-    for pair in pairs:
-        row = states[name_of(pair)]
-        for side in ("chosen", "rejected"):
-            counts_of(row, pair[side])[side] += 1
-    lines = []
-    for (known, kind), count in sorted(counts.items()):
-        lines.append(["all known" if known else "not all known", kind, str(count["number"]),
-                      f"{count['ranks'] / count['number']:.2f}", str(count["chosen"]), str(count["rejected"])])
-    return aligned(["what the pairs say", "", "candidates", "rank", "chosen", "rejected"], lines)
-
-# ---------------------------------------------------------------------------------------------------------------------
-
-# Table 5 of the paper, as far as it differs from the defaults
-PRESETS = {name: {"dtype": "bfloat16", "activation_checkpointing": True}
-           for name in ("paper-backend", "paper-frontend")}
-
-
-def by_method(field):
-    """A field of METHODS, as a default in a help text."""
-    return ", ".join(f"{name} {getattr(method, field)}" for name, method in METHODS.items())
-
-
-def parse_args(argv=None):
-    parser = argument_parser(__doc__)
-    parser.add_argument("--method", choices=METHODS, required=True, help="see above")
-    add_training(parser, max_length=16384)
-    parser.add_argument("--epochs", type=positive_int, help=f"passes over the examples (None: {by_method('epochs')}; "
-                        "with --preset paper-frontend 8 in place of 4)")
-    parser.add_argument("--batch-size", type=positive_int, help=f"examples a step (None: {by_method('batch_size')})")
-    group = parser.add_argument_group("candidates and pairs (nothing to other methods)")
-    group.add_argument("--data-frac", type=share_flag, default=0.1, help="share of the trajectories whose turns are "
-                       "used (the paper's tenth is of 15,000; with few hundred take all: 1)")
-    group.add_argument("--num-candidates", type=num_samples_flag, default=16, help="actions sampled a turn")
-    group.add_argument("--pairs-per-turn", type=positive_int, default=4, help="DPO pairs a turn")
-    group.add_argument("--answer-coef", type=non_negative_float, default=0.0, help="weight of the mean NLL of a right "
-                       "answer, drawn once for each example from all successful trajectories (whatever --data-frac)")
-    group.add_argument("--answers-by-outcome", action="store_true", help="no pair chooses an answer, except in the "
-                       "last turn of a dialogue whose answer was right")
-    group.add_argument("--temperature", type=temperature_flag, default=1.0, help="of the candidates")
-    group.add_argument("--max-new-tokens", type=num_tokens_flag, default=1024, help="tokens of a candidate")
-    group.add_argument("--candidates", type=text_flag, metavar="FILE", help="candidates.jsonl of another run of the "
-                       "same model, seed, trajectories and sampling; None: sample them")
-    group.add_argument("--sampler", type=text_flag, metavar="http://HOST:PORT/v1#NAME",
-                       help="servers of --model's weights (commas between addresses) that give token ids, as vLLM "
-                       "does: they sample the candidates, which then do not repeat bit for bit; None: every rank holds "
-                       "the model and samples")
-    group.add_argument("--concurrency", type=num_samples_flag, default=256,
-                       help="candidates sampled at a time, by a rank")
-    group.add_argument("--pairs-together", action="store_true", help="an example is all pairs of a turn, which share "
-                       "the prompt (faster); a batch has --batch-size / --pairs-per-turn of them")
-    set_preset(parser, PRESETS, argv)
-    args = parser.parse_args(argv)
-    if args.method != "gain":
-        for flag in ("candidates", "sampler", "pairs_together", "answer_coef", "answers_by_outcome"):
-            if getattr(args, flag):
-                parser.error(f"--{flag.replace('_', '-')} goes with --method gain")
-    if args.sampler and (args.candidates or not is_server(args.sampler)):
-        parser.error("--sampler takes http://HOST:PORT/v1#NAME, without --candidates")
-    if args.epochs is None:
-        args.epochs = METHODS[args.method].epochs
-        if args.preset == "paper-frontend" and args.epochs == 4:
-            args.epochs = 8
-    args.batch_size = args.batch_size or METHODS[args.method].batch_size
-    return args
+def train(scorer, examples, ref_logps, args, run):
+    """Train the scorer's model on the examples, from the last saved state.
+    ref_logps: of each example what common.reference_logps gives."""
+    batch_size = args.batch_size
+    if args.pairs_together:
+        batch_size = max(1, batch_size // args.pairs_per_turn)
+    batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
+    say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
+    optimizer = training.adamw(scorer, args.lr)
+    states = training.States(args.out, scorer, optimizer)
+    first = states.load()
+    log = training.StepLog(args.out, first, len(batches), functools.partial(Track, args.track, args.out, vars(args)))
+    scorer.train()
+    for step in range(first, len(batches)):
+        torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same
+        batch_examples = [examples[i] for i in batches[step]]
+        num_pairs = sum(len(example.pairs) for example in batch_examples)      # the step's loss is a mean over these
+        sums = collections.Counter()
+        for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
+            micro_examples = [examples[i] for i in micro]
+            batch = scorer.collate(common.items_of(micro_examples), run.device)
+            logps = scorer(batch)                                   # (B, M): of each item's actions
+            sums["num_tokens"] += training.num_tokens(micro_examples, weights)
+            weights = weights / num_pairs                           # (examples,)
+            pairs = common.batch_pairs(micro_examples)                                         # (P, 2, 2)
+            start_logps = common.padded_outputs([ref_logps[i] for i in micro], run.device)     # (B, M)
+            sides = [common.of_pairs(values, pairs) for values in (logps, start_logps, batch.lengths)]
+            losses, numbers = pair_losses(*sides, args.beta, args.nll_coef)                     # (P,), eq. 4
+            numbers = training.preference_numbers(**numbers, dtype=args.dtype)
+            pairs_of_each = torch.tensor([len(example.pairs) for example in micro_examples], device=run.device)
+            weights = weights.repeat_interleave(pairs_of_each)      # (P,)
+            loss = (losses * weights).sum()
+            (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
+            sums.update(training.weighted_sums({"loss": losses, **numbers}, weights))
+        done = step + 1
+        lr = training.learning_rate(step, len(batches), args.lr)
+        where = f"{args.out}: step {done} of {len(batches)}"
+        tasks = {example.task_id for example in batch_examples}
+        log.step(done, **training.optimizer_step(scorer, optimizer, sums, lr, where, tasks))
+        if done % args.save_every == 0 or done == len(batches):
+            states.save(done)
+            add_costs(args.out, folder=True, trained_tokens=log.take_tokens())
+    states.wait()
 
 
 def sharding_of(args):
@@ -705,124 +391,54 @@ def sharding_of(args):
                     args.compile)
 
 
-def open_critic(trajectories, args):
-    """The untrained critic (common.untrained_critic). InputError where the rule-based human cannot reply."""
-    domain = domain_of(trajectories[0]["task"])
-    if any(domain.lacks(trajectory["task"], "rules") for trajectory in trajectories):
-        raise InputError(f"{args.trajectories}: --method gain needs template tasks (01), whose human has rules")
-    return common.untrained_critic(args.model, "blind")
-
-
-def examples_a_step(args):
-    if args.pairs_together:
-        return max(1, args.batch_size // args.pairs_per_turn)
-    return args.batch_size
-
-
-def train(scorer, examples, all_ref_logps, args, run, costs):
-    """Train the scorer's model on the examples, from the last checkpoint.
-    all_ref_logps: of each example what common.reference_logps gives; None where turns are imitated."""
-    batch_size = examples_a_step(args)
-    batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
-    steps_an_epoch = math.ceil(len(examples) / batch_size)
-    common.check_positions(common.items_of(examples), scorer.model)
-    say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
-    optimizer = training.adamw(scorer, args.lr)
-    checkpoints = training.Checkpoints(args.out, scorer, optimizer)
-    first = checkpoints.load()
-    open_track = functools.partial(Track, args.track, args.out, vars(args))
-    log = training.StepLog(args.out, first, len(batches), args.log_every, open_track)
-    scorer.train()
-    for step in range(first, len(batches)):
-        torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same
-        batch_examples = [examples[i] for i in batches[step]]
-        total = sum(map(num_terms, batch_examples))                 # the step's loss is a mean over these
-        sums = collections.Counter()
-        for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
-            micro_examples = [examples[i] for i in micro]
-            batch = common.collate(common.items_of(micro_examples), run.device)
-            logps = scorer(batch)                                   # (B, M)
-            ref_logps = None
-            if all_ref_logps:
-                ref_logps = common.padded_outputs([all_ref_logps[i] for i in micro], run.device)       # (B, M)
-            loss, numbers = batch_loss(logps, ref_logps, batch.lengths, micro_examples, weights / total, args)
-            (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
-            num_tokens = training.num_tokens(micro_examples, weights)
-            sums.update(loss=loss.item(), **numbers, num_tokens=num_tokens)
-        done = step + 1
-        lr = training.learning_rate(step, len(batches), args.lr)
-        where = f"{args.out}: step {done} of {len(batches)}"
-        tasks = {example.task_id for example in batch_examples}
-        numbers = training.optimizer_step(scorer, optimizer, sums, lr, where, tasks)     # num_tokens is one of them
-        log.step(done, **numbers)
-        if done % args.save_every == 0 or done % steps_an_epoch == 0 or done == len(batches):
-            checkpoints.save(done)
-            costs.record(log.total_tokens)
-    checkpoints.wait()
-    costs.record(log.total_tokens)
+def parse_args(argv=None):
+    parser = argument_parser(__doc__)
+    parser.add_argument("--method", choices=["gain"], default="gain", help="the only one")
+    add_training(parser, max_length=16384)
+    parser.add_argument("--epochs", type=positive_int, default=1, help="passes over the examples")
+    parser.add_argument("--batch-size", type=positive_int, default=8, help="pairs a step")
+    group = parser.add_argument_group("candidates and pairs")
+    group.add_argument("--data-frac", type=share_flag, default=0.1, help="share of the trajectories whose turns are "
+                       "used (the published code's tenth is of 15,000; with few hundred take all: 1)")
+    group.add_argument("--num-candidates", type=num_samples_flag, default=16, help="actions sampled a turn")
+    group.add_argument("--pairs-per-turn", type=positive_int, default=4, help="DPO pairs a turn")
+    group.add_argument("--temperature", type=temperature_flag, default=1.0, help="of the candidates")
+    group.add_argument("--max-new-tokens", type=num_tokens_flag, default=1024, help="tokens of a candidate")
+    group.add_argument("--candidates", type=text_flag, metavar="FILE", help="candidates.jsonl of another run of the "
+                       "same model, seed, trajectories and sampling; None: sample them")
+    group.add_argument("--concurrency", type=num_samples_flag, default=256, help="candidates sampled at once by a rank")
+    group.add_argument("--pairs-together", action="store_true", help="an example is all pairs of a turn, which share "
+                       "the prompt (faster); a batch has --batch-size / --pairs-per-turn of them")
+    args = parser.parse_args(argv)
+    if args.dry_run:
+        parser.error("--dry-run goes with 04_train_policy.py")
+    return args
 
 
 def main(argv=None):
     args = parse_args(argv)
-    method = METHODS[args.method]
-    if args.dry_run:
-        num_items = method.num_items + bool(args.answer_coef)
-        lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
-        step = PlannedStep(args.dry_run, sharding_of(args), examples_a_step(args), args.micro_batch_size, num_items,
-                           args.max_length, method.make_examples is None, lora)
-        return dry_run(args.model, step, common.token_logps)
     run = start(args.seed)
     trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
-    domain = domain_of(trajectories[0]["task"])
-    inputs = [args.trajectories, args.model, args.candidates, args.sampler]
+    inputs = [args.trajectories, args.model, args.candidates]
     if is_done(vars(args), args.out, inputs, folder=True):
         return
-    lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
     check_track(args.track)
-    if method.reads_rewards or args.answer_coef or args.answers_by_outcome:
-        common.fill_rewards(trajectories, common.scoring_world(domain, args.out, common.world_flags(args)))
-    is_fresh = args.model == "tiny" and args.method == "sft"
-    if is_fresh:
-        model, tokenizer = fresh_model([common.vocabulary_text(trajectory) for trajectory in trajectories])
-    else:
-        tokenizer = load_tokenizer(args.model)
-        if reads_images(args.model):
-            raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
-    if method.make_examples is None:
-        critic = open_critic(trajectories, args)
-        states = read_states(trajectories, tokenizer, args)
-        if args.candidates:
-            states = read_candidates(args.candidates, states, tokenizer, args)
-        if args.answer_coef:
-            right_answers = read_right_answers(trajectories, tokenizer, args)
-        right_turns = None
-        if args.answers_by_outcome:
-            right_turns = turns_of_right_answers(trajectories, args.trajectories)
-    else:
-        examples = method.make_examples(trajectories, tokenizer, args)
-        examples = training.drop_long(examples, args.max_length, args.trajectories)
-    begin_output(vars(args), args.out, inputs, folder=True)
-    costs = Costs(args.out, run.device)
-    if method.make_examples is None:
-        rows = scored_candidates(states, critic, tokenizer, args, run, costs)
-        examples = sweet_examples(rows, right_turns, tokenizer, args, run)
-        if args.answer_coef:
-            examples = with_right_answers(examples, right_answers, args.seed)
-        costs.record()
+    if reads_images(args.model):
+        raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
+    tokenizer = load_tokenizer(args.model)
+    lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
+    begin = functools.partial(begin_output, vars(args), args.out, inputs, folder=True)
+    examples = gain_examples(trajectories, tokenizer, args, run, begin)
     training.show_samples(tokenizer, examples[0])
 
     # The reference is this model before its first update; its log-probabilities are computed once, by the same function
-    if is_fresh:
-        scorer = common.shard_scorer(model.to(run.device), run, sharding_of(args))
-    else:
-        scorer = common.load_scorer(args.model, run, sharding_of(args), lora)
-    costs.trained = work_of(scorer.model)
-    all_ref_logps = None
-    if method.has_reference:
-        all_ref_logps = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)
-    train(scorer, examples, all_ref_logps, args, run, costs)
+    scorer = common.load_scorer(args.model, run, sharding_of(args), lora)
+    common.check_positions(common.items_of(examples), scorer.model)
+    ref_logps = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)
+    train(scorer, examples, ref_logps, args, run)
     common.note_system_prompt(args.out, trajectories)
     training.finish_training(args.out, scorer, tokenizer, args.merge)
+    add_costs(args.out, folder=True)
 
 
 if __name__ == "__main__":
