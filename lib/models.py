@@ -21,25 +21,6 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 ANY_OBJECT = record({})
 
 
-def work_of(model):
-    """{"parameters", "read_tokens", "generated_tokens"}: the size of a model (input embeddings and vision tower aside)
-    and the tokens that it has read and generated so far, without those that it was trained on (add_work)."""
-    if not hasattr(model, "work"):
-        embeddings = model.get_input_embeddings().weight
-        number = sum(parameter.numel() for parameter in model.parameters())
-        if model.get_output_embeddings().weight is not embeddings:
-            number -= embeddings.numel()
-        if is_visual(model):
-            number -= sum(parameter.numel() for parameter in model.base_model.visual.parameters())
-        model.work = {"parameters": number, "read_tokens": 0, "generated_tokens": 0}
-    return model.work
-
-
-def add_work(model, num_tokens, generated=False):
-    """Count tokens that a model has read or generated."""
-    work_of(model)["generated_tokens" if generated else "read_tokens"] += num_tokens
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # tokens and chat templates
 

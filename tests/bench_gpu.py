@@ -145,7 +145,7 @@ def train(name, is_tiny):
     first_s = seconds_of(step, 2, run.device)
     if compiled:                                                    # other lengths and numbers of rows
         for others in ([[random_row(*form[:2], form[2] // 2)] for _ in items], items[:-1]):
-            first_s += seconds_of(lambda: step(others), 1, run.device)
+            first_s += seconds_of(functools.partial(step, others), 1, run.device)
     seconds = statistics.median(seconds_of(step, 5, run.device))
     num_tokens = sum(len(row.ids) for [row] in items)
     yield speed(scorer.model, 4 if rank else 6, num_tokens, seconds) | {"model": shape, "first_s": first_s}

@@ -1,4 +1,5 @@
 """extract_code: the answers that models write give their code, whatever stands around it, in bounded time."""
+import ast
 import contextlib
 import functools
 import html

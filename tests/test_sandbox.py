@@ -532,7 +532,8 @@ VALUES = [
     None, True, 7, -2 ** 53, 2 ** 60, 0.5, float("nan"), float("-inf"), 1j, "", "\ud800", b"ab", [], [1, [2]], (1,),
     {1, 2}, {"a": [1], "b": None}, collections.OrderedDict(a=1), collections.Counter("aab"),
     collections.Counter({"a": 0.5}), collections.deque([1]), range(0), range(1), range(0, 9, 2),
-    range(0, 2 ** 70, 2 ** 60), decimal.Decimal("0.1"), Color.RED, datetime.date(2024, 1, 2), datetime.datetime(2024, 1, 2, 3, 4, 5, 6),
+    range(0, 2 ** 70, 2 ** 60), decimal.Decimal("0.1"), Color.RED,
+    datetime.date(2024, 1, 2), datetime.datetime(2024, 1, 2, 3, 4, 5, 6),
     datetime.time(1, 2), datetime.timedelta(-1, 5),
     datetime.time(0, tzinfo=datetime.timezone(datetime.timedelta(hours=2))),
     datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc), datetime.timezone.utc]

@@ -2,6 +2,7 @@
 every input is there before it is used, and nothing is made twice."""
 import csv
 import importlib
+import itertools
 import json
 import os
 import pathlib
@@ -165,8 +166,11 @@ def test_a_search_plays_each_setting_on_validation_tasks(call):
     commands = call("mtdpo", "sweet", "--split", "validation", "--seeds", "9", "--grid", "lr=1e-4,3e-4", "beta=0.1,0.3")
     assert {command["split"] for command in commands.values() if command["stage"] == "01"} == {"train", "validation"}
     policies = {name: command for name, command in commands.items() if command["stage"] == "04"}
-    assert {name: (command["lr"], command["beta"]) for name, command in policies.items()} == {f"o/seed9/{arm}_lr{lr}_beta{beta}": (float(lr), float(beta))
-                        for arm in ("mtdpo", "sweet") for lr in ("1e-4", "3e-4") for beta in ("0.1", "0.3")}
+    settings = {}
+    for arm in ("mtdpo", "sweet"):
+        for lr, beta in itertools.product(("1e-4", "3e-4"), ("0.1", "0.3")):
+            settings[f"o/seed9/{arm}_lr{lr}_beta{beta}"] = float(lr), float(beta)
+    assert {name: (command["lr"], command["beta"]) for name, command in policies.items()} == settings
     with open("o/table.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["method"], row["lr"], row["beta"]) for row in rows[:2]] == [
