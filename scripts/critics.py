@@ -215,7 +215,7 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if not args.critics and not args.gates:
         parser.error("nothing to measure: give --critics or --gates")
-    if not args.critics and (args.returns or args.reference_sees_c):
+    if not args.critics and (args.returns or args.reference_sees_c is not None):
         parser.error("--returns and --reference-sees-c go with --critics")
     return args
 

@@ -165,8 +165,9 @@ def test_a_search_plays_each_setting_on_validation_tasks(call):
     commands = call("mtdpo", "sweet", "--split", "validation", "--seeds", "9", "--grid", "lr=1e-4,3e-4", "beta=0.1,0.3")
     assert {command["split"] for command in commands.values() if command["stage"] == "01"} == {"train", "validation"}
     policies = {name: command for name, command in commands.items() if command["stage"] == "04"}
-    assert {name: (command["lr"], command["beta"]) for name, command in policies.items()} == {f"o/seed9/{arm}_lr{lr}_beta{beta}": (float(lr), float(beta))
-                        for arm in ("mtdpo", "sweet") for lr in ("1e-4", "3e-4") for beta in ("0.1", "0.3")}
+    assert {name: (command["lr"], command["beta"]) for name, command in policies.items()} == {
+        f"o/seed9/{arm}_lr{lr}_beta{beta}": (float(lr), float(beta))
+        for arm in ("mtdpo", "sweet") for lr in ("1e-4", "3e-4") for beta in ("0.1", "0.3")}
     with open("o/table.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert [(row["method"], row["lr"], row["beta"]) for row in rows[:2]] == [
