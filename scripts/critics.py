@@ -174,7 +174,11 @@ def measure_critic(folder, critic, trajectories, pairs, branches, device):
     tokenizer = load_tokenizer(folder)
     critic = common.load_critic(critic, common.load_whole(device))
     advantages = common.score_turns(critic, tokenizer, trajectories, MAX_TOKENS, device)
-    measures = {"pair_accuracy": pair_accuracy(list(map(sum, advantages)), pairs), "num_pairs": len(pairs)}
+    pairs = [pair for pair in pairs if None not in (advantages[pair[0]], advantages[pair[1]])]         # None: too long
+    if not pairs:
+        raise InputError(f"{folder}: no pair of dialogues of at most {MAX_TOKENS:,} tokens")
+    scores = [sum(turns or []) for turns in advantages]
+    measures = {"pair_accuracy": pair_accuracy(scores, pairs), "num_pairs": len(pairs)}
     if branches:
         points, returns = branches
         scores = common.score_actions(critic, tokenizer, points, MAX_TOKENS, device)
@@ -215,7 +219,7 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if not args.critics and not args.gates:
         parser.error("nothing to measure: give --critics or --gates")
-    if not args.critics and (args.returns or args.reference_sees_c):
+    if not args.critics and (args.returns or args.reference_sees_c is not None):
         parser.error("--returns and --reference-sees-c go with --critics")
     return args
 

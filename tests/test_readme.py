@@ -85,7 +85,7 @@ def check_command(name, words):
     """A command of a page is parsed by its program; a study's arms are those of scripts/arms.toml."""
     if name.endswith(".sh"):
         assert {word for word in words if word.startswith("--")} <= flags_of(name)
-    elif name != "scripts/plot.py":
+    elif hasattr(program_of(name), "parse_args"):
         args = program_of(name).parse_args(words)
         if name == "scripts/study.py":
             domain = study.read_domain(args.domain, args.set)
