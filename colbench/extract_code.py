@@ -301,12 +301,12 @@ class Reader:
         """Add a statement, which ends at (index, column), and go on there."""
         index, column = end
         is_inline = column and not self.fence and self.tick_index == self.index == index
-        if is_cut or is_inline or not any(map(is_code, nodes)):
-            self.end_run()
-        if any(map(is_code, nodes)):
+        has_effect = any(map(is_code, nodes))
+        if has_effect and not (is_cut or is_inline):
             self.run.append((source, nodes))
-        if (is_cut or is_inline) and self.run:
-            self.run = []
+        else:
+            self.end_run()
+        if has_effect and (is_cut or is_inline):
             self.pieces.append(Piece(source, nodes, INLINE if is_inline else PLAIN, self.is_marked, is_cut))
         if column:
             self.lines[index] = self.lines[index][column:]
