@@ -35,20 +35,7 @@ import torch
 
 import common
 from colbench import ColBenchError, domain_of, task_id
-from lib.flags import (
-    add_overwrite,
-    add_reference,
-    add_world,
-    argument_parser,
-    json_flag,
-    num_samples_flag,
-    num_tokens_flag,
-    positive_int,
-    seed_flag,
-    set_preset,
-    temperature_flag,
-    text_flag,
-)
+from lib import flags
 from lib.models import load_tokenizer, tokenizer_name
 from lib.runtime import add_costs, begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
 from lib.sampling import add_rows, finish_rows, open_sampler, open_vision_sampler, Sampler
@@ -383,49 +370,54 @@ PRESETS = {"paper-backend": {"dtype": "bfloat16"}, "paper-frontend": {"dtype": "
 
 
 def parse_args(argv=None):
-    parser = argument_parser(__doc__)
-    parser.add_argument("--tasks", type=text_flag, required=True,
+    parser = flags.argument_parser(__doc__)
+    parser.add_argument("--tasks", type=flags.text_flag, required=True,
                         help="tasks file (01); with --branch a trajectories file")
-    parser.add_argument("--agent", type=text_flag, required=True, help="a model (folder, hub id, smollm2, server), "
+    parser.add_argument("--agent", type=flags.text_flag, required=True,
+                        help="a model (folder, hub id, smollm2, server), "
                         "or a scripted agent of the domain: script, script-informed (knows c), …")
-    parser.add_argument("--simulator", type=text_flag, default="rules",
+    parser.add_argument("--simulator", type=flags.text_flag, default="rules",
                         help="who simulates the user: rules, or a model")
-    parser.add_argument("--out", type=text_flag, required=True, help="trajectories file to write (JSONL)")
-    parser.add_argument("--samples", type=positive_int, default=1, help="dialogues a task")
-    parser.add_argument("--max-rounds", type=positive_int, default=10, help="agent turns in a dialogue")
+    parser.add_argument("--out", type=flags.text_flag, required=True, help="trajectories file to write (JSONL)")
+    parser.add_argument("--samples", type=flags.positive_int, default=1, help="dialogues a task")
+    parser.add_argument("--max-rounds", type=flags.positive_int, default=10, help="agent turns in a dialogue")
     parser.add_argument("--single-turn", action="store_true", help="the agent answers at once (--max-rounds 1)")
-    parser.add_argument("--temperature", type=temperature_flag, default=1.0,
+    parser.add_argument("--temperature", type=flags.temperature_flag, default=1.0,
                         help="of the agent; the simulator's is 0")
-    parser.add_argument("--max-new-tokens", type=num_tokens_flag, default=1024, help="tokens a turn of the agent")
-    parser.add_argument("--simulator-max-new-tokens", type=num_tokens_flag,
+    parser.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=1024, help="tokens a turn of the agent")
+    parser.add_argument("--simulator-max-new-tokens", type=flags.num_tokens_flag,
                         help="tokens a reply of a simulating model (None: the domain's REPLY_TOKENS)")
-    parser.add_argument("--seed", type=seed_flag, default=0, help="seed of the samples")
+    parser.add_argument("--seed", type=flags.seed_flag, default=0, help="seed of the samples")
     group = parser.add_argument_group("critics")
-    group.add_argument("--best-of", type=num_samples_flag, default=1, help="messages sampled at each turn")
-    group.add_argument("--critic", type=text_flag, help="who picks one of --best-of: a critic folder (03); "
+    group.add_argument("--best-of", type=flags.num_samples_flag, default=1, help="messages sampled at each turn")
+    group.add_argument("--critic", type=flags.text_flag, help="who picks one of --best-of: a critic folder (03); "
                        "judge:MODEL; untrained (the agent itself, whose reference does not see c)")
-    add_reference(group)
-    group.add_argument("--branch", type=positive_int, metavar="N", help="go on from N turns of a trajectories file")
-    group.add_argument("--branch-candidates", type=num_samples_flag, default=8,
+    flags.add_reference(group)
+    group.add_argument("--branch", type=flags.positive_int, metavar="N",
+                       help="go on from N turns of a trajectories file")
+    group.add_argument("--branch-candidates", type=flags.num_samples_flag, default=8,
                        help="--branch: messages in each state")
     group = parser.add_argument_group("models and servers")
-    group.add_argument("--concurrency", type=num_samples_flag, default=64, help="dialogues in flight")
+    group.add_argument("--concurrency", type=flags.num_samples_flag, default=64, help="dialogues in flight")
     group.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the models")
-    group.add_argument("--max-length", type=positive_int, default=16384,
+    group.add_argument("--max-length", type=flags.positive_int, default=16384,
                        help="tokens of a prompt with its reply (local models)")
-    group.add_argument("--max-tokens", type=positive_int, default=16384, help="padded tokens of a pass of --critic")
-    group.add_argument("--system-prompt", type=text_flag, metavar="FILE", help="its text, taken as it is, is the "
+    group.add_argument("--max-tokens", type=flags.positive_int, default=16384,
+                       help="padded tokens of a pass of --critic")
+    group.add_argument("--system-prompt", type=flags.text_flag, metavar="FILE", help="its text, taken as it is, is the "
                        "agent's system prompt in place of ours and of our note on the last round")
-    group.add_argument("--chat-template-args", type=json_flag, default={}, metavar="JSON", help="arguments of chat "
+    group.add_argument("--chat-template-args", type=flags.json_flag, default={}, metavar="JSON",
+                       help="arguments of chat "
                        "templates by role: {\"agent\": {\"enable_thinking\": false}, \"simulator\": …, …}")
-    group.add_argument("--agent-tokenizer", type=text_flag, metavar="MODEL", help="the tokenizer of a vLLM server's "
+    group.add_argument("--agent-tokenizer", type=flags.text_flag, metavar="MODEL",
+                       help="the tokenizer of a vLLM server's "
                        "agent: keeps the sampled ids and the prompt, so that 03 and 04 train on just these; --best-of "
                        "needs it for a critic that reads tokens")
-    parser.add_argument("--track", type=text_flag, metavar="PROJECT", help="log how many dialogues are there and "
+    parser.add_argument("--track", type=flags.text_flag, metavar="PROJECT", help="log how many dialogues are there and "
                         "their mean return to this project of trackio (pip install trackio)")
-    add_world(parser)
-    add_overwrite(parser)
-    set_preset(parser, PRESETS, argv)
+    flags.add_world(parser)
+    flags.add_overwrite(parser)
+    flags.set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
     if args.single_turn:
         args.max_rounds = 1

@@ -34,8 +34,7 @@ import torch.nn.functional as F
 
 import common
 from colbench import ColBenchError, domain_of
-from lib import training
-from lib.flags import add_training, argument_parser, positive_int, set_preset, share_flag, yes_or_no
+from lib import flags, training
 from lib.memory import dry_run, PlannedStep
 from lib.models import load_tokenizer, lora_config, reads_images, Sharding, weights_fingerprint
 from lib.runtime import add_costs, begin_output, InputError, is_done, run_stage, say, start, write_json
@@ -182,21 +181,22 @@ PRESETS = {name: {"epochs": epochs, "dtype": "bfloat16", "activation_checkpointi
 
 
 def parse_args(argv=None):
-    parser = argument_parser(__doc__)
-    add_training(parser, max_length=8192)
-    parser.add_argument("--epochs", type=positive_int, default=4, help="passes over the examples")
-    parser.add_argument("--batch-size", type=positive_int, default=8, help="examples a step, over all ranks: pairs of "
+    parser = flags.argument_parser(__doc__)
+    flags.add_training(parser, max_length=8192)
+    parser.add_argument("--epochs", type=flags.positive_int, default=4, help="passes over the examples")
+    parser.add_argument("--batch-size", type=flags.positive_int, default=8,
+                        help="examples a step, over all ranks: pairs of "
                         "trajectories; with --head value trajectories")
     group = parser.add_argument_group("the critic")
     group.add_argument("--head", choices=["lm", "regression", "value"], default="lm",
                        help="what scores a turn, see above")
     group.add_argument("--no-privileged", action="store_true", help="leave c out")
-    group.add_argument("--reference-sees-c", type=yes_or_no, default=True, metavar="yes|no", help="whether the "
+    group.add_argument("--reference-sees-c", type=flags.yes_or_no, default=True, metavar="yes|no", help="whether the "
                        "reference of eq. 3 reads c, as in the paper, or the dialogue alone")
     group.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn", help="see above")
-    group.add_argument("--held-out-frac", type=share_flag, default=0.05,
+    group.add_argument("--held-out-frac", type=flags.share_flag, default=0.05,
                        help="share of the tasks kept for the accuracy")
-    set_preset(parser, PRESETS, argv)
+    flags.set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
     if not args.reference_sees_c and (args.no_privileged or args.head != "lm"):
         parser.error("--reference-sees-c no goes with --head lm, without --no-privileged: no other critic compares "

@@ -37,19 +37,7 @@ import torch.nn.functional as F
 import common
 from colbench import ColBenchError, domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
-from lib import training
-from lib.flags import (
-    add_reference,
-    add_training,
-    argument_parser,
-    num_samples_flag,
-    num_tokens_flag,
-    positive_int,
-    set_preset,
-    share_flag,
-    temperature_flag,
-    text_flag,
-)
+from lib import flags, training
 from lib.memory import dry_run, PlannedStep
 from lib.models import encode, fresh_model, load_tokenizer, lora_config, max_positions, reads_images, Sharding
 from lib.runtime import (
@@ -468,33 +456,38 @@ def by_method(field):
 
 
 def parse_args(argv=None):
-    parser = argument_parser(__doc__)
+    parser = flags.argument_parser(__doc__)
     parser.add_argument("--method", choices=METHODS, required=True, help="see above")
-    add_training(parser, max_length=16384)
-    parser.add_argument("--epochs", type=positive_int, help=f"passes over the examples (None: {by_method('epochs')}; "
+    flags.add_training(parser, max_length=16384)
+    parser.add_argument("--epochs", type=flags.positive_int,
+                        help=f"passes over the examples (None: {by_method('epochs')}; "
                         "with --preset paper-frontend 8 in place of 4)")
-    parser.add_argument("--batch-size", type=positive_int, help=f"examples a step (None: {by_method('batch_size')})")
+    parser.add_argument("--batch-size", type=flags.positive_int,
+                        help=f"examples a step (None: {by_method('batch_size')})")
     group = parser.add_argument_group("SWEET's candidates and pairs (nothing to other methods)")
-    group.add_argument("--critic", type=text_flag, help="a folder of 03, or untrained: --model, with a reference that "
+    group.add_argument("--critic", type=flags.text_flag,
+                       help="a folder of 03, or untrained: --model, with a reference that "
                        "does not see c")
-    add_reference(group)
-    group.add_argument("--data-frac", type=share_flag, default=0.1, help="share of the trajectories whose turns are "
+    flags.add_reference(group)
+    group.add_argument("--data-frac", type=flags.share_flag, default=0.1,
+                       help="share of the trajectories whose turns are "
                        "used (the published code's tenth is of 15,000; with few hundred take all: 1)")
-    group.add_argument("--num-candidates", type=num_samples_flag, default=16, help="actions sampled a turn")
-    group.add_argument("--pairs-per-turn", type=positive_int, default=4, help="DPO pairs a turn")
-    group.add_argument("--temperature", type=temperature_flag, default=1.0, help="of the candidates")
-    group.add_argument("--max-new-tokens", type=num_tokens_flag, default=1024, help="tokens of a candidate")
-    group.add_argument("--candidates", type=text_flag, metavar="FILE", help="candidates.jsonl of another run of the "
+    group.add_argument("--num-candidates", type=flags.num_samples_flag, default=16, help="actions sampled a turn")
+    group.add_argument("--pairs-per-turn", type=flags.positive_int, default=4, help="DPO pairs a turn")
+    group.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="of the candidates")
+    group.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=1024, help="tokens of a candidate")
+    group.add_argument("--candidates", type=flags.text_flag, metavar="FILE",
+                       help="candidates.jsonl of another run of the "
                        "same model, seed, trajectories and sampling; None: sample them")
-    group.add_argument("--sampler", type=text_flag, metavar="http://HOST:PORT/v1#NAME",
+    group.add_argument("--sampler", type=flags.text_flag, metavar="http://HOST:PORT/v1#NAME",
                        help="servers of --model's weights (commas between addresses) that give token ids, as vLLM "
                        "does: they sample the candidates, which then do not repeat bit for bit; None: every rank holds "
                        "the model and samples")
-    group.add_argument("--concurrency", type=num_samples_flag, default=256,
+    group.add_argument("--concurrency", type=flags.num_samples_flag, default=256,
                        help="candidates sampled at a time, by a rank")
     group.add_argument("--pairs-together", action="store_true", help="an example is all pairs of a turn, which share "
                        "the prompt (faster); a batch has --batch-size / --pairs-per-turn of them")
-    set_preset(parser, PRESETS, argv)
+    flags.set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
     if args.method != "sweet":
         for flag in ("critic", "candidates", "sampler", "pairs_together", "reference_sees_c"):

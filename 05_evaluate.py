@@ -36,8 +36,7 @@ import re
 
 import common
 from colbench import ColBenchError, domain_of
-from lib import statistics
-from lib.flags import add_overwrite, add_reference, add_world, argument_parser, named_path, text_flag
+from lib import flags, statistics
 from lib.models import load_tokenizer
 from lib.report.credit import agreement, agreement_lines, credit_of, credit_rows, kind_lines, read_states
 from lib.report.export import export
@@ -65,20 +64,22 @@ MAX_TOKENS = 16384               # of a batch without gradients, and of a dialog
 # arguments
 
 def parse_args(argv=None):
-    parser = argument_parser(__doc__)
-    parser.add_argument("files", type=named_path, nargs="+", metavar="NAME=FILE",
+    parser = flags.argument_parser(__doc__)
+    parser.add_argument("files", type=flags.named_path, nargs="+", metavar="NAME=FILE",
                         help="trajectory files (02), each with a name; FILE,FILE,…: runs of one method; LABEL@N: a "
                         "point of a curve")
-    parser.add_argument("--out", type=text_flag, required=True, help="folder to write")
-    parser.add_argument("--baseline", type=text_flag, metavar="NAME", help="compare the others with this one")
+    parser.add_argument("--out", type=flags.text_flag, required=True, help="folder to write")
+    parser.add_argument("--baseline", type=flags.text_flag, metavar="NAME", help="compare the others with this one")
     parser.add_argument("--compat", action="store_true", help="show the published scorer's verdicts as well")
     parser.add_argument("--costs", action="store_true", help="show what it took to train each method (its first file)")
-    parser.add_argument("--critic", type=text_flag, metavar="DIR", help="show each turn's credit by this critic (03)")
-    add_reference(parser)
-    parser.add_argument("--candidates", type=text_flag, metavar="DIR", help="show SWEET's candidates in 04's folder")
+    parser.add_argument("--critic", type=flags.text_flag, metavar="DIR",
+                        help="show each turn's credit by this critic (03)")
+    flags.add_reference(parser)
+    parser.add_argument("--candidates", type=flags.text_flag, metavar="DIR",
+                        help="show SWEET's candidates in 04's folder")
     parser.add_argument("--export", choices=["messages"], help="write every dialogue for other programs as well")
-    add_world(parser)
-    add_overwrite(parser)
+    flags.add_world(parser)
+    flags.add_overwrite(parser)
     args = parser.parse_args(argv)
     if args.reference_sees_c is not None and not args.critic:
         parser.error("--reference-sees-c goes with --critic")

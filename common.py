@@ -66,7 +66,7 @@ def sight_of(processor, domain, arguments):
 # The kinds of rows, with all fields that some stage uses (colbench/schema.py); further ones are kept as they are.
 TURN = record({"role": one_of("user", "assistant"), "content": str},
               {"input": str, "output": str, "output_ids": token_ids, "truncated": bool, "leak": str, "tool": bool,
-               "resampled": int, "render_fault": str})
+               "render_fault": str})
 REWARD = schema.number(-1.001, 1.001)                               # a cosine is rounded
 TRAJECTORY = record(
     {"task": dict, "dialogue_history": list_of(TURN), "answer": str},
@@ -129,11 +129,12 @@ def read_trajectories(path, num_trajectories=None, seed=0):
     for trajectory in trajectories:
         name = trajectory.get("task_id") or task_id(trajectory["task"])
         trajectory["task_id"] = name
-        sample = trajectory.setdefault("sample", len(samples[name]))
-        if sample in samples[name]:
+        of_task = samples[name, trajectory.get("run")]              # "run": of several runs that 05 has joined
+        sample = trajectory.setdefault("sample", len(of_task))
+        if sample in of_task:
             raise InputError(f'{path}: two dialogues of task {name} have "sample" {sample}; give each a number of its '
                              'own, or leave out the key "sample" everywhere')
-        samples[name].add(sample)
+        of_task.add(sample)
     check_ids([t["task"] for t in trajectories], [t["task_id"] for t in trajectories], path)
     if num_trajectories is None:
         return trajectories

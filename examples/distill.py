@@ -17,8 +17,7 @@ import torch.nn.functional as F
 
 import common
 from colbench import ColBenchError
-from lib import training
-from lib.flags import add_training, argument_parser, positive_int
+from lib import flags, training
 from lib.models import load_model, load_tokenizer, lora_config, projection_of, reads_images, Sharding
 from lib.runtime import add_costs, begin_output, InputError, is_done, run_stage, say, start
 from lib.tracking import check_track, Track
@@ -121,11 +120,11 @@ def sharding_of(args):
 
 
 def parse_args(argv=None):
-    parser = argument_parser(__doc__)
+    parser = flags.argument_parser(__doc__)
     parser.add_argument("--method", choices=["distill"], default="distill", help="the only one")
-    add_training(parser, max_length=16384)
-    parser.add_argument("--epochs", type=positive_int, default=1, help="passes over the examples")
-    parser.add_argument("--batch-size", type=positive_int, default=32, help="trajectories a step")
+    flags.add_training(parser, max_length=16384)
+    parser.add_argument("--epochs", type=flags.positive_int, default=1, help="passes over the examples")
+    parser.add_argument("--batch-size", type=flags.positive_int, default=32, help="trajectories a step")
     parser.add_argument("--divergence", choices=["forward", "reverse"], default="reverse", help="see token_kls")
     args = parser.parse_args(argv)
     if args.dry_run:

@@ -29,17 +29,7 @@ import torch.nn.functional as F
 import common
 from colbench import ColBenchError, domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
-from lib import training
-from lib.flags import (
-    add_training,
-    argument_parser,
-    num_samples_flag,
-    num_tokens_flag,
-    positive_int,
-    share_flag,
-    temperature_flag,
-    text_flag,
-)
+from lib import flags, training
 from lib.models import encode, end_of_turn, load_tokenizer, lora_config, max_positions, reads_images, Sharding
 from lib.runtime import (
     add_costs,
@@ -392,21 +382,24 @@ def sharding_of(args):
 
 
 def parse_args(argv=None):
-    parser = argument_parser(__doc__)
+    parser = flags.argument_parser(__doc__)
     parser.add_argument("--method", choices=["gain"], default="gain", help="the only one")
-    add_training(parser, max_length=16384)
-    parser.add_argument("--epochs", type=positive_int, default=1, help="passes over the examples")
-    parser.add_argument("--batch-size", type=positive_int, default=8, help="pairs a step")
+    flags.add_training(parser, max_length=16384)
+    parser.add_argument("--epochs", type=flags.positive_int, default=1, help="passes over the examples")
+    parser.add_argument("--batch-size", type=flags.positive_int, default=8, help="pairs a step")
     group = parser.add_argument_group("candidates and pairs")
-    group.add_argument("--data-frac", type=share_flag, default=0.1, help="share of the trajectories whose turns are "
+    group.add_argument("--data-frac", type=flags.share_flag, default=0.1,
+                       help="share of the trajectories whose turns are "
                        "used (the published code's tenth is of 15,000; with few hundred take all: 1)")
-    group.add_argument("--num-candidates", type=num_samples_flag, default=16, help="actions sampled a turn")
-    group.add_argument("--pairs-per-turn", type=positive_int, default=4, help="DPO pairs a turn")
-    group.add_argument("--temperature", type=temperature_flag, default=1.0, help="of the candidates")
-    group.add_argument("--max-new-tokens", type=num_tokens_flag, default=1024, help="tokens of a candidate")
-    group.add_argument("--candidates", type=text_flag, metavar="FILE", help="candidates.jsonl of another run of the "
+    group.add_argument("--num-candidates", type=flags.num_samples_flag, default=16, help="actions sampled a turn")
+    group.add_argument("--pairs-per-turn", type=flags.positive_int, default=4, help="DPO pairs a turn")
+    group.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="of the candidates")
+    group.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=1024, help="tokens of a candidate")
+    group.add_argument("--candidates", type=flags.text_flag, metavar="FILE",
+                       help="candidates.jsonl of another run of the "
                        "same model, seed, trajectories and sampling; None: sample them")
-    group.add_argument("--concurrency", type=num_samples_flag, default=256, help="candidates sampled at once by a rank")
+    group.add_argument("--concurrency", type=flags.num_samples_flag, default=256,
+                       help="candidates sampled at once by a rank")
     group.add_argument("--pairs-together", action="store_true", help="an example is all pairs of a turn, which share "
                        "the prompt (faster); a batch has --batch-size / --pairs-per-turn of them")
     args = parser.parse_args(argv)

@@ -32,8 +32,7 @@ import torch
 
 import common
 from colbench import ColBenchError, domain_of
-from lib import training
-from lib.flags import add_reference, add_training, argument_parser, non_negative_float, positive_int, text_flag
+from lib import flags, training
 from lib.models import load_tokenizer, lora_config, reads_images, Sharding
 from lib.runtime import add_costs, begin_output, InputError, is_done, read_rows, run_stage, say, start, write_jsonl
 from lib.tracking import check_track, Track
@@ -245,17 +244,19 @@ def sharding_of(args):
 
 
 def parse_args(argv=None):
-    parser = argument_parser(__doc__)
+    parser = flags.argument_parser(__doc__)
     parser.add_argument("--method", choices=["grpo"], default="grpo", help="the only one")
-    add_training(parser, max_length=16384)
-    parser.add_argument("--epochs", type=positive_int, default=1, help="passes over the examples")
-    parser.add_argument("--batch-size", type=positive_int, default=32, help="trajectories a step")
-    parser.add_argument("--critic", type=text_flag, help="a folder of 03; or untrained (--model, with a reference that "
+    flags.add_training(parser, max_length=16384)
+    parser.add_argument("--epochs", type=flags.positive_int, default=1, help="passes over the examples")
+    parser.add_argument("--batch-size", type=flags.positive_int, default=32, help="trajectories a step")
+    parser.add_argument("--critic", type=flags.text_flag,
+                        help="a folder of 03; or untrained (--model, with a reference that "
                         "does not see c)")
-    add_reference(parser)
+    flags.add_reference(parser)
     parser.add_argument("--signed", action="store_true", help="see above")
-    parser.add_argument("--clip", type=non_negative_float, default=0.2, help="of the ratio, up and down")
-    parser.add_argument("--kl-coef", type=non_negative_float, default=0.0, help="of the divergence from the start")
+    parser.add_argument("--clip", type=flags.non_negative_float, default=0.2, help="of the ratio, up and down")
+    parser.add_argument("--kl-coef", type=flags.non_negative_float, default=0.0,
+                        help="of the divergence from the start")
     args = parser.parse_args(argv)
     if args.critic is None and (args.signed or args.reference_sees_c is not None):
         parser.error("--signed and --reference-sees-c go with --critic")
