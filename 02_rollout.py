@@ -65,7 +65,7 @@ class Dialogue:
 class Players:
     """Who takes part in all dialogues of this rank."""
 
-    environment: object                         # the domain's World: rules of the simulator, what tools reply, scores
+    environment: object                         # the domain's: rules of the simulator, what tools reply, scores
     device: torch.device
     agent: Sampler | None = None                # None: a scripted agent
     simulator: Sampler | None = None            # None: the rule-based one
@@ -127,7 +127,7 @@ async def simulator_turn(dialogue, players, args):
     if simulator is None:
         rng = random.Random(repr(key))
         return {"role": "user", "content": await players.environment.rule_reply(task, history, rng)}
-    chat = await players.environment.person_chat(task, history)
+    chat = await players.environment.simulator_chat(task, history)
     [reply] = await simulator.sample(chat, 1, 0.0, args.simulator_max_new_tokens, key)
     turn = {"role": "user", "content": simulator.visible(reply)[:domain.REPLY_CHARS]}
     if reply.text.strip() != turn["content"]:
@@ -315,7 +315,7 @@ def row_maker(players, track, returns, args):
         [verdicts] = await players.environment.score([(dialogue.task, dialogue.answer)])
         trajectory = to_trajectory(dialogue, verdicts, players, args)
         dialogue.history = dialogue.answer = None                    # memory is for what is in flight
-        returns.append(domain_of(dialogue.task).outcome(trajectory))
+        returns.append(domain_of(dialogue.task).eval_score(trajectory))
         track.log(len(returns), mean_return=sum(returns) / len(returns))
         return trajectory
 
@@ -343,7 +343,7 @@ def summary(path):
         trajectories = [without_samples(json.loads(line)) for line in file]
     domain = domain_of(trajectories[0]["task"])
     numbers = domain.measure(trajectories) | measure_turns(trajectories, domain)
-    mean_return = mean_over_tasks(trajectories, domain.outcome)
+    mean_return = mean_over_tasks(trajectories, domain.eval_score)
     parts = [f"{heading_of(domain.metric(trajectories))} {mean_return:.3f}"]
     for key, heading, form in domain.COLUMNS:
         if key in numbers:
@@ -486,7 +486,7 @@ def open_samplers(domain, device, args):
     if names.get("agent") == names.get("simulator"):
         slots *= 2                                                   # each side has its own cache
     for role, name in names.items():
-        sees = role == "simulator" and domain.PERSON_SEES and not is_server(name)
+        sees = role == "simulator" and domain.SIMULATOR_SEES and not is_server(name)
         if sees:
             opened[name, sees] = open_vision_sampler(name, device, args.dtype)
         elif (name, sees) not in opened:
@@ -571,7 +571,7 @@ def main(argv=None):
         if rows.done:
             say(f"{len(rows.done):,} of {len(dialogues):,} dialogues are there already")
             for row in rows.rows():
-                returns.append(domain.outcome(row))
+                returns.append(domain.eval_score(row))
                 if args.branch:
                     name = row["task_id"], branch_name(row["branch"])
                     players.first_turns[name] = row["dialogue_history"][row["branch"]["turn"]]

@@ -240,7 +240,7 @@ def main(argv=None):
     ref_values = common.reference_logps(args.out, scorer, ref_examples + ref_test_examples, args.max_tokens, run.device)
     targets = ref_values[:len(examples)]
     if args.head == "value":
-        targets = [float(domain.outcome(trajectories[number])) for [number] in train_groups]
+        targets = [float(domain.eval_score(trajectories[number])) for [number] in train_groups]
     train(scorer, examples, targets, args, run)
 
     critic = common.Critic(args.out, args.model, args.head, args.normalize, not args.no_privileged,

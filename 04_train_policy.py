@@ -56,7 +56,7 @@ from lib.runtime import (
     write_jsonl,
 )
 from lib.sampling import add_rows, finish_rows, open_sampler
-from lib.servers import is_server, said
+from lib.servers import is_server, visible_text
 from lib.tracking import check_track, Track
 from lib.vision import load_processor
 
@@ -199,7 +199,7 @@ def score_candidates(rows, critic, tokenizer, args, run):
 def decision_point(row):
     """The candidates of a state as common.score_actions takes them."""
     domain = domain_of(row["task"])
-    texts = [said(domain, candidate["text"], row["prompt"]) for candidate in row["candidates"]]
+    texts = [visible_text(domain, candidate["text"], row["prompt"]) for candidate in row["candidates"]]
     ids = [candidate["ids"] for candidate in row["candidates"]]
     return common.DecisionPoint(row["prompt"], row["task"], row["history"], ids, texts)
 
@@ -326,7 +326,7 @@ def mtdpo_examples(trajectories, tokenizer, args, run):
 def rft_examples(trajectories, tokenizer, args, run):
     """Examples of trajectories to imitate: the successful ones; where returns are graded, the best of each task."""
     common.fill_rewards(trajectories, vars(args))
-    if domain_of(trajectories[0]["task"]).MIN_GAP is None:
+    if domain_of(trajectories[0]["task"]).MIN_RETURN_GAP is None:
         good = [trajectory for trajectory in trajectories if trajectory["reward"] == 1]
     else:
         best = {}                                                    # of each task, the first of equals

@@ -201,14 +201,14 @@ def rescore(trajectories, environment):
 def measure(trajectories, domain):
     """The metrics of one method, most of which the docstring of this file explains. Gives every trajectory its "kinds"
     and "known" (measure_turns), too. To be a column of the table, a metric needs a line in statistics.result_table."""
-    tasks, values = statistics.values_of_runs(trajectories, domain.outcome)               # values: (runs, tasks)
+    tasks, values = statistics.values_of_runs(trajectories, domain.eval_score)               # values: (runs, tasks)
     turns = [turn for trajectory in trajectories for turn in trajectory["dialogue_history"]
              if turn["role"] == "assistant"]
     metrics = {
         "n": len(trajectories),
         "tasks": len(tasks),
         "dialogues_a_task": statistics.dialogues_a_task(trajectories),
-        domain.metric(trajectories): statistics.mean_over_tasks(trajectories, domain.outcome),
+        domain.metric(trajectories): statistics.mean_over_tasks(trajectories, domain.eval_score),
         **statistics.intervals(values, tasks, trajectories),
         "mean_rounds": len(turns) / len(trajectories),
         **domain.measure(trajectories),
@@ -239,9 +239,9 @@ def measure_leaks(trajectories, domain):
 def compare(metrics, files, baseline, domain):
     """Add to each method's metrics what it is against the baseline's dialogues."""
     for name, trajectories in files.items():
-        if domain.MIN_GAP is not None:
-            metrics[name] |= statistics.win_rate(trajectories, files[baseline], domain.outcome)
-        difference = statistics.paired_difference(trajectories, files[baseline], domain.outcome)
+        if domain.MIN_RETURN_GAP is not None:
+            metrics[name] |= statistics.win_rate(trajectories, files[baseline], domain.eval_score)
+        difference = statistics.paired_difference(trajectories, files[baseline], domain.eval_score)
         if name != baseline and difference:
             metrics[name]["against_baseline"] = {"name": baseline, **difference}
         note = statistics.pairing_note(trajectories, files[baseline])

@@ -44,13 +44,13 @@ ENVIRONMENT_FLAGS = {"unsafe_scorer": False, "compat": False, "browser": None, "
 def environment(domain, images, rows_in, arguments, device="cpu"):
     """The environment of a domain, which is given what it TAKES of a stage's `arguments` ({name: value}; it need not
     have all of ENVIRONMENT_FLAGS). InputError for a flag that is set and that it does not take."""
-    takes = domain.World.TAKES
+    takes = domain.Environment.TAKES
     flags = {name: arguments.get(name, default) for name, default in ENVIRONMENT_FLAGS.items()}
     for name, value in flags.items():
         if name not in (*takes, "unsafe_scorer") and value not in (None, ENVIRONMENT_FLAGS[name]):
             raise InputError(f"--{name.replace('_', '-')} does nothing for a {domain.NOUN}; leave it out")
     options = {**flags, "images": images, "rows_in": rows_in, "device": device}
-    return domain.World(**{name: options[name] for name in takes})
+    return domain.Environment(**{name: options[name] for name in takes})
 
 
 def sight_of(processor, domain, arguments):
@@ -285,13 +285,13 @@ def check_system_prompt(agent, tokenizer, domain, system, max_rounds):
 
 # A row of tokens.
 # ids             token ids
-# action_numbers  of each token the number of the action that it belongs to, -1 where it is only read (prompts, the
-#                 person, c). An action is what gets one log-probability: an agent's turn (critics, rft, sft), a
+# turn_ids        of each token the number of the action that it belongs to, -1 where it is only read (prompts, the
+#                 simulator, c). An action is what gets one log-probability: an agent's turn (critics, rft, sft), a
 #                 candidate (sweet), a whole dialogue (mtdpo: as_one_action); in examples/grpo.py a single token
 # prompt_length   None or, of a tree, the number of its prompt's tokens: several actions continue one prompt, which is
 #                 computed once; each action sees the prompt and itself
 # images          the image files (None: a black one) that a row of a visual critic shows; it is one action
-Row = namedtuple("Row", "ids action_numbers prompt_length images", defaults=(None, ()))
+Row = namedtuple("Row", "ids turn_ids prompt_length images", defaults=(None, ()))
 
 # What one training example is made of.
 # items    lists of rows: a trajectory (one row where the chat template only appends, else several), or actions of one
@@ -364,7 +364,7 @@ def rows_of_trajectory(tokenizer, turns, privileged_info=None):
 
     For turns "<u>hi<a>" -> "who?<e>", "<u>hi<a>who?<e><u>me<a>" -> "ok<e>" it is one row:
         ids             <u> hi <a> who ? <e> <u> me <a> ok <e>
-        action_numbers   -1 -1  -1   0 0   0  -1 -1  -1  1   1
+        turn_ids        -1 -1  -1   0 0   0  -1 -1  -1  1   1
     The text between two actions is tokenised apart, so the ids of an action are exactly the sampled ones."""
     rows, consumed = [], None
     for number, (prompt, action) in enumerate(turns):
@@ -376,8 +376,8 @@ def rows_of_trajectory(tokenizer, turns, privileged_info=None):
         row = rows[-1]
         read = encode(tokenizer, prompt[len(consumed):])
         row.ids.extend(read + action)
-        row.action_numbers.extend([-1] * len(read))
-        row.action_numbers.extend([number] * len(action))
+        row.turn_ids.extend([-1] * len(read))
+        row.turn_ids.extend([number] * len(action))
         consumed = prompt + tokenizer.decode(action, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     return rows
 
@@ -387,14 +387,14 @@ def actions_item(tokenizer, prompt, actions):
 
     For prompt "<u>hi<a>" and actions "who?<e>", "ok<e>" the row is
         ids             <u> hi <a> who ? <e> ok <e>
-        action_numbers   -1 -1  -1   0 0   0  1   1      prompt_length = 3"""
+        turn_ids        -1 -1  -1   0 0   0  1   1      prompt_length = 3"""
     ids = list(encode(tokenizer, prompt))
     num_read = len(ids)
-    action_numbers = [-1] * num_read
+    turn_ids = [-1] * num_read
     for number, action in enumerate(actions):
         ids += action
-        action_numbers += [number] * len(action)
-    return [Row(ids, action_numbers, prompt_length=num_read)]
+        turn_ids += [number] * len(action)
+    return [Row(ids, turn_ids, prompt_length=num_read)]
 
 
 def without_trees(item):
@@ -405,8 +405,8 @@ def without_trees(item):
             rows.append(row)
             continue
         prompt = row.ids[:row.prompt_length]
-        for number in range(1 + max(row.action_numbers)):
-            action = [token for token, owner in zip(row.ids, row.action_numbers) if owner == number]
+        for number in range(1 + max(row.turn_ids)):
+            action = [token for token, turn_id in zip(row.ids, row.turn_ids) if turn_id == number]
             rows.append(Row(prompt + action, [-1] * len(prompt) + [number] * len(action)))
     return rows
 
@@ -415,8 +415,8 @@ def as_one_action(item):
     """The rows of a trajectory, whose agent tokens are then all of action 0: multi-turn DPO compares dialogues."""
     rows = []
     for row in item:
-        numbers = [min(number, 0) for number in row.action_numbers]
-        rows.append(row._replace(action_numbers=numbers))
+        numbers = [min(number, 0) for number in row.turn_ids]
+        rows.append(row._replace(turn_ids=numbers))
     return rows
 
 
@@ -430,7 +430,7 @@ def num_action_tokens(example):
     count = 0
     for item in example.items:
         for row in item:
-            count += sum(number >= 0 for number in row.action_numbers)
+            count += sum(number >= 0 for number in row.turn_ids)
     return count
 
 
@@ -440,7 +440,7 @@ def num_action_tokens(example):
 # In shapes: R rows, T tokens of the longest, B items, M most actions of an item, N action tokens, P pairs, H hidden
 # size, V vocabulary
 
-Batch = namedtuple("Batch", "ids mask positions action_numbers previous owners lengths sizes images")
+Batch = namedtuple("Batch", "ids mask positions turn_ids previous item_index lengths sizes images")
 
 
 def collate(items, device="cpu"):
@@ -449,55 +449,55 @@ def collate(items, device="cpu"):
     ids             (R, T) token ids, 0 where padded
     mask            None, or if a row is a tree (R, 1, T, T) True where a token (third axis) sees another (fourth)
     positions       (R, T) position of each token; a tree's actions all begin where its prompt ends
-    action_numbers  (R, T) as of Row, -1 where padded
+    turn_ids        (R, T) as of Row, -1 where padded
     previous        (R, T) place of the token before
-    owners          (R,)   the item of each row
+    item_index      (R,)   the item of each row
     lengths         (B, M) number of tokens of each item's actions, 0 where it has no such action
     sizes           number of tokens of each row
     images          of all rows, in their order"""
     rows = [row for item in items for row in item]
-    owners = [number for number, item in enumerate(items) for _ in item]
+    item_index = [number for number, item in enumerate(items) for _ in item]
     width = max(len(row.ids) for row in rows)
-    most_actions = 1 + max(max(row.action_numbers) for row in rows)
+    most_actions = 1 + max(max(row.turn_ids) for row in rows)
     ids = torch.zeros(len(rows), width, dtype=torch.long)
-    action_numbers = torch.full((len(rows), width), -1)
+    turn_ids = torch.full((len(rows), width), -1)
     positions = torch.arange(width).repeat(len(rows), 1)
     previous = positions - 1
     lengths = torch.zeros(len(items), most_actions)
-    for r, (owner, row) in enumerate(zip(owners, rows)):
+    for r, (item, row) in enumerate(zip(item_index, rows)):
         length = len(row.ids)
         ids[r, :length] = torch.tensor(row.ids)
-        action_numbers[r, :length] = torch.tensor(row.action_numbers)
-        is_action = action_numbers[r] >= 0                                                # (T,)
-        counts = torch.bincount(action_numbers[r][is_action], minlength=most_actions)     # (M,)
-        lengths[owner] += counts
+        turn_ids[r, :length] = torch.tensor(row.turn_ids)
+        is_action = turn_ids[r] >= 0                                                      # (T,)
+        counts = torch.bincount(turn_ids[r][is_action], minlength=most_actions)           # (M,)
+        lengths[item] += counts
         if row.prompt_length is not None:                # a tree: its actions lie in the order of their numbers
             begins = row.prompt_length + counts.cumsum(0) - counts                        # (M,) where actions begin
-            token_begins = begins[action_numbers[r, is_action]]                           # of each token's action
+            token_begins = begins[turn_ids[r, is_action]]                           # of each token's action
             positions[r, is_action] += row.prompt_length - token_begins
             previous[r, begins[counts > 0]] = row.prompt_length - 1
-    mask = tree_mask(rows, action_numbers)
+    mask = tree_mask(rows, turn_ids)
     if mask is not None:
         mask = mask.to(device)
-    owners = torch.tensor(owners)                                                         # (R,)
+    item_index = torch.tensor(item_index)                                                 # (R,)
     sizes = [len(row.ids) for row in rows]
     images = [image for row in rows for image in row.images]
-    return Batch(ids.to(device), mask, positions.to(device), action_numbers.to(device), previous.to(device),
-                 owners.to(device), lengths.to(device), sizes, images)
+    return Batch(ids.to(device), mask, positions.to(device), turn_ids.to(device), previous.to(device),
+                 item_index.to(device), lengths.to(device), sizes, images)
 
 
-def tree_mask(rows, action_numbers):
+def tree_mask(rows, turn_ids):
     """Which tokens (fourth axis) each token (third) of a batch sees, (R, 1, T, T) bool. None where no row is a tree.
 
     In a tree these are the tokens before it of its own action and of the prompt; else all tokens before it.
-    action_numbers: (R, T), as of collate."""
+    turn_ids: (R, T), as of collate."""
     is_tree = torch.tensor([row.prompt_length is not None for row in rows])               # (R,)
     if not is_tree.any():
         return None
-    width = action_numbers.shape[1]
+    width = turn_ids.shape[1]
     lengths = torch.tensor([len(row.ids) for row in rows])                                # (R,)
     is_token = torch.arange(width) < lengths[:, None]                                     # (R, T)
-    branches = torch.where(is_tree[:, None], action_numbers, -1)                          # (R, T)
+    branches = torch.where(is_tree[:, None], turn_ids, -1)                                # (R, T)
     is_prompt = branches[:, None, :] == -1                                                # (R, 1, T)
     same_branch = branches[:, None, :] == branches[:, :, None]                            # (R, T, T)
     is_before = torch.ones(width, width, dtype=torch.bool).tril()                         # (T, T)
@@ -597,7 +597,7 @@ def hidden_states(model, batch):
 
 def action_tokens(batch):
     """(r, t), each (N,): the places of the action tokens of a batch."""
-    return (batch.action_numbers >= 0).nonzero(as_tuple=True)
+    return (batch.turn_ids >= 0).nonzero(as_tuple=True)
 
 
 MAX_LOGITS = 2 ** 26                                                # in memory at a time
@@ -672,7 +672,7 @@ def action_sums(batch, values):
     r, t = action_tokens(batch)
     shape = batch.lengths.shape + values.shape[1:]
     sums = torch.zeros(shape, device=values.device)
-    place = batch.owners[r], batch.action_numbers[r, t]                                   # item and action of a token
+    place = batch.item_index[r], batch.turn_ids[r, t]                                   # item and action of a token
     return sums.index_put(place, values, accumulate=True)
 
 
@@ -744,11 +744,11 @@ def num_positions(row):
         return 0
     if row.prompt_length is None:
         return len(row.ids)
-    return row.prompt_length + max(collections.Counter(row.action_numbers[row.prompt_length:]).values())
+    return row.prompt_length + max(collections.Counter(row.turn_ids[row.prompt_length:]).values())
 
 
 def num_actions(item):
-    return 1 + max(max(row.action_numbers) for row in item)
+    return 1 + max(max(row.turn_ids) for row in item)
 
 
 def chunks_of(items, max_tokens):
@@ -1078,10 +1078,10 @@ def score_turns(critic, tokenizer, trajectories, max_tokens, device):
 def trajectory_pairs(trajectories, path, needed=True):
     """[(chosen, rejected)] numbers of trajectories of one task.
 
-    Where the domain has a MIN_GAP, as its returns are graded: every two whose rewards differ by so much.
+    Where the domain has a MIN_RETURN_GAP, as its returns are graded: every two whose rewards differ by so much.
     Otherwise: every failure (reward below 1) with a success (reward 1) of its task, these in turn.
     needed: InputError, which names `path`, where there is no pair."""
-    min_gap = domain_of(trajectories[0]["task"]).MIN_GAP
+    min_gap = domain_of(trajectories[0]["task"]).MIN_RETURN_GAP
     by_task = {}
     for number, trajectory in enumerate(trajectories):
         by_task.setdefault(trajectory["task_id"], []).append(number)

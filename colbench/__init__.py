@@ -8,11 +8,11 @@ In ten lines: a task, a question to the rule-based human, and two answers scored
     rng = random.Random(0)
     task = domain.make_task(rng, "grade", "none", lambda task_id: None)     # a str: why this draw gave none
     history = [{"role": "user", "content": task["problem_description"]}]
-    with domain.World() as world:
+    with domain.Environment() as environment:
         history.append({"role": "assistant", "content": "What should the pass mark be?"})
-        print(asyncio.run(world.rule_reply(task, history, rng)))
+        print(asyncio.run(environment.rule_reply(task, history, rng)))
         for code in (task["ground_truth"], "def grade(score): return 'good'"):
-            print(asyncio.run(world.score([(task, code)]))[0]["reward"])
+            print(asyncio.run(environment.score([(task, code)]))[0]["reward"])
 
 To add a domain, write one module and name it twice at the end of this file: in the import and in DOMAINS. The module
 begins with `from colbench.defaults import *`, which has the defaults below, and defines what differs. A small one is
@@ -37,19 +37,19 @@ make_task(rng, family, told, accept)    a task with "task_id" (a hexadecimal has
                     the request states, "none", "some" or "all"
 answer_of(history, is_last)     the answer in the agent's turn that ends `history`; None: the dialogue goes on. In the
                     last round (is_last) it is a str
-World               the environment: a context manager that holds what the domain runs (a scorer, a browser); see below
+Environment         a context manager that holds what the domain runs (a scorer, a browser); see below
 
 Names with a default: what a dialogue is worth
 ----------------------------------------------
-outcome(trajectory)     the value that is averaged (default: whether the reward is 1)
+eval_score(trajectory)  the value that is averaged (default: whether the reward is 1)
 metric(trajectories)    the name of that mean in metrics.json (default: "success_rate")
 measure(trajectories)   a dict of further metrics; "notes" in it is a list of lines that 05 prints (default: {})
 COLUMNS             further columns of 05's table: (key of `measure`, heading, format). The keys "all_known",
                     "success_when_known" and "success_when_not_known" come from all_known (default: ())
-MIN_GAP             two trajectories make a pair if their returns differ by at least this much. With a number returns
-                    are graded: 05 shows wins and ties, 04 --method rft takes the best of each task. None (the
+MIN_RETURN_GAP      two trajectories make a pair if their returns differ by at least this much. With a number
+                    returns are graded: 05 shows wins and ties, 04 --method rft takes the best of each task. None (the
                     default): a success and a failure make a pair
-SCORE_KEYS          the keys that World.score writes into rows; 05 removes old ones (default: ("reward",))
+SCORE_KEYS          the keys that Environment.score writes into rows; 05 removes old ones (default: ("reward",))
 
 Names with a default: the dialogue
 ----------------------------------
@@ -57,7 +57,7 @@ shown(message)      the part of an agent's message that stands in the dialogue (
 answer_message(task)    the agent's turn that gives the reference as its answer (default: the reference)
 REPLY_CHARS, REPLY_TOKENS   the most characters of a human's reply; the most tokens that a model may write for one
                     (default: 400, 128)
-PERSON_SEES         whether a model that plays the human is shown images (default: False)
+SIMULATOR_SEES         whether a model that plays the human is shown images (default: False)
 PLAYERS             scripted agents for 02 --agent: {name: turn}. turn(task, history, max_rounds, rng) returns the
                     agent's next message. Names begin with "script" (default: {})
 lacks(task, player)     the field that a task lacks for "rules" (the rule-based human), "script" (a scripted agent) or
@@ -83,7 +83,7 @@ ORACLES             names of critics that know the task; for them an answer is r
                     (default: ())
 oracle_scores(oracle, task, history, messages)      a score for each message; needed only with ORACLES
 
-World (defaults.World is its base class)
+Environment (defaults.Environment is its base class)
 ----------------------------------------
 TAKES               names of the constructor's arguments, each with a default (default: ()). Flags of the stages:
                     unsafe_scorer, compat (verdicts of the published scorer), browser, similarity, clip_model; a stage
@@ -91,7 +91,7 @@ TAKES               names of the constructor's arguments, each with a default (d
                     (the folder to which paths in rows are relative), device
 about               {name: value} for metrics.json: which scorer, which similarity (default: {})
 async rule_reply(task, history, rng)    what the rule-based human says
-async person_chat(task, history)        the messages for a model that plays the human
+async simulator_chat(task, history)        the messages for a model that plays the human
 async tool_reply(task, history)         what the environment itself answers; None (the default): the human's turn
 async score(pairs, explain=False)       for each (task, answer) {"reward": in [0, 1], …}, which 02 and 05 write into
                     rows. explain (05): also "failed", the first failed tests as short texts: [{"call", "expected",

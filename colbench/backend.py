@@ -331,7 +331,7 @@ def measure(trajectories):
     return metrics
 
 
-class World(defaults.World):
+class Environment(defaults.Environment):
     """The scorer, and the rule-based human."""
 
     TAKES = "unsafe_scorer", "compat"
@@ -350,7 +350,7 @@ class World(defaults.World):
     async def rule_reply(self, task, history, rng):
         return dialogue.known_reply(task, history, rng)
 
-    async def person_chat(self, task, history):
+    async def simulator_chat(self, task, history):
         return dialogue.human_chat(SIMULATOR_SYSTEM.format(**task), history)
 
     async def score(self, pairs, explain=False):

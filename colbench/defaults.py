@@ -1,18 +1,18 @@
 """What a domain has that it does not define itself: mostly none.
 
-A domain begins with `from colbench.defaults import *`, and its World is a `defaults.World`. colbench/__init__.py says
-what each name means.
+A domain begins with `from colbench.defaults import *`, and its Environment is a `defaults.Environment`.
+colbench/__init__.py says what each name means.
 """
 
 JUDGE = None
 REPLY_CHARS = 400
 REPLY_TOKENS = 128
-PERSON_SEES = False
+SIMULATOR_SEES = False
 PLAYERS = {}
 ORACLES = ()
 COLUMNS = ()
 SCORE_KEYS = ("reward",)
-MIN_GAP = None
+MIN_RETURN_GAP = None
 
 check_data = None
 turn_kinds = None
@@ -39,7 +39,7 @@ def metric(trajectories):
     return "success_rate"
 
 
-def outcome(trajectory):
+def eval_score(trajectory):
     return trajectory["reward"] == 1
 
 
@@ -47,7 +47,7 @@ def measure(trajectories):
     return {}
 
 
-class World:
+class Environment:
     TAKES = ()
     about = {}
 

@@ -25,8 +25,8 @@ from colbench.similarity import CLIP_MODEL, PageScorer
 OUTPUT = "OUTPUT:"
 NOUN = "page"
 REPLY_CHARS, REPLY_TOKENS = 1000, 320
-PERSON_SEES = True
-MIN_GAP = 0.1
+SIMULATOR_SEES = True
+MIN_RETURN_GAP = 0.1
 SCORE_KEYS = "reward", "similarity", "image", "reference_image", "render_fault"
 COLUMNS = (("no_page", "no page", ".3f"), ("failed_renders", "not rendered", "d"))
 AGENT_SYSTEM = beside("prompts/frontend_agent.txt")
@@ -428,7 +428,7 @@ def metric(trajectories):
     return {"clip": "cosine_similarity", "pixels": "pixel_similarity"}[similarity]
 
 
-def outcome(trajectory):
+def eval_score(trajectory):
     return trajectory["reward"]
 
 
@@ -444,7 +444,7 @@ def measure(trajectories):
     return metrics
 
 
-class World(defaults.World):
+class Environment(defaults.Environment):
     """The browser, the similarity of screenshots, and the rule-based human. similarity None: it only shows pages."""
 
     TAKES = "images", "rows_in", "browser", "similarity", "clip_model", "device"
@@ -476,7 +476,7 @@ class World(defaults.World):
         page_spec = page.spec if page_of(history[-1]["content"]) else None
         return page_reply(reference.spec, page_spec, rng)
 
-    async def person_chat(self, task, history):
+    async def simulator_chat(self, task, history):
         reference, page = await self.rendered(task, history)
         return viewer_messages(task, history, reference.image, page.image if page else None)
 

@@ -694,14 +694,14 @@ def measure(trajectories):
                "failed_looks": mean([rows.startswith("Error:") for rows in looks]),
                "forced_answers": mean(forced), "faults": dict(faults.most_common())}
     for name, is_seen in (("seen", True), ("unseen", False)):
-        successes = [defaults.outcome(trajectory) for trajectory in trajectories
+        successes = [defaults.eval_score(trajectory) for trajectory in trajectories
                      if trajectory["task"].get("seen") == is_seen]
         if successes:
             metrics |= {f"success_{name}": mean(successes), f"n_{name}": len(successes)}
     return metrics
 
 
-class World(backend.World):
+class Environment(backend.Environment):
     """The scorer, the example databases, and the rule-based human."""
 
     TAKES = ("unsafe_scorer",)
@@ -734,7 +734,7 @@ class World(backend.World):
         reason = text.partition(": ")[2] or text
         return f"Error: {reason}"[:600]
 
-    async def person_chat(self, task, history):
+    async def simulator_chat(self, task, history):
         return dialogue.human_chat(SIMULATOR_SYSTEM.format(**task), history)
 
     async def score(self, pairs, explain=False):

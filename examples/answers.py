@@ -45,7 +45,7 @@ from lib.runtime import (
     write_jsonl,
 )
 from lib.sampling import add_rows, finish_rows, open_sampler
-from lib.servers import is_server, said
+from lib.servers import is_server, visible_text
 from lib.tracking import check_track, Track
 from lib.vision import load_processor
 
@@ -185,7 +185,7 @@ def score_candidates(rows, critic, tokenizer, args, run):
 def decision_point(row):
     """The candidates of a state as common.score_actions takes them."""
     domain = domain_of(row["task"])
-    texts = [said(domain, candidate["text"], row["prompt"]) for candidate in row["candidates"]]
+    texts = [visible_text(domain, candidate["text"], row["prompt"]) for candidate in row["candidates"]]
     ids = [candidate["ids"] for candidate in row["candidates"]]
     return common.DecisionPoint(row["prompt"], row["task"], row["history"], ids, texts)
 
@@ -276,7 +276,7 @@ def pair_examples(pairs, tokenizer, together):
 def read_right_answers(trajectories, tokenizer, args):
     """An item of the last turn of each successful trajectory, if it is short enough, whose action tokens are those that
     state the answer: not that the agent answers, but what. InputError where there is none."""
-    successful = [t for t in trajectories if domain_of(t["task"]).outcome(t) == 1]
+    successful = [t for t in trajectories if domain_of(t["task"]).eval_score(t) == 1]
     items = []
     for trajectory in successful:
         prompt, action = common.agent_turns(tokenizer, trajectory)[-1]
@@ -314,7 +314,7 @@ def turns_of_right_answers(trajectories, path):
     InputError, which names the file `path`, where there is none."""
     names = set()
     for trajectory in trajectories:
-        if domain_of(trajectory["task"]).outcome(trajectory) == 1:
+        if domain_of(trajectory["task"]).eval_score(trajectory) == 1:
             num_turns = sum(turn["role"] == "assistant" for turn in trajectory["dialogue_history"])
             names.add((trajectory["task_id"], trajectory["sample"], num_turns - 1))
     if not names:

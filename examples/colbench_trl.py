@@ -25,8 +25,8 @@ SYSTEM = ("You help a person with one Python function. The request leaves things
 class ColBench:
     """One dialogue. TRL makes as many as it plays at a time, and offers every public method but two as a tool."""
 
-    def __init__(self, world):
-        self.world = world
+    def __init__(self, environment):
+        self.environment = environment
 
     def reset(self, task, **row):
         self.task, self.code = json.loads(task), None
@@ -40,7 +40,7 @@ class ColBench:
         """
         self.history.append({"role": "assistant", "content": question})
         rng = random.Random(f"{self.task['task_id']} {len(self.history)}")
-        reply = (await self.world.rule_reply(self.task, self.history, rng))[:backend.REPLY_CHARS]
+        reply = (await self.environment.rule_reply(self.task, self.history, rng))[:backend.REPLY_CHARS]
         self.history.append({"role": "user", "content": reply})
         return reply
 
@@ -54,7 +54,7 @@ class ColBench:
         return "Thank you."
 
     async def get_reward(self) -> float:
-        return 0.0 if self.code is None else (await self.world.score([(self.task, self.code)]))[0]["reward"]
+        return 0.0 if self.code is None else (await self.environment.score([(self.task, self.code)]))[0]["reward"]
 
 
 def main():
@@ -69,9 +69,9 @@ def main():
     config = GRPOConfig(args.out, max_steps=args.steps, num_generations=8, per_device_train_batch_size=8,
                         max_completion_length=1024, max_tool_calling_iterations=10, logging_steps=1, report_to="none",
                         bf16=is_torch_bf16_gpu_available())
-    with backend.World() as world:
+    with backend.Environment() as environment:
         trainer = GRPOTrainer(args.model, args=config, train_dataset=Dataset.from_list(rows),
-                              environment_factory=functools.partial(ColBench, world))
+                              environment_factory=functools.partial(ColBench, environment))
         trainer.train()
         trainer.save_model()
 

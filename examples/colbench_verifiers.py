@@ -34,11 +34,11 @@ class ColBenchData(vf.TaskData):
 
 
 @functools.cache
-def world(domain):
+def environment(domain):
     """The scorer and the human of a domain, from the first use to the end of this process."""
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
-    return stack.enter_context(domain.World())
+    return stack.enter_context(domain.Environment())
 
 
 class ColBenchTask(vf.Task[ColBenchData]):
@@ -47,7 +47,7 @@ class ColBenchTask(vf.Task[ColBenchData]):
         """The return of the dialogue in `trace`; 0 where it ended without an answer."""
         domain, is_last = domain_of(self.data.row), len(trace.assistant_messages) == self.data.max_rounds
         answer = domain.answer_of([{"role": "assistant", "content": domain.shown(trace.last_reply)}], is_last)
-        return 0.0 if answer is None else (await world(domain).score([(self.data.row, answer)]))[0]["reward"]
+        return 0.0 if answer is None else (await environment(domain).score([(self.data.row, answer)]))[0]["reward"]
 
 
 class ColBenchTaskset(vf.Taskset[ColBenchTask, ColBenchConfig]):
@@ -74,7 +74,7 @@ class ColBenchEnv(vf.SingleAgentEnv):
                 if said.terminated or domain.answer_of(history, number == task.data.max_rounds) is not None:
                     break
                 rng = random.Random(f"{row['task_id']} {number}")
-                reply = (await world(domain).tool_reply(row, history) or
-                         (await world(domain).rule_reply(row, history, rng))[:domain.REPLY_CHARS])
+                reply = (await environment(domain).tool_reply(row, history) or
+                         (await environment(domain).rule_reply(row, history, rng))[:domain.REPLY_CHARS])
                 history.append({"role": "user", "content": reply})
                 said = await chat.turn(reply + "\n(last round)" * (number + 1 == task.data.max_rounds))

@@ -47,7 +47,7 @@ from lib.runtime import (
     write_jsonl,
 )
 from lib.sampling import add_rows, finish_rows, open_sampler
-from lib.servers import said
+from lib.servers import visible_text
 from lib.tracking import check_track, Track
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -170,22 +170,22 @@ def score_candidates(rows, tokenizer, args, run):
     common.load_critic(critic, functools.partial(common.load_scorer, run=run, sharding=sharding_of(args)))
     blocks = [rows[i:i + SCORED_TOGETHER] for i in range(0, len(rows), SCORED_TOGETHER)]
     domain = domain_of(rows[0]["task"])
-    with common.environment(domain, f"{args.out}.images", pathlib.Path(args.out).parent, vars(args)) as world:
+    with common.environment(domain, f"{args.out}.images", pathlib.Path(args.out).parent, vars(args)) as environment:
 
         def score_block(block):
-            advantages_of = worths(block, critic, tokenizer, world, args.max_tokens)
+            advantages_of = worths(block, critic, tokenizer, environment, args.max_tokens)
             return [{**row, "advantages": advantages} for row, advantages in zip(block, advantages_of)]
         rows = map_blocks(path, blocks, score_block, run, "state", together=True)
     add_costs(args.out, folder=True)
     return rows
 
 
-def worths(rows, critic, tokenizer, world, max_tokens):
+def worths(rows, critic, tokenizer, environment, max_tokens):
     """What every candidate of the rows is worth, a list for each row: by gains() or, of an answer, by the untrained
     critic."""
     points = [decision_point(row) for row in rows]
     scores = common.score_actions(critic, tokenizer, points, max_tokens, critic.scorer.model.device)
-    gain_of = gains(rows, critic.scorer, tokenizer, world, max_tokens)
+    gain_of = gains(rows, critic.scorer, tokenizer, environment, max_tokens)
     worths_of_rows = []
     for number, point in enumerate(points):
         texts = zip(point.texts, scores[number])
@@ -196,12 +196,12 @@ def worths(rows, critic, tokenizer, world, max_tokens):
 def decision_point(row):
     """The candidates of a state as common.score_actions takes them."""
     domain = domain_of(row["task"])
-    texts = [said(domain, candidate["text"], row["prompt"]) for candidate in row["candidates"]]
+    texts = [visible_text(domain, candidate["text"], row["prompt"]) for candidate in row["candidates"]]
     ids = [candidate["ids"] for candidate in row["candidates"]]
     return common.DecisionPoint(row["prompt"], row["task"], row["history"], ids, texts)
 
 
-def gains(rows, scorer, tokenizer, world, max_tokens):
+def gains(rows, scorer, tokenizer, environment, max_tokens):
     """{(number of a row, text): log p(c | o_t, text, reply) - log p(c | o_t), at least 0} of all candidates of the rows
     that are no answers."""
     items = [solution_item(tokenizer, row["prompt"], row["task"]) for row in rows]             # after o_t
@@ -211,7 +211,7 @@ def gains(rows, scorer, tokenizer, world, max_tokens):
         for text in sorted(set(decision_point(row).texts)):
             history = [*row["history"], {"role": "assistant", "content": text}]
             if domain.answer_of(history, len(history) == 2 * row["max_rounds"]) is None:
-                history.append(reply_to(row["task"], history, world))
+                history.append(reply_to(row["task"], history, environment))
                 prompt = common.prompt_text(tokenizer, history, row["max_rounds"], domain.AGENT_SYSTEM, row["system"])
                 items.append(solution_item(tokenizer, prompt, row["task"]))                    # after the reply
                 questions.append((number, text))
@@ -228,11 +228,11 @@ def solution_item(tokenizer, prompt, task):
     return common.actions_item(tokenizer, prompt, [answer])
 
 
-def reply_to(task, history, world):
+def reply_to(task, history, environment):
     """The turn that follows the agent's: what the environment says, or the rule-based human, drawn by the history."""
-    reply = asyncio.run(world.tool_reply(task, history))
+    reply = asyncio.run(environment.tool_reply(task, history))
     if reply is None:
-        reply = asyncio.run(world.rule_reply(task, history, random.Random(repr(history))))
+        reply = asyncio.run(environment.rule_reply(task, history, random.Random(repr(history))))
     return {"role": "user", "content": reply}
 
 

@@ -123,7 +123,7 @@ def grpo_examples(trajectories, tokenizer, args, run, begin):
     trajectories = [trajectories[i] for i in fitting]
     begin()
     credit = critic_credit(trajectories, critic, tokenizer, args, run) if critic else None
-    returns = [float(domain_of(t["task"]).outcome(t)) for t in trajectories]
+    returns = [float(domain_of(t["task"]).eval_score(t)) for t in trajectories]
     advantages = turn_advantages(returns, credit, [example.task_id for example in examples], args.signed)
     ready = token_examples(examples, advantages)
     num_long = (credit or []).count([])
@@ -182,7 +182,7 @@ def token_examples(examples, advantages):
         [item] = example.items
         if len(numbers) == 1:                                        # of all turns
             numbers = numbers * common.num_actions(item)
-        turns = [number for row in item for number in row.action_numbers if number >= 0]
+        turns = [number for row in item for number in row.turn_ids if number >= 0]
         tokens = torch.tensor([numbers[turn] for turn in turns])                                  # (tokens,)
         ready.append(GroupExample([token_item(item)], [], example.task_id, tokens))
     return ready
@@ -193,8 +193,8 @@ def token_item(item):
     numbers = itertools.count()
     rows = []
     for row in item:
-        action_numbers = [next(numbers) if number >= 0 else -1 for number in row.action_numbers]
-        rows.append(row._replace(action_numbers=action_numbers))
+        turn_ids = [next(numbers) if number >= 0 else -1 for number in row.turn_ids]
+        rows.append(row._replace(turn_ids=turn_ids))
     return rows
 
 

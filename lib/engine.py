@@ -16,16 +16,16 @@ MAX_PADDING = 1.5               # a prefill pass computes at most so many times 
 MIN_ACTIVE_FRAC = 0.75          # of the rows that a decoding step computes
 
 
-def next_tokens(logits, points, temperatures):
-    """The token (n,) of each row of logits (n, V) float32 that its uniform number in points (n,) falls on (inverse
+def next_tokens(logits, uniforms, temperatures):
+    """The token (n,) of each row of logits (n, V) float32 that its uniform number in uniforms (n,) falls on (inverse
     CDF), and at temperature 0 the likeliest. temperatures: (n,), or None where all are 0."""
     likeliest = logits.argmax(-1)                                                                     # (n,)
     if temperatures is None:
         return likeliest
     is_greedy = temperatures == 0
     cdf = torch.softmax(logits / temperatures.masked_fill(is_greedy, 1)[:, None], -1).cumsum(-1)      # (n, V)
-    points = points[:, None] * cdf[:, -1:]
-    tokens = torch.searchsorted(cdf, points, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+    uniforms = uniforms[:, None] * cdf[:, -1:]
+    tokens = torch.searchsorted(cdf, uniforms, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
     return torch.where(is_greedy, likeliest, tokens)
 
 
@@ -48,18 +48,18 @@ def few_sizes(number, least=64):
     return -(-number // step) * step
 
 
-def generate(model, prompts, randoms, temperature, stops, slots=256, max_tokens=16384):
+def generate(model, prompts, uniforms, temperature, stops, slots=256, max_tokens=16384):
     """Continue each prompt (P lists of ids) by an Engine. Returns N lists of new ids, the stop id included; a list
     without it was ended by the length.
 
-    randoms (N, max_new_tokens): uniform in [0, 1), one for each token that may be sampled. N is a multiple of P: N / P
+    uniforms (N, max_new_tokens): uniform in [0, 1), one for each token that may be sampled. N is a multiple of P: N / P
     samples of each prompt, one after the other.
     temperature: at 0 the likeliest token is taken.
     slots: samples in flight at most, but never fewer than the samples of one prompt.
     max_tokens: tokens of prompts that a pass computes at most, where none is longer."""
-    num_samples = len(randoms) // len(prompts)
-    longest = max(map(len, prompts)) + randoms.shape[1]
-    num_slots = max(num_samples, min(slots, len(randoms)))
+    num_samples = len(uniforms) // len(prompts)
+    longest = max(map(len, prompts)) + uniforms.shape[1]
+    num_slots = max(num_samples, min(slots, len(uniforms)))
     engine = Engine(model, stops, num_slots, max(max_tokens, longest))
     order = list(range(len(prompts)))
     order.sort(key=lambda number: len(prompts[number]))         # prompts of like length share a batch
@@ -67,8 +67,8 @@ def generate(model, prompts, randoms, temperature, stops, slots=256, max_tokens=
     async def sample_all():
         requests = []
         for number in order:
-            points = randoms[number * num_samples:(number + 1) * num_samples]
-            requests.append(engine.generate(prompts[number], points, temperature))
+            rows = uniforms[number * num_samples:(number + 1) * num_samples]
+            requests.append(engine.generate(prompts[number], rows, temperature))
         return await asyncio.gather(*requests)
 
     outputs = dict(zip(order, asyncio.run(sample_all())))
@@ -83,7 +83,7 @@ class Request:
     """The samples that are asked for of a prompt."""
 
     prompt: list                # ids
-    points: list                # of each sample its uniform numbers
+    uniforms: list              # of each sample its uniform numbers
     temperature: float
     key: object                 # the dialogue, whose earlier requests may have left something in the cache
     outputs: list               # of each sample its new ids
@@ -101,7 +101,7 @@ class Slot:
     kept_since: int = -1        # the decoding step at which a request got it; 0: what it holds need not be kept
     request: Request | None = None
     output: list | None = None  # new ids
-    points: list | None = None
+    uniforms: list | None = None
 
 
 class Engine:
@@ -111,7 +111,7 @@ class Engine:
     left in the cache is not computed again.
 
         engine = Engine(model, stop_ids(model, tokenizer), slots=16, max_tokens=8192)
-        [ids] = await engine.generate(prompt, randoms, 1.0, key=dialogue)           # in each dialogue's coroutine
+        [ids] = await engine.generate(prompt, uniforms, 1.0, key=dialogue)           # in each dialogue's coroutine
 
     slots: samples in flight. The cache has a row for each, all as long as the longest dialogue needs.
     max_tokens: the most that a prompt with its reply may have, and that a prefill pass computes.
@@ -149,20 +149,20 @@ class Engine:
             "decode_s": 0,
             "occupancy": 0}
 
-    async def generate(self, prompt, randoms, temperature, key=None):
+    async def generate(self, prompt, uniforms, temperature, key=None):
         """Continuations of `prompt` (ids): N lists of new ids, the stop id included.
 
-        randoms (N, max_new_tokens): a row of uniform numbers for each sample, used as in generate().
+        uniforms (N, max_new_tokens): a row of uniform numbers for each sample, used as in generate().
         key: what earlier requests of the same key (the agent's side of a dialogue, say) left in the cache is used.
         InputError if the request is too large."""
-        num_samples, max_new_tokens = randoms.shape
+        num_samples, max_new_tokens = uniforms.shape
         if num_samples > len(self.slots):
             raise InputError(f"{num_samples} samples of a prompt do not fit in {len(self.slots)} slots")
         fault = self.lack_of_room(len(prompt), max_new_tokens)
         if fault:
             raise InputError(fault)
         outputs = [[] for _ in range(num_samples)]
-        request = Request(list(prompt), randoms.tolist(), temperature, key, outputs, num_samples, asyncio.Future())
+        request = Request(list(prompt), uniforms.tolist(), temperature, key, outputs, num_samples, asyncio.Future())
         self.waiting.append(request)
         if self.task is None or self.task.done():
             self.task = asyncio.create_task(self.run())
@@ -207,13 +207,13 @@ class Engine:
             idle.sort(key=lambda slot: (-shared[slot.row], slot.kept_since, slot.row))
             slots = idle[:len(request.outputs)]
             idle = idle[len(request.outputs):]
-            for slot, output, points in zip(slots, request.outputs, request.points):
+            for slot, output, uniforms in zip(slots, request.outputs, request.uniforms):
                 slot.ids = slot.ids[:max(0, shared[slot.row])]
                 slot.key = request.key
                 slot.kept_since = 0
                 slot.request = request
                 slot.output = output
-                slot.points = points
+                slot.uniforms = uniforms
             slots[0].kept_since = 1 + self.stats["decode_steps"]        # one copy of the prompt is enough for later
             admitted.append(slots)
         return admitted
@@ -315,13 +315,13 @@ class Engine:
 
     def sample(self, inputs, width, is_greedy):
         """What step() returns, computed on the device without waiting for it."""
-        ids, positions, points, temperatures = inputs.unbind(1)                                     # (R,) each
+        ids, positions, uniforms, temperatures = inputs.unbind(1)                                     # (R,) each
         states = self.forward(range(len(inputs)), ids.long()[:, None], positions.long()[:, None], width)
         logits = projection_of(self.model).logits(states[:, 0])                                       # (R, V)
-        return next_tokens(logits, points.float(), None if is_greedy else temperatures.float())
+        return next_tokens(logits, uniforms.float(), None if is_greedy else temperatures.float())
 
     def has_ended(self, slot):
-        is_full = len(slot.output) == len(slot.points)
+        is_full = len(slot.output) == len(slot.uniforms)
         return slot.output[-1] in self.stops or is_full
 
     def finish(self, slot):
@@ -431,7 +431,7 @@ def step_input(slot):
     if not slot.request:
         return 0, len(slot.ids), 0.0, 0.0
     last = (slot.output or slot.request.prompt)[-1]
-    return last, len(slot.ids), slot.points[len(slot.output)], slot.request.temperature
+    return last, len(slot.ids), slot.uniforms[len(slot.output)], slot.request.temperature
 
 
 class Graph:

@@ -116,7 +116,7 @@ def add_overwrite(parser):
 
 
 def add_world(parser):
-    """Flags of what a domain's World needs (colbench/__init__.py), for the stages that score answers."""
+    """Flags of what a domain's Environment needs (colbench/__init__.py), for the stages that score answers."""
     group = parser.add_argument_group("scoring")
     group.add_argument("--unsafe-scorer", action="store_true", help="run answers under resource limits alone, where "
                        "the system allows no isolation: they can read and write your files")

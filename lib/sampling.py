@@ -68,9 +68,9 @@ class Sampler:
         fault = self.engine.lack_of_room(len(prompt_ids), max_new_tokens)
         if fault:
             raise NoRoom(f"{fault}: lower --max-new-tokens, or leave the task out")
-        randoms, dialogue = uniforms((n, max_new_tokens), *key), (id(self), *key[:-2])
+        numbers, dialogue = uniforms((n, max_new_tokens), *key), (id(self), *key[:-2])
         replies = []
-        for ids in await self.engine.generate(prompt_ids, randoms, temperature, dialogue):
+        for ids in await self.engine.generate(prompt_ids, numbers, temperature, dialogue):
             ended = ids[-1] in self.engine.stops
             replies.append(Reply(self.decode(ids), ended, ids, len(prompt_ids), len(ids), text))
         return replies

@@ -51,7 +51,7 @@ def strip_thoughts(text, prompt=None):
     return text.strip()
 
 
-def said(domain, text, prompt=None):
+def visible_text(domain, text, prompt=None):
     """What an agent's turn says, whoever asks: what the other side sees of the sampled `text` (strip_thoughts), as the
     domain shows it."""
     return domain.shown(strip_thoughts(text, prompt))

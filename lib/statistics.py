@@ -1,7 +1,7 @@
 """Means over tasks, bootstrap intervals, paired differences, win rates, ranks; kinds of turns; tables as text.
 
-A trajectory has "task_id" and, of several runs of a method, "run" (its number). outcome(trajectory) is the number that
-is compared. metrics: {name of a method: its metrics}; metric: the key of the one that methods are compared by."""
+A trajectory has "task_id" and, of several runs of a method, "run" (its number). eval_score(trajectory) is the number
+that is compared. metrics: {name of a method: its metrics}; metric: the key of the one that methods are compared by."""
 import collections
 
 import numpy as np
@@ -13,11 +13,11 @@ TIE = 1e-6                       # returns that differ by no more are equal
 # ---------------------------------------------------------------------------------------------------------------------
 # means
 
-def task_values(trajectories, outcome):
-    """{task_id: [outcome of each of its dialogues]}."""
+def task_values(trajectories, eval_score):
+    """{task_id: [eval_score of each of its dialogues]}."""
     by_task = {}
     for trajectory in trajectories:
-        by_task.setdefault(trajectory["task_id"], []).append(float(outcome(trajectory)))
+        by_task.setdefault(trajectory["task_id"], []).append(float(eval_score(trajectory)))
     return by_task
 
 
@@ -29,9 +29,9 @@ def by_run(trajectories):
     return [runs[number] for number in sorted(runs)]
 
 
-def task_means(trajectories, outcome):
-    """{task_id: mean outcome of its dialogues}, in the order of the ids."""
-    by_task = task_values(trajectories, outcome)
+def task_means(trajectories, eval_score):
+    """{task_id: mean eval_score of its dialogues}, in the order of the ids."""
+    by_task = task_values(trajectories, eval_score)
     return {task: mean(by_task[task]) for task in sorted(by_task)}
 
 
@@ -39,17 +39,17 @@ def mean(values):
     return sum(values) / len(values)
 
 
-def values_of_runs(trajectories, outcome):
-    """(ids of the tasks, the mean outcome of each of them in each run: (runs, tasks))."""
-    means = [task_means(run, outcome) for run in by_run(trajectories)]
+def values_of_runs(trajectories, eval_score):
+    """(ids of the tasks, the mean eval_score of each of them in each run: (runs, tasks))."""
+    means = [task_means(run, eval_score) for run in by_run(trajectories)]
     return list(means[0]), [list(run.values()) for run in means]
 
 
-def mean_over_tasks(trajectories, outcome):
+def mean_over_tasks(trajectories, eval_score):
     """The mean over tasks of task_means, of several runs their mean: what intervals and differences are about.
 
     A task counts once, however many dialogues it has."""
-    _, values = values_of_runs(trajectories, outcome)
+    _, values = values_of_runs(trajectories, eval_score)
     return float(np.mean([np.mean(run) for run in values]))
 
 
@@ -127,12 +127,12 @@ def intervals(values, tasks, trajectories):
 # ---------------------------------------------------------------------------------------------------------------------
 # comparisons with a baseline, paired by run and task
 
-def paired(trajectories, baseline, outcome, compare):
+def paired(trajectories, baseline, eval_score, compare):
     """(ids of the tasks that both sides have, compare(our outcomes, theirs) of each in each run: (runs, tasks)).
 
     ([], []) without a common task or with another number of runs."""
-    ours = [task_values(run, outcome) for run in by_run(trajectories)]
-    theirs = [task_values(run, outcome) for run in by_run(baseline)]
+    ours = [task_values(run, eval_score) for run in by_run(trajectories)]
+    theirs = [task_values(run, eval_score) for run in by_run(baseline)]
     tasks = sorted(set.intersection(*map(set, ours + theirs)))
     if not tasks or len(ours) != len(theirs):
         return [], []
@@ -160,9 +160,9 @@ def difference_of_means(ours, theirs):
     return mean(ours) - mean(theirs)
 
 
-def paired_difference(trajectories, baseline, outcome):
+def paired_difference(trajectories, baseline, eval_score):
     """{"difference", "n", what intervals() gives} of the tasks' means; None where nothing can be paired."""
-    tasks, differences = paired(trajectories, baseline, outcome, difference_of_means)
+    tasks, differences = paired(trajectories, baseline, eval_score, difference_of_means)
     if not tasks:
         return None
     return {
@@ -179,11 +179,11 @@ def wins_and_ties(ours, theirs):
     return (gaps > TIE).mean() + 0.5 * ties, ties
 
 
-def win_rate(trajectories, baseline, outcome):
+def win_rate(trajectories, baseline, eval_score):
     """{"win_rate", "win_rate_ci95", "ties"} over all pairs of the two sides' answers to a task, then over the tasks.
 
     Empty where nothing can be paired."""
-    tasks, shares = paired(trajectories, baseline, outcome, wins_and_ties)
+    tasks, shares = paired(trajectories, baseline, eval_score, wins_and_ties)
     if not tasks:
         return {}
     wins, ties = np.array(shares).transpose(2, 0, 1).copy()                                # (runs, tasks) each
@@ -242,7 +242,7 @@ def measure_turns(trajectories, domain):
     outcomes = {True: [], False: []}                                 # by "known"
     kinds = collections.Counter()
     for trajectory in trajectories:
-        outcomes[bool(trajectory["known"])].append(domain.outcome(trajectory))
+        outcomes[bool(trajectory["known"])].append(domain.eval_score(trajectory))
         kinds.update(trajectory["kinds"])
     return {
         "all_known": len(outcomes[True]) / len(trajectories),

@@ -49,7 +49,7 @@ def show_samples(tokenizer, example):
     begins a line."""
     for item in example.items:
         for row in item:
-            numbers, text, start_at = row.action_numbers, "", 0
+            numbers, text, start_at = row.turn_ids, "", 0
             for end in range(1, len(row.ids) + 1):
                 if end == len(row.ids) or numbers[end] != numbers[start_at]:
                     piece = tokenizer.decode(row.ids[start_at:end], skip_special_tokens=False)
@@ -96,7 +96,7 @@ def rank_batches(batch, examples, micro_batch_size, run):
 
     Examples of like length go together, so that little is padded.
     Every rank has as many micro-batches, because ranks gather layers together: where a rank has fewer examples than
-    others, the batch's shortest stands in with weight 0; all others have weight 1."""
+    others, the batch's shortest is a dummy example with weight 0; all others have weight 1."""
     batch = sorted(batch, key=lambda i: longest_row(examples[i]))
     mine = batch[run.rank::run.world_size]
     weights = [1.0] * len(mine)
@@ -110,7 +110,7 @@ def rank_batches(batch, examples, micro_batch_size, run):
 
 
 def num_tokens(examples, weights):
-    """Tokens of the examples of a micro-batch, without stand-ins (rank_batches)."""
+    """Tokens of the examples of a micro-batch, without dummy examples (rank_batches)."""
     number = 0
     for example, weight in zip(examples, weights.tolist()):          # at once: each element would wait for the device
         if weight:

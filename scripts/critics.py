@@ -129,7 +129,7 @@ def read_branches(path, domain, tokenizer):
     for (_, _, number), actions in states.items():
         action_returns = []
         for dialogues in actions.values():
-            action_returns.append(statistics.mean([float(domain.outcome(dialogue)) for dialogue in dialogues]))
+            action_returns.append(statistics.mean([float(domain.eval_score(dialogue)) for dialogue in dialogues]))
         if len(set(action_returns)) > 1:
             firsts = [dialogues[0] for dialogues in actions.values()]
             turns = [dialogue["dialogue_history"][number] for dialogue in firsts]

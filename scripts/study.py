@@ -217,7 +217,7 @@ def report_files(study, points):
 def write_tables(out, points, domain):
     """Write table.csv and tasks.csv of what 05 has evaluated."""
     metrics = json.loads((out / "report" / "metrics.json").read_text())
-    outcome = DOMAINS[domain["domain"]].outcome
+    eval_score = DOMAINS[domain["domain"]].eval_score
     rows, task_rows = [], []
     for name, runs in points.items():
         rows.append(table_row(runs[0], metrics[name]))
@@ -228,7 +228,7 @@ def write_tables(out, points, domain):
                     "sample": dialogue["sample"],
                     "seed": runs[dialogue.get("run", 0)].seed,       # 05 numbers the files of a name
                     "arm": name,
-                    "success": float(outcome(dialogue)),
+                    "success": float(eval_score(dialogue)),
                     "rounds": dialogue["num_rounds"],
                 })
     write_csv(out / "table.csv", rows)

@@ -87,11 +87,11 @@ def random_scorer(shape, device, dtype=torch.bfloat16, lora=None, make_ready=Non
 def random_row(num_prompt, num_action, num_actions, short_by=0):
     """A tree of actions after a prompt; without a prompt a dialogue, of whose turns a third is the agent's."""
     num_read = 0 if num_prompt else num_action * 2 // 3
-    action_numbers = [-1] * (num_prompt - short_by)
+    turn_ids = [-1] * (num_prompt - short_by)
     for number in range(num_actions):
-        action_numbers += [-1] * num_read + [number] * (num_action - num_read)
-    ids = [random.randrange(3, 500) for _ in action_numbers]
-    return common.Row(ids, action_numbers, len(ids) - num_action * num_actions if num_prompt else None)
+        turn_ids += [-1] * num_read + [number] * (num_action - num_read)
+    ids = [random.randrange(3, 500) for _ in turn_ids]
+    return common.Row(ids, turn_ids, len(ids) - num_action * num_actions if num_prompt else None)
 
 
 def num_parameters(model):

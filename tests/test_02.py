@@ -72,7 +72,7 @@ def parsed(*more):
 
 
 def players(**samplers):
-    return rollout.Players(backend.World(), "cpu", **samplers)
+    return rollout.Players(backend.Environment(), "cpu", **samplers)
 
 
 class Says(Sampler):
@@ -136,9 +136,9 @@ def test_the_rule_based_human_knows_what_it_is_asked(workspace):
     task = read(workspace / "tasks.jsonl")[0]
     for fact in task["facts"]:
         history = [{"role": "user", "content": ""}, {"role": "assistant", "content": fact["questions"][0]}]
-        assert asyncio.run(backend.World().rule_reply(task, history, random.Random(0))) in fact["replies"]
+        assert asyncio.run(backend.Environment().rule_reply(task, history, random.Random(0))) in fact["replies"]
     history[-1]["content"] = "Hello!"
-    assert asyncio.run(backend.World().rule_reply(task, history, random.Random(0))) in UNCLEAR
+    assert asyncio.run(backend.Environment().rule_reply(task, history, random.Random(0))) in UNCLEAR
 
 
 def test_same_seed_same_file_and_another_seed_another(workspace, tmp_path):
@@ -356,7 +356,7 @@ def test_simulator_prompt_swaps_the_roles():
     history = [{"role": "user", "content": "P"}, {"role": "assistant", "content": "q"},
                {"role": "user", "content": "r"},
                {"role": "assistant", "content": "q2"}]
-    messages = asyncio.run(backend.World().person_chat(task, history))
+    messages = asyncio.run(backend.Environment().simulator_chat(task, history))
     assert [(m["role"], m["content"]) for m in messages[1:]] == [("user", "q"), ("assistant", "r"), ("user", "q2")]
     assert "G" in messages[0]["content"]
 

@@ -206,7 +206,7 @@ def test_presets_set_table_5_and_explicit_flags_win(capsys):
         args = stage(4).parse_args([*required, "--method", method, "--preset", "paper-frontend",
                                     *(["--critic", "c"] if method == "sweet" else [])])
         assert (args.epochs, args.batch_size, args.lr, args.beta) == (epochs, batch, 2e-7, 0.1)
-    assert (backend.MIN_GAP, frontend.MIN_GAP) == (None, 0.1)       # table 5's gap of pages
+    assert (backend.MIN_RETURN_GAP, frontend.MIN_RETURN_GAP) == (None, 0.1)       # table 5's gap of pages
     with pytest.raises(SystemExit):
         critic_stage.parse_args(["--preset", "paper-frontend", "--help"])
     assert "(default: 8)" in capsys.readouterr().out.split("--epochs")[-1].split("--batch-size")[0]

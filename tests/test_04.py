@@ -53,7 +53,7 @@ def test_the_items_of_several_examples_are_numbered_through():
 
 def test_a_trajectory_of_multi_turn_dpo_is_one_action():
     item = [common.Row([5, 6, 7, 8], [-1, 0, -1, 1]), common.Row([9, 5], [-1, 2])]
-    assert [row.action_numbers for row in common.as_one_action(item)] == [[-1, 0, -1, 0], [-1, 0]]
+    assert [row.turn_ids for row in common.as_one_action(item)] == [[-1, 0, -1, 0], [-1, 0]]
     assert common.collate([common.as_one_action(item)]).lengths.tolist() == [[3]]
 
 

@@ -43,11 +43,11 @@ def page_of(folder):
 def test_task_means_and_paired_difference_by_hand():
     ours = [{"task_id": "a", "reward": 1}, {"task_id": "a", "reward": 0.5}, {"task_id": "b", "reward": 1}]
     theirs = [{"task_id": "a", "reward": 0}, {"task_id": "b", "reward": 1}, {"task_id": "c", "reward": 1}]
-    assert statistics.task_means(ours, backend.outcome) == {"a": 0.5, "b": 1.0}
+    assert statistics.task_means(ours, backend.eval_score) == {"a": 0.5, "b": 1.0}
     assert statistics.task_means(ours, lambda t: t["reward"]) == {"a": 0.75, "b": 1.0}
-    result = statistics.paired_difference(ours, theirs, backend.outcome)
+    result = statistics.paired_difference(ours, theirs, backend.eval_score)
     assert (result["difference"], result["n"]) == (0.25, 2)
-    assert statistics.paired_difference(ours, [{"task_id": "z", "reward": 1}], backend.outcome) is None
+    assert statistics.paired_difference(ours, [{"task_id": "z", "reward": 1}], backend.eval_score) is None
 
 
 def test_rate_interval_and_difference_average_the_same_thing(tmp_path):
@@ -63,7 +63,7 @@ def test_rate_interval_and_difference_average_the_same_thing(tmp_path):
     assert stage(2).summary(str(tmp_path / "report" / "scored" / "a.jsonl")).startswith("success 0.250 | ")
     # a run counts once, too: 1 and 0, of nine dialogues and of one
     runs = [{**row, "run": 0, "reward": 1.0} for row in uneven[:9]] + [{**uneven[0], "run": 1, "reward": 0.0}]
-    assert statistics.mean_over_tasks(runs, backend.outcome) == 0.5
+    assert statistics.mean_over_tasks(runs, backend.eval_score) == 0.5
 
 
 def test_a_comparison_that_says_little_or_nothing_has_a_line(tmp_path):
@@ -104,10 +104,10 @@ def test_runs_are_paired_by_run_and_task_by_hand():
     ours = [{"task_id": t, "reward": r, "run": run} for run, t, r in
             ((0, "a", 1), (0, "b", 0), (1, "a", 1), (1, "b", 1), (2, "a", 1), (2, "b", 1))]
     theirs = [{"task_id": t, "reward": 0, "run": run} for run in (2, 0, 1) for t in "ba"]
-    result = statistics.paired_difference(ours, theirs, backend.outcome)
+    result = statistics.paired_difference(ours, theirs, backend.eval_score)
     assert result["runs"] == [0.5, 1, 1] and result["n"] == 2 and result["difference"] == pytest.approx(5 / 6)
     assert result.keys() == {"difference", "n", "ci95", "runs"}  # no interval over the runs alone, none over families
-    assert statistics.paired_difference(ours[:2], theirs, backend.outcome) is None
+    assert statistics.paired_difference(ours[:2], theirs, backend.eval_score) is None
 
 
 def test_bootstrap_of_runs_draws_both():

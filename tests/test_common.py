@@ -57,7 +57,7 @@ def test_rows_of_a_trajectory_as_literal_arrays(tiny):
     (row,) = common.rows_of_trajectory(tokenizer, turns_of_two(tokenizer))
     assert row.ids == ids_of(tokenizer, U, "▁the▁", "▁fee▁", E, A, "▁What▁", "?", E, U, "▁the▁", "▁price▁", E, A,
                              "▁Thanks▁", E)
-    assert row.action_numbers == [-1, -1, -1, -1, -1, 0, 0, 0, -1, -1, -1, -1, -1, 1, 1]
+    assert row.turn_ids == [-1, -1, -1, -1, -1, 0, 0, 0, -1, -1, -1, -1, -1, 1, 1]
     assert row.prompt_length is None
 
 
@@ -65,7 +65,7 @@ def test_a_template_that_does_not_append_gives_a_row_a_turn(tiny):
     _, tokenizer = tiny
     (first, a), (_, b) = turns_of_two(tokenizer)
     rows = common.rows_of_trajectory(tokenizer, [(first, a), (f"{U}the price{E}{A}", b)])
-    assert [row.action_numbers for row in rows] == [[-1, -1, -1, -1, -1, 0, 0, 0], [-1, -1, -1, -1, -1, 1, 1]]
+    assert [row.turn_ids for row in rows] == [[-1, -1, -1, -1, -1, 0, 0, 0], [-1, -1, -1, -1, -1, 1, 1]]
 
 
 def test_hidden_info_comes_after_the_one_bos(tiny):
@@ -78,8 +78,8 @@ def test_hidden_info_comes_after_the_one_bos(tiny):
     (row,) = common.rows_of_trajectory(tokenizer, turns_of_two(tokenizer),
                                        common.hidden_info({**TASK, "ground_truth": "def f(x):\n    return x"}))
     (plain,) = common.rows_of_trajectory(tokenizer, turns_of_two(tokenizer))
-    assert row.ids[-len(plain.ids):] == plain.ids and row.action_numbers[-len(plain.ids):] == plain.action_numbers
-    assert set(row.action_numbers[:-len(plain.ids)]) == {-1}
+    assert row.ids[-len(plain.ids):] == plain.ids and row.turn_ids[-len(plain.ids):] == plain.turn_ids
+    assert set(row.turn_ids[:-len(plain.ids)]) == {-1}
 
 
 def test_candidate_tree_as_literal_arrays(tiny):
@@ -105,8 +105,8 @@ def test_collate_pads_on_the_right():
     batch = common.collate([[common.Row([5, 6, 7], [-1, 0, 0])], [common.Row([8, 9], [-1, 0]), common.Row([4], [1])]])
     assert batch.ids.tolist() == [[5, 6, 7], [8, 9, 0], [4, 0, 0]]
     assert batch.mask is None and batch.sizes == [3, 2, 1]
-    assert batch.action_numbers.tolist() == [[-1, 0, 0], [-1, 0, -1], [1, -1, -1]]
-    assert batch.owners.tolist() == [0, 1, 1]
+    assert batch.turn_ids.tolist() == [[-1, 0, 0], [-1, 0, -1], [1, -1, -1]]
+    assert batch.item_index.tolist() == [0, 1, 1]
     assert batch.lengths.tolist() == [[2, 0], [1, 1]]
 
 
@@ -132,7 +132,7 @@ def test_sampled_ids_come_out_as_they_went_in(tiny, template):
         history += [{"role": "assistant", "content": text}, {"role": "user", "content": "me"}]
     rows = common.rows_of_trajectory(tokenizer, turns)
     for number, ids in enumerate(sampled):
-        assert [i for row in rows for i, turn in zip(row.ids, row.action_numbers) if turn == number] == ids
+        assert [i for row in rows for i, turn in zip(row.ids, row.turn_ids) if turn == number] == ids
 
 
 # --- log-probabilities
@@ -154,7 +154,7 @@ def test_action_logps_against_a_plain_softmax_in_float64(tiny):
     with torch.no_grad():
         logits = model(torch.tensor([row.ids])).logits[0].double()
         expected = sum(torch.log_softmax(logits[i - 1], -1)[row.ids[i]].item()
-                       for i in range(len(row.ids)) if row.action_numbers[i] == 0)
+                       for i in range(len(row.ids)) if row.turn_ids[i] == 0)
         assert common.Scorer(model)(common.collate([item])).item() == pytest.approx(expected, abs=1e-4)
 
 
@@ -240,7 +240,7 @@ def test_trajectory_pairs_by_hand(monkeypatch):
     assert common.trajectory_pairs(trajectories, "x") == [(0, 1), (0, 2), (8, 7), (9, 10), (8, 11)]
     frontend = [{"task_id": name, "task": PAGE, "reward": r} for name, r in zip("aaab", (0.5, 0.58, 0.65, 0.1))]
     assert common.trajectory_pairs(frontend, "x") == [(2, 0)]
-    monkeypatch.setattr("colbench.frontend.MIN_GAP", 0.05)
+    monkeypatch.setattr("colbench.frontend.MIN_RETURN_GAP", 0.05)
     assert common.trajectory_pairs(frontend, "x") == [(1, 0), (2, 0), (2, 1)]
 
 
@@ -259,7 +259,7 @@ def test_gaps_are_compared_but_for_rounding(monkeypatch):
     near = [{"task_id": "a", "task": PAGE, "reward": r} for r in (.2, .2999, .2)]
     with pytest.raises(InputError, match="differ by 0.1"):
         common.trajectory_pairs(near, "x")
-    monkeypatch.setattr("colbench.frontend.MIN_GAP", 0.0)
+    monkeypatch.setattr("colbench.frontend.MIN_RETURN_GAP", 0.0)
     assert common.trajectory_pairs(near, "x") == [(1, 0), (1, 2)]                   # nothing is better than its equal
 
 

@@ -49,7 +49,7 @@ def test_a_scorer_on_fake_cuda_mixes_no_devices(fake_cuda, monkeypatch, items, h
 
 @pytest.mark.parametrize("name", ["ids", "positions", "lengths", "mask"])
 def test_a_part_of_a_batch_that_stays_on_the_cpu_is_refused(fake_cuda, monkeypatch, name):
-    """Of action_numbers, previous and owners FakeTensorMode does not say so, as they are indices."""
+    """Of turn_ids, previous and owners FakeTensorMode does not say so, as they are indices."""
     scorer = common.Scorer(fake_model(), has_head=True)
     batch = fake_batch(fake_cuda, TREES, monkeypatch)
     batch = batch._replace(**{name: getattr(batch, name).to("cpu")})

@@ -176,8 +176,8 @@ def test_turns_that_are_rendered_again_end_as_in_the_template(template, num_rows
     rows = common.rows_of_trajectory(tokenizer, turns, "c is 1. ")
     assert len(rows) == num_rows
     for number, text in enumerate(["What fee?", "Thanks"]):
-        [row] = [row for row in rows if number in row.action_numbers]
-        ids = [token for token, action in zip(row.ids, row.action_numbers) if action == number]
+        [row] = [row for row in rows if number in row.turn_ids]
+        ids = [token for token, action in zip(row.ids, row.turn_ids) if action == number]
         assert ids[-1] == end and other not in ids and tokenizer.decode(ids[:-1]) == text
     system = common.our_system(TRAJECTORY)
     for prompt, _ in turns:

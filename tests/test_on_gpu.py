@@ -45,8 +45,8 @@ def random_ids(rng, number):
 
 
 def as_item(prompt, actions, prompt_length=None):
-    action_numbers = [-1] * len(prompt) + [number for number, action in enumerate(actions) for _ in action]
-    return [common.Row(prompt + sum(actions, []), action_numbers, prompt_length)]
+    turn_ids = [-1] * len(prompt) + [number for number, action in enumerate(actions) for _ in action]
+    return [common.Row(prompt + sum(actions, []), turn_ids, prompt_length)]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

@@ -168,7 +168,7 @@ def scored(**rewards):
 
 
 def wins(ours, theirs):
-    return statistics.win_rate(ours, theirs, frontend.outcome)
+    return statistics.win_rate(ours, theirs, frontend.eval_score)
 
 
 def test_win_rate_and_ties_by_hand():

@@ -172,15 +172,15 @@ def test_the_interface_of_a_domain_is_documented_whole():
     from colbench import defaults
     assert "](../colbench/__init__.py)" in PAGES["docs/fork.md"]     # where it is stated, once
     sections = re.split(r"\n-{10,}\n", colbench.__doc__)[1:]
-    names = [set(re.findall(r"^([A-Z_]{2,}|[a-z_]+(?=\()|World)", section, re.MULTILINE)) for section in sections]
+    names = [set(re.findall(r"^([A-Z_]{2,}|[a-z_]+(?=\()|Environment)", section, re.MULTILINE)) for section in sections]
     required, *optional, of_world = names
     optional = set.union(*optional) - {"oracle_scores"}              # only of a domain with ORACLES
     assert 5 < len(required) <= 16 and len(optional) > 15 and of_world == {"TAKES"}
     for domain in DOMAINS.values():
         missing = [name for name in required | optional if not hasattr(domain, name)]
-        assert not missing and hasattr(domain.World, "TAKES"), (domain.__name__, missing)
+        assert not missing and hasattr(domain.Environment, "TAKES"), (domain.__name__, missing)
     assert not [name for name in optional if not hasattr(defaults, name)]
-    assert not [name for name in required - {"World"} if hasattr(defaults, name)]
+    assert not [name for name in required - {"Environment"} if hasattr(defaults, name)]
 
 
 def test_the_number_of_attacks_is_right():

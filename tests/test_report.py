@@ -269,7 +269,7 @@ def test_05_makes_a_page_of_hostile_fields(tmp_path, monkeypatch, where, value):
     async def score(self, pairs, explain=False):
         return [{"reward": 0.0, "tests": [False], "faults": ["wrong value"], "failed": [
             {"call": answer, "expected": answer, "got": None, "said": answer}]} for _, answer in pairs]
-    monkeypatch.setattr(backend.World, "score", score)
+    monkeypatch.setattr(backend.Environment, "score", score)
     rows = [hostile_row(where, value), hostile_row(where, value)]
     rows[1]["sample"] += 1
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -46,19 +46,20 @@ def task_of(reference):
 
 
 @pytest.fixture(scope="module")
-def world():
-    with sql.World() as world:
-        yield world
+def environment():
+    with sql.Environment() as environment:
+        yield environment
 
 
-def score(world, reference, answer):
-    [verdict] = asyncio.run(world.score([(task_of(reference), answer)]))
+def score(environment, reference, answer):
+    [verdict] = asyncio.run(environment.score([(task_of(reference), answer)]))
     assert len(verdict["databases"]) == 6 and verdict["reward"] == sum(verdict["databases"]) / 6
     return verdict
 
 
-def look(world, query, task=None):
-    return asyncio.run(world.tool_reply(task or task_of("sum"), [{"role": "assistant", "content": f"QUERY: {query}"}]))
+def look(environment, query, task=None):
+    history = [{"role": "assistant", "content": f"QUERY: {query}"}]
+    return asyncio.run(environment.tool_reply(task or task_of("sum"), history))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -111,8 +112,8 @@ ORDINARY = [
     ("mean", "SELECT CAST(ROUND(AVG(total) * 100) AS REAL) / 100 FROM orders")]
 
 
-def test_ordinary_variants_pass(world):
-    verdicts = asyncio.run(world.score([(task_of(reference), answer) for reference, answer in ORDINARY]))
+def test_ordinary_variants_pass(environment):
+    verdicts = asyncio.run(environment.score([(task_of(reference), answer) for reference, answer in ORDINARY]))
     assert [answer for (_, answer), verdict in zip(ORDINARY, verdicts) if verdict["faults"] != [None] * 6] == []
 
 
@@ -153,16 +154,16 @@ HOSTILE = {                                                                    #
 
 
 @pytest.mark.parametrize("answer, fault", HOSTILE.items())
-def test_hostile_and_odd_answers_fail_and_harm_nobody(world, answer, fault):
-    verdict = score(world, "sum", answer)
+def test_hostile_and_odd_answers_fail_and_harm_nobody(environment, answer, fault):
+    verdict = score(environment, "sum", answer)
     assert verdict["reward"] < 1 and fault in verdict["faults"][0], verdict["faults"]
-    assert score(world, "sum", REFERENCES["sum"])["reward"] == 1
+    assert score(environment, "sum", REFERENCES["sum"])["reward"] == 1
 
 
-def test_rows_are_a_list_only_where_the_reference_orders(world):
+def test_rows_are_a_list_only_where_the_reference_orders(environment):
     turned = REFERENCES["ordered"].replace("COUNT(*) DESC, c.name", "COUNT(*), c.name DESC")
-    assert score(world, "ordered", turned)["reward"] < 1
-    assert score(world, "ordered", REFERENCES["ordered"].partition("ORDER")[0])["reward"] < 1
+    assert score(environment, "ordered", turned)["reward"] < 1
+    assert score(environment, "ordered", REFERENCES["ordered"].partition("ORDER")[0])["reward"] < 1
     assert [sql.is_ordered(query) for query in (
         "SELECT 1", "SELECT a FROM t ORDER BY a", "select a from t order\n by a limit 1",
         "SELECT * FROM (SELECT a FROM t ORDER BY a)", "SELECT SUM(a) OVER (ORDER BY (b)) FROM t",
@@ -213,17 +214,18 @@ def test_columns_with_the_same_values_are_equal_where_their_rows_are():
 # ---------------------------------------------------------------------------------------------------------------------
 # looks
 
-def test_a_look_shows_a_short_table_or_the_database_s_error(world):
-    assert look(world, "SELECT id, status FROM customers WHERE id > 2") == "id | status\n3 | active\n4 | NULL"
-    assert look(world, "```sql\nSELECT MAX(placed) FROM orders\n```") == "MAX(placed)\n2025-01-01"
-    assert look(world, "SELECT 1 WHERE 0") == "1\n(no rows)"
-    many = look(world, "SELECT a.id FROM customers a, customers b")
+def test_a_look_shows_a_short_table_or_the_database_s_error(environment):
+    assert look(environment, "SELECT id, status FROM customers WHERE id > 2") == "id | status\n3 | active\n4 | NULL"
+    assert look(environment, "```sql\nSELECT MAX(placed) FROM orders\n```") == "MAX(placed)\n2025-01-01"
+    assert look(environment, "SELECT 1 WHERE 0") == "1\n(no rows)"
+    many = look(environment, "SELECT a.id FROM customers a, customers b")
     assert many == "id\n" + "1\n" * 4 + "2\n" * 4 + "(16 rows)"
-    assert len(look(world, "SELECT hex(zeroblob(2000)), 1 FROM customers a, customers b")) == 600
-    assert look(world, "SELECT x FROM orders") == "Error: no such column: x"
-    assert look(world, "DELETE FROM orders") == "Error: not authorized"
-    assert asyncio.run(world.tool_reply(task_of("sum"), [{"role": "assistant", "content": "Which year?"}])) is None
-    assert world.tables[sql.task_id(task_of("sum")), "DELETE FROM orders"] == "Error: not authorized"    # kept
+    assert len(look(environment, "SELECT hex(zeroblob(2000)), 1 FROM customers a, customers b")) == 600
+    assert look(environment, "SELECT x FROM orders") == "Error: no such column: x"
+    assert look(environment, "DELETE FROM orders") == "Error: not authorized"
+    history = [{"role": "assistant", "content": "Which year?"}]
+    assert asyncio.run(environment.tool_reply(task_of("sum"), history)) is None
+    assert environment.tables[sql.task_id(task_of("sum")), "DELETE FROM orders"] == "Error: not authorized"    # kept
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -365,7 +367,7 @@ def test_what_the_request_states(tasks):
                for task in tasks["train"])
 
 
-def test_every_look_shows_what_it_is_for_and_the_human_shows_no_sql(tasks, world):
+def test_every_look_shows_what_it_is_for_and_the_human_shows_no_sql(tasks, environment):
     looks = collections.Counter()
     for task in tasks["validation"]:
         for i, fact in enumerate(task["facts"]):
@@ -374,7 +376,7 @@ def test_every_look_shows_what_it_is_for_and_the_human_shows_no_sql(tasks, world
                 asked = sql.topics_asked(task["facts"], question)
                 assert asked == [i], (question, [task["facts"][j]["topic"] for j in asked])
             for query in fact.get("looks", ()):
-                rows = look(world, query, task)
+                rows = look(environment, query, task)
                 history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": f"QUERY: {query}"},
                            {"role": "user", "content": rows}]
                 assert sql.known_facts(task, history) == {i} and sql.known_facts(task, history[:2]) == set(), rows
@@ -468,7 +470,7 @@ def played(tasks, tmp_path_factory):
 
 
 def test_scripted_players(played):
-    mean = {name: sum(map(sql.outcome, rows)) / len(rows) for name, rows in played.items()}
+    mean = {name: sum(map(sql.eval_score, rows)) / len(rows) for name, rows in played.items()}
     assert mean["script-asker"] == 1 and mean["script-informed"] > 0.95 and 0.2 < mean["script"] < 0.8
     assert mean["few"] < 0.8                                                   # patience is short
     asker, noisy = (sql.measure(played[name]) | measure_turns(played[name], sql) for name in ("script-asker", "script"))
@@ -505,6 +507,6 @@ def test_check_finds_nothing_and_bad_tasks_are_one_line(tasks, tmp_path):
 
 
 def test_a_model_that_plays_the_human_is_told_its_part():
-    with_person = asyncio.run(sql.World.person_chat(None, task_of("sum"), START + ASKED[:1]))
+    with_person = asyncio.run(sql.Environment.simulator_chat(None, task_of("sum"), START + ASKED[:1]))
     assert REFERENCES["sum"] in with_person[0]["content"] and with_person[1] == {"role": "user", "content":
                                                                                 "What is the limit?"}

@@ -101,9 +101,9 @@ def tasks(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def world():
-    with sql.World() as world:
-        yield world
+def environment():
+    with sql.Environment() as environment:
+        yield environment
 
 
 def wrapped(text):
@@ -133,11 +133,11 @@ def answers_of(text):
     return [behind, on_its_line, last, text]
 
 
-def test_right_answers_in_every_wrapping_score_1(tasks, world):
+def test_right_answers_in_every_wrapping_score_1(tasks, environment):
     texts = [task["ground_truth"] for task in tasks]
     pairs = [(task, answer) for task, answers in scored_wrappings(tasks, texts) for answer in answers]
     pairs += [(tasks[0], answer) for text in wrapped(tasks[0]["ground_truth"]) for answer in answers_of(text)]
-    lost = [answer for (_, answer), score in zip(pairs, asyncio.run(world.score(pairs))) if score["reward"] != 1]
+    lost = [answer for (_, answer), score in zip(pairs, asyncio.run(environment.score(pairs))) if score["reward"] != 1]
     assert len(pairs) >= NUM_TASKS * len(WRAPPINGS) / 7 + 6 * len(WRAPPINGS) and lost == []
 
 
@@ -156,12 +156,12 @@ def test_the_same_query_is_found_in_every_shape(tasks):
                     assert found == {plain(query)}, (name, shape, text)
 
 
-def test_wrong_answers_in_every_wrapping_score_as_they_do_alone(tasks, world):
+def test_wrong_answers_in_every_wrapping_score_as_they_do_alone(tasks, environment):
     texts = ["SELECT 'nothing of that', 17 WHERE 2 > 1"]
     texts += [list(mutants_of(task["ground_truth"], []))[number % 10] for number, task in enumerate(tasks[1:], 1)]
     for number, (task, answers) in enumerate(scored_wrappings(tasks, texts)):
         pairs = [(task, answer) for answer in [texts[number], *answers]]
-        first, *rewards = [score["reward"] for score in asyncio.run(world.score(pairs))]
+        first, *rewards = [score["reward"] for score in asyncio.run(environment.score(pairs))]
         others = {answer: reward for answer, reward in zip(answers, rewards) if reward != first}
         assert first < 1 and not others, texts[number]
         assert number > 0 or first == 0

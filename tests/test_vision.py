@@ -16,7 +16,7 @@ from colbench import frontend
 from colbench.browser import BrowserThread, Render
 from conftest import read, refused, ROOT, stage, succeed
 from lib.runtime import InputError
-from lib.servers import said
+from lib.servers import visible_text
 from lib.vision import hidden_states, image_row, load_processor, load_vision, read_images, vision_reply
 
 BASE = ROOT / "models" / "tiny"
@@ -197,7 +197,7 @@ def test_scores_follow_the_pictures_and_c_only_where_it_is_seen(seeing):
     def scores(privileged, *states):
         critic = common.Critic("", "", "regression", sees_c=privileged, is_visual=True, sight=sight, scorer=scorer)
         return common.score_actions(critic, None, states, 4096, "cpu")
-    thoughts = said(frontend, f"<think>{RED}</think>OUTPUT: {WHITE}")                  # as 02 and 04 make a state
+    thoughts = visible_text(frontend, f"<think>{RED}</think>OUTPUT: {WHITE}")  # as 02 and 04 make a state
     states = [state(WHITE, thoughts, BLACK, "no page"), state(WHITE, task=other),
               state(WHITE, "no page", history=after)]
     (white, thought, black, none), (with_other,), (again, last) = scores(True, *states)
@@ -284,9 +284,9 @@ def test_the_policy_stage_ranks_a_text_policys_pages(critic, dialogues, tmp_path
 
 def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, seeing, tmp_path):
     async def choose(*texts):
-        with frontend.World(tmp_path) as world:
+        with frontend.Environment(tmp_path) as environment:
             reply, agent = types.SimpleNamespace(prompt="", ids=None), types.SimpleNamespace(tokenizer=None)
-            players = stage(2).Players(world, "cpu", agent, critic=load(critic[0], seeing[1]))
+            players = stage(2).Players(environment, "cpu", agent, critic=load(critic[0], seeing[1]))
             dialogue = stage(2).Dialogue(TASK, 0, [IDEA], None, 0)
             return await stage(2).critic_choice(dialogue, [reply] * len(texts), texts, players, 16384)
     assert asyncio.run(choose(BLACK, WHITE, BLACK)) == 1 and asyncio.run(choose(f"OUTPUT: {WHITE}", BLACK)) == 0

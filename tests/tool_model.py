@@ -25,7 +25,7 @@ def call(name, **arguments):
 
 
 def dialogue(task, code):
-    environment = colbench_trl.ColBench(backend.World())            # its scorer is not started
+    environment = colbench_trl.ColBench(backend.Environment())            # its scorer is not started
     environment.reset(task=json.dumps(task))
     question = next(fact["questions"][0] for fact in task["facts"] if fact["matters"])
     reply = asyncio.run(environment.ask(question))

@@ -50,7 +50,7 @@ def measure(trajectories):
     return {"asked": sum(len(t["dialogue_history"]) for t in trajectories) / len(trajectories)}
 
 
-class World(defaults.World):
+class Environment(defaults.Environment):
     about = {"judge": "equality"}
 
     async def tool_reply(self, task, history):
@@ -59,7 +59,7 @@ class World(defaults.World):
     async def rule_reply(self, task, history, rng):
         return f"It is {task['ground_truth']}." if "colour" in history[-1]["content"] else "What do you mean?"
 
-    async def person_chat(self, task, history):
+    async def simulator_chat(self, task, history):
         return [{"role": "user", "content": f"You like {task['ground_truth']}. {history[-1]['content']}"}]
 
     async def score(self, pairs, explain=False):

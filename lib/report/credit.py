@@ -5,7 +5,7 @@ import pathlib
 from colbench import schema
 from colbench.schema import list_of, record, token_ids, whole
 from lib.runtime import InputError, read_jsonl
-from lib.servers import said
+from lib.servers import visible_text
 from lib.statistics import aligned, average_ranks, interval, mean, mean_of_groups, rank_correlation
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def state_name(row):
 
 def candidate_texts(state, domain):
     """What the user simulator would see of each candidate."""
-    return [said(domain, candidate["text"], state.get("prompt")) for candidate in state["candidates"]]
+    return [visible_text(domain, candidate["text"], state.get("prompt")) for candidate in state["candidates"]]
 
 
 def kind_lines(states, domain):

@@ -26,8 +26,8 @@ IMAGE_BYTES = 25_000                  # of a screenshot in the page, about
 def page_data(files, domain, metric, critic=None, states=()):
     """The data of the page.
 
-    files: {name: trajectories, scored, with "kinds" and "known" (measure_turns), and with "failed" (World.score) and
-    "advantages" (common.score_turns) where these are known}.
+    files: {name: trajectories, scored, with "kinds" and "known" (measure_turns), and with "failed" (Environment.score)
+    and "advantages" (common.score_turns) where these are known}.
     critic: whose advantages they are.
     states: credit.read_states, with the "kind" of each candidate."""
     tasks, dialogues = {}, []                                        # tasks: {task_id: its data}
@@ -55,7 +55,7 @@ def page_data(files, domain, metric, critic=None, states=()):
     kinds = set()
     for dialogue in shown_dialogues:
         kinds.update(turn["kind"] for turn in dialogue["turns"] if "kind" in turn)
-    return {"metric": metric, "heading": heading_of(metric), "graded": domain.MIN_GAP is not None,
+    return {"metric": metric, "heading": heading_of(metric), "graded": domain.MIN_RETURN_GAP is not None,
             "methods": list(files), "critic": critic, "kinds": sorted(kinds),
             "tasks": [tasks[task_id] for task_id in places], "dialogues": shown_dialogues, "states": page_states,
             "left_out": "; ".join(left_out) or None}
