@@ -116,7 +116,7 @@ def examples_of(trajectories, groups, reader, args):
     if not args.reference_sees_c:
         ref_examples = common.trajectory_examples(trajectories, groups, reader, sees_c=False)
     fitting = training.fitting_numbers(examples, args.max_length)
-    return [[rows[i] for i in fitting] for rows in (groups, examples, ref_examples)]
+    return [groups[i] for i in fitting], [examples[i] for i in fitting], [ref_examples[i] for i in fitting]
 
 
 def open_reader(domain, args):
@@ -141,11 +141,14 @@ def train(scorer, examples, targets, args, run):
     for step in range(first, len(batches)):
         torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same
         batch_examples = [examples[i] for i in batches[step]]
+        num_terms = len(batch_examples)                             # the step's loss is a mean over these
         sums = collections.Counter()
         for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
             batch = scorer.collate(common.items_of(micro_examples), run.device)
-            values = scorer(batch)                                  # (B, M): a value for each turn
+            sums["num_tokens"] += training.num_tokens(micro_examples, weights)
+            weights = weights / num_terms                           # (examples,)
+            values = scorer(batch)                                  # (B, M): of each turn
             if args.head == "value":
                 labels = torch.tensor([targets[i] for i in micro], device=run.device)              # (B,)
                 losses = value_losses(values, labels, batch.lengths)                               # (B,)
@@ -157,11 +160,9 @@ def train(scorer, examples, targets, args, run):
                 numbers = training.preference_numbers(**numbers, dtype=args.dtype)
                 if args.head != "lm":
                     del numbers["nll"]                              # a head's numbers are no log-probabilities
-            weights = weights / len(batch_examples)                 # (examples,)
             loss = (losses * weights).sum()
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
             sums.update(training.weighted_sums({"loss": losses, **numbers}, weights))
-            sums["num_tokens"] += training.num_tokens(micro_examples, weights)
         done = step + 1
         lr = training.learning_rate(step, len(batches), args.lr)
         where = f"{args.out}: step {done} of {len(batches)}"

@@ -403,9 +403,9 @@ def train(scorer, examples, ref_logps, args, run):
         for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
             batch = scorer.collate(common.items_of(micro_examples), run.device)
-            logps = scorer(batch)                                   # (B, M): of each item's actions
             sums["num_tokens"] += training.num_tokens(micro_examples, weights)
             weights = weights / num_terms                           # (examples,)
+            logps = scorer(batch)                                   # (B, M): of each action
             if ref_logps is None:
                 losses, numbers = -logps.sum(1), {}                 # (B,) an item an example
             else:

@@ -1008,7 +1008,10 @@ def trajectory_examples(trajectories, groups, tokenizer, sees_c, sight=None):
         kinds = collections.Counter()
         items = {number: text_item(tokenizer, trajectories[number], sees_c, kinds) for number in numbers}
         say_kinds("agent turns", kinds)
-    return [Example([items[number] for number in group], [], trajectories[group[0]]["task_id"]) for group in groups]
+    examples = []
+    for group in groups:
+        examples.append(Example([items[number] for number in group], [], trajectories[group[0]]["task_id"]))
+    return examples
 
 
 def text_item(tokenizer, trajectory, sees_c, kinds):
