@@ -131,8 +131,9 @@ def train(scorer, examples, targets, args, run):
     """Train the scorer's model on the examples, from the last saved state.
     targets: of each example what the reference says of its turns (common.reference_logps); with --head value the
     return of its trajectory."""
-    batches = training.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
-    say(f"{len(examples):,} examples, {len(batches):,} steps of {args.batch_size}")
+    batch_size = args.batch_size
+    batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
+    say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
     optimizer = training.adamw(scorer, args.lr)
     states = training.States(args.out, scorer, optimizer)
     first = states.load()
