@@ -16,7 +16,17 @@ import os
 import re
 import string
 
-from colbench import beside, check_keys, check_kind, check_template, ColBenchError, defaults, MORE_KEYS, task_id, TASK_KEYS
+from colbench import (
+    beside,
+    check_keys,
+    check_kind,
+    check_template,
+    ColBenchError,
+    defaults,
+    MORE_KEYS,
+    task_id,
+    TASK_KEYS,
+)
 from colbench.browser import BrowserThread
 from colbench.defaults import *  # noqa: F403
 from colbench.schema import list_of, record
