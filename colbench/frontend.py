@@ -16,7 +16,17 @@ import os
 import re
 import string
 
-from colbench import beside, check_kind, check_template, ColBenchError, defaults, MORE_KEYS, task_id, TASK_KEYS
+from colbench import (
+    beside,
+    check_keys,
+    check_kind,
+    check_template,
+    ColBenchError,
+    defaults,
+    MORE_KEYS,
+    task_id,
+    TASK_KEYS,
+)
 from colbench.browser import BrowserThread
 from colbench.defaults import *  # noqa: F403
 from colbench.schema import list_of, record
@@ -385,9 +395,9 @@ TASK = record(TASK_KEYS, {**MORE_KEYS, "template": str, "slots": list_of(SLOT, 1
 
 def check_task(task, where):
     check_kind(task, TASK, where)
-    if "slots" in task and "template" not in task:
-        raise ColBenchError(f'{where}: missing "template", which a task with "slots" has')
-    check_template(task, {slot["slot"] for slot in task.get("slots", [])}, where)
+    if "slots" in task:
+        check_keys(task, {"template": str}, where)
+        check_template(task, {slot["slot"] for slot in task["slots"]}, where)
 
 
 def lacks(task, player):
