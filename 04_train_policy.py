@@ -518,7 +518,7 @@ def main(argv=None):
     if is_done(vars(args), args.out, inputs_of(args), folder=True):
         return
     check_track(args.track)
-    is_fresh = args.model == "tiny" and args.method == "sft"
+    is_fresh = args.model == "tiny" and args.method == "sft" and not args.lora
     if is_fresh:
         model, tokenizer = fresh_model([common.vocabulary_text(trajectory) for trajectory in trajectories])
     elif reads_images(args.model):

@@ -45,7 +45,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    tasks, _ = stage(1).make_tasks(backend, 500, 0, "train", "none")
+    tasks = stage(1).make_tasks(backend, 500, 0, "train", "none")
     pairs = []
     for task in tasks:
         for end in ("", "It is done.\n"):

@@ -233,8 +233,8 @@ def test_the_page_has_every_answer_with_its_failed_tests(graded):
 
 
 def test_an_answer_runs_once_and_a_turn_is_judged_once(tmp_path, monkeypatch, regression_critic):
-    asked, run_all, kinds_of = [], Scorer.results, backend.turn_kinds
-    monkeypatch.setattr(Scorer, "results", lambda scorer, children, key, answer: (
+    asked, run_all, kinds_of = [], Scorer.score_one, backend.turn_kinds
+    monkeypatch.setattr(Scorer, "score_one", lambda scorer, children, key, answer: (
         asked.append(answer), run_all(scorer, children, key, answer))[1])
     monkeypatch.setattr(backend, "turn_kinds", lambda task, history: (
         asked.extend(turn["content"] for turn in history if turn["role"] == "assistant"), kinds_of(task, history))[1])

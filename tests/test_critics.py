@@ -178,7 +178,7 @@ def test_branches_are_refused_in_one_line(workspace, tmp_path):
     flags = ["--tasks", workspace / "offline.jsonl", "--branch", 4, "--out", tmp_path / "b.jsonl"]
     line = refused(2, *flags, "--agent", "models/tiny", "--max-rounds", 4)
     assert line.startswith(f"{workspace / 'offline.jsonl'}: task ") and line.endswith(
-        " was played with --max-rounds 8; --branch needs the same")
+        " was rolled out with --max-rounds 8; --branch needs the same")
     rows = read(workspace / "offline.jsonl")
     with_twin = tmp_path / "twin.jsonl"
     write_jsonl(with_twin, [*rows, rows[0]])

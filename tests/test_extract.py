@@ -456,7 +456,7 @@ def references():
     """(Reference, calls, what the calls return) of the published format's files and of two tasks of each family."""
     tasks = [json.loads(line) for path in sorted((ROOT / "tests" / "colbench").rglob("*.jsonl"))
              for line in path.read_text().splitlines()]
-    tasks = [task.get("task", task) for task in tasks] + stage(1).make_tasks(backend, 28, 5, "train", "some")[0]
+    tasks = [task.get("task", task) for task in tasks] + stage(1).make_tasks(backend, 28, 5, "train", "some")
     found = {task["ground_truth"]: tuple(task["test_cases"].values())[:3] for task in tasks}
     return [(code, calls, list(map(repr, results_of_python(code, calls)))) for code, calls in found.items()]
 

@@ -267,6 +267,6 @@ def test_every_row_runs_small(tmp_path, workspace):
     for row in ("single", "base", "rft", "mtdpo", "sweet", "sweet-no-c", "sweet-no-norm", "sweet-regression",
                 "big-sweet", "sweet-n18", "mtdpo-n18"):
         assert re.search(rf"^{row} ", table, re.MULTILINE), row
-    assert "published: success" in table and "PFLOP" in table
+    assert "published: success" in table
     for label in ("critic", "critic-no-c", "critic-value", "judge"):
         assert re.search(rf"^{label} ", curves, re.MULTILINE), label
