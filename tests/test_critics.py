@@ -187,7 +187,7 @@ def test_branches_are_refused_in_one_line(workspace, tmp_path):
     # without "max_rounds", as in published files, a dialogue has had as many rounds as it has
     without_rounds = tmp_path / "without.jsonl"
     write_jsonl(without_rounds, [{key: value for key, value in row.items() if key != "max_rounds"} for row in rows])
-    assert "was played with --max-rounds 8; --branch needs the same" in refused(
+    assert "was rolled out with --max-rounds 8; --branch needs the same" in refused(
         2, *flags, "--agent", "models/tiny", "--max-rounds", 3, "--branch", 400, "--tasks", without_rounds)
     assert 'missing "task"' in refused(2, "--tasks", workspace / "tasks.jsonl", *flags[2:], "--agent", "models/tiny")
     for more in (["--agent", "script"], ["--agent", "a", "--best-of", 2, "--critic", "c"]):

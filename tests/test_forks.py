@@ -301,7 +301,7 @@ def test_a_question_is_worth_what_its_reply_tells_of_the_reference(tiny):
 
     def logp_of_answer(turns):
         return logps_after(tiny, prompt_of(turns), answer)[range(len(answer)), answer].sum().item()
-    with backend.World() as world:
+    with backend.Environment() as world:
         worths = gain.worths([row], critic, tiny[1], world, 4096)[0]
         for text, worth in zip(texts[:2], worths):
             turns = [*history, {"role": "assistant", "content": text}]
@@ -343,7 +343,7 @@ def test_the_tokens_of_an_answer_are_those_behind_the_marker(workspace, tiny, ca
     items = answers.read_right_answers(wins, tokenizer, args)
     assert len(items) == len(wins) > 10
     for trajectory, [row] in zip(wins, items):
-        stated = [token for token, number in zip(row.ids, row.action_numbers) if number == 0]
+        stated = [token for token, number in zip(row.ids, row.turn_ids) if number == 0]
         assert tokenizer.decode(stated, skip_special_tokens=True).strip() == trajectory["answer"].strip()
         assert stated[-1] == tokenizer.eos_token_id                  # and that the answer ends
         assert backend.MARKER in tokenizer.decode(row.ids[:-len(stated)])
