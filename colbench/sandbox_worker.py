@@ -41,7 +41,7 @@ COMPREHENSIONS = "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"           
 WARM_UP = ("Sum:\n\n```python\nimport math\ndef total(a, b):\n    if a > 2:\n        a = a * 2\n    return a + b\n```",
            "I WANT TO ANSWER:\ndef total(a, b):\n    return {str(a): [b / 2]}")
 START_LIMIT_S, LOAD_LIMIT_S, LOADS_LIMIT_S = 60, 4, 20
-CLEAN_LIMIT_S = 1               # to remove the files that a process leaves
+CLEAN_LIMIT_S = 5               # to remove the files that a process leaves
 THREAD_LIMIT = 64               # threads of an answer
 WATCH_S = .01                   # seconds between two counts of threads, where the system does not count
 
