@@ -152,12 +152,14 @@ LORA = ["--lora", 4, "--merge"]
 def test_training(folder, kind, options):
     adapter = [] if LORA[0] not in options else LORA
     cpu_folder = folder / f"{kind} {len(adapter)} cpu"
-    flags = [*flags_of(folder, kind), *adapter]
-    if kind == "sweet" and adapter:
-        flags += ["--candidates", folder / "sweet 0 cpu" / "candidates.jsonl"]
-    run_on("cpu", *flags, "--out", cpu_folder)                       # nothing where it is there
-    if kind == "sweet" and not adapter:
-        flags += ["--candidates", cpu_folder / "candidates.jsonl"]
+    flags, candidates = [*flags_of(folder, kind), *adapter], []
+    if kind == "sweet":                                              # the GPU trains on the candidates of the CPU
+        first = folder / "sweet 0 cpu"
+        run_on("cpu", *flags_of(folder, kind), "--out", first)       # nothing where it is there
+        candidates = ["--candidates", first / "candidates.jsonl"]
+    if kind != "sweet" or adapter:
+        run_on("cpu", *flags, *candidates, "--out", cpu_folder)
+    flags += candidates
     gpu_folder = folder / " ".join(map(str, [kind, *options, "gpu"]))
     run_on(DEVICE, *flags, *options, "--out", gpu_folder)
     limits = TOLERANCES["bfloat16" if "bfloat16" in options else "float32"]
