@@ -971,6 +971,8 @@ def score_actions(critic, tokenizer, points, max_tokens, device):
     for point, point_actions, value, ref_value in zip(points, actions, values, ref_values):
         lengths = torch.tensor([[len(action) for action in point_actions]])               # (1, M)
         advantages = action_advantages(value[None], ref_value[None], lengths, normalize)  # (1, M)
+        if not advantages.isfinite().all():
+            raise InputError(f"{critic.folder}: gives scores that are not finite; train this critic again")
         score_of = dict(zip(point_actions, advantages[0].tolist()))
         scores.append([score_of[tuple(action)] for action in point.actions])
     return scores

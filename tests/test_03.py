@@ -74,6 +74,10 @@ def test_an_untrained_critic_scores_every_candidate_0(workspace, tiny):
     same = common.Critic("x", "x", scorer=scorer, ref_scorer=scorer)
     point = common.DecisionPoint(turn["input"], row["task"], [], [turn["output_ids"], [7, 8]], ["", ""])
     assert common.score_actions(same, tokenizer, [point], 4096, "cpu") == [[0.0, 0.0]]
+    broken = common.Critic("broken", "x", scorer=copy.deepcopy(scorer), ref_scorer=scorer)
+    broken.scorer.model.model.norm.weight.data[0] = float("nan")
+    with pytest.raises(InputError, match="broken: gives scores that are not finite; train this critic again"):
+        common.score_actions(broken, tokenizer, [point], 4096, "cpu")
 
 
 @pytest.mark.parametrize("head", ["regression", "value"])
