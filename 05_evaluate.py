@@ -1,4 +1,4 @@
-"""Stage 5: score trajectory files, compare them in one table, and show every turn's credit in a page.
+"""Stage 5: score trajectory files, compare them in one table, and show every turn's advantage in a page.
 
 Reads   NAME=trajectories.jsonl … (02); the logged rewards are not trusted: every answer is scored again.
 Writes  metrics.json, scored/NAME.jsonl (the trajectories with fresh rewards), report.html, and by what is asked for
@@ -9,7 +9,7 @@ success                  share of the dialogues whose answer passes all tests; o
                          screenshots of answer and reference, by clip (the paper's) or by pixels: two scales. It is a
                          mean over a task's dialogues, then over tasks, then over runs; so are its interval and the
                          differences. The other columns are means over dialogues
-leaks                    share of the human's replies that show the reference
+leaks                    share of the simulator's replies that show the reference
 all known, when known    template tasks: share of the dialogues in which the agent had found out all that matters
                          before its last turn; success among these
 no page, not rendered    answers that are no page; pages that gave no screenshot (a black one counts)
@@ -38,10 +38,17 @@ import common
 from colbench import ColBenchError, domain_of
 from lib import flags, statistics
 from lib.models import load_tokenizer
-from lib.report.credit import agreement, agreement_lines, credit_of, credit_rows, kind_lines, read_states
 from lib.report.export import export
 from lib.report.page import page_data, write_report
 from lib.report.plots import report_plots
+from lib.report.turn_advantages import (
+    advantage_rows,
+    advantage_summary,
+    agreement,
+    agreement_lines,
+    kind_lines,
+    read_states,
+)
 from lib.runtime import (
     ARGS_JSON,
     args_path,
@@ -57,7 +64,7 @@ from lib.runtime import (
     write_jsonl,
 )
 
-MAX_TOKENS = 16384               # of a batch without gradients, and of a dialogue whose turns get credit
+MAX_TOKENS = 16384               # of a batch without gradients, and of a dialogue whose turns get advantages
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -73,7 +80,7 @@ def parse_args(argv=None):
     parser.add_argument("--compat", action="store_true", help="show the published scorer's verdicts as well")
     parser.add_argument("--costs", action="store_true", help="show what it took to train each method (its first file)")
     parser.add_argument("--critic", type=flags.text_flag, metavar="DIR",
-                        help="show each turn's credit by this critic (03)")
+                        help="show each turn's advantage by this critic (03)")
     flags.add_reference(parser)
     parser.add_argument("--candidates", type=flags.text_flag, metavar="DIR",
                         help="show SWEET's candidates in 04's folder")
@@ -222,9 +229,9 @@ def measure(trajectories, domain):
 
 
 def measure_leaks(trajectories, domain):
-    """{"leaks": share of the human's replies that show the reference, "leaks_by_kind": {kind: number}}.
+    """{"leaks": share of the simulator's replies that show the reference, "leaks_by_kind": {kind: number}}.
 
-    Empty where the human never replied."""
+    Empty where the simulator never replied."""
     leaks = []                                                       # of each reply the kind of leak, or None
     for trajectory in trajectories:
         for turn in trajectory["dialogue_history"][1:]:
@@ -272,24 +279,24 @@ def cost_lines(metrics):
     return statistics.aligned(["costs", "M trained", "M generated", "minutes"], rows) if rows else []
 
 
-def add_credit(metrics, files, critic, device):
-    """Give every trajectory "advantages" (common.score_turns) and every method's metrics their means ("credit").
+def add_turn_advantages(metrics, files, critic, device):
+    """Give every trajectory "advantages" (common.score_turns) and every method their means.
 
-    Returns what a reader of the credit has to know, as lines."""
+    Returns what a reader of these has to know, as lines."""
     trajectories = list(itertools.chain(*files.values()))
     loaded_critic = common.load_critic(critic, common.load_whole(device))
     tokenizer = load_tokenizer(critic.folder)
-    credits = common.score_turns(loaded_critic, tokenizer, trajectories, MAX_TOKENS, device)
-    for trajectory, advantages in zip(trajectories, credits):
+    of_turns = common.score_turns(loaded_critic, tokenizer, trajectories, MAX_TOKENS, device)
+    for trajectory, advantages in zip(trajectories, of_turns):
         trajectory["advantages"] = advantages
     for name in files:
-        metrics[name]["credit"] = credit_of(files[name])
+        metrics[name]["turn_advantages"] = advantage_summary(files[name])
     lines = [common.critic_line(critic)]
     if critic.head == "value":
-        lines.append(f"{critic.folder}: has a value head; a turn's credit is how it changes the value, not eq. 3")
-    if None in credits:
-        lines.append(f"{credits.count(None):,} dialogues are longer than {MAX_TOKENS:,} tokens: their turns have no "
-                     "credit")
+        lines.append(f"{critic.folder}: has a value head; a turn's advantage is how it changes the value, not eq. 3")
+    if None in of_turns:
+        lines.append(f"{of_turns.count(None):,} dialogues are longer than {MAX_TOKENS:,} tokens: their turns have no "
+                     "advantage")
     say(*lines)
     return lines
 
@@ -353,16 +360,16 @@ def main(argv=None):
     comparison = "\n".join([*statistics.aligned(headings, rows), *notes])
     say("\n" + "\n\n".join([comparison, *tables.values()]) + "\n")
 
-    # credit of the turns, and how far the critic of the candidates agrees with the domain's oracles
-    credit = {}
+    # turn advantages, and how far the critic of the candidates agrees with the domain's oracles
+    advantages = {}
     if critic:
-        notes += add_credit(metrics, files, critic, device)
+        notes += add_turn_advantages(metrics, files, critic, device)
         write_json(out / "metrics.json", metrics)
-        credit = {key: credit_rows(metrics, key) for key in ("by_kind", "by_round")}
+        advantages = {key: advantage_rows(metrics, key) for key in ("by_kind", "by_round")}
     agreements = agreement(states, domain)
     if agreements:
         write_json(out / "agreement.json", agreements)
-        credit["agreement"] = agreement_lines(agreements)
+        advantages["agreement"] = agreement_lines(agreements)
 
     # the page
     if args.export:
@@ -371,7 +378,7 @@ def main(argv=None):
     plots = report_plots(metrics, metric, files, curves, histories)
     write_report(out / "report.html", data, out / "images", metrics=metrics, metric=metric,
                  metric_heading=statistics.heading_of(metric), headings=headings[1:], rows=rows, notes=notes,
-                 tables=tables, credit=credit, plots=plots)
+                 tables=tables, advantages=advantages, plots=plots)
     if data["left_out"]:
         say(f"report.html: {data['left_out']}")
     (out / "COMPLETED").touch()

@@ -837,7 +837,7 @@ def load_whole(device, dtype="float32"):
 # critics: loading, and the score of an action, whatever the critic's kind
 
 def action_advantages(values, ref_values, lengths, normalize):
-    """Eq. 3: the advantage, also called the score of a candidate (02, 04) and the credit of a turn (05, the report).
+    """Eq. 3: the advantage, also called the score of a candidate (02, 04) and the advantage of a turn (05, the report).
     values, ref_values (what a Scorer says under critic and reference), lengths: (B, M), 0 where an action is missing.
     Returns advantages (B, M). Of a trajectory their sum over M is its score; of actions of one state each is a score.
     normalize "turn": each action's mean; "trajectory": one mean over all agent tokens; "none": no mean."""

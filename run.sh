@@ -8,7 +8,7 @@
 # (20 test tasks say nothing about the methods: their intervals are ±.13, and any order comes up.)
 #
 # Results are in out, with another domain in out/DOMAIN (pages need Chromium, which is installed where this runs as root
-# on Debian). The settings stand in scripts/arms.toml; scripts/study.py plays the steps, and studies over seeds.
+# on Debian). The settings stand in scripts/arms.toml; scripts/study.py runs the steps, and studies over seeds.
 set -euo pipefail
 cd "$(dirname "$0")"
 . scripts/setup.sh

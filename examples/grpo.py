@@ -2,11 +2,11 @@
 
 Reads   trajectories.jsonl (02) that --model sampled itself, that model, and with --critic a critic (03).
 Writes  a model folder with metrics.jsonl and agent.json (the system prompt that it was trained with), and with --critic
-        credit.jsonl, the critic's A(o_t, a_t, c) (eq. 3) of each turn.
+        advantages.jsonl, the critic's A(o_t, a_t, c) (eq. 3) of each turn.
 
 Each agent token of a trajectory has an advantage, which is the same for all tokens of a turn:
 without --critic   the trajectory's return less the mean return of its task's trajectories, over their deviation
---critic DIR       the critic's credit of the turn, standardised in this way over all turns of the task's trajectories
+--critic DIR       the critic's advantage of the turn, standardised so over all turns of the task's trajectories
 --signed           the outcome gives the sign of a turn, the critic its size: the advantage by the return, times
                    |A(o_t, a_t, c)| over the trajectory's mean of it. All turns of a success rise and all turns of a
                    failure fall, those that the critic calls important more. The idea is that of arXiv 2604.03128,
@@ -62,19 +62,19 @@ def clipped_losses(log_ratios, advantages, lengths, clip, kl_coef):
 EQUAL = 1e-6                                                         # a smaller deviation is rounding
 
 
-def turn_advantages(returns, credit, task_ids, is_signed):
-    """Of each trajectory a list of advantages: one of all turns, or with credit one of each turn. None where all
-    trajectories of its task are equally good, [] where it has no credit, as it is too long for the critic.
+def turn_advantages(returns, turn_scores, task_ids, is_signed):
+    """Of each trajectory a list of advantages: one of all turns, or with a critic one of each turn. None where all
+    trajectories of its task are equally good, [] where it has no scores, as it is too long for the critic.
 
     returns, task_ids   of each trajectory
-    credit              None, or of each trajectory the critic's number of each turn"""
-    if credit and not is_signed:
-        return group_advantages(credit, task_ids)
+    turn_scores         None, or of each trajectory the critic's number of each turn"""
+    if turn_scores and not is_signed:
+        return group_advantages(turn_scores, task_ids)
     advantages = group_advantages([[number] for number in returns], task_ids)
     if is_signed:
-        for numbers, turns in zip(advantages, credit):
+        for numbers, turns in zip(advantages, turn_scores):
             if numbers:
-                numbers[:] = [numbers[0] * share for share in credit_shares(turns)]
+                numbers[:] = [numbers[0] * share for share in advantage_shares(turns)]
     return advantages
 
 
@@ -95,8 +95,8 @@ def group_advantages(values, task_ids):
     return advantages
 
 
-def credit_shares(turns):
-    """What each turn of a trajectory has of its advantage: the size of its credit over their mean; 1 where all are
+def advantage_shares(turns):
+    """What each turn of a trajectory has of its advantage: the size of its score over their mean; 1 where all are
     0."""
     sizes = [abs(number) for number in turns]
     mean = statistics.fmean(sizes or [0.0])
@@ -122,11 +122,11 @@ def grpo_examples(trajectories, tokenizer, args, run, begin):
     examples = [examples[i] for i in fitting]
     trajectories = [trajectories[i] for i in fitting]
     begin()
-    credit = critic_credit(trajectories, critic, tokenizer, args, run) if critic else None
+    turn_scores = score_trajectories(trajectories, critic, tokenizer, args, run) if critic else None
     returns = [float(domain_of(t["task"]).eval_score(t)) for t in trajectories]
-    advantages = turn_advantages(returns, credit, [example.task_id for example in examples], args.signed)
+    advantages = turn_advantages(returns, turn_scores, [example.task_id for example in examples], args.signed)
     ready = token_examples(examples, advantages)
-    num_long = (credit or []).count([])
+    num_long = (turn_scores or []).count([])
     counts = (f"{len(examples) - len(ready) - num_long:,} of {len(examples):,} trajectories are left out: all those of "
               f"their task are equally good; {num_long:,} more are too long for the critic (--max-tokens "
               f"{args.max_tokens})")
@@ -145,7 +145,7 @@ def say_whose(trajectories, model):
 
 
 def open_critic(trajectories, tokenizer, args):
-    """The Critic of --critic, not loaded yet; InputError where it cannot give these trajectories credit."""
+    """The Critic of --critic, not loaded yet; InputError where it cannot score these trajectories."""
     if args.critic == common.UNTRAINED:
         critic = common.untrained_critic(args.model, args.reference_sees_c)
     else:
@@ -157,19 +157,19 @@ def open_critic(trajectories, tokenizer, args):
     return critic
 
 
-def critic_credit(trajectories, critic, tokenizer, args, run):
-    """The critic's credit of each turn (common.score_turns), kept in credit.jsonl; [] of too long a trajectory."""
-    path = pathlib.Path(args.out) / "credit.jsonl"
+def score_trajectories(trajectories, critic, tokenizer, args, run):
+    """The critic's advantage of each turn (common.score_turns), kept in advantages.jsonl; [] where it is too long."""
+    path = pathlib.Path(args.out) / "advantages.jsonl"
     if path.exists():                                                # of a run that was interrupted later
         return [row["advantages"] or [] for row in read_rows(path)]
     common.load_critic(critic, functools.partial(common.load_scorer, run=run, sharding=sharding_of(args)))
-    credit = common.score_turns(critic, tokenizer, trajectories, args.max_tokens, run.device)
+    turn_scores = common.score_turns(critic, tokenizer, trajectories, args.max_tokens, run.device)
     if run.rank == 0:
         rows = []
-        for trajectory, numbers in zip(trajectories, credit):
+        for trajectory, numbers in zip(trajectories, turn_scores):
             rows.append({"task_id": trajectory["task_id"], "sample": trajectory["sample"], "advantages": numbers})
         write_jsonl(path, rows)
-    return [numbers or [] for numbers in credit]
+    return [numbers or [] for numbers in turn_scores]
 
 
 def token_examples(examples, advantages):

@@ -1,6 +1,6 @@
 """Measures critics (03) and base models on dialogues of held-out tasks: which is better, and does it read c?
 
-Reads   trajectories (02) with their rewards; --returns: dialogues that 02 --branch played on from them.
+Reads   trajectories (02) with their rewards; --returns: dialogues that 02 --branch that go on from them.
 Writes  critics.json (--critics), gates.json (--gates).
 
 --critics  pair accuracy: share of the pairs of trajectories, made as 03 makes them, whose better one has the higher

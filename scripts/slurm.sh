@@ -4,7 +4,7 @@
 #
 # A chain of jobs, each of which starts when the one before has ended well:
 #     tasks -> offline -> critic -> policies (a job a method) -> test (an array, a job a model) -> evaluate
-# offline and test serve the model that plays the human on one more node of their own, and sweet's job of policies serves
+# offline and test serve the model that simulates the user on one more node of their own, and sweet's job of policies serves
 # MODEL on SAMPLERS more, which sample its candidates (vLLM in an environment of its own; HUMAN=rules and SAMPLERS=0 need
 # none). A lost rank: torchrun starts the ranks again. A lost node: Slurm queues the job again, and the
 # stage goes on where it stopped. A job that has failed or met its time limit: the same command submits the chain again;

@@ -416,7 +416,7 @@ def regression_critic(workspace, tmp_path_factory):
     return make_regression_critic(workspace, tmp_path_factory)
 
 
-# --- the credit of turns, and SWEET's candidates
+# --- turn advantages, and SWEET's candidates
 
 def load(folder, tokenizer):
     return common.load_critic(common.read_critic(folder, tokenizer, backend), common.load_whole("cpu"))
@@ -436,26 +436,26 @@ def trained(request, tiny):
     return load(request.getfixturevalue(request.param), tiny[1])
 
 
-def test_the_credit_of_turns_is_the_score_of_actions(workspace, trained, tiny):
+def test_the_advantage_of_a_turn_is_the_score_of_actions(workspace, trained, tiny):
     rows = common.read_trajectories(workspace / "offline.jsonl")[:6]
-    credits = common.score_turns(trained, tiny[1], rows, 4096, "cpu")
-    assert [len(own) for own in credits] == [row["num_rounds"] for row in rows]
-    for row, own in zip(rows, credits):
+    advantages = common.score_turns(trained, tiny[1], rows, 4096, "cpu")
+    assert [len(own) for own in advantages] == [row["num_rounds"] for row in rows]
+    for row, own in zip(rows, advantages):
         history = row["dialogue_history"]
         points = [common.DecisionPoint(turn["input"], row["task"], history[:i], [turn["output_ids"]], [turn["output"]])
                   for i, turn in enumerate(history) if turn["role"] == "assistant"]
         scores = [score for [score] in common.score_actions(trained, tiny[1], points, 4096, "cpu")]
-        if trained.head == "value":                               # its credit: how a turn changes the value
+        if trained.head == "value":                               # here: how a turn changes the value
             assert own == pytest.approx(np.diff([0, *scores]), abs=1e-5)
             assert sum(own) == pytest.approx(scores[-1], abs=1e-5)
         else:
             assert own == pytest.approx(scores, abs=1e-5)
         [alone] = common.score_turns(trained, tiny[1], [row], 4096, "cpu")
         assert own == pytest.approx(alone, abs=1e-5)                 # in a batch or alone
-    assert any(abs(credit) > 1e-3 for own in credits for credit in own)
+    assert any(abs(advantage) > 1e-3 for own in advantages for advantage in own)
 
 
-def test_an_untrained_critic_gives_no_credit_and_long_dialogues_have_none(workspace, tiny):
+def test_an_untrained_critic_gives_no_advantage_and_long_dialogues_have_none(workspace, tiny):
     critic = common.Critic("-", "-", scorer=common.Scorer(tiny[0]), ref_scorer=common.Scorer(tiny[0]))
     rows = common.read_trajectories(workspace / "offline.jsonl")[:8]
     assert common.score_turns(critic, tiny[1], rows, 4096, "cpu") == [[0.0] * row["num_rounds"] for row in rows]
@@ -477,27 +477,27 @@ def swept(workspace, regression_critic, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def credited(workspace, regression_critic, swept, tmp_path_factory):
+def page_with_advantages(workspace, regression_critic, swept, tmp_path_factory):
     """05 with a critic and candidates, on the two halves "a" and "b" of the dialogues: (its folder, its metrics, the
     data of its page)."""
-    folder, rows = tmp_path_factory.mktemp("credited"), read(workspace / "offline.jsonl")
+    folder, rows = tmp_path_factory.mktemp("advantages"), read(workspace / "offline.jsonl")
     halves = [f"{name}={write(folder / name, half)}" for name, half in (("a", rows[:36]), ("b", rows[36:]))]
     out = folder / "report"
     call(5, *halves, "--critic", regression_critic, "--candidates", swept, "--out", out)
     return out, metrics_of(out), page_of(out)
 
 
-def test_the_page_has_all_dialogues_with_the_credit_of_their_turns(credited, regression_critic):
-    _, _, data = credited
+def test_the_page_has_all_dialogues_with_the_advantages_of_their_turns(page_with_advantages, regression_critic):
+    _, _, data = page_with_advantages
     assert data["methods"] == ["a", "b"] and data["critic"] == str(regression_critic) and len(data["dialogues"]) == 72
     for dialogue in data["dialogues"]:
         agent = [turn for turn in dialogue["turns"] if turn["who"] == "agent"]
-        assert dialogue["credit"] == pytest.approx(sum(turn["credit"] for turn in agent), abs=1e-5)
+        assert dialogue["advantage"] == pytest.approx(sum(turn["advantage"] for turn in agent), abs=1e-5)
         assert dialogue["rounds"] == len(agent)
 
 
-def test_the_page_has_the_candidates_at_the_turns_that_they_are_of(credited, swept):
-    _, _, data = credited
+def test_the_page_has_the_candidates_at_the_turns_that_they_are_of(page_with_advantages, swept):
+    _, _, data = page_with_advantages
     scored, pairs = read(swept / "scored.jsonl"), read(swept / "pairs.jsonl")
     assert len(data["states"]) == len(scored)
     for state, row in zip(data["states"], scored):
@@ -509,9 +509,9 @@ def test_the_page_has_the_candidates_at_the_turns_that_they_are_of(credited, swe
     assert sum(c["rejected"] for s in data["states"] for c in s["candidates"]) == len(pairs)
 
 
-def test_the_kinds_of_candidates_are_counted(credited, swept):
+def test_the_kinds_of_candidates_are_counted(page_with_advantages, swept):
     """Every candidate once; the ranks of all have the mean 1/2; a pair has one chosen and one rejected."""
-    page, rows = (credited[0] / "report.html").read_text(), read(swept / "scored.jsonl")
+    page, rows = (page_with_advantages[0] / "report.html").read_text(), read(swept / "scored.jsonl")
     table = re.search(r"what the pairs say.*?</pre>", page, re.DOTALL)[0]
     numbers = [[float(cell) for cell in line.split()[-4:]] for line in table.removesuffix("</pre>").splitlines()[1:]]
     number, ranks, chosen, rejected = np.array(numbers).T
@@ -520,8 +520,8 @@ def test_the_kinds_of_candidates_are_counted(credited, swept):
     assert sum(chosen) == sum(rejected) == len(read(swept / "pairs.jsonl"))
 
 
-def test_the_page_says_how_far_the_critic_agrees_with_the_oracles(credited, swept):
-    out, _, _ = credited
+def test_the_page_says_how_far_the_critic_agrees_with_the_oracles(page_with_advantages, swept):
+    out, _, _ = page_with_advantages
     agreement, pairs = json.loads((out / "agreement.json").read_text()), read(swept / "pairs.jsonl")
     assert agreement.keys() == {"oracle", "oracle-patient"} and agreement["oracle"]["num_pairs"] == len(pairs)
     page = (out / "report.html").read_text()
@@ -529,13 +529,13 @@ def test_the_page_says_how_far_the_critic_agrees_with_the_oracles(credited, swep
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
-def test_the_page_shows_the_numbers_of_the_metrics(credited, name):
-    out, metrics, _ = credited
+def test_the_page_shows_the_numbers_of_the_metrics(page_with_advantages, name):
+    out, metrics, _ = page_with_advantages
     page = (out / "report.html").read_text()
     assert f"{metrics[name]['success_rate']:.3f}" in page
-    for credit in metrics[name]["credit"]["by_kind"].values():
-        mean = f"{credit['mean']:+.3f}".replace("-", "\u2212")
-        assert f"{mean} <small>({credit['n']:,})</small>" in page
+    for kind in metrics[name]["turn_advantages"]["by_kind"].values():
+        mean = f"{kind['mean']:+.3f}".replace("-", "\u2212")
+        assert f"{mean} <small>({kind['n']:,})</small>" in page
 
 
 def test_a_page_without_critic_and_candidates(workspace, tmp_path):
@@ -545,7 +545,7 @@ def test_a_page_without_critic_and_candidates(workspace, tmp_path):
     call(5, f"a={write(tmp_path / 'a.jsonl', rows)}", "--out", tmp_path / "report")
     data = page_of(tmp_path / "report")
     assert data["critic"] is None and data["states"] == [] and "agreement.json" not in str(list(tmp_path.rglob("*")))
-    assert not any("credit" in turn for dialogue in data["dialogues"] for turn in dialogue["turns"])
+    assert not any("advantage" in turn for dialogue in data["dialogues"] for turn in dialogue["turns"])
 
 
 def test_a_bad_critic_or_candidates_are_one_line(workspace, swept, tmp_path):
@@ -572,7 +572,7 @@ def test_a_bad_critic_or_candidates_are_one_line(workspace, swept, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_messages_of_another_trainer_get_credit(workspace, regression_critic, tmp_path):
+def test_messages_of_another_trainer_get_advantages(workspace, regression_critic, tmp_path):
     """Without ids it is what the same dialogues have with them: docs/fork.md, whose lines of Python run, too."""
     rows = read(workspace / "offline.jsonl")[:6]
     plain = [{**{key: row[key] for key in ("task", "answer", "max_rounds")}, "dialogue_history": [

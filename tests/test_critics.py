@@ -277,11 +277,11 @@ def test_critics_are_compared_on_pairs_and_monte_carlo_returns(workspace, branch
 
 
 def pair_accuracy_by_score_turns(folder, workspace):
-    """The share of right pairs by what 05 shows as the credit of dialogues."""
+    """The share of right pairs by the sum of its turn advantages."""
     tokenizer = load_tokenizer(str(folder))
     critic = common.load_critic(common.read_critic(folder, tokenizer, backend), common.load_whole("cpu"))
     trajectories = common.read_trajectories(workspace / "offline.jsonl")
-    scores = [sum(credit) for credit in common.score_turns(critic, tokenizer, trajectories, 4096, "cpu")]
+    scores = [sum(advantages) for advantages in common.score_turns(critic, tokenizer, trajectories, 4096, "cpu")]
     pairs = common.trajectory_pairs(trajectories, "offline.jsonl")
     return sum(scores[chosen] > scores[rejected] for chosen, rejected in pairs) / len(pairs)
 

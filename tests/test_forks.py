@@ -80,7 +80,7 @@ def test_a_fork_holds_nothing_that_it_does_not_use_and_says_how_it_is_started(mo
 
 @pytest.mark.parametrize("name", ["signed", "distill", "gain", "answers"])
 def test_a_stopped_run_goes_on_to_the_same_weights(runs, name, tmp_path, monkeypatch, capsys):
-    """It stops in the second step. Credit, candidates and scores are not made again."""
+    """It stops in the second step. Advantages, candidates and scores are not made again."""
     module, words, whole = runs[name]
     words = [*words, "--save-every", "1", "--out", str(tmp_path / "out")]
     steps = []
@@ -99,7 +99,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(runs, name, tmp_path, monkeyp
         monkeypatch.setattr(common, made_before, stop)
     module.main(words)
     assert "continues at step 1" in capsys.readouterr().out and weights(tmp_path / "out") == weights(whole)
-    for kept in ("credit", "candidates", "scored", "pairs"):
+    for kept in ("advantages", "candidates", "scored", "pairs"):
         if (whole / f"{kept}.jsonl").exists():
             assert read(tmp_path / "out" / f"{kept}.jsonl") == read(whole / f"{kept}.jsonl")
 
@@ -171,15 +171,15 @@ def test_the_estimate_of_the_divergence_is_right_on_average():
 ROOT_2, ROOT_1_5 = 2 ** .5, 1.5 ** .5
 
 
-@pytest.mark.parametrize("returns, credit, tasks, is_signed, expected", [
+@pytest.mark.parametrize("returns, turn_scores, tasks, is_signed, expected", [
     ([1, 0, 1, .5, 0, .5], None, "aabcac", False, [[ROOT_2], [-ROOT_2 / 2], None, None, [-ROOT_2 / 2], None]),
     ([.9 - .05 * 4, .8 - .05 * 2], None, "aa", False, [None, None]),                            # equal but for rounding
     ([1, 0, 0, 1], [[1., 2.], [3.], [], [4.]], "aaab", False, [[-ROOT_1_5, 0], [ROOT_1_5], [], None]),
-    # credit -1 and 3 has the sizes 1 and 3, whose mean is 2; a trajectory too long for the critic has none
+    # scores -1 and 3 has the sizes 1 and 3, whose mean is 2; a trajectory too long for the critic has none
     ([1, 0, 1, 0, 1], [[-1., 3.], [-1., 3.], [], [0., 0.], [5.]], "aaaab", True,
      [[.5, 1.5], [-.5, -1.5], [], [-1, -1], None])])
-def test_advantages_by_hand(returns, credit, tasks, is_signed, expected):
-    advantages = grpo.turn_advantages([float(number) for number in returns], credit, list(tasks), is_signed)
+def test_advantages_by_hand(returns, turn_scores, tasks, is_signed, expected):
+    advantages = grpo.turn_advantages([float(number) for number in returns], turn_scores, list(tasks), is_signed)
     assert advantages == [numbers and pytest.approx(numbers) for numbers in expected]
 
 
@@ -240,13 +240,13 @@ def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(workspace, tm
             "without --best-of") in printed
 
 
-def test_credit_is_the_critics_advantage_of_each_turn(workspace, critic, runs, tiny):
-    rows, credit = read(workspace / "offline.jsonl"), read(runs["signed"][2] / "credit.jsonl")
-    assert [(row["task_id"], row["sample"]) for row in credit] == [(row["task_id"], row["sample"]) for row in rows]
+def test_scores_are_the_critics_advantage_of_each_turn(workspace, critic, runs, tiny):
+    rows, scored = read(workspace / "offline.jsonl"), read(runs["signed"][2] / "advantages.jsonl")
+    assert [(row["task_id"], row["sample"]) for row in scored] == [(row["task_id"], row["sample"]) for row in rows]
     loaded = common.load_critic(common.read_critic(critic, None, backend), common.load_whole("cpu"))
-    for row, advantages in zip(credit, common.score_turns(loaded, tiny[1], rows[:4], 16384, "cpu")):
+    for row, advantages in zip(scored, common.score_turns(loaded, tiny[1], rows[:4], 16384, "cpu")):
         assert row["advantages"] == pytest.approx(advantages, abs=1e-5)
-    assert len({round(value, 6) for row in credit for value in row["advantages"]}) > len(credit)
+    assert len({round(value, 6) for row in scored for value in row["advantages"]}) > len(scored)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

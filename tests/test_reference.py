@@ -92,13 +92,13 @@ def test_an_untrained_critic_scores_by_the_gain(workspace, tiny, item_of, monkey
         assert max(map(abs, point_scores)) > 0.01
 
 
-def test_the_credit_of_turns_by_an_untrained_critic_is_the_gain(workspace, tiny):
+def test_the_advantages_of_turns_by_an_untrained_critic_is_the_gain(workspace, tiny):
     model, tokenizer = tiny
     trajectories = common.read_trajectories(workspace / "offline.jsonl")[:4]
-    credits = common.score_turns(untrained(), tokenizer, trajectories, 4096, "cpu")
-    for trajectory, credit in zip(trajectories, credits):
-        assert credit == pytest.approx([gain(model, tokenizer, trajectory, turn) for turn in agent_turns(trajectory)],
-                                       abs=1e-4)
+    scored = common.score_turns(untrained(), tokenizer, trajectories, 4096, "cpu")
+    for trajectory, advantages in zip(trajectories, scored):
+        gains = [gain(model, tokenizer, trajectory, turn) for turn in agent_turns(trajectory)]
+        assert advantages == pytest.approx(gains, abs=1e-4)
 
 
 def test_released_ranking_is_the_printed_one_and_the_gain(workspace, critic, tiny):

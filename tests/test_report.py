@@ -1,5 +1,5 @@
 """lib/report/: curves as numbers in the SVG, a page in which nothing that a dialogue says is markup, and which stays
-small; credit and agreement by hand; 05 --export messages."""
+small; turn advantages and agreement by hand; 05 --export messages."""
 import base64
 import collections
 import hashlib
@@ -16,10 +16,10 @@ from colbench import backend
 from conftest import read, refused, stage
 from lib.report import page as report
 from lib.report import plots
-from lib.report.credit import agreement, credit_of, credit_rows, kind_lines, read_states
 from lib.report.export import as_messages
 from lib.report.page import page_data, write_report
 from lib.report.plots import curve_svg, report_plots, smoothed
+from lib.report.turn_advantages import advantage_rows, advantage_summary, agreement, kind_lines, read_states
 from lib.runtime import InputError
 from lib.statistics import aligned, interval, measure_turns
 
@@ -99,7 +99,7 @@ class Reader(HTMLParser):
 def write_page(folder, data, **variables):
     """write_report with little but the data; returns the data of the page."""
     values = {"metrics": {}, "metric": "success_rate", "metric_heading": "m", "headings": [], "rows": [], "notes": [],
-              "tables": {}, "plots": [], "credit": None} | variables
+              "tables": {}, "plots": [], "advantages": None} | variables
     write_report(folder / "r.html", data, folder / "images", **values)
     return strict(Reader((folder / "r.html").read_text(encoding="utf-8")).scripts[0])
 
@@ -122,11 +122,11 @@ def hostile_report(folder):
     metrics = {HOSTILE: {"all_known": 0.5, "success_when_known": 0.25, **point(0.5, 0.25, 0.75)}}
     svgs = report_plots(metrics, "success_rate", files, {HOSTILE: {1: point(0.5, 0.4, 0.6)}},
                         {HOSTILE: [{"step": 1, "loss": 0.5, "nll": 0.25}]})
-    credit = {"by_kind": [{"label": HOSTILE, "n": 1, "mean": -0.5, "methods": {}}], "by_round": [],
+    advantages = {"by_kind": [{"label": HOSTILE, "n": 1, "mean": -0.5, "methods": {}}], "by_round": [],
               "agreement": [HOSTILE]}
     data = write_page(folder, page_data(files, backend, "success_rate", HOSTILE), metrics=metrics,
                       metric_heading=HOSTILE, headings=[HOSTILE], rows=[[HOSTILE, HOSTILE]], notes=[HOSTILE],
-                      tables={HOSTILE: HOSTILE}, plots=svgs, credit=credit)
+                      tables={HOSTILE: HOSTILE}, plots=svgs, advantages=advantages)
     return data, (folder / "r.html").read_text(encoding="utf-8")
 
 
@@ -167,7 +167,7 @@ def test_screenshots_of_this_run_are_in_the_page(tmp_path, monkeypatch):
     assert url.startswith("data:image/jpeg;base64,") and len(url) < report.IMAGE_BYTES
 
 
-def test_credit_by_hand():
+def test_turn_advantages_by_hand():
     task = {"facts": [{"topic": "the size", "questions": (), "replies": ("It is 2.",), "told": False, "matters": True}],
             "ground_truth": "def f(): return 2"}
     history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "What is the size?"},
@@ -176,16 +176,17 @@ def test_credit_by_hand():
             for own in ([0.5, -0.25], [0.25, 0.0], None)]
     shares = measure_turns(rows, backend)
     assert shares["turns"] == {"needed": 0.5, "vague": 0.5} and shares["all_known"] == 1
-    found = credit_of(rows)
+    found = advantage_summary(rows)
     assert found == {"mean": 0.25, "too_long": 1, "by_kind": {"needed": {"n": 2, "mean": 0.375},
                                                               "vague": {"n": 2, "mean": -0.125}},
                      "by_round": {"1": {"n": 2, "mean": 0.375}, "2": {"n": 2, "mean": -0.125}}}
-    other = credit_of(rows[:1])
-    [needed, vague] = credit_rows({"a": {"credit": found}, "b": {"credit": other}}, "by_kind")
+    other = advantage_summary(rows[:1])
+    [needed, vague] = advantage_rows({"a": {"turn_advantages": found}, "b": {"turn_advantages": other}}, "by_kind")
     assert (needed["label"], needed["n"], needed["mean"]) == ("needed", 3, pytest.approx((2 * 0.375 + 0.5) / 3))
     assert vague["methods"]["b"] == {"n": 1, "mean": -0.25}
     many = {"by_round": {str(number): {"n": 1, "mean": 0.5} for number in range(1, 13)}}
-    assert [row["label"] for row in credit_rows({"a": {"credit": many}}, "by_round")] == list(map(str, range(1, 13)))
+    labels = [row["label"] for row in advantage_rows({"a": {"turn_advantages": many}}, "by_round")]
+    assert labels == list(map(str, range(1, 13)))
     assert backend.facts(task, history[:1]) == [("It is 2.", False)] and backend.facts(task, history) == [
         ("It is 2.", True)]
 
@@ -306,10 +307,11 @@ def test_a_page_is_made_anew_as_it_was(tmp_path):
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_credit_that_no_browser_reads_is_left_out(tmp_path, value):
+def test_an_advantage_that_no_browser_reads_is_left_out(tmp_path, value):
     row = made_row("x") | {"advantages": [value, 0.5]}
     [dialogue] = write_page(tmp_path, page_data({"a": [row]}, backend, "success_rate", "critic"))["dialogues"]
-    assert "credit" not in dialogue and "credit" not in dialogue["turns"][1] and dialogue["turns"][3]["credit"] == 0.5
+    assert "advantage" not in dialogue
+    assert [turn.get("advantage") for turn in dialogue["turns"]] == [None, None, None, 0.5]
 
 
 STATE = {"task_id": "x", "sample": 0, "turn": 0, "task": TASK, "history": [{"role": "user", "content": "?"}],
@@ -422,14 +424,14 @@ def test_messages_are_a_data_set(workspace, tmp_path):
         assert len(example["kinds"]) == len(example["advantages"]) == row["num_rounds"]
 
 
-def test_credit_goes_with_the_turns():
+def test_advantages_go_with_the_turns():
     trajectory = {"task_id": "x", "run": 2, "sample": 1, "reward": 1, "kinds": ["needed"], "advantages": [0.5],
                   "dialogue_history": [{"role": "user", "content": "?"},
                                        {"role": "assistant", "content": "a", "truncated": True},
                                        {"role": "user", "content": "b"}]}
     row = {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "?"},
                         {"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}],
-           "method": "n", "task_id": "x", "run": 2, "sample": 1, "reward": 1.0, "credit": 0.5, "advantages": [0.5],
+           "method": "n", "task_id": "x", "run": 2, "sample": 1, "reward": 1.0, "advantage": 0.5, "advantages": [0.5],
            "kinds": ["needed"]}
     assert as_messages("n", trajectory, "s") == row
-    assert as_messages("n", trajectory | {"advantages": None}, "s") == row | {"credit": None, "advantages": [None]}
+    assert as_messages("n", trajectory | {"advantages": None}, "s") == row | {"advantage": None, "advantages": [None]}

@@ -16,9 +16,9 @@ FOLDER = ROOT / "lib" / "report"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FACTS = {"game": ("point factor", "life bonus", "loss penalty"), "shipping": ("base price", "price per kilogram"),
          "grades": ("pass mark", "bonus limit", "rounding", "top grade")}
-CREDIT = {"needed": 0.35, "repeat": -0.25, "idle": -0.1, "vague": -0.15, "right answer": 0.3, "wrong answer": -0.05,
+ADVANTAGE = {"needed": 0.35, "repeat": -0.25, "idle": -0.1, "vague": -0.15, "right answer": 0.3, "wrong answer": -0.05,
           "early answer": -0.4}
-KINDS = list(CREDIT)
+KINDS = list(ADVANTAGE)
 
 
 def make_task(rng, number):
@@ -30,11 +30,11 @@ def make_task(rng, number):
 
 def make_dialogue(rng, m, t, task, skill):
     """One dialogue: asks for the facts, with detours, then answers."""
-    turns, known = [{"who": "human", "text": task["request"]}], []
+    turns, known = [{"who": "user", "text": task["request"]}], []
     for _ in range(rng.randint(1, 7)):
         kind = rng.choices(["needed", "repeat", "idle", "vague"], [6 * skill, 1, 1, 1])[0]
         turn = {"who": "agent", "text": "Can you tell me more?", "kind": kind, "tokens": rng.randint(7, 24)}
-        reply = {"who": "human", "text": "That does not matter."}
+        reply = {"who": "user", "text": "That does not matter."}
         if kind == "needed" and len(known) < len(task["facts"]):
             name, value = task["facts"][len(known)].split(" = ")
             turn["text"] = f"Thanks. What should the {name} be?"
@@ -52,10 +52,10 @@ def make_dialogue(rng, m, t, task, skill):
                   "kind": "right answer" if right else "wrong answer" if all_known else "early answer"})
     for turn in turns:
         if turn["who"] == "agent":
-            turn["credit"] = round(rng.gauss(CREDIT[turn["kind"]], 0.12), 4)
+            turn["advantage"] = round(rng.gauss(ADVANTAGE[turn["kind"]], 0.12), 4)
     d = {"m": m, "t": t, "run": 0, "sample": 0, "reward": 1.0 if right else round(rng.randint(0, 9) / 10, 1),
          "rounds": sum(turn["who"] == "agent" for turn in turns), "known": all_known, "answer": answer, "turns": turns,
-         "credit": round(sum(turn.get("credit", 0) for turn in turns), 4)}
+         "advantage": round(sum(turn.get("advantage", 0) for turn in turns), 4)}
     if not right:
         d["failed"] = [{"call": f"f({i})", "expected": "1", "got": "2" if i else None, "said": None if i else "time"}
                        for i in range(2)]
@@ -67,12 +67,12 @@ def make_state(rng, t, task):
     candidates = []
     for kind in rng.choices(KINDS[:4], k=16):
         candidates.append({"text": f"What about {rng.choice(task['facts'])}?", "kind": kind, "cut": False, "chosen": 0,
-                           "advantage": round(rng.gauss(CREDIT[kind], 0.1), 4), "tokens": rng.randint(7, 20),
+                           "advantage": round(rng.gauss(ADVANTAGE[kind], 0.1), 4), "tokens": rng.randint(7, 20),
                            "rejected": 0})
     ranked = sorted(candidates, key=lambda one: -one["advantage"])
     for better, worse in zip(rng.sample(ranked[:8], 4), rng.sample(ranked[8:], 4)):
         better["chosen"], worse["rejected"] = 1, 1
-    return {"d": None, "t": t, "turn": 0, "history": [{"who": "human", "text": task["request"]}],
+    return {"d": None, "t": t, "turn": 0, "history": [{"who": "user", "text": task["request"]}],
             "candidates": candidates}
 
 
@@ -104,29 +104,29 @@ def make_pages(folder, num_tasks=6):
             value = round(rng.random(), 3)
             data["dialogues"].append({
                 "m": m, "t": t, "run": 0, "sample": 0, "reward": value, "similarity": value, "rounds": 1,
-                "answer": html, "turns": [{"who": "human", "text": request}, {"who": "agent", "text": html}],
+                "answer": html, "turns": [{"who": "user", "text": request}, {"who": "agent", "text": html}],
                 **({"image": f"../images/a{t}.png"} if m else {})})
     return data | {"metric": "cosine_similarity", "heading": "cosine similarity", "graded": True, "kinds": [],
                    "critic": None}
 
 
 def mean_rows(data, label_of):
-    """Rows of the credit by what label_of(turn, round) says, as credit_rows gives them."""
+    """Rows of the advantages by what label_of(turn, round) says, as advantage_rows gives them."""
     groups = {}
     for d in data["dialogues"]:
         agent_turns = [turn for turn in d["turns"] if turn["who"] == "agent"]
         for number, turn in enumerate(agent_turns, 1):
             methods = groups.setdefault(label_of(turn, number), {})
-            methods.setdefault(data["methods"][d["m"]], []).append(turn["credit"])
+            methods.setdefault(data["methods"][d["m"]], []).append(turn["advantage"])
 
-    def mean_of(credits):
-        return {"n": len(credits), "mean": sum(credits) / len(credits)}
+    def mean_of(advantages):
+        return {"n": len(advantages), "mean": sum(advantages) / len(advantages)}
     return [{"label": str(label), **mean_of(sum(methods.values(), [])),
-             "methods": {name: mean_of(credits) for name, credits in methods.items()}}
+             "methods": {name: mean_of(advantages) for name, advantages in methods.items()}}
             for label, methods in sorted(groups.items())]
 
 
-def credit_summary(data):
+def advantage_tables(data):
     return {"by_kind": mean_rows(data, lambda turn, _: turn["kind"]),
             "by_round": mean_rows(data, lambda _, number: number), "agreement": ["made data: no oracle was asked"]}
 
@@ -142,7 +142,7 @@ def write(path, data, **changes):
               "headings": ["success"], "rows": [[name, f"{method[data['metric']]:.3f}"]
                                                 for name, method in metrics.items()],
               "notes": ["one run"], "tables": {"Runs": "run  success"}, "plots": [],
-              "credit": credit_summary(data) if data["critic"] else None}
+              "advantages": advantage_tables(data) if data["critic"] else None}
     report.write_report(path, data, path.parent, **values | changes)
     return path
 
@@ -300,7 +300,7 @@ def test_filters_by_hand_and_back(at):
 def test_sorting(at):
     tab = at("#view=dialogues&m=sweet")
     own = [i for i, d in enumerate(DIALOGUES) if d["m"] == 2]
-    for key in ("credit", "rounds", "reward"):
+    for key in ("advantage", "rounds", "reward"):
         for sign, order in ((1, "ascending"), (-1, "descending")):
             tab.click(f"#sort-{key}")
             assert numbers(tab) == sorted(own, key=lambda i: sign * DIALOGUES[i][key])
@@ -309,7 +309,7 @@ def test_sorting(at):
     assert numbers(tab) == sorted(own, key=lambda i: DATA["tasks"][DIALOGUES[i]["t"]]["request"])
 
 
-def test_a_dialogue_shows_every_turn_with_its_credit(at):
+def test_a_dialogue_shows_every_turn_with_its_advantage(at):
     d = next(i for i, d in enumerate(DIALOGUES) if d["rounds"] == 6 and d["reward"] < 1)
     tab = at(f"#d={d}&turn=3")
     one = DIALOGUES[d]
@@ -321,16 +321,16 @@ def test_a_dialogue_shows_every_turn_with_its_credit(at):
         assert re.sub(r"\s+", " ", text).strip() == re.sub(r"\s+", " ", turn["text"]).strip()
         assert ("named" in card.get_attribute("class")) == (place == 3)
         if turn["who"] == "agent":
-            assert card.locator(".number").inner_text() == f"{turn['credit']:+.3f}".replace("-", "\u2212")
+            assert card.locator(".number").inner_text() == f"{turn['advantage']:+.3f}".replace("-", "\u2212")
             middle = card.locator(".track").bounding_box()
             fill = card.locator(".fill").bounding_box()
             centre = middle["x"] + middle["width"] / 2
-            if turn["credit"] > 0.01:
+            if turn["advantage"] > 0.01:
                 assert fill["x"] == pytest.approx(centre, abs=1)
-            elif turn["credit"] < -0.01:
+            elif turn["advantage"] < -0.01:
                 assert fill["x"] + fill["width"] == pytest.approx(centre, abs=1)
             assert card.locator(".badge.kind").inner_text() == turn["kind"]
-    assert tab.locator("#dialogue .sum .number").inner_text().replace("\u2212", "-") == f"{one['credit']:+.3f}"
+    assert tab.locator("#dialogue .sum .number").inner_text().replace("\u2212", "-") == f"{one['advantage']:+.3f}"
     assert tab.locator("#dialogue .bars a").count() == 6
     assert tab.locator("#turn-%d-3" % d).evaluate("e => e.getBoundingClientRect().top") < 900
     tab.click("summary:has-text('failed tests')")
@@ -367,7 +367,7 @@ def test_reference_and_facts_are_behind_the_switch(at):
 
 
 def test_keyboard(at):
-    tab = at("#view=dialogues&m=sweet&sort=-credit")
+    tab = at("#view=dialogues&m=sweet&sort=-advantage")
     order = numbers(tab)
     for key in ("j", "j", "ArrowDown", "k", "ArrowUp", "j"):
         tab.keyboard.press(key)
@@ -426,10 +426,11 @@ def signed(own):
     return f"{own['mean']:+.3f}".replace("-", "\u2212")
 
 
-def test_credit_summary_and_the_strip_of_all_turns(at):
-    tab = at("#view=credit")
-    summary = credit_summary(DATA)
-    for table, rows in zip(tab.locator("#credit table").all(), (summary["by_kind"], summary["by_round"]), strict=True):
+def test_advantage_tables_and_the_strip_of_all_turns(at):
+    tab = at("#view=advantages")
+    summary = advantage_tables(DATA)
+    tables = tab.locator("#advantages table").all()
+    for table, rows in zip(tables, (summary["by_kind"], summary["by_round"]), strict=True):
         assert [re.split(r"\s*\t\s*|\n", row.inner_text()) for row in table.locator("tbody tr").all()] == [
             [row["label"], str(row["n"]), signed(row), *(f"{signed(own)} ({own['n']})" if own else "–" for own in map(
                 row["methods"].get, DATA["methods"]))] for row in rows]
@@ -442,7 +443,7 @@ def test_credit_summary_and_the_strip_of_all_turns(at):
     tab.select_option("#s-m", "base")
     tab.select_option("#s-kind", "vague")
     assert 0 < tab.evaluate(drawn) < whole and tab.url.endswith("m=base&kind=vague")
-    at("#view=credit")
+    at("#view=advantages")
     tab.locator("canvas").scroll_into_view_if_needed()
     box = tab.locator("canvas").bounding_box()
     most = max(d["rounds"] for d in DIALOGUES)
@@ -584,7 +585,7 @@ def test_a_text_has_its_own_direction(hostile, hostile_tab):
 
 
 def test_every_address_shows_something(hostile, hostile_tab):
-    views = ("compare", "credit", "candidates", "failures", "failures&what=faults", "failures&what=leaks",
+    views = ("compare", "advantages", "candidates", "failures", "failures&what=faults", "failures&what=leaks",
              "failures&what=pages", "dialogues&q=%3Cscript", "dialogues&q=__proto__", "dialogues&sort=constructor",
              "__proto__", "constructor", "dialogues&m=constructor&kind=__proto__&page=-7",
              "compare&t=__proto__&pick=a,99999", "<script>")
@@ -632,19 +633,19 @@ def test_missing_pieces_leave_their_section_out(browser, tmp_path):
     for task in data["tasks"]:
         del task["facts"], task["family"]
     for d in data["dialogues"]:
-        for key in ("credit", "known", "failed", "faults"):
+        for key in ("advantage", "known", "failed", "faults"):
             d.pop(key, None)
         for turn in d["turns"]:
-            for key in ("credit", "kind", "learned", "tokens", "cut", "leak"):
+            for key in ("advantage", "kind", "learned", "tokens", "cut", "leak"):
                 turn.pop(key, None)
     page = Page(browser, write(tmp_path / "report.html", data))
     tab = page.open()
     assert shown(tab, "#nav a") == ["Results", "Dialogues", "Compare", "Failures"]
     tab.goto(page.address + "#d=4")
     assert tab.locator(".turn").count() == len(data["dialogues"][4]["turns"])
-    assert not {"credit", "no."} & set(shown(tab, "#list th"))
-    assert tab.locator(".credit, .strip, .bars, .facts").count() == 0
-    for view in ("credit", "candidates"):
+    assert not {"advantage", "no."} & set(shown(tab, "#list th"))
+    assert tab.locator(".advantage, .strip, .bars, .facts").count() == 0
+    for view in ("advantages", "candidates"):
         tab.goto(page.address + f"#view={view}")
         assert shown(tab, "#nav a[aria-current]") == ["Results"]
     tab.goto(page.address + "#view=failures")
@@ -652,8 +653,8 @@ def test_missing_pieces_leave_their_section_out(browser, tmp_path):
     page.close()
 
 
-VIEWS = ("results", "dialogues", "compare", "credit", "candidates", "failures", "dialogues&sort=reward",
-         "dialogues&sort=-credit", "dialogues&reward=failed", "failures&what=faults")
+VIEWS = ("results", "dialogues", "compare", "advantages", "candidates", "failures", "dialogues&sort=reward",
+         "dialogues&sort=-advantage", "dialogues&reward=failed", "failures&what=faults")
 
 
 def test_a_page_that_had_to_leave_dialogues_out_says_so_in_each_view(browser, tmp_path):
@@ -665,21 +666,21 @@ def test_a_page_that_had_to_leave_dialogues_out_says_so_in_each_view(browser, tm
 
 
 def test_a_page_without_a_dialogue_opens(browser, tmp_path):
-    page = Page(browser, write(tmp_path / "report.html", make_data(0), credit=None))
+    page = Page(browser, write(tmp_path / "report.html", make_data(0), advantages=None))
     for view in VIEWS:
         assert page.open(f"#view={view}").locator("#nav a[aria-current]").count() == 1
     page.close()
 
 
 def test_numbers_that_are_missing_leave_their_place_empty(browser, tmp_path):
-    """As page_data leaves the credit out where a critic gives no finite number."""
+    """As page_data leaves the advantage out where a critic gives no finite number."""
     data = make_data(4, num_states=2) | {"critic": None}
     for d in data["dialogues"][:4]:
-        for key in ("reward", "credit", "sample"):
+        for key in ("reward", "advantage", "sample"):
             d.pop(key, None)
         for turn in d["turns"]:
-            turn.pop("credit", None)
-    page = Page(browser, write(tmp_path / "report.html", data, credit={"by_kind": [], "by_round": []}))
+            turn.pop("advantage", None)
+    page = Page(browser, write(tmp_path / "report.html", data, advantages={"by_kind": [], "by_round": []}))
     for view in VIEWS:
         assert page.open(f"#view={view}").locator("main").inner_text() != ""
     assert "no number" in page.open("#d=0").inner_text("#dialogue .about")
@@ -690,14 +691,14 @@ def test_numbers_that_are_missing_leave_their_place_empty(browser, tmp_path):
 def test_a_page_of_very_many_dialogues_and_turns_opens(browser, tmp_path):
     """Math.max(...values) ends with an error at about 120,000 values."""
     data = make_data(1, num_states=0) | {"critic": None}
-    one = {"m": 0, "t": 0, "run": 0, "sample": 0, "reward": 1, "rounds": 1, "credit": 0.5, "answer": "",
-           "turns": [{"who": "human", "text": "?"}, {"who": "agent", "text": "a", "credit": 0.5}]}
+    one = {"m": 0, "t": 0, "run": 0, "sample": 0, "reward": 1, "rounds": 1, "advantage": 0.5, "answer": "",
+           "turns": [{"who": "user", "text": "?"}, {"who": "agent", "text": "a", "advantage": 0.5}]}
     data["dialogues"] += [one] * 130_000
     data["dialogues"].append(one | {"turns": one["turns"] * 5_000, "rounds": 5_000})
-    credit = {"by_kind": [], "by_round": [], "agreement": []}
-    page = Page(browser, write(tmp_path / "report.html", data, credit=credit))
+    advantages = {"by_kind": [], "by_round": [], "agreement": []}
+    page = Page(browser, write(tmp_path / "report.html", data, advantages=advantages))
     assert shown(page.open("#view=dialogues"), "#counter") == ["130,003 of 130,003 dialogues"]
-    assert page.open("#view=credit").locator("canvas").is_visible()
+    assert page.open("#view=advantages").locator("canvas").is_visible()
     assert page.open("#d=130002").locator("#dialogue .turn").count() == 10_000
     page.close()
 
@@ -726,7 +727,7 @@ def contrast(tab, selector):
 def test_contrast_and_width_of_a_phone(browser, small, scheme):
     page = Page(browser, small.path, color_scheme=scheme, viewport={"width": 400, "height": 800})
     failed = next(i for i, d in enumerate(DIALOGUES) if d["reward"] < 1)
-    for fragment in ("", "#view=dialogues", f"#d={failed}&turn=1", "#view=compare&t=1", "#view=credit",
+    for fragment in ("", "#view=dialogues", f"#d={failed}&turn=1", "#view=compare&t=1", "#view=advantages",
                      "#view=candidates&s=1", "#view=failures", "#view=failures&what=cut"):
         tab = page.open(fragment)
         tab.check("#secrets")

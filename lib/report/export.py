@@ -29,7 +29,7 @@ def as_messages(name, trajectory, system):
         "run": trajectory.get("run", 0),
         "sample": trajectory["sample"],
         "reward": float(trajectory["reward"]),
-        "credit": round(sum(advantages), 6) if advantages else None,
+        "advantage": round(sum(advantages), 6) if advantages else None,
         "advantages": [round(value, 6) for value in advantages] if advantages else [None] * len(kinds),
         "kinds": kinds,
     }

@@ -20,11 +20,11 @@ DIALOGUES.forEach((d, number) => {
   BY_TASK[d.t].push(number);
 });
 const given = value => value !== undefined && value !== null && value !== false;
-const CREDITS = DIALOGUES.flatMap(d => d.agent.map(place => d.turns[place].credit)).filter(given);
-const SIZES = CREDITS.map(Math.abs).sort((a, b) => a - b);
+const ADVANTAGES = DIALOGUES.flatMap(d => d.agent.map(place => d.turns[place].advantage)).filter(given);
+const SIZES = ADVANTAGES.map(Math.abs).sort((a, b) => a - b);
 const FULL_BAR = SIZES.length ? SIZES[Math.floor(0.99 * (SIZES.length - 1))] || 1 : 1;  // a few turns are beyond
 const most = (items, valueOf, least) => items.reduce((best, item) => Math.max(best, valueOf(item)), least);
-const SUMS = most(DIALOGUES, d => Math.abs(d.credit || 0), 1e-9);       // Math.max(...) takes 100,000 values at most
+const SUMS = most(DIALOGUES, d => Math.abs(d.advantage || 0), 1e-9);       // Math.max(...) takes 100,000 values at most
 
 const won = d => d.reward === 1;
 const verdict = d => DATA.graded ? "" : won(d) ? "good" : "bad";                         // the look of a badge
@@ -76,18 +76,18 @@ function textBlock(text, name = "div", className = "text") {
 }
 
 /** A bar from the middle: to the right and "+" above 0, to the left, striped and "−" below. */
-function creditBar(value, full = FULL_BAR) {
+function advantageBar(value, full = FULL_BAR) {
   const width = Math.min(50, 50 * Math.abs(value) / full).toFixed(1);
-  return el("span", { class: `credit ${value < 0 ? "minus" : "plus"}` },
+  return el("span", { class: `advantage ${value < 0 ? "minus" : "plus"}` },
     el("span", { class: "track", "aria-hidden": "true" },
       el("span", { class: "fill", style: `${value < 0 ? "right" : "left"}:50%;width:${width}%` })),
     el("span", { class: "number" }, signed(value)));
 }
 
-/** The credit of all turns of a dialogue over its rounds, small: one element, as a list has hundreds. */
+/** The advantages of all turns of a dialogue over its rounds, small: one element, as a list has hundreds. */
 function strip(d) {
   const bars = d.agent.flatMap((place, round) => {
-    const value = d.turns[place].credit || 0, height = Math.min(12, 12 * Math.abs(value) / FULL_BAR).toFixed(1);
+    const value = d.turns[place].advantage || 0, height = Math.min(12, 12 * Math.abs(value) / FULL_BAR).toFixed(1);
     const color = value < 0 ? "var(--minus)" : "var(--plus)", top = value < 0 ? 12 : 12 - height;
     return `linear-gradient(${color},${color}) ${9 * round}px ${top}px/8px ${height}px no-repeat`;
   });
@@ -97,11 +97,11 @@ function strip(d) {
 /** The same, large: each bar is a link to its turn. */
 function linkedStrip(d) {
   return el("span", { class: "bars" }, d.agent.map((place, round) => {
-    const value = d.turns[place].credit;
+    const value = d.turns[place].advantage;
     if (value === undefined) return null;
     const height = Math.min(50, 50 * Math.abs(value) / FULL_BAR).toFixed(1);
     return link({ turn: place }, el("span", { class: value < 0 ? "down" : "up", style: `height:${height}%` }),
-      { "data-round": round + 1, title: signed(value), "aria-label": `round ${round + 1}, credit ${signed(value)}` });
+      { "data-round": round + 1, title: signed(value), "aria-label": `round ${round + 1}, advantage ${signed(value)}` });
   }));
 }
 
@@ -227,7 +227,7 @@ const FILTERS = {
 };
 const SORTS = {
   number: d => d.number, method: d => d.m, request: d => TASKS[d.t].request, family: d => TASKS[d.t].family || "",
-  reward: d => d.reward, rounds: d => d.rounds, credit: d => d.credit === undefined ? -Infinity : d.credit,
+  reward: d => d.reward, rounds: d => d.rounds, advantage: d => d.advantage === undefined ? -Infinity : d.advantage,
   __proto__: null,
 };
 let chosen = { key: null, list: [] };
@@ -272,7 +272,7 @@ function filterBar() {
     el("button", { type: "button", id: "f-reset", onclick: () => go(fresh({ view: "dialogues" })) }, "reset"));
 }
 
-function row(d, withCredit) {
+function row(d, withAdvantage) {
   const opened = { d: d.number, turn: null }, task = TASKS[d.t];
   return el("tr", { "aria-current": String(d.number) === state.d && "true",
     onclick: event => event.target.closest("a") || go(opened) },
@@ -282,12 +282,12 @@ function row(d, withCredit) {
         firstLine(task.request) || "(no text)"], { class: "open", id: `open-${d.number}` })),
     el("td", { class: "extra" }, task.family || ""), numberCell(rewardText(d)),
     el("td", { class: "num extra" }, String(d.rounds)),
-    withCredit && numberCell(given(d.credit) ? signed(d.credit, 2) : ""),
-    withCredit && el("td", { class: "extra" }, strip(d)));
+    withAdvantage && numberCell(given(d.advantage) ? signed(d.advantage, 2) : ""),
+    withAdvantage && el("td", { class: "extra" }, strip(d)));
 }
 
 function drawList() {
-  const list = selection(), withCredit = CREDITS.length > 0;
+  const list = selection(), withAdvantage = ADVANTAGES.length > 0;
   const by = (state.sort || "number").replace("-", ""), down = (state.sort || "").startsWith("-");
   const column = (order, className, text = order) => {
     const onclick = () => go({ sort: by === order && !down ? "-" + order : order, page: null });
@@ -299,9 +299,9 @@ function drawList() {
   const table = el("table", { class: "rows" },
     el("thead", {}, el("tr", {}, column("number", "num extra", "no."), column("method", ""), column("request", ""),
       column("family", "extra"), column("reward", "num"), column("rounds", "num extra"),
-      withCredit && column("credit", "num"),
-      withCredit && el("th", { scope: "col", class: "c-strip extra" }, "turn by turn"))),
-    el("tbody", {}, onPage(list, ROWS_A_PAGE).map(d => row(d, withCredit))));
+      withAdvantage && column("advantage", "num"),
+      withAdvantage && el("th", { scope: "col", class: "c-strip extra" }, "turn by turn"))),
+    el("tbody", {}, onPage(list, ROWS_A_PAGE).map(d => row(d, withAdvantage))));
   const counter = `${counted(list.length)} of ${counted(DIALOGUES.length)} dialogues`;
   if ($("counter").textContent !== counter) $("counter").textContent = counter;
   $("list").replaceChildren(el("div", { class: "scroll" }, table), pager(list.length, ROWS_A_PAGE) || "");
@@ -333,7 +333,7 @@ function drawDialogues(before) {
   if (!d && before.d && $(`open-${before.d}`)) $(`open-${before.d}`).focus();
 }
 
-/** What stands over a dialogue: method, reward, rounds, credit. */
+/** What stands over a dialogue: method, reward, rounds. */
 const facts = d => el("p", { class: "about" }, badge(nameOf(d), "method"),
   badge(`reward ${rewardText(d)}`, verdict(d)), badge(several(d.rounds, "round")),
   TASKS[d.t].family && badge(TASKS[d.t].family),
@@ -357,7 +357,7 @@ function secrets(task, d) {
     task.image && d && comparison(d));
 }
 
-/** One turn: who, what it says, its credit. `known`: the numbers of the facts that are known before it, added to. */
+/** One turn: who, what it says, its advantage. `known`: the numbers of the facts that are known before it, added to. */
 function turnCard(d, place, known) {
   const turn = d.turns[place], agent = turn.who === "agent", all = TASKS[d.t].facts || [], one = STATES[turn.state];
   const answer = agent && place === d.agent[d.agent.length - 1] && d.answer ? turn.text.lastIndexOf(d.answer) : -1;
@@ -372,7 +372,7 @@ function turnCard(d, place, known) {
     if (event.target.open && event.target.children.length === 1) event.target.append(candidateTable(one));
   } }, el("summary", {}, `${several(one.candidates.length, "candidate")} of this turn`));
   const named = state.turn === String(place) && state.d === String(d.number) ? "named" : "";
-  return el("div", { class: `turn ${agent ? "agent" : "human"} ${named}`, id: `turn-${d.number}-${place}` },
+  return el("div", { class: `turn ${agent ? "agent" : "user"} ${named}`, id: `turn-${d.number}-${place}` },
     el("p", { class: "who" }, el("b", {}, turn.who), agent && ` round ${d.agent.indexOf(place) + 1}`,
       turn.tool && badge(turn.tool), turn.kind && badge(turn.kind, "kind"),
       turn.tokens && el("span", { class: "muted" }, several(turn.tokens, "token")),
@@ -381,7 +381,7 @@ function turnCard(d, place, known) {
       link(fresh({ view: "dialogues", d: d.number, turn: place }), "#" + place,
         { class: "anchor", "aria-label": `link to turn ${place}` })),
     el("div", { class: "said" }, said, learned, candidates),
-    given(turn.credit) && creditBar(turn.credit));
+    given(turn.advantage) && advantageBar(turn.advantage));
 }
 
 const failedTests = d => el("div", { class: "scroll" }, el("table", { class: "tests" },
@@ -399,9 +399,9 @@ function dialogue(d) {
       BY_TASK[d.t].length > 1 && link(fresh({ view: "compare", t: d.t }), "compare the methods on this task"),
       button("dialogue-close", "close", () => go({ d: null, turn: null }))),
     el("h2", { id: "dialogue-title", tabindex: "-1", dir: "auto" }, firstLine(task.request)), facts(d),
-    given(d.credit) && el("div", { class: "sum" }, linkedStrip(d),
-      el("p", {}, "sum of the credit ", creditBar(d.credit, SUMS)),
-      note("Credit of a turn: how much more likely the trained critic finds it than before training, given the " +
+    given(d.advantage) && el("div", { class: "sum" }, linkedStrip(d),
+      el("p", {}, "sum of the turn advantages ", advantageBar(d.advantage, SUMS)),
+      note("Advantage of a turn: how much more likely the trained critic finds it than before training, given the " +
         "solution. Down and striped: less likely.")),
     secrets(task, d),
     el("div", { class: "turns" }, d.turns.map((_, number) => turnCard(d, number, known))),
@@ -439,7 +439,7 @@ function drawCompare() {
   const columns = el("div", { class: "columns", style: `--columns:${shown.length}` }, shown.map(d =>
     el("div", { class: "head" }, link(fresh({ view: "dialogues", d: d.number }), el("b", {}, nameOf(d))), " ",
       badge(rewardText(d), verdict(d)), badge(several(d.rounds, "round")),
-      given(d.credit) && creditBar(d.credit, SUMS), given(d.credit) && strip(d))));
+      given(d.advantage) && advantageBar(d.advantage, SUMS), given(d.advantage) && strip(d))));
   for (let turn = 1; turn < Math.max(...shown.map(d => d.turns.length)); turn++) {
     columns.append(...shown.map((d, column) => d.turns[turn] ?
       el("div", { class: "cell" }, el("span", { class: "narrow" }, nameOf(d)), turnCard(d, turn, known[column])) :
@@ -463,12 +463,12 @@ function methodBox(numbers, m, picks) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// credit: all turns over the rounds
+// turn advantages: all turns over the rounds
 
-function drawCredit() {
-  if (!CREDITS.length) return;
+function drawAdvantages() {
+  if (!ADVANTAGES.length) return;
   const rounds = most(DIALOGUES, d => d.agent.length, 1), box = $("strip");
-  const label = "Credit of every turn, by round; the table above has the means";
+  const label = "The advantage of every turn, by round; the table above has the means";
   const canvas = el("canvas", { role: "img", "aria-label": label });
   box.replaceChildren(el("h2", {}, "Every turn"), note("One mark is one turn: a disc above 0, a ring below. " +
     "The line is the mean of a round. A click opens the dialogue."),
@@ -498,17 +498,17 @@ function drawCredit() {
   for (const d of DIALOGUES) {
     if (state.m && METHODS[d.m] !== state.m) continue;
     d.agent.forEach((place, round) => {
-      const { credit, kind } = d.turns[place];
-      if (credit === undefined || (state.kind && kind !== state.kind)) return;
+      const { advantage, kind } = d.turns[place];
+      if (advantage === undefined || (state.kind && kind !== state.kind)) return;
       const x = left + (round + 0.5 + 0.7 * ((d.number * 0.618034) % 1 - 0.5)) * step;
-      points.push([x, y(credit), d.number, place]);
-      sums[round][0] += credit;
+      points.push([x, y(advantage), d.number, place]);
+      sums[round][0] += advantage;
       sums[round][1] += 1;
       pen.globalAlpha = 0.45;
       pen.beginPath();
-      pen.arc(x, y(credit), 2, 0, 7);
-      pen.fillStyle = pen.strokeStyle = color(credit < 0 ? "--minus" : "--plus");
-      if (credit < 0) pen.stroke();
+      pen.arc(x, y(advantage), 2, 0, 7);
+      pen.fillStyle = pen.strokeStyle = color(advantage < 0 ? "--minus" : "--plus");
+      if (advantage < 0) pen.stroke();
       else pen.fill();
     });
   }
@@ -533,7 +533,7 @@ function candidateTable(one) {
   const full = Math.max(1e-9, ...ranked.map(candidate => Math.abs(candidate.advantage)));
   const mark = (count, text, kind) => count > 0 && badge(count > 1 ? `${text} \u00D7${count}` : text, kind);
   const line = (candidate, rank) => el("tr", { class: rank === half ? "half" : "" },
-    el("th", { scope: "row" }, String(rank + 1)), cell(creditBar(candidate.advantage, full)),
+    el("th", { scope: "row" }, String(rank + 1)), cell(advantageBar(candidate.advantage, full)),
     cell(mark(candidate.chosen, "\u25B2 chosen", "chosen"), mark(candidate.rejected, "\u25BC rejected", "rejected")),
     withKind && cell(candidate.kind || ""), numberCell(given(candidate.tokens) ? String(candidate.tokens) : ""),
     cell(candidate.cut && badge("\u2702 cut", "bad"), textBlock(candidate.text)));
@@ -554,7 +554,7 @@ function drawCandidates() {
       "The double line parts the halves."),
     el("h2", { dir: "auto" }, firstLine(task.request)), secrets(task),
     el("details", { open: true }, el("summary", {}, `the dialogue so far (${several(one.history.length, "turn")})`),
-      one.history.map(turn => el("div", { class: `turn ${turn.who === "agent" ? "agent" : "human"}` },
+      one.history.map(turn => el("div", { class: `turn ${turn.who === "agent" ? "agent" : "user"}` },
         el("p", { class: "who" }, el("b", {}, turn.who)), el("div", { class: "said" }, textBlock(turn.text))))),
     candidateTable(one));
 }
@@ -600,7 +600,7 @@ function drawFailures() {
 // ---------------------------------------------------------------------------------------------------------------------
 // keys, and the start
 
-const VIEWS = { results: () => {}, dialogues: drawDialogues, compare: drawCompare, credit: drawCredit,
+const VIEWS = { results: () => {}, dialogues: drawDialogues, compare: drawCompare, advantages: drawAdvantages,
   candidates: drawCandidates, failures: drawFailures };
 
 /** To the next (1) or previous (-1) dialogue, task or state; in a list, to the next row. */
@@ -654,7 +654,7 @@ $("left-out").hidden = !DATA.left_out;
 for (const id of ["nav", "switch", "help-button"]) $(id).hidden = false;
 for (const tab of [...$("nav").children]) if (tab.dataset.view === "candidates" && !STATES.length) tab.remove();
 window.addEventListener("hashchange", show);
-const redraw = () => state.view === "credit" && drawCredit();
+const redraw = () => state.view === "advantages" && drawAdvantages();
 window.addEventListener("resize", redraw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 show();

@@ -29,7 +29,7 @@ def page_data(files, domain, metric, critic=None, states=()):
     files: {name: trajectories, scored, with "kinds" and "known" (measure_turns), and with "failed" (Environment.score)
     and "advantages" (common.score_turns) where these are known}.
     critic: whose advantages they are.
-    states: credit.read_states, with the "kind" of each candidate."""
+    states: turn_advantages.read_states, with the "kind" of each candidate."""
     tasks, dialogues = {}, []                                        # tasks: {task_id: its data}
     for method, trajectories in enumerate(files.values()):
         for trajectory in trajectories:
@@ -73,7 +73,7 @@ def text_of(value):
     return f"{text[:MAX_TEXT]} … [{len(text) - MAX_TEXT:,} more characters]"
 
 
-def credit_for_page(value):
+def rounded(value):
     """Six digits; None where there is no number, or one that JSON lacks."""
     return round(value, 6) if value is not None and math.isfinite(value) else None
 
@@ -107,7 +107,7 @@ def dialogue_data(trajectory, domain):
         "answer": text_of(trajectory["answer"]),
         "known": trajectory["known"],
         "similarity": trajectory["reward"] if "reference_image" in scores else None,
-        "credit": credit_for_page(sum(advantages)) if advantages else None,
+        "advantage": rounded(sum(advantages)) if advantages else None,
         "image": scores.get("image"),
         "faults": render_faults(trajectory, scores),
         "failed": [slim(test) for test in trajectory.get("failed") or []],
@@ -128,7 +128,7 @@ def turns_data(trajectory, domain):
                 "who": "agent",
                 "text": text_of(turn["content"]),
                 "kind": next(kinds),
-                "credit": credit_for_page(next(advantages, None)),
+                "advantage": rounded(next(advantages, None)),
                 "tokens": len(turn["output_ids"]) if "output_ids" in turn else None,
                 "cut": turn.get("truncated") or None,
             }))
@@ -136,7 +136,7 @@ def turns_data(trajectory, domain):
             learned = known_after[place + 1] - known
             known |= learned
             turns.append(slim({
-                "who": "human",
+                "who": "user",
                 "text": text_of(turn["content"]),
                 "learned": sorted(learned),
                 "tool": "tool" if turn.get("tool") else None,
@@ -173,7 +173,7 @@ def state_data(state):
     """What the page shows of a state's candidates."""
     history = []
     for turn in state["history"]:
-        history.append({"who": "agent" if turn["role"] == "assistant" else "human", "text": text_of(turn["content"])})
+        history.append({"who": "agent" if turn["role"] == "assistant" else "user", "text": text_of(turn["content"])})
     candidates = []
     for candidate, advantage in zip(state["candidates"], state["advantages"]):
         candidates.append(slim({
@@ -280,8 +280,8 @@ def screenshots(data, folder):
 def write_report(path, data, images, **variables):
     """Write the page: page.html with page.css and page.js beside it in this folder. data: page_data; images: the folder
     of this run's screenshots; variables: metrics, metric, headings, rows (of the comparison), notes [line], tables
-    {heading: text}, plots [(title, SVG, caption)], credit (None, or {"by_kind", "by_round": credit_rows, "agreement":
-    [line]})."""
+    {heading: text}, plots [(title, SVG, caption)], advantages (None, or {"by_kind", "by_round":
+    advantage_rows, "agreement": [line]})."""
     from jinja2 import Environment, FileSystemLoader
     from markupsafe import Markup
     folder = pathlib.Path(__file__).parent

@@ -1,4 +1,4 @@
-"""The credit of turns (common.score_turns) by kind and by round; SWEET's candidates as 04 left them, and how far their
+"""Turn advantages (common.score_turns) by kind and by round; SWEET's candidates as 04 left them, and how far their
 critic agrees with the oracles of a domain."""
 import pathlib
 
@@ -9,10 +9,10 @@ from lib.servers import visible_text
 from lib.statistics import aligned, average_ranks, interval, mean, mean_of_groups, rank_correlation
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the credit of turns
+# turn advantages
 
-def credit_of(trajectories):
-    """The credit of one method's dialogues (after measure_turns), by their "advantages":
+def advantage_summary(trajectories):
+    """The turn advantages of one method's dialogues (after measure_turns), by "advantages":
 
     {"mean": of the dialogues' sums, "too_long": how many dialogues have none,
      "by_kind", "by_round": {kind or round: {"n", "mean"} of the turns}}; no kinds where the tasks state none."""
@@ -39,12 +39,12 @@ def number_and_mean(groups):
     return {str(name): {"n": len(groups[name]), "mean": mean(groups[name])} for name in sorted(groups)}
 
 
-def credit_rows(metrics, key):
+def advantage_rows(metrics, key):
     """A row for each kind of turn ("by_kind") or round ("by_round") that a method has, of all methods together:
     {"label", "n", "mean", "methods": {name: {"n", "mean"}}}."""
     rows = {}
     for name, method in metrics.items():
-        for label, values in method["credit"][key].items():
+        for label, values in method["turn_advantages"][key].items():
             row = rows.setdefault(label, {"label": label, "n": 0, "sum": 0, "methods": {}})
             row["n"] += values["n"]
             row["sum"] += values["n"] * values["mean"]
