@@ -305,6 +305,8 @@ def to_trajectory(dialogue, verdicts, players, args):
     trajectory["informed"] = args.agent == "script-informed"
     if dialogue.system is not None:
         trajectory["system_prompt"] = dialogue.system
+    if "agent" in args.chat_template_args:
+        trajectory["chat_template_args"] = args.chat_template_args["agent"]
     return {**trajectory, **dialogue.branch}
 
 
@@ -505,7 +507,9 @@ def open_players(domain, system, device, args):
     players = Players(environment, device, **open_samplers(domain, device, args))
     tokenizer = players.agent and players.agent.tokenizer
     if tokenizer:
-        common.check_system_prompt(args.agent, tokenizer, domain, system, args.max_rounds)
+        if system is None:
+            system = domain.AGENT_SYSTEM.format(max_rounds=args.max_rounds)
+        common.check_prompt(args.agent, tokenizer, system, players.agent.template_args)
     if args.best_of > 1 and not players.judge:
         players.critic = open_critic(domain, tokenizer, device, args)
     return players

@@ -539,7 +539,7 @@ def main(argv=None):
     if method.has_pairs:
         ref_logps = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)
     train(scorer, examples, ref_logps, args, run)
-    common.note_system_prompt(args.out, trajectories)
+    common.note_prompt(args.out, trajectories)
     training.finish_training(args.out, scorer, tokenizer, args.merge)
     add_costs(args.out, folder=True)
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import json
 import math
 import pathlib
 import re
@@ -22,11 +23,13 @@ from colbench import ColBenchError, domain_of, schema, task_id
 from colbench.schema import label, list_of, nullable, one_of, record, short_text, token_ids, whole
 from lib import models, vision
 from lib.models import (
+    continuation,
     encode,
     end_of_turn,
     generation_cue,
     load_model,
     load_tokenizer,
+    plain,
     projection_of,
     render_chat,
     tokenizer_name,
@@ -71,12 +74,13 @@ REWARD = schema.number(-1.001, 1.001)                               # a cosine i
 TRAJECTORY = record(
     {"task": dict, "dialogue_history": list_of(TURN), "answer": str},
     {"task_id": nullable(label), "sample": int, "reward": nullable(REWARD), "max_rounds": whole(1),
-     "num_rounds": int, "system_prompt": str, "agent": nullable(short_text), "simulator": nullable(short_text),
-     "critic": nullable(short_text), "tokenizer": nullable(str), "informed": nullable(bool), "best_of": whole(1),
-     "run": whole(0), "similarity": str, "image": nullable(short_text), "reference_image": nullable(short_text),
-     "render_fault": nullable(str), "continuation": int, "no_room": bool,
+     "num_rounds": int, "system_prompt": str, "chat_template_args": dict, "agent": nullable(short_text),
+     "simulator": nullable(short_text), "critic": nullable(short_text), "tokenizer": nullable(str),
+     "informed": nullable(bool), "best_of": whole(1), "run": whole(0), "similarity": str,
+     "image": nullable(short_text), "reference_image": nullable(short_text), "render_fault": nullable(str),
+     "continuation": int, "no_room": bool,
      "branch": record({"sample": int, "turn": whole(0), "candidate": int})})
-AGENT = record({"system_prompt": str})
+AGENT = record({"system_prompt": str}, {"chat_template_args": dict})
 CRITIC = record({"head": one_of("lm", "regression", "value"), "normalize": one_of("turn", "trajectory", "none"),
                  "privileged": bool, "reference": short_text}, {"visual": bool, "reference_sees_c": bool})
 
@@ -199,6 +203,17 @@ LAST_ROUND = "\n(last round)"
 HIDDEN_INFO = "The {noun} that this person needs is the following.\n{ground_truth}\nThe dialogue with the person:\n"
 
 
+def agent_chat(trajectory, history):
+    """agent_messages of the agent of a trajectory after `history`."""
+    max_rounds = trajectory.get("max_rounds", 10)
+    return agent_messages(history, max_rounds, domain_of(trajectory["task"]).AGENT_SYSTEM, system_prompt(trajectory))
+
+
+def template_args(trajectory):
+    """The arguments of the chat template that the agent of a trajectory had (02 --chat-template-args)."""
+    return trajectory.get("chat_template_args", {})
+
+
 def agent_messages(history, max_rounds, domain_prompt, system=None):
     """The chat that an agent sees before its next turn: a system prompt and the dialogue.
 
@@ -229,10 +244,11 @@ LOGGED_SYSTEM = re.compile(
 def system_prompt(trajectory):
     """The system prompt that the agent of a trajectory had: its "system_prompt" (of 02 --system-prompt), or the one in
     the logged prompt of its first turn (published files). None: ours, or one that cannot be read."""
-    first = next(turn for turn in trajectory["dialogue_history"] if turn["role"] == "assistant")
     text = trajectory.get("system_prompt")
-    if text is None and (match := LOGGED_SYSTEM.match(first.get("input") or "")):
-        text = match[1] if match[2] is None else match[2]
+    if text is None:
+        first = next(turn for turn in trajectory["dialogue_history"] if turn["role"] == "assistant")
+        if match := LOGGED_SYSTEM.match(first.get("input", "")):
+            text = match[1] if match[2] is None else match[2]
     return None if text == our_system(trajectory) else text
 
 
@@ -253,31 +269,35 @@ def vocabulary_text(trajectory):
     return "\n".join([*turns, turns[0] + LAST_ROUND, hidden_info(trajectory["task"])])
 
 
-def note_system_prompt(folder, trajectories):
-    """Keep the system prompt that an agent is trained with in its `folder`, as agent.json (check_system_prompt)."""
-    counts = collections.Counter(map(shown_system, trajectories))
-    [(text, count)] = counts.most_common(1)
+def note_prompt(folder, trajectories):
+    """Keep what an agent's prompts were made with in training in its `folder`, as agent.json (check_prompt)."""
+    counts = collections.Counter()
+    for trajectory in trajectories:
+        counts[shown_system(trajectory), json.dumps(template_args(trajectory), sort_keys=True)] += 1
+    [((system, arguments), count)] = counts.most_common(1)
     if len(counts) > 1:
-        say(f"{len(trajectories) - count:,} of {len(trajectories):,} trajectories have another system prompt than most")
+        say(f"{len(trajectories) - count:,} of {len(trajectories):,} trajectories have another system prompt, or other "
+            "arguments of the chat template, than most")
     if is_main():
-        write_json(pathlib.Path(folder) / "agent.json", {"system_prompt": text})
+        note = {"system_prompt": system, "chat_template_args": json.loads(arguments)}
+        write_json(pathlib.Path(folder) / "agent.json", note)
 
 
-def check_system_prompt(agent, tokenizer, domain, system, max_rounds):
-    """Say where an agent (a folder of 04) was trained with another system prompt than it has now, unless its template
-    shows none."""
-    note = pathlib.Path(agent) / "agent.json"
-    if not note.is_file():
+def check_prompt(agent, tokenizer, system, arguments):
+    """Say where an agent (a folder of 04) was trained with another system prompt, or with other arguments of the chat
+    template, than it has now, unless the template makes the same of them."""
+    path = pathlib.Path(agent) / "agent.json"
+    if not path.is_file():
         return
-    trained = read_json(note, AGENT)["system_prompt"]
-    if system is None:
-        system = domain.AGENT_SYSTEM.format(max_rounds=max_rounds)
-    question = [{"role": "user", "content": "?"}]
-    trained_prompt = prompt_text(tokenizer, question, max_rounds, "", trained)
-    prompt = prompt_text(tokenizer, question, max_rounds, "", system)
-    if trained_prompt != prompt:
-        say(f"{agent}: was trained with another system prompt than it has here; {note} has its text "
-            "(--system-prompt FILE, --max-rounds)")
+    note = read_json(path, AGENT)
+
+    def prompt_with(system, arguments):
+        chat = [{"role": "system", "content": system}, {"role": "user", "content": "?"}]
+        return render_chat(tokenizer, chat, add_generation_prompt=True, **arguments)
+    trained_prompt = prompt_with(note["system_prompt"], note.get("chat_template_args", {}))
+    if trained_prompt != prompt_with(system, arguments):
+        say(f"{agent}: was trained with another system prompt, or other arguments of the chat template, than it has "
+            f"here; {path} has them (--system-prompt FILE, --max-rounds, --chat-template-args)")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -308,17 +328,19 @@ Row = namedtuple("Row", "ids turn_ids prompt_length images", defaults=(None, ())
 Example = namedtuple("Example", "items pairs task_id")
 
 
-def prompt_text(tokenizer, history, max_rounds, domain_prompt, system=None):
-    """The text that the agent continues: its chat (agent_messages) through the template, with the cue of its turn."""
-    messages = agent_messages(history, max_rounds, domain_prompt, system)
-    return render_chat(tokenizer, messages, add_generation_prompt=True)
+def prompt_text(tokenizer, trajectory, history):
+    """The text that the agent of a trajectory continues after `history`, with the cue of its turn."""
+    chat = agent_chat(trajectory, history)
+    return render_chat(tokenizer, chat, add_generation_prompt=True, **template_args(trajectory))
 
 
 def with_hidden_info(tokenizer, text, privileged_info):
     """`text` (a rendered prompt) with the sentence that states c (hidden_info) in front of all messages, outside of the
-    chat template, after the beginning-of-sequence token."""
-    bos = tokenizer.bos_token if tokenizer.bos_token and text.startswith(tokenizer.bos_token) else ""
-    return bos + privileged_info + text[len(bos):]
+    chat template: after the beginning-of-sequence token, unless this opens messages, as in SmolLM2's template."""
+    bos = tokenizer.bos_token or ""
+    if not text.startswith(bos) or generation_cue(tokenizer).startswith(bos):
+        bos = ""
+    return bos + plain(tokenizer, privileged_info) + text[len(bos):]
 
 
 def agent_turns(tokenizer, trajectory, counts=None):
@@ -327,7 +349,7 @@ def agent_turns(tokenizer, trajectory, counts=None):
     A turn is of one of three kinds, which `counts` (a Counter) counts:
     "as sampled"      this tokenizer sampled it: the ids are in the file
     "as logged"       its logged prompt ends with this template's cue (published files): ids come from the raw output
-    "rendered again"  else: prompt and ids are made from the contents of the turns"""
+    "rendered again"  else: prompt and ids are what the template makes of the turns"""
     history = trajectory["dialogue_history"]
     is_sampled = trajectory.get("tokenizer") == tokenizer_name(tokenizer)
     cue = generation_cue(tokenizer)                                  # "" of a template that has none
@@ -338,19 +360,38 @@ def agent_turns(tokenizer, trajectory, counts=None):
             continue
         if is_sampled and "input" in turn and "output_ids" in turn:            # not the kept texts of 02 --branch
             kind = "as sampled"
-            turns.append((turn["input"], turn["output_ids"]))
+            prompt, action = turn["input"], turn["output_ids"]
         elif "output" in turn and cue and turn.get("input", "").endswith(cue):
             kind = "as logged"
             output = turn["output"].removesuffix(tokenizer.decode(end))
-            turns.append((turn["input"], encode(tokenizer, output) + [end]))
+            prompt, action = turn["input"], [*continuation(tokenizer, turn["input"], output), end]
         else:
             kind = "rendered again"
-            prompt = prompt_text(tokenizer, history[:index], trajectory.get("max_rounds", 10),
-                                 domain_of(trajectory["task"]).AGENT_SYSTEM, system_prompt(trajectory))
-            turns.append((prompt, encode(tokenizer, turn["content"]) + [end]))
+            prompt, text = rendered_turn(tokenizer, trajectory, index)
+            action = [*continuation(tokenizer, prompt, text), end]
+        turns.append((prompt, action))
         if counts is not None:
             counts[kind] += 1
     return turns
+
+
+def rendered_turn(tokenizer, trajectory, index):
+    """(prompt, action), texts of an agent's turn as the template writes them in a dialogue that ends with it. The
+    prompt ends with the cue or, where the template opens a finished turn in another way (a cue that begins a thought,
+    say), just before the content."""
+    history = trajectory["dialogue_history"]
+    content = plain(tokenizer, history[index]["content"])
+    prompt = prompt_text(tokenizer, trajectory, history[:index])
+    chat = [*agent_chat(trajectory, history[:index]), {"role": "assistant", "content": content}]
+    whole = render_chat(tokenizer, chat, **template_args(trajectory))
+    if content not in whole:
+        content = content.strip()                                    # as many templates do
+    place = whole.rfind(content)
+    if not content or place < 0:
+        return prompt, content
+    if not whole.startswith(prompt):
+        prompt = whole[:place]
+    return prompt, whole[len(prompt):place + len(content)]
 
 
 def say_kinds(what, kinds):
@@ -365,20 +406,19 @@ def rows_of_trajectory(tokenizer, turns, privileged_info=None):
     For turns "<u>hi<a>" -> "who?<e>", "<u>hi<a>who?<e><u>me<a>" -> "ok<e>" it is one row:
         ids             <u> hi <a> who ? <e> <u> me <a> ok <e>
         turn_ids        -1 -1  -1   0 0   0  -1 -1  -1  1   1
-    The text between two actions is tokenised apart, so the ids of an action are exactly the sampled ones."""
-    rows, consumed = [], None
+    The ids before an action are those of its whole prompt, as the agent read them. Where a prompt does not begin with
+    the ids of the row (a template that drops thoughts, an action that its text encodes otherwise), a new row begins."""
+    rows = []
     for number, (prompt, action) in enumerate(turns):
         if privileged_info is not None:
             prompt = with_hidden_info(tokenizer, prompt, privileged_info)
-        if consumed is None or not prompt.startswith(consumed):
+        read = encode(tokenizer, prompt)
+        if not rows or read[:len(rows[-1].ids)] != rows[-1].ids:
             rows.append(Row([], []))
-            consumed = ""
         row = rows[-1]
-        read = encode(tokenizer, prompt[len(consumed):])
-        row.ids.extend(read + action)
-        row.turn_ids.extend([-1] * len(read))
-        row.turn_ids.extend([number] * len(action))
-        consumed = prompt + tokenizer.decode(action, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        num_new = len(read) - len(row.ids)
+        row.ids.extend(read[len(row.ids):] + action)
+        row.turn_ids.extend([-1] * num_new + [number] * len(action))
     return rows
 
 

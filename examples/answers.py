@@ -28,7 +28,7 @@ import common
 from colbench import ColBenchError, domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
 from lib import flags, training
-from lib.models import encode, load_tokenizer, lora_config, max_positions, reads_images, Sharding
+from lib.models import decode, encode, load_tokenizer, lora_config, max_positions, reads_images, Sharding
 from lib.runtime import (
     add_costs,
     begin_output,
@@ -298,7 +298,7 @@ def read_right_answers(trajectories, tokenizer, args):
 def first_answer_token(tokenizer, action, answer):
     """From which token of an action (ids) its text still holds the `answer`; None where it does not hold it."""
     for first in reversed(range(len(action))):
-        if answer in tokenizer.decode(action[first:], skip_special_tokens=True):
+        if answer in decode(tokenizer, action[first:]):
             return first
     return None
 
@@ -493,7 +493,7 @@ def main(argv=None):
     common.check_positions(common.items_of(examples), scorer.model)
     ref_logps = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)
     train(scorer, examples, ref_logps, args, run)
-    common.note_system_prompt(args.out, trajectories)
+    common.note_prompt(args.out, trajectories)
     training.finish_training(args.out, scorer, tokenizer, args.merge)
     add_costs(args.out, folder=True)
 

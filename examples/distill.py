@@ -152,7 +152,7 @@ def main(argv=None):
     teacher = load_model(args.model, run.device, args.dtype)[0].eval().requires_grad_(False)       # whole, on each rank
     common.check_positions([item for example in examples for item in example.informed], scorer.model)
     train(scorer, examples, teacher, args, run)
-    common.note_system_prompt(args.out, trajectories)
+    common.note_prompt(args.out, trajectories)
     training.finish_training(args.out, scorer, tokenizer, args.merge)
     add_costs(args.out, folder=True)
 

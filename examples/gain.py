@@ -113,7 +113,8 @@ def states_of(trajectory, turns):
         states.append({"task_id": trajectory["task_id"], "sample": trajectory["sample"], "turn": number,
                        "task": trajectory["task"], "prompt": prompt, "history": history[:place],
                        "max_rounds": trajectory.get("max_rounds", 10),
-                       "system": common.system_prompt(trajectory)})
+                       "system_prompt": common.shown_system(trajectory),
+                       "chat_template_args": common.template_args(trajectory)})
     return states
 
 
@@ -212,7 +213,7 @@ def gains(rows, scorer, tokenizer, environment, max_tokens):
             history = [*row["history"], {"role": "assistant", "content": text}]
             if domain.answer_of(history, len(history) == 2 * row["max_rounds"]) is None:
                 history.append(reply_to(row["task"], history, environment))
-                prompt = common.prompt_text(tokenizer, history, row["max_rounds"], domain.AGENT_SYSTEM, row["system"])
+                prompt = common.prompt_text(tokenizer, row, history)
                 items.append(solution_item(tokenizer, prompt, row["task"]))                    # after the reply
                 questions.append((number, text))
     logps = [values.item() for values in common.action_outputs(scorer, items, max_tokens, scorer.model.device)]
@@ -429,7 +430,7 @@ def main(argv=None):
     common.check_positions(common.items_of(examples), scorer.model)
     ref_logps = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)
     train(scorer, examples, ref_logps, args, run)
-    common.note_system_prompt(args.out, trajectories)
+    common.note_prompt(args.out, trajectories)
     training.finish_training(args.out, scorer, tokenizer, args.merge)
     add_costs(args.out, folder=True)
 

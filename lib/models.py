@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pathlib
+import re
 from collections import namedtuple
 
 import torch
@@ -29,9 +30,49 @@ def encode(tokenizer, text):
     return tokenizer(text.encode(errors="replace").decode(), add_special_tokens=False)["input_ids"]
 
 
+def decode(tokenizer, ids):
+    """The text of ids as they were sampled, without special tokens."""
+    return tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def continuation(tokenizer, prompt, text):
+    """The ids of `text` where it follows a prompt (text), as far as no token reaches over the border."""
+    read, whole = encode(tokenizer, prompt), encode(tokenizer, prompt + text)
+    if whole[:len(read)] == read:
+        return whole[len(read):]
+    return encode(tokenizer, text)
+
+
+@functools.lru_cache
+def special_tokens(tokenizer):
+    """A pattern for the first character of every text that becomes a control token."""
+    texts = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return re.compile("|".join(f"{re.escape(text[0])}(?={re.escape(text[1:])})" for text in texts) or "(?!)")
+
+
+def plain(tokenizer, text):
+    """The text, in which the name of a control token stays text: a zero-width space follows its first character."""
+    return special_tokens(tokenizer).sub(lambda match: match[0] + "\u200b", text)
+
+
+def plain_chat(tokenizer, chat):
+    """Messages whose contents (texts, or lists of texts and images) name no control token."""
+    messages = []
+    for message in chat:
+        content = message["content"]
+        if isinstance(content, str):
+            content = plain(tokenizer, content)
+        else:
+            content = [{**part, "text": plain(tokenizer, part["text"])} if "text" in part else part for part in content]
+        messages.append({**message, "content": content})
+    return messages
+
+
 def render_chat(tokenizer, chat, **options):
     """The text of a chat (messages) by the template of a tokenizer or processor; InputError where the template fails.
-    Where it takes no system message, the system prompt opens the first message of the user, as in Gemma 3's."""
+    Where it takes no system message, the system prompt opens the first message of the user, as in Gemma 3's.
+    Contents are text alone (plain_chat)."""
+    chat = plain_chat(getattr(tokenizer, "tokenizer", tokenizer), chat)
     if chat[0]["role"] == "system" and not takes_system(tokenizer):
         system, request, *rest = chat
         chat = [{**request, "content": f"{system['content']}\n\n{request['content']}"}, *rest]

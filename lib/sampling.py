@@ -10,7 +10,7 @@ import sys
 from tqdm import tqdm
 
 from lib.engine import Engine
-from lib.models import encode, load_model, render_chat, stop_ids
+from lib.models import decode, encode, load_model, plain_chat, render_chat, stop_ids
 from lib.runtime import barrier, gather, InputError, Rows
 from lib.seeds import server_seed, uniforms
 from lib.servers import is_server, NoRoom, Reply, ReplyError, Server, strip_thoughts
@@ -58,9 +58,6 @@ class Sampler:
             return prompt
         return render_chat(self.tokenizer, prompt, add_generation_prompt=True, **self.template_args)
 
-    def decode(self, ids):
-        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
     async def generate(self, prompt, n, temperature, max_new_tokens, key):
         """sample() by the engine."""
         text = self.render(prompt)
@@ -72,18 +69,19 @@ class Sampler:
         replies = []
         for ids in await self.engine.generate(prompt_ids, numbers, temperature, dialogue):
             ended = ids[-1] in self.engine.stops
-            replies.append(Reply(self.decode(ids), ended, ids, len(prompt_ids), len(ids), text))
+            replies.append(Reply(decode(self.tokenizer, ids), ended, ids, len(prompt_ids), len(ids), text))
         return replies
 
     async def ask(self, prompt, n, temperature, max_new_tokens, key):
         """sample() by a server, which is sent a chat as messages and a text as ids."""
-        text, extra = None, {}
+        text, extra, is_text = None, {}, isinstance(prompt, str)
         if self.template_args:
             extra["chat_template_kwargs"] = self.template_args
         if self.tokenizer:
             text = self.render(prompt)
             extra["return_token_ids"] = True
-        is_text = isinstance(prompt, str)
+            if not is_text:
+                prompt = plain_chat(self.tokenizer, prompt)
         sent = encode(self.tokenizer, text) if is_text else list(map(sent_message, prompt))
         request = self.server.request(sent, temperature, max_new_tokens, extra)
         fault_of = functools.partial(self.fault_of, text=text, may_be_empty=is_text)
@@ -91,7 +89,7 @@ class Sampler:
         requests = [self.server.reply(request, seed, fault_of) for seed in seeds]
         replies = [reply._replace(prompt=text) for reply in await asyncio.gather(*requests)]
         if is_text:
-            replies = [reply._replace(text=self.decode(reply.ids)) for reply in replies]
+            replies = [reply._replace(text=decode(self.tokenizer, reply.ids)) for reply in replies]
         return replies
 
     def fault_of(self, reply, text, may_be_empty):
@@ -111,10 +109,10 @@ class Sampler:
         if reply.prompt_tokens != num_tokens:
             raise InputError(f"{self.server.name}: says that it has read {reply.prompt_tokens:,} tokens, where this "
                              f"tokenizer and template make {num_tokens:,}; the server's must be the same")
-        answer_of_ids = strip_thoughts(self.decode(reply.ids).rstrip("\ufffd"))
+        answer_of_ids = strip_thoughts(decode(self.tokenizer, reply.ids).rstrip("\ufffd"))
         if answer_of_ids != answer:
             return f"wrong ids (they say {answer_of_ids[-40:]!r} and the text says {answer[-40:]!r})"
-        if reply.ended and self.decode(reply.ids[-1:]):
+        if reply.ended and decode(self.tokenizer, reply.ids[-1:]):
             return "wrong ids (no end of the turn among them)"
         return None
 

@@ -8,7 +8,7 @@ from typing import Callable, NamedTuple
 
 import torch
 
-from lib.models import encode, from_pretrained, load_tokenizer, loading, render_chat, stop_ids
+from lib.models import decode, encode, from_pretrained, load_tokenizer, loading, plain_chat, render_chat, stop_ids
 from lib.runtime import broadcast, InputError, is_main, say
 from lib.servers import Reply
 
@@ -69,6 +69,7 @@ def vision_reply(model, processor, messages, max_new_tokens):
     """The likeliest Reply of a vision-language model (load_vision) to messages whose contents are lists of
     {"type": "text", "text"} and {"type": "image", "path" or "image"}."""
     from transformers import GenerationConfig
+    messages = plain_chat(processor.tokenizer, messages)
     inputs = processor.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True,
                                            return_tensors="pt").to(model.device, model.dtype)
     stops, length = stop_ids(model, processor.tokenizer), inputs["input_ids"].shape[1]
@@ -77,8 +78,7 @@ def vision_reply(model, processor, messages, max_new_tokens):
                               repetition_penalty=1.0, no_repeat_ngram_size=0, max_new_tokens=max_new_tokens,
                               eos_token_id=stops, pad_token_id=stops[0])
     ids = model.generate(**inputs, generation_config=config)[0, length:].tolist()
-    text = processor.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return Reply(text, ids[-1] in stops, ids, length, len(ids))
+    return Reply(decode(processor.tokenizer, ids), ids[-1] in stops, ids, length, len(ids))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def image_row(processor, view, files):
     images = tuple(files.get(document) for _, document in view)
     content = []
     for caption, _ in view:
-        content += [{"type": "text", "text": caption.replace(processor.image_token, "")}, {"type": "image"}]
+        content += [{"type": "text", "text": caption}, {"type": "image"}]
     text, *rest = render_chat(processor, [{"role": "user", "content": content}]).split(processor.image_token)
     for image, more in zip(images, rest, strict=True):
         width, height = open_image(image).size

@@ -64,9 +64,7 @@ def gate_probes(trajectories, domain):
 def probe_rows(probe, tokenizer, domain, with_c):
     """The rows (common.rows_of_trajectory) of a dialogue of which the Probe's turn is the only one of the agent."""
     trajectory = probe.trajectory
-    system = common.system_prompt(trajectory)
-    max_rounds = trajectory.get("max_rounds", 10)
-    prompt = common.prompt_text(tokenizer, probe.history, max_rounds, domain.AGENT_SYSTEM, system)
+    prompt = common.prompt_text(tokenizer, trajectory, probe.history)
     action = encode(tokenizer, probe.text) + [end_of_turn(tokenizer)]
     hidden_info = common.hidden_info(trajectory["task"]) if with_c else None
     return common.rows_of_trajectory(tokenizer, [(prompt, action)], hidden_info)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
 from colbench.backend import AGENT_SYSTEM  # noqa: E402
 from lib.engine import cache_argument, Engine, next_tokens  # noqa: E402
-from lib.models import encode, load_model, stop_ids  # noqa: E402
+from lib.models import encode, load_model, render_chat, stop_ids  # noqa: E402
 from lib.runtime import start  # noqa: E402
 from lib.seeds import uniforms  # noqa: E402
 
@@ -38,7 +38,8 @@ class Dialogue:
     def prompt(self):
         """Ids of the prompt, and the random numbers of the turn (--best-of, --max-new-tokens)."""
         randoms = uniforms((self.args.best_of, self.args.max_new_tokens), self.number, len(self.history))
-        text = common.prompt_text(self.tokenizer, self.history, self.args.rounds, AGENT_SYSTEM)
+        text = render_chat(self.tokenizer, common.agent_messages(self.history, self.args.rounds, AGENT_SYSTEM),
+                           add_generation_prompt=True)
         return encode(self.tokenizer, text), randoms
 
     def go_on(self, outputs):

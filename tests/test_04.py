@@ -276,7 +276,7 @@ def test_the_agent_folder_keeps_its_system_prompt(sweet, workspace, tmp_path, ca
     assert json.loads((sweet[0] / "agent.json").read_text()) == {"system_prompt": ours}
     start(0)
     rows = published(workspace, tmp_path / "p.jsonl", system_prompt="Mine {x}")
-    common.note_system_prompt(tmp_path, [{**rows[0], "system_prompt": "Other"}, *rows])
+    common.note_prompt(tmp_path, [{**rows[0], "system_prompt": "Other"}, *rows])
     assert json.loads((tmp_path / "agent.json").read_text()) == {"system_prompt": "Mine {x}"}
     assert "1 of 7 trajectories have another system prompt than most" in capsys.readouterr().out
 

@@ -1,4 +1,6 @@
 """common.py: dialogue tokens as literal arrays, log-probabilities, what is read of trajectories, pairs."""
+import copy
+
 import pytest
 import torch
 
@@ -26,8 +28,8 @@ def test_a_system_prompt_may_be_empty(tmp_path):
     history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
     rows = [{"task": task, "dialogue_history": history, **more} for more in ({"system_prompt": ""}, {})]
     assert common.shown_system(rows[0]) == "" and common.shown_system(rows[1]) == common.our_system(rows[1]) != ""
-    common.note_system_prompt(tmp_path, rows[:1])
-    assert common.read_json(tmp_path / "agent.json", common.AGENT) == {"system_prompt": ""}
+    common.note_prompt(tmp_path, rows[:1])
+    assert common.read_json(tmp_path / "agent.json", common.AGENT) == {"system_prompt": "", "chat_template_args": {}}
 
 
 def test_every_text_survives_the_tiny_tokenizer(tiny):
@@ -69,9 +71,9 @@ def test_a_template_that_does_not_append_gives_a_row_a_turn(tiny):
 
 
 def test_hidden_info_comes_after_the_one_bos(tiny):
-    class WithBos:
-        bos_token = "<s>"
-    text = common.with_hidden_info(WithBos, "<s>hello", common.hidden_info({**TASK, "ground_truth": "def f(): {}"}))
+    tokenizer = copy.deepcopy(tiny[1])
+    tokenizer.bos_token = "<s>"
+    text = common.with_hidden_info(tokenizer, "<s>hello", common.hidden_info({**TASK, "ground_truth": "def f(): {}"}))
     assert text.startswith("<s>The function") and text.count("<s>") == 1 and text.endswith("hello")
     assert "def f(): {}" in text
     _, tokenizer = tiny

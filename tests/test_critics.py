@@ -119,8 +119,8 @@ def test_gates_take_each_dialogue_s_own_rounds(workspace, monkeypatch):
     for number, row in enumerate(rows):
         row |= {"task_id": str(number), "max_rounds": 4 + number}
     asked, prompt_text = [], common.prompt_text
-    monkeypatch.setattr(common, "prompt_text", lambda tokenizer, history, max_rounds, *more: (
-        asked.append((history[0]["content"], max_rounds)), prompt_text(tokenizer, history, max_rounds, *more))[1])
+    monkeypatch.setattr(common, "prompt_text", lambda tokenizer, row, history: (
+        asked.append((history[0]["content"], row["max_rounds"])), prompt_text(tokenizer, row, history))[1])
     critics.measure_gates(rows, backend, str(ROOT / "models" / "tiny"), "cpu")
     assert set(asked) == {(row["task"]["problem_description"], row["max_rounds"]) for row in rows}
 

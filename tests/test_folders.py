@@ -110,7 +110,7 @@ def test_a_damaged_folder_is_one_line(folder, name, monkeypatch):
     with pytest.raises(InputError) as error:
         model, tokenizer = load_model(str(folder), "cpu")
         stop_ids(model, tokenizer)
-        common.prompt_text(tokenizer, USER, 10, "Help.")
+        render_chat(tokenizer, USER, add_generation_prompt=True)
     line = str(error.value)
     assert "\n" not in line and str(folder) in line and len(line) < 600
     assert ("its chat template fails" in line) == (name in BROKEN)

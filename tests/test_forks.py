@@ -291,11 +291,13 @@ def test_a_question_is_worth_what_its_reply_tells_of_the_reference(tiny):
     [task] = stage(1).make_tasks(backend, 1, 0, "train", "none")
     answer = encode(tiny[1], backend.answer_message(task)) + [tiny[1].eos_token_id]
     history = [{"role": "user", "content": task["problem_description"]}]
-    prompt_of = lambda turns: common.prompt_text(tiny[1], turns, 8, backend.AGENT_SYSTEM)
+    prompt_of = lambda turns: common.prompt_text(tiny[1], {"task": task, "max_rounds": 8, "system_prompt": None,
+                                                             "dialogue_history": [{"role": "assistant"}]}, turns)
     needed = next(fact for fact in task["facts"] if fact["matters"])
     texts = [needed["questions"][0], "What is the weather?", backend.answer_message(task)]
     candidates = [{"text": text, "ids": [*encode(tiny[1], text), tiny[1].eos_token_id]} for text in texts]
-    row = {"task": task, "prompt": prompt_of(history), "history": history, "max_rounds": 8, "system": None,
+    row = {"task": task, "prompt": prompt_of(history), "history": history, "max_rounds": 8,
+           "dialogue_history": [{"role": "assistant"}],
            "candidates": candidates}
     critic = common.load_critic(common.untrained_critic(str(BASE)), common.load_whole("cpu"))
 

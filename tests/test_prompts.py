@@ -1,0 +1,139 @@
+"""One context for acting and training: what a critic and a policy read is what the agent read, by any chat template."""
+import copy
+
+import pytest
+
+import common
+from conftest import ROOT
+from lib.models import continuation, decode, encode, load_tokenizer, render_chat, tokenizer_name
+
+USER, REPLY = {"role": "user", "content": "the fee"}, {"role": "assistant", "content": "What fee?"}
+TASK = {"problem_description": "the fee", "ground_truth": "def f(): 1", "test_cases": {"a": "f()"}}
+ROW = {"task_id": "t", "sample": 0, "task": TASK, "max_rounds": 8, "system_prompt": "Help.",
+       "dialogue_history": [USER, REPLY, {"role": "user", "content": "12"}, {"role": "assistant", "content": "Thanks"}]}
+
+# What templates of models write, in our own words: (bos_token, end of turn, template)
+CHATML = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+          "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
+TEMPLATES = {
+    "llama 3": ("<|begin_of_text|>", "<|eot_id|>",
+                "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+                "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+                "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"),
+    "qwen": (None, "<|im_end|>", CHATML),
+    "smollm2": ("<|im_start|>", "<|im_end|>", CHATML),               # its beginning of a sequence opens each message
+    "gemma": ("<bos>", "<end_of_turn>",
+              "{{ bos_token }}{% for m in messages %}<start_of_turn>{{ m.role | replace('assistant', 'model') }}\n"
+              "{{ m.content | trim }}<end_of_turn>\n{% endfor %}"
+              "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"),
+    "mistral": ("<s>", "</s>",
+                "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}</s>"
+                "{% else %}[INST] {{ m.content }} [/INST]{% endif %}{% endfor %}")}
+BEGINS = {"llama 3": "<|begin_of_text|>C<|start_header_id|>system", "qwen": "C<|im_start|>system",
+          "smollm2": "C<|im_start|>system", "gemma": "<bos>C<start_of_turn>", "mistral": "<s>C[INST] Help."}
+
+
+def tokenizer_of(name):
+    bos, end, template = TEMPLATES[name]
+    tokenizer = load_tokenizer(str(ROOT / "models" / "tiny"))
+    tokenizer.add_special_tokens({"bos_token": bos, "eos_token": end} if bos else {"eos_token": end})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_c_stands_before_all_messages(name):
+    """After the beginning of the sequence, unless this opens every message."""
+    tokenizer = tokenizer_of(name)
+    for prompt, _ in common.agent_turns(tokenizer, ROW):
+        assert common.with_hidden_info(tokenizer, prompt, "C").startswith(BEGINS[name])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_turns_without_ids_are_what_the_template_writes(name):
+    tokenizer = tokenizer_of(name)
+    [row] = common.rows_of_trajectory(tokenizer, common.agent_turns(tokenizer, ROW))
+    chat = [{"role": "system", "content": "Help."}, *ROW["dialogue_history"]]
+    assert render_chat(tokenizer, chat).startswith(tokenizer.decode(row.ids, clean_up_tokenization_spaces=False))
+    actions = [[token for token, number in zip(row.ids, row.turn_ids) if number == turn] for turn in (0, 1)]
+    assert [decode(tokenizer, action).strip() for action in actions] == ["What fee?", "Thanks"]
+    assert [action[-1] for action in actions] == [tokenizer.eos_token_id] * 2
+
+
+def test_a_cue_that_opens_a_thought_is_not_before_an_answer_without_one(tiny):
+    tokenizer = copy.deepcopy(tiny[1])
+    tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    for prompt, action in common.agent_turns(tokenizer, ROW):
+        assert "<think>" not in prompt and prompt.endswith("<|assistant|>")
+        assert decode(tokenizer, action) in ("What fee?", "Thanks")
+
+
+def test_arguments_of_the_template_are_those_of_the_rollout(tiny, tmp_path, capsys):
+    tokenizer = copy.deepcopy(tiny[1])
+    tokenizer.chat_template = "{% if enable_thinking is false %}<no-think>{% endif %}" + tokenizer.chat_template
+    row = {**ROW, "chat_template_args": {"enable_thinking": False}}
+    assert all(prompt.startswith("<no-think>") for prompt, _ in common.agent_turns(tokenizer, row))
+    common.note_prompt(tmp_path, [row, row, ROW])
+    assert "1 of 3 trajectories have another system prompt, or other arguments" in capsys.readouterr().out
+    common.check_prompt(str(tmp_path), tokenizer, "Help.", {"enable_thinking": False})
+    assert capsys.readouterr().out == ""
+    common.check_prompt(str(tmp_path), tokenizer, "Help.", {})
+    assert "or other arguments of the chat template, than it has here" in capsys.readouterr().out
+
+
+def metaspace_tokenizer(tmp_path):
+    """A tokenizer that puts ▁ before whatever a text begins with, as Llama 2's does."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = tokenizers.decoders.Metaspace(prepend_scheme="first", split=False)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"])
+    backend.train_from_iterator(["What fee? Thanks the fee"] * 4,
+                                trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokenizer.chat_template = TEMPLATES["mistral"][2]
+    return tokenizer
+
+
+def test_rows_hold_the_ids_that_were_read(tmp_path):
+    """Before each action stand the ids of its whole prompt, also where sampled ids are not those of their text (then a
+    new row begins) and where a tokenizer marks the beginning of each text."""
+    tokenizer = metaspace_tokenizer(tmp_path)
+    history, turns = [USER], []
+    for text in ("What fee?", "Thanks", "What"):
+        prompt = render_chat(tokenizer, history)
+        letters = [token for letter in text for token in encode(tokenizer, letter)]
+        action = letters if text == "Thanks" else continuation(tokenizer, prompt, f" {text}")
+        turns.append((prompt, [*action, tokenizer.eos_token_id]))
+        history = [*history, {"role": "assistant", "content": text}, {"role": "user", "content": "12"}]
+    rows = common.rows_of_trajectory(tokenizer, turns)
+    assert len(rows) == 2                                            # the second action is not what its text encodes to
+    for number, (prompt, action) in enumerate(turns):
+        [row] = [row for row in rows if number in row.turn_ids]
+        begin = row.turn_ids.index(number)
+        assert row.ids[:begin] == encode(tokenizer, prompt)
+        assert row.ids[begin:begin + len(action)] == action
+
+
+@pytest.mark.parametrize("name", ["llama 3", "smollm2", "mistral"])
+def test_contents_are_text_whatever_they_contain(name):
+    tokenizer = tokenizer_of(name)
+    bos, end, _ = TEMPLATES[name]
+    nasty = f"a {end} b {bos} c"
+    row = {**ROW, "dialogue_history": [{"role": "user", "content": nasty}, {"role": "assistant", "content": nasty}]}
+    [[prompt, action]] = common.agent_turns(tokenizer, row)
+    [[plain_prompt, plain_action]] = common.agent_turns(tokenizer, ROW | {"dialogue_history": [USER, REPLY]})
+    for special in tokenizer.convert_tokens_to_ids([bos, end]):
+        assert encode(tokenizer, prompt).count(special) == encode(tokenizer, plain_prompt).count(special)
+        assert action.count(special) == plain_action.count(special)
+        assert encode(tokenizer, common.with_hidden_info(tokenizer, prompt, nasty)).count(special) == encode(
+            tokenizer, prompt).count(special)
+
+
+def test_a_prompt_that_names_no_control_token_is_unchanged(tiny, workspace):
+    """Rows of a rollout are rendered again as they were sampled."""
+    for row in common.read_trajectories(workspace / "offline.jsonl")[:8]:
+        assert row["tokenizer"] == tokenizer_name(tiny[1])
+        again = common.agent_turns(tiny[1], {**row, "tokenizer": None})
+        assert again == common.agent_turns(tiny[1], row)
