@@ -368,7 +368,7 @@ def summary(path):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-PRESETS = {"paper-backend": {"dtype": "bfloat16"}, "paper-frontend": {"dtype": "bfloat16"}}     # the rest are defaults
+PRESETS = {name: {"dtype": "bfloat16"} for name in ("paper-backend", "paper-frontend", "released-backend")}
 
 
 def parse_args(argv=None):

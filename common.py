@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from colbench import ColBenchError, domain_of, schema, task_id
+from colbench import ColBenchError, domain_of, own, schema, task_id
 from colbench.schema import label, list_of, nullable, one_of, record, short_text, token_ids, whole
 from lib import models, vision
 from lib.models import (
@@ -116,6 +116,10 @@ def read_tasks(path):
 
 
 def check_trajectory(row, where, first):
+    """InputError for what is no trajectory of the same domain as the `first`. A dialogue that another program has made
+    ({"messages", "reward"}, colbench/own.py) becomes a trajectory."""
+    if "messages" in row:
+        row |= own.as_trajectory(row, where)
     check_task(row["task"], f"{where}: task", first["task"])
     if not any(turn["role"] == "assistant" for turn in row["dialogue_history"]):
         raise InputError(f'{where}: dialogue_history has no turn of role "assistant"')
@@ -128,7 +132,7 @@ def read_trajectories(path, num_trajectories=None, seed=0):
     the order of the file.
     num_trajectories: take those of whole tasks, in an order that `seed` shuffles, until there are so many. Subsets of
     one seed are nested."""
-    trajectories = read_jsonl(path, TRAJECTORY, check=check_trajectory)
+    trajectories = read_jsonl(path, lambda row: None if "messages" in row else TRAJECTORY(row), check_trajectory)
     samples = collections.defaultdict(set)
     for trajectory in trajectories:
         name = trajectory.get("task_id") or task_id(trajectory["task"])
@@ -175,7 +179,6 @@ def fill_rewards(trajectories, arguments):
         domain, out = domain_of(unscored[0]["task"]), arguments["out"]
         try:
             with environment(domain, f"{out}.images", pathlib.Path(out).parent, arguments) as scorer:
-                check_scale(trajectories, len(unscored), scorer.about)
                 answers = [(t["task"], t["answer"]) for t in unscored]
                 verdicts = asyncio.run(scorer.score(answers))
         except ColBenchError as error:
@@ -184,16 +187,6 @@ def fill_rewards(trajectories, arguments):
     for trajectory, verdict in zip(unscored, broadcast(verdicts)):
         trajectory |= verdict
     say(f"computed {len(unscored):,} missing rewards")
-
-
-def check_scale(trajectories, num_unscored, about):
-    """InputError where some trajectories were scored by another scale (`about`, {"similarity": …}) than they would be
-    now."""
-    for key, value in about.items():
-        scales = {str(t[key]) for t in trajectories if t.get(key, value) != value}
-        if scales:
-            raise InputError(f'{num_unscored:,} dialogues have no "reward", and others have it by '
-                             f"{', '.join(sorted(scales))}: two scales; score all with 05 first")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -221,7 +214,7 @@ def agent_messages(history, max_rounds, domain_prompt, system=None):
     system: a text that replaces this prompt and the note.
     `c` is not an argument: no agent of 02 can see it."""
     prompt = domain_prompt.format(max_rounds=max_rounds) if system is None else system
-    messages = [{"role": "system", "content": prompt}]
+    messages = [{"role": "system", "content": prompt}] if prompt or system is not None else []
     for turn in history:
         messages.append({"role": turn["role"], "content": turn["content"]})
     if system is None and len(history) == 2 * max_rounds - 1:
@@ -259,7 +252,9 @@ def shown_system(trajectory):
 
 
 def hidden_info(task):
-    """The sentence that states c."""
+    """The sentence that states c; empty of a task that has none."""
+    if not task["ground_truth"]:
+        return ""
     return HIDDEN_INFO.format(noun=domain_of(task).NOUN, ground_truth=task["ground_truth"])
 
 
@@ -819,21 +814,24 @@ def padded_outputs(outputs, device):
 
 
 def reference_logps(folder, scorer, examples, max_tokens, device):
-    """example_outputs under the initial model, kept in `folder`/ref.pt for a run that is resumed. With a head they are
-    0."""
+    """example_outputs under the initial model, kept in `folder`/ref.pt for a resumed run with the same examples.
+    With a head they are 0."""
     path = pathlib.Path(folder) / "ref.pt"
-    if not path.exists():
-        initial = None                                               # a head begins at 0
-        if scorer.head is None:
-            initial = models.without_adapter(scorer)
-            say(f"reference log-probabilities of {len(examples):,} examples")
-        outputs = example_outputs(initial, examples, max_tokens, device)
-        if is_main():
-            partial = path.with_suffix(".partial")
-            torch.save(outputs, partial)
-            partial.rename(path)
-    barrier()
-    return torch.load(path, weights_only=True)
+    digest = hashlib.sha256(repr(items_of(examples)).encode()).hexdigest()
+    kept = torch.load(path, weights_only=True) if path.exists() else {}
+    barrier()                                                        # all have read it
+    if kept.get("examples") == digest:
+        return kept["outputs"]
+    initial = None                                                   # a head begins at 0
+    if scorer.head is None:
+        initial = models.without_adapter(scorer)
+        say(f"reference log-probabilities of {len(examples):,} examples")
+    outputs = example_outputs(initial, examples, max_tokens, device)
+    if is_main():
+        partial = path.with_suffix(".partial")
+        torch.save({"examples": digest, "outputs": outputs}, partial)
+        partial.rename(path)
+    return outputs
 
 
 def load_scorer(name, run, sharding, lora=None, has_head=False, kind=Scorer):
@@ -936,8 +934,8 @@ def read_critic(folder, tokenizer, domain, ref_sees_c=None):
     if models.is_adapter(folder):
         critic.reference = models.adapter_base(folder)
     if not ref_sees_c and (critic.head != "lm" or not critic.sees_c):
-        raise InputError(f"{folder}: --reference-sees-c no needs a critic with --head lm that sees c; no other "
-                         "compares prompts with c and without")
+        say(f"{folder}: --reference-sees-c no does nothing for a critic with a head, or one that does not see c")
+        critic.ref_sees_c = True
     if critic.is_visual and not domain.views:
         raise InputError(f"{folder}: a critic that sees cannot rank {domain.NOUN}s, which have nothing to see")
     if tokenizer and not critic.is_visual:
@@ -960,7 +958,8 @@ def critic_line(critic):
     ref_prompt = "o, c" if critic.sees_c and critic.ref_sees_c else "o"
     mean = "a sum" if critic.normalize == "none" else "a mean"
     logratio = f"log {model}(a|{prompt}) - log p_ref(a|{ref_prompt})"
-    return f"{critic.folder}: scores are {logratio}, {mean} over the tokens of a"
+    training = ", trained with one mean over a trajectory" if critic.normalize == "trajectory" else ""
+    return f"{critic.folder}: scores are {logratio}, {mean} over the tokens of a{training}"
 
 
 def load_critic(critic, load):

@@ -160,6 +160,8 @@ ANY_TASK = record(TASK_KEYS, {"test_cases": dict, "databases": list, "facts": li
 def domain_of(task, where="task"):
     """The module of a task's domain; ColBenchError where no domain owns it, or several do."""
     check_kind(task, ANY_TASK, where)
+    if own.owns(task):
+        return own
     owners = [name for name, domain in DOMAINS.items() if domain.owns(task)]
     if not owners:
         names = ", ".join(DOMAINS)
@@ -169,6 +171,6 @@ def domain_of(task, where="task"):
     return DOMAINS[owners[0]]
 
 
-from colbench import backend, frontend, sql  # noqa: E402  they need the names above
+from colbench import backend, frontend, own, sql  # noqa: E402  they need the names above
 
 DOMAINS = {"backend": backend, "frontend": frontend, "sql": sql}

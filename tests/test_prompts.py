@@ -81,7 +81,7 @@ def test_arguments_of_the_template_are_those_of_the_rollout(tiny, tmp_path, caps
     assert "or other arguments of the chat template, than it has here" in capsys.readouterr().out
 
 
-def metaspace_tokenizer(tmp_path):
+def metaspace_tokenizer():
     """A tokenizer that puts ▁ before whatever a text begins with, as Llama 2's does."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -96,10 +96,10 @@ def metaspace_tokenizer(tmp_path):
     return tokenizer
 
 
-def test_rows_hold_the_ids_that_were_read(tmp_path):
+def test_rows_hold_the_ids_that_were_read():
     """Before each action stand the ids of its whole prompt, also where sampled ids are not those of their text (then a
     new row begins) and where a tokenizer marks the beginning of each text."""
-    tokenizer = metaspace_tokenizer(tmp_path)
+    tokenizer = metaspace_tokenizer()
     history, turns = [USER], []
     for text in ("What fee?", "Thanks", "What"):
         prompt = render_chat(tokenizer, history)
@@ -137,3 +137,14 @@ def test_a_prompt_that_names_no_control_token_is_unchanged(tiny, workspace):
         assert row["tokenizer"] == tokenizer_name(tiny[1])
         again = common.agent_turns(tiny[1], {**row, "tokenizer": None})
         assert again == common.agent_turns(tiny[1], row)
+
+
+def test_reference_log_probabilities_are_those_of_the_examples(tiny, tmp_path):
+    """A template with a date makes other tokens tomorrow: what an interrupted run has kept is then made again."""
+    scorer = common.Scorer(tiny[0])
+    item = common.actions_item(tiny[1], "<|user|>the fee<|end|><|assistant|>", [[5, 6], [7]])
+    other = [item[0]._replace(ids=[8, *item[0].ids[1:]])]
+    for rows in (item, item, other):
+        [[logps]] = common.reference_logps(tmp_path, scorer, [common.Example([rows], [], "t")], 4096, "cpu")
+        [expected] = common.action_outputs(scorer, [rows], 4096, "cpu")
+        assert logps.tolist() == expected.tolist()
