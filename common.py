@@ -837,11 +837,9 @@ def reference_logps(folder, scorer, examples, max_tokens, device):
 def load_scorer(name, run, sharding, lora=None, has_head=False, kind=Scorer):
     """A Scorer for training, or for scoring with a model that is too large for one rank: split over the ranks.
     kind: a class derived from Scorer."""
-    processor, load = None, load_model
-    if models.reads_images(name):
-        processor, load = vision.load_processor(name), vision.load_vision
+    processor = vision.load_processor(name) if models.reads_images(name) else None
     build = functools.partial(kind, has_head=has_head, processor=processor)
-    scorer = models.load_sharded(name, run, sharding, lora, build, load)
+    scorer = models.load_sharded(name, run, sharding, lora, build)
     if has_head:
         scorer.reset_head()
     scorer.check_logits(name)
@@ -932,7 +930,7 @@ def read_critic(folder, tokenizer, domain, ref_sees_c=None):
     critic = Critic(str(folder), note["reference"], note["head"], note["normalize"], note["privileged"], ref_sees_c,
                     note.get("visual", False))
     if models.is_adapter(folder):
-        critic.reference = models.adapter_base(folder)
+        critic.reference = models.base_of(folder)
     if not ref_sees_c and (critic.head != "lm" or not critic.sees_c):
         say(f"{folder}: --reference-sees-c no does nothing for a critic with a head, or one that does not see c")
         critic.ref_sees_c = True

@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from colbench.schema import record
-from lib.runtime import barrier, files_digest, InputError, is_main, one_line, read_json, say
-from lib.servers import is_server
+from lib.runtime import files_digest, InputError, is_main, on_main, one_line, read_json, say, write_json
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ANY_OBJECT = record({})
@@ -141,16 +140,12 @@ def loading(name):
         yield
     except (InputError, KeyboardInterrupt, SystemExit):
         raise
-    except ImportError as error:
-        raise InputError(f"{name}: needs more packages ({one_line(error)}); those of models that see: pip install -r "
-                         "scripts/frontend.txt") from None
     except BaseException as error:              # a panic of tokenizers, torch's CheckpointException: no Exceptions
-        reason = f"{type(error).__name__}: {one_line(error)}"
+        advice = "download it first and name its folder, or use smollm2"
         if os.path.isdir(name):
-            raise InputError(f"{name}: cannot be loaded ({reason}); its files are damaged, or of no model that "
-                             "transformers knows") from None
-        raise InputError(f"{name}: no model of this name could be loaded ({reason}); download it first and name its "
-                         "folder, or use smollm2") from None
+            advice = "its files are damaged, or of no model that transformers knows"
+        raise InputError(f"{name}: no model of this name could be loaded ({type(error).__name__}: {one_line(error)}); "
+                         f"{advice}") from None
 
 
 def from_pretrained(kind, name, **options):
@@ -160,24 +155,15 @@ def from_pretrained(kind, name, **options):
     logging.disable_progress_bar()
     folder = pathlib.Path(name)
     is_own_tokenizer = "Tokenizer" in kind.__name__ and (folder / "tokenizer_config.json").exists()
-    if name == "tiny":
-        raise InputError("tiny: fresh parameters can only be trained, by 04_train_policy.py --method sft; name the "
-                         "folder that it made")
-    if is_server(name):
-        raise InputError(f"{name}: a server cannot be used here; name a model folder")
     if name == "smollm2":
         folder, gguf_options = smollm2_files()
         options |= gguf_options if "dtype" in options else {"gguf_file": gguf_options["gguf_file"]}
     elif is_adapter(name):
         if not is_own_tokenizer:
-            return base_from_pretrained(kind, name, **options)
-    elif folder.is_dir():
-        if not (folder / "config.json").exists():
-            fault = "no config.json in it, so no Hugging Face model folder"
-            if (folder / "args.json").exists():
-                fault = "its training is not finished; run that command again"
-            raise InputError(f"{name}: {fault}")
-    elif name.count("/") > 1 or name.startswith((".", "/")):
+            return from_pretrained(kind, base_of(name), **options)
+    elif (folder / "args.json").exists() and not (folder / "config.json").exists():
+        raise InputError(f"{name}: its training is not finished; run that command again")
+    elif not folder.is_dir() and (name.count("/") > 1 or name.startswith((".", "/"))):
         raise InputError(f"{name}: no such folder")
     if kind.__name__.startswith("Auto"):
         options["trust_remote_code"] = False                        # else transformers asks on the terminal
@@ -198,24 +184,17 @@ def smollm2_files():
     return folder, {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf", "quantization_config": GgufConfig(dequantize=True)}
 
 
-def folder_of(name, **options):
-    """The folder with the files of a model; of a hub id its copy on this machine. options: of snapshot_download."""
-    from huggingface_hub import snapshot_download
-    if name == "smollm2":
-        return pathlib.Path(smollm2_files()[0])
-    if os.path.isdir(name):
-        return pathlib.Path(name)
-    return pathlib.Path(snapshot_download(name, **options))
-
-
 def weights_fingerprint(name):
     """A hash of the weights and the configuration of a model (folder, hub id or smollm2), whatever its path; of an
     adapter folder that of its base, too. None where its files are not on this machine."""
+    from huggingface_hub import snapshot_download
     try:
-        folder = folder_of(name, local_files_only=True)
+        folder = smollm2_files()[0] if name == "smollm2" else name
+        if not os.path.isdir(folder):
+            folder = snapshot_download(name, local_files_only=True)
     except (OSError, ValueError):                                   # not there; no name of a repository
         return None
-    digest = files_digest(path for path in folder.iterdir()
+    digest = files_digest(path for path in pathlib.Path(folder).iterdir()
                           if path.suffix in (".safetensors", ".bin", ".gguf") or path.name == "config.json")
     if is_adapter(folder):
         both = f"{digest} {weights_fingerprint(base_of(folder))}"
@@ -245,9 +224,15 @@ def reads_images(name):
     import transformers
     if name == "smollm2":                                           # whose file takes seconds to read
         return False
-    kind = type(from_pretrained(transformers.AutoConfig, name))
-    return (kind in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING and
-            kind not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING)
+    return class_of(from_pretrained(transformers.AutoConfig, name)) is transformers.AutoModelForImageTextToText
+
+
+def class_of(config):
+    """The class of transformers that builds the model of a configuration."""
+    import transformers
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText
 
 
 def is_visual(model):
@@ -277,8 +262,16 @@ def load_model(name, device, dtype="float32"):
 
 
 def whole_model(name, dtype=torch.float32):
-    """The model of load_model, or one that sees."""
-    model = from_pretrained(class_of(name), name, dtype=dtype)
+    """The model of load_model, or one that sees. Its config says whether output and input embeddings are one tensor, as
+    its files have it. InputError where they lack a tensor, which would get random numbers."""
+    import transformers
+    kind = transformers.AutoModelForImageTextToText if reads_images(name) else transformers.AutoModelForCausalLM
+    model, info = from_pretrained(kind, name, dtype=dtype, output_loading_info=True)
+    if info["missing_keys"]:
+        raise InputError(f"{name}: its files lack {', '.join(sorted(info['missing_keys'])[:5])}")
+    if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
+        for config in (model.config, model.config.get_text_config()):
+            config.tie_word_embeddings = False
     if not is_adapter(name):
         return model
     check_base(name)
@@ -291,12 +284,6 @@ def whole_model(name, dtype=torch.float32):
     for tensor in adapter_parameters(model).values():
         tensor.data = tensor.data.to(dtype)
     return model
-
-
-def class_of(name):
-    """The class of transformers that builds a model."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    return AutoModelForImageTextToText if reads_images(name) else AutoModelForCausalLM
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -366,8 +353,7 @@ def takes_no_masks(model):
     kinds = {type(layer) for layer in cache_layers(model)} - {DynamicLayer}
     if config.model_type in WINDOWED:
         kinds -= {DynamicSlidingWindowLayer}
-    if kinds or "local" in getattr(config, "attention_layers", ()) or hasattr(
-            config, "keep_window_size"):                            # GPT-Neo and Doge do not tell the cache
+    if kinds:
         return "some of whose layers do not see all earlier tokens"
     takes_positions = "position_ids" in inspect.signature(model.get_decoder().forward).parameters
     if not takes_positions or getattr(config, "alibi", False):
@@ -408,14 +394,8 @@ def cache_layers(model):
 
 
 def layers_of(model):
-    """The layers of a language model, which families name differently."""
-    decoder = model.get_decoder()
-    if hasattr(decoder, "layers"):
-        return list(decoder.layers)
-    lists = [module for module in decoder.children() if isinstance(module, torch.nn.ModuleList)]
-    if not lists:
-        raise InputError(f"{model.name_or_path}: a {model.config.model_type} model has no list of layers, by which it "
-                         "is split over ranks or computed in bfloat16; use another model")
+    """The layers of a language model, which families name differently: its decoder's longest list of modules."""
+    lists = [module for module in model.get_decoder().children() if isinstance(module, torch.nn.ModuleList)]
     return list(max(lists, key=len))
 
 
@@ -489,17 +469,17 @@ def check_replicate(replicate, num_ranks):
         raise InputError(f"--replicate {replicate} does not divide the {num_ranks} ranks")
 
 
-def load_sharded(name, run, sharding, lora, build, load):
-    """A model for training in a module around it, split over the ranks (shard), each of which reads its own parts of
-    the files. What the module adds to the model has no values yet.
+def load_sharded(name, run, sharding, lora, build):
+    """A model for training in a module around it, split over the ranks (shard). Rank 0 reads the files, and every rank
+    gets its part of each tensor. What the module adds to the model has no values yet.
 
     lora    None, or a LoraConfig: the model is kept in sharding.dtype, frozen, and gets a new adapter
-    build   makes the module of the model (common.Scorer)
-    load    reads a whole model and its tokenizer: load_model, or vision.load_vision"""
-    from torch.distributed import checkpoint as dcp
-    folder = plain_weights(name, sharding.out, load)
+    build   makes the module of the model (common.Scorer)"""
+    dtype, tensors = getattr(torch, sharding.dtype) if lora else torch.float32, {}
+    config, generation_config, buffers = read_whole(name, dtype, tensors)
     with torch.device("meta"):
-        model = meta_model(folder, sharding.dtype if lora else "float32")
+        model = meta_model(config, dtype)
+        model.generation_config = generation_config
         if lora:
             add_adapter(model, lora)
         scorer = build(model)
@@ -507,41 +487,29 @@ def load_sharded(name, run, sharding, lora, build, load):
     scorer.to_empty(device=run.device)
     if not hasattr(scorer, "reshard"):
         model.tie_weights()                                         # to_empty gives a tied weight twice, FSDP once
-    restore_buffers(model, name)
+    for key, buffer in model.named_buffers():
+        buffer.copy_(buffers[key])
+    if is_main():
+        stored = {key: key.replace(".base_layer.", ".") for key in model.state_dict() if ".lora_" not in key}
+        tensors = {key: tensors[name] for key, name in stored.items()}
+    set_tensors(model, tensors, broadcast_from_rank0=True)
     if lora:
         start_adapter(model, sharding.seed)
-    with loading(name):                                             # into the same memory
-        dcp.load(stored_tensors(model), storage_reader=dcp.HuggingFaceStorageReader(folder))
     return scorer
 
 
-def meta_model(name, dtype="float32"):
-    """The model of a folder or name without weights; to be called under torch.device("meta")."""
-    from transformers import AutoConfig, GenerationConfig
-    config = from_pretrained(AutoConfig, name)
-    with loading(name):
-        model = class_of(name).from_config(config, dtype=getattr(torch, dtype), trust_remote_code=False)
-        if pathlib.Path(name, "generation_config.json").exists():   # the ids that end a turn, where it has more of them
-            model.generation_config = GenerationConfig.from_pretrained(name)
-    return model
+@on_main
+def read_whole(name, dtype, tensors):
+    """Read a model's files into rank 0's `tensors`. Returns what all ranks need: configuration, generation config,
+    buffers."""
+    model = whole_model(name, dtype)
+    tensors.update(model.state_dict())
+    return model.config, model.generation_config, dict(model.named_buffers())
 
 
-def restore_buffers(model, name):
-    """Make the buffers again that are in no file (frequencies of rotary embeddings, say), after to_empty. InputError
-    where a family cannot do this."""
-    owners = [module for module in model.modules() if module._non_persistent_buffers_set]
-    buffers = []
-    for module in owners:
-        buffers += [module.get_buffer(key) for key in module._non_persistent_buffers_set]
-    buffers = [buffer for buffer in buffers if buffer.is_floating_point()]
-    for buffer in buffers:
-        buffer.fill_(torch.nan)                                     # what is left of these was not made again
-    with loading(name):                                             # a family may lack anything
-        for module in (*owners, model.get_decoder()):               # Falcon-H1's decoder makes those of its layers
-            model._init_weights(module)
-    if any(buffer.isnan().any() for buffer in buffers):
-        raise InputError(f"{name}: a {model.config.model_type} model cannot be trained here: the buffers that are in "
-                         "none of its files cannot be made again; use another model")
+def meta_model(config, dtype=torch.float32):
+    """The model of a configuration without weights; to be called under torch.device("meta")."""
+    return class_of(config).from_config(config, dtype=dtype, trust_remote_code=False)
 
 
 def stored_tensors(model):
@@ -553,26 +521,6 @@ def stored_tensors(model):
         if name in saved and ".lora_" not in name:
             tensors[name.replace(".base_layer.", ".")] = tensor.detach()
     return tensors
-
-
-def plain_weights(name, out, load=load_model):
-    """A folder whose safetensors have the names of a model's own tensors, to be read in parts: the model's own folder
-    or, where it is kept otherwise (GGUF, renamed or merged weights), one in `out`/initial, which is written here.
-    load: as of load_sharded."""
-    from safetensors import safe_open
-    with torch.device("meta"):
-        missing = set(stored_tensors(meta_model(name)))
-    with loading(name):
-        folder = folder_of(name, allow_patterns=["*.json", "*.safetensors"])
-        for path in folder.glob("*.safetensors"):
-            missing -= set(safe_open(path, "pt").keys())
-    if not missing:
-        return str(folder)
-    initial = pathlib.Path(out) / "initial" / hashlib.sha256(name.encode()).hexdigest()[:16]
-    if is_main() and not (initial / "config.json").exists():
-        save_model(initial, *load(name, "cpu"))
-    barrier()
-    return str(initial)
 
 
 def load_head(head, folder):
@@ -593,10 +541,9 @@ def whole_tensor(tensor):
 
 def save_model(folder, model, tokenizer, merge=False):
     """Write a model, sharded or whole, and its tokenizer as a Hugging Face folder; for all ranks. Its weights (float32
-    of a trained model) are gathered on rank 0. Of a model with an adapter the adapter alone, as peft does or, with
-    `merge`, the sum of both in float32, where the base is that of its own files, as the model may hold it in bfloat16.
-    The config, without which a folder is no model, comes last."""
-    from huggingface_hub import save_torch_state_dict
+    of a trained model) are gathered on rank 0, those of one file at a time. Of a model with an adapter the adapter
+    alone, as peft does or, with `merge`, the sum of both in float32, where the base is that of its own files, as the
+    model may hold it in bfloat16. The config, without which a folder is no model, comes last."""
     folder = pathlib.Path(folder)
     if adapter_layers(model):
         adapter_folder = folder / "initial" / "adapter" if merge else folder
@@ -604,18 +551,32 @@ def save_model(folder, model, tokenizer, merge=False):
         if merge and is_main():
             save_model(folder, whole_model(str(adapter_folder)), tokenizer)
         return
-    tensors = {}
-    for name, tensor in stored_tensors(model).items():
-        tensor = whole_tensor(tensor)
-        if is_main():
-            tensors[name] = tensor.cpu().clone()                    # a gathered tensor may be a part of a larger one
+    folder.mkdir(parents=True, exist_ok=True)
+    save_weights(folder, stored_tensors(model))
     if is_main():
-        folder.mkdir(parents=True, exist_ok=True)
-        save_torch_state_dict(tensors, folder)
         tokenizer.save_pretrained(folder)
         if model.generation_config is not None:
             model.generation_config.save_pretrained(folder)
         model.config.save_pretrained(folder)
+
+
+def save_weights(folder, tensors):
+    """Write {name: tensor} as safetensors of at most 5 GB each; for all ranks."""
+    from huggingface_hub import split_torch_state_dict_into_shards
+    from safetensors.torch import save_file
+    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
+    plan = split_torch_state_dict_into_shards(shapes)
+    for file_name, names in plan.filename_to_tensors.items():
+        whole = {}
+        for name in names:
+            tensor = whole_tensor(tensors[name])
+            if is_main():
+                whole[name] = tensor.cpu().clone()                  # a gathered tensor may be a part of a larger one
+        if is_main():
+            save_file(whole, folder / file_name, metadata={"format": "pt"})
+    if plan.is_sharded and is_main():
+        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+        write_json(folder / "model.safetensors.index.json", index)
 
 
 def save_adapter(folder, model, tokenizer):
@@ -653,28 +614,17 @@ def is_adapter(name):
 
 
 def base_of(folder):
-    """What an adapter folder says is its base model."""
-    return read_json(pathlib.Path(folder) / ADAPTER_CONFIG, ANY_OBJECT).get("base_model_name_or_path")
-
-
-def adapter_base(folder):
     """The name of the model that an adapter folder belongs to; InputError that says what to do where it is not here."""
     from transformers import AutoConfig
-    from_pretrained(AutoConfig, str(folder))
-    return base_of(folder)
-
-
-def base_from_pretrained(kind, folder, **options):
-    """from_pretrained of the base model of an adapter folder."""
-    base = base_of(folder)
+    base = read_json(pathlib.Path(folder) / ADAPTER_CONFIG, ANY_OBJECT).get("base_model_name_or_path")
     try:
         if base is None or is_adapter(base):
             raise InputError("it must be a whole model")
-        return from_pretrained(kind, base, **options)
+        from_pretrained(AutoConfig, base)
     except InputError as error:
-        raise InputError(f"{folder}: its base model {base} cannot be used ({error}); start from the folder where the "
-                         f"adapter was trained, or write where the base is into {folder}/{ADAPTER_CONFIG} "
-                         "(base_model_name_or_path)") from None
+        raise InputError(f"{folder}: its base model {base} cannot be used ({error}); write where it is into {folder}/"
+                         f"{ADAPTER_CONFIG} (base_model_name_or_path)") from None
+    return base
 
 
 def check_base(folder):
@@ -697,12 +647,13 @@ def lora_config(name, rank, targets, merge):
             if value:
                 raise InputError(f"--{flag} goes with --lora RANK")
         return None
+    from transformers import AutoConfig
     if is_adapter(name):
         raise InputError(f"--lora: {name} is an adapter itself; make it with --merge, as a whole model")
     config = import_peft().LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM",
                                       target_modules=targets or "all-linear", base_model_name_or_path=name)
     with torch.device("meta"):
-        add_adapter(meta_model(name), config)
+        add_adapter(meta_model(from_pretrained(AutoConfig, name)), config)
     return config
 
 
@@ -755,10 +706,11 @@ def peft_name(name):
     return "base_model.model." + name.replace(".default.", ".")
 
 
-def set_tensors(module, tensors):
-    """Copy whole tensors, {name: tensor}, into a module, split over ranks or not."""
+def set_tensors(module, tensors, **options):
+    """Copy whole tensors, {name: tensor}, into a module, split over ranks or not.
+    options: broadcast_from_rank0, where the others have none."""
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, StateDictOptions
-    set_model_state_dict(module, tensors, options=StateDictOptions(full_state_dict=True, strict=False))
+    set_model_state_dict(module, tensors, options=StateDictOptions(full_state_dict=True, strict=False, **options))
 
 
 def start_adapter(model, seed):
@@ -792,12 +744,8 @@ def adapter_off(model):
             layer._disable_adapters = False
 
 
-class WithoutAdapter:
-    """A common.Scorer whose model has its adapter off: the reference of what was trained from it, in no memory of its
-    own."""
-
-    def __init__(self, scorer):
-        self.scorer = scorer
+# A common.Scorer whose model has its adapter off: the reference of what was trained from it, in no memory of its own
+WithoutAdapter = namedtuple("WithoutAdapter", "scorer")
 
 
 def without_adapter(scorer):

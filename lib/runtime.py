@@ -1,8 +1,11 @@
 """What every stage stands on: the process group, JSONL files, outputs that a killed run goes on with."""
 import contextlib
 import ctypes
+import errno
 import fcntl
 import functools
+import glob
+import gzip
 import hashlib
 import importlib.metadata
 import json
@@ -15,6 +18,7 @@ import shutil
 import sys
 import time
 import uuid
+import zlib
 from typing import NamedTuple
 
 import torch
@@ -65,20 +69,15 @@ def one_line(error):
 
 
 def error_text(error):
-    """What is wrong, by an error that run_stage catches."""
+    """What is wrong, by an error that run_stage catches. of a full disk that names no file the output."""
     if not isinstance(error, OSError):
         return str(error)
-    if error.strerror and error.filename is not None:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    path = error.filename
+    if path is None and error.errno == errno.ENOSPC:
+        path = next(iter(LOCKS), None)
+    if path is not None and error.strerror:
+        return f"{path}: {error.strerror}"
     return one_line(error)
-
-
-def listing(names, most=5):
-    """"a, b and 3 more": the first of some names."""
-    first = ", ".join(sorted(names)[:most])
-    if len(names) <= most:
-        return first
-    return f"{first} and {len(names) - most:,} more"
 
 
 def glibc():
@@ -98,7 +97,10 @@ def start(seed):
         libc.mallopt(-1, 2 ** 31 - 1)
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", card_of_this_rank(torch.cuda.device_count()))
+        local_rank, num_cards = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+        if local_rank >= num_cards:
+            raise InputError(f"torchrun --nproc-per-node: only {num_cards} GPUs can be seen here")
+        device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)                               # before the group: NCCL takes the current one
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -109,15 +111,6 @@ def start(seed):
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
     torch.manual_seed(seed)
     return Runtime(dist.get_rank(), dist.get_world_size(), device)
-
-
-def card_of_this_rank(num_cards):
-    """The number of this rank's GPU. InputError where torchrun starts more ranks on this machine than it has GPUs."""
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if local_rank >= num_cards:
-        raise InputError(f"torchrun --nproc-per-node: rank {local_rank} of this machine has no GPU: {num_cards} can be "
-                         "seen here; start as many ranks as GPUs, or set CUDA_VISIBLE_DEVICES= to use the CPU")
-    return local_rank
 
 
 def new_store(store, rank, world_size):
@@ -216,28 +209,32 @@ def read_json(path, kind):
     return value
 
 
+def lines_of(path):
+    """The lines of a file, as bytes; of one that ends with .gz what gzip has packed."""
+    if not os.path.isfile(path):
+        raise InputError(f"{path}: no such file")
+    open_file = gzip.open if str(path).endswith(".gz") else open
+    try:
+        with open_file(path, "rb") as file:
+            yield from file
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise InputError(f"{path}: {one_line(error)}") from None
+
+
 def read_jsonl(path, keys, check=None):
     """The objects of a JSONL file as dicts; InputError by line.
 
     keys: {name: kind} that each must have (colbench/schema.py), or the kind of a row.
     check(row, where, first row): may say more of a row."""
     kind = keys if callable(keys) else record(keys)
-    if not os.path.isfile(path):
-        raise InputError(f"{path}: no such file")
     rows = []
-    with open(path, encoding="utf-8-sig") as file:                   # some editors begin a file with a mark
-        try:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                where = f"{path}:{number}"
-                row = parse_json(line, where)
-                refuse(kind(row), where)
-                rows.append(row)
-                if check:
-                    check(row, where, rows[0])
-        except UnicodeDecodeError:
-            raise InputError(f"{path}: not UTF-8 text") from None
+    for number, line in enumerate(lines_of(path), 1):
+        if line.strip():
+            where = f"{path}:{number}"
+            rows.append(parse_json(line, where))
+            refuse(kind(rows[-1]), where)
+            if check:
+                check(rows[-1], where, rows[0])
     if not rows:
         raise InputError(f"{path}: no rows in it")
     say(f"reads {path} ({len(rows):,} rows)")
@@ -295,21 +292,18 @@ class Rows:
         barrier()                                                   # before any rank adds to what all must read alike
 
     def find(self):
-        """{number of a row: (file, offset)} of all whole lines, of this run and those before, of all ranks."""
-        offsets = {}
+        """{number of a row: the row as bytes} of all whole lines, of this run and those before, of all ranks."""
+        found = {}
         for path in partial_files(self.out):
-            with open(path, "rb") as file:
-                for line in file:
-                    if line.endswith(b"\n"):
-                        number = int(line.split(b" ", 1)[0])
-                        offsets[number] = (path, file.tell() - len(line))
-        return offsets
+            for line in path.read_bytes().splitlines(keepends=True):
+                if line.endswith(b"\n"):
+                    number, row = line.split(b" ", 1)
+                    found[int(number)] = row
+        return found
 
     def rows(self):
         """The rows that are `done`, in any order."""
-        for number, (path, offset) in self.find().items():
-            if number in self.done:
-                yield json.loads(line_at(path, offset))
+        return [json.loads(row) for number, row in self.find().items() if number in self.done]
 
     def __enter__(self):
         self.file = open(self.path, "ab+")                           # without the line that a kill has cut
@@ -327,10 +321,10 @@ class Rows:
 
     def finish(self, num_rows):
         """Write the whole file and remove the partial ones; one rank calls this, when all have ended."""
-        offsets = self.find()
+        found = self.find()
         with open(f"{self.out}.partial", "wb") as whole:
             for number in range(num_rows):
-                whole.write(line_at(*offsets[number]))
+                whole.write(found[number])
         os.rename(f"{self.out}.partial", self.out)
         for path in partial_files(self.out):
             path.unlink()
@@ -339,17 +333,7 @@ class Rows:
 
 def partial_files(out):
     """The partial files of an output (Rows), of all ranks."""
-    pattern = re.escape(out.name) + r"\.\d+of\d+\.partial"
-    if not out.parent.is_dir():
-        return []
-    return [path for path in sorted(out.parent.iterdir()) if re.fullmatch(pattern, path.name)]
-
-
-def line_at(path, offset):
-    """The row of a line "NUMBER ROW" of a partial file, as bytes."""
-    with open(path, "rb") as file:
-        file.seek(offset)
-        return file.readline().split(b" ", 1)[1]
+    return sorted(out.parent.glob(f"{glob.escape(out.name)}.*of*.partial"))
 
 
 def read_rows(path):
@@ -459,10 +443,12 @@ ARGS_JSON = record({"stage": str, "args": dict, "inputs": dict}, {"costs": dict,
 def is_empty(out, folder):
     """Whether nothing but args.json is there yet of an output."""
     if folder:
-        return not out.exists() or out.is_dir() and {path.name for path in out.iterdir()} <= {"args.json"}
-    beside = out.parent.iterdir() if out.parent.is_dir() else []
-    return not out.exists() and not any(path.name.startswith(f"{out.name}.") and "args.json" not in path.name
-                                        for path in beside)
+        return not out.exists() or all(path.name.startswith("args.json") for path in out.iterdir())
+    return not out.exists() and not partial_files(out)
+
+
+def is_complete(out, folder):
+    return (out / "COMPLETED" if folder else out).exists()
 
 
 @on_main
@@ -481,84 +467,78 @@ def is_done(arguments, out, inputs, folder=False):
     if is_empty(out, folder):                                       # nothing is lost, whoever began it
         return False
     if not path.exists():
-        if out.exists():
-            raise InputError(f"{out}: exists and no run made it (no {path.name}); choose another --out, or remove it")
-        return False
+        raise InputError(f"{out}: exists and no run made it (no {path.name}); choose another --out, or remove it")
     before, now = read_json(path, ARGS_JSON), output_record(arguments, inputs)
     if before["stage"] != now["stage"]:
         raise InputError(f"{out}: {before['stage']} made it; choose another --out, or remove it")
     if arguments["overwrite"]:
         return False
     check_same_command(out, before, now)
-    completed = out / "COMPLETED" if folder else out
-    if completed.exists():
+    if is_complete(out, folder):
         say(f"{out}: done already by the same command")
-    return completed.exists()
+    return is_complete(out, folder)
 
 
 def check_same_command(out, before, now):
     """InputError where two output_records name other arguments or inputs. A server's address may have changed."""
-    def without_address(value):
-        return re.sub(r"https?:/[^#]*", "", str(value))
-
+    old, new = [json.loads(re.sub(r'https?:/[^#"]*', "", json.dumps(said))) for said in (before, now)]
     for part in ("args", "inputs"):
-        old_values = {without_address(key): value for key, value in before[part].items()}
-        new_values = {without_address(key): value for key, value in now[part].items()}
-        for key in {**old_values, **new_values}:
-            old, new = old_values.get(key, "not given"), new_values.get(key, "not given")
-            if without_address(old) != without_address(new):
+        for key in {**old[part], **new[part]}:
+            old_value, new_value = old[part].get(key, "not given"), new[part].get(key, "not given")
+            if old_value != new_value:
                 difference = f"another {key}"
                 if part == "args":
-                    difference = f"--{key.replace('_', '-')} {old}, now {new}"
+                    difference = f"--{key.replace('_', '-')} {old_value}, now {new_value}"
                 raise InputError(f"{out}: made with {difference}; choose another --out or add --overwrite")
 
 
 @on_main
 def begin_output(arguments, out, inputs, folder=False):
-    """Keep the arguments and versions in `out`/args.json (or `out`.args.json). What an interrupted run of the same
-    command left is kept; what another one made is removed (arguments["overwrite"])."""
+    """Keep the arguments and versions in `out`/args.json (or `out`.args.json), and other processes out until this one
+    ends. What an interrupted run of the same command left is kept; what another one made is removed
+    (arguments["overwrite"])."""
     CLOCK["last"] = time.perf_counter()
     out = pathlib.Path(out)
     path = args_path(out, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        lock(out if folder else path)
-        if not arguments["overwrite"] and not is_empty(out, folder):
+    LOCKS.pop(out, None)
+    LOCKS[out] = locked(path)
+    if not arguments["overwrite"]:
+        if is_complete(out, folder):
+            raise InputError(f"{out}: the same command has just made it")
+        if not is_empty(out, folder):
             say(f"{out}: continues an interrupted run")
             return
     record = output_record(arguments, inputs)                       # before an input could go
-    if folder:
-        shutil.rmtree(out)
-        out.mkdir()
-    else:
-        for old in (out, *partial_files(out)):
+    for old in out.iterdir() if folder else (out, *partial_files(out)):
+        if old.is_dir():
+            shutil.rmtree(old)
+        elif old != path:                                           # which is locked
             old.unlink(missing_ok=True)
     record["versions"] = {"sweet-rl": VERSION, "python": platform.python_version(), "torch": str(torch.__version__),
                           "transformers": importlib.metadata.version("transformers")}
-    write_json(path, record)
-    lock(out if folder else path)
+    write_args(out, path, record)
 
 
-LOCKS = {}                                      # descriptors of locked outputs, open until this process ends
-LOCK_S = 20                                     # the ranks of a killed run take a moment to end
+LOCKS = {}                                      # {output: its args.json, open and locked until this process ends}
 
 
-def lock(path):
-    """Keep out other processes that write the same output. InputError where one runs."""
-    descriptor = os.open(path, os.O_RDONLY)
-    inode = os.fstat(descriptor).st_ino
-    if inode in LOCKS:
-        return os.close(descriptor)
-    end = time.monotonic() + LOCK_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
-        except BlockingIOError:
-            if time.monotonic() > end:
-                raise InputError(f"{path}: the same command is running already") from None
-            time.sleep(0.2)
-    LOCKS[inode] = descriptor
+def locked(path):
+    """A file, which is made if it is missing, with a lock. InputError where another process has it."""
+    file = open(path, "ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(f"{path}: the same command is running already") from None
+    return file
+
+
+def write_args(out, path, record):
+    """Write an output's args.json, which is locked at any moment."""
+    partial = f"{path}.partial"
+    write_json(partial, record)
+    LOCKS[out] = locked(partial)
+    os.rename(partial, path)
 
 
 CLOCK = {}                                      # {"last": when begin_output or add_costs was called}
@@ -571,9 +551,10 @@ def add_costs(out, folder=False, **numbers):
         return
     now = time.perf_counter()
     numbers["seconds"], CLOCK["last"] = now - CLOCK["last"], now
+    out = pathlib.Path(out)
     path = args_path(out, folder)
     record = read_json(path, ARGS_JSON)
     costs = record.setdefault("costs", {})
     for name, number in numbers.items():
         costs[name] = costs.get(name, 0) + number
-    write_json(path, record)
+    write_args(out, path, record)

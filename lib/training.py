@@ -8,21 +8,9 @@ import time
 
 import torch
 
+from lib import runtime
 from lib.models import adapter_parameters, save_model, whole_tensor
-from lib.runtime import (
-    barrier,
-    InputError,
-    is_main,
-    listing,
-    on_main,
-    one_line,
-    peak_memory_mb,
-    read_rows,
-    reduce_sums,
-    say,
-    trim_memory,
-    whole_file,
-)
+from lib.runtime import barrier, InputError, is_main, on_main, one_line, read_rows, reduce_sums, say, whole_file
 
 
 def fitting_numbers(examples, max_length):
@@ -111,11 +99,8 @@ def rank_batches(batch, examples, micro_batch_size, run):
 
 def num_tokens(examples, weights):
     """Tokens of the examples of a micro-batch, without dummy examples (rank_batches)."""
-    number = 0
-    for example, weight in zip(examples, weights.tolist()):          # at once: each element would wait for the device
-        if weight:
-            number += sum(len(row.ids) for item in example.items for row in item)
-    return number
+    real = [example for example, weight in zip(examples, weights.tolist()) if weight]
+    return sum(len(row.ids) for example in real for item in example.items for row in item)
 
 
 # Two rewards closer than this count as equal: rounding of up to 8e-7 and 3e-4 was seen
@@ -145,9 +130,8 @@ def optimizer_step(scorer, optimizer, sums, lr, where, task_ids):
     device = next(scorer.parameters()).device
     numbers = dict(zip(sums, reduce_sums(list(sums.values()), device)))
     if not (math.isfinite(numbers["loss"]) and math.isfinite(grad_norm)):
-        raise InputError(f"{where}: the loss is {numbers['loss']:g} and the norm of its gradient {grad_norm:g}, in a "
-                         f"batch of these tasks: {listing(task_ids, 20)}. The step is not taken and no model is "
-                         "written; lower --lr or --beta, or look at these tasks")
+        raise InputError(f"{where}: the loss is {numbers['loss']:g} and the norm of its gradient {grad_norm:g}; no "
+                         f"model is written: lower --lr or --beta, or look at its tasks ({', '.join(task_ids)})")
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
@@ -157,12 +141,11 @@ def optimizer_step(scorer, optimizer, sums, lr, where, task_ids):
 
 def check_weights(model, out):
     """InputError on all ranks where a weight is not finite: the last step can have made it so, after its loss."""
-    broken = torch.zeros((), dtype=torch.float64)
+    broken, device = 0, next(model.parameters()).device
     for parameter in model.parameters():
-        shard = parameter.detach()
-        shard = shard.to_local() if hasattr(shard, "to_local") else shard
-        broken += int(not torch.isfinite(shard).all())
-    [number] = reduce_sums([broken.item()], next(model.parameters()).device)
+        shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        broken += int(not shard.isfinite().all())
+    [number] = reduce_sums([broken], device)
     if number:
         raise InputError(f"{out}: {number:.0f} tensors of the trained model have numbers that are not finite; no model "
                          "is written: lower --lr")
@@ -208,7 +191,7 @@ class States:
         if is_main():
             for old in self.whole()[:-2]:
                 shutil.rmtree(self.folder / str(old))
-        trim_memory()
+        runtime.trim_memory()
 
     def wait(self):
         if self.saving is not None:
@@ -276,7 +259,7 @@ class StepLog:
                 f"eta {eta / 60:.1f}m")
         if is_main():
             row = {"step": step, **numbers, "tokens": num_tokens, "tokens_per_s": speed,
-                   "peak_memory_mb": peak_memory_mb(), "seconds": self.seconds_before + now - self.begin}
+                   "peak_memory_mb": runtime.peak_memory_mb(), "seconds": self.seconds_before + now - self.begin}
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             self.track.log(**row)

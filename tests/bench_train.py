@@ -1,21 +1,20 @@
-"""DPO on pairs of actions: this project's training against TRL's DPOTrainer, same pairs, model, dtype and threads.
+"""DPO on pairs of actions: this project's training against TRL's DPOTrainer, same pairs, model and threads, in float32.
 
     pip install trl datasets accelerate     (or --peer-python of an environment that has them)
     python tests/bench_train.py --model FOLDER [--pairs shared|unshared] [--steps 3] [--rounds 3]
 
-Each side is a process of its own on one thread in float32 (ours: --dtype); they take turns. Pairs are random token ids:
-"shared" has 4 pairs over each prompt, as SWEET makes them, "unshared" one. Sides:
+Each side is a process of its own on one thread; they take turns. Pairs are random token ids, 4 a step: "shared" has 4
+pairs over each prompt, as SWEET makes them, "unshared" one. Sides:
 
 ours            04 --pairs-together: one tree a turn
-ours, apart     04: one tree a pair
-ours, LoRA      04 --pairs-together --lora 16 (only with --sides; needs peft)
+ours, LoRA      04 --pairs-together --lora 16 (needs peft)
 trl, best       DPOTrainer with precomputed reference, the vocabulary projected at action tokens alone (TRL does so on
                 GPUs alone; here one of its functions is patched), causal attention, and our allocator settings
-trl             DPOTrainer with precomputed reference, else as installed
 
 Seconds are of the process's CPU, because other work on a machine changes wall time; the reference's share is included.
 The losses of all sides must agree: they are printed."""
 import argparse
+import importlib
 import json
 import os
 import pathlib
@@ -27,17 +26,20 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+VOCABULARY, BATCH = 49152, 4                                        # SmolLM2's; pairs a step
 
 
-def make_pairs(kind, num_pairs, args):
+def make_pairs(args):
     """[(prompt, chosen, rejected)] of random ids, pairs of a prompt side by side."""
-    rng = random.Random(0)
+    rng, pairs = random.Random(0), []
 
     def ids(low, high):
-        return [rng.randrange(17, args.vocabulary) for _ in range(rng.randint(low, high))]
-    prompts = [ids(*args.prompt) for _ in range(num_pairs)]
-    return [(prompts[n // 4 if kind == "shared" else n], ids(*args.action), ids(*args.action))
-            for n in range(num_pairs)]
+        return [rng.randrange(17, VOCABULARY) for _ in range(rng.randint(low, high))]
+    for number in range(args.steps * BATCH):
+        if args.pairs == "unshared" or number % BATCH == 0:
+            prompt = ids(*args.prompt)
+        pairs.append((prompt, ids(*args.action), ids(*args.action)))
+    return pairs
 
 
 def status_mb(key):
@@ -47,21 +49,18 @@ def status_mb(key):
 
 def train_ours(pairs, args):
     sys.path.insert(0, str(ROOT))
-    import importlib
-
     import torch
 
     import common
     from lib.models import import_peft, Sharding, without_adapter
     from lib.runtime import start
     from lib.training import adamw
-    policy_stage = importlib.import_module("04_train_policy")
-    runtime = start(0)
+    dpo_loss = importlib.import_module("04_train_policy").dpo_loss
     lora = None
     if args.side == "ours, LoRA":
         lora = import_peft().LoraConfig(r=16, lora_alpha=32, target_modules="all-linear")
-    scorer = common.load_scorer(args.model, runtime, Sharding(args.dtype, 1, False, args.out, 0), lora)
-    together = 4 if args.side != "ours, apart" and args.pairs == "shared" else 1
+    scorer = common.load_scorer(args.model, start(0), Sharding("float32", 1, False, args.out, 0), lora)
+    together = BATCH if args.pairs == "shared" else 1
     examples = []                                                   # as 04 makes them: a prompt and its actions
     for first in range(0, len(pairs), together):
         prompt, actions = pairs[first][0], [action for pair in pairs[first:first + together] for action in pair[1:]]
@@ -71,15 +70,14 @@ def train_ours(pairs, args):
     begin = time.process_time()
     ref_outputs = common.example_outputs(without_adapter(scorer), examples, 4096, "cpu")
     reference_s = time.process_time() - begin
-    optimizer = adamw(scorer, 1e-6)
-    scorer.train()
-    losses, steps, size = [], [], args.batch_size // together
-    for step in range(args.steps):
-        begin, batch = time.process_time(), slice(step * size, (step + 1) * size)
+    optimizer = adamw(scorer.train(), 1e-6)
+    losses, steps, size = [], [], BATCH // together
+    for first in range(0, len(examples), size):
+        begin, batch = time.process_time(), slice(first, first + size)
         sides = common.batch_pairs(examples[batch])
-        logps = common.chosen_and_rejected(scorer(common.collate(common.items_of(examples[batch]))), sides)
-        ref_logps = common.chosen_and_rejected(common.padded_outputs(ref_outputs[batch], "cpu"), sides)
-        loss = policy_stage.dpo_loss(*logps, *ref_logps, 0.1)[0].mean()
+        logps = common.of_pairs(scorer(common.collate(common.items_of(examples[batch]))), sides)
+        ref_logps = common.of_pairs(common.padded_outputs(ref_outputs[batch], "cpu"), sides)
+        loss = dpo_loss(*logps.T, *ref_logps.T, 0.1)[0].mean()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(scorer.parameters(), 1.0)
         optimizer.step()
@@ -98,6 +96,7 @@ def train_trl(pairs, args):
     from trl.trainer.dpo_trainer import DataCollatorForPreference
     torch.set_num_threads(1)
     disable_progress_bars()
+    trl.trainer.utils._use_triton = lambda device: True
     steps, losses, reference = [], [], [0.0]
 
     class Causal(DataCollatorForPreference):
@@ -128,67 +127,56 @@ def train_trl(pairs, args):
         def on_step_end(self, *args, **kwargs):
             steps.append(time.process_time() - self.begin)
 
-    if args.side == "trl, best":
-        trl.trainer.utils._use_triton = lambda device: True
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     rows = [dict(zip(("prompt_ids", "chosen_ids", "rejected_ids"), pair)) for pair in pairs]
-    collator = Causal(pad_token_id=tokenizer.pad_token_id) if args.side == "trl, best" else None
-    trainer = Peer(model=model, processing_class=tokenizer, train_dataset=Dataset.from_list(rows),
-                   data_collator=collator, callbacks=[Clock()], args=trl.DPOConfig(
-                       output_dir=args.out, use_cpu=True, bf16=False, activation_checkpointing=False, max_length=None,
-                       beta=0.1, precompute_ref_log_probs=True, precompute_ref_batch_size=args.batch_size,
-                       max_steps=args.steps, per_device_train_batch_size=args.batch_size,
-                       train_sampling_strategy="sequential", learning_rate=1e-6, lr_scheduler_type="constant",
-                       adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0, eval_strategy="no",
-                       save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
-                       dataloader_pin_memory=False))
-    trainer.train()
+    config = trl.DPOConfig(
+        output_dir=args.out, use_cpu=True, bf16=False, activation_checkpointing=False, max_length=None, beta=0.1,
+        precompute_ref_log_probs=True, precompute_ref_batch_size=BATCH, max_steps=args.steps,
+        per_device_train_batch_size=BATCH, train_sampling_strategy="sequential", learning_rate=1e-6,
+        lr_scheduler_type="constant", adam_beta1=0.9, adam_beta2=0.95, weight_decay=0.0, max_grad_norm=1.0,
+        eval_strategy="no", save_strategy="no", logging_strategy="no", report_to="none", disable_tqdm=True,
+        dataloader_pin_memory=False)
+    Peer(model=AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32), processing_class=tokenizer,
+         train_dataset=Dataset.from_list(rows), data_collator=Causal(pad_token_id=tokenizer.pad_token_id),
+         callbacks=[Clock()], args=config).train()
     return reference[0], steps, losses
+
+
+def run_side(args):
+    """Train one side in this process, and print what it took."""
+    args.out = tempfile.mkdtemp()
+    pairs, before = make_pairs(args), status_mb("VmRSS")
+    reference_s, steps, losses = (train_ours if args.side.startswith("ours") else train_trl)(pairs, args)
+    pair_s = reference_s / len(pairs) + statistics.median(steps[1:]) / BATCH
+    print(json.dumps({"pair_s": pair_s, "losses": losses, "peak_mb": status_mb("VmHWM") - before}))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="Hugging Face folder (smollm2: see the README)")
+    parser.add_argument("--model", required=True, help="Hugging Face folder of SmolLM2's vocabulary")
     parser.add_argument("--pairs", choices=["shared", "unshared"], default="shared")
     parser.add_argument("--prompt", type=int, nargs=2, default=[400, 800], help="least and most tokens")
     parser.add_argument("--action", type=int, nargs=2, default=[40, 120], help="least and most tokens")
-    parser.add_argument("--vocabulary", type=int, default=49152)
-    parser.add_argument("--batch-size", type=int, default=4, help="pairs a step, one micro-batch")
     parser.add_argument("--steps", type=int, default=3, help="the first, which warms up, is not counted")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sides", nargs="+", default=["ours", "ours, apart", "trl, best", "trl"])
+    parser.add_argument("--sides", nargs="+", default=["ours", "trl, best"])
     parser.add_argument("--peer-python", default=sys.executable, help="the interpreter for trl")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of our sides")
     parser.add_argument("--side", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        args.out = tempfile.mkdtemp()
-        pairs = make_pairs(args.pairs, args.steps * args.batch_size, args)
-        before = status_mb("VmRSS")
-        reference_s, steps, losses = (train_ours if args.side.startswith("ours") else train_trl)(pairs, args)
-        print(json.dumps({"pair_s": reference_s / len(pairs) + statistics.median(steps[1:]) / args.batch_size,
-                          "losses": losses, "peak_mb": status_mb("VmHWM") - before}))
-        return
+        return run_side(args)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "",
+                   "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2 ** 31 - 1)}
     found = {side: [] for side in args.sides}
-    for _ in range(args.rounds):
-        for side in args.sides:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1",
-                           "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error", "PYTHONWARNINGS": "ignore"}
-            if side == "trl, best":
-                environment |= {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2 ** 31 - 1)}
-            process = subprocess.run([sys.executable if side.startswith("ours") else args.peer_python, __file__,
-                                      *sys.argv[1:], "--side", side], env=environment, text=True,
-                                      stdout=subprocess.PIPE, check=True)
-            found[side].append(json.loads(process.stdout.splitlines()[-1]))
-    base = statistics.median(run["pair_s"] for run in found[args.sides[-1]])
-    print(f"{args.pairs} pairs, prompts of {args.prompt} tokens, actions of {args.action}, {args.batch_size} a step, "
-          f"{args.rounds} rounds")
+    for side in args.sides * args.rounds:
+        python = sys.executable if side.startswith("ours") else args.peer_python
+        process = subprocess.run([python, __file__, *sys.argv[1:], "--side", side], env=environment, text=True,
+                                 stdout=subprocess.PIPE, check=True)
+        found[side].append(json.loads(process.stdout.splitlines()[-1]))
     for side, runs in found.items():
-        pair_s = [run["pair_s"] for run in runs]
-        print(f"{side:12s} {1000 * statistics.median(pair_s):8.0f} s of CPU for 1,000 pairs ({1000 * min(pair_s):.0f}-"
-              f"{1000 * max(pair_s):.0f}) | {base / statistics.median(pair_s):4.1f} times {args.sides[-1]} | peak "
-              f"memory {statistics.median(run['peak_mb'] for run in runs):6.0f} MB | losses "
+        seconds, peak_mb = [1000 * run["pair_s"] for run in runs], statistics.median(run["peak_mb"] for run in runs)
+        print(f"{side:12s} {statistics.median(seconds):8.0f} s of CPU for 1,000 {args.pairs} pairs ({min(seconds):.0f} "
+              f"to {max(seconds):.0f}) | peak memory {peak_mb:6.0f} MB | losses "
               + ", ".join(f"{loss:.5f}" for loss in runs[0]["losses"]))
 
 

@@ -367,8 +367,7 @@ def test_simulator_prompt_swaps_the_roles():
     (dict(tasks="empty.jsonl"), "empty.jsonl: no rows in it"),
     (dict(agent="nobody/such-model"), "nobody/such-model: no model of this name"),
     (dict(agent="./nowhere"), "./nowhere: no such folder"),
-    (dict(agent="tests"), "tests: no config.json"),
-    (dict(agent="tiny"), "tiny: fresh parameters"),
+    (dict(agent="tests"), "tests: no model of this name"),
     (dict(simulator="nobody/such-model"), "nobody/such-model: no model of this name"),
 ])
 def test_bad_input_is_one_line(workspace, tmp_path, change, message):

@@ -52,7 +52,7 @@ def test_it_runs_from_any_folder_and_shows_its_help(tmp_path):
     (["--returns", "r", "--gates", "m"], "--returns and --reference-sees-c go with --critics"),
     (["--reference-sees-c", "no", "--gates", "m"], "--returns and --reference-sees-c go with --critics"),
     (["--critics", "a"], "a: must be NAME=PATH"),
-    (["--critics", "a/b=c"], "a/b=c: a name cannot contain /, or be . or ..")])
+    (["--critics", "a/b=c"], "a/b=c: must be NAME=PATH")])
 def test_bad_arguments_are_one_line(capsys, flags, line):
     with pytest.raises(SystemExit) as error:
         critics.parse_args(["--trajectories", "t", "--out", "o", *flags])

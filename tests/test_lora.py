@@ -14,15 +14,8 @@ from safetensors.torch import load_file, save_file
 import common
 from colbench import backend
 from conftest import call, read, refused, ROOT, stage, succeed
-from lib.models import (
-    adapter_parameters,
-    load_model,
-    load_tokenizer,
-    lora_config,
-    Sharding,
-    weights_fingerprint,
-    without_adapter,
-)
+from lib import models
+from lib.models import adapter_parameters, load_model, load_tokenizer, lora_config, Sharding, weights_fingerprint
 from lib.runtime import InputError, start, write_jsonl
 from lib.training import States
 
@@ -164,7 +157,7 @@ def test_without_its_adapter_a_critic_is_its_base_bit_for_bit(critic, tiny, dtyp
 def test_an_untrained_adapter_scores_every_candidate_0(workspace, tiny):
     config = lora_config(str(BASE), 4, None, False)
     scorer = common.load_scorer(str(BASE), start(0), SHARDING, config)
-    critic = common.Critic("", "", scorer=scorer, ref_scorer=without_adapter(scorer))
+    critic = common.Critic("", "", scorer=scorer, ref_scorer=models.without_adapter(scorer))
     assert common.score_actions(critic, tiny[1], points_of(workspace), 4096, "cpu") == [[0.0, 0.0, 0.0]]
     started = adapter_parameters(scorer.model)
     assert {".lora_A." in name for name, tensor in started.items() if tensor.abs().max() > 0} == {True}
@@ -184,26 +177,25 @@ def test_peft_reads_the_folder_and_finds_the_same_values(policy, tiny):
     assert not (policy / "model.safetensors").exists() and (policy / "chat_template.jinja").exists()
 
 
-@pytest.mark.parametrize("share", [1, 0.1])
-def test_bfloat16_keeps_small_adapters(policy, tiny, tmp_path, share):
+def scaled(folder, share, out):
+    """A copy of an adapter folder that adds only a share of what it added."""
+    shutil.copytree(folder, out)
+    tensors = {name: tensor * share if "lora_B" in name else tensor for name, tensor in adapter(folder).items()}
+    save_file(tensors, out / "adapter_model.safetensors", metadata={"format": "pt"})
+    return tensors
+
+
+def test_bfloat16_keeps_small_adapters(policy, tmp_path):
     """What an adapter adds to each weight of a model that computes in bfloat16, against float32: rounded once."""
-    shutil.copytree(policy, tmp_path / "small")
-    small = {name: tensor * share if "lora_B" in name else tensor for name, tensor in adapter(policy).items()}
-    save_file(small, tmp_path / "small" / "adapter_model.safetensors", metadata={"format": "pt"})
-    model, base = load_model(str(tmp_path / "small"), "cpu", "bfloat16")[0], tiny[0]
-    checked = 0
+    small, checked = scaled(policy, 0.1, tmp_path / "small"), 0
+    model = load_model(str(tmp_path / "small"), "cpu", "bfloat16")[0]
     for key, b in small.items():
-        if "lora_B" not in key:
-            continue
-        name = key.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
-        expected = 8 / 4 * (b @ small[key.replace("lora_B", "lora_A")])
-        layer = model.get_submodule(name)
-        if hasattr(layer, "lora_A"):
-            found = layer.get_delta_weight("default").float()
-        else:
-            found = layer.weight.float() - base.get_submodule(name).weight.bfloat16().float()
-        assert (found - expected).norm() < 0.01 * expected.norm(), name
-        checked += 1
+        if "lora_B" in key:
+            name = key.removeprefix("base_model.model.").removesuffix(".lora_B.weight")
+            expected = 8 / 4 * (b @ small[key.replace("lora_B", "lora_A")])
+            found = model.get_submodule(name).get_delta_weight("default").float()
+            assert (found - expected).norm() < 0.01 * expected.norm(), name
+            checked += 1
     assert checked == 21 and {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     expected = values_of(load_model(str(tmp_path / "small"), "cpu")[0])
     torch.testing.assert_close(values_of(model), expected, atol=0.3, rtol=0.02)
@@ -252,11 +244,7 @@ def test_in_02_adapters_play_and_choose(workspace, critic, policy, tmp_path):
     chosen = ids_sampled(workspace, tmp_path / "chosen.jsonl", policy, "--best-of", 2, "--critic", critic)
     assert chosen != first
     folder = tmp_path / "critic"
-    shutil.copytree(critic, folder)
-    empty = {}
-    for name, tensor in adapter(critic).items():
-        empty[name] = torch.zeros_like(tensor) if "lora_B" in name else tensor
-    save_file(empty, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    scaled(critic, 0, folder)
     without = ids_sampled(workspace, tmp_path / "without.jsonl", policy, "--best-of", 2, "--critic", folder)
     assert without == first
 
@@ -310,8 +298,7 @@ def test_a_base_that_moved_or_changed_is_one_line(workspace, critic, policy, tin
         set_base(name)
         for line in (refused(2, *play, tmp_path / "policy"),
                      refused(2, *play, BASE, "--best-of", 2, "--critic", tmp_path / "critic")):
-            assert re.search(rf"its base model {name} cannot be used .*; start from the folder where the adapter was "
-                             r"trained, or write where the base is into .*adapter_config.json", line)
+            assert re.search(rf"its base model {name} cannot be used .*; write where it is into .*adapter_config", line)
     assert not (tmp_path / "x").exists()
 
 
@@ -319,7 +306,7 @@ def test_bad_flags_are_one_line(workspace, policy, tmp_path, monkeypatch):
     out, method = tmp_path / "x", ["--method", "sft", "--trajectories", workspace / "demos.jsonl"]
     for flag, *value in (["--lora-targets", "q_proj"], ["--merge"]):
         assert refused(4, *method, "--model", BASE, "--out", out, flag, *value) == f"{flag} goes with --lora RANK"
-    assert refused(4, *method, "--model", "tiny", "--out", out, *LORA).startswith("tiny: fresh parameters")
+    assert refused(4, *method, "--model", "tiny", "--out", out, *LORA).startswith("tiny: no model of this name")
     assert "--merge" in refused(4, *method, "--model", policy, "--out", out, *LORA)
     for targets, wanted in ((["nothing"], "nothing"), (["q_proj", "nothing"], "nothing: names no linear layer"),
                             (["lm_head"], "lm_head"), (["embed_tokens"], "embed_tokens")):

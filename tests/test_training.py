@@ -9,8 +9,10 @@ import random
 import signal
 import time
 
+import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import common
 from conftest import begin, rank_environments, read, refused, ROOT, stage, succeed, wait
@@ -70,14 +72,11 @@ def test_a_loaded_scorer_is_the_model(runtime, tiny):
 def test_half_precision_files_are_read_into_float32_and_written_in_parts(runtime, tiny, tmp_path, monkeypatch):
     model, tokenizer = tiny
     half = load_model(str(BASE), "cpu", "bfloat16")[0]
-    (tmp_path / "half").mkdir()
     save_model(tmp_path / "half", half, tokenizer)
     loaded = load(tmp_path / "half", runtime)
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.float32}
-    import huggingface_hub
-    save = functools.partial(huggingface_hub.save_torch_state_dict, max_shard_size="1MB")
-    monkeypatch.setattr(huggingface_hub, "save_torch_state_dict", save)
-    (tmp_path / "parts").mkdir()
+    split = functools.partial(huggingface_hub.split_torch_state_dict_into_shards, max_shard_size="1MB")
+    monkeypatch.setattr(huggingface_hub, "split_torch_state_dict_into_shards", split)
     save_model(tmp_path / "parts", loaded.model, tokenizer)
     assert len(list((tmp_path / "parts").glob("model-*.safetensors"))) > 2
     written = weights(tmp_path / "parts")
@@ -86,17 +85,43 @@ def test_half_precision_files_are_read_into_float32_and_written_in_parts(runtime
     assert torch.equal(again(a_batch(tokenizer)), loaded(a_batch(tokenizer)))
 
 
-def test_weights_of_other_names_are_written_plainly_first(runtime, tiny, tmp_path):
-    from safetensors.torch import load_file, save_file
+def test_weights_of_other_names_are_read(runtime, tiny, tmp_path):
     model, tokenizer = tiny
-    (tmp_path / "odd").mkdir()
-    save_model(tmp_path / "odd", model, tokenizer)
-    tensors = load_file(tmp_path / "odd" / "model.safetensors")
+    save_model(tmp_path, model, tokenizer)
+    tensors = load_file(tmp_path / "model.safetensors")
     save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()},
-              tmp_path / "odd" / "model.safetensors", metadata={"format": "pt"})
-    loaded = load(tmp_path / "odd", runtime, dataclasses.replace(SHARDING, out=tmp_path))
-    assert len(list((tmp_path / "initial").glob("*/model.safetensors"))) == 1
+              tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = load(tmp_path, runtime)
     assert torch.equal(loaded(a_batch(tokenizer)), common.Scorer(model)(a_batch(tokenizer)))
+
+
+@pytest.mark.parametrize("sharding", [SHARDING, HALF], ids=["whole", "split"])
+def test_a_head_of_its_own_stays_although_the_config_ties_it(runtime, tiny, tmp_path, sharding):
+    """Every way to load the folder has its logits, and so has what is saved."""
+    model, tokenizer = tiny
+    save_model(tmp_path / "model", model, tokenizer)
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    torch.manual_seed(0)
+    tensors["lm_head.weight"] = torch.randn(tensors["model.embed_tokens.weight"].shape) / 10
+    save_file(tensors, path, metadata={"format": "pt"})
+    whole, loaded = load_model(str(tmp_path / "model"), "cpu")[0], load(tmp_path / "model", runtime, sharding)
+    save_model(tmp_path / "saved", loaded.model, tokenizer)
+    assert torch.equal(weights(tmp_path / "saved")["lm_head.weight"], tensors["lm_head.weight"])
+    saved, batch = load_model(str(tmp_path / "saved"), "cpu")[0], a_batch(tokenizer)
+    assert torch.equal(common.Scorer(saved)(batch), common.Scorer(whole)(batch))
+    assert (common.Scorer(saved)(batch) - common.Scorer(model)(batch)).abs().max() > 1
+    torch.testing.assert_close(loaded(batch), common.Scorer(whole)(batch), atol=0.5 if sharding is HALF else 0, rtol=0)
+
+
+def test_a_tensor_that_the_files_lack_is_one_line(runtime, tiny, tmp_path):
+    """It would be random: the head of a model whose config does not tie it to the embeddings."""
+    save_model(tmp_path, *tiny)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    for read_folder in (lambda: load(tmp_path, runtime), lambda: load_model(str(tmp_path), "cpu")):
+        with pytest.raises(InputError, match="its files lack lm_head.weight"):
+            read_folder()
 
 
 # --- the logits
