@@ -110,8 +110,9 @@ def table_of(kind):
 
 def record(needed, optional=None, others=lambda value: None):
     """An object with the names of `needed` and, if at all, of `optional`, {name: kind}; other names may be there, with
-    values of the kind `others`."""
-    checks = {name: checker(kind) for name, kind in {**(optional or {}), **needed}.items()}
+    values of the kind `others`. What is checked loses an optional name whose value is null and may not be."""
+    optional = optional or {}
+    checks = {name: checker(kind) for name, kind in {**optional, **needed}.items()}
     check_other = checker(others)
 
     def check_record(value):
@@ -120,6 +121,9 @@ def record(needed, optional=None, others=lambda value: None):
         for key in needed:
             if key not in value:
                 return f'missing "{key}"'
+        for key in optional:
+            if key in value and value[key] is None and checks[key](None):           # as Dataset.to_json writes it
+                del value[key]
         for key, item in value.items():
             if fault := checks.get(key, check_other)(item):
                 return located(f'"{key[:80]}"' if fault.startswith("is ") else key[:80], fault)

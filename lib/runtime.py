@@ -1,7 +1,6 @@
 """What every stage stands on: the process group, JSONL files, outputs that a killed run goes on with."""
 import contextlib
 import ctypes
-import errno
 import fcntl
 import functools
 import glob
@@ -14,10 +13,10 @@ import os
 import pathlib
 import platform
 import re
+import resource
 import shutil
 import sys
 import time
-import uuid
 import zlib
 from typing import NamedTuple
 
@@ -55,7 +54,9 @@ def run_stage(main, *errors):
     try:
         main()
         barrier()                               # a rank that leaves early would break the connections of the others
-    except (InputError, OSError, *errors) as error:
+    except BaseException as error:
+        if not isinstance(error, (InputError, OSError, *errors)) and FULL not in str(error):
+            raise
         line = error_text(error).replace("\n", "\\n")
         print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
@@ -68,33 +69,29 @@ def one_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
+FULL = "No space left on device"
+
+
 def error_text(error):
-    """What is wrong, by an error that run_stage catches. of a full disk that names no file the output."""
+    """What is wrong, by an error that run_stage catches."""
+    path = getattr(error, "filename", None)
+    if FULL in str(error):                                          # few say where
+        return f"{path or next(iter(LOCKS), 'here')}: {FULL}"
     if not isinstance(error, OSError):
         return str(error)
-    path = error.filename
-    if path is None and error.errno == errno.ENOSPC:
-        path = next(iter(LOCKS), None)
-    if path is not None and error.strerror:
-        return f"{path}: {error.strerror}"
-    return one_line(error)
+    return f"{path}: {error.strerror}" if path is not None and error.strerror else one_line(error)
 
 
-def glibc():
-    """The C library where it is glibc, whose malloc can be told what to keep; else None."""
-    if platform.system() == "Linux" and platform.libc_ver()[0] == "glibc":
-        return ctypes.CDLL(None)
-    return None
+LIBC = ctypes.CDLL(None)
 
 
 def start(seed):
     """Join the process group (torchrun's, or one of size 1), seed torch; returns Runtime(rank, world_size, device)."""
     # glibc returns big buffers to the kernel at every free, and page faults then dominate small models on a CPU:
     # M_MMAP_MAX = 0 and a high M_TRIM_THRESHOLD keep them (several times faster training, measured).
-    libc = glibc()
-    if libc:
-        libc.mallopt(-4, 0)
-        libc.mallopt(-1, 2 ** 31 - 1)
+    if hasattr(LIBC, "mallopt"):
+        LIBC.mallopt(-4, 0)
+        LIBC.mallopt(-1, 2 ** 31 - 1)
     device = torch.device("cpu")
     if torch.cuda.is_available():
         local_rank, num_cards = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
@@ -119,29 +116,25 @@ def new_store(store, rank, world_size):
 
     Each rank says hello with a word of its own. Rank 0 answers every word with the name of the new part until all
     ranks have read it: what earlier starts left behind is answered too, but nobody reads that."""
-    word = uuid.uuid4().hex
+    word = os.urandom(8).hex()
     if rank > 0:
         store.set(f"hello {rank}", word)
         name = store.get(f"welcome {word}").decode()                # waits for it
         store.set(f"{name} {rank}", "read")
         return dist.PrefixStore(name, store)
-    missing = set(range(1, world_size))
-    while missing:
-        for other_rank in missing:
-            if store.check([f"hello {other_rank}"]):
-                hello = store.get(f"hello {other_rank}").decode()
-                store.set(f"welcome {hello}", word)
-        time.sleep(0.01)
-        missing = {other_rank for other_rank in missing if not store.check([f"{word} {other_rank}"])}
+    for other_rank in range(1, world_size):
+        while not store.check([f"{word} {other_rank}"]):
+            hello = store.get(f"hello {other_rank}").decode()
+            store.set(f"welcome {hello}", word)
+            time.sleep(0.01)
     return dist.PrefixStore(word, store)
 
 
 def trim_memory():
     """Give the kernel back what start() keeps of freed buffers. Batches of all lengths leave holes between them that
     no later one fits into: a run of a 135M model grew to 13 GB where 2 GB are in use."""
-    libc = glibc()
-    if libc:
-        libc.malloc_trim(0)
+    if hasattr(LIBC, "malloc_trim"):
+        LIBC.malloc_trim(0)
 
 
 def is_main():
@@ -185,7 +178,6 @@ def peak_memory_mb():
     """Highest memory use so far in MiB: of the GPU where there is one, else resident memory of this process."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2 ** 20
-    import resource
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

@@ -270,17 +270,6 @@ def test_the_exit_status_of_what_the_system_refuses():
     assert process.stderr.count("\n") == 1
 
 
-def test_the_same_command_cannot_write_twice_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("lib.runtime.LOCK_S", 0.3)
-    start(0)
-    runtime.begin_output({"overwrite": False}, tmp_path / "out", [], folder=True)
-    runtime.begin_output({"overwrite": False}, tmp_path / "out", [], folder=True)           # this process again
-    monkeypatch.setattr("lib.runtime.LOCKS", {})                    # as another process sees it
-    (tmp_path / "out" / "metrics.jsonl").write_text("")
-    assert "the same command is running already" in line_of(
-        runtime.begin_output, {"overwrite": False}, tmp_path / "out", [], True)
-
-
 def test_a_run_goes_on_with_its_own_partial_file(data, tmp_path):
     arguments = ["--tasks", str(data / "tasks.jsonl"), "--agent", "script", "--out", str(tmp_path / "o")]
     stage(2).main(arguments)

@@ -1,9 +1,14 @@
-"""lib/runtime.py: JSONL files by line, blocks that a killed run goes on with, fingerprints."""
+"""lib/runtime.py: JSONL files by line, blocks that a killed run goes on with, one run at a time, fingerprints."""
+import gzip
+import json
+import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from conftest import read, ROOT
+import common
+from conftest import begin, policy_flags, read, ROOT, wait
 from lib import runtime
 from lib.models import weights_fingerprint
 from lib.runtime import fingerprint, InputError, map_blocks, read_jsonl, Runtime, start
@@ -11,7 +16,7 @@ from lib.runtime import fingerprint, InputError, map_blocks, read_jsonl, Runtime
 
 @pytest.mark.parametrize("content, message", [
     ("", "no rows in it"), ('{"a": 1}\n{"a"', "2: not JSON"), ('{"b": 1}\n', '1: missing "a"'), ("[1]\n", "1: a list"),
-    ('{"a": "x"}\n', '1: "a" is a str, not a int'), (b"\xff\xfe", "not UTF-8")])
+    ('{"a": "x"}\n', '1: "a" is a str, not a int'), (b"\xff{}", "1: not JSON that can be read")])
 def test_broken_jsonl_is_named_by_line(tmp_path, content, message):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -28,17 +33,24 @@ def test_a_mark_at_the_begin_of_a_file_is_no_part_of_it(tmp_path):
     assert runtime.read_text(tmp_path / "text") == "You help."
 
 
-def test_what_stages_write_into_a_model_folder_does_not_change_the_model(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    before = fingerprint(tmp_path)
-    for name in ("args.json", "r.jsonl", "r.jsonl.args.json"):
-        (tmp_path / name).write_text("{}")
-    fingerprint.cache_clear()
-    assert fingerprint(tmp_path) == before
-    (tmp_path / "config.json").write_text('{"a": 1}')
-    fingerprint.cache_clear()
-    assert fingerprint(tmp_path) != before
+def test_trajectories_that_went_through_datasets_and_gzip_are_the_same(workspace, tmp_path):
+    """Dataset.to_json writes null for what other rows have; a turn of the person has no "output_ids"."""
+    from datasets import Dataset
+    rows = common.read_trajectories(workspace / "offline.jsonl")
+    rows[0]["system_prompt"], rows[1]["branch"] = "You help.", {"sample": 0, "turn": 0, "candidate": 1}
+    tasks = [json.dumps(row.pop("task")) for row in rows]           # whose tests have names of their own
+    Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl")
+    with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as packed:
+        for row, task in zip(read(tmp_path / "rows.jsonl"), tasks, strict=True):
+            assert None in row.values() and None in row["dialogue_history"][0].values()
+            packed.write(json.dumps({**row, "task": json.loads(task)}) + "\n")
+    for row, task in zip(rows, tasks):
+        row["task"] = json.loads(task)
+    assert common.read_trajectories(tmp_path / "rows.jsonl.gz") == rows
+    path = tmp_path / "cut.jsonl.gz"
+    path.write_bytes((tmp_path / "rows.jsonl.gz").read_bytes()[:-100])
+    with pytest.raises(InputError, match="cut.jsonl.gz: Compressed file ended"):
+        common.read_trajectories(path)
 
 
 def test_map_blocks_resumes_to_the_same_file(tmp_path):
@@ -63,20 +75,65 @@ def test_map_blocks_resumes_to_the_same_file(tmp_path):
     assert read(out) == [{"x": x} for x in (1, 2, 3, 4, 5)] and not partial.exists()
 
 
+# --- one run at a time, and a full disk
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+def test_of_two_starts_of_one_command_one_runs(number, workspace, tmp_path):
+    """At the same moment, in two processes."""
+    out = tmp_path / "out"
+    script, *arguments = {
+        2: ["02_rollout.py", "--tasks", workspace / "tasks.jsonl", "--agent", "script", "--samples", 4, "--out", out],
+        3: ["03_train_critic.py", *policy_flags(workspace, "rft", out)[2:]],
+        4: ["04_train_policy.py", *policy_flags(workspace, "rft", out)]}[number]
+    pids = [begin(script, *arguments, folder=tmp_path, rank=rank) for rank in range(2)]
+    statuses = [wait(pid) for pid in pids]
+    errors = [(tmp_path / f"{rank}.err").read_text() for rank in range(2)]
+    assert sorted(statuses) == [0, 2], errors
+    [line] = [line for line in errors[statuses.index(2)].splitlines() if line.startswith("error: ")]
+    assert line.endswith("args.json: the same command is running already")
+
+
+def test_an_output_is_locked_after_its_costs_are_noted(tmp_path):
+    start(0)
+    out = tmp_path / "rows.jsonl"
+    for _ in range(2):                                              # this process may begin it again
+        runtime.begin_output({"overwrite": False}, out, [])
+        runtime.add_costs(out, generated_tokens=1)
+        with pytest.raises(InputError, match="the same command is running already"):
+            runtime.locked(f"{out}.args.json")
+    out.write_text("{}\n")
+    with pytest.raises(InputError, match="the same command has just made it"):
+        runtime.begin_output({"overwrite": False}, out, [])
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("I/O error: No space left on device (os error 28)")])
+def test_a_full_disk_is_one_line_that_names_the_output(tmp_path, monkeypatch, capsys, error):
+    monkeypatch.setattr(runtime, "LOCKS", {})
+
+    def main():
+        runtime.begin_output({"overwrite": False}, tmp_path / "out", [], folder=True)
+        if error:                                                   # as safetensors and torch say it
+            raise error
+        with open("/dev/full", "w") as file:
+            file.write("x")
+    with pytest.raises(SystemExit) as end:
+        runtime.run_stage(main)
+    assert end.value.code == 2 and capsys.readouterr().err == f"error: {tmp_path / 'out'}: No space left on device\n"
+
+
 # --- fingerprints
 
 def test_a_fingerprint_is_of_what_a_model_says(tmp_path):
-    import shutil
+    folder = tmp_path / "tiny"
 
-    from safetensors.torch import load_file, save_file
-    def both(folder=tmp_path / "tiny"):
+    def both(folder=folder):
         fingerprint.cache_clear()
         return fingerprint(folder), weights_fingerprint(str(folder))
-    first, folder = both(ROOT / "models" / "tiny"), tmp_path / "tiny"
+    first = both(ROOT / "models" / "tiny")
     shutil.copytree(ROOT / "models" / "tiny", folder)
-    (folder / "args.json").write_text("{}")
-    (folder / "metrics.jsonl").write_text("{}")
-    assert both() == first                                          # whatever the path, and what a training notes
+    for name in ("args.json", "metrics.jsonl", "r.jsonl.args.json"):
+        (folder / name).write_text("{}")
+    assert both() == first                                          # whatever the path, and what a stage notes
     (folder / "generation_config.json").write_text("{}")
     assert both()[0] != first[0] and both()[1] == first[1]
     weights = folder / "model.safetensors"

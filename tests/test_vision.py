@@ -123,8 +123,8 @@ def dialogues(tmp_path_factory):
 
 def test_a_row_by_hand(seeing):
     """Text and number of tokens; ids and pixels are those of transformers' own processor."""
-    processor, _, show = seeing[1]
-    files = show([REFERENCE, WHITE])
+    processor = seeing[1].processor
+    files = seeing[1].show([REFERENCE, WHITE])
     history = [IDEA, {"role": "assistant", "content": WHITE}, {"role": "user", "content": "It is<|image_pad|> blue."}]
     ids, images = turn_row(processor, TASK, history, WHITE, files, True)
     count = ids.count(processor.image_token_id)
@@ -162,8 +162,8 @@ def means_of_turns(scorer, batch):
 
 
 def test_the_head_sees_the_mean_over_all_tokens_and_padding_changes_nothing(seeing):
-    scorer, (processor, _, show) = seeing
-    files = show([REFERENCE, WHITE, RED])
+    scorer, sight = seeing
+    processor, files = sight.processor, sight.show([REFERENCE, WHITE, RED])
     long = [IDEA, {"role": "assistant", "content": RED}, {"role": "user", "content": "No, make it white, please."}]
     items = [common.visual_item([turn_row(processor, TASK, [IDEA], RED, files, True),
                                  turn_row(processor, TASK, long, WHITE, files, True)]),
