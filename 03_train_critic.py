@@ -36,7 +36,7 @@ import common
 from colbench import ColBenchError, domain_of
 from lib import flags, training
 from lib.memory import dry_run, PlannedStep
-from lib.models import load_tokenizer, lora_config, reads_images, Sharding, weights_fingerprint
+from lib.models import load_tokenizer, lora_config, reads_images, sharding_of, weights_fingerprint
 from lib.runtime import add_costs, begin_output, InputError, is_done, run_stage, say, start, write_json
 from lib.tracking import check_track, Track
 from lib.vision import critic_processor, Sight
@@ -212,7 +212,7 @@ def parse_args(argv=None):
 
 def main(argv=None):
     args = parse_args(argv)
-    sharding = Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed, args.compile)
+    sharding = sharding_of(args)
     if args.dry_run:
         rows = 1 if args.head == "value" else 2
         lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)

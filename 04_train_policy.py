@@ -39,7 +39,7 @@ from colbench import ColBenchError, domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
 from lib import flags, training
 from lib.memory import dry_run, PlannedStep
-from lib.models import encode, fresh_model, load_tokenizer, lora_config, max_positions, reads_images, Sharding
+from lib.models import encode, fresh_model, load_tokenizer, lora_config, max_positions, reads_images, sharding_of
 from lib.runtime import (
     add_costs,
     begin_output,
@@ -439,10 +439,6 @@ def examples_a_step(args):
     if args.pairs_together:
         return max(1, args.batch_size // args.pairs_per_turn)
     return args.batch_size
-
-
-def sharding_of(args):
-    return Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed, args.compile)
 
 
 # What differs from the defaults: in the paper (its text and table 5), and in the published code (docs/reproduce.md)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import common
 from colbench import ColBenchError
 from lib import flags, training
-from lib.models import load_model, load_tokenizer, lora_config, projection_of, reads_images, Sharding
+from lib.models import load_model, load_tokenizer, lora_config, projection_of, reads_images, sharding_of
 from lib.runtime import add_costs, begin_output, InputError, is_done, run_stage, say, start
 from lib.tracking import check_track, Track
 
@@ -112,11 +112,6 @@ def train(scorer, examples, teacher, args, run):
             states.save(done)
             add_costs(args.out, folder=True, trained_tokens=log.take_tokens())
     states.wait()
-
-
-def sharding_of(args):
-    return Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed,
-                    args.compile)
 
 
 def parse_args(argv=None):

@@ -30,7 +30,7 @@ import common
 from colbench import ColBenchError, domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
 from lib import flags, training
-from lib.models import encode, end_of_turn, load_tokenizer, lora_config, max_positions, reads_images, Sharding
+from lib.models import encode, end_of_turn, load_tokenizer, lora_config, max_positions, reads_images, sharding_of
 from lib.runtime import (
     add_costs,
     begin_output,
@@ -375,11 +375,6 @@ def train(scorer, examples, ref_logps, args, run):
             states.save(done)
             add_costs(args.out, folder=True, trained_tokens=log.take_tokens())
     states.wait()
-
-
-def sharding_of(args):
-    return Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed,
-                    args.compile)
 
 
 def parse_args(argv=None):

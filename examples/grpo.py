@@ -33,7 +33,7 @@ import torch
 import common
 from colbench import ColBenchError, domain_of
 from lib import flags, training
-from lib.models import load_tokenizer, lora_config, reads_images, Sharding
+from lib.models import load_tokenizer, lora_config, reads_images, sharding_of
 from lib.runtime import add_costs, begin_output, InputError, is_done, read_rows, run_stage, say, start, write_jsonl
 from lib.tracking import check_track, Track
 
@@ -236,11 +236,6 @@ def train(scorer, examples, ref_logps, args, run):
             states.save(done)
             add_costs(args.out, folder=True, trained_tokens=log.take_tokens())
     states.wait()
-
-
-def sharding_of(args):
-    return Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.out, args.seed,
-                    args.compile)
 
 
 def parse_args(argv=None):

@@ -185,21 +185,11 @@ def smollm2_files():
 
 
 def weights_fingerprint(name):
-    """A hash of the weights and the configuration of a model (folder, hub id or smollm2), whatever its path; of an
-    adapter folder that of its base, too. None where its files are not on this machine."""
-    from huggingface_hub import snapshot_download
-    try:
-        folder = smollm2_files()[0] if name == "smollm2" else name
-        if not os.path.isdir(folder):
-            folder = snapshot_download(name, local_files_only=True)
-    except (OSError, ValueError):                                   # not there; no name of a repository
+    """A hash of the weights and the configuration in a model folder, whatever its path; None of another name."""
+    if not os.path.isdir(name):
         return None
-    digest = files_digest(path for path in pathlib.Path(folder).iterdir()
-                          if path.suffix in (".safetensors", ".bin", ".gguf") or path.name == "config.json")
-    if is_adapter(folder):
-        both = f"{digest} {weights_fingerprint(base_of(folder))}"
-        digest = hashlib.sha256(both.encode()).hexdigest()[:16]
-    return digest
+    return files_digest(path for path in pathlib.Path(name).iterdir()
+                        if path.suffix in (".safetensors", ".bin", ".gguf") or path.name == "config.json")
 
 
 def max_positions(name):
@@ -261,6 +251,18 @@ def load_model(name, device, dtype="float32"):
     return model, tokenizer
 
 
+def check_vocabulary(tokenizer, model, name):
+    """InputError where the model has no embedding of a token, unless it is a special one that no chat has."""
+    num_rows = len(model.get_input_embeddings().weight)
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "?"}]
+    chat_ids = encode(tokenizer, render_chat(tokenizer, chat))
+    without_row = [number for number, token in tokenizer.added_tokens_decoder.items()
+                   if number >= num_rows and (number in chat_ids or not token.special)]
+    if without_row or tokenizer.vocab_size > num_rows:
+        raise InputError(f"{name}: its tokenizer has {len(tokenizer):,} tokens, and its embeddings {num_rows:,}; "
+                         "resize them")
+
+
 def whole_model(name, dtype=torch.float32):
     """The model of load_model, or one that sees. Its config says whether output and input embeddings are one tensor, as
     its files have it. InputError where they lack a tensor, which would get random numbers."""
@@ -269,6 +271,7 @@ def whole_model(name, dtype=torch.float32):
     model, info = from_pretrained(kind, name, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:
         raise InputError(f"{name}: its files lack {', '.join(sorted(info['missing_keys'])[:5])}")
+    check_vocabulary(load_tokenizer(name), model, name)
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
@@ -409,15 +412,18 @@ class Sharding:
     dtype                     of the arithmetic; parameters that are trained stay float32
     replicate                 groups of ranks that each hold the whole model
     activation_checkpointing  compute each layer again in the backward pass
-    out                       the stage's folder, for weights that must be written before they can be read in parts
     seed                      of a new adapter
     compile                   compile the layers"""
-    dtype: str
-    replicate: int
-    activation_checkpointing: bool
-    out: str
-    seed: int
+    dtype: str = "float32"
+    replicate: int = 1
+    activation_checkpointing: bool = False
+    seed: int = 0
     compile: bool = False
+
+
+def sharding_of(args):
+    """The Sharding that a stage's flags (flags.add_training) ask for."""
+    return Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.seed, args.compile)
 
 
 def shard(scorer, run, sharding):

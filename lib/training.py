@@ -9,7 +9,7 @@ import time
 import torch
 
 from lib import runtime
-from lib.models import adapter_parameters, save_model, whole_tensor
+from lib.models import save_model, whole_tensor
 from lib.runtime import barrier, InputError, is_main, on_main, one_line, read_rows, reduce_sums, say, whole_file
 
 
@@ -290,10 +290,7 @@ def finish_training(out, scorer, tokenizer, merge):
         for name in ("states", "initial"):
             shutil.rmtree(folder / name, ignore_errors=True)
         (folder / "ref.pt").unlink(missing_ok=True)
-        in_adapter = sum(parameter.numel() for parameter in adapter_parameters(scorer.model).values())
-        in_base = sum(parameter.numel() for parameter in scorer.parameters()) - in_adapter
-        written = in_adapter if in_adapter and not merge else in_base
-        say(f"writes {folder} ({written:,} parameters)")
+        say(f"writes {folder}")
     barrier()
 
 

@@ -129,7 +129,7 @@ def train(name, is_tiny):
         dtype = torch.bfloat16
         lora = models.import_peft().LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM",
                                                  target_modules="all-linear")
-    sharding = models.Sharding("bfloat16", 1, False, "", 0, bool(compiled))
+    sharding = models.Sharding("bfloat16", compile=bool(compiled))
     scorer = random_scorer(shape, run.device, dtype, lora, lambda scorer: models.shard(scorer, run, sharding)).train()
     optimizer = training.adamw(scorer, 1e-6)
     items = [[random_row(*form)] for _ in range(num_rows)]

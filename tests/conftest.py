@@ -10,7 +10,6 @@ import io
 import json
 import os
 import pathlib
-import select
 import shutil
 import signal
 import socket
@@ -115,31 +114,6 @@ def wait(pid):
         return int(answer.readline())
 
 
-class Fork:
-    """A process that the server of processes.py starts, with what of subprocess.Popen is used of it. Its output and its
-    errors go into the file `log`."""
-
-    def __init__(self, arguments, log):
-        with open(os.devnull) as nothing:
-            self.answer = start_process(processes(), arguments, str(ROOT), dict(os.environ),
-                                        [nothing.fileno(), log.fileno(), log.fileno()])
-        self.pid, self.returncode = int(self.answer.readline()), None
-
-    def poll(self):
-        if self.returncode is None and select.select([self.answer], [], [], 0)[0]:
-            self.wait()
-        return self.returncode
-
-    def wait(self):
-        if self.returncode is None:
-            with self.answer:
-                self.returncode = int(self.answer.readline())
-        return self.returncode
-
-    def send_signal(self, number):
-        os.kill(self.pid, number)
-
-
 def rank_environments(ranks):
     """What torchrun sets for each of its processes."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -226,6 +200,18 @@ def Partial(out, rank=0, ranks=1):
 def read(path):
     with open(path, encoding="utf-8") as file:
         return [json.loads(line) for line in file]
+
+
+def assert_same_steps(folder, other):
+    """Two trainings have logged the same numbers, but for their last digits."""
+    for ours, theirs in zip(read(folder / "metrics.jsonl"), read(other / "metrics.jsonl"), strict=True):
+        for key in ("loss", "margin", "gnorm"):
+            assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-4), key
+
+
+def furthest(ours, theirs):
+    """How far two dicts of tensors are apart."""
+    return max((ours[key] - theirs[key]).abs().max().item() for key in theirs)
 
 
 def made_once(tmp_path_factory, name, make):

@@ -1,6 +1,5 @@
 """Families of models (tiny, with random weights): log-probabilities, trees, samples and saved folders of each are those
 of transformers, or there is one line."""
-import dataclasses
 import math
 
 import pytest
@@ -13,7 +12,6 @@ from lib.engine import generate
 from lib.models import load_model, load_tokenizer, lora_config, most_positions, save_model, Sharding, stop_ids
 from lib.runtime import InputError, start
 
-SHARDING = Sharding(dtype="float32", replicate=1, activation_checkpointing=False, out="unused", seed=0)
 SIZES = {"vocab_size": 781, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,
          "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 780, "initializer_range": 0.3}
@@ -101,20 +99,6 @@ def test_all_families_whose_windows_are_known_are_here():
     assert sorted(models.WINDOWED) == sorted(family.removesuffix(", window") for family in WINDOWED)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma2", "gpt_oss"])
-def test_without_its_window_a_model_is_another_one(tokenizer, family, monkeypatch):
-    """So that what is tested above is the window."""
-    model = model_of(family)
-    batch = common.collate([common.actions_item(tokenizer, PROMPT, ACTIONS)])
-    logps = common.Scorer(model)(batch)
-    monkeypatch.setattr(models, "sliding_window", lambda model: None)
-    if family != "mistral":
-        monkeypatch.setattr(models, "decoder_mask", lambda model, window, is_seen, *rest, **options: (
-            dict.fromkeys(("full_attention", "sliding_attention"), torch.zeros(is_seen.shape).masked_fill(
-                ~is_seen, -torch.inf))))
-    assert (common.Scorer(model)(batch) - logps).abs().max() > 0.01
-
-
 @pytest.mark.parametrize("family", [*FULL, *WINDOWED])
 def test_the_likeliest_tokens_are_those_of_generate(tokenizer, family):
     model = model_of(family)
@@ -136,7 +120,7 @@ def test_a_family_whose_logits_are_not_known_is_refused(tokenizer, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
     config = AutoConfig.for_model("hyperclovax", **SIZES, logits_scaling=4.0)
     folder = folder_of(AutoModelForCausalLM.from_config(config), tokenizer, tmp_path)
-    for load in (lambda: load_model(folder, "cpu"), lambda: common.load_scorer(folder, start(0), SHARDING)):
+    for load in (lambda: load_model(folder, "cpu"), lambda: common.load_scorer(folder, start(0), Sharding())):
         with pytest.raises(InputError, match="a hyperclovax model makes logits of its last hidden states in a way"):
             load()
 
@@ -200,7 +184,7 @@ def test_what_is_saved_loads_again_as_it_was(tokenizer, tmp_path, family, dtype)
     model = model_of(family)
     model.generation_config.eos_token_id = [780, 17]
     base = folder_of(model, tokenizer, tmp_path / "base")
-    scorer = common.load_scorer(base, start(0), dataclasses.replace(SHARDING, dtype=dtype, out=tmp_path))
+    scorer = common.load_scorer(base, start(0), Sharding(dtype))
     save_model(tmp_path / "saved", scorer.model, tokenizer)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert saved.dtype == torch.float32 and saved.generation_config.eos_token_id == [780, 17]
@@ -211,7 +195,7 @@ def test_what_is_saved_loads_again_as_it_was(tokenizer, tmp_path, family, dtype)
 
 def test_an_adapter_of_transposed_weights_is_merged(tokenizer, tmp_path):
     folder = folder_of(model_of("gpt2"), tokenizer, tmp_path / "base")
-    scorer = common.load_scorer(folder, start(0), SHARDING, lora_config(folder, 4, None, False)).eval()
+    scorer = common.load_scorer(folder, start(0), Sharding(), lora_config(folder, 4, None, False)).eval()
     for name, parameter in scorer.named_parameters():
         if ".lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.1)

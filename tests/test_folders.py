@@ -6,12 +6,12 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import common
 from colbench import backend
-from conftest import refused, ROOT, run
-from lib.models import load_model, load_tokenizer, render_chat, stop_ids
+from conftest import ROOT
+from lib.models import load_model, stop_ids
 from lib.runtime import InputError
 
 TINY = ROOT / "models" / "tiny"
@@ -93,23 +93,6 @@ def test_a_damaged_folder_is_one_line(folder, name, monkeypatch):
     assert asked == [] and not (folder.parent / "ran").exists()
 
 
-def test_a_stage_ends_with_one_line_and_status_2(workspace, folder, tmp_path):
-    code_of(folder)
-    process = run("02_rollout.py", "--tasks", workspace / "tasks.jsonl", "--agent", folder, "--out", tmp_path / "out")
-    assert process.returncode == 2, process.stderr
-    [line] = [line for line in process.stderr.splitlines() if line.startswith("error: ")]
-    assert "custom code" in line and str(folder) in line and "Traceback" not in process.stderr
-    assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("name, message", [
-    ("tiny", "download it first"), ("http://127.0.0.1:1/v1#x", "download it first"), ("./nowhere", "no such folder"),
-    ("someone/nothing", "download it first")])
-def test_a_name_that_cannot_be_loaded_says_what_to_do(workspace, tmp_path, name, message):
-    line = refused(3, "--trajectories", workspace / "offline.jsonl", "--model", name, "--out", tmp_path / "x")
-    assert line.startswith(name) and message in line
-
-
 ADAPTER = {"base_model_name_or_path": str(TINY), "peft_type": "LORA", "r": 2, "lora_alpha": 4,
            "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
 
@@ -149,11 +132,3 @@ def test_a_damaged_critic_is_one_line(folder, name, tiny):
         common.load_critic(common.read_critic(folder, tiny[1], backend), common.load_whole("cpu"))
     assert "\n" not in str(error.value) and str(error.value).startswith(str(folder))
     assert not (folder.parent / "ran").exists()
-
-
-def test_a_folder_that_is_whole_is_loaded_as_it_is(tiny):
-    model, tokenizer = load_model(str(TINY), "cpu")
-    for name, tensor in load_file(TINY / "model.safetensors").items():
-        assert torch.equal(tensor, model.state_dict()[name])
-    prompt = tokenizer.apply_chat_template(USER, tokenize=False, add_generation_prompt=True)
-    assert render_chat(load_tokenizer(str(TINY)), USER, add_generation_prompt=True) == prompt

@@ -1,5 +1,4 @@
 """LoRA in 03 and 04: what is trained, the model without its adapter, adapter folders, whole models, bad flags."""
-import dataclasses
 import functools
 import json
 import math
@@ -13,15 +12,14 @@ from safetensors.torch import load_file, save_file
 
 import common
 from colbench import backend
-from conftest import call, read, refused, ROOT, stage, succeed
+from conftest import assert_same_steps, call, furthest, read, refused, ROOT, stage, succeed
 from lib import models
-from lib.models import adapter_parameters, load_model, load_tokenizer, lora_config, Sharding, weights_fingerprint
+from lib.models import adapter_parameters, load_model, load_tokenizer, lora_config, Sharding
 from lib.runtime import InputError, start, write_jsonl
 from lib.training import States
 
 BASE = ROOT / "models" / "tiny"
 LORA = ["--lora", 4]
-SHARDING = Sharding(dtype="float32", replicate=1, activation_checkpointing=False, out="unused", seed=0)
 AN_ITEM = [[common.Row([5, 6, 7, 8, 9, 10, 11], [-1, -1, 0, 0, 1, 1, 1], 2)]]
 
 
@@ -121,12 +119,9 @@ def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(workspace, tmp_path
 def test_ranks_and_checkpointing_change_nothing_but_the_last_digits(workspace, tmp_path, policy):
     for name, ranks, more in (("two", 2, []), ("checkpointing", 1, ["--activation-checkpointing"])):
         succeed("04_train_policy.py", *policy_flags(workspace, tmp_path / name, *more), ranks=ranks)
-        for ours, theirs in zip(read(tmp_path / name / "metrics.jsonl"), read(policy / "metrics.jsonl"), strict=True):
-            for key in ("loss", "margin", "gnorm"):
-                assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-4), (name, key)
-        ours, theirs = adapter(tmp_path / name), adapter(policy)
-        assert max((ours[key] - theirs[key]).abs().max().item() for key in theirs) < 1e-3
-        assert max(tensor.abs().max().item() for key, tensor in theirs.items() if "lora_B" in key) > 1e-2
+        assert_same_steps(tmp_path / name, policy)
+        assert furthest(adapter(tmp_path / name), adapter(policy)) < 1e-3
+    assert max(tensor.abs().max().item() for key, tensor in adapter(policy).items() if "lora_B" in key) > 1e-2
 
 
 # --- the model without its adapter
@@ -144,7 +139,7 @@ def check_reference_is_the_base(critic, expected):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_without_its_adapter_a_critic_is_its_base_bit_for_bit(critic, tiny, dtype):
     """Whole, and as it is loaded for training: in bfloat16 by FSDP2."""
-    sharding = dataclasses.replace(SHARDING, dtype=dtype)
+    sharding = Sharding(dtype)
     load_split = functools.partial(common.load_scorer, run=start(0), sharding=sharding)
     for load in (common.load_whole("cpu", dtype), load_split):
         expected = common.action_outputs(load(str(BASE)), AN_ITEM, 4096, "cpu")[0]
@@ -156,7 +151,7 @@ def test_without_its_adapter_a_critic_is_its_base_bit_for_bit(critic, tiny, dtyp
 
 def test_an_untrained_adapter_scores_every_candidate_0(workspace, tiny):
     config = lora_config(str(BASE), 4, None, False)
-    scorer = common.load_scorer(str(BASE), start(0), SHARDING, config)
+    scorer = common.load_scorer(str(BASE), start(0), Sharding(), config)
     critic = common.Critic("", "", scorer=scorer, ref_scorer=models.without_adapter(scorer))
     assert common.score_actions(critic, tiny[1], points_of(workspace), 4096, "cpu") == [[0.0, 0.0, 0.0]]
     started = adapter_parameters(scorer.model)
@@ -205,11 +200,7 @@ def test_bfloat16_keeps_small_adapters(policy, tmp_path):
 def test_merged_is_the_float32_base_and_the_adapter(workspace, tmp_path, tiny, ranks, dtype):
     """Bit for bit what the base's files hold where there is no adapter; the sum in float32 where there is."""
     for name, more in (("merged", ["--merge"]), ("apart", [])):
-        printed = succeed("04_train_policy.py", *policy_flags(workspace, tmp_path / name, "--dtype", dtype, *more),
-                          ranks=ranks)
-        if more:
-            num_parameters = sum(parameter.numel() for parameter in tiny[0].parameters())
-            assert f"writes {tmp_path / name} ({num_parameters:,} parameters)" in printed
+        succeed("04_train_policy.py", *policy_flags(workspace, tmp_path / name, "--dtype", dtype, *more), ranks=ranks)
     merged, base, added = load_file(tmp_path / "merged" / "model.safetensors"), dict(tiny[0].named_parameters()), 0
     apart = adapter(tmp_path / "apart")
     for name, tensor in merged.items():
@@ -282,14 +273,11 @@ def test_a_base_that_moved_or_changed_is_one_line(workspace, critic, policy, tin
         for folder in (tmp_path / "policy", tmp_path / "critic"):
             config = json.loads((folder / "adapter_config.json").read_text())
             (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": name}))
-    known = weights_fingerprint(str(policy))
     shutil.copytree(BASE, tmp_path / "moved")
     set_base(str(tmp_path / "moved"))
-    assert weights_fingerprint(str(tmp_path / "policy")) == known
     assert load_model(str(tmp_path / "policy"), "cpu")[0] and common.read_critic(tmp_path / "critic", tiny[1], backend)
     path = tmp_path / "moved" / "model.safetensors"
     save_file({name: tensor * 1.01 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
-    assert weights_fingerprint(str(tmp_path / "policy")) != known
     play = ["--tasks", workspace / "tasks.jsonl", "--out", tmp_path / "x", "--agent"]
     assert "other weights than when the adapter was trained" in refused(2, *play, tmp_path / "policy")
     line = refused(2, *play, BASE, "--best-of", 2, "--critic", tmp_path / "critic")
@@ -304,8 +292,8 @@ def test_a_base_that_moved_or_changed_is_one_line(workspace, critic, policy, tin
 
 def test_bad_flags_are_one_line(workspace, policy, tmp_path, monkeypatch):
     out, method = tmp_path / "x", ["--method", "sft", "--trajectories", workspace / "demos.jsonl"]
-    for flag, *value in (["--lora-targets", "q_proj"], ["--merge"]):
-        assert refused(4, *method, "--model", BASE, "--out", out, flag, *value) == f"{flag} goes with --lora RANK"
+    for flag in (["--lora-targets", "q_proj"], ["--merge"]):
+        assert refused(4, *method, "--model", BASE, "--out", out, *flag) == f"{flag[0]} goes with --lora RANK"
     assert refused(4, *method, "--model", "tiny", "--out", out, *LORA).startswith("tiny: no model of this name")
     assert "--merge" in refused(4, *method, "--model", policy, "--out", out, *LORA)
     for targets, wanted in ((["nothing"], "nothing"), (["q_proj", "nothing"], "nothing: names no linear layer"),
@@ -317,12 +305,3 @@ def test_bad_flags_are_one_line(workspace, policy, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="pip install peft"):
         load_model(str(policy), "cpu")
     assert not out.exists()
-
-
-def test_a_dry_run_knows_the_adapter(tmp_path, capsys):
-    totals = []
-    for more in ([], LORA):
-        stage(3).main([str(x) for x in ("--trajectories", "none", "--model", BASE, "--out", tmp_path / "x", "--dry-run",
-                                        1, "--max-length", 64, *more)])
-        totals.append(float(re.search(r"optimizer\s+([\d.]+) GB", capsys.readouterr().out)[1]))
-    assert totals[0] == pytest.approx(0.006, abs=0.001) and totals[1] < 0.001

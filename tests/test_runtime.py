@@ -142,4 +142,4 @@ def test_a_fingerprint_is_of_what_a_model_says(tmp_path):
     tensors[name][-1, -1] += 1e-3                                                       # one number, the same size
     save_file(tensors, weights, metadata={"format": "pt"})
     assert weights.stat().st_size == size and both()[1] != first[1]
-    assert weights_fingerprint("nobody/model") is None and weights_fingerprint("no/such/folder") is None
+    assert weights_fingerprint("nobody/model") is None

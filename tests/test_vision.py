@@ -14,7 +14,7 @@ from test_lora import killed_and_resumed
 import common
 from colbench import frontend
 from colbench.browser import BrowserThread, Render
-from conftest import read, refused, ROOT, stage, succeed
+from conftest import assert_same_steps, furthest, read, refused, ROOT, stage, succeed
 from lib.runtime import InputError
 from lib.servers import visible_text
 from lib.vision import hidden_states, image_row, load_processor, load_vision, read_images, vision_reply
@@ -254,15 +254,13 @@ def test_it_begins_at_log_2_learns_and_loads(critic, seeing):
 
 def test_killed_and_resumed_equals_uninterrupted(critic, dialogues, vlm, tmp_path, monkeypatch, capsys):
     killed_and_resumed(flags(dialogues, vlm, tmp_path / "c"), monkeypatch, capsys)
-    resumed, whole = load_file(tmp_path / "c" / "model.safetensors"), load_file(critic[0] / "model.safetensors")
-    assert all(torch.allclose(resumed[name], whole[name], atol=1e-6) for name in whole)
+    resumed, whole = (load_file(folder / "model.safetensors") for folder in (tmp_path / "c", critic[0]))
+    assert furthest(resumed, whole) < 1e-6
 
 
 def test_two_ranks_equal_one_and_values_can_be_trained(critic, dialogues, vlm, tmp_path):
     succeed("03_train_critic.py", *flags(dialogues, vlm, tmp_path / "ranks"), ranks=2)
-    for ours, theirs in zip(read(tmp_path / "ranks" / "metrics.jsonl"), read(critic[0] / "metrics.jsonl"), strict=True):
-        for key in ("loss", "margin", "gnorm"):
-            assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-4), key
+    assert_same_steps(tmp_path / "ranks", critic[0])
     stage(3).main(flags(dialogues, vlm, tmp_path / "v", "--head", "value", "--no-privileged", "--max-steps", 1,
                          "--dtype", "bfloat16", "--activation-checkpointing"))
     [step] = read(tmp_path / "v" / "metrics.jsonl")
@@ -292,18 +290,6 @@ def test_best_of_n_sends_the_page_that_the_critic_prefers(critic, seeing, tmp_pa
     assert asyncio.run(choose(BLACK, WHITE, BLACK)) == 1 and asyncio.run(choose(f"OUTPUT: {WHITE}", BLACK)) == 0
 
 
-def test_02_05_and_critics_refuse_it_on_functions(critic, workspace, tmp_path):
-    """Before any dialogue is played."""
-    out = ["--out", tmp_path / "out"]
-    programs = {2: ["--tasks", workspace / "tasks.jsonl", "--agent", BASE, "--simulator", "rules", "--best-of", 2,
-                    "--critic", critic[0], *out],
-                5: [f"a={workspace}/offline.jsonl", "--critic", critic[0], *out],
-                importlib.import_module("scripts.critics"): ["--trajectories", workspace / "offline.jsonl", "--critics",
-                                                             f"v={critic[0]}", *out]}
-    for program, arguments in programs.items():
-        assert "a critic that sees cannot rank functions" in refused(program, *arguments)
-
-
 # --- the user simulator who sees
 
 def test_a_reply_to_pictures_is_the_likeliest(vlm, tmp_path):
@@ -331,19 +317,22 @@ def test_a_reply_to_pictures_is_the_likeliest(vlm, tmp_path):
 
 # --- bad input
 
-def test_bad_input_is_one_line(dialogues, vlm, critic, tmp_path):
-    out, functions = tmp_path / "out", tmp_path / "functions.jsonl"
-    task = {"problem_description": "f", "ground_truth": "def f(): pass", "test_cases": {"1": "f()"}}
-    history = [IDEA, {"role": "assistant", "content": "x"}]
-    functions.write_text("".join(json.dumps({"task": task, "dialogue_history": history, "answer": "x",
-                                             "reward": reward}) + "\n" for reward in (1.0, 0.0)))
-    assert "needs --head regression" in refused(3, *flags(dialogues, vlm, out, "--head", "lm"))
-    assert "can be no critic of functions" in refused(3, *flags(functions, vlm, out))
-    assert "models of text alone" in refused(3, *flags(dialogues, vlm, out, "--dry-run", 1))
-    assert "policies read and write text alone" in refused(
-        4, "--method", "sft", "--trajectories", dialogues, "--model", vlm, "--out", out)
-    assert "cannot rank functions" in refused(4, "--method", "sweet", "--trajectories", functions, "--model", BASE,
-                                              "--critic", critic[0], "--out", out)
+def test_bad_input_is_one_line(dialogues, vlm, critic, workspace, tmp_path):
+    """Before anything is played or trained."""
+    functions, out = workspace / "offline.jsonl", tmp_path / "out"
+    of_functions, to = "a critic that sees cannot rank functions", ["--out", out]
+    play = ["--tasks", workspace / "tasks.jsonl", "--agent", BASE, "--best-of", 2, "--critic", critic[0], *to]
+    sweet = ["--method", "sweet", "--trajectories", functions, "--model", BASE, "--critic", critic[0], *to]
+    sft = ["--method", "sft", "--trajectories", dialogues, "--model", vlm, *to]
+    critics = importlib.import_module("scripts.critics")
+    for message, program, arguments in [
+            ("needs --head regression", 3, flags(dialogues, vlm, out, "--head", "lm")),
+            ("can be no critic of functions", 3, flags(functions, vlm, out)),
+            ("models of text alone", 3, flags(dialogues, vlm, out, "--dry-run", 1)),
+            ("policies read and write text alone", 4, sft), (of_functions, 4, sweet), (of_functions, 2, play),
+            (of_functions, 5, [f"a={functions}", "--critic", critic[0], *to]),
+            (of_functions, critics, ["--trajectories", functions, "--critics", f"v={critic[0]}", *to])]:
+        assert message in refused(program, *arguments)
     assert not out.exists()
     with pytest.raises(InputError, match="sees no images"):
         load_vision(str(BASE), "cpu")
