@@ -108,7 +108,7 @@ def counted(items):
 
 def read_seed_texts(path):
     """The texts of a JSONL file of {"text"}, or the paragraphs of a plain one."""
-    if pathlib.Path(path).suffix == ".jsonl":
+    if str(path).endswith((".jsonl", ".jsonl.gz")):
         texts = [row["text"] for row in read_jsonl(path, {"text": str})]
     else:
         texts = re.split(r"\n\s*\n", read_text(path))

@@ -168,8 +168,6 @@ def add_training(parser, max_length):
     group.add_argument("--activation-checkpointing", action="store_true",
                        help="compute each layer again in the backward pass: less memory, a third more time")
     group.add_argument("--compile", action="store_true", help="compile the layers: a minute at first, then faster")
-    group.add_argument("--replicate", type=positive_int, default=1,
-                       help="groups of ranks that each hold the whole model (1: it is split over all ranks)")
     group.add_argument("--dry-run", type=positive_int, metavar="RANKS",
                        help="print the memory that a step needs on each of so many ranks, and stop")
     group.add_argument("--save-every", type=positive_int, default=200, help="steps between saved states")

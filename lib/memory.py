@@ -101,7 +101,7 @@ class Fsdp:
         self.model, self.layers = model, models.layers_of(model)
         self.accumulates = step.accumulates
         self.width = getattr(torch, step.sharding.dtype).itemsize
-        shards = step.world_size // step.sharding.replicate
+        shards = step.world_size
         is_split = step.world_size > 1 or step.sharding.dtype != "float32"          # as of models.shard
         self.parameters = {layer: list(layer.parameters()) for layer in self.layers}
         in_layers = {parameter for parameters in self.parameters.values() for parameter in parameters}
@@ -162,7 +162,7 @@ def memory_plan(config, step, token_logps):
     """Bytes on each rank when a training step (PlannedStep) needs most, as a dict. Takes no memory itself: the model of
     `config` runs on the meta device over one micro-batch, a Ledger counts what lives, and Fsdp books what FSDP2 does.
 
-    parameters, gradients, optimizer  this rank's shard, 1 / (world_size / replicate) of each; AdamW keeps 8 bytes
+    parameters, gradients, optimizer  this rank's shard, 1 / world_size of each; AdamW keeps 8 bytes
     gathered                          whole parameters and gradients of groups in flight (a layer each; the root: all
                                       else) with the buffers they come from and go to (float32)
     activations                       all other tensors
@@ -204,12 +204,10 @@ def memory_plan(config, step, token_logps):
 def dry_run(name, step, token_logps):
     """Print the memory plan of a model of a name for --dry-run (memory_plan)."""
     from transformers import AutoConfig
-    sharding = step.sharding
-    models.check_replicate(sharding.replicate, step.world_size)
     if models.reads_images(name):
         raise InputError(f"{name}: --dry-run knows models of text alone")
     plan = memory_plan(models.from_pretrained(AutoConfig, name), step, token_logps)
-    say(f"{name} on {step.world_size} ranks in {sharding.replicate} groups, {sharding.dtype}; on each rank a "
-        f"micro-batch of {step.num_rows} rows of {step.row_tokens:,} tokens (--max-length):")
+    say(f"{name} on {step.world_size} ranks, {step.sharding.dtype}; on each rank a micro-batch"
+        f" of {step.num_rows} rows of {step.row_tokens:,} tokens (--max-length):")
     for part, number in plan.items():
         say(f"    {part.replace('_', ' '):15s} {number / 1e9:9.3f} GB")

@@ -410,12 +410,10 @@ class Sharding:
     """How a model is split over the ranks, and computes.
 
     dtype                     of the arithmetic; parameters that are trained stay float32
-    replicate                 groups of ranks that each hold the whole model
     activation_checkpointing  compute each layer again in the backward pass
     seed                      of a new adapter
     compile                   compile the layers"""
     dtype: str = "float32"
-    replicate: int = 1
     activation_checkpointing: bool = False
     seed: int = 0
     compile: bool = False
@@ -423,13 +421,12 @@ class Sharding:
 
 def sharding_of(args):
     """The Sharding that a stage's flags (flags.add_training) ask for."""
-    return Sharding(args.dtype, args.replicate, args.activation_checkpointing, args.seed, args.compile)
+    return Sharding(args.dtype, args.activation_checkpointing, args.seed, args.compile)
 
 
 def shard(scorer, run, sharding):
     """Make a module (common.Scorer) and its `model` ready for training: split, checkpointed and compiled as `sharding`
     says."""
-    check_replicate(sharding.replicate, run.world_size)
     if sharding.activation_checkpointing:
         checkpoint_layers(scorer.model)
     if run.world_size > 1 or sharding.dtype != "float32":   # else FSDP makes small steps .6 slower
@@ -444,14 +441,10 @@ def split(scorer, run, sharding):
     """Split the parameters of a module and of its `model` over the ranks (FSDP2).
 
     Each rank keeps 1 / W of them in float32, with their gradients and optimiser state, and gathers a layer in
-    sharding.dtype when it is that layer's turn. Where sharding.replicate is above 1, so many groups of ranks each hold
-    all of the model and exchange gradients alone."""
+    sharding.dtype when it is that layer's turn."""
     from torch.distributed.device_mesh import init_device_mesh  # here, because their import takes a second
     from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy, register_fsdp_forward_method
-    mesh = init_device_mesh(run.device.type, (sharding.replicate, run.world_size // sharding.replicate),
-                            mesh_dim_names=("replicate", "shard"))
-    if sharding.replicate == 1:
-        mesh = mesh["shard"]
+    mesh = init_device_mesh(run.device.type, (run.world_size,))
     policy = MixedPrecisionPolicy(param_dtype=getattr(torch, sharding.dtype), reduce_dtype=torch.float32,
                                   cast_forward_inputs=False)
     model = scorer.model
@@ -468,11 +461,6 @@ def checkpoint_layers(model):
     # older versions of transformers have the second name alone
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
-
-
-def check_replicate(replicate, num_ranks):
-    if num_ranks % replicate:
-        raise InputError(f"--replicate {replicate} does not divide the {num_ranks} ranks")
 
 
 def load_sharded(name, run, sharding, lora, build):
@@ -498,7 +486,7 @@ def load_sharded(name, run, sharding, lora, build):
     if is_main():
         stored = {key: key.replace(".base_layer.", ".") for key in model.state_dict() if ".lora_" not in key}
         tensors = {key: tensors[name] for key, name in stored.items()}
-    set_tensors(model, tensors, broadcast_from_rank0=True)
+    set_tensors(model, tensors, strict=False, broadcast_from_rank0=True)
     if lora:
         start_adapter(model, sharding.seed)
     return scorer
@@ -532,10 +520,7 @@ def stored_tensors(model):
 def load_head(head, folder):
     """Read turn_head.pt of a critic folder into a critic's head (common.Scorer), split over ranks or not."""
     with loading(folder):
-        tensors = torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True)
-        if tensors.keys() != {"weight", "bias"}:
-            raise InputError(f"{folder}: turn_head.pt holds no weight and bias")
-        set_tensors(head, tensors)
+        set_tensors(head, torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True), strict=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -714,9 +699,9 @@ def peft_name(name):
 
 def set_tensors(module, tensors, **options):
     """Copy whole tensors, {name: tensor}, into a module, split over ranks or not.
-    options: broadcast_from_rank0, where the others have none."""
+    options: strict: the module's, all and no others; broadcast_from_rank0: the others have none."""
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, StateDictOptions
-    set_model_state_dict(module, tensors, options=StateDictOptions(full_state_dict=True, strict=False, **options))
+    set_model_state_dict(module, tensors, options=StateDictOptions(full_state_dict=True, **options))
 
 
 def start_adapter(model, seed):
@@ -726,7 +711,7 @@ def start_adapter(model, seed):
         tensors[name] = torch.zeros(parameter.shape)
         if ".lora_A." in name:
             torch.nn.init.kaiming_uniform_(tensors[name], a=math.sqrt(5), generator=generator)
-    set_tensors(model, tensors)
+    set_tensors(model, tensors, strict=False)
 
 
 def load_adapter(model, folder):
@@ -734,7 +719,7 @@ def load_adapter(model, folder):
     from safetensors.torch import load_file
     with loading(folder):
         tensors = load_file(pathlib.Path(folder) / ADAPTER_WEIGHTS)
-        set_tensors(model, {name: tensors[peft_name(name)] for name in adapter_parameters(model)})
+        set_tensors(model, {name: tensors[peft_name(name)] for name in adapter_parameters(model)}, strict=False)
 
 
 @contextlib.contextmanager

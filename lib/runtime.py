@@ -314,10 +314,9 @@ class Rows:
     def finish(self, num_rows):
         """Write the whole file and remove the partial ones; one rank calls this, when all have ended."""
         found = self.find()
-        with open(f"{self.out}.partial", "wb") as whole:
+        with whole_file(self.out) as file:
             for number in range(num_rows):
-                whole.write(found[number])
-        os.rename(f"{self.out}.partial", self.out)
+                file.write(found[number].decode())
         for path in partial_files(self.out):
             path.unlink()
         say(f"writes {self.out} ({num_rows:,} rows)")
@@ -330,8 +329,7 @@ def partial_files(out):
 
 def read_rows(path):
     """The rows of a JSONL file that this program made."""
-    with open(path, encoding="utf-8") as file:
-        return [parse_json(line, f"{path}:{number}") for number, line in enumerate(file, 1)]
+    return [parse_json(line, f"{path}:{number}") for number, line in enumerate(lines_of(path), 1)]
 
 
 def map_blocks(out, blocks, work, runtime, unit, together=False):

@@ -10,7 +10,7 @@ import torch
 
 from lib import runtime
 from lib.models import save_model, whole_tensor
-from lib.runtime import barrier, InputError, is_main, on_main, one_line, read_rows, reduce_sums, say, whole_file
+from lib.runtime import barrier, InputError, is_main, on_main, read_rows, reduce_sums, say, whole_file
 
 
 def fitting_numbers(examples, max_length):
@@ -139,18 +139,6 @@ def optimizer_step(scorer, optimizer, sums, lr, where, task_ids):
     return {**numbers, "lr": lr, "gnorm": grad_norm}
 
 
-def check_weights(model, out):
-    """InputError on all ranks where a weight is not finite: the last step can have made it so, after its loss."""
-    broken, device = 0, next(model.parameters()).device
-    for parameter in model.parameters():
-        shard = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-        broken += int(not shard.isfinite().all())
-    [number] = reduce_sums([broken], device)
-    if number:
-        raise InputError(f"{out}: {number:.0f} tensors of the trained model have numbers that are not finite; no model "
-                         "is written: lower --lr")
-
-
 class States:
     """What a run needs to go on, in `folder`/states/STEP: the shards of model and optimiser by
     torch.distributed.checkpoint, the last two that are whole; read again on any number of ranks. Order, schedule and
@@ -205,12 +193,8 @@ class States:
         step = max(self.whole(), default=0)
         barrier()
         if step:
-            state, folder = self.state(), self.folder / str(step)
-            try:
-                dcp.load(state, checkpoint_id=folder)
-            except (dcp.api.CheckpointException, Exception) as error:                # the first is no Exception
-                raise InputError(f"{folder}: this saved state cannot be read ({one_line(error)}); remove this folder, "
-                                 "and the run goes on from the state before or from the start") from None
+            state = self.state()
+            dcp.load(state, checkpoint_id=self.folder / str(step))
             set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
                            optim_state_dict=state["optimizer"], options=StateDictOptions(strict=not self.frozen()))
             say(f"continues at step {step}")
@@ -281,7 +265,6 @@ def finish_training(out, scorer, tokenizer, merge):
     """Write the trained model (and a critic's head beside it) into the folder `out`, mark the folder as complete, and
     remove what only a resumed run needs. merge: write a whole model in place of an adapter."""
     folder = pathlib.Path(out)
-    check_weights(scorer, folder)
     save_model(folder, scorer.model, tokenizer, merge)
     if scorer.head is not None:
         save_head(folder / "turn_head.pt", scorer.head)

@@ -1,6 +1,6 @@
 """The highest memory of a real FSDP2 training step against lib.memory.memory_plan, on a CPU.
 
-    python tests/memory.py WORLD_SIZE REPLICATE DTYPE CHECKPOINTING(0|1) ROWS TOKENS MICRO_BATCHES TREE(0|1) [LORA_RANK]
+    python tests/memory.py WORLD_SIZE DTYPE CHECKPOINTING(0|1) ROWS TOKENS MICRO_BATCHES TREE(0|1) [LORA_RANK]
 
 Measured is the sum of what torch's CPU allocator holds (the profiler's memory events), for one rank of a group whose
 other ranks are not there (their collectives do nothing). Prints {"plan", "measured"} in bytes."""
@@ -23,14 +23,14 @@ from lib.training import adamw  # noqa: E402
 
 
 def main():
-    world_size, replicate, dtype, *numbers = sys.argv[1:]
+    world_size, dtype, *numbers = sys.argv[1:]
     common.has_float_sums = lambda hidden, weight: False            # what is measured is on the CPU
-    world_size, replicate = int(world_size), int(replicate)
+    world_size = int(world_size)
     checkpointing, rows, tokens, micro_batches, tree, *rank = map(int, numbers)
     lora = import_peft().LoraConfig(r=rank[0], target_modules="all-linear") if rank else None
     config = LlamaConfig(hidden_size=256, intermediate_size=704, num_hidden_layers=6, num_attention_heads=8,
                          num_key_value_heads=4, vocab_size=8192, max_position_embeddings=2048)
-    sharding = Sharding(dtype, replicate, bool(checkpointing))
+    sharding = Sharding(dtype, bool(checkpointing))
     planned = PlannedStep(world_size, sharding, rows * micro_batches * world_size, rows, 1, tokens, bool(tree), lora)
     plan = memory_plan(config, planned, common.token_logps)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)

@@ -187,7 +187,7 @@ def test_the_last_step_is_saved_where_max_steps_ends_within_an_epoch(workspace, 
     def die(*_):
         raise KeyboardInterrupt
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(training, "check_weights", die)                # after training, before anything is written
+        patch.setattr(training, "save_model", die)                   # after training, before anything is written
         policy_stage.main(arguments)
     assert "continues at step" not in capsys.readouterr().out
     policy_stage.main(arguments)

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import common
-from conftest import assert_same_steps, begin, furthest, rank_environments, read, refused, ROOT, stage, succeed, wait
+from conftest import assert_same_steps, begin, furthest, rank_environments, read, ROOT, stage, succeed, wait
 from lib.models import load_model, Projection, save_model, Sharding
 from lib.runtime import InputError, Runtime, start
 from lib.training import epoch_batches, learning_rate, rank_batches
@@ -196,10 +196,9 @@ def test_a_sharded_bfloat16_model_projects_in_float32(runtime, tiny):
 
 # --- memory
 
-@pytest.mark.parametrize("case", ["8 2 bfloat16 1 4 300 2 0", "1 1 float32 0 2 500 1 1",
-                                  "8 2 bfloat16 1 4 300 2 0 8"])
+@pytest.mark.parametrize("case", ["8 bfloat16 1 4 300 2 0", "1 float32 0 2 500 1 1", "8 bfloat16 1 4 300 2 0 8"])
 def test_the_memory_plan_is_what_a_step_takes(case):
-    """Arguments of memory.py: 8 ranks in 2 groups, checkpointing, two micro-batches; one rank, trees; LoRA."""
+    """Arguments of memory.py: 8 ranks, checkpointing, two micro-batches; one rank, trees; LoRA."""
     found = json.loads(succeed("tests/memory.py", *case.split()))
     assert found["plan"] == pytest.approx(found["measured"], rel=0.15)
 
@@ -215,9 +214,6 @@ def test_a_dry_run_needs_nothing_but_a_configuration(tmp_path, capsys):
         assert "on 8 ranks" in printed and "parameters          0.000 GB" in printed and "total" in printed
         assert f"{num_rows} rows of 64" in printed
     assert not (tmp_path / "x").exists()
-    with pytest.raises(InputError, match="--replicate 3 does not divide the 8 ranks"):
-        stage(3).main(["--trajectories", "none", "--model", str(BASE), "--out", "x", "--dry-run", "8",
-                       "--replicate", "3"])
 
 
 # --- batches, schedule
@@ -288,15 +284,11 @@ def whole(workspace, tmp_path_factory):
 
 
 def test_the_world_size_changes_nothing_but_the_last_digits(workspace, three_steps, tmp_path):
-    """1 rank, 2 ranks, 2 groups of a whole model each, activation checkpointing; 1 rank makes no 2 groups."""
-    for name, ranks, more in (("two", 2, []), ("replicas", 2, ["--replicate", 2]),
-                              ("checkpointing", 1, ["--activation-checkpointing"])):
+    for name, ranks, more in (("two", 2, []), ("checkpointing", 1, ["--activation-checkpointing"])):
         succeed("04_train_policy.py", *flags(workspace, tmp_path / name, "--max-steps", 3, "--nll-coef", 0, *more),
                 ranks=ranks)
         assert_same_steps(tmp_path / name, three_steps)
         assert furthest(weights(tmp_path / name), weights(three_steps)) < 1e-4
-    line = refused(4, *flags(workspace, tmp_path / "x", "--replicate", 2))
-    assert "--replicate 2 does not divide the 1 ranks" in line
 
 
 def test_bfloat16_learns_like_float32(workspace, three_steps, tmp_path):
