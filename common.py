@@ -60,7 +60,7 @@ def sight_of(processor, domain, arguments):
     """The vision.Sight of a critic that sees, for a stage that writes arguments["out"]."""
     images = f"{arguments['out']}.images"
     opens = functools.partial(environment, domain, images, None, {**arguments, "similarity": None})
-    return vision.Sight(processor, domain, opens)
+    return vision.open_sight(processor, domain, opens)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

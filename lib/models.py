@@ -486,7 +486,7 @@ def load_sharded(name, run, sharding, lora, build):
     if is_main():
         stored = {key: key.replace(".base_layer.", ".") for key in model.state_dict() if ".lora_" not in key}
         tensors = {key: tensors[name] for key, name in stored.items()}
-    set_tensors(model, tensors, strict=False, broadcast_from_rank0=True)
+    set_tensors(model, tensors, broadcast_from_rank0=True)
     if lora:
         start_adapter(model, sharding.seed)
     return scorer
@@ -520,7 +520,10 @@ def stored_tensors(model):
 def load_head(head, folder):
     """Read turn_head.pt of a critic folder into a critic's head (common.Scorer), split over ranks or not."""
     with loading(folder):
-        set_tensors(head, torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True), strict=True)
+        tensors = torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True)
+        if tensors.keys() != {"weight", "bias"}:
+            raise InputError(f"{folder}: turn_head.pt holds no weight and bias")
+        set_tensors(head, tensors)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -699,9 +702,9 @@ def peft_name(name):
 
 def set_tensors(module, tensors, **options):
     """Copy whole tensors, {name: tensor}, into a module, split over ranks or not.
-    options: strict: the module's, all and no others; broadcast_from_rank0: the others have none."""
+    options: broadcast_from_rank0, where the others have none."""
     from torch.distributed.checkpoint.state_dict import set_model_state_dict, StateDictOptions
-    set_model_state_dict(module, tensors, options=StateDictOptions(full_state_dict=True, **options))
+    set_model_state_dict(module, tensors, options=StateDictOptions(full_state_dict=True, strict=False, **options))
 
 
 def start_adapter(model, seed):
@@ -711,7 +714,7 @@ def start_adapter(model, seed):
         tensors[name] = torch.zeros(parameter.shape)
         if ".lora_A." in name:
             torch.nn.init.kaiming_uniform_(tensors[name], a=math.sqrt(5), generator=generator)
-    set_tensors(model, tensors, strict=False)
+    set_tensors(model, tensors)
 
 
 def load_adapter(model, folder):
@@ -719,7 +722,7 @@ def load_adapter(model, folder):
     from safetensors.torch import load_file
     with loading(folder):
         tensors = load_file(pathlib.Path(folder) / ADAPTER_WEIGHTS)
-        set_tensors(model, {name: tensors[peft_name(name)] for name in adapter_parameters(model)}, strict=False)
+        set_tensors(model, {name: tensors[peft_name(name)] for name in adapter_parameters(model)})
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 `views` of a turn, ((caption, document or None), …), are what such a critic is shown of it (`views` of a domain). A row,
 (ids, image files), is the chat that shows them; None in place of a file is a black image."""
 import asyncio
+import functools
 from typing import Callable, NamedTuple
 
 import torch
@@ -88,19 +89,25 @@ class Sight(NamedTuple):
 
     processor: object               # load_processor's
     domain: object                  # its `views` and NOUN
-    open_environment: Callable      # opens what renders documents
+    show: Callable                  # documents -> {document: image file, None where it cannot be rendered}; all ranks
 
-    def show(self, documents):
-        """{document: image file, None where it cannot be rendered}, which are counted; rank 0 renders for all ranks."""
-        files = None
-        if is_main():
-            with self.open_environment() as environment:
-                files = asyncio.run(environment.show(documents))
-        files = broadcast(files)
-        num_lost = list(files.values()).count(None)
-        if num_lost:
-            say(f"{num_lost:,} of {len(files):,} {self.domain.NOUN}s cannot be rendered: shown as black images")
-        return files
+
+def open_sight(processor, domain, open_environment):
+    """The Sight that renders documents on rank 0, by an environment that is opened for each call (open_environment)."""
+    return Sight(processor, domain, functools.partial(show_documents, domain=domain, open_environment=open_environment))
+
+
+def show_documents(documents, domain, open_environment):
+    """Sight.show: says how many documents cannot be rendered."""
+    files = None
+    if is_main():
+        with open_environment() as environment:
+            files = asyncio.run(environment.show(documents))
+    files = broadcast(files)
+    num_lost = list(files.values()).count(None)
+    if num_lost:
+        say(f"{num_lost:,} of {len(files):,} {domain.NOUN}s cannot be rendered: shown as black images")
+    return files
 
 
 def turn_rows(sight, trajectories, sees_c):

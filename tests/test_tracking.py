@@ -1,6 +1,7 @@
 """--track, with a stand-in for trackio: curves of new, continued and missing runs."""
 import copy
 import functools
+import importlib.machinery
 import sys
 import types
 
@@ -13,6 +14,8 @@ from lib.runtime import InputError, Rows
 
 class Trackio:
     """Stands for the module trackio: keeps {name: {"config", "rows": [[step, numbers], …]}} of one project."""
+
+    __spec__ = importlib.machinery.ModuleSpec("trackio", None)      # which transformers looks for
 
     def __init__(self):
         self.kept = {}

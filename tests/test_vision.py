@@ -130,7 +130,7 @@ def test_a_row_by_hand(seeing):
     count = ids.count(processor.image_token_id)
     picture = f"<|vision_start|>{'<|image_pad|>' * (count // 2)}<|vision_end|>"
     assert 2 <= count <= 24 and processor.decode(ids) == (
-        "<|im_start|>user\nA person wants a web page: A shop.\nLast they said: It is blue."
+        "<|im_start|>user\nA person wants a web page: A shop.\nLast they said: It is<\u200b|image_pad|> blue."
         f"\nThe page that they need:{picture}\nThe page that they get:{picture}<|im_end|>\n")
     assert images == (files[REFERENCE], files[WHITE])
     first, second = common.visual_item([(ids, images), (ids[:9], (None,))])
