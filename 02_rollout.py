@@ -517,11 +517,7 @@ def open_players(domain, system, device, args):
 
 def open_critic(domain, tokenizer, device, args):
     """The Critic that scores messages for --best-of."""
-    if args.critic == common.UNTRAINED:
-        critic = common.untrained_critic(args.agent, args.reference_sees_c)
-    else:
-        critic = common.read_critic(args.critic, tokenizer, domain, args.reference_sees_c)
-    say(common.critic_line(critic))
+    critic = common.open_critic(args.critic, args.agent, tokenizer, domain, args.reference_sees_c)
     if not critic.is_visual and not tokenizer:
         raise InputError(f"--best-of with {args.critic}, a critic that reads tokens: {args.agent} needs "
                          "--agent-tokenizer MODEL")

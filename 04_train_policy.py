@@ -58,7 +58,6 @@ from lib.runtime import (
 from lib.sampling import add_rows, finish_rows, open_sampler
 from lib.servers import is_server, visible_text
 from lib.tracking import check_track, Track
-from lib.vision import load_processor
 
 # ---------------------------------------------------------------------------------------------------------------------
 # losses
@@ -185,6 +184,8 @@ def score_candidates(rows, critic, tokenizer, args, run):
     if path.exists():
         return read_rows(path)
     common.load_critic(critic, functools.partial(common.load_scorer, run=run, sharding=sharding_of(args)))
+    if critic.is_visual:
+        critic.sight = common.sight_of(critic.scorer.processor, domain_of(rows[0]["task"]), vars(args))
     blocks = [rows[i:i + SCORED_TOGETHER] for i in range(0, len(rows), SCORED_TOGETHER)]
 
     def score_block(block):
@@ -284,7 +285,8 @@ def pair_examples(pairs, tokenizer, together):
 
 def sweet_examples(trajectories, tokenizer, args, run):
     """Examples of pairs of candidates. The models of a phase are freed before those of the next are loaded."""
-    critic = open_critic(trajectories, tokenizer, args)
+    domain = domain_of(trajectories[0]["task"])
+    critic = common.open_critic(args.critic, args.model, tokenizer, domain, args.reference_sees_c)
     rows = read_states(trajectories, tokenizer, args)
     if args.candidates:
         rows = read_candidates(args.candidates, rows, args.num_candidates)
@@ -296,19 +298,6 @@ def sweet_examples(trajectories, tokenizer, args, run):
     del critic
     gc.collect()
     return pair_examples(pairs_of(rows, tokenizer, args, run), tokenizer, args.pairs_together)
-
-
-def open_critic(trajectories, tokenizer, args):
-    """The Critic of --critic, not loaded yet; InputError where it cannot score these trajectories."""
-    domain = domain_of(trajectories[0]["task"])
-    if args.critic == common.UNTRAINED:
-        critic = common.untrained_critic(args.model, args.reference_sees_c)
-    else:
-        critic = common.read_critic(args.critic, tokenizer, domain, args.reference_sees_c)
-    say(common.critic_line(critic))
-    if critic.is_visual:
-        critic.sight = common.sight_of(load_processor(args.critic), domain, vars(args))
-    return critic
 
 
 def mtdpo_examples(trajectories, tokenizer, args, run):

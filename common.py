@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
+from tqdm import tqdm
 
 from colbench import ColBenchError, domain_of, own, schema, task_id
 from colbench.schema import label, list_of, nullable, one_of, record, short_text, token_ids, whole
@@ -748,7 +749,8 @@ def action_outputs(scorer, items, max_tokens, device):
     outputs = {}
     was_training = scorer.training
     scorer.eval()
-    for first in range(0, len(chunks), world_size):
+    starts = range(0, len(chunks), world_size)
+    for first in tqdm(starts, "tokens scored", unit="pass", leave=False, delay=10, disable=rank > 0):
         # Ranks gather layers together, so each makes as many passes: where no chunk is left, the last one again.
         chunk = chunks[min(first + rank, len(chunks) - 1)]
         with torch.no_grad():
@@ -944,6 +946,16 @@ def read_critic(folder, tokenizer, domain, ref_sees_c=None):
         if None not in (known, now) and known != now:
             raise InputError(f"{folder}: its reference {critic.reference} has other weights than when the critic was "
                              "trained from it; put them back, or train the critic again")
+    return critic
+
+
+def open_critic(name, model, tokenizer, domain, ref_sees_c=None):
+    """The Critic of --critic (its `name`), not loaded yet: a folder (read_critic), or "untrained" (the `model`)."""
+    if name == UNTRAINED:
+        critic = untrained_critic(model, ref_sees_c)
+    else:
+        critic = read_critic(name, tokenizer, domain, ref_sees_c)
+    say(critic_line(critic))
     return critic
 
 

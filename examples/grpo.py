@@ -113,7 +113,13 @@ GroupExample = collections.namedtuple("GroupExample", "items pairs task_id advan
 def grpo_examples(trajectories, tokenizer, args, run, begin):
     """Examples of trajectories whose tokens have an advantage, each token an action of its own; says how many have
     none. begin: begins the output, when all inputs are read."""
-    critic = open_critic(trajectories, tokenizer, args) if args.critic else None
+    critic = None
+    if args.critic:
+        domain = domain_of(trajectories[0]["task"])
+        critic = common.open_critic(args.critic, args.model, tokenizer, domain, args.reference_sees_c)
+        if critic.is_visual or critic.head == "value":
+            raise InputError(f"{args.critic}: grpo takes a critic that reads text and has advantages: 03 --head lm or "
+                             "regression")
     common.fill_rewards(trajectories, vars(args))
     say_whose(trajectories, args.model)
     groups = [(i,) for i in range(len(trajectories))]
@@ -140,21 +146,10 @@ def say_whose(trajectories, model):
     """Say how many trajectories are not what the objective takes them for, samples of the model's probabilities."""
     num_foreign = sum(os.path.realpath(str(t.get("agent"))) != os.path.realpath(model) for t in trajectories)
     num_changed = sum(t.get("temperature", 1) != 1 or t.get("best_of", 1) != 1 for t in trajectories)
-    say(f"of {len(trajectories):,} trajectories {num_foreign:,} are of another agent than --model {model}, and "
-        f"{num_changed:,} not sampled at temperature 1 without --best-of: no samples of this model's own probabilities")
-
-
-def open_critic(trajectories, tokenizer, args):
-    """The Critic of --critic, not loaded yet; InputError where it cannot score these trajectories."""
-    if args.critic == common.UNTRAINED:
-        critic = common.untrained_critic(args.model, args.reference_sees_c)
-    else:
-        critic = common.read_critic(args.critic, tokenizer, domain_of(trajectories[0]["task"]), args.reference_sees_c)
-    if critic.is_visual or critic.head == "value":
-        raise InputError(f"{args.critic}: grpo takes a critic that reads text and has advantages: 03 --head lm or "
-                         "regression")
-    say(common.critic_line(critic))
-    return critic
+    if num_foreign or num_changed:
+        say(f"of {len(trajectories):,} trajectories {num_foreign:,} are of another agent than --model {model}, and "
+            f"{num_changed:,} not sampled at temperature 1 without --best-of: no samples of the model's own "
+            "probabilities")
 
 
 def score_trajectories(trajectories, critic, tokenizer, args, run):

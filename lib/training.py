@@ -257,6 +257,10 @@ class StepLog:
 def adamw(scorer, lr):
     """AdamW of the parameters that are not frozen."""
     trained = [parameter for parameter in scorer.parameters() if parameter.requires_grad]
+    num_parameters = sum(parameter.numel() for parameter in scorer.parameters())
+    if num_parameters < 1e7 and lr < 1e-5:
+        say(f"--lr {lr:g} is for a model of 8B: one of {num_parameters:,} parameters hardly learns by it; run.sh's "
+            "rates are in scripts/arms.toml")
     # fused: makes no copies of all parameters
     return torch.optim.AdamW(trained, lr=lr, betas=ADAM_BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
