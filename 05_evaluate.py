@@ -294,6 +294,9 @@ def add_turn_advantages(metrics, files, critic, device):
     lines = [common.critic_line(critic)]
     if critic.head == "value":
         lines.append(f"{critic.folder}: has a value head; a turn's advantage is how it changes the value, not eq. 3")
+    if critic.normalize == "trajectory":
+        lines.append(f"{critic.folder}: a turn's advantage is a sum over its tokens, divided by the dialogue's agent "
+                     "tokens")
     if None in of_turns:
         lines.append(f"{of_turns.count(None):,} dialogues are longer than {MAX_TOKENS:,} tokens: their turns have no "
                      "advantage")

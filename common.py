@@ -966,10 +966,10 @@ def critic_line(critic):
     model = "p_ref" if critic.folder == critic.reference else "p"
     prompt = "o, c" if critic.sees_c else "o"
     ref_prompt = "o, c" if critic.sees_c and critic.ref_sees_c else "o"
-    mean = "a sum" if critic.normalize == "none" else "a mean"
+    mean = {"turn": "a mean over the tokens of a", "none": "a sum over the tokens of a",
+            "trajectory": "a mean over the tokens of a (in training over all agent tokens)"}[critic.normalize]
     logratio = f"log {model}(a|{prompt}) - log p_ref(a|{ref_prompt})"
-    training = ", trained with one mean over a trajectory" if critic.normalize == "trajectory" else ""
-    return f"{critic.folder}: scores are {logratio}, {mean} over the tokens of a{training}"
+    return f"{critic.folder}: scores are {logratio}, {mean}"
 
 
 def load_critic(critic, load):
