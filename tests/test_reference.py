@@ -9,7 +9,7 @@ import common
 from colbench import backend
 from conftest import critic_note, policy_flags, read, refused, ROOT, rows_of_actions, stage, succeed
 from lib.models import encode
-from lib.runtime import InputError, write_jsonl
+from lib.runtime import write_jsonl
 
 BASE = ROOT / "models" / "tiny"
 
@@ -186,7 +186,7 @@ def test_an_untrained_critic_needs_a_reference_without_c(workspace, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_head_cannot_be_ranked_blind(tmp_path, tiny):
+def test_a_critic_with_a_head_has_no_reference_that_could_not_see_c(tmp_path, capsys):
     (tmp_path / "critic.json").write_text(json.dumps(critic_note("value")))
-    with pytest.raises(InputError, match="needs a critic with --head lm"):
-        common.read_critic(tmp_path, None, backend, False)
+    assert common.read_critic(tmp_path, None, backend, False).ref_sees_c
+    assert "--reference-sees-c no does nothing" in capsys.readouterr().out
