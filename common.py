@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from colbench import ColBenchError, domain_of, own, schema, task_id
+from colbench.questions import returns_nothing
 from colbench.schema import label, list_of, nullable, one_of, record, short_text, token_ids, whole
 from lib import models, vision
 from lib.models import (
@@ -113,6 +114,10 @@ def read_tasks(path):
     """The tasks of a file, all of one domain."""
     tasks = read_jsonl(path, {}, check=check_task)
     check_ids(tasks, map(task_id, tasks), path)
+    num_silent = sum("test_cases" in task and returns_nothing(task["ground_truth"]) for task in tasks)
+    if num_silent:
+        say(f"{path}: {num_silent:,} of {len(tasks):,} references return nothing: a task whose tests all "
+            "give None cannot be graded, for an empty function passes them")
     return tasks
 
 

@@ -1,27 +1,23 @@
 """The text of an answer -> its code. Standard library alone.
 
 A message of a model is prose with pieces of code in it. `Reader` finds them: it asks Python's own parser at each line
-whether a statement begins there; fences, marks and tags say where that is. `chosen_pieces` picks the pieces that the
-tested function needs. docs/scorer.md has the rules.
+whether a statement begins there; fences and tags say where that is. `chosen_pieces` picks the pieces where the tested
+function is. docs/scorer.md has the rules.
 """
 import __future__
 
 import ast
 import builtins
-import collections
 import functools
-import html
 import json
 import re
 
-MARKER = re.compile(r"[^\w\n]*I[ _]WANT[ _]TO[ _]ANSWER\b[ \t:*_.`–—-]*", re.IGNORECASE)
 FENCE_LINE = re.compile(r"[ \t]*(`{3,}|~{3,})(.*)")
 LANGUAGE = re.compile(r"\A(?!(?:async|class|def|from|import)\b)[\w.+-]+(?:[ \t]+(?=[\w@])|$)")
 TICKS = re.compile(r"`+|~{3,}")
-QUOTED = re.compile(r"[ \t]*(?:(?:>>>|\.\.\.)(?: |$)|> ?)")         # the marks of sessions and quotations
 OPENING_TAGS = re.compile(r"[ \t]*(?:<\|?[A-Za-z][^<>]*>[ \t]*)+")
 CLOSING_TAG = r"</\w+>|<\|\w+\|>|\[/\w+\]"
-LABEL = re.compile(r"[^`]*?:[\s*_]*(?=(?:async|def|class|import|from|@|<\|?)\b)")        # before what may be code
+LABEL = re.compile(r"[^`]*?(?::|\s[-–—])[\s*_]*(?=(?:async|def|class|import|from|@|<\|?)\b)")     # of code
 LEXEME = re.compile(rf"""\"{{3}}|'{{3}}|"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|#.*|(?P<end>`|{CLOSING_TAG})|\\(?:.|$)|"""
                     r"[()\[\]{}]")
 STRING_END = {quote: re.compile(rf"(?:\\.|(?!{quote}).)*+{quote}") for quote in ('"""', "'''")}
@@ -29,21 +25,12 @@ CLAUSE = re.compile(r"(?:else|elif|except|finally)\b")
 
 OPENED_THOUGHTS = re.compile(r"\A\s*<think(?:ing)?>.*?</think(?:ing)?>", re.DOTALL)
 THOUGHTS = re.compile(r"\A.*(?:</think(?:ing)?>|\[/THINK\])", re.DOTALL)    # their beginning may be in the prompt
-HTML_TAG = re.compile(r"</?[A-Za-z][^<>]*>")
-HTML_ENTITY = re.compile(r"&(?:lt|gt|amp|quot|#\d{1,5});")
 STRING = re.compile(r"""(?P<quotes>"{3}|'{3})(?P<content>.*?)(?:(?P=quotes)|\Z)|"(?:\\.|[^"\\])*+(?:"|\\?\Z)""",
                     re.DOTALL)
-WIDE_BLANKS = "\u00a0\u2002\u2003\u2009\u202f\u3000"                # no-break, en, em, thin, narrow, ideographic
-ODD_BLANKS = {0x200B: None, **dict.fromkeys(map(ord, WIDE_BLANKS), " ")}        # None: it has no width
-
 INLINE, PLAIN, FENCED = 0, 1, 2      # where a piece stands: between backticks in a line, in the open, in a fence
-MAX_QUOTES = 3                       # a quotation in a quotation in a quotation
-LINE_EFFORT = 10                     # a line takes as long as so many characters, and its own
-
 NO_PYTHON = SyntaxError, ValueError, RecursionError, MemoryError
 DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 IMPORTS = ast.Import, ast.ImportFrom
-NAMING = *IMPORTS, ast.Assign, ast.AnnAssign
 
 
 def extract_code(answer, calls=()):
@@ -68,19 +55,10 @@ def pieces_of(answer, tested):
 def readings(text):
     """The text without thoughts, and in what other ways it may be read where it does not define a tested name."""
     text = OPENED_THOUGHTS.sub("", text, count=1)
-    if is_escaped_html(text):
-        text = html.unescape(text)
     yield THOUGHTS.sub("", text)
     yield text
-    yield text.translate(ODD_BLANKS)
     yield "\n\n".join(strings_of(text))
     yield text.replace("\\n", "\n")
-
-
-def is_escaped_html(text):
-    """Has a text tags, and `&lt;` for `<`? (`a &lt; b` is Python, too: the parser does not tell.)"""
-    between_tags, num_tags = HTML_TAG.subn("", text)
-    return num_tags > 0 and bool(HTML_ENTITY.search(text)) and "<" not in between_tags and ">" not in between_tags
 
 
 def strings_of(text):
@@ -115,79 +93,41 @@ def compiled_statements(nodes):
 # where code stands in a text
 
 class Piece:
-    """Neighbouring statements: their source, their syntax trees, where they stand, do they follow the marker, and are
-    they cut at a fault. Besides the global names
+    """Neighbouring statements: their source, their syntax trees, where they stand, and are they cut at a fault. Besides
+    the global names
 
     defined: of its functions, classes and lambdas
     imported: that it imports
-    bound: that it binds (these, too), or of which it binds a part (TABLE[0] = 1)
-    changed: whose content it may change: TABLE.update(a=1), random.seed(0), fill(TABLE)
-    read: that it reads
-    called: whose functions it calls itself."""
+    bound: that it binds, these included."""
 
-    def __init__(self, source, nodes, place, is_marked, is_cut=False):
-        self.source, self.nodes, self.place = source, nodes, place
-        self.is_marked, self.is_cut = is_marked, is_cut
+    def __init__(self, source, nodes, place, is_cut=False):
+        self.source, self.nodes, self.place, self.is_cut = source, nodes, place, is_cut
         self.defined, self.imported, self.bound = set(), set(), set()
-        self.changed, self.read, self.called = set(), set(), set()
         waiting = list(nodes)
         while waiting:
             node = waiting.pop()
-            if isinstance(node, (*DEFINITIONS, ast.Lambda)):
-                self.read |= free_names(node)                       # what else is inside of it is not global
-                self.defined |= {node.name} if isinstance(node, DEFINITIONS) else set()
-            else:
-                self.note_names(node)
-                waiting += ast.iter_child_nodes(node)
+            if isinstance(node, DEFINITIONS):
+                self.defined.add(node.name)
+                continue                                            # what is inside of it is not global
+            if isinstance(node, IMPORTS):
+                self.imported.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self.bound.add(node.id)
+            elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
+                self.defined.update(target.id for target in node.targets if isinstance(target, ast.Name))
+            waiting += ast.iter_child_nodes(node)
         self.bound |= self.defined | self.imported
-
-    def note_names(self, node):
-        if isinstance(node, ast.Name):
-            (self.read if isinstance(node.ctx, ast.Load) else self.bound).add(node.id)
-        elif isinstance(node, IMPORTS):
-            self.imported.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Lambda):
-            self.defined.update(target.id for target in node.targets if isinstance(target, ast.Name))
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            self.called.add(node.func.id)
-        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            self.changed.update(arg.id for arg in node.value.args if isinstance(arg, ast.Name))
-            if isinstance(node.value.func, ast.Attribute):
-                self.changed |= name_of_whole(node.value.func)
-        elif isinstance(node, (ast.Attribute, ast.Subscript)) and not isinstance(node.ctx, ast.Load):
-            self.bound |= name_of_whole(node)
-
-
-def name_of_whole(node):
-    """{the name} of which a[0], a.b or a.b[0].c is a part; nothing for a part of something else."""
-    while isinstance(node, (ast.Attribute, ast.Subscript)):
-        node = node.value
-    return {node.id} if isinstance(node, ast.Name) else set()
-
-
-def free_names(definition):
-    """The names that a function or lambda reads and that are not local to it; of a class, all that it reads."""
-    nodes = list(ast.walk(definition))
-    names = {node.id for node in nodes if isinstance(node, ast.Name)}
-    if isinstance(definition, ast.ClassDef):
-        return names
-    local = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    local |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    return names - local | {name for node in nodes if isinstance(node, ast.Global) for name in node.names}
 
 
 class Reader:
     """Reads the lines of a text from the first to the last and collects its pieces.
 
-    Each step of `read_on` reads some lines, or the beginning of a line: then what is left stands in its place.
-    effort: how many more characters may be read, so that every text takes linear time."""
+    Each step of `read_on` reads some lines, or the beginning of a line: then what is left stands in its place."""
 
-    def __init__(self, text, num_quotes=0):
-        self.num_quotes = num_quotes                                # quotations around it
+    def __init__(self, text):
         # One blank before the first line is what stood behind the marker: the other lines have none because of it.
         self.lines = (text[1:] if indent_of(text) == 1 else text).split("\n")
-        self.index, self.effort = 0, 8 * len(text) + 200_000
-        self.is_marked = False                                      # does a line before have the marker?
+        self.index = 0
         self.fence = None                                           # the ``` of the fence around the line, if any
         self.tick_index = None                                      # the line of the last backtick in prose
         self.run = []                                               # neighbouring statements: [(source, nodes), …]
@@ -195,28 +135,17 @@ class Reader:
 
     def read(self):
         """The Pieces of the text, in order."""
-        while self.index < len(self.lines) and self.effort > 0:
-            self.effort -= LINE_EFFORT
-            self.read_on()
+        while self.index < len(self.lines):
+            self.read_on(self.lines[self.index])
         self.end_run()
         return self.pieces
 
-    def read_on(self):
-        line = self.lines[self.index]
-        is_comment = line.lstrip().startswith("#")
-        marker = MARKER.match(line)
-        if marker and not (is_comment and (self.fence or line[0].isspace())):
-            self.end_run()
-            self.is_marked = True
-            self.leave(line[marker.end():])
-        elif is_comment or not line.strip():
+    def read_on(self, line):
+        if not line.strip() or line.lstrip().startswith("#"):
             self.index += 1
         elif fence_line := FENCE_LINE.match(line):
             self.end_run()
             self.read_fence(*fence_line.groups())
-        elif QUOTED.match(line) and self.num_quotes < MAX_QUOTES:
-            self.end_run()
-            self.read_quotation()
         elif tags := OPENING_TAGS.match(line):
             self.end_run()
             self.leave(line[tags.end():])
@@ -227,7 +156,6 @@ class Reader:
     def leave(self, rest):
         """Of the current line a rest is left to read, or nothing."""
         line = self.lines[self.index]
-        self.effort -= len(line)
         self.lines[self.index] = line[:indent_of(line)] + rest.lstrip()
         self.index += not rest.strip()
 
@@ -236,7 +164,7 @@ class Reader:
         if self.run:
             source = "\n".join(source for source, _ in self.run)
             nodes = [node for _, statement_nodes in self.run for node in statement_nodes]
-            self.pieces.append(Piece(source, nodes, FENCED if self.fence else PLAIN, self.is_marked))
+            self.pieces.append(Piece(source, nodes, FENCED if self.fence else PLAIN))
             self.run = []
 
     def read_fence(self, mark, info):
@@ -246,17 +174,6 @@ class Reader:
         else:
             self.fence = mark
         self.leave(LANGUAGE.sub("", info, count=1))
-
-    def read_quotation(self):
-        end = self.index
-        while end < len(self.lines) and QUOTED.match(self.lines[end]):
-            end += 1
-        lines = [QUOTED.sub("", line, count=1) for line in self.lines[self.index:end]]
-        for piece in Reader("\n".join(lines), self.num_quotes + 1).read():
-            piece.is_marked |= self.is_marked
-            piece.place = FENCED if self.fence else piece.place
-            self.pieces.append(piece)
-        self.index = end
 
     def read_prose(self, line):
         """Go on behind a label, or behind the next backticks or fence; else in the next line."""
@@ -269,7 +186,6 @@ class Reader:
             self.leave(line[mark.start() if opens_fence else mark.end():])
             self.fence, self.tick_index = None, self.index
         else:
-            self.effort -= len(line)
             self.index += 1
 
     def read_statement(self):
@@ -283,7 +199,6 @@ class Reader:
             ends.append((self.index + fault - 1, 0))
         for end, column in dict.fromkeys(ends):
             source = self.source(end, column)
-            self.effort -= len(source)
             nodes, _ = parsed(source)
             if nodes:
                 self.add(source, nodes, (end, column), is_cut=(end, column) not in ends[:2])
@@ -307,7 +222,7 @@ class Reader:
         else:
             self.end_run()
         if has_effect and (is_cut or is_inline):
-            self.pieces.append(Piece(source, nodes, INLINE if is_inline else PLAIN, self.is_marked, is_cut))
+            self.pieces.append(Piece(source, nodes, INLINE if is_inline else PLAIN, is_cut))
         if column:
             self.lines[index] = self.lines[index][column:]
         self.index = index
@@ -323,7 +238,6 @@ class Reader:
             after = end
             while after < len(lines) and lines[after].strip()[:1] in ("", "#"):     # blank, or a comment
                 after += 1
-            self.effort -= LINE_EFFORT * (1 + after - end)
             if after == len(lines):
                 break
             next_indent = indent_of(lines[after])
@@ -341,7 +255,6 @@ class Reader:
         depth, quote, is_joined = 0, None, True
         while index < len(self.lines) and (depth or quote or is_joined):
             line, position, is_joined = self.lines[index], 0, False
-            self.effort -= len(line) + LINE_EFFORT
             while True:
                 if quote:
                     closing = STRING_END[quote].match(line, position)
@@ -411,46 +324,21 @@ def dedented(lines):
 def chosen_pieces(pieces, tested):
     """(The pieces that are the answer, in order; do they define a tested name and are not cut there?).
 
-    Those that define a tested name decide where the answer is: after the marker or anywhere, in fences or in the open.
-    Of the pieces there, definitions, imports and assignments count, and what sets up a global that these read; of
-    other pieces what sets up a global that nothing there does."""
+    Those that define a tested name decide where the answer is: in fences, in the open, or between backticks. All pieces
+    there count, and imports elsewhere."""
     whole = set().union(*(piece.defined for piece in pieces if not piece.is_cut))
     pieces = [piece for piece in pieces if not (piece.is_cut and whole & piece.defined)]
-    group, wanted = answer_group(pieces, tested)
-    if not group:
+    least, wanted = answer_place(pieces, tested)
+    if not wanted:
         return pieces[:1], False
 
-    functions = {"input"}.union(*(piece.defined for piece in group))
-    waiting = [piece for piece in group if piece.defined or wanted & piece.bound or only_names(piece, functions)]
-    set_up = collections.defaultdict(list)                          # {name: the pieces that set it up}
-    for piece in group:
-        for name in piece.bound | piece.changed - functions:
-            set_up[name].append(piece)
-    names_of_group = set(set_up)
-    for piece in set(pieces) - set(group):
-        for name in piece.bound - names_of_group:
-            if not hasattr(builtins, name):                         # an import before the marker, or outside of fences
-                set_up[name].append(piece)
-    chosen = set()
-    while waiting:
-        piece = waiting.pop()
-        if piece not in chosen:
-            chosen.add(piece)
-            for name in piece.read:
-                waiting += set_up.pop(name, [])
-
+    chosen = [piece for piece in pieces if piece.place >= least or piece.imported]
     longest = {}                                                    # {name: its longest definition}
     for node in definitions_of(chosen):
         longest[node.name] = max(longest.get(node.name, node), node, key=lambda node: len(body_of(node)))
-    in_order = [piece for piece in pieces if piece in chosen]
-    in_order.sort(key=lambda piece: not is_excerpt(piece, longest))             # an excerpt replaces nothing
+    chosen.sort(key=lambda piece: not is_excerpt(piece, longest))               # an excerpt replaces nothing
     is_whole = any(not piece.is_cut and wanted & piece.bound for piece in chosen)
-    return in_order, is_whole and (not tested or bool(wanted & tested))
-
-
-def only_names(piece, functions):
-    """Does a piece only import and assign, and call none of the functions?"""
-    return all(isinstance(node, NAMING) for node in piece.nodes) and functions.isdisjoint(piece.called)
+    return chosen, is_whole and (not tested or bool(wanted & tested))
 
 
 def definitions_of(pieces):
@@ -482,20 +370,17 @@ def body_of(definition):
         isinstance(node, ast.Raise) and "NotImplementedError" in ast.dump(node))]
 
 
-def answer_group(pieces, tested):
-    """(The pieces among which the answer is, the names that it is about); ([], set()) where none defines anything."""
+def answer_place(pieces, tested):
+    """(Where the answer is at least, the names that it is about); (INLINE, set()) where none defines anything."""
     definitions = set().union(*(piece.defined for piece in pieces))
     for field, wanted in (("defined", tested), ("imported", tested), ("bound", tested), ("defined", definitions)):
-        holders = [piece for piece in pieces if wanted & getattr(piece, field)]
-        if holders:
-            marked = [piece for piece in holders if piece.is_marked]
-            places = [piece.place for piece in marked or holders]
+        places = [piece.place for piece in pieces if wanted & getattr(piece, field)]
+        if places:
             least = max(places)
             if field == "defined" and least == FENCED:              # a later version may be in the open
                 least = [place for place in places if place != INLINE][-1]
-            return [piece for piece in pieces
-                    if piece.place >= least and (piece.is_marked or not marked)], wanted
-    return [], set()
+            return least, wanted
+    return INLINE, set()
 
 
 def names_of_calls(calls):

@@ -7,18 +7,18 @@
 docs/scorer.md has the rules of tests that are comparisons."""
 import ast
 import builtins
-import functools
-import json
 import operator
 from collections import namedtuple
 
-from colbench.extract_code import NO_PYTHON, parse
+from colbench.extract_code import NO_PYTHON, parse, parsed
+from colbench.values import equal_values, real
 
 ASKS_NOTHING = "it asks the answer nothing"
+NONE_ALONE = f"{ASKS_NOTHING} (all its tests give None, as an empty function does)"
 BROKEN = ["error", "a broken result"]                               # code wrote it itself
 TOO_DEEP = RecursionError, MemoryError
+GIVING = {ast.Yield, ast.YieldFrom, ast.Lambda, ast.ClassDef}
 ORDER = {"Lt": operator.lt, "LtE": operator.le, "Gt": operator.gt, "GtE": operator.ge}
-LAZY = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.BoolOp, ast.IfExp, ast.Compare)
 
 
 class Test:
@@ -37,7 +37,7 @@ class Test:
         self.call, self.operator, self.nodes = call.strip(), None, ()
         self.sides, self.asked, self.fixed, self.on_reference = (self.call,), (0,), (), ()
         try:
-            tree = parse_call(self.call).body
+            tree = parse(self.call, "eval").body
             if isinstance(tree, ast.Compare) and len(tree.ops) == 1:
                 nodes = tree.left, tree.comparators[0]
                 self.sides = tuple(map(ast.unparse, nodes))
@@ -70,26 +70,22 @@ class Test:
             self.value = ["error", "an expression that is nested too deep"]
         if self.operator and self.value[0] == "ok":
             is_whole = is_tuple(result[1], len(self.sides))
-            self.on_reference = result[1][1] if is_whole else ()
+            self.on_reference = result[1][1:] if is_whole else ()
             self.value = compared(self.operator, self.on_reference) if is_whole else BROKEN
 
     def doubtful(self, names):
-        """What does not certainly ask an answer something: the whole of what it is asked, and each side that could have
-        any value as far as the reference's result says."""
-        sides = [i for i in self.asked if not self.asks_for_sure(i, names)]
-        texts = []
-        if len(sides) == len(self.asked):
-            texts.append(self.of_answers)
-        if self.operator and not self.states_the_values():
-            texts += [self.sides[i] for i in sides]
-        return texts
+        """What does not certainly ask an answer something: the whole of what it is asked, and sides that may have any
+        value. (What is certain: the call of a function that is the answer's to define.)"""
+        sides = [self.sides[i] for i in self.asked if not self.surely_asks(self.nodes[i], names)]
+        return [self.of_answers, *sides] if sides or not self.asked else []
 
-    def asks_for_sure(self, index, names):
-        """Does this side certainly read a name that an empty answer lacks? (False: perhaps it does.)"""
-        try:
-            return reads_for_sure(self.nodes[index], names, bound_names(*self.nodes))
-        except TOO_DEEP:
-            return False
+    def surely_asks(self, node, names):
+        return calls_by_name(node) and not names.are_known(node.func.id) and ":=" not in self.call
+
+    def asks_for_none(self):
+        """Does the reference give None to all that is asked? Then an empty function gives the same."""
+        values = [self.on_reference[i] for i in self.asked] if self.operator else [self.value[1]]
+        return values.count(None) == len(values)
 
     def states_the_values(self):
         """Is it an equality that holds on the reference? Then it says what value its sides have."""
@@ -112,7 +108,7 @@ class Test:
         if not is_tuple(result[1], len(self.asked)):
             return BROKEN
         sides = list(self.on_reference)
-        for index, value in zip(self.asked, result[1][1]):
+        for index, value in zip(self.asked, result[1][1:]):
             sides[index] = value
         value = compared(self.operator, sides)
         if value == self.value and not all(equal_values(self.on_reference[i], sides[i]) for i in self.fixed):
@@ -131,10 +127,24 @@ class Names(namedtuple("Names", "lent to_define")):
         return name in self.lent or hasattr(builtins, name) or name.startswith("__")
 
 
-@functools.lru_cache(64)
-def parse_call(call):
-    """The syntax tree of a call. It is asked for more than once; nobody changes it."""
-    return parse(call, "eval")
+def names_of(sent):
+    """The Names, from what the reference sent (sandbox_worker.imported_names).
+
+    Tested is what it defines itself, but for builtins (helpers, as a rule). If there is nothing: those builtins. If
+    there are none: the first name that a call reads, though it is imported."""
+    defined = {name for name, module, _ in sent if not module}
+    first = {name for name, _, _ in sent[:1]}
+    tested = {name for name in defined if not hasattr(builtins, name)} or defined or first
+    return Names({name for name, module, _ in sent if module} - tested, tested)
+
+
+def returns_nothing(code):
+    """Has a reference functions, and does it give no value anywhere? Then an empty function may pass all its tests."""
+    nodes = [node for statement in parsed(code)[0] or () for node in ast.walk(statement)]
+    kinds = set(map(type, nodes))
+    returned = [node.value for node in nodes if isinstance(node, ast.Return) and node.value]
+    gives_values = kinds & GIVING or any(getattr(value, "value", value) is not None for value in returned)
+    return ast.FunctionDef in kinds and not gives_values
 
 
 def is_literal(node):
@@ -153,7 +163,7 @@ def tuple_of(expressions):
 
 def is_tuple(value, length):
     """Is this an encoded tuple of so many values?"""
-    return type(value) is list and value[0] == "tuple" and len(value[1]) == length
+    return type(value) is list and value[0] == "tuple" and len(value) == 1 + length
 
 
 def compares(node, names):
@@ -169,53 +179,8 @@ def calls_by_name(node):
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
 
 
-def bound_names(*nodes):
-    """The names that expressions bind themselves: in comprehensions, by lambdas and by :=."""
-    names = set()
-    for node in nodes:
-        for child in ast.walk(node):
-            if isinstance(child, ast.arg):
-                names.add(child.arg)
-            elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
-                names.add(child.id)
-    return names
-
-
-def reads_for_sure(node, names, bound):
-    """Does every evaluation of an expression read a name that an empty answer lacks? (A name that it also binds
-    somewhere does not count, and neither does what stands in an expression of which a part may be left out.)"""
-    if isinstance(node, ast.Name):
-        return not names.are_known(node.id) and node.id not in bound
-    if isinstance(node, LAZY):
-        return False
-    return any(reads_for_sure(part, names, bound) for part in ast.iter_child_nodes(node))
-
-
-def functions_under_test(call, imported, defined=()):
-    """The names that a call tests.
-
-    They are those that it reads, but for built-in and imported ones. If there are none: those of builtins that the
-    reference `defined` anew. If there are none: the outermost imported one that is called, or read."""
-    try:
-        tree = parse_call(call.strip())
-        bound = bound_names(tree)
-        nodes = list(ast.walk(tree))
-    except NO_PYTHON:
-        return set()
-    called = [node.func.id for node in nodes if calls_by_name(node)]
-    read = [node.id for node in nodes if isinstance(node, ast.Name) and node.id not in bound]
-    new_names = {name for name in read if name not in imported and not hasattr(builtins, name)}
-    if new_names:
-        return new_names
-    redefined = {name for name in read if name in defined}
-    if redefined:
-        return redefined
-    outermost = [name for name in called + read if name in imported and name not in bound]
-    return set(outermost[:1])
-
-
 # ---------------------------------------------------------------------------------------------------------------------
-# values, as values.encode() gives them
+# comparisons of values, as values.encode() gives them
 
 def compared(operator_name, sides):
     """["ok", 1 or 0]: does a comparison of two encoded values hold? ["error", why] where values do not say so."""
@@ -226,8 +191,8 @@ def compared(operator_name, sides):
 
 
 def holds(kind, a, b):
-    """Does a comparison of two values, as values.encode() gives them, hold? TypeError where values do not say so."""
-    if type(a) is list and a[0] == "array" or type(b) is list and b[0] == "array":
+    """Does a comparison of two encoded values hold? TypeError where values do not say so."""
+    if "array" in [side[0] for side in (a, b) if type(side) is list]:
         raise TypeError("a comparison with an array")
     if kind in ("Eq", "NotEq") or kind in ("Is", "IsNot") and b in (None, 0, 1):
         return equal_values(a, b) == (kind in ("Eq", "Is"))
@@ -235,53 +200,6 @@ def holds(kind, a, b):
         raise TypeError(f"a comparison by {kind.lower()}")
     if type(a) is type(b) is str:
         return ORDER[kind](a, b)
-    (p, q), (r, s) = real(a), real(b)
-    return ORDER[kind](p * s, r * q)
-
-
-def real(value):
-    """The numerator and denominator of an encoded number."""
-    if type(value) is int:
-        return value, 1
-    kind, text = value if type(value) is list and len(value) == 2 else ("", value)
-    if kind not in ("int", "ratio"):
-        raise TypeError("a comparison of what is not a finite number")
-    numerator, _, denominator = text.partition("/")
-    return int(numerator, 16), int(denominator or "1", 16)
-
-
-DICTS = ("dict", "odict", "counter")
-SEQUENCES = ("list", "tuple", "deque")
-
-
-def equal_values(a, b):
-    """Are two values, as values.encode() gives them, equal by Python's rules?"""
-    if a == b:
-        return True
-    if not (type(a) is type(b) is list and len(a) == len(b) == 2):
-        return False
-    if a[0] in DICTS and b[0] in DICTS:
-        return equal_dicts(a, b)
-    (kind, items), (other_kind, other_items) = a, b
-    if kind != other_kind or kind not in SEQUENCES or len(items) != len(other_items):
-        return False
-    return all(map(equal_values, items, other_items))
-
-
-def equal_dicts(a, b):
-    (kind, pairs), (other_kind, other_pairs) = a, b
-    if kind == other_kind == "counter":
-        pairs, other_pairs = without_zeros(pairs), without_zeros(other_pairs)
-    if kind != other_kind and "odict" in (kind, other_kind):                    # the order counts among OrderedDicts
-        pairs, other_pairs = sorted(pairs, key=json.dumps), sorted(other_pairs, key=json.dumps)
-    if len(pairs) != len(other_pairs):
-        return False
-    for (key, value), (other_key, other_value) in zip(pairs, other_pairs):
-        if key != other_key or not equal_values(value, other_value):
-            return False
-    return True
-
-
-def without_zeros(counts):
-    """The pairs of a Counter, in which a missing count is 0."""
-    return [pair for pair in counts if pair[1] != 0]
+    if equal_values(a, b):
+        return kind in ("LtE", "GtE")
+    return ORDER[kind](real(a), real(b))

@@ -18,6 +18,7 @@ import marshal
 import math
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -36,19 +37,23 @@ END_LIMIT_S = 10                # to remove the files that answers left
 LOOK_S = .01                    # how often the caller looks at what a running answer has written
 PROGRAM = os.path.abspath(sandbox_worker.__file__)
 ANSWER_TIME_LIMIT = "time limit of the whole answer"
+CLOCK = 5                       # seconds of the clock, for each second of processor time: a long stop
+TIME_SIGNALS = signal.SIGPROF, signal.SIGXCPU
 Run = namedtuple("Run", "values imports has_loaded reason seconds")
-PROBE = """def probe():
-    import os, socket, wave
-    open("a", "w").close()
-    found = os.listdir(".") != ["a"]
-    for attack in (lambda: open({path!r}), lambda: open("/etc/passwd"), lambda: open({path!r}, "a"), socket.socket,
-                   lambda: os.chmod(".", 0o777), lambda: os.kill(1, 0)):
-        try:
-            attack()
-            found = True
-        except OSError:
-            pass
-    return found"""
+PROBE = """import errno, mmap, os, socket, wave
+def refusal(attack, *arguments):
+    try:
+        attack(*arguments)
+    except (MemoryError, OSError) as error:
+        return getattr(error, "errno", errno.ENOMEM)
+def probe():
+    os.mkdir("locked", 0)
+    attacks = [("files", open, {path!r}), ("files", open, "/etc/passwd"), ("files", open, {path!r}, "a"),
+               ("capabilities", os.listdir, "locked"), ("memory", mmap.mmap, -1, 2 << 30)]
+    calls = [("sockets", socket.socket), ("chmod", os.chmod, ".", 0o777), ("kill", os.kill, 1, 0),
+             ("execve", os.execv, "/nowhere", ["nowhere"]), ("clone", lambda: os.fork() or os._exit(0))]
+    open_to = [what for what, *attack in attacks if refusal(*attack) is None]
+    return ", ".join(open_to + [what for what, *call in calls if refusal(*call) != errno.ENOSYS])"""
 IMPORT_TYPES = [str, str, str], [str, str, type(None)], [str, type(None), type(None)]
 
 
@@ -105,7 +110,7 @@ class Sandbox:
                 raise LayerError(hello["error"])
             if self.layer != "rlimits":
                 (value,), _ = self.run(PROBE.format(path=PROGRAM), ["probe()"], 10)
-                if value != ["ok", 0]:
+                if value != ["ok", ""]:
                     raise LayerError(f"its walls do not stand ({value[1]})")
         except RuntimeError as error:
             raise LayerError(str(error)) from None
@@ -118,40 +123,46 @@ class Sandbox:
             return [["error", f"larger than {REQUEST_LIMIT:,} characters"]] * len(calls), None
         values, imported, left_s = [], None, LOADS_LIMIT_S + len(calls) * time_limit_s
         while len(values) < len(calls):
-            request = {"code": code, "calls": calls[len(values):], "imports": imports, "reference": reference}
+            if left_s <= 0:
+                return values + [["error", ANSWER_TIME_LIMIT]] * (len(calls) - len(values)), imported
+            request = {"code": code, "calls": calls[len(values):], "imports": imports, "reference": reference,
+                       "limits": (time_limit_s + LOAD_LIMIT_S, time_limit_s)}
             if reference is None:
                 request["tested"], request["calls"] = prepared(tuple(request["calls"]))
-            run = self.run_process(request, time_limit_s, left_s)
+            run = self.run_process(request, left_s)
             left_s -= run.seconds
             values += run.values
             imported = imported or run.imports
             if len(values) < len(calls) and run.reason != "restart":
                 # Code that does not even load would not load again; the published evaluation does not go on at all.
-                goes_on = run.has_loaded and reference is None and run.reason != ANSWER_TIME_LIMIT
+                goes_on = run.has_loaded and reference is None
                 values += [["error", run.reason]] * (1 if goes_on else len(calls) - len(values))
         return values, imported
 
-    def run_process(self, request, time_limit_s, left_s):
+    def run_process(self, request, left_s):
         """The Run of one process: its results so far, what it imported, whether the code had loaded, why it ended, and
         the seconds that it took of the left_s. RuntimeError if the server cannot be used; nothing that the code does
         is one."""
         data = marshal.dumps(request)
         try:
             with pipe() as (their_requests, requests), pipe() as (results, their_results):
-                socket.send_fds(self.control, [HEADER.pack(len(data), int(max(0, left_s)) + 2)],
+                socket.send_fds(self.control, [HEADER.pack(len(data), math.ceil(left_s))],
                                 [their_requests.fileno(), their_results.fileno()])
                 their_requests.close()
                 their_results.close()
-                write_request(requests.fileno(), data, time.monotonic() + START_LIMIT_S)
+                requests.write(data)
+                requests.flush()
                 lines = Lines(results.fileno(), self.control.fileno())
                 began = self.wait_until_ready(lines)
-                run = read_results(lines, request, time_limit_s, began + left_s)
+                run = read_results(lines, request, began + CLOCK * left_s)
             if not lines.has_ended:
                 self.control.send(HEADER.pack(0, 0))                            # kill it
         except OSError as error:
             raise RuntimeError(f"the scorer's child program is gone: {error}") from None
-        self.reply()
-        return run._replace(seconds=time.monotonic() - began)
+        last_signal, processor_s = json.loads(self.reply())["end"]
+        is_late = run.reason == "process ended" and last_signal in TIME_SIGNALS
+        return run._replace(reason="time limit" if is_late else run.reason,
+                            seconds=max(processor_s, (time.monotonic() - began) / CLOCK))
 
     def wait_until_ready(self, lines):
         """Wait until a process is confined; the time."""
@@ -178,25 +189,25 @@ class Sandbox:
 def pipe():
     """The two ends of a pipe, as files that are closed after the block."""
     reading, writing = os.pipe()
-    with open(reading, "rb", 0) as reading_file, open(writing, "wb", 0) as writing_file:
+    with open(reading, "rb") as reading_file, open(writing, "wb") as writing_file:
         yield reading_file, writing_file
 
 
-def read_results(lines, request, time_limit_s, ends):
+def read_results(lines, request, ends):
     """The Run of a process that is ready; it may go on until `ends`."""
     values, imports, has_loaded, reason = [], None, False, ""
+    load_s, call_s = request["limits"]
     try:
         while len(values) < len(request["calls"]):
-            load_ends = min(ends, time.monotonic() + time_limit_s + LOAD_LIMIT_S)
+            load_ends = min(ends, time.monotonic() + CLOCK * load_s)
             if lines.expect(is_word("loaded", "restart") if values else is_word("loaded"), load_ends) == "restart":
                 raise Stop("restart")
-            deadline, has_loaded = min(ends, time.monotonic() + time_limit_s), True
+            deadline, has_loaded = min(ends, time.monotonic() + CLOCK * call_s), True
             if not values and request["imports"] is None and request["reference"] is None:
                 imports = lines.expect(are_imports, deadline)
             values.append(lines.expect(is_result, deadline))
     except Stop as stop:
-        is_over = str(stop) == "time limit" and time.monotonic() >= ends
-        reason = ANSWER_TIME_LIMIT if is_over else str(stop)
+        reason = str(stop)
     return Run(values, imports, has_loaded, reason, 0)
 
 
@@ -211,29 +222,22 @@ class Lines:
     then: so an answer that writes 20 lines in 2 ms wakes the caller once. The rest of a line is read as it comes."""
 
     def __init__(self, descriptor, server):
-        self.descriptor, self.buffer = descriptor, bytearray()
+        self.descriptor, self.server, self.buffer = descriptor, server, bytearray()
         self.has_ended = False                      # does the server say so?
-        self.end, self.end_or_more = select.poll(), select.poll()
-        self.end.register(server, select.POLLIN)
-        self.end_or_more.register(server, select.POLLIN)
-        self.end_or_more.register(descriptor, select.POLLIN)
         os.set_blocking(descriptor, False)
 
     def expect(self, valid, deadline):
         """The next message; Stop if it is not valid(message), is too long, or comes after the deadline. What is read in
         between, a byte at a time perhaps, moves neither the deadline nor the limit."""
-        searched = 0
-        while (end := self.buffer.find(b"\n", searched)) < 0:
-            searched = len(self.buffer)
-            if searched > RESULT_LIMIT:
+        while b"\n" not in self.buffer:
+            if len(self.buffer) > RESULT_LIMIT:
                 raise Stop("a result that is too large")
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise Stop("time limit")
             if not self.read():
                 self.wait(left_s)
-        line = self.buffer[:end]
-        del self.buffer[:end + 1]
+        line, _, self.buffer = self.buffer.partition(b"\n")
         try:
             message = json.loads(line.decode())
             is_valid = valid(message)
@@ -259,21 +263,13 @@ class Lines:
     def wait(self, left_s):
         """Wait until the process has ended, or it is time to look, or more of a line has come whose beginning is here.
         """
+        waited = select.poll()
+        waited.register(self.server, select.POLLIN)
         if self.buffer:
-            ready = self.end_or_more.poll(math.ceil(left_s * 1000))
-            self.has_ended = any(descriptor != self.descriptor for descriptor, _ in ready)
+            waited.register(self.descriptor, select.POLLIN)
         else:
-            self.has_ended = bool(self.end.poll(math.ceil(min(left_s, LOOK_S) * 1000)))
-
-
-def write_request(descriptor, data, deadline):
-    os.set_blocking(descriptor, False)
-    poll, data = select.poll(), memoryview(data)
-    poll.register(descriptor, select.POLLOUT)
-    while data:
-        if not poll.poll(max(0, int(1000 * (deadline - time.monotonic())))):
-            raise OSError("it reads no request")
-        data = data[os.write(descriptor, data):]
+            left_s = min(left_s, LOOK_S)
+        self.has_ended = self.server in [descriptor for descriptor, _ in waited.poll(math.ceil(left_s * 1000))]
 
 
 @functools.lru_cache(64)

@@ -1,12 +1,10 @@
 """The scorer's child program (see sandbox.py): it confines itself and runs an answer. Standard library alone."""
 import _signal
-import _thread
 import builtins
 import contextlib
 import ctypes
 import gc
 import importlib
-import itertools
 import json
 import marshal
 import os
@@ -21,11 +19,11 @@ import types
 
 if not __package__:                                                 # a program: no package around it, no path to it
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
-    from extract_code import compiled_statements, NO_PYTHON, parsed, pieces_of
+    from extract_code import compiled_statements, NO_PYTHON, pieces_of
     from values import encode
     del sys.path[0], sys.modules["extract_code"], sys.modules["values"]
 else:
-    from colbench.extract_code import compiled_statements, NO_PYTHON, parsed, pieces_of
+    from colbench.extract_code import compiled_statements, NO_PYTHON, pieces_of
     from colbench.values import encode
 
 MEMORY_LIMIT = 1 << 30          # bytes of address space
@@ -38,61 +36,30 @@ PRELOADED = ("bisect calendar collections collections.abc copy dataclasses datet
 BLACKLIST = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(", "quit(",
              "argparse")        # of the published scorer; also where they stand in a comment or a longer word
 COMPREHENSIONS = "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"                      # the names of their code
-WARM_UP = ("Sum:\n\n```python\nimport math\ndef total(a, b):\n    if a > 2:\n        a = a * 2\n    return a + b\n```",
-           "I WANT TO ANSWER:\ndef total(a, b):\n    return {str(a): [b / 2]}")
 START_LIMIT_S, LOAD_LIMIT_S, LOADS_LIMIT_S = 60, 4, 20
 CLEAN_LIMIT_S = 5               # to remove the files that a process leaves
+EMPTY = 'cd "$0" && chmod -R u+rwx . && timeout "$1" find . -mindepth 1 -delete'
 THREAD_LIMIT = 64               # threads of an answer
-WATCH_S = .01                   # seconds between two counts of threads, where the system does not count
+WATCH_S = .01                   # seconds between two counts of threads in the layer landlock
 
 
 def empty(folder, limit_s):
-    """Remove what is in a folder; False if that is not done in the time. It never raises: a folder inside a folder is
-    first moved up, so that neither the depth nor the length of a path matters."""
-    until, prefix, numbers, waiting = time.monotonic() + limit_s, os.urandom(8).hex(), itertools.count(), ["."]
+    """Remove what is in a folder, however deep it is; False if that is not done in the time."""
     try:
-        top = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        if not os.listdir(folder):
+            return True
+        shell = os.posix_spawn("/bin/sh", ["sh", "-c", EMPTY, folder, str(limit_s)], {})
+        return os.waitpid(shell, 0)[1] == 0
     except OSError:
         return False
-    try:
-        while waiting:
-            parent = waiting.pop()
-            with opened_folder(parent, top) as descriptor, os.scandir(descriptor) as entries:
-                for entry in entries:
-                    if time.monotonic() > until:
-                        return False
-                    name = entry.name
-                    if not entry.is_dir(follow_symlinks=False):
-                        os.unlink(name, dir_fd=descriptor)
-                        continue
-                    os.chmod(name, 0o700, dir_fd=descriptor)
-                    if parent != ".":
-                        name = f"{prefix}-{next(numbers)}"
-                        os.rename(entry.name, name, src_dir_fd=descriptor, dst_dir_fd=top)
-                    waiting.append(name)
-            if parent != ".":
-                os.rmdir(parent, dir_fd=top)
-    except OSError:
-        return False
-    finally:
-        os.close(top)
-    return True
-
-
-@contextlib.contextmanager
-def opened_folder(name, top):
-    descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=top)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def run_calls(request, send):
     """Execute the code afresh for each call, send "loaded", and ["ok", value] or ["error", reason]; "restart" before an
     early end (threads left running would disturb the next call). Code whose top level fails is judged by what it had
     defined. A reference also sends which names of the calls it imported or defined, for the calls of the answers."""
-    imports, calls = request["imports"], request["calls"]
+    imports, calls, (load_s, call_s) = request["imports"], request["calls"], request["limits"]
+    signal.setitimer(signal.ITIMER_PROF, load_s)                    # of processor time; its signal ends the process
     try:
         pieces, broken = compiled_pieces(request), None
     except BaseException as error:
@@ -100,6 +67,7 @@ def run_calls(request, send):
     for number, call in enumerate(calls, 1):
         module = sys.modules["answer"] = types.ModuleType("answer")
         fault = execute(pieces, module) or broken
+        signal.setitimer(signal.ITIMER_PROF, call_s)
         send("loaded")
         if number == 1 and imports is None:
             send(imported_names(calls, module.__dict__))
@@ -108,6 +76,7 @@ def run_calls(request, send):
         except BaseException as error:
             # Examples in the answer may have failed, too: that says why a call fails only if it lacks a name.
             result = ["error", fault if fault and isinstance(error, NameError) else reason_of(error)]
+        signal.setitimer(signal.ITIMER_PROF, load_s)
         send(result)
         if len(sys._current_frames()) > 1 and number < len(calls):
             send("restart")
@@ -143,9 +112,7 @@ def scope_of_a_call(module, imports):
     if not hidden:
         return scope
     others = {name: value for name, value in vars(builtins).items() if name not in hidden}
-    defined = {name: value for name, value in scope.items()
-               if name not in hidden or value is not getattr(builtins, name)}      # execute() may have put it there
-    return {**defined, "__builtins__": others}
+    return {**scope, "__builtins__": others}
 
 
 def execute(pieces, module):
@@ -160,11 +127,13 @@ def execute(pieces, module):
         faults += execute_each(statements[:end], namespace)
         if end == len(statements):
             continue
-        before = {**vars(builtins), **namespace}
+        before = dict(namespace)
         faults += execute_each(statements[end:], namespace)
         for name, value in list(namespace.items()):
             if callable(before.get(name)) and not callable(value):
                 namespace[name] = before[name]
+            elif name not in before and callable(getattr(builtins, name, None)) and not callable(value):
+                del namespace[name]
     return faults[0] if faults else None
 
 
@@ -197,17 +166,19 @@ def reason_of(error):
 
 
 def imported_names(calls, namespace):
-    """[[name, module or None, attribute or None], …]: names in the calls that the code imported. A name that it defines
-    itself has no module. calls: code objects, or the texts of those that are not Python."""
-    names = set().union(*(names_in(call) for call in calls if isinstance(call, types.CodeType)))
+    """[[name, module or None, attribute or None], …]: names in the calls that the code imported, as they are read. A
+    name that it defines itself has no module. calls: code objects, or the texts of those that are not Python."""
+    names = dict.fromkeys(name for call in calls if isinstance(call, types.CodeType) for name in names_in(call))
     return [[name, *(origin(namespace[name]) or (None, None))]
-            for name in sorted(names) if name in namespace and not name.startswith("__")]
+            for name in names if name in namespace and not name.startswith("__")]
 
 
 def names_in(code):
     """The names that a code object reads, those in its lambdas and comprehensions included."""
-    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return set(code.co_names).union(*inner)
+    names = list(code.co_names)
+    for constant in code.co_consts:
+        names += names_in(constant) if isinstance(constant, types.CodeType) else []
+    return names
 
 
 def origin(value):
@@ -348,10 +319,14 @@ def readable_paths(site_packages):
     return sorted(path for path in paths if os.path.exists(path))
 
 
+def own_namespaces():
+    return {os.readlink(f"/proc/self/ns/{name}") for name in ("ipc", "mnt", "net", "pid")}
+
+
 def enter_namespaces(paths, work):
     """Move into new namespaces (a fork: the caller returns as process 1 of its own tree) and a file system of `paths`,
     read-only, and `work`. OSError where the system does not allow it."""
-    user, group = os.geteuid(), os.getegid()
+    user, group, before = os.geteuid(), os.getegid(), own_namespaces()
     new_user = 0 if user == 0 else 0x10000000
     check(libc.unshare(new_user | 0x20000 | 0x20000000 | 0x40000000 | 0x8000000 | 0x4000000), "unshare")
     if new_user:
@@ -363,6 +338,8 @@ def enter_namespaces(paths, work):
         os.closerange(0, 64)
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) & 0xFF)
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)                      # PR_SET_PDEATHSIG
+    if not before.isdisjoint(own_namespaces()):
+        raise OSError("a namespace is not its own")
 
     def mount(source, target, kind, flags, data=None):
         check(libc.mount(*(text and text.encode() for text in (source, target, kind)), ctypes.c_ulong(flags),
@@ -402,10 +379,9 @@ def fresh_work_dir(work):
     os.chdir(work)
 
 
-def landlock_rules(paths, work, latest):
-    """A descriptor of Landlock rules: `paths` to read, `work` to write. OSError where the kernel has no Landlock.
-    `latest` is the latest version to use, for tests of earlier ones."""
-    version = min(check(libc.syscall(444, None, 0, 1), "Landlock"), latest)
+def landlock_rules(paths, work):
+    """A descriptor of Landlock rules: `paths` to read, `work` to write. OSError where the kernel has no Landlock."""
+    version = check(libc.syscall(444, None, 0, 1), "Landlock")
     everything = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     attributes = struct.pack("<QQQ", everything, 0x3, 0x3)[:8 if version < 4 else 16 if version < 6 else 24]
     rules = check(libc.syscall(444, attributes, len(attributes), 0), "Landlock")
@@ -433,51 +409,11 @@ def fork():
 
 
 def free_user():
-    """The number of a user that has no processes, so that the system counts this sandbox's threads alone; None where
-    the caller is not root."""
-    if os.geteuid() != 0:
-        return None
-    try:
-        with open("/proc/self/uid_map") as file:
-            lines = [list(map(int, line.split())) for line in file]
-    except OSError:
-        return None
+    """The number of a user that has no processes, so that the system counts an answer's threads alone."""
+    with open("/proc/self/uid_map") as file:
+        lines = [list(map(int, line.split())) for line in file]
     end = min(1 << 31, max(first + size for first, _, size in lines))
     return end - 2 - int.from_bytes(os.urandom(4), "little") % max(1, min(end // 16, 1 << 20))
-
-
-def thread_limit(user, limit):
-    """The calls that let the system refuse more than `limit` threads. It counts by the real user, and never root's: the
-    real user becomes a number of its own, the effective one stays."""
-    steps = []
-    if user is not None:
-        steps.append((os.setresuid, (user, -1, -1), "user"))
-    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    steps.append((resource.setrlimit, (resource.RLIMIT_NPROC, (limit, limit)), "a limit"))
-    return steps
-
-
-def counts_threads(user, num_others):
-    """Does the system hold a sandbox to a limit of threads, and count no other processes of the user in it? It is tried
-    out. num_others: processes of the sandbox that count as well."""
-    child = fork()
-    if child == 0:
-        status = 1
-        try:
-            steps = thread_limit(user, num_others + 2)
-            steps.append(no_capabilities())                     # who has them is not limited
-            confine(steps, START_LIMIT_S)
-            lock = _thread.allocate_lock()
-            lock.acquire()
-            _thread.start_new_thread(lock.acquire, ())
-            status = 2
-            _thread.start_new_thread(lock.acquire, ())
-        except RuntimeError:
-            status = 0 if status == 2 else 1
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 class Walls:
@@ -486,13 +422,12 @@ class Walls:
     layer: its name
     rules: a descriptor of Landlock rules, in that layer
     program: the filter of system calls, and the memory it is in
+    user: as root in the layer namespaces the real user of answers, see free_user
     null: a descriptor of /dev/null
-    user: the real user that answers run as, see free_user
-    num_others: processes of the sandbox that have the answer's user
-    threads_are_counted: whether the system holds an answer to THREAD_LIMIT; else the server watches it
+    owns_processes: whether the server is the first process of a namespace of its own
     steps: see confinement"""
     rules = program = user = null = None
-    num_others, threads_are_counted, steps = 0, False, ()
+    owns_processes, steps = False, ()
 
     def __init__(self, layer):
         self.layer = layer
@@ -508,13 +443,8 @@ def confinement(walls):
     if walls.layer == "rlimits":
         return steps
     steps.append((libc.prctl, (1, signal.SIGKILL.value, 0, 0, 0), "end with the server"))
-    if walls.threads_are_counted:
-        steps += thread_limit(walls.user, walls.num_others + 1 + THREAD_LIMIT)
-    if walls.layer == "namespaces" and os.geteuid() == 0:
-        real_user = -1 if walls.threads_are_counted else 65534
-        steps.append((os.setgroups, ([],), "groups"))
-        steps.append((os.setresgid, (65534, 65534, 65534), "group"))
-        steps.append((os.setresuid, (real_user, 65534, 65534), "user"))
+    if walls.layer == "namespaces":
+        steps += user_and_threads(walls.user)
     steps.append(no_capabilities())
     steps.append((libc.prctl, (38, 1, 0, 0, 0), "no_new_privs"))
     if walls.layer == "landlock":
@@ -528,9 +458,26 @@ def no_capabilities():
     return libc.capset, (struct.pack("<Ii", 0x20080522, 0), bytes(24)), "capset"
 
 
+def user_and_threads(user):
+    """The calls that make the process nobody's, and let the system refuse more than THREAD_LIMIT threads. It counts by
+    the real user, and never root's; other users' in each user namespace apart (Linux 5.14)."""
+    steps, limit = [], 1 + THREAD_LIMIT
+    if user is not None:
+        steps.append((os.setgroups, ([],), "groups"))
+        steps.append((os.setresgid, (65534, 65534, 65534), "group"))
+        steps.append((os.setresuid, (user, 65534, 65534), "user"))
+    elif tuple(map(int, os.uname().release.split(".")[:2])) >= (5, 14):
+        limit += 2                                              # the server, and the process that waits for it
+    else:
+        return []
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    return [*steps, (resource.setrlimit, (resource.RLIMIT_NPROC, (limit, limit)), "a limit")]
+
+
 def confine(steps, seconds):
     """In the forked process, before it reads its request."""
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     for function, arguments, what in steps:
         result = function(*arguments)
         if result:                                              # None of Python's functions, 0 of the system's
@@ -571,23 +518,28 @@ def serve_one(walls, length, seconds, requests, results):
         os._exit(0)
 
 
-def remove_leftovers(layer, child, work):
-    """Kill what the request left running, forget its files; False if they cannot be removed in time."""
-    if layer == "namespaces" and os.getpid() == 1:
+def end_all(walls, child):
+    """Kill what a request left running; [the signal that ended its process or 0, its seconds of processor time]."""
+    if walls.owns_processes and os.getpid() == 1:
         kill(-1)                                                # all others of its own namespace of processes
     else:
         kill(-child)
         kill(child)
-    if layer == "rlimits":
-        for name in os.listdir("/proc") if os.path.isdir("/proc") else ():
-            if name.isdigit() and parent_of(name) == os.getpid():               # orphans come to the subreaper
-                kill(int(name))
-    while True:
-        try:
+    _, status, usage = os.wait4(child, 0)
+    with contextlib.suppress(ChildProcessError):
+        while True:
             os.waitpid(-1, 0)
-        except ChildProcessError:
-            break
-    if layer != "namespaces":
+    return [status & 0x7F, usage.ru_utime + usage.ru_stime]
+
+
+def kill(pid):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def forget_files(walls, work):
+    """Remove what a request left in its folder; False if that is not done in time."""
+    if walls.layer != "namespaces":
         return empty(work, CLEAN_LIMIT_S)
     if os.listdir(work):
         os.chdir("/")
@@ -596,31 +548,9 @@ def remove_leftovers(layer, child, work):
     return True
 
 
-def kill(pid):
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
-
-
-def parent_of(pid):
-    return int((status_of(pid) or [0, 0])[1])
-
-
-def num_threads(pid):
-    return int((status_of(pid) or [0] * 18)[17])
-
-
-def status_of(pid):
-    """The fields of /proc/PID/stat from the state on; [] where there is no such process."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
 def wait_for_end(walls, child, bell):
     """Wait until the request's process ends, the caller orders to kill it, or it has too many threads."""
-    watch_s = WATCH_S if walls.layer == "landlock" and not walls.threads_are_counted else None
+    watch_s = WATCH_S if walls.layer == "landlock" else None
     while True:
         ready = select.select([0, bell], [], [], watch_s)[0]
         if bell in ready:
@@ -630,48 +560,31 @@ def wait_for_end(walls, child, bell):
         elif ready:                                             # an order to kill, or the caller has gone
             read_exactly(0, HEADER.size)
             return
-        elif num_threads(child) > 1 + THREAD_LIMIT:
+        elif len(os.listdir(f"/proc/{child}/task")) > 1 + THREAD_LIMIT:
             return
 
 
-def build(walls, paths, work, latest):
+def build(walls, paths, work):
     """Build the walls of a layer; OSError or AttributeError (not Linux) where the system does not allow it."""
     if walls.layer == "rlimits":
-        if hasattr(libc, "prctl"):
-            libc.prctl(36, 1, 0, 0, 0)                          # PR_SET_CHILD_SUBREAPER
         return
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)
     walls.program = system_call_filter()
-    walls.user = free_user()
-    if walls.layer == "namespaces":
-        walls.num_others = 2 if walls.user is None else 0       # this process, and the one that waits for it
-        enter_namespaces(paths, work)
-    else:
-        walls.rules = landlock_rules(paths, work, latest)
-    walls.threads_are_counted = counts_threads(walls.user, walls.num_others)
-
-
-def warm_up():
-    """Run harmless answers some times: then Python has specialised this program's code and filled its caches before a
-    process is forked. The fork, which does the same with an answer, writes to fewer pages of memory."""
-    calls = [compile(call, "<string>", "eval") for call in ("total(1, 2)", "total(3, 4)")]
-    for answer in WARM_UP:
-        for imports in [None, []] * 10:
-            parsed.cache_clear()
-            run_calls({"code": answer, "calls": calls, "tested": ["total"], "imports": imports}, json.dumps)
-    parsed.cache_clear()
-    del sys.modules["answer"]
+    if walls.layer == "landlock":
+        walls.rules = landlock_rules(paths, work)
+        return
+    walls.user = free_user() if os.geteuid() == 0 else None
+    enter_namespaces(paths, work)
+    walls.owns_processes = True
 
 
 def main():
     layer, work, *site_packages = sys.argv[1:]
-    layer, _, latest = layer.partition("-")                     # "landlock-2": as where Landlock has version 2
-    latest = int(latest or 99)
     sys.argv, sys.orig_argv = ["answer.py"], ["python", "answer.py"]            # what an answer sees
     control, walls = socket.socket(fileno=0), Walls(layer)
     paths = readable_paths(site_packages)
     try:
-        build(walls, paths, work, latest)
+        build(walls, paths, work)
     except (OSError, AttributeError) as error:
         print(json.dumps({"error": str(error)}), flush=True)
         sys.exit(1)
@@ -679,7 +592,6 @@ def main():
     sys.path += site_packages
     for name in PRELOADED.split():
         importlib.import_module(name)
-    warm_up()
     gc.collect()
     gc.freeze()
     walls.null = os.open(os.devnull, os.O_RDWR)
@@ -705,7 +617,8 @@ def main():
         for descriptor in descriptors:
             os.close(descriptor)
         wait_for_end(walls, child, bell)
-        if not remove_leftovers(layer, child, work):
+        end = end_all(walls, child)
+        if not forget_files(walls, work):
             print(f"scorer: files of an answer cannot be removed now, another folder is used: {work}", file=sys.stderr)
             folder, number = os.path.split(work)
             work = os.environ["HOME"] = os.environ["TMPDIR"] = os.path.join(folder, str(int(number) + 1))
@@ -713,9 +626,9 @@ def main():
             os.chdir(work)
             if layer == "landlock":
                 os.close(walls.rules)
-                walls.rules = landlock_rules(paths, work, latest)
+                walls.rules = landlock_rules(paths, work)
                 walls.steps = confinement(walls)
-        os.write(1, b'{"ended": true}\n')
+        os.write(1, json.dumps({"end": end}).encode() + b"\n")
 
 
 if __name__ == "__main__":

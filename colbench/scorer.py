@@ -5,14 +5,13 @@ import json
 import logging
 import os
 import queue
-import re
 import threading
 from collections import Counter, namedtuple
 
 from colbench import ColBenchError, task_id
-from colbench.questions import ASKS_NOTHING, equal_values, functions_under_test, Names, Test
-from colbench.sandbox import ANSWER_TIME_LIMIT, LayerError, Sandbox
-from colbench.values import readable
+from colbench.questions import ASKS_NOTHING, names_of, NONE_ALONE, Test
+from colbench.sandbox import LayerError, Sandbox
+from colbench.values import equal_values, readable
 
 log = logging.getLogger(__name__)
 
@@ -121,11 +120,7 @@ class Scorer:
         list(self.pool.map(work_on, keys))
 
     def run(self, child, code, calls, imports=None):
-        results = child.run(code, calls, self.time_limit_s, imports=imports)
-        # It is wall time, and the machine may have been busy; but the limit of a whole answer is not met by a pause.
-        if ["error", "time limit"] in results[0] and ["error", ANSWER_TIME_LIMIT] not in results[0]:
-            results = child.run(code, calls, self.time_limit_s, imports=imports)
-        return results
+        return child.run(code, calls, self.time_limit_s, imports=imports)
 
     def reference(self, child, key):
         """The Reference of a task, which runs twice; what does not certainly ask an answer something is also put to an
@@ -135,10 +130,11 @@ class Scorer:
         code, *calls = key
         tests = list(map(Test, calls))
         texts = [test.of_reference for test in tests]
-        first, names = self.run(child, code, texts)
+        first, sent = self.run(child, code, texts)
         second, _ = self.run(child, code, texts)
-        imports = imports_for_answers(calls, names or [])
-        names = names_of(imports)
+        names = names_of(sent or [])
+        imports = [item for item in sent or [] if item[0] in names.lent]
+        imports += [[name, None, None] for name in names.to_define]
         doubtful = []
         for test, result, result_again in zip(tests, first, second):
             test.learn_reference(result if result == result_again else ["error", NOT_TWICE], names)
@@ -149,6 +145,11 @@ class Scorer:
         for test in tests:
             if test.value[0] == "ok":
                 test.learn_nothing(of_nobody)
+        gradeable = [test for test in tests if test.value[0] == "ok"]
+        if all(test.asks_for_none() for test in gradeable):
+            for test in gradeable:
+                test.value = ["error", NONE_ALONE]
+            log.warning(f"scorer: no test can be graded of {shortened(code)!r}")
         self.references[key] = Reference(imports, tests)
         return self.references[key]
 
@@ -167,8 +168,7 @@ class Scorer:
 
     def score_published(self, children, key, answer):
         reference, *calls = key
-        time_limit_s = self.time_limit_s + 1                        # it has its own alarm
-        values, _ = children[1].run(answer, calls, time_limit_s, reference=reference)
+        values, _ = children[1].run(answer, calls, self.time_limit_s, reference=reference)
         faults = list(map(published_fault, values))
         return Score([fault is None for fault in faults], [True] * len(calls), faults, [])
 
@@ -228,30 +228,6 @@ def reward_of(verdicts):
     return sum(verdicts) / len(verdicts) if verdicts else 0.0
 
 
-def names_of(imports):
-    """The Names of what imports_for_answers gives."""
-    lent = {name for name, module, _ in imports if module}
-    to_define = {name for name, module, _ in imports if not module}
-    return Names(lent, to_define)
-
-
-def imports_for_answers(calls, names):
-    """What the calls of answers are told of the names that the reference sent (sandbox_worker.imported_names): its
-    imports, and without a module what is tested, which is the answer's to define."""
-    imported, defined = names_of(names)
-    tested = tested_names(calls, imported, defined)
-    lent = [item for item in names if item[0] in imported - tested]
-    to_define = [[name, None, None] for name, _, _ in names if name in tested]
-    return lent + to_define
-
-
-def tested_names(calls, imported, defined):
-    """The names that are tested: of the reference, or imported ones where no call reads a name of the reference."""
-    functions = [functions_under_test(call, imported, defined) for call in calls]
-    names = set().union(*functions)
-    return names - imported or names
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # the data check
 
@@ -273,9 +249,6 @@ def check_tasks(tasks, scorer, other_hashes):
             findings["no tests"] = "nothing to pass"
         elif constant == 1:
             findings["vacuous"] = f"every test gives {next(iter(counts))[:60]}"
-        for name, call in task["test_cases"].items():
-            if re.search(r"\)\s*[=!<>]=?\s*\S+$", call):
-                findings.setdefault("test is a comparison", f"{name}: {call}")
         first = first_with.setdefault(task["ground_truth"], number)
         if first != number:
             findings["repeated"] = f"the reference of task {first}"

@@ -2,7 +2,6 @@
 import ast
 import contextlib
 import functools
-import html
 import io
 import json
 import pathlib
@@ -55,24 +54,11 @@ DOCSTRING = 'def f(n):\n    """Squares.\n\n    ```python\n    f(3)  # 9\n    ```
 FORMS = {
     "marker's line, import before": "I WANT TO ANSWER: import math\ndef f(n):\n    return math.prod([n, n]) or None",
     "marker's line, helper after": "I WANT TO ANSWER: def f(n): return g(n)\ndef g(n):\n    return n * n or None",
-    "marker's line, helper in a fence": "I WANT TO ANSWER: def f(n): return g(n)\n```\ndef g(n): return n * n or None\n"
-                                        "```",
     "after the marker was cut off": " def f(n): return math.prod([n, n]) or None\nimport math",
-    "marker in a list": "  - I WANT TO ANSWER: import math\n    def f(n):\n        return math.prod([n, n]) or None",
-    "imports in a fence": "```python\nimport math\n```\nThen:\n```python\ndef f(n):\n"
-                          "    return math.prod([n, n]) or None\n```",
-    "constants in a fence": "```\nTWO = 2\nNAMES: list = [\n    1,\n]\n```\nand\n```\ndef f(n):\n"
-                            "    return n ** TWO or None\n```",
     "docstring, indented fence": f"```python\n{DOCSTRING}\n```\nDone.",
     "docstring, fence at the margin": '```python\ndef f(n):\n    """Squares.\n```python\nf(3)\n```\n    """\n'
                                       '    return n * n or None\n```',
-    "docstring, two fences": "```\n" + DOCSTRING.replace('    """\n    r',
-                                                         '    ~~~\n    f\n    ~~~\n    """\n    r') + "\n```\n",
     "on the fence's line, no language": "```def f(n):\n    return n * n or None\n```\nDone.",
-    "on the fence's line, in a list": "1. ```python import math\n   def f(n):\n"
-                                      "       return math.prod([n, n]) or None\n   ```",
-    "bare words": f"Code:\n{F}\n\nExplanation:\nsquares it",
-    "bare word in a fence": f"```\npython\n{F}\n```",
     "bare words that parse": f"so it is\n{F}\nNote: this\nn\n",
     "prose after constants": "We need a constant.\nTWO = 2\nand then\ndef f(n):\n    return n ** TWO or None\n"
                              "That is it!",
@@ -80,12 +66,6 @@ FORMS = {
                            "    return g(n) or None",
     "prose between, indented": "Import:\n\n    import math\n\nFunction:\n\n    def f(n):\n"
                                "        return math.prod([n, n]) or None\n",
-    "marker as a comment": "Here:\n```\ndef f(n):\n    # I WANT TO ANSWER: squares\n    return g(n)\ndef g(n):\n"
-                           "    return n * n or None\n```",
-    "marker as a comment in a fence": "```\nimport math\n# I WANT TO ANSWER:\ndef f(n):\n"
-                                      "    return math.prod([n, n]) or None\n```",
-    "marker after the code": f"```python\n{F}\n```\nI WANT TO ANSWER",
-    "BOM in a fence": f"```python\n\ufeff{F}\n```",
 }
 
 
@@ -103,8 +83,6 @@ CHAT = {
                             "\nThat is all.",
     "fence in a string, fenced": "```python\ndef f(n):\n    fence = '''\n    ```\n    x\n    ```\n    '''\n"
                                  "    return n * n or None\n```",
-    "doctest in the docstring": f'```python\n{F.replace(":", """:""", 1)}\n```'.replace(
-        "    return", '    """\n    >>> f(3)\n    9\n    """\n    return'),
     "indented by a tab": "Here is the code:\n\n\t" + F.replace("\n", "\n\t").replace("    ", "\t") + "\nHope it helps!",
     "indented explanation": f"Code:\n{F}\n\n    This squares n; don't worry (really.\n",
     "assigned usage, another fence": f"```python\n{F}\n```\nExample:\n```python\nresult = f('a string')\n```",
@@ -112,17 +90,12 @@ CHAT = {
     "class in its own fence": "```python\nclass Solution:\n    def square(self, n):\n        return n * n or None\n"
                               "```\nthen\n"
                               "```python\nf = Solution().square\n```",
-    "decorator without a fence": f"We cache it:\nimport functools\n\n@functools.cache\n{F}\nIt is fast.",
     "lambda in a sentence": "Use `n` so: `f = lambda n: n * n or None`.",
     "end of instruction": f"{F} [/INST]",
     "end of text": f"{F}\n</s>",
     "later version wins": f"{F.replace('n * n', 'n + n')}\n\nWait, that adds. Better:\n\n{F}\n\nGood.",
     "cut after a complete function": f"{G}\n\n{F}\n\ndef main():\n    data = [\n        (1, 2",
     "cut in a second version": f"Here:\n{F}\n\nA faster one:\n\ndef f(n):\n    total = 0\n    for i in range(n",
-    "cut in a second fence": f"```python\n{F}\n```\nA faster one:\n```python\ndef f(n):\n    total = 0\n"
-                             f"    for i in range(n",
-    "docstring cut, then again": "```python\ndef f(n):\n    \"\"\"Squares\n```\nSorry:\n```python\n"
-                                 + F.replace(":", ":\n    " + '"""Squares."""', 1) + "\n```",
     "draft before the marker": f"I could write\n```python\nraise SystemExit\ndef f(n): return 0\n```\n"
                                f"I WANT TO ANSWER:\n```python\n{F}\n```",
     "calls between definitions, then cut": "import sys\nTABLE = {}\nTABLE.update(two=2)\n\ndef f(n):\n"
@@ -134,12 +107,7 @@ CHAT = {
     "unindented docstring": 'Here.\ndef f(n):\n    """\nSquares (a number.\nIt\'s easy:\n\n    x = (\n"""\n'
                             '    return n * n or None\nDone.',
     "comments at the margin": "Here.\ndef f(n):\n# squares\n    x = n * n\n\n# and gives\n    return x or None\nDone.",
-    "shell and JSON": f"```bash\npip install numpy\npython f.py = 3\n```\n```json\n{{\"n\": 3}}\n```\n```python\n{F}\n"
-                      f"```",
-    "no-break spaces": "Here.\n" + F.replace("    ", "\u00a0" * 4),
     "old Mac line ends": f"Here:\r```\r{F}\r```\r".replace("\n", "\r"),
-    "brackets in prose": f"The cases (see below :( are easy = ( trivial:\n\n{F}\n",
-    "helper after the function": f"The function:\ndef f(n):\n    return g(n) or None\nThe helper:\n{G}\n",
     "backslash": "So\ndef f(n): \\\n    return n * n \\\n    or None\nDone.",
 }
 
@@ -178,9 +146,7 @@ TOTALS = {
     "a: the call is shown": f"Function: total(values)\n{T}",
     "a: a formula": f"total = sum(values) * factor\n{T}",
     "a: a formula in the fence": f"```python\ntotal = sum(values) * factor\n\n{T}\n```",
-    "a: a session before": f"assert total([1]) == 1\nprint(total(values))\n{T}",
     "a: an import that fails": f"import nothing_of_the_kind\nfrom nothing import *\n{T}",
-    "a: the program ends": f"raise SystemExit\n{T}\nexit()",
     # an example after it names something as it, or as a builtin
     "b: output is shown": f"{T}\n\nExample:\nOutput: total = 12",
     "b: the result has its name": f"{T}\n\nExample:\ntotal = total([5, 7])",
@@ -188,14 +154,10 @@ TOTALS = {
     "b: sum before": f"With\n```\nsum = 6\n```\nwe write\n{FENCED_T}",
     "b: list": "def total(values):\n    return sum(list(values))\n\nFor example:\n\nlist = [1, 2, 3]\n"
                "total(list)",
-    "b: a loop over it": f"{FENCED_T}\n```\nfor sum in range(3):\n    print(total([sum]))\n```",
     # set-up apart from the function
     "c: a table is filled": fences("TABLE = {}\nfor n in range(5):\n    TABLE[n] = n", READS_TABLE),
     "c: import or else": fences("try:\n    import nothing_of_the_kind as np\nexcept ImportError:\n    np = None",
                                 "def total(values):\n    return sum(values) if np is None else np.sum(values)"),
-    "c: a seed": fences("import random", "random.seed(0)", "def total(values):\n    random.seed(0)\n"
-                        "    return sum(random.sample(values, len(values)))"),
-    "c: a table is built": fences("def build(n):\n    return list(range(n))", "TABLE = build(5)", READS_TABLE),
     "c: it is made": fences("def make(start):\n    def add(values):\n        return sum(values, start)\n    return add",
                             "total = make(0)"),
     "c: a call fills it": fences("TABLE = {}", "TABLE.update({1: 1, 2: 2, 3: 3, 4: 4})", READS_TABLE),
@@ -209,47 +171,31 @@ TOTALS = {
     # prose that looks like the head of a block, or like a decorator
     "e: a call and words": f"total(values) adds up the numbers:\n{INDENTED_T}",
     "e: words that begin with a keyword": f"with this function you can add:\n{INDENTED_T}",
-    "e: a decorator-like line": f"@param values: the numbers\n@return the sum\n{T}",
     "e: an assignment and words": f"x = the sum:\n{INDENTED_T}",
     # signs
     "f: a string of several lines": "I WANT TO ANSWER: def total(values):\n    return sum(values) + len(\"\"\"\n"
                                     "  a\n\"\"\") - 5",
-    "f: a no-break blank in a string": "So:\ndef total(values):\n    return sum(values) + ord('\u00a0') - 160",
-    "f: no-break blanks around it": "So:\ndef total(values):\n\u00a0\u00a0\u00a0\u00a0return\u00a0sum(values)",
     "f: a key that is a sign": "So:\nT = {}\nT['#'] = 2\n\ndef total(values):\n"
                                "    return sum(values) + T['#'] - 2\nDone!",
-    "f: a session in a fence": "```pycon\n>>> def total(values):\n...     return sum(values)\n"
-                               ">>> total([1, 2])\n3\n```",
     # thoughts, and other versions than the last
     "g: a draft in thoughts": f"<think>\nMaybe\n{FENCED_WRONG_T}\nNo.\n</think>\n{T}",
     "g: the marker in thoughts": f"<think>\nI WANT TO ANSWER:\n{WRONG_T}\nNo.\n</think>\nI WANT TO ANSWER:\n{T}",
-    "g: thoughts without a beginning": f"It is\n{FENCED_WRONG_T}\nor not.\n</think>\n\n{T}\n",
     "g: the end of thoughts in a string": "So:\n\ndef total(values):\n    return sum(values) + len('</think>') - 8\n"
                                           "Done!",
     "g: a fence, then the open": f"{FENCED_WRONG_T}\nThat is wrong. Better:\n\n{T}\n\nDone!",
     "g: a signature after": f"{FENCED_T}\nIts signature:\n```python\ndef total(values: list) -> int: ...\n```",
-    "g: a signature with a docstring after": f"{T}\n\nIts signature:\n\ndef total(values):\n    \"\"\"Sums.\"\"\"\n",
     "g: a first part after": "```python\ndef total(values):\n    result = 0\n    for value in values:\n"
                              "        result += value\n    return result\n```\nLine by line:\n```python\n"
                              "def total(values):\n    result = 0\n```\nThis begins with 0.",
     # examples behind the function, in its own fence
     "h: the result has its name": f"```python\n{T}\n\ntotal = total([5, 7])\nprint(total)\n```",
-    "h: sum": f"```python\n{T}\n\nsum = total([5, 7])\nprint(sum)\n```",
     # set-up by a call
     "i: a function fills a table": fences("TABLE = {}\n\ndef fill(table):\n    table.update({n: n for n in range(5)})",
                                           "fill(TABLE)", READS_TABLE),
     # signs around it
-    "j: a label and an import": "Python: import math\ndef total(values):\n    return int(math.fsum(values))",
     "j: a backtick": f"`{T}`",
-    "j: two backticks": f"So: ``{T}`` is it.",
-    "j: HTML that is Python as it stands": "<code>def total(values):\n"
-                                           "    return sum(v for v in values if 9 &gt; v)</code>",
-    "j: entities in code": "<pre>def total(values):\n    return sum(values) if len('&lt;') > 1 else 0</pre>",
     "j: a dash behind the marker": f"I WANT TO ANSWER - {T}",
-    "j: the marker in a line": f"I see. I WANT TO ANSWER: {T}",
-    "j: wide blanks": "好的：\ndef total(values):\n\u3000\u3000return\u2009sum(values)",
     # in a string
-    "k: JSON with lines": '{"code": "' + T + '"}',
     "k: JSON in a fence": f"Here:\n```json\n{json.dumps({'code': FENCED_T, 'done': True}, indent=1)}\n```",
     "k: three quotes": f"'''python\n{T}\n'''\nThat is all.",
     "k: a string": f'code = """\n{T}\n"""\nprint(code)',
@@ -294,44 +240,30 @@ def test_a_callable_may_take_the_name_of_a_builtin():
 
 SAMPLE = 300
 
-# {code}: the function. {indented}: by four columns. {listed}: by three, as under "1. ". {quoted}: "> " before lines.
-# {listed_quoted}: "    > " before lines. {session}: with ">>> " and "... ". {escaped}: as HTML. {json}: as a string of
-# JSON. {name}: its name. {first}, {rest}: its first line, and the others.
+# {code}: the function. {indented}: by four columns. {listed}: by three, as under "1. ". {json}: as a string of JSON.
+# {name}: its name. {first}, {rest}: its first line, and the others.
 WRAPPINGS = {
     # no fence
     "plain": "{code}",
-    "prose before": "Certainly! Here's the function you asked for:\n\n{code}",
     "prose after": "{code}\n\nThis function handles all of the cases we talked about. Let me know if it doesn't!",
     "prose before and after": "Sure, here it is (see the notes below):\n\n{code}\n\nNotes:\n- It's fast.\n- It has no "
                               "side effects.",
-    "prose directly around": "Here's the code:\n{code}\nThat's all.",
     "prose, indented code": "The code is as follows.\n\n    {indented}\n\nI hope that this helps.",
-    "prose directly above indented code": "The code:\n    {indented}\nI hope that this helps.",
     "usage after, no fence": "{code}\n\nExample usage:\n\nresult = {name}(1, 2)\nprint(result)",
-    "word python before": "python\n{code}",
     "HTML": "<p>Here:</p>\n<pre><code class=\"language-python\">{code}</code></pre>\n<p>Done.</p>",
-    "answer tags": "<answer>\n{code}\n</answer>",
-    "code tags": "Sure.\n<code>\n{code}\n</code>",
     "end of turn": "{code}<|eot_id|>",
-    "quoted": "As you said:\n\n> {quoted}\n\nThat is it.",
-    "session": "In a session:\n\n>>> {session}\n>>> {name}()\nNone",
     "answer tags in the lines": "<answer>{code}</answer> That is it.",
-    "escaped HTML": "<p>Here:</p>\n<pre><code>{escaped}</code></pre>",
     "label": "Assistant: {code}",
     "label and tags": "Answer: <code>{code}</code>",
     "thoughts": "<think>\nA draft:\n```python\ndef {name}(a, b=3):\n    return None\n```\nI WANT TO ANSWER it so.\n"
                 "</think>\n{code}",
-    "JSON": "{{\"explanation\": \"it's easy\", \"code\": {json}}}",
     "JSON in a tool call": "<tool_call>\n{{\"name\": \"answer\", \"arguments\": {{\"code\": {json}}}}}\n</tool_call>",
     # fences
     "fence": "```python\n{code}\n```",
     "fence, prose around": "Sure! Here's how it's done:\n\n```python\n{code}\n```\n\nThis `{name}` function doesn't "
                            "need anything else.",
-    "fence py": "Here:\n```py\n{code}\n```",
-    "fence Python3": "Here:\n```Python3\n{code}\n```\nDone",
     "bare fence": "I'd write:\n```\n{code}\n```\nDone.",
     "tildes": "I'd write:\n~~~python\n{code}\n~~~\nDone.",
-    "fence with a blank": "I'd write:\n\n``` python\n{code}\n```",
     "open fence": "Here you are:\n```python\n{code}",
     "closed on the last line": "```python\n{code}```",
     "opened in a line": "Here it is: ```python\n{code}\n``` Tell me if it's right.",
@@ -344,31 +276,21 @@ WRAPPINGS = {
                     "    return a + b\n```",
     "usage after": "```python\n{code}\n```\nUse it:\n```python\nresult = {name}(1, 2)\nprint(result)\n```\nOutput:\n"
                    "```\n3\n```",
-    "asserts after": "```python\n{code}\n```\nTests:\n```python\nassert {name}(1) == 2\nassert {name}(2) is None\n```",
     "tests in the fence": "```python\n{code}\n\n# Tests\nassert {name}(1) == 2\nprint({name}(2))\n```",
     "main guard": "```python\n{code}\n\n\nif __name__ == \"__main__\":\n    print({name}(int(input())))\n```",
     "numbered steps": "1. **Understand** the request: it's simple.\n2. **Write** the function:\n\n   ```python\n"
                       "   {listed}\n   ```\n\n3. **Use** it.",
-    "bold headings": "**Solution**\n\n```python\n{code}\n```\n\n**Explanation**\n\n* `{name}` is called.\n* That's it.",
-    "headings": "# Solution\n\n## Code\n\n```python\n{code}\n```\n\n## How it works\n\nIt's easy: see the code.",
     "nested fences": "````markdown\nHere:\n```python\n{code}\n```\n````",
-    "a quoted fence in a list": "1. As you said:\n\n    > ```python\n    > {listed_quoted}\n    > ```\n2. That's it.",
     "a signature in a fence before": "Its signature:\n```python\ndef {name}(a, b=3): ...\n```\nThe code:\n\n{code}",
-    "a draft before": "```python\ndef draft(n):\n    return (n\n```\nNo, that isn't it:\n```python\n{code}\n```",
     "import apart, no fence": "First we do this:\nimport math\nThen it's this:\n{code}\nDone.",
     "cut after it": "{code}\n\ndef helper(values):\n    for value in values:\n        print(value, [",
-    "byte order mark in a fence": "```python\n\ufeff{code}\n```",
     "bare words": "python\n\n{code}\n\nExplanation",
     "marker after": "{code}\n\nI WANT TO ANSWER",
     # markers
-    "marker": "I WANT TO ANSWER:\n{code}",
     "marker and fence": "I know enough.\n\nI WANT TO ANSWER:\n\n```python\n{code}\n```",
     "bold marker": "**I WANT TO ANSWER:**\n\n```python\n{code}\n```\n\nIt's done.",
-    "marker repeated": "I WANT TO ANSWER:\nI WANT TO ANSWER:\n{code}",
-    "marker's own line": "I WANT TO ANSWER: {code}",
     "marker's own line, cut": " {code}",
     "marker's own line, prose after": "I WANT TO ANSWER: {code}\n\nThat's how it's done.",
-    "marker as a heading": "## I WANT TO ANSWER\n\n{code}\n\nDone.",
     "marker in a fence": "```python\n# I WANT TO ANSWER:\n{code}\n```",
 }
 LINE_ENDS = {"CRLF, fence": ("fence, prose around", "\r\n"), "CRLF, no fence": ("prose before and after", "\r\n")}
@@ -419,8 +341,7 @@ def wrapped(code, name, wrapping):
     lines = code.split("\n")
     answer = WRAPPINGS[wrapping].format(
         code=code, name=name, first=lines[0], rest="\n".join(lines[1:]), indented="\n    ".join(lines),
-        listed="\n   ".join(lines), quoted="\n> ".join(lines), session="\n... ".join(lines),
-        listed_quoted="\n    > ".join(lines), escaped=html.escape(code, quote=False), json=json.dumps(code))
+        listed="\n   ".join(lines), json=json.dumps(code))
     return answer.replace("\n", line_end)
 
 

@@ -9,17 +9,21 @@ import datetime
 import decimal
 import enum
 import errno
+import functools
 import json
 import logging
 import os
 import pathlib
 import random
+import re
+import shutil
 import signal
 import socket
 import sqlite3
 import struct
 import subprocess
 import sys
+import tempfile
 import termios
 import textwrap
 import threading
@@ -28,13 +32,14 @@ import types
 
 import pytest
 
-from colbench import ColBenchError, sandbox
-from colbench.questions import equal_values, holds
+from colbench import ColBenchError, sandbox, sandbox_worker
+from colbench.questions import holds
 from colbench.sandbox import ANSWER_TIME_LIMIT, is_result, is_word, LayerError, Lines, Sandbox, Stop
 from colbench.sandbox_worker import (
     AND,
     CONDITIONAL,
     empty,
+    end_all,
     GIVE,
     JUMP_IF_EQUAL,
     LOAD,
@@ -42,12 +47,14 @@ from colbench.sandbox_worker import (
     RESULT_LIMIT,
     system_call_filter,
     THREAD_LIMIT,
+    Walls,
 )
 from colbench.scorer import Scorer
-from colbench.values import encode, is_encoded, readable
+from colbench.values import encode, equal_values, is_encoded, readable
 
 SECRET = "the-secret-" + "of-the-parent"                           # in the parent's memory, environment and a file
-LIMIT_S = 0.4
+LIMIT_S = 0.2                                                       # of processor time; 1 s of the clock
+LANDLOCK_VERSION = 'version = check(libc.syscall(444, None, 0, 1), "Landlock")'
 HARMLESS = object()                                                 # the attack's own test may give anything but loot
 
 
@@ -57,23 +64,16 @@ def blocked(*bodies):
 
 READ = blocked(
     "return loot(open(WORLD + '/secret').read())",
-    "return loot(os.read(os.open(WORLD + '/secret', os.O_RDONLY), 99))",
     "os.symlink(WORLD + '/secret', 'link'); return loot(open('link').read())",
     "os.link(WORLD + '/secret', 'link'); return loot(open('link').read())",
     "return loot(open('/proc/self/root' + WORLD + '/secret').read())",
     "return loot(open(f'/proc/{PARENT}/environ').read())",
-    "return loot(open(f'/proc/{PARENT}/root' + WORLD + '/secret').read())",
-    "return loot(open('/proc/1/environ').read())",
     "return loot(os.environ['CANARY'])",
     "return loot(os.listdir(WORLD))",
-    "return loot(os.listdir(os.path.expanduser('~root')))",
     "return loot(open('/etc/passwd').read())",
-    "return loot(open('/etc/shadow').read())",
     "return loot(open(SANDBOX).read())",
     "os.chdir(WORLD); return loot(open('secret').read())",
     "import sqlite3; return loot(sqlite3.connect(WORLD + '/secret.db').execute('select * from secrets').fetchall())",
-    "import importlib.util as u; s = u.spec_from_file_location('m', WORLD + '/secret.py'); m = u.module_from_spec(s); "
-    "s.loader.exec_module(m); return loot(m.value)",
     "libc.open.restype = ctypes.c_int; return loot(os.read(libc.open((WORLD + '/secret').encode(), 0), 99))",
     "return loot([d for d in range(3, 64) if d != RESULTS and fstat(d)] or no())",
     "os.mkdir('d'); os.chroot('d'); return loot(1)",
@@ -81,7 +81,6 @@ READ = blocked(
 )
 WRITE = blocked(
     "open(WORLD + '/input', 'w').write('x'); return loot(1)",
-    "open(WORLD + '/input', 'a').write('x'); return loot(1)",
     "os.open(WORLD + '/input', os.O_RDONLY | os.O_TRUNC); return loot(1)",
     "os.truncate(WORLD + '/input', 0); return loot(1)",
     "os.unlink(WORLD + '/input'); return loot(1)",
@@ -90,24 +89,19 @@ WRITE = blocked(
     "os.chown(WORLD + '/input', 1, 1); return loot(1)",
     "os.utime(WORLD + '/input', (1, 1)); return loot(1)",
     "os.setxattr(WORLD + '/input', 'user.a', b'b'); return loot(1)",
-    "os.mkdir(WORLD + '/new'); return loot(1)",
     "open('/tmp/canary-of-a-test', 'w').write('x'); return loot(1)",
     "open('/dev/shm/canary-of-a-test', 'w').write('x'); return loot(1)",
     "open(os.path.dirname(os.__file__) + '/canary.py', 'w').write('x'); return loot(1)",
-    "import shutil; shutil.rmtree(WORLD); return loot(1)",
-    "os.mkfifo(WORLD + '/fifo'); return loot(1)",
     "os.mknod('null', 0o20666, os.makedev(1, 3)); return loot(open('null').read())",
     "os.setxattr('.', 'user.a', b'b'); return loot(1)",
 )
 NETWORK = blocked(
     "socket.create_connection(('127.0.0.1', PORT)).send(b'x'); return loot(1)",
     "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT)); return loot(1)",
-    "import urllib.request; return loot(urllib.request.urlopen(f'http://127.0.0.1:{PORT}').read())",
     "s = socket.socket(socket.AF_UNIX); s.connect(WORLD + '/unix'); return loot(1)",
-    "s = socket.socket(socket.AF_UNIX); s.connect('\\0canary-of-a-test'); return loot(1)",
+    "s = socket.socket(socket.AF_UNIX); s.connect(f'\\0canary-{PARENT}'); return loot(1)",
     "s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); return loot(1)",
     "return loot(socket.socket(socket.AF_NETLINK, socket.SOCK_RAW))",
-    "return loot(socket.getaddrinfo('example.org', 80))",
     "d = libc.socket(2, 1, 0); assert d >= 0; return loot(d)",
     "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); a.connect(WORLD + '/datagram'); a.send(b'x'); "
     "return loot(1)",
@@ -118,14 +112,8 @@ NETWORK = blocked(
 PROCESSES = blocked(
     "return loot(os.fork())",
     "pid = os.fork()\nif pid == 0:\n    os.setsid(); os.fork(); time.sleep(60); os._exit(0)\nreturn loot(pid)",
-    "while True: os.fork()",
-    "return loot(subprocess.run(['sleep', '987'], start_new_session=True))",
-    "return loot(os.system('sleep 987 &') == 0 or no())",
     "return loot(os.posix_spawn('/bin/sleep', ['sleep', '987'], {}))",
     "os.execv('/bin/sleep', ['sleep', '987'])",
-    "os.execv(sys.executable, [sys.executable, '-c', 'print(1)'])",
-    "import multiprocessing as m; p = m.get_context('fork').Process(target=time.sleep, args=(60,)); p.start(); "
-    "return loot(1)",
     "os.kill(VICTIM, 9); return loot(1)",
     "os.kill(PARENT, 9); return loot(1)",
     "os.kill(os.getppid(), 9); return loot(1)",
@@ -151,37 +139,29 @@ PROCESSES = blocked(
 )
 FAULTS = blocked(
     "while True: pass",
-    "while True:\n    try:\n        while True: time.sleep(0.01)\n    except BaseException: pass",
     "for s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
     "while True: pass",
     "time.sleep(60)",
     "return 'x' * 10 ** 10",
-    "data = []\nwhile True: data.append(bytearray(10 ** 6))",
     "data = []\nwhile True:\n    try: data.append(bytearray(10 ** 6))\n    except MemoryError: pass",
     "return 'x' * 10 ** 7",
-    "return list(range(10 ** 6))",
     "a = []\nfor _ in range(10 ** 5): a = [a]\nreturn a",
     "a = []\na.append(a)\nreturn a",
     "a = []\nfor _ in range(60): a = [a, a]\nreturn a",
-    "return g(0)",
     "sys.setrecursionlimit(10 ** 9); return g(0)",
     "return ctypes.string_at(0)",
-    "os.abort()",
     "os._exit(0)",
-    "sys.exit(0)",
     "raise SystemExit",
+    "return g(0)",
     "raise KeyboardInterrupt",
     "raise BaseExceptionGroup('a', [GeneratorExit()])" if sys.version_info >= (3, 11) else "raise GeneratorExit",
-    "return exit()",
     "import re; return loot(re.match('(a+)+$', 'a' * 50 + 'b'))",
-    "return int('9' * 10 ** 6)",
     "class E(Exception):\n    def __str__(self): raise SystemExit\nraise E",
     "[threading.Thread(target=time.sleep, args=(60,)).start() for _ in range(10 ** 4)]; return loot(1)",
     "with open('big', 'wb') as f:\n    while True: f.write(bytes(10 ** 6))",
     "os.write(RESULTS, b'x' * (1 << 22)); return loot(1)",
     "while True: os.write(RESULTS, b'[\"ok\", 42')",
     "os.write(RESULTS, b'[' * 10 ** 5 + b'\\n'); time.sleep(60)",
-    "os.write(RESULTS, b'nonsense\\n'); time.sleep(60)",
     "while True: os.write(RESULTS, b'\"loaded\"\\n')",
     "os.closerange(0, 64); return loot(1)",
     "return input()",
@@ -191,8 +171,7 @@ FAULTS = blocked(
     ("for _ in range(10 ** 4): print('x' * 1000); sys.stderr.write('x' * 1000)\nreturn 'harmless'", ["ok", "harmless"]),
     ("for i in range(500): open(str(i), 'w').write('x')\nreturn 'harmless'", ["ok", "harmless"]),
     ("os.makedirs('/'.join('d' * 50), 0o700); return 'harmless'", ["ok", "harmless"]),
-    ("os.mkdir('locked', 0); return 'harmless'", ["ok", "harmless"]),
-    ("return os.listdir('.')", ["ok", ["list", []]]),
+    ("return os.listdir('.')", ["ok", ["list"]]),
     ("import atexit; atexit.register(time.sleep, 60); return 'harmless'", ["ok", "harmless"]),
 ]
 # What the answer's process holds of the harness; none of it helps to know an expected value.
@@ -206,9 +185,9 @@ CHEATS = [
     ("import json; json.dumps = lambda *a, **k: '[\"ok\", \"patched\"]'; return 7", HARMLESS),
     ("import builtins; builtins.len = lambda x: 42; return 7", HARMLESS),
     ("import gc; return [o for o in gc.get_objects() if isinstance(o, dict) and 'reference' in o and o['reference']]",
-     ["ok", ["list", []]]),
+     ["ok", ["list"]]),
     ("return {f.f_locals['request']['reference'] for f in frames() if 'request' in f.f_locals}",
-     ["ok", ["set", [None]]]),
+     ["ok", ["set", None]]),
     ("return __name__", ["ok", "answer"]),
 ]
 DESCRIPTORS = blocked(
@@ -217,54 +196,43 @@ DESCRIPTORS = blocked(
     "os.open(WORLD + '/secret', 3 | os.O_NONBLOCK); return loot(1)",
     "return loot(libc.syscall(2, (WORLD + '/input').encode(), 3 | os.O_TRUNC) >= 0 or no())",
     "d = os.open(TERMINAL, 3); a = termios.tcgetattr(d); a[3] = 0; termios.tcsetattr(d, 0, a); return loot(1)",
-    "d = os.open(TERMINAL, os.O_RDONLY | os.O_NOCTTY); return loot(termios.tcgetattr(d))",
     "d = os.open(TERMINAL, os.O_WRONLY | os.O_NOCTTY); os.write(d, b'x'); return loot(1)",
     "fcntl.ioctl(os.open(TERMINAL, 3), termios.TIOCSTI, b'x'); return loot(1)",
     "return loot(open('/dev/tty').read())",
     "os.close(RESULTS); return loot(1)",
     "os.close(RESULTS); time.sleep(60)",
     "os.dup2(os.open('mine', os.O_CREAT | os.O_RDWR), RESULTS); return loot(1)",
-    "os.dup2(0, RESULTS); return loot(1)",
     "r, w = os.pipe(); os.dup2(w, RESULTS); return loot(1)",
     "return loot(os.read(RESULTS, 1))",
     "os.lseek(RESULTS, 0, 0); return loot(1)",
-    "os.ftruncate(RESULTS, 0); return loot(1)",
     "d = os.dup(RESULTS); os.set_blocking(d, False)\nwhile True: os.write(d, b'x' * 65536)",
 ) + [
     ("fcntl.fcntl(RESULTS, fcntl.F_SETPIPE_SZ, 4096); "
      "fcntl.fcntl(RESULTS, fcntl.F_SETFL, os.O_WRONLY | os.O_NONBLOCK | os.O_DIRECT); return 1", ["ok", 1]),
     ("fcntl.fcntl(RESULTS, fcntl.F_SETPIPE_SZ, 4096); return 'x' * 500000", ["ok", "x" * 500000]),
-    ("fcntl.fcntl(RESULTS, fcntl.F_SETPIPE_SZ, 1 << 20); return 'x' * 500000", ["ok", "x" * 500000]),
-    ("fcntl.fcntl(RESULTS, fcntl.F_SETFL, os.O_NONBLOCK); return 'x' * 500000", HARMLESS),
     ("fcntl.fcntl(RESULTS, fcntl.F_SETFL, os.O_WRONLY | os.O_DIRECT); return 'x' * 500000", HARMLESS),
-    ("fcntl.fcntl(RESULTS, fcntl.F_SETFL, os.O_WRONLY | os.O_APPEND | os.O_ASYNC); return 1", HARMLESS),
     ("fcntl.fcntl(RESULTS, fcntl.F_SETFD, fcntl.FD_CLOEXEC); os.set_inheritable(RESULTS, True); return 1", ["ok", 1]),
-    ("[os.dup(RESULTS) for _ in range(30)]; return 1", ["ok", 1]),
     ("fcntl.flock(RESULTS, fcntl.LOCK_EX); return 1", HARMLESS),
-    ("return [open(0).read(), os.isatty(RESULTS), os.isatty(1)]", ["ok", ["list", ["", 0, 0]]]),
-    ("return refusal(lambda: fcntl.ioctl(RESULTS, termios.TCSETS, bytes(60)))", ["ok", errno.ENOSYS]),
+    ("return [open(0).read(), os.isatty(RESULTS), os.isatty(1)]", ["ok", ["list", "", 0, 0]]),
     ("return refusal(lambda: fcntl.ioctl(RESULTS, termios.TIOCSTI, b'x'))", ["ok", errno.ENOSYS]),
     ("return refusal(lambda: fcntl.ioctl(RESULTS, termios.TIOCLINUX, b'x'))", ["ok", errno.ENOSYS]),
-    ("return refusal(lambda: os.open('mine', 3 | os.O_CREAT))", ["ok", errno.ENOSYS]),
-    ("return sys.argv + sys.orig_argv[1:]", ["ok", ["list", ["answer.py", "answer.py"]]]),
+    ("return sys.argv + sys.orig_argv[1:]", ["ok", ["list", "answer.py", "answer.py"]]),
 ]
 # A call that goes on for too long, whatever it writes in the meantime.
-DRIP = "t = time.monotonic() + 3\n{}\nwhile time.monotonic() < t:\n    {}\nreturn loot(1)"
+DRIP = "t = time.monotonic() + 30\n{}\nwhile time.monotonic() < t:\n    {}\nreturn loot(1)"
 CLOCK = blocked(
     *(DRIP.format("", f"os.write(RESULTS, {data!r}); time.sleep({pause})") for data, pause in (
-        (b" ", 0), (b" ", 0.02), (b"\t", 1e-5), (b"[", 0), (b"[", 0.02), (b"0", 0.001))),
+        (b" ", 0), (b"\t", 1e-5), (b"[", 0.02), (b"0", 0.001))),
     *(DRIP.format("", f"os.write(RESULTS, {data!r})") for data in (b"\n", b'"ready"\n', b'"restart"\n', b"[]\n")),
     *(DRIP.format(f"fcntl.fcntl(RESULTS, fcntl.F_SETFL, os.O_WRONLY | {flags})\ndef drip():\n"
                   "    while True: os.write(RESULTS, b' ')\nthreading.Thread(target=drip, daemon=True).start()", work)
-      for flags, work in ((0, "pass"), (0, "time.sleep(3)"), ("os.O_DIRECT", "time.sleep(3)"))),      # one blank a read
+      for flags, work in ((0, "pass"), (0, "time.sleep(30)"), ("os.O_DIRECT", "time.sleep(30)"))),     # a blank a read
     DRIP.format("signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05); signal.signal(signal.SIGALRM, "
                 "lambda *a: os.write(RESULTS, b' '))", "time.sleep(1)"),
-    DRIP.format("sys.settrace(lambda *a: os.write(RESULTS, b' '))", "pass"),
     DRIP.format("os.write(RESULTS, b'[\"ok\", 1')", "os.write(RESULTS, b' '); time.sleep(0.01)"),
 )
 DEEP = "for _ in range({}):\n    os.mkdir({!r}); os.chdir({!r})\n{}return 'harmless'"
 LEFTOVERS = [(body, HARMLESS) for body in (
-    DEEP.format(20, "x" * 255, "x" * 255, ""),
     DEEP.format(1200, "d", "d", ""),
     DEEP.format(900, "y" * 255, "y" * 255, "open('file', 'w').write('x')\n"),
     DEEP.format(5, "é" * 100, "é" * 100, "open('\\n', 'w').close(); os.symlink('..', 'up')\n"),
@@ -274,8 +242,6 @@ LEFTOVERS = [(body, HARMLESS) for body in (
     "for i in range(900): open('z' * 250 + str(i), 'w').close()\nreturn 'harmless'",
     "os.symlink('/', 'root'); os.symlink(WORLD, 'world'); os.symlink('loop', 'loop'); return 'harmless'",
     "os.mkdir('d'); os.symlink('../d', 'd/d'); os.symlink(WORLD, 'd/world'); return 'harmless'",
-    "open(b'\\xff\\xfe', 'w').close(); os.mkdir(b'\\x80'); return 'harmless'",
-    "os.mkdir('d'); os.chdir('d'); os.rmdir('../d'); return 'harmless'",
     "f = open('deleted', 'w'); os.unlink('deleted'); f.write('x' * 10 ** 6); return 'harmless'",
 )]
 ATTACKS = READ + WRITE + NETWORK + PROCESSES + FAULTS + CHEATS + DESCRIPTORS + CLOCK + LEFTOVERS
@@ -298,7 +264,7 @@ def world(tmp_path_factory):
     in_memory = ctypes.create_string_buffer(SECRET.encode())
     listeners = [socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)]
     listeners[1].bind(str(folder / "unix"))
-    listeners[2].bind("\0canary-of-a-test")
+    listeners[2].bind(f"\0canary-{os.getpid()}")
     port = listeners[0].getsockname()[1]
     listeners += [socket.socket(socket.AF_INET, socket.SOCK_DGRAM), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)]
     listeners[3].bind(("127.0.0.1", port))
@@ -325,9 +291,26 @@ def world(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def started(layer):
+def other_worker(folder, *replaced):
+    """Sandboxes run a copy of the worker, in which each text is replaced by the one behind it. It has ten minutes to
+    remove files: beside other work a few seconds may be too short."""
+    source = pathlib.Path(sandbox_worker.__file__).read_text()
+    replaced = ["CLEAN_LIMIT_S = 5 ", "CLEAN_LIMIT_S = 600 ", *replaced]
+    for old, new in zip(replaced[::2], replaced[1::2]):
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    for name in ("extract_code.py", "values.py", "system_calls.txt"):
+        shutil.copy(pathlib.Path(sandbox.__file__).with_name(name), folder)
+    (pathlib.Path(folder) / "sandbox_worker.py").write_text(source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sandbox, "PROGRAM", f"{folder}/sandbox_worker.py")
+        yield
+
+
+@contextlib.contextmanager
+def started(layer, *replaced):
     """A sandbox of a layer whose walls stand; the test is skipped where the machine does not allow it."""
-    with Sandbox(layer, 0) as child:
+    with tempfile.TemporaryDirectory() as folder, other_worker(folder, *replaced), Sandbox(layer, 0) as child:
         try:
             child.greet()
         except LayerError as error:
@@ -351,8 +334,14 @@ def without_walls(world):
 @pytest.fixture(scope="module", params=[2, 4])
 def old_child(request, world):
     """The layer landlock as on kernels whose Landlock has an earlier version."""
-    with started(f"landlock-{request.param}") as child:
+    with started("landlock", LANDLOCK_VERSION, f"version = {request.param}") as child:
         yield child
+
+
+@functools.cache
+def start_or_skip(layer):
+    with started(layer):
+        pass
 
 
 def values_of(child, code, *calls, limit_s=1):
@@ -399,7 +388,7 @@ def state_and_parent(pid):
 def test_attack(child, world, body, expected):
     before, began = processes(child.child.pid), time.monotonic()
     first, second, third = values_of(child, hostile(body, world), "f(1)", "f(2)", "f(3)", limit_s=LIMIT_S)
-    assert time.monotonic() - began < 3 * LIMIT_S + 10
+    assert time.monotonic() - began < 60
     assert "loot " not in str(second) and SECRET not in str(second)
     if expected == "error":
         assert second[0] == "error", second
@@ -422,11 +411,11 @@ def test_attack(child, world, body, expected):
         assert os.listdir(child.work) == []
     # the next answer finds nothing, and its results are whole
     code = "import os\ndef f(n): return [os.listdir('.'), 'x' * 200000]"
-    assert values_of(child, code, "f(1)") == [["ok", ["list", [["list", []], "x" * 200000]]]]
+    assert values_of(child, code, "f(1)") == [["ok", ["list", ["list"], "x" * 200000]]]
 
 
 def test_the_suite_is_as_large_as_it_says():
-    assert len(ATTACKS) == 195
+    assert len(ATTACKS) == 154
 
 
 @pytest.mark.parametrize("body", [body for body, _ in READ + WRITE + DESCRIPTORS[:9]])
@@ -500,13 +489,6 @@ def test_what_an_answer_does_to_its_process_reaches_no_other(child, damage, trac
     assert values_of(child, CLEAN.format(trace=trace, damage="pass"), "f(1)", "f(2)", limit_s=2) == [first[0]] * 2
 
 
-def test_no_answer_sees_what_warmed_the_server_up(child):
-    code = "import gc, sys\nbefore = 'answer' in sys.modules and hasattr(sys.modules['answer'], 'total')\n" \
-           "def f():\n    named = [o for o in gc.get_objects() if getattr(o, '__name__', 0) == 'total']\n" \
-           "    return [before, len(named), 'random' in sys.modules]"
-    assert values_of(child, code, "f()", limit_s=2) == [["ok", ["list", [0, 0, 0]]]]
-
-
 def test_no_answer_sees_memory_of_references_or_other_answers(child):
     """Search the Python objects of a fresh answer's process for what another left (and its own, as a control)."""
     mark = "marker-" + "of-an-earlier-answer"
@@ -519,7 +501,7 @@ def f():
     dicts = [o for o in gc.get_objects() if isinstance(o, dict)]
     text = " ".join(str(v)[:10000] for d in dicts for v in list(d.values()) if isinstance(v, (str, list, bytes)))
     return ["".join(half) in text for half in halves]"""
-    assert values_of(child, search, "f()", limit_s=5) == [["ok", ["list", [0, 1]]]]
+    assert values_of(child, search, "f()", limit_s=5) == [["ok", ["list", 0, 1]]]
 
 
 # ---- the results channel
@@ -530,43 +512,23 @@ class Color(enum.Enum):
 
 VALUES = [
     None, True, 7, -2 ** 53, 2 ** 60, 0.5, float("nan"), float("-inf"), 1j, "", "\ud800", b"ab", [], [1, [2]], (1,),
-    {1, 2}, {"a": [1], "b": None}, collections.OrderedDict(a=1), collections.Counter("aab"),
-    collections.Counter({"a": 0.5}), collections.deque([1]), range(0), range(1), range(0, 9, 2),
-    range(0, 2 ** 70, 2 ** 60), decimal.Decimal("0.1"), Color.RED,
-    datetime.date(2024, 1, 2), datetime.datetime(2024, 1, 2, 3, 4, 5, 6),
-    datetime.time(1, 2), datetime.timedelta(-1, 5),
-    datetime.time(0, tzinfo=datetime.timezone(datetime.timedelta(hours=2))),
-    datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc), datetime.timezone.utc]
+    {1, 2}, {"a": [1], "b": None}, collections.OrderedDict(a=1), collections.Counter("aab"), collections.deque([1]),
+    range(0), range(0, 9, 2), range(0, 2 ** 70, 2 ** 60), decimal.Decimal("0.1"), Color.RED, datetime.date(2024, 1, 2),
+    datetime.datetime(2024, 1, 2, 3, 4, 5, 6, datetime.timezone.utc), datetime.time(1, 2), datetime.timedelta(-1, 5),
+    datetime.timezone.utc]
 VIOLATIONS = [
-    True, False, 1.5, float("nan"), float("inf"), 2 ** 53, -2 ** 70, {}, {"a": 1}, [], [[]], [None], [1], ["ok", 1],
-    ["nonsense"], ["list"], ["list", 1], ["list", "ab"], ["list", {}], ["list", [1], 2], ["list", [1.5]],
-    ["list", [True]], ["list", [["x"]]], ["tuple", None], ["set", [{}]], ["deque", [[]]], ["dict", [1, 2]],
-    ["dict", [["a"]]], ["dict", [["a", 1, 2]]], ["dict", ["ab"]], ["dict", {"a": 1}], ["odict", [[]]],
-    ["counter", [{"1": 2}]], ["counter", [[{"1": 2}, 1]]], ["counter", [["a", 1.5]]],
-    ["list", [["counter", [{"1": 2}]]]], ["nan", 1], ["infinite"], ["infinite", 1], ["int", 5], ["int", "5"],
-    ["int", "0x"], ["int", "0xg"], ["int", "0x1\n"], ["ratio", "1"], ["ratio", "1/0"], ["ratio", "1/-2"],
-    ["ratio", "1/2/3"], ["ratio", 1, 2], ["complex", 1], ["complex", 1, "2"], ["complex", ["list", []], 1],
-    ["enum", "Color"], ["enum", "Color", 1], ["enum", None, "RED"], ["bytes", "a"], ["bytes", "AB"],
-    ["bytes", b"ab".hex() + " "], ["range"], ["range", 0, 1], ["range", 1], ["range", 2, 1], ["range", -1],
-    ["range", 3, 1, 2, 3], ["range", [], 1], ["range", True, 1], ["date", "2024-1-2"], ["date", 5],
-    ["datetime", "2024-01-02"], ["datetime utc", None], ["time", "x"], ["timedelta", 1, 2], ["timedelta", 1, 2, 0.5],
-    ["timezone", 1], ["timezone", ["timedelta"]], ["timezone", ["list", []]], ["array", 3, []], ["array", [-1], []],
-    ["array", [1.0], [1]], ["array", [1], [{}]], ["enum", json.loads("[" * 200 + "]" * 200), "RED"]]
-
-
-def nested(depth):
-    value = 1
-    for _ in range(depth):
-        value = ["list", [value]]
-    return value
+    True, {}, {"a": 1}, [], [[]], [None], [1], ["list", True], ["list", {}], ["list", [["x"]]], ["set", [{}]],
+    ["dict", 1], ["dict", ["a"]], ["counter", ["tuple", "a"]], ["odict", "abc"], ["int", 5], ["int", "5"],
+    ["int", "0x"], ["int", "0xg"], ["int", "0x1\n"], ["int", "0x1", 2], ["ratio", "1"], ["ratio", "1/0"],
+    ["ratio", "1/-2"], ["ratio", "1/2/3"], ["ratio", 1, 2], ["ratio", "1/" + "1" * 5000], ["complex", [], 1]]
 
 
 def test_every_value_has_the_form_that_is_expected_and_no_other_has():
     for value in VALUES:
-        assert is_encoded(json.loads(json.dumps(encode(value)))), value
         assert is_encoded(json.loads(json.dumps(encode([value, {"k": (value,)}])))), value
     assert [value for value in VIOLATIONS if is_encoded(value)] == []
-    assert is_encoded(nested(100)) and not is_encoded(nested(101))
+    deepest = functools.reduce(lambda value, _: [value], range(100), 1)
+    assert is_encoded(encode(deepest)) and not is_encoded(["list", ["list", ["list", encode(deepest)]]])
 
 
 @pytest.mark.parametrize("value", VIOLATIONS[::6], ids=str)
@@ -580,7 +542,7 @@ def mutated(encoded, draw):
     """A copy with one change somewhere: another value, one part more, less, or twice."""
     if type(encoded) is not list or not encoded or draw.random() < 0.2:
         return draw.choice([None, True, 1.5, -1, 2 ** 60, "", "x", {}, [], {"1": 2}, ["list"], ["nan"],
-                            ["dict", [["a"]]]])
+                            ["dict", ["tuple", "a", 1]]])
     parts, index = list(encoded), draw.randrange(len(encoded))
     change = draw.randrange(6)
     if change == 0:
@@ -605,22 +567,12 @@ def test_no_mutated_value_breaks_the_comparison():
     assert 2000 < num_taken < 18000
 
 
-def random_json(draw, depth=0):
-    kind = draw.randrange(8 if depth < 4 else 5)
-    if kind < 5:
-        return draw.choice([None, True, draw.randint(-9, 9), 10 ** 30, 0.5, "ok", "error", "loaded", "ready", "list",
-                            "counter"])
-    if kind == 5:
-        return {str(draw.random()): random_json(draw, depth + 1) for _ in range(draw.randrange(3))}
-    return [random_json(draw, depth + 1) for _ in range(draw.randrange(4))]
-
-
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_fuzzed_results_cost_their_own_test(child, world, seed):
-    """Random JSON (even seeds) and random bytes (odd ones), as the result of one call and while the code loads."""
+    """Mutated results (even seeds) and random bytes (odd ones), as the result of one call and while the code loads."""
     draw = random.Random(seed)
-    lines = [json.dumps(random_json(draw)).encode() if seed % 2 == 0 else draw.randbytes(draw.randrange(99))
-             for _ in range(5)]
+    results = [mutated(["ok", encode(draw.choice(VALUES))], draw) for _ in range(5)]
+    lines = [draw.randbytes(draw.randrange(99)) if seed % 2 else json.dumps(result).encode() for result in results]
     forged = b"\n".join(lines) + draw.choice([b"", b"\n"])
     code = hostile(f"os.write(RESULTS, {forged!r}); return 42", world)
     first, second, third = values_of(child, code, "f(1)", "f(2)", "f(3)")
@@ -637,31 +589,25 @@ def test_a_line_is_read_when_the_process_has_ended_or_when_it_is_time_to_look(mo
     is_ready = is_word("ready")
     reading, writing = os.pipe()
     server, ours = socket.socketpair()
-    with server, ours:
+    with server, ours, open(reading, "rb"):
         lines = Lines(reading, ours.fileno())
         os.write(writing, b" " * 60000 + b'"ready"\n')
         with pytest.raises(Stop, match="time limit"):
             lines.expect(is_ready, time.monotonic() - 0.001)
-        assert not lines.buffer and lines.expect(is_ready, time.monotonic() + 9) == "ready"
-        with pytest.raises(Stop, match="time limit"):
-            lines.expect(is_ready, time.monotonic() + 0.05)
+        assert not lines.buffer and lines.expect(is_ready, time.monotonic() + 60) == "ready"
         monkeypatch.setattr(sandbox, "LOOK_S", 0.3)
         began = time.monotonic()
         threading.Timer(0.05, os.write, (writing, b'"ready"\n"re')).start()
-        assert lines.expect(is_ready, began + 9) == "ready" and time.monotonic() - began >= 0.29
-        monkeypatch.setattr(sandbox, "LOOK_S", 60)
+        assert lines.expect(is_ready, began + 60) == "ready" and time.monotonic() - began >= 0.29
+        monkeypatch.setattr(sandbox, "LOOK_S", 600)
         threading.Timer(0.05, os.write, (writing, b'ady"\n')).start()           # the rest of a line is read at once
-        assert lines.expect(is_ready, time.monotonic() + 30) == "ready"
-        os.write(writing, b'"ready"\n')
+        assert lines.expect(is_ready, time.monotonic() + 60) == "ready"
         server.send(b"ended")
-        assert lines.expect(is_ready, time.monotonic() + 9) == "ready"
         with pytest.raises(Stop, match="process ended"):                        # though the pipe is open
-            lines.expect(is_ready, time.monotonic() + 9)
-        assert lines.has_ended
-    os.close(writing)
-    with pytest.raises(Stop, match="process ended"):
-        lines.expect(is_ready, time.monotonic() + 9)
-    os.close(reading)
+            lines.expect(is_ready, time.monotonic() + 60)
+        os.close(writing)
+        with pytest.raises(Stop, match="process ended"):
+            lines.expect(is_ready, time.monotonic() + 60)
 
 
 @pytest.mark.parametrize("size, whole", [(RESULT_LIMIT - 20, True), (RESULT_LIMIT, False), (9 * 10 ** 6, False)])
@@ -670,25 +616,38 @@ def test_a_result_is_whole_or_too_large(child, size, whole):
     assert result == (["ok", "x" * size] if whole else ["error", "a result that is too large"])
 
 
-@pytest.mark.parametrize("letter, size, whole",
-                         [("x", 10 ** 5, True), ("\U0001f600", 10 ** 5, True), ("x", (1 << 20) - 40, True),
-                          ("x", 1 << 20, False), ("x", 40 * 10 ** 6, False)])
+@pytest.mark.parametrize("letter, size, whole", [("\U0001f600", 10 ** 5, True), ("x", (1 << 20) - 40, True),
+                                                 ("x", 1 << 20, False), ("x", 40 * 10 ** 6, False)])
 def test_a_large_answer_is_graded_or_too_large(child, letter, size, whole):
     values = values_of(child, f"# {letter * size}\ndef f(n): return n", "f(1)", "f(2)")
     assert values == ([["ok", 1], ["ok", 2]] if whole else [["error", "larger than 1,048,576 characters"]] * 2)
 
 
+USE = "import time\ndef use(seconds):\n    until = time.process_time() + seconds\n" \
+      "    while time.process_time() < until: pass\n"
+
+
+def test_processor_time_decides(child, monkeypatch):
+    """Not the clock: beside other work a call may take many times as long."""
+    monkeypatch.setattr(sandbox, "CLOCK", 600)
+    code = USE + "def f(n):\n    time.sleep(n)\n    use(n)\n    return n"
+    assert values_of(child, code, "f(.1)", "f(99)", "f(.2)", limit_s=.5)[0] == ["ok", .1]
+    sleeper = "import time\ndef f(n):\n    time.sleep(n)\n    return n"
+    assert values_of(child, sleeper, "f(1)", limit_s=.05) == [["ok", 1]]
+    monkeypatch.setattr(sandbox, "CLOCK", 5)
+    assert values_of(child, sleeper, "f(99)", "f(0)", limit_s=.2) == [["error", "time limit"], ["ok", 0]]
+
+
 def test_every_load_has_the_time_to_load(child):
-    code = "import time\ntime.sleep(0.4)\ndef f(n):\n    while n == 2: pass\n    return n"
+    code = USE + "use(1)\ndef f(n):\n    while n == 2: pass\n    return n"
     assert values_of(child, code, "f(0)", "f(1)", "f(2)", "f(3)", limit_s=0.2) == [
         ["ok", 0], ["ok", 1], ["error", "time limit"], ["ok", 3]]
 
 
 def test_an_answer_as_a_whole_has_a_limit(child, monkeypatch):
     monkeypatch.setattr(sandbox, "LOADS_LIMIT_S", 1)
-    code, began = "import time\ntime.sleep(0.5)\ndef f(n):\n    while n: pass\n    return n", time.monotonic()
-    values = values_of(child, code, "f(0)", *["f(1)"] * 9, limit_s=0.1)
-    assert time.monotonic() - began < 6                             # 1 s to load, 0.1 s for each of 10 calls
+    code = USE + "use(.5)\ndef f(n):\n    while n: pass\n    return n"
+    values = values_of(child, code, "f(0)", *["f(1)"] * 9, limit_s=0.1)        # 1 s to load, 0.1 s for each of 10 calls
     assert values[:2] == [["ok", 0], ["error", "time limit"]] and values[-1] == ["error", ANSWER_TIME_LIMIT]
     assert values_of(child, "def f(n): return n", "f(1)") == [["ok", 1]]
 
@@ -704,11 +663,10 @@ def test_descriptors_of_the_caller_are_closed(child, monkeypatch):
 
 
 def test_removal_is_bounded_and_never_raises(tmp_path):
-    for i in range(200):
-        (tmp_path / str(i)).mkdir()
-    (tmp_path / "0" / "file").write_text("x")
-    assert not empty(tmp_path, -1) and len(list(tmp_path.iterdir())) == 200
-    assert empty(tmp_path, 60) and not list(tmp_path.iterdir())
+    (tmp_path / "0").mkdir(0)
+    (tmp_path / "1").write_text("x")
+    assert not empty(tmp_path, "soon") and len(list(tmp_path.iterdir())) == 2
+    assert empty(tmp_path, 600) and not list(tmp_path.iterdir())
     assert not empty(tmp_path / "none", 5)
 
 
@@ -719,7 +677,7 @@ def test_a_folder_that_cannot_be_emptied_is_replaced(capfd):
         code = "import os\ndef f(n):\n    open('file', 'w').close()\n" \
                "    return [os.path.basename(os.getcwd()), os.listdir('.')]"
         for folder in ("moved", "1", "1"):
-            assert values_of(child, code, "f(1)") == [["ok", ["list", [folder, ["list", ["file"]]]]]]
+            assert values_of(child, code, "f(1)") == [["ok", ["list", folder, ["list", "file"]]]]
         assert capfd.readouterr().err.count("cannot be removed now, another folder is used") == 1
         assert os.listdir(child.folder + "/1") == []
     assert not os.path.exists(child.folder)
@@ -727,9 +685,9 @@ def test_a_folder_that_cannot_be_emptied_is_replaced(capfd):
 
 def test_a_folder_that_outlives_the_sandbox_is_named(capfd, monkeypatch):
     with started("rlimits") as child:
-        monkeypatch.setattr(sandbox, "END_LIMIT_S", -1)
+        monkeypatch.setattr(sandbox, "END_LIMIT_S", "soon")
     assert f"cannot be removed: {child.folder}" in capfd.readouterr().err
-    assert empty(child.folder, 60)
+    assert empty(child.folder, 600)
     os.rmdir(child.folder)
 
 
@@ -799,10 +757,58 @@ def test_layers_are_named_and_never_weakened(monkeypatch, caplog):
         Scorer().__enter__()
 
 
-def test_walls_that_do_not_stand_are_found(child, monkeypatch):
-    monkeypatch.setattr(sandbox, "PROBE", "def probe(): return {path!r} != ''")
-    with Sandbox(child.layer, 0) as other, pytest.raises(LayerError, match="do not stand"):
-        other.greet()
+SECCOMP = '    steps.append((libc.prctl, (22, 2, walls.program[0], 0, 0), "seccomp"))\n'
+ALLOW = "    verdicts[{}] = ALLOWED\n    ranges = [(0, DENIED)]\n"
+NUMBERS = {"sockets": (41, 198), "chmod": (90, None), "kill": (62, 129), "execve": (59, 221), "clone": (56, 220)}
+
+
+def allowing(call):
+    """The change by which the filter allows a system call."""
+    number = NUMBERS[call][MACHINES[os.uname().machine][0]]
+    if number is None:
+        pytest.skip("this machine has no such call")
+    return ["    ranges = [(0, DENIED)]\n", ALLOW.format(number)]
+
+
+WEAKENED = [(layer, [SECCOMP, ""], "walls do not stand (sockets, chmod, kill, execve, clone)")
+            for layer in ("namespaces", "landlock")]
+WEAKENED += [(layer, ["(resource.RLIMIT_AS, MEMORY_LIMIT), ", ""], "walls do not stand (memory)")
+             for layer in ("namespaces", "landlock")]
+WEAKENED += [(layer, call, f"walls do not stand ({call})") for layer in ("namespaces", "landlock") for call in NUMBERS]
+WEAKENED += [
+    ("landlock", ['        steps.append((libc.syscall, (446, walls.rules, 0), "Landlock"))\n', ""],
+     "walls do not stand (files, files, files)"),
+    ("landlock", ["    steps.append(no_capabilities())\n", ""], "walls do not stand (capabilities)"),
+    ("namespaces", ["new_user | 0x20000 | 0x20000000 | 0x40000000", "new_user | 0x20000 | 0x20000000"],
+     "a namespace is not its own"),
+    ("namespaces", ["new_user | 0x20000 | 0x20000000", "new_user | 0x20000"], "a namespace is not its own"),
+    ("namespaces", ["    sources = {path: os", "    paths = ['/etc', *paths]\n    sources = {path: os"],
+     "walls do not stand (files)")]
+
+
+@pytest.mark.parametrize("layer, replaced, said", WEAKENED, ids=[f"{layer}-{said}" for layer, _, said in WEAKENED])
+def test_walls_that_do_not_stand_are_found(layer, replaced, said, tmp_path):
+    """Each wall in turn is left out; the start-up check says which."""
+    start_or_skip(layer)
+    replaced = [*(allowing(replaced) if type(replaced) is str else replaced)]
+    replaced += ["in PRELOADED.split()", "in []"]                                          # it starts faster
+    with other_worker(tmp_path, *replaced), Sandbox(layer, 0) as other:
+        with pytest.raises(LayerError, match=re.escape(said)):
+            other.greet()
+
+
+@pytest.mark.parametrize("owns, pid, killed", [(False, 1, [-7, 7]), (True, 2, [-7, 7]), (True, 1, [-1])])
+def test_without_a_namespace_of_its_own_only_the_group_is_killed(owns, pid, killed, monkeypatch):
+    """Though the server be process 1, as in a container; kill(-1) would end all others."""
+    def no_child(*_):
+        raise ChildProcessError
+    walls, kills = Walls("landlock"), []
+    walls.owns_processes = owns
+    monkeypatch.setattr(os, "getpid", lambda: pid)
+    monkeypatch.setattr(os, "kill", lambda pid, number: kills.append(pid))
+    monkeypatch.setattr(os, "wait4", lambda *_: (7, signal.SIGPROF, types.SimpleNamespace(ru_utime=1, ru_stime=2)))
+    monkeypatch.setattr(os, "waitpid", no_child)
+    assert end_all(walls, 7) == [signal.SIGPROF, 3] and kills == killed
 
 
 # ---- processes and threads

@@ -7,11 +7,11 @@ from collections import deque
 
 import pytest
 
-from colbench.questions import functions_under_test
 from colbench.sandbox import Sandbox
 from colbench.sandbox_worker import LOAD_LIMIT_S
 from colbench.scorer import reward_of, Scorer
 from colbench.values import encode, readable
+from common import read_tasks
 from conftest import read, refused, run, stage, succeed
 from lib.runtime import write_jsonl
 
@@ -35,19 +35,6 @@ def verdicts(scorer, answer, task=TASK):
     return scorer.score([(task, answer)])[0].tests
 
 
-def test_a_time_limit_gets_a_second_chance(scorer):
-    class Busy:                                                     # a machine that pauses the first process it starts
-        runs = 0
-
-        def run(self, code, calls, time_limit_s, imports):
-            self.runs += 1
-            return ([["ok", 9]] * 3 + [["error", "time limit"] if self.runs == 1 else ["ok", 1]], None)
-
-    busy = Busy()
-    assert scorer.run(busy, "", []) == ([["ok", 9]] * 3 + [["ok", 1]], None)
-    assert scorer.run(busy, "", []) and busy.runs == 3              # no time limit, no second run
-
-
 def task_of(reference, *calls):
     return {"ground_truth": reference, "test_cases": {f"test{i}": call for i, call in enumerate(calls or ["f()"])}}
 
@@ -63,44 +50,29 @@ def task_of(reference, *calls):
      [1, 1, 1, 1]),
     ("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass N:\n    n: int\n"
      "def f(n): return N(n).n ** 2 or None", [1, 1, 1, 1]),
-    ("from functools import lru_cache\n@lru_cache\ndef f(n): return n * n or None", [1, 1, 1, 1]),
     ("# import os and exit() and sudo\ndef f(n): return n * n or None", [1, 1, 1, 1]),
     ("def f(n):\n    return n * n or None\nif __name__ == '__main__':\n    raise SystemExit", [1, 1, 1, 1]),
     ("import threading\ndef f(n):\n    r = []\n    t = threading.Thread(target=lambda: r.append(n * n))\n"
      "    t.start(); t.join()\n"
      "    return r[0] or None", [1, 1, 1, 1]),
-    ("import asyncio\nasync def g(n):\n    await asyncio.sleep(0)\n    return n * n\n"
-     "def f(n): return asyncio.run(g(n)) or None",
-     [1, 1, 1, 1]),
     ("import tempfile\ndef f(n):\n    with tempfile.TemporaryFile('w+') as file:\n"
      "        file.write(str(n * n)); file.seek(0)\n"
      "        return int(file.read()) or None", [1, 1, 1, 1]),
-    ("def f(n):\n    try:\n        state = open('state').read()\n    except OSError:\n        state = ''\n"
-     "    return n * n or None", [1, 1, 1, 1]),
     ("def f(n): return float(n * n) or None", [1, 1, 1, 1]),                                           # 9.0 == 9
     ("def f(n): return (n * n,)", [0, 0, 0, 0]),
-    ("def f(n): return str(n * n)", [0, 0, 0, 0]),
     ("def f(n): print(n * n)", [0, 0, 1, 0]),                                                          # None == None
-    ("def f(): return 1", [0, 0, 0, 0]),
     ("def other(n): return n * n", [0, 0, 0, 0]),
-    ("this is not python", [0, 0, 0, 0]),
     ("", [0, 0, 0, 0]),
-    ("def f(n):\n    return n * n or None\nraise ValueError", [1, 1, 1, 1]),  # f was defined
     # a fault at the top level costs its own statement, and what needs it
     ("import no_such_package\ndef f(n): return n * n or None", [1, 1, 1, 1]),
     ("import no_such_package\ndef f(n): return no_such_package.square(n) or None", [0, 0, 0, 0]),
-    ("class Yes:\n    def __eq__(self, other): return True\ndef f(n): return Yes()", [0, 0, 0, 0]),
     ("class Yes(int):\n    def __eq__(self, other): return True\ndef f(n): return Yes(9)", [1, 0, 0, 0]),
     ("calls = []\ndef f(n):\n    calls.append(n)\n    return n * n or None if len(calls) == 1 else 7", [1, 1, 1, 1]),
     # faults cost their own test alone
     ("def f(n):\n    while n == 2: pass\n    return n * n or None", [1, 0, 1, 1]),
-    ("def f(n):\n    while n == 2:\n        try:\n            while True: pass\n        except BaseException: pass\n"
-     "    return n * n or None", [1, 0, 1, 1]),
     ("def f(n):\n    if n == 2: raise SystemExit\n    return n * n or None", [1, 0, 1, 1]),
     ("import os\ndef f(n):\n    if n == 2: os._exit(0)\n    return n * n or None", [1, 0, 1, 1]),
     ("def f(n):\n    return 'x' * 10 ** 10 if n == 2 else n * n or None", [1, 0, 1, 1]),
-    ("def f(n):\n    return f(n) if n == 2 else n * n or None", [1, 0, 1, 1]),
-    ("def f(n):\n    print('x' * 1000, flush=True)\n    return n * n or None", [1, 1, 1, 1]),
     ("import threading, time\ndef f(n):\n    threading.Thread(target=time.sleep, args=(99,)).start()\n"
      "    return n * n or None",
      [1, 1, 1, 1]),
@@ -134,12 +106,18 @@ EQUAL = [
     ("np.str_('a')", "'a'"),
     ("np.array([1, 2])", "np.array([1.0, 2.0])"), ("np.array([1, np.nan])", "np.array([1, np.nan])"),
     ("[np.array([1])]", "[np.array([1])]"),
+    ("0.1 + 0.2", "0.3"), ("2.3 * 1.1 * 3.7", "3.7 * 2.3 * 1.1"), ("sum([0.1] * 10)", "1.0"), ("sum([0.1] * 10)", "1"),
+    ("1e16", "1e16 + 2"), ("0.0", "1e-13"), ("10.0 / 3", "Fraction(10, 3)"), ("0.1", "Decimal('0.1')"),
+    ("[{'a': (0.1 + 0.2, 'b')}]", "[{'a': (0.3, 'b')}]"), ("{0.1 + 0.2: 1, 2: 0}", "{0.3: 1, 2: 0}"),
+    ("{sum([0.1] * 10), 0.5, 3}", "{3, 0.5, 1}"), ("(0.1 + 0.2) * 1j", "0.3j"),
+    ("np.array([0.1 + 0.2])", "np.array([0.3])"), ("{9.999999999999998, 2}", "{10.0, 2.0}"),
     ("'\\ud800 \\0 é'", "'\\ud800 \\0 é'"), ("[None, ...] and None", "None"),
 ]
 UNEQUAL = [
     ("1", "'1'"), ("1", "None"), ("0", "None"), ("[]", "None"), ("[]", "()"), ("[1, 2]", "(1, 2)"),
     ("[1, 2]", "[2, 1]"), ("[1]", "[1, 1]"),
-    ("0.1 + 0.2", "0.3"), ("10 ** 400", "10 ** 400 + 1"), ("2 ** 53", "2 ** 53 + 1"), ("float(2 ** 53)", "2 ** 53 + 1"),
+    ("10 ** 400", "10 ** 400 + 1"), ("Fraction(1, 3)", "Fraction(333333333333, 10 ** 12)"), ("1.0", "1.00000001"),
+    ("0.0", "1e-11"), ("1e300 * 1e300", "1e300"), ("2 ** 53", "2 ** 53 + 1"), ("float(2 ** 53)", "2 ** 53 + 1"),
     ("float('nan')", "0"), ("[float('nan'), 1]", "[1, float('nan')]"), ("float('inf')", "float('-inf')"),
     ("'a'", "b'a'"), ("''", "None"),
     ("{1}", "[1]"), ("{}", "set()"), ("{'a': 1}", "{'a': 2}"), ("{'a': 1}", "[('a', 1)]"), ("{1: 'x'}", "{'1': 'x'}"),
@@ -166,7 +144,7 @@ class Level(IntEnum): LOW = 1
 
 
 @pytest.mark.parametrize("pairs, same", [(EQUAL, True), (UNEQUAL, False)], ids=["equal", "unequal"])
-def test_values_are_compared_by_pythons_rules(scorer, pairs, same):
+def test_values_are_compared_by_pythons_rules_but_for_the_rounding_of_floats(scorer, pairs, same):
     """All pairs in one answer: f(i, side) is the value on one side."""
     calls = [f"f({i})" for i in range(len(pairs))]
     for left, right in ((0, 1), (1, 0)):
@@ -179,15 +157,10 @@ def test_values_are_compared_by_pythons_rules(scorer, pairs, same):
 
 
 @pytest.mark.parametrize("line", [
-    '["ok", ["counter", [{"1": 2}]]]', '["ok", ["list", [["counter", [{"1": 2}]]]]]',
-    '["ok", ["dict", [["a", 1], {"0": 1, "1": 2}]]]',
-    '["ok", ["dict", [1, 2, 3]]]', '["ok", ["dict", [["a"], ["b"]]]]', '["ok", ["counter", [[]]]]',
-    '["ok", ["odict", {}]]',
-    '["ok", {"a": 1}]', '["ok", ["list"]]', '["ok", [["list"], [1]]]',
-    '["ok", ["list", ' + "[" * 500 + "]" * 500 + "]]",
-    '["ok", NaN]', '["ok", 1e999]', '["error", {"a": [1]}]', '["error", "\\ud800"]', '["ok"]', '{"ok": 1}', '"ready"',
-    '"restart"',
-    "9" * 5000, '["ok", ' + "9" * 5000 + "]"])
+    '["ok", ["counter", {"1": 2}]]', '["ok", ["list", ["counter", [{"1": 2}]]]]', '["ok", ["dict", ["tuple", "a"]]]',
+    '["ok", ["odict", {}]]', '["ok", {"a": 1}]', '["ok", [["list"], 1]]', '["ok", ["list", ["ratio", "1/0"]]]',
+    '["ok", ["list", ' + "[" * 500 + "]" * 500 + "]]", '["ok", NaN]', '["ok", 1e999]', '["error", {"a": [1]}]',
+    '["error", "\\ud800"]', '["ok"]', '{"ok": 1}', '"ready"', '"restart"', "9" * 5000, '["ok", ' + "9" * 5000 + "]"])
 def test_forged_results_are_wrong_values_and_break_nothing(scorer, line, tmp_path):
     for value in ("{'a': 1}", "Counter(a=1)", "OrderedDict(a=1)", "[1]"):
         task = task_of(f"from collections import *\ndef f(): return {value}")
@@ -199,10 +172,10 @@ def test_forged_results_are_wrong_values_and_break_nothing(scorer, line, tmp_pat
 
 
 def test_encoding_by_hand():
-    assert encode((1, 2.5, True, None, "a")) == ["tuple", [1, ["ratio", "5/2"], 1, None, "a"]]
+    assert encode((1, 2.5, True, None, "a")) == ["tuple", 1, 2.5, 1, None, "a"]
     assert encode({"b": {2, 1}, "a": 2 ** 60}) == [
-        "dict", [["a", ["int", "0x1000000000000000"]], ["b", ["set", [1, 2]]]]]
-    assert encode(decimal.Decimal("-0.75")) == ["ratio", "-3/4"]
+        "dict", ["tuple", "a", ["int", "0x1000000000000000"]], ["tuple", "b", ["set", 1, 2]]]
+    assert encode(decimal.Decimal("-0.75")) == -0.75 and encode(decimal.Decimal("0.1")) == ["ratio", "1/10"]
     assert encode(datetime.timedelta(days=1, seconds=2)) == ["timedelta", 1, 2, 0]
     assert encode(range(2, 9, 3)) == ["range", 3, 2, 5]
     with pytest.raises(TypeError, match="object cannot be compared"):
@@ -238,6 +211,32 @@ def test_what_a_reference_cannot_settle_is_never_credited(scorer, reference, gra
     assert score.gradeable == [bool(x) for x in gradeable]
     assert score.tests == score.gradeable  # the reference itself passes what can be graded
     assert all(reason in fault and "not gradeable" in fault for fault in score.faults if fault)
+
+
+@pytest.mark.parametrize("reference, calls, silent", [
+    ("def f(n): print(n)", ["f(1)", "f(2)"], True),
+    ("def f(values):\n    values.sort()\n    return", ["f([2, 1])"], True),
+    ("def f(n): return None", ["f(1) is None", "f(2) == None", "f(3)"], True),
+    ("def f(n): return print(n)", ["f(1)"], False)])
+def test_where_all_tests_give_none_an_empty_function_passes_nothing(scorer, reference, calls, silent, tmp_path, capsys):
+    """That is said where tasks are read, if the code shows it, and where they are graded."""
+    task = task_of(reference, *calls)
+    for answer in (reference, "def f(*_): pass"):
+        score = scorer.score([(task, answer)])[0]
+        assert score.gradeable == score.tests == [False] * len(calls) and "asks the answer nothing" in score.faults[0]
+    write_jsonl(tmp_path / "tasks.jsonl", [{**TASK, **task}, TASK])
+    assert len(read_tasks(tmp_path / "tasks.jsonl")) == 2
+    assert ("1 of 2 references return nothing" in capsys.readouterr().out) == silent
+
+
+def test_none_among_other_values_is_a_value(scorer):
+    task = task_of("def f(n): return n or None", "f(0)", "f(1)")
+    assert verdicts(scorer, "def f(n): pass", task) == [True, False]
+
+
+def test_a_task_that_cannot_be_graded_is_named(scorer, caplog):
+    scorer.score([(task_of("def f(n): return 1 / 0  # whatever"), "")])
+    assert "no test can be graded of 'def f(n): return 1 / 0  # whatever'" in caplog.text
 
 
 def test_each_test_gets_fresh_arguments_and_a_fresh_namespace(scorer):
@@ -276,16 +275,6 @@ def test_a_name_that_the_answer_defines_is_the_answers(scorer):
     assert verdicts(scorer, "def f(x): return x.numerator", task_of(reference, "f(Fraction(3, 4))")) == [True]
 
 
-@pytest.mark.parametrize("call, functions, imported", [
-    ("f(1)", "f", ""), ("round(f(1), 2)", "f", ""), ("f(datetime(1, 2, 3))", "f", "datetime"),
-    ("np.sum(f(1))", "f", "np"),
-    ("Counter(f(1))", "f", "Counter"), ("f(datetime(1, 2, 3))", "f", "f datetime"), ("f(1)[0] == g(2)", "f g", ""),
-    ("Decimal(9) == f(3)", "f", "Decimal"), ("Solver().run(len([1]))", "Solver", ""), ("1 + 1", "", ""),
-    ("f(", "", "")])
-def test_which_functions_a_call_tests(call, functions, imported):
-    assert functions_under_test(call, imported.split()) == set(functions.split())
-
-
 # ---- tests that are comparisons
 
 FAKE = "class Yes:\n    def __{name}__(self, *other): return True\n    __hash__ = None\ndef f(n): return Yes()"
@@ -303,22 +292,21 @@ FAKE = "class Yes:\n    def __{name}__(self, *other): return True\n    __hash__ 
     ("f(3) == object()", 0),
     ("len(sorted([f(3)], key=lambda x: x > 1))", 0), ("(f(3) == 9) == True", 0)])
 def test_a_comparison_is_of_values_and_no_object_decides_it(scorer, call, gradeable):
-    task = task_of("from decimal import Decimal\n" + F, call)
+    task = task_of("from decimal import Decimal\n" + F, call, "f(3)")
     score = scorer.score([(task, F)])[0]
-    assert score.gradeable == score.tests == [bool(gradeable)], score.faults
+    assert score.gradeable == score.tests == [bool(gradeable), True], score.faults
     for name in ("eq", "ne", "lt", "le", "gt", "ge", "contains", "bool"):
-        assert verdicts(scorer, FAKE.format(name=name) + "\nclass Decimal(Yes): __init__ = Yes.__eq__", task) == [False]
+        fake = FAKE.format(name=name) + "\nclass Decimal(Yes): __init__ = Yes.__eq__"
+        assert verdicts(scorer, fake, task) == [False] * 2
 
 
-@pytest.mark.parametrize("call, wrong", [("f(3) == 9", "8"), ("9 == f(3)", "None"), ("f(3) == [9]", "[9]"),
-                                         ("f(3) != 8", "8"),
-                                         ("f(0) is None", "0"), ("f(3) < 10", "10"), ("f(3) < 10", "'9'"),
-                                         ("f(3) < 10", "10 ** 400"),
-                                         ("f(3) >= 9", "8.99"), ("f(3) == f(-3)", "n"), ("f(3) < 10", "float('inf')"),
-                                         ("str(f(3)) < 'a'", "'b'")])
+@pytest.mark.parametrize("call, wrong", [
+    ("f(3) == 9", "8"), ("9 == f(3)", "None"), ("f(3) == [9]", "[9]"), ("f(3) != 8", "8"), ("f(0) is None", "0"),
+    ("f(3) < 10", "10"), ("f(3) < 10", "'9'"), ("f(3) < 10", "10 ** 400"), ("f(3) > 8", "8 + 1e-14"),
+    ("f(3) >= 9", "8.99"), ("f(3) == f(-3)", "n"), ("f(3) < 10", "float('inf')"), ("str(f(3)) < 'a'", "'b'")])
 def test_a_comparison_with_a_wrong_value_fails(scorer, call, wrong):
-    task = task_of(F, call)
-    assert verdicts(scorer, F, task) == [True] and verdicts(scorer, f"def f(n): return {wrong}", task) == [False]
+    task = task_of(F, call, "f(2)")
+    assert verdicts(scorer, F, task) == [True] * 2 and not verdicts(scorer, f"def f(n): return {wrong}", task)[0]
 
 
 @pytest.mark.parametrize("call", [
@@ -370,7 +358,7 @@ def test_a_function_that_is_named_like_a_builtin_is_the_answers_to_define(scorer
 def test_a_reference_that_writes_its_own_results_settles_nothing(scorer):
     forger = ("import os\ndef f(n):\n    for d in range(3, 64):\n        try: os.write(d, b'{line}\\n')\n"
               "        except OSError: pass")
-    for line in ('["ok", 1]', '["ok", ["tuple", [1]]]', '["ok", ["list", [9, 9]]]', '["ok", "tuple"]', '["ok", null]'):
+    for line in ('["ok", 1]', '["ok", ["tuple", 1]]', '["ok", ["list", 9, 9]]', '["ok", "tuple"]', '["ok", null]'):
         assert scorer.score([(task_of(forger.format(line=line), "f(3) == 9"), F)])[0].gradeable == [False]
 
 
@@ -447,7 +435,7 @@ def test_what_a_call_passes_to_the_function_may_compare(scorer):
 def test_data_of_a_comparison_is_checked(scorer):
     forger = "import os\ndef f(n):\n    for d in range(3, 64):\n        try: os.write(d, b'{line}\\n')\n" \
              "        except OSError: pass"
-    for line in ('["ok", 1]', '["ok", ["tuple", []]]', '["ok", ["tuple", [9, 9]]]', '["ok", ["list", [9]]]',
+    for line in ('["ok", 1]', '["ok", ["tuple"]]', '["ok", ["tuple", 9, 9]]', '["ok", ["list", 9]]',
                  '["ok", "tuple"]'):
         assert verdicts(scorer, forger.format(line=line), task_of(F, "f(3) == 9")) == [False]
 
@@ -518,7 +506,7 @@ HELPED = task_of("def g(n): return n\ndef f(n): return g(n)", *(f"f({n})" for n 
 
 
 ONE = task_of(LOOP, "f(3)")
-NONE = task_of("def f(n): return None", "f(1)")
+NONE = task_of("def f(n): return n or None", "f(0)", "f(1)")
 NAN = task_of("def f(n): return float('nan')", "f(1)")
 ARRAY = task_of("def f(n, array=__import__('numpy').array): return array([n, n])", "f(1)")
 
@@ -560,7 +548,7 @@ ARRAY = task_of("def f(n, array=__import__('numpy').array): return array([n, n])
     (f"Here it is:\n\n{LOOP}", TEN, 0.0, 1.0),                                  # N: prose is a syntax error
     ("    " + LOOP.replace("\n", "\n    "), TEN, 0.0, 1.0),                     # N: columns stay, an indentation error
     ("class Yes:\n    def __eq__(self, other): return True\ndef f(n, Yes=Yes): return Yes()", TEN, 1.0, 0.0),     # E
-    ("def f(n): return None", NONE, 0.0, 1.0),                                  # E: not None
+    ("def f(n): return n or None", NONE, 0.5, 1.0),                             # E: not None
     ("def f(n): return", TEN, 0.0, 0.0),                                        # E
     ("def f(n): return float('nan')", NAN, 0.0, 1.0),                           # E: NaN is not equal to NaN
     (ARRAY["ground_truth"], ARRAY, 0.0, 1.0),                                   # E: the comparison raises ValueError
@@ -606,7 +594,7 @@ def test_data_check(tmp_path, capsys):
     write_jsonl(tmp_path / "tasks.jsonl", rows)
     stage(1).main(["--check", str(tmp_path / "tasks.jsonl"), "--out", str(tmp_path / "findings.jsonl")])
     findings = [list(row["findings"]) for row in read(tmp_path / "findings.jsonl")]
-    assert findings == [["test is a comparison"], ["reference fails"], ["missing package"], ["random"], ["vacuous"],
+    assert findings == [[], ["reference fails"], ["missing package"], ["random"], ["vacuous"],
                         ["order of a set"], ["not comparable"], ["repeated"]]
     constants = [row["constant"] for row in read(tmp_path / "findings.jsonl")]
     assert constants == [0.75, 0.5, 0, 0, 1, 0.5, 0, 0.5]                       # f(2) == 2 is True, and so 1
