@@ -333,41 +333,33 @@ def chosen_pieces(pieces, tested):
         return pieces[:1], False
 
     chosen = [piece for piece in pieces if piece.place >= least or piece.imported]
-    longest = {}                                                    # {name: its longest definition}
-    for node in definitions_of(chosen):
-        longest[node.name] = max(longest.get(node.name, node), node, key=lambda node: len(body_of(node)))
-    chosen.sort(key=lambda piece: not is_excerpt(piece, longest))               # an excerpt replaces nothing
+    chosen = without_excerpts(chosen)
     is_whole = any(not piece.is_cut and wanted & piece.bound for piece in chosen)
     return chosen, is_whole and (not tested or bool(wanted & tested))
 
 
-def definitions_of(pieces):
-    return [node for piece in pieces for node in piece.nodes if isinstance(node, DEFINITIONS)]
+def without_excerpts(pieces):
+    """The pieces but for those that only show a part of a definition before them again, or signatures: they would take
+    the place of what they explain."""
+    text, rest = "\n", []
+    for piece in pieces:
+        is_shown_again = piece.defined and f"\n{piece.source}\n" in text
+        if not is_shown_again and not all(map(is_signature, piece.nodes)):
+            rest.append(piece)
+        text += f"{piece.source}\n"
+    return rest or pieces
 
 
-def is_excerpt(piece, longest):
-    """Is each definition of a piece only the beginning of a longer one? `def total(values): ...` shows a signature."""
-    definitions = definitions_of([piece])
-    return bool(definitions) and all(is_beginning(node, longest[node.name]) for node in definitions)
-
-
-def is_beginning(node, longer):
-    """Has a definition only the first statements of a longer one, but for those that hold a place?"""
-    if node is longer:
+def is_signature(node):
+    """Is it a function without a body, such as `def total(values): ...`?"""
+    if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
         return False
-    body, longer_body = body_of(node), body_of(longer)
-    try:
-        return len(body) < len(longer_body) and all(
-            ast.dump(statement) == ast.dump(other) for statement, other in zip(body, longer_body))
-    except RecursionError:
-        return False
-
-
-def body_of(definition):
-    """The statements in a definition but for docstrings, `...`, `pass` and `raise NotImplementedError`."""
-    return [node for node in definition.body if not (
-        isinstance(node, ast.Pass) or isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) or
-        isinstance(node, ast.Raise) and "NotImplementedError" in ast.dump(node))]
+    for statement in node.body:
+        is_text = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+        is_refusal = isinstance(statement, ast.Raise) and "NotImplementedError" in ast.dump(statement)
+        if not (is_text or is_refusal or isinstance(statement, ast.Pass)):
+            return False
+    return True
 
 
 def answer_place(pieces, tested):

@@ -40,7 +40,7 @@ START_LIMIT_S, LOAD_LIMIT_S, LOADS_LIMIT_S = 60, 4, 20
 CLEAN_LIMIT_S = 5               # to remove the files that a process leaves
 EMPTY = 'cd "$0" && chmod -R u+rwx . && timeout "$1" find . -mindepth 1 -delete'
 THREAD_LIMIT = 64               # threads of an answer
-WATCH_S = .01                   # seconds between two counts of threads in the layer landlock
+WATCH_S = .01                   # seconds between two counts of threads, where the system does not count
 
 
 def empty(folder, limit_s):
@@ -409,11 +409,20 @@ def fork():
 
 
 def free_user():
-    """The number of a user that has no processes, so that the system counts an answer's threads alone."""
-    with open("/proc/self/uid_map") as file:
-        lines = [list(map(int, line.split())) for line in file]
-    end = min(1 << 31, max(first + size for first, _, size in lines))
-    return end - 2 - int.from_bytes(os.urandom(4), "little") % max(1, min(end // 16, 1 << 20))
+    """The number of a user that has no processes, so that the system counts an answer's threads alone; None where the
+    caller may not take it (as root may)."""
+    try:
+        with open("/proc/self/uid_map") as file:
+            lines = [list(map(int, line.split())) for line in file]
+        end = min(1 << 31, max(first + size for first, _, size in lines))
+        user = end - 2 - int.from_bytes(os.urandom(4), "little") % max(1, min(end // 16, 1 << 20))
+        if os.geteuid() == 0:
+            os.setresuid(user, -1, -1)
+            os.setresuid(0, -1, -1)
+            return user
+    except OSError:
+        pass
+    return None
 
 
 class Walls:
@@ -422,7 +431,7 @@ class Walls:
     layer: its name
     rules: a descriptor of Landlock rules, in that layer
     program: the filter of system calls, and the memory it is in
-    user: as root in the layer namespaces the real user of answers, see free_user
+    user: the real user that answers run as, see free_user
     null: a descriptor of /dev/null
     owns_processes: whether the server is the first process of a namespace of its own
     steps: see confinement"""
@@ -443,9 +452,13 @@ def confinement(walls):
     if walls.layer == "rlimits":
         return steps
     steps.append((libc.prctl, (1, signal.SIGKILL.value, 0, 0, 0), "end with the server"))
-    if walls.layer == "namespaces":
-        steps += user_and_threads(walls.user)
-    steps.append(no_capabilities())
+    if counts_threads(walls):
+        steps += thread_limit(walls.user)
+    if walls.layer == "namespaces" and walls.user is not None:
+        steps.append((os.setgroups, ([],), "groups"))
+        steps.append((os.setresgid, (65534, 65534, 65534), "group"))
+        steps.append((os.setresuid, (-1, 65534, 65534), "user"))
+    steps.append((libc.capset, (struct.pack("<Ii", 0x20080522, 0), bytes(24)), "capset"))
     steps.append((libc.prctl, (38, 1, 0, 0, 0), "no_new_privs"))
     if walls.layer == "landlock":
         steps.append((libc.syscall, (446, walls.rules, 0), "Landlock"))
@@ -454,22 +467,18 @@ def confinement(walls):
     return steps
 
 
-def no_capabilities():
-    return libc.capset, (struct.pack("<Ii", 0x20080522, 0), bytes(24)), "capset"
+def counts_threads(walls):
+    """Does the system count an answer's threads apart from other processes? It counts by the real user, and each user
+    namespace apart (Linux 5.14)."""
+    release = tuple(map(int, os.uname().release.split(".")[:2]))
+    return walls.user is not None or walls.layer == "namespaces" and release >= (5, 14)
 
 
-def user_and_threads(user):
-    """The calls that make the process nobody's, and let the system refuse more than THREAD_LIMIT threads. It counts by
-    the real user, and never root's; other users' in each user namespace apart (Linux 5.14)."""
-    steps, limit = [], 1 + THREAD_LIMIT
-    if user is not None:
-        steps.append((os.setgroups, ([],), "groups"))
-        steps.append((os.setresgid, (65534, 65534, 65534), "group"))
-        steps.append((os.setresuid, (user, 65534, 65534), "user"))
-    elif tuple(map(int, os.uname().release.split(".")[:2])) >= (5, 14):
-        limit += 2                                              # the server, and the process that waits for it
-    else:
-        return []
+def thread_limit(user):
+    """The calls that let the system refuse more than THREAD_LIMIT threads. Root's are never limited: the real user
+    becomes a number of its own."""
+    limit = THREAD_LIMIT + (3 if user is None else 1)           # and the server, and the process that waits for it
+    steps = [] if user is None else [(os.setresuid, (user, -1, -1), "user")]
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
     return [*steps, (resource.setrlimit, (resource.RLIMIT_NPROC, (limit, limit)), "a limit")]
@@ -484,14 +493,6 @@ def confine(steps, seconds):
             check(result, what)
 
 
-def read_exactly(descriptor, size):
-    pieces = []
-    while size and (more := os.read(descriptor, min(size, 1 << 16))):
-        pieces.append(more)
-        size -= len(more)
-    return b"".join(pieces)
-
-
 def serve_one(walls, length, seconds, requests, results):
     """In the fork: be confined, read the request, answer it, end."""
     try:
@@ -501,7 +502,8 @@ def serve_one(walls, length, seconds, requests, results):
         for descriptor in (0, 1, 2):
             os.dup2(walls.null, descriptor)
         confine(walls.steps, seconds)
-        request = marshal.loads(read_exactly(requests, length))
+        with open(requests, "rb") as file:
+            request = marshal.loads(file.read(length))
         os.closerange(3, results)
         os.closerange(results + 1, 64)
 
@@ -550,7 +552,7 @@ def forget_files(walls, work):
 
 def wait_for_end(walls, child, bell):
     """Wait until the request's process ends, the caller orders to kill it, or it has too many threads."""
-    watch_s = WATCH_S if walls.layer == "landlock" else None
+    watch_s = WATCH_S if walls.layer == "landlock" and walls.user is None else None
     while True:
         ready = select.select([0, bell], [], [], watch_s)[0]
         if bell in ready:
@@ -558,7 +560,7 @@ def wait_for_end(walls, child, bell):
             if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
                 return
         elif ready:                                             # an order to kill, or the caller has gone
-            read_exactly(0, HEADER.size)
+            os.read(0, HEADER.size)
             return
         elif len(os.listdir(f"/proc/{child}/task")) > 1 + THREAD_LIMIT:
             return
@@ -570,12 +572,12 @@ def build(walls, paths, work):
         return
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)
     walls.program = system_call_filter()
+    walls.user = free_user()
     if walls.layer == "landlock":
         walls.rules = landlock_rules(paths, work)
-        return
-    walls.user = free_user() if os.geteuid() == 0 else None
-    enter_namespaces(paths, work)
-    walls.owns_processes = True
+    else:
+        enter_namespaces(paths, work)
+        walls.owns_processes = True
 
 
 def main():

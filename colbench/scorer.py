@@ -53,35 +53,29 @@ class Scorer:
         self.references, self.workers = {}, queue.SimpleQueue()
 
     def __enter__(self):
-        self.stack = contextlib.ExitStack()
         reasons = []
         for layer in self.layers:
             try:
                 self.start_children(layer)
-            except LayerError as error:
-                reasons.append(f"{layer}: {error}")
-            else:
-                self.layer = layer
                 log.info(f"scorer: {LAYERS[layer]}")
                 return self
+            except LayerError as error:
+                reasons.append(f"{layer}: {error}")
         raise ColBenchError("no isolation for untrusted code on this machine (" + "; ".join(reasons) + "); add "
                             "--unsafe-scorer to run it under resource limits alone")
 
     def start_children(self, layer):
         """Start the child programs and the threads that use them; LayerError, and none of them, if a layer fails."""
         with contextlib.ExitStack() as stack:
-            pairs = []
-            for _ in range(self.num_workers):
-                # References and answers run in children of their own: no answer inherits memory of a reference.
-                pairs.append([stack.enter_context(Sandbox(layer, self.hash_seed)),
-                              stack.enter_context(Sandbox(layer, self.hash_seed))])
-            for pair in pairs:
-                for child in pair:
-                    child.greet()
+            sandboxes = [Sandbox(layer, self.hash_seed) for _ in range(2 * self.num_workers)]
+            children = list(map(stack.enter_context, sandboxes))
+            for child in children:
+                child.greet()
             self.pool = stack.enter_context(started_threads(self.num_workers))
-            for pair in pairs:
+            # References and answers run in children of their own: no answer inherits memory of a reference.
+            for pair in zip(children[::2], children[1::2]):
                 self.workers.put(pair)
-            self.stack = stack.pop_all()
+            self.layer, self.stack = layer, stack.pop_all()
 
     def __exit__(self, *exception):
         self.stack.close()
@@ -149,12 +143,14 @@ class Scorer:
         if all(test.asks_for_none() for test in gradeable):
             for test in gradeable:
                 test.value = ["error", NONE_ALONE]
-            log.warning(f"scorer: no test can be graded of {shortened(code)!r}")
         self.references[key] = Reference(imports, tests)
         return self.references[key]
 
     def score_one(self, children, key, answer):
+        is_new = key not in self.references
         imports, tests = self.reference(children[0], key)
+        if is_new and not any(test.value[0] == "ok" for test in tests):
+            log.warning(f"scorer: no test can be graded of {shortened(key[0])!r}")
         results, _ = self.run(children[1], answer, [test.of_answers for test in tests], imports)
         faults, gradeable, failed = [], [], []
         for test, result in zip(tests, results):
@@ -186,7 +182,7 @@ def published_fault(result):
     """Why the published scorer does not pass a test: its verdict is a result, 1 for a pass."""
     status, value = result
     if status != "ok":
-        return fault_text(value)
+        return shortened(value)
     return None if value == 1 else OTHER_VALUE
 
 
@@ -202,7 +198,7 @@ def fault_of(wanted, got):
     if wanted[0] != "ok":
         return f"not gradeable: {wanted[1]}"
     if got[0] != "ok":
-        return fault_text(got[1])
+        return shortened(got[1])
     return None if equal_values(wanted[1], got[1]) else OTHER_VALUE
 
 
@@ -216,11 +212,6 @@ def shortened(text):
     text = text.encode("utf-8", "backslashreplace").decode()
     num_more = len(text) - MAX_CHARS
     return f"{text[:MAX_CHARS]} … [{num_more:,} more characters]" if num_more > 0 else text
-
-
-def fault_text(value):
-    """What an answer's process said of an error, as text that can be written to a file."""
-    return str(value)[:200].encode("utf-8", "replace").decode()
 
 
 def reward_of(verdicts):

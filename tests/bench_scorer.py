@@ -4,7 +4,8 @@
 
 Both score the same answers, alternating; a fresh namespace for each test on both sides. 500 tasks with 2 answers each,
 as an evaluation has them: the references are evaluated inside the time, once a task (twice, to find random ones). The
-two answers differ in their prose. Behind each time stands the processor's time of all processes, the start included."""
+two answers differ in their prose. The processor's time
+is that of all processes, the start included."""
 import argparse
 import os
 import pathlib
@@ -19,25 +20,26 @@ from colbench.scorer import Scorer  # noqa: E402
 from conftest import stage  # noqa: E402
 
 
-def unsafe(pairs):
-    """The same verdicts by exec in this process: references once a task, no walls, no limits."""
+def values_in_process(code, calls):
+    """What the calls give by exec in this process, without walls and limits."""
+    compiled = [compile(source, "<answer>", "exec") for source in extract_code(code)]
+    results = []
+    for call in calls:
+        namespace = {"__name__": "answer"}
+        for source in compiled:
+            exec(source, namespace)
+        results.append(eval(call, namespace))
+    return results
+
+
+def score_in_process(pairs):
     references, verdicts = {}, []
-
-    def values(code, calls):
-        compiled = [compile(source, "<answer>", "exec") for source in extract_code(code)]
-        results = []
-        for call in calls:
-            namespace = {"__name__": "answer"}
-            for source in compiled:
-                exec(source, namespace)
-            results.append(eval(call, namespace))
-        return results
-
     for task, answer in pairs:
         calls = list(task["test_cases"].values())
         if task["task_id"] not in references:
-            references[task["task_id"]] = values(task["ground_truth"], calls)
-        verdicts.append([a == b for a, b in zip(references[task["task_id"]], values(answer, calls))])
+            references[task["task_id"]] = values_in_process(task["ground_truth"], calls)
+        values = values_in_process(answer, calls)
+        verdicts.append([a == b for a, b in zip(references[task["task_id"]], values)])
     return verdicts
 
 
@@ -45,31 +47,26 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    tasks = stage(1).make_tasks(backend, 500, 0, "train", "none")
     pairs = []
-    for task in tasks:
+    for task in stage(1).make_tasks(backend, 500, 0, "train", "none"):
         for end in ("", "It is done.\n"):
             pairs.append((task, f"Here is the function.\n\n```python\n{task['ground_truth']}\n```\n{end}"))
     seconds = {"in process": [], "namespaces": [], "landlock": []}
-    processor = {}                                                  # seconds of the last round
     for _ in range(args.rounds):
-        begin = time.perf_counter()
-        expected = unsafe(pairs)
-        seconds["in process"].append(time.perf_counter() - begin)
+        began = time.perf_counter()
+        expected = score_in_process(pairs)
+        seconds["in process"].append(time.perf_counter() - began)
         for layer in ("namespaces", "landlock"):
             before = sum(os.times()[:4])
             with Scorer(layer=layer) as scorer:
-                begin = time.perf_counter()
+                began = time.perf_counter()
                 scores = scorer.score(pairs)
-                seconds[layer].append(time.perf_counter() - begin)
-            processor[layer] = sum(os.times()[:4]) - before
+                seconds[layer].append(time.perf_counter() - began)
+            print(f"{layer}: {sum(os.times()[:4]) - before:.2f} s of processor time")
             assert [score.tests for score in scores] == expected
-    base = statistics.median(seconds["in process"])
     for name, values in seconds.items():
         print(f"{name:12s} {statistics.median(values):6.2f} s for {len(pairs):,} answers (median of {len(values)}, "
-              f"{min(values):.2f} to {max(values):.2f}), {statistics.median(values) / base:.1f} times in process")
-        if name in processor:
-            print(f"{'':12s} processor time: {processor[name]:.2f} s")
+              f"{min(values):.2f} to {max(values):.2f})")
 
 
 if __name__ == "__main__":

@@ -778,7 +778,7 @@ WEAKENED += [(layer, call, f"walls do not stand ({call})") for layer in ("namesp
 WEAKENED += [
     ("landlock", ['        steps.append((libc.syscall, (446, walls.rules, 0), "Landlock"))\n', ""],
      "walls do not stand (files, files, files)"),
-    ("landlock", ["    steps.append(no_capabilities())\n", ""], "walls do not stand (capabilities)"),
+    ("landlock", ["    steps.append((libc.capset, ", "    str(("], "walls do not stand (capabilities)"),
     ("namespaces", ["new_user | 0x20000 | 0x20000000 | 0x40000000", "new_user | 0x20000 | 0x20000000"],
      "a namespace is not its own"),
     ("namespaces", ["new_user | 0x20000 | 0x20000000", "new_user | 0x20000"], "a namespace is not its own"),
