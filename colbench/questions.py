@@ -76,11 +76,11 @@ class Test:
     def doubtful(self, names):
         """What does not certainly ask an answer something: the whole of what it is asked, and sides that may have any
         value. (What is certain: the call of a function that is the answer's to define.)"""
-        sides = [self.sides[i] for i in self.asked if not self.surely_asks(self.nodes[i], names)]
+        sides = []
+        for index in self.asked:
+            if ":=" in self.call or not calls_unknown(self.nodes[index], names):
+                sides.append(self.sides[index])
         return [self.of_answers, *sides] if sides or not self.asked else []
-
-    def surely_asks(self, node, names):
-        return calls_by_name(node) and not names.are_known(node.func.id) and ":=" not in self.call
 
     def asks_for_none(self):
         """Does the reference give None to all that is asked? Then an empty function gives the same."""
@@ -132,19 +132,24 @@ def names_of(sent):
 
     Tested is what it defines itself, but for builtins (helpers, as a rule). If there is nothing: those builtins. If
     there are none: the first name that a call reads, though it is imported."""
+    imported = {name for name, module, _ in sent if module}
     defined = {name for name, module, _ in sent if not module}
-    first = {name for name, _, _ in sent[:1]}
-    tested = {name for name in defined if not hasattr(builtins, name)} or defined or first
-    return Names({name for name, module, _ in sent if module} - tested, tested)
+    tested = {name for name in defined if not hasattr(builtins, name)} or defined
+    if sent and not tested:
+        tested = {sent[0][0]}
+    return Names(imported - tested, tested)
 
 
 def returns_nothing(code):
     """Has a reference functions, and does it give no value anywhere? Then an empty function may pass all its tests."""
-    nodes = [node for statement in parsed(code)[0] or () for node in ast.walk(statement)]
-    kinds = set(map(type, nodes))
-    returned = [node.value for node in nodes if isinstance(node, ast.Return) and node.value]
-    gives_values = kinds & GIVING or any(getattr(value, "value", value) is not None for value in returned)
-    return ast.FunctionDef in kinds and not gives_values
+    kinds = set()
+    for statement in parsed(code)[0] or ():
+        for node in ast.walk(statement):
+            is_return = isinstance(node, ast.Return)
+            if is_return and node.value and getattr(node.value, "value", node) is not None:
+                return False
+            kinds.add(type(node))
+    return ast.FunctionDef in kinds and kinds.isdisjoint(GIVING)
 
 
 def is_literal(node):
@@ -168,15 +173,16 @@ def is_tuple(value, length):
 
 def compares(node, names):
     """Is there a comparison in an expression, outside of what it passes to functions of the answer?"""
-    if calls_by_name(node) and not names.are_known(node.func.id):
+    if calls_unknown(node, names):
         return False
     if isinstance(node, ast.Compare):
         return True
     return any(compares(child, names) for child in ast.iter_child_nodes(node))
 
 
-def calls_by_name(node):
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+def calls_unknown(node, names):
+    """Does an expression call, by its name, a function that is the answer's to define?"""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not names.are_known(node.func.id)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

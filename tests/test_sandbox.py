@@ -35,20 +35,7 @@ import pytest
 from colbench import ColBenchError, sandbox, sandbox_worker
 from colbench.questions import holds
 from colbench.sandbox import ANSWER_TIME_LIMIT, is_result, is_word, LayerError, Lines, Sandbox, Stop
-from colbench.sandbox_worker import (
-    AND,
-    CONDITIONAL,
-    empty,
-    end_all,
-    GIVE,
-    JUMP_IF_EQUAL,
-    LOAD,
-    MACHINES,
-    RESULT_LIMIT,
-    system_call_filter,
-    THREAD_LIMIT,
-    Walls,
-)
+from colbench.sandbox_worker import CONDITIONAL, empty, end_all, MACHINES, RESULT_LIMIT, THREAD_LIMIT, Walls
 from colbench.scorer import Scorer
 from colbench.values import encode, equal_values, is_encoded, readable
 
@@ -700,14 +687,14 @@ def verdict_of(program, number, arguments, architecture):
     while True:
         code, if_true, if_false, value = program[at]
         at += 1
-        if code == LOAD:
+        if code == sandbox_worker.LOAD:
             loaded, = struct.unpack_from("<I", data, value)
-        elif code == AND:
+        elif code == sandbox_worker.AND:
             loaded &= value
-        elif code == GIVE:
+        elif code == sandbox_worker.GIVE:
             return value
         else:
-            is_true = loaded == value if code == JUMP_IF_EQUAL else loaded >= value
+            is_true = loaded == value if code == sandbox_worker.JUMP_IF_EQUAL else loaded >= value
             at += if_true if is_true else if_false
 
 
@@ -725,7 +712,7 @@ def is_allowed(number, arguments, column, listed):
 def test_the_filter_allows_what_the_tables_say_and_nothing_else(machine, monkeypatch):
     column, architecture = MACHINES[machine]
     monkeypatch.setattr(os, "uname", lambda: types.SimpleNamespace(machine=machine))
-    _, memory = system_call_filter()
+    _, memory = sandbox_worker.system_call_filter()
     program = list(struct.iter_unpack("<HBBI", memory.raw[:-1]))
     lines = pathlib.Path(sandbox.__file__).with_name("system_calls.txt").read_text().splitlines()[1:]
     listed = {int(line.split()[1 + column]) for line in lines if line.split()[1 + column] != "-"}

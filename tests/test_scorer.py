@@ -12,7 +12,7 @@ from colbench.sandbox_worker import LOAD_LIMIT_S
 from colbench.scorer import reward_of, Scorer
 from colbench.values import encode, readable
 from common import read_tasks
-from conftest import read, refused, run, stage, succeed
+from conftest import read, refused, stage, succeed
 from lib.runtime import write_jsonl
 
 TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n * n if n else None",
@@ -355,11 +355,16 @@ def test_a_function_that_is_named_like_a_builtin_is_the_answers_to_define(scorer
     assert verdicts(scorer, "def f(x): return x / 3", task_of(helper, "round(f(1), 2)")) == [True]        # Python's own
 
 
-def test_a_reference_that_writes_its_own_results_settles_nothing(scorer):
-    forger = ("import os\ndef f(n):\n    for d in range(3, 64):\n        try: os.write(d, b'{line}\\n')\n"
-              "        except OSError: pass")
-    for line in ('["ok", 1]', '["ok", ["tuple", 1]]', '["ok", ["list", 9, 9]]', '["ok", "tuple"]', '["ok", null]'):
-        assert scorer.score([(task_of(forger.format(line=line), "f(3) == 9"), F)])[0].gradeable == [False]
+@pytest.mark.parametrize("result", ["1", "null", '"tuple"', '["tuple"]', '["tuple", 1]', '["tuple", 9, 9]',
+                                    '["list", 9, 9]'])
+def test_data_of_a_comparison_is_checked(scorer, result):
+    """As an answer's, and as a reference's, which settles nothing then."""
+    forger = "import os\ndef f(n):\n    for d in range(3, 64):\n        try: os.write(d, b'[\"ok\", {}]\\n')\n" \
+             "        except OSError: pass".format(result)
+    if result != '["tuple", 1]':
+        assert verdicts(scorer, forger, task_of(F, "f(3) == 9")) == [False]
+    if result != '["tuple", 9, 9]':
+        assert scorer.score([(task_of(forger, "f(3) == 9"), F)])[0].gradeable == [False]
 
 
 GRADED = """from decimal import Decimal
@@ -430,14 +435,6 @@ def test_an_answer_does_not_see_what_it_is_compared_with(scorer):
 def test_what_a_call_passes_to_the_function_may_compare(scorer):
     task = task_of("def f(key, items): return list(filter(key, items))", "f(lambda x: x > 1 and x != 3, [1, 2, 3])")
     assert verdicts(scorer, "def f(key, items): return [x for x in items if key(x)]", task) == [True]
-
-
-def test_data_of_a_comparison_is_checked(scorer):
-    forger = "import os\ndef f(n):\n    for d in range(3, 64):\n        try: os.write(d, b'{line}\\n')\n" \
-             "        except OSError: pass"
-    for line in ('["ok", 1]', '["ok", ["tuple"]]', '["ok", ["tuple", 9, 9]]', '["ok", ["list", 9]]',
-                 '["ok", "tuple"]'):
-        assert verdicts(scorer, forger.format(line=line), task_of(F, "f(3) == 9")) == [False]
 
 
 @pytest.mark.parametrize("end", ["raise ValueError", "input()", "import sys; sys.exit()", "exit()", "assert f(2) == 5",
@@ -603,7 +600,5 @@ def test_data_check(tmp_path, capsys):
     assert "passes 40.6% of the tests and solves 12.5% of the tasks" in out
 
 
-def test_check_of_no_file_and_no_output_are_refused(tmp_path):
+def test_check_of_no_file_is_refused(tmp_path):
     assert "no such file" in refused(1, "--check", tmp_path / "missing.jsonl")
-    process = run("01_generate_tasks.py")
-    assert process.returncode == 2 and "--out" in process.stderr
