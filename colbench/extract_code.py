@@ -341,13 +341,15 @@ def chosen_pieces(pieces, tested):
 def without_excerpts(pieces):
     """The pieces but for those that only show a part of a definition before them again, or signatures: they would take
     the place of what they explain."""
+    nodes = [node for piece in pieces for node in piece.nodes]
+    whole = {node.name for node in nodes if isinstance(node, DEFINITIONS) and not is_signature(node)}
     text, rest = "\n", []
     for piece in pieces:
         is_shown_again = piece.defined and f"\n{piece.source}\n" in text
-        if not is_shown_again and not all(map(is_signature, piece.nodes)):
+        if not is_shown_again and not all(is_signature(node) and node.name in whole for node in piece.nodes):
             rest.append(piece)
         text += f"{piece.source}\n"
-    return rest or pieces
+    return rest
 
 
 def is_signature(node):
