@@ -14,7 +14,7 @@ replies. The task's domain (colbench/) says which message is the answer, and sco
 --best-of N: at each turn the agent samples N messages and --critic says which one is sent. It may see c.
 --branch N: from N random turns of a trajectories file, several messages are rolled out: their Monte-Carlo returns.
 A dialogue that fails is counted, the others are kept, and the same command again rolls out what is missing.
-docs/scale.md describes --best-of and --branch, docs/servers.md models behind http://.
+docs/scale.md describes --best-of, --branch and models behind http://.
 Differs from the paper: the agent is told when the last round begins. The prompts are ours.
 
     python 02_rollout.py --tasks out/test.jsonl --agent out/policy --simulator rules --out out/trajectories.jsonl

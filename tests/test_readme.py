@@ -114,9 +114,10 @@ def test_every_command_parses(name):
 
 def test_the_paper_s_rows_are_all_there():
     commands = started(PAPER)
-    assert len(commands) == 3 + 5 + 3 + 4 + 6 + 1 + 4 + 3 + 1 + 18 + 6 + 3 * 3 + 6 + 2
+    assert len(commands) == 3 + 6 + 3 + 4 + 6 + 1 + 4 + 3 + 1 + 18 + 6 + 3 * 3 + 6 + 2
     table, curves = ({word.split("=")[0] for word in words if "=" in word} for words in commands[-2:])
-    assert {"single", "base", "rft", "mtdpo", "sweet", "sweet-no-norm", "big", "big-sweet", "sweet-n15000"} <= table
+    assert table >= {"single", "big-single", "base", "rft", "mtdpo", "sweet", "sweet-no-norm", "big", "big-sweet",
+                     "sweet-n15000"}
     assert {"critic@32", "critic-no-c@1", "critic-value@4", "judge@16"} <= curves and not table & curves
 
 
@@ -189,7 +190,7 @@ def test_the_number_of_attacks_is_right():
 
 
 def test_the_readme_is_short():
-    assert len(PAGES["README.md"].splitlines()) <= 150
+    assert len(PAGES["README.md"].splitlines()) <= 120
     assert all(len(line) <= 200 for line in PAGES["README.md"].splitlines())
 
 
