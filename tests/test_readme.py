@@ -112,6 +112,13 @@ def test_every_command_parses(name):
             assert (ROOT / words[words.index("-r") + 1]).is_file()
 
 
+def test_the_paper_s_rows_take_the_published_code_s_preset():
+    for program, name, *words in started(f"export PRESET=released-backend\n{PAPER}"):
+        if program == "torchrun":
+            name, *words = words[words.index(next(word for word in words if word.endswith(".py"))):]
+        check_command(name, words)
+
+
 def test_the_paper_s_rows_are_all_there():
     commands = started(PAPER)
     assert len(commands) == 3 + 6 + 3 + 4 + 6 + 1 + 4 + 3 + 1 + 18 + 6 + 3 * 3 + 6 + 2
