@@ -22,7 +22,7 @@ LABEL@N=FILE             points of a curve over N: of best-of-N (02 --best-of N)
 --costs                  tokens that were trained on, tokens that were generated, and minutes, of the training of the
                          agent and of its critics; their args.json say it
 
-docs/results.md says what the intervals leave out, docs/report.md how to read the page and what --critic adds to it.
+docs/results.md says what the intervals leave out, and how to read the page.
 scripts/critics.py measures critics, and whether a model reads c.
 
     python 05_evaluate.py base=out/base.jsonl sweet=out/sweet.jsonl --baseline base --critic out/critic \\
