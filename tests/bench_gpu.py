@@ -4,9 +4,8 @@
     python tests/bench_gpu.py --device cpu --shapes tiny          # tries this program
 
 Models have random weights, made on the GPU. Each part runs in a process of its own, with a time limit.
-decode         a decoding step of the engine against one of transformers' generate, and against the time in which the
-               GPU reads all weights, keys and values
-lora, critic, dpo, mtdpo, pairs    training steps; NAME-compiled: with --compile, of rows of several lengths
+decode         a decoding step of the engine against the time in which the GPU reads all weights, keys and values
+lora, critic, dpo    training steps; NAME-compiled: with --compile, of rows of several lengths
 score          16 candidates of a turn, in a tree
 MFU is 6 N D over 989 TFLOP/s (H100, H200), of LoRA 4 N D, of scoring 2 N D: N parameters without input embeddings, D
 tokens without padding. plan_gb: what --dry-run predicts."""
@@ -27,7 +26,6 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"   # or asking whether there is
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 import transformers  # noqa: E402
-from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
@@ -39,10 +37,9 @@ PEAK = 989e12                                   # FLOP/s of an H100 or H200, bfl
 NAMES = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"
 SHAPES = {"8B": ((4096, 14336, 32, 32, 8), 128256, False), "1B": ((2048, 8192, 16, 32, 8), 128256, True),
           "SmolLM2": ((576, 1536, 30, 9, 3), 49152, True), "tiny": ((64, 128, 2, 4, 2), 512, False)}
-TREE, PAIR, DIALOGUE = (600, 80, 8), (600, 80, 2), (0, 256, 8)      # tokens of a prompt, of a turn; turns
+TREE, DIALOGUE = (600, 80, 8), (0, 256, 8)      # tokens of a prompt, of a turn; turns
 # model, rank of LoRA, a row's form, rows of a micro-batch
-TRAINING = {"lora": ("8B", 16, TREE, 6), "critic": ("1B", 0, DIALOGUE, 8), "dpo": ("1B", 0, TREE, 8),
-            "mtdpo": ("1B", 0, DIALOGUE, 8), "pairs": ("1B", 0, PAIR, 8)}
+TRAINING = {"lora": ("8B", 16, TREE, 6), "critic": ("1B", 0, DIALOGUE, 8), "dpo": ("1B", 0, TREE, 8)}
 DECODING = [("8B", 64), ("8B", 16), ("8B", 256), ("8B", 1), ("SmolLM2", 16)]                # model, rows
 PROMPT_TOKENS, NEW_TOKENS = 520, 48
 
@@ -53,45 +50,24 @@ def config_of(shape):
                                     max_position_embeddings=16384)
 
 
-def fill_at_random(module, device):
-    """Give a module from the meta device values."""
-    module.to_empty(device=device)
-    for parameter in module.parameters():
-        values = parameter.detach()
-        if hasattr(values, "to_local"):
-            values = values.to_local()
-        if values.dim() == 1:
-            values.fill_(1)                                         # of a norm
-        else:
-            values.normal_(0, .02)
-    for part in module.modules():
-        if part._non_persistent_buffers_set:                        # frequencies of rotary embeddings
-            module.model._init_weights(part)
-
-
-def random_scorer(shape, device, dtype=torch.bfloat16, lora=None, make_ready=None):
-    """A common.Scorer of random weights. make_ready: called with it before it has any."""
-    with torch.device("meta"):
+def random_scorer(shape, device, dtype=torch.bfloat16, lora=None):
+    """A common.Scorer of random weights."""
+    with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config_of(shape), dtype=dtype)
         if lora:
             models.add_adapter(model, lora)
-        scorer = common.Scorer(model)
-    if make_ready:
-        make_ready(scorer)
-    fill_at_random(scorer, device)
-    if not hasattr(scorer, "reshard"):
-        model.tie_weights()
-    return scorer
+    return common.Scorer(model)
 
 
-def random_row(num_prompt, num_action, num_actions, short_by=0):
-    """A tree of actions after a prompt; without a prompt a dialogue, of whose turns a third is the agent's."""
+def random_items(number, num_prompt, num_action, num_actions):
+    """Items of a tree of actions after a prompt; without a prompt of a dialogue, of whose turns a third is the
+    agent's."""
     num_read = 0 if num_prompt else num_action * 2 // 3
-    turn_ids = [-1] * (num_prompt - short_by)
-    for number in range(num_actions):
-        turn_ids += [-1] * num_read + [number] * (num_action - num_read)
-    ids = [random.randrange(3, 500) for _ in turn_ids]
-    return common.Row(ids, turn_ids, len(ids) - num_action * num_actions if num_prompt else None)
+    turn_ids = [-1] * num_prompt
+    for turn in range(num_actions):
+        turn_ids += [-1] * num_read + [turn] * (num_action - num_read)
+    ids = [[random.randrange(3, 500) for _ in turn_ids] for _ in range(number)]
+    return [[common.Row(row_ids, turn_ids, num_prompt or None)] for row_ids in ids]
 
 
 def num_parameters(model):
@@ -112,8 +88,9 @@ def seconds_of(work, times, device):
     return seconds
 
 
-def speed(model, factor, num_tokens, seconds):
+def speed(model, factor, items, seconds):
     peak = torch.cuda.max_memory_allocated() / 1e9 if model.device.type == "cuda" else 0
+    num_tokens = sum(len(row.ids) for [row] in items)
     return {"tokens": num_tokens, "tokens_per_s": num_tokens / seconds, "ms": 1000 * seconds, "peak_gb": peak,
             "mfu": factor * num_parameters(model) * num_tokens / seconds / PEAK}
 
@@ -123,18 +100,14 @@ def train(name, is_tiny):
     shape, rank, form, num_rows = TRAINING[kind]
     if is_tiny:
         shape, form, num_rows = "tiny", (form[0] // 20, 9, form[2]), 2
-    run = start(0)
-    lora, dtype = None, torch.float32
+    run, lora = start(0), None
     if rank:
-        dtype = torch.bfloat16
         lora = models.import_peft().LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM",
-                                                 target_modules="all-linear")
-    sharding = models.Sharding("bfloat16", compile=bool(compiled))
-    scorer = random_scorer(shape, run.device, dtype, lora, lambda scorer: models.shard(scorer, run, sharding)).train()
-    optimizer = training.adamw(scorer, 1e-6)
-    items = [[random_row(*form)] for _ in range(num_rows)]
-    if kind == "mtdpo":
-        items = [common.as_one_action(item) for item in items]
+                                               target_modules="all-linear")
+    sharding = models.Sharding("bfloat16", 1, False, "", 0, bool(compiled))
+    scorer = random_scorer(shape, run.device, torch.bfloat16 if lora else torch.float32, lora).train()
+    models.shard(scorer, run, sharding)
+    optimizer, items = training.adamw(scorer, 1e-6), random_items(num_rows, *form)
 
     def step(items=items):
         values = scorer(common.collate(items, run.device))          # (B, M)
@@ -144,24 +117,20 @@ def train(name, is_tiny):
         optimizer.zero_grad(set_to_none=True)
     first_s = seconds_of(step, 2, run.device)
     if compiled:                                                    # other lengths and numbers of rows
-        for others in ([[random_row(*form[:2], form[2] // 2)] for _ in items], items[:-1]):
+        for others in (random_items(num_rows, *form[:2], form[2] // 2), items[:-1]):
             first_s += seconds_of(functools.partial(step, others), 1, run.device)
     seconds = statistics.median(seconds_of(step, 5, run.device))
-    num_tokens = sum(len(row.ids) for [row] in items)
-    yield speed(scorer.model, 4 if rank else 6, num_tokens, seconds) | {"model": shape, "first_s": first_s}
-    if not compiled:
-        planned = memory.PlannedStep(1, sharding, num_rows, num_rows, 1, len(items[0][0].ids), form[0] > 0, lora)
-        yield {"plan_gb": memory.memory_plan(config_of(shape), planned, common.token_logps)["total"] / 1e9}
+    planned = memory.PlannedStep(1, sharding, num_rows, num_rows, 1, len(items[0][0].ids), form[0] > 0, lora)
+    yield {"model": shape, "first_s": first_s, **speed(scorer.model, 4 if rank else 6, items, seconds),
+           "plan_gb": memory.memory_plan(config_of(shape), planned, common.token_logps)["total"] / 1e9}
 
 
 def score(name, is_tiny):
     shape, form = ("tiny", (30, 9, 16)) if is_tiny else ("8B", (600, 80, 16))
     device = start(0).device
-    scorer = random_scorer(shape, device).eval()
-    items = [[random_row(*form)] for _ in range(8)]
+    scorer, items = random_scorer(shape, device).eval(), random_items(8, *form)
     work = functools.partial(common.action_outputs, scorer, items, 16384, device)
-    seconds = statistics.median(seconds_of(work, 3, device))
-    yield {"model": shape, **speed(scorer.model, 2, sum(len(row.ids) for [row] in items), seconds)}
+    yield {"model": shape, **speed(scorer.model, 2, items, statistics.median(seconds_of(work, 3, device)))}
 
 
 def decode(name, is_tiny):
@@ -176,45 +145,22 @@ def decode(name, is_tiny):
         config = model.config
         kept = 4 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * (
             PROMPT_TOKENS + NEW_TOKENS // 2)                        # bytes of keys and values a row
-        row = {"model": shape, "rows": num_rows,
-               "floor_ms": 1000 * (2 * num_parameters(model) + num_rows * kept) / bandwidth, "bandwidth": bandwidth}
-        prompts = [[random.randrange(3, 500) for _ in range(PROMPT_TOKENS)] for _ in range(num_rows)]
-        for way, seconds_of_steps in (("engine", by_engine), ("generate", by_generate)):
-            begin = time.perf_counter()
-            seconds = seconds_of_steps(model, prompts)
-            row[f"{way}_ms"] = 1000 * statistics.median(seconds[len(seconds) // 2:])
-            row[f"{way}_first_ms"] = [round(1000 * number) for number in seconds[:4]]
-            row[f"{way}_wall_s"] = time.perf_counter() - begin      # with the prompts
-        yield row | {"times": row["generate_ms"] / row["engine_ms"]}
+        seconds = seconds_of_steps(Engine(model, [], num_rows, 16384), num_rows)
+        yield {"model": shape, "rows": num_rows, "bandwidth": bandwidth,
+               "floor_ms": 1000 * (2 * num_parameters(model) + num_rows * kept) / bandwidth,
+               "step_ms": 1000 * statistics.median(seconds[len(seconds) // 2:]), "first_s": seconds[:4]}
 
 
-def by_engine(model, prompts):
-    """Seconds of each decoding step."""
-    engine, seconds = Engine(model, [], len(prompts), 16384), []
-    plain_decode = engine.decode
+def seconds_of_steps(engine, num_rows):
+    """Of each decoding step."""
+    plain_decode, seconds = engine.decode, []
     engine.decode = lambda: seconds.extend(seconds_of(plain_decode, 1, engine.device))
 
     async def sample_all():
-        randoms = torch.full((1, NEW_TOKENS), .5)
-        await asyncio.gather(*(engine.generate(prompt, randoms, 1.0) for prompt in prompts))
+        prompts, randoms = random_items(num_rows, PROMPT_TOKENS, 0, 0), torch.full((1, NEW_TOKENS), .5)
+        await asyncio.gather(*(engine.generate(row.ids, randoms, 1.0) for [row] in prompts))
     asyncio.run(sample_all())
     return seconds
-
-
-def by_generate(model, prompts):
-    """Seconds of each decoding step, with transformers' own attention; half as many."""
-    transformers.AttentionInterface.register("sdpa", sdpa_attention_forward)
-    times, num_new = [], NEW_TOKENS // 2
-
-    class Clock(transformers.StoppingCriteria):
-        def __call__(self, ids, scores, **_):
-            ids.sum().item()                                        # waits
-            times.append(time.perf_counter())
-            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-    ids = torch.tensor(prompts, device=model.device)
-    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, min_new_tokens=num_new,
-                   do_sample=False, pad_token_id=0, stopping_criteria=[Clock()])
-    return [after - before for before, after in zip(times, times[1:])]
 
 
 PARTS = {"decode": decode, "score": score}
@@ -224,21 +170,19 @@ for kind in TRAINING:
 
 def work(name, args):
     """The process of a part."""
-    def write(**row):
-        for key, value in row.items():
-            row[key] = round(value, 4) if isinstance(value, float) else value
-        text = json.dumps({"part": name, **row})
-        print(text, flush=True)
-        with open(args.out, "a") as file:
-            file.write(text + "\n")
-    begin = time.perf_counter()
+    begin, rows = time.perf_counter(), []
     try:
-        for row in PARTS[name](name, args.shapes == "tiny"):
-            write(**row)
+        rows += PARTS[name](name, args.shapes == "tiny")
     except Exception as error:
-        write(error=f"{type(error).__name__}: {error}"[:300])
+        rows.append({"error": f"{type(error).__name__}: {error}"[:300]})
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    write(wall_s=time.perf_counter() - begin, card=card, torch=torch.__version__, transformers=transformers.__version__)
+    rows.append({"wall_s": time.perf_counter() - begin, "card": card, "torch": torch.__version__,
+                 "transformers": transformers.__version__})
+    with open(args.out, "a") as file:
+        for row in rows:
+            text = json.dumps({"part": name, **row})
+            print(text, flush=True)
+            file.write(text + "\n")
 
 
 def main():
@@ -247,16 +191,14 @@ def main():
     parser.add_argument("--shapes", choices=["full", "tiny"], default="full")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--limit", type=float, default=90, help="seconds of a part")
-    parser.add_argument("--total", type=float, default=300, help="seconds of all parts")
     parser.add_argument("--out", default="bench_gpu.jsonl", help="file to append to")
     args = parser.parse_args()
     if args.device == "cpu":
         torch.cuda.is_available = lambda: False
-    end = time.perf_counter() + args.total
     for name in args.parts:
         process = multiprocessing.get_context("fork").Process(target=work, args=(name, args))
         process.start()
-        process.join(max(1, min(args.limit, end - time.perf_counter())))
+        process.join(args.limit)
         if process.is_alive():
             print(json.dumps({"part": name, "error": "took too long"}), flush=True)
             process.kill()

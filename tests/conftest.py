@@ -7,6 +7,7 @@ import gc
 import hashlib
 import importlib
 import io
+import itertools
 import json
 import os
 import pathlib
@@ -23,6 +24,7 @@ import pytest
 from processes import start as start_process
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+BASE = ROOT / "models" / "tiny"
 os.environ.update(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")
 sys.path.insert(0, str(ROOT))
 
@@ -91,27 +93,48 @@ def processes():
     return address
 
 
-STARTED = {}                                                        # {process id: what the server answers later}
+class Fork:
+    """A process that the server of processes.py starts, with what of subprocess.Popen is used of it. Its output and its
+    errors go into files, `log` where there is no other."""
+
+    def __init__(self, arguments, log, errors=None, environment=None):
+        with open(os.devnull) as nothing:
+            self.answer = start_process(processes(), [*map(str, arguments)], str(ROOT),
+                                        {**os.environ, **(environment or {})},
+                                        [nothing.fileno(), log.fileno(), (errors or log).fileno()])
+        self.pid, self.returncode = int(self.answer.readline()), None
+
+    def poll(self):
+        if self.returncode is None and select.select([self.answer], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def wait(self):
+        if self.returncode is None:
+            with self.answer:
+                self.returncode = int(self.answer.readline())
+        return self.returncode
+
+    def send_signal(self, number):
+        os.kill(self.pid, number)
+
+
+STARTED = {}                                                        # {process id: Fork}
 
 
 def begin(script, *arguments, folder, rank=0, environment=None):
     """Start a stage, or a module ("examples.grpo"), in a process of its own, its output in files of `folder`.
     Returns the process id."""
-    program = [str(ROOT / script)] if script.endswith(".py") else ["-m", script]
-    with (open(os.devnull) as nothing, open(f"{folder}/{rank}.out", "w") as output,
-          open(f"{folder}/{rank}.err", "w") as errors):
-        answer = start_process(processes(), [*program, *map(str, arguments)], str(ROOT),
-                               {**os.environ, **(environment or {})},
-                               [nothing.fileno(), output.fileno(), errors.fileno()])
-    pid = int(answer.readline())
-    STARTED[pid] = answer
-    return pid
+    program = [ROOT / script] if script.endswith(".py") else ["-m", script]
+    with open(f"{folder}/{rank}.out", "w") as output, open(f"{folder}/{rank}.err", "w") as errors:
+        process = Fork([*program, *arguments], output, errors, environment)
+    STARTED[process.pid] = process
+    return process.pid
 
 
 def wait(pid):
     """The exit status of a process that `begin` started, as Python's subprocess gives it."""
-    with STARTED.pop(pid) as answer:
-        return int(answer.readline())
+    return STARTED.pop(pid).wait()
 
 
 def rank_environments(ranks):
@@ -173,23 +196,23 @@ def succeed(script, *arguments, **options):
     return process.stdout
 
 
-def call(number, *arguments):
-    """Call a stage in this process; returns what it printed."""
+def call(program, *arguments):
+    """Call a stage (its number), or a fork (its module), in this process; returns what it printed."""
+    module = stage(program) if isinstance(program, int) else program
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        stage(number).main([str(argument) for argument in arguments])
+        module.main([str(argument) for argument in arguments])
     return printed.getvalue()
 
 
 def refused(program, *arguments):
-    """Call a stage (its number), or a fork (its module), in this process with bad input; returns its one line
-    (test_pipeline checks the exit status)."""
+    """Call a program as `call` does with bad input; returns its one line (test_pipeline checks the exit status)."""
     from colbench import ColBenchError
-    from lib.runtime import InputError
-    module = stage(program) if isinstance(program, int) else program
-    with pytest.raises((InputError, ColBenchError)) as error:
-        module.main([str(argument) for argument in arguments])
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    from lib.runtime import error_text, InputError
+    with pytest.raises((InputError, ColBenchError, OSError)) as error:
+        call(program, *arguments)
+    line = error_text(error.value)
+    assert line and "\n" not in line and len(line) < 2000
+    return line
 
 
 def Partial(out, rank=0, ranks=1):
@@ -202,16 +225,47 @@ def read(path):
         return [json.loads(line) for line in file]
 
 
-def assert_same_steps(folder, other):
-    """Two trainings have logged the same numbers, but for their last digits."""
-    for ours, theirs in zip(read(folder / "metrics.jsonl"), read(other / "metrics.jsonl"), strict=True):
-        for key in ("loss", "margin", "gnorm"):
-            assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-4), key
+def write(path, rows):
+    """Write rows as JSON lines, which may be given as texts; returns the path."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
 
 
-def furthest(ours, theirs):
-    """How far two dicts of tensors are apart."""
-    return max((ours[key] - theirs[key]).abs().max().item() for key in theirs)
+def weights(folder):
+    """{name: tensor} of a model folder."""
+    from safetensors.torch import load_file
+    return load_file(pathlib.Path(folder, "model.safetensors"))
+
+
+def greatest_difference(folder, other):
+    """Between the weights of two model folders."""
+    ours, theirs = weights(folder), weights(other)
+    return max((ours[name] - tensor).abs().max().item() for name, tensor in theirs.items())
+
+
+@contextlib.contextmanager
+def dies(owner, name, calls=0):
+    """Inside, what is called `name` of `owner` works so many times; then it ends the program, as a kill would."""
+    work, numbers = getattr(owner, name), itertools.count()
+
+    def work_or_die(*arguments, **options):
+        if next(numbers) >= calls:
+            raise KeyboardInterrupt
+        return work(*arguments, **options)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, work_or_die)
+        yield
+
+
+FUNCTION = {"problem_description": "?", "ground_truth": "def f(n):\n    return n",
+            "test_cases": {"a": "f(1)", "b": "f(2)"}}
+
+
+def trajectory(task_id, answer, **more):
+    """A dialogue of one turn about FUNCTION."""
+    from colbench import backend
+    return {"task_id": task_id, "task": FUNCTION, "answer": answer, "dialogue_history": [
+        {"role": "user", "content": "?"}, {"role": "assistant", "content": f"{backend.MARKER}\n{answer}"}], **more}
 
 
 def made_once(tmp_path_factory, name, make):
@@ -247,9 +301,20 @@ def workspace(tmp_path_factory):
     return made_once(tmp_path_factory, "workspace", make_workspace)
 
 
+@pytest.fixture(scope="session")
+def data(tmp_path_factory):
+    """A folder with tasks.jsonl and demos.jsonl, of the scripted agent; a task's first dialogue is a success."""
+    def make(folder):
+        tasks, demos = folder / "tasks.jsonl", folder / "demos.jsonl"
+        call(1, "--num-tasks", 12, "--out", tasks)
+        call(2, "--tasks", tasks, "--agent", "script-informed", "--samples", 3, "--out", demos)
+        write(demos, [{**row, "reward": float(row["sample"] == 0)} for row in read(demos)])
+    return made_once(tmp_path_factory, "data", make)
+
+
 def policy_flags(workspace, method, out, *more):
     """Flags of 04 for two steps from the shipped base model; the last of a flag given twice counts."""
-    return ["--method", method, "--trajectories", workspace / "offline.jsonl", "--model", ROOT / "models" / "tiny",
+    return ["--method", method, "--trajectories", workspace / "offline.jsonl", "--model", BASE,
             "--lr", 1e-4, "--max-steps", 2, "--out", out, *more]
 
 
@@ -258,19 +323,33 @@ def critic_note(head):
     return {"head": head, "normalize": "none", "privileged": True, "reference": "models/tiny"}
 
 
+def trained_critic(workspace, tmp_path_factory, num_steps, *options):
+    def make(folder):
+        succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr",
+                1e-3, "--max-steps", num_steps, *options, "--out", folder / "critic")
+    return made_once(tmp_path_factory, "_".join(["critic", str(num_steps), *options]), make) / "critic"
+
+
 @pytest.fixture(scope="session")
 def critic(workspace, tmp_path_factory):
     """The folder of a critic after five steps. Tests do not write into it."""
-    def make(folder):
-        succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model",
-                ROOT / "models" / "tiny", "--lr", 1e-3, "--max-steps", 5, "--out", folder / "critic")
-    return made_once(tmp_path_factory, "critic_of_five_steps", make) / "critic"
+    return trained_critic(workspace, tmp_path_factory, 5)
+
+
+@pytest.fixture(scope="session")
+def regression_critic(workspace, tmp_path_factory):
+    return trained_critic(workspace, tmp_path_factory, 2, "--head", "regression")
+
+
+@pytest.fixture(scope="session")
+def value_critic(workspace, tmp_path_factory):
+    return trained_critic(workspace, tmp_path_factory, 2, "--head", "value", "--held-out-frac", "0")
 
 
 @pytest.fixture(scope="session")
 def tiny(workspace):
     from lib.models import load_model
-    model, tokenizer = load_model(str(ROOT / "models" / "tiny"), "cpu")
+    model, tokenizer = load_model(str(BASE), "cpu")
     return model.eval(), tokenizer
 
 

@@ -5,22 +5,20 @@
 One connection starts one process. The request is a line of JSON, {"argv", "cwd", "env"}. It comes with three file
 descriptors: input, output and errors of the new process. The first line of the answer is the process id. The second
 line comes when the process has ended: its exit status, as Python's subprocess gives it. The process stays a zombie
-until the connection is closed, so that its id names nothing else.
-
-A fork of this process takes 0.04 s of processor time, so a start is one fork, and what every stage does at its begin
-is done here once."""
-import contextlib
+until the connection is closed, so that its id names nothing else."""
 import gc
 import importlib
 import json
 import os
 import pathlib
 import runpy
-import select
-import signal
 import socket
+import socketserver
 import sys
+import threading
 import traceback
+
+ONE_AT_A_TIME = threading.Lock()            # so that no fork holds the descriptors of another one's request
 
 
 def start(address, argv, cwd, environment, descriptors):
@@ -39,28 +37,18 @@ def prepare_what_stages_need():
     a stage (test_sandbox.py and test_scorer.py are about several)."""
     root = pathlib.Path(__file__).resolve().parents[1]
     sys.path.insert(0, str(root))
-    import jinja2  # noqa: F401
-    import matplotlib.backends.backend_agg  # noqa: F401
-    import matplotlib.backends.backend_svg  # noqa: F401
-    import matplotlib.pyplot  # noqa: F401
-    import openai  # noqa: F401
-    import peft  # noqa: F401
-    import PIL.Image  # noqa: F401
-    import scipy.stats  # noqa: F401
-    import tokenizers  # noqa: F401
-    import torch.distributed.checkpoint.state_dict  # noqa: F401
-    import tqdm  # noqa: F401
-    from torch.distributed import checkpoint, fsdp  # noqa: F401
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
-    from transformers.models.llama import modeling_llama  # noqa: F401
 
-    import common  # noqa: F401
     from colbench import scorer
     from lib.models import load_model
-    for path in root.glob("lib/*.py"):
-        importlib.import_module(f"lib.{path.stem}")
+    for name in ("jinja2", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "matplotlib.pyplot",
+                 "openai", "peft", "PIL.Image", "scipy.stats", "tokenizers", "tqdm", "torch.distributed.fsdp",
+                 "torch.distributed.checkpoint.state_dict", "transformers.models.llama.modeling_llama", "common",
+                 *(f"lib.{path.stem}" for path in root.glob("lib/*.py"))):
+        importlib.import_module(name)
     load_model(str(root / "models" / "tiny"), "cpu")
     scorer.num_cores = lambda: 1
+    gc.freeze()                                                      # so that a collection in a fork copies no pages
 
 
 def run_script(argv):
@@ -99,75 +87,50 @@ def become(request, descriptors):
     os._exit(run_script(request["argv"]))
 
 
-def begin(connection, files_of_server):
-    """Start the process that a connection asks for; returns its id, None where nothing is asked for."""
-    request, descriptors, _, _ = socket.recv_fds(connection, 1 << 16, 3)
-    while request and not request.endswith(b"\n"):
-        more = connection.recv(1 << 16)
-        request = request + more if more else b""
-    pid = os.fork() if request else None
-    if pid == 0:
+class Connection(socketserver.StreamRequestHandler):
+    """What a connection asks for, in a thread of its own."""
+
+    def handle(self):
+        with ONE_AT_A_TIME:
+            if "lib.models" not in sys.modules:
+                prepare_what_stages_need()
+            request, descriptors, _, _ = socket.recv_fds(self.request, 1 << 16, 3)
+            if not request:
+                return
+            if not request.endswith(b"\n"):
+                request += self.rfile.readline()
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    become(json.loads(request), descriptors)
+                finally:                                             # of what is wrong in `become` itself
+                    traceback.print_exc(file=sys.__stderr__)
+                    os._exit(1)
+            for descriptor in descriptors:
+                os.close(descriptor)
         try:
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            for file in files_of_server:
-                file.close()
-            become(json.loads(request), descriptors)
-        except BaseException:
-            traceback.print_exc(file=sys.__stderr__)
-            os._exit(1)
-    for descriptor in descriptors:
-        os.close(descriptor)
-    return pid
+            self.wfile.write(f"{pid}\n".encode())
+            end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            status = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+            self.wfile.write(f"{status}\n".encode())
+            self.rfile.read()                                        # until it is closed
+        except ConnectionError:                                      # nobody listens any more
+            pass
+        os.waitpid(pid, 0)
 
 
-def tell(connection, number):
-    """Send a line, or nothing where nobody listens any more."""
-    with contextlib.suppress(ConnectionError):
-        connection.sendall(f"{number}\n".encode())
+class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+    daemon_threads = True
+    request_queue_size = 64
 
 
 def main():
     address = sys.argv[1]
-    running, ended = {}, {}                                          # {connection: process id}
-    is_prepared = False
-    bell, ring = socket.socketpair()                                 # it rings when a process has ended
-    ring.setblocking(False)
-    signal.set_wakeup_fd(ring.fileno(), warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(f"{address}.partial")
-    listener.listen(64)
+    server = Server(f"{address}.partial", Connection)
     os.rename(f"{address}.partial", address)
-    while True:
-        ready, _, _ = select.select([sys.stdin, listener, bell, *ended], [], [])
-        if sys.stdin in ready:
-            os._exit(0)                                              # without the exit handlers of what was imported
-        if listener in ready:
-            if not is_prepared:
-                gc.disable()
-                prepare_what_stages_need()
-                gc.freeze()                                          # so that a collection in a fork copies no pages
-                gc.enable()
-                is_prepared = True
-            connection, _ = listener.accept()
-            pid = begin(connection, [bell, ring, listener, connection, *running, *ended])
-            if pid is None:
-                connection.close()
-            else:
-                tell(connection, pid)
-                running[connection] = pid
-        if bell in ready:
-            bell.recv(1 << 16)
-            for connection, pid in list(running.items()):
-                end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
-                if end is not None:
-                    tell(connection, end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
-                    ended[connection] = running.pop(connection)
-        for connection in ready:
-            if connection in ended:                                  # it is closed: nothing else can be read from it
-                os.waitpid(ended.pop(connection), 0)
-                connection.close()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    sys.stdin.read()
+    os._exit(0)                                                      # without the exit handlers of what was imported
 
 
 if __name__ == "__main__":

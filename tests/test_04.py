@@ -8,7 +8,7 @@ import torch
 
 import common
 from colbench import backend
-from conftest import call, read, refused, ROOT, rows_of_actions, stage, succeed
+from conftest import BASE, call, dies, read, refused, stage, write
 from conftest import policy_flags as flags
 from lib import training
 from lib.models import encode
@@ -16,18 +16,17 @@ from lib.runtime import InputError, start
 from lib.training import preference_numbers, weighted_sums
 
 policy_stage = stage(4)
-BASE = ROOT / "models" / "tiny"
 
 
 def sweet_flags(workspace, critic, out, *more):
-    return flags(workspace, "sweet", out, "--critic", critic, "--data-frac", 0.17, "--num-candidates", 8,
+    return flags(workspace, "sweet", out, "--critic", critic, "--data-frac", 0.1, "--num-candidates", 8,
                  "--max-new-tokens", 80, "--nll-coef", 0, *more)
 
 
 @pytest.fixture(scope="module")
 def sweet(workspace, critic, tmp_path_factory):
     out = tmp_path_factory.mktemp("sweet") / "sweet"
-    return out, succeed("04_train_policy.py", *sweet_flags(workspace, critic, out))
+    return out, call(4, *sweet_flags(workspace, critic, out))
 
 
 # --- losses by hand
@@ -97,10 +96,14 @@ def test_states_are_a_seeded_share_of_whole_trajectories(workspace):
 
 # --- sweet
 
-def test_phases_can_be_inspected(workspace, sweet, tiny):
+def test_phases_can_be_inspected(sweet):
     out, printed = sweet
+    assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)      # mtdpo's: test_house.py
     scored, pairs = read(out / "scored.jsonl"), read(out / "pairs.jsonl")
-    assert [len(row["candidates"]) for row in scored] == [8] * len(scored)
+    for row in scored:                           # c never reaches a prompt, but its signature, which is in the request
+        secret = [line.strip() for line in row["task"]["ground_truth"].split("\n")[1:]]
+        assert secret and not any(line in row["prompt"] for line in [*secret, "The function that this person needs"])
+        assert len(row["candidates"]) == 8
     by_state = {(row["task_id"], row["sample"], row["turn"]): row for row in scored}
     for pair in pairs:
         row = by_state[pair["task_id"], pair["sample"], pair["turn"]]
@@ -111,49 +114,22 @@ def test_phases_can_be_inspected(workspace, sweet, tiny):
     assert f"{len(pairs)} pairs of {4 * len(scored)} asked for" in printed and (out / "COMPLETED").exists()
 
 
-def test_c_never_reaches_the_policy(sweet):
-    """Not a line of the reference but its signature, which is in the request."""
-    for row in read(sweet[0] / "scored.jsonl"):
-        lines = [line.strip() for line in row["task"]["ground_truth"].split("\n")[1:]]
-        assert lines and not any(line in row["prompt"] for line in lines)
-        assert "The function that this person needs" not in row["prompt"]
-
-
-def test_the_first_loss_is_log_2(sweet):
-    """That of mtdpo: test_house.py, test_training.py."""
-    assert read(sweet[0] / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
-
-
 def test_an_equal_pair_is_half_right(sweet, workspace, tmp_path):
     chosen, rejected = torch.tensor([0.3, 0.3 + 3e-7, 0.3 - 3e-7, 0.4, 0.2]), torch.full((5,), 0.3)
     numbers = preference_numbers(chosen, rejected, torch.zeros(5), "float32")
     assert numbers["acc"].tolist() == [0.5, 0.5, 0.5, 1, 0]
     assert weighted_sums(numbers, torch.full((5,), 0.2))["margin"] == pytest.approx(0, abs=1e-6)
     assert read(sweet[0] / "metrics.jsonl")[0]["acc"] == 0.5
-    succeed("04_train_policy.py", *flags(workspace, "mtdpo", tmp_path / "m", "--dtype", "bfloat16", "--max-steps", 1))
+    call(4, *flags(workspace, "mtdpo", tmp_path / "m", "--dtype", "bfloat16", "--max-steps", 1))
     assert read(tmp_path / "m" / "metrics.jsonl")[0]["acc"] == 0.5
 
 
-def test_a_tree_trains_like_rows_of_their_own(sweet, workspace, critic, tmp_path, monkeypatch):
-    monkeypatch.setattr(common, "actions_item", rows_of_actions)
-    call(4, *sweet_flags(workspace, critic, tmp_path / "s", "--candidates", sweet[0] / "candidates.jsonl"))
-    for ours, theirs in zip(read(tmp_path / "s" / "pairs.jsonl"), read(sweet[0] / "pairs.jsonl"), strict=True):
-        assert ours["chosen"]["advantage"] == pytest.approx(theirs["chosen"]["advantage"], abs=1e-4)
-    for ours, theirs in zip(read(tmp_path / "s" / "metrics.jsonl"), read(sweet[0] / "metrics.jsonl"), strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-4)
-        assert ours["gnorm"] == pytest.approx(theirs["gnorm"], rel=1e-2)
-
-
-def test_phases_resume_where_they_stopped(sweet, workspace, critic, tmp_path, monkeypatch):
-    arguments = [str(x) for x in sweet_flags(workspace, critic, tmp_path / "s")]
-
-    def die(*_):
-        raise KeyboardInterrupt
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(common, "score_actions", die)
-        policy_stage.main(arguments)
+def test_phases_resume_where_they_stopped(sweet, workspace, critic, tmp_path):
+    arguments = sweet_flags(workspace, critic, tmp_path / "s")
+    with dies(common, "score_actions"):
+        call(4, *arguments)
     written = (tmp_path / "s" / "candidates.jsonl").stat().st_mtime_ns
-    policy_stage.main(arguments)
+    call(4, *arguments)
     assert (tmp_path / "s" / "candidates.jsonl").stat().st_mtime_ns == written
     assert (tmp_path / "s" / "pairs.jsonl").read_bytes() == (sweet[0] / "pairs.jsonl").read_bytes()
 
@@ -181,17 +157,11 @@ def test_candidates_are_scored_without_their_thoughts(text, prompt, is_answer):
     assert (backend.MARKER in policy_stage.decision_point(row).texts[0]) == is_answer
 
 
-def test_the_last_step_is_saved_where_max_steps_ends_within_an_epoch(workspace, tmp_path, monkeypatch, capsys):
-    arguments = [str(x) for x in flags(workspace, "mtdpo", tmp_path / "m", "--max-steps", 1)]
-
-    def die(*_):
-        raise KeyboardInterrupt
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(training, "save_model", die)                   # after training, before anything is written
-        policy_stage.main(arguments)
-    assert "continues at step" not in capsys.readouterr().out
-    policy_stage.main(arguments)
-    assert "continues at step 1\n" in capsys.readouterr().out
+def test_the_last_step_is_saved_where_max_steps_ends_within_an_epoch(workspace, tmp_path):
+    arguments = flags(workspace, "mtdpo", tmp_path / "m", "--max-steps", 1)
+    with dies(training, "check_weights"):                            # after training, before anything is written
+        call(4, *arguments)
+    assert "continues at step 1\n" in call(4, *arguments)
     assert [row["step"] for row in read(tmp_path / "m" / "metrics.jsonl")] == [1]
 
 
@@ -206,29 +176,28 @@ def test_the_policy_loads_and_continues_to_talk(sweet, workspace, tmp_path):
 
 # --- prompts
 
-def published(workspace, path, num=6, **changes):
+def published(workspace, path, num=6):
     """The first dialogues as a published file has them: no ids, no numbers of samples, a system prompt of their own in
     what is logged (this template shows none, so it stands as a turn)."""
     rows = []
     for row in read(workspace / "offline.jsonl")[:num]:
-        row = {key: value for key, value in {**row, **changes}.items()
-               if key not in ("tokenizer", "sample", "max_rounds") or key in changes}
+        for key in ("tokenizer", "sample", "max_rounds"):
+            del row[key]
         for turn in row["dialogue_history"]:
             turn.pop("output_ids", None)
             if "input" in turn:
                 turn["input"] = "<|user|>Ask {short} questions.<|end|>" + turn["input"]
         rows.append(row)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write(path, rows)
     return rows
 
 
 def untrained(path, out, *more):
-    return [str(x) for x in ("--method", "sweet", "--critic", "untrained", "--trajectories", path, "--model", BASE,
-                             "--data-frac", 1, "--num-candidates", 6, "--max-new-tokens", 60, "--max-steps", 1,
-                             "--out", out, *more)]
+    return ["--method", "sweet", "--critic", "untrained", "--trajectories", path, "--model", BASE, "--data-frac", 1,
+            "--num-candidates", 6, "--max-new-tokens", 60, "--max-steps", 1, "--out", out, *more]
 
 
-def test_candidates_continue_logged_prompts_and_train_after_their_own(workspace, tmp_path, monkeypatch, capsys):
+def test_candidates_continue_logged_prompts_and_train_after_their_own(workspace, tmp_path, monkeypatch):
     """Two tasks, three dialogues of each without "sample": what is trained together continues its own prompt."""
     rows, trained, make = published(workspace, tmp_path / "p.jsonl"), [], common.actions_item
 
@@ -237,7 +206,7 @@ def test_candidates_continue_logged_prompts_and_train_after_their_own(workspace,
             trained.append((prompt, actions))
         return make(tokenizer, prompt, actions)
     monkeypatch.setattr(common, "actions_item", actions_item)
-    policy_stage.main(untrained(tmp_path / "p.jsonl", tmp_path / "out", "--pairs-together"))
+    printed = call(4, *untrained(tmp_path / "p.jsonl", tmp_path / "out", "--pairs-together"))
     candidates, pairs = (read(tmp_path / "out" / name) for name in ("candidates.jsonl", "pairs.jsonl"))
     assert [row["prompt"] for row in candidates] == [turn["input"] for row in rows
                                                      for turn in row["dialogue_history"][1::2]]
@@ -249,47 +218,36 @@ def test_candidates_continue_logged_prompts_and_train_after_their_own(workspace,
     assert len({prompt for prompt, _ in trained}) > 6
     assert all(set(map(tuple, actions)) <= sampled[prompt] for prompt, actions in trained)
     assert len(trained) == len({(pair["task_id"], pair["sample"], pair["turn"]) for pair in pairs})
-    assert f"their prompts: {len(candidates)} as logged\n" in capsys.readouterr().out
+    assert f"their prompts: {len(candidates)} as logged\n" in printed
 
 
-def test_two_prompts_of_one_name_are_refused(workspace, tmp_path):
-    rows = published(workspace, tmp_path / "p.jsonl", sample=0)
-    line = refused(4, *untrained(tmp_path / "p.jsonl", tmp_path / "out"))
-    assert line.startswith(f'{tmp_path / "p.jsonl"}: two dialogues of task {rows[0]["task_id"]} have "sample" 0; ')
-    published(workspace, tmp_path / "p.jsonl", num=1)
-    policy_stage.main(untrained(tmp_path / "p.jsonl", tmp_path / "a"))
-    candidates = tmp_path / "a" / "candidates.jsonl"
-    policy_stage.main(untrained(tmp_path / "p.jsonl", tmp_path / "b", "--candidates", candidates))
-    candidates.write_text(candidates.read_text().replace("Ask {short} questions", "Ask"))
-    line = refused(4, *untrained(tmp_path / "p.jsonl", tmp_path / "c", "--candidates", candidates))
-    assert line.startswith(f"{candidates}: made from other turns or prompts")
-    refused(4, *untrained(tmp_path / "p.jsonl", tmp_path / "b", "--candidates", candidates, "--overwrite"))
-    assert (tmp_path / "b" / "COMPLETED").exists()                   # a bad file replaces nothing
-    candidates.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "sample"}) + "\n"
-                                  for row in read(candidates)))
-    assert refused(4, *untrained(tmp_path / "p.jsonl", tmp_path / "d",
-                              "--candidates", candidates)) == f'{candidates}:1: missing "sample"'
+def test_bad_candidates_replace_nothing(sweet, workspace, critic, tmp_path):
+    candidates = tmp_path / "candidates.jsonl"
+    for change, line in (({"prompt": "x"}, "made from other turns or prompts"), ({"sample": None}, '"sample" is')):
+        write(candidates, [{**row, **change} for row in read(sweet[0] / "candidates.jsonl")])
+        found = refused(4, *sweet_flags(workspace, critic, sweet[0], "--candidates", candidates, "--overwrite"))
+        assert found.startswith(str(candidates)) and line in found and (sweet[0] / "COMPLETED").exists()
 
 
 def test_the_agent_folder_keeps_its_system_prompt(sweet, workspace, tmp_path, capsys):
     ours = backend.AGENT_SYSTEM.format(max_rounds=8)
-    assert json.loads((sweet[0] / "agent.json").read_text()) == {"system_prompt": ours}
+    assert json.loads((sweet[0] / "agent.json").read_text()) == {"system_prompt": ours, "chat_template_args": {}}
     start(0)
-    rows = published(workspace, tmp_path / "p.jsonl", system_prompt="Mine {x}")
+    rows = [{**row, "system_prompt": "Mine {x}"} for row in read(workspace / "offline.jsonl")[:6]]
     common.note_prompt(tmp_path, [{**rows[0], "system_prompt": "Other"}, *rows])
-    assert json.loads((tmp_path / "agent.json").read_text()) == {"system_prompt": "Mine {x}"}
-    assert "1 of 7 trajectories have another system prompt than most" in capsys.readouterr().out
+    assert json.loads((tmp_path / "agent.json").read_text())["system_prompt"] == "Mine {x}"
+    assert "1 of 7 trajectories have another system prompt, or other" in capsys.readouterr().out
 
 
 # --- lengths
 
 def test_trees_longer_than_their_paths_are_trained(workspace, tmp_path, tiny):
     published(workspace, tmp_path / "p.jsonl", num=1)
-    policy_stage.main(untrained(tmp_path / "p.jsonl", tmp_path / "a", "--pairs-together"))
+    call(4, *untrained(tmp_path / "p.jsonl", tmp_path / "a", "--pairs-together"))
     pairs = read(tmp_path / "a" / "pairs.jsonl")
     paths = [len(encode(tiny[1], pair["prompt"])) + len(pair[side]["ids"]) for pair in pairs
              for side in ("chosen", "rejected")]
-    policy_stage.main(untrained(tmp_path / "p.jsonl", tmp_path / "b", "--pairs-together", "--max-length", max(paths)))
+    call(4, *untrained(tmp_path / "p.jsonl", tmp_path / "b", "--pairs-together", "--max-length", max(paths)))
     same = [read(tmp_path / name / "metrics.jsonl")[0]["loss"] for name in "ab"]
     assert same[0] == same[1]
     line = refused(4, *untrained(tmp_path / "p.jsonl", tmp_path / "c", "--max-length", 5))
@@ -305,16 +263,15 @@ def test_trees_longer_than_their_paths_are_trained(workspace, tmp_path, tiny):
 
 def test_rft_trains_on_successes_alone(workspace, tmp_path):
     wins = sum(row["reward"] == 1 for row in read(workspace / "offline.jsonl"))
-    printed = succeed("04_train_policy.py", *flags(workspace, "rft", tmp_path / "r"))
+    printed = call(4, *flags(workspace, "rft", tmp_path / "r"))
     assert f"{wins} successful (or best) trajectories" in printed
 
 
 def test_sft_loss_is_the_mean_nll_of_the_agents_tokens(workspace, tmp_path, tiny):
     model, tokenizer = tiny
     row = read(workspace / "offline.jsonl")[0]
-    (tmp_path / "one.jsonl").write_text(json.dumps(row) + "\n")
-    policy_stage.main([str(x) for x in ("--method", "sft", "--trajectories", tmp_path / "one.jsonl", "--model", BASE,
-                                        "--out", tmp_path / "s")])
+    call(4, "--method", "sft", "--trajectories", write(tmp_path / "one.jsonl", [row]), "--model", BASE, "--out",
+         tmp_path / "s")
     nll, count = 0.0, 0
     for turn in row["dialogue_history"]:
         if turn["role"] == "assistant":
@@ -327,27 +284,6 @@ def test_sft_loss_is_the_mean_nll_of_the_agents_tokens(workspace, tmp_path, tiny
     assert read(tmp_path / "s" / "metrics.jsonl")[0]["loss"] == pytest.approx(nll / count, abs=1e-4)
 
 
-# --- bad input
-
-def test_bad_input_is_one_line(workspace, critic, tmp_path):
-    offline, rows = workspace / "offline.jsonl", read(workspace / "offline.jsonl")
-    (tmp_path / "losses").write_text("".join(json.dumps({**row, "reward": 0.0}) + "\n" for row in rows))
-    (tmp_path / "empty").write_text("")
-    (tmp_path / "broken").write_text("{")
-    (tmp_path / "keyless").write_text(json.dumps({**rows[0], "task": {}}) + "\n")
-    common_flags = ["--model", BASE, "--out", tmp_path / "out"]
-    for method, name, message in (("mtdpo", "losses", "no task has both"), ("rft", "losses", "no successful"),
-                                  ("sft", "missing", "no such file"), ("sft", "empty", "no rows"),
-                                  ("sft", "broken", "broken:1: not JSON"),
-                                  ("sft", "keyless", 'keyless:1: task: missing "problem_description"')):
-        line = refused(4, "--method", method, "--trajectories", tmp_path / name, *common_flags)
-        assert message in line and str(tmp_path / name) in line
-        assert not (tmp_path / "out").exists()
-    sweet = ["--method", "sweet", "--trajectories", offline]
-    assert "no critic.json" in refused(4, *sweet, *common_flags, "--critic", BASE)
-    assert "nobody/model" in refused(4, *sweet, "--model", "nobody/model", "--critic", critic,
-                                     "--out", tmp_path / "out")
-    # a critic of another architecture and vocabulary
-    assert "tokenizer is not the policy's" in refused(4, *sweet, "--model", workspace / "model", "--critic", critic,
-                                                      "--out", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+def test_a_critic_of_another_tokenizer_is_refused(workspace, critic, tmp_path):
+    line = refused(4, *flags(workspace, "sweet", tmp_path / "out", "--model", workspace / "model", "--critic", critic))
+    assert "tokenizer is not the policy's" in line and not (tmp_path / "out").exists()

@@ -1,9 +1,12 @@
 """Mistakes in files, flags and folders: each ends in one line that names what is wrong, and nothing is lost."""
 import copy
 import functools
+import importlib
 import json
 import os
 import random
+import re
+import shlex
 import shutil
 
 import pytest
@@ -11,24 +14,11 @@ import pytest
 import colbench
 import common
 from colbench import backend, ColBenchError, sql
-from conftest import fork, Partial, read, ROOT, run, stage
+from conftest import BASE, call, fork, Partial, read, refused, run, stage, weights, write
 from lib import runtime, training
 from lib.runtime import InputError
 
-MODEL = str(ROOT / "models" / "tiny")
 DEEP = "[" * 5000 + "]" * 5000
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """A folder with tasks.jsonl and demos.jsonl, of the scripted agent; a task's first dialogue is a success."""
-    folder = tmp_path_factory.mktemp("data")
-    stage(1).main(["--num-tasks", "12", "--out", str(folder / "tasks.jsonl")])
-    stage(2).main(["--tasks", str(folder / "tasks.jsonl"), "--agent", "script-informed", "--samples", "3", "--out",
-                   str(folder / "demos.jsonl")])
-    written(folder / "demos.jsonl", *({**row, "reward": float(row["sample"] == 0)}
-                                      for row in read(folder / "demos.jsonl")))
-    return folder
 
 
 @functools.cache
@@ -50,8 +40,8 @@ def line_of(work, *arguments):
     return line
 
 
-def stage_line(number, *arguments):
-    return line_of(stage(number).main, [str(argument) for argument in arguments])
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def changed(value, path, new):
@@ -67,23 +57,46 @@ def changed(value, path, new):
     return value
 
 
-def written(path, *rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
+# --- files
+
+READERS = {                     # {name: (stage, what it reads, flags with FILE in the place of the file)}
+    "01 --check": (1, "tasks", "--check FILE"),
+    "01 --source colbench": (1, "tasks", "--source colbench --path FILE"),
+    "01 --trajectories": (1, "demos", "--source colbench --trajectories --path FILE"),
+    "02": (2, "tasks", "--agent script --tasks FILE"),
+    "02 --branch": (2, "demos", f"--agent {BASE} --branch 1 --max-rounds 10 --tasks FILE"),
+    "03": (3, "demos", f"--model {BASE} --trajectories FILE"),
+    "04": (4, "demos", f"--method sft --model {BASE} --trajectories FILE"),
+    "05": (5, "demos", "a=FILE")}
+FILES = {                       # {name: (content, made of two good lines; what the line says, with FILE as well)}
+    "missing": (lambda lines: None, "FILE: no such file( or folder)?"),
+    "empty": (lambda lines: b"", "FILE: no rows in it"),
+    "binary": (lambda lines: b"\x80\x04\xff", "FILE: not UTF-8 text"),
+    "broken": (lambda lines: lines + b"{\n", r"FILE:3: not JSON \(.*"),
+    "half a line": (lambda lines: lines[:-40], r"FILE:2: not JSON \(.*")}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# files
+@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("name", READERS)
+def test_files(data, tmp_path, name, kind):
+    number, what, flags = READERS[name]
+    content, message = FILES[kind]
+    path = tmp_path / "file.jsonl"
+    content = content(b"".join((data / f"{what}.jsonl").read_bytes().splitlines(True)[:2]))
+    if content is not None:
+        path.write_bytes(content)
+    line = refused(number, *flags.replace("FILE", str(path)).split(), "--out", tmp_path / "out")
+    assert re.fullmatch(message.replace("FILE", re.escape(str(path))), line), line
+    assert contents(tmp_path) == ({} if content is None else {"file.jsonl": content})
+
 
 @pytest.mark.parametrize("text, message", [
-    ("", "no rows in it"), ("[]", "a list, not an object"), ("{", "not JSON"), (DEEP, "a"),
-    ('{"sample": ' + "9" * 4400 + "}", "not JSON that can be read"), ("NaN", "a float, not an object"),
-    ('{"a": 1} {"b": 2}', "not JSON (Extra data")])
+    ("[]", "a list, not an object"), (DEEP, "not JSON that can be read"), ("NaN", "a float, not an object"),
+    ('{"sample": ' + "9" * 4400 + "}", "not JSON that can be read"), ('{"a": 1} {"b": 2}', "not JSON (Extra data")])
 def test_json(tmp_path, text, message):
-    path = written(tmp_path / "rows.jsonl", text)
+    path = write(tmp_path / "rows.jsonl", [text])
     for reader in (common.read_tasks, common.read_trajectories):
-        line = line_of(reader, path)
-        assert line.startswith(f"{path}:1: " if text else f"{path}: ") and message in line, line
+        assert line_of(reader, path).startswith(f"{path}:1: {message}")
 
 
 TASKS = [("backend", *case) for case in [
@@ -109,14 +122,14 @@ TASKS = [("backend", *case) for case in [
 @pytest.mark.parametrize("name, path, new, message", TASKS, ids=range(len(TASKS)))
 def test_tasks(tmp_path, name, path, new, message):
     good = template_task(name)
-    file = written(tmp_path / "t.jsonl", good, changed(good, path, new))
+    file = write(tmp_path / "t.jsonl", [good, changed(good, path, new)])
     line = line_of(common.read_tasks, file)
     assert line.startswith(f"{file}:2: ") and message in line, line
 
 
 def test_what_the_scripted_agent_lacks(tmp_path):
-    file = written(tmp_path / "t.jsonl", changed(template_task("backend"), ("template",), ...))
-    line = stage_line(2, "--tasks", file, "--agent", "script", "--out", tmp_path / "o")
+    file = write(tmp_path / "t.jsonl", [changed(template_task("backend"), ("template",), ...)])
+    line = refused(2, "--tasks", file, "--agent", "script", "--out", tmp_path / "o")
     assert line.startswith(f'{file}:1: missing "template"')
 
 
@@ -135,183 +148,210 @@ TRAJECTORIES = [
 @pytest.mark.parametrize("path, new, message", TRAJECTORIES, ids=range(len(TRAJECTORIES)))
 def test_trajectories(data, tmp_path, path, new, message):
     good = read(data / "demos.jsonl")[0]
-    file = written(tmp_path / "t.jsonl", good, changed({**good, "sample": 9}, path, new))
+    file = write(tmp_path / "t.jsonl", [good, changed({**good, "sample": 9}, path, new)])
     line = line_of(common.read_trajectories, file)
     assert line.startswith(f"{file}:2: ") and message in line, line
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"head": 1}', '{"head": "lm", "normalize": "x"}'])
-def test_critic_json(tmp_path, text):
-    (tmp_path / "critic.json").write_text(text)
-    assert line_of(common.read_critic, tmp_path, None, backend).startswith(f"{tmp_path / 'critic.json'}: ")
+@pytest.mark.parametrize("text, message", [
+    ("", "critic.json: not JSON"), ("[]", "critic.json: a list"), ('{"head": 1}', 'critic.json: missing'),
+    ('{"head": "lm", "normalize": "x"}', "critic.json: "), (None, ": no critic.json"),
+    ('{"visual": true, "head": "value", "normalize": "none", "privileged": true, "reference": "r"}',
+     ": a critic that sees cannot rank functions, which have nothing to see")])
+def test_critics(data, tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "critic.json").write_text(text)
+    for number, words in ((4, ["--method", "sweet", "--model", BASE, "--trajectories", data / "demos.jsonl"]),
+                          (2, ["--agent", BASE, "--best-of", 2, "--tasks", data / "tasks.jsonl"]),
+                          (5, [f"a={data / 'demos.jsonl'}"])):
+        line = refused(number, *words, "--critic", tmp_path, "--out", tmp_path / "out")
+        assert line.startswith(str(tmp_path)) and message in line, line
+    assert contents(tmp_path) == ({} if text is None else {"critic.json": text.encode()})
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# flags
-
-TRAIN = ["--trajectories", "t", "--model", "m", "--out", "o"]
-FLAGS = [
-    *((3, TRAIN, *flag) for flag in [
-        ("--lr", "inf"), ("--lr", "-1"), ("--lr", "x"), ("--beta", "nan"), ("--held-out-frac", "1.1"),
-        ("--seed", "1.5"), ("--batch-size", "0"), ("--lora", "0"), ("--model", ""), ("--reference-sees-c", "maybe")]),
-    *((4, ["--method", "rft", *TRAIN], *flag) for flag in [
-        ("--data-frac", "2"), ("--temperature", "nan"), ("--num-candidates", "100000000"), ("--critic", "")]),
-    ("distill", TRAIN, "--divergence", "both"),
-    *((2, ["--tasks", "t", "--agent", "script", "--out", "o"], *flag) for flag in [
-        ("--agent", ""), ("--temperature", "-1"), ("--chat-template-args", "[]"), ("--samples", "x")]),
-    *((1, ["--out", "o"], *flag) for flag in [("--num-tasks", "0"), ("--out", "")]),
-    (5, ["a=b", "--out", "o"], "--baseline", ""), (5, ["--out", "o"], "a/b=c"), (5, ["--out", "o"], "a")]
+MODELS = {"nobody/such-model": "no model of this name", "./nowhere": "no such folder", "tests": "no config.json",
+          "tiny": "fresh parameters"}
 
 
-@pytest.mark.parametrize("program, others, flag", [(program, others, flag) for program, others, *flag in FLAGS],
-                         ids=range(len(FLAGS)))
-def test_flags(capsys, program, others, flag):
-    module = stage(program) if isinstance(program, int) else fork(program)
-    with pytest.raises(SystemExit) as ended:
-        module.parse_args([*others, *flag])
-    line = capsys.readouterr().err
-    assert ended.value.code == 2 and line.count("\n") == 1 and line.startswith("error: ")
-    assert flag[0] in line and len(line) < 300
+@pytest.mark.parametrize("model", MODELS)
+def test_models(data, tmp_path, model):
+    tasks, demos = ["--tasks", data / "tasks.jsonl"], ["--trajectories", data / "demos.jsonl"]
+    for number, words in ((2, [*tasks, "--agent", model]), (2, [*tasks, "--agent", BASE, "--simulator", model]),
+                          (3, [*demos, "--model", model]), (4, [*demos, "--method", "rft", "--model", model])):
+        assert refused(number, *words, "--out", tmp_path / "out").startswith(f"{model}: {MODELS[model]}")
+    assert contents(tmp_path) == {}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# outputs: what is there already is not lost
-
-@pytest.fixture(scope="module")
-def report(data, tmp_path_factory):
-    """A folder of 05 with a file of the user's in it."""
-    out = tmp_path_factory.mktemp("report") / "R"
-    stage(5).main([f"a={data / 'demos.jsonl'}", "--out", str(out)])
-    shutil.copy(data / "demos.jsonl", out / "mine.jsonl")
-    return out
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
-@pytest.mark.parametrize("name", ["R/mine.jsonl", "./R/../R/mine.jsonl", "link/mine.jsonl"])
-def test_an_input_below_the_output_is_refused(report, tmp_path, monkeypatch, name, overwrite):
-    shutil.copytree(report, tmp_path / "R")
-    monkeypatch.chdir(tmp_path)
-    os.symlink("R", "link")
-    before = contents(tmp_path)
-    for number, arguments in ((5, [f"a={name}"]), (3, ["--trajectories", name, "--model", MODEL])):
-        line = stage_line(number, *arguments, "--out", "R", *overwrite)
-        assert name in line and "lies in --out R" in line and contents(tmp_path) == before
-
-
-@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
-def test_an_input_that_is_the_output_is_refused(data, tmp_path, overwrite):
-    tasks = tmp_path / "t.jsonl"
-    tasks.write_bytes((data / "tasks.jsonl").read_bytes())
-    line = stage_line(2, "--tasks", tasks, "--agent", "script", "--out", tasks, *overwrite)
-    assert "is an input of this command" in line and tasks.read_bytes() == (data / "tasks.jsonl").read_bytes()
-
-
-@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
-@pytest.mark.parametrize("number, kind", [(5, "folder"), (1, "file")])
-def test_what_no_run_made_is_not_replaced(data, tmp_path, number, kind, overwrite):
-    mine = tmp_path / "mine"
-    if kind == "folder":
-        mine.mkdir()
-        (mine / "thesis.tex").write_text("x")
-    else:
-        mine.write_text("x")
-    before = contents(tmp_path)
-    arguments = [f"a={data / 'demos.jsonl'}"] if number == 5 else ["--num-tasks", 1]
-    assert "no run made it" in stage_line(number, *arguments, "--out", mine, *overwrite)
+def test_examples_that_cannot_be_learned_from(data, tmp_path):
+    rows = read(data / "demos.jsonl")
+    lost = write(tmp_path / "lost", [{**row, "reward": 0.0} for row in rows])
+    unscored = write(tmp_path / "unscored", [{key: value for key, value in rows[0].items() if key != "reward"}])
+    demos, before = data / "demos.jsonl", contents(tmp_path)
+    for path, number, words, message in (
+            (lost, 3, [], "no trajectory pairs"), (unscored, 3, [], "no trajectory pairs"),
+            (lost, 4, ["--method", "mtdpo"], "no task has both"), (lost, 4, ["--method", "rft"], "no successful"),
+            (demos, 3, ["--max-length", 20], "no examples to train on: all are longer than --max-length 20"),
+            (demos, 3, ["--held-out-frac", 1], r"no examples to train on: all \d+ pairs are of tasks that "
+             "--held-out-frac 1.0 keeps apart")):
+        line = refused(number, *words, "--trajectories", path, "--model", BASE, "--out", tmp_path / "out")
+        assert re.match(rf"{re.escape(str(path))}: .*{message}", line), line
     assert contents(tmp_path) == before
 
 
-def test_overwrite_does_not_replace_the_output_of_another_stage(data, tmp_path):
-    """05 --out at a trained model's folder, by mistake: the model stays."""
-    (tmp_path / "args.json").write_text(json.dumps({"stage": "04_train_policy.py", "args": {}, "inputs": {}}))
-    (tmp_path / "model.safetensors").write_bytes(b"weights")
-    line = stage_line(5, f"a={data / 'demos.jsonl'}", "--out", tmp_path, "--overwrite")
-    assert "04_train_policy.py made it" in line and (tmp_path / "model.safetensors").read_bytes() == b"weights"
+def test_too_many_tasks_or_no_system_prompt(data, tmp_path, monkeypatch):
+    out = ["--out", tmp_path / "out"]
+    monkeypatch.setattr(backend, "FAMILIES", dict([min(backend.FAMILIES.items())]))
+    assert refused(1, "--num-tasks", 9 ** 6, "--split", "test", *out).startswith("--num-tasks 531441: there are only ")
+    words = ["--tasks", data / "tasks.jsonl", "--agent", BASE, "--system-prompt", tmp_path / "none.txt"]
+    assert refused(2, *words, *out).startswith(f"{tmp_path / 'none.txt'}: cannot be read as UTF-8 text")
+    assert contents(tmp_path) == {}
 
 
-def test_an_output_is_removed_only_after_the_inputs_are_read(report, data, tmp_path):
-    shutil.copytree(report, tmp_path / "R")
-    bad = written(tmp_path / "bad.jsonl", "{}")
-    stage_line(5, f"a={bad}", "--out", tmp_path / "R", "--overwrite")
-    assert contents(tmp_path / "R") == contents(report)
-    stage(5).main([f"b={data / 'demos.jsonl'}", "--out", str(tmp_path / "R"), "--overwrite"])
-    assert {"scored/b.jsonl"} == {name for name in contents(tmp_path / "R") if name.startswith("scored")}
+# --- flags
+
+TRAIN = "--trajectories t --model m --out o"
+REQUIRED = {1: "--out o", 2: "--tasks t --agent script --out o", 3: TRAIN, 4: f"--method rft {TRAIN}",
+            5: "a=b --out o", "critics": "--trajectories t --out o"}
+ONLY_CRITICS = "--returns and --reference-sees-c go with --critics"
+FLAGS = {                       # {program: flags, or (flags, what the line says)}; else the line names the flag
+    1: ["--num-tasks 0", "--out ''"],
+    2: ["--agent ''", "--temperature -1", "--chat-template-args []", "--samples x", "--system-prompt f", "--branch 4",
+        "--best-of 2", ("--agent a --best-of 2", "--critic DIR or judge:MODEL"),
+        ("--agent a --branch 4 --best-of 2 --critic c", "--branch needs"),
+        ("--reference-sees-c no", "--reference-sees-c goes with --best-of")],
+    3: ["--lr inf", "--lr -1", "--lr x", "--beta nan", "--held-out-frac 1.1", "--seed 1.5", "--batch-size 0",
+        "--lora 0", "--model ''", "--reference-sees-c maybe",
+        ("--no-privileged --reference-sees-c no", "--reference-sees-c no goes with --head lm"),
+        ("--head value --reference-sees-c no", "--reference-sees-c no goes with --head lm")],
+    4: ["--data-frac 2", "--temperature nan", "--num-candidates 100000000", "--critic ''"],
+    5: ["--baseline ''", "--baseline c", "a/b=c", "a", ("a=x", "a"),
+        ("--reference-sees-c no", "--reference-sees-c goes with --critic")],
+    "critics": [("", "nothing to measure: give --critics or --gates"), "--gates ''",
+                ("--returns r --gates m", ONLY_CRITICS), ("--reference-sees-c no --gates m", ONLY_CRITICS),
+                ("--critics a", "a: must be NAME=PATH"),
+                ("--critics a/b=c", "a/b=c: a name cannot contain /, or be . or ..")],
+    "distill": ["--divergence both", "--method sft"],
+    "grpo": [("--signed", "--signed and --reference-sees-c go with --critic")],
+    "answers": [("", "--critic")],
+    "gain": ["--dry-run 2"]}
+
+
+@pytest.mark.parametrize("program, flag", [(program, flag) for program, flags in FLAGS.items() for flag in flags])
+def test_flags(capsys, program, flag):
+    words, message = flag if isinstance(flag, tuple) else (flag, flag.split()[0])
+    if program == "critics":
+        module = importlib.import_module("scripts.critics")
+    else:
+        module = stage(program) if isinstance(program, int) else fork(program)
+    with pytest.raises(SystemExit) as ended:
+        module.parse_args(shlex.split(f"{REQUIRED.get(program, TRAIN)} {words}"))
+    line = capsys.readouterr().err
+    assert ended.value.code == 2 and line.count("\n") == 1 and line.startswith("error: ")
+    assert message in line and len(line) < 300
+
+
+# --- outputs: what is there already is not lost
+
+@pytest.fixture
+def outputs(data, tmp_path, monkeypatch):
+    """A folder, the working folder now, with R (of 05, with a file of the user's in it), a link to it, t.jsonl (of 01),
+    a model that 04 has made, and a file and a folder of the user's."""
+    monkeypatch.chdir(tmp_path)
+    call(5, f"a={data / 'demos.jsonl'}", "--out", "R")
+    call(1, "--num-tasks", 2, "--out", "t.jsonl")
+    shutil.copy(data / "demos.jsonl", "R/mine.jsonl")
+    os.symlink("R", "link")
+    for name, content in (("model/args.json", '{"stage": "04_train_policy.py", "args": {}, "inputs": {}}'),
+                          ("model/model.safetensors", "weights"), ("folder/thesis.tex", "x"), ("file", "x"),
+                          ("bad.jsonl", "{}\n")):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
+    return tmp_path
+
+
+KEPT = [                        # stage, its input and output, what the line says
+    *((5, f"a={name}", "R", f"{name}: is an input of this command and lies in --out R")
+      for name in ("R/mine.jsonl", "./R/../R/mine.jsonl", "link/mine.jsonl")),
+    (3, f"--model {BASE} --trajectories R/mine.jsonl", "R", "R/mine.jsonl: is an input of this command and lies in"),
+    (2, "--agent script --tasks t.jsonl", "t.jsonl", "t.jsonl: is an input of this command"),
+    (5, "a=DEMOS", "folder", "folder: exists and no run made it"), (1, "--num-tasks 1", "file", "file: exists and no"),
+    (5, "a=DEMOS", "model", "model: 04_train_policy.py made it"),
+    (5, "a=bad.jsonl", "R", 'bad.jsonl:1: missing "task"'),          # before anything is removed
+    (1, "--num-tasks 1", "/proc/x/t.jsonl", "/proc/x: "), (1, "--num-tasks 1", "folder", "folder: is a folder"),
+    (5, "a=DEMOS", "file/R", "file"), (5, "a=DEMOS", "file", "file: is no folder"), (5, "a=DEMOS", "x" * 300, "xxx")]
+
+
+def test_an_output_that_is_no_place_for_it_stays_as_it_is(outputs, data):
+    before = contents(outputs)
+    for number, words, out, message in KEPT:
+        for overwrite in ([], ["--overwrite"]):
+            words = words.replace("DEMOS", str(data / "demos.jsonl"))
+            line = refused(number, *words.split(), "--out", out, *overwrite)
+            assert line.startswith(message) and contents(outputs) == before, line
+
+
+def test_overwrite_removes_what_another_command_made(outputs, data):
+    call(5, f"b={data / 'demos.jsonl'}", "--out", "R", "--overwrite")
+    assert {"R/scored/b.jsonl"} == {name for name in contents(outputs) if name.startswith("R/scored")}
 
 
 def test_another_command_is_refused_unless_nothing_is_there_yet(data, tmp_path):
     first = ["--tasks", data / "tasks.jsonl", "--agent", "script", "--out", tmp_path / "o"]
-    stage(2).main([str(argument) for argument in first])
-    line = stage_line(2, *first, "--seed", 1)
+    call(2, *first)
+    line = refused(2, *first, "--seed", 1)
     assert "made with --seed 0, now 1; choose another --out or add --overwrite" in line
     (tmp_path / "o").unlink()
-    stage(2).main([str(argument) for argument in (*first, "--seed", 1)])        # nothing was lost
+    call(2, *first, "--seed", 1)                                     # nothing was lost
     assert json.loads((tmp_path / "o.args.json").read_text())["args"]["seed"] == 1
 
 
-@pytest.mark.parametrize("number, out", [(1, "/proc/x/t.jsonl"), (5, "file/R"), (5, "file"), (1, "folder"),
-                                         (5, "x" * 300)])
-def test_places_where_nothing_can_be_written(data, tmp_path, monkeypatch, number, out):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "file").write_text("mine")
-    (tmp_path / "folder").mkdir()
-    arguments = [f"a={data / 'demos.jsonl'}"] if number == 5 else ["--num-tasks", 1]
-    stage_line(number, *arguments, "--out", out)
-    assert contents(tmp_path) == {"file": b"mine"}
-
-
-def test_the_exit_status_of_what_the_system_refuses():
-    process = run("01_generate_tasks.py", "--num-tasks", 1, "--out", "/proc/x/t.jsonl")
-    assert process.returncode == 2 and process.stderr.startswith("error: /proc/x")
-    assert process.stderr.count("\n") == 1
+def test_the_same_command_cannot_write_twice_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("lib.runtime.LOCK_S", 0.3)
+    start(0)
+    runtime.begin_output({"overwrite": False}, tmp_path / "out", [], folder=True)
+    runtime.begin_output({"overwrite": False}, tmp_path / "out", [], folder=True)           # this process again
+    monkeypatch.setattr("lib.runtime.LOCKS", {})                    # as another process sees it
+    (tmp_path / "out" / "metrics.jsonl").write_text("")
+    assert "the same command is running already" in line_of(
+        runtime.begin_output, {"overwrite": False}, tmp_path / "out", [], True)
 
 
 def test_a_run_goes_on_with_its_own_partial_file(data, tmp_path):
-    arguments = ["--tasks", str(data / "tasks.jsonl"), "--agent", "script", "--out", str(tmp_path / "o")]
-    stage(2).main(arguments)
+    arguments = ["--tasks", data / "tasks.jsonl", "--agent", "script", "--out", tmp_path / "o"]
+    call(2, *arguments)
     lines = (tmp_path / "o").read_text().splitlines(True)
     Partial(tmp_path / "o").write_text(f"3 {lines[5]}")
     (tmp_path / "o").unlink()
-    stage(2).main(arguments)
+    call(2, *arguments)
     assert (tmp_path / "o").read_text().splitlines(True) == [*lines[:3], lines[5], *lines[4:]]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# losses that are no numbers
+# --- losses that are no numbers
 
-BREAKING = [
-    (3, ["--lr", 1000, "--max-steps", 6]), (3, ["--lr", 1000, "--max-steps", 6, "--head", "value"]),
-    (4, ["--method", "mtdpo", "--lr", 1000, "--max-steps", 6]),
-    (4, ["--method", "sft", "--lr", 1000, "--max-steps", 6])]
-
-
-@pytest.fixture
-def broken(monkeypatch):
-    """Training whose second step finds a NaN in a weight, as after an overflow."""
+@pytest.mark.parametrize("number, flags, message", [
+    (3, "--max-steps 6", "OUT: step 2 of 6: the loss is nan"),
+    (3, "--max-steps 6 --head value", "OUT: step 2 of 6: the loss is nan"),
+    (4, "--max-steps 6 --method mtdpo", "OUT: step 2 of 6: the loss is nan"),
+    (4, "--max-steps 6 --method sft", "OUT: step 2 of 6: the loss is nan"),
+    (4, "--max-steps 1 --method sft", "OUT: ")])                     # after the last step
+def test_a_loss_or_weights_that_are_not_finite_end_the_run(data, tmp_path, monkeypatch, number, flags, message):
+    """The second step finds a NaN in a weight, as after an overflow."""
     original = training.learning_rate
-
-    def learning_rate(step, *rest):
-        return float("nan") if step == 0 else original(step, *rest)
-    monkeypatch.setattr(training, "learning_rate", learning_rate)
-
-
-@pytest.mark.parametrize("number, flags", BREAKING)
-def test_a_loss_that_is_not_finite_ends_the_run(data, tmp_path, broken, number, flags):
+    monkeypatch.setattr(training, "learning_rate", lambda step, *rest: original(step, *rest) if step else float("nan"))
     out = tmp_path / "out"
-    line = stage_line(number, "--trajectories", data / "demos.jsonl", "--model", MODEL, *flags, "--out", out)
-    assert f"{out}: step 2 of 6: the loss is nan" in line and "no model is written" in line
-    assert any(task["task_id"] in line for task in read(data / "tasks.jsonl"))
+    line = refused(number, *flags.split(), "--trajectories", data / "demos.jsonl", "--model", BASE, "--lr", 1000,
+                   "--out", out)
+    assert message.replace("OUT", str(out)) in line and ("no model is written" in line or "not finite" in line)
+    assert "nan" not in message or any(task["task_id"] in line for task in read(data / "tasks.jsonl"))
     assert not list(out.glob("*.safetensors")) and not (out / "COMPLETED").exists()
 
 
 def test_all_ranks_end(data, tmp_path):
     """A model with a NaN in it: a real run, on two ranks."""
-    from safetensors.torch import load_file, save_file
-    shutil.copytree(MODEL, tmp_path / "model")
-    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    from safetensors.torch import save_file
+    shutil.copytree(BASE, tmp_path / "model")
+    tensors = weights(tmp_path / "model")
     tensors["model.norm.weight"][0] = float("nan")
     save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     process = run("03_train_critic.py", "--trajectories", data / "demos.jsonl", "--model", tmp_path / "model",
@@ -321,8 +361,7 @@ def test_all_ranks_end(data, tmp_path):
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# what is asked of all turns at once
+# --- what is asked of all turns at once
 
 def long_history(task, num_turns, seed=0):
     rng = random.Random(seed)

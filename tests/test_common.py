@@ -6,14 +6,15 @@ import torch
 
 import common
 from colbench import backend
-from conftest import ROOT, rows_of_actions
+from conftest import rows_of_actions, write
 from lib.models import encode
-from lib.runtime import InputError, write_jsonl
+from lib.runtime import InputError
 from lib.servers import strip_thoughts
 
 U, A, E = "<|user|>", "<|assistant|>", "<|end|>"
 PROMPT = backend.AGENT_SYSTEM
 TASK = {"problem_description": "f", "ground_truth": "def f(): pass", "test_cases": {"1": "f()"}}
+HISTORY = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 PAGE = {"problem_description": "a page", "ground_truth": "<p>"}
 
 
@@ -24,9 +25,7 @@ def ids_of(tokenizer, *tokens):
 # --- tokens
 
 def test_a_system_prompt_may_be_empty(tmp_path):
-    task = {"problem_description": "?", "ground_truth": "c", "test_cases": {"a": "f(1)"}}
-    history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-    rows = [{"task": task, "dialogue_history": history, **more} for more in ({"system_prompt": ""}, {})]
+    rows = [{"task": TASK, "dialogue_history": HISTORY, **more} for more in ({"system_prompt": ""}, {})]
     assert common.shown_system(rows[0]) == "" and common.shown_system(rows[1]) == common.our_system(rows[1]) != ""
     common.note_prompt(tmp_path, rows[:1])
     assert common.read_json(tmp_path / "agent.json", common.AGENT) == {"system_prompt": "", "chat_template_args": {}}
@@ -246,58 +245,42 @@ def test_trajectory_pairs_by_hand(monkeypatch):
     assert common.trajectory_pairs(frontend, "x") == [(1, 0), (2, 0), (2, 1)]
 
 
-def test_no_pair_is_an_error_only_where_one_is_needed():
-    alone = [{"task_id": name, "task": TASK, "reward": reward} for name, reward in (("a", 1), ("b", 0))]
-    with pytest.raises(InputError, match="x: no trajectory pairs"):
-        common.trajectory_pairs(alone, "x")
-    assert common.trajectory_pairs(alone, "x", needed=False) == []
-
-
 def test_gaps_are_compared_but_for_rounding(monkeypatch):
     for high, low in ((.3, .2), (.7, .6), (.8, .7), (.9, .8), (.95, .85), (1., .9)):
         pair = [{"task_id": "a", "task": PAGE, "reward": r} for r in (low, high)]
         assert common.trajectory_pairs(pair, "x") == [(1, 0)]
     assert .3 - .2 < .1 and .7 - .6 < .1                            # as floats: what is compared is not these
     near = [{"task_id": "a", "task": PAGE, "reward": r} for r in (.2, .2999, .2)]
-    with pytest.raises(InputError, match="differ by 0.1"):
+    with pytest.raises(InputError, match="x: no trajectory pairs.* differ by 0.1"):
         common.trajectory_pairs(near, "x")
+    assert common.trajectory_pairs(near, "x", needed=False) == []
     monkeypatch.setattr("colbench.frontend.MIN_RETURN_GAP", 0.0)
     assert common.trajectory_pairs(near, "x") == [(1, 0), (1, 2)]                   # nothing is better than its equal
 
 
 # --- trajectories
 
+
+
+
 def test_dialogues_of_a_task_without_numbers_are_numbered(tmp_path):
     """As in the published file: blocks one after the other."""
-    history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    rows = [{"task": {"problem_description": p, "ground_truth": "def f(): 1", "test_cases": {}},
-             "dialogue_history": history,
-             "answer": ""} for p in "xyxyx"]
-    path = tmp_path / "t.jsonl"
-    write_jsonl(path, rows)
-    assert [t["sample"] for t in common.read_trajectories(path)] == [0, 0, 1, 1, 2]
-    write_jsonl(path, [{**row, "sample": n} for n, row in enumerate(rows)])
-    assert [t["sample"] for t in common.read_trajectories(path)] == [0, 1, 2, 3, 4]
-    write_jsonl(path, [rows[0], {**rows[1], "sample": "1"}])
-    with pytest.raises(InputError, match='t.jsonl:2: "sample" is a str, not a int'):
+    rows = [{"task": {**TASK, "problem_description": name}, "dialogue_history": HISTORY, "answer": ""}
+            for name in "xyxyx"]
+    for some, samples in ((rows, [0, 0, 1, 1, 2]), ([{**row, "sample": n} for n, row in enumerate(rows)], range(5))):
+        path = write(tmp_path / "t.jsonl", some)
+        assert [t["sample"] for t in common.read_trajectories(path)] == list(samples)
+    write(path, [{**row, "sample": 0} for row in rows])
+    with pytest.raises(InputError, match=f'{path}: two dialogues of task .* have "sample" 0; '):
         common.read_trajectories(path)
 
 
-def test_readme_names_existing_files():
-    text = (ROOT / "README.md").read_text()
-    for name in ("run.sh", "tests/run.sh", "scripts/make_tiny.sh"):
-        assert name in text and (ROOT / name).exists()
-
-
 def test_a_name_of_two_references_is_refused(tmp_path):
+    """Two wordings of one reference are one task."""
     tasks = [{"task_id": "0", "problem_description": what, "ground_truth": code, "test_cases": {}}
              for what, code in (("add", "def f(): 1"), ("sum", "def f(): 1"), ("sort", "def f(): 2"))]
-    history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    rows = [{"task": task, "dialogue_history": history, "answer": ""} for task in tasks]
-    for name, content, read in (("tasks", tasks, common.read_tasks), ("dialogues", rows, common.read_trajectories)):
-        path = tmp_path / name
-        write_jsonl(path, content[:2])
-        assert len(read(path)) == 2                                 # two wordings of one reference are one task
-        write_jsonl(path, content)
-        with pytest.raises(InputError, match=f'{name}: two tasks with different references have the "task_id" 0'):
-            read(path)
+    rows = [{"task": task, "dialogue_history": HISTORY, "answer": ""} for task in tasks]
+    for reader, content in ((common.read_tasks, tasks), (common.read_trajectories, rows)):
+        assert len(reader(write(tmp_path / "two", content[:2]))) == 2
+        with pytest.raises(InputError, match='three: two tasks with different references have the "task_id" 0'):
+            reader(write(tmp_path / "three", content))

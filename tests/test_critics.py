@@ -10,54 +10,24 @@ import pytest
 import torch
 
 import common
-from colbench import backend, ColBenchError
-from conftest import critic_note, made_once, Partial, read, refused, ROOT, run, stage, succeed
+from colbench import backend
+from conftest import BASE, call, critic_note, FUNCTION, Partial, read, refused, ROOT, run, trajectory, write
 from lib.models import load_tokenizer
-from lib.runtime import InputError, write_jsonl
 
 critics = importlib.import_module("scripts.critics")
 SCRIPT = "scripts/critics.py"
-TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n", "test_cases": {"a": "f(1)", "b": "f(2)"}}
 
 
-def trajectory(task, answer, **more):
-    return {"task_id": task, "task": TASK, "answer": answer, "dialogue_history": [
-        {"role": "user", "content": "?"}, {"role": "assistant", "content": f"{backend.MARKER}\n{answer}"}], **more}
+def measured(*arguments):
+    """Call the program in this process; returns what it printed."""
+    return call(critics, *arguments)
 
 
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def line_of(*arguments):
-    """Call the program in this process with bad input; returns its one line."""
-    with pytest.raises((InputError, ColBenchError)) as error:
-        critics.main([str(argument) for argument in arguments])
-    assert "\n" not in str(error.value)
-    return str(error.value)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# the program
+# --- the program
 
 def test_it_runs_from_any_folder_and_shows_its_help(tmp_path):
     process = subprocess.run([sys.executable, ROOT / SCRIPT, "--help"], cwd=tmp_path, capture_output=True, text=True)
     assert process.returncode == 0 and "--gates MODEL" in process.stdout, process.stderr
-
-
-@pytest.mark.parametrize("flags, line", [
-    ([], "nothing to measure: give --critics or --gates"),
-    (["--gates", ""], "cannot be empty"),
-    (["--returns", "r", "--gates", "m"], "--returns and --reference-sees-c go with --critics"),
-    (["--reference-sees-c", "no", "--gates", "m"], "--returns and --reference-sees-c go with --critics"),
-    (["--critics", "a"], "a: must be NAME=PATH"),
-    (["--critics", "a/b=c"], "a/b=c: must be NAME=PATH")])
-def test_bad_arguments_are_one_line(capsys, flags, line):
-    with pytest.raises(SystemExit) as error:
-        critics.parse_args(["--trajectories", "t", "--out", "o", *flags])
-    message = capsys.readouterr().err
-    assert error.value.code == 2 and line in message and message.count("\n") == 1 and message.startswith("error: ")
 
 
 def test_bad_files_are_one_line_and_status_2(tmp_path):
@@ -66,13 +36,12 @@ def test_bad_files_are_one_line_and_status_2(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# gates
+# --- gates
 
 def test_gates_of_the_shipped_base_model(workspace, tmp_path):
-    flags = ["--trajectories", workspace / "offline.jsonl", "--gates", ROOT / "models" / "tiny", "--out",
+    flags = ["--trajectories", workspace / "offline.jsonl", "--gates", BASE, "--out",
              tmp_path / "gates"]
-    printed = succeed(SCRIPT, *flags)
+    printed = measured(*flags)
     lines = [line.rsplit(None, 3) for line in printed.splitlines()
              if line.startswith(("needed", "idle", "right answer", "wrong answer"))]
     table = {kind: [float(x) for x in numbers] for kind, *numbers in lines}
@@ -84,58 +53,51 @@ def test_gates_of_the_shipped_base_model(workspace, tmp_path):
     for kind, (n, without_c, with_c) in table.items():
         assert gates[kind] == {"n": n, "without_c": pytest.approx(without_c, abs=0.006),
                                "with_c": pytest.approx(with_c, abs=0.006)}
-    assert "done already by the same command" in succeed(SCRIPT, *flags)
+    assert "done already by the same command" in measured(*flags)
 
 
 def test_success_of_the_shipped_base_model_passes_its_gates(workspace, tmp_path):
-    succeed("05_evaluate.py", f"base={workspace / 'offline.jsonl'}", "--out", tmp_path / "report")
+    call(5, f"base={workspace / 'offline.jsonl'}", "--out", tmp_path / "report")
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())["base"]
     assert 0.15 <= metrics["success_rate"] <= 0.5 and metrics["success_when_known"] > 0.7
 
 
 @pytest.mark.parametrize("facts", [{}, {"facts": []}])
 def test_gates_need_facts_and_say_so_before_anything_is_measured(tmp_path, facts):
-    path = write(tmp_path / "a.jsonl", [{**trajectory("x", "1"), "task": {**TASK, **facts}}])
+    path = write(tmp_path / "a.jsonl", [{**trajectory("x", "1"), "task": {**FUNCTION, **facts}}])
     flags = ["--trajectories", path, "--gates", "models/tiny", "--out", tmp_path / "out"]
-    assert line_of(*flags) == (
+    assert refused(critics, *flags) == (
         f"{path}: --gates needs template tasks (01), which say what a turn is worth, and task x does not; leave "
         "--gates out")
     assert not (tmp_path / "out").exists()
-    assert run(SCRIPT, *flags).returncode == 2
-    assert run("05_evaluate.py", f"a={path}", "--out", tmp_path / "out").returncode == 0
-
-
-def test_gates_do_without_families(workspace, tmp_path, capsys):
-    rows = read(workspace / "offline.jsonl")[:6]
-    for row in rows:
-        del row["task"]["family"]
-    path = write(tmp_path / "a", rows)
-    critics.main(["--trajectories", str(path), "--gates", "models/tiny", "--out", str(tmp_path / "out")])
-    assert "right answer at once" in capsys.readouterr().out
+    call(5, f"a={path}", "--out", tmp_path / "out")
 
 
 def test_gates_take_each_dialogue_s_own_rounds(workspace, monkeypatch):
+    """And do without families."""
     rows = [row for row in read(workspace / "offline.jsonl") if len(row["dialogue_history"]) == 4][:3]
     for number, row in enumerate(rows):
         row |= {"task_id": str(number), "max_rounds": 4 + number}
+        del row["task"]["family"]
     asked, prompt_text = [], common.prompt_text
-    monkeypatch.setattr(common, "prompt_text", lambda tokenizer, row, history: (
-        asked.append((history[0]["content"], row["max_rounds"])), prompt_text(tokenizer, row, history))[1])
-    critics.measure_gates(rows, backend, str(ROOT / "models" / "tiny"), "cpu")
+
+    def noted(tokenizer, row, history):
+        asked.append((history[0]["content"], row["max_rounds"]))
+        return prompt_text(tokenizer, row, history)
+    monkeypatch.setattr(common, "prompt_text", noted)
+    critics.measure_gates(rows, backend, str(BASE), "cpu")
     assert set(asked) == {(row["task"]["problem_description"], row["max_rounds"]) for row in rows}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the dialogues that 02 --branch plays on
+# --- the dialogues that 02 --branch plays on
 
 @pytest.fixture(scope="module")
 def branches(workspace, tmp_path_factory):
     """A file of dialogues that 02 --branch played on from the workspace's, and its flags."""
     out = tmp_path_factory.mktemp("branches") / "branches.jsonl"
     flags = ["--tasks", workspace / "offline.jsonl", "--agent", "models/tiny", "--max-rounds", 8, "--max-new-tokens",
-             120,
-             "--branch", 12, "--branch-candidates", 3, "--samples", 2]
-    succeed("02_rollout.py", *flags, "--out", out)
+             120, "--branch", 12, "--branch-candidates", 3, "--samples", 2]
+    call(2, *flags, "--out", out)
     return out, flags
 
 
@@ -168,50 +130,27 @@ def test_branches_go_on_where_they_were_interrupted(branches, tmp_path):
     note = json.loads(whole.with_name("branches.jsonl.args.json").read_text())
     (tmp_path / "b.jsonl.args.json").write_text(json.dumps(note))
     Partial(tmp_path / "b.jsonl").write_text("".join(f"{n} {lines[n]}" for n in there) + '69 {"cut')
-    assert "67 of 72 dialogues are there already" in succeed("02_rollout.py", *flags, "--out", tmp_path / "b.jsonl")
+    assert "67 of 72 dialogues are there already" in call(2, *flags, "--out", tmp_path / "b.jsonl")
     again = (tmp_path / "b.jsonl").read_text().splitlines(True)
     assert all(again[n] == lines[n] for n in there) and len(again) == 72
     assert sum(a == b for a, b in zip(again, lines)) >= 70       # batches differ: see test_02's assert_same
 
 
 def test_branches_are_refused_in_one_line(workspace, tmp_path):
-    flags = ["--tasks", workspace / "offline.jsonl", "--branch", 4, "--out", tmp_path / "b.jsonl"]
-    line = refused(2, *flags, "--agent", "models/tiny", "--max-rounds", 4)
-    assert line.startswith(f"{workspace / 'offline.jsonl'}: task ") and line.endswith(
-        " was rolled out with --max-rounds 8; --branch needs the same")
-    rows = read(workspace / "offline.jsonl")
-    with_twin = tmp_path / "twin.jsonl"
-    write_jsonl(with_twin, [*rows, rows[0]])
-    assert f'two dialogues of task {rows[0]["task_id"]} have "sample" 0' in refused(
-        2, *flags, "--agent", "models/tiny", "--max-rounds", 8, "--tasks", with_twin)
+    offline, rows = workspace / "offline.jsonl", read(workspace / "offline.jsonl")
+    twin = write(tmp_path / "twin.jsonl", [*rows, rows[0]])
     # without "max_rounds", as in published files, a dialogue has had as many rounds as it has
-    without_rounds = tmp_path / "without.jsonl"
-    write_jsonl(without_rounds, [{key: value for key, value in row.items() if key != "max_rounds"} for row in rows])
-    assert "was rolled out with --max-rounds 8; --branch needs the same" in refused(
-        2, *flags, "--agent", "models/tiny", "--max-rounds", 3, "--branch", 400, "--tasks", without_rounds)
-    assert 'missing "task"' in refused(2, "--tasks", workspace / "tasks.jsonl", *flags[2:], "--agent", "models/tiny")
-    for more in (["--agent", "script"], ["--agent", "a", "--best-of", 2, "--critic", "c"]):
-        with pytest.raises(SystemExit) as error:
-            stage(2).parse_args([str(argument) for argument in (*flags, *more)])
-        assert error.value.code == 2
+    without_rounds = write(tmp_path / "without.jsonl", [
+        {key: value for key, value in row.items() if key != "max_rounds"} for row in rows])
+    other_rounds = "was rolled out with --max-rounds 8; --branch needs the same"
+    for path, max_rounds, line in ((offline, 4, other_rounds), (without_rounds, 3, other_rounds),
+                                   (twin, 8, f'two dialogues of task {rows[0]["task_id"]} have "sample" 0')):
+        words = ["--tasks", path, "--branch", 400, "--agent", BASE, "--max-rounds", max_rounds]
+        assert line in refused(2, *words, "--out", tmp_path / "b.jsonl")
     assert not (tmp_path / "b.jsonl").exists()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# critics
-
-def make_regression_critic(workspace, tmp_path_factory):
-    """The folder of a critic with a regression head after two steps, which test_05.py reads as well."""
-    def make(folder):
-        succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", "models/tiny",
-                "--lr", 1e-3, "--max-steps", 2, "--head", "regression", "--out", folder / "critic")
-    return made_once(tmp_path_factory, "regression_critic", make) / "critic"
-
-
-@pytest.fixture(scope="module")
-def regression_critic(workspace, tmp_path_factory):
-    return make_regression_critic(workspace, tmp_path_factory)
-
+# --- critics
 
 ADVANTAGES = [                                      # of the turns of a chosen and a rejected dialogue
     ([2.0, -1.0], [0.5]),                           # sums: right; last turns: wrong
@@ -243,7 +182,7 @@ def test_the_correlation_with_returns_by_hand():
     states = [("a", [0.1, 0.2, 0.3], [0.0, 0.5, 1.0]), ("a", [9.0, 8.0, 7.0], [0.0, 0.5, 1.0]),
               ("b", [-5.0, 5.0], [0.0, 1.0]), ("c", [1.0, 2.0, 3.0], [0.0, 1.0, 0.5])]
     tasks, scores, returns = zip(*states)
-    points = [common.DecisionPoint("", {**TASK, "task_id": task}, [], [], []) for task in tasks]
+    points = [common.DecisionPoint("", {**FUNCTION, "task_id": task}, [], [], []) for task in tasks]
     measured = critics.return_correlation(points, returns, scores)
     assert measured["rank_correlation"] == pytest.approx(0.5) and measured["num_states"] == 4
     assert measured["ci95"] == pytest.approx([0, 1])
@@ -251,7 +190,7 @@ def test_the_correlation_with_returns_by_hand():
 
 def test_critics_are_compared_on_pairs_and_monte_carlo_returns(workspace, branches, regression_critic, tmp_path):
     flags = ["--trajectories", workspace / "offline.jsonl", "--critics", f"regression={regression_critic}"]
-    out = succeed(SCRIPT, *flags, "--returns", branches[0], "--out", tmp_path / "out")
+    out = measured(*flags, "--returns", branches[0], "--out", tmp_path / "out")
     heading = next(line for line in out.splitlines() if line.startswith("critic"))
     assert re.split("  +", heading) == ["critic", "pair accuracy", "pairs", "rank correlation", "95 %", "states"]
     found = json.loads((tmp_path / "out" / "critics.json").read_text())["regression"]
@@ -270,7 +209,7 @@ def test_critics_are_compared_on_pairs_and_monte_carlo_returns(workspace, branch
     scores = [backend.oracle_scores("oracle", point.task, point.history, point.texts) for point in points]
     assert everything["oracle"] == critics.return_correlation(points, returns, scores)
     assert 0 < found["num_states"] == sum(len(set(own)) > 1 for own in means)
-    alone = succeed(SCRIPT, *flags, "--out", tmp_path / "alone")
+    alone = measured(*flags, "--out", tmp_path / "alone")
     assert "pair accuracy" in alone and "rank correlation" not in alone
     assert json.loads((tmp_path / "alone" / "critics.json").read_text())["regression"] == {
         key: found[key] for key in ("pair_accuracy", "num_pairs")}
@@ -286,30 +225,23 @@ def pair_accuracy_by_score_turns(folder, workspace):
     return sum(scores[chosen] > scores[rejected] for chosen, rejected in pairs) / len(pairs)
 
 
-def test_bad_returns_are_one_line(workspace, branches, regression_critic, tmp_path):
-    trajectories = workspace / "offline.jsonl"
-    flags = ["--trajectories", trajectories, "--out", tmp_path / "out"]
-    returns = [*flags, "--critics", f"c={regression_critic}", "--returns"]
-    assert line_of(*returns, tmp_path / "none") == f"{tmp_path / 'none'}: no such file"
-    assert line_of(*returns, trajectories) == f"{trajectories}: no dialogues of 02_rollout.py --branch"
-    path = write(tmp_path / "same", [{**row, "reward": 0.5} for row in read(branches[0])])
-    assert line_of(*returns, path) == (
-        f"{path}: no state whose candidates differ in return; raise --branch or --samples of 02")
-    assert "no critic.json" in line_of(*flags, "--critics", f"c={workspace}")
-    assert not (tmp_path / "out").exists()
-
-
-def test_critics_need_rewards_and_text(workspace, regression_critic, tmp_path):
-    rows = read(workspace / "offline.jsonl")[:6]
-    for row in rows:
-        row["reward"] = None
-    path = write(tmp_path / "a.jsonl", rows)
-    assert line_of("--trajectories", path, "--critics", f"c={regression_critic}", "--out", tmp_path / "out") == (
-        f'{path}: task {rows[0]["task_id"]}: no "reward"; score the file with 05_evaluate.py, and take its '
-        "scored/NAME.jsonl")
-    (tmp_path / "seeing").mkdir()
-    (tmp_path / "seeing" / "critic.json").write_text(json.dumps({"visual": True, **critic_note("value")}))
-    assert line_of("--trajectories", workspace / "offline.jsonl", "--critics", f"c={tmp_path / 'seeing'}", "--out",
-                   tmp_path / "out") == (
-        f"{tmp_path / 'seeing'}: a critic that sees cannot rank functions, which have nothing to see")
+def test_bad_files_and_critics_are_one_line(workspace, branches, regression_critic, tmp_path):
+    trajectories, rows = workspace / "offline.jsonl", read(workspace / "offline.jsonl")[:6]
+    same = write(tmp_path / "same", [{**row, "reward": 0.5} for row in read(branches[0])])
+    unscored = write(tmp_path / "unscored", [{**row, "reward": None} for row in rows])
+    seeing = tmp_path / "seeing"
+    seeing.mkdir()
+    write(seeing / "critic.json", [{"visual": True, **critic_note("value")}])
+    good = f"c={regression_critic}"
+    for words, line in (
+            ([trajectories, "--critics", good, "--returns", tmp_path / "none"], f"{tmp_path / 'none'}: no such file"),
+            ([trajectories, "--critics", good, "--returns", trajectories],
+             f"{trajectories}: no dialogues of 02_rollout.py --branch"),
+            ([trajectories, "--critics", good, "--returns", same],
+             f"{same}: no state whose candidates differ in return; raise --branch or --samples of 02"),
+            ([trajectories, "--critics", f"c={seeing}"],
+             f"{seeing}: a critic that sees cannot rank functions, which have nothing to see"),
+            ([unscored, "--critics", good], f'{unscored}: task {rows[0]["task_id"]}: no "reward"; score the file with '
+             "05_evaluate.py, and take its scored/NAME.jsonl")):
+        assert refused(critics, "--trajectories", *words, "--out", tmp_path / "out") == line
     assert not (tmp_path / "out").exists()

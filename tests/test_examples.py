@@ -30,8 +30,7 @@ def test_an_example_is_short_and_parses(path):
     assert num_lines <= 80 and documented and len(EXAMPLES) == 2
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# colbench/ alone
+# --- colbench/ alone
 
 @pytest.fixture
 def alone(tmp_path):
@@ -61,8 +60,7 @@ def test_the_docstring_s_lines_run(alone):
     assert float(good) == 1 and 0 <= float(bad) < 1
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the package verifiers, by its own command
+# --- the package verifiers, by its own command
 
 class Streamer(http.server.BaseHTTPRequestHandler):
     """A server of OpenAI's protocol that streams. Its agent asks for the first fact that the task needs; then it gives
@@ -75,24 +73,20 @@ class Streamer(http.server.BaseHTTPRequestHandler):
             self.requests.append(request)
         said = [message["content"] for message in request["messages"] if message["role"] != "system"]
         [number] = [number for number, task in enumerate(self.tasks) if task["problem_description"] == said[0]]
-        question = next(fact["questions"][0] for fact in self.tasks[number]["facts"] if fact["matters"])
-        answers = [self.tasks[number]["ground_truth"], "def nothing(): pass"]
-        content = question if len(said) == 1 or number == 2 else f"{backend.MARKER}\n{answers[number]}"
-        chunk = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": request["model"]}
-        usage = {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}
-        parts = [{"role": "assistant", "content": ""}, *({"content": word} for word in re.findall(r"\s*\S+", content))]
-        events = [*({**chunk, "choices": [{"index": 0, "delta": part, "finish_reason": None}]} for part in parts),
-                  {**chunk, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": usage}]
+        content = next(fact["questions"][0] for fact in self.tasks[number]["facts"] if fact["matters"])
+        if len(said) > 1 and number < 2:
+            answer = [self.tasks[0]["ground_truth"], "def nothing(): pass"][number]
+            content = f"{backend.MARKER}\n{answer}"
         self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream" if request.get("stream") else "application/json")
+        self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
-        if request.get("stream"):
-            self.wfile.write("".join(f"data: {json.dumps(event)}\n\n" for event in events).encode())
-            self.wfile.write(b"data: [DONE]\n\n")
-        else:
-            message = {"role": "assistant", "content": content}
-            self.wfile.write(json.dumps({**chunk, "object": "chat.completion", "usage": usage, "choices": [
-                {"index": 0, "message": message, "finish_reason": "stop"}]}).encode())
+        parts = [{"role": "assistant", "content": ""}, *({"content": word} for word in re.findall(r"\s*\S+", content))]
+        for part in [*parts, {}]:
+            choice = {"index": 0, "delta": part, "finish_reason": None if part else "stop"}
+            event = {"id": "1", "object": "chat.completion.chunk", "created": 0, "model": request["model"],
+                     "choices": [choice], "usage": {"prompt_tokens": 10, "completion_tokens": 5, "total_tokens": 15}}
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
 
     def log_message(self, *_):
         pass
@@ -154,8 +148,7 @@ def test_verifiers_evaluates_it(tasks, streamer, tmp_path):
     assert not any(json.dumps(task["ground_truth"])[1:-1] in sent for task in Streamer.tasks)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# TRL
+# --- TRL
 
 @in_environments
 def test_trl_trains_on_it(tasks, tmp_path):

@@ -3,7 +3,6 @@ by what their reply tells (gain), SWEET with logged right answers (answers)."""
 import argparse
 import ast
 import copy
-import json
 import math
 import random
 
@@ -12,19 +11,18 @@ import torch
 
 import common
 from colbench import backend
-from conftest import call, fork, read, refused, ROOT, stage, succeed
+from conftest import BASE, call, dies, fork, greatest_difference, read, refused, ROOT, stage, succeed, write
 from lib import training
 from lib.models import encode, Projection
 
 grpo, distill, gain, answers = MODULES = [fork(name) for name in ("grpo", "distill", "gain", "answers")]
-BASE = ROOT / "models" / "tiny"
 SMALL = ["--data-frac", 0.17, "--num-candidates", 8, "--max-new-tokens", 80, "--nll-coef", 0]
 
 
 def flags(workspace, out, *more):
     """Three steps of a fork from the shipped base model; the last of a flag given twice counts."""
-    words = ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-3, "--max-steps", 3, *more]
-    return [str(word) for word in ("--out", out, *words)]
+    return ["--out", out, "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-3, "--max-steps",
+            3, *more]
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +38,9 @@ def runs(workspace, critic, tmp_path_factory):
     finished = {"sweet": (stage(4), sweet, folder / "sweet")}
     for name, (module, words) in more.items():
         words = flags(workspace, folder / name, *words)
-        module.main(words)
+        call(module, *words)
         finished[name] = module, words, folder / name
     return finished
-
-
-def weights(folder):
-    return (folder / "model.safetensors").read_bytes()
 
 
 def logps_after(tiny, prompt, ids):
@@ -58,8 +52,7 @@ def logps_after(tiny, prompt, ids):
     return torch.log_softmax(logits[len(read_ids) - 1:-1], -1)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# all forks
+# --- all forks
 
 @pytest.mark.parametrize("module", MODULES)
 def test_a_fork_holds_nothing_that_it_does_not_use_and_says_how_it_is_started(module):
@@ -79,26 +72,15 @@ def test_a_fork_holds_nothing_that_it_does_not_use_and_says_how_it_is_started(mo
 
 
 @pytest.mark.parametrize("name", ["signed", "distill", "gain", "answers"])
-def test_a_stopped_run_goes_on_to_the_same_weights(runs, name, tmp_path, monkeypatch, capsys):
+def test_a_stopped_run_goes_on_to_the_same_weights(runs, name, tmp_path, monkeypatch):
     """It stops in the second step. Advantages, candidates and scores are not made again."""
     module, words, whole = runs[name]
-    words = [*words, "--save-every", "1", "--out", str(tmp_path / "out")]
-    steps = []
-
-    def stop(*arguments):
-        if len(steps) == 1:
-            raise RuntimeError("stopped")
-        steps.append(0)
-        return take(*arguments)
-    take = training.optimizer_step
-    with monkeypatch.context() as patch:
-        patch.setattr(training, "optimizer_step", stop)
-        with pytest.raises(RuntimeError, match="stopped"):
-            module.main(words)
+    words = [*words, "--save-every", "1", "--out", tmp_path / "out"]
+    with dies(training, "optimizer_step", calls=1):
+        call(module, *words)
     for made_before in ("score_turns", "score_actions"):
-        monkeypatch.setattr(common, made_before, stop)
-    module.main(words)
-    assert "continues at step 1" in capsys.readouterr().out and weights(tmp_path / "out") == weights(whole)
+        monkeypatch.delattr(common, made_before)
+    assert "continues at step 1" in call(module, *words) and greatest_difference(tmp_path / "out", whole) == 0
     for kept in ("advantages", "candidates", "scored", "pairs"):
         if (whole / f"{kept}.jsonl").exists():
             assert read(tmp_path / "out" / f"{kept}.jsonl") == read(whole / f"{kept}.jsonl")
@@ -106,42 +88,27 @@ def test_a_stopped_run_goes_on_to_the_same_weights(runs, name, tmp_path, monkeyp
 
 @pytest.mark.parametrize("name", ["grpo", "distill"])
 def test_two_ranks_train_the_same_weights(runs, name, tmp_path):
-    from safetensors.torch import load_file
     _, words, whole = runs[name]
     succeed(f"examples.{name}", *words, "--out", tmp_path / "two", ranks=2)
-    one, two = (load_file(folder / "model.safetensors") for folder in (whole, tmp_path / "two"))
-    assert max((two[name] - tensor).abs().max().item() for name, tensor in one.items()) < 1e-4
+    assert greatest_difference(tmp_path / "two", whole) < 1e-4
 
 
-def test_bad_input_is_one_line(workspace, critic, tmp_path, capsys):
-    rows = read(workspace / "offline.jsonl")
-    for name, change in (("equal", {"reward": 0.0}), ("free", {"task": {**rows[0]["task"], "facts": []}})):
-        (tmp_path / name).write_text("".join(json.dumps({**row, **change}) + "\n" for row in rows[:6]))
-    (tmp_path / "value").mkdir()
-    note = json.loads((critic / "critic.json").read_text()) | {"head": "value"}
-    for path in critic.iterdir():
-        (tmp_path / "value" / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "value" / "critic.json").write_text(json.dumps(note))
-    equal = ["--trajectories", tmp_path / "equal"]
+def test_bad_input_is_one_line(workspace, critic, value_critic, tmp_path):
+    rows = read(workspace / "offline.jsonl")[:6]
+    equal = ["--trajectories", write(tmp_path / "equal", [{**row, "reward": 0.0} for row in rows])]
+    free = write(tmp_path / "free", [{**row, "task": {**row["task"], "facts": []}} for row in rows])
     for module, words, message in (
             (grpo, equal, f"{tmp_path / 'equal'}: no examples to train on: 6 of 6 trajectories are left out"),
             (grpo, ["--critic", BASE], "no critic.json"),
-            (grpo, ["--critic", tmp_path / "value"], "grpo takes a critic that reads text and has advantages"),
+            (grpo, ["--critic", value_critic], "grpo takes a critic that reads text and has advantages"),
             (distill, ["--max-length", 9], "no examples to train on: all 72 are longer than --max-length 9"),
-            (gain, ["--trajectories", tmp_path / "free"], "gain needs template tasks"),
+            (gain, ["--trajectories", free], "gain needs template tasks"),
             (answers, ["--critic", critic, "--answer-coef", 1, *equal], "--answer-coef: no successful dialogue"),
             (answers, ["--critic", critic, "--answers-by-outcome", *equal], "--answers-by-outcome: no successful")):
         assert message in refused(module, *flags(workspace, tmp_path / "y", "--overwrite", *words))
-    for module, words, message in ((grpo, ["--signed"], "--signed and --reference-sees-c go with --critic"),
-                                   (distill, ["--method", "sft"], "--method"), (answers, [], "--critic"),
-                                   (gain, ["--dry-run", 2], "--dry-run goes with 04_train_policy.py")):
-        with pytest.raises(SystemExit) as stopped:
-            module.main(flags(workspace, tmp_path / "x", *words))
-        assert stopped.value.code == 2 and message in capsys.readouterr().err
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# grpo
+# --- grpo
 
 def test_the_clipped_loss_by_hand_in_float64():
     """Ratio 1: the advantage. Ratio 2: clipped to 1.2 where that is less, as it is where A > 0. Ratio 1/2: a good
@@ -216,14 +183,13 @@ def test_each_token_has_its_own_log_probability_and_the_gradient_is_a_finite_dif
     assert (ends[0] - ends[1]) / 2e-3 == pytest.approx(norm.item(), rel=0.02) and norm > 0.1
 
 
-def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(workspace, tmp_path, capsys):
+def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(workspace, tmp_path):
     """Dialogues of another agent, at another temperature or by --best-of are counted."""
     rows = read(workspace / "offline.jsonl")
     changed = [rows[0] | {"agent": "theirs"}, rows[1] | {"temperature": 0.5}, rows[2] | {"best_of": 2}, *rows[3:]]
-    (tmp_path / "rows").write_text("".join(json.dumps(row) + "\n" for row in changed))
-    one_step = ["--batch-size", 200, "--max-steps", 1]
-    grpo.main(flags(workspace, tmp_path / "g", *one_step, "--trajectories", tmp_path / "rows"))
-    printed, first = capsys.readouterr().out, read(tmp_path / "g" / "metrics.jsonl")[0]
+    printed = call(grpo, *flags(workspace, tmp_path / "g", "--batch-size", 200, "--max-steps", 1, "--trajectories",
+                                write(tmp_path / "rows", changed)))
+    first = read(tmp_path / "g" / "metrics.jsonl")[0]
     total = tokens = left_out = 0
     for row in rows:
         wins = [float(other["reward"] == 1) for other in rows if other["task_id"] == row["task_id"]]
@@ -249,8 +215,7 @@ def test_scores_are_the_critics_advantage_of_each_turn(workspace, critic, runs, 
     assert len({round(value, 6) for row in scored for value in row["advantages"]}) > len(scored)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# distill
+# --- distill
 
 def test_divergences_against_float64():
     torch.manual_seed(0)
@@ -270,8 +235,8 @@ def test_divergences_against_float64():
 def test_distill_s_loss_of_one_dialogue_by_hand(workspace, tmp_path, tiny):
     model, tokenizer = tiny
     row = read(workspace / "offline.jsonl")[0]
-    (tmp_path / "one").write_text(json.dumps(row) + "\n")
-    distill.main(flags(workspace, tmp_path / "out", "--trajectories", tmp_path / "one", "--epochs", 3))
+    one = write(tmp_path / "one", [row])
+    call(distill, *flags(workspace, tmp_path / "out", "--trajectories", one, "--epochs", 3))
     total = count = 0
     for turn in row["dialogue_history"]:
         if turn["role"] == "assistant":
@@ -283,8 +248,7 @@ def test_distill_s_loss_of_one_dialogue_by_hand(workspace, tmp_path, tiny):
     assert losses[0] == pytest.approx(total / count, abs=1e-4) and losses[2] < 0.95 * losses[0]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# gain
+# --- gain
 
 def test_a_question_is_worth_what_its_reply_tells_of_the_reference(tiny):
     """By hand: two passes of the model with the reference as the answer, after the prompt and after the reply."""
@@ -320,13 +284,12 @@ def test_questions_of_gain_are_worth_at_least_0(runs):
     assert min(worths) >= 0 and max(worths) > 0.5
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# answers
+# --- answers
 
 def test_without_its_flags_answers_is_sweet(runs):
     for name in ("scored.jsonl", "pairs.jsonl"):
         assert read(runs["plain"][2] / name) == read(runs["sweet"][2] / name)
-    assert weights(runs["plain"][2]) == weights(runs["sweet"][2])
+    assert greatest_difference(runs["plain"][2], runs["sweet"][2]) == 0
 
 
 def test_right_answers_are_a_further_term(runs):

@@ -10,8 +10,7 @@ import pytest
 
 import colbench
 import toy_domain
-from conftest import read, ROOT, stage, succeed
-from lib.runtime import write_jsonl
+from conftest import call, greatest_difference, read, ROOT, stage, succeed, write
 
 STAGES = sorted(ROOT.glob("0*.py"))
 FORKS = [ROOT / "examples" / f"{name}.py" for name in ("answers", "distill", "gain", "grpo")]
@@ -113,39 +112,35 @@ def lines_of(path, name):
     return text.splitlines()[function.lineno - 1:function.end_lineno]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# a domain of its own: toy_domain.py
+# --- a domain of its own: toy_domain.py
 
-def test_a_toy_domain_goes_through_all_stages(tmp_path, monkeypatch, capsys):
+def test_a_toy_domain_goes_through_all_stages(tmp_path, monkeypatch):
     monkeypatch.setitem(colbench.DOMAINS, "toy", toy_domain)
-    tasks, demos, off, model = (str(tmp_path / name) for name in ("tasks.jsonl", "demos.jsonl", "off.jsonl", "model"))
-    train = ["--lr", "1e-3", "--epochs", "1", "--micro-batch-size", "16"]
-    stage(1).main(["--domain", "toy", "--num-tasks", "20", "--out", tasks])
-    for seed, out in (("0", demos), ("1", off)):
-        stage(2).main(["--tasks", tasks, "--agent", "script", "--samples", "4", "--max-rounds", "3", "--out", out,
-                       "--seed", seed])
+    tasks, demos, off, played = (tmp_path / f"{name}.jsonl" for name in ("tasks", "demos", "off", "played"))
+    model, critic, sweet, report = (tmp_path / name for name in ("model", "critic", "sweet", "report"))
+    train = ["--lr", 1e-3, "--epochs", 1, "--micro-batch-size", 16]
+    call(1, "--domain", "toy", "--num-tasks", 20, "--out", tasks)
+    for seed, out in ((0, demos), (1, off)):
+        call(2, "--tasks", tasks, "--agent", "script", "--samples", 4, "--max-rounds", 3, "--out", out, "--seed", seed)
     rows = read(demos)
     said = {turn["content"] for row in rows for turn in row["dialogue_history"] if turn.get("tool")}
     assert len(rows) == 80 and {row["reward"] for row in rows} == {0.0, 1.0} and said == {"A lamp."}
-    stage(4).main(["--method", "sft", "--model", "tiny", "--trajectories", demos, "--out", model, *train])
-    stage(3).main(["--trajectories", off, "--model", model, "--out", str(tmp_path / "critic"), *train])
-    for method in ("rft", "mtdpo", "sweet"):
-        more = ["--critic", str(tmp_path / "critic"), "--num-candidates", "4", "--max-new-tokens", "8"]
-        stage(4).main(["--method", method, "--model", model, "--trajectories", off, "--out", str(tmp_path / method),
-                       *train, *(more if method == "sweet" else [])])
-    played = str(tmp_path / "sweet.jsonl")
-    stage(2).main(["--tasks", tasks, "--agent", str(tmp_path / "sweet"), "--best-of", "2", "--critic",
-                   str(tmp_path / "critic"), "--max-rounds", "3", "--max-new-tokens", "8", "--out", played])
-    stage(5).main([f"script={off}", f"sweet={played}", "--baseline", "script", "--out", str(tmp_path / "report")])
-    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
+    call(4, "--method", "sft", "--model", "tiny", "--trajectories", demos, "--out", model, *train)
+    call(3, "--trajectories", off, "--model", model, "--out", critic, *train)
+    for method, more in (("rft", []), ("mtdpo", []),
+                         ("sweet", ["--critic", critic, "--num-candidates", 4, "--max-new-tokens", 8])):
+        call(4, "--method", method, "--model", model, "--trajectories", off, "--out", tmp_path / method, *train, *more)
+    call(2, "--tasks", tasks, "--agent", sweet, "--best-of", 2, "--critic", critic, "--max-rounds", 3,
+         "--max-new-tokens", 8, "--out", played)
+    printed = call(5, f"script={off}", f"sweet={played}", "--baseline", "script", "--out", report)
+    metrics = json.loads((report / "metrics.json").read_text())
     assert metrics["script"]["n"] == 80 and metrics["sweet"]["n"] == 20 and metrics["sweet"]["judge"] == "equality"
     assert metrics["script"]["success_rate"] == sum(row["reward"] for row in read(off)) / 80
-    assert "asked" in capsys.readouterr().out and "Guess what I like" in (tmp_path / "report/report.html").read_text()
+    assert "asked" in printed and "Guess what I like" in (report / "report.html").read_text()
     assert "The colour that this person needs" in stage(3).common.hidden_info(rows[0]["task"])
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# a fork: one file, copied and changed
+# --- a fork: one file, copied and changed
 
 def test_a_copied_stage_with_another_loss_runs_in_the_chain(tmp_path, workspace):
     source = (ROOT / "04_train_policy.py").read_text()
@@ -163,14 +158,13 @@ def test_a_copied_stage_with_another_loss_runs_in_the_chain(tmp_path, workspace)
     succeed("04_train_policy.py", *arguments, "--out", tmp_path / "dpo")
     loss = {name: read(tmp_path / name / "metrics.jsonl")[0]["loss"] for name in ("hinge", "dpo")}
     assert loss == {"hinge": pytest.approx(1, abs=1e-5), "dpo": pytest.approx(math.log(2), abs=1e-5)}
-    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("hinge", "dpo")]
-    assert weights[0] != weights[1]
-    write_jsonl(tmp_path / "tasks.jsonl", read(workspace / "tasks.jsonl")[:4])
-    write_jsonl(tmp_path / "base.jsonl", read(workspace / "offline.jsonl")[:6])
+    assert greatest_difference(tmp_path / "hinge", tmp_path / "dpo") > 0
+    tasks = write(tmp_path / "tasks.jsonl", read(workspace / "tasks.jsonl")[:4])
+    base = write(tmp_path / "base.jsonl", read(workspace / "offline.jsonl")[:6])
     shutil.copy(workspace / "offline.jsonl.args.json", tmp_path / "base.jsonl.args.json")       # what --costs reads
-    succeed("02_rollout.py", "--tasks", tmp_path / "tasks.jsonl", "--agent", tmp_path / "hinge", "--max-rounds", 4,
-            "--max-new-tokens", 60, "--out", tmp_path / "hinge.jsonl")
-    succeed("05_evaluate.py", f"base={tmp_path / 'base.jsonl'}", f"hinge={tmp_path / 'hinge.jsonl'}", "--baseline",
-            "base", "--costs", "--out", tmp_path / "report")
+    call(2, "--tasks", tasks, "--agent", tmp_path / "hinge", "--max-rounds", 4, "--max-new-tokens", 60, "--out",
+         tmp_path / "hinge.jsonl")
+    call(5, f"base={base}", f"hinge={tmp_path / 'hinge.jsonl'}", "--baseline", "base", "--costs", "--out",
+         tmp_path / "report")
     metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())
     assert metrics["hinge"]["n"] == 4 and metrics["hinge"]["costs"]["trained_tokens"] > 0

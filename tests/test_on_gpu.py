@@ -2,7 +2,6 @@
 
 GPU_TESTS_ON_CPU=1 runs them with the CPU in the place of the GPU, to try the tests themselves."""
 import asyncio
-import json
 import os
 import random
 import signal
@@ -13,18 +12,17 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import common
-from conftest import call, read, ROOT
+from colbench import backend
+from conftest import BASE, call, read, ROOT, stage, weights, write
 from lib import engine as engine_module
 from lib.engine import Engine
 from lib.seeds import uniforms
 
 DEVICE = "cpu" if os.environ.get("GPU_TESTS_ON_CPU") else "cuda"
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available(), reason="no GPU")]
-TINY = ROOT / "models" / "tiny"
 # What may differ from the CPU in float32: nats a token; loss and norm of the gradient of a step; what training has
 # changed in the weights, relative to the CPU's change
 TOLERANCES = {"float32": {"logp": 1e-4, "loss": 1e-3, "gnorm": 1e-2, "update": .05},
@@ -87,24 +85,20 @@ def test_the_product_with_the_vocabulary_sums_in_float32():
     assert torch.equal(frozen.grad, hidden.grad)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# training
+# --- training
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Has offline.jsonl: of each template task a right answer and a wrong one."""
-    folder = tmp_path_factory.mktemp("gpu")
-    call(1, "--num-tasks", 12, "--split", "train", "--out", folder / "tasks.jsonl")
-    with open(folder / "offline.jsonl", "w") as file:
-        for task in read(folder / "tasks.jsonl"):
-            for sample, code in enumerate((task["ground_truth"], "def wrong():\n    return 0")):
-                history = []
-                for role, content in (("user", task["problem_description"]), ("assistant", "Is there a limit?"),
-                                      ("user", "No."), ("assistant", f"I WANT TO ANSWER:\n{code}")):
-                    history.append({"role": role, "content": content})
-                row = {"task": task, "task_id": task["task_id"], "sample": sample, "dialogue_history": history,
-                       "answer": code, "reward": 1.0 - sample, "max_rounds": 8}
-                file.write(json.dumps(row) + "\n")
+    """Has demos.jsonl: of each template task a right answer and a wrong one, of which no scorer is asked."""
+    folder, rows = tmp_path_factory.mktemp("gpu"), []
+    for task in stage(1).make_tasks(backend, 12, 0, "train", "some"):
+        for sample, code in enumerate((task["ground_truth"], "def wrong():\n    return 0")):
+            history = [{"role": role, "content": content} for role, content in (
+                ("user", task["problem_description"]), ("assistant", "Is there a limit?"), ("user", "No."),
+                ("assistant", f"{backend.MARKER}\n{code}"))]
+            rows.append({"task": task, "task_id": task["task_id"], "sample": sample, "dialogue_history": history,
+                         "answer": code, "reward": 1.0 - sample, "max_rounds": 8})
+    write(folder / "demos.jsonl", rows)
     return folder
 
 
@@ -120,7 +114,7 @@ def run_on(device, number, *flags):
 
 
 def flags_of(folder, kind):
-    flags = ["--trajectories", folder / "offline.jsonl", "--model", TINY, "--lr", 1e-3, "--max-steps", 3]
+    flags = ["--trajectories", folder / "demos.jsonl", "--model", BASE, "--lr", 1e-3, "--max-steps", 3]
     if kind == "critic":
         return [3, *flags]
     flags = [4, *flags, "--method", kind]
@@ -129,16 +123,18 @@ def flags_of(folder, kind):
     return flags
 
 
-def differences(folder, cpu_folder):
-    """How far a training run is from another one, by the names of TOLERANCES."""
+def faults(folder, cpu_folder, dtype="float32"):
+    """{what, as in TOLERANCES: by how much} a training run is too far from another one."""
     row, cpu_row = read(folder / "metrics.jsonl")[-1], read(cpu_folder / "metrics.jsonl")[-1]
-    initial, weights = load_file(TINY / "model.safetensors"), load_file(folder / "model.safetensors")
+    initial, trained = weights(BASE), weights(folder)
     change = distance = 0.0
-    for name, cpu_weight in load_file(cpu_folder / "model.safetensors").items():
+    for name, cpu_weight in weights(cpu_folder).items():
         change += (cpu_weight - initial[name]).square().sum().item()
-        distance += (cpu_weight - weights[name]).square().sum().item()
-    return {"loss": abs(row["loss"] - cpu_row["loss"]), "gnorm": abs(row["gnorm"] / cpu_row["gnorm"] - 1),
-            "update": (distance / change) ** .5}
+        distance += (cpu_weight - trained[name]).square().sum().item()
+    found = {"loss": abs(row["loss"] - cpu_row["loss"]), "gnorm": abs(row["gnorm"] / cpu_row["gnorm"] - 1),
+             "update": (distance / change) ** .5}
+    print(found)
+    return {name: value for name, value in found.items() if not value <= TOLERANCES[dtype][name]}
 
 
 LORA = ["--lora", 4, "--merge"]
@@ -150,22 +146,17 @@ LORA = ["--lora", 4, "--merge"]
     ("sweet", [*LORA, "--dtype", "bfloat16", "--compile"])], ids=lambda value: " ".join(map(str, value)) or "plain"
     if isinstance(value, list) else value)
 def test_training(folder, kind, options):
-    adapter = [] if LORA[0] not in options else LORA
+    adapter = LORA if LORA[0] in options else []
     cpu_folder = folder / f"{kind} {len(adapter)} cpu"
-    flags, candidates = [*flags_of(folder, kind), *adapter], []
+    flags = [*flags_of(folder, kind), *adapter]
     if kind == "sweet":                                              # the GPU trains on the candidates of the CPU
-        first = folder / "sweet 0 cpu"
-        run_on("cpu", *flags_of(folder, kind), "--out", first)       # nothing where it is there
-        candidates = ["--candidates", first / "candidates.jsonl"]
+        run_on("cpu", *flags_of(folder, kind), "--out", folder / "sweet 0 cpu")      # nothing where it is there
+        flags += ["--candidates", folder / "sweet 0 cpu" / "candidates.jsonl"]
     if kind != "sweet" or adapter:
-        run_on("cpu", *flags, *candidates, "--out", cpu_folder)
-    flags += candidates
+        run_on("cpu", *flags, "--out", cpu_folder)
     gpu_folder = folder / " ".join(map(str, [kind, *options, "gpu"]))
     run_on(DEVICE, *flags, *options, "--out", gpu_folder)
-    limits = TOLERANCES["bfloat16" if "bfloat16" in options else "float32"]
-    found = differences(gpu_folder, cpu_folder)
-    print(found)
-    assert {name: value for name, value in found.items() if not value <= limits[name]} == {}
+    assert faults(gpu_folder, cpu_folder, "bfloat16" if "bfloat16" in options else "float32") == {}
 
 
 def test_a_run_that_is_killed_goes_on(folder):
@@ -182,12 +173,10 @@ def test_a_run_that_is_killed_goes_on(folder):
     assert list(killed.glob("states/*/.metadata")) and not (killed / "model.safetensors").exists(), (
         folder / "log").read_text()
     run_on(DEVICE, *flags, "--out", killed)
-    found = differences(killed, folder / "whole")
-    assert {name: value for name, value in found.items() if not value <= TOLERANCES["float32"][name]} == {}
+    assert faults(killed, folder / "whole") == {}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# sampling
+# --- sampling
 
 def sampled(model, temperature, has_few_shapes, slots=5):
     """(engine, replies) to prompts of several lengths, each of two samples."""
@@ -245,19 +234,3 @@ def test_a_model_that_waits_for_the_gpu_is_decoded_without_graphs(monkeypatch, c
     engine, replies = sampled(model, 1.0, True)
     assert not engine.has_few_shapes and num_equal(replies, expected) >= 19
     assert "no CUDA graph can be made" in capsys.readouterr().out
-
-
-def test_greedy_replies_are_those_of_generate():
-    model = small_model(DEVICE)
-    rng, num_same = random.Random(1), 0
-    engine = Engine(model, [7], 3, 600)
-    prompts = [random_ids(rng, length) for length in (4, 40, 100, 77)]
-
-    async def sample_all():
-        return await asyncio.gather(*(engine.generate(prompt, torch.zeros(1, 40), 0.0) for prompt in prompts))
-    for prompt, [reply] in zip(prompts, asyncio.run(sample_all())):
-        ids = torch.tensor([prompt], device=DEVICE)
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=40, do_sample=False,
-                                eos_token_id=7, pad_token_id=0)
-        num_same += reply == output[0, len(prompt):].tolist()
-    assert num_same >= 3

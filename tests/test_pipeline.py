@@ -44,14 +44,15 @@ def test_a_second_call_of_run_sh_trains_nothing_again(run_sh):
     assert written == {path: path.stat().st_mtime_ns for path in written}
 
 
-@pytest.mark.parametrize("script", ["02_rollout.py", "05_evaluate.py"])
-def test_bad_input_ends_with_status_2_and_no_traceback(script, tmp_path):
+@pytest.mark.parametrize("script, arguments, line", [
+    ("02_rollout.py", "--tasks T --agent script --out O", r'\S+t\.jsonl:1: missing "\w+"'),
+    ("05_evaluate.py", "a=T --out O", r'\S+t\.jsonl:1: missing "\w+"'),
+    ("01_generate_tasks.py", "--num-tasks 1 --out /proc/x/t.jsonl", "/proc/x: .*")])
+def test_bad_input_ends_with_status_2_and_no_traceback(tmp_path, script, arguments, line):
     (tmp_path / "t.jsonl").write_text("{}\n")
-    arguments = {"02_rollout.py": ["--tasks", tmp_path / "t.jsonl", "--agent", "script"],
-                 "05_evaluate.py": [f"a={tmp_path / 't.jsonl'}"]}[script]
-    process = run(script, *arguments, "--out", tmp_path / "out")
-    assert process.returncode == 2
-    assert re.fullmatch(r'error: \S+t\.jsonl:1: missing "\w+"\n', process.stderr)
+    paths = {"T": tmp_path / "t.jsonl", "a=T": f"a={tmp_path / 't.jsonl'}", "O": tmp_path / "out"}
+    process = run(script, *(paths.get(word, word) for word in arguments.split()))
+    assert process.returncode == 2 and re.fullmatch(f"error: {line}\n", process.stderr)
     assert not (tmp_path / "out").exists()
 
 

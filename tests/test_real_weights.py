@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 import common
-from conftest import read, stage, succeed
+from conftest import read, stage, succeed, write
 from lib.models import load_model, save_model
 
 
@@ -31,9 +31,7 @@ def english(tmp_path_factory):
     succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", folder / "weights",
             "--simulator", folder / "weights", "--samples", 2, "--max-rounds", 2, "--max-new-tokens", 20,
             "--simulator-max-new-tokens", 24, "--out", folder / "sampled.jsonl")
-    rows = read(folder / "sampled.jsonl")
-    (folder / "offline.jsonl").write_text("".join(json.dumps({**row, "reward": float(row["sample"])}) + "\n"
-                                                  for row in rows))
+    write(folder / "offline.jsonl", [{**row, "reward": float(row["sample"])} for row in read(folder / "sampled.jsonl")])
     yield folder
     shutil.rmtree(folder)
 
@@ -59,18 +57,14 @@ def test_smollm2_speaks_english_and_keeps_its_ids(english):
         assert trained == [i for turn in row["dialogue_history"] for i in turn.get("output_ids", [])]
 
 
-def written_candidates(tokenizer, rows):
-    """Rows of candidates.jsonl: two questions after each prompt of the dialogues. (Of what SmolLM2 samples, other
+def written_candidates(tokenizer, trajectory):
+    """Rows of candidates.jsonl: two questions after each prompt of a dialogue. (Of what SmolLM2 samples, other
     processors and versions of torch let nothing end within a few tokens, so that no pair is left.)"""
     [end] = tokenizer.encode("<|im_end|>")
-    written = []
-    for row in rows:
-        for state in stage(4).states_of(row, common.agent_turns(tokenizer, row)):
-            candidates = []
-            for text in ("Could you tell me the limit?", "Is the limit itself allowed?"):
-                candidates.append({"text": text, "ids": [*tokenizer.encode(text), end], "ended": True})
-            written.append({**state, "candidates": candidates})
-    return written
+    candidates = [{"text": text, "ids": [*tokenizer.encode(text), end], "ended": True}
+                  for text in ("Could you tell me the limit?", "Is the limit itself allowed?")]
+    turns = common.agent_turns(tokenizer, trajectory)
+    return [{**state, "candidates": candidates} for state in stage(4).states_of(trajectory, turns)]
 
 
 def test_smollm2_trains_for_a_step(english):
@@ -79,9 +73,8 @@ def test_smollm2_trains_for_a_step(english):
         "head": "lm", "normalize": "turn", "privileged": True, "reference": str(english / "weights")}))
     _, tokenizer = load_model(str(english / "weights"), "cpu")
     [first, _] = read(english / "offline.jsonl")
-    (english / "one.jsonl").write_text(json.dumps(first) + "\n")
-    written = written_candidates(tokenizer, [first])
-    (english / "candidates.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    write(english / "one.jsonl", [first])
+    write(english / "candidates.jsonl", written_candidates(tokenizer, first))
     succeed("04_train_policy.py", "--trajectories", english / "one.jsonl", "--model", english / "weights",
             "--max-steps", 1, "--batch-size", 1, "--method", "sweet",
             "--critic", english / "weights", "--data-frac", 1, "--candidates", english / "candidates.jsonl",

@@ -7,21 +7,18 @@ import torch
 
 import common
 from colbench import backend
-from conftest import critic_note, policy_flags, read, refused, ROOT, rows_of_actions, stage, succeed
+from conftest import BASE, call, critic_note, policy_flags, read, refused, succeed, write
 from lib.models import encode
-from lib.runtime import write_jsonl
-
-BASE = ROOT / "models" / "tiny"
+from lib.runtime import InputError
 
 
 @pytest.fixture(scope="module")
 def blind(workspace, tmp_path_factory):
     """A critic trained with --reference-sees-c no: one step on all pairs, so that its loss is the initial model's."""
     out = tmp_path_factory.mktemp("blind") / "critic"
-    printed = succeed("03_train_critic.py", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr",
-                      1e-3, "--reference-sees-c", "no", "--batch-size", 10_000, "--epochs", 1, "--held-out-frac", 0,
-                      "--nll-coef", 0, "--beta", 0.7, "--out", out)
-    return out, printed
+    call(3, "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-3, "--reference-sees-c", "no",
+         "--batch-size", 10_000, "--epochs", 1, "--held-out-frac", 0, "--nll-coef", 0, "--beta", 0.7, "--out", out)
+    return out
 
 
 def mean_logp(model, tokenizer, prompt, action):
@@ -66,21 +63,23 @@ def test_the_first_loss_of_a_blind_critic_is_that_of_the_gains_by_hand(workspace
     scores = {i: sum(gain(model, tokenizer, trajectories[i], turn) for turn in agent_turns(trajectories[i]))
               for i in sorted({i for pair in pairs for i in pair})}
     losses = [math.log1p(math.exp(-0.7 * (scores[chosen] - scores[rejected]))) for chosen, rejected in pairs]
-    [step] = read(blind[0] / "metrics.jsonl")
+    [step] = read(blind / "metrics.jsonl")
     assert step["loss"] == pytest.approx(sum(losses) / len(losses), abs=2e-5)
     assert abs(step["loss"] - math.log(2)) > 0.01                   # with an informed reference it is log 2
     margins = [0.7 * (scores[chosen] - scores[rejected]) for chosen, rejected in pairs]
     assert step["margin"] == pytest.approx(sum(margins) / len(margins), abs=2e-4)
 
 
-def test_the_folder_says_what_its_reference_reads(blind, critic):
-    assert json.loads((blind[0] / "critic.json").read_text())["reference_sees_c"] is False
-    assert json.loads((critic / "critic.json").read_text())["reference_sees_c"] is True
+@pytest.mark.parametrize("name, sees_c", [("blind", False), ("critic", True)])
+def test_a_critic_s_folder_says_what_its_reference_reads_and_a_flag_has_it_otherwise(request, name, sees_c, tiny):
+    folder = request.getfixturevalue(name)
+    assert json.loads((folder / "critic.json").read_text())["reference_sees_c"] is sees_c
+    assert common.read_critic(folder, tiny[1], backend).ref_sees_c is sees_c
+    assert common.read_critic(folder, tiny[1], backend, True).ref_sees_c
 
 
-@pytest.mark.parametrize("item_of", [common.actions_item, rows_of_actions], ids=["tree", "rows"])
-def test_an_untrained_critic_scores_by_the_gain(workspace, tiny, item_of, monkeypatch):
-    monkeypatch.setattr(common, "actions_item", item_of)
+def test_an_untrained_critic_scores_by_the_gain(workspace, tiny):
+    """Of actions, and of the turns of dialogues."""
     model, tokenizer = tiny
     trajectories = common.read_trajectories(workspace / "offline.jsonl")[:4]
     points = points_of(trajectories)
@@ -90,11 +89,6 @@ def test_an_untrained_critic_scores_by_the_gain(workspace, tiny, item_of, monkey
                     for action in point.actions]
         assert point_scores == pytest.approx(expected, abs=1e-4)
         assert max(map(abs, point_scores)) > 0.01
-
-
-def test_the_advantages_of_turns_by_an_untrained_critic_is_the_gain(workspace, tiny):
-    model, tokenizer = tiny
-    trajectories = common.read_trajectories(workspace / "offline.jsonl")[:4]
     scored = common.score_turns(untrained(), tokenizer, trajectories, 4096, "cpu")
     for trajectory, advantages in zip(trajectories, scored):
         gains = [gain(model, tokenizer, trajectory, turn) for turn in agent_turns(trajectory)]
@@ -116,16 +110,10 @@ def test_released_ranking_is_the_printed_one_and_the_gain(workspace, critic, tin
         assert released != pytest.approx(printed, abs=1e-3)
 
 
-def test_without_the_flag_a_critic_ranks_as_it_was_trained(blind, critic, tiny):
-    assert not common.read_critic(blind[0], tiny[1], backend).ref_sees_c
-    assert common.read_critic(critic, tiny[1], backend).ref_sees_c
-    assert common.read_critic(blind[0], tiny[1], backend, True).ref_sees_c
-
-
 def test_04_with_an_untrained_critic(workspace, tmp_path, tiny):
     options = ["--data-frac", 0.05, "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1]
-    printed = succeed("04_train_policy.py", *policy_flags(workspace, "sweet", tmp_path / "p", "--critic", "untrained",
-                                                          "--reference-sees-c", "no", *options))
+    printed = call(4, *policy_flags(workspace, "sweet", tmp_path / "p", "--critic", "untrained", "--reference-sees-c",
+                                    "no", *options))
     assert "scores are log p_ref(a|o, c) - log p_ref(a|o), a mean over the tokens of a" in printed
     rows = read(tmp_path / "p" / "scored.jsonl")
     trajectories = {(t["task_id"], t["sample"]): t for t in read(workspace / "offline.jsonl")}
@@ -149,34 +137,12 @@ def test_ranks_rank_alike(workspace, tmp_path, critic):
 
 
 def test_02_picks_by_an_untrained_critic_and_05_shows_a_blind_one(workspace, tmp_path, blind):
-    write_jsonl(tmp_path / "tasks.jsonl", read(workspace / "tasks.jsonl")[:2])
-    printed = succeed("02_rollout.py", "--tasks", tmp_path / "tasks.jsonl", "--agent", BASE, "--simulator", "rules",
-                      "--max-rounds", 2, "--max-new-tokens", 60, "--best-of", 2, "--critic", "untrained",
-                      "--reference-sees-c", "no", "--out", tmp_path / "best.jsonl")
+    tasks, best = write(tmp_path / "tasks.jsonl", read(workspace / "tasks.jsonl")[:2]), tmp_path / "best.jsonl"
+    printed = call(2, "--tasks", tasks, "--agent", BASE, "--simulator", "rules", "--max-rounds", 2, "--max-new-tokens",
+                   60, "--best-of", 2, "--critic", "untrained", "--reference-sees-c", "no", "--out", best)
     assert "scores are log p_ref(a|o, c) - log p_ref(a|o)" in printed
-    printed = succeed("05_evaluate.py", f"best={tmp_path / 'best.jsonl'}", "--critic", blind[0], "--out",
-                      tmp_path / "r")
+    printed = call(5, f"best={best}", "--critic", blind, "--out", tmp_path / "r")
     assert "scores are log p(a|o, c) - log p_ref(a|o), a mean over the tokens of a" in printed
-
-
-NO_GAIN = "--reference-sees-c no goes with --head lm"
-REFUSED = {
-    "no critic": (5, ["--reference-sees-c", "no"], "--reference-sees-c goes with --critic"),
-    "a critic without c": (3, ["--no-privileged", "--reference-sees-c", "no"], NO_GAIN),
-    "a head": (3, ["--head", "value", "--reference-sees-c", "no"], NO_GAIN),
-    "no best-of": (2, ["--reference-sees-c", "no"], "--reference-sees-c goes with --best-of"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused(tmp_path, capsys, name):
-    number, options, reason = REFUSED[name]
-    required = {2: ["--tasks", "t", "--agent", "a"], 3: ["--trajectories", "t", "--model", "m"], 5: ["a=t"]}
-    with pytest.raises(SystemExit) as stopped:
-        stage(number).main([*required[number], *options, "--out", str(tmp_path / "out")])
-    line = capsys.readouterr().err
-    assert stopped.value.code == 2 and reason in line and line.count("\n") == 1
-    assert not (tmp_path / "out").exists()
 
 
 def test_an_untrained_critic_needs_a_reference_without_c(workspace, tmp_path):

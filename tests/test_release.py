@@ -18,18 +18,12 @@ from conftest import fork, ROOT, stage
 STAGES_AND_FORKS = [*(stage(number) for number in range(1, 6)), fork("grpo"), fork("distill")]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the version
-
 @pytest.mark.parametrize("module", STAGES_AND_FORKS, ids=lambda module: module.__name__)
 def test_every_stage_prints_the_version(module, capsys):
     with pytest.raises(SystemExit) as stop:
         module.parse_args(["--version"])
     assert stop.value.code == 0 and capsys.readouterr().out == f"SWEET-RL, minimal {lib.VERSION}\n"
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# CITATION.cff
 
 def test_the_citation_follows_the_published_schema_and_names_the_version_and_the_paper():
     process = subprocess.run([sys.executable, "-m", "check_jsonschema", "--builtin-schema",
@@ -41,14 +35,9 @@ def test_the_citation_follows_the_published_schema_and_names_the_version_and_the
     assert paper["url"] == "https://arxiv.org/abs/2503.15478" and "SWEET-RL" in paper["title"]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# model cards: README.md of the base models
-
-BASE_MODELS = sorted(path.parent for path in ROOT.glob("models/*/config.json"))
-
-
-@pytest.mark.parametrize("folder", BASE_MODELS, ids=lambda folder: folder.name)
-def test_a_model_card_is_in_the_hub_s_format_and_of_the_weights_beside_it(folder):
+@pytest.mark.parametrize("folder", [path.parent for path in sorted(ROOT.glob("models/*/config.json"))],
+                         ids=lambda folder: folder.name)
+def test_a_model_card_has_the_hub_s_format_is_of_the_weights_beside_it_and_runs(folder, monkeypatch, capsys):
     card = ModelCard.load(folder / "README.md")
     data = card.data
     assert (data.license, data.library_name, data.pipeline_tag, data.language) == (
@@ -58,18 +47,13 @@ def test_a_model_card_is_in_the_hub_s_format_and_of_the_weights_beside_it(folder
         row = rf"^\| {result.metric_name} \| {result.metric_value:.3f}( \[\d\.\d+, \d\.\d+\])? \|$"
         assert re.search(row, card.text, re.MULTILINE), result.metric_name
     assert hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest() in card.text
-
-
-@pytest.mark.parametrize("folder", BASE_MODELS, ids=lambda folder: folder.name)
-def test_the_example_of_a_model_card_runs(folder, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    [example] = re.findall(r"^```python\n(.*?)^```$", (folder / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    [example] = re.findall(r"^```python\n(.*?)^```$", card.text, re.DOTALL | re.MULTILINE)
     exec(example.replace("max_new_tokens=220", "max_new_tokens=8"), {})
     assert len(capsys.readouterr().out.split()) >= 3
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# scripts/requirements-lock.txt
+# --- scripts/requirements-lock.txt
 
 LOCK = ROOT / "scripts" / "requirements-lock.txt"
 CUDA_PACKAGE = re.compile(r"(nvidia|cuda|triton)\b")                # torch's, which it pins itself
@@ -110,8 +94,7 @@ def test_the_lock_has_what_its_packages_need():
     assert missing == []
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# scripts/setup.sh, with stand-ins for python and uv that note their arguments
+# --- scripts/setup.sh, with stand-ins for python and uv that note their arguments
 
 STAND_IN = """#!/bin/bash
 echo "$(basename "$0") $*" | head -n 1 >> "$LOG"

@@ -25,15 +25,16 @@ def call(name, **arguments):
 
 
 def dialogue(task, code):
+    """(messages, the two tools)."""
     environment = colbench_trl.ColBench(backend.Environment())            # its scorer is not started
     environment.reset(task=json.dumps(task))
     question = next(fact["questions"][0] for fact in task["facts"] if fact["matters"])
     reply = asyncio.run(environment.ask(question))
-    messages = [{"role": "system", "content": colbench_trl.SYSTEM}, {"role": "user", "content": task[
-        "problem_description"]}, call("ask", question=question), {"role": "tool", "name": "ask", "content": reply},
-        call("submit", code=code), {"role": "tool", "name": "submit", "content": "Thank you."},
-        {"role": "assistant", "content": "Done."}]
-    return messages, [environment.ask, environment.submit]
+    return [{"role": "system", "content": colbench_trl.SYSTEM},
+            {"role": "user", "content": task["problem_description"]},
+            call("ask", question=question), {"role": "tool", "name": "ask", "content": reply},
+            call("submit", code=code), {"role": "tool", "name": "submit", "content": "Thank you."},
+            {"role": "assistant", "content": "Done."}], [environment.ask, environment.submit]
 
 
 def main(path, folder):
