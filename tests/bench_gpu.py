@@ -104,7 +104,7 @@ def train(name, is_tiny):
     if rank:
         lora = models.import_peft().LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM",
                                                target_modules="all-linear")
-    sharding = models.Sharding("bfloat16", 1, False, "", 0, bool(compiled))
+    sharding = models.Sharding("bfloat16", compile=bool(compiled))
     scorer = random_scorer(shape, run.device, torch.bfloat16 if lora else torch.float32, lora).train()
     models.shard(scorer, run, sharding)
     optimizer, items = training.adamw(scorer, 1e-6), random_items(num_rows, *form)

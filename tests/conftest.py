@@ -93,48 +93,27 @@ def processes():
     return address
 
 
-class Fork:
-    """A process that the server of processes.py starts, with what of subprocess.Popen is used of it. Its output and its
-    errors go into files, `log` where there is no other."""
-
-    def __init__(self, arguments, log, errors=None, environment=None):
-        with open(os.devnull) as nothing:
-            self.answer = start_process(processes(), [*map(str, arguments)], str(ROOT),
-                                        {**os.environ, **(environment or {})},
-                                        [nothing.fileno(), log.fileno(), (errors or log).fileno()])
-        self.pid, self.returncode = int(self.answer.readline()), None
-
-    def poll(self):
-        if self.returncode is None and select.select([self.answer], [], [], 0)[0]:
-            self.wait()
-        return self.returncode
-
-    def wait(self):
-        if self.returncode is None:
-            with self.answer:
-                self.returncode = int(self.answer.readline())
-        return self.returncode
-
-    def send_signal(self, number):
-        os.kill(self.pid, number)
-
-
-STARTED = {}                                                        # {process id: Fork}
+STARTED = {}                                                        # {process id: what the server answers later}
 
 
 def begin(script, *arguments, folder, rank=0, environment=None):
     """Start a stage, or a module ("examples.grpo"), in a process of its own, its output in files of `folder`.
     Returns the process id."""
-    program = [ROOT / script] if script.endswith(".py") else ["-m", script]
-    with open(f"{folder}/{rank}.out", "w") as output, open(f"{folder}/{rank}.err", "w") as errors:
-        process = Fork([*program, *arguments], output, errors, environment)
-    STARTED[process.pid] = process
-    return process.pid
+    program = [str(ROOT / script)] if script.endswith(".py") else ["-m", script]
+    with (open(os.devnull) as nothing, open(f"{folder}/{rank}.out", "w") as output,
+          open(f"{folder}/{rank}.err", "w") as errors):
+        answer = start_process(processes(), [*program, *map(str, arguments)], str(ROOT),
+                               {**os.environ, **(environment or {})},
+                               [nothing.fileno(), output.fileno(), errors.fileno()])
+    pid = int(answer.readline())
+    STARTED[pid] = answer
+    return pid
 
 
 def wait(pid):
     """The exit status of a process that `begin` started, as Python's subprocess gives it."""
-    return STARTED.pop(pid).wait()
+    with STARTED.pop(pid) as answer:
+        return int(answer.readline())
 
 
 def rank_environments(ranks):
@@ -237,10 +216,21 @@ def weights(folder):
     return load_file(pathlib.Path(folder, "model.safetensors"))
 
 
+def furthest(ours, theirs):
+    """How far two dicts of tensors are apart."""
+    return max((ours[key] - theirs[key]).abs().max().item() for key in theirs)
+
+
 def greatest_difference(folder, other):
     """Between the weights of two model folders."""
-    ours, theirs = weights(folder), weights(other)
-    return max((ours[name] - tensor).abs().max().item() for name, tensor in theirs.items())
+    return furthest(weights(folder), weights(other))
+
+
+def assert_same_steps(folder, other):
+    """Two trainings have logged the same numbers, but for their last digits."""
+    for ours, theirs in zip(read(folder / "metrics.jsonl"), read(other / "metrics.jsonl"), strict=True):
+        for key in ("loss", "margin", "gnorm"):
+            assert ours[key] == pytest.approx(theirs[key], rel=2e-3, abs=1e-4), key
 
 
 @contextlib.contextmanager

@@ -159,7 +159,7 @@ def test_candidates_are_scored_without_their_thoughts(text, prompt, is_answer):
 
 def test_the_last_step_is_saved_where_max_steps_ends_within_an_epoch(workspace, tmp_path):
     arguments = flags(workspace, "mtdpo", tmp_path / "m", "--max-steps", 1)
-    with dies(training, "check_weights"):                            # after training, before anything is written
+    with dies(training, "save_model"):                            # after training, before anything is written
         call(4, *arguments)
     assert "continues at step 1\n" in call(4, *arguments)
     assert [row["step"] for row in read(tmp_path / "m" / "metrics.jsonl")] == [1]

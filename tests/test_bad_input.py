@@ -169,8 +169,8 @@ def test_critics(data, tmp_path, text, message):
     assert contents(tmp_path) == ({} if text is None else {"critic.json": text.encode()})
 
 
-MODELS = {"nobody/such-model": "no model of this name", "./nowhere": "no such folder", "tests": "no config.json",
-          "tiny": "fresh parameters"}
+MODELS = {"nobody/such-model": "no model of this name", "./nowhere": "no such folder",
+          "tests": "no model of this name"}
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -229,7 +229,7 @@ FLAGS = {                       # {program: flags, or (flags, what the line says
     "critics": [("", "nothing to measure: give --critics or --gates"), "--gates ''",
                 ("--returns r --gates m", ONLY_CRITICS), ("--reference-sees-c no --gates m", ONLY_CRITICS),
                 ("--critics a", "a: must be NAME=PATH"),
-                ("--critics a/b=c", "a/b=c: a name cannot contain /, or be . or ..")],
+                ("--critics a/b=c", "a/b=c: must be NAME=PATH")],
     "distill": ["--divergence both", "--method sft"],
     "grpo": [("--signed", "--signed and --reference-sees-c go with --critic")],
     "answers": [("", "--critic")],
@@ -306,17 +306,6 @@ def test_another_command_is_refused_unless_nothing_is_there_yet(data, tmp_path):
     assert json.loads((tmp_path / "o.args.json").read_text())["args"]["seed"] == 1
 
 
-def test_the_same_command_cannot_write_twice_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("lib.runtime.LOCK_S", 0.3)
-    start(0)
-    runtime.begin_output({"overwrite": False}, tmp_path / "out", [], folder=True)
-    runtime.begin_output({"overwrite": False}, tmp_path / "out", [], folder=True)           # this process again
-    monkeypatch.setattr("lib.runtime.LOCKS", {})                    # as another process sees it
-    (tmp_path / "out" / "metrics.jsonl").write_text("")
-    assert "the same command is running already" in line_of(
-        runtime.begin_output, {"overwrite": False}, tmp_path / "out", [], True)
-
-
 def test_a_run_goes_on_with_its_own_partial_file(data, tmp_path):
     arguments = ["--tasks", data / "tasks.jsonl", "--agent", "script", "--out", tmp_path / "o"]
     call(2, *arguments)
@@ -333,17 +322,16 @@ def test_a_run_goes_on_with_its_own_partial_file(data, tmp_path):
     (3, "--max-steps 6", "OUT: step 2 of 6: the loss is nan"),
     (3, "--max-steps 6 --head value", "OUT: step 2 of 6: the loss is nan"),
     (4, "--max-steps 6 --method mtdpo", "OUT: step 2 of 6: the loss is nan"),
-    (4, "--max-steps 6 --method sft", "OUT: step 2 of 6: the loss is nan"),
-    (4, "--max-steps 1 --method sft", "OUT: ")])                     # after the last step
-def test_a_loss_or_weights_that_are_not_finite_end_the_run(data, tmp_path, monkeypatch, number, flags, message):
+    (4, "--max-steps 6 --method sft", "OUT: step 2 of 6: the loss is nan")])
+def test_a_loss_that_is_not_finite_ends_the_run(data, tmp_path, monkeypatch, number, flags, message):
     """The second step finds a NaN in a weight, as after an overflow."""
     original = training.learning_rate
     monkeypatch.setattr(training, "learning_rate", lambda step, *rest: original(step, *rest) if step else float("nan"))
     out = tmp_path / "out"
     line = refused(number, *flags.split(), "--trajectories", data / "demos.jsonl", "--model", BASE, "--lr", 1000,
                    "--out", out)
-    assert message.replace("OUT", str(out)) in line and ("no model is written" in line or "not finite" in line)
-    assert "nan" not in message or any(task["task_id"] in line for task in read(data / "tasks.jsonl"))
+    assert message.replace("OUT", str(out)) in line and "no model is written" in line
+    assert any(task["task_id"] in line for task in read(data / "tasks.jsonl"))
     assert not list(out.glob("*.safetensors")) and not (out / "COMPLETED").exists()
 
 

@@ -9,7 +9,6 @@ import common
 from colbench import backend
 from conftest import BASE, call, critic_note, policy_flags, read, refused, succeed, write
 from lib.models import encode
-from lib.runtime import InputError
 
 
 @pytest.fixture(scope="module")
