@@ -31,8 +31,8 @@ def token_kls(projection, hidden, teacher_projection, teacher_hidden, direction)
 
     "forward": KL(teacher || policy), which covers what the teacher does; "reverse": KL(policy || teacher)."""
     def kls_of(hidden, teacher_hidden):
-        policy = F.log_softmax(common.float_logits(projection, hidden), -1)                              # (n, V)
-        teacher = F.log_softmax(common.float_logits(teacher_projection, teacher_hidden), -1)             # (n, V)
+        policy = F.log_softmax(projection.float_logits(hidden), -1)                              # (n, V)
+        teacher = F.log_softmax(teacher_projection.float_logits(teacher_hidden), -1)             # (n, V)
         if direction == "forward":
             return (teacher.exp() * (teacher - policy)).sum(-1)
         return (policy.exp() * (policy - teacher)).sum(-1)

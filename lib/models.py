@@ -292,6 +292,32 @@ def whole_model(name, dtype=torch.float32):
 # ---------------------------------------------------------------------------------------------------------------------
 # what differs between families of models: from hidden states to logits, and what their layers see
 
+class FloatSums(torch.autograd.Function):
+    """The product (n, V) float32 of states (n, H) and weights (V, H) in bfloat16, on a GPU: ten times as fast as in
+    float32, and as exact but for 2e-5 nats. The gradient is rounded to bfloat16."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        hidden, weight = ctx.saved_tensors
+        gradient = gradient.to(weight.dtype)                                                      # (n, V)
+        of_hidden = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_hidden = gradient @ weight                                                         # (n, H)
+        if ctx.needs_input_grad[1]:                                 # not of a frozen model
+            of_weight = gradient.t() @ hidden                                                     # (V, H)
+        return of_hidden, of_weight
+
+
+def has_float_sums(hidden, weight):
+    """Whether FloatSums can multiply these. The meta device (--dry-run) stands for a GPU."""
+    return hidden.device.type in ("cuda", "meta") and hidden.dtype == weight.dtype == torch.bfloat16
+
+
 class Projection(namedtuple("Projection", "weight bias scale cap", defaults=(None, 1.0, None))):
     """What makes logits of last hidden states: weight (V, H), bias (V,) or None; their product is multiplied by `scale`
     and softly limited to -cap … cap (None: it is not)."""
@@ -299,6 +325,14 @@ class Projection(namedtuple("Projection", "weight bias scale cap", defaults=(Non
     def logits(self, hidden):
         """Logits (n, V) float32 of hidden states (n, H), whose product with the weights is in their type."""
         return self.scaled(F.linear(hidden, self.weight, self.bias).float())
+
+    def float_logits(self, hidden):
+        """Logits (n, V) of states (n, H): float32 sums, whatever states and weights are in."""
+        bias = None if self.bias is None else self.bias.float()
+        if not has_float_sums(hidden, self.weight):
+            return self._replace(weight=self.weight.float(), bias=bias).logits(hidden.float())
+        logits = FloatSums.apply(hidden, self.weight)
+        return self.scaled(logits if bias is None else logits + bias)
 
     def scaled(self, logits):
         """The logits (n, V) of what weights and bias make of hidden states."""

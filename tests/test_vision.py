@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_lora import killed_and_resumed
 
 import common
 from colbench import frontend
@@ -17,7 +18,6 @@ from conftest import assert_same_steps, furthest, read, refused, ROOT, stage, su
 from lib.runtime import InputError
 from lib.servers import visible_text
 from lib.vision import hidden_states, image_row, load_processor, load_vision, read_images, vision_reply
-from test_lora import killed_and_resumed
 
 BASE = ROOT / "models" / "tiny"
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
