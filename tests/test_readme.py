@@ -5,6 +5,7 @@ import csv
 import functools
 import importlib
 import io
+import json
 import os
 import pathlib
 import re
@@ -14,6 +15,7 @@ import sys
 import tempfile
 
 import pytest
+import torch
 
 from colbench import DOMAINS
 from conftest import ROOT, run, stage
@@ -171,6 +173,42 @@ def test_files_that_the_pages_name_exist(page):
 def test_functions_that_the_pages_name_exist():
     names = {span[:-2] for page, span in SPANS if re.fullmatch(r"\w+\(\)", span) and page != NOTEBOOK}
     assert [name for name in names if not re.search(rf"\bdef {name}\(", CODE)] == []
+
+
+def changed(name):
+    """The module of a file with the change that docs/fork.md shows for it, as a dict."""
+    [change] = re.findall(rf"```diff\n--- {name}\n(.*?)```", PAGES["docs/fork.md"], re.DOTALL)
+    old, new = ("".join(line[1:] + "\n" for line in change.splitlines() if line[0] == sign) for sign in "-+")
+    text, module = (ROOT / name).read_text(), {"__name__": "changed"}
+    assert text.count(old) == 1
+    exec(text.replace(old, new), module)
+    return module
+
+
+def fork_block(begin):
+    """The block of Python in docs/fork.md that begins so."""
+    return re.search(rf"```python\n({begin}.*?)```", PAGES["docs/fork.md"], re.DOTALL)[1]
+
+
+def test_the_changes_that_fork_md_shows_do_what_it_says():
+    zeros = torch.zeros(2)
+    losses, _, _ = changed("04_train_policy.py")["dpo_loss"](zeros, zeros, zeros, zeros, beta=0.1)
+    assert losses.tolist() == pytest.approx([25, 25])                # (1 / (2 beta)) ** 2
+    grpo = changed("examples/grpo.py")
+    exec(fork_block("def discounted"), grpo)
+    assert grpo["discounted_advantages"]([1.0, 0.0], [2, 1], ["a", "a"], gamma=0.5) == [[0.5, 1.0], [-1.0]]
+
+
+def test_pairs_as_trl_takes_them(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    row = {"prompt": "<|user|>hi<|end|><|assistant|>", "turn": 0}
+    row |= {side: {"text": side, "ids": [1], "advantage": 1.0} for side in ("chosen", "rejected")}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    names = {}
+    code = fork_block("from datasets").replace("out/sweet", str(tmp_path)).replace("models", str(ROOT / "models"))
+    exec(code, names)
+    assert list(names["pairs"]) == [{"prompt": row["prompt"], "chosen": "chosen", "rejected": "rejected"}]
 
 
 def test_the_interface_of_a_domain_is_documented_whole():
