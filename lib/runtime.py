@@ -501,7 +501,7 @@ def begin_output(arguments, out, inputs, folder=False):
             return
     record = output_record(arguments, inputs)                       # before an input could go
     for old in out.iterdir() if folder else (out, *partial_files(out)):
-        if old.is_dir():
+        if old.is_dir() and not old.is_symlink():
             shutil.rmtree(old)
         elif old != path:                                           # which is locked
             old.unlink(missing_ok=True)
