@@ -52,16 +52,15 @@ def whole_number(low, high):
     return read
 
 
-def number_flag(low, high, above=False):
-    """A type: a finite number from `low` to `high`, or with `above` one that is larger than `low`."""
+def number_flag(low, high):
+    """A type: a finite number from `low` to `high`."""
     def read(text):
         try:
             value = float(text)
         except ValueError:
             value = math.nan
-        if not low <= value <= high or above and value == low:
-            begin = f"above {low:g}, at most {high:g}" if above else f"from {low:g} to {high:g}"
-            raise argparse.ArgumentTypeError(f"must be a finite number {begin}, not {text[:40]}")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"must be a finite number from {low:g} to {high:g}, not {text[:40]}")
         return value
     return read
 

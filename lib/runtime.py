@@ -18,7 +18,7 @@ import shutil
 import sys
 import time
 import zlib
-from typing import NamedTuple
+from collections import namedtuple
 
 import torch
 import torch.distributed as dist
@@ -31,12 +31,8 @@ class InputError(Exception):
     """Bad input from the user: one line that says where, what and how to mend it. Ends the stage with status 2."""
 
 
-class Runtime(NamedTuple):
-    """Where a stage runs, as start() says it."""
-
-    rank: int                       # of this process, from 0
-    world_size: int                 # processes
-    device: torch.device
+# Where a stage runs, as start() says it: the number of this process, how many there are, its torch.device
+Runtime = namedtuple("Runtime", "rank world_size device")
 
 
 class SayHandler(logging.Handler):

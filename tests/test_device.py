@@ -47,16 +47,6 @@ def test_a_scorer_on_fake_cuda_mixes_no_devices(fake_cuda, monkeypatch, items, h
     assert values.device.type == "cuda" and values.shape == (2, 2)
 
 
-@pytest.mark.parametrize("name", ["ids", "positions", "lengths", "mask"])
-def test_a_part_of_a_batch_that_stays_on_the_cpu_is_refused(fake_cuda, monkeypatch, name):
-    """Of turn_ids, previous and owners FakeTensorMode does not say so, as they are indices."""
-    scorer = common.Scorer(fake_model(), has_head=True)
-    batch = fake_batch(fake_cuda, TREES, monkeypatch)
-    batch = batch._replace(**{name: getattr(batch, name).to("cpu")})
-    with torch.no_grad(), pytest.raises(RuntimeError, match="same device|expected device"):
-        scorer(batch)
-
-
 @pytest.mark.parametrize("is_greedy", [False, True])
 def test_a_decoding_step_on_fake_cuda_mixes_no_devices(is_greedy):
     """It waits for no values either, which fake tensors lack: CUDA graphs need this."""
