@@ -408,7 +408,7 @@ def parse_args(argv=None):
                        help="padded tokens of a pass of --critic")
     group.add_argument("--system-prompt", type=flags.text_flag, metavar="FILE", help="its text, taken as it is, is the "
                        "agent's system prompt in place of ours and of our note on the last round")
-    group.add_argument("--chat-template-args", type=flags.json_flag, default={}, metavar="JSON",
+    group.add_argument("--chat-template-args", type=json.loads, default={}, metavar="JSON",
                        help="arguments of chat "
                        "templates by role: {\"agent\": {\"enable_thinking\": false}, \"simulator\": …, …}")
     group.add_argument("--agent-tokenizer", type=flags.text_flag, metavar="MODEL",

@@ -4,7 +4,6 @@ import math
 import re
 
 from lib import VERSION
-from lib.runtime import InputError, parse_json
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -66,7 +65,6 @@ def number_flag(low, high):
 
 
 positive_int = whole_number(1, MOST)
-non_negative_int = whole_number(0, MOST)
 non_negative_float = number_flag(0, MOST)
 share_flag = number_flag(0, 1)
 num_tokens_flag = whole_number(1, MOST_TOKENS)
@@ -92,14 +90,6 @@ def named_path(text):
     if not name or not path or "/" in name:
         raise argparse.ArgumentTypeError(f"{text[:80]}: must be NAME=PATH, where NAME has no /")
     return text
-
-
-def json_flag(text):
-    """A type: JSON, as files of JSON are read."""
-    try:
-        return parse_json(text, "it")
-    except InputError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_overwrite(parser):
