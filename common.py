@@ -121,10 +121,15 @@ def read_tasks(path):
     return tasks
 
 
+def dialogue_fault(row):
+    """What is wrong with a row (a kind of schema.py); of a dialogue of another program check_trajectory tells."""
+    return None if type(row) is dict and row.get("messages") else TRAJECTORY(row)
+
+
 def check_trajectory(row, where, first):
     """InputError for what is no trajectory of the same domain as the `first`. A dialogue that another program has made
     ({"messages", "reward"}, colbench/own.py) becomes a trajectory."""
-    if "messages" in row:
+    if row.get("messages"):
         row |= own.as_trajectory(row, where)
     check_task(row["task"], f"{where}: task", first["task"])
     if not any(turn["role"] == "assistant" for turn in row["dialogue_history"]):
@@ -138,7 +143,7 @@ def read_trajectories(path, num_trajectories=None, seed=0):
     the order of the file.
     num_trajectories: take those of whole tasks, in an order that `seed` shuffles, until there are so many. Subsets of
     one seed are nested."""
-    trajectories = read_jsonl(path, lambda row: None if "messages" in row else TRAJECTORY(row), check_trajectory)
+    trajectories = read_jsonl(path, dialogue_fault, check_trajectory)
     samples = collections.defaultdict(set)
     for trajectory in trajectories:
         name = trajectory.get("task_id") or task_id(trajectory["task"])
