@@ -34,7 +34,7 @@ import shutil
 import warnings
 
 import common
-from colbench import ColBenchError, domain_of, DOMAINS, in_split, published, SPLITS, task_id, written
+from colbench import ColBenchError, domain_of, DOMAINS, in_split, make_tasks, published, SPLITS, task_id, written
 from colbench.scorer import check_tasks, Scorer
 from lib import flags
 from lib.runtime import (
@@ -58,35 +58,6 @@ from lib.servers import ReplyError, strip_thoughts
 
 # ---------------------------------------------------------------------------------------------------------------------
 # template tasks
-
-MOST_DRAWS_IN_VAIN = 300            # of a family, one after the other, until it counts as used up
-
-
-def make_tasks(domain, num_tasks, seed, split, told):
-    """num_tasks tasks without repeats. The families take turns; one that has no more is left out."""
-    rng, tasks = random.Random(seed), {}
-
-    def accept(name):
-        if not in_split(name, split):
-            return "of another split"
-        return "repeated" if name in tasks else None
-
-    families = sorted(domain.FAMILIES)
-    misses = dict.fromkeys(families, 0)
-    while len(tasks) < num_tasks:
-        if not families:
-            raise InputError(f"--num-tasks {num_tasks}: there are only {len(tasks)} different tasks (--split {split})")
-        family = families[len(tasks) % len(families)]
-        task = domain.make_task(rng, family, told, accept)
-        if isinstance(task, dict):
-            tasks[task["task_id"]] = task
-            misses[family] = 0
-            continue
-        misses[family] += 1
-        if misses[family] == MOST_DRAWS_IN_VAIN:
-            families.remove(family)
-    return list(tasks.values())
-
 
 def write_template_tasks(args):
     """--source template: write tasks that need no model."""
@@ -257,6 +228,9 @@ def take_published(args):
     else:
         chosen = first_shuffled(rows, args.num_tasks, args.seed)
         chosen = [{**task, "task_id": task_id(task)} for task in chosen]
+    for row in chosen:
+        if doubt := domain.doubt_of(row.get("task", row)):
+            say(f"task {row['task_id']}: right answers may be graded wrong: {doubt}")
     begin_output(vars(args), args.out, files)
     say(f"kept {len(chosen):,} of {len(rows):,} {'trajectories' if args.trajectories else 'tasks'}")
     if args.trajectories:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from colbench import ColBenchError, domain_of, own, schema, task_id
 from colbench.questions import returns_nothing
-from colbench.schema import label, list_of, nullable, one_of, record, short_text, token_ids, whole
+from colbench.schema import label, list_of, nullable, one_of, record, token_ids, whole
 from lib import models, vision
 from lib.models import (
     continuation,
@@ -76,15 +76,15 @@ REWARD = schema.number(-1.001, 1.001)                               # a cosine i
 TRAJECTORY = record(
     {"task": dict, "dialogue_history": list_of(TURN), "answer": str},
     {"task_id": nullable(label), "sample": int, "reward": nullable(REWARD), "max_rounds": whole(1),
-     "num_rounds": int, "system_prompt": str, "chat_template_args": dict, "agent": nullable(short_text),
-     "simulator": nullable(short_text), "critic": nullable(short_text), "tokenizer": nullable(str),
+     "num_rounds": int, "system_prompt": str, "chat_template_args": dict, "agent": nullable(label),
+     "simulator": nullable(label), "critic": nullable(label), "tokenizer": nullable(str),
      "informed": nullable(bool), "best_of": whole(1), "run": whole(0), "similarity": str,
-     "image": nullable(short_text), "reference_image": nullable(short_text), "render_fault": nullable(str),
+     "image": nullable(label), "reference_image": nullable(label), "render_fault": nullable(str),
      "continuation": int, "no_room": bool,
      "branch": record({"sample": int, "turn": whole(0), "candidate": int})})
 AGENT = record({"system_prompt": str}, {"chat_template_args": dict})
 CRITIC = record({"head": one_of("lm", "regression", "value"), "normalize": one_of("turn", "trajectory", "none"),
-                 "privileged": bool, "reference": short_text}, {"visual": bool, "reference_sees_c": bool})
+                 "privileged": bool, "reference": label}, {"visual": bool, "reference_sees_c": bool})
 
 
 def check_task(task, where, first):

@@ -1,7 +1,7 @@
-"""ColBench: tasks that an agent can only solve together with a human. This folder imports nothing else of the
+"""ColBench: tasks that an agent can only solve together with a user. This folder imports nothing else of the
 repository, so that it can be copied alone, and needs no package, except for pages.
 
-In ten lines: a task, a question to the rule-based human, and two answers scored by the confined scorer:
+In ten lines: a task, a question to the rule-based user simulator, and two answers scored by the confined scorer:
 
     import asyncio, random
     from colbench import backend as domain
@@ -22,11 +22,11 @@ task        a dict with "problem_description" (the vague request), "ground_truth
             domain's own fields
 history     a list of turns {"role": "user" | "assistant", "content": str}; the first turn is the request
 trajectory  {"task", "dialogue_history", "answer", "reward", …}
-human       the user simulator: rules or a model ("person" in some names)
+simulator   the user simulator: rules or a model
 
 Names that every domain defines
 -------------------------------
-NOUN                what the human needs, as prompts and errors call it ("function")
+NOUN                what the user needs, as prompts and errors call it ("function")
 FAMILIES            names of the template families
 AGENT_SYSTEM        the agent's system prompt; "{max_rounds}" stands for the number of rounds
 owns(task)          whether a task is of this domain, by its fields. No task may be of two domains
@@ -55,18 +55,19 @@ Names with a default: the dialogue
 ----------------------------------
 shown(message)      the part of an agent's message that stands in the dialogue (default: all of it)
 answer_message(task)    the agent's turn that gives the reference as its answer (default: the reference)
-REPLY_CHARS, REPLY_TOKENS   the most characters of a human's reply; the most tokens that a model may write for one
+REPLY_CHARS, REPLY_TOKENS   the most characters of a simulator's reply; the most tokens that a model may write for one
                     (default: 400, 128)
-SIMULATOR_SEES         whether a model that plays the human is shown images (default: False)
+SIMULATOR_SEES      whether a simulating model is shown images (default: False)
 PLAYERS             scripted agents for 02 --agent: {name: turn}. turn(task, history, max_rounds, rng) returns the
                     agent's next message. Names begin with "script" (default: {})
-lacks(task, player)     the field that a task lacks for "rules" (the rule-based human), "script" (a scripted agent) or
+lacks(task, player)     the field that a task lacks for "rules" (the simulator), "script" (a scripted agent) or
                     an oracle; None (the default): none
-leak_of(task, reply)    how a reply of the human shows the reference ("code", …); None (the default): not at all
+leak_of(task, reply)    how a reply of the simulator shows the reference ("code", …); None (the default): not at all
 JUDGE               the prompt for a model that compares two turns, with {ground_truth}, {dialogue}, {a} and {b}; None
                     (the default): no model can
 views(task, history, privileged)    what a visual critic sees after the agent's turn that ends `history`: a list of
                     (caption, document, or None for a black image). None in its place (the default): nothing to see
+doubt_of(task)      why right answers to a task may be graded wrong, for 01; None (the default): nothing is known
 check_data(tasks, unsafe_scorer)    for 01 --check: for each task {"findings": {what: detail}, "num_tests", "constant":
                     the share of tests that the best constant answer passes}. None in its place (the default): nothing
                     to check
@@ -74,10 +75,7 @@ check_data(tasks, unsafe_scorer)    for 01 --check: for each task {"findings": {
 Names with a default: what the agent has to find out (default: the task does not say)
 -------------------------------------------------------------------------------------
 facts(task, history)    [(text, whether it is known after `history`)], in an order that does not depend on `history`
-facts_by_turn(task, history)    sets of indices into `facts`: those known after 0, 1, … all turns
 turn_kind(task, history, message)   the kind of an agent's turn after `history` ("needed", "idle", …), or None
-turn_kinds(task, history)   the kinds of all agent turns of a history. facts_by_turn and turn_kinds save time; if one is
-                    None, the function above it is called for each turn
 all_known(task, history)    whether everything that matters is known; called only where turn_kind is not None
 ORACLES             names of critics that know the task; for them an answer is right if it is the reference's text
                     (default: ())
@@ -90,9 +88,9 @@ TAKES               names of the constructor's arguments, each with a default (d
                     refuses a flag that is not in TAKES. Set by the stages: images (a folder for screenshots), rows_in
                     (the folder to which paths in rows are relative), device
 about               {name: value} for metrics.json: which scorer, which similarity (default: {})
-async rule_reply(task, history, rng)    what the rule-based human says
-async simulator_chat(task, history)        the messages for a model that plays the human
-async tool_reply(task, history)         what the environment itself answers; None (the default): the human's turn
+async rule_reply(task, history, rng)    what the rule-based simulator says
+async simulator_chat(task, history)     the messages for a simulating model
+async tool_reply(task, history)         what the environment itself answers; None (the default): the simulator's turn
 async score(pairs, explain=False)       for each (task, answer) {"reward": in [0, 1], …}, which 02 and 05 write into
                     rows. explain (05): also "failed", the first failed tests as short texts: [{"call", "expected",
                     "got" (None: no value), "said" (None: nothing)}, …]. With `compat` the published scorer's keys, and
@@ -101,8 +99,9 @@ async show(documents)   {document: image file, or None if there is none}; needed
 """
 import hashlib
 import pathlib
+import random
 
-from colbench.schema import label, nullable, record, scalar
+from colbench.schema import label, nullable, record
 
 
 class ColBenchError(Exception):
@@ -151,10 +150,13 @@ def check_template(task, slots, where):
         raise ColBenchError(f'{where}: "template" cannot be filled ({error!r})') from None
 
 
-# What every task has, and what several domains read of it
-TASK_KEYS = {"problem_description": str, "ground_truth": str}
-MORE_KEYS = {"task_id": nullable(label), "family": scalar, "seen": bool}
-ANY_TASK = record(TASK_KEYS, {"test_cases": dict, "databases": list, "facts": list, "slots": list})
+def task_kind(needed, optional):
+    """The kind (schema.py) of a domain's tasks: with what every task has, and these fields, {name: kind}."""
+    return record({"problem_description": str, "ground_truth": str, **needed},
+                  {"task_id": nullable(label), **optional})
+
+
+ANY_TASK = task_kind({}, {"test_cases": dict, "databases": list, "facts": list, "slots": list})
 
 
 def domain_of(task, where="task"):
@@ -169,6 +171,36 @@ def domain_of(task, where="task"):
     if len(owners) > 1:
         raise ColBenchError(f"{where}: has what tasks of several domains have ({', '.join(owners)})")
     return DOMAINS[owners[0]]
+
+
+MOST_DRAWS_IN_VAIN = 300            # of a family, one after the other, until it counts as used up
+
+
+def make_tasks(domain, num_tasks, seed, split, told):
+    """num_tasks template tasks without repeats. The families take turns; one that has no more is left out."""
+    rng, tasks = random.Random(seed), {}
+
+    def accept(name):
+        if not in_split(name, split):
+            return "of another split"
+        return "repeated" if name in tasks else None
+
+    families = sorted(domain.FAMILIES)
+    misses = dict.fromkeys(families, 0)
+    while len(tasks) < num_tasks:
+        if not families:
+            raise ColBenchError(f"--num-tasks {num_tasks}: there are only {len(tasks)} different tasks "
+                                f"(--split {split})")
+        family = families[len(tasks) % len(families)]
+        task = domain.make_task(rng, family, told, accept)
+        if isinstance(task, dict):
+            tasks[task["task_id"]] = task
+            misses[family] = 0
+            continue
+        misses[family] += 1
+        if misses[family] == MOST_DRAWS_IN_VAIN:
+            families.remove(family)
+    return list(tasks.values())
 
 
 from colbench import backend, frontend, own, sql  # noqa: E402  they need the names above

@@ -1,22 +1,22 @@
-"""Python functions (ColBench's backend): template tasks, the rule-based human, kinds of turns, oracles, scores.
+"""Python functions (ColBench's backend): template tasks, the rule-based user simulator, kinds of turns, oracles,
+scores.
 
 A template task is a vague request with a signature, a reference function and 10 test calls. What the request leaves
-out stands in "facts": those that matter (each is a value in the reference) and plausible ones that do not. The human
+out stands in "facts": those that matter (each is a value in the reference) and plausible ones that do not. The user
 opens with the request and answers questions in at most 400 characters; what follows "I WANT TO ANSWER:" is the answer.
 dialogue.py has what functions and queries have in common.
 """
 import asyncio
-import collections
 import functools
 import hashlib
 import json
 import re
 import string
 
-from colbench import beside, check_kind, defaults, dialogue, MORE_KEYS, task_id, TASK_KEYS
+from colbench import beside, check_kind, defaults, dialogue, task_id, task_kind
 from colbench.defaults import *  # noqa: F403
-from colbench.dialogue import answer_kind, Facts, MARKER, needed_facts, OPENERS, put, topics_asked
-from colbench.schema import list_of, record, table_of
+from colbench.dialogue import answer_kind, asking_kind, Facts, MARKER, mean, needed_facts, OPENERS, put, topics_asked
+from colbench.schema import list_of, table_of
 from colbench.scorer import check_tasks, reward_of, Scorer
 
 NOUN = "function"
@@ -26,7 +26,6 @@ COLUMNS = (("tests_passed", "tests", ".3f"), ("all_known", "all known", ".3f"),
            ("tests_passed_compat", "tests", ".3f"))
 SCORE_KEYS = "reward", "tests", "faults", "tests_compat", "ends_evaluation"
 AGENT_SYSTEM = beside("prompts/backend_agent.txt")
-SIMULATOR_SYSTEM = beside("prompts/backend_simulator.txt")
 JUDGE = beside("prompts/backend_judge.txt")
 
 
@@ -39,7 +38,7 @@ NUM_TESTS = 10
 
 
 def fact_of(kind, noun, values=()):
-    """A fact of a family: {"topic", "questions", "options": [(how it stands in the code, what the human says, …)]}.
+    """A fact of a family: {"topic", "questions", "options": [(how it stands in the code, what the user says, …)]}.
 
     values: of $value in the options, or names of ranges. Facts of one family have disjoint ranges, as prices, ages and
     limits mostly have."""
@@ -65,7 +64,10 @@ def family_facts(name):
 
 def integer(rng, values, low, high):
     """An integer, sometimes at or beside a value of the task."""
-    near = [value + step for value in values if low <= value <= high for step in (-1, 0, 1)]
+    near = []
+    for value in values:
+        if low <= value <= high:
+            near += [value - 1, value, value + 1]
     if near and rng.random() < 0.5:
         return str(rng.choice(near))
     return str(rng.randint(low, high))
@@ -86,20 +88,24 @@ def points_and_lives(rng, values):
     return f"{rng.randint(0, 99)}, {rng.choice((0, 1, 2, 3))}"
 
 
-def random_word(rng, low=2, high=9):
-    return "".join(rng.choice(string.ascii_letters) for _ in range(rng.randint(low, high)))
+def random_words(rng, num_words, low, high):
+    """Words of `low` to `high` letters."""
+    words = []
+    for _ in range(num_words):
+        words.append("".join(rng.choice(string.ascii_letters) for _ in range(rng.randint(low, high))))
+    return words
 
 
 def word_list(rng, values):
-    return repr([random_word(rng) for _ in range(rng.randint(3, 9))])
+    return repr(random_words(rng, rng.randint(3, 9), 2, 9))
 
 
 def two_words(rng, values):
-    return f"{random_word(rng, 3, 14)!r}, {random_word(rng, 3, 14)!r}"
+    return ", ".join(map(repr, random_words(rng, 2, 3, 14)))
 
 
 def sentence(rng, values):
-    words = [random_word(rng, 1, 10) for _ in range(rng.randint(3, 14))]
+    words = random_words(rng, rng.randint(3, 14), 1, 10)
     repeated = words[:rng.randint(0, 2)]
     return repr(" ".join(words + repeated))
 
@@ -132,15 +138,17 @@ def draw_calls(rng, name, values):
 
 def needed_fact(slot, fact, code, replies):
     """A fact of a task: that of a family, with the value that was drawn for it."""
-    alternatives = sorted({other for other, *_ in fact["options"]} - {code})
-    return {"topic": fact["topic"], "matters": True, "told": False, "slot": slot, "code": code,
-            "guesses": [code, *alternatives], "questions": fact["questions"], "replies": replies}
-
-
-def idle_fact(noun):
-    questions = [f"Could you tell me {noun}?", f"Do you have a wish for {noun}?", f"What about {noun}?"]
-    replies = ["That does not matter to me.", f"It does not depend on {noun}.", f"Do not worry about {noun}."]
-    return {"topic": noun, "matters": False, "told": False, "questions": questions, "replies": replies}
+    codes = {other for other, *_ in fact["options"]}
+    return {
+        "topic": fact["topic"],
+        "matters": True,
+        "told": False,
+        "slot": slot,
+        "code": code,
+        "guesses": [code, *sorted(codes - {code})],
+        "questions": fact["questions"],
+        "replies": replies,
+    }
 
 
 def has_proof(fact, template, codes, calls):
@@ -171,22 +179,30 @@ def make_task(rng, name, told, accept):
     for fact in facts:
         if not has_proof(fact, family["code"], codes, compiled):
             return "a fact without proof"
-    facts += [idle_fact(noun) for noun in family["idle"] + FUNCTIONS["idle"]]
+    for noun in family["idle"] + FUNCTIONS["idle"]:
+        facts.append(put(FUNCTIONS["idle fact"], {"noun": noun}))
     rng.shuffle(facts)
 
-    needed = [fact for fact in facts if fact["matters"]]
     states_one = rng.random() < 0.3                                 # drawn even where `told` does not ask for it
-    one_or_none = needed[:1] if states_one else []
-    told_facts = {"none": [], "some": one_or_none, "all": needed}[told]
+    to_tell = [fact for fact in facts if fact["matters"]]
+    one_or_none = to_tell[:1] if states_one else []
+    told_facts = {"none": [], "some": one_or_none, "all": to_tell}[told]
+    opening = rng.choice(FUNCTIONS["openings"])
+    hints = []
     for fact in told_facts:
         fact["told"] = True
-    opening = rng.choice(FUNCTIONS["openings"])
-    hints = [" " + rng.choice(fact["replies"]) for fact in told_facts]
-    request = opening.format(rng.choice(family["requests"])) + "".join(hints)
+        hints.append(" " + rng.choice(fact["replies"]))
+    request = opening.format(rng.choice(family["requests"]))
     signature = reference.splitlines()[0]
-    return {"task_id": task_id, "problem_description": f"{request}\n{signature}", "ground_truth": reference,
-            "test_cases": {f"test{number}": call for number, call in enumerate(calls, 1)},
-            "family": name, "template": family["code"], "facts": facts}
+    return {
+        "task_id": task_id,
+        "problem_description": "".join([request, *hints, "\n", signature]),
+        "ground_truth": reference,
+        "test_cases": {f"test{number}": call for number, call in enumerate(calls, 1)},
+        "family": name,
+        "template": family["code"],
+        "facts": facts,
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -198,30 +214,24 @@ def learned(task, history, place):
     return topics_asked(task["facts"], turn["content"]) if turn["role"] == "assistant" else ()
 
 
-def kind_of(task, known, texts_before, message):
+def kind_of(task, known, history, message):
     """Kinds: "needed" (asks for a fact that matters and is not known), "repeat" (known already), "idle" (does not
     matter), "vague" (no topic), "right answer" (the reference's text), "wrong answer" (another text, which may pass all
     tests; all that matters was known), "early answer" (another text; it was not all known)."""
-    facts = task["facts"]
     answer = answer_of([{"content": message}], False)
     if answer is not None:
         return answer_kind(task, known, answer.strip() == task["ground_truth"].strip())
-    asked = topics_asked(facts, message)
-    if not asked:
-        return "vague"
-    if any(facts[index]["matters"] and index not in known for index in asked):
-        return "needed"
-    return "idle" if known.isdisjoint(asked) else "repeat"
+    return asking_kind(task, known, topics_asked(task["facts"], message))
 
 
 def text_of(fact):
-    """The first thing that the human says of it."""
+    """The first thing that the user says of it."""
     return (fact.get("replies") or [fact["topic"]])[0]
 
 
 _facts = Facts(learned, kind_of, text_of)
-known_facts, all_known, facts, facts_by_turn = _facts.known_facts, _facts.all_known, _facts.facts, _facts.facts_by_turn
-turn_kind, turn_kinds, oracle_scores = _facts.turn_kind, _facts.turn_kinds, _facts.oracle_scores
+known_facts, all_known, facts = _facts.known_facts, _facts.all_known, _facts.facts
+turn_kind, oracle_scores = _facts.turn_kind, _facts.oracle_scores
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -242,13 +252,6 @@ class Script(dialogue.ScriptedAgent):
         index = rng.choice(idle or sorted(known) or needed_facts(task))
         return self.ask(facts[index], history, rng, is_new=False)
 
-    def answer(self, task, known, rng):
-        codes = {}
-        for index in needed_facts(task):
-            fact = task["facts"][index]
-            codes[fact["slot"]] = fact["code"] if self.informed or index in known else rng.choice(fact["guesses"])
-        return dialogue.answer_with(task, codes)
-
 
 PLAYERS = {"script": Script(), "script-informed": Script(informed=True)}
 
@@ -256,8 +259,7 @@ PLAYERS = {"script": Script(), "script-informed": Script(informed=True)}
 # ---------------------------------------------------------------------------------------------------------------------
 # the rest of the interface (colbench/__init__.py)
 
-TASK = record({**TASK_KEYS, "test_cases": table_of(str)},
-              {**MORE_KEYS, "template": str, "facts": list_of(dialogue.FACT)})
+TASK = task_kind({"test_cases": table_of(str)}, {"template": str, "facts": list_of(dialogue.FACT)})
 
 
 def owns(task):
@@ -304,37 +306,33 @@ def answer_message(task):
 
 
 def measure(trajectories):
-    """05_evaluate.py says what the columns are. "faults" counts by reason the tests that are not passed."""
-    n = len(trajectories)
-    faults = collections.Counter()
-    not_gradeable = set()
+    """05_evaluate.py says what the columns are."""
+    not_gradeable = set()                                           # (task, number of a test)
     for trajectory in trajectories:
         for number, fault in enumerate(trajectory["faults"]):
-            if fault:
-                faults[fault.partition(":")[0]] += 1
-            if fault and fault.startswith("not gradeable"):
+            if (fault or "").startswith("not gradeable"):
                 not_gradeable.add((task_id(trajectory["task"]), number))
     tasks = {task for task, _ in not_gradeable}
-    forced = [dialogue.is_forced(trajectory) for trajectory in trajectories]
-    metrics = {"tests_passed": sum(trajectory["reward"] for trajectory in trajectories) / n,
-               "forced_answers": sum(forced) / n, "not_gradeable_tests": len(not_gradeable),
-               "not_gradeable_tasks": len(tasks), "faults": dict(faults.most_common())}
+    metrics = {"tests_passed": mean([trajectory["reward"] for trajectory in trajectories]),
+               "not_gradeable_tests": len(not_gradeable), "not_gradeable_tasks": len(tasks),
+               **dialogue.measure(trajectories)}
     if not_gradeable:
         metrics["notes"] = [f"{len(not_gradeable)} tests of {len(tasks)} tasks cannot be graded (the reference raises, "
                             "is random, or returns what cannot be compared, or the test asks the answer nothing); no "
                             "answer passes them"]
     if all("tests_compat" in trajectory for trajectory in trajectories):
         rewards = [reward_of(trajectory["tests_compat"]) for trajectory in trajectories]
-        metrics["success_rate_compat"] = rewards.count(1) / n
-        metrics["tests_passed_compat"] = sum(rewards) / n
+        metrics["success_rate_compat"] = mean([reward == 1 for reward in rewards])
+        metrics["tests_passed_compat"] = mean(rewards)
         metrics["ends_evaluation"] = sum(trajectory["ends_evaluation"] for trajectory in trajectories)
     return metrics
 
 
 class Environment(defaults.Environment):
-    """The scorer, and the rule-based human."""
+    """The scorer, and the user simulator."""
 
     TAKES = "unsafe_scorer", "compat"
+    SIMULATOR_SYSTEM = beside("prompts/backend_simulator.txt")
 
     def __init__(self, unsafe_scorer=False, compat=False):
         self.scorer = Scorer(unsafe_scorer, compat=compat)
@@ -351,13 +349,13 @@ class Environment(defaults.Environment):
         return dialogue.known_reply(task, history, rng)
 
     async def simulator_chat(self, task, history):
-        return dialogue.human_chat(SIMULATOR_SYSTEM.format(**task), history)
+        return dialogue.simulator_chat(self.SIMULATOR_SYSTEM.format(**task), history)
 
     async def score(self, pairs, explain=False):
         """"tests": a verdict a test, "faults": why a test is not passed, "reward": the share of tests passed."""
         scores = await asyncio.to_thread(self.scorer.score, pairs)
         if self.scorer.compat:
-            return [published_row(score) for score in scores]
+            return list(map(published_row, scores))
         return [score_row(score, explain) for score in scores]
 
 

@@ -53,6 +53,9 @@ ACTIVE = re.compile(r"<(script|iframe|frame|object|embed|portal|meta|base|link|t
                     r"[\s/\"'](on\w+|[av]?link)\s*=|javascript:|@([\w-]*\\|import)|autofocus", re.IGNORECASE)
 PHOTO = ('<svg xmlns="http://www.w3.org/2000/svg" width="{0}" height="{1}">'
          '<rect width="{0}" height="{1}" fill="#bbb"/></svg>')
+SIZE_IN_PATH = r"(?<![\w.-])([1-9]\d{1,3})(?:x|/(?=[2-9]\d|\d{3}))([1-9]\d{1,3})(?![\w-])"
+SIZE_IN_QUERY = r"\bw=(\d+)\b.*\bh=(\d+)\b"
+SQUARE = r"([1-9]\d{1,3})/?(?=$|[?.])"
 PHOTO_HOSTS = re.compile(r"(.*\.)?(picsum\.photos|source\.unsplash\.com|placehold\.(co|it)|fakeimg\.pl|"
                          r"(placeholder|dummyimage|placekitten|loremflickr|placeimg)\.com)$")
 NPM, CDNJS = r"https?://(cdn\.jsdelivr\.net/npm|unpkg\.com)", r"https?://cdnjs\.cloudflare\.com/ajax/libs"
@@ -89,11 +92,20 @@ def stored_render(path):
         return Render(str(path), None, image.text.get("fault"))
 
 
+def photo_size(address):
+    """(width, height) that the address of an image asks for, as texts, or None: /300x200, /300/200 (but not a year and
+    a month), ?w=300&h=200, or /300 as the whole path for a square."""
+    path = re.sub(r"^(https?:)?//[^/]*/((id|seed|collection|user)/[^/]+/)?", "", address)
+    pair = re.search(SIZE_IN_PATH, path) or re.search(SIZE_IN_QUERY, path)
+    if pair:
+        return pair.groups()
+    square = re.match(SQUARE, path)
+    return (square[1], square[1]) if square else None
+
+
 def photo(url):
-    """The plain image (SVG) that stands for a photo address: of the size that the address asks for."""
-    path = re.sub(r"/(id|seed|collection|user)/[^/]+", "", urllib.parse.urlsplit(url).path)
-    size = re.search(r"/(\d{1,4})(?:[x/](\d{1,4}))?(?![\w])", path) or [None, 1080, 720]
-    return PHOTO.format(size[1], size[2] or size[1])
+    """The plain image (SVG) that stands for a photo address."""
+    return PHOTO.format(*(photo_size(url) or ("1080", "720")))
 
 
 def local_file(url):

@@ -15,8 +15,6 @@ SCORE_KEYS = ("reward",)
 MIN_RETURN_GAP = None
 
 check_data = None
-turn_kinds = None
-facts_by_turn = None
 views = None
 
 
@@ -24,7 +22,7 @@ def nothing(*arguments):
     return None
 
 
-lacks = leak_of = facts = turn_kind = all_known = nothing
+doubt_of = lacks = leak_of = facts = turn_kind = all_known = nothing
 
 
 def shown(message):

@@ -1,6 +1,6 @@
-"""Dialogues about functions and queries: a task states facts, and the agent learns them by asking the human.
+"""Dialogues about functions and queries: a task has facts, and the agent learns them by asking the user simulator.
 
-A fact is {"topic", "questions": [ways of asking], "replies": [what the human says], "matters", "told": the request
+A fact is {"topic", "questions": [ways of asking], "replies": [what the user says], "matters", "told": the request
 states it}. One that matters also has "slot" (a field of the task's "template"), "code" (what fills it in the
 reference) and "guesses" (what could fill it). Facts are named by their index in task["facts"].
 """
@@ -10,12 +10,11 @@ import re
 import string
 
 from colbench import check_template
-from colbench.schema import list_of, record, short_text
+from colbench.schema import label, list_of, record
 
 MARKER = "I WANT TO ANSWER:"
 OPENERS = ("", "", "", "Thanks. ", "Okay. ", "One more question. ")
 UNCLEAR = ("Could you ask about something specific?", "I am not sure what you mean.", "Please ask me about one thing.")
-
 
 
 def put(text, words):
@@ -24,44 +23,36 @@ def put(text, words):
         return string.Template(text).substitute(words)
     if isinstance(text, dict):
         return {put(key, words): put(value, words) for key, value in text.items()}
-    return [put(part, words) for part in text]
+    return [put(part, words) for part in text] if isinstance(text, list) else text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the facts of a task
 
-FACT_KEYS = {"topic": str, "matters": bool, "told": bool, "questions": list_of(str)}
-SLOT_KEYS = {"slot": short_text, "code": str, "guesses": list_of(str, 1)}       # of a fact that matters
-REPLIES = {"replies": list_of(str, 1)}                                          # may be missing
-FACT = record(FACT_KEYS, {**REPLIES, **SLOT_KEYS})
+ASKING_KEYS = {"questions": list_of(str)}
+SLOT_KEYS = {"slot": label, "code": str, "guesses": list_of(str, 1)}            # of a fact that matters
+FACT = record({"topic": str, "matters": bool, "told": bool, **ASKING_KEYS}, {"replies": list_of(str, 1), **SLOT_KEYS})
 
 
 def check_facts(task, where):
     """ColBenchError for a "template" that the facts of a task cannot fill."""
-    check_template(task, {fact["slot"] for fact in task["facts"] if fact["matters"] and "slot" in fact}, where)
+    check_template(task, {fact.get("slot") for fact in needed(task)}, where)
 
 
 def missing_field(task, player):
-    """The field that a player needs and that the task has not; None: it can be played."""
-    facts = task.get("facts")
-    if not facts:
+    """The field that "rules", "script" or an oracle needs and that the task has not; None: nothing is missing."""
+    if not task.get("facts"):
         return "facts"
     if player != "script":
         return None
     if "template" not in task:
         return "template"
-    for fact in facts:
-        keys = ("questions", *SLOT_KEYS) if fact["matters"] else ("questions",)
+    for fact in task["facts"]:
+        keys = [*ASKING_KEYS, *SLOT_KEYS] if fact["matters"] else ASKING_KEYS
         for key in keys:
             if key not in fact or fact[key] == []:
                 return key
     return None
-
-
-def is_forced(trajectory):
-    """Whether --max-rounds has ended a dialogue, and not the agent."""
-    last = [turn for turn in trajectory["dialogue_history"] if turn["role"] == "assistant"][-1]
-    return MARKER not in last["content"] and "no_room" not in trajectory
 
 
 def needed_facts(task):
@@ -69,26 +60,28 @@ def needed_facts(task):
     return [index for index, fact in enumerate(task["facts"]) if fact["matters"]]
 
 
+def needed(task):
+    """The facts that matter."""
+    return [fact for fact in task["facts"] if fact["matters"]]
+
+
 class Facts:
     """What functions and queries say of facts (colbench/__init__.py), from three functions of the domain.
 
     learned(task, history, place)   the facts (indices) that become known by the turn at this place
-    kind_of(task, known, texts_before, message)     turn_kind, where these facts are known and these texts were said
+    kind_of(task, known, history, message)      turn_kind, where these facts are known
     text_of(fact)                   the text of a fact that matters
     """
 
     def __init__(self, learned, kind_of, text_of):
         self.learned, self.kind_of, self.text_of = learned, kind_of, text_of
 
-    def known_by_turn(self, task, history):
-        """The facts (a set of indices) that are known after 0, 1, … all turns: told by the request, or learned."""
-        known = [{index for index, fact in enumerate(task["facts"]) if fact["told"]}]
-        for place in range(len(history)):
-            known.append(known[-1].union(self.learned(task, history, place)))
-        return known
-
     def known_facts(self, task, history):
-        return self.known_by_turn(task, history)[-1]
+        """The facts (a set of indices) that the request states, or that the agent has learned."""
+        known = {index for index, fact in enumerate(task["facts"]) if fact["told"]}
+        for place in range(len(history)):
+            known.update(self.learned(task, history, place))
+        return known
 
     def all_known(self, task, history):
         return self.known_facts(task, history).issuperset(needed_facts(task))
@@ -99,28 +92,23 @@ class Facts:
         known = self.known_facts(task, history)
         return [(self.text_of(task["facts"][index]), index in known) for index in needed_facts(task)]
 
-    def facts_by_turn(self, task, history):
-        numbers = {index: number for number, index in enumerate(needed_facts(task))}
-        return [{numbers[index] for index in known & numbers.keys()} for known in self.known_by_turn(task, history)]
-
     def turn_kind(self, task, history, message):
         if not task.get("facts"):
             return None
-        texts_before = {turn["content"] for turn in history}
-        return self.kind_of(task, self.known_facts(task, history), texts_before, message)
-
-    def turn_kinds(self, task, history):
-        known = self.known_by_turn(task, history) if task.get("facts") else None
-        texts_before, kinds = set(), []
-        for place, turn in enumerate(history):
-            if turn["role"] == "assistant":
-                kinds.append(self.kind_of(task, known[place], texts_before, turn["content"]) if known else None)
-            texts_before.add(turn["content"])
-        return kinds
+        return self.kind_of(task, self.known_facts(task, history), history, message)
 
     def oracle_scores(self, oracle, task, history, messages):
         kinds = [self.turn_kind(task, history, message) for message in messages]
         return kind_scores(oracle, self.all_known(task, history), kinds)
+
+
+def asking_kind(task, known, asked):
+    """The kind of a question about these facts (indices): "vague", "needed", "idle" or "repeat"."""
+    if not asked:
+        return "vague"
+    if not known.issuperset(set(asked).intersection(needed_facts(task))):
+        return "needed"
+    return "idle" if known.isdisjoint(asked) else "repeat"
 
 
 def answer_kind(task, known, is_reference):
@@ -169,19 +157,17 @@ def best_topics(texts, message):
     def weight(words):
         return sum(1 / num_facts_with[word] for word in words)
 
-    best = []
-    for index, fact_phrases in enumerate(phrases):
-        matches = [(weight(phrase & said) / weight(phrase), len(phrase), phrase & said)
-                   for phrase in fact_phrases if phrase]            # a phrase of stop words alone matches nothing
-        share, _, words = max(matches, key=lambda match: match[:2], default=(0, 0, frozenset()))
-        best.append((share, index, words))
-    least_share = max(0.5, max(best)[0] - 1e-9)
-    asked = [(index, words) for share, index, words in best if share >= least_share]
+    matches = []                                                    # of each fact (share, words of the phrase, both's)
+    for fact_phrases in phrases:
+        best = 0, 0, frozenset()
+        for phrase in filter(None, fact_phrases):                   # a phrase of stop words alone matches nothing
+            share = weight(phrase & said) / weight(phrase)
+            best = max(best, (share, len(phrase), phrase & said), key=lambda match: match[:2])
+        matches.append(best)
+    least_share = max(0.5, max(matches)[0] - 1e-9)
+    asked = {index: words for index, (share, _, words) in enumerate(matches) if share >= least_share}
     # "exactly the mark to pass" names "the mark to pass" too: the longer topic is meant.
-    longest = []
-    for index, words in asked:
-        if not any(words < longer_words for _, longer_words in asked):
-            longest.append(index)
+    longest = [index for index, words in asked.items() if not any(map(words.__lt__, asked.values()))]
     return tuple(longest[:2])
 
 
@@ -213,17 +199,19 @@ class ScriptedAgent:
     early, and guesses what it does not know. informed: it makes few of them, and knows the answer.
 
     A domain's subclass has VAGUE (turns that ask nothing), RATES and INFORMED_RATES (of early answers, vague, repeated
-    and useless turns), and the methods known_facts(task, history), ask(fact, history, rng, is_new),
-    useless(task, known, history, rng) and answer(task, known, rng)."""
+    and useless turns), and the methods known_facts(task, history), ask(fact, history, rng, is_new) and
+    useless(task, known, history, rng)."""
+
+    FORGET_RATE = 0                 # of a known fact, where the agent answers
 
     def __init__(self, informed=False):
         self.informed, self.rates = informed, self.INFORMED_RATES if informed else self.RATES
 
     def __call__(self, task, history, max_rounds, rng):
         facts, known = task["facts"], self.known_facts(task, history)
-        needed = [index for index in needed_facts(task) if index not in known]
+        unknown = [index for index in needed_facts(task) if index not in known]
         early, vague, repeat, useless = self.rates
-        answer_rate = early if needed else 0.85
+        answer_rate = early if unknown else 0.85
         if rng.random() < answer_rate or num_agent_turns(history) + 1 == max_rounds:
             return self.answer(task, known, rng)
         luck = rng.random()
@@ -231,32 +219,46 @@ class ScriptedAgent:
             return rng.choice(self.VAGUE)
         if luck < vague + repeat and known:
             return self.ask(facts[rng.choice(sorted(known))], history, rng, is_new=False)
-        if luck < vague + repeat + useless or not needed:
+        if luck < vague + repeat + useless or not unknown:
             return self.useless(task, known, history, rng)
-        return self.ask(facts[rng.choice(needed)], history, rng, is_new=True)
+        return self.ask(facts[rng.choice(unknown)], history, rng, is_new=True)
+
+    def answer(self, task, known, rng):
+        if self.informed:
+            return best_answer(task, needed_facts(task), rng)
+        return best_answer(task, known, rng, self.FORGET_RATE)
 
 
 def num_agent_turns(history):
     return sum(turn["role"] == "assistant" for turn in history)
 
 
-def answer_with(task, codes):
-    """The agent's turn with the task's template, filled with {slot: code}."""
+def best_answer(task, known, rng, forget_rate=0):
+    """The agent's turn that answers with the facts that it knows (indices), and guesses the others."""
+    codes = {}
+    for index in needed_facts(task):
+        fact = task["facts"][index]
+        knows = index in known
+        if knows and forget_rate:
+            knows = rng.random() > forget_rate
+        codes[fact["slot"]] = fact["code"] if knows else rng.choice(fact["guesses"])
     return f"{MARKER}\n{task['template'].format(**codes)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what the human says
+# the user simulator
 
 def known_reply(task, history, rng):
-    """What the human knows of the (at most two) facts that the last message asks about."""
-    asked = topics_asked(task["facts"], history[-1]["content"])
-    replies = [rng.choice(task["facts"][index].get("replies", UNCLEAR)) for index in asked]
+    """What the rule-based user knows of the (at most two) facts that the last message asks about."""
+    replies = []
+    for index in topics_asked(task["facts"], history[-1]["content"]):
+        fact = task["facts"][index]
+        replies.append(rng.choice(fact.get("replies", UNCLEAR)))
     return " ".join(replies) or rng.choice(UNCLEAR)
 
 
-def human_chat(system, history):
-    """The chat that a model sees which plays the human: the roles swapped, the request left to the system prompt."""
+def simulator_chat(system, history):
+    """The chat that a simulating model sees: the roles swapped, the request left to the system prompt."""
     swapped = {"assistant": "user", "user": "assistant"}
     chat = [{"role": "system", "content": system}]
     for turn in history[1:]:
@@ -274,9 +276,11 @@ def code_tokens(text):
     return re.findall(r"[^\W\d]\w*|\d+(?:\.\d+)?|[^\w\s]", text)
 
 
-def token_runs(tokens):
+def token_runs(code):
     """All runs of LEAK_TOKENS tokens."""
-    return {tuple(tokens[i:i + LEAK_TOKENS]) for i in range(len(tokens) - LEAK_TOKENS + 1)}
+    tokens = code_tokens(code)
+    ends = range(LEAK_TOKENS, len(tokens) + 1)
+    return {tuple(tokens[end - LEAK_TOKENS:end]) for end in ends}
 
 
 @functools.lru_cache(1024)
@@ -284,11 +288,11 @@ def leak_marks(ground_truth):
     """What gives a reference away: the names that it defines, and its runs of LEAK_TOKENS code tokens."""
     english = r'"""[\s\S]*?"""|' r"'''[\s\S]*?'''" r"|(?m:(^|\s)#.*$)"             # docstrings and comments
     code = re.sub(english, " ", ground_truth)
-    return set(re.findall(DEFINITION, code)), token_runs(code_tokens(code))
+    return set(re.findall(DEFINITION, code)), token_runs(code)
 
 
 def code_leak(task, reply):
-    """How a reply of the human shows code; None where it describes what it wants.
+    """How a reply of the simulator shows code; None where it describes what it wants.
 
     "fence": a code block.
     "signature": that of a function of the reference.
@@ -298,6 +302,22 @@ def code_leak(task, reply):
     names, runs = leak_marks(task["ground_truth"])
     if names.intersection(re.findall(DEFINITION, reply)):
         return "signature"
-    if runs & token_runs(code_tokens(reply)):
-        return "code"
-    return None
+    return "code" if runs & token_runs(reply) else None
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# metrics
+
+def mean(values):
+    return sum(values) / max(1, len(values))
+
+
+def measure(trajectories):
+    """"forced_answers": the share of dialogues that --max-rounds has ended, and not the agent. "faults" counts by
+    reason the tests that are not passed."""
+    forced, faults = [], collections.Counter()
+    for trajectory in trajectories:
+        said = [turn["content"] for turn in trajectory["dialogue_history"] if turn["role"] == "assistant"]
+        forced.append(MARKER not in said[-1] and "no_room" not in trajectory)
+        faults.update(fault.partition(":")[0] for fault in trajectory["faults"] if fault)
+    return {"forced_answers": mean(forced), "faults": dict(faults.most_common())}

@@ -1,10 +1,11 @@
-"""Web pages (ColBench's frontend): template pages, the rule-based human, what a human sees, scores by similarity.
+"""Web pages (ColBench's frontend): template pages, the user simulators (by rule, or a model that sees images), scores
+by similarity.
 
-In each round the agent sends an HTML page, which is rendered in a browser without a network; the human compares it
-with the reference page and says the main differences, in at most 1,000 characters. Of a turn with "OUTPUT:" only what
-follows stands in the dialogue. After the last round the last page is the answer; its return is the similarity of its
-screenshot to the reference's. Each slot of a template page (colours, layout, font, title) shows: with any other value
-the page looks different.
+In each round the agent sends an HTML page, which is rendered in a browser without a network; the user simulator
+compares it with the reference page and says the main differences, in at most 1,000 characters. Of a turn with "OUTPUT:"
+only what follows stands in the dialogue. After the last round the last page is the answer; its return is the similarity
+of its screenshot to the reference's. Each slot of a template page (colours, layout, font, title) shows: with any other
+value the page looks different.
 """
 import asyncio
 import collections
@@ -16,18 +17,8 @@ import os
 import re
 import string
 
-from colbench import (
-    beside,
-    check_keys,
-    check_kind,
-    check_template,
-    ColBenchError,
-    defaults,
-    MORE_KEYS,
-    task_id,
-    TASK_KEYS,
-)
-from colbench.browser import BrowserThread
+from colbench import beside, check_keys, check_kind, check_template, ColBenchError, defaults, task_id, task_kind
+from colbench.browser import BrowserThread, Render
 from colbench.defaults import *  # noqa: F403
 from colbench.schema import list_of, record
 from colbench.similarity import CLIP_MODEL, PageScorer
@@ -40,7 +31,7 @@ MIN_RETURN_GAP = 0.1
 SCORE_KEYS = "reward", "similarity", "image", "reference_image", "render_fault"
 COLUMNS = (("no_page", "no page", ".3f"), ("failed_renders", "not rendered", "d"))
 AGENT_SYSTEM = beside("prompts/frontend_agent.txt")
-VIEWER_SYSTEM = beside("prompts/frontend_simulator.txt")
+SIMULATOR_SYSTEM = beside("prompts/frontend_simulator.txt")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -97,11 +88,11 @@ def last_page(history):
 # template tasks: families of pages, and the slots that their ideas leave out
 
 def page_slot(topic, sentence, names):
-    """(topic, {code: (what the human calls it, how an idea states it)}) of a slot.
+    """(topic, {code: (what the user calls it, how an idea states it)}) of a slot.
 
-    names: {code: what the human calls it}, or codes that are called what they are."""
+    names: {code: what the user calls it}, or codes that are called what they are."""
     if not isinstance(names, dict):
-        names = {name: name for name in names}
+        names = dict(zip(names, names))
     options = {}
     for code, name in names.items():
         statement = f"There should be {name}." if name == f"no {topic}" else sentence.format(name)
@@ -132,48 +123,57 @@ def make_task(rng, name, told, accept):
     told_slots = {"none": [], "some": some, "all": list(slots)}[told]
     rows = []
     for slot, (topic, options) in slots.items():
-        guesses = [codes[slot], *sorted(options.keys() - {codes[slot]})]
-        names = [options[code][0] for code in guesses]
-        rows.append({"slot": slot, "topic": topic, "code": codes[slot], "guesses": guesses, "names": names,
+        code = codes[slot]
+        guesses = [code, *sorted(options.keys() - {code})]
+        names = [options[guess][0] for guess in guesses]
+        rows.append({"slot": slot, "topic": topic, "code": code, "guesses": guesses, "names": names,
                      "told": slot in told_slots})
     opening = rng.choice(PAGES["openings"])
     sentences = [opening.format(rng.choice(family["ideas"]))]
     for slot in told_slots:
         _, options = slots[slot]
-        sentences.append(options[codes[slot]][1])
-    return {"task_id": task_id, "problem_description": " ".join(sentences), "ground_truth": page, "family": name,
-            "template": template, "slots": rows}
+        _, statement = options[codes[slot]]
+        sentences.append(statement)
+    return {
+        "task_id": task_id,
+        "problem_description": " ".join(sentences),
+        "ground_truth": page,
+        "family": name,
+        "template": template,
+        "slots": rows,
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the human who is a model: it looks at images
+# the user simulator that is a model: it looks at images
 
 def viewer_messages(task, history, reference, page):
-    """The chat that a model sees which plays the human and looks at images (paths; page: None where none was
-    sent)."""
+    """The chat that a simulating model sees, with images (paths; page: None where none was sent)."""
     message = history[-1]["content"]
     sent_page = page_of(message)
     words = message.replace(sent_page, "[the page]") if sent_page else message
     question = f"What the assistant says:\n{words}\n\nWhat do I answer?"
+    content = [text_part("The page that I want:"), {"type": "image", "path": reference}]
     if page:
-        texts = ["The page that I want:", "The page that the assistant made:", question]
+        content += [text_part("The page that the assistant made:"), {"type": "image", "path": page}]
     else:
-        texts = ["The page that I want:", f"The assistant has made no page that can be shown.\n{question}"]
-    parts = [{"type": "text", "text": text} for text in texts]
-    for place, image in enumerate(filter(None, (reference, page))):
-        parts.insert(2 * place + 1, {"type": "image", "path": image})
-    system = {"type": "text", "text": VIEWER_SYSTEM.format(**task)}
-    return [{"role": "system", "content": [system]}, {"role": "user", "content": parts}]
+        question = f"The assistant has made no page that can be shown.\n{question}"
+    system = [text_part(SIMULATOR_SYSTEM.format(**task))]
+    return [{"role": "system", "content": system}, {"role": "user", "content": [*content, text_part(question)]}]
+
+
+def text_part(text):
+    return {"type": "text", "text": text}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the human by rule: names what differs
+# the user simulator by rule: names what differs
 
 LOOK = beside("look.js")
 COUNTS = "no one two three four five six seven eight nine ten eleven twelve".split()
-# aspect: what the human calls it, how they say what it should be
+# aspect: what the user calls it, how they say what it should be
 ASPECTS, SAYINGS = PAGES["aspects"], PAGES["sayings"]
-# Aspects of a part, of which one speaks only if it is there.
+# Aspects of a part, of which the user speaks only if it is there.
 PROPERTIES = ("sidebar colour", "card columns", "card colour", "button colour", "title place", "font")
 HUES = ((15, "red"), (45, "orange"), (70, "yellow"), (165, "green"), (195, "turquoise"), (255, "blue"), (290, "purple"),
         (345, "pink"), (360, "red"))                   # (where it ends in degrees, its name)
@@ -181,14 +181,14 @@ HUES = ((15, "red"), (45, "orange"), (70, "yellow"), (165, "green"), (195, "turq
 
 @functools.cache
 def colour_names():
-    """{(red, green, blue): its name in CSS}; of two names the one that people use."""
+    """{(red, green, blue): its name in CSS}; of two names the usual one."""
     from PIL import ImageColor
     names = [name for name in sorted(ImageColor.colormap) if "grey" not in name]        # cyan, not aqua
     return {ImageColor.getrgb(name): name for name in names}
 
 
 def colour_words(colour):
-    """What the human calls a colour: its name in CSS, or "a dark blue"."""
+    """What the user calls a colour: its name in CSS, or "a dark blue"."""
     css_name = colour_names().get(tuple(colour))
     if css_name:
         return css_name
@@ -207,26 +207,24 @@ def colour_words(colour):
 
 
 def aspect_words(aspect, wanted, present):
-    """How the human puts the value of an aspect that is wanted; `present` is what the page has instead."""
+    """How the user puts the value of an aspect that is wanted; `present` is what the page has instead."""
     if isinstance(wanted, list):
         words = colour_words(wanted)
         is_same_word = present and words == colour_words(present)
-        return "#{:02x}{:02x}{:02x}".format(*wanted) if is_same_word else words
+        return "#" + bytes(wanted).hex() if is_same_word else words
     if aspect == "navigation":
         return "a"
     if isinstance(wanted, int):
         number = COUNTS[wanted] if wanted < len(COUNTS) else str(wanted)
-        if aspect != "card columns":
-            return number
-        return f"in {number} columns" if wanted > 1 else f"in {number} column"
-    if aspect in ("title", "button"):
-        return f'"{wanted[:100]}"'
-    return wanted
+        columns = "column" if wanted == 1 else "columns"
+        return f"in {number} {columns}" if aspect == "card columns" else number
+    return f'"{wanted[:100]}"' if aspect in ("title", "button") else wanted
 
 
 def looks_alike(a, b):
     if isinstance(a, list) and isinstance(b, list):
-        return max(abs(x - y) for x, y in zip(a, b)) <= 12
+        distances = [abs(x - y) for x, y in zip(a, b)]
+        return max(distances) <= 12
     return str(a).lower() == str(b).lower()
 
 
@@ -239,11 +237,11 @@ def page_differences(reference_spec, page_spec):
         if not looks_alike(wanted, present) and not part_is_missing:
             differences.append((max(area, present_area), aspect, wanted, present))
     differences.sort(key=lambda difference: -difference[0])
-    return [difference[1:] for difference in differences]
+    return [(aspect, wanted, present) for _, aspect, wanted, present in differences]
 
 
 def wish(aspect, wanted, present, rng):
-    """What the human says of a difference."""
+    """What the user says of a difference."""
     name, saying = ASPECTS[aspect]
     if wanted is None:
         return rng.choice(SAYINGS["unwanted"]).format(name)
@@ -255,7 +253,7 @@ def wish(aspect, wanted, present, rng):
 
 
 def page_reply(reference_spec, page_spec, rng):
-    """The rule-based human on a page: names the largest differences, by area and at most two, or says that there is
+    """The rule-based user on a page: names the largest differences, by area and at most two, or says that there is
     none. Specs are what look.js gives; None for the page: the agent has sent none."""
     if page_spec is None:
         return rng.choice(SAYINGS["no page"])
@@ -268,7 +266,7 @@ def page_reply(reference_spec, page_spec, rng):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what the human has asked for
+# what the user has asked for
 
 def asked_values(task, reply):
     """{slot: code} that a reply asks for: the value's name behind the topic's in the same sentence."""
@@ -281,31 +279,29 @@ def asked_values(task, reply):
     return asked
 
 
+@functools.lru_cache(100_000)                                       # each later turn asks again
 def names_value(sentence, topic, name):
     """Whether a sentence says a topic, and behind it the name of a value; "no footer" says both at once."""
     texts = [name] if topic in name else [topic, name]
-    words = [rf"(?<![\w-]){re.escape(text)}(?![\w-])" for text in texts]
+    words = []
+    for text in map(re.escape, texts):
+        words.append(rf"(?<![\w-]){text}(?![\w-])")
     return re.search(".*".join(words), sentence) is not None
 
 
-def facts_by_turn(task, history):
-    """Of a page the facts are its slots. Known is what the idea states, and what the human has asked for rightly."""
-    known = [{number for number, slot in enumerate(task["slots"]) if slot["told"]}]
-    for turn in history:
-        asked = asked_values(task, turn["content"]) if turn["role"] == "user" else {}
-        known.append(known[-1] | {number for number, slot in enumerate(task["slots"])
-                                  if asked.get(slot["slot"]) == slot["code"]})
-    return known
-
-
 def facts(task, history):
-    """The text of a fact is a slot and its value."""
+    """The facts of a page are its slots, their text is a slot and its value. Known is what the idea states, and what
+    the user has asked for rightly."""
     if "slots" not in task:
         return None
-    known = facts_by_turn(task, history)[-1]
+    asked = set()
+    for turn in history:
+        if turn["role"] == "user":
+            asked.update(asked_values(task, turn["content"]).items())
     rows = []
-    for number, slot in enumerate(task["slots"]):
-        rows.append((f"{slot['topic']}: {slot['names'][0]}", number in known))
+    for slot in task["slots"]:
+        is_known = slot["told"] or (slot["slot"], slot["code"]) in asked
+        rows.append((f"{slot['topic']}: {slot['names'][0]}", is_known))
     return rows
 
 
@@ -323,44 +319,46 @@ def page_values(task, text):
     return match.groupdict() if match else None
 
 
-def pages_sent(task, history):
-    """[(index of the turn, page_values)] of the agent's turns with a page."""
-    pages = []
-    for index, turn in enumerate(history):
-        values = page_values(task, turn["content"]) if turn["role"] == "assistant" else None
-        if values:
-            pages.append((index, values))
-    return pages
+def last_values(task, history):
+    """(page_values of the last page that was sent, or None; what the user has said since)."""
+    values, replies = None, []
+    for turn in history:
+        sent = page_values(task, turn["content"]) if turn["role"] == "assistant" else None
+        if sent:
+            values, replies = sent, []
+        if turn["role"] == "user":
+            replies.append(turn["content"])
+    return values, " ".join(replies)
 
 
 def guess(slot, rng, informed):
     """The value that the designer takes for a slot that nobody has spoken of; informed: mostly the right one."""
-    knows = slot["told"] or informed and rng.random() < 0.75
-    return slot["code"] if knows else rng.choice(slot["guesses"])
+    if slot["told"] or informed and rng.random() < 0.75:
+        return slot["code"]
+    return rng.choice(slot["guesses"])
 
 
 def scripted_turn(task, history, max_rounds, rng, informed=False):
     """What the noisy scripted designer sends next.
 
-    It sends a guess at first, then its last page with what the human asked for since. It forgets and misunderstands
+    It sends a guess at first, then its last page with what the user asked for since. It forgets and misunderstands
     some of that, changes what nobody asked for, sends the same page again, or only words."""
     slots = {slot["slot"]: slot for slot in task["slots"]}
     talk, repeat, forget, change = (0.02, 0.03, 0.05, 0.10) if informed else (0.08, 0.10, 0.22, 0.35)
-    pages = pages_sent(task, history)
+    values, replies = last_values(task, history)
     luck = rng.random()
     if luck < talk:
         return rng.choice(PAGES["talk"])
-    if not pages:
+    if not values:
         values = {name: guess(slot, rng, informed) for name, slot in slots.items()}
         return scripted_page(task, values, "I begin with a simple page.", rng)
 
-    index, values = pages[-1]
     changes = {}
     if luck >= talk + repeat:
-        replies = [turn["content"] for turn in history[index + 1:] if turn["role"] == "user"]
-        for name, code in asked_values(task, " ".join(replies)).items():
-            forgets = rng.random() < forget
-            changes[name] = rng.choice([values[name], *slots[name]["guesses"]]) if forgets else code
+        for name, code in asked_values(task, replies).items():
+            if rng.random() < forget:
+                code = rng.choice([values[name], *slots[name]["guesses"]])
+            changes[name] = code
         if rng.random() < change:
             name = rng.choice(list(slots))
             changes.setdefault(name, guess(slots[name], rng, informed))
@@ -372,7 +370,9 @@ def scripted_turn(task, history, max_rounds, rng, informed=False):
 def scripted_page(task, values, thought, rng):
     """A page of the task's template, in one of three turns with a thought."""
     page = task["template"].format(**values)
-    return f"{thought}\n{OUTPUT}\n{page}" if rng.random() < 1 / 3 else page
+    if rng.random() < 1 / 3:
+        return f"{thought}\n{OUTPUT}\n{page}"
+    return page
 
 
 PLAYERS = {"script": scripted_turn, "script-informed": functools.partial(scripted_turn, informed=True)}
@@ -390,7 +390,7 @@ def owns(task):
 
 SLOT = record({"slot": str, "topic": str, "code": str, "told": bool, "guesses": list_of(str, 1),
                "names": list_of(str, 1)})
-TASK = record(TASK_KEYS, {**MORE_KEYS, "template": str, "slots": list_of(SLOT, 1)})
+TASK = task_kind({}, {"template": str, "slots": list_of(SLOT, 1)})
 
 
 def check_task(task, where):
@@ -421,7 +421,7 @@ def leak_of(task, reply):
 
 
 def views(task, history, privileged):
-    """The request, what the human said last, the reference page (`privileged`) and the page after the last turn."""
+    """The request, what the user said last, the reference page (`privileged`) and the page after the last turn."""
     request = f"A person wants a web page: {task['problem_description']}"
     if len(history) > 2:
         request += f"\nLast they said: {history[-2]['content']}"
@@ -455,7 +455,7 @@ def measure(trajectories):
 
 
 class Environment(defaults.Environment):
-    """The browser, the similarity of screenshots, and the rule-based human. similarity None: it only shows pages."""
+    """The browser, the similarity of screenshots, and the user simulator. similarity None: it only shows pages."""
 
     TAKES = "images", "rows_in", "browser", "similarity", "clip_model", "device"
 
@@ -492,27 +492,30 @@ class Environment(defaults.Environment):
 
     async def score(self, pairs, explain=False):
         """"reward": the similarity of the screenshots, "image", "reference_image": their files, "render_fault"."""
-        pages = []
+        pages = set()
         for task, answer in pairs:
-            pages += [task["ground_truth"], answer]
-        pages = list(dict.fromkeys(filter(None, pages)))
-        renders = dict(zip(pages, await asyncio.gather(*map(self.browser.render, pages))))
-        images = {page: render.image for page, render in renders.items()}
-        image_pairs = [(images.get(task["ground_truth"]), images.get(answer)) for task, answer in pairs]
+            pages |= {task["ground_truth"], answer}
+        renders = await self.render_all(pages - {""})
+        image_pairs = [(renders[task["ground_truth"]].image, renders[answer].image) for task, answer in pairs]
         rewards = await asyncio.to_thread(self.scorer.score, image_pairs)
         rows = []
         for (_, answer), (reference, image), reward in zip(pairs, image_pairs, rewards):
             row = {"reward": reward, "similarity": self.scorer.name, "image": self.path_in_row(image),
                    "reference_image": self.path_in_row(reference)}
-            if answer and renders[answer].fault:
+            if renders[answer].fault:
                 row["render_fault"] = renders[answer].fault
             rows.append(row)
         return rows
+
+    async def render_all(self, pages):
+        """{page: its Render}; of an empty page, which is no answer, an empty one."""
+        pages = sorted(pages)
+        renders = await asyncio.gather(*map(self.browser.render, pages))
+        return {"": Render(None, None, None), **dict(zip(pages, renders))}
 
     def path_in_row(self, image):
         return os.path.relpath(image, self.rows_in) if image else image
 
     async def show(self, documents):
-        documents = list(dict.fromkeys(documents))
-        renders = await asyncio.gather(*map(self.browser.render, documents))
-        return {document: render.image for document, render in zip(documents, renders)}
+        renders = await self.render_all(set(documents))
+        return {document: renders[document].image for document in documents}

@@ -4,6 +4,7 @@ import pathlib
 import re
 
 from colbench import ColBenchError, in_split
+from colbench.browser import photo_size
 from colbench.frontend import owns
 
 # The published data set on the hub, and its files.
@@ -59,37 +60,31 @@ def download(name, names):
 def websight_tasks(path, split):
     """What becomes of each row of the data set, in its order: (end, task). end: "kept", or why the task is none:
     "empty", "no page", "of another split", "repeated"."""
-    kept_ids = set()
+    ids = set()
     for row in websight_rows(path):
         html, idea = ((row.get(key) or "").strip() for key in WEBSIGHT_KEYS)
         html = one_photo(html)
         name = hashlib.sha256(html.encode(errors="replace")).hexdigest()[:16]
         task = {"task_id": name, "problem_description": idea, "ground_truth": html}
-        end = websight_end(task, split, kept_ids)
-        if end == "kept":
-            kept_ids.add(name)
+        if not html or not idea:
+            end = "empty"
+        elif not owns(task):
+            end = "no page"
+        elif not in_split(name, split):
+            end = "of another split"
+        else:
+            end = "repeated" if name in ids else "kept"
+            ids.add(name)
         yield end, task
-
-
-def websight_end(task, split, kept_ids):
-    """What becomes of a task, where those of `kept_ids` are there already."""
-    if not task["ground_truth"] or not task["problem_description"]:
-        return "empty"
-    if not owns(task):
-        return "no page"
-    if not in_split(task["task_id"], split):
-        return "of another split"
-    return "repeated" if task["task_id"] in kept_ids else "kept"
 
 
 def websight_rows(path):
     """All rows of the data set, one after the other: of the hub's, or of a local copy, which may be larger than the
     memory: a parquet or JSONL file, or a folder of parquet files."""
-    where, source, options = path, "parquet", {"data_files": list(map(str, websight_files(path)))}
-    if not path:
-        where, source, options = WEBSIGHT, WEBSIGHT, {"name": WEBSIGHT_CONFIG}
-    elif not options["data_files"][0].endswith(".parquet"):
-        source = "json"
+    source, options = WEBSIGHT, {"name": WEBSIGHT_CONFIG}
+    if path:
+        files = list(map(str, websight_files(path)))
+        source, options = "parquet" if files[0].endswith(".parquet") else "json", {"data_files": files}
     try:
         import datasets
         rows = datasets.load_dataset(source, **options, split="train", streaming=True)
@@ -97,9 +92,9 @@ def websight_rows(path):
         yield from rows.select_columns(keys)                        # not the screenshots
     except Exception as error:                                      # the library raises those of several others
         raise ColBenchError(
-            f"{where}: cannot be read ({type(error).__name__}); where the hub can be reached, run \"hf download "
-            f'--repo-type dataset {WEBSIGHT} --include "{WEBSIGHT_CONFIG}/*" --local-dir FOLDER", then pass --path '
-            f"FOLDER/{WEBSIGHT_CONFIG}") from None
+            f"{path or WEBSIGHT}: cannot be read ({type(error).__name__}); where the hub can be reached, run "
+            f'"hf download --repo-type dataset {WEBSIGHT} --include "{WEBSIGHT_CONFIG}/*" --local-dir FOLDER", then '
+            f"pass --path FOLDER/{WEBSIGHT_CONFIG}") from None
 
 
 def websight_files(path):
@@ -111,22 +106,6 @@ def websight_files(path):
     if not files:
         raise ColBenchError(f"{path}: no .parquet files in it")
     return files
-
-
-SIZE_IN_PATH = r"(?<![\w.-])([1-9]\d{1,3})(?:x|/(?=[2-9]\d|\d{3}))([1-9]\d{1,3})(?![\w-])"
-SIZE_IN_QUERY = r"\bw=(\d+)\b.*\bh=(\d+)\b"
-SQUARE = r"([1-9]\d{1,3})/?(?=$|[?.])"
-
-
-def photo_size(address):
-    """(width, height) that the address of an image asks for, as texts, or None: /300x200, /300/200 (but not a year and
-    a month), ?w=300&h=200, or /300 as the whole path for a square."""
-    path = re.sub(r"^(https?:)?//[^/]*/(id/\d+/)?", "", address)
-    pair = re.search(SIZE_IN_PATH, path) or re.search(SIZE_IN_QUERY, path)
-    if pair:
-        return pair.groups()
-    square = re.match(SQUARE, path)
-    return (square[1], square[1]) if square else None
 
 
 def tag_size(tag):

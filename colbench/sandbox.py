@@ -36,6 +36,8 @@ REQUEST_LIMIT = 1 << 20         # characters of an answer's code and calls
 END_LIMIT_S = 10                # to remove the files that answers left
 LOOK_S = .01                    # how often the caller looks at what a running answer has written
 PROGRAM = os.path.abspath(sandbox_worker.__file__)
+# What no answer can read. Of an installed colbench this program can be read, as other packages can.
+HIDDEN = "/etc/passwd" if "-packages/colbench/" in PROGRAM else PROGRAM
 ANSWER_TIME_LIMIT = "time limit of the whole answer"
 CLOCK = 10                      # seconds of the clock, for each second of processor time: a long stop
 TIME_SIGNALS = signal.SIGPROF, signal.SIGXCPU
@@ -48,7 +50,7 @@ def refusal(attack, *arguments):
         return getattr(error, "errno", errno.ENOMEM)
 def probe():
     os.mkdir("locked", 0)
-    attacks = [("files", open, {path!r}), ("files", open, "/etc/passwd"), ("files", open, {path!r}, "a"),
+    attacks = [("files", open, {hidden!r}), ("files", open, "/etc/passwd"), ("files", open, {path!r}, "a"),
                ("capabilities", os.listdir, "locked"), ("memory", mmap.mmap, -1, 2 << 30)]
     calls = [("sockets", socket.socket), ("chmod", os.chmod, ".", 0o777), ("kill", os.kill, 1, 0),
              ("execve", os.execv, "/nowhere", ["nowhere"]), ("clone", lambda: os.fork() or os._exit(0))]
@@ -109,7 +111,7 @@ class Sandbox:
             if "error" in hello:
                 raise LayerError(hello["error"])
             if self.layer != "rlimits":
-                (value,), _ = self.run(PROBE.format(path=PROGRAM), ["probe()"], 10)
+                (value,), _ = self.run(PROBE.format(path=PROGRAM, hidden=HIDDEN), ["probe()"], 10)
                 if value != ["ok", ""]:
                     raise LayerError(f"its walls do not stand ({value[1]})")
         except RuntimeError as error:

@@ -10,7 +10,6 @@ what is wrong with it (None: nothing). The functions below make such functions o
 lib/ uses them, too."""
 
 MAX_WORD = 2 ** 63
-MAX_NAME = 1000                 # characters of what names a file, a model or a task
 
 
 def is_a(value, wanted):
@@ -47,24 +46,10 @@ def number(low, high):
 
 
 def label(value):
-    """A text that is not empty and not long, and names something, but no file."""
+    """A text that is not empty."""
     if type(value) is not str:
         return is_a(value, "a str")
-    return None if 0 < len(value) <= MAX_NAME else f"is a text of {len(value):,} characters, not of 1 to {MAX_NAME:,}"
-
-
-def short_text(value):
-    """A label that can also name a file or a model: UTF-8."""
-    if fault := label(value):
-        return fault
-    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
-        return "is no UTF-8 text"
-    return "is a text with a null character" if "\0" in value else None
-
-
-def scalar(value):
-    """A value that can be a key: neither a list nor an object."""
-    return is_a(value, "a str") if type(value) in (list, dict) else None
+    return None if value else "is an empty text"
 
 
 def one_of(*values):
@@ -137,8 +122,5 @@ def located(place, fault):
 
 def shown(value):
     """A value as a short text."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):                            # of more than 4,300 digits; very deep
-        text = f"a {type(value).__name__}"
+    text = repr(value)
     return text if len(text) <= 80 else text[:80] + " …"

@@ -82,11 +82,16 @@ def pixel_similarity(reference, answer):
                 share of that area in all: what one page has below the end of the other matches nothing"""
     import numpy as np
     from skimage.metrics import structural_similarity
-    answer = np.zeros_like(reference) if answer is None else answer
-    roots = [np.sqrt(np.bincount((image.reshape(-1, 3) >> 5) @ (64, 8, 1), minlength=512))
-             for image in (reference, answer)]
+    if answer is None:
+        answer = np.zeros_like(reference)
+    roots = []
+    for image in (reference, answer):
+        levels = image.reshape(-1, 3) >> 5                          # (pixels, 3), each below 8
+        counts = np.bincount(levels @ (64, 8, 1), minlength=512)
+        roots.append(np.sqrt(counts))
     colours = np.minimum(*roots).sum() / np.maximum(*roots).sum()
-    rows, columns = np.minimum(reference.shape, answer.shape)[:2]
-    share = rows * columns / np.maximum(reference.shape, answer.shape)[:2].prod()
+    rows, columns, _ = np.minimum(reference.shape, answer.shape)
+    all_rows, all_columns, _ = np.maximum(reference.shape, answer.shape)
+    share = rows * columns / (all_rows * all_columns)
     structure = structural_similarity(reference[:rows, :columns], answer[:rows, :columns], channel_axis=2)
     return float(0.5 * colours + 0.5 * share * max(0.0, structure))

@@ -216,8 +216,6 @@ def average_ranks(values):
 
 def turn_kinds(task, history, domain):
     """The domain's turn_kind of each agent turn."""
-    if domain.turn_kinds:
-        return domain.turn_kinds(task, history)
     kinds = []
     for place, turn in enumerate(history):
         if turn["role"] == "assistant":

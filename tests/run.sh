@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what is missing into .venv, then runs ruff and the tests: bash tests/run.sh [pytest arguments]
 # bash tests/run.sh --examples [pytest arguments]: the tests of examples/ alone, each in an environment with its trainer
-# (EXAMPLES, default .venv/examples; about 0.7 GB and 90 seconds, once)
+# (EXAMPLES, default .venv/examples; about 1 GB and 4 minutes, once)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/setup.sh
@@ -19,6 +19,7 @@ if [ "${1:-}" = --examples ]; then
         touch "$EXAMPLES/$1/installed"
     }
     environment verifiers "" "verifiers>=0.4,<0.5" uv
+    environment inspect "" "inspect-ai>=0.3.285,<0.4"
     environment trl --system-site-packages "trl>=1.16,<1.17"
     exec .venv/bin/python -m pytest -q -s --timeout 1800 tests/test_examples.py "${@:2}"
 fi

@@ -191,17 +191,17 @@ def test_logged_rewards_are_not_trusted_and_the_page_has_every_answer_with_its_f
 
 
 def test_an_answer_runs_once_and_a_turn_is_judged_once(tmp_path, monkeypatch, regression_critic):
-    asked, run_all, kinds_of = [], Scorer.score_one, backend.turn_kinds
+    asked, run_all, kind_of = [], Scorer.score_one, backend.turn_kind
 
     def score_one(scorer, children, key, answer):
         asked.append(answer)
         return run_all(scorer, children, key, answer)
 
-    def turn_kinds(task, history):
-        asked.extend(turn["content"] for turn in history if turn["role"] == "assistant")
-        return kinds_of(task, history)
+    def turn_kind(task, history, message):
+        asked.append(message)
+        return kind_of(task, history, message)
     monkeypatch.setattr(Scorer, "score_one", score_one)
-    monkeypatch.setattr(backend, "turn_kinds", turn_kinds)
+    monkeypatch.setattr(backend, "turn_kind", turn_kind)
     evaluated(tmp_path, {"a": answers(x=GOOD, y=BAD)}, "--critic", regression_critic)
     assert sorted(asked) == sorted([GOOD, BAD, *(f"{backend.MARKER}\n{answer}" for answer in (GOOD, BAD))])
 

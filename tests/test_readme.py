@@ -66,7 +66,9 @@ def started(block):
 
 
 def program_of(name):
-    """The module of a stage, of a fork ("examples.grpo"), or of a script ("scripts/critics.py")."""
+    """The module of a stage, of a fork ("examples.grpo"), of a script ("scripts/critics.py"), or of colbench."""
+    if name == "colbench":
+        name = "colbench.__main__"
     if name[0] == "0":
         return stage(int(name[:2]))
     return importlib.import_module(name.removesuffix(".py").replace("/", "."))

@@ -1,5 +1,5 @@
-"""colbench/sql.py: tasks whose decisions matter, looks, kinds of turns, the human, players, scores of hostile and of
-ordinary queries."""
+"""colbench/sql.py: tasks whose decisions matter, looks, kinds of turns, simulators, scripted agents, scores of hostile
+and of ordinary queries."""
 import asyncio
 import collections
 import itertools
@@ -10,7 +10,9 @@ import re
 import pytest
 
 from colbench import in_split, sql, sql_mutants
-from conftest import read, refused, stage
+from colbench.sql_child import canonical, open_database, select
+from conftest import read, refused, ROOT, stage
+from lib.runtime import write_jsonl
 from lib.statistics import measure_turns
 
 SCHEMA = ("CREATE TABLE customers(id INTEGER, name TEXT, status TEXT);\n"
@@ -65,96 +67,27 @@ def look(environment, query, task=None):
 # ---------------------------------------------------------------------------------------------------------------------
 # scores
 
-ORDINARY = [
-    ("sum", REFERENCES["sum"] + ";"),
-    ("sum", f"```sql\n{REFERENCES['sum']}\n```"),
-    ("sum", REFERENCES["sum"].lower()),
-    ("sum", "SELECT name AS n, SUM(total) AS s FROM customers, orders WHERE customer_id = customers.id AND "
-            "status = 'active' GROUP BY customers.id"),
-    ("sum", "SELECT SUM(o.total), c.name FROM orders o INNER JOIN customers c ON o.customer_id = c.id "
-            "WHERE c.status IN ('active') GROUP BY c.id"),
-    ("sum", REFERENCES["sum"] + " ORDER BY c.name"),
-    ("sum", REFERENCES["sum"] + " ORDER BY 2 DESC"),
-    ("sum", "WITH a AS (SELECT id, name FROM customers WHERE status = 'active') SELECT a.name, SUM(total) FROM a JOIN "
-            "orders o ON o.customer_id = a.id GROUP BY a.id"),
-    ("sum", "SELECT name, s FROM customers c JOIN (SELECT customer_id, SUM(total) AS s FROM orders GROUP BY "
-            "customer_id) t ON t.customer_id = c.id WHERE status = 'active'"),
-    ("sum", "SELECT name, (SELECT SUM(total) FROM orders WHERE customer_id = c.id) FROM customers c WHERE "
-            "status = 'active' AND EXISTS (SELECT 1 FROM orders WHERE customer_id = c.id)"),
-    ("sum", "SELECT DISTINCT c.name, SUM(o.total) OVER (PARTITION BY c.id) FROM customers c JOIN orders o ON "
-            "o.customer_id = c.id WHERE c.status = 'active'"),
-    ("sum", "SELECT c.name, SUM(o.total) * 1.0 FROM customers c JOIN orders o ON o.customer_id = c.id WHERE "
-            "c.status LIKE 'active' GROUP BY c.id"),
-    ("sum", "-- active customers alone\nSELECT c.name, /* all */ SUM(o.total)\nFROM customers c\nJOIN orders o\n"
-            "  ON o.customer_id = c.id\nWHERE c.status = 'active'\nGROUP BY c.id"),
-    ("sum", "SELECT c.name, SUM(o.total) FROM orders o LEFT JOIN customers c ON o.customer_id = c.id GROUP BY c.id "
-            "HAVING c.status = 'active'"),
-    ("sum", "SELECT c.name, SUM(CASE WHEN o.total IS NULL THEN 0 ELSE o.total END) FROM customers c JOIN orders o ON "
-            "o.customer_id = c.id WHERE NOT c.status <> 'active' GROUP BY c.id"),
-    ("sum", 'SELECT "c"."name", SUM([o].[total]) FROM `customers` c JOIN orders o ON o.customer_id = c.id WHERE '
-            "c.status = 'active' GROUP BY c.id"),
-    ("sum", "SELECT name, total FROM (SELECT c.name, c.status, SUM(o.total) AS total FROM customers c JOIN orders o ON "
-            "o.customer_id = c.id GROUP BY c.id) WHERE status = 'active'"),
-    ("ordered", "SELECT name FROM customers JOIN orders ON customer_id = customers.id WHERE placed >= '2025-01-01' "
-                "AND placed <= '2025-12-31' GROUP BY customers.id ORDER BY COUNT(orders.id) DESC, name ASC"),
-    ("ordered", "SELECT name FROM (SELECT c.name, COUNT(*) AS n FROM customers c JOIN orders o ON o.customer_id = c.id "
-                "WHERE strftime('%Y', o.placed) = '2025' GROUP BY c.id) ORDER BY n DESC, name"),
-    ("ordered", "WITH t AS (SELECT customer_id, COUNT(*) AS n FROM orders WHERE substr(placed, 1, 4) = '2025' GROUP BY "
-                "1) SELECT c.name FROM t JOIN customers c ON c.id = t.customer_id ORDER BY t.n DESC, c.name"),
-    ("ordered", "SELECT c.name FROM customers c WHERE (SELECT COUNT(*) FROM orders o WHERE o.customer_id = c.id AND "
-                "o.placed LIKE '2025-%') > 0 ORDER BY (SELECT COUNT(*) FROM orders o WHERE o.customer_id = c.id AND "
-                "o.placed LIKE '2025-%') DESC, c.name"),
-    ("ordered", "SELECT name FROM (SELECT c.name, ROW_NUMBER() OVER (ORDER BY COUNT(*) DESC, c.name) AS r FROM "
-                "customers c JOIN orders o ON o.customer_id = c.id WHERE o.placed LIKE '2025%' GROUP BY c.id) "
-                "ORDER BY r"),
-    ("mean", "SELECT ROUND(SUM(total) * 1.0 / COUNT(total), 2) FROM orders"),
-    ("mean", "SELECT ROUND(AVG(total) + 0, 2) AS average FROM orders WHERE total IS NOT NULL"),
-    ("mean", "SELECT CAST(ROUND(AVG(total) * 100) AS REAL) / 100 FROM orders")]
+# {"ordinary": {reference: other ways to write it}, "hostile": {the first fault, or a part of it: answers}}
+ANSWERS = json.loads((ROOT / "tests" / "queries.json").read_text())
 
 
 def test_ordinary_variants_pass(environment):
-    verdicts = asyncio.run(environment.score([(task_of(reference), answer) for reference, answer in ORDINARY]))
-    assert [answer for (_, answer), verdict in zip(ORDINARY, verdicts) if verdict["faults"] != [None] * 6] == []
+    pairs = [(task_of(reference), answer) for reference, answers in ANSWERS["ordinary"].items() for answer in answers]
+    verdicts = asyncio.run(environment.score(pairs))
+    assert len(pairs) == 25 and len(HOSTILE) == 57
+    assert [answer for (_, answer), verdict in zip(pairs, verdicts) if verdict["faults"] != [None] * 6] == []
 
 
-ENDLESS = "WITH RECURSIVE r(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM r) SELECT "
-HOSTILE = {                                                                    # {answer: the first fault, or a part}
-    ENDLESS + "COUNT(*) FROM r": "interrupted", ENDLESS + "n FROM r": "more than 1,000 rows",
-    ENDLESS + "n FROM r ORDER BY n DESC": "interrupted",
-    "SELECT COUNT(*) FROM " + ", ".join(f"orders o{i}, customers c{i}" for i in range(9)): "interrupted",
-    "SELECT * FROM orders a, orders b, orders c, orders d, orders e, customers f": "more than 1,000 rows",
-    "SELECT randomblob(1000000000)": "not authorized", "SELECT zeroblob(1000000000)": "too big",
-    "SELECT hex(zeroblob(90000))": "too big", "SELECT random()": "not authorized",
-    "SELECT replace(hex(zeroblob(40000)), '0', 'aaaaaaaaaa')": "too big",
-    "SELECT group_concat(hex(zeroblob(40000))) FROM orders a, orders b": "too big",
-    "SELECT printf('%.*c', 1000000000, 'x')": "time limit",
-    REFERENCES["sum"] + "; DROP TABLE orders": "one statement", "SELECT 1; SELECT 2": "one statement",
-    REFERENCES["sum"] + "; --\nATTACH ':memory:' AS x": "one statement",
-    "DROP TABLE orders": "not authorized", "DELETE FROM orders": "not authorized",
-    "INSERT INTO orders SELECT * FROM orders": "not authorized", "UPDATE orders SET total = 1": "not authorized",
-    "CREATE TEMP TABLE t AS SELECT 1": "not authorized", "CREATE VIRTUAL TABLE t USING fts5(x)": "not authorized",
-    "REPLACE INTO orders(id) VALUES (1)": "not authorized", "BEGIN": "not authorized", "REINDEX": "no SELECT",
-    "PRAGMA writable_schema = 1": "not authorized", "SELECT * FROM pragma_table_info('orders')": "not authorized",
-    "ATTACH '/etc/passwd' AS x": "not authorized", "VACUUM INTO 'copy.db'": "authorization denied",
-    "SELECT load_extension('/tmp/x.so')": "not authorized", "SELECT readfile('/etc/passwd')": "no such function",
-    "SELECT fts3_tokenizer('simple')": "not authorized", "SELECT * FROM json_each('[1]')": "constructor failed",
-    "WITH t AS (SELECT 1) DELETE FROM orders": "not authorized",
-    "SELECT " + "(" * 2000 + "1" + ")" * 2000: "overflow", "SELECT " + "1, " * 500 + "1": "too many columns",
-    "SELECT 1 " + "UNION ALL SELECT 1 " * 100: "too many terms", "SELECT 1" + " " * 20_000: "too large",
-    "SELECT 1 -- " + "x" * (1 << 21): "larger than", "SELECT \0 1": "null character", "SELECT '\ud800'": "surrogates",
-    "": "no SELECT", "-- SELECT 1": "no SELECT", "I do not know": "syntax error", "SELECT": "incomplete input",
-    "SELECT * FROM": "incomplete input", "QUERY: SELECT 1": "syntax error",
-    "SELECT missing FROM orders": "no such column",
-    "EXPLAIN SELECT 1": "another value", "SELECT * FROM sqlite_master": "another value",
-    "SELECT * FROM orders": "another value", "SELECT 9e999": "another value", "SELECT x'00ff'": "another value",
-    "SELECT NULL, NULL": "another value", "VALUES (1), (2)": "another value",
-    REFERENCES["sum"].replace("SUM(o.total)", "CAST(SUM(o.total) AS TEXT)"): "another value",
-    REFERENCES["sum"].replace("SUM(o.total)", "SUM(o.total), 1"): "another value",
-    REFERENCES["sum"] + " UNION ALL " + REFERENCES["sum"]: "another value"}
+LONG = {
+    "one statement": REFERENCES["sum"] + "; --\nATTACH ':memory:' AS x",
+    "overflow": "SELECT " + "(" * 2000 + "1" + ")" * 2000, "too many columns": "SELECT " + "1, " * 500 + "1",
+    "too many terms": "SELECT 1 " + "UNION ALL SELECT 1 " * 100, "too large": "SELECT 1" + " " * 20_000,
+    "larger than": "SELECT 1 -- " + "x" * (1 << 21), "null character": "SELECT \0 1", "surrogates": "SELECT '\ud800'"}
+HOSTILE = [*LONG.items(), *((fault, answer) for fault, some in ANSWERS["hostile"].items() for answer in some)]
 
 
-@pytest.mark.parametrize("answer, fault", HOSTILE.items())
-def test_hostile_and_odd_answers_fail_and_harm_nobody(environment, answer, fault):
+@pytest.mark.parametrize("fault, answer", HOSTILE)
+def test_hostile_and_odd_answers_fail_and_harm_nobody(environment, fault, answer):
     verdict = score(environment, "sum", answer)
     assert verdict["reward"] < 1 and fault in verdict["faults"][0], verdict["faults"]
     assert score(environment, "sum", REFERENCES["sum"])["reward"] == 1
@@ -164,51 +97,46 @@ def test_rows_are_a_list_only_where_the_reference_orders(environment):
     turned = REFERENCES["ordered"].replace("COUNT(*) DESC, c.name", "COUNT(*), c.name DESC")
     assert score(environment, "ordered", turned)["reward"] < 1
     assert score(environment, "ordered", REFERENCES["ordered"].partition("ORDER")[0])["reward"] < 1
-    assert [sql.is_ordered(query) for query in (
-        "SELECT 1", "SELECT a FROM t ORDER BY a", "select a from t order\n by a limit 1",
-        "SELECT * FROM (SELECT a FROM t ORDER BY a)", "SELECT SUM(a) OVER (ORDER BY (b)) FROM t",
-        "SELECT ' ORDER BY ' FROM t", "SELECT a FROM t -- ORDER BY a")] == [False, True, True] + [False] * 4
 
 
-@pytest.mark.parametrize("names, rows, other_names, other_rows, ordered, equal", [
-    (["a", "b"], [(1, "x"), (2, "y")], ["n", "m"], [("y", 2.0), ("x", 1.0)], False, True),
-    (["a", "b"], [(1, 2), (2, 1)], ["a", "b"], [(1, 1), (2, 2)], False, False),
-    (["a"], [], ["a", "b"], [], False, False),
-    (["a"], [(1,), (1,)], ["a"], [(1,)], False, False), (["a"], [(1,), (2,)], ["a"], [(2,), (1,)], True, False),
-    (["a"], [("1",)], ["a"], [(1,)], False, False), (["a"], [(1,)], ["a"], [(None,)], False, False),
-    (["a"], [(float("inf"),)], ["b"], [(float("inf"),)], False, True),
-    (["a"], [(0.1 + 0.2,)], ["a"], [(0.3,)], False, True), (["a"], [(0.3,)], ["a"], [(0.31,)], False, False),
-    (["a"], [(12345.678901,)], ["a"], [(12345.678902,)], False, True),
-    (["a"], [(12345.67890,)], ["a"], [(12345.67899,)], False, False),
-    (["a"], [(1234567891,)], ["a"], [(1234567891.0,)], False, True),
-    (["a"], [(1234567891,)], ["a"], [(1234567891.0000002,)], False, True),
-    (["a"], [(1234567891,)], ["a"], [(1234567892.0,)], False, False),
-    (["a"], [(-123456789012,)], ["a"], [(-123456789012.0,)], False, True)])
-def test_which_rows_are_equal(names, rows, other_names, other_rows, ordered, equal):
+@pytest.mark.parametrize("rows, other_rows, equal", [
+    ([(1,), (1,)], [(1,)], False), ([("1",)], [(1,)], False), ([(1,)], [(None,)], False),
+    ([(float("inf"),)], [(float("inf"),)], True), ([(0.1 + 0.2,)], [(0.3,)], True), ([(0.3,)], [(0.31,)], False),
+    ([(12345.678901,)], [(12345.678902,)], True), ([(12345.67890,)], [(12345.67899,)], False),
+    ([(1234567891,)], [(1234567891.0,)], True), ([(1234567891,)], [(1234567891.0000002,)], True),
+    ([(1234567891,)], [(1234567892.0,)], False), ([(-123456789012,)], [(-123456789012.0,)], True),
+    ([(1, "x"), (2, "y")], [("y", 2.0), ("x", 1.0)], True), ([(1, 2), (2, 1)], [(1, 1), (2, 2)], False)])
+def test_which_rows_are_equal(rows, other_rows, equal):
     """Whatever the names and order of columns and, unless ordered, of rows; numbers within rounding."""
-    assert (sql.canonical(names, rows, ordered) == sql.canonical(other_names, other_rows, ordered)) == equal
+    names, other_names = ["a", "b"][:len(rows[0])], ["n", "m"][:len(rows[0])]
+    assert (canonical(names, rows, False) == canonical(other_names, other_rows, False)) == equal
+
+
+def test_empty_rows_differ_by_their_columns_and_ordered_ones_by_their_order():
+    assert canonical(["a"], [], False) != canonical(["a", "b"], [], False)
+    assert canonical(["a"], [(1,), (2,)], True) != canonical(["a"], [(2,), (1,)], True)
 
 
 def test_columns_with_the_same_values_are_equal_where_their_rows_are():
     cycle = [(1, 2), (2, 3), (3, 1)]
     turned = [(b, a) for a, b in cycle]
-    assert sql.canonical(["a", "b"], cycle, False) == sql.canonical(["b", "a"], turned, False)
-    assert sql.canonical(["a", "b"], cycle, False) != sql.canonical(["a", "b"], [(1, 1), (2, 2), (3, 3)], False)
+    assert canonical(["a", "b"], cycle, False) == canonical(["b", "a"], turned, False)
+    assert canonical(["a", "b"], cycle, False) != canonical(["a", "b"], [(1, 1), (2, 2), (3, 3)], False)
     rng = random.Random(0)
     for _ in range(500):
         width, height = rng.randint(1, 4), rng.randint(1, 5)
         rows = [tuple(rng.choice((1, 2, "x", None)) for _ in range(width)) for _ in range(height)]
         columns = rng.sample(range(width), width)
         same = [tuple(row[i] for i in columns) for row in rows]
-        assert sql.canonical("abcd"[:width], rows, True) == sql.canonical("abcd"[:width], same, True)
+        assert canonical("abcd"[:width], rows, True) == canonical("abcd"[:width], same, True)
         rng.shuffle(same)
-        assert sql.canonical("abcd"[:width], rows, False) == sql.canonical("abcd"[:width], same, False)
+        assert canonical("abcd"[:width], rows, False) == canonical("abcd"[:width], same, False)
         cells = list(zip(*rows))
         mixed = [rng.sample(column, height) for column in cells]        # each column has its values, in other rows
         equal = any(sorted(zip(*(mixed[i] for i in order)), key=repr) == sorted(rows, key=repr)
                     for order in itertools.permutations(range(width)))
-        assert equal == (sql.canonical("abcd"[:width], rows, False) ==
-                         sql.canonical("abcd"[:width], list(zip(*mixed)), False))
+        assert equal == (canonical("abcd"[:width], rows, False) ==
+                         canonical("abcd"[:width], list(zip(*mixed)), False))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -242,9 +170,10 @@ def tasks(tmp_path_factory):
 
 
 def test_schemas_and_families():
-    assert len(sql.SCHEMAS) >= 10 and {len(sql.tables_of(sql.schema_words(name))) for name in sql.SCHEMAS} == {2, 3}
+    assert len(sql.SCHEMAS) >= 10
+    assert {sql.schema_text(words).count("CREATE TABLE") for words in sql.SCHEMAS.values()} == {2, 3}
     for pattern in sql.PATTERNS.values():
-        slots = set(re.findall(r"\{(\w+)\}", pattern["query"]))
+        slots = set(re.findall(r"(?<!\$)\{(\w+)\}", pattern["query"]))
         assert 3 <= len(slots) <= 6 and slots <= set(sql.DECISIONS) and len(pattern["requests"]) >= 3
         assert any("looks" in sql.DECISIONS[slot] for slot in slots)
     assert {"rental_count", "rental_places", "gym_best"} <= set(sql.FAMILIES) and "gym_places" not in sql.FAMILIES
@@ -256,10 +185,11 @@ def test_unseen_schemas_are_in_the_test_split_alone_and_of_known_words(tasks):
     assert all(in_split(task["task_id"], split) for split, own in tasks.items() for task in own)
     references = [{task["ground_truth"] for task in own} for own in tasks.values()]
     assert not references[0] & references[1] and not references[0] & references[2] and not references[1] & references[2]
-    known = {word for name, words in sql.SCHEMAS.items() if words["unseen"] == "-"
-             for word in map(str, sql.schema_words(name).values())}
-    for name, words in sql.SCHEMAS.items():
-        assert words["unseen"] == "-" or set(sql.schema_words(name).values()) - {"unseen"} <= known
+    seen_words, unseen_words = set(), set()
+    for words in sql.SCHEMAS.values():
+        texts = {str(word) for key, word in words.items() if key != "unseen"}
+        (unseen_words if "unseen" in words else seen_words).update(texts)
+    assert unseen_words and unseen_words <= seen_words
 
 
 def test_every_decision_changes_the_rows_of_a_hidden_database(tasks):
@@ -268,10 +198,10 @@ def test_every_decision_changes_the_rows_of_a_hidden_database(tasks):
         facts = [fact for fact in task["facts"] if fact["matters"]]
         codes = {fact["slot"]: fact["code"] for fact in facts}
         assert 3 <= len(facts) <= 6 and task["template"].format(**codes) == task["ground_truth"]
-        opened = [sql.open_database(task["schema"], tables) for tables in task["databases"][1:]]
+        opened = [open_database(task["schema"], tables) for tables in task["databases"][1:]]
 
         def rows(query, opened=opened):
-            return [sql.canonical(*sql.select(connection, query), sql.is_ordered(query)) for connection in opened]
+            return [canonical(*select(connection, query), sql.is_ordered(query)) for connection in opened]
 
         for fact in facts:
             for code in fact["guesses"][1:]:
@@ -284,8 +214,8 @@ def test_hidden_databases_show_each_mutant_of_the_generator(tasks):
         codes = sorted({code for tables in task["databases"] for _, _, code, *_ in list(tables.values())[0]} - {None})
         mutants = sql_mutants.mutants_of(task["ground_truth"], codes)
         kinds.update(mutants.values())
-        with sql_mutants.Judge(task["schema"], task["ground_truth"], sql.is_ordered(task["ground_truth"]),
-                               sql.canonical) as judge:
+        ordered = sql.is_ordered(task["ground_truth"])
+        with sql_mutants.Judge(task["schema"], task["ground_truth"], ordered) as judge:
             left = list(mutants)
             for tables in task["databases"][1:]:
                 left = judge.agreeing(tables, left)
@@ -294,22 +224,23 @@ def test_hidden_databases_show_each_mutant_of_the_generator(tasks):
     assert min(kinds.values()) > 15
 
 
-def test_mutants_by_hand():
-    count, names = (list(sql_mutants.mutants_of(query, ["A", "B"])) for query in (
-        "SELECT COUNT(c.a) FROM t c WHERE c.d LIKE '2020%' AND c.x > 50",
-        "SELECT p.name FROM q p JOIN t c ON c.a = p.id WHERE p.status = 'A' GROUP BY p.id HAVING SUM(c.x) >= 50 "
-        "ORDER BY p.name DESC"))
-    for part in ("c.x > 49", "c.x > 51", "c.x >= 50", "(c.x > 50 OR c.x IS NULL)", "(c.d LIKE '2020%' OR c.d IS NULL)",
-                 "c.d > '2020-01-01' AND", "c.d < '2020-12-31' AND", "c.d >= '2019-12-31' AND", "SELECT SUM(c.a)",
-                 "substr(c.d, 1, 4) = (SELECT substr(MAX(d), 1, 4) FROM t)", "COUNT(DISTINCT c.a)"):
-        assert len([mutant for mutant in count if part in mutant]) == 1, part
-    for part in ("SUM(c.x) >= 51", "MAX(c.x) >= 50", "(SUM(c.x) >= 50 OR SUM(c.x) IS NULL)", "DESC LIMIT 10",
-                 "(p.status = 'A' OR p.status IS NULL)", "p.status IN ('A', 'B')", "SUM(DISTINCT c.x)"):
-        assert len([mutant for mutant in names if part in mutant]) == 1, part
-    best = sql_mutants.mutants_of("SELECT p.name FROM q p JOIN t c ON c.a = p.id WHERE c.d LIKE '2020%' GROUP BY p.id "
-                                  "ORDER BY MAX(c.x) DESC, p.name LIMIT 3", [])
-    assert {mutant.partition(" DESC")[2] for mutant, kind in best.items() if kind in ("limit", "tie")} == {
-        ", p.name LIMIT 2", ", p.name LIMIT 4", ", p.name", " LIMIT 3", ", p.id LIMIT 3"}
+@pytest.mark.parametrize("query, parts", [
+    ("SELECT COUNT(c.a) FROM t c WHERE c.d LIKE '2020%' AND c.x > 50",
+     ("c.x > 49", "c.x > 51", "c.x >= 50", "(c.x > 50 OR c.x IS NULL)", "(c.d LIKE '2020%' OR c.d IS NULL)",
+      "c.d > '2020-01-01' AND", "c.d < '2020-12-31' AND", "c.d >= '2019-12-31' AND", "SELECT SUM(c.a)",
+      "substr(c.d, 1, 4) = (SELECT substr(MAX(d), 1, 4) FROM t)", "COUNT(DISTINCT c.a)")),
+    ("SELECT p.name FROM q p JOIN t c ON c.a = p.id WHERE p.status = 'A' GROUP BY p.id HAVING SUM(c.x) >= 50 "
+     "ORDER BY p.name DESC",
+     ("SUM(c.x) >= 51", "MAX(c.x) >= 50", "(SUM(c.x) >= 50 OR SUM(c.x) IS NULL)", "DESC LIMIT 10",
+      "(p.status = 'A' OR p.status IS NULL)", "p.status IN ('A', 'B')", "SUM(DISTINCT c.x)")),
+    ("SELECT p.name FROM q p JOIN t c ON c.a = p.id WHERE c.d LIKE '2020%' GROUP BY p.id ORDER BY MAX(c.x) DESC, "
+     "p.name LIMIT 3",
+     ("p.name LIMIT 2", "p.name LIMIT 4", "MAX(c.x) DESC LIMIT 3", "p.id LIMIT 3", "SUM(c.x)"))])
+def test_mutants_by_hand(query, parts):
+    mutants = list(sql_mutants.mutants_of(query, ["A", "B"]))
+    for part in parts:
+        assert len([mutant for mutant in mutants if part in mutant]) == 1, part
+    assert query not in mutants
 
 
 def test_databases_keep_what_the_domain_tells_the_agent(tasks):
@@ -367,7 +298,7 @@ def test_what_the_request_states(tasks):
                for task in tasks["train"])
 
 
-def test_every_look_shows_what_it_is_for_and_the_human_shows_no_sql(tasks, environment):
+def test_every_look_shows_what_it_is_for_and_the_simulator_shows_no_sql(tasks, environment):
     looks = collections.Counter()
     for task in tasks["validation"]:
         for i, fact in enumerate(task["facts"]):
@@ -457,29 +388,30 @@ def test_the_answer_of_a_turn():
 # the stages
 
 @pytest.fixture(scope="module")
-def played(tasks, tmp_path_factory):
-    """{player: its dialogues on the validation tasks}, with 8 rounds, and of the asker with 4 ("few")."""
-    folder = tmp_path_factory.mktemp("played")
-    for name, player, rounds, number in (("script", "script", 8, 65), ("script-informed", "script-informed", 8, 30),
-                                         ("script-asker", "script-asker", 8, 30), ("few", "script-asker", 4, 30)):
+def rolled_out(tasks, tmp_path_factory):
+    """{agent: its dialogues on the validation tasks}, with 8 rounds, and of the asker with 4 ("few")."""
+    folder = tmp_path_factory.mktemp("dialogues")
+    for name, agent, rounds, number in (("script", "script", 8, 65), ("script-informed", "script-informed", 8, 30),
+                                        ("script-asker", "script-asker", 8, 30), ("few", "script-asker", 4, 30)):
         path = folder / "tasks.jsonl"
         path.write_text("".join(json.dumps(task) + "\n" for task in tasks["validation"][:number]))
-        stage(2).main(["--tasks", str(path), "--agent", player, "--max-rounds", str(rounds), "--out",
+        stage(2).main(["--tasks", str(path), "--agent", agent, "--max-rounds", str(rounds), "--out",
                        str(folder / f"{name}.jsonl")])
     return {path.stem: read(path) for path in folder.glob("*.jsonl") if path.stem != "tasks"}
 
 
-def test_scripted_players(played):
-    mean = {name: sum(map(sql.eval_score, rows)) / len(rows) for name, rows in played.items()}
+def test_scripted_agents(rolled_out):
+    mean = {name: sum(map(sql.eval_score, rows)) / len(rows) for name, rows in rolled_out.items()}
     assert mean["script-asker"] == 1 and mean["script-informed"] > 0.95 and 0.2 < mean["script"] < 0.8
     assert mean["few"] < 0.8                                                   # patience is short
-    asker, noisy = (sql.measure(played[name]) | measure_turns(played[name], sql) for name in ("script-asker", "script"))
+    asker, noisy = (sql.measure(rows) | measure_turns(rows, sql)
+                    for rows in (rolled_out["script-asker"], rolled_out["script"]))
     assert set(asker["turns"]) == {"ask needed", "look needed", "right answer"} and asker["all_known"] == 1
     assert {"ask for a look", "ask idle", "look idle", "ask repeat", "look repeat", "early answer"} <= set(
         noisy["turns"]) and sum(noisy["turns"].values()) == pytest.approx(1)
     assert noisy["success_seen"] == mean["script"] and noisy["n_seen"] == 65 and "success_unseen" not in noisy
     assert noisy["failed_looks"] == 0 and noisy["success_when_known"] > noisy["success_when_not_known"]
-    assert any(turn.get("tool") for turn in played["script"][0]["dialogue_history"])
+    assert any(turn.get("tool") for turn in rolled_out["script"][0]["dialogue_history"])
 
 
 def test_an_asker_takes_what_has_most_values_first(tasks):
@@ -506,7 +438,39 @@ def test_check_finds_nothing_and_bad_tasks_are_one_line(tasks, tmp_path):
     assert "script-asker" in refused(2, "--tasks", path, "--agent", "script-x", "--out", tmp_path / "x.jsonl")
 
 
-def test_a_model_that_plays_the_human_is_told_its_part():
-    with_person = asyncio.run(sql.Environment.simulator_chat(None, task_of("sum"), START + ASKED[:1]))
-    assert REFERENCES["sum"] in with_person[0]["content"] and with_person[1] == {"role": "user", "content":
-                                                                                "What is the limit?"}
+def test_a_simulating_model_is_told_its_part():
+    environment = sql.Environment()
+    chat = asyncio.run(environment.simulator_chat(task_of("sum"), START + ASKED[:1]))
+    assert REFERENCES["sum"] in chat[0]["content"]
+    assert chat[1] == {"role": "user", "content": "What is the limit?"}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# references whose order is not determined
+
+JOINED = "FROM customers c JOIN orders o ON o.customer_id = c.id"
+
+
+@pytest.mark.parametrize("reference, is_open", [
+    (f"SELECT c.name, o.net {JOINED} ORDER BY o.net", True), (f"SELECT c.name {JOINED} ORDER BY o.net LIMIT 1", True),
+    (f"SELECT c.name {JOINED} GROUP BY c.id ORDER BY COUNT(*) DESC LIMIT 2", True),
+    ("SELECT name FROM customers LIMIT 2", True), ("SELECT DISTINCT net FROM orders LIMIT 1;", True),
+    ("SELECT name FROM customers ORDER BY status -- as it is\nLIMIT (2)", True),
+    ("SELECT name FROM customers WHERE id IN (SELECT customer_id FROM orders LIMIT 1)", True),
+    ("SELECT net FROM orders ORDER BY net LIMIT 1", False),         # equal rows: either will do
+    ("SELECT id FROM customers UNION SELECT id FROM orders ORDER BY id LIMIT 2", False),
+    *((reference, False) for reference in REFERENCES.values())])
+def test_a_reference_that_leaves_the_order_of_rows_open(reference, is_open):
+    task = {**task_of("sum"), "ground_truth": reference}
+    assert (sql.doubt_of(task) is not None) == is_open
+
+
+def test_a_reference_that_leaves_the_order_open_is_found_by_check_and_named_at_import(tasks, tmp_path, capsys):
+    path = tmp_path / "tasks.jsonl"
+    tied = {**task_of("sum"), "task_id": "tied", "ground_truth": "SELECT name FROM customers ORDER BY status"}
+    write_jsonl(path, [*tasks["validation"][:3], tied])
+    doubt = "database1: the reference leaves the order of its rows open: ties of ORDER BY, or LIMIT"
+    stage(1).main(["--check", str(path), "--out", str(tmp_path / "checks.jsonl")])
+    assert [check["findings"] for check in read(tmp_path / "checks.jsonl")] == [{}, {}, {}, {"order": doubt}]
+    stage(1).main(["--source", "colbench", "--domain", "sql", "--path", str(path), "--out", str(tmp_path / "t.jsonl")])
+    assert f"task tied: right answers may be graded wrong: {doubt}\n" in capsys.readouterr().out

@@ -9,7 +9,7 @@ import pytest
 from colbench import sql
 from colbench.sql_mutants import mutants_of
 from colbench.sql_text import begins_as, is_ordered, MAX_CHARS, QUERY, statement_of
-from conftest import read, stage
+from conftest import read, ROOT, stage
 
 NUM_TASKS = 40
 
@@ -24,55 +24,7 @@ def commented(query):
     return f"-- it's the list\n{first}  -- what counts\nFROM {rest}\n/* that is all; */"
 
 
-WRAPPINGS = {
-    "alone": "{q}",
-    "semicolon": "{q};",
-    "fence": "```sql\n{q}\n```",
-    "announced fence": "Here you are:\n\n```sql\n{q}\n```",
-    "fence and prose after": "```sql\n{q};\n```\nThis query counts what you asked for; it's all there.",
-    "prose around a fence": "Here's the query:\n```\n{q}\n```\nLet me know if you need more.",
-    "language with a space": "``` sql\n{q}\n```",
-    "language in capitals": "```SQL\n{q};\n```",
-    "other language": "```sqlite3\n{q}\n```",
-    "info string": '```sql title="report.sql"\n{q}\n```',
-    "one-line fence": "```sql {q}```",
-    "one-line fence without language": "Sure: ```{q};```",
-    "query on the line of the fence": "```sql {q}\n```",
-    "tildes": "~~~sql\n{q}\n~~~",
-    "long fence": "````sql\n{q}\n````",
-    "open fence": "Here it is:\n```sql\n{q}",
-    "indented fence": "1. The query:\n   ```sql\n   {q}\n   ```\n2. That is all.",
-    "CRLF": "Here you are:\r\n```sql\r\n{q}\r\n```\r\n",
-    "CRLF without a fence": "{q}\r\n",
-    "backticks": "`{q}`",
-    "backticks in prose": "You can use `{q}` for that.",
-    "double backticks": "Here: ``{q}``",
-    "first fence is data": "The table looks so:\n```\nid | name\n1 | Ada\n```\nThe query:\n```sql\n{q}\n```",
-    "first fence is a shell": "```bash\nsqlite3 data.db\n```\nthen\n```sql\n{q}\n```",
-    "a table's columns in backticks": "I look at `status` and `name`.\n\n```sql\n{q}\n```",
-    "prose before": "Here is the query that you need:\n{q}",
-    "prose before, in a line": "The query is {q}",
-    "colon in a line": "Answer: {q}",
-    "prose after a semicolon": "{q};\nThis gives you the result.",
-    "paragraph after": "{q}\n\nThis query takes all that's asked for, and nothing else",
-    "sentence after": "{q}\nThis gives you what you want.",
-    "two lines of prose after": "{q}\nThis gives you all the rows that you\nasked me for.",
-    "list after": "{q};\n\n- The condition is as you said.\n- The order, too.",
-    "heading after": "{q}\n\n**Explanation**\n\nIt's simple.",
-    "prose around": "Sure! Here's what you need:\n\n{q}\n\nI hope this helps!",
-    "output after": "{q};\n\nExample output:\n```\n3\n```",
-    "bold label": "**Query:**\n\n{q}",
-    "bold query": "**{q}**",
-    "full stop": "Use this: {q}.",
-    "parentheses": "({q})",
-    "parentheses and semicolon": "({q});",
-    "parentheses in a fence": "```sql\n(\n{q}\n);\n```",
-    "tags": "<answer>\n{q}\n</answer>",
-    "tags in a line": "<sql>{q}</sql>",
-    "label": "sql\n{q}",
-    "prompt": "sqlite> {q};",
-    "a sentence that begins as a statement": "{q};\n\nReplace the year if you need another one.",
-    "a sentence with a keyword": "{q};\nUpdate the limit as you like. Begin by checking the first rows."}
+WRAPPINGS = json.loads((ROOT / "tests" / "queries.json").read_text())["wrappings"]       # {q}: the query
 SHAPES = {"one line": str, "a line a clause": by_clause, "comments": commented, "small letters": None}
 ONE_LINE = ("backticks", "double backticks", "bold query", "full stop", "prose before, in a line", "colon in a line",
             "tags in a line", "prompt", "backticks in prose")
@@ -189,31 +141,21 @@ def test_05_scores_a_file_again_as_02_would(tasks, tmp_path):
     assert json.loads((tmp_path / "report" / "metrics.json").read_text())["a"]["success_rate"] == 1
 
 
+SAME = ["SELECT 1; SELECT 2", "SELECT 1; DROP TABLE orders", "SELECT 1; -- one\nSELECT 2",
+        "INSERT INTO orders SELECT * FROM orders", "CREATE TABLE t AS\nSELECT 1", "EXPLAIN SELECT 1", "QUERY: SELECT 1",
+        "-- SELECT 1", "", "I do not know", "Select what you like!", "SELECT 1\nUNION SELECT 2",
+        "SELECT a\n\nFROM t\n\nWHERE a = 'x; y'\n\n  AND b > 1", "SELECT\n  Name,\n  Total\nFROM t",
+        "SELECT `name` FROM `t`", "SELECT 'It is. So it is' FROM t", "SELECT a FROM t WHERE b = '```'",
+        "SELECT a FROM t WHERE b IN (SELECT c\n\nFrom u)", "(SELECT 1) UNION (SELECT 2)", "VALUES (1), (2)"]
+
+
 @pytest.mark.parametrize("text, statement", [
-    ("SELECT 1; SELECT 2", "SELECT 1; SELECT 2"),
-    ("SELECT 1; DROP TABLE orders", "SELECT 1; DROP TABLE orders"),
-    ("```sql\nSELECT 1;\nSELECT 2;\n```", "SELECT 1;\nSELECT 2;"),
-    ("SELECT 1; -- one\nSELECT 2", "SELECT 1; -- one\nSELECT 2"),
-    ("INSERT INTO orders SELECT * FROM orders", "INSERT INTO orders SELECT * FROM orders"),
-    ("CREATE TABLE t AS\nSELECT 1", "CREATE TABLE t AS\nSELECT 1"),
-    ("EXPLAIN SELECT 1", "EXPLAIN SELECT 1"),
-    ("```\nDROP TABLE orders\n```", "DROP TABLE orders"),
-    ("QUERY: SELECT 1", "QUERY: SELECT 1"), ("-- SELECT 1", "-- SELECT 1"), ("", ""),
-    ("I do not know", "I do not know"), ("Select what you like!", "Select what you like!"),
-    ("```sql\nSELECT 1\n```\n```sql\nSELECT 2\n```", "SELECT 1"),
-    ("SELECT 1\nUNION SELECT 2", "SELECT 1\nUNION SELECT 2"),
-    ("SELECT a\n\nFROM t\n\nWHERE a = 'x; y'\n\n  AND b > 1", "SELECT a\n\nFROM t\n\nWHERE a = 'x; y'\n\n  AND b > 1"),
-    ("SELECT\n  Name,\n  Total\nFROM t", "SELECT\n  Name,\n  Total\nFROM t"),
-    ("SELECT `name` FROM `t`", "SELECT `name` FROM `t`"),
-    ("SELECT 'It is. So it is' FROM t", "SELECT 'It is. So it is' FROM t"),
-    ("SELECT a FROM t WHERE b = '```'", "SELECT a FROM t WHERE b = '```'"),
-    ("SELECT a FROM t WHERE b IN (SELECT c\n\nFrom u)", "SELECT a FROM t WHERE b IN (SELECT c\n\nFrom u)"),
-    ("SELECT a FROM t WHERE b = 'c'\n\nIt is so", "SELECT a FROM t WHERE b = 'c'"),
+    *zip(SAME, SAME), ("```sql\nSELECT 1;\nSELECT 2;\n```", "SELECT 1;\nSELECT 2;"),
+    ("```\nDROP TABLE orders\n```", "DROP TABLE orders"), ("```sql\nSELECT 1\n```\n```sql\nSELECT 2\n```", "SELECT 1"),
+    ("SELECT a FROM t WHERE b = 'c'\n\nIt is so", "SELECT a FROM t WHERE b = 'c'"), ("((SELECT 1))", "SELECT 1"),
     ("With these: WITH t AS (SELECT 1) SELECT * FROM t", "WITH t AS (SELECT 1) SELECT * FROM t"),
     ("WITH RECURSIVE t(n) AS (VALUES (1)) SELECT n FROM t; With that it's done.",
-     "WITH RECURSIVE t(n) AS (VALUES (1)) SELECT n FROM t;"),
-    ("(SELECT 1) UNION (SELECT 2)", "(SELECT 1) UNION (SELECT 2)"), ("((SELECT 1))", "SELECT 1"),
-    ("VALUES (1), (2)", "VALUES (1), (2)")])
+     "WITH RECURSIVE t(n) AS (VALUES (1)) SELECT n FROM t;")])
 def test_statements_by_hand(text, statement):
     assert statement_of(text) == statement
     assert statement_of(statement) == statement

@@ -1,4 +1,4 @@
-"""A domain of its own: the human likes a colour, and the agent has to say it. test_house.py plays it."""
+"""A domain of its own: the user likes a colour, and the agent has to say it. test_house.py rolls it out."""
 from colbench import check_keys, defaults
 from colbench.defaults import *  # noqa: F403
 

@@ -147,8 +147,6 @@ def turns_data(trajectory, domain):
 
 def facts_known(task, history, domain):
     """The numbers of the facts that are known after 0, 1, … all turns."""
-    if domain.facts_by_turn and domain.facts(task, []):
-        return domain.facts_by_turn(task, history)
     known_after = []
     for num_turns in range(len(history) + 1):
         facts = domain.facts(task, history[:num_turns]) or []

@@ -1,0 +1,78 @@
+"""ColBench without the stages: tasks from templates, and verdicts on answers, as JSONL on the standard output.
+
+    python -m colbench tasks --domain backend --num-tasks 100 > tasks.jsonl
+    python -m colbench score answers.jsonl > verdicts.jsonl
+
+A line of answers.jsonl has the keys "task" (a line of tasks.jsonl) and "answer" (code, a query, or a page). Its verdict
+has "task_id", "reward" and what else the domain says of an answer (colbench/__init__.py). All tasks are of one domain.
+"""
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+
+from colbench import check_keys, ColBenchError, domain_of, DOMAINS, make_tasks, SPLITS, task_id
+
+
+def parse_args(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m colbench", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    tasks = commands.add_parser("tasks", help="make tasks")
+    tasks.add_argument("--domain", choices=list(DOMAINS), default="backend")
+    tasks.add_argument("--num-tasks", type=int, default=100)
+    tasks.add_argument("--split", choices=["all", *SPLITS], default="test")
+    tasks.add_argument("--told", choices=["none", "some", "all"], default="none", help="facts that a request states")
+    tasks.add_argument("--seed", type=int, default=0)
+    score = commands.add_parser("score", help="score answers")
+    score.add_argument("file", help="JSONL of tasks and answers")
+    score.add_argument("--unsafe-scorer", action="store_true", help="resource limits alone, where no isolation works")
+    return parser.parse_args(argv)
+
+
+def read_rows(path):
+    """The lines of a file of tasks and answers."""
+    rows = []
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            where = f"{path}:{number}"
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                raise ColBenchError(f"{where}: not JSON") from None
+            check_keys(rows[-1], {"task": dict, "answer": str}, where)
+            domain_of(rows[-1]["task"], where).check_task(rows[-1]["task"], where)
+    if not rows:
+        raise ColBenchError(f"{path}: no rows")
+    return rows
+
+
+def score_rows(rows, unsafe_scorer):
+    """The verdict on each row."""
+    environment_class, pairs = domain_of(rows[0]["task"]).Environment, [(row["task"], row["answer"]) for row in rows]
+    with tempfile.TemporaryDirectory() as images:
+        options = {"unsafe_scorer": unsafe_scorer, "images": images, "rows_in": images, "similarity": "pixels"}
+        options = {name: value for name, value in options.items() if name in environment_class.TAKES}
+        with environment_class(**options) as environment:
+            return asyncio.run(environment.score(pairs))
+
+
+def main(argv=None):
+    args = parse_args(argv)
+    try:
+        if args.command == "tasks":
+            lines = make_tasks(DOMAINS[args.domain], args.num_tasks, args.seed, args.split, args.told)
+        else:
+            rows = read_rows(args.file)
+            verdicts = score_rows(rows, args.unsafe_scorer)
+            lines = [{"task_id": task_id(row["task"]), **verdict} for row, verdict in zip(rows, verdicts)]
+    except (ColBenchError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    for line in lines:
+        print(json.dumps(line))
+
+
+if __name__ == "__main__":
+    main()
