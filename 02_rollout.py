@@ -21,6 +21,7 @@ Differs from the paper: the agent is told when the last round begins. The prompt
     torchrun --nproc-per-node 8 02_rollout.py --tasks tasks.jsonl --agent meta-llama/Llama-3.1-8B-Instruct \\
         --simulator http://localhost:8000/v1#meta-llama/Llama-3.1-70B-Instruct --out trajectories.jsonl
 """
+import lib  # noqa: F401  # isort: skip (first: it says how to set up where torch is missing)
 import asyncio
 import collections
 import dataclasses

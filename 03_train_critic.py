@@ -24,6 +24,7 @@ human said last, and the images of c and of what the agent has made; its head se
     torchrun --nproc-per-node 8 03_train_critic.py --trajectories trajectories.jsonl \\
         --model meta-llama/Llama-3.1-8B-Instruct --dtype bfloat16 --out critic
 """
+import lib  # noqa: F401  # isort: skip (first: it says how to set up where torch is missing)
 import collections
 import functools
 import hashlib

@@ -24,6 +24,7 @@ Other methods are forks of this file, in examples/: docs/fork.md.
     torchrun --nproc-per-node 8 04_train_policy.py --method sweet --trajectories trajectories.jsonl \\
         --model meta-llama/Llama-3.1-8B-Instruct --critic critic --dtype bfloat16 --out policy
 """
+import lib  # noqa: F401  # isort: skip (first: it says how to set up where torch is missing)
 import collections
 import functools
 import gc

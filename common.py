@@ -1,6 +1,7 @@
 """What 03 and 04 are made of: dialogues as tokens, batches, scores of actions, critics, pairs of trajectories.
 
 Also the reading of tasks and trajectories, which every stage shares."""
+import lib  # noqa: F401  # isort: skip (first: it says how to set up where torch is missing)
 import asyncio
 import collections
 import dataclasses
@@ -110,9 +111,16 @@ def check_ids(tasks, names, path):
                              'of its own, or leave out the key "task_id" everywhere')
 
 
+def task_fault(row):
+    """What is wrong with a row, before its domain looks at it (a kind of schema.py)."""
+    if type(row) is dict and "dialogue_history" in row:
+        return "is a dialogue, not a task; 01_generate_tasks.py makes tasks"
+    return record({})(row)
+
+
 def read_tasks(path):
     """The tasks of a file, all of one domain."""
-    tasks = read_jsonl(path, {}, check=check_task)
+    tasks = read_jsonl(path, task_fault, check_task)
     check_ids(tasks, map(task_id, tasks), path)
     num_silent = sum("test_cases" in task and returns_nothing(task["ground_truth"]) for task in tasks)
     if num_silent:
@@ -123,7 +131,11 @@ def read_tasks(path):
 
 def dialogue_fault(row):
     """What is wrong with a row (a kind of schema.py); of a dialogue of another program check_trajectory tells."""
-    return None if type(row) is dict and row.get("messages") else TRAJECTORY(row)
+    if type(row) is dict and row.get("messages"):
+        return None
+    if type(row) is dict and "ground_truth" in row and "task" not in row:
+        return "is a task, not a dialogue; 02_rollout.py makes dialogues of tasks"
+    return TRAJECTORY(row)
 
 
 def check_trajectory(row, where, first):
@@ -894,6 +906,8 @@ def read_critic(folder, tokenizer, domain, ref_sees_c=None):
     tasks. InputError where it does not fit.
     ref_sees_c: what the reference reads; None: what it read in training."""
     path = pathlib.Path(folder) / "critic.json"
+    if path.parent.is_file():
+        raise InputError(f"{folder}: a file; a critic is a folder of 03_train_critic.py, {path.parent.parent} perhaps")
     if not path.exists():
         raise InputError(f"{folder}: no critic.json in it, so no finished critic of 03_train_critic.py")
     note = read_json(path, CRITIC)

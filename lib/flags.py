@@ -1,7 +1,9 @@
 """Flags that several stages share, and presets."""
 import argparse
+import difflib
 import math
 import re
+import sys
 
 from lib import VERSION
 
@@ -11,9 +13,19 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as those of all other bad input."""
+    """A parser whose errors are one line, as those of all other bad input. An unknown flag is named first: it may be
+    why a required one is missing."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        self.words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
 
     def error(self, message):
+        known = list(self._option_string_actions)
+        for flag in [word.partition("=")[0] for word in self.words if word.startswith("--")]:
+            if self.add_help and not any(name.startswith(flag) for name in known):           # not of set_preset's own
+                near = difflib.get_close_matches(flag, known, 1, 0.75)
+                message = f"unknown flag {flag}; " + (f"did you mean {near[0]}?" if near else "--help shows all")
         self.exit(2, f"error: {message}\n")
 
 

@@ -1,6 +1,7 @@
 """Models: chat templates, loading whole or split over ranks, what differs between families, adapters, saving."""
 import contextlib
 import dataclasses
+import difflib
 import functools
 import hashlib
 import inspect
@@ -141,11 +142,22 @@ def loading(name):
     except (InputError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:              # a panic of tokenizers, torch's CheckpointException: no Exceptions
+        if nearest_names(name):
+            raise InputError(f"{name}: no such folder or name; did you mean {nearest_names(name)[0]}?") from None
         advice = "download it first and name its folder, or use smollm2"
         if os.path.isdir(name):
             advice = "its files are damaged, or of no model that transformers knows"
         raise InputError(f"{name}: no model of this name could be loaded ({type(error).__name__}: {one_line(error)}); "
                          f"{advice}") from None
+
+
+def nearest_names(name):
+    """[what is meant by a name that stands for no folder: one beside it, or a word for a model], or []."""
+    parent = pathlib.Path(name).parent
+    if os.path.exists(name) or not parent.is_dir():
+        return []
+    names = [str(path) for path in parent.iterdir() if path.is_dir()]
+    return difflib.get_close_matches(name, [*names, "rules", "script", "smollm2", "tiny"], 1, 0.75)
 
 
 def from_pretrained(kind, name, **options):

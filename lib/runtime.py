@@ -200,7 +200,7 @@ def read_json(path, kind):
 def lines_of(path):
     """The lines of a file, as bytes; of one that ends with .gz what gzip has packed."""
     if not os.path.isfile(path):
-        raise InputError(f"{path}: no such file")
+        raise InputError(f"{path}: {'a folder, not a file' if os.path.isdir(path) else 'no such file'}")
     open_file = gzip.open if str(path).endswith(".gz") else open
     try:
         with open_file(path, "rb") as file:

@@ -8,13 +8,15 @@ import random
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 
 import pytest
 
 import colbench
 import common
 from colbench import backend, ColBenchError
-from conftest import BASE, call, fork, Partial, read, refused, run, stage, weights, write
+from conftest import BASE, call, fork, Partial, read, refused, ROOT, run, stage, weights, write
 from lib import runtime, training
 from lib.runtime import InputError
 
@@ -71,7 +73,7 @@ READERS = {                     # {name: (stage, what it reads, flags with FILE 
 FILES = {                       # {name: (content, made of two good lines; what the line says, with FILE as well)}
     "missing": (lambda lines: None, "FILE: no such file( or folder)?"),
     "empty": (lambda lines: b"", "FILE: no rows in it"),
-    "binary": (lambda lines: b"\x80\x04\xff", "FILE: not UTF-8 text"),
+    "binary": (lambda lines: b"\x80\x04\xff", r"FILE:1: not JSON that can be read \(.*"),
     "broken": (lambda lines: lines + b"{\n", r"FILE:3: not JSON \(.*"),
     "half a line": (lambda lines: lines[:-40], r"FILE:2: not JSON \(.*")}
 
@@ -88,6 +90,37 @@ def test_files(data, tmp_path, name, kind):
     line = refused(number, *flags.replace("FILE", str(path)).split(), "--out", tmp_path / "out")
     assert re.fullmatch(message.replace("FILE", re.escape(str(path))), line), line
     assert contents(tmp_path) == ({} if content is None else {"file.jsonl": content})
+
+
+A_DIALOGUE = "DEMOS:1: a dialogue, not a task; 01_generate_tasks.py makes tasks"
+A_TASK = "TASKS:1: a task, not a dialogue; 02_rollout.py makes dialogues of tasks"
+MISTAKES = {                    # {stage and flags: the line}
+    "1 --check DEMOS": A_DIALOGUE, "1 --source colbench --path DEMOS": A_DIALOGUE,
+    "2 --agent script --tasks DEMOS": A_DIALOGUE, "2 --agent MODEL --branch 1 --tasks TASKS": A_TASK,
+    "3 --model MODEL --trajectories TASKS": A_TASK, "4 --method sft --model MODEL --trajectories TASKS": A_TASK,
+    "5 a=TASKS": A_TASK,
+    "1 --check DATA": "DATA: a folder, not a file", "2 --agent script --tasks DATA": "DATA: a folder, not a file",
+    "3 --model MODEL --trajectories DATA": "DATA: a folder, not a file",
+    "4 --method sft --model MODEL --trajectories DATA": "DATA: a folder, not a file",
+    "5 a=DATA": "DATA: a folder, not a file",
+    "2 --tasks TASKS --agent models/tinny": "models/tinny: no such folder or name; did you mean models/tiny?",
+    "3 --trajectories DEMOS --model smolm2": "smolm2: no such folder or name; did you mean smollm2?",
+    "2 --tasks TASKS --agent MODEL --simulator rule": "rule: no such folder or name; did you mean rules?",
+    
+    "4 --method sweet --trajectories DEMOS --model MODEL --critic MODEL/config.json":
+        "MODEL/config.json: a file; a critic is a folder of 03_train_critic.py, MODEL perhaps"}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes(data, tmp_path, words):
+    def with_paths(text):
+        for name, path in (("DEMOS", data / "demos.jsonl"), ("TASKS", data / "tasks.jsonl"), ("DATA", data),
+                           ("MODEL", BASE)):
+            text = text.replace(name, str(path))
+        return text
+    number, *flags = with_paths(words).split()
+    assert refused(int(number), *flags, "--out", tmp_path / "out") == with_paths(MISTAKES[words])
+    assert contents(tmp_path) == {}
 
 
 @pytest.mark.parametrize("text, message", [
@@ -248,6 +281,25 @@ def test_flags(capsys, program, flag):
     line = capsys.readouterr().err
     assert ended.value.code == 2 and line.count("\n") == 1 and line.startswith("error: ")
     assert message in line and len(line) < 300
+
+
+@pytest.mark.parametrize("number, words, line", [
+    (1, "--nonsense", "unknown flag --nonsense; --help shows all"),
+    (2, "--tasks t --agnt m", "unknown flag --agnt; did you mean --agent?"),
+    (3, "--modle=m", "unknown flag --modle; did you mean --model?"),
+    (4, "--methd sft", "unknown flag --methd; did you mean --method?"),
+    (5, "--outt o", "unknown flag --outt; did you mean --out?")])
+def test_an_unknown_flag_is_named_where_required_ones_are_missing(capsys, number, words, line):
+    with pytest.raises(SystemExit) as ended:
+        stage(number).parse_args(words.split())
+    assert ended.value.code == 2 and capsys.readouterr().err == f"error: {line}\n"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("0*.py")), ids=lambda path: path.name)
+def test_a_python_without_torch_is_told_how_to_set_up(path):
+    process = subprocess.run([sys.executable, "-S", path], capture_output=True, text=True)
+    assert process.returncode == 2 and process.stdout == ""
+    assert re.fullmatch("error: this Python has no torch; .*\n", process.stderr)
 
 
 # --- outputs: what is there already is not lost
