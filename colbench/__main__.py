@@ -55,7 +55,11 @@ def score_rows(rows, unsafe_scorer):
         options = {"unsafe_scorer": unsafe_scorer, "images": images, "rows_in": images, "similarity": "pixels"}
         options = {name: value for name, value in options.items() if name in environment_class.TAKES}
         with environment_class(**options) as environment:
-            return asyncio.run(environment.score(pairs))
+            verdicts = asyncio.run(environment.score(pairs))
+    for verdict in verdicts:
+        for key in ("image", "reference_image"):                    # of pages; the files are gone
+            verdict.pop(key, None)
+    return verdicts
 
 
 def main(argv=None):

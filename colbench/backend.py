@@ -139,16 +139,9 @@ def draw_calls(rng, name, values):
 def needed_fact(slot, fact, code, replies):
     """A fact of a task: that of a family, with the value that was drawn for it."""
     codes = {other for other, *_ in fact["options"]}
-    return {
-        "topic": fact["topic"],
-        "matters": True,
-        "told": False,
-        "slot": slot,
-        "code": code,
-        "guesses": [code, *sorted(codes - {code})],
-        "questions": fact["questions"],
-        "replies": replies,
-    }
+    guesses = [code, *sorted(codes - {code})]
+    return {"topic": fact["topic"], "matters": True, "told": False, "slot": slot, "code": code, "guesses": guesses,
+            "questions": fact["questions"], "replies": replies}
 
 
 def has_proof(fact, template, codes, calls):

@@ -115,8 +115,7 @@ def data(path):
     return pathlib.Path(path).read_bytes()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# pictures
+# --- pictures
 
 def test_a_picture(render, browser, tmp_path):
     result = render(PLAIN)
@@ -226,8 +225,7 @@ def test_fonts(value):
     assert [round(number) for number in value("<p>", width)] == [200, 200, 200, 196, 196, 180, 180]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# addresses
+# --- addresses
 
 @pytest.mark.parametrize("address, size", [
     ("https://picsum.photos/id/48/300/200", "300x200"), ("https://picsum.photos/seed/a7/40/30.jpg?blur", "40x30"),
@@ -307,8 +305,7 @@ def test_tailwind_missing(render, browser, tmp_path, monkeypatch):
     browser.error = None
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# hostile pages: they reach nothing, and the next page is drawn
+# --- hostile pages: they reach nothing, and the next page is drawn
 
 RTC = """<script>const c = new RTCPeerConnection({iceServers: [{urls: "stun:AT"}]}); c.createDataChannel("x");
 c.createOffer().then(offer => c.setLocalDescription(offer));</script>"""
@@ -409,8 +406,7 @@ def test_nothing_goes_on(value, loop, browser):
     assert loop.run_until_complete(browser.tabs[0].page.evaluate("document.body.innerHTML")) == ""
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# a browser that dies, or is not there
+# --- a browser that dies, or is not there
 
 def children(pid):
     """Process ids of everything below a process."""

@@ -64,8 +64,7 @@ def look(environment, query, task=None):
     return asyncio.run(environment.tool_reply(task or task_of("sum"), history))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# scores
+# --- scores
 
 # {"ordinary": {reference: other ways to write it}, "hostile": {the first fault, or a part of it: answers}}
 ANSWERS = json.loads((ROOT / "tests" / "queries.json").read_text())
@@ -139,8 +138,7 @@ def test_columns_with_the_same_values_are_equal_where_their_rows_are():
                          canonical("abcd"[:width], list(zip(*mixed)), False))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# looks
+# --- looks
 
 def test_a_look_shows_a_short_table_or_the_database_s_error(environment):
     assert look(environment, "SELECT id, status FROM customers WHERE id > 2") == "id | status\n3 | active\n4 | NULL"
@@ -156,8 +154,7 @@ def test_a_look_shows_a_short_table_or_the_database_s_error(environment):
     assert environment.tables[sql.task_id(task_of("sum")), "DELETE FROM orders"] == "Error: not authorized"    # kept
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# tasks
+# --- tasks
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
@@ -384,8 +381,7 @@ def test_the_answer_of_a_turn():
     assert answer(f"So: {sql.MARKER} ```sql\nSELECT 1\n```") == answer(f"{sql.MARKER}\nSELECT 1\n") == "SELECT 1"
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the stages
+# --- the stages
 
 @pytest.fixture(scope="module")
 def rolled_out(tasks, tmp_path_factory):
@@ -394,7 +390,7 @@ def rolled_out(tasks, tmp_path_factory):
     for name, agent, rounds, number in (("script", "script", 8, 65), ("script-informed", "script-informed", 8, 30),
                                         ("script-asker", "script-asker", 8, 30), ("few", "script-asker", 4, 30)):
         path = folder / "tasks.jsonl"
-        path.write_text("".join(json.dumps(task) + "\n" for task in tasks["validation"][:number]))
+        write_jsonl(path, tasks["validation"][:number])
         stage(2).main(["--tasks", str(path), "--agent", agent, "--max-rounds", str(rounds), "--out",
                        str(folder / f"{name}.jsonl")])
     return {path.stem: read(path) for path in folder.glob("*.jsonl") if path.stem != "tasks"}
@@ -423,7 +419,7 @@ def test_an_asker_takes_what_has_most_values_first(tasks):
 
 def test_check_finds_nothing_and_bad_tasks_are_one_line(tasks, tmp_path):
     path = tmp_path / "tasks.jsonl"
-    path.write_text("".join(json.dumps(task) + "\n" for task in tasks["validation"][:20]))
+    write_jsonl(path, tasks["validation"][:20])
     stage(1).main(["--check", str(path), "--out", str(tmp_path / "checks.jsonl")])
     checks = read(tmp_path / "checks.jsonl")
     assert len(checks) == 20 and all(check["num_tests"] == 6 and not check["findings"] for check in checks)
@@ -431,9 +427,9 @@ def test_check_finds_nothing_and_bad_tasks_are_one_line(tasks, tmp_path):
                          ({"databases": [{}, {"a": 1}]}, '"a" is a int, not a list'),
                          ({"databases": [{}, []]}, "a list, not an object"), ({"template": "{x}"}, "template"),
                          ({"facts": [{**tasks["validation"][0]["facts"][0], "by": 1}]}, "facts: item 0: \"by\" is 1")):
-        path.write_text(json.dumps({**tasks["validation"][0], **change}) + "\n")
+        write_jsonl(path, [{**tasks["validation"][0], **change}])
         assert line in refused(1, "--check", path)
-    path.write_text(json.dumps(task_of("sum")) + "\n")
+    write_jsonl(path, [task_of("sum")])
     assert 'missing "facts"' in refused(2, "--tasks", path, "--agent", "script", "--out", tmp_path / "x.jsonl")
     assert "script-asker" in refused(2, "--tasks", path, "--agent", "script-x", "--out", tmp_path / "x.jsonl")
 
@@ -445,8 +441,7 @@ def test_a_simulating_model_is_told_its_part():
     assert chat[1] == {"role": "user", "content": "What is the limit?"}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# references whose order is not determined
+# --- references whose order is not determined
 
 JOINED = "FROM customers c JOIN orders o ON o.customer_id = c.id"
 
