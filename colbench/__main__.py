@@ -23,7 +23,6 @@ def parse_args(argv=None):
     tasks.add_argument("--domain", choices=list(DOMAINS), default="backend")
     tasks.add_argument("--num-tasks", type=int, default=100)
     tasks.add_argument("--split", choices=["all", *SPLITS], default="test")
-    tasks.add_argument("--told", choices=["none", "some", "all"], default="none", help="facts that a request states")
     tasks.add_argument("--seed", type=int, default=0)
     score = commands.add_parser("score", help="score answers")
     score.add_argument("file", help="JSONL of tasks and answers")
@@ -66,7 +65,7 @@ def main(argv=None):
     args = parse_args(argv)
     try:
         if args.command == "tasks":
-            lines = make_tasks(DOMAINS[args.domain], args.num_tasks, args.seed, args.split, args.told)
+            lines = make_tasks(DOMAINS[args.domain], args.num_tasks, args.seed, args.split, "none")
         else:
             rows = read_rows(args.file)
             verdicts = score_rows(rows, args.unsafe_scorer)
