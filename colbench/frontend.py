@@ -170,13 +170,12 @@ def text_part(text):
 # the user simulator by rule: names what differs
 
 LOOK = beside("look.js")
-COUNTS = "no one two three four five six seven eight nine ten eleven twelve".split()
+COUNTS = PAGES["counts"].split()
 # aspect: what the user calls it, how they say what it should be
 ASPECTS, SAYINGS = PAGES["aspects"], PAGES["sayings"]
 # Aspects of a part, of which the user speaks only if it is there.
 PROPERTIES = ("sidebar colour", "card columns", "card colour", "button colour", "title place", "font")
-HUES = ((15, "red"), (45, "orange"), (70, "yellow"), (165, "green"), (195, "turquoise"), (255, "blue"), (290, "purple"),
-        (345, "pink"), (360, "red"))                   # (where it ends in degrees, its name)
+HUES = PAGES["hues"]                                    # [where it ends in degrees, its name]
 
 
 @functools.cache

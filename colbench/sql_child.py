@@ -8,7 +8,8 @@ LIMITS = {"LENGTH": 100_000, "SQL_LENGTH": 10_000, "COLUMN": 100, "EXPR_DEPTH": 
           "VDBE_OP": 20_000, "ATTACHED": 0, "LIKE_PATTERN_LENGTH": 1000}
 ALLOWED = sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE
 FORBIDDEN = "load_extension", "fts3_tokenizer", "random", "randomblob"
-MAX_ROWS, MAX_CHARS = 1000, 200_000
+MAX_ROWS = 1000
+MAX_CHARS = 200_000
 
 
 def insert(connection, tables):
