@@ -155,24 +155,17 @@ class Sandbox:
                 requests.write(data)
                 requests.flush()
                 lines = Lines(results.fileno(), self.control.fileno())
-                began = self.wait_until_ready(lines)
+                lines.expect(is_word("ready"), time.monotonic() + START_LIMIT_S)
+                began = time.monotonic()
                 run = read_results(lines, request, began + CLOCK * left_s)
             if not lines.has_ended:
                 self.control.send(HEADER.pack(0, 0))                            # kill it
-        except OSError as error:
-            raise RuntimeError(f"the scorer's child program is gone: {error}") from None
+        except (OSError, Stop) as error:
+            raise RuntimeError(f"the scorer's child program cannot run anything: {error}") from None
         last_signal, processor_s = json.loads(self.reply())["end"]
         is_late = run.reason == "process ended" and last_signal in TIME_SIGNALS
         return run._replace(reason="time limit" if is_late else run.reason,
                             seconds=max(processor_s, (time.monotonic() - began) / CLOCK))
-
-    def wait_until_ready(self, lines):
-        """Wait until a process is confined; the time."""
-        try:
-            lines.expect(is_word("ready"), time.monotonic() + START_LIMIT_S)
-        except Stop as stop:
-            raise RuntimeError(f"the scorer's child program could not run anything ({stop})") from None
-        return time.monotonic()
 
     def reply(self):
         """The next line of the server."""

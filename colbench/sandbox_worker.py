@@ -470,7 +470,7 @@ def confinement(walls):
 def counts_threads(walls):
     """Does the system count an answer's threads apart from other processes? It counts by the real user, and each user
     namespace apart (Linux 5.14)."""
-    release = tuple(map(int, os.uname().release.split(".")[:2]))
+    release = tuple(map(int, os.uname().release.split("-")[0].split(".")[:2]))
     return walls.user is not None or walls.layer == "namespaces" and release >= (5, 14)
 
 
