@@ -262,42 +262,33 @@ LINE_ENDS = {"CRLF, fence": ("fence, prose around", "\r\n"), "CRLF, no fence": (
 NAMES = [*WRAPPINGS, *LINE_ENDS]
 
 
-def library_files():
-    folder = pathlib.Path(sysconfig.get_path("stdlib"))
-    return [path for path in sorted(folder.rglob("*.py")) if "site-packages" not in path.parts]
-
-
-def functions_of_file(path):
-    """[(source, name), …] of the top-level functions of a file, with their decorators; [] where it cannot be read."""
-    try:
-        source = path.read_text(encoding="utf-8")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(source)
-    except (SyntaxError, ValueError):                               # another encoding, or broken on purpose
-        return []
-    if "\f" in source:                                              # counts as the end of a line for some
-        return []
-    lines, functions = source.split("\n"), []
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            functions.append(("\n".join(lines[first - 1:node.end_lineno]), node.name))
-    return functions
-
-
 @functools.cache
 def sample_of_functions():
-    """300 functions, at most three of a file."""
+    """[(source, name), …] of 300 top-level functions with their decorators, at most three of a file."""
     rng, functions = random.Random(0), {}
-    files = library_files()
+    folder = pathlib.Path(sysconfig.get_path("stdlib"))
+    files = [path for path in sorted(folder.rglob("*.py")) if "site-packages" not in path.parts]
     rng.shuffle(files)
-    for path in files:
-        in_file = functions_of_file(path)
+    while len(functions) < SAMPLE:
+        source, in_file = files.pop().read_text("utf-8", "replace"), []
+        if "\f" in source or "\ufffd" in source:                    # the end of a line for some; another encoding
+            continue
+        for node in tree_of(source).body:
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                in_file.append(("\n".join(source.split("\n")[first - 1:node.end_lineno]), node.name))
         functions.update(dict.fromkeys(rng.sample(in_file, min(3, len(in_file)))))
-        if len(functions) >= SAMPLE:
-            break
     return list(functions)[:SAMPLE]
+
+
+def tree_of(source):
+    """The syntax tree; an empty one where the source is broken on purpose."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            return ast.parse(source)
+        except (SyntaxError, ValueError):
+            return ast.Module([], [])
 
 
 def wrapped(code, name, wrapping):
@@ -313,21 +304,15 @@ def wrapped(code, name, wrapping):
 @functools.cache
 def function_of(source, name):
     """The syntax tree, as text, of the last function of this name that a source defines at its top level, or None."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tree = ast.parse(source)
-    dumps = [ast.dump(node) for node in tree.body
+    dumps = [ast.dump(node) for node in tree_of(source).body
              if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name]
     return dumps[-1] if dumps else None
 
 
 def is_lost(code, name, wrapping):
     """Does extract_code not give back the function that the answer has?"""
-    try:
-        source = "\n".join(extract_code(wrapped(code, name, wrapping), [f"{name}()"]))
-        return source.strip() != code.strip() and function_of(source, name) != function_of(code, name)
-    except SyntaxError:
-        return True
+    source = "\n".join(extract_code(wrapped(code, name, wrapping), [f"{name}()"]))
+    return source.strip() != code.strip() and function_of(source, name) != function_of(code, name)
 
 
 @pytest.mark.parametrize("wrapping", [*WRAPPINGS, *LINE_ENDS])

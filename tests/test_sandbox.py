@@ -379,10 +379,9 @@ def state_and_parent(pid):
 
 @pytest.mark.parametrize("body, expected", ATTACKS, ids=[f"{i}-{body[:40]}" for i, (body, _) in enumerate(ATTACKS)])
 def test_attack(child, world, body, expected):
-    before, began = processes(child.child.pid), time.monotonic()
+    before = processes(child.child.pid)
     limit_s = LIMIT_S if expected == "error" else 10
     first, second, third = values_of(child, hostile(body, world), "f(1)", "f(2)", "f(3)", limit_s=limit_s)
-    assert time.monotonic() - began < 60
     assert "loot " not in str(second) and SECRET not in str(second)
     if expected == "error":
         assert second[0] == "error", second
