@@ -134,8 +134,10 @@ class Scorer:
             test.learn_reference(result if result == result_again else ["error", NOT_TWICE], names)
             if test.value[0] == "ok":
                 doubtful += test.doubtful(names)
-        results, _ = self.run(child, "", doubtful, imports) if doubtful else ((), None)
-        of_nobody = dict(zip(doubtful, results))
+        of_nobody = {}
+        if doubtful:
+            results, _ = self.run(child, "", doubtful, imports)
+            of_nobody = dict(zip(doubtful, results))
         for test in tests:
             if test.value[0] == "ok":
                 test.learn_nothing(of_nobody)

@@ -52,7 +52,9 @@ def encode_rare(value, depth):
     for kind, name in CONTAINERS:
         if isinstance(value, kind):
             parts = encode_all(value.items() if name in DICTS else value, depth)
-            return [name, *(sorted(parts, key=order) if name in UNORDERED else parts)]
+            if name in UNORDERED:
+                parts.sort(key=order)
+            return [name, *parts]
     if isinstance(value, (bytes, bytearray, memoryview)):
         return ["bytes", bytes(value).hex()]
     if isinstance(value, range):
@@ -96,8 +98,10 @@ def encode_number(value):
         p, q = value.as_integer_ratio()
     except OverflowError:
         return float(value)                                     # infinite
+    if q == 1 and -2 ** 53 < p < 2 ** 53:
+        return int(p)
     if q == 1:
-        return int(p) if -2 ** 53 < p < 2 ** 53 else ["int", hex(p)]
+        return ["int", hex(p)]
     return float(value) if float(value) == value else ["ratio", f"{p}/{q}"]
 
 
@@ -170,8 +174,11 @@ def equal_values(a, b):
         if not kind == other_kind == "odict":                   # the order counts among OrderedDicts
             kind = other_kind = "dict"
     if kind in UNORDERED:
-        parts, other_parts = sorted(parts, key=order), sorted(other_parts, key=order)
-    return kind == other_kind and len(parts) == len(other_parts) and all(map(equal_values, parts, other_parts))
+        parts.sort(key=order)
+        other_parts.sort(key=order)
+    if kind != other_kind or len(parts) != len(other_parts):
+        return False
+    return all(map(equal_values, parts, other_parts))
 
 
 def equal_numbers(a, b):
