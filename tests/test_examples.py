@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import tomllib
 
 import pytest
 
@@ -36,12 +37,13 @@ def test_an_example_is_short_and_parses(path):
 
 @pytest.fixture
 def alone(tmp_path):
-    """alone(code) runs code in a Python without any package, with a copy of colbench/ and nothing else of this
-    repository; returns what it prints."""
-    shutil.copytree(ROOT / "colbench", tmp_path / "colbench", ignore=shutil.ignore_patterns("__pycache__"))
+    """alone(code) runs code in a Python without any package but a copy of colbench/, as pip would install it; returns
+    what it prints."""
+    folder = tmp_path / "site-packages"
+    shutil.copytree(ROOT / "colbench", folder / "colbench", ignore=shutil.ignore_patterns("__pycache__"))
 
     def alone(code):
-        code = f"import sys\nsys.path.insert(0, {str(tmp_path)!r})\n{code}"
+        code = f"import sys\nsys.path.insert(0, {str(folder)!r})\n{code}"
         process = subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd="/", text=True, capture_output=True)
         assert process.returncode == 0, process.stderr
         return process.stdout
@@ -83,6 +85,17 @@ def test_the_lines_of_the_package_in_the_docs_and_its_commands(alone, tmp_path):
     verdicts = by_command(alone, "score", tmp_path / "answers.jsonl")
     assert [verdict["task_id"] for verdict in verdicts] == [row["task"]["task_id"] for row in rows]
     assert [verdict["reward"] for verdict in verdicts] == [0, 1, 1] and len(verdicts[0]["faults"]) == 10
+
+
+def test_the_package_is_described_as_the_repository_is():
+    project = tomllib.loads((ROOT / "colbench" / "pyproject.toml").read_text())
+    assert f"\nversion: {project['project']['version']}\n" in (ROOT / "CITATION.cff").read_text()
+    pinned = [line for line in (ROOT / "scripts" / "frontend.txt").read_text().splitlines() if line[0] != "#"]
+    assert project["project"]["optional-dependencies"]["frontend"] == pinned
+    patterns = project["tool"]["setuptools"]["package-data"]["colbench"]
+    data = [path for path in (ROOT / "colbench").rglob("*.*") if path.suffix not in (".py", ".pyc", ".toml")]
+    packed = {path for pattern in patterns for path in (ROOT / "colbench").glob(pattern)}
+    assert data and set(data) == packed
 
 
 def test_bad_input_of_the_package_is_one_line(tmp_path, capsys):
