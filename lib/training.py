@@ -8,9 +8,19 @@ import time
 
 import torch
 
-from lib import runtime
 from lib.models import save_model, whole_tensor
-from lib.runtime import barrier, InputError, is_main, on_main, read_rows, reduce_sums, say, whole_file
+from lib.runtime import (
+    barrier,
+    InputError,
+    is_main,
+    on_main,
+    peak_memory_mb,
+    read_rows,
+    reduce_sums,
+    say,
+    trim_memory,
+    whole_file,
+)
 
 
 def fitting_numbers(examples, max_length):
@@ -99,8 +109,11 @@ def rank_batches(batch, examples, micro_batch_size, run):
 
 def num_tokens(examples, weights):
     """Tokens of the examples of a micro-batch, without dummy examples (rank_batches)."""
-    real = [example for example, weight in zip(examples, weights.tolist()) if weight]
-    return sum(len(row.ids) for example in real for item in example.items for row in item)
+    number = 0
+    for example, weight in zip(examples, weights.tolist()):          # at once: each element would wait for the device
+        if weight:
+            number += sum(len(row.ids) for item in example.items for row in item)
+    return number
 
 
 # Two rewards closer than this count as equal: rounding of up to 8e-7 and 3e-4 was seen
@@ -179,7 +192,7 @@ class States:
         if is_main():
             for old in self.whole()[:-2]:
                 shutil.rmtree(self.folder / str(old))
-        runtime.trim_memory()
+        trim_memory()
 
     def wait(self):
         if self.saving is not None:
@@ -243,7 +256,7 @@ class StepLog:
                 f"eta {eta / 60:.1f}m")
         if is_main():
             row = {"step": step, **numbers, "tokens": num_tokens, "tokens_per_s": speed,
-                   "peak_memory_mb": runtime.peak_memory_mb(), "seconds": self.seconds_before + now - self.begin}
+                   "peak_memory_mb": peak_memory_mb(), "seconds": self.seconds_before + now - self.begin}
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             self.track.log(**row)
