@@ -153,11 +153,11 @@ def loading(name):
 
 def nearest_names(name):
     """[what is meant by a name that stands for no folder: one beside it, or a word for a model], or []."""
-    parent = pathlib.Path(name).parent
-    if os.path.exists(name) or not parent.is_dir():
+    parent, words = pathlib.Path(name).parent, ["rules", "script", "smollm2", "tiny"]
+    if os.path.exists(name) or name in words or not parent.is_dir():
         return []
     names = [str(path) for path in parent.iterdir() if path.is_dir()]
-    return difflib.get_close_matches(name, [*names, "rules", "script", "smollm2", "tiny"], 1, 0.75)
+    return difflib.get_close_matches(name, [*names, *words], 1, 0.75)
 
 
 def from_pretrained(kind, name, **options):

@@ -50,8 +50,10 @@ def run_stage(main, *errors):
     try:
         main()
         barrier()                               # a rank that leaves early would break the connections of the others
+    except (KeyboardInterrupt, SystemExit):
+        raise
     except BaseException as error:
-        if not isinstance(error, (InputError, OSError, *errors)) and FULL not in str(error):
+        if not isinstance(error, (InputError, OSError, *errors)) and not is_of_full_disk(error):
             raise
         line = error_text(error).replace("\n", "\\n")
         print(f"error: {line}", file=sys.stderr)
@@ -68,10 +70,16 @@ def one_line(error):
 FULL = "No space left on device"
 
 
+def is_of_full_disk(error):
+    """Whether an error says that a disk is full, or, as torch's, says nothing and the output's disk is full."""
+    folders = [os.path.dirname(file.name) or "." for file in LOCKS.values()]
+    return FULL in str(error) or any(shutil.disk_usage(folder).free < 2 ** 20 for folder in folders)
+
+
 def error_text(error):
     """What is wrong, by an error that run_stage catches."""
     path = getattr(error, "filename", None)
-    if FULL in str(error):                                          # few say where
+    if not isinstance(error, InputError) and is_of_full_disk(error):                # few say where
         return f"{path or next(iter(LOCKS), 'here')}: {FULL}"
     if not isinstance(error, OSError):
         return str(error)
