@@ -2,7 +2,7 @@
 
 Reads   NAME=trajectories.jsonl … (02); the logged rewards are not trusted: every answer is scored again.
 Writes  metrics.json, scored/NAME.jsonl (the trajectories with fresh rewards), report.html, and by what is asked for
-        agreement.json, images/ (of pages), export/.
+        images/ (of pages), export/.
 
 n, rounds, tests         dialogues; mean number of agent turns; mean share of the tests passed
 success                  share of the dialogues whose answer passes all tests; of pages the mean similarity of the
@@ -33,19 +33,19 @@ import collections
 import itertools
 import pathlib
 import re
+import shlex
+import sys
 
 import common
 from colbench import ColBenchError, domain_of
 from lib import flags, statistics
 from lib.models import load_tokenizer
 from lib.report.export import export
-from lib.report.page import page_data, write_report
+from lib.report.page import about_lines, page_data, write_report
 from lib.report.plots import report_plots
 from lib.report.turn_advantages import (
     advantage_rows,
     advantage_summary,
-    agreement,
-    agreement_lines,
     kind_lines,
     read_states,
 )
@@ -214,7 +214,6 @@ def measure(trajectories, domain):
     metrics = {
         "n": len(trajectories),
         "tasks": len(tasks),
-        "dialogues_a_task": statistics.dialogues_a_task(trajectories),
         domain.metric(trajectories): statistics.mean_over_tasks(trajectories, domain.eval_score),
         **statistics.intervals(values, tasks, trajectories),
         "mean_rounds": len(turns) / len(trajectories),
@@ -259,11 +258,10 @@ def compare(metrics, files, baseline, domain):
 # ---------------------------------------------------------------------------------------------------------------------
 # what is shown below the comparison
 
-def further_tables(metrics, metric, baseline, curves, states, domain):
+def further_tables(metrics, baseline, states, domain):
     """{heading: text} of the tables below the comparison."""
     tables = {
         "families and runs": statistics.detail_lines(metrics, baseline),
-        "curves": statistics.curve_lines(curves, metric) if curves else [],
         "costs": cost_lines(metrics),
         "kinds of candidates": kind_lines(states, domain),
     }
@@ -359,27 +357,25 @@ def main(argv=None):
         curves[label] = {number: metrics[name] for number, name in names.items()}
     headings, rows = statistics.result_table(metrics, metric, domain.COLUMNS, args.baseline)
     notes = statistics.note_lines(metrics)
-    tables = further_tables(metrics, metric, args.baseline, curves, states, domain)
+    tables = further_tables(metrics, args.baseline, states, domain)
     comparison = "\n".join([*statistics.aligned(headings, rows), *notes])
     say("\n" + "\n\n".join([comparison, *tables.values()]) + "\n")
 
-    # turn advantages, and how far the critic of the candidates agrees with the domain's oracles
+    # turn advantages
     advantages = {}
     if critic:
         notes += add_turn_advantages(metrics, files, critic, device)
         write_json(out / "metrics.json", metrics)
         advantages = {key: advantage_rows(metrics, key) for key in ("by_kind", "by_round")}
-    agreements = agreement(states, domain)
-    if agreements:
-        write_json(out / "agreement.json", agreements)
-        advantages["agreement"] = agreement_lines(agreements)
 
     # the page
     if args.export:
         export(out / "export", files, common.shown_system)
     data = page_data(files, domain, metric, args.critic, states)
-    plots = report_plots(metrics, metric, files, curves, histories)
-    write_report(out / "report.html", data, out / "images", metrics=metrics, metric=metric,
+    plots = report_plots(metric, curves, histories)
+    rollouts = {name: read_args(runs[0], folder=False)["args"] for name, runs in paths.items()}
+    about = about_lines(shlex.join(["python", "05_evaluate.py", *map(str, argv or sys.argv[1:])]), rollouts)
+    write_report(out / "report.html", data, out / "images", about=about, metrics=metrics, metric=metric,
                  metric_heading=statistics.heading_of(metric), headings=headings[1:], rows=rows, notes=notes,
                  tables=tables, advantages=advantages, plots=plots)
     if data["left_out"]:

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # From a bare machine to the table: bash run.sh [--domain backend|frontend|sql] [SEED]
 # Makes .venv, then tasks, offline dialogues of the shipped base model (models/tiny), the critic, the policies (SWEET,
-# multi-turn DPO, rejection fine-tuning), dialogues of each on test tasks, and the evaluation. A second call resumes.
+# multi-turn DPO, rejection fine-tuning), dialogues of each on test tasks, and the evaluation. A second call resumes, or
+# shows the table again.
 # All methods learn from 320 dialogues (80 tasks; pages: 480). SWEET uses all of their turns (pages: those of 6 %).
 # OUT (out), ROUNDS (8; pages 4) and sizes can be set from outside. To see that it runs:
 # TRAIN_TASKS=40 TEST_TASKS=20 bash run.sh

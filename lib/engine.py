@@ -1,8 +1,8 @@
 """Sampling from a local model: one batch that dialogues enter and leave at every token, with their caches."""
 import asyncio
+import collections
 import dataclasses
 import functools
-import inspect
 import os
 import time
 
@@ -29,53 +29,10 @@ def next_tokens(logits, uniforms, temperatures):
     return torch.where(is_greedy, likeliest, tokens)
 
 
-def grouped_attention(module, query, key, value, attention_mask, scaling=None, **options):
-    """Attention of one new token of each row, as transformers' "sdpa", which versions before 5.24 compute with a copy
-    of keys and values for each query of a group. Here the queries of a group are rows of one product."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    group = getattr(module, "num_key_value_groups", 1)
-    is_plain = all(options.get(name) is None for name in ("position_bias", "softcap"))
-    if query.shape[2] > 1 or group == 1 or attention_mask is None or attention_mask.shape[1] > 1 or not is_plain:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **options)
-    queries = query.reshape(len(query), -1, group, query.shape[3])                  # (R, key heads, group, D)
-    output = F.scaled_dot_product_attention(queries, key, value, attn_mask=attention_mask, scale=scaling)
-    return output.reshape(len(query), 1, query.shape[1], -1), None                  # (R, 1, heads, D)
-
-
 def few_sizes(number, least=64):
     """The next of few sizes, which is at most a quarter above, but a multiple of `least`."""
     step = max(least, 2 ** (number - 1).bit_length() // 8)
     return -(-number // step) * step
-
-
-def generate(model, prompts, uniforms, temperature, stops, slots=256, max_tokens=16384):
-    """Continue each prompt (P lists of ids) by an Engine. Returns N lists of new ids, the stop id included; a list
-    without it was ended by the length.
-
-    uniforms (N, max_new_tokens): uniform in [0, 1), one for each token that may be sampled. N is a multiple of P: N / P
-    samples of each prompt, one after the other.
-    temperature: at 0 the likeliest token is taken.
-    slots: samples in flight at most, but never fewer than the samples of one prompt.
-    max_tokens: tokens of prompts that a pass computes at most, where none is longer."""
-    num_samples = len(uniforms) // len(prompts)
-    longest = max(map(len, prompts)) + uniforms.shape[1]
-    num_slots = max(num_samples, min(slots, len(uniforms)))
-    engine = Engine(model, stops, num_slots, max(max_tokens, longest))
-    order = list(range(len(prompts)))
-    order.sort(key=lambda number: len(prompts[number]))         # prompts of like length share a batch
-
-    async def sample_all():
-        requests = []
-        for number in order:
-            rows = uniforms[number * num_samples:(number + 1) * num_samples]
-            requests.append(engine.generate(prompts[number], rows, temperature))
-        return await asyncio.gather(*requests)
-
-    outputs = dict(zip(order, asyncio.run(sample_all())))
-    samples = []
-    for number in range(len(prompts)):
-        samples += outputs[number]
-    return samples
 
 
 @dataclasses.dataclass(eq=False)
@@ -115,18 +72,18 @@ class Engine:
 
     slots: samples in flight. The cache has a row for each, all as long as the longest dialogue needs.
     max_tokens: the most that a prompt with its reply may have, and that a prefill pass computes.
+    num_ids: the first ids, which alone are sampled: the tokenizer's, where the model has logits for more.
 
     stats: tokens of prompts that were computed (prefill_tokens) or found in the cache (reused_tokens), tokens that
-    decoding computed and its steps (decode_tokens, decode_steps), seconds of both (prefill_s, decode_s), and the mean
-    share of the slots that a step served (occupancy)."""
+    decoding computed and its steps (decode_tokens, decode_steps), and seconds of both (prefill_s, decode_s)."""
 
-    def __init__(self, model, stops, slots, max_tokens):
-        from transformers import AttentionInterface, Cache
+    def __init__(self, model, stops, slots, max_tokens, num_ids=None):
+        from transformers import Cache
         check_layers(model)
-        AttentionInterface.register("sdpa", grouped_attention)
         self.model = model
         self.window = sliding_window(model)
         self.stops = set(stops)
+        self.num_ids = num_ids
         self.device = next(model.parameters()).device
         self.max_tokens = min(max_tokens, most_positions(model.config))
         self.slots = [Slot(row, ids=[]) for row in range(slots)]
@@ -135,45 +92,26 @@ class Engine:
         self.layers = []                                        # [keys, values] of each, (slots, heads, L, D)
         self.cache = Cache(layers=[])
         self.cache.update = self.update
-        self.cache_argument = cache_argument(model.get_decoder())
         self.rows = self.selection = self.positions = self.width = None     # forward() sets them for update()
         self.has_few_shapes = self.device.type == "cuda"        # of decoding steps, which are then graphs
         self.inputs = torch.zeros(slots, 4, dtype=torch.float64, device=self.device)        # of a step, see step()
         self.graphs = {}                                        # {shape of a step: None, then its Graph}
-        self.stats = {
-            "prefill_tokens": 0,
-            "reused_tokens": 0,
-            "prefill_s": 0,
-            "decode_tokens": 0,
-            "decode_steps": 0,
-            "decode_s": 0,
-            "occupancy": 0}
+        self.stats = collections.Counter()
 
     async def generate(self, prompt, uniforms, temperature, key=None):
         """Continuations of `prompt` (ids): N lists of new ids, the stop id included.
 
-        uniforms (N, max_new_tokens): a row of uniform numbers for each sample, used as in generate().
-        key: what earlier requests of the same key (the agent's side of a dialogue, say) left in the cache is used.
-        InputError if the request is too large."""
+        uniforms (N, max_new_tokens): of each sample a number in [0, 1) for each token that may be sampled.
+        temperature: at 0 the likeliest token is taken.
+        key: what earlier requests of the same key (the agent's side of a dialogue, say) left in the cache is used."""
         num_samples, max_new_tokens = uniforms.shape
-        if num_samples > len(self.slots):
-            raise InputError(f"{num_samples} samples of a prompt do not fit in {len(self.slots)} slots")
-        fault = self.lack_of_room(len(prompt), max_new_tokens)
-        if fault:
-            raise InputError(fault)
+        assert num_samples <= len(self.slots) and len(prompt) + max_new_tokens <= self.max_tokens
         outputs = [[] for _ in range(num_samples)]
         request = Request(list(prompt), uniforms.tolist(), temperature, key, outputs, num_samples, asyncio.Future())
         self.waiting.append(request)
         if self.task is None or self.task.done():
             self.task = asyncio.create_task(self.run())
         return await request.future
-
-    def lack_of_room(self, prompt_tokens, max_new_tokens):
-        """One line where a prompt of so many tokens leaves no room for so many new ones; else None."""
-        if prompt_tokens + max_new_tokens <= self.max_tokens:
-            return None
-        return (f"a prompt of {prompt_tokens:,} tokens and {max_new_tokens:,} new ones are more than the "
-                f"{self.max_tokens:,} that the model or --max-tokens has room for")
 
     async def run(self):
         """Work until no request is left. Between two passes through the model the dialogues go on."""
@@ -193,10 +131,6 @@ class Engine:
     def admit(self):
         """Give idle slots to waiting requests, first to those whose dialogue is in the cache, else as they came.
         Returns the slots of each."""
-        for slot in self.slots:
-            if slot.request and slot.request.future.done():                         # given up, or ended by an error
-                slot.request = None
-        self.waiting = [request for request in self.waiting if not request.future.done()]
         idle = [slot for slot in self.slots if not slot.request]
         cached_keys = {slot.key for slot in idle}
         self.waiting.sort(key=lambda request: request.key not in cached_keys)
@@ -278,11 +212,9 @@ class Engine:
             slot.output.append(tokens[slot.row])
             if self.has_ended(slot):
                 self.finish(slot)
-        stats = self.stats
-        stats["decode_tokens"] += len(active)
-        stats["decode_steps"] += 1
-        stats["occupancy"] = stats["decode_tokens"] / stats["decode_steps"] / len(self.slots)
-        stats["decode_s"] += time.perf_counter() - begin
+        self.stats["decode_tokens"] += len(active)
+        self.stats["decode_steps"] += 1
+        self.stats["decode_s"] += time.perf_counter() - begin
 
     def step(self, inputs, width, is_greedy):
         """The next tokens (R,) of the first R rows of the cache.
@@ -318,7 +250,7 @@ class Engine:
         ids, positions, uniforms, temperatures = inputs.unbind(1)                                     # (R,) each
         states = self.forward(range(len(inputs)), ids.long()[:, None], positions.long()[:, None], width)
         logits = projection_of(self.model).logits(states[:, 0])                                       # (R, V)
-        return next_tokens(logits, uniforms.float(), None if is_greedy else temperatures.float())
+        return next_tokens(logits[:, :self.num_ids], uniforms.float(), None if is_greedy else temperatures.float())
 
     def has_ended(self, slot):
         is_full = len(slot.output) == len(slot.uniforms)
@@ -369,7 +301,7 @@ class Engine:
         is_added = self.model.config._attn_implementation == "eager"        # of GPT-OSS
         mask = decoder_mask(self.model, self.window, is_seen, positions, places, is_added)
         output = self.model.get_decoder()(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
-                                          **{self.cache_argument: self.cache})
+                                          cache=self.cache)
         return output.last_hidden_state
 
     def update(self, keys, values, layer, *_, **__):
@@ -405,13 +337,6 @@ def check_layers(model):
     if lack:
         raise InputError(f"{model.name_or_path}: a {model.config.model_type} model, {lack}, cannot be sampled from "
                          "here; run it as a server (http://…, which 04 takes as --sampler)")
-
-
-def cache_argument(decoder):
-    """What a decoder calls the cache that it is given: "cache", before transformers 5.24 "past_key_values"."""
-    if "cache" in inspect.signature(decoder.forward).parameters:
-        return "cache"
-    return "past_key_values"
 
 
 def num_shared(slot, request):

@@ -6,7 +6,8 @@ import collections
 
 import numpy as np
 
-NUM_RESAMPLES = 2000
+NUM_RESAMPLES = 20_000
+CHUNK = 400                      # resamples at a time
 TIE = 1e-6                       # returns that differ by no more are equal
 
 
@@ -29,24 +30,19 @@ def by_run(trajectories):
     return [runs[number] for number in sorted(runs)]
 
 
-def task_means(trajectories, eval_score):
-    """{task_id: mean eval_score of its dialogues}, in the order of the ids."""
-    by_task = task_values(trajectories, eval_score)
-    return {task: mean(by_task[task]) for task in sorted(by_task)}
-
-
 def mean(values):
     return sum(values) / len(values)
 
 
 def values_of_runs(trajectories, eval_score):
     """(ids of the tasks, the mean eval_score of each of them in each run: (runs, tasks))."""
-    means = [task_means(run, eval_score) for run in by_run(trajectories)]
-    return list(means[0]), [list(run.values()) for run in means]
+    runs = [task_values(run, eval_score) for run in by_run(trajectories)]
+    tasks = sorted(runs[0])
+    return tasks, [[mean(run[task]) for task in tasks] for run in runs]
 
 
 def mean_over_tasks(trajectories, eval_score):
-    """The mean over tasks of task_means, of several runs their mean: what intervals and differences are about.
+    """The mean over tasks of the means over their dialogues, and over runs: what intervals and differences are about.
 
     A task counts once, however many dialogues it has."""
     _, values = values_of_runs(trajectories, eval_score)
@@ -59,66 +55,58 @@ def mean_of_groups(groups):
     return mean(means), bootstrap_interval(means)
 
 
-def dialogues_a_task(trajectories):
-    """[fewest, most] dialogues that a task has (in a run)."""
-    counts = collections.Counter((trajectory.get("run", 0), trajectory["task_id"]) for trajectory in trajectories)
-    return [min(counts.values()), max(counts.values())]
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # intervals
 
 def bootstrap_interval(values, families=None, seed=0):
     """95 % percentile interval [low, high] of the mean of `values`, one a task, or a row of these for each run.
 
-    With `families`, one a task, families are drawn first, and from each drawn one as many tasks as it has."""
-    low, high = np.percentile(resampled_means(values, families, seed), [2.5, 97.5])
-    return [float(low), float(high)]
-
-
-def resampled_means(values, families, seed):
-    """The means of NUM_RESAMPLES bootstrap samples of bootstrap_interval's values.
-
-    Tasks are drawn with replacement, and runs as well, each independently of the other."""
+    With `families`, one a task, families are drawn first, and from each drawn one as many tasks as it has.
+    Runs are drawn as well, independently of the tasks."""
     values = np.atleast_2d(np.asarray(values, dtype=np.float64))                           # (runs, tasks)
-    num_runs, num_tasks = values.shape
-    rng = np.random.default_rng(seed)
     if families is None:
-        draws = rng.integers(num_tasks, size=(NUM_RESAMPLES, num_tasks))
-        means = np.stack([run[draws].mean(1) for run in values], 1)                        # (resamples, runs)
-    else:
-        times = times_drawn(families, rng)                                                 # (resamples, tasks)
-        means = times @ values.T / times.sum(1, keepdims=True)                             # (resamples, runs)
-    run_draws = rng.integers(num_runs, size=(NUM_RESAMPLES, num_runs))
-    run_times = np.stack([np.bincount(draw, minlength=num_runs) for draw in run_draws])    # (resamples, runs)
-    return (run_times / num_runs * means).sum(1)                                           # (resamples,)
+        families = np.zeros(values.shape[1])
+    task_rng, run_rng = np.random.default_rng(seed).spawn(2)
+    means = []
+    for _ in range(NUM_RESAMPLES // CHUNK):
+        tasks, is_drawn = drawn_tasks(families, task_rng)
+        run_means = (values[:, tasks] * is_drawn).sum((2, 3)) / is_drawn.sum((1, 2))       # (runs, CHUNK)
+        drawn_runs = run_rng.integers(len(values), size=run_means.shape)
+        means.append(np.take_along_axis(run_means, drawn_runs, 0).mean(0))                 # (CHUNK,)
+    return np.percentile(np.concatenate(means), [2.5, 97.5]).tolist()
 
 
-def times_drawn(families, rng):
-    """How often each task is drawn in each resample, (resamples, tasks), where families are drawn first."""
-    names, family_of_task = np.unique(families, return_inverse=True)
-    num_families = len(names)
-    family_times = rng.multinomial(num_families, equal_shares(num_families), NUM_RESAMPLES)
-    times = np.zeros((NUM_RESAMPLES, len(families)))
-    for family in range(num_families):
-        members = family_of_task == family
-        size = members.sum()
-        times[:, members] = rng.multinomial(family_times[:, family] * size, equal_shares(size))
-    return times
+def drawn_tasks(families, rng):
+    """CHUNK draws of the families F, and of so many tasks of each drawn family as it has, at most M:
+    (numbers of tasks (CHUNK, F, M), which of them count)."""
+    _, family_of_task, sizes = np.unique(families, return_inverse=True, return_counts=True)
+    tasks_by_family = np.argsort(family_of_task, kind="stable")
+    drawn_families = rng.integers(len(sizes), size=(CHUNK, len(sizes), 1))
+    drawn_sizes = sizes[drawn_families]                                                    # (CHUNK, F, 1)
+    places = (rng.random((CHUNK, len(sizes), sizes.max())) * drawn_sizes).astype(int)      # in the family
+    begins = (np.cumsum(sizes) - sizes)[drawn_families]
+    return tasks_by_family[begins + places], np.arange(sizes.max()) < drawn_sizes
 
 
-def equal_shares(number):
-    return np.full(number, 1 / number)
-
-
-def intervals(values, tasks, trajectories):
+def intervals(values, tasks, trajectories, is_share=True):
     """{"ci95", "ci95_families" where every task states a family, and not all the same; of several runs "runs": the mean
-    of each} of `values`, (runs, tasks), of these tasks (ids) of the trajectories."""
-    result = {"ci95": bootstrap_interval(values)}
-    family_of = {trajectory["task_id"]: trajectory.get("task", {}).get("family") for trajectory in trajectories}
-    families = [family_of[task] for task in tasks]
-    if None not in families and len(set(map(str, families))) > 1:
-        result["ci95_families"] = bootstrap_interval(values, list(map(str, families)))
+    of each} of `values`, (runs, tasks), of these tasks (ids) of the trajectories.
+
+    Equal values leave a bootstrap no width. If all are 1 or all are 0, the interval of a share (is_share) is the exact
+    one (Clopper-Pearson) of so many tasks; else there is none."""
+    result = {}
+    if np.ptp(values) > 0:
+        result["ci95"] = bootstrap_interval(values)
+        family_of = {trajectory["task_id"]: trajectory.get("task", {}).get("family") for trajectory in trajectories}
+        families = [str(family_of[task]) for task in tasks]
+        if "None" not in families and len(set(families)) > 1:
+            result["ci95_families"] = bootstrap_interval(values, families)
+    elif is_share and values[0][0] in (0, 1):
+        bound = 0.025 ** (1 / len(tasks))
+        result["ci95"] = [bound, 1.0] if values[0][0] else [0.0, 1 - bound]
+        result["notes"] = ["all tasks have one outcome: the interval is the exact one (Clopper-Pearson)"]
+    elif is_share:
+        result["notes"] = ["all tasks have one outcome: no interval"]
     if len(values) > 1:
         result["runs"] = [float(np.mean(run)) for run in values]
     return result
@@ -156,19 +144,15 @@ def pairing_note(trajectories, baseline):
             "rates above are those of all")
 
 
-def difference_of_means(ours, theirs):
-    return mean(ours) - mean(theirs)
-
-
 def paired_difference(trajectories, baseline, eval_score):
     """{"difference", "n", what intervals() gives} of the tasks' means; None where nothing can be paired."""
-    tasks, differences = paired(trajectories, baseline, eval_score, difference_of_means)
+    tasks, differences = paired(trajectories, baseline, eval_score, lambda ours, theirs: mean(ours) - mean(theirs))
     if not tasks:
         return None
     return {
         "difference": float(np.mean(differences)),
         "n": len(tasks),
-        **intervals(differences, tasks, trajectories),
+        **intervals(differences, tasks, trajectories, is_share=False),
     }
 
 
@@ -187,11 +171,10 @@ def win_rate(trajectories, baseline, eval_score):
     if not tasks:
         return {}
     wins, ties = np.array(shares).transpose(2, 0, 1).copy()                                # (runs, tasks) each
-    return {
-        "win_rate": float(wins.mean()),
-        "win_rate_ci95": bootstrap_interval(wins),
-        "ties": float(ties.mean()),
-    }
+    result = {"win_rate": float(wins.mean()), "ties": float(ties.mean())}
+    if np.ptp(wins) > 0:
+        result["win_rate_ci95"] = bootstrap_interval(wins)
+    return result
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -317,7 +300,8 @@ def difference_cell(method):
     if "against_baseline" not in method:
         return ""
     difference = method["against_baseline"]
-    return f"{difference['difference']:+.3f} {interval(difference['ci95'], '+')}"
+    bounds = interval(difference["ci95"], "+") if "ci95" in difference else "(no interval)"
+    return f"{difference['difference']:+.3f} {bounds}"
 
 
 def note_lines(metrics):
@@ -347,12 +331,3 @@ def detail_lines(metrics, baseline):
                 runs = " ".join(f"{value:.3f}" for value in values.get("runs", []))
                 rows.append([what, cell_of(values, "ci95_families"), runs])
     return aligned(["", "95 %, families drawn", "each run"], rows) if rows else []
-
-
-def curve_lines(curves, metric):
-    """A row a label, a column an N; curves: {label: {N: metrics of the method}}."""
-    numbers = sorted(set().union(*curves.values()))
-    rows = []
-    for label, points in curves.items():
-        rows.append([label, *(cell_of(points.get(number, {}), metric) for number in numbers)])
-    return aligned(["N", *map(str, numbers)], rows)

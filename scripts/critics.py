@@ -98,14 +98,6 @@ def gate_lines(gates, model_name):
     return [f"{model_name}: log-probability of a turn, of at most {MAX_DIALOGUES} dialogues", *table]
 
 
-def check_gates(trajectories, domain, path):
-    """InputError where a task does not say what a turn is worth."""
-    for trajectory in trajectories:
-        if domain.turn_kind(trajectory["task"], [], "") is None:
-            raise InputError(f"{path}: --gates needs template tasks (01), which say what a turn is worth, and task "
-                             f"{trajectory['task_id']} does not; leave --gates out")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # critics: held-out pair accuracy, and rank correlation with Monte-Carlo returns
 
@@ -140,15 +132,15 @@ def read_branches(path, domain, tokenizer):
     return points, returns
 
 
-def check_critics(critics, trajectories, path):
-    """InputError for a critic that sees images, and for trajectories without rewards."""
-    for name, critic in critics.items():
-        if critic.is_visual:
-            raise InputError(f"--critics {name}: sees images, and --critics takes critics that read text")
+def check_trajectories(trajectories, domain, args):
+    """InputError where a trajectory lacks what is to be measured."""
     for trajectory in trajectories:
-        if trajectory.get("reward") is None:
-            raise InputError(f'{path}: task {trajectory["task_id"]}: no "reward"; score the file with 05_evaluate.py, '
-                             "and take its scored/NAME.jsonl")
+        if args.gates and domain.turn_kind(trajectory["task"], [], "") is None:
+            raise InputError(f"{args.trajectories}: --gates needs template tasks (01), which say what a turn is worth, "
+                             f"and task {trajectory['task_id']} does not; leave --gates out")
+        if args.critics and trajectory.get("reward") is None:
+            raise InputError(f'{args.trajectories}: task {trajectory["task_id"]}: no "reward"; score the file with '
+                             "05_evaluate.py, and take its scored/NAME.jsonl")
 
 
 def pair_accuracy(scores, pairs):
@@ -227,15 +219,15 @@ def main(argv=None):
     start(0)
     trajectories = common.read_trajectories(args.trajectories)
     domain = domain_of(trajectories[0]["task"])
-    if args.gates:
-        check_gates(trajectories, domain, args.trajectories)
+    check_trajectories(trajectories, domain, args)
     folders = dict(argument.split("=", 1) for argument in args.critics)
     critics = {}
     for name, folder in folders.items():
         critics[name] = common.read_critic(folder, None, domain, args.reference_sees_c)
+        if critics[name].is_visual:
+            raise InputError(f"--critics {name}: sees images, and --critics takes critics that read text")
     pairs, branches = [], None
     if critics:
-        check_critics(critics, trajectories, args.trajectories)
         pairs = common.trajectory_pairs(trajectories, args.trajectories)
     if args.returns:
         tokenizer = load_tokenizer(next(iter(folders.values())))

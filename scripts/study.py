@@ -3,7 +3,6 @@
 Reads   scripts/arms.toml: the settings of the domains and of their arms. `base`, the base model, is an arm, too.
 Writes  OUT/seedN/: tasks, dialogues, critics and agents of a seed, beside each of them a log
         OUT/report/ (05); OUT/table.csv: a row for each arm and size, round or setting
-        OUT/tasks.csv: success and rounds of each task, seed and arm, from which other tables can be made
 
 The arms of a seed share tasks, dialogues and critics. The same command again goes on where the last one stopped. To
 make an arm again with other settings or other code, remove it: rm -r OUT/seed*/ARM*
@@ -33,12 +32,13 @@ import tomllib
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from colbench import DOMAINS  # noqa: E402
 from lib.flags import argument_parser  # noqa: E402
 from lib.runtime import InputError, run_stage  # noqa: E402
 
 MANY = 800                       # dialogues, above which an arm's "many" counts
 RESULT = re.compile(r"^(?:success|[a-z]+ similarity|held-out|writes) .*", re.MULTILINE)
+
+HAS_RUN = threading.Event()      # a step of this call
 
 # An agent to make. size: its number of dialogues, None for all of them; settings: {flag of 04: value} of a search
 Run = collections.namedtuple("Run", "arm size settings round seed")
@@ -49,14 +49,20 @@ class StepFailed(Exception):
 
 
 def run_step(out, words, ranks=1, threads=1):
-    """Run a stage that writes `out`, and print a line about it; returns the text of OUT.log, where its output goes."""
+    """Run a stage that writes `out`, and print lines about it; returns the text of OUT.log, where its output goes.
+
+    While no step of this call had anything to do, what the same command has finished (OUT.done) is not asked again."""
     command = [sys.executable, *words, "--out", str(out)]
     if ranks > 1:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {**os.environ, "OMP_NUM_THREADS": str(threads)}
-    log = pathlib.Path(f"{out}.log")
+    log, done = pathlib.Path(f"{out}.log"), pathlib.Path(f"{out}.done")
+    if not HAS_RUN.is_set() and pathlib.Path(out).exists() and done.exists() and done.read_text() == str(command):
+        return log.read_text()
+    HAS_RUN.set()
     log.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{str(out):36} begins (log: {log})", flush=True)
     begin = time.monotonic()
     with open(log, "a") as file:
         process = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
@@ -65,6 +71,7 @@ def run_step(out, words, ranks=1, threads=1):
         last_lines = "\n".join(text.splitlines()[-20:])
         print(f"{last_lines}\nfailed: {out} (whole log: {log})", file=sys.stderr, flush=True)
         raise StepFailed
+    done.write_text(str(command))
     results = ["", *RESULT.findall(text)]
     print(f"{str(out):36} {time.monotonic() - begin:4.0f} s  {results[-1]}", flush=True)
     return text
@@ -214,26 +221,16 @@ def report_files(study, points):
     return arguments
 
 
-def write_tables(out, points, domain):
-    """Write table.csv and tasks.csv of what 05 has evaluated."""
+def write_table(out, points):
+    """Write table.csv of what 05 has evaluated."""
     metrics = json.loads((out / "report" / "metrics.json").read_text())
-    eval_score = DOMAINS[domain["domain"]].eval_score
-    rows, task_rows = [], []
-    for name, runs in points.items():
-        rows.append(table_row(runs[0], metrics[name]))
-        with open(out / "report" / "scored" / f"{name}.jsonl", encoding="utf-8") as file:
-            for dialogue in map(json.loads, file):
-                task_rows.append({
-                    "task_id": dialogue["task_id"],
-                    "sample": dialogue["sample"],
-                    "seed": runs[dialogue.get("run", 0)].seed,       # 05 numbers the files of a name
-                    "arm": name,
-                    "success": float(eval_score(dialogue)),
-                    "rounds": dialogue["num_rounds"],
-                })
-    write_csv(out / "table.csv", rows)
-    write_csv(out / "tasks.csv", task_rows)
-    print(f"writes {out}/table.csv, {out}/tasks.csv; the page: {out}/report/report.html")
+    rows = [table_row(runs[0], metrics[name]) for name, runs in points.items()]
+    columns = dict.fromkeys(itertools.chain(*rows))                  # of all rows, in their order
+    with open(out / "table.csv", "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"writes {out}/table.csv; the page: {out}/report/report.html")
 
 
 def table_row(run, metrics):
@@ -242,16 +239,8 @@ def table_row(run, metrics):
     for key, value in {**metrics, **metrics.get("costs", {})}.items():
         if isinstance(value, (int, float)):
             row[key.removesuffix("_rate").removeprefix("mean_")] = f"{value:.7g}"
-    row["low"], row["high"] = metrics["ci95"]
+    row["low"], row["high"] = metrics.get("ci95", ("", ""))
     return row
-
-
-def write_csv(path, rows):
-    columns = dict.fromkeys(itertools.chain(*rows))                  # of all rows, in their order
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -301,12 +290,9 @@ def check_arm(name, domain):
 
 def settings_of(arguments):
     """[{flag: value}], all combinations, of arguments FLAG=VALUE,VALUE."""
-    flags, values = [], []
-    for argument in arguments:
-        flag, _, text = argument.partition("=")
-        flags.append(flag)
-        values.append(text.split(","))
-    return [dict(zip(flags, combination)) for combination in itertools.product(*values)]
+    values_of = dict(argument.split("=") for argument in arguments)
+    combinations = itertools.product(*(values.split(",") for values in values_of.values()))
+    return [dict(zip(values_of, combination)) for combination in combinations]
 
 
 def all_runs(args):
@@ -332,6 +318,7 @@ def num_devices():
 
 def main(argv=None):
     args = parse_args(argv)
+    HAS_RUN.clear()
     domain = read_domain(args.domain, args.set)
     folders = {seed: args.out / f"seed{seed}" for seed in args.seeds}
     shared_ranks = 1
@@ -363,7 +350,7 @@ def main(argv=None):
         show(run_step(args.out / "report", ["05_evaluate.py", *report_files(study, points), *words], threads=2))
     except StepFailed:
         sys.exit(1)
-    write_tables(args.out, points, domain)
+    write_table(args.out, points)
 
 
 if __name__ == "__main__":

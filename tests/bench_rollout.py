@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
 from colbench.backend import AGENT_SYSTEM  # noqa: E402
-from lib.engine import cache_argument, Engine, next_tokens  # noqa: E402
+from lib.engine import Engine, next_tokens  # noqa: E402
 from lib.models import encode, load_model, render_chat, stop_ids  # noqa: E402
 from lib.runtime import start  # noqa: E402
 from lib.seeds import uniforms  # noqa: E402
@@ -51,7 +51,7 @@ class Dialogue:
 
 @torch.no_grad()
 def generate(model, prompts, randoms, temperature, stops):
-    """lib.engine.generate without an engine: all prompts padded into one batch, which rows leave as they end."""
+    """What an Engine samples, without one: all prompts padded into one batch, which rows leave as they end."""
     from transformers import DynamicCache
     device = next(model.parameters()).device
     max_new_tokens = randoms.shape[1]
@@ -67,7 +67,7 @@ def generate(model, prompts, randoms, temperature, stops):
     cache = DynamicCache(config=model.config)
     for step in range(max_new_tokens):
         hidden = model.get_decoder()(input_ids=ids, attention_mask=mask, position_ids=positions,
-                                     use_cache=True, **{cache_argument(model.get_decoder()): cache}).last_hidden_state
+                                     use_cache=True, cache=cache).last_hidden_state
         logits = model.get_output_embeddings()(hidden[:, -1]).float()                                 # (n, V)
         if step == 0 and samples > 1:
             cache.batch_repeat_interleave(samples)
@@ -90,68 +90,24 @@ def generate(model, prompts, randoms, temperature, stops):
 def plain(dialogues, model, stops, args):
     for _ in range(args.rounds):
         prompts, randoms = zip(*[dialogue.prompt() for dialogue in dialogues])
-        outputs = generate(model, prompts, torch.cat(randoms), args.temperature, stops)
+        outputs = generate(model, prompts, torch.cat(randoms), 1.0, stops)
         for number, dialogue in enumerate(dialogues):
             dialogue.go_on(outputs[number * args.best_of:(number + 1) * args.best_of])
 
 
 def through_engine(dialogues, model, stops, args):
-    engine = Engine(model, stops, args.slots or len(dialogues) * args.best_of, args.max_tokens)
+    engine = Engine(model, stops, len(dialogues) * args.best_of, 8192)
 
     async def play(dialogue):
         for _ in range(args.rounds):
             prompt, randoms = dialogue.prompt()
-            dialogue.go_on(await engine.generate(prompt, randoms, args.temperature, key=dialogue.number))
+            dialogue.go_on(await engine.generate(prompt, randoms, 1.0, key=dialogue.number))
 
     async def play_all():
         await asyncio.gather(*map(play, dialogues))
 
     asyncio.run(play_all())
     return engine.stats
-
-
-def median_seconds(work, times, device):
-    """The median time of work(), after two calls that warm up."""
-    seconds = []
-    for _ in range(times + 2):
-        begin = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds[2:])
-
-
-@torch.no_grad()
-def floors(model, num_rows):
-    """{part: seconds}: what a decoding step of so many rows cannot go below.
-
-    Packed weights are those of private operators of torch. Reading is at the bandwidth of a sum over 1 GB."""
-    layers = [module for module in model.get_decoder().modules() if isinstance(module, torch.nn.Linear)]
-    layers.append(model.get_output_embeddings())
-    device = layers[0].weight.device
-    rows = {}
-    for layer in layers:
-        rows[layer.in_features] = torch.randn(num_rows, layer.in_features, dtype=layer.weight.dtype,
-                                              device=device)
-
-    def multiply():
-        for layer in layers:
-            torch.nn.functional.linear(rows[layer.in_features], layer.weight)
-
-    seconds = {"its matrix products alone": median_seconds(multiply, 5, device)}
-    if device.type == "cpu":
-        packed = [torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), num_rows) for layer in layers]
-
-        def multiply_packed():
-            for layer, weight in zip(layers, packed):
-                torch.ops.mkldnn._linear_pointwise(rows[layer.in_features], weight, None, "none", [], "")
-
-        seconds["the same with weights packed for so many rows"] = median_seconds(multiply_packed, 5, device)
-    memory = torch.ones(1 << 28, device=device)                                      # 1 GB
-    bytes_a_second = memory.nbytes / median_seconds(lambda: memory.sum().item(), 5, device)
-    seconds["reading all weights once"] = sum(layer.weight.nbytes for layer in layers) / bytes_a_second
-    return seconds
 
 
 def main():
@@ -161,49 +117,31 @@ def main():
     parser.add_argument("--rounds", type=int, default=10, help="turns of the agent in a dialogue")
     parser.add_argument("--max-new-tokens", type=int, default=40, help="tokens a turn")
     parser.add_argument("--best-of", type=int, default=1, help="candidates a turn")
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--slots", type=int, help="slots of the engine (default: as many as samples in flight)")
-    parser.add_argument("--max-tokens", type=int, default=8192, help="tokens of a dialogue, and of a prefill pass")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--repeats", type=int, default=3, help="measurements of each way")
     args = parser.parse_args()
-    device = start(0).device
-    model, tokenizer = load_model(args.model, device, args.dtype)
+    model, tokenizer = load_model(args.model, start(0).device)
     model.eval()
     # What ends a turn: the model's stop ids, and what ends a sentence, because a base model seldom ends its turns.
     texts = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
     stops = sorted({*stop_ids(model, tokenizer), *(n for n, text in enumerate(texts) if text[-1:] in ".?Ċ")})
     ways = {"plain": plain, "engine": through_engine}
-    wall_s, processor_s, sampled = {way: [] for way in ways}, {way: [] for way in ways}, {}
+    seconds, sampled = {way: [] for way in ways}, {}
     for _ in range(args.repeats):
-        for way, play in ways.items():
+        for way, work in ways.items():
             dialogues = [Dialogue(number, tokenizer, args) for number in range(args.dialogues)]
-            begin = time.perf_counter(), time.process_time()
-            stats = play(dialogues, model, stops, args)
-            wall_s[way].append(time.perf_counter() - begin[0])
-            processor_s[way].append(time.process_time() - begin[1])
+            begin = time.perf_counter()
+            stats = work(dialogues, model, stops, args)
+            seconds[way].append(time.perf_counter() - begin)
             sampled[way] = [turn for dialogue in dialogues for turn in dialogue.sampled]
-            print(f"{way:6s} {wall_s[way][-1]:.1f} s, {processor_s[way][-1]:.1f} s of the processor", flush=True)
-    lengths = [len(ids) for turn in sampled["engine"] for ids in turn]
-    longest = max(len(dialogue.prompt()[0]) for dialogue in dialogues)
-    print(f"{args.dialogues} dialogues of {args.rounds} rounds, {statistics.mean(lengths):.1f} new tokens a turn "
-          f"({min(lengths)} to {max(lengths)}), {longest:,} tokens in the end")
-    for name, seconds in (("dialogues/s", wall_s), ("dialogues/s of the processor", processor_s)):
-        rates = {way: args.dialogues / statistics.median(values) for way, values in seconds.items()}
-        print(f"{name}: plain {rates['plain']:.3f}, engine {rates['engine']:.3f}, ratio "
-              f"{rates['engine'] / rates['plain']:.2f} (medians of {args.repeats})")
+    rates = {way: args.dialogues / statistics.median(values) for way, values in seconds.items()}
+    print(f"dialogues/s: plain {rates['plain']:.3f}, engine {rates['engine']:.3f}, ratio "
+          f"{rates['engine'] / rates['plain']:.2f} (medians of {args.repeats})")
     same = sum(a == b for a, b in zip(*sampled.values()))
     print(f"the same ids in {same} of {len(sampled['plain'])} turns")
     rates = {kind: stats[f"{kind}_tokens"] / stats[f"{kind}_s"] for kind in ("prefill", "decode")}
-    print("engine, tokens: "
-          f"prefill {stats['prefill_tokens']:,} in {stats['prefill_s']:.1f} s ({rates['prefill']:,.0f} /s), "
-          f"{stats['reused_tokens']:,} reused; decode {stats['decode_tokens']:,} in {stats['decode_s']:.1f} s "
-          f"({rates['decode']:,.0f} /s), {stats['decode_steps']:,} steps, occupancy {stats['occupancy']:.2f}")
-    num_rows = max(1, round(stats["decode_tokens"] / stats["decode_steps"]))
-    step_s = stats["decode_s"] / stats["decode_steps"]
-    print(f"a decoding step of {num_rows} rows: {1000 * step_s:.0f} ms")
-    for part, seconds in floors(model, num_rows).items():
-        print(f"    {part}: {1000 * seconds:.0f} ms ({seconds / step_s:.2f} of it)")
+    print(f"engine: prefill {stats['prefill_tokens']:,} tokens ({rates['prefill']:,.0f} /s), "
+          f"{stats['reused_tokens']:,} reused; decode {stats['decode_tokens']:,} ({rates['decode']:,.0f} /s) in "
+          f"{stats['decode_steps']:,} steps")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ quotes the reference, `thinker` thinks before it asks, `viewer` counts the image
 appended to --log before it is answered, a JSON object a line, with its number, key, time (s), and the status that it
 got. The failures are those that servers have."""
 import argparse
+import asyncio
 import base64
 import http.server
 import json
@@ -17,7 +18,7 @@ import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 from colbench import backend  # noqa: E402
-from lib.engine import generate  # noqa: E402
+from lib.engine import Engine  # noqa: E402
 from lib.models import encode, load_model, stop_ids  # noqa: E402
 from lib.seeds import uniforms  # noqa: E402
 
@@ -37,6 +38,18 @@ def viewer(messages):
     parts = [part for part in messages[-1]["content"] if part["type"] == "image_url"]
     pictures = [base64.b64decode(part["image_url"]["url"].removeprefix("data:image/png;base64,")) for part in parts]
     return f"I see {sum(picture.startswith(bytes([0x89]) + b'PNG') for picture in pictures)} pictures."
+
+
+def generate(model, prompts, randoms, temperature, stops, slots=256):
+    """Continuations of P prompts (lists of ids) by an Engine: N lists of new ids, N / P of each prompt one after the
+    other. randoms: (N, max_new_tokens)."""
+    num_samples = len(randoms) // len(prompts)
+    engine = Engine(model, stops, max(num_samples, min(slots, len(randoms))), 16384)
+
+    async def sample_all():
+        requests = map(engine.generate, prompts, randoms.split(num_samples), [temperature] * len(prompts))
+        return await asyncio.gather(*requests)
+    return sum(asyncio.run(sample_all()), [])
 
 
 PROGRAMS = {"asker": asker, "leaky": leaky, "viewer": viewer,
@@ -113,7 +126,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.is_every("abort", number):
             choice["finish_reason"] = "abort"
         if request.get("return_token_ids") and request["model"] == "model":
-            choice["token_ids"] = [7] * len(ids) if self.is_every("wrong_ids", number) else ids
+            choice["token_ids"] = ids[:-1] if ended and self.is_every("no_end", number) else ids
         body = json.dumps({
             "id": "1", "object": "chat.completion", "created": 0, "model": request["model"], "choices": [choice],
             "usage": {"prompt_tokens": read, "completion_tokens": len(ids), "total_tokens": read + len(ids)}})
@@ -153,7 +166,7 @@ def main():
     for name, what in (("limit", "gets status 429 and Retry-After"), ("busy", "gets status 503"),
                        ("empty", "gets an empty reply"), ("broken", "gets half a JSON object"),
                        ("cut", "gets half of the bytes, then the connection ends"),
-                       ("abort", "gets a reply that was aborted"), ("wrong-ids", "gets other token ids than its text")):
+                       ("abort", "gets a reply that was aborted"), ("no-end", "gets ids without the end of its turn")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"every N-th request {what}")
     Handler.args = parser.parse_args()
     if Handler.args.model:

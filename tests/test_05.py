@@ -5,7 +5,6 @@ import shutil
 
 import numpy as np
 import pytest
-from test_report import CURVES
 
 import common
 from colbench import backend
@@ -56,8 +55,8 @@ def test_task_means_and_paired_differences_by_hand():
     def rows(*numbers):
         return [dict(zip(("task_id", "reward", "run"), row)) for row in numbers]
     ours, theirs = rows(("a", 1), ("a", 0.5), ("b", 1)), rows(("a", 0), ("b", 1), ("c", 1))
-    assert statistics.task_means(ours, backend.eval_score) == {"a": 0.5, "b": 1.0}
-    assert statistics.task_means(ours, lambda t: t["reward"]) == {"a": 0.75, "b": 1.0}
+    assert statistics.values_of_runs(ours, backend.eval_score) == (["a", "b"], [[0.5, 1.0]])
+    assert statistics.values_of_runs(ours, lambda t: t["reward"]) == (["a", "b"], [[0.75, 1.0]])
     result = statistics.paired_difference(ours, theirs, backend.eval_score)
     assert (result["difference"], result["n"]) == (0.25, 2)
     assert statistics.paired_difference(ours, rows(("z", 1)), backend.eval_score) is None
@@ -75,7 +74,6 @@ def test_rate_interval_and_difference_average_the_same_thing(tmp_path):
     _, metrics, _ = evaluated(tmp_path, {"a": uneven, "b": answers(w=BAD, x=BAD, y=BAD, z=BAD)}, "--baseline", "b")
     assert metrics["a"]["success_rate"] == metrics["a"]["against_baseline"]["difference"] == 0.25
     assert metrics["a"]["ci95"][0] <= 0.25 <= metrics["a"]["ci95"][1] <= 0.75
-    assert metrics["a"]["dialogues_a_task"] == [1, 9] and metrics["b"]["dialogues_a_task"] == [1, 1]
     assert stage(2).summary(str(tmp_path / "report" / "scored" / "a.jsonl")).startswith("success 0.250 | ")
     # a run counts once, too: 1 and 0, of nine dialogues and of one
     runs = [{**row, "run": 0, "reward": 1.0} for row in uneven[:9]] + [{**uneven[0], "run": 1, "reward": 0.0}]
@@ -139,6 +137,20 @@ def test_intervals_cover_what_they_claim_to(monkeypatch, runs, run_sd, family_sd
     assert plain[0] <= inside[0] <= plain[1] and with_families[0] <= inside[1] <= with_families[1]
 
 
+@pytest.mark.parametrize("values, expected", [
+    ([[1.0] * 300], [0.025 ** (1 / 300), 1]), ([[0.0] * 3] * 2, [0, 1 - 0.025 ** (1 / 3)]), ([[1.0]], [0.025, 1]),
+    ([[0.5, 0.5]], None)])
+def test_intervals_of_tasks_with_one_outcome_are_exact_or_none(values, expected):
+    tasks = list(range(len(values[0])))
+    found = statistics.intervals(values, tasks, [])
+    assert found.get("ci95") == (expected and pytest.approx(expected))
+    assert found["notes"] == ["all tasks have one outcome: " + (
+        "the interval is the exact one (Clopper-Pearson)" if expected else "no interval")]
+    difference = statistics.intervals(values, tasks, [], is_share=False)
+    assert "ci95" not in difference and statistics.difference_cell(
+        {"against_baseline": {"difference": 0, **difference}}) == "+0.000 (no interval)"
+
+
 def test_intervals_over_families_where_every_task_states_one(tmp_path):
     rows = answers(**{"0": GOOD, "1": GOOD, "2": BAD, "3": BAD})
     for n, row in enumerate(rows):
@@ -146,11 +158,10 @@ def test_intervals_over_families_where_every_task_states_one(tmp_path):
     files = {"a": rows, "b": [{**row, "answer": BAD} for row in rows]}
     printed, metrics, page = evaluated(tmp_path, files, "--baseline", "b")
     assert metrics["a"]["ci95_families"] == metrics["a"]["against_baseline"]["ci95_families"] == [0, 1]
-    assert metrics["b"]["ci95_families"] == [0, 0] and "against_baseline" not in metrics["b"]
+    assert "ci95_families" not in metrics["b"] and "against_baseline" not in metrics["b"]
     table = "\n".join(["             95 %, families drawn  each run",
                        "a                  [0.000, 1.000]",
-                       "a against b        [0.000, 1.000]",
-                       "b                  [0.000, 0.000]"])
+                       "a against b        [0.000, 1.000]"])
     assert table in printed and table in page
     for own in ([*rows, trajectory("4", BAD)], rows[:2]):            # one states none; all the same
         printed, metrics, _ = evaluated(tmp_path, {"a": own}, "--overwrite")
@@ -243,7 +254,7 @@ def test_a_lone_surrogate_stops_nothing(tmp_path, tiny):
 
 
 @pytest.mark.parametrize("where, broken", [(evaluate, "write_report"), (evaluate, "report_plots"),
-                                           (evaluate, "page_data"), (statistics, "curve_lines")])
+                                           (evaluate, "page_data"), (evaluate, "further_tables")])
 def test_metrics_are_written_before_everything_optional(tmp_path, monkeypatch, where, broken):
     def fail(*_, **__):
         raise RuntimeError("broken")
@@ -257,17 +268,14 @@ def test_metrics_are_written_before_everything_optional(tmp_path, monkeypatch, w
 
 
 def test_curve_files_from_rows_to_report(tmp_path):
-    assert statistics.curve_lines(CURVES, "success_rate") == ["N           1      2     16",
-                                                              "sweet   0.250  0.300  0.450",
-                                                              "no <c>      -  0.300      -"]
     files = {"plain": answers(x=GOOD, y=GOOD), "sweet@1": answers(x=BAD, y=BAD), "sweet@8": answers(x=GOOD, y=BAD),
              "judge@8": answers(x=BAD, y=BAD)}
     files["sweet@8"] = [{**row, "best_of": 8} for row in files["sweet@8"]]
-    printed, metrics, page = evaluated(tmp_path, files)
-    assert "N          1      8\nsweet  0.000  0.500\njudge      -  0.000\n" in printed
+    _, metrics, page = evaluated(tmp_path, files)
+    none = pytest.approx([0, 1 - 0.025 ** 0.5])                      # exact, of two tasks
     assert list(metrics) == list(files) and "costs" not in metrics["sweet@8"]
     assert {name: (metrics[name]["success_rate"], metrics[name]["ci95"]) for name in files if "@" in name} == {
-        "sweet@1": (0, [0, 0]), "sweet@8": (0.5, [0, 1]), "judge@8": (0, [0, 0])}
+        "sweet@1": (0, none), "sweet@8": (0.5, [0, 1]), "judge@8": (0, none)}
     assert "curve-axes_1" in page
 
 
@@ -402,20 +410,15 @@ def test_the_page_has_all_dialogues_with_the_advantages_of_their_turns(page_with
             assert f"{mean} <small>({kind['n']:,})</small>" in page
 
 
-def test_the_page_has_the_candidates_at_the_turns_that_they_are_of(page_with_advantages, swept):
-    out, _, data, page = page_with_advantages
+def test_the_page_has_the_candidates(page_with_advantages, swept):
+    _, _, data, _ = page_with_advantages
     scored, pairs = read(swept / "scored.jsonl"), read(swept / "pairs.jsonl")
     assert len(data["states"]) == len(scored)
     for state, row in zip(data["states"], scored):
         assert [c["advantage"] for c in state["candidates"]] == pytest.approx(row["advantages"], abs=1e-5)
         assert [c["text"] for c in state["candidates"]] == [c["text"] for c in row["candidates"]]
-        turn = data["dialogues"][state["d"]]["turns"][2 * row["turn"] + 1]       # of the very dialogues that are shown
-        assert data["states"][turn["state"]] == state and turn["who"] == "agent"
     for side in ("chosen", "rejected"):
         assert sum(candidate[side] for state in data["states"] for candidate in state["candidates"]) == len(pairs)
-    agreement = json.loads((out / "agreement.json").read_text())     # of the critic with the oracles
-    assert agreement.keys() == {"oracle", "oracle-patient"} and agreement["oracle"]["num_pairs"] == len(pairs)
-    assert f"{agreement['oracle']['rank_correlation']:+.3f}" in page
 
 
 def test_the_kinds_of_candidates_are_counted(page_with_advantages, swept):
@@ -431,7 +434,7 @@ def test_the_kinds_of_candidates_are_counted(page_with_advantages, swept):
 def test_a_page_without_critic_and_candidates(workspace, tmp_path):
     rows = [{**row, "agent": None} for row in read(workspace / "offline.jsonl")[:6]]       # no folder, no metrics.jsonl
     data = data_of(evaluated(tmp_path, {"a": rows})[2])
-    assert data["critic"] is None and data["states"] == [] and not list(tmp_path.rglob("agreement.json"))
+    assert data["critic"] is None and data["states"] == []
     assert not any("advantage" in turn for dialogue in data["dialogues"] for turn in dialogue["turns"])
 
 
@@ -451,9 +454,6 @@ def test_bad_candidates_are_one_line(workspace, swept, tmp_path):
     for some_rows, some_pairs, line in (
             (None, None, f"{scored}: no such file"),
             (rows, None, f"{made}: no such file"),
-            (rows, [{**pairs[0], "turn": 99}], f"{made}: a pair of task {pairs[0]['task_id']}, turn 99, is of no "
-             f"candidates in {scored}"),
-            ([{**rows[0], "advantages": [0.0]}], pairs, '"candidates" and "advantages" differ in number'),
             ([{**row, "task": page} for row in rows], pairs, "a task of another domain")):
         for path, content in ((scored, some_rows), (made, some_pairs)):
             if content:

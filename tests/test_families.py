@@ -8,9 +8,9 @@ import torch
 import common
 from conftest import ROOT, rows_of_actions
 from lib import models
-from lib.engine import generate
 from lib.models import load_model, load_tokenizer, lora_config, most_positions, save_model, Sharding, stop_ids
 from lib.runtime import InputError, start
+from server import generate
 
 SIZES = {"vocab_size": 781, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256,

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-from matplotlib.figure import Figure
 
 from conftest import ROOT
 
@@ -29,16 +28,6 @@ def test_a_table_of_each_kind_is_drawn_and_the_same_each_time(tmp_path, table, t
         plot.main(str(tmp_path / "table.csv"), str(tmp_path / name))
     svg = (tmp_path / "picture.svg").read_text()
     assert texts <= set(re.findall(r"<!-- (.*?) -->", svg)) and (tmp_path / "again.svg").read_text() == svg
-
-
-def test_lines_and_intervals_by_hand():
-    axes = Figure().subplots()
-    plot.draw(axes, {"sweet": [[80, 0.4, 0.3, 0.45], [320, 0.6, 0.5, 0.7]], "mtdpo": [[80, 0.5, 0.4, 0.6]]})
-    lines = {container.get_label(): container for container in axes.containers}
-    sweet, _, [bars] = lines["sweet"].lines
-    assert sweet.get_xydata().tolist() == [[80, 0.4], [320, 0.6]]
-    assert bars.get_segments()[0].tolist() == [[80, pytest.approx(0.3)], [80, pytest.approx(0.45)]]
-    assert lines["mtdpo"].lines[0].get_xydata().tolist() == [[pytest.approx(81.6), 0.5]]   # aside: nothing is covered
 
 
 def test_another_table_is_one_line(tmp_path):

@@ -10,7 +10,8 @@ import pytest
 
 from conftest import ROOT
 from lib.report import page as report
-from lib.report.plots import rounds_svg
+from lib.report.plots import report_plots
+from lib.report.turn_advantages import advantage_rows, advantage_summary
 
 FOLDER = ROOT / "lib" / "report"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -30,35 +31,30 @@ def make_task(rng, number):
 
 def make_dialogue(rng, m, t, task, skill):
     """One dialogue: asks for the facts, with detours, then answers."""
-    turns, known = [{"who": "user", "text": task["request"]}], []
+    turns, num_known = [{"who": "user", "text": task["request"]}], 0
     for _ in range(rng.randint(1, 7)):
-        kind = rng.choices(["needed", "repeat", "idle", "vague"], [6 * skill, 1, 1, 1])[0]
-        turn = {"who": "agent", "text": "Can you tell me more?", "kind": kind, "tokens": rng.randint(7, 24)}
-        reply = {"who": "user", "text": "That does not matter."}
-        if kind == "needed" and len(known) < len(task["facts"]):
-            name, value = task["facts"][len(known)].split(" = ")
+        kind = rng.choices(KINDS[:4], [6 * skill, 1, 1, 1])[0]
+        turn = {"who": "agent", "text": "Can you tell me more?", "kind": kind, "cut": rng.random() < 0.04}
+        reply = {"who": "user", "text": "That does not matter.", "leak": "code" if rng.random() < 0.04 else None}
+        if kind == "needed" and num_known < len(task["facts"]):
+            name, value = task["facts"][num_known].split(" = ")
             turn["text"] = f"Thanks. What should the {name} be?"
-            reply |= {"text": f"For the {name}, we take {value} in our company.", "learned": [len(known)]}
-            known.append(name)
-        if rng.random() < 0.04:
-            reply["leak"] = "code"
-        if rng.random() < 0.04:
-            turn["cut"] = True
+            reply |= {"text": f"For the {name}, we take {value} in our company.", "learned": [num_known]}
+            num_known += 1
         turns += [turn, reply]
-    all_known = len(known) == len(task["facts"])
+    all_known = num_known == len(task["facts"])
     right = rng.random() < (0.93 if all_known else 0.2)
     answer = task["reference"] if right else "def f(x):\n    return x"
-    turns.append({"who": "agent", "text": f"I WANT TO ANSWER:\n{answer}", "tokens": rng.randint(40, 90),
+    turns.append({"who": "agent", "text": f"I WANT TO ANSWER:\n{answer}",
                   "kind": "right answer" if right else "wrong answer" if all_known else "early answer"})
-    for turn in turns:
-        if turn["who"] == "agent":
-            turn["advantage"] = round(rng.gauss(ADVANTAGE[turn["kind"]], 0.12), 4)
+    agent_turns = turns[1::2]
+    for turn in agent_turns:
+        turn |= {"tokens": rng.randint(7, 90), "advantage": round(rng.gauss(ADVANTAGE[turn["kind"]], 0.12), 4)}
     d = {"m": m, "t": t, "run": 0, "sample": 0, "reward": 1.0 if right else round(rng.randint(0, 9) / 10, 1),
-         "rounds": sum(turn["who"] == "agent" for turn in turns), "known": all_known, "answer": answer, "turns": turns,
-         "advantage": round(sum(turn.get("advantage", 0) for turn in turns), 4)}
+         "rounds": len(agent_turns), "known": all_known, "answer": answer, "turns": turns,
+         "advantage": round(sum(turn["advantage"] for turn in agent_turns), 4)}
     if not right:
-        d["failed"] = [{"call": f"f({i})", "expected": "1", "got": "2" if i else None, "said": None if i else "time"}
-                       for i in range(2)]
+        d["failed"] = [{"call": "f(0)", "expected": "1", "said": "time"}, {"call": "f(1)", "expected": "1", "got": "2"}]
     return d
 
 
@@ -67,13 +63,11 @@ def make_state(rng, t, task):
     candidates = []
     for kind in rng.choices(KINDS[:4], k=16):
         candidates.append({"text": f"What about {rng.choice(task['facts'])}?", "kind": kind, "cut": False, "chosen": 0,
-                           "advantage": round(rng.gauss(ADVANTAGE[kind], 0.1), 4), "tokens": rng.randint(7, 20),
-                           "rejected": 0})
+                           "rejected": 0, "advantage": round(rng.gauss(ADVANTAGE[kind], 0.1), 4), "tokens": 9})
     ranked = sorted(candidates, key=lambda one: -one["advantage"])
     for better, worse in zip(rng.sample(ranked[:8], 4), rng.sample(ranked[8:], 4)):
         better["chosen"], worse["rejected"] = 1, 1
-    return {"d": None, "t": t, "turn": 0, "history": [{"who": "user", "text": task["request"]}],
-            "candidates": candidates}
+    return {"t": t, "turn": 0, "history": [{"who": "user", "text": task["request"]}], "candidates": candidates}
 
 
 def make_data(num_tasks, methods=("mtdpo", "sweet"), num_states=20, seed=0):
@@ -83,8 +77,6 @@ def make_data(num_tasks, methods=("mtdpo", "sweet"), num_states=20, seed=0):
     dialogues = [make_dialogue(rng, m, t, task, 0.5 + 0.47 * (m + 1) / len(methods)) for m in range(len(methods))
                  for t, task in enumerate(tasks)]
     states = [make_state(rng, t, tasks[t]) for t in range(min(num_states, num_tasks))]
-    if states:                                                      # one of a dialogue that is in the page
-        dialogues[0]["turns"][1]["state"] = states[0]["d"] = 0
     return {"metric": "success_rate", "heading": "success", "graded": False, "methods": list(methods),
             "critic": "out/critic", "kinds": KINDS, "tasks": tasks, "dialogues": dialogues, "states": states,
             "left_out": None}
@@ -110,25 +102,18 @@ def make_pages(folder, num_tasks=6):
                    "critic": None}
 
 
-def mean_rows(data, label_of):
-    """Rows of the advantages by what label_of(turn, round) says, as advantage_rows gives them."""
-    groups = {}
-    for d in data["dialogues"]:
-        agent_turns = [turn for turn in d["turns"] if turn["who"] == "agent"]
-        for number, turn in enumerate(agent_turns, 1):
-            methods = groups.setdefault(label_of(turn, number), {})
-            methods.setdefault(data["methods"][d["m"]], []).append(turn["advantage"])
-
-    def mean_of(advantages):
-        return {"n": len(advantages), "mean": sum(advantages) / len(advantages)}
-    return [{"label": str(label), **mean_of(sum(methods.values(), [])),
-             "methods": {name: mean_of(advantages) for name, advantages in methods.items()}}
-            for label, methods in sorted(groups.items())]
-
-
 def advantage_tables(data):
-    return {"by_kind": mean_rows(data, lambda turn, _: turn["kind"]),
-            "by_round": mean_rows(data, lambda _, number: number), "agreement": ["made data: no oracle was asked"]}
+    """The tables of all turns, as 05 makes them."""
+    metrics = {}
+    for m, name in enumerate(data["methods"]):
+        rows = []
+        for d in data["dialogues"]:
+            agent_turns = [turn for turn in d["turns"] if turn["who"] == "agent"]
+            if d["m"] == m:
+                rows.append({"kinds": [turn["kind"] for turn in agent_turns],
+                             "advantages": [turn["advantage"] for turn in agent_turns]})
+        metrics[name] = {"turn_advantages": advantage_summary(rows)}
+    return {key: advantage_rows(metrics, key) for key in ("by_kind", "by_round")}
 
 
 def write(path, data, **changes):
@@ -336,7 +321,7 @@ def test_a_dialogue_shows_every_turn_with_its_advantage(at):
     tab.click("summary:has-text('failed tests')")
     assert [[re.sub(r"\s+", " ", cell) for cell in row.locator("th, td").all_inner_texts()] for row in
             tab.locator(".tests tbody tr").all()] == [
-        [test["call"], test["expected"], test["got"] or "nothing", test["said"] or ""] for test in one["failed"]]
+        [test["call"], test["expected"], test.get("got", "nothing"), test.get("said", "")] for test in one["failed"]]
     tab.click("#dialogue .bars a >> nth=1")
     assert tab.url.endswith(f"#d={d}&turn=3")
     tab.click(f"#turn-{d}-4 .anchor")
@@ -426,7 +411,7 @@ def signed(own):
     return f"{own['mean']:+.3f}".replace("-", "\u2212")
 
 
-def test_advantage_tables_and_the_strip_of_all_turns(at):
+def test_advantage_tables(at):
     tab = at("#view=advantages")
     summary = advantage_tables(DATA)
     tables = tab.locator("#advantages table").all()
@@ -434,25 +419,6 @@ def test_advantage_tables_and_the_strip_of_all_turns(at):
         assert [re.split(r"\s*\t\s*|\n", row.inner_text()) for row in table.locator("tbody tr").all()] == [
             [row["label"], str(row["n"]), signed(row), *(f"{signed(own)} ({own['n']})" if own else "–" for own in map(
                 row["methods"].get, DATA["methods"]))] for row in rows]
-    drawn = """() => {
-      const canvas = document.querySelector("canvas");
-      const pixels = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
-      return pixels.filter((value, i) => i % 4 == 3 && value > 0).length;
-    }"""
-    whole = tab.evaluate(drawn)
-    tab.select_option("#s-m", "base")
-    tab.select_option("#s-kind", "vague")
-    assert 0 < tab.evaluate(drawn) < whole and tab.url.endswith("m=base&kind=vague")
-    at("#view=advantages")
-    tab.locator("canvas").scroll_into_view_if_needed()
-    box = tab.locator("canvas").bounding_box()
-    most = max(d["rounds"] for d in DIALOGUES)
-    for part in range(20):                                          # a click in the cloud of the first round
-        tab.mouse.click(box["x"] + 48 + 0.5 * (box["width"] - 48) / most, box["y"] + 70 + 8 * part)
-        if "#d=" in tab.url:
-            break
-    assert re.search(r"#d=\d+&turn=1$", tab.url) and tab.locator(".turn.named").is_visible()
-
 
 def test_candidates_are_ranked_and_marked(at):
     tab = at("#view=candidates&s=3")
@@ -469,54 +435,22 @@ def test_candidates_are_ranked_and_marked(at):
     assert one["history"][0]["text"].split("\n")[0] in tab.inner_text("#candidates .turn")
     tab.keyboard.press("k")
     assert "s=2" in tab.url
-    at("#view=candidates&s=0")
-    tab.click("text=its dialogue")
-    assert tab.url.endswith("#d=0&turn=1")
-    tab.click("summary:has-text('16 candidates of this turn')")
-    tab.wait_for_selector("#turn-0-1 .candidates")
-    assert tab.locator("#turn-0-1 .candidates tbody tr").count() == 16
 
-
-def test_failures(at):
-    tab = at("#view=failures")
-    failed = [d for d in DIALOGUES if d.get("failed")]
-    cut = [turn for d in DIALOGUES for turn in d["turns"] if turn.get("cut")]
-    leaks = [turn for d in DIALOGUES for turn in d["turns"] if turn.get("leak")]
-    assert shown(tab, ".tabs a")[:3] == [f"failed tests ({len(failed)})", f"leaks ({len(leaks)})",
-                                             f"cut turns ({len(cut)})"]
-    assert tab.locator(".failure").count() == 20
-    assert tab.locator(".failure >> nth=0").locator("tbody tr").count() == len(failed[0]["failed"])
-    tab.select_option("#w-m", "sweet")
-    own = [d for d in failed if d["m"] == 2]
-    assert shown(tab, "#failures [role=status]") == [f"{len(own)} of {len(failed)}"]
-    tab.select_option("#w-m", "")
-    tab.click("#w-leaks")
-    assert tab.locator(".failure").count() == min(20, len(leaks))
-    assert "shows the reference: code" in tab.inner_text(".failure")
-    tab.click("#w-cut")
-    assert tab.locator(".failure").count() == min(20, len(cut))
-    assert "cut by the token limit" in tab.inner_text(".failure")
-    tab.keyboard.press("j")
-    tab.keyboard.press("Enter")
-    assert re.search(r"#d=\d+&turn=\d+$", tab.url) and tab.locator(".turn.named").is_visible()
-
-
-def test_pages_side_by_side_with_a_slider(browser, tmp_path):
-    data = make_pages(tmp_path) | {"left_out": "6 dialogues are left out"}
+def test_screenshots_of_a_page_side_by_side_with_a_slider(browser, tmp_path):
+    data = make_pages(tmp_path)
     page = Page(browser, write(tmp_path / "report.html", data))
-    tab = page.open("#view=failures")
-    worst = sorted(data["dialogues"], key=lambda d: d["reward"])
-    first = next(i for i, d in enumerate(worst) if d["m"] == 1)
-    assert "6 dialogues are left out" in tab.inner_text("#failures")
-    article = tab.locator(".failure").nth(first)
-    assert article.locator("img").count() == 4 and f"reward {worst[first]['similarity']:.3f}" in article.inner_text()
-    assert article.locator("img").evaluate_all("all => all.map(image => image.naturalWidth)") == [320] * 4
-    bare = next(i for i, d in enumerate(worst) if d["m"] == 0)
-    assert tab.locator(".failure").nth(bare).locator(".none").inner_text() == "no screenshot in this page"
+    bare, drawn = 0, 1                                               # the first method has no screenshots
+    tab = page.open(f"#d={bare}")
+    tab.check("#secrets")
+    assert tab.locator("#dialogue .none").inner_text() == "no screenshot in this page"
+    tab.goto(f"{page.address}#d={drawn}")
+    assert f"reward {data['dialogues'][drawn]['similarity']:.3f}" in tab.inner_text("#dialogue .about")
+    images = tab.locator("#dialogue img")
+    assert images.evaluate_all("all => all.map(image => image.naturalWidth)") == [320] * 4
     clip = "image => getComputedStyle(image).clipPath"
-    assert article.locator(".stack img").last.evaluate(clip) == "inset(0px 0px 0px 50%)"
-    article.locator("input[type=range]").fill("80")
-    assert article.locator(".stack img").last.evaluate(clip) == "inset(0px 0px 0px 80%)"
+    assert tab.locator(".stack img").last.evaluate(clip) == "inset(0px 0px 0px 50%)"
+    tab.locator("#dialogue input[type=range]").fill("80")
+    assert tab.locator(".stack img").last.evaluate(clip) == "inset(0px 0px 0px 80%)"
     tab.goto(page.address + "#view=dialogues&reward=0")
     assert numbers(tab) == [i for i, d in enumerate(data["dialogues"]) if d["reward"] < 0.25]
     assert "A page for shop" in tab.inner_text("#list") and tab.title() == "Evaluation"
@@ -585,8 +519,8 @@ def test_a_text_has_its_own_direction(hostile, hostile_tab):
 
 
 def test_every_address_shows_something(hostile, hostile_tab):
-    views = ("compare", "advantages", "candidates", "failures", "failures&what=faults", "failures&what=leaks",
-             "failures&what=pages", "dialogues&q=%3Cscript", "dialogues&q=__proto__", "dialogues&sort=constructor",
+    views = ("compare", "advantages", "candidates", "failures", "dialogues&q=%3Cscript", "dialogues&q=__proto__",
+             "dialogues&sort=constructor",
              "__proto__", "constructor", "dialogues&m=constructor&kind=__proto__&page=-7",
              "compare&t=__proto__&pick=a,99999", "<script>")
     for fragment in (*(f"view={view}" for view in views), "d=__proto__", "d=-1&turn=x", "d=99999999", "s=1e9",
@@ -640,7 +574,7 @@ def test_missing_pieces_leave_their_section_out(browser, tmp_path):
                 turn.pop(key, None)
     page = Page(browser, write(tmp_path / "report.html", data))
     tab = page.open()
-    assert shown(tab, "#nav a") == ["Results", "Dialogues", "Compare", "Failures"]
+    assert shown(tab, "#nav a") == ["Results", "Dialogues", "Compare"]
     tab.goto(page.address + "#d=4")
     assert tab.locator(".turn").count() == len(data["dialogues"][4]["turns"])
     assert not {"advantage", "no."} & set(shown(tab, "#list th"))
@@ -648,13 +582,11 @@ def test_missing_pieces_leave_their_section_out(browser, tmp_path):
     for view in ("advantages", "candidates"):
         tab.goto(page.address + f"#view={view}")
         assert shown(tab, "#nav a[aria-current]") == ["Results"]
-    tab.goto(page.address + "#view=failures")
-    assert shown(tab, "#failures") == ["No failed test, leak, cut turn or fault."]
     page.close()
 
 
-VIEWS = ("results", "dialogues", "compare", "advantages", "candidates", "failures", "dialogues&sort=reward",
-         "dialogues&sort=-advantage", "dialogues&reward=failed", "failures&what=faults")
+VIEWS = ("results", "dialogues", "compare", "advantages", "candidates", "dialogues&sort=reward",
+         "dialogues&sort=-advantage", "dialogues&reward=failed")
 
 
 def test_a_page_that_had_to_leave_dialogues_out_says_so_in_each_view(browser, tmp_path):
@@ -665,15 +597,12 @@ def test_a_page_that_had_to_leave_dialogues_out_says_so_in_each_view(browser, tm
     page.close()
 
 
-def test_a_page_without_a_dialogue_opens(browser, tmp_path):
-    page = Page(browser, write(tmp_path / "report.html", make_data(0), advantages=None))
+def test_pages_without_dialogues_or_numbers_open(browser, tmp_path):
+    """As page_data leaves the advantage out where a critic gives no finite number."""
+    page = Page(browser, write(tmp_path / "empty.html", make_data(0), advantages=None))
     for view in VIEWS:
         assert page.open(f"#view={view}").locator("#nav a[aria-current]").count() == 1
     page.close()
-
-
-def test_numbers_that_are_missing_leave_their_place_empty(browser, tmp_path):
-    """As page_data leaves the advantage out where a critic gives no finite number."""
     data = make_data(4, num_states=2) | {"critic": None}
     for d in data["dialogues"][:4]:
         for key in ("reward", "advantage", "sample"):
@@ -695,10 +624,8 @@ def test_a_page_of_very_many_dialogues_and_turns_opens(browser, tmp_path):
            "turns": [{"who": "user", "text": "?"}, {"who": "agent", "text": "a", "advantage": 0.5}]}
     data["dialogues"] += [one] * 130_000
     data["dialogues"].append(one | {"turns": one["turns"] * 5_000, "rounds": 5_000})
-    advantages = {"by_kind": [], "by_round": [], "agreement": []}
-    page = Page(browser, write(tmp_path / "report.html", data, advantages=advantages))
+    page = Page(browser, write(tmp_path / "report.html", data))
     assert shown(page.open("#view=dialogues"), "#counter") == ["130,003 of 130,003 dialogues"]
-    assert page.open("#view=advantages").locator("canvas").is_visible()
     assert page.open("#d=130002").locator("#dialogue .turn").count() == 10_000
     page.close()
 
@@ -725,13 +652,15 @@ def contrast(tab, selector):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_contrast_and_width_of_a_phone(browser, small, scheme):
-    page = Page(browser, small.path, color_scheme=scheme, viewport={"width": 400, "height": 800})
+    page = Page(browser, small.path, color_scheme=scheme, viewport={"width": 375, "height": 800})
     failed = next(i for i, d in enumerate(DIALOGUES) if d["reward"] < 1)
     for fragment in ("", "#view=dialogues", f"#d={failed}&turn=1", "#view=compare&t=1", "#view=advantages",
-                     "#view=candidates&s=1", "#view=failures", "#view=failures&what=cut"):
+                     "#view=candidates&s=1"):
         tab = page.open(fragment)
         tab.check("#secrets")
-        assert tab.evaluate("document.documentElement.scrollWidth") <= 400, fragment
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 375, fragment
+        cells = tab.locator(".results td, .candidates td").locator("visible=true").all()
+        assert all(cell.bounding_box()["x"] + cell.bounding_box()["width"] <= 375 for cell in cells), fragment
         texts = "p, a, button:not(:disabled), th, td, span:not([aria-hidden]), label, li, pre, h1, h2, h3, b"
         assert contrast(tab, texts) >= 4.5, fragment
     page.close()
@@ -740,8 +669,8 @@ def test_contrast_and_width_of_a_phone(browser, small, scheme):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_plots_are_seen_in_both_schemes(browser, tmp_path, scheme):
     from PIL import Image
-    plot = ("Rounds", rounds_svg({"a": [1, 2, 2]}), "By hand.")
-    page = Page(browser, write(tmp_path / "plots.html", make_data(2), plots=[plot]), color_scheme=scheme)
+    plots = report_plots("success_rate", {}, {"a": [{"step": step, "loss": 1 / step} for step in range(1, 9)]})
+    page = Page(browser, write(tmp_path / "plots.html", make_data(2), plots=plots), color_scheme=scheme)
     shot = Image.open(io.BytesIO(page.open("").locator("figure svg").screenshot())).convert("L")
     darkest, lightest = shot.getextrema()
     assert lightest - darkest > 150

@@ -4,11 +4,11 @@ import asyncio
 import collections
 import functools
 import os
-import pathlib
 import signal
 import time
 
 import pytest
+from test_servers import few_retries, log_of  # noqa: F401
 
 import common
 import lib.servers
@@ -22,16 +22,6 @@ from lib.servers import NoRoom, Reply, ReplyError
 rollout = stage(2)
 BASE = ROOT / "models" / "tiny"
 PROMPTS = ["A price", "The sum of", "Can you tell me", "Is it"]
-
-
-def log_of(server):
-    path = pathlib.Path(server["log"])
-    return read(path) if path.exists() else []
-
-
-@pytest.fixture(autouse=True)
-def few_retries(monkeypatch):
-    monkeypatch.setattr(lib.servers, "RETRIES", 1)
 
 
 @pytest.fixture(scope="module")
@@ -99,34 +89,29 @@ def test_two_servers_share_the_requests_and_give_what_is_sampled_here(local, cle
 
 
 def test_a_misbehaving_server_changes_no_reply(local, serve, monkeypatch):
-    """Errors, rate limits, half and cut replies, wrong ids, one that never comes."""
+    """Errors, rate limits, half and cut replies, ids without an end, one that never comes."""
     monkeypatch.setattr(lib.servers, "TIMEOUT_S", 3)
     monkeypatch.setattr(lib.servers, "RETRIES", 9)
-    server = serve("--model", BASE, "--limit", 11, "--busy", 13, "--broken", 10, "--cut", 7, "--wrong-ids", 4,
+    server = serve("--model", BASE, "--limit", 11, "--busy", 13, "--broken", 10, "--cut", 7, "--no-end", 4,
                    "--hang-at", 6, "--strict")
     assert samples(served(f"{server['url']}#model")) == samples(local)
     assert len(log_of(server)) > 14
 
 
-@pytest.mark.parametrize("text, ended, tail, fault", [
-    ("What is it?", True, "<end>", None), ("What is it?", False, "", None), ("What is it?\ufffd", False, "", None),
-    ("<think>A plan.</think>What is it?", True, "<end>", None),                 # thoughts that it puts apart
-    ("When?", True, "<end>", "they say 'What is it?' and the text says 'When?'"),
-    ("", True, "<end>", "they say 'What is it?' and the text says ''"),
-    ("What is it?", True, "", "no end of the turn")])
-@pytest.mark.parametrize("thoughts", ["", "<think>A plan</think>"])
-def test_what_ids_must_be(text, ended, tail, fault, thoughts):
-    """Those of the text, with the end of the turn."""
+def test_what_ids_must_be():
     tokenizer = load_tokenizer(str(BASE))
     sampler = Sampler(tokenizer=tokenizer, server=lib.servers.Server("http://a/v1#m", 1))
-    ids = encode(tokenizer, thoughts + "What is it?") + [tokenizer.eos_token_id] * bool(tail)
-    prompt_tokens = len(encode(tokenizer, "A price"))
-    found = sampler.fault_of(Reply(text, ended, ids, prompt_tokens, 5), "A price", may_be_empty=True)
-    assert (found is None) == (fault is None) and (fault or "") in (found or "")
+    ids = encode(tokenizer, "What is it?")
+    whole = Reply("What is it?", True, [*ids, tokenizer.eos_token_id], len(encode(tokenizer, "A price")), 5)
+
+    def fault_of(**changes):
+        return sampler.fault_of(whole._replace(**changes), "A price", may_be_empty=True)
+    assert fault_of() is None and fault_of(ended=False, ids=ids) is None
+    assert fault_of(ids=ids) == "token ids without the end of the turn"
     with pytest.raises(InputError, match="http://a/v1#m: gives no token ids"):
-        sampler.fault_of(Reply(text, ended, None, prompt_tokens, 5), "A price", may_be_empty=True)
-    with pytest.raises(InputError, match=f"read 99 tokens, where this tokenizer and template make {prompt_tokens};"):
-        sampler.fault_of(Reply(text, ended, ids, 99, 5), "A price", may_be_empty=True)
+        fault_of(ids=None)
+    with pytest.raises(InputError, match=f"read 99 tokens, where this tokenizer and template make {whole[3]};"):
+        fault_of(prompt_tokens=99)
 
 
 def test_only_a_chat_needs_more_than_thoughts():
@@ -240,9 +225,9 @@ def test_candidates_of_a_server_are_those_of_this_machine_after_a_kill(few, gree
 
 
 def test_samplers_that_cannot_sample_are_one_line(few, tmp_path, clean, serve):
-    server = serve("--model", BASE, "--wrong-ids", 1)
+    server = serve("--model", BASE, "--no-end", 1)
     line = refused(4, *policy_flags(few, tmp_path / "a", "--sampler", f"{server['url']}#model"))
-    assert f"{server['url']}#model: wrong ids (they say " in line and "candidates.jsonl: " in line
+    assert f"{server['url']}#model: token ids without the end of the turn" in line and "candidates.jsonl: " in line
     line = refused(4, *policy_flags(few, tmp_path / "b", "--sampler", f"{clean['url']}#nobody"))
     assert "status 404" in line and "no model of this name there, or nothing that continues a prompt" in line
     for more in (["--sampler", BASE], ["--sampler", "http://a/v1#m", "--candidates", "c"]):
@@ -255,7 +240,7 @@ def test_samplers_that_cannot_sample_are_one_line(few, tmp_path, clean, serve):
 
 def test_best_of_n_of_a_server_keeps_the_ids_that_a_critic_reads(workspace, critic, tmp_path, serve, tiny):
     (tmp_path / "tasks").write_text("".join((workspace / "tasks.jsonl").read_text().splitlines(True)[:6]))
-    server = serve("--model", BASE, "--cut", 9, "--wrong-ids", 10)
+    server = serve("--model", BASE, "--cut", 9, "--no-end", 10)
     succeed("02_rollout.py", "--tasks", tmp_path / "tasks", "--agent", f"{server['url']}#model", "--agent-tokenizer",
             BASE, "--max-rounds", 2, "--max-new-tokens", 30, "--best-of", 3, "--critic", critic, "--concurrency", 2,
             "--out", tmp_path / "out")

@@ -37,7 +37,7 @@ def test_shellcheck():
 
 @pytest.mark.parametrize("human, samplers", [("rules", 0), ("some/model", 1), ("some/model", 2)])
 def test_every_command_of_the_dry_run_parses(human, samplers, tmp_path):
-    words = commands(HUMAN=human, SAMPLERS=str(samplers), OUT="out/of-a-test", NODES="3", MODEL="mine")
+    words = commands(HUMAN=human, SAMPLERS=str(samplers), OUT="out/of a-test", NODES="3", MODEL="mine")
     stages = [parsed(line) for line in words if any(word.endswith(".py") for word in line)]
     assert [number for number, _ in stages] == [1, 1, 2, 3, 4, 4, 4, 2, 2, 2, 2, 5]
     assert [args.method for number, args in stages if number == 4] == ["sweet", "mtdpo", "rft"]
@@ -52,7 +52,7 @@ def test_every_command_of_the_dry_run_parses(human, samplers, tmp_path):
     assert served == humans + ours + humans * 4
     [sweet] = [args for number, args in stages if number == 4 and args.method == "sweet"]
     assert sweet.sampler == (",".join(f"http://{host}:8000/v1" for host, _ in ours) + "#mine" if ours else None)
-    assert not (ROOT / "out" / "of-a-test").exists()
+    assert not (ROOT / "out" / "of a-test").exists()
 
 
 def test_jobs_are_submitted_one_after_the_other(tmp_path):

@@ -42,7 +42,7 @@ class Commands(dict):
             out.parent.mkdir(parents=True, exist_ok=True)
             out.touch()
         else:
-            (out / "scored").mkdir(parents=True)
+            out.mkdir(parents=True)
             (out / "candidates.jsonl").touch()
         if name == "05":
             write_report(out, dict(named.split("=") for named in args["files"]))
@@ -51,15 +51,10 @@ class Commands(dict):
 
 
 def write_report(folder, files):
-    """What 05 leaves of {name: its files}: in the first run two dialogues of a task, in others one."""
+    """What 05 leaves of {name: its files}."""
     metrics = {"n": 3, "success_rate": 0.5, "mean_rounds": 4.25, "ci95": [0.25, 0.75], "notes": [],
                "costs": {"trained_tokens": 10, "generated_tokens": 20}}
     (folder / "metrics.json").write_text(json.dumps(dict.fromkeys(files, metrics)))
-    for name, paths in files.items():
-        rows = [{"task_id": "a", "sample": 0, "run": 0, "reward": 0, "num_rounds": 3}]
-        rows += [{"task_id": "a", "sample": 1, "run": run, "reward": 1, "num_rounds": 3 + run}
-                 for run in range(len(paths.split(",")))]
-        (folder / "scored" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture
@@ -126,16 +121,16 @@ def test_run_sh_passes_its_variables_on(tmp_path):
     setup = (ROOT / "scripts" / "setup.sh").read_text()
     (tmp_path / "scripts" / "setup.sh").write_text(f"{setup}\nsetup_environment() {{ :; }}\n")
     python = tmp_path / ".venv" / "bin" / "python"
-    python.write_text('#!/bin/bash\necho "$*"\n')
+    python.write_text('#!/bin/bash\nprintf "%q " "$@"\n')
     python.chmod(0o755)
 
     def printed(*arguments, **variables):
         return subprocess.run(["bash", "run.sh", *arguments], cwd=tmp_path, text=True, capture_output=True,
                               env={"PATH": os.environ["PATH"], **variables}).stdout
-    assert printed("--domain", "sql", "4", OUT="x", TRAIN_TASKS="8", TEST_TASKS="5", ROUNDS="6") == (
-        "scripts/study.py base rft mtdpo sweet --chain 4 --domain sql --out x/sql/seed4 "
-        "--set dialogues=32 num_test=5 max_rounds=6\n")
-    assert printed("--domain", "sql").endswith("--chain 0 --domain sql --out out/sql\n")
+    assert printed("--domain", "sql", "4", OUT="x y", TRAIN_TASKS="8", TEST_TASKS="5", ROUNDS="6") == (
+        "scripts/study.py base rft mtdpo sweet --chain 4 --domain sql --out x\\ y/sql/seed4 "
+        "--set dialogues=32 num_test=5 max_rounds=6 ")
+    assert printed("--domain", "sql").endswith("--chain 0 --domain sql --out out/sql ")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -204,16 +199,12 @@ def test_every_arm_of_the_table_plays(call, domain):
     assert tested["samples"] == 1 and commands["o/seed1/test.jsonl"]["num_tasks"] == 7
 
 
-def test_the_tables(call):
+def test_the_table(call):
     call("rft", "--seeds", "5", "6", "--sizes", "80")
     with open("o/table.csv", newline="") as file:
         assert list(csv.DictReader(file)) == [{
             "method": "rft", "dialogues": "80", "round": "1", "n": "3", "success": "0.5", "rounds": "4.25",
             "trained_tokens": "10", "generated_tokens": "20", "low": "0.25", "high": "0.75"}]
-    with open("o/tasks.csv", newline="") as file:
-        assert [list(row.values()) for row in csv.DictReader(file)] == [
-            ["a", "0", "5", "rft@80", "0.0", "3"], ["a", "1", "5", "rft@80", "1.0", "3"],
-            ["a", "1", "6", "rft@80", "1.0", "4"]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -253,6 +244,23 @@ def test_a_step_is_a_line_with_its_last_result(tmp_path, capfd):
     assert capfd.readouterr().out.endswith(" s  success 0.75 | 3\n")
     study.run_step(tmp_path / "a.jsonl", ["-c", "import os; print(os.environ['OMP_NUM_THREADS'])"], threads=2)
     assert (tmp_path / "a.jsonl.log").read_text().endswith("bye\n2\n")
+
+
+def test_a_finished_step_is_not_asked_again_until_another_has_run(tmp_path, capfd):
+    out, log = tmp_path / "a.jsonl", tmp_path / "a.jsonl.log"
+    command = ["-c", "import sys; open(sys.argv[2], 'w'); print('success 1')"]
+
+    def run(command=command):
+        study.run_step(out, command)
+        return log.read_text().count("success"), capfd.readouterr().out.splitlines()
+    assert run()[1][0].endswith(f"begins (log: {log})")
+    assert run()[0] == 2                                             # it has run in this call
+    study.HAS_RUN.clear()
+    assert run() == (2, [])
+    assert run([*command, "--more"])[0] == 3
+    study.HAS_RUN.clear()
+    out.unlink()
+    assert run([*command, "--more"])[0] == 4
 
 
 def test_other_arms_are_played_where_one_fails(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ const DATA = JSON.parse($("data").textContent);
 const { methods: METHODS, tasks: TASKS, dialogues: DIALOGUES } = DATA;
 const KINDS = DATA.kinds || [], STATES = DATA.states || [];
 const IMAGES = new Map(Object.entries(DATA.images || {}));
-const SHOWN_CHARACTERS = 5000, ROWS_A_PAGE = 100, ITEMS_A_PAGE = 20;
+const SHOWN_CHARACTERS = 5000, ROWS_A_PAGE = 100;
 
 const BY_TASK = TASKS.map(() => []);
 DIALOGUES.forEach((d, number) => {
@@ -200,7 +200,7 @@ function show() {
   }
   if (before.view && before.view !== state.view) {                    // an id stands once in the page
     if (before.view === "dialogues") $("dialogue").replaceChildren();
-    else if (["compare", "candidates", "failures"].includes(before.view)) $(before.view).replaceChildren();
+    else if (["compare", "candidates"].includes(before.view)) $(before.view).replaceChildren();
   }
   VIEWS[state.view](before);
   if (focus && document.activeElement === document.body && $(focus)) $(focus).focus({ preventScroll: true });
@@ -359,7 +359,7 @@ function secrets(task, d) {
 
 /** One turn: who, what it says, its advantage. `known`: the numbers of the facts that are known before it, added to. */
 function turnCard(d, place, known) {
-  const turn = d.turns[place], agent = turn.who === "agent", all = TASKS[d.t].facts || [], one = STATES[turn.state];
+  const turn = d.turns[place], agent = turn.who === "agent", all = TASKS[d.t].facts || [];
   const answer = agent && place === d.agent[d.agent.length - 1] && d.answer ? turn.text.lastIndexOf(d.answer) : -1;
   const said = answer < 0 ? textBlock(turn.text) :
     [answer > 0 && textBlock(turn.text.slice(0, answer).trimEnd()), textBlock(d.answer, "pre", "text answer")];
@@ -368,9 +368,6 @@ function turnCard(d, place, known) {
     return el("p", { class: "secret learned" }, "\u2713 learned: ",
       el("span", { dir: "auto" }, all[fact] || String(fact)), ` (${known.size} of ${all.length} known)`);
   });
-  const candidates = one && el("details", { ontoggle: event => {
-    if (event.target.open && event.target.children.length === 1) event.target.append(candidateTable(one));
-  } }, el("summary", {}, `${several(one.candidates.length, "candidate")} of this turn`));
   const named = state.turn === String(place) && state.d === String(d.number) ? "named" : "";
   return el("div", { class: `turn ${agent ? "agent" : "user"} ${named}`, id: `turn-${d.number}-${place}` },
     el("p", { class: "who" }, el("b", {}, turn.who), agent && ` round ${d.agent.indexOf(place) + 1}`,
@@ -380,7 +377,7 @@ function turnCard(d, place, known) {
       turn.leak && badge(`\u26A0 shows the reference: ${turn.leak}`, "bad"),
       link(fresh({ view: "dialogues", d: d.number, turn: place }), "#" + place,
         { class: "anchor", "aria-label": `link to turn ${place}` })),
-    el("div", { class: "said" }, said, learned, candidates),
+    el("div", { class: "said" }, said, learned),
     given(turn.advantage) && advantageBar(turn.advantage));
 }
 
@@ -463,68 +460,6 @@ function methodBox(numbers, m, picks) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// turn advantages: all turns over the rounds
-
-function drawAdvantages() {
-  if (!ADVANTAGES.length) return;
-  const rounds = most(DIALOGUES, d => d.agent.length, 1), box = $("strip");
-  const label = "The advantage of every turn, by round; the table above has the means";
-  const canvas = el("canvas", { role: "img", "aria-label": label });
-  box.replaceChildren(el("h2", {}, "Every turn"), note("One mark is one turn: a disc above 0, a ring below. " +
-    "The line is the mean of a round. A click opens the dialogue."),
-    el("div", { class: "filters" }, choice("s-m", "method", "m", [["", "all"], ...METHODS.map(name => [name, name])]),
-      choice("s-kind", "kind of turn", "kind", [["", "all"], ...KINDS.map(kind => [kind, kind])])), canvas);
-  const width = canvas.clientWidth, height = 320, left = 48, bottom = 28, scale = window.devicePixelRatio || 1;
-  canvas.width = width * scale;
-  canvas.height = height * scale;
-  const pen = canvas.getContext("2d"), style = getComputedStyle(document.documentElement);
-  const color = name => style.getPropertyValue(name);
-  const full = FULL_BAR * 1.25, y = value => (height - bottom) * (0.5 - 0.48 * Math.max(-1, Math.min(1, value / full)));
-  const step = (width - left) / rounds, points = [];
-  pen.scale(scale, scale);
-  pen.font = "12px system-ui, sans-serif";
-  pen.fillStyle = color("--muted");
-  pen.strokeStyle = color("--line");
-  pen.textAlign = "right";
-  for (const value of [-FULL_BAR, -FULL_BAR / 2, 0, FULL_BAR / 2, FULL_BAR]) {
-    pen.fillText(value ? signed(value, 2) : "0", left - 8, y(value) + 4);
-    pen.fillRect(left, y(value), width - left, value ? 0.3 : 1);
-  }
-  pen.textAlign = "center";
-  for (let round = 1, every = Math.ceil(rounds / 50); round <= rounds; round += every) {
-    pen.fillText(String(round), left + (round - 0.5) * step, height - 8);
-  }
-  const sums = Array.from({ length: rounds }, () => [0, 0]);
-  for (const d of DIALOGUES) {
-    if (state.m && METHODS[d.m] !== state.m) continue;
-    d.agent.forEach((place, round) => {
-      const { advantage, kind } = d.turns[place];
-      if (advantage === undefined || (state.kind && kind !== state.kind)) return;
-      const x = left + (round + 0.5 + 0.7 * ((d.number * 0.618034) % 1 - 0.5)) * step;
-      points.push([x, y(advantage), d.number, place]);
-      sums[round][0] += advantage;
-      sums[round][1] += 1;
-      pen.globalAlpha = 0.45;
-      pen.beginPath();
-      pen.arc(x, y(advantage), 2, 0, 7);
-      pen.fillStyle = pen.strokeStyle = color(advantage < 0 ? "--minus" : "--plus");
-      if (advantage < 0) pen.stroke();
-      else pen.fill();
-    });
-  }
-  pen.globalAlpha = 1;
-  pen.fillStyle = color("--ink");
-  sums.forEach(([sum, count], round) => {
-    if (count) pen.fillRect(left + (round + 0.08) * step, y(sum / count) - 1.5, 0.84 * step, 3);
-  });
-  canvas.onclick = event => {
-    const far = ([x, height]) => (x - event.offsetX) ** 2 + (height - event.offsetY) ** 2;
-    const nearest = points.reduce((best, point) => !best || far(point) < far(best) ? point : best, null);
-    if (nearest && far(nearest) < 200) go(fresh({ view: "dialogues", d: nearest[2], turn: nearest[3] }));
-  };
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // candidates of a state
 
 function candidateTable(one) {
@@ -543,12 +478,11 @@ function candidateTable(one) {
 }
 
 function drawCandidates() {
-  const number = STATES[state.s] ? Number(state.s) : 0, one = STATES[number], task = TASKS[one.t], d = DIALOGUES[one.d];
+  const number = STATES[state.s] ? Number(state.s) : 0, one = STATES[number], task = TASKS[one.t];
   const where = `state ${counted(number + 1)} of ${counted(STATES.length)}, round ${one.turn + 1}`;
   $("candidates").replaceChildren(
     el("div", { class: "filters" }, moves("state", " state", step => STATES[number + step]),
-      el("span", { class: "muted" }, where),
-      d && link(fresh({ view: "dialogues", d: one.d, turn: d.agent[one.turn] }), "its dialogue")),
+      el("span", { class: "muted" }, where)),
     el("p", { class: "lead" }, "The policy wrote these turns for one state, and the critic ranked them. A pair has a " +
       "chosen turn \u25B2 of the better half and a rejected turn \u25BC of the worse half. " +
       "The double line parts the halves."),
@@ -560,48 +494,10 @@ function drawCandidates() {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// failures
-
-const turnsWith = key =>
-  DIALOGUES.flatMap(d => d.turns.flatMap((turn, place) => turn[key] ? [{ d, place }] : []));
-const dialoguesWith = test => DIALOGUES.filter(test).map(d => ({ d }));
-const oneTurn = ({ d, place }) => turnCard(d, place, new Set());
-const FAILURES = {                                                  // heading, items, how an item is shown
-  tests: ["failed tests", () => dialoguesWith(d => d.failed && d.failed.length), ({ d }) => failedTests(d)],
-  leaks: ["leaks", () => turnsWith("leak"), oneTurn],
-  cut: ["cut turns", () => turnsWith("cut"), oneTurn],
-  faults: ["faults", () => dialoguesWith(d => d.faults && d.faults.length),
-    ({ d }) => el("ul", {}, d.faults.map(fault => el("li", {}, fault)))],
-  pages: ["pages", () => dialoguesWith(d => d.image || TASKS[d.t].image).sort((a, b) => a.d.reward - b.d.reward),
-    ({ d }) => comparison(d)],
-};
-let failures = null;
-
-function drawFailures() {
-  failures = failures || Object.fromEntries(Object.entries(FAILURES).map(([what, [, find]]) => [what, find()]));
-  const there = Object.keys(failures).filter(what => failures[what].length);
-  if (!there.length) return $("failures").replaceChildren(note("No failed test, leak, cut turn or fault."));
-  const what = there.includes(state.what) ? state.what : there[0];
-  const items = failures[what].filter(({ d }) => !state.m || METHODS[d.m] === state.m);
-  const tab = one => link({ what: one, page: null }, `${FAILURES[one][0]} (${counted(failures[one].length)})`,
-    { id: `w-${one}`, "aria-current": one === what && "page" });
-  const title = ({ d, place }) => link(fresh({ view: "dialogues", d: d.number, turn: place }),
-    firstLine(TASKS[d.t].request), { class: "open", dir: "auto" });
-  $("failures").replaceChildren(
-    el("div", { class: "filters" }, el("nav", { class: "tabs", "aria-label": "Kinds of failures" }, there.map(tab)),
-      choice("w-m", "method", "m", [["", "all"], ...METHODS.map(name => [name, name])]),
-      el("span", { role: "status" }, `${counted(items.length)} of ${counted(failures[what].length)}`)),
-    what === "pages" && DATA.left_out ? note(DATA.left_out) : "",
-    ...onPage(items, ITEMS_A_PAGE).map(item => el("article", { class: "failure" },
-      el("h3", {}, title(item)), facts(item.d), FAILURES[what][2](item))),
-    pager(items.length, ITEMS_A_PAGE) || "");
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
 // keys, and the start
 
-const VIEWS = { results: () => {}, dialogues: drawDialogues, compare: drawCompare, advantages: drawAdvantages,
-  candidates: drawCandidates, failures: drawFailures };
+const VIEWS = { results: () => {}, dialogues: drawDialogues, compare: drawCompare, advantages: () => {},
+  candidates: drawCandidates };
 
 /** To the next (1) or previous (-1) dialogue, task or state; in a list, to the next row. */
 function next(step) {
@@ -631,7 +527,7 @@ document.addEventListener("keydown", event => {
     if (event.key === "Escape" && !event.target.closest("dialog")) event.target.blur();
     return;
   }
-  const inList = state.view === "failures" || (state.view === "dialogues" && !state.d);
+  const inList = state.view === "dialogues" && !state.d;
   if (KEYS[event.key] && !(arrow && event.target.closest("pre, .scroll[tabindex]"))) {
     if (/Up|Down/.test(event.key) && !inList) return;                                   // they scroll
     next(KEYS[event.key]);
@@ -654,7 +550,4 @@ $("left-out").hidden = !DATA.left_out;
 for (const id of ["nav", "switch", "help-button"]) $(id).hidden = false;
 for (const tab of [...$("nav").children]) if (tab.dataset.view === "candidates" && !STATES.length) tab.remove();
 window.addEventListener("hashchange", show);
-const redraw = () => state.view === "advantages" && drawAdvantages();
-window.addEventListener("resize", redraw);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
 show();

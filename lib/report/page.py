@@ -3,19 +3,19 @@
 Models wrote most of what the page shows. Their texts stand in one JSON element (as_json), and the script makes text
 nodes of them; the page's policy lets no other script run."""
 import base64
-import collections
 import hashlib
 import io
 import json
 import math
 import pathlib
+import subprocess
+import time
 
 from lib.runtime import whole_file
 from lib.statistics import heading_of
 
 MAX_BYTES = 19_000_000                # of dialogues with their tasks and screenshots in the page
-MAX_STATE_BYTES = 4_000_000           # of the states of --candidates
-MAX_STATES = 300
+MAX_STATES = 100                      # of --candidates
 MAX_TEXT = 20_000                     # characters of a text; the rest is cut
 IMAGE_BYTES = 25_000                  # of a screenshot in the page, about
 
@@ -41,14 +41,10 @@ def page_data(files, domain, metric, critic=None, states=()):
             if reference_image:
                 tasks[task_id]["image"] = reference_image
     shown_dialogues, left_out = fitting_dialogues(dialogues, tasks)
-    shown_states = fitting_states(states)
-    if len(shown_states) < len(states):
-        number = len(states) - len(shown_states)
-        left_out.append(f"{number:,} of {len(states):,} states are left out, at equal distances")
-    for state in shown_states:
+    page_states = []
+    for state in states[::max(1, -(-len(states) // MAX_STATES))]:           # at equal distances
         tasks.setdefault(state["task_id"], task_data(state, domain))
-    page_states = list(map(state_data, shown_states))
-    link_states(page_states, shown_dialogues)
+        page_states.append(state_data(state))
     places = {}                                                      # {task_id: its number in the page}
     for item in [*shown_dialogues, *page_states]:
         item["t"] = places.setdefault(item["t"], len(places))
@@ -58,7 +54,7 @@ def page_data(files, domain, metric, critic=None, states=()):
     return {"metric": metric, "heading": heading_of(metric), "graded": domain.MIN_RETURN_GAP is not None,
             "methods": list(files), "critic": critic, "kinds": sorted(kinds),
             "tasks": [tasks[task_id] for task_id in places], "dialogues": shown_dialogues, "states": page_states,
-            "left_out": "; ".join(left_out) or None}
+            "left_out": left_out}
 
 
 def slim(row):
@@ -183,64 +179,31 @@ def state_data(state):
             "chosen": candidate["chosen"],
             "rejected": candidate["rejected"],
         }))
-    return {"d": None, "t": state["task_id"], "sample": state["sample"], "turn": state["turn"], "history": history,
-            "candidates": candidates}
-
-
-def link_states(states, dialogues):
-    """Give every state the number of a dialogue that goes on from it ("d"), and that dialogue's turn the number of the
-    state ("state")."""
-    numbers = {}                                                     # {(task_id, sample): numbers of dialogues}
-    for number, dialogue in enumerate(dialogues):
-        numbers.setdefault((dialogue["t"], dialogue["sample"]), []).append(number)
-    for number, state in enumerate(states):
-        texts = [turn["text"] for turn in state["history"]]
-        for d in numbers.get((state["t"], state["sample"]), []):
-            turns = dialogues[d]["turns"]
-            if [turn["text"] for turn in turns[:len(texts)]] == texts and len(turns) > len(texts):
-                state["d"] = d
-                turns[len(texts)]["state"] = number
+    return {"t": state["task_id"], "turn": state["turn"], "history": history, "candidates": candidates}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # what fits into the page
 
 def fitting_dialogues(dialogues, tasks):
-    """(the dialogues that fit into MAX_BYTES, in their order, [a line about the others]).
+    """(the dialogues that fit into MAX_BYTES, in their order; a line about the others, or None).
 
-    The first dialogue of every task comes before a second one. Tasks come in the order of a hash of their id, each with
-    the dialogues of all methods: a sample that is the same in every report."""
-    counts, order = collections.Counter(), []
-    for number, dialogue in enumerate(dialogues):
-        counts[dialogue["m"], dialogue["run"], dialogue["t"]] += 1
-        nth = counts[dialogue["m"], dialogue["run"], dialogue["t"]]
-        order.append((nth, hashlib.sha256(dialogue["t"].encode(errors="replace")).digest(), number))
-    room, numbers, shown_tasks = MAX_BYTES, [], set()
-    for _, _, number in sorted(order):
-        task_id = dialogues[number]["t"]
-        room -= size_of(dialogues[number])
-        if task_id not in shown_tasks:
-            room -= size_of(tasks[task_id])
+    Tasks come in the order of a hash of their id, each with all of its dialogues: a sample that is the same in every
+    report."""
+    by_task = {}
+    for dialogue in dialogues:
+        by_task.setdefault(dialogue["t"], []).append(dialogue)
+    room, shown_tasks = MAX_BYTES, set()
+    for task_id in sorted(by_task, key=lambda task_id: hashlib.sha256(task_id.encode(errors="replace")).digest()):
+        room -= size_of(tasks[task_id]) + sum(map(size_of, by_task[task_id]))
         if room < 0:
             break
         shown_tasks.add(task_id)
-        numbers.append(number)
-    if len(numbers) == len(dialogues):
-        return dialogues, []
-    line = (f"{len(dialogues) - len(numbers):,} of {len(dialogues):,} dialogues are left out, as the page holds at "
-            f"most {MAX_BYTES / 10 ** 6:g} MB of them; shown are {len(shown_tasks):,} of {len(tasks):,} tasks, the "
-            "same ones for all names that have them; scored/ has all dialogues")
-    return [dialogues[number] for number in sorted(numbers)], [line]
-
-
-def fitting_states(states):
-    """At most MAX_STATES and MAX_STATE_BYTES of the states, at equal distances."""
-    number = min(len(states), MAX_STATES)
-    while True:
-        shown = [states[i * len(states) // number] for i in range(number)]
-        if sum(size_of(state_data(state)) for state in shown) <= MAX_STATE_BYTES:
-            return shown
-        number //= 2
+    shown = [dialogue for dialogue in dialogues if dialogue["t"] in shown_tasks]
+    if len(shown) == len(dialogues):
+        return dialogues, None
+    return shown, (f"shown are the dialogues of {len(shown_tasks):,} of {len(tasks):,} tasks, as the page holds at "
+                   f"most {MAX_BYTES / 10 ** 6:g} MB of them; scored/ has all")
 
 
 def size_of(item):
@@ -275,11 +238,21 @@ def screenshots(data, folder):
     return images
 
 
+def about_lines(command, rollouts):
+    """What the page says of its making: models and seeds, the command, commit and date.
+
+    rollouts: {name: the arguments of 02 that made its first file}."""
+    made = [f"{name}: {args['agent']}, seed {args['seed']}" for name, args in rollouts.items() if args]
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=pathlib.Path(__file__).parent, text=True,
+                         capture_output=True)
+    return ["; ".join(made), f"{command} (commit {git.stdout.strip() or 'unknown'}, {time.strftime('%Y-%m-%d')})"]
+
+
 def write_report(path, data, images, **variables):
     """Write the page: page.html with page.css and page.js beside it in this folder. data: page_data; images: the folder
-    of this run's screenshots; variables: metrics, metric, headings, rows (of the comparison), notes [line], tables
-    {heading: text}, plots [(title, SVG, caption)], advantages (None, or {"by_kind", "by_round":
-    advantage_rows, "agreement": [line]})."""
+    of this run's screenshots; variables: about (lines), metrics, metric, headings, rows (of the comparison), notes
+    [line], tables {heading: text}, plots [(title, SVG, caption)], advantages (None, or {"by_kind", "by_round":
+    advantage_rows})."""
     from jinja2 import Environment, FileSystemLoader
     from markupsafe import Markup
     folder = pathlib.Path(__file__).parent

@@ -1,5 +1,5 @@
-"""Plots of the report: SVG elements in one colour, the page's own (currentColor); lines differ by dashes, markers."""
-import collections
+"""Plots of the report: SVG elements whose texts and axes have the page's own colour (currentColor). Lines differ by
+colours that colour-blind people can tell apart, by dashes and by markers."""
 import io
 import itertools
 import math
@@ -9,6 +9,7 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.figure import Figure
 
+COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"       # of Okabe and Ito
 DASHES = "-", "--", ":"
 MARKERS = "o", "s", "D", "^", "v"
 PANELS = {"loss": "loss", "acc": "pair accuracy", "margin": "margin", "nll": "log-probability of a chosen token",
@@ -30,13 +31,12 @@ STYLE = {
 
 def look(number):
     """How the line of a number is drawn."""
-    return {"linestyle": DASHES[number % 3], "marker": MARKERS[number % 5], "color": "black", "markersize": 5}
-
-
-def new_figure(size=(7, 4), rows=1, columns=1):
-    """(a figure of so many inches, its axes)."""
-    figure = Figure(size, layout="constrained")
-    return figure, figure.subplots(rows, columns)
+    return {
+        "color": COLOURS[number % 6],
+        "linestyle": DASHES[number % 3],
+        "marker": MARKERS[number % 5],
+        "markersize": 5,
+    }
 
 
 def as_svg(figure, name):
@@ -52,57 +52,25 @@ def as_svg(figure, name):
 # ---------------------------------------------------------------------------------------------------------------------
 # the plots
 
-@rc_context(STYLE)
-def known_svg(metrics):
-    """Of each method the share of dialogues in which all was known, and the success among these."""
-    figure, axes = new_figure()
-    for number, (name, method) in enumerate(metrics.items()):
-        marker = look(number) | {"linestyle": "", "markersize": 8, "fillstyle": "none"}    # points may lie together
-        axes.plot(method["all_known"], method["success_when_known"], **marker, label=name)
-    axes.set_xlim(0, 1.05)
-    axes.set_ylim(0, 1.05)
-    axes.set_xlabel("share of the dialogues in which all was known before the last turn")
-    axes.set_ylabel("success among these")
-    axes.grid()
-    figure.legend(loc="outside right upper")
-    return as_svg(figure, "known")
-
-
-@rc_context(STYLE)
-def rounds_svg(rounds):
-    """rounds: {name: [number of rounds of each dialogue]}."""
-    figure, axes = new_figure()
-    lengths = range(1, 1 + max(map(max, rounds.values())))
-    for number, (name, lengths_of_name) in enumerate(rounds.items()):
-        counts = collections.Counter(lengths_of_name)
-        axes.plot(lengths, [counts[length] / len(lengths_of_name) for length in lengths], **look(number), label=name)
-    axes.set_xlabel("rounds")
-    axes.set_ylabel("share of the dialogues")
-    axes.set_ylim(bottom=0)
-    axes.grid(axis="y")
-    figure.legend(loc="outside right upper")
-    return as_svg(figure, "rounds")
-
-
-@rc_context(STYLE)
-def curve_svg(curves, metric):
+def curve_figure(curves, metric, x_label):
     """`metric` against N, with 95 % error bars. curves: {label: {N: metrics of the method}}."""
-    figure, axes = new_figure()
+    figure = Figure((7, 4), layout="constrained")
+    axes = figure.subplots()
     ticks = sorted(set().union(*curves.values()))
     for number, (label, points) in enumerate(curves.items()):
         sizes = sorted(points)
         shift = 1 + 0.02 * (number - (len(curves) - 1) / 2)          # points of one N side by side
         means = np.array([points[size][metric] for size in sizes])
-        bounds = np.array([points[size]["ci95"] for size in sizes])                        # (sizes, 2)
+        bounds = np.array([points[size].get("ci95", 2 * [points[size][metric]]) for size in sizes])      # (sizes, 2)
         errors = abs(bounds.T - means)                                                     # (2, sizes)
         axes.errorbar(np.multiply(sizes, shift), means, errors, **look(number), capsize=3, label=label)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, labels=map(str, ticks), minor=False)
-    axes.set_xlabel("N")
+    axes.set_xlabel(x_label)
     axes.set_ylabel(metric.replace("_", " "))
     axes.grid(axis="y")
     figure.legend(loc="outside right upper")
-    return as_svg(figure, "curve")
+    return figure
 
 
 def smoothed(values):
@@ -127,7 +95,8 @@ def history_points(rows, key):
 @rc_context(STYLE)
 def training_svg(histories):
     """histories: {name: rows of a metrics.jsonl}; a panel for each of PANELS that one of them has, smoothed."""
-    figure, all_axes = new_figure(size=(9, 5), rows=2, columns=3)
+    figure = Figure((9, 5), layout="constrained")
+    all_axes = figure.subplots(2, 3)
     lines = {}                                                       # {name: its line in the last panel that has it}
     logged_keys = set().union(*itertools.chain(*histories.values()))
     panels = [key for key in PANELS if key in logged_keys]
@@ -147,22 +116,14 @@ def training_svg(histories):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-def report_plots(metrics, metric, files, curves, histories):
+def report_plots(metric, curves, histories):
     """[(title, SVG, caption)] of the report. curves: as curve_svg's; histories: as training_svg's."""
     plots = []
-    known = {name: method for name, method in metrics.items() if "success_when_known" in method}
-    if known:
-        plots.append(("What was known, what was made of it", known_svg(known), "To the right: the agent asked for "
-                      "what matters. Up: it made the right answer of what it knew."))
-    rounds = {name: list(map(num_rounds, trajectories)) for name, trajectories in files.items()}
-    plots.append(("Rounds", rounds_svg(rounds), "Turns of the agent in a dialogue, as shares of the dialogues."))
     if curves:
-        plots.append(("Curves", curve_svg(curves, metric), "The methods that are named LABEL@N."))
+        with rc_context(STYLE):
+            svg = as_svg(curve_figure(curves, metric, "N"), "curve")
+        plots.append(("Curves", svg, "The methods that are named LABEL@N."))
     if histories:
         plots.append(("Training", training_svg(histories), "metrics.jsonl of each model, as means over a twentieth of "
                       "the points; the gradient norm is that before clipping."))
     return plots
-
-
-def num_rounds(trajectory):
-    return sum(turn["role"] == "assistant" for turn in trajectory["dialogue_history"])

@@ -1,12 +1,9 @@
-"""Turn advantages (common.score_turns) by kind and by round; SWEET's candidates as 04 left them, and how far their
-critic agrees with the oracles of a domain."""
+"""Turn advantages (common.score_turns) by kind and by round; SWEET's candidates as 04 left them."""
 import pathlib
 
-from colbench import schema
-from colbench.schema import list_of, record, token_ids, whole
-from lib.runtime import InputError, read_jsonl
+from lib.runtime import read_jsonl
 from lib.servers import visible_text
-from lib.statistics import aligned, average_ranks, interval, mean, mean_of_groups, rank_correlation
+from lib.statistics import aligned, average_ranks, mean
 
 # ---------------------------------------------------------------------------------------------------------------------
 # turn advantages
@@ -57,44 +54,26 @@ def advantage_rows(metrics, key):
 # ---------------------------------------------------------------------------------------------------------------------
 # SWEET's candidates
 
-STATE_KEYS = {"task_id": schema.label, "sample": int, "turn": whole(0)}
-SIDE = record({"ids": token_ids})
-CANDIDATE = record({"ids": token_ids, "text": str, "ended": bool})
-SCORED = record({**STATE_KEYS, "task": dict, "history": list_of(record({"role": str, "content": str})),
-                 "candidates": list_of(CANDIDATE), "advantages": list_of(float)})
-PAIR = record({**STATE_KEYS, "chosen": SIDE, "rejected": SIDE})
-
-
 def read_states(folder):
     """The rows of scored.jsonl in 04's output folder, with "pairs" [(chosen, rejected)], numbers of candidates, by its
-    pairs.jsonl (of equal candidates the first). InputError where the two do not fit.
-
-    Candidates have "chosen" and "rejected": in how many pairs they are."""
-    path, pairs_path = pathlib.Path(folder, "scored.jsonl"), pathlib.Path(folder, "pairs.jsonl")
-    states, numbers = {}, {}                                         # by name; numbers: {(name, ids): the candidate's}
-    for state in read_jsonl(path, SCORED):
-        if len(state["candidates"]) != len(state["advantages"]):
-            raise InputError(f'{path}: task {state["task_id"]}: "candidates" and "advantages" differ in number')
-        name = state_name(state)
-        states[name] = {**state, "pairs": []}
-        for number, candidate in enumerate(state["candidates"]):
+    pairs.jsonl (of equal candidates the first). Candidates have "chosen" and "rejected": in how many pairs they are."""
+    states = {}
+    for state in read_jsonl(pathlib.Path(folder, "scored.jsonl"), {"task_id": str}):
+        states[state_name(state)] = {**state, "pairs": []}
+        for candidate in state["candidates"]:
             candidate["chosen"] = candidate["rejected"] = 0
-            numbers.setdefault((name, tuple(candidate["ids"])), number)
-    for pair in read_jsonl(pairs_path, PAIR):
-        name = state_name(pair)
-        chosen = numbers.get((name, tuple(pair["chosen"]["ids"])))
-        rejected = numbers.get((name, tuple(pair["rejected"]["ids"])))
-        if chosen is None or rejected is None:
-            raise InputError(f"{pairs_path}: a pair of task {pair['task_id']}, turn {pair['turn']}, is of no "
-                             f"candidates in {path}")
-        states[name]["pairs"].append((chosen, rejected))
-        states[name]["candidates"][chosen]["chosen"] += 1
-        states[name]["candidates"][rejected]["rejected"] += 1
+    for pair in read_jsonl(pathlib.Path(folder, "pairs.jsonl"), {"task_id": str}):
+        state = states[state_name(pair)]
+        actions = [candidate["ids"] for candidate in state["candidates"]]
+        chosen, rejected = actions.index(pair["chosen"]["ids"]), actions.index(pair["rejected"]["ids"])
+        state["pairs"].append((chosen, rejected))
+        state["candidates"][chosen]["chosen"] += 1
+        state["candidates"][rejected]["rejected"] += 1
     return list(states.values())
 
 
 def state_name(row):
-    return tuple(row[key] for key in STATE_KEYS)
+    return row["task_id"], row["sample"], row["turn"]
 
 
 def candidate_texts(state, domain):
@@ -123,53 +102,3 @@ def kind_lines(states, domain):
         rows.append(["all known" if known else "not all known", kind, str(len(ranks)), f"{mean(ranks):.2f}",
                      str(sum(chosen)), str(sum(rejected))])
     return aligned(["what the pairs say", "", "candidates", "rank", "chosen", "rejected"], rows) if rows else []
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# agreement of the critic that scored the candidates with a domain's oracles
-
-def agreement(states, domain):
-    """{oracle: agreement_with} of each of the domain's oracles that can score a state."""
-    agreements = {oracle: agreement_with(oracle, states, domain) for oracle in domain.ORACLES}
-    return {oracle: values for oracle, values in agreements.items() if values}
-
-
-def agreement_with(oracle, states, domain):
-    """How far the advantages of read_states agree with an oracle's scores; None where it tells no candidates apart.
-
-    "rank_correlation": Spearman's, of states whose candidates differ for the oracle: the mean of a task's states, then
-    the mean over tasks. "ci95": over tasks. "num_states", "num_pairs".
-    "right", "wrong": shares of the pairs whose chosen, whose rejected side has the higher score."""
-    correlations, gaps = {}, []                                      # {task_id: those of its states}; of the pairs
-    for state in states:
-        if domain.lacks(state["task"], oracle):
-            continue
-        scores = domain.oracle_scores(oracle, state["task"], state["history"], candidate_texts(state, domain))
-        for chosen, rejected in state["pairs"]:
-            gaps.append(scores[chosen] - scores[rejected])
-        if len(set(scores)) > 1:
-            correlation = rank_correlation(state["advantages"], scores)
-            correlations.setdefault(state["task_id"], []).append(correlation)
-    if not correlations or not gaps:
-        return None
-    mean_correlation, bounds = mean_of_groups(correlations)
-    return {
-        "rank_correlation": mean_correlation,
-        "ci95": bounds,
-        "num_states": sum(map(len, correlations.values())),
-        "num_pairs": len(gaps),
-        "right": sum(gap > 0 for gap in gaps) / len(gaps),
-        "wrong": sum(gap < 0 for gap in gaps) / len(gaps),
-    }
-
-
-def agreement_lines(agreements):
-    """A line for each oracle of `agreement`."""
-    lines = []
-    for oracle, values in agreements.items():
-        lines.append(
-            f"{oracle}: rank correlation of the critic's advantages with its scores {values['rank_correlation']:+.3f} "
-            f"{interval(values['ci95'], '+')} over {values['num_states']:,} states of --candidates; of "
-            f"{values['num_pairs']:,} pairs {values['right']:.1%} right, {values['wrong']:.1%} wrong, the rest equal "
-            "to it")
-    return lines
