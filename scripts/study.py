@@ -3,6 +3,7 @@
 Reads   scripts/arms.toml: the settings of the domains and of their arms. `base`, the base model, is an arm, too.
 Writes  OUT/seedN/: tasks, dialogues, critics and agents of a seed, beside each of them a log
         OUT/report/ (05); OUT/table.csv: a row for each arm and size, round or setting
+        OUT/tasks.csv: success and rounds of each task, seed and arm (scripts/table.py makes a table of it)
 
 The arms of a seed share tasks, dialogues and critics. The same command again goes on where the last one stopped. To
 make an arm again with other settings or other code, remove it: rm -r OUT/seed*/ARM*
@@ -32,6 +33,7 @@ import tomllib
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from colbench import DOMAINS  # noqa: E402
 from lib.flags import argument_parser  # noqa: E402
 from lib.runtime import InputError, run_stage  # noqa: E402
 
@@ -221,16 +223,27 @@ def report_files(study, points):
     return arguments
 
 
-def write_table(out, points):
-    """Write table.csv of what 05 has evaluated."""
+def write_tables(out, points, domain):
+    """Write table.csv and tasks.csv of what 05 has evaluated."""
     metrics = json.loads((out / "report" / "metrics.json").read_text())
-    rows = [table_row(runs[0], metrics[name]) for name, runs in points.items()]
-    columns = dict.fromkeys(itertools.chain(*rows))                  # of all rows, in their order
-    with open(out / "table.csv", "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(rows)
-    print(f"writes {out}/table.csv; the page: {out}/report/report.html")
+    eval_score = DOMAINS[domain["domain"]].eval_score
+    rows, task_rows = [], []
+    for name, runs in points.items():
+        rows.append(table_row(runs[0], metrics[name]))
+        with open(out / "report" / "scored" / f"{name}.jsonl", encoding="utf-8") as file:
+            for dialogue in map(json.loads, file):
+                task_rows.append({
+                    "task_id": dialogue["task_id"],
+                    "family": dialogue["task"].get("family"),
+                    "sample": dialogue["sample"],
+                    "seed": runs[dialogue.get("run", 0)].seed,       # 05 numbers the files of a name
+                    "arm": name,
+                    "success": float(eval_score(dialogue)),
+                    "rounds": dialogue["num_rounds"],
+                })
+    write_csv(out / "table.csv", rows)
+    write_csv(out / "tasks.csv", task_rows)
+    print(f"writes {out}/table.csv, {out}/tasks.csv; the page: {out}/report/report.html")
 
 
 def table_row(run, metrics):
@@ -241,6 +254,14 @@ def table_row(run, metrics):
             row[key.removesuffix("_rate").removeprefix("mean_")] = f"{value:.7g}"
     row["low"], row["high"] = metrics.get("ci95", ("", ""))
     return row
+
+
+def write_csv(path, rows):
+    columns = dict.fromkeys(itertools.chain(*rows))                  # of all rows, in their order
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -350,7 +371,7 @@ def main(argv=None):
         show(run_step(args.out / "report", ["05_evaluate.py", *report_files(study, points), *words], threads=2))
     except StepFailed:
         sys.exit(1)
-    write_table(args.out, points)
+    write_tables(args.out, points, domain)
 
 
 if __name__ == "__main__":

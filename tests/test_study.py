@@ -42,7 +42,7 @@ class Commands(dict):
             out.parent.mkdir(parents=True, exist_ok=True)
             out.touch()
         else:
-            out.mkdir(parents=True)
+            (out / "scored").mkdir(parents=True)
             (out / "candidates.jsonl").touch()
         if name == "05":
             write_report(out, dict(named.split("=") for named in args["files"]))
@@ -51,10 +51,15 @@ class Commands(dict):
 
 
 def write_report(folder, files):
-    """What 05 leaves of {name: its files}."""
+    """What 05 leaves of {name: its files}: in the first run two dialogues of a task, in others one."""
     metrics = {"n": 3, "success_rate": 0.5, "mean_rounds": 4.25, "ci95": [0.25, 0.75], "notes": [],
                "costs": {"trained_tokens": 10, "generated_tokens": 20}}
     (folder / "metrics.json").write_text(json.dumps(dict.fromkeys(files, metrics)))
+    for name, paths in files.items():
+        row = {"task_id": "a", "task": {"family": "f"}, "sample": 1, "reward": 1}
+        rows = [row | {"run": 0, "sample": 0, "reward": 0, "num_rounds": 3}]
+        rows += [row | {"run": run, "num_rounds": 3 + run} for run in range(len(paths.split(",")))]
+        (folder / "scored" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 @pytest.fixture
@@ -199,12 +204,18 @@ def test_every_arm_of_the_table_plays(call, domain):
     assert tested["samples"] == 1 and commands["o/seed1/test.jsonl"]["num_tasks"] == 7
 
 
-def test_the_table(call):
+def test_the_tables(call, capsys):
     call("rft", "--seeds", "5", "6", "--sizes", "80")
     with open("o/table.csv", newline="") as file:
         assert list(csv.DictReader(file)) == [{
             "method": "rft", "dialogues": "80", "round": "1", "n": "3", "success": "0.5", "rounds": "4.25",
             "trained_tokens": "10", "generated_tokens": "20", "low": "0.25", "high": "0.75"}]
+    with open("o/tasks.csv", newline="") as file:
+        assert [list(row.values()) for row in csv.DictReader(file)] == [
+            ["a", "f", "0", "5", "rft@80", "0.0", "3"], ["a", "f", "1", "5", "rft@80", "1.0", "3"],
+            ["a", "f", "1", "6", "rft@80", "1.0", "4"]]
+    importlib.import_module("scripts.table").main("o/tasks.csv")
+    assert capsys.readouterr().out.endswith("\nrft@80    0.750  [+0.500, +1.000]    3.33\n")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
