@@ -242,7 +242,7 @@ def about_lines(command, rollouts):
     """What the page says of its making: models and seeds, the command, commit and date.
 
     rollouts: {name: the arguments of 02 that made its first file}."""
-    made = [f"{name}: {args['agent']}, seed {args['seed']}" for name, args in rollouts.items() if args]
+    made = [f"{name}: {args.get('agent')}, seed {args.get('seed')}" for name, args in rollouts.items() if args]
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=pathlib.Path(__file__).parent, text=True,
                          capture_output=True)
     return ["; ".join(made), f"{command} (commit {git.stdout.strip() or 'unknown'}, {time.strftime('%Y-%m-%d')})"]
