@@ -259,7 +259,7 @@ def test_a_step_is_a_line_with_its_last_result(tmp_path, capfd):
 
 def test_a_finished_step_is_not_asked_again_until_another_has_run(tmp_path, capfd):
     out, log = tmp_path / "a.jsonl", tmp_path / "a.jsonl.log"
-    command = ["-c", "import sys; open(sys.argv[2], 'w'); print('success 1')"]
+    command = ["-c", "import sys; open(sys.argv[-1], 'w'); print('success 1')"]
 
     def run(command=command):
         study.run_step(out, command)
