@@ -13,7 +13,7 @@ import pytest
 
 import common
 from colbench import backend
-from colbench.dialogue import is_forced, UNCLEAR
+from colbench.dialogue import UNCLEAR
 from conftest import begin, call, Partial, rank_environments, read, refused, stage, succeed, wait, write
 from lib.engine import Engine
 from lib.models import load_tokenizer, stop_ids
@@ -294,7 +294,7 @@ def test_the_summary_says_how_many_dialogues_ended_without_the_marker(workspace,
     for row, last in zip(rows, ("hm?", f"So:\n{backend.MARKER}\nx", "hm?", f"{backend.MARKER}\nx")):
         row["dialogue_history"][-1]["content"] = last
     rows[2]["no_room"] = rows[3]["no_room"] = True
-    assert [is_forced(row) for row in rows] == [True, False, False, False]
+    assert [backend.measure([row])["forced_answers"] for row in rows] == [1, 0, 0, 0]
     assert backend.measure(rows)["forced_answers"] == 0.25
     line = rollout.summary(write(tmp_path / "rows", rows))
     assert " | 25.0% ended by --max-rounds | 2 ended because no further turn fits" in line
