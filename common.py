@@ -1040,21 +1040,17 @@ def trajectory_examples(trajectories, groups, tokenizer, sees_c, sight=None):
         turn_rows = vision.turn_rows(sight, [trajectories[number] for number in numbers], sees_c)
         items = {number: visual_item(rows) for number, rows in zip(numbers, turn_rows)}
     else:
-        kinds = collections.Counter()
-        items = {number: text_item(tokenizer, trajectories[number], sees_c, kinds) for number in numbers}
+        items, kinds = {}, collections.Counter()
+        for number in numbers:
+            trajectory = trajectories[number]
+            with_c = trajectory.get("informed") if sees_c is None else sees_c
+            info = hidden_info(trajectory["task"]) if with_c else None
+            items[number] = rows_of_trajectory(tokenizer, agent_turns(tokenizer, trajectory, kinds), info)
         say_kinds("agent turns", kinds)
     examples = []
     for group in groups:
         examples.append(Example([items[number] for number in group], [], trajectories[group[0]]["task_id"]))
     return examples
-
-
-def text_item(tokenizer, trajectory, sees_c, kinds):
-    """The item of a trajectory; arguments as of trajectory_examples and agent_turns (counts)."""
-    if sees_c is None:
-        sees_c = trajectory.get("informed")
-    info = hidden_info(trajectory["task"]) if sees_c else None
-    return rows_of_trajectory(tokenizer, agent_turns(tokenizer, trajectory, kinds), info)
 
 
 def advantages_of(scorer, examples, ref_values, normalize, max_tokens, device):
