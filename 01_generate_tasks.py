@@ -36,7 +36,7 @@ import warnings
 import common
 from colbench import ColBenchError, domain_of, DOMAINS, in_split, make_tasks, published, SPLITS, task_id, written
 from colbench.scorer import check_tasks, Scorer
-from lib import flags
+from lib import data, flags
 from lib.runtime import (
     add_costs,
     barrier,
@@ -217,7 +217,7 @@ def take_published(args):
     if is_done(vars(args), args.out, files):
         return
     for file in files:
-        rows += common.read_trajectories(file) if args.trajectories else common.read_tasks(file)
+        rows += data.read_trajectories(file) if args.trajectories else data.read_tasks(file)
     domain = DOMAINS[args.domain]
     if domain_of(rows[0].get("task", rows[0])) is not domain:
         raise InputError(f"{files[0]}: no tasks of --domain {args.domain}; pass --path FILE with such tasks")
@@ -234,7 +234,7 @@ def take_published(args):
     begin_output(vars(args), args.out, files)
     say(f"kept {len(chosen):,} of {len(rows):,} {'trajectories' if args.trajectories else 'tasks'}")
     if args.trajectories:
-        common.fill_rewards(chosen, vars(args))
+        data.fill_rewards(chosen, vars(args))
         write_system_prompt(pathlib.Path(f"{args.out}.system_prompt.txt"), chosen)
     write_jsonl(args.out, chosen)
 
@@ -295,7 +295,7 @@ SOURCES_OF = {"path": ["colbench", "websight"], "trajectories": ["colbench"], "m
 
 def check(args):
     """--check: print, and with --out write, what is wrong with the tasks of a file."""
-    tasks = common.read_tasks(args.check)
+    tasks = data.read_tasks(args.check)
     domain = domain_of(tasks[0])
     if domain.check_data is None:
         raise InputError(f"{args.check}: --check knows nothing to check about {domain.NOUN}s, which have no tests")

@@ -36,7 +36,7 @@ import torch
 
 import common
 from colbench import ColBenchError, domain_of, task_id
-from lib import flags
+from lib import data, flags
 from lib.models import load_tokenizer, tokenizer_name
 from lib.runtime import add_costs, begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
 from lib.sampling import add_rows, finish_rows, open_sampler, open_vision_sampler, Sampler
@@ -504,7 +504,7 @@ def open_samplers(domain, device, args):
 def open_players(domain, system, device, args):
     """The Players by the arguments. system: the agent's system prompt, or None."""
     out = pathlib.Path(args.out)
-    environment = common.environment(domain, f"{out}.images", out.parent, vars(args), device)
+    environment = data.environment(domain, f"{out}.images", out.parent, vars(args), device)
     players = Players(environment, device, **open_samplers(domain, device, args))
     tokenizer = players.agent and players.agent.tokenizer
     if tokenizer:
@@ -524,7 +524,7 @@ def open_critic(domain, tokenizer, device, args):
                          "--agent-tokenizer MODEL")
     common.load_critic(critic, common.load_whole(device, args.dtype))
     if critic.is_visual:
-        critic.sight = common.sight_of(critic.scorer.processor, domain, vars(args))
+        critic.sight = data.sight_of(critic.scorer.processor, domain, vars(args))
     return critic
 
 
@@ -545,10 +545,10 @@ def main(argv=None):
     args = parse_args(argv)
     runtime, out, begin_s = start(args.seed), pathlib.Path(args.out), time.perf_counter()
     if args.branch:
-        trajectories = common.read_trajectories(args.tasks)
+        trajectories = data.read_trajectories(args.tasks)
         tasks = [trajectory["task"] for trajectory in trajectories]
     else:
-        tasks = common.read_tasks(args.tasks)
+        tasks = data.read_tasks(args.tasks)
     domain = domain_of(tasks[0])
     check_players(tasks, domain, args)
     args.simulator_max_new_tokens = args.simulator_max_new_tokens or domain.REPLY_TOKENS

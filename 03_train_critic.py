@@ -35,7 +35,7 @@ import torch.nn.functional as F
 
 import common
 from colbench import ColBenchError, domain_of
-from lib import flags, training
+from lib import data, flags, training
 from lib.memory import dry_run, PlannedStep
 from lib.models import load_tokenizer, lora_config, reads_images, sharding_of, weights_fingerprint
 from lib.runtime import add_costs, begin_output, InputError, is_done, run_stage, say, start, write_json
@@ -125,7 +125,7 @@ def open_reader(domain, args):
     if not reads_images(args.model):
         return load_tokenizer(args.model)
     processor = critic_processor(args.model, args.head, domain, args.trajectories)
-    return common.sight_of(processor, domain, vars(args))
+    return data.sight_of(processor, domain, vars(args))
 
 
 def train(scorer, examples, targets, args, run):
@@ -220,14 +220,14 @@ def main(argv=None):
         return dry_run(args.model, PlannedStep(args.dry_run, sharding, args.batch_size, args.micro_batch_size, rows,
                                                args.max_length, lora=lora), common.token_logps)
     run = start(args.seed)
-    trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
+    trajectories = data.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
     inputs = [args.trajectories, args.model]
     if is_done(vars(args), args.out, inputs, folder=True):
         return
     check_track(args.track)
     lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
-    common.fill_rewards(trajectories, vars(args))
+    data.fill_rewards(trajectories, vars(args))
     train_groups, test_groups = read_pairs(trajectories, args)
     reader = open_reader(domain, args)
     train_groups, examples, ref_examples = examples_of(trajectories, train_groups, reader, args)

@@ -38,7 +38,7 @@ import torch.nn.functional as F
 import common
 from colbench import ColBenchError, domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
-from lib import flags, training
+from lib import data, flags, training
 from lib.memory import dry_run, PlannedStep
 from lib.models import encode, fresh_model, load_tokenizer, lora_config, max_positions, reads_images, sharding_of
 from lib.runtime import (
@@ -90,7 +90,7 @@ SCORED_TOGETHER = 64            # states of a block; a killed run repeats at mos
 # The rows of candidates.jsonl, for one of another run (--candidates)
 CANDIDATE = record({"text": str, "ids": token_ids, "ended": bool})
 CANDIDATES = record({"task_id": label, "sample": int, "turn": whole(0), "prompt": str, "task": dict,
-                     "history": list_of(common.TURN), "candidates": list_of(CANDIDATE)})
+                     "history": list_of(data.TURN), "candidates": list_of(CANDIDATE)})
 
 
 def read_states(trajectories, tokenizer, args):
@@ -186,7 +186,7 @@ def score_candidates(rows, critic, tokenizer, args, run):
         return read_rows(path)
     common.load_critic(critic, functools.partial(common.load_scorer, run=run, sharding=sharding_of(args)))
     if critic.is_visual:
-        critic.sight = common.sight_of(critic.scorer.processor, domain_of(rows[0]["task"]), vars(args))
+        critic.sight = data.sight_of(critic.scorer.processor, domain_of(rows[0]["task"]), vars(args))
     blocks = [rows[i:i + SCORED_TOGETHER] for i in range(0, len(rows), SCORED_TOGETHER)]
 
     def score_block(block):
@@ -303,7 +303,7 @@ def sweet_examples(trajectories, tokenizer, args, run):
 
 def mtdpo_examples(trajectories, tokenizer, args, run):
     """Examples of pairs of trajectories: two items, each one action, because a dialogue is compared as a whole."""
-    common.fill_rewards(trajectories, vars(args))
+    data.fill_rewards(trajectories, vars(args))
     groups = common.trajectory_pairs(trajectories, args.trajectories)
     say(f"{len(groups):,} trajectory pairs")
     examples = []
@@ -315,7 +315,7 @@ def mtdpo_examples(trajectories, tokenizer, args, run):
 
 def rft_examples(trajectories, tokenizer, args, run):
     """Examples of trajectories to imitate: the successful ones; where returns are graded, the best of each task."""
-    common.fill_rewards(trajectories, vars(args))
+    data.fill_rewards(trajectories, vars(args))
     if domain_of(trajectories[0]["task"]).MIN_RETURN_GAP is None:
         good = [trajectory for trajectory in trajectories if trajectory["reward"] == 1]
     else:
@@ -500,7 +500,7 @@ def main(argv=None):
                            method.num_items, args.max_length, args.method == "sweet", lora)
         return dry_run(args.model, step, common.token_logps)
     run = start(args.seed)
-    trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
+    trajectories = data.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     if is_done(vars(args), args.out, inputs_of(args), folder=True):
         return
     check_track(args.track)

@@ -38,7 +38,7 @@ import sys
 
 import common
 from colbench import ColBenchError, domain_of
-from lib import flags, statistics
+from lib import data, flags, statistics
 from lib.models import load_tokenizer
 from lib.report.export import export
 from lib.report.page import about_lines, page_data, write_report
@@ -115,7 +115,7 @@ def read_runs(paths):
     InputError where they have not the same tasks."""
     trajectories = []
     for number, path in enumerate(paths):
-        for trajectory in common.read_trajectories(path):
+        for trajectory in data.read_trajectories(path):
             if len(paths) > 1:
                 trajectory["run"] = number
             trajectories.append(trajectory)
@@ -132,11 +132,11 @@ def check_tasks(files, states, where):
     trajectories = list(itertools.chain(*files.values()))
     first = trajectories[0]["task"]
     for name in files:
-        common.check_task(files[name][0]["task"], name, first)
+        data.check_task(files[name][0]["task"], name, first)
     for state in states:
-        common.check_task(state["task"], f"{where}: task {state['task_id']}", first)
+        data.check_task(state["task"], f"{where}: task {state['task_id']}", first)
     tasks = [trajectory["task"] for trajectory in trajectories]
-    common.check_ids(tasks, [trajectory["task_id"] for trajectory in trajectories], " and ".join(files))
+    data.check_ids(tasks, [trajectory["task_id"] for trajectory in trajectories], " and ".join(files))
 
 
 COSTS = "trained_tokens", "generated_tokens", "seconds"
@@ -330,7 +330,7 @@ def main(argv=None):
     environments = []
     for compat in [False, True] if args.compat else [False]:
         flags = {**vars(args), "compat": compat}
-        environments.append(common.environment(domain, out / "images", out / "scored", flags, device))
+        environments.append(data.environment(domain, out / "images", out / "scored", flags, device))
     begin_output(vars(args), out, inputs, folder=True)
 
     # scores and metrics, on disk before everything that is optional
@@ -371,15 +371,15 @@ def main(argv=None):
     # the page
     if args.export:
         export(out / "export", files, common.shown_system)
-    data = page_data(files, domain, metric, args.critic, states)
+    page = page_data(files, domain, metric, args.critic, states)
     plots = report_plots(metric, curves, histories)
     rollouts = {name: read_args(runs[0], folder=False)["args"] for name, runs in paths.items()}
     about = about_lines(shlex.join(["python", "05_evaluate.py", *map(str, argv or sys.argv[1:])]), rollouts)
-    write_report(out / "report.html", data, out / "images", about=about, metrics=metrics, metric=metric,
+    write_report(out / "report.html", page, out / "images", about=about, metrics=metrics, metric=metric,
                  metric_heading=statistics.heading_of(metric), headings=headings[1:], rows=rows, notes=notes,
                  tables=tables, advantages=advantages, plots=plots)
-    if data["left_out"]:
-        say(f"report.html: {data['left_out']}")
+    if page["left_out"]:
+        say(f"report.html: {page['left_out']}")
     (out / "COMPLETED").touch()
     say(f"writes {out / 'metrics.json'}, {out / 'report.html'}")
 

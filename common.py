@@ -1,8 +1,5 @@
-"""What 03 and 04 are made of: dialogues as tokens, batches, scores of actions, critics, pairs of trajectories.
-
-Also the reading of tasks and trajectories, which every stage shares."""
+"""What 03 and 04 are made of: dialogues as tokens, batches, scores of actions, critics, pairs of trajectories."""
 import lib  # noqa: F401  # isort: skip (first: it says how to set up where torch is missing)
-import asyncio
 import collections
 import dataclasses
 import functools
@@ -21,9 +18,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
-from colbench import ColBenchError, domain_of, own, schema, task_id
-from colbench.questions import returns_nothing
-from colbench.schema import label, list_of, nullable, one_of, record, token_ids, whole
+from colbench import domain_of
+from colbench.schema import label, one_of, record
 from lib import models, vision
 from lib.models import (
     continuation,
@@ -37,183 +33,15 @@ from lib.models import (
     render_chat,
     tokenizer_name,
 )
-from lib.runtime import barrier, broadcast, gather, InputError, is_main, read_json, read_jsonl, say, write_json
+from lib.runtime import barrier, gather, InputError, is_main, read_json, say, write_json
 from lib.training import item_length, longest_row
 
 # ---------------------------------------------------------------------------------------------------------------------
-# environments: what scores answers and draws pages (colbench)
+# dialogue: what the agent sees
 
-# Flags that an environment may take, and their values where they are not set
-ENVIRONMENT_FLAGS = {"unsafe_scorer": False, "compat": False, "browser": None, "similarity": "clip", "clip_model": None}
-
-
-def environment(domain, images, rows_in, arguments, device="cpu"):
-    """The environment of a domain, which is given what it TAKES of a stage's `arguments` ({name: value}; it need not
-    have all of ENVIRONMENT_FLAGS). InputError for a flag that is set and that it does not take."""
-    takes = domain.Environment.TAKES
-    flags = {name: arguments.get(name, default) for name, default in ENVIRONMENT_FLAGS.items()}
-    for name, value in flags.items():
-        if name not in (*takes, "unsafe_scorer") and value not in (None, ENVIRONMENT_FLAGS[name]):
-            raise InputError(f"--{name.replace('_', '-')} does nothing for a {domain.NOUN}; leave it out")
-    options = {**flags, "images": images, "rows_in": rows_in, "device": device}
-    return domain.Environment(**{name: options[name] for name in takes})
-
-
-def sight_of(processor, domain, arguments):
-    """The vision.Sight of a critic that sees, for a stage that writes arguments["out"]."""
-    images = f"{arguments['out']}.images"
-    opens = functools.partial(environment, domain, images, None, {**arguments, "similarity": None})
-    return vision.open_sight(processor, domain, opens)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# tasks and trajectories
-
-# The kinds of rows, with all fields that some stage uses (colbench/schema.py); further ones are kept as they are.
-TURN = record({"role": one_of("user", "assistant"), "content": str},
-              {"input": str, "output": str, "output_ids": token_ids, "truncated": bool, "leak": str, "tool": bool,
-               "render_fault": str})
-REWARD = schema.number(-1.001, 1.001)                               # a cosine is rounded
-TRAJECTORY = record(
-    {"task": dict, "dialogue_history": list_of(TURN), "answer": str},
-    {"task_id": nullable(label), "sample": int, "reward": nullable(REWARD), "max_rounds": whole(1),
-     "num_rounds": int, "system_prompt": str, "chat_template_args": dict, "agent": nullable(label),
-     "simulator": nullable(label), "critic": nullable(label), "tokenizer": nullable(str),
-     "informed": nullable(bool), "best_of": whole(1), "run": whole(0), "similarity": str,
-     "image": nullable(label), "reference_image": nullable(label), "render_fault": nullable(str),
-     "continuation": int, "no_room": bool,
-     "branch": record({"sample": int, "turn": whole(0), "candidate": int})})
 AGENT = record({"system_prompt": str}, {"chat_template_args": dict})
 CRITIC = record({"head": one_of("lm", "regression", "value"), "normalize": one_of("turn", "trajectory", "none"),
                  "privileged": bool, "reference": label}, {"visual": bool, "reference_sees_c": bool})
-
-
-def check_task(task, where, first):
-    """InputError, which begins with `where`, for a task that its domain does not take, or of another domain than the
-    `first` task of the file."""
-    try:
-        domain = domain_of(task, where)
-        domain.check_task(task, where)
-        if domain is not domain_of(first):
-            raise ColBenchError(f"{where}: a task of another domain ({domain.NOUN}s) than in the lines before; keep "
-                                "each domain in files of its own")
-    except ColBenchError as error:
-        raise InputError(str(error)) from None
-
-
-def check_ids(tasks, names, path):
-    """InputError where one of the names (task_id) stands for tasks with different references: their dialogues would be
-    compared as if they were of one task."""
-    solutions = {}
-    for task, name in zip(tasks, names):
-        if solutions.setdefault(name, task["ground_truth"]) != task["ground_truth"]:
-            raise InputError(f'{path}: two tasks with different references have the "task_id" {name}; give each a name '
-                             'of its own, or leave out the key "task_id" everywhere')
-
-
-def task_fault(row):
-    """What is wrong with a row, before its domain looks at it (a kind of schema.py)."""
-    if type(row) is dict and "dialogue_history" in row:
-        return "is a dialogue, not a task; 01_generate_tasks.py makes tasks"
-    return record({})(row)
-
-
-def read_tasks(path):
-    """The tasks of a file, all of one domain."""
-    tasks = read_jsonl(path, task_fault, check_task)
-    check_ids(tasks, map(task_id, tasks), path)
-    num_silent = sum("test_cases" in task and returns_nothing(task["ground_truth"]) for task in tasks)
-    if num_silent:
-        say(f"{path}: {num_silent:,} of {len(tasks):,} references return nothing: a task whose tests all "
-            "give None cannot be graded, for an empty function passes them")
-    return tasks
-
-
-def dialogue_fault(row):
-    """What is wrong with a row (a kind of schema.py); of a dialogue of another program check_trajectory tells."""
-    if type(row) is dict and row.get("messages"):
-        return None
-    if type(row) is dict and "ground_truth" in row and "task" not in row:
-        return "is a task, not a dialogue; 02_rollout.py makes dialogues of tasks"
-    return TRAJECTORY(row)
-
-
-def check_trajectory(row, where, first):
-    """InputError for what is no trajectory of the same domain as the `first`. A dialogue that another program has made
-    ({"messages", "reward"}, colbench/own.py) becomes a trajectory."""
-    if row.get("messages"):
-        row |= own.as_trajectory(row, where)
-    check_task(row["task"], f"{where}: task", first["task"])
-    if not any(turn["role"] == "assistant" for turn in row["dialogue_history"]):
-        raise InputError(f'{where}: dialogue_history has no turn of role "assistant"')
-
-
-def read_trajectories(path, num_trajectories=None, seed=0):
-    """The trajectories of a file, each with "task_id" and "sample", which together name one dialogue.
-
-    Published files have neither: "task_id" is then a hash of the task, "sample" counts a task's dialogues from 0 in
-    the order of the file.
-    num_trajectories: take those of whole tasks, in an order that `seed` shuffles, until there are so many. Subsets of
-    one seed are nested."""
-    trajectories = read_jsonl(path, dialogue_fault, check_trajectory)
-    samples = collections.defaultdict(set)
-    for trajectory in trajectories:
-        name = trajectory.get("task_id") or task_id(trajectory["task"])
-        trajectory["task_id"] = name
-        of_task = samples[name, trajectory.get("run")]              # "run": of several runs that 05 has joined
-        sample = trajectory.setdefault("sample", len(of_task))
-        if sample in of_task:
-            raise InputError(f'{path}: two dialogues of task {name} have "sample" {sample}; give each a number of its '
-                             'own, or leave out the key "sample" everywhere')
-        of_task.add(sample)
-    check_ids([t["task"] for t in trajectories], [t["task_id"] for t in trajectories], path)
-    if num_trajectories is None:
-        return trajectories
-    if num_trajectories > len(trajectories):
-        raise InputError(f"{path}: --num-trajectories {num_trajectories}, but it has only {len(trajectories):,}")
-    return subset_of_tasks(trajectories, num_trajectories, seed)
-
-
-def subset_of_tasks(trajectories, num_trajectories, seed):
-    """At least so many trajectories, all those of the first tasks in an order that `seed` shuffles."""
-    by_task = collections.defaultdict(list)
-    for trajectory in trajectories:
-        by_task[trajectory["task_id"]].append(trajectory)
-
-    def place(name):
-        return hashlib.sha256(f"{seed} {name}".encode(errors="replace")).digest()
-    subset, num_tasks = [], 0
-    for name in sorted(by_task, key=place):
-        if len(subset) < num_trajectories:
-            subset += by_task[name]
-            num_tasks += 1
-    say(f"{len(subset):,} trajectories of {num_tasks:,} tasks kept (--num-trajectories)")
-    return subset
-
-
-def fill_rewards(trajectories, arguments):
-    """Give trajectories that have no "reward" (published ones may not) what their environment says, once for all ranks.
-    arguments: the stage's, for environment(). InputError where they cannot be scored here."""
-    unscored = [t for t in trajectories if not isinstance(t.get("reward"), (int, float))]
-    if not unscored:
-        return
-    verdicts = None
-    if is_main():
-        domain, out = domain_of(unscored[0]["task"]), arguments["out"]
-        try:
-            with environment(domain, f"{out}.images", pathlib.Path(out).parent, arguments) as scorer:
-                answers = [(t["task"], t["answer"]) for t in unscored]
-                verdicts = asyncio.run(scorer.score(answers))
-        except ColBenchError as error:
-            raise InputError(f'{len(unscored):,} dialogues have no "reward": {error}. 05_evaluate.py has all flags of '
-                             "scoring; its scored/NAME.jsonl has the rewards") from None
-    for trajectory, verdict in zip(unscored, broadcast(verdicts)):
-        trajectory |= verdict
-    say(f"computed {len(unscored):,} missing rewards")
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# dialogue: what the agent sees
 
 LAST_ROUND = "\n(last round)"
 HIDDEN_INFO = "The {noun} that this person needs is the following.\n{ground_truth}\nThe dialogue with the person:\n"

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 import common
 from colbench import ColBenchError, domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
-from lib import flags, training
+from lib import data, flags, training
 from lib.models import decode, encode, load_tokenizer, lora_config, max_positions, reads_images, sharding_of
 from lib.runtime import (
     add_costs,
@@ -77,7 +77,7 @@ SCORED_TOGETHER = 64            # states of a block; a killed run repeats at mos
 # The rows of candidates.jsonl, for one of another run (--candidates)
 CANDIDATE = record({"text": str, "ids": token_ids, "ended": bool})
 CANDIDATES = record({"task_id": label, "sample": int, "turn": whole(0), "prompt": str, "task": dict,
-                     "history": list_of(common.TURN), "candidates": list_of(CANDIDATE)})
+                     "history": list_of(data.TURN), "candidates": list_of(CANDIDATE)})
 
 
 def read_states(trajectories, tokenizer, args):
@@ -171,7 +171,7 @@ def score_candidates(rows, critic, tokenizer, args, run):
         return read_rows(path)
     common.load_critic(critic, functools.partial(common.load_scorer, run=run, sharding=sharding_of(args)))
     if critic.is_visual:
-        critic.sight = common.sight_of(critic.scorer.processor, domain_of(rows[0]["task"]), vars(args))
+        critic.sight = data.sight_of(critic.scorer.processor, domain_of(rows[0]["task"]), vars(args))
     blocks = [rows[i:i + SCORED_TOGETHER] for i in range(0, len(rows), SCORED_TOGETHER)]
 
     def score_block(block):
@@ -344,7 +344,7 @@ def answers_examples(trajectories, tokenizer, args, run, begin):
     domain = domain_of(trajectories[0]["task"])
     critic = common.open_critic(args.critic, args.model, tokenizer, domain, args.reference_sees_c)
     if args.answer_coef or args.answers_by_outcome:
-        common.fill_rewards(trajectories, vars(args))
+        data.fill_rewards(trajectories, vars(args))
     right_answers = read_right_answers(trajectories, tokenizer, args) if args.answer_coef else None
     right_turns = turns_of_right_answers(trajectories, args.trajectories) if args.answers_by_outcome else None
     rows = read_states(trajectories, tokenizer, args)
@@ -458,7 +458,7 @@ def parse_args(argv=None):
 def main(argv=None):
     args = parse_args(argv)
     run = start(args.seed)
-    trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
+    trajectories = data.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     inputs = [args.trajectories, args.model, args.candidates, args.sampler]
     if args.critic != common.UNTRAINED:
         inputs.append(args.critic)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import common
 from colbench import ColBenchError
-from lib import flags, training
+from lib import data, flags, training
 from lib.models import load_model, load_tokenizer, lora_config, projection_of, reads_images, sharding_of
 from lib.runtime import add_costs, begin_output, InputError, is_done, run_stage, say, start
 from lib.tracking import check_track, Track
@@ -130,7 +130,7 @@ def parse_args(argv=None):
 def main(argv=None):
     args = parse_args(argv)
     run = start(args.seed)
-    trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
+    trajectories = data.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     inputs = [args.trajectories, args.model]
     if is_done(vars(args), args.out, inputs, folder=True):
         return

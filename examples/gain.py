@@ -29,7 +29,7 @@ import torch.nn.functional as F
 import common
 from colbench import ColBenchError, domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
-from lib import flags, training
+from lib import data, flags, training
 from lib.models import encode, end_of_turn, load_tokenizer, lora_config, max_positions, reads_images, sharding_of
 from lib.runtime import (
     add_costs,
@@ -73,7 +73,7 @@ SCORED_TOGETHER = 64            # states of a block; a killed run repeats at mos
 # The rows of candidates.jsonl, for one of another run (--candidates)
 CANDIDATE = record({"text": str, "ids": token_ids, "ended": bool})
 CANDIDATES = record({"task_id": label, "sample": int, "turn": whole(0), "prompt": str, "task": dict,
-                     "history": list_of(common.TURN), "candidates": list_of(CANDIDATE)})
+                     "history": list_of(data.TURN), "candidates": list_of(CANDIDATE)})
 
 
 def read_states(trajectories, tokenizer, args):
@@ -171,7 +171,7 @@ def score_candidates(rows, tokenizer, args, run):
     common.load_critic(critic, functools.partial(common.load_scorer, run=run, sharding=sharding_of(args)))
     blocks = [rows[i:i + SCORED_TOGETHER] for i in range(0, len(rows), SCORED_TOGETHER)]
     domain = domain_of(rows[0]["task"])
-    with common.environment(domain, f"{args.out}.images", pathlib.Path(args.out).parent, vars(args)) as environment:
+    with data.environment(domain, f"{args.out}.images", pathlib.Path(args.out).parent, vars(args)) as environment:
 
         def score_block(block):
             advantages_of = worths(block, critic, tokenizer, environment, args.max_tokens)
@@ -407,7 +407,7 @@ def parse_args(argv=None):
 def main(argv=None):
     args = parse_args(argv)
     run = start(args.seed)
-    trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
+    trajectories = data.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     inputs = [args.trajectories, args.model, args.candidates]
     if is_done(vars(args), args.out, inputs, folder=True):
         return

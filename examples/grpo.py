@@ -32,7 +32,7 @@ import torch
 
 import common
 from colbench import ColBenchError, domain_of
-from lib import flags, training
+from lib import data, flags, training
 from lib.models import load_tokenizer, lora_config, reads_images, sharding_of
 from lib.runtime import add_costs, begin_output, InputError, is_done, read_rows, run_stage, say, start, write_jsonl
 from lib.tracking import check_track, Track
@@ -120,7 +120,7 @@ def grpo_examples(trajectories, tokenizer, args, run, begin):
         if critic.is_visual or critic.head == "value":
             raise InputError(f"{args.critic}: grpo takes a critic that reads text and has advantages: 03 --head lm or "
                              "regression")
-    common.fill_rewards(trajectories, vars(args))
+    data.fill_rewards(trajectories, vars(args))
     say_whose(trajectories, args.model)
     groups = [(i,) for i in range(len(trajectories))]
     examples = common.trajectory_examples(trajectories, groups, tokenizer, sees_c=False)
@@ -258,7 +258,7 @@ def parse_args(argv=None):
 def main(argv=None):
     args = parse_args(argv)
     run = start(args.seed)
-    trajectories = common.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
+    trajectories = data.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     inputs = [args.trajectories, args.model]
     if args.critic != common.UNTRAINED:
         inputs.append(args.critic)

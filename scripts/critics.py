@@ -26,7 +26,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
 import common  # noqa: E402  the repository's modules, wherever this is started
 from colbench import ColBenchError, domain_of, task_id  # noqa: E402
-from lib import statistics  # noqa: E402
+from lib import data, statistics  # noqa: E402
 from lib.flags import add_overwrite, add_reference, argument_parser, named_path, text_flag  # noqa: E402
 from lib.models import encode, end_of_turn, load_model, load_tokenizer, tokenizer_name  # noqa: E402
 from lib.runtime import begin_output, InputError, is_done, run_stage, say, start, write_json  # noqa: E402
@@ -106,7 +106,7 @@ def read_branches(path, domain, tokenizer):
 
     States whose actions have equal returns are left out. tokenizer: the name of the critics' one."""
     states = {}                                        # {(task_id, sample, turn): {ids of an action: its dialogues}}
-    for trajectory in common.read_trajectories(path):
+    for trajectory in data.read_trajectories(path):
         if "branch" not in trajectory or trajectory.get("reward") is None:
             raise InputError(f"{path}: no dialogues of 02_rollout.py --branch")
         if trajectory.get("tokenizer") != tokenizer:
@@ -217,7 +217,7 @@ def parse_args(argv=None):
 def main(argv=None):
     args = parse_args(argv)
     start(0)
-    trajectories = common.read_trajectories(args.trajectories)
+    trajectories = data.read_trajectories(args.trajectories)
     domain = domain_of(trajectories[0]["task"])
     check_trajectories(trajectories, domain, args)
     folders = dict(argument.split("=", 1) for argument in args.critics)

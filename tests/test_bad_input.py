@@ -14,10 +14,9 @@ import sys
 import pytest
 
 import colbench
-import common
 from colbench import backend, ColBenchError
 from conftest import BASE, call, fork, Partial, read, refused, ROOT, run, stage, weights, write
-from lib import runtime, training
+from lib import data, runtime, training
 from lib.runtime import InputError
 
 DEEP = "[" * 5000 + "]" * 5000
@@ -128,7 +127,7 @@ def test_mistakes(data, tmp_path, words):
     ('{"sample": ' + "9" * 4400 + "}", "not JSON that can be read"), ('{"a": 1} {"b": 2}', "not JSON (Extra data")])
 def test_json(tmp_path, text, message):
     path = write(tmp_path / "rows.jsonl", [text])
-    for reader in (common.read_tasks, common.read_trajectories):
+    for reader in (data.read_tasks, data.read_trajectories):
         assert line_of(reader, path).startswith(f"{path}:1: {message}")
 
 
@@ -156,7 +155,7 @@ TASKS = [("backend", *case) for case in [
 def test_tasks(tmp_path, name, path, new, message):
     good = template_task(name)
     file = write(tmp_path / "t.jsonl", [good, changed(good, path, new)])
-    line = line_of(common.read_tasks, file)
+    line = line_of(data.read_tasks, file)
     assert line.startswith(f"{file}:2: ") and message in line, line
 
 
@@ -182,7 +181,7 @@ TRAJECTORIES = [
 def test_trajectories(data, tmp_path, path, new, message):
     good = read(data / "demos.jsonl")[0]
     file = write(tmp_path / "t.jsonl", [good, changed({**good, "sample": 9}, path, new)])
-    line = line_of(common.read_trajectories, file)
+    line = line_of(data.read_trajectories, file)
     assert line.startswith(f"{file}:2: ") and message in line, line
 
 

@@ -9,6 +9,7 @@ import pytest
 import common
 from colbench import task_id
 from conftest import read, refused, ROOT, stage
+from lib import data
 
 COPY = ROOT / "tests" / "colbench"
 TRAIN, TEST = COPY / "backend_tasks" / "train.jsonl", COPY / "backend_tasks" / "test.jsonl"
@@ -120,7 +121,7 @@ def test_num_tasks_keeps_all_trajectories_of_a_task_in_file_order(tmp_path, offl
 
 
 def test_other_stages_read_the_result(offline):
-    trajectories = common.read_trajectories(offline)
+    trajectories = data.read_trajectories(offline)
     assert trajectories == read(offline)
     assert all(isinstance(t["reward"], (int, float)) for t in trajectories)
     assert all(t["task_id"] == task_id(t["task"]) for t in trajectories)
@@ -152,7 +153,7 @@ def test_another_template_gets_the_logged_system_prompt(offline, tiny):
     import copy
     tokenizer = copy.deepcopy(tiny[1])
     tokenizer.chat_template = tokenizer.chat_template.replace("message.role != 'system'", "true")
-    trajectory, counts = common.read_trajectories(offline)[2], collections.Counter()
+    trajectory, counts = data.read_trajectories(offline)[2], collections.Counter()
     turns = common.agent_turns(tokenizer, {**trajectory, "max_rounds": 3}, counts)
     assert counts == {"rendered again": 3}
     assert all(prompt.startswith(f"<|system|>{SYSTEM}<|end|><|user|>") and "last round" not in prompt

@@ -255,7 +255,7 @@ FIELDS = [
     ("task.problem_description", "long " * 2 * 10 ** 6), ("task.problem_description", "</script><!--<script>"),
     ("dialogue_history.1.content", "\0\x1b\u202e\ud800"), ("dialogue_history.1.content", "y" * 10 ** 7),
     ("dialogue_history.2.render_fault", HOSTILE), ("answer", HOSTILE)]
-REFUSED = [                                                         # by common.TRAJECTORY: no page is made of these
+REFUSED = [                                                         # by data.TRAJECTORY: no page is made of these
     ("image", 5), ("sample", 10 ** 30), ("dialogue_history.2.tool", HOSTILE),
     ("dialogue_history.1.truncated", {"a": "b"}), ("dialogue_history.2.role", HOSTILE)]
 
