@@ -4,6 +4,7 @@ import json
 import pytest
 
 import common
+from colbench import ColBenchError
 from conftest import call, refused, ROOT
 from lib import data
 from lib.runtime import InputError
@@ -68,7 +69,7 @@ def test_all_stages_take_it(path, tmp_path):
     ({"c": 1}, '"c" is a int')])
 def test_a_row_that_is_none_is_one_line(path, change, fault):
     path.write_text(json.dumps({**dialogue("a", "b", 1), **change}))
-    with pytest.raises((InputError, common.ColBenchError), match=fault) as error:
+    with pytest.raises((InputError, ColBenchError), match=fault) as error:
         data.read_trajectories(path)
     assert str(error.value).startswith(f"{path}:1: ")
 
