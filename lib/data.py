@@ -99,7 +99,7 @@ def read_tasks(path):
 
 def dialogue_fault(row):
     """What is wrong with a row (a kind of schema.py); of a dialogue of another program check_trajectory tells."""
-    if type(row) is dict and row.get("messages"):
+    if type(row) is dict and row.get("messages") is not None:
         return None
     if type(row) is dict and "ground_truth" in row and "task" not in row:
         return "is a task, not a dialogue; 02_rollout.py makes dialogues of tasks"
@@ -109,7 +109,7 @@ def dialogue_fault(row):
 def check_trajectory(row, where, first):
     """InputError for what is no trajectory of the same domain as the `first`. A dialogue that another program has made
     ({"messages", "reward"}, colbench/own.py) becomes a trajectory."""
-    if row.get("messages"):
+    if row.get("messages") is not None:
         row |= own.as_trajectory(row, where)
     check_task(row["task"], f"{where}: task", first["task"])
     if not any(turn["role"] == "assistant" for turn in row["dialogue_history"]):
