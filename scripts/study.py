@@ -163,16 +163,24 @@ class Study:
                 file.write(self.dialogues(run._replace(round=number)).read_bytes())
         return path
 
+    def training_dialogues(self, run):
+        """The dialogues of all rounds until this one, with the c that the arm's critic reads."""
+        path, kind = self.all_dialogues(run), self.domain["arms"][run.arm].get("c")
+        if kind is None:
+            return path
+        return self.step(run, f"offline-{kind}.jsonl", f"scripts/change_c.py --kind {kind}", trajectories=path)
+
     def critic(self, run):
         """The critic of a run: a folder, "untrained", or None."""
         kind = self.domain["arms"][run.arm].get("critic")
         if kind in (None, "untrained"):
             return kind
-        name = self.name("critic" if kind == "lm" else f"critic-{kind}", run._replace(settings={}))
+        names = ["critic", kind if kind != "lm" else None, self.domain["arms"][run.arm].get("c")]
+        name = self.name("-".join(filter(None, names)), run._replace(settings={}))
         if run.round > 1:
             name = f"{self.name(run.arm, run)}-critic"
         program = f"03_train_critic.py {self.domain['critic']} {self.domain['critics'][kind]}"
-        return self.train(run, name, program, self.shared_ranks, trajectories=self.all_dialogues(run))
+        return self.train(run, name, program, self.shared_ranks, trajectories=self.training_dialogues(run))
 
     def candidates(self, run):
         """The candidates that an arm takes from another one in the first round."""
@@ -196,12 +204,15 @@ class Study:
         for flag, value in run.settings.items():
             program += f" --{flag} {value}"
         dialogues, critic, candidates = self.dialogues(run), self.critic(run), self.candidates(run)
+        if "c" in arm:
+            dialogues = self.training_dialogues(run)
         return self.train(run, self.name(run.arm, run), program, 1, trajectories=dialogues, critic=critic,
                           candidates=candidates)
 
     def evaluate(self, run):
         """Dialogues of a run's agent on the tasks of `split`."""
-        number, seed = self.domain[f"num_{self.split}"], 1000 if self.split == "test" else 0
+        number = self.domain[f"num_{self.split}"]
+        seed = self.domain["test_seed"] if self.split == "test" else 0
         tasks = self.tasks(run, f"{self.split}.jsonl", split=self.split, num_tasks=number, seed=seed)
         name, agent = f"{self.name(run.arm, run)}.jsonl", self.agent(run)
         ranks = self.shared_ranks if self.has_critic(run) else 1     # the longest chain of steps: the others have ended
@@ -279,7 +290,7 @@ def parse_args(argv=None):
                         help="settings to try in place of the arms', all combinations")
     parser.add_argument("--chain", type=int, metavar="SEED", help="the chain of run.sh with this seed")
     parser.add_argument("--set", nargs="+", default=[], metavar="NAME=NUMBER",
-                        help="in place of the domain's: dialogues, num_test, num_validation, samples, max_rounds")
+                        help="in place of a number of the domain: dialogues, num_test, test_seed, samples, …")
     return parser.parse_args(argv)
 
 
@@ -350,6 +361,8 @@ def main(argv=None):
         args.seeds, folders = [args.chain], {args.chain: args.out}
         shared_ranks = num_devices()
         words += ["--critic", str(args.out / "critic"), "--candidates", str(args.out / "sweet")]
+        if "--reference-sees-c no" in domain["arms"]["sweet"]["flags"]:
+            words += ["--reference-sees-c", "no"]                    # turns are scored as candidates were
     runs = all_runs(args)
     for arm in {run.arm for run in runs} - {"base"}:
         check_arm(arm, domain)

@@ -11,7 +11,8 @@ import threading
 
 import pytest
 
-from conftest import ROOT, stage
+from conftest import ROOT
+from lib.data import read_trajectories
 from lib.runtime import InputError
 
 study = importlib.import_module("scripts.study")
@@ -24,7 +25,7 @@ def parse(words):
     """(the stage or fork, its arguments) of a command."""
     if words[0] == "-m":
         return words[1], vars(importlib.import_module(words[1]).parse_args(words[2:]))
-    module = stage(int(words[0][:2])) if words[0][0] == "0" else importlib.import_module("scripts.critics")
+    module = importlib.import_module(words[0].removesuffix(".py").replace("/", "."))
     return words[0][:2], vars(module.parse_args(words[1:]))
 
 
@@ -287,3 +288,24 @@ def test_other_arms_are_played_where_one_fails(tmp_path, monkeypatch):
         study.main(["rft", "mtdpo", "--seeds", "1", "--out", str(tmp_path)])
     assert error.value.code == 1
     assert "mtdpo.jsonl" in commands and "rft.jsonl" not in commands and "report" not in commands
+
+
+def test_another_c_for_the_critic(workspace, tmp_path):
+    """Dialogues, rewards and names stay; the reference is another one of the family, or says what there is to ask."""
+    change_c = importlib.import_module("scripts.change_c")
+    trajectories = read_trajectories(workspace / "offline.jsonl")
+    references = {row["task_id"]: (row["task"]["family"], row["task"]["ground_truth"]) for row in trajectories}
+    for kind in ("exchanged", "facts"):
+        out = tmp_path / f"{kind}.jsonl"
+        change_c.main(["--kind", kind, "--trajectories", str(workspace / "offline.jsonl"), "--out", str(out)])
+        for before, after in zip(trajectories, read_trajectories(out), strict=True):
+            task, reference = after["task"], before["task"]["ground_truth"]
+            if kind == "facts":
+                hidden = [fact for fact in task["facts"] if fact["matters"] and not fact["told"]]
+                added = task["ground_truth"].removeprefix(reference).splitlines()[1:]
+                assert added == [f"# {fact['topic']}: {fact['code']}" for fact in hidden] != []
+            else:
+                assert (task["family"], task["ground_truth"]) in references.values()
+                families = [family for family, _ in references.values()]
+                assert (task["ground_truth"] == reference) == (families.count(task["family"]) == 1)
+            assert {**after, "task": None} == {**before, "task": None}
