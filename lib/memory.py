@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lib import models
 from lib.runtime import InputError, say
 
+USABLE_OF_80_GB = 76e9
+
 
 class Ledger(TorchDispatchMode):
     """Bytes in use, by name: `now`, and `peak` when their sum was highest. "activations" are all storages made while
@@ -210,4 +212,6 @@ def dry_run(name, step, token_logps):
     say(f"{name} on {step.world_size} ranks, {step.sharding.dtype}; on each rank a micro-batch"
         f" of {step.num_rows} rows of {step.row_tokens:,} tokens (--max-length):")
     for part, number in plan.items():
-        say(f"    {part.replace('_', ' '):15s} {number / 1e9:9.3f} GB")
+        say(f"    {part:15s} {number / 1e9:9.3f} GB")
+    fits = "fits" if plan["total"] < USABLE_OF_80_GB else "does not fit"
+    say(f"at the step's peak; {fits} a card of 80 GB, of which {USABLE_OF_80_GB / 1e9:.0f} GB are taken as usable")
