@@ -87,7 +87,7 @@ def is_held_out(task_id, fraction):
     return number / 2 ** 32 < fraction
 
 
-def read_pairs(trajectories, args):
+def split_groups(trajectories, args):
     """(groups of trajectory numbers to train on, pairs of tasks that are held out).
 
     A group is a pair (chosen, rejected); with --head value, which learns from trajectories one by one, a single one."""
@@ -136,8 +136,8 @@ def train(scorer, examples, targets, args, run):
     batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
     say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
     optimizer = training.adamw(scorer, args.lr)
-    states = training.States(args.out, scorer, optimizer)
-    first = states.load()
+    checkpoints = training.Checkpoints(args.out, scorer, optimizer)
+    first = checkpoints.load()
     log = training.StepLog(args.out, first, len(batches), functools.partial(Track, args.track, args.out, vars(args)))
     scorer.train()
     for step in range(first, len(batches)):
@@ -171,9 +171,9 @@ def train(scorer, examples, targets, args, run):
         tasks = {example.task_id for example in batch_examples}
         log.step(done, **training.optimizer_step(scorer, optimizer, sums, lr, where, tasks))
         if done % args.save_every == 0 or done == len(batches):
-            states.save(done)
+            checkpoints.save(done)
             add_costs(args.out, folder=True, trained_tokens=log.take_tokens())
-    states.wait()
+    checkpoints.wait()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def main(argv=None):
     check_track(args.track)
     lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
     data.fill_rewards(trajectories, vars(args))
-    train_groups, test_groups = read_pairs(trajectories, args)
+    train_groups, test_groups = split_groups(trajectories, args)
     reader = open_reader(domain, args)
     train_groups, examples, ref_examples = examples_of(trajectories, train_groups, reader, args)
     _, test_examples, ref_test_examples = examples_of(trajectories, test_groups, reader, args)
@@ -245,7 +245,7 @@ def main(argv=None):
     ref_values = common.reference_logps(args.out, scorer, ref_examples + ref_test_examples, args.max_tokens, run.device)
     targets = ref_values[:len(examples)]
     if args.head == "value":
-        targets = [float(domain.eval_score(trajectories[number])) for [number] in train_groups]
+        targets = [max(0.0, float(domain.eval_score(trajectories[number]))) for [number] in train_groups]
     train(scorer, examples, targets, args, run)
 
     critic = common.Critic(args.out, args.model, args.head, args.normalize, not args.no_privileged,

@@ -93,7 +93,7 @@ CANDIDATES = record({"task_id": label, "sample": int, "turn": whole(0), "prompt"
                      "history": list_of(data.TURN), "candidates": list_of(CANDIDATE)})
 
 
-def read_states(trajectories, tokenizer, args):
+def read_states(trajectories, tokenizer, args, sees_c):
     """The states of all agent turns of --data-frac of the trajectories, {"task_id", "sample", "turn", "task", "prompt",
     "history", "max_rounds"} each. "prompt" is the one that was logged where the file allows (common.agent_turns)."""
     chosen = sample_trajectories(trajectories, args.data_frac, args.seed)
@@ -104,7 +104,7 @@ def read_states(trajectories, tokenizer, args):
         f"{len(trajectories):,})")
     common.say_kinds("their prompts", kinds)
     most = max_positions(args.model) - args.max_new_tokens
-    fitting = [state for state in states if len(encode(tokenizer, state["prompt"])) <= most]
+    fitting = [state for state in states if len(encode(tokenizer, longest_prompt(state, tokenizer, sees_c))) <= most]
     if len(fitting) < len(states):
         say(f"left out {len(states) - len(fitting):,} turns, whose prompts are longer than {most:,} tokens, so that "
             f"the model has no room for --max-new-tokens {args.max_new_tokens}: {len(fitting):,} turns are left")
@@ -112,6 +112,13 @@ def read_states(trajectories, tokenizer, args):
         raise InputError(f"{args.trajectories}: no turns to train on: their prompts leave no room for --max-new-tokens "
                          f"{args.max_new_tokens}")
     return fitting
+
+
+def longest_prompt(state, tokenizer, sees_c):
+    """The prompt of a state as the critic reads it."""
+    if not sees_c:
+        return state["prompt"]
+    return common.with_hidden_info(tokenizer, state["prompt"], common.hidden_info(state["task"]))
 
 
 def sample_trajectories(trajectories, fraction, seed):
@@ -288,7 +295,7 @@ def sweet_examples(trajectories, tokenizer, args, run):
     """Examples of pairs of candidates. The models of a phase are freed before those of the next are loaded."""
     domain = domain_of(trajectories[0]["task"])
     critic = common.open_critic(args.critic, args.model, tokenizer, domain, args.reference_sees_c)
-    rows = read_states(trajectories, tokenizer, args)
+    rows = read_states(trajectories, tokenizer, args, critic.sees_c and not critic.is_visual)
     if args.candidates:
         rows = read_candidates(args.candidates, rows, args.num_candidates)
     begin(args)
@@ -310,7 +317,9 @@ def mtdpo_examples(trajectories, tokenizer, args, run):
     for example in common.trajectory_examples(trajectories, groups, tokenizer, sees_c=False):
         items = [common.as_one_action(item) for item in example.items]
         examples.append(example._replace(items=items, pairs=[((0, 0), (1, 0))]))
-    return short_examples(examples, args)
+    examples = short_examples(examples, args)
+    begin(args)
+    return examples
 
 
 def rft_examples(trajectories, tokenizer, args, run):
@@ -334,16 +343,17 @@ def rft_examples(trajectories, tokenizer, args, run):
 def sft_examples(trajectories, tokenizer, args, run):
     """Examples of trajectories to imitate: all of them."""
     groups = [(i,) for i in range(len(trajectories))]
-    return short_examples(common.trajectory_examples(trajectories, groups, tokenizer, sees_c=None), args)
+    examples = short_examples(common.trajectory_examples(trajectories, groups, tokenizer, sees_c=None), args)
+    begin(args)
+    return examples
 
 
 def short_examples(examples, args):
-    """The examples of at most --max-length tokens; InputError where none is left. With them all inputs are read."""
+    """The examples of at most --max-length tokens; InputError where none is left."""
     fitting = training.fitting_numbers(examples, args.max_length)
     if not fitting:
         raise InputError(f"{args.trajectories}: no examples to train on: all {len(examples):,} are longer than "
                          f"--max-length {args.max_length}")
-    begin(args)
     return [examples[i] for i in fitting]
 
 
@@ -381,8 +391,8 @@ def train(scorer, examples, ref_logps, args, run):
     batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
     say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
     optimizer = training.adamw(scorer, args.lr)
-    states = training.States(args.out, scorer, optimizer)
-    first = states.load()
+    checkpoints = training.Checkpoints(args.out, scorer, optimizer)
+    first = checkpoints.load()
     log = training.StepLog(args.out, first, len(batches), functools.partial(Track, args.track, args.out, vars(args)))
     scorer.train()
     for step in range(first, len(batches)):
@@ -415,9 +425,9 @@ def train(scorer, examples, ref_logps, args, run):
         tasks = {example.task_id for example in batch_examples}
         log.step(done, **training.optimizer_step(scorer, optimizer, sums, lr, where, tasks))
         if done % args.save_every == 0 or done == len(batches):
-            states.save(done)
+            checkpoints.save(done)
             add_costs(args.out, folder=True, trained_tokens=log.take_tokens())
-    states.wait()
+    checkpoints.wait()
 
 
 def num_loss_terms(example):

@@ -615,9 +615,10 @@ def chunks_of(items, max_tokens):
 
 
 def example_outputs(scorer, examples, max_tokens, device):
-    """action_outputs of every example's items: a list of tensors (actions,) for each example."""
-    outputs = iter(action_outputs(scorer, items_of(examples), max_tokens, device))
-    return [list(itertools.islice(outputs, len(example.items))) for example in examples]
+    """action_outputs of every example's items, each item once: a list of tensors (actions,) for each example."""
+    items = {id(item): item for item in items_of(examples)}         # trajectories are in several pairs
+    outputs = dict(zip(items, action_outputs(scorer, list(items.values()), max_tokens, device)))
+    return [[outputs[id(item)] for item in example.items] for example in examples]
 
 
 def padded_outputs(outputs, device):
@@ -629,10 +630,12 @@ def reference_logps(folder, scorer, examples, max_tokens, device):
     """example_outputs under the initial model, kept in `folder`/ref.pt for a resumed run with the same examples.
     With a head they are 0."""
     path = pathlib.Path(folder) / "ref.pt"
-    digest = hashlib.sha256(repr(items_of(examples)).encode()).hexdigest()
+    digest = hashlib.sha256()
+    for item in items_of(examples):
+        digest.update(repr(item).encode())
     kept = torch.load(path, weights_only=True) if path.exists() else {}
     barrier()                                                        # all have read it
-    if kept.get("examples") == digest:
+    if kept.get("examples") == digest.hexdigest():
         return kept["outputs"]
     initial = None                                                   # a head begins at 0
     if scorer.head is None:
@@ -641,7 +644,7 @@ def reference_logps(folder, scorer, examples, max_tokens, device):
     outputs = example_outputs(initial, examples, max_tokens, device)
     if is_main():
         partial = path.with_suffix(".partial")
-        torch.save({"examples": digest, "outputs": outputs}, partial)
+        torch.save({"examples": digest.hexdigest(), "outputs": outputs}, partial)
         partial.rename(path)
     return outputs
 

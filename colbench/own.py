@@ -1,8 +1,8 @@
 """Dialogues that another program has made: {"messages": [{"role", "content"}, …], "reward", "c" (optional)} a line.
 
-The rewards of the file count, because nothing here can score the answers. A system message at the beginning is the
-agent's system prompt. "c" is what a critic may know: a reference solution, or anything else that the agent did not see.
-Dialogues that begin with the same message of the user, and have the same "c", are of one task."""
+The rewards of the file, from 0 to 1, count, because nothing here can score the answers. A system message at the
+beginning is the agent's system prompt. "c" is what a critic may know: a reference solution, or anything else that the
+agent did not see. Dialogues that begin with the same message of the user, and have the same "c", are of one task."""
 from colbench import ColBenchError, task_id
 from colbench.defaults import *  # noqa: F403
 from colbench.schema import list_of, number, one_of, record
@@ -14,7 +14,7 @@ SCORE_KEYS = ()
 MIN_RETURN_GAP = 1e-6
 
 MESSAGE = record({"role": one_of("system", "user", "assistant"), "content": str})
-ROW = record({"messages": list_of(MESSAGE), "reward": number(-1, 1)}, {"c": str})
+ROW = record({"messages": list_of(MESSAGE), "reward": number(0, 1)}, {"c": str})
 
 
 def as_trajectory(row, where):

@@ -372,8 +372,8 @@ def train(scorer, examples, ref_logps, args, run):
     batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
     say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
     optimizer = training.adamw(scorer, args.lr)
-    states = training.States(args.out, scorer, optimizer)
-    first = states.load()
+    checkpoints = training.Checkpoints(args.out, scorer, optimizer)
+    first = checkpoints.load()
     log = training.StepLog(args.out, first, len(batches), functools.partial(Track, args.track, args.out, vars(args)))
     scorer.train()
     for step in range(first, len(batches)):
@@ -408,9 +408,9 @@ def train(scorer, examples, ref_logps, args, run):
         tasks = {example.task_id for example in batch_examples}
         log.step(done, **training.optimizer_step(scorer, optimizer, sums, lr, where, tasks))
         if done % args.save_every == 0 or done == len(batches):
-            states.save(done)
+            checkpoints.save(done)
             add_costs(args.out, folder=True, trained_tokens=log.take_tokens())
-    states.wait()
+    checkpoints.wait()
 
 
 def parse_args(argv=None):

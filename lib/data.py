@@ -110,7 +110,9 @@ def check_trajectory(row, where, first):
     """InputError for what is no trajectory of the same domain as the `first`. A dialogue that another program has made
     ({"messages", "reward"}, colbench/own.py) becomes a trajectory."""
     if row.get("messages") is not None:
-        row |= own.as_trajectory(row, where)
+        trajectory = own.as_trajectory(row, where)
+        row.clear()
+        row.update(trajectory)
     check_task(row["task"], f"{where}: task", first["task"])
     if not any(turn["role"] == "assistant" for turn in row["dialogue_history"]):
         raise InputError(f'{where}: dialogue_history has no turn of role "assistant"')

@@ -40,7 +40,7 @@ def set_preset(parser, presets, argv):
     """Add --preset; the values of the chosen one become the parser's defaults, so that explicit flags win and --help
     shows them. presets: {name: {argument: value}}."""
     parser.add_argument("--preset", choices=presets,
-                        help="defaults of the paper's table 5, for its backend or frontend")
+                        help="settings of the paper or of the published code (docs/reproduce.md)")
     first = Parser(add_help=False)
     first.add_argument("--preset")
     parser.set_defaults(**presets.get(first.parse_known_args(argv)[0].preset, {}))

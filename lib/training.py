@@ -152,7 +152,7 @@ def optimizer_step(scorer, optimizer, sums, lr, where, task_ids):
     return {**numbers, "lr": lr, "gnorm": grad_norm}
 
 
-class States:
+class Checkpoints:
     """What a run needs to go on, in `folder`/states/STEP: the shards of model and optimiser by
     torch.distributed.checkpoint, the last two that are whole; read again on any number of ranks. Order, schedule and
     seeds follow from the step and the arguments."""

@@ -248,7 +248,7 @@ def test_whether_a_task_is_held_out_by_hand(fraction, held_out):
 def test_held_out_pairs_share_no_task_with_the_others(workspace, head):
     trajectories = read(workspace / "offline.jsonl")
     args = critic_stage.parse_args([*REQUIRED, "--held-out-frac", "0.3", "--head", head])
-    groups, held_out_pairs = critic_stage.read_pairs(trajectories, args)
+    groups, held_out_pairs = critic_stage.split_groups(trajectories, args)
     trained = {trajectories[number]["task_id"] for group in groups for number in group}
     held_out = {trajectories[number]["task_id"] for pair in held_out_pairs for number in pair}
     assert trained and held_out and not trained & held_out
@@ -272,7 +272,7 @@ def test_it_learns_its_training_pairs(workspace, tmp_path):
 
 def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(workspace, critic, tmp_path):
     arguments = flags(workspace, tmp_path / "killed", "--nll-coef", 0)
-    with dies(training.States, "save", calls=1):                     # at the end
+    with dies(training.Checkpoints, "save", calls=1):                     # at the end
         call(3, *arguments)
     assert "not finished" in refused(2, "--tasks", workspace / "tasks.jsonl", "--agent", tmp_path / "killed", "--out",
                                      tmp_path / "x")
@@ -317,8 +317,8 @@ def test_the_value_head_learns_from_single_dialogues(workspace):
     """One dialogue a task: no pair, which only the held-out accuracy needs."""
     first = [row for row in read(workspace / "offline.jsonl") if row["sample"] == 0]
     args = critic_stage.parse_args([*REQUIRED, "--head", "value"])
-    groups, held_out = critic_stage.read_pairs(first, args)
+    groups, held_out = critic_stage.split_groups(first, args)
     assert held_out == [] and 0 < len(groups) <= len(first)
     args.head = "lm"
     with pytest.raises(InputError, match="no trajectory pairs"):
-        critic_stage.read_pairs(first, args)
+        critic_stage.split_groups(first, args)

@@ -16,7 +16,7 @@ from conftest import assert_same_steps, call, furthest, read, refused, ROOT, sta
 from lib import models
 from lib.models import adapter_parameters, load_model, load_tokenizer, lora_config, Sharding
 from lib.runtime import InputError, start, write_jsonl
-from lib.training import States
+from lib.training import Checkpoints
 
 BASE = ROOT / "models" / "tiny"
 LORA = ["--lora", 4]
@@ -74,12 +74,12 @@ def test_the_first_loss_is_log_2_and_it_falls(critic, policy):
 def test_the_adapter_alone_is_trained_and_kept_in_states(workspace, tmp_path, monkeypatch):
     """In bfloat16: base weights in bfloat16, adapters and the optimiser's state in float32, two numbers for each."""
     kept = {}
-    original = States.save
+    original = Checkpoints.save
 
     def look(checkpoints, step):
         kept.update(checkpoints.state(), parameters=dict(checkpoints.model.named_parameters()))
         original(checkpoints, step)
-    monkeypatch.setattr(States, "save", look)
+    monkeypatch.setattr(Checkpoints, "save", look)
     stage(3).main(flags(workspace, tmp_path / "c", "--dtype", "bfloat16", "--max-steps", 1, "--save-every", 1, "--head",
                         "regression"))
     trained = {name for name, parameter in kept["parameters"].items() if parameter.requires_grad}
@@ -93,12 +93,12 @@ def test_the_adapter_alone_is_trained_and_kept_in_states(workspace, tmp_path, mo
 
 def killed_and_resumed(arguments, monkeypatch, capsys):
     """03 with these arguments, which dies at its first saved state, after two steps, and goes on from there."""
-    original = States.save
+    original = Checkpoints.save
 
     def save_and_die(checkpoints, step):
         original(checkpoints, step)
         raise KeyboardInterrupt
-    monkeypatch.setattr(States, "save", save_and_die)
+    monkeypatch.setattr(Checkpoints, "save", save_and_die)
     with pytest.raises(KeyboardInterrupt):
         stage(3).main(arguments)
     monkeypatch.undo()
