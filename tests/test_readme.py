@@ -299,7 +299,7 @@ def test_every_row_runs_small(tmp_path, workspace):
     evaluations = [words for words in commands_of(environment, tmp_path) if words[0] == "05_evaluate.py"]
     outputs = [run(*words) for words in evaluations]
     assert all(process.returncode == 0 for process in outputs), [process.stderr for process in outputs]
-    table, curves, scaling = ({re.split("[ @]", line)[0] for line in process.stdout.splitlines()} for process in outputs)
+    table, curves, scaling = ({re.split("[ @]", line)[0] for line in output.stdout.splitlines()} for output in outputs)
     assert table >= {"single", "base", "rft", "mtdpo", "sweet", "sweet-no-c", "sweet-no-norm", "sweet-regression",
                      "big-sweet"}
     assert scaling >= {"mtdpo", "sweet"}
