@@ -226,18 +226,18 @@ def rendered_turn(tokenizer, trajectory, index):
     prompt ends with the cue or, where the template opens a finished turn in another way (a cue that begins a thought,
     say), just before the content."""
     history = trajectory["dialogue_history"]
-    content = plain(tokenizer, history[index]["content"])
+    content = history[index]["content"]
     prompt = prompt_text(tokenizer, trajectory, history[:index])
     chat = [*agent_chat(trajectory, history[:index]), {"role": "assistant", "content": content}]
-    whole = render_chat(tokenizer, chat, **template_args(trajectory))
-    if content not in whole:
-        content = content.strip()                                    # as many templates do
-    place = whole.rfind(content)
-    if not content or place < 0:
-        return prompt, content
-    if not whole.startswith(prompt):
-        prompt = whole[:place]
-    return prompt, whole[len(prompt):place + len(content)]
+    whole, _, _ = render_chat(tokenizer, chat, **template_args(trajectory)).rpartition(
+        tokenizer.decode(end_of_turn(tokenizer)))
+    if content.strip() and whole.startswith(prompt):
+        return prompt, whole[len(prompt):]
+    content = plain(tokenizer, content)
+    for text in (content, content.strip()):                          # many templates trim
+        if text.strip() and whole.endswith(text):
+            return whole.removesuffix(text), text
+    return prompt, content
 
 
 def say_kinds(what, kinds):

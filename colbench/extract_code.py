@@ -59,6 +59,7 @@ def readings(text):
     yield text
     yield "\n\n".join(strings_of(text))
     yield text.replace("\\n", "\n")
+    yield text.replace("\u00a0", " ").replace("\u200b", "")
 
 
 def strings_of(text):
@@ -333,6 +334,8 @@ def chosen_pieces(pieces, tested):
         return pieces[:1], False
 
     chosen = [piece for piece in pieces if piece.place >= least or piece.imported]
+    known = set().union(*(piece.bound for piece in chosen))
+    chosen = [piece for piece in pieces if piece in chosen or piece.place > INLINE and piece.bound - known]     # helpers
     chosen = without_excerpts(chosen)
     is_whole = any(not piece.is_cut and wanted & piece.bound for piece in chosen)
     return chosen, is_whole and (not tested or bool(wanted & tested))

@@ -38,7 +38,7 @@ BLACKLIST = ("import os", "from os", "import sys", "from sys", "sudo", "transfor
 COMPREHENSIONS = "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>"                      # the names of their code
 START_LIMIT_S, LOAD_LIMIT_S, LOADS_LIMIT_S = 60, 4, 20
 CLEAN_LIMIT_S = 5               # to remove the files that a process leaves
-EMPTY = 'cd "$0" && chmod -R u+rwx . && timeout "$1" find . -mindepth 1 -delete'
+EMPTY = 'cd "$0" && timeout "$1" sh -c "chmod -R u+rwx . && find . -mindepth 1 -delete"'
 THREAD_LIMIT = 64               # threads of an answer
 WATCH_S = .01                   # seconds between two counts of threads, where the system does not count
 
@@ -416,7 +416,7 @@ def free_user():
             lines = [list(map(int, line.split())) for line in file]
         end = min(1 << 31, max(first + size for first, _, size in lines))
         user = end - 2 - int.from_bytes(os.urandom(4), "little") % max(1, min(end // 16, 1 << 20))
-        if os.geteuid() == 0:
+        if os.geteuid() == 0 and user > 0:
             os.setresuid(user, -1, -1)
             os.setresuid(0, -1, -1)
             return user

@@ -3,6 +3,7 @@
 Data are null, a text, a number, or a list of a kind and its parts: [1, (2.5,)] is ["list", 1, ["tuple", 2.5]].
 """
 import collections
+import contextlib
 import datetime
 import decimal
 import enum
@@ -102,7 +103,10 @@ def encode_number(value):
         return int(p)
     if q == 1:
         return ["int", hex(p)]
-    return float(value) if float(value) == value else ["ratio", f"{p}/{q}"]
+    with contextlib.suppress(OverflowError):
+        if float(value) == value:
+            return float(value)
+    return ["ratio", f"{p}/{q}"]
 
 
 def order(data):

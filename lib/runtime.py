@@ -3,7 +3,6 @@ import contextlib
 import ctypes
 import fcntl
 import functools
-import glob
 import gzip
 import hashlib
 import importlib.metadata
@@ -256,9 +255,10 @@ def read_text(path):
 
 @contextlib.contextmanager
 def whole_file(path):
-    """Opens a text file beside `path`, and gives it this name at the end."""
+    """Opens a text file beside `path`, and gives it this name at the end; one that ends with .gz is packed."""
     partial = f"{path}.partial"
-    with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
+    open_file = gzip.open if str(path).endswith(".gz") else open
+    with open_file(partial, "wt", encoding="utf-8", errors="backslashreplace") as file:
         yield file
     os.rename(partial, path)
 
@@ -328,7 +328,8 @@ class Rows:
 
 def partial_files(out):
     """The partial files of an output (Rows), of all ranks."""
-    return sorted(out.parent.glob(f"{glob.escape(out.name)}.*of*.partial"))
+    pattern = re.compile(re.escape(out.name) + r"\.\d+of\d+\.partial")
+    return sorted(path for path in out.parent.glob("*.partial") if pattern.fullmatch(path.name))
 
 
 def read_rows(path):

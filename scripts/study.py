@@ -60,7 +60,7 @@ def run_step(out, words, ranks=1, threads=1):
     environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {**os.environ, "OMP_NUM_THREADS": str(threads)}
     log, done = pathlib.Path(f"{out}.log"), pathlib.Path(f"{out}.done")
-    if not HAS_RUN.is_set() and pathlib.Path(out).exists() and done.exists() and done.read_text() == str(command):
+    if not HAS_RUN.is_set() and pathlib.Path(out).exists() and is_done(done, command) and log.exists():
         return log.read_text()
     HAS_RUN.set()
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -77,6 +77,18 @@ def run_step(out, words, ranks=1, threads=1):
     results = ["", *RESULT.findall(text)]
     print(f"{str(out):36} {time.monotonic() - begin:4.0f} s  {results[-1]}", flush=True)
     return text
+
+
+def is_done(done, command):
+    """Whether the file `done` says that this command has ended, and no file that it names has changed since."""
+    if not done.exists() or done.read_text() != str(command):
+        return False
+    made_s = done.stat().st_mtime
+    for name in re.split("[ =,]", " ".join(command)):
+        path = pathlib.Path(name)
+        if name and path.exists() and any(file.stat().st_mtime > made_s for file in (path, *path.glob("*.*"))):
+            return False
+    return True
 
 
 def show(text):

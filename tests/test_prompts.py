@@ -61,6 +61,18 @@ def test_turns_without_ids_are_what_the_template_writes(name):
     assert [action[-1] for action in actions] == [tokenizer.eos_token_id] * 2
 
 
+@pytest.mark.parametrize("template", [None, *TEMPLATES])
+@pytest.mark.parametrize("content", ["yes ", "end", "d", "|", "I see\n"])
+def test_an_action_is_its_content_and_the_end_of_the_turn(tiny, template, content):
+    """Whatever of it stands elsewhere: in the request, or in the names of control tokens."""
+    tokenizer = tokenizer_of(template) if template else tiny[1]
+    history = [{"role": "user", "content": "Say yes or no; yes please. I see"},
+               {"role": "assistant", "content": content}]
+    [[prompt, action]] = common.agent_turns(tokenizer, {**ROW, "dialogue_history": history})
+    assert decode(tokenizer, action[:-1]).strip() == content.strip() and action[-1] == tokenizer.eos_token_id
+    assert "Say yes or no; yes please. I see" in prompt
+
+
 def test_a_cue_that_opens_a_thought_is_not_before_an_answer_without_one(tiny):
     tokenizer = copy.deepcopy(tiny[1])
     tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from conftest import begin, policy_flags, read, ROOT, wait
 from lib import data, runtime
 from lib.models import weights_fingerprint
-from lib.runtime import fingerprint, InputError, map_blocks, read_jsonl, Runtime, start
+from lib.runtime import fingerprint, InputError, map_blocks, read_jsonl, Runtime, start, write_jsonl
 
 
 @pytest.mark.parametrize("content, message", [
@@ -142,3 +142,12 @@ def test_a_fingerprint_is_of_what_a_model_says(tmp_path):
     save_file(tensors, weights, metadata={"format": "pt"})
     assert weights.stat().st_size == size and both()[1] != first[1]
     assert weights_fingerprint("nobody/model") is None
+
+
+def test_an_output_named_gz_is_packed_and_has_partial_files_of_its_own(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl.gz", [{"a": "é"}])
+    assert gzip.decompress((tmp_path / "a.jsonl.gz").read_bytes()).decode() == '{"a": "é"}\n'
+    assert read_jsonl(tmp_path / "a.jsonl.gz", {}) == [{"a": "é"}]
+    (tmp_path / "a.jsonl.gz.0of1.partial").write_text('0 {"a": 1}\n')
+    assert runtime.partial_files(tmp_path / "a.jsonl") == []
+    assert len(runtime.partial_files(tmp_path / "a.jsonl.gz")) == 1

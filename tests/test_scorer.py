@@ -1,6 +1,7 @@
 """The scorer: golden verdicts, values and their equality, where the code stands in an answer, gaps, --compat."""
 import datetime
 import decimal
+import fractions
 import random
 import time
 from collections import deque
@@ -11,8 +12,8 @@ from colbench import sandbox
 from colbench.sandbox import Sandbox
 from colbench.scorer import reward_of, Scorer
 from colbench.values import encode, readable
-from common import read_tasks
 from conftest import read, refused, stage, succeed
+from lib.data import read_tasks
 from lib.runtime import write_jsonl
 
 TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n * n if n else None",
@@ -182,6 +183,7 @@ def test_encoding_by_hand():
     assert encode({"b": {2, 1}, "a": 2 ** 60}) == [
         "dict", ["tuple", "a", ["int", "0x1000000000000000"]], ["tuple", "b", ["set", 1, 2]]]
     assert encode(decimal.Decimal("-0.75")) == -0.75 and encode(decimal.Decimal("0.1")) == ["ratio", "1/10"]
+    assert encode(fractions.Fraction(10 ** 400, 3)) == ["ratio", f"{10 ** 400}/3"]
     assert encode(datetime.timedelta(days=1, seconds=2)) == ["timedelta", 1, 2, 0]
     assert encode(range(2, 9, 3)) == ["range", 3, 2, 5]
     with pytest.raises(TypeError, match="object cannot be compared"):

@@ -3,6 +3,7 @@
 Models wrote most of what the page shows. Their texts stand in one JSON element (as_json), and the script makes text
 nodes of them; the page's policy lets no other script run."""
 import base64
+import contextlib
 import hashlib
 import io
 import json
@@ -243,9 +244,11 @@ def about_lines(command, rollouts):
 
     rollouts: {name: the arguments of 02 that made its first file}."""
     made = [f"{name}: {args.get('agent')}, seed {args.get('seed')}" for name, args in rollouts.items() if args]
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=pathlib.Path(__file__).parent, text=True,
-                         capture_output=True)
-    return ["; ".join(made), f"{command} (commit {git.stdout.strip() or 'unknown'}, {time.strftime('%Y-%m-%d')})"]
+    commit = ""
+    with contextlib.suppress(OSError):                               # without git
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=pathlib.Path(__file__).parent, text=True,
+                                capture_output=True).stdout.strip()
+    return ["; ".join(made), f"{command} (commit {commit or 'unknown'}, {time.strftime('%Y-%m-%d')})"]
 
 
 def write_report(path, data, images, **variables):
