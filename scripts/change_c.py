@@ -45,7 +45,10 @@ def with_facts(task):
     """The reference of a task, and below it the facts that the agent has to ask for."""
     comment = COMMENT[domain_of(task).NOUN]
     hidden = [fact for fact in task["facts"] if fact["matters"] and not fact["told"]]
-    lines = [f"{comment} {fact['topic']}: {fact['code']}" for fact in hidden]
+    lines = []
+    for fact in hidden:
+        is_value = fact["code"].strip() and "\n" not in fact["code"]       # else lines of code, or none
+        lines.append(f"{comment} {fact['topic']}: {fact['code'] if is_value else fact['replies'][0]}")
     return "\n".join([task["ground_truth"], *lines])
 
 
