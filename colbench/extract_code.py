@@ -335,7 +335,8 @@ def chosen_pieces(pieces, tested):
 
     chosen = [piece for piece in pieces if piece.place >= least or piece.imported]
     known = set().union(*(piece.bound for piece in chosen))
-    chosen = [piece for piece in pieces if piece in chosen or piece.place > INLINE and piece.bound - known]     # helpers
+    # helpers outside of the fence
+    chosen = [piece for piece in pieces if piece in chosen or piece.place > INLINE and piece.bound - known]
     chosen = without_excerpts(chosen)
     is_whole = any(not piece.is_cut and wanted & piece.bound for piece in chosen)
     return chosen, is_whole and (not tested or bool(wanted & tested))
