@@ -9,7 +9,14 @@ from lib import VERSION
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    pass
+    """Wide, and with the defaults that say something."""
+
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=40, width=120)
+
+    def _get_help_string(self, action):
+        says_nothing = action.default is None or action.default is False
+        return action.help if says_nothing else super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
 def argument_parser(docstring):
     """A parser whose --help is the stage's docstring and shows every default, and which knows --version."""
-    parser = Parser(description=docstring, formatter_class=Formatter)
+    parser = Parser(description=docstring, formatter_class=Formatter, usage="%(prog)s … (arguments below)")
     parser.add_argument("--version", action="version", version=f"SWEET-RL, minimal {VERSION}")
     return parser
 
