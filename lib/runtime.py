@@ -71,7 +71,7 @@ FULL = "No space left on device"
 
 def is_of_full_disk(error):
     """Whether an error says that a disk is full, or, as torch's, says nothing and the output's disk is full."""
-    folders = [os.path.dirname(file.name) or "." for file in LOCKS.values()]
+    folders = filter(os.path.isdir, [os.path.dirname(file.name) or "." for file in LOCKS.values()])
     return FULL in str(error) or any(shutil.disk_usage(folder).free < 2 ** 20 for folder in folders)
 
 

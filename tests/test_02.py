@@ -15,7 +15,7 @@ import common
 from colbench import backend
 from colbench.dialogue import UNCLEAR
 from conftest import begin, call, Partial, rank_environments, read, refused, stage, succeed, wait, write
-from lib import data
+from lib.data import read_trajectories
 from lib.engine import Engine
 from lib.models import load_tokenizer, stop_ids
 from lib.sampling import Sampler
@@ -350,7 +350,7 @@ def test_a_branch_keeps_which_turns_are_of_the_environment():
 
 def test_a_candidate_of_a_branch_is_one_message_after_a_kill(workspace):
     """A server would say something else each time."""
-    trajectories = data.read_trajectories(workspace / "offline.jsonl")[:3]
+    trajectories = read_trajectories(workspace / "offline.jsonl")[:3]
     args = argparse.Namespace(seed=0, branch=2, branch_candidates=3, samples=4, max_rounds=8, tasks="t")
     dialogues = rollout.branched_dialogues(trajectories, None, args)
     names = [(dialogue.task["task_id"], dialogue.random_name) for dialogue in dialogues]

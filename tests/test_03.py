@@ -25,7 +25,8 @@ from conftest import (
     weights,
     write,
 )
-from lib import data, training
+from lib import training
+from lib.data import fill_rewards, read_trajectories
 from lib.models import generation_cue, load_model, weights_fingerprint
 from lib.runtime import InputError
 
@@ -157,20 +158,20 @@ def test_a_heads_values_by_hand(tiny):
 def test_missing_rewards_are_computed(workspace, tmp_path):
     rows = read(workspace / "offline.jsonl")
     plain = [{key: value for key, value in row.items() if key != "reward"} for row in rows]
-    filled = data.read_trajectories(write(tmp_path / "plain.jsonl", plain))
-    data.fill_rewards(filled, {"out": str(tmp_path / "o")})
+    filled = read_trajectories(write(tmp_path / "plain.jsonl", plain))
+    fill_rewards(filled, {"out": str(tmp_path / "o")})
     assert [row["reward"] for row in filled] == [row["reward"] for row in rows]
 
 
 def test_subsets_are_nested_and_hold_whole_tasks(workspace):
     path = workspace / "offline.jsonl"
-    small, large = (data.read_trajectories(path, n, seed=1) for n in (30, 60))
+    small, large = (read_trajectories(path, n, seed=1) for n in (30, 60))
     assert [len(small), len(large)] == [30, 60] and small == large[:30]
-    assert {t["task_id"] for t in small} != {t["task_id"] for t in data.read_trajectories(path, 30, seed=2)}
+    assert {t["task_id"] for t in small} != {t["task_id"] for t in read_trajectories(path, 30, seed=2)}
     for task in {t["task_id"] for t in small}:
         assert sum(t["task_id"] == task for t in small) == 3
     with pytest.raises(InputError, match="only 72"):
-        data.read_trajectories(path, 73)
+        read_trajectories(path, 73)
 
 
 def test_turns_are_taken_as_sampled_as_logged_or_rendered_again(workspace, tiny):

@@ -10,7 +10,8 @@ import common
 from colbench import backend
 from colbench.scorer import Scorer
 from conftest import call, FUNCTION, policy_flags, read, refused, ROOT, stage, trajectory, write
-from lib import data, statistics
+from lib import statistics
+from lib.data import read_trajectories
 from lib.models import encode
 
 evaluate = stage(5)
@@ -347,7 +348,7 @@ def trained(request, tiny):
 
 
 def test_the_advantage_of_a_turn_is_the_score_of_actions(workspace, trained, tiny):
-    rows = data.read_trajectories(workspace / "offline.jsonl")[:6]
+    rows = read_trajectories(workspace / "offline.jsonl")[:6]
     advantages = common.score_turns(trained, tiny[1], rows, 4096, "cpu")
     assert [len(own) for own in advantages] == [row["num_rounds"] for row in rows]
     for row, own in zip(rows, advantages):
@@ -367,7 +368,7 @@ def test_the_advantage_of_a_turn_is_the_score_of_actions(workspace, trained, tin
 
 def test_an_untrained_critic_gives_no_advantage_and_long_dialogues_have_none(workspace, tiny):
     critic = common.Critic("-", "-", scorer=common.Scorer(tiny[0]), ref_scorer=common.Scorer(tiny[0]))
-    rows = data.read_trajectories(workspace / "offline.jsonl")[:8]
+    rows = read_trajectories(workspace / "offline.jsonl")[:8]
     assert common.score_turns(critic, tiny[1], rows, 4096, "cpu") == [[0.0] * row["num_rounds"] for row in rows]
     examples = common.trajectory_examples(rows, [(i,) for i in range(8)], tiny[1], True)
     lengths = [max(len(row.ids) for row in example.items[0]) for example in examples]

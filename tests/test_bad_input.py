@@ -16,7 +16,8 @@ import pytest
 import colbench
 from colbench import backend, ColBenchError
 from conftest import BASE, call, fork, Partial, read, refused, ROOT, run, stage, weights, write
-from lib import data, runtime, training
+from lib import runtime, training
+from lib.data import read_tasks, read_trajectories
 from lib.runtime import InputError
 
 DEEP = "[" * 5000 + "]" * 5000
@@ -127,7 +128,7 @@ def test_mistakes(data, tmp_path, words):
     ('{"sample": ' + "9" * 4400 + "}", "not JSON that can be read"), ('{"a": 1} {"b": 2}', "not JSON (Extra data")])
 def test_json(tmp_path, text, message):
     path = write(tmp_path / "rows.jsonl", [text])
-    for reader in (data.read_tasks, data.read_trajectories):
+    for reader in (read_tasks, read_trajectories):
         assert line_of(reader, path).startswith(f"{path}:1: {message}")
 
 
@@ -155,7 +156,7 @@ TASKS = [("backend", *case) for case in [
 def test_tasks(tmp_path, name, path, new, message):
     good = template_task(name)
     file = write(tmp_path / "t.jsonl", [good, changed(good, path, new)])
-    line = line_of(data.read_tasks, file)
+    line = line_of(read_tasks, file)
     assert line.startswith(f"{file}:2: ") and message in line, line
 
 
@@ -181,7 +182,7 @@ TRAJECTORIES = [
 def test_trajectories(data, tmp_path, path, new, message):
     good = read(data / "demos.jsonl")[0]
     file = write(tmp_path / "t.jsonl", [good, changed({**good, "sample": 9}, path, new)])
-    line = line_of(data.read_trajectories, file)
+    line = line_of(read_trajectories, file)
     assert line.startswith(f"{file}:2: ") and message in line, line
 
 

@@ -9,7 +9,7 @@ import pytest
 import common
 from colbench import task_id
 from conftest import read, refused, ROOT, stage
-from lib import data
+from lib.data import read_trajectories
 
 COPY = ROOT / "tests" / "colbench"
 TRAIN, TEST = COPY / "backend_tasks" / "train.jsonl", COPY / "backend_tasks" / "test.jsonl"
@@ -121,7 +121,7 @@ def test_num_tasks_keeps_all_trajectories_of_a_task_in_file_order(tmp_path, offl
 
 
 def test_other_stages_read_the_result(offline):
-    trajectories = data.read_trajectories(offline)
+    trajectories = read_trajectories(offline)
     assert trajectories == read(offline)
     assert all(isinstance(t["reward"], (int, float)) for t in trajectories)
     assert all(t["task_id"] == task_id(t["task"]) for t in trajectories)
@@ -153,7 +153,7 @@ def test_another_template_gets_the_logged_system_prompt(offline, tiny):
     import copy
     tokenizer = copy.deepcopy(tiny[1])
     tokenizer.chat_template = tokenizer.chat_template.replace("message.role != 'system'", "true")
-    trajectory, counts = data.read_trajectories(offline)[2], collections.Counter()
+    trajectory, counts = read_trajectories(offline)[2], collections.Counter()
     turns = common.agent_turns(tokenizer, {**trajectory, "max_rounds": 3}, counts)
     assert counts == {"rendered again": 3}
     assert all(prompt.startswith(f"<|system|>{SYSTEM}<|end|><|user|>") and "last round" not in prompt
@@ -176,8 +176,8 @@ def test_without_the_hub_one_line_says_what_to_do(tmp_path):
     (["--split", "test", "--trajectories"], "--split test: of this the published data have train only"),
     (["--path", "no/such"], "no/such: no such file or folder"),
     (["--path", COPY / "backend_tasks", "--trajectories"], f"{COPY / 'backend_tasks'}: no {OFFLINE.name} in it"),
-    (["--path", OFFLINE], f'{OFFLINE}:1: missing "problem_description"'),
-    (["--path", TEST, "--trajectories"], f'{TEST}:1: missing "task"')])
+    (["--path", OFFLINE], f"{OFFLINE}:1: a dialogue, not a task; 01_generate_tasks.py makes tasks"),
+    (["--path", TEST, "--trajectories"], f"{TEST}:1: a task, not a dialogue; 02_rollout.py makes dialogues of tasks")])
 def test_arguments_are_refused_in_one_line(flags, line, tmp_path):
     assert refused(1, "--source", "colbench", "--path", COPY, *flags, "--out", tmp_path / "t.jsonl") == line
     assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ import torch
 import common
 from colbench import backend
 from conftest import rows_of_actions, write
-from lib import data
+from lib.data import read_tasks, read_trajectories
 from lib.models import encode
 from lib.runtime import InputError
 from lib.servers import strip_thoughts
@@ -270,10 +270,10 @@ def test_dialogues_of_a_task_without_numbers_are_numbered(tmp_path):
             for name in "xyxyx"]
     for some, samples in ((rows, [0, 0, 1, 1, 2]), ([{**row, "sample": n} for n, row in enumerate(rows)], range(5))):
         path = write(tmp_path / "t.jsonl", some)
-        assert [t["sample"] for t in data.read_trajectories(path)] == list(samples)
+        assert [t["sample"] for t in read_trajectories(path)] == list(samples)
     write(path, [{**row, "sample": 0} for row in rows])
     with pytest.raises(InputError, match=f'{path}: two dialogues of task .* have "sample" 0; '):
-        data.read_trajectories(path)
+        read_trajectories(path)
 
 
 def test_a_name_of_two_references_is_refused(tmp_path):
@@ -281,7 +281,7 @@ def test_a_name_of_two_references_is_refused(tmp_path):
     tasks = [{"task_id": "0", "problem_description": what, "ground_truth": code, "test_cases": {}}
              for what, code in (("add", "def f(): 1"), ("sum", "def f(): 1"), ("sort", "def f(): 2"))]
     rows = [{"task": task, "dialogue_history": HISTORY, "answer": ""} for task in tasks]
-    for reader, content in ((data.read_tasks, tasks), (data.read_trajectories, rows)):
+    for reader, content in ((read_tasks, tasks), (read_trajectories, rows)):
         assert len(reader(write(tmp_path / "two", content[:2]))) == 2
         with pytest.raises(InputError, match='three: two tasks with different references have the "task_id" 0'):
             reader(write(tmp_path / "three", content))

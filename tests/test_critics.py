@@ -12,7 +12,7 @@ import torch
 import common
 from colbench import backend
 from conftest import BASE, call, critic_note, FUNCTION, Partial, read, refused, ROOT, run, trajectory, write
-from lib import data
+from lib.data import read_trajectories
 from lib.models import load_tokenizer
 
 critics = importlib.import_module("scripts.critics")
@@ -220,7 +220,7 @@ def pair_accuracy_by_score_turns(folder, workspace):
     """The share of right pairs by the sum of its turn advantages."""
     tokenizer = load_tokenizer(str(folder))
     critic = common.load_critic(common.read_critic(folder, tokenizer, backend), common.load_whole("cpu"))
-    trajectories = data.read_trajectories(workspace / "offline.jsonl")
+    trajectories = read_trajectories(workspace / "offline.jsonl")
     scores = [sum(advantages) for advantages in common.score_turns(critic, tokenizer, trajectories, 4096, "cpu")]
     pairs = common.trajectory_pairs(trajectories, "offline.jsonl")
     return sum(scores[chosen] > scores[rejected] for chosen, rejected in pairs) / len(pairs)

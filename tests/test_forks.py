@@ -12,7 +12,8 @@ import torch
 import common
 from colbench import backend
 from conftest import BASE, call, dies, fork, greatest_difference, read, refused, ROOT, stage, succeed, write
-from lib import data, training
+from lib import training
+from lib.data import read_trajectories
 from lib.models import encode, Projection
 
 grpo, distill, gain, answers = MODULES = [fork(name) for name in ("grpo", "distill", "gain", "answers")]
@@ -303,7 +304,7 @@ def test_right_answers_are_a_further_term(runs):
 def test_the_tokens_of_an_answer_are_those_behind_the_marker(workspace, tiny, capsys):
     """Answers that the last turn does not state, or that are too long, are left out."""
     tokenizer = tiny[1]
-    wins = [row for row in data.read_trajectories(workspace / "offline.jsonl") if row["reward"] == 1]
+    wins = [row for row in read_trajectories(workspace / "offline.jsonl") if row["reward"] == 1]
     args = argparse.Namespace(trajectories="t", max_length=10 ** 6)
     items = answers.read_right_answers(wins, tokenizer, args)
     assert len(items) == len(wins) > 10

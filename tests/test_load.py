@@ -8,7 +8,7 @@ import time
 import pytest
 
 from conftest import begin, Partial, read, wait
-from lib import data
+from lib.data import read_tasks
 from lib.runtime import Rows, start
 from lib.sampling import add_rows
 
@@ -28,7 +28,7 @@ def test_nothing_is_lost_or_doubled_after_two_kills(workspace, tmp_path, serve):
             os.kill(pid, signal.SIGKILL)
         assert wait(pid) == (-signal.SIGKILL if kill_at else 0), (tmp_path / "0.err").read_text()
     rows = read(out)
-    names = [(task["task_id"], sample) for task in data.read_tasks(workspace / "tasks.jsonl")
+    names = [(task["task_id"], sample) for task in read_tasks(workspace / "tasks.jsonl")
              for sample in range(NUM_SAMPLES)]
     assert [(row["task_id"], row["sample"]) for row in rows] == names and not list(tmp_path.glob("*.partial"))
     assert all(row["num_rounds"] == ROUNDS for row in rows)

@@ -6,7 +6,7 @@ import pytest
 import common
 from colbench import ColBenchError
 from conftest import call, refused, ROOT
-from lib import data
+from lib.data import read_trajectories
 from lib.runtime import InputError
 
 BASE = ROOT / "models" / "tiny"
@@ -31,7 +31,7 @@ def path(tmp_path):
 
 
 def test_a_dialogue_is_what_the_file_says(path, tiny):
-    [first, second, third, *_] = data.read_trajectories(path)
+    [first, second, third, *_] = read_trajectories(path)
     assert first["task_id"] == second["task_id"] != third["task_id"] and (first["sample"], second["sample"]) == (0, 1)
     assert [first["reward"], second["reward"]] == [0.75, 0.25] and first["system_prompt"] == "Be brief."
     assert [turn["role"] for turn in first["dialogue_history"]] == ["user", "assistant", "user", "assistant"]
@@ -44,7 +44,7 @@ def test_a_dialogue_is_what_the_file_says(path, tiny):
 
 def test_without_a_system_message_there_is_none(path):
     path.write_text(json.dumps(dialogue("a", "b", 1, system="")))
-    [row] = data.read_trajectories(path)
+    [row] = read_trajectories(path)
     assert [message["role"] for message in common.agent_chat(row, row["dialogue_history"][:1])] == ["user"]
 
 
@@ -70,7 +70,7 @@ def test_all_stages_take_it(path, tmp_path):
 def test_a_row_that_is_none_is_one_line(path, change, fault):
     path.write_text(json.dumps({**dialogue("a", "b", 1), **change}))
     with pytest.raises((InputError, ColBenchError), match=fault) as error:
-        data.read_trajectories(path)
+        read_trajectories(path)
     assert str(error.value).startswith(f"{path}:1: ")
 
 

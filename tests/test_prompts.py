@@ -5,7 +5,7 @@ import pytest
 
 import common
 from conftest import ROOT
-from lib import data
+from lib.data import read_trajectories
 from lib.models import continuation, decode, encode, load_tokenizer, render_chat, tokenizer_name
 
 USER, REPLY = {"role": "user", "content": "the fee"}, {"role": "assistant", "content": "What fee?"}
@@ -146,7 +146,7 @@ def test_contents_are_text_whatever_they_contain(name):
 
 def test_a_prompt_that_names_no_control_token_is_unchanged(tiny, workspace):
     """Rows of a rollout are rendered again as they were sampled."""
-    for row in data.read_trajectories(workspace / "offline.jsonl")[:8]:
+    for row in read_trajectories(workspace / "offline.jsonl")[:8]:
         assert row["tokenizer"] == tokenizer_name(tiny[1])
         again = common.agent_turns(tiny[1], {**row, "tokenizer": None})
         assert again == common.agent_turns(tiny[1], row)

@@ -8,7 +8,7 @@ import torch
 import common
 from colbench import backend
 from conftest import BASE, call, critic_note, policy_flags, read, refused, succeed, write
-from lib import data
+from lib.data import read_trajectories
 from lib.models import encode
 
 
@@ -58,7 +58,7 @@ def points_of(trajectories):
 
 def test_the_first_loss_of_a_blind_critic_is_that_of_the_gains_by_hand(workspace, blind, tiny):
     model, tokenizer = tiny
-    trajectories = data.read_trajectories(workspace / "offline.jsonl")
+    trajectories = read_trajectories(workspace / "offline.jsonl")
     pairs = common.trajectory_pairs(trajectories, "offline.jsonl")
     scores = {i: sum(gain(model, tokenizer, trajectories[i], turn) for turn in agent_turns(trajectories[i]))
               for i in sorted({i for pair in pairs for i in pair})}
@@ -81,7 +81,7 @@ def test_a_critic_s_folder_says_what_its_reference_reads_and_a_flag_has_it_other
 def test_an_untrained_critic_scores_by_the_gain(workspace, tiny):
     """Of actions, and of the turns of dialogues."""
     model, tokenizer = tiny
-    trajectories = data.read_trajectories(workspace / "offline.jsonl")[:4]
+    trajectories = read_trajectories(workspace / "offline.jsonl")[:4]
     points = points_of(trajectories)
     scores = common.score_actions(untrained(), tokenizer, points, 4096, "cpu")
     for trajectory, point, point_scores in zip(trajectories, points, scores):
@@ -98,7 +98,7 @@ def test_an_untrained_critic_scores_by_the_gain(workspace, tiny):
 def test_released_ranking_is_the_printed_one_and_the_gain(workspace, critic, tiny):
     """METHOD.md, section 7.1: with a blind reference a score is eq. 3 as printed plus the gain under the reference."""
     model, tokenizer = tiny
-    trajectories = data.read_trajectories(workspace / "offline.jsonl")[:3]
+    trajectories = read_trajectories(workspace / "offline.jsonl")[:3]
     points = points_of(trajectories)
     scores = {}
     for reference in (True, False):

@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from conftest import begin, policy_flags, read, ROOT, wait
-from lib import data, runtime
+from lib import runtime
+from lib.data import read_trajectories
 from lib.models import weights_fingerprint
 from lib.runtime import fingerprint, InputError, map_blocks, read_jsonl, Runtime, start, write_jsonl
 
@@ -35,7 +36,7 @@ def test_a_mark_at_the_begin_of_a_file_is_no_part_of_it(tmp_path):
 def test_trajectories_that_went_through_datasets_and_gzip_are_the_same(workspace, tmp_path):
     """Dataset.to_json writes null for what other rows have; a turn of the person has no "output_ids"."""
     from datasets import Dataset
-    rows = data.read_trajectories(workspace / "offline.jsonl")
+    rows = read_trajectories(workspace / "offline.jsonl")
     rows[0] |= {"system_prompt": "You help.", "branch": {"sample": 0, "turn": 0, "candidate": 1}}
     tasks = [json.dumps(row.pop("task")) for row in rows]           # whose tests have names of their own
     Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl")
@@ -45,11 +46,11 @@ def test_trajectories_that_went_through_datasets_and_gzip_are_the_same(workspace
             packed.write(json.dumps({**row, "task": json.loads(task)}) + "\n")
     for row, task in zip(rows, tasks):
         row["task"] = json.loads(task)
-    assert data.read_trajectories(tmp_path / "rows.jsonl.gz") == rows
+    assert read_trajectories(tmp_path / "rows.jsonl.gz") == rows
     path = tmp_path / "cut.jsonl.gz"
     path.write_bytes((tmp_path / "rows.jsonl.gz").read_bytes()[:-100])
     with pytest.raises(InputError, match="cut.jsonl.gz: Compressed file ended"):
-        data.read_trajectories(path)
+        read_trajectories(path)
 
 
 def test_map_blocks_resumes_to_the_same_file(tmp_path):

@@ -15,7 +15,7 @@ import common
 from colbench import frontend
 from colbench.browser import BrowserThread, Render
 from conftest import assert_same_steps, furthest, read, refused, ROOT, stage, succeed
-from lib import data
+from lib.data import sight_of
 from lib.runtime import InputError
 from lib.servers import visible_text
 from lib.vision import hidden_states, image_row, load_processor, load_vision, read_images, vision_reply
@@ -34,7 +34,7 @@ def page(colour):
 
 def sight_in(folder, processor=None):
     """The Sight of a visual critic, as 03 and 04 make it: its screenshots go to a folder beside folder/x."""
-    return data.sight_of(processor, frontend, {"out": folder / "x"})
+    return sight_of(processor, frontend, {"out": folder / "x"})
 
 
 def turn_row(processor, task, history, sent, files, privileged):
