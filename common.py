@@ -618,7 +618,10 @@ def example_outputs(scorer, examples, max_tokens, device):
     """action_outputs of every example's items, each item once: a list of tensors (actions,) for each example."""
     items = {id(item): item for item in items_of(examples)}         # trajectories are in several pairs
     outputs = dict(zip(items, action_outputs(scorer, list(items.values()), max_tokens, device)))
-    return [[outputs[id(item)] for item in example.items] for example in examples]
+    results = []
+    for example in examples:
+        results.append([outputs[id(item)] for item in example.items])
+    return results
 
 
 def padded_outputs(outputs, device):
