@@ -163,8 +163,8 @@ class Sandbox:
         except (OSError, Stop) as error:
             raise RuntimeError(f"the scorer's child program cannot run anything: {error}") from None
         last_signal, processor_s = json.loads(self.reply())["end"]
-        if run.reason == "time limit":                              # by the clock: it sleeps, and would do so again
-            return run._replace(seconds=left_s)
+        if run.reason == "time limit":                              # by the clock: it sleeps, and that counts
+            return run._replace(seconds=time.monotonic() - began)
         is_late = run.reason == "process ended" and last_signal in TIME_SIGNALS
         return run._replace(reason="time limit" if is_late else run.reason,
                             seconds=max(processor_s, (time.monotonic() - began) / CLOCK))
