@@ -104,7 +104,11 @@ def read_states(trajectories, tokenizer, args, sees_c):
         f"{len(trajectories):,})")
     common.say_kinds("their prompts", kinds)
     most = max_positions(args.model) - args.max_new_tokens
-    fitting = [state for state in states if len(encode(tokenizer, longest_prompt(state, tokenizer, sees_c))) <= most]
+    fitting = []
+    for state in states:                                             # the critic's prompt must fit, too
+        prompt = common.critic_prompt(tokenizer, state["prompt"], state["task"], sees_c)
+        if len(encode(tokenizer, prompt)) <= most:
+            fitting.append(state)
     if len(fitting) < len(states):
         say(f"left out {len(states) - len(fitting):,} turns, whose prompts are longer than {most:,} tokens, so that "
             f"the model has no room for --max-new-tokens {args.max_new_tokens}: {len(fitting):,} turns are left")
@@ -112,13 +116,6 @@ def read_states(trajectories, tokenizer, args, sees_c):
         raise InputError(f"{args.trajectories}: no turns to train on: their prompts leave no room for --max-new-tokens "
                          f"{args.max_new_tokens}")
     return fitting
-
-
-def longest_prompt(state, tokenizer, sees_c):
-    """The prompt of a state as the critic reads it."""
-    if not sees_c:
-        return state["prompt"]
-    return common.with_hidden_info(tokenizer, state["prompt"], common.hidden_info(state["task"]))
 
 
 def sample_trajectories(trajectories, fraction, seed):

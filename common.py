@@ -189,6 +189,11 @@ def with_hidden_info(tokenizer, text, privileged_info):
     return bos + plain(tokenizer, privileged_info) + text[len(bos):]
 
 
+def critic_prompt(tokenizer, prompt, task, sees_c):
+    """A prompt as a critic reads it: with `sees_c` c stands in front."""
+    return with_hidden_info(tokenizer, prompt, hidden_info(task)) if sees_c else prompt
+
+
 def agent_turns(tokenizer, trajectory, counts=None):
     """[(prompt text, action ids)] of a trajectory's agent turns, as near to what was sampled as the file allows.
 
@@ -849,9 +854,7 @@ def action_items(points, actions, tokenizer, sees_c):
     """Of each DecisionPoint the item (actions_item) of its `actions` after its prompt, which c may precede."""
     items = []
     for point, point_actions in zip(points, actions):
-        prompt = point.prompt
-        if sees_c:
-            prompt = with_hidden_info(tokenizer, prompt, hidden_info(point.task))
+        prompt = critic_prompt(tokenizer, point.prompt, point.task, sees_c)
         items.append(actions_item(tokenizer, prompt, point_actions))
     return items
 

@@ -109,7 +109,7 @@ class Sampler:
             raise InputError(f"{self.server.name}: says that it has read {reply.prompt_tokens:,} tokens, where this "
                              f"tokenizer and template make {num_tokens:,}; the server's must be the same")
         texts = [strip_thoughts(said.rstrip("\ufffd")) for said in (decode(self.tokenizer, reply.ids), reply.text)]
-        if texts[0] != texts[1] and not may_be_empty:
+        if texts[0] != texts[1]:
             return f"token ids of another text ({texts[0][-40:]!r}, not {texts[1][-40:]!r})"
         if reply.ended and decode(self.tokenizer, reply.ids[-1:]):
             return "token ids without the end of the turn"
