@@ -96,7 +96,10 @@ CANDIDATES = record({"task_id": label, "sample": int, "turn": whole(0), "prompt"
 def read_states(trajectories, tokenizer, args, sees_c):
     """The states of all agent turns of --data-frac of the trajectories, {"task_id", "sample", "turn", "task", "prompt",
     "history", "max_rounds"} each. "prompt" is the one that was logged where the file allows (common.agent_turns)."""
-    chosen = sample_trajectories(trajectories, args.data_frac, args.seed)
+    order = list(range(len(trajectories)))
+    random.Random(args.seed).shuffle(order)
+    number = max(1, round(args.data_frac * len(order)))
+    chosen = [trajectories[i] for i in sorted(order[:number])]
     states, kinds = [], collections.Counter()
     for trajectory in chosen:
         states += states_of(trajectory, common.agent_turns(tokenizer, trajectory, kinds))
@@ -106,7 +109,9 @@ def read_states(trajectories, tokenizer, args, sees_c):
     most = max_positions(args.model) - args.max_new_tokens
     fitting = []
     for state in states:                                             # the critic's prompt must fit, too
-        prompt = common.critic_prompt(tokenizer, state["prompt"], state["task"], sees_c)
+        prompt = state["prompt"]
+        if sees_c:
+            prompt = common.critic_prompt(tokenizer, prompt, state["task"])
         if len(encode(tokenizer, prompt)) <= most:
             fitting.append(state)
     if len(fitting) < len(states):
@@ -116,14 +121,6 @@ def read_states(trajectories, tokenizer, args, sees_c):
         raise InputError(f"{args.trajectories}: no turns to train on: their prompts leave no room for --max-new-tokens "
                          f"{args.max_new_tokens}")
     return fitting
-
-
-def sample_trajectories(trajectories, fraction, seed):
-    """A seeded share of the trajectories, in their order; at least one."""
-    order = list(range(len(trajectories)))
-    random.Random(seed).shuffle(order)
-    number = max(1, round(fraction * len(order)))
-    return [trajectories[i] for i in sorted(order[:number])]
 
 
 def states_of(trajectory, turns):
@@ -408,7 +405,8 @@ def train(scorer, examples, ref_logps, args, run):
             else:
                 pairs = common.batch_pairs(micro_examples)                                         # (P, 2, 2)
                 start_logps = common.padded_outputs([ref_logps[i] for i in micro], run.device)      # (B, M)
-                sides = [common.of_pairs(values, pairs) for values in (logps, start_logps, batch.lengths)]
+                place = pairs[..., 0], pairs[..., 1]                # item and action of both sides, (P, 2) each
+                sides = [values[place] for values in (logps, start_logps, batch.lengths)]          # (P, 2) each
                 losses, numbers = pair_losses(*sides, args.beta, args.nll_coef)                     # (P,), eq. 4
                 numbers = training.preference_numbers(**numbers, dtype=args.dtype)
                 num_pairs = torch.tensor([len(example.pairs) for example in micro_examples], device=run.device)

@@ -180,18 +180,14 @@ def prompt_text(tokenizer, trajectory, history):
     return render_chat(tokenizer, chat, add_generation_prompt=True, **template_args(trajectory))
 
 
-def with_hidden_info(tokenizer, text, privileged_info):
-    """`text` (a rendered prompt) with the sentence that states c (hidden_info) in front of all messages, outside of the
-    chat template: after the beginning-of-sequence token, unless this opens messages, as in SmolLM2's template."""
+def critic_prompt(tokenizer, prompt, task):
+    """A prompt (text) as a critic reads it: the sentence that states c (hidden_info) stands in front of all messages,
+    outside of the chat template: after the beginning-of-sequence token, unless this opens messages, as in SmolLM2's
+    template."""
     bos = tokenizer.bos_token or ""
-    if not text.startswith(bos) or generation_cue(tokenizer).startswith(bos):
+    if not prompt.startswith(bos) or generation_cue(tokenizer).startswith(bos):
         bos = ""
-    return bos + plain(tokenizer, privileged_info) + text[len(bos):]
-
-
-def critic_prompt(tokenizer, prompt, task, sees_c):
-    """A prompt as a critic reads it: with `sees_c` c stands in front."""
-    return with_hidden_info(tokenizer, prompt, hidden_info(task)) if sees_c else prompt
+    return bos + plain(tokenizer, hidden_info(task)) + prompt[len(bos):]
 
 
 def agent_turns(tokenizer, trajectory, counts=None):
@@ -251,8 +247,8 @@ def say_kinds(what, kinds):
         say(f"{what}: {', '.join(f'{count:,} {kind}' for kind, count in kinds.items())}")
 
 
-def rows_of_trajectory(tokenizer, turns, privileged_info=None):
-    """Rows of a trajectory from its agent_turns; with `privileged_info` (hidden_info) c stands in front.
+def rows_of_trajectory(tokenizer, turns, task=None):
+    """Rows of a trajectory from its agent_turns; with its `task` c stands in front (critic_prompt).
 
     For turns "<u>hi<a>" -> "who?<e>", "<u>hi<a>who?<e><u>me<a>" -> "ok<e>" it is one row:
         ids             <u> hi <a> who ? <e> <u> me <a> ok <e>
@@ -261,8 +257,8 @@ def rows_of_trajectory(tokenizer, turns, privileged_info=None):
     the ids of the row (a template that drops thoughts, an action that its text encodes otherwise), a new row begins."""
     rows = []
     for number, (prompt, action) in enumerate(turns):
-        if privileged_info is not None:
-            prompt = with_hidden_info(tokenizer, prompt, privileged_info)
+        if task is not None:
+            prompt = critic_prompt(tokenizer, prompt, task)
         read = encode(tokenizer, prompt)
         if not rows or read[:len(rows[-1].ids)] != rows[-1].ids:
             rows.append(Row([], []))
@@ -411,12 +407,6 @@ def batch_pairs(examples):
             pairs.append([chosen, rejected])
         first_item += len(example.items)
     return torch.tensor(pairs)
-
-
-def of_pairs(values, pairs):
-    """What `values` (B, M), a number for each action of each item, says of both actions of each of the `pairs`
-    (batch_pairs), (P, 2): chosen, rejected."""
-    return values[pairs[..., 0], pairs[..., 1]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -732,14 +722,6 @@ class Critic:
         return self.sees_c and not self.ref_sees_c
 
 
-def untrained_critic(model_name, ref_sees_c=None):
-    """The model itself as a Critic: log p(a|o, c) - log p(a|o), a mean over the tokens of a."""
-    if ref_sees_c:
-        raise InputError(f"--critic {UNTRAINED}: scores every action 0 with a reference that sees c; it needs "
-                         "--reference-sees-c no")
-    return Critic(model_name, model_name, ref_sees_c=False)
-
-
 def read_critic(folder, tokenizer, domain, ref_sees_c=None):
     """The Critic of a folder of 03, not loaded yet, for a policy with `tokenizer` (None: not compared) on a domain's
     tasks. InputError where it does not fit.
@@ -773,11 +755,15 @@ def read_critic(folder, tokenizer, domain, ref_sees_c=None):
 
 
 def open_critic(name, model, tokenizer, domain, ref_sees_c=None):
-    """The Critic of --critic (its `name`), not loaded yet: a folder (read_critic), or "untrained" (the `model`)."""
-    if name == UNTRAINED:
-        critic = untrained_critic(model, ref_sees_c)
-    else:
+    """The Critic of --critic (its `name`), not loaded yet: that of a folder (read_critic) or, with "untrained", the
+    `model` itself, whose scores are log p(a|o, c) - log p(a|o)."""
+    if name != UNTRAINED:
         critic = read_critic(name, tokenizer, domain, ref_sees_c)
+    elif ref_sees_c:
+        raise InputError(f"--critic {UNTRAINED}: scores every action 0 with a reference that sees c; it needs "
+                         "--reference-sees-c no")
+    else:
+        critic = Critic(model, model, ref_sees_c=False)
     say(critic_line(critic))
     return critic
 
@@ -831,9 +817,12 @@ def score_actions(critic, tokenizer, points, max_tokens, device):
             return [values.item() for values in action_outputs(critic.scorer, items, max_tokens, device)]
         return vision.action_scores(critic.sight, points, critic.sees_c, values_of)
     actions = [sorted(set(map(tuple, point.actions))) for point in points]
-    items = ref_items = action_items(points, actions, tokenizer, critic.sees_c)
-    if critic.reads_two_prompts:
-        ref_items = action_items(points, actions, tokenizer, sees_c=False)
+    items = ref_items = [actions_item(tokenizer, point.prompt, ids) for point, ids in zip(points, actions)]
+    if critic.sees_c:
+        prompts = [critic_prompt(tokenizer, point.prompt, point.task) for point in points]
+        items = [actions_item(tokenizer, prompt, ids) for prompt, ids in zip(prompts, actions)]
+    if not critic.reads_two_prompts:
+        ref_items = items
     values = action_outputs(critic.scorer, items, max_tokens, device)
     ref_values = action_outputs(critic.ref_scorer, ref_items, max_tokens, device)
     normalize = critic.normalize
@@ -848,15 +837,6 @@ def score_actions(critic, tokenizer, points, max_tokens, device):
         score_of = dict(zip(point_actions, advantages[0].tolist()))
         scores.append([score_of[tuple(action)] for action in point.actions])
     return scores
-
-
-def action_items(points, actions, tokenizer, sees_c):
-    """Of each DecisionPoint the item (actions_item) of its `actions` after its prompt, which c may precede."""
-    items = []
-    for point, point_actions in zip(points, actions):
-        prompt = critic_prompt(tokenizer, point.prompt, point.task, sees_c)
-        items.append(actions_item(tokenizer, prompt, point_actions))
-    return items
 
 
 def visual_item(rows):
@@ -881,8 +861,8 @@ def trajectory_examples(trajectories, groups, tokenizer, sees_c, sight=None):
         for number in numbers:
             trajectory = trajectories[number]
             with_c = trajectory.get("informed") if sees_c is None else sees_c
-            info = hidden_info(trajectory["task"]) if with_c else None
-            items[number] = rows_of_trajectory(tokenizer, agent_turns(tokenizer, trajectory, kinds), info)
+            turns = agent_turns(tokenizer, trajectory, kinds)
+            items[number] = rows_of_trajectory(tokenizer, turns, trajectory["task"] if with_c else None)
         say_kinds("agent turns", kinds)
     examples = []
     for group in groups:

@@ -167,7 +167,7 @@ def score_candidates(rows, tokenizer, args, run):
     path = pathlib.Path(args.out) / "scored.jsonl"
     if path.exists():
         return read_rows(path)
-    critic = common.untrained_critic(args.model)
+    critic = common.Critic(args.model, args.model, ref_sees_c=False)
     common.load_critic(critic, functools.partial(common.load_scorer, run=run, sharding=sharding_of(args)))
     blocks = [rows[i:i + SCORED_TOGETHER] for i in range(0, len(rows), SCORED_TOGETHER)]
     domain = domain_of(rows[0]["task"])
@@ -358,7 +358,7 @@ def train(scorer, examples, ref_logps, args, run):
             weights = weights / num_pairs                           # (examples,)
             pairs = common.batch_pairs(micro_examples)                                         # (P, 2, 2)
             start_logps = common.padded_outputs([ref_logps[i] for i in micro], run.device)     # (B, M)
-            sides = [common.of_pairs(values, pairs) for values in (logps, start_logps, batch.lengths)]
+            sides = [values[pairs[..., 0], pairs[..., 1]] for values in (logps, start_logps, batch.lengths)]
             losses, numbers = pair_losses(*sides, args.beta, args.nll_coef)                     # (P,), eq. 4
             numbers = training.preference_numbers(**numbers, dtype=args.dtype)
             pairs_of_each = torch.tensor([len(example.pairs) for example in micro_examples], device=run.device)

@@ -66,8 +66,7 @@ def probe_rows(probe, tokenizer, domain, with_c):
     trajectory = probe.trajectory
     prompt = common.prompt_text(tokenizer, trajectory, probe.history)
     action = encode(tokenizer, probe.text) + [end_of_turn(tokenizer)]
-    hidden_info = common.hidden_info(trajectory["task"]) if with_c else None
-    return common.rows_of_trajectory(tokenizer, [(prompt, action)], hidden_info)
+    return common.rows_of_trajectory(tokenizer, [(prompt, action)], trajectory["task"] if with_c else None)
 
 
 def measure_gates(trajectories, domain, model_name, device):

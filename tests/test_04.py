@@ -2,6 +2,7 @@
 import json
 import math
 import random
+import types
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from colbench import backend
 from conftest import BASE, call, dies, read, refused, stage, write
 from conftest import policy_flags as flags
 from lib import training
+from lib.data import read_trajectories
 from lib.models import encode
 from lib.runtime import InputError, start
 from lib.training import preference_numbers, weighted_sums
@@ -47,7 +49,7 @@ def test_the_items_of_several_examples_are_numbered_through():
     pairs = common.batch_pairs(examples)
     assert pairs.tolist() == [[[0, 0], [0, 1]], [[1, 1], [1, 0]], [[1, 1], [1, 0]], [[3, 0], [4, 1]]]
     values = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0], [9.0, 10.0]])
-    assert common.of_pairs(values, pairs).tolist() == [[1.0, 2.0], [4.0, 3.0], [4.0, 3.0], [7.0, 10.0]]
+    assert values[pairs[..., 0], pairs[..., 1]].tolist() == [[1.0, 2.0], [4.0, 3.0], [4.0, 3.0], [7.0, 10.0]]
 
 
 def test_a_trajectory_of_multi_turn_dpo_is_one_action():
@@ -79,19 +81,20 @@ def test_pairs_are_better_half_against_worse_half():
     assert policy_stage.candidate_pairs(same, 4, random.Random(0)) == []
 
 
-def test_states_are_a_seeded_share_of_whole_trajectories(workspace):
-    trajectories = read(workspace / "offline.jsonl")
-    sampled = policy_stage.sample_trajectories(trajectories, 0.1, 0)
-    chosen = {(t["task_id"], t["sample"]) for t in sampled}
-    assert len(chosen) == len(sampled) == 7
+def test_states_are_a_seeded_share_of_whole_trajectories(workspace, tiny):
+    trajectories = read_trajectories(workspace / "offline.jsonl")
+    args = types.SimpleNamespace(data_frac=0.1, seed=0, model=str(BASE), max_new_tokens=8, trajectories="FILE")
+    states = policy_stage.read_states(trajectories, tiny[1], args, sees_c=True)
+    chosen = {(state["task_id"], state["sample"]) for state in states}
+    assert len(chosen) == 7
     assert chosen != {(t["task_id"], t["sample"]) for t in trajectories[:7]}              # not the head of the file
-    for trajectory in sampled:
-        history = trajectory["dialogue_history"]
-        states = policy_stage.states_of(trajectory, [(f"prompt {n}", [9]) for n in range(trajectory["num_rounds"])])
-        assert [state["turn"] for state in states] == list(range(trajectory["num_rounds"]))
-        assert [state["prompt"] for state in states] == [f"prompt {n}" for n in range(trajectory["num_rounds"])]
-        places = [len(state["history"]) for state in states]
-        assert all(history[place]["role"] == "assistant" for place in places) and len(set(places)) == len(places)
+    expected = []
+    for trajectory in trajectories:
+        if (trajectory["task_id"], trajectory["sample"]) in chosen:
+            turns = [turn for turn in trajectory["dialogue_history"] if turn["role"] == "assistant"]
+            expected += [(trajectory["task_id"], number, turn["input"]) for number, turn in enumerate(turns)]
+    assert [(state["task_id"], state["turn"], state["prompt"]) for state in states] == expected
+    assert [len(state["history"]) for state in states] == [1 + 2 * state["turn"] for state in states]
 
 
 # --- sweet

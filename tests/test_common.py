@@ -73,12 +73,12 @@ def test_a_template_that_does_not_append_gives_a_row_a_turn(tiny):
 def test_hidden_info_comes_after_the_one_bos(tiny):
     tokenizer = copy.deepcopy(tiny[1])
     tokenizer.bos_token = "<s>"
-    text = common.with_hidden_info(tokenizer, "<s>hello", common.hidden_info({**TASK, "ground_truth": "def f(): {}"}))
+    text = common.critic_prompt(tokenizer, "<s>hello", {**TASK, "ground_truth": "def f(): {}"})
     assert text.startswith("<s>The function") and text.count("<s>") == 1 and text.endswith("hello")
     assert "def f(): {}" in text
     _, tokenizer = tiny
     (row,) = common.rows_of_trajectory(tokenizer, turns_of_two(tokenizer),
-                                       common.hidden_info({**TASK, "ground_truth": "def f(x):\n    return x"}))
+                                       {**TASK, "ground_truth": "def f(x):\n    return x"})
     (plain,) = common.rows_of_trajectory(tokenizer, turns_of_two(tokenizer))
     assert row.ids[-len(plain.ids):] == plain.ids and row.turn_ids[-len(plain.ids):] == plain.turn_ids
     assert set(row.turn_ids[:-len(plain.ids)]) == {-1}

@@ -156,7 +156,7 @@ def test_turns_that_are_rendered_again_end_as_in_the_template(template, num_rows
     tokenizer.chat_template = template
     end, other = tokenizer.convert_tokens_to_ids(["<eot>", "<eos>"] if template != MISTRAL else ["<eos>", "<eot>"])
     turns = common.agent_turns(tokenizer, TRAJECTORY)
-    rows = common.rows_of_trajectory(tokenizer, turns, "c is 1. ")
+    rows = common.rows_of_trajectory(tokenizer, turns, TRAJECTORY["task"])
     assert len(rows) == num_rows
     for number, text in enumerate(["What fee?", "Thanks"]):
         [row] = [row for row in rows if number in row.turn_ids]

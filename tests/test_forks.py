@@ -241,7 +241,7 @@ def test_distill_s_loss_of_one_dialogue_by_hand(workspace, tmp_path, tiny):
     total = count = 0
     for turn in row["dialogue_history"]:
         if turn["role"] == "assistant":
-            informed = common.with_hidden_info(tokenizer, turn["input"], common.hidden_info(row["task"]))
+            informed = common.critic_prompt(tokenizer, turn["input"], row["task"])
             policy, teacher = (logps_after(tiny, prompt, turn["output_ids"]) for prompt in (turn["input"], informed))
             total += (policy.exp() * (policy - teacher)).sum().item()
             count += len(turn["output_ids"])
@@ -264,7 +264,7 @@ def test_a_question_is_worth_what_its_reply_tells_of_the_reference(tiny):
     row = {"task": task, "prompt": prompt_of(history), "history": history, "max_rounds": 8,
            "dialogue_history": [{"role": "assistant"}],
            "candidates": candidates}
-    critic = common.load_critic(common.untrained_critic(str(BASE)), common.load_whole("cpu"))
+    critic = common.load_critic(common.Critic(str(BASE), str(BASE), ref_sees_c=False), common.load_whole("cpu"))
 
     def logp_of_answer(turns):
         return logps_after(tiny, prompt_of(turns), answer)[range(len(answer)), answer].sum().item()

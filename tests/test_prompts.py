@@ -47,7 +47,8 @@ def test_c_stands_before_all_messages(name):
     """After the beginning of the sequence, unless this opens every message."""
     tokenizer = tokenizer_of(name)
     for prompt, _ in common.agent_turns(tokenizer, ROW):
-        assert common.with_hidden_info(tokenizer, prompt, "C").startswith(BEGINS[name])
+        begin = BEGINS[name].replace("C", common.hidden_info(TASK))
+        assert common.critic_prompt(tokenizer, prompt, TASK).startswith(begin)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -140,8 +141,8 @@ def test_contents_are_text_whatever_they_contain(name):
     for special in tokenizer.convert_tokens_to_ids([bos, end]):
         assert encode(tokenizer, prompt).count(special) == encode(tokenizer, plain_prompt).count(special)
         assert action.count(special) == plain_action.count(special)
-        assert encode(tokenizer, common.with_hidden_info(tokenizer, prompt, nasty)).count(special) == encode(
-            tokenizer, prompt).count(special)
+        read = common.critic_prompt(tokenizer, prompt, {**TASK, "ground_truth": nasty})
+        assert encode(tokenizer, read).count(special) == encode(tokenizer, prompt).count(special)
 
 
 def test_a_prompt_that_names_no_control_token_is_unchanged(tiny, workspace):

@@ -52,7 +52,7 @@ def test_smollm2_speaks_english_and_keeps_its_ids(english):
     assert len(re.findall(r"\b(the|a|to|of|is|and|you|function)\b", text)) > 5
     for row in rows:
         turns = common.agent_turns(tokenizer, row)
-        trained = [i for r in common.rows_of_trajectory(tokenizer, turns, common.hidden_info(row["task"]))
+        trained = [i for r in common.rows_of_trajectory(tokenizer, turns, row["task"])
                    for i, t in zip(r.ids, r.turn_ids) if t >= 0]
         assert trained == [i for turn in row["dialogue_history"] for i in turn.get("output_ids", [])]
 

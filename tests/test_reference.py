@@ -33,7 +33,7 @@ def mean_logp(model, tokenizer, prompt, action):
 
 def gain(model, tokenizer, trajectory, turn):
     """How much likelier c makes a turn: log p(a|o, c) - log p(a|o), by hand."""
-    informed = common.with_hidden_info(tokenizer, turn["input"], common.hidden_info(trajectory["task"]))
+    informed = common.critic_prompt(tokenizer, turn["input"], trajectory["task"])
     return (mean_logp(model, tokenizer, informed, turn["output_ids"])
             - mean_logp(model, tokenizer, turn["input"], turn["output_ids"]))
 
@@ -43,7 +43,7 @@ def agent_turns(trajectory):
 
 
 def untrained():
-    return common.load_critic(common.untrained_critic(str(BASE)), common.load_whole("cpu"))
+    return common.load_critic(common.Critic(str(BASE), str(BASE), ref_sees_c=False), common.load_whole("cpu"))
 
 
 def points_of(trajectories):
