@@ -50,6 +50,7 @@ async def reply_to(row, history, simulator):
 def dialogue(max_rounds, simulator):
     async def solve(state, generate):
         row, domain = state.metadata, domain_of(state.metadata)
+        state.messages.insert(0, ChatMessageSystem(content=domain.AGENT_SYSTEM.format(max_rounds=max_rounds)))
         history = [{"role": "user", "content": row["problem_description"]}]
         for number in range(1, max_rounds + 1):
             state = await generate(state)
@@ -83,7 +84,5 @@ def colbench(tasks=None, domain="backend", num_tasks=100, max_rounds=10, simulat
             rows = list(map(json.loads, file))
     samples = []
     for row in rows:
-        system = ChatMessageSystem(content=domain_of(row).AGENT_SYSTEM.format(max_rounds=max_rounds))
-        prompt = [system, ChatMessageUser(content=row["problem_description"])]
-        samples.append(Sample(id=task_id(row), input=prompt, target=row["ground_truth"], metadata=row))
+        samples.append(Sample(row["problem_description"], target=row["ground_truth"], id=task_id(row), metadata=row))
     return Task(dataset=MemoryDataset(samples), solver=dialogue(max_rounds, simulator), scorer=hidden_tests())
