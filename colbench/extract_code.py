@@ -33,13 +33,6 @@ DEFINITIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
 IMPORTS = ast.Import, ast.ImportFrom
 
 
-def extract_code(answer, calls=()):
-    """The code of an answer, as a list of sources that are executed one after the other in one namespace.
-
-    calls: the test calls; what defines a name that they use goes before what does not. Without code: [the text]."""
-    return [piece.source for piece in pieces_of(answer, names_of_calls(calls))] or [answer]
-
-
 def pieces_of(answer, tested):
     """The Pieces of code in an answer that are executed; tested: the names that the test calls use."""
     text = answer.replace("\ufeff", "").replace("\r\n", "\n").replace("\r", "\n").strip("\n")     # no mark of order

@@ -10,14 +10,13 @@ import builtins
 import operator
 from collections import namedtuple
 
-from colbench.extract_code import NO_PYTHON, parse, parsed
+from colbench.extract_code import NO_PYTHON, parse
 from colbench.values import equal_values, real
 
 ASKS_NOTHING = "it asks the answer nothing"
 NONE_ALONE = f"{ASKS_NOTHING} (all its tests give None, as an empty function does)"
 BROKEN = ["error", "a broken result"]                               # code wrote it itself
 TOO_DEEP = RecursionError, MemoryError
-GIVING = {ast.Yield, ast.YieldFrom, ast.Lambda, ast.ClassDef}
 ORDER = {"Lt": operator.lt, "LtE": operator.le, "Gt": operator.gt, "GtE": operator.ge}
 
 
@@ -49,6 +48,10 @@ class Test:
             pass                                                    # its result says so
 
     @property
+    def is_gradeable(self):
+        return self.value[0] == "ok"
+
+    @property
     def of_reference(self):
         return tuple_of(self.sides) if self.operator else self.call
 
@@ -68,7 +71,7 @@ class Test:
                 self.value = ["error", "a comparison inside an expression"]
         except TOO_DEEP:
             self.value = ["error", "an expression that is nested too deep"]
-        if self.operator and self.value[0] == "ok":
+        if self.operator and self.is_gradeable:
             is_whole = is_tuple(result[1], len(self.sides))
             self.on_reference = result[1][1:] if is_whole else ()
             self.value = compared(self.operator, self.on_reference) if is_whole else BROKEN
@@ -103,7 +106,7 @@ class Test:
     def result(self, result):
         """What the test gives, where an answer gives `result` to what it is asked: ["ok", value] or ["error", why not].
         """
-        if result[0] == "error" or not self.operator:
+        if result[0] == "error" or not self.operator or not self.is_gradeable:
             return result
         if not is_tuple(result[1], len(self.asked)):
             return BROKEN
@@ -138,18 +141,6 @@ def names_of(sent):
     if sent and not tested:
         tested = {sent[0][0]}
     return Names(imported - tested, tested)
-
-
-def returns_nothing(code):
-    """Has a reference functions, and does it give no value anywhere? Then an empty function may pass all its tests."""
-    kinds = set()
-    for statement in parsed(code)[0] or ():
-        for node in ast.walk(statement):
-            is_return = isinstance(node, ast.Return)
-            if is_return and node.value and getattr(node.value, "value", node) is not None:
-                return False
-            kinds.add(type(node))
-    return ast.FunctionDef in kinds and kinds.isdisjoint(GIVING)
 
 
 def is_literal(node):

@@ -29,19 +29,15 @@ def checker(kind):
 
 def whole(low, high=MAX_WORD - 1):
     """A whole number from `low` to `high`."""
-    def check(value):
-        if type(value) is not int:
-            return is_a(value, "a int")
-        return None if low <= value <= high else f"is {shown(value)}, not from {low} to {high}"
-    return check
+    return number(low, high, (int,), "a int")
 
 
-def number(low, high):
+def number(low, high, types=(int, float), noun="a number"):
     """A number from `low` to `high`; never NaN or infinite."""
     def check(value):
-        if type(value) not in (int, float):
-            return is_a(value, "a number")
-        return None if low <= value <= high else f"is {shown(value)}, not a finite number from {low:g} to {high:g}"
+        if type(value) not in types:
+            return is_a(value, noun)
+        return None if low <= value <= high else f"is {shown(value)}, not {noun} from {low} to {high}"
     return check
 
 

@@ -41,14 +41,12 @@ class Scorer:
 
     compat=True gives the published scorer's verdicts instead (sandbox_worker.run_compat), behind the same walls.
 
-    ColBenchError if the machine allows no isolation (layer None: the strongest that works). RuntimeError if a child
-    cannot be used: that is neither pass nor fail."""
+    The strongest layer of `layers` that works is taken; ColBenchError if the machine allows none. RuntimeError if a
+    child cannot be used: that is neither pass nor fail."""
 
-    def __init__(self, unsafe=False, time_limit_s=1.0, compat=False, layer=None, hash_seed=0, workers=None):
+    def __init__(self, unsafe=False, time_limit_s=1.0, compat=False, hash_seed=0, workers=None):
         self.time_limit_s, self.compat, self.hash_seed = time_limit_s, compat, hash_seed
         self.layers = ["rlimits"] if unsafe else ["namespaces", "landlock"]
-        if layer:
-            self.layers = [layer]
         self.num_workers = workers or min(4, num_cores())
         self.references, self.workers = {}, queue.SimpleQueue()
 
@@ -81,47 +79,45 @@ class Scorer:
         self.stack.close()
 
     def score(self, pairs):
-        """Scores of (task, answer) pairs, in their order; tasks in parallel."""
-        groups = {}                                                 # {key of a task: indices of its pairs}
-        for index, (task, _) in enumerate(pairs):
-            groups.setdefault(key_of(task), []).append(index)
-        score_one = self.score_published if self.compat else self.score_one
-        scores = [None] * len(pairs)
-
-        def score_task(children, key):
-            for index in groups[key]:
-                _, answer = pairs[index]
-                scores[index] = score_one(children, key, answer)
-
-        self.for_each(score_task, groups)
-        return scores
+        """Scores of (task, answer) pairs, in their order."""
+        pairs = [(key_of(task), answer) for task, answer in pairs]
+        if self.compat:
+            return self.for_each(self.score_published, pairs)
+        for key in self.learn_references(key for key, _ in pairs):
+            if not any(test.is_gradeable for test in self.references[key].tests):
+                log.warning(f"scorer: no test can be graded of {shortened(key[0])!r}")
+        return self.for_each(self.score_one, pairs)
 
     def reference_results(self, tasks):
         """For each task what its tests give on the reference: ["ok", value], or ["error", why it cannot be graded]."""
         keys = list(map(key_of, tasks))
-        self.for_each(lambda children, key: self.reference(children[0], key), dict.fromkeys(keys))
+        self.learn_references(keys)
         return [[test.value for test in self.references[key].tests] for key in keys]
 
-    def for_each(self, work, keys):
-        """work([child for references, child for answers], key) for all keys, in parallel."""
-        def work_on(key):
+    def learn_references(self, keys):
+        """Evaluate the references of tasks that are new, {key: Reference}; the keys of these."""
+        new_keys = [key for key in dict.fromkeys(keys) if key not in self.references]
+        self.references.update(zip(new_keys, self.for_each(self.reference, [(key,) for key in new_keys])))
+        return new_keys
+
+    def for_each(self, work, rows):
+        """[work([child for references, child for answers], *row), …], in parallel."""
+        def work_on(row):
             children = self.workers.get()
             try:
-                work(children, key)
+                return work(children, *row)
             finally:
                 self.workers.put(children)
 
-        list(self.pool.map(work_on, keys))
+        return list(self.pool.map(work_on, rows))
 
     def run(self, child, code, calls, imports=None):
         return child.run(code, calls, self.time_limit_s, imports=imports)
 
-    def reference(self, child, key):
+    def reference(self, children, key):
         """The Reference of a task, which runs twice; what does not certainly ask an answer something is also put to an
         empty answer."""
-        if key in self.references:
-            return self.references[key]
-        code, *calls = key
+        child, (code, *calls) = children[0], key
         tests = list(map(Test, calls))
         texts = [test.of_reference for test in tests]
         first, sent = self.run(child, code, texts)
@@ -129,46 +125,33 @@ class Scorer:
         names = names_of(sent or [])
         imports = [item for item in sent or [] if item[0] in names.lent]
         imports += [[name, None, None] for name in names.to_define]
-        doubtful = []
         for test, result, result_again in zip(tests, first, second):
             test.learn_reference(result if result == result_again else ["error", NOT_TWICE], names)
-            if test.value[0] == "ok":
-                doubtful += test.doubtful(names)
-        of_nobody = {}
-        if doubtful:
-            results, _ = self.run(child, "", doubtful, imports)
-            of_nobody = dict(zip(doubtful, results))
-        for test in tests:
-            if test.value[0] == "ok":
-                test.learn_nothing(of_nobody)
-        gradeable = [test for test in tests if test.value[0] == "ok"]
+        gradeable = [test for test in tests if test.is_gradeable]
+        doubtful = [expression for test in gradeable for expression in test.doubtful(names)]
+        results, _ = self.run(child, "", doubtful, imports)
+        for test in gradeable:
+            test.learn_nothing(dict(zip(doubtful, results)))
+        gradeable = [test for test in tests if test.is_gradeable]
         if all(test.asks_for_none() for test in gradeable):
             for test in gradeable:
                 test.value = ["error", NONE_ALONE]
-        self.references[key] = Reference(imports, tests)
-        return self.references[key]
+        return Reference(imports, tests)
 
     def score_one(self, children, key, answer):
-        is_new = key not in self.references
-        imports, tests = self.reference(children[0], key)
-        if is_new and not any(test.value[0] == "ok" for test in tests):
-            log.warning(f"scorer: no test can be graded of {shortened(key[0])!r}")
+        imports, tests = self.references[key]
         results, _ = self.run(children[1], answer, [test.of_answers for test in tests], imports)
-        faults, gradeable, failed = [], [], []
-        for test, result in zip(tests, results):
-            gradeable.append(test.value[0] == "ok")
-            result = test.result(result) if gradeable[-1] else result
-            faults.append(fault_of(test.value, result))
-            if faults[-1] and len(failed) < MAX_FAILED:
-                failed.append({"call": shortened(test.call), "expected": text_of(test.value) or "no value",
-                               "got": text_of(result), "said": None if faults[-1] == OTHER_VALUE else faults[-1]})
-        return Score([fault is None for fault in faults], gradeable, faults, failed)
+        results = [test.result(result) for test, result in zip(tests, results)]
+        score = score_of(results, [test.value for test in tests])
+        for test, result, fault in zip(tests, results, score.faults):
+            if fault and len(score.failed) < MAX_FAILED:
+                score.failed.append(failed_test(test, result, fault))
+        return score
 
     def score_published(self, children, key, answer):
         reference, *calls = key
-        values, _ = children[1].run(answer, calls, self.time_limit_s, reference=reference)
-        faults = list(map(published_fault, values))
-        return Score([fault is None for fault in faults], [True] * len(calls), faults, [])
+        results, _ = children[1].run(answer, calls, self.time_limit_s, reference=reference)
+        return score_of(results, [["ok", 1]] * len(calls))          # its verdict is a result, 1 for a pass
 
 
 def num_cores():
@@ -180,19 +163,27 @@ def key_of(task):
     return (task["ground_truth"], *task["test_cases"].values())
 
 
-def published_fault(result):
-    """Why the published scorer does not pass a test: its verdict is a result, 1 for a pass."""
-    status, value = result
-    if status != "ok":
-        return shortened(value)
-    return None if value == 1 else OTHER_VALUE
-
-
 def started_threads(number):
     """A pool whose threads run already: while answers run, the system may have none left to give."""
     pool, barrier = concurrent.futures.ThreadPoolExecutor(number), threading.Barrier(number)
     list(pool.map(lambda _: barrier.wait(), range(number)))
     return pool
+
+
+def score_of(results, wanted):
+    """A Score without failed tests, from what the tests give and must give."""
+    faults = list(map(fault_of, wanted, results))
+    tests = [fault is None for fault in faults]
+    gradeable = [status == "ok" for status, _ in wanted]
+    return Score(tests, gradeable, faults, [])
+
+
+def failed_test(test, result, fault):
+    """A test that is not passed, as short texts."""
+    return {"call": shortened(test.call),
+            "expected": text_of(test.value) or "no value",
+            "got": text_of(result),
+            "said": None if fault == OTHER_VALUE else fault}
 
 
 def fault_of(wanted, got):
@@ -224,23 +215,28 @@ def reward_of(verdicts):
 # ---------------------------------------------------------------------------------------------------------------------
 # the data check
 
+KINDS_OF_FAULTS = {"ModuleNotFoundError": "missing package", NOT_TWICE: "random", ASKS_NOTHING: "asks nothing",
+                   "cannot be compared": "not comparable"}
+
+
 def check_tasks(tasks, scorer, other_hashes):
     """For each task {"findings": {what: detail}, "num_tests", "constant": share that the best constant answer passes}.
     A finding is a reason why the task, or one of its tests, measures nothing. Two scorers, of different hash seeds."""
-    all_values, all_other_values = scorer.reference_results(tasks), other_hashes.reference_results(tasks)
     checks, first_with = [], {}                                     # first_with: {reference: number of its first task}
+    all_values = scorer.reference_results(tasks)
+    all_other_values = other_hashes.reference_results(tasks)
     for number, (task, values, other_values) in enumerate(zip(tasks, all_values, all_other_values), 1):
+        counts = Counter(json.dumps(value) for status, value in values if status == "ok")
+        constant = max(counts.values(), default=0) / max(1, len(values))
         findings = {}
         for name, (status, value) in zip(task["test_cases"], values):
             if status == "error":
                 findings.setdefault(kind_of_fault(value), f"{name}: {value}")
         if not findings and values != other_values:
             findings["order of a set"] = "other results with another hash seed"
-        counts = Counter(json.dumps(value) for status, value in values if status == "ok")
-        constant = max(counts.values(), default=0) / max(1, len(values))
         if not values:
             findings["no tests"] = "nothing to pass"
-        elif constant == 1:
+        if constant == 1:
             findings["vacuous"] = f"every test gives {next(iter(counts))[:60]}"
         first = first_with.setdefault(task["ground_truth"], number)
         if first != number:
@@ -251,6 +247,7 @@ def check_tasks(tasks, scorer, other_hashes):
 
 def kind_of_fault(reason):
     """The finding of a test that cannot be graded for a reason."""
-    kinds = {"ModuleNotFoundError": "missing package", NOT_TWICE: "random", "cannot be compared": "not comparable",
-             ASKS_NOTHING: "asks nothing"}
-    return next((kind for part, kind in kinds.items() if part in reason), "reference fails")
+    for part, kind in KINDS_OF_FAULTS.items():
+        if part in reason:
+            return kind
+    return "reference fails"

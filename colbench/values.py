@@ -13,11 +13,17 @@ import re
 import sys
 
 MAX_DEPTH = 100                 # of nested values
-CONTAINERS = ((list, "list"), (tuple, "tuple"), (collections.deque, "deque"), (collections.OrderedDict, "odict"),
-              (collections.Counter, "counter"), (dict, "dict"), ((set, frozenset, type({}.keys())), "set"))
+CONTAINERS = {                                  # a subclass stands before its base
+    "list": list,
+    "tuple": tuple,
+    "deque": collections.deque,
+    "odict": collections.OrderedDict,
+    "counter": collections.Counter,
+    "dict": dict,
+    "set": (set, frozenset, type({}.keys()))}
 DICTS = "dict", "odict", "counter"              # their parts are tuples of two
 UNORDERED = "dict", "counter", "set"
-BRACKETS = {"list": "[{}]", "tuple": "({})", "set": "{{{}}}", "deque": "deque([{}])"}
+BRACKETS = {"list": "[{}]", "tuple": "({})", "set": "{{{}}}"}
 WRITTEN_NUMBER = re.compile("-?0x[0-9a-f]+|-?[0-9]{1,4000}/[1-9][0-9]{0,4000}")
 
 
@@ -28,19 +34,8 @@ def encode(value, depth=0):
     own name. TypeError for a type that cannot be compared."""
     if depth > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH}")
-    kind = type(value)
-    if value is None or kind is str:
-        return value
-    if kind is int or kind is float:
-        return encode_number(value)
-    if kind is list or kind is tuple:
-        return [kind.__name__, *encode_all(value, depth)]
-    return encode_rare(value, depth)
-
-
-def encode_rare(value, depth):
-    """encode() of all but the few types that most results have."""
-    numpy = sys.modules.get("numpy")
+    if value is None:
+        return None
     if isinstance(value, enum.Enum) and not isinstance(value, (int, str)):
         return ["enum", type(value).__name__, value.name]
     if isinstance(value, str):
@@ -50,8 +45,8 @@ def encode_rare(value, depth):
     if isinstance(value, complex):
         real, imaginary = encode_number(value.real), encode_number(value.imag)
         return real if value.imag == 0 else ["complex", real, imaginary]
-    for kind, name in CONTAINERS:
-        if isinstance(value, kind):
+    for name, types in CONTAINERS.items():
+        if isinstance(value, types):
             parts = encode_all(value.items() if name in DICTS else value, depth)
             if name in UNORDERED:
                 parts.sort(key=order)
@@ -62,6 +57,7 @@ def encode_rare(value, depth):
         return ["range", len(value), *encode_all(value[:2], depth)]
     if isinstance(value, (datetime.date, datetime.time, datetime.timedelta, datetime.timezone)):
         return encode_time(value)
+    numpy = sys.modules.get("numpy")
     if numpy and isinstance(value, numpy.ndarray):
         return ["array", encode(value.shape), *encode_all(value.ravel().tolist(), depth)]
     if numpy and isinstance(value, numpy.generic):
@@ -141,12 +137,12 @@ def readable(data):
     if kind in DICTS:
         pairs = [f"{readable(key)}: {readable(item)}" for _, key, item in parts]
         return f"{{{', '.join(pairs)}}}"
-    if kind in BRACKETS:
+    if kind in BRACKETS and data != ["set"]:
         items = ", ".join(map(readable, parts))
         if kind == "tuple" and len(parts) == 1:
             items += ","
-        return "set()" if data == ["set"] else BRACKETS[kind].format(items)
-    return f"{kind}({', '.join(map(str, parts))})" if parts else kind
+        return BRACKETS[kind].format(items)
+    return "nan" if kind == "nan" else f"{kind}({', '.join(map(str, parts))})"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

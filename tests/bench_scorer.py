@@ -4,8 +4,7 @@
 
 Both score the same answers, alternating; a fresh namespace for each test on both sides. 500 tasks with 2 answers each,
 as an evaluation has them: the references are evaluated inside the time, once a task (twice, to find random ones). The
-two answers differ in their prose. The processor's time
-is that of all processes, the start included."""
+two answers differ in their prose. The processor's time is that of all processes, the start included."""
 import argparse
 import os
 import pathlib
@@ -14,15 +13,14 @@ import sys
 import time
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
-from colbench import backend  # noqa: E402
-from colbench.extract_code import extract_code  # noqa: E402
+from colbench import backend, make_tasks  # noqa: E402
+from colbench.extract_code import names_of_calls, pieces_of  # noqa: E402
 from colbench.scorer import Scorer  # noqa: E402
-from conftest import stage  # noqa: E402
 
 
 def values_in_process(code, calls):
     """What the calls give by exec in this process, without walls and limits."""
-    compiled = [compile(source, "<answer>", "exec") for source in extract_code(code)]
+    compiled = [compile(piece.source, "<answer>", "exec") for piece in pieces_of(code, names_of_calls(calls))]
     results = []
     for call in calls:
         namespace = {"__name__": "answer"}
@@ -48,7 +46,7 @@ def main():
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     pairs = []
-    for task in stage(1).make_tasks(backend, 500, 0, "train", "none"):
+    for task in make_tasks(backend, 500, 0, "train", "none"):
         for end in ("", "It is done.\n"):
             pairs.append((task, f"Here is the function.\n\n```python\n{task['ground_truth']}\n```\n{end}"))
     seconds = {"in process": [], "namespaces": [], "landlock": []}
@@ -58,7 +56,9 @@ def main():
         seconds["in process"].append(time.perf_counter() - began)
         for layer in ("namespaces", "landlock"):
             before = sum(os.times()[:4])
-            with Scorer(layer=layer) as scorer:
+            scorer = Scorer()
+            scorer.layers = [layer]
+            with scorer:
                 began = time.perf_counter()
                 scores = scorer.score(pairs)
                 seconds[layer].append(time.perf_counter() - began)

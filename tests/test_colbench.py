@@ -5,10 +5,11 @@ import random
 import shutil
 
 import pytest
+from transformers import AutoTokenizer
 
 import common
 from colbench import task_id
-from conftest import read, refused, ROOT, stage
+from conftest import BASE, call, read, refused, ROOT, stage, write
 from lib.data import read_trajectories
 
 COPY = ROOT / "tests" / "colbench"
@@ -17,16 +18,12 @@ OFFLINE = COPY / "colbench_code_offline_15k_llama8b.jsonl"
 TRAIN_IDS = ["e9eef26174542a76", "41c1f02e79900b32", "4f3b46a7f72d8f21", "fdfdf569e835fc78", "c0ca71b84d0d014c",
              "cb6baf292b4d9032"]
 TEST_IDS = ["0bdbd1847c802fec", "d08d84b76399fada", "f67bc90d779da626"]
+SYSTEM = "Help the person with one Python function. Ask short questions, then give the answer."
 
 
 def take(*arguments, out, path=COPY):
-    stage(1).main([str(a) for a in ("--source", "colbench", "--path", path, *arguments, "--out", out)])
+    take.printed = call(1, "--source", "colbench", "--path", path, *arguments, "--out", out)
     return read(out)
-
-
-def write(path, *rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
 
 
 # --- tasks
@@ -38,16 +35,6 @@ def test_tasks_are_taken_as_they_are(split, files, ids, tmp_path):
     published = [task for file in files for task in read(file)]
     assert tasks == [{**task, "task_id": name} for task, name in zip(published, ids, strict=True)]
     assert ids == [task_id(task) for task in published]
-
-
-def test_one_task_literally(tmp_path):
-    assert take("--split", "train", out=tmp_path / "t.jsonl")[2] == {
-        "problem_description": "I need the days between two waterings of my plants.\ndef watering_gap(kind, summer):",
-        "ground_truth": 'def watering_gap(kind, summer):\n    gaps = {"cactus": 21, "fern": 3}\n'
-                        "    gap = gaps.get(kind, 7)\n    return gap // 2 + 1 if summer else gap",
-        "test_cases": {"test1": "watering_gap('cactus', False)", "test2": "watering_gap('fern', True)",
-                       "test3": "watering_gap('rose', True)", "test4": "watering_gap('rose', False)"},
-        "topic": "plants", "task_id": "4f3b46a7f72d8f21"}
 
 
 def test_path_is_a_folder_a_flat_folder_or_a_file(tmp_path):
@@ -62,18 +49,20 @@ def test_path_is_a_folder_a_flat_folder_or_a_file(tmp_path):
 def test_a_task_id_is_kept_and_repeats_are_not_dropped(tmp_path):
     first, second = read(TEST)[:2]
     rows = [{**first, "task_id": "bread"}, second, second]
-    tasks = take(path=write(tmp_path / "in.jsonl", *rows), out=tmp_path / "t.jsonl")
+    tasks = take(path=write(tmp_path / "in.jsonl", rows), out=tmp_path / "t.jsonl")
     assert [task["task_id"] for task in tasks] == ["bread", TEST_IDS[1], TEST_IDS[1]]
 
 
-def test_num_tasks_takes_the_first_of_a_seeded_shuffle(tmp_path, capsys):
-    shuffled = list(TRAIN_IDS)
-    random.Random(5).shuffle(shuffled)
+def test_num_tasks_takes_the_first_of_a_seeded_shuffle(tmp_path, offline):
+    random.Random(5).shuffle(ids := list(TRAIN_IDS))
     tasks = take("--split", "train", "--num-tasks", 2, "--seed", 5, out=tmp_path / "t.jsonl")
-    assert [task["task_id"] for task in tasks] == shuffled[:2]
-    assert "kept 2 of 6 tasks\n" in capsys.readouterr().out
+    assert [task["task_id"] for task in tasks] == ids[:2] and "kept 2 of 6 tasks\n" in take.printed
     line = refused(1, "--source", "colbench", "--path", TEST, "--num-tasks", 4, "--out", tmp_path / "u.jsonl")
     assert line == "--num-tasks 4: there are only 3 tasks"
+    # of trajectories: all of a task, in the order of the file
+    random.Random(1).shuffle(ids := TRAIN_IDS[:4])
+    kept = take("--trajectories", "--num-tasks", 2, "--seed", 1, out=tmp_path / "o.jsonl")
+    assert kept == [row for row in read(offline) if row["task_id"] in ids[:2]] and len(kept) == 4
 
 
 # --- trajectories
@@ -82,76 +71,51 @@ def test_num_tasks_takes_the_first_of_a_seeded_shuffle(tmp_path, capsys):
 def offline(tmp_path_factory):
     out = tmp_path_factory.mktemp("offline") / "offline.jsonl"
     take("--trajectories", out=out)
+    assert "kept 8 of 8 trajectories\n" in take.printed and "computed 3 missing rewards\n" in take.printed
     return out
 
 
-def test_blocks_become_samples_and_missing_rewards_are_computed(offline):
-    rows = read(offline)
+def test_blocks_become_samples_and_missing_rewards_are_computed(offline, tmp_path):
+    rows, published = read(offline), read(OFFLINE)
     assert [row["task_id"] for row in rows] == TRAIN_IDS[:4] * 2
     assert [row["sample"] for row in rows] == [0, 0, 0, 0, 1, 1, 1, 1]
     assert [row["reward"] for row in rows] == [1.0, 0.5, 0.5, 1.0, 0.25, 0.0, 0.5, 0]
     assert {n: row["tests"] for n, row in enumerate(rows) if "tests" in row} == {
         1: [True, True, False, False], 3: [True] * 4, 4: [False, False, False, True]}
+    uneven = write(tmp_path / "uneven.jsonl", [published[0], *published[5:], published[0]])
+    assert [row["sample"] for row in take("--trajectories", path=uneven, out=tmp_path / "b")] == [0, 0, 0, 0, 1]
 
 
-def test_rows_keep_every_key(offline):
+def test_rows_keep_every_key_and_other_stages_read_them(offline):
     ours = {"task_id", "sample", "reward", "tests", "faults"}
     for row, published in zip(read(offline), read(OFFLINE), strict=True):
         assert {**row, **published} == row and set(row) <= set(published) | ours
         for turn in row["dialogue_history"]:
             assert set(turn) == ({"role", "content", "input", "output"} if turn["role"] == "assistant" else
                                  {"role", "content"})
+        assert row["task_id"] == task_id(row["task"])
     assert read(offline)[2]["source"] == "trial run"
+    assert read_trajectories(offline) == read(offline)
 
 
-def test_missing_rewards_are_counted_and_samples_may_be_uneven(tmp_path, capsys):
-    rows = read(OFFLINE)
-    take("--trajectories", out=tmp_path / "a")
-    printed = capsys.readouterr().out
-    assert "kept 8 of 8 trajectories\n" in printed and "computed 3 missing rewards\n" in printed
-    uneven = write(tmp_path / "uneven.jsonl", rows[0], *rows[5:], rows[0])
-    assert [row["sample"] for row in take("--trajectories", path=uneven, out=tmp_path / "b")] == [0, 0, 0, 0, 1]
-
-
-def test_num_tasks_keeps_all_trajectories_of_a_task_in_file_order(tmp_path, offline):
-    ids = TRAIN_IDS[:4]
-    random.Random(1).shuffle(ids)
-    kept = take("--trajectories", "--num-tasks", 2, "--seed", 1, out=tmp_path / "t.jsonl")
-    assert kept == [row for row in read(offline) if row["task_id"] in ids[:2]] and len(kept) == 4
-
-
-def test_other_stages_read_the_result(offline):
-    trajectories = read_trajectories(offline)
-    assert trajectories == read(offline)
-    assert all(isinstance(t["reward"], (int, float)) for t in trajectories)
-    assert all(t["task_id"] == task_id(t["task"]) for t in trajectories)
-
-
-SYSTEM = "Help the person with one Python function. Ask short questions, then give the answer."
-
-
-def test_the_logged_system_prompt_is_written_beside(offline, tmp_path, capsys):
-    beside = offline.with_name("offline.jsonl.system_prompt.txt")
-    assert beside.read_text() == SYSTEM + "\n"
+def test_the_logged_system_prompt_is_written_beside(offline, tmp_path):
+    assert offline.with_name("offline.jsonl.system_prompt.txt").read_text() == SYSTEM + "\n"
     rows = read(OFFLINE)
     other = json.loads(json.dumps(rows[0]).replace(SYSTEM, "Say {nothing}."))
     for row in rows[2:4]:
         for turn in row["dialogue_history"]:
             turn.pop("input", 0)
-    write(tmp_path / "mixed.jsonl", other, *rows)
-    take("--trajectories", path=tmp_path / "mixed.jsonl", out=tmp_path / "m.jsonl")
+    take("--trajectories", path=write(tmp_path / "mixed.jsonl", [other, *rows]), out=tmp_path / "m.jsonl")
     assert (tmp_path / "m.jsonl.system_prompt.txt").read_text() == SYSTEM + "\n"
-    assert "in the logged prompts of 6 of 9 trajectories" in capsys.readouterr().out
-    write(tmp_path / "none.jsonl", *rows[2:4])
-    take("--trajectories", path=tmp_path / "none.jsonl", out=tmp_path / "n.jsonl")
+    assert "in the logged prompts of 6 of 9 trajectories" in take.printed
+    take("--trajectories", path=write(tmp_path / "none.jsonl", rows[2:4]), out=tmp_path / "n.jsonl")
     assert not (tmp_path / "n.jsonl.system_prompt.txt").exists()
 
 
-def test_another_template_gets_the_logged_system_prompt(offline, tiny):
+def test_another_template_gets_the_logged_system_prompt(offline):
     """A policy whose template did not make the logged prompts has them rendered with the system prompt in them, and
     without our note on the last round."""
-    import copy
-    tokenizer = copy.deepcopy(tiny[1])
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
     tokenizer.chat_template = tokenizer.chat_template.replace("message.role != 'system'", "true")
     trajectory, counts = read_trajectories(offline)[2], collections.Counter()
     turns = common.agent_turns(tokenizer, {**trajectory, "max_rounds": 3}, counts)
@@ -195,28 +159,25 @@ def changed(row, **changes):
     return {key: value for key, value in {**row, **changes}.items() if value is not None}
 
 
-@pytest.mark.parametrize("change, line", [
-    (lambda task: changed(task, ground_truth=None), 'missing "ground_truth"'),
-    (lambda task: changed(task, test_cases=["f(1)"]), '"test_cases" is a list, not a dict'),
-    (lambda task: changed(task, test_cases={"test1": 5}), 'test_cases: "test1" is a int, not a str'),
-    (lambda task: "task", "not JSON (Expecting value at column 1)"),
-    (lambda task: "[1]", "a list, not an object")])
-def test_bad_tasks_are_one_line(change, line, tmp_path):
-    bad = write(tmp_path / "bad.jsonl", read(TEST)[0], change(read(TEST)[1]))
-    assert refused(1, "--source", "colbench", "--path", bad, "--out", tmp_path / "t.jsonl") == f"{bad}:2: {line}"
-    assert list(tmp_path.iterdir()) == [bad]
+DIALOGUE = ["--trajectories"]
 
 
-@pytest.mark.parametrize("change, line", [
-    (lambda row: changed(row, answer=None), 'missing "answer"'),
-    (lambda row: changed(row, reward="0.5"), '"reward" is a str, not a number'),
-    (lambda row: changed(row, task=changed(row["task"], test_cases=None)),
+@pytest.mark.parametrize("file, flags, change, line", [
+    (TEST, [], lambda task: changed(task, ground_truth=None), 'missing "ground_truth"'),
+    (TEST, [], lambda task: changed(task, test_cases=["f(1)"]), '"test_cases" is a list, not a dict'),
+    (TEST, [], lambda task: changed(task, test_cases={"test1": 5}), 'test_cases: "test1" is a int, not a str'),
+    (TEST, [], lambda task: "task", "not JSON (Expecting value at column 1)"),
+    (TEST, [], lambda task: "[1]", "a list, not an object"),
+    (OFFLINE, DIALOGUE, lambda row: changed(row, answer=None), 'missing "answer"'),
+    (OFFLINE, DIALOGUE, lambda row: changed(row, reward="0.5"), '"reward" is a str, not a number'),
+    (OFFLINE, DIALOGUE, lambda row: changed(row, task=changed(row["task"], test_cases=None)),
      'task: missing "test_cases", or what a task of another domain has (backend, frontend, sql)'),
-    (lambda row: changed(row, task=changed(row["task"], test_cases={"a": [1]})), '"a" is a list, not a str'),
-    (lambda row: changed(row, dialogue_history=row["dialogue_history"][:1]),
+    (OFFLINE, DIALOGUE, lambda row: changed(row, task=changed(row["task"], test_cases={"a": [1]})),
+     'test_cases: "a" is a list, not a str'),
+    (OFFLINE, DIALOGUE, lambda row: changed(row, dialogue_history=row["dialogue_history"][:1]),
      'dialogue_history has no turn of role "assistant"')])
-def test_bad_trajectories_are_one_line(change, line, tmp_path):
-    bad = write(tmp_path / "bad.jsonl", read(OFFLINE)[0], change(read(OFFLINE)[1]))
-    found = refused(1, "--source", "colbench", "--trajectories", "--path", bad, "--out", tmp_path / "t.jsonl")
-    assert found.startswith(f"{bad}:2: ") and found.endswith(line)
+def test_bad_rows_are_one_line(file, flags, change, line, tmp_path):
+    bad = write(tmp_path / "bad.jsonl", [read(file)[0], change(read(file)[1])])
+    said = refused(1, "--source", "colbench", *flags, "--path", bad, "--out", tmp_path / "t.jsonl")
+    assert said.startswith(f"{bad}:2: ") and said.endswith(line)
     assert list(tmp_path.iterdir()) == [bad]

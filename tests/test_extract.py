@@ -13,10 +13,9 @@ import warnings
 
 import pytest
 
-from colbench import backend
-from colbench.extract_code import compiled_statements, extract_code, names_of_calls, pieces_of
+from colbench import backend, make_tasks
+from colbench.extract_code import compiled_statements, names_of_calls, pieces_of
 from colbench.sandbox_worker import execute
-from conftest import ROOT, stage
 
 F = "def f(n):\n    return n * n or None"
 CALLS = ("f(3)", "f(2)", "f(0)", "f(1)")
@@ -24,34 +23,23 @@ WANTED = [9, 4, None, 1]
 
 
 def results(answer, calls=CALLS):
-    """What the calls return after the sources have run as in the scorer (without its walls); faults as strings."""
+    """What the calls return after the pieces have run as in the scorer (without its walls); faults as strings."""
     pieces = [compiled_statements(piece.nodes) for piece in pieces_of(answer, names_of_calls(calls))]
-    return returned(lambda module: execute(pieces, module), calls)
-
-
-def results_of_python(code, calls):
-    """What the calls return after the code has run as it stands; faults as strings."""
-    return returned(lambda module: exec(code, vars(module)), calls)
-
-
-def returned(run_code, calls):
-    """What the calls return, each in a module of its own after run_code(module); faults as strings."""
-    found = []
+    values = []
     for call in calls:
         module = types.ModuleType("answer")
         try:
             with contextlib.redirect_stdout(io.StringIO()):
-                run_code(module)
-                found.append(eval(call.strip(), vars(module)))
+                execute(pieces, module)
+                values.append(eval(call, vars(module)))
         except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+            values.append(f"{type(error).__name__}: {error}")
+    return values
 
 
 # ---- where the code is in a message
 
-DOCSTRING = 'def f(n):\n    """Squares.\n\n    ```python\n    f(3)  # 9\n    ```\n    """\n    return n * n or None'
-FORMS = {
+SQUARES = {
     "marker's line, import before": "I WANT TO ANSWER: import math\ndef f(n):\n    return math.prod([n, n]) or None",
     "marker's line, helper after": "I WANT TO ANSWER: def f(n): return g(n)\ndef g(n):\n    return n * n or None",
     "after the marker was cut off": " def f(n): return math.prod([n, n]) or None\nimport math",
@@ -61,19 +49,6 @@ FORMS = {
     "bare words that parse": f"so it is\n{F}\nNote: this\nn\n",
     "prose after helpers": "def g(n):\n    return n * n\n\nNow the main function:\n\ndef f(n):\n"
                            "    return g(n) or None",
-}
-
-
-@pytest.mark.parametrize("answer", [
-    "```python\ndef helper(): pass\n```\nand\n```python\nfrom math import gcd as f\n```",
-    "```bash\npip install x\n```\n```python\nfrom math import gcd as f\n```",
-    "It is\n```\nfrom math import gcd as f\n```"])
-def test_a_function_that_is_imported(answer):
-    assert results(answer, ["f(12, 18)"]) == [6]
-
-
-G = "def g(n):\n    return n * n"
-CHAT = {
     "backticks in strings": "Sure:\n\ndef f(n):\n    fence = '```python'\n    tick = \"`\"\n    return n * n or None\n"
                             "\nThat is all.",
     "indented explanation": f"Code:\n{F}\n\n    This squares n; don't worry (really.\n",
@@ -84,7 +59,6 @@ CHAT = {
                               "```python\nf = Solution().square\n```",
     "lambda in a sentence": "Use `n` so: `f = lambda n: n * n or None`.",
     "end of text": f"{F}\n</s>",
-    "cut after a complete function": f"{G}\n\n{F}\n\ndef main():\n    data = [\n        (1, 2",
     "cut in a second version": f"Here:\n{F}\n\nA faster one:\n\ndef f(n):\n    total = 0\n    for i in range(n",
     "draft before the marker": f"I could write\n```python\nraise SystemExit\ndef f(n): return 0\n```\n"
                                f"I WANT TO ANSWER:\n```python\n{F}\n```",
@@ -101,10 +75,9 @@ CHAT = {
 }
 
 
-@pytest.mark.parametrize("name", [*FORMS, *CHAT])
+@pytest.mark.parametrize("name", SQUARES)
 def test_code_is_found_where_models_put_it(name):
-    answer = FORMS.get(name) or CHAT[name]
-    assert results(answer) == WANTED, extract_code(answer)
+    assert results(SQUARES[name]) == WANTED
 
 
 @pytest.mark.parametrize("answer", ["I do not know.", "Use `f(n)`.", "```python\ndef f(n):\n    return n *\n```",
@@ -140,8 +113,6 @@ TOTALS = {
     "b: sum before": f"With\n```\nsum = 6\n```\nwe write\n{FENCED_T}",
     # set-up apart from the function
     "c: a table is filled": fences("TABLE = {}\nfor n in range(5):\n    TABLE[n] = n", READS_TABLE),
-    "c: import or else": fences("try:\n    import nothing_of_the_kind as np\nexcept ImportError:\n    np = None",
-                                "def total(values):\n    return sum(values) if np is None else np.sum(values)"),
     "c: it is made": fences("def make(start):\n    def add(values):\n        return sum(values, start)\n    return add",
                             "total = make(0)"),
     "c: a call fills it": fences("TABLE = {}", "TABLE.update({1: 1, 2: 2, 3: 3, 4: 4})", READS_TABLE),
@@ -157,7 +128,6 @@ TOTALS = {
     "f: a string of several lines": "I WANT TO ANSWER: def total(values):\n    return sum(values) + len(\"\"\"\n"
                                     "  a\n\"\"\") - 5",
     # thoughts, and other versions than the last
-    "g: a draft in thoughts": f"<think>\nMaybe\n{FENCED_WRONG_T}\nNo.\n</think>\n{T}",
     "g: the marker in thoughts": f"<think>\nI WANT TO ANSWER:\n{WRONG_T}\nNo.\n</think>\nI WANT TO ANSWER:\n{T}",
     "g: the end of thoughts in a string": "So:\n\ndef total(values):\n    return sum(values) + len('</think>') - 8\n"
                                           "Done!",
@@ -168,13 +138,9 @@ TOTALS = {
                              "def total(values):\n    result = 0\n```\nThis begins with 0.",
     # examples behind the function, in its own fence
     "h: the result has its name": f"```python\n{T}\n\ntotal = total([5, 7])\nprint(total)\n```",
-    # set-up by a call
-    "i: a function fills a table": fences("TABLE = {}\n\ndef fill(table):\n    table.update({n: n for n in range(5)})",
-                                          "fill(TABLE)", READS_TABLE),
     # signs around it
     "j: a backtick": f"`{T}`",
     # in a string
-    "k: JSON in a fence": f"Here:\n```json\n{json.dumps({'code': FENCED_T, 'done': True}, indent=1)}\n```",
     "k: three quotes": f"'''python\n{T}\n'''\nThat is all.",
     "k: escaped lines": T.replace("\n", "\\n"),
     # others
@@ -187,35 +153,32 @@ TOTALS = {
 
 @pytest.mark.parametrize("name", TOTALS)
 def test_right_answers_in_ordinary_shapes(name):
-    calls = ["total([1, 2])", "total([3, 4])"]
-    assert results(TOTALS[name], calls) == [3, 7], extract_code(TOTALS[name], calls)
-
-
-def test_an_assignment_in_the_piece_of_the_definition_counts():
-    """What the answer's own code does to a builtin is not undone: Python would not, either."""
-    assert results("```python\nlen = 3\n\ndef total(values):\n    return len\n```", ["total([1])"]) == [3]
+    assert results(TOTALS[name], ["total([1, 2])", "total([3, 4])"]) == [3, 7]
 
 
 @pytest.mark.parametrize("answer, value", [
-    (f"<think>\n{FENCED_T}\n</think>\nI do not know.",                 # what is thought is not said
-     "NameError: name 'total' is not defined"),
-    (f"{FENCED_T}\nNo, this:\n{FENCED_WRONG_T}", 4),                   # the last version counts
-    (f"{FENCED_T}\nNo, this:\n{WRONG_T}\nDone!", 4),
-    (f"```python\n{WRONG_T}\n```\n" + json.dumps({"code": T}), 4),     # strings count where nothing else does
-    (f"```python\n{T}\n\ntotal = max\n```", 2),                       # something callable is a new version
-    ("```python\nsum = 6\n\n" + T + "\n```", "TypeError: 'int' object is not callable")])
-def test_wrong_answers(answer, value):
+    # a function that is imported
+    ("```python\ndef helper(): pass\n```\nand\n```python\nfrom math import fsum as total\n```", 3),
+    ("```bash\npip install x\n```\n```python\nfrom math import fsum as total\n```", 3),
+    ("It is\n```\nfrom math import fsum as total\n```", 3),
+    # what is thought is not said
+    (f"<think>\n{FENCED_T}\n</think>\nI do not know.", "NameError: name 'total' is not defined"),
+    # the last version counts, also if it is only something callable
+    (f"{FENCED_T}\nNo, this:\n{FENCED_WRONG_T}", 4), (f"{FENCED_T}\nNo, this:\n{WRONG_T}\nDone!", 4),
+    (f"```python\n{T}\n\ntotal = max\n```", 2),
+    # strings count where nothing else does
+    (f"```python\n{WRONG_T}\n```\n" + json.dumps({"code": T}), 4),
+    # what the answer's own code does to a builtin is not undone, nor is something callable: Python would not, either
+    ("```python\nlen = 3\n\ndef total(values):\n    return len\n```", 3),
+    ("```python\nsum = 6\n\n" + T + "\n```", "TypeError: 'int' object is not callable"),
+    (f"```python\n{T}\n```\n```python\nimport functools\nsum = functools.partial(max)\n```", 2)])
+def test_what_counts_where_there_is_more_than_one(answer, value):
     assert results(answer, ["total([1, 2])"]) == [value]
-
-
-def test_a_callable_may_take_the_name_of_a_builtin():
-    answer = f"```python\n{T}\n```\n```python\nimport functools\nsum = functools.partial(max)\n```"
-    assert results(answer, ["total([1, 2])"]) == [2]
 
 
 # ---- code that nobody here wrote, and references of tasks, in the ways that models write
 
-SAMPLE = 300
+SAMPLE = 100
 
 # {code}: the function. {indented}: by four columns. {listed}: by three, as under "1. ". {json}: as a string of JSON.
 # {name}: its name. {first}, {rest}: its first line, and the others.
@@ -257,88 +220,65 @@ WRAPPINGS = {
     "marker's own line, cut": " {code}",
     "marker's own line, prose after": "I WANT TO ANSWER: {code}\n\nThat's how it's done.",
     "marker in a fence": "```python\n# I WANT TO ANSWER:\n{code}\n```",
+    "CRLF, fence": "So:\n\n```python\n{code}\n```\n\nDone.",
+    "CRLF, no fence": "Sure, here it is:\n\n{code}\n\nNotes:\n- It's fast.",
 }
-LINE_ENDS = {"CRLF, fence": ("fence, prose around", "\r\n"), "CRLF, no fence": ("prose before and after", "\r\n")}
-NAMES = [*WRAPPINGS, *LINE_ENDS]
 
 
 @functools.cache
 def sample_of_functions():
-    """[(source, name), …] of 300 top-level functions with their decorators, at most three of a file."""
+    """[(source, name), …] of the references of all families, and of 100 top-level functions of Python's standard
+    library with their decorators, at most three of a file."""
     rng, functions = random.Random(0), {}
-    folder = pathlib.Path(sysconfig.get_path("stdlib"))
-    files = [path for path in sorted(folder.rglob("*.py")) if "site-packages" not in path.parts]
+    files = [path for path in sorted(pathlib.Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+             if "site-packages" not in path.parts]
     rng.shuffle(files)
     while len(functions) < SAMPLE:
         source, in_file = files.pop().read_text("utf-8", "replace"), []
         if "\f" in source or "\ufffd" in source:                    # the end of a line for some; another encoding
             continue
-        for node in tree_of(source).body:
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-                in_file.append(("\n".join(source.split("\n")[first - 1:node.end_lineno]), node.name))
+        for node in functions_of(source):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            in_file.append(("\n".join(source.split("\n")[first - 1:node.end_lineno]), node.name))
         functions.update(dict.fromkeys(rng.sample(in_file, min(3, len(in_file)))))
-    return list(functions)[:SAMPLE]
+    for task in make_tasks(backend, 14, 5, "train", "some"):
+        functions[task["ground_truth"], task["test_cases"]["test1"].partition("(")[0]] = None
+    return list(functions)
 
 
-def tree_of(source):
-    """The syntax tree; an empty one where the source is broken on purpose."""
-    with warnings.catch_warnings():
+def functions_of(source):
+    """The syntax trees of the functions at the top level of a source, none where it is broken on purpose."""
+    with warnings.catch_warnings(), contextlib.suppress(SyntaxError, ValueError):
         warnings.simplefilter("ignore")
-        try:
-            return ast.parse(source)
-        except (SyntaxError, ValueError):
-            return ast.Module([], [])
+        return [node for node in ast.parse(source).body if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return []
 
 
 def wrapped(code, name, wrapping):
     """The answer that has the function `code` in a wrapping."""
-    wrapping, line_end = LINE_ENDS.get(wrapping, (wrapping, "\n"))
     lines = code.split("\n")
     answer = WRAPPINGS[wrapping].format(
         code=code, name=name, first=lines[0], rest="\n".join(lines[1:]), indented="\n    ".join(lines),
         listed="\n   ".join(lines), json=json.dumps(code))
-    return answer.replace("\n", line_end)
+    return answer.replace("\n", "\r\n") if "CRLF" in wrapping else answer
 
 
 @functools.cache
 def function_of(source, name):
-    """The syntax tree, as text, of the last function of this name that a source defines at its top level, or None."""
-    dumps = [ast.dump(node) for node in tree_of(source).body
-             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == name]
+    """The syntax tree, as text, of the last function of this name that a source defines, or None."""
+    dumps = [ast.dump(node) for node in functions_of(source) if node.name == name]
     return dumps[-1] if dumps else None
 
 
 def is_lost(code, name, wrapping):
-    """Does extract_code not give back the function that the answer has?"""
-    source = "\n".join(extract_code(wrapped(code, name, wrapping), [f"{name}()"]))
+    """Does the answer's code lack the function that it has?"""
+    source = "\n".join(piece.source for piece in pieces_of(wrapped(code, name, wrapping), {name}))
     return source.strip() != code.strip() and function_of(source, name) != function_of(code, name)
 
 
-@pytest.mark.parametrize("wrapping", [*WRAPPINGS, *LINE_ENDS])
-def test_functions_of_the_standard_library(wrapping):
-    """Of 300 functions at most one is lost: 99.5 % of a wrapping."""
-    lost = [name for code, name in sample_of_functions() if is_lost(code, name, wrapping)]
-    assert len(sample_of_functions()) == SAMPLE and len(lost) <= 0.005 * SAMPLE, lost
-
-
-@functools.cache
-def references():
-    """(Reference, calls, what the calls return) of the published format's files and of two tasks of each family."""
-    tasks = [json.loads(line) for path in sorted((ROOT / "tests" / "colbench").rglob("*.jsonl"))
-             for line in path.read_text().splitlines()]
-    tasks = [task.get("task", task) for task in tasks] + stage(1).make_tasks(backend, 28, 5, "train", "some")
-    found = {task["ground_truth"]: tuple(task["test_cases"].values())[:3] for task in tasks}
-    return [(code, calls, list(map(repr, results_of_python(code, calls)))) for code, calls in found.items()]
-
-
-@pytest.mark.parametrize("wrapping", [*WRAPPINGS, *LINE_ENDS])
-def test_every_reference_in_every_wrapping(wrapping):
-    assert len(references()) >= 30
-    for code, calls, expected in references():
-        assert not all("Error" in value for value in expected)
-        answer = wrapped(code, calls[0].partition("(")[0], wrapping)
-        assert list(map(repr, results(answer, calls))) == expected, (answer, extract_code(answer))
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+def test_functions_of_the_standard_library_and_references(wrapping):
+    assert [name for code, name in sample_of_functions() if is_lost(code, name, wrapping)] == []
 
 
 # ---- time
@@ -363,7 +303,7 @@ LONG = {
 def test_long_texts_take_bounded_time(name):
     """8 KB are twice what 1,024 tokens hold. A load has 5 s of processor time; these texts need half a second."""
     began = time.process_time()
-    extract_code(LONG[name](8_000))
+    pieces_of(LONG[name](8_000), set())
     assert time.process_time() - began < 5
 
 

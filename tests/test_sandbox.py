@@ -2,12 +2,9 @@
 
 Nothing of theirs may be left (files, processes, connections, a changed or read input), and their first and third test,
 which behave, must be graded as usual. A layer that this machine does not allow is skipped, not weakened."""
-import collections
 import contextlib
 import ctypes
-import datetime
 import decimal
-import enum
 import errno
 import functools
 import json
@@ -29,6 +26,7 @@ import textwrap
 import threading
 import time
 import types
+from collections import Counter, OrderedDict
 
 import pytest
 
@@ -36,122 +34,97 @@ from colbench import ColBenchError, sandbox, sandbox_worker
 from colbench.questions import holds
 from colbench.sandbox import ANSWER_TIME_LIMIT, is_result, is_word, LayerError, Lines, Sandbox, Stop
 from colbench.sandbox_worker import CONDITIONAL, empty, end_all, MACHINES, RESULT_LIMIT, THREAD_LIMIT, Walls
-from colbench.scorer import Scorer
+from colbench.scorer import fault_of, Scorer
 from colbench.values import encode, equal_values, is_encoded, readable
 
 SECRET = "the-secret-" + "of-the-parent"                           # in the parent's memory, environment and a file
-LIMIT_S = 0.2                                                       # of processor time; 1 s of the clock
+LIMIT_S = 0.1                                                       # of processor time; 1 s of the clock
+LAYERS = "namespaces", "landlock"
 LANDLOCK_VERSION = 'version = check(libc.syscall(444, None, 0, 1), "Landlock")'
 HARMLESS = object()                                                 # the attack's own test may give anything but loot
+MADE = object()                                                     # and with Landlock, which lets it, "harmless"
 
 
 def blocked(*bodies):
     return [(body, "error") for body in bodies]
 
 
-READ = blocked(
-    "return loot(open(WORLD + '/secret').read())",
-    "os.symlink(WORLD + '/secret', 'link'); return loot(open('link').read())",
-    "os.link(WORLD + '/secret', 'link'); return loot(open('link').read())",
-    "return loot(open('/proc/self/root' + WORLD + '/secret').read())",
-    "return loot(open(f'/proc/{PARENT}/environ').read())",
-    "return loot(os.environ['CANARY'])",
-    "return loot(os.listdir(WORLD))",
-    "return loot(open('/etc/passwd').read())",
-    "return loot(open(SANDBOX).read())",
+def looted(*expressions):
+    """Attacks of one line each: what it returns is the loot."""
+    return blocked(*(f"return loot({expression})" for expression in expressions))
+
+
+def done(*statements):
+    """Attacks of one line each: that it works is the loot."""
+    return blocked(*(f"{statement}; return loot(1)" for statement in statements))
+
+
+READ = looted(
+    "open(SECRET_FILE).read()", "open('/proc/self/root' + SECRET_FILE).read()", "os.environ['CANARY']",
+    "open(f'/proc/{PARENT}/environ').read()", "open('/etc/passwd').read()", "open(SANDBOX).read()", "os.listdir(WORLD)",
+    "[d for d in range(3, 64) if d != RESULTS and fstat(d)] or no()",
+    "[os.scandir(path) for path in ('/home', '/root', '/var', '/work')]",
+    "sqlite3.connect(WORLD + '/secret.db').execute('select * from secrets').fetchall()",
+) + blocked(
+    "os.symlink(SECRET_FILE, 'link'); return loot(open('link').read())",
+    "os.link(SECRET_FILE, 'link'); return loot(open('link').read())",
     "os.chdir(WORLD); return loot(open('secret').read())",
-    "import sqlite3; return loot(sqlite3.connect(WORLD + '/secret.db').execute('select * from secrets').fetchall())",
-    "libc.open.restype = ctypes.c_int; return loot(os.read(libc.open((WORLD + '/secret').encode(), 0), 99))",
-    "return loot([d for d in range(3, 64) if d != RESULTS and fstat(d)] or no())",
-    "os.mkdir('d'); os.chroot('d'); return loot(1)",
-    "a = [0] * 99; b = [os.scandir(p) for p in ('/home', '/root', '/var', '/work')]; return loot(b)",
+    "libc.open.restype = ctypes.c_int; return loot(os.read(libc.open(SECRET_FILE.encode(), 0), 99))",
+) + done("os.mkdir('d'); os.chroot('d')")
+WRITE = done(
+    "open(INPUT, 'w').write('x')", "os.open(INPUT, os.O_RDONLY | os.O_TRUNC)", "os.truncate(INPUT, 0)",
+    "os.unlink(INPUT)", "os.rename(INPUT, WORLD + '/other')", "os.chmod(INPUT, 0o777)", "os.chown(INPUT, 1, 1)",
+    "os.utime(INPUT, (1, 1))", "os.setxattr(INPUT, 'user.a', b'b')", "os.setxattr('.', 'user.a', b'b')",
+    "open('/tmp/canary-of-a-test', 'w').write('x')", "open('/dev/shm/canary-of-a-test', 'w').write('x')",
+    "open(os.path.dirname(os.__file__) + '/canary.py', 'w').write('x')",
+) + blocked("os.mknod('null', 0o20666, os.makedev(1, 3)); return loot(open('null').read())")
+NETWORK = done(
+    "socket.create_connection(('127.0.0.1', PORT)).send(b'x')",
+    "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))",
+    "s = socket.socket(socket.AF_UNIX); s.connect(WORLD + '/unix')",
+    "s = socket.socket(socket.AF_UNIX); s.connect(f'\\0canary-{PARENT}')",
+    "s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen()",
+    "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); a.connect(WORLD + '/datagram'); a.send(b'x')",
+    "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); a.sendto(b'x', WORLD + '/datagram')",
+    "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', WORLD + '/datagram')",
+    "d = libc.socket(2, 1, 0); assert d >= 0",
+) + looted(
+    "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
+    "libc.syscall(425, 8, ctypes.create_string_buffer(120)) >= 0 or no()",                               # io_uring
 )
-WRITE = blocked(
-    "open(WORLD + '/input', 'w').write('x'); return loot(1)",
-    "os.open(WORLD + '/input', os.O_RDONLY | os.O_TRUNC); return loot(1)",
-    "os.truncate(WORLD + '/input', 0); return loot(1)",
-    "os.unlink(WORLD + '/input'); return loot(1)",
-    "os.rename(WORLD + '/input', WORLD + '/other'); return loot(1)",
-    "os.chmod(WORLD + '/input', 0o777); return loot(1)",
-    "os.chown(WORLD + '/input', 1, 1); return loot(1)",
-    "os.utime(WORLD + '/input', (1, 1)); return loot(1)",
-    "os.setxattr(WORLD + '/input', 'user.a', b'b'); return loot(1)",
-    "open('/tmp/canary-of-a-test', 'w').write('x'); return loot(1)",
-    "open('/dev/shm/canary-of-a-test', 'w').write('x'); return loot(1)",
-    "open(os.path.dirname(os.__file__) + '/canary.py', 'w').write('x'); return loot(1)",
-    "os.mknod('null', 0o20666, os.makedev(1, 3)); return loot(open('null').read())",
-    "os.setxattr('.', 'user.a', b'b'); return loot(1)",
-)
-NETWORK = blocked(
-    "socket.create_connection(('127.0.0.1', PORT)).send(b'x'); return loot(1)",
-    "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT)); return loot(1)",
-    "s = socket.socket(socket.AF_UNIX); s.connect(WORLD + '/unix'); return loot(1)",
-    "s = socket.socket(socket.AF_UNIX); s.connect(f'\\0canary-{PARENT}'); return loot(1)",
-    "s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); return loot(1)",
-    "return loot(socket.socket(socket.AF_NETLINK, socket.SOCK_RAW))",
-    "d = libc.socket(2, 1, 0); assert d >= 0; return loot(d)",
-    "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); a.connect(WORLD + '/datagram'); a.send(b'x'); "
-    "return loot(1)",
-    "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); a.sendto(b'x', WORLD + '/datagram'); return loot(1)",
-    "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', WORLD + '/datagram'); return loot(1)",
-    "return loot(libc.syscall(425, 8, ctypes.create_string_buffer(120)) >= 0 or no())",                    # io_uring
-)
-PROCESSES = blocked(
-    "return loot(os.fork())",
+PROCESSES = done(
+    "os.execv('/bin/sleep', ['sleep', '987'])", "os.kill(VICTIM, 9)", "os.kill(PARENT, 9)", "os.kill(os.getppid(), 9)",
+    "os.kill(-1, 9)", "os.killpg(0, 9)", "signal.pidfd_send_signal(os.pidfd_open(VICTIM), 9)",
+    "r, w = os.pipe(); fcntl.fcntl(r, fcntl.F_SETOWN, VICTIM); fcntl.fcntl(r, 10, 9)",
+    "os.setpriority(os.PRIO_PROCESS, VICTIM, 19)", "resource.prlimit(VICTIM, resource.RLIMIT_CPU, (1, 1))",
+    "os.setuid(0); os.setgid(0)", "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", "os.sched_setaffinity(0, {0})",
+) + looted(
+    "os.fork()", "os.posix_spawn('/bin/sleep', ['sleep', '987'], {})", "libc.ptrace(16, VICTIM, 0, 0) == 0 or no()",
+    "libc.unshare(0x10000000) == 0 or no()", "libc.mount(b'tmpfs', b'.', b'tmpfs', 0, 0) == 0 or no()",
+    "libc.umount2(b'.', 2) == 0 or no()", "libc.shmget(1, 4096, 0o1666) >= 0 or no()",
+    "libc.capset(b'\\x22\\x05\\x08\\x20\\0\\0\\0\\0', b'\\xff' * 24) == 0 or no()",
+    "libc.syscall(250, 0, -3) >= 0 or no()",                                                                # keyctl
+) + blocked(
     "pid = os.fork()\nif pid == 0:\n    os.setsid(); os.fork(); time.sleep(60); os._exit(0)\nreturn loot(pid)",
-    "return loot(os.posix_spawn('/bin/sleep', ['sleep', '987'], {}))",
-    "os.execv('/bin/sleep', ['sleep', '987'])",
-    "os.kill(VICTIM, 9); return loot(1)",
-    "os.kill(PARENT, 9); return loot(1)",
-    "os.kill(os.getppid(), 9); return loot(1)",
-    "os.kill(-1, 9); return loot(1)",
-    "os.killpg(0, 9); return loot(1)",
-    "signal.pidfd_send_signal(os.pidfd_open(VICTIM), 9); return loot(1)",
-    "r, w = os.pipe(); fcntl.fcntl(r, fcntl.F_SETOWN, VICTIM); fcntl.fcntl(r, 10, 9); return loot(1)",
-    "return loot(libc.ptrace(16, VICTIM, 0, 0) == 0 or no())",
-    "os.setpriority(os.PRIO_PROCESS, VICTIM, 19); return loot(1)",
-    "resource.prlimit(VICTIM, resource.RLIMIT_CPU, (1, 1)); return loot(1)",
     "b = ctypes.create_string_buffer(64); to = (ctypes.c_size_t * 2)(ctypes.addressof(b), 16); "
     "of = (ctypes.c_size_t * 2)(ADDRESS, 16); "
     "return loot(libc.process_vm_readv(PARENT, to, 1, of, 1, 0) == 16 and b.value or no())",
-    "return loot(libc.unshare(0x10000000) == 0 or no())",
-    "return loot(libc.mount(b'tmpfs', b'.', b'tmpfs', 0, 0) == 0 or no())",
-    "return loot(libc.umount2(b'.', 2) == 0 or no())",
-    "os.setuid(0); os.setgid(0); return loot(1)",
-    "return loot(libc.capset(b'\\x22\\x05\\x08\\x20\\0\\0\\0\\0', b'\\xff' * 24) == 0 or no())",
-    "return loot(libc.syscall(250, 0, -3) >= 0 or no())",                                                      # keyctl
-    "resource.setrlimit(resource.RLIMIT_AS, (-1, -1)); return loot(1)",
-    "return loot(libc.shmget(1, 4096, 0o1666) >= 0 or no())",
-    "os.sched_setaffinity(0, {0}); return loot(1)",
 )
 FAULTS = blocked(
-    "while True: pass",
+    "while True: pass", "time.sleep(60)", "os._exit(0)", "raise SystemExit", "raise KeyboardInterrupt",
+    "raise BaseExceptionGroup('a', [GeneratorExit()])", "return 'x' * 10 ** 10", "return 'x' * 10 ** 7", "return g(0)",
+    "sys.setrecursionlimit(10 ** 9); return g(0)", "return ctypes.string_at(0)", "return input()",
+    "import re; re.match('(a+)+$', 'a' * 50 + 'b')", "os.closerange(0, 64); return loot(1)",
     "for s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
     "while True: pass",
-    "time.sleep(60)",
-    "return 'x' * 10 ** 10",
     "data = []\nwhile True:\n    try: data.append(bytearray(10 ** 6))\n    except MemoryError: pass",
-    "return 'x' * 10 ** 7",
-    "a = []\nfor _ in range(10 ** 5): a = [a]\nreturn a",
-    "a = []\na.append(a)\nreturn a",
+    "a = []\nfor _ in range(10 ** 5): a = [a]\nreturn a", "a = []\na.append(a)\nreturn a",
     "a = []\nfor _ in range(60): a = [a, a]\nreturn a",
-    "sys.setrecursionlimit(10 ** 9); return g(0)",
-    "return ctypes.string_at(0)",
-    "os._exit(0)",
-    "raise SystemExit",
-    "return g(0)",
-    "raise KeyboardInterrupt",
-    "raise BaseExceptionGroup('a', [GeneratorExit()])" if sys.version_info >= (3, 11) else "raise GeneratorExit",
-    "import re; return loot(re.match('(a+)+$', 'a' * 50 + 'b'))",
     "class E(Exception):\n    def __str__(self): raise SystemExit\nraise E",
     "[threading.Thread(target=time.sleep, args=(60,)).start() for _ in range(10 ** 4)]; return loot(1)",
     "with open('big', 'wb') as f:\n    while True: f.write(bytes(10 ** 6))",
-    "os.write(RESULTS, b'x' * (1 << 22)); return loot(1)",
-    "while True: os.write(RESULTS, b'[\"ok\", 42')",
-    "os.write(RESULTS, b'[' * 10 ** 5 + b'\\n'); time.sleep(60)",
-    "while True: os.write(RESULTS, b'\"loaded\"\\n')",
-    "os.closerange(0, 64); return loot(1)",
-    "return input()",
+    "os.write(RESULTS, b'x' * (1 << 22)); return loot(1)", "while True: os.write(RESULTS, b'[\"ok\", 42')",
+    "os.write(RESULTS, b'[' * 10 ** 5 + b'\\n'); time.sleep(60)", "while True: os.write(RESULTS, b'\"loaded\"\\n')",
 ) + [
     ("threading.Thread(target=spin, daemon=True).start(); return 'harmless'", ["ok", "harmless"]),
     ("[threading.Thread(target=spin).start() for _ in range(8)]; return 'harmless'", HARMLESS),
@@ -177,21 +150,17 @@ CHEATS = [
      ["ok", ["set", None]]),
     ("return __name__", ["ok", "answer"]),
 ]
-DESCRIPTORS = blocked(
-    "os.open('mine', 3 | os.O_CREAT); return loot(1)",
-    "os.open(WORLD + '/input', 3 | os.O_TRUNC); return loot(1)",
-    "os.open(WORLD + '/secret', 3 | os.O_NONBLOCK); return loot(1)",
-    "return loot(libc.syscall(2, (WORLD + '/input').encode(), 3 | os.O_TRUNC) >= 0 or no())",
-    "d = os.open(TERMINAL, 3); a = termios.tcgetattr(d); a[3] = 0; termios.tcsetattr(d, 0, a); return loot(1)",
-    "d = os.open(TERMINAL, os.O_WRONLY | os.O_NOCTTY); os.write(d, b'x'); return loot(1)",
-    "fcntl.ioctl(os.open(TERMINAL, 3), termios.TIOCSTI, b'x'); return loot(1)",
-    "return loot(open('/dev/tty').read())",
-    "os.close(RESULTS); return loot(1)",
+OPENED = done(
+    "os.open('mine', 3 | os.O_CREAT)", "os.open(INPUT, 3 | os.O_TRUNC)", "os.open(SECRET_FILE, 3 | os.O_NONBLOCK)",
+    "d = os.open(TERMINAL, 3); a = termios.tcgetattr(d); a[3] = 0; termios.tcsetattr(d, 0, a)",
+    "d = os.open(TERMINAL, os.O_WRONLY | os.O_NOCTTY); os.write(d, b'x')",
+    "fcntl.ioctl(os.open(TERMINAL, 3), termios.TIOCSTI, b'x')",
+) + looted("open('/dev/tty').read()", "libc.syscall(2, INPUT.encode(), 3 | os.O_TRUNC) >= 0 or no()")
+DESCRIPTORS = done(
+    "os.close(RESULTS)", "os.dup2(os.open('mine', os.O_CREAT | os.O_RDWR), RESULTS)",
+    "r, w = os.pipe(); os.dup2(w, RESULTS)", "os.read(RESULTS, 1)", "os.lseek(RESULTS, 0, 0)",
+) + blocked(
     "os.close(RESULTS); time.sleep(60)",
-    "os.dup2(os.open('mine', os.O_CREAT | os.O_RDWR), RESULTS); return loot(1)",
-    "r, w = os.pipe(); os.dup2(w, RESULTS); return loot(1)",
-    "return loot(os.read(RESULTS, 1))",
-    "os.lseek(RESULTS, 0, 0); return loot(1)",
     "d = os.dup(RESULTS); os.set_blocking(d, False)\nwhile True: os.write(d, b'x' * 65536)",
 ) + [
     ("fcntl.fcntl(RESULTS, fcntl.F_SETPIPE_SZ, 4096); "
@@ -219,9 +188,9 @@ CLOCK = blocked(
     DRIP.format("os.write(RESULTS, b'[\"ok\", 1')", "os.write(RESULTS, b' '); time.sleep(0.01)"),
 )
 DEEP = "for _ in range({}):\n    os.mkdir({!r}); os.chdir({!r})\n{}return 'harmless'"
-LEFTOVERS = [(body, HARMLESS) for body in (
-    DEEP.format(1200, "d", "d", ""),
-    DEEP.format(900, "y" * 255, "y" * 255, "open('file', 'w').write('x')\n"),
+LEFTOVERS = [(body, MADE) for body in (
+    DEEP.format(1050, "d", "d", ""),                                # deeper than Python calls functions
+    DEEP.format(60, "y" * 255, "y" * 255, "open('file', 'w').write('x')\n"),        # longer than a path may be
     DEEP.format(5, "é" * 100, "é" * 100, "open('\\n', 'w').close(); os.symlink('..', 'up')\n"),
     "os.makedirs('a/b'); os.mkdir('a/b/locked', 0); return 'harmless'",
     "os.umask(0o777); os.mkdir('a'); os.mkdir('b'); open('c', 'w').close(); return 'harmless'",
@@ -231,13 +200,7 @@ LEFTOVERS = [(body, HARMLESS) for body in (
     "os.mkdir('d'); os.symlink('../d', 'd/d'); os.symlink(WORLD, 'd/world'); return 'harmless'",
     "f = open('deleted', 'w'); os.unlink('deleted'); f.write('x' * 10 ** 6); return 'harmless'",
 )]
-ATTACKS = READ + WRITE + NETWORK + PROCESSES + FAULTS + CHEATS + DESCRIPTORS + CLOCK + LEFTOVERS
-
-
-@pytest.fixture(autouse=True)
-def short_stop(monkeypatch):
-    """What sleeps is ended sooner."""
-    monkeypatch.setattr(sandbox, "CLOCK", 5)
+ATTACKS = READ + WRITE + NETWORK + PROCESSES + FAULTS + CHEATS + OPENED + DESCRIPTORS + CLOCK + LEFTOVERS
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +209,6 @@ def world(tmp_path_factory):
     folder = tmp_path_factory.mktemp("world")
     folder.chmod(0o777)
     (folder / "secret").write_text(SECRET)
-    (folder / "secret.py").write_text(f"value = {SECRET!r}")
     with contextlib.closing(sqlite3.connect(folder / "secret.db")) as database:
         database.execute("create table secrets (secret)")
         database.execute("insert into secrets values (?)", [SECRET])
@@ -255,32 +217,44 @@ def world(tmp_path_factory):
     (folder / "input").chmod(0o666)
     os.environ["CANARY"] = SECRET
     in_memory = ctypes.create_string_buffer(SECRET.encode())
-    listeners = [socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)]
-    listeners[1].bind(str(folder / "unix"))
-    listeners[2].bind(f"\0canary-{os.getpid()}")
+    listeners = [socket.create_server(("127.0.0.1", 0))]
     port = listeners[0].getsockname()[1]
-    listeners += [socket.socket(socket.AF_INET, socket.SOCK_DGRAM), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)]
-    listeners[3].bind(("127.0.0.1", port))
-    listeners[4].bind(str(folder / "datagram"))
+    for family, kind, address in (
+            (socket.AF_UNIX, socket.SOCK_STREAM, f"{folder}/unix"),
+            (socket.AF_UNIX, socket.SOCK_STREAM, f"\0canary-{os.getpid()}"),
+            (socket.AF_INET, socket.SOCK_DGRAM, ("127.0.0.1", port)),
+            (socket.AF_UNIX, socket.SOCK_DGRAM, f"{folder}/datagram")):
+        listeners.append(socket.socket(family, kind))
+        listeners[-1].bind(address)
+        if kind == socket.SOCK_STREAM:
+            listeners[-1].listen()
     for listener in listeners:
         listener.setblocking(False)
-    for listener in listeners[1:3]:
-        listener.listen()
     terminal, slave = os.openpty()
     attributes = termios.tcgetattr(slave)
     victim = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
-    yield {"TERMINAL": os.ttyname(slave), "WORLD": str(folder), "PORT": port, "PARENT": os.getpid(),
-           "VICTIM": victim.pid, "ADDRESS": ctypes.addressof(in_memory), "listeners": listeners,
+    yield {"TERMINAL": os.ttyname(slave), "WORLD": str(folder), "SECRET_FILE": f"{folder}/secret",
+           "INPUT": f"{folder}/input", "PORT": port, "PARENT": os.getpid(), "VICTIM": victim.pid,
+           "ADDRESS": ctypes.addressof(in_memory), "listeners": listeners,
            "SANDBOX": str(pathlib.Path(sandbox.__file__).with_name("sandbox_worker.py"))}
-    assert termios.tcgetattr(slave) == attributes
-    os.close(terminal)
-    os.close(slave)
-    assert victim.poll() is None
+    assert termios.tcgetattr(slave) == attributes and victim.poll() is None
     victim.kill()
     victim.wait()
+    for descriptor in (terminal, slave):
+        os.close(descriptor)
     for listener in listeners:
         listener.close()
     del os.environ["CANARY"]
+
+
+def received(world):
+    """How many connections and messages have come to the open ports."""
+    number = 0
+    for listener in world["listeners"]:
+        with contextlib.suppress(BlockingIOError):
+            listener.recv(1) if listener.type == socket.SOCK_DGRAM else listener.accept()[0].close()
+            number += 1
+    return number
 
 
 @contextlib.contextmanager
@@ -308,10 +282,11 @@ def started(layer, *replaced):
             child.greet()
         except LayerError as error:
             pytest.skip(f"{layer}: {error}")
+        child.processes = processes(child.child.pid)
         yield child
 
 
-@pytest.fixture(scope="module", params=["namespaces", "landlock"])
+@pytest.fixture(scope="module", params=LAYERS)
 def child(request, world):
     with started(request.param) as child:
         yield child
@@ -342,21 +317,36 @@ def values_of(child, code, *calls, limit_s=1):
     return child.run(code, list(calls), limit_s, imports=[])[0]
 
 
+HOSTILE = """import ctypes, fcntl, os, resource, signal, socket, sqlite3, sys, termios, threading, time
+libc = ctypes.CDLL(None, use_errno=True)
+{names}
+def fstat(d):
+    try: return os.fstat(d)
+    except OSError: return None
+RESULTS = [d for d in range(3, 64) if fstat(d)][0]
+def loot(value): return 'loot ' + str(value)
+def no(): raise OSError('refused')
+def refusal(call):
+    try: return call()
+    except OSError as error: return error.errno
+def g(n): return g(n + 1)
+def spin():
+    while True: pass
+def frames():
+    f = sys._getframe()
+    while f:
+        yield f
+        f = f.f_back
+def f(n):
+    if n == 2:
+{body}
+    return n + 40"""
+
+
 def hostile(body, world):
     """An answer that attacks in f(2)."""
-    names = {key: value for key, value in world.items() if key.isupper()}
-    return "\n".join([
-        "import ctypes, fcntl, os, resource, signal, socket, subprocess, sys, termios, threading, time",
-        "libc = ctypes.CDLL(None, use_errno=True)", *(f"{key} = {value!r}" for key, value in names.items()),
-        "def fstat(d):\n    try: return os.fstat(d)\n    except OSError: return None",
-        "RESULTS = [d for d in range(3, 64) if fstat(d)][0]",
-        "def loot(value):\n    return 'loot ' + str(value)",
-        "def no():\n    raise OSError('refused')",
-        "def refusal(call):\n    try: return call()\n    except OSError as error: return error.errno",
-        "def g(n):\n    return g(n + 1)",
-        "def spin():\n    while True: pass",
-        "def frames():\n    f = sys._getframe()\n    while f:\n        yield f\n        f = f.f_back",
-        "def f(n):", "    if n == 2:", textwrap.indent(body, "        "), "    return n + 40"])
+    names = "\n".join(f"{key} = {value!r}" for key, value in world.items() if key.isupper())
+    return HOSTILE.format(names=names, body=textwrap.indent(body, "        "))
 
 
 def processes(root):
@@ -377,31 +367,32 @@ def state_and_parent(pid):
     return state, int(parent)
 
 
+def assert_nothing_is_lost(world):
+    folder = pathlib.Path(world["WORLD"])
+    assert sorted(path.name for path in folder.iterdir()) == ["datagram", "input", "secret", "secret.db", "unix"]
+    assert (folder / "input").read_text() == "precious"
+    assert (folder / "input").stat().st_mode & 0o777 == 0o666 and (folder / "input").stat().st_mtime > 1
+    assert not any(os.path.exists(f"{place}/canary-of-a-test") for place in ("/tmp", "/dev/shm"))
+    assert received(world) == 0
+    assert os.getpriority(os.PRIO_PROCESS, world["VICTIM"]) == os.getpriority(os.PRIO_PROCESS, 0)
+
+
 @pytest.mark.parametrize("body, expected", ATTACKS, ids=[f"{i}-{body[:40]}" for i, (body, _) in enumerate(ATTACKS)])
 def test_attack(child, world, body, expected):
-    before = processes(child.child.pid)
     limit_s = LIMIT_S if expected == "error" else 10
     first, second, third = values_of(child, hostile(body, world), "f(1)", "f(2)", "f(3)", limit_s=limit_s)
     assert "loot " not in str(second) and SECRET not in str(second)
     if expected == "error":
         assert second[0] == "error", second
-    elif expected is not HARMLESS:
+    elif expected is MADE and child.layer == "landlock":
+        assert second == ["ok", "harmless"]
+    elif expected not in (HARMLESS, MADE):
         assert second == expected
     if not any(part in body for part in (".encode =", "json.dumps", "O_NONBLOCK")):     # they spoil their later results
         assert (first, third) == (["ok", 41], ["ok", 43]), (first, second, third)
-    folder = pathlib.Path(world["WORLD"])
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "datagram", "input", "secret", "secret.db", "secret.py", "unix"]
-    assert (folder / "input").read_text() == "precious"
-    assert (folder / "input").stat().st_mode & 0o777 == 0o666 and (folder / "input").stat().st_mtime > 1
-    assert not pathlib.Path("/tmp/canary-of-a-test").exists() and not pathlib.Path("/dev/shm/canary-of-a-test").exists()
-    for listener in world["listeners"]:
-        with pytest.raises(BlockingIOError):
-            listener.recv(1) if listener.type == socket.SOCK_DGRAM else listener.accept()
-    assert os.getpriority(os.PRIO_PROCESS, world["VICTIM"]) == os.getpriority(os.PRIO_PROCESS, 0)
-    assert processes(child.child.pid) == before, "a process was left behind"
-    if child.layer == "landlock":
-        assert os.listdir(child.work) == []
+    assert_nothing_is_lost(world)
+    assert processes(child.child.pid) == child.processes, "a process was left behind"
+    assert child.layer == "namespaces" or os.listdir(child.work) == []
     # the next answer finds nothing, and its results are whole
     code = "import os\ndef f(n): return [os.listdir('.'), 'x' * 200000]"
     assert values_of(child, code, "f(1)") == [["ok", ["list", ["list"], "x" * 200000]]]
@@ -411,9 +402,11 @@ def test_the_suite_is_as_large_as_it_says():
     assert len(ATTACKS) == 154
 
 
-@pytest.mark.parametrize("body", [body for body, _ in READ + WRITE + DESCRIPTORS[:9]])
+@pytest.mark.parametrize("body", [body for body, _ in READ + WRITE + OPENED])
 def test_attack_on_an_old_landlock(old_child, world, body):
-    test_attack(old_child, world, body, "error")
+    [result] = values_of(old_child, hostile(body, world), "f(2)", limit_s=LIMIT_S)
+    assert result[0] == "error"
+    assert_nothing_is_lost(world)
 
 
 @pytest.mark.parametrize("part, loot, num_received", [
@@ -423,22 +416,10 @@ def test_without_walls_an_attack_succeeds(without_walls, world, part, loot, num_
     """So what refuses it in the other layers are their walls."""
     [body] = [body for body, _ in ATTACKS if part in body]
     [result] = values_of(without_walls, hostile(body, world), "f(2)")
-    received = 0
-    for listener in world["listeners"]:
-        with contextlib.suppress(BlockingIOError):
-            received += listener.type == socket.SOCK_DGRAM and listener.recv(1) == b"x"
     if part in ("425", "process_vm_readv") and result == ["error", "OSError: refused"]:
         pytest.skip("this machine refuses it without walls, too")
     assert result[0] == "ok" and result[1].startswith("loot ") and loot in result[1]
-    assert received == num_received
-
-
-@pytest.mark.parametrize("body", [body for body, _ in LEFTOVERS])
-def test_without_walls_an_answer_leaves_all_that_it_means_to(without_walls, world, body):
-    """The layer namespaces lets it make fewer files. Here it must get to its end, so that there is something to remove.
-    """
-    assert values_of(without_walls, hostile(body, world), "f(2)", limit_s=9) == [["ok", "harmless"]]
-    assert os.listdir(without_walls.work) == []
+    assert received(world) == num_received
 
 
 # ---- what one answer does reaches no other
@@ -473,13 +454,12 @@ def f(n):
 
 @pytest.mark.parametrize("damage, trace", DAMAGE)
 def test_what_an_answer_does_to_its_process_reaches_no_other(child, damage, trace):
-    """The same text again, and another one, find what the first run found."""
     code = CLEAN.format(trace=trace, damage=damage)
-    first = values_of(child, code, "f(1)", "f(2)", "f(3)", limit_s=2)
-    assert first[0][0] == "ok"
-    assert (first[2] != first[0]) == ("Thread" not in damage)       # it shows; with a thread, a new process goes on
-    assert values_of(child, code, "f(1)", "f(2)", "f(3)", limit_s=2) == first
-    assert values_of(child, CLEAN.format(trace=trace, damage="pass"), "f(1)", "f(2)", limit_s=2) == [first[0]] * 2
+    clean, _, damaged = values_of(child, code, "f(1)", "f(2)", "f(3)", limit_s=2)
+    assert clean[0] == "ok"
+    assert (damaged != clean) == ("Thread" not in damage)           # it shows; with a thread, a new process goes on
+    assert values_of(child, code, "f(1)", limit_s=2) == [clean]                               # the same text again
+    assert values_of(child, CLEAN.format(trace=trace, damage="pass"), "f(1)", "f(2)", limit_s=2) == [clean] * 2
 
 
 def test_no_answer_sees_memory_of_references_or_other_answers(child):
@@ -499,16 +479,8 @@ def f():
 
 # ---- the results channel
 
-class Color(enum.Enum):
-    RED = 1
-
-
-VALUES = [
-    None, True, 7, -2 ** 53, 2 ** 60, 0.5, float("nan"), float("-inf"), 1j, "", "\ud800", b"ab", [], [1, [2]], (1,),
-    {1, 2}, {"a": [1], "b": None}, collections.OrderedDict(a=1), collections.Counter("aab"), collections.deque([1]),
-    range(0), range(0, 9, 2), range(0, 2 ** 70, 2 ** 60), decimal.Decimal("0.1"), Color.RED, datetime.date(2024, 1, 2),
-    datetime.datetime(2024, 1, 2, 3, 4, 5, 6, datetime.timezone.utc), datetime.time(1, 2), datetime.timedelta(-1, 5),
-    datetime.timezone.utc]
+VALUES = [None, True, 2 ** 60, 0.5, float("nan"), 1j, "", "\ud800", b"ab", [1, [2]], (1,), {1, 2}, range(0, 9, 2),
+          {"a": [1], "b": None}, OrderedDict(a=1), Counter("aab"), decimal.Decimal("0.1")]
 VIOLATIONS = [
     True, {}, {"a": 1}, [], [[]], [None], [1], ["list", True], ["list", {}], ["list", [["x"]]], ["set", [{}]],
     ["dict", 1], ["dict", ["a"]], ["counter", ["tuple", "a"]], ["odict", "abc"], ["int", 5], ["int", "5"],
@@ -516,19 +488,26 @@ VIOLATIONS = [
     ["ratio", "1/-2"], ["ratio", "1/2/3"], ["ratio", 1, 2], ["ratio", "1/" + "1" * 5000], ["complex", [], 1]]
 
 
-def test_every_value_has_the_form_that_is_expected_and_no_other_has():
-    for value in VALUES:
-        assert is_encoded(json.loads(json.dumps(encode([value, {"k": (value,)}])))), value
+def test_only_data_of_the_form_that_is_expected_are_taken():
     assert [value for value in VIOLATIONS if is_encoded(value)] == []
     deepest = functools.reduce(lambda value, _: [value], range(100), 1)
     assert is_encoded(encode(deepest)) and not is_encoded(["list", ["list", ["list", encode(deepest)]]])
 
 
-@pytest.mark.parametrize("value", VIOLATIONS[::6], ids=str)
-def test_a_violation_of_the_form_is_a_wrong_value(child, world, value):
-    body = f"os.write(RESULTS, {json.dumps(['ok', value]).encode()!r} + b'\\n'); time.sleep(60)"
-    assert values_of(child, hostile(body, world), "f(2)", "f(3)", limit_s=LIMIT_S) == [
-        ["error", "a broken result"], ["ok", 43]]
+@pytest.mark.parametrize("line", [
+    '["ok", ["counter", {"1": 2}]]', '["ok", ["list", ["counter", [{"1": 2}]]]]', '["ok", ["dict", ["tuple", "a"]]]',
+    '["ok", ["odict", {}]]', '["ok", {"a": 1}]', '["ok", [["list"], 1]]', '["ok", ["list", ["ratio", "1/0"]]]',
+    '["ok", ["list", ' + "[" * 500 + "]" * 500 + "]]", '["ok", NaN]', '["ok", 1e999]', '["error", {"a": [1]}]',
+    '["error", "\\ud800"]', '["ok"]', '{"ok": 1}', '"ready"', '"restart"', "9" * 5000, '["ok", ' + "9" * 5000 + "]"])
+def test_a_forged_result_is_a_wrong_value(line):
+    with sandbox.pipe() as (reading, writing):
+        os.write(writing.fileno(), line.encode() + b"\n")
+        try:
+            result = Lines(reading.fileno(), None).expect(is_result, time.monotonic() + 60)
+        except Stop as stop:
+            result = ["error", str(stop)]
+    for value in ({"a": 1}, Counter(a=1), OrderedDict(a=1), [1]):
+        assert fault_of(["ok", encode(value)], result).encode()     # it is a text that can be written
 
 
 def mutated(encoded, draw):
@@ -549,7 +528,7 @@ def mutated(encoded, draw):
 
 def test_no_mutated_value_breaks_the_comparison():
     draw, encoded, num_taken = random.Random(0), [json.loads(json.dumps(encode(value))) for value in VALUES], 0
-    for _ in range(20000):
+    for _ in range(5000):
         left, right = draw.choice(encoded), mutated(draw.choice(encoded), draw)
         if is_encoded(right):
             num_taken += 1
@@ -557,10 +536,10 @@ def test_no_mutated_value_breaks_the_comparison():
             for operator in ("Eq", "Lt", "Is", "In"):
                 with contextlib.suppress(TypeError):
                     holds(operator, left, right)
-    assert 2000 < num_taken < 18000
+    assert 500 < num_taken < 4500
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(4))
 def test_fuzzed_results_cost_their_own_test(child, world, seed):
     """Mutated results (even seeds) and random bytes (odd ones), as the result of one call and while the code loads."""
     draw = random.Random(seed)
@@ -576,85 +555,77 @@ def test_fuzzed_results_cost_their_own_test(child, world, seed):
     assert values_of(child, "def f(n): return n", "f(1)") == [["ok", 1]]
 
 
-# ---- the clock, sizes, clean-up
+# ---- the clock, sizes, clean-up: the same in each layer
 
-def test_a_line_is_read_when_the_process_has_ended_or_when_it_is_time_to_look(monkeypatch):
-    """And data that waits, as when untrusted code writes single blanks faster than they are read, moves no deadline."""
+def test_data_that_wait_move_no_deadline_and_an_open_pipe_is_not_waited_for(monkeypatch):
+    """As when untrusted code writes single blanks faster than they are read, or leaves the pipe to what it started."""
     is_ready = is_word("ready")
-    reading, writing = os.pipe()
+    monkeypatch.setattr(sandbox, "LOOK_S", 600)
     server, ours = socket.socketpair()
-    with server, ours, open(reading, "rb"):
-        lines = Lines(reading, ours.fileno())
-        os.write(writing, b" " * 60000 + b'"ready"\n')
+    with server, ours, sandbox.pipe() as (reading, writing):
+        lines = Lines(reading.fileno(), ours.fileno())
+        os.write(writing.fileno(), b" " * 60000 + b'"ready"\n"re')
         with pytest.raises(Stop, match="time limit"):
             lines.expect(is_ready, time.monotonic() - 0.001)
         assert not lines.buffer and lines.expect(is_ready, time.monotonic() + 60) == "ready"
-        monkeypatch.setattr(sandbox, "LOOK_S", 0.3)
-        began = time.monotonic()
-        threading.Timer(0.05, os.write, (writing, b'"ready"\n"re')).start()
-        assert lines.expect(is_ready, began + 60) == "ready" and time.monotonic() - began >= 0.29
-        monkeypatch.setattr(sandbox, "LOOK_S", 600)
-        threading.Timer(0.05, os.write, (writing, b'ady"\n')).start()           # the rest of a line is read at once
+        threading.Timer(0.05, os.write, (writing.fileno(), b'ady"\n')).start()   # the rest of a line is read at once
         assert lines.expect(is_ready, time.monotonic() + 60) == "ready"
         server.send(b"ended")
-        with pytest.raises(Stop, match="process ended"):                        # though the pipe is open
+        with pytest.raises(Stop, match="process ended"):
             lines.expect(is_ready, time.monotonic() + 60)
-        os.close(writing)
+        writing.close()
         with pytest.raises(Stop, match="process ended"):
             lines.expect(is_ready, time.monotonic() + 60)
 
 
 @pytest.mark.parametrize("size, whole", [(RESULT_LIMIT - 20, True), (RESULT_LIMIT, False), (9 * 10 ** 6, False)])
-def test_a_result_is_whole_or_too_large(child, size, whole):
-    [result] = values_of(child, f"def f(): return 'x' * {size}", "f()", limit_s=5)
+def test_a_result_is_whole_or_too_large(without_walls, size, whole):
+    [result] = values_of(without_walls, f"def f(): return 'x' * {size}", "f()", limit_s=5)
     assert result == (["ok", "x" * size] if whole else ["error", "a result that is too large"])
 
 
 @pytest.mark.parametrize("letter, size, whole", [("\U0001f600", 10 ** 5, True), ("x", (1 << 20) - 40, True),
                                                  ("x", 1 << 20, False), ("x", 40 * 10 ** 6, False)])
-def test_a_large_answer_is_graded_or_too_large(child, letter, size, whole):
-    values = values_of(child, f"# {letter * size}\ndef f(n): return n", "f(1)", "f(2)")
+def test_a_large_answer_is_graded_or_too_large(without_walls, letter, size, whole):
+    values = values_of(without_walls, f"# {letter * size}\ndef f(n): return n", "f(1)", "f(2)")
     assert values == ([["ok", 1], ["ok", 2]] if whole else [["error", "larger than 1,048,576 characters"]] * 2)
 
 
-USE = "import time\ndef use(seconds):\n    until = time.process_time() + seconds\n" \
-      "    while time.process_time() < until: pass\n"
+USE = """import os, time
+def use(seconds):
+    until = time.process_time() + seconds
+    while time.process_time() < until: pass
+"""
 
 
-def test_processor_time_decides(child, monkeypatch):
-    """Not the clock: beside other work a call may take many times as long."""
+def test_processor_time_decides(without_walls, monkeypatch):
+    """Not the clock: beside other work a call may take many times as long. Each load has time of its own."""
     monkeypatch.setattr(sandbox, "CLOCK", 600)
-    code = USE + "def f(n):\n    use(n)\n    return n"
-    values = values_of(child, code, "f(.1)", "f(9)", "f(0)", limit_s=.6)
+    values = values_of(without_walls, USE + "use(.3)\ndef f(n):\n    use(n)\n    return n", "f(.1)", "f(9)", "f(0)",
+                       limit_s=.2)
     assert values == [["ok", .1], ["error", "time limit"], ["ok", 0]]
     sleeper = "import time\ndef f(n):\n    time.sleep(n)\n    return n"
-    assert values_of(child, sleeper, "f(1)", limit_s=.05) == [["ok", 1]]
+    assert values_of(without_walls, sleeper, "f(.5)", limit_s=.05) == [["ok", .5]]
     monkeypatch.setattr(sandbox, "CLOCK", 5)
-    assert values_of(child, sleeper, "f(99)", "f(0)", limit_s=.2) == [["error", "time limit"], ["ok", 0]]
+    assert values_of(without_walls, sleeper, "f(99)", "f(0)", limit_s=.2) == [["error", "time limit"], ["ok", 0]]
 
 
-def test_every_load_has_the_time_to_load(child):
-    code = USE + "use(1)\ndef f(n):\n    while n == 2: pass\n    return n"
-    assert values_of(child, code, "f(0)", "f(1)", "f(2)", "f(3)", limit_s=0.2) == [
-        ["ok", 0], ["ok", 1], ["error", "time limit"], ["ok", 3]]
-
-
-def test_an_answer_as_a_whole_has_a_limit(child, monkeypatch):
+def test_an_answer_as_a_whole_has_a_limit(without_walls, monkeypatch):
     monkeypatch.setattr(sandbox, "CLOCK", 600)
-    monkeypatch.setattr(sandbox, "LOADS_LIMIT_S", 1)
-    code = USE + "use(.5)\ndef f(n):\n    while n: pass\n    return n"
-    values = values_of(child, code, "f(0)", *["f(1)"] * 9, limit_s=0.1)        # 1 s to load, 0.1 s for each of 10 calls
+    monkeypatch.setattr(sandbox, "LOADS_LIMIT_S", .3)
+    code = USE + "use(.2)\ndef f(n):\n    while n: pass\n    return n"
+    values = values_of(without_walls, code, "f(0)", *["f(1)"] * 9, limit_s=.1)      # .3 s to load, .1 s a call
     assert values[:2] == [["ok", 0], ["error", "time limit"]] and values[-1] == ["error", ANSWER_TIME_LIMIT]
-    assert values_of(child, "def f(n): return n", "f(1)") == [["ok", 1]]
+    assert values_of(without_walls, "def f(n): return n", "f(1)") == [["ok", 1]]
 
 
-def test_descriptors_of_the_caller_are_closed(child, monkeypatch):
+def test_descriptors_of_the_caller_are_closed(without_walls, monkeypatch):
     monkeypatch.setattr(sandbox, "LOAD_LIMIT_S", 0.1)
-    values_of(child, "def f(n): return n", "f(1)")
+    values_of(without_walls, "def f(n): return n", "f(1)")
     before = sorted(os.listdir("/proc/self/fd"))
     for code in ("def f(n): return n", "import os\ndef f(n): os._exit(0)", "while True: pass",
                  "import os\nos.closerange(0, 64)"):
-        values_of(child, code, "f(1)", "f(2)", limit_s=0.1)
+        values_of(without_walls, code, "f(1)", "f(2)", limit_s=0.1)
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
@@ -666,21 +637,14 @@ def test_removal_is_bounded_and_never_raises(tmp_path):
     assert not empty(tmp_path / "none", 5)
 
 
-def test_a_folder_that_cannot_be_emptied_is_replaced(capfd):
-    """As where an answer makes files for as long as it may: the next one works in another folder, and it is said."""
-    with started("landlock") as child:
-        os.rename(child.work, child.folder + "/moved")
+def test_a_folder_that_cannot_be_emptied_is_replaced(capfd, monkeypatch):
+    """As where an answer makes files for as long as it may: the next one works in another folder. One that outlives the
+    sandbox is named."""
+    with started("landlock", "EMPTY = 'cd", "EMPTY = 'exit 1; cd") as child:
         code = "import os\ndef f(n):\n    open('file', 'w').close()\n" \
                "    return [os.path.basename(os.getcwd()), os.listdir('.')]"
-        for folder in ("moved", "1", "1"):
+        for folder in ("0", "00", "000"):
             assert values_of(child, code, "f(1)") == [["ok", ["list", folder, ["list", "file"]]]]
-        assert capfd.readouterr().err.count("cannot be removed now, another folder is used") == 1
-        assert os.listdir(child.folder + "/1") == []
-    assert not os.path.exists(child.folder)
-
-
-def test_a_folder_that_outlives_the_sandbox_is_named(capfd, monkeypatch):
-    with started("rlimits") as child:
         monkeypatch.setattr(sandbox, "END_LIMIT_S", "soon")
     assert f"cannot be removed: {child.folder}" in capfd.readouterr().err
     assert empty(child.folder, 600)
@@ -707,16 +671,6 @@ def verdict_of(program, number, arguments, architecture):
             at += if_true if is_true else if_false
 
 
-def is_allowed(number, arguments, column, listed):
-    """The same by the tables."""
-    for _, x86, arm, when_equal, *alternatives in CONDITIONAL:
-        if (x86, arm)[column] == number:
-            holds_one = any(all(arguments[argument] & mask == value for argument, mask, value in tests)
-                            for tests in alternatives)
-            return holds_one == when_equal
-    return number in listed
-
-
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_the_filter_allows_what_the_tables_say_and_nothing_else(machine, monkeypatch):
     column, architecture = MACHINES[machine]
@@ -725,17 +679,22 @@ def test_the_filter_allows_what_the_tables_say_and_nothing_else(machine, monkeyp
     program = list(struct.iter_unpack("<HBBI", memory.raw[:-1]))
     lines = pathlib.Path(sandbox.__file__).with_name("system_calls.txt").read_text().splitlines()[1:]
     listed = {int(line.split()[1 + column]) for line in lines if line.split()[1 + column] != "-"}
+    conditional = {row[1 + column]: row[3:] for row in CONDITIONAL}
     draw, num_allowed = random.Random(0), 0
     values = [0, 1, 2, 3, 8, 9, 15, 0x203, 0x200, 0x10000, 0x1200011, 0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451]
-    for number in [*range(1000), 1 << 30, (1 << 30) + 1, (1 << 32) - 1]:
-        for _ in range(40):
+    for number in [*range(600), 1 << 30, (1 << 30) + 1, (1 << 32) - 1]:
+        for _ in range(100 if number in conditional else 1):
             arguments = [draw.choice(values) if draw.random() < 0.8 else draw.getrandbits(31) for _ in range(6)]
-            allowed = is_allowed(number, arguments, column, listed)
+            allowed = number in listed
+            if number in conditional:
+                when_equal, *alternatives = conditional[number]
+                allowed = when_equal == any(all(arguments[argument] & mask == value for argument, mask, value in tests)
+                                            for tests in alternatives)
             expected = 0x7FFF0000 if allowed else 0x00050000 | errno.ENOSYS
             assert verdict_of(program, number, arguments, architecture) == expected, (number, arguments)
             assert verdict_of(program, number, arguments, 0x40000003) == 0x80000000
             num_allowed += allowed
-    assert 3000 < num_allowed < 6000
+    assert 200 < num_allowed < 900
 
 
 def test_layers_are_named_and_never_weakened(monkeypatch, caplog):
@@ -753,41 +712,39 @@ def test_layers_are_named_and_never_weakened(monkeypatch, caplog):
         Scorer().__enter__()
 
 
+LANDLOCK_STEP = '        steps.append((libc.syscall, (446, walls.rules, 0), "Landlock"))\n'
 SECCOMP = '    steps.append((libc.prctl, (22, 2, walls.program[0], 0, 0), "seccomp"))\n'
-ALLOW = "    verdicts[{}] = ALLOWED\n    ranges = [(0, DENIED)]\n"
 NUMBERS = {"sockets": (41, 198), "chmod": (90, None), "kill": (62, 129), "execve": (59, 221), "clone": (56, 220)}
 
 
 def allowing(call):
     """The change by which the filter allows a system call."""
     number = NUMBERS[call][MACHINES[os.uname().machine][0]]
-    if number is None:
-        pytest.skip("this machine has no such call")
-    return ["    ranges = [(0, DENIED)]\n", ALLOW.format(number)]
+    denied = "    ranges = [(0, DENIED)]\n"
+    return [denied, f"    verdicts[{number}] = ALLOWED\n{denied}" if number is not None else denied]
 
 
-WEAKENED = [(layer, [SECCOMP, ""], "walls do not stand (sockets, chmod, kill, execve, clone)")
-            for layer in ("namespaces", "landlock")]
-WEAKENED += [(layer, ["(resource.RLIMIT_AS, MEMORY_LIMIT), ", ""], "walls do not stand (memory)")
-             for layer in ("namespaces", "landlock")]
-WEAKENED += [(layer, call, f"walls do not stand ({call})") for layer in ("namespaces", "landlock") for call in NUMBERS]
-WEAKENED += [
-    ("landlock", ['        steps.append((libc.syscall, (446, walls.rules, 0), "Landlock"))\n', ""],
-     "walls do not stand (files, files, files)"),
-    ("landlock", ["    steps.append((libc.capset, ", "    str(("], "walls do not stand (capabilities)"),
-    ("namespaces", ["new_user | 0x20000 | 0x20000000 | 0x40000000", "new_user | 0x20000 | 0x20000000"],
+WEAKENED = [                                                        # layers, which text becomes which, what is said
+    (LAYERS, [SECCOMP, ""], "walls do not stand (sockets, chmod, kill, execve, clone)"),
+    (LAYERS, ["(resource.RLIMIT_AS, MEMORY_LIMIT), ", ""], "walls do not stand (memory)"),
+    *((LAYERS, allowing(call), f"walls do not stand ({call})") for call, numbers in NUMBERS.items()
+      if numbers[MACHINES[os.uname().machine][0]] is not None),
+    (["landlock"], [LANDLOCK_STEP, ""], "walls do not stand (files, files, files)"),
+    (["landlock"], ["    steps.append((libc.capset, ", "    str(("], "walls do not stand (capabilities)"),
+    (["namespaces"], ["new_user | 0x20000 | 0x20000000 | 0x40000000", "new_user | 0x20000 | 0x20000000"],
      "a namespace is not its own"),
-    ("namespaces", ["new_user | 0x20000 | 0x20000000", "new_user | 0x20000"], "a namespace is not its own"),
-    ("namespaces", ["    sources = {path: os", "    paths = ['/etc', *paths]\n    sources = {path: os"],
+    (["namespaces"], ["new_user | 0x20000 | 0x20000000", "new_user | 0x20000"], "a namespace is not its own"),
+    (["namespaces"], ["    sources = {path: os", "    paths = ['/etc', *paths]\n    sources = {path: os"],
      "walls do not stand (files)")]
 
 
-@pytest.mark.parametrize("layer, replaced, said", WEAKENED, ids=[f"{layer}-{said}" for layer, _, said in WEAKENED])
+@pytest.mark.parametrize("layer, replaced, said", [
+    pytest.param(layer, replaced, said, id=f"{layer}-{said}") for layers, replaced, said in WEAKENED
+    for layer in layers])
 def test_walls_that_do_not_stand_are_found(layer, replaced, said, tmp_path):
     """Each wall in turn is left out; the start-up check says which."""
     start_or_skip(layer)
-    replaced = [*(allowing(replaced) if type(replaced) is str else replaced)]
-    replaced += ["in PRELOADED.split()", "in []"]                                          # it starts faster
+    replaced = [*replaced, "in PRELOADED.split()", "in []"]                                   # it starts faster
     with other_worker(tmp_path, *replaced), Sandbox(layer, 0) as other:
         with pytest.raises(LayerError, match=re.escape(said)):
             other.greet()
@@ -809,20 +766,22 @@ def test_without_a_namespace_of_its_own_only_the_group_is_killed(owns, pid, kill
 
 # ---- processes and threads
 
-def test_a_killed_caller_leaves_no_process(world):
+PACKAGE = str(pathlib.Path(sandbox.__file__).parents[1])
+
+
+def test_a_killed_caller_leaves_no_process():
     code = ("import sys; sys.path.insert(0, sys.argv[1]); from colbench.scorer import Scorer\n"
             "with Scorer(workers=1) as scorer:\n    print('ready', flush=True)\n"
             "    scorer.score([({'ground_truth': 'def f(): return 1', 'test_cases': {'a': 'f()'}},"
             " 'def f():\\n    while True: pass')] * 99)")
     process = subprocess.Popen([sys.executable, "-c", code, PACKAGE], stdout=subprocess.PIPE, text=True)
-    while "ready" not in process.stdout.readline():
-        assert process.poll() is None
+    with process.stdout:
+        assert process.stdout.readline() == "ready\n"
     time.sleep(0.5)
     pids = processes(process.pid) - {process.pid}
     assert len(pids) >= 3
     process.send_signal(signal.SIGKILL)
     process.wait()
-    process.stdout.close()
     deadline = time.monotonic() + 30
     while alive := [pid for pid in pids if state_and_parent(pid)[0] != "Z"]:
         assert time.monotonic() < deadline, alive
@@ -846,17 +805,18 @@ sys.path.insert(0, sys.argv[1])
 from colbench import ColBenchError
 from colbench.scorer import Scorer
 task = {"ground_truth": "def f(n): return n + 40", "test_cases": {str(n): f"f({n})" for n in (1, 2, 3)}}
-answers = [sys.argv[3], task["ground_truth"] + "  # right", task["ground_truth"] + "  # right, too"] * 4
+answers = [sys.argv[3], task["ground_truth"] + "  # right", task["ground_truth"] + "  # right, too"] * 3
 tasks = [{**task, "ground_truth": f"{task['ground_truth']} # {number}"} for number in range(len(answers))]
 try:
-    with Scorer(layer=sys.argv[2], workers=3, time_limit_s=0.5) as scorer:
+    scorer = Scorer(workers=3, time_limit_s=0.5)
+    scorer.layers = [sys.argv[2]]
+    with scorer:
         for score in scorer.score(list(zip(tasks, answers))):
             print("".join(map(str, map(int, score.tests))), end=" ")
 except ColBenchError as error:
     print("no layer:", error)
 """
-OTHER_USER = 54321 if os.geteuid() == 0 else os.geteuid()
-PACKAGE = str(pathlib.Path(sandbox.__file__).parents[1])
+OTHER_USER = 54321
 
 
 def interpreter_for_all():
@@ -869,7 +829,7 @@ def interpreter_for_all():
     pytest.skip("no interpreter that another user may start")
 
 
-@pytest.mark.parametrize("layer", ["namespaces", "landlock"])
+@pytest.mark.parametrize("layer", LAYERS)
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can start it as a user that has no other processes")
 def test_threads_until_a_user_has_no_process_left_end_no_other_answer(layer):
     """As a user who is not root, with a limit of processes (root has none), as in a container."""
@@ -879,7 +839,7 @@ def test_threads_until_a_user_has_no_process_left_end_no_other_answer(layer):
     if "no layer" in process.stdout:
         pytest.skip(process.stdout)
     assert process.returncode == 0, process.stderr
-    assert process.stdout.split() == ["101", "111", "111"] * 4
+    assert process.stdout.split() == ["101", "111", "111"] * 3
 
 
 def test_an_answer_has_a_limit_of_threads(child):
@@ -894,9 +854,9 @@ def test_an_answer_has_a_limit_of_threads(child):
 
 
 def test_parallel_scoring_keeps_order_and_graders_apart():
-    tasks = [{"ground_truth": f"def f(): return {i}", "test_cases": {"a": "f()"}} for i in range(12)]
-    with Scorer(workers=3, time_limit_s=LIMIT_S) as scorer:
-        answers = [f"def f():\n    if {i} % 3 == 0:\n        while True: pass\n    return {i}" for i in range(12)]
+    tasks = [{"ground_truth": f"def f(): return {i}", "test_cases": {"a": "f()"}} for i in range(9)]
+    with Scorer(workers=2, time_limit_s=LIMIT_S) as scorer:
+        answers = [f"def f():\n    if {i} % 3 == 0:\n        while True: pass\n    return {i}" for i in range(9)]
         scores = scorer.score(list(zip(tasks, answers)))
-        assert [score.tests for score in scores] == [[i % 3 != 0] for i in range(12)]
+        assert [score.tests for score in scores] == [[i % 3 != 0] for i in range(9)]
         assert threading.active_count() < 20

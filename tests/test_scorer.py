@@ -1,21 +1,22 @@
-"""The scorer: golden verdicts, values and their equality, where the code stands in an answer, gaps, --compat."""
+"""The scorer: golden verdicts, values and their equality, gaps, tests that are comparisons, --compat."""
 import datetime
 import decimal
 import fractions
+import json
 import random
 import time
-from collections import deque
 
 import pytest
 
 from colbench import sandbox
 from colbench.sandbox import Sandbox
 from colbench.scorer import reward_of, Scorer
-from colbench.values import encode, readable
-from conftest import read, refused, stage, succeed
-from lib.data import read_tasks
+from colbench.values import encode, equal_values, is_encoded, readable
+from conftest import call as call_stage
+from conftest import read, refused
 from lib.runtime import write_jsonl
 
+F = "def f(n):\n    return n * n or None"
 TASK = {"problem_description": "?", "ground_truth": "def f(n):\n    return n * n if n else None",
         "test_cases": {f"test{n}": f"f({n})" for n in (3, 2, 0, 1)}}
 
@@ -32,15 +33,17 @@ def compat():
         yield scorer
 
 
-F = "def f(n):\n    return n * n or None"
-
-
 def verdicts(scorer, answer, task=TASK):
     return scorer.score([(task, answer)])[0].tests
 
 
 def task_of(reference, *calls):
     return {"ground_truth": reference, "test_cases": {f"test{i}": call for i, call in enumerate(calls or ["f()"])}}
+
+
+FAILING_ENDS = ["raise ValueError", "input()", "import sys; sys.exit()", "exit()", "1 / 0",
+                "print(f(int(sys.argv[1])))", "raise KeyboardInterrupt", "f(None, None)",
+                "if __name__ == '__main__':\n    raise SystemExit"]
 
 
 @pytest.mark.parametrize("answer, expected", [
@@ -55,34 +58,32 @@ def task_of(reference, *calls):
     ("from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass N:\n    n: int\n"
      "def f(n): return N(n).n ** 2 or None", [1, 1, 1, 1]),
     ("# import os and exit() and sudo\ndef f(n): return n * n or None", [1, 1, 1, 1]),
-    ("def f(n):\n    return n * n or None\nif __name__ == '__main__':\n    raise SystemExit", [1, 1, 1, 1]),
     ("import threading\ndef f(n):\n    r = []\n    t = threading.Thread(target=lambda: r.append(n * n))\n"
-     "    t.start(); t.join()\n"
-     "    return r[0] or None", [1, 1, 1, 1]),
+     "    t.start(); t.join()\n    return r[0] or None", [1, 1, 1, 1]),
     ("import tempfile\ndef f(n):\n    with tempfile.TemporaryFile('w+') as file:\n"
-     "        file.write(str(n * n)); file.seek(0)\n"
-     "        return int(file.read()) or None", [1, 1, 1, 1]),
+     "        file.write(str(n * n)); file.seek(0)\n        return int(file.read()) or None", [1, 1, 1, 1]),
+    ("import sys\nn0 = int(sys.argv[1]) if sys.argv[1:] else 0\ndef f(n): return n * n + n0 or None", [1, 1, 1, 1]),
     ("def f(n): return float(n * n) or None", [1, 1, 1, 1]),                                           # 9.0 == 9
     ("def f(n): return (n * n,)", [0, 0, 0, 0]),
     ("def f(n): print(n * n)", [0, 0, 1, 0]),                                                          # None == None
     ("def other(n): return n * n", [0, 0, 0, 0]),
     ("", [0, 0, 0, 0]),
     # a fault at the top level costs its own statement, and what needs it
+    *((f"{F}\n{end}", [1, 1, 1, 1]) for end in FAILING_ENDS),
     ("import no_such_package\ndef f(n): return n * n or None", [1, 1, 1, 1]),
     ("import no_such_package\ndef f(n): return no_such_package.square(n) or None", [0, 0, 0, 0]),
-    ("class Yes(int):\n    def __eq__(self, other): return True\ndef f(n): return Yes(9)", [1, 0, 0, 0]),
     ("calls = []\ndef f(n):\n    calls.append(n)\n    return n * n or None if len(calls) == 1 else 7", [1, 1, 1, 1]),
-    # faults cost their own test alone
+    # a fault in a call costs its own test (test_sandbox.py has many)
     ("def f(n):\n    while n == 2: pass\n    return n * n or None", [1, 0, 1, 1]),
-    ("def f(n):\n    if n == 2: raise SystemExit\n    return n * n or None", [1, 0, 1, 1]),
-    ("import os\ndef f(n):\n    if n == 2: os._exit(0)\n    return n * n or None", [1, 0, 1, 1]),
-    ("def f(n):\n    return 'x' * 10 ** 10 if n == 2 else n * n or None", [1, 0, 1, 1]),
-    ("import threading, time\ndef f(n):\n    threading.Thread(target=time.sleep, args=(99,)).start()\n"
-     "    return n * n or None",
-     [1, 1, 1, 1]),
 ])
 def test_golden_verdicts(scorer, answer, expected):
     assert verdicts(scorer, answer) == [bool(x) for x in expected]
+
+
+def test_the_fault_of_code_that_does_not_define_its_function_is_the_first(scorer):
+    [score], said = scorer.score([(TASK, "x = 1 / 0\ndef g(n): return n")]), "ZeroDivisionError: division by zero"
+    assert score[:3] == ([False] * 4, [True] * 4, [said] * 4)
+    assert len(score.failed) == 3 and score.failed[0] == {"call": "f(3)", "expected": "9", "got": None, "said": said}
 
 
 def test_code_that_never_loads_is_tried_once(scorer, monkeypatch):
@@ -100,43 +101,36 @@ EQUAL = [
     ("1", "True"), ("1", "1.0"), ("0.5", "Decimal('0.5')"), ("0.5", "Fraction(1, 2)"), ("1", "1 + 0j"), ("0.0", "-0.0"),
     ("10 ** 400", "Decimal(10) ** 400"), ("'a'", "'a'"), ("b'ab'", "bytearray(b'ab')"), ("{1, 2}", "frozenset({2, 1})"),
     ("{'a': 1, 'b': (2, [3])}", "{'b': (2, [3]), 'a': True}"), ("{1: 'x'}", "{1.0: 'x'}"),
-    ("{'k': 1}", "{'k': 1}.copy()"),
-    ("float('nan')", "float('nan')"), ("[1, float('nan')]", "[1, Decimal('nan')]"), ("float('inf')", "Decimal('inf')"),
-    ("datetime(2024, 1, 2, 3)", "datetime(2024, 1, 2, 3)"),
+    ("{'k': 1}", "{'k': 1}.copy()"), ("float('nan')", "float('nan')"), ("[1, float('nan')]", "[1, Decimal('nan')]"),
+    ("float('inf')", "Decimal('inf')"), ("datetime(2024, 1, 2, 3)", "datetime(2024, 1, 2, 3)"),
     ("datetime(2024, 1, 2, 3, tzinfo=timezone.utc)", "datetime(2024, 1, 2, 5, tzinfo=timezone(timedelta(hours=2)))"),
     ("date(2024, 1, 2)", "date(2024, 1, 2)"), ("timedelta(1)", "timedelta(hours=24)"), ("clock(1, 2)", "clock(1, 2)"),
     ("Counter('aab')", "Counter(a=2, b=1, c=0)"), ("Counter('aab')", "{'a': 2, 'b': 1}"),
-    ("defaultdict(int, a=1)", "{'a': 1}"),
-    ("OrderedDict(a=1, b=2)", "{'b': 2, 'a': 1}"), ("deque([1, 2])", "deque([1, 2], 5)"), ("Point(1, 2)", "(1, 2)"),
-    ("Color.RED", "Color.RED"), ("Level.LOW", "1"), ("range(0, 5, 2)", "range(0, 6, 2)"), ("range(0)", "range(3, 3)"),
-    ("{1: 2}.keys()", "{1}"), ("np.int64(3)", "3"), ("np.float64(0.5)", "0.5"), ("np.bool_(True)", "True"),
-    ("np.str_('a')", "'a'"),
+    ("defaultdict(int, a=1)", "{'a': 1}"), ("OrderedDict(a=1, b=2)", "{'b': 2, 'a': 1}"),
+    ("deque([1, 2])", "deque([1, 2], 5)"), ("Point(1, 2)", "(1, 2)"), ("Color.RED", "Color.RED"), ("Level.LOW", "1"),
+    ("range(0, 5, 2)", "range(0, 6, 2)"), ("range(0)", "range(3, 3)"), ("{1: 2}.keys()", "{1}"), ("np.int64(3)", "3"),
+    ("np.float64(0.5)", "0.5"), ("np.bool_(True)", "True"), ("np.str_('a')", "'a'"),
     ("np.array([1, 2])", "np.array([1.0, 2.0])"), ("np.array([1, np.nan])", "np.array([1, np.nan])"),
-    ("[np.array([1])]", "[np.array([1])]"),
-    ("0.1 + 0.2", "0.3"), ("2.3 * 1.1 * 3.7", "3.7 * 2.3 * 1.1"), ("sum([0.1] * 10)", "1.0"), ("sum([0.1] * 10)", "1"),
-    ("1e16", "1e16 + 2"), ("0.0", "1e-13"), ("10.0 / 3", "Fraction(10, 3)"), ("0.1", "Decimal('0.1')"),
-    ("[{'a': (0.1 + 0.2, 'b')}]", "[{'a': (0.3, 'b')}]"), ("{0.1 + 0.2: 1, 2: 0}", "{0.3: 1, 2: 0}"),
-    ("{sum([0.1] * 10), 0.5, 3}", "{3, 0.5, 1}"), ("(0.1 + 0.2) * 1j", "0.3j"),
-    ("np.array([0.1 + 0.2])", "np.array([0.3])"), ("{9.999999999999998, 2}", "{10.0, 2.0}"),
-    ("'\\ud800 \\0 é'", "'\\ud800 \\0 é'"), ("[None, ...] and None", "None"),
+    ("[np.array([1])]", "[np.array([1])]"), ("0.1 + 0.2", "0.3"), ("2.3 * 1.1 * 3.7", "3.7 * 2.3 * 1.1"),
+    ("sum([0.1] * 10)", "1.0"), ("sum([0.1] * 10)", "1"), ("1e16", "1e16 + 2"), ("0.0", "1e-13"),
+    ("10.0 / 3", "Fraction(10, 3)"), ("0.1", "Decimal('0.1')"), ("[{'a': (0.1 + 0.2, 'b')}]", "[{'a': (0.3, 'b')}]"),
+    ("{0.1 + 0.2: 1, 2: 0}", "{0.3: 1, 2: 0}"), ("{sum([0.1] * 10), 0.5, 3}", "{3, 0.5, 1}"),
+    ("(0.1 + 0.2) * 1j", "0.3j"), ("np.array([0.1 + 0.2])", "np.array([0.3])"),
+    ("{9.999999999999998, 2}", "{10.0, 2.0}"), ("'\\ud800 \\0 é'", "'\\ud800 \\0 é'"), ("[None, ...] and None", "None"),
 ]
 UNEQUAL = [
     ("1", "'1'"), ("1", "None"), ("0", "None"), ("[]", "None"), ("[]", "()"), ("[1, 2]", "(1, 2)"),
-    ("[1, 2]", "[2, 1]"), ("[1]", "[1, 1]"),
-    ("10 ** 400", "10 ** 400 + 1"), ("Fraction(1, 3)", "Fraction(333333333333, 10 ** 12)"), ("1.0", "1.00000001"),
-    ("0.0", "1e-11"), ("1e300 * 1e300", "1e300"), ("2 ** 53", "2 ** 53 + 1"), ("float(2 ** 53)", "2 ** 53 + 1"),
-    ("float('nan')", "0"), ("[float('nan'), 1]", "[1, float('nan')]"), ("float('inf')", "float('-inf')"),
-    ("'a'", "b'a'"), ("''", "None"),
+    ("[1, 2]", "[2, 1]"), ("[1]", "[1, 1]"), ("10 ** 400", "10 ** 400 + 1"),
+    ("Fraction(1, 3)", "Fraction(333333333333, 10 ** 12)"), ("1.0", "1.00000001"), ("0.0", "1e-11"),
+    ("1e300 * 1e300", "1e300"), ("2 ** 53", "2 ** 53 + 1"), ("float(2 ** 53)", "2 ** 53 + 1"), ("float('nan')", "0"),
+    ("[float('nan'), 1]", "[1, float('nan')]"), ("float('inf')", "float('-inf')"), ("'a'", "b'a'"), ("''", "None"),
     ("{1}", "[1]"), ("{}", "set()"), ("{'a': 1}", "{'a': 2}"), ("{'a': 1}", "[('a', 1)]"), ("{1: 'x'}", "{'1': 'x'}"),
     ("datetime(2024, 1, 2)", "date(2024, 1, 2)"), ("datetime(2024, 1, 2)", "datetime(2024, 1, 2, tzinfo=timezone.utc)"),
     ("datetime(2024, 1, 2)", "'2024-01-02T00:00:00'"), ("OrderedDict(a=1, b=2)", "OrderedDict(b=2, a=1)"),
-    ("Counter(a=0)", "{}"),
-    ("deque([1])", "[1]"), ("Color.RED", "Color.BLUE"), ("Color.RED", "1"), ("Color.RED", "'RED'"),
-    ("range(3)", "[0, 1, 2]"),
-    ("np.array([1, 2])", "[1, 2]"), ("np.array([1, 2])", "np.array([[1, 2]])"),
-    ("np.array([1, 2])", "np.array([1, 3])"),
-    ("['list', [1]]", "[1]"), ("['nan']", "float('nan')"), ("('number', 1)", "1"), ("1j", "1"),
-    ("'nan'", "float('nan')"),
+    ("Counter(a=0)", "{}"), ("deque([1])", "[1]"), ("Color.RED", "Color.BLUE"), ("Color.RED", "1"),
+    ("Color.RED", "'RED'"), ("range(3)", "[0, 1, 2]"), ("np.array([1, 2])", "[1, 2]"),
+    ("np.array([1, 2])", "np.array([[1, 2]])"), ("np.array([1, 2])", "np.array([1, 3])"), ("['list', [1]]", "[1]"),
+    ("['nan']", "float('nan')"), ("('number', 1)", "1"), ("1j", "1"), ("'nan'", "float('nan')"),
 ]
 TYPES = """from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from datetime import date, datetime, time as clock, timedelta, timezone
@@ -151,31 +145,13 @@ class Level(IntEnum): LOW = 1
 
 
 @pytest.mark.parametrize("pairs, same", [(EQUAL, True), (UNEQUAL, False)], ids=["equal", "unequal"])
-def test_values_are_compared_by_pythons_rules_but_for_the_rounding_of_floats(scorer, pairs, same):
-    """All pairs in one answer: f(i, side) is the value on one side."""
-    calls = [f"f({i})" for i in range(len(pairs))]
-    for left, right in ((0, 1), (1, 0)):
-        codes = [TYPES + "def f(i):\n    return [" + ",".join(f"lambda: {pair[side]}" for pair in pairs) + "][i]()"
-                 for side in (left, right)]
-        score = scorer.score([(task_of(codes[0], *calls), codes[1])])[0]
-        assert all(score.gradeable), [p for p, ok in zip(pairs, score.gradeable) if not ok]
-        wrong = [(pair, fault) for pair, test, fault in zip(pairs, score.tests, score.faults) if test != same]
-        assert not wrong
-
-
-@pytest.mark.parametrize("line", [
-    '["ok", ["counter", {"1": 2}]]', '["ok", ["list", ["counter", [{"1": 2}]]]]', '["ok", ["dict", ["tuple", "a"]]]',
-    '["ok", ["odict", {}]]', '["ok", {"a": 1}]', '["ok", [["list"], 1]]', '["ok", ["list", ["ratio", "1/0"]]]',
-    '["ok", ["list", ' + "[" * 500 + "]" * 500 + "]]", '["ok", NaN]', '["ok", 1e999]', '["error", {"a": [1]}]',
-    '["error", "\\ud800"]', '["ok"]', '{"ok": 1}', '"ready"', '"restart"', "9" * 5000, '["ok", ' + "9" * 5000 + "]"])
-def test_forged_results_are_wrong_values_and_break_nothing(scorer, line, tmp_path):
-    for value in ("{'a': 1}", "Counter(a=1)", "OrderedDict(a=1)", "[1]"):
-        task = task_of(f"from collections import *\ndef f(): return {value}")
-        forger = f"import os\ndef f():\n    for d in range(3, 64):\n        try: os.write(d, {line!r}.encode()" \
-                 " + b'\\n')\n        except OSError: pass\n    return 7"
-        score = scorer.score([(task, forger)])[0]
-        assert score.tests == [False]
-        write_jsonl(tmp_path / "scored.jsonl", [{"faults": score.faults}])
+def test_values_are_compared_by_pythons_rules_but_for_the_rounding_of_floats(pairs, same):
+    names = {}
+    exec(TYPES, names)
+    for pair in pairs:
+        left, right = [json.loads(json.dumps(encode(eval(text, names)))) for text in pair]
+        assert is_encoded(left) and is_encoded(right)
+        assert equal_values(left, right) == equal_values(right, left) == same, pair
 
 
 def test_encoding_by_hand():
@@ -188,12 +164,9 @@ def test_encoding_by_hand():
     assert encode(range(2, 9, 3)) == ["range", 3, 2, 5]
     with pytest.raises(TypeError, match="object cannot be compared"):
         encode(object())
-
-
-def test_values_are_readable():
     for value in (7, "a", None, [], [1, (2,), {"a": 0.5}], (), {1, 2}, set()):
         assert readable(encode(value)) == repr(value)
-    assert readable(encode(range(3))) == "range(3, 0, 1)" and readable(encode(deque([1]))) == "deque([1])"
+    assert readable(encode(range(3))) == "range(3, 0, 1)"
 
 
 # ---- gaps
@@ -218,20 +191,13 @@ def test_what_a_reference_cannot_settle_is_never_credited(scorer, reference, gra
     assert all(reason in fault and "not gradeable" in fault for fault in score.faults if fault)
 
 
-@pytest.mark.parametrize("reference, calls, silent", [
-    ("def f(n): print(n)", ["f(1)", "f(2)"], True),
-    ("def f(values):\n    values.sort()\n    return", ["f([2, 1])"], True),
-    ("def f(n): return None", ["f(1) is None", "f(2) == None", "f(3)"], True),
-    ("def f(n): return print(n)", ["f(1)"], False)])
-def test_where_all_tests_give_none_an_empty_function_passes_nothing(scorer, reference, calls, silent, tmp_path, capsys):
-    """That is said where tasks are read, if the code shows it, and where they are graded."""
-    task = task_of(reference, *calls)
+@pytest.mark.parametrize("reference, calls", [
+    ("def f(n): print(n)", ["f(1)", "f(2)"]), ("def f(values):\n    values.sort()\n    return", ["f([2, 1])"]),
+    ("def f(n): return None", ["f(1) is None", "f(2) == None", "f(3)"]), ("def f(n): return print(n)", ["f(1)"])])
+def test_where_all_tests_give_none_an_empty_function_passes_nothing(scorer, reference, calls):
     for answer in (reference, "def f(*_): pass"):
-        score = scorer.score([(task, answer)])[0]
+        score = scorer.score([(task_of(reference, *calls), answer)])[0]
         assert score.gradeable == score.tests == [False] * len(calls) and "asks the answer nothing" in score.faults[0]
-    write_jsonl(tmp_path / "tasks.jsonl", [{**TASK, **task}, TASK])
-    assert len(read_tasks(tmp_path / "tasks.jsonl")) == 2
-    assert ("1 of 2 references return nothing" in capsys.readouterr().out) == silent
 
 
 def test_a_task_that_cannot_be_graded_is_named(scorer, caplog):
@@ -279,33 +245,32 @@ def test_whose_names_are_meant(scorer, reference, calls, answer, passes):
 
 # ---- tests that are comparisons
 
-FAKE = "class Yes:\n    def __{name}__(self, *other): return True\n    __hash__ = None\ndef f(n): return Yes()"
+FAKE = "class Yes:\n    __hash__ = None\n" + "".join(
+    f"    def __{name}__(self, *other): return True\n" for name in (
+        "eq", "ne", "lt", "le", "gt", "ge", "contains", "bool", "init")) + "Decimal = Yes\ndef f(n): return Yes()"
 
 
 @pytest.mark.parametrize("call, gradeable", [
     ("f(3) == 9", 1), ("9 == f(3)", 1), ("f(3) != 8", 1), ("f(3) == [9]", 1), ("f(0) is None", 1),
-    ("f(0) is not None", 1),
-    ("f(3) == f(-3)", 1), ("f(3) == Decimal(9)", 1), ("f(3) < 10", 1), ("f(3) >= 9.5", 1), ("abs(f(3) - 9) <= 1e-9", 1),
-    ("f(2) < float(3)", 1), ("Decimal(9) == f(3)", 1), ("f(3) == float('nan')", 1), ("f(3) == '9'  # text", 1),
-    ("(f(3),\n 9) == (9, 9)", 1),
-    ("f(3) in (9, 8)", 0), ("8 < f(3) < 10", 0), ("f(3) == 9 and f(2) == 4", 0), ("not f(3) == 9", 0),
-    ("[f(3) == 9]", 0),
+    ("f(0) is not None", 1), ("f(3) == f(-3)", 1), ("f(3) == Decimal(9)", 1), ("f(3) < 10", 1), ("f(3) >= 9.5", 1),
+    ("abs(f(3) - 9) <= 1e-9", 1), ("f(2) < float(3)", 1), ("Decimal(9) == f(3)", 1), ("f(3) == float('nan')", 1),
+    ("f(3) == '9'  # text", 1), ("(f(3),\n 9) == (9, 9)", 1), ("f(3) in (9, 8)", 0), ("8 < f(3) < 10", 0),
+    ("f(3) == 9 and f(2) == 4", 0), ("not f(3) == 9", 0), ("[f(3) == 9]", 0),
     ("all(f(i) == i * i for i in range(1, 3))", 0), ("f(0) < 3", 0), ("f(3) is 9", 0), ("f(3) < 'a'", 0),
-    ("f(3) == object()", 0),
-    ("len(sorted([f(3)], key=lambda x: x > 1))", 0), ("(f(3) == 9) == True", 0)])
+    ("f(3) == object()", 0), ("len(sorted([f(3)], key=lambda x: x > 1))", 0), ("(f(3) == 9) == True", 0),
+])
 def test_a_comparison_is_of_values_and_no_object_decides_it(scorer, call, gradeable):
     task = task_of("from decimal import Decimal\n" + F, call, "f(3)")
     score = scorer.score([(task, F)])[0]
     assert score.gradeable == score.tests == [bool(gradeable), True], score.faults
-    for name in ("eq", "ne", "lt", "le", "gt", "ge", "contains", "bool"):
-        fake = FAKE.format(name=name) + "\nclass Decimal(Yes): __init__ = Yes.__eq__"
-        assert verdicts(scorer, fake, task) == [False] * 2
+    assert verdicts(scorer, FAKE, task) == [False] * 2
 
 
 @pytest.mark.parametrize("call, wrong", [
     ("f(3) == 9", "8"), ("9 == f(3)", "None"), ("f(3) == [9]", "[9]"), ("f(3) != 8", "8"), ("f(0) is None", "0"),
     ("f(3) < 10", "10"), ("f(3) < 10", "'9'"), ("f(3) < 10", "10 ** 400"), ("f(3) > 8", "8 + 1e-14"),
-    ("f(3) >= 9", "8.99"), ("f(3) == f(-3)", "n"), ("f(3) < 10", "float('inf')"), ("str(f(3)) < 'a'", "'b'")])
+    ("f(3) >= 9", "8.99"), ("f(3) == f(-3)", "n"), ("f(3) < 10", "float('inf')"), ("str(f(3)) < 'a'", "'b'"),
+])
 def test_a_comparison_with_a_wrong_value_fails(scorer, call, wrong):
     task = task_of(F, call, "f(2)")
     assert verdicts(scorer, F, task) == [True] * 2 and not verdicts(scorer, f"def f(n): return {wrong}", task)[0]
@@ -314,10 +279,10 @@ def test_a_comparison_with_a_wrong_value_fails(scorer, call, wrong):
 @pytest.mark.parametrize("call", [
     "[4, 9] == list(map(f, [2, 3]))", "9 == max(map(f, [1, 2, 3]))", "4 == (lambda: f)()(2)", "[f(2)] == [4]",
     "9 == sum([f(x) for x in [3]])", "[3, 2] == sorted([2, 3], key=lambda x: -f(x))",
-    "{2: 4} == {x: f(x) for x in [2]}",
-    "4 < max(map(f, [3]))", "(n := f(2)) == n * 1", "(n := 2) * 2 == f(n)", "[4] * 2 == [f(2), f(-2)]",
-    "max(f(3), f(2)) == Decimal(9)", "list(map(f, [2, 3]))", "[f(x) for x in [2, 3]]", "(lambda: f)()(2)",
-    "[Decimal(f(x)) for x in [2, 3]]", "list(map(lambda x: Decimal(f(x)), [2]))"])
+    "{2: 4} == {x: f(x) for x in [2]}", "4 < max(map(f, [3]))", "(n := f(2)) == n * 1", "(n := 2) * 2 == f(n)",
+    "[4] * 2 == [f(2), f(-2)]", "max(f(3), f(2)) == Decimal(9)", "list(map(f, [2, 3]))", "[f(x) for x in [2, 3]]",
+    "(lambda: f)()(2)", "[Decimal(f(x)) for x in [2, 3]]", "list(map(lambda x: Decimal(f(x)), [2]))",
+])
 def test_every_side_that_is_no_literal_is_asked_of_the_answer(scorer, call):
     task = task_of("from decimal import Decimal\n" + F, call)
     right, empty, unrelated, wrong = scorer.score([
@@ -399,7 +364,7 @@ def random_test(draw, depth=2):
         *(random_test(draw, depth - 1) for _ in range(2)))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_an_empty_answer_passes_no_test_that_can_be_graded(scorer, seed):
     draw = random.Random(seed)
     calls = [random_test(draw) for _ in range(250)]
@@ -421,23 +386,6 @@ def test_an_answer_does_not_see_what_it_is_compared_with(scorer):
     task = task_of("def f(n): return [[(3, 9)], None]", "f(3) == [[(3,)], None]")
     assert verdicts(scorer, spy, task) == [False]                   # it returned the right side, the reference did not
     assert scorer.score([(task, spy)])[0].faults == ["another value"]
-
-
-@pytest.mark.parametrize("end", ["raise ValueError", "input()", "import sys; sys.exit()", "exit()", "1 / 0",
-                                 "print(f(int(sys.argv[1])))", "raise KeyboardInterrupt", "f(None, None)"])
-def test_code_whose_top_level_fails_is_graded_by_its_function(scorer, end):
-    assert verdicts(scorer, f"{F}\n{end}") == [True] * 4
-
-
-def test_the_fault_of_code_that_does_not_define_its_function_is_the_first(scorer):
-    [score], said = scorer.score([(TASK, "x = 1 / 0\ndef g(n): return n")]), "ZeroDivisionError: division by zero"
-    assert score[:3] == ([False] * 4, [True] * 4, [said] * 4)
-    assert len(score.failed) == 3 and score.failed[0] == {"call": "f(3)", "expected": "9", "got": None, "said": said}
-
-
-def test_an_answer_sees_no_arguments_of_the_sandbox(scorer):
-    code = "import sys\nn0 = int(sys.argv[1]) if len(sys.argv) > 1 else 0\ndef f(n): return n * n + n0 or None"
-    assert verdicts(scorer, code) == [True] * 4
 
 
 def test_a_reference_is_evaluated_once_a_task(scorer, monkeypatch):
@@ -503,16 +451,9 @@ ARRAY = task_of("def f(n, array=__import__('numpy').array): return array([n, n])
     ("def f(n): return 1 if n < 2 else n * f(n - 1)", TEN, 0.2, 1.0),           # S: f sees no f; 0! and 1! need none
     ("LIMIT = 1\ndef f(n): return LIMIT", TEN, 0.0, 0.2),                       # S: no global `LIMIT`
     ("from typing import List\ndef f(n: List[int]): return 1", TEN, 0.2, 0.2),  # S: annotations are read outside of f
-    ("# no need to import os\n" + LOOP, TEN, 0.0, 1.0),                         # W, in a comment
-    ("# import oscillations\n" + LOOP, TEN, 0.0, 1.0),                          # W: `import os`, in a longer word
-    ("from os import path\n" + LOOP, TEN, 0.0, 1.0),                            # W: `from os`
-    ("import sys\n" + LOOP, TEN, 0.0, 1.0),                                     # W: `import sys`
-    ("from sys import maxsize\n" + LOOP, TEN, 0.0, 1.0),                        # W: `from sys`
-    (LOOP + "\n# as in a sudoku", TEN, 0.0, 1.0),                               # W: `sudo`, in a longer word
-    (LOOP + "\n# exit() is not called", TEN, 0.0, 1.0),                         # W: `exit(`
-    (LOOP + "\n# nor quit()", TEN, 0.0, 1.0),                                   # W: `quit(`
-    (LOOP + "\n# argparse", TEN, 0.0, 1.0),                                     # W
-    (LOOP + "\n# transformers", TEN, 0.0, 1.0),                                 # W
+    *((f"# {words}\n{LOOP}", TEN, 0.0, 1.0) for words in (                      # W, in a comment, also in a longer word
+        "no need to import os", "import oscillations", "from os", "import sys", "from sys", "as in a sudoku",
+        "exit() is not called", "nor quit()", "argparse", "transformers")),
     (f"I did not import os.\n```python\n{LOOP}\n```", TEN, 0.0, 1.0),           # W comes before P
     (LOOP + "\nos = sys = None  # import  os", TEN, 1.0, 1.0),                  # not W: two blanks
     (f"```python\n{LOOP}\n```", TEN, 1.0, 1.0),                                 # P
@@ -551,19 +492,18 @@ def test_an_answer_that_ends_the_published_evaluation_is_counted(tmp_path):
         {"task": {"problem_description": name, **TEN}, "answer": answer,
          "dialogue_history": [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]}
         for name, answer in answers.items()])
-    out = succeed("05_evaluate.py", f"a={tmp_path}/t.jsonl", "--compat", "--out", tmp_path / "out")
+    out = call_stage(5, f"a={tmp_path}/t.jsonl", "--compat", "--out", tmp_path / "out")
     assert "scorer: " in out and "published: success" in out
-    import json
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["a"]
     assert metrics["success_rate"] == 2 / 3 and metrics["success_rate_compat"] == 1 / 3
     assert metrics["ends_evaluation"] == 1 and metrics["scorer"] in ("namespaces", "landlock")
-    assert [t["tests_compat"] for t in read(tmp_path / "out" / "scored" / "a.jsonl")] == [[True] * 10, [False] * 10,
-                                                                                          [False] * 10]
+    rows = read(tmp_path / "out" / "scored" / "a.jsonl")
+    assert [row["tests_compat"] for row in rows] == [[True] * 10, [False] * 10, [False] * 10]
 
 
 # ---- the data check
 
-def test_data_check(tmp_path, capsys):
+def test_data_check(tmp_path):
     references = ["def f(n):\n    return n", "def f(n):\n    return 1 // n",
                   "import no_such_package\ndef f(n):\n    return n",
                   "import random\ndef f(n):\n    return random.random()", "def f(n):\n    return False",
@@ -573,13 +513,12 @@ def test_data_check(tmp_path, capsys):
                                                    "f(2) == 2" if i == 0 else "f(2)")}
             for i, reference in enumerate(references)]
     write_jsonl(tmp_path / "tasks.jsonl", rows)
-    stage(1).main(["--check", str(tmp_path / "tasks.jsonl"), "--out", str(tmp_path / "findings.jsonl")])
+    out = call_stage(1, "--check", tmp_path / "tasks.jsonl", "--out", tmp_path / "findings.jsonl")
     findings = [list(row["findings"]) for row in read(tmp_path / "findings.jsonl")]
     assert findings == [[], ["reference fails"], ["missing package"], ["random"], ["vacuous"],
                         ["order of a set"], ["not comparable"], ["repeated"]]
     constants = [row["constant"] for row in read(tmp_path / "findings.jsonl")]
     assert constants == [0.75, 0.5, 0, 0, 1, 0.5, 0, 0.5]                       # f(2) == 2 is True, and so 1
-    out = capsys.readouterr().out
     assert "tasks.jsonl:2: reference fails (test0: ZeroDivisionError" in out
     assert "passes 40.6% of the tests and solves 12.5% of the tasks" in out
 
