@@ -40,6 +40,8 @@ START_LIMIT_S, LOAD_LIMIT_S, LOADS_LIMIT_S = 60, 4, 20
 CLEAN_LIMIT_S = 5               # to remove the files that a process leaves
 EMPTY = 'cd "$0" && timeout "$1" sh -c "chmod -R u+rwx . && find . -mindepth 1 -delete"'
 THREAD_LIMIT = 64               # threads of an answer
+LIMITS = ((resource.RLIMIT_AS, MEMORY_LIMIT), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_FSIZE, FILE_LIMIT),
+          (resource.RLIMIT_NOFILE, 64))
 WATCH_S = .01                   # seconds between two counts of threads, where the system does not count
 
 
@@ -346,7 +348,6 @@ def enter_namespaces(paths, work):
                          data and data.encode()), f"mount {target}")
 
     sources = {path: os.path.realpath(path) for path in paths}
-    links = {path: os.readlink(path) for path in paths if os.path.islink(path) and path.count("/") == 1}
     mount(None, "/", None, 0x44000)                             # private, recursive
     mount("tmpfs", "/tmp", "tmpfs", 0x6, "size=1m,mode=755")
     os.mkdir("/tmp/old")
@@ -354,18 +355,17 @@ def enter_namespaces(paths, work):
     os.chdir("/")
     done = []
     for path in paths:
-        if path in links:
-            os.symlink(links[path], path)
-        elif not any(path.startswith(parent + "/") for parent in done):
-            source = "/old" + sources[path]
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            os.mkdir(path) if os.path.isdir(source) else os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
-            mount(source, path, None, 0x5000)                   # bind, recursive
-            read_only = struct.pack("<QQQQ", 0x3 | (0 if path.startswith("/dev/") else 0x4), 0, 0, 0)
-            if libc.syscall(442, -100, path.encode(), 0x8000, read_only, len(read_only)) < 0:   # mount_setattr
-                kept = os.statvfs(path).f_flag & 0xC0F          # before Linux 5.12
-                mount(None, path, None, 0x1023 | kept)
-            done.append(path)
+        if any(path.startswith(parent + "/") for parent in done):
+            continue
+        source = "/old" + sources[path]
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        os.mkdir(path) if os.path.isdir(source) else os.close(os.open(path, os.O_CREAT | os.O_WRONLY))
+        mount(source, path, None, 0x5000)                       # bind, recursive
+        read_only = struct.pack("<QQQQ", 0x3 | (0 if path.startswith("/dev/") else 0x4), 0, 0, 0)
+        if libc.syscall(442, -100, path.encode(), 0x8000, read_only, len(read_only)) < 0:       # mount_setattr
+            kept = os.statvfs(path).f_flag & 0xC0F              # before Linux 5.12
+            mount(None, path, None, 0x1023 | kept)
+        done.append(path)
     check(libc.umount2(b"/old", 2), "umount")
     os.rmdir("/old")
     os.mkdir(work)
@@ -443,27 +443,24 @@ class Walls:
 
 
 def confinement(walls):
-    """The calls, (function, arguments, what it is for), by which a forked process gives up whatever it does not need.
-    They are put together once, in the server: a fork that only makes them writes to fewer pages of memory."""
-    steps = []
-    for what, limit in ((resource.RLIMIT_AS, MEMORY_LIMIT), (resource.RLIMIT_CORE, 0),
-                        (resource.RLIMIT_FSIZE, FILE_LIMIT), (resource.RLIMIT_NOFILE, 64)):
-        steps.append((resource.setrlimit, (what, (limit, limit)), "a limit"))
+    """The calls, (function, arguments), by which a forked process gives up whatever it does not need. They are put
+    together once, in the server: a fork that only makes them writes to fewer pages of memory."""
+    steps = [(resource.setrlimit, (what, (limit, limit))) for what, limit in LIMITS]
     if walls.layer == "rlimits":
         return steps
-    steps.append((libc.prctl, (1, signal.SIGKILL.value, 0, 0, 0), "end with the server"))
+    steps.append((libc.prctl, (1, signal.SIGKILL.value, 0, 0, 0)))          # PR_SET_PDEATHSIG: end with the server
     if counts_threads(walls):
         steps += thread_limit(walls.user)
     if walls.layer == "namespaces" and walls.user is not None:
-        steps.append((os.setgroups, ([],), "groups"))
-        steps.append((os.setresgid, (65534, 65534, 65534), "group"))
-        steps.append((os.setresuid, (-1, 65534, 65534), "user"))
-    steps.append((libc.capset, (struct.pack("<Ii", 0x20080522, 0), bytes(24)), "capset"))
-    steps.append((libc.prctl, (38, 1, 0, 0, 0), "no_new_privs"))
+        steps.append((os.setgroups, ([],)))
+        steps.append((os.setresgid, (65534, 65534, 65534)))
+        steps.append((os.setresuid, (-1, 65534, 65534)))
+    steps.append((libc.capset, (struct.pack("<Ii", 0x20080522, 0), bytes(24))))
+    steps.append((libc.prctl, (38, 1, 0, 0, 0)))                            # PR_SET_NO_NEW_PRIVS
     if walls.layer == "landlock":
-        steps.append((libc.syscall, (446, walls.rules, 0), "Landlock"))
-        steps.append((os.close, (walls.rules,), "Landlock"))
-    steps.append((libc.prctl, (22, 2, walls.program[0], 0, 0), "seccomp"))
+        steps.append((libc.syscall, (446, walls.rules, 0)))
+        steps.append((os.close, (walls.rules,)))
+    steps.append((libc.prctl, (22, 2, walls.program[0], 0, 0)))             # PR_SET_SECCOMP
     return steps
 
 
@@ -478,19 +475,18 @@ def thread_limit(user):
     """The calls that let the system refuse more than THREAD_LIMIT threads. Root's are never limited: the real user
     becomes a number of its own."""
     limit = THREAD_LIMIT + (3 if user is None else 1)           # and the server, and the process that waits for it
-    steps = [] if user is None else [(os.setresuid, (user, -1, -1), "user")]
+    steps = [] if user is None else [(os.setresuid, (user, -1, -1))]
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
-    return [*steps, (resource.setrlimit, (resource.RLIMIT_NPROC, (limit, limit)), "a limit")]
+    return [*steps, (resource.setrlimit, (resource.RLIMIT_NPROC, (limit, limit)))]
 
 
 def confine(steps, seconds):
     """In the forked process, before it reads its request."""
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
-    for function, arguments, what in steps:
-        result = function(*arguments)
-        if result:                                              # None of Python's functions, 0 of the system's
-            check(result, what)
+    for function, arguments in steps:
+        if function(*arguments):                                # None of Python's functions, 0 of the system's
+            raise OSError(f"a wall does not stand: {function}{arguments}")
 
 
 def serve_one(walls, length, seconds, requests, results):

@@ -643,7 +643,7 @@ def test_a_folder_that_cannot_be_emptied_is_replaced(capfd, monkeypatch):
     with started("landlock", "EMPTY = 'cd", "EMPTY = 'exit 1; cd") as child:
         code = "import os\ndef f(n):\n    open('file', 'w').close()\n" \
                "    return [os.path.basename(os.getcwd()), os.listdir('.')]"
-        for folder in ("0", "00", "000"):
+        for folder in ("00", "000", "0000"):
             assert values_of(child, code, "f(1)") == [["ok", ["list", folder, ["list", "file"]]]]
         monkeypatch.setattr(sandbox, "END_LIMIT_S", "soon")
     assert f"cannot be removed: {child.folder}" in capfd.readouterr().err
@@ -712,8 +712,8 @@ def test_layers_are_named_and_never_weakened(monkeypatch, caplog):
         Scorer().__enter__()
 
 
-LANDLOCK_STEP = '        steps.append((libc.syscall, (446, walls.rules, 0), "Landlock"))\n'
-SECCOMP = '    steps.append((libc.prctl, (22, 2, walls.program[0], 0, 0), "seccomp"))\n'
+LANDLOCK_STEP = "        steps.append((libc.syscall, (446, walls.rules, 0)))\n"
+SECCOMP = "    steps.append((libc.prctl, (22, 2, walls.program[0], 0, 0))) "
 NUMBERS = {"sockets": (41, 198), "chmod": (90, None), "kill": (62, 129), "execve": (59, 221), "clone": (56, 220)}
 
 
