@@ -13,7 +13,7 @@ from colbench.sandbox import Sandbox
 from colbench.scorer import reward_of, Scorer
 from colbench.values import encode, equal_values, is_encoded, readable
 from conftest import call as call_stage
-from conftest import read, refused
+from conftest import read
 from lib.runtime import write_jsonl
 
 F = "def f(n):\n    return n * n or None"
@@ -389,17 +389,14 @@ def test_an_answer_does_not_see_what_it_is_compared_with(scorer):
 
 
 def test_a_reference_is_evaluated_once_a_task(scorer, monkeypatch):
-    calls = []
-    original = Sandbox.run
-
-    def run(self, code, *arguments, **options):
-        calls.append(code)
-        return original(self, code, *arguments, **options)
-    monkeypatch.setattr(Sandbox, "run", run)
+    """In two processes."""
+    codes, original = [], Sandbox.run
+    monkeypatch.setattr(Sandbox, "run", lambda self, code, *rest, **options: codes.append(code) or original(
+        self, code, *rest, **options))
     task = task_of("def f(): return 12345")
-    scorer.score([(task, f"def f(): return {i}") for i in range(5)])
-    scorer.score([(task, "def f(): return 12345")])
-    assert calls.count("def f(): return 12345") == 2 + 1                                  # two for the reference
+    for _ in range(2):
+        scorer.score([(task, f"def f(): return {i}") for i in range(5)])
+    assert codes.count(task["ground_truth"]) == 2
 
 
 def test_a_dead_child_is_an_error_not_a_zero():
@@ -410,21 +407,6 @@ def test_a_dead_child_is_an_error_not_a_zero():
             time.sleep(0.1)
             scorer.workers.put(children)
             scorer.score([(TASK, "def f(n): return 1")])
-
-
-def test_same_seed_same_hash_order_another_seed_another(scorer):
-    code = "def f(): return [hash('a'), list({'a', 'b', 'c', 'd'})]"
-    with Scorer(workers=1, hash_seed=1) as other:
-        values = []
-        for each in (scorer, other):
-            children = each.workers.get()
-            values += [child.run(code, ["f()"], 1, imports=[])[0] for child in children]
-            each.workers.put(children)
-    assert values[0] == values[1] != values[2] == values[3]
-
-
-def test_reward_by_hand():
-    assert reward_of([True, True, False, True]) == 0.75
 
 
 # ---- the published scorer's verdicts
@@ -493,7 +475,7 @@ def test_an_answer_that_ends_the_published_evaluation_is_counted(tmp_path):
          "dialogue_history": [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]}
         for name, answer in answers.items()])
     out = call_stage(5, f"a={tmp_path}/t.jsonl", "--compat", "--out", tmp_path / "out")
-    assert "scorer: " in out and "published: success" in out
+    assert "published: success" in out
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["a"]
     assert metrics["success_rate"] == 2 / 3 and metrics["success_rate_compat"] == 1 / 3
     assert metrics["ends_evaluation"] == 1 and metrics["scorer"] in ("namespaces", "landlock")
@@ -521,7 +503,3 @@ def test_data_check(tmp_path):
     assert constants == [0.75, 0.5, 0, 0, 1, 0.5, 0, 0.5]                       # f(2) == 2 is True, and so 1
     assert "tasks.jsonl:2: reference fails (test0: ZeroDivisionError" in out
     assert "passes 40.6% of the tests and solves 12.5% of the tasks" in out
-
-
-def test_check_of_no_file_is_refused(tmp_path):
-    assert "no such file" in refused(1, "--check", tmp_path / "missing.jsonl")
