@@ -25,6 +25,7 @@ Other methods are forks of this file, in examples/: docs/fork.md.
         --model meta-llama/Llama-3.1-8B-Instruct --critic critic --dtype bfloat16 --out policy
 """
 import lib  # noqa: F401  # isort: skip (first: it says how to set up where torch is missing)
+import argparse
 import collections
 import functools
 import gc
@@ -80,6 +81,31 @@ def pair_losses(logps, ref_logps, lengths, beta, nll_coef):
     losses, chosen_rewards, rejected_rewards = dpo_loss(*logps.T, *ref_logps.T, beta)
     nll = -logps[:, 0] / lengths[:, 0]                               # (P,) a mean over the chosen action's tokens
     return losses + nll_coef * nll, {"chosen": chosen_rewards, "rejected": rejected_rewards, "nll": nll}
+
+
+def preference_losses(scorer, batch, examples, start_logps, args):
+    """Eq. 4 of a micro-batch, and what the log shows: {"loss" and others: sums over the pairs of each example}.
+    start_logps: of each action under the model at the start, (B, M)."""
+    return sums_over_pairs(scorer(batch), batch, examples, start_logps, args)
+
+
+def sums_over_pairs(logps, batch, examples, start_logps, args):
+    """preference_losses of log-probabilities (B, M): {name: (examples,)}."""
+    pairs = common.batch_pairs(examples)                                                    # (P, 2, 2)
+    place = pairs[..., 0], pairs[..., 1]                             # item and action of both sides, (P, 2) each
+    sides = [values[place] for values in (logps, start_logps, batch.lengths)]               # (P, 2) each
+    losses, numbers = pair_losses(*sides, args.beta, args.nll_coef)                         # (P,)
+    numbers = training.preference_numbers(**numbers, dtype=args.dtype)
+    num_pairs = [len(example.pairs) for example in examples]
+    sums = {}
+    for name, values in {"loss": losses, **numbers}.items():
+        sums[name] = torch.stack([part.sum() for part in values.split(num_pairs)])
+    return sums
+
+
+def imitation_losses(scorer, batch, examples, start_logps, args):
+    """Minus the log-probability of all actions of each example, which has one item: {"loss": (examples,)}."""
+    return {"loss": -scorer(batch).sum(1)}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -233,14 +259,14 @@ def as_pair(row, chosen, rejected):
     return pair
 
 
-def pairs_of(rows, tokenizer, args, run):
+def pairs_of(rows, tokenizer, args, run, choose=candidate_pairs):
     """The rows of pairs.jsonl that are short enough, of the rows of scored.jsonl; says how many are not there, and
-    why."""
+    why. choose: what gives the pairs of a row."""
     rng = random.Random(args.seed)
     pairs, num_cut = [], 0
     for row in rows:
         num_cut += sum(not candidate["ended"] for candidate in row["candidates"])
-        for chosen, rejected in candidate_pairs(row, args.pairs_per_turn, rng):
+        for chosen, rejected in choose(row, args.pairs_per_turn, rng):
             pairs.append(as_pair(row, chosen, rejected))
     if run.rank == 0:
         write_jsonl(pathlib.Path(args.out) / "pairs.jsonl", pairs)
@@ -289,17 +315,23 @@ def sweet_examples(trajectories, tokenizer, args, run):
     """Examples of pairs of candidates. The models of a phase are freed before those of the next are loaded."""
     domain = domain_of(trajectories[0]["task"])
     critic = common.open_critic(args.critic, args.model, tokenizer, domain, args.reference_sees_c)
-    rows = read_states(trajectories, tokenizer, args, critic.sees_c and not critic.is_visual)
-    if args.candidates:
-        rows = read_candidates(args.candidates, rows, args.num_candidates)
-    begin(args)
-    if not args.candidates:
-        rows = sample_candidates(rows, tokenizer, args, run)
-    gc.collect()
+    states = read_states(trajectories, tokenizer, args, critic.sees_c and not critic.is_visual)
+    rows = with_candidates(states, tokenizer, args, run)
     rows = score_candidates(rows, critic, tokenizer, args, run)
     del critic
     gc.collect()
     return pair_examples(pairs_of(rows, tokenizer, args, run), tokenizer, args.pairs_together)
+
+
+def with_candidates(states, tokenizer, args, run):
+    """The states with their candidates, those of --candidates or sampled ones. It begins the output."""
+    if args.candidates:
+        states = read_candidates(args.candidates, states, args.num_candidates)
+    begin(args)
+    if not args.candidates:
+        states = sample_candidates(states, tokenizer, args, run)
+    gc.collect()
+    return states
 
 
 def mtdpo_examples(trajectories, tokenizer, args, run):
@@ -365,22 +397,24 @@ def begin(args):
 
 
 # make_examples       of (trajectories, tokenizer, args, run); it begins the output when all inputs are read
-# has_pairs           eq. 4 on pairs, against the model at the start; else the likelihood of all actions
+# losses_of           of (scorer, batch, examples, start_logps, args): {"loss", …}, (examples,) each
+# has_reference       start_logps: of the model at the start, computed once; else None
 # num_items           of an example
 # epochs, batch_size  defaults, of table 5's backend row
-Method = collections.namedtuple("Method", "make_examples has_pairs num_items epochs batch_size")
+Method = collections.namedtuple("Method", "make_examples losses_of has_reference num_items epochs batch_size")
 METHODS = {
-    "sweet": Method(sweet_examples, has_pairs=True, num_items=1, epochs=1, batch_size=8),
-    "mtdpo": Method(mtdpo_examples, has_pairs=True, num_items=2, epochs=4, batch_size=8),
-    "rft": Method(rft_examples, has_pairs=False, num_items=1, epochs=4, batch_size=32),
-    "sft": Method(sft_examples, has_pairs=False, num_items=1, epochs=4, batch_size=32),
+    "sweet": Method(sweet_examples, preference_losses, has_reference=True, num_items=1, epochs=1, batch_size=8),
+    "mtdpo": Method(mtdpo_examples, preference_losses, has_reference=True, num_items=2, epochs=4, batch_size=8),
+    "rft": Method(rft_examples, imitation_losses, has_reference=False, num_items=1, epochs=4, batch_size=32),
+    "sft": Method(sft_examples, imitation_losses, has_reference=False, num_items=1, epochs=4, batch_size=32),
 }
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-def train(scorer, examples, ref_logps, args, run):
+def train(scorer, examples, ref_logps, losses_of, args, run):
     """Train the scorer's model on the examples, from the last saved state.
-    ref_logps: of each example what common.reference_logps gives; None where turns are imitated."""
+    ref_logps: of each example what common.reference_logps gives; None where turns are imitated.
+    losses_of: as of Method."""
     batch_size = examples_a_step(args)
     batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
     say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
@@ -398,22 +432,14 @@ def train(scorer, examples, ref_logps, args, run):
             micro_examples = [examples[i] for i in micro]
             batch = scorer.collate(common.items_of(micro_examples), run.device)
             sums["num_tokens"] += training.num_tokens(micro_examples, weights)
-            weights = weights / num_terms                           # (examples,)
-            logps = scorer(batch)                                   # (B, M): of each action
-            if ref_logps is None:
-                losses, numbers = -logps.sum(1), {}                 # (B,) an item an example
-            else:
-                pairs = common.batch_pairs(micro_examples)                                         # (P, 2, 2)
+            start_logps = None
+            if ref_logps is not None:
                 start_logps = common.padded_outputs([ref_logps[i] for i in micro], run.device)      # (B, M)
-                place = pairs[..., 0], pairs[..., 1]                # item and action of both sides, (P, 2) each
-                sides = [values[place] for values in (logps, start_logps, batch.lengths)]          # (P, 2) each
-                losses, numbers = pair_losses(*sides, args.beta, args.nll_coef)                     # (P,), eq. 4
-                numbers = training.preference_numbers(**numbers, dtype=args.dtype)
-                num_pairs = torch.tensor([len(example.pairs) for example in micro_examples], device=run.device)
-                weights = weights.repeat_interleave(num_pairs)      # (P,)
-            loss = (losses * weights).sum()
+            losses = losses_of(scorer, batch, micro_examples, start_logps, args)                    # (examples,) each
+            weights = weights / num_terms                           # (examples,)
+            loss = (losses["loss"] * weights).sum()
             (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
-            sums.update(training.weighted_sums({"loss": losses, **numbers}, weights))
+            sums.update(training.weighted_sums(losses, weights))
         done = step + 1
         lr = training.learning_rate(step, len(batches), args.lr)
         where = f"{args.out}: step {done} of {len(batches)}"
@@ -446,20 +472,16 @@ def by_method(field):
     return ", ".join(f"{name} {getattr(method, field)}" for name, method in METHODS.items())
 
 
-def parse_args(argv=None):
-    parser = flags.argument_parser(__doc__)
-    parser.add_argument("--method", choices=METHODS, required=True, help="see above")
-    flags.add_training(parser, max_length=16384)
-    parser.add_argument("--epochs", type=flags.positive_int,
-                        help=f"passes over the examples (None: {by_method('epochs')}; "
-                        "with --preset paper-frontend 8 in place of 4)")
-    parser.add_argument("--batch-size", type=flags.positive_int,
-                        help=f"examples a step (None: {by_method('batch_size')})")
+def servers_flag(text):
+    """A type: addresses of servers."""
+    if not is_server(text):
+        raise argparse.ArgumentTypeError("must be http://HOST:PORT/v1#NAME")
+    return text
+
+
+def add_candidates(parser):
+    """The flags of candidates and their pairs."""
     group = parser.add_argument_group("SWEET's candidates and pairs (nothing to other methods)")
-    group.add_argument("--critic", type=flags.text_flag,
-                       help="a folder of 03, or untrained: --model, with a reference that "
-                       "does not see c")
-    flags.add_reference(group)
     group.add_argument("--data-frac", type=flags.share_flag, default=0.1,
                        help="share of the trajectories whose turns are "
                        "used (the published code's tenth is of 15,000; with few hundred take all: 1)")
@@ -470,7 +492,7 @@ def parse_args(argv=None):
     group.add_argument("--candidates", type=flags.text_flag, metavar="FILE",
                        help="candidates.jsonl of another run of the "
                        "same model, seed, trajectories and sampling; None: sample them")
-    group.add_argument("--sampler", type=flags.text_flag, metavar="http://HOST:PORT/v1#NAME",
+    group.add_argument("--sampler", type=servers_flag, metavar="http://HOST:PORT/v1#NAME",
                        help="servers of --model's weights (commas between addresses) that give token ids, as vLLM "
                        "does: they sample the candidates, which then do not repeat bit for bit; None: every rank holds "
                        "the model and samples")
@@ -478,6 +500,21 @@ def parse_args(argv=None):
                        help="candidates sampled at a time, by a rank")
     group.add_argument("--pairs-together", action="store_true", help="an example is all pairs of a turn, which share "
                        "the prompt (faster); a batch has --batch-size / --pairs-per-turn of them")
+
+
+def parse_args(argv=None):
+    parser = flags.argument_parser(__doc__)
+    parser.add_argument("--method", choices=METHODS, required=True, help="see above")
+    flags.add_training(parser, max_length=16384)
+    parser.add_argument("--epochs", type=flags.positive_int,
+                        help=f"passes over the examples (None: {by_method('epochs')}; "
+                        "with --preset paper-frontend 8 in place of 4)")
+    parser.add_argument("--batch-size", type=flags.positive_int,
+                        help=f"examples a step (None: {by_method('batch_size')})")
+    parser.add_argument("--critic", type=flags.text_flag, help="a folder of 03, or untrained: --model, with a "
+                        "reference that does not see c")
+    flags.add_reference(parser)
+    add_candidates(parser)
     flags.set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
     if args.method != "sweet":
@@ -486,8 +523,6 @@ def parse_args(argv=None):
                 parser.error(f"--{flag.replace('_', '-')} goes with --method sweet")
     elif args.critic is None:
         parser.error("--method sweet needs --critic: a folder, or untrained")
-    if args.sampler and (args.candidates or not is_server(args.sampler)):
-        parser.error("--sampler takes http://HOST:PORT/v1#NAME, without --candidates")
     if args.epochs is None:
         args.epochs = METHODS[args.method].epochs
         if args.preset == "paper-frontend" and args.epochs == 4:
@@ -496,9 +531,10 @@ def parse_args(argv=None):
     return args
 
 
-def main(argv=None):
+def main(argv=None, parse_args=parse_args, methods=METHODS):
+    """parse_args, methods: those of a fork."""
     args = parse_args(argv)
-    method = METHODS[args.method]
+    method = methods[args.method]
     if args.dry_run:
         lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
         step = PlannedStep(args.dry_run, sharding_of(args), examples_a_step(args), args.micro_batch_size,
@@ -527,9 +563,9 @@ def main(argv=None):
         scorer = common.load_scorer(args.model, run, sharding_of(args), lora)
     common.check_positions(common.items_of(examples), scorer.model)
     ref_logps = None
-    if method.has_pairs:
+    if method.has_reference:
         ref_logps = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)
-    train(scorer, examples, ref_logps, args, run)
+    train(scorer, examples, ref_logps, method.losses_of, args, run)
     common.note_prompt(args.out, trajectories)
     training.finish_training(args.out, scorer, tokenizer, args.merge)
     add_costs(args.out, folder=True)

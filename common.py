@@ -454,14 +454,16 @@ class Scorer(torch.nn.Module):
         torch.nn.init.zeros_(self.head.weight)
         torch.nn.init.zeros_(self.head.bias)
 
-    def forward(self, batch):
+    def forward(self, batch, outputs_of=None):
+        """outputs_of: what a fork asks of (projection, hidden states, batch) in place of action_logps."""
         if batch.images:
             hidden = vision.hidden_states(self.model, self.processor, batch)              # (R, T, H)
         else:
             hidden = hidden_states(self.model, batch)                                     # (R, T, H)
-        if self.head is None:
-            return action_logps(projection_of(self.model), hidden, batch)
-        return action_values(self.head, hidden, batch)
+        if self.head is not None:
+            return action_values(self.head, hidden, batch)
+        outputs_of = outputs_of or action_logps
+        return outputs_of(projection_of(self.model), hidden, batch)
 
 
 def hidden_states(model, batch):
@@ -647,11 +649,10 @@ def reference_logps(folder, scorer, examples, max_tokens, device):
     return outputs
 
 
-def load_scorer(name, run, sharding, lora=None, has_head=False, kind=Scorer):
-    """A Scorer for training, or for scoring with a model that is too large for one rank: split over the ranks.
-    kind: a class derived from Scorer."""
+def load_scorer(name, run, sharding, lora=None, has_head=False):
+    """A Scorer for training, or for scoring with a model that is too large for one rank: split over the ranks."""
     processor = vision.load_processor(name) if models.reads_images(name) else None
-    build = functools.partial(kind, has_head=has_head, processor=processor)
+    build = functools.partial(Scorer, has_head=has_head, processor=processor)
     scorer = models.load_sharded(name, run, sharding, lora, build)
     if has_head:
         scorer.reset_head()
