@@ -23,6 +23,7 @@ The variant, against what is called GRPO elsewhere:
 """
 import collections
 import functools
+import importlib
 import itertools
 import os
 import pathlib
@@ -33,9 +34,10 @@ import torch
 import common
 from colbench import ColBenchError, domain_of
 from lib import data, flags, training
-from lib.models import load_tokenizer, lora_config, reads_images, sharding_of
-from lib.runtime import add_costs, begin_output, InputError, is_done, read_rows, run_stage, say, start, write_jsonl
-from lib.tracking import check_track, Track
+from lib.models import sharding_of
+from lib.runtime import InputError, read_rows, run_stage, say, write_jsonl
+
+policy = importlib.import_module("04_train_policy")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # loss
@@ -110,9 +112,9 @@ def advantage_shares(turns):
 GroupExample = collections.namedtuple("GroupExample", "items pairs task_id advantages")
 
 
-def grpo_examples(trajectories, tokenizer, args, run, begin):
+def grpo_examples(trajectories, tokenizer, args, run):
     """Examples of trajectories whose tokens have an advantage, each token an action of its own; says how many have
-    none. begin: begins the output, when all inputs are read."""
+    none."""
     critic = None
     if args.critic:
         domain = domain_of(trajectories[0]["task"])
@@ -127,7 +129,7 @@ def grpo_examples(trajectories, tokenizer, args, run, begin):
     fitting = training.fitting_numbers(examples, args.max_length)
     examples = [examples[i] for i in fitting]
     trajectories = [trajectories[i] for i in fitting]
-    begin()
+    policy.begin(args)
     turn_scores = score_trajectories(trajectories, critic, tokenizer, args, run) if critic else None
     returns = [float(domain_of(t["task"]).eval_score(t)) for t in trajectories]
     advantages = turn_advantages(returns, turn_scores, [example.task_id for example in examples], args.signed)
@@ -195,47 +197,21 @@ def token_item(item):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-def train(scorer, examples, ref_logps, args, run):
-    """Train the scorer's model on the examples, from the last saved state.
-    ref_logps: of each example what common.reference_logps gives, of the model that sampled it."""
-    batches = training.epoch_batches(len(examples), args.batch_size, args.epochs, args.seed)[:args.max_steps]
-    say(f"{len(examples):,} examples, {len(batches):,} steps of {args.batch_size}")
-    optimizer = training.adamw(scorer, args.lr)
-    checkpoints = training.Checkpoints(args.out, scorer, optimizer)
-    first = checkpoints.load()
-    log = training.StepLog(args.out, first, len(batches), functools.partial(Track, args.track, args.out, vars(args)))
-    scorer.train()
-    for step in range(first, len(batches)):
-        torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same
-        batch_examples = [examples[i] for i in batches[step]]
-        num_terms = sum(map(common.num_action_tokens, batch_examples))            # the step's loss is a mean over these
-        sums = collections.Counter()
-        for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
-            micro_examples = [examples[i] for i in micro]
-            batch = scorer.collate(common.items_of(micro_examples), run.device)
-            logps = scorer(batch)                                   # (B, M): of each token
-            start_logps = common.padded_outputs([ref_logps[i] for i in micro], run.device)                     # (B, M)
-            advantages = common.padded_outputs([[example.advantages] for example in micro_examples], run.device)
-            losses, numbers = clipped_losses(logps - start_logps, advantages, batch.lengths, args.clip, args.kl_coef)
-            weights = weights / num_terms                           # (B,)
-            loss = (losses * weights).sum()
-            (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
-            sums["num_tokens"] += training.num_tokens(micro_examples, weights)
-            sums.update(training.weighted_sums({"loss": losses, **numbers}, weights))
-        done = step + 1
-        lr = training.learning_rate(step, len(batches), args.lr)
-        where = f"{args.out}: step {done} of {len(batches)}"
-        tasks = {example.task_id for example in batch_examples}
-        log.step(done, **training.optimizer_step(scorer, optimizer, sums, lr, where, tasks))
-        if done % args.save_every == 0 or done == len(batches):
-            checkpoints.save(done)
-            add_costs(args.out, folder=True, trained_tokens=log.take_tokens())
-    checkpoints.wait()
+def grpo_losses(scorer, batch, examples, start_logps, args):
+    """clipped_losses of a micro-batch, as 04's preference_losses."""
+    advantages = common.padded_outputs([[example.advantages] for example in examples], start_logps.device)      # (B, M)
+    log_ratios = scorer(batch) - start_logps                         # (B, M): of each token
+    losses, numbers = clipped_losses(log_ratios, advantages, batch.lengths, args.clip, args.kl_coef)
+    return {"loss": losses, **numbers}
+
+
+METHODS = {"grpo": policy.Method(grpo_examples, grpo_losses, has_reference=True, num_items=1, epochs=1, batch_size=32)}
 
 
 def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
-    parser.add_argument("--method", choices=["grpo"], default="grpo", help="the only one")
+    parser.add_argument("--method", choices=METHODS, default="grpo", help="the only one")
+    parser.set_defaults(candidates=None, sampler=None, pairs_together=False)               # flags of 04 that it lacks
     flags.add_training(parser, max_length=16384)
     parser.add_argument("--epochs", type=flags.positive_int, default=1, help="passes over the examples")
     parser.add_argument("--batch-size", type=flags.positive_int, default=32, help="trajectories a step")
@@ -256,31 +232,7 @@ def parse_args(argv=None):
 
 
 def main(argv=None):
-    args = parse_args(argv)
-    run = start(args.seed)
-    trajectories = data.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
-    inputs = [args.trajectories, args.model]
-    if args.critic != common.UNTRAINED:
-        inputs.append(args.critic)
-    if is_done(vars(args), args.out, inputs, folder=True):
-        return
-    check_track(args.track)
-    if reads_images(args.model):
-        raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
-    tokenizer = load_tokenizer(args.model)
-    lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
-    begin = functools.partial(begin_output, vars(args), args.out, inputs, folder=True)
-    examples = grpo_examples(trajectories, tokenizer, args, run, begin)
-    training.show_samples(tokenizer, examples[0])
-
-    # The reference is this model before its first update; its log-probabilities are computed once, by the same function
-    scorer = common.load_scorer(args.model, run, sharding_of(args), lora)
-    common.check_positions(common.items_of(examples), scorer.model)
-    ref_logps = common.reference_logps(args.out, scorer, examples, args.max_tokens, run.device)
-    train(scorer, examples, ref_logps, args, run)
-    common.note_prompt(args.out, trajectories)
-    training.finish_training(args.out, scorer, tokenizer, args.merge)
-    add_costs(args.out, folder=True)
+    policy.main(argv, parse_args, METHODS)
 
 
 if __name__ == "__main__":
