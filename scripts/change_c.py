@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 from colbench import domain_of  # noqa: E402
 from lib.data import read_trajectories  # noqa: E402
 from lib.flags import argument_parser  # noqa: E402
-from lib.runtime import run_stage, say, write_jsonl  # noqa: E402
+from lib.runtime import run_stage, write_jsonl  # noqa: E402
 
 COMMENT = {"function": "#", "query": "--"}
 
@@ -29,27 +29,25 @@ def exchanged_references(trajectories):
     for trajectory in trajectories:
         task = trajectory["task"]
         families[task["family"]][trajectory["task_id"]] = task["ground_truth"]
-    references, num_alone = {}, 0
+    references = {}
     for family in families.values():
         names = sorted(family)
         for i, name in enumerate(names):
             following = [family[other] for other in names[i + 1:] + names[:i]]
             others = [reference for reference in following if reference != family[name]]
-            num_alone += not others
             references[name] = others[0] if others else family[name]
-    say(f"{num_alone:,} of {len(references):,} tasks are the only ones of their family and keep their reference")
     return references
 
 
 def with_facts(task):
     """The reference of a task, and below it the facts that the agent has to ask for."""
     comment = COMMENT[domain_of(task).NOUN]
-    hidden = [fact for fact in task["facts"] if fact["matters"] and not fact["told"]]
-    lines = []
-    for fact in hidden:
-        is_value = fact["code"].strip() and "\n" not in fact["code"]       # else lines of code, or none
-        lines.append(f"{comment} {fact['topic']}: {fact['code'] if is_value else fact['replies'][0]}")
-    return "\n".join([task["ground_truth"], *lines])
+    lines = [task["ground_truth"]]
+    for fact in task["facts"]:
+        if fact["matters"] and not fact["told"]:
+            is_value = fact["code"].strip() and "\n" not in fact["code"]   # else lines of code, or none
+            lines.append(f"{comment} {fact['topic']}: {fact['code'] if is_value else fact['replies'][0]}")
+    return "\n".join(lines)
 
 
 def parse_args(argv=None):
@@ -63,12 +61,11 @@ def parse_args(argv=None):
 def main(argv=None):
     args = parse_args(argv)
     trajectories = read_trajectories(args.trajectories)
-    if args.kind == "exchanged":
-        references = exchanged_references(trajectories)
-    else:
-        references = {trajectory["task_id"]: with_facts(trajectory["task"]) for trajectory in trajectories}
+    references = exchanged_references(trajectories)
     for trajectory in trajectories:
-        trajectory["task"] = {**trajectory["task"], "ground_truth": references[trajectory["task_id"]]}
+        task = trajectory["task"]
+        reference = with_facts(task) if args.kind == "facts" else references[trajectory["task_id"]]
+        trajectory["task"] = {**task, "ground_truth": reference}
     write_jsonl(pathlib.Path(args.out), trajectories)
 
 

@@ -142,12 +142,6 @@ def check_trajectories(trajectories, domain, args):
                              "05_evaluate.py, and take its scored/NAME.jsonl")
 
 
-def pair_accuracy(scores, pairs):
-    """The share of pairs (chosen, rejected) whose chosen trajectory has the higher score; a tie is half right."""
-    gaps = [scores[chosen] - scores[rejected] for chosen, rejected in pairs]
-    return statistics.mean([(gap > 0) + 0.5 * (gap == 0) for gap in gaps])
-
-
 def return_correlation(points, returns, scores):
     """{"rank_correlation", "ci95", "num_states"} of scores of actions with their returns, a list for each state."""
     correlations = {}                                                # {task_id: those of its states}
@@ -163,11 +157,12 @@ def measure_critic(folder, critic, trajectories, pairs, branches, device):
     tokenizer = load_tokenizer(folder)
     critic = common.load_critic(critic, common.load_whole(device))
     advantages = common.score_turns(critic, tokenizer, trajectories, MAX_TOKENS, device)
-    pairs = [pair for pair in pairs if None not in (advantages[pair[0]], advantages[pair[1]])]         # None: too long
-    if not pairs:
-        raise InputError(f"{folder}: no pair of dialogues of at most {MAX_TOKENS:,} tokens")
-    scores = [sum(turns or []) for turns in advantages]
-    measures = {"pair_accuracy": pair_accuracy(scores, pairs), "num_pairs": len(pairs)}
+    is_right = []
+    for chosen, rejected in pairs:
+        if None not in (advantages[chosen], advantages[rejected]):   # None: too long
+            gap = sum(advantages[chosen]) - sum(advantages[rejected])
+            is_right.append((gap > 0) + 0.5 * (gap == 0))            # a tie is half right
+    measures = {"pair_accuracy": statistics.mean(is_right), "num_pairs": len(is_right)}
     if branches:
         points, returns = branches
         scores = common.score_actions(critic, tokenizer, points, MAX_TOKENS, device)

@@ -16,18 +16,17 @@ from lib.report.plots import curve_figure  # noqa: E402
 def main(table, out):
     with open(table, encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    columns = [name for name in ("dialogues", "round") if len({row.get(name) for row in rows}) > 1]
-    if not columns:
-        sys.exit(f"error: {table}: no column dialogues or round with several values")
+    column = "round"
+    if len({row.get("dialogues") for row in rows}) > 1:
+        column = "dialogues"
     curves = {}
     for row in rows:
-        if row[columns[0]]:                                          # of the base model a table may have none
+        if row[column]:                                              # of the base model a table may have none
             point = {"success": float(row["success"]), "ci95": [float(row["low"]), float(row["high"])]}
-            curves.setdefault(row["method"], {})[int(row[columns[0]])] = point
-    figure = curve_figure(curves, "success", f"{columns[0]} of training")
-    metadata = {"Date": None} if out.endswith(".svg") else None
+            curves.setdefault(row["method"], {})[int(row[column])] = point
+    figure = curve_figure(curves, "success", f"{column} of training", is_log=column == "dialogues")
     with rc_context({"svg.hashsalt": "plot"}):                       # the same input gives the same file
-        figure.savefig(out, metadata=metadata, dpi=150)
+        figure.savefig(out, metadata={"Date": None})
     print(f"writes {out}")
 
 

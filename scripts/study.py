@@ -18,7 +18,6 @@ make an arm again with other settings or other code, remove it: rm -r OUT/seed*/
 import collections
 import concurrent.futures
 import csv
-import dataclasses
 import itertools
 import json
 import os
@@ -40,8 +39,6 @@ from lib.runtime import InputError, run_stage  # noqa: E402
 MANY = 800                       # dialogues, above which an arm's "many" counts
 RESULT = re.compile(r"^(?:success|[a-z]+ similarity|held-out|writes) .*", re.MULTILINE)
 
-HAS_RUN = threading.Event()      # a step of this call
-
 # An agent to make. size: its number of dialogues, None for all of them; settings: {flag of 04: value} of a search
 Run = collections.namedtuple("Run", "arm size settings round seed")
 
@@ -52,41 +49,38 @@ class StepFailed(Exception):
 
 def run_step(out, words, ranks=1, threads=1):
     """Run a stage that writes `out`, and print lines about it; returns the text of OUT.log, where its output goes.
-
-    While no step of this call had anything to do, what the same command has finished (OUT.done) is not asked again."""
+    What the same command has finished (OUT.done) is not asked again."""
     command = [sys.executable, *words, "--out", str(out)]
     if ranks > 1:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment |= {**os.environ, "OMP_NUM_THREADS": str(threads)}
     log, done = pathlib.Path(f"{out}.log"), pathlib.Path(f"{out}.done")
-    if not HAS_RUN.is_set() and pathlib.Path(out).exists() and is_done(done, command) and log.exists():
+    if out.exists() and is_done(done, command):
         return log.read_text()
-    HAS_RUN.set()
+    environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
+    environment["OMP_NUM_THREADS"] = str(threads)
     log.parent.mkdir(parents=True, exist_ok=True)
     print(f"{str(out):36} begins (log: {log})", flush=True)
     begin = time.monotonic()
     with open(log, "a") as file:
         process = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
     text = log.read_text()
-    if process.returncode:
-        last_lines = "\n".join(text.splitlines()[-20:])
-        print(f"{last_lines}\nfailed: {out} (whole log: {log})", file=sys.stderr, flush=True)
+    if process.returncode != 0:
+        print(*text.splitlines()[-20:], f"failed: {out} (whole log: {log})", sep="\n", file=sys.stderr, flush=True)
         raise StepFailed
     done.write_text(str(command))
-    results = ["", *RESULT.findall(text)]
-    print(f"{str(out):36} {time.monotonic() - begin:4.0f} s  {results[-1]}", flush=True)
+    seconds = time.monotonic() - begin
+    [*_, result] = ["", *RESULT.findall(text)]
+    print(f"{str(out):36} {seconds:4.0f} s  {result}", flush=True)
     return text
 
 
 def is_done(done, command):
-    """Whether the file `done` says that this command has ended, and no file that it names has changed since."""
+    """Whether the file `done` says that this command has ended, and nothing that it names is newer."""
     if not done.exists() or done.read_text() != str(command):
         return False
-    made_s = done.stat().st_mtime
     for name in re.split("[ =,]", " ".join(command)):
         path = pathlib.Path(name)
-        if name and path.exists() and any(file.stat().st_mtime > made_s for file in (path, *path.glob("*.*"))):
+        if name and path.exists() and path.stat().st_mtime > done.stat().st_mtime:
             return False
     return True
 
@@ -106,15 +100,34 @@ def seed_of(run):
 # ---------------------------------------------------------------------------------------------------------------------
 # what an agent needs: each method makes one output, and before it the outputs that it needs
 
-@dataclasses.dataclass
 class Study:
-    domain: dict                 # a table of scripts/arms.toml, with the table "critics"
-    folders: dict                # {seed: its folder}
-    num_rounds: int
-    split: str                   # of the tasks that agents are compared on
-    shared_ranks: int            # processes of the steps that others wait for
-    made: set = dataclasses.field(default_factory=set)               # the outputs of this call
-    locks: dict = dataclasses.field(default_factory=dict)            # {output: a lock}
+    def __init__(self, args, domain):
+        self.args = args
+        self.domain = domain                                         # of read_domain
+        self.shared_ranks = 1                                        # processes of the steps that others wait for
+        if args.chain is not None:
+            self.shared_ranks = num_devices()
+        self.made = set()                                            # the outputs of this call
+        self.locks = {}                                              # {output: a lock}
+
+    def path(self, run, name):
+        """Where an output of a run's seed stands."""
+        if self.args.chain is not None:
+            return self.args.out / name
+        return self.args.out / f"seed{run.seed}" / name
+
+    def arm(self, run):
+        """The table of a run's arm; empty for base."""
+        return self.domain["arms"].get(run.arm, {})
+
+    def name(self, arm, run):
+        """ARM, ARM_lr1e-4_epochs2, ARM@SIZE or ARM@ROUND."""
+        if arm == "base":
+            return arm
+        for flag, value in run.settings.items():
+            arm += f"_{flag}{value}"
+        number = run.round if self.args.rounds > 1 else run.size
+        return f"{arm}@{number}" if number else arm
 
     def step(self, run, name, program, ranks=1, **flags):
         """Make an output of a run's seed once, whoever asks for it; returns its path. Flags of None are left out."""
@@ -122,32 +135,25 @@ class Study:
         for flag, value in flags.items():
             if value is not None:
                 words += [f"--{flag.replace('_', '-')}", str(value)]
-        out = self.folders[run.seed] / name
+        out = self.path(run, name)
         with self.locks.setdefault(out, threading.Lock()):
             if out not in self.made:
                 run_step(out, words, ranks)
                 self.made.add(out)
         return out
 
-    def name(self, arm, run):
-        """ARM, ARM_lr1e-4_epochs2, ARM@SIZE or ARM@ROUND."""
-        if arm == "base":
-            return arm
-        settings = "".join(f"_{flag}{value}" for flag, value in run.settings.items())
-        number = run.round if self.num_rounds > 1 else run.size
-        suffix = f"@{number}" if number else ""
-        return f"{arm}{settings}{suffix}"
-
     def tasks(self, run, name, **flags):
-        return self.step(run, name, f"01_generate_tasks.py --domain {self.domain['domain']}", **flags)
+        program = f"01_generate_tasks.py --domain {self.domain['domain']}"
+        return self.step(run, name, program, **flags)
 
     def rollout(self, run, name, ranks, **flags):
-        program = f"02_rollout.py --simulator rules --max-rounds {self.domain['max_rounds']} {self.domain['rollout']}"
-        return self.step(run, name, program, ranks, **flags)
+        program = f"02_rollout.py --simulator rules {self.domain['rollout']}"
+        return self.step(run, name, program, ranks, max_rounds=self.domain["max_rounds"], **flags)
 
     def train(self, run, name, program, ranks, **flags):
-        model, seed = self.model_before(run), seed_of(run)
-        return self.step(run, name, program, ranks, model=model, seed=seed, num_trajectories=run.size, **flags)
+        flags["model"] = self.model_before(run)
+        flags["seed"] = seed_of(run)
+        return self.step(run, name, program, ranks, num_trajectories=run.size, **flags)
 
     def model_before(self, run):
         """The model that a round begins with."""
@@ -169,34 +175,39 @@ class Study:
         """The dialogues of all rounds until this one, in one file."""
         if run.round == 1:
             return self.dialogues(run)
-        path = self.folders[run.seed] / f"{self.name(run.arm, run)}-all.jsonl"
+        path = self.path(run, f"{self.name(run.arm, run)}-all.jsonl")
         with open(path, "wb") as file:
             for number in range(1, run.round + 1):
-                file.write(self.dialogues(run._replace(round=number)).read_bytes())
+                dialogues = self.dialogues(run._replace(round=number))
+                file.write(dialogues.read_bytes())
         return path
 
     def training_dialogues(self, run):
         """The dialogues of all rounds until this one, with the c that the arm's critic reads."""
-        path, kind = self.all_dialogues(run), self.domain["arms"][run.arm].get("c")
+        path = self.all_dialogues(run)
+        kind = self.arm(run).get("c")
         if kind is None:
             return path
         return self.step(run, f"offline-{kind}.jsonl", f"scripts/change_c.py --kind {kind}", trajectories=path)
 
     def critic(self, run):
         """The critic of a run: a folder, "untrained", or None."""
-        kind = self.domain["arms"][run.arm].get("critic")
+        kind = self.arm(run).get("critic")
         if kind in (None, "untrained"):
             return kind
-        names = ["critic", kind if kind != "lm" else None, self.domain["arms"][run.arm].get("c")]
-        name = self.name("-".join(filter(None, names)), run._replace(settings={}))
         if run.round > 1:
             name = f"{self.name(run.arm, run)}-critic"
+        else:
+            name = "critic" if kind == "lm" else f"critic-{kind}"
+            if "c" in self.arm(run):
+                name += f"-{self.arm(run)['c']}"
+            name = self.name(name, run._replace(settings={}))
         program = f"03_train_critic.py {self.domain['critic']} {self.domain['critics'][kind]}"
         return self.train(run, name, program, self.shared_ranks, trajectories=self.training_dialogues(run))
 
     def candidates(self, run):
         """The candidates that an arm takes from another one in the first round."""
-        other = self.domain["arms"][run.arm].get("candidates")
+        other = self.arm(run).get("candidates")
         if other is None or run.round > 1:
             return None
         return self.agent(run._replace(arm=other, settings={})) / "candidates.jsonl"
@@ -205,65 +216,64 @@ class Study:
         """The model folder of a run's agent. Of a flag that its settings name twice the last one counts."""
         if run.arm == "base":
             return self.domain["base"]
-        arm = self.domain["arms"][run.arm]
+        arm = self.arm(run)
         method = arm["method"]
-        program = arm.get("program", "04_train_policy.py")
-        program += f" --method {method} {self.domain['methods'].get(method, '')} {arm['flags']} "
+        words = [arm.get("program", "04_train_policy.py"), "--method", method]
+        words += [self.domain["methods"].get(method, ""), arm["flags"]]
         if (run.size or 0) > MANY:
-            program += arm.get("many", "")
+            words.append(arm.get("many", ""))
         if run.round > 1:
-            program += arm.get("later", "")
+            words.append(arm.get("later", ""))
         for flag, value in run.settings.items():
-            program += f" --{flag} {value}"
-        dialogues, critic, candidates = self.dialogues(run), self.critic(run), self.candidates(run)
-        if "c" in arm:
-            dialogues = self.training_dialogues(run)
-        return self.train(run, self.name(run.arm, run), program, 1, trajectories=dialogues, critic=critic,
+            words.append(f"--{flag} {value}")
+        dialogues = self.training_dialogues(run) if "c" in arm else self.dialogues(run)
+        critic = self.critic(run)
+        candidates = self.candidates(run)
+        return self.train(run, self.name(run.arm, run), " ".join(words), 1, trajectories=dialogues, critic=critic,
                           candidates=candidates)
 
     def evaluate(self, run):
-        """Dialogues of a run's agent on the tasks of `split`."""
-        number = self.domain[f"num_{self.split}"]
-        seed = self.domain["test_seed"] if self.split == "test" else 0
-        tasks = self.tasks(run, f"{self.split}.jsonl", split=self.split, num_tasks=number, seed=seed)
-        name, agent = f"{self.name(run.arm, run)}.jsonl", self.agent(run)
+        """Dialogues of a run's agent on the tasks of --split."""
+        split = self.args.split
+        seed = self.domain["test_seed"] if split == "test" else 0
+        tasks = self.tasks(run, f"{split}.jsonl", split=split, num_tasks=self.domain[f"num_{split}"], seed=seed)
+        agent = self.agent(run)
         ranks = self.shared_ranks if self.has_critic(run) else 1     # the longest chain of steps: the others have ended
-        return self.rollout(run, name, ranks, tasks=tasks, agent=agent, samples=self.domain["samples"], seed=run.seed)
+        return self.rollout(run, f"{self.name(run.arm, run)}.jsonl", ranks, tasks=tasks, agent=agent,
+                            samples=self.domain["samples"], seed=run.seed)
 
     def has_critic(self, run):
-        return "critic" in self.domain["arms"].get(run.arm, {})
+        return "critic" in self.arm(run)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # tables
 
-def report_files(study, points):
-    """05's arguments NAME=FILE,FILE,…"""
-    arguments = []
+def report_words(study, points):
+    """The command of 05."""
+    files, flags = [], study.domain.get("evaluate", "").split()
     for name, runs in points.items():
-        files = [str(study.folders[run.seed] / f"{name}.jsonl") for run in runs]
-        arguments.append(f"{name}={','.join(files)}")
-    return arguments
+        paths = [str(study.path(run, f"{name}.jsonl")) for run in runs]
+        files.append(f"{name}={','.join(paths)}")
+        if runs[0].arm == "mtdpo" and not runs[0].settings:
+            flags += ["--baseline", name]                            # the last one counts
+    if study.args.chain is None:
+        return ["05_evaluate.py", *files, *flags, "--costs", "--overwrite"]
+    flags += ["--critic", f"{study.args.out}/critic", "--candidates", f"{study.args.out}/sweet"]
+    if "--reference-sees-c no" in study.domain["arms"]["sweet"]["flags"]:
+        flags += ["--reference-sees-c", "no"]                        # turns are scored as candidates were
+    return ["05_evaluate.py", *files, *flags]
 
 
 def write_tables(out, points, domain):
     """Write table.csv and tasks.csv of what 05 has evaluated."""
     metrics = json.loads((out / "report" / "metrics.json").read_text())
-    eval_score = DOMAINS[domain["domain"]].eval_score
     rows, task_rows = [], []
     for name, runs in points.items():
         rows.append(table_row(runs[0], metrics[name]))
         with open(out / "report" / "scored" / f"{name}.jsonl", encoding="utf-8") as file:
-            for dialogue in map(json.loads, file):
-                task_rows.append({
-                    "task_id": dialogue["task_id"],
-                    "family": dialogue["task"].get("family"),
-                    "sample": dialogue["sample"],
-                    "seed": runs[dialogue.get("run", 0)].seed,       # 05 numbers the files of a name
-                    "arm": name,
-                    "success": float(eval_score(dialogue)),
-                    "rounds": dialogue["num_rounds"],
-                })
+            for line in file:
+                task_rows.append(task_row(name, runs, json.loads(line), DOMAINS[domain["domain"]]))
     write_csv(out / "table.csv", rows)
     write_csv(out / "tasks.csv", task_rows)
     print(f"writes {out}/table.csv, {out}/tasks.csv; the page: {out}/report/report.html")
@@ -274,9 +284,23 @@ def table_row(run, metrics):
     row = {"method": run.arm, **run.settings, "dialogues": run.size, "round": run.round}
     for key, value in {**metrics, **metrics.get("costs", {})}.items():
         if isinstance(value, (int, float)):
-            row[key.removesuffix("_rate").removeprefix("mean_")] = f"{value:.7g}"
+            column = key.removesuffix("_rate").removeprefix("mean_")
+            row[column] = f"{value:.7g}"
     row["low"], row["high"] = metrics.get("ci95", ("", ""))
     return row
+
+
+def task_row(name, runs, dialogue, domain):
+    """A row of tasks.csv."""
+    return {
+        "task_id": dialogue["task_id"],
+        "family": dialogue["task"].get("family"),
+        "sample": dialogue["sample"],
+        "seed": runs[dialogue.get("run", 0)].seed,                   # 05 numbers the files of a name
+        "arm": name,
+        "success": float(domain.eval_score(dialogue)),
+        "rounds": dialogue["num_rounds"],
+    }
 
 
 def write_csv(path, rows):
@@ -315,21 +339,16 @@ def read_domain(name, changes=()):
     domain = {"domain": name, "critics": critics, **domains[name]}
     for change in changes:
         key, _, number = change.partition("=")
-        if not isinstance(domain.get(key), int) or not number.isdigit():
-            raise InputError(f"--set {change}: must be NAME=NUMBER, with a number of [{name}] in scripts/arms.toml")
+        if key not in domain or not number.isdigit():
+            raise InputError(f"--set {change}: must be NAME=NUMBER, with a NAME of [{name}] in scripts/arms.toml")
         domain[key] = int(number)
     return domain
 
 
 def check_arm(name, domain):
-    """InputError for an arm that would be trained with settings that are not its own."""
-    arm = domain["arms"].get(name)
-    if arm is None:
+    """InputError for an arm that scripts/arms.toml does not have."""
+    if name not in ["base", *domain["arms"]]:
         raise InputError(f"{name}: no such arm in scripts/arms.toml, which has {', '.join(domain['arms'])}")
-    if "--lr" not in arm.get("flags", ""):
-        raise InputError(f"scripts/arms.toml, {name}: no --lr among its flags, and 04's default is for a model of 8B")
-    if arm.get("critic", "untrained") not in ["untrained", *domain["critics"]]:
-        raise InputError(f"scripts/arms.toml, {name}: no critic {arm['critic']} in its table of critics")
 
 
 def settings_of(arguments):
@@ -362,38 +381,25 @@ def num_devices():
 
 def main(argv=None):
     args = parse_args(argv)
-    HAS_RUN.clear()
     domain = read_domain(args.domain, args.set)
-    folders = {seed: args.out / f"seed{seed}" for seed in args.seeds}
-    shared_ranks = 1
-    words = domain.get("evaluate", "").split()
-    if args.chain is None:
-        words += ["--costs", "--overwrite"]
-    else:
-        args.seeds, folders = [args.chain], {args.chain: args.out}
-        shared_ranks = num_devices()
-        words += ["--critic", str(args.out / "critic"), "--candidates", str(args.out / "sweet")]
-        if "--reference-sees-c no" in domain["arms"]["sweet"]["flags"]:
-            words += ["--reference-sees-c", "no"]                    # turns are scored as candidates were
+    if args.chain is not None:
+        args.seeds = [args.chain]
     runs = all_runs(args)
-    for arm in {run.arm for run in runs} - {"base"}:
-        check_arm(arm, domain)
-    domain["dialogues"] = max([domain["dialogues"], *(run.size for run in runs if run.size)])
-    study = Study(domain, folders, args.rounds, args.split, shared_ranks)
+    for run in runs:
+        check_arm(run.arm, domain)
+        domain["dialogues"] = max(domain["dialogues"], run.size or 0)
+    study = Study(args, domain)
     points = {}                                                      # {name: its runs, one a seed}
     for run in runs:
-        name = study.name(run.arm, run)
-        points.setdefault(name, []).append(run)
-        if run.arm == "mtdpo" and not run.settings:
-            words += ["--baseline", name]                            # the last one counts
+        points.setdefault(study.name(run.arm, run), []).append(run)
     try:
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             ended = pool.map(study.evaluate, sorted(runs, key=study.has_critic, reverse=True))
         list(ended)                                                  # raises what a call has raised
         if args.chain is not None and domain["has_gates"]:
-            words_of_gates = ["--trajectories", str(args.out / "base.jsonl"), "--gates", domain["base"]]
-            show(run_step(args.out / "gates", ["scripts/critics.py", *words_of_gates], threads=2))
-        show(run_step(args.out / "report", ["05_evaluate.py", *report_files(study, points), *words], threads=2))
+            gates = ["scripts/critics.py", "--trajectories", f"{args.out}/base.jsonl", "--gates", domain["base"]]
+            show(run_step(args.out / "gates", gates, threads=2))
+        show(run_step(args.out / "report", report_words(study, points), threads=2))
     except StepFailed:
         sys.exit(1)
     write_tables(args.out, points, domain)

@@ -3,20 +3,17 @@ dialogues that 02 --branch plays on."""
 import importlib
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
 import common
 from colbench import backend
-from conftest import BASE, call, critic_note, FUNCTION, Partial, read, refused, ROOT, run, trajectory, write
+from conftest import BASE, call, critic_note, FUNCTION, Partial, read, refused, run, trajectory, write
 from lib.data import read_trajectories
 from lib.models import load_tokenizer
 
 critics = importlib.import_module("scripts.critics")
-SCRIPT = "scripts/critics.py"
 
 
 def measured(*arguments):
@@ -24,15 +21,9 @@ def measured(*arguments):
     return call(critics, *arguments)
 
 
-# --- the program
-
-def test_it_runs_from_any_folder_and_shows_its_help(tmp_path):
-    process = subprocess.run([sys.executable, ROOT / SCRIPT, "--help"], cwd=tmp_path, capture_output=True, text=True)
-    assert process.returncode == 0 and "--gates MODEL" in process.stdout, process.stderr
-
-
 def test_bad_files_are_one_line_and_status_2(tmp_path):
-    process = run(SCRIPT, "--trajectories", tmp_path / "none", "--gates", "models/tiny", "--out", tmp_path / "out")
+    flags = ["--trajectories", tmp_path / "none", "--gates", "models/tiny", "--out", tmp_path / "out"]
+    process = run("scripts/critics.py", *flags)
     assert process.returncode == 2 and process.stderr == f"error: {tmp_path / 'none'}: no such file\n"
     assert not (tmp_path / "out").exists()
 

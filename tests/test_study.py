@@ -226,20 +226,11 @@ def test_the_tables(call, capsys):
     (["sweet", "--domain", "pages"], "--domain pages: must be one of backend, sql, frontend, real"),
     (["mine"], "mine: no such arm in scripts/arms.toml, which has rft, mtdpo, sweet"),
     (["rft", "--set", "dialogs=3"], "--set dialogs=3: must be NAME=NUMBER"),
-    (["rft", "--set", "base=3"], "--set base=3: must be NAME=NUMBER"),
     (["rft", "--set", "num_test=few"], "--set num_test=few: must be NAME=NUMBER")])
 def test_what_is_unknown_is_refused(call, arguments, line):
     with pytest.raises(InputError) as error:
         call(*arguments)
     assert str(error.value).startswith(line)
-
-
-@pytest.mark.parametrize("arm, line", [
-    ({"method": "rft"}, "no --lr among its flags"), ({"flags": "--epochs 2"}, "no --lr among its flags"),
-    ({"flags": "--lr 1", "critic": "no-d"}, "no critic no-d")])
-def test_an_arm_without_settings_of_its_own_is_refused(arm, line):
-    with pytest.raises(InputError, match=line):
-        study.check_arm("mine", {"arms": {"mine": arm}, "critics": {"lm": ""}})
 
 
 def test_a_failed_step_shows_its_last_lines_and_is_no_output(tmp_path, capfd):
@@ -258,21 +249,21 @@ def test_a_step_is_a_line_with_its_last_result(tmp_path, capfd):
     assert (tmp_path / "a.jsonl.log").read_text().endswith("bye\n2\n")
 
 
-def test_a_finished_step_is_not_asked_again_until_another_has_run(tmp_path, capfd):
-    out, log = tmp_path / "a.jsonl", tmp_path / "a.jsonl.log"
-    command = ["-c", "import sys; open(sys.argv[-1], 'w'); print('success 1')"]
+def test_a_finished_step_is_not_run_again_but_with_other_words_or_newer_files(tmp_path, capfd):
+    out, log, read = tmp_path / "a.jsonl", tmp_path / "a.jsonl.log", tmp_path / "read"
+    read.touch()
+    command = ["-c", f"import sys; open(sys.argv[-1], 'w'); print('success 1')  # x={read},y"]
 
-    def run(command=command):
-        study.run_step(out, command)
-        return log.read_text().count("success"), capfd.readouterr().out.splitlines()
-    assert run()[1][0].endswith(f"begins (log: {log})")
-    assert run()[0] == 2                                             # it has run in this call
-    study.HAS_RUN.clear()
-    assert run() == (2, [])
-    assert run([*command, "--more"])[0] == 3
-    study.HAS_RUN.clear()
+    def num_runs(*more):
+        study.run_step(out, [*command, *more])
+        return log.read_text().count("success")
+    assert num_runs() == 1 and capfd.readouterr().out.splitlines()[0].endswith(f"begins (log: {log})")
+    assert num_runs() == 1 and capfd.readouterr().out == ""
+    assert num_runs("--more") == num_runs("--more") == 2
     out.unlink()
-    assert run([*command, "--more"])[0] == 4
+    assert num_runs("--more") == 3
+    os.utime(read, (2e9, 2e9))
+    assert num_runs("--more") == 4
 
 
 def test_other_arms_are_played_where_one_fails(tmp_path, monkeypatch):

@@ -7,9 +7,9 @@ import types
 
 import pytest
 
-from conftest import read, refused, ROOT, stage
+from conftest import BASE, call, dies, read, refused
 from lib import training
-from lib.runtime import InputError, Rows
+from lib.runtime import Rows
 
 
 class Trackio:
@@ -42,49 +42,31 @@ def trackio(monkeypatch):
     return lambda: copy.deepcopy(stand_in.kept)
 
 
-def test_a_training_that_was_killed_continues_its_curve(workspace, tmp_path, trackio, monkeypatch):
+def test_a_training_that_was_killed_continues_its_curve(workspace, tmp_path, trackio):
     """Killed at step 4, one step after the last state: step 3 is computed again and stands there once."""
-    arguments = list(map(str, [
-        "--trajectories", workspace / "offline.jsonl", "--model", ROOT / "models" / "tiny", "--max-steps", 5,
-        "--save-every", 2, "--out", tmp_path / "out", "--track", "colbench"]))
-    original = training.optimizer_step
-
-    def die(scorer, optimizer, sums, lr, where, task_ids):
-        if where.endswith("step 4 of 5"):
-            raise KeyboardInterrupt
-        return original(scorer, optimizer, sums, lr, where, task_ids)
-    monkeypatch.setattr(training, "optimizer_step", die)
-    with pytest.raises(KeyboardInterrupt):
-        stage(3).main(arguments)
+    arguments = ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--max-steps", 5, "--save-every", 2,
+                 "--out", tmp_path / "out", "--track", "colbench"]
+    with dies(training, "optimizer_step", calls=3):
+        call(3, *arguments)
     [[name, before]] = trackio().items()
     assert name == str(tmp_path / "out") and [step for step, _ in before["rows"]] == [1, 2, 3]
-    monkeypatch.setattr(training, "optimizer_step", original)
-    stage(3).main(arguments)
+    call(3, *arguments)
     [[same_name, run]] = trackio().items()
     assert same_name == name and run["config"]["max_steps"] == 5
     assert [{"step": step, **numbers} for step, numbers in run["rows"]] == read(tmp_path / "out" / "metrics.jsonl")
     assert [step for step, _ in run["rows"]] == [1, 2, 3, 4, 5] and run["rows"][:2] == before["rows"][:2]
-    stage(3).main(arguments)                                         # done already
+    call(3, *arguments)                                              # done already
     assert trackio() == {name: run}
-    stage(3).main([*arguments, "--overwrite", "--max-steps", "1"])   # another run takes the place of the curve
+    call(3, *arguments, "--overwrite", "--max-steps", 1)             # another run takes the place of the curve
     assert [step for step, _ in trackio()[name]["rows"]] == [1]
 
 
-def test_a_rollout_that_was_killed_continues_its_curve(workspace, tmp_path, trackio, monkeypatch):
-    arguments = ["--tasks", str(workspace / "tasks.jsonl"), "--agent", "script", "--max-rounds", "8", "--concurrency",
-                 "1", "--out", str(tmp_path / "out"), "--track", "colbench"]
-    add, added = Rows.add, []
-
-    def add_or_die(rows, number, row):
-        if len(added) == 10:
-            raise InputError("killed")
-        added.append(number)
-        add(rows, number, row)
-    monkeypatch.setattr(Rows, "add", add_or_die)
-    with pytest.raises(InputError, match="killed"):
-        stage(2).main(arguments)
-    monkeypatch.setattr(Rows, "add", add)
-    stage(2).main(arguments)
+def test_a_rollout_that_was_killed_continues_its_curve(workspace, tmp_path, trackio):
+    arguments = ["--tasks", workspace / "tasks.jsonl", "--agent", "script", "--max-rounds", 8, "--concurrency", 1,
+                 "--out", tmp_path / "out", "--track", "colbench"]
+    with dies(Rows, "add", calls=10):
+        call(2, *arguments)
+    call(2, *arguments)
     [run] = trackio().values()
     rows, steps = read(tmp_path / "out"), [step for step, _ in run["rows"]]
     assert sorted(set(steps)) == list(range(1, 25)) and steps == sorted(steps)
@@ -96,6 +78,6 @@ def test_a_rollout_that_was_killed_continues_its_curve(workspace, tmp_path, trac
 def test_without_trackio_it_is_one_line(number, workspace, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
     arguments = {2: ["--tasks", workspace / "tasks.jsonl", "--agent", "script"],
-                 3: ["--trajectories", workspace / "offline.jsonl", "--model", ROOT / "models" / "tiny"]}[number]
+                 3: ["--trajectories", workspace / "offline.jsonl", "--model", BASE]}[number]
     line = refused(number, *arguments, "--out", tmp_path / "out", "--track", "colbench")
     assert line == "--track: needs trackio: pip install trackio" and not (tmp_path / "out").exists()

@@ -52,7 +52,7 @@ def as_svg(figure, name):
 # ---------------------------------------------------------------------------------------------------------------------
 # the plots
 
-def curve_figure(curves, metric, x_label):
+def curve_figure(curves, metric, x_label, is_log=True):
     """`metric` against N, with 95 % error bars. curves: {label: {N: metrics of the method}}."""
     figure = Figure((7, 4), layout="constrained")
     axes = figure.subplots()
@@ -64,8 +64,9 @@ def curve_figure(curves, metric, x_label):
         bounds = np.array([points[size].get("ci95", 2 * [points[size][metric]]) for size in sizes])      # (sizes, 2)
         errors = abs(bounds.T - means)                                                     # (2, sizes)
         axes.errorbar(np.multiply(sizes, shift), means, errors, **look(number), capsize=3, label=label)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, labels=map(str, ticks), minor=False)
+    if is_log:
+        axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, labels=[f"{tick:,}" for tick in ticks])
     axes.set_xlabel(x_label)
     axes.set_ylabel(metric.replace("_", " "))
     axes.grid(axis="y")
