@@ -116,8 +116,7 @@ EQUAL = [
     ("10.0 / 3", "Fraction(10, 3)"), ("0.1", "Decimal('0.1')"), ("[{'a': (0.1 + 0.2, 'b')}]", "[{'a': (0.3, 'b')}]"),
     ("{0.1 + 0.2: 1, 2: 0}", "{0.3: 1, 2: 0}"), ("{sum([0.1] * 10), 0.5, 3}", "{3, 0.5, 1}"),
     ("(0.1 + 0.2) * 1j", "0.3j"), ("np.array([0.1 + 0.2])", "np.array([0.3])"),
-    ("{9.999999999999998, 2}", "{10.0, 2.0}"), ("'\\ud800 \\0 é'", "'\\ud800 \\0 é'"), ("[None, ...] and None", "None"),
-]
+    ("{9.999999999999998, 2}", "{10.0, 2.0}"), ("'\\ud800 \\0 é'", "'\\ud800 \\0 é'"), ("[None, ...] and None", "None")]
 UNEQUAL = [
     ("1", "'1'"), ("1", "None"), ("0", "None"), ("[]", "None"), ("[]", "()"), ("[1, 2]", "(1, 2)"),
     ("[1, 2]", "[2, 1]"), ("[1]", "[1, 1]"), ("10 ** 400", "10 ** 400 + 1"),
@@ -130,8 +129,7 @@ UNEQUAL = [
     ("Counter(a=0)", "{}"), ("deque([1])", "[1]"), ("Color.RED", "Color.BLUE"), ("Color.RED", "1"),
     ("Color.RED", "'RED'"), ("range(3)", "[0, 1, 2]"), ("np.array([1, 2])", "[1, 2]"),
     ("np.array([1, 2])", "np.array([[1, 2]])"), ("np.array([1, 2])", "np.array([1, 3])"), ("['list', [1]]", "[1]"),
-    ("['nan']", "float('nan')"), ("('number', 1)", "1"), ("1j", "1"), ("'nan'", "float('nan')"),
-]
+    ("['nan']", "float('nan')"), ("('number', 1)", "1"), ("1j", "1"), ("'nan'", "float('nan')")]
 TYPES = """from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from datetime import date, datetime, time as clock, timedelta, timezone
 from decimal import Decimal
@@ -248,57 +246,45 @@ def test_whose_names_are_meant(scorer, reference, calls, answer, passes):
 FAKE = "class Yes:\n    __hash__ = None\n" + "".join(
     f"    def __{name}__(self, *other): return True\n" for name in (
         "eq", "ne", "lt", "le", "gt", "ge", "contains", "bool", "init")) + "Decimal = Yes\ndef f(n): return Yes()"
+COMPARISONS = [
+    "f(3) == 9", "9 == f(3)", "f(3) != 8", "f(3) == [9]", "f(0) is None", "f(0) is not None", "f(3) == f(-3)",
+    "f(3) == Decimal(9)", "f(3) < 10", "f(3) >= 9.5", "abs(f(3) - 9) <= 1e-9", "f(2) < float(3)", "Decimal(9) == f(3)",
+    "f(3) == float('nan')", "f(3) == '9'  # text", "(f(3),\n 9) == (9, 9)"]
+ASKED_SOMEWHERE = [                                                 # -1 for each f(n) is wrong for all of these
+    "[4, 9] == list(map(f, [2, 3]))", "9 == max(map(f, [1, 2, 3]))", "4 == (lambda: f)()(2)", "[f(2)] == [4]",
+    "9 == sum([f(x) for x in [3]])", "[3, 2] == sorted([2, 3], key=lambda x: -f(x))",
+    "{2: 4} == {x: f(x) for x in [2]}", "4 < max(map(f, [3]))", "(n := f(2)) == n * 1", "(n := 2) * 2 == f(n)",
+    "[4] * 2 == [f(2), f(-2)]", "max(f(3), f(2)) == Decimal(9)", "list(map(f, [2, 3]))", "[f(x) for x in [2, 3]]",
+    "(lambda: f)()(2)", "[Decimal(f(x)) for x in [2, 3]]", "list(map(lambda x: Decimal(f(x)), [2]))"]
+NOT_COMPARABLE = [
+    "f(3) in (9, 8)", "8 < f(3) < 10", "f(3) == 9 and f(2) == 4", "not f(3) == 9", "[f(3) == 9]",
+    "all(f(i) == i * i for i in range(1, 3))", "f(0) < 3", "f(3) is 9", "f(3) < 'a'", "f(3) == object()",
+    "len(sorted([f(3)], key=lambda x: x > 1))", "(f(3) == 9) == True"]
+ASKED_NOTHING = [
+    "[4] * 2 == [4, 4]", "1 == 1", "4 == 2 + 2", "Decimal(4) == 4", "(n := 3) == n", "len([1])", "[f(x) for x in []]",
+    "True or f(2)", "3 if True else f(2)", "0 < len([lambda: f])"]
 
 
-@pytest.mark.parametrize("call, gradeable", [
-    ("f(3) == 9", 1), ("9 == f(3)", 1), ("f(3) != 8", 1), ("f(3) == [9]", 1), ("f(0) is None", 1),
-    ("f(0) is not None", 1), ("f(3) == f(-3)", 1), ("f(3) == Decimal(9)", 1), ("f(3) < 10", 1), ("f(3) >= 9.5", 1),
-    ("abs(f(3) - 9) <= 1e-9", 1), ("f(2) < float(3)", 1), ("Decimal(9) == f(3)", 1), ("f(3) == float('nan')", 1),
-    ("f(3) == '9'  # text", 1), ("(f(3),\n 9) == (9, 9)", 1), ("f(3) in (9, 8)", 0), ("8 < f(3) < 10", 0),
-    ("f(3) == 9 and f(2) == 4", 0), ("not f(3) == 9", 0), ("[f(3) == 9]", 0),
-    ("all(f(i) == i * i for i in range(1, 3))", 0), ("f(0) < 3", 0), ("f(3) is 9", 0), ("f(3) < 'a'", 0),
-    ("f(3) == object()", 0), ("len(sorted([f(3)], key=lambda x: x > 1))", 0), ("(f(3) == 9) == True", 0),
-])
-def test_a_comparison_is_of_values_and_no_object_decides_it(scorer, call, gradeable):
-    task = task_of("from decimal import Decimal\n" + F, call, "f(3)")
-    score = scorer.score([(task, F)])[0]
-    assert score.gradeable == score.tests == [bool(gradeable), True], score.faults
-    assert verdicts(scorer, FAKE, task) == [False] * 2
+def test_a_comparison_is_of_values_and_no_object_decides_it(scorer):
+    """Every side that is no literal is asked of the answer; a test that asks it nothing cannot be graded."""
+    calls = COMPARISONS + ASKED_SOMEWHERE + NOT_COMPARABLE + ASKED_NOTHING
+    task = task_of("from decimal import Decimal\n" + F, *calls)
+    answers = [F, FAKE, "", "x = 1\ndef g(n): return n * n or None", "def f(n): return -1"]
+    right, fake, empty, unrelated, wrong = scorer.score([(task, answer) for answer in answers])
+    passed = {call for call, test in zip(calls, right.tests) if test}
+    assert right.tests == right.gradeable and passed == {*COMPARISONS, *ASKED_SOMEWHERE}
+    assert not any(fake.tests + empty.tests + unrelated.tests)
+    assert not any(wrong.tests[len(COMPARISONS):])
+    assert set(right.faults[-len(ASKED_NOTHING):]) == {"not gradeable: it asks the answer nothing"}
 
 
 @pytest.mark.parametrize("call, wrong", [
     ("f(3) == 9", "8"), ("9 == f(3)", "None"), ("f(3) == [9]", "[9]"), ("f(3) != 8", "8"), ("f(0) is None", "0"),
     ("f(3) < 10", "10"), ("f(3) < 10", "'9'"), ("f(3) < 10", "10 ** 400"), ("f(3) > 8", "8 + 1e-14"),
-    ("f(3) >= 9", "8.99"), ("f(3) == f(-3)", "n"), ("f(3) < 10", "float('inf')"), ("str(f(3)) < 'a'", "'b'"),
-])
+    ("f(3) >= 9", "8.99"), ("f(3) == f(-3)", "n"), ("f(3) < 10", "float('inf')"), ("str(f(3)) < 'a'", "'b'")])
 def test_a_comparison_with_a_wrong_value_fails(scorer, call, wrong):
     task = task_of(F, call, "f(2)")
     assert verdicts(scorer, F, task) == [True] * 2 and not verdicts(scorer, f"def f(n): return {wrong}", task)[0]
-
-
-@pytest.mark.parametrize("call", [
-    "[4, 9] == list(map(f, [2, 3]))", "9 == max(map(f, [1, 2, 3]))", "4 == (lambda: f)()(2)", "[f(2)] == [4]",
-    "9 == sum([f(x) for x in [3]])", "[3, 2] == sorted([2, 3], key=lambda x: -f(x))",
-    "{2: 4} == {x: f(x) for x in [2]}", "4 < max(map(f, [3]))", "(n := f(2)) == n * 1", "(n := 2) * 2 == f(n)",
-    "[4] * 2 == [f(2), f(-2)]", "max(f(3), f(2)) == Decimal(9)", "list(map(f, [2, 3]))", "[f(x) for x in [2, 3]]",
-    "(lambda: f)()(2)", "[Decimal(f(x)) for x in [2, 3]]", "list(map(lambda x: Decimal(f(x)), [2]))",
-])
-def test_every_side_that_is_no_literal_is_asked_of_the_answer(scorer, call):
-    task = task_of("from decimal import Decimal\n" + F, call)
-    right, empty, unrelated, wrong = scorer.score([
-        (task, F), (task, ""), (task, "x = 1\ndef g(n): return n * n or None"), (task, "def f(n): return -1")])
-    assert right.gradeable == right.tests == [True], right.faults
-    assert empty.tests == unrelated.tests == wrong.tests == [False]
-
-
-@pytest.mark.parametrize("call", [
-    "[4] * 2 == [4, 4]", "1 == 1", "4 == 2 + 2", "Decimal(4) == 4", "(n := 3) == n", "len([1])", "[f(x) for x in []]",
-    "True or f(2)", "3 if True else f(2)", "0 < len([lambda: f])"])
-def test_a_test_that_asks_the_answer_nothing_cannot_be_graded(scorer, call):
-    task = task_of("from decimal import Decimal\n" + F, call, "f(2)")
-    right, empty = scorer.score([(task, F), (task, "")])
-    assert right.gradeable == right.tests == [False, True] and empty.tests == [False, False]
-    assert right.faults[0] == "not gradeable: it asks the answer nothing"
 
 
 def test_sides_have_the_values_that_the_test_states(scorer):
@@ -462,10 +448,11 @@ ARRAY = task_of("def f(n, array=__import__('numpy').array): return array([n, n])
      ONE, 0.0, 0.0),                                                            # A is swallowed: it hangs
     ("def f(n, wait=__import__('time').sleep): wait(3)\n", ONE, 0.0, 0.0),       # A
 ])
-def test_published_verdicts(compat, answer, task, published, ours, request):
+def test_published_verdicts(compat, scorer, monkeypatch, answer, task, published, ours):
+    monkeypatch.setattr(sandbox, "CLOCK", 4)                        # 2 s for a call that sleeps
     assert reward_of(verdicts(compat, answer, task)) == published
     if "while True" not in answer:
-        assert reward_of(verdicts(request.getfixturevalue("scorer"), answer, task)) == ours
+        assert reward_of(verdicts(scorer, answer, task)) == ours
 
 
 def test_an_answer_that_ends_the_published_evaluation_is_counted(tmp_path):
