@@ -24,13 +24,12 @@ human that answers by rule can play them; for tasks of a model the prompt and th
     python 01_generate_tasks.py --split train --num-tasks 1000 --out out/train.jsonl
     python 01_generate_tasks.py --source llm --model http://localhost:8000/v1#NAME --split train --out llm/train.jsonl
 """
-import asyncio
 import collections
 import functools
+import json
 import pathlib
 import random
 import re
-import shutil
 import warnings
 
 import common
@@ -43,17 +42,17 @@ from lib.runtime import (
     begin_output,
     InputError,
     is_done,
-    is_main,
-    map_blocks,
     on_main,
+    partial_files,
     read_jsonl,
     read_text,
+    Rows,
     run_stage,
     say,
     start,
     write_jsonl,
 )
-from lib.sampling import open_sampler
+from lib.sampling import add_rows, finish_rows, open_sampler
 from lib.servers import ReplyError, strip_thoughts
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -79,7 +78,7 @@ def counted(items):
 
 def read_seed_texts(path):
     """The texts of a JSONL file of {"text"}, or the paragraphs of a plain one."""
-    if str(path).endswith((".jsonl", ".jsonl.gz")):
+    if str(path).endswith(".jsonl"):
         texts = [row["text"] for row in read_jsonl(path, {"text": str})]
     else:
         texts = re.split(r"\n\s*\n", read_text(path))
@@ -89,37 +88,22 @@ def read_seed_texts(path):
     return texts
 
 
-async def ask_all(sampler, prompts, numbers, args):
-    """The Reply to each prompt, all in flight together; the number of the attempt is the seed."""
-    requests = []
-    for prompt, number in zip(prompts, numbers):
-        chat = [{"role": "user", "content": prompt}]
-        requests.append(sampler.sample(chat, 1, args.temperature, args.max_new_tokens, (args.seed, number, "task")))
-    return [reply for [reply] in await asyncio.gather(*requests)]
-
-
-def attempt_rows(numbers, sampler, loop, texts, scorers, args):
-    """Rows of a block of attempts: the reply, and its task or the reason why there is none; repeats aside."""
-    rows, prompts = [], []
-    for number in numbers:
-        text, kind = texts[number % len(texts)], random.Random(f"{args.seed} {number}").choice(written.KINDS)
-        prompts.append(written.TASK_PROMPT.format(text=text, kind=kind))
-        rows.append({"attempt": number, "seed_text": text, "reason": None, "task": None})
-    unchecked = []
-    for row, reply in zip(rows, loop.run(ask_all(sampler, prompts, numbers, args))):
-        row |= {"reply": reply.text, "tokens": reply.completion_tokens or 0}
-        task = written.written_task(strip_thoughts(reply.text), reply.ended)
-        if isinstance(task, dict):
-            unchecked.append((row, task))
-        else:
-            row["reason"] = task
-
-    checks = check_tasks([task for _, task in unchecked], *scorers)
-    for (row, task), check in zip(unchecked, checks):
+async def attempt_row(number, sampler, texts, scorers, args):
+    """The row of an attempt: what the model replied, and its task or the reason why there is none; repeats aside."""
+    text, kind = texts[number % len(texts)], random.Random(f"{args.seed} {number}").choice(written.KINDS)
+    chat = [{"role": "user", "content": written.TASK_PROMPT.format(text=text, kind=kind)}]
+    key = args.seed, number, "task"
+    [reply] = await sampler.sample(chat, 1, args.temperature, args.max_new_tokens, key)
+    row = {"attempt": number, "seed_text": text, "reason": None, "task": None, "reply": reply.text,
+           "tokens": reply.completion_tokens}
+    task = written.written_task(strip_thoughts(reply.text), reply.ended)
+    if isinstance(task, dict):
+        [check] = check_tasks([task], *scorers)
         row["reason"] = reason_against(task, check, args.split)
-        if row["reason"] is None:
-            row["task"] = {**task, "attempt": row["attempt"]}
-    return rows
+        row["task"] = {**task, "attempt": number}
+    else:
+        row["reason"] = task
+    return row
 
 
 def reason_against(task, check, split):
@@ -134,48 +118,50 @@ MOST_PROMPT_TOKENS = 16384                                              # of a m
 
 
 def write_model_tasks(args):
-    """--source llm: ask the model in rounds of attempts until --num-tasks of its tasks are kept. A round is a file,
-    which the same command reads or goes on in; how attempts are batched does not change what is kept."""
+    """--source llm: ask the model until --num-tasks of its tasks are kept. The attempts stand in a file beside the
+    output until then, which the same command goes on with; how many are in flight does not change what is kept."""
     warnings.simplefilter("ignore", SyntaxWarning)                      # of what the model writes
     runtime = start(args.seed)
     texts = read_seed_texts(args.seeds) if args.seeds else re.split("; |\n", written.TOPICS)
     random.Random(args.seed).shuffle(texts)
-    inputs, arguments = [args.seeds, args.model], vars(args).copy()
-    del arguments["max_attempts"]                                       # more attempts go on with those that are there
-    if is_done(arguments, args.out, inputs):
+    inputs = [args.seeds, args.model]
+    if is_done(vars(args), args.out, inputs):
         return
     room = MOST_PROMPT_TOKENS + args.max_new_tokens
     sampler = open_sampler(args.model, runtime.device, args.dtype, args.concurrency, room)
-    begin_output(arguments, args.out, inputs)
-    rounds = pathlib.Path(f"{args.out}.rounds")
-    if args.overwrite and is_main():
-        shutil.rmtree(rounds, ignore_errors=True)
-    barrier()
-    rounds.mkdir(exist_ok=True)
+    begin_output(vars(args), args.out, inputs)
 
-    rows, tasks = [], []
-    seen = set(), []                                                    # of what is kept, for written.repeat_reason
+    attempts, tasks, num_attempts = [], [], 0
     scorers = [Scorer(args.unsafe_scorer, hash_seed=number) for number in (0, 1)]
-    with asyncio.Runner() as loop, scorers[0], scorers[1]:
-        work = functools.partial(attempt_rows, sampler=sampler, loop=loop, texts=texts, scorers=scorers, args=args)
-        while len(tasks) < args.num_tasks and len(rows) < args.max_attempts:
-            first = len(rows)
-            num_attempts = max(args.num_tasks - len(tasks), args.concurrency)
-            numbers = range(first, min(first + num_attempts, args.max_attempts))
-            blocks = [numbers[i:i + args.concurrency] for i in range(0, len(numbers), args.concurrency)]
-            for row in map_blocks(rounds / f"{first}.jsonl", blocks, work, runtime, "attempt"):
-                if len(tasks) == args.num_tasks:
-                    break                                        # the rest of the round is not needed
-                row["reason"] = row["reason"] or written.repeat_reason(row["task"], seen)
-                rows.append(row)
-                if row["reason"] is None:
-                    tasks.append(row["task"])
-    barrier()                                                    # all have read the rounds
-    finish_tasks(args, rows, tasks)
-    if is_main():
-        shutil.rmtree(rounds)
-    num_tokens = sum(row["tokens"] for row in rows)
-    add_costs(args.out, generated_tokens=num_tokens)
+    make_row = functools.partial(attempt_row, sampler=sampler, texts=texts, scorers=scorers, args=args)
+    with scorers[0], scorers[1]:
+        while len(tasks) < args.num_tasks and num_attempts < args.max_attempts:
+            num_more = max(args.num_tasks - len(tasks), args.concurrency)
+            num_attempts = min(num_attempts + num_more, args.max_attempts)
+            with Rows(args.out, runtime) as rows:                       # with those that are there already
+                failures = add_rows(rows, range(num_attempts), make_row, args.concurrency, runtime)
+                if failures:
+                    finish_rows(rows, num_attempts, failures, runtime)
+                attempts, tasks = kept_tasks(rows, num_attempts, args.num_tasks)
+    barrier()                                                           # all have read the attempts
+    finish_tasks(args, attempts, tasks)
+    add_costs(args.out, generated_tokens=sum(row["tokens"] for row in attempts))
+
+
+def kept_tasks(rows, num_attempts, num_tasks):
+    """(attempts, tasks): the attempts in their order until so many tasks are kept, and why others are not."""
+    attempts, tasks = [], []
+    seen = set(), []                                                    # of what is kept, for written.repeat_reason
+    by_number = rows.find()
+    for number in range(num_attempts):
+        row = json.loads(by_number[number])
+        row["reason"] = row["reason"] or written.repeat_reason(row["task"], seen)
+        attempts.append(row)
+        if row["reason"] is None:
+            tasks.append(row["task"])
+        if len(tasks) == num_tasks:
+            break
+    return attempts, tasks
 
 
 @on_main
@@ -194,6 +180,8 @@ def finish_tasks(args, rows, tasks):
                          f"({ends}; see {rejected}); the same command with a higher one goes on from here")
     say(f"{len(rows):,} attempts: {ends}")
     write_jsonl(out, tasks)
+    for path in partial_files(out):
+        path.unlink()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -326,7 +314,7 @@ def parse_args(argv=None):
     parser.add_argument("--told", choices=["none", "some", "all"], default="some",
                         help="facts that the request states: none, one (of a page one or two) in 30 %% of the tasks, "
                         "or all (clear requests)")
-    parser.add_argument("--seed", type=flags.seed_flag, default=0, help="seed of the tasks, or of their order")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the tasks, or of their order")
     parser.add_argument("--out", help="tasks file to write (JSONL); with --check its findings (optional)")
     parser.add_argument("--check", metavar="FILE", help="check the tasks of this file instead of making any")
     # the published data
@@ -340,9 +328,9 @@ def parse_args(argv=None):
                         help='llm: texts that give the ideas: JSONL with "text", or paragraphs (None: our topics)')
     parser.add_argument("--max-attempts", type=flags.positive_int,
                         help="llm: replies after which it gives up (None: 20 a task, divided by the share of --split)")
-    parser.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="llm: of the model")
-    parser.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=2048, help="llm: tokens of a reply")
-    parser.add_argument("--concurrency", type=flags.num_samples_flag, default=64, help="llm: attempts in flight")
+    parser.add_argument("--temperature", type=flags.non_negative_float, default=1.0, help="llm: of the model")
+    parser.add_argument("--max-new-tokens", type=flags.positive_int, default=2048, help="llm: tokens of a reply")
+    parser.add_argument("--concurrency", type=flags.positive_int, default=64, help="llm: attempts in flight")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="llm: of a local model")
     flags.add_world(parser)
     flags.add_overwrite(parser)

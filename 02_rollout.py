@@ -41,7 +41,7 @@ from lib.models import load_tokenizer, tokenizer_name
 from lib.runtime import add_costs, begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
 from lib.sampling import add_rows, finish_rows, open_sampler, open_vision_sampler, Sampler
 from lib.servers import is_server, NoRoom
-from lib.statistics import heading_of, mean_over_tasks, measure_turns
+from lib.statistics import heading_of, mean_over_tasks
 from lib.tracking import check_track, Track
 from lib.vision import action_documents
 
@@ -71,7 +71,9 @@ class Players:
     agent: Sampler | None = None                # None: a scripted agent
     simulator: Sampler | None = None            # None: the rule-based one
     judge: Sampler | None = None                # of --best-of with --critic judge:MODEL
-    critic: dict | None = None                  # of --best-of with a critic of 03
+    critic: common.Critic | None = None         # of --best-of with a critic of 03
+    track: Track | None = None                  # of --track
+    returns: list = dataclasses.field(default_factory=list)                 # of the dialogues that are finished
     verdicts: collections.Counter = dataclasses.field(default_factory=collections.Counter)      # of the judge
     # --branch: {(task id, candidate): its first turn, or the asyncio.Task that samples it}
     first_turns: dict = dataclasses.field(default_factory=dict)
@@ -218,8 +220,7 @@ def branched_dialogues(trajectories, system, args):
     states = random.Random(args.seed).sample(states, min(args.branch, len(states)))
     dialogues = []
     for trajectory, position in states:
-        num_rounds = count_agent_turns(trajectory["dialogue_history"])
-        max_rounds = trajectory.get("max_rounds", max(args.max_rounds, num_rounds))
+        max_rounds = trajectory.get("max_rounds", args.max_rounds)
         if max_rounds != args.max_rounds:
             raise InputError(f"{args.tasks}: task {trajectory['task_id']} was rolled out with --max-rounds "
                              f"{max_rounds}; --branch needs the same")
@@ -241,9 +242,7 @@ def branched_dialogue(number, trajectory, position, candidate, continuation):
     history = []
     for turn in trajectory["dialogue_history"][:position]:
         history.append({key: turn[key] for key in ("role", "content", "tool") if key in turn})
-    task = trajectory["task"]
-    if task_id(task) != trajectory["task_id"]:                       # the row's name counts, of tasks that have none
-        task = {**task, "task_id": trajectory["task_id"]}
+    task = {**trajectory["task"], "task_id": trajectory["task_id"]}  # the row's name counts, of tasks that have none
     branch = {"sample": trajectory["sample"], "turn": position, "candidate": candidate}
     keys = {"branch": branch, "continuation": continuation}
     return Dialogue(task, number, history, system=None, random_name=branch_name(branch), branch=keys)
@@ -311,59 +310,41 @@ def to_trajectory(dialogue, verdicts, players, args):
     return {**trajectory, **dialogue.branch}
 
 
-def row_maker(players, track, returns, args):
-    """What makes the row of a dialogue (add_rows). returns: those that are known so far, of which --track shows the
-    mean."""
-    async def score(dialogue):
-        [verdicts] = await players.environment.score([(dialogue.task, dialogue.answer)])
-        trajectory = to_trajectory(dialogue, verdicts, players, args)
-        dialogue.history = dialogue.answer = None                    # memory is for what is in flight
-        returns.append(domain_of(dialogue.task).eval_score(trajectory))
-        track.log(len(returns), mean_return=sum(returns) / len(returns))
-        return trajectory
+async def make_row(dialogue, players, args):
+    """Roll out a dialogue; returns the async function that scores it and gives its row (add_rows)."""
+    await roll_out(dialogue, players, args)
+    return functools.partial(scored_row, dialogue, players, args)
 
-    async def make_row(dialogue):
-        await roll_out(dialogue, players, args)
-        return functools.partial(score, dialogue)
-    return make_row
+
+async def scored_row(dialogue, players, args):
+    """The row of a dialogue that has its answer."""
+    [verdicts] = await players.environment.score([(dialogue.task, dialogue.answer)])
+    trajectory = to_trajectory(dialogue, verdicts, players, args)
+    dialogue.history = dialogue.answer = None                        # memory is for what is in flight
+    players.returns.append(domain_of(dialogue.task).eval_score(trajectory))
+    players.track.log(len(players.returns), mean_return=sum(players.returns) / len(players.returns))
+    return trajectory
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# what a rollout says of itself
-
-def without_samples(trajectory):
-    """The trajectory without what takes most memory: prompts, raw texts and ids of its turns."""
-    history = []
-    for turn in trajectory["dialogue_history"]:
-        history.append({key: value for key, value in turn.items() if key not in ("input", "output", "output_ids")})
-    return {**trajectory, "dialogue_history": history}
-
-
 def summary(path):
-    """One line: the mean return (over tasks, as 05 has it), the domain's columns, rounds, what was cut, and the
-    simulator's replies that show code."""
+    """One line: the mean return (over tasks, as 05 has it), rounds, how dialogues and turns ended, and the simulator's
+    replies that show code."""
     with open(path, encoding="utf-8") as file:
-        trajectories = [without_samples(json.loads(line)) for line in file]
+        trajectories = [json.loads(line) for line in file]
     domain = domain_of(trajectories[0]["task"])
-    numbers = domain.measure(trajectories) | measure_turns(trajectories, domain)
-    mean_return = mean_over_tasks(trajectories, domain.eval_score)
-    parts = [f"{heading_of(domain.metric(trajectories))} {mean_return:.3f}"]
-    for key, heading, form in domain.COLUMNS:
-        if key in numbers:
-            parts.append(f"{heading} {numbers[key]:{form}}")
     turns = [turn for trajectory in trajectories for turn in trajectory["dialogue_history"][1:]]
-    parts.append(f"rounds {count_agent_turns(turns) / len(trajectories):.2f}")
-    if "forced_answers" in numbers:
-        parts.append(f"{numbers['forced_answers']:.1%} ended by --max-rounds")
+    replies = [turn for turn in turns if turn["role"] == "user" and "tool" not in turn]
     num_full = sum("no_room" in trajectory for trajectory in trajectories)
-    if num_full:
-        parts.append(f"{num_full} ended because no further turn fits (--max-length, --max-new-tokens)")
-    parts.append(f"{sum('truncated' in turn for turn in turns)} turns stopped by --max-new-tokens")
-    num_replies = sum(turn["role"] == "user" and "tool" not in turn for turn in turns)
-    leaks = collections.Counter(turn["leak"] for turn in turns if "leak" in turn)
-    parts.append(f"{leaks.total() / max(1, num_replies):.1%} of the simulator's replies leak code")
-    if leaks:
-        parts[-1] += f" ({', '.join(f'{count} {kind}' for kind, count in sorted(leaks.items()))})"
+    num_leaks = sum("leak" in reply for reply in replies)
+    parts = [f"{heading_of(domain.metric(trajectories))} {mean_over_tasks(trajectories, domain.eval_score):.3f}",
+             f"rounds {count_agent_turns(turns) / len(trajectories):.2f}",
+             f"{num_full} ended because no further turn fits (--max-length, --max-new-tokens)",
+             f"{sum('truncated' in turn for turn in turns)} turns stopped by --max-new-tokens",
+             f"{num_leaks / max(1, len(replies)):.1%} of the simulator's replies leak code"]
+    forced_frac = domain.measure(trajectories).get("forced_answers")
+    if forced_frac is not None:
+        parts.insert(2, f"{forced_frac:.1%} ended by --max-rounds")
     return " | ".join(parts)
 
 
@@ -376,32 +357,28 @@ def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
     parser.add_argument("--tasks", type=flags.text_flag, required=True,
                         help="tasks file (01); with --branch a trajectories file")
-    parser.add_argument("--agent", type=flags.text_flag, required=True,
-                        help="a model (folder, hub id, smollm2, server), "
-                        "or a scripted agent of the domain: script, script-informed (knows c), …")
-    parser.add_argument("--simulator", type=flags.text_flag, default="rules",
-                        help="who simulates the user: rules, or a model")
+    parser.add_argument("--agent", type=flags.text_flag, required=True, help="a model (folder, hub id, smollm2, a "
+                        "server), or a scripted agent of the domain: script, script-informed (knows c), …")
+    parser.add_argument("--simulator", type=flags.text_flag, default="rules", help="the user: rules, or a model")
     parser.add_argument("--out", type=flags.text_flag, required=True, help="trajectories file to write (JSONL)")
     parser.add_argument("--samples", type=flags.positive_int, default=1, help="dialogues a task")
     parser.add_argument("--max-rounds", type=flags.positive_int, default=10, help="agent turns in a dialogue")
     parser.add_argument("--single-turn", action="store_true", help="the agent answers at once (--max-rounds 1)")
-    parser.add_argument("--temperature", type=flags.temperature_flag, default=1.0,
-                        help="of the agent; the simulator's is 0")
-    parser.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=1024, help="tokens a turn of the agent")
-    parser.add_argument("--simulator-max-new-tokens", type=flags.num_tokens_flag,
+    parser.add_argument("--temperature", type=flags.non_negative_float, default=1.0, help="of the agent")
+    parser.add_argument("--max-new-tokens", type=flags.positive_int, default=1024, help="tokens a turn of the agent")
+    parser.add_argument("--simulator-max-new-tokens", type=flags.positive_int,
                         help="tokens a reply of a simulating model (None: the domain's REPLY_TOKENS)")
-    parser.add_argument("--seed", type=flags.seed_flag, default=0, help="seed of the samples")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the samples")
     group = parser.add_argument_group("critics")
-    group.add_argument("--best-of", type=flags.num_samples_flag, default=1, help="messages sampled at each turn")
+    group.add_argument("--best-of", type=flags.positive_int, default=1, help="messages sampled at each turn")
     group.add_argument("--critic", type=flags.text_flag, help="who picks one of --best-of: a critic folder (03); "
                        "judge:MODEL; untrained (the agent itself, whose reference does not see c)")
     flags.add_reference(group)
     group.add_argument("--branch", type=flags.positive_int, metavar="N",
                        help="go on from N turns of a trajectories file")
-    group.add_argument("--branch-candidates", type=flags.num_samples_flag, default=8,
-                       help="--branch: messages in each state")
+    group.add_argument("--branch-candidates", type=flags.positive_int, default=8, help="messages in each of them")
     group = parser.add_argument_group("models and servers")
-    group.add_argument("--concurrency", type=flags.num_samples_flag, default=64, help="dialogues in flight")
+    group.add_argument("--concurrency", type=flags.positive_int, default=64, help="dialogues in flight")
     group.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the models")
     group.add_argument("--max-length", type=flags.positive_int, default=16384,
                        help="tokens of a prompt with its reply (local models)")
@@ -409,13 +386,11 @@ def parse_args(argv=None):
                        help="padded tokens of a pass of --critic")
     group.add_argument("--system-prompt", type=flags.text_flag, metavar="FILE", help="its text, taken as it is, is the "
                        "agent's system prompt in place of ours and of our note on the last round")
-    group.add_argument("--chat-template-args", type=json.loads, default={}, metavar="JSON",
-                       help="arguments of chat "
+    group.add_argument("--chat-template-args", type=json.loads, default={}, metavar="JSON", help="arguments of chat "
                        "templates by role: {\"agent\": {\"enable_thinking\": false}, \"simulator\": …, …}")
-    group.add_argument("--agent-tokenizer", type=flags.text_flag, metavar="MODEL",
-                       help="the tokenizer of a vLLM server's "
-                       "agent: keeps the sampled ids and the prompt, so that 03 and 04 train on just these; --best-of "
-                       "needs it for a critic that reads tokens")
+    group.add_argument("--agent-tokenizer", type=flags.text_flag, metavar="MODEL", help="the tokenizer of a vLLM "
+                       "server's agent: keeps the sampled ids and the prompt, so that 03 and 04 train on just these; "
+                       "--best-of needs it for a critic that reads tokens")
     parser.add_argument("--track", type=flags.text_flag, metavar="PROJECT", help="log how many dialogues are there and "
                         "their mean return to this project of trackio (pip install trackio)")
     flags.add_world(parser)
@@ -434,8 +409,6 @@ def check_flags(parser, args):
         parser.error("--best-of needs an agent that is a model, and --critic DIR or judge:MODEL")
     if args.reference_sees_c is not None and args.best_of == 1:
         parser.error("--reference-sees-c goes with --best-of")
-    if args.critic == common.UNTRAINED and is_server(args.agent):
-        parser.error(f"--critic {common.UNTRAINED}: its scores need the agent's weights, which a server does not give")
     if args.branch and (is_scripted(args) or args.best_of > 1):
         parser.error("--branch needs an agent that is a model, and goes without --best-of")
     if args.system_prompt and is_scripted(args):
@@ -467,35 +440,32 @@ def check_players(tasks, domain, args):
     if is_scripted(args) and args.agent not in domain.PLAYERS:
         names = ", ".join(domain.PLAYERS) or "(none)"
         raise InputError(f"--agent {args.agent}: {domain.NOUN}s have the scripted agents {names}")
-    players = []
-    if args.simulator == "rules":
-        players.append("rules")
-    if is_scripted(args):
-        players.append("script")
     for number, task in enumerate(tasks, 1):
-        for player in players:
-            lacking = domain.lacks(task, player)
-            if lacking:
-                raise InputError(f'{args.tasks}:{number}: missing "{lacking}", which the rules of template tasks need; '
-                                 "use --agent MODEL --simulator MODEL")
+        lacking = None
+        if args.simulator == "rules":
+            lacking = domain.lacks(task, "rules")
+        if is_scripted(args):
+            lacking = lacking or domain.lacks(task, "script")
+        if lacking:
+            raise InputError(f'{args.tasks}:{number}: missing "{lacking}", which the rules of template tasks need; use '
+                             "--agent MODEL --simulator MODEL")
     if "judge" in model_names(args) and domain.JUDGE is None:
         raise InputError(f"--critic judge: cannot compare messages about {domain.NOUN}s; they need a critic of 03")
 
 
 def open_samplers(domain, device, args):
-    """{role: its Sampler} of the roles that models play; a model is opened once for all of its roles."""
-    names, opened, samplers = model_names(args), {}, {}
+    """{role: its Sampler} of the roles that models play."""
+    names, samplers = model_names(args), {}
+    open_once = functools.cache(open_sampler)                        # a model that plays two roles
     slots = args.concurrency * args.best_of
     if names.get("agent") == names.get("simulator"):
         slots *= 2                                                   # each side has its own cache
     for role, name in names.items():
-        sees = role == "simulator" and domain.SIMULATOR_SEES and not is_server(name)
-        if sees:
-            opened[name, sees] = open_vision_sampler(name, device, args.dtype)
-        elif (name, sees) not in opened:
-            opened[name, sees] = open_sampler(name, device, args.dtype, slots, args.max_length)
-        template_args = args.chat_template_args.get(role, {})
-        samplers[role] = dataclasses.replace(opened[name, sees], template_args=template_args)
+        if role == "simulator" and domain.SIMULATOR_SEES and not is_server(name):
+            sampler = open_vision_sampler(name, device, args.dtype)
+        else:
+            sampler = open_once(name, device, args.dtype, slots, args.max_length)
+        samplers[role] = dataclasses.replace(sampler, template_args=args.chat_template_args.get(role, {}))
     if args.agent_tokenizer:
         samplers["agent"].tokenizer = load_tokenizer(args.agent_tokenizer)
     return samplers
@@ -553,9 +523,8 @@ def main(argv=None):
     check_players(tasks, domain, args)
     args.simulator_max_new_tokens = args.simulator_max_new_tokens or domain.REPLY_TOKENS
     system = read_text(args.system_prompt) if args.system_prompt else None
-    arguments = {name: value for name, value in vars(args).items() if name != "concurrency"}     # it changes no row
     inputs = [args.tasks, *model_names(args).values(), args.critic, args.agent_tokenizer, args.system_prompt]
-    if is_done(arguments, out, inputs):
+    if is_done(vars(args), out, inputs):
         return
 
     check_track(args.track)
@@ -566,18 +535,18 @@ def main(argv=None):
         group = args.samples                                         # continuations share their first turn
     else:
         dialogues = new_dialogues(tasks, system, args.samples)
-    begin_output(arguments, out, inputs)
+    begin_output(vars(args), out, inputs)
+    players.track = Track(args.track, out, vars(args))
     with Rows(out, runtime) as rows, players.environment:
-        returns = []
         if rows.done:
             say(f"{len(rows.done):,} of {len(dialogues):,} dialogues are there already")
-            for row in rows.rows():
-                returns.append(domain.eval_score(row))
-                if args.branch:
-                    name = row["task_id"], branch_name(row["branch"])
-                    players.first_turns[name] = row["dialogue_history"][row["branch"]["turn"]]
-        make_row = row_maker(players, Track(args.track, out, vars(args)), returns, args)
-        failures = add_rows(rows, dialogues, make_row, args.concurrency, runtime, group)
+        for row in map(json.loads, rows.find().values()):
+            players.returns.append(domain.eval_score(row))
+            if args.branch:
+                name = row["task_id"], branch_name(row["branch"])
+                players.first_turns[name] = row["dialogue_history"][row["branch"]["turn"]]
+        row_of = functools.partial(make_row, players=players, args=args)
+        failures = add_rows(rows, dialogues, row_of, args.concurrency, runtime, group)
     tokens = say_totals(len(dialogues) - len(rows.done), players, begin_s)
     add_costs(out, generated_tokens=tokens)
     finish_rows(rows, len(dialogues), failures, runtime)

@@ -173,7 +173,6 @@ def train(scorer, examples, targets, args, run):
         if done % args.save_every == 0 or done == len(batches):
             checkpoints.save(done)
             add_costs(args.out, folder=True, trained_tokens=log.take_tokens())
-    checkpoints.wait()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def score_candidates(rows, tokenizer, args, run):
         def score_block(block):
             advantages_of = worths(block, critic, tokenizer, environment, args.max_tokens)
             return [{**row, "advantages": advantages} for row, advantages in zip(block, advantages_of)]
-        rows = map_blocks(path, blocks, score_block, run, "state", together=True)
+        rows = map_blocks(path, blocks, score_block, run)
     add_costs(args.out, folder=True)
     return rows
 

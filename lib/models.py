@@ -369,14 +369,14 @@ SAME_LOGITS = 0.02                              # of the largest logit: rounding
 
 
 @torch.no_grad()
-@torch.compiler.set_stance("force_eager")               # or these three tokens would be compiled for
 def check_logits(model, name):
     """InputError where a model's logits are not what projection_of makes of its last hidden states: log-probabilities
     and samples would silently be those of another model."""
     was_training = model.training
     model.eval()
     ids = torch.tensor([[0, 1, 2]], device=model.device)
-    with loading(name):                         # a family may lack anything
+    # A family may lack anything; and nothing is compiled for these three tokens. (As a decorator it would cost 3 s.)
+    with loading(name), torch.compiler.set_stance("force_eager"):
         hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state            # (1, 3, H)
         all_seen = torch.ones_like(ids)         # said, because some warn where an id is that of padding
         expected = model(input_ids=ids, attention_mask=all_seen, use_cache=False).logits.float()  # (1, 3, V)

@@ -3,7 +3,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
-import gzip
+import glob
 import hashlib
 import importlib.metadata
 import json
@@ -16,11 +16,11 @@ import resource
 import shutil
 import sys
 import time
-import zlib
 from collections import namedtuple
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from colbench.schema import record
 from lib import VERSION
@@ -34,26 +34,16 @@ class InputError(Exception):
 Runtime = namedtuple("Runtime", "rank world_size device")
 
 
-class SayHandler(logging.Handler):
-    def emit(self, record):
-        say(record.getMessage())
-
-
 def run_stage(main, *errors):
     """Run a stage's main(). Bad input (InputError, or one of `errors`) and what the system refuses (OSError) become one
     line on stderr and exit status 2. What the benchmark logs is printed."""
     sys.stdout.reconfigure(errors="backslashreplace")                # what cannot be shown must not end a run
-    log = logging.getLogger("colbench")
-    log.setLevel(logging.INFO)
-    log.addHandler(SayHandler())
+    logging.basicConfig(format="%(message)s", stream=sys.stdout)
+    logging.getLogger("colbench").setLevel("INFO" if os.environ.get("RANK", "0") == "0" else "WARNING")
     try:
         main()
         barrier()                               # a rank that leaves early would break the connections of the others
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:
-        if not isinstance(error, (InputError, OSError, *errors)) and not is_of_full_disk(error):
-            raise
+    except (InputError, OSError, *errors) as error:
         line = error_text(error).replace("\n", "\\n")
         print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
@@ -66,23 +56,11 @@ def one_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
-FULL = "No space left on device"
-
-
-def is_of_full_disk(error):
-    """Whether an error says that a disk is full, or, as torch's, says nothing and the output's disk is full."""
-    folders = filter(os.path.isdir, [os.path.dirname(file.name) or "." for file in LOCKS.values()])
-    return FULL in str(error) or any(shutil.disk_usage(folder).free < 2 ** 20 for folder in folders)
-
-
 def error_text(error):
     """What is wrong, by an error that run_stage catches."""
-    path = getattr(error, "filename", None)
-    if not isinstance(error, InputError) and is_of_full_disk(error):                # few say where
-        return f"{path or next(iter(LOCKS), 'here')}: {FULL}"
     if not isinstance(error, OSError):
         return str(error)
-    return f"{path}: {error.strerror}" if path is not None and error.strerror else one_line(error)
+    return f"{error.filename}: {error.strerror.lower()}" if error.filename else one_line(error)
 
 
 LIBC = ctypes.CDLL(None)
@@ -191,10 +169,8 @@ def parse_json(text, where):
     """The value of a JSON text; InputError, which begins with `where`."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise InputError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
-    except (ValueError, RecursionError) as error:                   # no UTF-8; very long numbers; very deep
-        raise InputError(f"{where}: not JSON that can be read ({one_line(error)[:80]})") from None
+    except (ValueError, RecursionError) as error:                   # also no UTF-8, very long numbers, very deep
+        raise InputError(f"{where}: not JSON ({getattr(error, 'msg', one_line(error))})") from None
 
 
 def read_json(path, kind):
@@ -204,18 +180,6 @@ def read_json(path, kind):
     return value
 
 
-def lines_of(path):
-    """The lines of a file, as bytes; of one that ends with .gz what gzip has packed."""
-    if not os.path.isfile(path):
-        raise InputError(f"{path}: {'a folder, not a file' if os.path.isdir(path) else 'no such file'}")
-    open_file = gzip.open if str(path).endswith(".gz") else open
-    try:
-        with open_file(path, "rb") as file:
-            yield from file
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise InputError(f"{path}: {one_line(error)}") from None
-
-
 def read_jsonl(path, keys, check=None):
     """The objects of a JSONL file as dicts; InputError by line.
 
@@ -223,13 +187,14 @@ def read_jsonl(path, keys, check=None):
     check(row, where, first row): may say more of a row."""
     kind = keys if callable(keys) else record(keys)
     rows = []
-    for number, line in enumerate(lines_of(path), 1):
-        if line.strip():
-            where = f"{path}:{number}"
-            rows.append(parse_json(line, where))
-            refuse(kind(rows[-1]), where)
-            if check:
-                check(rows[-1], where, rows[0])
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                where = f"{path}:{number}"
+                rows.append(parse_json(line, where))
+                refuse(kind(rows[-1]), where)
+                if check:
+                    check(rows[-1], where, rows[0])
     if not rows:
         raise InputError(f"{path}: no rows in it")
     say(f"reads {path} ({len(rows):,} rows)")
@@ -245,9 +210,9 @@ def refuse(fault, where):
 def read_text(path):
     """A file's text as it is, but for a newline at its end."""
     try:
-        return pathlib.Path(path).read_bytes().decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read as UTF-8 text ({one_line(error)})") from None
+        return pathlib.Path(path).read_text("utf-8-sig").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: no UTF-8 text ({error})") from None
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -255,10 +220,9 @@ def read_text(path):
 
 @contextlib.contextmanager
 def whole_file(path):
-    """Opens a text file beside `path`, and gives it this name at the end; one that ends with .gz is packed."""
+    """Opens a text file beside `path`, and gives it this name at the end."""
     partial = f"{path}.partial"
-    open_file = gzip.open if str(path).endswith(".gz") else open
-    with open_file(partial, "wt", encoding="utf-8", errors="backslashreplace") as file:
+    with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
         yield file
     os.rename(partial, path)
 
@@ -283,7 +247,7 @@ class Rows:
 
     def __init__(self, out, runtime):
         self.out = pathlib.Path(out)
-        self.path = self.out.with_name(f"{self.out.name}.{runtime.rank}of{runtime.world_size}.partial")
+        self.path = self.out.with_name(f"{self.out.name}.partial.{runtime.rank}of{runtime.world_size}")
         self.done = set(self.find())
         barrier()                                                   # before any rank adds to what all must read alike
 
@@ -296,10 +260,6 @@ class Rows:
                     number, row = line.split(b" ", 1)
                     found[int(number)] = row
         return found
-
-    def rows(self):
-        """The rows that are `done`, in any order."""
-        return [json.loads(row) for number, row in self.find().items() if number in self.done]
 
     def __enter__(self):
         self.file = open(self.path, "ab+")                           # without the line that a kill has cut
@@ -328,42 +288,29 @@ class Rows:
 
 def partial_files(out):
     """The partial files of an output (Rows), of all ranks."""
-    pattern = re.compile(re.escape(out.name) + r"\.\d+of\d+\.partial")
-    return sorted(path for path in out.parent.glob("*.partial") if pattern.fullmatch(path.name))
+    return sorted(out.parent.glob(f"{glob.escape(out.name)}.partial.*"))
 
 
 def read_rows(path):
     """The rows of a JSONL file that this program made."""
-    return [parse_json(line, f"{path}:{number}") for number, line in enumerate(lines_of(path), 1)]
+    with open(path, "rb") as file:
+        return [json.loads(line) for line in file]
 
 
-def map_blocks(out, blocks, work, runtime, unit, together=False):
+def map_blocks(out, blocks, work, runtime):
     """Write the rows that `work(block)` returns, one for each item of each block, to the JSONL file `out`, in order.
 
-    Ranks take turns over the blocks of which a row is missing (Rows), so that the file is the same bit for bit however
-    often the run was killed. With `together` all ranks work on every block, as models that are split over them need,
-    and rank 0 writes. Returns all rows, on every rank."""
-    from tqdm import tqdm
-    out = pathlib.Path(out)
-    if out.exists():
-        return read_rows(out)
-    is_writer = not together or runtime.rank == 0
+    All ranks work on every block, as models that are split over them need, and rank 0 writes. Blocks whose rows are
+    there already, of a run that was killed, are left out. Returns all rows, on every rank."""
     with Rows(out, runtime) as rows:
-        missing, num_rows = [], 0
-        for block in blocks:
+        num_rows = 0
+        for block in tqdm(blocks, desc=rows.out.name, mininterval=5, disable=runtime.rank > 0):
             numbers = range(num_rows, num_rows + len(block))
             num_rows += len(block)
             if not rows.done.issuperset(numbers):
-                missing.append((numbers, block))
-        mine = missing if together else missing[runtime.rank::runtime.world_size]
-        num_items = sum(len(block) for _, block in mine)
-        with tqdm(total=num_items, unit=unit, desc=out.name, mininterval=5, disable=runtime.rank > 0) as progress:
-            for numbers, block in mine:
                 for number, row in zip(numbers, work(block), strict=True):
-                    if is_writer:
+                    if runtime.rank == 0:
                         rows.add(number, row)
-                progress.update(len(block))
-        barrier()
         if runtime.rank == 0:
             rows.finish(num_rows)
         barrier()
@@ -375,7 +322,8 @@ def map_blocks(out, blocks, work, runtime, unit, together=False):
 # error that names --overwrite
 
 # Arguments that change nothing of what stands in an output
-NO_INFLUENCE = {"browser", "compile", "dry_run", "out", "overwrite", "save_every", "track"}
+NO_INFLUENCE = {"browser", "compile", "concurrency", "dry_run", "max_attempts", "out", "overwrite", "save_every",
+                "track"}
 MODEL_ENDINGS = ".safetensors", ".bin", ".gguf", ".pt", ".json", ".jinja", ".model", ".txt"
 
 
@@ -384,12 +332,11 @@ def fingerprint(path):
     """What tells an input from another: a file's hash; of a model folder that of all files that decide what the model
     says; a name that is no path stands for itself."""
     path = pathlib.Path(path)
+    files = [path]
     if path.is_dir():
-        return files_digest(file for file in path.iterdir()
-                            if file.suffix in MODEL_ENDINGS and not file.name.endswith("args.json"))
-    if path.is_file():
-        return files_digest([path])
-    return str(path)
+        files = [file for file in path.iterdir()
+                 if file.suffix in MODEL_ENDINGS and not file.name.endswith("args.json")]
+    return files_digest(files) if path.exists() else str(path)
 
 
 def files_digest(paths):
@@ -435,11 +382,10 @@ def output_record(arguments, inputs):
 ARGS_JSON = record({"stage": str, "args": dict, "inputs": dict}, {"costs": dict, "versions": dict})
 
 
-def is_empty(out, folder):
-    """Whether nothing but args.json is there yet of an output."""
-    if folder:
-        return not out.exists() or all(path.name.startswith("args.json") for path in out.iterdir())
-    return not out.exists() and not partial_files(out)
+def begun_files(out, folder):
+    """What is there of an output, but for its args.json."""
+    files = out.glob("*") if folder else (out, *partial_files(out))
+    return [path for path in files if path.exists() and not path.name.startswith("args.json")]
 
 
 def is_complete(out, folder):
@@ -459,7 +405,7 @@ def is_done(arguments, out, inputs, folder=False):
         if name and os.path.exists(name) and pathlib.Path(os.path.realpath(name)).is_relative_to(os.path.realpath(out)):
             raise InputError(f"{name}: is an input of this command and lies in --out {out}; choose another --out")
     path = args_path(out, folder)
-    if is_empty(out, folder):                                       # nothing is lost, whoever began it
+    if not begun_files(out, folder):                                # nothing is lost, whoever began it
         return False
     if not path.exists():
         raise InputError(f"{out}: exists and no run made it (no {path.name}); choose another --out, or remove it")
@@ -496,26 +442,26 @@ def begin_output(arguments, out, inputs, folder=False):
     out = pathlib.Path(out)
     path = args_path(out, folder)
     path.parent.mkdir(parents=True, exist_ok=True)
-    LOCKS.pop(out, None)
-    LOCKS[out] = locked(path)
+    LOCKS.pop(path, None)                       # this process may begin it again
+    LOCKS[path] = locked(path)
     if not arguments["overwrite"]:
         if is_complete(out, folder):
             raise InputError(f"{out}: the same command has just made it")
-        if not is_empty(out, folder):
+        if begun_files(out, folder):
             say(f"{out}: continues an interrupted run")
             return
     record = output_record(arguments, inputs)                       # before an input could go
-    for old in out.iterdir() if folder else (out, *partial_files(out)):
-        if old.is_dir() and not old.is_symlink():
+    for old in begun_files(out, folder):
+        if old.is_dir():
             shutil.rmtree(old)
-        elif old != path:                                           # which is locked
-            old.unlink(missing_ok=True)
+        else:
+            old.unlink()
     record["versions"] = {"sweet-rl": VERSION, "python": platform.python_version(), "torch": str(torch.__version__),
                           "transformers": importlib.metadata.version("transformers")}
-    write_args(out, path, record)
+    write_args(path, record)
 
 
-LOCKS = {}                                      # {output: its args.json, open and locked until this process ends}
+LOCKS = {}                                      # {path of an args.json: the file, locked until this process ends}
 
 
 def locked(path):
@@ -528,11 +474,11 @@ def locked(path):
     return file
 
 
-def write_args(out, path, record):
-    """Write an output's args.json, which is locked at any moment."""
+def write_args(path, record):
+    """Write an args.json, which is locked at any moment."""
     partial = f"{path}.partial"
     write_json(partial, record)
-    LOCKS[out] = locked(partial)
+    LOCKS[path] = locked(partial)
     os.rename(partial, path)
 
 
@@ -552,4 +498,4 @@ def add_costs(out, folder=False, **numbers):
     costs = record.setdefault("costs", {})
     for name, number in numbers.items():
         costs[name] = costs.get(name, 0) + number
-    write_args(out, path, record)
+    write_args(path, record)

@@ -10,7 +10,6 @@ from lib.runtime import InputError, one_line, say
 TIMEOUT_S = 600                 # of a request
 RETRIES = 8                     # of a request that is lost, late or refused for a while, after growing pauses
 TRIES = 4                       # requests for one reply, where the first cannot be used
-# What the protocol does not name, vLLM, SGLang and llama.cpp take from the model's own defaults, if it is not set.
 PLAIN = {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 # What the protocol does not name, vLLM, SGLang and llama.cpp take from the model's own defaults, if it is not set.
 SAMPLING = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -129,12 +128,11 @@ class Server:
         for client in self.clients:
             try:
                 await client.with_options(max_retries=0, timeout=20).models.list()
+            except (openai.APITimeoutError, openai.APIStatusError, ValueError, AttributeError):
+                pass                                                 # it answers later, or has no list of its models
             except openai.APIConnectionError as error:
-                if not isinstance(error, openai.APITimeoutError):
-                    raise InputError(f"{client.base_url}: nobody answers ({one_line(error.__cause__)}); start the "
-                                     "server first, or mend the address") from None
-            except (openai.APIError, ValueError, AttributeError):    # it answers, and has no list of its models
-                pass
+                raise InputError(f"{client.base_url}: nobody answers ({one_line(error)}); start the server first, or "
+                                 "mend the address") from None
 
     async def send(self, client, request):
         """What the server answers; from now on without SAMPLING where these fields are the reason for a refusal."""
@@ -176,10 +174,7 @@ def open_client(url, retries):
     except ImportError:
         raise InputError(f"{url}: servers need the package openai: pip install openai") from None
     key = os.environ.get("OPENAI_API_KEY", "").strip() or "none"
-    try:
-        return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=TIMEOUT_S, max_retries=retries)
-    except Exception as error:                                       # httpx.InvalidURL, which has no class above it
-        raise InputError(f"{url}: no address of a server ({one_line(error)})") from None
+    return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=TIMEOUT_S, max_retries=retries)
 
 
 def told(error):
@@ -209,7 +204,5 @@ def read_reply(answer):
             text = f"<think>{thoughts}</think>{text}"
     else:
         text = choice.text
-    prompt_tokens = usage.prompt_tokens if usage else None
-    completion_tokens = usage.completion_tokens if usage else None
-    ids = getattr(choice, "token_ids", None)
-    return Reply(text, choice.finish_reason in ENDED, ids, prompt_tokens or 0, completion_tokens or 0)
+    num_tokens = (usage.prompt_tokens or 0, usage.completion_tokens or 0) if usage else (0, 0)
+    return Reply(text, choice.finish_reason in ENDED, getattr(choice, "token_ids", None), *num_tokens)

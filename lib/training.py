@@ -159,7 +159,6 @@ class Checkpoints:
 
     def __init__(self, folder, model, optimizer):
         self.folder, self.model, self.optimizer = pathlib.Path(folder) / "states", model, optimizer
-        self.saving = None
 
     def whole(self):
         """Steps of the states that are whole: .metadata is written last."""
@@ -177,27 +176,17 @@ class Checkpoints:
                 if not parameter.requires_grad}
 
     def save(self, step):
-        """Save the state after `step` steps; on a GPU it is copied now and written while the training goes on."""
+        """Save the state after `step` steps."""
         from torch.distributed import checkpoint as dcp
-        self.wait()
         folder = self.folder / str(step)
         if is_main():
             shutil.rmtree(folder, ignore_errors=True)               # of a kill
         barrier()
-        if torch.cuda.is_available():
-            # by the default group's gloo, which nothing else uses while the training goes on
-            self.saving = dcp.async_save(self.state(), checkpoint_id=folder)
-        else:
-            dcp.save(self.state(), checkpoint_id=folder)
+        dcp.save(self.state(), checkpoint_id=folder)
         if is_main():
             for old in self.whole()[:-2]:
                 shutil.rmtree(self.folder / str(old))
         trim_memory()
-
-    def wait(self):
-        if self.saving is not None:
-            self.saving.result()
-            self.saving = None
 
     def load(self):
         """Load the last whole state, cut metrics.jsonl back to it, and return its step (0: a new run)."""

@@ -196,7 +196,7 @@ def refused(program, *arguments):
 
 def Partial(out, rank=0, ranks=1):
     """The path of a rank's partial file of an output (runtime.Rows)."""
-    return pathlib.Path(f"{out}.{rank}of{ranks}.partial")
+    return pathlib.Path(f"{out}.partial.{rank}of{ranks}")
 
 
 def read(path):

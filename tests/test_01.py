@@ -3,20 +3,20 @@ import pytest
 
 from colbench import backend
 from colbench.scorer import Scorer
-from conftest import call, read, refused, stage
+from conftest import call, read, stage
 
 generate_tasks = stage(1)
 
 
 @pytest.fixture(scope="module")
 def tasks():
-    return {split: generate_tasks.make_tasks(backend, 150, 3, split, "some")
+    return {split: generate_tasks.make_tasks(backend, 70, 3, split, "some")
             for split in ("train", "validation", "test")}
 
 
 def test_references_run_and_reproduce_in_the_scorer(tasks):
     with Scorer() as scorer:
-        pairs = [(task, task["ground_truth"]) for task in tasks["test"][:40]]
+        pairs = [(task, task["ground_truth"]) for task in tasks["test"][:28]]
         for (task, _), score in zip(pairs, scorer.score(pairs)):
             assert len(task["test_cases"]) == 10
             assert score.gradeable == score.tests == [True] * 10
@@ -24,7 +24,7 @@ def test_references_run_and_reproduce_in_the_scorer(tasks):
 
 def test_each_fact_that_matters_fails_a_test_when_it_changes(tasks):
     with Scorer() as scorer:
-        for task in tasks["test"][:28]:                                    # each family twice
+        for task in tasks["test"][:14]:                                    # each family once
             needed = {fact["slot"]: fact for fact in task["facts"] if fact["matters"]}
             codes = {slot: fact["code"] for slot, fact in needed.items()}
             assert task["template"].format(**codes) == task["ground_truth"]
@@ -32,7 +32,7 @@ def test_each_fact_that_matters_fails_a_test_when_it_changes(tasks):
                 wrong = [task["template"].format(**{**codes, slot: guess}) for guess in fact["guesses"]
                          if guess != codes[slot]]
                 assert wrong
-                for score in scorer.score([(task, answer) for answer in wrong[:3]]):
+                for score in scorer.score([(task, answer) for answer in wrong[:2]]):
                     assert not all(score.tests)
 
 
@@ -43,7 +43,7 @@ def test_the_request_is_vague_and_questions_reach_their_fact(tasks):
             for question in fact["questions"]:
                 assert backend.topics_asked(task["facts"], question) == [index], question
             assert fact["matters"] or not fact["told"]
-    assert 0.15 < sum(any(f["told"] for f in t["facts"]) for t in tasks["train"]) / 150 < 0.45
+    assert 0.15 < sum(any(f["told"] for f in t["facts"]) for t in tasks["train"]) / 70 < 0.45
 
 
 def test_replies_hold_no_code(tasks):
@@ -56,7 +56,7 @@ def test_replies_hold_no_code(tasks):
 
 def test_splits_share_no_reference(tasks):
     references = [{task["ground_truth"] for task in split_tasks} for split_tasks in tasks.values()]
-    assert len(set.union(*references)) == sum(map(len, references)) == 450
+    assert len(set.union(*references)) == sum(map(len, references)) == 210
 
 
 def test_told_all_states_every_fact_that_matters():
@@ -74,7 +74,5 @@ def test_same_seed_same_file(tmp_path):
     assert len({task["task_id"] for task in read(tmp_path / "a")}) == 20
     again = ["--num-tasks", 20, "--seed", 1, "--out", tmp_path / "a"]
     assert "done already" in call(1, *again)
-    line = refused(1, *again, "--seed", 4)
-    assert "--overwrite" in line and "--seed 1, now 4" in line
     call(1, *again, "--seed", 4, "--overwrite")
     assert (tmp_path / "a").read_bytes() != (tmp_path / "b").read_bytes()

@@ -120,15 +120,15 @@ def test_the_rule_based_human_knows_what_it_is_asked(workspace):
 def test_same_seed_same_file_and_another_seed_another(workspace, tmp_path):
     """Simulated by a model, for which tasks need no facts."""
     tasks = [{key: task[key] for key in ("problem_description", "ground_truth", "test_cases")}
-             for task in read(workspace / "tasks.jsonl")[:4]]
+             for task in read(workspace / "tasks.jsonl")[:2]]
     words = ["--tasks", write(tmp_path / "tasks", tasks), "--agent", workspace / "model", "--simulator",
-             workspace / "model", "--max-rounds", 3, "--max-new-tokens", 24]
+             workspace / "model", "--max-rounds", 2, "--max-new-tokens", 24]
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         call(2, *words, "--seed", seed, "--out", tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
     assert "done already" in call(2, *words, "--seed", 0, "--out", tmp_path / "a")
     rows = read(tmp_path / "a")
-    assert len(rows) == 4 and all(row["simulator"] == str(workspace / "model") for row in rows)
+    assert len(rows) == 2 and all(row["simulator"] == str(workspace / "model") for row in rows)
     assert ':1: missing "facts"' in refused(2, *words, "--simulator", "rules", "--out", tmp_path / "d")
 
 
@@ -159,11 +159,11 @@ def test_killed_and_resumed_equals_uninterrupted(workspace, tmp_path):
         assert partial.exists() and not out.exists()
     with open(partial, "a") as file:
         file.write('7 {"task_id": "cut')
-    lines = [line for path in tmp_path.glob("killed.*of*.partial") for line in path.read_text().split("\n")[:-1]]
+    lines = [line for path in tmp_path.glob("killed.partial.*") for line in path.read_text().split("\n")[:-1]]
     rows = {int(line.split(" ")[0]): json.loads(line.split(" ", 1)[1]) for line in lines}
     assert 1 < len(rows) == len(lines) < 24
     printed = succeed("02_rollout.py", *words, out, "--concurrency", 9)                        # it is no other command
-    assert f"{len(rows)} of 24 dialogues are there already" in printed and not list(tmp_path.glob("killed*partial"))
+    assert f"{len(rows)} of 24 dialogues are there already" in printed and not list(tmp_path.glob("killed.partial*"))
     assert_same(out, tmp_path / "whole")
     assert all(read(out)[number] == row for number, row in rows.items())
 
@@ -272,12 +272,9 @@ def test_who_picks_one_of_several_messages_is_not_shown_their_thoughts(monkeypat
 
 def test_two_ranks_write_the_same_file_as_one(workspace, tmp_path):
     tasks = write(tmp_path / "tasks", read(workspace / "tasks.jsonl")[:8])
-    words = ["02_rollout.py", "--tasks", tasks, "--max-rounds"]
-    succeed(*words, 8, "--agent", "script", "--out", tmp_path / "script", ranks=2)
-    assert read(tmp_path / "script") == read(workspace / "demos.jsonl")[:8]
-    for ranks in (1, 2):
-        succeed(*words, 3, "--agent", "models/tiny", "--samples", 2, "--out", tmp_path / str(ranks), ranks=ranks)
-    assert_same(tmp_path / "1", tmp_path / "2")
+    succeed("02_rollout.py", "--tasks", tasks, "--max-rounds", 8, "--agent", "script", "--out", tmp_path / "out",
+            ranks=2)
+    assert read(tmp_path / "out") == read(workspace / "demos.jsonl")[:8]
 
 
 def test_dialogues_of_one_task_id_are_numbered_through():
@@ -323,7 +320,7 @@ def test_a_dialogue_that_a_model_has_no_room_for_ends_as_in_its_last_round(works
     assert "1 of 3 rows are missing" in line and "the 200 that the model or --max-tokens has room for" in line
     words.append(write(tmp_path / "tasks", tasks))
     printed = call(2, *words, "--max-length", 200, "--out", tmp_path / "short")
-    assert "no further turn" not in call(2, *words, "--out", tmp_path / "long")
+    assert " 0 ended because no further turn" in call(2, *words, "--out", tmp_path / "long")
     ended = 0
     for short, long in zip(read(tmp_path / "short"), read(tmp_path / "long")):
         history = short["dialogue_history"]
@@ -373,5 +370,5 @@ def test_a_tool_is_no_simulator_whose_replies_could_leak(workspace, tmp_path):
         turns += [{"role": "assistant", "content": "?"}, {"role": "user", **reply}]
     row["dialogue_history"] = [*turns, {"role": "assistant", "content": "pass"}]
     summary = rollout.summary(write(tmp_path / "rows", [row]))
-    assert "100.0% of the simulator's replies leak code (1 signature)" in summary
+    assert "100.0% of the simulator's replies leak code" in summary
     assert stage(5).measure_leaks([row], backend) == {"leaks": 1.0, "leaks_by_kind": {"signature": 1}}

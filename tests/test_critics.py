@@ -24,7 +24,7 @@ def measured(*arguments):
 def test_bad_files_are_one_line_and_status_2(tmp_path):
     flags = ["--trajectories", tmp_path / "none", "--gates", "models/tiny", "--out", tmp_path / "out"]
     process = run("scripts/critics.py", *flags)
-    assert process.returncode == 2 and process.stderr == f"error: {tmp_path / 'none'}: no such file\n"
+    assert process.returncode == 2 and process.stderr == f"error: {tmp_path / 'none'}: no such file or directory\n"
     assert not (tmp_path / "out").exists()
 
 

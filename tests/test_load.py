@@ -30,7 +30,7 @@ def test_nothing_is_lost_or_doubled_after_two_kills(workspace, tmp_path, serve):
     rows = read(out)
     names = [(task["task_id"], sample) for task in read_tasks(workspace / "tasks.jsonl")
              for sample in range(NUM_SAMPLES)]
-    assert [(row["task_id"], row["sample"]) for row in rows] == names and not list(tmp_path.glob("*.partial"))
+    assert [(row["task_id"], row["sample"]) for row in rows] == names and not list(tmp_path.glob("*.partial*"))
     assert all(row["num_rounds"] == ROUNDS for row in rows)
     # A kill costs the dialogues in flight and those that wait to be scored, no others.
     assert ROUNDS * len(rows) <= len(read(server["log"])) <= ROUNDS * (len(rows) + 2 * 3 * CONCURRENCY)

@@ -1,5 +1,4 @@
 """lib/runtime.py: JSONL files by line, blocks that a killed run goes on with, one run at a time, fingerprints."""
-import gzip
 import json
 import shutil
 
@@ -7,16 +6,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import begin, policy_flags, read, ROOT, wait
+from conftest import begin, Partial, read, ROOT, wait, write
 from lib import runtime
 from lib.data import read_trajectories
 from lib.models import weights_fingerprint
-from lib.runtime import fingerprint, InputError, map_blocks, read_jsonl, Runtime, start, write_jsonl
+from lib.runtime import fingerprint, InputError, map_blocks, read_jsonl, Runtime, start
 
 
 @pytest.mark.parametrize("content, message", [
     ("", "no rows in it"), ('{"a": 1}\n{"a"', "2: not JSON"), ('{"b": 1}\n', '1: missing "a"'), ("[1]\n", "1: a list"),
-    ('{"a": "x"}\n', '1: "a" is a str, not a int'), (b"\xff{}", "1: not JSON that can be read")])
+    ('{"a": "x"}\n', '1: "a" is a str, not a int'), (b"\xff{}", "1: not JSON")])
 def test_broken_jsonl_is_named_by_line(tmp_path, content, message):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -33,24 +32,19 @@ def test_a_mark_at_the_begin_of_a_file_is_no_part_of_it(tmp_path):
     assert runtime.read_text(tmp_path / "text") == "You help."
 
 
-def test_trajectories_that_went_through_datasets_and_gzip_are_the_same(workspace, tmp_path):
+def test_trajectories_that_went_through_datasets_are_the_same(data, tmp_path):
     """Dataset.to_json writes null for what other rows have; a turn of the person has no "output_ids"."""
     from datasets import Dataset
-    rows = read_trajectories(workspace / "offline.jsonl")
+    rows = read_trajectories(data / "demos.jsonl")
     rows[0] |= {"system_prompt": "You help.", "branch": {"sample": 0, "turn": 0, "candidate": 1}}
+    rows[0]["dialogue_history"][1] |= {"output": "?", "output_ids": [1]}
     tasks = [json.dumps(row.pop("task")) for row in rows]           # whose tests have names of their own
     Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl")
-    with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as packed:
-        for row, task in zip(read(tmp_path / "rows.jsonl"), tasks, strict=True):
-            assert None in row["dialogue_history"][0].values()
-            packed.write(json.dumps({**row, "task": json.loads(task)}) + "\n")
-    for row, task in zip(rows, tasks):
+    packed = read(tmp_path / "rows.jsonl")
+    for row, task in zip([*rows, *packed], [*tasks, *tasks], strict=True):
         row["task"] = json.loads(task)
-    assert read_trajectories(tmp_path / "rows.jsonl.gz") == rows
-    path = tmp_path / "cut.jsonl.gz"
-    path.write_bytes((tmp_path / "rows.jsonl.gz").read_bytes()[:-100])
-    with pytest.raises(InputError, match="cut.jsonl.gz: Compressed file ended"):
-        read_trajectories(path)
+    assert all(None in row["dialogue_history"][0].values() for row in packed)
+    assert read_trajectories(write(tmp_path / "rows.jsonl", packed)) == rows
 
 
 def test_map_blocks_resumes_to_the_same_file(tmp_path):
@@ -66,26 +60,22 @@ def test_map_blocks_resumes_to_the_same_file(tmp_path):
         return [{"x": x} for x in block]
     out = tmp_path / "rows.jsonl"
     with pytest.raises(KeyboardInterrupt):
-        map_blocks(out, blocks, work, one_rank, "row")
-    partial = tmp_path / "rows.jsonl.0of1.partial"
+        map_blocks(out, blocks, work, one_rank)
+    partial = Partial(out)
     partial.write_bytes(partial.read_bytes()[:-3])                          # the last line was cut by the kill
+    Partial(tmp_path / "rows.jsonl.x").write_text("0 {}\n")                 # another output's
     assert not out.exists()
-    assert map_blocks(out, blocks, work, one_rank, "row") == [{"x": x} for x in (1, 2, 3, 4, 5)]
+    assert map_blocks(out, blocks, work, one_rank) == [{"x": x} for x in (1, 2, 3, 4, 5)]
     assert calls == [[1, 2], [3, 4], [5], [3, 4], [5]]
-    assert read(out) == [{"x": x} for x in (1, 2, 3, 4, 5)] and not partial.exists()
+    assert read(out) == [{"x": x} for x in (1, 2, 3, 4, 5)] and len(list(tmp_path.iterdir())) == 2
 
 
-# --- one run at a time, and a full disk
+# --- one run at a time
 
-@pytest.mark.parametrize("number", [2, 3, 4])
-def test_of_two_starts_of_one_command_one_runs(number, workspace, tmp_path):
+def test_of_two_starts_of_one_command_one_runs(data, tmp_path):
     """At the same moment, in two processes."""
-    out = tmp_path / "out"
-    script, *arguments = {
-        2: ["02_rollout.py", "--tasks", workspace / "tasks.jsonl", "--agent", "script", "--samples", 4, "--out", out],
-        3: ["03_train_critic.py", *policy_flags(workspace, "rft", out)[2:]],
-        4: ["04_train_policy.py", *policy_flags(workspace, "rft", out)]}[number]
-    pids = [begin(script, *arguments, folder=tmp_path, rank=rank) for rank in range(2)]
+    command = ["--tasks", data / "tasks.jsonl", "--agent", "script", "--samples", 4, "--out", tmp_path / "out"]
+    pids = [begin("02_rollout.py", *command, folder=tmp_path, rank=rank) for rank in range(2)]
     statuses = [wait(pid) for pid in pids]
     errors = [(tmp_path / f"{rank}.err").read_text() for rank in range(2)]
     assert sorted(statuses) == [0, 2], errors
@@ -104,21 +94,6 @@ def test_an_output_is_locked_after_its_costs_are_noted(tmp_path):
     out.write_text("{}\n")
     with pytest.raises(InputError, match="the same command has just made it"):
         runtime.begin_output({"overwrite": False}, out, [])
-
-
-@pytest.mark.parametrize("error", [None, RuntimeError("I/O error: No space left on device (os error 28)")])
-def test_a_full_disk_is_one_line_that_names_the_output(tmp_path, monkeypatch, capsys, error):
-    monkeypatch.setattr(runtime, "LOCKS", {})
-
-    def main():
-        runtime.begin_output({"overwrite": False}, tmp_path / "out", [], folder=True)
-        if error:                                                   # as safetensors and torch say it
-            raise error
-        with open("/dev/full", "w") as file:
-            file.write("x")
-    with pytest.raises(SystemExit) as end:
-        runtime.run_stage(main)
-    assert end.value.code == 2 and capsys.readouterr().err == f"error: {tmp_path / 'out'}: No space left on device\n"
 
 
 # --- fingerprints
@@ -143,12 +118,3 @@ def test_a_fingerprint_is_of_what_a_model_says(tmp_path):
     save_file(tensors, weights, metadata={"format": "pt"})
     assert weights.stat().st_size == size and both()[1] != first[1]
     assert weights_fingerprint("nobody/model") is None
-
-
-def test_an_output_named_gz_is_packed_and_has_partial_files_of_its_own(tmp_path):
-    write_jsonl(tmp_path / "a.jsonl.gz", [{"a": "é"}])
-    assert gzip.decompress((tmp_path / "a.jsonl.gz").read_bytes()).decode() == '{"a": "é"}\n'
-    assert read_jsonl(tmp_path / "a.jsonl.gz", {}) == [{"a": "é"}]
-    (tmp_path / "a.jsonl.gz.0of1.partial").write_text('0 {"a": 1}\n')
-    assert runtime.partial_files(tmp_path / "a.jsonl") == []
-    assert len(runtime.partial_files(tmp_path / "a.jsonl.gz")) == 1

@@ -12,7 +12,7 @@ from test_servers import few_retries, log_of  # noqa: F401
 
 import common
 import lib.servers
-from conftest import begin, Partial, read, refused, ROOT, run, serving, stage, succeed, wait
+from conftest import begin, call, Partial, read, refused, ROOT, run, serving, stage, wait
 from lib.models import encode, load_tokenizer, stop_ids
 from lib.runtime import InputError, Rows, start
 from lib.sampling import add_rows, finish_rows, open_sampler, Sampler
@@ -220,11 +220,12 @@ def test_candidates_of_a_server_are_those_of_this_machine_after_a_kill(few, gree
     process = run("04_train_policy.py", *arguments, f"{clean['url']}#model", ranks=2)
     assert process.returncode == 2 and "two equal actions" in process.stderr
     assert len(log_of(clean)) - before == 3 * (num_states - len(done))
-    assert (out / "candidates.jsonl").read_bytes() == greedy.read_bytes() and not list(out.glob("*.partial"))
+    assert (out / "candidates.jsonl").read_bytes() == greedy.read_bytes() and not list(out.glob("*.partial*"))
     assert "made with --sampler" in run("04_train_policy.py", *arguments, f"{clean['url']}#other").stderr
 
 
-def test_samplers_that_cannot_sample_are_one_line(few, tmp_path, clean, serve):
+def test_samplers_that_cannot_sample_are_one_line(few, tmp_path, clean, serve, monkeypatch):
+    monkeypatch.setattr(lib.servers, "TRIES", 1)
     server = serve("--model", BASE, "--no-end", 1)
     line = refused(4, *policy_flags(few, tmp_path / "a", "--sampler", f"{server['url']}#model"))
     assert f"{server['url']}#model: token ids without the end of the turn" in line and "candidates.jsonl: " in line
@@ -239,13 +240,13 @@ def test_samplers_that_cannot_sample_are_one_line(few, tmp_path, clean, serve):
 # 02 --best-of
 
 def test_best_of_n_of_a_server_keeps_the_ids_that_a_critic_reads(workspace, critic, tmp_path, serve, tiny):
-    (tmp_path / "tasks").write_text("".join((workspace / "tasks.jsonl").read_text().splitlines(True)[:6]))
+    (tmp_path / "tasks").write_text("".join((workspace / "tasks.jsonl").read_text().splitlines(True)[:3]))
     server = serve("--model", BASE, "--cut", 9, "--no-end", 10)
-    succeed("02_rollout.py", "--tasks", tmp_path / "tasks", "--agent", f"{server['url']}#model", "--agent-tokenizer",
-            BASE, "--max-rounds", 2, "--max-new-tokens", 30, "--best-of", 3, "--critic", critic, "--concurrency", 2,
-            "--out", tmp_path / "out")
+    call(2, "--tasks", tmp_path / "tasks", "--agent", f"{server['url']}#model", "--agent-tokenizer", BASE,
+         "--max-rounds", 2, "--max-new-tokens", 30, "--best-of", 3, "--critic", critic, "--concurrency", 2, "--out",
+         tmp_path / "out")
     rows, counts = read(tmp_path / "out"), collections.Counter()
-    assert len(rows) == 6 and len(log_of(server)) >= 3 * sum(row["num_rounds"] for row in rows)
+    assert len(rows) == 3 and len(log_of(server)) >= 3 * sum(row["num_rounds"] for row in rows)
     assert {(row["best_of"], row["critic"]) for row in rows} == {(3, str(critic))}
     for row in rows:
         assert common.agent_turns(tiny[1], row, counts)
@@ -255,13 +256,13 @@ def test_best_of_n_of_a_server_keeps_the_ids_that_a_critic_reads(workspace, crit
 def test_a_judge_and_branches_need_no_ids(workspace, tmp_path, serve):
     server = serve("--model", BASE)
     (tmp_path / "tasks").write_text("".join((workspace / "tasks.jsonl").read_text().splitlines(True)[:2]))
-    agent = ["--agent", f"{server['url']}#model", "--max-rounds", 3, "--max-new-tokens", 30]
-    succeed("02_rollout.py", "--tasks", tmp_path / "tasks", *agent, "--best-of", 2, "--critic",
-            f"judge:{server['url']}#counter", "--out", tmp_path / "best")
+    agent = ["--agent", f"{server['url']}#model", "--max-rounds", 2, "--max-new-tokens", 20]
+    call(2, "--tasks", tmp_path / "tasks", *agent, "--best-of", 2, "--critic", f"judge:{server['url']}#counter",
+         "--out", tmp_path / "best")
     assert all("prompt" not in request and "return_token_ids" not in request for request in log_of(server))
     assert {request["model"] for request in log_of(server)} == {"model", "counter"}
-    succeed("02_rollout.py", "--tasks", tmp_path / "best", "--branch", 2, "--branch-candidates", 2, "--samples", 2,
-            *agent, "--out", tmp_path / "branches")
+    call(2, "--tasks", tmp_path / "best", "--branch", 2, "--branch-candidates", 2, "--samples", 2, *agent, "--out",
+         tmp_path / "branches")
     rows = read(tmp_path / "branches")
     assert len(rows) == 2 * 2 * 2
     for first, second in zip(rows[::2], rows[1::2]):                 # both go on from one message

@@ -14,7 +14,7 @@ import pytest
 import common
 import lib.servers
 from colbench import backend, task_id
-from conftest import critic_note, Partial, read, refused, serving, stage, succeed
+from conftest import critic_note, Partial, read, refused, serving, stage, write
 from lib.models import load_tokenizer
 from lib.runtime import InputError
 from lib.servers import NoRoom, read_reply, Reply, ReplyError, Server, strip_thoughts
@@ -138,8 +138,9 @@ def test_thoughts_stay_with_who_thinks(tasks, tmp_path, serve):
 def test_ids_are_kept_where_the_server_gives_them(tasks, tmp_path, serve):
     tokenizer = load_tokenizer("models/tiny")
     server = serve("--model", "models/tiny")
-    agent, more = f"{server['url']}#model", [*RULES, "--max-rounds", 3]
-    rows = play(tasks, agent, tmp_path / "out", *more, "--agent-tokenizer", "models/tiny")
+    agent, more = f"{server['url']}#model", [*RULES, "--max-rounds", 2, "--max-new-tokens", 20]
+    few = write(tmp_path / "few", read(tasks)[:3])
+    rows = play(few, agent, tmp_path / "out", *more, "--agent-tokenizer", "models/tiny")
     counts = collections.Counter()
     for row in rows:
         turns = [turn for turn in row["dialogue_history"] if turn["role"] == "assistant"]
@@ -148,11 +149,11 @@ def test_ids_are_kept_where_the_server_gives_them(tasks, tmp_path, serve):
             assert turn["output_ids"]
             assert tokenizer.decode(turn["output_ids"], skip_special_tokens=True) == turn["output"]
     assert list(counts) == ["as sampled"]
-    plain = play(tasks, agent, tmp_path / "plain", *more)                        # same seeds, no ids
+    plain = play(few, agent, tmp_path / "plain", *more)                          # same seeds, no ids
     assert [[turn["content"] for turn in row["dialogue_history"]] for row in plain] == [
         [turn["content"] for turn in row["dialogue_history"]] for row in rows]
     assert "#asker: gives no token ids; --agent-tokenizer and --sampler need a server" in refused(
-        2, "--tasks", tasks, "--agent", f"{server['url']}#asker", *RULES, "--agent-tokenizer", "models/tiny", "--out",
+        2, "--tasks", few, "--agent", f"{server['url']}#asker", *RULES, "--agent-tokenizer", "models/tiny", "--out",
         tmp_path / "none")
 
 
@@ -160,10 +161,7 @@ def test_a_simulator_that_shows_code_is_noticed(tasks, tmp_path, serve, capsys):
     url = serve()["url"]
     rows = play(tasks, f"{url}#asker", tmp_path / "leaky", "--simulator", f"{url}#leaky")
     assert all(turn["leak"] == "signature" for row in rows for turn in row["dialogue_history"][2::2])
-    assert "100.0% of the simulator's replies leak code (16 signature)" in capsys.readouterr().out
-    succeed("05_evaluate.py", f"leaky={tmp_path / 'leaky'}", "--out", tmp_path / "report")
-    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())["leaky"]
-    assert metrics["leaks"] == 1.0 and metrics["leaks_by_kind"] == {"signature": 16}
+    assert "100.0% of the simulator's replies leak code" in capsys.readouterr().out
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -206,10 +204,10 @@ def test_a_reply_that_says_not_that_it_ended_is_none(finish_reason):
 
 def test_what_fails_for_a_moment_is_tried_again(tasks, tmp_path, serve, monkeypatch, capsys):
     """Rate limits, busy, empty, aborted and broken replies, a reply that never comes: dialogues are as without."""
-    monkeypatch.setattr(lib.servers, "TIMEOUT_S", 2)
+    monkeypatch.setattr(lib.servers, "TIMEOUT_S", 1)
     monkeypatch.setattr(lib.servers, "RETRIES", 8)
     flaky = serve("--limit", 4, "--busy", 9, "--empty", 7, "--broken", 11, "--abort", 13, "--hang-at", 6, "--strict")
-    rows = play(tasks, f"{flaky['url']}#asker", tmp_path / "a", *RULES)
+    rows = play(tasks, f"{flaky['url']}#asker", tmp_path / "a", *RULES, "--concurrency", 1)
     printed = capsys.readouterr().out
     assert printed.count("asked without top_k, min_p, repetition_penalty (Unrecognized request argument") == 1
     statuses = [request["status"] for request in log_of(flaky)]
@@ -292,21 +290,6 @@ def test_one_of_two_servers_that_dies_is_done_without(tasks, tmp_path, serve):
     assert len(rows) == 8 and len(log_of(steady)) >= 20
 
 
-def test_a_dialogue_without_a_reply_is_no_answer(tasks, tmp_path, serve):
-    """It is counted, the run ends with status 2, and the same command again rolls it out alone."""
-    port, task = free_port(), read(tasks)[3]
-    server = serve("--refuse", task["problem_description"].split("\n")[0], port=port)
-    arguments = ["--tasks", tasks, "--agent", f"http://127.0.0.1:{port}/v1#asker", *RULES, "--concurrency", 1, "--out",
-                 tmp_path / "out"]
-    line = refused(2, *arguments)
-    assert "out: 1 of 8 rows are missing, the first failed with" in line and "status 400: This text" in line
-    assert not (tmp_path / "out").exists()
-    serve.end(server["pid"])
-    server = serve(port=port)
-    rollout.main([str(argument) for argument in arguments])
-    assert len(log_of(server)) == 3 and len(read(tmp_path / "out")) == 8
-
-
 def test_replies_that_stay_empty_are_no_answers_and_many_of_them_end_the_run(tasks, tmp_path, serve):
     server = serve("--empty", 1)
     line = refused(2, "--tasks", tasks, "--agent", f"{server['url']}#asker", *RULES, "--samples", 4, "--concurrency", 2,
@@ -322,7 +305,6 @@ def test_bad_servers_are_one_line(tasks, tmp_path, serve, monkeypatch):
     base = ["--tasks", tasks, *RULES, "--out"]
     for number, (agent, message) in enumerate([
             (server["url"], "a server's model goes after #"), ("http://a/v1,b/v1#m", "several addresses of one model"),
-            ("http://[::1/v1#m", "no address of a server"),
             (f"http://127.0.0.1:{free_port()}/v1#m", "nobody answers"),
             (f"{server['url']}#asker", "the key in OPENAI_API_KEY")]):
         assert message in refused(2, *base, tmp_path / f"{number}", "--agent", agent)
@@ -336,18 +318,6 @@ def test_bad_servers_are_one_line(tasks, tmp_path, serve, monkeypatch):
     assert not any((tmp_path / str(number)).exists() for number in range(7))
     with pytest.raises(SystemExit):
         rollout.parse_args(["--tasks", "t", "--agent", "a", "--out", "o", "--chat-template-args", '{"person": {}}'])
-
-
-@pytest.mark.parametrize("role", ["agent", "simulator", "judge"])
-def test_every_role_reads_replies_alike(tasks, tmp_path, serve, role):
-    """A server whose replies are broken ends each kind of run with one line."""
-    good, bad = f"{serve()['url']}#thinker", f"{serve('--broken', 1)['url']}#asker"
-    flags = {"agent": ["--agent", bad, *RULES], "simulator": ["--agent", good, "--simulator", bad],
-             "judge": ["--agent", f"{serve('--model', 'models/tiny')['url']}#model", *RULES, "--best-of", 2, "--critic",
-                       f"judge:{bad}"]}
-    line = refused(2, "--tasks", tasks, *flags[role], "--max-rounds", 2, "--max-new-tokens", 30, "--out",
-                   tmp_path / "out")
-    assert "8 of 8 rows are missing" in line and "unreadable reply" in line
 
 
 def test_a_lone_surrogate_is_sent_as_a_question_mark(serve):
