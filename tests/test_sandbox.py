@@ -45,162 +45,17 @@ HARMLESS = object()                                                 # the attack
 MADE = object()                                                     # and with Landlock, which lets it, "harmless"
 
 
-def blocked(*bodies):
-    return [(body, "error") for body in bodies]
+def read_attacks():
+    """[(group, body, what its own test must give), …] of attacks.txt."""
+    attacks = []
+    for section in pathlib.Path(__file__).with_name("attacks.txt").read_text().split("\n=== ")[1:]:
+        title, *bodies = section.strip().split("\n- ")
+        group, _, expected = title.partition(": ")
+        attacks += [(group, body.replace("\n  ", "\n"), eval(expected)) for body in bodies]
+    return attacks
 
 
-def looted(*expressions):
-    """Attacks of one line each: what it returns is the loot."""
-    return blocked(*(f"return loot({expression})" for expression in expressions))
-
-
-def done(*statements):
-    """Attacks of one line each: that it works is the loot."""
-    return blocked(*(f"{statement}; return loot(1)" for statement in statements))
-
-
-READ = looted(
-    "open(SECRET_FILE).read()", "open('/proc/self/root' + SECRET_FILE).read()", "os.environ['CANARY']",
-    "open(f'/proc/{PARENT}/environ').read()", "open('/etc/passwd').read()", "open(SANDBOX).read()", "os.listdir(WORLD)",
-    "[d for d in range(3, 64) if d != RESULTS and fstat(d)] or no()",
-    "[os.scandir(path) for path in ('/home', '/root', '/var', '/work')]",
-    "sqlite3.connect(WORLD + '/secret.db').execute('select * from secrets').fetchall()",
-) + blocked(
-    "os.symlink(SECRET_FILE, 'link'); return loot(open('link').read())",
-    "os.link(SECRET_FILE, 'link'); return loot(open('link').read())",
-    "os.chdir(WORLD); return loot(open('secret').read())",
-    "libc.open.restype = ctypes.c_int; return loot(os.read(libc.open(SECRET_FILE.encode(), 0), 99))",
-) + done("os.mkdir('d'); os.chroot('d')")
-WRITE = done(
-    "open(INPUT, 'w').write('x')", "os.open(INPUT, os.O_RDONLY | os.O_TRUNC)", "os.truncate(INPUT, 0)",
-    "os.unlink(INPUT)", "os.rename(INPUT, WORLD + '/other')", "os.chmod(INPUT, 0o777)", "os.chown(INPUT, 1, 1)",
-    "os.utime(INPUT, (1, 1))", "os.setxattr(INPUT, 'user.a', b'b')", "os.setxattr('.', 'user.a', b'b')",
-    "open('/tmp/canary-of-a-test', 'w').write('x')", "open('/dev/shm/canary-of-a-test', 'w').write('x')",
-    "open(os.path.dirname(os.__file__) + '/canary.py', 'w').write('x')",
-) + blocked("os.mknod('null', 0o20666, os.makedev(1, 3)); return loot(open('null').read())")
-NETWORK = done(
-    "socket.create_connection(('127.0.0.1', PORT)).send(b'x')",
-    "socket.socket(socket.AF_INET, socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', PORT))",
-    "s = socket.socket(socket.AF_UNIX); s.connect(WORLD + '/unix')",
-    "s = socket.socket(socket.AF_UNIX); s.connect(f'\\0canary-{PARENT}')",
-    "s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen()",
-    "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); a.connect(WORLD + '/datagram'); a.send(b'x')",
-    "a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM); a.sendto(b'x', WORLD + '/datagram')",
-    "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', WORLD + '/datagram')",
-    "d = libc.socket(2, 1, 0); assert d >= 0",
-) + looted(
-    "socket.socket(socket.AF_NETLINK, socket.SOCK_RAW)",
-    "libc.syscall(425, 8, ctypes.create_string_buffer(120)) >= 0 or no()",                               # io_uring
-)
-PROCESSES = done(
-    "os.execv('/bin/sleep', ['sleep', '987'])", "os.kill(VICTIM, 9)", "os.kill(PARENT, 9)", "os.kill(os.getppid(), 9)",
-    "os.kill(-1, 9)", "os.killpg(0, 9)", "signal.pidfd_send_signal(os.pidfd_open(VICTIM), 9)",
-    "r, w = os.pipe(); fcntl.fcntl(r, fcntl.F_SETOWN, VICTIM); fcntl.fcntl(r, 10, 9)",
-    "os.setpriority(os.PRIO_PROCESS, VICTIM, 19)", "resource.prlimit(VICTIM, resource.RLIMIT_CPU, (1, 1))",
-    "os.setuid(0); os.setgid(0)", "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", "os.sched_setaffinity(0, {0})",
-) + looted(
-    "os.fork()", "os.posix_spawn('/bin/sleep', ['sleep', '987'], {})", "libc.ptrace(16, VICTIM, 0, 0) == 0 or no()",
-    "libc.unshare(0x10000000) == 0 or no()", "libc.mount(b'tmpfs', b'.', b'tmpfs', 0, 0) == 0 or no()",
-    "libc.umount2(b'.', 2) == 0 or no()", "libc.shmget(1, 4096, 0o1666) >= 0 or no()",
-    "libc.capset(b'\\x22\\x05\\x08\\x20\\0\\0\\0\\0', b'\\xff' * 24) == 0 or no()",
-    "libc.syscall(250, 0, -3) >= 0 or no()",                                                                # keyctl
-) + blocked(
-    "pid = os.fork()\nif pid == 0:\n    os.setsid(); os.fork(); time.sleep(60); os._exit(0)\nreturn loot(pid)",
-    "b = ctypes.create_string_buffer(64); to = (ctypes.c_size_t * 2)(ctypes.addressof(b), 16); "
-    "of = (ctypes.c_size_t * 2)(ADDRESS, 16); "
-    "return loot(libc.process_vm_readv(PARENT, to, 1, of, 1, 0) == 16 and b.value or no())",
-)
-FAULTS = blocked(
-    "while True: pass", "time.sleep(60)", "os._exit(0)", "raise SystemExit", "raise KeyboardInterrupt",
-    "raise BaseExceptionGroup('a', [GeneratorExit()])", "return 'x' * 10 ** 10", "return 'x' * 10 ** 7", "return g(0)",
-    "sys.setrecursionlimit(10 ** 9); return g(0)", "return ctypes.string_at(0)", "return input()",
-    "import re; re.match('(a+)+$', 'a' * 50 + 'b')", "os.closerange(0, 64); return loot(1)",
-    "for s in range(1, 65):\n    try: signal.signal(s, signal.SIG_IGN)\n    except (OSError, ValueError): pass\n"
-    "while True: pass",
-    "data = []\nwhile True:\n    try: data.append(bytearray(10 ** 6))\n    except MemoryError: pass",
-    "a = []\nfor _ in range(10 ** 5): a = [a]\nreturn a", "a = []\na.append(a)\nreturn a",
-    "a = []\nfor _ in range(60): a = [a, a]\nreturn a",
-    "class E(Exception):\n    def __str__(self): raise SystemExit\nraise E",
-    "[threading.Thread(target=time.sleep, args=(60,)).start() for _ in range(10 ** 4)]; return loot(1)",
-    "with open('big', 'wb') as f:\n    while True: f.write(bytes(10 ** 6))",
-    "os.write(RESULTS, b'x' * (1 << 22)); return loot(1)", "while True: os.write(RESULTS, b'[\"ok\", 42')",
-    "os.write(RESULTS, b'[' * 10 ** 5 + b'\\n'); time.sleep(60)", "while True: os.write(RESULTS, b'\"loaded\"\\n')",
-) + [
-    ("threading.Thread(target=spin, daemon=True).start(); return 'harmless'", ["ok", "harmless"]),
-    ("[threading.Thread(target=spin).start() for _ in range(8)]; return 'harmless'", HARMLESS),
-    ("for _ in range(10 ** 4): print('x' * 1000); sys.stderr.write('x' * 1000)\nreturn 'harmless'", ["ok", "harmless"]),
-    ("for i in range(500): open(str(i), 'w').write('x')\nreturn 'harmless'", ["ok", "harmless"]),
-    ("os.makedirs('/'.join('d' * 50), 0o700); return 'harmless'", ["ok", "harmless"]),
-    ("return os.listdir('.')", ["ok", ["list"]]),
-    ("import atexit; atexit.register(time.sleep, 60); return 'harmless'", ["ok", "harmless"]),
-]
-# What the answer's process holds of the harness; none of it helps to know an expected value.
-CHEATS = [
-    ("class Yes:\n    def __eq__(self, other): return True\n    __hash__ = None\nreturn Yes()", "error"),
-    ("class Yes(int):\n    def __eq__(self, other): return True\n    __hash__ = int.__hash__\nreturn Yes(7)",
-     ["ok", 7]),
-    ("class Yes:\n    __class__ = int\n    def __eq__(self, other): return True\nreturn Yes()", "error"),
-    ("class Loot:\n    def __reduce__(self): return os.system, ('sleep 987',)\nreturn Loot()", "error"),
-    ("sys.modules['__main__'].encode = lambda *a: 'patched'; return 7", ["ok", 7]),
-    ("import json; json.dumps = lambda *a, **k: '[\"ok\", \"patched\"]'; return 7", HARMLESS),
-    ("import builtins; builtins.len = lambda x: 42; return 7", HARMLESS),
-    ("import gc; return [o for o in gc.get_objects() if isinstance(o, dict) and 'reference' in o and o['reference']]",
-     ["ok", ["list"]]),
-    ("return {f.f_locals['request']['reference'] for f in frames() if 'request' in f.f_locals}",
-     ["ok", ["set", None]]),
-    ("return __name__", ["ok", "answer"]),
-]
-OPENED = done(
-    "os.open('mine', 3 | os.O_CREAT)", "os.open(INPUT, 3 | os.O_TRUNC)", "os.open(SECRET_FILE, 3 | os.O_NONBLOCK)",
-    "d = os.open(TERMINAL, 3); a = termios.tcgetattr(d); a[3] = 0; termios.tcsetattr(d, 0, a)",
-    "d = os.open(TERMINAL, os.O_WRONLY | os.O_NOCTTY); os.write(d, b'x')",
-    "fcntl.ioctl(os.open(TERMINAL, 3), termios.TIOCSTI, b'x')",
-) + looted("open('/dev/tty').read()", "libc.syscall(2, INPUT.encode(), 3 | os.O_TRUNC) >= 0 or no()")
-DESCRIPTORS = done(
-    "os.close(RESULTS)", "os.dup2(os.open('mine', os.O_CREAT | os.O_RDWR), RESULTS)",
-    "r, w = os.pipe(); os.dup2(w, RESULTS)", "os.read(RESULTS, 1)", "os.lseek(RESULTS, 0, 0)",
-) + blocked(
-    "os.close(RESULTS); time.sleep(60)",
-    "d = os.dup(RESULTS); os.set_blocking(d, False)\nwhile True: os.write(d, b'x' * 65536)",
-) + [
-    ("fcntl.fcntl(RESULTS, fcntl.F_SETPIPE_SZ, 4096); "
-     "fcntl.fcntl(RESULTS, fcntl.F_SETFL, os.O_WRONLY | os.O_NONBLOCK | os.O_DIRECT); return 1", ["ok", 1]),
-    ("fcntl.fcntl(RESULTS, fcntl.F_SETPIPE_SZ, 4096); return 'x' * 500000", ["ok", "x" * 500000]),
-    ("fcntl.fcntl(RESULTS, fcntl.F_SETFL, os.O_WRONLY | os.O_DIRECT); return 'x' * 500000", HARMLESS),
-    ("fcntl.fcntl(RESULTS, fcntl.F_SETFD, fcntl.FD_CLOEXEC); os.set_inheritable(RESULTS, True); return 1", ["ok", 1]),
-    ("fcntl.flock(RESULTS, fcntl.LOCK_EX); return 1", HARMLESS),
-    ("return [open(0).read(), os.isatty(RESULTS), os.isatty(1)]", ["ok", ["list", "", 0, 0]]),
-    ("return refusal(lambda: fcntl.ioctl(RESULTS, termios.TIOCSTI, b'x'))", ["ok", errno.ENOSYS]),
-    ("return refusal(lambda: fcntl.ioctl(RESULTS, termios.TIOCLINUX, b'x'))", ["ok", errno.ENOSYS]),
-    ("return sys.argv + sys.orig_argv[1:]", ["ok", ["list", "answer.py", "answer.py"]]),
-]
-# A call that goes on for too long, whatever it writes in the meantime.
-DRIP = "t = time.monotonic() + 30\n{}\nwhile time.monotonic() < t:\n    {}\nreturn loot(1)"
-CLOCK = blocked(
-    *(DRIP.format("", f"os.write(RESULTS, {data!r}); time.sleep({pause})") for data, pause in (
-        (b" ", 0), (b"\t", 1e-5), (b"[", 0.02), (b"0", 0.001))),
-    *(DRIP.format("", f"os.write(RESULTS, {data!r})") for data in (b"\n", b'"ready"\n', b'"restart"\n', b"[]\n")),
-    *(DRIP.format(f"fcntl.fcntl(RESULTS, fcntl.F_SETFL, os.O_WRONLY | {flags})\ndef drip():\n"
-                  "    while True: os.write(RESULTS, b' ')\nthreading.Thread(target=drip, daemon=True).start()", work)
-      for flags, work in ((0, "pass"), (0, "time.sleep(30)"), ("os.O_DIRECT", "time.sleep(30)"))),     # a blank a read
-    DRIP.format("signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05); signal.signal(signal.SIGALRM, "
-                "lambda *a: os.write(RESULTS, b' '))", "time.sleep(1)"),
-    DRIP.format("os.write(RESULTS, b'[\"ok\", 1')", "os.write(RESULTS, b' '); time.sleep(0.01)"),
-)
-DEEP = "for _ in range({}):\n    os.mkdir({!r}); os.chdir({!r})\n{}return 'harmless'"
-LEFTOVERS = [(body, MADE) for body in (
-    DEEP.format(1050, "d", "d", ""),                                # deeper than Python calls functions
-    DEEP.format(60, "y" * 255, "y" * 255, "open('file', 'w').write('x')\n"),        # longer than a path may be
-    DEEP.format(5, "é" * 100, "é" * 100, "open('\\n', 'w').close(); os.symlink('..', 'up')\n"),
-    "os.makedirs('a/b'); os.mkdir('a/b/locked', 0); return 'harmless'",
-    "os.umask(0o777); os.mkdir('a'); os.mkdir('b'); open('c', 'w').close(); return 'harmless'",
-    "for d in 'abc': os.mkdir(d); [os.mkdir(f'{d}/{i}') for i in range(100)]\nreturn 'harmless'",
-    "for i in range(900): open('z' * 250 + str(i), 'w').close()\nreturn 'harmless'",
-    "os.symlink('/', 'root'); os.symlink(WORLD, 'world'); os.symlink('loop', 'loop'); return 'harmless'",
-    "os.mkdir('d'); os.symlink('../d', 'd/d'); os.symlink(WORLD, 'd/world'); return 'harmless'",
-    "f = open('deleted', 'w'); os.unlink('deleted'); f.write('x' * 10 ** 6); return 'harmless'",
-)]
-ATTACKS = READ + WRITE + NETWORK + PROCESSES + FAULTS + CHEATS + OPENED + DESCRIPTORS + CLOCK + LEFTOVERS
+ATTACKS = read_attacks()
 
 
 @pytest.fixture(scope="module")
@@ -210,9 +65,7 @@ def world(tmp_path_factory):
     folder.chmod(0o777)
     (folder / "secret").write_text(SECRET)
     with contextlib.closing(sqlite3.connect(folder / "secret.db")) as database:
-        database.execute("create table secrets (secret)")
-        database.execute("insert into secrets values (?)", [SECRET])
-        database.commit()
+        database.execute(f"create table secrets as select '{SECRET}'")
     (folder / "input").write_text("precious")
     (folder / "input").chmod(0o666)
     os.environ["CANARY"] = SECRET
@@ -377,7 +230,9 @@ def assert_nothing_is_lost(world):
     assert os.getpriority(os.PRIO_PROCESS, world["VICTIM"]) == os.getpriority(os.PRIO_PROCESS, 0)
 
 
-@pytest.mark.parametrize("body, expected", ATTACKS, ids=[f"{i}-{body[:40]}" for i, (body, _) in enumerate(ATTACKS)])
+@pytest.mark.parametrize("body, expected", [
+    pytest.param(body, expected, id=f"{group}-{number}-{body[:40]}")
+    for number, (group, body, expected) in enumerate(ATTACKS)])
 def test_attack(child, world, body, expected):
     limit_s = LIMIT_S if expected == "error" else 10
     first, second, third = values_of(child, hostile(body, world), "f(1)", "f(2)", "f(3)", limit_s=limit_s)
@@ -402,7 +257,7 @@ def test_the_suite_is_as_large_as_it_says():
     assert len(ATTACKS) == 154
 
 
-@pytest.mark.parametrize("body", [body for body, _ in READ + WRITE + OPENED])
+@pytest.mark.parametrize("body", [body for group, body, _ in ATTACKS if group in ("reads", "writes", "opens")])
 def test_attack_on_an_old_landlock(old_child, world, body):
     [result] = values_of(old_child, hostile(body, world), "f(2)", limit_s=LIMIT_S)
     assert result[0] == "error"
@@ -414,7 +269,7 @@ def test_attack_on_an_old_landlock(old_child, world, body):
     ("DGRAM).sendto(b'x', WORLD", "1", 1), ("425", "True", 0), ("process_vm_readv", SECRET[:16], 0)])
 def test_without_walls_an_attack_succeeds(without_walls, world, part, loot, num_received):
     """So what refuses it in the other layers are their walls."""
-    [body] = [body for body, _ in ATTACKS if part in body]
+    [body] = [body for _, body, _ in ATTACKS if part in body]
     [result] = values_of(without_walls, hostile(body, world), "f(2)")
     if part in ("425", "process_vm_readv") and result == ["error", "OSError: refused"]:
         pytest.skip("this machine refuses it without walls, too")
@@ -488,17 +343,12 @@ VIOLATIONS = [
     ["ratio", "1/-2"], ["ratio", "1/2/3"], ["ratio", 1, 2], ["ratio", "1/" + "1" * 5000], ["complex", [], 1]]
 
 
-def test_only_data_of_the_form_that_is_expected_are_taken():
-    assert [value for value in VIOLATIONS if is_encoded(value)] == []
-    deepest = functools.reduce(lambda value, _: [value], range(100), 1)
-    assert is_encoded(encode(deepest)) and not is_encoded(["list", ["list", ["list", encode(deepest)]]])
-
-
-@pytest.mark.parametrize("line", [
-    '["ok", ["counter", {"1": 2}]]', '["ok", ["list", ["counter", [{"1": 2}]]]]', '["ok", ["dict", ["tuple", "a"]]]',
-    '["ok", ["odict", {}]]', '["ok", {"a": 1}]', '["ok", [["list"], 1]]', '["ok", ["list", ["ratio", "1/0"]]]',
+FORGED = [json.dumps(["ok", value]) for value in VIOLATIONS] + [
     '["ok", ["list", ' + "[" * 500 + "]" * 500 + "]]", '["ok", NaN]', '["ok", 1e999]', '["error", {"a": [1]}]',
-    '["error", "\\ud800"]', '["ok"]', '{"ok": 1}', '"ready"', '"restart"', "9" * 5000, '["ok", ' + "9" * 5000 + "]"])
+    '["error", "\\ud800"]', '["ok"]', '{"ok": 1}', '"ready"', '"restart"', "9" * 5000, '["ok", ' + "9" * 5000 + "]"]
+
+
+@pytest.mark.parametrize("line", FORGED, ids=[line[:40] for line in FORGED])
 def test_a_forged_result_is_a_wrong_value(line):
     with sandbox.pipe() as (reading, writing):
         os.write(writing.fileno(), line.encode() + b"\n")
@@ -508,6 +358,12 @@ def test_a_forged_result_is_a_wrong_value(line):
             result = ["error", str(stop)]
     for value in ({"a": 1}, Counter(a=1), OrderedDict(a=1), [1]):
         assert fault_of(["ok", encode(value)], result).encode()     # it is a text that can be written
+
+
+def test_only_data_of_the_form_that_is_expected_are_taken():
+    assert [value for value in VIOLATIONS if is_encoded(value)] == []
+    deepest = functools.reduce(lambda value, _: [value], range(100), 1)
+    assert is_encoded(encode(deepest)) and not is_encoded(["list", ["list", ["list", encode(deepest)]]])
 
 
 def mutated(encoded, draw):
@@ -627,14 +483,6 @@ def test_descriptors_of_the_caller_are_closed(without_walls, monkeypatch):
                  "import os\nos.closerange(0, 64)"):
         values_of(without_walls, code, "f(1)", "f(2)", limit_s=0.1)
     assert sorted(os.listdir("/proc/self/fd")) == before
-
-
-def test_removal_is_bounded_and_never_raises(tmp_path):
-    (tmp_path / "0").mkdir(0)
-    (tmp_path / "1").write_text("x")
-    assert not empty(tmp_path, "soon") and len(list(tmp_path.iterdir())) == 2
-    assert empty(tmp_path, 600) and not list(tmp_path.iterdir())
-    assert not empty(tmp_path / "none", 5)
 
 
 def test_a_folder_that_cannot_be_emptied_is_replaced(capfd, monkeypatch):
