@@ -18,7 +18,7 @@ L: tokens of the turn; s: the sigmoid; b: --beta.
                         cross-entropy
 Reports the pair accuracy on tasks that are held out, by default 5 % of them, which the paper does not say.
 A visual critic, for pages: a --model of the Qwen2-VL family with one of these heads. It reads the request, what the
-human said last, and the images of c and of what the agent has made; its head sees the mean over all of these tokens.
+user said last, and the images of c and of what the agent has made; its head sees the mean over all of these tokens.
 
     python 03_train_critic.py --trajectories out/offline.jsonl --model models/tiny --out out/critic
     torchrun --nproc-per-node 8 03_train_critic.py --trajectories trajectories.jsonl \\
@@ -53,15 +53,15 @@ def bradley_terry_losses(chosen_scores, rejected_scores, beta):
     return -F.logsigmoid(chosen_rewards - rejected_rewards), chosen_rewards, rejected_rewards
 
 
-def pair_losses(advantages, values, lengths, beta, nll_coef):
+def pair_losses(advantages, logps, lengths, beta, nll_coef):
     """Eq. 2 of pairs of trajectories: (losses (P,), {name: (P,)} for the log).
 
-    advantages, values, lengths   of each turn, (2P, M): eq. 3; its log-probability under the critic (of a head its
-                                  number, and nll_coef is 0); its tokens, 0 where there is no such turn. The chosen
-                                  trajectory of a pair, then its rejected one, and so on"""
+    advantages, logps, lengths   of each turn, (2P, M): eq. 3; its log-probability under the critic (of a head its
+                                 number, and nll_coef is 0); its tokens, 0 where there is no such turn. The chosen
+                                 trajectory of a pair, then its rejected one, and so on"""
     scores = advantages.sum(1)                                       # (2P,) of trajectories: sums over turns
     losses, chosen_rewards, rejected_rewards = bradley_terry_losses(scores[0::2], scores[1::2], beta)
-    nll = -values[0::2].sum(1) / lengths[0::2].sum(1)                # (P,) a mean over the chosen one's agent tokens
+    nll = -logps[0::2].sum(1) / lengths[0::2].sum(1)                # (P,) a mean over the chosen one's agent tokens
     return losses + nll_coef * nll, {"chosen": chosen_rewards, "rejected": rejected_rewards, "nll": nll}
 
 
@@ -150,15 +150,16 @@ def train(scorer, examples, targets, args, run):
             batch = scorer.collate(common.items_of(micro_examples), run.device)
             sums["num_tokens"] += training.num_tokens(micro_examples, weights)
             weights = weights / num_terms                           # (examples,)
-            values = scorer(batch)                                  # (B, M): of each turn
+            logps = scorer(batch)                                   # (B, M): of each turn; of a head its number
             if args.head == "value":
+                values = logps                                      # (B, M) logits of the return
                 labels = torch.tensor([targets[i] for i in micro], device=run.device)              # (B,)
                 losses = value_losses(values, labels, batch.lengths)                               # (B,)
                 numbers = {"acc": (last_values(values, batch.lengths) > 0) == (labels > 0.5)}
             else:
-                ref_values = common.padded_outputs([targets[i] for i in micro], run.device)        # (B, M)
-                advantages = common.action_advantages(values, ref_values, batch.lengths, args.normalize)    # eq. 3
-                losses, numbers = pair_losses(advantages, values, batch.lengths, args.beta, args.nll_coef)  # eq. 2
+                ref_logps = common.padded_outputs([targets[i] for i in micro], run.device)         # (B, M)
+                advantages = common.action_advantages(logps, ref_logps, batch.lengths, args.normalize)     # eq. 3
+                losses, numbers = pair_losses(advantages, logps, batch.lengths, args.beta, args.nll_coef)  # eq. 2
                 numbers = training.preference_numbers(**numbers, dtype=args.dtype)
                 if args.head != "lm":
                     del numbers["nll"]                              # a head's numbers are no log-probabilities
@@ -241,8 +242,8 @@ def main(argv=None):
     common.check_positions(common.items_of(examples + test_examples), scorer.model)
     tokenizer = scorer.processor or reader
     training.show_samples(tokenizer, examples[0])
-    ref_values = common.reference_logps(args.out, scorer, ref_examples + ref_test_examples, args.max_tokens, run.device)
-    targets = ref_values[:len(examples)]
+    ref_logps = common.reference_logps(args.out, scorer, ref_examples + ref_test_examples, args.max_tokens, run.device)
+    targets = ref_logps[:len(examples)]
     if args.head == "value":
         targets = [max(0.0, float(domain.eval_score(trajectories[number]))) for [number] in train_groups]
     train(scorer, examples, targets, args, run)
@@ -251,7 +252,7 @@ def main(argv=None):
                            args.reference_sees_c, isinstance(reader, Sight))
     accuracy = None
     if test_examples:
-        accuracy = common.pair_accuracy(scorer, test_examples, ref_values[len(examples):], critic, args.max_tokens,
+        accuracy = common.pair_accuracy(scorer, test_examples, ref_logps[len(examples):], critic, args.max_tokens,
                                         run.device)
     say(f"held-out pair accuracy: {accuracy:.3f} on {len(test_examples)} pairs of tasks that were not trained on"
         if test_examples else "held-out pair accuracy: not measured, no held-out pairs")

@@ -61,7 +61,7 @@ def template_args(trajectory):
 def agent_messages(history, max_rounds, domain_prompt, system=None):
     """The chat that an agent sees before its next turn: a system prompt and the dialogue.
 
-    The prompt is the domain's; the human's message that opens the last round then ends with a note.
+    The prompt is the domain's; the user's message that opens the last round then ends with a note.
     system: a text that replaces this prompt and the note.
     `c` is not an argument: no agent of 02 can see it."""
     prompt = domain_prompt.format(max_rounds=max_rounds) if system is None else system
@@ -686,12 +686,13 @@ def load_whole(device, dtype="float32"):
 # ---------------------------------------------------------------------------------------------------------------------
 # critics: loading, and the score of an action, whatever the critic's kind
 
-def action_advantages(values, ref_values, lengths, normalize):
+def action_advantages(logps, ref_logps, lengths, normalize):
     """Eq. 3: the advantage, also called the score of a candidate (02, 04) and the advantage of a turn (05, the report).
-    values, ref_values (what a Scorer says under critic and reference), lengths: (B, M), 0 where an action is missing.
+    logps, ref_logps (of actions under critic and reference; of a head its number, and 0), lengths: (B, M), 0 where an
+    action is missing.
     Returns advantages (B, M). Of a trajectory their sum over M is its score; of actions of one state each is a score.
     normalize "turn": each action's mean; "trajectory": one mean over all agent tokens; "none": no mean."""
-    logratios = values - ref_values                                                 # (B, M)
+    logratios = logps - ref_logps                                                   # (B, M)
     if normalize == "turn":
         return logratios / lengths.clamp(min=1)                                     # (B, M)
     if normalize == "trajectory":
@@ -824,15 +825,15 @@ def score_actions(critic, tokenizer, points, max_tokens, device):
         items = [actions_item(tokenizer, prompt, ids) for prompt, ids in zip(prompts, actions)]
     if not critic.reads_two_prompts:
         ref_items = items
-    values = action_outputs(critic.scorer, items, max_tokens, device)
-    ref_values = action_outputs(critic.ref_scorer, ref_items, max_tokens, device)
+    logps = action_outputs(critic.scorer, items, max_tokens, device)
+    ref_logps = action_outputs(critic.ref_scorer, ref_items, max_tokens, device)
     normalize = critic.normalize
     if normalize == "trajectory":                                    # one action is scored alone: its own tokens' mean
         normalize = "turn"
     scores = []
-    for point, point_actions, value, ref_value in zip(points, actions, values, ref_values):
+    for point, point_actions, point_logps, point_ref_logps in zip(points, actions, logps, ref_logps):
         lengths = torch.tensor([[len(action) for action in point_actions]])               # (1, M)
-        advantages = action_advantages(value[None], ref_value[None], lengths, normalize)  # (1, M)
+        advantages = action_advantages(point_logps[None], point_ref_logps[None], lengths, normalize)  # (1, M)
         if not advantages.isfinite().all():
             raise InputError(f"{critic.folder}: gives scores that are not finite; train this critic again")
         score_of = dict(zip(point_actions, advantages[0].tolist()))
@@ -871,27 +872,27 @@ def trajectory_examples(trajectories, groups, tokenizer, sees_c, sight=None):
     return examples
 
 
-def advantages_of(scorer, examples, ref_values, normalize, max_tokens, device):
+def advantages_of(scorer, examples, ref_logps, normalize, max_tokens, device):
     """action_advantages of every example's items (of a value head: its values): a list of tensors (actions,)
     an example.
-    ref_values: the examples' example_outputs under the reference."""
-    values_of = example_outputs(scorer, examples, max_tokens, device)
+    ref_logps: the examples' example_outputs under the reference."""
+    example_logps = example_outputs(scorer, examples, max_tokens, device)
     advantages = []
-    for example, outputs, ref_outputs in zip(examples, values_of, ref_values):
+    for example, item_logps, item_ref_logps in zip(examples, example_logps, ref_logps):
         item_advantages = []
-        for item, values, item_ref_values in zip(example.items, outputs, ref_outputs):
+        for item, turns, ref_turns in zip(example.items, item_logps, item_ref_logps):
             lengths = collate([item]).lengths                                             # (1, M)
-            item_advantages.append(action_advantages(values[None], item_ref_values[None], lengths, normalize)[0])
+            item_advantages.append(action_advantages(turns[None], ref_turns[None], lengths, normalize)[0])
         advantages.append(item_advantages)
     return advantages
 
 
-def pair_accuracy(scorer, examples, ref_values, critic, max_tokens, device):
+def pair_accuracy(scorer, examples, ref_logps, critic, max_tokens, device):
     """The share of pairs of trajectories whose chosen one has the higher score; a tie is half right.
-    ref_values: the examples' example_outputs under the reference.
+    ref_logps: the examples' example_outputs under the reference.
     A value head compares the values of the last turns."""
     right = 0.0
-    for advantages in advantages_of(scorer, examples, ref_values, critic.normalize, max_tokens, device):
+    for advantages in advantages_of(scorer, examples, ref_logps, critic.normalize, max_tokens, device):
         if critic.head == "value":
             chosen, rejected = (values[-1] for values in advantages)
         else:
@@ -917,8 +918,8 @@ def score_turns(critic, tokenizer, trajectories, max_tokens, device):
         ref_examples = trajectory_examples(trajectories, groups, tokenizer, sees_c=False)
     fitting = [i for i, example in enumerate(examples) if longest_row(example) <= max_tokens]
     examples = [examples[i] for i in fitting]
-    ref_values = example_outputs(critic.ref_scorer, [ref_examples[i] for i in fitting], max_tokens, device)
-    turn_values = advantages_of(critic.scorer, examples, ref_values, critic.normalize, max_tokens, device)
+    ref_logps = example_outputs(critic.ref_scorer, [ref_examples[i] for i in fitting], max_tokens, device)
+    turn_values = advantages_of(critic.scorer, examples, ref_logps, critic.normalize, max_tokens, device)
     advantages = [None] * len(trajectories)
     for i, [values] in zip(fitting, turn_values):
         if critic.head == "value":

@@ -96,7 +96,7 @@ def test_an_untrained_critic_scores_by_the_gain(workspace, tiny):
 
 
 def test_released_ranking_is_the_printed_one_and_the_gain(workspace, critic, tiny):
-    """METHOD.md, section 7.1: with a blind reference a score is eq. 3 as printed plus the gain under the reference."""
+    """With a blind reference a score is eq. 3 as printed plus the gain under the reference."""
     model, tokenizer = tiny
     trajectories = read_trajectories(workspace / "offline.jsonl")[:3]
     points = points_of(trajectories)
