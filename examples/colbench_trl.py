@@ -3,9 +3,10 @@
     pip install "trl>=1.16,<1.17"
     PYTHONPATH=. python examples/colbench_trl.py --tasks out/train.jsonl --model Qwen/Qwen3-0.6B --out out/grpo
 
-The tasks are a file of 01_generate_tasks.py, of Python functions. The human answers by rule. The reward is the share of
-hidden tests that the submitted code passes, by the confined scorer. TRL must know the model's chat template as one with
-tools; its `environment_factory` is experimental. Further settings (memory, batches) are those of GRPOConfig.
+The tasks are a file of 01_generate_tasks.py, of Python functions. The user simulator is rule-based. The reward is the
+share of hidden tests that the submitted code passes, by the confined scorer. TRL must know the model's chat template
+as one with tools; its `environment_factory` is experimental. Further settings (memory, batches) are those of
+GRPOConfig.
 """
 import argparse
 import functools

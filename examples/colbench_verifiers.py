@@ -5,8 +5,9 @@
         --client.base-url http://HOST:PORT/v1 --client.api-key-var OPENAI_API_KEY --env.agent.harness.id null \\
         --env.agent.runtime.type subprocess --no-push
 
-The tasks are a file of 01_generate_tasks.py. The agent and the rule-based human take turns. The reward is the share of
-hidden tests that the answer passes, by the confined scorer. Traces hold the reference: use a harness without tools.
+The tasks are a file of 01_generate_tasks.py. The agent and the rule-based user simulator take turns. The reward is the
+share of hidden tests that the answer passes, by the confined scorer. Traces hold the reference: use a harness without
+tools.
 Without the last flags, verifiers runs the agent in a remote sandbox and uploads the traces.
 """
 import atexit
@@ -35,7 +36,7 @@ class ColBenchData(vf.TaskData):
 
 @functools.cache
 def environment(domain):
-    """The scorer and the human of a domain, from the first use to the end of this process."""
+    """The scorer and the user simulator of a domain, from the first use to the end of this process."""
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
     return stack.enter_context(domain.Environment())

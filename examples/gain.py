@@ -5,7 +5,7 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
         candidates.jsonl (without --candidates), scored.jsonl and pairs.jsonl.
 
 As 04 --method sweet, but each candidate a is scored by the model at the start alone. A question (or a look) gets its
-reply from the rule-based human, and is worth what that says about the reference answer c:
+reply from the rule-based user simulator, and is worth what that says about the reference answer c:
     max(0, log p(c | o_t, a, reply) - log p(c | o_t))            in nats
 An answer is worth how much likelier c makes it, a mean over its tokens, as with 04 --critic untrained:
     log p(a | o_t, c) - log p(a | o_t)
@@ -74,7 +74,7 @@ def solution_item(tokenizer, prompt, task):
 
 
 def reply_to(task, history, environment):
-    """The turn that follows the agent's: what the environment says, or the rule-based human, drawn by the history."""
+    """The turn that follows the agent's: of the environment, or of the rule-based simulator, drawn by the history."""
     reply = asyncio.run(environment.tool_reply(task, history))
     if reply is None:
         reply = asyncio.run(environment.rule_reply(task, history, random.Random(repr(history))))
@@ -106,7 +106,7 @@ def score_candidates(rows, tokenizer, args, run):
 def gain_examples(trajectories, tokenizer, args, run):
     """As 04's sweet_examples, without a critic."""
     if any(domain_of(t["task"]).lacks(t["task"], "rules") for t in trajectories):
-        raise InputError(f"{args.trajectories}: gain needs template tasks (01), whose human has rules")
+        raise InputError(f"{args.trajectories}: gain needs template tasks (01), with a rule-based user simulator")
     states = policy.read_states(trajectories, tokenizer, args, sees_c=False)
     rows = policy.with_candidates(states, tokenizer, args, run)
     rows = score_candidates(with_agents(rows, trajectories), tokenizer, args, run)
