@@ -13,7 +13,7 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
 --method mtdpo   Multi-turn DPO: the same loss on pairs of trajectories of one task, all agent tokens summed.
 --method rft     Rejection fine-tuning: likelihood of the agent's turns of successful trajectories (where returns are
                  graded: of the best trajectory of each task).
---method sft     Likelihood of the agent's turns of all trajectories.
+--method sft     Likelihood of the agent's turns of all trajectories. With --model tiny of a small new model.
                  rft and sft put c in front of dialogues whose agent saw it (02 --agent script-informed).
 
 Unlike the paper, it leaves out pairs of equal actions, and candidates stopped by length (docs/reproduce.md).
