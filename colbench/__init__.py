@@ -60,14 +60,13 @@ REPLY_CHARS, REPLY_TOKENS   the most characters of a simulator's reply; the most
 SIMULATOR_SEES      whether a simulating model is shown images (default: False)
 PLAYERS             scripted agents for 02 --agent: {name: turn}. turn(task, history, max_rounds, rng) returns the
                     agent's next message. Names begin with "script" (default: {})
-lacks(task, player)     the field that a task lacks for "rules" (the simulator), "script" (a scripted agent) or
-                    an oracle; None (the default): none
+lacks(task, player)     the field that a task lacks for "rules" (the simulator) or "script" (a scripted agent); None
+                    (the default): none
 leak_of(task, reply)    how a reply of the simulator shows the reference ("code", …); None (the default): not at all
 JUDGE               the prompt for a model that compares two turns, with {ground_truth}, {dialogue}, {a} and {b}; None
                     (the default): no model can
 views(task, history, privileged)    what a visual critic sees after the agent's turn that ends `history`: a list of
                     (caption, document, or None for a black image). None in its place (the default): nothing to see
-doubt_of(task)      why right answers to a task may be graded wrong, for 01; None (the default): nothing is known
 check_data(tasks, unsafe_scorer)    for 01 --check: for each task {"findings": {what: detail}, "num_tests", "constant":
                     the share of tests that the best constant answer passes}. None in its place (the default): nothing
                     to check
@@ -77,9 +76,6 @@ Names with a default: what the agent has to find out (default: the task does not
 facts(task, history)    [(text, whether it is known after `history`)], in an order that does not depend on `history`
 turn_kind(task, history, message)   the kind of an agent's turn after `history` ("needed", "idle", …), or None
 all_known(task, history)    whether everything that matters is known; called only where turn_kind is not None
-ORACLES             names of critics that know the task; for them an answer is right if it is the reference's text
-                    (default: ())
-oracle_scores(oracle, task, history, messages)      a score for each message; needed only with ORACLES
 
 Environment (defaults.Environment is its base class)
 ----------------------------------------

@@ -1,5 +1,4 @@
-"""Python functions (ColBench's backend): template tasks, the rule-based user simulator, kinds of turns, oracles,
-scores.
+"""Python functions (ColBench's backend): template tasks, the rule-based user simulator, kinds of turns, scores.
 
 A template task is a vague request with a signature, a reference function and 10 test calls. What the request leaves
 out stands in "facts": those that matter (each is a value in the reference) and plausible ones that do not. The user
@@ -20,7 +19,6 @@ from colbench.schema import list_of, table_of
 from colbench.scorer import check_tasks, reward_of, Scorer
 
 NOUN = "function"
-ORACLES = "oracle", "oracle-patient"
 COLUMNS = (("tests_passed", "tests", ".3f"), ("all_known", "all known", ".3f"),
            ("success_when_known", "when known", ".3f"), ("success_rate_compat", "published: success", ".3f"),
            ("tests_passed_compat", "tests", ".3f"))
@@ -201,10 +199,9 @@ def make_task(rng, name, told, accept):
 # ---------------------------------------------------------------------------------------------------------------------
 # what the agent knows, and what a turn is worth
 
-def learned(task, history, place):
+def learned(task, message, reply):
     """The agent learns what it asks about."""
-    turn = history[place]
-    return topics_asked(task["facts"], turn["content"]) if turn["role"] == "assistant" else ()
+    return topics_asked(task["facts"], message)
 
 
 def kind_of(task, known, history, message):
@@ -223,8 +220,7 @@ def text_of(fact):
 
 
 _facts = Facts(learned, kind_of, text_of)
-known_facts, all_known, facts = _facts.known_facts, _facts.all_known, _facts.facts
-turn_kind, oracle_scores = _facts.turn_kind, _facts.oracle_scores
+known_facts, all_known, facts, turn_kind = _facts.known_facts, _facts.all_known, _facts.facts, _facts.turn_kind
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -252,7 +248,7 @@ PLAYERS = {"script": Script(), "script-informed": Script(informed=True)}
 # ---------------------------------------------------------------------------------------------------------------------
 # the rest of the interface (colbench/__init__.py)
 
-TASK = task_kind({"test_cases": table_of(str)}, {"template": str, "facts": list_of(dialogue.FACT)})
+TASK = task_kind({"test_cases": table_of(str)}, {"template": str, "facts": list_of(dialogue.fact_kind)})
 
 
 def owns(task):
@@ -305,12 +301,11 @@ def measure(trajectories):
         for number, fault in enumerate(trajectory["faults"]):
             if (fault or "").startswith("not gradeable"):
                 not_gradeable.add((task_id(trajectory["task"]), number))
-    tasks = {task for task, _ in not_gradeable}
     metrics = {"tests_passed": mean([trajectory["reward"] for trajectory in trajectories]),
-               "not_gradeable_tests": len(not_gradeable), "not_gradeable_tasks": len(tasks),
                **dialogue.measure(trajectories)}
     if not_gradeable:
-        metrics["notes"] = [f"{len(not_gradeable)} tests of {len(tasks)} tasks cannot be graded (the reference raises, "
+        num_tasks = len(dict(not_gradeable))
+        metrics["notes"] = [f"{len(not_gradeable)} tests of {num_tasks} tasks cannot be graded (the reference raises, "
                             "is random, or returns what cannot be compared, or the test asks the answer nothing); no "
                             "answer passes them"]
     if all("tests_compat" in trajectory for trajectory in trajectories):
@@ -325,6 +320,7 @@ class Environment(defaults.Environment):
     """The scorer, and the user simulator."""
 
     TAKES = "unsafe_scorer", "compat"
+    VERDICTS = "tests"              # their key in rows
     SIMULATOR_SYSTEM = beside("prompts/backend_simulator.txt")
 
     def __init__(self, unsafe_scorer=False, compat=False):
@@ -349,14 +345,13 @@ class Environment(defaults.Environment):
         scores = await asyncio.to_thread(self.scorer.score, pairs)
         if self.scorer.compat:
             return list(map(published_row, scores))
-        return [score_row(score, explain) for score in scores]
-
-
-def score_row(score, explain):
-    row = {"reward": reward_of(score.tests), "tests": score.tests, "faults": score.faults}
-    if explain and score.failed:
-        row["failed"] = score.failed
-    return row
+        rows = []
+        for score in scores:
+            row = {"reward": reward_of(score.tests), self.VERDICTS: score.tests, "faults": score.faults}
+            if explain and score.failed:
+                row["failed"] = score.failed
+            rows.append(row)
+        return rows
 
 
 def published_row(score):

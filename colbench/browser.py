@@ -4,7 +4,6 @@ import base64
 import contextlib
 import functools
 import hashlib
-import io
 import json
 import logging
 import os
@@ -17,7 +16,7 @@ import tempfile
 import threading
 import types
 import urllib.parse
-from collections import Counter, namedtuple
+from collections import namedtuple
 from html import unescape
 
 from colbench import beside, ColBenchError
@@ -32,8 +31,7 @@ PAGE_CLOCK_MS = 2000                                               # of its own 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 BROWSER_FLAGS = [line for line in beside("browser_flags.txt").splitlines() if line[0] != "#"]
 FONTS = beside("fonts.conf")
-FONT_NAMES = {"Sans": "sans-serif sans system-ui Arial Helvetica", "Serif": "serif Times Times_New_Roman",
-              "Mono": "monospace mono Courier Courier_New"}
+FONT_ROOTS = "/usr/share/fonts", "/usr/local/share/fonts", "~/.local/share/fonts", "~/.fonts", "/Library/Fonts"
 
 
 def one_line(error):
@@ -67,29 +65,13 @@ TAILWIND = [                                                       # address -> 
     (CDN, "tailwindcss-cdn-3.4.10/tailwindcss.js"),
     (rf"{NPM}/@tailwindcss/browser@[~^]?4[^/]*(/|/dist/index\.global\.js)?",
      "tailwindcss-browser-4.3.3/dist/index.global.js")]
-RENDERER = hashlib.sha256(repr((VIEWPORT, MAX_WIDTH_PX, MAX_HEIGHT_PX, PAGE_CLOCK_MS, BROWSER_FLAGS, FONTS, FONT_NAMES,
-                                PAGE_START, PAGE_LOAD, PAGE_SETTLE, PHOTO)).encode()).hexdigest()
+RENDERER = hashlib.sha256(repr((VIEWPORT, MAX_WIDTH_PX, MAX_HEIGHT_PX, PAGE_CLOCK_MS, BROWSER_FLAGS, FONTS, PAGE_START,
+                                PAGE_LOAD, PAGE_SETTLE, PHOTO)).encode()).hexdigest()
 
 
 def screenshot_path(images, html):
     """Where a page's screenshot is kept: a name that its text and the renderer's settings give."""
     return pathlib.Path(images) / (hashlib.sha256(f"{RENDERER}{json.dumps(html)}".encode()).hexdigest()[:16] + ".png")
-
-
-def with_note(png, note):
-    """A PNG file's bytes with a text chunk "fault", so that a screenshot used again says what was cut from it."""
-    from PIL import Image, PngImagePlugin
-    notes = PngImagePlugin.PngInfo()
-    notes.add_text("fault", note)
-    Image.open(io.BytesIO(png)).save(out := io.BytesIO(), "PNG", pnginfo=notes)
-    return out.getvalue()
-
-
-def stored_render(path):
-    """The Render of a screenshot that was drawn before."""
-    from PIL import Image
-    with Image.open(path) as image:
-        return Render(str(path), None, image.text.get("fault"))
 
 
 def photo_size(address):
@@ -108,35 +90,20 @@ def photo(url):
     return PHOTO.format(*(photo_size(url) or ("1080", "720")))
 
 
-def local_file(url):
-    """The local file that answers a Tailwind address, or None where it is not one."""
-    name = next((name for pattern, name in TAILWIND if re.fullmatch(pattern, urllib.parse.unquote(url))), None)
-    path = name and pathlib.Path(sys.prefix, "tailwind", name)
-    if path and not path.exists():
-        raise ColBenchError(f"a page asks for {url}, and its copy {path} is not there: without it the screenshot would "
-                            "be another one; `bash tests/run.sh` puts it there (with npm)")
-    return path
-
-
 @functools.cache
 def style_rules(path):
-    """[(text, the sets of classes, one of which an element needs)] of a minified style sheet's rules; what opens or
-    closes a block, or needs no class, has an empty set."""
-    parts = re.findall(r"@media[^{]*\{|@[\w-]*keyframes[^{]*\{(?:[^{}]*\{[^}]*\})*\}|[^{}]+\{[^}]*\}|\}",
-                       path.read_text("utf-8"))
-    return [(part, needed_classes(part)) for part in parts]
-
-
-def needed_classes(part):
-    """Of each selector of a rule the set of the classes that it names."""
-    selectors = ""
-    if part[0] not in "@}":
-        selectors = re.sub(r"/\*.*?\*/", "", part.partition("{")[0])
-    needs = []
-    for selector in selectors.split(","):
-        names = re.findall(r"\.((?:\\.|[\w-])+)", selector)
-        needs.append(frozenset(name.replace("\\", "").lower() for name in names))
-    return needs
+    """[(text, the classes one of which it needs)] of a minified style sheet's rules; without classes: what opens or
+    closes a block, and rules for elements of any class."""
+    rules = []
+    for text in re.findall(r"@media[^{]*\{|@[\w-]*keyframes[^{]*\{(?:[^{}]*\{[^}]*\})*\}|[^{}]+\{[^}]*\}|\}",
+                           path.read_text("utf-8")):
+        selectors = re.sub(r"/\*.*?\*/", "", text.partition("{")[0])
+        names = []
+        if text[0] not in "@}" and all("." in selector for selector in selectors.split(",")):
+            names = re.findall(r"\.((?:\\.|[\w-])+)", selectors)
+        classes = {name.replace("\\", "").lower() for name in names}
+        rules.append((text, classes - {"group"}))                   # it stands beside classes like "group-hover:p-9"
+    return rules
 
 
 def style_sheet(path, page):
@@ -145,29 +112,35 @@ def style_sheet(path, page):
     if re.search(r"<script|\bon\w+\s*=|javascript:|srcdoc|integrity", page, re.IGNORECASE):
         return path.read_text("utf-8")
     words = set(re.split(r"[\s\"'<>=]+", unescape(page).lower()))
-    texts = []
-    for text, needs in style_rules(path):
-        if any(names <= words for names in needs):
-            texts.append(text)
-    return "".join(texts)
+    return "".join(text for text, names in style_rules(path) if not names or names & words)
+
+
+def local_answer(url, html):
+    """(text, content type) that answers what a page, `html`, asks for; None: it is refused."""
+    for pattern, name in TAILWIND:
+        if re.fullmatch(pattern, urllib.parse.unquote(url)):
+            path = pathlib.Path(sys.prefix, "tailwind", name)
+            if not path.exists():
+                raise ColBenchError(f"a page asks for {url}, and its copy {path} is not there: without it the "
+                                    "screenshot would be another one; `bash tests/run.sh` puts it there (with npm)")
+            if path.suffix == ".css":
+                return style_sheet(path, html), "text/css"
+            return path.read_text("utf-8"), "text/javascript"
+    if PHOTO_HOSTS.match(urllib.parse.urlsplit(url).hostname or ""):
+        return photo(url), "image/svg+xml"
+    return None
 
 
 def write_fonts(folder):
     """Write fonts.conf into `folder`: Liberation alone, for every name; returns its path, None without Liberation."""
-    roots = "/usr/share/fonts", "/usr/local/share/fonts", "~/.local/share/fonts", "~/.fonts", "/Library/Fonts"
     folders = set()
-    for root in roots:
+    for root in FONT_ROOTS:
         for path in pathlib.Path(root).expanduser().rglob("LiberationSans-Regular.*"):
             folders.add(f"<dir>{path.parent}</dir>")
     if not folders:
         return None
-    aliases = []
-    for kind, names in FONT_NAMES.items():
-        for name in names.split():
-            aliases.append(f'<alias binding="same"><family>{name.replace("_", " ")}</family><prefer><family>Liberation '
-                           f"{kind}</family></prefer></alias>")
     path = pathlib.Path(folder, "fonts.conf")
-    path.write_text(FONTS.format(folders="".join(sorted(folders)), cache=folder, aliases="".join(aliases)))
+    path.write_text(FONTS.format(folders="".join(sorted(folders)), cache=folder))
     return path
 
 
@@ -184,43 +157,73 @@ async def with_deadline(seconds, call, *ends):
         task.cancel()
 
 
+def fault_of(tab, error):
+    """Why a page has no screenshot, in one line."""
+    if tab and tab.crashed.done():
+        return "its process crashed"
+    if re.search("[Cc]ontext (was destroyed|with specified id)|target navigated", str(error)):
+        return "not drawn: the page replaced itself"
+    return f"not drawn: {one_line(error)}" if str(error) else f"not drawn within {MAX_PAGE_S} s"
+
+
 class Browser:
-    """Draws HTML pages; an async context manager around one Chromium, which names itself and its state of isolation.
+    """Draws HTML pages in one Chromium, which the first page starts, and which says how it is isolated.
 
-        async with Browser("out/images") as browser:
-            image, spec, fault = await browser.render(html)            # up to `concurrency` at a time
+        browser = Browser("out/images")
+        image, spec, fault = await browser.render(html)             # in any event loop, several at a time
+        browser.close()
 
-    image: path of a PNG of the whole page, 1,280 px wide, or as wide and high as it is, up to 2,560 x 8,192; None where
-    it could not be drawn. An existing screenshot is used again. spec: the JSON value of the JavaScript expression
-    `read`. fault: None, or one line: why there is no screenshot, or (with a screenshot) what was cut from it.
+    It has a thread and an event loop of its own: a local model that samples keeps the caller's loop busy, and pages
+    would time out there.
 
     A page is shown at rest (docs/pages.md) or not at all: one that does not come to rest, hangs or crashes within 10 s
     is a fault. Where the whole browser dies, the pages in flight are drawn again, one at a time, so that each can only
-    harm itself. Addresses that are refused are counted by host in `blocked`. ColBenchError if there is no browser, or a
-    page needs a Tailwind file that is not there."""
+    harm itself. ColBenchError if there is no browser, or a page needs a Tailwind file that is not there."""
 
-    def __init__(self, images, path=None, concurrency=2):
-        self.images, self.path, self.concurrency = pathlib.Path(images), path, concurrency
-        self.blocked, self.specs = Counter(), {}
-        self.tabs, self.alone, self.starting = [None] * concurrency, asyncio.Lock(), asyncio.Lock()
-        self.free = asyncio.Semaphore(concurrency)                  # a queue would let some wait for ever
-        self.chromium = self.driver = self.name = self.error = None
+    def __init__(self, images, path=None, num_tabs=2):
+        self.images, self.path, self.num_tabs = pathlib.Path(images), path, num_tabs
+        self.loop, self.thread, self.specs = asyncio.new_event_loop(), None, {}
+        self.tabs, self.free = [None] * num_tabs, asyncio.Semaphore(num_tabs)
+        self.alone, self.starting = asyncio.Lock(), asyncio.Lock()
+        self.chromium = self.driver = self.folder = self.name = self.error = None
+        self.Error = TimeoutError                                   # Playwright's, once that is there
 
-    async def __aenter__(self):
-        self.folder = tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True)
-        try:
-            await self.start()
-        except BaseException:
-            await self.__aexit__()
-            raise
-        return self
+    def call(self, coroutine):
+        """The future of what a coroutine gives in the browser's own loop."""
+        if not self.thread:
+            self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+            self.thread.start()
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    async def __aexit__(self, *exception):
-        await self.stop()
-        self.folder.cleanup()
-        if self.blocked:
-            hosts = ", ".join(f"{host} ({count:,})" for host, count in self.blocked.most_common())
-            log.info(f"browser: refused: {hosts}")
+    def close(self):
+        if self.thread:
+            self.call(self.stop()).result()
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.thread.join()
+            self.thread = None
+
+    async def render(self, html, screenshot=True, read=None):
+        """The Render of a page.
+
+        image: path of a PNG of the whole page, 1,280 px wide, or as wide and high as it is, up to 2,560 x 8,192. An
+        existing one is used again. None: it could not be drawn.
+        spec: the JSON value of the JavaScript expression `read`.
+        fault: None, or one line: why there is no screenshot."""
+        path = screenshot_path(self.images, html)
+        if screenshot and not read and path.is_file():
+            return Render(str(path), None, None)
+        if not screenshot and (path.name, read) in self.specs:
+            return self.specs[path.name, read]
+        size = len(html.encode("utf-8", "replace"))
+        if size > MAX_PAGE_BYTES:
+            return Render(None, None, f"page larger than {MAX_PAGE_BYTES:,} bytes ({size:,})")
+        drawing = self.call(self.draw_alive(html, path if screenshot else None, read))
+        render = await asyncio.wrap_future(drawing)
+        if not screenshot:
+            self.specs[path.name, read] = render
+        return render
+
+    # What follows runs in the browser's own loop.
 
     async def start(self):
         try:
@@ -229,13 +232,13 @@ class Browser:
             raise ColBenchError("pages need the package playwright: pip install -r scripts/frontend.txt") from None
         self.Error = Error
         self.driver = await async_playwright().start()
-        path = shutil.which(self.path) if self.path else next(
-            filter(None, map(shutil.which, BROWSERS)), self.driver.chromium.executable_path)
-        if self.path and not path:
-            raise ColBenchError(f"--browser {self.path}: no such program")
-        if not os.path.exists(path):
-            raise ColBenchError("no browser for pages: apt-get install chromium, or playwright install chromium, or "
+        names = [self.path] if self.path else [*BROWSERS, self.driver.chromium.executable_path]
+        path = next(filter(None, map(shutil.which, names)), None)
+        if not path:
+            raise ColBenchError(f"--browser {self.path}: no such program" if self.path else
+                                "no browser for pages: apt-get install chromium, or playwright install chromium, or "
                                 "--browser PATH")
+        self.folder = tempfile.TemporaryDirectory(prefix="browser-", ignore_cleanup_errors=True)
         fonts = write_fonts(self.folder.name)
         # Neither keys nor settings of the user's environment reach it.
         env = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TMPDIR") if name in os.environ}
@@ -269,6 +272,8 @@ class Browser:
         with contextlib.suppress(Exception):
             if self.driver:
                 await with_deadline(5, self.driver.stop())
+        if self.folder:
+            self.folder.cleanup()
         self.chromium = self.driver = None
 
     async def alive(self):
@@ -278,45 +283,32 @@ class Browser:
         except (self.Error, TimeoutError):
             return False
 
-    async def render(self, html, screenshot=True, read=None):
-        """The Render of one page; see the class."""
-        path = screenshot_path(self.images, html)
-        if not screenshot and (path.name, read) in self.specs:
-            return self.specs[path.name, read]
-        size = len(html.encode("utf-8", "replace"))
-        if size > MAX_PAGE_BYTES:
-            render = Render(None, None, f"page larger than {MAX_PAGE_BYTES:,} bytes ({size:,})")
-        elif not (render := await self.attempt(html, path if screenshot else None, read, 1)):
+    async def draw_alive(self, html, path, read):
+        """The Render of a page; where the browser dies meanwhile, perhaps of another page, it is drawn once more."""
+        render = await self.attempt(html, path, read, 1)
+        if not render:
             async with self.alone:
-                render = await self.attempt(html, path if screenshot else None, read, self.concurrency)
-            render = render or Render(None, None, "the browser died of it")
-        if not screenshot:
-            self.specs[path.name, read] = render
-        return render
+                render = await self.attempt(html, path, read, self.num_tabs)
+        return render or Render(None, None, "the browser died of it")
 
     async def attempt(self, html, path, read, num_tabs):
-        """The Render of a page, or None where the whole browser died, perhaps of another page. `num_tabs`: how many
-        tabs to hold; with all of them the page is alone."""
+        """The Render of a page, or None where the whole browser died. `num_tabs`: how many tabs to hold; with all of
+        them the page is alone."""
         for _ in range(num_tabs):
             await self.free.acquire()
-        tab, render, fault = self.tabs.pop(), None, f"not drawn within {MAX_PAGE_S} s"
+        tab, render, fault = self.tabs.pop(), None, None
         try:
-            if not tab or tab.chromium is not self.chromium or not self.chromium.is_connected():
+            if not tab or not tab.chromium.is_connected():
                 tab = await with_deadline(MAX_PAGE_S, self.new_tab())      # its calls hang where the browser dies
             render = await with_deadline(MAX_PAGE_S, self.draw(tab, html, path, read), tab.crashed)
+            if ACTIVE.search(html):
+                await with_deadline(5, self.clear(tab), tab.crashed)
+            tab.busy = False
         except (self.Error, TimeoutError) as error:
-            if tab and tab.crashed.done():
-                fault = "its process crashed"
-            elif re.search("[Cc]ontext (was destroyed|with specified id)|target navigated", str(error)):
-                fault = "not drawn: the page replaced itself"
-            elif str(error):
-                fault = f"not drawn: {one_line(error)}"
+            fault = fault_of(tab, error)
         finally:
-            if render and tab.busy:
-                with contextlib.suppress(self.Error, TimeoutError):
-                    await with_deadline(5, self.clear(tab), tab.crashed)
-            if tab and (not render or tab.busy):
-                await self.close(tab)
+            if tab and tab.busy:
+                await self.close_part(tab.context)
                 tab = None
             self.tabs.append(tab)
             for _ in range(num_tabs):
@@ -328,7 +320,7 @@ class Browser:
     async def new_tab(self):
         """A page in a context, and so a process, of its own."""
         async with self.starting:
-            if not await self.alive():
+            if not self.chromium or not await self.alive():
                 await self.stop()
                 await self.start()
         context = await self.chromium.new_context(
@@ -339,8 +331,7 @@ class Browser:
         await context.route("**/*", lambda route: self.answer(tab, route))
         tab.page = await context.new_page()
         tab.page.on("crash", lambda _: tab.crashed.done() or tab.crashed.set_result(True))
-        tab.page.on("websocket", lambda socket: self.refuse(socket.url))
-        context.on("page", lambda page: asyncio.ensure_future(self.close(types.SimpleNamespace(context=page))))
+        context.on("page", lambda page: asyncio.ensure_future(self.close_part(page)))
         tab.session = await context.new_cdp_session(tab.page)
         await tab.session.send("Animation.enable")
         await tab.session.send("Animation.setPlaybackRate", {"playbackRate": 0})     # animations wait for PAGE_SETTLE
@@ -355,102 +346,55 @@ class Browser:
         reply = await tab.session.send("Page.createIsolatedWorld", {"frameId": tab.frame})
         tab.world, tab.new, tab.busy = reply["executionContextId"], True, False
 
-    async def close(self, tab):
+    async def close_part(self, part):
+        """Close a page or a context."""
         with contextlib.suppress(self.Error, TimeoutError):
-            await with_deadline(5, tab.context.close())
-
-    def refuse(self, url):
-        with contextlib.suppress(ValueError):
-            self.blocked[urllib.parse.urlsplit(url).hostname or url.partition(":")[0]] += 1
+            await with_deadline(5, part.close())
 
     async def answer(self, tab, route):
         """Answer or refuse one request of a page."""
-        url, path, headers = route.request.url, None, {"access-control-allow-origin": "*"}
+        answer = None
         try:
-            path = local_file(url)
+            answer = local_answer(route.request.url, tab.html)
         except ColBenchError as error:
             self.error = error
         with contextlib.suppress(self.Error):                       # the page may be gone
-            if path and path.suffix == ".css":
-                await route.fulfill(body=style_sheet(path, tab.html), content_type="text/css", headers=headers)
-            elif path:
-                await route.fulfill(body=path.read_text("utf-8"), content_type="text/javascript", headers=headers)
-            elif PHOTO_HOSTS.match(urllib.parse.urlsplit(url).hostname or ""):
-                await route.fulfill(body=photo(url), content_type="image/svg+xml", headers=headers)
-            else:
-                self.refuse(url)
+            if not answer:
                 await route.abort("aborted")                        # for a navigation, too: the page stays where it is
+                return
+            text, content_type = answer
+            await route.fulfill(body=text, content_type=content_type, headers={"access-control-allow-origin": "*"})
+
+    async def evaluate(self, tab, expression):
+        """The JSON value of a JavaScript expression, or of the promise that it is, in the world of our own scripts."""
+        reply = await tab.session.send("Runtime.evaluate", {
+            "expression": expression, "contextId": tab.world, "awaitPromise": True, "returnByValue": True})
+        if "exceptionDetails" in reply:
+            details = reply["exceptionDetails"]
+            raise self.Error(details.get("exception", {}).get("description") or details["text"])
+        return reply["result"].get("value")
 
     async def draw(self, tab, html, path, read):
-        """The Render of a page in a tab."""
-        send = tab.session.send
-
-        async def evaluate(expression):
-            reply = await send("Runtime.evaluate", {"expression": expression, "contextId": world, "awaitPromise": True,
-                                                    "returnByValue": True})
-            if "exceptionDetails" in reply:
-                details = reply["exceptionDetails"]
-                raise self.Error(details.get("exception", {}).get("description") or details["text"])
-            return reply["result"].get("value")
-
+        """The Render of a page in a tab, which is busy from now on."""
         active = ACTIVE.search(html)
         if active and not tab.new:
             await self.clear(tab)
-        world, tab.html, tab.new, tab.busy = tab.world, html, False, bool(active)
-        await evaluate(PAGE_LOAD % json.dumps(html))
-        for frame in tab.page.frames if tab.busy else []:
+        tab.html, tab.new, tab.busy = html, False, True
+        await self.evaluate(tab, PAGE_LOAD % json.dumps(html))
+        for frame in tab.page.frames if active else []:
             if frame.url:                                           # one that was refused has none, and runs nothing
                 await frame.evaluate(f"window.__run && __run({PAGE_CLOCK_MS})")
-        await evaluate(PAGE_SETTLE)
-        spec = await evaluate(read) if read else None
-        size = (await send("Page.getLayoutMetrics"))["cssContentSize"]
-        limits = {"width": (VIEWPORT["width"], MAX_WIDTH_PX), "height": (VIEWPORT["height"], MAX_HEIGHT_PX)}
-        clip = {name: min(max(size[name], least), most) for name, (least, most) in limits.items()}
-        fault = "; ".join(f"{name} {size[name]:,} px cut to {most:,}" for name, (_, most) in limits.items()
-                          if size[name] > most) or None
+        await self.evaluate(tab, PAGE_SETTLE)
+        spec = await self.evaluate(tab, read) if read else None
         if path and not path.is_file():
-            options = {"format": "png", "captureBeyondViewport": True, "clip": {**clip, "x": 0, "y": 0, "scale": 1}}
-            png = base64.b64decode((await send("Page.captureScreenshot", options))["data"])
+            size = (await tab.session.send("Page.getLayoutMetrics"))["cssContentSize"]
+            width = min(max(size["width"], VIEWPORT["width"]), MAX_WIDTH_PX)
+            height = min(max(size["height"], VIEWPORT["height"]), MAX_HEIGHT_PX)
+            options = {"format": "png", "captureBeyondViewport": True,
+                       "clip": {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}}
+            png = (await tab.session.send("Page.captureScreenshot", options))["data"]
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(f"{path.name}.{os.getpid()}-{id(tab)}.partial")
-            partial.write_bytes(with_note(png, fault) if fault else png)
+            partial.write_bytes(base64.b64decode(png))
             partial.rename(path)
-        return Render(path and str(path), spec, fault)
-
-
-class BrowserThread:
-    """A Browser in a thread of its own, which the first page starts and whose render() any event loop may await: a
-    local model that samples keeps its own loop busy, and pages would time out there."""
-
-    def __init__(self, images, path=None):
-        self.browser, self.loop, self.thread = Browser(images, path), asyncio.new_event_loop(), None
-
-    def start(self):
-        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
-        self.thread.start()
-        try:
-            self.call(self.browser.__aenter__()).result()
-        except BaseException:                                       # no browser is there, say; the next page asks again
-            self.stop()
-            raise
-
-    def close(self):
-        if self.thread:
-            self.call(self.browser.__aexit__()).result()
-            self.stop()
-
-    def stop(self):
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join()
-        self.thread = None
-
-    def call(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
-    async def render(self, html, screenshot=True, read=None):
-        path = screenshot_path(self.browser.images, html)
-        if screenshot and not read and path.is_file():
-            return stored_render(path)
-        if not self.thread:
-            self.start()
-        return await asyncio.wrap_future(self.call(self.browser.render(html, screenshot, read)))
+        return Render(path and str(path), spec, None)

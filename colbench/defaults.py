@@ -9,7 +9,6 @@ REPLY_CHARS = 400
 REPLY_TOKENS = 128
 SIMULATOR_SEES = False
 PLAYERS = {}
-ORACLES = ()
 COLUMNS = ()
 SCORE_KEYS = ("reward",)
 MIN_RETURN_GAP = None
@@ -22,7 +21,7 @@ def nothing(*arguments):
     return None
 
 
-doubt_of = lacks = leak_of = facts = turn_kind = all_known = nothing
+lacks = leak_of = facts = turn_kind = all_known = nothing
 
 
 def shown(message):

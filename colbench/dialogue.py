@@ -29,30 +29,25 @@ def put(text, words):
 # ---------------------------------------------------------------------------------------------------------------------
 # the facts of a task
 
-ASKING_KEYS = {"questions": list_of(str)}
-SLOT_KEYS = {"slot": label, "code": str, "guesses": list_of(str, 1)}            # of a fact that matters
-FACT = record({"topic": str, "matters": bool, "told": bool, **ASKING_KEYS}, {"replies": list_of(str, 1), **SLOT_KEYS})
+FACT = record({"topic": str, "questions": list_of(str, 1), "matters": bool, "told": bool}, {"replies": list_of(str, 1)})
+DECISION = record({"slot": label, "code": str, "guesses": list_of(str, 1)})     # of a fact that matters
+
+
+def fact_kind(fact):
+    """The kind (schema.py) of a fact."""
+    return FACT(fact) or (DECISION(fact) if fact["matters"] else None)
 
 
 def check_facts(task, where):
     """ColBenchError for a "template" that the facts of a task cannot fill."""
-    check_template(task, {fact.get("slot") for fact in needed(task)}, where)
+    check_template(task, {task["facts"][index]["slot"] for index in needed_facts(task)}, where)
 
 
 def missing_field(task, player):
-    """The field that "rules", "script" or an oracle needs and that the task has not; None: nothing is missing."""
+    """The field that "rules" or "script" needs and that the task has not; None: nothing is missing."""
     if not task.get("facts"):
         return "facts"
-    if player != "script":
-        return None
-    if "template" not in task:
-        return "template"
-    for fact in task["facts"]:
-        keys = [*ASKING_KEYS, *SLOT_KEYS] if fact["matters"] else ASKING_KEYS
-        for key in keys:
-            if key not in fact or fact[key] == []:
-                return key
-    return None
+    return "template" if player == "script" and "template" not in task else None
 
 
 def needed_facts(task):
@@ -60,15 +55,10 @@ def needed_facts(task):
     return [index for index, fact in enumerate(task["facts"]) if fact["matters"]]
 
 
-def needed(task):
-    """The facts that matter."""
-    return [fact for fact in task["facts"] if fact["matters"]]
-
-
 class Facts:
     """What functions and queries say of facts (colbench/__init__.py), from three functions of the domain.
 
-    learned(task, history, place)   the facts (indices) that become known by the turn at this place
+    learned(task, message, reply)   the facts (indices) that become known by a message and the reply to it
     kind_of(task, known, history, message)      turn_kind, where these facts are known
     text_of(fact)                   the text of a fact that matters
     """
@@ -79,8 +69,10 @@ class Facts:
     def known_facts(self, task, history):
         """The facts (a set of indices) that the request states, or that the agent has learned."""
         known = {index for index, fact in enumerate(task["facts"]) if fact["told"]}
-        for place in range(len(history)):
-            known.update(self.learned(task, history, place))
+        no_reply = {"content": ""}
+        for turn, reply in zip(history, [*history[1:], no_reply]):
+            if turn["role"] == "assistant":
+                known.update(self.learned(task, turn["content"], reply["content"]))
         return known
 
     def all_known(self, task, history):
@@ -96,10 +88,6 @@ class Facts:
         if not task.get("facts"):
             return None
         return self.kind_of(task, self.known_facts(task, history), history, message)
-
-    def oracle_scores(self, oracle, task, history, messages):
-        kinds = [self.turn_kind(task, history, message) for message in messages]
-        return kind_scores(oracle, self.all_known(task, history), kinds)
 
 
 def asking_kind(task, known, asked):
@@ -161,34 +149,15 @@ def best_topics(texts, message):
     for fact_phrases in phrases:
         best = 0, 0, frozenset()
         for phrase in filter(None, fact_phrases):                   # a phrase of stop words alone matches nothing
-            share = weight(phrase & said) / weight(phrase)
-            best = max(best, (share, len(phrase), phrase & said), key=lambda match: match[:2])
+            said_of_it = phrase & said
+            match = weight(said_of_it) / weight(phrase), len(phrase), said_of_it
+            best = max(best, match, key=lambda match: match[:2])
         matches.append(best)
     least_share = max(0.5, max(matches)[0] - 1e-9)
     asked = {index: words for index, (share, _, words) in enumerate(matches) if share >= least_share}
     # "exactly the mark to pass" names "the mark to pass" too: the longer topic is meant.
     longest = [index for index, words in asked.items() if not any(map(words.__lt__, asked.values()))]
     return tuple(longest[:2])
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# oracles: critics that know the facts of the task
-
-def kind_scores(oracle, known, kinds):
-    """Scores of turns of these kinds by one who knows what the task needs, but not which round is the last.
-
-    known: whether everything that matters is known already.
-    "oracle" would have the answer as soon as it is right.
-    "oracle-patient" knows that the agent cannot see whether it knows enough. Among right answers and further questions
-    it has no preference once all is known. A right answer before that is worth nothing to it."""
-    worth = {"right answer": 3, "needed": 2, "wrong answer": 0, "early answer": 0}
-    worth_of_others = 1
-    if oracle == "oracle-patient":
-        worth["needed"] = 3
-        worth["right answer"] = 2 if known else 0
-        worth_of_others = 2 if known else 1
-    worth["ask needed"] = worth["look needed"] = worth["needed"]     # as queries say it
-    return [worth.get(kind, worth_of_others) for kind in kinds]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -270,15 +239,10 @@ LEAK_TOKENS = 8
 DEFINITION = r"\b(?:def|class)\s+(\w+)"
 
 
-def code_tokens(text):
-    """Words, numbers and signs; a string literal is one token, as what it says is no code."""
+def token_runs(text):
+    """All runs of LEAK_TOKENS words, numbers and signs. A string literal is one token, as what it says is no code."""
     text = re.sub(r"""(?<!\w)("[^"\n]*"|'[^'\n]*')(?!\w)""", " STRING ", text)
-    return re.findall(r"[^\W\d]\w*|\d+(?:\.\d+)?|[^\w\s]", text)
-
-
-def token_runs(code):
-    """All runs of LEAK_TOKENS tokens."""
-    tokens = code_tokens(code)
+    tokens = re.findall(r"[^\W\d]\w*|\d+(?:\.\d+)?|[^\w\s]", text)
     ends = range(LEAK_TOKENS, len(tokens) + 1)
     return {tuple(tokens[end - LEAK_TOKENS:end]) for end in ends}
 
@@ -315,9 +279,9 @@ def mean(values):
 def measure(trajectories):
     """"forced_answers": the share of dialogues that --max-rounds has ended, and not the agent. "faults" counts by
     reason the tests that are not passed."""
-    forced, faults = [], collections.Counter()
+    num_forced, faults = 0, collections.Counter()
     for trajectory in trajectories:
         said = [turn["content"] for turn in trajectory["dialogue_history"] if turn["role"] == "assistant"]
-        forced.append(MARKER not in said[-1] and "no_room" not in trajectory)
+        num_forced += MARKER not in said[-1] and "no_room" not in trajectory
         faults.update(fault.partition(":")[0] for fault in trajectory["faults"] if fault)
-    return {"forced_answers": mean(forced), "faults": dict(faults.most_common())}
+    return {"forced_answers": num_forced / len(trajectories), "faults": dict(faults.most_common())}

@@ -18,7 +18,7 @@ import re
 import string
 
 from colbench import beside, check_keys, check_kind, check_template, ColBenchError, defaults, task_id, task_kind
-from colbench.browser import BrowserThread, Render
+from colbench.browser import Browser, Render
 from colbench.defaults import *  # noqa: F403
 from colbench.schema import list_of, record
 from colbench.similarity import CLIP_MODEL, PageScorer
@@ -400,8 +400,6 @@ def check_task(task, where):
 
 
 def lacks(task, player):
-    if player.startswith("oracle"):
-        return "facts"
     return "slots" if player == "script" and "slots" not in task else None
 
 
@@ -460,7 +458,7 @@ class Environment(defaults.Environment):
 
     def __init__(self, images, rows_in=None, browser=None, similarity=None, clip_model=None, device="cpu"):
         self.images, self.rows_in = images, rows_in
-        self.browser = BrowserThread(images, browser)               # which starts with the first page
+        self.browser = Browser(images, browser)                     # which starts with the first page
         if similarity:
             self.scorer = PageScorer(similarity, clip_model or CLIP_MODEL, device)
             self.about = {"similarity": self.scorer.name}
@@ -472,7 +470,7 @@ class Environment(defaults.Environment):
         """(reference page, the page so far) as Render; the second is None where the agent has sent none. A page that
         cannot be shown leaves "render_fault" in the agent's turn; ColBenchError if it is the reference."""
         reference = await self.browser.render(task["ground_truth"], **options)
-        if reference.fault and not reference.image and not reference.spec:
+        if reference.fault:
             raise ColBenchError(f"task {task_id(task)}: its reference page cannot be rendered: {reference.fault}")
         page = last_page(history)
         render = await self.browser.render(page, **options) if page else None
@@ -491,10 +489,8 @@ class Environment(defaults.Environment):
 
     async def score(self, pairs, explain=False):
         """"reward": the similarity of the screenshots, "image", "reference_image": their files, "render_fault"."""
-        pages = set()
-        for task, answer in pairs:
-            pages |= {task["ground_truth"], answer}
-        renders = await self.render_all(pages - {""})
+        pages = [page for task, answer in pairs for page in (task["ground_truth"], answer)]
+        renders = await self.render_all(pages)
         image_pairs = [(renders[task["ground_truth"]].image, renders[answer].image) for task, answer in pairs]
         rewards = await asyncio.to_thread(self.scorer.score, image_pairs)
         rows = []
@@ -508,7 +504,7 @@ class Environment(defaults.Environment):
 
     async def render_all(self, pages):
         """{page: its Render}; of an empty page, which is no answer, an empty one."""
-        pages = sorted(pages)
+        pages = sorted({*pages} - {""})
         renders = await asyncio.gather(*map(self.browser.render, pages))
         return {"": Render(None, None, None), **dict(zip(pages, renders))}
 
@@ -516,5 +512,5 @@ class Environment(defaults.Environment):
         return os.path.relpath(image, self.rows_in) if image else image
 
     async def show(self, documents):
-        renders = await self.render_all(set(documents))
+        renders = await self.render_all(documents)
         return {document: renders[document].image for document in documents}

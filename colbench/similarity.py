@@ -25,28 +25,25 @@ class PageScorer:
         self.embeddings = {}
 
     def score(self, pairs):
-        if self.clip:
-            self.embed({path for pair in pairs for path in pair} - set(self.embeddings))
         return [self.score_one(reference, answer) if reference else 0.0 for reference, answer in pairs]
 
     def score_one(self, reference, answer):
         if self.clip:
-            return min(1.0, max(0.0, float(self.embeddings[reference] @ self.embeddings[answer])))
+            return min(1.0, max(0.0, float(self.embedding(reference) @ self.embedding(answer))))
         return pixel_similarity(small_image(reference), small_image(answer) if answer else None)
 
-    def embed(self, paths, batch_size=32):
-        """Keep the unit embeddings of images; None stands for a black one."""
-        import torch
-        from PIL import Image
-        model, processor = self.clip
-        paths = sorted(paths, key=str)
-        for start in range(0, len(paths), batch_size):
-            batch = paths[start:start + batch_size]
-            images = [Image.open(path).convert("RGB") if path else Image.new("RGB", (224, 224)) for path in batch]
-            pixels = processor(images, return_tensors="pt")["pixel_values"].to(model.device)      # (B, 3, 224, 224)
+    def embedding(self, path):
+        """The unit embedding (D,) of an image; None stands for a black one."""
+        if path not in self.embeddings:
+            import torch
+            from PIL import Image
+            model, processor = self.clip
+            image = Image.open(path).convert("RGB") if path else Image.new("RGB", (224, 224))
+            pixels = processor(image, return_tensors="pt")["pixel_values"].to(model.device)         # (1, 3, 224, 224)
             with torch.no_grad():
-                embeddings = model(pixel_values=pixels).image_embeds.double().cpu()                 # (B, D)
-            self.embeddings |= zip(batch, torch.nn.functional.normalize(embeddings, dim=1))
+                embedding = model(pixel_values=pixels).image_embeds[0].double().cpu()
+            self.embeddings[path] = torch.nn.functional.normalize(embedding, dim=0)
+        return self.embeddings[path]
 
 
 def load_clip(name, device):

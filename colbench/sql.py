@@ -1,5 +1,5 @@
 """SQL queries (an ambiguous question to a database): schemas, hidden decisions, the rule-based user simulator, looks
-into an example database, kinds of turns, oracles, scores.
+into an example database, kinds of turns, scores.
 
 The user asks in a colleague's words ("How many customers had a big order this year?"). What the words mean stands in
 "facts": the decisions, each of which matters, and plausible ones that do not. Some are the user's ("by": "ask"), some
@@ -18,22 +18,18 @@ import collections
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import random
 import re
-import sqlite3
 
 from colbench import backend, beside, check_keys, check_kind, defaults, dialogue, task_id, task_kind
 from colbench.defaults import *  # noqa: F403
-from colbench.dialogue import answer_kind, asking_kind, Facts, MARKER, mean, OPENERS, put, topics_asked
-from colbench.schema import list_of, one_of, table_of
-from colbench.sql_child import canonical, open_database, select
-from colbench.sql_mutants import Judge, mutants_of
-from colbench.sql_text import is_ordered, LOOK, statement_of, with_ties
+from colbench.dialogue import answer_kind, asking_kind, Facts, MARKER, mean, needed_facts, OPENERS, put, topics_asked
+from colbench.schema import list_of, one_of, record, table_of
+from colbench.sql_mutants import agreeing, mutants_of, open_empty
+from colbench.sql_text import is_ordered, LOOK, statement_of
 
 NOUN = "query"
-ORACLES = "oracle", "oracle-patient"
 COLUMNS = (("databases_agree", "databases", ".3f"), ("success_seen", "seen", ".3f"),
            ("success_unseen", "unseen", ".3f"), ("all_known", "all known", ".3f"),
            ("success_when_known", "when known", ".3f"), ("looks", "looks", ".2f"))
@@ -72,16 +68,10 @@ def schema_text(words):
     return put(QUERIES["tables with places" if "places" in words else "tables"], words)
 
 
-def families():
-    """Each schema with each pattern that it can have: "places" needs places, "best" is for schemas without them."""
-    names = []
-    for schema, words in SCHEMAS.items():
-        without = "best" if "places" in words else "places"
-        names += [f"{schema}_{pattern}" for pattern in PATTERNS if pattern != without]
-    return names
-
-
-FAMILIES = families()
+FAMILIES = []                   # each schema with each pattern that it can have
+for name, words in SCHEMAS.items():
+    without = "best" if "places" in words else "places"
+    FAMILIES += [f"{name}_{pattern}" for pattern in PATTERNS if pattern != without]
 
 
 def stored_statuses(words, codes):
@@ -108,21 +98,27 @@ def fill(rng, words, codes, shape):
     (no children at all). In all of them keys lead somewhere, names differ, amounts are positive, a status is stored in
     one way, and no date lies behind this year."""
     any_limit = rng.choice(BIG)
-    limit, year = int(codes.get("big", any_limit)), int(codes.get("year", LAST_YEAR))
-    plan = Plan(shape, limit, year, 100 if codes.get("unit") else 1, stored_statuses(words, codes))
+    limit = int(codes.get("big", any_limit))
+    year = int(codes.get("year", LAST_YEAR))
+    unit = 100 if codes.get("unit") else 1
+    plan = Plan(shape, limit, year, unit, stored_statuses(words, codes))
     num_parents, num_children = draw_sizes(rng, shape)
     parents = []
     for number, name in enumerate(rng.sample(NAMES, num_parents), 1):
         parents.append([number, name, draw_status(rng, plan)])
     children = []
-    for number, key in enumerate(draw_keys(rng, shape, num_parents, num_children), 1):
+    keys = list(range(1, num_parents + 1)) if shape == "wide" else []           # of many parents each has a child
+    keys += [rng.randint(1, num_parents) for _ in range(num_children - len(keys))]
+    for number, key in enumerate(keys, 1):
         amounts = [draw_amount(rng, plan), draw_amount(rng, plan)]
-        children.append([number, key, *amounts, draw_day(rng, plan), draw_day(rng, plan)])
+        days = [draw_day(rng, plan), draw_day(rng, plan)]
+        children.append([number, key, *amounts, *days])
     tables = {words["parents"]: parents, words["children"]: children}
     if "places" in words:
         for parent, place in zip(parents, rng.sample(4 * [1, 2, 3, 4, 5], num_parents)):
             parent.append(place)
-        tables[words["places"]] = list(map(list, enumerate(rng.sample(PLACES, 5), 1)))
+        places = rng.sample(PLACES, 5)
+        tables[words["places"]] = [list(place) for place in enumerate(places, 1)]
     if shape == "example":
         for parent, status in zip(parents, plan.statuses):
             parent[2] = status
@@ -140,14 +136,6 @@ def draw_sizes(rng, shape):
     return num_parents, 0 if shape == "empty" else rng.randint(9, 14)
 
 
-def draw_keys(rng, shape, num_parents, num_children):
-    """The parent of each child; where there are many, each has one."""
-    keys = list(range(1, num_parents + 1)) if shape == "wide" else []
-    while len(keys) < num_children:
-        keys.append(rng.randint(1, num_parents))
-    return keys
-
-
 def draw_status(rng, plan):
     is_wide = plan.shape == "wide"
     if rng.random() < (0.05 if is_wide else 0.12):
@@ -163,10 +151,10 @@ def draw_amount(rng, plan):
         return None
     if plan.shape == "wide":
         return plan.limit + rng.choice((0, 1, 5, 30))
-    other_limit = rng.choice(BIG)
-    beside_another = rng.choice(BIG) + rng.choice((-1, 1))
-    at_limit = [plan.limit + step for step in (0, 0, -1, 1, -5, 5)]
-    amount = plan.unit * rng.choice([*at_limit, other_limit, beside_another])
+    amounts = [plan.limit + step for step in (0, 0, -1, 1, -5, 5)]
+    amounts.append(rng.choice(BIG))
+    amounts.append(rng.choice(BIG) + rng.choice((-1, 1)))
+    amount = plan.unit * rng.choice(amounts)
     if plan.unit == 100 and plan.shape != "example":
         amount += rng.randint(0, 99)
     return amount
@@ -223,9 +211,9 @@ def shapes_of(query):
     return ["empty", special] + ["plain"] * (NUM_HIDDEN - 2)
 
 
-def draw_hidden(draw, shapes, judge, rivals):
+def draw_hidden(draw, shapes, agreeing_on, rivals):
     """Hidden databases of these shapes such that each of the queries `rivals` gives other rows than the reference on
-    one of them; None if a rival is left. draw(shape) makes one.
+    one of them; None if a rival is left. draw(shape) makes one; agreeing_on(tables, queries) are those that agree.
 
     Of several databases of a shape the one is taken on which the fewest rivals agree with the reference."""
     hidden, num_draws = [], [1] + [FEW_DRAWS] * (len(shapes) - 2) + [MANY_DRAWS]
@@ -233,10 +221,10 @@ def draw_hidden(draw, shapes, judge, rivals):
         fewest = None
         for _ in range(most_draws):
             tables = draw(shape)
-            agreeing = judge.agreeing(tables, rivals)
-            if fewest is None or len(agreeing) < len(fewest):
-                best, fewest = tables, agreeing
-            if not agreeing:
+            left = agreeing_on(tables, rivals)
+            if fewest is None or len(left) < len(fewest):
+                best, fewest = tables, left
+            if not left:
                 break
         hidden.insert(0, best)
         rivals = fewest
@@ -301,9 +289,10 @@ def draw_databases(rng, words, template, slots, codes):
     reference = template.format(**codes)
     draw = functools.partial(fill, rng, words, codes)
     rivals = rivals_of(template, slots, codes, stored_statuses(words, codes))
-    with Judge(schema_text(words), reference, is_ordered(reference)) as judge:
+    with contextlib.closing(open_empty(schema_text(words))) as connection:
+        agreeing_on = functools.partial(agreeing, connection, reference)
         for _ in range(MOST_TRIES):
-            hidden = draw_hidden(draw, shapes_of(template), judge, rivals)
+            hidden = draw_hidden(draw, shapes_of(template), agreeing_on, rivals)
             if hidden:
                 return [draw("example"), *hidden]
     return None
@@ -315,7 +304,8 @@ def task_number(reference, codes, is_seen):
     number = int(hashlib.sha256(content.encode()).hexdigest()[:15], 16)
     if is_seen:
         return number
-    return number - number % 100 + 90 + number % 10
+    last_two_digits = number % 100
+    return number - last_two_digits + 90 + number % 10
 
 
 def needed_fact(slot, decision, code):
@@ -393,11 +383,8 @@ def looked_at(task, query):
     """Which facts (indices) a look is for: those that a column of the statement shows."""
     columns = set(re.findall(r"\w+", query))
     shows_all = re.search(r"SELECT\s+\*", query, re.IGNORECASE)
-    indices = set()
-    for index, fact in enumerate(task["facts"]):
-        if fact["by"] == "look" and (shows_all or columns.intersection(fact["columns"])):
-            indices.add(index)
-    return indices
+    return {index for index, fact in enumerate(task["facts"])
+            if fact["by"] == "look" and (shows_all or columns.intersection(fact["columns"]))}
 
 
 def facts_seen(task, query, table):
@@ -407,16 +394,12 @@ def facts_seen(task, query, table):
             if any(re.fullmatch(task["facts"][index]["cell"], cell) for cell in cells)}
 
 
-def learned(task, history, place):
-    """The agent learns what it asks the user about, and what the rows of a look show, which are the turn after it."""
-    turn = history[place]
-    if turn["role"] == "assistant":
-        if query_of(turn["content"]) is not None:
-            return ()
-        return [index for index in topics_asked(task["facts"], turn["content"]) if task["facts"][index]["by"] == "ask"]
-    before = history[place - 1] if place else turn
-    query = query_of(before["content"]) if before["role"] == "assistant" else None
-    return () if query is None else facts_seen(task, query, turn["content"])
+def learned(task, message, reply):
+    """The agent learns what it asks the user about, and what the rows of a look show."""
+    query = query_of(message)
+    if query is not None:
+        return facts_seen(task, query, reply)
+    return [index for index in topics_asked(task["facts"], message) if task["facts"][index]["by"] == "ask"]
 
 
 def in_one_line(statement):
@@ -447,8 +430,7 @@ def text_of(fact):
 
 
 _facts = Facts(learned, kind_of, text_of)
-known_facts, all_known, facts = _facts.known_facts, _facts.all_known, _facts.facts
-turn_kind, oracle_scores = _facts.turn_kind, _facts.oracle_scores
+known_facts, all_known, facts, turn_kind = _facts.known_facts, _facts.all_known, _facts.facts, _facts.turn_kind
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -468,14 +450,15 @@ class Script(dialogue.ScriptedAgent):
 
     def useless(self, task, known, history, rng):
         facts = task["facts"]
-        unknown = [index for index in range(len(facts)) if index not in known]
-        to_look = [index for index in unknown if facts[index]["by"] == "look"]
-        idle = [index for index in unknown if not facts[index]["matters"]]
+        unknown = set(range(len(facts))) - known
+        to_look = [index for index in sorted(unknown) if facts[index]["by"] == "look"]
+        idle = [index for index in sorted(unknown) if not facts[index]["matters"]]
         luck = rng.random()
         if luck < 0.3:
             return f"{LOOK} {rng.choice(task['idle_looks'])}"
         indices = to_look if to_look and luck < 0.6 else idle or range(len(facts))
-        return rng.choice(facts[rng.choice(indices)]["questions"])
+        index = rng.choice(indices)
+        return rng.choice(facts[index]["questions"])
 
 
 def asking(fact, rng):
@@ -491,9 +474,10 @@ def asker_turn(task, history, max_rounds, rng):
     It knows the decisions of the family and their values, and takes each value for equally likely. It asks or looks
     where it expects most information; then it answers, and guesses what it has no round for."""
     known = known_facts(task, history)
-    unknown = [fact for index, fact in enumerate(task["facts"]) if fact["matters"] and index not in known]
+    unknown = [task["facts"][index] for index in needed_facts(task) if index not in known]
     if unknown and dialogue.num_agent_turns(history) + 1 < max_rounds:
-        return asking(max(unknown, key=lambda fact: len(fact["guesses"])), rng)
+        fact = max(unknown, key=lambda fact: len(fact["guesses"]))
+        return asking(fact, rng)
     return dialogue.best_answer(task, known, rng)
 
 
@@ -507,55 +491,34 @@ def owns(task):
     return "databases" in task
 
 
-LOOK_KEYS = {"looks": list_of(str, 1), "columns": list_of(str, 1), "cell": str}
+BY = record({"by": one_of("ask", "look")})
+SHOWN = record({"looks": list_of(str, 1), "columns": list_of(str, 1), "cell": str})
+
+
+def fact_kind(fact):
+    """The kind (schema.py) of a fact, which the user knows or the database shows."""
+    return dialogue.fact_kind(fact) or BY(fact) or (SHOWN(fact) if fact["by"] == "look" else None)
+
+
 TASK = task_kind({"schema": str, "databases": list_of(table_of(list_of(list)), 2)},
-                 {"seen": bool, "template": str, "facts": list_of(dialogue.FACT), "idle_looks": list_of(str, 1)})
+                 {"seen": bool, "template": str, "facts": list_of(fact_kind), "idle_looks": list_of(str, 1)})
 
 
 def check_task(task, where):
     check_kind(task, TASK, where)
-    if not task.get("facts"):
-        return
-    check_keys(task, {"idle_looks": list, "template": str}, where)
-    for index, fact in enumerate(task["facts"]):
-        keys = {"by": one_of("ask", "look"), **(dialogue.SLOT_KEYS if fact["matters"] else {})}
-        if fact.get("by") == "look":
-            keys |= LOOK_KEYS
-        check_keys(fact, keys, f"{where}: facts: item {index}")
-    dialogue.check_facts(task, where)
+    if task.get("facts"):
+        check_keys(task, {"idle_looks": list, "template": str}, where)
+        dialogue.check_facts(task, where)
 
 
 def check_data(tasks, unsafe_scorer):
-    checks = backend.check_data(list(map(as_function_task, tasks)), unsafe_scorer)
-    for task, check in zip(tasks, checks):
-        if doubt := doubt_of(task):
-            check["findings"]["order"] = doubt
-    return checks
-
-
-def doubt_of(task):
-    """Why right answers to a task may be graded wrong: a database leaves open which rows the reference gives, or their
-    order. The pragma shows it only where no ORDER BY stands, so that ties are sorted up and down, too."""
-    reference = task["ground_truth"]
-    runs = [((), 1, reference), (["reverse_unordered_selects = 1"], 1, reference), ((), 1, with_ties(reference)),
-            ((), -1, with_ties(reference))]
-    for number, tables in enumerate(task["databases"][1:], 1):
-        results = []
-        for pragmas, step, query in runs:
-            connection = open_database(task["schema"], tables, pragmas)
-            connection.create_function("tie", 0, itertools.count(0, step).__next__)
-            with contextlib.suppress(sqlite3.Error, ValueError):    # of a compound query tie() is no column
-                results.append(canonical(*select(connection, query), is_ordered(reference)))
-            connection.close()
-        if any(result != results[0] for result in results):
-            return f"database{number}: the reference leaves the order of its rows open: ties of ORDER BY, or LIMIT"
-    return None
+    return backend.check_data(list(map(as_function_task, tasks)), unsafe_scorer)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # the rest of the interface (colbench/__init__.py)
 
-lacks, answer_message = dialogue.missing_field, backend.answer_message
+lacks, leak_of, answer_message = dialogue.missing_field, dialogue.code_leak, backend.answer_message
 
 
 def answer_of(history, is_last):
@@ -568,38 +531,25 @@ def answer_of(history, is_last):
     return content if is_last else None
 
 
-def leak_of(task, reply):
-    """How a reply of the simulator shows SQL: as code (dialogue.code_leak), or "query" (select … from a table)."""
-    leak = dialogue.code_leak(task, reply)
-    tables = "|".join(re.findall(r"CREATE TABLE (\w+)", task["schema"]))
-    if leak != "fence" and re.search(rf"\bselect\b.+\bfrom\s+({tables})\b", reply, re.IGNORECASE | re.DOTALL):
-        return "query"
-    return leak
-
-
 def measure(trajectories):
-    """"databases_agree": the mean reward.
-    "success_seen", "success_unseen": the success on schemas that are also in the training split, and on others.
-    "looks": QUERY turns of a dialogue. "failed_looks": the share of them with an error."""
-    looks, successes = [], {"seen": [], "unseen": []}
+    """"databases_agree": the mean reward. "looks": looks of a dialogue.
+    "success_seen", "success_unseen": the success on schemas that are also in the training split, and on others."""
+    num_looks, successes = 0, {}
     for trajectory in trajectories:
-        looks += [turn["content"] for turn in trajectory["dialogue_history"] if turn.get("tool")]
+        num_looks += sum("tool" in turn for turn in trajectory["dialogue_history"])
         if "seen" in trajectory["task"]:
-            name = "seen" if trajectory["task"]["seen"] else "unseen"
-            successes[name].append(defaults.eval_score(trajectory))
-    metrics = {"databases_agree": mean([trajectory["reward"] for trajectory in trajectories]),
-               "looks": len(looks) / len(trajectories),
-               "failed_looks": mean([rows.startswith("Error:") for rows in looks]), **dialogue.measure(trajectories)}
-    for name, values in successes.items():
-        if values:
-            metrics |= {f"success_{name}": mean(values), f"n_{name}": len(values)}
-    return metrics
+            name = "success_seen" if trajectory["task"]["seen"] else "success_unseen"
+            successes.setdefault(name, []).append(defaults.eval_score(trajectory))
+    metrics = {name: mean(values) for name, values in successes.items()}
+    return {"databases_agree": mean([trajectory["reward"] for trajectory in trajectories]),
+            "looks": num_looks / len(trajectories), **metrics, **dialogue.measure(trajectories)}
 
 
 class Environment(backend.Environment):
     """The scorer, the example databases, and the user simulator."""
 
     TAKES = ("unsafe_scorer",)
+    VERDICTS = "databases"
     SIMULATOR_SYSTEM = beside("prompts/sql_simulator.txt")
 
     def __init__(self, unsafe_scorer=False):
@@ -632,10 +582,4 @@ class Environment(backend.Environment):
 
     async def score(self, pairs, explain=False):
         """"databases": whether the rows agree, for each hidden database; "faults": why they do not."""
-        scores = await super().score([as_functions(*pair) for pair in pairs], explain)
-        return list(map(database_row, scores))
-
-
-def database_row(row):
-    """A row of the scorer, whose tests are databases."""
-    return {"databases" if key == "tests" else key: value for key, value in row.items()}
+        return await super().score([as_functions(*pair) for pair in pairs], explain)

@@ -7,6 +7,7 @@ import re
 import sqlite3
 
 from colbench.sql_child import canonical, insert
+from colbench.sql_text import is_ordered
 
 # (kind, what a mistake is made of, what stands there instead …): each match of a pattern is replaced by each text.
 # {all} is the match, {0}, {1} … are its groups, {less} and {more} its number with a step down or up, {table} is the
@@ -52,31 +53,24 @@ def mutants_of(reference, codes):
     return mutants
 
 
-class Judge:
-    """Runs queries that this folder made on one database after the other. A context manager.
+def open_empty(schema):
+    """A connection to a database of these tables, for queries that this folder made, which sqlite3 prepares once."""
+    connection = sqlite3.connect(":memory:", isolation_level=None, cached_statements=500)
+    connection.executescript(schema)
+    return connection
 
-    One connection serves all of them, so that sqlite3 prepares each query once."""
 
-    def __init__(self, schema, reference, ordered):
-        self.reference, self.ordered = reference, ordered
-        self.connection = sqlite3.connect(":memory:", isolation_level=None, cached_statements=500)
-        self.connection.executescript(schema)
+def agreeing(connection, reference, tables, queries):
+    """The queries which give the rows of the reference on the database `tables`, {name: rows}."""
+    ordered = is_ordered(reference)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        self.connection.close()
-
-    def rows(self, query):
-        cursor = self.connection.execute(query)
+    def rows(query):
+        cursor = connection.execute(query)
         names = [column[0] for column in cursor.description]
-        return canonical(names, cursor.fetchall(), self.ordered)
+        return canonical(names, cursor.fetchall(), ordered)
 
-    def agreeing(self, tables, queries):
-        """The queries which give the rows of the reference on the database `tables`, {name: rows}."""
-        for name in tables:
-            self.connection.execute(f"DELETE FROM {name}")
-        insert(self.connection, tables)
-        wanted = self.rows(self.reference)
-        return [query for query in queries if self.rows(query) == wanted]
+    for name in tables:
+        connection.execute(f"DELETE FROM {name}")
+    insert(connection, tables)
+    wanted = rows(reference)
+    return [query for query in queries if rows(query) == wanted]

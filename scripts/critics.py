@@ -5,8 +5,7 @@ Writes  critics.json (--critics), gates.json (--gates).
 
 --critics  pair accuracy: share of the pairs of trajectories, made as 03 makes them, whose better one has the higher
            score. With --returns also the rank correlation (Spearman) of a critic's scores of actions with the mean
-           return of the dialogues that go on from them: the mean of a task's states, then the mean over tasks. The
-           domain's oracles, which know the facts that matter, are compared with the returns, too.
+           return of the dialogues that go on from them: the mean of a task's states, then the mean over tasks.
 --gates    mean summed log-probability of a turn under a model, without c and with c in front of the dialogue: of the
            logged questions by their kind, and of the right answer and another task's answer as a first turn.
 
@@ -170,11 +169,6 @@ def measure_critic(folder, critic, trajectories, pairs, branches, device):
     return measures
 
 
-def measure_oracle(oracle, domain, points, returns):
-    scores = [domain.oracle_scores(oracle, point.task, point.history, point.texts) for point in points]
-    return return_correlation(points, returns, scores)
-
-
 def critic_lines(measures):
     headings = {"pair_accuracy": "pair accuracy", "num_pairs": "pairs", "rank_correlation": "rank correlation",
                 "ci95": "95 %", "num_states": "states"}
@@ -241,10 +235,6 @@ def main(argv=None):
         measures = {}
         for name, critic in critics.items():
             measures[name] = measure_critic(folders[name], critic, trajectories, pairs, branches, device)
-        if branches:
-            for oracle in domain.ORACLES:
-                if not domain.lacks(trajectories[0]["task"], oracle):
-                    measures[oracle] = measure_oracle(oracle, domain, *branches)
         write_json(out / "critics.json", measures)
         say(*critic_lines(measures))
     (out / "COMPLETED").touch()

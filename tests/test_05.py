@@ -260,7 +260,7 @@ def test_metrics_are_written_before_everything_optional(tmp_path, monkeypatch, w
     def fail(*_, **__):
         raise RuntimeError("broken")
     monkeypatch.setattr(where, broken, fail)
-    task = {**FUNCTION, "facts": [{"topic": "t", "questions": [], "told": True, "matters": True}]}
+    task = {**FUNCTION, "facts": [{"topic": "t", "questions": ["t?"], "told": True, "matters": False}]}
     with pytest.raises(RuntimeError):
         evaluated(tmp_path, {"a@1": [{**trajectory("x", GOOD), "task": task}]})
     assert metrics_of(tmp_path)["a@1"]["success_rate"] == 1

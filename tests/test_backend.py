@@ -37,19 +37,6 @@ def test_kinds_of_turns():
         assert backend.turn_kind(task, history, action) == kind, action
 
 
-def test_oracle_scores_by_hand():
-    task = {"ground_truth": "def f(n):\n    return n * 3", "facts": [
-        {"topic": "the factor", "questions": [], "matters": True, "told": False},
-        {"topic": "the colour", "questions": [], "matters": False, "told": False}]}
-    right, wrong = (f"{backend.MARKER}\ndef f(n):\n    return n * {k}" for k in (3, 4))
-    actions = [right, "What is the factor?", "What is the colour?", "Hello?", wrong]
-    assert backend.oracle_scores("oracle", task, [], actions) == [3, 2, 1, 1, 0]
-    assert backend.oracle_scores("oracle-patient", task, [], actions) == [0, 3, 1, 1, 0]
-    known = [{"role": "assistant", "content": "What is the factor?"}]
-    assert backend.oracle_scores("oracle", task, known, actions) == [3, 1, 1, 1, 0]
-    assert backend.oracle_scores("oracle-patient", task, known, actions) == [2, 2, 2, 2, 0]
-
-
 REFERENCE = '''def price(weight, zone):
     """The price of a parcel: heavy parcels that go far away cost more."""
     rate = {"near": 2, "far": 5}[zone]  # euros, for each kilogram that it weighs when packed

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from colbench import ColBenchError, frontend
-from colbench.browser import BrowserThread, Render
+from colbench.browser import Browser, Render
 from colbench.similarity import PageScorer, pixel_similarity
 from conftest import read, refused, stage, succeed
 from lib import statistics
@@ -314,7 +314,7 @@ def test_pages_that_cannot_be_rendered_are_counted(tmp_path, monkeypatch, capsys
         self.browser.images.mkdir(parents=True, exist_ok=True)
         image = picture(self.browser.images / drawn[page]) if page in drawn else None
         return Render(image, None, {"<p>bad": "time limit", "<p>good": "cut"}.get(page))
-    monkeypatch.setattr(BrowserThread, "render", render)
+    monkeypatch.setattr(Browser, "render", render)
     path = write(tmp_path / "a.jsonl", (0, "<p>good"), (0, "<p>bad"), (0, ""), (1, "<p>good"))
     evaluate.main([f"a={path}", "--similarity", "pixels", "--out", str(tmp_path / "out")])
     metrics = json.loads((tmp_path / "out" / "metrics.json").read_text())["a"]

@@ -275,12 +275,12 @@ def test_turns_of_the_designer(tasks):
 def browse(tmp_path_factory):
     """renders([HTML, …]) with pictures and specs."""
     pytest.importorskip("playwright")
-    folder = tmp_path_factory.mktemp("images")
+    browser = Browser(tmp_path_factory.mktemp("images"))
 
     async def all_of(pages):
-        async with Browser(folder) as browser:
-            return await asyncio.gather(*(browser.render(page, read=frontend.LOOK) for page in pages))
-    return lambda pages: asyncio.run(all_of(pages))
+        return await asyncio.gather(*(browser.render(page, read=frontend.LOOK) for page in pages))
+    yield lambda pages: asyncio.run(all_of(pages))
+    browser.close()
 
 
 def picture(render):

@@ -6,13 +6,13 @@ import itertools
 import json
 import random
 import re
+import types
 
 import pytest
 
-from colbench import in_split, sql, sql_mutants
-from colbench.sql_child import canonical, open_database, select
-from conftest import read, refused, ROOT, stage
-from lib.runtime import write_jsonl
+from colbench import check_kind, ColBenchError, in_split, make_tasks, sql, sql_mutants
+from colbench.sql_child import canonical
+from conftest import call, read, refused, ROOT, write
 from lib.statistics import measure_turns
 
 SCHEMA = ("CREATE TABLE customers(id INTEGER, name TEXT, status TEXT);\n"
@@ -53,10 +53,12 @@ def environment():
         yield environment
 
 
-def score(environment, reference, answer):
-    [verdict] = asyncio.run(environment.score([(task_of(reference), answer)]))
-    assert len(verdict["databases"]) == 6 and verdict["reward"] == sum(verdict["databases"]) / 6
-    return verdict
+def score(environment, reference, *answers):
+    """The verdicts of answers, each on six databases."""
+    verdicts = asyncio.run(environment.score([(task_of(reference), answer) for answer in answers]))
+    for verdict in verdicts:
+        assert len(verdict["databases"]) == 6 and verdict["reward"] == sum(verdict["databases"]) / 6
+    return verdicts
 
 
 def look(environment, query, task=None):
@@ -70,11 +72,17 @@ def look(environment, query, task=None):
 ANSWERS = json.loads((ROOT / "tests" / "queries.json").read_text())
 
 
-def test_ordinary_variants_pass(environment):
-    pairs = [(task_of(reference), answer) for reference, answers in ANSWERS["ordinary"].items() for answer in answers]
-    verdicts = asyncio.run(environment.score(pairs))
-    assert len(pairs) == 25 and len(HOSTILE) == 57
-    assert [answer for (_, answer), verdict in zip(pairs, verdicts) if verdict["faults"] != [None] * 6] == []
+@pytest.mark.parametrize("reference", REFERENCES)
+def test_ordinary_variants_pass(environment, reference):
+    answers = ANSWERS["ordinary"][reference]
+    verdicts = score(environment, reference, *answers)
+    assert [answer for answer, verdict in zip(answers, verdicts) if verdict["faults"] != [None] * 6] == []
+
+
+def test_rows_are_a_list_only_where_the_reference_orders(environment):
+    turned = REFERENCES["ordered"].replace("COUNT(*) DESC, c.name", "COUNT(*), c.name DESC")
+    unordered = REFERENCES["ordered"].partition("ORDER")[0]
+    assert max(verdict["reward"] for verdict in score(environment, "ordered", turned, unordered)) < 1
 
 
 LONG = {
@@ -82,20 +90,19 @@ LONG = {
     "overflow": "SELECT " + "(" * 2000 + "1" + ")" * 2000, "too many columns": "SELECT " + "1, " * 500 + "1",
     "too many terms": "SELECT 1 " + "UNION ALL SELECT 1 " * 100, "too large": "SELECT 1" + " " * 20_000,
     "larger than": "SELECT 1 -- " + "x" * (1 << 21), "null character": "SELECT \0 1", "surrogates": "SELECT '\ud800'"}
-HOSTILE = [*LONG.items(), *((fault, answer) for fault, some in ANSWERS["hostile"].items() for answer in some)]
+HOSTILE = {**ANSWERS["hostile"], **{fault: [answer] for fault, answer in LONG.items()}}
+HOSTILE["one statement"] = [*ANSWERS["hostile"]["one statement"], LONG["one statement"]]
 
 
-@pytest.mark.parametrize("fault, answer", HOSTILE)
-def test_hostile_and_odd_answers_fail_and_harm_nobody(environment, fault, answer):
-    verdict = score(environment, "sum", answer)
-    assert verdict["reward"] < 1 and fault in verdict["faults"][0], verdict["faults"]
-    assert score(environment, "sum", REFERENCES["sum"])["reward"] == 1
-
-
-def test_rows_are_a_list_only_where_the_reference_orders(environment):
-    turned = REFERENCES["ordered"].replace("COUNT(*) DESC, c.name", "COUNT(*), c.name DESC")
-    assert score(environment, "ordered", turned)["reward"] < 1
-    assert score(environment, "ordered", REFERENCES["ordered"].partition("ORDER")[0])["reward"] < 1
+@pytest.mark.parametrize("fault", HOSTILE)
+def test_hostile_and_odd_answers_fail_and_harm_nobody(environment, fault):
+    assert sum(map(len, HOSTILE.values())) == 57
+    task = {**task_of("sum"), "databases": DATABASES[:3]}
+    answers = [*HOSTILE[fault], REFERENCES["sum"]]
+    *verdicts, right = asyncio.run(environment.score([(task, answer) for answer in answers]))
+    for verdict, answer in zip(verdicts, HOSTILE[fault]):
+        assert verdict["reward"] < 1 and fault in verdict["faults"][0], (answer[:80], verdict["faults"])
+    assert right["reward"] == 1
 
 
 @pytest.mark.parametrize("rows, other_rows, equal", [
@@ -104,6 +111,8 @@ def test_rows_are_a_list_only_where_the_reference_orders(environment):
     ([(12345.678901,)], [(12345.678902,)], True), ([(12345.67890,)], [(12345.67899,)], False),
     ([(1234567891,)], [(1234567891.0,)], True), ([(1234567891,)], [(1234567891.0000002,)], True),
     ([(1234567891,)], [(1234567892.0,)], False), ([(-123456789012,)], [(-123456789012.0,)], True),
+    ([(1, 2), (2, 3), (3, 1)], [(2, 1), (3, 2), (1, 3)], True),
+    ([(1, 2), (2, 3), (3, 1)], [(1, 1), (2, 2), (3, 3)], False),
     ([(1, "x"), (2, "y")], [("y", 2.0), ("x", 1.0)], True), ([(1, 2), (2, 1)], [(1, 1), (2, 2)], False)])
 def test_which_rows_are_equal(rows, other_rows, equal):
     """Whatever the names and order of columns and, unless ordered, of rows; numbers within rounding."""
@@ -116,26 +125,21 @@ def test_empty_rows_differ_by_their_columns_and_ordered_ones_by_their_order():
     assert canonical(["a"], [(1,), (2,)], True) != canonical(["a"], [(2,), (1,)], True)
 
 
-def test_columns_with_the_same_values_are_equal_where_their_rows_are():
-    cycle = [(1, 2), (2, 3), (3, 1)]
-    turned = [(b, a) for a, b in cycle]
-    assert canonical(["a", "b"], cycle, False) == canonical(["b", "a"], turned, False)
-    assert canonical(["a", "b"], cycle, False) != canonical(["a", "b"], [(1, 1), (2, 2), (3, 3)], False)
+def test_tables_are_equal_if_an_order_of_their_columns_makes_them_so():
     rng = random.Random(0)
-    for _ in range(500):
+    for _ in range(150):
         width, height = rng.randint(1, 4), rng.randint(1, 5)
-        rows = [tuple(rng.choice((1, 2, "x", None)) for _ in range(width)) for _ in range(height)]
+        names = "abcd"[:width]
+        rows = [tuple(rng.choice((1, 2, "x", None)) for _ in names) for _ in range(height)]
         columns = rng.sample(range(width), width)
         same = [tuple(row[i] for i in columns) for row in rows]
-        assert canonical("abcd"[:width], rows, True) == canonical("abcd"[:width], same, True)
+        assert canonical(names, rows, True) == canonical(names, same, True)
         rng.shuffle(same)
-        assert canonical("abcd"[:width], rows, False) == canonical("abcd"[:width], same, False)
-        cells = list(zip(*rows))
-        mixed = [rng.sample(column, height) for column in cells]        # each column has its values, in other rows
-        equal = any(sorted(zip(*(mixed[i] for i in order)), key=repr) == sorted(rows, key=repr)
-                    for order in itertools.permutations(range(width)))
-        assert equal == (canonical("abcd"[:width], rows, False) ==
-                         canonical("abcd"[:width], list(zip(*mixed)), False))
+        assert canonical(names, rows, False) == canonical(names, same, False)
+        mixed = [rng.sample(column, height) for column in zip(*rows)]   # each column has its values, in other rows
+        orders = [sorted(zip(*order), key=repr) for order in itertools.permutations(mixed)]
+        assert (sorted(rows, key=repr) in orders) == (canonical(names, rows, False) ==
+                                                      canonical(names, list(zip(*mixed)), False))
 
 
 # --- looks
@@ -156,14 +160,16 @@ def test_a_look_shows_a_short_table_or_the_database_s_error(environment):
 
 # --- tasks
 
+UNSEEN = types.SimpleNamespace(FAMILIES=[name for name in sql.FAMILIES if "unseen" in sql.SCHEMAS[name.split("_")[0]]],
+                               make_task=sql.make_task)
+
+
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory):
-    folder, made = tmp_path_factory.mktemp("sql"), {}
-    for split, told in (("train", "some"), ("validation", "none"), ("test", "all")):
-        stage(1).main(["--domain", "sql", "--split", split, "--told", told, "--num-tasks", "65", "--out",
-                       str(folder / split)])
-        made[split] = read(folder / split)
-    return made
+def tasks():
+    """{split: tasks}: of each family one, 15 without stated decisions, and of each unseen family one."""
+    return {"train": make_tasks(sql, len(sql.FAMILIES), 0, "train", "some"),
+            "validation": make_tasks(sql, 15, 1, "validation", "none"),
+            "test": make_tasks(UNSEEN, len(UNSEEN.FAMILIES), 0, "test", "all")}
 
 
 def test_schemas_and_families():
@@ -177,48 +183,37 @@ def test_schemas_and_families():
 
 
 def test_unseen_schemas_are_in_the_test_split_alone_and_of_known_words(tasks):
-    assert all(task["seen"] for split in ("train", "validation") for task in tasks[split])
-    assert {task["family"].split("_")[0] for task in tasks["test"] if not task["seen"]} == {"theatre", "bank", "garage"}
-    assert all(in_split(task["task_id"], split) for split, own in tasks.items() for task in own)
-    references = [{task["ground_truth"] for task in own} for own in tasks.values()]
-    assert not references[0] & references[1] and not references[0] & references[2] and not references[1] & references[2]
-    seen_words, unseen_words = set(), set()
-    for words in sql.SCHEMAS.values():
-        texts = {str(word) for key, word in words.items() if key != "unseen"}
-        (unseen_words if "unseen" in words else seen_words).update(texts)
-    assert unseen_words and unseen_words <= seen_words
+    assert all(task["seen"] == (split != "test") for split in tasks for task in tasks[split])
+    assert {task["family"].split("_")[0] for task in tasks["test"]} == {"theatre", "bank", "garage"}
+    assert all(in_split(task["task_id"], split) for split in tasks for task in tasks[split])
+    words = {True: set(), False: set()}                             # {whether a schema is unseen: its words}
+    for schema in sql.SCHEMAS.values():
+        words["unseen" in schema].update(str(word) for key, word in schema.items() if key != "unseen")
+    assert words[True] and words[True] <= words[False]
 
 
-def test_every_decision_changes_the_rows_of_a_hidden_database(tasks):
-    for task in [task for own in tasks.values() for task in own]:
+def test_hidden_databases_show_each_wrong_decision_and_each_likely_mistake(tasks):
+    kinds = collections.Counter()
+    for task in itertools.chain(*tasks.values()):
+        reference, template = task["ground_truth"], task["template"]
         assert len(task["databases"]) == 7 and not list(task["databases"][-1].values())[1]
         facts = [fact for fact in task["facts"] if fact["matters"]]
         codes = {fact["slot"]: fact["code"] for fact in facts}
-        assert 3 <= len(facts) <= 6 and task["template"].format(**codes) == task["ground_truth"]
-        opened = [open_database(task["schema"], tables) for tables in task["databases"][1:]]
-
-        def rows(query, opened=opened):
-            return [canonical(*select(connection, query), sql.is_ordered(query)) for connection in opened]
-
-        for fact in facts:
-            for code in fact["guesses"][1:]:
-                assert rows(task["template"].format(**{**codes, fact["slot"]: code})) != rows(task["ground_truth"])
-
-
-def test_hidden_databases_show_each_mutant_of_the_generator(tasks):
-    kinds = collections.Counter()
-    for task in [task for rows in tasks.values() for task in rows]:
-        codes = sorted({code for tables in task["databases"] for _, _, code, *_ in list(tables.values())[0]} - {None})
-        mutants = sql_mutants.mutants_of(task["ground_truth"], codes)
+        assert 3 <= len(facts) <= 6 and template.format(**codes) == reference
+        statuses = {row[2] for tables in task["databases"] for row in list(tables.values())[0]} - {None}
+        mutants = sql_mutants.mutants_of(reference, sorted(statuses))
         kinds.update(mutants.values())
-        ordered = sql.is_ordered(task["ground_truth"])
-        with sql_mutants.Judge(task["schema"], task["ground_truth"], ordered) as judge:
-            left = list(mutants)
-            for tables in task["databases"][1:]:
-                left = judge.agreeing(tables, left)
-        assert left == [] and len(mutants) > 10, task["ground_truth"]
+        assert len(mutants) > 10
+        left = {*mutants}
+        for fact in facts:
+            left.update(template.format(**{**codes, fact["slot"]: code}) for code in fact["guesses"][1:])
+        connection = sql_mutants.open_empty(task["schema"])
+        for tables in task["databases"][1:]:
+            left = sql_mutants.agreeing(connection, reference, tables, left)
+        connection.close()
+        assert left == [], reference
     assert set(kinds) == {"threshold", "limit", "aggregate", "tie", "missing value", "year", "unit", "status"}
-    assert min(kinds.values()) > 15
+    assert min(kinds.values()) > 10
 
 
 @pytest.mark.parametrize("query, parts", [
@@ -243,7 +238,7 @@ def test_mutants_by_hand(query, parts):
 def test_databases_keep_what_the_domain_tells_the_agent(tasks):
     """Keys lead somewhere, names differ, amounts are positive, a status is stored in one way, no date is behind this
     year."""
-    for task in [task for rows in tasks.values() for task in rows]:
+    for task in itertools.chain(*tasks.values()):
         codes = {fact.get("slot"): fact["code"] for fact in task["facts"] if fact["matters"]}
         parents, children, *places = task["databases"][0]
         statuses = {row[2] for row in task["databases"][0][parents]}
@@ -277,7 +272,7 @@ def test_shapes_of_hidden_databases(tasks):
 def test_the_databases_of_a_reference_are_the_same_whatever_the_seed():
     def make(seed):
         rng = random.Random(seed)
-        tasks = [sql.make_task(rng, "gym_names", "some", lambda name: None) for _ in range(20)]
+        tasks = [sql.make_task(rng, "gym_names", "some", lambda name: None) for _ in range(12)]
         return {task["task_id"]: task["databases"] for task in tasks}
 
     first, second = make(0), make(1)
@@ -287,12 +282,13 @@ def test_the_databases_of_a_reference_are_the_same_whatever_the_seed():
 
 def test_what_the_request_states(tasks):
     stated = [sum(fact["told"] for fact in task["facts"]) for task in tasks["train"]]
-    assert set(stated) == {0, 1} and 8 <= sum(stated) <= 32                     # 30 % of 65
+    assert set(stated) == {0, 1} and 0.12 < sum(stated) / len(stated) < 0.5                       # 30 %
     assert not any(fact["told"] for task in tasks["validation"] for fact in task["facts"])
-    assert all(sql.all_known(task, [{"role": "user", "content": "?"}]) for task in tasks["test"])
-    assert len({task["problem_description"].split("\n")[0] for task in tasks["train"]}) > 40
-    assert all(task["problem_description"].split("\n")[1].startswith(task["schema"][13:20].split("(")[0])
-               for task in tasks["train"])
+    assert all(sql.all_known(task, START) for task in tasks["test"])
+    lines = [task["problem_description"].split("\n") for task in tasks["train"]]
+    assert len({request for request, _ in lines}) > 40
+    assert all(tables.startswith(task["schema"][13:20].split("(")[0])
+               for (_, tables), task in zip(lines, tasks["train"]))
 
 
 def test_every_look_shows_what_it_is_for_and_the_simulator_shows_no_sql(tasks, environment):
@@ -356,21 +352,11 @@ def test_what_is_known_decision_by_decision():
     assert sql.facts(task_of("sum"), START) is None and sql.turn_kind(task_of("sum"), START, "Well?") is None
 
 
-def test_oracles_by_hand():
-    task = task_by_hand()
-    messages = [f"{sql.MARKER}\nSELECT 1, 1", "What is the limit?", LOOK, "Well?", f"{sql.MARKER}\nSELECT 2, 1"]
-    assert sql.oracle_scores("oracle", task, START, messages) == [3, 2, 2, 1, 0]
-    assert sql.oracle_scores("oracle-patient", task, START, messages) == [0, 3, 3, 1, 0]
-    assert sql.oracle_scores("oracle-patient", task, START + ASKED + LOOKED, messages) == [2, 2, 2, 2, 0]
-
-
 @pytest.mark.parametrize("reply, kind", [
-    ("```SELECT 1```", "fence"), ("Use SELECT name FROM customers c WHERE it fits", "query"),
-    ("select name from customers", "query"), ("It is COUNT(o.id) FROM orders o WHERE o.total then", "code"),
+    ("```SELECT 1```", "fence"), ("It is COUNT(o.id) FROM orders o WHERE o.total then", "code"),
     ("Select what you like from it.", None), ("The total counts.", None)])
 def test_leaks(reply, kind):
-    task = {"ground_truth": "SELECT COUNT(o.id) FROM orders o WHERE o.total > 5", "schema": SCHEMA}
-    assert sql.leak_of(task, reply) == kind
+    assert sql.leak_of({"ground_truth": "SELECT COUNT(o.id) FROM orders o WHERE o.total > 5"}, reply) == kind
 
 
 def test_the_answer_of_a_turn():
@@ -383,31 +369,25 @@ def test_the_answer_of_a_turn():
 
 # --- the stages
 
-@pytest.fixture(scope="module")
-def rolled_out(tasks, tmp_path_factory):
-    """{agent: its dialogues on the validation tasks}, with 8 rounds, and of the asker with 4 ("few")."""
-    folder = tmp_path_factory.mktemp("dialogues")
-    for name, agent, rounds, number in (("script", "script", 8, 65), ("script-informed", "script-informed", 8, 30),
-                                        ("script-asker", "script-asker", 8, 30), ("few", "script-asker", 4, 30)):
-        path = folder / "tasks.jsonl"
-        write_jsonl(path, tasks["validation"][:number])
-        stage(2).main(["--tasks", str(path), "--agent", agent, "--max-rounds", str(rounds), "--out",
-                       str(folder / f"{name}.jsonl")])
-    return {path.stem: read(path) for path in folder.glob("*.jsonl") if path.stem != "tasks"}
+def play(tasks, folder, agent, max_rounds):
+    call(2, "--tasks", write(folder / "tasks", tasks), "--agent", agent, "--max-rounds", max_rounds, "--out",
+         folder / agent, "--overwrite")
+    return read(folder / agent)
 
 
-def test_scripted_agents(rolled_out):
-    mean = {name: sum(map(sql.eval_score, rows)) / len(rows) for name, rows in rolled_out.items()}
-    assert mean["script-asker"] == 1 and mean["script-informed"] > 0.95 and 0.2 < mean["script"] < 0.8
-    assert mean["few"] < 0.8                                                   # patience is short
-    asker, noisy = (sql.measure(rows) | measure_turns(rows, sql)
-                    for rows in (rolled_out["script-asker"], rolled_out["script"]))
+def test_scripted_agents(tasks, tmp_path):
+    asked, few, informed = (play(tasks["train"][:8], tmp_path, agent, max_rounds) for agent, max_rounds in (
+        ("script-asker", 8), ("script-asker", 4), ("script-informed", 8)))
+    noisy = play(tasks["train"][:30], tmp_path, "script", 8)
+    mean = [sum(map(sql.eval_score, rows)) / len(rows) for rows in (asked, few, informed, noisy)]
+    assert mean[0] == 1 and mean[1] < 0.8 and mean[2] > 0.8 and 0.2 < mean[3] < 0.8               # patience is short
+    asker, script = (sql.measure(rows) | measure_turns(rows, sql) for rows in (asked, noisy))
     assert set(asker["turns"]) == {"ask needed", "look needed", "right answer"} and asker["all_known"] == 1
-    assert {"ask for a look", "ask idle", "look idle", "ask repeat", "look repeat", "early answer"} <= set(
-        noisy["turns"]) and sum(noisy["turns"].values()) == pytest.approx(1)
-    assert noisy["success_seen"] == mean["script"] and noisy["n_seen"] == 65 and "success_unseen" not in noisy
-    assert noisy["failed_looks"] == 0 and noisy["success_when_known"] > noisy["success_when_not_known"]
-    assert any(turn.get("tool") for turn in rolled_out["script"][0]["dialogue_history"])
+    assert {"ask for a look", "ask idle", "look idle", "early answer"} <= set(script["turns"])
+    assert sum(script["turns"].values()) == pytest.approx(1)
+    assert script["success_seen"] == mean[3] and "success_unseen" not in script and script["looks"] > 0.5
+    assert script["success_when_known"] > script["success_when_not_known"]
+    assert any(turn.get("tool") for turn in noisy[0]["dialogue_history"])
 
 
 def test_an_asker_takes_what_has_most_values_first(tasks):
@@ -417,55 +397,31 @@ def test_an_asker_takes_what_has_most_values_first(tasks):
                                                       if fact.get("slot") == "big"]
 
 
-def test_check_finds_nothing_and_bad_tasks_are_one_line(tasks, tmp_path):
-    path = tmp_path / "tasks.jsonl"
-    write_jsonl(path, tasks["validation"][:20])
-    stage(1).main(["--check", str(path), "--out", str(tmp_path / "checks.jsonl")])
-    checks = read(tmp_path / "checks.jsonl")
-    assert len(checks) == 20 and all(check["num_tests"] == 6 and not check["findings"] for check in checks)
-    for change, line in (({"schema": 1}, '"schema" is a int, not a str'), ({"databases": [{}]}, "not of 2 or more"),
-                         ({"databases": [{}, {"a": 1}]}, '"a" is a int, not a list'),
-                         ({"databases": [{}, []]}, "a list, not an object"), ({"template": "{x}"}, "template"),
-                         ({"facts": [{**tasks["validation"][0]["facts"][0], "by": 1}]}, "facts: item 0: \"by\" is 1")):
-        write_jsonl(path, [{**tasks["validation"][0], **change}])
-        assert line in refused(1, "--check", path)
-    write_jsonl(path, [task_of("sum")])
-    assert 'missing "facts"' in refused(2, "--tasks", path, "--agent", "script", "--out", tmp_path / "x.jsonl")
-    assert "script-asker" in refused(2, "--tasks", path, "--agent", "script-x", "--out", tmp_path / "x.jsonl")
+def test_check_finds_nothing(tasks, tmp_path):
+    call(1, "--check", write(tmp_path / "tasks", tasks["validation"][:3]), "--out", tmp_path / "checks")
+    assert [(check["num_tests"], check["findings"]) for check in read(tmp_path / "checks")] == [(6, {})] * 3
 
 
-def test_a_simulating_model_is_told_its_part():
-    environment = sql.Environment()
+LOOK_FACT = {"topic": "t", "questions": ["?"], "matters": False, "told": False, "by": "look"}
+
+
+@pytest.mark.parametrize("change, line", [
+    ({"schema": 1}, '"schema" is a int, not a str'), ({"databases": [{}]}, "not of 2 or more"),
+    ({"databases": [{}, {"a": 1}]}, '"a" is a int, not a list'), ({"databases": [{}, []]}, "a list, not an object"),
+    ({"facts": [LOOK_FACT]}, 'facts: item 0: missing "looks"'),
+    ({"facts": [{**LOOK_FACT, "matters": True}]}, 'facts: item 0: missing "slot"')])
+def test_bad_tasks_are_one_line(change, line):
+    with pytest.raises(ColBenchError, match=re.escape(line)):
+        check_kind({**task_of("sum"), **change}, sql.TASK, "file:1")
+
+
+def test_what_agents_of_the_domain_need(tmp_path):
+    path = write(tmp_path / "tasks", [task_of("sum")])
+    assert 'missing "facts"' in refused(2, "--tasks", path, "--agent", "script", "--out", tmp_path / "x")
+    assert "script-asker" in refused(2, "--tasks", path, "--agent", "script-x", "--out", tmp_path / "x")
+
+
+def test_a_simulating_model_is_told_its_part(environment):
     chat = asyncio.run(environment.simulator_chat(task_of("sum"), START + ASKED[:1]))
     assert REFERENCES["sum"] in chat[0]["content"]
     assert chat[1] == {"role": "user", "content": "What is the limit?"}
-
-
-# --- references whose order is not determined
-
-JOINED = "FROM customers c JOIN orders o ON o.customer_id = c.id"
-
-
-@pytest.mark.parametrize("reference, is_open", [
-    (f"SELECT c.name, o.net {JOINED} ORDER BY o.net", True), (f"SELECT c.name {JOINED} ORDER BY o.net LIMIT 1", True),
-    (f"SELECT c.name {JOINED} GROUP BY c.id ORDER BY COUNT(*) DESC LIMIT 2", True),
-    ("SELECT name FROM customers LIMIT 2", True), ("SELECT DISTINCT net FROM orders LIMIT 1;", True),
-    ("SELECT name FROM customers ORDER BY status -- as it is\nLIMIT (2)", True),
-    ("SELECT name FROM customers WHERE id IN (SELECT customer_id FROM orders LIMIT 1)", True),
-    ("SELECT net FROM orders ORDER BY net LIMIT 1", False),         # equal rows: either will do
-    ("SELECT id FROM customers UNION SELECT id FROM orders ORDER BY id LIMIT 2", False),
-    *((reference, False) for reference in REFERENCES.values())])
-def test_a_reference_that_leaves_the_order_of_rows_open(reference, is_open):
-    task = {**task_of("sum"), "ground_truth": reference}
-    assert (sql.doubt_of(task) is not None) == is_open
-
-
-def test_a_reference_that_leaves_the_order_open_is_found_by_check_and_named_at_import(tasks, tmp_path, capsys):
-    path = tmp_path / "tasks.jsonl"
-    tied = {**task_of("sum"), "task_id": "tied", "ground_truth": "SELECT name FROM customers ORDER BY status"}
-    write_jsonl(path, [*tasks["validation"][:3], tied])
-    doubt = "database1: the reference leaves the order of its rows open: ties of ORDER BY, or LIMIT"
-    stage(1).main(["--check", str(path), "--out", str(tmp_path / "checks.jsonl")])
-    assert [check["findings"] for check in read(tmp_path / "checks.jsonl")] == [{}, {}, {}, {"order": doubt}]
-    stage(1).main(["--source", "colbench", "--domain", "sql", "--path", str(path), "--out", str(tmp_path / "t.jsonl")])
-    assert f"task tied: right answers may be graded wrong: {doubt}\n" in capsys.readouterr().out

@@ -6,12 +6,10 @@ import time
 
 import pytest
 
-from colbench import sql
+from colbench import make_tasks, sql
 from colbench.sql_mutants import mutants_of
 from colbench.sql_text import begins_as, is_ordered, MAX_CHARS, QUERY, statement_of
-from conftest import read, ROOT, stage
-
-NUM_TASKS = 40
+from conftest import ROOT
 
 
 def by_clause(query):
@@ -25,9 +23,8 @@ def commented(query):
 
 
 WRAPPINGS = json.loads((ROOT / "tests" / "queries.json").read_text())["wrappings"]       # {q}: the query
-SHAPES = {"one line": str, "a line a clause": by_clause, "comments": commented, "small letters": None}
 ONE_LINE = ("backticks", "double backticks", "bold query", "full stop", "prose before, in a line", "colon in a line",
-            "tags in a line", "prompt", "backticks in prose")
+            "tags in a line", "prompt", "backticks in prose")                # such texts hold no line breaks
 
 
 def small(query):
@@ -35,45 +32,23 @@ def small(query):
     return re.sub(r"\b[A-Z]{2,}\b(?=[^']*(?:'[^']*'[^']*)*$)", lambda match: match[0].lower(), query)
 
 
-SHAPES["small letters"] = small
+SHAPES = {"one line": str, "a line a clause": by_clause, "comments": commented, "small letters": small}
 
 
 def fits(wrapping, shape):
     """Whether people write a query of this shape so."""
-    if wrapping in ("prose before, in a line",):
+    if wrapping == "prose before, in a line":
         return shape == "one line"                                  # a sentence that goes on in small letters
     return shape != "comments" or wrapping not in ONE_LINE
 
 
 @pytest.fixture(scope="module")
-def tasks(tmp_path_factory):
-    path = tmp_path_factory.mktemp("answers") / "tasks.jsonl"
-    stage(1).main(["--domain", "sql", "--seed", "5", "--num-tasks", str(NUM_TASKS), "--out", str(path)])
-    return read(path)
-
-
-@pytest.fixture(scope="module")
-def environment():
-    with sql.Environment() as environment:
-        yield environment
+def tasks():
+    return make_tasks(sql, 40, 5, "train", "some")
 
 
 def wrapped(text):
     return [wrapping.replace("{q}", text) for wrapping in WRAPPINGS.values()]
-
-
-def scored_wrappings(tasks, texts):
-    """[(task, its text in wrappings that are scored)]: all of them for a task of each pattern, every seventh for the
-    others. That the same statement is found in all of them is tested for all tasks, without scoring."""
-    pairs, patterns = [], set()
-    for number, (task, text) in enumerate(zip(tasks, texts)):
-        pattern = task["family"].split("_")[1]
-        answers = wrapped(text)
-        if pattern in patterns:
-            answers = answers[number % 7::7]
-        patterns.add(pattern)
-        pairs.append((task, answers))
-    return pairs
 
 
 def answers_of(text):
@@ -85,12 +60,18 @@ def answers_of(text):
     return [behind, on_its_line, last, text]
 
 
-def test_right_answers_in_every_wrapping_score_1(tasks, environment):
-    texts = [task["ground_truth"] for task in tasks]
-    pairs = [(task, answer) for task, answers in scored_wrappings(tasks, texts) for answer in answers]
-    pairs += [(tasks[0], answer) for text in wrapped(tasks[0]["ground_truth"]) for answer in answers_of(text)]
-    lost = [answer for (_, answer), score in zip(pairs, asyncio.run(environment.score(pairs))) if score["reward"] != 1]
-    assert len(pairs) >= NUM_TASKS * len(WRAPPINGS) / 7 + 6 * len(WRAPPINGS) and lost == []
+def test_answers_in_every_wrapping_score_as_they_do_alone(tasks):
+    """On one task. That the same statement is found in all wrappings is tested below, for all tasks."""
+    task = next(task for task in tasks if task["family"].endswith("names"))
+    mistake = list(mutants_of(task["ground_truth"], []))[3]
+    queries = [task["ground_truth"], "SELECT 'nothing of that', 17 WHERE 2 > 1", mistake]
+    with sql.Environment() as environment:
+        for query in queries:
+            answers = wrapped(query) + answers_of(WRAPPINGS["fence"].replace("{q}", query))
+            scores = asyncio.run(environment.score([(task, answer) for answer in [query, *answers]]))
+            first, *rewards = [score["reward"] for score in scores]
+            assert [answer for answer, reward in zip(answers, rewards) if reward != first] == []
+            assert (first == 1) == (query == queries[0]) and (first == 0 or query != queries[1])
 
 
 def test_the_same_query_is_found_in_every_shape(tasks):
@@ -108,17 +89,6 @@ def test_the_same_query_is_found_in_every_shape(tasks):
                     assert found == {plain(query)}, (name, shape, text)
 
 
-def test_wrong_answers_in_every_wrapping_score_as_they_do_alone(tasks, environment):
-    texts = ["SELECT 'nothing of that', 17 WHERE 2 > 1"]
-    texts += [list(mutants_of(task["ground_truth"], []))[number % 10] for number, task in enumerate(tasks[1:], 1)]
-    for number, (task, answers) in enumerate(scored_wrappings(tasks, texts)):
-        pairs = [(task, answer) for answer in [texts[number], *answers]]
-        first, *rewards = [score["reward"] for score in asyncio.run(environment.score(pairs))]
-        others = {answer: reward for answer, reward in zip(answers, rewards) if reward != first}
-        assert first < 1 and not others, texts[number]
-        assert number > 0 or first == 0
-
-
 @pytest.mark.parametrize("message", [
     "```sql\n-- {m}\n{q}\n```", "```sql\n{m}\n{q}\n```\nThat is all.", "```\n{m} {q}```", "{q};\n\n{m}",
     "```sql\n{q}\n```\n{m}\n", '{m}\n<tool_call>\n{"name": "submit", "arguments": {"query": {j}}}\n</tool_call>',
@@ -128,17 +98,6 @@ def test_the_query_is_found_wherever_the_marker_stands(tasks, message):
         query = task["ground_truth"]
         text = message.replace("{m}", sql.MARKER).replace("{q}", query).replace("{j}", json.dumps(query))
         assert sql.answer_of([{"content": text}], False).rstrip("; ") == query, text
-
-
-def test_05_scores_a_file_again_as_02_would(tasks, tmp_path):
-    task = tasks[0]
-    rows = [{"task_id": f"{number}", "sample": 0, "task": {**task, "task_id": f"{number}"}, "answer": text, "reward": 0,
-             "dialogue_history": [{"role": "user", "content": "?"}, {"role": "assistant", "content": text}]}
-            for number, text in enumerate(wrapped(task["ground_truth"]))]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    stage(5).main([f"a={path}", "--out", str(tmp_path / "report")])
-    assert json.loads((tmp_path / "report" / "metrics.json").read_text())["a"]["success_rate"] == 1
 
 
 SAME = ["SELECT 1; SELECT 2", "SELECT 1; DROP TABLE orders", "SELECT 1; -- one\nSELECT 2",

@@ -13,7 +13,7 @@ from test_lora import killed_and_resumed
 
 import common
 from colbench import frontend
-from colbench.browser import BrowserThread, Render
+from colbench.browser import Browser, Render
 from conftest import assert_same_steps, furthest, read, refused, ROOT, stage, succeed
 from lib.data import sight_of
 from lib.runtime import InputError
@@ -215,7 +215,7 @@ def test_scores_follow_the_pictures_and_c_only_where_it_is_seen(seeing):
 def test_a_page_that_cannot_be_rendered_is_black_and_counted(seeing, monkeypatch, tmp_path, capsys):
     async def fail(browser, html):
         return Render(None, None, "fault")
-    monkeypatch.setattr(BrowserThread, "render", fail)
+    monkeypatch.setattr(Browser, "render", fail)
     assert sight_in(tmp_path).show([WHITE, WHITE, RED]) == {WHITE: None, RED: None}
     assert "2 of 2 pages cannot be rendered: shown as black images" in capsys.readouterr().out
     pixels = read_images(seeing[1].processor, [None])["pixel_values"]
