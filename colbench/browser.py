@@ -185,7 +185,7 @@ class Browser:
         self.loop, self.thread, self.specs = asyncio.new_event_loop(), None, {}
         self.tabs, self.free = [None] * num_tabs, asyncio.Semaphore(num_tabs)
         self.alone, self.starting = asyncio.Lock(), asyncio.Lock()
-        self.chromium = self.driver = self.folder = self.name = self.error = None
+        self.chromium = self.driver = self.pulse = self.folder = self.name = self.error = None
         self.Error = TimeoutError                                   # Playwright's, once that is there
 
     def call(self, coroutine):
@@ -274,9 +274,11 @@ class Browser:
                 await with_deadline(5, self.driver.stop())
         if self.folder:
             self.folder.cleanup()
-        self.chromium = self.driver = None
+        self.chromium = self.driver = self.pulse = None
 
     async def alive(self):
+        if not self.pulse:
+            return False
         try:
             await with_deadline(3, self.pulse.send("Browser.getVersion"))
             return self.chromium.is_connected()
@@ -299,6 +301,10 @@ class Browser:
         tab, render, fault = self.tabs.pop(), None, None
         try:
             if not tab or not tab.chromium.is_connected():
+                async with self.starting:                           # a start may take longer than a page
+                    if not await self.alive():
+                        await self.stop()
+                        await self.start()
                 tab = await with_deadline(MAX_PAGE_S, self.new_tab())      # its calls hang where the browser dies
             render = await with_deadline(MAX_PAGE_S, self.draw(tab, html, path, read), tab.crashed)
             if ACTIVE.search(html):
@@ -319,10 +325,6 @@ class Browser:
 
     async def new_tab(self):
         """A page in a context, and so a process, of its own."""
-        async with self.starting:
-            if not self.chromium or not await self.alive():
-                await self.stop()
-                await self.start()
         context = await self.chromium.new_context(
             viewport=VIEWPORT, device_scale_factor=1, locale="en-US", timezone_id="UTC", color_scheme="light",
             service_workers="block", accept_downloads=False)

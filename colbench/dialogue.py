@@ -23,7 +23,9 @@ def put(text, words):
         return string.Template(text).substitute(words)
     if isinstance(text, dict):
         return {put(key, words): put(value, words) for key, value in text.items()}
-    return [put(part, words) for part in text] if isinstance(text, list) else text
+    if isinstance(text, list):
+        return [put(part, words) for part in text]
+    return text
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -72,7 +74,8 @@ class Facts:
         no_reply = {"content": ""}
         for turn, reply in zip(history, [*history[1:], no_reply]):
             if turn["role"] == "assistant":
-                known.update(self.learned(task, turn["content"], reply["content"]))
+                learned = self.learned(task, turn["content"], reply["content"])
+                known.update(learned)
         return known
 
     def all_known(self, task, history):
@@ -129,8 +132,8 @@ def topics_asked(facts, message):
 
     Each fact has phrases: its topic, and its ways of asking. It is asked about by the share of the words of a phrase
     that the message has. A word counts the less the more facts have it. The largest share wins, from one half on."""
-    texts = tuple((fact["topic"], *fact["questions"]) for fact in facts)
-    return list(best_topics(texts, message))
+    texts = [(fact["topic"], *fact["questions"]) for fact in facts]
+    return list(best_topics(tuple(texts), message))
 
 
 @functools.lru_cache(10_000)                                        # each later turn asks again about those before it
@@ -140,7 +143,8 @@ def best_topics(texts, message):
     phrases = [list(map(content_words, fact_texts)) for fact_texts in texts]
     num_facts_with = collections.Counter()
     for fact_phrases in phrases:
-        num_facts_with.update(frozenset().union(*fact_phrases))
+        words = frozenset().union(*fact_phrases)
+        num_facts_with.update(words)
 
     def weight(words):
         return sum(1 / num_facts_with[word] for word in words)
@@ -281,7 +285,9 @@ def measure(trajectories):
     reason the tests that are not passed."""
     num_forced, faults = 0, collections.Counter()
     for trajectory in trajectories:
-        said = [turn["content"] for turn in trajectory["dialogue_history"] if turn["role"] == "assistant"]
-        num_forced += MARKER not in said[-1] and "no_room" not in trajectory
-        faults.update(fault.partition(":")[0] for fault in trajectory["faults"] if fault)
+        history = trajectory["dialogue_history"]
+        last_turn = next(turn for turn in reversed(history) if turn["role"] == "assistant")
+        num_forced += MARKER not in last_turn["content"] and "no_room" not in trajectory
+        for fault in filter(None, trajectory["faults"]):
+            faults[fault.partition(":")[0]] += 1
     return {"forced_answers": num_forced / len(trajectories), "faults": dict(faults.most_common())}

@@ -125,9 +125,14 @@ def make_task(rng, name, told, accept):
     for slot, (topic, options) in slots.items():
         code = codes[slot]
         guesses = [code, *sorted(options.keys() - {code})]
-        names = [options[guess][0] for guess in guesses]
-        rows.append({"slot": slot, "topic": topic, "code": code, "guesses": guesses, "names": names,
-                     "told": slot in told_slots})
+        rows.append({
+            "slot": slot,
+            "topic": topic,
+            "code": code,
+            "guesses": guesses,
+            "names": [options[guess][0] for guess in guesses],
+            "told": slot in told_slots,
+        })
     opening = rng.choice(PAGES["openings"])
     sentences = [opening.format(rng.choice(family["ideas"]))]
     for slot in told_slots:
@@ -222,21 +227,19 @@ def aspect_words(aspect, wanted, present):
 
 def looks_alike(a, b):
     if isinstance(a, list) and isinstance(b, list):
-        distances = [abs(x - y) for x, y in zip(a, b)]
-        return max(distances) <= 12
+        return all(abs(x - y) <= 12 for x, y in zip(a, b))
     return str(a).lower() == str(b).lower()
 
 
 def page_differences(reference_spec, page_spec):
-    """[(aspect, what is wanted, what the page has)], the largest area first."""
+    """[(aspect, what is wanted, what the page has, its area)], the largest area first."""
     differences = []
     for aspect, (wanted, area) in reference_spec.items():
         present, present_area = page_spec[aspect]
         part_is_missing = aspect in PROPERTIES and (wanted is None or present is None)
         if not looks_alike(wanted, present) and not part_is_missing:
-            differences.append((max(area, present_area), aspect, wanted, present))
-    differences.sort(key=lambda difference: -difference[0])
-    return [(aspect, wanted, present) for _, aspect, wanted, present in differences]
+            differences.append((aspect, wanted, present, max(area, present_area)))
+    return sorted(differences, key=lambda difference: -difference[3])
 
 
 def wish(aspect, wanted, present, rng):
@@ -259,7 +262,7 @@ def page_reply(reference_spec, page_spec, rng):
     differences = page_differences(reference_spec, page_spec)
     if not differences:
         return rng.choice(SAYINGS["content"])
-    wishes = [wish(*difference, rng) for difference in differences[:2]]
+    wishes = [wish(aspect, wanted, present, rng) for aspect, wanted, present, _ in differences[:2]]
     openers = ("", "Almost. ") if len(differences) <= 2 else ("", "", "Thanks. ")
     return rng.choice(openers) + " ".join(wishes)
 
@@ -441,7 +444,10 @@ def eval_score(trajectory):
 
 def measure(trajectories):
     answers = [trajectory for trajectory in trajectories if trajectory["answer"]]
-    faults = collections.Counter(answer["render_fault"] for answer in answers if answer.get("render_fault"))
+    faults = collections.Counter()
+    for answer in answers:
+        if answer.get("render_fault"):
+            faults[answer["render_fault"]] += 1
     failed_tasks = {task_id(trajectory["task"]) for trajectory in trajectories if not trajectory["reference_image"]}
     metrics = {"no_page": 1 - len(answers) / len(trajectories),
                "failed_renders": sum(not answer["image"] for answer in answers),

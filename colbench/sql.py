@@ -30,9 +30,13 @@ from colbench.sql_mutants import agreeing, mutants_of, open_empty
 from colbench.sql_text import is_ordered, LOOK, statement_of
 
 NOUN = "query"
-COLUMNS = (("databases_agree", "databases", ".3f"), ("success_seen", "seen", ".3f"),
-           ("success_unseen", "unseen", ".3f"), ("all_known", "all known", ".3f"),
-           ("success_when_known", "when known", ".3f"), ("looks", "looks", ".2f"))
+COLUMNS = (
+    ("databases_agree", "databases", ".3f"),
+    ("success_seen", "seen", ".3f"),
+    ("success_unseen", "unseen", ".3f"),
+    ("all_known", "all known", ".3f"),
+    ("success_when_known", "when known", ".3f"),
+    ("looks", "looks", ".2f"))
 SCORE_KEYS = "reward", "databases", "faults"
 AGENT_SYSTEM = beside("prompts/sql_agent.txt")
 JUDGE = beside("prompts/sql_judge.txt")
@@ -77,8 +81,10 @@ for name, words in SCHEMAS.items():
 def stored_statuses(words, codes):
     """How a database keeps the statuses of a schema, where it keeps the first of them as the decision says."""
     code = codes.get("code", "a word")
-    statuses = [status[:1] if len(code) == 1 else status for status in words["statuses"]]
-    return [status.upper() if code.isupper() else status for status in statuses]
+    statuses = words["statuses"]
+    if len(code) == 1:
+        statuses = [status[0] for status in statuses]
+    return [status.upper() for status in statuses] if code.isupper() else statuses
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -167,20 +173,21 @@ def draw_day(rng, plan):
     if luck < 0.08:
         return None
     if luck < 0.38:
-        return rng.choice((f"{newest}-01-01", f"{newest}-12-31", f"{newest - 1}-12-31"))
+        borders = f"{newest}-01-01", f"{newest}-12-31", f"{newest - 1}-12-31"
+        return rng.choice(borders)
     year = newest - rng.choice((0, 0, 1, 2))
-    month, day = rng.randint(1, 12), rng.randint(1, 28)
+    month = rng.randint(1, 12)
+    day = rng.randint(1, 28)
     return f"{year}-{month:02}-{day:02}"
 
 
 def put_plain_rows(rng, children, plan):
     """Let the first two children have all their values, and dates of this year."""
     for day, child in zip((11, 12), children):
-        for column in (2, 3):
-            child[column] = rng.choice(BIG) * plan.unit
-        for column, later in ((4, 0), (5, 3)):
-            month = rng.randint(1, 9)
-            child[column] = f"{plan.year}-0{month}-{day + later}"
+        child[2] = rng.choice(BIG) * plan.unit
+        child[3] = rng.choice(BIG) * plan.unit
+        child[4] = f"{plan.year}-0{rng.randint(1, 9)}-{day}"
+        child[5] = f"{plan.year}-0{rng.randint(1, 9)}-{day + 3}"
 
 
 def put_sum_at(rng, children, limit):
@@ -236,7 +243,8 @@ def rivals_of(template, slots, codes, statuses):
     queries = mutants_of(template.format(**codes), statuses)
     for slot, decision in slots.items():
         for code in decision["options"].keys() - {codes[slot]}:
-            queries[template.format(**{**codes, slot: code})] = slot
+            changed = {**codes, slot: code}
+            queries[template.format(**changed)] = slot
     return list(queries)
 
 
@@ -361,8 +369,9 @@ def program(task, databases, statement):
 def as_function_task(task):
     """A task as the scorer knows it: its tests are the hidden databases."""
     hidden = task["databases"][1:]
+    reference = program(task, hidden, task["ground_truth"])
     tests = {f"database{number + 1}": f"result({number})" for number in range(len(hidden))}
-    return {**task, "ground_truth": program(task, hidden, task["ground_truth"]), "test_cases": tests}
+    return {**task, "ground_truth": reference, "test_cases": tests}
 
 
 def as_functions(task, answer):
@@ -390,8 +399,12 @@ def looked_at(task, query):
 def facts_seen(task, query, table):
     """Which facts (indices) the rows of a look show."""
     cells = re.split(r" \| |\n", table.partition("\n")[2])
-    return {index for index in looked_at(task, query)
-            if any(re.fullmatch(task["facts"][index]["cell"], cell) for cell in cells)}
+    indices = set()
+    for index in looked_at(task, query):
+        pattern = re.compile(task["facts"][index]["cell"])
+        if any(map(pattern.fullmatch, cells)):
+            indices.add(index)
+    return indices
 
 
 def learned(task, message, reply):
@@ -417,11 +430,12 @@ def kind_of(task, known, history, message):
         indices = looked_at(task, query)
         if not known.issuperset(indices):
             return "look needed"
-        return "look repeat" if indices or message in [turn["content"] for turn in history] else "look idle"
-    asked = set(topics_asked(task["facts"], message))
-    to_look = {index for index in asked if task["facts"][index]["by"] == "look"}
-    kind = asking_kind(task, known, asked - to_look)
-    return "ask for a look" if to_look and kind != "needed" else f"ask {kind}"
+        is_repeated = message in [turn["content"] for turn in history]
+        return "look repeat" if indices or is_repeated else "look idle"
+    asked = topics_asked(task["facts"], message)
+    asked_user = [index for index in asked if task["facts"][index]["by"] == "ask"]
+    kind = asking_kind(task, known, asked_user)
+    return "ask for a look" if len(asked_user) < len(asked) and kind != "needed" else f"ask {kind}"
 
 
 def text_of(fact):
@@ -450,9 +464,9 @@ class Script(dialogue.ScriptedAgent):
 
     def useless(self, task, known, history, rng):
         facts = task["facts"]
-        unknown = set(range(len(facts))) - known
-        to_look = [index for index in sorted(unknown) if facts[index]["by"] == "look"]
-        idle = [index for index in sorted(unknown) if not facts[index]["matters"]]
+        unknown = sorted(set(range(len(facts))) - known)
+        to_look = [index for index in unknown if facts[index]["by"] == "look"]
+        idle = [index for index in unknown if not facts[index]["matters"]]
         luck = rng.random()
         if luck < 0.3:
             return f"{LOOK} {rng.choice(task['idle_looks'])}"
@@ -500,8 +514,9 @@ def fact_kind(fact):
     return dialogue.fact_kind(fact) or BY(fact) or (SHOWN(fact) if fact["by"] == "look" else None)
 
 
-TASK = task_kind({"schema": str, "databases": list_of(table_of(list_of(list)), 2)},
-                 {"seen": bool, "template": str, "facts": list_of(fact_kind), "idle_looks": list_of(str, 1)})
+TABLES = table_of(list_of(list))
+OPTIONAL = {"seen": bool, "template": str, "facts": list_of(fact_kind), "idle_looks": list_of(str, 1)}
+TASK = task_kind({"schema": str, "databases": list_of(TABLES, 2)}, OPTIONAL)
 
 
 def check_task(task, where):
