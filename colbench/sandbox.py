@@ -269,7 +269,7 @@ class Lines:
         self.has_ended = self.server in [descriptor for descriptor, _ in waited.poll(math.ceil(left_s * 1000))]
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(1024)
 def prepared(calls):
     """(The names that calls use, the calls as code objects): they are compiled once, and not in every process. A call
     that is not Python stays a text, and fails there."""
