@@ -205,8 +205,14 @@ def sample_candidates(states, tokenizer, args, run):
     return read_rows(path)
 
 
-def score_candidates(rows, critic, tokenizer, args, run):
-    """Rows of scored.jsonl: those of candidates.jsonl with "advantages", the critic's score of every candidate (eq. 3).
+def score_rows(rows, critic, tokenizer, max_tokens, device):
+    """The critic's score of every candidate (eq. 3), a list for each row."""
+    points = [decision_point(row) for row in rows]
+    return common.score_actions(critic, tokenizer, points, max_tokens, device)
+
+
+def score_candidates(rows, critic, tokenizer, args, run, score=score_rows):
+    """Rows of scored.jsonl: those of candidates.jsonl with "advantages", what `score` gives for every candidate.
     Critic and reference are split over the ranks, which score every block together."""
     path = pathlib.Path(args.out) / "scored.jsonl"
     if path.exists():
@@ -217,8 +223,7 @@ def score_candidates(rows, critic, tokenizer, args, run):
     blocks = [rows[i:i + SCORED_TOGETHER] for i in range(0, len(rows), SCORED_TOGETHER)]
 
     def score_block(block):
-        points = [decision_point(row) for row in block]
-        scores = common.score_actions(critic, tokenizer, points, args.max_tokens, run.device)
+        scores = score(block, critic, tokenizer, args.max_tokens, run.device)
         return [{**row, "advantages": advantages} for row, advantages in zip(block, scores)]
     rows = map_blocks(path, blocks, score_block, run)
     add_costs(args.out, folder=True)

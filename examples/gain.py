@@ -25,51 +25,57 @@ import random
 import common
 from colbench import ColBenchError, domain_of
 from lib import data, flags
-from lib.models import encode, end_of_turn, sharding_of
-from lib.runtime import add_costs, InputError, map_blocks, read_rows, run_stage
+from lib.models import encode, end_of_turn
+from lib.runtime import InputError, run_stage
 
 policy = importlib.import_module("04_train_policy")
 
 # ---------------------------------------------------------------------------------------------------------------------
 # what candidates are worth
 
-def worths(rows, critic, tokenizer, environment, max_tokens):
+def worths(environment, rows, critic, tokenizer, max_tokens, device):
     """What every candidate of the rows is worth, a list for each row: by gains() or, of an answer, by the untrained
     critic."""
-    points = [policy.decision_point(row) for row in rows]
-    scores = common.score_actions(critic, tokenizer, points, max_tokens, critic.scorer.model.device)
-    gain_of = gains(rows, critic.scorer, tokenizer, environment, max_tokens)
-    worths_of_rows = []
-    for number, point in enumerate(points):
-        texts = zip(point.texts, scores[number])
-        worths_of_rows.append([gain_of.get((number, text), score) for text, score in texts])
-    return worths_of_rows
+    scores = policy.score_rows(rows, critic, tokenizer, max_tokens, device)
+    gain_of = gains(environment, rows, critic.scorer, tokenizer, max_tokens, device)
+    for number, row in enumerate(rows):
+        for place, text in enumerate(policy.decision_point(row).texts):
+            if (number, text) in gain_of:
+                scores[number][place] = gain_of[number, text]
+    return scores
 
 
-def gains(rows, scorer, tokenizer, environment, max_tokens):
+def gains(environment, rows, scorer, tokenizer, max_tokens, device):
     """{(number of a row, text): log p(c | o_t, text, reply) - log p(c | o_t), at least 0} of all candidates of the rows
     that are no answers."""
-    items = [solution_item(tokenizer, row["prompt"], row["task"]) for row in rows]             # after o_t
-    questions = []
+    before = [solution_item(tokenizer, row["prompt"], row["task"]) for row in rows]
+    after = {}                                                       # {(number of a row, text): an item}
     for number, row in enumerate(rows):
-        domain = domain_of(row["task"])
         for text in sorted(set(policy.decision_point(row).texts)):
-            history = [*row["history"], {"role": "assistant", "content": text}]
-            if domain.answer_of(history, len(history) == 2 * row["max_rounds"]) is None:
-                history.append(reply_to(row["task"], history, environment))
-                prompt = common.prompt_text(tokenizer, row, history)
-                items.append(solution_item(tokenizer, prompt, row["task"]))                    # after the reply
-                questions.append((number, text))
-    logps = [values.item() for values in common.action_outputs(scorer, items, max_tokens, scorer.model.device)]
+            prompt = prompt_after(row, text, tokenizer, environment)
+            if prompt is not None:
+                after[number, text] = solution_item(tokenizer, prompt, row["task"])
+    logps = common.action_outputs(scorer, [*before, *after.values()], max_tokens, device)                # (1,) each
     gain_of = {}
-    for (number, text), logp in zip(questions, logps[len(rows):]):
-        gain_of[number, text] = max(0.0, logp - logps[number])
+    for (number, text), logp in zip(after, logps[len(before):]):
+        gain_of[number, text] = max(0.0, logp.item() - logps[number].item())
     return gain_of
+
+
+def prompt_after(row, text, tokenizer, environment):
+    """The agent's prompt after a candidate, its `text`, and the reply; None after an answer."""
+    history = [*row["history"], {"role": "assistant", "content": text}]
+    is_last = len(history) == 2 * row["max_rounds"]
+    if domain_of(row["task"]).answer_of(history, is_last) is not None:
+        return None
+    history.append(reply_to(row["task"], history, environment))
+    return common.prompt_text(tokenizer, row, history)
 
 
 def solution_item(tokenizer, prompt, task):
     """The item of one action after a prompt: the message that gives the reference as the answer."""
-    answer = encode(tokenizer, domain_of(task).answer_message(task)) + [end_of_turn(tokenizer)]
+    message = domain_of(task).answer_message(task)
+    answer = [*encode(tokenizer, message), end_of_turn(tokenizer)]
     return common.actions_item(tokenizer, prompt, [answer])
 
 
@@ -77,41 +83,28 @@ def reply_to(task, history, environment):
     """The turn that follows the agent's: of the environment, or of the rule-based simulator, drawn by the history."""
     reply = asyncio.run(environment.tool_reply(task, history))
     if reply is None:
-        reply = asyncio.run(environment.rule_reply(task, history, random.Random(repr(history))))
+        rng = random.Random(repr(history))
+        reply = asyncio.run(environment.rule_reply(task, history, rng))
     return {"role": "user", "content": reply}
-
-
-def score_candidates(rows, tokenizer, args, run):
-    """Rows of scored.jsonl: those of candidates.jsonl with "advantages" (worths). The model is split over the ranks,
-    which score every block together."""
-    path = pathlib.Path(args.out) / "scored.jsonl"
-    if path.exists():
-        return read_rows(path)
-    critic = common.Critic(args.model, args.model, ref_sees_c=False)
-    common.load_critic(critic, functools.partial(common.load_scorer, run=run, sharding=sharding_of(args)))
-    blocks = [rows[i:i + policy.SCORED_TOGETHER] for i in range(0, len(rows), policy.SCORED_TOGETHER)]
-    domain = domain_of(rows[0]["task"])
-    with data.environment(domain, f"{args.out}.images", pathlib.Path(args.out).parent, vars(args)) as environment:
-
-        def score_block(block):
-            advantages_of = worths(block, critic, tokenizer, environment, args.max_tokens)
-            return [{**row, "advantages": advantages} for row, advantages in zip(block, advantages_of)]
-        rows = map_blocks(path, blocks, score_block, run)
-    add_costs(args.out, folder=True)
-    return rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 def gain_examples(trajectories, tokenizer, args, run):
     """As 04's sweet_examples, without a critic."""
-    if any(domain_of(t["task"]).lacks(t["task"], "rules") for t in trajectories):
+    domain = domain_of(trajectories[0]["task"])
+    if any(domain.lacks(trajectory["task"], "rules") for trajectory in trajectories):
         raise InputError(f"{args.trajectories}: gain needs template tasks (01), with a rule-based user simulator")
     states = policy.read_states(trajectories, tokenizer, args, sees_c=False)
     rows = policy.with_candidates(states, tokenizer, args, run)
-    rows = score_candidates(with_agents(rows, trajectories), tokenizer, args, run)
+    critic = common.Critic(args.model, args.model, ref_sees_c=False)           # the model itself
+    with data.environment(domain, f"{args.out}.images", pathlib.Path(args.out).parent, vars(args)) as environment:
+        score = functools.partial(worths, environment)
+        rows = policy.score_candidates(with_agents(rows, trajectories), critic, tokenizer, args, run, score)
+    del critic
     gc.collect()
-    return policy.pair_examples(policy.pairs_of(rows, tokenizer, args, run), tokenizer, args.pairs_together)
+    pairs = policy.pairs_of(rows, tokenizer, args, run)
+    return policy.pair_examples(pairs, tokenizer, args.pairs_together)
 
 
 def with_agents(rows, trajectories):
@@ -120,8 +113,8 @@ def with_agents(rows, trajectories):
     prepared = []
     for row in rows:
         trajectory = by_name[row["task_id"], row["sample"]]
-        prepared.append({**row, "system_prompt": common.shown_system(trajectory),
-                         "chat_template_args": common.template_args(trajectory)})
+        system, arguments = common.shown_system(trajectory), common.template_args(trajectory)
+        prepared.append({**row, "system_prompt": system, "chat_template_args": arguments})
     return prepared
 
 

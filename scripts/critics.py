@@ -105,7 +105,7 @@ def read_branches(path, domain, tokenizer):
     States whose actions have equal returns are left out. tokenizer: the name of the critics' one."""
     states = {}                                        # {(task_id, sample, turn): {ids of an action: its dialogues}}
     for trajectory in data.read_trajectories(path):
-        if "branch" not in trajectory or trajectory.get("reward") is None:
+        if "branch" not in trajectory:
             raise InputError(f"{path}: no dialogues of 02_rollout.py --branch")
         if trajectory.get("tokenizer") != tokenizer:
             raise InputError(f"{path}: the agent's tokenizer is not that of the critics")
@@ -128,17 +128,6 @@ def read_branches(path, domain, tokenizer):
     if not points:
         raise InputError(f"{path}: no state whose candidates differ in return; raise --branch or --samples of 02")
     return points, returns
-
-
-def check_trajectories(trajectories, domain, args):
-    """InputError where a trajectory lacks what is to be measured."""
-    for trajectory in trajectories:
-        if args.gates and domain.turn_kind(trajectory["task"], [], "") is None:
-            raise InputError(f"{args.trajectories}: --gates needs template tasks (01), which say what a turn is worth, "
-                             f"and task {trajectory['task_id']} does not; leave --gates out")
-        if args.critics and trajectory.get("reward") is None:
-            raise InputError(f'{args.trajectories}: task {trajectory["task_id"]}: no "reward"; score the file with '
-                             "05_evaluate.py, and take its scored/NAME.jsonl")
 
 
 def return_correlation(points, returns, scores):
@@ -207,7 +196,8 @@ def main(argv=None):
     start(0)
     trajectories = data.read_trajectories(args.trajectories)
     domain = domain_of(trajectories[0]["task"])
-    check_trajectories(trajectories, domain, args)
+    if args.gates and any(domain.turn_kind(row["task"], [], "") is None for row in trajectories):
+        raise InputError(f"{args.trajectories}: --gates needs template tasks (01), which say what a turn is worth")
     folders = dict(argument.split("=", 1) for argument in args.critics)
     critics = {}
     for name, folder in folders.items():
@@ -216,6 +206,7 @@ def main(argv=None):
             raise InputError(f"--critics {name}: sees images, and --critics takes critics that read text")
     pairs, branches = [], None
     if critics:
+        data.fill_rewards(trajectories, vars(args))
         pairs = common.trajectory_pairs(trajectories, args.trajectories)
     if args.returns:
         tokenizer = load_tokenizer(next(iter(folders.values())))

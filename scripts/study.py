@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 from colbench import DOMAINS  # noqa: E402
 from lib.flags import argument_parser  # noqa: E402
-from lib.runtime import InputError, run_stage  # noqa: E402
+from lib.runtime import InputError, read_rows, run_stage  # noqa: E402
 
 MANY = 800                       # dialogues, above which an arm's "many" counts
 RESULT = re.compile(r"^(?:success|[a-z]+ similarity|held-out|writes) .*", re.MULTILINE)
@@ -53,7 +53,8 @@ def run_step(out, words, ranks=1, threads=1):
     command = [sys.executable, *words, "--out", str(out)]
     if ranks > 1:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    log, done = pathlib.Path(f"{out}.log"), pathlib.Path(f"{out}.done")
+    log = pathlib.Path(f"{out}.log")
+    done = pathlib.Path(f"{out}.done")
     if out.exists() and is_done(done, command):
         return log.read_text()
     environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
@@ -61,11 +62,12 @@ def run_step(out, words, ranks=1, threads=1):
     log.parent.mkdir(parents=True, exist_ok=True)
     print(f"{str(out):36} begins (log: {log})", flush=True)
     begin = time.monotonic()
-    with open(log, "a") as file:
+    with open(log, "w") as file:
         process = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
     text = log.read_text()
     if process.returncode != 0:
-        print(*text.splitlines()[-20:], f"failed: {out} (whole log: {log})", sep="\n", file=sys.stderr, flush=True)
+        last_lines = "\n".join(text.splitlines()[-20:])
+        print(f"{last_lines}\nfailed: {out} (whole log: {log})", file=sys.stderr, flush=True)
         raise StepFailed
     done.write_text(str(command))
     seconds = time.monotonic() - begin
@@ -120,14 +122,15 @@ class Study:
         """The table of a run's arm; empty for base."""
         return self.domain["arms"].get(run.arm, {})
 
-    def name(self, arm, run):
+    def name(self, run):
         """ARM, ARM_lr1e-4_epochs2, ARM@SIZE or ARM@ROUND."""
-        if arm == "base":
-            return arm
+        name = run.arm
         for flag, value in run.settings.items():
-            arm += f"_{flag}{value}"
+            name += f"_{flag}{value}"
         number = run.round if self.args.rounds > 1 else run.size
-        return f"{arm}@{number}" if number else arm
+        if number and run.arm != "base":
+            name += f"@{number}"
+        return name
 
     def step(self, run, name, program, ranks=1, **flags):
         """Make an output of a run's seed once, whoever asks for it; returns its path. Flags of None are left out."""
@@ -148,12 +151,14 @@ class Study:
 
     def rollout(self, run, name, ranks, **flags):
         program = f"02_rollout.py --simulator rules {self.domain['rollout']}"
-        return self.step(run, name, program, ranks, max_rounds=self.domain["max_rounds"], **flags)
+        flags["max_rounds"] = self.domain["max_rounds"]
+        return self.step(run, name, program, ranks, **flags)
 
     def train(self, run, name, program, ranks, **flags):
         flags["model"] = self.model_before(run)
         flags["seed"] = seed_of(run)
-        return self.step(run, name, program, ranks, num_trajectories=run.size, **flags)
+        flags["num_trajectories"] = run.size
+        return self.step(run, name, program, ranks, **flags)
 
     def model_before(self, run):
         """The model that a round begins with."""
@@ -165,9 +170,10 @@ class Study:
         """Four dialogues of this model on each training task of the round."""
         name, tasks_name = "offline.jsonl", "train.jsonl"
         if run.round > 1:
-            name, tasks_name = f"{self.name(run.arm, run)}-offline.jsonl", f"train@{run.round}.jsonl"
-        seed = seed_of(run)
-        tasks = self.tasks(run, tasks_name, split="train", num_tasks=self.domain["dialogues"] // 4, seed=seed)
+            name = f"{self.name(run)}-offline.jsonl"
+            tasks_name = f"train@{run.round}.jsonl"
+        seed, num_tasks = seed_of(run), self.domain["dialogues"] // 4
+        tasks = self.tasks(run, tasks_name, split="train", num_tasks=num_tasks, seed=seed)
         agent = self.model_before(run)
         return self.rollout(run, name, self.shared_ranks, tasks=tasks, agent=agent, samples=4, seed=seed)
 
@@ -175,7 +181,7 @@ class Study:
         """The dialogues of all rounds until this one, in one file."""
         if run.round == 1:
             return self.dialogues(run)
-        path = self.path(run, f"{self.name(run.arm, run)}-all.jsonl")
+        path = self.path(run, f"{self.name(run)}-all.jsonl")
         with open(path, "wb") as file:
             for number in range(1, run.round + 1):
                 dialogues = self.dialogues(run._replace(round=number))
@@ -195,15 +201,15 @@ class Study:
         kind = self.arm(run).get("critic")
         if kind in (None, "untrained"):
             return kind
+        name = "critic" if kind == "lm" else f"critic-{kind}"
+        if "c" in self.arm(run):
+            name += f"-{self.arm(run)['c']}"
+        name = self.name(run._replace(arm=name, settings={}))
         if run.round > 1:
-            name = f"{self.name(run.arm, run)}-critic"
-        else:
-            name = "critic" if kind == "lm" else f"critic-{kind}"
-            if "c" in self.arm(run):
-                name += f"-{self.arm(run)['c']}"
-            name = self.name(name, run._replace(settings={}))
-        program = f"03_train_critic.py {self.domain['critic']} {self.domain['critics'][kind]}"
-        return self.train(run, name, program, self.shared_ranks, trajectories=self.training_dialogues(run))
+            name = f"{self.name(run)}-critic"
+        program = " ".join(["03_train_critic.py", self.domain["critic"], self.domain["critics"][kind]])
+        dialogues = self.training_dialogues(run)
+        return self.train(run, name, program, self.shared_ranks, trajectories=dialogues)
 
     def candidates(self, run):
         """The candidates that an arm takes from another one in the first round."""
@@ -229,18 +235,19 @@ class Study:
         dialogues = self.training_dialogues(run) if "c" in arm else self.dialogues(run)
         critic = self.critic(run)
         candidates = self.candidates(run)
-        return self.train(run, self.name(run.arm, run), " ".join(words), 1, trajectories=dialogues, critic=critic,
-                          candidates=candidates)
+        name, program = self.name(run), " ".join(words)
+        return self.train(run, name, program, 1, trajectories=dialogues, critic=critic, candidates=candidates)
 
     def evaluate(self, run):
         """Dialogues of a run's agent on the tasks of --split."""
-        split = self.args.split
+        split, samples = self.args.split, self.domain["samples"]
         seed = self.domain["test_seed"] if split == "test" else 0
-        tasks = self.tasks(run, f"{split}.jsonl", split=split, num_tasks=self.domain[f"num_{split}"], seed=seed)
+        num_tasks = self.domain[f"num_{split}"]
+        tasks = self.tasks(run, f"{split}.jsonl", split=split, num_tasks=num_tasks, seed=seed)
         agent = self.agent(run)
         ranks = self.shared_ranks if self.has_critic(run) else 1     # the longest chain of steps: the others have ended
-        return self.rollout(run, f"{self.name(run.arm, run)}.jsonl", ranks, tasks=tasks, agent=agent,
-                            samples=self.domain["samples"], seed=run.seed)
+        name = f"{self.name(run)}.jsonl"
+        return self.rollout(run, name, ranks, tasks=tasks, agent=agent, samples=samples, seed=run.seed)
 
     def has_critic(self, run):
         return "critic" in self.arm(run)
@@ -267,16 +274,17 @@ def report_words(study, points):
 
 def write_tables(out, points, domain):
     """Write table.csv and tasks.csv of what 05 has evaluated."""
-    metrics = json.loads((out / "report" / "metrics.json").read_text())
+    report = out / "report"
+    metrics = json.loads((report / "metrics.json").read_text())
     rows, task_rows = [], []
     for name, runs in points.items():
         rows.append(table_row(runs[0], metrics[name]))
-        with open(out / "report" / "scored" / f"{name}.jsonl", encoding="utf-8") as file:
-            for line in file:
-                task_rows.append(task_row(name, runs, json.loads(line), DOMAINS[domain["domain"]]))
+        scored = report / "scored" / f"{name}.jsonl"
+        for dialogue in read_rows(scored):
+            task_rows.append(task_row(name, runs, dialogue, domain))
     write_csv(out / "table.csv", rows)
     write_csv(out / "tasks.csv", task_rows)
-    print(f"writes {out}/table.csv, {out}/tasks.csv; the page: {out}/report/report.html")
+    print(f"writes {out}/table.csv, {out}/tasks.csv; the page: {report}/report.html")
 
 
 def table_row(run, metrics):
@@ -353,9 +361,12 @@ def check_arm(name, domain):
 
 def settings_of(arguments):
     """[{flag: value}], all combinations, of arguments FLAG=VALUE,VALUE."""
-    values_of = dict(argument.split("=") for argument in arguments)
-    combinations = itertools.product(*(values.split(",") for values in values_of.values()))
-    return [dict(zip(values_of, combination)) for combination in combinations]
+    names, values = [], []
+    for argument in arguments:
+        name, _, texts = argument.partition("=")
+        names.append(name)
+        values.append(texts.split(","))
+    return [dict(zip(names, combination)) for combination in itertools.product(*values)]
 
 
 def all_runs(args):
@@ -391,10 +402,11 @@ def main(argv=None):
     study = Study(args, domain)
     points = {}                                                      # {name: its runs, one a seed}
     for run in runs:
-        points.setdefault(study.name(run.arm, run), []).append(run)
+        points.setdefault(study.name(run), []).append(run)
     try:
+        longest_first = sorted(runs, key=study.has_critic, reverse=True)
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            ended = pool.map(study.evaluate, sorted(runs, key=study.has_critic, reverse=True))
+            ended = pool.map(study.evaluate, longest_first)
         list(ended)                                                  # raises what a call has raised
         if args.chain is not None and domain["has_gates"]:
             gates = ["scripts/critics.py", "--trajectories", f"{args.out}/base.jsonl", "--gates", domain["base"]]
@@ -402,7 +414,7 @@ def main(argv=None):
         show(run_step(args.out / "report", report_words(study, points), threads=2))
     except StepFailed:
         sys.exit(1)
-    write_tables(args.out, points, domain)
+    write_tables(args.out, points, DOMAINS[domain["domain"]])
 
 
 if __name__ == "__main__":

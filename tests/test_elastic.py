@@ -53,42 +53,40 @@ def num_lines(path):
 @pytest.fixture(scope="module")
 def critic(workspace, tmp_path_factory):
     """(arguments, folder) of a critic that was trained without a disturbance."""
-    arguments = ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-4, "--batch-size", 4,
-                 "--max-steps", 8, "--save-every", 1, "--out"]
+    arguments = ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--num-trajectories", 30, "--lr", 1e-4,
+                 "--batch-size", 2, "--max-steps", 4, "--save-every", 1, "--out"]
     out = tmp_path_factory.mktemp("elastic") / "critic"
     succeed("03_train_critic.py", *arguments, out, ranks=2)
     return arguments, out
 
 
-def test_a_critic_whose_ranks_are_killed(critic, tmp_path):
-    """A rank in the middle of the first state that is saved, and the other one later."""
+def test_a_critic_whose_rank_is_killed(critic, tmp_path):
+    """In the middle of a state that is saved, when there is another one."""
     arguments, whole = critic
     out = tmp_path / "out"
-    states, metrics = out / "states", out / "metrics.jsonl"
     printed = run_with_kills("03_train_critic.py", [*arguments, out], tmp_path,
-                             (1, lambda: states.exists() and not list(states.glob("*/.metadata"))),
-                             (0, lambda: 4 <= num_lines(metrics) < 8))
+                             (1, lambda: (out / "states" / "2").exists() and num_lines(out / "metrics.jsonl") < 4))
     assert "continues at step" in printed and files(out) == files(whole)
 
 
-def test_a_policy_whose_ranks_are_killed_in_each_phase(workspace, critic, tmp_path):
+def test_a_policy_whose_ranks_are_killed(workspace, critic, tmp_path):
+    """When it samples candidates, and when it trains."""
     arguments = ["--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--critic",
-                 critic[1], "--data-frac", 0.3, "--num-candidates", 8, "--max-new-tokens", 60, "--lr", 1e-4,
-                 "--max-steps", 8, "--save-every", 2, "--out"]
+                 critic[1], "--data-frac", 0.1, "--num-candidates", 4, "--max-new-tokens", 60, "--lr", 1e-4,
+                 "--max-steps", 6, "--save-every", 2, "--out"]
     succeed("04_train_policy.py", *arguments, tmp_path / "whole", ranks=2)
     out = tmp_path / "out"
-    candidates, scored = out / "candidates.jsonl", out / "scored.jsonl"
+    candidates = out / "candidates.jsonl"
     printed = run_with_kills(
         "04_train_policy.py", [*arguments, out], tmp_path,
         (1, lambda: num_lines(Partial(candidates, 1, 2)) and not candidates.exists()),
-        (0, lambda: num_lines(Partial(scored, 0, 2)) and not scored.exists()),
-        (1, lambda: 3 <= num_lines(out / "metrics.jsonl") < 8))
+        (0, lambda: 3 <= num_lines(out / "metrics.jsonl") < 6))
     assert "continues at step" in printed and files(out) == files(tmp_path / "whole")
 
 
 def test_a_rollout_whose_rank_is_killed(workspace, tmp_path):
-    arguments = ["--tasks", workspace / "tasks.jsonl", "--agent", BASE, "--max-rounds", 8, "--samples", 2,
-                 "--max-new-tokens", 60, "--concurrency", 12, "--out"]
+    arguments = ["--tasks", workspace / "tasks.jsonl", "--agent", BASE, "--max-rounds", 4, "--max-new-tokens", 60,
+                 "--concurrency", 12, "--out"]
     (tmp_path / "whole").mkdir()
     succeed("02_rollout.py", *arguments, tmp_path / "whole" / "rows.jsonl", ranks=2)
     (tmp_path / "out").mkdir()
@@ -98,7 +96,7 @@ def test_a_rollout_whose_rank_is_killed(workspace, tmp_path):
     rows, others = read(out), read(tmp_path / "whole" / "rows.jsonl")
     assert [(row["task_id"], row["sample"]) for row in rows] == [(row["task_id"], row["sample"]) for row in others]
     # Other dialogues share a batch after the kill, and its last digits can decide a token.
-    assert len(rows) == 48 and sum(row == other for row, other in zip(rows, others)) >= 0.95 * len(rows)
+    assert len(rows) == 24 and sum(row == other for row, other in zip(rows, others)) >= 0.95 * len(rows)
     assert {path.name for path in out.parent.iterdir()} == {path.name for path in (tmp_path / "whole").iterdir()}
 
 

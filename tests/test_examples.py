@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 import tomllib
 
 import pytest
@@ -21,16 +20,8 @@ from colbench import backend, dialogue
 from conftest import read, ROOT, stage
 from lib.runtime import write_jsonl
 
-EXAMPLES = sorted((ROOT / "examples").glob("colbench_*.py"))     # the others are forks: test_forks.py
 ENVIRONMENTS = os.environ.get("EXAMPLES")
 in_environments = pytest.mark.skipif(not ENVIRONMENTS, reason="bash tests/run.sh --examples")
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_is_short_and_parses(path):
-    text = path.read_text()
-    num_lines, documented = text.count("\n"), bool(ast.get_docstring(ast.parse(text)))
-    assert num_lines <= 90 and documented and len(EXAMPLES) == 3
 
 
 # --- colbench/ alone
@@ -164,12 +155,11 @@ def command_of(example):
 
 def execute(environment, words, **variables):
     """Run a command, PYTHONPATH=… and the program's name in front, in an environment; returns what it prints."""
-    folder, began = pathlib.Path(ENVIRONMENTS, environment, "bin").absolute(), time.monotonic()
+    folder = pathlib.Path(ENVIRONMENTS, environment, "bin").absolute()
     variables |= {"PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": words[0].removeprefix("PYTHONPATH=")}
     process = subprocess.run([folder / words[1], *map(str, words[2:])], cwd=ROOT, text=True, capture_output=True,
                              timeout=600, env={**os.environ, **variables})
     assert process.returncode == 0, process.stdout + process.stderr
-    print(f"{environment}: {time.monotonic() - began:.0f} s")
     return process.stdout
 
 
@@ -232,7 +222,6 @@ def test_trl_trains_on_it(tasks, tmp_path):
     [state] = (tmp_path / "grpo").glob("checkpoint-2/trainer_state.json")
     steps = [step for step in json.loads(state.read_text())["log_history"] if "loss" in step]
     assert len(steps) == 2
-    print([{key: step[key] for key in ("reward", "tools/call_frequency", "tools/failure_frequency")} for step in steps])
     assert any(float(step["tools/call_frequency"]) > 0.5 for step in steps)
     assert any(float(step["reward"]) > 0 for step in steps)
     before, after = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("model", "grpo"))

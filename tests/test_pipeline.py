@@ -16,7 +16,7 @@ def run_sh(tmp_path_factory):
 
     Gives its folder, what each call printed, and the weights that stood there between the two, with their times."""
     checkout = checkout_with_forks(tmp_path_factory.mktemp("checkout"))
-    environment = {**os.environ, "TRAIN_TASKS": "5", "TEST_TASKS": "4"}
+    environment = {**os.environ, "TRAIN_TASKS": "4", "TEST_TASKS": "3", "ROUNDS": "5"}
 
     def call():
         process = subprocess.run(["bash", "run.sh"], cwd=checkout, env=environment, text=True, capture_output=True,
@@ -33,7 +33,7 @@ def test_run_sh_evaluates_every_method_and_names_the_page(run_sh):
     out, printed, _, _ = run_sh
     metrics = json.loads((out / "report" / "metrics.json").read_text())
     assert list(metrics) == ["base", "rft", "mtdpo", "sweet"]
-    assert all(m["n"] == 8 and 0 <= m["success_rate"] <= 1 and len(m["ci95"]) == 2 for m in metrics.values())
+    assert all(m["n"] == 6 and 0 <= m["success_rate"] <= 1 and len(m["ci95"]) == 2 for m in metrics.values())
     assert "report.html" in printed
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from colbench import DOMAINS
-from conftest import ROOT, run, stage
+from conftest import call, ROOT, stage
 
 study = importlib.import_module("scripts.study")
 
@@ -285,7 +285,7 @@ def commands_of(environment, folder):
 
 def test_every_row_runs_small(tmp_path, workspace):
     """Two tasks' worth of everything; BIG has another tokenizer, so that its dialogues are rendered again."""
-    environment = (f"export DATA='--num-tasks 12' K=3 NS=2 SIZES=18 BIG={workspace}/model "
+    environment = (f"export DATA='--num-tasks 6' K=3 NS=2 SIZES=12 BIG={workspace}/model "
                    "ROLL='--max-rounds 8 --max-new-tokens 100' CRITIC='--lr 3e-4 --max-steps 1 --held-out-frac 0' "
                    "SWEET='--max-steps 1 --max-new-tokens 30 --num-candidates 4 --pairs-per-turn 1 --data-frac 0.1' "
                    "MTDPO='--max-steps 1' RFT='--max-steps 1'")
@@ -295,14 +295,12 @@ def test_every_row_runs_small(tmp_path, workspace):
                 words += ["--num-tasks", "2"]                                # the last one wins
             if words[0] == "02_rollout.py" and "offline" not in words[-1]:
                 words += ["--max-rounds", "2", "--max-new-tokens", "30"]
-            process = run(*words)
-            assert process.returncode == 0, (words, process.stderr)
+            call(int(words[0][:2]), *words[1:])
     evaluations = [words for words in commands_of(environment, tmp_path) if words[0] == "05_evaluate.py"]
-    outputs = [run(*words) for words in evaluations]
-    assert all(process.returncode == 0 for process in outputs), [process.stderr for process in outputs]
-    table, curves, scaling = ({re.split("[ @]", line)[0] for line in output.stdout.splitlines()} for output in outputs)
+    outputs = [call(5, *words) for _, *words in evaluations]
+    table, curves, scaling = ({re.split("[ @]", line)[0] for line in output.splitlines()} for output in outputs)
     assert table >= {"single", "base", "rft", "mtdpo", "sweet", "sweet-no-c", "sweet-no-norm", "sweet-regression",
                      "big-sweet"}
     assert scaling >= {"mtdpo", "sweet"}
-    assert "published: success" in outputs[0].stdout
+    assert "published: success" in outputs[0]
     assert curves >= {"critic", "critic-no-c", "critic-value", "judge"}
