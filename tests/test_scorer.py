@@ -14,6 +14,7 @@ from colbench.scorer import reward_of, Scorer
 from colbench.values import encode, equal_values, is_encoded, readable
 from conftest import call as call_stage
 from conftest import read
+from lib.data import read_tasks
 from lib.runtime import write_jsonl
 
 F = "def f(n):\n    return n * n or None"
@@ -196,6 +197,15 @@ def test_where_all_tests_give_none_an_empty_function_passes_nothing(scorer, refe
     for answer in (reference, "def f(*_): pass"):
         score = scorer.score([(task_of(reference, *calls), answer)])[0]
         assert score.gradeable == score.tests == [False] * len(calls) and "asks the answer nothing" in score.faults[0]
+
+
+def test_references_that_return_nothing_are_counted_where_tasks_are_read(tmp_path, capsys):
+    silent = ["def f(n): print(n)", "def f(values):\n    values.sort()\n    return", "def f(n): return None"]
+    others = ["def f(n): return print(n)", "def f(n): yield n", "f = len", "def f(n)"]
+    tasks = [task_of(reference, "f(1)") | {"problem_description": "?"} for reference in silent + others]
+    write_jsonl(tmp_path / "tasks.jsonl", tasks)
+    assert len(read_tasks(tmp_path / "tasks.jsonl")) == 7
+    assert "3 of 7 references return nothing" in capsys.readouterr().out
 
 
 def test_a_task_that_cannot_be_graded_is_named(scorer, caplog):
