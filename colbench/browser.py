@@ -255,11 +255,10 @@ class Browser:
         self.pulse = await self.chromium.new_browser_cdp_session()
         processes = (await self.pulse.send("SystemInfo.getProcessInfo"))["processInfo"]
         self.pid = next(process["id"] for process in processes if process["type"] == "browser")
-        if not self.name:
-            self.name = f"Chromium {self.chromium.version}"
-            fonts = "Liberation" if fonts else ("the system's; without Liberation (apt-get install fonts-liberation) "
-                                                "screenshots differ from those of other machines")
-            log.info(f"browser: {self.name}, no network, its sandbox {'on' if sandbox_on else 'off'}, fonts: {fonts}")
+        self.name = f"Chromium {self.chromium.version}"
+        fonts = "Liberation" if fonts else ("the system's; without Liberation (apt-get install fonts-liberation) "
+                                            "screenshots differ from those of other machines")
+        log.info(f"browser: {self.name}, no network, its sandbox {'on' if sandbox_on else 'off'}, fonts: {fonts}")
 
     async def stop(self):
         """End the browser and its driver, whatever state they are in."""

@@ -88,8 +88,7 @@ def websight_rows(path):
     try:
         import datasets
         rows = datasets.load_dataset(source, **options, split="train", streaming=True)
-        keys = [key for key in WEBSIGHT_KEYS if rows.column_names is None or key in rows.column_names]
-        yield from rows.select_columns(keys)                        # not the screenshots
+        yield from rows.select_columns(WEBSIGHT_KEYS)               # not the screenshots
     except Exception as error:                                      # the library raises those of several others
         raise ColBenchError(
             f"{path or WEBSIGHT}: cannot be read ({type(error).__name__}); where the hub can be reached, run "
