@@ -31,6 +31,7 @@ scripts/critics.py measures critics, and whether a model reads c.
 import asyncio
 import collections
 import itertools
+import json
 import pathlib
 import re
 import shlex
@@ -43,26 +44,8 @@ from lib.models import load_tokenizer
 from lib.report.export import export
 from lib.report.page import about_lines, page_data, write_report
 from lib.report.plots import report_plots
-from lib.report.turn_advantages import (
-    advantage_rows,
-    advantage_summary,
-    kind_lines,
-    read_states,
-)
-from lib.runtime import (
-    ARGS_JSON,
-    args_path,
-    begin_output,
-    InputError,
-    is_done,
-    read_json,
-    read_jsonl,
-    run_stage,
-    say,
-    start,
-    write_json,
-    write_jsonl,
-)
+from lib.report.turn_advantages import advantage_rows, advantage_summary, kind_lines, read_states
+from lib.runtime import begin_output, InputError, is_done, read_jsonl, run_stage, say, start, write_json, write_jsonl
 
 MAX_TOKENS = 16384               # of a batch without gradients, and of a dialogue whose turns get advantages
 
@@ -130,11 +113,9 @@ def read_runs(paths):
 def check_tasks(files, states, where):
     """InputError where tasks are of several domains, or one "task_id" names two; states: of the file `where`."""
     trajectories = list(itertools.chain(*files.values()))
-    first = trajectories[0]["task"]
-    for name in files:
-        data.check_task(files[name][0]["task"], name, first)
-    for state in states:
-        data.check_task(state["task"], f"{where}: task {state['task_id']}", first)
+    for name, rows in [*files.items(), (where, states)]:
+        for row in rows[:1]:                                         # reading has compared those of one file
+            data.check_task(row["task"], name, trajectories[0]["task"])
     tasks = [trajectory["task"] for trajectory in trajectories]
     data.check_ids(tasks, [trajectory["task_id"] for trajectory in trajectories], " and ".join(files))
 
@@ -142,15 +123,16 @@ def check_tasks(files, states, where):
 COSTS = "trained_tokens", "generated_tokens", "seconds"
 
 
-def read_args(path, folder=True):
-    """args.json of an output; empty where there is none, as a model has that came from elsewhere."""
-    path = args_path(path, folder)
-    return read_json(path, ARGS_JSON) if path.is_file() else {"args": {}}
+def read_args(path):
+    """args.json of an output, a file or a folder; empty where a model has none, as it came from elsewhere."""
+    is_folder = pathlib.Path(path).is_dir()
+    path = pathlib.Path(path, "args.json") if is_folder else pathlib.Path(f"{path}.args.json")
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"args": {}}
 
 
 def costs_of(path):
     """{each of COSTS} of the agent that rolled out this file, and of the critics that it and best-of-N used."""
-    rollout_args = read_args(path, folder=False)["args"]
+    rollout_args = read_args(path)["args"]
     if "agent" not in rollout_args:
         raise InputError(f"{path}: no args.json of a rollout beside it; --costs needs what 02_rollout.py keeps there")
     agent_args = read_args(rollout_args["agent"])["args"]
@@ -166,30 +148,24 @@ def training_histories(files, critic):
     """{name: rows of metrics.jsonl} of the models that are at hand: the agents of the files, and the critic."""
     names = {}                                                       # {model: the first method that has it}
     for name, trajectories in files.items():
-        names.setdefault(trajectories[0].get("agent"), name)
-    names.setdefault(critic, "critic")
+        names.setdefault(trajectories[0].get("agent") or "", name)
+    names.setdefault(critic or "", "critic")
     histories = {}
     for model, name in names.items():
-        path = pathlib.Path(model or "", "metrics.jsonl")
+        path = pathlib.Path(model, "metrics.jsonl")
         if model and path.is_file():
             histories[name] = read_jsonl(path, {"step": int})
     return histories
 
 
-def curves_of(files):
-    """{label: {N: name}} of the names LABEL@N. InputError where N is no positive number or, of best-of-N, not the one
-    that the rows were made with ("best_of")."""
+def curves_of(metrics):
+    """{label: {N: metrics}} of the methods that are named LABEL@N."""
     curves = {}
-    for name, trajectories in files.items():
-        label, at, number = name.rpartition("@")
-        if not at:
-            continue
-        if not label or not re.fullmatch("[1-9][0-9]*", number):
-            raise InputError(f"{name}: a name with @ must be LABEL@N, N a whole number from 1 up")
-        for trajectory in trajectories:
-            if trajectory.get("best_of", 1) not in (1, int(number)):
-                raise InputError(f'{name}: N = {number}, but "best_of" in its file is {trajectory["best_of"]}')
-        curves.setdefault(label, {})[int(number)] = name
+    for name, method in metrics.items():
+        label_and_number = re.fullmatch("(.+)@([1-9][0-9]*)", name)
+        if label_and_number:
+            label, number = label_and_number.groups()
+            curves.setdefault(label, {})[int(number)] = method
     return curves
 
 
@@ -250,9 +226,11 @@ def compare(metrics, files, baseline, domain):
         difference = statistics.paired_difference(trajectories, files[baseline], domain.eval_score)
         if name != baseline and difference:
             metrics[name]["against_baseline"] = {"name": baseline, **difference}
-        note = statistics.pairing_note(trajectories, files[baseline])
-        if note:
-            metrics[name].setdefault("notes", []).append(f"against {baseline} {note}")
+        num_tasks = difference["n"] if difference else 0
+        if {num_tasks} != {metrics[name]["tasks"], metrics[baseline]["tasks"]}:
+            metrics[name].setdefault("notes", []).append(
+                f"against {baseline} compared on {num_tasks:,} tasks: those that both have, if both have as many runs; "
+                "the rates above are those of all")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -278,9 +256,7 @@ def cost_lines(metrics):
 
 
 def add_turn_advantages(metrics, files, critic, device):
-    """Give every trajectory "advantages" (common.score_turns) and every method their means.
-
-    Returns what a reader of these has to know, as lines."""
+    """Give every trajectory "advantages" (common.score_turns) and every method their means."""
     trajectories = list(itertools.chain(*files.values()))
     loaded_critic = common.load_critic(critic, common.load_whole(device))
     tokenizer = load_tokenizer(critic.folder)
@@ -289,16 +265,31 @@ def add_turn_advantages(metrics, files, critic, device):
         trajectory["advantages"] = advantages
     for name in files:
         metrics[name]["turn_advantages"] = advantage_summary(files[name])
+    if None in of_turns:
+        say(f"{of_turns.count(None):,} dialogues are longer than {MAX_TOKENS:,} tokens: their turns have no advantage")
+
+
+def turn_form(critic):
+    """What the turn advantages are, in lines."""
     lines = [common.critic_line(critic)]
     if critic.head == "value":
         lines.append(f"{critic.folder}: has a value head; a turn's advantage is how it changes the value, not eq. 3")
     if critic.normalize == "trajectory":
         lines.append(f"{critic.folder}: a turn's advantage is a sum over its tokens, divided by the dialogue's agent "
                      "tokens")
-    if None in of_turns:
-        lines.append(f"{of_turns.count(None):,} dialogues are longer than {MAX_TOKENS:,} tokens: their turns have no "
-                     "advantage")
-    say(*lines)
+    return lines
+
+
+def candidate_form(folder, domain, form_of_turns):
+    """What the scores of the candidates in 04's folder are, in lines, by its args.json."""
+    args = read_args(folder)["args"]
+    try:
+        critic = common.open_critic(args["critic"], args["model"], None, domain, args["reference_sees_c"])
+    except (KeyError, InputError):
+        return [f"{folder}: was not ranked by a critic, or by one that is not there any more"]
+    lines = [common.critic_line(critic)]
+    if form_of_turns not in ([], lines):
+        lines.append("The turn advantages are of another critic or another form: the two do not compare.")
     return lines
 
 
@@ -316,7 +307,6 @@ def main(argv=None):
     states = read_states(args.candidates) if args.candidates else []
     check_tasks(files, states, args.candidates)
     domain = domain_of(all_trajectories[0]["task"])
-    names_of_curves = curves_of(files)
     costs = {name: costs_of(runs[0]) for name, runs in paths.items()} if args.costs else {}
     critic = common.read_critic(args.critic, None, domain, args.reference_sees_c) if args.critic else None
     if critic and critic.is_visual:
@@ -352,9 +342,6 @@ def main(argv=None):
 
     # tables
     metric = domain.metric(all_trajectories)
-    curves = {}
-    for label, names in names_of_curves.items():
-        curves[label] = {number: metrics[name] for number, name in names.items()}
     headings, rows = statistics.result_table(metrics, metric, domain.COLUMNS, args.baseline)
     notes = statistics.note_lines(metrics)
     tables = further_tables(metrics, args.baseline, states, domain)
@@ -362,22 +349,25 @@ def main(argv=None):
     say("\n" + "\n\n".join([comparison, *tables.values()]) + "\n")
 
     # turn advantages
-    advantages = {}
+    advantages, forms = {}, {"advantages": turn_form(critic) if critic else []}
+    if args.candidates:
+        forms["candidates"] = candidate_form(args.candidates, domain, forms["advantages"])
     if critic:
-        notes += add_turn_advantages(metrics, files, critic, device)
+        say(*forms["advantages"])
+        add_turn_advantages(metrics, files, critic, device)
         write_json(out / "metrics.json", metrics)
         advantages = {key: advantage_rows(metrics, key) for key in ("by_kind", "by_round")}
 
     # the page
     if args.export:
         export(out / "export", files, common.shown_system)
-    page = page_data(files, domain, metric, args.critic, states)
-    plots = report_plots(metric, curves, histories)
-    rollouts = {name: read_args(runs[0], folder=False)["args"] for name, runs in paths.items()}
+    page = page_data(files, domain, forms, states)
+    plots = report_plots(metric, curves_of(metrics), histories)
+    rollouts = {name: read_args(runs[0])["args"] for name, runs in paths.items()}
     about = about_lines(shlex.join(["python", "05_evaluate.py", *map(str, argv or sys.argv[1:])]), rollouts)
     write_report(out / "report.html", page, out / "images", about=about, metrics=metrics, metric=metric,
                  metric_heading=statistics.heading_of(metric), headings=headings[1:], rows=rows, notes=notes,
-                 tables=tables, advantages=advantages, plots=plots)
+                 tables=tables, advantages=advantages, plots=plots, forms=forms)
     if page["left_out"]:
         say(f"report.html: {page['left_out']}")
     (out / "COMPLETED").touch()

@@ -37,8 +37,10 @@ def mean(values):
 def values_of_runs(trajectories, eval_score):
     """(ids of the tasks, the mean eval_score of each of them in each run: (runs, tasks))."""
     runs = [task_values(run, eval_score) for run in by_run(trajectories)]
-    tasks = sorted(runs[0])
-    return tasks, [[mean(run[task]) for task in tasks] for run in runs]
+    tasks, values = sorted(runs[0]), []
+    for run in runs:
+        values.append([mean(run[task]) for task in tasks])
+    return tasks, values
 
 
 def mean_over_tasks(trajectories, eval_score):
@@ -63,14 +65,15 @@ def bootstrap_interval(values, families=None, seed=0):
 
     With `families`, one a task, families are drawn first, and from each drawn one as many tasks as it has.
     Runs are drawn as well, independently of the tasks."""
-    values = np.atleast_2d(np.asarray(values, dtype=np.float64))                           # (runs, tasks)
+    values = np.array(values, float, ndmin=2)                                              # (runs, tasks)
     if families is None:
         families = np.zeros(values.shape[1])
     task_rng, run_rng = np.random.default_rng(seed).spawn(2)
     means = []
     for _ in range(NUM_RESAMPLES // CHUNK):
         tasks, is_drawn = drawn_tasks(families, task_rng)
-        run_means = (values[:, tasks] * is_drawn).sum((2, 3)) / is_drawn.sum((1, 2))       # (runs, CHUNK)
+        sums = (values[:, tasks] * is_drawn).sum((2, 3))                                   # (runs, CHUNK)
+        run_means = sums / is_drawn.sum((1, 2))
         drawn_runs = run_rng.integers(len(values), size=run_means.shape)
         means.append(np.take_along_axis(run_means, drawn_runs, 0).mean(0))                 # (CHUNK,)
     return np.percentile(np.concatenate(means), [2.5, 97.5]).tolist()
@@ -85,28 +88,30 @@ def drawn_tasks(families, rng):
     drawn_sizes = sizes[drawn_families]                                                    # (CHUNK, F, 1)
     places = (rng.random((CHUNK, len(sizes), sizes.max())) * drawn_sizes).astype(int)      # in the family
     begins = (np.cumsum(sizes) - sizes)[drawn_families]
-    return tasks_by_family[begins + places], np.arange(sizes.max()) < drawn_sizes
+    is_drawn = np.arange(sizes.max()) < drawn_sizes
+    return tasks_by_family[begins + places], is_drawn
 
 
 def intervals(values, tasks, trajectories, is_share=True):
     """{"ci95", "ci95_families" where every task states a family, and not all the same; of several runs "runs": the mean
     of each} of `values`, (runs, tasks), of these tasks (ids) of the trajectories.
 
-    Equal values leave a bootstrap no width. If all are 1 or all are 0, the interval of a share (is_share) is the exact
-    one (Clopper-Pearson) of so many tasks; else there is none."""
+    Equal values leave a bootstrap no width: there is no interval. If all are 1 or all are 0, that of a share (is_share)
+    is the exact one (Clopper-Pearson) of so many tasks."""
     result = {}
+    outcome = values[0][0]
     if np.ptp(values) > 0:
         result["ci95"] = bootstrap_interval(values)
-        family_of = {trajectory["task_id"]: trajectory.get("task", {}).get("family") for trajectory in trajectories}
-        families = [str(family_of[task]) for task in tasks]
+        family_of = {}
+        for trajectory in trajectories:
+            family_of[trajectory["task_id"]] = str(trajectory["task"].get("family"))
+        families = [family_of[task] for task in tasks]
         if "None" not in families and len(set(families)) > 1:
             result["ci95_families"] = bootstrap_interval(values, families)
-    elif is_share and values[0][0] in (0, 1):
+    elif is_share and outcome in (0, 1):
         bound = 0.025 ** (1 / len(tasks))
-        result["ci95"] = [bound, 1.0] if values[0][0] else [0.0, 1 - bound]
+        result["ci95"] = [bound, 1.0] if outcome else [0.0, 1 - bound]
         result["notes"] = ["all tasks have one outcome: the interval is the exact one (Clopper-Pearson)"]
-    elif is_share:
-        result["notes"] = ["all tasks have one outcome: no interval"]
     if len(values) > 1:
         result["runs"] = [float(np.mean(run)) for run in values]
     return result
@@ -118,35 +123,25 @@ def intervals(values, tasks, trajectories, is_share=True):
 def paired(trajectories, baseline, eval_score, compare):
     """(ids of the tasks that both sides have, compare(our outcomes, theirs) of each in each run: (runs, tasks)).
 
-    ([], []) without a common task or with another number of runs."""
+    ([], []) with another number of runs."""
     ours = [task_values(run, eval_score) for run in by_run(trajectories)]
     theirs = [task_values(run, eval_score) for run in by_run(baseline)]
-    tasks = sorted(set.intersection(*map(set, ours + theirs)))
-    if not tasks or len(ours) != len(theirs):
+    if len(ours) != len(theirs):
         return [], []
+    tasks = sorted(set(ours[0]) & set(theirs[0]))
     values = []
     for our_run, their_run in zip(ours, theirs):
         values.append([compare(our_run[task], their_run[task]) for task in tasks])
     return tasks, values
 
 
-def pairing_note(trajectories, baseline):
-    """One line where `paired` leaves out tasks or can compare nothing; None where it compares everything."""
-    if len(by_run(trajectories)) != len(by_run(baseline)):
-        return "not compared: another number of runs, which cannot be paired; give both as many files"
-    ours = {trajectory["task_id"] for trajectory in trajectories}
-    theirs = {trajectory["task_id"] for trajectory in baseline}
-    if ours == theirs:
-        return None
-    if ours.isdisjoint(theirs):
-        return "not compared: no task that both have"
-    return (f"compared on the {len(ours & theirs):,} tasks that both have (of {len(ours):,} and {len(theirs):,}); the "
-            "rates above are those of all")
+def mean_difference(ours, theirs):
+    return mean(ours) - mean(theirs)
 
 
 def paired_difference(trajectories, baseline, eval_score):
     """{"difference", "n", what intervals() gives} of the tasks' means; None where nothing can be paired."""
-    tasks, differences = paired(trajectories, baseline, eval_score, lambda ours, theirs: mean(ours) - mean(theirs))
+    tasks, differences = paired(trajectories, baseline, eval_score, mean_difference)
     if not tasks:
         return None
     return {
@@ -182,27 +177,30 @@ def win_rate(trajectories, baseline, eval_score):
 
 def rank_correlation(a, b):
     """Spearman's; 0 where one side is all equal."""
-    from scipy.stats import spearmanr
-    if len(set(a)) == 1 or len(set(b)) == 1:
+    if np.ptp(a) == 0 or np.ptp(b) == 0:
         return 0.0
-    return float(spearmanr(a, b).statistic)
+    return float(np.corrcoef(average_ranks(a), average_ranks(b))[0, 1])
 
 
 def average_ranks(values):
-    """Ranks from 0, equal values sharing the mean of theirs: [3, 1, 3] -> [1.5, 0.0, 1.5]."""
-    from scipy.stats import rankdata
-    return (rankdata(values) - 1).tolist()
+    """Ranks from 0 as an array, equal values sharing the mean of theirs: [3, 1, 3] -> [1.5, 0.0, 1.5]."""
+    gaps = np.subtract.outer(values, values)
+    return ((gaps > 0).sum(1) + (gaps >= 0).sum(1) - 1) / 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # what the agent's turns are worth
 
+def agent_places(history):
+    """Where the agent's turns stand in a dialogue."""
+    return [place for place, turn in enumerate(history) if turn["role"] == "assistant"]
+
+
 def turn_kinds(task, history, domain):
     """The domain's turn_kind of each agent turn."""
     kinds = []
-    for place, turn in enumerate(history):
-        if turn["role"] == "assistant":
-            kinds.append(domain.turn_kind(task, history[:place], turn["content"]))
+    for place in agent_places(history):
+        kinds.append(domain.turn_kind(task, history[:place], history[place]["content"]))
     return kinds
 
 
@@ -211,24 +209,23 @@ def measure_turns(trajectories, domain):
 
     Returns {"all_known", "success_when_known", "success_when_not_known", "turns": {kind: share}} of one method.
     Where a task does not say what matters, "known" is None, and the answer is empty."""
+    outcomes = {True: [], False: [], None: []}                       # by "known"
+    kinds = collections.Counter()
     for trajectory in trajectories:
         task, history = trajectory["task"], trajectory["dialogue_history"]
         trajectory["kinds"] = turn_kinds(task, history, domain)
         trajectory["known"] = None
         if any(trajectory["kinds"]):
-            last = max(place for place, turn in enumerate(history) if turn["role"] == "assistant")
+            last = agent_places(history)[-1]
             trajectory["known"] = domain.all_known(task, history[:last])
-    if any(trajectory["known"] is None for trajectory in trajectories):
-        return {}
-    outcomes = {True: [], False: []}                                 # by "known"
-    kinds = collections.Counter()
-    for trajectory in trajectories:
-        outcomes[bool(trajectory["known"])].append(domain.eval_score(trajectory))
+        outcomes[trajectory["known"]].append(domain.eval_score(trajectory))
         kinds.update(trajectory["kinds"])
+    if outcomes[None]:
+        return {}
     return {
         "all_known": len(outcomes[True]) / len(trajectories),
-        "success_when_known": sum(outcomes[True]) / max(1, len(outcomes[True])),
-        "success_when_not_known": sum(outcomes[False]) / max(1, len(outcomes[False])),
+        "success_when_known": mean(outcomes[True] or [0]),
+        "success_when_not_known": mean(outcomes[False] or [0]),
         "turns": {kind: kinds[kind] / kinds.total() for kind in sorted(kinds)},
     }
 
@@ -249,8 +246,8 @@ def aligned(headings, rows):
 
 def interval(bounds, sign=""):
     """"[.12, .34]" with three digits; sign "+": with signs, of differences."""
-    low, high = bounds
-    return f"[{low:{sign}.3f}, {high:{sign}.3f}]"
+    low, high = [format(bound, f"{sign}.3f") for bound in bounds]
+    return f"[{low}, {high}]"
 
 
 def heading_of(metric):
@@ -284,36 +281,35 @@ def result_table(metrics, metric, domain_columns, baseline):
         ("win_rate_ci95", "95 %", ""),
         ("ties", "ties", ".3f"),
     ]
-    columns = [column for column in columns if has_any(metrics, column[0])]
-    headings = ["", *(heading for _, heading, _ in columns)]
-    rows = []
-    for name, method in metrics.items():
-        rows.append([name, *(cell_of(method, key, form) for key, _, form in columns)])
+    table = [["", *metrics]]                                         # its columns
+    for key, heading, form in columns:
+        if has_any(metrics, key):
+            table.append([heading, *(cell_of(method, key, form) for method in metrics.values())])
     if baseline:
-        headings.append(f"against {baseline}")
-        for row, method in zip(rows, metrics.values()):
-            row.append(difference_cell(method))
+        differences = [method.get("against_baseline") for method in metrics.values()]
+        table.append([f"against {baseline}", *map(difference_cell, differences)])
+    headings, *rows = zip(*table)
     return headings, rows
 
 
-def difference_cell(method):
-    if "against_baseline" not in method:
+def difference_cell(difference):
+    if not difference:
         return ""
-    difference = method["against_baseline"]
     bounds = interval(difference["ci95"], "+") if "ci95" in difference else "(no interval)"
     return f"{difference['difference']:+.3f} {bounds}"
 
 
 def note_lines(metrics):
     """What a reader of the comparison has to know, and what its intervals leave out."""
-    lines, num_runs = [], {}
+    lines, single, few = [], [], []                                  # single, few: the names with so many runs
     for name, method in metrics.items():
         lines += [f"{name}: {note}" for note in method.get("notes", [])]
-        num_runs[name] = len(method.get("runs", [None]))
-    similarities = {method["similarity"] for method in metrics.values() if "similarity" in method}
-    lines += [f"similarity of screenshots: {similarity}" for similarity in similarities]
-    single = [name for name, number in num_runs.items() if number == 1]
-    few = [name for name, number in num_runs.items() if 1 < number < 5]
+        if "runs" not in method:
+            single.append(name)
+        elif len(method["runs"]) < 5:
+            few.append(name)
+    if "similarity" in method:                                       # the same of all
+        lines.append(f"similarity of screenshots: {method['similarity']}")
     if single:
         lines.append(f"one run of {', '.join(single)}: the intervals leave other seeds out")
     if few:
@@ -323,11 +319,13 @@ def note_lines(metrics):
 
 def detail_lines(metrics, baseline):
     """The intervals over families and the mean of each run, of the methods and of the differences that have them."""
-    rows = []
+    measured = {}
     for name, method in metrics.items():
-        difference = method.get("against_baseline", {})
-        for what, values in ((name, method), (f"{name} against {baseline}", difference)):
-            if "ci95_families" in values or "runs" in values:
-                runs = " ".join(f"{value:.3f}" for value in values.get("runs", []))
-                rows.append([what, cell_of(values, "ci95_families"), runs])
+        measured[name] = method
+        measured[f"{name} against {baseline}"] = method.get("against_baseline", {})
+    rows = []
+    for name, values in measured.items():
+        runs = [f"{value:.3f}" for value in values.get("runs", [])]
+        if runs or "ci95_families" in values:
+            rows.append([name, cell_of(values, "ci95_families"), " ".join(runs)])
     return aligned(["", "95 %, families drawn", "each run"], rows) if rows else []

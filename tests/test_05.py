@@ -1,4 +1,5 @@
 """05_evaluate.py: numbers by hand, intervals, fresh scores, curves, costs, report."""
+import itertools
 import json
 import re
 import shutil
@@ -9,25 +10,13 @@ import pytest
 import common
 from colbench import backend
 from colbench.scorer import Scorer
-from conftest import call, FUNCTION, policy_flags, read, refused, ROOT, stage, trajectory, write
+from conftest import BASE, call, FUNCTION, policy_flags, read, refused, ROOT, stage, trajectory, write
 from lib import statistics
 from lib.data import read_trajectories
 from lib.models import encode
 
 evaluate = stage(5)
 GOOD, HALF, BAD = "def f(n): return n", "def f(n): return 1", "def f(n): return 0"
-
-
-def metrics_of(folder):
-    return json.loads((folder / "report" / "metrics.json").read_text())
-
-
-def page_of(folder):
-    return (folder / "report" / "report.html").read_text(encoding="utf-8")
-
-
-def data_of(page):
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
 
 
 def written(folder, files):
@@ -40,29 +29,45 @@ def written(folder, files):
     return [*words, "--out", folder / "report"]
 
 
-def evaluated(folder, files, *flags):
-    """What 05 prints of files, its metrics and its page."""
-    printed = call(5, *written(folder, files), *flags)
-    return printed, metrics_of(folder), page_of(folder)
+def report_of(folder):
+    """The metrics of an evaluation, its page, and the data in it."""
+    metrics = json.loads((folder / "report" / "metrics.json").read_text())
+    page = (folder / "report" / "report.html").read_text(encoding="utf-8")
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1]
+    return metrics, page, json.loads(data)
 
 
 def answers(**by_task):
     return [trajectory(task, answer) for task, answer in by_task.items()]
 
 
+# --- numbers by hand
+
+def scored(*rows):
+    """Scored dialogues of (task, reward), or (task, reward, run)."""
+    return [trajectory(task, "", reward=reward, faults=[], sample=sample, run=run[0] if run else 0)
+            for sample, (task, reward, *run) in enumerate(rows)]
+
+
+def measured(files, baseline=None):
+    """The metrics of {name: scored dialogues}."""
+    metrics = {name: evaluate.measure(rows, backend) for name, rows in files.items()}
+    if baseline:
+        evaluate.compare(metrics, files, baseline, backend)
+    return metrics
+
+
 def test_task_means_and_paired_differences_by_hand():
     """Of tasks, and of runs and tasks; without an interval over the runs alone, or over families that are not
     there."""
-    def rows(*numbers):
-        return [dict(zip(("task_id", "reward", "run"), row)) for row in numbers]
-    ours, theirs = rows(("a", 1), ("a", 0.5), ("b", 1)), rows(("a", 0), ("b", 1), ("c", 1))
+    ours, theirs = scored(("a", 1), ("a", 0.5), ("b", 1)), scored(("a", 0), ("b", 1), ("c", 1))
     assert statistics.values_of_runs(ours, backend.eval_score) == (["a", "b"], [[0.5, 1.0]])
     assert statistics.values_of_runs(ours, lambda t: t["reward"]) == (["a", "b"], [[0.75, 1.0]])
     result = statistics.paired_difference(ours, theirs, backend.eval_score)
     assert (result["difference"], result["n"]) == (0.25, 2)
-    assert statistics.paired_difference(ours, rows(("z", 1)), backend.eval_score) is None
-    ours = rows(("a", 1, 0), ("b", 0, 0), ("a", 1, 1), ("b", 1, 1), ("a", 1, 2), ("b", 1, 2))
-    theirs = [{"task_id": task, "reward": 0, "run": run} for run in (2, 0, 1) for task in "ba"]
+    assert statistics.paired_difference(ours, scored(("z", 1)), backend.eval_score) is None
+    ours = scored(("a", 1, 0), ("b", 0, 0), ("a", 1, 1), ("b", 1, 1), ("a", 1, 2), ("b", 1, 2))
+    theirs = scored(*((task, 0, run) for run in (2, 0, 1) for task in "ba"))
     result = statistics.paired_difference(ours, theirs, backend.eval_score)
     assert result["runs"] == [0.5, 1, 1] and result["n"] == 2 and result["difference"] == pytest.approx(5 / 6)
     assert result.keys() == {"difference", "n", "ci95", "runs"}
@@ -71,33 +76,36 @@ def test_task_means_and_paired_differences_by_hand():
 
 def test_rate_interval_and_difference_average_the_same_thing(tmp_path):
     """Nine successes of one task, a failure of each of three others: a quarter of the tasks, not nine twelfths."""
-    uneven = [*(trajectory("w", GOOD, sample=n) for n in range(9)), *answers(x=BAD, y=BAD, z=BAD)]
-    _, metrics, _ = evaluated(tmp_path, {"a": uneven, "b": answers(w=BAD, x=BAD, y=BAD, z=BAD)}, "--baseline", "b")
+    uneven = scored(*[("w", 1)] * 9, ("x", 0), ("y", 0), ("z", 0))
+    metrics = measured({"a": uneven, "b": scored(*((task, 0) for task in "wxyz"))}, "b")
     assert metrics["a"]["success_rate"] == metrics["a"]["against_baseline"]["difference"] == 0.25
     assert metrics["a"]["ci95"][0] <= 0.25 <= metrics["a"]["ci95"][1] <= 0.75
-    assert stage(2).summary(str(tmp_path / "report" / "scored" / "a.jsonl")).startswith("success 0.250 | ")
+    assert stage(2).summary(str(write(tmp_path / "a.jsonl", uneven))).startswith("success 0.250 | ")
     # a run counts once, too: 1 and 0, of nine dialogues and of one
-    runs = [{**row, "run": 0, "reward": 1.0} for row in uneven[:9]] + [{**uneven[0], "run": 1, "reward": 0.0}]
+    runs = scored(*[("w", 1, 0)] * 9, ("w", 0, 1))
     assert statistics.mean_over_tasks(runs, backend.eval_score) == 0.5
 
 
-def test_what_a_comparison_or_an_interval_leaves_out_has_a_line(tmp_path):
+def test_what_a_comparison_or_an_interval_leaves_out_has_a_line():
     """Another number of runs, no common task, a quarter of the tasks; one run, and fewer than five."""
-    base = answers(**{f"t{n}": GOOD if n < 4 else BAD for n in range(8)})
-    files = {"base": base, "few": answers(t0=BAD, t1=GOOD), "apart": answers(t8=BAD, t9=BAD), "same": base,
-             "two": (base,) * 2, "four": (base,) * 4, "five": (base,) * 5}
-    printed, metrics, page = evaluated(tmp_path, files, "--baseline", "base")
-    unpaired = "against base not compared: another number of runs, which cannot be paired; give both as many files"
-    for line in ("few: against base compared on the 2 tasks that both have (of 2 and 8); the rates above are those of "
-                 "all", "apart: against base not compared: no task that both have", f"two: {unpaired}",
-                 "one run of base, few, apart, same: the intervals leave other seeds out",
-                 "fewer than five runs of two, four: where runs differ much the intervals are too narrow"):
-        assert line in printed.splitlines() and line in page
+    base = [(f"t{n}", float(n < 4)) for n in range(8)]
+    files = {"base": scored(*base), "few": scored(("t0", 0), ("t1", 1)), "apart": scored(("t8", 0), ("t9", 0)),
+             "same": scored(*base)}
+    for name, runs in (("two", 2), ("four", 4), ("five", 5)):
+        files[name] = scored(*((*row, run) for run in range(runs) for row in base))
+    metrics = measured(files, "base")
+    rest = "those that both have, if both have as many runs; the rates above are those of all"
+    assert [line for line in statistics.note_lines(metrics) if "Clopper" not in line] == [
+        *(f"{name}: against base compared on {n} tasks: {rest}" for name, n in (
+            ("few", 2), ("apart", 0), ("two", 0), ("four", 0), ("five", 0))),
+        "one run of base, few, apart, same: the intervals leave other seeds out",
+        "fewer than five runs of two, four: where runs differ much the intervals are too narrow"]
     assert [name for name in metrics if "against_baseline" in metrics[name]] == ["few", "same"]
 
 
-def test_what_the_bootstrap_draws():
+def test_what_the_bootstrap_draws(monkeypatch):
     """Runs and tasks; with families: families, then their tasks."""
+    monkeypatch.setattr(statistics, "NUM_RESAMPLES", 4_000)
     interval, families, rng = statistics.bootstrap_interval, ["a"] * 50 + ["b"] * 50, np.random.default_rng(0)
     one, many = rng.random(200), rng.random((5, 1)) + np.zeros((5, 200))
     assert interval([one]) == interval(one)
@@ -122,19 +130,19 @@ def test_what_the_bootstrap_draws():
 @pytest.mark.parametrize("runs, run_sd, family_sd, plain, with_families", [
     (5, 0.03, 0, (0.9, 0.99), (0.94, 1)),
     (5, 0.03, 0.25, (0, 0.85), (0.92, 1)),                           # tasks stand for their families: too narrow
-    (1, 0.08, 0, (0.47, 0.82), (0, 1)),                              # one run: other seeds are left out
-    (2, 0.08, 0, (0, 0.9), (0, 1)), (10, 0.08, 0, (0.93, 1), (0, 1))])  # two runs do not show how far runs differ
+    (2, 0.08, 0, (0, 0.9), (0, 1))])                                 # two runs do not show how far runs differ
 def test_intervals_cover_what_they_claim_to(monkeypatch, runs, run_sd, family_sd, plain, with_families):
     """How often the intervals over runs and tasks, and over families as well, hold the true difference, .03, of
     simulated differences of 14 families of 6 tasks."""
-    monkeypatch.setattr(statistics, "NUM_RESAMPLES", 400)
+    monkeypatch.setattr(statistics, "NUM_RESAMPLES", 200)
+    monkeypatch.setattr(statistics, "CHUNK", 200)
     rng, families, inside = np.random.default_rng(0), np.repeat(np.arange(14), 6), np.zeros(2)
-    for _ in range(200):
+    for _ in range(150):
         values = (0.03 + rng.normal(0, run_sd, (runs, 1)) + rng.normal(0, family_sd, 14)[families]
                   + rng.normal(0, 0.3, 84) + rng.normal(0, 0.3, (runs, 84)))
         for i, drawn in enumerate((None, families)):
             low, high = statistics.bootstrap_interval(values, drawn)
-            inside[i] += (low <= 0.03 <= high) / 200
+            inside[i] += (low <= 0.03 <= high) / 150
     assert plain[0] <= inside[0] <= plain[1] and with_families[0] <= inside[1] <= with_families[1]
 
 
@@ -145,77 +153,100 @@ def test_intervals_of_tasks_with_one_outcome_are_exact_or_none(values, expected)
     tasks = list(range(len(values[0])))
     found = statistics.intervals(values, tasks, [])
     assert found.get("ci95") == (expected and pytest.approx(expected))
-    assert found["notes"] == ["all tasks have one outcome: " + (
-        "the interval is the exact one (Clopper-Pearson)" if expected else "no interval")]
+    assert ("notes" in found) == bool(expected)
     difference = statistics.intervals(values, tasks, [], is_share=False)
-    assert "ci95" not in difference and statistics.difference_cell(
-        {"against_baseline": {"difference": 0, **difference}}) == "+0.000 (no interval)"
+    assert "ci95" not in difference
+    assert statistics.difference_cell({"difference": 0, **difference}) == "+0.000 (no interval)"
 
 
-def test_intervals_over_families_where_every_task_states_one(tmp_path):
-    rows = answers(**{"0": GOOD, "1": GOOD, "2": BAD, "3": BAD})
+def test_intervals_over_families_where_every_task_states_one():
+    rows = scored(("0", 1), ("1", 1), ("2", 0), ("3", 0))
     for n, row in enumerate(rows):
-        row["task"] = {**FUNCTION, "problem_description": str(n), "family": n // 2}
-    files = {"a": rows, "b": [{**row, "answer": BAD} for row in rows]}
-    printed, metrics, page = evaluated(tmp_path, files, "--baseline", "b")
+        row["task"] = {**FUNCTION, "family": n // 2}
+    metrics = measured({"a": rows, "b": [{**row, "reward": 0} for row in rows]}, "b")
     assert metrics["a"]["ci95_families"] == metrics["a"]["against_baseline"]["ci95_families"] == [0, 1]
     assert "ci95_families" not in metrics["b"] and "against_baseline" not in metrics["b"]
-    table = "\n".join(["             95 %, families drawn  each run",
-                       "a                  [0.000, 1.000]",
-                       "a against b        [0.000, 1.000]"])
-    assert table in printed and table in page
-    for own in ([*rows, trajectory("4", BAD)], rows[:2]):            # one states none; all the same
-        printed, metrics, _ = evaluated(tmp_path, {"a": own}, "--overwrite")
-        assert "families drawn" not in printed and "ci95_families" not in metrics["a"]
+    assert statistics.detail_lines(metrics, "b") == [
+        "             95 %, families drawn  each run",
+        "a                  [0.000, 1.000]",
+        "a against b        [0.000, 1.000]"]
+    for own in ([*rows, *scored(("4", 0))], rows[:2]):               # one states none; all the same
+        assert "ci95_families" not in evaluate.measure(own, backend)
+    assert statistics.detail_lines({}, "b") == []
 
 
-def test_several_files_of_a_name_are_runs(tmp_path):
-    lost = answers(x="0", y=GOOD)
-    files = {"a": (answers(x=GOOD, y=GOOD), lost), "b": (lost, lost)}
-    printed, metrics, _ = evaluated(tmp_path, files, "--baseline", "b")
-    assert metrics["a"]["runs"] == [1, 0.5] and metrics["a"]["success_rate"] == 0.75 and metrics["a"]["tasks"] == 2
-    against = metrics["a"]["against_baseline"]
-    assert against["runs"] == [0.5, 0]
-    assert against.keys() == {"name", "difference", "n", "ci95", "runs"}           # no interval over the runs alone
-    assert "a                               -  1.000 0.500" in printed.splitlines()
-    assert "a against b                     -  0.500 0.000" in printed.splitlines()
-    line = refused(5, *written(tmp_path, {"a": (lost, answers(z="0"))}), "--overwrite")
+def test_what_a_person_says_after_the_answer_changes_nothing(workspace):
+    rows = read(workspace / "offline.jsonl")[:12]
+    thanked = [{**row, "dialogue_history": [*row["dialogue_history"], {"role": "user", "content": "Thanks."}]}
+               for row in rows]
+    metrics = measured({"a": rows, "b": thanked})
+    for key in ("all_known", "success_when_known", "forced_answers", "turns"):
+        assert metrics["a"][key] == metrics["b"][key]
+
+
+def test_curves_are_named_by_label_and_number():
+    names = ["plain", "sweet@8", "sweet@1", "a@b@2", "sweet@0", "sweet@-4", "sweet@4.0", "sweet@04", "sweet@", "@4"]
+    assert evaluate.curves_of({name: name for name in names}) == {"sweet": {8: "sweet@8", 1: "sweet@1"},
+                                                                  "a@b": {2: "a@b@2"}}
+
+
+def test_ranks_correlate_by_hand():
+    for a, b, expected in (([1, 2, 3], [10, 20, 30], 1), ([1, 2, 3], [3, 2, 1], -1), ([1, 2, 3, 4], [1, 3, 2, 4], 0.8),
+                           ([1, 1, 2], [0, 1, 1], 0.5), ([1, 1, 1], [1, 2, 3], 0)):
+        assert statistics.rank_correlation(a, b) == pytest.approx(expected)
+
+
+# --- an evaluation
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory):
+    """(folder, arguments, what is printed) of a right, a half right and a wrong answer with other logged rewards,
+    against three wrong ones; of two runs; of a task with a test that cannot be graded."""
+    folder = tmp_path_factory.mktemp("ran")
+    task = {**FUNCTION, "ground_truth": "def f(n): return 1 // (n - 2)"}
+    lost = answers(x=BAD, y=BAD, z=BAD)
+    files = {"a": [trajectory("x", GOOD, reward=0.0), trajectory("y", HALF, reward=1.0), trajectory("z", BAD)],
+             "b": lost, "sweet@8": (answers(x=GOOD, y=GOOD, z=GOOD), lost),
+             "u": [{**trajectory("u", task["ground_truth"]), "task": task}]}
+    words = [*written(folder, files), "--baseline", "b"]
+    return folder, words, call(5, *words)
+
+
+def test_logged_rewards_are_not_trusted_and_the_page_has_every_answer_with_its_failed_tests(ran):
+    folder, words, printed = ran
+    metrics, page, data = report_of(folder)
+    numbers = metrics["a"]
+    assert numbers["n"] == 3 and numbers["success_rate"] == pytest.approx(1 / 3)
+    assert numbers["tests_passed"] == 0.5 and numbers["mean_rounds"] == 1.0
+    assert numbers["ci95"][0] == 0.0 and 0.6 < numbers["ci95"][1] <= 1.0
+    assert [row["reward"] for row in read(folder / "report" / "scored" / "a.jsonl")] == [1.0, 0.5, 0.0]
+    assert numbers["against_baseline"]["difference"] == pytest.approx(1 / 3)
+    assert "against b" in printed and "+0.333" in printed and "done already" in call(5, *words)
+    assert [dialogue["answer"] for dialogue in data["dialogues"][:6]] == [GOOD, HALF, BAD] + [BAD] * 3
+    assert data["dialogues"][0].keys() == {"m", "t", "run", "sample", "reward", "answer", "turns"}
+    assert data["dialogues"][1]["failed"] == [{"call": "f(2)", "expected": "2", "got": "1"}]
+    assert data["dialogues"][2]["failed"] == [{"call": f"f({n})", "expected": str(n), "got": "0"} for n in (1, 2)]
+    assert "u: 1 tests of 1 tasks cannot be graded" in printed and metrics["u"]["tests_passed"] == 0.5
+    for line in printed.partition("\n\n")[2].splitlines():          # the tables and notes
+        assert line.startswith("writes ") or all(cell in page for cell in line.split())
+
+
+def test_several_files_of_a_name_are_runs_and_a_number_makes_a_curve(ran, tmp_path):
+    folder, _, printed = ran
+    metrics, page, data = report_of(folder)
+    runs = metrics["sweet@8"]
+    assert runs["runs"] == [1, 0] and runs["success_rate"] == 0.5 and runs["tasks"] == 3 and runs["n"] == 6
+    assert "sweet@8                       -  1.000 0.000" in printed.splitlines()
+    assert "curve-axes_1" in page and "costs" not in runs
+    assert [dialogue["run"] for dialogue in data["dialogues"] if dialogue["m"] == 2] == [0, 0, 0, 1, 1, 1]
+    line = refused(5, *written(tmp_path, {"a": (answers(x="0"), answers(z="0"))}))
     assert line.endswith("a.1: the runs of a name must have the same tasks")
 
 
-def test_logged_rewards_are_not_trusted_and_the_page_has_every_answer_with_its_failed_tests(tmp_path):
-    """A right, a half right and a wrong answer with other logged rewards, against three wrong ones."""
-    files = {"a": [trajectory("x", GOOD, reward=0.0), trajectory("y", HALF, reward=1.0), trajectory("z", BAD)],
-             "b": answers(x=BAD, y=BAD, z=BAD)}
-    printed, metrics, page = evaluated(tmp_path, files, "--baseline", "b")
-    metrics, data = metrics["a"], data_of(page)
-    assert metrics["n"] == 3 and metrics["success_rate"] == pytest.approx(1 / 3)
-    assert metrics["tests_passed"] == 0.5 and metrics["mean_rounds"] == 1.0
-    assert metrics["ci95"][0] == 0.0 and 0.6 < metrics["ci95"][1] <= 1.0
-    assert [row["reward"] for row in read(tmp_path / "report" / "scored" / "a.jsonl")] == [1.0, 0.5, 0.0]
-    assert metrics["against_baseline"]["difference"] == pytest.approx(1 / 3)
-    assert "against b" in printed and "+0.333" in printed
-    assert "done already" in evaluated(tmp_path, files, "--baseline", "b")[0]
-    assert [dialogue["answer"] for dialogue in data["dialogues"]] == [GOOD, HALF, BAD] + [BAD] * 3
-    assert data["dialogues"][0].keys() == {"m", "t", "run", "sample", "reward", "rounds", "answer", "turns"}
-    assert data["dialogues"][1]["failed"] == [{"call": "f(2)", "expected": "2", "got": "1"}]
-    assert data["dialogues"][2]["failed"] == [{"call": f"f({n})", "expected": str(n), "got": "0"} for n in (1, 2)]
-
-
-def test_an_answer_runs_once_and_a_turn_is_judged_once(tmp_path, monkeypatch, regression_critic):
-    asked, run_all, kind_of = [], Scorer.score_one, backend.turn_kind
-
-    def score_one(scorer, children, key, answer):
-        asked.append(answer)
-        return run_all(scorer, children, key, answer)
-
-    def turn_kind(task, history, message):
-        asked.append(message)
-        return kind_of(task, history, message)
-    monkeypatch.setattr(Scorer, "score_one", score_one)
-    monkeypatch.setattr(backend, "turn_kind", turn_kind)
-    evaluated(tmp_path, {"a": answers(x=GOOD, y=BAD)}, "--critic", regression_critic)
-    assert sorted(asked) == sorted([GOOD, BAD, *(f"{backend.MARKER}\n{answer}" for answer in (GOOD, BAD))])
+def test_a_page_without_critic_and_candidates(ran):
+    _, page, data = report_of(ran[0])
+    assert data["forms"] == {"advantages": []} and data["states"] == [] and "Turn advantages" not in page
+    assert not any("advantage" in turn for dialogue in data["dialogues"] for turn in dialogue["turns"])
 
 
 def test_tasks_of_one_name_must_be_one_task_in_all_files(tmp_path):
@@ -226,67 +257,27 @@ def test_tasks_of_one_name_must_be_one_task_in_all_files(tmp_path):
         assert ': two tasks with different references have the "task_id" t' in line
 
 
-def test_what_a_person_says_after_the_answer_changes_nothing(workspace, tmp_path):
-    rows = read(workspace / "offline.jsonl")[:12]
-    thanked = [{**row, "dialogue_history": [*row["dialogue_history"], {"role": "user", "content": "Thanks."}]}
-               for row in rows]
-    _, metrics, _ = evaluated(tmp_path, {"a": rows, "b": thanked})
-    for key in ("all_known", "success_when_known", "forced_answers", "turns"):
-        assert metrics["a"][key] == metrics["b"][key]
-
-
-def test_ungradeable_tests_are_reported(tmp_path):
-    task = {**FUNCTION, "ground_truth": "def f(n): return 1 // (n - 2)"}
-    printed, metrics, _ = evaluated(tmp_path, {"a": [{**trajectory("x", task["ground_truth"]), "task": task}]})
-    assert "a: 1 tests of 1 tasks cannot be graded" in printed and metrics["a"]["tests_passed"] == 0.5
-
-
-def test_a_lone_surrogate_stops_nothing(tmp_path, tiny):
+def test_a_lone_surrogate_stops_nothing_and_metrics_are_written_before_what_is_optional(tmp_path, tiny, monkeypatch):
     half = "a\ud800b"
     assert encode(tiny[1], half) == encode(tiny[1], "a?b")
     row = {**trajectory("x", f"def f(n): return n  # {half}"), "task_id": half,
            "task": {**FUNCTION, "problem_description": half, "family": half}}
     row["dialogue_history"][0]["content"] = half
     rows = [row, {key: value for key, value in row.items() if key != "task_id"}]
-    _, metrics, page = evaluated(tmp_path, {"a": rows}, "--compat", "--export", "messages")
-    assert metrics["a"]["n"] == 2 and "a\\ud800b" in page
-    scored = read(tmp_path / "report" / "scored" / "a.jsonl")
-    assert [row["dialogue_history"][0]["content"] for row in scored] == [half, half]
-
-
-@pytest.mark.parametrize("where, broken", [(evaluate, "write_report"), (evaluate, "report_plots"),
-                                           (evaluate, "page_data"), (evaluate, "further_tables")])
-def test_metrics_are_written_before_everything_optional(tmp_path, monkeypatch, where, broken):
-    def fail(*_, **__):
-        raise RuntimeError("broken")
-    monkeypatch.setattr(where, broken, fail)
-    task = {**FUNCTION, "facts": [{"topic": "t", "questions": ["t?"], "told": True, "matters": False}]}
-    with pytest.raises(RuntimeError):
-        evaluated(tmp_path, {"a@1": [{**trajectory("x", GOOD), "task": task}]})
-    assert metrics_of(tmp_path)["a@1"]["success_rate"] == 1
-    assert read(tmp_path / "report" / "scored" / "a@1.jsonl")[0]["reward"] == 1
+    words = [*written(tmp_path, {"a": rows}), "--compat", "--export", "messages"]
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(evaluate, "further_tables", lambda *_: 1 / 0)
+        call(5, *words)
+    assert json.loads((tmp_path / "report" / "metrics.json").read_text())["a"]["success_rate"] == 1
+    assert [row["dialogue_history"][0]["content"] for row in read(tmp_path / "report" / "scored" / "a.jsonl")] == [
+        half, half]
     assert not (tmp_path / "report" / "COMPLETED").exists()
-
-
-def test_curve_files_from_rows_to_report(tmp_path):
-    files = {"plain": answers(x=GOOD, y=GOOD), "sweet@1": answers(x=BAD, y=BAD), "sweet@8": answers(x=GOOD, y=BAD),
-             "judge@8": answers(x=BAD, y=BAD)}
-    files["sweet@8"] = [{**row, "best_of": 8} for row in files["sweet@8"]]
-    _, metrics, page = evaluated(tmp_path, files)
-    none = pytest.approx([0, 1 - 0.025 ** 0.5])                      # exact, of two tasks
-    assert list(metrics) == list(files) and "costs" not in metrics["sweet@8"]
-    assert {name: (metrics[name]["success_rate"], metrics[name]["ci95"]) for name in files if "@" in name} == {
-        "sweet@1": (0, none), "sweet@8": (0.5, [0, 1]), "judge@8": (0, none)}
-    assert "curve-axes_1" in page
-
-
-def test_curve_files_that_do_not_fit_their_names(tmp_path):
-    rows = [trajectory("x", "1", best_of=4)]
-    line = refused(5, *written(tmp_path, {"sweet@8": rows}))
-    assert line == 'sweet@8: N = 8, but "best_of" in its file is 4'
-    for name in ("sweet@0", "sweet@-4", "sweet@4.0", "sweet@04", "sweet@", "@4"):
-        assert refused(5, *written(tmp_path, {name: rows})).startswith(f"{name}: a name with @ must be")
-    assert not (tmp_path / "report").exists()
+    call(5, *words)
+    metrics, page, _ = report_of(tmp_path)
+    assert metrics["a"]["n"] == 2 and metrics["a"]["success_rate_compat"] == 1 and "a\\ud800b" in page
+    [system, message, _], _ = (row["messages"] for row in read(tmp_path / "report" / "export" / "a.jsonl"))
+    assert system["content"].startswith("You help a person")
+    assert message == {"role": "user", "content": "a?b"}             # other programs may read no half emoji
 
 
 # --- costs
@@ -306,36 +297,25 @@ def test_costs_of_an_agent_are_its_own_and_its_critic_s(tmp_path):
     record(tmp_path / "rft" / "args.json", {"trained_tokens": 1_000_000, "seconds": 18}, critic=None)
     agents = {"base": ("models/tiny", None), "rft": (rft, None), "sweet": (sweet, critic),
               "best": ("http://host:80/v1#m", critic), "judged": ("script", "judge:m")}
+    costs = {}
     for name, (agent, own_critic) in agents.items():
-        record(tmp_path / f"{name}.0.args.json", {"generated_tokens": 99, "seconds": 5}, agent=agent, critic=own_critic)
-    printed, metrics, page = evaluated(tmp_path, {name: answers(x=GOOD) for name in agents}, "--costs")
-    table = "\n".join(["costs   M trained  M generated  minutes",
-                       "base        0.000        0.000      0.0",
-                       "rft         1.000        0.000      0.3",
-                       "sweet       2.250        0.750      2.5",
-                       "best        2.000        0.000      2.0",
-                       "judged      0.000        0.000      0.0"])
-    assert table in printed and table in page
-    assert metrics["sweet"]["costs"] == {"trained_tokens": 2_250_000, "generated_tokens": 750_000, "seconds": 150}
+        record(tmp_path / f"on_{name}.args.json", {"generated_tokens": 99, "seconds": 5}, agent=agent, critic=own_critic)
+        costs[name] = evaluate.costs_of(str(tmp_path / f"on_{name}"))
+    assert evaluate.cost_lines({name: {"costs": own} for name, own in costs.items()}) == [
+        "costs   M trained  M generated  minutes",
+        "base        0.000        0.000      0.0",
+        "rft         1.000        0.000      0.3",
+        "sweet       2.250        0.750      2.5",
+        "best        2.000        0.000      2.0",
+        "judged      0.000        0.000      0.0"]
+    assert costs["sweet"] == {"trained_tokens": 2_250_000, "generated_tokens": 750_000, "seconds": 150}
 
 
 def test_costs_without_records_are_bad_input(tmp_path):
     words, path = [*written(tmp_path, {"a": answers(x="1")}), "--costs"], tmp_path / "a.0"
     assert refused(5, *words) == (f"{path}: no args.json of a rollout beside it; --costs needs what 02_rollout.py "
                                   "keeps there")
-    (tmp_path / "a.0.args.json").write_text("{")
-    assert f"{path}.args.json: not JSON" in refused(5, *words) and not (tmp_path / "report").exists()
-
-
-# --- ranks
-
-def test_ranks_and_their_correlation_by_hand():
-    assert statistics.average_ranks([3, 1, 3, 0]) == [2.5, 1, 2.5, 0]
-    assert statistics.rank_correlation([1, 2, 3], [10, 20, 30]) == pytest.approx(1)
-    assert statistics.rank_correlation([1, 2, 3], [3, 2, 1]) == pytest.approx(-1)
-    assert statistics.rank_correlation([1, 2, 3, 4], [1, 3, 2, 4]) == pytest.approx(0.8)
-    assert statistics.rank_correlation([1, 1, 2], [0, 1, 1]) == pytest.approx(0.5)
-    assert statistics.rank_correlation([1, 1, 1], [1, 2, 3]) == 0
+    assert not (tmp_path / "report").exists()
 
 
 # --- turn advantages, and SWEET's candidates
@@ -387,23 +367,46 @@ def swept(workspace, regression_critic, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def page_with_advantages(workspace, regression_critic, swept, tmp_path_factory):
-    """05 with a critic and candidates, on the two halves "a" and "b" of the dialogues: (its folder, its metrics, the
-    data of its page, the page)."""
-    folder, rows = tmp_path_factory.mktemp("advantages"), read(workspace / "offline.jsonl")
-    _, metrics, page = evaluated(folder, {"a": rows[:36], "b": rows[36:]}, "--critic", regression_critic,
-                                 "--candidates", swept)
-    return folder / "report", metrics, data_of(page), page
+def credited(workspace, regression_critic, swept, tmp_path_factory):
+    """05 with a critic and candidates, on the two halves "a" and "b" of the dialogues: (folder, arguments, the answers
+    that were run, the turns whose kind was asked)."""
+    folder, rows = tmp_path_factory.mktemp("credited"), read(workspace / "offline.jsonl")
+    candidates = shutil.copytree(swept, folder / "candidates")
+    words = [*written(folder, {"a": rows[:36], "b": rows[36:]}), "--critic", regression_critic, "--candidates",
+             candidates, "--export", "messages"]
+    scored_answers, judged_turns, run_all, kind_of = [], [], Scorer.score_one, backend.turn_kind
+
+    def score_one(scorer, children, key, answer):
+        scored_answers.append((key, answer))
+        return run_all(scorer, children, key, answer)
+
+    def turn_kind(task, history, message):
+        judged_turns.append(message)
+        return kind_of(task, history, message)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Scorer, "score_one", score_one)
+        patch.setattr(backend, "turn_kind", turn_kind)
+        call(5, *words)
+    return folder, words, scored_answers, judged_turns
 
 
-def test_the_page_has_all_dialogues_with_the_advantages_of_their_turns(page_with_advantages, regression_critic):
+def test_an_answer_runs_once_and_a_turn_is_judged_once(credited, workspace, swept):
+    _, _, scored_answers, judged_turns = credited
+    assert len(scored_answers) == len(set(scored_answers)) > 24
+    num_turns = sum(row["num_rounds"] for row in read(workspace / "offline.jsonl"))
+    assert len(judged_turns) == num_turns + sum(len(row["candidates"]) for row in read(swept / "scored.jsonl"))
+
+
+def test_the_page_has_all_dialogues_with_the_advantages_of_their_turns(credited, regression_critic):
     """And the numbers of the metrics."""
-    _, metrics, data, page = page_with_advantages
-    assert data["methods"] == ["a", "b"] and data["critic"] == str(regression_critic) and len(data["dialogues"]) == 72
-    for dialogue in data["dialogues"]:
-        agent = [turn for turn in dialogue["turns"] if turn["who"] == "agent"]
-        assert dialogue["advantage"] == pytest.approx(sum(turn["advantage"] for turn in agent), abs=1e-5)
-        assert dialogue["rounds"] == len(agent)
+    metrics, page, data = report_of(credited[0])
+    assert data["methods"] == ["a", "b"] and len(data["dialogues"]) == 72
+    line = f"{regression_critic}: scores are the numbers of its regression head"
+    assert data["forms"] == {"advantages": [line], "candidates": [line]} and page.count(line) == 3
+    turns = [turn for dialogue in data["dialogues"] for turn in dialogue["turns"] if turn["who"] == "agent"]
+    sums = {name: sum(kind["n"] for kind in own["turn_advantages"]["by_kind"].values())
+            for name, own in metrics.items()}
+    assert sum("advantage" in turn for turn in turns) == len(turns) == sum(sums.values())
     for numbers in metrics.values():
         assert f"{numbers['success_rate']:.3f}" in page
         for kind in numbers["turn_advantages"]["by_kind"].values():
@@ -411,83 +414,87 @@ def test_the_page_has_all_dialogues_with_the_advantages_of_their_turns(page_with
             assert f"{mean} <small>({kind['n']:,})</small>" in page
 
 
-def test_the_page_has_the_candidates(page_with_advantages, swept):
-    _, _, data, _ = page_with_advantages
-    scored, pairs = read(swept / "scored.jsonl"), read(swept / "pairs.jsonl")
-    assert len(data["states"]) == len(scored)
-    for state, row in zip(data["states"], scored):
+def test_the_page_has_the_candidates_and_counts_their_kinds(credited, swept):
+    """Every candidate once; the ranks of all have the mean 1/2; a pair has one chosen and one rejected."""
+    _, page, data = report_of(credited[0])
+    rows, pairs = read(swept / "scored.jsonl"), read(swept / "pairs.jsonl")
+    assert len(data["states"]) == len(rows)
+    for state, row in zip(data["states"], rows):
         assert [c["advantage"] for c in state["candidates"]] == pytest.approx(row["advantages"], abs=1e-5)
         assert [c["text"] for c in state["candidates"]] == [c["text"] for c in row["candidates"]]
     for side in ("chosen", "rejected"):
         assert sum(candidate[side] for state in data["states"] for candidate in state["candidates"]) == len(pairs)
-
-
-def test_the_kinds_of_candidates_are_counted(page_with_advantages, swept):
-    """Every candidate once; the ranks of all have the mean 1/2; a pair has one chosen and one rejected."""
-    table = re.search(r"what the pairs say.*?</pre>", page_with_advantages[3], re.DOTALL)[0]
+    table = re.search(r"what the pairs say.*?</pre>", page, re.DOTALL)[0]
     numbers = [[float(cell) for cell in line.split()[-4:]] for line in table.removesuffix("</pre>").splitlines()[1:]]
     number, ranks, chosen, rejected = np.array(numbers).T
-    assert sum(number) == sum(len(row["candidates"]) for row in read(swept / "scored.jsonl"))
+    assert sum(number) == sum(len(row["candidates"]) for row in rows)
     assert sum(number * ranks) / sum(number) == pytest.approx(0.5, abs=0.01)
-    assert sum(chosen) == sum(rejected) == len(read(swept / "pairs.jsonl"))
+    assert sum(chosen) == sum(rejected) == len(pairs)
 
 
-def test_a_page_without_critic_and_candidates(workspace, tmp_path):
-    rows = [{**row, "agent": None} for row in read(workspace / "offline.jsonl")[:6]]       # no folder, no metrics.jsonl
-    data = data_of(evaluated(tmp_path, {"a": rows})[2])
-    assert data["critic"] is None and data["states"] == []
-    assert not any("advantage" in turn for dialogue in data["dialogues"] for turn in dialogue["turns"])
-
-
-def test_other_candidates_are_another_evaluation(workspace, swept, tmp_path):
-    candidates = shutil.copytree(swept, tmp_path / "candidates")
-    words = [f"a={workspace / 'offline.jsonl'}", "--candidates", candidates, "--out", tmp_path / "report"]
-    call(5, *words)
+def test_other_candidates_are_another_evaluation(credited, swept):
+    folder, words, _, _ = credited
     assert "done already" in call(5, *words)
-    write(candidates / "pairs.jsonl", read(swept / "pairs.jsonl")[1:])
+    write(folder / "candidates" / "pairs.jsonl", read(swept / "pairs.jsonl")[1:])
     assert "made with another" in refused(5, *words)
+
+
+def test_the_page_says_where_candidates_and_turn_advantages_do_not_compare(critic, tmp_path):
+    def lines(form_of_turns=(), **args):
+        record(tmp_path / "sweet" / "args.json", {}, model=str(BASE), **args)
+        return evaluate.candidate_form(str(tmp_path / "sweet"), backend, list(form_of_turns))
+    [blind] = lines(critic=str(critic), reference_sees_c=False)
+    [informed] = lines(critic=str(critic), reference_sees_c=None)
+    assert blind.endswith("log p(a|o, c) - log p_ref(a|o), a mean over the tokens of a")
+    assert informed.endswith("log p(a|o, c) - log p_ref(a|o, c), a mean over the tokens of a")
+    assert lines([blind], critic=str(critic), reference_sees_c=False) == [blind]
+    assert lines([informed], critic=str(critic), reference_sees_c=False) == [
+        blind, "The turn advantages are of another critic or another form: the two do not compare."]
+    assert "p_ref(a|o, c) - log p_ref(a|o)" in lines(critic="untrained", reference_sees_c=None)[0]
+    for args in ({}, {"critic": str(tmp_path / "gone"), "reference_sees_c": None}):
+        assert lines(**args) == [f"{tmp_path}/sweet: was not ranked by a critic, or by one that is not there any more"]
 
 
 def test_bad_candidates_are_one_line(workspace, swept, tmp_path):
     rows, pairs = read(swept / "scored.jsonl"), read(swept / "pairs.jsonl")
-    scored, made = tmp_path / "scored.jsonl", tmp_path / "pairs.jsonl"
+    scored_path, made = tmp_path / "scored.jsonl", tmp_path / "pairs.jsonl"
     page = {"problem_description": "?", "ground_truth": "<p>"}
     for some_rows, some_pairs, line in (
-            (None, None, f"{scored}: no such file"),
+            (None, None, f"{scored_path}: no such file"),
             (rows, None, f"{made}: no such file"),
             ([{**row, "task": page} for row in rows], pairs, "a task of another domain")):
-        for path, content in ((scored, some_rows), (made, some_pairs)):
+        for path, content in ((scored_path, some_rows), (made, some_pairs)):
             if content:
                 write(path, content)
         assert line in refused(5, f"a={workspace}/offline.jsonl", "--candidates", tmp_path, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_messages_of_another_trainer_get_advantages(workspace, regression_critic, tmp_path):
+def test_messages_of_another_trainer_get_advantages(workspace, regression_critic, credited, tmp_path, capsys, tiny):
     """Without ids it is what the same dialogues have with them: the docs' lines of Python run, too."""
-    rows = read(workspace / "offline.jsonl")[:6]
+    rows, exported = read(workspace / "offline.jsonl")[:6], read(credited[0] / "report" / "export" / "a.jsonl")[:6]
     plain = [{**{key: row[key] for key in ("task", "answer", "max_rounds")}, "dialogue_history": [
         {key: turn[key] for key in ("role", "content")} for turn in row["dialogue_history"]]} for row in rows]
-    exported = {}
-    for name, some in (("ids", rows), ("plain", plain)):
-        (tmp_path / name).mkdir()
-        printed, _, _ = evaluated(tmp_path / name, {"a": some}, "--critic", regression_critic, "--export", "messages")
-        exported[name] = [row["advantages"] for row in read(tmp_path / name / "report" / "export" / "a.jsonl")]
-    assert f"agent turns: {sum(row['num_rounds'] for row in rows)} rendered again" in printed
-    assert [len(own) for own in exported["ids"]] == [row["num_rounds"] for row in rows]
-    ours, theirs = sum(exported["ids"], []), sum(exported["plain"], [])
-    assert any(abs(advantage) > 1e-3 for advantage in ours) and theirs == pytest.approx(ours, abs=1e-5)
+    plain = read_trajectories(write(tmp_path / "plain.jsonl", plain))
+    critic = common.load_critic(common.read_critic(regression_critic, tiny[1], backend), common.load_whole("cpu"))
+    of_plain = common.score_turns(critic, tiny[1], plain, 4096, "cpu")
+    assert f"agent turns: {sum(row['num_rounds'] for row in rows)} rendered again" in capsys.readouterr().out
+    for row, example, advantages in zip(rows, exported, of_plain):
+        assert len(example["kinds"]) == len(example["advantages"]) == row["num_rounds"]
+        assert [message["content"] for message in example["messages"]][1:] == [
+            turn["content"] for turn in row["dialogue_history"]]
+        assert advantages == pytest.approx(example["advantages"], abs=1e-5)
+    assert any(abs(advantage) > 1e-3 for advantage in itertools.chain(*of_plain))
 
     pages = "".join(path.read_text() for path in ROOT.glob("docs/*.md"))
     [code] = re.findall(r"(?s)```python\n(import common\n.*?)```", pages)
-    names = {}
-    code = code.replace("out/base.jsonl", str(tmp_path / "ids" / "a.0")).replace("out/critic", str(regression_critic))
-    exec(code, names)
+    names, path = {}, write(tmp_path / "ids.jsonl", rows)
+    exec(code.replace("out/base.jsonl", str(path)).replace("out/critic", str(regression_critic)), names)
     assert len(names["batch"]) == 6                                  # the template of models/tiny only appends
-    for found, row, own in zip(names["batch"], rows, exported["ids"]):
+    for found, row, own in zip(names["batch"], rows, exported):
         agent = [turn for turn in row["dialogue_history"] if turn["role"] == "assistant"]
         assert [token for token, mask in zip(found["ids"], found["mask"]) if mask] == sum(
             (turn["output_ids"] for turn in agent), [])
         assert [advantage for advantage, mask in zip(found["advantages"], found["mask"]) if mask] == pytest.approx(
-            [advantage for turn, advantage in zip(agent, own) for _ in turn["output_ids"]], abs=1e-5)
+            [advantage for turn, advantage in zip(agent, own["advantages"]) for _ in turn["output_ids"]], abs=1e-5)
         assert not any(advantage for advantage, mask in zip(found["advantages"], found["mask"]) if not mask)

@@ -1,6 +1,7 @@
 """lib/report/page.html, page.css and page.js in headless Chromium, on made dialogues: filters, links, keys, the switch,
 hostile texts, missing pieces."""
 import io
+import json
 import random
 import re
 import shutil
@@ -20,6 +21,7 @@ FACTS = {"game": ("point factor", "life bonus", "loss penalty"), "shipping": ("b
 ADVANTAGE = {"needed": 0.35, "repeat": -0.25, "idle": -0.1, "vague": -0.15, "right answer": 0.3, "wrong answer": -0.05,
           "early answer": -0.4}
 KINDS = list(ADVANTAGE)
+FORMS = {"advantages": ["out/critic: scores are p"], "candidates": ["out/critic: scores are q", "They do not compare."]}
 
 
 def make_task(rng, number):
@@ -62,12 +64,13 @@ def make_state(rng, t, task):
     """A state of a training dialogue, with 16 candidates of which 4 are chosen and 4 rejected."""
     candidates = []
     for kind in rng.choices(KINDS[:4], k=16):
-        candidates.append({"text": f"What about {rng.choice(task['facts'])}?", "kind": kind, "cut": False, "chosen": 0,
+        candidates.append({"text": f"What about {rng.choice(task['facts'])}?", "kind": kind, "ended": True, "chosen": 0,
                            "rejected": 0, "advantage": round(rng.gauss(ADVANTAGE[kind], 0.1), 4), "tokens": 9})
     ranked = sorted(candidates, key=lambda one: -one["advantage"])
     for better, worse in zip(rng.sample(ranked[:8], 4), rng.sample(ranked[8:], 4)):
         better["chosen"], worse["rejected"] = 1, 1
-    return {"t": t, "turn": 0, "history": [{"who": "user", "text": task["request"]}], "candidates": candidates}
+    history = [{"who": "user", "text": task["request"]}]
+    return {"t": t, "sample": t % 2, "history": history, "candidates": candidates}
 
 
 def make_data(num_tasks, methods=("mtdpo", "sweet"), num_states=20, seed=0):
@@ -77,9 +80,8 @@ def make_data(num_tasks, methods=("mtdpo", "sweet"), num_states=20, seed=0):
     dialogues = [make_dialogue(rng, m, t, task, 0.5 + 0.47 * (m + 1) / len(methods)) for m in range(len(methods))
                  for t, task in enumerate(tasks)]
     states = [make_state(rng, t, tasks[t]) for t in range(min(num_states, num_tasks))]
-    return {"metric": "success_rate", "heading": "success", "graded": False, "methods": list(methods),
-            "critic": "out/critic", "kinds": KINDS, "tasks": tasks, "dialogues": dialogues, "states": states,
-            "left_out": None}
+    return {"graded": False, "methods": list(methods), "forms": FORMS, "tasks": tasks, "dialogues": dialogues,
+            "states": states, "left_out": None}
 
 
 def make_pages(folder, num_tasks=6):
@@ -95,11 +97,10 @@ def make_pages(folder, num_tasks=6):
         for m in (0, 1):
             value = round(rng.random(), 3)
             data["dialogues"].append({
-                "m": m, "t": t, "run": 0, "sample": 0, "reward": value, "similarity": value, "rounds": 1,
-                "answer": html, "turns": [{"who": "user", "text": request}, {"who": "agent", "text": html}],
-                **({"image": f"../images/a{t}.png"} if m else {})})
-    return data | {"metric": "cosine_similarity", "heading": "cosine similarity", "graded": True, "kinds": [],
-                   "critic": None}
+                "m": m, "t": t, "run": 0, "sample": 0, "reward": value, "answer": html,
+                "turns": [{"who": "user", "text": request}, {"who": "agent", "text": html, "fault": "slow"}],
+                **({"image": f"../images/a{t}.png"} if m else {"fault": "no page"})})
+    return data | {"graded": True, "forms": {}}
 
 
 def advantage_tables(data):
@@ -122,13 +123,15 @@ def write(path, data, **changes):
     for m, name in enumerate(data["methods"]):
         wins = [d.get("reward") == 1 for d in data["dialogues"] if d["m"] == m]
         rate = sum(wins) / max(1, len(wins))
-        metrics[name] = {data["metric"]: rate, "ci95": [rate - 0.02, rate + 0.02]}
-    values = {"metrics": metrics, "metric": data["metric"], "metric_heading": data["heading"],
-              "headings": ["success"], "rows": [[name, f"{method[data['metric']]:.3f}"]
-                                                for name, method in metrics.items()],
-              "notes": ["one run"], "tables": {"Runs": "run  success"}, "plots": [],
-              "advantages": advantage_tables(data) if data["critic"] else None}
-    report.write_report(path, data, path.parent, **values | changes)
+        metrics[name] = {"success_rate": rate, "ci95": [rate - 0.02, rate + 0.02]}
+    values = {"metrics": metrics, "metric": "success_rate", "metric_heading": "success",
+              "headings": ["success", "leaks"],
+              "rows": [[name, f"{method['success_rate']:.3f}", "224"] for name, method in metrics.items()],
+              "notes": ["one run"], "tables": {"Runs": "run  success"}, "plots": [], "forms": data["forms"],
+              "advantages": None} | changes
+    if data["forms"] and "advantages" not in changes:
+        values["advantages"] = advantage_tables(data)
+    report.write_report(path, data, path.parent, **values)
     return path
 
 
@@ -154,26 +157,23 @@ class Page:
         for owner, name in ((self.tab, "goto"), (self.tab, "click"), (self.tab, "go_back"), (self.tab, "go_forward"),
                             (self.tab.keyboard, "press"), (self.tab.mouse, "click")):
             setattr(owner, name, self.drawn_after(getattr(owner, name)))
+        self.tab.goto(self.address)
 
     def drawn_after(self, act):
         def act_and_wait(*args, **options):
             act(*args, **options)
-            self.wait_for("typeof drawn === 'undefined' || drawn === location.hash")
+            deadline = time.monotonic() + 180                       # the policy forbids wait_for_function
+            while not self.tab.evaluate("typeof drawn === 'undefined' || drawn === location.hash"):
+                assert time.monotonic() < deadline
+                self.tab.wait_for_timeout(10)
         return act_and_wait
-
-    def wait_for(self, expression):
-        """Until it is true; the page's policy forbids wait_for_function, which evaluates texts inside the page."""
-        deadline = time.monotonic() + 180
-        while not self.tab.evaluate(expression):
-            assert time.monotonic() < deadline, expression
-            self.tab.wait_for_timeout(10)
 
     def asked(self, request):
         if request.url.partition("#")[0] != self.address and not request.url.startswith("data:image/"):
             self.faults.append(f"asked for {request.url[:200]}")
 
-    def open(self, fragment=""):
-        self.tab.goto("about:blank")
+    def open(self, fragment="#"):
+        """At another address of the page, which is not loaded anew."""
         self.tab.goto(self.address + fragment)
         return self.tab
 
@@ -207,6 +207,7 @@ def small(browser, tmp_path_factory):
 @pytest.fixture
 def at(small):
     """A function that opens the page of DATA at an address, and gives the tab."""
+    small.tab.goto("about:blank")
     yield small.open
     assert small.faults == []
 
@@ -234,7 +235,8 @@ def test_first_screen_is_the_table_with_bars(at):
         assert fill["width"] / box["width"] == pytest.approx(rate, abs=0.005)
         assert bar.get_attribute("aria-label") == f"{rate:.3f}, 95 % interval {rate - 0.02:.3f} to {rate + 0.02:.3f}"
     assert shown(tab, "section h2") == []                           # neither plots nor hints, and no other view
-    assert tab.locator(".results th[scope=col]").count() == 3
+    assert tab.locator(".results th[scope=col]").count() == 4
+    assert "show the reference" in tab.get_attribute(".results th:has-text('leaks')", "title")
 
 
 @pytest.mark.parametrize("fragment, keeps", [
@@ -259,6 +261,18 @@ def test_filters_in_the_address(at, fragment, keeps):
     if len(kept) > 100:
         tab.click("#page-on")
         assert numbers(tab) == kept[100:200] and "page=1" in tab.url
+
+
+def test_rows_have_their_task_and_can_be_downloaded(at):
+    tab = at("#view=dialogues&m=sweet&reward=failed")
+    kept = [d for d in DIALOGUES if d["m"] == 2 and d["reward"] < 1]
+    assert shown(tab, "#list tbody td:nth-child(3)") == [DATA["tasks"][d["t"]]["id"] for d in kept]
+    with tab.expect_download() as download:
+        tab.locator("#f-download").click()
+    assert download.value.suggested_filename == "dialogues.jsonl"
+    rows = [json.loads(line) for line in download.value.path().read_text().splitlines()]
+    assert [(row["method"], row["task"], row["turns"]) for row in rows] == [
+        ("sweet", DATA["tasks"][d["t"]], d["turns"]) for d in kept]
 
 
 def test_filters_by_hand_and_back(at):
@@ -290,8 +304,9 @@ def test_sorting(at):
             tab.click(f"#sort-{key}")
             assert numbers(tab) == sorted(own, key=lambda i: sign * DIALOGUES[i][key])
             assert tab.locator("th[aria-sort]").get_attribute("aria-sort") == order
-    tab.click("#sort-request")
-    assert numbers(tab) == sorted(own, key=lambda i: DATA["tasks"][DIALOGUES[i]["t"]]["request"])
+    for key, name in (("request", "request"), ("task", "id")):
+        tab.click(f"#sort-{key}")
+        assert numbers(tab) == sorted(own, key=lambda i: DATA["tasks"][DIALOGUES[i]["t"]][name])
 
 
 def test_a_dialogue_shows_every_turn_with_its_advantage(at):
@@ -307,16 +322,9 @@ def test_a_dialogue_shows_every_turn_with_its_advantage(at):
         assert ("named" in card.get_attribute("class")) == (place == 3)
         if turn["who"] == "agent":
             assert card.locator(".number").inner_text() == f"{turn['advantage']:+.3f}".replace("-", "\u2212")
-            middle = card.locator(".track").bounding_box()
-            fill = card.locator(".fill").bounding_box()
-            centre = middle["x"] + middle["width"] / 2
-            if turn["advantage"] > 0.01:
-                assert fill["x"] == pytest.approx(centre, abs=1)
-            elif turn["advantage"] < -0.01:
-                assert fill["x"] + fill["width"] == pytest.approx(centre, abs=1)
             assert card.locator(".badge.kind").inner_text() == turn["kind"]
     assert tab.locator("#dialogue .sum .number").inner_text().replace("\u2212", "-") == f"{one['advantage']:+.3f}"
-    assert tab.locator("#dialogue .bars a").count() == 6
+    assert tab.locator("#dialogue .bars a").count() == 6 and FORMS["advantages"][0] in tab.inner_text("#dialogue .sum")
     assert tab.locator("#turn-%d-3" % d).evaluate("e => e.getBoundingClientRect().top") < 900
     tab.click("summary:has-text('failed tests')")
     assert [[re.sub(r"\s+", " ", cell) for cell in row.locator("th, td").all_inner_texts()] for row in
@@ -419,6 +427,8 @@ def test_advantage_tables(at):
         assert [re.split(r"\s*\t\s*|\n", row.inner_text()) for row in table.locator("tbody tr").all()] == [
             [row["label"], str(row["n"]), signed(row), *(f"{signed(own)} ({own['n']})" if own else "–" for own in map(
                 row["methods"].get, DATA["methods"]))] for row in rows]
+    assert FORMS["advantages"][0] in shown(tab, "#advantages .note")
+
 
 def test_candidates_are_ranked_and_marked(at):
     tab = at("#view=candidates&s=3")
@@ -433,8 +443,29 @@ def test_candidates_are_ranked_and_marked(at):
                          str(candidate["tokens"]), candidate["text"]]
         assert ("half" in row.get_attribute("class")) == (rank == 9)
     assert one["history"][0]["text"].split("\n")[0] in tab.inner_text("#candidates .turn")
+    assert shown(tab, "#candidates .note") == FORMS["candidates"]
     tab.keyboard.press("k")
     assert "s=2" in tab.url
+
+
+def test_candidates_are_filtered_and_lead_to_their_dialogue(at):
+    tab = at("#view=candidates")
+    assert "task 000000" in shown(tab, "#candidates .badge") and "1 of 20 states" in tab.inner_text("#candidates")
+    tab.select_option("#k-side", "chosen")
+    tab.select_option("#k-kind", "needed")
+    asked = [number for number, state in enumerate(DATA["states"]) if any(
+        one["chosen"] and one["kind"] == "needed" for one in state["candidates"])]
+    assert 1 < len(asked) < 20 and f"1 of {len(asked)} states" in tab.inner_text("#candidates")
+    tab.click("#state-on")
+    assert f"s={asked[1]}&kind=needed&side=chosen" in tab.url
+    assert set(shown(tab, ".candidates td:nth-child(4)")) == {"needed"}
+    assert set(shown(tab, ".candidates .badge")) == {"\u25B2 chosen"}
+    at("#view=candidates&s=1")
+    assert "of sample 2, not in this page" in tab.inner_text("#candidates")
+    tab.click("#state-back")
+    tab.click("text=open its dialogue")
+    assert tab.url.endswith("#d=0&turn=1") and tab.locator("#dialogue").is_visible()
+
 
 def test_screenshots_of_a_page_side_by_side_with_a_slider(browser, tmp_path):
     data = make_pages(tmp_path)
@@ -443,8 +474,10 @@ def test_screenshots_of_a_page_side_by_side_with_a_slider(browser, tmp_path):
     tab = page.open(f"#d={bare}")
     tab.check("#secrets")
     assert tab.locator("#dialogue .none").inner_text() == "no screenshot in this page"
+    assert "the answer cannot be rendered: no page" in tab.inner_text("#dialogue")
     tab.goto(f"{page.address}#d={drawn}")
-    assert f"reward {data['dialogues'][drawn]['similarity']:.3f}" in tab.inner_text("#dialogue .about")
+    assert f"reward {data['dialogues'][drawn]['reward']:.3f}" in tab.inner_text("#dialogue .about")
+    assert "this page cannot be rendered: slow" in tab.inner_text("#dialogue .turn.agent")
     images = tab.locator("#dialogue img")
     assert images.evaluate_all("all => all.map(image => image.naturalWidth)") == [320] * 4
     clip = "image => getComputedStyle(image).clipPath"
@@ -473,15 +506,14 @@ ATTACKS = ["</script><script>document.title = 'ran'</script>", "<img src=x onerr
 def hostile(tmp_path_factory):
     """A page with attacks in every field, and a turn of a megabyte."""
     data = make_data(len(ATTACKS), (ATTACKS[0], "<b>sweet</b>"), num_states=3)
-    data |= {"kinds": [*KINDS, ATTACKS[1]], "left_out": ATTACKS[0], "heading": ATTACKS[1]}
+    data |= {"left_out": ATTACKS[0], "forms": dict.fromkeys(FORMS, [ATTACKS[0]])}
     for number, attack in enumerate(ATTACKS):
         task, d = data["tasks"][number], data["dialogues"][number]
-        task |= {"id": attack, "family": attack, "request": attack, "reference": attack, "facts": [attack] * 4,
-                         }
-        d |= {"answer": attack, "reward": 0.5, "faults": [attack],
+        task |= {"id": attack, "family": attack, "request": attack, "reference": attack, "facts": [attack] * 4}
+        d |= {"answer": attack, "reward": 0.5, "fault": attack,
               "failed": [{"call": attack, "expected": attack, "got": attack, "said": attack}]}
         for turn in d["turns"]:
-            turn |= {"text": attack} | ({"kind": attack} if "kind" in turn else {"leak": attack})
+            turn |= {"text": attack} | ({"kind": attack, "fault": attack} if "kind" in turn else {"leak": attack})
     data["states"][0]["candidates"][0] |= {"text": ATTACKS[0], "kind": ATTACKS[1]}
     many = "\U0001F600" * 3000 + "a" * (2 ** 20 - 3000)
     data["dialogues"][0]["turns"][1]["text"] = many
@@ -489,9 +521,9 @@ def hostile(tmp_path_factory):
     return write(path, data, notes=[ATTACKS[0]], tables={ATTACKS[1]: ATTACKS[0]}, metric_heading=ATTACKS[1])
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def hostile_tab(browser, hostile):
-    """The page, open; after each test nothing has run, and its title is the one that it began with."""
+    """The page, open; after all tests nothing has run, and its title is the one that it began with."""
     page = Page(browser, hostile)
     yield page.open()
     assert page.tab.title() == "Evaluation"
@@ -501,14 +533,12 @@ def hostile_tab(browser, hostile):
 def test_hostile_texts_stay_texts(hostile, hostile_tab):
     tab = hostile_tab
     assert shown(tab, ".results tbody th") == [ATTACKS[0], "<b>sweet</b>"]
+    tab.check("#secrets")
     for number, attack in enumerate(ATTACKS):
         tab.goto(f"{hostile.as_uri()}#d={number}")
-        tab.locator("#secrets").check()
-        said = tab.locator(".turn .said").last.evaluate("node => node.textContent")
-        assert said.startswith(attack)
-        tab.locator("summary:has-text('failed tests')").click()
-        assert tab.locator(".tests td").first.evaluate("node => node.textContent") == attack
-        assert tab.locator(".secret pre").first.evaluate("node => node.textContent") == attack
+        said, *texts = [tab.locator(selector).evaluate("node => node.textContent")
+                        for selector in ("#dialogue .said >> nth=-1", ".tests td >> nth=0", ".secret pre >> nth=0")]
+        assert said.startswith(attack) and texts == [attack, attack]
 
 
 def test_a_text_has_its_own_direction(hostile, hostile_tab):
@@ -563,11 +593,11 @@ def test_the_policy_of_the_page_stops_what_is_not_its_script(browser, tmp_path):
 
 
 def test_missing_pieces_leave_their_section_out(browser, tmp_path):
-    data = make_data(3, num_states=0) | {"critic": None, "kinds": []}
+    data = make_data(3, num_states=0) | {"forms": {}, "left_out": "4 of 10 dialogues are left out"}
     for task in data["tasks"]:
         del task["facts"], task["family"]
     for d in data["dialogues"]:
-        for key in ("advantage", "known", "failed", "faults"):
+        for key in ("advantage", "known", "failed"):
             d.pop(key, None)
         for turn in d["turns"]:
             for key in ("advantage", "kind", "learned", "tokens", "cut", "leak"):
@@ -575,12 +605,14 @@ def test_missing_pieces_leave_their_section_out(browser, tmp_path):
     page = Page(browser, write(tmp_path / "report.html", data))
     tab = page.open()
     assert shown(tab, "#nav a") == ["Results", "Dialogues", "Compare"]
-    tab.goto(page.address + "#d=4")
+    for view, place in (("results", "#left-out"), ("dialogues", "#dialogues"), ("compare", "#compare")):
+        assert data["left_out"] in page.open(f"#view={view}").inner_text(place)
+    page.open("#d=4")
     assert tab.locator(".turn").count() == len(data["dialogues"][4]["turns"])
     assert not {"advantage", "no."} & set(shown(tab, "#list th"))
     assert tab.locator(".advantage, .strip, .bars, .facts").count() == 0
     for view in ("advantages", "candidates"):
-        tab.goto(page.address + f"#view={view}")
+        page.open(f"#view={view}")
         assert shown(tab, "#nav a[aria-current]") == ["Results"]
     page.close()
 
@@ -589,21 +621,13 @@ VIEWS = ("results", "dialogues", "compare", "advantages", "candidates", "dialogu
          "dialogues&sort=-advantage", "dialogues&reward=failed")
 
 
-def test_a_page_that_had_to_leave_dialogues_out_says_so_in_each_view(browser, tmp_path):
-    data = make_data(3) | {"left_out": "4 of 10 dialogues are left out"}
-    page = Page(browser, write(tmp_path / "report.html", data))
-    for view, place in (("results", "#left-out"), ("dialogues", "#dialogues"), ("compare", "#compare")):
-        assert data["left_out"] in page.open(f"#view={view}").inner_text(place)
-    page.close()
-
-
 def test_pages_without_dialogues_or_numbers_open(browser, tmp_path):
     """As page_data leaves the advantage out where a critic gives no finite number."""
     page = Page(browser, write(tmp_path / "empty.html", make_data(0), advantages=None))
     for view in VIEWS:
         assert page.open(f"#view={view}").locator("#nav a[aria-current]").count() == 1
     page.close()
-    data = make_data(4, num_states=2) | {"critic": None}
+    data = make_data(4, num_states=2)
     for d in data["dialogues"][:4]:
         for key in ("reward", "advantage", "sample"):
             d.pop(key, None)
@@ -614,19 +638,6 @@ def test_pages_without_dialogues_or_numbers_open(browser, tmp_path):
         assert page.open(f"#view={view}").locator("main").inner_text() != ""
     assert "no number" in page.open("#d=0").inner_text("#dialogue .about")
     assert page.open("#view=dialogues").locator("#list tbody tr").count() == 8
-    page.close()
-
-
-def test_a_page_of_very_many_dialogues_and_turns_opens(browser, tmp_path):
-    """Math.max(...values) ends with an error at about 120,000 values."""
-    data = make_data(1, num_states=0) | {"critic": None}
-    one = {"m": 0, "t": 0, "run": 0, "sample": 0, "reward": 1, "rounds": 1, "advantage": 0.5, "answer": "",
-           "turns": [{"who": "user", "text": "?"}, {"who": "agent", "text": "a", "advantage": 0.5}]}
-    data["dialogues"] += [one] * 130_000
-    data["dialogues"].append(one | {"turns": one["turns"] * 5_000, "rounds": 5_000})
-    page = Page(browser, write(tmp_path / "report.html", data))
-    assert shown(page.open("#view=dialogues"), "#counter") == ["130,003 of 130,003 dialogues"]
-    assert page.open("#d=130002").locator("#dialogue .turn").count() == 10_000
     page.close()
 
 
@@ -650,31 +661,47 @@ def contrast(tab, selector):
     }""", selector)
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_contrast_and_width_of_a_phone(browser, small, scheme):
-    page = Page(browser, small.path, color_scheme=scheme, viewport={"width": 375, "height": 800})
-    failed = next(i for i, d in enumerate(DIALOGUES) if d["reward"] < 1)
-    for fragment in ("", "#view=dialogues", f"#d={failed}&turn=1", "#view=compare&t=1", "#view=advantages",
-                     "#view=candidates&s=1"):
-        tab = page.open(fragment)
-        tab.check("#secrets")
-        assert tab.evaluate("document.documentElement.scrollWidth") <= 375, fragment
-        cells = tab.locator(".results td, .candidates td").locator("visible=true").all()
-        assert all(cell.bounding_box()["x"] + cell.bounding_box()["width"] <= 375 for cell in cells), fragment
-        texts = "p, a, button:not(:disabled), th, td, span:not([aria-hidden]), label, li, pre, h1, h2, h3, b"
-        assert contrast(tab, texts) >= 4.5, fragment
-    page.close()
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_plots_are_seen_in_both_schemes(browser, tmp_path, scheme):
+def test_contrast_and_width_of_a_phone_in_both_schemes(browser, tmp_path):
     from PIL import Image
+    data = make_data(8)
+    failed = next(i for i, d in enumerate(data["dialogues"]) if d["reward"] < 1)
     plots = report_plots("success_rate", {}, {"a": [{"step": step, "loss": 1 / step} for step in range(1, 9)]})
-    page = Page(browser, write(tmp_path / "plots.html", make_data(2), plots=plots), color_scheme=scheme)
-    shot = Image.open(io.BytesIO(page.open("").locator("figure svg").screenshot())).convert("L")
-    darkest, lightest = shot.getextrema()
-    assert lightest - darkest > 150
+    page = Page(browser, write(tmp_path / "r.html", data, plots=plots), viewport={"width": 375, "height": 800})
+    tab = page.tab
+    tab.check("#secrets")
+    for scheme in ("light", "dark"):
+        tab.emulate_media(color_scheme=scheme)
+        for fragment in ("#view=results", "#view=dialogues", f"#d={failed}&turn=1", "#view=compare&t=1",
+                         "#view=advantages", "#view=candidates&s=1"):
+            page.open(fragment)
+            assert tab.evaluate("document.documentElement.scrollWidth") <= 375, fragment
+            right_edges = tab.evaluate("""[...document.querySelectorAll(".results td, .candidates td")].map(
+                node => node.getBoundingClientRect().right)""")
+            assert max(right_edges, default=0) <= 375, fragment
+            texts = "p, a, button:not(:disabled), th, td, span:not([aria-hidden]), label, li, pre, h1, h2, h3, b"
+            assert contrast(tab, texts) >= 4.5, fragment
+        page.open("#view=results")
+        shot = Image.open(io.BytesIO(tab.locator("figure svg").screenshot())).convert("L")
+        darkest, lightest = shot.getextrema()
+        assert lightest - darkest > 150                             # the plot is seen
     page.close()
+
+
+def test_a_number_does_not_break_over_lines(small):
+    """At any width, where a table has no room for it."""
+    tab = small.open("#view=results")
+    for width in (375, 700, 1280):
+        tab.set_viewport_size({"width": width, "height": 800})
+        for fragment in ("#view=results", "#view=dialogues", "#view=advantages", "#view=candidates"):
+            small.open(fragment)
+            heights = tab.evaluate("""[...document.querySelectorAll(".num, .number, .badge, .candidates th")].filter(
+                node => node.offsetParent && /^[-+.,0-9\u2212]+$/.test(node.textContent)).map(node => {
+                  const range = document.createRange();
+                  range.selectNodeContents(node);
+                  return range.getClientRects().length;
+                })""")
+            assert set(heights) == {1}, (width, fragment)
+    tab.set_viewport_size({"width": 1280, "height": 900})
 
 
 def test_the_page_is_one_file_without_addresses(tmp_path):
@@ -683,3 +710,6 @@ def test_the_page_is_one_file_without_addresses(tmp_path):
     for name in ("page.js", "page.html"):
         assert not re.search(r"innerHTML|insertAdjacentHTML|outerHTML|document\.write|eval\(|Function\(|https?://",
                              (FOLDER / name).read_text(encoding="utf-8"))
+    # no spread of all dialogues or turns into arguments, which end with an error at about 120,000
+    spreads = re.findall(r"(?:Math\.\w+|push)\([^)]*\.\.\.(\w+)", (FOLDER / "page.js").read_text(encoding="utf-8"))
+    assert set(spreads) <= {"shown", "ranked"}

@@ -19,11 +19,9 @@ def as_messages(name, trajectory, system):
 
     What is not known is None."""
     kinds, advantages = trajectory["kinds"], trajectory.get("advantages")
-    messages = [{"role": "system", "content": system}]
-    for turn in trajectory["dialogue_history"]:
-        messages.append({"role": turn["role"], "content": turn["content"]})
+    turns = [{"role": "system", "content": system}, *trajectory["dialogue_history"]]
     return {
-        "messages": messages,
+        "messages": [{"role": turn["role"], "content": turn["content"]} for turn in turns],
         "method": name,
         "task_id": trajectory["task_id"],
         "run": trajectory.get("run", 0),

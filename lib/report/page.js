@@ -9,17 +9,20 @@
 const $ = id => document.getElementById(id);
 const DATA = JSON.parse($("data").textContent);
 const { methods: METHODS, tasks: TASKS, dialogues: DIALOGUES } = DATA;
-const KINDS = DATA.kinds || [], STATES = DATA.states || [];
+const STATES = DATA.states || [], FORMS = { advantages: [], candidates: [], ...DATA.forms };
 const IMAGES = new Map(Object.entries(DATA.images || {}));
 const SHOWN_CHARACTERS = 5000, ROWS_A_PAGE = 100;
 
+const given = value => value !== undefined && value !== null && value !== false;
 const BY_TASK = TASKS.map(() => []);
 DIALOGUES.forEach((d, number) => {
   d.number = number;
   d.agent = d.turns.flatMap((turn, place) => turn.who === "agent" ? [place] : []);      // where its agent turns are
+  d.rounds = d.agent.length;
+  const advantages = d.agent.map(place => d.turns[place].advantage);
+  if (advantages.length && advantages.every(given)) d.advantage = advantages.reduce((sum, value) => sum + value, 0);
   BY_TASK[d.t].push(number);
 });
-const given = value => value !== undefined && value !== null && value !== false;
 const ADVANTAGES = DIALOGUES.flatMap(d => d.agent.map(place => d.turns[place].advantage)).filter(given);
 const SIZES = ADVANTAGES.map(Math.abs).sort((a, b) => a - b);
 const FULL_BAR = SIZES.length ? SIZES[Math.floor(0.99 * (SIZES.length - 1))] || 1 : 1;  // a few turns are beyond
@@ -36,6 +39,15 @@ const rewardText = d => !given(d.reward) ? "no number" : DATA.graded ? d.reward.
 const nameOf = d => METHODS[d.m] + (d.run ? `, run ${d.run + 1}` : "") + (d.sample ? `, sample ${d.sample + 1}` : "");
 const firstLine = text => text.split("\n", 1)[0].slice(0, 200);
 const sorted = values => [...new Set(values)].sort((a, b) => a > b ? 1 : -1);
+const KINDS = sorted(DIALOGUES.flatMap(d => d.turns.map(turn => turn.kind)).filter(Boolean));
+const MEANINGS = {
+  "no.": "number of the dialogue in this page", reward: "share of the tests that the answer passes",
+  rounds: "turns of the agent", advantage: "sum of the turn advantages", "turn by turn": "the advantage of each turn",
+  rank: "by the critic's score, 1 the best", pairs: "in how many of the training pairs it is chosen or rejected",
+  kind: "what a question or an answer is worth, by the task's facts", tokens: "length of the turn",
+  call: "a test: a call of the function", expected: "what the reference returns", got: "what the answer returns",
+};
+if (DATA.graded) MEANINGS.reward = "how alike the answer and the reference are, 1 the most";
 
 // ---------------------------------------------------------------------------------------------------------------------
 // elements
@@ -56,7 +68,8 @@ const note = text => el("p", { class: "note" }, text);
 const link = (changes, text, attributes = {}) => el("a", { href: address(changes), ...attributes }, text);
 const cell = (...children) => el("td", {}, ...children);
 const numberCell = text => el("td", { class: "num" }, text);
-const headings = (...texts) => el("thead", {}, el("tr", {}, texts.map(text => el("th", { scope: "col" }, text))));
+const headings = (...texts) =>
+  el("thead", {}, el("tr", {}, texts.map(text => el("th", { scope: "col", title: MEANINGS[text] }, text))));
 
 /** A text of a dialogue. A long one is cut on the screen, with a button that shows the rest. */
 function textBlock(text, name = "div", className = "text") {
@@ -173,7 +186,7 @@ function address(changes) {
   const pairs = Object.entries(next).filter(([, value]) => value !== null && value !== undefined && value !== "");
   return "#" + new URLSearchParams(pairs.sort(([a], [b]) => ORDER.indexOf(a) - ORDER.indexOf(b)));
 }
-const ORDER = "view d turn t pick s m reward family rounds kind q what sort page".split(" ");
+const ORDER = "view d turn t pick s m reward family rounds kind side q what sort page".split(" ");
 const fresh = changes => ({ ...Object.fromEntries(ORDER.map(key => [key, null])), ...changes });
 
 /** Change the state; `replace`: without a new entry in the browser's history. */
@@ -226,7 +239,8 @@ const FILTERS = {
   },
 };
 const SORTS = {
-  number: d => d.number, method: d => d.m, request: d => TASKS[d.t].request, family: d => TASKS[d.t].family || "",
+  number: d => d.number, method: d => d.m, task: d => TASKS[d.t].id, request: d => TASKS[d.t].request,
+  family: d => TASKS[d.t].family || "",
   reward: d => d.reward, rounds: d => d.rounds, advantage: d => d.advantage === undefined ? -Infinity : d.advantage,
   __proto__: null,
 };
@@ -269,7 +283,15 @@ function filterBar() {
     choice("f-rounds", "rounds", "rounds", each(sorted(DIALOGUES.map(d => d.rounds))), closed),
     kinds.length > 1 ? choice("f-kind", "kind of turn", "kind", kinds, closed) : null,
     el("label", {}, "text ", search),
-    el("button", { type: "button", id: "f-reset", onclick: () => go(fresh({ view: "dialogues" })) }, "reset"));
+    button("f-reset", "reset", () => go(fresh({ view: "dialogues" }))),
+    button("f-download", "download as JSONL", download));
+}
+
+/** Saves the dialogues that the filters leave, a row each, with their tasks. */
+function download() {
+  const rows = selection().map(({ m, t, number, agent, image, ...d }) => ({ method: METHODS[m], task: TASKS[t], ...d }));
+  const text = rows.map(one => JSON.stringify(one) + "\n").join("");
+  el("a", { href: URL.createObjectURL(new Blob([text])), download: "dialogues.jsonl" }).click();
 }
 
 function row(d, withAdvantage) {
@@ -277,6 +299,7 @@ function row(d, withAdvantage) {
   return el("tr", { "aria-current": String(d.number) === state.d && "true",
     onclick: event => event.target.closest("a") || go(opened) },
     el("td", { class: "num extra" }, String(d.number)), cell(METHODS[d.m]),
+    el("td", { class: "extra", title: task.id }, task.id),
     el("th", { scope: "row", dir: "auto" },
       link(opened, [task.family && el("span", { class: "short" }, `${task.family}: `),
         firstLine(task.request) || "(no text)"], { class: "open", id: `open-${d.number}` })),
@@ -291,16 +314,17 @@ function drawList() {
   const by = (state.sort || "number").replace("-", ""), down = (state.sort || "").startsWith("-");
   const column = (order, className, text = order) => {
     const onclick = () => go({ sort: by === order && !down ? "-" + order : order, page: null });
-    return el("th", { scope: "col", class: `c-${order} ${className}`,
+    return el("th", { scope: "col", class: `c-${order} ${className}`, title: MEANINGS[text],
       "aria-sort": by === order && (down ? "descending" : "ascending") },
       el("button", { type: "button", id: `sort-${order}`, onclick }, text,
         el("span", { "aria-hidden": "true" }, by !== order ? "" : down ? " \u25BE" : " \u25B4")));
   };
   const table = el("table", { class: "rows" },
-    el("thead", {}, el("tr", {}, column("number", "num extra", "no."), column("method", ""), column("request", ""),
-      column("family", "extra"), column("reward", "num"), column("rounds", "num extra"),
+    el("thead", {}, el("tr", {}, column("number", "num extra", "no."), column("method", ""), column("task", "extra"),
+      column("request", ""), column("family", "extra"), column("reward", "num"), column("rounds", "num extra"),
       withAdvantage && column("advantage", "num"),
-      withAdvantage && el("th", { scope: "col", class: "c-strip extra" }, "turn by turn"))),
+      withAdvantage && el("th", { scope: "col", class: "c-strip extra", title: MEANINGS["turn by turn"] },
+        "turn by turn"))),
     el("tbody", {}, onPage(list, ROWS_A_PAGE).map(d => row(d, withAdvantage))));
   const counter = `${counted(list.length)} of ${counted(DIALOGUES.length)} dialogues`;
   if ($("counter").textContent !== counter) $("counter").textContent = counter;
@@ -336,8 +360,7 @@ function drawDialogues(before) {
 /** What stands over a dialogue: method, reward, rounds. */
 const facts = d => el("p", { class: "about" }, badge(nameOf(d), "method"),
   badge(`reward ${rewardText(d)}`, verdict(d)), badge(several(d.rounds, "round")),
-  TASKS[d.t].family && badge(TASKS[d.t].family),
-  given(d.similarity) && d.similarity !== d.reward && badge(`similarity ${d.similarity.toFixed(3)}`),
+  badge(`task ${TASKS[d.t].id}`), TASKS[d.t].family && badge(TASKS[d.t].family),
   d.known !== undefined && badge(`${tick(d.known)}${d.known ? "" : "not "}all known before the answer`));
 
 /** Reference and hidden facts; CSS shows them when the switch is on. `d`: ticks off what was learned in it. */
@@ -374,6 +397,7 @@ function turnCard(d, place, known) {
       turn.tool && badge(turn.tool), turn.kind && badge(turn.kind, "kind"),
       turn.tokens && el("span", { class: "muted" }, several(turn.tokens, "token")),
       turn.cut && badge("\u2702 cut by the token limit", "bad"),
+      turn.fault && badge(`\u26A0 this page cannot be rendered: ${turn.fault}`, "bad"),
       turn.leak && badge(`\u26A0 shows the reference: ${turn.leak}`, "bad"),
       link(fresh({ view: "dialogues", d: d.number, turn: place }), "#" + place,
         { class: "anchor", "aria-label": `link to turn ${place}` })),
@@ -398,11 +422,11 @@ function dialogue(d) {
     el("h2", { id: "dialogue-title", tabindex: "-1", dir: "auto" }, firstLine(task.request)), facts(d),
     given(d.advantage) && el("div", { class: "sum" }, linkedStrip(d),
       el("p", {}, "sum of the turn advantages ", advantageBar(d.advantage, SUMS)),
-      note("Advantage of a turn: how much more likely the trained critic finds it than before training, given the " +
-        "solution. Down and striped: less likely.")),
+      note("Advantage of a turn: how much more likely the critic finds it than the reference does. Down and striped: " +
+        "less likely."), FORMS.advantages.map(note)),
     secrets(task, d),
     el("div", { class: "turns" }, d.turns.map((_, number) => turnCard(d, number, known))),
-    (d.faults || []).map(fault => el("p", { class: "note" }, `\u26A0 ${fault}`)),
+    d.fault && note(`\u26A0 the answer cannot be rendered: ${d.fault}`),
     d.failed && d.failed.length > 0 &&
       el("details", {}, el("summary", {}, `failed tests (${d.failed.length})`), failedTests(d)),
   ].flat().filter(given);
@@ -442,7 +466,8 @@ function drawCompare() {
       el("div", { class: "cell" }, el("span", { class: "narrow" }, nameOf(d)), turnCard(d, turn, known[column])) :
       el("div", { class: "cell none", "aria-label": "the dialogue has ended" })));
   }
-  $("compare").replaceChildren(bar, DATA.left_out ? note(DATA.left_out) : "", el("h2", { class: "request" }, textBlock(task.request)), secrets(task), columns);
+  $("compare").replaceChildren(bar, DATA.left_out ? note(DATA.left_out) : "", badge(`task ${task.id}`),
+    el("h2", { class: "request" }, textBlock(task.request)), secrets(task), columns);
 }
 
 /** Whether a method is compared, and which of its dialogues where the task has several. */
@@ -462,31 +487,52 @@ function methodBox(numbers, m, picks) {
 // ---------------------------------------------------------------------------------------------------------------------
 // candidates of a state
 
+const isAsked = candidate => (!state.kind || candidate.kind === state.kind) &&
+  (!state.side || candidate[state.side] > 0);
+
+/** The numbers of the states in which a candidate is left by the filters. */
+const askedStates = () => [...STATES.keys()].filter(number => STATES[number].candidates.some(isAsked));
+
 function candidateTable(one) {
   const ranked = [...one.candidates].sort((a, b) => b.advantage - a.advantage);
   const withKind = ranked.some(candidate => candidate.kind), half = Math.ceil(ranked.length / 2);
   const full = Math.max(1e-9, ...ranked.map(candidate => Math.abs(candidate.advantage)));
   const mark = (count, text, kind) => count > 0 && badge(count > 1 ? `${text} \u00D7${count}` : text, kind);
-  const line = (candidate, rank) => el("tr", { class: rank === half ? "half" : "" },
+  const line = (candidate, rank) => isAsked(candidate) && el("tr", { class: rank === half ? "half" : "" },
     el("th", { scope: "row" }, String(rank + 1)), cell(advantageBar(candidate.advantage, full)),
     cell(mark(candidate.chosen, "\u25B2 chosen", "chosen"), mark(candidate.rejected, "\u25BC rejected", "rejected")),
     withKind && cell(candidate.kind || ""), numberCell(given(candidate.tokens) ? String(candidate.tokens) : ""),
-    cell(candidate.cut && badge("\u2702 cut", "bad"), textBlock(candidate.text)));
+    cell(candidate.ended === false && badge("\u2702 cut", "bad"), textBlock(candidate.text)));
   return el("div", { class: "scroll" }, el("table", { class: "candidates" },
-    headings("rank", "advantage", "pairs", ...(withKind ? ["kind"] : []), "tokens", "text"),
-    el("tbody", {}, ranked.map(line))));
+    headings("rank", "score", "pairs", ...(withKind ? ["kind"] : []), "tokens", "text"),
+    el("tbody", {}, ranked.map(line).filter(Boolean))));
+}
+
+/** A link to the dialogue that a state is of, where this page has it. */
+function dialogueOf(one) {
+  const number = BY_TASK[one.t].find(number => DIALOGUES[number].sample === one.sample &&
+    one.history.every((turn, place) => DIALOGUES[number].turns[place]?.text === turn.text));
+  if (number === undefined) return el("span", { class: "muted" }, `of sample ${one.sample + 1}, not in this page`);
+  return link(fresh({ view: "dialogues", d: number, turn: one.history.length }), "open its dialogue");
 }
 
 function drawCandidates() {
-  const number = STATES[state.s] ? Number(state.s) : 0, one = STATES[number], task = TASKS[one.t];
-  const where = `state ${counted(number + 1)} of ${counted(STATES.length)}, round ${one.turn + 1}`;
+  const list = askedStates(), number = STATES[state.s] ? Number(state.s) : list[0] ?? 0;
+  const one = STATES[number], task = TASKS[one.t], place = list.indexOf(number);
+  const round = one.history.filter(turn => turn.who === "agent").length + 1;
+  const kinds = sorted(STATES.flatMap(other => other.candidates.map(candidate => candidate.kind)).filter(Boolean));
+  const named = values => [["", "all"], ...values.map(value => [value, value])];
   $("candidates").replaceChildren(
-    el("div", { class: "filters" }, moves("state", " state", step => STATES[number + step]),
-      el("span", { class: "muted" }, where)),
+    el("div", { class: "filters" }, kinds.length > 0 && choice("k-kind", "kind", "kind", named(kinds), { s: null }),
+      choice("k-side", "pairs", "side", named(["chosen", "rejected"]), { s: null }),
+      moves("state", " state", step => list[place + step] !== undefined),
+      el("span", { class: "muted" }, `${counted(place + 1)} of ${counted(list.length)} states`)),
     el("p", { class: "lead" }, "The policy wrote these turns for one state, and the critic ranked them. A pair has a " +
       "chosen turn \u25B2 of the better half and a rejected turn \u25BC of the worse half. " +
-      "The double line parts the halves."),
-    el("h2", { dir: "auto" }, firstLine(task.request)), secrets(task),
+      "The double line parts the halves."), ...FORMS.candidates.map(note),
+    el("h2", { dir: "auto" }, firstLine(task.request)),
+    el("p", { class: "about" }, badge(`task ${task.id}`), badge(`round ${round}`), dialogueOf(one)),
+    secrets(task),
     el("details", { open: true }, el("summary", {}, `the dialogue so far (${several(one.history.length, "turn")})`),
       one.history.map(turn => el("div", { class: `turn ${turn.who === "agent" ? "agent" : "user"}` },
         el("p", { class: "who" }, el("b", {}, turn.who)), el("div", { class: "said" }, textBlock(turn.text))))),
@@ -508,8 +554,8 @@ function next(step) {
     const list = comparedTasks(), to = list[(state.t === undefined ? 0 : list.indexOf(Number(state.t))) + step];
     if (to !== undefined) go({ t: to, pick: null });
   } else if (state.view === "candidates") {
-    const to = (STATES[state.s] ? Number(state.s) : 0) + step;
-    if (STATES[to]) go({ s: to });
+    const list = askedStates(), to = list[(state.s === undefined ? 0 : list.indexOf(Number(state.s))) + step];
+    if (to !== undefined) go({ s: to });
   } else {
     const links = [...$(state.view).querySelectorAll("a.open")], at = links.indexOf(document.activeElement);
     const to = links[at < 0 ? 0 : at + step];

@@ -3,19 +3,21 @@
 Models wrote most of what the page shows. Their texts stand in one JSON element (as_json), and the script makes text
 nodes of them; the page's policy lets no other script run."""
 import base64
-import contextlib
+import collections
 import hashlib
 import io
+import itertools
 import json
 import math
 import pathlib
+import random
+import shlex
 import subprocess
 import time
 
 from lib.runtime import whole_file
-from lib.statistics import heading_of
 
-MAX_BYTES = 19_000_000                # of dialogues with their tasks and screenshots in the page
+MAX_BYTES = 19_000_000                # of dialogues with their tasks and screenshots in the page, about
 MAX_STATES = 100                      # of --candidates
 MAX_TEXT = 20_000                     # characters of a text; the rest is cut
 IMAGE_BYTES = 25_000                  # of a screenshot in the page, about
@@ -24,38 +26,37 @@ IMAGE_BYTES = 25_000                  # of a screenshot in the page, about
 # ---------------------------------------------------------------------------------------------------------------------
 # the page's data: methods, tasks, dialogues, states; short keys, and none whose value says nothing
 
-def page_data(files, domain, metric, critic=None, states=()):
+def page_data(files, domain, forms, states=()):
     """The data of the page.
 
     files: {name: trajectories, scored, with "kinds" and "known" (measure_turns), and with "failed" (Environment.score)
     and "advantages" (common.score_turns) where these are known}.
-    critic: whose advantages they are.
+    forms: {"advantages", "candidates": lines that say what these numbers are}.
     states: turn_advantages.read_states, with the "kind" of each candidate."""
-    tasks, dialogues = {}, []                                        # tasks: {task_id: its data}
+    fitting, left_out = fitting_tasks(list(itertools.chain(*files.values())))
+    tasks, dialogues, page_states = {}, [], []                       # tasks: {task_id: its data}
     for method, trajectories in enumerate(files.values()):
         for trajectory in trajectories:
             task_id = trajectory["task_id"]
-            if task_id not in tasks:
-                tasks[task_id] = task_data(trajectory, domain)
-            dialogues.append({"m": method, "t": task_id, **dialogue_data(trajectory, domain)})
-            reference_image = scores_of(trajectory, domain).get("reference_image")
-            if reference_image:
-                tasks[task_id]["image"] = reference_image
-    shown_dialogues, left_out = fitting_dialogues(dialogues, tasks)
-    page_states = []
-    for state in states[::max(1, -(-len(states) // MAX_STATES))]:           # at equal distances
+            if task_id in fitting:
+                if task_id not in tasks:
+                    tasks[task_id] = task_data(trajectory, domain)
+                dialogues.append({"m": method, "t": task_id, **dialogue_data(trajectory, domain)})
+    for state in states[::math.ceil(len(states) / MAX_STATES) or 1]:        # at equal distances
         tasks.setdefault(state["task_id"], task_data(state, domain))
         page_states.append(state_data(state))
-    places = {}                                                      # {task_id: its number in the page}
-    for item in [*shown_dialogues, *page_states]:
-        item["t"] = places.setdefault(item["t"], len(places))
-    kinds = set()
-    for dialogue in shown_dialogues:
-        kinds.update(turn["kind"] for turn in dialogue["turns"] if "kind" in turn)
-    return {"metric": metric, "heading": heading_of(metric), "graded": domain.MIN_RETURN_GAP is not None,
-            "methods": list(files), "critic": critic, "kinds": sorted(kinds),
-            "tasks": [tasks[task_id] for task_id in places], "dialogues": shown_dialogues, "states": page_states,
-            "left_out": left_out}
+    places = {task_id: place for place, task_id in enumerate(tasks)}
+    for item in dialogues + page_states:
+        item["t"] = places[item["t"]]
+    return {
+        "graded": domain.MIN_RETURN_GAP is not None,
+        "methods": list(files),
+        "forms": forms,
+        "tasks": list(tasks.values()),
+        "dialogues": dialogues,
+        "states": page_states,
+        "left_out": left_out,
+    }
 
 
 def slim(row):
@@ -75,11 +76,6 @@ def rounded(value):
     return round(value, 6) if value is not None and math.isfinite(value) else None
 
 
-def scores_of(trajectory, domain):
-    """What this run's scorer wrote into a row. A file's own "image" says nothing where the scorer draws none."""
-    return {key: trajectory[key] for key in domain.SCORE_KEYS if key in trajectory}
-
-
 def task_data(row, domain):
     task = row["task"]
     return slim({
@@ -88,33 +84,27 @@ def task_data(row, domain):
         "request": text_of(task["problem_description"]),
         "reference": text_of(task["ground_truth"]),
         "facts": [text_of(text) for text, _ in domain.facts(task, []) or []],
+        "image": row.get("reference_image"),
     })
 
 
 def dialogue_data(trajectory, domain):
     """What the page shows of a scored trajectory; "image": the file of a screenshot, as the row names it."""
-    scores = scores_of(trajectory, domain)
-    turns = turns_data(trajectory, domain)
-    advantages = trajectory.get("advantages")
     return slim({
         "run": trajectory.get("run", 0),
         "sample": trajectory["sample"],
         "reward": trajectory["reward"],
-        "rounds": sum(turn["who"] == "agent" for turn in turns),
         "answer": text_of(trajectory["answer"]),
         "known": trajectory["known"],
-        "similarity": trajectory["reward"] if "reference_image" in scores else None,
-        "advantage": rounded(sum(advantages)) if advantages else None,
-        "image": scores.get("image"),
-        "faults": render_faults(trajectory, scores),
+        "image": trajectory.get("image"),
+        "fault": trajectory.get("render_fault"),
         "failed": [slim(test) for test in trajectory.get("failed") or []],
-        "turns": turns,
+        "turns": turns_data(trajectory, domain),
     })
 
 
 def turns_data(trajectory, domain):
     task, history = trajectory["task"], trajectory["dialogue_history"]
-    known_after = facts_known(task, history, domain)
     known = set()
     kinds = iter(trajectory["kinds"])
     advantages = iter(trajectory.get("advantages") or [])
@@ -128,40 +118,20 @@ def turns_data(trajectory, domain):
                 "advantage": rounded(next(advantages, None)),
                 "tokens": len(turn["output_ids"]) if "output_ids" in turn else None,
                 "cut": turn.get("truncated") or None,
+                "fault": turn.get("render_fault"),
             }))
         else:
-            learned = known_after[place + 1] - known
-            known |= learned
+            facts = domain.facts(task, history[:place + 1]) or []
+            known_now = {number for number, (_, is_known) in enumerate(facts) if is_known}
             turns.append(slim({
                 "who": "user",
                 "text": text_of(turn["content"]),
-                "learned": sorted(learned),
+                "learned": sorted(known_now - known),
                 "tool": "tool" if turn.get("tool") else None,
                 "leak": domain.leak_of(task, turn["content"]) if place > 0 and not turn.get("tool") else None,
             }))
+            known |= known_now
     return turns
-
-
-def facts_known(task, history, domain):
-    """The numbers of the facts that are known after 0, 1, … all turns."""
-    known_after = []
-    for num_turns in range(len(history) + 1):
-        facts = domain.facts(task, history[:num_turns]) or []
-        known_after.append({number for number, (_, is_known) in enumerate(facts) if is_known})
-    return known_after
-
-
-def render_faults(trajectory, scores):
-    """Which pages of a dialogue cannot be rendered, as lines."""
-    lines = []
-    for place, turn in enumerate(trajectory["dialogue_history"]):
-        if turn.get("render_fault"):
-            lines.append(f"turn {place}: its page cannot be rendered: {text_of(turn['render_fault'])}")
-    if scores.get("render_fault"):
-        lines.append(f"the answer cannot be rendered: {text_of(scores['render_fault'])}")
-    if "reference_image" in scores and not scores["reference_image"]:
-        lines.append("the reference cannot be rendered")
-    return lines
 
 
 def state_data(state):
@@ -171,45 +141,38 @@ def state_data(state):
         history.append({"who": "agent" if turn["role"] == "assistant" else "user", "text": text_of(turn["content"])})
     candidates = []
     for candidate, advantage in zip(state["candidates"], state["advantages"]):
-        candidates.append(slim({
-            "text": text_of(candidate["text"]),
-            "advantage": round(advantage, 6),
-            "tokens": len(candidate["ids"]),
-            "kind": candidate["kind"],
-            "cut": not candidate["ended"],
-            "chosen": candidate["chosen"],
-            "rejected": candidate["rejected"],
-        }))
-    return {"t": state["task_id"], "turn": state["turn"], "history": history, "candidates": candidates}
+        row = {key: candidate[key] for key in ("kind", "ended", "chosen", "rejected")}
+        row |= {"text": text_of(candidate["text"]), "tokens": len(candidate["ids"]), "advantage": rounded(advantage)}
+        candidates.append(slim(row))
+    return {"t": state["task_id"], "sample": state["sample"], "history": history, "candidates": candidates}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # what fits into the page
 
-def fitting_dialogues(dialogues, tasks):
-    """(the dialogues that fit into MAX_BYTES, in their order; a line about the others, or None).
+def fitting_tasks(trajectories):
+    """(the ids of the tasks whose dialogues fit into MAX_BYTES, a line about the others, or None).
 
-    Tasks come in the order of a hash of their id, each with all of its dialogues: a sample that is the same in every
-    report."""
-    by_task = {}
-    for dialogue in dialogues:
-        by_task.setdefault(dialogue["t"], []).append(dialogue)
-    room, shown_tasks = MAX_BYTES, set()
-    for task_id in sorted(by_task, key=lambda task_id: hashlib.sha256(task_id.encode(errors="replace")).digest()):
-        room -= size_of(tasks[task_id]) + sum(map(size_of, by_task[task_id]))
-        if room < 0:
-            break
-        shown_tasks.add(task_id)
-    shown = [dialogue for dialogue in dialogues if dialogue["t"] in shown_tasks]
-    if len(shown) == len(dialogues):
-        return dialogues, None
-    return shown, (f"shown are the dialogues of {len(shown_tasks):,} of {len(tasks):,} tasks, as the page holds at "
-                   f"most {MAX_BYTES / 10 ** 6:g} MB of them; scored/ has all")
+    Tasks come in one random order, each with all of its dialogues: the same sample in every report on them."""
+    sizes = collections.Counter()
+    for trajectory in trajectories:
+        sizes[trajectory["task_id"]] += size_of(trajectory)
+    order = sorted(sizes)
+    random.Random(0).shuffle(order)
+    totals = itertools.accumulate(sizes[task_id] for task_id in order)
+    fitting = {task_id for task_id, total in zip(order, totals) if total <= MAX_BYTES}
+    if len(fitting) == len(order):
+        return fitting, None
+    return fitting, (f"shown are the dialogues of {len(fitting):,} of {len(order):,} tasks, as the page holds about "
+                     f"{MAX_BYTES / 10 ** 6:g} MB of them; scored/ has all")
 
 
-def size_of(item):
-    """Bytes of a task, a dialogue or a state in the page."""
-    return len(as_json(item).encode(errors="backslashreplace")) + (IMAGE_BYTES if item.get("image") else 0)
+def size_of(trajectory):
+    """About how many bytes a dialogue takes in the page."""
+    task = trajectory["task"]
+    texts = [turn["content"] for turn in trajectory["dialogue_history"]]
+    texts += [trajectory["answer"], task["problem_description"], task["ground_truth"]]
+    return sum(len(text_of(text)) + 60 for text in texts) + IMAGE_BYTES * ("image" in trajectory)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -244,11 +207,9 @@ def about_lines(command, rollouts):
 
     rollouts: {name: the arguments of 02 that made its first file}."""
     made = [f"{name}: {args.get('agent')}, seed {args.get('seed')}" for name, args in rollouts.items() if args]
-    commit = ""
-    with contextlib.suppress(OSError):                               # without git
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=pathlib.Path(__file__).parent, text=True,
-                                capture_output=True).stdout.strip()
-    return ["; ".join(made), f"{command} (commit {commit or 'unknown'}, {time.strftime('%Y-%m-%d')})"]
+    folder = shlex.quote(str(pathlib.Path(__file__).parent))
+    status, commit = subprocess.getstatusoutput(f"git -C {folder} rev-parse --short HEAD")
+    return ["; ".join(made), f"{command} (commit {'unknown' if status else commit}, {time.strftime('%Y-%m-%d')})"]
 
 
 def write_report(path, data, images, **variables):

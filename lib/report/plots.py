@@ -1,7 +1,6 @@
 """Plots of the report: SVG elements whose texts and axes have the page's own colour (currentColor). Lines differ by
 colours that colour-blind people can tell apart, by dashes and by markers."""
 import io
-import itertools
 import math
 import re
 
@@ -12,9 +11,8 @@ from matplotlib.figure import Figure
 COLOURS = "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"       # of Okabe and Ito
 DASHES = "-", "--", ":"
 MARKERS = "o", "s", "D", "^", "v"
-PANELS = {"loss": "loss", "acc": "pair accuracy", "margin": "margin", "nll": "log-probability of a chosen token",
+PANELS = {"loss": "loss", "acc": "pair accuracy", "margin": "margin", "nll": "nll of a chosen token",
           "gnorm": "gradient norm"}
-MAX_POINTS = 1_000                   # of a training curve
 
 STYLE = {
     "svg.fonttype": "none",                                          # texts, in the page's font
@@ -74,51 +72,36 @@ def curve_figure(curves, metric, x_label, is_log=True):
     return figure
 
 
-def smoothed(values):
-    """The mean of each value and those before it, a twentieth of all."""
-    width = max(1, len(values) // 20)
-    sums = np.cumsum([0.0, *values])                                 # (values + 1,)
-    ends = np.arange(1, len(values) + 1)
-    starts = np.maximum(0, ends - width)
-    return (sums[ends] - sums[starts]) / (ends - starts)
-
-
 def history_points(rows, key):
-    """(steps, smoothed values) of a key of metrics.jsonl, at most MAX_POINTS at equal distances."""
-    sign = -1 if key == "nll" else 1
-    logged = [(row["step"], sign * row[key]) for row in rows if math.isfinite(row.get(key, math.nan))]
-    steps = np.array([step for step, _ in logged])
-    values = smoothed([value for _, value in logged])
-    places = np.linspace(0, len(logged) - 1, min(len(logged), MAX_POINTS)).astype(int)
-    return steps[places], values[places]
+    """(steps, values) of a key of metrics.jsonl, as means over a twentieth of the points."""
+    logged = [(row["step"], row[key]) for row in rows if key in row]
+    if not logged:
+        return [], []
+    steps, values = np.array(logged).T
+    width = math.ceil(len(values) / 20)
+    return steps[width - 1:], np.convolve(values, np.ones(width) / width, "valid")
 
 
 @rc_context(STYLE)
 def training_svg(histories):
-    """histories: {name: rows of a metrics.jsonl}; a panel for each of PANELS that one of them has, smoothed."""
+    """histories: {name: rows of a metrics.jsonl}; a panel for each of PANELS, smoothed."""
     figure = Figure((9, 5), layout="constrained")
-    all_axes = figure.subplots(2, 3)
-    lines = {}                                                       # {name: its line in the last panel that has it}
-    logged_keys = set().union(*itertools.chain(*histories.values()))
-    panels = [key for key in PANELS if key in logged_keys]
-    for axes, key in zip(all_axes.flat, panels):
+    *all_axes, last = figure.subplots(2, 3).flat
+    last.set_axis_off()
+    for axes, (key, title) in zip(all_axes, PANELS.items()):
         for number, (name, rows) in enumerate(histories.items()):
-            steps, values = history_points(rows, key)
-            if len(steps):
-                line = look(number) | {"markersize": 3, "linewidth": 1, "markevery": max(1, len(steps) // 6)}
-                [lines[name]] = axes.plot(steps, values, **line)
-        axes.set_title(PANELS[key], fontsize=10)
+            line = look(number) | {"markersize": 3, "linewidth": 1, "markevery": 0.2, "label": name}
+            axes.plot(*history_points(rows, key), **line)
+        axes.set_title(title, fontsize=10)
         axes.set_xlabel("step")
-    for axes in all_axes.flat[len(panels):]:
-        axes.set_axis_off()
-    figure.legend(lines.values(), lines, loc="outside right upper")
+    figure.legend(handles=axes.lines, loc="outside right upper")
     return as_svg(figure, "training")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 
 def report_plots(metric, curves, histories):
-    """[(title, SVG, caption)] of the report. curves: as curve_svg's; histories: as training_svg's."""
+    """[(title, SVG, caption)] of the report. curves: as curve_figure's; histories: as training_svg's."""
     plots = []
     if curves:
         with rc_context(STYLE):

@@ -1,4 +1,5 @@
 """Turn advantages (common.score_turns) by kind and by round; SWEET's candidates as 04 left them."""
+import collections
 import pathlib
 
 from lib.runtime import read_jsonl
@@ -13,16 +14,16 @@ def advantage_summary(trajectories):
 
     {"mean": of the dialogues' sums, "too_long": how many dialogues have none,
      "by_kind", "by_round": {kind or round: {"n", "mean"} of the turns}}; no kinds where the tasks state none."""
-    by_kind, by_round, sums = {}, {}, []
+    by_kind, by_round, sums = collections.defaultdict(list), collections.defaultdict(list), []
     for trajectory in trajectories:
         advantages = trajectory["advantages"]
         if advantages is None:
             continue
         sums.append(sum(advantages))
         for number, (kind, advantage) in enumerate(zip(trajectory["kinds"], advantages), 1):
-            by_round.setdefault(number, []).append(advantage)
+            by_round[number].append(advantage)
             if kind is not None:
-                by_kind.setdefault(kind, []).append(advantage)
+                by_kind[kind].append(advantage)
     return {
         "mean": sum(sums) / max(1, len(sums)),
         "too_long": len(trajectories) - len(sums),
@@ -33,7 +34,10 @@ def advantage_summary(trajectories):
 
 def number_and_mean(groups):
     """{name: {"n", "mean"}} of {name: values}, in the order of the names."""
-    return {str(name): {"n": len(groups[name]), "mean": mean(groups[name])} for name in sorted(groups)}
+    result = {}
+    for name in sorted(groups):
+        result[str(name)] = {"n": len(groups[name]), "mean": mean(groups[name])}
+    return result
 
 
 def advantage_rows(metrics, key):
@@ -48,37 +52,30 @@ def advantage_rows(metrics, key):
             row["methods"][name] = values
     for row in rows.values():
         row["mean"] = row.pop("sum") / row["n"]
-    return sorted(rows.values(), key=lambda row: int(row["label"]) if key == "by_round" else row["label"])
+    return list(rows.values())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # SWEET's candidates
 
 def read_states(folder):
-    """The rows of scored.jsonl in 04's output folder, with "pairs" [(chosen, rejected)], numbers of candidates, by its
-    pairs.jsonl (of equal candidates the first). Candidates have "chosen" and "rejected": in how many pairs they are."""
-    states = {}
-    for state in read_jsonl(pathlib.Path(folder, "scored.jsonl"), {"task_id": str}):
-        states[state_name(state)] = {**state, "pairs": []}
+    """The rows of scored.jsonl in 04's output folder. Candidates get "chosen" and "rejected": in how many pairs of its
+    pairs.jsonl they are (of equal ones the first)."""
+    candidates = {}                                                  # {name of a state: those of the state}
+    states = read_jsonl(pathlib.Path(folder, "scored.jsonl"), {"task_id": str})
+    for state in states:
+        candidates[name_of(state)] = state["candidates"]
         for candidate in state["candidates"]:
             candidate["chosen"] = candidate["rejected"] = 0
     for pair in read_jsonl(pathlib.Path(folder, "pairs.jsonl"), {"task_id": str}):
-        state = states[state_name(pair)]
-        actions = [candidate["ids"] for candidate in state["candidates"]]
-        chosen, rejected = actions.index(pair["chosen"]["ids"]), actions.index(pair["rejected"]["ids"])
-        state["pairs"].append((chosen, rejected))
-        state["candidates"][chosen]["chosen"] += 1
-        state["candidates"][rejected]["rejected"] += 1
-    return list(states.values())
+        actions = [candidate["ids"] for candidate in candidates[name_of(pair)]]
+        for side in ("chosen", "rejected"):
+            candidates[name_of(pair)][actions.index(pair[side]["ids"])][side] += 1
+    return states
 
 
-def state_name(row):
+def name_of(row):
     return row["task_id"], row["sample"], row["turn"]
-
-
-def candidate_texts(state, domain):
-    """What the user simulator would see of each candidate."""
-    return [visible_text(domain, candidate["text"], state.get("prompt")) for candidate in state["candidates"]]
 
 
 def kind_lines(states, domain):
@@ -87,18 +84,19 @@ def kind_lines(states, domain):
 
     Of each kind of turn: the candidates, their mean rank by advantage (0 the worst, 1 the best), and how many are
     chosen and rejected, before and after all that matters is known. A collapse of the training shows here first."""
-    groups = {}                                                      # {(known, kind): (rank, chosen, rejected) of each}
+    groups = collections.defaultdict(list)                           # {(known, kind): (rank, chosen, rejected) of each}
     for state in states:
-        task, history, candidates = state["task"], state["history"], state["candidates"]
-        ranks = average_ranks(state["advantages"])
-        for candidate, text, rank in zip(candidates, candidate_texts(state, domain), ranks):
+        task, history = state["task"], state["history"]
+        ranks = average_ranks(state["advantages"]) / max(1, len(state["candidates"]) - 1)
+        for candidate, rank in zip(state["candidates"], ranks):
+            text = visible_text(domain, candidate["text"], state.get("prompt"))
             candidate["kind"] = domain.turn_kind(task, history, text)
             if candidate["kind"] is not None:
-                group = groups.setdefault((domain.all_known(task, history), candidate["kind"]), [])
-                group.append((rank / max(1, len(candidates) - 1), candidate["chosen"], candidate["rejected"]))
+                group = groups[domain.all_known(task, history), candidate["kind"]]
+                group.append((rank, candidate["chosen"], candidate["rejected"]))
     rows = []
-    for (known, kind), numbers in sorted(groups.items()):
-        ranks, chosen, rejected = zip(*numbers)
-        rows.append(["all known" if known else "not all known", kind, str(len(ranks)), f"{mean(ranks):.2f}",
-                     str(sum(chosen)), str(sum(rejected))])
+    for (known, kind), group in sorted(groups.items()):
+        ranks, chosen, rejected = zip(*group)
+        when = "all known" if known else "not all known"
+        rows.append([when, kind, str(len(group)), f"{mean(ranks):.2f}", str(sum(chosen)), str(sum(rejected))])
     return aligned(["what the pairs say", "", "candidates", "rank", "chosen", "rejected"], rows) if rows else []
