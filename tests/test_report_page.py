@@ -12,15 +12,12 @@ import pytest
 from conftest import ROOT
 from lib.report import page as report
 from lib.report.plots import report_plots
-from lib.report.turn_advantages import advantage_rows, advantage_summary
 
 FOLDER = ROOT / "lib" / "report"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FACTS = {"game": ("point factor", "life bonus", "loss penalty"), "shipping": ("base price", "price per kilogram"),
          "grades": ("pass mark", "bonus limit", "rounding", "top grade")}
-ADVANTAGE = {"needed": 0.35, "repeat": -0.25, "idle": -0.1, "vague": -0.15, "right answer": 0.3, "wrong answer": -0.05,
-          "early answer": -0.4}
-KINDS = list(ADVANTAGE)
+KINDS = ["needed", "repeat", "idle", "vague", "right answer", "wrong answer"]
 FORMS = {"advantages": ["out/critic: scores are p"], "candidates": ["out/critic: scores are q", "They do not compare."]}
 
 
@@ -31,30 +28,26 @@ def make_task(rng, number):
             "reference": "def f(x):\n    return " + " + ".join(fact.split()[-1] for fact in facts), "facts": facts}
 
 
-def make_dialogue(rng, m, t, task, skill):
+def make_dialogue(rng, m, t, task):
     """One dialogue: asks for the facts, with detours, then answers."""
     turns, num_known = [{"who": "user", "text": task["request"]}], 0
     for _ in range(rng.randint(1, 7)):
-        kind = rng.choices(KINDS[:4], [6 * skill, 1, 1, 1])[0]
-        turn = {"who": "agent", "text": "Can you tell me more?", "kind": kind, "cut": rng.random() < 0.04}
+        turn = {"who": "agent", "text": "Can you tell me more?", "kind": rng.choice([*KINDS[:4], "needed"])}
         reply = {"who": "user", "text": "That does not matter.", "leak": "code" if rng.random() < 0.04 else None}
-        if kind == "needed" and num_known < len(task["facts"]):
+        if turn["kind"] == "needed" and num_known < len(task["facts"]):
             name, value = task["facts"][num_known].split(" = ")
             turn["text"] = f"Thanks. What should the {name} be?"
             reply |= {"text": f"For the {name}, we take {value} in our company.", "learned": [num_known]}
             num_known += 1
         turns += [turn, reply]
-    all_known = num_known == len(task["facts"])
-    right = rng.random() < (0.93 if all_known else 0.2)
+    right = rng.random() < 0.5
     answer = task["reference"] if right else "def f(x):\n    return x"
-    turns.append({"who": "agent", "text": f"I WANT TO ANSWER:\n{answer}",
-                  "kind": "right answer" if right else "wrong answer" if all_known else "early answer"})
-    agent_turns = turns[1::2]
-    for turn in agent_turns:
-        turn |= {"tokens": rng.randint(7, 90), "advantage": round(rng.gauss(ADVANTAGE[turn["kind"]], 0.12), 4)}
+    turns.append({"who": "agent", "text": f"I WANT TO ANSWER:\n{answer}", "kind": KINDS[4 if right else 5]})
+    for turn in turns[1::2]:
+        turn |= {"tokens": rng.randint(7, 90), "advantage": round(rng.gauss(0, 0.3), 4), "cut": rng.random() < 0.04}
     d = {"m": m, "t": t, "run": 0, "sample": 0, "reward": 1.0 if right else round(rng.randint(0, 9) / 10, 1),
-         "rounds": len(agent_turns), "known": all_known, "answer": answer, "turns": turns,
-         "advantage": round(sum(turn["advantage"] for turn in agent_turns), 4)}
+         "rounds": len(turns) // 2, "known": num_known == len(task["facts"]), "answer": answer, "turns": turns,
+         "advantage": round(sum(turn["advantage"] for turn in turns[1::2]), 4)}
     if not right:
         d["failed"] = [{"call": "f(0)", "expected": "1", "said": "time"}, {"call": "f(1)", "expected": "1", "got": "2"}]
     return d
@@ -63,22 +56,19 @@ def make_dialogue(rng, m, t, task, skill):
 def make_state(rng, t, task):
     """A state of a training dialogue, with 16 candidates of which 4 are chosen and 4 rejected."""
     candidates = []
-    for kind in rng.choices(KINDS[:4], k=16):
-        candidates.append({"text": f"What about {rng.choice(task['facts'])}?", "kind": kind, "ended": True, "chosen": 0,
-                           "rejected": 0, "advantage": round(rng.gauss(ADVANTAGE[kind], 0.1), 4), "tokens": 9})
-    ranked = sorted(candidates, key=lambda one: -one["advantage"])
-    for better, worse in zip(rng.sample(ranked[:8], 4), rng.sample(ranked[8:], 4)):
-        better["chosen"], worse["rejected"] = 1, 1
+    for rank, kind in enumerate(rng.choices(KINDS[:4], k=16)):
+        candidates.append({"text": f"What about {rng.choice(task['facts'])}?", "kind": kind, "ended": True, "tokens": 9,
+                           "chosen": int(rank < 4), "rejected": int(rank > 11), "advantage": round(0.4 - rank / 20, 4)})
+    rng.shuffle(candidates)
     history = [{"who": "user", "text": task["request"]}]
     return {"t": t, "sample": t % 2, "history": history, "candidates": candidates}
 
 
-def make_data(num_tasks, methods=("mtdpo", "sweet"), num_states=20, seed=0):
+def make_data(num_tasks, methods=("mtdpo", "sweet"), num_states=20):
     """The data of a page as page_data gives them: a dialogue of each method on each task."""
-    rng = random.Random(seed)
+    rng = random.Random(0)
     tasks = [make_task(rng, number) for number in range(num_tasks)]
-    dialogues = [make_dialogue(rng, m, t, task, 0.5 + 0.47 * (m + 1) / len(methods)) for m in range(len(methods))
-                 for t, task in enumerate(tasks)]
+    dialogues = [make_dialogue(rng, m, t, task) for m in range(len(methods)) for t, task in enumerate(tasks)]
     states = [make_state(rng, t, tasks[t]) for t in range(min(num_states, num_tasks))]
     return {"graded": False, "methods": list(methods), "forms": FORMS, "tasks": tasks, "dialogues": dialogues,
             "states": states, "left_out": None}
@@ -103,18 +93,13 @@ def make_pages(folder, num_tasks=6):
     return data | {"graded": True, "forms": {}}
 
 
-def advantage_tables(data):
-    """The tables of all turns, as 05 makes them."""
-    metrics = {}
-    for m, name in enumerate(data["methods"]):
-        rows = []
-        for d in data["dialogues"]:
-            agent_turns = [turn for turn in d["turns"] if turn["who"] == "agent"]
-            if d["m"] == m:
-                rows.append({"kinds": [turn["kind"] for turn in agent_turns],
-                             "advantages": [turn["advantage"] for turn in agent_turns]})
-        metrics[name] = {"turn_advantages": advantage_summary(rows)}
-    return {key: advantage_rows(metrics, key) for key in ("by_kind", "by_round")}
+def advantage_row(label, n, **means):
+    return {"label": label, "n": n, "mean": sum(means.values()) / len(means),
+            "methods": {name: {"n": n // len(means), "mean": mean} for name, mean in means.items()}}
+
+
+ADVANTAGES = {"by_kind": [advantage_row("needed", 224, base=0.357, sweet=0.25), advantage_row("idle", 9, base=-0.1)],
+              "by_round": [advantage_row("1", 1_460, base=0.125, sweet=-0.25)]}
 
 
 def write(path, data, **changes):
@@ -128,10 +113,8 @@ def write(path, data, **changes):
               "headings": ["success", "leaks"],
               "rows": [[name, f"{method['success_rate']:.3f}", "224"] for name, method in metrics.items()],
               "notes": ["one run"], "tables": {"Runs": "run  success"}, "plots": [], "forms": data["forms"],
-              "advantages": None} | changes
-    if data["forms"] and "advantages" not in changes:
-        values["advantages"] = advantage_tables(data)
-    report.write_report(path, data, path.parent, **values)
+              "advantages": ADVANTAGES if data["forms"] else None}
+    report.write_report(path, data, path.parent, **values | changes)
     return path
 
 
@@ -142,7 +125,7 @@ def launch(driver):
 
 
 class Page:
-    """A page of the browser that notes what must not happen: errors, dialogs, requests other than for the file."""
+    """A page of the browser that notes what must not happen: errors, dialogs, other requests than for the file."""
     def __init__(self, browser, path, **options):
         self.context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
         self.tab, self.faults, self.path, self.address = self.context.new_page(), [], path, path.as_uri()
@@ -193,7 +176,7 @@ def browser():
 
 DATA = make_data(60, ("base", "mtdpo", "sweet"))                    # 3 methods on 60 tasks, and a second sample
 DIALOGUES = DATA["dialogues"]
-DIALOGUES.append(make_dialogue(random.Random(7), 2, 0, DATA["tasks"][0], 0.9) | {"sample": 1})
+DIALOGUES.append(make_dialogue(random.Random(7), 2, 0, DATA["tasks"][0]) | {"sample": 1})
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +204,10 @@ def numbers(tab):
     return [int(cell) for cell in shown(tab, "#list tbody td:first-child")]
 
 
+def signed(value):
+    return f"{value:+.3f}".replace("-", "\u2212")
+
+
 def has(d, kind):
     return any(turn.get("kind") == kind for turn in d["turns"])
 
@@ -246,7 +233,7 @@ def test_first_screen_is_the_table_with_bars(at):
     ("family=game", lambda d, task: task["family"] == "game"),
     ("rounds=6", lambda d, task: d["rounds"] == 6),
     ("kind=repeat", lambda d, task: has(d, "repeat")),
-    ("kind=early+answer", lambda d, task: has(d, "early answer")),
+    ("kind=right+answer", lambda d, task: has(d, "right answer")),
     ("kind=%7Ecut", lambda d, task: any(turn.get("cut") for turn in d["turns"])),
     ("kind=%7Eleak", lambda d, task: any(turn.get("leak") for turn in d["turns"])),
     ("q=LIFE+Bonus", lambda d, task: any("life bonus" in turn["text"].lower() for turn in d["turns"])),
@@ -278,20 +265,17 @@ def test_rows_have_their_task_and_can_be_downloaded(at):
 def test_filters_by_hand_and_back(at):
     tab = at()
     tab.click("nav >> text=Dialogues")
-    assert shown(tab, "#counter") == ["181 of 181 dialogues"]
     tab.select_option("#f-m", "base")
-    tab.select_option("#f-reward", "failed")
-    kept = [i for i, d in enumerate(DIALOGUES) if d["m"] == 0 and d["reward"] < 1]
-    assert numbers(tab) == kept
     tab.locator("#f-q").press_sequentially("bonus")
-    found = [i for i in kept if any("bonus" in turn["text"].lower() for turn in DIALOGUES[i]["turns"])]
-    assert numbers(tab) == found and 0 < len(found) < len(kept)
-    assert tab.evaluate("document.activeElement.id") == "f-q" and tab.url.endswith("m=base&reward=failed&q=bonus")
+    own = [i for i, d in enumerate(DIALOGUES) if d["m"] == 0]
+    found = [i for i in own if any("bonus" in turn["text"].lower() for turn in DIALOGUES[i]["turns"])]
+    assert numbers(tab) == found and 0 < len(found) < len(own)
+    assert tab.evaluate("document.activeElement.id") == "f-q" and tab.url.endswith("m=base&q=bonus")
     tab.go_back()                                                   # typing is one step with what was there before
-    assert numbers(tab) == [i for i, d in enumerate(DIALOGUES) if d["m"] == 0][:100]
-    assert tab.input_value("#f-q") == "" and tab.input_value("#f-reward") == ""
+    assert shown(tab, "#counter") == ["181 of 181 dialogues"]
+    assert tab.input_value("#f-q") == "" and tab.input_value("#f-m") == ""
     tab.go_forward()
-    assert numbers(tab) == found and tab.input_value("#f-reward") == "failed"
+    assert numbers(tab) == found and tab.input_value("#f-m") == "base"
     tab.click("#f-reset")
     assert shown(tab, "#counter") == ["181 of 181 dialogues"]
 
@@ -313,17 +297,18 @@ def test_a_dialogue_shows_every_turn_with_its_advantage(at):
     d = next(i for i, d in enumerate(DIALOGUES) if d["rounds"] == 6 and d["reward"] < 1)
     tab = at(f"#d={d}&turn=3")
     one = DIALOGUES[d]
-    turns = tab.locator("#dialogue .turn")
-    assert turns.count() == len(one["turns"])
-    for place, turn in enumerate(one["turns"]):
-        card = turns.nth(place)
+    cards = tab.locator("#dialogue .turn").all()
+    for place, (card, turn) in enumerate(zip(cards, one["turns"], strict=True)):
         text = card.locator(".said").inner_text()
         assert re.sub(r"\s+", " ", text).strip() == re.sub(r"\s+", " ", turn["text"]).strip()
         assert ("named" in card.get_attribute("class")) == (place == 3)
         if turn["who"] == "agent":
-            assert card.locator(".number").inner_text() == f"{turn['advantage']:+.3f}".replace("-", "\u2212")
+            assert card.locator(".number").inner_text() == signed(turn["advantage"])
             assert card.locator(".badge.kind").inner_text() == turn["kind"]
-    assert tab.locator("#dialogue .sum .number").inner_text().replace("\u2212", "-") == f"{one['advantage']:+.3f}"
+            track, fill = card.locator(".track").bounding_box(), card.locator(".fill").bounding_box()
+            edge = fill["x"] if turn["advantage"] > 0 else fill["x"] + fill["width"]
+            assert edge == pytest.approx(track["x"] + track["width"] / 2, abs=1)
+    assert tab.locator("#dialogue .sum .number").inner_text() == signed(one["advantage"])
     assert tab.locator("#dialogue .bars a").count() == 6 and FORMS["advantages"][0] in tab.inner_text("#dialogue .sum")
     assert tab.locator("#turn-%d-3" % d).evaluate("e => e.getBoundingClientRect().top") < 900
     tab.click("summary:has-text('failed tests')")
@@ -396,10 +381,8 @@ def test_methods_side_by_side(at):
     assert [re.sub(r"\s.*", "", text) for text in shown(tab, ".columns .head a")] == DATA["methods"]
     longest = max(len(DIALOGUES[d]["turns"]) for d in picks)
     assert tab.locator(".columns .cell").count() == 3 * (longest - 1)
-    for place in range(1, longest):
-        there = [d for d in picks if place < len(DIALOGUES[d]["turns"])]
-        boxes = [tab.locator(f"#turn-{d}-{place}").bounding_box() for d in there]
-        assert len({round(box["y"]) for box in boxes}) == 1 and len({box["x"] for box in boxes}) == len(there)
+    boxes = [tab.locator(f"#turn-{d}-1").bounding_box() for d in picks]
+    assert len({round(box["y"]) for box in boxes}) == 1 and len({box["x"] for box in boxes}) == 3
     tab.uncheck("#c-0")
     assert tab.url.endswith("t=0&pick=60%2C120") and tab.locator(".columns .head").count() == 2
     tab.select_option("#c-which-2", "180")
@@ -415,18 +398,12 @@ def test_methods_side_by_side(at):
     assert f"t={differ[0]}&" in tab.url
 
 
-def signed(own):
-    return f"{own['mean']:+.3f}".replace("-", "\u2212")
-
-
 def test_advantage_tables(at):
     tab = at("#view=advantages")
-    summary = advantage_tables(DATA)
-    tables = tab.locator("#advantages table").all()
-    for table, rows in zip(tables, (summary["by_kind"], summary["by_round"]), strict=True):
-        assert [re.split(r"\s*\t\s*|\n", row.inner_text()) for row in table.locator("tbody tr").all()] == [
-            [row["label"], str(row["n"]), signed(row), *(f"{signed(own)} ({own['n']})" if own else "–" for own in map(
-                row["methods"].get, DATA["methods"]))] for row in rows]
+    assert [re.split(r"\s*\t\s*|\n", row) for row in shown(tab, "#advantages tbody tr")] == [
+        ["needed", "224", "+0.303", "+0.357 (112)", "–", "+0.250 (112)"],
+        ["idle", "9", "\u22120.100", "\u22120.100 (9)", "–", "–"],
+        ["1", "1,460", "\u22120.062", "+0.125 (730)", "–", "\u22120.250 (730)"]]
     assert FORMS["advantages"][0] in shown(tab, "#advantages .note")
 
 
@@ -439,8 +416,8 @@ def test_candidates_are_ranked_and_marked(at):
     for rank, (row, candidate) in enumerate(zip(rows, ranked), 1):
         mark = "\u25B2 chosen" if candidate["chosen"] else "\u25BC rejected" if candidate["rejected"] else ""
         cells = [re.sub(r"\s+", " ", text).strip() for text in row.locator("th, td").all_inner_texts()]
-        assert cells == [str(rank), f"{candidate['advantage']:+.3f}".replace("-", "\u2212"), mark, candidate["kind"],
-                         str(candidate["tokens"]), candidate["text"]]
+        assert cells == [str(rank), signed(candidate["advantage"]), mark, candidate["kind"], str(candidate["tokens"]),
+                         candidate["text"]]
         assert ("half" in row.get_attribute("class")) == (rank == 9)
     assert one["history"][0]["text"].split("\n")[0] in tab.inner_text("#candidates .turn")
     assert shown(tab, "#candidates .note") == FORMS["candidates"]
@@ -539,13 +516,8 @@ def test_hostile_texts_stay_texts(hostile, hostile_tab):
         said, *texts = [tab.locator(selector).evaluate("node => node.textContent")
                         for selector in ("#dialogue .said >> nth=-1", ".tests td >> nth=0", ".secret pre >> nth=0")]
         assert said.startswith(attack) and texts == [attack, attack]
-
-
-def test_a_text_has_its_own_direction(hostile, hostile_tab):
-    tab = hostile_tab
-    tab.goto(f"{hostile.as_uri()}#d=13")                            # Arabic
-    assert tab.locator("[dir=auto]").first.evaluate("node => getComputedStyle(node).unicodeBidi") == "isolate"
-    assert tab.locator(".turn .text").first.evaluate("node => getComputedStyle(node).direction") == "rtl"
+        if "\u0645" in attack:                                      # Arabic: a text has its own direction
+            assert tab.locator(".turn .text").first.evaluate("node => getComputedStyle(node).direction") == "rtl"
 
 
 def test_every_address_shows_something(hostile, hostile_tab):
@@ -592,53 +564,48 @@ def test_the_policy_of_the_page_stops_what_is_not_its_script(browser, tmp_path):
     page.close()
 
 
+def without(data, *keys, of_turns=()):
+    """Data whose dialogues, and their turns, lack some keys."""
+    for d in data["dialogues"]:
+        for row, gone in ((d, keys), *((turn, of_turns) for turn in d["turns"])):
+            for key in gone:
+                row.pop(key, None)
+    return data
+
+
 def test_missing_pieces_leave_their_section_out(browser, tmp_path):
     data = make_data(3, num_states=0) | {"forms": {}, "left_out": "4 of 10 dialogues are left out"}
+    data = without(data, "advantage", "known", "failed",
+                   of_turns=("advantage", "kind", "learned", "tokens", "cut", "leak"))
     for task in data["tasks"]:
         del task["facts"], task["family"]
-    for d in data["dialogues"]:
-        for key in ("advantage", "known", "failed"):
-            d.pop(key, None)
-        for turn in d["turns"]:
-            for key in ("advantage", "kind", "learned", "tokens", "cut", "leak"):
-                turn.pop(key, None)
     page = Page(browser, write(tmp_path / "report.html", data))
-    tab = page.open()
-    assert shown(tab, "#nav a") == ["Results", "Dialogues", "Compare"]
+    assert shown(page.tab, "#nav a") == ["Results", "Dialogues", "Compare"]
     for view, place in (("results", "#left-out"), ("dialogues", "#dialogues"), ("compare", "#compare")):
         assert data["left_out"] in page.open(f"#view={view}").inner_text(place)
-    page.open("#d=4")
+    tab = page.open("#d=4")
     assert tab.locator(".turn").count() == len(data["dialogues"][4]["turns"])
     assert not {"advantage", "no."} & set(shown(tab, "#list th"))
     assert tab.locator(".advantage, .strip, .bars, .facts").count() == 0
     for view in ("advantages", "candidates"):
-        page.open(f"#view={view}")
-        assert shown(tab, "#nav a[aria-current]") == ["Results"]
+        assert shown(page.open(f"#view={view}"), "#nav a[aria-current]") == ["Results"]
     page.close()
-
-
-VIEWS = ("results", "dialogues", "compare", "advantages", "candidates", "dialogues&sort=reward",
-         "dialogues&sort=-advantage", "dialogues&reward=failed")
 
 
 def test_pages_without_dialogues_or_numbers_open(browser, tmp_path):
     """As page_data leaves the advantage out where a critic gives no finite number."""
-    page = Page(browser, write(tmp_path / "empty.html", make_data(0), advantages=None))
-    for view in VIEWS:
-        assert page.open(f"#view={view}").locator("#nav a[aria-current]").count() == 1
-    page.close()
-    data = make_data(4, num_states=2)
-    for d in data["dialogues"][:4]:
-        for key in ("reward", "advantage", "sample"):
-            d.pop(key, None)
-        for turn in d["turns"]:
-            turn.pop("advantage", None)
-    page = Page(browser, write(tmp_path / "report.html", data, advantages={"by_kind": [], "by_round": []}))
-    for view in VIEWS:
-        assert page.open(f"#view={view}").locator("main").inner_text() != ""
-    assert "no number" in page.open("#d=0").inner_text("#dialogue .about")
-    assert page.open("#view=dialogues").locator("#list tbody tr").count() == 8
-    page.close()
+    views = ("results", "dialogues", "compare", "advantages", "candidates", "dialogues&sort=reward",
+             "dialogues&sort=-advantage", "dialogues&reward=failed")
+    some = without(make_data(4, num_states=2), "reward", "advantage", "sample", of_turns=("advantage",))
+    for data, advantages in ((make_data(0), None), (some, {"by_kind": [], "by_round": []})):
+        page = Page(browser, write(tmp_path / "report.html", data, advantages=advantages))
+        for view in views:
+            assert page.open(f"#view={view}").locator("#nav a[aria-current]").count() == 1
+            assert page.tab.inner_text("main") != ""
+        assert page.open("#view=dialogues").locator("#list tbody tr").count() == len(data["dialogues"])
+        if data is some:
+            assert "no number" in page.open("#d=0").inner_text("#dialogue .about")
+        page.close()
 
 
 def contrast(tab, selector):

@@ -283,8 +283,7 @@ function filterBar() {
     choice("f-rounds", "rounds", "rounds", each(sorted(DIALOGUES.map(d => d.rounds))), closed),
     kinds.length > 1 ? choice("f-kind", "kind of turn", "kind", kinds, closed) : null,
     el("label", {}, "text ", search),
-    button("f-reset", "reset", () => go(fresh({ view: "dialogues" }))),
-    button("f-download", "download as JSONL", download));
+    button("f-reset", "reset", () => go(fresh({ view: "dialogues" }))));
 }
 
 /** Saves the dialogues that the filters leave, a row each, with their tasks. */
@@ -334,7 +333,8 @@ function drawList() {
 function drawDialogues(before) {
   const section = $("dialogues");
   if (!section.firstChild) {
-    section.append(filterBar(), el("p", { id: "counter", role: "status" }), DATA.left_out ? note(DATA.left_out) : "",
+    section.append(filterBar(), el("div", { class: "filters" }, el("span", { id: "counter", role: "status" }),
+      button("f-download", "download as JSONL", download)), DATA.left_out ? note(DATA.left_out) : "",
       el("div", { id: "browser" }, el("div", { id: "list" }),
         el("article", { id: "dialogue", "aria-label": "The open dialogue" })));
   }
