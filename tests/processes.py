@@ -42,7 +42,7 @@ def prepare_what_stages_need():
     from colbench import scorer
     from lib.models import load_model
     for name in ("jinja2", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "matplotlib.pyplot",
-                 "openai", "peft", "PIL.Image", "scipy.stats", "tokenizers", "tqdm", "torch.distributed.fsdp",
+                 "openai", "peft", "PIL.Image", "tokenizers", "tqdm", "torch.distributed.fsdp",
                  "torch.distributed.checkpoint.state_dict", "transformers.models.llama.modeling_llama", "common",
                  *(f"lib.{path.stem}" for path in root.glob("lib/*.py"))):
         importlib.import_module(name)
