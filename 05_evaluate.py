@@ -229,8 +229,8 @@ def compare(metrics, files, baseline, domain):
         num_tasks = difference["n"] if difference else 0
         if {num_tasks} != {metrics[name]["tasks"], metrics[baseline]["tasks"]}:
             metrics[name].setdefault("notes", []).append(
-                f"against {baseline} compared on {num_tasks:,} tasks: those that both have, if both have as many runs; "
-                "the rates above are those of all")
+                f"against {baseline} compared on {num_tasks:,} tasks (both must have a task, and as many runs); the "
+                "rates above are those of all")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -284,7 +284,10 @@ def candidate_form(folder, domain, form_of_turns):
     """What the scores of the candidates in 04's folder are, in lines, by its args.json."""
     args = read_args(folder)["args"]
     try:
-        critic = common.open_critic(args["critic"], args["model"], None, domain, args["reference_sees_c"])
+        if args["critic"] == common.UNTRAINED:
+            critic = common.untrained_critic(args["model"])
+        else:
+            critic = common.read_critic(args["critic"], None, domain, args["reference_sees_c"])
     except (KeyError, InputError):
         return [f"{folder}: was not ranked by a critic, or by one that is not there any more"]
     lines = [common.critic_line(critic)]

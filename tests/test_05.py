@@ -94,9 +94,9 @@ def test_what_a_comparison_or_an_interval_leaves_out_has_a_line():
     for name, runs in (("two", 2), ("four", 4), ("five", 5)):
         files[name] = scored(*((*row, run) for run in range(runs) for row in base))
     metrics = measured(files, "base")
-    rest = "those that both have, if both have as many runs; the rates above are those of all"
+    rest = "(both must have a task, and as many runs); the rates above are those of all"
     assert [line for line in statistics.note_lines(metrics) if "Clopper" not in line] == [
-        *(f"{name}: against base compared on {n} tasks: {rest}" for name, n in (
+        *(f"{name}: against base compared on {n} tasks {rest}" for name, n in (
             ("few", 2), ("apart", 0), ("two", 0), ("four", 0), ("five", 0))),
         "one run of base, few, apart, same: the intervals leave other seeds out",
         "fewer than five runs of two, four: where runs differ much the intervals are too narrow"]
@@ -227,6 +227,8 @@ def test_logged_rewards_are_not_trusted_and_the_page_has_every_answer_with_its_f
     assert data["dialogues"][1]["failed"] == [{"call": "f(2)", "expected": "2", "got": "1"}]
     assert data["dialogues"][2]["failed"] == [{"call": f"f({n})", "expected": str(n), "got": "0"} for n in (1, 2)]
     assert "u: 1 tests of 1 tasks cannot be graded" in printed and metrics["u"]["tests_passed"] == 0.5
+    assert data["forms"] == {"advantages": []} and data["states"] == [] and "Turn advantages" not in page
+    assert not any("advantage" in turn for dialogue in data["dialogues"] for turn in dialogue["turns"])
     for line in printed.partition("\n\n")[2].splitlines():          # the tables and notes
         assert line.startswith("writes ") or all(cell in page for cell in line.split())
 
@@ -241,12 +243,6 @@ def test_several_files_of_a_name_are_runs_and_a_number_makes_a_curve(ran, tmp_pa
     assert [dialogue["run"] for dialogue in data["dialogues"] if dialogue["m"] == 2] == [0, 0, 0, 1, 1, 1]
     line = refused(5, *written(tmp_path, {"a": (answers(x="0"), answers(z="0"))}))
     assert line.endswith("a.1: the runs of a name must have the same tasks")
-
-
-def test_a_page_without_critic_and_candidates(ran):
-    _, page, data = report_of(ran[0])
-    assert data["forms"] == {"advantages": []} and data["states"] == [] and "Turn advantages" not in page
-    assert not any("advantage" in turn for dialogue in data["dialogues"] for turn in dialogue["turns"])
 
 
 def test_tasks_of_one_name_must_be_one_task_in_all_files(tmp_path):
@@ -311,8 +307,6 @@ def test_costs_of_an_agent_are_its_own_and_its_critic_s(tmp_path):
         "judged      0.000        0.000      0.0"]
     assert costs["sweet"] == {"trained_tokens": 2_250_000, "generated_tokens": 750_000, "seconds": 150}
 
-
-def test_costs_without_records_are_bad_input(tmp_path):
     words, path = [*written(tmp_path, {"a": answers(x="1")}), "--costs"], tmp_path / "a.0"
     assert refused(5, *words) == (f"{path}: no args.json of a rollout beside it; --costs needs what 02_rollout.py "
                                   "keeps there")

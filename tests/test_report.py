@@ -1,15 +1,12 @@
-"""lib/report/: curves as numbers in the SVG, a page in which nothing that a dialogue says is markup, and which stays
-small; turn advantages by hand; rows of 05 --export messages."""
-import base64
+"""lib/report/: curves as numbers in the SVG, the data of the page, which stays small; turn advantages by hand; rows of
+05 --export messages. test_report_page.py opens pages."""
 import collections
-import hashlib
 import json
 import math
 import re
 import time
 import types
 import xml.etree.ElementTree as ElementTree
-from html.parser import HTMLParser
 
 import pytest
 from matplotlib import rc_context
@@ -69,34 +66,19 @@ def test_curves_have_labels_points_and_error_bars_in_colours_that_colour_blind_p
 HOSTILE = """</script><script>alert(1)</script><img src=x onerror='alert(2)'>"&amp;$\\frac$\u2028"""
 
 
-class Reader(HTMLParser):
-    """The elements and attributes of a page, its text, and the text of each script."""
-    def __init__(self, page):
-        super().__init__()
-        self.tags, self.attributes, self.text, self.scripts, self.inside = [], set(), "", [], None
-        self.feed(page)
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.append(tag)
-        self.attributes |= {name for name, _ in attributes}
-        self.inside = tag
-
-    def handle_endtag(self, tag):
-        self.inside = None
-
-    def handle_data(self, data):
-        if self.inside == "script":
-            self.scripts.append(data)
-        elif self.inside != "style":
-            self.text += data
-
-
 def write_page(folder, data, **variables):
     """write_report with little but the data; returns the data of the page."""
     values = {"metrics": {}, "metric": "success_rate", "metric_heading": "m", "headings": [], "rows": [], "notes": [],
               "tables": {}, "plots": [], "advantages": None, "forms": {}} | variables
     write_report(folder / "r.html", data, folder / "images", **values)
-    return strict(Reader((folder / "r.html").read_text(encoding="utf-8")).scripts[0])
+    return data_of(folder / "r.html")
+
+
+def data_of(path):
+    """The data of a page, in which no text is markup."""
+    page = path.read_text(encoding="utf-8")
+    assert page.count("<script") == page.count("</script") == 2 and "<img" not in page
+    return strict(re.search('id="data">([^<>&\u2028]*)</script>', page)[1])
 
 
 def strict(text):
@@ -106,41 +88,9 @@ def strict(text):
     return json.loads(text, parse_constant=refuse)
 
 
-@pytest.fixture(scope="module")
-def hostile(tmp_path_factory):
-    """(the data of a page with markup in every field, the page)."""
-    folder = tmp_path_factory.mktemp("hostile")
-    row = {"task_id": HOSTILE, "task": {"problem_description": HOSTILE, "ground_truth": HOSTILE, "test_cases": {}},
-           "sample": 0, "reward": 0.5, "answer": HOSTILE, "failed": [{"call": HOSTILE, "expected": HOSTILE, "got": None,
-                                                                      "said": HOSTILE}],
-           "dialogue_history": [{"role": "user", "content": HOSTILE}, {"role": HOSTILE, "content": HOSTILE},
-                                {"role": "assistant", "content": HOSTILE}]}
-    measure_turns([row], backend)
-    metrics = {HOSTILE: point(0.5, 0.25, 0.75)}
-    svgs = plots.report_plots("success_rate", {HOSTILE: {1: point(0.5, 0.4, 0.6)}},
-                              {HOSTILE: [{"step": 1, "loss": 0.5, "nll": 0.25}]})
-    advantages = {"by_kind": [{"label": HOSTILE, "n": 1, "mean": -0.5, "methods": {}}], "by_round": []}
-    forms = {"advantages": [HOSTILE]}
-    data = write_page(folder, page_data({HOSTILE: [row]}, backend, forms), metrics=metrics, metric_heading=HOSTILE,
-                      headings=[HOSTILE], rows=[[HOSTILE, HOSTILE]], notes=[HOSTILE], tables={HOSTILE: HOSTILE},
-                      plots=svgs, advantages=advantages, forms=forms)
-    return data, (folder / "r.html").read_text(encoding="utf-8")
-
-
-def test_nothing_that_a_dialogue_says_is_markup(hostile):
-    data, page = hostile
-    found = Reader(page)
-    assert found.tags.count("script") == 2 == len(found.scripts) and "img" not in found.tags
-    assert not any(name.startswith("on") for name in found.attributes)
-    assert not set("<>&\u2028") & set(found.scripts[0])
-    assert data["dialogues"][0]["turns"][1]["text"] == data["dialogues"][0]["failed"][0]["said"] == HOSTILE
-    assert found.text.count(HOSTILE.partition("$")[0]) >= 10        # names, headings, notes, labels of the plots
-    [digest] = re.findall(r"script-src 'sha256-([^']+)'", page)
-    assert digest == base64.b64encode(hashlib.sha256(found.scripts[1].encode()).digest()).decode()
-
-
-def test_plots_take_the_page_s_colour_and_have_ids_of_their_own(hostile):
-    svgs = re.findall(r"<svg.*?</svg>", hostile[1], re.DOTALL)
+def test_plots_take_the_page_s_colour_and_have_ids_of_their_own():
+    plot = plots.report_plots("success_rate", CURVES, {HOSTILE: [{"step": 1, "loss": 0.5, "nll": 0.25}]})
+    svgs = [svg for _, svg, _ in plot]
     assert len(svgs) == 2 and all(ElementTree.fromstring(svg) is not None for svg in svgs)
     ids = [name for svg in svgs for name in re.findall(r' id="([^"]*)"', svg)]
     assert len(ids) == len(set(ids))
@@ -253,11 +203,8 @@ def test_05_makes_a_page_of_hostile_fields_and_makes_it_anew_as_it_was(tmp_path,
     write(tmp_path / "a.jsonl", [hostile_row(*field, f"x{number}") for number, field in enumerate(FIELDS)])
     path, flags = tmp_path / "out" / "report.html", [f"a={tmp_path / 'a.jsonl'}", "--out", str(tmp_path / "out")]
     stage(5).main(flags)
-    page = path.read_text(encoding="utf-8")
-    found = Reader(page)
-    assert found.tags.count("script") == 2 and "img" not in found.tags and "data:image/jpeg" not in page
-    assert not any(name.startswith("on") for name in found.attributes) and len(page.encode("utf-8")) <= 1_000_000
-    data = strict(found.scripts[0])
+    page, data = path.read_text(encoding="utf-8"), data_of(path)
+    assert len(page.encode()) <= 1_000_000
     assert len(data["dialogues"]) == len(data["tasks"]) == len(FIELDS) and data["images"] == {}
     assert all(len(dialogue["turns"]) == 4 for dialogue in data["dialogues"])
     assert "05_evaluate.py a=" in page and time.strftime("%Y-%m-%d)") in page

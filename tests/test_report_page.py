@@ -495,7 +495,10 @@ def hostile(tmp_path_factory):
     many = "\U0001F600" * 3000 + "a" * (2 ** 20 - 3000)
     data["dialogues"][0]["turns"][1]["text"] = many
     path = tmp_path_factory.mktemp("hostile") / "report.html"
-    return write(path, data, notes=[ATTACKS[0]], tables={ATTACKS[1]: ATTACKS[0]}, metric_heading=ATTACKS[1])
+    script, image, *_ = ATTACKS
+    plots = report_plots("success_rate", {script: {1: {"success_rate": 0.5}}}, {image: [{"step": 1, "loss": 1}]})
+    return write(path, data, notes=[script], tables={image: script}, metric_heading=image, plots=plots,
+                 advantages={"by_kind": [advantage_row(script, 1, **{image: 0.5})], "by_round": []})
 
 
 @pytest.fixture(scope="module")
