@@ -480,8 +480,9 @@ ATTACKS = ["</script><script>document.title = 'ran'</script>", "<img src=x onerr
 
 
 @pytest.fixture(scope="module")
-def hostile(tmp_path_factory):
-    """A page with attacks in every field, and a turn of a megabyte."""
+def hostile(browser, tmp_path_factory):
+    """The Page with attacks in every field, and a turn of a megabyte. After all tests nothing has run, and its title is
+    the one that it began with."""
     data = make_data(len(ATTACKS), (ATTACKS[0], "<b>sweet</b>"), num_states=3)
     data |= {"left_out": ATTACKS[0], "forms": dict.fromkeys(FORMS, [ATTACKS[0]])}
     for number, attack in enumerate(ATTACKS):
@@ -497,25 +498,20 @@ def hostile(tmp_path_factory):
     path = tmp_path_factory.mktemp("hostile") / "report.html"
     script, image, *_ = ATTACKS
     plots = report_plots("success_rate", {script: {1: {"success_rate": 0.5}}}, {image: [{"step": 1, "loss": 1}]})
-    return write(path, data, notes=[script], tables={image: script}, metric_heading=image, plots=plots,
-                 advantages={"by_kind": [advantage_row(script, 1, **{image: 0.5})], "by_round": []})
-
-
-@pytest.fixture(scope="module")
-def hostile_tab(browser, hostile):
-    """The page, open; after all tests nothing has run, and its title is the one that it began with."""
-    page = Page(browser, hostile)
-    yield page.open()
+    page = Page(browser, write(
+        path, data, notes=[script], tables={image: script}, metric_heading=image, plots=plots,
+        advantages={"by_kind": [advantage_row(script, 1, **{image: 0.5})], "by_round": []}))
+    yield page
     assert page.tab.title() == "Evaluation"
     page.close()
 
 
-def test_hostile_texts_stay_texts(hostile, hostile_tab):
-    tab = hostile_tab
+def test_hostile_texts_stay_texts(hostile):
+    tab = hostile.open("#view=results")
     assert shown(tab, ".results tbody th") == [ATTACKS[0], "<b>sweet</b>"]
     tab.check("#secrets")
     for number, attack in enumerate(ATTACKS):
-        tab.goto(f"{hostile.as_uri()}#d={number}")
+        hostile.open(f"#d={number}")
         said, *texts = [tab.locator(selector).evaluate("node => node.textContent")
                         for selector in ("#dialogue .said >> nth=-1", ".tests td >> nth=0", ".secret pre >> nth=0")]
         assert said.startswith(attack) and texts == [attack, attack]
@@ -523,20 +519,17 @@ def test_hostile_texts_stay_texts(hostile, hostile_tab):
             assert tab.locator(".turn .text").first.evaluate("node => getComputedStyle(node).direction") == "rtl"
 
 
-def test_every_address_shows_something(hostile, hostile_tab):
+def test_every_address_shows_something(hostile):
     views = ("compare", "advantages", "candidates", "failures", "dialogues&q=%3Cscript", "dialogues&q=__proto__",
-             "dialogues&sort=constructor",
-             "__proto__", "constructor", "dialogues&m=constructor&kind=__proto__&page=-7",
-             "compare&t=__proto__&pick=a,99999", "<script>")
+             "dialogues&sort=constructor", "__proto__", "constructor", "candidates&kind=__proto__&side=constructor",
+             "dialogues&m=constructor&kind=__proto__&page=-7", "compare&t=__proto__&pick=a,99999", "<script>")
     for fragment in (*(f"view={view}" for view in views), "d=__proto__", "d=-1&turn=x", "d=99999999", "s=1e9",
                      "d=1&turn=%3Cscript%3E", "%E0%A4%A"):
-        hostile_tab.goto(f"{hostile.as_uri()}#{fragment}")
-        assert hostile_tab.locator("main").inner_text() != ""
+        assert hostile.open(f"#{fragment}").inner_text("main") != ""
 
 
-def test_a_long_text_is_cut_until_it_is_asked_for(hostile, hostile_tab):
-    tab = hostile_tab
-    tab.goto(f"{hostile.as_uri()}#d=0")
+def test_a_long_text_is_cut_until_it_is_asked_for(hostile):
+    tab = hostile.open("#d=0")
     block = tab.locator("#turn-0-1 .text")
     assert len(block.inner_text()) <= 5001
     tab.click("text=show all 1,048,576 characters")
