@@ -105,7 +105,7 @@ def test_an_untrained_critic_scores_by_the_gain(few, tiny, untrained):
 
 
 def test_released_ranking_is_the_printed_one_and_the_gain(few, critic, tiny, untrained):
-    """METHOD.md, section 7.1: with a blind reference a score is eq. 3 as printed plus the gain under the reference."""
+    """With a blind reference a score is eq. 3 as printed plus the gain under the reference."""
     tokenizer, points = tiny[1], points_of(read_trajectories(few)[:3])
     scores = {}
     for reference in (True, False):
