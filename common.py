@@ -470,9 +470,7 @@ def hidden_states(model, batch):
     """The last hidden state of each token, (R, T, H)."""
     mask = None                                   # rows are padded on the right: with causal attention no token sees it
     if batch.mask is not None:
-        # added to scores, because as bool every layer would keep a copy like it
-        window = models.sliding_window(model)
-        mask = models.decoder_mask(model, window, batch.mask, batch.positions, batch.positions, is_added=True)
+        mask = models.decoder_mask(model, models.sliding_window(model), batch.mask, batch.positions, batch.positions)
     output = model.get_decoder()(input_ids=batch.ids, attention_mask=mask, position_ids=batch.positions,
                                  use_cache=False)
     return output.last_hidden_state

