@@ -3,29 +3,24 @@
     python tests/bench_gpu.py --parts decode lora-compiled --out rows.jsonl
     python tests/bench_gpu.py --device cpu --shapes tiny          # tries this program
 
-Models have random weights, made on the GPU. Each part runs in a process of its own, with a time limit.
+Models have random weights, made on the GPU.
 decode         a decoding step of the engine against the time in which the GPU reads all weights, keys and values
-lora, critic, dpo    training steps; NAME-compiled: with --compile, of rows of several lengths
-score          16 candidates of a turn, in a tree
-MFU is 6 N D over 989 TFLOP/s (H100, H200), of LoRA 4 N D, of scoring 2 N D: N parameters without input embeddings, D
-tokens without padding. plan_gb: what --dry-run predicts."""
+lora, critic   training steps; NAME-compiled: with --compile, of rows of several lengths
+MFU is 6 N D over 989 TFLOP/s (H100, H200), of LoRA 4 N D: N parameters without input embeddings, D tokens without
+padding. plan_gb: what --dry-run predicts."""
 import argparse
 import asyncio
 import functools
 import json
-import multiprocessing
-import os
 import pathlib
 import random
 import statistics
 import sys
 import time
 
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"   # or asking whether there is a GPU would spoil CUDA for all forks
-
-import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-import transformers  # noqa: E402
+import torch
+import torch.nn.functional as F
+import transformers
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import common  # noqa: E402
@@ -38,8 +33,7 @@ NAMES = "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_
 SHAPES = {"8B": ((4096, 14336, 32, 32, 8), 128256, False), "1B": ((2048, 8192, 16, 32, 8), 128256, True),
           "SmolLM2": ((576, 1536, 30, 9, 3), 49152, True), "tiny": ((64, 128, 2, 4, 2), 512, False)}
 TREE, DIALOGUE = (600, 80, 8), (0, 256, 8)      # tokens of a prompt, of a turn; turns
-# model, rank of LoRA, a row's form, rows of a micro-batch
-TRAINING = {"lora": ("8B", 16, TREE, 6), "critic": ("1B", 0, DIALOGUE, 8), "dpo": ("1B", 0, TREE, 8)}
+TRAINING = {"lora": ("8B", 16, TREE, 6), "critic": ("1B", 0, DIALOGUE, 8)}      # model, rank of LoRA, rows and number
 DECODING = [("8B", 64), ("8B", 16), ("8B", 256), ("8B", 1), ("SmolLM2", 16)]                # model, rows
 PROMPT_TOKENS, NEW_TOKENS = 520, 48
 
@@ -101,6 +95,8 @@ def train(name, is_tiny):
     if is_tiny:
         shape, form, num_rows = "tiny", (form[0] // 20, 9, form[2]), 2
     run, lora = start(0), None
+    if run.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     if rank:
         lora = models.import_peft().LoraConfig(r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM",
                                                target_modules="all-linear")
@@ -123,14 +119,6 @@ def train(name, is_tiny):
     planned = memory.PlannedStep(1, sharding, num_rows, num_rows, 1, len(items[0][0].ids), form[0] > 0, lora)
     yield {"model": shape, "first_s": first_s, **speed(scorer.model, 4 if rank else 6, items, seconds),
            "plan_gb": memory.memory_plan(config_of(shape), planned, common.token_logps)["total"] / 1e9}
-
-
-def score(name, is_tiny):
-    shape, form = ("tiny", (30, 9, 16)) if is_tiny else ("8B", (600, 80, 16))
-    device = start(0).device
-    scorer, items = random_scorer(shape, device).eval(), random_items(8, *form)
-    work = functools.partial(common.action_outputs, scorer, items, 16384, device)
-    yield {"model": shape, **speed(scorer.model, 2, items, statistics.median(seconds_of(work, 3, device)))}
 
 
 def decode(name, is_tiny):
@@ -163,26 +151,9 @@ def seconds_of_steps(engine, num_rows):
     return seconds
 
 
-PARTS = {"decode": decode, "score": score}
+PARTS = {"decode": decode}
 for kind in TRAINING:
     PARTS |= {kind: train, f"{kind}-compiled": train}
-
-
-def work(name, args):
-    """The process of a part."""
-    begin, rows = time.perf_counter(), []
-    try:
-        rows += PARTS[name](name, args.shapes == "tiny")
-    except Exception as error:
-        rows.append({"error": f"{type(error).__name__}: {error}"[:300]})
-    card = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    rows.append({"wall_s": time.perf_counter() - begin, "card": card, "torch": torch.__version__,
-                 "transformers": transformers.__version__})
-    with open(args.out, "a") as file:
-        for row in rows:
-            text = json.dumps({"part": name, **row})
-            print(text, flush=True)
-            file.write(text + "\n")
 
 
 def main():
@@ -190,19 +161,18 @@ def main():
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--shapes", choices=["full", "tiny"], default="full")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--limit", type=float, default=90, help="seconds of a part")
     parser.add_argument("--out", default="bench_gpu.jsonl", help="file to append to")
     args = parser.parse_args()
     if args.device == "cpu":
         torch.cuda.is_available = lambda: False
-    for name in args.parts:
-        process = multiprocessing.get_context("fork").Process(target=work, args=(name, args))
-        process.start()
-        process.join(args.limit)
-        if process.is_alive():
-            print(json.dumps({"part": name, "error": "took too long"}), flush=True)
-            process.kill()
-            process.join()
+    card = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
+    versions = {"card": card, "torch": torch.__version__, "transformers": transformers.__version__}
+    with open(args.out, "a") as file:
+        for name in args.parts:
+            for row in PARTS[name](name, args.shapes == "tiny"):
+                text = json.dumps({"part": name, **row, **versions})
+                print(text, flush=True)
+                file.write(text + "\n")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ class PlainGraph:
         self.replay = work
 
 
-@pytest.mark.parametrize("slots, has_few_shapes", [(1, False), (3, False), (32, False), (3, True), (32, True)])
+@pytest.mark.parametrize("slots, has_few_shapes", [(1, False), (3, False), (32, True)])
 def test_samples_do_not_depend_on_the_batch(tiny, slots, has_few_shapes, monkeypatch):
     """has_few_shapes: as on a GPU."""
     model, _ = tiny
@@ -100,7 +100,7 @@ def test_a_dialogue_computes_only_what_is_new(tiny):
     assert engine.stats["reused_tokens"] == before["reused_tokens"]          # another dialogue's cache is not read
 
 
-@pytest.mark.parametrize("slots", [6, 4, 3])
+@pytest.mark.parametrize("slots", [6, 3])
 def test_dialogues_in_flight(tiny, slots):
     """Dialogues of several turns and samples, whose people answer at once or later; slots move, and are taken away."""
     model, _ = tiny
@@ -109,7 +109,7 @@ def test_dialogues_in_flight(tiny, slots):
 
     async def play(number, prompt):
         rng = random.Random(number)
-        for turn in range(5):
+        for turn in range(4):
             randoms = randoms_of(number, turn, samples=1 + number % 3, max_new_tokens=rng.randrange(3, 20))
             found[number, turn] = new = await engine.generate(prompt, randoms, 1.0, key=number)
             expected[number, turn] = plain(model, prompt, randoms)

@@ -26,9 +26,8 @@ QWEN = {**HALVES, "use_sliding_window": True, "max_window_layers": 0}
 FULL = {                                                            # every layer sees all tokens before it
     "llama": {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "rope_theta": 5e5,
                                   "high_freq_factor": 4.0, "original_max_position_embeddings": 32}},
-    "qwen3": {}, "qwen3_moe": EXPERTS, "olmo2": {}, "phi3": {}, "smollm3": {"no_rope_layers": [1, 0]}, "gpt2": GPT2,
-    "gpt_neox": {}, "granite": {"logits_scaling": 4.0}, "cohere": {"logit_scale": 0.3},
-    "nanochat": {"final_logit_softcapping": 3.0}}
+    "qwen3_moe": EXPERTS, "gpt2": GPT2, "gpt_neox": {}, "granite": {"logits_scaling": 4.0},
+    "cohere": {"logit_scale": 0.3}, "nanochat": {"final_logit_softcapping": 3.0}}
 WINDOWED = {                                                        # some layers, or all, see the last tokens alone
     "afmoe": {**HALVES, **EXPERTS}, "cohere2": HALVES, "cwm": HALVES, "exaone4": HALVES,
     "exaone_moe": {**HALVES, **EXPERTS}, "gemma2": {**WINDOW, "final_logit_softcapping": 3.0}, "gemma3_text": HALVES,
@@ -103,9 +102,9 @@ def test_all_families_whose_windows_are_known_are_here():
 def test_the_likeliest_tokens_are_those_of_generate(tokenizer, family):
     model = model_of(family)
     prompts = [common.encode(tokenizer, PROMPT), common.encode(tokenizer, PROMPT)[:7]]
-    outputs = generate(model, prompts, torch.full((2, 12), .5), 0, [780, 17])
+    outputs = generate(model, prompts, torch.full((2, 6), .5), 0, [780, 17])
     for prompt, ids in zip(prompts, outputs):
-        expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=[780, 17])
+        expected = model.generate(torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=[780, 17])
         assert ids == expected[0, len(prompt):].tolist()
 
 
@@ -148,18 +147,16 @@ TRAJECTORY = {"task": {"problem_description": "f", "ground_truth": "def f(): 1",
                                                 {"role": "assistant", "content": "Thanks"}]}
 
 
-@pytest.mark.parametrize("template, num_rows", [(GEMMA, 1), (MISTRAL, 1), (PHI, 1), (DATED, 1)])
-def test_turns_that_are_rendered_again_end_as_in_the_template(template, num_rows):
+@pytest.mark.parametrize("template", [GEMMA, MISTRAL, PHI, DATED])
+def test_turns_that_are_rendered_again_end_as_in_the_template(template):
     tokenizer = load_tokenizer(str(ROOT / "models" / "tiny"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<turn>", "<eot>"], "bos_token": "<s>",
                                   "eos_token": "<eos>"})
     tokenizer.chat_template = template
     end, other = tokenizer.convert_tokens_to_ids(["<eot>", "<eos>"] if template != MISTRAL else ["<eos>", "<eot>"])
     turns = common.agent_turns(tokenizer, TRAJECTORY)
-    rows = common.rows_of_trajectory(tokenizer, turns, TRAJECTORY["task"])
-    assert len(rows) == num_rows
+    [row] = common.rows_of_trajectory(tokenizer, turns, TRAJECTORY["task"])
     for number, text in enumerate(["What fee?", "Thanks"]):
-        [row] = [row for row in rows if number in row.turn_ids]
         ids = [token for token, action in zip(row.ids, row.turn_ids) if action == number]
         assert ids[-1] == end and other not in ids and tokenizer.decode(ids[:-1]).strip() == text
     system = common.our_system(TRAJECTORY)
@@ -176,8 +173,8 @@ def test_turns_that_are_rendered_again_end_as_in_the_template(template, num_rows
 
 # --- folders
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma2", "gpt2"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family, dtype", [("llama", "float32"), ("qwen3_moe", "float32"), ("gemma2", "bfloat16"),
+                                           ("gpt2", "bfloat16")])
 def test_what_is_saved_loads_again_as_it_was(tokenizer, tmp_path, family, dtype):
     """Weights, whether they are tied, and all ids that end a turn, which generation_config.json may have alone."""
     from transformers import AutoModelForCausalLM
