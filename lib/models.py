@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from colbench.schema import label, record
 from lib.runtime import files_digest, InputError, is_main, on_main, one_line, read_json, say
 
-ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER = record({"base_model_name_or_path": label})
 
 
@@ -533,27 +533,32 @@ def save_model(folder, model, tokenizer, merge=False):
     `merge`, the sum of both in float32, where the base is that of its own files, as the model may hold it in
     bfloat16."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, StateDictOptions
-    layers = adapter_layers(model)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=bool(layers))
+    folder, has_adapter = pathlib.Path(folder), bool(adapter_layers(model))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=has_adapter)
     tensors = get_model_state_dict(model, options=options)
     if not is_main():
         return
-    if layers:
-        config = model.peft_config["default"]
-        config.inference_mode, config.target_modules = True, sorted(config.target_modules)       # a set has no order
-    else:
-        once = dict([*model.named_parameters(), *model.named_buffers()])    # a tied weight has one name of its two here
-        tensors = {name: tensor for name, tensor in tensors.items() if name in once}
-    if layers and merge:
-        adapter_folder = pathlib.Path(folder) / "initial" / "adapter"
-        save_whole(adapter_folder, model, tokenizer, tensors)
-        model, tensors = whole_model(str(adapter_folder)), None
-    save_whole(folder, model, tokenizer, tensors)
+    if has_adapter:
+        adapter_folder = folder / "initial" / "adapter" if merge else folder
+        save_adapter(adapter_folder, model, tokenizer, tensors)
+        if not merge:
+            return
+        model = whole_model(str(adapter_folder))
+        tensors = model.state_dict()
+    once = dict([*model.named_parameters(), *model.named_buffers()])    # a tied weight has one of its two names here
+    model.save_pretrained(folder, state_dict={name: tensors[name] for name in tensors if name in once})
+    tokenizer.save_pretrained(folder)
 
 
-def save_whole(folder, model, tokenizer, tensors):
-    """Write a model with these tensors (None: its own) and its tokenizer; for one rank."""
-    model.save_pretrained(folder, state_dict=tensors)
+def save_adapter(folder, model, tokenizer, tensors):
+    """Write a model's adapter, of which these are the tensors, and the tokenizer in PEFT's format; for one rank."""
+    from safetensors.torch import save_file
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {peft_name(name): tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
+    config = model.peft_config["default"]
+    config.inference_mode, config.target_modules = True, sorted(config.target_modules)       # a set has no order
+    config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
@@ -616,15 +621,14 @@ def add_adapter(model, config, dtype=torch.float32):
     """Put a new adapter into a model, whose own parameters are frozen. InputError where one of the config's
     targets names no layer of the model; the output projection and embeddings are computed elsewhere."""
     from transformers.pytorch_utils import Conv1D
-    targets, base = config.target_modules, config.base_model_name_or_path
+    targets = config.target_modules
     if targets != "all-linear":
         layers = model.base_model.named_modules()
         names = [f".{name}" for name, layer in layers if isinstance(layer, (torch.nn.Linear, Conv1D))]
         for target in targets:
             if not any(name.endswith(f".{target}") for name in names):
                 raise InputError(f"--lora-targets {target}: names no linear layer of the model")
-    model.add_adapter(config)
-    config.base_model_name_or_path = base
+    import_peft().inject_adapter_in_model(config, model)
     if config.target_parameters:                                    # what peft makes of all-linear in some families
         raise InputError("--lora: would adapt experts, which are no linear layers; name those of the attention "
                          "(--lora-targets q_proj v_proj, say)")
@@ -640,6 +644,11 @@ def adapter_layers(model):
 def adapter_parameters(model):
     """{name: parameter} of a model's adapter; empty where it has none."""
     return {name: parameter for name, parameter in model.named_parameters() if ".lora_" in name}
+
+
+def peft_name(name):
+    """The name of an adapter's parameter in PEFT's files."""
+    return "base_model.model." + name.replace(".default.", ".")
 
 
 def set_tensors(module, tensors, **options):
@@ -663,10 +672,8 @@ def load_adapter(model, folder):
     """Read the weights of an adapter folder into a model that has such an adapter (add_adapter)."""
     from safetensors.torch import load_file
     with loading(folder):
-        tensors = load_file(pathlib.Path(folder) / "adapter_model.safetensors")
-        for name in adapter_parameters(model):
-            tensors[name] = tensors.pop("base_model.model." + name.replace(".default.", "."))
-        set_tensors(model, tensors)
+        tensors = load_file(pathlib.Path(folder) / ADAPTER_WEIGHTS)
+        set_tensors(model, {name: tensors[peft_name(name)] for name in adapter_parameters(model)})
 
 
 @contextlib.contextmanager
