@@ -110,7 +110,8 @@ class Engine:
         temperature: at 0 the likeliest token is taken.
         key: what earlier requests of the same key (the agent's side of a dialogue, say) left in the cache is used."""
         num_samples, max_new_tokens = uniforms.shape
-        assert num_samples <= len(self.slots) and len(prompt) + max_new_tokens <= self.max_tokens
+        assert num_samples <= len(self.slots)
+        assert len(prompt) + max_new_tokens <= self.max_tokens
         outputs = [[] for _ in range(num_samples)]
         request = Request(list(prompt), uniforms.tolist(), temperature, key, outputs, num_samples, asyncio.Future())
         self.waiting.append(request)
@@ -129,7 +130,7 @@ class Engine:
                 await asyncio.sleep(0)
         except Exception as error:                              # out of memory, say: all who wait hear of it
             active = [slot.request for slot in self.slots if slot.request]
-            for request in self.waiting + active:
+            for request in [*self.waiting, *active]:
                 if not request.future.done():
                     request.future.set_exception(error)
 
@@ -159,7 +160,8 @@ class Engine:
     def batches(self, admitted):
         """Batches to prefill, [[slots of a request, …], …], each of prompts that lack about as many tokens."""
         batches, lengths = [], []
-        for slots in sorted(admitted, key=lambda slots: num_missing(slots[0])):
+        by_length = sorted(admitted, key=lambda slots: num_missing(slots[0]))
+        for slots in by_length:
             length = num_missing(slots[0])
             lengths.append(length)
             num_padded = length * len(lengths)                                      # it is the longest so far
@@ -202,7 +204,8 @@ class Engine:
         num_rows = 1 + active[-1].row                           # idle ones among them are computed too, for nothing
         if self.has_few_shapes:
             num_rows = min(2 ** (num_rows - 1).bit_length(), len(self.slots))
-        inputs = torch.tensor([step_input(slot) for slot in self.slots[:num_rows]], dtype=torch.float64)        # (R, 4)
+        inputs = [step_input(slot) for slot in self.slots[:num_rows]]
+        inputs = torch.tensor(inputs, dtype=torch.float64)                                            # (R, 4)
         width = 1 + int(inputs[:, 1].max())
         if self.has_few_shapes:
             width = few_sizes(width)
@@ -282,7 +285,8 @@ class Engine:
         target_rows = torch.tensor([slot.row for slot in targets], device=self.device)
         for keys_and_values in self.layers:
             for cached in keys_and_values:
-                cached[target_rows, :, :length] = cached[source_rows, :, :length]
+                copies = cached[source_rows, :, :length]
+                cached[target_rows, :, :length] = copies
 
     def forward(self, rows, ids, positions, width):
         """The last hidden states (R, T, H) of new ids (R, T) at `positions` (R, T) in R rows of the cache, of which the
@@ -316,8 +320,9 @@ class Engine:
         if length >= self.width:
             return cached
         self.graphs.clear()                                     # they read the old cache
-        new_length = max(self.width, min(length * 3 // 2, self.max_tokens))
-        return F.pad(cached, (0, 0, 0, new_length - length))
+        new_length = min(length * 3 // 2, self.max_tokens)
+        missing = max(self.width, new_length) - length
+        return F.pad(cached, (0, 0, 0, missing))
 
 
 def num_shared(slot, request):
@@ -329,8 +334,8 @@ def num_shared(slot, request):
 
 def num_missing(slot):
     """Tokens of its prompt that a slot's row has not, but for the last one, which decoding reads."""
-    num_tokens = len(slot.request.prompt)
-    return num_tokens - len(slot.ids) - 1
+    prompt = slot.request.prompt
+    return len(prompt) - len(slot.ids) - 1
 
 
 def step_input(slot):

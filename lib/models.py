@@ -551,10 +551,10 @@ def save_model(folder, model, tokenizer, merge=False):
 
 
 def save_adapter(folder, model, tokenizer, tensors):
-    """Write a model's adapter, of which these are the tensors, and the tokenizer in PEFT's format; for one rank."""
+    """Write a model's adapter, whose values are in `tensors`, and the tokenizer in PEFT's format; for one rank."""
     from safetensors.torch import save_file
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {peft_name(name): tensor.contiguous() for name, tensor in tensors.items()}
+    tensors = {peft_name(name): tensors[name].contiguous() for name in adapter_parameters(model)}
     save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = model.peft_config["default"]
     config.inference_mode, config.target_modules = True, sorted(config.target_modules)       # a set has no order
@@ -621,13 +621,12 @@ def add_adapter(model, config, dtype=torch.float32):
     """Put a new adapter into a model, whose own parameters are frozen. InputError where one of the config's
     targets names no layer of the model; the output projection and embeddings are computed elsewhere."""
     from transformers.pytorch_utils import Conv1D
-    targets = config.target_modules
-    if targets != "all-linear":
-        layers = model.base_model.named_modules()
-        names = [f".{name}" for name, layer in layers if isinstance(layer, (torch.nn.Linear, Conv1D))]
-        for target in targets:
-            if not any(name.endswith(f".{target}") for name in names):
-                raise InputError(f"--lora-targets {target}: names no linear layer of the model")
+    targets, head = config.target_modules, model.get_output_embeddings()
+    layers = [f".{name}" for name, layer in model.named_modules()
+              if isinstance(layer, (torch.nn.Linear, Conv1D)) and layer is not head]
+    for target in [] if targets == "all-linear" else targets:
+        if not any(layer.endswith(f".{target}") for layer in layers):
+            raise InputError(f"--lora-targets {target}: names no linear layer of the model")
     import_peft().inject_adapter_in_model(config, model)
     if config.target_parameters:                                    # what peft makes of all-linear in some families
         raise InputError("--lora: would adapt experts, which are no linear layers; name those of the attention "

@@ -207,7 +207,7 @@ def test_an_adapter_of_transposed_weights_is_merged(tokenizer, tmp_path):
 
 def test_an_adapter_of_experts_is_refused_before_training(tokenizer, tmp_path):
     folder = folder_of(model_of("qwen3_moe"), tokenizer, tmp_path)
-    with pytest.raises(InputError, match="--lora-targets all-linear: would adapt experts, .* q_proj v_proj"):
+    with pytest.raises(InputError, match="--lora: would adapt experts, .* q_proj v_proj"):
         lora_config(folder, 4, None, False)
     assert lora_config(folder, 4, ["q_proj", "v_proj"], False)
 

@@ -85,7 +85,7 @@ def largest_b(tensors):
 def test_the_first_loss_is_log_2_and_it_falls(critic, policy):
     for folder in (critic, policy):
         steps = read(folder / "metrics.jsonl")
-        assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-5) and steps[-1]["loss"] < 0.67
+        assert steps[0]["loss"] == pytest.approx(math.log(2), abs=1e-5) and steps[-1]["loss"] < 0.68
 
 
 def test_the_adapter_alone_is_trained_and_kept_in_states(few, tmp_path, monkeypatch):
