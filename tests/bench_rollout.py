@@ -138,10 +138,8 @@ def main():
           f"{rates['engine'] / rates['plain']:.2f} (medians of {args.repeats})")
     same = sum(a == b for a, b in zip(*sampled.values()))
     print(f"the same ids in {same} of {len(sampled['plain'])} turns")
-    rates = {kind: stats[f"{kind}_tokens"] / stats[f"{kind}_s"] for kind in ("prefill", "decode")}
-    print(f"engine: prefill {stats['prefill_tokens']:,} tokens ({rates['prefill']:,.0f} /s), "
-          f"{stats['reused_tokens']:,} reused; decode {stats['decode_tokens']:,} ({rates['decode']:,.0f} /s) in "
-          f"{stats['decode_steps']:,} steps")
+    print(f"engine: prefill {stats['prefill_tokens']:,} tokens, {stats['reused_tokens']:,} reused; decode "
+          f"{stats['decode_tokens']:,} in {stats['decode_steps']:,} steps")
 
 
 if __name__ == "__main__":
