@@ -264,8 +264,8 @@ def test_in_02_adapters_play_and_choose(data, critic, policy, tmp_path):
 def test_04_takes_adapter_folders(few, critic, policy, tmp_path):
     """04 scores by the critic on two ranks, trains from the adapter as a whole model, and says the same scores as one
     rank does."""
-    sweet = ["--method", "sweet", "--critic", critic, "--trajectories", few, "--data-frac", 0.1, "--num-candidates", 4,
-             "--max-new-tokens", 40, "--max-steps", 1, "--model", policy]
+    sweet = ["--method", "sweet", "--critic", critic, "--trajectories", few, "--data-frac", 0.01, "--num-candidates", 4,
+             "--max-new-tokens", 30, "--max-steps", 1, "--model", policy]
     call(4, *sweet, "--out", tmp_path / "one")
     succeed("04_train_policy.py", *sweet, "--out", tmp_path / "two", ranks=2)
     one, two = ([value for row in read(tmp_path / name / "scored.jsonl") for value in row["advantages"]]
