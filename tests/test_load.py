@@ -12,14 +12,14 @@ from lib.data import read_tasks
 from lib.runtime import Rows, start
 from lib.sampling import add_rows
 
-ROUNDS, NUM_SAMPLES, CONCURRENCY = 3, 4, 32                         # requests of a dialogue; dialogues of a task
+ROUNDS, NUM_SAMPLES, CONCURRENCY = 3, 6, 16                         # requests of a dialogue; dialogues of a task
 
 
-def test_nothing_is_lost_or_doubled_after_a_kill(workspace, tmp_path, serve):
+def test_nothing_is_lost_or_doubled_after_a_kill(data, tmp_path, serve):
     server, out = serve("--delay-s", 0.05), tmp_path / "out.jsonl"
-    flags = ["--tasks", workspace / "tasks.jsonl", "--agent", f"{server['url']}#asker", "--max-rounds", 8, "--samples",
+    flags = ["--tasks", data / "tasks.jsonl", "--agent", f"{server['url']}#asker", "--max-rounds", 8, "--samples",
              NUM_SAMPLES, "--concurrency", CONCURRENCY, "--out", out]
-    for kill_at in (40, None):                                      # rows
+    for kill_at in (20, None):                                      # rows
         pid, partial = begin("02_rollout.py", *flags, folder=tmp_path), Partial(out)
         while kill_at and (not partial.exists() or partial.read_bytes().count(b"\n") < kill_at):
             time.sleep(0.02)
@@ -28,7 +28,7 @@ def test_nothing_is_lost_or_doubled_after_a_kill(workspace, tmp_path, serve):
             os.kill(pid, signal.SIGKILL)
         assert wait(pid) == (-signal.SIGKILL if kill_at else 0), (tmp_path / "0.err").read_text()
     rows = read(out)
-    names = [(task["task_id"], sample) for task in read_tasks(workspace / "tasks.jsonl")
+    names = [(task["task_id"], sample) for task in read_tasks(data / "tasks.jsonl")
              for sample in range(NUM_SAMPLES)]
     assert [(row["task_id"], row["sample"]) for row in rows] == names and not list(tmp_path.glob("*.partial*"))
     assert all(row["num_rounds"] == ROUNDS for row in rows)
