@@ -216,6 +216,9 @@ def take_published(args):
     else:
         chosen = first_shuffled(rows, args.num_tasks, args.seed)
         chosen = [{**task, "task_id": task_id(task)} for task in chosen]
+    for row in chosen:
+        if doubt := domain.doubt_of(row.get("task", row)):
+            say(f"task {row['task_id']}: right answers may be graded wrong: {doubt}")
     begin_output(vars(args), args.out, files)
     say(f"kept {len(chosen):,} of {len(rows):,} {'trajectories' if args.trajectories else 'tasks'}")
     if args.trajectories:

@@ -67,6 +67,7 @@ JUDGE               the prompt for a model that compares two turns, with {ground
                     (the default): no model can
 views(task, history, privileged)    what a visual critic sees after the agent's turn that ends `history`: a list of
                     (caption, document, or None for a black image). None in its place (the default): nothing to see
+doubt_of(task)      why right answers to a task may be graded wrong, for 01; None (the default): nothing is known
 check_data(tasks, unsafe_scorer)    for 01 --check: for each task {"findings": {what: detail}, "num_tests", "constant":
                     the share of tests that the best constant answer passes}. None in its place (the default): nothing
                     to check

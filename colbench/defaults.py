@@ -21,7 +21,7 @@ def nothing(*arguments):
     return None
 
 
-lacks = leak_of = facts = turn_kind = all_known = nothing
+lacks = leak_of = doubt_of = facts = turn_kind = all_known = nothing
 
 
 def shown(message):

@@ -18,16 +18,19 @@ import collections
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import random
 import re
+import sqlite3
 
 from colbench import backend, beside, check_keys, check_kind, defaults, dialogue, task_id, task_kind
 from colbench.defaults import *  # noqa: F403
 from colbench.dialogue import answer_kind, asking_kind, Facts, MARKER, mean, needed_facts, OPENERS, put, topics_asked
 from colbench.schema import list_of, one_of, record, table_of
+from colbench.sql_child import canonical, open_database, select
 from colbench.sql_mutants import agreeing, mutants_of, open_empty
-from colbench.sql_text import is_ordered, LOOK, statement_of
+from colbench.sql_text import is_ordered, LOOK, statement_of, with_ties
 
 NOUN = "query"
 COLUMNS = (
@@ -527,7 +530,30 @@ def check_task(task, where):
 
 
 def check_data(tasks, unsafe_scorer):
-    return backend.check_data(list(map(as_function_task, tasks)), unsafe_scorer)
+    checks = backend.check_data(list(map(as_function_task, tasks)), unsafe_scorer)
+    for task, check in zip(tasks, checks):
+        if doubt := doubt_of(task):
+            check["findings"]["order"] = doubt
+    return checks
+
+
+def doubt_of(task):
+    """Why right answers to a task may be graded wrong: a database leaves open which rows the reference gives, or their
+    order. The pragma shows it only where no ORDER BY stands, so that ties are sorted up and down, too."""
+    reference = task["ground_truth"]
+    runs = [((), 1, reference), (["reverse_unordered_selects = 1"], 1, reference), ((), 1, with_ties(reference)),
+            ((), -1, with_ties(reference))]
+    for number, tables in enumerate(task["databases"][1:], 1):
+        results = []
+        for pragmas, step, query in runs:
+            connection = open_database(task["schema"], tables, pragmas)
+            connection.create_function("tie", 0, itertools.count(0, step).__next__)
+            with contextlib.suppress(sqlite3.Error, ValueError):    # of a compound query tie() is no column
+                results.append(canonical(*select(connection, query), is_ordered(reference)))
+            connection.close()
+        if any(result != results[0] for result in results):
+            return f"database{number}: the reference leaves the order of its rows open: ties of ORDER BY, or LIMIT"
+    return None
 
 
 # ---------------------------------------------------------------------------------------------------------------------

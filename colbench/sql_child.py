@@ -26,12 +26,12 @@ def authorize(action, table, name, *_):
     return sqlite3.SQLITE_DENY
 
 
-def open_database(schema, tables):
+def open_database(schema, tables, more_pragmas=()):
     """A filled sqlite database in memory that lets SELECT through and nothing else, with limits on its size."""
     connection = sqlite3.connect(":memory:", isolation_level=None)
     connection.executescript(schema)
     insert(connection, tables)
-    for pragma in PRAGMAS:
+    for pragma in (*PRAGMAS, *more_pragmas):
         connection.execute(f"PRAGMA {pragma}")
     for name, limit in LIMITS.items():
         connection.setlimit(getattr(sqlite3, f"SQLITE_LIMIT_{name}"), limit)

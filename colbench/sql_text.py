@@ -69,12 +69,24 @@ def masked(text, quoted=QUOTED):
     return re.sub(f"{quoted}|{COMMENT}", blanked, text, flags=re.DOTALL)
 
 
-def is_ordered(query):
-    """Whether the rows of a query come in an order: it says ORDER BY outside of all parentheses."""
+def outer(query):
+    """A text of the same length with blanks for what stands in parentheses, too."""
     query, count = masked(query), 1
     while count:
-        query, count = re.subn(r"\([^()]*\)", " ", query)
-    return re.search(r"\border\s+by\b", query, re.IGNORECASE) is not None
+        query, count = re.subn(r"\([^()]*\)", lambda match: " " * len(match[0]), query)
+    return query
+
+
+def is_ordered(query):
+    """Whether the rows of a query come in an order: it says ORDER BY outside of all parentheses."""
+    return re.search(r"\border\s+by\b", outer(query), re.IGNORECASE) is not None
+
+
+def with_ties(query):
+    """A query whose rows, where its own ORDER BY leaves that open, come in the order of the SQL function tie()."""
+    end = re.search(r"\s*\blimit\b|[\s;]*\Z", outer(query), re.IGNORECASE).start()
+    order = ", tie()" if is_ordered(query) else " ORDER BY tie()"
+    return query[:end] + order + query[end:]
 
 
 def first_word(text, position=0):

@@ -425,3 +425,32 @@ def test_a_simulating_model_is_told_its_part(environment):
     chat = asyncio.run(environment.simulator_chat(task_of("sum"), START + ASKED[:1]))
     assert REFERENCES["sum"] in chat[0]["content"]
     assert chat[1] == {"role": "user", "content": "What is the limit?"}
+
+
+# --- references whose order is not determined
+
+JOINED = "FROM customers c JOIN orders o ON o.customer_id = c.id"
+
+
+@pytest.mark.parametrize("reference, is_open", [
+    (f"SELECT c.name, o.net {JOINED} ORDER BY o.net", True), (f"SELECT c.name {JOINED} ORDER BY o.net LIMIT 1", True),
+    (f"SELECT c.name {JOINED} GROUP BY c.id ORDER BY COUNT(*) DESC LIMIT 2", True),
+    ("SELECT name FROM customers LIMIT 2", True), ("SELECT DISTINCT net FROM orders LIMIT 1;", True),
+    ("SELECT name FROM customers ORDER BY status -- as it is\nLIMIT (2)", True),
+    ("SELECT name FROM customers WHERE id IN (SELECT customer_id FROM orders LIMIT 1)", True),
+    ("SELECT net FROM orders ORDER BY net LIMIT 1", False),         # equal rows: either will do
+    ("SELECT id FROM customers UNION SELECT id FROM orders ORDER BY id LIMIT 2", False),
+    *((reference, False) for reference in REFERENCES.values())])
+def test_a_reference_that_leaves_the_order_of_rows_open(reference, is_open):
+    task = {**task_of("sum"), "ground_truth": reference}
+    assert (sql.doubt_of(task) is not None) == is_open
+
+
+def test_a_reference_that_leaves_the_order_open_is_found_by_check_and_named_at_import(tasks, tmp_path):
+    tied = {**task_of("sum"), "task_id": "tied", "ground_truth": "SELECT name FROM customers ORDER BY status"}
+    path = write(tmp_path / "tasks.jsonl", [*tasks["validation"][:3], tied])
+    doubt = "database1: the reference leaves the order of its rows open: ties of ORDER BY, or LIMIT"
+    call(1, "--check", path, "--out", tmp_path / "checks.jsonl")
+    assert [check["findings"] for check in read(tmp_path / "checks.jsonl")] == [{}, {}, {}, {"order": doubt}]
+    printed = call(1, "--source", "colbench", "--domain", "sql", "--path", path, "--out", tmp_path / "imported.jsonl")
+    assert f"task tied: right answers may be graded wrong: {doubt}\n" in printed
