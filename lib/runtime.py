@@ -4,6 +4,7 @@ import ctypes
 import fcntl
 import functools
 import glob
+import gzip
 import hashlib
 import importlib.metadata
 import json
@@ -43,7 +44,9 @@ def run_stage(main, *errors):
     try:
         main()
         barrier()                               # a rank that leaves early would break the connections of the others
-    except (InputError, OSError, *errors) as error:
+    except Exception as error:
+        if not isinstance(error, (InputError, OSError, *errors)) and FULL not in str(error):
+            raise
         line = error_text(error).replace("\n", "\\n")
         print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
@@ -56,8 +59,13 @@ def one_line(error):
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
+FULL = "No space left on device"
+
+
 def error_text(error):
-    """What is wrong, by an error that run_stage catches."""
+    """What is wrong, by an error that run_stage catches. Errors of a full disk rarely say where: it is the output's."""
+    if FULL in str(error):
+        return f"{getattr(error, 'filename', None) or next(iter(LOCKS), 'here')}: {FULL}"
     if not isinstance(error, OSError):
         return str(error)
     return f"{error.filename}: {error.strerror.lower()}" if error.filename else one_line(error)
@@ -180,21 +188,30 @@ def read_json(path, kind):
     return value
 
 
+def lines_of(path):
+    """The lines of a file, as bytes; of one that ends with .gz what gzip has packed."""
+    open_file = gzip.open if str(path).endswith(".gz") else open
+    try:
+        with open_file(path, "rb") as file:
+            yield from file
+    except (EOFError, gzip.BadGzipFile) as error:
+        raise InputError(f"{path}: {one_line(error)}") from None
+
+
 def read_jsonl(path, keys, check=None):
-    """The objects of a JSONL file as dicts; InputError by line.
+    """The objects of a JSONL file (.jsonl.gz, too) as dicts; InputError by line.
 
     keys: {name: kind} that each must have (colbench/schema.py), or the kind of a row.
     check(row, where, first row): may say more of a row."""
     kind = keys if callable(keys) else record(keys)
     rows = []
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                where = f"{path}:{number}"
-                rows.append(parse_json(line, where))
-                refuse(kind(rows[-1]), where)
-                if check:
-                    check(rows[-1], where, rows[0])
+    for number, line in enumerate(lines_of(path), 1):
+        if line.strip():
+            where = f"{path}:{number}"
+            rows.append(parse_json(line, where))
+            refuse(kind(rows[-1]), where)
+            if check:
+                check(rows[-1], where, rows[0])
     if not rows:
         raise InputError(f"{path}: no rows in it")
     say(f"reads {path} ({len(rows):,} rows)")

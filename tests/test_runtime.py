@@ -1,4 +1,5 @@
 """lib/runtime.py: JSONL files by line, blocks that a killed run goes on with, one run at a time, fingerprints."""
+import gzip
 import json
 import shutil
 
@@ -32,7 +33,7 @@ def test_a_mark_at_the_begin_of_a_file_is_no_part_of_it(tmp_path):
     assert runtime.read_text(tmp_path / "text") == "You help."
 
 
-def test_trajectories_that_went_through_datasets_are_the_same(data, tmp_path):
+def test_trajectories_that_went_through_datasets_and_gzip_are_the_same(data, tmp_path):
     """Dataset.to_json writes null for what other rows have; a turn of the person has no "output_ids"."""
     from datasets import Dataset
     rows = read_trajectories(data / "demos.jsonl")
@@ -44,7 +45,14 @@ def test_trajectories_that_went_through_datasets_are_the_same(data, tmp_path):
     for row, task in zip([*rows, *packed], [*tasks, *tasks], strict=True):
         row["task"] = json.loads(task)
     assert all(None in row["dialogue_history"][0].values() for row in packed)
-    assert read_trajectories(write(tmp_path / "rows.jsonl", packed)) == rows
+    lines = write(tmp_path / "rows.jsonl", packed).read_bytes()
+    path = tmp_path / "rows.jsonl.gz"
+    path.write_bytes(gzip.compress(lines))
+    assert read_trajectories(path) == rows
+    for content, fault in ((gzip.compress(lines)[:-100], "Compressed file ended"), (lines, "Not a gzipped file")):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=f"rows.jsonl.gz: {fault}"):
+            read_trajectories(path)
 
 
 def test_map_blocks_resumes_to_the_same_file(tmp_path):
@@ -94,6 +102,22 @@ def test_an_output_is_locked_after_its_costs_are_noted(tmp_path):
     out.write_text("{}\n")
     with pytest.raises(InputError, match="the same command has just made it"):
         runtime.begin_output({"overwrite": False}, out, [])
+
+
+@pytest.mark.parametrize("error", [None, RuntimeError("I/O error: No space left on device (os error 28)")])
+def test_a_full_disk_is_one_line_that_names_the_output(tmp_path, monkeypatch, capsys, error):
+    monkeypatch.setattr(runtime, "LOCKS", {})
+
+    def main():
+        runtime.begin_output({"overwrite": False}, tmp_path / "out", [], folder=True)
+        if error:                                                   # as safetensors says it
+            raise error
+        with open("/dev/full", "w") as file:
+            file.write("x")
+    with pytest.raises(SystemExit) as end:
+        runtime.run_stage(main)
+    line = f"error: {tmp_path / 'out' / 'args.json'}: No space left on device\n"
+    assert end.value.code == 2 and capsys.readouterr().err == line
 
 
 # --- fingerprints
