@@ -138,11 +138,11 @@ def write_model_tasks(args):
         while len(tasks) < args.num_tasks and num_attempts < args.max_attempts:
             num_more = max(args.num_tasks - len(tasks), args.concurrency)
             num_attempts = min(num_attempts + num_more, args.max_attempts)
-            with Rows(args.out, runtime) as rows:                       # with those that are there already
-                failures = add_rows(rows, range(num_attempts), make_row, args.concurrency, runtime)
-                if failures:
-                    finish_rows(rows, num_attempts, failures, runtime)
-                attempts, tasks = kept_tasks(rows, num_attempts, args.num_tasks)
+            rows = Rows(args.out, runtime)                              # with those that are there already
+            failures = add_rows(rows, range(num_attempts), make_row, args.concurrency, runtime)
+            if failures:
+                finish_rows(rows, num_attempts, failures, runtime)
+            attempts, tasks = kept_tasks(rows, num_attempts, args.num_tasks)
     barrier()                                                           # all have read the attempts
     finish_tasks(args, attempts, tasks)
     add_costs(args.out, generated_tokens=sum(row["tokens"] for row in attempts))

@@ -537,15 +537,16 @@ def main(argv=None):
         dialogues = new_dialogues(tasks, system, args.samples)
     begin_output(vars(args), out, inputs)
     players.track = Track(args.track, out, vars(args))
-    with Rows(out, runtime) as rows, players.environment:
-        if rows.done:
-            say(f"{len(rows.done):,} of {len(dialogues):,} dialogues are there already")
-        for row in map(json.loads, rows.find().values()):
-            players.returns.append(domain.eval_score(row))
-            if args.branch:
-                name = row["task_id"], branch_name(row["branch"])
-                players.first_turns[name] = row["dialogue_history"][row["branch"]["turn"]]
-        row_of = functools.partial(make_row, players=players, args=args)
+    rows = Rows(out, runtime)
+    if rows.done:
+        say(f"{len(rows.done):,} of {len(dialogues):,} dialogues are there already")
+    for row in map(json.loads, rows.find().values()):
+        players.returns.append(domain.eval_score(row))
+        if args.branch:
+            name = row["task_id"], branch_name(row["branch"])
+            players.first_turns[name] = row["dialogue_history"][row["branch"]["turn"]]
+    row_of = functools.partial(make_row, players=players, args=args)
+    with players.environment:
         failures = add_rows(rows, dialogues, row_of, args.concurrency, runtime, group)
     tokens = say_totals(len(dialogues) - len(rows.done), players, begin_s)
     add_costs(out, generated_tokens=tokens)

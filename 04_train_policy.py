@@ -197,9 +197,9 @@ def sample_candidates(states, tokenizer, args, run):
         candidates = [{"text": reply.text, "ids": reply.ids, "ended": reply.ended} for reply in replies]
         return {**state, "candidates": candidates}
 
-    with Rows(path, run) as rows:
-        in_flight = 2 * math.ceil(slots / args.num_candidates)       # the next one waits already
-        failures = add_rows(rows, states, make_row, in_flight, run)
+    rows = Rows(path, run)
+    in_flight = 2 * math.ceil(slots / args.num_candidates)           # the next one waits already
+    failures = add_rows(rows, states, make_row, in_flight, run)
     add_costs(args.out, folder=True, generated_tokens=sum(gather(sampler.generated_tokens)))
     finish_rows(rows, len(states), failures, run)
     return read_rows(path)

@@ -58,16 +58,13 @@ TRAJECTORY = record(
 
 
 def check_task(task, where, first):
-    """InputError, which begins with `where`, for a task that its domain does not take, or of another domain than the
+    """An error, which begins with `where`, for a task that its domain does not take, or of another domain than the
     `first` task of the file."""
-    try:
-        domain = domain_of(task, where)
-        domain.check_task(task, where)
-        if domain is not domain_of(first):
-            raise ColBenchError(f"{where}: a task of another domain ({domain.NOUN}s) than in the lines before; keep "
-                                "each domain in files of its own")
-    except ColBenchError as error:
-        raise InputError(str(error)) from None
+    domain = domain_of(task, where)
+    domain.check_task(task, where)
+    if domain is not domain_of(first):
+        raise InputError(f"{where}: a task of another domain ({domain.NOUN}s) than in the lines before; keep each "
+                         "domain in files of its own")
 
 
 def check_ids(tasks, names, path):

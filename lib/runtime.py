@@ -156,13 +156,6 @@ def gather(value):
     return values
 
 
-def reduce_sums(values, device):
-    """The sums over all ranks of a list of numbers."""
-    total = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(total)
-    return total.tolist()
-
-
 def peak_memory_mb():
     """Highest memory use so far in MiB: of the GPU where there is one, else resident memory of this process."""
     if torch.cuda.is_available():
@@ -258,46 +251,39 @@ def write_jsonl(path, rows):
 
 
 class Rows:
-    """A JSONL file that is made row by row; a context manager. Every rank appends lines "NUMBER ROW" to a partial file
-    of its own, in any order; a run that was killed finds the rows that are there (`done`: their numbers) and adds the
-    others, on any number of ranks; finish() puts all rows in the order of their numbers."""
+    """A JSONL file that is made row by row. Every rank appends lines "NUMBER ROW" to a partial file of its own, in any
+    order; a run that was killed finds the rows that are there (`done`: their numbers) and adds the others, on any
+    number of ranks; finish() puts all rows in the order of their numbers."""
 
     def __init__(self, out, runtime):
         self.out = pathlib.Path(out)
         self.path = self.out.with_name(f"{self.out.name}.partial.{runtime.rank}of{runtime.world_size}")
+        if runtime.rank == 0:
+            for path in partial_files(self.out):                     # without the line that a kill has cut
+                os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        barrier()
         self.done = set(self.find())
         barrier()                                                   # before any rank adds to what all must read alike
 
     def find(self):
-        """{number of a row: the row as bytes} of all whole lines, of this run and those before, of all ranks."""
-        found = {}
+        """{number of a row: the row as bytes}, of this run and those before, of all ranks."""
+        rows = {}
         for path in partial_files(self.out):
-            for line in path.read_bytes().splitlines(keepends=True):
-                if line.endswith(b"\n"):
-                    number, row = line.split(b" ", 1)
-                    found[int(number)] = row
-        return found
-
-    def __enter__(self):
-        self.file = open(self.path, "ab+")                           # without the line that a kill has cut
-        self.file.seek(0)
-        self.file.truncate(sum(len(line) for line in self.file if line.endswith(b"\n")))
-        return self
-
-    def __exit__(self, *exception):
-        self.file.close()
+            for line in path.read_bytes().splitlines():
+                number, row = line.split(b" ", 1)
+                rows[int(number)] = row
+        return rows
 
     def add(self, number, row):
-        line = f"{number} {json.dumps(row, ensure_ascii=False)}\n"
-        self.file.write(line.encode(errors="backslashreplace"))
-        self.file.flush()
+        with open(self.path, "a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(f"{number} {json.dumps(row, ensure_ascii=False)}\n")
 
     def finish(self, num_rows):
         """Write the whole file and remove the partial ones; one rank calls this, when all have ended."""
-        found = self.find()
+        rows = self.find()
         with whole_file(self.out) as file:
             for number in range(num_rows):
-                file.write(found[number].decode())
+                file.write(rows[number].decode() + "\n")
         for path in partial_files(self.out):
             path.unlink()
         say(f"writes {self.out} ({num_rows:,} rows)")
@@ -319,18 +305,17 @@ def map_blocks(out, blocks, work, runtime):
 
     All ranks work on every block, as models that are split over them need, and rank 0 writes. Blocks whose rows are
     there already, of a run that was killed, are left out. Returns all rows, on every rank."""
-    with Rows(out, runtime) as rows:
-        num_rows = 0
-        for block in tqdm(blocks, desc=rows.out.name, mininterval=5, disable=runtime.rank > 0):
-            numbers = range(num_rows, num_rows + len(block))
-            num_rows += len(block)
-            if not rows.done.issuperset(numbers):
-                for number, row in zip(numbers, work(block), strict=True):
-                    if runtime.rank == 0:
-                        rows.add(number, row)
-        if runtime.rank == 0:
-            rows.finish(num_rows)
-        barrier()
+    rows, num_rows = Rows(out, runtime), 0
+    for block in tqdm(blocks, desc=rows.out.name, mininterval=5, disable=runtime.rank > 0):
+        numbers = range(num_rows, num_rows + len(block))
+        num_rows += len(block)
+        if not rows.done.issuperset(numbers):
+            for number, row in zip(numbers, work(block), strict=True):
+                if runtime.rank == 0:
+                    rows.add(number, row)
+    if runtime.rank == 0:
+        rows.finish(num_rows)
+    barrier()
     return read_rows(out)
 
 

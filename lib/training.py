@@ -7,6 +7,7 @@ import shutil
 import time
 
 import torch
+import torch.distributed as dist
 
 from lib.models import save_model, whole_tensor
 from lib.runtime import (
@@ -16,7 +17,6 @@ from lib.runtime import (
     on_main,
     peak_memory_mb,
     read_rows,
-    reduce_sums,
     say,
     trim_memory,
     whole_file,
@@ -141,7 +141,9 @@ def optimizer_step(scorer, optimizer, sums, lr, where, task_ids):
     `where` and names the `task_ids` of the batch."""
     grad_norm = whole_tensor(torch.nn.utils.clip_grad_norm_(scorer.parameters(), MAX_GRAD_NORM)).item()
     device = next(scorer.parameters()).device
-    numbers = dict(zip(sums, reduce_sums(list(sums.values()), device)))
+    totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(totals)
+    numbers = dict(zip(sums, totals.tolist()))
     if not (math.isfinite(numbers["loss"]) and math.isfinite(grad_norm)):
         raise InputError(f"{where}: the loss is {numbers['loss']:g} and the norm of its gradient {grad_norm:g}; no "
                          f"model is written: lower --lr or --beta, or look at its tasks ({', '.join(task_ids)})")

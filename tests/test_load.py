@@ -38,8 +38,7 @@ def test_nothing_is_lost_or_doubled_after_a_kill(data, tmp_path, serve):
 
 def add(tmp_path, make_row, num_rows, concurrency):
     runtime = start(0)
-    with Rows(tmp_path / "rows.jsonl", runtime) as rows:
-        return add_rows(rows, range(num_rows), make_row, concurrency, runtime)
+    return add_rows(Rows(tmp_path / "rows.jsonl", runtime), range(num_rows), make_row, concurrency, runtime)
 
 
 @pytest.mark.parametrize("durations", [(0.01,), (0.002, 0.05, 0.05, 0.05, 0.05, 0.05)])

@@ -127,8 +127,8 @@ def test_only_a_chat_needs_more_than_thoughts():
 
 def write_rows(out, items, make_row, concurrency=3):
     runtime = start(0)
-    with Rows(out, runtime) as rows:
-        failures = add_rows(rows, items, make_row, concurrency, runtime)
+    rows = Rows(out, runtime)
+    failures = add_rows(rows, items, make_row, concurrency, runtime)
     finish_rows(rows, len(items), failures, runtime)
     return read(out)
 
