@@ -53,7 +53,7 @@ from lib.runtime import (
     write_jsonl,
 )
 from lib.sampling import add_rows, finish_rows, open_sampler
-from lib.servers import ReplyError, strip_thoughts
+from lib.servers import strip_thoughts
 
 # ---------------------------------------------------------------------------------------------------------------------
 # template tasks
@@ -361,4 +361,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_stage(main, ColBenchError, ReplyError)
+    run_stage(main, ColBenchError)

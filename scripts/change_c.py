@@ -15,7 +15,7 @@ import sys
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from colbench import domain_of  # noqa: E402
+from colbench import ColBenchError, domain_of  # noqa: E402
 from lib.data import read_trajectories  # noqa: E402
 from lib.flags import argument_parser  # noqa: E402
 from lib.runtime import run_stage, write_jsonl  # noqa: E402
@@ -70,4 +70,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    run_stage(main, ColBenchError)
