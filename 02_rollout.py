@@ -327,6 +327,8 @@ async def scored_row(dialogue, players, args):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# what a rollout says of itself
+
 def summary(path):
     """One line: the mean return (over tasks, as 05 has it), rounds, how dialogues and turns ended, and the simulator's
     replies that show code."""

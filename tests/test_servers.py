@@ -207,13 +207,14 @@ def test_what_fails_for_a_moment_is_tried_again(tasks, tmp_path, serve, monkeypa
     monkeypatch.setattr(lib.servers, "TIMEOUT_S", 1)
     monkeypatch.setattr(lib.servers, "RETRIES", 8)
     flaky = serve("--limit", 4, "--busy", 9, "--empty", 7, "--broken", 11, "--abort", 13, "--hang-at", 6, "--strict")
-    rows = play(tasks, f"{flaky['url']}#asker", tmp_path / "a", *RULES, "--concurrency", 1)
+    few = write(tmp_path / "few", read(tasks)[:4])
+    rows = play(few, f"{flaky['url']}#asker", tmp_path / "a", *RULES, "--concurrency", 1)
     printed = capsys.readouterr().out
     assert printed.count("asked without top_k, min_p, repetition_penalty (Unrecognized request argument") == 1
     statuses = [request["status"] for request in log_of(flaky)]
-    assert {429, 503, 400, 200} == set(statuses) and statuses.count(200) > 24
+    assert {429, 503, 400, 200} == set(statuses) and statuses.count(200) > 12
     clean = serve()
-    assert [{**row, "agent": 0} for row in play(tasks, f"{clean['url']}#asker", tmp_path / "b", *RULES)] == [
+    assert [{**row, "agent": 0} for row in play(few, f"{clean['url']}#asker", tmp_path / "b", *RULES)] == [
         {**row, "agent": 0} for row in rows]
 
 
