@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from lib.engine import Engine
 from lib.models import decode, encode, load_model, plain_chat, render_chat, stop_ids
-from lib.runtime import barrier, gather, InputError, Rows
+from lib.runtime import barrier, gather, InputError
 from lib.seeds import server_seed, uniforms
 from lib.servers import is_server, NoRoom, Reply, ReplyError, Server, strip_thoughts
 from lib.vision import load_vision, vision_reply
@@ -152,23 +152,29 @@ def open_vision_sampler(name, device, dtype):
 # ---------------------------------------------------------------------------------------------------------------------
 # many rows at once
 
-@dataclasses.dataclass
 class RowMaker:
     """Makes rows of a file, many at once, as add_rows says."""
 
-    rows: Rows
-    make_row: object
-    waiting: object                             # iterator of (number, item)
-    most_failures: int                          # after so many in a row no further row is begun
-    places: asyncio.Semaphore                   # for what is done in the background
-    progress: tqdm
-    failures: list = dataclasses.field(default_factory=list)        # why rows are missing, a line each
-    num_in_a_row: int = 0
+    def __init__(self, rows, make_row, waiting, concurrency, progress):
+        """waiting: an iterator of (number, item)."""
+        self.rows, self.make_row, self.waiting, self.progress = rows, make_row, waiting, progress
+        self.concurrency = concurrency
+        self.scoring = asyncio.Semaphore(concurrency)               # for what is done in the background
+        self.failures = []                                          # why rows are missing, a line each
+        self.num_in_a_row = 0                                       # failures
+
+    async def run(self):
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(self.concurrency):
+                    group.create_task(self.work(group))
+        except BaseExceptionGroup as errors:                         # the first has ended the others
+            raise errors.exceptions[0] from None
 
     async def work(self, group):
         """Make one row after the other; `group` (asyncio.TaskGroup) has the background."""
         for number, item in self.waiting:
-            if self.num_in_a_row >= self.most_failures:
+            if self.num_in_a_row >= max(20, self.concurrency):
                 break
             try:
                 row = await self.make_row(item)
@@ -178,26 +184,18 @@ class RowMaker:
                 continue
             self.num_in_a_row = 0
             if callable(row):
-                await self.places.acquire()
+                await self.scoring.acquire()
                 group.create_task(self.add_later(number, row))
             else:
                 self.add(number, row)
 
     async def add_later(self, number, score):
         self.add(number, await score())
-        self.places.release()
+        self.scoring.release()
 
     def add(self, number, row):
         self.rows.add(number, row)
         self.progress.update()
-
-    async def work_concurrently(self, concurrency):
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(concurrency):
-                    group.create_task(self.work(group))
-        except BaseExceptionGroup as errors:                         # the first has ended the others
-            raise errors.exceptions[0] from None
 
 
 def add_rows(rows, items, make_row, concurrency, runtime, group=1):
@@ -214,9 +212,8 @@ def add_rows(rows, items, make_row, concurrency, runtime, group=1):
     missing = [(number, item) for number, item in enumerate(items) if number not in rows.done]
     mine = [pair for pair in missing if pair[0] // group % runtime.world_size == runtime.rank]
     with tqdm(total=len(mine), unit="row", desc=rows.out.name, mininterval=5, disable=runtime.rank > 0) as progress:
-        places = asyncio.Semaphore(concurrency)
-        maker = RowMaker(rows, make_row, iter(mine), max(20, concurrency), places, progress)
-        asyncio.run(maker.work_concurrently(concurrency))
+        maker = RowMaker(rows, make_row, iter(mine), concurrency, progress)
+        asyncio.run(maker.run())
     return sum(gather(maker.failures), [])
 
 
