@@ -134,7 +134,9 @@ def read_trajectories(path, num_trajectories=None, seed=0):
             raise InputError(f'{path}: two dialogues of task {name} have "sample" {sample}; give each a number of its '
                              'own, or leave out the key "sample" everywhere')
         of_task.add(sample)
-    check_ids([t["task"] for t in trajectories], [t["task_id"] for t in trajectories], path)
+    tasks = [trajectory["task"] for trajectory in trajectories]
+    names = [trajectory["task_id"] for trajectory in trajectories]
+    check_ids(tasks, names, path)
     if num_trajectories is None:
         return trajectories
     if num_trajectories > len(trajectories):
@@ -170,7 +172,8 @@ def fill_rewards(trajectories, arguments):
         domain, out = domain_of(unscored[0]["task"]), arguments["out"]
         try:
             with environment(domain, f"{out}.images", pathlib.Path(out).parent, arguments) as scorer:
-                verdicts = asyncio.run(scorer.score([(t["task"], t["answer"]) for t in unscored]))
+                answers = [(t["task"], t["answer"]) for t in unscored]
+                verdicts = asyncio.run(scorer.score(answers))
         except ColBenchError as error:
             raise InputError(f'{len(unscored):,} dialogues have no "reward": {error}. 05_evaluate.py has all flags of '
                              "scoring; its scored/NAME.jsonl has the rewards") from None
