@@ -253,19 +253,17 @@ def test_runs_and_clip_in_one_call(clip, tmp_path):
 
 
 def test_what_makes_no_sense_for_pages_is_refused(tmp_path):
-    pages, code, out = write(tmp_path / "pages.jsonl", (0, page("green"))), tmp_path / "code.jsonl", tmp_path / "out"
+    pages = write(tmp_path / "pages.jsonl", (0, page("green")))
     task = {"problem_description": "?", "ground_truth": "def f(): return 1", "test_cases": {"a": "f()"}}
-    write_jsonl(code, [{"task": task, "answer": "", "dialogue_history": [{"role": "assistant", "content": "x"}]}])
-    assert refused(5, f"a={pages}", f"b={code}", "--out", out) == (
-        "b: a task of another domain (functions) than in the lines before; keep each domain in files of its own")
-    both = tmp_path / "both.jsonl"
-    both.write_text(pages.read_text() + code.read_text())
-    assert "both.jsonl:2: task: a task of another domain (functions) than in the lines before" in refused(
-        5, f"a={both}", "--out", out)
-    pixels = ["--similarity", "pixels", "--out", out]
-    assert refused(5, f"a={pages}", "--compat", *pixels) == "--compat does nothing for a page; leave it out"
-    assert "--similarity pixels" in refused(5, f"a={pages}", "--out", out)        # no weights; nothing is left
-    assert not out.exists()
+    row = {"task": task, "answer": "", "dialogue_history": [{"role": "assistant", "content": "x"}]}
+    write_jsonl(tmp_path / "code.jsonl", [row])
+    for flags, line in (
+            ([f"b={tmp_path / 'code.jsonl'}"],
+             "b: a task of another domain (functions) than in the lines before; keep each domain in files of its own"),
+            (["--compat", "--similarity", "pixels"], "--compat does nothing for a page; leave it out"),
+            ([], "--similarity pixels")):                           # no weights of CLIP
+        assert line in refused(5, f"a={pages}", *flags, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_pages_that_cannot_be_rendered_are_counted(tmp_path, monkeypatch, capsys):

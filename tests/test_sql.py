@@ -390,11 +390,11 @@ def test_scripted_agents(tasks, tmp_path):
     assert any(turn.get("tool") for turn in noisy[0]["dialogue_history"])
 
 
-def test_an_asker_takes_what_has_most_values_first(tasks):
-    task = next(task for task in tasks["validation"] if task["family"].endswith("count"))
-    first = sql.asker_turn(task, START, 8, random.Random(0))
-    assert sql.topics_asked(task["facts"], first) == [i for i, fact in enumerate(task["facts"])
-                                                      if fact.get("slot") == "big"]
+def test_an_asker_takes_what_has_most_values_first():
+    task = task_by_hand()
+    assert sql.asker_turn(task, START, 8, random.Random(0)) == LOOK
+    assert sql.asker_turn(task, START + LOOKED, 8, random.Random(0)) == "What is the limit?"
+    assert sql.asker_turn(task, START, 1, random.Random(0)).startswith(sql.MARKER)
 
 
 def test_check_finds_nothing(tasks, tmp_path):
