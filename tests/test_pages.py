@@ -28,12 +28,14 @@ def codes_of(task):
 
 def test_a_task_is_its_template_with_its_codes(tasks):
     for task in tasks["train"]:
-        assert task["template"].format(**codes_of(task)) == task["ground_truth"] and frontend.owns(task)
-        assert frontend.page_of(task["ground_truth"]) == task["ground_truth"]
+        page = task["ground_truth"]
+        assert task["template"].format(**codes_of(task)) == page == frontend.page_of(page) and frontend.owns(task)
         assert task.keys() == {"task_id", "problem_description", "ground_truth", "family", "template", "slots"}
         for slot in task["slots"]:
-            assert slot["guesses"][0] == slot["code"] and len(slot["guesses"]) == len(slot["names"]) >= 3
-            assert len(set(slot["guesses"])) == len(slot["guesses"])
+            assert slot["guesses"][0] == slot["code"]
+            assert len({*slot["guesses"]}) == len(slot["guesses"]) == len(slot["names"]) >= 3
+        assert frontend.page_values(task, f"Look:\n{page}\nDo you like it?") == codes_of(task)
+    assert frontend.page_values(task, "Could you tell me more?") is None
 
 
 def test_one_task_literally():
@@ -218,12 +220,6 @@ def roll_out(task, seed, informed):
         reply = frontend.page_reply(hand_spec(right), values and hand_spec(values), rng)
         history += [{"role": "assistant", "content": frontend.shown(text)}, {"role": "user", "content": reply}]
     return shares
-
-
-def test_a_page_gives_its_values_back(tasks):
-    for task in tasks["train"]:
-        assert frontend.page_values(task, f"Look:\n{task['ground_truth']}\nDo you like it?") == codes_of(task)
-    assert frontend.page_values(task, "Could you tell me more?") is None
 
 
 def test_the_designer_understands_whatever_the_simulator_says(tasks):

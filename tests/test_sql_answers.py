@@ -44,7 +44,7 @@ def fits(wrapping, shape):
 
 @pytest.fixture(scope="module")
 def tasks():
-    return make_tasks(sql, 40, 5, "train", "some")
+    return make_tasks(sql, 12, 5, "train", "some")
 
 
 def wrapped(text):
