@@ -25,7 +25,7 @@ PAGE = "<!DOCTYPE html>\n<html>\n<body><p>x > y</p></body>\n</html>"
 CUT = "<!doctype html><body>cut off in the mid"
 
 
-@pytest.mark.parametrize("text, page", [
+TEXTS = [
     *((text, PAGE) for text in (
         "Here:\n```html\n{page}\n```\nand ```html\n<p>last</p>\n```", "Look at {page} please",
         "Here:\n~~~html\n{page}\n~~~\nI used a <nav>.",
@@ -36,7 +36,10 @@ CUT = "<!doctype html><body>cut off in the mid"
     ("I made <style>a{}</style><p>x</p> for you", "<style>a{}</style><p>x</p>"),
     *((text, None) for text in (                                    # a question that names a tag is no page
         "", "Is 3 < 4 and 5 > 2?", "Do you want a <b>bold</b> title?", "Should I use <header> or <nav> tags?",
-        "In the page, is the <header>...</header> dark?", "<div><p>" * 100_000))])         # the last once took hours
+        "In the page, is the <header>...</header> dark?", "<div><p>" * 100_000))]          # the last once took hours
+
+
+@pytest.mark.parametrize("text, page", TEXTS, ids=range(len(TEXTS)))
 def test_the_page_in_what_models_write(text, page):
     assert frontend.page_of(text.replace("{page}", PAGE)) == page
 
