@@ -148,12 +148,12 @@ def training_histories(files, critic):
     """{name: rows of metrics.jsonl} of the models that are at hand: the agents of the files, and the critic."""
     names = {}                                                       # {model: the first method that has it}
     for name, trajectories in files.items():
-        names.setdefault(trajectories[0].get("agent") or "", name)
-    names.setdefault(critic or "", "critic")
+        names.setdefault(trajectories[0].get("agent"), name)
+    names.setdefault(critic, "critic")
     histories = {}
     for model, name in names.items():
-        path = pathlib.Path(model, "metrics.jsonl")
-        if model and path.is_file():
+        path = pathlib.Path(str(model), "metrics.jsonl")
+        if path.is_file():
             histories[name] = read_jsonl(path, {"step": int})
     return histories
 
