@@ -429,18 +429,18 @@ def test_killed(tmp_path):
     assert [path.suffix for path in tmp_path.iterdir()] == [".png"] * 6
 
 
-@pytest.mark.parametrize("path, missing, line", [
-    ("/nowhere/chromium", (), "--browser /nowhere/chromium: no such program"),
-    ("/bin/false", (), "/bin/false: does not start"), (None, (), "apt-get install chromium"),
-    (None, "playwright.async_api", "pip install -r scripts/frontend.txt")])
-def test_no_browser(path, missing, line, tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("path, missing, line, pages", [
+    ("/nowhere/chromium", (), "--browser /nowhere/chromium: no such program", (PLAIN, "another")),
+    ("/bin/false", (), "/bin/false: does not start", [PLAIN]), (None, (), "apt-get install chromium", [PLAIN]),
+    (None, "playwright.async_api", "pip install -r scripts/frontend.txt", (PLAIN, "another"))], ids=range(4))
+def test_no_browser(path, missing, line, pages, tmp_path, monkeypatch, capfd):
     """It is said to each page, as those in flight each ask for their first one, and leaves no thread."""
     monkeypatch.setattr(renderer, "BROWSERS", ())
     monkeypatch.setenv("PLAYWRIGHT_BROWSERS_PATH", str(tmp_path))
     if missing:
         monkeypatch.setitem(sys.modules, missing, None)
     browser, num_threads = Browser(tmp_path, path), threading.active_count()
-    for page in (PLAIN, "another"):
+    for page in pages:
         with pytest.raises(ColBenchError, match=line):
             asyncio.run(browser.render(page))
     browser.close()

@@ -376,9 +376,9 @@ def play(tasks, folder, agent, max_rounds):
 
 
 def test_scripted_agents(tasks, tmp_path):
-    asked, few, informed = (play(tasks["train"][:8], tmp_path, agent, max_rounds) for agent, max_rounds in (
+    asked, few, informed = (play(tasks["train"][:5], tmp_path, agent, max_rounds) for agent, max_rounds in (
         ("script-asker", 8), ("script-asker", 4), ("script-informed", 8)))
-    noisy = play(tasks["train"][:30], tmp_path, "script", 8)
+    noisy = play(tasks["train"][:20], tmp_path, "script", 8)
     mean = [sum(map(sql.eval_score, rows)) / len(rows) for rows in (asked, few, informed, noisy)]
     assert mean[0] == 1 and mean[1] < 0.8 and mean[2] > 0.8 and 0.2 < mean[3] < 0.8               # patience is short
     asker, script = (sql.measure(rows) | measure_turns(rows, sql) for rows in (asked, noisy))
