@@ -16,7 +16,7 @@ def run_sh(tmp_path_factory):
 
     Gives its folder, what each call printed, and the weights that stood there between the two, with their times."""
     checkout = checkout_with_forks(tmp_path_factory.mktemp("checkout"))
-    environment = {**os.environ, "TRAIN_TASKS": "4", "TEST_TASKS": "3", "ROUNDS": "5"}
+    environment = {**os.environ, "TRAIN_TASKS": "5", "TEST_TASKS": "3", "ROUNDS": "6"}
 
     def call():
         process = subprocess.run(["bash", "run.sh"], cwd=checkout, env=environment, text=True, capture_output=True,
