@@ -203,15 +203,34 @@ def memory_plan(config, step, token_logps):
     return {**plan, "total": sum(plan.values())}
 
 
+def model_sizes(config):
+    """(Parameters of a model, numbers that the cache of a token holds)."""
+    from transformers import AutoModelForCausalLM
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    cache = 2 * config.num_hidden_layers * config.num_key_value_heads * head_size
+    return sum(parameter.numel() for parameter in model.parameters()), cache
+
+
 def dry_run(name, step, token_logps):
     """Print the memory plan of a model of a name for --dry-run (memory_plan)."""
     from transformers import AutoConfig
     if models.reads_images(name):
         raise InputError(f"{name}: --dry-run knows models of text alone")
-    plan = memory_plan(models.from_pretrained(AutoConfig, name), step, token_logps)
+    config = models.from_pretrained(AutoConfig, name)
+    plan = memory_plan(config, step, token_logps)
     say(f"{name} on {step.world_size} ranks, {step.sharding.dtype}; on each rank a micro-batch"
         f" of {step.num_rows} rows of {step.row_tokens:,} tokens (--max-length):")
     for part, number in plan.items():
         say(f"    {part:15s} {number / 1e9:9.3f} GB")
     fits = "fits" if plan["total"] < USABLE_OF_80_GB else "does not fit"
     say(f"at the step's peak; {fits} a card of 80 GB, of which {USABLE_OF_80_GB / 1e9:.0f} GB are taken as usable")
+    if step.tree:
+        dtype = getattr(torch, step.sharding.dtype)
+        num_parameters, cache = model_sizes(config)
+        adapted, full = num_parameters * dtype.itemsize, 8 * num_parameters       # full: two models in float32
+        say(f"before it, sampling: {adapted / 1e9:.3f} GB of weights on each rank, and {cache * dtype.itemsize / 1e6:.3f} "
+            "MB for each token of the --concurrency candidates",
+            f"scoring by a critic of this size: {adapted / step.world_size / 1e9:.3f} GB with an adapter, with its "
+            f"reference {full / step.world_size / 1e9:.3f} GB without")
