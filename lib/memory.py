@@ -229,8 +229,9 @@ def dry_run(name, step, token_logps):
     if step.tree:
         dtype = getattr(torch, step.sharding.dtype)
         num_parameters, cache = model_sizes(config)
-        adapted, full = num_parameters * dtype.itemsize, 8 * num_parameters       # full: two models in float32
-        say(f"before it, sampling: {adapted / 1e9:.3f} GB of weights on each rank, and {cache * dtype.itemsize / 1e6:.3f} "
-            "MB for each token of the --concurrency candidates",
-            f"scoring by a critic of this size: {adapted / step.world_size / 1e9:.3f} GB with an adapter, with its "
-            f"reference {full / step.world_size / 1e9:.3f} GB without")
+        weights = num_parameters * dtype.itemsize
+        adapted = weights / step.world_size
+        full = 2 * 4 * num_parameters / step.world_size             # a critic and its reference in float32
+        say(f"before it, sampling: {weights / 1e9:.3f} GB of weights on each rank, and "
+            f"{cache * dtype.itemsize / 1e6:.3f} MB for each token of the --concurrency candidates",
+            f"scoring by a critic of this size: {adapted / 1e9:.3f} GB with an adapter, {full / 1e9:.3f} GB without")
