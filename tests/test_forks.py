@@ -18,7 +18,7 @@ from lib.data import read_trajectories
 from lib.models import encode, Projection
 
 grpo, distill, gain, answers = MODULES = [fork(name) for name in ("grpo", "distill", "gain", "answers")]
-SMALL = ["--data-frac", 0.12, "--num-candidates", 6, "--max-new-tokens", 80, "--nll-coef", 0]
+SMALL = ["--data-frac", 0.17, "--num-candidates", 8, "--max-new-tokens", 80, "--nll-coef", 0]
 
 
 def flags(workspace, out, *more):
