@@ -167,7 +167,7 @@ def main():
         torch.cuda.is_available = lambda: False
     card = torch.cuda.get_device_name() if args.device == "cuda" else "cpu"
     versions = {"card": card, "torch": torch.__version__, "transformers": transformers.__version__}
-    with open(args.out, "a") as file:
+    with open(args.out, "a", buffering=1) as file:                  # a row is there as soon as it is measured
         for name in args.parts:
             for row in PARTS[name](name, args.shapes == "tiny"):
                 text = json.dumps({"part": name, **row, **versions})
