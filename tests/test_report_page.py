@@ -155,8 +155,10 @@ class Page:
         if request.url.partition("#")[0] != self.address and not request.url.startswith("data:image/"):
             self.faults.append(f"asked for {request.url[:200]}")
 
-    def open(self, fragment="#"):
-        """At another address of the page, which is not loaded anew."""
+    def open(self, fragment="#", anew=False):
+        """At another address of the page, which is loaded only if `anew`."""
+        if anew:
+            self.tab.goto("about:blank")
         self.tab.goto(self.address + fragment)
         return self.tab
 
@@ -190,7 +192,7 @@ def small(browser, tmp_path_factory):
 @pytest.fixture
 def at(small):
     """A function that opens the page of DATA at an address, and gives the tab."""
-    small.tab.goto("about:blank")
+    small.tab.set_checked("#secrets", False)
     yield small.open
     assert small.faults == []
 
@@ -263,7 +265,7 @@ def test_rows_have_their_task_and_can_be_downloaded(at):
 
 
 def test_filters_by_hand_and_back(at):
-    tab = at()
+    tab = at(anew=True)
     tab.click("nav >> text=Dialogues")
     tab.select_option("#f-m", "base")
     tab.locator("#f-q").press_sequentially("bonus")
@@ -345,7 +347,7 @@ def test_reference_and_facts_are_behind_the_switch(at):
 
 
 def test_keyboard(at):
-    tab = at("#view=dialogues&m=sweet&sort=-advantage")
+    tab = at("#view=dialogues&m=sweet&sort=-advantage", anew=True)
     order = numbers(tab)
     for key in ("j", "j", "ArrowDown", "k", "ArrowUp", "j"):
         tab.keyboard.press(key)
@@ -373,7 +375,7 @@ def test_keyboard(at):
 
 
 def test_methods_side_by_side(at):
-    tab = at("#view=dialogues&m=base")
+    tab = at("#view=dialogues&m=base", anew=True)
     tab.keyboard.press("j")
     tab.keyboard.press("Enter")
     tab.click("text=compare the methods on this task")
