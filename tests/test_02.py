@@ -232,18 +232,6 @@ def test_a_template_that_shows_no_system_prompt_has_no_other(workspace, tiny, tm
     assert capsys.readouterr().out == ""
 
 
-def test_best_of_n_with_a_critic_folder(workspace, critic, tmp_path, monkeypatch):
-    """Whose passes have --max-tokens."""
-    limits, score = [], common.score_actions
-    monkeypatch.setattr(common, "score_actions", lambda *arguments: (limits.append(arguments[3]), score(*arguments))[1])
-    words = ["--tasks", write(tmp_path / "tasks", read(workspace / "tasks.jsonl")[:3]), "--agent", "models/tiny",
-             "--max-rounds", 2, "--max-new-tokens", 40, "--best-of", 3, "--max-tokens", 1234, "--critic"]
-    call(2, *words, critic, "--out", tmp_path / "a.jsonl")
-    assert all((row["best_of"], row["critic"]) == (3, str(critic)) for row in read(tmp_path / "a.jsonl"))
-    assert set(limits) == {1234}
-    assert "no critic.json" in refused(2, *words, workspace / "model", "--out", tmp_path / "b.jsonl")
-
-
 @pytest.mark.parametrize("replies, chosen, counted", [
     ({"ab": "A", "ba": "B"}, 0, "decided"), ({"ab": "B", "ba": "A"}, 1, "decided"), ({"ab": "A", "ba": "A"}, 0, "tie"),
     ({"ab": "A or B", "ba": "B"}, 0, "unreadable"), ({"ab": "", "ba": "B"}, 0, "unreadable")])

@@ -330,17 +330,14 @@ def test_another_command_is_refused_unless_nothing_is_there_yet(data, tmp_path):
 
 # --- losses that are no numbers
 
-@pytest.mark.parametrize("number, flags, message", [
-    (3, "--max-steps 6", "OUT: step 2 of 6: the loss is nan"),
-    (4, "--max-steps 6 --method sft", "OUT: step 2 of 6: the loss is nan")])
-def test_a_loss_that_is_not_finite_ends_the_run(data, tmp_path, monkeypatch, number, flags, message):
+def test_a_loss_that_is_not_finite_ends_the_run(data, tmp_path, monkeypatch):
     """The second step finds a NaN in a weight, as after an overflow."""
     original = training.learning_rate
     monkeypatch.setattr(training, "learning_rate", lambda step, *rest: original(step, *rest) if step else float("nan"))
     out = tmp_path / "out"
-    line = refused(number, *flags.split(), "--trajectories", data / "demos.jsonl", "--model", BASE, "--lr", 1000,
-                   "--out", out)
-    assert message.replace("OUT", str(out)) in line and "no model is written" in line
+    line = refused(4, "--method", "sft", "--max-steps", 6, "--trajectories", data / "demos.jsonl", "--model", BASE,
+                   "--lr", 1000, "--out", out)
+    assert f"{out}: step 2 of 6: the loss is nan" in line and "no model is written" in line
     assert any(task["task_id"] in line for task in read(data / "tasks.jsonl"))
     assert not list(out.glob("*.safetensors")) and not (out / "COMPLETED").exists()
 

@@ -238,18 +238,21 @@ def test_samplers_that_cannot_sample_are_one_line(few, tmp_path, clean, serve, m
 # ---------------------------------------------------------------------------------------------------------------------
 # 02 --best-of
 
-def test_best_of_n_of_a_server_keeps_the_ids_that_a_critic_reads(workspace, critic, tmp_path, serve, tiny):
+def test_best_of_n_of_a_server_keeps_the_ids_that_a_critic_reads(workspace, critic, tmp_path, serve, monkeypatch):
+    """In passes of --max-tokens."""
+    limits, score = [], common.score_actions
+    monkeypatch.setattr(common, "score_actions", lambda *arguments: (limits.append(arguments[3]), score(*arguments))[1])
     (tmp_path / "tasks").write_text("".join((workspace / "tasks.jsonl").read_text().splitlines(True)[:3]))
     server = serve("--model", BASE, "--cut", 9, "--no-end", 10)
     call(2, "--tasks", tmp_path / "tasks", "--agent", f"{server['url']}#model", "--agent-tokenizer", BASE,
-         "--max-rounds", 2, "--max-new-tokens", 30, "--best-of", 3, "--critic", critic, "--concurrency", 2, "--out",
-         tmp_path / "out")
+         "--max-rounds", 2, "--max-new-tokens", 30, "--best-of", 3, "--critic", critic, "--concurrency", 2,
+         "--max-tokens", 1234, "--out", tmp_path / "out")
     rows, counts = read(tmp_path / "out"), collections.Counter()
     assert len(rows) == 3 and len(log_of(server)) >= 3 * sum(row["num_rounds"] for row in rows)
     assert {(row["best_of"], row["critic"]) for row in rows} == {(3, str(critic))}
     for row in rows:
-        assert common.agent_turns(tiny[1], row, counts)
-    assert list(counts) == ["as sampled"]
+        assert common.agent_turns(load_tokenizer(str(BASE)), row, counts)
+    assert list(counts) == ["as sampled"] and set(limits) == {1234}
 
 
 def test_a_judge_and_branches_need_no_ids(workspace, tmp_path, serve):
