@@ -2,6 +2,7 @@
 import collections
 import contextlib
 import dataclasses
+import difflib
 import functools
 import hashlib
 import inspect
@@ -143,6 +144,13 @@ def loading(name):
         advice = "download it first and name its folder, or use smollm2"
         if os.path.isdir(name):
             advice = "its files are damaged, or of no model that transformers knows"
+        elif pathlib.Path(name).parent.is_dir():                    # a path or a word with a mistake, or a hub id
+            folders = [str(path) for path in pathlib.Path(name).parent.iterdir() if path.is_dir()]
+            nearest = difflib.get_close_matches(name, [*folders, "rules", "script", "smollm2", "tiny"], 1, 0.75)
+            if nearest:
+                raise InputError(f"{name}: no such folder or name; did you mean {nearest[0]}?") from None
+            if "/" in name:
+                raise InputError(f"{name}: no such folder") from None
         raise InputError(f"{name}: no model of this name could be loaded ({type(error).__name__}: {one_line(error)}); "
                          f"{advice}") from None
 
