@@ -1,5 +1,6 @@
 """Flags that several stages share, and presets."""
 import argparse
+import sys
 
 from lib import VERSION
 
@@ -16,9 +17,17 @@ class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionH
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, as those of all other bad input."""
+    """A parser whose errors are one line, as those of all other bad input. An unknown flag is named first: it may be
+    why a required one is missing."""
+
+    def parse_known_args(self, args=None, namespace=None):
+        self.words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
 
     def error(self, message):
+        for flag in [word.partition("=")[0] for word in self.words if word.startswith("--")]:
+            if self.add_help and not any(name.startswith(flag) for name in self._option_string_actions):
+                message = f"unknown flag {flag}; --help shows all"
         self.exit(2, f"error: {message}\n")
 
 

@@ -354,9 +354,11 @@ def read_domain(name, changes=()):
 
 
 def check_arm(name, domain):
-    """InputError for an arm that scripts/arms.toml does not have."""
+    """InputError for an arm that scripts/arms.toml does not have, or has without a rate."""
     if name not in ["base", *domain["arms"]]:
         raise InputError(f"{name}: no such arm in scripts/arms.toml, which has {', '.join(domain['arms'])}")
+    if name != "base" and "--lr" not in domain["arms"][name].get("flags", ""):
+        raise InputError(f"scripts/arms.toml, {name}: no --lr among its flags, and 04's default is for a model of 8B")
 
 
 def settings_of(arguments):

@@ -86,6 +86,10 @@ def test_half_a_line(data, tmp_path, name):
 MISTAKES = {                    # {stage and flags: the line}
     "2 --agent script --tasks DEMOS": "DEMOS:1: a dialogue, not a task; 01_generate_tasks.py makes tasks",
     "3 --model MODEL --trajectories TASKS": "TASKS:1: a task, not a dialogue; 02_rollout.py makes dialogues of tasks",
+    "2 --tasks TASKS --agent models/tinny": "models/tinny: no such folder or name; did you mean models/tiny?",
+    "3 --trajectories DEMOS --model smolm2": "smolm2: no such folder or name; did you mean smollm2?",
+    "2 --tasks TASKS --agent MODEL --simulator rule": "rule: no such folder or name; did you mean rules?",
+    "3 --trajectories DEMOS --model DATA/rft": "DATA/rft: no such folder",
     "5 a=DATA": "DATA: is a directory", "1 --check NONE": "NONE: no such file or directory",
     "4 --method sweet --trajectories DEMOS --model MODEL --critic MODEL/config.json":
         "MODEL/config.json: a file; a critic is a folder of 03_train_critic.py, MODEL perhaps"}
@@ -193,7 +197,8 @@ def test_models(data, tmp_path, model):
         stages += [(2, [*tasks, "--agent", model]), (2, [*tasks, "--agent", BASE, "--simulator", model]),
                    (4, [*demos, "--method", "rft", "--model", model])]
     for number, words in stages:
-        assert refused(number, *words, "--out", tmp_path / "out").startswith(f"{model}: no model of this name")
+        line = refused(number, *words, "--out", tmp_path / "out")
+        assert line.startswith(f"{model}: no {'such folder' if model == './nowhere' else 'model of this name'}"), line
     assert contents(tmp_path) == {}
 
 
@@ -263,6 +268,13 @@ def test_flags(capsys, program, flag):
     line = capsys.readouterr().err
     assert ended.value.code == 2 and line.count("\n") == 1 and line.startswith("error: ")
     assert message in line and len(line) < 300
+
+
+@pytest.mark.parametrize("number, words, flag", [(2, "--tasks t --agnt m", "--agnt"), (4, "--methd=sft", "--methd")])
+def test_an_unknown_flag_is_named_where_required_ones_are_missing(capsys, number, words, flag):
+    with pytest.raises(SystemExit):
+        stage(number).parse_args(words.split())
+    assert capsys.readouterr().err == f"error: unknown flag {flag}; --help shows all\n"
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("0*.py")), ids=lambda path: path.name)

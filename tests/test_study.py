@@ -233,6 +233,13 @@ def test_what_is_unknown_is_refused(call, arguments, line):
     assert str(error.value).startswith(line)
 
 
+def test_an_arm_without_a_rate_is_refused():
+    arms = {"mine": {"method": "rft", "flags": "--epochs 2"}, "ours": {"method": "rft", "flags": "--lr 1"}}
+    study.check_arm("ours", {"arms": arms})
+    with pytest.raises(InputError, match="mine: no --lr among its flags"):
+        study.check_arm("mine", {"arms": arms})
+
+
 def test_a_failed_step_shows_its_last_lines_and_is_no_output(tmp_path, capfd):
     program = "import sys; print(*range(30), sep='\\n'); sys.exit('the reason')"
     with pytest.raises(study.StepFailed):
