@@ -1,15 +1,14 @@
-"""lib/engine.py: the same samples as the plain way (bench_rollout.py), whatever else is in the batch, and what it does
-not compute."""
+"""lib/engine.py: the same samples as the plain way, whatever else is in the batch, and what it does not compute."""
 import asyncio
 import random
 
 import pytest
 import torch
+from transformers import DynamicCache
 
-import bench_rollout
 from lib import engine as engine_module
 from lib.engine import Engine, few_sizes, next_tokens
-from lib.models import encode, stop_ids
+from lib.models import encode
 from lib.runtime import InputError
 from lib.seeds import uniforms
 from server import generate
@@ -27,8 +26,21 @@ def randoms_of(*key, samples=1, max_new_tokens=24):
     return uniforms((samples, max_new_tokens), *key)
 
 
+@torch.no_grad()
 def plain(model, prompt, randoms, temperature=1.0, stops=STOPS):
-    return bench_rollout.generate(model, [prompt], randoms, temperature, stops)
+    """What an Engine samples, without one: one sample after the other, with a cache of transformers."""
+    outputs = []
+    for numbers in randoms.float():
+        cache, ids, new = DynamicCache(config=model.config), prompt, []
+        for number in numbers:
+            logits = model(torch.tensor([ids]), past_key_values=cache).logits[:, -1]                          # (1, V)
+            token = next_tokens(logits.float(), number[None], torch.tensor([temperature])).item()
+            new.append(token)
+            if token in stops:
+                break
+            ids = [token]
+        outputs.append(new)
+    return outputs
 
 
 def together(*coroutines):
@@ -125,13 +137,13 @@ def test_dialogues_in_flight(tiny, slots):
 
 def test_many_samples_from_one_prefill(tiny):
     model, _ = tiny
-    engine = Engine(model, STOPS, 16, 400)
-    [prompt], randoms = prompts_of(60), randoms_of(0, samples=16)
+    engine = Engine(model, STOPS, 8, 400)
+    [prompt], randoms = prompts_of(60), randoms_of(0, samples=8)
     new = ask(engine, prompt, randoms, key="a")
     assert new == plain(model, prompt, randoms) and len(set(map(tuple, new))) > 4
     assert engine.stats["prefill_tokens"] == len(prompt) - 1
     chosen = max(new, key=len)                                               # the next turn finds the one that was sent
-    prompt, randoms = prompt + chosen + [33, 34], randoms_of(1, samples=16)
+    prompt, randoms = prompt + chosen + [33, 34], randoms_of(1, samples=8)
     assert ask(engine, prompt, randoms, key="a") == plain(model, prompt, randoms)
     assert engine.stats["reused_tokens"] == len(prompt) - 3
 
@@ -198,17 +210,13 @@ def test_ids_beyond_the_tokenizer_are_not_sampled(tiny, has_few_shapes, temperat
 
 
 def test_models_that_do_not_see_all_tokens_are_refused():
-    """But for families whose windows are known."""
-    from transformers import AutoModelForCausalLM, Llama4TextConfig, MistralConfig
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "intermediate_size_mlp": 8, "num_hidden_layers": 1,
-             "num_attention_heads": 1, "num_key_value_heads": 1, "vocab_size": 8, "head_dim": 8}
-    config = Llama4TextConfig(**sizes, attention_chunk_size=4, layer_types=["chunked_attention"])
+    """But for families whose windows are known (test_families.py)."""
+    from transformers import AutoModelForCausalLM, Llama4TextConfig
+    config = Llama4TextConfig(hidden_size=8, intermediate_size=8, intermediate_size_mlp=8, num_hidden_layers=1,
+                              num_attention_heads=1, num_key_value_heads=1, vocab_size=8, head_dim=8,
+                              attention_chunk_size=4, layer_types=["chunked_attention"])
     with pytest.raises(InputError, match="a llama4_text model"):
         Engine(AutoModelForCausalLM.from_config(config), [], 1, 100)
-    config = MistralConfig(**sizes, sliding_window=2)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    randoms = randoms_of(0)
-    assert ask(Engine(model, [], 1, 100), [1, 2, 3], randoms) == plain(model, [1, 2, 3], randoms, stops=[])
 
 
 def test_bfloat16_and_grouped_heads(tiny):
@@ -226,23 +234,6 @@ def test_bfloat16_and_grouped_heads(tiny):
         assert all(0 < len(ids) <= 24 and max(ids) < 50 for [ids] in results)
         if kind == torch.float32:
             assert results == [plain(model, prompt, randoms_of(n), stops=[0]) for n, prompt in enumerate(prompts)]
-
-
-# --- generate, from texts
-
-def test_batched_samples_are_single_samples(tiny):
-    model, tokenizer = tiny
-    prompts = [encode(tokenizer, f"<|user|>{text}<|end|><|assistant|>") for text in
-               ("Can you write a function that works out the price of a ticket?\ndef ticket_price(age):", "hm")]
-    randoms = torch.stack([uniforms(30, "test", n) for n in range(4)])
-    stops = stop_ids(model, tokenizer)
-    together = generate(model, prompts, randoms, 1.0, stops)
-    alone = [generate(model, [prompts[n // 2]], randoms[n:n + 1], 1.0, stops)[0] for n in range(4)]
-    assert together == alone
-    assert together[0] != together[1]
-    for ids in together:
-        assert ids[-1] in stops or len(ids) == 30
-        assert not set(ids[:-1]) & set(stops)
 
 
 def test_sampling_follows_the_softmax(tiny):

@@ -79,18 +79,10 @@ def test_a_damaged_folder_is_one_line(folder, name, monkeypatch):
     assert asked == [] and not (folder.parent / "ran").exists()
 
 
-ADAPTER = {"base_model_name_or_path": str(BASE), "peft_type": "LORA", "r": 2, "lora_alpha": 4,
-           "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
-
-
-@pytest.mark.parametrize("name, content", [
-    ("adapter_config.json", "{}"), ("adapter_config.json", json.dumps({**ADAPTER, "r": "x"})),
-    ("adapter_model.safetensors", "")])
-def test_a_damaged_adapter_is_one_line(tmp_path, name, content):
-    pytest.importorskip("peft")
-    (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER))
+def test_a_damaged_adapter_is_one_line(tmp_path):
+    config = {"base_model_name_or_path": str(BASE), "peft_type": "LORA", "r": "x", "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     save_file({"base_model.model.a": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
-    (tmp_path / name).write_text(content)
     with pytest.raises(InputError) as error:
         load_model(str(tmp_path), "cpu")
     assert "\n" not in str(error.value) and str(tmp_path) in str(error.value)
