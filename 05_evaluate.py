@@ -284,10 +284,7 @@ def candidate_form(folder, domain, form_of_turns):
     """What the scores of the candidates in 04's folder are, in lines, by its args.json."""
     args = read_args(folder)["args"]
     try:
-        if args["critic"] == common.UNTRAINED:
-            critic = common.untrained_critic(args["model"])
-        else:
-            critic = common.read_critic(args["critic"], None, domain, args["reference_sees_c"])
+        critic = common.open_critic(args["critic"], args["model"], None, domain, args["reference_sees_c"])
     except (KeyError, InputError):
         return [f"{folder}: was not ranked by a critic, or by one that is not there any more"]
     lines = [common.critic_line(critic)]

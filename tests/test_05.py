@@ -264,7 +264,7 @@ def test_a_lone_surrogate_stops_nothing_and_metrics_are_written_before_what_is_o
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(evaluate, "further_tables", lambda *_: 1 / 0)
         call(5, *words)
-    assert json.loads((tmp_path / "report" / "metrics.json").read_text())["a"]["success_rate"] == 1
+    assert json.loads((tmp_path / "report" / "metrics.json").read_text())["a"]["n"] == 2
     assert [row["dialogue_history"][0]["content"] for row in read(tmp_path / "report" / "scored" / "a.jsonl")] == [
         half, half]
     assert not (tmp_path / "report" / "COMPLETED").exists()
