@@ -78,7 +78,7 @@ def counted(items):
 
 def read_seed_texts(path):
     """The texts of a JSONL file of {"text"}, or the paragraphs of a plain one."""
-    if str(path).endswith(".jsonl"):
+    if str(path).endswith((".jsonl", ".jsonl.gz")):
         texts = [row["text"] for row in read_jsonl(path, {"text": str})]
     else:
         texts = re.split(r"\n\s*\n", read_text(path))
@@ -314,7 +314,7 @@ def parse_args(argv=None):
     parser.add_argument("--told", choices=["none", "some", "all"], default="some",
                         help="facts that the request states: none, one (of a page one or two) in 30 %% of the tasks, "
                         "or all (clear requests)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the tasks, or of their order")
+    parser.add_argument("--seed", type=flags.seed_flag, default=0, help="seed of the tasks, or of their order")
     parser.add_argument("--out", help="tasks file to write (JSONL); with --check its findings (optional)")
     parser.add_argument("--check", metavar="FILE", help="check the tasks of this file instead of making any")
     # the published data

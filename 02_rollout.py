@@ -370,7 +370,7 @@ def parse_args(argv=None):
     parser.add_argument("--max-new-tokens", type=flags.positive_int, default=1024, help="tokens a turn of the agent")
     parser.add_argument("--simulator-max-new-tokens", type=flags.positive_int,
                         help="tokens a reply of a simulating model (None: the domain's REPLY_TOKENS)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the samples")
+    parser.add_argument("--seed", type=flags.seed_flag, default=0, help="seed of the samples")
     group = parser.add_argument_group("critics")
     group.add_argument("--best-of", type=flags.positive_int, default=1, help="messages sampled at each turn")
     group.add_argument("--critic", type=flags.text_flag, help="who picks one of --best-of: a critic folder (03); "
@@ -411,6 +411,8 @@ def check_flags(parser, args):
         parser.error("--best-of needs an agent that is a model, and --critic DIR or judge:MODEL")
     if args.reference_sees_c is not None and args.best_of == 1:
         parser.error("--reference-sees-c goes with --best-of")
+    if args.critic == common.UNTRAINED and is_server(args.agent):
+        parser.error(f"--critic {common.UNTRAINED}: its scores need the agent's weights, which a server does not give")
     if args.branch and (is_scripted(args) or args.best_of > 1):
         parser.error("--branch needs an agent that is a model, and goes without --best-of")
     if args.system_prompt and is_scripted(args):
@@ -542,7 +544,7 @@ def main(argv=None):
     rows = Rows(out, runtime)
     if rows.done:
         say(f"{len(rows.done):,} of {len(dialogues):,} dialogues are there already")
-    for row in map(json.loads, rows.find().values()):
+    for row in [json.loads(row) for number, row in rows.find().items() if number in rows.done]:
         players.returns.append(domain.eval_score(row))
         if args.branch:
             name = row["task_id"], branch_name(row["branch"])

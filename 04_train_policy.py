@@ -522,6 +522,8 @@ def parse_args(argv=None):
                 parser.error(f"--{flag.replace('_', '-')} goes with --method sweet")
     elif args.critic is None:
         parser.error("--method sweet needs --critic: a folder, or untrained")
+    if args.sampler and args.candidates:
+        parser.error("--sampler goes without --candidates")
     if args.epochs is None:
         args.epochs = METHODS[args.method].epochs
         if args.preset == "paper-frontend" and args.epochs == 4:

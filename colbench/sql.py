@@ -559,7 +559,16 @@ def doubt_of(task):
 # ---------------------------------------------------------------------------------------------------------------------
 # the rest of the interface (colbench/__init__.py)
 
-lacks, leak_of, answer_message = dialogue.missing_field, dialogue.code_leak, backend.answer_message
+lacks, answer_message = dialogue.missing_field, backend.answer_message
+
+
+def leak_of(task, reply):
+    """How a reply of the simulator shows SQL: as code (dialogue.code_leak), or "query" (select … from a table)."""
+    leak = dialogue.code_leak(task, reply)
+    tables = "|".join(re.findall(r"CREATE TABLE (\w+)", task["schema"]))
+    if leak != "fence" and re.search(rf"\bselect\b.+\bfrom\s+({tables})\b", reply, re.IGNORECASE | re.DOTALL):
+        return "query"
+    return leak
 
 
 def answer_of(history, is_last):

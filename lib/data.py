@@ -172,6 +172,10 @@ def fill_rewards(trajectories, arguments):
         domain, out = domain_of(unscored[0]["task"]), arguments["out"]
         try:
             with environment(domain, f"{out}.images", pathlib.Path(out).parent, arguments) as scorer:
+                for key, value in scorer.about.items():
+                    if any(t.get(key, value) != value for t in trajectories):
+                        raise InputError(f'{len(unscored):,} dialogues have no "reward", and others have it by another '
+                                         f"{key} than {value}: two scales; score all with 05 first")
                 answers = [(t["task"], t["answer"]) for t in unscored]
                 verdicts = asyncio.run(scorer.score(answers))
         except ColBenchError as error:

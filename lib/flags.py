@@ -58,6 +58,13 @@ def positive_int(text):
     return int(text)
 
 
+def seed_flag(text):
+    """A type: a whole number that, times a number of steps, still has 64 bits."""
+    if not -2 ** 32 <= int(text) <= 2 ** 32:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at most 32 bits, not {text[:40]}")
+    return int(text)
+
+
 def number_flag(low, high):
     """A type: a finite number from `low` to `high`."""
     def number(text):
@@ -134,7 +141,7 @@ def add_training(parser, max_length):
     parser.add_argument("--nll-coef", type=non_negative_float, default=0.01, help="weight of the chosen side's NLL")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32",
                         help="arithmetic; the parameters that are trained stay float32")
-    parser.add_argument("--seed", type=int, default=0, help="seed of order and samples")
+    parser.add_argument("--seed", type=seed_flag, default=0, help="seed of order and samples")
     group = parser.add_argument_group("the data")
     group.add_argument("--num-trajectories", type=positive_int, help="use so many (nested subsets of a seed)")
     group.add_argument("--max-length", type=positive_int, default=max_length,

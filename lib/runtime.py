@@ -17,6 +17,7 @@ import resource
 import shutil
 import sys
 import time
+import zlib
 from collections import namedtuple
 
 import torch
@@ -44,8 +45,10 @@ def run_stage(main, *errors):
     try:
         main()
         barrier()                               # a rank that leaves early would break the connections of the others
-    except Exception as error:
-        if not isinstance(error, (InputError, OSError, *errors)) and FULL not in str(error):
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:                                   # torch's CheckpointException is no Exception
+        if not isinstance(error, (InputError, OSError, *errors)) and not is_of_full_disk(error):
             raise
         line = error_text(error).replace("\n", "\\n")
         print(f"error: {line}", file=sys.stderr)
@@ -62,9 +65,14 @@ def one_line(error):
 FULL = "No space left on device"
 
 
+def is_of_full_disk(error):
+    """Whether an error says that a disk is full, or, as torch's, says nothing and the output's disk is full."""
+    return FULL in str(error) or any(shutil.disk_usage(path.parent).free < 2 ** 20 for path in LOCKS)
+
+
 def error_text(error):
     """What is wrong, by an error that run_stage catches. Errors of a full disk rarely say where: it is the output's."""
-    if FULL in str(error):
+    if not isinstance(error, InputError) and is_of_full_disk(error):
         return f"{getattr(error, 'filename', None) or next(iter(LOCKS), 'here')}: {FULL}"
     if not isinstance(error, OSError):
         return str(error)
@@ -187,7 +195,7 @@ def lines_of(path):
     try:
         with open_file(path, "rb") as file:
             yield from file
-    except (EOFError, gzip.BadGzipFile) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise InputError(f"{path}: {one_line(error)}") from None
 
 
@@ -220,7 +228,7 @@ def refuse(fault, where):
 def read_text(path):
     """A file's text as it is, but for a newline at its end."""
     try:
-        return pathlib.Path(path).read_text("utf-8-sig").removesuffix("\n")
+        return pathlib.Path(path).read_bytes().decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: no UTF-8 text ({error})") from None
 
@@ -230,9 +238,10 @@ def read_text(path):
 
 @contextlib.contextmanager
 def whole_file(path):
-    """Opens a text file beside `path`, and gives it this name at the end."""
+    """Opens a text file beside `path`, and gives it this name at the end; one that ends with .gz is packed."""
     partial = f"{path}.partial"
-    with open(partial, "w", encoding="utf-8", errors="backslashreplace") as file:
+    open_file = gzip.open if str(path).endswith(".gz") else open
+    with open_file(partial, "wt", encoding="utf-8", errors="backslashreplace") as file:
         yield file
     os.rename(partial, path)
 

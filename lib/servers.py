@@ -174,7 +174,10 @@ def open_client(url, retries):
     except ImportError:
         raise InputError(f"{url}: servers need the package openai: pip install openai") from None
     key = os.environ.get("OPENAI_API_KEY", "").strip() or "none"
-    return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=TIMEOUT_S, max_retries=retries)
+    try:
+        return openai.AsyncOpenAI(base_url=url, api_key=key, timeout=TIMEOUT_S, max_retries=retries)
+    except Exception as error:                                       # httpx.InvalidURL, which has no class above it
+        raise InputError(f"{url}: no address of a server ({one_line(error)})") from None
 
 
 def told(error):

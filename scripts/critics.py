@@ -150,6 +150,8 @@ def measure_critic(folder, critic, trajectories, pairs, branches, device):
         if None not in (advantages[chosen], advantages[rejected]):   # None: too long
             gap = sum(advantages[chosen]) - sum(advantages[rejected])
             is_right.append((gap > 0) + 0.5 * (gap == 0))            # a tie is half right
+    if not is_right:
+        raise InputError(f"{folder}: no pair of dialogues of at most {MAX_TOKENS:,} tokens")
     measures = {"pair_accuracy": statistics.mean(is_right), "num_pairs": len(is_right)}
     if branches:
         points, returns = branches

@@ -82,7 +82,8 @@ def is_done(done, command):
         return False
     for name in re.split("[ =,]", " ".join(command)):
         path = pathlib.Path(name)
-        if name and path.exists() and path.stat().st_mtime > done.stat().st_mtime:
+        files = (path, *path.glob("*.*")) if name and path.exists() else ()
+        if any(file.stat().st_mtime > done.stat().st_mtime for file in files):
             return False
     return True
 

@@ -263,6 +263,10 @@ def test_two_ranks_write_the_same_file_as_one(workspace, tmp_path):
     succeed("02_rollout.py", "--tasks", tasks, "--max-rounds", 8, "--agent", "script", "--out", tmp_path / "out",
             ranks=2)
     assert read(tmp_path / "out") == read(workspace / "demos.jsonl")[:8]
+    for ranks in (1, 2):
+        succeed("02_rollout.py", "--tasks", tasks, "--max-rounds", 2, "--agent", "models/tiny", "--out",
+                tmp_path / str(ranks), ranks=ranks)
+    assert_same(tmp_path / "1", tmp_path / "2")
 
 
 def test_dialogues_of_one_task_id_are_numbered_through():

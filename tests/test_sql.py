@@ -353,10 +353,12 @@ def test_what_is_known_decision_by_decision():
 
 
 @pytest.mark.parametrize("reply, kind", [
-    ("```SELECT 1```", "fence"), ("It is COUNT(o.id) FROM orders o WHERE o.total then", "code"),
+    ("```SELECT 1```", "fence"), ("Use SELECT name FROM customers c WHERE it fits", "query"),
+    ("select name from customers", "query"), ("It is COUNT(o.id) FROM orders o WHERE o.total then", "code"),
     ("Select what you like from it.", None), ("The total counts.", None)])
 def test_leaks(reply, kind):
-    assert sql.leak_of({"ground_truth": "SELECT COUNT(o.id) FROM orders o WHERE o.total > 5"}, reply) == kind
+    task = {"ground_truth": "SELECT COUNT(o.id) FROM orders o WHERE o.total > 5", "schema": SCHEMA}
+    assert sql.leak_of(task, reply) == kind
 
 
 def test_the_answer_of_a_turn():

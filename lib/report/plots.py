@@ -74,7 +74,7 @@ def curve_figure(curves, metric, x_label, is_log=True):
 
 def history_points(rows, key):
     """(steps, values) of a key of metrics.jsonl, as means over a twentieth of the points."""
-    logged = [(row["step"], row[key]) for row in rows if key in row]
+    logged = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
     if not logged:
         return [], []
     steps, values = np.array(logged).T
