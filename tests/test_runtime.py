@@ -11,7 +11,7 @@ from conftest import begin, Partial, read, ROOT, wait, write
 from lib import runtime
 from lib.data import read_trajectories
 from lib.models import weights_fingerprint
-from lib.runtime import fingerprint, InputError, map_blocks, read_jsonl, Runtime, start
+from lib.runtime import fingerprint, InputError, map_blocks, read_jsonl, Runtime, start, write_jsonl
 
 
 @pytest.mark.parametrize("content, message", [
@@ -53,6 +53,12 @@ def test_trajectories_that_went_through_datasets_and_gzip_are_the_same(data, tmp
         path.write_bytes(content)
         with pytest.raises(InputError, match=f"rows.jsonl.gz: {fault}"):
             read_trajectories(path)
+
+
+def test_an_output_named_gz_is_packed(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl.gz", [{"a": "é"}])
+    assert gzip.decompress((tmp_path / "a.jsonl.gz").read_bytes()).decode() == '{"a": "é"}\n'
+    assert read_jsonl(tmp_path / "a.jsonl.gz", {}) == [{"a": "é"}]
 
 
 def test_map_blocks_resumes_to_the_same_file(tmp_path):

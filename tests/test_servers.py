@@ -306,6 +306,7 @@ def test_bad_servers_are_one_line(tasks, tmp_path, serve, monkeypatch):
     base = ["--tasks", tasks, *RULES, "--out"]
     for number, (agent, message) in enumerate([
             (server["url"], "a server's model goes after #"), ("http://a/v1,b/v1#m", "several addresses of one model"),
+            ("http://[::1/v1#m", "no address of a server"),
             (f"http://127.0.0.1:{free_port()}/v1#m", "nobody answers"),
             (f"{server['url']}#asker", "the key in OPENAI_API_KEY")]):
         assert message in refused(2, *base, tmp_path / f"{number}", "--agent", agent)

@@ -194,6 +194,22 @@ def test_a_dry_run_needs_nothing_but_a_configuration(tmp_path, capsys):
     assert not (tmp_path / "x").exists()
 
 
+def test_a_tokenizer_may_be_smaller_than_the_embedding_but_not_larger(runtime, tmp_path):
+    """A special token that no chat has, as Gemma 3's for images, may have no place."""
+    model, tokenizer = load_model(str(BASE), "cpu")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    save_model(tmp_path, model, tokenizer)
+    assert load_model(str(tmp_path), "cpu") and load(tmp_path, runtime)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save_pretrained(tmp_path)
+    for read_folder in (lambda: load(tmp_path, runtime), lambda: load_model(str(tmp_path), "cpu")):
+        with pytest.raises(InputError, match="its tokenizer has 783 tokens, and its embeddings 781"):
+            read_folder()
+    model.resize_token_embeddings(800)
+    save_model(tmp_path, model, tokenizer)
+    assert load_model(str(tmp_path), "cpu") and load(tmp_path, runtime)
+
+
 # --- batches, schedule
 
 def test_epoch_batches_cover_every_item_once_an_epoch():
