@@ -147,7 +147,7 @@ def loading(name):
         elif pathlib.Path(name).parent.is_dir():                    # a path or a word with a mistake, or a hub id
             folders = [str(path) for path in pathlib.Path(name).parent.iterdir() if path.is_dir()]
             nearest = difflib.get_close_matches(name, [*folders, "rules", "script", "smollm2", "tiny"], 1, 0.75)
-            if nearest:
+            if nearest and nearest[0] != name:
                 raise InputError(f"{name}: no such folder or name; did you mean {nearest[0]}?") from None
             if "/" in name:
                 raise InputError(f"{name}: no such folder") from None
