@@ -100,11 +100,13 @@ def test_plots_take_the_page_s_colour_and_have_ids_of_their_own():
         assert set(re.findall(r'(?:href="|url\()#([\w-]+)', svg)) <= set(ids)
 
 
-def test_screenshots_of_this_run_are_in_the_page(tmp_path):
+def test_screenshots_of_this_run_are_in_the_page(tmp_path, monkeypatch):
     (tmp_path / "images").mkdir()
     pytest.importorskip("PIL.Image").new("RGB", (400, 4000), "red").save(tmp_path / "images" / "a.png")
     row = made_row("t") | {"image": "../images/a.png", "reference_image": "../images/a.png", "render_fault": "slow"}
     row["dialogue_history"][1]["render_fault"] = HOSTILE
+    assert write_page(tmp_path, page_data({"m": [row]}, backend, {}))["images"] == {}        # a file's own keys
+    monkeypatch.setattr(backend, "SCORE_KEYS", (*backend.SCORE_KEYS, "image"))               # as of a domain that draws
     data = write_page(tmp_path, page_data({"m": [row]}, backend, {}))
     [name] = data["images"]
     assert name == data["tasks"][0]["image"] == data["dialogues"][0]["image"]
