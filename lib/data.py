@@ -79,7 +79,7 @@ def check_ids(tasks, names, path):
 
 def task_fault(row):
     """What is wrong with a row, before its domain looks at it (a kind of schema.py)."""
-    if type(row) is dict and "dialogue_history" in row:
+    if type(row) is dict and ("dialogue_history" in row or "messages" in row):
         return "is a dialogue, not a task; 01_generate_tasks.py makes tasks"
     return record({})(row)
 

@@ -25,9 +25,10 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
-        for flag in [word.partition("=")[0] for word in self.words if word.startswith("--")]:
-            if self.add_help and not any(name.startswith(flag) for name in self._option_string_actions):
-                message = f"unknown flag {flag}; --help shows all"
+        given = [word.partition("=")[0] for word in self.words if word.startswith("--")]
+        unknown = [flag for flag in given if not any(name.startswith(flag) for name in self._option_string_actions)]
+        if self.add_help and unknown:
+            message = f"unknown flag {', '.join(unknown)}; --help shows all"
         self.exit(2, f"error: {message}\n")
 
 

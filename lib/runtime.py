@@ -427,7 +427,7 @@ def is_done(arguments, out, inputs, folder=False):
         return False
     check_same_command(out, before, now)
     if is_complete(out, folder):
-        say(f"{out}: done already by the same command")
+        say(f"{out}: done already by the same command (after a change of code: --overwrite)")
     return is_complete(out, folder)
 
 

@@ -111,9 +111,9 @@ def intervals(values, tasks, trajectories, is_share=True):
     elif is_share and outcome in (0, 1):
         bound = 0.025 ** (1 / len(tasks))
         result["ci95"] = [bound, 1.0] if outcome else [0.0, 1 - bound]
-        result["notes"] = ["all tasks have one outcome: the interval is the exact one (Clopper-Pearson)"]
+        result["notes"] = ["all tasks have one mean: the interval is the exact one (Clopper-Pearson)"]
     elif is_share:
-        result["notes"] = ["all tasks have one outcome: no interval"]
+        result["notes"] = ["all tasks have one mean: no interval"]
     if len(values) > 1:
         result["runs"] = [float(np.mean(run)) for run in values]
     return result

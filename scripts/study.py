@@ -91,7 +91,7 @@ def is_done(done, command):
 def show(text):
     """Print the tables of what a stage has printed."""
     for line in text.splitlines():
-        if not line.startswith(("reads ", "writes ", "arguments: ")):
+        if not line.startswith(("reads ", "writes ", "arguments: ")) and "%|" not in line:             # a bar
             print(line)
 
 

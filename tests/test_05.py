@@ -153,7 +153,7 @@ def test_intervals_of_tasks_with_one_outcome_are_exact_or_none(values, expected)
     tasks = list(range(len(values[0])))
     found = statistics.intervals(values, tasks, [])
     assert found.get("ci95") == (expected and pytest.approx(expected))
-    assert found["notes"] == ["all tasks have one outcome: " + (
+    assert found["notes"] == ["all tasks have one mean: " + (
         "the interval is the exact one (Clopper-Pearson)" if expected else "no interval")]
     difference = statistics.intervals(values, tasks, [], is_share=False)
     assert "ci95" not in difference

@@ -86,7 +86,7 @@ def test_half_a_line(data, tmp_path, name):
 MISTAKES = {                    # {stage and flags: the line}
     "2 --agent script --tasks DEMOS": "DEMOS:1: a dialogue, not a task; 01_generate_tasks.py makes tasks",
     "3 --model MODEL --trajectories TASKS": "TASKS:1: a task, not a dialogue; 02_rollout.py makes dialogues of tasks",
-    "2 --tasks TASKS --agent models/tinny": "models/tinny: no such folder or name; did you mean models/tiny?",
+    "2 --tasks TASKS --agent models/tinny": "models/tinny: no such folder; did you mean models/tiny?",
     "3 --trajectories DEMOS --model smolm2": "smolm2: no such folder or name; did you mean smollm2?",
     "2 --tasks TASKS --agent MODEL --simulator rule": "rule: no such folder or name; did you mean rules?",
     "3 --trajectories DEMOS --model DATA/rft": "DATA/rft: no such folder",

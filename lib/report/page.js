@@ -428,7 +428,7 @@ function dialogue(d) {
     el("div", { class: "turns" }, d.turns.map((_, number) => turnCard(d, number, known))),
     d.fault && note(`\u26A0 the answer cannot be rendered: ${d.fault}`),
     d.failed && d.failed.length > 0 &&
-      el("details", {}, el("summary", {}, `failed tests (${d.failed.length})`), failedTests(d)),
+      el("details", {}, el("summary", {}, `failed tests (${d.failed.length} of ${d.num_failed})`), failedTests(d)),
   ].flat().filter(given);
 }
 

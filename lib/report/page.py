@@ -104,6 +104,7 @@ def dialogue_data(trajectory, domain):
         "image": trajectory.get("image") if draws_images(domain) else None,
         "fault": trajectory.get("render_fault"),
         "failed": [slim(test) for test in trajectory.get("failed") or []],
+        "num_failed": sum(fault is not None for fault in trajectory.get("faults") or []) or None,
         "turns": turns_data(trajectory, domain),
     })
 
