@@ -35,7 +35,8 @@ def test_tables_by_hand():
 def test_training_curves_are_smoothed_by_hand():
     def points(values):
         rows = [{"step": step, "loss": value} for step, value in enumerate(values)] + [{"step": 99}]
-        return [list(part) for part in plots.history_points(rows, "loss")]
+        shares, means = plots.history_points(rows, "loss")
+        return [[round(99 * share) for share in shares], list(means)]
     assert points([1, 2, 3]) == [[0, 1, 2], [1, 2, 3]] and points([]) == [[], []]
     assert points([0, 2] * 20) == [list(range(1, 40)), [1] * 39]     # the mean of two
 

@@ -73,13 +73,13 @@ def curve_figure(curves, metric, x_label, is_log=True):
 
 
 def history_points(rows, key):
-    """(steps, values) of a key of metrics.jsonl, as means over a twentieth of the points."""
+    """(shares of the steps so far, values) of a key of metrics.jsonl, as means over a twentieth of the points."""
     logged = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
     if not logged:
         return [], []
     steps, values = np.array(logged).T
     width = math.ceil(len(values) / 20)
-    return steps[width - 1:], np.convolve(values, np.ones(width) / width, "valid")
+    return steps[width - 1:] / rows[-1]["step"], np.convolve(values, np.ones(width) / width, "valid")
 
 
 @rc_context(STYLE)
@@ -93,7 +93,7 @@ def training_svg(histories):
             line = look(number) | {"markersize": 3, "linewidth": 1, "markevery": 0.2, "label": name}
             axes.plot(*history_points(rows, key), **line)
         axes.set_title(title, fontsize=10)
-        axes.set_xlabel("step")
+        axes.set_xlabel("share of its steps")
     figure.legend(handles=axes.lines, loc="outside right upper")
     return as_svg(figure, "training")
 
@@ -108,6 +108,6 @@ def report_plots(metric, curves, histories):
             svg = as_svg(curve_figure(curves, metric, "N"), "curve")
         plots.append(("Curves", svg, "The methods that are named LABEL@N."))
     if histories:
-        plots.append(("Training", training_svg(histories), "metrics.jsonl of each model, as means over a twentieth of "
-                      "the points; the gradient norm is that before clipping."))
+        plots.append(("Training", training_svg(histories), "metrics.jsonl of each model, smoothed; steps of different "
+                      "methods differ in number and size. The gradient norm is that before clipping."))
     return plots
