@@ -328,9 +328,9 @@ def parse_args(argv=None):
                         help='llm: texts that give the ideas: JSONL with "text", or paragraphs (None: our topics)')
     parser.add_argument("--max-attempts", type=flags.positive_int,
                         help="llm: replies after which it gives up (None: 20 a task, divided by the share of --split)")
-    parser.add_argument("--temperature", type=flags.non_negative_float, default=1.0, help="llm: of the model")
-    parser.add_argument("--max-new-tokens", type=flags.positive_int, default=2048, help="llm: tokens of a reply")
-    parser.add_argument("--concurrency", type=flags.positive_int, default=64, help="llm: attempts in flight")
+    parser.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="llm: of the model")
+    parser.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=2048, help="llm: tokens of a reply")
+    parser.add_argument("--concurrency", type=flags.num_samples_flag, default=64, help="llm: attempts in flight")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="llm: of a local model")
     flags.add_world(parser)
     flags.add_overwrite(parser)

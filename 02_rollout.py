@@ -366,21 +366,21 @@ def parse_args(argv=None):
     parser.add_argument("--samples", type=flags.positive_int, default=1, help="dialogues a task")
     parser.add_argument("--max-rounds", type=flags.positive_int, default=10, help="agent turns in a dialogue")
     parser.add_argument("--single-turn", action="store_true", help="the agent answers at once (--max-rounds 1)")
-    parser.add_argument("--temperature", type=flags.non_negative_float, default=1.0, help="of the agent")
-    parser.add_argument("--max-new-tokens", type=flags.positive_int, default=1024, help="tokens a turn of the agent")
-    parser.add_argument("--simulator-max-new-tokens", type=flags.positive_int,
+    parser.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="of the agent")
+    parser.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=1024, help="tokens a turn of the agent")
+    parser.add_argument("--simulator-max-new-tokens", type=flags.num_tokens_flag,
                         help="tokens a reply of a simulating model (None: the domain's REPLY_TOKENS)")
     parser.add_argument("--seed", type=flags.seed_flag, default=0, help="seed of the samples")
     group = parser.add_argument_group("critics")
-    group.add_argument("--best-of", type=flags.positive_int, default=1, help="messages sampled at each turn")
+    group.add_argument("--best-of", type=flags.num_samples_flag, default=1, help="messages sampled at each turn")
     group.add_argument("--critic", type=flags.text_flag, help="who picks one of --best-of: a critic folder (03); "
                        "judge:MODEL; untrained (the agent itself, whose reference does not see c)")
     flags.add_reference(group)
     group.add_argument("--branch", type=flags.positive_int, metavar="N",
                        help="go on from N turns of a trajectories file")
-    group.add_argument("--branch-candidates", type=flags.positive_int, default=8, help="messages in each of them")
+    group.add_argument("--branch-candidates", type=flags.num_samples_flag, default=8, help="messages in each of them")
     group = parser.add_argument_group("models and servers")
-    group.add_argument("--concurrency", type=flags.positive_int, default=64, help="dialogues in flight")
+    group.add_argument("--concurrency", type=flags.num_samples_flag, default=64, help="dialogues in flight")
     group.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the models")
     group.add_argument("--max-length", type=flags.positive_int, default=16384,
                        help="tokens of a prompt with its reply (local models)")

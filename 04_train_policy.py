@@ -484,10 +484,10 @@ def add_candidates(parser):
     group.add_argument("--data-frac", type=flags.share_flag, default=0.1,
                        help="share of the trajectories whose turns are "
                        "used (the published code's tenth is of 15,000; with few hundred take all: 1)")
-    group.add_argument("--num-candidates", type=flags.positive_int, default=16, help="actions sampled a turn")
+    group.add_argument("--num-candidates", type=flags.num_samples_flag, default=16, help="actions sampled a turn")
     group.add_argument("--pairs-per-turn", type=flags.positive_int, default=4, help="DPO pairs a turn")
-    group.add_argument("--temperature", type=flags.non_negative_float, default=1.0, help="of the candidates")
-    group.add_argument("--max-new-tokens", type=flags.positive_int, default=1024, help="tokens of a candidate")
+    group.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="of the candidates")
+    group.add_argument("--max-new-tokens", type=flags.num_tokens_flag, default=1024, help="tokens of a candidate")
     group.add_argument("--candidates", type=flags.text_flag, metavar="FILE",
                        help="candidates.jsonl of another run of the "
                        "same model, seed, trajectories and sampling; None: sample them")
@@ -495,7 +495,7 @@ def add_candidates(parser):
                        help="servers of --model's weights (commas between addresses) that give token ids, as vLLM "
                        "does: they sample the candidates, which then do not repeat bit for bit; None: every rank holds "
                        "the model and samples")
-    group.add_argument("--concurrency", type=flags.positive_int, default=256,
+    group.add_argument("--concurrency", type=flags.num_samples_flag, default=256,
                        help="candidates sampled at a time, by a rank")
     group.add_argument("--pairs-together", action="store_true", help="an example is all pairs of a turn, which share "
                        "the prompt (faster); a batch has --batch-size / --pairs-per-turn of them")

@@ -1,5 +1,8 @@
 """Flags that several stages share, and presets."""
 import argparse
+import difflib
+import math
+import re
 import sys
 
 from lib import VERSION
@@ -25,10 +28,13 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message):
+        known = list(self._option_string_actions)
         given = [word.partition("=")[0] for word in self.words if word.startswith("--")]
-        unknown = [flag for flag in given if not any(name.startswith(flag) for name in self._option_string_actions)]
-        if self.add_help and unknown:
-            message = f"unknown flag {', '.join(unknown)}; --help shows all"
+        unknown = [flag for flag in given if not any(name.startswith(flag) for name in known)]
+        if self.add_help and unknown:                                # not of set_preset's own parser
+            near = difflib.get_close_matches(unknown[0], known, 1, 0.75)
+            advice = f"did you mean {near[0]}?" if near else "--help shows all"
+            message = f"unknown flag {', '.join(unknown)}; {advice}"
         self.exit(2, f"error: {message}\n")
 
 
@@ -52,32 +58,44 @@ def set_preset(parser, presets, argv):
 # ---------------------------------------------------------------------------------------------------------------------
 # types of flags: finite numbers with bounds, texts that are not empty
 
-def positive_int(text):
-    """A type: a whole number from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number from 1, not {text[:40]}")
-    return int(text)
+MOST = 10 ** 9                  # of what is counted
+MOST_TOKENS = 10 ** 6           # of one turn: there is a random number for each
+MOST_SAMPLES = 10 ** 4          # of one turn, or in flight
 
 
-def seed_flag(text):
-    """A type: a whole number that, times a number of steps, still has 64 bits."""
-    if not -2 ** 32 <= int(text) <= 2 ** 32:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at most 32 bits, not {text[:40]}")
-    return int(text)
+def whole_number(low, high):
+    """A type: a whole number from `low` to `high`."""
+    def read(text):
+        if not re.fullmatch(r"[+-]?\d{1,19}", text) or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"must be a whole number from {low} to {high}, not {text[:40]}")
+        return int(text)
+    return read
 
 
 def number_flag(low, high):
     """A type: a finite number from `low` to `high`."""
-    def number(text):
-        value = float(text)
+    def read(text):
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
         if not low <= value <= high:
             raise argparse.ArgumentTypeError(f"must be a finite number from {low:g} to {high:g}, not {text[:40]}")
         return value
-    return number
+    return read
 
 
-non_negative_float = number_flag(0, 10 ** 9)
+positive_int = whole_number(1, MOST)
+non_negative_float = number_flag(0, MOST)
 share_flag = number_flag(0, 1)
+num_tokens_flag = whole_number(1, MOST_TOKENS)
+num_samples_flag = whole_number(1, MOST_SAMPLES)
+seed_flag = whole_number(-2 ** 32, 2 ** 32)                              # times a number of steps it still has 64 bits
+
+
+def temperature_flag(text):
+    """A type: 0, or a temperature by which logits can be divided."""
+    return 0.0 if number_flag(0, 100)(text) == 0 else number_flag(1e-3, 100)(text)
 
 
 def text_flag(text):

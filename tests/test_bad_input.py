@@ -243,7 +243,7 @@ FLAGS = {                       # {program: flags, or (flags, what the line says
         "--lora 0", "--model ''", "--reference-sees-c maybe",
         ("--no-privileged --reference-sees-c no", "--reference-sees-c no goes with --head lm"),
         ("--head value --reference-sees-c no", "--reference-sees-c no goes with --head lm")],
-    4: ["--data-frac 2", "--temperature nan", "--num-candidates 0", "--critic ''"],
+    4: ["--data-frac 2", "--temperature nan", "--num-candidates 100000000", "--temperature 1e-40", "--critic ''"],
     5: ["--baseline ''", "--baseline c", "a/b=c", "a", ("a=x", "a"),
         ("--reference-sees-c no", "--reference-sees-c goes with --critic")],
     "critics": [("", "nothing to measure: give --critics or --gates"), "--gates ''",
@@ -270,11 +270,16 @@ def test_flags(capsys, program, flag):
     assert message in line and len(line) < 300
 
 
-@pytest.mark.parametrize("number, words, flag", [(2, "--tasks t --agnt m", "--agnt"), (4, "--methd=sft", "--methd")])
-def test_an_unknown_flag_is_named_where_required_ones_are_missing(capsys, number, words, flag):
-    with pytest.raises(SystemExit):
+@pytest.mark.parametrize("number, words, line", [
+    (1, "--nonsense", "unknown flag --nonsense; --help shows all"),
+    (2, "--tasks t --agnt m", "unknown flag --agnt; did you mean --agent?"),
+    (3, "--modle=m --foo 2", "unknown flag --modle, --foo; did you mean --model?"),
+    (4, "--methd sft", "unknown flag --methd; did you mean --method?"),
+    (5, "--outt o", "unknown flag --outt; did you mean --out?")])
+def test_an_unknown_flag_is_named_where_required_ones_are_missing(capsys, number, words, line):
+    with pytest.raises(SystemExit) as ended:
         stage(number).parse_args(words.split())
-    assert capsys.readouterr().err == f"error: unknown flag {flag}; --help shows all\n"
+    assert ended.value.code == 2 and capsys.readouterr().err == f"error: {line}\n"
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("0*.py")), ids=lambda path: path.name)
