@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 from colbench import ColBenchError, domain_of  # noqa: E402
 from lib.data import read_trajectories  # noqa: E402
 from lib.flags import argument_parser  # noqa: E402
-from lib.runtime import run_stage, write_jsonl  # noqa: E402
+from lib.runtime import run_stage, say, write_jsonl  # noqa: E402
 
 COMMENT = {"function": "#", "query": "--"}
 
@@ -29,13 +29,15 @@ def exchanged_references(trajectories):
     for trajectory in trajectories:
         task = trajectory["task"]
         families[task["family"]][trajectory["task_id"]] = task["ground_truth"]
-    references = {}
+    references, num_alone = {}, 0
     for family in families.values():
         names = sorted(family)
         for i, name in enumerate(names):
             following = [family[other] for other in names[i + 1:] + names[:i]]
             others = [reference for reference in following if reference != family[name]]
+            num_alone += not others
             references[name] = others[0] if others else family[name]
+    say(f"{num_alone:,} of {len(references):,} tasks are the only ones of their family and keep their reference")
     return references
 
 
@@ -61,11 +63,12 @@ def parse_args(argv=None):
 def main(argv=None):
     args = parse_args(argv)
     trajectories = read_trajectories(args.trajectories)
-    references = exchanged_references(trajectories)
+    if args.kind == "exchanged":
+        references = exchanged_references(trajectories)
+    else:
+        references = {trajectory["task_id"]: with_facts(trajectory["task"]) for trajectory in trajectories}
     for trajectory in trajectories:
-        task = trajectory["task"]
-        reference = with_facts(task) if args.kind == "facts" else references[trajectory["task_id"]]
-        trajectory["task"] = {**task, "ground_truth": reference}
+        trajectory["task"] = {**trajectory["task"], "ground_truth": references[trajectory["task_id"]]}
     write_jsonl(pathlib.Path(args.out), trajectories)
 
 
