@@ -144,8 +144,8 @@ def loading(name):
         advice = "download it first and name its folder, or use smollm2"
         if os.path.isdir(name):
             advice = "its files are damaged, or of no model that transformers knows"
-        elif "/" not in name and hint_at(name):
-            raise InputError(f"{name}: no such folder or name{hint_at(name)}") from None
+        elif "/" not in name and (hint := hint_at(name)):
+            raise InputError(f"{name}: no such folder or name{hint}") from None
         raise InputError(f"{name}: no model of this name could be loaded ({type(error).__name__}: {one_line(error)}); "
                          f"{advice}") from None
 
@@ -281,6 +281,7 @@ def whole_model(name, dtype=torch.float32):
             config.tie_word_embeddings = False
     if not is_adapter(name):
         return model
+    check_base(name)
     peft = import_peft()
     with loading(name):
         adapted = peft.PeftModel.from_pretrained(model, name, torch_device="cpu")
@@ -577,12 +578,14 @@ def save_model(folder, model, tokenizer, merge=False):
 
 
 def save_adapter(folder, model, tokenizer, tensors):
-    """Write a model's adapter, whose values are in `tensors`, and the tokenizer in PEFT's format; for one rank."""
+    """Write a model's adapter, whose values are in `tensors`, and the tokenizer in PEFT's format; for one rank. The
+    file of weights names the fingerprint of the base (check_base), alone: safetensors gives several keys no order."""
     from safetensors.torch import save_file
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {peft_name(name): tensors[name].contiguous() for name in adapter_parameters(model)}
-    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
     config = model.peft_config["default"]
+    known = weights_fingerprint(config.base_model_name_or_path) or ""
+    save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"base_fingerprint": known})
     config.inference_mode, config.target_modules = True, sorted(config.target_modules)       # a set has no order
     config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -615,6 +618,18 @@ def base_of(folder):
         raise InputError(f"{folder}: its base model cannot be used ({error}); write where it is into {folder}/"
                          f"{ADAPTER_CONFIG} (base_model_name_or_path)") from None
     return base
+
+
+def check_base(folder):
+    """InputError where an adapter's base has another fingerprint than when the adapter was trained; one that other
+    programs made has none."""
+    from safetensors import safe_open
+    with loading(folder), safe_open(pathlib.Path(folder) / ADAPTER_WEIGHTS, "pt") as file:
+        known = (file.metadata() or {}).get("base_fingerprint")
+    fingerprint = weights_fingerprint(base_of(folder))
+    if known and fingerprint and known != fingerprint:
+        raise InputError(f"{folder}: its base model {base_of(folder)} has other weights than when the adapter was "
+                         f"trained (fingerprint {known}, now {fingerprint}); put them back, or train it again")
 
 
 def lora_config(name, rank, targets, merge):

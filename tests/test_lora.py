@@ -305,6 +305,7 @@ def test_a_base_that_moved_or_changed_is_one_line(data, critic, policy, tiny, tm
     changed = {name: tensor * 1.01 for name, tensor in weights(BASE).items()}
     save_file(changed, tmp_path / "moved" / "model.safetensors", metadata={"format": "pt"})
     assert f"its reference {tmp_path / 'moved'} has other weights" in refused(2, *best)
+    assert "other weights than when the adapter was trained" in refused(2, *play, tmp_path / "policy")
     assert not (tmp_path / "x").exists()
 
 
