@@ -111,13 +111,15 @@ def read_runs(paths):
 
 
 def check_tasks(files, states, where):
-    """InputError where tasks are of several domains, or one "task_id" names two; states: of the file `where`."""
+    """The domain of the tasks of all files, and of the states of the file `where`. InputError where they are of several
+    domains, or one "task_id" names two."""
     trajectories = list(itertools.chain(*files.values()))
+    tasks = [trajectory["task"] for trajectory in trajectories]
     for name, rows in [*files.items(), (where, states)]:
         for row in rows[:1]:                                         # reading has compared those of one file
-            data.check_task(row["task"], name, trajectories[0]["task"])
-    tasks = [trajectory["task"] for trajectory in trajectories]
+            data.check_task(row["task"], name, tasks[0])
     data.check_ids(tasks, [trajectory["task_id"] for trajectory in trajectories], " and ".join(files))
+    return domain_of(tasks[0])
 
 
 COSTS = "trained_tokens", "generated_tokens", "seconds"
@@ -172,13 +174,17 @@ def curves_of(metrics):
 # ---------------------------------------------------------------------------------------------------------------------
 # scoring
 
-def rescore(trajectories, environment):
-    """Give every trajectory the fresh scores of an environment."""
+def rescore(trajectories, environments, domain):
+    """Give every trajectory fresh scores, whatever it has."""
+    for trajectory in trajectories:
+        for key in (*domain.SCORE_KEYS, "failed", "advantages"):
+            trajectory.pop(key, None)
     answers = [(trajectory["task"], trajectory["answer"]) for trajectory in trajectories]
-    with environment:
-        scores = asyncio.run(environment.score(answers, explain=True))
-    for trajectory, score in zip(trajectories, scores):
-        trajectory.update(score)
+    for environment in environments:
+        with environment:
+            scores = asyncio.run(environment.score(answers, explain=True))
+        for trajectory, score in zip(trajectories, scores):
+            trajectory.update(score)
 
 
 def measure(trajectories, domain):
@@ -236,27 +242,34 @@ def compare(metrics, files, baseline, domain):
 # ---------------------------------------------------------------------------------------------------------------------
 # what is shown below the comparison
 
-def further_tables(metrics, baseline, states, domain):
-    """{heading: text} of the tables below the comparison."""
-    tables = {
+def tables_of(metrics, metric, baseline, states, domain):
+    """What page and screen show of the metrics, which is printed here: {"headings", "rows" of the comparison, "notes",
+    "tables": {heading: text} of those below it}."""
+    headings, rows = statistics.result_table(metrics, metric, domain.COLUMNS, baseline)
+    notes = statistics.note_lines(metrics)
+    further = {
         "families and runs": statistics.detail_lines(metrics, baseline),
         "costs": cost_lines(metrics),
         "kinds of candidates": kind_lines(states, domain),
     }
-    return {heading: "\n".join(lines) for heading, lines in tables.items() if lines}
+    tables = {heading: "\n".join(lines) for heading, lines in further.items() if lines}
+    comparison = "\n".join([*statistics.aligned(headings, rows), *notes])
+    say("\n" + "\n\n".join([comparison, *tables.values()]) + "\n")
+    return {"headings": headings[1:], "rows": rows, "notes": notes, "tables": tables}
 
 
 def cost_lines(metrics):
     rows = []
     for name, method in metrics.items():
         if "costs" in method:
-            trained, generated, seconds = (method["costs"][key] for key in COSTS)
+            trained, generated, seconds = map(method["costs"].get, COSTS)
             rows.append([name, f"{trained / 1e6:,.3f}", f"{generated / 1e6:,.3f}", f"{seconds / 60:,.1f}"])
     return statistics.aligned(["costs", "M trained", "M generated", "minutes"], rows) if rows else []
 
 
 def add_turn_advantages(metrics, files, critic, device):
-    """Give every trajectory "advantages" (common.score_turns) and every method their means."""
+    """Give every trajectory "advantages" (common.score_turns) and every method their means. Returns the page's tables:
+    {"by_kind", "by_round": advantage_rows}."""
     trajectories = list(itertools.chain(*files.values()))
     loaded_critic = common.load_critic(critic, common.load_whole(device))
     tokenizer = load_tokenizer(critic.folder)
@@ -267,6 +280,7 @@ def add_turn_advantages(metrics, files, critic, device):
         metrics[name]["turn_advantages"] = advantage_summary(files[name])
     if None in of_turns:
         say(f"{of_turns.count(None):,} dialogues are longer than {MAX_TOKENS:,} tokens: their turns have no advantage")
+    return {key: advantage_rows(metrics, key) for key in ("by_kind", "by_round")}
 
 
 def turn_form(critic):
@@ -293,6 +307,14 @@ def candidate_form(folder, domain, form_of_turns):
     return lines
 
 
+def training_tasks(folder, tasks):
+    """A line where a critic was trained on some of these tasks (ids), which is told by its args.json."""
+    path = pathlib.Path(read_args(folder)["args"].get("trajectories", ""))
+    rows = data.read_trajectories(path) if path.is_file() else []
+    num_known = len(tasks & {row["task_id"] for row in rows})
+    return [f"{folder}: was trained on {num_known:,} of these {len(tasks):,} tasks ({path})"] if num_known else []
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 
 def main(argv=None):
@@ -305,8 +327,7 @@ def main(argv=None):
     files = {name: read_runs(runs) for name, runs in paths.items()}
     all_trajectories = list(itertools.chain(*files.values()))
     states = read_states(args.candidates) if args.candidates else []
-    check_tasks(files, states, args.candidates)
-    domain = domain_of(all_trajectories[0]["task"])
+    domain = check_tasks(files, states, args.candidates)
     costs = {name: costs_of(runs[0]) for name, runs in paths.items()} if args.costs else {}
     critic = common.read_critic(args.critic, None, domain, args.reference_sees_c) if args.critic else None
     if critic and critic.is_visual:
@@ -324,12 +345,8 @@ def main(argv=None):
     begin_output(vars(args), out, inputs, folder=True)
 
     # scores and metrics, on disk before everything that is optional
+    rescore(all_trajectories, environments, domain)
     (out / "scored").mkdir(exist_ok=True)
-    for trajectory in all_trajectories:
-        for key in (*domain.SCORE_KEYS, "failed", "advantages"):
-            trajectory.pop(key, None)
-    for environment in environments:
-        rescore(all_trajectories, environment)
     metrics = {}
     for name, trajectories in files.items():
         write_jsonl(out / "scored" / f"{name}.jsonl", trajectories)
@@ -339,24 +356,18 @@ def main(argv=None):
     if args.baseline:
         compare(metrics, files, args.baseline, domain)
     write_json(out / "metrics.json", metrics)
-
-    # tables
     metric = domain.metric(all_trajectories)
-    headings, rows = statistics.result_table(metrics, metric, domain.COLUMNS, args.baseline)
-    notes = statistics.note_lines(metrics)
-    tables = further_tables(metrics, args.baseline, states, domain)
-    comparison = "\n".join([*statistics.aligned(headings, rows), *notes])
-    say("\n" + "\n\n".join([comparison, *tables.values()]) + "\n")
+    tables = tables_of(metrics, metric, args.baseline, states, domain)
 
     # turn advantages
     advantages, forms = {}, {"advantages": turn_form(critic) if critic else []}
     if args.candidates:
         forms["candidates"] = candidate_form(args.candidates, domain, forms["advantages"])
     if critic:
+        forms["advantages"] += training_tasks(args.critic, {row["task_id"] for row in all_trajectories})
         say(*forms["advantages"])
-        add_turn_advantages(metrics, files, critic, device)
+        advantages = add_turn_advantages(metrics, files, critic, device)
         write_json(out / "metrics.json", metrics)
-        advantages = {key: advantage_rows(metrics, key) for key in ("by_kind", "by_round")}
 
     # the page
     if args.export:
@@ -365,11 +376,8 @@ def main(argv=None):
     plots = report_plots(metric, curves_of(metrics), histories)
     rollouts = {name: read_args(runs[0])["args"] for name, runs in paths.items()}
     about = about_lines(shlex.join(["python", "05_evaluate.py", *map(str, argv or sys.argv[1:])]), rollouts)
-    write_report(out / "report.html", page, out / "images", about=about, metrics=metrics, metric=metric,
-                 metric_heading=statistics.heading_of(metric), headings=headings[1:], rows=rows, notes=notes,
-                 tables=tables, advantages=advantages, plots=plots, forms=forms)
-    if page["left_out"]:
-        say(f"report.html: {page['left_out']}")
+    write_report(out / "report.html", page, out / "images", **tables, about=about, metrics=metrics, metric=metric,
+                 metric_heading=statistics.heading_of(metric), advantages=advantages, plots=plots, forms=forms)
     (out / "COMPLETED").touch()
     say(f"writes {out / 'metrics.json'}, {out / 'report.html'}")
 

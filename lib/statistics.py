@@ -51,12 +51,6 @@ def mean_over_tasks(trajectories, eval_score):
     return float(np.mean([np.mean(run) for run in values]))
 
 
-def mean_of_groups(groups):
-    """(the mean over tasks, its bootstrap_interval) of `groups`, {task: its values}: each task counts once."""
-    means = [mean(values) for values in groups.values()]
-    return mean(means), bootstrap_interval(means)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # intervals
 
@@ -181,13 +175,16 @@ def rank_correlation(a, b):
     """Spearman's; 0 where one side is all equal."""
     if np.ptp(a) == 0 or np.ptp(b) == 0:
         return 0.0
-    return float(np.corrcoef(average_ranks(a), average_ranks(b))[0, 1])
+    correlations = np.corrcoef(average_ranks(a), average_ranks(b))                         # (2, 2)
+    return float(correlations[0, 1])
 
 
 def average_ranks(values):
     """Ranks from 0 as an array, equal values sharing the mean of theirs: [3, 1, 3] -> [1.5, 0.0, 1.5]."""
     gaps = np.subtract.outer(values, values)
-    return ((gaps > 0).sum(1) + (gaps >= 0).sum(1) - 1) / 2
+    num_below = (gaps > 0).sum(1)
+    num_equal = (gaps == 0).sum(1)
+    return num_below + (num_equal - 1) / 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -242,24 +239,20 @@ def aligned(headings, rows):
     lines = []
     for first, *cells in table:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths)]
-        lines.append("  ".join([first.ljust(first_width), *padded]).rstrip())
+        line = "  ".join([first.ljust(first_width), *padded])
+        lines.append(line.rstrip())
     return lines
 
 
 def interval(bounds, sign=""):
     """"[.12, .34]" with three digits; sign "+": with signs, of differences."""
-    low, high = [format(bound, f"{sign}.3f") for bound in bounds]
-    return f"[{low}, {high}]"
+    low, high = bounds
+    return f"[{low:{sign}.3f}, {high:{sign}.3f}]"
 
 
 def heading_of(metric):
     """What a table calls a metric: "success_rate" -> "success"."""
     return metric.removesuffix("_rate").replace("_", " ")
-
-
-def has_any(metrics, key):
-    """Whether a method has this metric."""
-    return any(key in method for method in metrics.values())
 
 
 def cell_of(values, key, form=".3f"):
@@ -285,8 +278,9 @@ def result_table(metrics, metric, domain_columns, baseline):
     ]
     table = [["", *metrics]]                                         # its columns
     for key, heading, form in columns:
-        if has_any(metrics, key):
-            table.append([heading, *(cell_of(method, key, form) for method in metrics.values())])
+        cells = [cell_of(method, key, form) for method in metrics.values()]
+        if set(cells) != {"-"}:
+            table.append([heading, *cells])
     if baseline:
         differences = [method.get("against_baseline") for method in metrics.values()]
         table.append([f"against {baseline}", *map(difference_cell, differences)])

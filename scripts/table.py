@@ -1,7 +1,7 @@
 """The table of a study from its outcomes: python scripts/table.py docs/TASKS.csv [BASELINE]
 
-Reads tasks.csv of scripts/study.py: arm, seed, task_id, family, success and rounds of each dialogue. [..] are 95 %
-intervals by bootstrap over tasks and seeds; "families" draws families of tasks first."""
+Reads tasks.csv of scripts/study.py: arm, seed, task_id, family, success and rounds of each dialogue. Prints
+05's table of them: [..] are 95 % intervals by bootstrap over tasks and seeds; "families drawn": over families first."""
 import csv
 import pathlib
 import sys
@@ -16,36 +16,30 @@ def read_arms(path):
     arms = {}
     with open(path, encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            dialogue = {"task_id": row["task_id"], "run": int(row["seed"]), "task": {"family": row["family"]},
-                        "success": float(row["success"]), "rounds": int(row["rounds"])}
+            dialogue = {**row, "run": int(row["seed"]), "task": {"family": row["family"]}}
             arms.setdefault(row["arm"], []).append(dialogue)
     return arms
 
 
 def success(dialogue):
-    return dialogue["success"]
-
-
-def interval_text(interval):
-    return "[{:+.3f}, {:+.3f}]".format(*interval) if interval else ""
+    return float(dialogue["success"])
 
 
 def main(path, baseline=None):
-    arms, rows = read_arms(path), []
+    arms = read_arms(path)
+    metrics = {}
     for arm, dialogues in arms.items():
         tasks, values = statistics.values_of_runs(dialogues, success)
-        of_arm = statistics.intervals(values, tasks, dialogues)
-        row = [arm, f"{statistics.mean_over_tasks(dialogues, success):.3f}", interval_text(of_arm.get("ci95")),
-               f"{statistics.mean([dialogue['rounds'] for dialogue in dialogues]):.2f}"]
-        if baseline:
-            against = statistics.paired_difference(dialogues, arms[baseline], success)
-            row += [f"{against['difference']:+.3f}", interval_text(against.get("ci95")),
-                    interval_text(against.get("ci95_families"))]
-        rows.append(row)
-    headings = ["arm", "success", "95 %", "rounds"]
-    if baseline:
-        headings += [f"against {baseline}", "95 %", "families"]
-    print("\n".join(statistics.aligned(headings, rows)))
+        metrics[arm] = {
+            "n": len(dialogues),
+            "success": statistics.mean_over_tasks(dialogues, success),
+            "mean_rounds": statistics.mean([int(dialogue["rounds"]) for dialogue in dialogues]),
+            **statistics.intervals(values, tasks, dialogues),
+        }
+        if baseline and arm != baseline:
+            metrics[arm]["against_baseline"] = statistics.paired_difference(dialogues, arms[baseline], success)
+    headings, rows = statistics.result_table(metrics, "success", (), baseline)
+    print(*statistics.aligned(headings, rows), "", *statistics.detail_lines(metrics, baseline), sep="\n")
 
 
 if __name__ == "__main__":

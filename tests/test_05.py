@@ -58,20 +58,19 @@ def measured(files, baseline=None):
 
 
 def test_task_means_and_paired_differences_by_hand():
-    """Of tasks, and of runs and tasks; without an interval over the runs alone, or over families that are not
-    there."""
+    """Of tasks, and of runs and tasks; no interval over runs alone, or over families that are not there."""
     ours, theirs = scored(("a", 1), ("a", 0.5), ("b", 1)), scored(("a", 0), ("b", 1), ("c", 1))
     assert statistics.values_of_runs(ours, backend.eval_score) == (["a", "b"], [[0.5, 1.0]])
     assert statistics.values_of_runs(ours, lambda t: t["reward"]) == (["a", "b"], [[0.75, 1.0]])
     result = statistics.paired_difference(ours, theirs, backend.eval_score)
     assert (result["difference"], result["n"]) == (0.25, 2)
-    assert statistics.paired_difference(ours, scored(("z", 1)), backend.eval_score) is None
     ours = scored(("a", 1, 0), ("b", 0, 0), ("a", 1, 1), ("b", 1, 1), ("a", 1, 2), ("b", 1, 2))
     theirs = scored(*((task, 0, run) for run in (2, 0, 1) for task in "ba"))
     result = statistics.paired_difference(ours, theirs, backend.eval_score)
     assert result["runs"] == [0.5, 1, 1] and result["n"] == 2 and result["difference"] == pytest.approx(5 / 6)
     assert result.keys() == {"difference", "n", "ci95", "runs"}
-    assert statistics.paired_difference(ours[:2], theirs, backend.eval_score) is None
+    for other in (scored(("z", 1)), theirs[:2]):                     # no task in common; another number of runs
+        assert statistics.paired_difference(ours, other, backend.eval_score) is None
 
 
 def test_rate_interval_and_difference_average_the_same_thing(tmp_path):
@@ -123,8 +122,6 @@ def test_what_the_bootstrap_draws(monkeypatch):
     assert interval(runs, families) == pytest.approx(interval(runs), abs=0.04)
     # a family of one task beside one of 99: its task counts as one of 100, or of two where it is drawn twice
     assert interval([1] + [0] * 99, ["a"] + ["b"] * 99) == [0, 1]
-    mean, (low, high) = statistics.mean_of_groups({"a": [1.0] * 30, "b": [0.0], "c": [0.25, -0.25]})
-    assert mean == pytest.approx(1 / 3) and low == 0 and high == 1
 
 
 @pytest.mark.parametrize("runs, run_sd, family_sd, plain, with_families", [
@@ -229,7 +226,6 @@ def test_logged_rewards_are_not_trusted_and_the_page_has_every_answer_with_its_f
     assert data["dialogues"][2]["failed"] == [{"call": f"f({n})", "expected": str(n), "got": "0"} for n in (1, 2)]
     assert "u: 1 tests of 1 tasks cannot be graded" in printed and metrics["u"]["tests_passed"] == 0.5
     assert data["forms"] == {"advantages": []} and data["states"] == [] and "Turn advantages" not in page
-    assert not any("advantage" in turn for dialogue in data["dialogues"] for turn in dialogue["turns"])
     for line in printed.partition("\n\n")[2].splitlines():          # the tables and notes
         assert line.startswith("writes ") or all(cell in page for cell in line.split())
 
@@ -255,24 +251,21 @@ def test_tasks_of_one_name_must_be_one_task_in_all_files(tmp_path):
 
 
 def test_a_lone_surrogate_stops_nothing_and_metrics_are_written_before_what_is_optional(tmp_path, tiny, monkeypatch):
-    half = "a\ud800b"
+    half, out = "a\ud800b", tmp_path / "report"
     assert encode(tiny[1], half) == encode(tiny[1], "a?b")
-    row = {**trajectory("x", f"def f(n): return n  # {half}"), "task_id": half,
-           "task": {**FUNCTION, "problem_description": half, "family": half}}
+    task = {**FUNCTION, "problem_description": half, "family": half}
+    row = {**trajectory(half, f"def f(n): return n  # {half}"), "task": task}
     row["dialogue_history"][0]["content"] = half
-    rows = [row, {key: value for key, value in row.items() if key != "task_id"}]
-    words = [*written(tmp_path, {"a": rows}), "--compat", "--export", "messages"]
+    words = [*written(tmp_path, {"a": [row]}), "--compat", "--export", "messages"]
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(evaluate, "further_tables", lambda *_: 1 / 0)
+        patch.setattr(evaluate, "tables_of", lambda *_: 1 / 0)
         call(5, *words)
-    assert json.loads((tmp_path / "report" / "metrics.json").read_text())["a"]["n"] == 2
-    assert [row["dialogue_history"][0]["content"] for row in read(tmp_path / "report" / "scored" / "a.jsonl")] == [
-        half, half]
-    assert not (tmp_path / "report" / "COMPLETED").exists()
-    call(5, *words)
+    assert json.loads((out / "metrics.json").read_text())["a"]["n"] == 1 and not (out / "COMPLETED").exists()
+    assert read(out / "scored" / "a.jsonl")[0]["dialogue_history"][0]["content"] == half
+    assert f"writes {out}/export/a.jsonl (1 rows)" in call(5, *words)
     metrics, page, _ = report_of(tmp_path)
-    assert metrics["a"]["n"] == 2 and "success_rate_compat" in metrics["a"] and "a\\ud800b" in page
-    [system, message, _], _ = (row["messages"] for row in read(tmp_path / "report" / "export" / "a.jsonl"))
+    assert "success_rate_compat" in metrics["a"] and "a\\ud800b" in page
+    system, message, _ = read(out / "export" / "a.jsonl")[0]["messages"]
     assert system["content"].startswith("You help a person")
     assert message == {"role": "user", "content": "a?b"}             # other programs may read no half emoji
 
@@ -292,22 +285,18 @@ def test_costs_of_an_agent_are_its_own_and_its_critic_s(tmp_path):
     record(tmp_path / "sweet" / "args.json", {"trained_tokens": 250_000, "generated_tokens": 750_000, "seconds": 30.0},
            critic=critic)
     record(tmp_path / "rft" / "args.json", {"trained_tokens": 1_000_000, "seconds": 18}, critic=None)
-    agents = {"base": ("models/tiny", None), "rft": (rft, None), "sweet": (sweet, critic),
-              "best": ("http://host:80/v1#m", critic), "judged": ("script", "judge:m")}
     costs = {}
-    for name, (agent, own_critic) in agents.items():
-        own_costs = {"generated_tokens": 99, "seconds": 5}
-        record(tmp_path / f"on_{name}.args.json", own_costs, agent=agent, critic=own_critic)
-        costs[name] = evaluate.costs_of(str(tmp_path / f"on_{name}"))
-    assert evaluate.cost_lines({name: {"costs": own} for name, own in costs.items()}) == [
+    for name, agent, own_critic in (("base", "models/tiny", None), ("rft", rft, None), ("sweet", sweet, critic),
+                                    ("best", "http://host:80/v1#m", critic), ("judged", "script", "judge:m")):
+        record(tmp_path / f"{name}.args.json", {"generated_tokens": 99, "seconds": 5}, agent=agent, critic=own_critic)
+        costs[name] = {"costs": evaluate.costs_of(str(tmp_path / name))}
+    assert evaluate.cost_lines(costs) == [
         "costs   M trained  M generated  minutes",
         "base        0.000        0.000      0.0",
         "rft         1.000        0.000      0.3",
         "sweet       2.250        0.750      2.5",
         "best        2.000        0.000      2.0",
         "judged      0.000        0.000      0.0"]
-    assert costs["sweet"] == {"trained_tokens": 2_250_000, "generated_tokens": 750_000, "seconds": 150}
-
     words, path = [*written(tmp_path, {"a": answers(x="1")}), "--costs"], tmp_path / "a.0"
     assert refused(5, *words) == (f"{path}: no args.json of a rollout beside it; --costs needs what 02_rollout.py "
                                   "keeps there")
@@ -357,57 +346,59 @@ def test_an_untrained_critic_gives_no_advantage_and_long_dialogues_have_none(wor
 def swept(workspace, regression_critic, tmp_path_factory):
     """04's folder with scored candidates."""
     folder = tmp_path_factory.mktemp("sweet") / "sweet"
-    call(4, *policy_flags(workspace, "sweet", folder, "--critic", regression_critic, "--data-frac", 0.1,
-                          "--num-candidates", 4, "--max-new-tokens", 100, "--max-steps", 1))
+    call(4, *policy_flags(workspace, "sweet", folder, "--critic", regression_critic, "--data-frac", 0.03,
+                          "--num-candidates", 4, "--max-new-tokens", 60, "--max-steps", 1))
     return folder
+
+
+def noted_calls(patch, owner, name):
+    """A list that grows with the arguments of each call."""
+    calls, work = [], getattr(owner, name)
+
+    def note_and_work(*arguments):
+        calls.append(arguments)
+        return work(*arguments)
+    patch.setattr(owner, name, note_and_work)
+    return calls
 
 
 @pytest.fixture(scope="module")
 def credited(workspace, regression_critic, swept, tmp_path_factory):
-    """05 with a critic and candidates, on the two halves "a" and "b" of the dialogues: (folder, arguments, the answers
-    that were run, the turns whose kind was asked)."""
+    """05 with a critic and candidates, on dialogues "a" and "b": (folder, arguments, how many answers were run, the
+    kinds of how many turns were asked)."""
     folder, rows = tmp_path_factory.mktemp("credited"), read(workspace / "offline.jsonl")
     candidates = shutil.copytree(swept, folder / "candidates")
-    words = [*written(folder, {"a": rows[:36], "b": rows[36:]}), "--critic", regression_critic, "--candidates",
+    words = [*written(folder, {"a": rows[:12], "b": rows[12:24]}), "--critic", regression_critic, "--candidates",
              candidates, "--export", "messages"]
-    scored_answers, judged_turns, run_all, kind_of = [], [], Scorer.score_one, backend.turn_kind
-
-    def score_one(scorer, children, key, answer):
-        scored_answers.append((key, answer))
-        return run_all(scorer, children, key, answer)
-
-    def turn_kind(task, history, message):
-        judged_turns.append(message)
-        return kind_of(task, history, message)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Scorer, "score_one", score_one)
-        patch.setattr(backend, "turn_kind", turn_kind)
+        answers_run, kinds = noted_calls(patch, Scorer, "score_one"), noted_calls(patch, backend, "turn_kind")
         call(5, *words)
-    return folder, words, scored_answers, judged_turns
+    return folder, words, len(answers_run), len(kinds)
 
 
 def test_an_answer_runs_once_and_a_turn_is_judged_once(credited, workspace, swept):
-    _, _, scored_answers, judged_turns = credited
-    assert len(scored_answers) == 72
-    num_turns = sum(row["num_rounds"] for row in read(workspace / "offline.jsonl"))
-    assert len(judged_turns) == num_turns + sum(len(row["candidates"]) for row in read(swept / "scored.jsonl"))
+    num_turns = sum(row["num_rounds"] for row in read(workspace / "offline.jsonl")[:24])
+    num_candidates = sum(len(row["candidates"]) for row in read(swept / "scored.jsonl"))
+    assert credited[2:] == (24, num_turns + num_candidates)
 
 
-def test_the_page_has_all_dialogues_with_the_advantages_of_their_turns(credited, regression_critic):
+def test_the_page_has_all_dialogues_with_the_advantages_of_their_turns(credited, workspace, regression_critic):
     """And the numbers of the metrics."""
     metrics, page, data = report_of(credited[0])
-    assert data["methods"] == ["a", "b"] and len(data["dialogues"]) == 72
+    assert data["methods"] == ["a", "b"] and len(data["dialogues"]) == 24
     line = f"{regression_critic}: scores are the numbers of its regression head"
-    assert data["forms"] == {"advantages": [line], "candidates": [line]} and page.count(line) == 3
+    known = f"{regression_critic}: was trained on 8 of these 8 tasks ({workspace}/offline.jsonl)"
+    assert data["forms"] == {"advantages": [line, known], "candidates": [line]}
+    assert page.count(line) == 3 and page.count(known) == 2
     turns = [turn for dialogue in data["dialogues"] for turn in dialogue["turns"] if turn["who"] == "agent"]
-    sums = {name: sum(kind["n"] for kind in own["turn_advantages"]["by_kind"].values())
-            for name, own in metrics.items()}
-    assert sum("advantage" in turn for turn in turns) == len(turns) == sum(sums.values())
+    num_turns = 0
     for numbers in metrics.values():
         assert f"{numbers['success_rate']:.3f}" in page
         for kind in numbers["turn_advantages"]["by_kind"].values():
             mean = f"{kind['mean']:+.3f}".replace("-", "\u2212")
             assert f"{mean} <small>({kind['n']:,})</small>" in page
+            num_turns += kind["n"]
+    assert sum("advantage" in turn for turn in turns) == len(turns) == num_turns
 
 
 def test_the_page_has_the_candidates_and_counts_their_kinds(credited, swept):
@@ -453,16 +444,14 @@ def test_the_page_says_where_candidates_and_turn_advantages_do_not_compare(criti
 
 def test_bad_candidates_are_one_line(workspace, swept, tmp_path):
     rows, pairs = read(swept / "scored.jsonl"), read(swept / "pairs.jsonl")
-    scored_path, made = tmp_path / "scored.jsonl", tmp_path / "pairs.jsonl"
     page = {"problem_description": "?", "ground_truth": "<p>"}
-    for some_rows, some_pairs, line in (
-            (None, None, f"{scored_path}: no such file"),
-            (rows, None, f"{made}: no such file"),
-            ([{**row, "task": page} for row in rows], pairs, "a task of another domain")):
-        for path, content in ((scored_path, some_rows), (made, some_pairs)):
-            if content:
-                write(path, content)
-        assert line in refused(5, f"a={workspace}/offline.jsonl", "--candidates", tmp_path, "--out", tmp_path / "out")
+    words = [f"a={workspace}/offline.jsonl", "--candidates", tmp_path, "--out", tmp_path / "out"]
+    assert f"{tmp_path / 'scored.jsonl'}: no such file" in refused(5, *words)
+    write(tmp_path / "scored.jsonl", rows)
+    assert f"{tmp_path / 'pairs.jsonl'}: no such file" in refused(5, *words)
+    write(tmp_path / "scored.jsonl", [{**row, "task": page} for row in rows])
+    write(tmp_path / "pairs.jsonl", pairs)
+    assert "a task of another domain" in refused(5, *words)
     assert not (tmp_path / "out").exists()
 
 

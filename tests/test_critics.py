@@ -1,24 +1,17 @@
-"""scripts/critics.py: gates of a base model, pair accuracy of critics, and their correlation with the returns of the
-dialogues that 02 --branch plays on."""
+"""scripts/critics.py: gates of a base model, and how critics' scores correlate with the returns of the dialogues that
+02 --branch plays on."""
 import importlib
 import json
-import re
 
 import pytest
 import torch
 
 import common
 from colbench import backend
-from conftest import BASE, call, critic_note, FUNCTION, Partial, read, refused, run, trajectory, write
-from lib.data import read_trajectories
+from conftest import BASE, call, critic_note, FUNCTION, Partial, read, refused, run, stage, trajectory, write
 from lib.models import load_tokenizer
 
 critics = importlib.import_module("scripts.critics")
-
-
-def measured(*arguments):
-    """Call the program in this process; returns what it printed."""
-    return call(critics, *arguments)
 
 
 def test_bad_files_are_one_line_and_status_2(tmp_path):
@@ -31,36 +24,30 @@ def test_bad_files_are_one_line_and_status_2(tmp_path):
 # --- gates
 
 def test_gates_of_the_shipped_base_model(workspace, tmp_path):
-    few = write(tmp_path / "few", read(workspace / "offline.jsonl")[::2])
+    few = write(tmp_path / "few", read(workspace / "offline.jsonl")[::4])
     flags = ["--trajectories", few, "--gates", BASE, "--out", tmp_path / "gates"]
-    printed = measured(*flags)
-    lines = [line.rsplit(None, 3) for line in printed.splitlines()
-             if line.startswith(("needed", "idle", "right answer", "wrong answer"))]
-    table = {kind: [float(x) for x in numbers] for kind, *numbers in lines}
-    assert table["right answer at once"][2] > table["right answer at once"][1] + 3            # c makes it likelier …
-    assert table["wrong answer at once"][2] < table["right answer at once"][2] - 3            # … than another one
-    assert table["idle"][2] < table["idle"][1]
+    printed = call(critics, *flags)
     gates = json.loads((tmp_path / "gates" / "gates.json").read_text())
-    assert gates.keys() >= table.keys()
-    for kind, (n, without_c, with_c) in table.items():
-        assert gates[kind] == {"n": n, "without_c": pytest.approx(without_c, abs=0.006),
-                               "with_c": pytest.approx(with_c, abs=0.006)}
-    assert "done already by the same command" in measured(*flags)
+    right, wrong = (gates[f"{kind} answer at once"] for kind in ("right", "wrong"))
+    assert right["with_c"] > right["without_c"] + 3 and right["with_c"] > wrong["with_c"] + 3
+    assert gates["idle"]["with_c"] < gates["idle"]["without_c"]
+    for kind, gate in gates.items():
+        cells = [str(gate["n"]), f"{gate['without_c']:.2f}", f"{gate['with_c']:.2f}"]
+        assert [*kind.split(), *cells] in [line.split() for line in printed.splitlines()]
+    assert "done already by the same command" in call(critics, *flags)
 
 
-def test_success_of_the_shipped_base_model_passes_its_gates(workspace, tmp_path):
-    call(5, f"base={workspace / 'offline.jsonl'}", "--out", tmp_path / "report")
-    metrics = json.loads((tmp_path / "report" / "metrics.json").read_text())["base"]
+def test_success_of_the_shipped_base_model_passes_its_gates(workspace):
+    metrics = stage(5).measure(read(workspace / "offline.jsonl"), backend)
     assert 0.15 <= metrics["success_rate"] <= 0.5 and metrics["success_when_known"] > 0.7
 
 
-@pytest.mark.parametrize("facts", [{}, {"facts": []}])
-def test_gates_need_facts_and_say_so_before_anything_is_measured(tmp_path, facts):
-    path = write(tmp_path / "a.jsonl", [{**trajectory("x", "1"), "task": {**FUNCTION, **facts}}])
-    flags = ["--trajectories", path, "--gates", "models/tiny", "--out", tmp_path / "out"]
-    assert refused(critics, *flags) == f"{path}: --gates needs template tasks (01), which say what a turn is worth"
+def test_gates_need_facts_and_say_so_before_anything_is_measured(tmp_path):
+    for facts in ({}, {"facts": []}):
+        path = write(tmp_path / "a.jsonl", [{**trajectory("x", "1"), "task": {**FUNCTION, **facts}}])
+        flags = ["--trajectories", path, "--gates", "models/tiny", "--out", tmp_path / "out"]
+        assert refused(critics, *flags) == f"{path}: --gates needs template tasks (01), which say what a turn is worth"
     assert not (tmp_path / "out").exists()
-    call(5, f"a={path}", "--out", tmp_path / "out")
 
 
 def test_gates_take_each_dialogue_s_own_rounds(workspace, monkeypatch):
@@ -86,44 +73,45 @@ def branches(workspace, tmp_path_factory):
     """A file of dialogues that 02 --branch played on from the workspace's, and its flags."""
     out = tmp_path_factory.mktemp("branches") / "branches.jsonl"
     flags = ["--tasks", workspace / "offline.jsonl", "--agent", "models/tiny", "--max-rounds", 8, "--max-new-tokens",
-             120, "--branch", 12, "--branch-candidates", 3, "--samples", 2]
+             120, "--branch", 8, "--branch-candidates", 3, "--samples", 2]
     call(2, *flags, "--out", out)
     return out, flags
 
 
+def state_of(row):
+    """(Name of the logged dialogue, number of its turn) from which a row of 02 --branch goes on."""
+    return (row["task_id"], row["branch"]["sample"]), row["branch"]["turn"]
+
+
 def test_branches_play_on_from_logged_turns(workspace, branches):
-    rows = read(branches[0])
+    rows, num_answers, ways = read(branches[0]), 0, {}
     logged = {(row["task_id"], row["sample"]): row["dialogue_history"] for row in read(workspace / "offline.jsonl")}
-    assert [row["sample"] for row in rows] == list(range(12 * 3 * 2))
-    candidates = {}
+    assert [row["sample"] for row in rows] == list(range(8 * 3 * 2))
     for row in rows:
-        branch, history = row["branch"], row["dialogue_history"]
-        state, i = (row["task_id"], branch["sample"]), branch["turn"]
-        assert [turn["content"] for turn in history[:i]] == [turn["content"] for turn in logged[state][:i]]
-        assert logged[state][i]["role"] == history[i]["role"] == "assistant"
+        (name, place), history = state_of(row), row["dialogue_history"]
+        assert [turn["content"] for turn in history[:place]] == [turn["content"] for turn in logged[name][:place]]
+        assert logged[name][place]["role"] == history[place]["role"] == "assistant"
         assert row["num_rounds"] <= row["max_rounds"] == 8
-        candidates.setdefault((*state, i, branch["candidate"]), []).append((history[i]["output_ids"], row["reward"]))
-    assert len(candidates) == 36 and len({state[:3] for state in candidates}) == 12
-    for first, second in candidates.values():
-        assert first[0] == second[0]                                   # two ways to go on from one candidate
-    answers = [row for row in rows if backend.MARKER in row["dialogue_history"][row["branch"]["turn"]]["content"]]
-    for row in answers:  # an answer's return is the same however often it is drawn
-        own = candidates[row["task_id"], row["branch"]["sample"], row["branch"]["turn"], row["branch"]["candidate"]]
-        assert len(row["dialogue_history"]) == row["branch"]["turn"] + 1 and own[0][1] == own[1][1]
-    assert answers
+        is_answer = backend.MARKER in history[place]["content"]
+        assert not is_answer or len(history) == place + 1
+        num_answers += is_answer
+        way = history[place]["output_ids"], is_answer and row["reward"]     # an answer's return is always the same
+        ways.setdefault((name, place, row["branch"]["candidate"]), []).append(way)
+    assert len(ways) == 24 and len({way[:2] for way in ways}) == 8 and num_answers
+    assert all(first == second for first, second in ways.values())   # two ways to go on from one candidate
 
 
 def test_branches_go_on_where_they_were_interrupted(branches, tmp_path):
     whole, flags = branches
     lines = whole.read_text().splitlines(True)
-    there = [1, 0, *range(3, 67), 71]                                # of three candidates a half, of one nothing
+    there = [1, 0, *range(3, 43), 47]                                # of three candidates a half, of one nothing
     note = json.loads(whole.with_name("branches.jsonl.args.json").read_text())
     (tmp_path / "b.jsonl.args.json").write_text(json.dumps(note))
-    Partial(tmp_path / "b.jsonl").write_text("".join(f"{n} {lines[n]}" for n in there) + '69 {"cut')
-    assert "67 of 72 dialogues are there already" in call(2, *flags, "--out", tmp_path / "b.jsonl")
+    Partial(tmp_path / "b.jsonl").write_text("".join(f"{n} {lines[n]}" for n in there) + '45 {"cut')
+    assert "43 of 48 dialogues are there already" in call(2, *flags, "--out", tmp_path / "b.jsonl")
     again = (tmp_path / "b.jsonl").read_text().splitlines(True)
-    assert all(again[n] == lines[n] for n in there) and len(again) == 72
-    assert sum(a == b for a, b in zip(again, lines)) >= 70       # batches differ: see test_02's assert_same
+    assert all(again[n] == lines[n] for n in there) and len(again) == 48
+    assert sum(a == b for a, b in zip(again, lines)) >= 46       # batches differ: see test_02's assert_same
 
 
 def test_branches_are_refused_in_one_line(workspace, tmp_path):
@@ -174,54 +162,41 @@ def test_the_correlation_with_returns_by_hand():
     assert measured["ci95"] == pytest.approx([0, 1])
 
 
-def test_critics_are_compared_on_pairs_and_monte_carlo_returns(workspace, branches, regression_critic, tmp_path):
-    flags = ["--trajectories", workspace / "offline.jsonl", "--critics", f"regression={regression_critic}"]
-    out = measured(*flags, "--returns", branches[0], "--out", tmp_path / "out")
-    heading = next(line for line in out.splitlines() if line.startswith("critic"))
-    assert re.split("  +", heading) == ["critic", "pair accuracy", "pairs", "rank correlation", "95 %", "states"]
-    found = json.loads((tmp_path / "out" / "critics.json").read_text())["regression"]
-    assert found["pair_accuracy"] == pytest.approx(pair_accuracy_by_score_turns(regression_critic, workspace))
-    assert f"{found['rank_correlation']:.3f}" in out and str(found["num_pairs"]) in out
-    means = {}
-    for row in read(branches[0]):
-        state = row["task_id"], row["branch"]["sample"], row["branch"]["turn"]
-        ids = tuple(row["dialogue_history"][state[2]]["output_ids"])             # equal candidates are one
-        means.setdefault(state, {}).setdefault(ids, []).append(row["reward"] == 1)
-    means = [[sum(wins) / len(wins) for wins in own.values()] for own in means.values()]
-    points, returns = critics.read_branches(branches[0], backend, read(branches[0])[0]["tokenizer"])
+def test_critics_are_compared_by_monte_carlo_returns(branches, regression_critic, tmp_path):
+    rows, out = read(branches[0]), tmp_path / "out"
+    words = ["--trajectories", branches[0], "--critics", f"regression={regression_critic}", "--out", out]
+    printed = call(critics, *words)
+    measured = json.loads((out / "critics.json").read_text())["regression"]
+    assert ["regression", f"{measured['rank_correlation']:.3f}"] in [line.split()[:2] for line in printed.splitlines()]
+    returns_of = {}
+    for row in rows:
+        state = state_of(row)
+        ids = tuple(row["dialogue_history"][state[1]]["output_ids"])             # equal candidates are one
+        returns_of.setdefault(state, {}).setdefault(ids, []).append(row["reward"] == 1)
+    means = [[sum(wins) / len(wins) for wins in own.values()] for own in returns_of.values()]
+    critic = common.read_critic(regression_critic, None, backend)
+    points, returns = critics.decision_points(branches[0], rows, backend, {"regression": critic})
     assert returns == [own for own in means if len(set(own)) > 1]
-    assert 0 < found["num_states"] == sum(len(set(own)) > 1 for own in means)
-    alone = measured(*flags, "--out", tmp_path / "alone")
-    assert "pair accuracy" in alone and "rank correlation" not in alone
-    assert json.loads((tmp_path / "alone" / "critics.json").read_text())["regression"] == {
-        key: found[key] for key in ("pair_accuracy", "num_pairs")}
-
-
-def pair_accuracy_by_score_turns(folder, workspace):
-    """The share of right pairs by the sum of its turn advantages."""
-    tokenizer = load_tokenizer(str(folder))
-    critic = common.load_critic(common.read_critic(folder, tokenizer, backend), common.load_whole("cpu"))
-    trajectories = read_trajectories(workspace / "offline.jsonl")
-    scores = [sum(advantages) for advantages in common.score_turns(critic, tokenizer, trajectories, 4096, "cpu")]
-    pairs = common.trajectory_pairs(trajectories, "offline.jsonl")
-    return sum(scores[chosen] > scores[rejected] for chosen, rejected in pairs) / len(pairs)
+    assert 0 < measured["num_states"] == len(points)
+    scores = common.score_actions(common.load_critic(critic, common.load_whole("cpu")),
+                                  load_tokenizer(str(regression_critic)), points, 4096, "cpu")
+    assert measured["rank_correlation"] == pytest.approx(
+        critics.return_correlation(points, returns, scores)["rank_correlation"])
 
 
 def test_bad_files_and_critics_are_one_line(workspace, branches, regression_critic, tmp_path):
-    trajectories = workspace / "offline.jsonl"
-    same = write(tmp_path / "same", [{**row, "reward": 0.5} for row in read(branches[0])])
+    logged, played = workspace / "offline.jsonl", read(branches[0])
+    same = write(tmp_path / "same", [{**row, "reward": 0.5} for row in played])
+    other = write(tmp_path / "other", [{**row, "tokenizer": "other"} for row in played])
     seeing = tmp_path / "seeing"
     seeing.mkdir()
     write(seeing / "critic.json", [{"visual": True, **critic_note("value")}])
-    good = f"c={regression_critic}"
-    for words, line in (
-            ([trajectories, "--critics", good, "--returns", tmp_path / "none"],
-             f"{tmp_path / 'none'}: no such file or directory"),
-            ([trajectories, "--critics", good, "--returns", trajectories],
-             f"{trajectories}: no dialogues of 02_rollout.py --branch"),
-            ([trajectories, "--critics", good, "--returns", same],
+    for path, critic, line in (
+            (logged, regression_critic, f"{logged}: no dialogues of 02_rollout.py --branch"),
+            (same, regression_critic,
              f"{same}: no state whose candidates differ in return; raise --branch or --samples of 02"),
-            ([trajectories, "--critics", f"c={seeing}"],
-             f"{seeing}: a critic that sees cannot rank functions, which have nothing to see")):
-        assert refused(critics, "--trajectories", *words, "--out", tmp_path / "out") == line
+            (other, regression_critic, f"{other}: the agent's tokenizer is not the one of {regression_critic}"),
+            (logged, seeing, f"{seeing}: a critic that sees cannot rank functions, which have nothing to see")):
+        words = ["--trajectories", path, "--critics", f"c={critic}", "--out", tmp_path / "out"]
+        assert refused(critics, *words) == line
     assert not (tmp_path / "out").exists()

@@ -14,13 +14,13 @@ from lib.models import encode
 
 @pytest.fixture(scope="module")
 def few(workspace, tmp_path_factory):
-    """A file with the dialogues of six tasks, of which some make pairs."""
-    rows = read(workspace / "offline.jsonl")
+    """A file with the dialogues of four tasks, all of which make pairs."""
     rewards = {}
-    for row in rows:
+    for row in read(workspace / "offline.jsonl"):
         rewards.setdefault(row["task_id"], set()).add(row["reward"] == 1)
-    mixed = [task for task in rewards if len(rewards[task]) == 2][:6]
-    return write(tmp_path_factory.mktemp("few") / "few.jsonl", [row for row in rows if row["task_id"] in mixed])
+    mixed = [task for task in rewards if len(rewards[task]) == 2][:4]
+    rows = [row for row in read(workspace / "offline.jsonl") if row["task_id"] in mixed]
+    return write(tmp_path_factory.mktemp("few") / "few.jsonl", rows)
 
 
 @pytest.fixture(scope="module")
@@ -32,9 +32,13 @@ def blind(few):
     return out
 
 
+@pytest.fixture(scope="module")
+def untrained():
+    return common.load_critic(common.Critic(str(BASE), str(BASE), ref_sees_c=False), common.load_whole("cpu"))
+
+
 def mean_logp(model, tokenizer, prompt, action):
-    """The mean log-probability of an action after a prompt, in float64, a turn at a time: no batch, no mask, no tree.
-    """
+    """The mean log-probability of an action after a prompt in float64: no batch, no mask, no tree."""
     ids = encode(tokenizer, prompt)
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([ids + action])).logits[0].double()
@@ -51,21 +55,6 @@ def gain(model, tokenizer, trajectory, turn):
 
 def agent_turns(trajectory):
     return [turn for turn in trajectory["dialogue_history"] if turn["role"] == "assistant"]
-
-
-@pytest.fixture(scope="module")
-def untrained():
-    return common.load_critic(common.Critic(str(BASE), str(BASE), ref_sees_c=False), common.load_whole("cpu"))
-
-
-def points_of(trajectories):
-    """A DecisionPoint for the first turn of each trajectory, with its action and two others."""
-    points = []
-    for trajectory in trajectories:
-        turn = agent_turns(trajectory)[0]
-        actions = [turn["output_ids"], [7, 8], agent_turns(trajectory)[-1]["output_ids"]]
-        points.append(common.DecisionPoint(turn["input"], trajectory["task"], [], actions, ["", "", ""]))
-    return points
 
 
 def test_the_first_loss_of_a_blind_critic_is_that_of_the_gains_by_hand(few, blind, tiny):
@@ -89,44 +78,40 @@ def test_a_critic_s_folder_says_what_its_reference_reads_and_a_flag_has_it_other
     assert common.read_critic(folder, tiny[1], backend, True).ref_sees_c
 
 
-def test_an_untrained_critic_scores_by_the_gain(few, tiny, untrained):
-    """Of actions, and of the turns of dialogues."""
-    trajectories = read_trajectories(few)[:3]
-    points = points_of(trajectories)
-    scores = common.score_actions(untrained, tiny[1], points, 4096, "cpu")
-    for trajectory, point, point_scores in zip(trajectories, points, scores):
+def test_scores_with_a_blind_reference(few, critic, tiny, untrained):
+    """An untrained critic's is the gain by hand, of actions and of turns; a trained one's is eq. 3 as printed plus the
+    gain."""
+    tokenizer, trajectories = tiny[1], read_trajectories(few)[:3]
+    turns, points = [agent_turns(trajectory) for trajectory in trajectories], []
+    for trajectory, (first, *_, last) in zip(trajectories, turns):
+        actions = [first["output_ids"], [7, 8], last["output_ids"]]
+        points.append(common.DecisionPoint(first["input"], trajectory["task"], [], actions, []))
+    gains = common.score_actions(untrained, tokenizer, points, 4096, "cpu")
+    for trajectory, point, point_gains in zip(trajectories, points, gains):
         expected = [gain(*tiny, trajectory, {"input": point.prompt, "output_ids": action}) for action in point.actions]
-        assert point_scores == pytest.approx(expected, abs=1e-4)
-        assert max(map(abs, point_scores)) > 0.01
-    scored = common.score_turns(untrained, tiny[1], trajectories, 4096, "cpu")
-    for trajectory, advantages in zip(trajectories, scored):
-        gains = [gain(*tiny, trajectory, turn) for turn in agent_turns(trajectory)]
-        assert advantages == pytest.approx(gains, abs=1e-4)
-
-
-def test_released_ranking_is_the_printed_one_and_the_gain(few, critic, tiny, untrained):
-    """With a blind reference a score is eq. 3 as printed plus the gain under the reference."""
-    tokenizer, points = tiny[1], points_of(read_trajectories(few)[:3])
+        assert point_gains == pytest.approx(expected, abs=1e-4) and max(map(abs, point_gains)) > 0.01
+    scored = common.score_turns(untrained, tokenizer, trajectories, 4096, "cpu")
+    for trajectory, own_turns, advantages in zip(trajectories, turns, scored):
+        assert advantages == pytest.approx([gain(*tiny, trajectory, turn) for turn in own_turns], abs=1e-4)
     scores = {}
     for reference in (True, False):
         loaded = common.load_critic(common.read_critic(critic, tokenizer, backend, reference), common.load_whole("cpu"))
         scores[reference] = common.score_actions(loaded, tokenizer, points, 4096, "cpu")
-    gains = common.score_actions(untrained, tokenizer, points, 4096, "cpu")
     for printed, released, point_gains in zip(scores[True], scores[False], gains):
         assert released == pytest.approx([a + b for a, b in zip(printed, point_gains)], abs=1e-4)
         assert released != pytest.approx(printed, abs=1e-3)
 
 
-def test_ranks_rank_alike(workspace, tmp_path, critic):
+def test_ranks_rank_alike(few, tmp_path, critic):
     """Both ranks score every block together, with a blind reference (with an informed one: test_lora.py)."""
-    options = ["--critic", critic, "--reference-sees-c", "no", "--data-frac", 0.05, "--num-candidates", 4,
-               "--max-new-tokens", 60, "--max-steps", 1]
-    for ranks in (1, 2):
-        succeed("04_train_policy.py", *policy_flags(workspace, "sweet", tmp_path / str(ranks), *options), ranks=ranks)
-    one, two = (read(tmp_path / str(ranks) / "scored.jsonl") for ranks in (1, 2))
-    assert [row["candidates"] for row in one] == [row["candidates"] for row in two]
-    for a, b in zip(one, two):
-        assert a["advantages"] == pytest.approx(b["advantages"], abs=1e-5)
+    flags = policy_flags(few.parent, "sweet", tmp_path / "one", "--critic", critic, "--reference-sees-c", "no",
+                         "--data-frac", 0.05, "--num-candidates", 4, "--max-new-tokens", 30, "--max-steps", 1,
+                         "--trajectories", few)
+    call(4, *flags)
+    succeed("04_train_policy.py", *flags, "--out", tmp_path / "two", ranks=2)
+    for one, two in zip(*(read(tmp_path / name / "scored.jsonl") for name in ("one", "two")), strict=True):
+        assert one["candidates"] == two["candidates"]
+        assert one["advantages"] == pytest.approx(two["advantages"], abs=1e-5)
 
 
 def test_02_picks_by_an_untrained_critic(workspace, tmp_path):

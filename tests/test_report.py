@@ -1,4 +1,4 @@
-"""lib/report/: curves as numbers in the SVG, the data of the page, which stays small; turn advantages by hand; rows of
+"""lib/report/: numbers of curves, tables and turn advantages by hand; the data of the page, which stays small; rows of
 05 --export messages. test_report_page.py opens pages."""
 import collections
 import json
@@ -91,14 +91,12 @@ def strict(text):
 
 def test_plots_take_the_page_s_colour_and_have_ids_of_their_own():
     plot = plots.report_plots("success_rate", CURVES, {HOSTILE: [{"step": 1, "loss": 0.5, "nll": 0.25}]})
-    svgs = [svg for _, svg, _ in plot]
-    assert len(svgs) == 2 and all(ElementTree.fromstring(svg) is not None for svg in svgs)
-    ids = [name for svg in svgs for name in re.findall(r' id="([^"]*)"', svg)]
-    assert len(ids) == len(set(ids))
-    for svg in svgs:
-        assert set(re.findall("#[0-9a-f]{6}", svg)) <= {colour.lower() for colour in plots.COLOURS}
-        assert "currentColor" in svg
-        assert set(re.findall(r'(?:href="|url\()#([\w-]+)', svg)) <= set(ids)
+    both = "".join(svg for _, svg, _ in plot)
+    assert len(plot) == 2 and ElementTree.fromstring(f"<p>{both}</p>") is not None
+    ids = re.findall(r' id="([^"]*)"', both)
+    assert len(ids) == len(set(ids)) and set(re.findall(r'(?:href="|url\()#([\w-]+)', both)) <= set(ids)
+    assert set(re.findall("#[0-9a-f]{6}", both)) <= {colour.lower() for colour in plots.COLOURS}
+    assert both.count("currentColor") > 2
 
 
 def test_screenshots_of_this_run_are_in_the_page(tmp_path, monkeypatch):
@@ -121,23 +119,23 @@ def test_turn_advantages_by_hand():
             "ground_truth": "def f(): return 2"}
     history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "What is the size?"},
                {"role": "user", "content": "It is 2."}, {"role": "assistant", "content": "Really?"}]
+    assert backend.facts(task, history[:1]) == [("It is 2.", False)]
+    assert backend.facts(task, history) == [("It is 2.", True)]
     rows = [{"task": task, "dialogue_history": history, "reward": 1, "advantages": own}
             for own in ([0.5, -0.25], [0.25, 0.0], None)]
     shares = measure_turns(rows, backend)
     assert shares["turns"] == {"needed": 0.5, "vague": 0.5} and shares["all_known"] == 1
     found = advantage_summary(rows)
-    assert found == {"mean": 0.25, "too_long": 1, "by_kind": {"needed": {"n": 2, "mean": 0.375},
-                                                              "vague": {"n": 2, "mean": -0.125}},
-                     "by_round": {"1": {"n": 2, "mean": 0.375}, "2": {"n": 2, "mean": -0.125}}}
-    other = advantage_summary(rows[:1])
-    [needed, vague] = advantage_rows({"a": {"turn_advantages": found}, "b": {"turn_advantages": other}}, "by_kind")
+    first, second = {"n": 2, "mean": 0.375}, {"n": 2, "mean": -0.125}
+    assert found == {"mean": 0.25, "too_long": 1, "by_kind": {"needed": first, "vague": second},
+                     "by_round": {"1": first, "2": second}}
+    methods = {"a": {"turn_advantages": found}, "b": {"turn_advantages": advantage_summary(rows[:1])}}
+    [needed, vague] = advantage_rows(methods, "by_kind")
     assert (needed["label"], needed["n"], needed["mean"]) == ("needed", 3, pytest.approx((2 * 0.375 + 0.5) / 3))
     assert vague["methods"]["b"] == {"n": 1, "mean": -0.25}
-    many = {"by_round": {str(number): {"n": 1, "mean": 0.5} for number in range(1, 13)}}
+    many = advantage_summary([{"kinds": [None] * 12, "advantages": [0.5] * 12}])
     labels = [row["label"] for row in advantage_rows({"a": {"turn_advantages": many}}, "by_round")]
     assert labels == list(map(str, range(1, 13)))
-    assert backend.facts(task, history[:1]) == [("It is 2.", False)] and backend.facts(task, history) == [
-        ("It is 2.", True)]
 
 
 def test_kinds_of_candidates_by_hand():
@@ -250,16 +248,18 @@ def test_states_get_their_pairs(tmp_path):
 MANY, FEW = [f"t{i}" for i in range(60)], [f"few{i}" for i in range(5)]
 
 
+def shown_of(files):
+    """The page's data of {name: ids of tasks}, and how many dialogues of each method and task are in them."""
+    rows = {name: [made_row(task_id, length=300) for task_id in task_ids] for name, task_ids in files.items()}
+    data = page_data(rows, backend, {})
+    shown = [(data["methods"][one["m"]], data["tasks"][one["t"]]["id"]) for one in data["dialogues"]]
+    return data, collections.Counter(shown)
+
+
 @pytest.mark.parametrize("files", [
     {"a": MANY, "b": MANY[::-1], "c": MANY}, {"a": MANY, "b": FEW}, {"a": MANY[:20] * 4, "b": MANY[:20] * 4}])
 def test_what_does_not_fit_is_left_out_by_whole_tasks(monkeypatch, files):
     monkeypatch.setattr(report, "MAX_BYTES", 40_000)
-
-    def shown_of(files):
-        rows = {name: [made_row(task_id, length=300) for task_id in task_ids] for name, task_ids in files.items()}
-        data = page_data(rows, backend, {})
-        shown = [(data["methods"][one["m"]], data["tasks"][one["t"]]["id"]) for one in data["dialogues"]]
-        return data, collections.Counter(shown)
     data, shown = shown_of(files)
     tasks = {task for _, task in shown}
     assert 15_000 < len(json.dumps(data["dialogues"])) + len(json.dumps(data["tasks"])) <= 40_000

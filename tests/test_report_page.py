@@ -1,5 +1,4 @@
-"""lib/report/page.html, page.css and page.js in headless Chromium, on made dialogues: filters, links, keys, the switch,
-hostile texts, missing pieces."""
+"""lib/report/page.html, page.css and page.js in headless Chromium, on made dialogues."""
 import io
 import json
 import random
@@ -30,35 +29,31 @@ def make_task(rng, number):
 
 def make_dialogue(rng, m, t, task):
     """One dialogue: asks for the facts, with detours, then answers."""
-    turns, num_known = [{"who": "user", "text": task["request"]}], 0
+    turns, num_known, right = [{"who": "user", "text": task["request"]}], 0, rng.random() < 0.5
     for _ in range(rng.randint(1, 7)):
         turn = {"who": "agent", "text": "Can you tell me more?", "kind": rng.choice([*KINDS[:4], "needed"])}
-        reply = {"who": "user", "text": "That does not matter.", "leak": "code" if rng.random() < 0.04 else None}
+        reply = {"who": "user", "text": "That does not matter.", "leak": "code" if rng.random() < 0.05 else None}
         if turn["kind"] == "needed" and num_known < len(task["facts"]):
-            name, value = task["facts"][num_known].split(" = ")
-            turn["text"] = f"Thanks. What should the {name} be?"
-            reply |= {"text": f"For the {name}, we take {value} in our company.", "learned": [num_known]}
+            turn["text"] = "Thanks. What do you want?"
+            reply |= {"text": f"In our company {task['facts'][num_known]}.", "learned": [num_known]}
             num_known += 1
         turns += [turn, reply]
-    right = rng.random() < 0.5
     answer = task["reference"] if right else "def f(x):\n    return x"
     turns.append({"who": "agent", "text": f"I WANT TO ANSWER:\n{answer}", "kind": KINDS[4 if right else 5]})
     for turn in turns[1::2]:
-        turn |= {"tokens": rng.randint(7, 90), "advantage": round(rng.gauss(0, 0.3), 4), "cut": rng.random() < 0.04}
-    d = {"m": m, "t": t, "run": 0, "sample": 0, "reward": 1.0 if right else round(rng.randint(0, 9) / 10, 1),
-         "rounds": len(turns) // 2, "known": num_known == len(task["facts"]), "answer": answer, "turns": turns,
-         "advantage": round(sum(turn["advantage"] for turn in turns[1::2]), 4)}
-    if not right:
-        d["failed"] = [{"call": "f(0)", "expected": "1", "said": "time"}, {"call": "f(1)", "expected": "1", "got": "2"}]
-    return d
+        turn |= {"tokens": rng.randint(7, 90), "advantage": round(rng.gauss(0, 0.3), 4), "cut": rng.random() < 0.05}
+    failed = [{"call": "f(0)", "expected": "1", "said": "time"}, {"call": "f(1)", "expected": "1", "got": "2"}]
+    return {"m": m, "t": t, "run": 0, "sample": 0, "reward": 1.0 if right else round(rng.randint(0, 9) / 10, 1),
+            "rounds": len(turns) // 2, "known": num_known == len(task["facts"]), "answer": answer, "turns": turns,
+            "advantage": round(sum(turn["advantage"] for turn in turns[1::2]), 4), "failed": [] if right else failed}
 
 
 def make_state(rng, t, task):
-    """A state of a training dialogue, with 16 candidates of which 4 are chosen and 4 rejected."""
+    """A state of a training dialogue, with 8 candidates of which 2 are chosen and 2 rejected."""
     candidates = []
-    for rank, kind in enumerate(rng.choices(KINDS[:4], k=16)):
+    for rank, kind in enumerate(rng.choices(KINDS[:4], k=8)):
         candidates.append({"text": f"What about {rng.choice(task['facts'])}?", "kind": kind, "ended": True, "tokens": 9,
-                           "chosen": int(rank < 4), "rejected": int(rank > 11), "advantage": round(0.4 - rank / 20, 4)})
+                           "chosen": int(rank < 2), "rejected": int(rank > 5), "advantage": round(0.4 - rank / 10, 4)})
     rng.shuffle(candidates)
     history = [{"who": "user", "text": task["request"]}]
     return {"t": t, "sample": t % 2, "history": history, "candidates": candidates}
@@ -74,23 +69,21 @@ def make_data(num_tasks, methods=("mtdpo", "sweet"), num_states=20):
             "states": states, "left_out": None}
 
 
-def make_pages(folder, num_tasks=6):
-    """Graded dialogues about pages; the screenshots of references and of the second method's answers in `folder`."""
+def make_pages(folder):
+    """Graded dialogues about three pages; screenshots of references and of the second method's answers in `folder`."""
     from PIL import Image
-    rng, data = random.Random(0), make_data(0)
-    for t in range(num_tasks):
+    data = make_data(0) | {"graded": True, "forms": {}}
+    html = "<!doctype html><h1>Shop</h1><script>document.title = 'ran'</script>"
+    for t in range(3):
         for name in (f"r{t}.png", f"a{t}.png"):
-            Image.new("RGB", (320, 400), (rng.randint(0, 255), 60 + 20 * t, 120)).save(folder / name)
-        request, html = f"A page for shop {t}", "<!doctype html><h1>Shop</h1><script>document.title = 'ran'</script>"
-        data["tasks"].append({"id": f"p{t}", "request": request, "reference": "<h1>Shop</h1>",
+            Image.new("RGB", (320, 400), (90 * t, 60, 120)).save(folder / name)
+        data["tasks"].append({"id": f"p{t}", "request": f"A page for shop {t}", "reference": html,
                               "image": f"../images/r{t}.png"})
-        for m in (0, 1):
-            value = round(rng.random(), 3)
+        for m, more in enumerate(({"fault": "no page"}, {"image": f"../images/a{t}.png"})):
             data["dialogues"].append({
-                "m": m, "t": t, "run": 0, "sample": 0, "reward": value, "answer": html,
-                "turns": [{"who": "user", "text": request}, {"who": "agent", "text": html, "fault": "slow"}],
-                **({"image": f"../images/a{t}.png"} if m else {"fault": "no page"})})
-    return data | {"graded": True, "forms": {}}
+                "m": m, "t": t, "run": 0, "sample": 0, "reward": 0.2 * t + 0.1 * m, "answer": html, **more,
+                "turns": [{"who": "user", "text": "?"}, {"who": "agent", "text": html, "fault": "slow"}]})
+    return data
 
 
 def advantage_row(label, n, **means):
@@ -128,7 +121,7 @@ class Page:
     """A page of the browser that notes what must not happen: errors, dialogs, other requests than for the file."""
     def __init__(self, browser, path, **options):
         self.context = browser.new_context(**({"viewport": {"width": 1280, "height": 900}} | options))
-        self.tab, self.faults, self.path, self.address = self.context.new_page(), [], path, path.as_uri()
+        self.tab, self.faults, self.address = self.context.new_page(), [], path.as_uri()
         self.context.set_default_timeout(180_000)
         self.context.on("request", self.asked)
         self.context.on("page", lambda page: self.faults.append(f"opened {page.url}"))
@@ -137,9 +130,9 @@ class Page:
         self.tab.on("dialog", lambda dialog: (self.faults.append(f"dialog {dialog.message}"), dialog.dismiss()))
 
         # a link's view is drawn by an event that follows the click: what is read afterwards must not come before it
-        for owner, name in ((self.tab, "goto"), (self.tab, "click"), (self.tab, "go_back"), (self.tab, "go_forward"),
-                            (self.tab.keyboard, "press"), (self.tab.mouse, "click")):
-            setattr(owner, name, self.drawn_after(getattr(owner, name)))
+        for owner, names in ((self.tab, ("goto", "click", "go_back", "go_forward")), (self.tab.keyboard, ("press",))):
+            for name in names:
+                setattr(owner, name, self.drawn_after(getattr(owner, name)))
         self.tab.goto(self.address)
 
     def drawn_after(self, act):
@@ -176,9 +169,15 @@ def browser():
         browser.close()
 
 
-DATA = make_data(60, ("base", "mtdpo", "sweet"))                    # 3 methods on 60 tasks, and a second sample
+N = 40                                                              # 3 methods on 40 tasks, and a second sample
+DATA = make_data(N, ("base", "mtdpo", "sweet"))
 DIALOGUES = DATA["dialogues"]
 DIALOGUES.append(make_dialogue(random.Random(7), 2, 0, DATA["tasks"][0]) | {"sample": 1})
+
+
+def first(is_asked):
+    """The number of the first dialogue that is so."""
+    return next(number for number, d in enumerate(DIALOGUES) if is_asked(d))
 
 
 @pytest.fixture(scope="module")
@@ -210,46 +209,50 @@ def signed(value):
     return f"{value:+.3f}".replace("-", "\u2212")
 
 
-def has(d, kind):
-    return any(turn.get("kind") == kind for turn in d["turns"])
+def words(text):
+    return " ".join(text.split())
+
+
+def has(d, **keys):
+    return any(turn.get(key) == value for turn in d["turns"] for key, value in keys.items())
 
 
 def test_first_screen_is_the_table_with_bars(at):
     tab = at()
     assert shown(tab, ".results tbody th") == DATA["methods"]
-    rates = [sum(d["reward"] == 1 for d in own) / len(own) for own in
-             ([d for d in DIALOGUES if d["m"] == m] for m in range(3))]
-    for bar, rate in zip(tab.locator(".interval").all(), rates, strict=True):
+    for m, bar in enumerate(tab.locator(".interval").all()):
+        wins = [d["reward"] == 1 for d in DIALOGUES if d["m"] == m]
+        rate = sum(wins) / len(wins)
         box, fill = bar.bounding_box(), bar.locator(".fill").bounding_box()
         assert fill["width"] / box["width"] == pytest.approx(rate, abs=0.005)
         assert bar.get_attribute("aria-label") == f"{rate:.3f}, 95 % interval {rate - 0.02:.3f} to {rate + 0.02:.3f}"
-    assert shown(tab, "section h2") == []                           # neither plots nor hints, and no other view
+    assert m == 2 and shown(tab, "section h2") == []                # neither plots nor hints, and no other view
     assert tab.locator(".results th[scope=col]").count() == 4
     assert "show the reference" in tab.get_attribute(".results th:has-text('leaks')", "title")
+    assert shown(tab, ".legend") == []                              # where a pointer shows titles
 
 
 @pytest.mark.parametrize("fragment, keeps", [
-    ("m=sweet", lambda d, task: d["m"] == 2),
-    ("reward=success", lambda d, task: d["reward"] == 1),
-    ("reward=failed", lambda d, task: d["reward"] < 1),
-    ("family=game", lambda d, task: task["family"] == "game"),
-    ("rounds=6", lambda d, task: d["rounds"] == 6),
-    ("kind=repeat", lambda d, task: has(d, "repeat")),
-    ("kind=right+answer", lambda d, task: has(d, "right answer")),
-    ("kind=%7Ecut", lambda d, task: any(turn.get("cut") for turn in d["turns"])),
-    ("kind=%7Eleak", lambda d, task: any(turn.get("leak") for turn in d["turns"])),
-    ("q=LIFE+Bonus", lambda d, task: any("life bonus" in turn["text"].lower() for turn in d["turns"])),
-    ("q=no+such+words", lambda d, task: False),
-    ("m=mtdpo&reward=failed&kind=needed&q=company", lambda d, task: d["m"] == 1 and d["reward"] < 1 and has(d, "needed")
+    ("sort=number", lambda d: True),
+    ("m=sweet", lambda d: d["m"] == 2),
+    ("reward=success", lambda d: d["reward"] == 1),
+    ("reward=failed", lambda d: d["reward"] < 1),
+    ("family=game", lambda d: DATA["tasks"][d["t"]]["family"] == "game"),
+    ("rounds=6", lambda d: d["rounds"] == 6),
+    ("kind=right+answer", lambda d: has(d, kind="right answer")),
+    ("kind=%7Ecut", lambda d: has(d, cut=True)),
+    ("kind=%7Eleak", lambda d: has(d, leak="code")),
+    ("q=no+such+words", lambda d: False),
+    ("m=mtdpo&reward=failed&kind=needed&q=COMPANY", lambda d: d["m"] == 1 and d["reward"] < 1 and has(d, kind="needed")
      and any("company" in turn["text"] for turn in d["turns"]))])
 def test_filters_in_the_address(at, fragment, keeps):
     tab = at(f"#view=dialogues&{fragment}")
-    kept = [i for i, d in enumerate(DIALOGUES) if keeps(d, DATA["tasks"][d["t"]])]
-    assert shown(tab, "#counter") == [f"{len(kept)} of 181 dialogues"]
+    kept = [i for i, d in enumerate(DIALOGUES) if keeps(d)]
+    assert shown(tab, "#counter") == [f"{len(kept)} of {3 * N + 1} dialogues"]
     assert numbers(tab) == kept[:100]
     if len(kept) > 100:
         tab.click("#page-on")
-        assert numbers(tab) == kept[100:200] and "page=1" in tab.url
+        assert numbers(tab) == kept[100:] and "page=1" in tab.url
 
 
 def test_rows_have_their_task_and_can_be_downloaded(at):
@@ -265,21 +268,20 @@ def test_rows_have_their_task_and_can_be_downloaded(at):
 
 
 def test_filters_by_hand_and_back(at):
-    tab = at(anew=True)
+    tab, everything = at(anew=True), f"{3 * N + 1} of {3 * N + 1} dialogues"
     tab.click("nav >> text=Dialogues")
     tab.select_option("#f-m", "base")
     tab.locator("#f-q").press_sequentially("bonus")
-    own = [i for i, d in enumerate(DIALOGUES) if d["m"] == 0]
-    found = [i for i in own if any("bonus" in turn["text"].lower() for turn in DIALOGUES[i]["turns"])]
-    assert numbers(tab) == found and 0 < len(found) < len(own)
+    found = [i for i in range(N) if any("bonus" in turn["text"] for turn in DIALOGUES[i]["turns"])]
+    assert numbers(tab) == found and 0 < len(found) < N
     assert tab.evaluate("document.activeElement.id") == "f-q" and tab.url.endswith("m=base&q=bonus")
     tab.go_back()                                                   # typing is one step with what was there before
-    assert shown(tab, "#counter") == ["181 of 181 dialogues"]
-    assert tab.input_value("#f-q") == "" and tab.input_value("#f-m") == ""
+    assert shown(tab, "#counter") == [everything]
+    assert tab.input_value("#f-q") == tab.input_value("#f-m") == ""
     tab.go_forward()
     assert numbers(tab) == found and tab.input_value("#f-m") == "base"
     tab.click("#f-reset")
-    assert shown(tab, "#counter") == ["181 of 181 dialogues"]
+    assert shown(tab, "#counter") == [everything]
 
 
 def test_sorting(at):
@@ -296,13 +298,10 @@ def test_sorting(at):
 
 
 def test_a_dialogue_shows_every_turn_with_its_advantage(at):
-    d = next(i for i, d in enumerate(DIALOGUES) if d["rounds"] == 6 and d["reward"] < 1)
-    tab = at(f"#d={d}&turn=3")
-    one = DIALOGUES[d]
-    cards = tab.locator("#dialogue .turn").all()
-    for place, (card, turn) in enumerate(zip(cards, one["turns"], strict=True)):
-        text = card.locator(".said").inner_text()
-        assert re.sub(r"\s+", " ", text).strip() == re.sub(r"\s+", " ", turn["text"]).strip()
+    d = first(lambda d: d["rounds"] == 6 and d["reward"] < 1)
+    tab, one = at(f"#d={d}&turn=3"), DIALOGUES[d]
+    for place, (card, turn) in enumerate(zip(tab.locator("#dialogue .turn").all(), one["turns"], strict=True)):
+        assert words(card.locator(".said").inner_text()) == words(turn["text"])
         assert ("named" in card.get_attribute("class")) == (place == 3)
         if turn["who"] == "agent":
             assert card.locator(".number").inner_text() == signed(turn["advantage"])
@@ -312,10 +311,9 @@ def test_a_dialogue_shows_every_turn_with_its_advantage(at):
             assert edge == pytest.approx(track["x"] + track["width"] / 2, abs=1)
     assert tab.locator("#dialogue .sum .number").inner_text() == signed(one["advantage"])
     assert tab.locator("#dialogue .bars a").count() == 6 and FORMS["advantages"][0] in tab.inner_text("#dialogue .sum")
-    assert tab.locator("#turn-%d-3" % d).evaluate("e => e.getBoundingClientRect().top") < 900
+    assert tab.locator(f"#turn-{d}-3").bounding_box()["y"] < 900
     tab.click("summary:has-text('failed tests')")
-    assert [[re.sub(r"\s+", " ", cell) for cell in row.locator("th, td").all_inner_texts()] for row in
-            tab.locator(".tests tbody tr").all()] == [
+    assert [[words(cell) for cell in row.split("\t")] for row in shown(tab, ".tests tbody tr")] == [
         [test["call"], test["expected"], test.get("got", "nothing"), test.get("said", "")] for test in one["failed"]]
     tab.click("#dialogue .bars a >> nth=1")
     assert tab.url.endswith(f"#d={d}&turn=3")
@@ -326,20 +324,20 @@ def test_a_dialogue_shows_every_turn_with_its_advantage(at):
 
 
 def test_reference_and_facts_are_behind_the_switch(at):
-    d = next(i for i, d in enumerate(DIALOGUES) if d["known"] and d["m"] == 2 and d["reward"] < 1)
-    one, task = DIALOGUES[d], DATA["tasks"][DIALOGUES[d]["t"]]
-    tab = at(f"#d={d}")
+    d = first(lambda d: d["known"] and d["m"] == 2 and d["reward"] < 1)
+    one, task, tab = DIALOGUES[d], DATA["tasks"][DIALOGUES[d]["t"]], at(f"#d={d}")
     assert shown(tab, ".secret") == [] and "learned" not in tab.inner_text("body")
     assert task["reference"] not in tab.inner_text("body")
     tab.check("#secrets")
     assert tab.inner_text("#dialogue div.secret pre") == task["reference"]
-    learned = [(place, fact) for place, turn in enumerate(one["turns"]) for fact in turn.get("learned", [])]
-    num = len(task["facts"])
-    assert shown(tab, "#dialogue p.secret") == [f"\u2713 learned: {task['facts'][fact]} ({n} of {num} known)"
-                                              for n, (_, fact) in enumerate(learned, 1)]
-    rounds = {fact: sum(turn["who"] == "agent" for turn in one["turns"][:place]) for place, fact in learned}
+    lines, rounds, num = [], {}, len(task["facts"])
+    for place, turn in enumerate(one["turns"]):
+        for fact in turn.get("learned", []):
+            rounds[fact] = (place + 1) // 2
+            lines.append(f"\u2713 learned: {task['facts'][fact]} ({len(rounds)} of {num} known)")
+    assert shown(tab, "#dialogue p.secret") == lines
     assert shown(tab, "#dialogue .facts li") == [f"\u2713 {fact} learned in round {rounds[number]}"
-                                               for number, fact in enumerate(task["facts"])]
+                                                 for number, fact in enumerate(task["facts"])]
     tab.keyboard.press("Escape")                                    # the switch has the focus; the dialogue closes
     assert numbers(tab) != [] and not tab.locator("#dialogue").is_visible()
     tab.keyboard.press("r")
@@ -349,50 +347,46 @@ def test_reference_and_facts_are_behind_the_switch(at):
 def test_keyboard(at):
     tab = at("#view=dialogues&m=sweet&sort=-advantage", anew=True)
     order = numbers(tab)
-    for key in ("j", "j", "ArrowDown", "k", "ArrowUp", "j"):
-        tab.keyboard.press(key)
-    assert tab.evaluate("document.activeElement.id") == f"open-{order[1]}"
+
+    def press(*keys):
+        for key in keys:
+            tab.keyboard.press(key)
+        return tab.evaluate("document.activeElement.id")
+    assert press("j", "j", "ArrowDown", "k", "ArrowUp", "j") == f"open-{order[1]}"
     assert tab.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
-    tab.keyboard.press("Enter")
+    press("Enter")
     assert f"d={order[1]}" in tab.url and tab.locator("#dialogue").is_visible()
-    tab.keyboard.press("j")
-    tab.keyboard.press("ArrowRight")
+    press("j", "ArrowRight")
     assert f"d={order[3]}&" in tab.url and shown(tab, ".moves .muted") == [f"4 of {len(order)}"]
-    tab.keyboard.press("k")
+    press("k")
     assert f"d={order[2]}&" in tab.url
-    tab.keyboard.press("Escape")
+    assert press("Escape") == f"open-{order[2]}"
     assert not re.search("[#&]d=", tab.url) and not tab.locator("#dialogue").is_visible()
-    assert tab.evaluate("document.activeElement.id") == f"open-{order[2]}"
-    tab.keyboard.press("?")
+    press("?")
     assert tab.locator("#help").is_visible()
-    tab.keyboard.press("j")                                         # nothing moves behind the help
-    tab.keyboard.press("Escape")
-    assert not tab.locator("#help").is_visible() and tab.evaluate("document.activeElement.id") == f"open-{order[2]}"
-    tab.keyboard.press("/")
+    assert press("j", "Escape") == f"open-{order[2]}"               # nothing moves behind the help
+    assert not tab.locator("#help").is_visible()
+    press("/")
     tab.keyboard.type("jk?r")                                       # in a field they are letters
     assert tab.input_value("#f-q") == "jk?r"
     assert not tab.locator("#help").is_visible() and not tab.is_checked("#secrets")
 
 
 def test_methods_side_by_side(at):
-    tab = at("#view=dialogues&m=base", anew=True)
-    tab.keyboard.press("j")
-    tab.keyboard.press("Enter")
+    tab, picks = at("#d=0", anew=True), [0, N, 2 * N]
     tab.click("text=compare the methods on this task")
-    picks = [0, 60, 120]
-    assert [re.sub(r"\s.*", "", text) for text in shown(tab, ".columns .head a")] == DATA["methods"]
-    longest = max(len(DIALOGUES[d]["turns"]) for d in picks)
-    assert tab.locator(".columns .cell").count() == 3 * (longest - 1)
+    assert shown(tab, ".columns .head a") == DATA["methods"]
+    assert tab.locator(".columns .cell").count() == 3 * (max(len(DIALOGUES[d]["turns"]) for d in picks) - 1)
     boxes = [tab.locator(f"#turn-{d}-1").bounding_box() for d in picks]
     assert len({round(box["y"]) for box in boxes}) == 1 and len({box["x"] for box in boxes}) == 3
     tab.uncheck("#c-0")
-    assert tab.url.endswith("t=0&pick=60%2C120") and tab.locator(".columns .head").count() == 2
-    tab.select_option("#c-which-2", "180")
-    assert shown(tab, ".columns .head a") == ["mtdpo", "sweet, sample 2"] and "pick=60%2C180" in tab.url
+    assert tab.url.endswith(f"t=0&pick={N}%2C{2 * N}") and tab.locator(".columns .head").count() == 2
+    tab.select_option("#c-which-2", str(3 * N))
+    assert shown(tab, ".columns .head a") == ["mtdpo", "sweet, sample 2"] and f"pick={N}%2C{3 * N}" in tab.url
     tab.select_option("#c-what", "differ")
-    by_task = [[d["reward"] == 1 for d in DIALOGUES if d["t"] == t] for t in range(60)]
+    by_task = [[d["reward"] == 1 for d in DIALOGUES if d["t"] == t] for t in range(N)]
     differ = [t for t, wins in enumerate(by_task) if any(wins) and not all(wins)]
-    assert f"1 of {len(differ)} tasks" in tab.inner_text("#compare .filters") and 0 < len(differ) < 60
+    assert f"1 of {len(differ)} tasks" in tab.inner_text("#compare .filters") and 0 < len(differ) < N
     tab.keyboard.press("Tab")
     tab.click("#task-on")
     assert f"t={differ[1]}&" in tab.url and tab.evaluate("document.activeElement.id") == "task-on"
@@ -412,15 +406,13 @@ def test_advantage_tables(at):
 def test_candidates_are_ranked_and_marked(at):
     tab = at("#view=candidates&s=3")
     one = DATA["states"][3]
-    ranked = sorted(one["candidates"], key=lambda candidate: -candidate["advantage"])
     rows = tab.locator(".candidates tbody tr").all()
-    assert len(rows) == 16
-    for rank, (row, candidate) in enumerate(zip(rows, ranked), 1):
+    ranked = sorted(one["candidates"], key=lambda candidate: -candidate["advantage"])
+    for rank, (row, candidate) in enumerate(zip(rows, ranked, strict=True), 1):
         mark = "\u25B2 chosen" if candidate["chosen"] else "\u25BC rejected" if candidate["rejected"] else ""
-        cells = [re.sub(r"\s+", " ", text).strip() for text in row.locator("th, td").all_inner_texts()]
-        assert cells == [str(rank), signed(candidate["advantage"]), mark, candidate["kind"], str(candidate["tokens"]),
-                         candidate["text"]]
-        assert ("half" in row.get_attribute("class")) == (rank == 9)
+        assert list(map(words, row.locator("th, td").all_inner_texts())) == [
+            str(rank), signed(candidate["advantage"]), mark, candidate["kind"], "9", candidate["text"]]
+        assert ("half" in row.get_attribute("class")) == (rank == 5)
     assert one["history"][0]["text"].split("\n")[0] in tab.inner_text("#candidates .turn")
     assert shown(tab, "#candidates .note") == FORMS["candidates"]
     tab.keyboard.press("k")
@@ -449,21 +441,19 @@ def test_candidates_are_filtered_and_lead_to_their_dialogue(at):
 def test_screenshots_of_a_page_side_by_side_with_a_slider(browser, tmp_path):
     data = make_pages(tmp_path)
     page = Page(browser, write(tmp_path / "report.html", data))
-    bare, drawn = 0, 1                                               # the first method has no screenshots
-    tab = page.open(f"#d={bare}")
+    tab = page.open("#d=0")                                         # of the first method, which has no screenshots
     tab.check("#secrets")
     assert tab.locator("#dialogue .none").inner_text() == "no screenshot in this page"
     assert "the answer cannot be rendered: no page" in tab.inner_text("#dialogue")
-    tab.goto(f"{page.address}#d={drawn}")
-    assert f"reward {data['dialogues'][drawn]['reward']:.3f}" in tab.inner_text("#dialogue .about")
+    page.open("#d=1")
+    assert "reward 0.100" in tab.inner_text("#dialogue .about")
     assert "this page cannot be rendered: slow" in tab.inner_text("#dialogue .turn.agent")
-    images = tab.locator("#dialogue img")
-    assert images.evaluate_all("all => all.map(image => image.naturalWidth)") == [320] * 4
+    assert tab.locator("#dialogue img").evaluate_all("all => all.map(image => image.naturalWidth)") == [320] * 4
     clip = "image => getComputedStyle(image).clipPath"
     assert tab.locator(".stack img").last.evaluate(clip) == "inset(0px 0px 0px 50%)"
     tab.locator("#dialogue input[type=range]").fill("80")
     assert tab.locator(".stack img").last.evaluate(clip) == "inset(0px 0px 0px 80%)"
-    tab.goto(page.address + "#view=dialogues&reward=0")
+    page.open("#view=dialogues&reward=0")
     assert numbers(tab) == [i for i, d in enumerate(data["dialogues"]) if d["reward"] < 0.25]
     assert "A page for shop" in tab.inner_text("#list") and tab.title() == "Evaluation"
     assert not tab.locator("#f-family").count() and not tab.locator("#f-kind").count()
@@ -487,21 +477,19 @@ def hostile(browser, tmp_path_factory):
     the one that it began with."""
     data = make_data(len(ATTACKS), (ATTACKS[0], "<b>sweet</b>"), num_states=3)
     data |= {"left_out": ATTACKS[0], "forms": dict.fromkeys(FORMS, [ATTACKS[0]])}
-    for number, attack in enumerate(ATTACKS):
-        task, d = data["tasks"][number], data["dialogues"][number]
-        task |= {"id": attack, "family": attack, "request": attack, "reference": attack, "facts": [attack] * 4}
+    for attack, task, d in zip(ATTACKS, data["tasks"], data["dialogues"]):
+        task |= dict.fromkeys(("id", "family", "request", "reference"), attack) | {"facts": [attack] * 4}
         d |= {"answer": attack, "reward": 0.5, "fault": attack,
-              "failed": [{"call": attack, "expected": attack, "got": attack, "said": attack}]}
+              "failed": [dict.fromkeys(("call", "expected", "got", "said"), attack)]}
         for turn in d["turns"]:
             turn |= {"text": attack} | ({"kind": attack, "fault": attack} if "kind" in turn else {"leak": attack})
     data["states"][0]["candidates"][0] |= {"text": ATTACKS[0], "kind": ATTACKS[1]}
-    many = "\U0001F600" * 3000 + "a" * (2 ** 20 - 3000)
-    data["dialogues"][0]["turns"][1]["text"] = many
-    path = tmp_path_factory.mktemp("hostile") / "report.html"
+    data["dialogues"][0]["turns"][1]["text"] = "\U0001F600" * 3000 + "a" * (2 ** 20 - 3000)
     script, image, *_ = ATTACKS
     plots = report_plots("success_rate", {script: {1: {"success_rate": 0.5}}}, {image: [{"step": 1, "loss": 1}]})
     page = Page(browser, write(
-        path, data, notes=[script], tables={image: script}, metric_heading=image, plots=plots,
+        tmp_path_factory.mktemp("hostile") / "report.html", data, notes=[script], tables={image: script},
+        metric_heading=image, plots=plots,
         advantages={"by_kind": [advantage_row(script, 1, **{image: 0.5})], "by_round": []}))
     yield page
     assert page.tab.title() == "Evaluation"
@@ -514,16 +502,16 @@ def test_hostile_texts_stay_texts(hostile):
     tab.check("#secrets")
     for number, attack in enumerate(ATTACKS):
         hostile.open(f"#d={number}")
-        said, *texts = [tab.locator(selector).evaluate("node => node.textContent")
-                        for selector in ("#dialogue .said >> nth=-1", ".tests td >> nth=0", ".secret pre >> nth=0")]
+        said, *texts = tab.evaluate("""[".turn:last-child .said", ".tests td", ".secret pre"].map(
+            selector => document.querySelector("#dialogue " + selector).textContent)""")
         assert said.startswith(attack) and texts == [attack, attack]
         if "\u0645" in attack:                                      # Arabic: a text has its own direction
             assert tab.locator(".turn .text").first.evaluate("node => getComputedStyle(node).direction") == "rtl"
 
 
 def test_every_address_shows_something(hostile):
-    views = ("compare", "advantages", "candidates", "failures", "dialogues&q=%3Cscript", "dialogues&q=__proto__",
-             "dialogues&sort=constructor", "__proto__", "constructor", "candidates&kind=__proto__&side=constructor",
+    views = ("compare", "advantages", "failures", "dialogues&q=%3Cscript", "__proto__",
+             "dialogues&sort=constructor", "candidates&kind=__proto__&side=constructor",
              "dialogues&m=constructor&kind=__proto__&page=-7", "compare&t=__proto__&pick=a,99999", "<script>")
     for fragment in (*(f"view={view}" for view in views), "d=__proto__", "d=-1&turn=x", "d=99999999", "s=1e9",
                      "d=1&turn=%3Cscript%3E", "%E0%A4%A"):
@@ -592,14 +580,15 @@ def test_missing_pieces_leave_their_section_out(browser, tmp_path):
 
 def test_pages_without_dialogues_or_numbers_open(browser, tmp_path):
     """As page_data leaves the advantage out where a critic gives no finite number."""
-    views = ("results", "dialogues", "compare", "advantages", "candidates", "dialogues&sort=reward",
-             "dialogues&sort=-advantage", "dialogues&reward=failed")
     some = without(make_data(4, num_states=2), "reward", "advantage", "sample", of_turns=("advantage",))
-    for data, advantages in ((make_data(0), None), (some, {"by_kind": [], "by_round": []})):
+    for data, advantages, views in (
+            (make_data(0), None, ("results", "compare", "advantages", "candidates")),
+            (some, {"by_kind": [], "by_round": []}, ("results", "compare", "advantages", "candidates",
+             "dialogues&sort=reward", "dialogues&sort=-advantage", "dialogues&reward=failed"))):
         page = Page(browser, write(tmp_path / "report.html", data, advantages=advantages))
         for view in views:
-            assert page.open(f"#view={view}").locator("#nav a[aria-current]").count() == 1
-            assert page.tab.inner_text("main") != ""
+            tab = page.open(f"#view={view}")
+            assert tab.locator("#nav a[aria-current]").count() == 1 and tab.inner_text("main") != ""
         assert page.open("#view=dialogues").locator("#list tbody tr").count() == len(data["dialogues"])
         if data is some:
             assert "no number" in page.open("#d=0").inner_text("#dialogue .about")
@@ -626,47 +615,70 @@ def contrast(tab, selector):
     }""", selector)
 
 
-def test_contrast_and_width_of_a_phone_in_both_schemes(browser, tmp_path):
-    from PIL import Image
-    data = make_data(8)
-    failed = next(i for i, d in enumerate(data["dialogues"]) if d["reward"] < 1)
+VIEWS = ("#view=results", "#view=dialogues", "#d=0&turn=1", "#view=compare&t=1", "#view=advantages",
+         "#view=candidates&s=1")
+
+
+@pytest.fixture(scope="module")
+def phone(browser, tmp_path_factory):
+    """The Page of two tasks with a plot, on a phone, where fingers cannot hover."""
+    data = make_data(2)
     plots = report_plots("success_rate", {}, {"a": [{"step": step, "loss": 1 / step} for step in range(1, 9)]})
-    page = Page(browser, write(tmp_path / "r.html", data, plots=plots), viewport={"width": 375, "height": 800})
-    tab = page.tab
-    tab.check("#secrets")
-    for scheme in ("light", "dark"):
-        tab.emulate_media(color_scheme=scheme)
-        for fragment in ("#view=results", "#view=dialogues", f"#d={failed}&turn=1", "#view=compare&t=1",
-                         "#view=advantages", "#view=candidates&s=1"):
-            page.open(fragment)
-            assert tab.evaluate("document.documentElement.scrollWidth") <= 375, fragment
-            right_edges = tab.evaluate("""[...document.querySelectorAll(".results td, .candidates td")].map(
-                node => node.getBoundingClientRect().right)""")
-            assert max(right_edges, default=0) <= 375, fragment
-            texts = "p, a, button:not(:disabled), th, td, span:not([aria-hidden]), label, li, pre, h1, h2, h3, b"
-            assert contrast(tab, texts) >= 4.5, fragment
-        page.open("#view=results")
-        shot = Image.open(io.BytesIO(tab.locator("figure svg").screenshot())).convert("L")
-        darkest, lightest = shot.getextrema()
-        assert lightest - darkest > 150                             # the plot is seen
+    path = write(tmp_path_factory.mktemp("phone") / "r.html", data, plots=plots)
+    page = Page(browser, path, viewport={"width": 375, "height": 800}, has_touch=True, is_mobile=True)
+    page.tab.check("#secrets")
+    yield page
     page.close()
 
 
-def test_a_number_does_not_break_over_lines(small):
-    """At any width, where a table has no room for it."""
-    tab = small.open("#view=results")
-    for width in (375, 700, 1280):
-        tab.set_viewport_size({"width": width, "height": 800})
-        for fragment in ("#view=results", "#view=dialogues", "#view=advantages", "#view=candidates"):
-            small.open(fragment)
-            heights = tab.evaluate("""[...document.querySelectorAll(".num, .number, .badge, .candidates th")].filter(
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast_and_width_of_a_phone(phone, scheme):
+    from PIL import Image
+    tab = phone.tab
+    tab.emulate_media(color_scheme=scheme)
+    for fragment in VIEWS:
+        phone.open(fragment)
+        assert tab.evaluate("document.documentElement.scrollWidth") <= 375, fragment
+        right_edges = tab.evaluate("""[...document.querySelectorAll(".results td, .candidates td")].map(
+            node => node.getBoundingClientRect().right)""")
+        assert max(right_edges, default=0) <= 375, fragment
+        texts = "p, a, button:not(:disabled), th, td, span:not([aria-hidden]), label, li, pre, h1, h2, h3, b"
+        assert contrast(tab, texts) >= 4.5, fragment
+    phone.open("#view=results")
+    shot = Image.open(io.BytesIO(tab.locator("figure svg").screenshot())).convert("L")
+    darkest, lightest = shot.getextrema()
+    assert lightest - darkest > 150                                 # the plot is seen
+
+
+@pytest.mark.parametrize("fragment, lines", [
+    ("#view=results", ["leaks: share of the simulator's replies that show the reference"]),
+    ("#view=dialogues", ["reward: share of the tests that the answer passes", "advantage: sum of the turn advantages"]),
+    ("#view=advantages", ["turns: number of turns, of all methods"]),
+    ("#view=candidates&s=1", ["rank: by the critic's score, 1 the best"])])
+def test_a_finger_reads_what_the_columns_mean(phone, fragment, lines):
+    tab = phone.open(fragment)
+    tab.locator(".legend summary").locator("visible=true").tap()
+    assert set(lines) <= set(shown(tab, ".legend .note"))
+    if "candidates" in fragment:                                    # each number has its heading; of no pair: none
+        contents = tab.evaluate("""[...document.querySelectorAll(".candidates tr:nth-child(3) > *")].map(
+            cell => getComputedStyle(cell, "::before").content)""")
+        assert ["".join(re.findall('"(.*?)"', text)) for text in contents] == ["rank ", "score ", "", "kind ",
+                                                                               "tokens ", ""]
+
+
+@pytest.mark.parametrize("width", [375, 700, 1280])
+def test_a_number_does_not_break_over_lines(phone, width):
+    """Where a table has no room for it."""
+    phone.tab.set_viewport_size({"width": width, "height": 800})
+    for fragment in VIEWS:
+        heights = phone.open(fragment).evaluate("""
+            [...document.querySelectorAll(".num, .number, .badge, .candidates th")].filter(
                 node => node.offsetParent && /^[-+.,0-9\u2212]+$/.test(node.textContent)).map(node => {
                   const range = document.createRange();
                   range.selectNodeContents(node);
                   return range.getClientRects().length;
                 })""")
-            assert set(heights) == {1}, (width, fragment)
-    tab.set_viewport_size({"width": 1280, "height": 900})
+        assert set(heights) <= {1}, fragment
 
 
 def test_the_page_is_one_file_without_addresses(tmp_path):

@@ -1,6 +1,8 @@
 """Dialogues for other programs (05 --export messages): chats of OpenAI's form."""
 import json
 
+from lib.runtime import say
+
 
 def export(folder, files, system_of):
     """Write the scored dialogues of each method, {name: trajectories}, to `folder`/NAME.jsonl, a row each.
@@ -8,10 +10,12 @@ def export(folder, files, system_of):
     system_of(trajectory): the agent's system prompt."""
     folder.mkdir(exist_ok=True)
     for name, trajectories in files.items():
-        with open(folder / f"{name}.jsonl", "w", encoding="utf-8", errors="replace") as file:     # of half an emoji
+        path = folder / f"{name}.jsonl"
+        with open(path, "w", encoding="utf-8", errors="replace") as file:                         # of half an emoji
             for trajectory in trajectories:
                 row = as_messages(name, trajectory, system_of(trajectory))
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        say(f"writes {path} ({len(trajectories):,} rows)")
 
 
 def as_messages(name, trajectory, system):

@@ -71,6 +71,13 @@ const numberCell = text => el("td", { class: "num" }, text);
 const headings = (...texts) =>
   el("thead", {}, el("tr", {}, texts.map(text => el("th", { scope: "col", title: MEANINGS[text] }, text))));
 
+/** The titles of headings as text: a finger cannot hover, and a narrow screen hides the heads of some tables. */
+function legend(part) {
+  const line = th => `${th.textContent.replace(/ [\u25B4\u25BE]$/, "")}: ${th.title}`;   // without the arrow of the order
+  const lines = new Set([...part.querySelectorAll("th[title]")].map(line));
+  return el("details", { class: "legend" }, el("summary", {}, "what the columns mean"), [...lines].map(note));
+}
+
 /** A text of a dialogue. A long one is cut on the screen, with a button that shows the rest. */
 function textBlock(text, name = "div", className = "text") {
   const node = el(name, { class: className, dir: "auto", tabindex: name === "pre" && "0" });
@@ -345,6 +352,7 @@ function drawDialogues(before) {
   const d = DIALOGUES[state.d], place = selection().indexOf(d);
   if (state.page === undefined && place >= ROWS_A_PAGE) state.page = String(Math.floor(place / ROWS_A_PAGE));
   drawList();
+  if (!section.querySelector(":scope > .legend")) $("browser").before(legend($("list")));
   $("browser").classList.toggle("open", Boolean(d));
   $("dialogue").hidden = !d;
   $("dialogue").replaceChildren(...d ? dialogue(d) : []);
@@ -405,11 +413,13 @@ function turnCard(d, place, known) {
     given(turn.advantage) && advantageBar(turn.advantage));
 }
 
-const failedTests = d => el("div", { class: "scroll" }, el("table", { class: "tests" },
-  headings("call", "expected", "got", "what the scorer said"),
-  el("tbody", {}, d.failed.map(test => el("tr", {}, el("th", { scope: "row" }, textBlock(test.call, "code")),
-    cell(textBlock(test.expected, "code")), cell(given(test.got) ? textBlock(test.got, "code") : "nothing"),
-    cell(test.said || ""))))));
+function failedTests(d) {
+  const table = el("table", { class: "tests" }, headings("call", "expected", "got", "what the scorer said"),
+    el("tbody", {}, d.failed.map(test => el("tr", {}, el("th", { scope: "row" }, textBlock(test.call, "code")),
+      cell(textBlock(test.expected, "code")), cell(given(test.got) ? textBlock(test.got, "code") : "nothing"),
+      cell(test.said || "")))));
+  return [el("div", { class: "scroll" }, table), legend(table)];
+}
 
 function dialogue(d) {
   const list = selection(), place = list.indexOf(d), task = TASKS[d.t], known = new Set();
@@ -498,14 +508,21 @@ function candidateTable(one) {
   const withKind = ranked.some(candidate => candidate.kind), half = Math.ceil(ranked.length / 2);
   const full = Math.max(1e-9, ...ranked.map(candidate => Math.abs(candidate.advantage)));
   const mark = (count, text, kind) => count > 0 && badge(count > 1 ? `${text} \u00D7${count}` : text, kind);
-  const line = (candidate, rank) => isAsked(candidate) && el("tr", { class: rank === half ? "half" : "" },
+  const names = ["rank", "score", "pairs", ...(withKind ? ["kind"] : []), "tokens", "text"];
+  const line = (candidate, rank) => isAsked(candidate) && named(names, el("tr", { class: rank === half ? "half" : "" },
     el("th", { scope: "row" }, String(rank + 1)), cell(advantageBar(candidate.advantage, full)),
     cell(mark(candidate.chosen, "\u25B2 chosen", "chosen"), mark(candidate.rejected, "\u25BC rejected", "rejected")),
     withKind && cell(candidate.kind || ""), numberCell(given(candidate.tokens) ? String(candidate.tokens) : ""),
-    cell(candidate.ended === false && badge("\u2702 cut", "bad"), textBlock(candidate.text)));
-  return el("div", { class: "scroll" }, el("table", { class: "candidates" },
-    headings("rank", "score", "pairs", ...(withKind ? ["kind"] : []), "tokens", "text"),
-    el("tbody", {}, ranked.map(line).filter(Boolean))));
+    cell(candidate.ended === false && badge("\u2702 cut", "bad"), textBlock(candidate.text))));
+  const table = el("table", { class: "candidates" }, headings(...names),
+    el("tbody", {}, ranked.map(line).filter(Boolean)));
+  return el("div", { class: "scroll" }, table, legend(table));
+}
+
+/** Give each cell of a row the name of its column, which a narrow screen shows in place of the table's head. */
+function named(names, row) {
+  names.forEach((name, place) => { row.children[place].dataset.heading = name; });
+  return row;
 }
 
 /** A link to the dialogue that a state is of, where this page has it. */
@@ -595,5 +612,6 @@ if (DATA.left_out) $("left-out").textContent = DATA.left_out;
 $("left-out").hidden = !DATA.left_out;
 for (const id of ["nav", "switch", "help-button"]) $(id).hidden = false;
 for (const tab of [...$("nav").children]) if (tab.dataset.view === "candidates" && !STATES.length) tab.remove();
+for (const part of document.querySelectorAll("#results > .scroll, #advantages > .pair")) part.after(legend(part));
 window.addEventListener("hashchange", show);
 show();

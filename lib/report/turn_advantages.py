@@ -14,7 +14,9 @@ def advantage_summary(trajectories):
 
     {"mean": of the dialogues' sums, "too_long": how many dialogues have none,
      "by_kind", "by_round": {kind or round: {"n", "mean"} of the turns}}; no kinds where the tasks state none."""
-    by_kind, by_round, sums = collections.defaultdict(list), collections.defaultdict(list), []
+    by_kind = collections.defaultdict(list)
+    by_round = collections.defaultdict(list)
+    sums = []
     for trajectory in trajectories:
         advantages = trajectory["advantages"]
         if advantages is None:
@@ -87,16 +89,17 @@ def kind_lines(states, domain):
     groups = collections.defaultdict(list)                           # {(known, kind): (rank, chosen, rejected) of each}
     for state in states:
         task, history = state["task"], state["history"]
-        ranks = average_ranks(state["advantages"]) / max(1, len(state["candidates"]) - 1)
-        for candidate, rank in zip(state["candidates"], ranks):
+        best = max(1, len(state["candidates"]) - 1)
+        for candidate, rank in zip(state["candidates"], average_ranks(state["advantages"])):
             text = visible_text(domain, candidate["text"], state.get("prompt"))
-            candidate["kind"] = domain.turn_kind(task, history, text)
-            if candidate["kind"] is not None:
-                group = groups[domain.all_known(task, history), candidate["kind"]]
-                group.append((rank, candidate["chosen"], candidate["rejected"]))
+            kind = candidate["kind"] = domain.turn_kind(task, history, text)
+            if kind is not None:
+                known = domain.all_known(task, history)
+                groups[known, kind].append((rank / best, candidate["chosen"], candidate["rejected"]))
     rows = []
     for (known, kind), group in sorted(groups.items()):
-        ranks, chosen, rejected = zip(*group)
         when = "all known" if known else "not all known"
-        rows.append([when, kind, str(len(group)), f"{mean(ranks):.2f}", str(sum(chosen)), str(sum(rejected))])
+        ranks, chosen, rejected = zip(*group)
+        row = [when, kind, str(len(group)), f"{mean(ranks):.2f}"]
+        rows.append([*row, str(sum(chosen)), str(sum(rejected))])
     return aligned(["what the pairs say", "", "candidates", "rank", "chosen", "rejected"], rows) if rows else []
