@@ -288,8 +288,9 @@ def test_costs_of_an_agent_are_its_own_and_its_critic_s(tmp_path):
     costs = {}
     for name, agent, own_critic in (("base", "models/tiny", None), ("rft", rft, None), ("sweet", sweet, critic),
                                     ("best", "http://host:80/v1#m", critic), ("judged", "script", "judge:m")):
-        record(tmp_path / f"on_{name}.args.json", {"generated_tokens": 99, "seconds": 5}, agent=agent, critic=own_critic)
-        costs[name] = {"costs": evaluate.costs_of(str(tmp_path / f"on_{name}"))}
+        rollout = tmp_path / f"on_{name}"
+        record(tmp_path / f"{rollout.name}.args.json", {"generated_tokens": 99}, agent=agent, critic=own_critic)
+        costs[name] = {"costs": evaluate.costs_of(str(rollout))}
     assert evaluate.cost_lines(costs) == [
         "costs   M trained  M generated  minutes",
         "base        0.000        0.000      0.0",
