@@ -42,8 +42,8 @@ from lib.runtime import add_costs, begin_output, gather, InputError, is_done, re
 from lib.sampling import add_rows, finish_rows, open_sampler, open_vision_sampler, Sampler
 from lib.servers import is_server, NoRoom
 from lib.statistics import heading_of, mean_over_tasks
-from lib.tracking import check_track, Track
-from lib.vision import action_documents
+from lib.tracking import Track
+from lib.vision import action_views, documents_of
 
 ROLES = "agent", "simulator", "judge"
 
@@ -147,7 +147,8 @@ async def critic_choice(dialogue, replies, messages, players, max_tokens):
     critic, ids = players.critic, [reply.ids for reply in replies]
     point = common.DecisionPoint(replies[0].prompt, dialogue.task, dialogue.history, ids, messages)
     if critic.is_visual:
-        files = await players.environment.show(action_documents(critic.sight, [point], critic.sees_c))
+        views = action_views(critic.sight, [point], critic.sees_c)
+        files = await players.environment.show(documents_of(views))
         critic = dataclasses.replace(critic, sight=critic.sight._replace(show=lambda _: files))
     [scores] = common.score_actions(critic, players.agent.tokenizer, [point], max_tokens, players.device)
     return max(range(len(scores)), key=scores.__getitem__)
@@ -393,8 +394,8 @@ def parse_args(argv=None):
     group.add_argument("--agent-tokenizer", type=flags.text_flag, metavar="MODEL", help="the tokenizer of a vLLM "
                        "server's agent: keeps the sampled ids and the prompt, so that 03 and 04 train on just these; "
                        "--best-of needs it for a critic that reads tokens")
-    parser.add_argument("--track", type=flags.text_flag, metavar="PROJECT", help="log how many dialogues are there and "
-                        "their mean return to this project of trackio (pip install trackio)")
+    parser.add_argument("--track", type=flags.project_flag, metavar="PROJECT", help="log how many dialogues are there "
+                        "and their mean return to this project of trackio (pip install trackio)")
     flags.add_world(parser)
     flags.add_overwrite(parser)
     flags.set_preset(parser, PRESETS, argv)
@@ -531,7 +532,6 @@ def main(argv=None):
     if is_done(vars(args), out, inputs):
         return
 
-    check_track(args.track)
     players = open_players(domain, system, runtime.device, args)
     group = 1
     if args.branch:

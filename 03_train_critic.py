@@ -25,8 +25,6 @@ user said last, and the images of c and of what the agent has made; its head see
         --model meta-llama/Llama-3.1-8B-Instruct --dtype bfloat16 --out critic
 """
 import lib  # noqa: F401  # isort: skip (first: it says how to set up where torch is missing)
-import collections
-import functools
 import hashlib
 import pathlib
 
@@ -36,48 +34,39 @@ import torch.nn.functional as F
 import common
 from colbench import ColBenchError, domain_of
 from lib import data, flags, training
-from lib.memory import dry_run, PlannedStep
+from lib.memory import dry_run
 from lib.models import load_tokenizer, lora_config, reads_images, sharding_of, weights_fingerprint
-from lib.runtime import add_costs, begin_output, InputError, is_done, run_stage, say, start, write_json
-from lib.tracking import check_track, Track
+from lib.runtime import begin_output, InputError, is_done, run_stage, say, start, write_json
 from lib.vision import critic_processor, Sight
 
 # ---------------------------------------------------------------------------------------------------------------------
 # losses
 
-def bradley_terry_losses(chosen_scores, rejected_scores, beta):
-    """Eq. 2 without its NLL term, from scores of trajectories (P,). Returns (losses, chosen_rewards, rejected_rewards),
-    each (P,)."""
-    chosen_rewards = beta * chosen_scores                                                         # (P,)
-    rejected_rewards = beta * rejected_scores                                                     # (P,)
-    return -F.logsigmoid(chosen_rewards - rejected_rewards), chosen_rewards, rejected_rewards
-
-
-def pair_losses(advantages, logps, lengths, beta, nll_coef):
+def bradley_terry_losses(advantages, logps, lengths, beta, nll_coef):
     """Eq. 2 of pairs of trajectories: (losses (P,), {name: (P,)} for the log).
 
     advantages, logps, lengths   of each turn, (2P, M): eq. 3; its log-probability under the critic (of a head its
                                  number, and nll_coef is 0); its tokens, 0 where there is no such turn. The chosen
                                  trajectory of a pair, then its rejected one, and so on"""
     scores = advantages.sum(1)                                       # (2P,) of trajectories: sums over turns
-    losses, chosen_rewards, rejected_rewards = bradley_terry_losses(scores[0::2], scores[1::2], beta)
-    nll = -logps[0::2].sum(1) / lengths[0::2].sum(1)                # (P,) a mean over the chosen one's agent tokens
-    return losses + nll_coef * nll, {"chosen": chosen_rewards, "rejected": rejected_rewards, "nll": nll}
+    chosen = beta * scores[0::2]                                     # (P,) rewards
+    rejected = beta * scores[1::2]                                   # (P,)
+    nlls = -logps.sum(1) / lengths.sum(1)                           # (2P,) means over a trajectory's agent tokens
+    nll = nlls[0::2]                                                 # (P,) of the chosen one
+    losses = -F.logsigmoid(chosen - rejected) + nll_coef * nll       # (P,)
+    return losses, {"chosen": chosen, "rejected": rejected, "nll": nll}
 
 
 def value_losses(values, labels, lengths):
     """Binary cross-entropy of returns (labels in [0, 1], (B,)) at each turn's logit (values, (B, M)), the mean over the
-    turns of a trajectory (those with lengths > 0); returns (B,)."""
-    exists = (lengths > 0).float()                                                                # (B, M)
+    turns of a trajectory (those with lengths > 0); and whether its last value is right: {"loss", "acc"}, (B,) each."""
+    exists = lengths > 0                                                                          # (B, M)
+    num_turns = exists.sum(1)                                                                     # (B,)
     turn_labels = labels[:, None].expand_as(values)                                               # (B, M)
     losses = F.binary_cross_entropy_with_logits(values, turn_labels, reduction="none")            # (B, M)
-    return (losses * exists).sum(1) / exists.sum(1)
-
-
-def last_values(values, lengths):
-    """The value of each trajectory's last turn, (B,)."""
-    num_turns = (lengths > 0).sum(1, keepdim=True)                                                # (B, 1)
-    return values.gather(1, num_turns - 1).squeeze(1)
+    last_values = values.gather(1, num_turns[:, None] - 1).squeeze(1)                             # (B,)
+    is_right = (last_values > 0) == (labels > 0.5)                                                # (B,)
+    return {"loss": (losses * exists).sum(1) / num_turns, "acc": is_right}
 
 
 def is_held_out(task_id, fraction):
@@ -91,16 +80,17 @@ def split_groups(trajectories, args):
     """(groups of trajectory numbers to train on, pairs of tasks that are held out).
 
     A group is a pair (chosen, rejected); with --head value, which learns from trajectories one by one, a single one."""
-    pairs = common.trajectory_pairs(trajectories, args.trajectories, needed=args.head != "value")
-    groups, what = pairs, "trajectory pairs"
-    if args.head == "value":
-        groups, what = [(number,) for number in range(len(trajectories))], "trajectories"
-
-    def is_apart(group):
-        return is_held_out(trajectories[group[0]]["task_id"], args.held_out_frac)
-
-    train = [group for group in groups if not is_apart(group)]
-    test = [pair for pair in pairs if is_apart(pair)]
+    needs_pairs = args.head != "value"
+    pairs = common.trajectory_pairs(trajectories, args.trajectories, needs_pairs)
+    groups = pairs if needs_pairs else [(number,) for number in range(len(trajectories))]
+    train, test = [], []
+    for group in groups:
+        if not is_held_out(trajectories[group[0]]["task_id"], args.held_out_frac):
+            train.append(group)
+    for pair in pairs:
+        if is_held_out(trajectories[pair[0]]["task_id"], args.held_out_frac):
+            test.append(pair)
+    what = "trajectory pairs" if needs_pairs else "trajectories"
     say(f"{len(train):,} {what} to train on, {len(test):,} pairs of other tasks held out")
     if not train:
         raise InputError(f"{args.trajectories}: no examples to train on: all {len(test):,} pairs are of tasks that "
@@ -112,12 +102,14 @@ def examples_of(trajectories, groups, reader, args):
     """(groups, examples, ref_examples) of those groups of trajectory numbers that are short enough. ref_examples: what
     the reference reads, the same or, with --reference-sees-c no, the same without c.
     reader: the tokenizer or, of a critic that sees, vision.Sight."""
-    sight = reader if isinstance(reader, Sight) else None
-    examples = ref_examples = common.trajectory_examples(trajectories, groups, reader, not args.no_privileged, sight)
+    examples = ref_examples = common.trajectory_examples(trajectories, groups, reader, not args.no_privileged)
     if not args.reference_sees_c:
         ref_examples = common.trajectory_examples(trajectories, groups, reader, sees_c=False)
     fitting = training.fitting_numbers(examples, args.max_length)
-    return [groups[i] for i in fitting], [examples[i] for i in fitting], [ref_examples[i] for i in fitting]
+    groups = [groups[i] for i in fitting]
+    examples = [examples[i] for i in fitting]
+    ref_examples = [ref_examples[i] for i in fitting]
+    return groups, examples, ref_examples
 
 
 def open_reader(domain, args):
@@ -132,48 +124,25 @@ def train(scorer, examples, targets, args, run):
     """Train the scorer's model on the examples, from the last saved state.
     targets: of each example what the reference says of its turns (common.reference_logps); with --head value the
     return of its trajectory."""
-    batch_size = args.batch_size
-    batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
-    say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
-    optimizer = training.adamw(scorer, args.lr)
-    checkpoints = training.Checkpoints(args.out, scorer, optimizer)
-    first = checkpoints.load()
-    log = training.StepLog(args.out, first, len(batches), functools.partial(Track, args.track, args.out, vars(args)))
-    scorer.train()
-    for step in range(first, len(batches)):
-        torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same
-        batch_examples = [examples[i] for i in batches[step]]
-        num_terms = len(batch_examples)                             # the step's loss is a mean over these
-        sums = collections.Counter()
-        for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
+    loop = training.Loop(scorer, examples, args.batch_size, args, run)
+    for step, batch_numbers in loop.steps():
+        num_terms = len(batch_numbers)                                    # the step's loss is a mean over these
+        for micro, weights in training.rank_batches(batch_numbers, examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
             batch = scorer.collate(common.items_of(micro_examples), run.device)
-            sums["num_tokens"] += training.num_tokens(micro_examples, weights)
-            weights = weights / num_terms                           # (examples,)
             logps = scorer(batch)                                   # (B, M): of each turn; of a head its number
             if args.head == "value":
-                values = logps                                      # (B, M) logits of the return
                 labels = torch.tensor([targets[i] for i in micro], device=run.device)              # (B,)
-                losses = value_losses(values, labels, batch.lengths)                               # (B,)
-                numbers = {"acc": (last_values(values, batch.lengths) > 0) == (labels > 0.5)}
+                losses = value_losses(logps, labels, batch.lengths)                                # (B,) each
             else:
                 ref_logps = common.padded_outputs([targets[i] for i in micro], run.device)         # (B, M)
                 advantages = common.action_advantages(logps, ref_logps, batch.lengths, args.normalize)     # eq. 3
-                losses, numbers = pair_losses(advantages, logps, batch.lengths, args.beta, args.nll_coef)  # eq. 2
-                numbers = training.preference_numbers(**numbers, dtype=args.dtype)
+                losses, numbers = bradley_terry_losses(advantages, logps, batch.lengths, args.beta, args.nll_coef)
+                losses = {"loss": losses, **training.preference_numbers(**numbers, dtype=args.dtype)}      # (P,) each
                 if args.head != "lm":
-                    del numbers["nll"]                              # a head's numbers are no log-probabilities
-            loss = (losses * weights).sum()
-            (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
-            sums.update(training.weighted_sums({"loss": losses, **numbers}, weights))
-        done = step + 1
-        lr = training.learning_rate(step, len(batches), args.lr)
-        where = f"{args.out}: step {done} of {len(batches)}"
-        tasks = {example.task_id for example in batch_examples}
-        log.step(done, **training.optimizer_step(scorer, optimizer, sums, lr, where, tasks))
-        if done % args.save_every == 0 or done == len(batches):
-            checkpoints.save(done)
-            add_costs(args.out, folder=True, trained_tokens=log.take_tokens())
+                    del losses["nll"]                               # a head's numbers are no log-probabilities
+            loop.backward(losses, weights / num_terms)
+        loop.update(step)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -187,11 +156,7 @@ PRESETS = {"paper-backend": LARGE,
 
 def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
-    flags.add_training(parser, max_length=8192)
-    parser.add_argument("--epochs", type=flags.positive_int, default=4, help="passes over the examples")
-    parser.add_argument("--batch-size", type=flags.positive_int, default=8,
-                        help="examples a step, over all ranks: pairs of "
-                        "trajectories; with --head value trajectories")
+    flags.add_training(parser, max_length=8192, epochs=4, batch_size=8)
     group = parser.add_argument_group("the critic")
     group.add_argument("--head", choices=["lm", "regression", "value"], default="lm",
                        help="what scores a turn, see above")
@@ -213,49 +178,45 @@ def parse_args(argv=None):
 
 def main(argv=None):
     args = parse_args(argv)
-    sharding = sharding_of(args)
     if args.dry_run:
-        rows = 1 if args.head == "value" else 2
-        lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
-        return dry_run(args.model, PlannedStep(args.dry_run, sharding, args.batch_size, args.micro_batch_size, rows,
-                                               args.max_length, lora=lora), common.token_logps)
+        return dry_run(args, args.batch_size, 1 if args.head == "value" else 2, common.token_logps)
     run = start(args.seed)
     trajectories = data.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     domain = domain_of(trajectories[0]["task"])
     inputs = [args.trajectories, args.model]
     if is_done(vars(args), args.out, inputs, folder=True):
         return
-    check_track(args.track)
     lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
     data.fill_rewards(trajectories, vars(args))
     train_groups, test_groups = split_groups(trajectories, args)
     reader = open_reader(domain, args)
-    train_groups, examples, ref_examples = examples_of(trajectories, train_groups, reader, args)
-    _, test_examples, ref_test_examples = examples_of(trajectories, test_groups, reader, args)
-    if not examples:
+    groups, examples, ref_examples = examples_of(trajectories, train_groups + test_groups, reader, args)
+    num_trained = sum(not is_held_out(example.task_id, args.held_out_frac) for example in examples)
+    if not num_trained:
         raise InputError(f"{args.trajectories}: no examples to train on: all are longer than --max-length "
                          f"{args.max_length}")
     begin_output(vars(args), args.out, inputs, folder=True)
 
     # The reference is this model before its first update; its log-probabilities are computed once, by the same function
-    scorer = common.load_scorer(args.model, run, sharding, lora, has_head=args.head != "lm")
-    common.check_positions(common.items_of(examples + test_examples), scorer.model)
+    scorer = common.load_scorer(args.model, run, sharding_of(args), lora, has_head=args.head != "lm")
+    common.check_positions(common.items_of(examples), scorer.model)
     tokenizer = scorer.processor or reader
     training.show_samples(tokenizer, examples[0])
-    ref_logps = common.reference_logps(args.out, scorer, ref_examples + ref_test_examples, args.max_tokens, run.device)
-    targets = ref_logps[:len(examples)]
+    ref_logps = common.reference_logps(args.out, scorer, ref_examples, args.max_tokens, run.device)
+    targets = ref_logps
     if args.head == "value":
-        targets = [max(0.0, float(domain.eval_score(trajectories[number]))) for [number] in train_groups]
-    train(scorer, examples, targets, args, run)
+        targets = [max(0.0, float(domain.eval_score(trajectories[number]))) for number, *_ in groups]
+    train(scorer, examples[:num_trained], targets, args, run)
 
     critic = common.Critic(args.out, args.model, args.head, args.normalize, not args.no_privileged,
                            args.reference_sees_c, isinstance(reader, Sight))
-    accuracy = None
-    if test_examples:
-        accuracy = common.pair_accuracy(scorer, test_examples, ref_logps[len(examples):], critic, args.max_tokens,
-                                        run.device)
-    say(f"held-out pair accuracy: {accuracy:.3f} on {len(test_examples)} pairs of tasks that were not trained on"
-        if test_examples else "held-out pair accuracy: not measured, no held-out pairs")
+    accuracy, num_pairs = None, len(examples) - num_trained
+    if num_pairs:
+        accuracy = common.pair_accuracy(scorer, examples[num_trained:], ref_logps[num_trained:], critic,
+                                        args.max_tokens, run.device)
+        say(f"held-out pair accuracy: {accuracy:.3f} on {num_pairs} pairs of tasks that were not trained on")
+    else:
+        say("held-out pair accuracy: not measured, no held-out pairs")
     if run.rank == 0:
         write_json(pathlib.Path(args.out) / "critic.json", {
             "head": critic.head,
@@ -267,9 +228,8 @@ def main(argv=None):
             "reference": args.model,
             "reference_fingerprint": weights_fingerprint(args.model),
             "held_out_pair_accuracy": accuracy,
-            "num_held_out_pairs": len(test_examples)})
+            "num_held_out_pairs": num_pairs})
     training.finish_training(args.out, scorer, tokenizer, args.merge)
-    add_costs(args.out, folder=True)
 
 
 if __name__ == "__main__":

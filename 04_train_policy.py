@@ -40,7 +40,7 @@ import common
 from colbench import ColBenchError, domain_of
 from colbench.schema import label, list_of, record, token_ids, whole
 from lib import data, flags, training
-from lib.memory import dry_run, PlannedStep
+from lib.memory import dry_run
 from lib.models import encode, fresh_model, load_tokenizer, lora_config, max_positions, reads_images, sharding_of
 from lib.runtime import (
     add_costs,
@@ -59,42 +59,30 @@ from lib.runtime import (
 )
 from lib.sampling import add_rows, finish_rows, open_sampler
 from lib.servers import is_server, visible_text
-from lib.tracking import check_track, Track
 
 # ---------------------------------------------------------------------------------------------------------------------
 # losses
 
-def dpo_loss(chosen_logps, rejected_logps, ref_chosen_logps, ref_rejected_logps, beta):
-    """Eq. 4 without its NLL term, from summed log-probabilities (P,) of chosen and rejected under policy and reference.
-    Returns (losses, chosen_rewards, rejected_rewards), each (P,)."""
-    chosen_rewards = beta * (chosen_logps - ref_chosen_logps)                                     # (P,)
-    rejected_rewards = beta * (rejected_logps - ref_rejected_logps)                               # (P,)
-    return -F.logsigmoid(chosen_rewards - rejected_rewards), chosen_rewards, rejected_rewards
-
-
-def pair_losses(logps, ref_logps, lengths, beta, nll_coef):
+def dpo_losses(logps, ref_logps, lengths, beta, nll_coef):
     """Eq. 4 of pairs of actions: (losses (P,), {name: (P,)} for the log).
 
     logps, ref_logps   of the chosen and the rejected action of each pair, (P, 2): its log-probability under the policy
                        and under the model at the start
     lengths            their tokens, (P, 2)"""
-    losses, chosen_rewards, rejected_rewards = dpo_loss(*logps.T, *ref_logps.T, beta)
+    rewards = beta * (logps - ref_logps)                             # (P, 2)
+    chosen, rejected = rewards.T                                     # (P,) each
     nll = -logps[:, 0] / lengths[:, 0]                               # (P,) a mean over the chosen action's tokens
-    return losses + nll_coef * nll, {"chosen": chosen_rewards, "rejected": rejected_rewards, "nll": nll}
+    losses = -F.logsigmoid(chosen - rejected) + nll_coef * nll       # (P,)
+    return losses, {"chosen": chosen, "rejected": rejected, "nll": nll}
 
 
 def preference_losses(scorer, batch, examples, start_logps, args):
     """Eq. 4 of a micro-batch, and what the log shows: {"loss" and others: sums over the pairs of each example}.
     start_logps: of each action under the model at the start, (B, M)."""
-    return sums_over_pairs(scorer(batch), batch, examples, start_logps, args)
-
-
-def sums_over_pairs(logps, batch, examples, start_logps, args):
-    """preference_losses of log-probabilities (B, M): {name: (examples,)}."""
     pairs = common.batch_pairs(examples)                                                    # (P, 2, 2)
     place = pairs[..., 0], pairs[..., 1]                             # item and action of both sides, (P, 2) each
-    sides = [values[place] for values in (logps, start_logps, batch.lengths)]               # (P, 2) each
-    losses, numbers = pair_losses(*sides, args.beta, args.nll_coef)                         # (P,)
+    sides = [values[place] for values in (scorer(batch), start_logps, batch.lengths)]       # (P, 2) each
+    losses, numbers = dpo_losses(*sides, args.beta, args.nll_coef)                          # (P,)
     numbers = training.preference_numbers(**numbers, dtype=args.dtype)
     num_pairs = [len(example.pairs) for example in examples]
     sums = {}
@@ -180,9 +168,15 @@ def read_candidates(path, states, num_candidates):
 # ---------------------------------------------------------------------------------------------------------------------
 # sweet: sample candidates of each state, score them, pair them
 
-def sample_candidates(states, tokenizer, args, run):
-    """Rows of candidates.jsonl: the states with "candidates", --num-candidates actions after each prompt. The ranks
-    share the states; each holds the whole policy, or asks --sampler."""
+def with_candidates(states, tokenizer, args, run):
+    """Rows of candidates.jsonl: the states with "candidates", those of --candidates, or --num-candidates actions
+    sampled after each prompt. The ranks share the states; each holds the whole policy, or asks --sampler.
+    It begins the output."""
+    if args.candidates:
+        rows = read_candidates(args.candidates, states, args.num_candidates)
+        begin(args)
+        return rows
+    begin(args)
     path = pathlib.Path(args.out) / "candidates.jsonl"
     if path.exists():                                                # of a run that was interrupted later
         return read_rows(path)
@@ -217,6 +211,7 @@ def score_candidates(rows, critic, tokenizer, args, run, score=score_rows):
     path = pathlib.Path(args.out) / "scored.jsonl"
     if path.exists():
         return read_rows(path)
+    gc.collect()                                                     # of the model that has sampled them
     common.load_critic(critic, functools.partial(common.load_scorer, run=run, sharding=sharding_of(args)))
     if critic.is_visual:
         critic.sight = data.sight_of(critic.scorer.processor, domain_of(rows[0]["task"]), vars(args))
@@ -227,6 +222,8 @@ def score_candidates(rows, critic, tokenizer, args, run, score=score_rows):
         return [{**row, "advantages": advantages} for row, advantages in zip(block, scores)]
     rows = map_blocks(path, blocks, score_block, run)
     add_costs(args.out, folder=True)
+    critic.scorer = critic.ref_scorer = None                         # freed before the policy is loaded
+    gc.collect()
     return rows
 
 
@@ -317,26 +314,13 @@ def pair_examples(pairs, tokenizer, together):
 # methods: what each makes examples of
 
 def sweet_examples(trajectories, tokenizer, args, run):
-    """Examples of pairs of candidates. The models of a phase are freed before those of the next are loaded."""
+    """Examples of pairs of candidates."""
     domain = domain_of(trajectories[0]["task"])
     critic = common.open_critic(args.critic, args.model, tokenizer, domain, args.reference_sees_c)
     states = read_states(trajectories, tokenizer, args, critic.sees_c and not critic.is_visual)
     rows = with_candidates(states, tokenizer, args, run)
     rows = score_candidates(rows, critic, tokenizer, args, run)
-    del critic
-    gc.collect()
     return pair_examples(pairs_of(rows, tokenizer, args, run), tokenizer, args.pairs_together)
-
-
-def with_candidates(states, tokenizer, args, run):
-    """The states with their candidates, those of --candidates or sampled ones. It begins the output."""
-    if args.candidates:
-        states = read_candidates(args.candidates, states, args.num_candidates)
-    begin(args)
-    if not args.candidates:
-        states = sample_candidates(states, tokenizer, args, run)
-    gc.collect()
-    return states
 
 
 def mtdpo_examples(trajectories, tokenizer, args, run):
@@ -420,44 +404,25 @@ def train(scorer, examples, ref_logps, losses_of, args, run):
     """Train the scorer's model on the examples, from the last saved state.
     ref_logps: of each example what common.reference_logps gives; None where turns are imitated.
     losses_of: as of Method."""
-    batch_size = examples_a_step(args)
-    batches = training.epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
-    say(f"{len(examples):,} examples, {len(batches):,} steps of {batch_size}")
-    optimizer = training.adamw(scorer, args.lr)
-    checkpoints = training.Checkpoints(args.out, scorer, optimizer)
-    first = checkpoints.load()
-    log = training.StepLog(args.out, first, len(batches), functools.partial(Track, args.track, args.out, vars(args)))
-    scorer.train()
-    for step in range(first, len(batches)):
-        torch.manual_seed(args.seed * len(batches) + step)          # models with dropout: a resumed run draws the same
-        batch_examples = [examples[i] for i in batches[step]]
-        num_terms = sum(map(num_loss_terms, batch_examples))        # the step's loss is a mean over these
-        sums = collections.Counter()
-        for micro, weights in training.rank_batches(batches[step], examples, args.micro_batch_size, run):
+    loop = training.Loop(scorer, examples, examples_a_step(args), args, run)
+    for step, batch_numbers in loop.steps():
+        num_terms = sum(num_loss_terms(examples[i]) for i in batch_numbers)     # the step's loss is a mean over these
+        for micro, weights in training.rank_batches(batch_numbers, examples, args.micro_batch_size, run):
             micro_examples = [examples[i] for i in micro]
             batch = scorer.collate(common.items_of(micro_examples), run.device)
-            sums["num_tokens"] += training.num_tokens(micro_examples, weights)
             start_logps = None
             if ref_logps is not None:
                 start_logps = common.padded_outputs([ref_logps[i] for i in micro], run.device)      # (B, M)
             losses = losses_of(scorer, batch, micro_examples, start_logps, args)                    # (examples,) each
-            weights = weights / num_terms                           # (examples,)
-            loss = (losses["loss"] * weights).sum()
-            (loss * run.world_size).backward()                      # FSDP takes the ranks' mean, the batch is their sum
-            sums.update(training.weighted_sums(losses, weights))
-        done = step + 1
-        lr = training.learning_rate(step, len(batches), args.lr)
-        where = f"{args.out}: step {done} of {len(batches)}"
-        tasks = {example.task_id for example in batch_examples}
-        log.step(done, **training.optimizer_step(scorer, optimizer, sums, lr, where, tasks))
-        if done % args.save_every == 0 or done == len(batches):
-            checkpoints.save(done)
-            add_costs(args.out, folder=True, trained_tokens=log.take_tokens())
+            loop.backward(losses, weights / num_terms)
+        loop.update(step)
 
 
 def num_loss_terms(example):
     """How many terms an example adds to the loss of its step: its pairs or, where turns are imitated, its tokens."""
-    return len(example.pairs) or common.num_action_tokens(example)
+    if example.pairs:
+        return len(example.pairs)
+    return sum(number >= 0 for row in example.items[0] for number in row.turn_ids)
 
 
 def examples_a_step(args):
@@ -505,14 +470,7 @@ def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
     parser.add_argument("--method", choices=METHODS, required=True, help="see above")
     flags.add_training(parser, max_length=16384)
-    parser.add_argument("--epochs", type=flags.positive_int,
-                        help="passes over the examples (None: sweet 1, others 4; with --preset paper-frontend 8 in "
-                        "place of 4)")
-    parser.add_argument("--batch-size", type=flags.positive_int,
-                        help="examples a step (None: rft and sft 32, others 8)")
-    parser.add_argument("--critic", type=flags.text_flag, help="a folder of 03, or untrained: --model, with a "
-                        "reference that does not see c")
-    flags.add_reference(parser)
+    flags.add_critic(parser)
     add_candidates(parser)
     flags.set_preset(parser, PRESETS, argv)
     args = parser.parse_args(argv)
@@ -532,36 +490,36 @@ def parse_args(argv=None):
     return args
 
 
+def open_model(args, trajectories, run):
+    """(tokenizer, a function that loads the Scorer) of --model; with --method sft --model tiny of a small new one."""
+    sharding = sharding_of(args)
+    lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
+    if args.model == "tiny" and args.method == "sft" and not lora:
+        model, tokenizer = fresh_model([common.vocabulary_text(trajectory) for trajectory in trajectories])
+        return tokenizer, functools.partial(common.shard_scorer, model.to(run.device), run, sharding)
+    if reads_images(args.model):
+        raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
+    return load_tokenizer(args.model), functools.partial(common.load_scorer, args.model, run, sharding, lora)
+
+
 def main(argv=None, parse_args=parse_args, methods=METHODS):
     """parse_args, methods: those of a fork."""
     args = parse_args(argv)
     method = methods[args.method]
+    if args.dry_run and methods is not METHODS:
+        raise InputError("--dry-run goes with 04_train_policy.py")
     if args.dry_run:
-        lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
-        step = PlannedStep(args.dry_run, sharding_of(args), examples_a_step(args), args.micro_batch_size,
-                           method.num_items, args.max_length, args.method == "sweet", lora)
-        return dry_run(args.model, step, common.token_logps)
+        return dry_run(args, examples_a_step(args), method.num_items, common.token_logps, args.method == "sweet")
     run = start(args.seed)
     trajectories = data.read_trajectories(args.trajectories, args.num_trajectories, args.seed)
     if is_done(vars(args), args.out, inputs_of(args), folder=True):
         return
-    check_track(args.track)
-    is_fresh = args.model == "tiny" and args.method == "sft" and not args.lora
-    if is_fresh:
-        model, tokenizer = fresh_model([common.vocabulary_text(trajectory) for trajectory in trajectories])
-    elif reads_images(args.model):
-        raise InputError(f"{args.model}: policies read and write text alone; a model that sees can be a critic")
-    else:
-        tokenizer = load_tokenizer(args.model)
-        lora = lora_config(args.model, args.lora, args.lora_targets, args.merge)
+    tokenizer, load = open_model(args, trajectories, run)
     examples = method.make_examples(trajectories, tokenizer, args, run)
     training.show_samples(tokenizer, examples[0])
 
     # The reference is this model before its first update; its log-probabilities are computed once, by the same function
-    if is_fresh:
-        scorer = common.shard_scorer(model.to(run.device), run, sharding_of(args))
-    else:
-        scorer = common.load_scorer(args.model, run, sharding_of(args), lora)
+    scorer = load()
     common.check_positions(common.items_of(examples), scorer.model)
     ref_logps = None
     if method.has_reference:
@@ -569,7 +527,6 @@ def main(argv=None, parse_args=parse_args, methods=METHODS):
     train(scorer, examples, ref_logps, method.losses_of, args, run)
     common.note_prompt(args.out, trajectories)
     training.finish_training(args.out, scorer, tokenizer, args.merge)
-    add_costs(args.out, folder=True)
 
 
 if __name__ == "__main__":

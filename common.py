@@ -21,18 +21,7 @@ from tqdm import tqdm
 from colbench import domain_of
 from colbench.schema import label, one_of, record
 from lib import models, vision
-from lib.models import (
-    continuation,
-    encode,
-    end_of_turn,
-    generation_cue,
-    load_model,
-    load_tokenizer,
-    plain,
-    projection_of,
-    render_chat,
-    tokenizer_name,
-)
+from lib.models import continuation, encode, end_of_turn, generation_cue, plain, render_chat, tokenizer_name
 from lib.runtime import barrier, gather, InputError, is_main, read_json, say, write_json
 from lib.training import item_length, longest_row
 
@@ -117,16 +106,16 @@ def vocabulary_text(trajectory):
 
 def note_prompt(folder, trajectories):
     """Keep what an agent's prompts were made with in training in its `folder`, as agent.json (check_prompt)."""
-    counts = collections.Counter()
+    notes = collections.Counter()
     for trajectory in trajectories:
-        counts[shown_system(trajectory), json.dumps(template_args(trajectory), sort_keys=True)] += 1
-    [((system, arguments), count)] = counts.most_common(1)
-    if len(counts) > 1:
+        note = {"system_prompt": shown_system(trajectory), "chat_template_args": template_args(trajectory)}
+        notes[json.dumps(note)] += 1
+    [(note, count)] = notes.most_common(1)
+    if len(notes) > 1:
         say(f"{len(trajectories) - count:,} of {len(trajectories):,} trajectories have another system prompt, or other "
             "arguments of the chat template, than most")
     if is_main():
-        note = {"system_prompt": system, "chat_template_args": json.loads(arguments)}
-        write_json(pathlib.Path(folder) / "agent.json", note)
+        write_json(pathlib.Path(folder) / "agent.json", json.loads(note))
 
 
 def check_prompt(agent, tokenizer, system, arguments):
@@ -312,22 +301,13 @@ def items_of(examples):
     return [item for example in examples for item in example.items]
 
 
-def num_action_tokens(example):
-    """How many tokens of an example are the agent's."""
-    count = 0
-    for item in example.items:
-        for row in item:
-            count += sum(number >= 0 for number in row.turn_ids)
-    return count
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # batches
 #
 # In shapes: R rows, T tokens of the longest, B items, M most actions of an item, N action tokens, P pairs, H hidden
 # size, V vocabulary
 
-Batch = namedtuple("Batch", "ids mask positions turn_ids previous item_index lengths sizes images")
+Batch = namedtuple("Batch", "ids mask positions turn_ids previous item_index lengths images")
 
 
 def collate(items, device="cpu"):
@@ -340,37 +320,28 @@ def collate(items, device="cpu"):
     previous        (R, T) place of the token before
     item_index      (R,)   the item of each row
     lengths         (B, M) number of tokens of each item's actions, 0 where it has no such action
-    sizes           number of tokens of each row
     images          of all rows, in their order"""
     rows = [row for item in items for row in item]
     item_index = [number for number, item in enumerate(items) for _ in item]
-    width = max(len(row.ids) for row in rows)
-    most_actions = 1 + max(max(row.turn_ids) for row in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    turn_ids = torch.full((len(rows), width), -1)
-    positions = torch.arange(width).repeat(len(rows), 1)
+    ids = pad_sequence([torch.tensor(row.ids) for row in rows], batch_first=True)
+    turn_ids = pad_sequence([torch.tensor(row.turn_ids) for row in rows], batch_first=True, padding_value=-1)
+    num_rows, width = ids.shape
+    positions = torch.arange(width).repeat(num_rows, 1)
     previous = positions - 1
+    most_actions = 1 + turn_ids.max().item()
     lengths = torch.zeros(len(items), most_actions)
-    for r, (item, row) in enumerate(zip(item_index, rows)):
-        length = len(row.ids)
-        ids[r, :length] = torch.tensor(row.ids)
-        turn_ids[r, :length] = torch.tensor(row.turn_ids)
+    for r, row in enumerate(rows):
         is_action = turn_ids[r] >= 0                                                      # (T,)
-        counts = torch.bincount(turn_ids[r][is_action], minlength=most_actions)           # (M,)
-        lengths[item] += counts
+        action_ids = turn_ids[r, is_action]
+        counts = torch.bincount(action_ids, minlength=most_actions)                       # (M,)
+        lengths[item_index[r]] += counts
         if row.prompt_length is not None:                # a tree: its actions lie in the order of their numbers
             begins = row.prompt_length + counts.cumsum(0) - counts                        # (M,) where actions begin
-            token_begins = begins[turn_ids[r, is_action]]                           # of each token's action
-            positions[r, is_action] += row.prompt_length - token_begins
+            positions[r, is_action] += row.prompt_length - begins[action_ids]
             previous[r, begins[counts > 0]] = row.prompt_length - 1
-    mask = tree_mask(rows, turn_ids)
-    if mask is not None:
-        mask = mask.to(device)
-    item_index = torch.tensor(item_index)                                                 # (R,)
-    sizes = [len(row.ids) for row in rows]
-    images = [image for row in rows for image in row.images]
-    return Batch(ids.to(device), mask, positions.to(device), turn_ids.to(device), previous.to(device),
-                 item_index.to(device), lengths.to(device), sizes, images)
+    tensors = [ids, tree_mask(rows, turn_ids), positions, turn_ids, previous, torch.tensor(item_index), lengths]
+    tensors = [tensor if tensor is None else tensor.to(device) for tensor in tensors]
+    return Batch(*tensors, images=[image for row in rows for image in row.images])
 
 
 def tree_mask(rows, turn_ids):
@@ -463,7 +434,7 @@ class Scorer(torch.nn.Module):
         if self.head is not None:
             return action_values(self.head, hidden, batch)
         outputs_of = outputs_of or action_logps
-        return outputs_of(projection_of(self.model), hidden, batch)
+        return outputs_of(models.projection_of(self.model), hidden, batch)
 
 
 def hidden_states(model, batch):
@@ -674,7 +645,7 @@ def load_whole(device, dtype="float32"):
         if models.reads_images(name):
             model, processor = vision.load_vision(name, device, dtype)
         else:
-            model, _ = load_model(name, device, dtype)
+            model, _ = models.load_model(name, device, dtype)
         if lora:
             models.add_adapter(model, lora, getattr(torch, dtype))     # as in a pass of a model that is split
         return Scorer(model, has_head, processor)
@@ -696,6 +667,17 @@ def action_advantages(logps, ref_logps, lengths, normalize):
     if normalize == "trajectory":
         return logratios / lengths.sum(1, keepdim=True)                             # (B, M)
     return logratios
+
+
+def item_advantages(items, logps, ref_logps, normalize):
+    """action_advantages of items, a list of tensors (actions,).
+    logps, ref_logps: the items' action_outputs under critic and reference."""
+    advantages = []
+    for item, item_logps, item_ref_logps in zip(items, logps, ref_logps):
+        turn_ids = torch.tensor([number for row in item for number in row.turn_ids])
+        lengths = torch.bincount(turn_ids[turn_ids >= 0])                                 # (M,)
+        advantages.append(action_advantages(item_logps[None], item_ref_logps[None], lengths[None], normalize)[0])
+    return advantages
 
 
 UNTRAINED = "untrained"                                             # --critic: the base model, with no training
@@ -744,7 +726,7 @@ def read_critic(folder, tokenizer, domain, ref_sees_c=None):
     if critic.is_visual and not domain.views:
         raise InputError(f"{folder}: a critic that sees cannot rank {domain.NOUN}s, which have nothing to see")
     if tokenizer and not critic.is_visual:
-        if tokenizer_name(load_tokenizer(str(folder))) != tokenizer_name(tokenizer):
+        if tokenizer_name(models.load_tokenizer(str(folder))) != tokenizer_name(tokenizer):
             raise InputError(f"{folder}: its tokenizer is not the policy's; train the critic from the same model")
     if critic.head == "lm":
         known, now = note.get("reference_fingerprint"), models.weights_fingerprint(critic.reference)
@@ -812,10 +794,11 @@ def score_actions(critic, tokenizer, points, max_tokens, device):
     """The score A(o_t, a, c) of each action of DecisionPoints by a loaded Critic, a list of floats for each point.
     Equal actions are scored once."""
     if critic.is_visual:
-        def values_of(rows):
-            items = [visual_item([row]) for row in rows]
-            return [values.item() for values in action_outputs(critic.scorer, items, max_tokens, device)]
-        return vision.action_scores(critic.sight, points, critic.sees_c, values_of)
+        views = vision.action_views(critic.sight, points, critic.sees_c)
+        rows = vision.view_rows(critic.sight, views)
+        values = action_outputs(critic.scorer, [visual_item([row]) for row in rows.values()], max_tokens, device)
+        value_of = dict(zip(rows, torch.cat(values).tolist()))
+        return [list(map(value_of.get, point_views)) for point_views in views]
     actions = [sorted(set(map(tuple, point.actions))) for point in points]
     items = ref_items = [actions_item(tokenizer, point.prompt, ids) for point, ids in zip(points, actions)]
     if critic.sees_c:
@@ -829,12 +812,10 @@ def score_actions(critic, tokenizer, points, max_tokens, device):
     if normalize == "trajectory":                                    # one action is scored alone: its own tokens' mean
         normalize = "turn"
     scores = []
-    for point, point_actions, point_logps, point_ref_logps in zip(points, actions, logps, ref_logps):
-        lengths = torch.tensor([[len(action) for action in point_actions]])               # (1, M)
-        advantages = action_advantages(point_logps[None], point_ref_logps[None], lengths, normalize)  # (1, M)
+    for point, point_actions, advantages in zip(points, actions, item_advantages(items, logps, ref_logps, normalize)):
         if not advantages.isfinite().all():
             raise InputError(f"{critic.folder}: gives scores that are not finite; train this critic again")
-        score_of = dict(zip(point_actions, advantages[0].tolist()))
+        score_of = dict(zip(point_actions, advantages.tolist()))
         scores.append([score_of[tuple(action)] for action in point.actions])
     return scores
 
@@ -847,22 +828,22 @@ def visual_item(rows):
 # ---------------------------------------------------------------------------------------------------------------------
 # trajectories as items, their scores, and pairs of them
 
-def trajectory_examples(trajectories, groups, tokenizer, sees_c, sight=None):
+def trajectory_examples(trajectories, groups, reader, sees_c):
     """An Example, without pairs, for each tuple of trajectory numbers, an item a trajectory.
 
-    sees_c: whether c stands in front; None: where the logged agent saw it.
-    sight: vision.Sight of a critic that sees, which reads turns as images."""
+    reader: the tokenizer or, of a critic that sees, vision.Sight.
+    sees_c: whether c stands in front; None: where the logged agent saw it."""
     numbers = sorted({number for group in groups for number in group})
-    if sight:
-        turn_rows = vision.turn_rows(sight, [trajectories[number] for number in numbers], sees_c)
+    if isinstance(reader, vision.Sight):
+        turn_rows = vision.turn_rows(reader, [trajectories[number] for number in numbers], sees_c)
         items = {number: visual_item(rows) for number, rows in zip(numbers, turn_rows)}
     else:
         items, kinds = {}, collections.Counter()
         for number in numbers:
             trajectory = trajectories[number]
             with_c = trajectory.get("informed") if sees_c is None else sees_c
-            turns = agent_turns(tokenizer, trajectory, kinds)
-            items[number] = rows_of_trajectory(tokenizer, turns, trajectory["task"] if with_c else None)
+            turns = agent_turns(reader, trajectory, kinds)
+            items[number] = rows_of_trajectory(reader, turns, trajectory["task"] if with_c else None)
         say_kinds("agent turns", kinds)
     examples = []
     for group in groups:
@@ -870,27 +851,14 @@ def trajectory_examples(trajectories, groups, tokenizer, sees_c, sight=None):
     return examples
 
 
-def advantages_of(scorer, examples, ref_logps, normalize, max_tokens, device):
-    """action_advantages of every example's items (of a value head: its values): a list of tensors (actions,)
-    an example.
-    ref_logps: the examples' example_outputs under the reference."""
-    example_logps = example_outputs(scorer, examples, max_tokens, device)
-    advantages = []
-    for example, item_logps, item_ref_logps in zip(examples, example_logps, ref_logps):
-        item_advantages = []
-        for item, turns, ref_turns in zip(example.items, item_logps, item_ref_logps):
-            lengths = collate([item]).lengths                                             # (1, M)
-            item_advantages.append(action_advantages(turns[None], ref_turns[None], lengths, normalize)[0])
-        advantages.append(item_advantages)
-    return advantages
-
-
 def pair_accuracy(scorer, examples, ref_logps, critic, max_tokens, device):
     """The share of pairs of trajectories whose chosen one has the higher score; a tie is half right.
     ref_logps: the examples' example_outputs under the reference.
     A value head compares the values of the last turns."""
     right = 0.0
-    for advantages in advantages_of(scorer, examples, ref_logps, critic.normalize, max_tokens, device):
+    example_logps = example_outputs(scorer, examples, max_tokens, device)
+    for example, logps, item_ref_logps in zip(examples, example_logps, ref_logps):
+        advantages = item_advantages(example.items, logps, item_ref_logps, critic.normalize)
         if critic.head == "value":
             chosen, rejected = (values[-1] for values in advantages)
         else:
@@ -915,11 +883,12 @@ def score_turns(critic, tokenizer, trajectories, max_tokens, device):
     if critic.reads_two_prompts:
         ref_examples = trajectory_examples(trajectories, groups, tokenizer, sees_c=False)
     fitting = [i for i, example in enumerate(examples) if longest_row(example) <= max_tokens]
-    examples = [examples[i] for i in fitting]
-    ref_logps = example_outputs(critic.ref_scorer, [ref_examples[i] for i in fitting], max_tokens, device)
-    turn_values = advantages_of(critic.scorer, examples, ref_logps, critic.normalize, max_tokens, device)
+    items = items_of(examples[i] for i in fitting)                   # one of each
+    ref_items = items_of(ref_examples[i] for i in fitting)
+    logps = action_outputs(critic.scorer, items, max_tokens, device)
+    ref_logps = action_outputs(critic.ref_scorer, ref_items, max_tokens, device)
     advantages = [None] * len(trajectories)
-    for i, [values] in zip(fitting, turn_values):
+    for i, values in zip(fitting, item_advantages(items, logps, ref_logps, critic.normalize)):
         if critic.head == "value":
             values = torch.diff(values, prepend=torch.zeros(1))
         advantages[i] = values.tolist()

@@ -15,7 +15,6 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
     torchrun --nproc-per-node 8 -m examples.answers --answer-coef 1 …
 """
 import functools
-import gc
 import importlib
 import random
 
@@ -35,7 +34,7 @@ policy = importlib.import_module("04_train_policy")
 def answers_losses(scorer, batch, examples, start_logps, args):
     """04's preference_losses, where --answer-coef adds the NLL of right answers, once for each pair."""
     logps = scorer(batch)                                            # (B, M)
-    losses = policy.sums_over_pairs(logps, batch, examples, start_logps, args)
+    losses = policy.preference_losses(lambda _: logps, batch, examples, start_logps, args)
     if args.answer_coef:
         num_pairs = torch.tensor([len(example.pairs) for example in examples], device=logps.device)
         losses["answer_nll"] = answer_nlls(logps, batch.lengths) * num_pairs                        # (examples,)
@@ -157,8 +156,6 @@ def answers_examples(trajectories, tokenizer, args, run):
     states = policy.read_states(trajectories, tokenizer, args, critic.sees_c and not critic.is_visual)
     rows = policy.with_candidates(states, tokenizer, args, run)
     rows = policy.score_candidates(rows, critic, tokenizer, args, run)
-    del critic
-    gc.collect()
     pairs = policy.pairs_of(rows, tokenizer, args, run, choose)
     examples = policy.pair_examples(pairs, tokenizer, args.pairs_together)
     if args.answer_coef:
@@ -173,22 +170,15 @@ METHODS = {"sweet": policy.Method(answers_examples, answers_losses, has_referenc
 def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
     parser.add_argument("--method", choices=METHODS, default="sweet", help="the only one")
-    flags.add_training(parser, max_length=16384)
-    parser.add_argument("--epochs", type=flags.positive_int, default=1, help="passes over the examples")
-    parser.add_argument("--batch-size", type=flags.positive_int, default=8, help="pairs a step")
-    parser.add_argument("--critic", type=flags.text_flag, required=True, help="a folder of 03; or untrained (--model "
-                        "itself, with a reference that does not see c)")
-    flags.add_reference(parser)
+    flags.add_training(parser, max_length=16384, epochs=1, batch_size=8)
+    flags.add_critic(parser, is_needed=True)
     policy.add_candidates(parser)
     parser.add_argument("--answer-coef", type=flags.non_negative_float, default=0.0, help="weight of the mean NLL of a "
                         "right answer, drawn once for each example from all successful trajectories (whatever "
                         "--data-frac)")
     parser.add_argument("--answers-by-outcome", action="store_true", help="no pair chooses an answer, except in the "
                         "last turn of a dialogue whose answer was right")
-    args = parser.parse_args(argv)
-    if args.dry_run:
-        parser.error("--dry-run goes with 04_train_policy.py")
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv=None):

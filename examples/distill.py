@@ -96,14 +96,9 @@ def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
     parser.add_argument("--method", choices=METHODS, default="distill", help="the only one")
     parser.set_defaults(candidates=None, sampler=None, critic=None, pairs_together=False)  # flags of 04 that it lacks
-    flags.add_training(parser, max_length=16384)
-    parser.add_argument("--epochs", type=flags.positive_int, default=1, help="passes over the examples")
-    parser.add_argument("--batch-size", type=flags.positive_int, default=32, help="trajectories a step")
+    flags.add_training(parser, max_length=16384, epochs=1, batch_size=32)
     parser.add_argument("--divergence", choices=["forward", "reverse"], default="reverse", help="see token_kls")
-    args = parser.parse_args(argv)
-    if args.dry_run:
-        parser.error("--dry-run goes with 04_train_policy.py")
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv=None):

@@ -17,7 +17,6 @@ The idea is that of arXiv 2602.12342 and 2510.14967, which reward turns of whole
 """
 import asyncio
 import functools
-import gc
 import importlib
 import pathlib
 import random
@@ -101,8 +100,6 @@ def gain_examples(trajectories, tokenizer, args, run):
     with data.environment(domain, f"{args.out}.images", pathlib.Path(args.out).parent, vars(args)) as environment:
         score = functools.partial(worths, environment)
         rows = policy.score_candidates(with_agents(rows, trajectories), critic, tokenizer, args, run, score)
-    del critic
-    gc.collect()
     pairs = policy.pairs_of(rows, tokenizer, args, run)
     return policy.pair_examples(pairs, tokenizer, args.pairs_together)
 
@@ -126,14 +123,9 @@ def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
     parser.add_argument("--method", choices=METHODS, default="gain", help="the only one")
     parser.set_defaults(critic=None)
-    flags.add_training(parser, max_length=16384)
-    parser.add_argument("--epochs", type=flags.positive_int, default=1, help="passes over the examples")
-    parser.add_argument("--batch-size", type=flags.positive_int, default=8, help="pairs a step")
+    flags.add_training(parser, max_length=16384, epochs=1, batch_size=8)
     policy.add_candidates(parser)
-    args = parser.parse_args(argv)
-    if args.dry_run:
-        parser.error("--dry-run goes with 04_train_policy.py")
-    return args
+    return parser.parse_args(argv)
 
 
 def main(argv=None):

@@ -212,13 +212,8 @@ def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
     parser.add_argument("--method", choices=METHODS, default="grpo", help="the only one")
     parser.set_defaults(candidates=None, sampler=None, pairs_together=False)               # flags of 04 that it lacks
-    flags.add_training(parser, max_length=16384)
-    parser.add_argument("--epochs", type=flags.positive_int, default=1, help="passes over the examples")
-    parser.add_argument("--batch-size", type=flags.positive_int, default=32, help="trajectories a step")
-    parser.add_argument("--critic", type=flags.text_flag,
-                        help="a folder of 03; or untrained (--model, with a reference that "
-                        "does not see c)")
-    flags.add_reference(parser)
+    flags.add_training(parser, max_length=16384, epochs=1, batch_size=32)
+    flags.add_critic(parser)
     parser.add_argument("--signed", action="store_true", help="see above")
     parser.add_argument("--clip", type=flags.non_negative_float, default=0.2, help="of the ratio, up and down")
     parser.add_argument("--kl-coef", type=flags.non_negative_float, default=0.0,
@@ -226,8 +221,6 @@ def parse_args(argv=None):
     args = parser.parse_args(argv)
     if args.critic is None and (args.signed or args.reference_sees_c is not None):
         parser.error("--signed and --reference-sees-c go with --critic")
-    if args.dry_run:
-        parser.error("--dry-run goes with 04_train_policy.py")
     return args
 
 

@@ -22,20 +22,20 @@ def environment(domain, images, rows_in, arguments, device="cpu"):
     """The environment of a domain, which is given what it TAKES of a stage's `arguments` ({name: value}; it need not
     have all of ENVIRONMENT_FLAGS). InputError for a flag that is set and that it does not take."""
     takes = domain.Environment.TAKES
-    flags = {name: arguments.get(name, default) for name, default in ENVIRONMENT_FLAGS.items()}
-    for name, value in flags.items():
-        if name not in (*takes, "unsafe_scorer") and value not in (None, ENVIRONMENT_FLAGS[name]):
+    options = {"images": images, "rows_in": rows_in, "device": device}
+    for name, default in ENVIRONMENT_FLAGS.items():
+        options[name] = arguments.get(name, default)
+        is_set = options[name] not in (None, default)
+        if is_set and name not in takes and name != "unsafe_scorer":
             raise InputError(f"--{name.replace('_', '-')} does nothing for a {domain.NOUN}; leave it out")
-    options = {**flags, "images": images, "rows_in": rows_in, "device": device}
     return domain.Environment(**{name: options[name] for name in takes})
 
 
 def sight_of(processor, domain, arguments):
     """The vision.Sight of a critic that sees, for a stage that writes arguments["out"]."""
-    images = f"{arguments['out']}.images"
-    opens = functools.partial(environment, domain, images, None, {**arguments, "similarity": None})
-    show = functools.partial(vision.show_documents, domain=domain, open_environment=opens)
-    return vision.Sight(processor, domain, show)
+    def open_environment():
+        return environment(domain, f"{arguments['out']}.images", None, {**arguments, "similarity": None})
+    return vision.Sight(processor, domain, functools.partial(vision.show_documents, domain, open_environment))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import re
 import sys
 
 from lib import VERSION
+from lib.tracking import project_flag
 
 
 class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -149,11 +150,21 @@ def add_reference(parser):
                         "published code (None: as the critic was trained; untrained: no)")
 
 
-def add_training(parser, max_length):
-    """The flags that 03 and 04 share. Each of them adds its own --epochs and --batch-size."""
+def add_critic(parser, is_needed=False):
+    """The flags of methods that score actions with a critic."""
+    parser.add_argument("--critic", type=text_flag, required=is_needed, help="a folder of 03, or untrained: --model, "
+                        "with a reference that does not see c")
+    add_reference(parser)
+
+
+def add_training(parser, max_length, epochs=None, batch_size=None):
+    """The flags that 03 and 04 share, with defaults of some."""
     parser.add_argument("--trajectories", type=text_flag, required=True, help="trajectories file (02)")
     parser.add_argument("--model", type=text_flag, required=True, help="model to start from (folder, hub id, smollm2)")
     parser.add_argument("--out", type=text_flag, required=True, help="folder to write")
+    parser.add_argument("--epochs", type=positive_int, default=epochs, help="passes over the examples")
+    parser.add_argument("--batch-size", type=positive_int, default=batch_size,
+                        help="examples a step, over all ranks")
     parser.add_argument("--lr", type=number_flag(0, 1000), default=2e-7,
                         help="peak learning rate, after 3 %% of the steps; a cosine then takes it to a tenth")
     parser.add_argument("--beta", type=non_negative_float, default=0.1, help="scale of the log-ratios in the loss")
@@ -181,7 +192,7 @@ def add_training(parser, max_length):
     group.add_argument("--dry-run", type=positive_int, metavar="RANKS",
                        help="print the memory that a step needs on each of so many ranks, and stop")
     group.add_argument("--save-every", type=positive_int, default=200, help="steps between saved states")
-    group.add_argument("--track", type=text_flag, metavar="PROJECT",
+    group.add_argument("--track", type=project_flag, metavar="PROJECT",
                        help="log to this project of trackio, too; a run that goes on continues its curve")
     add_browser(group)
     add_overwrite(parser)

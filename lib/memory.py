@@ -213,9 +213,13 @@ def model_sizes(config):
     return sum(parameter.numel() for parameter in model.parameters()), cache
 
 
-def dry_run(name, step, token_logps):
-    """Print the memory plan of a model of a name for --dry-run (memory_plan)."""
+def dry_run(args, batch_size, rows_an_example, token_logps, is_tree=False):
+    """Print the memory plan (memory_plan) that a stage's --dry-run asks for."""
     from transformers import AutoConfig
+    name = args.model
+    lora = models.lora_config(args.model, args.lora, args.lora_targets, args.merge)
+    step = PlannedStep(args.dry_run, models.sharding_of(args), batch_size, args.micro_batch_size, rows_an_example,
+                       args.max_length, is_tree, lora)
     if models.reads_images(name):
         raise InputError(f"{name}: --dry-run knows models of text alone")
     config = models.from_pretrained(AutoConfig, name)

@@ -2,13 +2,13 @@
 from lib.runtime import InputError, is_main
 
 
-def check_track(project):
-    """InputError where a project is given and trackio is missing."""
-    if project:
-        try:
-            import trackio  # noqa: F401
-        except ImportError:
-            raise InputError("--track: needs trackio: pip install trackio") from None
+def project_flag(text):
+    """A type of a flag: a project of trackio, which must be installed."""
+    try:
+        import trackio  # noqa: F401
+    except ImportError:
+        raise InputError("--track: needs trackio: pip install trackio") from None
+    return text
 
 
 class Track:

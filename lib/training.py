@@ -1,4 +1,6 @@
 """The training loop's plumbing, the same for 03 and 04: batches, schedule, optimiser, checkpoints, log."""
+import collections
+import itertools
 import json
 import math
 import pathlib
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 from lib.models import save_model, whole_tensor
 from lib.runtime import (
+    add_costs,
     barrier,
     InputError,
     is_main,
@@ -21,14 +24,15 @@ from lib.runtime import (
     trim_memory,
     whole_file,
 )
+from lib.tracking import Track
 
 
 def fitting_numbers(examples, max_length):
     """The numbers of the examples whose rows all have at most `max_length` tokens; says how many have not."""
     numbers = [i for i, example in enumerate(examples) if longest_row(example) <= max_length]
-    if len(numbers) < len(examples):
-        say(f"dropped {len(examples) - len(numbers):,} of {len(examples):,} examples: longer than --max-length "
-            f"{max_length}")
+    num_long = len(examples) - len(numbers)
+    if num_long:
+        say(f"dropped {num_long:,} of {len(examples):,} examples: longer than --max-length {max_length}")
     return numbers
 
 
@@ -42,21 +46,23 @@ def longest_row(example):
     return max(map(item_length, example.items))
 
 
+def num_tokens(example):
+    """The tokens of an example in all its rows."""
+    return sum(len(row.ids) for item in example.items for row in item)
+
+
 def show_samples(tokenizer, example):
     """Print an example as text before training, with the tokens that the loss sees in [brackets]; each action of a tree
     begins a line."""
-    for item in example.items:
-        for row in item:
-            numbers, text, start_at = row.turn_ids, "", 0
-            for end in range(1, len(row.ids) + 1):
-                if end == len(row.ids) or numbers[end] != numbers[start_at]:
-                    piece = tokenizer.decode(row.ids[start_at:end], skip_special_tokens=False)
-                    if numbers[start_at] >= 0:
-                        piece = f"[{piece}]" if row.prompt_length is None else f"\n[{piece}]"
-                    text += piece
-                    start_at = end
-            text = re.sub(r"(<\|\w+\|>)\1{3,}", r"\1 …", text)                      # tokens of a picture
-            say(f"--- sample, the loss sees [brackets]:\n{text}\n---")
+    for row in itertools.chain(*example.items):
+        text = ""
+        for number, places in itertools.groupby(range(len(row.ids)), row.turn_ids.__getitem__):
+            piece = tokenizer.decode([row.ids[place] for place in places], skip_special_tokens=False)
+            if number >= 0:
+                piece = f"[{piece}]" if row.prompt_length is None else f"\n[{piece}]"
+            text += piece
+        text = re.sub(r"(<\|\w+\|>)\1{3,}", r"\1 …", text)                          # tokens of a picture
+        say(f"--- sample, the loss sees [brackets]:\n{text}\n---")
 
 
 def epoch_batches(num_items, batch_size, epochs, seed):
@@ -82,9 +88,10 @@ PRINT_EVERY = 10                                                    # steps
 def learning_rate(step, num_steps, peak):
     """Linear warm-up over WARMUP_FRAC of the steps, then a cosine down to FINAL_LR_FRAC of the peak; step from 0."""
     warmup = max(1, round(WARMUP_FRAC * num_steps))
+    decay = max(1, num_steps - warmup)
     if step < warmup:
         return peak * (step + 1) / warmup
-    progress = (step - warmup) / max(1, num_steps - warmup)
+    progress = (step - warmup) / decay
     cosine = 0.5 * (1 + math.cos(math.pi * progress))               # from 1 to 0
     return peak * (FINAL_LR_FRAC + (1 - FINAL_LR_FRAC) * cosine)
 
@@ -107,15 +114,6 @@ def rank_batches(batch, examples, micro_batch_size, run):
         yield mine[first:last], torch.tensor(weights[first:last], device=run.device)
 
 
-def num_tokens(examples, weights):
-    """Tokens of the examples of a micro-batch, without dummy examples (rank_batches)."""
-    number = 0
-    for example, weight in zip(examples, weights.tolist()):          # at once: each element would wait for the device
-        if weight:
-            number += sum(len(row.ids) for item in example.items for row in item)
-    return number
-
-
 # Two rewards closer than this count as equal: rounding of up to 8e-7 and 3e-4 was seen
 EQUAL_MARGIN = {"float32": 1e-5, "bfloat16": 1e-3}
 
@@ -128,30 +126,69 @@ def preference_numbers(chosen, rejected, nll, dtype):
     return {"acc": right, "margin": margin, "chosen": chosen, "nll": nll}
 
 
-def weighted_sums(values, weights):
-    """{name: sum of values * weights} of {name: values (n,)}, computed and copied to the host at once."""
-    sums = torch.stack([(value.detach() * weights).sum() for value in values.values()])
-    return dict(zip(values, sums.tolist()))
+class Loop:
+    """What stands around the loss in the training of a scorer's model on examples: order, update, log, states. A run
+    that was killed goes on from its last saved state.
 
+        for step, batch_numbers in loop.steps():
+            for micro, weights in rank_batches(batch_numbers, …):
+                loop.backward({"loss": …}, weights)
+            loop.update(step)"""
 
-def optimizer_step(scorer, optimizer, sums, lr, where, task_ids):
-    """One update. Returns numbers for the log: `sums` over all ranks, learning rate and gradient norm.
+    def __init__(self, scorer, examples, batch_size, args, run):
+        self.scorer, self.examples = scorer, examples
+        self.args, self.run = args, run
+        self.batches = epoch_batches(len(examples), batch_size, args.epochs, args.seed)[:args.max_steps]
+        say(f"{len(examples):,} examples, {len(self.batches):,} steps of {batch_size}")
+        self.optimizer = adamw(scorer, args.lr)
+        self.checkpoints = Checkpoints(args.out, scorer, self.optimizer)
+        self.log = StepLog(args, self.checkpoints.load(), len(self.batches))
 
-    InputError on all ranks, before anything is updated, where the loss or the norm is not finite; it begins with
-    `where` and names the `task_ids` of the batch."""
-    grad_norm = whole_tensor(torch.nn.utils.clip_grad_norm_(scorer.parameters(), MAX_GRAD_NORM)).item()
-    device = next(scorer.parameters()).device
-    totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=device)
-    dist.all_reduce(totals)
-    numbers = dict(zip(sums, totals.tolist()))
-    if not (math.isfinite(numbers["loss"]) and math.isfinite(grad_norm)):
-        raise InputError(f"{where}: the loss is {numbers['loss']:g} and the norm of its gradient {grad_norm:g}; no "
-                         f"model is written: lower --lr or --beta, or look at its tasks ({', '.join(task_ids)})")
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return {**numbers, "lr": lr, "gnorm": grad_norm}
+    def steps(self):
+        """Yields (step, the numbers of its examples) for each step that is left."""
+        self.scorer.train()
+        for step in range(self.log.first_step, len(self.batches)):
+            torch.manual_seed(self.args.seed * len(self.batches) + step)    # for dropout: a resumed run draws the same
+            self.sums = collections.Counter()
+            yield step, self.batches[step]
+
+    def backward(self, values, weights):
+        """Add the gradient of values["loss"] (examples,) times weights to that of the step, and the sum of each of the
+        values, times weights, to the step's numbers."""
+        loss = (values["loss"] * weights).sum()
+        (loss * self.run.world_size).backward()                     # FSDP takes the ranks' mean, the batch is their sum
+        sums = [(value.detach() * weights).sum() for value in values.values()]
+        sums = torch.stack(sums).tolist()                           # copied to the host at once
+        self.sums.update(dict(zip(values, sums)))
+
+    def update(self, step):
+        """The optimizer's step, a line of the log and, every --save-every steps, a saved state.
+
+        InputError on all ranks, before anything is updated, where the loss or the gradient's norm is not finite."""
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.scorer.parameters(), MAX_GRAD_NORM)
+        grad_norm = whole_tensor(grad_norm).item()
+        totals = torch.tensor(list(self.sums.values()), dtype=torch.float64, device=self.run.device)
+        dist.all_reduce(totals)
+        numbers = dict(zip(self.sums, totals.tolist()))
+        examples = [self.examples[i] for i in self.batches[step]]
+        done = step + 1
+        num_steps = len(self.batches)
+        if not math.isfinite(numbers["loss"] + grad_norm):
+            tasks = ", ".join({example.task_id for example in examples})
+            raise InputError(f"{self.args.out}: step {done} of {num_steps}: the loss is {numbers['loss']:g} and the "
+                             f"norm of its gradient {grad_norm:g}; no model is written: lower --lr or --beta, or look "
+                             f"at its tasks ({tasks})")
+        lr = learning_rate(step, num_steps, self.args.lr)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        numbers |= {"lr": lr, "gnorm": grad_norm}
+        self.log.step(done, sum(map(num_tokens, examples)), numbers)
+        if done % self.args.save_every == 0 or done == num_steps:
+            self.checkpoints.save(done)
+            add_costs(self.args.out, folder=True, trained_tokens=self.log.tokens)
+            self.log.tokens = 0
 
 
 class Checkpoints:
@@ -167,15 +204,13 @@ class Checkpoints:
         return sorted(int(path.parent.name) for path in self.folder.glob("*/.metadata"))
 
     def state(self):
+        """Without what is not trained: a resumed run reads that from the model's files again."""
         from torch.distributed.checkpoint.state_dict import get_state_dict
         model, optimizer = get_state_dict(self.model, self.optimizer)
-        frozen = self.frozen()
-        return {"model": {name: tensor for name, tensor in model.items() if name not in frozen}, "optimizer": optimizer}
-
-    def frozen(self):
-        """Names of parameters that are not trained, which a resumed run reads from the model's files again."""
-        return {name for name, parameter in self.model.named_parameters(remove_duplicate=False)
-                if not parameter.requires_grad}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if not parameter.requires_grad:
+                del model[name]
+        return {"model": model, "optimizer": optimizer}
 
     def save(self, step):
         """Save the state after `step` steps."""
@@ -200,7 +235,7 @@ class Checkpoints:
             state = self.state()
             dcp.load(state, checkpoint_id=self.folder / str(step))
             set_state_dict(self.model, self.optimizer, model_state_dict=state["model"],
-                           optim_state_dict=state["optimizer"], options=StateDictOptions(strict=not self.frozen()))
+                           optim_state_dict=state["optimizer"], options=StateDictOptions(strict=False))
             say(f"continues at step {step}")
         cut_metrics(self.folder.parent / "metrics.jsonl", step)
         return step
@@ -209,59 +244,54 @@ class Checkpoints:
 @on_main
 def cut_metrics(path, step):
     """Cut metrics.jsonl back to the rows up to `step`."""
-    if not path.exists():
-        return
-    lines = [line for line in path.read_text().splitlines() if line.endswith("}")]      # a kill may have cut the last
+    lines = path.read_text().splitlines() if path.exists() else []
     with whole_file(path) as file:
         for line in lines:
-            if json.loads(line)["step"] <= step:
+            if line.endswith("}") and json.loads(line)["step"] <= step:                # a kill may have cut the last
                 file.write(line + "\n")
 
 
 class StepLog:
-    """Keeps the numbers of each step in `out`/metrics.jsonl, and tracks them; prints those of each tenth step.
+    """Keeps the numbers of each step in metrics.jsonl of the output, and tracks them; prints those of each tenth step.
 
     The numbers are of that step alone: loss has its further terms in it, chosen and margin are rewards (beta times
     log-ratios)."""
 
-    def __init__(self, out, first_step, num_steps, open_track):
-        """open_track: gives the tracking.Track of the rows that are there already."""
-        self.path = pathlib.Path(out) / "metrics.jsonl"
+    def __init__(self, args, first_step, num_steps):
+        self.path = pathlib.Path(args.out) / "metrics.jsonl"
         self.first_step, self.num_steps = first_step, num_steps
-        rows = read_rows(self.path) if self.path.exists() else []
-        self.track = open_track(rows=rows)
+        rows = read_rows(self.path)
+        self.track = Track(args.track, args.out, vars(args), rows)
         self.seconds_before = rows[-1]["seconds"] if rows else 0
         self.begin = self.last = time.perf_counter()
-        self.tokens = 0                                             # trained on since take_tokens()
+        self.tokens = 0                                             # trained on since the last saved state
 
-    def step(self, step, num_tokens, **numbers):
+    def step(self, step, num_tokens, numbers):
         """`step` counts from 1; `num_tokens` were trained on by all ranks in this step."""
-        self.tokens += int(num_tokens)
+        self.tokens += num_tokens
         now = time.perf_counter()
         speed = num_tokens / (now - self.last)
         self.last = now
         if step % PRINT_EVERY == 0 or step == self.num_steps:
             eta = (now - self.begin) / (step - self.first_step) * (self.num_steps - step)
-            texts = [f"{name} {value:{'.1e' if name == 'lr' else '.4f'}}" for name, value in numbers.items()]
-            say(f"step {step:05d}/{self.num_steps:05d} | {' | '.join(texts)} | {speed:,.0f} tok/s | "
-                f"eta {eta / 60:.1f}m")
+            texts = [f"step {step:05d}/{self.num_steps:05d}"]
+            for name, value in numbers.items():
+                texts.append(f"{name} {value:.1e}" if name == "lr" else f"{name} {value:.4f}")
+            say(" | ".join([*texts, f"{speed:,.0f} tok/s", f"eta {eta / 60:.1f}m"]))
         if is_main():
+            seconds = self.seconds_before + now - self.begin
             row = {"step": step, **numbers, "tokens": num_tokens, "tokens_per_s": speed,
-                   "peak_memory_mb": peak_memory_mb(), "seconds": self.seconds_before + now - self.begin}
+                   "peak_memory_mb": peak_memory_mb(), "seconds": seconds}
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
             self.track.log(**row)
 
-    def take_tokens(self):
-        """Tokens trained on since the last call."""
-        tokens, self.tokens = self.tokens, 0
-        return tokens
-
 
 def adamw(scorer, lr):
     """AdamW of the parameters that are not frozen."""
-    trained = [parameter for parameter in scorer.parameters() if parameter.requires_grad]
-    num_parameters = sum(parameter.numel() for parameter in scorer.parameters())
+    parameters = list(scorer.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    num_parameters = sum(parameter.numel() for parameter in parameters)
     if num_parameters < 1e7 and lr < 1e-5:
         say(f"--lr {lr:g} is for a model of 8B: one of {num_parameters:,} parameters hardly learns by it; run.sh's "
             "rates are in scripts/arms.toml")
@@ -275,19 +305,15 @@ def finish_training(out, scorer, tokenizer, merge):
     folder = pathlib.Path(out)
     save_model(folder, scorer.model, tokenizer, merge)
     if scorer.head is not None:
-        save_head(folder / "turn_head.pt", scorer.head)
+        # not as safetensors: what serves the folder as a plain model would take it for a part of the model
+        head = {name: whole_tensor(tensor.detach()).cpu() for name, tensor in scorer.head.named_parameters()}
     if is_main():
+        if scorer.head is not None:
+            torch.save(head, folder / "turn_head.pt")
         (folder / "COMPLETED").touch()                              # first: a kill from here on costs no training
         for name in ("states", "initial"):
             shutil.rmtree(folder / name, ignore_errors=True)
         (folder / "ref.pt").unlink(missing_ok=True)
         say(f"writes {folder}")
     barrier()
-
-
-def save_head(path, head):
-    """Write a critic's head; for all ranks. Not as safetensors: what serves the folder as a plain model would take it
-    for a part of the model."""
-    weights = {name: whole_tensor(tensor.detach()).cpu() for name, tensor in head.named_parameters()}
-    if is_main():
-        torch.save(weights, path)
+    add_costs(out, folder=True)

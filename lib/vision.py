@@ -3,6 +3,7 @@
 `views` of a turn, ((caption, document or None), …), are what such a critic is shown of it (`views` of a domain). A row,
 (ids, image files), is the chat that shows them; None in place of a file is a black image."""
 import asyncio
+import itertools
 from typing import Callable, NamedTuple
 
 import torch
@@ -91,7 +92,7 @@ class Sight(NamedTuple):
     show: Callable                  # documents -> {document: image file, None where it cannot be rendered}; all ranks
 
 
-def show_documents(documents, domain, open_environment):
+def show_documents(domain, open_environment, documents):
     """Sight.show by an environment that is opened for each call, on rank 0. Says how many documents cannot be
     rendered."""
     files = None
@@ -110,13 +111,14 @@ def turn_rows(sight, trajectories, sees_c):
     views = []
     for trajectory in trajectories:
         history = trajectory["dialogue_history"]
-        ends = [number + 1 for number, turn in enumerate(history) if turn["role"] == "assistant"]
-        views.append([sight.domain.views(trajectory["task"], history[:end], sees_c) for end in ends])
-    files = sight.show(documents_of(views))
-    rows = []
-    for turn_views in views:
-        rows.append([image_row(sight.processor, view, files) for view in turn_views])
-    return rows
+        turn_views = []
+        for number, turn in enumerate(history):
+            if turn["role"] == "assistant":
+                view = sight.domain.views(trajectory["task"], history[:number + 1], sees_c)
+                turn_views.append(tuple(view))
+        views.append(turn_views)
+    row_of = view_rows(sight, views)
+    return [list(map(row_of.get, turn_views)) for turn_views in views]
 
 
 def action_views(sight, points, sees_c):
@@ -131,34 +133,22 @@ def action_views(sight, points, sees_c):
     return views
 
 
-def action_documents(sight, points, sees_c):
-    """The documents that the actions of DecisionPoints show, each once."""
-    return documents_of(action_views(sight, points, sees_c))
-
-
-def action_scores(sight, points, sees_c, values_of):
-    """The scores of all actions of DecisionPoints, a list of floats for each point: the head on what each would show.
-    values_of(rows): the head's number for each row. Equal views of a point are one row."""
-    views = action_views(sight, points, sees_c)
-    files, rows = sight.show(documents_of(views)), {}
-    for number, point_views in enumerate(views):
-        for view in point_views:
-            if (number, view) not in rows:
-                rows[number, view] = image_row(sight.processor, view, files)
-    values = dict(zip(rows, values_of(list(rows.values()))))
-    scores = []
-    for number, point_views in enumerate(views):
-        scores.append([values[number, view] for view in point_views])
-    return scores
-
-
 def documents_of(views):
     """All documents that some lists of views show, each once."""
     documents = []
-    for turn_views in views:
-        for view in turn_views:
-            documents += [document for _, document in view if document]
+    for view in itertools.chain(*views):
+        documents += [document for _, document in view if document]
     return list(dict.fromkeys(documents))
+
+
+def view_rows(sight, views):
+    """{view: row} of some lists of views."""
+    files = sight.show(documents_of(views))
+    rows = {}
+    for view in itertools.chain(*views):
+        if view not in rows:
+            rows[view] = image_row(sight.processor, view, files)
+    return rows
 
 
 def image_row(processor, view, files):

@@ -50,20 +50,25 @@ def test_action_advantages_by_hand():
     assert common.action_advantages(logps, ref_logps, lengths, "none").sum().item() == -1.0
 
 
-def test_bradley_terry_loss_by_hand_in_float64():
-    losses, chosen, rejected = critic_stage.bradley_terry_losses(torch.tensor([0.0, 3.0], dtype=torch.float64),
-                                                              torch.tensor([0.0, -1.0], dtype=torch.float64), beta=0.5)
-    assert losses.tolist() == pytest.approx([math.log(2), math.log(1 + math.exp(-2))], abs=1e-12)
-    assert (chosen.tolist(), rejected.tolist()) == ([0.0, 1.5], [0.0, -0.5])
+def test_bradley_terry_losses_by_hand_in_float64():
+    """Of two pairs of trajectories: scores 0 and 0, 2 + 1 and -1; the chosen ones' NLL is 6 / 3 and 4 / 8."""
+    value = lambda *rows: torch.tensor(rows, dtype=torch.float64)
+    advantages, lengths = value([0, 0], [0, 0], [2, 1], [-1, 0]), value([1, 2], [3, 0], [4, 4], [5, 0])
+    logps = value([-2, -4], [-9, 0], [-1, -3], [-9, 0])
+    losses, numbers = critic_stage.bradley_terry_losses(advantages, logps, lengths, beta=0.5, nll_coef=0.1)
+    expected = [math.log(2) + 0.1 * 2, math.log(1 + math.exp(-2)) + 0.1 * 0.5]
+    assert losses.tolist() == pytest.approx(expected, abs=1e-12)
+    assert {name: numbers[name].tolist() for name in numbers} == {
+        "chosen": [0.0, 1.5], "rejected": [0.0, -0.5], "nll": [2.0, 0.5]}
 
 
 def test_value_losses_by_hand():
     values = torch.tensor([[0.0, 2.0], [-1.0, 0.0]], dtype=torch.float64)
     lengths = torch.tensor([[3.0, 1.0], [2.0, 0.0]])                              # two turns, one turn
     losses = critic_stage.value_losses(values, torch.tensor([1.0, 0.0], dtype=torch.float64), lengths)
-    assert losses.tolist() == pytest.approx([(math.log(2) + math.log(1 + math.exp(-2))) / 2,
-                                             math.log(1 + math.exp(-1))])
-    assert critic_stage.last_values(values, lengths).tolist() == [2.0, -1.0]
+    assert losses["loss"].tolist() == pytest.approx([(math.log(2) + math.log(1 + math.exp(-2))) / 2,
+                                                     math.log(1 + math.exp(-1))])
+    assert losses["acc"].tolist() == [True, True]                    # by the last values, 2 and -1
 
 
 # --- training

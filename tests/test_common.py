@@ -106,7 +106,7 @@ def test_candidate_tree_as_literal_arrays(tiny):
 def test_collate_pads_on_the_right():
     batch = common.collate([[common.Row([5, 6, 7], [-1, 0, 0])], [common.Row([8, 9], [-1, 0]), common.Row([4], [1])]])
     assert batch.ids.tolist() == [[5, 6, 7], [8, 9, 0], [4, 0, 0]]
-    assert batch.mask is None and batch.sizes == [3, 2, 1]
+    assert batch.mask is None
     assert batch.turn_ids.tolist() == [[-1, 0, 0], [-1, 0, -1], [1, -1, -1]]
     assert batch.item_index.tolist() == [0, 1, 1]
     assert batch.lengths.tolist() == [[2, 0], [1, 1]]

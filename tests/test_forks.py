@@ -1,6 +1,7 @@
 """The forks of 04 in examples/: policy gradient with group baselines (grpo), self-distillation (distill), turns ranked
 by what their reply tells (gain), SWEET with logged right answers (answers)."""
 import argparse
+import collections
 import copy
 import inspect
 import math
@@ -18,27 +19,38 @@ from lib.data import read_trajectories
 from lib.models import encode, Projection
 
 grpo, distill, gain, answers = MODULES = [fork(name) for name in ("grpo", "distill", "gain", "answers")]
-SMALL = ["--data-frac", 0.17, "--num-candidates", 8, "--max-new-tokens", 80, "--nll-coef", 0]
-
-
-def flags(workspace, out, *more):
-    """Three steps of a fork from the shipped base model; the last of a flag given twice counts."""
-    return ["--out", out, "--trajectories", workspace / "offline.jsonl", "--model", BASE, "--lr", 1e-3, "--max-steps",
-            3, *more]
+SMALL = ["--data-frac", 0.4, "--num-candidates", 6, "--max-new-tokens", 60, "--nll-coef", 0]
 
 
 @pytest.fixture(scope="module")
-def runs(workspace, critic, tmp_path_factory):
+def few(workspace, tmp_path_factory):
+    """A file of 18 dialogues of six tasks, where one task's are equally good."""
+    rows, returns = read(workspace / "offline.jsonl"), collections.defaultdict(set)
+    for row in rows:
+        returns[row["task_id"]].add(row["reward"] == 1)
+    tasks = sorted(returns, key=lambda task: len(returns[task]))
+    tasks = [tasks[0], *tasks[-5:]]
+    return write(tmp_path_factory.mktemp("few") / "few.jsonl", [row for row in rows if row["task_id"] in tasks])
+
+
+def flags(few, out, *more):
+    """Two steps of a fork from the shipped base model; the last of a flag given twice counts."""
+    return ["--out", out, "--trajectories", few, "--model", BASE, "--lr", 1e-3, "--batch-size", 6, "--max-steps", 2,
+            *more]
+
+
+@pytest.fixture(scope="module")
+def runs(few, critic, tmp_path_factory):
     """{name: (module, flags, the finished folder)} of a run of each fork; `plain` is without the flags of answers."""
     folder = tmp_path_factory.mktemp("runs")
     plain = [*SMALL, "--critic", critic]
     candidates = ["--candidates", folder / "plain" / "candidates.jsonl"]
     forks = {"grpo": (grpo, []), "signed": (grpo, ["--critic", critic, "--signed"]), "distill": (distill, []),
-             "gain": (gain, [*SMALL, "--data-frac", 0.1, "--pairs-together"]), "plain": (answers, plain),
+             "gain": (gain, [*SMALL, "--data-frac", 0.2, "--pairs-together"]), "plain": (answers, plain),
              "answers": (answers, [*plain, *candidates, "--answer-coef", 0.5, "--answers-by-outcome"])}
     finished = {}
     for name, (module, words) in forks.items():
-        words = flags(workspace, folder / name, *words)
+        words = flags(few, folder / name, *words)
         call(module, *words)
         finished[name] = module, words, folder / name
     return finished
@@ -69,7 +81,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(runs, name, tmp_path, monkeyp
     """It stops in the second step. Advantages, candidates and scores are not made again."""
     module, words, whole = runs[name]
     words = [*words, "--save-every", "1", "--out", tmp_path / "out"]
-    with dies(training, "optimizer_step", calls=1):
+    with dies(training.Loop, "update", calls=1):
         call(module, *words)
     for made_before in ("score_turns", "score_actions"):
         monkeypatch.delattr(common, made_before)
@@ -85,19 +97,19 @@ def test_two_ranks_train_the_same_weights(runs, name, tmp_path):
     assert greatest_difference(tmp_path / "two", whole) < 1e-4
 
 
-def test_bad_input_is_one_line(workspace, critic, value_critic, tmp_path):
-    rows = read(workspace / "offline.jsonl")[:6]
+def test_bad_input_is_one_line(few, critic, value_critic, tmp_path):
+    rows = read(few)[:6]
     equal = ["--trajectories", write(tmp_path / "equal", [{**row, "reward": 0.0} for row in rows])]
     free = write(tmp_path / "free", [{**row, "task": {**row["task"], "facts": []}} for row in rows])
     for module, words, message in (
             (grpo, equal, f"{tmp_path / 'equal'}: no examples to train on: 6 of 6 trajectories are left out"),
             (grpo, ["--critic", BASE], "no critic.json"),
             (grpo, ["--critic", value_critic], "grpo takes a critic that reads text and has advantages"),
-            (distill, ["--max-length", 9], "no examples to train on: all 72 are longer than --max-length 9"),
+            (distill, ["--max-length", 9], "no examples to train on: all 18 are longer than --max-length 9"),
             (gain, ["--trajectories", free], "gain needs template tasks"),
             (answers, ["--critic", critic, "--answer-coef", 1, *equal], "--answer-coef: no successful dialogue"),
             (answers, ["--critic", critic, "--answers-by-outcome", *equal], "--answers-by-outcome: no successful")):
-        assert message in refused(module, *flags(workspace, tmp_path / "y", "--overwrite", *words))
+        assert message in refused(module, *flags(few, tmp_path / "y", "--overwrite", *words))
 
 
 # --- grpo
@@ -175,12 +187,11 @@ def test_each_token_has_its_own_log_probability_and_the_gradient_is_a_finite_dif
     assert (ends[0] - ends[1]) / 2e-3 == pytest.approx(norm.item(), rel=0.02) and norm > 0.1
 
 
-def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(workspace, tmp_path):
+def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(few, tmp_path):
     """Dialogues of another agent, at another temperature or by --best-of are counted."""
-    rows = read(workspace / "offline.jsonl")
+    rows = read(few)
     changed = [rows[0] | {"agent": "theirs"}, rows[1] | {"temperature": 0.5}, rows[2] | {"best_of": 2}, *rows[3:]]
-    printed = call(grpo, *flags(workspace, tmp_path / "g", "--batch-size", 200, "--max-steps", 1, "--trajectories",
-                                write(tmp_path / "rows", changed)))
+    printed = call(grpo, *flags(write(tmp_path / "rows", changed), tmp_path / "g", "--batch-size", 18))
     first = read(tmp_path / "g" / "metrics.jsonl")[0]
     total = tokens = left_out = 0
     for row in rows:
@@ -193,13 +204,13 @@ def test_the_first_step_has_ratio_1_and_the_mean_advantage_as_loss(workspace, tm
             total, tokens = total + count * ((row["reward"] == 1) - mean) / deviation, tokens + count
     assert first["ratio"] == pytest.approx(1, abs=1e-5) and first["clipped"] == 0
     assert first["loss"] == pytest.approx(-total / tokens, abs=1e-4)
-    assert f"{left_out} of 72 trajectories are left out" in printed
-    assert (f"of 72 trajectories 1 are of another agent than --model {BASE}, and 2 not sampled at temperature 1 "
+    assert f"{left_out} of 18 trajectories are left out" in printed
+    assert (f"of 18 trajectories 1 are of another agent than --model {BASE}, and 2 not sampled at temperature 1 "
             "without --best-of") in printed
 
 
-def test_scores_are_the_critics_advantage_of_each_turn(workspace, critic, runs, tiny):
-    rows, scored = read(workspace / "offline.jsonl"), read(runs["signed"][2] / "advantages.jsonl")
+def test_scores_are_the_critics_advantage_of_each_turn(few, critic, runs, tiny):
+    rows, scored = read(few), read(runs["signed"][2] / "advantages.jsonl")
     assert [(row["task_id"], row["sample"]) for row in scored] == [(row["task_id"], row["sample"]) for row in rows]
     loaded = common.load_critic(common.read_critic(critic, None, backend), common.load_whole("cpu"))
     for row, advantages in zip(scored, common.score_turns(loaded, tiny[1], rows[:4], 16384, "cpu")):
@@ -224,11 +235,9 @@ def test_divergences_against_float64():
         assert kl.item() == pytest.approx(expected, abs=1e-6)
 
 
-def test_distill_s_loss_of_one_dialogue_by_hand(workspace, tmp_path, tiny):
-    model, tokenizer = tiny
-    row = read(workspace / "offline.jsonl")[0]
-    one = write(tmp_path / "one", [row])
-    call(distill, *flags(workspace, tmp_path / "out", "--trajectories", one, "--epochs", 3))
+def test_distill_s_loss_of_one_dialogue_by_hand(few, tmp_path, tiny):
+    tokenizer, row = tiny[1], read(few)[0]
+    call(distill, *flags(write(tmp_path / "one", [row]), tmp_path / "out", "--epochs", 3, "--max-steps", 3))
     total = count = 0
     for turn in row["dialogue_history"]:
         if turn["role"] == "assistant":
@@ -312,9 +321,8 @@ def test_barred_candidates_are_never_chosen_and_may_be_rejected():
     assert answers.candidate_pairs(row, 200, random.Random(0), barred=[0, 1, 2]) == []
 
 
-def test_by_outcome_answers_are_chosen_where_the_logged_answer_was_right(runs, workspace):
-    right = {(row["task_id"], row["sample"], row["num_rounds"] - 1) for row in read(workspace / "offline.jsonl")
-             if row["reward"] == 1}
+def test_by_outcome_answers_are_chosen_where_the_logged_answer_was_right(runs, few):
+    right = {(row["task_id"], row["sample"], row["num_rounds"] - 1) for row in read(few) if row["reward"] == 1}
 
     def wrongly_chosen(pairs):
         return [pair for pair in pairs if backend.MARKER in pair["chosen"]["text"]

@@ -194,8 +194,8 @@ def fork_block(begin):
 
 
 def test_the_changes_that_fork_md_shows_do_what_it_says():
-    zeros = torch.zeros(2)
-    losses, _, _ = changed("04_train_policy.py")["dpo_loss"](zeros, zeros, zeros, zeros, beta=0.1)
+    zeros, lengths = torch.zeros(2, 2), torch.ones(2, 2)
+    losses, _ = changed("04_train_policy.py")["dpo_losses"](zeros, zeros, lengths, beta=0.1, nll_coef=0.0)
     assert losses.tolist() == pytest.approx([25, 25])                # (1 / (2 beta)) ** 2
     grpo = changed("examples/grpo.py")
     exec(fork_block("def discounted"), grpo)

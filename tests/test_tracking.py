@@ -46,7 +46,7 @@ def test_a_training_that_was_killed_continues_its_curve(workspace, tmp_path, tra
     """Killed at step 4, one step after the last state: step 3 is computed again and stands there once."""
     arguments = ["--trajectories", workspace / "offline.jsonl", "--model", BASE, "--num-trajectories", 30,
                  "--max-steps", 5, "--save-every", 2, "--out", tmp_path / "out", "--track", "colbench"]
-    with dies(training, "optimizer_step", calls=3):
+    with dies(training.Loop, "update", calls=3):
         call(3, *arguments)
     [[name, before]] = trackio().items()
     assert name == str(tmp_path / "out") and [step for step, _ in before["rows"]] == [1, 2, 3]
