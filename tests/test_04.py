@@ -9,19 +9,22 @@ import torch
 
 import common
 from colbench import backend
-from conftest import BASE, call, dies, read, refused, stage, write
-from conftest import policy_flags as flags
+from conftest import BASE, call, dies, policy_flags, read, refused, stage, write
 from lib import training
 from lib.data import read_trajectories
 from lib.models import encode
-from lib.runtime import InputError, start
+from lib.runtime import InputError
 from lib.training import preference_numbers
 
 policy_stage = stage(4)
 
 
+def flags(workspace, method, out, *more):
+    return policy_flags(workspace, method, out, "--num-trajectories", 24, *more)
+
+
 def sweet_flags(workspace, critic, out, *more):
-    return flags(workspace, "sweet", out, "--critic", critic, "--data-frac", 0.1, "--num-candidates", 8,
+    return flags(workspace, "sweet", out, "--critic", critic, "--data-frac", 0.2, "--num-candidates", 8,
                  "--max-new-tokens", 80, "--nll-coef", 0, *more)
 
 
@@ -95,6 +98,8 @@ def test_states_are_a_seeded_share_of_whole_trajectories(workspace, tiny):
 def test_phases_can_be_inspected(sweet):
     out, printed = sweet
     assert read(out / "metrics.jsonl")[0]["loss"] == pytest.approx(math.log(2), abs=1e-5)      # mtdpo's: test_house.py
+    ours = backend.AGENT_SYSTEM.format(max_rounds=8)
+    assert json.loads((out / "agent.json").read_text()) == {"system_prompt": ours, "chat_template_args": {}}
     scored, pairs = read(out / "scored.jsonl"), read(out / "pairs.jsonl")
     for row in scored:                           # c never reaches a prompt, but its signature, which is in the request
         secret = [line.strip() for line in row["task"]["ground_truth"].split("\n")[1:]]
@@ -120,13 +125,12 @@ def test_an_equal_pair_is_half_right(sweet, workspace, tmp_path):
     assert read(tmp_path / "m" / "metrics.jsonl")[0]["acc"] == 0.5
 
 
-def test_phases_resume_where_they_stopped(sweet, workspace, critic, tmp_path):
+def test_phases_resume_where_they_stopped(sweet, workspace, critic, tmp_path, monkeypatch):
     arguments = sweet_flags(workspace, critic, tmp_path / "s")
     with dies(common, "score_actions"):
         call(4, *arguments)
-    written = (tmp_path / "s" / "candidates.jsonl").stat().st_mtime_ns
+    monkeypatch.delattr(policy_stage, "open_sampler")                # the candidates are there
     call(4, *arguments)
-    assert (tmp_path / "s" / "candidates.jsonl").stat().st_mtime_ns == written
     assert (tmp_path / "s" / "pairs.jsonl").read_bytes() == (sweet[0] / "pairs.jsonl").read_bytes()
 
 
@@ -225,16 +229,6 @@ def test_bad_candidates_replace_nothing(sweet, workspace, critic, tmp_path):
         assert found.startswith(str(candidates)) and line in found and (sweet[0] / "COMPLETED").exists()
 
 
-def test_the_agent_folder_keeps_its_system_prompt(sweet, workspace, tmp_path, capsys):
-    ours = backend.AGENT_SYSTEM.format(max_rounds=8)
-    assert json.loads((sweet[0] / "agent.json").read_text()) == {"system_prompt": ours, "chat_template_args": {}}
-    start(0)
-    rows = [{**row, "system_prompt": "Mine {x}"} for row in read(workspace / "offline.jsonl")[:6]]
-    common.note_prompt(tmp_path, [{**rows[0], "system_prompt": "Other"}, *rows])
-    assert json.loads((tmp_path / "agent.json").read_text())["system_prompt"] == "Mine {x}"
-    assert "1 of 7 trajectories have another system prompt, or other" in capsys.readouterr().out
-
-
 # --- lengths
 
 def test_trees_longer_than_their_paths_are_trained(workspace, tmp_path, tiny):
@@ -243,10 +237,11 @@ def test_trees_longer_than_their_paths_are_trained(workspace, tmp_path, tiny):
     pairs = read(tmp_path / "a" / "pairs.jsonl")
     paths = [len(encode(tiny[1], pair["prompt"])) + len(pair[side]["ids"]) for pair in pairs
              for side in ("chosen", "rejected")]
-    call(4, *untrained(tmp_path / "p.jsonl", tmp_path / "b", "--pairs-together", "--max-length", max(paths)))
+    more = ["--pairs-together", "--candidates", tmp_path / "a" / "candidates.jsonl", "--max-length"]
+    call(4, *untrained(tmp_path / "p.jsonl", tmp_path / "b", *more, max(paths)))
     same = [read(tmp_path / name / "metrics.jsonl")[0]["loss"] for name in "ab"]
     assert same[0] == same[1]
-    line = refused(4, *untrained(tmp_path / "p.jsonl", tmp_path / "c", "--max-length", 5))
+    line = refused(4, *untrained(tmp_path / "p.jsonl", tmp_path / "c", *more, 5))
     assert "p.jsonl: no examples to train on" in line and f"{len(pairs)} pairs are longer than --max-length 5" in line
     turns = len(read(tmp_path / "a" / "candidates.jsonl"))
     line = refused(4, *untrained(tmp_path / "p.jsonl", tmp_path / "d", "--max-new-tokens", 1))
@@ -258,7 +253,7 @@ def test_trees_longer_than_their_paths_are_trained(workspace, tmp_path, tiny):
 # --- likelihoods
 
 def test_rft_trains_on_successes_alone(workspace, tmp_path):
-    wins = sum(row["reward"] == 1 for row in read(workspace / "offline.jsonl"))
+    wins = sum(row["reward"] == 1 for row in read_trajectories(workspace / "offline.jsonl", 24))
     printed = call(4, *flags(workspace, "rft", tmp_path / "r"))
     assert f"{wins} successful (or best) trajectories" in printed
 

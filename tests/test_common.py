@@ -25,11 +25,13 @@ def ids_of(tokenizer, *tokens):
 
 # --- tokens
 
-def test_a_system_prompt_may_be_empty(tmp_path):
+def test_a_system_prompt_may_be_empty(tmp_path, capsys):
+    """A model's folder keeps the one that most trajectories have."""
     rows = [{"task": TASK, "dialogue_history": HISTORY, **more} for more in ({"system_prompt": ""}, {})]
     assert common.shown_system(rows[0]) == "" and common.shown_system(rows[1]) == common.our_system(rows[1]) != ""
-    common.note_prompt(tmp_path, rows[:1])
+    common.note_prompt(tmp_path, [rows[1], rows[0], rows[0]])
     assert common.read_json(tmp_path / "agent.json", common.AGENT) == {"system_prompt": "", "chat_template_args": {}}
+    assert "1 of 3 trajectories have another system prompt, or other" in capsys.readouterr().out
 
 
 def test_every_text_survives_the_tiny_tokenizer(tiny):
@@ -260,9 +262,6 @@ def test_gaps_are_compared_but_for_rounding(monkeypatch):
 
 
 # --- trajectories
-
-
-
 
 def test_dialogues_of_a_task_without_numbers_are_numbered(tmp_path):
     """As in the published file: blocks one after the other."""

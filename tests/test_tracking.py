@@ -75,9 +75,6 @@ def test_a_rollout_that_was_killed_continues_its_curve(workspace, tmp_path, trac
 
 
 @pytest.mark.parametrize("number", [2, 3])
-def test_without_trackio_it_is_one_line(number, workspace, tmp_path, monkeypatch):
+def test_without_trackio_it_is_one_line(number, monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
-    arguments = {2: ["--tasks", workspace / "tasks.jsonl", "--agent", "script"],
-                 3: ["--trajectories", workspace / "offline.jsonl", "--model", BASE]}[number]
-    line = refused(number, *arguments, "--out", tmp_path / "out", "--track", "colbench")
-    assert line == "--track: needs trackio: pip install trackio" and not (tmp_path / "out").exists()
+    assert refused(number, "--track", "colbench") == "--track: needs trackio: pip install trackio"
