@@ -235,18 +235,19 @@ def decision_point(row):
     return common.DecisionPoint(row["prompt"], row["task"], row["history"], ids, texts)
 
 
-def candidate_pairs(row, pairs_per_turn, rng):
+def candidate_pairs(row, pairs_per_turn, rng, barred=()):
     """Pairs (better, worse) of candidate numbers: a random one of the better half, a random one of the worse.
 
     They are drawn with replacement, so a pair can be there twice. Candidates stopped by length are left out, and two
-    equal actions are no pair."""
+    equal actions are no pair. barred: numbers of candidates that no pair chooses (examples/answers.py)."""
     order = [i for i, candidate in enumerate(row["candidates"]) if candidate["ended"]]
     rng.shuffle(order)                                               # ties fall either way
     order.sort(key=lambda i: -row["advantages"][i])
     half = len(order) // 2
+    better_half = [i for i in order[:half] if i not in barred]
     pairs = []
-    for _ in range(pairs_per_turn if half else 0):
-        better = rng.choice(order[:half])
+    for _ in range(pairs_per_turn if better_half else 0):
+        better = rng.choice(better_half)
         worse = rng.choice(order[-half:])
         if row["candidates"][better]["ids"] != row["candidates"][worse]["ids"]:
             pairs.append((better, worse))

@@ -106,26 +106,7 @@ def turns_of_right_answers(trajectories, path):
 def allowed_pairs(right_turns, row, pairs_per_turn, rng):
     """04's candidate_pairs, which may choose an answer in the `right_turns` (turns_of_right_answers) alone."""
     barred = [] if policy.name_of(row) in right_turns else answering_candidates(row)
-    return candidate_pairs(row, pairs_per_turn, rng, barred)
-
-
-def candidate_pairs(row, pairs_per_turn, rng, barred=()):
-    """Pairs (better, worse) of candidate numbers: a random one of the better half, a random one of the worse.
-
-    They are drawn with replacement, so a pair can be there twice. Candidates stopped by length are left out, and two
-    equal actions are no pair. barred: numbers of candidates that no pair chooses."""
-    order = [i for i, candidate in enumerate(row["candidates"]) if candidate["ended"]]
-    rng.shuffle(order)                                               # ties fall either way
-    order.sort(key=lambda i: -row["advantages"][i])
-    half = len(order) // 2
-    better_half = [i for i in order[:half] if i not in barred]
-    pairs = []
-    for _ in range(pairs_per_turn if better_half else 0):
-        better = rng.choice(better_half)
-        worse = rng.choice(order[-half:])
-        if row["candidates"][better]["ids"] != row["candidates"][worse]["ids"]:
-            pairs.append((better, worse))
-    return pairs
+    return policy.candidate_pairs(row, pairs_per_turn, rng, barred)
 
 
 def answering_candidates(row):

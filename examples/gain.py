@@ -92,12 +92,14 @@ def reply_to(task, history, environment):
 def gain_examples(trajectories, tokenizer, args, run):
     """As 04's sweet_examples, without a critic."""
     domain = domain_of(trajectories[0]["task"])
-    if any(domain.lacks(trajectory["task"], "rules") for trajectory in trajectories):
+    tasks = [trajectory["task"] for trajectory in trajectories]
+    if any(domain.lacks(task, "rules") for task in tasks):
         raise InputError(f"{args.trajectories}: gain needs template tasks (01), with a rule-based user simulator")
     states = policy.read_states(trajectories, tokenizer, args, sees_c=False)
     rows = policy.with_candidates(states, tokenizer, args, run)
     critic = common.Critic(args.model, args.model, ref_sees_c=False)           # the model itself
-    with data.environment(domain, f"{args.out}.images", pathlib.Path(args.out).parent, vars(args)) as environment:
+    images, folder = f"{args.out}.images", pathlib.Path(args.out).parent
+    with data.environment(domain, images, folder, vars(args)) as environment:
         score = functools.partial(worths, environment)
         rows = policy.score_candidates(with_agents(rows, trajectories), critic, tokenizer, args, run, score)
     pairs = policy.pairs_of(rows, tokenizer, args, run)

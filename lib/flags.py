@@ -2,7 +2,6 @@
 import argparse
 import difflib
 import math
-import re
 import sys
 
 from lib import VERSION
@@ -64,34 +63,26 @@ MOST_TOKENS = 10 ** 6           # of one turn: there is a random number for each
 MOST_SAMPLES = 10 ** 4          # of one turn, or in flight
 
 
-def whole_number(low, high):
-    """A type: a whole number from `low` to `high`."""
-    def read(text):
-        if not re.fullmatch(r"[+-]?\d{1,19}", text) or not low <= int(text) <= high:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {low} to {high}, not {text[:40]}")
-        return int(text)
-    return read
-
-
-def number_flag(low, high):
-    """A type: a finite number from `low` to `high`."""
+def number_flag(low, high, kind=float):
+    """A type: a finite number from `low` to `high`; kind=int: a whole number."""
     def read(text):
         try:
-            value = float(text)
+            value = kind(text)
         except ValueError:
             value = math.nan
         if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"must be a finite number from {low:g} to {high:g}, not {text[:40]}")
+            what = "whole" if kind is int else "finite"
+            raise argparse.ArgumentTypeError(f"must be a {what} number from {low} to {high}, not {text[:40]}")
         return value
     return read
 
 
-positive_int = whole_number(1, MOST)
+positive_int = number_flag(1, MOST, int)
 non_negative_float = number_flag(0, MOST)
 share_flag = number_flag(0, 1)
-num_tokens_flag = whole_number(1, MOST_TOKENS)
-num_samples_flag = whole_number(1, MOST_SAMPLES)
-seed_flag = whole_number(-2 ** 32, 2 ** 32)                              # times a number of steps it still has 64 bits
+num_tokens_flag = number_flag(1, MOST_TOKENS, int)
+num_samples_flag = number_flag(1, MOST_SAMPLES, int)
+seed_flag = number_flag(-2 ** 32, 2 ** 32, int)                          # times a number of steps it still has 64 bits
 
 
 def temperature_flag(text):

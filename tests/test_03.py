@@ -28,7 +28,7 @@ from conftest import (
 )
 from lib import training
 from lib.data import fill_rewards, read_trajectories
-from lib.models import generation_cue, load_model, weights_fingerprint
+from lib.models import load_model, weights_fingerprint
 from lib.runtime import InputError
 
 critic_stage = stage(3)
@@ -86,10 +86,16 @@ def point_of(row, *actions):
     return common.DecisionPoint(turn["input"], row["task"], [], [turn["output_ids"], *actions], [])
 
 
-def test_the_first_loss_is_log_2(critic):
-    first = read(critic[0] / "metrics.jsonl")[0]
+def test_it_begins_at_log_2_and_its_folder_is_a_model_with_a_description(critic):
+    out, printed = critic
+    first = read(out / "metrics.jsonl")[0]
     assert first["step"] == 1 and first["loss"] == pytest.approx(math.log(2), abs=1e-5)
     assert first["margin"] == pytest.approx(0, abs=1e-5)
+    assert json.loads((out / "critic.json").read_text())["reference"] == str(BASE)
+    assert (out / "COMPLETED").exists() and (out / "chat_template.jinja").exists() and not (out / "states").exists()
+    load_model(str(out), "cpu")
+    assert 1e-4 < greatest_difference(out, BASE) < 0.1
+    assert "held-out pair accuracy" in printed and "The function that this person needs" in printed
 
 
 def test_an_untrained_critic_scores_every_candidate_0(workspace, tiny):
@@ -203,19 +209,6 @@ def test_turns_are_taken_as_sampled_as_logged_or_rendered_again(workspace, tiny)
     assert counts == {"rendered again": 1, "as sampled": n - 1}
 
 
-def test_a_template_without_a_cue_takes_no_logged_prompt_for_its_own(workspace, tiny):
-    """As of Mistral and Llama 2: every text ends with an empty cue."""
-    tokenizer = copy.deepcopy(tiny[1])
-    tokenizer.chat_template = ("{% for m in messages %}{% if m.role == 'assistant' %}{{ m.content }}<|end|>"
-                               "{% else %}<|user|>{{ m.content }}{% endif %}{% endfor %}")
-    assert generation_cue(tokenizer) == ""
-    row = read(workspace / "offline.jsonl")[0]
-    row["tokenizer"] = None
-    counts = collections.Counter()
-    [(prompt, _), *_] = common.agent_turns(tokenizer, row, counts)
-    assert list(counts) == ["rendered again"] and prompt != row["dialogue_history"][1]["input"]
-
-
 def test_presets_set_table_5_and_explicit_flags_win(capsys):
     for preset, more, epochs, head, nll_coef, normalize in (
             ("paper-backend", [], 4, "lm", 0.01, "turn"), ("paper-frontend", [], 8, "regression", 0, "none"),
@@ -233,15 +226,6 @@ def test_presets_set_table_5_and_explicit_flags_win(capsys):
     with pytest.raises(SystemExit):
         critic_stage.parse_args(["--preset", "paper-frontend", "--help"])
     assert "(default: 8)" in capsys.readouterr().out.split("--epochs")[-1].split("--batch-size")[0]
-
-
-def test_the_folder_is_a_model_with_a_description(critic):
-    out, printed = critic
-    assert json.loads((out / "critic.json").read_text())["reference"] == str(BASE)
-    assert (out / "COMPLETED").exists() and (out / "chat_template.jinja").exists() and not (out / "states").exists()
-    load_model(str(out), "cpu")
-    assert 1e-4 < greatest_difference(out, BASE) < 0.1
-    assert "held-out pair accuracy" in printed and "The function that this person needs" in printed
 
 
 @pytest.mark.parametrize("fraction, held_out", [
@@ -314,9 +298,7 @@ def test_another_reference_is_refused(critic, workspace, tmp_path):
     assert path.stat().st_size == size
     wanted = (f"{copied}: its reference {base} has other weights than when the critic was trained from it; put them "
               "back, or train the critic again")
-    for number, words in ((4, ["--method", "sweet", "--trajectories", workspace / "offline.jsonl", "--model", BASE]),
-                          (2, ["--tasks", workspace / "tasks.jsonl", "--agent", BASE, "--best-of", 2])):
-        assert refused(number, *words, "--critic", copied, "--out", tmp_path / "x") == wanted
+    assert refused(4, *policy_flags(workspace, "sweet", tmp_path / "x", "--critic", copied)) == wanted
     assert not (tmp_path / "x").exists()
 
 

@@ -114,31 +114,6 @@ def test_collate_pads_on_the_right():
     assert batch.lengths.tolist() == [[2, 0], [1, 1]]
 
 
-@pytest.mark.parametrize("template", [
-    # the shapes of three families of templates, in our own words: Llama-3, Qwen, SmolLM2
-    "<s>{% for m in messages %}<h>{{ m.role }}</h>\n\n{{ m.content | trim }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<h>assistant</h>\n\n{% endif %}",
-    "{% for m in messages %}<i>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<i>assistant\n{% endif %}",
-    "{% for m in messages %}<i>{{ m.role }}\n{{ m.content }}<|end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<i>assistant\n{% endif %}"])
-def test_sampled_ids_come_out_as_they_went_in(tiny, template):
-    _, tokenizer = tiny
-    history = [{"role": "user", "content": "the fee"}]
-    turns, sampled = [], []
-    # ids that a tokenizer would not have chosen for their text, a thought, a trailing space
-    for text in ("w h y?", "<think>hm</think>who?", "me? "):
-        prompt = tokenizer.apply_chat_template(history, chat_template=template, tokenize=False,
-                                               add_generation_prompt=True)
-        ids = [i for c in text for i in encode(tokenizer, c)] + [tokenizer.eos_token_id]
-        turns.append((prompt, ids))
-        sampled.append(ids)
-        history += [{"role": "assistant", "content": text}, {"role": "user", "content": "me"}]
-    rows = common.rows_of_trajectory(tokenizer, turns)
-    for number, ids in enumerate(sampled):
-        assert [i for row in rows for i, turn in zip(row.ids, row.turn_ids) if turn == number] == ids
-
-
 # --- log-probabilities
 
 def some_items(tokenizer, count=3):

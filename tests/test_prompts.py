@@ -1,4 +1,5 @@
 """One context for acting and training: what a critic and a policy read is what the agent read, by any chat template."""
+import collections
 import copy
 
 import pytest
@@ -74,6 +75,13 @@ def test_an_action_is_its_content_and_the_end_of_the_turn(tiny, template, conten
     assert "Say yes or no; yes please. I see" in prompt
 
 
+def test_a_template_without_a_cue_takes_no_logged_prompt_for_its_own():
+    """Every text ends with an empty cue."""
+    counts, logged = collections.Counter(), {**REPLY, "input": "<s>[INST] the fee", "output": "What fee?"}
+    [[prompt, _]] = common.agent_turns(tokenizer_of("mistral"), {**ROW, "dialogue_history": [USER, logged]}, counts)
+    assert list(counts) == ["rendered again"] and prompt != logged["input"]
+
+
 def test_a_cue_that_opens_a_thought_is_not_before_an_answer_without_one(tiny):
     tokenizer = copy.deepcopy(tiny[1])
     tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
@@ -110,19 +118,21 @@ def metaspace_tokenizer():
     return tokenizer
 
 
-def test_rows_hold_the_ids_that_were_read():
-    """Before each action stand the ids of its whole prompt, also where sampled ids are not those of their text (then a
-    new row begins) and where a tokenizer marks the beginning of each text."""
-    tokenizer = metaspace_tokenizer()
+@pytest.mark.parametrize("name", ["qwen", "metaspace"])
+def test_rows_hold_the_ids_that_were_read(name):
+    """Before each action stand the ids of its whole prompt, also where sampled ids are not those of their text or the
+    template drops thoughts (then a new row begins), and where a tokenizer marks the beginning of each text."""
+    tokenizer, space = (metaspace_tokenizer(), " ") if name == "metaspace" else (tokenizer_of(name), "")
+    tokenizer.chat_template = tokenizer.chat_template.replace("m.content", "m.content.split('</think>')[-1]")
     history, turns = [USER], []
-    for text in ("What fee?", "Thanks", "What"):
-        prompt = render_chat(tokenizer, history)
+    for text in ("What fee?", "Thanks", "<think>hm</think>What", "What"):
+        prompt = render_chat(tokenizer, history, add_generation_prompt=True)
         letters = [token for letter in text for token in encode(tokenizer, letter)]
-        action = letters if text == "Thanks" else continuation(tokenizer, prompt, f" {text}")
+        action = letters if text == "Thanks" else continuation(tokenizer, prompt, space + text)
         turns.append((prompt, [*action, tokenizer.eos_token_id]))
         history = [*history, {"role": "assistant", "content": text}, {"role": "user", "content": "12"}]
     rows = common.rows_of_trajectory(tokenizer, turns)
-    assert len(rows) == 2                                            # the second action is not what its text encodes to
+    assert len(rows) == 3                               # the second and third action are not what their text encodes to
     for number, (prompt, action) in enumerate(turns):
         [row] = [row for row in rows if number in row.turn_ids]
         begin = row.turn_ids.index(number)

@@ -92,12 +92,17 @@ def test_pictures_have_a_limit_of_pixels(vlm, tmp_path):
 
 @pytest.fixture(scope="module")
 def seeing(vlm, tmp_path_factory):
-    """(scorer, Sight) with a head that is not 0."""
-    images = tmp_path_factory.mktemp("images")
+    """(scorer, Sight) with a head that is not 0. Each page is rendered once."""
     model, processor = load_vision(str(vlm), "cpu")
     scorer = common.Scorer(model, True, processor)
     torch.nn.init.normal_(scorer.head.weight, generator=torch.Generator().manual_seed(1))
-    return scorer, sight_in(images, processor)
+    sight, files = sight_in(tmp_path_factory.mktemp("images"), processor), {}
+
+    def show(documents):
+        if not files.keys() >= set(documents):
+            files.update(sight.show(documents))
+        return files
+    return scorer, sight._replace(show=show)
 
 
 @pytest.fixture(scope="module")
