@@ -16,7 +16,8 @@ L: tokens of the turn; s: the sigmoid; b: --beta.
 --head regression       a linear head on the mean of a turn's last hidden states gives its advantage, trained by eq. 2
 --head value            the head gives the logit of the return after each turn of every trajectory, trained by binary
                         cross-entropy
-Reports the pair accuracy on tasks that are held out, by default 5 % of them, which the paper does not say.
+An example is a pair of trajectories; with --head value a single one. Reports the pair accuracy on tasks that are held
+out, by default 5 % of them, which the paper does not say.
 A visual critic, for pages: a --model of the Qwen2-VL family with one of these heads. It reads the request, what the
 user said last, and the images of c and of what the agent has made; its head sees the mean over all of these tokens.
 

@@ -16,6 +16,8 @@ Writes  a model folder with metrics.jsonl and agent.json (the system prompt that
 --method sft     Likelihood of the agent's turns of all trajectories. With --model tiny of a small new model.
                  rft and sft put c in front of dialogues whose agent saw it (02 --agent script-informed).
 
+--epochs and --batch-size are 1 and 8 for sweet, 4 and 8 for mtdpo, 4 and 32 for rft and sft, unless given; with
+--preset paper-frontend 8 epochs in place of 4.
 Unlike the paper, it leaves out pairs of equal actions, and candidates stopped by length (docs/reproduce.md).
 Other methods are forks of this file, in examples/: docs/fork.md.
 
@@ -390,10 +392,11 @@ def begin(args):
 # losses_of           of (scorer, batch, examples, start_logps, args): {"loss", …}, (examples,) each
 # has_reference       start_logps: of the model at the start, computed once; else None
 # num_items           of an example
-# epochs, batch_size  defaults, of table 5's backend row
-Method = collections.namedtuple("Method", "make_examples losses_of has_reference num_items epochs batch_size")
+# epochs, batch_size  defaults, of table 5's backend row (a fork has its own)
+Method = collections.namedtuple("Method", "make_examples losses_of has_reference num_items epochs batch_size",
+                                defaults=(1, 8))
 METHODS = {
-    "sweet": Method(sweet_examples, preference_losses, has_reference=True, num_items=1, epochs=1, batch_size=8),
+    "sweet": Method(sweet_examples, preference_losses, has_reference=True, num_items=1),
     "mtdpo": Method(mtdpo_examples, preference_losses, has_reference=True, num_items=2, epochs=4, batch_size=8),
     "rft": Method(rft_examples, imitation_losses, has_reference=False, num_items=1, epochs=4, batch_size=32),
     "sft": Method(sft_examples, imitation_losses, has_reference=False, num_items=1, epochs=4, batch_size=32),

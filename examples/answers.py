@@ -144,8 +144,7 @@ def answers_examples(trajectories, tokenizer, args, run):
     return examples
 
 
-METHODS = {"sweet": policy.Method(answers_examples, answers_losses, has_reference=True, num_items=2, epochs=1,
-                                  batch_size=8)}
+METHODS = {"sweet": policy.Method(answers_examples, answers_losses, has_reference=True, num_items=2)}
 
 
 def parse_args(argv=None):

@@ -88,8 +88,7 @@ def distill_examples(trajectories, tokenizer, args, run):
 
 # ---------------------------------------------------------------------------------------------------------------------
 
-METHODS = {"distill": policy.Method(distill_examples, distill_losses, has_reference=False, num_items=1, epochs=1,
-                                    batch_size=32)}
+METHODS = {"distill": policy.Method(distill_examples, distill_losses, has_reference=False, num_items=1)}
 
 
 def parse_args(argv=None):

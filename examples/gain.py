@@ -54,10 +54,12 @@ def gains(environment, rows, scorer, tokenizer, max_tokens, device):
             prompt = prompt_after(row, text, tokenizer, environment)
             if prompt is not None:
                 after[number, text] = solution_item(tokenizer, prompt, row["task"])
-    logps = common.action_outputs(scorer, [*before, *after.values()], max_tokens, device)                # (1,) each
+    items = [*before, *after.values()]
+    logps = common.action_outputs(scorer, items, max_tokens, device)                                     # (1,) each
     gain_of = {}
     for (number, text), logp in zip(after, logps[len(before):]):
-        gain_of[number, text] = max(0.0, logp.item() - logps[number].item())
+        gain = logp.item() - logps[number].item()
+        gain_of[number, text] = max(0.0, gain)
     return gain_of
 
 
@@ -117,8 +119,7 @@ def with_agents(rows, trajectories):
     return prepared
 
 
-METHODS = {"gain": policy.Method(gain_examples, policy.preference_losses, has_reference=True, num_items=1, epochs=1,
-                                 batch_size=8)}
+METHODS = {"gain": policy.Method(gain_examples, policy.preference_losses, has_reference=True, num_items=1)}
 
 
 def parse_args(argv=None):
