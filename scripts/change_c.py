@@ -23,28 +23,23 @@ from lib.runtime import run_stage, say, write_jsonl  # noqa: E402
 COMMENT = {"function": "#", "query": "--"}
 
 
-def exchanged_references(trajectories):
+def exchanged_references(tasks):
     """{task_id: the reference of the next task of its family}; its own where the family has no other."""
-    families = collections.defaultdict(dict)                         # {family: {task_id: reference}}
-    for trajectory in trajectories:
-        task = trajectory["task"]
-        families[task["family"]][trajectory["task_id"]] = task["ground_truth"]
+    families = collections.defaultdict(list)                         # {family: names of its tasks}
+    for name in sorted(tasks):
+        families[tasks[name]["family"]].append(name)
     references, num_alone = {}, 0
-    for family in families.values():
-        names = sorted(family)
-        for i, name in enumerate(names):
-            following = [family[other] for other in names[i + 1:] + names[:i]]
-            others = [reference for reference in following if reference != family[name]]
-            num_alone += not others
-            references[name] = others[0] if others else family[name]
-    say(f"{num_alone:,} of {len(references):,} tasks are the only ones of their family and keep their reference")
+    for names in families.values():
+        num_alone += len(names) == 1
+        for name, next_name in zip(names, names[1:] + names[:1]):
+            references[name] = tasks[next_name]["ground_truth"]
+    say(f"{num_alone:,} of {len(tasks):,} tasks are the only ones of their family and keep their reference")
     return references
 
 
 def with_facts(task):
     """The reference of a task, and below it the facts that the agent has to ask for."""
-    comment = COMMENT[domain_of(task).NOUN]
-    lines = [task["ground_truth"]]
+    comment, lines = COMMENT[domain_of(task).NOUN], [task["ground_truth"]]
     for fact in task["facts"]:
         if fact["matters"] and not fact["told"]:
             is_value = fact["code"].strip() and "\n" not in fact["code"]   # else lines of code, or none
@@ -63,13 +58,14 @@ def parse_args(argv=None):
 def main(argv=None):
     args = parse_args(argv)
     trajectories = read_trajectories(args.trajectories)
+    tasks = {trajectory["task_id"]: trajectory["task"] for trajectory in trajectories}
     if args.kind == "exchanged":
-        references = exchanged_references(trajectories)
+        references = exchanged_references(tasks)
     else:
-        references = {trajectory["task_id"]: with_facts(trajectory["task"]) for trajectory in trajectories}
+        references = {name: with_facts(task) for name, task in tasks.items()}
     for trajectory in trajectories:
         trajectory["task"] = {**trajectory["task"], "ground_truth": references[trajectory["task_id"]]}
-    write_jsonl(pathlib.Path(args.out), trajectories)
+    write_jsonl(args.out, trajectories)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ make an arm again with other settings or other code, remove it: rm -r OUT/seed*/
     python scripts/study.py mtdpo --split validation --grid lr=1e-4,3e-4 epochs=2,4             a search
     python scripts/study.py base rft mtdpo sweet --chain 0 --out out    the chain of run.sh: one seed, in OUT itself
 """
+import argparse
 import collections
 import concurrent.futures
 import csv
@@ -28,6 +29,7 @@ import sys
 import threading
 import time
 import tomllib
+import typing
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -36,20 +38,16 @@ from colbench import DOMAINS  # noqa: E402
 from lib.flags import argument_parser  # noqa: E402
 from lib.runtime import InputError, read_rows, run_stage  # noqa: E402
 
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 MANY = 800                       # dialogues, above which an arm's "many" counts
-RESULT = re.compile(r"^(?:success|[a-z]+ similarity|held-out|writes) .*", re.MULTILINE)
 
-# An agent to make. size: its number of dialogues, None for all of them; settings: {flag of 04: value} of a search
-Run = collections.namedtuple("Run", "arm size settings round seed")
-
-
-class StepFailed(Exception):
-    """A stage has failed, and its last lines have been printed."""
+locks = collections.defaultdict(threading.Lock)      # of each output
+has_run = []                                         # the outputs that this process has made
 
 
 def run_step(out, words, ranks=1, threads=1):
     """Run a stage that writes `out`, and print lines about it; returns the text of OUT.log, where its output goes.
-    What the same command has finished (OUT.done) is not asked again."""
+    What the same command has finished (OUT.done) is not asked again. Ends with status 1 where the stage fails."""
     command = [sys.executable, *words, "--out", str(out)]
     if ranks > 1:
         command[1:1] = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
@@ -57,22 +55,22 @@ def run_step(out, words, ranks=1, threads=1):
     done = pathlib.Path(f"{out}.done")
     if out.exists() and is_done(done, command):
         return log.read_text()
-    environment = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **os.environ}
-    environment["OMP_NUM_THREADS"] = str(threads)
+    has_run.append(out)
+    environment = {**ENVIRONMENT, **os.environ, "OMP_NUM_THREADS": str(threads)}
     log.parent.mkdir(parents=True, exist_ok=True)
     print(f"{str(out):36} begins (log: {log})", flush=True)
     begin = time.monotonic()
     with open(log, "w") as file:
-        process = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, env=environment)
+        status = subprocess.call(command, stdout=file, stderr=file, env=environment)
     text = log.read_text()
-    if process.returncode != 0:
+    if status != 0:
         last_lines = "\n".join(text.splitlines()[-20:])
         print(f"{last_lines}\nfailed: {out} (whole log: {log})", file=sys.stderr, flush=True)
-        raise StepFailed
+        sys.exit(1)
     done.write_text(str(command))
     seconds = time.monotonic() - begin
-    [*_, result] = ["", *RESULT.findall(text)]
-    print(f"{str(out):36} {seconds:4.0f} s  {result}", flush=True)
+    last_line = text.strip().rpartition("\n")[2]
+    print(f"{str(out):36} {seconds:4.0f} s  {last_line}", flush=True)
     return text
 
 
@@ -80,12 +78,12 @@ def is_done(done, command):
     """Whether the file `done` says that this command has ended, and nothing that it names is newer."""
     if not done.exists() or done.read_text() != str(command):
         return False
-    for name in re.split("[ =,]", " ".join(command)):
+    files = []
+    for name in re.findall("[^ =,]+", " ".join(command)):
         path = pathlib.Path(name)
-        files = (path, *path.glob("*.*")) if name and path.exists() else ()
-        if any(file.stat().st_mtime > done.stat().st_mtime for file in files):
-            return False
-    return True
+        files += [path, *path.glob("*.*")]
+    end = done.stat().st_mtime
+    return not any(file.exists() and file.stat().st_mtime > end for file in files)
 
 
 def show(text):
@@ -95,182 +93,172 @@ def show(text):
             print(line)
 
 
-def seed_of(run):
-    """A seed for each round, as 04 draws dialogues and candidates by it."""
-    return run.seed + 1000 * (run.round - 1)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # what an agent needs: each method makes one output, and before it the outputs that it needs
 
-class Study:
-    def __init__(self, args, domain):
-        self.args = args
-        self.domain = domain                                         # of read_domain
-        self.shared_ranks = 1                                        # processes of the steps that others wait for
-        if args.chain is not None:
-            self.shared_ranks = num_devices()
-        self.made = set()                                            # the outputs of this call
-        self.locks = {}                                              # {output: a lock}
+class Run(typing.NamedTuple):
+    """An agent to make and to evaluate."""
 
-    def path(self, run, name):
-        """Where an output of a run's seed stands."""
+    arm: str
+    size: int | None                                                 # number of dialogues; None: all of them
+    settings: dict                                                   # {flag of 04: value} of a search
+    round: int
+    seed: int
+    args: argparse.Namespace
+    domain: dict                                                     # of read_domain
+
+    @property
+    def folder(self):
+        """Where the outputs of its seed stand."""
         if self.args.chain is not None:
-            return self.args.out / name
-        return self.args.out / f"seed{run.seed}" / name
+            return self.args.out
+        return self.args.out / f"seed{self.seed}"
 
-    def arm(self, run):
-        """The table of a run's arm; empty for base."""
-        return self.domain["arms"].get(run.arm, {})
+    @property
+    def table(self):
+        """The table of its arm; empty for base."""
+        return self.domain["arms"][self.arm]
 
-    def name(self, run):
+    @property
+    def name(self):
         """ARM, ARM_lr1e-4_epochs2, ARM@SIZE or ARM@ROUND."""
-        name = run.arm
-        for flag, value in run.settings.items():
+        name = self.arm
+        for flag, value in self.settings.items():
             name += f"_{flag}{value}"
-        number = run.round if self.args.rounds > 1 else run.size
-        if number and run.arm != "base":
+        number = self.round if self.args.rounds > 1 else self.size
+        if number and self.arm != "base":
             name += f"@{number}"
         return name
 
-    def step(self, run, name, program, ranks=1, **flags):
-        """Make an output of a run's seed once, whoever asks for it; returns its path. Flags of None are left out."""
+    @property
+    def round_seed(self):
+        """A seed for each round, as 04 draws dialogues and candidates by it."""
+        return self.seed + 1000 * (self.round - 1)
+
+    @property
+    def ranks(self):
+        """The number of processes of a step that others wait for."""
+        return 1 if self.args.chain is None else num_devices()
+
+    def step(self, name, program, ranks=1, **flags):
+        """Make an output of the seed; returns its path. Flags of None are left out."""
         words = program.split()
         for flag, value in flags.items():
             if value is not None:
                 words += [f"--{flag.replace('_', '-')}", str(value)]
-        out = self.path(run, name)
-        with self.locks.setdefault(out, threading.Lock()):
-            if out not in self.made:
-                run_step(out, words, ranks)
-                self.made.add(out)
+        out = self.folder / name
+        with locks[out]:
+            run_step(out, words, ranks)
         return out
 
-    def tasks(self, run, name, **flags):
+    def tasks(self, name, **flags):
         program = f"01_generate_tasks.py --domain {self.domain['domain']}"
-        return self.step(run, name, program, **flags)
+        return self.step(name, program, **flags)
 
-    def rollout(self, run, name, ranks, **flags):
+    def rollout(self, name, ranks, **flags):
         program = f"02_rollout.py --simulator rules {self.domain['rollout']}"
-        flags["max_rounds"] = self.domain["max_rounds"]
-        return self.step(run, name, program, ranks, **flags)
+        return self.step(name, program, ranks, **flags, max_rounds=self.domain["max_rounds"])
 
-    def train(self, run, name, program, ranks, **flags):
-        flags["model"] = self.model_before(run)
-        flags["seed"] = seed_of(run)
-        flags["num_trajectories"] = run.size
-        return self.step(run, name, program, ranks, **flags)
+    def train(self, name, program, ranks, **flags):
+        flags["model"] = self.model_before()
+        return self.step(name, program, ranks, **flags, seed=self.round_seed, num_trajectories=self.size)
 
-    def model_before(self, run):
-        """The model that a round begins with."""
-        if run.round == 1:
+    def model_before(self):
+        """The model that its round begins with."""
+        if self.round == 1:
             return self.domain["base"]
-        return self.agent(run._replace(round=run.round - 1))
+        return self._replace(round=self.round - 1).agent()
 
-    def dialogues(self, run):
+    def dialogues(self):
         """Four dialogues of this model on each training task of the round."""
         name, tasks_name = "offline.jsonl", "train.jsonl"
-        if run.round > 1:
-            name = f"{self.name(run)}-offline.jsonl"
-            tasks_name = f"train@{run.round}.jsonl"
-        seed, num_tasks = seed_of(run), self.domain["dialogues"] // 4
-        tasks = self.tasks(run, tasks_name, split="train", num_tasks=num_tasks, seed=seed)
-        agent = self.model_before(run)
-        return self.rollout(run, name, self.shared_ranks, tasks=tasks, agent=agent, samples=4, seed=seed)
+        if self.round > 1:
+            name = f"{self.name}-offline.jsonl"
+            tasks_name = f"train@{self.round}.jsonl"
+        seed, num_tasks = self.round_seed, self.domain["dialogues"] // 4
+        tasks = self.tasks(tasks_name, split="train", num_tasks=num_tasks, seed=seed)
+        agent = self.model_before()
+        return self.rollout(name, self.ranks, tasks=tasks, agent=agent, samples=4, seed=seed)
 
-    def all_dialogues(self, run):
-        """The dialogues of all rounds until this one, in one file."""
-        if run.round == 1:
-            return self.dialogues(run)
-        path = self.path(run, f"{self.name(run)}-all.jsonl")
-        with open(path, "wb") as file:
-            for number in range(1, run.round + 1):
-                dialogues = self.dialogues(run._replace(round=number))
-                file.write(dialogues.read_bytes())
-        return path
-
-    def training_dialogues(self, run):
-        """The dialogues of all rounds until this one, with the c that the arm's critic reads."""
-        path = self.all_dialogues(run)
-        kind = self.arm(run).get("c")
+    def all_dialogues(self):
+        """The dialogues of all rounds until this one, in one file, with the c that the arm's critic reads."""
+        files = [self._replace(round=number).dialogues() for number in range(1, self.round + 1)]
+        path = files[0]
+        if self.round > 1:
+            path = self.folder / f"{self.name}-all.jsonl"
+            rows = b"".join(file.read_bytes() for file in files)
+            with locks[path]:
+                if not path.exists() or path.read_bytes() != rows:   # a newer file would train its critic again
+                    path.write_bytes(rows)
+        kind = self.table.get("c")
         if kind is None:
             return path
-        return self.step(run, f"offline-{kind}.jsonl", f"scripts/change_c.py --kind {kind}", trajectories=path)
+        return self.step(f"offline-{kind}.jsonl", f"scripts/change_c.py --kind {kind}", trajectories=path)
 
-    def critic(self, run):
-        """The critic of a run: a folder, "untrained", or None."""
-        kind = self.arm(run).get("critic")
+    def critic(self):
+        """Its critic: a folder, "untrained", or None."""
+        kind, c = self.table.get("critic"), self.table.get("c")
         if kind in (None, "untrained"):
             return kind
         name = "critic" if kind == "lm" else f"critic-{kind}"
-        if "c" in self.arm(run):
-            name += f"-{self.arm(run)['c']}"
-        name = self.name(run._replace(arm=name, settings={}))
-        if run.round > 1:
-            name = f"{self.name(run)}-critic"
+        if c:
+            name += f"-{c}"
+        name = self._replace(arm=name, settings={}).name
+        if self.round > 1:
+            name = f"{self.name}-critic"
         program = " ".join(["03_train_critic.py", self.domain["critic"], self.domain["critics"][kind]])
-        dialogues = self.training_dialogues(run)
-        return self.train(run, name, program, self.shared_ranks, trajectories=dialogues)
+        return self.train(name, program, self.ranks, trajectories=self.all_dialogues())
 
-    def candidates(self, run):
-        """The candidates that an arm takes from another one in the first round."""
-        other = self.arm(run).get("candidates")
-        if other is None or run.round > 1:
-            return None
-        return self.agent(run._replace(arm=other, settings={})) / "candidates.jsonl"
-
-    def agent(self, run):
-        """The model folder of a run's agent. Of a flag that its settings name twice the last one counts."""
-        if run.arm == "base":
+    def agent(self):
+        """Its model folder. Of a flag that its settings name twice the last one counts."""
+        if self.arm == "base":
             return self.domain["base"]
-        arm = self.arm(run)
+        arm = self.table
         method = arm["method"]
         words = [arm.get("program", "04_train_policy.py"), "--method", method]
         words += [self.domain["methods"].get(method, ""), arm["flags"]]
-        if (run.size or 0) > MANY:
+        if (self.size or 0) > MANY:
             words.append(arm.get("many", ""))
-        if run.round > 1:
+        if self.round > 1:
             words.append(arm.get("later", ""))
-        for flag, value in run.settings.items():
+        for flag, value in self.settings.items():
             words.append(f"--{flag} {value}")
-        dialogues = self.training_dialogues(run) if "c" in arm else self.dialogues(run)
-        critic = self.critic(run)
-        candidates = self.candidates(run)
-        name, program = self.name(run), " ".join(words)
-        return self.train(run, name, program, 1, trajectories=dialogues, critic=critic, candidates=candidates)
+        dialogues = self.all_dialogues() if "c" in arm else self.dialogues()
+        critic, candidates = self.critic(), None
+        if "candidates" in arm and self.round == 1:                  # another arm's
+            candidates = self._replace(arm=arm["candidates"], settings={}).agent() / "candidates.jsonl"
+        program = " ".join(words)
+        return self.train(self.name, program, 1, trajectories=dialogues, critic=critic, candidates=candidates)
 
-    def evaluate(self, run):
-        """Dialogues of a run's agent on the tasks of --split."""
+    def has_critic(self):
+        return "critic" in self.table
+
+    def evaluate(self):
+        """Its dialogues on the tasks of --split."""
         split, samples = self.args.split, self.domain["samples"]
-        seed = self.domain["test_seed"] if split == "test" else 0
-        num_tasks = self.domain[f"num_{split}"]
-        tasks = self.tasks(run, f"{split}.jsonl", split=split, num_tasks=num_tasks, seed=seed)
-        agent = self.agent(run)
-        ranks = self.shared_ranks if self.has_critic(run) else 1     # the longest chain of steps: the others have ended
-        name = f"{self.name(run)}.jsonl"
-        return self.rollout(run, name, ranks, tasks=tasks, agent=agent, samples=samples, seed=run.seed)
-
-    def has_critic(self, run):
-        return "critic" in self.arm(run)
+        seed, num_tasks = self.domain[f"{split}_seed"], self.domain[f"num_{split}"]
+        tasks = self.tasks(f"{split}.jsonl", split=split, num_tasks=num_tasks, seed=seed)
+        agent = self.agent()
+        ranks = self.ranks if self.has_critic() else 1               # the longest chain of steps: the others have ended
+        return self.rollout(f"{self.name}.jsonl", ranks, tasks=tasks, agent=agent, samples=samples, seed=self.seed)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # tables
 
-def report_words(study, points):
+def report_words(args, domain, points):
     """The command of 05."""
-    files, flags = [], study.domain.get("evaluate", "").split()
+    words, flags = ["05_evaluate.py"], domain.get("evaluate", "").split()
     for name, runs in points.items():
-        paths = [str(study.path(run, f"{name}.jsonl")) for run in runs]
-        files.append(f"{name}={','.join(paths)}")
+        paths = ",".join(str(run.folder / f"{name}.jsonl") for run in runs)
+        words.append(f"{name}={paths}")
         if runs[0].arm == "mtdpo" and not runs[0].settings:
             flags += ["--baseline", name]                            # the last one counts
-    if study.args.chain is None:
-        return ["05_evaluate.py", *files, *flags, "--costs", "--overwrite"]
-    flags += ["--critic", f"{study.args.out}/critic", "--candidates", f"{study.args.out}/sweet"]
-    if "--reference-sees-c no" in study.domain["arms"]["sweet"]["flags"]:
-        flags += ["--reference-sees-c", "no"]                        # turns are scored as candidates were
-    return ["05_evaluate.py", *files, *flags]
+    if args.chain is None:
+        return [*words, *flags, "--costs", "--overwrite"]
+    for word in domain["chain"].split():
+        flags.append(word.replace("OUT", str(args.out)))
+    return words + flags
 
 
 def write_tables(out, points, domain):
@@ -280,8 +268,7 @@ def write_tables(out, points, domain):
     rows, task_rows = [], []
     for name, runs in points.items():
         rows.append(table_row(runs[0], metrics[name]))
-        scored = report / "scored" / f"{name}.jsonl"
-        for dialogue in read_rows(scored):
+        for dialogue in read_rows(report / "scored" / f"{name}.jsonl"):
             task_rows.append(task_row(name, runs, dialogue, domain))
     write_csv(out / "table.csv", rows)
     write_csv(out / "tasks.csv", task_rows)
@@ -346,33 +333,34 @@ def read_domain(name, changes=()):
     if name not in domains:
         raise InputError(f"--domain {name}: must be one of {', '.join(domains)} (scripts/arms.toml)")
     domain = {"domain": name, "critics": critics, **domains[name]}
+    domain["arms"]["base"] = {}
     for change in changes:
         key, _, number = change.partition("=")
-        if key not in domain or not number.isdigit():
-            raise InputError(f"--set {change}: must be NAME=NUMBER, with a NAME of [{name}] in scripts/arms.toml")
+        if type(domain.get(key)) is not int or not number.isdigit():
+            raise InputError(f"--set {change}: must be NAME=NUMBER, with a number of [{name}] in scripts/arms.toml")
         domain[key] = int(number)
     return domain
 
 
 def check_arm(name, domain):
     """InputError for an arm that scripts/arms.toml does not have, or has without a rate."""
-    if name not in ["base", *domain["arms"]]:
-        raise InputError(f"{name}: no such arm in scripts/arms.toml, which has {', '.join(domain['arms'])}")
-    if name != "base" and "--lr" not in domain["arms"][name].get("flags", ""):
+    arms = domain["arms"]
+    if name not in arms:
+        raise InputError(f"{name}: no such arm in scripts/arms.toml, which has {', '.join(arms)}")
+    if name != "base" and "--lr" not in arms[name].get("flags", ""):
         raise InputError(f"scripts/arms.toml, {name}: no --lr among its flags, and 04's default is for a model of 8B")
 
 
 def settings_of(arguments):
     """[{flag: value}], all combinations, of arguments FLAG=VALUE,VALUE."""
-    names, values = [], []
+    choices = []
     for argument in arguments:
-        name, _, texts = argument.partition("=")
-        names.append(name)
-        values.append(texts.split(","))
-    return [dict(zip(names, combination)) for combination in itertools.product(*values)]
+        flag, _, values = argument.partition("=")
+        choices.append([(flag, value) for value in values.split(",")])
+    return [dict(choice) for choice in itertools.product(*choices)]
 
 
-def all_runs(args):
+def all_runs(args, domain):
     """The runs of the command line, those of an arm together, a round of all seeds after the other."""
     runs = []
     for argument in args.arms:
@@ -383,7 +371,7 @@ def all_runs(args):
         if arm == "base":
             sizes, settings, last_round = [None], [{}], 1
         for point in itertools.product(sizes, settings, range(1, last_round + 1), args.seeds):
-            runs.append(Run(arm, *point))
+            runs.append(Run(arm, *point, args, domain))
     return runs
 
 
@@ -398,26 +386,23 @@ def main(argv=None):
     domain = read_domain(args.domain, args.set)
     if args.chain is not None:
         args.seeds = [args.chain]
-    runs = all_runs(args)
+    runs = all_runs(args, domain)
+    points = {}                                                      # {name: its runs, one a seed}
     for run in runs:
         check_arm(run.arm, domain)
         domain["dialogues"] = max(domain["dialogues"], run.size or 0)
-    study = Study(args, domain)
-    points = {}                                                      # {name: its runs, one a seed}
-    for run in runs:
-        points.setdefault(study.name(run), []).append(run)
-    try:
-        longest_first = sorted(runs, key=study.has_critic, reverse=True)
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            ended = pool.map(study.evaluate, longest_first)
-        list(ended)                                                  # raises what a call has raised
-        if args.chain is not None and domain["has_gates"]:
-            gates = ["scripts/critics.py", "--trajectories", f"{args.out}/base.jsonl", "--gates", domain["base"]]
-            show(run_step(args.out / "gates", gates, threads=2))
-        show(run_step(args.out / "report", report_words(study, points), threads=2))
-    except StepFailed:
-        sys.exit(1)
+        points.setdefault(run.name, []).append(run)
+    longest_first = sorted(runs, key=Run.has_critic, reverse=True)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        ended = pool.map(Run.evaluate, longest_first)
+    list(ended)                                                      # raises what a call has raised
+    if args.chain is not None and domain["has_gates"]:
+        gates = ["scripts/critics.py", "--trajectories", f"{args.out}/base.jsonl", "--gates", domain["base"]]
+        show(run_step(args.out / "gates", gates, threads=2))
+    show(run_step(args.out / "report", report_words(args, domain, points), threads=2))
     write_tables(args.out, points, DOMAINS[domain["domain"]])
+    if not has_run:
+        print("all of this was there already: nothing had to be run again")
 
 
 if __name__ == "__main__":
