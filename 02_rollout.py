@@ -41,7 +41,7 @@ from lib.models import load_tokenizer, tokenizer_name
 from lib.runtime import add_costs, begin_output, gather, InputError, is_done, read_text, Rows, run_stage, say, start
 from lib.sampling import add_rows, finish_rows, open_sampler, open_vision_sampler, Sampler
 from lib.servers import is_server, NoRoom
-from lib.statistics import heading_of, mean_over_tasks
+from lib.statistics import heading_of, mean_over_tasks, measure_turns
 from lib.tracking import Track
 from lib.vision import action_views, documents_of
 
@@ -331,8 +331,8 @@ async def scored_row(dialogue, players, args):
 # what a rollout says of itself
 
 def summary(path):
-    """One line: the mean return (over tasks, as 05 has it), rounds, how dialogues and turns ended, and the simulator's
-    replies that show code."""
+    """One line: the mean return (over tasks) and the domain's columns, as 05 has them, rounds, how dialogues and turns
+    ended, and the simulator's replies that show code."""
     with open(path, encoding="utf-8") as file:
         trajectories = [json.loads(line) for line in file]
     domain = domain_of(trajectories[0]["task"])
@@ -340,14 +340,17 @@ def summary(path):
     replies = [turn for turn in turns if turn["role"] == "user" and "tool" not in turn]
     num_full = sum("no_room" in trajectory for trajectory in trajectories)
     num_leaks = sum("leak" in reply for reply in replies)
-    parts = [f"{heading_of(domain.metric(trajectories))} {mean_over_tasks(trajectories, domain.eval_score):.3f}",
-             f"rounds {count_agent_turns(turns) / len(trajectories):.2f}",
-             f"{num_full} ended because no further turn fits (--max-length, --max-new-tokens)",
-             f"{sum('truncated' in turn for turn in turns)} turns stopped by --max-new-tokens",
-             f"{num_leaks / max(1, len(replies)):.1%} of the simulator's replies leak code"]
-    forced_frac = domain.measure(trajectories).get("forced_answers")
-    if forced_frac is not None:
-        parts.insert(2, f"{forced_frac:.1%} ended by --max-rounds")
+    measured = {**domain.measure(trajectories), **measure_turns(trajectories, domain)}
+    parts = [f"{heading_of(domain.metric(trajectories))} {mean_over_tasks(trajectories, domain.eval_score):.3f}"]
+    for key, heading, form in domain.COLUMNS:
+        if key in measured:
+            parts.append(f"{heading} {measured[key]:{form}}")
+    parts.append(f"rounds {count_agent_turns(turns) / len(trajectories):.2f}")
+    if "forced_answers" in measured:
+        parts.append(f"{measured['forced_answers']:.1%} ended by --max-rounds")
+    parts += [f"{num_full} ended because no further turn fits (--max-length, --max-new-tokens)",
+              f"{sum('truncated' in turn for turn in turns)} turns stopped by --max-new-tokens",
+              f"{num_leaks / max(1, len(replies)):.1%} of the simulator's replies leak code"]
     return " | ".join(parts)
 
 

@@ -205,6 +205,8 @@ def agent_turns(tokenizer, trajectory, counts=None):
             kind = "rendered again"
             prompt, text = rendered_turn(tokenizer, trajectory, index)
             action = [*continuation(tokenizer, prompt, text), end]
+            if trajectory.get("system_prompt", "").strip() not in prompt:       # that of models/tiny shows none
+                kind += " without their system prompt, which the template leaves out"
         turns.append((prompt, action))
         if counts is not None:
             counts[kind] += 1
@@ -921,6 +923,8 @@ def trajectory_pairs(trajectories, path, needed=True):
         lack = "both a success (reward 1) and a failure"
         if min_gap is not None:
             lack = f"two dialogues whose rewards differ by {min_gap}"
+        if len({trajectory["reward"] for trajectory in trajectories}) == 1:
+            lack += f" (all rewards are {trajectories[0]['reward']:g})"
         raise InputError(f"{path}: no trajectory pairs: no task has {lack}; roll out more --samples a task")
     return pairs
 

@@ -5,6 +5,7 @@ import copy
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
@@ -14,7 +15,7 @@ import pytest
 import common
 from colbench import backend
 from colbench.dialogue import UNCLEAR
-from conftest import begin, call, Partial, rank_environments, read, refused, stage, succeed, wait, write
+from conftest import BASE, begin, call, Partial, read, refused, stage, succeed, wait, write
 from lib.data import read_trajectories
 from lib.engine import Engine
 from lib.models import load_tokenizer, stop_ids
@@ -119,53 +120,40 @@ def test_the_rule_based_human_knows_what_it_is_asked(workspace):
 
 def test_same_seed_same_file_and_another_seed_another(workspace, tmp_path):
     """Simulated by a model, for which tasks need no facts."""
-    tasks = [{key: task[key] for key in ("problem_description", "ground_truth", "test_cases")}
-             for task in read(workspace / "tasks.jsonl")[:2]]
-    words = ["--tasks", write(tmp_path / "tasks", tasks), "--agent", workspace / "model", "--simulator",
-             workspace / "model", "--max-rounds", 2, "--max-new-tokens", 24]
+    task = read(workspace / "tasks.jsonl")[0]
+    task = {key: task[key] for key in ("problem_description", "ground_truth", "test_cases")}
+    words = ["--tasks", write(tmp_path / "tasks", [task]), "--agent", BASE, "--simulator", BASE, "--max-rounds", 2,
+             "--max-new-tokens", 12]
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         call(2, *words, "--seed", seed, "--out", tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes() != (tmp_path / "c").read_bytes()
     assert "done already" in call(2, *words, "--seed", 0, "--out", tmp_path / "a")
-    rows = read(tmp_path / "a")
-    assert len(rows) == 2 and all(row["simulator"] == str(workspace / "model") for row in rows)
+    [row] = read(tmp_path / "a")
+    assert row["simulator"] == str(BASE)
     assert ':1: missing "facts"' in refused(2, *words, "--simulator", "rules", "--out", tmp_path / "d")
 
 
-def assert_same(path, other):
-    """The same dialogues, in order. The batches differ, so that a token may differ where a random number falls on the
-    border of two: once in a great many for a model that is sure of what it says."""
-    rows, others = read(path), read(other)
-    assert [(row["task_id"], row["sample"]) for row in rows] == [(row["task_id"], row["sample"]) for row in others]
-    assert sum(row == other for row, other in zip(rows, others)) >= 0.95 * len(rows)
-
-
-def test_killed_and_resumed_equals_uninterrupted(workspace, tmp_path):
-    """Killed on one rank and on two, the last line cut in half by hand; what was finished is not played again."""
+def test_killed_on_one_rank_and_resumed_on_two_equals_uninterrupted_on_one(workspace, tmp_path):
+    """The last line is cut in half by hand; what was finished is not played again. The batches differ, so that a token
+    may differ where a random number falls on the border of two: once in a great many for a model that is sure."""
     tasks = write(tmp_path / "tasks", read(workspace / "tasks.jsonl")[:12])
-    words = ["--tasks", tasks, "--agent", "models/tiny", "--max-rounds", 4, "--samples", 2, "--out"]
+    words = ["--tasks", tasks, "--agent", BASE, "--max-rounds", 3, "--samples", 2, "--max-new-tokens", 60, "--out"]
     call(2, *words, tmp_path / "whole", "--concurrency", 20)
-    out = tmp_path / "killed"
-    for ranks in (1, 2):
-        partial = Partial(out, 0, ranks)
-        pids = [begin("02_rollout.py", *words, out, "--concurrency", 4, folder=tmp_path, rank=rank, environment=own)
-                for rank, own in enumerate(rank_environments(ranks) if ranks > 1 else [{}])]
-        deadline = time.time() + 60
-        while not (partial.exists() and partial.stat().st_size) and time.time() < deadline:
-            time.sleep(0.01)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        assert {wait(pid) for pid in pids} == {-signal.SIGKILL}
-        assert partial.exists() and not out.exists()
-    with open(partial, "a") as file:
-        file.write('7 {"task_id": "cut')
-    lines = [line for path in tmp_path.glob("killed.partial.*") for line in path.read_text().split("\n")[:-1]]
-    rows = {int(line.split(" ")[0]): json.loads(line.split(" ", 1)[1]) for line in lines}
-    assert 1 < len(rows) == len(lines) < 24
-    printed = succeed("02_rollout.py", *words, out, "--concurrency", 9)                        # it is no other command
-    assert f"{len(rows)} of 24 dialogues are there already" in printed and not list(tmp_path.glob("killed.partial*"))
-    assert_same(out, tmp_path / "whole")
-    assert all(read(out)[number] == row for number, row in rows.items())
+    out, partial = tmp_path / "killed", Partial(tmp_path / "killed")
+    pid = begin("02_rollout.py", *words, out, "--concurrency", 4, folder=tmp_path)
+    while not (partial.exists() and partial.stat().st_size):
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    assert wait(pid) == -signal.SIGKILL and not out.exists()
+    lines = partial.read_text().split("\n")[:-1]
+    assert 0 < len(lines) < 24
+    partial.write_text("\n".join([*lines, '7 {"task_id": "cut']))
+    printed = succeed("02_rollout.py", *words, out, "--concurrency", 9, ranks=2)           # it is no other command
+    assert f"{len(lines)} of 24 dialogues are there already" in printed and not list(tmp_path.glob("killed.partial*"))
+    rows, whole = read(out), read(tmp_path / "whole")
+    assert all(rows[int(number)] == json.loads(row) for number, row in (line.split(" ", 1) for line in lines))
+    assert [(row["task_id"], row["sample"]) for row in rows] == [(row["task_id"], row["sample"]) for row in whole]
+    assert sum(row == other for row, other in zip(rows, whole)) >= 23
 
 
 def test_best_of_n_sends_what_the_critic_prefers(workspace, tiny, monkeypatch):
@@ -201,7 +189,7 @@ def test_template_arguments_and_thoughts_that_the_prompt_opens(workspace, tiny):
 
 def test_a_system_prompt_of_a_file_replaces_ours(workspace, tmp_path):
     """Literal, braces too, kept in the rows, so that 03 and 04 render it again; another than in training is said."""
-    shutil.copytree("models/tiny", tmp_path / "agent")
+    shutil.copytree(BASE, tmp_path / "agent")
     template = tmp_path / "agent" / "chat_template.jinja"
     template.write_text(template.read_text().replace("message.role != 'system'", "true"))  # shows it
     (tmp_path / "agent" / "agent.json").write_text(json.dumps({"system_prompt": "Ask {x} {max_rounds}."}))
@@ -258,17 +246,6 @@ def test_who_picks_one_of_several_messages_is_not_shown_their_thoughts(monkeypat
     assert (turn["content"], turn["output"], turn["output_ids"]) == ("What 1?", "plan 1</think>What 1?", [1])
 
 
-def test_two_ranks_write_the_same_file_as_one(workspace, tmp_path):
-    tasks = write(tmp_path / "tasks", read(workspace / "tasks.jsonl")[:8])
-    succeed("02_rollout.py", "--tasks", tasks, "--max-rounds", 8, "--agent", "script", "--out", tmp_path / "out",
-            ranks=2)
-    assert read(tmp_path / "out") == read(workspace / "demos.jsonl")[:8]
-    for ranks in (1, 2):
-        succeed("02_rollout.py", "--tasks", tasks, "--max-rounds", 2, "--agent", "models/tiny", "--out",
-                tmp_path / str(ranks), ranks=ranks)
-    assert_same(tmp_path / "1", tmp_path / "2")
-
-
 def test_dialogues_of_one_task_id_are_numbered_through():
     tasks = [{"task_id": name, "problem_description": "f", "ground_truth": "c"} for name in "aba"]
     dialogues = rollout.new_dialogues(tasks, None, 2)
@@ -277,24 +254,32 @@ def test_dialogues_of_one_task_id_are_numbered_through():
     assert parsed("--single-turn").max_rounds == 1
 
 
-def test_the_summary_says_how_many_dialogues_ended_without_the_marker(workspace, tmp_path):
-    """One of four: the second ends with the marker, for the third no further turn fits, the fourth does both. As
-    metrics.json has it under "forced_answers"."""
+def test_the_summary_says_how_dialogues_ended_and_the_domain_s_columns(workspace, tmp_path):
+    """One of four lacks the marker: the second ends with it, for the third no further turn fits, the fourth does both.
+    A tool is no simulator whose replies could leak."""
     rows = read(workspace / "offline.jsonl")[:4]
     for row, last in zip(rows, ("hm?", f"So:\n{backend.MARKER}\nx", "hm?", f"{backend.MARKER}\nx")):
         row["dialogue_history"][-1]["content"] = last
     rows[2]["no_room"] = rows[3]["no_room"] = True
     assert [backend.measure([row])["forced_answers"] for row in rows] == [1, 0, 0, 0]
-    assert backend.measure(rows)["forced_answers"] == 0.25
     line = rollout.summary(write(tmp_path / "rows", rows))
     assert " | 25.0% ended by --max-rounds | 2 ended because no further turn fits" in line
+    numbers_as_x = re.sub(r"\d+\.\d+", "x", line)
+    assert numbers_as_x.startswith("success x | tests x | all known x | when known x | rounds x | ")
+    signature = rows[0]["task"]["ground_truth"].split("\n")[0]
+    rows[0]["dialogue_history"] = [{"role": "user", "content": "Do it."}]
+    for reply in ({"tool": True}, {"leak": "signature"}):
+        rows[0]["dialogue_history"] += [{"role": "assistant", "content": "?"},
+                                        {"role": "user", "content": signature, **reply}]
+    rows[0]["dialogue_history"].append({"role": "assistant", "content": "pass"})
+    assert "100.0% of the simulator's replies leak code" in rollout.summary(write(tmp_path / "rows", rows[:1]))
+    assert stage(5).measure_leaks(rows[:1], backend) == {"leaks": 1.0, "leaks_by_kind": {"signature": 1}}
 
 
 def test_simulator_prompt_swaps_the_roles():
     task = {"problem_description": "P", "ground_truth": "G"}
-    history = [{"role": "user", "content": "P"}, {"role": "assistant", "content": "q"},
-               {"role": "user", "content": "r"},
-               {"role": "assistant", "content": "q2"}]
+    history = [{"role": role, "content": text} for role, text in (
+        ("user", "P"), ("assistant", "q"), ("user", "r"), ("assistant", "q2"))]
     messages = asyncio.run(backend.Environment().simulator_chat(task, history))
     assert [(m["role"], m["content"]) for m in messages[1:]] == [("user", "q"), ("assistant", "r"), ("user", "q2")]
     assert "G" in messages[0]["content"]
@@ -305,24 +290,21 @@ def test_simulator_prompt_swaps_the_roles():
 def test_a_dialogue_that_a_model_has_no_room_for_ends_as_in_its_last_round(workspace, tmp_path):
     """Another dialogue is as without the limit; a request that alone is too long fails, and the others are played."""
     tasks = read(workspace / "tasks.jsonl")[:6]
-    long = {**tasks[3], "problem_description": tasks[3]["problem_description"] + " and so on" * 200}
-    words = ["--agent", "models/tiny", "--max-rounds", 8, "--max-new-tokens", 60, "--tasks"]
-    line = refused(2, *words, write(tmp_path / "with_long", [*tasks[:2], long]), "--max-length", 200, "--out",
-                   tmp_path / "out")
-    assert "1 of 3 rows are missing" in line and "the 200 that the model or --max-tokens has room for" in line
-    words.append(write(tmp_path / "tasks", tasks))
-    printed = call(2, *words, "--max-length", 200, "--out", tmp_path / "short")
-    assert " 0 ended because no further turn" in call(2, *words, "--out", tmp_path / "long")
-    ended = 0
-    for short, long in zip(read(tmp_path / "short"), read(tmp_path / "long")):
+    request = {**tasks[3], "problem_description": tasks[3]["problem_description"] + " and so on" * 200}
+    words = ["--agent", "models/tiny", "--max-rounds", 8, "--max-new-tokens", 120, "--max-length", 260, "--tasks"]
+    line = refused(2, *words, write(tmp_path / "with_long", [tasks[0], request]), "--out", tmp_path / "out")
+    assert "1 of 2 rows are missing" in line and "the 260 that the model or --max-tokens has room for" in line
+    printed = call(2, *words, write(tmp_path / "tasks", tasks), "--out", tmp_path / "short")
+    num_ended = 0
+    for short, long in zip(read(tmp_path / "short"), read(workspace / "offline.jsonl")[::3]):
         history = short["dialogue_history"]
         assert history == long["dialogue_history"][:len(history)] and history[-1]["role"] == "assistant"
         assert short["num_rounds"] == len(history) // 2
         if "no_room" in short:
-            ended += 1
+            num_ended += 1
             assert len(history) < len(long["dialogue_history"]) and short["answer"] == history[-1]["content"]
             assert short["reward"] == 0
-    assert 0 < ended < 6 and f"{ended} ended because no further turn fits" in printed
+    assert 0 < num_ended < 6 and f"{num_ended} ended because no further turn fits" in printed
 
 
 def test_a_branch_keeps_which_turns_are_of_the_environment():
@@ -351,16 +333,3 @@ def test_a_candidate_of_a_branch_is_one_message_after_a_kill(workspace):
     both.first_turns[dialogue.task["task_id"], rollout.branch_name(branch)] = said
     asyncio.run(rollout.add_first_turn(dialogue, both, args))
     assert dialogue.history[-1] == said and len(dialogue.history) == branch["turn"] + 1
-
-
-def test_a_tool_is_no_simulator_whose_replies_could_leak(workspace, tmp_path):
-    row = read(workspace / "offline.jsonl")[0]
-    signature = row["task"]["ground_truth"].split("\n")[0]
-    turns = [{"role": "user", "content": "Do it."}]
-    for reply in ({"content": "3 rows", "tool": True}, {"content": signature, "tool": True},
-                  {"content": signature, "leak": "signature"}):
-        turns += [{"role": "assistant", "content": "?"}, {"role": "user", **reply}]
-    row["dialogue_history"] = [*turns, {"role": "assistant", "content": "pass"}]
-    summary = rollout.summary(write(tmp_path / "rows", [row]))
-    assert "100.0% of the simulator's replies leak code" in summary
-    assert stage(5).measure_leaks([row], backend) == {"leaks": 1.0, "leaks_by_kind": {"signature": 1}}

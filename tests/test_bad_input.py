@@ -14,13 +14,11 @@ import sys
 import pytest
 
 import colbench
-from colbench import backend, ColBenchError
+from colbench import ColBenchError
 from conftest import BASE, call, fork, read, refused, ROOT, run, stage, weights, write
-from lib import runtime, training
+from lib import training
 from lib.data import read_tasks, read_trajectories
 from lib.runtime import InputError
-
-DEEP = "[" * 5000 + "]" * 5000
 
 
 @functools.cache
@@ -31,15 +29,6 @@ def template_task(name):
         task = domain.make_task(rng, sorted(domain.FAMILIES)[0], "none", lambda task_id: None)
         if isinstance(task, dict):
             return task
-
-
-def line_of(work, *arguments):
-    """The one line with which work(*arguments) ends, as run_stage prints it."""
-    with pytest.raises((InputError, OSError, ColBenchError)) as caught:
-        work(*arguments)
-    line = runtime.error_text(caught.value)
-    assert line and "\n" not in line and len(line) < 2000
-    return line
 
 
 def contents(folder):
@@ -107,15 +96,10 @@ def test_mistakes(data, tmp_path, words):
     assert contents(tmp_path) == {}
 
 
-@pytest.mark.parametrize("text, message", [
-    ("[]", "a list, not an object"), (DEEP, "not JSON"), ("NaN", "a float, not an object"),
-    ('{"sample": ' + "9" * 4400 + "}", "not JSON"), ('{"a": 1} {"b": 2}', "not JSON (Extra data")])
-def test_json(tmp_path, text, message):
-    path = write(tmp_path / "rows.jsonl", [text])
-    assert line_of(read_tasks, path).startswith(f"{path}:1: {message}")
-
-
-TASKS = [("backend", *case) for case in [
+ROWS = [("tasks", None, text, message) for text, message in (                       # (what, path, its value, the line)
+    ("NaN", "a float, not an object"), ("[" * 5000 + "]" * 5000, "not JSON"),
+    ('{"sample": ' + "9" * 4400 + "}", "not JSON"), ('{"a": 1} {"b": 2}', "not JSON (Extra data")
+)] + [("backend", *case) for case in (
     (("problem_description",), 1, '"problem_description" is a int, not a str'),
     (("ground_truth",), ..., 'missing "ground_truth"'),
     (("test_cases",), ["f(1)"], '"test_cases" is a list, not a dict'),
@@ -124,32 +108,15 @@ TASKS = [("backend", *case) for case in [
     (("facts",), [1], "facts: item 0 is a int, not an object"),
     (("facts", 0, "questions"), [1], "facts: item 0: questions: item 0 is a int, not a str"),
     (("template",), "{nothing}", '"template" cannot be filled'),
-]] + [("sql", *case) for case in [
+)] + [("sql", *case) for case in (
     (("databases",), {}, '"databases" is a dict, not a list'),
     (("facts", 0, "by"), "guess", "\"by\" is 'guess', not 'ask' or 'look'"),
     (("idle_looks",), ..., 'missing "idle_looks"'),
-]] + [("frontend", *case) for case in [
+)] + [("frontend", *case) for case in (
     (("slots",), {}, '"slots" is a dict, not a list'),
     (("slots", 0, "names"), None, '"names" is a NoneType'),
     (("template",), 3, '"template" is a int'),
-]]
-
-
-@pytest.mark.parametrize("name, path, new, message", TASKS, ids=range(len(TASKS)))
-def test_tasks(tmp_path, name, path, new, message):
-    good = template_task(name)
-    file = write(tmp_path / "t.jsonl", [good, changed(good, path, new)])
-    line = line_of(read_tasks, file)
-    assert line.startswith(f"{file}:2: ") and message in line, line
-
-
-def test_what_the_scripted_agent_lacks(tmp_path):
-    file = write(tmp_path / "t.jsonl", [changed(template_task("backend"), ("template",), ...)])
-    line = refused(2, "--tasks", file, "--agent", "script", "--out", tmp_path / "o")
-    assert line.startswith(f'{file}:1: missing "template"')
-
-
-TRAJECTORIES = [
+)] + [("demos", *case) for case in (
     (("task",), [], '"task" is a list, not a dict'), (("task", "test_cases"), 1, "task: "),
     (("dialogue_history",), [], 'no turn of role "assistant"'),
     (("dialogue_history", 0), "hi", "dialogue_history: item 0 is a str, not an object"),
@@ -158,15 +125,25 @@ TRAJECTORIES = [
     (("dialogue_history", 1, "output_ids"), [1.5], "not a list of token ids"),
     (("answer",), ..., 'missing "answer"'),
     (("reward",), "1", '"reward" is a str, not a number'), (("reward",), float("nan"), '"reward" is nan'),
-    (("sample",), "0", '"sample" is a str, not a int'), (("max_rounds",), 0, '"max_rounds" is 0')]
+    (("sample",), "0", '"sample" is a str, not a int'), (("max_rounds",), 0, '"max_rounds" is 0'))]
 
 
-@pytest.mark.parametrize("path, new, message", TRAJECTORIES, ids=range(len(TRAJECTORIES)))
-def test_trajectories(data, tmp_path, path, new, message):
-    good = read(data / "demos.jsonl")[0]
-    file = write(tmp_path / "t.jsonl", [good, changed({**good, "sample": 9}, path, new)])
-    line = line_of(read_trajectories, file)
-    assert line.startswith(f"{file}:2: ") and message in line, line
+@pytest.mark.parametrize("what, path, new, message", ROWS, ids=range(len(ROWS)))
+def test_a_second_row_that_is_none_is_named(data, tmp_path, what, path, new, message):
+    name = "demos" if what == "demos" else "tasks"
+    good = template_task(what) if what in colbench.DOMAINS else read(data / f"{name}.jsonl")[0]
+    bad = changed({**good, "sample": 9}, path, new) if path else new
+    file = write(tmp_path / "t.jsonl", [good, bad])
+    with pytest.raises((InputError, ColBenchError)) as error:
+        (read_trajectories if what == "demos" else read_tasks)(file)
+    line = str(error.value)
+    assert line.startswith(f"{file}:2: ") and message in line and len(line) < 2000
+
+
+def test_what_the_scripted_agent_lacks(tmp_path):
+    file = write(tmp_path / "t.jsonl", [changed(template_task("backend"), ("template",), ...)])
+    line = refused(2, "--tasks", file, "--agent", "script", "--out", tmp_path / "o")
+    assert line.startswith(f'{file}:1: missing "template"')
 
 
 NO_SIGHT = ('{"visual": true, "head": "value", "normalize": "none", "privileged": true, "reference": "r"}',
@@ -208,7 +185,8 @@ def test_examples_that_cannot_be_learned_from(data, tmp_path):
     unscored = write(tmp_path / "unscored", [{key: value for key, value in rows[0].items() if key != "reward"}])
     demos, before = data / "demos.jsonl", contents(tmp_path)
     for path, number, words, message in (
-            (lost, 3, [], "no trajectory pairs"), (unscored, 3, [], "no trajectory pairs"),
+            (lost, 3, [], r"no trajectory pairs: .* \(all rewards are 0\); roll out more"),
+            (unscored, 3, [], "no trajectory pairs"),
             (lost, 4, ["--method", "mtdpo"], "no task has both"), (lost, 4, ["--method", "rft"], "no successful"),
             (demos, 3, ["--max-length", 20], "no examples to train on: all are longer than --max-length 20"),
             (demos, 3, ["--held-out-frac", 1], r"no examples to train on: all \d+ pairs are of tasks that "
@@ -220,7 +198,7 @@ def test_examples_that_cannot_be_learned_from(data, tmp_path):
 
 def test_too_many_tasks_or_no_system_prompt(data, tmp_path, monkeypatch):
     out = ["--out", tmp_path / "out"]
-    monkeypatch.setattr(backend, "FAMILIES", dict([min(backend.FAMILIES.items())]))
+    monkeypatch.setattr(colbench, "MOST_DRAWS_IN_VAIN", 3)
     assert refused(1, "--num-tasks", 9 ** 6, "--split", "test", *out).startswith("--num-tasks 531441: there are only ")
     words = ["--tasks", data / "tasks.jsonl", "--agent", BASE, "--system-prompt", tmp_path / "none.txt"]
     assert refused(2, *words, *out).startswith(f"{tmp_path / 'none.txt'}: no such file or directory")

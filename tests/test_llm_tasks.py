@@ -88,8 +88,10 @@ def make(*given):
 
 
 def test_what_becomes_of_replies(sampler, tmp_path, capsys):
+    """Each attempt has its text and its seed."""
+    (tmp_path / "seeds").write_text("About bees.\nIn two lines.\n\nAbout trees.\n")
     sampler.replies = REPLIES + [wrote(TIDE.replace("12", "6"))] * 3             # the last block is not needed whole
-    make(*arguments(tmp_path / "t.jsonl", "--num-tasks", 3))
+    make(*arguments(tmp_path / "t.jsonl", "--num-tasks", 3, "--seeds", tmp_path / "seeds", "--temperature", 0.5))
     tasks, rejected = read(tmp_path / "t.jsonl"), read(tmp_path / "t.rejected.jsonl")
     assert [(task["attempt"], task["ground_truth"], task["problem_description"]) for task in tasks] == [
         (0, CAKE, CAKE_WANTED), (2, CODES, CODES_WANTED), (12, TIDE, TIDE_WANTED)]
@@ -98,25 +100,17 @@ def test_what_becomes_of_replies(sampler, tmp_path, capsys):
     outcomes = {row["attempt"]: row["reply"] for row in rejected}
     assert outcomes == {i: reply for i, (reply, reason) in enumerate(ATTEMPTS) if reason != "kept"}
     assert all(row["reason"].startswith(ATTEMPTS[row["attempt"]][1]) for row in rejected)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.jsonl", "t.jsonl.args.json", "t.rejected.jsonl"]
+    assert {path.name for path in tmp_path.iterdir()} == {"t.jsonl", "t.jsonl.args.json", "t.rejected.jsonl", "seeds"}
     printed = capsys.readouterr().out
     assert ("13 attempts: 3 kept, 2 no JSON object, 1 too few tests, 1 random, 1 vacuous, 1 reference fails, 1 order "
             "of a set, 1 near duplicate, 1 the body of a kept task, 1 code in the description\n") in printed
     assert json.loads((tmp_path / "t.jsonl.args.json").read_text())["costs"]["generated_tokens"] == 130
+    texts, temperatures, seeds = zip(*sampler.chats)
+    assert sum("About bees.\nIn two lines.\n\n" in text for text in texts) == 8 and len(texts) == 16
+    assert {row["seed_text"] for row in rejected} == {"About bees.\nIn two lines.", "About trees."}
+    assert len(set(seeds)) == 16 and set(temperatures) == {0.5}
     make("--check", tmp_path / "t.jsonl")
     assert "3 tasks, 30 tests: no finding" in capsys.readouterr().out
-
-
-def test_every_attempt_has_its_text_and_its_seed(sampler, tmp_path):
-    (tmp_path / "seeds.txt").write_text("About bees.\nIn two lines.\n\nAbout trees.\n")
-    sampler.replies = list(REPLIES) + [""] * 3
-    make(*arguments(tmp_path / "t.jsonl", "--num-tasks", 3, "--seeds", tmp_path / "seeds.txt", "--temperature", 0.5))
-    texts = [text for text, _, _ in sampler.chats]
-    assert sum("About bees.\nIn two lines.\n\n" in text for text in texts) == 8 and len(texts) == 16
-    assert sum("About trees.\n\n" in text for text in texts) == 8
-    assert len({seed for _, _, seed in sampler.chats}) == 16 and {t for _, t, _ in sampler.chats} == {0.5}
-    assert {row["seed_text"] for row in read(tmp_path / "t.rejected.jsonl")} == {"About bees.\nIn two lines.",
-                                                                                 "About trees."}
 
 
 def test_other_splits_are_counted_apart(sampler, tmp_path):
@@ -124,16 +118,13 @@ def test_other_splits_are_counted_apart(sampler, tmp_path):
     line = refused(1, *arguments(tmp_path / "t.jsonl", "--num-tasks", 1, "--split", "test", "--max-attempts", 4))
     assert "0 of 1 tasks kept (3 of another split, 1 no JSON object; see " in line
     assert [row["attempt"] for row in read(tmp_path / "t.rejected.jsonl")] == [1]
-    sampler.replies = [REPLIES[i] for i in (0, 1, 2, 12)]
-    make(*arguments(tmp_path / "u.jsonl", "--num-tasks", 3, "--split", "train"))
-    assert all(int(task["task_id"], 16) % 100 < 80 for task in read(tmp_path / "u.jsonl"))
 
 
 # --- going on
 
 def test_batches_and_a_server_that_dies_do_not_change_the_file(sampler, tmp_path):
     sampler.replies = REPLIES + [""] * 3
-    make(*arguments(tmp_path / "whole.jsonl", "--num-tasks", 3))
+    make(*arguments(tmp_path / "whole.jsonl", "--num-tasks", 3, "--concurrency", 7))
     asked = [seed for _, _, seed in sampler.chats]
     sampler.replies, sampler.chats[:] = REPLIES[:6] + [InputError("the server died")], []
     command = arguments(tmp_path / "t.jsonl", "--num-tasks", 3)
@@ -141,12 +132,9 @@ def test_batches_and_a_server_that_dies_do_not_change_the_file(sampler, tmp_path
     assert not (tmp_path / "t.jsonl").exists() and not (tmp_path / "t.rejected.jsonl").exists()
     sampler.replies, sampler.chats[:] = REPLIES[6:] + [""] * 3, []
     make(*command)
-    assert [seed for _, _, seed in sampler.chats] == asked[6:]                   # what is there is not asked again
-    sampler.replies = REPLIES + [""] * 20
-    make(*arguments(tmp_path / "b.jsonl", "--num-tasks", 3, "--concurrency", 7))
-    for name in ("t", "b"):
-        assert (tmp_path / f"{name}.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-        assert (tmp_path / f"{name}.rejected.jsonl").read_bytes() == (tmp_path / "whole.rejected.jsonl").read_bytes()
+    assert [seed for _, _, seed in sampler.chats][:8] == asked[6:]               # what is there is not asked again
+    for ending in ("jsonl", "rejected.jsonl"):
+        assert (tmp_path / f"t.{ending}").read_bytes() == (tmp_path / f"whole.{ending}").read_bytes()
     make(*command)                                                                                  # done: asks nothing
 
 
@@ -256,12 +244,11 @@ def test_seed_texts(name, content, texts, tmp_path):
 @pytest.mark.parametrize("name, content, line", [
     ("a.jsonl", b'{"text": "one"}\n{"words": 3}\n', '{path}:2: missing "text"'),
     ("a.txt", b" \n\n", "{path}: no text in it"),
-    ("a.txt", b"\xff\xfe\x00", "{path}: no UTF-8 text ('utf-8' codec can't decode byte 0xff in position 0: invalid "
-     "start byte)")])
+    ("a.txt", b"\xff", "{path}: no UTF-8 text (")])
 def test_bad_seed_files_are_one_line(name, content, line, tmp_path):
     (tmp_path / name).write_bytes(content)
     out = tmp_path / "out" / "t.jsonl"
-    assert refused(1, *arguments(out, "--seeds", tmp_path / name)) == line.format(path=tmp_path / name)
+    assert refused(1, *arguments(out, "--seeds", tmp_path / name)).startswith(line.format(path=tmp_path / name))
     assert not out.parent.exists()
 
 

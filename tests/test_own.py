@@ -50,7 +50,8 @@ def test_without_a_system_message_there_is_none(path):
 
 def test_all_stages_take_it(path, tmp_path):
     flags = ["--trajectories", path, "--model", BASE, "--epochs", 1, "--lr", 1e-4]
-    call(3, *flags, "--out", tmp_path / "critic")
+    printed = call(3, *flags, "--out", tmp_path / "critic")
+    assert "32 rendered again without their system prompt, which the template leaves out" in printed
     call(4, "--method", "mtdpo", *flags, "--out", tmp_path / "mtdpo")
     call(4, "--method", "sweet", *flags, "--critic", tmp_path / "critic", "--max-new-tokens", 8,
             "--num-candidates", 4, "--out", tmp_path / "sweet")
