@@ -4,7 +4,6 @@ import contextlib
 import fcntl
 import functools
 import gc
-import hashlib
 import importlib
 import io
 import itertools
@@ -100,20 +99,21 @@ def begin(script, *arguments, folder, rank=0, environment=None):
     """Start a stage, or a module ("examples.grpo"), in a process of its own, its output in files of `folder`.
     Returns the process id."""
     program = [str(ROOT / script)] if script.endswith(".py") else ["-m", script]
-    with (open(os.devnull) as nothing, open(f"{folder}/{rank}.out", "w") as output,
-          open(f"{folder}/{rank}.err", "w") as errors):
-        answer = start_process(processes(), [*program, *map(str, arguments)], str(ROOT),
-                               {**os.environ, **(environment or {})},
-                               [nothing.fileno(), output.fileno(), errors.fileno()])
+    files = [f"{folder}/{rank}.out", f"{folder}/{rank}.err"]
+    for file in files:
+        open(file, "w").close()
+    answer = start_process(processes(), [*program, *map(str, arguments)], str(ROOT),
+                           {**os.environ, **(environment or {})}, [os.devnull, *files])
     pid = int(answer.readline())
     STARTED[pid] = answer
     return pid
 
 
 def wait(pid):
-    """The exit status of a process that `begin` started, as Python's subprocess gives it."""
+    """The exit status of a process that `begin` started, as Python's subprocess gives it; of tests' signals all are
+    SIGKILL."""
     with STARTED.pop(pid) as answer:
-        return int(answer.readline())
+        return int(answer.readline() or -signal.SIGKILL)
 
 
 def rank_environments(ranks):
@@ -135,40 +135,6 @@ def run(script, *arguments, ranks=1):
         return subprocess.CompletedProcess([script, *arguments], max(statuses, key=abs), *texts)
 
 
-# Stands for .venv/bin/python: has the server of processes.py start the process, which takes 4 s of imports less.
-FORK = f"#!{sys.executable} -IS\n" + """
-import os, signal, sys
-sys.path.insert(0, {tests!r})
-from processes import start
-words = sys.argv[2:] if sys.argv[1] == "-u" else sys.argv[1:]                  # torchrun asks for no buffers
-environment = {{**os.environ, "PYTHON_EXEC": os.path.abspath(sys.argv[0])}}
-with start(os.environ["TEST_PROCESSES"], words, os.getcwd(), environment, [0, 1, 2]) as answer:
-    pid = int(answer.readline())
-    signal.signal(signal.SIGTERM, lambda *_: os.kill(pid, signal.SIGTERM))
-    status = int(answer.readline())
-sys.exit(status if status >= 0 else 128 - status)
-""".format(tests=str(ROOT / "tests"))
-TORCHRUN = """#!/bin/sh
-export PYTHON_EXEC="$(dirname "$0")/python"
-exec "$PYTHON_EXEC" -m torch.distributed.run "$@"
-"""
-
-
-def checkout_with_forks(folder):
-    """Makes `folder` a checkout for shell scripts whose stages start as forks; torch's own agent starts ranks."""
-    processes()
-    for path in ROOT.iterdir():
-        if path.name not in (".git", ".venv", "out"):
-            (folder / path.name).symlink_to(path)
-    (folder / ".venv" / "bin").mkdir(parents=True)
-    requirements = hashlib.sha256((ROOT / "requirements.txt").read_bytes()).hexdigest()
-    (folder / ".venv" / f"installed-{requirements[:16]}").touch()                  # the tests' own environment has them
-    for name, text in (("python", FORK), ("torchrun", TORCHRUN)):
-        (folder / ".venv" / "bin" / name).write_text(text)
-        (folder / ".venv" / "bin" / name).chmod(0o755)
-    return folder
-
-
 def succeed(script, *arguments, **options):
     process = run(script, *arguments, **options)
     assert process.returncode == 0, process.stdout + process.stderr
@@ -179,7 +145,7 @@ def call(program, *arguments):
     """Call a stage (its number), or a fork (its module), in this process; returns what it printed."""
     from lib import runtime
     module = stage(program) if isinstance(program, int) else program
-    runtime.LOCKS.clear()                                            # of the call before, whose process would have ended
+    runtime.LOCKS.clear()                                            # of a call before, whose process would have ended
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         module.main([str(argument) for argument in arguments])
     return printed.getvalue()
@@ -366,7 +332,8 @@ def serving(tmp_path_factory):
     def end(pid):
         if pid in running:
             running.remove(pid)
-            os.kill(pid, signal.SIGKILL)                            # a process that has ended waits to be asked for
+            with contextlib.suppress(ProcessLookupError):            # it has ended
+                os.kill(pid, signal.SIGKILL)
             wait(pid)
     serve.end = end
     try:

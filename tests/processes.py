@@ -2,10 +2,10 @@
 
     python tests/processes.py SOCKET    listens at SOCKET until its standard input ends
 
-One connection starts one process. The request is a line of JSON, {"argv", "cwd", "env"}. It comes with three file
-descriptors: input, output and errors of the new process. The first line of the answer is the process id. The second
-line comes when the process has ended: its exit status, as Python's subprocess gives it. The process stays a zombie
-until the connection is closed, so that its id names nothing else."""
+One connection starts one process. The request is a line of JSON, {"argv", "cwd", "env", "files"}, with the paths of
+input, output and errors. The first line of the answer is the process id, the second one the exit status. A process that
+a signal has ended gives no second line."""
+import functools
 import gc
 import importlib
 import json
@@ -18,19 +18,17 @@ import sys
 import threading
 import traceback
 
-ONE_AT_A_TIME = threading.Lock()            # so that no fork holds the descriptors of another one's request
 
-
-def start(address, argv, cwd, environment, descriptors):
+def start(address, argv, cwd, environment, files):
     """Ask the server at `address` for a process; returns the lines of its answer, as a file."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(address)
-        request = json.dumps({"argv": argv, "cwd": cwd, "env": environment}).encode() + b"\n"
-        sent = socket.send_fds(connection, [request], descriptors)
-        connection.sendall(request[sent:])
+        request = {"argv": argv, "cwd": cwd, "env": environment, "files": files}
+        connection.sendall(json.dumps(request).encode() + b"\n")
         return connection.makefile("r")
 
 
+@functools.cache
 def prepare_what_stages_need():
     """Import everything that a stage imports, at its top or later, and load a model: the first one takes 0.07 s more
     than others. Scorers start one worker, as on a machine with one core: a second one, two programs more, takes 0.2 s
@@ -71,67 +69,41 @@ def run_script(argv):
     return status
 
 
-def become(request, descriptors):
-    """In a fork: a process as if started by `python argv`."""
-    for number, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
-    sys.stdin = sys.__stdin__ = open(0, closefd=False)
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
-    sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
-    os.environ.clear()
-    os.environ.update(request["env"])
-    if request["argv"][0] == "scripts/study.py":                     # its stages are forks, too
-        sys.executable = os.environ["PYTHON_EXEC"]
-    os.chdir(request["cwd"])
-    os._exit(run_script(request["argv"]))
-
-
-class Connection(socketserver.StreamRequestHandler):
-    """What a connection asks for, in a thread of its own."""
+class Process(socketserver.StreamRequestHandler):
+    """A fork that becomes a process as if started by `python argv`."""
 
     def handle(self):
-        with ONE_AT_A_TIME:
-            if "lib.models" not in sys.modules:
-                prepare_what_stages_need()
-            request, descriptors, _, _ = socket.recv_fds(self.request, 1 << 16, 3)
-            if not request:
-                return
-            if not request.endswith(b"\n"):
-                request += self.rfile.readline()
-            pid = os.fork()
-            if pid == 0:
-                try:
-                    become(json.loads(request), descriptors)
-                finally:                                             # of what is wrong in `become` itself
-                    traceback.print_exc(file=sys.__stderr__)
-                    os._exit(1)
-            for descriptor in descriptors:
-                os.close(descriptor)
-        try:
-            self.wfile.write(f"{pid}\n".encode())
-            end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-            status = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-            self.wfile.write(f"{status}\n".encode())
-            self.rfile.read()                                        # until it is closed
-        except ConnectionError:                                      # nobody listens any more
-            pass
-        os.waitpid(pid, 0)
+        request = json.loads(self.rfile.readline())
+        self.wfile.write(f"{os.getpid()}\n".encode())
+        for number, path in enumerate(request["files"]):             # output and errors may be one file
+            os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND if number else os.O_RDONLY), number)
+        sys.stdin = sys.__stdin__ = open(0, closefd=False)
+        sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)
+        sys.stderr = sys.__stderr__ = open(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+        os.environ.clear()
+        os.environ.update(request["env"])
+        os.chdir(request["cwd"])
+        self.wfile.write(f"{run_script(request['argv'])}\n".encode())
+        os._exit(0)
 
 
-class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
-    daemon_threads = True
+class Server(socketserver.ForkingMixIn, socketserver.UnixStreamServer):
+    max_children = 1000
     request_queue_size = 64
 
+    def verify_request(self, request, client_address):
+        prepare_what_stages_need()
+        return True
 
-def main():
-    address = sys.argv[1]
-    server = Server(f"{address}.partial", Connection)
-    os.rename(f"{address}.partial", address)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+def end_with_input():
     sys.stdin.read()
-    os._exit(0)                                                      # without the exit handlers of what was imported
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    address = sys.argv[1]
+    server = Server(f"{address}.partial", Process)
+    os.rename(f"{address}.partial", address)
+    threading.Thread(target=end_with_input, daemon=True).start()
+    server.serve_forever(poll_interval=0.05)

@@ -12,11 +12,11 @@ import subprocess
 import sys
 
 import pytest
+from safetensors.torch import save_file
 
 import colbench
 from colbench import ColBenchError
 from conftest import BASE, call, fork, read, refused, ROOT, run, stage, weights, write
-from lib import training
 from lib.data import read_tasks, read_trajectories
 from lib.runtime import InputError
 
@@ -322,27 +322,15 @@ def test_another_command_is_refused_unless_nothing_is_there_yet(data, tmp_path):
 
 # --- losses that are no numbers
 
-def test_a_loss_that_is_not_finite_ends_the_run(data, tmp_path, monkeypatch):
-    """The second step finds a NaN in a weight, as after an overflow."""
-    original = training.learning_rate
-    monkeypatch.setattr(training, "learning_rate", lambda step, *rest: original(step, *rest) if step else float("nan"))
-    out = tmp_path / "out"
-    line = refused(4, "--method", "sft", "--max-steps", 6, "--trajectories", data / "demos.jsonl", "--model", BASE,
-                   "--lr", 1000, "--out", out)
-    assert f"{out}: step 2 of 6: the loss is nan" in line and "no model is written" in line
-    assert any(task["task_id"] in line for task in read(data / "tasks.jsonl"))
-    assert not list(out.glob("*.safetensors")) and not (out / "COMPLETED").exists()
-
-
-def test_all_ranks_end(data, tmp_path):
+def test_a_loss_that_is_not_finite_ends_all_ranks(data, tmp_path):
     """A model with a NaN in it: a real run, on two ranks."""
-    from safetensors.torch import save_file
     shutil.copytree(BASE, tmp_path / "model")
-    tensors = weights(tmp_path / "model")
+    tensors, out = weights(tmp_path / "model"), tmp_path / "out"
     tensors["model.norm.weight"][0] = float("nan")
     save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
     process = run("03_train_critic.py", "--trajectories", data / "demos.jsonl", "--model", tmp_path / "model",
-                  "--max-steps", 2, "--out", tmp_path / "out", ranks=2)
-    assert process.returncode == 2 and process.stderr.splitlines()[-1].startswith("error: ")
-    assert "step 1 of 2: the loss is nan" in process.stderr
-    assert not list((tmp_path / "out").glob("*.safetensors"))
+                  "--max-steps", 2, "--out", out, ranks=2)
+    line = process.stderr.splitlines()[-1]
+    assert process.returncode == 2 and line.startswith(f"error: {out}: step 1 of 2: the loss is nan")
+    assert "no model is written" in line and any(task["task_id"] in line for task in read(data / "tasks.jsonl"))
+    assert not list(out.glob("*.safetensors")) and not (out / "COMPLETED").exists()

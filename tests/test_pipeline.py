@@ -1,48 +1,63 @@
-"""All stages together: run.sh in small, exit statuses."""
+"""All stages together: the chain of run.sh in small (test_study.py runs run.sh itself), exit statuses."""
 import argparse
+import contextlib
+import importlib
+import io
 import json
-import os
 import re
 import subprocess
 
 import pytest
 
-from conftest import checkout_with_forks, ROOT, run, stage
+from conftest import ROOT, run, stage
+
+study = importlib.import_module("scripts.study")
 
 
 @pytest.fixture(scope="module")
-def run_sh(tmp_path_factory):
-    """run.sh in small, twice, in a copy of the checkout whose stages start as forks; torch's own agent starts ranks.
+def chain(tmp_path_factory):
+    """The chain in small, twice: its folder, what each call printed, and the times of the weights between the two."""
+    out = tmp_path_factory.mktemp("chain")
+    words = ["base", "rft", "mtdpo", "sweet", "--chain", "0", "--out", str(out), "--set", "dialogues=8", "num_test=2",
+             "max_rounds=6"]
 
-    Gives its folder, what each call printed, and the weights that stood there between the two, with their times."""
-    checkout = checkout_with_forks(tmp_path_factory.mktemp("checkout"))
-    environment = {**os.environ, "TRAIN_TASKS": "5", "TEST_TASKS": "3", "ROUNDS": "6"}
+    def run_command(command, stdout, stderr, env):
+        ranks, first = 1, 1
+        if command[1] == "-m":                                       # torchrun
+            ranks, first = int(command[5]), 6
+        process = run(*command[first:], ranks=ranks)
+        stdout.write(process.stdout + process.stderr)
+        return process.returncode
 
     def call():
-        process = subprocess.run(["bash", "run.sh"], cwd=checkout, env=environment, text=True, capture_output=True,
-                                 timeout=600)
-        assert process.returncode == 0, process.stdout + process.stderr
-        return process.stdout
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            study.main(words)
+        return printed.getvalue()
 
-    first = call()
-    written = {path: path.stat().st_mtime_ns for path in (checkout / "out").rglob("*.safetensors")}
-    return checkout / "out", first, call(), written
+    study.has_run.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(subprocess, "call", run_command)
+        patch.chdir(ROOT)
+        first = call()
+        study.has_run.clear()
+        times = {path: path.stat().st_mtime_ns for path in out.rglob("*.safetensors")}
+        return out, first, call(), times
 
 
-def test_run_sh_evaluates_every_method_and_names_the_page(run_sh):
-    out, printed, _, _ = run_sh
+def test_the_chain_evaluates_every_method_and_names_the_page(chain):
+    out, printed, _, _ = chain
     metrics = json.loads((out / "report" / "metrics.json").read_text())
     assert list(metrics) == ["base", "rft", "mtdpo", "sweet"]
-    assert all(m["n"] == 6 and 0 <= m["success_rate"] <= 1 and len(m["ci95"]) == 2 for m in metrics.values())
+    assert all(m["n"] == 4 and 0 <= m["success_rate"] <= 1 and len(m["ci95"]) == 2 for m in metrics.values())
     assert "report.html" in printed
 
 
-def test_a_second_call_of_run_sh_trains_nothing_again(run_sh):
-    _, _, printed, written = run_sh
-    assert len(written) == 4
+def test_a_second_call_of_the_chain_runs_nothing_again(chain):
+    _, _, printed, times = chain
+    assert len(times) == 4
     assert " begins (log" not in printed and "against mtdpo" in printed
     assert printed.endswith("nothing had to be run again\n")
-    assert written == {path: path.stat().st_mtime_ns for path in written}
+    assert times == {path: path.stat().st_mtime_ns for path in times}
 
 
 @pytest.mark.parametrize("script, arguments, line", [

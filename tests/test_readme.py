@@ -1,5 +1,4 @@
 """README.md and docs/: their commands are parsed, what they name exists, and the reproduction page runs in small."""
-import ast
 import contextlib
 import csv
 import functools
@@ -12,7 +11,6 @@ import re
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 
 import pytest
@@ -36,17 +34,20 @@ NOTEBOOK = "docs/notebook.md"                                       # its entrie
 CODE = "\n".join(path.read_text() for folder in (".", "colbench", "examples", "lib", "scripts")
                  for path in ROOT.glob(f"{folder}/*.py"))
 
-# Stands for python, torchrun, bash, pip, cp and vllm: notes its words and makes the output, which later lines list.
-STAND_IN = f"#!{sys.executable} -IS\n" + """
-import os, sys
-with open(os.environ["LOG"], "a") as log:
-    log.write(ascii([os.path.basename(sys.argv[0]), *sys.argv[1:]]) + "\\n")
-if "--out" in sys.argv:
-    out = sys.argv[sys.argv.index("--out") + 1]
-    is_file = "." in os.path.basename(out)
-    os.makedirs(os.path.dirname(out) or "." if is_file else out, exist_ok=True)
-    if is_file:
-        open(out, "a").close()
+# In place of programs: notes the words, and makes the output, which later lines list.
+NOTE = """
+note() {
+    printf '%q ' "$@" >> "$LOG"
+    echo >> "$LOG"
+    while [ $# -gt 1 ]; do
+        case "$1 $2" in
+            "--out "*.*) mkdir -p "$(dirname "$2")"; touch "$2" ;;
+            "--out "*) mkdir -p "$2" ;;
+        esac
+        shift
+    done
+}
+for name in python torchrun bash pip cp vllm; do eval "$name() { note $name \\"\\$@\\"; }"; done
 """
 
 
@@ -54,16 +55,13 @@ if "--out" in sys.argv:
 def started(block):
     """The commands that a block starts, as lists of words; its variables and loops are expanded by the shell itself."""
     with tempfile.TemporaryDirectory() as folder:
-        for name in ("python", "torchrun", "bash", "pip", "cp", "vllm"):
-            program = pathlib.Path(folder, name)
-            program.write_text(STAND_IN)
-            program.chmod(0o755)
         log = pathlib.Path(folder, "log")
         log.touch()
-        process = subprocess.run(["/bin/bash", "-euo", "pipefail", "-c", block], cwd=folder, text=True,
-                                 capture_output=True, env={"PATH": f"{folder}:/usr/bin:/bin", "LOG": str(log)})
+        environment = {"PATH": "/usr/bin:/bin", "LOG": str(log), "LC_ALL": "C.UTF-8"}
+        process = subprocess.run(["bash", "-euo", "pipefail", "-c", NOTE + block], cwd=folder, text=True,
+                                 capture_output=True, env=environment)
         assert process.returncode == 0, process.stderr
-        return [ast.literal_eval(line) for line in log.read_text().splitlines()]
+        return [shlex.split(line) for line in log.read_text().splitlines()]
 
 
 def program_of(name):

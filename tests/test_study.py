@@ -1,5 +1,5 @@
 """scripts/study.py and run.sh with stages that only note their commands: every command's flags are parsed by its stage,
-every input is there before it is used, and nothing is made twice."""
+every input is there before it is used, and an output has one command."""
 import csv
 import importlib
 import itertools
@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 import subprocess
-import threading
+import sys
 
 import pytest
 
@@ -30,7 +30,7 @@ def parse(words):
 
 
 class Commands(dict):
-    """{output: its arguments}; of all outputs "stage", "ranks" and "number", in the order of their beginnings."""
+    """{output: its arguments, "stage" and "ranks"}."""
 
     def run_step(self, out, words, ranks=1, threads=1):
         name, args = parse([*words, "--out", str(out)])
@@ -38,16 +38,16 @@ class Commands(dict):
         files += [path for named in args.get("files", []) for path in named.split("=")[1].split(",")]
         missing = [path for path in files if path not in NO_FILES and not os.path.exists(path)]
         out = pathlib.Path(out)
-        assert not missing and not out.exists(), (missing, out)
+        command = {"stage": name, "ranks": ranks, **args}
+        assert not missing and self.setdefault(str(out), command) == command, (missing, out)
         if out.suffix == ".jsonl":
             out.parent.mkdir(parents=True, exist_ok=True)
             out.touch()
         else:
-            (out / "scored").mkdir(parents=True)
+            (out / "scored").mkdir(parents=True, exist_ok=True)
             (out / "candidates.jsonl").touch()
         if name == "05":
             write_report(out, dict(named.split("=") for named in args["files"]))
-        self[str(out)] = {"stage": name, "ranks": ranks, "number": len(self), **args}
         return "the table"
 
 
@@ -101,6 +101,7 @@ def test_the_chain_of_each_domain(call, domain, base, num_train, rounds):
     report = commands["o/report"]
     assert [name.split("=")[0] for name in report["files"]] == CHAIN
     assert (report["baseline"], report["critic"], report["candidates"]) == ("mtdpo", "o/critic", "o/sweet")
+    assert report["reference_sees_c"] == commands["o/sweet"]["reference_sees_c"]           # scored as candidates were
     assert {command["similarity"] for command in [report, *played]} == {
         "pixels" if domain == "frontend" else "clip"}
 
@@ -178,8 +179,9 @@ def test_a_search_plays_each_setting_on_validation_tasks(call):
         ("mtdpo", "1e-4", "0.1"), ("mtdpo", "1e-4", "0.3")]
 
 
-def test_each_round_goes_on_with_the_agent_of_the_one_before(call):
-    commands = call("sweet", "mtdpo", "base", "--rounds", "3", "--seeds", "3")
+def test_each_round_goes_on_with_the_agent_of_the_one_before(call, monkeypatch):
+    words = ["sweet", "mtdpo", "base", "--rounds", "3", "--seeds", "3"]
+    commands = call(*words)
     for arm in ("sweet", "mtdpo"):
         policies = [commands[f"o/seed3/{arm}@{number}"] for number in (1, 2, 3)]
         assert [(policy["model"], policy["seed"], policy["trajectories"]) for policy in policies] == [
@@ -194,11 +196,15 @@ def test_each_round_goes_on_with_the_agent_of_the_one_before(call):
     names = [name.split("=")[0] for name in commands["o/report"]["files"]]
     assert names == [f"{arm}@{number}" for arm in ("sweet", "mtdpo") for number in (1, 2, 3)] + ["base"]
     assert commands["o/report"]["baseline"] == "mtdpo@3"
+    os.utime(critic["trajectories"], (1, 1))
+    monkeypatch.setattr(study, "run_step", lambda *_, **__: "")
+    study.main([*words, "--out", "o"])
+    assert os.stat(critic["trajectories"]).st_mtime == 1                       # no newer file, so no critic again
 
 
 @pytest.mark.parametrize("domain", ["backend", "sql", "frontend", "real"])
 def test_every_arm_of_the_table_plays(call, domain):
-    arms = list(study.read_domain(domain)["arms"])
+    arms = [arm for arm in study.read_domain(domain)["arms"] if arm != "base"]
     commands = call(*arms, "--domain", domain, "--seeds", "1", "--set", "num_test=7", "samples=1")
     assert {f"o/seed1/{arm}" for arm in arms} <= set(commands)
     tested = commands[f"o/seed1/{arms[0]}.jsonl"]
@@ -225,8 +231,8 @@ def test_the_tables(call, capsys):
 @pytest.mark.parametrize("arguments, line", [
     (["sweet", "--domain", "pages"], "--domain pages: must be one of backend, sql, frontend, real"),
     (["mine"], "mine: no such arm in scripts/arms.toml, which has rft, mtdpo, sweet"),
-    (["rft", "--set", "dialogs=3"], "--set dialogs=3: must be NAME=NUMBER"),
-    (["rft", "--set", "num_test=few"], "--set num_test=few: must be NAME=NUMBER")])
+    *((["rft", "--set", change], f"--set {change}: must be NAME=NUMBER, with a number of [backend]")
+      for change in ("dialogs=3", "num_test=few", "base=3", "has_gates=1"))])
 def test_what_is_unknown_is_refused(call, arguments, line):
     with pytest.raises(InputError) as error:
         call(*arguments)
@@ -242,15 +248,15 @@ def test_an_arm_without_a_rate_is_refused():
 
 def test_a_failed_step_shows_its_last_lines_and_is_no_output(tmp_path, capfd):
     program = "import sys; print(*range(30), sep='\\n'); sys.exit('the reason')"
-    with pytest.raises(study.StepFailed):
+    with pytest.raises(SystemExit) as end:
         study.run_step(tmp_path / "critic", ["-c", program])
     lines = capfd.readouterr().err.splitlines()
-    assert lines[:2] == ["11", "12"] and lines[-2:] == [
+    assert end.value.code == 1 and lines[:2] == ["11", "12"] and lines[-2:] == [
         "the reason", f"failed: {tmp_path / 'critic'} (whole log: {tmp_path / 'critic'}.log)"]
 
 
-def test_a_step_is_a_line_with_its_last_result(tmp_path, capfd):
-    study.run_step(tmp_path / "a.jsonl", ["-c", "print('success 0.5'); print('success 0.75 | 3'); print('bye')"])
+def test_a_step_is_a_line_with_its_last_one(tmp_path, capfd):
+    study.run_step(tmp_path / "a.jsonl", ["-c", "print('success 0.5'); print('success 0.75 | 3')"])
     assert capfd.readouterr().out.endswith(" s  success 0.75 | 3\n")
     study.run_step(tmp_path / "a.jsonl", ["-c", "import os; print(os.environ['OMP_NUM_THREADS'])"], threads=2)
     assert (tmp_path / "a.jsonl.log").read_text() == "2\n"            # of the last run alone
@@ -273,18 +279,17 @@ def test_a_finished_step_is_not_run_again_but_with_other_words_or_newer_files(tm
 
 
 def test_other_arms_are_played_where_one_fails(tmp_path, monkeypatch):
-    commands, lock = [], threading.Lock()
+    outputs = []
 
     def run_step(out, words, ranks=1, threads=1):
-        with lock:
-            commands.append(out.name)
+        outputs.append(out.name)
         if out.name == "rft":
-            raise study.StepFailed
+            sys.exit(1)
     monkeypatch.setattr(study, "run_step", run_step)
     with pytest.raises(SystemExit) as error:
         study.main(["rft", "mtdpo", "--seeds", "1", "--out", str(tmp_path)])
     assert error.value.code == 1
-    assert "mtdpo.jsonl" in commands and "rft.jsonl" not in commands and "report" not in commands
+    assert "mtdpo.jsonl" in outputs and "rft.jsonl" not in outputs and "report" not in outputs
 
 
 def test_another_c_for_the_critic(workspace, tmp_path):
