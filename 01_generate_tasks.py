@@ -309,11 +309,9 @@ def parse_args(argv=None):
     parser.add_argument("--source", choices=list(SOURCES), default="template", help="where tasks come from")
     parser.add_argument("--domain", choices=list(DOMAINS), default="backend", help="llm: backend, websight: frontend")
     parser.add_argument("--num-tasks", type=flags.positive_int, help="(None: all of colbench, else 1000)")
-    parser.add_argument("--split", choices=["all", *SPLITS], default="all",
-                        help="which part: disjoint by content; colbench: a published file (no validation)")
-    parser.add_argument("--told", choices=["none", "some", "all"], default="some",
-                        help="facts that the request states: none, one (of a page one or two) in 30 %% of the tasks, "
-                        "or all (clear requests)")
+    parser.add_argument("--split", choices=["all", *SPLITS], default="all", help="of colbench a published file")
+    parser.add_argument("--told", choices=["none", "some", "all"], default="some", help="facts that the request tells: "
+                        "none, one (of a page one or two) in 30 %% of the tasks, or all (clear requests)")
     parser.add_argument("--seed", type=flags.seed_flag, default=0, help="seed of the tasks, or of their order")
     parser.add_argument("--out", help="tasks file to write (JSONL); with --check its findings (optional)")
     parser.add_argument("--check", metavar="FILE", help="check the tasks of this file instead of making any")
@@ -324,8 +322,7 @@ def parse_args(argv=None):
     parser.add_argument("--trajectories", action="store_true", help="colbench: take the offline trajectories instead")
     # a model that writes tasks
     parser.add_argument("--model", help="llm: a folder, a hub id, smollm2, or a server http://HOST:PORT/v1#NAME")
-    parser.add_argument("--seeds", metavar="FILE",
-                        help='llm: texts that give the ideas: JSONL with "text", or paragraphs (None: our topics)')
+    parser.add_argument("--seeds", metavar="FILE", help='llm: ideas: JSONL with "text", or paragraphs (None: ours)')
     parser.add_argument("--max-attempts", type=flags.positive_int,
                         help="llm: replies after which it gives up (None: 20 a task, divided by the share of --split)")
     parser.add_argument("--temperature", type=flags.temperature_flag, default=1.0, help="llm: of the model")

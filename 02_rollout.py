@@ -216,8 +216,6 @@ def branched_dialogues(trajectories, system, args):
         for position, turn in enumerate(trajectory["dialogue_history"]):
             if turn["role"] == "assistant":
                 states.append((trajectory, position))
-    if len(states) < args.branch:
-        say(f"{args.tasks}: has only {len(states):,} turns of the agent for --branch {args.branch:,}")
     states = random.Random(args.seed).sample(states, min(args.branch, len(states)))
     dialogues = []
     for trajectory, position in states:
@@ -339,9 +337,11 @@ def summary(path):
     turns = [turn for trajectory in trajectories for turn in trajectory["dialogue_history"][1:]]
     replies = [turn for turn in turns if turn["role"] == "user" and "tool" not in turn]
     num_full = sum("no_room" in trajectory for trajectory in trajectories)
-    num_leaks = sum("leak" in reply for reply in replies)
+    num_truncated = sum("truncated" in turn for turn in turns)
+    leak_frac = sum("leak" in reply for reply in replies) / max(1, len(replies))
+    mean_return = mean_over_tasks(trajectories, domain.eval_score)
     measured = {**domain.measure(trajectories), **measure_turns(trajectories, domain)}
-    parts = [f"{heading_of(domain.metric(trajectories))} {mean_over_tasks(trajectories, domain.eval_score):.3f}"]
+    parts = [f"{heading_of(domain.metric(trajectories))} {mean_return:.3f}"]
     for key, heading, form in domain.COLUMNS:
         if key in measured:
             parts.append(f"{heading} {measured[key]:{form}}")
@@ -349,8 +349,8 @@ def summary(path):
     if "forced_answers" in measured:
         parts.append(f"{measured['forced_answers']:.1%} ended by --max-rounds")
     parts += [f"{num_full} ended because no further turn fits (--max-length, --max-new-tokens)",
-              f"{sum('truncated' in turn for turn in turns)} turns stopped by --max-new-tokens",
-              f"{num_leaks / max(1, len(replies)):.1%} of the simulator's replies leak code"]
+              f"{num_truncated} turns stopped by --max-new-tokens",
+              f"{leak_frac:.1%} of the simulator's replies leak code"]
     return " | ".join(parts)
 
 
@@ -361,8 +361,7 @@ PRESETS = {name: {"dtype": "bfloat16"} for name in ("paper-backend", "paper-fron
 
 def parse_args(argv=None):
     parser = flags.argument_parser(__doc__)
-    parser.add_argument("--tasks", type=flags.text_flag, required=True,
-                        help="tasks file (01); with --branch a trajectories file")
+    parser.add_argument("--tasks", type=flags.text_flag, required=True, help="tasks (01); with --branch trajectories")
     parser.add_argument("--agent", type=flags.text_flag, required=True, help="a model (folder, hub id, smollm2, a "
                         "server), or a scripted agent of the domain: script, script-informed (knows c), …")
     parser.add_argument("--simulator", type=flags.text_flag, default="rules", help="the user: rules, or a model")
@@ -380,16 +379,13 @@ def parse_args(argv=None):
     group.add_argument("--critic", type=flags.text_flag, help="who picks one of --best-of: a critic folder (03); "
                        "judge:MODEL; untrained (the agent itself, whose reference does not see c)")
     flags.add_reference(group)
-    group.add_argument("--branch", type=flags.positive_int, metavar="N",
-                       help="go on from N turns of a trajectories file")
+    group.add_argument("--branch", type=flags.positive_int, metavar="N", help="go on from N turns of trajectories")
     group.add_argument("--branch-candidates", type=flags.num_samples_flag, default=8, help="messages in each of them")
     group = parser.add_argument_group("models and servers")
     group.add_argument("--concurrency", type=flags.num_samples_flag, default=64, help="dialogues in flight")
     group.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="arithmetic of the models")
-    group.add_argument("--max-length", type=flags.positive_int, default=16384,
-                       help="tokens of a prompt with its reply (local models)")
-    group.add_argument("--max-tokens", type=flags.positive_int, default=16384,
-                       help="padded tokens of a pass of --critic")
+    group.add_argument("--max-length", type=flags.positive_int, default=16384, help="tokens of a prompt with its reply")
+    group.add_argument("--max-tokens", type=flags.positive_int, default=16384, help="tokens of a pass of --critic")
     group.add_argument("--system-prompt", type=flags.text_flag, metavar="FILE", help="its text, taken as it is, is the "
                        "agent's system prompt in place of ours and of our note on the last round")
     group.add_argument("--chat-template-args", type=json.loads, default={}, metavar="JSON", help="arguments of chat "
@@ -547,7 +543,7 @@ def main(argv=None):
     rows = Rows(out, runtime)
     if rows.done:
         say(f"{len(rows.done):,} of {len(dialogues):,} dialogues are there already")
-    for row in [json.loads(row) for number, row in rows.find().items() if number in rows.done]:
+    for row in map(json.loads, rows.find().values()):
         players.returns.append(domain.eval_score(row))
         if args.branch:
             name = row["task_id"], branch_name(row["branch"])
