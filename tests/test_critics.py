@@ -111,7 +111,7 @@ def test_branches_go_on_where_they_were_interrupted(branches, tmp_path):
     assert "43 of 48 dialogues are there already" in call(2, *flags, "--out", tmp_path / "b.jsonl")
     again = (tmp_path / "b.jsonl").read_text().splitlines(True)
     assert all(again[n] == lines[n] for n in there) and len(again) == 48
-    assert sum(a == b for a, b in zip(again, lines)) >= 46       # batches differ: see test_02's assert_same
+    assert sum(a == b for a, b in zip(again, lines)) >= 46       # batches differ: see test_02
 
 
 def test_branches_are_refused_in_one_line(workspace, tmp_path):
